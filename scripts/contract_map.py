@@ -1,5 +1,6 @@
 #!/usr/bin/env python3
-"""Map the lines of the replaced plugins' contracts to tests, and find references to contracts that lead nowhere.
+"""Map the lines of the replaced plugins' contracts to tests,
+and find references to contracts that lead nowhere.
 
 usage: scripts/contract_map.py [--all] [FOLDER]
   --all    name every test of a line, not only the first
@@ -59,8 +60,10 @@ class Page:
     """The parts of one contract that can be cited.
 
     Attributes:
-        anchors: sections, items of numbered lists, and labels of lines, as `nvidia §4, §10.6, §6.2-1, G3` cites them.
-        lines: label → title of the lines that need a test; empty where the page does not say that they do.
+        anchors: sections, items of numbered lists, and labels of lines, as
+            `nvidia §4, §10.6, §6.2-1, G3` cites them.
+        lines: label → title of the lines that need a test; empty where the page does not say that
+            they do.
     """
 
     anchors: frozenset[str]
@@ -86,13 +89,22 @@ def page_of(text: str) -> Page:
 
 def pages_in(folder: pathlib.Path) -> dict[str, Page]:
     """Contract's name → page; the index of the folder is none."""
-    return {path.stem: page_of(path.read_text(encoding="utf-8")) for path in sorted(folder.glob("*.md")) if path.name != "README.md"}
+    return {
+        path.stem: page_of(path.read_text(encoding="utf-8"))
+        for path in sorted(folder.glob("*.md"))
+        if path.name != "README.md"
+    }
 
 
 PAGES = pages_in(CONTRACTS)
-WANTED = {f"{contract}:{label}": title for contract, page in PAGES.items() for label, title in page.lines.items()}
+WANTED = {
+    f"{contract}:{label}": title
+    for contract, page in PAGES.items()
+    for label, title in page.lines.items()
+}
 LABEL = re.compile(
-    rf"\b(?:{'|'.join(contract for contract, page in PAGES.items() if page.lines)}):(?:[A-Z]\d+|§{_NUMBER}(?:-\d+)?)(?![\d.]*\d)"
+    rf"\b(?:{'|'.join(contract for contract, page in PAGES.items() if page.lines)}):(?:[A-Z]\d+|"
+    rf"§{_NUMBER}(?:-\d+)?)(?![\d.]*\d)"
 )
 
 
@@ -109,10 +121,16 @@ class Claim:
 
 
 def claims_of(source: str, name: str) -> list[Claim]:
-    """Collect what the tests of one file claim, in the order of the file; each label once a test."""
+    """Collect what the tests of one file claim, in the order of the file;
+    each label once a test.
+    """
     claims = []
     for node in ast.walk(ast.parse(source)):
-        if not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) or not node.name.startswith("test_") or _is_idle(node):
+        if (
+            not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
+            or not node.name.startswith("test_")
+            or _is_idle(node)
+        ):
             continue
         labels = dict.fromkeys(LABEL.findall(ast.get_docstring(node) or ""))
         claims += [Claim(label, f"{name}::{node.name}", node.lineno) for label in labels]
@@ -122,11 +140,17 @@ def claims_of(source: str, name: str) -> list[Claim]:
 def _is_idle(test: ast.FunctionDef | ast.AsyncFunctionDef) -> bool:
     """Tell whether pytest leaves the test out, or expects it to fail."""
     marks = [ast.unparse(decorator) for decorator in test.decorator_list]
-    return any(mark.startswith(("pytest.mark.skip", "pytest.mark.xfail")) and not mark.startswith("pytest.mark.skipif") for mark in marks)
+    return any(
+        mark.startswith(("pytest.mark.skip", "pytest.mark.xfail"))
+        and not mark.startswith("pytest.mark.skipif")
+        for mark in marks
+    )
 
 
 def claims_below(folder: pathlib.Path) -> list[Claim]:
-    """Collect what all test files below ``folder`` claim, by file; those of the simulator left out."""
+    """Collect what all test files below ``folder`` claim, by file;
+    those of the simulator left out.
+    """
     return [
         claim
         for path in sorted(folder.rglob("test_*.py"))
@@ -166,7 +190,8 @@ def astray_in(text: str, pages: Mapping[str, Page], *, own: str = "") -> list[As
     Args:
         text: a source file, or a page of documentation.
         pages: contract's name → page.
-        own: the contract whose page ``text`` is, if it is one; it cites its own sections without a name.
+        own: the contract whose page ``text`` is, if it is one; it cites its own sections without a
+            name.
     """
     found: list[tuple[int, str, str]] = []
     covered: set[int] = set()
@@ -176,38 +201,67 @@ def astray_in(text: str, pages: Mapping[str, Page], *, own: str = "") -> list[As
         for cited in re.finditer(_ITEM, match["items"]):
             if cited[0] not in pages[contract].anchors:
                 at = match.start("items") + cited.start()
-                remedy = f"docs/contracts/{contract}.md has no such section, vector or row; correct the number, or add it there"
+                remedy = (
+                    f"docs/contracts/{contract}.md has no such section, vector or row; correct the "
+                    "number, or add it there"
+                )
                 found.append((at, f"{contract} {cited[0]}", remedy))
     for match in _old_form(tuple(pages)).finditer(text):
         covered.update(range(*match.span()))
-        found.append((match.start(), " ".join(match[0].split()), f'write "{match["contract"].lower()} {match["item"]}"'))
-    for match in re.finditer(rf"(?P<outside>\b(?:{OUTSIDE}){_GAP})?(?P<item>§ ?{_NUMBER}(?:-\d+)?)", text):
+        found.append(
+            (
+                match.start(),
+                " ".join(match[0].split()),
+                f'write "{match["contract"].lower()} {match["item"]}"',
+            )
+        )
+    for match in re.finditer(
+        rf"(?P<outside>\b(?:{OUTSIDE}){_GAP})?(?P<item>§ ?{_NUMBER}(?:-\d+)?)", text
+    ):
         at, item = match.start("item"), match["item"]
         if match["outside"] or at in covered or (own and item in pages[own].anchors):
             continue
-        remedy = f"docs/contracts/{own}.md has no such section" if own else f'say of which contract, as in "volcano-vgpu {item}"'
+        remedy = (
+            f"docs/contracts/{own}.md has no such section"
+            if own
+            else f'say of which contract, as in "volcano-vgpu {item}"'
+        )
         found.append((at, item, remedy))
-    return [Astray(text.count("\n", 0, at) + 1, reference, remedy) for at, reference, remedy in sorted(found)]
+    return [
+        Astray(text.count("\n", 0, at) + 1, reference, remedy)
+        for at, reference, remedy in sorted(found)
+    ]
 
 
 @functools.cache
 def _references(contracts: tuple[str, ...]) -> re.Pattern[str]:
-    """Match `volcano-vgpu §3.4, G3` and `volcano-vgpu:G3`; only the form with a space goes on with a list."""
+    """Match `volcano-vgpu §3.4, G3` and `volcano-vgpu:G3`;
+    only the form with a space goes on with a list.
+    """
     name = rf"(?<![\w./-])(?P<contract>{'|'.join(sorted(contracts, key=len, reverse=True))})"
-    return re.compile(rf"{name}(?::(?=(?P<label>{_ITEM}))|{_GAP}(?={_ITEM}))(?P<items>(?(label)(?P=label)|{_LIST}))")
+    return re.compile(
+        rf"{name}(?::(?=(?P<label>{_ITEM}))|{_GAP}(?={_ITEM}))(?P<items>(?(label)(?P=label)|"
+        rf"{_LIST}))"
+    )
 
 
 @functools.cache
 def _old_form(contracts: tuple[str, ...]) -> re.Pattern[str]:
     """Match the name, the word contract, and an item; the word says nothing."""
-    return re.compile(rf"(?<![\w./-])(?P<contract>(?i:{'|'.join(contracts)})) contract,?{_GAP}(?P<item>{_ITEM})")
+    return re.compile(
+        rf"(?<![\w./-])(?P<contract>(?i:{'|'.join(contracts)})) contract,?{_GAP}(?P<item>{_ITEM})"
+    )
 
 
 def texts_in(places: tuple[pathlib.Path, ...]) -> Iterator[tuple[pathlib.Path, str]]:
-    """Read every text file at or below these places; others, caches and hidden folders are left out."""
+    """Read every text file at or below these places;
+    others, caches and hidden folders are left out.
+    """
     for place in places:
         for path in [place] if place.is_file() else sorted(place.rglob("*")):
-            hidden = any(part.startswith((".", "__pycache__")) for part in path.relative_to(place).parts)
+            hidden = any(
+                part.startswith((".", "__pycache__")) for part in path.relative_to(place).parts
+            )
             if hidden or not path.is_file():
                 continue
             try:
@@ -237,9 +291,14 @@ def print_map(folder: pathlib.Path, *, every: bool) -> int:
     unknown = [claim for claim in claims if claim.label not in WANTED]
     for claim in unknown:
         page = f"docs/contracts/{claim.label.partition(':')[0]}.md"
-        print(f"{claim.test}, line {claim.line}: there is no {claim.label}; see {page}", file=sys.stderr)
+        print(
+            f"{claim.test}, line {claim.line}: there is no {claim.label}; see {page}",
+            file=sys.stderr,
+        )
     if gaps:
-        print(f"{len(gaps)} of {len(WANTED)} lines have no test: {', '.join(gaps)}", file=sys.stderr)
+        print(
+            f"{len(gaps)} of {len(WANTED)} lines have no test: {', '.join(gaps)}", file=sys.stderr
+        )
     return 1 if gaps or unknown else 0
 
 
@@ -247,11 +306,17 @@ def main() -> int:
     """Do what the command line says."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--all", action="store_true", help="name every test of a line")
-    parser.add_argument("--references", action="store_true", help="look for references that lead nowhere")
+    parser.add_argument(
+        "--references", action="store_true", help="look for references that lead nowhere"
+    )
     parser.add_argument("folder", nargs="?", type=pathlib.Path, help="where to look")
     arguments = parser.parse_args()
     if arguments.references:
-        return print_astray((arguments.folder,) if arguments.folder else tuple(ROOT / place for place in FOLDERS + FILES))
+        return print_astray(
+            (arguments.folder,)
+            if arguments.folder
+            else tuple(ROOT / place for place in FOLDERS + FILES)
+        )
     return print_map(arguments.folder or ROOT / "tests", every=arguments.all)
 
 

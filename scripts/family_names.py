@@ -1,9 +1,11 @@
 #!/usr/bin/env python3
-"""Find places of the product that know a family by its name, or by a domain of its resources; print them and exit 1 when there are any.
+"""Find places of the product that know a family by its name, or by a domain of its resources; print
+them and exit 1 when there are any.
 
-Other rooms learn about families from `families.registry`. A name or a key of a family elsewhere is a place that its package does not
-show, and that a new family would have to be added to. Read are string literals, docstrings aside, and the identifiers of the code. The
-family `nvidia` shares its name and its domain with the vendor, so it is not looked for.
+Other rooms learn about families from `families.registry`. A name or a key of a family elsewhere is
+a place that its package does not show, and that a new family would have to be added to. Read are
+string literals, docstrings aside, and the identifiers of the code. The family `nvidia` shares its
+name and its domain with the vendor, so it is not looked for.
 """
 
 from __future__ import annotations
@@ -38,8 +40,14 @@ def pattern() -> re.Pattern[str]:
     names, domains = set[str](), set[str]()
     for family in FAMILIES:
         if family.name != VENDOR:
-            names |= {family.name, family.settings.attribute, family.settings.key.removeprefix("families.")}
-            domains |= {name.partition("/")[0] for name in (*family.resource_prefixes, *family.annotations)} - {f"{VENDOR}.com"}
+            names |= {
+                family.name,
+                family.settings.attribute,
+                family.settings.key.removeprefix("families."),
+            }
+            domains |= {
+                name.partition("/")[0] for name in (*family.resource_prefixes, *family.annotations)
+            } - {f"{VENDOR}.com"}
     words = [rf"(?<![a-z0-9]){re.escape(name)}(?![a-z0-9])" for name in names]
     return re.compile("|".join(sorted([*words, *(re.escape(f"{domain}/") for domain in domains)])))
 
@@ -79,7 +87,11 @@ def main() -> int:
         name = path.relative_to(PRODUCT).as_posix()
         if not any(name == excepted or name.startswith(f"{excepted}/") for excepted in EXCEPTIONS):
             for line, found in places(path.read_text(encoding="utf-8"), forbidden):
-                print(f"vgpu_agent/{name}:{line}: {found}: only families/ and its registry know a family by its name", file=sys.stderr)
+                print(
+                    f"vgpu_agent/{name}:{line}: {found}: only families/ and its registry know a "
+                    "family by its name",
+                    file=sys.stderr,
+                )
                 status = 1
     return status
 

@@ -1,5 +1,6 @@
 #!/usr/bin/env python3
-"""Write docs/configuration.md from the schema; with ``--check``, fail when the file is not what would be written.
+"""Write docs/configuration.md from the schema;
+with ``--check``, fail when the file is not what would be written.
 
 Called by ``scripts/generate`` and, with ``--check``, by the tests.
 """
@@ -102,7 +103,16 @@ stay in force; so they do when the file vanishes.
 
 def document() -> str:
     """The whole page."""
-    parts = [INTRODUCTION, *_options(), "\n", RULES, *_section(schema.root(), ""), "## The example file\n\n```yaml\n", example(), "```\n"]
+    parts = [
+        INTRODUCTION,
+        *_options(),
+        "\n",
+        RULES,
+        *_section(schema.root(), ""),
+        "## The example file\n\n```yaml\n",
+        example(),
+        "```\n",
+    ]
     return "".join(parts)
 
 
@@ -110,7 +120,10 @@ def _options() -> Iterator[str]:
     yield "| flag | environment variable | key |\n|---|---|---|\n"
     yield f"| `{options.CONFIG_FLAG}` | `{options.CONFIG_VARIABLE}` | the file itself |\n"
     for option in options.options():
-        yield f"| {_names(option.flags)} | {_names(option.variables)} | {_names((option.path, *options.also(option.path)))} |\n"
+        yield (
+            f"| {_names(option.flags)} | {_names(option.variables)} | "
+            f"{_names((option.path, *options.also(option.path)))} |\n"
+        )
 
 
 def _names(names: tuple[str, ...]) -> str:
@@ -134,20 +147,36 @@ def _section(section: schema.Struct, path: str) -> Iterator[str]:
 
 def _row(key: schema.Key, path: str) -> str:
     live = "yes" if difference.takes_effect_at_once(path) else ""
-    row = f"| `{key.name}` | `{yaml_value(key.default)}` | {key.expectation} | {live} | {key.text} |\n"
+    row = (
+        f"| `{key.name}` | `{yaml_value(key.default)}` | {key.expectation} | {live} | {key.text} "
+        "|\n"
+    )
     for item in schema.keys(key.items).values() if key.items else ():
-        default = "required" if item.default is msgspec.NODEFAULT else f"`{yaml_value(item.default)}`"
-        row += f"| `{key.name}[].{item.name}` | {default} | {item.expectation} | {live} | {item.text} |\n"
+        default = (
+            "required" if item.default is msgspec.NODEFAULT else f"`{yaml_value(item.default)}`"
+        )
+        row += (
+            f"| `{key.name}[].{item.name}` | {default} | {item.expectation} | {live} | {item.text} "
+            "|\n"
+        )
     return row
 
 
 def main() -> int:
     """Write the page, or compare it."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--check", action="store_true", help="exit 1 when docs/configuration.md is not up to date; write nothing")
+    parser.add_argument(
+        "--check",
+        action="store_true",
+        help="exit 1 when docs/configuration.md is not up to date; write nothing",
+    )
     if parser.parse_args().check:
         if not TARGET.is_file() or TARGET.read_text(encoding="utf-8") != document():
-            print("docs/configuration.md is not up to date; run scripts/generate_configuration_docs.py", file=sys.stderr)
+            print(
+                "docs/configuration.md is not up to date; run "
+                "scripts/generate_configuration_docs.py",
+                file=sys.stderr,
+            )
             return 1
         return 0
     TARGET.parent.mkdir(exist_ok=True)

@@ -1,7 +1,9 @@
 #!/usr/bin/env python3
-"""Write docs/metrics.md from the catalogue of metrics, or with --check say whether it is up to date (exit 1 when it is not).
+"""Write docs/metrics.md from the catalogue of metrics,
+or with --check say whether it is up to date (exit 1 when it is not).
 
-Run by scripts/generate and, with --check, by scripts/lint: the documentation of a metric cannot fall behind its code.
+Run by scripts/generate and, with --check, by scripts/lint: the documentation of a metric cannot
+fall behind its code.
 """
 
 from __future__ import annotations
@@ -74,17 +76,30 @@ def row(metric: Metric) -> str:
 
 def document() -> str:
     """The whole file."""
-    return "\n".join([HEAD, "| name | type | labels | meaning |", "|---|---|---|---|", *map(row, catalogue()), TAIL])
+    return "\n".join(
+        [
+            HEAD,
+            "| name | type | labels | meaning |",
+            "|---|---|---|---|",
+            *map(row, catalogue()),
+            TAIL,
+        ]
+    )
 
 
 def main() -> int:
     """Write or check."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--check", action="store_true", help="write nothing; exit 1 when the file is out of date")
+    parser.add_argument(
+        "--check", action="store_true", help="write nothing; exit 1 when the file is out of date"
+    )
     if not parser.parse_args().check:
         DOCUMENT.write_text(document())
     elif not DOCUMENT.exists() or DOCUMENT.read_text() != document():
-        print(f"{DOCUMENT.relative_to(ROOT)} is out of date: run scripts/generate_metrics_docs.py", file=sys.stderr)
+        print(
+            f"{DOCUMENT.relative_to(ROOT)} is out of date: run scripts/generate_metrics_docs.py",
+            file=sys.stderr,
+        )
         return 1
     return 0
 

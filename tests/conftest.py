@@ -1,4 +1,6 @@
-"""Fixtures for all tests: the event loop must not be blocked, and the golden node of the contracts."""
+"""Fixtures for all tests: the event loop must not be blocked,
+and the golden node of the contracts.
+"""
 
 from __future__ import annotations
 
@@ -21,13 +23,18 @@ from vgpu_agent.model import Inventory
 # Some tests import grpcio before the simulator, which says the same and why.
 os.environ.setdefault("GRPC_ENABLE_FORK_SUPPORT", "0")
 
-# How long an example, or making some, takes tells of what else the machine does; what is to be quick has a test that says so.
-hypothesis.settings.register_profile("vgpu-agent", deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow])
+# How long an example, or making some, takes tells of what else the machine does; what is to be
+# quick has a test that says so.
+hypothesis.settings.register_profile(
+    "vgpu-agent", deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow]
+)
 hypothesis.settings.load_profile("vgpu-agent")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Tests of processes that need ten seconds on an idle machine may take a minute on a busy one."""
+    """Tests of processes that need ten seconds on an idle machine may take a minute on a busy
+    one.
+    """
     for item in items:
         if item.get_closest_marker("component") and not item.get_closest_marker("timeout"):
             item.add_marker(pytest.mark.timeout(240))
@@ -50,7 +57,9 @@ def _log_into_nothing() -> None:
 
 @pytest.fixture(autouse=True)
 def _no_loop_by_accident(request: pytest.FixtureRequest) -> None:
-    """A plugin that asks for "the" loop around a synchronous test must not be given a new one, which would never be closed."""
+    """A plugin that asks for "the" loop around a synchronous test must not be given a new one,
+    which would never be closed.
+    """
     if not inspect.iscoroutinefunction(getattr(request, "function", None)):
         asyncio.set_event_loop(None)
 
@@ -62,10 +71,14 @@ def _no_blocked_loop(request: pytest.FixtureRequest) -> Iterator[BlockBuster | N
         yield None  # those run the agent in a process of its own and may themselves block
         return
     with blockbuster_ctx("vgpu_agent") as detector:
-        # A module's file has an absolute name, so no disk is touched; without this, every traceback that the agent logs would be lost.
+        # A module's file has an absolute name, so no disk is touched; without this, every traceback
+        # that the agent logs would be lost.
         detector.functions["os.path.abspath"].can_block_in("structlog/tracebacks.py", "extract")
-        # Of two threads that enter a file for the first time at once, coverage makes one wait for its own few microseconds.
-        detector.functions["threading.Lock.acquire"].can_block_in("coverage/collector.py", "lock_data")
+        # Of two threads that enter a file for the first time at once, coverage makes one wait for
+        # its own few microseconds.
+        detector.functions["threading.Lock.acquire"].can_block_in(
+            "coverage/collector.py", "lock_data"
+        )
         yield detector
 
 

@@ -1,4 +1,6 @@
-"""The node of the contracts' golden vectors (nvidia §17, kubelet §17): two A100-40GB, NUMA 0 and 1."""
+"""The node of the contracts' golden vectors (nvidia §17, kubelet §17):
+two A100-40GB, NUMA 0 and 1.
+"""
 
 from __future__ import annotations
 
@@ -18,14 +20,19 @@ def golden_inventory(**health: Health) -> Inventory:
     )
     named = {"U0": U0, "U1": U1}
     ill = {named[name]: value for name, value in health.items()}
-    return Inventory(version=1, gpus=tuple(dataclasses.replace(gpu, health=ill.get(gpu.uuid, gpu.health)) for gpu in gpus))
+    return Inventory(
+        version=1,
+        gpus=tuple(dataclasses.replace(gpu, health=ill.get(gpu.uuid, gpu.health)) for gpu in gpus),
+    )
 
 
 # The seven 1g.5gb slices of GPU 1, M0…M6 of the contracts.
 SLICES = tuple(f"MIG-cccccccc-0000-5000-8000-00000000000{number}" for number in range(7))
 
 
-def golden_slices(profile: str = "1g.5gb", memory_mib: int = 4864, count: int = 7, *, letter: str = "c") -> tuple[MigInstance, ...]:
+def golden_slices(
+    profile: str = "1g.5gb", memory_mib: int = 4864, count: int = 7, *, letter: str = "c"
+) -> tuple[MigInstance, ...]:
     """``count`` slices, GI 7…13, CI 0; ``letter`` tells their UUIDs apart from those of others."""
     gpu_slices = int(profile[0])
     return tuple(
@@ -39,7 +46,10 @@ def golden_slices(profile: str = "1g.5gb", memory_mib: int = 4864, count: int = 
             gpu_slices,
             gpu_slices,
             # Nine for each GPU instance: its own and those of up to eight compute instances.
-            (f"/dev/nvidia-caps/nvidia-cap{201 + 9 * number}", f"/dev/nvidia-caps/nvidia-cap{202 + 9 * number}"),
+            (
+                f"/dev/nvidia-caps/nvidia-cap{201 + 9 * number}",
+                f"/dev/nvidia-caps/nvidia-cap{202 + 9 * number}",
+            ),
         )
         for number in range(count)
     )
@@ -49,7 +59,9 @@ def with_slices(inventory: Inventory, **slices: tuple[MigInstance, ...]) -> Inve
     """``inventory`` with GPUs in MIG mode: ``U1=golden_slices()``."""
     named = {U0: "U0", U1: "U1"}
     gpus = (
-        dataclasses.replace(gpu, mig_enabled=True, mig_instances=slices[named[gpu.uuid]]) if named[gpu.uuid] in slices else gpu
+        dataclasses.replace(gpu, mig_enabled=True, mig_instances=slices[named[gpu.uuid]])
+        if named[gpu.uuid] in slices
+        else gpu
         for gpu in inventory.gpus
     )
     return dataclasses.replace(inventory, gpus=tuple(gpus))

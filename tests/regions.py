@@ -1,6 +1,7 @@
 """Regions of HAMi-core as a library would leave them, for tests of their readers.
 
-Written from the offsets in hami-core §2.2 and §2.3 (and volcano-vgpu §6), with nothing taken from the agent's own code.
+Written from the offsets in hami-core §2.2 and §2.3 (and volcano-vgpu §6), with nothing taken from
+the agent's own code.
 """
 
 from __future__ import annotations
@@ -15,7 +16,9 @@ V1_BYTES, V0_BYTES = 2_008_953, 1_197_897
 
 @dataclasses.dataclass(frozen=True)
 class Slot:
-    """One process: ``used`` and ``sm`` by device, in bytes and percent; status 0 is free, 1 running, 2 suspended."""
+    """One process: ``used`` and ``sm`` by device, in bytes and percent;
+    status 0 is free, 1 running, 2 suspended.
+    """
 
     used: Mapping[int, int] = dataclasses.field(default_factory=dict)
     sm: Mapping[int, int] = dataclasses.field(default_factory=dict)
@@ -34,7 +37,12 @@ class Device:
 
 
 def v1(
-    devices: Sequence[Device], slots: Sequence[Slot] = (), *, minor: int = 2, last_kernel: int = 0, in_use: int | None = None
+    devices: Sequence[Device],
+    slots: Sequence[Slot] = (),
+    *,
+    minor: int = 2,
+    last_kernel: int = 0,
+    in_use: int | None = None,
 ) -> bytearray:
     """Layouts 1.1 and 1.2; ``in_use`` is what proc_num says, if not the number of slots."""
     file = bytearray(V1_BYTES)
@@ -58,7 +66,15 @@ def v0(devices: Sequence[Device], slots: Sequence[Slot] = ()) -> bytearray:
     return file
 
 
-def _head(file: bytearray, devices: Sequence[Device], *, number: int, uuids: int, limits: int, sm_limits: int) -> None:
+def _head(
+    file: bytearray,
+    devices: Sequence[Device],
+    *,
+    number: int,
+    uuids: int,
+    limits: int,
+    sm_limits: int,
+) -> None:
     struct.pack_into("<Q", file, number, len(devices))
     for index, device in enumerate(devices):
         uuid = device.uuid if isinstance(device.uuid, bytes) else device.uuid.encode()
@@ -67,10 +83,21 @@ def _head(file: bytearray, devices: Sequence[Device], *, number: int, uuids: int
         struct.pack_into("<Q", file, sm_limits + 8 * index, device.sm_limit)
 
 
-def _slot(file: bytearray, at: int, slot: Slot, *, used: tuple[int, int], sm: tuple[int, int], status: int) -> None:
+def _slot(
+    file: bytearray, at: int, slot: Slot, *, used: tuple[int, int], sm: tuple[int, int], status: int
+) -> None:
     struct.pack_into("<ii", file, at, slot.pid, slot.hostpid)
     for index, total in slot.used.items():  # context, module, data, offset, total
-        struct.pack_into("<QQQQQ", file, at + used[0] + used[1] * index, total // 4, 0, total - total // 4, 0, total)
+        struct.pack_into(
+            "<QQQQQ",
+            file,
+            at + used[0] + used[1] * index,
+            total // 4,
+            0,
+            total - total // 4,
+            0,
+            total,
+        )
     for index, percent in slot.sm.items():  # dec, enc, sm
         struct.pack_into("<QQQ", file, at + sm[0] + sm[1] * index, 0, 0, percent)
     struct.pack_into("<i", file, at + status, slot.status)

@@ -11,7 +11,9 @@ from vgpu_agent.families import registry  # noqa: F401 - the families bring thei
 
 
 def settings(**sections: Any) -> Settings:
-    """Make settings with these sections and the defaults of all others, also of those that belong to families."""
+    """Make settings with these sections and the defaults of all others,
+    also of those that belong to families.
+    """
     return schema.root()(**sections)
 
 

@@ -1,7 +1,7 @@
 """Simulated GPUs for any test: a node in a temporary directory, put below this process's pynvml.
 
-Tests of `gpu`, `agent` and others call `simulated_node`; this is enough for the directory (to hand it to an agent process),
-and calls of pynvml in this process need `nvml_on`.
+Tests of `gpu`, `agent` and others call `simulated_node`; this is enough for the directory (to hand
+it to an agent process), and calls of pynvml in this process need `nvml_on`.
 """
 
 from __future__ import annotations
@@ -29,7 +29,9 @@ def simulated_node(
 
 @contextlib.contextmanager
 def nvml_on(node: SimulatedNode) -> Iterator[None]:
-    """NVML of this process, initialised on ``node``; shut down entirely afterwards, so that the next test can have another node."""
+    """NVML of this process, initialised on ``node``; shut down entirely afterwards, so that the
+    next test can have another node.
+    """
     preload(node.directory)
     pynvml.nvmlInit()
     try:

@@ -141,7 +141,9 @@ def test_pauses_double_up_to_a_limit_and_begin_again() -> None:
 
 
 async def test_a_silent_loop_counts_as_stuck_until_it_beats() -> None:
-    """A promise of a sign of life every 5 s is broken 2 s after the seventh second, and kept again by a beat."""
+    """A promise of a sign of life every 5 s is broken 2 s after the seventh second,
+    and kept again by a beat.
+    """
     async with _supervisor() as supervisor:
         supervisor.start("watch", _forever, stuck_after_seconds=5)
         (report,) = supervisor.reports
@@ -180,7 +182,9 @@ async def test_a_stopped_loop_is_gone_and_its_name_free() -> None:
 
 
 async def test_a_loop_cancelled_while_it_stops_another_ends_as_well() -> None:
-    """SIGTERM may come while a plugin server is being replaced. A loop that went on would keep the agent from ending."""
+    """SIGTERM may come while a plugin server is being replaced.
+    A loop that went on would keep the agent from ending.
+    """
 
     async def slow_to_end() -> None:
         try:
@@ -202,7 +206,9 @@ async def test_a_loop_cancelled_while_it_stops_another_ends_as_well() -> None:
 
 @pytest.mark.looptime
 async def test_a_loop_whose_wait_was_cancelled_by_somebody_else_is_started_again() -> None:
-    """A future that is cancelled under a loop is a failure of the loop, not its end: it would never be seen again."""
+    """A future that is cancelled under a loop is a failure of the loop, not its end:
+    it would never be seen again.
+    """
     runs = 0
 
     async def wait_in_vain() -> None:

@@ -1,4 +1,6 @@
-"""The map from contract lines to tests finds gaps, wrong labels and tests that do not run; the check finds references that lead nowhere."""
+"""The map from contract lines to tests finds gaps, wrong labels and tests that do not run; the
+check finds references that lead nowhere.
+"""
 
 from __future__ import annotations
 
@@ -54,7 +56,10 @@ def run(script: dict[str, Any], monkeypatch: pytest.MonkeyPatch, tmp_path: Path)
     """Runs the script on one test file with these docstrings, one test each."""
 
     def run(*docstrings: str, before: str = "") -> int:
-        tests = "".join(f'{before}def test_{number}():\n    """{text}"""\n' for number, text in enumerate(docstrings))
+        tests = "".join(
+            f'{before}def test_{number}():\n    """{text}"""\n'
+            for number, text in enumerate(docstrings)
+        )
         (tmp_path / "test_some.py").write_text(tests)
         monkeypatch.setattr(sys, "argv", ["contract_map", str(tmp_path)])
         return int(script["main"]())
@@ -66,7 +71,9 @@ def _all_labels(script: dict[str, Any]) -> list[str]:
     return list(script["WANTED"])
 
 
-def test_every_line_held_is_a_success(script: dict[str, Any], run: Run, capsys: pytest.CaptureFixture[str]) -> None:
+def test_every_line_held_is_a_success(
+    script: dict[str, Any], run: Run, capsys: pytest.CaptureFixture[str]
+) -> None:
     """Exit 0, and each line is in the table with its test."""
     assert run(*_all_labels(script)) == 0
     shown = capsys.readouterr()
@@ -75,21 +82,29 @@ def test_every_line_held_is_a_success(script: dict[str, Any], run: Run, capsys: 
     assert shown.err == ""
 
 
-def test_a_gap_is_named(script: dict[str, Any], run: Run, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_gap_is_named(
+    script: dict[str, Any], run: Run, capsys: pytest.CaptureFixture[str]
+) -> None:
     """A line without a test: exit 1, and its label in the last sentence as well as in the table."""
     assert run(*(label for label in _all_labels(script) if label != "volcano-gpushare:D3")) == 1
     shown = capsys.readouterr()
-    assert [line.split()[0] for line in shown.out.splitlines() if "NO TEST" in line] == ["volcano-gpushare:D3"]
+    assert [line.split()[0] for line in shown.out.splitlines() if "NO TEST" in line] == [
+        "volcano-gpushare:D3"
+    ]
     assert shown.err == f"1 of {len(_all_labels(script))} lines have no test: volcano-gpushare:D3\n"
 
 
-def test_a_longer_number_is_another_line(script: dict[str, Any], run: Run, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_longer_number_is_another_line(
+    script: dict[str, Any], run: Run, capsys: pytest.CaptureFixture[str]
+) -> None:
     """``D13`` does not hold ``D1``."""
     assert run(*(label for label in _all_labels(script) if label != "volcano-vgpu:D1")) == 1
     assert "volcano-vgpu:D1\n" in capsys.readouterr().err
 
 
-def test_a_line_that_does_not_exist_is_an_error(script: dict[str, Any], run: Run, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_line_that_does_not_exist_is_an_error(
+    script: dict[str, Any], run: Run, capsys: pytest.CaptureFixture[str]
+) -> None:
     """A slip in a label does not pass as a test of nothing."""
     no_such_row = f"volcano-vgpu:D{99}"
     assert run(*_all_labels(script), f"{no_such_row}: quoted all the same") == 1
@@ -102,14 +117,20 @@ def test_lines_for_later_may_be_quoted(script: dict[str, Any], run: Run) -> None
 
 
 @pytest.mark.parametrize("mark", ["skip", "skip(reason='later')", "xfail"])
-def test_a_test_that_does_not_count_for_pytest_holds_nothing(script: dict[str, Any], run: Run, mark: str) -> None:
+def test_a_test_that_does_not_count_for_pytest_holds_nothing(
+    script: dict[str, Any], run: Run, mark: str
+) -> None:
     """Skipped tests, and tests that are expected to fail, prove nothing."""
     assert run(*_all_labels(script), before=f"@pytest.mark.{mark}\n") == 1
 
 
 @pytest.mark.parametrize(
     "source",
-    ['"""volcano-vgpu:G1"""\n', 'def helper():\n    """volcano-vgpu:G1"""\n', "def test_it():\n    # volcano-vgpu:G1\n    pass\n"],
+    [
+        '"""volcano-vgpu:G1"""\n',
+        'def helper():\n    """volcano-vgpu:G1"""\n',
+        "def test_it():\n    # volcano-vgpu:G1\n    pass\n",
+    ],
     ids=["module", "helper", "comment"],
 )
 def test_only_the_docstring_of_a_test_counts(script: dict[str, Any], source: str) -> None:
@@ -120,14 +141,22 @@ def test_only_the_docstring_of_a_test_counts(script: dict[str, Any], source: str
 def test_tests_of_the_simulator_hold_nothing(script: dict[str, Any], tmp_path: Path) -> None:
     """The correctness of a stand-in scheduler says nothing about the agent."""
     (tmp_path / "sim").mkdir()
-    (tmp_path / "sim" / "test_stand_in.py").write_text('def test_it():\n    """volcano-vgpu:G3"""\n')
+    (tmp_path / "sim" / "test_stand_in.py").write_text(
+        'def test_it():\n    """volcano-vgpu:G3"""\n'
+    )
     assert script["claims_below"](tmp_path) == []
 
 
 def test_methods_and_coroutines_are_tests_too(script: dict[str, Any]) -> None:
     """A label is found in a class of tests and in an asynchronous test, once for each test."""
-    source = 'class TestIt:\n    async def test_it(self):\n        """volcano-vgpu:G1 and volcano-vgpu:G1, volcano-vgpu:G2"""\n'
-    assert [claim.label for claim in script["claims_of"](source, "test_it.py")] == ["volcano-vgpu:G1", "volcano-vgpu:G2"]
+    source = (
+        'class TestIt:\n    async def test_it(self):\n        """volcano-vgpu:G1 and '
+        'volcano-vgpu:G1, volcano-vgpu:G2"""\n'
+    )
+    assert [claim.label for claim in script["claims_of"](source, "test_it.py")] == [
+        "volcano-vgpu:G1",
+        "volcano-vgpu:G2",
+    ]
 
 
 def _page(script: dict[str, Any], *, held: bool = True) -> Any:
@@ -135,7 +164,9 @@ def _page(script: dict[str, Any], *, held: bool = True) -> Any:
 
 
 def test_the_page_says_which_lines_there_are(script: dict[str, Any]) -> None:
-    """A row or a paragraph that begins with a label is a line, and what follows the label is its title."""
+    """A row or a paragraph that begins with a label is a line,
+    and what follows the label is its title.
+    """
     lines = {f"{S}4.1-1": "one id", "V1": "two ids", "G3": "an answer", "D2": "an id given twice"}
     assert _page(script).lines == lines
     assert _page(script, held=False).lines == {}
@@ -182,7 +213,9 @@ def test_a_reference_that_leads_somewhere_is_no_finding(script: dict[str, Any], 
         ("Peer contract V1", "Peer contract V1", 'write "peer V1"'),
     ],
 )
-def test_a_reference_that_leads_nowhere_is_found(script: dict[str, Any], text: str, found: str, remedy: str) -> None:
+def test_a_reference_that_leads_nowhere_is_found(
+    script: dict[str, Any], text: str, found: str, remedy: str
+) -> None:
     """Its line, its text, and what to do about it."""
     (astray,) = script["astray_in"](f"first line\nsecond line: {text}.\n", {"peer": _page(script)})
     assert (astray.line, astray.text) == (2, found)
@@ -196,7 +229,10 @@ def test_a_page_cites_itself_without_its_name(script: dict[str, Any]) -> None:
 
 
 def test_references_are_looked_for_in_every_text(
-    script: dict[str, Any], monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    script: dict[str, Any],
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     """File, line and remedy on stderr, exit 1; caches and what is no text are read past."""
     monkeypatch.setattr(sys, "argv", ["contract_map", "--references", str(tmp_path)])
@@ -207,4 +243,6 @@ def test_references_are_looked_for_in_every_text(
     assert script["main"]() == 0
     (tmp_path / "bad.md").write_text(f"\nwritten down in kubelet {S}99\n")
     assert script["main"]() == 1
-    assert capsys.readouterr().err.startswith(f"{tmp_path}/bad.md:2: kubelet {S}99: docs/contracts/kubelet.md has no such section")
+    assert capsys.readouterr().err.startswith(
+        f"{tmp_path}/bad.md:2: kubelet {S}99: docs/contracts/kubelet.md has no such section"
+    )

@@ -57,7 +57,10 @@ def test_what_explains_or_is_a_word_of_its_own_is_not(script: ModuleType, code: 
 
 
 def test_the_product_has_no_such_place(
-    script: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    script: ModuleType,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     """Places in families/ and in the simulator are none; in another file the line is named."""
     assert script.main() == 0
@@ -66,4 +69,7 @@ def test_the_product_has_no_such_place(
         (tmp_path / name).write_text('\nnames = ["aws"]\n')
     monkeypatch.setattr(script, "PRODUCT", tmp_path)
     assert script.main() == 1
-    assert capsys.readouterr().err == "vgpu_agent/agent/new.py:2: aws: only families/ and its registry know a family by its name\n"
+    assert capsys.readouterr().err == (
+        "vgpu_agent/agent/new.py:2: aws: only families/ and its registry know a family by its "
+        "name\n"
+    )

@@ -44,7 +44,9 @@ def test_an_exception_stays_on_one_line(lines: io.StringIO) -> None:
 
 
 async def test_a_traceback_that_is_logged_from_the_loop_is_not_lost(lines: io.StringIO) -> None:
-    """The detector of blocked loops lets it pass, or tests would not show the complaints of the agent's loops."""
+    """The detector of blocked loops lets it pass,
+    or tests would not show the complaints of the agent's loops.
+    """
     called = asyncio.Event()
 
     async def fail() -> None:
@@ -56,7 +58,11 @@ async def test_a_traceback_that_is_logged_from_the_loop_is_not_lost(lines: io.St
         await called.wait()
         await supervisor.stop("failing")
     (line,) = map(json.loads, lines.getvalue().splitlines())
-    assert (line["msg"], line["task"], line["exception"][0]["exc_value"]) == ("task.restarting", "failing", "boom")
+    assert (line["msg"], line["task"], line["exception"][0]["exc_value"]) == (
+        "task.restarting",
+        "failing",
+        "boom",
+    )
 
 
 def test_the_level_can_be_changed_while_running(lines: io.StringIO) -> None:
@@ -70,7 +76,9 @@ def test_the_level_can_be_changed_while_running(lines: io.StringIO) -> None:
 
 def test_an_unknown_level_names_the_known_ones(lines: io.StringIO) -> None:
     """The message has the remedy."""
-    with pytest.raises(ValueError, match="'loud' is not known; use one of debug, info, warning, error"):
+    with pytest.raises(
+        ValueError, match="'loud' is not known; use one of debug, info, warning, error"
+    ):
         log.set_level("loud")
 
 
@@ -108,16 +116,22 @@ def _limited(time: _Time) -> io.StringIO:
 
 @pytest.mark.usefixtures("lines")
 def test_a_librarys_repeated_line_is_limited_and_the_rest_counted() -> None:
-    """asyncio's line for each connection that could not be accepted has filled disks. Their number is logged once."""
+    """asyncio's line for each connection that could not be accepted has filled disks.
+    Their number is logged once.
+    """
     time = _Time()
     stream = _limited(time)
     for number in range(500):
         cause = OSError(24, "Too many open files")
-        logging.getLogger("asyncio").error("socket.accept() out of system resource\nsocket: <fd=%s>", number, exc_info=cause)
+        logging.getLogger("asyncio").error(
+            "socket.accept() out of system resource\nsocket: <fd=%s>", number, exc_info=cause
+        )
     assert stream.getvalue().count("out of system resource") == 20
     time.now += 61
     log.get("vgpu_agent.web").info("web.listening")
-    suppressed = [json.loads(line) for line in stream.getvalue().splitlines() if "log.suppressed" in line]
+    suppressed = [
+        json.loads(line) for line in stream.getvalue().splitlines() if "log.suppressed" in line
+    ]
     assert [(line["lines"], line["of_logger"], line["similar_to"]) for line in suppressed] == [
         (480, "asyncio", "socket.accept() out of system resource")
     ]
@@ -127,7 +141,9 @@ def test_a_librarys_repeated_line_is_limited_and_the_rest_counted() -> None:
 
 @pytest.mark.usefixtures("lines")
 def test_a_storm_of_one_kind_hides_no_other_kind() -> None:
-    """Other events, other levels, other exceptions behind the same words, and the lines of 110 pods that start at once."""
+    """Other events, other levels, other exceptions behind the same words,
+    and the lines of 110 pods that start at once.
+    """
     stream = _limited(_Time())
     asyncios, ours = logging.getLogger("asyncio"), log.get("vgpu_agent.web.server")
     for _ in range(100):
@@ -139,24 +155,35 @@ def test_a_storm_of_one_kind_hides_no_other_kind() -> None:
     for number in range(110):
         ours.info("start.bound", pod=f"ml/{number}")
     lines = [json.loads(line)["msg"] for line in stream.getvalue().splitlines()]
-    assert (lines.count("web.bad_request"), lines.count("it failed: 1"), lines.count("start.bound")) == (21, 21, 110)
+    assert (
+        lines.count("web.bad_request"),
+        lines.count("it failed: 1"),
+        lines.count("start.bound"),
+    ) == (21, 21, 110)
     assert "something else failed" in lines
 
 
 @pytest.mark.usefixtures("lines")
 def test_endless_kinds_of_lines_take_bounded_memory() -> None:
-    """A library that puts foreign text into its template makes each line a kind of its own. What was left out is reported all the same."""
+    """A library that puts foreign text into its template makes each line a kind of its own. What
+    was left out is reported all the same.
+    """
     stream = _limited(_Time())
     for _ in range(30):
         logging.getLogger("library").warning("the same")
     for number in range(2000):
-        logging.getLogger("library").warning(f"another {number}")  # noqa: G004 - as such a library does
-    (told,) = [json.loads(line) for line in stream.getvalue().splitlines() if "log.suppressed" in line]
+        # as such a library does
+        logging.getLogger("library").warning(f"another {number}")  # noqa: G004
+    (told,) = [
+        json.loads(line) for line in stream.getvalue().splitlines() if "log.suppressed" in line
+    ]
     assert (told["lines"], told["similar_to"]) == (10, "the same")
 
 
 @pytest.mark.usefixtures("lines")
-def test_threads_that_log_at_once_get_no_error_of_the_limiter(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_threads_that_log_at_once_get_no_error_of_the_limiter(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """NVML's thread and those that read files log as well, and one of them would die of a line."""
     monkeypatch.setattr(log, "_WINDOW_SECONDS", 0.0005)
     limiter, errors = log.RepeatedLines(), list[BaseException]()
@@ -164,7 +191,9 @@ def test_threads_that_log_at_once_get_no_error_of_the_limiter(monkeypatch: pytes
     def hammer(name: str) -> None:
         try:
             for number in range(5000):
-                limiter.filter(logging.LogRecord(name, logging.INFO, "", 0, f"line {number % 700}", None, None))
+                limiter.filter(
+                    logging.LogRecord(name, logging.INFO, "", 0, f"line {number % 700}", None, None)
+                )
         except (RuntimeError, KeyError) as err:
             errors.append(err)
 
@@ -179,7 +208,13 @@ def test_threads_that_log_at_once_get_no_error_of_the_limiter(monkeypatch: pytes
 def test_a_message_is_new_until_it_is_repeated() -> None:
     """By subject: when it begins, when it changes, and when it begins again after it was over."""
     changes = log.ChangeFilter()
-    assert [changes.is_new("a", text) for text in ("full", "full", "gone", "gone", "full")] == [True, False, True, False, True]
+    assert [changes.is_new("a", text) for text in ("full", "full", "gone", "gone", "full")] == [
+        True,
+        False,
+        True,
+        False,
+        True,
+    ]
     assert changes.is_new("b", "full")
     assert (changes.over("a"), changes.over("a")) == (True, False)
     assert changes.is_new("a", "full")
@@ -188,7 +223,11 @@ def test_a_message_is_new_until_it_is_repeated() -> None:
 def test_a_message_that_lasts_is_new_again_after_a_time() -> None:
     """The time runs from the line, and not from the last repetition."""
     changes = log.ChangeFilter(again_seconds=60)
-    assert [now for now in (0, 30, 59, 60, 100, 120) if changes.is_new("a", "full", now=now)] == [0, 60, 120]
+    assert [now for now in (0, 30, 59, 60, 100, 120) if changes.is_new("a", "full", now=now)] == [
+        0,
+        60,
+        120,
+    ]
 
 
 def test_subjects_that_are_gone_are_forgotten() -> None:

@@ -45,7 +45,11 @@ def test_a_late_word_about_a_predecessor_removes_nobody() -> None:
     book.remove(Pod("first", "default", "static", annotations=mirror))
     found = book.get("hash")
     assert found is not None
-    assert (found.uid, found.kubelet_uid, found) == ("second", "hash", book.named("default", "static"))
+    assert (found.uid, found.kubelet_uid, found) == (
+        "second",
+        "hash",
+        book.named("default", "static"),
+    )
 
 
 def test_a_name_that_was_used_again_is_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -85,11 +89,15 @@ def test_every_change_is_seen_by_who_has_looked_before() -> None:
     assert [each.name for each in book.pods] == ["b"]
 
 
-def test_a_pod_that_was_left_out_is_not_taken_for_one_that_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_pod_that_was_left_out_is_not_taken_for_one_that_ended(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """Its share would be given to another pod while it runs."""
     monkeypatch.setattr(pods, "MOST_PODS", 1)
     book = PodCache()
-    book.replace([Pod("a", "default", "a", scheduled=True), Pod("b", "default", "b", scheduled=True)])
+    book.replace(
+        [Pod("a", "default", "a", scheduled=True), Pod("b", "default", "b", scheduled=True)]
+    )
     (kept,) = book.pods
     beyond = {"a": "b", "b": "a"}[kept.uid]
     assert book.get(beyond) is None
@@ -98,7 +106,9 @@ def test_a_pod_that_was_left_out_is_not_taken_for_one_that_ended(monkeypatch: py
     assert not book.may_have(beyond)
 
 
-def test_a_pod_that_is_displaced_in_vain_is_gone_everywhere(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_pod_that_is_displaced_in_vain_is_gone_everywhere(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """Readers wait for the revision, and compare what `pods` and `get` say."""
     book = PodCache()
     book.replace([Pod("a", "default", "a", scheduled=False)])
@@ -124,7 +134,9 @@ def test_an_ended_pod_is_forgotten_in_time_and_when_it_is_deleted() -> None:
     assert [pod.name for pod in book.pods] == ["d"]
 
 
-def test_a_pod_has_ended_when_the_api_server_says_so_and_not_before_it_was_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_pod_has_ended_when_the_api_server_says_so_and_not_before_it_was_asked(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """Grants are released by it, so an absent pod counts only where it would have been seen."""
     monkeypatch.setattr(pods, "MOST_PODS", 2)
     uids = [f"0e6e9a8c-1111-4222-8333-00000000000{number}" for number in range(5)]
@@ -140,7 +152,9 @@ def test_a_pod_has_ended_when_the_api_server_says_so_and_not_before_it_was_asked
 
 
 def test_a_static_pod_has_not_ended_because_its_mirror_is_gone() -> None:
-    """The kubelet runs it from a file and makes another mirror. The right to delete pods in its namespace is enough to delete one."""
+    """The kubelet runs it from a file and makes another mirror. The right to delete pods in its
+    namespace is enough to delete one.
+    """
     book = PodCache()
     book.replace([])
     assert not book.has_ended("c0ffee00c0ffee00c0ffee00c0ffee00")

@@ -1,4 +1,6 @@
-"""docs/troubleshooting.md quotes what the agent says; a message that is worded anew must be worded anew there as well."""
+"""docs/troubleshooting.md quotes what the agent says;
+a message that is worded anew must be worded anew there as well.
+"""
 
 from __future__ import annotations
 
@@ -15,17 +17,28 @@ _SHORTEST_FRAGMENT = 5  # characters; what is left of a message between two valu
 
 def _quoted() -> list[str]:
     """Each line of the blocks marked as messages."""
-    return [line for block in re.findall(r"^```message\n(.*?)^```$", GUIDE, re.MULTILINE | re.DOTALL) for line in block.splitlines()]
+    return [
+        line
+        for block in re.findall(r"^```message\n(.*?)^```$", GUIDE, re.MULTILINE | re.DOTALL)
+        for line in block.splitlines()
+    ]
 
 
 @pytest.fixture(scope="module")
 def spoken() -> str:
-    """Every text in the agent's code, implicit concatenation joined and values replaced by ``…``."""
+    """Every text in the agent's code, implicit concatenation joined and values replaced
+    by ``…``.
+    """
     texts = []
     for file in sorted((ROOT / "vgpu_agent").rglob("*.py")):
         for node in ast.walk(ast.parse(file.read_text())):
             if isinstance(node, ast.JoinedStr):
-                texts.append("".join(str(part.value) if isinstance(part, ast.Constant) else "…" for part in node.values))
+                texts.append(
+                    "".join(
+                        str(part.value) if isinstance(part, ast.Constant) else "…"
+                        for part in node.values
+                    )
+                )
             elif isinstance(node, ast.Constant) and isinstance(node.value, str):
                 texts.append(node.value)
     return "\n".join(texts)
@@ -38,9 +51,20 @@ def test_there_are_messages() -> None:
 
 @pytest.mark.parametrize("message", _quoted())
 def test_a_quoted_message_is_the_agents_own(spoken: str, message: str) -> None:
-    """Each piece between two values is in the code, word for word; a subject, a text and a remedy may be apart there."""
-    pieces = [piece for part in message.split("…") if len(piece := part.strip()) >= _SHORTEST_FRAGMENT and piece not in spoken]
-    missing = [each for piece in pieces for each in piece.removeprefix(": ").split("; ") if each not in spoken]
+    """Each piece between two values is in the code, word for word;
+    a subject, a text and a remedy may be apart there.
+    """
+    pieces = [
+        piece
+        for part in message.split("…")
+        if len(piece := part.strip()) >= _SHORTEST_FRAGMENT and piece not in spoken
+    ]
+    missing = [
+        each
+        for piece in pieces
+        for each in piece.removeprefix(": ").split("; ")
+        if each not in spoken
+    ]
     assert missing == []
 
 
@@ -67,5 +91,7 @@ def test_links_within_the_guide_and_to_its_neighbours_lead_somewhere() -> None:
         for target in re.findall(r"\]\(([^)#:]*)(?:#[^)]*)?\)", page.read_text()):
             assert not target or (page.parent / target).exists(), f"{page.name}: {target}"
     headings = re.findall(r"^#+ (.*)$", GUIDE, re.MULTILINE)
-    anchors = {re.sub(r"[^\w\- ]", "", heading).strip().lower().replace(" ", "-") for heading in headings}
+    anchors = {
+        re.sub(r"[^\w\- ]", "", heading).strip().lower().replace(" ", "-") for heading in headings
+    }
     assert set(re.findall(r"\]\(#([^)]*)\)", GUIDE)) <= anchors

@@ -1,7 +1,9 @@
-"""Facts of log lines and journal entries within bounds: long texts, long lists and deep nesting are cut, with a note.
+"""Facts of log lines and journal entries within bounds:
+long texts, long lists and deep nesting are cut, with a note.
 
-The one place where nested values are cut. Single values in messages are quoted by `errors.quoted`. This module is for values that are
-passed on unchanged: an exception's text, a list of names, the facts of an event.
+The one place where nested values are cut. Single values in messages are quoted by `errors.quoted`.
+This module is for values that are passed on unchanged: an exception's text, a list of names, the
+facts of an event.
 """
 
 from __future__ import annotations
@@ -24,10 +26,11 @@ _ITEM_BYTES = 64  # what an item costs besides its own size
 
 
 def bounded(facts: Mapping[str, Any], *, most_bytes: int) -> tuple[dict[str, Any], int]:
-    """``facts`` as plain values that take about ``most_bytes`` of memory at most, without secrets; and what they take.
+    """``facts`` as plain values that take about ``most_bytes`` of memory at most, without secrets;
+    and what they take.
 
-    Values that fit stay as they are. Nothing that is returned refers to an object that may grow or live long: dataclasses and structs
-    become mappings, everything unknown its text.
+    Values that fit stay as they are. Nothing that is returned refers to an object that may grow or
+    live long: dataclasses and structs become mappings, everything unknown its text.
     """
     budget = _Budget(most_bytes)
     return {key: budget.cut(value, 0) for key, value in facts.items()}, budget.spent
@@ -46,10 +49,16 @@ class _Budget:
         if value is None or isinstance(value, bool | float):
             return value
         if isinstance(value, int):
-            return value if -(2**63) <= value < 2**64 else f"(a number of {value.bit_length()} bits)"
+            return (
+                value if -(2**63) <= value < 2**64 else f"(a number of {value.bit_length()} bits)"
+            )
         if isinstance(value, str):
             return self._text(value)
-        return "…" if depth >= DEEPEST or self.spent >= self._most_bytes else self._nested(value, depth)
+        return (
+            "…"
+            if depth >= DEEPEST or self.spent >= self._most_bytes
+            else self._nested(value, depth)
+        )
 
     def _nested(self, value: Any, depth: int) -> Any:
         if isinstance(value, dict):
@@ -77,10 +86,14 @@ class _Budget:
             if number >= MOST_ITEMS or self.spent >= self._most_bytes:
                 kept["…"] = f"{len(value) - number} more"
                 break
-            kept[key if isinstance(key, int | float) else self._text(str(key))] = self.cut(item, depth + 1)
+            kept[key if isinstance(key, int | float) else self._text(str(key))] = self.cut(
+                item, depth + 1
+            )
         return kept
 
-    def _items(self, value: list[Any] | tuple[Any, ...] | set[Any] | frozenset[Any], depth: int) -> list[Any] | tuple[Any, ...]:
+    def _items(
+        self, value: list[Any] | tuple[Any, ...] | set[Any] | frozenset[Any], depth: int
+    ) -> list[Any] | tuple[Any, ...]:
         kept: list[Any] = []
         for number, item in enumerate(value):
             if number >= MOST_ITEMS or self.spent >= self._most_bytes:

@@ -1,10 +1,12 @@
-"""The pieces of asyncio that every package of the agent shares: a value that can be awaited, waits, a back-off, and supervised loops.
+"""The pieces of asyncio that every package of the agent shares: a value that can be awaited, waits,
+a back-off, and supervised loops.
 
-State flows through the agent as immutable snapshots held by a `Latest`. A reader waits for "something newer than version N". So any number
-of readers (each ListAndWatch stream, metrics, the health watch) see every final state, and a slow reader cannot block others.
+State flows through the agent as immutable snapshots held by a `Latest`. A reader waits for
+"something newer than version N". So any number of readers (each ListAndWatch stream, metrics, the
+health watch) see every final state, and a slow reader cannot block others.
 
-Loops are `Supervisor` tasks: named, restarted with back-off, counted, and visible under ``/debug/tasks``. No other code calls
-`create_task`.
+Loops are `Supervisor` tasks: named, restarted with back-off, counted, and visible under
+``/debug/tasks``. No other code calls `create_task`.
 """
 
 from __future__ import annotations
@@ -27,9 +29,11 @@ _logger = log.get(__name__)
 
 
 class Latest(Generic[T]):
-    """The newest version of a value, for readers that must not miss the last change but may skip the ones before.
+    """The newest version of a value, for readers
+    that must not miss the last change but may skip the ones before.
 
-    Only the event loop's thread may call it; another thread goes through ``loop.call_soon_threadsafe``.
+    Only the event loop's thread may call it; another thread goes through
+    ``loop.call_soon_threadsafe``.
     """
 
     def __init__(self, value: T) -> None:
@@ -64,7 +68,8 @@ class Latest(Generic[T]):
         """Yield the current value, then each later one that the reader is quick enough to see.
 
         Args:
-            coalesce_seconds: how long to wait after each one; what comes meanwhile is one change. For readers that are in no hurry.
+            coalesce_seconds: how long to wait after each one; what comes meanwhile is one change.
+                For readers that are in no hurry.
         """
         version = -1
         while True:
@@ -89,28 +94,39 @@ class Revision(Latest[int]):
 class Versions:
     """The versions of some snapshots at one moment, so that no change after it is missed.
 
-    Take it before reading the snapshots: what changes while the reader is busy then ends the next wait at once.
+    Take it before reading the snapshots: what changes while the reader is busy then ends the next
+    wait at once.
     """
 
     def __init__(self, *snapshots: Latest[Any]) -> None:
         self._snapshots = [(snapshot, snapshot.version) for snapshot in snapshots]
 
     async def passed(self, *, timeout_seconds: float) -> bool:
-        """Wait until one of them is newer; return whether one is, before ``timeout_seconds`` were over."""
+        """Wait until one of them is newer; return whether one is,
+        before ``timeout_seconds`` were over.
+        """
         if any(snapshot.version > version for snapshot, version in self._snapshots):
             return True
-        return await first_of(*(snapshot.newer_than(version) for snapshot, version in self._snapshots), timeout_seconds=timeout_seconds)
+        return await first_of(
+            *(snapshot.newer_than(version) for snapshot, version in self._snapshots),
+            timeout_seconds=timeout_seconds,
+        )
 
 
-async def first_of(*waits: Coroutine[Any, Any, object], timeout_seconds: float | None = None) -> bool:
-    """Wait until one of ``waits`` has returned, or until the time is over. The others are cancelled before this returns.
+async def first_of(
+    *waits: Coroutine[Any, Any, object], timeout_seconds: float | None = None
+) -> bool:
+    """Wait until one of ``waits`` has returned, or until the time is over.
+    The others are cancelled before this returns.
 
     Returns:
         Whether one of them has returned.
     """
     tasks = [asyncio.ensure_future(wait) for wait in waits]
     try:
-        done, _ = await asyncio.wait(tasks, timeout=timeout_seconds, return_when=asyncio.FIRST_COMPLETED)
+        done, _ = await asyncio.wait(
+            tasks, timeout=timeout_seconds, return_when=asyncio.FIRST_COMPLETED
+        )
     finally:
         for task in tasks:
             task.cancel()
@@ -119,7 +135,8 @@ async def first_of(*waits: Coroutine[Any, Any, object], timeout_seconds: float |
 
 
 async def unless(stopping: asyncio.Event, work: Coroutine[Any, Any, None]) -> bool:
-    """Do ``work``, but abandon it as soon as ``stopping`` is set; an exception of the work passes through.
+    """Do ``work``, but abandon it as soon as ``stopping`` is set;
+    an exception of the work passes through.
 
     Returns:
         Whether the work was finished.
@@ -176,7 +193,9 @@ class TaskReport:
     stuck_after_seconds: float | None = None
 
     def stuck_for(self, now: float) -> float:
-        """Seconds by which the loop is late with its sign of life; 0 when it is on time or gives none."""
+        """Seconds by which the loop is late with its sign of life;
+        0 when it is on time or gives none.
+        """
         if self.stuck_after_seconds is None or self.state is not TaskState.RUNNING:
             return 0.0
         return max(0.0, now - self.last_heartbeat_at - self.stuck_after_seconds)
@@ -185,17 +204,25 @@ class TaskReport:
 class Supervisor:
     """The named loops inside one TaskGroup; those that fail are restarted.
 
-    A loop that returns has ended. A loop that raises is logged with its traceback and started again after a back-off that
-    doubles from ``backoff_min_seconds`` to ``backoff_max_seconds`` and falls back after a minute of health.
+    A loop that returns has ended. A loop that raises is logged with its traceback and started again
+    after a back-off that doubles from ``backoff_min_seconds`` to ``backoff_max_seconds`` and falls
+    back after a minute of health.
     """
 
-    def __init__(self, *, backoff_min_seconds: float, backoff_max_seconds: float, healthy_seconds: float = 60.0) -> None:
+    def __init__(
+        self,
+        *,
+        backoff_min_seconds: float,
+        backoff_max_seconds: float,
+        healthy_seconds: float = 60.0,
+    ) -> None:
         self._new_backoff = functools.partial(Backoff, backoff_min_seconds, backoff_max_seconds)
         self._healthy_seconds = healthy_seconds
         self._group: asyncio.TaskGroup | None = None
         self._tasks: dict[str, asyncio.Task[None]] = {}
         self._reports: dict[str, TaskReport] = {}
-        # Signs of life are kept on the monotonic clock: a corrected wall clock must not make a loop look stuck.
+        # Signs of life are kept on the monotonic clock: a corrected wall clock must not make a loop
+        # look stuck.
         self._beats: dict[str, float] = {}
 
     async def __aenter__(self) -> Self:
@@ -228,9 +255,11 @@ class Supervisor:
         """Run ``loop`` under ``name`` until it returns or `stop` is called.
 
         Args:
-            name: what ``/debug/tasks``, the log and the metric call it; a running task of that name must not exist.
+            name: what ``/debug/tasks``, the log and the metric call it; a running task of that name
+                must not exist.
             loop: called again after each failure, so it must begin with a clean slate.
-            stuck_after_seconds: how long the loop may go without calling `beat` before it counts as stuck; None without a limit.
+            stuck_after_seconds: how long the loop may go without calling `beat` before it counts as
+                stuck; None without a limit.
 
         Raises:
             RuntimeError: the supervisor was not entered, or the name is in use.
@@ -239,7 +268,9 @@ class Supervisor:
             raise RuntimeError("the supervisor has not been entered")
         if name in self._tasks and not self._tasks[name].done():
             raise RuntimeError(f"a task named {name!r} is already running")
-        report = self._reports[name] = TaskReport(name, started_at=time.time(), stuck_after_seconds=stuck_after_seconds)
+        report = self._reports[name] = TaskReport(
+            name, started_at=time.time(), stuck_after_seconds=stuck_after_seconds
+        )
         self._beats[name] = time.monotonic()
         self._tasks[name] = self._group.create_task(self._look_after(report, loop), name=name)
 
@@ -255,7 +286,8 @@ class Supervisor:
         self._beats.pop(name, None)
         if task is not None:
             task.cancel()
-            # `wait` does not pass the task's own end on, so a cancellation that arrives here is the caller's and must reach it.
+            # `wait` does not pass the task's own end on, so a cancellation that arrives here is the
+            # caller's and must reach it.
             await asyncio.wait({task})
 
     async def _look_after(self, report: TaskReport, loop: Callable[[], Awaitable[None]]) -> None:
@@ -266,8 +298,8 @@ class Supervisor:
             self.beat(report.name)
             try:
                 await loop()
-            # A loop's bug must not end the other loops; it is logged whole and counted. One is an unrequested cancellation: a
-            # future that the loop waited for was cancelled.
+            # A loop's bug must not end the other loops; it is logged whole and counted. One is an
+            # unrequested cancellation: a future that the loop waited for was cancelled.
             except (Exception, asyncio.CancelledError) as err:
                 if isinstance(err, asyncio.CancelledError) and _is_being_cancelled():
                     raise
@@ -275,8 +307,17 @@ class Supervisor:
                     backoff.reset()
                 report.restarts += 1
                 pause = backoff.pause()
-                report.state, report.last_error = TaskState.BACKING_OFF, f"{type(err).__name__}: {err}"
-                _logger.error("task.restarting", task=report.name, restarts=report.restarts, in_seconds=pause, exc_info=err)
+                report.state, report.last_error = (
+                    TaskState.BACKING_OFF,
+                    f"{type(err).__name__}: {err}",
+                )
+                _logger.error(
+                    "task.restarting",
+                    task=report.name,
+                    restarts=report.restarts,
+                    in_seconds=pause,
+                    exc_info=err,
+                )
                 await asyncio.sleep(pause)
             else:
                 report.state = TaskState.ENDED

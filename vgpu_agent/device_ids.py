@@ -1,7 +1,8 @@
 """The ids that a resource offers to kubelet, few or very many.
 
-A whole GPU or a replica is one id each. Memory is counted in ids too, one for each MiB of every card in the worst case, so that a node has
-a hundred thousand; those are `NumberedIds`, which make each `DeviceId` on request instead of keeping them all.
+A whole GPU or a replica is one id each. Memory is counted in ids too, one for each MiB of every
+card in the worst case, so that a node has a hundred thousand; those are `NumberedIds`, which make
+each `DeviceId` on request instead of keeping them all.
 """
 
 from __future__ import annotations
@@ -37,7 +38,8 @@ class ListedDevice:
     healthy: bool
 
 
-_MOST_DIGITS = 18  # more than any count has; a hostile id cannot make us read a number of a million digits
+# more than any count has; a hostile id cannot make us read a number of a million digits
+_MOST_DIGITS = 18
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -54,7 +56,12 @@ class IdBlock:
         if not id_.startswith(self.prefix):
             return None
         digits = id_[len(self.prefix) :]
-        if not digits.isdecimal() or not digits.isascii() or (digits[0] == "0" and digits != "0") or len(digits) > _MOST_DIGITS:
+        if (
+            not digits.isdecimal()
+            or not digits.isascii()
+            or (digits[0] == "0" and digits != "0")
+            or len(digits) > _MOST_DIGITS
+        ):
             return None
         number = int(digits)
         return number if number < self.count else None
@@ -111,7 +118,8 @@ class NumberedIds(Sequence[DeviceId]):
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class NumberedList(Sequence[ListedDevice]):
-    """The list of `NumberedIds` for the kubelet: all ids of a block are healthy or none. Equal when both parts are.
+    """The list of `NumberedIds` for the kubelet: all ids of a block are healthy or none.
+    Equal when both parts are.
 
     Attributes:
         blocks: each with whether its ids may be given to a container.
@@ -124,7 +132,9 @@ class NumberedList(Sequence[ListedDevice]):
     @property
     def healthy_count(self) -> int:
         """Number of ids that may be given to a container."""
-        return sum(block.count for block, healthy in self.blocks if healthy) + sum(entry.healthy for entry in self.others)
+        return sum(block.count for block, healthy in self.blocks if healthy) + sum(
+            entry.healthy for entry in self.others
+        )
 
     def __len__(self) -> int:
         return sum(block.count for block, _ in self.blocks) + len(self.others)
@@ -156,14 +166,16 @@ _HEALTH_FIELD_BYTES = 11  # tag, length and the longer of the two words, "Unheal
 
 
 def list_size_bytes(ids: Iterable[DeviceId]) -> int:
-    """Size of the largest list for the kubelet that these ids can lead to: all of them Unhealthy, two bytes more an id (kubelet §10).
+    """Size of the largest list for the kubelet that these ids can lead to: all of them Unhealthy,
+    two bytes more an id (kubelet §10).
 
     Only a sum: it is asked about lists that are far too long.
     """
     if not isinstance(ids, NumberedIds):
         return sum(map(element_size_bytes, ids))
     return sum(
-        (largest - smallest) * element_size_bytes(DeviceId(f"{block.prefix}{smallest}", block.device, block.numa_node))
+        (largest - smallest)
+        * element_size_bytes(DeviceId(f"{block.prefix}{smallest}", block.device, block.numa_node))
         for block in ids.blocks
         for smallest, largest in equally_long(block.count)
     )
@@ -172,13 +184,18 @@ def list_size_bytes(ids: Iterable[DeviceId]) -> int:
 def element_size_bytes(device: DeviceId) -> int:
     """Size of one unhealthy id in such a list."""
     size = _delimited(len(device.id.encode())) + _HEALTH_FIELD_BYTES
-    if device.numa_node is not None and device.numa_node >= 0:  # an id without a known node has no topology
-        size += _delimited(_delimited(1 + _varint_size(device.numa_node) if device.numa_node else 0))
+    # an id without a known node has no topology
+    if device.numa_node is not None and device.numa_node >= 0:
+        size += _delimited(
+            _delimited(1 + _varint_size(device.numa_node) if device.numa_node else 0)
+        )
     return _delimited(size)
 
 
 def equally_long(count: int) -> Iterator[tuple[int, int]]:
-    """The numbers from 0 to ``count`` as ranges within which all have as many digits: [0, 10), [10, 100), …"""
+    """The numbers from 0 to ``count`` as ranges within which all have as many digits:
+    [0, 10), [10, 100), …
+    """
     smallest, end = 0, 10
     while smallest < count:
         yield smallest, min(end, count)

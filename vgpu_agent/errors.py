@@ -1,7 +1,8 @@
 """The exceptions that this agent raises on purpose, so that a caller can attribute a failure.
 
-Adapters (`gpu`, `kubelet`, `web`, `sim`) translate their library's exceptions into these at the edge, chained; nothing above an adapter
-catches a library's exception. A message names the thing, the value and the remedy, because it ends up in a pod's status or a log line.
+Adapters (`gpu`, `kubelet`, `web`, `sim`) translate their library's exceptions into these at the
+edge, chained; nothing above an adapter catches a library's exception. A message names the thing,
+the value and the remedy, because it ends up in a pod's status or a log line.
 """
 
 from __future__ import annotations
@@ -18,10 +19,11 @@ MOST_QUOTED = 200  # characters of a foreign value in one message
 
 
 def quoted(value: str, most: int = MOST_QUOTED) -> str:
-    """Quote ``value`` for a message, on one line and in ASCII; longer ones are cut and their length given.
+    """Quote ``value`` for a message, on one line and in ASCII;
+    longer ones are cut and their length given.
 
-    Every value that a pod, the API server or the kubelet wrote is quoted by this: an annotation may have 256 KiB, and a message goes into
-    the log, the journal, an event and a pod's status.
+    Every value that a pod, the API server or the kubelet wrote is quoted by this: an annotation may
+    have 256 KiB, and a message goes into the log, the journal, an event and a pod's status.
     """
     return ascii(value) if len(value) <= most else f"{value[:most]!a}… ({len(value)} characters)"
 
@@ -32,7 +34,9 @@ def shortened(text: str, most: int) -> str:
 
 
 def listed(values: Collection[str], most: int = 16) -> str:
-    """List the first ``most`` of ``values`` for a message, each cut like `quoted`, and how many there are when that is not all."""
+    """List the first ``most`` of ``values`` for a message, each cut like `quoted`, and how many
+    there are when that is not all.
+    """
     shown = ", ".join(shortened(value, MOST_QUOTED) for value in itertools.islice(values, most))
     return shown if len(values) <= most else f"{shown}, … ({len(values)} in all)"
 
@@ -55,7 +59,8 @@ class ConfigError(AgentError):
     """The configuration cannot be used.
 
     Attributes:
-        problems: one full sentence each, in the order of the file (``config.yaml:12: sharing.…: expected …, got …``).
+        problems: one full sentence each, in the order of the file
+            (``config.yaml:12: sharing.…: expected …, got …``).
     """
 
     def __init__(self, problems: list[str]) -> None:
@@ -101,8 +106,10 @@ class LedgerError(AgentError):
 
     Attributes:
         text: the message without the advice. It stays the same while the reason does.
-        device: the UUID of the device that the refusal is about; empty when it is about no single one.
-        advice: the remedies and the state of the node at this moment, in sentences; part of the message.
+        device: the UUID of the device that the refusal is about; empty when it is about no single
+            one.
+        advice: the remedies and the state of the node at this moment, in sentences; part of the
+            message.
     """
 
     def __init__(self, text: str, *, device: str = "", advice: str = "") -> None:
@@ -127,15 +134,21 @@ class CapacityError(LedgerError):
 
 
 class OvercommitError(CapacityError):
-    """More compute or more holders than a device has, while memory suffices: only a scheduler may decide so."""
+    """More compute or more holders than a device has, while memory suffices:
+    only a scheduler may decide so.
+    """
 
 
 class RequestRefusedError(AgentError):
-    """A container's request is final nonsense (kubelet §8: it fails the pod); the message is shown in the pod's status."""
+    """A container's request is final nonsense (kubelet §8: it fails the pod);
+    the message is shown in the pod's status.
+    """
 
 
 class UnusableNameError(RequestRefusedError):
-    """A UID or a container's name that is not what Kubernetes allows, and so must not become part of a path."""
+    """A UID or a container's name that is not what Kubernetes allows,
+    and so must not become part of a path.
+    """
 
 
 class KubeletError(AgentError):
@@ -143,7 +156,9 @@ class KubeletError(AgentError):
 
 
 class RegistrationRefusedError(KubeletError):
-    """The kubelet refused a registration for good (version or resource name); trying again cannot help."""
+    """The kubelet refused a registration for good (version or resource name);
+    trying again cannot help.
+    """
 
 
 class CheckpointError(KubeletError):
@@ -163,7 +178,9 @@ class CarrierError(AgentError):
 
 
 class MpsError(AgentError):
-    """An MPS control daemon, or a tool that it needs, is missing, does not answer or does not obey."""
+    """An MPS control daemon, or a tool that it needs, is missing,
+    does not answer or does not obey.
+    """
 
 
 class MpsDaemonGoneError(MpsError):
@@ -171,11 +188,14 @@ class MpsDaemonGoneError(MpsError):
 
 
 class MigError(AgentError):
-    """A GPU could not be divided into MIG instances as a container needs it; the container may try again."""
+    """A GPU could not be divided into MIG instances as a container needs it;
+    the container may try again.
+    """
 
 
 class ClusterError(AgentError):
-    """The API server did not answer, or not with what was requested; the text never holds credentials.
+    """The API server did not answer, or not with what was requested;
+    the text never holds credentials.
 
     Attributes:
         status: the HTTP status; 0 when there was no answer.
@@ -188,4 +208,6 @@ class ClusterError(AgentError):
 
 
 class CdiError(AgentError):
-    """There is no usable CDI spec of a node's devices: it cannot be made, is refused, or cannot be written."""
+    """There is no usable CDI spec of a node's devices:
+    it cannot be made, is refused, or cannot be written.
+    """

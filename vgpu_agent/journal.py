@@ -1,7 +1,8 @@
-"""The last thousand decisions of this agent, for ``/debug/events`` and for questions on the next morning.
+"""The last thousand decisions of this agent,
+for ``/debug/events`` and for questions on the next morning.
 
-Written by the health watch, the plugin servers and the allocator; read by `web`. It is memory only: what must survive a restart is in the
-kubelet's own records, and every entry is a log line as well.
+Written by the health watch, the plugin servers and the allocator; read by `web`. It is memory only:
+what must survive a restart is in the kubelet's own records, and every entry is a log line as well.
 """
 
 from __future__ import annotations
@@ -35,11 +36,17 @@ class Entry:
 class Journal:
     """A ring of entries; the oldest goes when ``size`` is reached.
 
-    State: memory only, about ``most_bytes`` at most. The facts of an entry are cut when it is recorded (`MOST_ENTRY_BYTES`), because a pod
-    may have written them.
+    State: memory only, about ``most_bytes`` at most. The facts of an entry are cut when it is
+    recorded (`MOST_ENTRY_BYTES`), because a pod may have written them.
     """
 
-    def __init__(self, size: int = 1000, clock: Callable[[], float] = time.time, *, most_bytes: int = MOST_BYTES) -> None:
+    def __init__(
+        self,
+        size: int = 1000,
+        clock: Callable[[], float] = time.time,
+        *,
+        most_bytes: int = MOST_BYTES,
+    ) -> None:
         self._entries: collections.deque[tuple[Entry, int]] = collections.deque()
         self._size, self._most_bytes = size, most_bytes
         self._bytes = 0

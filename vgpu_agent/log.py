@@ -1,7 +1,9 @@
-"""The agent's log: one JSON object a line on stderr, the same shape for our own lines and those of libraries.
+"""The agent's log: one JSON object a line on stderr,
+the same shape for our own lines and those of libraries.
 
-Set up once by the command line; every package asks `get` for a logger. Event names are fixed words with a dot (``gpu.unhealthy``), never
-sentences with values in them, so that a log search written today still works next year. Pods are ``namespace/name``.
+Set up once by the command line; every package asks `get` for a logger. Event names are fixed words
+with a dot (``gpu.unhealthy``), never sentences with values in them, so that a log search written
+today still works next year. Pods are ``namespace/name``.
 """
 
 from __future__ import annotations
@@ -32,8 +34,10 @@ _MOST_CAUSES = 8  # exceptions that led to one
 
 LEVELS = ("debug", "info", "warning", "error")
 
-# Libraries that report a normal kubelet disconnect as news (python-stack: grpclib logs each cancelled request at INFO).
-# kubernetes_asyncio logs what a credential plugin wrote, which may be a token; `cluster` reports that it failed.
+# Libraries that report a normal kubelet disconnect as news (python-stack: grpclib logs each
+# cancelled request at INFO).
+# kubernetes_asyncio logs what a credential plugin wrote, which may be a token; `cluster` reports
+# that it failed.
 _QUIET_LIBRARIES = {
     "grpclib": logging.WARNING,
     "asyncio": logging.WARNING,
@@ -47,7 +51,15 @@ _WINDOW_SECONDS = 60.0
 _MOST_OF_AN_EVENT = 600
 _MOST_OF_A_LIBRARY = 20
 # Events that any client of a socket can cause as often as it likes.
-_AT_WILL = frozenset({"web.bad_request", "web.connection_evicted", "web.failed", "web.not_accepted", "grpc.connection_closed"})
+_AT_WILL = frozenset(
+    {
+        "web.bad_request",
+        "web.connection_evicted",
+        "web.failed",
+        "web.not_accepted",
+        "grpc.connection_closed",
+    }
+)
 _MOST_AT_WILL = 20
 _MOST_KINDS = 512
 _LONGEST_TEMPLATE = 200
@@ -56,17 +68,26 @@ _SUPPRESSED = "log.suppressed"
 
 def get(name: str) -> FilteringBoundLogger:
     """The logger of the module ``name``; its lines carry the name without the package."""
-    return cast("FilteringBoundLogger", structlog.stdlib.get_logger(name.removeprefix("vgpu_agent.")))
+    return cast(
+        "FilteringBoundLogger", structlog.stdlib.get_logger(name.removeprefix("vgpu_agent."))
+    )
 
 
-def configure(*, log_format: str = "json", level: str = "info", stream: TextIO | None = None, for_good: bool = False) -> None:
+def configure(
+    *,
+    log_format: str = "json",
+    level: str = "info",
+    stream: TextIO | None = None,
+    for_good: bool = False,
+) -> None:
     """Route every line of this process to ``stream`` (stderr by default).
 
     Args:
         log_format: ``json`` or ``console``.
         level: one of `LEVELS`.
         stream: where lines go; a test passes its own.
-        for_good: this is not called again, so each logger is put together once and not for every line; `set_level` still works.
+        for_good: this is not called again, so each logger is put together once and not for every
+            line; `set_level` still works.
     """
     structlog.configure(
         processors=[
@@ -82,12 +103,20 @@ def configure(*, log_format: str = "json", level: str = "info", stream: TextIO |
     last: list[Any]
     if log_format == "json":
         renamed = structlog.processors.EventRenamer("msg")
-        last = [structlog.processors.ExceptionRenderer(_traceback), _bound, renamed, structlog.processors.JSONRenderer(serializer=_to_json)]
+        last = [
+            structlog.processors.ExceptionRenderer(_traceback),
+            _bound,
+            renamed,
+            structlog.processors.JSONRenderer(serializer=_to_json),
+        ]
     else:
         console = structlog.dev.ConsoleRenderer(
-            colors=(stream or sys.stderr).isatty(), timestamp_key="ts", exception_formatter=structlog.dev.plain_traceback
+            colors=(stream or sys.stderr).isatty(),
+            timestamp_key="ts",
+            exception_formatter=structlog.dev.plain_traceback,
         )
-        # As text, so that the console shows it as it is and no library adds the values of variables to it.
+        # As text, so that the console shows it as it is and no library adds the values of variables
+        # to it.
         last = [structlog.processors.format_exc_info, _bound, console]
     formatter = structlog.stdlib.ProcessorFormatter(
         foreign_pre_chain=_shared(),
@@ -145,23 +174,31 @@ def _traceback(exc_info: ExcInfo) -> list[dict[str, Any]]:
 
 
 def _bound(_: Any, __: str, event: EventDict) -> EventDict:
-    """Keep a line within bounds. Its traceback is bounded separately; lines of the journal are bounded already."""
+    """Keep a line within bounds. Its traceback is bounded separately;
+    lines of the journal are bounded already.
+    """
     if event.get("logger") == "journal":
         return event
     traceback = {key: event.pop(key) for key in ("exception",) if key in event}
     kept, _size = bounded(event, most_bytes=_MOST_LINE_BYTES)
-    if isinstance(text := traceback.get("exception"), str) and len(text) > _MOST_TRACEBACK_CHARACTERS:
+    if (
+        isinstance(text := traceback.get("exception"), str)
+        and len(text) > _MOST_TRACEBACK_CHARACTERS
+    ):
         half = _MOST_TRACEBACK_CHARACTERS // 2
         traceback["exception"] = f"{text[:half]}\n… ({len(text)} characters)\n{text[-half:]}"
     return {**kept, **traceback}
 
 
 class RepeatedLines(logging.Filter):
-    """Filter that passes the first lines of a kind in each window of time, and then one line with the number left out.
+    """Filter that passes the first lines of a kind in each window of time,
+    and then one line with the number left out.
 
-    The kind of our own line is its event, of a library's its template and the exception. So a storm of one kind never hides another kind.
+    The kind of our own line is its event, of a library's its template and the exception. So a storm
+    of one kind never hides another kind.
 
-    State: what passed and what did not in the current window of each kind; forgotten kinds begin anew.
+    State: what passed and what did not in the current window of each kind; forgotten kinds begin
+    anew.
     """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
@@ -169,7 +206,8 @@ class RepeatedLines(logging.Filter):
         self._clock = clock
         self._windows: dict[tuple[str, ...], _Window] = {}
         self._ends_at = float("inf")
-        self._counting = threading.RLock()  # any thread may log, and reporting what was left out logs as well
+        # any thread may log, and reporting what was left out logs as well
+        self._counting = threading.RLock()
 
     def filter(self, record: logging.LogRecord) -> bool:
         """Tell whether ``record`` is written."""
@@ -197,10 +235,18 @@ class RepeatedLines(logging.Filter):
         ended = {kind: window for kind, window in self._windows.items() if window.ends_at <= now}
         for kind in ended:
             del self._windows[kind]
-        self._ends_at = min((window.ends_at for window in self._windows.values()), default=float("inf"))
+        self._ends_at = min(
+            (window.ends_at for window in self._windows.values()), default=float("inf")
+        )
         for (logger, similar, *_), window in ended.items():
             if window.suppressed:
-                get(__name__).warning(_SUPPRESSED, lines=window.suppressed, of_logger=logger, similar_to=similar, seconds=_WINDOW_SECONDS)
+                get(__name__).warning(
+                    _SUPPRESSED,
+                    lines=window.suppressed,
+                    of_logger=logger,
+                    similar_to=similar,
+                    seconds=_WINDOW_SECONDS,
+                )
 
 
 class _Window:
@@ -211,10 +257,16 @@ class _Window:
 
 
 def _kind(record: logging.LogRecord) -> tuple[tuple[str, ...], int]:
-    """Return the key that similar lines have in common, and how many such lines pass in a window."""
+    """Return the key that similar lines have in common,
+    and how many such lines pass in a window.
+    """
     if isinstance(record.msg, dict):
         event = str(record.msg.get("event", ""))
-        return (record.name, event, record.levelname), _MOST_AT_WILL if event in _AT_WILL else _MOST_OF_AN_EVENT
+        return (
+            record.name,
+            event,
+            record.levelname,
+        ), _MOST_AT_WILL if event in _AT_WILL else _MOST_OF_AN_EVENT
     # asyncio puts sockets with their numbers into further lines of one message.
     template = str(record.msg).partition("\n")[0][:_LONGEST_TEMPLATE]
     error = record.exc_info[1] if record.exc_info else None
@@ -223,13 +275,16 @@ def _kind(record: logging.LogRecord) -> tuple[tuple[str, ...], int]:
 
 
 class ChangeFilter:
-    """Tell new messages from repeated ones: what a loop meets in each round is logged when it begins, and when it changes.
+    """Tell new messages from repeated ones:
+    what a loop meets in each round is logged when it begins, and when it changes.
 
     State: the last message about each subject, and when it was new.
     """
 
     def __init__(self, *, again_seconds: float = math.inf) -> None:
-        """Count a message that lasts as new ``again_seconds`` after it was new; never without them."""
+        """Count a message that lasts as new ``again_seconds`` after it was new;
+        never without them.
+        """
         self._again_seconds = again_seconds
         self._last: dict[Hashable, tuple[Hashable, float]] = {}
 
@@ -240,7 +295,9 @@ class ChangeFilter:
         return iter(self._last)
 
     def is_new(self, subject: Hashable, message: Hashable = "", *, now: float = 0.0) -> bool:
-        """Take note of ``message`` at ``now`` (seconds of any clock); tell whether it is not the last one about ``subject``."""
+        """Take note of ``message`` at ``now`` (seconds of any clock);
+        tell whether it is not the last one about ``subject``.
+        """
         last, at = self._last.get(subject, (None, -math.inf))
         new = message != last or now - at >= self._again_seconds
         if new:

@@ -1,7 +1,8 @@
-"""The plain facts that all packages share: devices, what may be granted of them, and to which container.
+"""The plain facts that all packages share:
+devices, what may be granted of them, and to which container.
 
-Words as in the glossary of docs/architecture.md. All values are immutable and only describe themselves, so they can be passed to any task,
-kept in a snapshot and compared in a test.
+Words as in the glossary of docs/architecture.md. All values are immutable and only describe
+themselves, so they can be passed to any task, kept in a snapshot and compared in a test.
 """
 
 from __future__ import annotations
@@ -15,11 +16,13 @@ if TYPE_CHECKING:
 
     from vgpu_agent.device_ids import DeviceId
 
-# The text that the kubelet expects in a Device message; anything else counts as unhealthy (kubelet §4).
+# The text that the kubelet expects in a Device message; anything else counts as unhealthy (kubelet
+# §4).
 HEALTHY = "Healthy"
 UNHEALTHY = "Unhealthy"
 
-# What NVIDIA's plugin calls the one GPU of a Tegra processor (Jetson), which has no UUID (nvidia §4).
+# What NVIDIA's plugin calls the one GPU of a Tegra processor (Jetson), which has no UUID (nvidia
+# §4).
 INTEGRATED = "tegra"
 
 
@@ -55,9 +58,10 @@ class MigInstance:
         profile: e.g. ``1g.10gb``, as NVML names it.
         memory_mib: memory of the slice.
         gpu_slices: compute slices of its GPU instance, the ``1`` of ``1g``.
-        compute_slices: those of its compute instance; fewer where the GPU instance is divided (``1c.2g.20gb``).
-        capability_nodes: device nodes below ``/dev/nvidia-caps`` that open it, of the GPU instance and of the compute instance; empty while
-            ``trouble`` says why they are not known.
+        compute_slices: those of its compute instance; fewer where the GPU instance is divided
+            (``1c.2g.20gb``).
+        capability_nodes: device nodes below ``/dev/nvidia-caps`` that open it, of the GPU instance
+            and of the compute instance; empty while ``trouble`` says why they are not known.
         trouble: why its device nodes are not known.
         health: of the slice; that of its GPU counts as well.
     """
@@ -80,10 +84,11 @@ class Gpu:
     """A physical card as NVML and sysfs describe it, or the GPU of a Tegra processor.
 
     Attributes:
-        uuid: ``GPU-…``; the identity everywhere in the agent. `INTEGRATED` where the GPU is part of the processor.
+        uuid: ``GPU-…``; the identity everywhere in the agent. `INTEGRATED` where the GPU is part of
+            the processor.
         index: NVML's order at the last enumeration; it shifts when a card is unplugged.
-        minor: the number in ``/dev/nvidia<minor>``; it does not shift. -1 where there is no such node: the GPU is part of the processor,
-            or this is a Windows subsystem.
+        minor: the number in ``/dev/nvidia<minor>``; it does not shift. -1 where there is no such
+            node: the GPU is part of the processor, or this is a Windows subsystem.
         name: product name.
         memory_mib: total memory; 0 where it has none of its own.
         pci_bus_id: ``0000:07:00.0``, lower case, four-digit domain, as in sysfs.
@@ -111,7 +116,9 @@ class Gpu:
 
     @property
     def integrated(self) -> bool:
-        """Tell whether the GPU is part of the processor: no memory of its own, no device node, and nothing that NVML could report."""
+        """Tell whether the GPU is part of the processor: no memory of its own, no device node, and
+        nothing that NVML could report.
+        """
         return self.uuid == INTEGRATED
 
 
@@ -120,7 +127,8 @@ class Link:
     """The distance between two GPUs.
 
     Attributes:
-        pci: NVML's common-ancestor level: 0 same board, 10 single switch, 20 multi switch, 30 host bridge, 40 same CPU, 50 cross-CPU.
+        pci: NVML's common-ancestor level: 0 same board, 10 single switch, 20 multi switch, 30 host
+            bridge, 40 same CPU, 50 cross-CPU.
         nvlinks: number of active direct NVLink connections.
     """
 
@@ -130,7 +138,8 @@ class Link:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Inventory:
-    """Everything known about the node's GPUs at one moment; published as a whole, replaced and never changed.
+    """Everything known about the node's GPUs at one moment;
+    published as a whole, replaced and never changed.
 
     Attributes:
         version: grows by one with each published change.
@@ -158,7 +167,8 @@ class Inventory:
     def numbered(self) -> dict[int, Gpu]:
         """Number → GPU, ascending, for what names GPUs by their index over a long time.
 
-        A lost card keeps its number, although NVML moves the indices behind it up as soon as it is gone from the bus.
+        A lost card keeps its number, although NVML moves the indices behind it up as soon as it is
+        gone from the bus.
         """
         numbers: dict[int, Gpu] = {}
         for gpu in self.gpus:
@@ -168,10 +178,16 @@ class Inventory:
     @property
     def devices(self) -> frozenset[str]:
         """The UUIDs of all GPUs and MIG instances."""
-        return frozenset(uuid for gpu in self.gpus for uuid in (gpu.uuid, *(instance.uuid for instance in gpu.mig_instances)))
+        return frozenset(
+            uuid
+            for gpu in self.gpus
+            for uuid in (gpu.uuid, *(instance.uuid for instance in gpu.mig_instances))
+        )
 
     def device(self, uuid: str) -> tuple[Gpu, MigInstance | None] | None:
-        """The device of that UUID: a GPU (and no instance), or a MIG instance with the GPU that it is a slice of; None when unknown."""
+        """The device of that UUID: a GPU (and no instance), or a MIG instance with the GPU that it
+        is a slice of; None when unknown.
+        """
         for gpu in self.gpus:
             if gpu.uuid == uuid:
                 return gpu, None
@@ -183,7 +199,9 @@ class Inventory:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class GpuUsage:
-    """The present use of a GPU; None where the driver reports nothing. Memory in MiB, shares in percent, power in watts, °C."""
+    """The present use of a GPU; None where the driver reports nothing.
+    Memory in MiB, shares in percent, power in watts, °C.
+    """
 
     uuid: str
     memory_used_mib: int | None = None
@@ -199,8 +217,10 @@ class Decider(enum.StrEnum):
     """The source of the decision on what the holder of an id gets."""
 
     IDS = "ids"  # each id names its device; `Allocate` can answer completely
-    POD = "pod"  # the pod's limits and annotations; ids are only counted, so it takes the pod to decide
-    NOBODY = "nobody"  # the resource is only there for schedulers to count; its ids are neither booked nor answered
+    # the pod's limits and annotations; ids are only counted, so it takes the pod to decide
+    POD = "pod"
+    # the resource is only there for schedulers to count; its ids are neither booked nor answered
+    NOBODY = "nobody"
 
 
 class SharingMode(enum.StrEnum):
@@ -209,7 +229,8 @@ class SharingMode(enum.StrEnum):
     NONE = "none"  # each device has one container
     TIME_SLICING = "time-slicing"  # in turns; nothing is limited
     MPS = "mps"  # at the same time, through an MPS control daemon that limits each of them
-    MPS_OF_HOST = "mps-host"  # the same through a daemon that others run, whose limits are not known
+    # the same through a daemon that others run, whose limits are not known
+    MPS_OF_HOST = "mps-host"
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -219,16 +240,21 @@ class Resource:
     Attributes:
         name: ``nvidia.com/gpu``.
         family: the family whose vocabulary it belongs to, e.g. ``nvidia``.
-        ids: in the order in which kubelet sees them; deterministic. `NumberedIds` where there are tens of thousands.
-        holders_per_device: how many ids of one device may be held at once (replicas); where the pod decides, how many containers.
-        holders: the same by device, where devices differ; ``holders_per_device`` is then the largest of them.
+        ids: in the order in which kubelet sees them; deterministic. `NumberedIds` where there are
+            tens of thousands.
+        holders_per_device: how many ids of one device may be held at once (replicas); where the pod
+            decides, how many containers.
+        holders: the same by device, where devices differ; ``holders_per_device`` is then the
+            largest of them.
         prefers: kubelet is to ask which ids suit best (GetPreferredAllocation).
-        unit: what fewer ids would take, for the error when there are too many, e.g. ``volcanoVgpu.gpuMemoryFactor``; empty for replicas.
+        unit: what fewer ids would take, for the error when there are too many, e.g.
+            ``volcanoVgpu.gpuMemoryFactor``; empty for replicas.
         memory_scaling: how many times a device's memory may be booked; 1.0 never exceeds it.
         cores_scaling: the same for compute.
         pre_start_required: kubelet is to call PreStartContainer before each start.
         sharing: how the holders of one device share it.
-        undivided: only parts of the undivided GPU are given out, so nothing while it is in MIG mode.
+        undivided: only parts of the undivided GPU are given out, so nothing while it is in MIG
+            mode.
     """
 
     name: str
@@ -252,7 +278,9 @@ class Resource:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Share:
-    """A part of one device: ``memory_mib`` and ``cores_percent`` are what is booked, 0 where nothing is limited."""
+    """A part of one device: ``memory_mib`` and ``cores_percent`` are what is booked,
+    0 where nothing is limited.
+    """
 
     device: str
     memory_mib: int = 0
@@ -294,7 +322,9 @@ class Owner:
         """Tell whether both can describe one container: no field that both of them know differs."""
         ours = (self.pod_uid, self.namespace, self.pod, self.container)
         theirs = (other.pod_uid, other.namespace, other.pod, other.container)
-        return all(not mine or not his or mine == his for mine, his in zip(ours, theirs, strict=True))
+        return all(
+            not mine or not his or mine == his for mine, his in zip(ours, theirs, strict=True)
+        )
 
     def may_be_in(self, other: Owner) -> bool:
         """Tell whether both can be containers of one pod."""
@@ -302,7 +332,12 @@ class Owner:
 
     def filled_from(self, other: Owner) -> Owner:
         """Return this owner with the fields added that only ``other`` knows."""
-        return Owner(self.container, self.pod_uid or other.pod_uid, self.namespace or other.namespace, self.pod or other.pod)
+        return Owner(
+            self.container,
+            self.pod_uid or other.pod_uid,
+            self.namespace or other.namespace,
+            self.pod or other.pod,
+        )
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -314,12 +349,15 @@ class Grant:
         ids: the device ids kubelet gave, in kubelet's order.
         shares: one for each distinct device behind the ids.
         owner: None until kubelet's records name it.
-        reserved_at: unix seconds of the Allocate call, or of the rebuild that found it; to be shown, since the wall clock may be set.
-        decided_for: (UID of the pod, container) that ``shares`` were decided for, where the pod decides; None before. An early guess may
-            differ from ``owner``, which the kubelet reports.
+        reserved_at: unix seconds of the Allocate call, or of the rebuild that found it; to be
+            shown, since the wall clock may be set.
+        decided_for: (UID of the pod, container) that ``shares`` were decided for, where the pod
+            decides; None before. An early guess may differ from ``owner``, which the kubelet
+            reports.
         evidence: how the owner was proven and what decided the shares, one sentence each.
         steady_at: the same moment as ``reserved_at`` by the ledger's own clock, which only grows.
-        may_overcommit: a scheduler decided it, so its compute and its place on a device count beyond what the device has.
+        may_overcommit: a scheduler decided it, so its compute and its place on a device count
+            beyond what the device has.
         found: it was found in kubelet's records, so it is older than ``reserved_at``.
     """
 
@@ -340,12 +378,16 @@ class Grant:
     @property
     def proven(self) -> bool:
         """Tell whether the shares were decided for the container that the kubelet names."""
-        return self.owner is not None and self.decided_for == (self.owner.pod_uid, self.owner.container)
+        return self.owner is not None and self.decided_for == (
+            self.owner.pod_uid,
+            self.owner.container,
+        )
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class DeviceRoom:
-    """The rest of a device that new containers of one resource may get; memory and cores with the resource's scaling.
+    """The rest of a device that new containers of one resource may get;
+    memory and cores with the resource's scaling.
 
     Attributes:
         trouble: why no container may get anything of it now; empty when it may be given.
@@ -373,14 +415,16 @@ class Holding:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class KubeletRecords:
-    """The kubelet's records of the holders of all ids, joined from its checkpoint and pod-resources.
+    """The kubelet's records of the holders of all ids,
+    joined from its checkpoint and pod-resources.
 
     Attributes:
         holdings: for every resource on the node, also those of other plugins.
-        complete: pod-resources answered, so a holder that is not mentioned is gone. An incomplete picture may add to the ledger but never
-            take away.
+        complete: pod-resources answered, so a holder that is not mentioned is gone. An incomplete
+            picture may add to the ledger but never take away.
         trouble: which source was missing or unreadable, and why; empty when both could be read.
-        entries: the lines of the checkpoint as they are, also of ended pods and of init containers; None when it could not be read.
+        entries: the lines of the checkpoint as they are, also of ended pods and of init containers;
+            None when it could not be read.
     """
 
     holdings: tuple[Holding, ...] = ()
@@ -391,13 +435,15 @@ class KubeletRecords:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class ContainerUsage:
-    """The use that one container makes of one of its devices, as counted by the container's own library.
+    """The use that one container makes of one of its devices,
+    as counted by the container's own library.
 
     Attributes:
         index: the device's place in the container.
         limit_bytes: 0 when nothing limits it.
         cores_percent: compute in use, by the library's own measurement.
-        last_kernel_at: when the container launched a kernel last, unix seconds; 0 when it never did, or its library does not report it.
+        last_kernel_at: when the container launched a kernel last, unix seconds; 0 when it never
+            did, or its library does not report it.
         cores_limit_percent: 100 when nothing limits compute.
         processes: how many live processes of the container have the library open.
         limits_cores: the region's switch for the limit of compute is on.

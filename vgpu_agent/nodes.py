@@ -1,6 +1,7 @@
 """Our own Node as the API server has it, and its desired state.
 
-`cluster` watches the Node and keeps it in the families' desired state. Families express that state as plain data and never see the API.
+`cluster` watches the Node and keeps it in the families' desired state. Families express that state
+as plain data and never see the API.
 """
 
 from __future__ import annotations
@@ -22,7 +23,8 @@ class Node:
         capacity: resource → quantity as text, extended resources only.
         allocatable: the same for what pods may ask for.
         conditions: type → (status, reason, message).
-        seen_at: annotation → unix seconds at which the watch first showed its present value; missing where no watch was asked.
+        seen_at: annotation → unix seconds at which the watch first showed its present value;
+            missing where no watch was asked.
     """
 
     name: str
@@ -40,10 +42,12 @@ class Node:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class SentCounts:
-    """The counts of a resource's ids last sent to the kubelet: all, Healthy, and those that schedulers are to know.
+    """The counts of a resource's ids last sent to the kubelet:
+    all, Healthy, and those that schedulers are to know.
 
     Attributes:
-        offered: ``healthy``, less the ids that kubelet is to have for a moment longer than schedulers.
+        offered: ``healthy``, less the ids that kubelet is to have for a moment longer than
+            schedulers.
     """
 
     listed: int
@@ -58,10 +62,12 @@ class DesiredNode:
     Attributes:
         annotations: key → value; None for a key that must not be there.
         labels: the same for labels.
-        capacity: resource → quantity, in ``status.capacity`` as well as ``status.allocatable`` (status subresource).
+        capacity: resource → quantity, in ``status.capacity`` as well as ``status.allocatable``
+            (status subresource).
         conditions: type → (status, reason, message).
         unhurried: annotation → seconds that must lie between two writes of it by us.
-        guarded: annotations whose removal must fail when the Node has changed since it was read (a lock that was just taken anew).
+        guarded: annotations whose removal must fail when the Node has changed since it was read (a
+            lock that was just taken anew).
     """
 
     annotations: Mapping[str, str | None] = dataclasses.field(default_factory=dict)

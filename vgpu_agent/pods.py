@@ -1,8 +1,11 @@
-"""Pods as this agent needs them: plain facts from the API server, and the one cache of the pods on this node.
+"""Pods as this agent needs them: plain facts from the API server,
+and the one cache of the pods on this node.
 
-`cluster` fills the pod cache from its watch, `allocation` looks up the container that is about to start, families read annotations and
-limits, and the pod publisher compares the present state with the desired one. Kept as small as possible: a node has some hundred pods, and
-this is what remains of each. The watch shows pods until they have ended. The cache keeps those that ended while we watched a little longer.
+`cluster` fills the pod cache from its watch, `allocation` looks up the container that is about to
+start, families read annotations and limits, and the pod publisher compares the present state with
+the desired one. Kept as small as possible: a node has some hundred pods, and this is what remains
+of each. The watch shows pods until they have ended. The cache keeps those that ended while we
+watched a little longer.
 """
 
 from __future__ import annotations
@@ -26,16 +29,20 @@ if TYPE_CHECKING:
 
 _logger = log.get(__name__)
 
-# kubelet keeps a static pod under the hash of its file; the API server's mirror of it has a UID of its own and names the hash here.
+# kubelet keeps a static pod under the hash of its file; the API server's mirror of it has a UID of
+# its own and names the hash here.
 STATIC_POD_HASH = "kubernetes.io/config.hash"
 MIRROR_POD = "kubernetes.io/config.mirror"
 
-# kubelet admits 110 pods by default and hardly ever more than 500; of each some KiB are kept, and 100 KiB of a hostile one.
+# kubelet admits 110 pods by default and hardly ever more than 500; of each some KiB are kept, and
+# 100 KiB of a hostile one.
 MOST_PODS = 2000
 MOST_BYTES = 32 * 1024 * 1024
 _MOST_NAMES = 4000  # that a cache remembers, of present and earlier pods
-_MOST_OF_A_NAME = 4  # UIDs that are remembered of one name; two are enough to know that there was another
-# How long and how many of those that have ended are remembered: what was served to them is still to be written into their annotations.
+# UIDs that are remembered of one name; two are enough to know that there was another
+_MOST_OF_A_NAME = 4
+# How long and how many of those that have ended are remembered: what was served to them is still to
+# be written into their annotations.
 _ENDED_SECONDS = 600.0
 _MOST_ENDED = 256
 
@@ -43,8 +50,9 @@ ENDED = "Ended"
 """The phase of a pod that ended while we watched: the API server no longer shows which way."""
 _ENDED = ("Succeeded", "Failed", ENDED)
 
-# The API server makes UUIDs (RFC 4122), kubelet makes 32 hexadecimal digits, and the file of a static pod may name any other. An underscore
-# is in none of them, so that ``<UID>_<container>`` can be read back; the length leaves room for that in a file name of 255 characters.
+# The API server makes UUIDs (RFC 4122), kubelet makes 32 hexadecimal digits, and the file of a
+# static pod may name any other. An underscore is in none of them, so that ``<UID>_<container>`` can
+# be read back; the length leaves room for that in a file name of 255 characters.
 _UID = re.compile(r"[A-Za-z0-9][A-Za-z0-9.-]{0,127}")
 _API_SERVER_UID = re.compile(r"[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}", re.IGNORECASE)
 _LABEL = re.compile(r"[a-z0-9]([-a-z0-9]{0,61}[a-z0-9])?")  # DNS-1123
@@ -67,14 +75,17 @@ def is_object_name(text: str) -> bool:
 
 
 def container_directory(pod_uid: str, container: str) -> str:
-    """``<pod UID>_<container>``, the name of a container's own directory on the host; nothing else may build it.
+    """``<pod UID>_<container>``, the name of a container's own directory on the host;
+    nothing else may build it.
 
     Raises:
-        UnusableNameError: one of the two could lead out of the parent directory, or into that of another container.
+        UnusableNameError: one of the two could lead out of the parent directory, or into that of
+            another container.
     """
     if not is_uid(pod_uid) or not is_container_name(container):
         raise UnusableNameError(
-            f"pod UID {quoted(pod_uid)} and container {quoted(container)} are not what Kubernetes allows, so no directory is made for them"
+            f"pod UID {quoted(pod_uid)} and container {quoted(container)} are not what Kubernetes "
+            "allows, so no directory is made for them"
         )
     return f"{pod_uid}_{container}"
 
@@ -82,7 +93,8 @@ def container_directory(pod_uid: str, container: str) -> str:
 class ContainerKind(enum.StrEnum):
     """The kind of a container in its pod, which decides when it runs."""
 
-    INIT = "init"  # ends before the next one starts; kubelet gives its device ids to later containers
+    # ends before the next one starts; kubelet gives its device ids to later containers
+    INIT = "init"
     SIDECAR = "sidecar"  # an init container with restartPolicy Always: keeps its ids
     MAIN = "main"
 
@@ -92,10 +104,11 @@ class PodContainer:
     """One container of a pod's specification.
 
     Attributes:
-        limits: resource → whole number, for extended resources only (those with a slash in their name); what is no whole number is in
-            ``unreadable`` instead.
+        limits: resource → whole number, for extended resources only (those with a slash in their
+            name); what is no whole number is in ``unreadable`` instead.
         unreadable: resource → the text that could not be read as a whole number.
-        environment: names of the variables that the specification sets and that touch GPUs (not their values).
+        environment: names of the variables that the specification sets and that touch GPUs (not
+            their values).
         started: the pod's status says that it runs now or ran before.
     """
 
@@ -121,7 +134,9 @@ class DesiredPod:
 
     def joined(self, other: DesiredPod) -> DesiredPod:
         """Merge both; for a key that is in both, ``other`` wins."""
-        return DesiredPod({**self.annotations, **other.annotations}, {**self.labels, **other.labels})
+        return DesiredPod(
+            {**self.annotations, **other.annotations}, {**self.labels, **other.labels}
+        )
 
 
 _POD_BYTES = 2048  # a pod without annotations and containers
@@ -136,14 +151,19 @@ class Pod:
     Attributes:
         uid: as the API server has it; see `kubelet_uid`.
         annotations: those that families read or write; see `families.pod_annotations`.
-        containers: in the order in which kubelet admits them: init containers and sidecars as listed, then the main ones.
+        containers: in the order in which kubelet admits them: init containers and sidecars as
+            listed, then the main ones.
         deleting: it has a deletion timestamp.
         created_at: unix seconds of its creation.
-        bound: its place in the order in which our watch saw pods bound to this node; smaller is earlier.
+        bound: its place in the order in which our watch saw pods bound to this node; smaller is
+            earlier.
         scheduler: ``spec.schedulerName``.
-        reported: the kubelet has written its status, which only the kubelet may. It never does so for a pod that imitates a mirror pod.
-        scheduled: a scheduler has bound it, or kubelet has reported it; otherwise its author has chosen the node (``spec.nodeName``).
-        static_uid: of the mirror of a static pod, kubelet's UID of that pod; set by `PodCache` once the mirror is confirmed.
+        reported: the kubelet has written its status, which only the kubelet may. It never does so
+            for a pod that imitates a mirror pod.
+        scheduled: a scheduler has bound it, or kubelet has reported it; otherwise its author has
+            chosen the node (``spec.nodeName``).
+        static_uid: of the mirror of a static pod, kubelet's UID of that pod; set by `PodCache` once
+            the mirror is confirmed.
         labels: those that families read or write.
     """
 
@@ -171,20 +191,25 @@ class Pod:
 
     @property
     def kubelet_uid(self) -> str:
-        """The UID under which kubelet keeps the pod: for a mirror of a static pod, the hash of its file."""
+        """The UID under which kubelet keeps the pod:
+        for a mirror of a static pod, the hash of its file.
+        """
         return self.static_uid or self.uid
 
     @property
     def mirror(self) -> bool:
-        """Tell whether its annotations claim that it mirrors a static pod. The kubelet never runs such a pod itself, even if not."""
+        """Tell whether its annotations claim that it mirrors a static pod. The kubelet never runs
+        such a pod itself, even if not.
+        """
         return MIRROR_POD in self.annotations
 
     @property
     def claimed_uid(self) -> str:
-        """The static pod that this one claims to mirror, by the kubelet's UID; empty without a plausible claim.
+        """The static pod that this one claims to mirror, by the kubelet's UID;
+        empty without a plausible claim.
 
-        Every user who may create pods can write that, so it counts only together with something that the kubelet has written. A UID as the
-        API server makes them is never a static pod's.
+        Every user who may create pods can write that, so it counts only together with something
+        that the kubelet has written. A UID as the API server makes them is never a static pod's.
         """
         claimed = self.annotations.get(STATIC_POD_HASH, "") if self.mirror else ""
         return claimed if is_uid(claimed) and not _API_SERVER_UID.fullmatch(claimed) else ""
@@ -198,7 +223,12 @@ class Pod:
         """About what it takes in memory."""
         texts = sum(map(sys.getsizeof, (*self.annotations.values(), *self.labels.values())))
         resources = sum([len(one.limits) + len(one.unreadable) for one in self.containers])
-        return _POD_BYTES + texts + _CONTAINER_BYTES * len(self.containers) + _RESOURCE_BYTES * resources
+        return (
+            _POD_BYTES
+            + texts
+            + _CONTAINER_BYTES * len(self.containers)
+            + _RESOURCE_BYTES * resources
+        )
 
     @property
     def ended(self) -> bool:
@@ -213,15 +243,17 @@ class Pod:
 class PodCache:
     """The pods of this node as far as our watch has come.
 
-    A pod is known by the UID that the API server gave it. The kubelet keeps a static pod under another one, which only the annotations of
-    its mirror show, and every user can write those. So a mirror counts once the kubelet has written its status, which it does only for the
-    mirror of a pod that it runs. A UID that a pod really has is never another's.
+    A pod is known by the UID that the API server gave it. The kubelet keeps a static pod under
+    another one, which only the annotations of its mirror show, and every user can write those. So a
+    mirror counts once the kubelet has written its status, which it does only for the mirror of a
+    pod that it runs. A UID that a pod really has is never another's.
 
-    State: replaced by `replace` after each list, changed by `put`, `end` and `remove` with each event. `revision` moves on with every
-    change. Only the event loop's thread may change it.
+    State: replaced by `replace` after each list, changed by `put`, `end` and `remove` with each
+    event. `revision` moves on with every change. Only the event loop's thread may change it.
 
-    Bounds: `MOST_PODS` and about `MOST_BYTES`. What is beyond is left out and counted: first pods that no scheduler has bound, then the
-    largest. A pod that is left out is requested when it starts, and does not count as ended.
+    Bounds: `MOST_PODS` and about `MOST_BYTES`. What is beyond is left out and counted: first pods
+    that no scheduler has bound, then the largest. A pod that is left out is requested when it
+    starts, and does not count as ended.
 
     Attributes:
         left_out: pods that are not in the cache because there are too many or they are too large.
@@ -236,19 +268,26 @@ class PodCache:
         self._pods: dict[str, Pod] = {}  # by the API server's UID
         self._sizes: dict[str, int] = {}  # of `_pods`, in bytes
         self._bytes = 0  # the sum of those
-        self._beyond: dict[str, None] = {}  # the UIDs of those that were left out, the latest at the end
-        self._ended: collections.OrderedDict[str, tuple[Pod, float]] = collections.OrderedDict()  # by kubelet's UID, and since when
-        self._in_order: tuple[Pod, ...] | None = None  # `pods`, asked for many times between two changes
+        # the UIDs of those that were left out, the latest at the end
+        self._beyond: dict[str, None] = {}
+        # by kubelet's UID, and since when
+        self._ended: collections.OrderedDict[str, tuple[Pod, float]] = collections.OrderedDict()
+        # `pods`, asked for many times between two changes
+        self._in_order: tuple[Pod, ...] | None = None
         self._static: dict[str, Pod] | None = None  # the confirmed mirrors, by kubelet's UID
         self._static_before: dict[str, Pod] = {}
         self._bound: dict[str, int] = {}
         self._last_bound = 0
-        self._uids: collections.OrderedDict[tuple[str, str], set[str]] = collections.OrderedDict()  # by name, the last used at the end
-        self._by_name: dict[tuple[str, str], dict[str, None]] = {}  # the API server's UIDs of `_pods`
+        # by name, the last used at the end
+        self._uids: collections.OrderedDict[tuple[str, str], set[str]] = collections.OrderedDict()
+        # the API server's UIDs of `_pods`
+        self._by_name: dict[tuple[str, str], dict[str, None]] = {}
 
     @property
     def pods(self) -> tuple[Pod, ...]:
-        """All of them, in the order in which they were seen bound; those too that have just ended."""
+        """All of them, in the order in which they were seen bound;
+        those too that have just ended.
+        """
         if self._in_order is None:
             believed = {pod.uid: pod for pod in self._believed().values()}
             ended = (pod for pod, _ in self._ended.values())
@@ -264,18 +303,28 @@ class PodCache:
     def named(self, namespace: str, name: str) -> Pod | None:
         """The pod of that name; when one was replaced by another, the one that was bound last."""
         found = [self._pods[uid] for uid in self._by_name.get((namespace, name), ())]
-        found += [pod for pod, _ in self._ended.values() if (pod.namespace, pod.name) == (namespace, name)]
+        found += [
+            pod for pod, _ in self._ended.values() if (pod.namespace, pod.name) == (namespace, name)
+        ]
         last = max(found, key=lambda pod: pod.bound, default=None)
-        return self._believed().get(last.claimed_uid, last) if last is not None and last.mirror else last
+        return (
+            self._believed().get(last.claimed_uid, last)
+            if last is not None and last.mirror
+            else last
+        )
 
     def may_have(self, kubelet_uid: str) -> bool:
-        """Tell whether a pod with that UID of the kubelet's was left out, so that `get` does not find it."""
+        """Tell whether a pod with that UID of the kubelet's was left out,
+        so that `get` does not find it.
+        """
         return kubelet_uid in self._beyond
 
     def has_ended(self, kubelet_uid: str) -> bool:
-        """Tell whether, by the API server, the pod with that UID of the kubelet's has ended or is gone.
+        """Tell whether, by the API server, the pod with that UID of the kubelet's has ended
+        or is gone.
 
-        That never applies to a static pod: the kubelet runs it whether the API server has its mirror or not.
+        That never applies to a static pod: the kubelet runs it whether the API server has its
+        mirror or not.
         """
         if not self.synced.is_set() or self.may_have(kubelet_uid):
             return False
@@ -283,20 +332,32 @@ class PodCache:
         return _API_SERVER_UID.fullmatch(kubelet_uid) is not None if pod is None else pod.ended
 
     def static(self, kubelet_uid: str, namespace: str, name: str) -> Pod | None:
-        """The mirror of the static pod that kubelet knows under that UID, when kubelet itself has named namespace and name of that pod."""
+        """The mirror of the static pod that kubelet knows under that UID, when kubelet itself has
+        named namespace and name of that pod.
+        """
         pod = self.named(namespace, name)
-        return pod.as_static(kubelet_uid) if pod and pod.claimed_uid == kubelet_uid and kubelet_uid not in self._pods else None
+        return (
+            pod.as_static(kubelet_uid)
+            if pod and pod.claimed_uid == kubelet_uid and kubelet_uid not in self._pods
+            else None
+        )
 
     def one_of_its_name(self, pod: Pod) -> bool:
-        """Tell whether this is the only pod seen under its name; the kubelet may still have a predecessor deleted by force."""
+        """Tell whether this is the only pod seen under its name;
+        the kubelet may still have a predecessor deleted by force.
+        """
         return self._uids.get((pod.namespace, pod.name), set()) <= {pod.claimed_uid or pod.uid}
 
     def replace(self, pods: Iterable[Pod]) -> None:
         """Take over a complete list: pods that are not in it are gone.
 
-        Pods that a list shows for the first time are ordered by creation, because the watch did not see them being bound.
+        Pods that a list shows for the first time are ordered by creation, because the watch did not
+        see them being bound.
         """
-        listed = {pod.uid: pod for pod in sorted(pods, key=lambda pod: (pod.created_at, pod.namespace, pod.name))}
+        listed = {
+            pod.uid: pod
+            for pod in sorted(pods, key=lambda pod: (pod.created_at, pod.namespace, pod.name))
+        }
         self._bound = {uid: place for uid, place in self._bound.items() if uid in listed}
         before = self._pods
         self._pods, self._by_name, self._sizes, self._bytes = {}, {}, {}, 0
@@ -337,7 +398,10 @@ class PodCache:
         self._drop(pod.uid)
         self._bound.pop(pod.uid, None)
         self.ends += 1
-        self._ended[placed.kubelet_uid] = (placed if placed.ended else dataclasses.replace(placed, phase=ENDED), now)
+        self._ended[placed.kubelet_uid] = (
+            placed if placed.ended else dataclasses.replace(placed, phase=ENDED),
+            now,
+        )
         self._changed()
 
     def remove(self, pod: Pod) -> None:
@@ -350,11 +414,21 @@ class PodCache:
             self._changed()
 
     def _has_room(self, pod: Pod, known: Pod | None) -> bool:
-        """Make room for a pod that a scheduler has bound, at the expense of those whose owners chose the node, the largest first."""
+        """Make room for a pod that a scheduler has bound, at the expense of those whose owners
+        chose the node, the largest first.
+        """
         needed = pod.size_bytes - self._sizes.get(pod.uid, 0)
         while self._bytes + needed > MOST_BYTES or len(self._pods) + (known is None) > MOST_PODS:
-            others = [other for other in self._pods.values() if not other.scheduled] if pod.scheduled else []
-            displaced = max((other for other in others if other.uid != pod.uid), key=lambda other: self._sizes[other.uid], default=None)
+            others = (
+                [other for other in self._pods.values() if not other.scheduled]
+                if pod.scheduled
+                else []
+            )
+            displaced = max(
+                (other for other in others if other.uid != pod.uid),
+                key=lambda other: self._sizes[other.uid],
+                default=None,
+            )
             if displaced is None:
                 return False
             self._drop(displaced.uid)
@@ -381,8 +455,17 @@ class PodCache:
         if not pods:
             return
         if not self.left_out:
-            remedy = "delete pods with extremely many containers, resources or annotations from this node"
-            _logger.error("pods.left_out", pod=pods[0].full_name, most_pods=MOST_PODS, most_bytes=MOST_BYTES, remedy=remedy)
+            remedy = (
+                "delete pods with extremely many containers, resources or annotations from this "
+                "node"
+            )
+            _logger.error(
+                "pods.left_out",
+                pod=pods[0].full_name,
+                most_pods=MOST_PODS,
+                most_bytes=MOST_BYTES,
+                remedy=remedy,
+            )
         self.left_out += len(pods)
         for pod in pods:
             self._beyond.pop(pod.uid, None)
@@ -391,7 +474,9 @@ class PodCache:
                 del self._beyond[next(iter(self._beyond))]
 
     def _forget_ended(self, uid: str) -> bool:
-        """Remove the pod from those that have ended, by the API server's UID; tell whether it was among them."""
+        """Remove the pod from those that have ended, by the API server's UID;
+        tell whether it was among them.
+        """
         gone = [key for key, (pod, _) in self._ended.items() if pod.uid == uid]
         for key in gone:
             del self._ended[key]
@@ -435,19 +520,26 @@ class PodCache:
             for pod in self._pods.values():
                 claimed = pod.claimed_uid if pod.reported and MIRROR_POD in pod.annotations else ""
                 if claimed and claimed not in self._pods:
-                    # A mirror that was made anew has the same hash and another UID of the API server's; both may be there for a moment.
+                    # A mirror that was made anew has the same hash and another UID of the API
+                    # server's; both may be there for a moment.
                     known = found.get(claimed)
                     if known is None or known.bound < pod.bound:
                         found[claimed] = pod.as_static(claimed)
-            # Comparison by identity must find the same object as long as nothing about it has changed.
+            # Comparison by identity must find the same object as long as nothing about it has
+            # changed.
             before = self._static_before
-            self._static = {uid: before[uid] if before.get(uid) == pod else pod for uid, pod in found.items()}
+            self._static = {
+                uid: before[uid] if before.get(uid) == pod else pod for uid, pod in found.items()
+            }
             self._static_before = self._static
         return self._static
 
     def _changed(self) -> None:
         now = self._clock()
-        while self._ended and (len(self._ended) > _MOST_ENDED or now - next(iter(self._ended.values()))[1] > _ENDED_SECONDS):
+        while self._ended and (
+            len(self._ended) > _MOST_ENDED
+            or now - next(iter(self._ended.values()))[1] > _ENDED_SECONDS
+        ):
             self._ended.popitem(last=False)
         self._in_order = self._static = None
         self.revision.advance()

@@ -1,7 +1,8 @@
 """Secrets of this process, kept out of every text that people may read.
 
-`cluster` names its credentials here as soon as it has read them. `errors`, `journal` and `log` pass their texts through `redacted`, so a
-token is in no message, log line, traceback, event or page, even where an API server repeats our request in its answer.
+`cluster` names its credentials here as soon as it has read them. `errors`, `journal` and `log` pass
+their texts through `redacted`, so a token is in no message, log line, traceback, event or page,
+even where an API server repeats our request in its answer.
 """
 
 from __future__ import annotations
@@ -16,7 +17,8 @@ _MOST_SECRETS = 16
 # Shorter texts are words, and replacing them would garble messages.
 _SHORTEST_SECRET = 8
 
-# Credentials that were not named, by their form: a header, a JSON Web Token, userinfo in a URL, a private key.
+# Credentials that were not named, by their form: a header, a JSON Web Token, userinfo in a URL, a
+# private key.
 _FORMS = re.compile(
     r"(?P<scheme>\b(?:Bearer|Basic)\s+)[^\s\"',;]+"
     r"|\beyJ[\w-]{8,}(?:\.[\w-]*)*"
@@ -24,13 +26,16 @@ _FORMS = re.compile(
     r"|-----BEGIN [A-Z ]*PRIVATE KEY-----[^-]*(?:-----END [A-Z ]*PRIVATE KEY-----)?",
     re.ASCII | re.IGNORECASE,
 )
-# Replaced as a whole, so that any thread can look through it while another adds one; the latest come last.
+# Replaced as a whole, so that any thread can look through it while another adds one; the latest
+# come last.
 _secrets: tuple[str, ...] = ()
 _adding = threading.Lock()
 
 
 def conceal(secret: str) -> None:
-    """Never show ``secret`` from now on; very short texts are ignored, and of many only the latest are remembered."""
+    """Never show ``secret`` from now on; very short texts are ignored,
+    and of many only the latest are remembered.
+    """
     global _secrets  # noqa: PLW0603 - of the process, as its credentials are
     texts = {text for text in (secret, *secret.split()) if len(text) >= _SHORTEST_SECRET}
     with _adding:
@@ -38,15 +43,32 @@ def conceal(secret: str) -> None:
 
 
 def _may_match(text: str) -> bool:
-    """Tell whether `_FORMS` can match: each match contains one of these, and finding them is much quicker."""
-    return "://" in text or "eyJ" in text or "earer" in text or "asic" in text or "PRIVATE KEY" in text or "EARER" in text or "ASIC" in text
+    """Tell whether `_FORMS` can match: each match contains one of these,
+    and finding them is much quicker.
+    """
+    return (
+        "://" in text
+        or "eyJ" in text
+        or "earer" in text
+        or "asic" in text
+        or "PRIVATE KEY" in text
+        or "EARER" in text
+        or "ASIC" in text
+    )
 
 
 def redacted(text: str) -> str:
-    """Return ``text`` without secrets: those named to `conceal`, and all that looks like credentials."""
+    """Return ``text`` without secrets: those named to `conceal`,
+    and all that looks like credentials.
+    """
     for secret in _secrets:
         if secret in text:
             text = text.replace(secret, HIDDEN)
     if _may_match(text):
-        text = _FORMS.sub(lambda found: f"{found['scheme'] or found['url'] or ''}{HIDDEN}{'@' if found['url'] else ''}", text)
+        text = _FORMS.sub(
+            lambda found: (
+                f"{found['scheme'] or found['url'] or ''}{HIDDEN}{'@' if found['url'] else ''}"
+            ),
+            text,
+        )
     return text

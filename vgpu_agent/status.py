@@ -1,7 +1,9 @@
-"""The state of the running parts as plain data, written by each package about itself, read by `web` and the command line.
+"""The state of the running parts as plain data, written by each package about itself,
+read by `web` and the command line.
 
-`web` may not look into `kubelet` or `gpu`; `agent` collects these reports into one `AgentStatus` on request. Collecting
-must stay cheap and must never block: every field is already in memory. Times are unix seconds.
+`web` may not look into `kubelet` or `gpu`; `agent` collects these reports into one `AgentStatus` on
+request. Collecting must stay cheap and must never block: every field is already in memory. Times
+are unix seconds.
 """
 
 from __future__ import annotations
@@ -27,7 +29,9 @@ if TYPE_CHECKING:
 
 
 class NotYet(str):
-    """A reason that passes by itself within seconds, as a daemon that is being started; any other is trouble."""
+    """A reason that passes by itself within seconds, as a daemon that is being started;
+    any other is trouble.
+    """
 
     __slots__ = ()
 
@@ -69,8 +73,10 @@ class PluginStatus:
     pre_starts_refused: int = 0
     pre_start_seconds_sum: float = 0.0
     last_error: str = ""
-    not_listed: str = ""  # why kubelet's own list lacks ids that we sent; empty while it has them all
-    rival: str = ""  # which ids of this resource kubelet has from another plugin; empty while there are none
+    # why kubelet's own list lacks ids that we sent; empty while it has them all
+    not_listed: str = ""
+    # which ids of this resource kubelet has from another plugin; empty while there are none
+    rival: str = ""
 
     @property
     def complaint(self) -> str:
@@ -130,14 +136,21 @@ class LedgerStatus:
     verified_at: float = 0.0
     unknown_ids: tuple[str, ...] = ()  # ids in kubelet's records that this node does not offer
     capacity: dict[str, int] = dataclasses.field(default_factory=dict)  # holders allowed, by device
-    free: dict[str, int] = dataclasses.field(default_factory=dict)  # ids free and healthy, by resource
-    only_counted: frozenset[str] = frozenset()  # resources whose ids are neither booked nor answered
-    rooms: dict[str, tuple[DeviceRoom, ...]] = dataclasses.field(default_factory=dict)  # what each device has left, by resource
-    decided_by_pod: frozenset[str] = frozenset()  # resources of which Allocate does not decide what the holder gets
-    sharing: dict[str, str] = dataclasses.field(default_factory=dict)  # how a device is shared (`SharingMode`), by the other resources
-    overcommitted: tuple[Overcommit, ...] = ()  # devices of which schedulers have given out more compute or places than there are
+    # ids free and healthy, by resource
+    free: dict[str, int] = dataclasses.field(default_factory=dict)
+    # resources whose ids are neither booked nor answered
+    only_counted: frozenset[str] = frozenset()
+    # what each device has left, by resource
+    rooms: dict[str, tuple[DeviceRoom, ...]] = dataclasses.field(default_factory=dict)
+    # resources of which Allocate does not decide what the holder gets
+    decided_by_pod: frozenset[str] = frozenset()
+    # how a device is shared (`SharingMode`), by the other resources
+    sharing: dict[str, str] = dataclasses.field(default_factory=dict)
+    # devices of which schedulers have given out more compute or places than there are
+    overcommitted: tuple[Overcommit, ...] = ()
     uses: tuple[GpuUse, ...] = ()  # which family each GPU serves, and which pods wait for it
-    held_back: dict[str, tuple[HeldBack, ...]] = dataclasses.field(default_factory=dict)  # ids that are not given out, by resource
+    # ids that are not given out, by resource
+    held_back: dict[str, tuple[HeldBack, ...]] = dataclasses.field(default_factory=dict)
 
 
 class MpsState(enum.StrEnum):
@@ -154,7 +167,8 @@ class MpsStatus:
     """One MPS control daemon: one resource.
 
     Attributes:
-        trouble: why new containers must not be sent to it, with the remedy; empty while its limits were seen to be in force.
+        trouble: why new containers must not be sent to it, with the remedy; empty while its limits
+            were seen to be in force.
         adopted: it was running already when this agent started.
         limits_seen_at: when its limits were read back last, unix seconds.
         memory_limit_mib: MiB of each GPU that a client may take, of the daemon that runs.
@@ -196,16 +210,22 @@ class BindingStatus:
     refusals: tuple[Refusal, ...] = ()
     ambiguities: int = 0  # starts that were refused because kubelet's records name several holders
     wrong_guesses: int = 0  # early answers that were another pod's, and whose start was refused
-    exchanges: int = 0  # early answers that were another pod's with an equal share, and were exchanged
-    overcommitted_starts: int = 0  # containers that were started on a device of which a scheduler had given out too much
-    # Of families with files of a replaced plugin, the settings after those were laid over them, and of those set by a file which it was.
+    # early answers that were another pod's with an equal share, and were exchanged
+    exchanges: int = 0
+    # containers that were started on a device of which a scheduler had given out too much
+    overcommitted_starts: int = 0
+    # Of families with files of a replaced plugin, the settings after those were laid over them, and
+    # of those set by a file which it was.
     in_force: Mapping[str, Mapping[str, Any]] = dataclasses.field(default_factory=dict)
     origins: Mapping[str, Mapping[str, str]] = dataclasses.field(default_factory=dict)
-    limits: Mapping[str, LibraryLimits] = dataclasses.field(default_factory=dict)  # of families that the library of hami-core limits
+    # of families that the library of hami-core limits
+    limits: Mapping[str, LibraryLimits] = dataclasses.field(default_factory=dict)
     file_problems: tuple[str, ...] = ()  # what is wrong with those files
     cautions: tuple[str, ...] = ()  # what will go wrong for some pods with what is offered
-    left_over: dict[str, str] = dataclasses.field(default_factory=dict)  # directories of ended containers that cannot be removed → why
-    regions_cut: int = 0  # how often a region that its container had made larger was cut back to its size
+    # directories of ended containers that cannot be removed → why
+    left_over: dict[str, str] = dataclasses.field(default_factory=dict)
+    # how often a region that its container had made larger was cut back to its size
+    regions_cut: int = 0
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -216,7 +236,8 @@ class CdiSpecStatus:
         kind: vendor and class, e.g. ``nvidia.com/gpu``.
         path: its file.
         devices: their names.
-        made_at: unix seconds when its content was made (or last changed, where other software keeps it); 0 when it never was.
+        made_at: unix seconds when its content was made (or last changed, where other software keeps
+            it); 0 when it never was.
         error: why it is not as it should be; empty when it is.
     """
 
@@ -305,15 +326,18 @@ class ClusterStatus:
     needed: bool = False  # a family is on that cannot do without
     origin: str = ""  # what the credentials are; never they themselves
     waiting_for: str = ""  # what must be read before such a family is offered
-    requests: dict[tuple[str, str, str], int] = dataclasses.field(default_factory=dict)  # (verb, resource, outcome) → how many
+    # (verb, resource, outcome) → how many
+    requests: dict[tuple[str, str, str], int] = dataclasses.field(default_factory=dict)
     watches: tuple[WatchStatus, ...] = ()
     writers: tuple[WriterStatus, ...] = ()
     evictions: dict[str, int] = dataclasses.field(default_factory=dict)  # by outcome
     config_map: str = ""  # namespace/name of the ConfigMap that was read
-    remembered: dict[str, Any] = dataclasses.field(default_factory=dict)  # what stands in while the API server has not answered
+    # what stands in while the API server has not answered
+    remembered: dict[str, Any] = dataclasses.field(default_factory=dict)
     pods: tuple[Pod, ...] = ()
     pods_synced: bool = False
-    failed_while_away: int = 0  # pods that the kubelet failed before this start because no agent was there
+    # pods that the kubelet failed before this start because no agent was there
+    failed_while_away: int = 0
 
 
 class ProblemKind(enum.StrEnum):
@@ -338,9 +362,11 @@ class Problem:
 
     Attributes:
         kind: the part that has it.
-        subject: which of several such parts: the name of a resource or a task, the index of a GPU; empty where there is one only.
+        subject: which of several such parts: the name of a resource or a task, the index of a GPU;
+            empty where there is one only.
         text: what is wrong.
-        remedy: what mends it, or where more is known; empty where ``text`` says so, or nothing is to be done.
+        remedy: what mends it, or where more is known; empty where ``text`` says so, or nothing is
+            to be done.
     """
 
     kind: ProblemKind
@@ -370,7 +396,8 @@ class AgentStatus:
     started_at: float = 0.0
     inventory: Inventory = dataclasses.field(default_factory=Inventory)
     usage: tuple[GpuUsage, ...] = ()
-    containers: tuple[ContainerUsage, ...] = ()  # of those whose limits are in a region of HAMi-core
+    # of those whose limits are in a region of HAMi-core
+    containers: tuple[ContainerUsage, ...] = ()
     inventory_at: float = 0.0  # when the GPUs were last read, whether anything had changed or not
     usage_at: float = 0.0
     nvml: NvmlStatus = dataclasses.field(default_factory=NvmlStatus)
@@ -385,15 +412,21 @@ class AgentStatus:
     events: tuple[Entry, ...] = ()
     loop_lag_seconds: float = 0.0
     loop_lag_max_seconds: float = 0.0
-    config: dict[str, tuple[Any, str]] = dataclasses.field(default_factory=dict)  # key path → (value, where it came from)
+    # key path → (value, where it came from)
+    config: dict[str, tuple[Any, str]] = dataclasses.field(default_factory=dict)
     config_problem: str = ""  # why the newest configuration file is not in force
     config_needs_restart: tuple[str, ...] = ()
     config_collisions: tuple[str, ...] = ()  # families that take something from each other
-    config_named: dict[str, str] = dataclasses.field(default_factory=dict)  # the named configuration, empty where there are none
+    # the named configuration, empty where there are none
+    config_named: dict[str, str] = dataclasses.field(default_factory=dict)
     not_ready: tuple[Problem, ...] = ()
     not_alive: tuple[Problem, ...] = ()
 
     @property
     def not_served(self) -> dict[str, str]:
         """The resources of which nothing is granted now, and why."""
-        return {problem.subject: problem.reason for problem in self.not_ready if problem.kind is ProblemKind.RESOURCE}
+        return {
+            problem.subject: problem.reason
+            for problem in self.not_ready
+            if problem.kind is ProblemKind.RESOURCE
+        }

@@ -17,9 +17,14 @@ HEAD = b"HTTP/1.1 200 OK\r\nContent-Type: application/json\r\n"
 CHUNKED = HEAD + b"Transfer-Encoding: chunked\r\n\r\n"
 
 
-def answer(body: bytes, *, status: str = "200 OK", headers: str = "", kind: str = "application/json") -> bytes:
+def answer(
+    body: bytes, *, status: str = "200 OK", headers: str = "", kind: str = "application/json"
+) -> bytes:
     """A whole answer."""
-    head = f"HTTP/1.1 {status}\r\nContent-Type: {kind}\r\nContent-Length: {len(body)}\r\nConnection: close\r\n{headers}\r\n"
+    head = (
+        f"HTTP/1.1 {status}\r\nContent-Type: {kind}\r\nContent-Length: {len(body)}\r\n"
+        f"Connection: close\r\n{headers}\r\n"
+    )
     return head.encode() + body
 
 
@@ -39,7 +44,9 @@ async def served(answers: Answer) -> AsyncIterator[str]:
         writers.add(writer)
         if (task := asyncio.current_task()) is not None:
             tasks.add(task)
-        with contextlib.suppress(ConnectionError, asyncio.IncompleteReadError, asyncio.CancelledError):
+        with contextlib.suppress(
+            ConnectionError, asyncio.IncompleteReadError, asyncio.CancelledError
+        ):
             request = await reader.readuntil(b"\r\n\r\n")
             await answers(writer, request)
             await writer.drain()
@@ -58,10 +65,15 @@ async def served(answers: Answer) -> AsyncIterator[str]:
 
 
 @contextlib.asynccontextmanager
-async def asked(answers: Answer, *, settings: Cluster = QUICK, token: str = "") -> AsyncIterator[ApiClient]:
+async def asked(
+    answers: Answer, *, settings: Cluster = QUICK, token: str = ""
+) -> AsyncIterator[ApiClient]:
     """A client of such a server."""
     async with served(answers) as url:
-        client = ApiClient(Credentials(lambda: Access(url, authorization=token and f"Bearer {token}"), "test"), settings)
+        client = ApiClient(
+            Credentials(lambda: Access(url, authorization=token and f"Bearer {token}"), "test"),
+            settings,
+        )
         try:
             yield client
         finally:

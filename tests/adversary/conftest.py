@@ -1,7 +1,8 @@
 """Attacks, each a test named after what the attacker wants; docs/security.md lists what must hold.
 
-An attack goes against the most real counterpart there is: real files, real sockets, the agent's own process on a simulated node. It must
-have succeeded once, on the code before its fix. Tests that start the agent's process are marked `component` besides.
+An attack goes against the most real counterpart there is: real files, real sockets, the agent's own
+process on a simulated node. It must have succeeded once, on the code before its fix. Tests that
+start the agent's process are marked `component` besides.
 """
 
 from __future__ import annotations

@@ -1,9 +1,11 @@
-"""Becomes ``python <arguments>``, and kills itself with SIGKILL before the file operation number N below a folder.
+"""Becomes ``python <arguments>``, and kills itself with SIGKILL
+before the file operation number N below a folder.
 
 usage: killed_before.py FOLDER NUMBER COUNT-FILE PYTHON -m vgpu_agent run …
 
-A file operation is one that changes something: making, renaming, removing, truncating, changing a mode, opening for writing. Python tells
-an audit hook of each before it is made. Each adds a line to COUNT-FILE, so that a life without a kill says how many there are.
+A file operation is one that changes something: making, renaming, removing, truncating, changing a
+mode, opening for writing. Python tells an audit hook of each before it is made. Each adds a line to
+COUNT-FILE, so that a life without a kill says how many there are.
 """
 
 from __future__ import annotations
@@ -13,7 +15,19 @@ import runpy
 import signal
 import sys
 
-_CHANGES = frozenset({"os.rename", "os.mkdir", "os.remove", "os.rmdir", "os.truncate", "os.chmod", "os.link", "os.symlink", "os.utime"})
+_CHANGES = frozenset(
+    {
+        "os.rename",
+        "os.mkdir",
+        "os.remove",
+        "os.rmdir",
+        "os.truncate",
+        "os.chmod",
+        "os.link",
+        "os.symlink",
+        "os.utime",
+    }
+)
 _WRITING = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC
 
 
@@ -25,10 +39,13 @@ def main() -> None:
 
     def hook(event: str, facts: tuple[object, ...]) -> None:
         nonlocal seen
-        if event not in _CHANGES and not (event == "open" and isinstance(facts[2], int) and facts[2] & _WRITING):
+        if event not in _CHANGES and not (
+            event == "open" and isinstance(facts[2], int) and facts[2] & _WRITING
+        ):
             return
         path = os.fsdecode(facts[0]) if isinstance(facts[0], str | bytes) else str(facts[0])
-        # A number is a descriptor, and a name without a slash lies in a directory that was opened before.
+        # A number is a descriptor, and a name without a slash lies in a directory that was opened
+        # before.
         if not path.startswith(folder) and "/" in path:
             return
         seen += 1

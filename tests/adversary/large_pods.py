@@ -1,4 +1,5 @@
-"""The agent's watch of pods against a node full of the largest pods there are, in a process of its own; prints how much it grew.
+"""The agent's watch of pods against a node full of the largest pods there are,
+in a process of its own; prints how much it grew.
 
 Run by test_large_pods.py: ``python -m tests.adversary.large_pods URL``.
 """
@@ -40,7 +41,11 @@ class _Peak(threading.Thread):
 
 
 async def _measure(url: str, pods: int) -> dict[str, object]:
-    api, book, journal = ApiClient(Credentials(lambda: Access(url), "test"), QUICK), PodCache(), Journal()
+    api, book, journal = (
+        ApiClient(Credentials(lambda: Access(url), "test"), QUICK),
+        PodCache(),
+        Journal(),
+    )
     watch = PodWatch(api, "n1", book, settings=QUICK, journal=journal)
     gc.collect()
     before, peak = _resident_bytes(), _Peak()
@@ -48,7 +53,8 @@ async def _measure(url: str, pods: int) -> dict[str, object]:
     task = asyncio.ensure_future(watch.run(lambda: None))
     async with asyncio.timeout(60):
         await book.synced.wait()
-        while not any(pod.name == "last" for pod in book.pods):  # noqa: ASYNC110 - the book tells of changes only while it has waiters
+        # the book tells of changes only while it has waiters
+        while not any(pod.name == "last" for pod in book.pods):  # noqa: ASYNC110
             await asyncio.sleep(0.01)
     task.cancel()
     await asyncio.gather(task, return_exceptions=True)

@@ -1,4 +1,6 @@
-"""A memory cgroup as the kubelet makes one for a container: a process that takes more than its limit is killed by the kernel."""
+"""A memory cgroup as the kubelet makes one for a container: a process that takes more than its
+limit is killed by the kernel.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +27,9 @@ class MemoryCgroup:
 
     @property
     def command(self) -> tuple[str, ...]:
-        """The beginning of a command line that enters the cgroup and then becomes the command behind it."""
+        """The beginning of a command line that enters the cgroup
+        and then becomes the command behind it.
+        """
         return ("/bin/sh", "-c", f'echo $$ > {self._directory}/cgroup.procs && exec "$@"', "sh")
 
     @property
@@ -41,7 +45,8 @@ def memory_cgroup(limit_mib: int) -> Iterator[MemoryCgroup]:
     """Make a cgroup with this limit, and remove it when its processes have ended.
 
     Raises:
-        OSError: this machine allows none; it takes root, and the memory controller of cgroup v1 or v2.
+        OSError: this machine allows none; it takes root, and the memory controller of cgroup v1 or
+            v2.
     """
     version = 1 if (_V1 / "memory.limit_in_bytes").exists() else 2
     root = _V1 if version == 1 else _V2

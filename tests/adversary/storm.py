@@ -1,7 +1,9 @@
-"""Everything that tenants and neighbours can throw at one agent, at once, while well-behaved pods want to start.
+"""Everything that tenants and neighbours can throw at one agent, at once,
+while well-behaved pods want to start.
 
-The agent's real process runs in a memory cgroup as large as the DaemonSet's limit. `scripts/bench --only storm` throws all of it and holds
-the figures; tests/adversary/test_storm.py throws a tenth of the files with every run of the tests.
+The agent's real process runs in a memory cgroup as large as the DaemonSet's limit.
+`scripts/bench --only storm` throws all of it and holds the figures; tests/adversary/test_storm.py
+throws a tenth of the files with every run of the tests.
 """
 
 from __future__ import annotations
@@ -26,7 +28,8 @@ CONNECTIONS = 1_000
 # What the API server takes of one pod: annotations of 256 KiB in all, and an object of 1.5 MiB.
 _ANNOTATIONS_BYTES = 250 * 1024
 _ENVIRONMENT_BYTES = 1_100_000
-_HOSTILE_PODS = 10  # which ask for a GPU besides, and name it in an annotation as long as an annotation can be
+# which ask for a GPU besides, and name it in an annotation as long as an annotation can be
+_HOSTILE_PODS = 10
 _CONNECT_AT_ONCE = 100
 
 
@@ -74,7 +77,11 @@ async def endure(stage: StormStage, *, files: int, starts: int) -> Endured:
         files: how many a tenant has left in the folder that a plugin before gave it.
         starts: how many pods are started, one after the other.
     """
-    await asyncio.to_thread(_fill, stage.folder / "vgpu" / "vgpu" / "containers" / f"{'0' * 8}-0000-4000-8000-{'0' * 12}_main", files)
+    await asyncio.to_thread(
+        _fill,
+        stage.folder / "vgpu" / "vgpu" / "containers" / f"{'0' * 8}-0000-4000-8000-{'0' * 12}_main",
+        files,
+    )
     _create_largest_pods(stage)
     await stage.start_agent(VGPU)
     pid = stage.agent.pid
@@ -85,30 +92,56 @@ async def endure(stage: StormStage, *, files: int, starts: int) -> Endured:
             name = f"good-{number}"
             await stage.serve(name, asks(1, 16))
             stage.cluster.delete_pod(name)
-            await stage.cluster.until(lambda name=name: not stage.cluster.exists(name))  # type: ignore[misc]  # bound early
-        timings = [timing.seconds for timing in stage.cluster.kubelet.timings("PreStartContainer", NUMBER, since=began)]
+            # bound early
+            await stage.cluster.until(lambda name=name: not stage.cluster.exists(name))  # type: ignore[misc]
+        timings = [
+            timing.seconds
+            for timing in stage.cluster.kubelet.timings("PreStartContainer", NUMBER, since=began)
+        ]
         asked = time.monotonic()
         status, text = await stage.agent.get_text("/livez")
         assert status == 200, text
         alive = time.monotonic() - asked
     peak_kib = int(_status_line(stage.agent.pid, "VmHWM"))
-    return Endured(tuple(timings), peak_kib / 1024, stage.cgroup.kills, stage.agent.pid != pid, alive)
+    return Endured(
+        tuple(timings), peak_kib / 1024, stage.cgroup.kills, stage.agent.pid != pid, alive
+    )
 
 
 def _create_largest_pods(stage: VolcanoStage) -> None:
     """Bind as many pods as a node takes to ours, each as large as the API server lets one be."""
     junk = "x" * 32_000
-    annotations = {f"tenant.example/junk-{number}": junk for number in range(_ANNOTATIONS_BYTES // len(junk))}
-    environment = [{"name": f"JUNK_{number}", "value": junk} for number in range(_ENVIRONMENT_BYTES // len(junk))]
+    annotations = {
+        f"tenant.example/junk-{number}": junk for number in range(_ANNOTATIONS_BYTES // len(junk))
+    }
+    environment = [
+        {"name": f"JUNK_{number}", "value": junk}
+        for number in range(_ENVIRONMENT_BYTES // len(junk))
+    ]
     for number in range(PODS):
         hostile = number < _HOSTILE_PODS
-        chosen = {"volcano.sh/vgpu-ids-new": "GPU-" + "9" * (_ANNOTATIONS_BYTES - 100), "volcano.sh/vgpu-node": NODE}
-        container = {"name": "main", "image": "example", "env": environment, "resources": {"limits": {NUMBER: "1"} if hostile else {}}}
+        chosen = {
+            "volcano.sh/vgpu-ids-new": "GPU-" + "9" * (_ANNOTATIONS_BYTES - 100),
+            "volcano.sh/vgpu-node": NODE,
+        }
+        container = {
+            "name": "main",
+            "image": "example",
+            "env": environment,
+            "resources": {"limits": {NUMBER: "1"} if hostile else {}},
+        }
         stage.cluster.objects.create(
             "pods",
             {
-                "metadata": {"name": f"large-{number}", "annotations": chosen if hostile else annotations},
-                "spec": {"schedulerName": "default-scheduler", "nodeName": NODE, "containers": [container]},
+                "metadata": {
+                    "name": f"large-{number}",
+                    "annotations": chosen if hostile else annotations,
+                },
+                "spec": {
+                    "schedulerName": "default-scheduler",
+                    "nodeName": NODE,
+                    "containers": [container],
+                },
             },
         )
 
@@ -120,7 +153,11 @@ def _fill(directory: Path, files: int) -> None:
     descriptor = os.open(directory, os.O_RDONLY)
     try:
         for number in range(files):
-            os.close(os.open(f"junk-{number}", os.O_CREAT | os.O_WRONLY | os.O_CLOEXEC, dir_fd=descriptor))
+            os.close(
+                os.open(
+                    f"junk-{number}", os.O_CREAT | os.O_WRONLY | os.O_CLOEXEC, dir_fd=descriptor
+                )
+            )
     finally:
         os.close(descriptor)
 
@@ -137,7 +174,9 @@ def _slow_connections(address: str) -> Iterator[AsyncConnector]:
 
 
 class AsyncConnector:
-    """Opens `CONNECTIONS` connections when called; those that the agent closes at once count as opened."""
+    """Opens `CONNECTIONS` connections when called;
+    those that the agent closes at once count as opened.
+    """
 
     def __init__(self, address: str, sockets: list[socket.socket]) -> None:
         self._address, self._sockets = address, sockets
@@ -166,7 +205,9 @@ def _status_line(pid: int, name: str) -> str:
 
 @contextlib.asynccontextmanager
 async def storm_stage(folder: Path, cgroup: MemoryCgroup) -> AsyncIterator[StormStage]:
-    """A stage whose agent lives in ``cgroup``; kubelet tries refused starts again after some seconds, as the real one does."""
+    """A stage whose agent lives in ``cgroup``; kubelet tries refused starts again after some
+    seconds, as the real one does.
+    """
     async with volcano_stage(folder, of=StormStage, retry_seconds=5.0) as stage:
         assert isinstance(stage, StormStage)
         stage.cgroup = cgroup

@@ -1,4 +1,6 @@
-"""Attacks by annotations: whatever a tenant writes into its own pod, its own start is refused or served, in bounded time."""
+"""Attacks by annotations: whatever a tenant writes into its own pod,
+its own start is refused or served, in bounded time.
+"""
 
 from __future__ import annotations
 
@@ -26,9 +28,31 @@ KEYS = (
     "nvidia.com/nouse-gputype", "volcano.sh/vgpu-mode", "volcano.sh/gpu-index", "volcano.sh/predicate-time", "volcano.sh/gpu-assigned",
 )  # fmt: skip
 PIECES = st.sampled_from(
-    [U0, U1, "NVIDIA", "0", "1", "-1", "100", "9" * 40, "9" * 5000, "1e9", "nan", "inf", "٣", "\u0000", " ", "", "../", "x" * 5000, "[1]"]
+    [
+        U0,
+        U1,
+        "NVIDIA",
+        "0",
+        "1",
+        "-1",
+        "100",
+        "9" * 40,
+        "9" * 5000,
+        "1e9",
+        "nan",
+        "inf",
+        "٣",
+        "\u0000",
+        " ",
+        "",
+        "../",
+        "x" * 5000,
+        "[1]",
+    ]
 )
-TEXTS = st.lists(st.one_of(PIECES, st.sampled_from([",", ":", ";", "[", "]", "-", "_"])), max_size=24).map("".join) | st.text(max_size=64)
+TEXTS = st.lists(
+    st.one_of(PIECES, st.sampled_from([",", ":", ";", "[", "]", "-", "_"])), max_size=24
+).map("".join) | st.text(max_size=64)
 ANNOTATIONS = st.dictionaries(st.sampled_from(KEYS), TEXTS, max_size=6)
 NUMBERS = st.sampled_from([0, 1, 2, 7, 101, 2**31, 2**63 - 1, 10**40])
 
@@ -51,24 +75,37 @@ def _asked(family: PodFamily, question: Question) -> None:
 
 @settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(annotations=ANNOTATIONS, memory=NUMBERS, cores=NUMBERS, ids=st.integers(1, 4))
-def test_no_annotation_of_a_vgpu_pod_raises_what_nobody_expects(annotations: dict[str, str], memory: int, cores: int, ids: int) -> None:
-    """An unexpected exception ends the call without a word for the user, and kubelet goes on asking."""
+def test_no_annotation_of_a_vgpu_pod_raises_what_nobody_expects(
+    annotations: dict[str, str], memory: int, cores: int, ids: int
+) -> None:
+    """An unexpected exception ends the call without a word for the user,
+    and kubelet goes on asking.
+    """
     container = vgpu.main(number=ids, memory=memory, cores=cores)
     _asked(vgpu.family(), vgpu.question(vgpu.pod(container, annotations=annotations), ids=ids))
 
 
 @settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(annotations=ANNOTATIONS, amount=st.sampled_from([1, 2, 100]))
-def test_no_annotation_of_a_gpushare_pod_raises_what_nobody_expects(annotations: dict[str, str], amount: int) -> None:
+def test_no_annotation_of_a_gpushare_pod_raises_what_nobody_expects(
+    annotations: dict[str, str], amount: int
+) -> None:
     """The same for Volcano's other way of sharing."""
-    _asked(gpushare.family_of(), gpushare.question_of(gpushare.pod_of(amount, annotations=annotations)))
+    _asked(
+        gpushare.family_of(), gpushare.question_of(gpushare.pod_of(amount, annotations=annotations))
+    )
 
 
 async def test_a_pod_cannot_claim_another_pods_ids_or_uid_by_its_annotations() -> None:
     """Identity is in kubelet's records alone, so a pod may write what it likes."""
     place = Place()
     victim = a_pod("victim", annotations=wants(main=f"{U0} 1000"))
-    texts = {"uid": victim.uid, "volcano.sh/vgpu-node": victim.uid, "pod-uid": victim.uid, "device-ids": IDS[0]}
+    texts = {
+        "uid": victim.uid,
+        "volcano.sh/vgpu-node": victim.uid,
+        "pod-uid": victim.uid,
+        "device-ids": IDS[0],
+    }
     liar = a_pod("liar", annotations={**wants(main=f"{U1} 39000"), **texts})
     place.book.replace([liar, victim])
     await place.admit(victim, "main", IDS[:1])
@@ -78,7 +115,9 @@ async def test_a_pod_cannot_claim_another_pods_ids_or_uid_by_its_annotations() -
 
 
 async def test_thousands_of_pods_that_never_start_do_not_delay_a_neighbours_start() -> None:
-    """They are bound by spec.nodeName, and the API server takes as many as quotas allow. A start must not look at each for each."""
+    """They are bound by spec.nodeName, and the API server takes as many as quotas allow. A start
+    must not look at each for each.
+    """
     place = Place()
     place.book.replace([placed_by_its_owner(f"never-{number}") for number in range(5000)])
     starting = StartingPods(place.book, place.ledger, served=dict, longest_seconds=10)
@@ -96,12 +135,20 @@ async def test_thousands_of_pods_that_never_start_do_not_delay_a_neighbours_star
 async def test_a_pod_of_very_many_containers_keeps_nobody_else_from_starting(count: int) -> None:
     """Each of them may ask for a share; kubelet's records have a line for each."""
     place = Place()
-    many = a_pod("many", *(PodContainer(f"c{number}", limits={NUMBER: 1}) for number in range(count)), annotations={})
+    many = a_pod(
+        "many",
+        *(PodContainer(f"c{number}", limits={NUMBER: 1}) for number in range(count)),
+        annotations={},
+    )
     place.book.replace([many, stranger()])
     assert place.checkpoint is not None
-    place.checkpoint += [Holding(NUMBER, (IDS[1],), Owner(container.name, many.uid)) for container in many.containers]
+    place.checkpoint += [
+        Holding(NUMBER, (IDS[1],), Owner(container.name, many.uid)) for container in many.containers
+    ]
     began = time.process_time()
     await place.admit(stranger(), "main", IDS[:1])
     await place.start(IDS[:1])
     assert time.process_time() - began < 0.5
-    assert [grant.owner.pod for grant in place.ledger.grants if grant.owner and grant.shares] == ["stranger"]
+    assert [grant.owner.pod for grant in place.ledger.grants if grant.owner and grant.shares] == [
+        "stranger"
+    ]

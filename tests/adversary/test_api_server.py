@@ -1,4 +1,6 @@
-"""An API server that was taken over, or a proxy before it: each answer wants memory, time, or a loop of the agent."""
+"""An API server that was taken over, or a proxy before it:
+each answer wants memory, time, or a loop of the agent.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,15 @@ from typing import Any
 import msgspec
 import pytest
 
-from tests.adversary.api_server_parts import CHUNKED, HEAD, Answer, always, answer, asked, send_chunk
+from tests.adversary.api_server_parts import (
+    CHUNKED,
+    HEAD,
+    Answer,
+    always,
+    answer,
+    asked,
+    send_chunk,
+)
 from tests.cluster.scripted import IMPATIENT, QUICK, json_event, json_pod, running, until
 from vgpu_agent.cluster import client as client_module
 from vgpu_agent.cluster import decode
@@ -45,7 +55,9 @@ async def _refused(answers: Answer, **settings: Any) -> ClusterError:
 
 
 async def test_no_endless_answer_fills_the_memory() -> None:
-    """One object of the API has a megabyte and a half. What goes on beyond 16 MiB is given up, with one clear line."""
+    """One object of the API has a megabyte and a half.
+    What goes on beyond 16 MiB is given up, with one clear line.
+    """
     tracemalloc.start()
     try:
         err = await _refused(endless)
@@ -57,12 +69,21 @@ async def test_no_endless_answer_fills_the_memory() -> None:
 
 
 async def test_no_small_answer_unfolds_into_gigabytes() -> None:
-    """A gzip or deflate bomb of 1 MiB: nothing compressed was asked for, so nothing is unpacked, of successes and of errors."""
-    bombs = [("gzip", gzip.compress(b" " * 200 * MIB, 1)), ("deflate", zlib.compress(b" " * 200 * MIB, 1))]
-    for (encoding, bomb), status in itertools.product(bombs, ("200 OK", "500 Internal Server Error")):
+    """A gzip or deflate bomb of 1 MiB: nothing compressed was asked for, so nothing is unpacked,
+    of successes and of errors.
+    """
+    bombs = [
+        ("gzip", gzip.compress(b" " * 200 * MIB, 1)),
+        ("deflate", zlib.compress(b" " * 200 * MIB, 1)),
+    ]
+    for (encoding, bomb), status in itertools.product(
+        bombs, ("200 OK", "500 Internal Server Error")
+    ):
         tracemalloc.start()
         try:
-            err = await _refused(always(answer(bomb, status=status, headers=f"Content-Encoding: {encoding}\r\n")))
+            err = await _refused(
+                always(answer(bomb, status=status, headers=f"Content-Encoding: {encoding}\r\n"))
+            )
             _, peak = tracemalloc.get_traced_memory()
         finally:
             tracemalloc.stop()
@@ -71,13 +92,29 @@ async def test_no_small_answer_unfolds_into_gigabytes() -> None:
 
 
 @pytest.mark.parametrize(
-    "number", ["9" * 400, "9" * 4000, "9" * 5000, "1" + "0" * 18, "-" + "9" * 400, "1e999", "0x10", "Fri, 31 Dec 99999 23:59:59 GMT"]
+    "number",
+    [
+        "9" * 400,
+        "9" * 4000,
+        "9" * 5000,
+        "1" + "0" * 18,
+        "-" + "9" * 400,
+        "1e999",
+        "0x10",
+        "Fri, 31 Dec 99999 23:59:59 GMT",
+    ],
 )
 @pytest.mark.parametrize("place", ["header", "body"])
 async def test_no_retry_after_stops_a_loop(number: str, place: str) -> None:
-    """Seconds of 400 digits are no float, and a task that meets an OverflowError is restarted for ever."""
-    details: Any = msgspec.Raw(number.encode()) if number.lstrip("-").isdigit() and place == "body" else None
-    body = msgspec.json.encode({"kind": "Status", "code": 429, "details": {"retryAfterSeconds": details}})
+    """Seconds of 400 digits are no float, and a task that meets an OverflowError is restarted
+    for ever.
+    """
+    details: Any = (
+        msgspec.Raw(number.encode()) if number.lstrip("-").isdigit() and place == "body" else None
+    )
+    body = msgspec.json.encode(
+        {"kind": "Status", "code": 429, "details": {"retryAfterSeconds": details}}
+    )
     headers = f"Retry-After: {number}\r\n" if place == "header" else ""
     err = await _refused(always(answer(body, status="429 Too Many Requests", headers=headers)))
     assert err.status == 429
@@ -86,12 +123,19 @@ async def test_no_retry_after_stops_a_loop(number: str, place: str) -> None:
 
 async def test_retry_after_as_a_date_is_kept_within_an_hour() -> None:
     """The other form of the header, in the past, soon, and in a hundred years."""
-    for date, longest in (("Mon, 01 Jan 2001 00:00:00 GMT", 0.0), ("Fri, 31 Dec 2199 23:59:59 GMT", 3600.0)):
-        err = await _refused(always(answer(b"{}", status="503 Unavailable", headers=f"Retry-After: {date}\r\n")))
+    for date, longest in (
+        ("Mon, 01 Jan 2001 00:00:00 GMT", 0.0),
+        ("Fri, 31 Dec 2199 23:59:59 GMT", 3600.0),
+    ):
+        err = await _refused(
+            always(answer(b"{}", status="503 Unavailable", headers=f"Retry-After: {date}\r\n"))
+        )
         assert err.retry_after_seconds == longest
 
 
-@pytest.mark.parametrize("code", ["301 Moved", "302 Found", "307 Temporary Redirect", "308 Permanent Redirect"])
+@pytest.mark.parametrize(
+    "code", ["301 Moved", "302 Found", "307 Temporary Redirect", "308 Permanent Redirect"]
+)
 async def test_no_redirect_leads_the_token_elsewhere(code: str) -> None:
     """A host that may answer once must not learn the token by naming another host."""
     seen: list[bytes] = []
@@ -103,7 +147,9 @@ async def test_no_redirect_leads_the_token_elsewhere(code: str) -> None:
     async with asked(elsewhere) as other:
         url = (await other._credentials.access()).server
         headers = f"Location: {url}{NODE}\r\n"
-        err = await _refused(always(answer(b"", status=code, headers=headers)), token="canary-token")
+        err = await _refused(
+            always(answer(b"", status=code, headers=headers)), token="canary-token"
+        )
     assert err.status == int(code[:3])
     assert seen == []
 
@@ -148,7 +194,11 @@ async def _trouble_of_list(answers: Answer) -> tuple[PodWatch, float]:
 
 
 def _page(token: str, *items: Any) -> bytes:
-    return answer(msgspec.json.encode({"metadata": {"resourceVersion": "7", "continue": token}, "items": items}))
+    return answer(
+        msgspec.json.encode(
+            {"metadata": {"resourceVersion": "7", "continue": token}, "items": items}
+        )
+    )
 
 
 async def test_no_list_goes_on_for_ever_with_the_same_page() -> None:
@@ -186,18 +236,34 @@ async def test_no_list_goes_on_for_ever_with_empty_pages(monkeypatch: pytest.Mon
 @pytest.mark.parametrize(
     ("begin", "again", "said"),
     [
-        (b'{"metadata":{"resourceVersion":"1"},"items":[', b'{"metadata":{"name":"a","uid":"u"}},' * 2000, "more than 2000 objects"),
-        (b'{"metadata":{"resourceVersion":"1"},"items":[{"metadata":{"name":"', b"x" * 65536, "an object of more than 16 MiB"),
+        (
+            b'{"metadata":{"resourceVersion":"1"},"items":[',
+            b'{"metadata":{"name":"a","uid":"u"}},' * 2000,
+            "more than 2000 objects",
+        ),
+        (
+            b'{"metadata":{"resourceVersion":"1"},"items":[{"metadata":{"name":"',
+            b"x" * 65536,
+            "an object of more than 16 MiB",
+        ),
         (b'{"metadata":{"resourceVersion":"', b"x" * 65536, "is given up"),
-        (b'{"metadata":{"resourceVersion":"1"},"items":[]' + b" " * 10, b" " * 65536, "beside its items"),
+        (
+            b'{"metadata":{"resourceVersion":"1"},"items":[]' + b" " * 10,
+            b" " * 65536,
+            "beside its items",
+        ),
         (b"", b'{"a":' * 10_000, "more than 500 levels"),
         (b'{"items":[', b"[" * 65536, "beside its items"),
         (b'{"items":[', b",\n" * 30_000, "beside its items"),
     ],
     ids=["items", "one item", "version", "spaces", "depth", "brackets", "commas"],
 )
-async def test_no_endless_list_fills_the_memory(begin: bytes, again: bytes, said: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The API server ignores ``limit`` when it answers from its cache, so a page may be as long as it likes. It is read piece by piece."""
+async def test_no_endless_list_fills_the_memory(
+    begin: bytes, again: bytes, said: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The API server ignores ``limit`` when it answers from its cache, so a page may be as long as
+    it likes. It is read piece by piece.
+    """
     monkeypatch.setattr("vgpu_agent.cluster.reflector._MOST_ITEMS", 2000)
 
     async def write(writer: asyncio.StreamWriter, _: bytes) -> None:
@@ -220,7 +286,10 @@ async def test_no_list_is_longer_than_its_bytes(monkeypatch: pytest.MonkeyPatch)
         writer.write(CHUNKED)
         await send_chunk(writer, b'{"metadata":{"resourceVersion":"1"},"items":[')
         while True:
-            await send_chunk(writer, b'{"metadata":{"name":"a","uid":"u","annotations":{"a":"' + b"x" * MIB + b'"}}},')
+            await send_chunk(
+                writer,
+                b'{"metadata":{"name":"a","uid":"u","annotations":{"a":"' + b"x" * MIB + b'"}}},',
+            )
 
     watch, _ = await _trouble_of_list(write)
     assert "the answer has more than 4 MiB" in watch.status.last_error
@@ -252,7 +321,9 @@ async def test_no_endless_line_of_a_watch_fills_the_memory() -> None:
 
 
 async def test_no_flood_of_tiny_events_starves_the_agent() -> None:
-    """Bookmarks at full speed: the loop answers others within moments, and most of its time is theirs."""
+    """Bookmarks at full speed: the loop answers others within moments,
+    and most of its time is theirs.
+    """
     line = json_event("BOOKMARK", {"metadata": {"resourceVersion": "8"}}) + b"\n"
 
     async def stream(writer: asyncio.StreamWriter, _: bytes) -> None:
@@ -279,11 +350,35 @@ async def test_no_flood_of_tiny_events_starves_the_agent() -> None:
 @pytest.mark.parametrize(
     "spoiled",
     [
-        {"status": {"containerStatuses": [{"name": "main", "restartCount": msgspec.Raw(b"9" * 400)}]}},
-        {"status": {"containerStatuses": [{"name": "main", "restartCount": msgspec.Raw(b"9" * 5000)}]}},
-        {"spec": {"containers": [{"name": "main", "resources": {"limits": {"a/b": msgspec.Raw(b"9" * 4299)}}}]}},
-        {"spec": {"containers": [{"name": "main", "resources": {"limits": {"a/b": msgspec.Raw(b"1e308")}}}]}},
-        {"spec": {"containers": [{"name": "main", "resources": {"limits": {"a/b": "1e999999999"}}}]}},
+        {
+            "status": {
+                "containerStatuses": [{"name": "main", "restartCount": msgspec.Raw(b"9" * 400)}]
+            }
+        },
+        {
+            "status": {
+                "containerStatuses": [{"name": "main", "restartCount": msgspec.Raw(b"9" * 5000)}]
+            }
+        },
+        {
+            "spec": {
+                "containers": [
+                    {"name": "main", "resources": {"limits": {"a/b": msgspec.Raw(b"9" * 4299)}}}
+                ]
+            }
+        },
+        {
+            "spec": {
+                "containers": [
+                    {"name": "main", "resources": {"limits": {"a/b": msgspec.Raw(b"1e308")}}}
+                ]
+            }
+        },
+        {
+            "spec": {
+                "containers": [{"name": "main", "resources": {"limits": {"a/b": "1e999999999"}}}]
+            }
+        },
         {"metadata": {"creationTimestamp": "99999-01-01T00:00:00Z"}},
         {"metadata": {"creationTimestamp": "9999-12-31T23:59:59-23:59"}},
         {"metadata": {"generation": msgspec.Raw(b"9" * 5000)}},
@@ -321,7 +416,9 @@ def test_no_number_or_name_of_a_pod_breaks_the_reader(spoiled: dict[str, Any]) -
 @pytest.mark.parametrize("which", ["continue", "resourceVersion"])
 async def test_no_token_of_a_megabyte_is_sent_back(which: str) -> None:
     """The next request repeats the token in its URL, so the token is bounded."""
-    body = json.dumps({"metadata": {"resourceVersion": "7", which: "x" * MIB}, "items": []}).encode()
+    body = json.dumps(
+        {"metadata": {"resourceVersion": "7", which: "x" * MIB}, "items": []}
+    ).encode()
     watch, _ = await _trouble_of_list(always(answer(body)))
     assert watch.status.last_error
     assert len(watch.status.last_error) <= 1100

@@ -1,6 +1,8 @@
-"""Faults of the wall clock: a node boots with a wrong time and gets the right one later, forward or back, by a day or by years.
+"""Faults of the wall clock: a node boots with a wrong time and gets the right one later,
+forward or back, by a day or by years.
 
-A jump of the node's time must neither drop what the kubelet has just reserved nor keep it reserved for ever.
+A jump of the node's time must neither drop what the kubelet has just reserved nor keep it reserved
+for ever.
 """
 
 from __future__ import annotations
@@ -44,8 +46,12 @@ def clocks(monkeypatch: pytest.MonkeyPatch) -> Clocks:
 
 
 @pytest.mark.parametrize("jump", [DAY_SECONDS, -DAY_SECONDS])
-async def test_a_clock_that_jumps_neither_drops_a_reservation_nor_keeps_it_for_ever(clocks: Clocks, jump: float) -> None:
-    """A reservation that is dropped too early lets two containers have one share, and one that stays takes it from all pods."""
+async def test_a_clock_that_jumps_neither_drops_a_reservation_nor_keeps_it_for_ever(
+    clocks: Clocks, jump: float
+) -> None:
+    """A reservation that is dropped too early lets two containers have one share,
+    and one that stays takes it from all pods.
+    """
     place = Place()
     await place.allocator.allocate(NUMBER, IDS[:1])
 
@@ -61,11 +67,18 @@ async def test_a_clock_that_jumps_neither_drops_a_reservation_nor_keeps_it_for_e
 
 
 async def test_a_clock_that_is_set_back_does_not_change_which_container_started_last() -> None:
-    """By that order an init container has ended, and its share is given on. The records keep it over restarts."""
+    """By that order an init container has ended, and its share is given on.
+    The records keep it over restarts.
+    """
     now = [1_000_000.0]
     place = Place()
     place.allocator._context.clock = lambda: now[0]
-    pod = a_pod("train", init("prepare"), "main", annotations=wants(prepare=f"{U0} 30000", main=f"{U0} 1000"))
+    pod = a_pod(
+        "train",
+        init("prepare"),
+        "main",
+        annotations=wants(prepare=f"{U0} 30000", main=f"{U0} 1000"),
+    )
     place.book.replace([dataclasses.replace(pod, phase="Running")])
     await place.admit(pod, "prepare", IDS[:2], listed=False)
     await place.admit(pod, "main", IDS[:1])

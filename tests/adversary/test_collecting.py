@@ -1,4 +1,6 @@
-"""Leftovers of an ended container that keep the agent busy, kill it, or keep other containers' files from being collected."""
+"""Leftovers of an ended container that keep the agent busy, kill it,
+or keep other containers' files from being collected.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +27,8 @@ from vgpu_agent.runtime import host_files, removal
 from vgpu_agent.runtime.grants import GrantDirectory
 
 needs_root = pytest.mark.skipif(
-    os.geteuid() != 0 or shutil.which("setpriv") is None, reason="gives files to other users, and capabilities up (setpriv)"
+    os.geteuid() != 0 or shutil.which("setpriv") is None,
+    reason="gives files to other users, and capabilities up (setpriv)",
 )
 STRANGER = 4242
 _FS_IOC_GETFLAGS, _FS_IOC_SETFLAGS, _FS_IMMUTABLE = 0x80086601, 0x40086602, 0x10  # linux/fs.h
@@ -33,13 +36,16 @@ _FS_IOC_GETFLAGS, _FS_IOC_SETFLAGS, _FS_IMMUTABLE = 0x80086601, 0x40086602, 0x10
 
 @pytest.fixture
 def containers(tmp_path: Path) -> Iterator[Path]:
-    """Directories of grants: one of a container that lives, and one of a well-behaved container that has ended."""
+    """Directories of grants: one of a container that lives,
+    and one of a well-behaved container that has ended.
+    """
     made = tmp_path / "containers"
     for name in ("alive_main", "ended_main"):
         (made / name).mkdir(parents=True)
         (made / name / "a.cache").write_bytes(bytes(100))
     yield made
-    # Not by the code under test: pytest's own removal would stumble over what is left, in this run and in the next ones.
+    # Not by the code under test: pytest's own removal would stumble over what is left, in this run
+    # and in the next ones.
     subprocess.run(["rm", "-rf", str(made)], check=False)
 
 
@@ -70,10 +76,16 @@ def fill_deep(directory: Path, depth: int, name: str) -> None:
 
 @needs_root
 def test_no_deep_tree_ends_the_collecting(containers: Path) -> None:
-    """A recursive removal raises RecursionError, which is no OSError, and the loop that collects for all pods is dead for good."""
+    """A recursive removal raises RecursionError, which is no OSError, and the loop that collects
+    for all pods is dead for good.
+    """
     fill_deep(hostile(containers), 5000, "d")
     told = collect(containers)
-    assert (told["freed"], told["left_over"], names(containers)) == (["a-hostile_main", "ended_main"], {}, ["alive_main"])
+    assert (told["freed"], told["left_over"], names(containers)) == (
+        ["a-hostile_main", "ended_main"],
+        {},
+        ["alive_main"],
+    )
 
 
 @needs_root
@@ -86,7 +98,9 @@ def test_no_tree_of_the_longest_names_stays(containers: Path) -> None:
 
 @needs_root
 def test_a_tenant_cannot_take_the_agents_memory_with_many_files(containers: Path) -> None:
-    """A list of 200,000 names is some 20 MiB, and a million are more than the DaemonSet's limit leaves: killed at every start."""
+    """A list of 200,000 names is some 20 MiB, and a million are more than the DaemonSet's limit
+    leaves: killed at every start.
+    """
     descriptor = os.open(hostile(containers), os.O_RDONLY)
     for number in range(200_000):
         if number % 50_000 == 0:  # as many names as a file may have
@@ -101,14 +115,17 @@ def test_a_tenant_cannot_take_the_agents_memory_with_many_files(containers: Path
 
 @needs_root
 def test_a_tenant_cannot_keep_others_from_being_collected(containers: Path) -> None:
-    """A directory of another user with closed permissions cannot be removed without capabilities. It is moved aside and shown."""
+    """A directory of another user with closed permissions cannot be removed without capabilities.
+    It is moved aside and shown.
+    """
     locked = hostile(containers) / "locked"
     locked.mkdir()
     (locked / "file").write_text("")
     os.chown(locked, STRANGER, STRANGER)
     locked.chmod(0)
     told = collect(containers)
-    assert told["freed"] == ["a-hostile_main", "ended_main"]  # its name is free, for another container of that name
+    # its name is free, for another container of that name
+    assert told["freed"] == ["a-hostile_main", "ended_main"]
     ((path, why),) = told["left_over"].items()
     assert "Permission denied" in why
     assert names(containers) == [Path(path).name, "alive_main"]
@@ -117,7 +134,9 @@ def test_a_tenant_cannot_keep_others_from_being_collected(containers: Path) -> N
 
 @needs_root
 def test_no_folder_of_mode_0_stays_where_the_agent_owns_it(containers: Path) -> None:
-    """Root in a container is root: what it has made unreadable is the agent's own to make readable."""
+    """Root in a container is root: what it has made unreadable is the agent's own
+    to make readable.
+    """
     attacked = hostile(containers)
     for mode in (0, 0o300, 0o700, 0o500):
         (attacked / f"{mode:o}" / "inner" / "innermost").mkdir(parents=True)
@@ -141,7 +160,9 @@ def test_an_empty_folder_of_another_user_does_not_stay(containers: Path) -> None
 
 @needs_root
 def test_a_grants_own_directory_given_away_does_not_hold_its_name(containers: Path) -> None:
-    """A directory that an earlier agent mounted into its container may have any owner and mode by now, and is still renamed."""
+    """A directory that an earlier agent mounted into its container may have any owner and mode
+    by now, and is still renamed.
+    """
     attacked = hostile(containers)
     (attacked / "file").write_text("")
     os.chown(attacked, STRANGER, STRANGER)
@@ -183,7 +204,8 @@ def test_a_mount_in_the_tree_holds_up_nobody(containers: Path) -> None:
     try:
         removed = removal_error(point.parent)
         assert "busy" in removed.lower()
-        assert collect(containers)["freed"] == ["ended_main"]  # where mounts can be seen, what is mounted onto stays under its name
+        # where mounts can be seen, what is mounted onto stays under its name
+        assert collect(containers)["freed"] == ["ended_main"]
     finally:
         libc.umount2(str(aside).encode(), 2)
 
@@ -196,7 +218,9 @@ def removal_error(path: Path) -> str:
 
 
 def test_no_link_leads_the_removal_out_of_the_tree(tmp_path: Path) -> None:
-    """A link is removed as a link, at the top, below, and in the place of a directory that was just looked at."""
+    """A link is removed as a link, at the top, below,
+    and in the place of a directory that was just looked at.
+    """
     outside = tmp_path / "host"
     (outside / "inner").mkdir(parents=True)
     (outside / "inner" / "precious").write_text("")
@@ -210,7 +234,9 @@ def test_no_link_leads_the_removal_out_of_the_tree(tmp_path: Path) -> None:
 
 
 def test_a_tenant_cannot_stop_the_removal_by_taking_its_names(tmp_path: Path) -> None:
-    """Directories are lifted to names of the agent's own; files and full directories of those names are there already."""
+    """Directories are lifted to names of the agent's own;
+    files and full directories of those names are there already.
+    """
     tree = tmp_path / "tree"
     for number in range(1, 30):
         name = f".vgpu-agent-lifted-{number}"
@@ -224,7 +250,9 @@ def test_a_tenant_cannot_stop_the_removal_by_taking_its_names(tmp_path: Path) ->
 
 
 def test_a_tenant_that_goes_on_writing_does_not_hold_the_agent(tmp_path: Path) -> None:
-    """A container that has not ended may make files as quickly as they are removed. The time of a turn ends all the same."""
+    """A container that has not ended may make files as quickly as they are removed.
+    The time of a turn ends all the same.
+    """
     tree = tmp_path / "tree"
     tree.mkdir()
     stop = threading.Event()
@@ -242,14 +270,20 @@ def test_a_tenant_that_goes_on_writing_does_not_hold_the_agent(tmp_path: Path) -
     writer.start()
     ticks = iter(range(1_000_000))  # a clock that moves on by one second with each question
     try:
-        with contextlib.suppress(CarrierError):  # a slow writer: all was gone for a moment, and then there was one more
-            assert not removal.remove_tree(str(tree), seconds=2000, clock=lambda: float(next(ticks))) or not tree.exists()
+        # a slow writer: all was gone for a moment, and then there was one more
+        with contextlib.suppress(CarrierError):
+            assert (
+                not removal.remove_tree(str(tree), seconds=2000, clock=lambda: float(next(ticks)))
+                or not tree.exists()
+            )
     finally:
         stop.set()
         writer.join()
 
 
-async def test_a_large_tree_does_not_hold_up_small_ones(containers: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_large_tree_does_not_hold_up_small_ones(
+    containers: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Trees take turns: in the round in which a large one is begun, all small ones go."""
     monkeypatch.setattr(grants_module, "_SLICE_SECONDS", 0.02)
     monkeypatch.setattr(grants_module, "_ROUND_SECONDS", 0.3)
@@ -267,7 +301,9 @@ async def test_a_large_tree_does_not_hold_up_small_ones(containers: Path, monkey
     assert len(left) <= 2  # at most the large one is still being removed, under another name
 
 
-async def test_no_unexpected_error_ends_the_collecting(containers: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_no_unexpected_error_ends_the_collecting(
+    containers: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """One grant's trouble is one line, whatever kind of error it is."""
     really = removal.remove_tree
     attacked = hostile(containers)
@@ -280,12 +316,17 @@ async def test_no_unexpected_error_ends_the_collecting(containers: Path, monkeyp
 
     monkeypatch.setattr(removal, "remove_tree", remove)
     grants = collector(containers)
-    assert await grants.sweep(str(containers), lambda name: name.startswith("alive")) == ("a-hostile_main", "ended_main")
+    assert await grants.sweep(str(containers), lambda name: name.startswith("alive")) == (
+        "a-hostile_main",
+        "ended_main",
+    )
     ((_, why),) = grants.left_over.items()
     assert "RecursionError" in why
 
 
-async def test_a_removal_that_hangs_holds_up_neither_loop_nor_starts(containers: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_removal_that_hangs_holds_up_neither_loop_nor_starts(
+    containers: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A disk may never answer. The loop names the path and goes on; starts use other threads."""
     monkeypatch.setattr(grants_module, "_DEADLINE_SECONDS", 0.2)
     back = threading.Event()
@@ -300,19 +341,28 @@ async def test_a_removal_that_hangs_holds_up_neither_loop_nor_starts(containers:
     await grants.sweep(str(containers), lambda name: name.startswith("alive"))
     await grants.sweep(str(containers), lambda name: name.startswith("alive"))
     assert time.monotonic() - began < 20
-    assert any("has not returned" in why and host_files.ASIDE_PREFIX in why for why in grants.left_over.values())
+    assert any(
+        "has not returned" in why and host_files.ASIDE_PREFIX in why
+        for why in grants.left_over.values()
+    )
     assert await asyncio.wait_for(asyncio.to_thread(lambda: True), 20)  # where starts are answered
     back.set()
 
 
-async def test_what_was_helped_by_hand_goes(containers: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It is tried again now and then, in every directory, and is no problem any more when it is gone."""
+async def test_what_was_helped_by_hand_goes(
+    containers: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is tried again now and then, in every directory,
+    and is no problem any more when it is gone.
+    """
     monkeypatch.setattr(grants_module, "_PATIENCE_SECONDS", 0.0)
     really, locked = removal.remove_tree, [True]
 
     def remove(path: str, *, seconds: float) -> bool:
         if locked:
-            raise host_files.trouble("remove all of", path, PermissionError(13, "Permission denied"))
+            raise host_files.trouble(
+                "remove all of", path, PermissionError(13, "Permission denied")
+            )
         return really(path, seconds=seconds)
 
     monkeypatch.setattr(removal, "remove_tree", remove)
@@ -326,7 +376,9 @@ async def test_what_was_helped_by_hand_goes(containers: Path, monkeypatch: pytes
     assert (dict(grants.left_over), names(containers)) == ({}, ["alive_main"])
 
 
-async def test_more_directories_than_pods_are_taken_in_parts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_more_directories_than_pods_are_taken_in_parts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """No list has more entries than a fixed bound."""
     monkeypatch.setattr(grants_module, "_MOST_LISTED", 10)
     containers = tmp_path / "containers"
@@ -338,7 +390,9 @@ async def test_more_directories_than_pods_are_taken_in_parts(tmp_path: Path, mon
 
 
 async def test_killed_agents_leave_nothing_that_piles_up(tmp_path: Path) -> None:
-    """Unfinished files of any life, also under the random names of earlier versions, are gone once an agent has started."""
+    """Unfinished files of any life, also under the random names of earlier versions,
+    are gone once an agent has started.
+    """
     host, state = tmp_path / "host", tmp_path / "state"
     for directory in (host, state, host / "regions"):
         directory.mkdir(parents=True)
@@ -347,14 +401,25 @@ async def test_killed_agents_leave_nothing_that_piles_up(tmp_path: Path) -> None
     (state / ".remembered.json.k2j3h4").write_text("half")
     (state / "remembered.json").write_text("{}")
     grants = GrantDirectory(
-        str(tmp_path / "cdi"), Journal(), kept_directory=str(tmp_path / "kept"), swept=[str(host), str(host / "regions"), str(state)]
+        str(tmp_path / "cdi"),
+        Journal(),
+        kept_directory=str(tmp_path / "kept"),
+        swept=[str(host), str(host / "regions"), str(state)],
     )
     await grants.load()
-    assert (names(host), names(host / "regions"), names(state)) == (["regions"], [], ["remembered.json"])
+    assert (names(host), names(host / "regions"), names(state)) == (
+        ["regions"],
+        [],
+        ["remembered.json"],
+    )
 
 
-def test_a_killed_agent_never_leaves_a_directory_that_others_cannot_pass(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Made and then opened up, a parent would stay closed for good when the agent dies in between. It gets its name when it is right."""
+def test_a_killed_agent_never_leaves_a_directory_that_others_cannot_pass(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Made and then opened up, a parent would stay closed for good when the agent dies in between.
+    It gets its name when it is right.
+    """
     for killed_at in range(12):
         base = tmp_path / str(killed_at)
         base.mkdir()
@@ -377,11 +442,18 @@ def test_a_killed_agent_never_leaves_a_directory_that_others_cannot_pass(tmp_pat
         for path in base.rglob("*"):
             assert path.name.startswith(".vgpu-agent-") or path.stat().st_mode & 0o777 == 0o755
         host_files.make_directory(str(base / "a" / "b" / "c"))
-        assert sorted(str(path.relative_to(base)) for path in base.rglob("*")) == ["a", "a/b", "a/b/c"]
+        assert sorted(str(path.relative_to(base)) for path in base.rglob("*")) == [
+            "a",
+            "a/b",
+            "a/b/c",
+        ]
 
 
 def collector(containers: Path) -> GrantDirectory:
     """An agent's grants, in this process."""
     return GrantDirectory(
-        str(containers.parent / "cdi"), Journal(), kept_directory=str(containers.parent / "kept"), proc_root=str(containers.parent / "proc")
+        str(containers.parent / "cdi"),
+        Journal(),
+        kept_directory=str(containers.parent / "kept"),
+        proc_root=str(containers.parent / "proc"),
     )

@@ -1,4 +1,6 @@
-"""Something else in the place of NVIDIA's control nodes, in a driver's tree that a compromised driver container can write."""
+"""Something else in the place of NVIDIA's control nodes,
+in a driver's tree that a compromised driver container can write.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +32,8 @@ def _disk(path: Path) -> None:
 
 FAKES: dict[str, tuple[Callable[[Path], object], str]] = {
     "a link to a disk": (_link, "is a symbolic link"),
-    "a link to a node of NVIDIA's": (_link_to_a_real_one, "is a symbolic link"),  # it can be turned between two looks
+    # it can be turned between two looks
+    "a link to a node of NVIDIA's": (_link_to_a_real_one, "is a symbolic link"),
     "a dangling link": (lambda path: path.symlink_to("/nonexistent"), "is a symbolic link"),
     "a FIFO": (os.mkfifo, "is no device node"),
     "a directory": (Path.mkdir, "is no device node"),
@@ -41,10 +44,14 @@ FAKES: dict[str, tuple[Callable[[Path], object], str]] = {
 
 @pytest.mark.parametrize("path", CONTROL_NODES)
 @pytest.mark.parametrize("fake", FAKES)
-def test_a_driver_container_cannot_have_another_device_handed_to_every_pod(fake: str, path: str, tmp_path: Path) -> None:
-    """The runtime on the node follows a link: a pod would get the node's disk under the name of a control node.
+def test_a_driver_container_cannot_have_another_device_handed_to_every_pod(
+    fake: str, path: str, tmp_path: Path
+) -> None:
+    """The runtime on the node follows a link:
+    a pod would get the node's disk under the name of a control node.
 
-    That the agent's own /dev has the real one proves nothing, because answers name the path below the driver's root.
+    That the agent's own /dev has the real one proves nothing, because answers name the path below
+    the driver's root.
     """
     root = tmp_path / "driver-root"
     for other in CONTROL_NODES:

@@ -1,7 +1,9 @@
-"""Attacks on early binding, where Allocate has to guess its pod: pods that the kubelet never asks for, bound before a stranger's.
+"""Attacks on early binding, where Allocate has to guess its pod: pods that the kubelet never asks
+for, bound before a stranger's.
 
-kubelet admits pods one after the other. A pod that it turns away before it comes to devices (a forbidden sysctl, more than there is) makes
-no call, and its status says so a little later; an imitation of a mirror pod it does not even look at.
+kubelet admits pods one after the other. A pod that it turns away before it comes to devices (a
+forbidden sysctl, more than there is) makes no call, and its status says so a little later; an
+imitation of a mirror pod it does not even look at.
 """
 
 from __future__ import annotations
@@ -23,9 +25,17 @@ pytestmark = pytest.mark.looptime
 NOTHING = Edits({"NVIDIA_VISIBLE_DEVICES": "void"})
 
 
-def placed_by_its_owner(name: str, *containers: PodContainer | str, annotations: dict[str, str] | None = None) -> Pod:
-    """A pod that was made with ``spec.nodeName``: no scheduler has looked at it, and kubelet has not reported it."""
-    pod = a_pod(name, *containers, annotations=wants(main=f"{U1} 39000") if annotations is None else annotations)
+def placed_by_its_owner(
+    name: str, *containers: PodContainer | str, annotations: dict[str, str] | None = None
+) -> Pod:
+    """A pod that was made with ``spec.nodeName``:
+    no scheduler has looked at it, and kubelet has not reported it.
+    """
+    pod = a_pod(
+        name,
+        *containers,
+        annotations=wants(main=f"{U1} 39000") if annotations is None else annotations,
+    )
     return dataclasses.replace(pod, scheduled=False)
 
 
@@ -41,9 +51,13 @@ async def _is_served(place: Place, pod: Pod, ids: tuple[str, ...] = IDS[:1]) -> 
 
 
 async def test_an_imitation_of_a_mirror_pod_takes_nobodys_answer() -> None:
-    """The kubelet runs no pod of the API server with that annotation, so no Allocate can be about it."""
+    """The kubelet runs no pod of the API server with that annotation,
+    so no Allocate can be about it.
+    """
     place = Place(late=False)
-    liar = placed_by_its_owner("liar", annotations={**wants(main=f"{U1} 39000"), MIRROR_POD: "x", STATIC_POD_HASH: "x"})
+    liar = placed_by_its_owner(
+        "liar", annotations={**wants(main=f"{U1} 39000"), MIRROR_POD: "x", STATIC_POD_HASH: "x"}
+    )
     for pod in (liar, stranger()):
         place.book.put(pod)
     began = asyncio.get_running_loop().time()
@@ -58,8 +72,12 @@ async def test_an_imitation_of_a_mirror_pod_takes_nobodys_answer() -> None:
         PodContainer("main", limits={NUMBER: 1}, unreadable={MEMORY: "lots"}),
     ],
 )
-async def test_a_pod_that_asks_for_more_than_there_is_takes_nobodys_answer(container: PodContainer) -> None:
-    """The kubelet turns it away before any plugin is asked, or in the middle, and its owner can make as many as it likes."""
+async def test_a_pod_that_asks_for_more_than_there_is_takes_nobodys_answer(
+    container: PodContainer,
+) -> None:
+    """The kubelet turns it away before any plugin is asked, or in the middle,
+    and its owner can make as many as it likes.
+    """
     place = Place(late=False)
     for pod in (placed_by_its_owner("greedy", container), stranger()):
         place.book.put(pod)
@@ -69,12 +87,16 @@ async def test_a_pod_that_asks_for_more_than_there_is_takes_nobodys_answer(conta
 
 
 async def test_a_pod_that_kubelet_turns_away_takes_nobodys_answer() -> None:
-    """A forbidden sysctl, for instance: kubelet has gone on to the next pod before its status is written."""
+    """A forbidden sysctl, for instance: kubelet has gone on to the next pod
+    before its status is written.
+    """
     place = Place(late=False)
     turned_away = placed_by_its_owner("turned-away")
     for pod in (turned_away, stranger()):
         place.book.put(pod)
-    asyncio.get_running_loop().call_later(0.2, place.book.put, dataclasses.replace(turned_away, phase="Failed", reported=True))
+    asyncio.get_running_loop().call_later(
+        0.2, place.book.put, dataclasses.replace(turned_away, phase="Failed", reported=True)
+    )
     await _is_served(place, stranger())
 
 
@@ -92,17 +114,25 @@ async def test_a_pod_that_its_owner_has_placed_is_served_in_its_turn() -> None:
 
 @pytest.mark.parametrize("scheduled", [True, False])
 async def test_nonsense_in_one_pod_does_not_fail_another_for_good(scheduled: bool) -> None:
-    """An error from Allocate fails the pod of the call, which may be the next one. The kubelet says so only at the start."""
+    """An error from Allocate fails the pod of the call, which may be the next one.
+    The kubelet says so only at the start.
+    """
     place = Place(late=False)
-    nonsense = dataclasses.replace(placed_by_its_owner("nonsense", annotations={}), scheduled=scheduled)
+    nonsense = dataclasses.replace(
+        placed_by_its_owner("nonsense", annotations={}), scheduled=scheduled
+    )
     for pod in (nonsense, stranger()):
         place.book.put(pod)
-    asyncio.get_running_loop().call_later(0.2, place.book.put, dataclasses.replace(nonsense, phase="Failed", reported=True))
+    asyncio.get_running_loop().call_later(
+        0.2, place.book.put, dataclasses.replace(nonsense, phase="Failed", reported=True)
+    )
     await _is_served(place, stranger())
 
 
 async def test_where_nobody_can_tell_nothing_is_refused_for_good() -> None:
-    """The status of the pod that was turned away never comes: the answer says nothing, and the start is refused, which kubelet retries."""
+    """The status of the pod that was turned away never comes: the answer says nothing, and the
+    start is refused, which kubelet retries.
+    """
     place = Place(late=False)
     for pod in (placed_by_its_owner("nonsense", annotations={}), stranger()):
         place.book.put(pod)
@@ -124,7 +154,9 @@ async def test_a_pod_with_nonsense_in_it_is_told_so_itself() -> None:
 
 
 async def test_the_same_pod_does_not_take_every_answer_of_its_neighbours() -> None:
-    """The kubelet never asks for it and never says so. It costs one answer, and the pod that is made anew gets its own."""
+    """The kubelet never asks for it and never says so.
+    It costs one answer, and the pod that is made anew gets its own.
+    """
     place = Place(late=False)
     for pod in (placed_by_its_owner("silent"), stranger()):
         place.book.put(pod)

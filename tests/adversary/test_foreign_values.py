@@ -1,4 +1,6 @@
-"""Values of a quarter of a megabyte in a pod's annotations, which want to live on in messages, the journal, the log and the pages."""
+"""Values of a quarter of a megabyte in a pod's annotations, which want to live on in messages, the
+journal, the log and the pages.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +29,10 @@ from vgpu_agent.placement.rooms import BINPACK, Want, choose_rooms, type_refusal
 from vgpu_agent.pods import Pod, PodContainer
 
 LONG = "A" * 255_000
-GPUS = [DeviceRoom(f"GPU-{number:08}-aaaa-bbbb-cccc-000000000000", "", 80_000, 80_000, 100, 0, 10) for number in range(16)]
+GPUS = [
+    DeviceRoom(f"GPU-{number:08}-aaaa-bbbb-cccc-000000000000", "", 80_000, 80_000, 100, 0, 10)
+    for number in range(16)
+]
 
 
 @pytest.fixture
@@ -40,22 +45,42 @@ def lines() -> Iterator[io.StringIO]:
 
 
 def test_a_tenant_cannot_have_its_annotation_quoted_once_for_each_gpu() -> None:
-    """A refusal names why each of 16 GPUs is not wanted. With the whole annotation each time it had 4 MB, and 25 ended the agent."""
-    unwanted = {room.device: type_refusal("NVIDIA-NVIDIA A10", wanted=LONG, unwanted=None) for room in GPUS}
+    """A refusal names why each of 16 GPUs is not wanted.
+    With the whole annotation each time it had 4 MB, and 25 ended the agent.
+    """
+    unwanted = {
+        room.device: type_refusal("NVIDIA-NVIDIA A10", wanted=LONG, unwanted=None) for room in GPUS
+    }
     with pytest.raises(CapacityError) as caught:
-        choose_rooms(GPUS, Want(1, lambda _: 1, 0, "1 × volcano.sh/vgpu-number"), policy=BINPACK, refused=unwanted)
+        choose_rooms(
+            GPUS,
+            Want(1, lambda _: 1, 0, "1 × volcano.sh/vgpu-number"),
+            policy=BINPACK,
+            refused=unwanted,
+        )
     assert len(str(caught.value)) < 4000
     assert "(255000 characters)" in str(caught.value)
 
 
 def test_a_tenant_cannot_fill_a_refusal_with_any_of_its_values() -> None:
     """Annotations, entries of them, and limits."""
-    pod = Pod("u1", "team", "train", annotations={IDS: LONG}, containers=(PodContainer("main", unreadable={Names().memory: LONG}),))
+    pod = Pod(
+        "u1",
+        "team",
+        "train",
+        annotations={IDS: LONG},
+        containers=(PodContainer("main", unreadable={Names().memory: LONG}),),
+    )
     texts = [str(refused(pod, IDS, LONG, "nonsense"))]
     with pytest.raises(RequestRefusedError) as caught:
         read_ask(pod, pod.containers[0], Names())
     texts.append(str(caught.value))
-    for text in (LONG, f"{LONG},NVIDIA,1,1:", f"GPU-1,{LONG},1,1:", f"GPU-1,NVIDIA,{'9' * 200_000},1:"):
+    for text in (
+        LONG,
+        f"{LONG},NVIDIA,1,1:",
+        f"GPU-1,{LONG},1,1:",
+        f"GPU-1,NVIDIA,{'9' * 200_000},1:",
+    ):
         try:
             segments = parse_pod_devices(text)
         except DevicesTextError as err:
@@ -63,7 +88,9 @@ def test_a_tenant_cannot_fill_a_refusal_with_any_of_its_values() -> None:
         else:
             assert segments
     for ids in (f"{LONG},NVIDIA,3000,50:", f"{golden.U1}[{LONG},NVIDIA,3000,50:"):
-        asking = golden.pod(golden.main(number=1, memory=3000, cores=50), annotations=golden.decided(ids))
+        asking = golden.pod(
+            golden.main(number=1, memory=3000, cores=50), annotations=golden.decided(ids)
+        )
         with pytest.raises(RequestRefusedError) as caught:
             golden.family().decide(golden.question(asking))
         texts.append(str(caught.value))
@@ -80,7 +107,13 @@ def test_a_tenant_cannot_grow_the_journal_beyond_its_bytes() -> None:
         for number in range(600):
             text = f"{number}{LONG}"
             nested = {"pod": {"annotation": text}}
-            facts: dict[str, Any] = {"reason": text, "ids": [text] * 3, "nested": nested, "pod": Pod("u", "n", text), "set": {text}}
+            facts: dict[str, Any] = {
+                "reason": text,
+                "ids": [text] * 3,
+                "nested": nested,
+                "pod": Pod("u", "n", text),
+                "set": {text},
+            }
             journal.record("allocate.refused", **facts)
         held, _ = tracemalloc.get_traced_memory()
     finally:
@@ -91,19 +124,25 @@ def test_a_tenant_cannot_grow_the_journal_beyond_its_bytes() -> None:
 
 
 def test_a_tenant_cannot_keep_the_journal_from_recording() -> None:
-    """A page or a line that cannot be encoded is no page: numbers beyond JSON's, bytes that are no UTF-8, mappings without end."""
+    """A page or a line that cannot be encoded is no page:
+    numbers beyond JSON's, bytes that are no UTF-8, mappings without end.
+    """
     deep: dict[str, object] = {}
     for _ in range(3000):
         deep = {"in": deep}
     journal = Journal()
-    journal.record("grants.unreadable", number=10**400, path="/run/\udcff", deep=deep, many=list(range(10**6)))
+    journal.record(
+        "grants.unreadable", number=10**400, path="/run/\udcff", deep=deep, many=list(range(10**6))
+    )
     facts = journal.entries[0].facts
     assert json.loads(json.dumps(facts))["path"] == "/run/\\udcff"
     assert len(json.dumps(facts)) < 5000
 
 
 def test_a_tenant_cannot_write_megabytes_into_the_log_with_one_line(lines: io.StringIO) -> None:
-    """Lines of the agent, lines of libraries, and tracebacks of exceptions with a text of 255 kB, whose causes have it, too."""
+    """Lines of the agent, lines of libraries, and tracebacks of exceptions with a text of 255 kB,
+    whose causes have it, too.
+    """
 
     def fail(depth: int) -> None:
         try:
@@ -146,14 +185,28 @@ def test_a_tenant_cannot_grow_the_list_of_refusals() -> None:
     """A thousand containers, each refused with the longest reason there is."""
     refusals = Refusals()
     for number in range(3000):
-        refusals.refuse(Pod(f"u{number}", "team", f"p{number}"), "main", "volcano.sh/vgpu-number", LONG)
+        refusals.refuse(
+            Pod(f"u{number}", "team", f"p{number}"), "main", "volcano.sh/vgpu-number", LONG
+        )
     assert sum(sys.getsizeof(refusal.reason) for refusal in refusals.current) < 5 * 1024 * 1024
     assert refusals.current[-1].pod.uid == "u2999"
 
 
-@pytest.mark.parametrize("text", ["9" * 10_000, "1e999999999", "1e-999999999", "0." + "0" * 10_000 + "1", "9" * 63 + "E", "-" * 100])
+@pytest.mark.parametrize(
+    "text",
+    [
+        "9" * 10_000,
+        "1e999999999",
+        "1e-999999999",
+        "0." + "0" * 10_000 + "1",
+        "9" * 63 + "E",
+        "-" * 100,
+    ],
+)
 def test_no_quantity_stops_the_reader(text: str) -> None:
-    """Python refuses to read numbers of more than 4,300 digits, and takes its time to make one of a billion."""
+    """Python refuses to read numbers of more than 4,300 digits,
+    and takes its time to make one of a billion.
+    """
     assert whole_number(text) is None
 
 

@@ -1,4 +1,6 @@
-"""The attacks on identity against the agent's own process, with an API server, Volcano's scheduler and a kubelet beside it."""
+"""The attacks on identity against the agent's own process, with an API server,
+Volcano's scheduler and a kubelet beside it.
+"""
 
 from __future__ import annotations
 
@@ -20,17 +22,27 @@ async def volcano(folder: Path) -> AsyncIterator[VolcanoStage]:
 
 
 @pytest.mark.component
-async def test_a_tenant_cannot_raise_its_limit_by_a_pod_that_imitates_a_mirror_pod(volcano: VolcanoStage) -> None:
-    """It asks for a share. A second pod of the same owner, which never runs, names the first's UID and asks for three times as much."""
+async def test_a_tenant_cannot_raise_its_limit_by_a_pod_that_imitates_a_mirror_pod(
+    volcano: VolcanoStage,
+) -> None:
+    """It asks for a share. A second pod of the same owner, which never runs, names the first's UID
+    and asks for three times as much.
+    """
     stage, cluster = volcano, volcano.cluster
     await stage.start_agent()
     cluster.hold_admission = True
-    cluster.create_pod("victim", {}, init=[(asks(1, 100), False)])  # pod-resources lists no plain init container
+    # pod-resources lists no plain init container
+    cluster.create_pod("victim", {}, init=[(asks(1, 100), False)])
     await cluster.until(lambda: "nodeName" in cluster.pod("victim")["spec"], "victim to be bound")
     uid = cluster.pod("victim")["metadata"]["uid"]
     claims = {MIRROR_POD: uid, STATIC_POD_HASH: uid}
-    cluster.create_pod("liar", {}, init=[(asks(1, 300), False)], annotations=claims, node=cluster.node)
-    await stage.agent.until("/debug/pods", lambda found: any(pod["pod"] == "default/liar" for pod in found["watched_pods"]))
+    cluster.create_pod(
+        "liar", {}, init=[(asks(1, 300), False)], annotations=claims, node=cluster.node
+    )
+    await stage.agent.until(
+        "/debug/pods",
+        lambda found: any(pod["pod"] == "default/liar" for pod in found["watched_pods"]),
+    )
     await cluster.admit_in_order(["victim"])
     await cluster.running("victim")
     (start,) = cluster.starts("victim", "init0")

@@ -1,6 +1,8 @@
-"""kill -9 before each file operation of a whole life of the agent: its first start, a grant, a container's restart, its end, a stop.
+"""kill -9 before each file operation of a whole life of the agent: its first start, a grant, a
+container's restart, its end, a stop.
 
-Nodes lose power and the kernel kills processes at any moment. Whatever is half done then, the next agent finishes or clears away.
+Nodes lose power and the kernel kills processes at any moment. Whatever is half done then, the next
+agent finishes or clears away.
 """
 
 from __future__ import annotations
@@ -40,7 +42,13 @@ class MortalStage(VolcanoStage):
 
     def new_agent(self) -> AgentProcess:
         """The agent of this node, not started."""
-        launcher = (sys.executable, killed_before.__file__, str(self.folder), str(self.killed_before), str(self.count_file))
+        launcher = (
+            sys.executable,
+            killed_before.__file__,
+            str(self.folder),
+            str(self.killed_before),
+            str(self.count_file),
+        )
         self.agent = AgentProcess(
             self.log,
             kubelet=self.cluster.kubelet_directory,
@@ -51,7 +59,9 @@ class MortalStage(VolcanoStage):
         return self.agent
 
     async def live(self, name: str, before: int) -> bool:
-        """Live one life on a node that knows no agent yet; true when it was killed on the way, before operation number ``before``."""
+        """Live one life on a node that knows no agent yet; true when it was killed on the way,
+        before operation number ``before``.
+        """
         await asyncio.to_thread(self._wipe)
         self.killed_before = before
         self.configure(VGPU)
@@ -63,13 +73,17 @@ class MortalStage(VolcanoStage):
             """Be ready, with another agent when this one was killed; that one is not."""
             nonlocal deaths
             if not self.agent.pid:
-                with contextlib.suppress(SimulationError):  # it was killed before it served anything
+                # it was killed before it served anything
+                with contextlib.suppress(SimulationError):
                     await self.agent.start()
             while not await self._is_ready():
                 if await self._runs():
                     continue
                 deaths += 1
-                assert deaths == 1, f"{name}: the agent that was not to be killed has ended:\n{self.agent.log_tail()}"
+                assert deaths == 1, (
+                    f"{name}: the agent that was not to be killed has ended:\n"
+                    f"{self.agent.log_tail()}"
+                )
                 self.killed_before = _NEVER
                 await self.new_agent().start()
 
@@ -125,14 +139,18 @@ class MortalStage(VolcanoStage):
 
     async def _shown(self) -> None:
         """Wait until the scheduler may send pods."""
-        await self.cluster.until(lambda: int(self.allocatable.get(NUMBER, 0)) > 0, "the Node to show GPUs")
+        await self.cluster.until(
+            lambda: int(self.allocatable.get(NUMBER, 0)) > 0, "the Node to show GPUs"
+        )
 
     async def _forgotten(self, uid: str) -> None:
         """Wait until nothing on the disk tells of the pod."""
         deadline = time.monotonic() + PATIENCE_SECONDS
         while True:
             files = await asyncio.to_thread(self.files)
-            left = sorted(file for file in files if uid in file or file.startswith("cluster/cdi/vgpu-agent-"))
+            left = sorted(
+                file for file in files if uid in file or file.startswith("cluster/cdi/vgpu-agent-")
+            )
             if not left:
                 return
             assert time.monotonic() < deadline, f"{left} are still there:\n{self.agent.log_tail()}"
@@ -145,7 +163,9 @@ class MortalStage(VolcanoStage):
         self.count_file.unlink(missing_ok=True)
 
 
-async def test_killed_before_each_file_operation_the_agent_recovers_and_leaves_nothing(folder: Path) -> None:
+async def test_killed_before_each_file_operation_the_agent_recovers_and_leaves_nothing(
+    folder: Path,
+) -> None:
     """Half-written files must not stop the next agent, reach a container, or pile up."""
     operations: list[str] = []
     left: set[str] = set()
@@ -157,9 +177,12 @@ async def test_killed_before_each_file_operation_the_agent_recovers_and_leaves_n
         async with volcano_stage(directory, of=MortalStage) as stage:
             assert isinstance(stage, MortalStage)
             if place == 0:
-                await stage.live("first", 1_000_000)  # on a fresh checkout, where Python writes its compiled modules
+                # on a fresh checkout, where Python writes its compiled modules
+                await stage.live("first", 1_000_000)
                 assert not await stage.live("whole", 1_000_000)
-                operations.extend((await asyncio.to_thread(stage.count_file.read_text)).splitlines())
+                operations.extend(
+                    (await asyncio.to_thread(stage.count_file.read_text)).splitlines()
+                )
                 left.update(await asyncio.to_thread(stage.files))
                 numbers.extend(range(len(operations), 0, -1))
                 counted.set()
@@ -170,9 +193,12 @@ async def test_killed_before_each_file_operation_the_agent_recovers_and_leaves_n
                     killed = await stage.live(f"pod-{number}", number)
                 except (AssertionError, SimulationError, TimeoutError) as err:
                     raise AssertionError(f"killed before {operations[number - 1]}: {err}") from err
-                # On a busy machine a life may write some files fewer times than the first one did; then it ended before that number.
+                # On a busy machine a life may write some files fewer times than the first one did;
+                # then it ended before that number.
                 made = len((await asyncio.to_thread(stage.count_file.read_text)).splitlines())
-                assert killed or made < number, f"no kill at {operations[number - 1]}, although {made} operations were made"
+                assert killed or made < number, (
+                    f"no kill at {operations[number - 1]}, although {made} operations were made"
+                )
                 kills.append(killed)
                 files = await asyncio.to_thread(stage.files)
                 assert files == left, f"killed before {operations[number - 1]}: {files ^ left}"

@@ -1,6 +1,8 @@
-"""Attacks in the kubelet's name: what lies where its checkpoint should be, and servers in place of its pod-resources API.
+"""Attacks in the kubelet's name: what lies where its checkpoint should be,
+and servers in place of its pod-resources API.
 
-Only root on the node, or a kubelet gone mad, can write there. Its lies cannot be prevented, but the agent must go on.
+Only root on the node, or a kubelet gone mad, can write there. Its lies cannot be prevented, but the
+agent must go on.
 """
 
 from __future__ import annotations
@@ -24,7 +26,8 @@ from vgpu_agent.kubelet.pod_resources import PodResources
 _MIB = 1024 * 1024
 _PATIENCE_SECONDS = 10
 
-# Reads a checkpoint in a process of its own, which may take 2 GiB of addresses; prints what came of it and the most memory it ever had.
+# Reads a checkpoint in a process of its own, which may take 2 GiB of addresses; prints what came of
+# it and the most memory it ever had.
 _READER = """
 import asyncio, resource, sys
 from pathlib import Path
@@ -42,7 +45,9 @@ print(next(line.split()[1] for line in open("/proc/self/status") if line.startsw
 async def _read_elsewhere(path: Path) -> tuple[str, float]:
     """The outcome and the peak of memory in MiB."""
     command = [sys.executable, "-c", _READER, str(path)]
-    done = await asyncio.to_thread(subprocess.run, command, check=False, capture_output=True, text=True, timeout=60)
+    done = await asyncio.to_thread(
+        subprocess.run, command, check=False, capture_output=True, text=True, timeout=60
+    )
     assert done.returncode == 0, done.stderr[-2000:]
     outcome, peak = done.stdout.rsplit("\n", 2)[:2]
     return outcome, int(peak) / 1024
@@ -59,7 +64,9 @@ async def test_a_fifo_in_place_of_the_checkpoint_cannot_hang_a_reader(tmp_path: 
 
 @pytest.mark.component
 async def test_a_checkpoint_of_500_mb_cannot_use_up_the_memory(tmp_path: Path) -> None:
-    """The agent has 256 MiB for everything. The file is reported as too large, after a part of it."""
+    """The agent has 256 MiB for everything.
+    The file is reported as too large, after a part of it.
+    """
     path = tmp_path / "kubelet_internal_checkpoint"
     with path.open("wb") as file:
         file.write(b'{"Data":{"PodDeviceEntries":[')
@@ -84,27 +91,52 @@ async def test_an_endless_device_in_place_of_the_checkpoint_is_not_read(tmp_path
     ("entry", "told"),
     [
         ('{"PodUID":"","ContainerName":"","ResourceName":"","DeviceIDs":null}', "entries"),
-        ('{"PodUID":"","ContainerName":"","ResourceName":"","DeviceIDs":[' + '"a",' * 2_000_000 + '"a"]}', "ids"),
+        (
+            '{"PodUID":"","ContainerName":"","ResourceName":"","DeviceIDs":['
+            + '"a",' * 2_000_000
+            + '"a"]}',
+            "ids",
+        ),
     ],
     ids=["tiny entries", "tiny ids"],
 )
-async def test_a_checkpoint_of_tiny_things_cannot_swell_in_memory(tmp_path: Path, entry: str, told: str) -> None:
+async def test_a_checkpoint_of_tiny_things_cannot_swell_in_memory(
+    tmp_path: Path, entry: str, told: str
+) -> None:
     """An object takes ten times the room of the few characters that call for it."""
     path = tmp_path / "kubelet_internal_checkpoint"
     count = max(1, 20 * _MIB // len(entry))
-    path.write_text('{"Data":{"PodDeviceEntries":[' + ",".join([entry] * count) + '],"RegisteredDevices":{}},"Checksum":1}')
+    path.write_text(
+        '{"Data":{"PodDeviceEntries":['
+        + ",".join([entry] * count)
+        + '],"RegisteredDevices":{}},"Checksum":1}'
+    )
     outcome, peak_mib = await _read_elsewhere(path)
     assert told in outcome
     assert peak_mib < 150
 
 
-@pytest.mark.parametrize("checksum", ["1" * 1_000_000, "[" * 1_000_000, "-1e" + "9" * 100_000], ids=["digits", "nesting", "exponent"])
-async def test_odd_json_in_the_checkpoint_ends_in_one_clear_error_or_is_passed_over(tmp_path: Path, checksum: str) -> None:
-    """In a place that is not ours, and in the place of our ids. Neither computes for seconds nor ends the thread's stack."""
+@pytest.mark.parametrize(
+    "checksum",
+    ["1" * 1_000_000, "[" * 1_000_000, "-1e" + "9" * 100_000],
+    ids=["digits", "nesting", "exponent"],
+)
+async def test_odd_json_in_the_checkpoint_ends_in_one_clear_error_or_is_passed_over(
+    tmp_path: Path, checksum: str
+) -> None:
+    """In a place that is not ours, and in the place of our ids.
+    Neither computes for seconds nor ends the thread's stack.
+    """
     path = tmp_path / "kubelet_internal_checkpoint"
     entry = '{"PodUID":"u","ContainerName":"c","ResourceName":"r","DeviceIDs":%s}'
     for ids, last in (('["a"]', checksum), (checksum, "1")):
-        path.write_text('{"Data":{"PodDeviceEntries":[' + entry % ids + '],"RegisteredDevices":{}},"Checksum":' + last + "}")
+        path.write_text(
+            '{"Data":{"PodDeviceEntries":['
+            + entry % ids
+            + '],"RegisteredDevices":{}},"Checksum":'
+            + last
+            + "}"
+        )
         async with asyncio.timeout(_PATIENCE_SECONDS):
             try:
                 assert [one.ids for one in await read_checkpoint(path)] == [("a",)]
@@ -116,7 +148,9 @@ async def test_odd_json_in_the_checkpoint_ends_in_one_clear_error_or_is_passed_o
 async def test_another_users_checkpoint_is_not_believed(tmp_path: Path) -> None:
     """The kubelet is root. Another user's writes there decide nothing about GPUs."""
     path = tmp_path / "kubelet_internal_checkpoint"
-    path.write_text(json.dumps({"Data": {"PodDeviceEntries": [], "RegisteredDevices": {}}, "Checksum": 1}))
+    path.write_text(
+        json.dumps({"Data": {"PodDeviceEntries": [], "RegisteredDevices": {}}, "Checksum": 1})
+    )
     os.chown(path, 1000, 1000)
     with pytest.raises(CheckpointError, match="belongs to user 1000"):
         await read_checkpoint(path)
@@ -124,12 +158,16 @@ async def test_another_users_checkpoint_is_not_believed(tmp_path: Path) -> None:
 
 @pytest.mark.component
 async def test_a_mad_checkpoint_cannot_keep_pods_from_starting(stage: Stage) -> None:
-    """Ids that name the GPU need no checkpoint for an answer, and the trouble is one line in the log."""
+    """Ids that name the GPU need no checkpoint for an answer,
+    and the trouble is one line in the log.
+    """
     agent = await stage.ready_agent()
     path = stage.folder / "kubelet" / "device-plugins" / "kubelet_internal_checkpoint"
     path.unlink(missing_ok=True)
     os.mkfifo(path)
-    answer = await agent.until("/debug/events?event=kubelet.records_incomplete", lambda answer: answer["events"])
+    answer = await agent.until(
+        "/debug/events?event=kubelet.records_incomplete", lambda answer: answer["events"]
+    )
     assert "checkpoint" in str(answer["events"][0])
     assert stage.ids(await stage.admit("meanwhile"))
     assert await agent.get_text("/livez") == (200, "alive\n")

@@ -1,4 +1,6 @@
-"""Files that are called libvgpu.so and limit nothing: a pod with a share of "3000 MiB" would have the whole card."""
+"""Files that are called libvgpu.so and limit nothing:
+a pod with a share of "3000 MiB" would have the whole card.
+"""
 
 from __future__ import annotations
 
@@ -16,13 +18,20 @@ from vgpu_agent.errors import CarrierError
 from vgpu_agent.journal import Journal
 from vgpu_agent.runtime.hami_library import HamiLibrary
 from vgpu_agent.sim.build import compiler
-from vgpu_agent.sim.stand_in_library import FUNCTIONS, REGION_BYTES, REGION_VARIABLE, region_code, shared_object
+from vgpu_agent.sim.stand_in_library import (
+    FUNCTIONS,
+    REGION_BYTES,
+    REGION_VARIABLE,
+    region_code,
+    shared_object,
+)
 
 CODE = region_code(REGION_BYTES)
 VARIABLE = REGION_VARIABLE + b"\0"
 GOOD = shared_object(FUNCTIONS, code=CODE, strings=VARIABLE)
 
-# In C as in HAMi-core: functions that others call, the size of the region, and the name of the variable.
+# In C as in HAMi-core: functions that others call, the size of the region, and the name of the
+# variable.
 HOOKS = "".join(f"int {name}(void) {{ return 1; }}\n" for name in FUNCTIONS)
 CALLS = (
     "".join(f"extern int {name}(void);\n" for name in FUNCTIONS)
@@ -52,22 +61,45 @@ def refusal(content: bytes, folder: Path) -> str:
 def compiled(source: str, folder: Path, *flags: str) -> bytes:
     """A shared object from the node's own compiler and linker."""
     (folder / "source.c").write_text(source)
-    command = [*compiler(), "-w", "-shared", "-fPIC", "-fno-builtin", *flags, "-o", str(folder / "made.so"), str(folder / "source.c")]
+    command = [
+        *compiler(),
+        "-w",
+        "-shared",
+        "-fPIC",
+        "-fno-builtin",
+        *flags,
+        "-o",
+        str(folder / "made.so"),
+        str(folder / "source.c"),
+    ]
     subprocess.run(command, check=True, capture_output=True)
     return (folder / "made.so").read_bytes()
 
 
 @pytest.mark.parametrize("style", ["gnu", "sysv", "both"])
 def test_a_library_from_a_real_linker_is_understood(style: str, tmp_path: Path) -> None:
-    """The counterpart of every attack below: what a linker makes of HAMi-core's functions is installed, whatever its hash table."""
-    (tmp_path / "libvgpu.so").write_bytes(compiled(HOOKS + REGION, tmp_path, f"-Wl,--hash-style={style}"))
-    library = HamiLibrary(str(tmp_path / "host"), str(tmp_path / "libvgpu.so"), Journal(), instead=INSTEAD)
+    """The counterpart of every attack below: what a linker makes of HAMi-core's functions is
+    installed, whatever its hash table.
+    """
+    (tmp_path / "libvgpu.so").write_bytes(
+        compiled(HOOKS + REGION, tmp_path, f"-Wl,--hash-style={style}")
+    )
+    library = HamiLibrary(
+        str(tmp_path / "host"), str(tmp_path / "libvgpu.so"), Journal(), instead=INSTEAD
+    )
     assert asyncio.run(library.install()).startswith(f"{tmp_path}/host/libvgpu.so.")
 
 
 def test_no_other_library_passes_for_hami_core(tmp_path: Path) -> None:
-    """A copy of any library of the system was installed, and its pods were shown with a limit that nothing kept."""
-    said = refusal(compiled('#include <stdlib.h>\nint inflate(void) { return getenv("HOME") != 0; }', tmp_path), tmp_path)
+    """A copy of any library of the system was installed,
+    and its pods were shown with a limit that nothing kept.
+    """
+    said = refusal(
+        compiled(
+            '#include <stdlib.h>\nint inflate(void) { return getenv("HOME") != 0; }', tmp_path
+        ),
+        tmp_path,
+    )
     assert "does not export dlsym, cuGetProcAddress or cuGetProcAddress_v2, cuMemAlloc_v2" in said
     assert "set volcanoVgpu.isolation to none" in said
 
@@ -75,13 +107,19 @@ def test_no_other_library_passes_for_hami_core(tmp_path: Path) -> None:
 def test_no_library_that_only_calls_the_driver_passes(tmp_path: Path) -> None:
     """An import of cuMemAlloc is what every CUDA program has, and no hook."""
     assert "does not export dlsym" in refusal(compiled(CALLS + REGION, tmp_path), tmp_path)
-    assert "does not export dlsym" in refusal(shared_object((), imports=FUNCTIONS, code=CODE, strings=VARIABLE), tmp_path)
+    assert "does not export dlsym" in refusal(
+        shared_object((), imports=FUNCTIONS, code=CODE, strings=VARIABLE), tmp_path
+    )
 
 
 def test_no_library_that_only_mentions_the_functions_passes(tmp_path: Path) -> None:
-    """Names among the strings are what every program has that looks functions up, and no hook either."""
+    """Names among the strings are what every program has that looks functions up,
+    and no hook either.
+    """
     mentioned = b"\0".join(name.encode() for name in FUNCTIONS) + b"\0" + VARIABLE
-    assert "does not export dlsym" in refusal(shared_object((), code=CODE, strings=mentioned), tmp_path)
+    assert "does not export dlsym" in refusal(
+        shared_object((), code=CODE, strings=mentioned), tmp_path
+    )
 
 
 @pytest.mark.parametrize("hidden", ["static", '__attribute__((visibility("hidden")))'])
@@ -91,11 +129,15 @@ def test_no_library_that_keeps_its_hooks_to_itself_passes(hidden: str, tmp_path:
     assert "does not export dlsym" in refusal(compiled(source + REGION, tmp_path), tmp_path)
 
 
-@pytest.mark.parametrize("name", [name for name in FUNCTIONS if not name.startswith("cuGetProcAddress")])
+@pytest.mark.parametrize(
+    "name", [name for name in FUNCTIONS if not name.startswith("cuGetProcAddress")]
+)
 def test_no_library_with_a_gap_passes(name: str, tmp_path: Path) -> None:
     """One function that is not hooked is the way around all others. The message names it."""
     functions = [other for other in FUNCTIONS if other != name]
-    assert f"does not export {name}, so it limits nothing" in refusal(shared_object(functions, code=CODE, strings=VARIABLE), tmp_path)
+    assert f"does not export {name}, so it limits nothing" in refusal(
+        shared_object(functions, code=CODE, strings=VARIABLE), tmp_path
+    )
 
 
 def test_no_symbols_without_code_pass(tmp_path: Path) -> None:
@@ -109,31 +151,48 @@ def test_no_symbols_without_code_pass(tmp_path: Path) -> None:
 
 def test_no_other_interposer_passes(tmp_path: Path) -> None:
     """vgpu-manager's library and others hook the same functions, and never look at our region."""
-    assert "does not know CUDA_DEVICE_MEMORY_SHARED_CACHE" in refusal(shared_object(FUNCTIONS, code=CODE), tmp_path)
+    assert "does not know CUDA_DEVICE_MEMORY_SHARED_CACHE" in refusal(
+        shared_object(FUNCTIONS, code=CODE), tmp_path
+    )
 
 
 @pytest.mark.parametrize(
-    ("size", "said"), [(2_008_984, r"is of HAMi 2.8.1"), (1_197_896, "is of HAMi 2.3 to 2.4.0"), (2_010_000, "of unknown layout")]
+    ("size", "said"),
+    [
+        (2_008_984, r"is of HAMi 2.8.1"),
+        (1_197_896, "is of HAMi 2.3 to 2.4.0"),
+        (2_010_000, "of unknown layout"),
+    ],
 )
 def test_no_library_of_another_layout_passes(size: int, said: str, tmp_path: Path) -> None:
     """It reads its limits elsewhere in the file, finds zeros there, and limits nothing."""
     content = shared_object(FUNCTIONS, code=region_code(size), strings=VARIABLE)
     assert said in refusal(content, tmp_path)
-    beside = shared_object(FUNCTIONS, code=region_code(size), strings=VARIABLE + REGION_BYTES.to_bytes(4, "little"))
+    beside = shared_object(
+        FUNCTIONS, code=region_code(size), strings=VARIABLE + REGION_BYTES.to_bytes(4, "little")
+    )
     assert said in refusal(beside, tmp_path), "the right number outside of the code says nothing"
 
 
 def test_no_library_of_two_layouts_passes(tmp_path: Path) -> None:
-    """The code has our size, and that of 2.8.1 too. Which one it opens the region with cannot be known."""
+    """The code has our size, and that of 2.8.1 too.
+    Which one it opens the region with cannot be known.
+    """
     both = region_code(REGION_BYTES) + region_code(2_008_984)
-    assert "is of HAMi 2.8.1" in refusal(shared_object(FUNCTIONS, code=both, strings=VARIABLE), tmp_path)
+    assert "is of HAMi 2.8.1" in refusal(
+        shared_object(FUNCTIONS, code=both, strings=VARIABLE), tmp_path
+    )
 
 
 def _with_tag(tag: int, value: int) -> bytes:
     """The good library, whose dynamic segment says something else about one table."""
     content = bytearray(GOOD)
     (start,) = struct.unpack_from("<Q", content, 64 + 2 * 56 + 8)
-    at = next(place for place in range(start, len(content), 16) if struct.unpack_from("<q", content, place)[0] == tag)
+    at = next(
+        place
+        for place in range(start, len(content), 16)
+        if struct.unpack_from("<q", content, place)[0] == tag
+    )
     struct.pack_into("<Q", content, at + 8, value)
     return bytes(content)
 
@@ -141,7 +200,9 @@ def _with_tag(tag: int, value: int) -> bytes:
 def _with_hash(word: int, value: int) -> bytes:
     """The good library, whose hash table says something else in one word."""
     content = bytearray(GOOD)
-    struct.pack_into("<I", content, GOOD.find(struct.pack("<III", 1, len(FUNCTIONS) + 1, 1)) + 4 * word, value)
+    struct.pack_into(
+        "<I", content, GOOD.find(struct.pack("<III", 1, len(FUNCTIONS) + 1, 1)) + 4 * word, value
+    )
     return bytes(content)
 
 
@@ -166,7 +227,9 @@ DAMAGED = {
 
 @pytest.mark.parametrize("damage", DAMAGED)
 def test_no_damaged_file_costs_more_than_a_line(damage: str, tmp_path: Path) -> None:
-    """Offsets out of the file, endless chains, counts of billions: one clear error, little memory, and no other exception."""
+    """Offsets out of the file, endless chains, counts of billions:
+    one clear error, little memory, and no other exception.
+    """
     content = DAMAGED[damage]()
     tracemalloc.start()
     try:
@@ -174,7 +237,11 @@ def test_no_damaged_file_costs_more_than_a_line(damage: str, tmp_path: Path) -> 
             assert "deliver HAMi-core's libvgpu.so there" in refusal(content, tmp_path)
         else:
             (tmp_path / "libvgpu.so").write_bytes(content)
-            asyncio.run(HamiLibrary(str(tmp_path / "host"), str(tmp_path / "libvgpu.so"), Journal(), instead=INSTEAD).install())
+            asyncio.run(
+                HamiLibrary(
+                    str(tmp_path / "host"), str(tmp_path / "libvgpu.so"), Journal(), instead=INSTEAD
+                ).install()
+            )
         assert tracemalloc.get_traced_memory()[1] < 32 << 20
     finally:
         tracemalloc.stop()
@@ -211,8 +278,9 @@ def test_no_huge_file_is_read(tmp_path: Path) -> None:
 
 @pytest.mark.component
 async def test_no_bad_library_reaches_a_pod(folder: Path) -> None:
-    """Nothing is offered with a file that limits nothing, and /readyz says what it lacks. With the right one pods start; a bad one that is
-    delivered then reaches no pod, new pods have the one that was installed, and after a restart of the agent there is nothing again.
+    """Nothing is offered with a file that limits nothing, and /readyz says what it lacks. With the
+    right one pods start; a bad one that is delivered then reaches no pod, new pods have the one
+    that was installed, and after a restart of the agent there is nothing again.
     """
     other = shared_object(("inflate",), code=CODE)
     library = "/usr/local/vgpu/libvgpu.so"
@@ -222,20 +290,26 @@ async def test_no_bad_library_reaches_a_pod(folder: Path) -> None:
         await asyncio.to_thread(_deliver, source, other)
         agent = stage.new_agent()
         await agent.start()
-        answer = await agent.until("/debug/status", lambda answer: "does not export dlsym" in str(answer["problems"]))
+        answer = await agent.until(
+            "/debug/status", lambda answer: "does not export dlsym" in str(answer["problems"])
+        )
         assert not answer["ready"]
         assert int(stage.allocatable.get(NUMBER, 0)) == 0
         await asyncio.to_thread(_deliver, source, GOOD)
         await stage.offered()
         first = await stage.serve("first", asks(1, 16, 10))
         await asyncio.to_thread(_deliver, source, other)
-        await agent.until("/debug/resources", lambda answer: "does not export dlsym" in str(answer["cautions"]))
+        await agent.until(
+            "/debug/resources", lambda answer: "does not export dlsym" in str(answer["cautions"])
+        )
         second = await stage.serve("second", asks(1, 16, 10))
         assert first.mounts[library] == second.mounts[library]
         assert await asyncio.to_thread(Path(second.mounts[library][0]).read_bytes) == GOOD
         await agent.terminate()
         await agent.start()
-        answer = await agent.until("/debug/status", lambda answer: "does not export dlsym" in str(answer["problems"]))
+        answer = await agent.until(
+            "/debug/status", lambda answer: "does not export dlsym" in str(answer["problems"])
+        )
         assert not answer["ready"]
 
 

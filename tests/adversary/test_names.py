@@ -1,6 +1,8 @@
-"""Attacks by names: a UID or a container's name that leads out of the folder in which containers have their directories.
+"""Attacks by names: a UID or a container's name that leads out of the folder in
+which containers have their directories.
 
-Kubernetes allows no such name, so each of these takes a forged API server, a damaged file or a forged record. None may become a path.
+Kubernetes allows no such name, so each of these takes a forged API server, a damaged file or a
+forged record. None may become a path.
 """
 
 from __future__ import annotations
@@ -26,23 +28,49 @@ from vgpu_agent.pods import container_directory
 from vgpu_agent.runtime import cdi
 
 UID = "5b2f1c5e-8f5f-4f64-9d3b-0d5f5a3c9b11"
-BAD_UIDS = ("../../../etc", "a/b", "..", ".", "", ".hidden", "a_b", "a\nb", "a\n", "a\0", "ä", "-a", "x" * 129)
+BAD_UIDS = (
+    "../../../etc",
+    "a/b",
+    "..",
+    ".",
+    "",
+    ".hidden",
+    "a_b",
+    "a\nb",
+    "a\n",
+    "a\0",
+    "ä",
+    "-a",
+    "x" * 129,
+)
 BAD_CONTAINERS = ("../main", "a/b", "..", "", "a_b", "Main", "a.b", "-a", "a-", "a\n", "x" * 64)
 NAMES = [*((uid, "main") for uid in BAD_UIDS), *((UID, name) for name in BAD_CONTAINERS)]
 
 
 @pytest.mark.parametrize(("uid", "container"), NAMES)
 def test_no_name_makes_a_path_that_leads_elsewhere(uid: str, container: str) -> None:
-    """The last defence: a caller that builds a directory's name is refused, and nothing of the text is in a path."""
+    """The last defence: a caller that builds a directory's name is refused,
+    and nothing of the text is in a path.
+    """
     with pytest.raises(UnusableNameError, match="no directory is made"):
         container_directory(uid, container)
-    target = Target(pod_uid=uid, container=container, grant="g", environment=frozenset(), shares=(), oversubscribed=False, limit_cores=True)
+    target = Target(
+        pod_uid=uid,
+        container=container,
+        grant="g",
+        environment=frozenset(),
+        shares=(),
+        oversubscribed=False,
+        limit_cores=True,
+    )
     with pytest.raises(UnusableNameError):
         HamiCore("/host", "/host/libvgpu.so").provision(target)
 
 
 def test_no_two_containers_share_a_directory_by_the_spelling_of_their_names() -> None:
-    """There is one underscore in the name of a directory, so UID and container can be read back from it."""
+    """There is one underscore in the name of a directory,
+    so UID and container can be read back from it.
+    """
     assert container_directory(UID, "main") == f"{UID}_main"
     for uid, container in ((f"{UID}_a", "b"), (UID, "a_b")):
         with pytest.raises(UnusableNameError):
@@ -61,8 +89,14 @@ def test_no_two_containers_share_a_directory_by_the_spelling_of_their_names() ->
 )
 def test_no_forged_pod_enters_the_book(pod: dict[str, Any]) -> None:
     """Paths of requests contain names of a pod, too. The error quotes the name within bounds."""
-    good: dict[str, Any] = {"metadata": {"name": "p", "namespace": "n", "uid": UID}, "spec": {"containers": [{"name": "main"}]}}
-    forged = {"metadata": {**good["metadata"], **pod.get("metadata", {})}, "spec": pod.get("spec", good["spec"])}
+    good: dict[str, Any] = {
+        "metadata": {"name": "p", "namespace": "n", "uid": UID},
+        "spec": {"containers": [{"name": "main"}]},
+    }
+    forged = {
+        "metadata": {**good["metadata"], **pod.get("metadata", {})},
+        "spec": pod.get("spec", good["spec"]),
+    }
     assert decode.pod(msgspec.json.encode(good)).uid == UID
     with pytest.raises(ClusterError, match="it is ignored") as caught:
         decode.pod(msgspec.json.encode(forged))
@@ -73,24 +107,45 @@ def test_no_forged_pod_enters_the_book(pod: dict[str, Any]) -> None:
 def test_no_forged_entry_of_the_checkpoint_is_believed(uid: str, container: str) -> None:
     """One such entry is left out, and those beside it count."""
     entries = [
-        {"PodUID": each, "ContainerName": name, "ResourceName": "r", "DeviceIDs": {"-1": ["a"]}, "AllocResp": ""}
+        {
+            "PodUID": each,
+            "ContainerName": name,
+            "ResourceName": "r",
+            "DeviceIDs": {"-1": ["a"]},
+            "AllocResp": "",
+        }
         for each, name in ((uid, container), (UID, "main"))
     ]
-    content = json.dumps({"Data": {"PodDeviceEntries": entries, "RegisteredDevices": {}}, "Checksum": 1}).encode()
-    assert [(entry.pod_uid, entry.container_name) for entry in parse_checkpoint(content, name="c")] == [(UID, "main")]
+    content = json.dumps(
+        {"Data": {"PodDeviceEntries": entries, "RegisteredDevices": {}}, "Checksum": 1}
+    ).encode()
+    assert [
+        (entry.pod_uid, entry.container_name) for entry in parse_checkpoint(content, name="c")
+    ] == [(UID, "main")]
 
 
 @pytest.mark.parametrize(
     ("namespace", "pod", "container"),
-    [("n", "p", "../main"), ("n", "../p", "main"), ("../n", "p", "main"), ("n", "p/q", "main"), ("", "p", "main")],
+    [
+        ("n", "p", "../main"),
+        ("n", "../p", "main"),
+        ("../n", "p", "main"),
+        ("n", "p/q", "main"),
+        ("", "p", "main"),
+    ],
 )
-def test_no_forged_entry_of_pod_resources_is_believed(namespace: str, pod: str, container: str) -> None:
+def test_no_forged_entry_of_pod_resources_is_believed(
+    namespace: str, pod: str, container: str
+) -> None:
     """The same for the other record of kubelet's."""
 
     def listed(namespace: str, pod: str, container: str) -> bytes:
         devices = delimited(2, delimited(1, b"r") + delimited(2, b"a"))
         return delimited(
-            1, delimited(1, pod.encode()) + delimited(2, namespace.encode()) + delimited(3, delimited(1, container.encode()) + devices)
+            1,
+            delimited(1, pod.encode())
+            + delimited(2, namespace.encode())
+            + delimited(3, delimited(1, container.encode()) + devices),
         )
 
     found = decode_pod_resources(listed(namespace, pod, container) + listed("n", "good", "main"))
@@ -100,6 +155,8 @@ def test_no_forged_entry_of_pod_resources_is_believed(namespace: str, pod: str, 
 @pytest.mark.parametrize(("uid", "container"), NAMES)
 def test_no_forged_record_beside_a_spec_is_read_back(uid: str, container: str) -> None:
     """The names in a record are looked up, written about and in the end removed."""
-    record = GrantRecord("t" * 32, "f", "r", 1, Owner(container, uid, "n", "p"), (Share(U0, 1000),), "by", 1.0)
+    record = GrantRecord(
+        "t" * 32, "f", "r", 1, Owner(container, uid, "n", "p"), (Share(U0, 1000),), "by", 1.0
+    )
     with pytest.raises(CarrierError, match="names that Kubernetes allows"):
         cdi.read_record(cdi.spec_text(record, Edits({"A": "b"})), record.token)

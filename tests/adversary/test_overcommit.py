@@ -1,8 +1,10 @@
-"""Attacks through the annotations of a scheduler, which every user with the right to create pods can write.
+"""Attacks through the annotations of a scheduler,
+which every user with the right to create pods can write.
 
-A scheduler may overcommit compute and places of a GPU, so a pod that passes for one would take its neighbours'. What the agent cannot
-tell apart is a pod that names Volcano's scheduler and is bound by its author (``spec.nodeName``); the harm of that is bounded here: never
-memory, never more than kubelet has counted for the node, never a neighbour's share, restart or start.
+A scheduler may overcommit compute and places of a GPU, so a pod that passes for one would take its
+neighbours'. What the agent cannot tell apart is a pod that names Volcano's scheduler and is bound
+by its author (``spec.nodeName``); the harm of that is bounded here: never memory, never more than
+kubelet has counted for the node, never a neighbour's share, restart or start.
 """
 
 from __future__ import annotations
@@ -23,8 +25,17 @@ from tests.families.volcano_vgpu.golden import main as container
 from tests.golden import U0, U1
 from tests.torture import virtual_time
 from vgpu_agent.device_ids import DeviceId
-from vgpu_agent.errors import AgentError, CapacityError, OvercommitError, RequestRefusedError, UnhealthyDeviceError
-from vgpu_agent.families.volcano_gpushare.family import VolcanoGpushareFamily, VolcanoGpushareOptions
+from vgpu_agent.errors import (
+    AgentError,
+    CapacityError,
+    OvercommitError,
+    RequestRefusedError,
+    UnhealthyDeviceError,
+)
+from vgpu_agent.families.volcano_gpushare.family import (
+    VolcanoGpushareFamily,
+    VolcanoGpushareOptions,
+)
 from vgpu_agent.model import Resource, Share
 from vgpu_agent.pods import ContainerKind, Pod, PodContainer
 
@@ -48,8 +59,12 @@ def left(place: Place, gpu: str = U0) -> tuple[int, int, int]:
 
 
 @pytest.mark.parametrize("scheduler", ["default-scheduler", ""])
-async def test_a_tenant_cannot_take_compute_beyond_the_card_with_annotations_of_his_own(scheduler: str) -> None:
-    """Under the plain scheduler only the author writes them. The neighbour keeps the compute that it was promised."""
+async def test_a_tenant_cannot_take_compute_beyond_the_card_with_annotations_of_his_own(
+    scheduler: str,
+) -> None:
+    """Under the plain scheduler only the author writes them.
+    The neighbour keeps the compute that it was promised.
+    """
     place = VolcanoPlace()
     await place.started(scheduled("neighbour", (U0, 4, 60)))
     with pytest.raises(OvercommitError, match="schedulerName is default-scheduler"):
@@ -70,7 +85,9 @@ async def test_a_tenant_cannot_take_places_beyond_the_card_with_annotations_of_h
 
 @pytest.mark.parametrize("scheduler", ["volcano", "default-scheduler", "no-such-scheduler"])
 async def test_no_tenant_gets_memory_beyond_the_card_whatever_he_writes(scheduler: str) -> None:
-    """Memory that is not there fails the neighbour's allocation, so no scheduler's word counts for it."""
+    """Memory that is not there fails the neighbour's allocation,
+    so no scheduler's word counts for it.
+    """
     place = VolcanoPlace()
     await place.started(scheduled("neighbour", (U0, UNITS - 1, 10)))
     with pytest.raises(CapacityError, match=r"39936 MiB booked \+ 2048 wanted, of 40960"):
@@ -80,16 +97,22 @@ async def test_no_tenant_gets_memory_beyond_the_card_whatever_he_writes(schedule
 
 @pytest.mark.parametrize(("units", "cores"), [(40, 10), (4, 100), (4, -1), (0, 10), (-4, 10)])
 async def test_a_tenant_cannot_write_himself_more_than_his_limits(units: int, cores: int) -> None:
-    """Quotas count the limits of a pod. An annotation that gives more, or no limit at all, would go round them."""
+    """Quotas count the limits of a pod. An annotation that gives more, or no limit at all,
+    would go round them.
+    """
     place, text = VolcanoPlace(), f"{U0},NVIDIA,{units},{cores}:"
-    pod = scheduled("attacker", (U0, 4, 10), more={FORGED: text, "volcano.sh/devices-to-allocate": text})
+    pod = scheduled(
+        "attacker", (U0, 4, 10), more={FORGED: text, "volcano.sh/devices-to-allocate": text}
+    )
     with pytest.raises(RequestRefusedError):
         await place.started(pod)
     assert left(place) == (UNITS * 1024, 100, SLOTS)
 
 
 async def test_a_tenant_cannot_share_a_gpu_that_another_has_for_himself() -> None:
-    """A whole card, a MIG instance, or a card of another family stays its holder's, overcommitted or not."""
+    """A whole card, a MIG instance, or a card of another family stays its holder's,
+    overcommitted or not.
+    """
     place = VolcanoPlace()
     nvidia = Resource("nvidia.com/gpu", "nvidia", (DeviceId(U0, U0),))
     place.ledger.offer([*place.ledger.resources, nvidia])
@@ -99,7 +122,9 @@ async def test_a_tenant_cannot_share_a_gpu_that_another_has_for_himself() -> Non
 
 
 async def test_a_tenant_cannot_pin_a_gpu_by_a_pod_that_never_starts() -> None:
-    """Annotations book nothing, admitted ids book nothing of a GPU, and neither does a start that was refused."""
+    """Annotations book nothing, admitted ids book nothing of a GPU,
+    and neither does a start that was refused.
+    """
     place = VolcanoPlace()
     place.book.put(scheduled("never-admitted", (U0, UNITS, 100)))
     await place.admitted(scheduled("never-started", (U0, UNITS, 100)))
@@ -122,16 +147,29 @@ async def test_a_tenant_who_changes_his_annotations_later_keeps_what_he_had() ->
     pod = scheduled("attacker", (U0, 4, 30))
     await place.started(pod)
     text = f"{U1},NVIDIA,4,100:"
-    place.book.put(dataclasses.replace(pod, annotations={**pod.annotations, FORGED: text, "volcano.sh/devices-to-allocate": text}))
+    place.book.put(
+        dataclasses.replace(
+            pod,
+            annotations={**pod.annotations, FORGED: text, "volcano.sh/devices-to-allocate": text},
+        )
+    )
     await place.start(place.ids["uid-attacker", "c0"])
     assert [grant.shares for grant in place.ledger.grants] == [(Share(U0, 4096, 30),)]
 
 
 async def test_a_tenants_init_container_does_not_multiply_his_share() -> None:
-    """It works on what was decided for the containers after it, and no more; beyond the card it is nothing of its own."""
+    """It works on what was decided for the containers after it, and no more;
+    beyond the card it is nothing of its own.
+    """
     place = VolcanoPlace()
     pod = scheduled("attacker", (U0, 4, 30))
-    pod = dataclasses.replace(pod, containers=(container("warm", ContainerKind.INIT, number=1, memory=UNITS, cores=100), *pod.containers))
+    pod = dataclasses.replace(
+        pod,
+        containers=(
+            container("warm", ContainerKind.INIT, number=1, memory=UNITS, cores=100),
+            *pod.containers,
+        ),
+    )
     place.book.put(pod)
     await place.admit(pod, "warm", IDS[:1], listed=False)
     await place.admit(pod, "c0", IDS[:1])
@@ -139,11 +177,12 @@ async def test_a_tenants_init_container_does_not_multiply_his_share() -> None:
     assert left(place) == ((UNITS - 4) * 1024, 70, SLOTS - 1)
 
 
-async def test_a_forger_who_passes_for_a_scheduler_takes_no_memory_no_start_and_no_restart_from_his_neighbours() -> None:
-    """The tenant names Volcano's scheduler and binds its own pods, which looks like a scheduler's binding.
+async def test_a_forger_who_passes_for_a_scheduler_takes_nothing_from_his_neighbours() -> None:
+    """The tenant names Volcano's scheduler and binds its own pods,
+    which looks like a scheduler's binding.
 
-    It gets turns on a card that is full of promises, as many as kubelet has ids; the operator sees it, and the neighbours keep memory,
-    limits and restarts, also under a new agent.
+    It gets turns on a card that is full of promises, as many as kubelet has ids; the operator sees
+    it, and the neighbours keep memory, limits and restarts, also under a new agent.
     """
     place = VolcanoPlace()
     neighbours = [scheduled("scheduled", (U0, 10, 50)), unscheduled("placed", (10, 50))]
@@ -170,7 +209,9 @@ async def test_a_forger_who_passes_for_a_scheduler_takes_no_memory_no_start_and_
 
 
 async def test_a_crash_loop_on_an_overcommitted_card_floods_nobody() -> None:
-    """One event and one count for each pod, however often it starts, and a bound on what waits to be reported."""
+    """One event and one count for each pod, however often it starts,
+    and a bound on what waits to be reported.
+    """
     place = VolcanoPlace()
     await place.started(scheduled("neighbour", (U0, 1, 90)))
     attacker = scheduled("attacker", (U0, 1, 90))
@@ -187,30 +228,58 @@ async def test_a_crash_loop_on_an_overcommitted_card_floods_nobody() -> None:
 _HOSTILE = st.one_of(
     st.text(max_size=60),
     st.text("GPU-a,:;[]NVIDI0123456789\x00٣", max_size=80),
-    st.sampled_from([f"{U0},NVIDIA,4,60:", f"{U0},NVIDIA,{'9' * 18},60:", f"{U0},NVIDIA,4,60:;", NODE, "success", "9" * 5000, "\ud800"]),
+    st.sampled_from(
+        [
+            f"{U0},NVIDIA,4,60:",
+            f"{U0},NVIDIA,{'9' * 18},60:",
+            f"{U0},NVIDIA,4,60:;",
+            NODE,
+            "success",
+            "9" * 5000,
+            "\ud800",
+        ]
+    ),
     st.integers(1, 6).map(lambda count: f"{U0},NVIDIA,4,60:" * count),
 )
 
 
-@given(annotations=st.dictionaries(st.sampled_from(KEYS), _HOSTILE), scheduler=st.sampled_from(["volcano", "default-scheduler", "\x00"]))
-@example(annotations={FORGED: f"{U0},NVIDIA,4,60:" * 5000, "volcano.sh/vgpu-node": NODE}, scheduler="volcano")
+@given(
+    annotations=st.dictionaries(st.sampled_from(KEYS), _HOSTILE),
+    scheduler=st.sampled_from(["volcano", "default-scheduler", "\x00"]),
+)
+@example(
+    annotations={FORGED: f"{U0},NVIDIA,4,60:" * 5000, "volcano.sh/vgpu-node": NODE},
+    scheduler="volcano",
+)
 @example(annotations={FORGED: ";" * 200_000, "volcano.sh/vgpu-node": NODE}, scheduler="volcano")
 @settings(max_examples=150, deadline=None)
-def test_no_annotation_breaks_the_family_or_the_neighbours_start(annotations: dict[str, str], scheduler: str) -> None:
-    """With any annotation the pod gets at most its limits or one refusal of bounded length, and the next pod starts."""
+def test_no_annotation_breaks_the_family_or_the_neighbours_start(
+    annotations: dict[str, str], scheduler: str
+) -> None:
+    """With any annotation the pod gets at most its limits or one refusal of bounded length,
+    and the next pod starts.
+    """
 
     async def play() -> None:
         place = VolcanoPlace()
         refusal = ""
         try:
-            await place.started(dataclasses.replace(unscheduled("attacker", (4, 60), scheduler=scheduler), annotations=annotations))
+            await place.started(
+                dataclasses.replace(
+                    unscheduled("attacker", (4, 60), scheduler=scheduler), annotations=annotations
+                )
+            )
         except AgentError as err:
             refusal = str(err)
         if refusal:
             assert len(refusal) < 4000
             assert left(place) == (UNITS * 1024, 100, SLOTS)
         else:
-            assert [(share.memory_mib, share.cores_percent) for grant in place.ledger.grants for share in grant.shares] == [(4096, 60)]
+            assert [
+                (share.memory_mib, share.cores_percent)
+                for grant in place.ledger.grants
+                for share in grant.shares
+            ] == [(4096, 60)]
         assert place.ledger.audit() == []
         await place.started(unscheduled("neighbour", (UNITS - 4, 40)))
 
@@ -228,13 +297,19 @@ class GpusharePlace(Place):
         self.free = [entry.id for entry in self.ledger.resource(self.name).ids]
 
     async def started(self, name: str, count: int, index: str) -> None:
-        """A pod with one container starts that asks for ``count`` ids and says that a scheduler gave it the cards ``index``."""
+        """A pod with one container starts that asks for ``count`` ids and says
+        that a scheduler gave it the cards ``index``.
+        """
         pod = Pod(
             f"uid-{name}",
             "team",
             name,
             NODE,
-            annotations={"volcano.sh/gpu-index": index, "volcano.sh/predicate-time": "9" * 30, "volcano.sh/gpu-assigned": "false"},
+            annotations={
+                "volcano.sh/gpu-index": index,
+                "volcano.sh/predicate-time": "9" * 30,
+                "volcano.sh/gpu-assigned": "false",
+            },
             containers=(PodContainer("main", limits={self.name: count}),),
             scheduler="volcano",
         )
@@ -245,7 +320,9 @@ class GpusharePlace(Place):
 
 
 async def test_no_tenant_gets_memory_of_a_full_card_by_its_index() -> None:
-    """GPU share has no limit inside the container, so what the book says of memory is all that there is."""
+    """GPU share has no limit inside the container,
+    so what the book says of memory is all that there is.
+    """
     place = GpusharePlace("share")
     await place.started("neighbour", 38, "0")
     with pytest.raises(CapacityError, match=r"38912 MiB booked \+ 3072 wanted, of 40960"):
@@ -263,7 +340,22 @@ async def test_no_tenant_gets_a_card_that_another_has_whole_by_its_index() -> No
     assert len([grant for grant in place.ledger.grants if grant.shares]) == 1
 
 
-@pytest.mark.parametrize("index", ["-1", "99999999999999999999", "0" * 200_000, "٠", "0,0", " 0", "0x0", "1e0", "\x00", ",", "nan"])
+@pytest.mark.parametrize(
+    "index",
+    [
+        "-1",
+        "99999999999999999999",
+        "0" * 200_000,
+        "٠",
+        "0,0",
+        " 0",
+        "0x0",
+        "1e0",
+        "\x00",
+        ",",
+        "nan",
+    ],
+)
 async def test_no_index_breaks_the_family(index: str) -> None:
     """One refusal of bounded length, or the card that exists; nothing else stops."""
     place = GpusharePlace("number")

@@ -1,4 +1,6 @@
-"""Attacks on a plugin socket: only root can reach it, but a client that has gone mad must not end the kubelet's own connection."""
+"""Attacks on a plugin socket: only root can reach it,
+but a client that has gone mad must not end the kubelet's own connection.
+"""
 
 from __future__ import annotations
 
@@ -36,7 +38,9 @@ _MIB = 1024 * 1024
 
 @pytest.fixture
 async def kubelet(served: Served) -> AsyncIterator[Served]:
-    """The kubelet, which has its stream of lists; after the attack it still has it, and is answered."""
+    """The kubelet, which has its stream of lists;
+    after the attack it still has it, and is answered.
+    """
     watch = served.watch()
     assert await watch.read() == b"x"
     yield served
@@ -47,8 +51,16 @@ async def kubelet(served: Served) -> AsyncIterator[Served]:
 
 
 def _headers(stream: int, path: str = ECHO, *, end: bool = False) -> bytes:
-    fields = [(":method", "POST"), (":path", path), (":scheme", "http"), (":authority", "a"), ("content-type", "application/grpc")]
-    frame = HeadersFrame(stream, hpack.Encoder().encode([*fields, ("te", "trailers")]), flags=["END_HEADERS"])
+    fields = [
+        (":method", "POST"),
+        (":path", path),
+        (":scheme", "http"),
+        (":authority", "a"),
+        ("content-type", "application/grpc"),
+    ]
+    frame = HeadersFrame(
+        stream, hpack.Encoder().encode([*fields, ("te", "trailers")]), flags=["END_HEADERS"]
+    )
     if end:
         frame.flags.add("END_STREAM")
     return frame.serialize()
@@ -59,7 +71,9 @@ def _message(stream: int, data: bytes, *, end: bool = False) -> bytes:
 
 
 async def _closed(served: Served, frames: Callable[[int], bytes], *, most: int) -> int:
-    """Send ``frames`` (numbered from 0) until the server closes the connection; how many went out before that."""
+    """Send ``frames`` (numbered from 0) until the server closes the connection;
+    how many went out before that.
+    """
     reader, writer = await asyncio.open_unix_connection(str(served.path))
     reading = asyncio.ensure_future(_drained(reader))
     sent = 0
@@ -94,16 +108,26 @@ async def _answers(reader: asyncio.StreamReader, number: int) -> None:
 
 
 async def test_rapid_resets_cannot_keep_the_loop_busy(kubelet: Served) -> None:
-    """A stream that is opened and reset at once is never counted as open, so no limit of HTTP/2's own holds."""
+    """A stream that is opened and reset at once is never counted as open,
+    so no limit of HTTP/2's own holds.
+    """
     with structlog.testing.capture_logs() as logs:
-        sent = await _closed(kubelet, lambda n: _headers(2 * n + 1, SLOW) + RstStreamFrame(2 * n + 1, 8).serialize(), most=20_000)
+        sent = await _closed(
+            kubelet,
+            lambda n: _headers(2 * n + 1, SLOW) + RstStreamFrame(2 * n + 1, 8).serialize(),
+            most=20_000,
+        )
     assert sent < 20_000
     assert [line["event"] for line in logs].count("grpc.connection_closed") == 1
-    assert "reset" in next(line["reason"] for line in logs if line["event"] == "grpc.connection_closed")
+    assert "reset" in next(
+        line["reason"] for line in logs if line["event"] == "grpc.connection_closed"
+    )
 
 
 async def test_a_message_of_64_mib_is_not_collected(kubelet: Served) -> None:
-    """The length comes first, then the data, frame by frame. The largest honest request has below four."""
+    """The length comes first, then the data, frame by frame.
+    The largest honest request has below four.
+    """
     first = _headers(1) + _message(1, b"\0" + struct.pack(">I", 64 * _MIB))
     part = _message(1, bytes(16384))
     sent = await _closed(kubelet, lambda n: first if n == 0 else part, most=64 * 64)
@@ -115,7 +139,11 @@ async def test_many_unfinished_messages_are_not_collected_either(kubelet: Served
 
     def frames(n: int) -> bytes:
         stream = 2 * (n % 90) + 1
-        first = _headers(stream) + _message(stream, b"\0" + struct.pack(">I", 4 * _MIB)) if n < 90 else b""
+        first = (
+            _headers(stream) + _message(stream, b"\0" + struct.pack(">I", 4 * _MIB))
+            if n < 90
+            else b""
+        )
         return first + _message(stream, bytes(16384))
 
     assert await _closed(kubelet, frames, most=64 * 64) * 16384 < 40 * _MIB
@@ -138,7 +166,9 @@ async def test_tiny_frames_cannot_swell_in_memory(kubelet: Served) -> None:
     ],
     ids=lambda frame: type(frame).__name__,
 )
-async def test_frames_that_say_nothing_cannot_be_sent_without_end(kubelet: Served, frame: Frame) -> None:
+async def test_frames_that_say_nothing_cannot_be_sent_without_end(
+    kubelet: Served, frame: Frame
+) -> None:
     """Each costs the sender a few bytes, and us work or an answer."""
     part = frame.serialize() * 1000
     assert await _closed(kubelet, lambda n: _headers(1) if n == 0 else part, most=100) < 100
@@ -151,10 +181,17 @@ async def test_headers_that_never_end_are_cut_off(kubelet: Served) -> None:
     assert await _closed(kubelet, lambda n: first if n == 0 else part, most=2000) < 2000
 
 
-async def test_more_streams_than_allowed_end_the_connection_that_opens_them(kubelet: Served) -> None:
+async def test_more_streams_than_allowed_end_the_connection_that_opens_them(
+    kubelet: Served,
+) -> None:
     """Calls that never end, one beside the other."""
     call = _message(1, b"\0\0\0\0\0", end=True)
-    assert await _closed(kubelet, lambda n: _headers(2 * n + 1, SLOW) + (call if n == 0 else b""), most=2000) < 2000
+    assert (
+        await _closed(
+            kubelet, lambda n: _headers(2 * n + 1, SLOW) + (call if n == 0 else b""), most=2000
+        )
+        < 2000
+    )
 
 
 async def test_nobody_else_can_open_streams_of_lists_without_end(kubelet: Served) -> None:
@@ -171,19 +208,26 @@ async def test_nobody_else_can_open_streams_of_lists_without_end(kubelet: Served
 
 
 async def test_silent_connections_cannot_take_the_place_of_the_kubelets(kubelet: Served) -> None:
-    """A few of a hundred connections that ask nothing stay, and so does the older one of the kubelet."""
+    """A few of a hundred connections that ask nothing stay,
+    and so does the older one of the kubelet.
+    """
     server: Any = kubelet.server
     opened = [await asyncio.open_unix_connection(str(kubelet.path)) for _ in range(100)]
     reading = [asyncio.ensure_future(_drained(reader)) for reader, _ in opened]
     await eventually(lambda: sum(one.done() for one in reading) >= 100 - room._MOST_CONNECTIONS)
-    assert len([one for one in server._server._made() if not one.connection.is_closing()]) <= room._MOST_CONNECTIONS
+    assert (
+        len([one for one in server._server._made() if not one.connection.is_closing()])
+        <= room._MOST_CONNECTIONS
+    )
     for _, writer in opened:
         writer.close()
     await asyncio.gather(*reading)
 
 
 async def test_a_compressed_message_is_refused_in_one_line(kubelet: Served) -> None:
-    """A message that breaks off is refused the same way. Neither is a bug of ours with its traceback."""
+    """A message that breaks off is refused the same way.
+    Neither is a bug of ours with its traceback.
+    """
     with structlog.testing.capture_logs() as logs:
         reader, writer = await asyncio.open_unix_connection(str(kubelet.path))
         compressed = _headers(1) + _message(1, b"\1\0\0\0\1x", end=True)
@@ -193,7 +237,9 @@ async def test_a_compressed_message_is_refused_in_one_line(kubelet: Served) -> N
     assert not [line for line in logs if line["event"] == "grpc.bug"]
 
 
-async def test_a_request_that_never_ends_is_answered_in_time(kubelet: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_request_that_never_ends_is_answered_in_time(
+    kubelet: Served, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Half a message, then silence: the call ends, and other calls are answered meanwhile."""
     monkeypatch.setattr(room, "_REQUEST_SECONDS", 0.2)
     reader, writer = await asyncio.open_unix_connection(str(kubelet.path))
@@ -208,7 +254,11 @@ async def test_a_request_that_never_ends_is_answered_in_time(kubelet: Served, mo
 
 async def test_a_polite_client_cannot_send_a_message_of_64_mib_either(kubelet: Served) -> None:
     """One that keeps to the windows of HTTP/2, which are opened again for whatever has come."""
-    options = [("grpc.use_local_subchannel_pool", 1), ("grpc.max_send_message_length", -1), ("grpc.max_receive_message_length", -1)]
+    options = [
+        ("grpc.use_local_subchannel_pool", 1),
+        ("grpc.max_send_message_length", -1),
+        ("grpc.max_receive_message_length", -1),
+    ]
     mad: Any = grpc.aio.insecure_channel(f"unix:{kubelet.path}", options=options)
     with pytest.raises(grpc.aio.AioRpcError):
         await mad.unary_unary(ECHO)(bytes(64 * _MIB), timeout=PATIENCE_SECONDS)

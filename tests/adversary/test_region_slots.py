@@ -1,4 +1,6 @@
-"""Attacks on the slots in which regions lie (`components/region-slots`): file systems of a fixed size, one for each container."""
+"""Attacks on the slots in which regions lie (`components/region-slots`):
+file systems of a fixed size, one for each container.
+"""
 
 from __future__ import annotations
 
@@ -47,7 +49,9 @@ class Node:
 
     def start_agent(self) -> None:
         """An agent that knows nothing but what lies on the disk."""
-        self.guard = RegionGuard(self.regions, self.journal, size=hami_region.SIZE, pause_seconds=300)
+        self.guard = RegionGuard(
+            self.regions, self.journal, size=hami_region.SIZE, pause_seconds=300
+        )
         self.grants = GrantDirectory(
             str(self.folder / "cdi"),
             self.journal,
@@ -59,20 +63,36 @@ class Node:
 
     def provision(self, uid: str) -> Provision:
         """The provision of the container ``main`` of a pod."""
-        return self.backend.provision(Target(uid, "main", uid, frozenset(), ((GPU, Share(GPU.uuid, 3000, 50)),)))
+        return self.backend.provision(
+            Target(uid, "main", uid, frozenset(), ((GPU, Share(GPU.uuid, 3000, 50)),))
+        )
 
     async def deliver(self, uid: str) -> Path:
         """Start a container; its region, as the spec names it."""
         provision = self.provision(uid)
         owner, shares = Owner("main", uid, "default", uid), (Share(GPU.uuid, 3000, 50),)
         token = grant_token("volcano.sh/vgpu-number", [f"{GPU.uuid}-{uid}"])
-        record = GrantRecord(token, "volcano-vgpu", "volcano.sh/vgpu-number", 1, owner, shares, "", 1.0, provision.collected)
+        record = GrantRecord(
+            token,
+            "volcano-vgpu",
+            "volcano.sh/vgpu-number",
+            1,
+            owner,
+            shares,
+            "",
+            1.0,
+            provision.collected,
+        )
         await self.grants.deliver(record, provision)
         return Path(provision.files[0].path)
 
     def used(self) -> dict[str, list[str]]:
         """Slot → what is in it, of those with something in them."""
-        return {slot.name: names for slot in sorted(self.slots.iterdir()) if (names := sorted(os.listdir(slot)))}
+        return {
+            slot.name: names
+            for slot in sorted(self.slots.iterdir())
+            if (names := sorted(os.listdir(slot)))
+        }
 
 
 @pytest.fixture
@@ -109,11 +129,18 @@ def fill(region: Path) -> int:
 
 
 async def test_a_tenant_cannot_take_more_than_its_slot(node: Node) -> None:
-    """There is no watch here: the kernel has no more for it, neither by writing nor by allocating. The neighbour has all of its own."""
+    """There is no watch here: the kernel has no more for it, neither by writing nor by allocating.
+    The neighbour has all of its own.
+    """
     region, neighbour = await node.deliver("greedy"), await node.deliver("neighbour")
     assert fill(region) <= SLOT_KIB << 10
     for mode in ([], ["--keep-size"]):
-        allocated = await asyncio.to_thread(subprocess.run, ["fallocate", *mode, "-l", "1G", str(region)], check=False, capture_output=True)
+        allocated = await asyncio.to_thread(
+            subprocess.run,
+            ["fallocate", *mode, "-l", "1G", str(region)],
+            check=False,
+            capture_output=True,
+        )
         assert allocated.returncode != 0
     assert os.stat(region).st_dev != os.stat(node.host).st_dev
     assert os.stat(neighbour).st_size == hami_region.SIZE
@@ -121,7 +148,9 @@ async def test_a_tenant_cannot_take_more_than_its_slot(node: Node) -> None:
 
 
 async def test_a_full_slot_keeps_its_container_from_no_restart(node: Node) -> None:
-    """Files that the container wrote beyond its region are removed first. Then a new region replaces the old one."""
+    """Files that the container wrote beyond its region are removed first.
+    Then a new region replaces the old one.
+    """
     region = await node.deliver("greedy")
     fill(region)
     assert await node.deliver("greedy") == region
@@ -130,7 +159,9 @@ async def test_a_full_slot_keeps_its_container_from_no_restart(node: Node) -> No
 
 
 async def test_a_slot_is_free_again_when_its_container_has_ended(node: Node) -> None:
-    """With all that the container has left in it; further containers lie on the disk, as those of a node without slots."""
+    """With all that the container has left in it;
+    further containers lie on the disk, as those of a node without slots.
+    """
     fill(await node.deliver("first"))
     await node.deliver("second")
     third = await node.deliver("third")
@@ -179,7 +210,9 @@ async def test_a_slot_that_was_taken_and_never_used_is_given_back(node: Node) ->
 
 
 async def test_a_removed_region_that_is_still_open_fills_nobody_elses_slot(node: Node) -> None:
-    """A container may hand its open region to another one of its pod before it ends. The file lives on, and can still grow."""
+    """A container may hand its open region to another one of its pod before it ends.
+    The file lives on, and can still grow.
+    """
     region = await node.deliver("first")
     descriptor = os.open(region, os.O_RDWR)
     try:
@@ -197,7 +230,9 @@ async def test_a_removed_region_that_is_still_open_fills_nobody_elses_slot(node:
 
 
 async def test_a_full_disk_costs_no_slots(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The link lies on the disk. The kubelet asks again every few seconds, and each try would take a slot for good."""
+    """The link lies on the disk. The kubelet asks again every few seconds,
+    and each try would take a slot for good.
+    """
 
     def refuse(*_: object) -> None:
         raise OSError(28, "No space left on device")
@@ -212,8 +247,12 @@ async def test_a_full_disk_costs_no_slots(node: Node, monkeypatch: pytest.Monkey
     assert sorted(node.used().values()) == [["first_main"], ["second_main"]]
 
 
-async def test_an_agent_that_was_killed_while_it_removed_a_slot_removes_nobody_elses(node: Node) -> None:
-    """The directory was gone and the link was not. A container of that name may have the same slot by then."""
+async def test_an_agent_that_was_killed_while_it_removed_a_slot_removes_nobody_elses(
+    node: Node,
+) -> None:
+    """The directory was gone and the link was not.
+    A container of that name may have the same slot by then.
+    """
     await node.deliver("first")
     aside = Path(node.regions) / ".vgpu-agent-gone-0123456789abcdef"
     aside.symlink_to("../slots/001/second_main")
@@ -226,12 +265,19 @@ async def test_an_agent_that_was_killed_while_it_removed_a_slot_removes_nobody_e
 
 
 async def test_a_link_that_leads_anywhere_else_is_not_followed(node: Node) -> None:
-    """Only links as the agent makes them lead into a slot; of others nothing behind them is read, made or removed."""
+    """Only links as the agent makes them lead into a slot;
+    of others nothing behind them is read, made or removed.
+    """
     await node.deliver("first")
     precious = node.folder / "precious"
     precious.mkdir()
     (precious / "file").write_text("kept")
-    for target in (str(precious), "../../precious", "../slots/../../../precious", "../slots/000/../../../../precious"):
+    for target in (
+        str(precious),
+        "../../precious",
+        "../slots/../../../precious",
+        "../slots/000/../../../../precious",
+    ):
         path = f"{node.regions}/link_main"
         os.symlink(target, path)
         assert await asyncio.to_thread(behind, path) == path
@@ -241,7 +287,9 @@ async def test_a_link_that_leads_anywhere_else_is_not_followed(node: Node) -> No
 
 
 async def test_a_region_on_the_disk_stays_there_while_its_container_lives(node: Node) -> None:
-    """A container from before there were slots has it mounted. One that starts again under its name keeps its directory."""
+    """A container from before there were slots has it mounted.
+    One that starts again under its name keeps its directory.
+    """
     await asyncio.to_thread(unmount, node.slots)
     region = await node.deliver("old")
     await asyncio.to_thread(mount_slots, node.regions, 2, mount_tmpfs)
@@ -251,7 +299,9 @@ async def test_a_region_on_the_disk_stays_there_while_its_container_lives(node: 
 
 @pytest.mark.component
 async def test_the_agent_itself_uses_the_slots(folder: Path) -> None:
-    """From PreStartContainer to the collecting, with what the container uses in the metrics between them."""
+    """From PreStartContainer to the collecting,
+    with what the container uses in the metrics between them.
+    """
     regions = containers_directory(str(folder / "vgpu"))
     (folder / "vgpu").mkdir(mode=0o755)
     await asyncio.to_thread(mount_slots, regions, 2, mount_tmpfs)

@@ -1,4 +1,6 @@
-"""A canary in every place where the agent has credentials, and every error path there is: it must come out nowhere."""
+"""A canary in every place where the agent has credentials, and every error path there is:
+it must come out nowhere.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,15 @@ import msgspec
 import pytest
 from blockbuster import BlockBuster
 
-from tests.adversary.api_server_parts import CHUNKED, Answer, always, answer, asked, send_chunk, served
+from tests.adversary.api_server_parts import (
+    CHUNKED,
+    Answer,
+    always,
+    answer,
+    asked,
+    send_chunk,
+    served,
+)
 from tests.cluster.scripted import IMPATIENT, json_event, json_pod, running, until
 from tests.settings import settings as settings_of
 from vgpu_agent import log
@@ -51,7 +61,9 @@ def lines(request: pytest.FixtureRequest) -> Iterator[io.StringIO]:
 
 @pytest.fixture(autouse=True)
 def _library_reads_files(_no_blocked_loop: BlockBuster | None) -> None:
-    """kubernetes_asyncio reads files in its coroutine, in a thread and a loop of its own, where that blocks no other task."""
+    """kubernetes_asyncio reads files in its coroutine, in a thread and a loop of its own,
+    where that blocks no other task.
+    """
     if _no_blocked_loop is not None:
         _no_blocked_loop.deactivate()
 
@@ -70,11 +82,18 @@ async def _echo(writer: asyncio.StreamWriter, request: bytes, *, status: str, ki
     """A server, or a proxy, that shows the request in its complaint."""
     header = request.decode()
     if kind == "html":
-        writer.write(answer(f"<html><pre>{header}</pre></html>".encode(), status=status, kind="text/html"))
+        writer.write(
+            answer(f"<html><pre>{header}</pre></html>".encode(), status=status, kind="text/html")
+        )
     else:
         # So that a cut of the message would fall into the token.
         message = "x" * (980 - len("Unauthorized: ")) + " " + header.partition("Authorization: ")[2]
-        body = {"kind": "Status", "code": int(status[:3]), "reason": "Unauthorized", "message": message if kind == "cut" else header}
+        body = {
+            "kind": "Status",
+            "code": int(status[:3]),
+            "reason": "Unauthorized",
+            "message": message if kind == "cut" else header,
+        }
         writer.write(answer(msgspec.json.encode(body), status=status))
 
 
@@ -93,13 +112,20 @@ async def _echoing_watch(writer: asyncio.StreamWriter, request: bytes) -> None:
     """A list, then a watch whose ERROR event shows the request."""
     if b"watch=true" in request:
         writer.write(CHUNKED)
-        status = {"kind": "Status", "code": 500, "reason": "InternalError", "message": request.decode()}
+        status = {
+            "kind": "Status",
+            "code": 500,
+            "reason": "InternalError",
+            "message": request.decode(),
+        }
         await send_chunk(writer, json_event("ERROR", status) + b"\n")
         writer.write(b"0\r\n\r\n")
     else:
         thing = json_pod(f"pod-{CANARY}", annotations=None)
         thing["metadata"]["resourceVersion"] = 7  # unreadable, and named in the complaint
-        writer.write(answer(msgspec.json.encode({"metadata": {"resourceVersion": "7"}, "items": [thing]})))
+        writer.write(
+            answer(msgspec.json.encode({"metadata": {"resourceVersion": "7"}, "items": [thing]}))
+        )
 
 
 ANSWERS: dict[str, Answer] = {
@@ -115,7 +141,9 @@ ANSWERS: dict[str, Answer] = {
     "garbled": _garbled,
     "junk": always(answer(b"}no JSON " + CANARY.encode())),
     "watch": _echoing_watch,
-    "userinfo": always(answer(b"", status="302 Found", headers=f"Location: https://user:{CANARY}@elsewhere/\r\n")),
+    "userinfo": always(
+        answer(b"", status="302 Found", headers=f"Location: https://user:{CANARY}@elsewhere/\r\n")
+    ),
 }
 
 
@@ -128,23 +156,42 @@ class Agent:
     texts: list[str] = dataclasses.field(default_factory=list)
 
     async def drive(self) -> None:
-        """Every request there is, once at least, with its errors; a task that dies of one, with a traceback."""
+        """Every request there is, once at least, with its errors;
+        a task that dies of one, with a traceback.
+        """
         node, book = Node("n1", "uid"), PodCache()
         book.put(Pod("uid-a", "default", "a", node="n1"))
         nodes: Latest[Node | None] = Latest(node)
         watches = [PodWatch(self.api, "n1", PodCache(), settings=IMPATIENT, journal=self.journal)]
-        pods = PodPublisher(self.api, book, lambda: {"uid-a": DesiredPod({"a": "b"})}, Revision(), IMPATIENT, self.journal)
+        pods = PodPublisher(
+            self.api,
+            book,
+            lambda: {"uid-a": DesiredPod({"a": "b"})},
+            Revision(),
+            IMPATIENT,
+            self.journal,
+        )
         conditions = {"Vgpu": ("True", "r", "m")}
-        desired_state = DesiredNode(annotations={"a": "b", "c": None}, capacity={"volcano.sh/x": "1"}, conditions=conditions)
-        publisher = NodePublisher(self.api, "n1", nodes, lambda *_: desired_state, Revision(), IMPATIENT, self.journal)
+        desired_state = DesiredNode(
+            annotations={"a": "b", "c": None}, capacity={"volcano.sh/x": "1"}, conditions=conditions
+        )
+        publisher = NodePublisher(
+            self.api, "n1", nodes, lambda *_: desired_state, Revision(), IMPATIENT, self.journal
+        )
         events = Events(self.api, "vgpu-agent", "n1", IMPATIENT, self.journal)
         events.raise_event(node, "Reason", "message")
         node_watch = NodeWatch(self.api, "n1", settings=IMPATIENT, journal=self.journal)
         async with running(watches[0].run), running(node_watch.run), running(pods.run):
             await publisher.publish_once()
             await events.write_once()
-            await until(lambda: watches[0].status.errors and (pods.counts.failed or pods.counts.written))
-        self.texts += [watches[0].status.last_error, node_watch.status.last_error, str(self.api.requests)]
+            await until(
+                lambda: watches[0].status.errors and (pods.counts.failed or pods.counts.written)
+            )
+        self.texts += [
+            watches[0].status.last_error,
+            node_watch.status.last_error,
+            str(self.api.requests),
+        ]
 
         async def dies() -> None:
             await self.api.get(NODE)
@@ -154,7 +201,11 @@ class Agent:
             supervisor.start("dying", dies)
             await until(lambda: any(task.last_error for task in supervisor.reports))
             self.texts += [str(task) for task in supervisor.reports]
-        for ask in (self.api.get(NODE), self.api.patch(NODE, {}), self.api.post("/api/v1/namespaces/default/events", {})):
+        for ask in (
+            self.api.get(NODE),
+            self.api.patch(NODE, {}),
+            self.api.post("/api/v1/namespaces/default/events", {}),
+        ):
             try:
                 await ask
             except ClusterError as err:
@@ -163,8 +214,12 @@ class Agent:
 
 
 @pytest.mark.parametrize("case", ANSWERS)
-async def test_no_error_of_the_api_server_shows_the_token(case: str, lines: io.StringIO, service_account: Path) -> None:
-    """Servers and proxies repeat requests in their complaints, and a token in the log is a token for every reader of logs."""
+async def test_no_error_of_the_api_server_shows_the_token(
+    case: str, lines: io.StringIO, service_account: Path
+) -> None:
+    """Servers and proxies repeat requests in their complaints,
+    and a token in the log is a token for every reader of logs.
+    """
     async with served(ANSWERS[case]) as url:
         access = Access(url, authorization=f"Bearer {CANARY}")
         conceal(access.authorization)  # as `_access` does with whatever it has read
@@ -195,9 +250,21 @@ async def test_no_silence_or_broken_connection_shows_the_token(lines: io.StringI
                 await api.get(NODE)
             log.get("x").error("failed", exc_info=caught.value)
     async with served(always(answer(b"{}"))) as url:
-        for server in (url.replace("http:", "https:"), f"https://user:{CANARY}@127.0.0.1:1", f"http://[::{CANARY}"):
-            access = Access(server, authorization=f"Bearer {CANARY}\nX-Injected: 1", proxy=f"http://user:{CANARY}@127.0.0.1:1")
-            api = ApiClient(credentials_module.Credentials(lambda access=access: access, "test"), IMPATIENT)  # type: ignore[misc]  # mypy knows no default of a lambda
+        for server in (
+            url.replace("http:", "https:"),
+            f"https://user:{CANARY}@127.0.0.1:1",
+            f"http://[::{CANARY}",
+        ):
+            access = Access(
+                server,
+                authorization=f"Bearer {CANARY}\nX-Injected: 1",
+                proxy=f"http://user:{CANARY}@127.0.0.1:1",
+            )
+            # mypy knows no default of a lambda
+            api = ApiClient(
+                credentials_module.Credentials(lambda access=access: access, "test"),  # type: ignore[misc]
+                IMPATIENT,
+            )
             with pytest.raises(ClusterError) as caught:
                 await api.get(NODE)
             await api.close()
@@ -224,7 +291,13 @@ def _plugin(tmp_path: Path, script: str) -> dict[str, Any]:
     path = tmp_path / "plugin"
     path.write_text(f"#!/bin/sh\n{script}\n")
     path.chmod(path.stat().st_mode | stat.S_IXUSR)
-    return {"exec": {"apiVersion": "client.authentication.k8s.io/v1", "command": str(path), "interactiveMode": "Never"}}
+    return {
+        "exec": {
+            "apiVersion": "client.authentication.k8s.io/v1",
+            "command": str(path),
+            "interactiveMode": "Never",
+        }
+    }
 
 
 def _spoiled(tmp_path: Path, case: str) -> Path:
@@ -238,7 +311,10 @@ def _spoiled(tmp_path: Path, case: str) -> Path:
     }
     users: dict[str, dict[str, Any]] = {
         "client key is none": {"client-certificate-data": encoded, "client-key-data": encoded},
-        "client key is no base64": {"client-certificate-data": "%" + CANARY, "client-key-data": "%" + CANARY},
+        "client key is no base64": {
+            "client-certificate-data": "%" + CANARY,
+            "client-key-data": "%" + CANARY,
+        },
         "token file is missing": {"tokenFile": str(tmp_path / "missing"), "password": CANARY},
     }
     files = {
@@ -251,7 +327,9 @@ def _spoiled(tmp_path: Path, case: str) -> Path:
         path.write_bytes(files[case])
         return path
     if case == "proxy":
-        return _kubeconfig(tmp_path, {"token": CANARY}, **{"proxy-url": f"http://user:{CANARY}@127.0.0.1:1"})
+        return _kubeconfig(
+            tmp_path, {"token": CANARY}, **{"proxy-url": f"http://user:{CANARY}@127.0.0.1:1"}
+        )
     if "plugin" in case:
         return _kubeconfig(tmp_path, _plugin(tmp_path, scripts[case]))
     return _kubeconfig(tmp_path, users[case])
@@ -272,8 +350,12 @@ _EXPECTED = {
 
 
 @pytest.mark.parametrize("case", _EXPECTED)
-def test_no_kubeconfig_that_is_no_good_shows_what_is_in_it(case: str, tmp_path: Path, lines: io.StringIO) -> None:
-    """Parsers quote the line at which they stumble, credential plugins write what they like, and the library logs it."""
+def test_no_kubeconfig_that_is_no_good_shows_what_is_in_it(
+    case: str, tmp_path: Path, lines: io.StringIO
+) -> None:
+    """Parsers quote the line at which they stumble, credential plugins write what they like,
+    and the library logs it.
+    """
     path = _spoiled(tmp_path, case)
     found = credentials(settings_of(kubeconfig=str(path)))
     assert found is not None
@@ -295,17 +377,31 @@ def test_no_kubeconfig_that_is_no_good_shows_what_is_in_it(case: str, tmp_path: 
     assert base64.b64encode(CANARY.encode()).decode() not in shown
 
 
-async def test_no_service_account_shows_its_token(service_account: Path, lines: io.StringIO) -> None:
+async def test_no_service_account_shows_its_token(
+    service_account: Path, lines: io.StringIO
+) -> None:
     """Its CA is no certificate."""
-    environment = {**os.environ, "KUBERNETES_SERVICE_HOST": "127.0.0.1", "KUBERNETES_SERVICE_PORT": "1"}
-    found = await asyncio.to_thread(lambda: credentials(settings_of(), environment=environment, service_account=service_account))
+    environment = {
+        **os.environ,
+        "KUBERNETES_SERVICE_HOST": "127.0.0.1",
+        "KUBERNETES_SERVICE_PORT": "1",
+    }
+    found = await asyncio.to_thread(
+        lambda: credentials(settings_of(), environment=environment, service_account=service_account)
+    )
     assert found is not None
     api = ApiClient(found, IMPATIENT)
     with pytest.raises(ClusterError) as caught:
         await api.get(NODE)
     await api.close()
     access = await found.access()
-    log.get("x").error("failed", exc_info=caught.value, access=access, header=access.authorization, text=f"{access.authorization}.")
+    log.get("x").error(
+        "failed",
+        exc_info=caught.value,
+        access=access,
+        header=access.authorization,
+        text=f"{access.authorization}.",
+    )
     assert access.authorization == f"Bearer {CANARY}"
     assert CANARY not in lines.getvalue()
 
@@ -317,7 +413,10 @@ async def test_no_service_account_shows_its_token(service_account: Path, lines: 
         ("token eyJhbGciOiJSUzI1NiJ9.eyJzdWIiOiJ4In0.c2ln is old", f"token {HIDDEN} is old"),
         ("https://user:pass@host/path", f"https://{HIDDEN}@host/path"),
         ("-----BEGIN PRIVATE KEY-----\nMIIE\n-----END PRIVATE KEY-----", HIDDEN),
-        ("GET https://10.0.0.1:6443/api/v1/pods?x=1: basic thing", "GET https://10.0.0.1:6443/api/v1/pods?x=1: basic (hidden)"),
+        (
+            "GET https://10.0.0.1:6443/api/v1/pods?x=1: basic thing",
+            "GET https://10.0.0.1:6443/api/v1/pods?x=1: basic (hidden)",
+        ),
         ("nothing of interest", "nothing of interest"),
     ],
 )

@@ -1,4 +1,6 @@
-"""The API server's side for a node of which only a label matters: its Node is watched but no pods, and nothing is written."""
+"""The API server's side for a node of which only a label matters:
+its Node is watched but no pods, and nothing is written.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +32,9 @@ LABEL = "nvidia.com/device-plugin.config"
 
 @pytest.fixture(autouse=True)
 def _library_reads_files(_no_blocked_loop: BlockBuster | None) -> None:
-    """kubernetes-asyncio reads the kubeconfig in a coroutine; the agent runs that in a loop of its own, in a thread."""
+    """kubernetes-asyncio reads the kubeconfig in a coroutine;
+    the agent runs that in a loop of its own, in a thread.
+    """
     assert _no_blocked_loop is not None
     _no_blocked_loop.deactivate()
 
@@ -46,7 +50,12 @@ async def server() -> AsyncIterator[ApiServer]:
 async def settings(tmp_path: Path, server: ApiServer) -> Settings:
     """Return the settings of a node that offers nvidia.com/gpu by a named configuration."""
     return await volcano_settings(
-        tmp_path, server, families=switches(), named_config=NamedConfig(directory=str(tmp_path)), listen=":0", debug_listen=":0"
+        tmp_path,
+        server,
+        families=switches(),
+        named_config=NamedConfig(directory=str(tmp_path)),
+        listen=":0",
+        debug_listen=":0",
     )
 
 
@@ -72,7 +81,11 @@ async def test_only_the_node_is_watched(tmp_path: Path, server: ApiServer) -> No
         server.objects.patch("nodes", NODE, {"metadata": {"labels": {LABEL: None}}})
         nobody: Any = None
         cluster.write(nobody, nobody, nobody, Revision(), lambda _: ())
-        assert (cluster.node_publisher, cluster.pod_publisher, cluster.reschedule) == (None, None, None)
+        assert (cluster.node_publisher, cluster.pod_publisher, cluster.reschedule) == (
+            None,
+            None,
+            None,
+        )
         assert cluster.nodes is not None
         async with asyncio.timeout(PATIENCE_SECONDS):
             await cluster.nodes.node.newer_than(cluster.nodes.node.version)
@@ -80,15 +93,21 @@ async def test_only_the_node_is_watched(tmp_path: Path, server: ApiServer) -> No
     assert server.writes == []
 
 
-async def test_without_families_and_without_named_configurations_nobody_is_asked(tmp_path: Path, server: ApiServer) -> None:
+async def test_without_families_and_without_named_configurations_nobody_is_asked(
+    tmp_path: Path, server: ApiServer
+) -> None:
     """A node with nvidia.com/gpu alone needs no API server."""
     plain = msgspec.structs.replace(await settings(tmp_path, server), named_config=NamedConfig())
     async with connected(plain) as cluster:
         assert (cluster.connected, cluster.config_label) == (False, None)
 
 
-async def test_the_label_outlives_a_restart_during_an_outage(tmp_path: Path, server: ApiServer) -> None:
-    """The label is remembered with the configuration that it chose, and the time already waited counts."""
+async def test_the_label_outlives_a_restart_during_an_outage(
+    tmp_path: Path, server: ApiServer
+) -> None:
+    """The label is remembered with the configuration that it chose,
+    and the time already waited counts.
+    """
     quick = await settings(tmp_path, server)
     named = NamedConfiguration(load({}, {}).sources, quick, Journal())
     await asyncio.to_thread((tmp_path / "four").write_text, "version: v1\n")
@@ -97,16 +116,25 @@ async def test_the_label_outlives_a_restart_during_an_outage(tmp_path: Path, ser
         await cluster.remember()
     await server.down()
     began = time.monotonic()
-    patient = msgspec.structs.replace(quick, cluster=msgspec.structs.replace(quick.cluster, start_wait_seconds=FOR_EVER_SECONDS))
+    patient = msgspec.structs.replace(
+        quick, cluster=msgspec.structs.replace(quick.cluster, start_wait_seconds=FOR_EVER_SECONDS)
+    )
     async with connected(patient, waited_seconds=FOR_EVER_SECONDS) as cluster:
         assert time.monotonic() - began < PATIENCE_SECONDS
         assert cluster.remembered is not None
-        assert (cluster.remembered.config_label, cluster.remembered.named_config) == ("four", "four")
+        assert (cluster.remembered.config_label, cluster.remembered.named_config) == (
+            "four",
+            "four",
+        )
         assert cluster.remembered.named_text == "version: v1\n"
 
 
-async def test_what_could_not_be_remembered_is_remembered_once_the_disk_takes_it(tmp_path: Path, server: ApiServer) -> None:
-    """The Node may say nothing new for weeks after the disk was full, and then comes an outage with a restart."""
+async def test_what_could_not_be_remembered_is_remembered_once_the_disk_takes_it(
+    tmp_path: Path, server: ApiServer
+) -> None:
+    """The Node may say nothing new for weeks after the disk was full,
+    and then comes an outage with a restart.
+    """
     quick, state = await settings(tmp_path, server), tmp_path / "state"
     await asyncio.to_thread(state.write_text, "")  # something is in the place of the directory
     async with connected(quick) as cluster:

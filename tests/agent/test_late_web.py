@@ -1,4 +1,6 @@
-"""The web server behind the registrations: not before them, not much later, and never in their way."""
+"""The web server behind the registrations:
+not before them, not much later, and never in their way.
+"""
 
 from __future__ import annotations
 
@@ -59,13 +61,21 @@ async def test_a_start_that_waits_is_shown(port: int, monkeypatch: pytest.Monkey
 
 
 async def test_a_taken_port_is_noticed_before_anything_is_registered(port: int) -> None:
-    """An agent that ended after its registration would have had pods admitted that it never serves."""
-    with socket.create_server(("127.0.0.1", port)), pytest.raises(ListenError, match="the address is already in use"):
+    """An agent that ended after its registration would have had pods admitted
+    that it never serves.
+    """
+    with (
+        socket.create_server(("127.0.0.1", port)),
+        pytest.raises(ListenError, match="the address is already in use"),
+    ):
         await on(port).__aenter__()
 
 
 async def test_a_port_that_is_taken_later_is_an_error_as_well(port: int) -> None:
     """A waiting caller receives the failure of the start, and nothing is left listening."""
     async with on(port) as web:
-        with socket.create_server(("127.0.0.1", port)), pytest.raises(ListenError, match="the address is already in use"):
+        with (
+            socket.create_server(("127.0.0.1", port)),
+            pytest.raises(ListenError, match="the address is already in use"),
+        ):
             await web.start(lambda: True)

@@ -5,13 +5,25 @@ from __future__ import annotations
 import subprocess
 import sys
 
-_HEAVY = ["kubernetes_asyncio", "grpc", "google.protobuf", "pydantic", "uvloop", "numpy", "vgpu_agent.sim"]
+_HEAVY = [
+    "kubernetes_asyncio",
+    "grpc",
+    "google.protobuf",
+    "pydantic",
+    "uvloop",
+    "numpy",
+    "vgpu_agent.sim",
+]
 
 
 def test_the_agent_loads_nothing_heavy_and_no_simulator() -> None:
     """Neither an independent gRPC stack nor the simulator is part of a node with real GPUs."""
-    program = f"import sys, vgpu_agent.agent; print([name for name in {_HEAVY!r} if name in sys.modules])"
-    ran = subprocess.run([sys.executable, "-c", program], check=True, capture_output=True, text=True)
+    program = (
+        f"import sys, vgpu_agent.agent; print([name for name in {_HEAVY!r} if name in sys.modules])"
+    )
+    ran = subprocess.run(
+        [sys.executable, "-c", program], check=True, capture_output=True, text=True
+    )
     assert ran.stdout.strip() == "[]"
 
 
@@ -34,7 +46,12 @@ print(kib() - before)
 
 def _kept_kib(first: str) -> int:
     """Return how much more a fresh process holds after 40 MB of messages that are gone."""
-    ran = subprocess.run([sys.executable, "-c", _BIG_BLOCKS.format(first=first)], check=True, capture_output=True, text=True)
+    ran = subprocess.run(
+        [sys.executable, "-c", _BIG_BLOCKS.format(first=first)],
+        check=True,
+        capture_output=True,
+        text=True,
+    )
     return int(ran.stdout)
 
 
@@ -44,15 +61,17 @@ def test_big_blocks_go_back_to_the_system() -> None:
 
 
 def test_the_c_library_still_keeps_big_blocks_by_itself() -> None:
-    """The day on which this fails, `keep_small` has become needless and can go. Now and then a thread's heap happens to be empty."""
+    """The day on which this fails, `keep_small` has become needless and can go. Now and then a
+    thread's heap happens to be empty.
+    """
     assert any(_kept_kib("") > 4 * 2048 for _ in range(8))
 
 
 def test_what_lies_between_blocks_in_use_goes_back_too() -> None:
     """Freed blocks between blocks in use go back only when `give_back` is called.
 
-    Of 20 MB in blocks of 4,000 bytes all but every fiftieth are freed. Hardly anything goes back before the call,
-    nearly all after it.
+    Of 20 MB in blocks of 4,000 bytes all but every fiftieth are freed. Hardly anything goes back
+    before the call, nearly all after it.
     """
     program = """
 from vgpu_agent.agent.memory import give_back, keep_small
@@ -66,14 +85,18 @@ kept = kib() - before
 give_back()
 print(kept, kib() - before)
 """
-    ran = subprocess.run([sys.executable, "-c", program], check=True, capture_output=True, text=True)
+    ran = subprocess.run(
+        [sys.executable, "-c", program], check=True, capture_output=True, text=True
+    )
     kept, left = map(int, ran.stdout.split())
     assert kept > 15_000
     assert left < 3_000
 
 
 def test_what_the_start_has_made_is_not_searched_again() -> None:
-    """Everything that is there when the start is over stays, and a search for cycles passes it over. Later ones are found as ever."""
+    """Everything that is there when the start is over stays, and a search for cycles passes it
+    over. Later ones are found as ever.
+    """
     program = """
 import gc, weakref
 from vgpu_agent.agent.memory import settle
@@ -84,5 +107,7 @@ thing = Thing(); thing.itself = thing; gone = weakref.ref(thing); del thing
 gc.collect()
 print(gc.get_freeze_count() > 5000, len(gc.get_objects()) < 5000, gone() is None)
 """
-    ran = subprocess.run([sys.executable, "-c", program], check=True, capture_output=True, text=True)
+    ran = subprocess.run(
+        [sys.executable, "-c", program], check=True, capture_output=True, text=True
+    )
     assert ran.stdout.split() == ["True", "True", "True"]

@@ -1,4 +1,6 @@
-"""The named configuration of a node: which one at start, with and without an API server, and what happens while it runs."""
+"""The named configuration of a node: which one at start, with and without an API server,
+and what happens while it runs.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,12 @@ import pytest
 from blockbuster import BlockBuster
 
 from tests.patience import PATIENCE_SECONDS
-from vgpu_agent.agent.named_configuration import InForce, NamedConfiguration, keys_in, with_named_configuration
+from vgpu_agent.agent.named_configuration import (
+    InForce,
+    NamedConfiguration,
+    keys_in,
+    with_named_configuration,
+)
 from vgpu_agent.agent.reload import Reload
 from vgpu_agent.agent.remembered import Memory, Remembered
 from vgpu_agent.config.load import Loaded, load, load_sources
@@ -28,7 +35,9 @@ NODE, LABEL = "node-a", "nvidia.com/device-plugin.config"
 
 @pytest.fixture(autouse=True)
 def _kubeconfig_is_read_in_a_loop_of_its_own(_no_blocked_loop: BlockBuster) -> None:
-    """kubernetes-asyncio reads the kubeconfig in a coroutine; the agent runs that in a loop of its own, in a thread."""
+    """kubernetes-asyncio reads the kubeconfig in a coroutine;
+    the agent runs that in a loop of its own, in a thread.
+    """
     _no_blocked_loop.deactivate()
 
 
@@ -52,7 +61,10 @@ def shelf(tmp_path: Path) -> Path:
 
 def write(file: Path, replicas: int) -> None:
     """A configuration of NVIDIA's plugin."""
-    file.write_text(f"version: v1\nsharing: {{timeSlicing: {{resources: [{{name: nvidia.com/gpu, replicas: {replicas}}}]}}}}\n")
+    file.write_text(
+        "version: v1\nsharing: {timeSlicing: {resources: [{name: nvidia.com/gpu, replicas: "
+        f"{replicas}}}]}}}}\n"
+    )
 
 
 def label(server: ApiServer, value: str | None) -> None:
@@ -60,8 +72,17 @@ def label(server: ApiServer, value: str | None) -> None:
     server.objects.patch("nodes", NODE, {"metadata": {"labels": {LABEL: value}}})
 
 
-async def own(tmp_path: Path, server: ApiServer | None, *, more: str = "", cluster: str = "", wait_seconds: float = 60.0) -> Loaded:
-    """The agent's own configuration, which names the directory; ``wait_seconds`` is how long a start waits for the API server."""
+async def own(
+    tmp_path: Path,
+    server: ApiServer | None,
+    *,
+    more: str = "",
+    cluster: str = "",
+    wait_seconds: float = 60.0,
+) -> Loaded:
+    """The agent's own configuration, which names the directory; ``wait_seconds`` is how long a
+    start waits for the API server.
+    """
     lines = [
         "version: v1",
         f"nodeName: {NODE}",
@@ -70,13 +91,17 @@ async def own(tmp_path: Path, server: ApiServer | None, *, more: str = "", clust
         f"cluster: {{{cluster}startWaitSeconds: {wait_seconds}, requestTimeoutSeconds: 60}}",
     ]
     if server is not None:
-        lines.append(f"kubeconfig: {await asyncio.to_thread(server.kubeconfig, tmp_path / 'kubeconfig')}")
+        lines.append(
+            f"kubeconfig: {await asyncio.to_thread(server.kubeconfig, tmp_path / 'kubeconfig')}"
+        )
     file = tmp_path / "config.yaml"
     await asyncio.to_thread(file.write_text, "\n".join(lines))
     return await asyncio.to_thread(load, {"--config": str(file)}, {})
 
 
-async def begun(tmp_path: Path, server: ApiServer | None, *, more: str = "") -> tuple[Loaded, NamedConfiguration]:
+async def begun(
+    tmp_path: Path, server: ApiServer | None, *, more: str = ""
+) -> tuple[Loaded, NamedConfiguration]:
     """Load the settings and the named configuration, as `composition.run` does first."""
     loaded, named = await with_named_configuration(await own(tmp_path, server, more=more))
     assert named is not None
@@ -105,24 +130,34 @@ async def test_without_a_directory_nothing_is_asked_and_nothing_chosen() -> None
     assert await with_named_configuration(loaded) == (loaded, None)
 
 
-async def test_the_label_decides_what_the_agent_starts_with(tmp_path: Path, shelf: Path, server: ApiServer) -> None:
+async def test_the_label_decides_what_the_agent_starts_with(
+    tmp_path: Path, shelf: Path, server: ApiServer
+) -> None:
     """Before anything is built, so that what needs a restart is in force, too."""
     label(server, "four")
     loaded, named = await begun(tmp_path, server)
     assert replicas(loaded) == 4
     assert (named.choice.key, named.problem) == ("four", "")
-    assert journalled(named, "config.named") == [{"name": "four", "reason": f"label {LABEL}=four", "directory": str(shelf)}]
+    assert journalled(named, "config.named") == [
+        {"name": "four", "reason": f"label {LABEL}=four", "directory": str(shelf)}
+    ]
 
 
-async def test_without_the_label_default_and_fallbacks_decide(tmp_path: Path, shelf: Path, server: ApiServer) -> None:
-    """Two configurations have no default between them, and NVIDIA's third strategy chooses none at all."""
+async def test_without_the_label_default_and_fallbacks_decide(
+    tmp_path: Path, shelf: Path, server: ApiServer
+) -> None:
+    """Two configurations have no default between them,
+    and NVIDIA's third strategy chooses none at all.
+    """
     loaded, named = await begun(tmp_path, server)
     assert (replicas(loaded), named.choice.key, named.problem) == (1, "", "")
     loaded, named = await begun(tmp_path, server, more=", default: two")
     assert (replicas(loaded), named.choice.key) == (2, "two")
 
 
-async def test_a_label_that_is_switched_is_followed(tmp_path: Path, shelf: Path, server: ApiServer) -> None:
+async def test_a_label_that_is_switched_is_followed(
+    tmp_path: Path, shelf: Path, server: ApiServer
+) -> None:
     """`reload` asks before each look at the files."""
     label(server, "four")
     _, named = await begun(tmp_path, server)
@@ -133,7 +168,9 @@ async def test_a_label_that_is_switched_is_followed(tmp_path: Path, shelf: Path,
     assert (await named.sources()).flags["--config-file"] == ""
 
 
-async def test_a_label_that_names_nothing_changes_nothing_and_says_so_once(tmp_path: Path, shelf: Path, server: ApiServer) -> None:
+async def test_a_label_that_names_nothing_changes_nothing_and_says_so_once(
+    tmp_path: Path, shelf: Path, server: ApiServer
+) -> None:
     """The last good configuration stays until the label or the directory is put right."""
     label(server, "four")
     _, named = await begun(tmp_path, server)
@@ -147,8 +184,12 @@ async def test_a_label_that_names_nothing_changes_nothing_and_says_so_once(tmp_p
     assert named.problem == ""
 
 
-async def test_what_is_in_force_is_what_could_be_applied(tmp_path: Path, shelf: Path, server: ApiServer) -> None:
-    """`reload` reports it. A restart falls back upon it, and reports the refused choice beside the label's problem."""
+async def test_what_is_in_force_is_what_could_be_applied(
+    tmp_path: Path, shelf: Path, server: ApiServer
+) -> None:
+    """`reload` reports it. A restart falls back upon it,
+    and reports the refused choice beside the label's problem.
+    """
 
     async def apply(settings: Settings) -> None:
         applied.append(settings)
@@ -170,7 +211,9 @@ async def test_what_is_in_force_is_what_could_be_applied(tmp_path: Path, shelf: 
     assert '"typo"' in reload.problem.splitlines()[1]
 
 
-async def test_a_directory_that_vanishes_changes_nothing(tmp_path: Path, shelf: Path, server: ApiServer) -> None:
+async def test_a_directory_that_vanishes_changes_nothing(
+    tmp_path: Path, shelf: Path, server: ApiServer
+) -> None:
     """A mount that is taken away is no request for another configuration."""
     label(server, "four")
     _, named = await begun(tmp_path, server)
@@ -179,7 +222,9 @@ async def test_a_directory_that_vanishes_changes_nothing(tmp_path: Path, shelf: 
     assert "namedConfig.directory" in named.problem
 
 
-async def test_an_agent_that_starts_with_a_wrong_label_goes_on_as_the_one_before(tmp_path: Path, shelf: Path, server: ApiServer) -> None:
+async def test_an_agent_that_starts_with_a_wrong_label_goes_on_as_the_one_before(
+    tmp_path: Path, shelf: Path, server: ApiServer
+) -> None:
     """A restart is no reason to offer pods something else."""
     label(server, "typo")
     await remember(tmp_path, config_label="typo", named_config="four")
@@ -200,8 +245,12 @@ async def test_a_wrong_label_on_a_node_without_a_past_counts_as_none(
     assert '"typo"' in named.problem
 
 
-async def test_without_an_answer_the_start_goes_by_what_was_read_before(tmp_path: Path, shelf: Path, server: ApiServer) -> None:
-    """The start waits no longer than cluster.startWaitSeconds, which NVIDIA's init container does (its issue 1540)."""
+async def test_without_an_answer_the_start_goes_by_what_was_read_before(
+    tmp_path: Path, shelf: Path, server: ApiServer
+) -> None:
+    """The start waits no longer than cluster.startWaitSeconds,
+    which NVIDIA's init container does (its issue 1540).
+    """
     await remember(tmp_path, config_label="four")
     settings = await own(tmp_path, server, wait_seconds=0.3)
     await server.down()
@@ -217,28 +266,39 @@ async def test_a_server_that_hangs_is_not_waited_for(tmp_path: Path, shelf: Path
         kubeconfig = await asyncio.to_thread(server.kubeconfig, tmp_path / "kubeconfig")
     with socket.create_server(("127.0.0.1", 0)) as hung:  # only the kernel takes the connection
         url = f"http://127.0.0.1:{hung.getsockname()[1]}"
-        await asyncio.to_thread(kubeconfig.write_text, kubeconfig.read_text().replace(server.url, url))
-        settings = await asyncio.to_thread(load, {**settings.sources.flags, "--kubeconfig": str(kubeconfig)}, {})
+        await asyncio.to_thread(
+            kubeconfig.write_text, kubeconfig.read_text().replace(server.url, url)
+        )
+        settings = await asyncio.to_thread(
+            load, {**settings.sources.flags, "--kubeconfig": str(kubeconfig)}, {}
+        )
         loaded, named = await asyncio.wait_for(with_named_configuration(settings), PATIENCE_SECONDS)
     assert named is not None
     assert replicas(loaded) == 1
     assert 0.3 <= named.waited_seconds < PATIENCE_SECONDS
     assert named.problem == (
-        f"label {LABEL} of this node has not been read: no answer from the API server in 0.3 s; until then it counts as not set"
+        f"label {LABEL} of this node has not been read: no answer from the API server in 0.3 s; "
+        "until then it counts as not set"
     )
     named.follow(lambda: "four")
     assert (await named.sources()).flags["--config-file"] == str(shelf / "four")
     assert named.problem == ""
 
 
-async def test_who_wants_no_api_server_has_default_and_fallbacks(tmp_path: Path, shelf: Path) -> None:
+async def test_who_wants_no_api_server_has_default_and_fallbacks(
+    tmp_path: Path, shelf: Path
+) -> None:
     """With cluster.enabled: never there is no label, and nothing to complain of."""
-    loaded, named = await with_named_configuration(await own(tmp_path, None, more=", default: two", cluster="enabled: never, "))
+    loaded, named = await with_named_configuration(
+        await own(tmp_path, None, more=", default: two", cluster="enabled: never, ")
+    )
     assert named is not None
     assert (replicas(loaded), named.problem) == (2, "")
 
 
-async def test_a_named_configuration_that_is_wrong_ends_a_start_as_any_other_does(tmp_path: Path, shelf: Path, server: ApiServer) -> None:
+async def test_a_named_configuration_that_is_wrong_ends_a_start_as_any_other_does(
+    tmp_path: Path, shelf: Path, server: ApiServer
+) -> None:
     """The sentence has the file in it."""
     label(server, "four")
     await asyncio.to_thread((shelf / "four").write_text, "version: v2\n")
@@ -246,8 +306,12 @@ async def test_a_named_configuration_that_is_wrong_ends_a_start_as_any_other_doe
         await begun(tmp_path, server)
 
 
-async def test_a_wrong_one_does_not_stop_a_restart_that_knows_the_good_one(tmp_path: Path, shelf: Path, server: ApiServer) -> None:
-    """It runs with the text from before, and the first look at the files says what is wrong with the new one."""
+async def test_a_wrong_one_does_not_stop_a_restart_that_knows_the_good_one(
+    tmp_path: Path, shelf: Path, server: ApiServer
+) -> None:
+    """It runs with the text from before, and the first look at the files says what is wrong
+    with the new one.
+    """
     label(server, "four")
     good = await asyncio.to_thread((shelf / "four").read_text)
     await remember(tmp_path, named_config="four", named_text=good)
@@ -257,19 +321,29 @@ async def test_a_wrong_one_does_not_stop_a_restart_that_knows_the_good_one(tmp_p
     outcome = await anext(changes(loaded, interval_seconds=0.01, sources=named.sources))
     assert isinstance(outcome, ConfigError)
     assert "available-configs/four" in str(outcome)
-    assert [facts["problems"] for facts in journalled(named, "config.refused")] == [outcome.problems]
+    assert [facts["problems"] for facts in journalled(named, "config.refused")] == [
+        outcome.problems
+    ]
     assert named.in_force == InForce("four", good)
 
 
-async def test_a_wrong_one_under_a_new_name_leaves_the_good_one_of_before_too(tmp_path: Path, shelf: Path, server: ApiServer) -> None:
-    """The label was changed to it while an agent ran, which kept what it had. Its restart must not end the node's service."""
+async def test_a_wrong_one_under_a_new_name_leaves_the_good_one_of_before_too(
+    tmp_path: Path, shelf: Path, server: ApiServer
+) -> None:
+    """The label was changed to it while an agent ran, which kept what it had.
+    Its restart must not end the node's service.
+    """
     label(server, "four")
     two = await asyncio.to_thread((shelf / "two").read_text)
     await remember(tmp_path, named_config="two", named_text=two)
     await asyncio.to_thread((shelf / "four").write_text, "version: v2\n")
     loaded, named = await begun(tmp_path, server)
     assert replicas(loaded) == 2
-    assert (named.in_force, named.report["name"], named.report["in_force"]) == (InForce("two", two), "four", "two")
+    assert (named.in_force, named.report["name"], named.report["in_force"]) == (
+        InForce("two", two),
+        "four",
+        "two",
+    )
     outcome = await anext(changes(loaded, interval_seconds=0.01, sources=named.sources))
     assert isinstance(outcome, ConfigError)
     write(shelf / "four", 4)
@@ -277,7 +351,9 @@ async def test_a_wrong_one_under_a_new_name_leaves_the_good_one_of_before_too(tm
     assert replicas(mended) == 4
 
 
-async def test_a_wrong_one_where_none_was_in_force_leaves_it_at_none(tmp_path: Path, shelf: Path, server: ApiServer) -> None:
+async def test_a_wrong_one_where_none_was_in_force_leaves_it_at_none(
+    tmp_path: Path, shelf: Path, server: ApiServer
+) -> None:
     """This is also what runs on the node."""
     label(server, "four")
     await remember(tmp_path, named_config="", named_text="")
@@ -294,7 +370,9 @@ async def test_a_directory_that_is_missing_ends_a_start(tmp_path: Path, server: 
 
 
 def test_keys_are_the_files_of_a_mounted_config_map(tmp_path: Path) -> None:
-    """The kubelet mounts links into ``..data``, itself a link. Neither that nor a directory is a key."""
+    """The kubelet mounts links into ``..data``, itself a link.
+    Neither that nor a directory is a key.
+    """
     version = tmp_path / "..2026"
     version.mkdir()
     (version / "a.yaml").write_text("version: v1\n")
@@ -307,5 +385,7 @@ def test_keys_are_the_files_of_a_mounted_config_map(tmp_path: Path) -> None:
 
 def test_a_directory_that_is_not_there_is_told_with_its_setting(tmp_path: Path) -> None:
     """The usual reason is a mount that was forgotten."""
-    with pytest.raises(ConfigError, match=r"namedConfig\.directory: .*/nowhere cannot be read: No such file"):
+    with pytest.raises(
+        ConfigError, match=r"namedConfig\.directory: .*/nowhere cannot be read: No such file"
+    ):
         keys_in(str(tmp_path / "nowhere"))

@@ -58,18 +58,25 @@ async def test_what_a_new_file_says_without_effect_is_told_once(applied: Applied
     with structlog.testing.capture_logs() as told:
         await reload.take(loaded("nvidiaConfig: {colour: red, migStrategy: mixed}\n"))
     assert [line["problem"] for line in told if line["event"] == "config.warning"] == [
-        "config.yaml:2: nvidiaConfig.migStrategy: has no effect here; did you mean nvidiaConfig.flags.migStrategy?"
+        (
+            "config.yaml:2: nvidiaConfig.migStrategy: has no effect here; did you mean "
+            "nvidiaConfig.flags.migStrategy?"
+        )
     ]
 
 
 async def test_families_that_collide_are_named_once(applied: Applied) -> None:
-    """The rest of a changed file is applied, so this sentence alone tells why something is missing."""
+    """The rest of a changed file is applied,
+    so this sentence alone tells why something is missing.
+    """
     both = "families: {aws: true}\naws:\n  resourceName: nvidia.com/gpu\n"
     reload = Reload(loaded(), apply=applied, journal=Journal())
     with structlog.testing.capture_logs() as told:
         await reload.take(loaded(both))
         await reload.take(loaded(f"{both}  vgpus: 4\n"))
-    assert [line["problem"] for line in told if line["event"] == "config.collision"] == list(loaded(both).collisions)
+    assert [line["problem"] for line in told if line["event"] == "config.collision"] == list(
+        loaded(both).collisions
+    )
     assert len(applied.settings) == 2
 
 
@@ -106,7 +113,9 @@ async def test_what_needs_a_restart_is_named_until_it_is_taken_back(applied: App
 
 
 async def test_only_what_takes_effect_at_once_is_applied(applied: Applied) -> None:
-    """A new pace of polling is named as needing a restart, so it must not be half in force before."""
+    """A new pace of polling is named as needing a restart,
+    so it must not be half in force before.
+    """
     reload = Reload(loaded(), apply=applied, journal=Journal())
     await reload.take(loaded("gpu: {pollSeconds: 1, recovery: {quietSeconds: 7}}\n"))
     (settings,) = applied.settings
@@ -122,7 +131,9 @@ async def test_a_new_log_level_is_in_force_at_once(applied: Applied) -> None:
     assert log.current_level() == "warning"
 
 
-async def test_a_reload_of_something_else_leaves_a_level_set_by_hand_alone(applied: Applied) -> None:
+async def test_a_reload_of_something_else_leaves_a_level_set_by_hand_alone(
+    applied: Applied,
+) -> None:
     """``PUT /debug/loglevel`` holds until the file's own level changes."""
     reload = Reload(loaded(), apply=applied, journal=Journal())
     log.set_level("error")

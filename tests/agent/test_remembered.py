@@ -8,7 +8,9 @@ import pytest
 
 from vgpu_agent.agent.remembered import Memory, Remembered
 
-FACTS = Remembered("node-a", "v1.31.0", "containerd://2.0.0", {"device-config.yaml": ("nvidia: {}",)})
+FACTS = Remembered(
+    "node-a", "v1.31.0", "containerd://2.0.0", {"device-config.yaml": ("nvidia: {}",)}
+)
 
 
 async def test_what_was_kept_is_recalled_by_the_next_process(tmp_path: Path) -> None:

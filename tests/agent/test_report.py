@@ -1,4 +1,6 @@
-"""The verdicts behind ``/readyz`` and ``/livez``, in what words; and what is collected about ledger, binding and API server."""
+"""The verdicts behind ``/readyz`` and ``/livez``, in what words; and what is collected about
+ledger, binding and API server.
+"""
 
 from __future__ import annotations
 
@@ -55,14 +57,18 @@ class Parts:
 
     def __init__(self, supervisor: Supervisor, directory: Path, config: str = "") -> None:
         loaded = load_contents(
-            Sources({}, {}, "config.yaml"), Contents(f"version: v1\nkubelet: {{directory: {directory}}}\n{config}".encode())
+            Sources({}, {}, "config.yaml"),
+            Contents(f"version: v1\nkubelet: {{directory: {directory}}}\n{config}".encode()),
         )
         settings = loaded.settings
         journal, self.ledger, self.kubelet = Journal(), Ledger(), KubeletStatus()
         self.supervisor, self.watch = supervisor, GpuWatch(settings.gpu, journal)
         self.allocator = Allocator(
             without_pods(
-                ledger=self.ledger, families=Families((NvidiaFamily(NvidiaOptions()),)), inventory=golden_inventory, journal=journal
+                ledger=self.ledger,
+                families=Families((NvidiaFamily(NvidiaOptions()),)),
+                inventory=golden_inventory,
+                journal=journal,
             )
         )
         path = settings.kubelet.device_plugin_directory
@@ -105,7 +111,9 @@ class Parts:
                 ledger=self.ledger,
                 settings=settings.kubelet,
                 kubelet=self.kubelet,
-                pod_resources=PodResources(settings.kubelet.pod_resources_socket, timeout_seconds=1),
+                pod_resources=PodResources(
+                    settings.kubelet.pod_resources_socket, timeout_seconds=1
+                ),
                 book=PodCache(),
                 journal=journal,
                 servers=tuple,
@@ -138,7 +146,10 @@ class Parts:
 @contextlib.asynccontextmanager
 async def parts(directory: Path) -> AsyncIterator[Parts]:
     """The parts, serving both golden GPUs."""
-    async with asyncio.timeout(10), Supervisor(backoff_min_seconds=0.1, backoff_max_seconds=1) as supervisor:
+    async with (
+        asyncio.timeout(10),
+        Supervisor(backoff_min_seconds=0.1, backoff_max_seconds=1) as supervisor,
+    ):
         parts = Parts(supervisor, directory)
         parts.allocator.refresh_offer()
         await parts.offering.sync()
@@ -148,29 +159,48 @@ async def parts(directory: Path) -> AsyncIterator[Parts]:
 async def test_a_resource_that_waits_for_kubelet_is_not_ready_and_says_so(tmp_path: Path) -> None:
     """Nothing is wrong with the process, so it stays alive."""
     async with parts(tmp_path) as node:
-        assert node.not_ready == {"resource nvidia.com/gpu": f"waiting for kubelet: there is no {tmp_path}/device-plugins/kubelet.sock"}
+        assert node.not_ready == {
+            "resource nvidia.com/gpu": (
+                f"waiting for kubelet: there is no {tmp_path}/device-plugins/kubelet.sock"
+            )
+        }
         assert node.not_alive == {}
 
 
 @pytest.mark.parametrize(
     ("config", "inventory", "reason"),
     [
-        ("", Inventory(), "this node has no GPU to offer; /debug/devices says which cards did not answer"),
+        (
+            "",
+            Inventory(),
+            "this node has no GPU to offer; /debug/devices says which cards did not answer",
+        ),
         (
             "",
             golden_inventory(),
-            "nothing of this node's 2 GPUs is offered; /debug/devices shows them, /debug/events?event=config.caution says why",
+            (
+                "nothing of this node's 2 GPUs is offered; /debug/devices shows them, "
+                "/debug/events?event=config.caution says why"
+            ),
         ),
         (
             "families: {nvidia: false}\n",
             golden_inventory(),
-            "no family of resources is on; set one of families.nvidia, aws, volcanoVgpu, volcanoGpushare to true",
+            (
+                "no family of resources is on; set one of families.nvidia, aws, volcanoVgpu, "
+                "volcanoGpushare to true"
+            ),
         ),
     ],
 )
-async def test_why_nothing_is_offered_is_told_apart(tmp_path: Path, config: str, inventory: Inventory, reason: str) -> None:
+async def test_why_nothing_is_offered_is_told_apart(
+    tmp_path: Path, config: str, inventory: Inventory, reason: str
+) -> None:
     """A node that switches to another family without naming it has no broken cards to look for."""
-    async with asyncio.timeout(10), Supervisor(backoff_min_seconds=0.1, backoff_max_seconds=1) as supervisor:
+    async with (
+        asyncio.timeout(10),
+        Supervisor(backoff_min_seconds=0.1, backoff_max_seconds=1) as supervisor,
+    ):
         node = Parts(supervisor, tmp_path, config)
         node.watch.inventory.publish(inventory)
         assert node.not_ready == {"gpus": reason}
@@ -180,8 +210,13 @@ async def test_a_refused_registration_stays_in_the_verdict(tmp_path: Path) -> No
     """kubelet V6: the loop has ended for good, and that must be seen without reading the log."""
     async with parts(tmp_path) as node:
         (status,) = node.offering.statuses
-        status.state, status.last_error = PluginState.FAILED, "kubelet refuses to register nvidia.com/gpu"
-        assert node.not_ready == {"resource nvidia.com/gpu": "failed; kubelet refuses to register nvidia.com/gpu"}
+        status.state, status.last_error = (
+            PluginState.FAILED,
+            "kubelet refuses to register nvidia.com/gpu",
+        )
+        assert node.not_ready == {
+            "resource nvidia.com/gpu": "failed; kubelet refuses to register nvidia.com/gpu"
+        }
         assert node.not_alive == {}
 
 
@@ -198,7 +233,11 @@ async def test_registered_without_a_stream_is_not_ready(tmp_path: Path) -> None:
 async def test_a_hung_driver_is_named_and_no_reason_to_restart(tmp_path: Path) -> None:
     """A restart does not help against a hung driver, and would take the other GPUs away."""
     async with parts(tmp_path) as node:
-        node.watch.status.state, node.watch.status.call, node.watch.status.since = NvmlState.HUNG, "nvmlDeviceGetName", time.time() - 7
+        node.watch.status.state, node.watch.status.call, node.watch.status.since = (
+            NvmlState.HUNG,
+            "nvmlDeviceGetName",
+            time.time() - 7,
+        )
         assert node.not_ready["nvml"].startswith("nvmlDeviceGetName has not returned for 7 s")
         assert node.not_alive == {}
 
@@ -206,12 +245,15 @@ async def test_a_hung_driver_is_named_and_no_reason_to_restart(tmp_path: Path) -
 async def test_a_stuck_loop_is_named_with_the_time_it_has_been_silent(tmp_path: Path) -> None:
     """Counted from its last sign of life, not from the end of our patience."""
     async with parts(tmp_path) as node:
-        node.supervisor.start("watch", asyncio.Event().wait, stuck_after_seconds=12)  # type: ignore[arg-type]  # what it returns is ignored
+        # what it returns is ignored
+        node.supervisor.start("watch", asyncio.Event().wait, stuck_after_seconds=12)  # type: ignore[arg-type]
         await asyncio.sleep(0)
         node.supervisor._beats["watch"] -= 11
         assert node.not_alive == {}
         node.supervisor._beats["watch"] -= 9
-        assert node.not_alive == {"task watch": "no sign of life for 20 s; it will not come back by itself"}
+        assert node.not_alive == {
+            "task watch": "no sign of life for 20 s; it will not come back by itself"
+        }
 
 
 def a_resource(name: str, family: str, ids: Sequence[DeviceId], **changes: Any) -> Resource:
@@ -225,9 +267,25 @@ async def test_a_device_may_have_as_many_holders_as_one_family_allows(tmp_path: 
     async with parts(tmp_path) as node:
         node.ledger.offer(
             (
-                a_resource("nvidia.com/gpu", "nvidia", (DeviceId("n-0", gpu), DeviceId("n-1", gpu)), holders_per_device=2),
-                a_resource(VGPU, "volcano-vgpu", NumberedIds((IdBlock("v-", 10, gpu),)), holders_per_device=10, decided_by=Decider.POD),
-                a_resource("volcano.sh/vgpu-memory", "volcano-vgpu", NumberedIds((IdBlock("m-", 81920, gpu),)), decided_by=Decider.NOBODY),
+                a_resource(
+                    "nvidia.com/gpu",
+                    "nvidia",
+                    (DeviceId("n-0", gpu), DeviceId("n-1", gpu)),
+                    holders_per_device=2,
+                ),
+                a_resource(
+                    VGPU,
+                    "volcano-vgpu",
+                    NumberedIds((IdBlock("v-", 10, gpu),)),
+                    holders_per_device=10,
+                    decided_by=Decider.POD,
+                ),
+                a_resource(
+                    "volcano.sh/vgpu-memory",
+                    "volcano-vgpu",
+                    NumberedIds((IdBlock("m-", 81920, gpu),)),
+                    decided_by=Decider.NOBODY,
+                ),
             )
         )
         ledger = node.report.status().ledger
@@ -239,11 +297,19 @@ async def test_a_device_may_have_as_many_holders_as_one_family_allows(tmp_path: 
 
 
 async def test_more_ids_than_can_be_looked_at_are_counted_by_block(tmp_path: Path) -> None:
-    """Thousands of millions of replicas are withheld, and the status of everything else is reported all the same."""
+    """Thousands of millions of replicas are withheld,
+    and the status of everything else is reported all the same.
+    """
     first, second = (gpu.uuid for gpu in golden_inventory().gpus)
     blocks = tuple(IdBlock(f"{uuid}::", 2**31 - 1, uuid) for uuid in (first, second))
     async with parts(tmp_path) as node:
-        node.ledger.offer((a_resource("nvidia.com/gpu", "nvidia", NumberedIds(blocks), holders_per_device=2**31 - 1),))
+        node.ledger.offer(
+            (
+                a_resource(
+                    "nvidia.com/gpu", "nvidia", NumberedIds(blocks), holders_per_device=2**31 - 1
+                ),
+            )
+        )
         ledger = node.report.status().ledger
     assert ledger.capacity == {first: 2**31 - 1, second: 2**31 - 1}
 
@@ -253,7 +319,9 @@ async def test_the_use_of_each_gpu_is_collected_with_those_who_wait(tmp_path: Pa
     async with parts(tmp_path) as node:
         node.ledger.observe(golden_inventory())
         ids = (DeviceId(U0, U0), DeviceId(U1, U1))
-        node.ledger.offer((a_resource("nvidia.com/gpu", "nvidia", ids), a_resource(VGPU, "volcano-vgpu", ids)))
+        node.ledger.offer(
+            (a_resource("nvidia.com/gpu", "nvidia", ids), a_resource(VGPU, "volcano-vgpu", ids))
+        )
         node.ledger.reserve("nvidia.com/gpu", [U0], [Share(U0)])
         before = node.report.status().ledger
         claim = Claim(U0, "volcano-vgpu", "ml/waits", "uid-waits", 1.0, 1)
@@ -270,29 +338,43 @@ async def test_what_the_ledger_offers_is_counted_once_for_each_change(tmp_path: 
     async with parts(tmp_path) as node:
         first = node.report.status().ledger
         assert node.report.status().ledger.rooms is first.rooms
-        node.ledger.reserve("nvidia.com/gpu", [next(entry.id for entry in node.ledger.resource("nvidia.com/gpu").ids)], (Share(gpu),))
-        assert node.report.status().ledger.free["nvidia.com/gpu"] == first.free["nvidia.com/gpu"] - 1
+        node.ledger.reserve(
+            "nvidia.com/gpu",
+            [next(entry.id for entry in node.ledger.resource("nvidia.com/gpu").ids)],
+            (Share(gpu),),
+        )
+        assert (
+            node.report.status().ledger.free["nvidia.com/gpu"] == first.free["nvidia.com/gpu"] - 1
+        )
 
 
 async def test_refusals_and_the_binding_mode_are_reported(tmp_path: Path) -> None:
     """With the counters of starts, which are 0 where ids name GPUs."""
     async with parts(tmp_path) as node:
-        node.refusals.refuse(Pod("uid-1", "default", "train"), "main", VGPU, "no GPU has 8000 MiB left")
-        node.allocator.use_mode(BindingMode(late=False, by_annotation=False, reason="binding.mode is early"))
+        node.refusals.refuse(
+            Pod("uid-1", "default", "train"), "main", VGPU, "no GPU has 8000 MiB left"
+        )
+        node.allocator.use_mode(
+            BindingMode(late=False, by_annotation=False, reason="binding.mode is early")
+        )
         binding = node.report.status().binding
     assert [refusal.reason for refusal in binding.refusals] == ["no GPU has 8000 MiB left"]
     assert binding.mode == node.allocator.mode
     assert (binding.ambiguities, binding.wrong_guesses, binding.exchanges) == (0, 0, 0)
 
 
-async def test_families_are_reported_with_what_keeps_them_from_being_offered(tmp_path: Path) -> None:
+async def test_families_are_reported_with_what_keeps_them_from_being_offered(
+    tmp_path: Path,
+) -> None:
     """A family whose plugin server runs is offered; of the other one the reason is known."""
     async with parts(tmp_path) as node:
         node.families._families = Families((NvidiaFamily(NvidiaOptions()),))
         assert node.report.status().binding.families == (FamilyStatus("nvidia"),)
         await node.offering.stop()
         node.offering.blocked = {"nvidia": "it is switched off"}
-        assert node.report.status().binding.families == (FamilyStatus("nvidia", offered=False, trouble="it is switched off"),)
+        assert node.report.status().binding.families == (
+            FamilyStatus("nvidia", offered=False, trouble="it is switched off"),
+        )
 
 
 async def test_without_credentials_the_cluster_side_says_why(tmp_path: Path) -> None:
@@ -300,7 +382,11 @@ async def test_without_credentials_the_cluster_side_says_why(tmp_path: Path) -> 
     async with parts(tmp_path) as node:
         await node.cluster.connect()
         cluster = node.report.status().cluster
-    assert (cluster.connected, cluster.without, cluster.waiting_for) == (False, "no family that needs the API server is on", "")
+    assert (cluster.connected, cluster.without, cluster.waiting_for) == (
+        False,
+        "no family that needs the API server is on",
+        "",
+    )
     assert (cluster.watches, cluster.writers, cluster.requests) == ((), (), {})
 
 
@@ -333,13 +419,19 @@ def _config_map(expected_in: str = "") -> ConfigMapWatch:
     )
 
 
-@pytest.mark.parametrize(("asked", "complained_of"), [("", False), ("volcano-system", False), ("kube-system", True)])
+@pytest.mark.parametrize(
+    ("asked", "complained_of"), [("", False), ("volcano-system", False), ("kube-system", True)]
+)
 async def test_a_config_map_that_may_not_be_read_where_it_was_said_to_be_is_a_problem(
     tmp_path: Path, asked: str, complained_of: bool
 ) -> None:
-    """In the two usual namespaces a missing role is as it should be. Where the ConfigMap is configured it is a mistake."""
+    """In the two usual namespaces a missing role is as it should be.
+    Where the ConfigMap is configured it is a mistake.
+    """
     cluster = ClusterAccess(
-        settings_of(state_directory=str(tmp_path)), Journal(), Supervisor(backoff_min_seconds=0.1, backoff_max_seconds=1)
+        settings_of(state_directory=str(tmp_path)),
+        Journal(),
+        Supervisor(backoff_min_seconds=0.1, backoff_max_seconds=1),
     )
     cluster.config_maps["device-config.yaml"] = _config_map(asked)
     cluster.config_maps["device-config.yaml"].statuses["kube-system"].errors = 1
@@ -348,15 +440,22 @@ async def test_a_config_map_that_may_not_be_read_where_it_was_said_to_be_is_a_pr
 
 
 async def test_watches_and_memory_are_reported(tmp_path: Path) -> None:
-    """The report says how long a watch has failed, and that an earlier agent's memory stands in for the Node."""
+    """The report says how long a watch has failed,
+    and that an earlier agent's memory stands in for the Node.
+    """
     async with parts(tmp_path) as node:
         cluster, journal, settings = node.cluster, Journal(), Cluster()
-        cluster.pods = PodWatch(Source(), "node-a", cluster.book, settings=settings, journal=journal)
+        cluster.pods = PodWatch(
+            Source(), "node-a", cluster.book, settings=settings, journal=journal
+        )
         cluster.nodes = NodeWatch(Source(), "node-a", settings=settings, journal=journal)
         cluster.config_maps["device-config.yaml"] = _config_map()
         cluster.config_maps["device-config.yaml"].statuses["kube-system"].lists = 1
         cluster.remembered = Remembered(
-            "node-a", "v1.30.0", "containerd://2.0.1", {"device-config.yaml": ("version: v1",), "config.json": ()}
+            "node-a",
+            "v1.30.0",
+            "containerd://2.0.1",
+            {"device-config.yaml": ("version: v1",), "config.json": ()},
         )
         cluster.pods.status.failing_since = 17.0
         found = node.report.status().cluster

@@ -20,12 +20,27 @@ Agent(loaded)
 print(json.dumps(sorted(sys.modules)))
 """
 # Together more than a third of all that the agent imports; and what no node with real GPUs needs.
-_LATER = ("aiohttp", "kubernetes_asyncio", "prometheus_client", "tomllib", "vgpu_agent.sim", "vgpu_agent.web.server")
+_LATER = (
+    "aiohttp",
+    "kubernetes_asyncio",
+    "prometheus_client",
+    "tomllib",
+    "vgpu_agent.sim",
+    "vgpu_agent.web.server",
+)
 
 
 def test_a_registration_waits_for_nothing_that_speaks_http() -> None:
-    """Counted in modules and not in seconds, so that it holds on any machine. The benchmark has the seconds."""
-    found = subprocess.run([sys.executable, "-c", _START], capture_output=True, check=True, text=True, timeout=PATIENCE_SECONDS)
+    """Counted in modules and not in seconds, so that it holds on any machine.
+    The benchmark has the seconds.
+    """
+    found = subprocess.run(
+        [sys.executable, "-c", _START],
+        capture_output=True,
+        check=True,
+        text=True,
+        timeout=PATIENCE_SECONDS,
+    )
     modules = set(json.loads(found.stdout))
     assert [name for name in _LATER if name in modules] == []
     assert "vgpu_agent.kubelet.server" in modules

@@ -14,14 +14,22 @@ from vgpu_agent.agent.state_file import StateFile
 
 def state_file(directory: Path) -> StateFile[dict[str, int]]:
     """The file ``facts.json`` in ``directory``."""
-    return StateFile(str(directory), "facts.json", dict[str, int], when_unreadable="nothing", when_not_written="it is forgotten")
+    return StateFile(
+        str(directory),
+        "facts.json",
+        dict[str, int],
+        when_unreadable="nothing",
+        when_not_written="it is forgotten",
+    )
 
 
 async def test_what_was_written_is_read_by_the_next_process(tmp_path: Path) -> None:
     """The directory is made, readable by no other user, and nothing unfinished stays."""
     assert await state_file(tmp_path / "state").write({"a": 1})
     assert await state_file(tmp_path / "state").read() == {"a": 1}
-    assert [(path.name, path.stat().st_mode & 0o777) for path in (tmp_path / "state").iterdir()] == [("facts.json", 0o600)]
+    assert [
+        (path.name, path.stat().st_mode & 0o777) for path in (tmp_path / "state").iterdir()
+    ] == [("facts.json", 0o600)]
 
 
 async def test_facts_that_were_read_are_not_written_again(tmp_path: Path) -> None:

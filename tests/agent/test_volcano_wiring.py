@@ -1,4 +1,6 @@
-"""The offer of a node with volcano-vgpu, from Node, ConfigMap, library and settings, and its changes while it runs."""
+"""The offer of a node with volcano-vgpu, from Node, ConfigMap, library and settings,
+and its changes while it runs.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +27,9 @@ from vgpu_agent.sim.api.server import ApiServer
 
 @pytest.fixture(autouse=True)
 def _library_reads_files(_no_blocked_loop: BlockBuster | None) -> None:
-    """kubernetes-asyncio reads the kubeconfig in a coroutine; the agent runs that in a loop of its own, in a thread."""
+    """kubernetes-asyncio reads the kubeconfig in a coroutine;
+    the agent runs that in a loop of its own, in a thread.
+    """
     assert _no_blocked_loop is not None
     _no_blocked_loop.deactivate()
 
@@ -35,43 +39,70 @@ NUMBER, MEMORY, CORES = "volcano.sh/vgpu-number", "volcano.sh/vgpu-memory", "vol
 
 def node(runtime: str = "containerd://2.1.0") -> dict[str, Any]:
     """Our Node, as kubelet registers it."""
-    return {"metadata": {"name": NODE}, "status": {"nodeInfo": {"kubeletVersion": "v1.36.3", "containerRuntimeVersion": runtime}}}
+    return {
+        "metadata": {"name": NODE},
+        "status": {"nodeInfo": {"kubeletVersion": "v1.36.3", "containerRuntimeVersion": runtime}},
+    }
 
 
 def config_map(text: str) -> dict[str, Any]:
     """Volcano's ConfigMap."""
-    return {"metadata": {"name": "volcano-vgpu-device-config"}, "data": {"device-config.yaml": text}}
+    return {
+        "metadata": {"name": "volcano-vgpu-device-config"},
+        "data": {"device-config.yaml": text},
+    }
 
 
 async def test_defaults_are_offered_once_the_node_is_read(tmp_path: Path) -> None:
-    """volcano-vgpu:G2 ten places a GPU, a hundred percents, a memory unit of one MiB that fits; bound late on a new containerd."""
+    """volcano-vgpu:G2 ten places a GPU, a hundred percents, a memory unit of one MiB that fits;
+    bound late on a new containerd.
+    """
     async with ApiServer() as server:
         server.objects.create("nodes", node())
         async with wired(await volcano_settings(tmp_path, server)) as parts:
             await parts.families.apply(parts.settings)
-            assert parts.offered == {NUMBER: 20, CORES: 200, MEMORY: 40960}  # 2 × 40 GiB in units of 2 MiB: 81,920 would not fit
+            # 2 × 40 GiB in units of 2 MiB: 81,920 would not fit
+            assert parts.offered == {NUMBER: 20, CORES: 200, MEMORY: 40960}
             assert parts.offering.blocked == {}
             assert parts.allocator.mode is not None
             assert parts.allocator.mode.late
 
 
-async def test_the_config_map_and_the_nodes_own_file_are_laid_over_the_settings(tmp_path: Path) -> None:
-    """volcano-vgpu:D23 ConfigMap, then the node's entry. What is wrong in them is named, and the rest counts."""
-    (tmp_path / "config.json").write_text('{"nodeconfig":[{"name":"node-a","devicesplitcount":3,"devicecorescaling":"many"}]}')
+async def test_the_config_map_and_the_nodes_own_file_are_laid_over_the_settings(
+    tmp_path: Path,
+) -> None:
+    """volcano-vgpu:D23 ConfigMap, then the node's entry.
+    What is wrong in them is named, and the rest counts.
+    """
+    (tmp_path / "config.json").write_text(
+        '{"nodeconfig":[{"name":"node-a","devicesplitcount":3,"devicecorescaling":"many"}]}'
+    )
     async with ApiServer() as server:
         server.objects.create("nodes", node())
-        server.objects.create("configmaps", config_map("nvidia: {deviceSplitCount: 5, gpuMemoryFactor: 10}\n"), "kube-system")
+        server.objects.create(
+            "configmaps",
+            config_map("nvidia: {deviceSplitCount: 5, gpuMemoryFactor: 10}\n"),
+            "kube-system",
+        )
         async with wired(await volcano_settings(tmp_path, server)) as parts:
             await parts.families.apply(parts.settings)
             assert parts.offered == {NUMBER: 6, CORES: 200, MEMORY: 8192}
-            assert [problem for problem in parts.families.problems if "devicecorescaling" in problem]
+            assert [
+                problem for problem in parts.families.problems if "devicecorescaling" in problem
+            ]
 
 
 async def test_a_config_map_that_is_edited_wrongly_changes_nothing(tmp_path: Path) -> None:
-    """volcano-vgpu:D23 The earlier content stays in force, also for an agent that starts afterwards, until the ConfigMap is mended."""
+    """volcano-vgpu:D23 The earlier content stays in force, also for an agent that starts
+    afterwards, until the ConfigMap is mended.
+    """
     async with ApiServer() as server:
         server.objects.create("nodes", node())
-        server.objects.create("configmaps", config_map("nvidia: {deviceSplitCount: 5, gpuMemoryFactor: 10}\n"), "kube-system")
+        server.objects.create(
+            "configmaps",
+            config_map("nvidia: {deviceSplitCount: 5, gpuMemoryFactor: 10}\n"),
+            "kube-system",
+        )
         settings = await volcano_settings(tmp_path, server)
 
         async def edited(parts: Wired, text: str | None) -> dict[str, int]:
@@ -86,8 +117,14 @@ async def test_a_config_map_that_is_edited_wrongly_changes_nothing(tmp_path: Pat
         async with wired(settings) as parts:
             await parts.families.apply(settings)
             before = parts.offered
-            assert parts.families.origins["volcano-vgpu"] == {"device_split_count": KEY, "gpu_memory_factor": KEY}
-            assert await edited(parts, "nvidia: {deviceSplitCount: many, gpuMemoryFactor: ten}") == before
+            assert parts.families.origins["volcano-vgpu"] == {
+                "device_split_count": KEY,
+                "gpu_memory_factor": KEY,
+            }
+            assert (
+                await edited(parts, "nvidia: {deviceSplitCount: many, gpuMemoryFactor: ten}")
+                == before
+            )
             assert await edited(parts, "nvidia: {") == before
             assert "what stood there before stays in force" in parts.families.problems[0]
             assert await edited(parts, None) == before  # the key is misspelt
@@ -96,15 +133,21 @@ async def test_a_config_map_that_is_edited_wrongly_changes_nothing(tmp_path: Pat
         async with wired(settings) as parts:
             await parts.families.apply(settings)
             assert parts.offered == before
-            assert (await edited(parts, "nvidia: {deviceSplitCount: 6, gpuMemoryFactor: 10}"))[NUMBER] == 12
+            assert (await edited(parts, "nvidia: {deviceSplitCount: 6, gpuMemoryFactor: 10}"))[
+                NUMBER
+            ] == 12
             assert parts.families.problems == ()
 
 
 async def test_a_config_map_that_is_no_longer_read_has_no_effect(tmp_path: Path) -> None:
-    """The agent remembers its text for an outage. It must not count after a restart with `readConfigMap: false`."""
+    """The agent remembers its text for an outage.
+    It must not count after a restart with `readConfigMap: false`.
+    """
     async with ApiServer() as server:
         server.objects.create("nodes", node())
-        server.objects.create("configmaps", config_map("nvidia: {deviceSplitCount: 5}\n"), "kube-system")
+        server.objects.create(
+            "configmaps", config_map("nvidia: {deviceSplitCount: 5}\n"), "kube-system"
+        )
         settings = await volcano_settings(tmp_path, server)
         async with wired(settings) as parts:
             await parts.families.apply(settings)
@@ -119,13 +162,21 @@ async def test_a_config_map_that_is_no_longer_read_has_no_effect(tmp_path: Path)
 
 
 async def test_what_two_wrong_edits_have_left_in_force_stays_over_a_restart(tmp_path: Path) -> None:
-    """volcano-vgpu:D23 The right half of the first edit counts, then nothing of the second, and of the node's own file neither."""
+    """volcano-vgpu:D23 The right half of the first edit counts, then nothing of the second,
+    and of the node's own file neither.
+    """
     async with ApiServer() as server:
         server.objects.create("nodes", node())
-        server.objects.create("configmaps", config_map("nvidia: {deviceSplitCount: 5, gpuMemoryFactor: 10}\n"), "kube-system")
+        server.objects.create(
+            "configmaps",
+            config_map("nvidia: {deviceSplitCount: 5, gpuMemoryFactor: 10}\n"),
+            "kube-system",
+        )
         settings = await volcano_settings(tmp_path, server)
         own = Path(settings.section(VolcanoVgpu).node_config_file)
-        hiding = msgspec.json.encode({"nodeconfig": [{"name": NODE, "filterdevices": {"uuid": [U1]}}]})
+        hiding = msgspec.json.encode(
+            {"nodeconfig": [{"name": NODE, "filterdevices": {"uuid": [U1]}}]}
+        )
         await asyncio.to_thread(own.write_bytes, hiding)
 
         async with wired(settings) as parts:
@@ -163,10 +214,16 @@ async def test_what_two_wrong_edits_have_left_in_force_stays_over_a_restart(tmp_
 
 
 async def test_a_restart_during_an_outage_offers_the_same(tmp_path: Path) -> None:
-    """Ids and the way of binding are those of before, from what was remembered. Without memory nothing is guessed."""
+    """Ids and the way of binding are those of before, from what was remembered.
+    Without memory nothing is guessed.
+    """
     async with ApiServer() as server:
         server.objects.create("nodes", node("containerd://1.6.0"))
-        server.objects.create("configmaps", config_map("nvidia: {deviceSplitCount: 5, gpuMemoryFactor: 10}\n"), "kube-system")
+        server.objects.create(
+            "configmaps",
+            config_map("nvidia: {deviceSplitCount: 5, gpuMemoryFactor: 10}\n"),
+            "kube-system",
+        )
         settings = await volcano_settings(tmp_path, server)
         async with wired(settings) as parts:
             await parts.families.apply(settings)
@@ -174,7 +231,10 @@ async def test_a_restart_during_an_outage_offers_the_same(tmp_path: Path) -> Non
             await parts.cluster.remember()
         await server.down()
         impatient = msgspec.structs.replace(
-            settings, cluster=Cluster(start_wait_seconds=0.1, backoff_min_seconds=0.05, backoff_max_seconds=0.1)
+            settings,
+            cluster=Cluster(
+                start_wait_seconds=0.1, backoff_min_seconds=0.05, backoff_max_seconds=0.1
+            ),
         )
         async with wired(impatient) as parts:
             await parts.families.apply(impatient)
@@ -182,7 +242,9 @@ async def test_a_restart_during_an_outage_offers_the_same(tmp_path: Path) -> Non
             assert parts.offering.blocked == {}
             assert parts.allocator.mode is not None
             assert not parts.allocator.mode.late
-        async with wired(msgspec.structs.replace(impatient, state_directory=str(tmp_path / "empty"))) as parts:
+        async with wired(
+            msgspec.structs.replace(impatient, state_directory=str(tmp_path / "empty"))
+        ) as parts:
             await parts.families.apply(parts.settings)
             assert "has not been read yet" in parts.offering.blocked["volcano-vgpu"]
 
@@ -195,22 +257,33 @@ async def test_without_credentials_the_family_waits_and_says_for_what(tmp_path: 
 
 
 async def test_a_missing_library_withholds_its_family_until_it_is_delivered(tmp_path: Path) -> None:
-    """An agent never pretends: schedulers read that nothing is free, and the delivery is noticed."""
+    """An agent never pretends: schedulers read that nothing is free,
+    and the delivery is noticed.
+    """
     hami = HamiCore(host_directory=str(tmp_path / "hami"))
     async with ApiServer() as server:
         server.objects.create("nodes", node())
-        settings = await volcano_settings(tmp_path, server, volcano_vgpu=VolcanoVgpu(node_config_file=""), hami_core=hami)
+        settings = await volcano_settings(
+            tmp_path, server, volcano_vgpu=VolcanoVgpu(node_config_file=""), hami_core=hami
+        )
         async with wired(settings) as parts:
             await parts.families.apply(settings)
             assert "libvgpu.so" in parts.offering.blocked["volcano-vgpu"]
             assert parts.cluster.node is not None
-            register = parts.allocator.desired_node(parts.cluster.node, 0.0).annotations["volcano.sh/node-vgpu-register"]
+            register = parts.allocator.desired_node(parts.cluster.node, 0.0).annotations[
+                "volcano.sh/node-vgpu-register"
+            ]
             assert register is not None
-            assert [entry.split(",")[1] for entry in register.split(":") if "," in entry] == ["0", "0"]
+            assert [entry.split(",")[1] for entry in register.split(":") if "," in entry] == [
+                "0",
+                "0",
+            ]
 
 
 async def test_a_factor_that_does_not_fit_is_refused_with_the_one_that_does(tmp_path: Path) -> None:
-    """volcano-vgpu:D9 the resource is withheld with the remedy. The agent and its other families go on."""
+    """volcano-vgpu:D9 the resource is withheld with the remedy.
+    The agent and its other families go on.
+    """
     async with ApiServer() as server:
         server.objects.create("nodes", node())
         settings = await volcano_settings(
@@ -225,7 +298,12 @@ async def test_a_factor_that_does_not_fit_is_refused_with_the_one_that_does(tmp_
             assert parts.offered == {"nvidia.com/gpu": 2}
             (reason,) = parts.offering.withheld.values()
             assert "gpuMemoryFactor" in reason
-            wider = msgspec.structs.replace(settings, volcano_vgpu=VolcanoVgpu(isolation="none", gpu_memory_factor=2, node_config_file=""))
+            wider = msgspec.structs.replace(
+                settings,
+                volcano_vgpu=VolcanoVgpu(
+                    isolation="none", gpu_memory_factor=2, node_config_file=""
+                ),
+            )
             await parts.families.apply(wider)
             await parts.offering.sync()
             assert parts.offered[MEMORY] == 40960
@@ -233,7 +311,9 @@ async def test_a_factor_that_does_not_fit_is_refused_with_the_one_that_does(tmp_
 
 
 async def test_two_families_with_the_same_ids_stand_on_one_node(tmp_path: Path) -> None:
-    """Whole GPUs under two names have the same ids. Both are offered, and a caution names the kubelet's reaction."""
+    """Whole GPUs under two names have the same ids.
+    Both are offered, and a caution names the kubelet's reaction.
+    """
     async with ApiServer() as server:
         server.objects.create("nodes", node())
         settings = await volcano_settings(
@@ -252,13 +332,19 @@ async def test_two_families_with_the_same_ids_stand_on_one_node(tmp_path: Path) 
 
 @pytest.mark.parametrize(("setting", "late"), [("late", True), ("early", False)])
 async def test_the_mode_may_be_set(tmp_path: Path, setting: str, *, late: bool) -> None:
-    """An operator who knows the runtime better sets the mode. The choice and its reason are journalled."""
+    """An operator who knows the runtime better sets the mode.
+    The choice and its reason are journalled.
+    """
     async with ApiServer() as server:
         server.objects.create("nodes", node("containerd://1.7.20"))
         settings = await volcano_settings(tmp_path, server)
-        settings = msgspec.structs.replace(settings, binding=msgspec.structs.replace(settings.binding, mode=setting))
+        settings = msgspec.structs.replace(
+            settings, binding=msgspec.structs.replace(settings.binding, mode=setting)
+        )
         async with wired(settings) as parts:
             await parts.families.apply(settings)
             assert parts.allocator.mode is not None
             assert parts.allocator.mode.late is late
-            assert [fact["reason"] for fact in parts.journalled("binding.mode")] == [f"binding.mode is {setting}"]
+            assert [fact["reason"] for fact in parts.journalled("binding.mode")] == [
+                f"binding.mode is {setting}"
+            ]

@@ -1,4 +1,6 @@
-"""The parts of an agent that serves volcano-vgpu, over the simulated API server and without a process, for tests of the wiring."""
+"""The parts of an agent that serves volcano-vgpu, over the simulated API server and without a
+process, for tests of the wiring.
+"""
 
 from __future__ import annotations
 
@@ -34,13 +36,20 @@ from vgpu_agent.status import KubeletStatus
 
 NODE = "node-a"
 QUICK = Cluster(
-    start_wait_seconds=PATIENCE_SECONDS, backoff_min_seconds=0.05, backoff_max_seconds=0.2, request_timeout_seconds=PATIENCE_SECONDS
+    start_wait_seconds=PATIENCE_SECONDS,
+    backoff_min_seconds=0.05,
+    backoff_max_seconds=0.2,
+    request_timeout_seconds=PATIENCE_SECONDS,
 )
 
 
-async def volcano_settings(folder: Path, server: ApiServer | None, **changes: object) -> schema.Settings:
+async def volcano_settings(
+    folder: Path, server: ApiServer | None, **changes: object
+) -> schema.Settings:
     """Settings with volcano-vgpu alone, without isolation, and quick about everything."""
-    kubeconfig = str(await asyncio.to_thread(server.kubeconfig, folder / "kubeconfig")) if server else ""
+    kubeconfig = (
+        str(await asyncio.to_thread(server.kubeconfig, folder / "kubeconfig")) if server else ""
+    )
     settings = settings_of(
         node_name=NODE,
         kubeconfig=kubeconfig,
@@ -57,12 +66,21 @@ async def volcano_settings(folder: Path, server: ApiServer | None, **changes: ob
 class Wired:
     """The parts, as `composition` puts them together."""
 
-    def __init__(self, settings: schema.Settings, supervisor: Supervisor, inventory: Inventory | None = None) -> None:
-        self.settings, self.journal, self.ledger, self.refusals = settings, Journal(), Ledger(), Refusals()
+    def __init__(
+        self, settings: schema.Settings, supervisor: Supervisor, inventory: Inventory | None = None
+    ) -> None:
+        self.settings, self.journal, self.ledger, self.refusals = (
+            settings,
+            Journal(),
+            Ledger(),
+            Refusals(),
+        )
         self.inventory = inventory or golden_inventory()
         self.cluster = ClusterAccess(settings, self.journal, supervisor)
         self.directory = GrantDirectory(
-            str(Path(settings.state_directory).parent / "cdi"), self.journal, kept_directory=f"{settings.state_directory}/grants"
+            str(Path(settings.state_directory).parent / "cdi"),
+            self.journal,
+            kept_directory=f"{settings.state_directory}/grants",
         )
         self.allocator = Allocator(
             Context(
@@ -84,7 +102,12 @@ class Wired:
             ledger=self.ledger,
             allocator=self.allocator,
             settings=kubelet,
-            directory=DirectoryWatch(kubelet.device_plugin_directory, poll_seconds=5, journal=self.journal, status=KubeletStatus()),
+            directory=DirectoryWatch(
+                kubelet.device_plugin_directory,
+                poll_seconds=5,
+                journal=self.journal,
+                status=KubeletStatus(),
+            ),
             supervisor=supervisor,
             journal=self.journal,
             patience_seconds=30,
@@ -100,7 +123,9 @@ class Wired:
         )
 
     @staticmethod
-    async def _nothing(resource: str, ids: Sequence[str], *, whole: bool = False) -> KubeletEvidence:
+    async def _nothing(
+        resource: str, ids: Sequence[str], *, whole: bool = False
+    ) -> KubeletEvidence:
         return KubeletEvidence((), ())
 
     @property
@@ -114,7 +139,9 @@ class Wired:
 
 
 @contextlib.asynccontextmanager
-async def wired(settings: schema.Settings, inventory: Inventory | None = None) -> AsyncIterator[Wired]:
+async def wired(
+    settings: schema.Settings, inventory: Inventory | None = None
+) -> AsyncIterator[Wired]:
     """The parts, connected; closed in the end."""
     async with Supervisor(backoff_min_seconds=0.05, backoff_max_seconds=0.2) as supervisor:
         parts = Wired(settings, supervisor, inventory)

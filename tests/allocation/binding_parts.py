@@ -1,4 +1,6 @@
-"""A small node for the tests of binding: a family whose annotation is a number, kubelet's records as plain lists, a carrier in memory."""
+"""A small node for the tests of binding: a family whose annotation is a number, kubelet's records
+as plain lists, a carrier in memory.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,16 @@ from vgpu_agent.families.family import Decision, NodeView, Ownership, PodFamily,
 from vgpu_agent.isolation.edits import Edits, Mount, Provision
 from vgpu_agent.journal import Journal
 from vgpu_agent.ledger import Ledger
-from vgpu_agent.model import Decider, Grant, Holding, Inventory, KubeletRecords, Owner, Resource, Share
+from vgpu_agent.model import (
+    Decider,
+    Grant,
+    Holding,
+    Inventory,
+    KubeletRecords,
+    Owner,
+    Resource,
+    Share,
+)
 from vgpu_agent.nodes import DesiredNode
 from vgpu_agent.pods import ContainerKind, DesiredPod, Pod, PodCache, PodContainer
 
@@ -30,7 +41,9 @@ IDS = tuple(f"{uuid}-{place}" for uuid in (U0, U1) for place in range(10))
 
 
 class NumberFamily:
-    """``example.com/<container>: <GPU> <MiB>`` in a pod's annotations is what that container gets; the answer names GPU, MiB and pod."""
+    """``example.com/<container>: <GPU> <MiB>`` in a pod's annotations is what that container gets;
+    the answer names GPU, MiB and pod.
+    """
 
     name = "number"
     by = "the test"
@@ -54,7 +67,9 @@ class NumberFamily:
             Resource(
                 MEMORY,
                 self.name,
-                NumberedIds((IdBlock(f"{U0}-memory-", 40960, U0), IdBlock(f"{U1}-memory-", 40960, U1))),
+                NumberedIds(
+                    (IdBlock(f"{U0}-memory-", 40960, U0), IdBlock(f"{U1}-memory-", 40960, U1))
+                ),
                 decided_by=Decider.NOBODY,
                 prefers=False,
             ),
@@ -69,12 +84,21 @@ class NumberFamily:
 
     def decide(self, question: Question) -> Decision:
         if (found := self.recall(question)) is None:
-            raise RequestRefusedError(f"pod {question.pod.full_name} has no annotation example.com/{question.container}")
+            raise RequestRefusedError(
+                f"pod {question.pod.full_name} has no annotation example.com/{question.container}"
+            )
         return found
 
     def named(self, pod: Pod, inventory: Inventory) -> Mapping[str, tuple[str, ...]]:
-        texts = {container.name: pod.annotations.get(f"example.com/{container.name}") for container in pod.containers}
-        return {name: tuple(part.split()[0] for part in text.split(",")) for name, text in texts.items() if text}
+        texts = {
+            container.name: pod.annotations.get(f"example.com/{container.name}")
+            for container in pod.containers
+        }
+        return {
+            name: tuple(part.split()[0] for part in text.split(","))
+            for name, text in texts.items()
+            if text
+        }
 
     def recall(self, question: Question) -> Decision | None:
         text = question.pod.annotations.get(f"example.com/{question.container}")
@@ -85,17 +109,24 @@ class NumberFamily:
 
     def provision(self, question: Question, shares: tuple[Share, ...]) -> Provision:
         own = f"/own/{question.pod.kubelet_uid}_{question.container}"
-        environment = {"GPU": ",".join(share.device for share in shares), "MIB": ",".join(str(share.memory_mib) for share in shares)}
+        environment = {
+            "GPU": ",".join(share.device for share in shares),
+            "MIB": ",".join(str(share.memory_mib) for share in shares),
+        }
         return Provision(Edits(environment, (Mount("/own", own),)), collected=own)
 
     def desired_pod(self, pod: Pod, grants: Mapping[str, Grant], *, failed: bool) -> DesiredPod:
-        return DesiredPod({"example.com/done": ",".join(sorted(grants)) or ("failed" if failed else "")})
+        return DesiredPod(
+            {"example.com/done": ",".join(sorted(grants)) or ("failed" if failed else "")}
+        )
 
     def cleanup(self, now: float) -> DesiredNode:
         return DesiredNode(annotations={"example.com/allocated": None})
 
     def desired_node(self, view: NodeView) -> DesiredNode:
-        return DesiredNode(annotations={"example.com/allocated": str(view.allocated_at.get(NUMBER, 0))})
+        return DesiredNode(
+            annotations={"example.com/allocated": str(view.allocated_at.get(NUMBER, 0))}
+        )
 
 
 class MemoryCarrier:
@@ -173,11 +204,17 @@ class Place:
         # the kubelet has reported that nothing is held
         self.ledger.reconcile(KubeletRecords(entries=()), lambda _: None, reservation_seconds=60)
 
-    async def read_evidence(self, resource: str = NUMBER, ids: Sequence[str] = (), *, whole: bool = False) -> KubeletEvidence:
+    async def read_evidence(
+        self, resource: str = NUMBER, ids: Sequence[str] = (), *, whole: bool = False
+    ) -> KubeletEvidence:
         self.readings += 1
         listed = self.pod_resources
         if listed is not None and self.can_get and not whole:
-            listed = [entry for entry in listed if entry.resource == resource and not set(ids).isdisjoint(entry.ids)]
+            listed = [
+                entry
+                for entry in listed
+                if entry.resource == resource and not set(ids).isdisjoint(entry.ids)
+            ]
         return KubeletEvidence(
             None if self.checkpoint is None else tuple(self.checkpoint),
             None if listed is None else tuple(listed),
@@ -192,15 +229,25 @@ class Place:
             raise ClusterError("the API server does not answer")
         return self.on_server.get((namespace, name))
 
-    async def admit(self, pod: Pod, container: str, ids: Sequence[str], *, listed: bool = True) -> Edits:
+    async def admit(
+        self, pod: Pod, container: str, ids: Sequence[str], *, listed: bool = True
+    ) -> Edits:
         """The kubelet admits one container: Allocate, then its records."""
         answer = await self.allocator.allocate(self.resource, ids)
         assert self.checkpoint is not None
         assert self.pod_resources is not None
-        self.checkpoint.append(Holding(self.resource, tuple(ids), Owner(container, pod.kubelet_uid)))
+        self.checkpoint.append(
+            Holding(self.resource, tuple(ids), Owner(container, pod.kubelet_uid))
+        )
         self.answers[pod.kubelet_uid, container, self.resource] = answer
         if listed:
-            self.pod_resources.append(Holding(self.resource, tuple(ids), Owner(container, namespace=pod.namespace, pod=pod.name)))
+            self.pod_resources.append(
+                Holding(
+                    self.resource,
+                    tuple(ids),
+                    Owner(container, namespace=pod.namespace, pod=pod.name),
+                )
+            )
         return answer
 
     async def start(self, ids: Sequence[str]) -> None:
@@ -209,8 +256,12 @@ class Place:
 
     def forget(self, pod: Pod) -> None:
         """The kubelet has cleaned up after the pod."""
-        self.checkpoint = [entry for entry in self.checkpoint or () if entry.owner.pod_uid != pod.kubelet_uid]
-        self.pod_resources = [entry for entry in self.pod_resources or () if entry.owner.pod != pod.name]
+        self.checkpoint = [
+            entry for entry in self.checkpoint or () if entry.owner.pod_uid != pod.kubelet_uid
+        ]
+        self.pod_resources = [
+            entry for entry in self.pod_resources or () if entry.owner.pod != pod.name
+        ]
 
     def events(self, name: str) -> list[dict[str, object]]:
         """The facts of the journal's entries of that name."""
@@ -220,7 +271,9 @@ class Place:
 class SlowPlace(Place):
     """The kubelet answers what is asked about one pod, and never says which pods there are."""
 
-    async def read_evidence(self, resource: str = NUMBER, ids: Sequence[str] = (), *, whole: bool = False) -> KubeletEvidence:
+    async def read_evidence(
+        self, resource: str = NUMBER, ids: Sequence[str] = (), *, whole: bool = False
+    ) -> KubeletEvidence:
         if whole:
             await asyncio.sleep(3600)
         return await super().read_evidence(resource, ids, whole=whole)
@@ -235,8 +288,20 @@ def a_pod(
     number: int = 1,
 ) -> Pod:
     """A pod on this node; a container given by name asks for ``number`` ids."""
-    listed = tuple(PodContainer(each, limits={NUMBER: number}) if isinstance(each, str) else each for each in containers or ("main",))
-    return Pod(uid or f"uid-{name}", "default", name, NODE, phase, annotations or {}, listed, scheduled=True)
+    listed = tuple(
+        PodContainer(each, limits={NUMBER: number}) if isinstance(each, str) else each
+        for each in containers or ("main",)
+    )
+    return Pod(
+        uid or f"uid-{name}",
+        "default",
+        name,
+        NODE,
+        phase,
+        annotations or {},
+        listed,
+        scheduled=True,
+    )
 
 
 def init(name: str, number: int = 1) -> PodContainer:

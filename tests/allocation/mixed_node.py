@@ -1,7 +1,9 @@
-"""A node that offers several families at once, beside a book of kubelet's that was written from the contract and shares no code with us.
+"""A node that offers several families at once, beside a book of kubelet's that was written from the
+contract and shares no code with us.
 
-`Kubelet` knows what a real one knows: the lists it was sent, the holders of ids, and nothing of GPUs. `MixedNode` puts the allocator with
-real families beside it. What a container can reach in the end is read from its answers, as the container runtime would.
+`Kubelet` knows what a real one knows: the lists it was sent, the holders of ids, and nothing of
+GPUs. `MixedNode` puts the allocator with real families beside it. What a container can reach in the
+end is read from its answers, as the container runtime would.
 """
 
 from __future__ import annotations
@@ -62,7 +64,11 @@ class Kubelet:
     def free(self, resource: str) -> list[str]:
         """Return the ids that the kubelet would give to the next container."""
         held = {id_ for pod in self.pods.values() for id_ in pod.held.get(resource, ())}
-        return [id_ for id_, healthy in self.lists.get(resource, {}).items() if healthy and id_ not in held]
+        return [
+            id_
+            for id_, healthy in self.lists.get(resource, {}).items()
+            if healthy and id_ not in held
+        ]
 
     def choose(self, resource: str, count: int) -> list[str] | None:
         """Any that are free; None when there are too few."""
@@ -80,7 +86,9 @@ class Kubelet:
 
 
 class MixedNode:
-    """The agent's allocator with its ledger, a kubelet, and the pods that the API server has shown."""
+    """The agent's allocator with its ledger, a kubelet,
+    and the pods that the API server has shown.
+    """
 
     def __init__(self, families: Families, inventory: Inventory, rng: random.Random) -> None:
         self.families, self.inventory, self.rng = families, inventory, rng
@@ -113,23 +121,43 @@ class MixedNode:
         self.look()
         self.verify(initial=True)
 
-    # -- what kubelet does ----------------------------------------------------------------------------------------------------------
+    # -- what kubelet does -------------------------------------------------------------------------
 
     def bind(self, limits: dict[str, int], annotations: dict[str, str]) -> str:
         """A scheduler binds a pod, and the watch shows it; its name."""
         self._pods += 1
         name = f"pod-{self._pods}"
         containers = (PodContainer("main", limits=limits),)
-        self.book.put(Pod(f"uid-{name}", "default", name, NODE, annotations=annotations, containers=containers, scheduled=True))
+        self.book.put(
+            Pod(
+                f"uid-{name}",
+                "default",
+                name,
+                NODE,
+                annotations=annotations,
+                containers=containers,
+                scheduled=True,
+            )
+        )
         self.look()
         return name
 
     async def admit(self, limits: dict[str, int], *, bound: str = "") -> str:
-        """A pod arrives, or the one that was ``bound``; the name under which it holds what it asked for, "" when it was not admitted."""
+        """A pod arrives, or the one that was ``bound``; the name under which it holds what it asked
+        for, "" when it was not admitted.
+        """
         self._pods += not bound
         name = bound or f"pod-{self._pods}"
         if not bound:
-            self.book.put(Pod(f"uid-{name}", "default", name, NODE, containers=(PodContainer("main", limits=limits),)))
+            self.book.put(
+                Pod(
+                    f"uid-{name}",
+                    "default",
+                    name,
+                    NODE,
+                    containers=(PodContainer("main", limits=limits),),
+                )
+            )
         container = Container(name, {}, Edits())
         wanted = list(limits.items())
         self.rng.shuffle(wanted)
@@ -153,7 +181,9 @@ class MixedNode:
         return True
 
     async def start(self, name: str) -> bool:
-        """Start the container; kubelet asks the resources that want to be asked, and tries again later when one refuses."""
+        """Start the container; kubelet asks the resources that want to be asked,
+        and tries again later when one refuses.
+        """
         container = self.kubelet.pods[name]
         try:
             for resource, ids in container.held.items():
@@ -177,7 +207,9 @@ class MixedNode:
         self.look()
 
     def verify(self, *, initial: bool = False) -> None:
-        """The regular look at kubelet's records; twice, for one that misses a grant proves nothing yet."""
+        """The regular look at kubelet's records;
+        twice, for one that misses a grant proves nothing yet.
+        """
         for _ in range(1 if initial else 2):
             self.now += 0.01  # any time at all is too long for a reservation
             self.allocator.confirm(self.kubelet.records(), reservation_seconds=0, initial=initial)
@@ -190,17 +222,24 @@ class MixedNode:
         self.look()
 
     def look(self) -> None:
-        """GPUs, offers or grants may have changed: kubelet gets every list anew, and one without ids for what is offered no more."""
+        """GPUs, offers or grants may have changed: kubelet gets every list anew, and one without
+        ids for what is offered no more.
+        """
         self.allocator.refresh_offer()
         self.allocator.refresh_claims()
         offered = {resource.name for resource in self.ledger.resources}
         for resource in offered | self.kubelet.lists.keys():
-            self.kubelet.listed(resource, [(entry.id.id, entry.healthy) for entry in self.allocator.listing(resource)])
+            self.kubelet.listed(
+                resource,
+                [(entry.id.id, entry.healthy) for entry in self.allocator.listing(resource)],
+            )
 
-    # -- what is so in the end ------------------------------------------------------------------------------------------------------
+    # -- what is so in the end ---------------------------------------------------------------------
 
     def reaches(self, name: str) -> set[str]:
-        """The devices that a container can reach: from its admission's answer, or from the spec behind the CDI name in it."""
+        """The devices that a container can reach:
+        from its admission's answer, or from the spec behind the CDI name in it.
+        """
         told = self.kubelet.pods[name].told
         visible = [told.environment.get(VISIBLE, "")]
         for cdi_name in told.cdi_names:
@@ -209,17 +248,30 @@ class MixedNode:
                 visible.append(spec[1].edits.environment.get(VISIBLE, ""))
         return {device for text in visible for device in text.split(",") if device}
 
-    # -- what the agent asks --------------------------------------------------------------------------------------------------------
+    # -- what the agent asks -----------------------------------------------------------------------
 
-    async def _read_evidence(self, resource: str = "", ids: Sequence[str] = (), *, whole: bool = False) -> KubeletEvidence:
+    async def _read_evidence(
+        self, resource: str = "", ids: Sequence[str] = (), *, whole: bool = False
+    ) -> KubeletEvidence:
         del whole
         holdings = self.kubelet.records().holdings
-        asked = [each for each in holdings if each.resource == resource and not set(each.ids).isdisjoint(ids)]
-        checkpoint = tuple(Holding(each.resource, each.ids, Owner("main", each.owner.pod_uid)) for each in asked)
-        return KubeletEvidence(checkpoint, tuple(Holding(each.resource, each.ids, _named(each.owner)) for each in holdings))
+        asked = [
+            each
+            for each in holdings
+            if each.resource == resource and not set(each.ids).isdisjoint(ids)
+        ]
+        checkpoint = tuple(
+            Holding(each.resource, each.ids, Owner("main", each.owner.pod_uid)) for each in asked
+        )
+        return KubeletEvidence(
+            checkpoint,
+            tuple(Holding(each.resource, each.ids, _named(each.owner)) for each in holdings),
+        )
 
     async def _fetch(self, namespace: str, name: str) -> Pod | None:
-        return next((pod for pod in self.book.pods if (pod.namespace, pod.name) == (namespace, name)), None)
+        return next(
+            (pod for pod in self.book.pods if (pod.namespace, pod.name) == (namespace, name)), None
+        )
 
     def pod(self, name: str) -> Pod:
         """The pod of that name, as the watch shows it."""

@@ -1,4 +1,6 @@
-"""The second half of refusals on a node of several families: the holder of the GPU, what frees it, what to do, and where there is room."""
+"""The second half of refusals on a node of several families: the holder of the GPU, what frees it,
+what to do, and where there is room.
+"""
 
 from __future__ import annotations
 
@@ -34,9 +36,12 @@ def gpu(place: int) -> Gpu:
 def mixed(gpus: int = 4) -> MixedNode:
     """Two replicas of each GPU under NVIDIA's name, and Volcano's vGPUs of the same GPUs."""
     families = Families(
-        (NvidiaFamily(shared_by(2, published=SHARED)),), (VolcanoVgpuFamily(VolcanoVgpuOptions(factor=UNIT_MIB), NoIsolation()),)
+        (NvidiaFamily(shared_by(2, published=SHARED)),),
+        (VolcanoVgpuFamily(VolcanoVgpuOptions(factor=UNIT_MIB), NoIsolation()),),
     )
-    return MixedNode(families, Inventory(version=1, gpus=tuple(map(gpu, range(gpus)))), random.Random(0))
+    return MixedNode(
+        families, Inventory(version=1, gpus=tuple(map(gpu, range(gpus)))), random.Random(0)
+    )
 
 
 async def hold(node: MixedNode, *ids: str) -> None:
@@ -74,7 +79,9 @@ async def refused(node: MixedNode, name: str) -> str:
     return str(caught.value)
 
 
-async def test_a_pod_whose_gpu_serves_another_family_is_told_what_frees_it_and_where_there_is_room() -> None:
+async def test_a_pod_whose_gpu_serves_another_family_reads_what_frees_it_and_where_room_is() -> (
+    None
+):
     """It waited beside idle GPUs, and nothing named them, the remedy, or the end of the wait."""
     node = mixed()
     await hold(node, f"{GPUS[0]}::0", f"{GPUS[0]}::1", f"{GPUS[1]}::0")
@@ -82,13 +89,14 @@ async def test_a_pod_whose_gpu_serves_another_family_is_told_what_frees_it_and_w
     text = await refused(node, name)
     before, since, after = text.partition(", since ")
     assert before == (
-        f"default/{name}, container main: {GPUS[0]} is not available: the GPU serves nvidia until its last share is returned. "
-        "2 pods of nvidia have shares of it"
+        f"default/{name}, container main: {GPUS[0]} is not available: the GPU serves nvidia until "
+        "its last share is returned. 2 pods of nvidia have shares of it"
     )
     assert since
     assert after.partition(". ")[2] == (
-        "The pod's scheduler has named this GPU, so the pod waits for it. The kubelet tries again by itself. To have the pod scheduled "
-        "anew, delete it, or set binding.refusedEvictSeconds (now 0: never). Room for it now: GPU 2, 3."
+        "The pod's scheduler has named this GPU, so the pod waits for it. The kubelet tries again "
+        "by itself. To have the pod scheduled anew, delete it, or set binding.refusedEvictSeconds "
+        "(now 0: never). Room for it now: GPU 2, 3."
     )
     assert text.count(GPUS[0]) == 1
 
@@ -109,7 +117,10 @@ async def test_memory_that_is_not_there_is_summed_up_in_plain_words() -> None:
     first = await admit_scheduled(node, 0, units=4)
     await node.allocator.pre_start(NUMBER, node.kubelet.pods[first].held[NUMBER])
     text = await refused(node, await admit_scheduled(node, 0, units=3))
-    assert f"{GPUS[0]} has no room: 16384 MiB booked + 12288 wanted, of 24576; memory is never overcommitted. " in text
+    assert (
+        f"{GPUS[0]} has no room: 16384 MiB booked + 12288 wanted, of 24576; memory is never "
+        "overcommitted. "
+    ) in text
     assert text.endswith("Room for it now: GPU 1.")
 
 
@@ -126,13 +137,15 @@ async def test_an_ill_gpu_is_not_waited_for_because_of_its_pods() -> None:
     node = mixed()
     await hold(node, f"{GPUS[0]}::0")
     ill = dataclasses.replace(node.inventory.gpus[0], health=Health(ok=False, reason="XID 79"))
-    node.inventory = dataclasses.replace(node.inventory, version=2, gpus=(ill, *node.inventory.gpus[1:]))
+    node.inventory = dataclasses.replace(
+        node.inventory, version=2, gpus=(ill, *node.inventory.gpus[1:])
+    )
     node.look()
     text = await refused(node, await admit_scheduled(node, 0))
     assert "is not available: XID 79. The pod's scheduler" in text
 
 
-async def test_a_pod_that_the_agent_has_to_place_is_told_the_remedy_and_one_reason_for_all_alike_gpus() -> None:
+async def test_a_pod_that_the_agent_places_reads_the_remedy_and_one_reason_for_alike_gpus() -> None:
     """Sixteen GPUs with the same reason filled the message with it."""
     node = mixed(16)
     name = await admit(node)
@@ -140,20 +153,25 @@ async def test_a_pod_that_the_agent_has_to_place_is_told_the_remedy_and_one_reas
     text = await refused(node, name)
     assert text.count("the GPU serves nvidia until its last share is returned") == 1
     assert f"{', '.join(GPUS[:4])}, … (16 in all): the GPU serves nvidia" in text
-    assert text.endswith("To have the pod scheduled anew, delete it, or set binding.refusedEvictSeconds (now 0: never).")
+    assert text.endswith(
+        "To have the pod scheduled anew, delete it, or set binding.refusedEvictSeconds (now 0: "
+        "never)."
+    )
     assert len(text) < 1024  # the longest event
 
 
 async def test_the_eviction_that_will_come_is_announced() -> None:
     """The pod's owner need not delete anything then."""
     assert advice.waiting(Binding(refused_evict_seconds=120)) == (
-        "The kubelet tries again by itself. To have the pod scheduled anew at once, delete it; binding.refusedEvictSeconds does so after "
-        "120 s."
+        "The kubelet tries again by itself. To have the pod scheduled anew at once, delete it; "
+        "binding.refusedEvictSeconds does so after 120 s."
     )
 
 
 async def test_an_allocate_that_came_too_late_is_final_and_says_so() -> None:
-    """The kubelet fails the pod for it, and its owner reads why, what to do, and that there is room elsewhere."""
+    """The kubelet fails the pod for it, and its owner reads why, what to do,
+    and that there is room elsewhere.
+    """
     node = mixed()
     name = await admit_scheduled(node, 0)
     await node.allocator.pre_start(NUMBER, node.kubelet.pods[name].held[NUMBER])
@@ -161,17 +179,20 @@ async def test_an_allocate_that_came_too_late_is_final_and_says_so() -> None:
         await node.allocator.allocate(SHARED, [f"{GPUS[0]}::1"])
     text = str(caught.value)
     assert text.startswith(
-        f'invalid allocation request for "{SHARED}": {GPUS[0]}::1 is not available: the GPU serves volcano-vgpu until its last share is '
+        f'invalid allocation request for "{SHARED}": {GPUS[0]}::1 is not available: the GPU serves '
+        "volcano-vgpu until its last share is "
         "returned. 1 pod of volcano-vgpu has shares of it, since "
     )
     assert text.endswith(
-        "The kubelet chose these ids by an older list and fails the pod for good: its controller makes a new one, else create it "
-        "anew. Room for it now: GPU 1, 2, 3."
+        "The kubelet chose these ids by an older list and fails the pod for good: its controller "
+        "makes a new one, else create it anew. Room for it now: GPU 1, 2, 3."
     )
 
 
 async def test_the_reason_stays_the_same_while_the_node_around_it_changes() -> None:
-    """The journal and the events tell a reason once; how many pods there are and where there is room changes by the second."""
+    """The journal and the events tell a reason once;
+    how many pods there are and where there is room changes by the second.
+    """
     node = mixed()
     await hold(node, f"{GPUS[0]}::0")
     name = await admit_scheduled(node, 0)
@@ -185,20 +206,27 @@ async def test_the_reason_stays_the_same_while_the_node_around_it_changes() -> N
     ]
 
 
-async def test_a_gpu_serves_since_its_pod_was_decided_for_also_for_an_agent_that_was_started_later() -> None:
-    """The spec of a late grant has the time. A wait that begins anew with each restart would look short."""
+async def test_a_gpu_serves_since_its_pod_was_decided_also_for_an_agent_started_later() -> None:
+    """The spec of a late grant has the time.
+    A wait that begins anew with each restart would look short.
+    """
     place = VolcanoPlace()
     await place.started(scheduled("first", (U0, 4, 60)))
     (record,) = place.carrier.records
-    place.carrier.specs[record.token] = (dataclasses.replace(record, decided_at=1000.0), place.carrier.specs[record.token][1])
+    place.carrier.specs[record.token] = (
+        dataclasses.replace(record, decided_at=1000.0),
+        place.carrier.specs[record.token][1],
+    )
     after = VolcanoPlace(before=place)
     confirm(after, initial=True)
     (use,) = (use for use in after.ledger.uses if use.family)
     assert (use.gpu, use.since, use.or_earlier, use.pods) == (U0, 1000.0, False, ("team/first",))
 
 
-async def test_a_gpu_whose_pod_is_known_from_kubelets_records_alone_serves_since_then_or_earlier() -> None:
-    """The kubelet's records have no times; also after the pod has been named and looked at again and again."""
+async def test_a_gpu_whose_pod_only_kubelets_records_name_serves_since_then_or_earlier() -> None:
+    """The kubelet's records have no times; also after the pod has been named and looked at again
+    and again.
+    """
     node = mixed()
     await hold(node, f"{GPUS[0]}::0")
     assert not node.ledger.uses[0].or_earlier
@@ -211,4 +239,9 @@ async def test_a_gpu_whose_pod_is_known_from_kubelets_records_alone_serves_since
 async def test_an_error_carries_its_parts() -> None:
     """The advice is part of the message and can be separated from the rest."""
     err = CapacityError("no room", device="GPU-0").advised("Wait.", more="; really")
-    assert (str(err), err.text, err.device, err.advice) == ("no room; really. Wait.", "no room; really", "GPU-0", "Wait.")
+    assert (str(err), err.text, err.device, err.advice) == (
+        "no room; really. Wait.",
+        "no room; really",
+        "GPU-0",
+        "Wait.",
+    )

@@ -18,12 +18,18 @@ from vgpu_agent.ledger import Ledger
 
 
 async def test_a_device_that_went_away_since_the_last_offer_is_refused() -> None:
-    """nvidia:D9, nvidia:D12: the offers follow a new inventory when its turn comes. An Allocate before that goes by what is there now."""
+    """nvidia:D9, nvidia:D12: the offers follow a new inventory when its turn comes. An Allocate
+    before that goes by what is there now.
+    """
     whole = golden_inventory()
     inventory = whole
     ledger = Ledger()
     families = Families((NvidiaFamily(NvidiaOptions()),))
-    allocator = Allocator(without_pods(ledger=ledger, families=families, inventory=lambda: inventory, journal=Journal()))
+    allocator = Allocator(
+        without_pods(
+            ledger=ledger, families=families, inventory=lambda: inventory, journal=Journal()
+        )
+    )
     allocator.refresh_offer()
     inventory = dataclasses.replace(whole, gpus=whole.gpus[:1])
 
@@ -31,4 +37,6 @@ async def test_a_device_that_went_away_since_the_last_offer_is_refused() -> None
         await allocator.allocate("nvidia.com/gpu", [U1])
 
     assert ledger.grants == ()
-    assert (await allocator.allocate("nvidia.com/gpu", [U0])).environment["NVIDIA_VISIBLE_DEVICES"] == U0
+    assert (await allocator.allocate("nvidia.com/gpu", [U0])).environment[
+        "NVIDIA_VISIBLE_DEVICES"
+    ] == U0

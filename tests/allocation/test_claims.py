@@ -1,4 +1,6 @@
-"""Claims from bind to start, with real families: what pods claim, for how long, and what it costs to keep up with them."""
+"""Claims from bind to start, with real families:
+what pods claim, for how long, and what it costs to keep up with them.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,10 @@ from vgpu_agent.errors import AgentError
 from vgpu_agent.families.device_lists import ListOptions
 from vgpu_agent.families.nvidia.family import NvidiaFamily
 from vgpu_agent.families.nvidia.options import NvidiaOptions, SharedEntry
-from vgpu_agent.families.volcano_gpushare.family import VolcanoGpushareFamily, VolcanoGpushareOptions
+from vgpu_agent.families.volcano_gpushare.family import (
+    VolcanoGpushareFamily,
+    VolcanoGpushareOptions,
+)
 from vgpu_agent.families.volcano_vgpu.family import VolcanoVgpuFamily, VolcanoVgpuOptions
 from vgpu_agent.isolation.backend import NoIsolation
 from vgpu_agent.ledger.turns import TURN_SECONDS, round_seconds
@@ -34,7 +39,11 @@ UNIT_MIB = 1024
 def vgpu_on(*gpus: str, node: str = NODE, units: int = 4) -> dict[str, str]:
     """Volcano's annotations for one container on these GPUs."""
     text = "".join(f"{gpu},NVIDIA,{units},0:" for gpu in gpus)
-    return {"volcano.sh/vgpu-node": node, "volcano.sh/vgpu-ids-new": text, "volcano.sh/devices-to-allocate": text}
+    return {
+        "volcano.sh/vgpu-node": node,
+        "volcano.sh/vgpu-ids-new": text,
+        "volcano.sh/devices-to-allocate": text,
+    }
 
 
 def share_on(number: int) -> dict[str, str]:
@@ -48,19 +57,28 @@ class Node(MixedNode):
     def __init__(self, *, replicas: int = 1) -> None:
         shared = (SharedEntry(GPU, replicas, GPU),) if replicas > 1 else ()
         vgpu = VolcanoVgpuFamily(VolcanoVgpuOptions(split=4, factor=UNIT_MIB), NoIsolation())
-        gpushare = VolcanoGpushareFamily(VolcanoGpushareOptions(factor=UNIT_MIB, lists=ListOptions()))
-        super().__init__(Families((NvidiaFamily(NvidiaOptions(shared=shared)),), (vgpu, gpushare)), golden_inventory(), random.Random(1))
+        gpushare = VolcanoGpushareFamily(
+            VolcanoGpushareOptions(factor=UNIT_MIB, lists=ListOptions())
+        )
+        super().__init__(
+            Families((NvidiaFamily(NvidiaOptions(shared=shared)),), (vgpu, gpushare)),
+            golden_inventory(),
+            random.Random(1),
+        )
 
     def offered(self, resource: str) -> set[str]:
         """The GPUs of which kubelet has healthy ids of the resource."""
         devices = {entry.id.device: False for entry in self.ledger.listing(resource)}
-        devices |= {entry.id.device: True for entry in self.ledger.listing(resource) if entry.healthy}
+        devices |= {
+            entry.id.device: True for entry in self.ledger.listing(resource) if entry.healthy
+        }
         return {device for device, healthy in devices.items() if healthy}
 
     def put(self, name: str, **changes: object) -> None:
         """The watch shows that something about the pod has changed."""
         pod = next(pod for pod in self.book.pods if pod.name == name)
-        self.book.put(dataclasses.replace(pod, **changes))  # type: ignore[arg-type]  # of the right type in each test
+        # of the right type in each test
+        self.book.put(dataclasses.replace(pod, **changes))  # type: ignore[arg-type]
         self.look()
 
     async def refused(self, name: str) -> str:
@@ -78,14 +96,23 @@ def node() -> Node:
 
 
 async def test_a_gpu_is_claimed_from_bind_to_start(node: Node) -> None:
-    """Image pull and init containers take minutes, in which the GPU was free to every other family."""
+    """Image pull and init containers take minutes,
+    in which the GPU was free to every other family.
+    """
     name = node.bind(VGPU_LIMITS, vgpu_on(U0))
     (claim,) = node.ledger.claims
-    assert (claim.gpu, claim.family, claim.pod, claim.pod_uid) == (U0, "volcano-vgpu", f"default/{name}", f"uid-{name}")
+    assert (claim.gpu, claim.family, claim.pod, claim.pod_uid) == (
+        U0,
+        "volcano-vgpu",
+        f"default/{name}",
+        f"uid-{name}",
+    )
     node.wait(WITHDRAWAL_SECONDS)
     assert (node.offered(GPU), node.offered(SHARE), node.offered(NUMBER)) == ({U1}, {U1}, {U0, U1})
     await node.admit({NUMBER: 1}, bound=name)
-    assert list(node.ledger.claims) == [claim], "kubelet has given ids, which say nothing about a GPU"
+    assert list(node.ledger.claims) == [claim], (
+        "kubelet has given ids, which say nothing about a GPU"
+    )
     assert await node.start(name)
     assert not node.ledger.claims
     assert (node.offered(GPU), node.offered(SHARE)) == ({U1}, {U1})
@@ -103,7 +130,9 @@ async def test_a_claim_of_the_older_family_names_its_card(node: Node) -> None:
 ENDS: Mapping[str, dict[str, object]] = {
     "it has ended": {"phase": "Failed"},
     "it is being deleted": {"deleting": True},
-    "its container has started": {"containers": (PodContainer("main", limits=VGPU_LIMITS, started=True),)},
+    "its container has started": {
+        "containers": (PodContainer("main", limits=VGPU_LIMITS, started=True),)
+    },
 }
 
 
@@ -130,7 +159,10 @@ def test_a_claim_ends_when_the_start_is_refused_for_good(node: Node) -> None:
 NOTHING: Mapping[str, tuple[dict[str, int], dict[str, str]]] = {
     "another node": (VGPU_LIMITS, vgpu_on(U0, node="node-b")),
     "an unknown GPU": (VGPU_LIMITS, vgpu_on("GPU-99999999-0000-0000-0000-000000000000")),
-    "more memory than the GPU has": ({NUMBER: 1, "volcano.sh/vgpu-memory": 99999}, vgpu_on(U0, units=99999)),
+    "more memory than the GPU has": (
+        {NUMBER: 1, "volcano.sh/vgpu-memory": 99999},
+        vgpu_on(U0, units=99999),
+    ),
     "more memory than was asked for": (VGPU_LIMITS, vgpu_on(U0, units=5)),
     "more GPUs than were asked for": (VGPU_LIMITS, vgpu_on(U0, U1)),
     "one GPU twice": (VGPU_LIMITS | {NUMBER: 2}, vgpu_on(U0, U0)),
@@ -148,7 +180,9 @@ NOTHING: Mapping[str, tuple[dict[str, int], dict[str, str]]] = {
 
 
 @pytest.mark.parametrize(("limits", "annotations"), NOTHING.values(), ids=NOTHING)
-def test_what_can_never_start_claims_nothing(node: Node, limits: dict[str, int], annotations: dict[str, str]) -> None:
+def test_what_can_never_start_claims_nothing(
+    node: Node, limits: dict[str, int], annotations: dict[str, str]
+) -> None:
     """Every user with the right to create pods may write annotations."""
     node.bind(limits, annotations)
     assert node.ledger.claims == ()
@@ -157,8 +191,14 @@ def test_what_can_never_start_claims_nothing(node: Node, limits: dict[str, int],
 def test_containers_that_together_need_more_than_the_gpu_has_claim_nothing(node: Node) -> None:
     """The last of them would be refused for ever, and the GPU be kept for it."""
     text = f"{U0},NVIDIA,30,0:;{U0},NVIDIA,30,0:"
-    containers = tuple(PodContainer(name, limits={NUMBER: 1, "volcano.sh/vgpu-memory": 30}) for name in ("one", "two"))
-    annotations = vgpu_on(U0) | {"volcano.sh/vgpu-ids-new": text, "volcano.sh/devices-to-allocate": text}
+    containers = tuple(
+        PodContainer(name, limits={NUMBER: 1, "volcano.sh/vgpu-memory": 30})
+        for name in ("one", "two")
+    )
+    annotations = vgpu_on(U0) | {
+        "volcano.sh/vgpu-ids-new": text,
+        "volcano.sh/devices-to-allocate": text,
+    }
     node.put(node.bind(VGPU_LIMITS, {}), containers=containers, annotations=annotations)
     assert node.ledger.claims == ()
 
@@ -176,15 +216,21 @@ def test_a_pod_that_calls_itself_a_mirror_claims_nothing(node: Node) -> None:
 
 
 def test_a_family_that_is_not_served_now_keeps_nothing(node: Node) -> None:
-    """Its library is missing, say: its pods cannot start, and the GPUs would be idle until it is delivered."""
+    """Its library is missing, say: its pods cannot start,
+    and the GPUs would be idle until it is delivered.
+    """
     node.bind(VGPU_LIMITS, vgpu_on(U0))
-    node.allocator.use_families(dataclasses.replace(node.families, unserved=node.families.by_pod[:1]))
+    node.allocator.use_families(
+        dataclasses.replace(node.families, unserved=node.families.by_pod[:1])
+    )
     node.look()
     assert node.ledger.claims == ()
 
 
 def test_claims_are_as_they_were_after_a_restart_of_the_agent(node: Node) -> None:
-    """They are made from the watch before anything is offered. Only since when is not known any more."""
+    """They are made from the watch before anything is offered.
+    Only since when is not known any more.
+    """
     for gpu in (U1, U0):
         node.bind(VGPU_LIMITS, vgpu_on(gpu))
     before = [dataclasses.replace(claim, since=0.0) for claim in node.ledger.claims]
@@ -202,7 +248,9 @@ def test_a_claim_remembers_since_when_it_is_there(node: Node) -> None:
 
 
 async def test_a_start_that_would_join_a_drained_gpu_is_tried_again_later(node: Node) -> None:
-    """Otherwise the other family's pod waits for ever. The kubelet asks again, and the text names the pod for which the GPU is kept."""
+    """Otherwise the other family's pod waits for ever. The kubelet asks again, and the text names
+    the pod for which the GPU is kept.
+    """
     running = node.bind(VGPU_LIMITS, vgpu_on(U0))
     await node.admit({NUMBER: 1}, bound=running)
     assert await node.start(running)
@@ -243,7 +291,14 @@ async def test_a_pod_that_nobody_has_placed_goes_to_a_gpu_that_is_nobodys(node: 
 async def test_a_start_knows_of_a_pod_that_was_bound_a_moment_ago(node: Node) -> None:
     """The loop that follows the pods may not have had its turn yet."""
     name = await node.admit({NUMBER: 1})
-    bound = Pod("uid-x", "default", "x", NODE, annotations=share_on(0), containers=(PodContainer("main", limits=SHARE_LIMITS),))
+    bound = Pod(
+        "uid-x",
+        "default",
+        "x",
+        NODE,
+        annotations=share_on(0),
+        containers=(PodContainer("main", limits=SHARE_LIMITS),),
+    )
     node.book.put(dataclasses.replace(bound, scheduled=True))
     assert await node.start(name)
     assert [share.device for grant in node.ledger.grants for share in grant.shares] == [U1]
@@ -257,39 +312,65 @@ def test_the_preferred_ids_are_of_gpus_that_nobody_claims(node: Node) -> None:
 
 
 async def test_pods_that_each_hold_a_part_do_not_wait_for_each_other(node: Node) -> None:
-    """A pod with a part of its GPUs comes before all that have nothing, also when a restart has changed the order of the pods."""
+    """A pod with a part of its GPUs comes before all that have nothing, also when a restart has
+    changed the order of the pods.
+    """
     text = f"{U0},NVIDIA,4,0:;{U1},NVIDIA,4,0:"
     containers = tuple(PodContainer(name, limits=VGPU_LIMITS) for name in ("main", "second"))
     half = node.bind(VGPU_LIMITS, {})
-    annotations = vgpu_on(U0) | {"volcano.sh/vgpu-ids-new": text, "volcano.sh/devices-to-allocate": text}
+    annotations = vgpu_on(U0) | {
+        "volcano.sh/vgpu-ids-new": text,
+        "volcano.sh/devices-to-allocate": text,
+    }
     node.put(half, containers=containers, annotations=annotations)
     await node.admit({NUMBER: 1}, bound=half)
     assert await node.start(half)
-    older = Pod("uid-older", "default", "older", NODE, annotations=share_on(1), created_at=-1.0, scheduled=True)
+    older = Pod(
+        "uid-older",
+        "default",
+        "older",
+        NODE,
+        annotations=share_on(1),
+        created_at=-1.0,
+        scheduled=True,
+    )
     older = dataclasses.replace(older, containers=(PodContainer("main", limits=SHARE_LIMITS),))
     partly = node.pod(half)
     node.book.replace([older])
     node.book.replace([older, partly])
     node.start_agent()
     assert node.pod("older").bound < node.pod(half).bound
-    assert [(claim.pod, claim.gpu) for claim in node.ledger.claims] == [(f"default/{half}", U1), ("default/older", U1)]
+    assert [(claim.pod, claim.gpu) for claim in node.ledger.claims] == [
+        (f"default/{half}", U1),
+        ("default/older", U1),
+    ]
 
 
-async def test_the_agent_gives_a_pod_the_rest_although_older_pods_claim_all_gpus(node: Node) -> None:
+async def test_the_agent_gives_a_pod_the_rest_although_older_pods_claim_all_gpus(
+    node: Node,
+) -> None:
     """One of them may wait for the GPU that this pod has a part of already."""
     name = await node.admit({NUMBER: 1})
     containers = tuple(PodContainer(each, limits=VGPU_LIMITS) for each in ("before", "main"))
     (held,) = node.kubelet.pods[name].held[NUMBER]
     free = next(id_ for id_ in node.kubelet.lists[NUMBER] if id_ != held)
     node.put(name, containers=containers)
-    node.ledger.decide(NUMBER, [free], [Share(U0, 4 * UNIT_MIB)], Owner("before", f"uid-{name}", "default", name), evidence=("a test",))
+    node.ledger.decide(
+        NUMBER,
+        [free],
+        [Share(U0, 4 * UNIT_MIB)],
+        Owner("before", f"uid-{name}", "default", name),
+        evidence=("a test",),
+    )
     for number in (0, 1):
         node.bind(SHARE_LIMITS, share_on(number))
     assert all(room.trouble for room in node.ledger.rooms(NUMBER))
     assert await node.start(name)
 
 
-async def test_a_restarted_agent_waits_for_no_claim_where_a_container_starts_again(node: Node) -> None:
+async def test_a_restarted_agent_waits_for_no_claim_where_a_container_starts_again(
+    node: Node,
+) -> None:
     """A container keeps its share across restarts. Another family's claim waits for its end."""
     name = node.bind(VGPU_LIMITS, vgpu_on(U0))
     await node.admit({NUMBER: 1}, bound=name)
@@ -300,7 +381,9 @@ async def test_a_restarted_agent_waits_for_no_claim_where_a_container_starts_aga
     assert await node.start(name)
 
 
-def test_nothing_is_asked_again_while_nothing_has_changed(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nothing_is_asked_again_while_nothing_has_changed(
+    node: Node, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """It is looked at before every decision, and a start has a budget of milliseconds."""
     names = [node.bind(VGPU_LIMITS, vgpu_on(U0)) for _ in range(5)]
     asked: list[str] = []
@@ -319,8 +402,12 @@ def test_nothing_is_asked_again_while_nothing_has_changed(node: Node, monkeypatc
     assert asked == [names[2]]
 
 
-def test_the_annotations_of_pods_that_run_are_not_read(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Most events are about those, and reading annotations is most of what claims cost in a burst of starts."""
+def test_the_annotations_of_pods_that_run_are_not_read(
+    node: Node, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Most events are about those, and reading annotations is most of what claims cost in a burst
+    of starts.
+    """
     name = node.bind(VGPU_LIMITS, vgpu_on(U0))
     asked: list[str] = []
 
@@ -364,7 +451,9 @@ async def test_a_pod_event_costs_at_most_one_changed_list_a_family(node: Node) -
 
 
 @pytest.mark.looptime
-async def test_a_start_waits_a_moment_for_a_gpu_that_another_family_is_offered_first(node: Node) -> None:
+async def test_a_start_waits_a_moment_for_a_gpu_that_another_family_is_offered_first(
+    node: Node,
+) -> None:
     """The kubelet would ask again much later than the GPU is free."""
     waiting = await node.admit({NUMBER: 1})
     node.bind(SHARE_LIMITS, share_on(1))
@@ -373,7 +462,9 @@ async def test_a_start_waits_a_moment_for_a_gpu_that_another_family_is_offered_f
     assert await node.start(passing)
     node.end(passing)
     node.verify()
-    assert "before the others" in next(room.trouble for room in node.ledger.rooms(NUMBER) if room.device == U0)
+    assert "before the others" in next(
+        room.trouble for room in node.ledger.rooms(NUMBER) if room.device == U0
+    )
     loop = asyncio.get_running_loop()
     began = loop.time()
     for tenth in range(60):
@@ -383,7 +474,9 @@ async def test_a_start_waits_a_moment_for_a_gpu_that_another_family_is_offered_f
 
 
 async def test_a_booking_by_ids_is_made_although_a_pod_waits_for_the_gpu(node: Node) -> None:
-    """The kubelet received the claim too late, and would fail the pod for a refusal. The claim waits for this holder."""
+    """The kubelet received the claim too late, and would fail the pod for a refusal.
+    The claim waits for this holder.
+    """
     name = node.bind(VGPU_LIMITS, vgpu_on(U0))
     await node.allocator.allocate(GPU, [U0])
     await node.admit({NUMBER: 1}, bound=name)
@@ -392,7 +485,9 @@ async def test_a_booking_by_ids_is_made_although_a_pod_waits_for_the_gpu(node: N
 
 
 async def test_an_early_answer_is_given_and_its_start_refused_while_an_older_claim_waits() -> None:
-    """In early mode the shares are booked in Allocate, which must not fail the pod. What is not booked then is tried again at the start."""
+    """In early mode the shares are booked in Allocate, which must not fail the pod. What is not
+    booked then is tried again at the start.
+    """
     node = Node()
     node.allocator.use_mode(BindingMode(late=False, by_annotation=False, reason="a test"))
     first = node.bind(SHARE_LIMITS, share_on(0))
@@ -405,4 +500,6 @@ async def test_an_early_answer_is_given_and_its_start_refused_while_an_older_cla
     node.wait(TURN_SECONDS)
     third = node.bind(VGPU_LIMITS, vgpu_on(U1))
     assert await node.admit({NUMBER: 1}, bound=third)
-    assert [claim.pod for claim in node.ledger.claims] == [f"default/{second}"], "booked in Allocate, a claim is over"
+    assert [claim.pod for claim in node.ledger.claims] == [f"default/{second}"], (
+        "booked in Allocate, a claim is over"
+    )

@@ -1,4 +1,6 @@
-"""Demand: free GPUs are kept for pods by ids that are bound and that kubelet has not admitted yet."""
+"""Demand: free GPUs are kept for pods by ids that are bound and
+that kubelet has not admitted yet.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +8,16 @@ import dataclasses
 
 import pytest
 
-from tests.allocation.test_claims import GPU, NUMBER, SHARE, SHARE_LIMITS, VGPU_LIMITS, Node, share_on, vgpu_on
+from tests.allocation.test_claims import (
+    GPU,
+    NUMBER,
+    SHARE,
+    SHARE_LIMITS,
+    VGPU_LIMITS,
+    Node,
+    share_on,
+    vgpu_on,
+)
 from tests.golden import U0, U1
 from vgpu_agent.ledger.withdrawals import WITHDRAWAL_SECONDS
 from vgpu_agent.pods import MIRROR_POD, ContainerKind, PodContainer
@@ -42,7 +53,9 @@ async def test_a_free_gpu_is_kept_until_kubelet_has_admitted_the_pod(node: Node)
     assert kept(node) == []
 
 
-@pytest.mark.parametrize("end", ["deleted", "ended", "deleting", "reported", "by nobody", "a mirror"])
+@pytest.mark.parametrize(
+    "end", ["deleted", "ended", "deleting", "reported", "by nobody", "a mirror"]
+)
 def test_nothing_is_kept_for_a_pod_that_kubelet_will_not_admit_now(node: Node, end: str) -> None:
     """A pod with spec.nodeName has passed no scheduler."""
     name = node.bind({GPU: 1}, {})
@@ -62,7 +75,9 @@ def test_nothing_is_kept_for_a_pod_that_kubelet_will_not_admit_now(node: Node, e
     assert kept(node) == []
 
 
-def test_demand_is_served_in_the_order_of_binding_and_never_beyond_what_there_is(node: Node) -> None:
+def test_demand_is_served_in_the_order_of_binding_and_never_beyond_what_there_is(
+    node: Node,
+) -> None:
     """A pod that kubelet cannot admit, whatever is kept, claims nothing."""
     first, _too_large, second, _too_late = (node.bind({GPU: count}, {}) for count in (1, 3, 1, 1))
     assert kept(node) == [(U0, first), (U1, second)]
@@ -70,7 +85,10 @@ def test_demand_is_served_in_the_order_of_binding_and_never_beyond_what_there_is
 
 def test_init_containers_need_no_ids_of_their_own(node: Node) -> None:
     """The kubelet gives theirs to the containers after them."""
-    init, main = (PodContainer(name, kind, {GPU: 1}) for name, kind in (("i", ContainerKind.INIT), ("m", ContainerKind.MAIN)))
+    init, main = (
+        PodContainer(name, kind, {GPU: 1})
+        for name, kind in (("i", ContainerKind.INIT), ("m", ContainerKind.MAIN))
+    )
     name = node.bind({GPU: 1}, {})
     node.put(name, containers=(init, main))
     assert kept(node) == [(U0, name)]
@@ -83,7 +101,9 @@ def test_a_claim_by_annotation_of_a_moment_ago_gives_way(node: Node) -> None:
     assert kept(node) == [(U1, one), (U0, volcano)]
     two = node.bind({GPU: 1}, {})
     assert set(kept(node)) == {(U1, one), (U0, two), (U0, volcano)}
-    assert "a pod of nvidia that has been bound to this node" in node.ledger.why_kept(U0, "volcano-vgpu")
+    assert "a pod of nvidia that has been bound to this node" in node.ledger.why_kept(
+        U0, "volcano-vgpu"
+    )
     assert not node.ledger.why_kept(U0, "nvidia")
 
 
@@ -103,7 +123,9 @@ async def test_ids_on_gpus_that_serve_the_family_cover_demand_first(node: Node) 
     name = node.bind({GPU: 1}, {})
     assert len(kept(node)) == 1
     assert kept(node)[0][1] == name
-    assert kept(node)[0][0] not in {share.device for grant in node.ledger.grants for share in grant.shares}
+    assert kept(node)[0][0] not in {
+        share.device for grant in node.ledger.grants for share in grant.shares
+    }
 
 
 async def test_pods_share_what_a_gpu_in_use_has_left(node_of_replicas: Node) -> None:
@@ -111,7 +133,12 @@ async def test_pods_share_what_a_gpu_in_use_has_left(node_of_replicas: Node) -> 
     node = node_of_replicas
     await node.admit({GPU: 1})
     node.verify(initial=True)
-    used, free = sorted((U0, U1), key=lambda gpu: gpu not in {share.device for grant in node.ledger.grants for share in grant.shares})
+    used, free = sorted(
+        (U0, U1),
+        key=lambda gpu: (
+            gpu not in {share.device for grant in node.ledger.grants for share in grant.shares}
+        ),
+    )
     node.bind({GPU: 1}, {})
     assert kept(node) == [], f"{used} has an id left"
     second = node.bind({GPU: 1}, {})

@@ -1,4 +1,6 @@
-"""A family is asked once for a pod's desired state, and again when something about that pod has changed."""
+"""A family is asked once for a pod's desired state,
+and again when something about that pod has changed.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +13,10 @@ from vgpu_agent.allocation.context import Families
 from vgpu_agent.model import Grant
 from vgpu_agent.pods import DesiredPod, Pod
 
-TRAIN, SERVE = (a_pod(name, annotations=wants(main=f"{gpu} 100")) for name, gpu in (("train", U0), ("serve", U1)))
+TRAIN, SERVE = (
+    a_pod(name, annotations=wants(main=f"{gpu} 100"))
+    for name, gpu in (("train", U0), ("serve", U1))
+)
 
 
 class AskedFamily(NumberFamily):
@@ -48,7 +53,11 @@ async def test_the_desired_state_is_remembered_while_nothing_changes() -> None:
     """A hundred pods, and a publisher that looks after each change of one of them."""
     place, family = await two_started()
     first = place.allocator.desired_pods()
-    assert place.allocator.desired_pods() == first == {uid: DesiredPod({"example.com/done": "main"}) for uid in ("uid-train", "uid-serve")}
+    assert (
+        place.allocator.desired_pods()
+        == first
+        == {uid: DesiredPod({"example.com/done": "main"}) for uid in ("uid-train", "uid-serve")}
+    )
     assert family.news == []
 
 
@@ -61,9 +70,13 @@ async def test_only_the_pod_that_changed_is_asked_about() -> None:
 
 
 async def test_a_refusal_for_good_is_a_change() -> None:
-    """A scheduler has to learn that the pod will never start, although pod and grant are what they were."""
+    """A scheduler has to learn that the pod will never start,
+    although pod and grant are what they were.
+    """
     place, family = await two_started()
-    place.refusals.refuse(SERVE, "main", "example.com/number", "the answer is another pod's", final=True)
+    place.refusals.refuse(
+        SERVE, "main", "example.com/number", "the answer is another pod's", final=True
+    )
     place.allocator.desired_pods()
     assert family.news == ["serve"]
 
@@ -71,7 +84,9 @@ async def test_a_refusal_for_good_is_a_change() -> None:
 async def test_a_new_grant_is_a_change() -> None:
     """A pod's grants decide its desired state."""
     place, family = await two_started()
-    (number,) = (grant.number for grant in place.ledger.grants if grant.decided_for == ("uid-train", "main"))
+    (number,) = (
+        grant.number for grant in place.ledger.grants if grant.decided_for == ("uid-train", "main")
+    )
     place.ledger.release(number)
     await place.start(IDS[:1])
     assert place.allocator.desired_pods()["uid-train"] == DesiredPod({"example.com/done": "main"})
@@ -88,7 +103,9 @@ async def test_other_families_are_asked_anew_about_everybody() -> None:
 
 
 async def test_a_pod_that_is_gone_has_no_desired_state() -> None:
-    """Its grant stays until kubelet has forgotten it. The other pod is not asked about again for that."""
+    """Its grant stays until kubelet has forgotten it.
+    The other pod is not asked about again for that.
+    """
     place, family = await two_started()
     place.book.remove(TRAIN)
     assert place.allocator.desired_pods().keys() == {"uid-serve"}

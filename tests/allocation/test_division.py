@@ -1,4 +1,6 @@
-"""Containers that need a GPU divided: one starts the division, others wait or are refused; with a real family and ledger."""
+"""Containers that need a GPU divided: one starts the division, others wait or are refused;
+with a real family and ledger.
+"""
 
 from __future__ import annotations
 
@@ -31,9 +33,13 @@ GROUP3 = ("3g.20gb", "3g.20gb")
 
 
 class MigPlace(Place):
-    """A node in the operating mode mig, and a divider that a test lets succeed or fail when it likes."""
+    """A node in the operating mode mig, and a divider that a test lets succeed or fail
+    when it likes.
+    """
 
-    def __init__(self, *, divider: bool = True, late: bool = True, start_seconds: float = 20.0) -> None:
+    def __init__(
+        self, *, divider: bool = True, late: bool = True, start_seconds: float = 20.0
+    ) -> None:
         super().__init__()
         self.inventory = Inventory(version=1, gpus=(a_gpu(U0), a_gpu(U1, index=1)))
         self.asked: list[MigLayout] = []
@@ -41,7 +47,13 @@ class MigPlace(Place):
         self.allocator = Allocator(
             Context(
                 ledger=self.ledger,
-                families=Families(by_pod=(VolcanoVgpuMigFamily(VolcanoVgpuOptions(factor=64, mode=MIG, geometries=GEOMETRIES)),)),
+                families=Families(
+                    by_pod=(
+                        VolcanoVgpuMigFamily(
+                            VolcanoVgpuOptions(factor=64, mode=MIG, geometries=GEOMETRIES)
+                        ),
+                    )
+                ),
                 inventory=lambda: self.inventory,
                 journal=self.journal,
                 node=NODE,
@@ -67,7 +79,9 @@ class MigPlace(Place):
         index = 0 if gpu == U0 else 1
         gpus = list(self.inventory.gpus)
         gpus[index] = a_gpu(gpu, *profiles, index=index)
-        self.inventory = dataclasses.replace(self.inventory, version=self.inventory.version + 1, gpus=tuple(gpus))
+        self.inventory = dataclasses.replace(
+            self.inventory, version=self.inventory.version + 1, gpus=tuple(gpus)
+        )
         self.allocator.refresh_offer()
 
     def finish(self, gpu: str, *profiles: str, reason: str = "") -> None:
@@ -79,7 +93,9 @@ class MigPlace(Place):
         """The change is over."""
         self._waiting.pop(gpu)(reason)
 
-    async def admitted(self, name: str, place: str, *, number: int = 0, containers: tuple[PodContainer, ...] = ()) -> tuple[str, ...]:
+    async def admitted(
+        self, name: str, place: str, *, number: int = 0, containers: tuple[PodContainer, ...] = ()
+    ) -> tuple[str, ...]:
         """A pod for which a scheduler has written ``place``; the ids of its container ``main``."""
         ids = (f"{U0}-{number}",)
         text = f"{place},NVIDIA,125,0:"  # 8000 MiB
@@ -88,11 +104,15 @@ class MigPlace(Place):
         assert self.checkpoint is not None
         assert self.pod_resources is not None
         self.checkpoint.append(Holding(NUMBER, ids, Owner("main", f"uid-{name}")))
-        self.pod_resources.append(Holding(NUMBER, ids, Owner("main", namespace="default", pod=name)))
+        self.pod_resources.append(
+            Holding(NUMBER, ids, Owner("main", namespace="default", pod=name))
+        )
         return ids
 
     async def begin(self, ids: tuple[str, ...]) -> asyncio.Task[None]:
-        """The kubelet is about to start the container of ``ids``, which then waits for something."""
+        """The kubelet is about to start the container of ``ids``,
+        which then waits for something.
+        """
         start = asyncio.get_running_loop().create_task(self.allocator.pre_start(NUMBER, ids))
         for _ in range(20):
             await asyncio.sleep(0)
@@ -100,7 +120,9 @@ class MigPlace(Place):
 
     def seen(self, ids: tuple[str, ...]) -> str:
         """The devices in the answer to the container of ``ids``."""
-        return self.carrier.specs[grant_token(NUMBER, ids)][1].edits.environment["NVIDIA_VISIBLE_DEVICES"]
+        return self.carrier.specs[grant_token(NUMBER, ids)][1].edits.environment[
+            "NVIDIA_VISIBLE_DEVICES"
+        ]
 
     @property
     def cordoned(self) -> list[str]:
@@ -111,11 +133,15 @@ class MigPlace(Place):
 def pod_of(name: str, text: str, *containers: PodContainer) -> Pod:
     """A pod on this node with that pod devices string."""
     asking = PodContainer("main", limits={NUMBER: 1, MEMORY: 125})
-    return Pod(f"uid-{name}", "default", name, NODE, "Pending", decided(text), (*containers, asking))
+    return Pod(
+        f"uid-{name}", "default", name, NODE, "Pending", decided(text), (*containers, asking)
+    )
 
 
 async def test_a_gpu_is_divided_for_the_first_pod_of_a_group() -> None:
-    """The start waits, no other container gets anything of the GPU meanwhile, and then the container has its instance."""
+    """The start waits, no other container gets anything of the GPU meanwhile,
+    and then the container has its instance.
+    """
     place = MigPlace()
     ids = await place.admitted("p", f"{U1}[group2-1]")
     start = await place.begin(ids)
@@ -126,11 +152,16 @@ async def test_a_gpu_is_divided_for_the_first_pod_of_a_group() -> None:
     await start
     assert place.seen(ids) == "MIG-2-1"
     assert place.cordoned == []
-    assert [fact["pod"] for fact in place.events("mig.dividing") + place.events("mig.divided")] == ["default/p", "default/p"]
+    assert [fact["pod"] for fact in place.events("mig.dividing") + place.events("mig.divided")] == [
+        "default/p",
+        "default/p",
+    ]
 
 
 async def test_d15_two_pods_of_one_instance_wait_for_one_change_and_get_two() -> None:
-    """volcano-vgpu:D15: both were given the same instance of a GPU still to be divided. It is divided once, and each has its own."""
+    """volcano-vgpu:D15: both were given the same instance of a GPU still to be divided. It is
+    divided once, and each has its own.
+    """
     place = MigPlace()
     first = await place.admitted("a", f"{U1}[group2-0]", number=0)
     second = await place.admitted("b", f"{U1}[group2-0]", number=1)
@@ -150,7 +181,10 @@ async def test_d16_a_failure_costs_one_pod_and_the_next_try_may_succeed() -> Non
     ids = await place.admitted("p", f"{U1}[group2-0]")
     start = await place.begin(ids)
     place.finish(U1, reason="the tool is missing")
-    with pytest.raises(MigError, match=r"default/p.*could not be divided into 3 × 2g.10gb, 1 × 1g.5gb: the tool is missing"):
+    with pytest.raises(
+        MigError,
+        match=r"default/p.*could not be divided into 3 × 2g.10gb, 1 × 1g.5gb: the tool is missing",
+    ):
         await start
     assert place.cordoned == []
     (refusal,) = place.refusals.current
@@ -163,16 +197,23 @@ async def test_d16_a_failure_costs_one_pod_and_the_next_try_may_succeed() -> Non
 
 
 async def test_two_pods_that_want_different_divisions_of_one_gpu() -> None:
-    """The first one starts the division. The second reads its pod and way, then that it is held, and starts after the first's end."""
+    """The first one starts the division. The second reads its pod and way, then that it is held,
+    and starts after the first's end.
+    """
     place = MigPlace()
     first = await place.admitted("a", f"{U1}[group2-0]", number=0)
     second = await place.admitted("b", f"{U1}[group3-0]", number=1)
     start = await place.begin(first)
-    with pytest.raises(MigError, match=r"is just being divided into 3 × 2g.10gb, 1 × 1g.5gb for default/a"):
+    with pytest.raises(
+        MigError, match=r"is just being divided into 3 × 2g.10gb, 1 × 1g.5gb for default/a"
+    ):
         await place.allocator.pre_start(NUMBER, second)
     place.finish(U1, *GROUP2)
     await start
-    with pytest.raises(CapacityError, match=r"default/a .*has a part of it, so it cannot be divided as group group3"):
+    with pytest.raises(
+        CapacityError,
+        match=r"default/a .*has a part of it, so it cannot be divided as group group3",
+    ):
         await place.allocator.pre_start(NUMBER, second)
     assert place.seen(first) == "MIG-2-0"
     ended = place.book.get("uid-a")
@@ -192,7 +233,10 @@ async def test_a_gpu_that_another_family_has_is_not_divided() -> None:
     ids = await place.admitted("p", f"{U1}[group2-0]")
     holding = Holding("example.com/x", ("x-1",), Owner("main", "uid-x", "default", "x"))
     place.ledger.reconcile(
-        KubeletRecords((holding,), entries=(holding,)), lambda _: Meaning("other", (Share(U1),)), reservation_seconds=60, initial=True
+        KubeletRecords((holding,), entries=(holding,)),
+        lambda _: Meaning("other", (Share(U1),)),
+        reservation_seconds=60,
+        initial=True,
     )
     with pytest.raises(LedgerError, match="default/x"):
         await place.allocator.pre_start(NUMBER, ids)
@@ -205,7 +249,12 @@ async def test_a_gpu_that_is_kept_for_another_family_is_not_divided() -> None:
     place.ledger.claim([Claim(U1, "volcano-gpushare", "default/first", "uid-first", 0.0, 1)])
     division = Division(place.allocator._context)
     with pytest.raises(MigError, match="kept for a pod to which"):
-        await division.bring_about([MigLayout(U1, GROUP3)], "volcano-vgpu", "default/b", asyncio.get_running_loop().time() + 5)
+        await division.bring_about(
+            [MigLayout(U1, GROUP3)],
+            "volcano-vgpu",
+            "default/b",
+            asyncio.get_running_loop().time() + 5,
+        )
     assert (place.asked, place.cordoned) == ([], [])
 
 
@@ -217,13 +266,20 @@ async def test_a_gpu_that_somebody_has_is_not_divided_whatever_a_family_says() -
     await place.allocator.pre_start(NUMBER, ids)
     division = Division(place.allocator._context)
     with pytest.raises(MigError, match="default/a has a part of it"):
-        await division.bring_about([MigLayout(U1, GROUP3)], "volcano-vgpu", "default/b", asyncio.get_running_loop().time() + 5)
+        await division.bring_about(
+            [MigLayout(U1, GROUP3)],
+            "volcano-vgpu",
+            "default/b",
+            asyncio.get_running_loop().time() + 5,
+        )
     assert (place.asked, place.cordoned) == ([], [])
 
 
 @pytest.mark.looptime
 async def test_a_change_that_takes_longer_than_a_start_may_goes_on() -> None:
-    """The kubelet is answered in time and asks again. The GPU is divided once, and is held by no pod meanwhile."""
+    """The kubelet is answered in time and asks again.
+    The GPU is divided once, and is held by no pod meanwhile.
+    """
     place = MigPlace(start_seconds=5)
     ids = await place.admitted("p", f"{U1}[group2-0]")
     with pytest.raises(MigError, match="is still being divided into"):
@@ -237,11 +293,15 @@ async def test_a_change_that_takes_longer_than_a_start_may_goes_on() -> None:
 
 
 async def test_instances_that_nobody_may_have_yet_are_waited_for() -> None:
-    """The ledger gets them a moment after the driver shows them, and a CDI name may take a little longer."""
+    """The ledger gets them a moment after the driver shows them,
+    and a CDI name may take a little longer.
+    """
     place = MigPlace()
     ids = await place.admitted("p", f"{U1}[group2-0]")
     start = await place.begin(ids)
-    place.inventory = dataclasses.replace(place.inventory, gpus=(place.inventory.gpus[0], a_gpu(U1, *GROUP2, index=1)))
+    place.inventory = dataclasses.replace(
+        place.inventory, gpus=(place.inventory.gpus[0], a_gpu(U1, *GROUP2, index=1))
+    )
     place.answer(U1)
     for _ in range(20):
         await asyncio.sleep(0)
@@ -268,7 +328,9 @@ async def test_instances_that_stay_kept_back_are_named() -> None:
 
 
 async def test_a_call_that_is_cut_off_changes_nothing_about_the_change() -> None:
-    """The kubelet gives up after 30 seconds. The GPU stays cordoned until it is divided, and the next call finds it so."""
+    """The kubelet gives up after 30 seconds.
+    The GPU stays cordoned until it is divided, and the next call finds it so.
+    """
     place = MigPlace()
     ids = await place.admitted("p", f"{U1}[group2-0]")
     start = await place.begin(ids)
@@ -281,7 +343,7 @@ async def test_a_call_that_is_cut_off_changes_nothing_about_the_change() -> None
     assert place.seen(ids) == "MIG-2-0"
 
 
-async def test_a_gpu_that_is_divided_otherwise_than_it_was_asked_to_be_serves_nobody_by_it() -> None:
+async def test_a_gpu_that_is_divided_otherwise_than_asked_serves_nobody_by_it() -> None:
     """A divider that says yes to another division is not believed."""
     place = MigPlace()
     ids = await place.admitted("p", f"{U1}[group2-0]")
@@ -309,7 +371,9 @@ async def test_a_container_keeps_its_instance_over_its_restarts() -> None:
 
 
 async def test_an_instance_that_is_gone_is_decided_for_anew() -> None:
-    """A reboot takes the instances along. No process uses them, so the container's next start has the GPU divided again."""
+    """A reboot takes the instances along. No process uses them,
+    so the container's next start has the GPU divided again.
+    """
     place = MigPlace()
     place.show(U1, *GROUP2)
     ids = await place.admitted("p", f"{U1}[group2-1]")
@@ -323,7 +387,9 @@ async def test_an_instance_that_is_gone_is_decided_for_anew() -> None:
 
 
 async def test_an_instance_of_a_pod_that_has_ended_is_taken_from_it_first() -> None:
-    """The scheduler gives the instance of an ended pod away before kubelet's records forget it. Then it is no second best."""
+    """The scheduler gives the instance of an ended pod away before kubelet's records forget it.
+    Then it is no second best.
+    """
     place = MigPlace()
     place.show(U1, *GROUP2)
     first = await place.admitted("a", f"{U1}[group2-0]", number=0)
@@ -361,7 +427,9 @@ async def test_an_init_container_hands_its_instance_on() -> None:
 
 
 async def test_a_restart_in_the_middle_begins_where_the_gpu_stands() -> None:
-    """Nothing is remembered of a change: an agent that finds half of it repeats it, for the same pod."""
+    """Nothing is remembered of a change: an agent that finds half of it repeats it,
+    for the same pod.
+    """
     place = MigPlace()
     ids = await place.admitted("p", f"{U1}[group2-0]")
     start = await place.begin(ids)
@@ -378,7 +446,9 @@ async def test_a_restart_in_the_middle_begins_where_the_gpu_stands() -> None:
 
 
 async def test_early_an_answer_that_needs_a_gpu_divided_is_refused() -> None:
-    """An early answer is complete in Allocate, where nothing can be waited for. The remedy is named."""
+    """An early answer is complete in Allocate, where nothing can be waited for.
+    The remedy is named.
+    """
     place = MigPlace(late=False)
     with pytest.raises(RequestRefusedError, match=r"takes binding\.mode late"):
         await place.admitted("p", f"{U1}[group2-0]")

@@ -1,4 +1,6 @@
-"""Any history of pods that want instances, of GPUs that are divided, or not, and of pods that end: no two pods ever share an instance."""
+"""Any history of pods that want instances, of GPUs that are divided, or not, and of pods that end:
+no two pods ever share an instance.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,11 @@ from tests.families.volcano_vgpu.mig.parts import GROUP2
 from vgpu_agent.errors import AgentError
 from vgpu_agent.families.family import MigLayout
 
-PLACES = [f"{gpu}[{place}]" for gpu in (U0, U1) for place in ("group2-0", "group2-1", "group2-2", "group3-0", "group3-1")]
+PLACES = [
+    f"{gpu}[{place}]"
+    for gpu in (U0, U1)
+    for place in ("group2-0", "group2-1", "group2-2", "group3-0", "group3-1")
+]
 STEPS = st.one_of(
     st.tuples(st.just("pod"), st.sampled_from(PLACES)),
     st.tuples(st.just("again"), st.integers(0, 9)),
@@ -37,7 +43,9 @@ class History(MigPlace):
         self.number = 0
 
     def divide(self, layout: MigLayout, done: Callable[[str], None]) -> None:
-        """No pod has any part of a GPU that is to be divided, and it is not being divided already."""
+        """No pod has any part of a GPU that is to be divided,
+        and it is not being divided already.
+        """
         assert layout.gpu not in self._waiting
         gpu = self.inventory.gpu(layout.gpu)
         assert gpu is not None
@@ -51,14 +59,26 @@ class History(MigPlace):
             self.number += 1
             name = f"p{self.number}"
             self.pods[name] = await self.admitted(
-                name, which, number=next(n for n in range(10) if (f"{U0}-{n}",) not in self.pods.values())
+                name,
+                which,
+                number=next(n for n in range(10) if (f"{U0}-{n}",) not in self.pods.values()),
             )
             self.starts.append(await self.begin(self.pods[name]))
         elif what == "divided" and self.asked:
             layout = self.asked[-1]
             if layout.gpu in self._waiting:
-                shown = layout.profiles if which == "as asked" else GROUP2 if layout.profiles == GROUP3 else GROUP3
-                self.finish(layout.gpu, *(() if which == "failed" else shown), reason="broken" if which == "failed" else "")
+                shown = (
+                    layout.profiles
+                    if which == "as asked"
+                    else GROUP2
+                    if layout.profiles == GROUP3
+                    else GROUP3
+                )
+                self.finish(
+                    layout.gpu,
+                    *(() if which == "failed" else shown),
+                    reason="broken" if which == "failed" else "",
+                )
         elif isinstance(which, int) and self.pods:
             name = list(self.pods)[which % len(self.pods)]
             if what == "again":
@@ -76,7 +96,9 @@ class History(MigPlace):
         self.check()
 
     def check(self) -> None:
-        """Each instance has one holder, which receives it and nothing else, and a GPU is cordoned while it is divided."""
+        """Each instance has one holder, which receives it and nothing else,
+        and a GPU is cordoned while it is divided.
+        """
         assert self.ledger.audit() == []
         held = [share.device for grant in self.ledger.grants for share in grant.shares]
         assert len(held) == len(set(held))
@@ -92,7 +114,9 @@ class History(MigPlace):
         for start in self.starts:
             start.cancel()
         for outcome in await asyncio.gather(*self.starts, return_exceptions=True):
-            assert outcome is None or isinstance(outcome, (AgentError, asyncio.CancelledError)), outcome
+            assert outcome is None or isinstance(outcome, (AgentError, asyncio.CancelledError)), (
+                outcome
+            )
 
 
 @settings(max_examples=300, deadline=None)
@@ -103,9 +127,16 @@ def test_no_instance_is_ever_given_twice(steps: list[tuple[str, str | int]]) -> 
 
 
 def test_a_history_is_played_to_its_end() -> None:
-    """The rules above are about something: in this history four containers come to hold instances of two GPUs."""
+    """The rules above are about something: in this history four containers come to hold instances
+    of two GPUs.
+    """
     place = History()
-    steps: list[tuple[str, str | int]] = [("pod", PLACES[0]), ("pod", PLACES[0]), ("divided", "as asked"), ("pod", PLACES[8])]
+    steps: list[tuple[str, str | int]] = [
+        ("pod", PLACES[0]),
+        ("pod", PLACES[0]),
+        ("divided", "as asked"),
+        ("pod", PLACES[8]),
+    ]
     steps += [("divided", "failed"), ("again", 2), ("divided", "as asked"), ("pod", PLACES[8])]
     with contextlib.suppress(asyncio.CancelledError):
         asyncio.run(place.play(steps))

@@ -35,7 +35,11 @@ def held(records: KubeletRecords, known: PodCache) -> dict[tuple[str, str], tupl
     """(UID, container) → ids, after they were separated."""
     found = told_apart(records, {NUMBER}, known)
     assert [holding for holding in found.holdings if holding.resource != NUMBER] == [OTHER]
-    return {(holding.owner.pod_uid, holding.owner.container): holding.ids for holding in found.holdings if holding.resource == NUMBER}
+    return {
+        (holding.owner.pod_uid, holding.owner.container): holding.ids
+        for holding in found.holdings
+        if holding.resource == NUMBER
+    }
 
 
 def test_ids_are_for_the_container_that_comes_last() -> None:
@@ -46,7 +50,7 @@ def test_ids_are_for_the_container_that_comes_last() -> None:
     assert held(records, book(pod)) == {(pod.uid, "main"): ("a",), (pod.uid, "prepare"): ("b",)}
 
 
-def test_a_pod_whose_only_holder_is_an_init_container_is_alive_while_the_api_server_says_so() -> None:
+def test_a_pod_held_by_an_init_container_alone_is_alive_while_the_api_server_says_so() -> None:
     """pod-resources shows nothing of it."""
     pod = a_pod("train", init("prepare"), PodContainer("main"))
     records = KubeletRecords((OTHER,), entries=(line(pod, "prepare", "a"),))
@@ -55,17 +59,25 @@ def test_a_pod_whose_only_holder_is_an_init_container_is_alive_while_the_api_ser
     assert held(records, book()) == {}
 
 
-@pytest.mark.parametrize(("complete", "expected"), [(True, {}), (False, {("uid-train", "main"): ("a",)})])
+@pytest.mark.parametrize(
+    ("complete", "expected"), [(True, {}), (False, {("uid-train", "main"): ("a",)})]
+)
 def test_an_unseen_pod_counts_only_where_nobody_could_speak_for_it(
     *, complete: bool, expected: dict[tuple[str, str], tuple[str, ...]]
 ) -> None:
-    """Before the first list, and without pod-resources, an entry may be a live pod's; otherwise it is what an ended one left."""
-    records = KubeletRecords((OTHER,), complete=complete, entries=(line(a_pod("train"), "main", "a"),))
+    """Before the first list, and without pod-resources, an entry may be a live pod's;
+    otherwise it is what an ended one left.
+    """
+    records = KubeletRecords(
+        (OTHER,), complete=complete, entries=(line(a_pod("train"), "main", "a"),)
+    )
     assert held(records, PodCache()) == expected
 
 
 def test_the_smaller_entry_of_an_unknown_pod_is_the_later_one() -> None:
-    """Without the pod the init container is unknown. One that asks for more is likelier to be it."""
+    """Without the pod the init container is unknown.
+    One that asks for more is likelier to be it.
+    """
     pod = a_pod("train")
     entries = (line(pod, "a-large", "a", "b"), line(pod, "small", "a"))
     assert held(KubeletRecords((OTHER,), complete=False, entries=entries), PodCache()) == {
@@ -90,15 +102,33 @@ def test_an_init_container_is_over_once_a_later_one_has_started() -> None:
     assert [is_over(started, name) for name in ("first", "second", "main")] == [True, True, False]
 
 
-ALL_KINDS = a_pod("train", init("first"), PodContainer("side", ContainerKind.SIDECAR, {NUMBER: 1}), init("second"), "main", "other")
+ALL_KINDS = a_pod(
+    "train",
+    init("first"),
+    PodContainer("side", ContainerKind.SIDECAR, {NUMBER: 1}),
+    init("second"),
+    "main",
+    "other",
+)
 
 
 def ended_when(starting: str, *, uid: str = "uid-train", unknown: str = "") -> list[str]:
-    """Return the containers whose shares are free when this one of `ALL_KINDS` starts and all of the pod ``uid`` have some."""
-    names = [*(container.name for container in ALL_KINDS.containers), *([unknown] if unknown else [])]
-    grants = [Grant(number, "number", NUMBER, (name,), (), decided_for=(uid, name)) for number, name in enumerate(names)]
+    """Return the containers whose shares are free when this one of `ALL_KINDS` starts and all
+    of the pod ``uid`` have some.
+    """
+    names = [
+        *(container.name for container in ALL_KINDS.containers),
+        *([unknown] if unknown else []),
+    ]
+    grants = [
+        Grant(number, "number", NUMBER, (name,), (), decided_for=(uid, name))
+        for number, name in enumerate(names)
+    ]
     undecided = Grant(len(names), "number", NUMBER, ("undecided",), ())
-    return [names[number] for number in ended_before((*grants, undecided), ALL_KINDS, Owner(starting, ALL_KINDS.uid))]
+    return [
+        names[number]
+        for number in ended_before((*grants, undecided), ALL_KINDS, Owner(starting, ALL_KINDS.uid))
+    ]
 
 
 @pytest.mark.parametrize(
@@ -111,8 +141,12 @@ def ended_when(starting: str, *, uid: str = "uid-train", unknown: str = "") -> l
         ("first", ["second", "main", "other"]),
     ],
 )
-def test_what_cannot_run_beside_a_starting_container_has_ended(starting: str, ended: list[str]) -> None:
-    """Init containers before it; and all but sidecars when it is an init container, for then the sandbox was made anew."""
+def test_what_cannot_run_beside_a_starting_container_has_ended(
+    starting: str, ended: list[str]
+) -> None:
+    """Init containers before it; and all but sidecars when it is an init container,
+    for then the sandbox was made anew.
+    """
     assert ended_when(starting) == ended
 
 
@@ -122,5 +156,7 @@ def test_other_pods_are_not_ended_by_a_start() -> None:
 
 
 def test_a_container_that_the_pod_does_not_name_is_taken_for_one_that_stays() -> None:
-    """An ephemeral container, or one that a later version of Kubernetes allows to be added: nothing says that it has ended."""
+    """An ephemeral container, or one that a later version of Kubernetes allows to be added:
+    nothing says that it has ended.
+    """
     assert ended_when("first", unknown="added") == ["second", "main", "other"]

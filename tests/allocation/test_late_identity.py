@@ -1,4 +1,6 @@
-"""The container that is about to start, when the watch, the API server or a kubelet record is late, away or wrong."""
+"""The container that is about to start, when the watch, the API server or a kubelet record is late,
+away or wrong.
+"""
 
 from __future__ import annotations
 
@@ -48,7 +50,9 @@ async def test_a_pod_that_the_watch_does_not_show_is_asked_for_once() -> None:
 
 @pytest.mark.looptime
 async def test_a_pod_is_asked_for_at_once_while_the_first_list_is_read() -> None:
-    """A list of the largest pods takes seconds, and nothing says where in it the pod is: after a restart no start waits for that."""
+    """A list of the largest pods takes seconds, and nothing says where in it the pod is: after a
+    restart no start waits for that.
+    """
     place = Place()
     pod = a_pod("train", annotations=wants(main=f"{U0} 1000"))
     place.on_server["default", "train"] = pod
@@ -61,24 +65,40 @@ async def test_a_pod_is_asked_for_at_once_while_the_first_list_is_read() -> None
 
 @pytest.mark.looptime
 async def test_an_outage_refuses_unseen_pods_only_and_says_so() -> None:
-    """Pods that were seen start without the API server. For one that was not, the text names the outage."""
+    """Pods that were seen start without the API server.
+    For one that was not, the text names the outage.
+    """
     place = Place()
     place.outage = True
-    seen, unseen = a_pod("seen", annotations=wants(main=f"{U0} 1")), a_pod("unseen", annotations=wants(main=f"{U0} 1"))
+    seen, unseen = (
+        a_pod("seen", annotations=wants(main=f"{U0} 1")),
+        a_pod("unseen", annotations=wants(main=f"{U0} 1")),
+    )
     place.book.replace([seen])
     await place.admit(seen, "main", IDS[:1])
     await place.admit(unseen, "main", IDS[1:2])
     await place.start(IDS[:1])
-    with pytest.raises(NotProvenError, match="default/unseen did not appear in the watch within 2 s, and the API server does not answer"):
+    with pytest.raises(
+        NotProvenError,
+        match=(
+            "default/unseen did not appear in the watch within 2 s, and the API server does not "
+            "answer"
+        ),
+    ):
         await place.start(IDS[1:2])
     assert list(place.carrier.specs) == [grant_token(NUMBER, IDS[:1])]
 
 
 @pytest.mark.looptime
 async def test_a_pod_that_changed_its_uid_under_its_name_is_refused() -> None:
-    """The kubelet starts the old pod, the API server has the new one. Neither gets the other's share."""
+    """The kubelet starts the old pod, the API server has the new one.
+    Neither gets the other's share.
+    """
     place = Place()
-    old, new = a_pod("web-0", uid="old", annotations=wants(main=f"{U0} 1")), a_pod("web-0", uid="new", annotations=wants(main=f"{U1} 2"))
+    old, new = (
+        a_pod("web-0", uid="old", annotations=wants(main=f"{U0} 1")),
+        a_pod("web-0", uid="new", annotations=wants(main=f"{U1} 2")),
+    )
     await place.admit(old, "main", IDS[:1])
     place.book.replace([new])
     place.on_server["default", "web-0"] = new
@@ -89,7 +109,9 @@ async def test_a_pod_that_changed_its_uid_under_its_name_is_refused() -> None:
 
 @pytest.mark.looptime
 async def test_a_predecessor_that_the_watch_still_shows_is_not_the_one() -> None:
-    """A StatefulSet's next pod has the name and by chance the ids of the last one, whose entry lingers. The unseen pod is asked for."""
+    """A StatefulSet's next pod has the name and by chance the ids of the last one, whose entry
+    lingers. The unseen pod is asked for.
+    """
     place = Place()
     old = a_pod("web-0", uid="old", annotations=wants(main=f"{U0} 1"), phase="Running")
     new = a_pod("web-0", uid="new", annotations=wants(main=f"{U1} 2"))
@@ -104,11 +126,16 @@ async def test_a_predecessor_that_the_watch_still_shows_is_not_the_one() -> None
 async def test_ids_in_two_live_pods_are_refused_and_counted() -> None:
     """An ambiguity is a bug of some component: counted, named, and never guessed."""
     place = Place()
-    train, serve = a_pod("train", annotations=wants(main=f"{U0} 1")), a_pod("serve", annotations=wants(main=f"{U1} 2"))
+    train, serve = (
+        a_pod("train", annotations=wants(main=f"{U0} 1")),
+        a_pod("serve", annotations=wants(main=f"{U1} 2")),
+    )
     place.book.replace([train, serve])
     await place.admit(train, "main", IDS[:1])
     await place.admit(serve, "main", IDS[:1])
-    with pytest.raises(NotProvenError, match="in two pods at once, default/serve and default/train"):
+    with pytest.raises(
+        NotProvenError, match="in two pods at once, default/serve and default/train"
+    ):
         await place.start(IDS[:1])
     place.pod_resources = None
     with pytest.raises(NotProvenError, match="names several pods for the same ids"):
@@ -119,7 +146,9 @@ async def test_ids_in_two_live_pods_are_refused_and_counted() -> None:
 
 @pytest.mark.looptime
 async def test_an_unreadable_checkpoint_leaves_pod_resources_and_the_api_server() -> None:
-    """Without UIDs only the pod that the API server has under the listed name right now is certain."""
+    """Without UIDs only the pod that the API server has under the listed name right now is
+    certain.
+    """
     place = Place()
     pod = a_pod("train", annotations=wants(main=f"{U0} 1000"))
     place.book.replace([pod])
@@ -157,9 +186,14 @@ async def test_without_any_kubelet_record_nothing_starts() -> None:
 
 @pytest.mark.looptime
 async def test_two_pods_of_one_name_are_not_told_apart_without_the_checkpoint() -> None:
-    """A predecessor that was deleted by force may still be starting. The API server knows only the successor."""
+    """A predecessor that was deleted by force may still be starting.
+    The API server knows only the successor.
+    """
     place = Place()
-    old, new = a_pod("web-0", uid="old", annotations=wants(main=f"{U0} 1")), a_pod("web-0", uid="new", annotations=wants(main=f"{U1} 2"))
+    old, new = (
+        a_pod("web-0", uid="old", annotations=wants(main=f"{U0} 1")),
+        a_pod("web-0", uid="new", annotations=wants(main=f"{U1} 2")),
+    )
     place.book.replace([old])
     await place.admit(old, "main", IDS[:1])
     place.book.replace([new])

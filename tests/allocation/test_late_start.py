@@ -1,4 +1,6 @@
-"""Binding late: a name in Allocate, and everything else when the kubelet's own records name the owner of the ids."""
+"""Binding late: a name in Allocate, and everything else
+when the kubelet's own records name the owner of the ids.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +9,18 @@ import dataclasses
 
 import pytest
 
-from tests.allocation.binding_parts import IDS, MEMORY, NODE, NUMBER, MemoryCarrier, Place, SlowPlace, a_pod, init, wants
+from tests.allocation.binding_parts import (
+    IDS,
+    MEMORY,
+    NODE,
+    NUMBER,
+    MemoryCarrier,
+    Place,
+    SlowPlace,
+    a_pod,
+    init,
+    wants,
+)
 from tests.golden import U0, U1
 from vgpu_agent.allocation.carrier import cdi_name, grant_token
 from vgpu_agent.allocation.identification import NotProvenError
@@ -25,7 +38,9 @@ def given(place: Place, ids: tuple[str, ...]) -> dict[str, str]:
 
 
 async def test_allocate_answers_a_name_and_nothing_else() -> None:
-    """volcano-vgpu:D12 no pod, no API request, no record is looked at in Allocate. The ids are booked."""
+    """volcano-vgpu:D12 no pod, no API request, no record is looked at in Allocate.
+    The ids are booked.
+    """
     place = Place()
     answer = await place.allocator.allocate(NUMBER, IDS[:1])
     assert answer == Edits(cdi_names=(cdi_name(grant_token(NUMBER, IDS[:1])),))
@@ -35,7 +50,9 @@ async def test_allocate_answers_a_name_and_nothing_else() -> None:
 
 
 async def test_an_old_kubelet_gets_the_name_as_an_annotation() -> None:
-    """Before 1.29 the answer has no field for CDI names, and the runtime reads them from annotations."""
+    """Before 1.29 the answer has no field for CDI names,
+    and the runtime reads them from annotations.
+    """
     place = Place()
     place.allocator.use_mode(BindingMode(late=True, by_annotation=True, reason="old"))
     answer = await place.allocator.allocate(NUMBER, IDS[:1])
@@ -46,13 +63,18 @@ async def test_an_old_kubelet_gets_the_name_as_an_annotation() -> None:
 async def test_a_counted_resource_answers_nothing_and_books_nothing() -> None:
     """volcano-vgpu:G9 ids that are only there to be counted cost one empty answer."""
     place = Place()
-    assert await place.allocator.allocate(MEMORY, [f"{U0}-memory-{place}" for place in range(3000)]) == Edits()
+    assert (
+        await place.allocator.allocate(MEMORY, [f"{U0}-memory-{place}" for place in range(3000)])
+        == Edits()
+    )
     assert place.ledger.grants == ()
     await place.allocator.pre_start(MEMORY, [f"{U0}-memory-0"])
 
 
 def test_ids_that_decide_nothing_are_recommended_as_they_come() -> None:
-    """volcano-vgpu:D10 the kubelet is asked not to call. A caller gets the required ids and then the first, and no warning is written."""
+    """volcano-vgpu:D10 the kubelet is asked not to call. A caller gets the required ids and then
+    the first, and no warning is written.
+    """
     place = Place()
     available = [*IDS[:3], f"{U1}-0"]
     assert place.allocator.preferred(NUMBER, available, [IDS[1]], 2) == [IDS[1], IDS[0]]
@@ -61,7 +83,9 @@ def test_ids_that_decide_nothing_are_recommended_as_they_come() -> None:
 
 
 async def test_equal_pods_admitted_in_any_order_get_their_own_shares() -> None:
-    """volcano-vgpu:D2 two pods of one size in one second: the records identify each, whatever the order of admission and start."""
+    """volcano-vgpu:D2 two pods of one size in one second:
+    the records identify each, whatever the order of admission and start.
+    """
     place = Place()
     train = a_pod("train", annotations=wants(main=f"{U0} 1000"))
     serve = a_pod("serve", annotations=wants(main=f"{U1} 2000"))
@@ -74,7 +98,9 @@ async def test_equal_pods_admitted_in_any_order_get_their_own_shares() -> None:
 
 
 async def test_the_evidence_is_kept_with_the_grant() -> None:
-    """The grant and one log line name the evidence and the decider, under the token of the Allocate."""
+    """The grant and one log line name the evidence and the decider,
+    under the token of the Allocate.
+    """
     place = Place()
     pod = a_pod("train", annotations=wants(main=f"{U0} 1000"))
     place.book.replace([pod])
@@ -93,7 +119,9 @@ async def test_the_evidence_is_kept_with_the_grant() -> None:
 
 
 async def test_a_running_pod_is_never_taken_for_a_new_one() -> None:
-    """volcano-vgpu:D4 what was written or not onto a pod that runs does not matter: only the records do."""
+    """volcano-vgpu:D4 what was written or not onto a pod that runs does not matter:
+    only the records do.
+    """
     place = Place()
     running = a_pod("train", annotations=wants(main=f"{U0} 1000"), phase="Running")
     new = a_pod("serve", annotations=wants(main=f"{U1} 2000"))
@@ -107,7 +135,9 @@ async def test_a_running_pod_is_never_taken_for_a_new_one() -> None:
 
 
 async def test_a_container_that_starts_again_keeps_what_it_has() -> None:
-    """A crash loop decides once: even when the annotation has changed since, a running pod's GPU does not."""
+    """A crash loop decides once: even when the annotation has changed since,
+    a running pod's GPU does not.
+    """
     place = Place()
     pod = a_pod("train", annotations=wants(main=f"{U0} 1000"))
     place.book.replace([pod])
@@ -120,7 +150,9 @@ async def test_a_container_that_starts_again_keeps_what_it_has() -> None:
 
 
 async def test_a_restarted_agent_remembers_by_the_spec() -> None:
-    """After a restart the record beside the spec says what was decided, although the pod does not any more."""
+    """After a restart the record beside the spec says what was decided,
+    although the pod does not any more.
+    """
     carrier = MemoryCarrier()
     before = Place(carrier=carrier)
     pod = a_pod("train", annotations=wants(main=f"{U0} 1000"))
@@ -140,7 +172,9 @@ async def test_a_restarted_agent_remembers_by_the_spec() -> None:
 
 
 async def test_an_init_container_and_the_one_behind_it_share_a_name_and_a_grant() -> None:
-    """The kubelet hands the ids on inside the pod. The container that they are for decides, and nothing is booked twice."""
+    """The kubelet hands the ids on inside the pod.
+    The container that they are for decides, and nothing is booked twice.
+    """
     place = Place()
     pod = a_pod("train", init("prepare"), "main", annotations=wants(main=f"{U0} 30000"))
     place.book.replace([pod])
@@ -175,7 +209,8 @@ async def test_a_larger_init_container_makes_room_for_what_comes_after() -> None
         ("uid-train", "main"): (Share(U0, 40000),),
         ("uid-train", "side"): (Share(U1, 40000),),
     }
-    # The sandbox is made anew: everything starts again from the first init container, and gets the same.
+    # The sandbox is made anew: everything starts again from the first init container, and gets the
+    # same.
     await place.start(IDS[:2])
     await place.start(IDS[:1])
     await place.start(IDS[1:2])
@@ -185,7 +220,12 @@ async def test_a_larger_init_container_makes_room_for_what_comes_after() -> None
 async def test_verification_between_init_and_main_disturbs_nothing() -> None:
     """The kubelet's records list the ids under both. That is no drift."""
     place = Place()
-    pod = a_pod("train", init("prepare", 2), "main", annotations=wants(prepare=f"{U0} 1,{U1} 1", main=f"{U0} 1000"))
+    pod = a_pod(
+        "train",
+        init("prepare", 2),
+        "main",
+        annotations=wants(prepare=f"{U0} 1,{U1} 1", main=f"{U0} 1000"),
+    )
     place.book.replace([pod])
     await place.admit(pod, "prepare", IDS[:2], listed=False)
     await place.admit(pod, "main", IDS[:1])
@@ -198,16 +238,22 @@ async def test_verification_between_init_and_main_disturbs_nothing() -> None:
     assert place.allocator.confirm(KubeletRecords(holdings), reservation_seconds=60) == []
     await place.start(IDS[:1])
     assert place.allocator.confirm(KubeletRecords(holdings), reservation_seconds=60) == []
-    assert [grant.shares for grant in place.ledger.grants if grant.decided_for] == [(Share(U0, 1000),)]
+    assert [grant.shares for grant in place.ledger.grants if grant.decided_for] == [
+        (Share(U0, 1000),)
+    ]
 
 
 async def test_what_cannot_be_granted_is_refused_with_pod_and_reason_and_asked_again() -> None:
-    """The text is what the user sees in the pod's status. Once it is put right, the next try starts."""
+    """The text is what the user sees in the pod's status.
+    Once it is put right, the next try starts.
+    """
     place = Place()
     pod = a_pod("train")
     place.book.replace([pod])
     await place.admit(pod, "main", IDS[:1])
-    with pytest.raises(RequestRefusedError, match=r"^pod default/train has no annotation example.com/main"):
+    with pytest.raises(
+        RequestRefusedError, match=r"^pod default/train has no annotation example.com/main"
+    ):
         await place.start(IDS[:1])
     (refusal,) = place.refusals.current
     assert (refusal.pod.name, refusal.container, refusal.final) == ("train", "main", False)
@@ -219,7 +265,10 @@ async def test_what_cannot_be_granted_is_refused_with_pod_and_reason_and_asked_a
 async def test_a_claim_to_more_than_there_is_gets_nothing() -> None:
     """A forged annotation cannot take more than the ledger has, nor another node's GPU."""
     place = Place()
-    greedy, strange = a_pod("greedy", annotations=wants(main=f"{U0} 40961")), a_pod("strange", annotations=wants(main="GPU-elsewhere 1"))
+    greedy, strange = (
+        a_pod("greedy", annotations=wants(main=f"{U0} 40961")),
+        a_pod("strange", annotations=wants(main="GPU-elsewhere 1")),
+    )
     place.book.replace([greedy, strange])
     await place.admit(greedy, "main", IDS[:1])
     await place.admit(strange, "main", IDS[1:2])
@@ -232,13 +281,17 @@ async def test_a_claim_to_more_than_there_is_gets_nothing() -> None:
 
 @pytest.mark.parametrize("can_get", [False, True])
 async def test_an_ended_pod_makes_room_at_once_when_somebody_needs_it(can_get: bool) -> None:
-    """Its grant goes as soon as kubelet does not list it and the API server has ended it, without waiting for two verifications.
+    """Its grant goes as soon as kubelet does not list it and the API server has ended it, without
+    waiting for two verifications.
 
     Its absence from an answer about the starting pod alone is not enough.
     """
     place = Place()
     place.can_get = can_get
-    ended, new = a_pod("ended", annotations=wants(main=f"{U0} 40000")), a_pod("new", annotations=wants(main=f"{U0} 40000"))
+    ended, new = (
+        a_pod("ended", annotations=wants(main=f"{U0} 40000")),
+        a_pod("new", annotations=wants(main=f"{U0} 40000")),
+    )
     place.book.replace([ended, new])
     await place.admit(ended, "main", IDS[:1])
     await place.start(IDS[:1])
@@ -251,7 +304,8 @@ async def test_an_ended_pod_makes_room_at_once_when_somebody_needs_it(can_get: b
     place.book.put(ended)
     place.forget(ended)
     with pytest.raises(CapacityError):
-        await place.start(IDS[1:2])  # kubelet has forgotten it, but the API server says that it is still there
+        # kubelet has forgotten it, but the API server says that it is still there
+        await place.start(IDS[1:2])
     place.book.put(dataclasses.replace(ended, phase="Succeeded"))
     await place.start(IDS[1:2])
     assert given(place, IDS[1:2])["GPU"] == U0
@@ -262,14 +316,20 @@ async def test_a_start_without_room_is_answered_before_kubelet_gives_up() -> Non
     """Asking which pods have ended counts against the time that a start may take."""
     place = SlowPlace()
     place.can_get = True
-    first, second = a_pod("first", annotations=wants(main=f"{U0} 40000")), a_pod("second", annotations=wants(main=f"{U0} 40000"))
+    first, second = (
+        a_pod("first", annotations=wants(main=f"{U0} 40000")),
+        a_pod("second", annotations=wants(main=f"{U0} 40000")),
+    )
     place.book.replace([first, second])
     await place.admit(first, "main", IDS[:1])
     await place.start(IDS[:1])
     await place.admit(second, "main", IDS[1:2])
     loop = asyncio.get_running_loop()
     began = loop.time()
-    with pytest.raises(NotProvenError, match=r"default/second, container main: no room, and kubelet has not said within 20 s"):
+    with pytest.raises(
+        NotProvenError,
+        match=r"default/second, container main: no room, and kubelet has not said within 20 s",
+    ):
         await place.start(IDS[1:2])
     assert loop.time() - began == pytest.approx(Binding().start_seconds, abs=0.1)
 
@@ -289,9 +349,14 @@ async def test_a_full_disk_refuses_the_start_and_names_itself() -> None:
 
 
 async def test_ids_that_change_hands_before_a_start_belong_to_the_new_pod() -> None:
-    """kubectl delete between Allocate and start: the ids go to the next pod, and the name behind them too."""
+    """kubectl delete between Allocate and start:
+    the ids go to the next pod, and the name behind them too.
+    """
     place = Place()
-    gone, new = a_pod("gone", annotations=wants(main=f"{U0} 1")), a_pod("new", annotations=wants(main=f"{U1} 2"))
+    gone, new = (
+        a_pod("gone", annotations=wants(main=f"{U0} 1")),
+        a_pod("new", annotations=wants(main=f"{U1} 2")),
+    )
     place.book.replace([gone])
     await place.admit(gone, "main", IDS[:1])
     place.forget(gone)
@@ -314,7 +379,9 @@ async def test_a_static_pod_is_found_by_the_hash_of_its_file() -> None:
 
 
 async def test_the_desired_state_of_pods_is_what_was_done() -> None:
-    """Pods get their annotations once they are proven, also when they ended before anything was written."""
+    """Pods get their annotations once they are proven,
+    also when they ended before anything was written.
+    """
     place = Place()
     pod = a_pod("train", annotations=wants(main=f"{U0} 1"))
     place.book.replace([pod])
@@ -329,7 +396,9 @@ async def test_the_desired_state_of_pods_is_what_was_done() -> None:
 
 
 async def test_a_lock_from_before_the_start_is_given_back() -> None:
-    """volcano-vgpu:D19: an agent that was killed between an Allocate and the Node's write takes back what the next one finds."""
+    """volcano-vgpu:D19: an agent that was killed between an Allocate
+    and the Node's write takes back what the next one finds.
+    """
     place = Place()
     assert place.allocator.allocated_at == {}
     place.allocator.confirm(KubeletRecords(()), reservation_seconds=60, initial=True)
@@ -345,7 +414,9 @@ async def test_a_node_that_has_not_been_read_serves_nobody_yet() -> None:
 
 
 async def test_a_rebooted_node_gets_its_specs_back() -> None:
-    """The directory is empty, the records and pods are there: what late grants need is delivered again."""
+    """The directory is empty, the records and pods are there:
+    what late grants need is delivered again.
+    """
     place = Place()
     pod = dataclasses.replace(
         a_pod("train", annotations=wants(main=f"{U0} 1000"), phase="Running"),

@@ -21,7 +21,9 @@ from vgpu_agent.nodes import Node
         ("", "", False, False, "nothing about its runtime"),
     ],
 )
-def test_auto_follows_the_node(kubelet: str, runtime: str, *, late: bool, by_annotation: bool, words: str) -> None:
+def test_auto_follows_the_node(
+    kubelet: str, runtime: str, *, late: bool, by_annotation: bool, words: str
+) -> None:
     """Versions decide, odd ones never raise, and the reason says what was seen."""
     mode = choose("auto", Node("node-a", kubelet_version=kubelet, runtime_version=runtime))
     assert mode is not None

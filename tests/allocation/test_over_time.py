@@ -1,4 +1,6 @@
-"""Grants over restarts of the agent, outages of the API server and changes of settings, runtime and GPUs."""
+"""Grants over restarts of the agent, outages of the API server and changes of settings,
+runtime and GPUs.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +11,17 @@ from collections.abc import Sequence
 import pytest
 
 from tests.allocation import binding_parts
-from tests.allocation.binding_parts import IDS, MEMORY, NUMBER, MemoryCarrier, NumberFamily, Place, a_pod, init, wants
+from tests.allocation.binding_parts import (
+    IDS,
+    MEMORY,
+    NUMBER,
+    MemoryCarrier,
+    NumberFamily,
+    Place,
+    a_pod,
+    init,
+    wants,
+)
 from tests.allocation.later_parts import booked, confirm, restarted, running
 from tests.golden import U0, U1, golden_inventory
 from vgpu_agent.allocation.carrier import GrantRecord, grant_token
@@ -34,7 +46,9 @@ class RenamedFamily(NumberFamily):
         return Ownership.CERTAIN if resource == "example.com/new" else super().owns(resource)
 
     def resources(self, inventory: Inventory) -> tuple[Resource, ...]:
-        return tuple(_changed(each, name="example.com/new") for each in super().resources(inventory))
+        return tuple(
+            _changed(each, name="example.com/new") for each in super().resources(inventory)
+        )
 
 
 class NarrowFamily(NumberFamily):
@@ -54,7 +68,8 @@ class PickyFamily(NumberFamily):
 
 
 def _changed(resource: Resource, **changes: object) -> Resource:
-    return dataclasses.replace(resource, **changes) if resource.name == NUMBER else resource  # type: ignore[arg-type]  # its fields
+    # its fields
+    return dataclasses.replace(resource, **changes) if resource.name == NUMBER else resource  # type: ignore[arg-type]
 
 
 async def started(place: Place, pod: Pod, ids: Sequence[str]) -> None:
@@ -65,7 +80,9 @@ async def started(place: Place, pod: Pod, ids: Sequence[str]) -> None:
 
 
 async def with_init_container(place: Place, **gpus: str) -> Pod:
-    """A pod whose init container has two ids and has started; the main container waits for the first of them."""
+    """A pod whose init container has two ids and has started;
+    the main container waits for the first of them.
+    """
     pod = a_pod("train", init("prepare", 2), "main", annotations=wants(**gpus))
     place.book.replace([pod])
     await place.admit(pod, "prepare", IDS[:2], listed=False)
@@ -75,7 +92,9 @@ async def with_init_container(place: Place, **gpus: str) -> Pod:
 
 
 async def with_two_init_containers(place: Place, gpus: dict[str, str]) -> Pod:
-    """A pod whose second init container runs with two ids, which go on to a main container each; the first one ran as ``main``."""
+    """A pod whose second init container runs with two ids, which go on to a main container each;
+    the first one ran as ``main``.
+    """
     pod = a_pod("train", init("first"), init("prepare", 2), "main", "other", annotations=gpus)
     place.book.replace([pod])
     await place.admit(pod, "first", IDS[:1], listed=False)
@@ -87,13 +106,18 @@ async def with_two_init_containers(place: Place, gpus: dict[str, str]) -> Pod:
     return pod
 
 
-# -- the way of binding changes ------------------------------------------------------------------------------------------------------
+# -- the way of binding changes --------------------------------------------------------------------
 
 
 async def test_a_refuted_early_answer_stays_refused_when_the_node_binds_late() -> None:
-    """An upgraded runtime does not change what kubelet keeps: the answer of another pod, in full."""
+    """An upgraded runtime does not change what kubelet keeps:
+    the answer of another pod, in full.
+    """
     place = Place(late=False)
-    first, second = a_pod("first", annotations=wants(main=f"{U0} 100")), a_pod("second", annotations=wants(main=f"{U1} 200"))
+    first, second = (
+        a_pod("first", annotations=wants(main=f"{U0} 100")),
+        a_pod("second", annotations=wants(main=f"{U1} 200")),
+    )
     place.book.replace([first, second])
     answer = await place.admit(second, "main", IDS[:1])
     assert answer.environment["GPU"] == U0  # the guess took the first
@@ -106,7 +130,9 @@ async def test_a_refuted_early_answer_stays_refused_when_the_node_binds_late() -
 
 
 async def test_a_late_answer_stays_good_when_the_node_binds_early() -> None:
-    """The container crashes after ``early`` was set: the kubelet keeps our CDI name, and the spec behind it is the container's own."""
+    """The container crashes after ``early`` was set: the kubelet keeps our CDI name, and the spec
+    behind it is the container's own.
+    """
     place = Place()
     await started(place, a_pod("train", annotations=wants(main=f"{U0} 100")), IDS[:1])
     place.allocator.use_mode(EARLY)
@@ -115,26 +141,42 @@ async def test_a_late_answer_stays_good_when_the_node_binds_early() -> None:
     assert place.carrier.prepared == {}  # bound late again, not proven as a guess
 
 
-async def test_what_kubelet_counted_while_binding_was_late_says_nothing_about_early_guesses() -> None:
-    """A node that binds late for months keeps no list of calls, and none of them speaks for a pod when it binds early."""
+async def test_what_kubelet_counted_during_late_binding_says_nothing_of_early_guesses() -> None:
+    """A node that binds late for months keeps no list of calls,
+    and none of them speaks for a pod when it binds early.
+    """
     place = Place()
     await place.allocator.allocate(MEMORY, [f"{U0}-memory-{number}" for number in range(2)])
-    small = a_pod("a-small", PodContainer("main", limits={NUMBER: 1, MEMORY: 1}), annotations=wants(main=f"{U0} 1"))
-    large = a_pod("b-large", PodContainer("main", limits={NUMBER: 1, MEMORY: 2}), annotations=wants(main=f"{U1} 2"))
+    small = a_pod(
+        "a-small",
+        PodContainer("main", limits={NUMBER: 1, MEMORY: 1}),
+        annotations=wants(main=f"{U0} 1"),
+    )
+    large = a_pod(
+        "b-large",
+        PodContainer("main", limits={NUMBER: 1, MEMORY: 2}),
+        annotations=wants(main=f"{U1} 2"),
+    )
     place.book.replace([small, large])
     place.allocator.use_mode(EARLY)
     answer = await place.allocator.allocate(NUMBER, IDS[:1])
     assert answer.environment["GPU"] == U0
 
 
-# -- settings change under running containers ----------------------------------------------------------------------------------------
+# -- settings change under running containers ------------------------------------------------------
 
 
 @pytest.mark.parametrize(
-    "families", [Families(by_pod=(RenamedFamily(),)), Families(unserved=(NumberFamily(),))], ids=["renamed", "not served now"]
+    "families",
+    [Families(by_pod=(RenamedFamily(),)), Families(unserved=(NumberFamily(),))],
+    ids=["renamed", "not served now"],
 )
-async def test_a_running_container_keeps_its_share_whatever_is_offered_now(families: Families) -> None:
-    """The kubelet lists it under a name that today's settings do not offer. Even without its spec it is not free, however often we look."""
+async def test_a_running_container_keeps_its_share_whatever_is_offered_now(
+    families: Families,
+) -> None:
+    """The kubelet lists it under a name that today's settings do not offer. Even without its spec
+    it is not free, however often we look.
+    """
     place = Place()
     pod = a_pod("train", annotations=wants(main=f"{U0} 40000"))
     await started(place, pod, IDS[:1])
@@ -147,10 +189,14 @@ async def test_a_running_container_keeps_its_share_whatever_is_offered_now(famil
 
 
 async def test_narrower_settings_do_not_make_what_was_granted_unsound() -> None:
-    """Three share a GPU that is for one by now. The ledger has them right, and no other pod gets in."""
+    """Three share a GPU that is for one by now.
+    The ledger has them right, and no other pod gets in.
+    """
     place = Place()
     for number in range(3):
-        await started(place, a_pod(f"pod-{number}", annotations=wants(main=f"{U0} 100")), [IDS[number]])
+        await started(
+            place, a_pod(f"pod-{number}", annotations=wants(main=f"{U0} 100")), [IDS[number]]
+        )
     place.allocator.use_families(Families(by_pod=(NarrowFamily(),)))
     place.allocator.refresh_offer()
     assert place.ledger.audit() == []
@@ -159,7 +205,9 @@ async def test_narrower_settings_do_not_make_what_was_granted_unsound() -> None:
 
 
 async def test_one_spec_that_cannot_be_made_keeps_nobody_elses_from_being_made() -> None:
-    """After a reboot all are made anew. A setting that has changed since makes one of them impossible."""
+    """After a reboot all are made anew. A setting that has changed since makes one
+    of them impossible.
+    """
     place = Place()
     for name, ids in (("unlucky", IDS[:1]), ("lucky", IDS[1:2])):
         await started(place, a_pod(name, annotations=wants(main=f"{U0} 100")), ids)
@@ -168,14 +216,18 @@ async def test_one_spec_that_cannot_be_made_keeps_nobody_elses_from_being_made()
     assert [record.owner.pod for record, _ in place.allocator.late_start.deliveries()] == ["lucky"]
 
 
-# -- the agent restarts --------------------------------------------------------------------------------------------------------------
+# -- the agent restarts ----------------------------------------------------------------------------
 
 
 async def test_a_restart_while_an_init_container_runs_keeps_its_share_for_the_next() -> None:
-    """Its ids are the main container's as well, which starts under the new agent and takes over what was booked."""
+    """Its ids are the main container's as well,
+    which starts under the new agent and takes over what was booked.
+    """
     before = Place()
     pod = await with_init_container(before, prepare=f"{U0} 30000,{U1} 30000", main=f"{U0} 30000")
-    after = restarted(before, dataclasses.replace(pod, containers=(running(pod).containers[0], pod.containers[1])))
+    after = restarted(
+        before, dataclasses.replace(pod, containers=(running(pod).containers[0], pod.containers[1]))
+    )
     confirm(after, initial=True)
     assert booked(after) == {U0: 30000, U1: 30000}
     await after.start(IDS[:1])
@@ -183,9 +235,13 @@ async def test_a_restart_while_an_init_container_runs_keeps_its_share_for_the_ne
 
 
 async def test_a_restart_does_not_forget_an_init_container_all_of_whose_ids_go_on() -> None:
-    """It runs with its own share, not with those of the containers after it, none of which has started."""
+    """It runs with its own share, not with those of the containers after it,
+    none of which has started.
+    """
     place = Place()
-    pod = await with_two_init_containers(place, wants(prepare=f"{U0} 100,{U1} 200", main=f"{U0} 50", other=f"{U0} 20"))
+    pod = await with_two_init_containers(
+        place, wants(prepare=f"{U0} 100,{U1} 200", main=f"{U0} 50", other=f"{U0} 20")
+    )
     after = restarted(place, pod)
     confirm(after, initial=True)
     assert booked(after) == booked(place) == {U0: 100, U1: 200}
@@ -197,8 +253,10 @@ async def test_a_restart_does_not_forget_an_init_container_all_of_whose_ids_go_o
     assert booked(after) == {U0: 70}
 
 
-async def test_a_restart_does_not_forget_an_init_container_beside_which_a_sidecar_has_started_again() -> None:
-    """The sidecar comes before it and runs on beside it, so that its crash says nothing about the init container."""
+async def test_a_restart_does_not_forget_an_init_container_whose_sidecar_started_again() -> None:
+    """The sidecar comes before it and runs on beside it,
+    so that its crash says nothing about the init container.
+    """
     place = Place()
     gpus = wants(proxy=f"{U0} 10", prepare=f"{U0} 100,{U1} 200", main=f"{U0} 50", other=f"{U0} 20")
     proxy = PodContainer("proxy", ContainerKind.SIDECAR, {NUMBER: 1})
@@ -218,9 +276,17 @@ async def test_a_restart_does_not_forget_an_init_container_beside_which_a_sideca
 
 
 async def test_a_restart_finds_an_init_container_at_work_whose_pod_was_made_anew() -> None:
-    """A static pod keeps its UID. What tells that its containers have ended are the youngest records of their starts."""
+    """A static pod keeps its UID. What tells
+    that its containers have ended are the youngest records of their starts.
+    """
     place = Place()
-    pod = a_pod("static", init("prepare"), "main", annotations=wants(prepare=f"{U0} 100", main=f"{U0} 50"), uid="hash")
+    pod = a_pod(
+        "static",
+        init("prepare"),
+        "main",
+        annotations=wants(prepare=f"{U0} 100", main=f"{U0} 50"),
+        uid="hash",
+    )
     place.book.replace([pod])
     for life, starting in (((IDS[:2], IDS[:1]), 2), ((IDS[2:4], IDS[2:3]), 1)):
         place.forget(pod)
@@ -228,14 +294,17 @@ async def test_a_restart_finds_an_init_container_at_work_whose_pod_was_made_anew
         await place.admit(pod, "main", life[1])
         for ids in life[:starting]:
             await place.start(ids)
-    place.carrier.specs = dict(reversed(place.carrier.specs.items()))  # a new agent reads them in the order of their names
+    # a new agent reads them in the order of their names
+    place.carrier.specs = dict(reversed(place.carrier.specs.items()))
     after = restarted(place, pod)
     confirm(after, initial=True, times=3)
     assert booked(after) == {U0: 100}
 
 
 async def test_what_an_init_container_had_is_not_held_back_for_the_container_with_its_ids() -> None:
-    """Its record is of a start before the next init container's. What the container after it gets is decided when that starts."""
+    """Its record is of a start before the next init container's.
+    What the container after it gets is decided when that starts.
+    """
     place = Place()
     gpus = wants(prepare=f"{U0} 100,{U1} 100", main=f"{U0} 30000", other=f"{U0} 20000")
     pod = await with_two_init_containers(place, gpus)
@@ -251,14 +320,21 @@ async def test_what_an_init_container_had_is_not_held_back_for_the_container_wit
 
 
 async def test_nothing_new_is_decided_before_kubelet_has_told_who_holds_what() -> None:
-    """Both kubelet records were unreadable when the agent started. An answer about the starting pod alone does not say what is free."""
+    """Both kubelet records were unreadable when the agent started. An answer about the starting pod
+    alone does not say what is free.
+    """
     place = Place()
-    first, second = (a_pod(name, annotations=wants(main=f"{U0} 30000")) for name in ("first", "second"))
+    first, second = (
+        a_pod(name, annotations=wants(main=f"{U0} 30000")) for name in ("first", "second")
+    )
     await started(place, first, IDS[:1])
     after = restarted(place, first, second)
     after.ledger.rebuilt = False
     await after.admit(second, "main", IDS[1:2])
-    with pytest.raises(NotProvenError, match="default/second, container main: kubelet has not told yet who held what"):
+    with pytest.raises(
+        NotProvenError,
+        match="default/second, container main: kubelet has not told yet who held what",
+    ):
         await after.start(IDS[1:2])
     confirm(after)
     with pytest.raises(CapacityError):
@@ -266,8 +342,10 @@ async def test_nothing_new_is_decided_before_kubelet_has_told_who_holds_what() -
     assert booked(after) == {U0: 30000}
 
 
-async def test_nothing_new_is_decided_between_the_first_look_at_the_pods_and_the_next_at_the_records() -> None:
-    """A share from the replaced plugin is recorded in its pod alone, which was unreadable when the kubelet's records were read."""
+async def test_nothing_is_decided_between_the_first_look_at_pods_and_the_next_at_records() -> None:
+    """A share from the replaced plugin is recorded in its pod alone,
+    which was unreadable when the kubelet's records were read.
+    """
     place = Place()
     old = running(a_pod("old", annotations=wants(main=f"{U0} 30000")))
     await place.admit(old, "main", IDS[:1])
@@ -278,7 +356,10 @@ async def test_nothing_new_is_decided_between_the_first_look_at_the_pods_and_the
     after.book.replace([old, ours, new])
     await after.admit(new, "main", IDS[1:2])
     await after.start(IDS[2:3])  # what it was given, it keeps
-    with pytest.raises(NotProvenError, match="default/new, container main: pods that run on this node have only just become known"):
+    with pytest.raises(
+        NotProvenError,
+        match="default/new, container main: pods that run on this node have only just become known",
+    ):
         await after.start(IDS[1:2])
     confirm(after)
     with pytest.raises(CapacityError):
@@ -287,10 +368,14 @@ async def test_nothing_new_is_decided_between_the_first_look_at_the_pods_and_the
 
 
 async def test_an_init_container_that_ended_under_the_new_agent_holds_nothing_back() -> None:
-    """Passes over the records do not bring back what it had: the entry in the checkpoint stays for as long as the pod."""
+    """Passes over the records do not bring back what it had:
+    the entry in the checkpoint stays for as long as the pod.
+    """
     before = Place()
     pod = await with_init_container(before, prepare=f"{U0} 10000,{U1} 10000", main=f"{U0} 10000")
-    after = restarted(before, dataclasses.replace(pod, containers=(running(pod).containers[0], pod.containers[1])))
+    after = restarted(
+        before, dataclasses.replace(pod, containers=(running(pod).containers[0], pod.containers[1]))
+    )
     confirm(after, initial=True)
     await after.start(IDS[:1])
     after.book.put(running(pod))
@@ -299,7 +384,9 @@ async def test_an_init_container_that_ended_under_the_new_agent_holds_nothing_ba
 
 
 async def test_an_init_container_that_ended_in_an_outage_holds_nothing_back() -> None:
-    """While no pod is known, what it had stays booked. It is free once the API server says that the next one has started."""
+    """While no pod is known, what it had stays booked.
+    It is free once the API server says that the next one has started.
+    """
     before = Place()
     pod = await with_init_container(before, prepare=f"{U0} 10000,{U1} 10000", main=f"{U0} 10000")
     await before.start(IDS[:1])
@@ -311,8 +398,10 @@ async def test_an_init_container_that_ended_in_an_outage_holds_nothing_back() ->
     assert booked(after) == {U0: 10000}
 
 
-async def test_a_container_with_the_ids_of_its_init_container_keeps_its_share_over_an_outage() -> None:
-    """At first the spec may be for either of the two. No other pod gets the GPU in the meantime or later."""
+async def test_a_container_with_its_init_containers_ids_keeps_its_share_over_an_outage() -> None:
+    """At first the spec may be for either of the two.
+    No other pod gets the GPU in the meantime or later.
+    """
     before = Place()
     pod = a_pod("train", init("fetch"), "main", annotations=wants(main=f"{U0} 40000"))
     before.book.replace([pod])
@@ -330,7 +419,9 @@ async def test_a_container_with_the_ids_of_its_init_container_keeps_its_share_ov
 
 
 async def test_of_two_records_of_one_container_the_youngest_counts() -> None:
-    """A static pod that is made anew keeps its UID and may get other ids and another share. The first spec still lies there."""
+    """A static pod that is made anew keeps its UID and may get other ids and another share.
+    The first spec still lies there.
+    """
     before = Place()
     pod = a_pod("static", annotations=wants(main=f"{U0} 10000"))
     await started(before, pod, IDS[:1])
@@ -343,7 +434,9 @@ async def test_of_two_records_of_one_container_the_youngest_counts() -> None:
 
 
 async def test_grants_are_known_before_the_gpus_are(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The driver answers after the start: what the records beside the specs say is booked the moment the resource is offered."""
+    """The driver answers after the start: what the records beside the specs say is booked the
+    moment the resource is offered.
+    """
     before = Place()
     train = a_pod("train", annotations=wants(main=f"{U0} 40000"))
     await started(before, train, IDS[:1])
@@ -357,7 +450,7 @@ async def test_grants_are_known_before_the_gpus_are(monkeypatch: pytest.MonkeyPa
         await started(after, a_pod("next", annotations=wants(main=f"{U0} 40000")), IDS[1:2])
 
 
-# -- several starts at once ----------------------------------------------------------------------------------------------------------
+# -- several starts at once ------------------------------------------------------------------------
 
 
 class SlowCarrier(MemoryCarrier):
@@ -377,7 +470,9 @@ class SlowCarrier(MemoryCarrier):
 
 
 async def test_starts_of_the_same_ids_come_one_after_the_other() -> None:
-    """A call that kubelet gave up and its next one meet; also a third, and while pods that are gone are forgotten."""
+    """A call that kubelet gave up and its next one meet;
+    also a third, and while pods that are gone are forgotten.
+    """
     place = Place(carrier=SlowCarrier())
     pod = a_pod("train", annotations=wants(main=f"{U0} 100"))
     place.book.replace([pod])

@@ -1,6 +1,8 @@
-"""Volcano's scheduler forgets a second container of a pod on the same GPU and overbooks compute and slots, never memory.
+"""Volcano's scheduler forgets a second container of a pod on the same GPU and overbooks compute
+and slots, never memory.
 
-Such a pod would wait for ever, for its scheduler counts it as placed. So it starts as long as memory holds, and reported on all pages.
+Such a pod would wait for ever, for its scheduler counts it as placed. So it starts as long as
+memory holds, and reported on all pages.
 """
 
 from __future__ import annotations
@@ -26,7 +28,9 @@ def left(place: VolcanoPlace, gpu: str = U0) -> tuple[int, int, int]:
 
 
 async def test_a_pod_of_two_containers_on_one_gpu_is_served_beyond_its_compute() -> None:
-    """``111 % of the cores booked of 100``, for ever: the scheduler counted only one of the containers of each pod."""
+    """``111 % of the cores booked of 100``, for ever:
+    the scheduler counted only one of the containers of each pod.
+    """
     place = VolcanoPlace()
     first, second = scheduled("first", (U0, 4, 37), (U0, 4, 37)), scheduled("second", (U0, 4, 37))
     await place.started(first)
@@ -52,7 +56,13 @@ async def test_memory_is_never_overbooked_whoever_decided() -> None:
     """Compute is shared in turns; memory that is not there fails the neighbour's allocation."""
     place = VolcanoPlace()
     await place.started(scheduled("first", (U0, 30, 90)))
-    with pytest.raises(CapacityError, match=r"has no room: 30720 MiB booked \+ 11264 wanted, of 40960; .*binding\.refusedEvictSeconds"):
+    with pytest.raises(
+        CapacityError,
+        match=(
+            r"has no room: 30720 MiB booked \+ 11264 wanted, of 40960; "
+            r".*binding\.refusedEvictSeconds"
+        ),
+    ):
         await place.started(scheduled("second", (U0, 11, 90)))
     assert place.ledger.overcommitted == ()
     (refusal,) = place.refusals.current
@@ -60,12 +70,16 @@ async def test_memory_is_never_overbooked_whoever_decided() -> None:
 
 
 async def test_the_agents_own_placement_never_overcommits() -> None:
-    """A pod that no GPU scheduler has placed gets what is left, and of an overcommitted GPU nothing is."""
+    """A pod that no GPU scheduler has placed gets what is left,
+    and of an overcommitted GPU nothing is.
+    """
     place = VolcanoPlace()
     await place.started(scheduled("first", (U0, 4, 60)))
     await place.started(scheduled("second", (U0, 4, 60)))
     await place.started(unscheduled("third", (4, 0)))
-    (third,) = (grant for grant in place.ledger.grants if grant.owner and grant.owner.pod == "third")
+    (third,) = (
+        grant for grant in place.ledger.grants if grant.owner and grant.owner.pod == "third"
+    )
     assert [share.device for share in third.shares] == [U1]
     await place.started(unscheduled("fourth", (4, 100 - 40)))
     with pytest.raises(CapacityError, match="cannot be placed on this node"):
@@ -89,7 +103,9 @@ async def test_what_was_overcommitted_is_free_again_exactly_when_its_holders_hav
 
 @pytest.mark.parametrize("late", [True, False])
 async def test_a_restarted_agent_keeps_what_was_overcommitted(*, late: bool) -> None:
-    """By the records of the grants, or by the pods: nothing is called unsound, dropped or refused, and containers start again."""
+    """By the records of the grants, or by the pods:
+    nothing is called unsound, dropped or refused, and containers start again.
+    """
     place = VolcanoPlace(late=late)
     pods = [scheduled(f"p{number}", (U0, 4, 60)) for number in range(2)]
     for pod in pods:
@@ -104,8 +120,10 @@ async def test_a_restarted_agent_keeps_what_was_overcommitted(*, late: bool) -> 
     assert after.refusals.current == ()
 
 
-async def test_a_container_that_starts_again_is_not_refused_for_what_its_neighbours_were_given() -> None:
-    """The agent placed it where there was room. A scheduler overcommitted the GPU since, and the agent was restarted."""
+async def test_a_container_that_starts_again_is_not_refused_for_its_neighbours() -> None:
+    """The agent placed it where there was room.
+    A scheduler overcommitted the GPU since, and the agent was restarted.
+    """
     place = VolcanoPlace()
     placed, other = unscheduled("placed", (4, 60)), scheduled("other", (U0, 4, 60))
     await place.started(placed)
@@ -118,10 +136,15 @@ async def test_a_container_that_starts_again_is_not_refused_for_what_its_neighbo
 
 
 async def test_the_operator_can_refuse_instead() -> None:
-    """`binding.schedulerOvercommit: refuse` is the strict rule, and the refusal names the setting."""
+    """`binding.schedulerOvercommit: refuse` is the strict rule,
+    and the refusal names the setting.
+    """
     place = VolcanoPlace(binding=Binding(scheduler_overcommit="refuse"))
     await place.started(scheduled("first", (U0, 4, 60)))
-    with pytest.raises(CapacityError, match=r"60 % of the compute booked \+ 60 wanted, of 100; .*binding\.schedulerOvercommit"):
+    with pytest.raises(
+        CapacityError,
+        match=r"60 % of the compute booked \+ 60 wanted, of 100; .*binding\.schedulerOvercommit",
+    ):
         await place.started(scheduled("second", (U0, 4, 60)))
 
 
@@ -146,7 +169,9 @@ async def test_nothing_else_is_overlooked_for_a_scheduler() -> None:
 
 
 async def test_the_pod_is_told_once_what_it_shares() -> None:
-    """An event on the pod whose start went beyond the card, a line in the journal, a count; not again when it starts again."""
+    """An event on the pod whose start went beyond the card, a line in the journal, a count;
+    not again when it starts again.
+    """
     place = VolcanoPlace()
     await place.started(scheduled("first", (U0, 4, 60)))
     assert place.events("start.overcommitted") == []
@@ -158,8 +183,9 @@ async def test_the_pod_is_told_once_what_it_shares() -> None:
     ((pod, container, text),) = place.overcommits.take()
     assert (pod.name, container) == ("second", "c0")
     assert text == (
-        f"container c0 was started although its scheduler has given out more of GPU {U0} than it has: 120 % of the compute of 100, 2 "
-        "containers of 4. Memory is not overcommitted. See binding.schedulerOvercommit"
+        f"container c0 was started although its scheduler has given out more of GPU {U0} than it "
+        "has: 120 % of the compute of 100, 2 containers of 4. Memory is not overcommitted. See "
+        "binding.schedulerOvercommit"
     )
     assert place.overcommits.total == 1
 
@@ -170,4 +196,6 @@ async def test_each_container_keeps_its_own_limit() -> None:
     for name in ("first", "second"):
         await place.started(scheduled(name, (U0, 4, 60)))
     assert [grant.shares for grant in place.ledger.grants] == [(Share(U0, 4096, 60),)] * 2
-    assert [provision.edits.environment["CORES_0"] for _, provision in place.carrier.specs.values()] == ["60", "60"]
+    assert [
+        provision.edits.environment["CORES_0"] for _, provision in place.carrier.specs.values()
+    ] == ["60", "60"]

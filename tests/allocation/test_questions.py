@@ -12,7 +12,16 @@ from vgpu_agent.ledger import Ledger
 from vgpu_agent.model import Grant, Owner, Share
 from vgpu_agent.pods import ContainerKind, Pod, PodContainer
 
-POD = Pod("uid-p", "ns", "p", containers=(PodContainer("setup", kind=ContainerKind.INIT), PodContainer("a"), PodContainer("b")))
+POD = Pod(
+    "uid-p",
+    "ns",
+    "p",
+    containers=(
+        PodContainer("setup", kind=ContainerKind.INIT),
+        PodContainer("a"),
+        PodContainer("b"),
+    ),
+)
 
 
 def _node(*held: tuple[str, str, int, Share]) -> tuple[Ledger, list[Grant]]:
@@ -20,7 +29,10 @@ def _node(*held: tuple[str, str, int, Share]) -> tuple[Ledger, list[Grant]]:
     ledger = Ledger()
     ledger.observe(golden_inventory())
     ledger.offer(NumberFamily().resources(golden_inventory()))
-    return ledger, [ledger.decide(NUMBER, [IDS[place]], [share], Owner(container, uid)) for uid, container, place, share in held]
+    return ledger, [
+        ledger.decide(NUMBER, [IDS[place]], [share], Owner(container, uid))
+        for uid, container, place, share in held
+    ]
 
 
 def _ask(ledger: Ledger, container: str, place: int) -> Question:
@@ -33,9 +45,13 @@ def _used(asked: Question) -> dict[str, int]:
 
 
 def test_what_the_container_has_is_not_counted_against_it() -> None:
-    """The question has the shares of its pod's other container, and the room that another pod takes."""
+    """The question has the shares of its pod's other container,
+    and the room that another pod takes.
+    """
     ledger, (_, other, stranger) = _node(
-        ("uid-p", "a", 0, Share(U0, 1000)), ("uid-p", "b", 1, Share(U1, 200)), ("uid-q", "b", 2, Share(U1, 30))
+        ("uid-p", "a", 0, Share(U0, 1000)),
+        ("uid-p", "b", 1, Share(U1, 200)),
+        ("uid-q", "b", 2, Share(U1, 30)),
     )
     asked = _ask(ledger, "a", 0)
     assert (asked.siblings, asked.taken) == ({"b": other.shares}, {U1: stranger})
@@ -51,7 +67,9 @@ def test_whoever_had_these_ids_before_is_not_counted() -> None:
 
 
 def test_an_init_container_that_has_ended_is_not_in_the_way() -> None:
-    """It counts in the sums until its ids are taken over, and the GPU is attributed to no container."""
+    """It counts in the sums until its ids are taken over,
+    and the GPU is attributed to no container.
+    """
     ledger, (setup,) = _node(("uid-p", "setup", 0, Share(U0, 1000)))
     asked = _ask(ledger, "a", 1)
     assert (asked.taken, asked.siblings) == ({}, {"setup": setup.shares})

@@ -22,7 +22,9 @@ class Clock:
 
 
 def test_a_repeated_refusal_counts_and_keeps_its_first_time() -> None:
-    """The kubelet asks again; since when it was refused decides about event and eviction, and the last reason is shown."""
+    """The kubelet asks again; since when it was refused decides about event and eviction,
+    and the last reason is shown.
+    """
     clock = Clock()
     refusals = Refusals(clock)
     refusals.refuse(POD, "main", NUMBER, "the pod has not been seen yet")
@@ -72,7 +74,13 @@ def test_the_longest_refused_comes_first() -> None:
 def test_what_is_known_of_a_static_pod_goes_by_kubelets_uid() -> None:
     """The kubelet's records name a static pod by its hash, so that is what strikes it out."""
     refusals = Refusals(Clock())
-    pod = Pod("api-uid", "default", "static", annotations={MIRROR_POD: "h", STATIC_POD_HASH: "h"}, static_uid="h")
+    pod = Pod(
+        "api-uid",
+        "default",
+        "static",
+        annotations={MIRROR_POD: "h", STATIC_POD_HASH: "h"},
+        static_uid="h",
+    )
     refusals.refuse(pod, "main", NUMBER, "full")
     refusals.clear("h", "main")
     assert refusals.current == ()

@@ -1,4 +1,6 @@
-"""Starts refused for reasons besides the proof, their entries in the journal, and containers that may start unasked."""
+"""Starts refused for reasons besides the proof, their entries in the journal,
+and containers that may start unasked.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,9 @@ from vgpu_agent.families.family import Ownership
 from vgpu_agent.model import Decider, Inventory, Resource
 from vgpu_agent.pods import PodContainer
 
-EARLY, LATE = (BindingMode(late=late, by_annotation=False, reason="a test") for late in (False, True))
+EARLY, LATE = (
+    BindingMode(late=late, by_annotation=False, reason="a test") for late in (False, True)
+)
 LETTER, COUNTED = "example.com/letter", "example.com/letters-counted"
 
 
@@ -31,7 +35,9 @@ class LetterFamily(NumberFamily):
 
     def resources(self, inventory: Inventory) -> tuple[Resource, ...]:
         letter = Resource(LETTER, self.name, (DeviceId("a", U0),), decided_by=Decider.POD)
-        return letter, Resource(COUNTED, self.name, (DeviceId("counted-a", U0),), decided_by=Decider.NOBODY)
+        return letter, Resource(
+            COUNTED, self.name, (DeviceId("counted-a", U0),), decided_by=Decider.NOBODY
+        )
 
 
 async def asking_for(**limits: int) -> Place:
@@ -47,16 +53,30 @@ async def asking_for(**limits: int) -> Place:
 
 
 async def test_a_container_that_asks_two_families_is_refused() -> None:
-    """Each would tell it of other GPUs, and one would win by chance. The text names both resources and the remedy."""
+    """Each would tell it of other GPUs, and one would win by chance.
+    The text names both resources and the remedy.
+    """
     place = await asking_for(number=1, letter=1)
-    with pytest.raises(RequestRefusedError, match=f"default/train, container main: .* {NUMBER} and for {LETTER}, .* ask for one of them"):
+    with pytest.raises(
+        RequestRefusedError,
+        match=(
+            f"default/train, container main: .* {NUMBER} and for {LETTER}, .* ask for one of them"
+        ),
+    ):
         await place.start(IDS[:1])
     assert place.carrier.specs == {}
 
 
-@pytest.mark.parametrize("limits", [{"number": 1, "memory": 5}, {"number": 1, "letters_counted": 1}, {"number": 1, "letter": 0}])
-async def test_what_is_only_counted_or_not_asked_for_is_no_second_family(limits: dict[str, int]) -> None:
-    """Its own memory, another family's counted ids, and a limit of zero tell a container of no GPU."""
+@pytest.mark.parametrize(
+    "limits",
+    [{"number": 1, "memory": 5}, {"number": 1, "letters_counted": 1}, {"number": 1, "letter": 0}],
+)
+async def test_what_is_only_counted_or_not_asked_for_is_no_second_family(
+    limits: dict[str, int],
+) -> None:
+    """Its own memory, another family's counted ids,
+    and a limit of zero tell a container of no GPU.
+    """
     place = await asking_for(**limits)
     await place.start(IDS[:1])
     assert len(place.carrier.specs) == 1
@@ -70,7 +90,9 @@ async def refused(place: Place, times: int = 1) -> None:
 
 
 async def test_the_journal_tells_once_why_a_start_is_refused() -> None:
-    """The kubelet asks every quarter of a minute. A new reason is a new line, and each refusal still counts."""
+    """The kubelet asks every quarter of a minute.
+    A new reason is a new line, and each refusal still counts.
+    """
     place = Place()
     pod = a_pod("train")
     place.book.replace([pod])
@@ -100,7 +122,9 @@ async def test_a_start_in_between_makes_the_same_reason_news() -> None:
 
 
 async def test_the_journal_tells_once_what_cannot_be_proven() -> None:
-    """The pod of this start is unknown, so the line has the token alone. Each call counts as an ambiguity."""
+    """The pod of this start is unknown, so the line has the token alone.
+    Each call counts as an ambiguity.
+    """
     place = Place()
     pods = [a_pod(name, annotations=wants(main=f"{U0} 100")) for name in ("train", "serve")]
     place.book.replace(pods)
@@ -120,17 +144,29 @@ async def test_a_full_disk_is_refused_in_the_carriers_words() -> None:
     place.book.replace([pod])
     await place.admit(pod, "main", IDS[:1])
     place.carrier.trouble = "cannot write /var/run/cdi/x.json: No space left on device; free some"
-    with pytest.raises(CarrierError, match=r"^default/train, container main: cannot write /var/run/cdi/x\.json: No space left"):
+    with pytest.raises(
+        CarrierError,
+        match=r"^default/train, container main: cannot write /var/run/cdi/x\.json: No space left",
+    ):
         await place.start(IDS[:1])
 
 
-@pytest.mark.parametrize(("mode", "number"), [(LATE, True), (EARLY, False), (None, False)], ids=["late", "early", "not chosen yet"])
-async def test_only_a_cdi_name_lets_a_container_start_unasked(mode: BindingMode | None, *, number: bool) -> None:
-    """A name is its own container's or undefined. An early answer may be another pod's, and counted ids say nothing at all."""
+@pytest.mark.parametrize(
+    ("mode", "number"),
+    [(LATE, True), (EARLY, False), (None, False)],
+    ids=["late", "early", "not chosen yet"],
+)
+async def test_only_a_cdi_name_lets_a_container_start_unasked(
+    mode: BindingMode | None, *, number: bool
+) -> None:
+    """A name is its own container's or undefined.
+    An early answer may be another pod's, and counted ids say nothing at all.
+    """
     place = Place()
     place.allocator.use_mode(mode)
     assert place.allocator.may_start_unasked(NUMBER) is number
     assert place.allocator.may_start_unasked(MEMORY)
     assert place.allocator.may_start_unasked("example.com/not-offered-any-more")
-    place.carrier.outdated = True  # a container of the version before could choose what such a spec mounts
+    # a container of the version before could choose what such a spec mounts
+    place.carrier.outdated = True
     assert not place.allocator.may_start_unasked(NUMBER)

@@ -1,4 +1,6 @@
-"""Room that ended pods leave: a start is never refused while what it needs is free at the time of the answer."""
+"""Room that ended pods leave: a start is never refused while what it needs is free at the time
+of the answer.
+"""
 
 from __future__ import annotations
 
@@ -19,20 +21,25 @@ from vgpu_agent.errors import CapacityError
 from vgpu_agent.pods import Pod
 
 if TYPE_CHECKING:
-    from vgpu_agent.allocation.identification import KubeletEvidence  # a class that pytest would take for tests
+    # a class that pytest would take for tests
+    from vgpu_agent.allocation.identification import KubeletEvidence
 
 GPU_MIB = 40960
 
 
 class UnhurriedPlace(Place):
-    """A node whose kubelet takes a moment for each answer, so that starts overlap; ``delays`` are the next ones, in seconds."""
+    """A node whose kubelet takes a moment for each answer, so that starts overlap;
+    ``delays`` are the next ones, in seconds.
+    """
 
     def __init__(self, delays: Sequence[float] = ()) -> None:
         super().__init__()
         self.can_get = True
         self.delays = collections.deque(delays)
 
-    async def read_evidence(self, resource: str = NUMBER, ids: Sequence[str] = (), *, whole: bool = False) -> KubeletEvidence:
+    async def read_evidence(
+        self, resource: str = NUMBER, ids: Sequence[str] = (), *, whole: bool = False
+    ) -> KubeletEvidence:
         said = await super().read_evidence(resource, ids, whole=whole)
         await asyncio.sleep(self.delays.popleft() if self.delays else 0.005)
         return said
@@ -40,7 +47,9 @@ class UnhurriedPlace(Place):
 
 async def _filled(place: Place, count: int, mib: int) -> list[Pod]:
     """``count`` running pods on GPU 0, with ``mib`` MiB each."""
-    pods = [a_pod(f"old-{number}", annotations=wants(main=f"{U0} {mib}")) for number in range(count)]
+    pods = [
+        a_pod(f"old-{number}", annotations=wants(main=f"{U0} {mib}")) for number in range(count)
+    ]
     for pod, id_ in zip(pods, IDS, strict=False):
         place.book.put(pod)
         await place.admit(pod, "main", [id_])
@@ -56,8 +65,11 @@ def _ends(place: Place, pod: Pod) -> None:
 
 @pytest.mark.looptime
 @pytest.mark.parametrize("count", [2, 5, 10])
-async def test_starts_that_meet_a_full_gpu_at_once_all_get_the_room_of_ended_pods(count: int) -> None:
-    """The first of them clears the ended pods away; the others find nothing left to clear, and room all the same.
+async def test_starts_that_meet_a_full_gpu_at_once_all_get_the_room_of_ended_pods(
+    count: int,
+) -> None:
+    """The first of them clears the ended pods away;
+    the others find nothing left to clear, and room all the same.
 
     A refusal would be an event, a warning, and 11 to 16 s until kubelet asks again.
     """
@@ -71,14 +83,18 @@ async def test_starts_that_meet_a_full_gpu_at_once_all_get_the_room_of_ended_pod
         place.book.put(pod)
         await place.admit(pod, "main", [IDS[10 + place_of]])
     await asyncio.gather(*(place.start([IDS[10 + number]]) for number in range(count)))
-    assert sorted(grant.owner.pod for grant in place.ledger.grants if grant.owner and grant.shares) == sorted(pod.name for pod in new)
+    assert sorted(
+        grant.owner.pod for grant in place.ledger.grants if grant.owner and grant.shares
+    ) == sorted(pod.name for pod in new)
     assert place.refusals.current == ()
     assert place.ledger.audit() == []
 
 
 @pytest.mark.looptime
 async def test_room_that_is_made_while_kubelet_is_asked_is_used() -> None:
-    """Any source of room will do. Here the pass that follows the kubelet's records releases the grant while the start waits."""
+    """Any source of room will do. Here the pass
+    that follows the kubelet's records releases the grant while the start waits.
+    """
     place = UnhurriedPlace()
     place.book.replace([])
     (old,) = await _filled(place, 1, GPU_MIB)
@@ -88,15 +104,21 @@ async def test_room_that_is_made_while_kubelet_is_asked_is_used() -> None:
     place.delays.extend([0.0, 1.0])
     start = asyncio.ensure_future(place.start(IDS[1:2]))
     await asyncio.sleep(0.5)
-    (grant,) = (grant for grant in place.ledger.grants if grant.owner and grant.owner.pod_uid == old.kubelet_uid)
+    (grant,) = (
+        grant
+        for grant in place.ledger.grants
+        if grant.owner and grant.owner.pod_uid == old.kubelet_uid
+    )
     place.ledger.release(grant.number)
     await start
     assert place.refusals.current == ()
 
 
 @pytest.mark.looptime
-async def test_a_pod_made_anew_under_the_same_name_does_not_keep_the_share_of_its_predecessor() -> None:
-    """A StatefulSet's pod keeps its name: kubelet lists the new one, and the old one's share is free although the name is listed."""
+async def test_a_pod_made_anew_under_the_same_name_does_not_keep_the_old_share() -> None:
+    """A StatefulSet's pod keeps its name: kubelet lists the new one, and the old one's share is
+    free although the name is listed.
+    """
     place = UnhurriedPlace()
     place.book.replace([])
     old = a_pod("db-0", uid="uid-old", annotations=wants(main=f"{U0} {GPU_MIB}"))
@@ -115,8 +137,10 @@ async def test_a_pod_made_anew_under_the_same_name_does_not_keep_the_share_of_it
 
 
 @pytest.mark.looptime
-async def test_a_namesake_that_runs_does_not_keep_the_share_of_its_predecessor_from_others() -> None:
-    """The same for a third pod that needs the room: the name that kubelet lists is another pod's by now."""
+async def test_a_namesake_that_runs_does_not_keep_the_old_share_from_others() -> None:
+    """The same for a third pod that needs the room:
+    the name that kubelet lists is another pod's by now.
+    """
     place = UnhurriedPlace()
     place.book.replace([])
     old = a_pod("db-0", uid="uid-old", annotations=wants(main=f"{U0} {GPU_MIB}"))
@@ -133,12 +157,16 @@ async def test_a_namesake_that_runs_does_not_keep_the_share_of_its_predecessor_f
         place.book.put(pod)
         await place.admit(pod, "main", [IDS[number]])
         await place.start([IDS[number]])
-    assert {grant.owner.pod_uid for grant in place.ledger.grants if grant.owner and grant.shares} == {"uid-new", "uid-third"}
+    assert {
+        grant.owner.pod_uid for grant in place.ledger.grants if grant.owner and grant.shares
+    } == {"uid-new", "uid-third"}
 
 
 @pytest.mark.looptime
 async def test_a_pod_that_kubelet_still_runs_keeps_its_share_when_its_name_has_a_new_pod() -> None:
-    """Deleted by force and made anew: what kubelet lists under the name is the old pod with its ids, so nothing is free yet."""
+    """Deleted by force and made anew: what kubelet lists under the name is the old pod
+    with its ids, so nothing is free yet.
+    """
     place = UnhurriedPlace()
     place.book.replace([])
     old = a_pod("db-0", uid="uid-old", annotations=wants(main=f"{U0} {GPU_MIB}"))
@@ -152,12 +180,16 @@ async def test_a_pod_that_kubelet_still_runs_keeps_its_share_when_its_name_has_a
     await place.admit(third, "main", IDS[1:2])
     with pytest.raises(CapacityError):
         await place.start(IDS[1:2])
-    assert [grant.owner.pod_uid for grant in place.ledger.grants if grant.owner and grant.shares] == ["uid-old"]
+    assert [
+        grant.owner.pod_uid for grant in place.ledger.grants if grant.owner and grant.shares
+    ] == ["uid-old"]
 
 
 @pytest.mark.looptime
 async def test_a_start_waits_for_the_watch_where_kubelet_has_let_go_of_a_pod() -> None:
-    """The kubelet forgets an ended pod before our watch shows its end: a scheduler may have counted the room already."""
+    """The kubelet forgets an ended pod before our watch shows its end:
+    a scheduler may have counted the room already.
+    """
     place = UnhurriedPlace()
     place.book.replace([])
     (old,) = await _filled(place, 1, GPU_MIB)
@@ -176,7 +208,9 @@ async def test_a_start_waits_for_the_watch_where_kubelet_has_let_go_of_a_pod() -
 
 @pytest.mark.looptime
 async def test_a_start_does_not_wait_for_what_will_not_come() -> None:
-    """A GPU that is full of pods that run is refused at once. One that kubelet has let go of, after `podWaitSeconds`."""
+    """A GPU that is full of pods that run is refused at once.
+    One that kubelet has let go of, after `podWaitSeconds`.
+    """
     place = UnhurriedPlace()
     place.book.replace([])
     (old,) = await _filled(place, 1, GPU_MIB)
@@ -196,8 +230,10 @@ async def test_a_start_does_not_wait_for_what_will_not_come() -> None:
 
 
 @pytest.mark.looptime
-async def test_an_init_container_that_kubelet_does_not_list_keeps_its_share_while_its_pod_lives() -> None:
-    """pod-resources hides init containers. Their pod is alive, so nothing of it is free, and no start waits for its end."""
+async def test_an_init_container_that_kubelet_does_not_list_keeps_its_share() -> None:
+    """pod-resources hides init containers. Their pod is alive, so nothing of it is free,
+    and no start waits for its end.
+    """
     place = UnhurriedPlace()
     place.book.replace([])
     pod = a_pod("train", init("warm"), annotations=wants(warm=f"{U0} {GPU_MIB}"))
@@ -224,9 +260,11 @@ async def test_an_init_container_that_kubelet_does_not_list_keeps_its_share_whil
 def test_no_start_is_refused_while_there_is_room_at_the_time_of_the_answer(
     sizes: list[int], ended: set[int], delays: list[float], ends_at: list[float]
 ) -> None:
-    """Four old pods with a quarter of the GPU each, of which some end at any moment, and up to six starts at once.
+    """Four old pods with a quarter of the GPU each, of which some end at any moment,
+    and up to six starts at once.
 
-    At each refusal no pod that kubelet and API server have ended is still booked, and the bookings leave too little.
+    At each refusal no pod that kubelet and API server have ended is still booked, and the bookings
+    leave too little.
     """
 
     async def play() -> None:
@@ -243,17 +281,31 @@ def test_no_start_is_refused_while_there_is_room_at_the_time_of_the_answer(
             try:
                 await place.start([IDS[10 + number]])
             except CapacityError:
-                booked = sum(share.memory_mib for grant in place.ledger.grants for share in grant.shares if share.device == U0)
-                assert booked + size * quarter > GPU_MIB, "refused although there was room at the time of the answer"
+                booked = sum(
+                    share.memory_mib
+                    for grant in place.ledger.grants
+                    for share in grant.shares
+                    if share.device == U0
+                )
+                assert booked + size * quarter > GPU_MIB, (
+                    "refused although there was room at the time of the answer"
+                )
 
         for number, size in enumerate(sizes):
             pod = a_pod(f"new-{number}", annotations=wants(main=f"{U0} {size * quarter}"))
             place.book.put(pod)
             await place.admit(pod, "main", [IDS[10 + number]])
-        await asyncio.gather(*(start(number, size) for number, size in enumerate(sizes)), *(end(number) for number in ended))
+        await asyncio.gather(
+            *(start(number, size) for number, size in enumerate(sizes)),
+            *(end(number) for number in ended),
+        )
         assert place.ledger.audit() == []
         # The shares of ended pods are free to the next start, however the starts before went.
-        left = 4 - sum(sizes[number] for number in range(len(sizes)) if _started(place, number)) - (4 - len(ended))
+        left = (
+            4
+            - sum(sizes[number] for number in range(len(sizes)) if _started(place, number))
+            - (4 - len(ended))
+        )
         for number, size in enumerate(sizes):
             if not _started(place, number) and size <= left:
                 await place.start([IDS[10 + number]])
@@ -263,4 +315,7 @@ def test_no_start_is_refused_while_there_is_room_at_the_time_of_the_answer(
 
 
 def _started(place: Place, number: int) -> bool:
-    return any(grant.shares and grant.owner and grant.owner.pod == f"new-{number}" for grant in place.ledger.grants)
+    return any(
+        grant.shares and grant.owner and grant.owner.pod == f"new-{number}"
+        for grant in place.ledger.grants
+    )

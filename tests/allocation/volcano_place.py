@@ -1,4 +1,6 @@
-"""A node with volcano.sh/vgpu-number: two GPUs of 40 units of 1024 MiB and four slots each; and pods as Volcano's scheduler leaves them."""
+"""A node with volcano.sh/vgpu-number: two GPUs of 40 units of 1024 MiB and four slots each; and
+pods as Volcano's scheduler leaves them.
+"""
 
 from __future__ import annotations
 
@@ -19,29 +21,50 @@ IDS = tuple(f"{uuid}-{number}" for uuid in (U0, U1) for number in range(SLOTS))
 
 
 class OwnDirectory:
-    """An isolation backend whose answers differ from container to container, as those of a real one do."""
+    """An isolation backend whose answers differ from container to container,
+    as those of a real one do.
+    """
 
     name = "own-directory"
 
     def provision(self, target: Target) -> Provision:
         """Each limit as a variable, and a directory of the container's own."""
         own = f"/own/{target.pod_uid}_{target.container}"
-        limits = {f"CORES_{place}": str(share.cores_percent) for place, (_, share) in enumerate(target.shares)}
+        limits = {
+            f"CORES_{place}": str(share.cores_percent)
+            for place, (_, share) in enumerate(target.shares)
+        }
         return Provision(Edits(limits, (Mount("/own", own),)), collected=own)
 
 
 class VolcanoPlace(Place):
     """The node. Each admitted container gets the next free id, as from the kubelet."""
 
-    def __init__(self, *, binding: Binding | None = None, late: bool = True, before: VolcanoPlace | None = None) -> None:
+    def __init__(
+        self,
+        *,
+        binding: Binding | None = None,
+        late: bool = True,
+        before: VolcanoPlace | None = None,
+    ) -> None:
         """A node on which nothing runs, or the one of ``before`` with a new agent."""
         family = VolcanoVgpuFamily(VolcanoVgpuOptions(split=SLOTS, factor=UNIT_MIB), OwnDirectory())
-        super().__init__(late=late, carrier=before.carrier if before else None, family=family, resource=NUMBER, binding=binding)
+        super().__init__(
+            late=late,
+            carrier=before.carrier if before else None,
+            family=family,
+            resource=NUMBER,
+            binding=binding,
+        )
         self.ids: dict[tuple[str, str], tuple[str, ...]] = {}
         if before is None:
             self.book.replace([])
         else:
-            self.checkpoint, self.pod_resources, self.answers = before.checkpoint, before.pod_resources, before.answers
+            self.checkpoint, self.pod_resources, self.answers = (
+                before.checkpoint,
+                before.pod_resources,
+                before.answers,
+            )
             self.ids = before.ids
             self.book.replace(before.book.pods)
 
@@ -68,17 +91,44 @@ class VolcanoPlace(Place):
 
 
 def scheduled(
-    name: str, *shares: tuple[str, int, int], scheduler: str = "volcano", node: str = NODE, more: dict[str, str] | None = None
+    name: str,
+    *shares: tuple[str, int, int],
+    scheduler: str = "volcano",
+    node: str = NODE,
+    more: dict[str, str] | None = None,
 ) -> Pod:
-    """A pod with a container for each of ``shares`` (GPU, units, percent), as Volcano's scheduler decided."""
+    """A pod with a container for each of ``shares`` (GPU, units, percent),
+    as Volcano's scheduler decided.
+    """
     text = ";".join(f"{gpu},NVIDIA,{units},{cores}:" for gpu, units, cores in shares)
     annotations = {**decided(text), "volcano.sh/vgpu-node": node, **(more or {})}
-    return unscheduled(name, *((units, cores) for _, units, cores in shares), scheduler=scheduler, annotations=annotations)
+    return unscheduled(
+        name,
+        *((units, cores) for _, units, cores in shares),
+        scheduler=scheduler,
+        annotations=annotations,
+    )
 
 
-def unscheduled(name: str, *asks: tuple[int, int], scheduler: str = "default-scheduler", annotations: dict[str, str] | None = None) -> Pod:
-    """A pod with a container for each of ``asks`` (units, percent), which the agent has to place unless ``annotations`` say more."""
+def unscheduled(
+    name: str,
+    *asks: tuple[int, int],
+    scheduler: str = "default-scheduler",
+    annotations: dict[str, str] | None = None,
+) -> Pod:
+    """A pod with a container for each of ``asks`` (units, percent), which the agent has to place
+    unless ``annotations`` say more.
+    """
     containers: Sequence[PodContainer] = [
-        container(f"c{place}", number=1, memory=units, cores=cores) for place, (units, cores) in enumerate(asks)
+        container(f"c{place}", number=1, memory=units, cores=cores)
+        for place, (units, cores) in enumerate(asks)
     ]
-    return Pod(f"uid-{name}", "team", name, node=NODE, annotations=annotations or {}, containers=tuple(containers), scheduler=scheduler)
+    return Pod(
+        f"uid-{name}",
+        "team",
+        name,
+        node=NODE,
+        annotations=annotations or {},
+        containers=tuple(containers),
+        scheduler=scheduler,
+    )

@@ -19,7 +19,9 @@ if TYPE_CHECKING:
 
 
 def without_pods(**facts: Any) -> Context:
-    """A context with these facts, where no record can be read and the API server does not answer."""
+    """A context with these facts, where no record can be read
+    and the API server does not answer.
+    """
     return Context(
         node=NODE,
         pods=PodCache(),

@@ -1,8 +1,9 @@
-"""The agent's cost and speed on simulated GPUs: its own process, an independent kubelet stand-in, limits to be met.
+"""The agent's cost and speed on simulated GPUs:
+its own process, an independent kubelet stand-in, limits to be met.
 
-Run by ``scripts/bench``. Its last part runs beside a real kubelet, where there can be one. Each figure has a limit, and its way of
-measurement is stated beside it. The exit status is 1 when a limit is missed. The machine matters: compare figures of one run, and runs on
-one machine only.
+Run by ``scripts/bench``. Its last part runs beside a real kubelet, where there can be one. Each
+figure has a limit, and its way of measurement is stated beside it. The exit status is 1 when a
+limit is missed. The machine matters: compare figures of one run, and runs on one machine only.
 """
 
 from __future__ import annotations
@@ -25,16 +26,39 @@ from tests.real_node.rig.host import missing_requirement
 REAL_NODE = "node"
 PARTS = {
     "nvidia": ("nvidia.com/gpu, 8 GPUs × 10 replicas", nvidia.measure),
-    "drop-in": ("nvidia.com/gpu and MIG: every list strategy, the choice of GPUs, slices that come and go", drop_in.measure),
-    "volcano": ("volcano.sh/vgpu-*, 110 pods on 2 GPUs of 24 GiB, API server 20 ms away; processors of its own", volcano.measure),
-    "mixed": ("nvidia.com/gpu, AWS's vgpu and volcano.sh/vgpu-*, 110 pods on 8 GPUs of 6 GiB, API server 20 ms away", mixed.measure),
-    "storm": ("what tenants and neighbours can throw, at once, at an agent in a memory cgroup; needs root", storm.measure),
+    "drop-in": (
+        "nvidia.com/gpu and MIG: every list strategy, the choice of GPUs, slices that come and go",
+        drop_in.measure,
+    ),
+    "volcano": (
+        (
+            "volcano.sh/vgpu-*, 110 pods on 2 GPUs of 24 GiB, API server 20 ms away; processors of "
+            "its own"
+        ),
+        volcano.measure,
+    ),
+    "mixed": (
+        (
+            "nvidia.com/gpu, AWS's vgpu and volcano.sh/vgpu-*, 110 pods on 8 GPUs of 6 GiB, API "
+            "server 20 ms away"
+        ),
+        mixed.measure,
+    ),
+    "storm": (
+        (
+            "what tenants and neighbours can throw, at once, at an agent in a memory cgroup; needs "
+            "root"
+        ),
+        storm.measure,
+    ),
     REAL_NODE: ("volcano.sh/vgpu-* on a real node, 20 pods at once", real_node.measure),
 }
 
 
 def _speed() -> str:
-    """Return this machine's speed now. A shared one may need half as long again from one hour to the next."""
+    """Return this machine's speed now. A shared one may need half as long again from one hour
+    to the next.
+    """
     number, began = 0, time.perf_counter()
     for each in range(5_000_000):
         number += each
@@ -44,13 +68,18 @@ def _speed() -> str:
 def main() -> int:
     """Measure, print, judge."""
     parser = argparse.ArgumentParser(
-        prog="scripts/bench", description="measures the agent on simulated GPUs; status 1 when a limit is missed"
+        prog="scripts/bench",
+        description="measures the agent on simulated GPUs; status 1 when a limit is missed",
     )
     parser.add_argument("--json", action="store_true", help="one JSON object a part")
     parser.add_argument("--only", choices=PARTS, help="measure one part")
     arguments = parser.parse_args()
-    machine = f"Python {platform.python_version()} ({Path(sys.executable).resolve()}), {os.cpu_count()} processors, {_speed()}"
-    print(machine, file=sys.stderr)  # noqa: T201 - figures of another Python or machine are other figures
+    machine = (
+        f"Python {platform.python_version()} ({Path(sys.executable).resolve()}), {os.cpu_count()} "
+        f"processors, {_speed()}"
+    )
+    # figures of another Python or machine are other figures
+    print(machine, file=sys.stderr)  # noqa: T201
     met, found = True, {}
     for part in [arguments.only] if arguments.only else PARTS:
         title, measure = PARTS[part]
@@ -66,7 +95,14 @@ def main() -> int:
         found[part] = [{**dataclasses.asdict(figure), "met": figure.met} for figure in figures]
         if not arguments.json:
             width = max(len(figure.name) for figure in figures)
-            print(title, *(f"{figure.name:{width}}  {figure.line}" for figure in figures), "", sep="\n", flush=True)  # noqa: T201 - what it is for
+            # what it is for
+            print(  # noqa: T201
+                title,
+                *(f"{figure.name:{width}}  {figure.line}" for figure in figures),
+                "",
+                sep="\n",
+                flush=True,
+            )
     if arguments.json:
         print(json.dumps(found, indent=2))  # noqa: T201 - what it is for
     return 0 if met else 1

@@ -1,4 +1,6 @@
-"""The Allocate client of the benchmark: its own process and a blocking channel, so that only the agent's work and the wire are timed."""
+"""The Allocate client of the benchmark: its own process and a blocking channel, so that only the
+agent's work and the wire are timed.
+"""
 
 from __future__ import annotations
 
@@ -20,30 +22,43 @@ _SERVICE = "/v1beta1.DevicePlugin"
 
 @dataclasses.dataclass(frozen=True)
 class Timed:
-    """One call; ``began`` is in `time.monotonic` seconds, which all processes of a machine share."""
+    """One call; ``began`` is in `time.monotonic` seconds,
+    which all processes of a machine share.
+    """
 
     began: float
     seconds: float
 
 
-async def timed_calls(socket: Path, asked: Sequence[Sequence[str]], *, warm: int = 0) -> list[Timed]:
-    """Run this program against the plugin on ``socket``: one call after the other, each for the next ids.
+async def timed_calls(
+    socket: Path, asked: Sequence[Sequence[str]], *, warm: int = 0
+) -> list[Timed]:
+    """Run this program against the plugin on ``socket``:
+    one call after the other, each for the next ids.
 
     Args:
         socket: the agent's.
         asked: the ids of each call.
-        warm: how many of them are not counted, because they warm both ends up; GetDevicePluginOptions has opened the connection before.
+        warm: how many of them are not counted, because they warm both ends up;
+            GetDevicePluginOptions has opened the connection before.
     """
     program = [sys.executable, "-m", "tests.bench.allocate", str(socket)]
     text = json.dumps([list(ids) for ids in asked])
-    answer = await asyncio.to_thread(subprocess.run, program, check=True, input=text, stdout=subprocess.PIPE, text=True)
+    answer = await asyncio.to_thread(
+        subprocess.run, program, check=True, input=text, stdout=subprocess.PIPE, text=True
+    )
     return [Timed(*each) for each in json.loads(answer.stdout)][warm:]
 
 
 def main() -> None:
-    """``python -m tests.bench.allocate SOCKET``: reads a JSON list of lists of ids, and prints [began, seconds] of each call."""
+    """``python -m tests.bench.allocate SOCKET``: reads a JSON list of lists of ids, and prints
+    [began, seconds] of each call.
+    """
     requests = [
-        messages.AllocateRequest(container_requests=[messages.ContainerAllocateRequest(device_ids=ids)]) for ids in json.load(sys.stdin)
+        messages.AllocateRequest(
+            container_requests=[messages.ContainerAllocateRequest(device_ids=ids)]
+        )
+        for ids in json.load(sys.stdin)
     ]
     times = []
     with grpc.insecure_channel(f"unix:{sys.argv[1]}") as channel:

@@ -1,7 +1,8 @@
-"""The cost of switching from NVIDIA's plugin: each list strategy, the choice of GPUs, MIG slices that come and go.
+"""The cost of switching from NVIDIA's plugin:
+each list strategy, the choice of GPUs, MIG slices that come and go.
 
-The part ``drop-in`` of the benchmark, called by `__main__`. Each figure is taken from an agent process of its own, asked by an independent
-gRPC client. The way of measurement is stated beside it.
+The part ``drop-in`` of the benchmark, called by `__main__`. Each figure is taken from an agent
+process of its own, asked by an independent gRPC client. The way of measurement is stated beside it.
 """
 
 from __future__ import annotations
@@ -35,15 +36,28 @@ class Node:
     def __init__(self, folder: Path, *, gpus: int, settings: dict[str, object]) -> None:
         folder.mkdir()
         half = gpus // 2
-        self.simulated = SimulatedNode.create(folder / "gpus", model=MODEL, gpus=gpus, numa=[0] * half + [1] * (gpus - half))
+        self.simulated = SimulatedNode.create(
+            folder / "gpus", model=MODEL, gpus=gpus, numa=[0] * half + [1] * (gpus - half)
+        )
         self.kubelet = SimulatedKubelet(folder / "kubelet")
         config = folder / "config.yaml"
-        config.write_text(json.dumps({"version": "v1", "binding": {"cdiDirectory": str(folder / "cdi")}} | settings))
-        self.agent = AgentProcess(folder / "agent.log", kubelet=folder / "kubelet", simulate=self.simulated.directory, config=config)
+        config.write_text(
+            json.dumps(
+                {"version": "v1", "binding": {"cdiDirectory": str(folder / "cdi")}} | settings
+            )
+        )
+        self.agent = AgentProcess(
+            folder / "agent.log",
+            kubelet=folder / "kubelet",
+            simulate=self.simulated.directory,
+            config=config,
+        )
 
     def socket(self, resource: str) -> Path:
         """Return the socket on which the agent serves the resource."""
-        return self.kubelet.plugins / str(self.kubelet.called("Register", resource)[-1].facts["endpoint"])
+        return self.kubelet.plugins / str(
+            self.kubelet.called("Register", resource)[-1].facts["endpoint"]
+        )
 
 
 @asynccontextmanager
@@ -53,8 +67,10 @@ async def serving(node: Node) -> AsyncIterator[Node]:
     try:
         await node.agent.start()
         await node.agent.until_ready()
-        await node.kubelet.until(lambda: bool(node.kubelet.resource(GPU).healthy))  # the list comes a moment after the stream
-        await asyncio.sleep(2)  # let the start settle: the first comparison with kubelet's records comes after a second
+        # the list comes a moment after the stream
+        await node.kubelet.until(lambda: bool(node.kubelet.resource(GPU).healthy))
+        # let the start settle: the first comparison with kubelet's records comes after a second
+        await asyncio.sleep(2)
         yield node
     finally:
         await node.agent.kill()
@@ -71,8 +87,13 @@ async def strategies(folder: Path) -> list[Figure]:
             calls, warm = 1000, 100
             asked = [[ids[number % len(ids)]] for number in range(warm + calls)]
             times = [call.seconds for call in await timed_calls(node.socket(GPU), asked, warm=warm)]
-        how = f"{calls} calls, one in flight, blocking grpcio client in a process of its own, 8 whole GPUs in turn"
-        figures.append(Figure(f"Allocate p50, {strategy}", percentile(times, 50) * 1000, 1.5, "ms", how))
+        how = (
+            f"{calls} calls, one in flight, blocking grpcio client in a process of its own, 8 "
+            "whole GPUs in turn"
+        )
+        figures.append(
+            Figure(f"Allocate p50, {strategy}", percentile(times, 50) * 1000, 1.5, "ms", how)
+        )
     return figures
 
 
@@ -84,12 +105,22 @@ async def preferences(folder: Path) -> list[Figure]:
             for size in (2, gpus // 2, gpus - 1):
                 slow = percentile(await _preferences(node, size, calls=200), 99)
                 how = "all free; round trip of a grpcio client, p99 of 200"
-                figures.append(Figure(f"GetPreferredAllocation, {size} of {gpus} GPUs", slow * 1000, limit, "ms", how))
+                figures.append(
+                    Figure(
+                        f"GetPreferredAllocation, {size} of {gpus} GPUs",
+                        slow * 1000,
+                        limit,
+                        "ms",
+                        how,
+                    )
+                )
     sharing = {"timeSlicing": {"resources": [{"name": GPU, "replicas": 64}]}}
     async with serving(Node(folder / "replicas", gpus=16, settings={"sharing": sharing})) as node:
         slow = percentile(await _preferences(node, 16, calls=200), 99)
         how = "all free, 16 wanted; round trip of a grpcio client, p99 of 200"
-        figures.append(Figure("GetPreferredAllocation, 64 replicas × 16 GPUs", slow * 1000, 50, "ms", how))
+        figures.append(
+            Figure("GetPreferredAllocation, 64 replicas × 16 GPUs", slow * 1000, 50, "ms", how)
+        )
     return figures
 
 
@@ -105,22 +136,35 @@ async def slices(folder: Path) -> list[Figure]:
             began = time.monotonic()
             await node.agent.spawn()
             seen = len(node.kubelet.called("Register"))
-            await node.kubelet.until(lambda seen=seen: len(node.kubelet.called("Register")) > seen)  # type: ignore[misc]  # bound early
+            # bound early
+            await node.kubelet.until(lambda seen=seen: len(node.kubelet.called("Register")) > seen)  # type: ignore[misc]
             starts.append(node.kubelet.called("Register")[-1].at - began)
             await node.agent.terminate()
         await node.agent.start()
         await node.agent.until_ready()
-        changes = [await _change(node, profiles) for profiles in (["3g.40gb", "3g.40gb"], ["1g.10gb"] * 7) * 3]
+        changes = [
+            await _change(node, profiles)
+            for profiles in (["3g.40gb", "3g.40gb"], ["1g.10gb"] * 7) * 3
+        ]
         rss_kib = await asyncio.to_thread(_resident_kib, node.agent.pid)
     finally:
         await node.agent.kill()
         await node.kubelet.stop()
     start_how = "process start to the last Register received by the kubelet stand-in, worst of 5"
-    change_how = "geometry switched in the simulated driver to the right lists of both resources at the kubelet stand-in, worst of 6"
+    change_how = (
+        "geometry switched in the simulated driver to the right lists of both resources at the "
+        "kubelet stand-in, worst of 6"
+    )
     return [
         Figure("start with 8 × 7 MIG slices", max(starts), 1, "s", start_how),
         Figure("MIG change to new lists", max(changes), 2, "s", change_how),
-        Figure("RSS, 8 × 7 MIG slices", rss_kib / 1024, 72, "MiB", "VmRSS of the process after the changes above"),
+        Figure(
+            "RSS, 8 × 7 MIG slices",
+            rss_kib / 1024,
+            72,
+            "MiB",
+            "VmRSS of the process after the changes above",
+        ),
     ]
 
 
@@ -132,7 +176,9 @@ async def _change(node: Node, profiles: Sequence[str]) -> float:
 
     def seen() -> bool:
         shown = {
-            name: node.kubelet.resource(name).allocatable for name in (SLICE, "nvidia.com/mig-3g.40gb") if name in node.kubelet.resources
+            name: node.kubelet.resource(name).allocatable
+            for name in (SLICE, "nvidia.com/mig-3g.40gb")
+            if name in node.kubelet.resources
         }
         return shown.get(SLICE) == ones and shown.get("nvidia.com/mig-3g.40gb", 0) == threes
 
@@ -143,7 +189,11 @@ async def _change(node: Node, profiles: Sequence[str]) -> float:
 async def _preferences(node: Node, size: int, *, calls: int) -> list[float]:
     available = sorted(node.kubelet.resource(GPU).healthy)
     request = messages.PreferredAllocationRequest(
-        container_requests=[messages.ContainerPreferredAllocationRequest(available_device_ids=available, allocation_size=size)]
+        container_requests=[
+            messages.ContainerPreferredAllocationRequest(
+                available_device_ids=available, allocation_size=size
+            )
+        ]
     )
     async with grpc.aio.insecure_channel(f"unix:{node.socket(GPU)}") as channel:
         call = channel.unary_unary(

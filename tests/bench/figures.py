@@ -1,4 +1,6 @@
-"""Figures of a measurement, for both parts of the benchmark and the table that `__main__` prints of them."""
+"""Figures of a measurement, for both parts of the benchmark and the table that `__main__` prints
+of them.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +10,9 @@ from collections.abc import Iterable
 
 @dataclasses.dataclass(frozen=True)
 class Figure:
-    """One measured figure and its limit, in the same unit; without a limit it is there to be compared with."""
+    """One measured figure and its limit, in the same unit;
+    without a limit it is there to be compared with.
+    """
 
     name: str
     value: float
@@ -24,11 +28,17 @@ class Figure:
     @property
     def line(self) -> str:
         """The figure, its limit and the verdict."""
-        limit, verdict = ("", "") if self.limit is None else (f"≤ {self.limit:g}", "ok" if self.met else "MISSED")
+        limit, verdict = (
+            ("", "")
+            if self.limit is None
+            else (f"≤ {self.limit:g}", "ok" if self.met else "MISSED")
+        )
         return f"{self.value:9.3f}  {limit:7} {self.unit:12} {verdict:7} {self.how}"
 
 
 def percentile(values: Iterable[float], percent: int) -> float:
-    """The value that ``percent`` % of all values do not exceed; with few values, rather a larger one than a smaller one."""
+    """The value that ``percent`` % of all values do not exceed;
+    with few values, rather a larger one than a smaller one.
+    """
     ordered = sorted(values)
     return ordered[min(len(ordered) - 1, len(ordered) * percent // 100)]

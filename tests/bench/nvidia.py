@@ -1,6 +1,8 @@
-"""The agent's cost and speed with `nvidia.com/gpu`: 8 simulated GPUs × 10 replicas, an independent gRPC client.
+"""The agent's cost and speed with `nvidia.com/gpu`:
+8 simulated GPUs × 10 replicas, an independent gRPC client.
 
-The first part of the benchmark, called by `__main__`. The way of measurement is stated beside each figure.
+The first part of the benchmark, called by `__main__`. The way of measurement is stated beside each
+figure.
 """
 
 from __future__ import annotations
@@ -24,7 +26,10 @@ from vgpu_agent.sim.state import SimulatedNode
 
 GPU = "nvidia.com/gpu"
 GPUS, REPLICAS = 8, 10
-CONFIG = f"version: v1\nsharing: {{timeSlicing: {{resources: [{{name: {GPU}, replicas: {REPLICAS}}}]}}}}\n"
+CONFIG = (
+    f"version: v1\nsharing: {{timeSlicing: {{resources: [{{name: {GPU}, replicas: "
+    f"{REPLICAS}}}]}}}}\n"
+)
 _SERVICE = "/v1beta1.DevicePlugin"
 
 
@@ -32,15 +37,24 @@ class Node:
     """One simulated node for one measurement or several."""
 
     def __init__(self, folder: Path) -> None:
-        self.simulated = SimulatedNode.create(folder / "gpus", model="A100-SXM4-80GB", gpus=GPUS, numa=[0] * 4 + [1] * 4)
+        self.simulated = SimulatedNode.create(
+            folder / "gpus", model="A100-SXM4-80GB", gpus=GPUS, numa=[0] * 4 + [1] * 4
+        )
         self.kubelet = SimulatedKubelet(folder / "kubelet")
         self.config = folder / "config.yaml"
         self.config.write_text(CONFIG)
-        self.agent = AgentProcess(folder / "agent.log", kubelet=folder / "kubelet", simulate=self.simulated.directory, config=self.config)
+        self.agent = AgentProcess(
+            folder / "agent.log",
+            kubelet=folder / "kubelet",
+            simulate=self.simulated.directory,
+            config=self.config,
+        )
 
     def plugin_socket(self) -> Path:
         """The agent's own socket."""
-        (path,) = [path for path in self.kubelet.plugins.iterdir() if path.name.startswith("vgpu-agent")]
+        (path,) = [
+            path for path in self.kubelet.plugins.iterdir() if path.name.startswith("vgpu-agent")
+        ]
         return path
 
 
@@ -51,10 +65,14 @@ async def start_to_registered(node: Node) -> list[Figure]:
         began = time.monotonic()
         await node.agent.spawn()
         seen = len(node.kubelet.called("Register"))
-        await node.kubelet.until(lambda seen=seen: len(node.kubelet.called("Register")) > seen)  # type: ignore[misc]  # bound early
+        # bound early
+        await node.kubelet.until(lambda seen=seen: len(node.kubelet.called("Register")) > seen)  # type: ignore[misc]
         times.append(node.kubelet.called("Register")[-1].at - began)
         await node.agent.terminate()
-    how = "process start (python -m vgpu_agent run) to Register received by the kubelet stand-in, median of 5"
+    how = (
+        "process start (python -m vgpu_agent run) to Register received by the kubelet stand-in, "
+        "median of 5"
+    )
     return [Figure("start to all resources registered", statistics.median(times), 0.35, "s", how)]
 
 
@@ -65,12 +83,19 @@ async def socket_to_register(node: Node) -> list[Figure]:
         seen = len(node.kubelet.called("Register"))
         await node.kubelet.restart(away_seconds=0.3)
         created = (node.kubelet.plugins / "kubelet.sock").stat().st_ctime
-        await node.kubelet.until(lambda seen=seen: len(node.kubelet.called("Register")) > seen)  # type: ignore[misc]  # bound early
+        # bound early
+        await node.kubelet.until(lambda seen=seen: len(node.kubelet.called("Register")) > seen)  # type: ignore[misc]
         wall_offset = time.time() - time.monotonic()
         times.append(max(0.0, node.kubelet.called("Register")[seen].at + wall_offset - created))
         await node.agent.until_ready()
     return [
-        Figure("kubelet.sock created to Register", max(times), 0.3, "s", "inode change time of the socket to Register received, worst of 5")
+        Figure(
+            "kubelet.sock created to Register",
+            max(times),
+            0.3,
+            "s",
+            "inode change time of the socket to Register received, worst of 5",
+        )
     ]
 
 
@@ -80,7 +105,10 @@ async def allocate(node: Node) -> list[Figure]:
     calls, warm = 2000, 100
     asked = [[ids[number % len(ids)]] for number in range(warm + calls)]
     times = [call.seconds for call in await timed_calls(node.plugin_socket(), asked, warm=warm)]
-    how = f"{calls} calls, one in flight, blocking grpcio client in a process of its own, 80 ids in turn"
+    how = (
+        f"{calls} calls, one in flight, blocking grpcio client in a process of its own, 80 ids in "
+        "turn"
+    )
     return [
         Figure("Allocate p50", percentile(times, 50) * 1000, 1.5, "ms", how),
         Figure("Allocate p99", percentile(times, 99) * 1000, 5, "ms", how),
@@ -90,11 +118,20 @@ async def allocate(node: Node) -> list[Figure]:
 async def preference(node: Node) -> list[Figure]:
     """GetPreferredAllocation with 100,000 ids."""
     ids = sorted(node.kubelet.resource(GPU).healthy)
-    available = ids + [f"{ids[0].partition('::')[0]}::{number}" for number in range(1000, 1000 + 100_000 - len(ids))]
+    available = ids + [
+        f"{ids[0].partition('::')[0]}::{number}"
+        for number in range(1000, 1000 + 100_000 - len(ids))
+    ]
     request = messages.PreferredAllocationRequest(
-        container_requests=[messages.ContainerPreferredAllocationRequest(available_device_ids=available, allocation_size=2)]
+        container_requests=[
+            messages.ContainerPreferredAllocationRequest(
+                available_device_ids=available, allocation_size=2
+            )
+        ]
     )
-    async with grpc.aio.insecure_channel(f"unix:{node.plugin_socket()}", options=[("grpc.max_send_message_length", -1)]) as channel:
+    async with grpc.aio.insecure_channel(
+        f"unix:{node.plugin_socket()}", options=[("grpc.max_send_message_length", -1)]
+    ) as channel:
         call = channel.unary_unary(
             f"{_SERVICE}/GetPreferredAllocation",
             request_serializer=messages.PreferredAllocationRequest.SerializeToString,
@@ -107,7 +144,15 @@ async def preference(node: Node) -> list[Figure]:
             times.append(time.monotonic() - began)
     if len(answer.container_responses[0].device_ids) != 2:
         raise RuntimeError(f"the preference is wrong: {answer}")
-    return [Figure("GetPreferredAllocation, 100,000 ids", max(times), 1.0, "s", "round trip of a grpcio client, worst of 3")]
+    return [
+        Figure(
+            "GetPreferredAllocation, 100,000 ids",
+            max(times),
+            1.0,
+            "s",
+            "round trip of a grpcio client, worst of 3",
+        )
+    ]
 
 
 async def xid_to_stream(node: Node) -> list[Figure]:
@@ -117,10 +162,19 @@ async def xid_to_stream(node: Node) -> list[Figure]:
         healthy = node.kubelet.resource(GPU).allocatable
         began = time.monotonic()
         node.simulated.xid(number, 79)
-        await node.kubelet.until(lambda healthy=healthy: node.kubelet.resource(GPU).allocatable == healthy - REPLICAS)  # type: ignore[misc]  # bound early
+        # bound early
+        await node.kubelet.until(
+            lambda healthy=healthy: node.kubelet.resource(GPU).allocatable == healthy - REPLICAS  # type: ignore[misc]
+        )
         times.append(node.kubelet.called("list")[-1].at - began)
     return [
-        Figure("XID to Unhealthy on the stream", max(times), 1.0, "s", "event posted to list received by the kubelet stand-in, worst of 4")
+        Figure(
+            "XID to Unhealthy on the stream",
+            max(times),
+            1.0,
+            "s",
+            "event posted to list received by the kubelet stand-in, worst of 4",
+        )
     ]
 
 
@@ -131,15 +185,33 @@ async def metrics(node: Node) -> list[Figure]:
         began = time.monotonic()
         await node.agent.get_text("/metrics")
         times.append(time.monotonic() - began)
-    return [Figure("/metrics", statistics.median(times) * 1000, 20, "ms", "HTTP round trip with a new connection, median of 20")]
+    return [
+        Figure(
+            "/metrics",
+            statistics.median(times) * 1000,
+            20,
+            "ms",
+            "HTTP round trip with a new connection, median of 20",
+        )
+    ]
 
 
 async def resident(node: Node) -> list[Figure]:
-    """Memory after all of the above, once the next look at kubelet's records has given back what large messages had taken."""
+    """Memory after all of the above, once the next look at kubelet's records has given back what
+    large messages had taken.
+    """
     await asyncio.sleep(Kubelet().verify_seconds + 1)
     status = await asyncio.to_thread(Path(f"/proc/{node.agent.pid}/status").read_text)
     rss_kib = next(int(line.split()[1]) for line in status.splitlines() if line.startswith("VmRSS"))
-    return [Figure("RSS", rss_kib / 1024, 72, "MiB", "VmRSS of the process after the measurements above and the next verification")]
+    return [
+        Figure(
+            "RSS",
+            rss_kib / 1024,
+            72,
+            "MiB",
+            "VmRSS of the process after the measurements above and the next verification",
+        )
+    ]
 
 
 async def idle_cpu(node: Node) -> list[Figure]:
@@ -149,7 +221,15 @@ async def idle_cpu(node: Node) -> list[Figure]:
     before = await asyncio.to_thread(seconds_of, node.agent.pid)
     await asyncio.sleep(seconds)
     used = await asyncio.to_thread(seconds_of, node.agent.pid) - before
-    return [Figure("idle CPU", used / seconds * 100, 1, "% of a core", f"user and system time over {seconds} s")]
+    return [
+        Figure(
+            "idle CPU",
+            used / seconds * 100,
+            1,
+            "% of a core",
+            f"user and system time over {seconds} s",
+        )
+    ]
 
 
 async def lag_while_hung(node: Node) -> list[Figure]:
@@ -157,8 +237,15 @@ async def lag_while_hung(node: Node) -> list[Figure]:
     node.simulated.fault("nvmlDeviceGetTemperature", times=1, delay_ms=5000)
     await asyncio.sleep(6)
     tasks = await node.agent.get("/debug/tasks")
-    how = "lateness of a 0.1 s timer in the agent, 99th percentile of the samples of a fresh process in which NVML hung for 5 s"
-    return [Figure("event loop lag p99, NVML hung for 5 s", tasks["loop_lag_seconds"] * 1000, 10, "ms", how)]
+    how = (
+        "lateness of a 0.1 s timer in the agent, 99th percentile of the samples of a fresh process "
+        "in which NVML hung for 5 s"
+    )
+    return [
+        Figure(
+            "event loop lag p99, NVML hung for 5 s", tasks["loop_lag_seconds"] * 1000, 10, "ms", how
+        )
+    ]
 
 
 async def measure(folder: Path) -> list[Figure]:
@@ -174,7 +261,14 @@ async def measure(folder: Path) -> list[Figure]:
 
 async def _measure(node: Node) -> list[Figure]:
     figures = await start_to_registered(node)
-    steps: list[Callable[[Node], Awaitable[list[Figure]]]] = [socket_to_register, allocate, preference, metrics, xid_to_stream, resident]
+    steps: list[Callable[[Node], Awaitable[list[Figure]]]] = [
+        socket_to_register,
+        allocate,
+        preference,
+        metrics,
+        xid_to_stream,
+        resident,
+    ]
     for step in steps:
         if step is socket_to_register:
             await node.agent.start()

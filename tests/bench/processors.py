@@ -1,7 +1,9 @@
-"""The processors while the agent is measured: it has its own, and the stand-ins for the rest of a node have the others.
+"""The processors while the agent is measured:
+it has its own, and the stand-ins for the rest of a node have the others.
 
-A node with GPUs has dozens of processors, and kubelet and the API server do not take the agent's away; on a machine with two, the stand-ins
-for both, and the kernel that writes their checkpoint, would. Used by `volcano` and `mixed`, whose stand-ins have the most to do.
+A node with GPUs has dozens of processors, and kubelet and the API server do not take the agent's
+away; on a machine with two, the stand-ins for both, and the kernel that writes their checkpoint,
+would. Used by `volcano` and `mixed`, whose stand-ins have the most to do.
 """
 
 from __future__ import annotations
@@ -14,7 +16,8 @@ from pathlib import Path
 
 @contextlib.contextmanager
 def apart() -> Iterator[tuple[str, ...]]:
-    """Keep this thread, and all that it starts, on the first half of the processors; the command that takes a process to the second half.
+    """Keep this thread, and all that it starts, on the first half of the processors; the command
+    that takes a process to the second half.
 
     The command is empty on a machine with one processor.
     """

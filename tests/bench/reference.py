@@ -1,8 +1,10 @@
-"""One Allocate of volcano-vgpu-device-plugin as a process of its own: the comparison of the benchmark's second part.
+"""One Allocate of volcano-vgpu-device-plugin as a process of its own:
+the comparison of the benchmark's second part.
 
-Five requests, one after the other: all pods of the cluster, the pod's annotation, the pod, its annotations again, the node's lock
-(volcano-vgpu §4). It is given every advantage: no gRPC around it, one connection that stays open, no limit on requests (the
-reference's client sends five a second), and a cluster that consists of one node.
+Five requests, one after the other: all pods of the cluster, the pod's annotation, the pod, its
+annotations again, the node's lock (volcano-vgpu §4). It is given every advantage: no gRPC around
+it, one connection that stays open, no limit on requests (the reference's client sends five a
+second), and a cluster that consists of one node.
 """
 
 from __future__ import annotations
@@ -29,12 +31,19 @@ class Reference:
         self._node = node
 
     def allocate(self, count: int) -> str:
-        """Serve the oldest pod on our node that has ``count`` devices left, and return what was written for it."""
+        """Serve the oldest pod on our node that has ``count`` devices left,
+        and return what was written for it.
+        """
         pods = self._ask("GET", "/api/v1/pods")["items"]
         waiting = [pod for pod in pods if self._waits(pod, count)]
         if not waiting:
-            raise RuntimeError(f"no pod on {self._node} waits for {count} devices; the benchmark must bind one for each call")
-        pod = min(waiting, key=lambda pod: int(pod["metadata"]["annotations"].get(TIME, SERVED_TIME)))
+            raise RuntimeError(
+                f"no pod on {self._node} waits for {count} devices; the benchmark must bind one "
+                "for each call"
+            )
+        pod = min(
+            waiting, key=lambda pod: int(pod["metadata"]["annotations"].get(TIME, SERVED_TIME))
+        )
         path = f"/api/v1/namespaces/{pod['metadata']['namespace']}/pods/{pod['metadata']['name']}"
         first, *others = pod["metadata"]["annotations"][LEFT].split(";")
         self._annotate(path, {LEFT: ";".join(["", *others])})
@@ -61,7 +70,9 @@ class Reference:
 
 
 def main() -> None:
-    """``python -m tests.bench.reference URL NODE CALLS``: print the seconds of each call as a JSON list."""
+    """``python -m tests.bench.reference URL NODE CALLS``:
+    print the seconds of each call as a JSON list.
+    """
     url, node, calls = sys.argv[1:]
     plugin = Reference(urlsplit(url).netloc, node)
     times = []

@@ -1,9 +1,11 @@
-"""The agent's speed with Volcano's pods: 110 of them on the node, 49,152 ids of memory, an API server that is 20 ms away.
+"""The agent's speed with Volcano's pods:
+110 of them on the node, 49,152 ids of memory, an API server that is 20 ms away.
 
-The second part of the benchmark, called by `__main__`. Allocate is timed by a client that does nothing else (`allocate`), and also by
-the kubelet stand-in, which shares its process with the API server's and with its own work. PreStartContainer is timed by the stand-in
-only. For comparison, one Allocate of the reference plugin (`reference`) runs against the same API server. The agent has processors of its
-own (`processors`).
+The second part of the benchmark, called by `__main__`. Allocate is timed by a client that does
+nothing else (`allocate`), and also by the kubelet stand-in, which shares its process with the API
+server's and with its own work. PreStartContainer is timed by the stand-in only. For comparison, one
+Allocate of the reference plugin (`reference`) runs against the same API server. The agent has
+processors of its own (`processors`).
 """
 
 from __future__ import annotations
@@ -31,7 +33,10 @@ CALLS = 300
 """Of a client other than kubelet."""
 ALONE = "blocking client in a process of its own, one call in flight"
 _ONE_BY_ONE = f"{ROUNDS} pods one after the other beside {PODS - 1} that run"
-_ONCE = f"{BURST} pods bound in one moment, {PODS} in the end; kubelet admits one by one and starts at once"
+_ONCE = (
+    f"{BURST} pods bound in one moment, {PODS} in the end; kubelet admits one by one and starts at "
+    "once"
+)
 _AT_ONCE = f"{BURSTS} times {_ONCE}"
 
 
@@ -62,9 +67,16 @@ async def at_once(node: VolcanoNode) -> float:
 async def late(node: VolcanoNode) -> list[Figure]:
     """Late binding: Allocate answers a name, PreStartContainer decides."""
     began = await one_by_one(node)
-    allocated = {resource: node.timings("Allocate", resource, since=began) for resource in RESOURCES}
+    allocated = {
+        resource: node.timings("Allocate", resource, since=began) for resource in RESOURCES
+    }
     started = node.timings("PreStartContainer", NUMBER, since=began)
-    inside = [request for timings in allocated.values() for each in timings for request in node.requests_between(each.began, each.seconds)]
+    inside = [
+        request
+        for timings in allocated.values()
+        for each in timings
+        for request in node.requests_between(each.began, each.seconds)
+    ]
     burst: list[Timing] = []
     wholes, in_calls = [], []
     for _ in range(BURSTS):
@@ -73,19 +85,55 @@ async def late(node: VolcanoNode) -> list[Figure]:
         burst += starts
         wholes.append(max(each.began + each.seconds for each in starts) - began)
         calls = [
-            each for method in ("Allocate", "PreStartContainer") for name in RESOURCES for each in node.timings(method, name, since=began)
+            each
+            for method in ("Allocate", "PreStartContainer")
+            for name in RESOURCES
+            for each in node.timings(method, name, since=began)
         ]
         in_calls.append(sum(each.seconds for each in calls))
-    ours = "the same, the slowest: the first bind to the last PreStartContainer answered, the work of the kubelet stand-in included"
+    ours = (
+        "the same, the slowest: the first bind to the last PreStartContainer answered, the work of "
+        "the kubelet stand-in included"
+    )
     return [
-        Figure("late Allocate p50, as kubelet waits, number", _milliseconds(allocated[NUMBER], 50), None, "ms", _ONE_BY_ONE),
-        Figure("late Allocate p50, as kubelet waits, memory", _milliseconds(allocated[MEMORY], 50), None, "ms", "the same pods"),
-        Figure("API requests inside Allocate", len(inside), 0, "requests", "seen by the API server between call and answer, all resources"),
+        Figure(
+            "late Allocate p50, as kubelet waits, number",
+            _milliseconds(allocated[NUMBER], 50),
+            None,
+            "ms",
+            _ONE_BY_ONE,
+        ),
+        Figure(
+            "late Allocate p50, as kubelet waits, memory",
+            _milliseconds(allocated[MEMORY], 50),
+            None,
+            "ms",
+            "the same pods",
+        ),
+        Figure(
+            "API requests inside Allocate",
+            len(inside),
+            0,
+            "requests",
+            "seen by the API server between call and answer, all resources",
+        ),
         Figure("PreStartContainer p50", _milliseconds(started, 50), 15, "ms", _ONE_BY_ONE),
         Figure("PreStartContainer p50, burst", _milliseconds(burst, 50), 15, "ms", _AT_ONCE),
-        Figure("PreStartContainer p99, burst", _milliseconds(burst, 99), 50, "ms", f"the same, {BURSTS * BURST} starts"),
+        Figure(
+            "PreStartContainer p99, burst",
+            _milliseconds(burst, 99),
+            50,
+            "ms",
+            f"the same, {BURSTS * BURST} starts",
+        ),
         Figure("bind to granted, burst", max(wholes), 5, "s", ours),
-        Figure("of that, time in our calls", max(in_calls), None, "s", "sum over all calls, though starts overlap"),
+        Figure(
+            "of that, time in our calls",
+            max(in_calls),
+            None,
+            "s",
+            "sum over all calls, though starts overlap",
+        ),
     ]
 
 
@@ -95,14 +143,30 @@ async def idle(node: VolcanoNode) -> list[Figure]:
     began = time.monotonic()
     await asyncio.sleep(QUIET_SECONDS)
     made = node.requests_between(began, QUIET_SECONDS)
-    return [Figure("API requests while nothing happens", len(made), 0, "requests", f"in {QUIET_SECONDS:g} s, {PODS} pods; watches apart")]
+    return [
+        Figure(
+            "API requests while nothing happens",
+            len(made),
+            0,
+            "requests",
+            f"in {QUIET_SECONDS:g} s, {PODS} pods; watches apart",
+        )
+    ]
 
 
 async def resident(node: VolcanoNode) -> list[Figure]:
-    """Memory after all of the above, once the next look at kubelet's records has given back what large messages had taken."""
+    """Memory after all of the above, once the next look at kubelet's records has given back what
+    large messages had taken.
+    """
     await asyncio.sleep(Kubelet().verify_seconds + 1)
     return [
-        Figure("RSS", await node.resident_mib(), 72, "MiB", f"VmRSS after the measurements above and the next verification, {PODS} pods")
+        Figure(
+            "RSS",
+            await node.resident_mib(),
+            72,
+            "MiB",
+            f"VmRSS after the measurements above and the next verification, {PODS} pods",
+        )
     ]
 
 
@@ -119,7 +183,9 @@ async def late_alone(node: VolcanoNode) -> list[Figure]:
         ("late Allocate p50, vgpu-memory", MEMORY, many, "200 to 440 free ids a call"),
     ):
         times = [call.seconds for call in await timed_calls(node.socket(resource), asked)]
-        figures.append(Figure(name, percentile(times, 50) * 1000, 1.5, "ms", f"{CALLS} calls, {what}; {ALONE}"))
+        figures.append(
+            Figure(name, percentile(times, 50) * 1000, 1.5, "ms", f"{CALLS} calls, {what}; {ALONE}")
+        )
     return figures
 
 
@@ -134,13 +200,28 @@ async def start(node: VolcanoNode) -> list[Figure]:
             await end()
             began = time.monotonic() if times is whole else before
             await node.agent.spawn()
-            await kubelet.until(lambda seen=seen: len(kubelet.called("Register")) >= seen + len(RESOURCES))  # type: ignore[misc]  # bound early
+            # bound early
+            await kubelet.until(
+                lambda seen=seen: len(kubelet.called("Register")) >= seen + len(RESOURCES)  # type: ignore[misc]
+            )
             times.append(kubelet.called("Register")[-1].at - began)
             await node.agent.until_ready()
     how = f"{PODS} pods on the node, to the last of three Registers, median of 5"
     return [
-        Figure("start to all resources registered", statistics.median(whole), 1.5, "s", f"from the start of the process; {how}"),
-        Figure("kill -9 to all resources registered", statistics.median(killed), 0.5, "s", f"the process is started at once; {how}"),
+        Figure(
+            "start to all resources registered",
+            statistics.median(whole),
+            1.5,
+            "s",
+            f"from the start of the process; {how}",
+        ),
+        Figure(
+            "kill -9 to all resources registered",
+            statistics.median(killed),
+            0.5,
+            "s",
+            f"the process is started at once; {how}",
+        ),
     ]
 
 
@@ -157,14 +238,28 @@ async def early(node: VolcanoNode) -> list[Figure]:
     burst = node.timings("Allocate", NUMBER, since=began)
     return [
         *alone,
-        Figure("early Allocate p50, as kubelet waits", _milliseconds(timings, 50), None, "ms", _ONE_BY_ONE),
+        Figure(
+            "early Allocate p50, as kubelet waits",
+            _milliseconds(timings, 50),
+            None,
+            "ms",
+            _ONE_BY_ONE,
+        ),
         Figure("early Allocate p50, burst", _milliseconds(burst, 50), None, "ms", _ONCE),
-        Figure("early Allocate p99, as kubelet waits", _milliseconds([*timings, *burst], 99), None, "ms", f"both, {ROUNDS + BURST} calls"),
+        Figure(
+            "early Allocate p99, as kubelet waits",
+            _milliseconds([*timings, *burst], 99),
+            None,
+            "ms",
+            f"both, {ROUNDS + BURST} calls",
+        ),
     ]
 
 
 async def early_alone(node: VolcanoNode) -> list[Figure]:
-    """Allocate in early mode without kubelet's own work around it: pods are bound, and kubelet admits none of them."""
+    """Allocate in early mode without kubelet's own work around it:
+    pods are bound, and kubelet admits none of them.
+    """
     times: list[float] = []
     await node.remove(list(node.pods)[: len(node.pods) + BURST - node.plan.pods])
     for _ in range(EARLY_ROUNDS):
@@ -172,10 +267,19 @@ async def early_alone(node: VolcanoNode) -> list[Figure]:
             asked = [[id_] for id_ in node.free(NUMBER)[:BURST]]
             times += [call.seconds for call in await timed_calls(node.socket(NUMBER), asked)]
         await asyncio.sleep(_SETTLE_SECONDS)
-    how = f"{EARLY_ROUNDS} times {BURST} pods, bound and not admitted, beside {PODS - BURST} that run; {ALONE}"
+    how = (
+        f"{EARLY_ROUNDS} times {BURST} pods, bound and not admitted, beside {PODS - BURST} that "
+        f"run; {ALONE}"
+    )
     return [
         Figure("early Allocate p50", percentile(times, 50) * 1000, 5, "ms", how),
-        Figure("early Allocate p99", percentile(times, 99) * 1000, 15, "ms", f"the same, {len(times)} calls"),
+        Figure(
+            "early Allocate p99",
+            percentile(times, 99) * 1000,
+            15,
+            "ms",
+            f"the same, {len(times)} calls",
+        ),
     ]
 
 
@@ -187,10 +291,31 @@ async def reference(node: VolcanoNode) -> list[Figure]:
     node.cluster.hold_admission = True
     for _ in range(calls):
         node.bind()
-    program = [*node.through, sys.executable, "-m", "tests.bench.reference", node.cluster.api.url, NODE, str(calls)]
-    answer = await asyncio.to_thread(subprocess.run, program, check=True, capture_output=True, text=True)
-    how = f"lists all pods, patch, get, patch, get node: {calls} pods, no gRPC around it, no limit on requests"
-    return [Figure("the reference's Allocate p50", percentile(json.loads(answer.stdout), 50) * 1000, None, "ms", how)]
+    program = [
+        *node.through,
+        sys.executable,
+        "-m",
+        "tests.bench.reference",
+        node.cluster.api.url,
+        NODE,
+        str(calls),
+    ]
+    answer = await asyncio.to_thread(
+        subprocess.run, program, check=True, capture_output=True, text=True
+    )
+    how = (
+        f"lists all pods, patch, get, patch, get node: {calls} pods, no gRPC around it, no limit "
+        "on requests"
+    )
+    return [
+        Figure(
+            "the reference's Allocate p50",
+            percentile(json.loads(answer.stdout), 50) * 1000,
+            None,
+            "ms",
+            how,
+        )
+    ]
 
 
 async def measure(folder: Path) -> list[Figure]:

@@ -1,7 +1,8 @@
-"""The node on which the benchmark's parts for Volcano measure: simulated GPUs, up to 110 pods, an API server 20 ms away.
+"""The node on which the benchmark's parts for Volcano measure:
+simulated GPUs, up to 110 pods, an API server 20 ms away.
 
-Used by `volcano` and `mixed`. The scheduler's part is done here, by writing pods as it would leave them: bound, with its annotations, in
-one change.
+Used by `volcano` and `mixed`. The scheduler's part is done here, by writing pods as it would leave
+them: bound, with its annotations, in one change.
 """
 
 from __future__ import annotations
@@ -51,7 +52,8 @@ class Plan:
     Attributes:
         gpus: how many there are.
         gpu_mib: the memory of each, which Volcano counts in MiB.
-        families: the configuration's section of that name, in one line, and what else belongs to them.
+        families: the configuration's section of that name, in one line, and what else belongs to
+            them.
         cards: on how many of the GPUs Volcano's pods are placed.
         pods: of Volcano, when the node is full.
     """
@@ -65,7 +67,9 @@ class Plan:
     @property
     def uuids(self) -> tuple[str, ...]:
         """UUIDs of the GPUs, in their order."""
-        return tuple(f"GPU-{number:08}-aaaa-bbbb-cccc-{number:012}" for number in range(1, self.gpus + 1))
+        return tuple(
+            f"GPU-{number:08}-aaaa-bbbb-cccc-{number:012}" for number in range(1, self.gpus + 1)
+        )
 
 
 ALONE = Plan()
@@ -74,20 +78,27 @@ ALONE = Plan()
 class VolcanoNode:
     """Simulated cluster, GPUs and the agent's process.
 
-    State: which pods there are and what each holds of which GPU, so that no GPU is given out beyond its size.
+    State: which pods there are and what each holds of which GPU, so that no GPU is given out beyond
+    its size.
     """
 
     def __init__(self, folder: Path, through: Sequence[str] = (), plan: Plan = ALONE) -> None:
-        """Prepare it in ``folder``; the agent's process is started ``through`` a command, see `AgentProcess`."""
+        """Prepare it in ``folder``; the agent's process is started ``through`` a command,
+        see `AgentProcess`.
+        """
         self._folder, self.through, self.plan = folder, tuple(through), plan
         numa = [2 * number // plan.gpus for number in range(plan.gpus)]
-        self.gpus = SimulatedNode.create(folder / "gpus", model="A10", gpus=plan.gpus, numa=numa, uuids=plan.uuids)
+        self.gpus = SimulatedNode.create(
+            folder / "gpus", model="A10", gpus=plan.gpus, numa=numa, uuids=plan.uuids
+        )
         for gpu in self.gpus.state.gpus[: plan.gpus]:
             gpu.memory_total = plan.gpu_mib * 1024**2
         self.cluster = SimulatedCluster(folder / "cluster", node=NODE)
         self.cluster.api.latency_seconds = LATENCY_SECONDS
         # In memory, as /run is on a node; `close` removes it.
-        self.cluster.cdi_directory = Path(tempfile.mkdtemp(prefix="vgpu-agent-bench-cdi-", dir=_IN_MEMORY))
+        self.cluster.cdi_directory = Path(
+            tempfile.mkdtemp(prefix="vgpu-agent-bench-cdi-", dir=_IN_MEMORY)
+        )
         self.agent = AgentProcess(
             folder / "agent.log",
             kubelet=self.cluster.kubelet_directory,
@@ -103,7 +114,14 @@ class VolcanoNode:
     def configure(self, mode: str) -> None:
         """Write the agent's configuration; it takes effect at the next start."""
         families = self.plan.families
-        text = CONFIG.format(node=NODE, folder=self._folder, cdi=self.cluster.cdi_directory, mode=mode, seats=SEATS, families=families)
+        text = CONFIG.format(
+            node=NODE,
+            folder=self._folder,
+            cdi=self.cluster.cdi_directory,
+            mode=mode,
+            seats=SEATS,
+            families=families,
+        )
         (self._folder / "config.yaml").write_text(text)
 
     def close(self) -> None:
@@ -115,12 +133,16 @@ class VolcanoNode:
         await self.agent.start()
         await self.agent.until_ready()
         kubelet = self.cluster.kubelet
-        await self.cluster.until(lambda: all(kubelet.resource(name).allocatable for name in RESOURCES), "kubelet to offer vGPUs")
+        await self.cluster.until(
+            lambda: all(kubelet.resource(name).allocatable for name in RESOURCES),
+            "kubelet to offer vGPUs",
+        )
 
     # Pods
 
     def bind(self, card: str = "") -> str:
-        """A pod as the scheduler leaves it, on the GPU ``card`` or the one with the fewest; its name.
+        """A pod as the scheduler leaves it, on the GPU ``card`` or the one with the fewest;
+        its name.
 
         Memory is 200 to 440 MiB, never the same twice in a row.
         """
@@ -139,9 +161,13 @@ class VolcanoNode:
             "volcano.sh/vgpu-ids-new": claim,
             "volcano.sh/devices-to-allocate": claim,
         }
-        created = self.cluster.create_pod(name, {NUMBER: 1, MEMORY: memory, CORES: 1}, annotations=annotations)
+        created = self.cluster.create_pod(
+            name, {NUMBER: 1, MEMORY: memory, CORES: 1}, annotations=annotations
+        )
         # By a Binding: of a pod that was made with a node's name the agent expects less.
-        self.cluster.objects.bind(name, created["metadata"]["namespace"], {"target": {"name": NODE}})
+        self.cluster.objects.bind(
+            name, created["metadata"]["namespace"], {"target": {"name": NODE}}
+        )
         return name
 
     async def serve(self, count: int) -> list[str]:
@@ -155,18 +181,31 @@ class VolcanoNode:
         left = set(names)
 
         def written() -> bool:
-            left.difference_update([name for name in left if self.cluster.annotations(name).get("volcano.sh/bind-phase") == "success"])
+            left.difference_update(
+                [
+                    name
+                    for name in left
+                    if self.cluster.annotations(name).get("volcano.sh/bind-phase") == "success"
+                ]
+            )
             return not left
 
         await self.cluster.until(written, "the pods' annotations", timeout_seconds=120)
 
     async def remove(self, names: Sequence[str]) -> None:
-        """Delete pods, and wait until they are gone and the agent has nothing more to do about it."""
+        """Delete pods, and wait until they are gone and the agent has nothing more
+        to do about it.
+        """
         for name in names:
             self.cluster.delete_pod(name)
             del self.pods[name]
         gone = set(names)
-        await self.cluster.until(lambda: not gone & {pod["metadata"]["name"] for pod in self.cluster.objects.list("pods")}, "pods to go")
+        await self.cluster.until(
+            lambda: (
+                not gone & {pod["metadata"]["name"] for pod in self.cluster.objects.list("pods")}
+            ),
+            "pods to go",
+        )
 
     # Calls of others than kubelet
 
@@ -175,7 +214,9 @@ class VolcanoNode:
         return self.cluster.kubelet._endpoints[resource].socket_path
 
     def free(self, resource: str) -> list[str]:
-        """The ids that no container holds; kubelet itself forgets those of ended pods at the next allocation."""
+        """The ids that no container holds; kubelet itself forgets those
+        of ended pods at the next allocation.
+        """
         kubelet = self.cluster.kubelet
         kubelet._records.clean_up(kubelet._live())
         return list(kubelet._records.free(resource))
@@ -186,7 +227,9 @@ class VolcanoNode:
         self.cluster.hold_admission = True
         names = [self.bind() for _ in range(count)]
         bound = {f"default/{name}" for name in names}
-        await self.agent.until("/debug/pods", lambda answer: bound <= {pod["pod"] for pod in answer["watched_pods"]})
+        await self.agent.until(
+            "/debug/pods", lambda answer: bound <= {pod["pod"] for pod in answer["watched_pods"]}
+        )
         try:
             yield names
         finally:
@@ -200,7 +243,9 @@ class VolcanoNode:
         return self.cluster.kubelet.timings(method, resource, since=since)
 
     def requests_between(self, began: float, seconds: float) -> list[str]:
-        """Requests to the API server in that time (`time.monotonic`), the beginning of watches apart."""
+        """Requests to the API server in that time (`time.monotonic`),
+        the beginning of watches apart.
+        """
         offset = time.time() - time.monotonic()
         return [
             f"{request.verb} {request.path}"
@@ -211,4 +256,7 @@ class VolcanoNode:
     async def resident_mib(self) -> float:
         """VmRSS of the agent."""
         status = await asyncio.to_thread(Path(f"/proc/{self.agent.pid}/status").read_text)
-        return next(int(line.split()[1]) for line in status.splitlines() if line.startswith("VmRSS")) / 1024
+        return (
+            next(int(line.split()[1]) for line in status.splitlines() if line.startswith("VmRSS"))
+            / 1024
+        )

@@ -53,8 +53,12 @@ class Tool:
 @pytest.fixture
 def tool(tmp_path: Path) -> Tool:
     """Two GPUs and the tool, not slow and not faulty."""
-    node = SimulatedNode.create(tmp_path / "gpus", model="A100-SXM4-40GB", gpus=2, numa=[0, 1], uuids=[U0, U1])
+    node = SimulatedNode.create(
+        tmp_path / "gpus", model="A100-SXM4-40GB", gpus=2, numa=[0, 1], uuids=[U0, U1]
+    )
     root = str(node.directory)
     return Tool(
-        node, StandInCtk(node.directory), CtkOptions(COMMAND, timeout_seconds=PATIENCE_SECONDS, roots=Roots(root, root, root, root))
+        node,
+        StandInCtk(node.directory),
+        CtkOptions(COMMAND, timeout_seconds=PATIENCE_SECONDS, roots=Roots(root, root, root, root)),
     )

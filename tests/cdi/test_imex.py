@@ -33,11 +33,17 @@ def test_a_channel_is_found_below_the_device_root(tmp_path: Path) -> None:
     assert found == Channels((0,), "/run/nvidia/driver")
 
 
-def test_a_channel_may_lie_below_the_usual_root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A driver in a container whose channels the node itself has: then the path on the node is the usual one, too."""
+def test_a_channel_may_lie_below_the_usual_root(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A driver in a container whose channels the node itself has:
+    then the path on the node is the usual one, too.
+    """
     _channel(tmp_path)
     monkeypatch.setattr(imex, "_is_character_device", lambda path: path == f"/{CHANNEL}")
-    assert find_channels((0,), Roots(dev="/driver-root", dev_on_node="/run/nvidia/driver")) == Channels((0,), "/")
+    assert find_channels(
+        (0,), Roots(dev="/driver-root", dev_on_node="/run/nvidia/driver")
+    ) == Channels((0,), "/")
 
 
 def test_a_missing_channel_is_named_with_the_places(tmp_path: Path) -> None:
@@ -60,10 +66,17 @@ def test_the_spec_of_a_channel_is_what_a_runtime_takes() -> None:
 
 
 def test_roots_are_found_by_what_is_mounted(tmp_path: Path) -> None:
-    """nvidia §9: below the container's driver root if that is there, and its ``dev`` if it has one."""
-    assert find_roots(driver_root="/", dev_root="", container_driver_root=str(tmp_path / "none")) == Roots()
+    """nvidia §9: below the container's driver root if that is there,
+    and its ``dev`` if it has one.
+    """
+    assert (
+        find_roots(driver_root="/", dev_root="", container_driver_root=str(tmp_path / "none"))
+        == Roots()
+    )
     seen = str(tmp_path)
     driver = {"driver_root": "/run/nvidia/driver", "container_driver_root": seen}
-    assert find_roots(dev_root="", **driver) == Roots(seen, "/run/nvidia/driver", "/", "/run/nvidia/driver")
+    assert find_roots(dev_root="", **driver) == Roots(
+        seen, "/run/nvidia/driver", "/", "/run/nvidia/driver"
+    )
     (tmp_path / "dev").mkdir()
     assert find_roots(dev_root="/", **driver) == Roots(seen, "/run/nvidia/driver", seen, "/")

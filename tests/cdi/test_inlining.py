@@ -14,33 +14,51 @@ from vgpu_agent.errors import CarrierError
 
 def _spec(kind: str, common: dict[str, Any], **devices: dict[str, Any]) -> Spec:
     named = [{"name": name, "containerEdits": edits} for name, edits in devices.items()]
-    return decode(json.dumps({"cdiVersion": "0.6.0", "kind": kind, "devices": named, "containerEdits": common}).encode())
+    return decode(
+        json.dumps(
+            {"cdiVersion": "0.6.0", "kind": kind, "devices": named, "containerEdits": common}
+        ).encode()
+    )
 
 
 HOOK = {"hookName": "createContainer", "path": "/hook", "args": ["hook", "update-ldcache"]}
 GPUS = _spec(
     "vendor.com/gpu",
-    {"env": ["NVIDIA_VISIBLE_DEVICES=void"], "deviceNodes": [{"path": "/dev/nvidiactl"}], "hooks": [HOOK]},
+    {
+        "env": ["NVIDIA_VISIBLE_DEVICES=void"],
+        "deviceNodes": [{"path": "/dev/nvidiactl"}],
+        "hooks": [HOOK],
+    },
     a={"deviceNodes": [{"path": "/dev/nvidia0"}], "hooks": [HOOK]},
     b={"deviceNodes": [{"path": "/dev/nvidia1"}, {"path": "/dev/nvidiactl"}]},
 )
-CHANNELS = _spec("vendor.com/channel", {}, c={"deviceNodes": [{"path": "/dev/channel0"}], "additionalGids": [44]})
+CHANNELS = _spec(
+    "vendor.com/channel", {}, c={"deviceNodes": [{"path": "/dev/channel0"}], "additionalGids": [44]}
+)
 
 
 def test_common_edits_come_once_and_each_device_adds_its_own() -> None:
     """Two GPUs: the control node and the hook once, both GPUs' nodes, in order."""
-    assert inlined(["vendor.com/gpu=a", "vendor.com/gpu=b", "vendor.com/gpu=a"], [GPUS, CHANNELS]) == (
+    assert inlined(
+        ["vendor.com/gpu=a", "vendor.com/gpu=b", "vendor.com/gpu=a"], [GPUS, CHANNELS]
+    ) == (
         "0.6.0",
         {
             "env": ["NVIDIA_VISIBLE_DEVICES=void"],
-            "deviceNodes": [{"path": "/dev/nvidiactl"}, {"path": "/dev/nvidia0"}, {"path": "/dev/nvidia1"}],
+            "deviceNodes": [
+                {"path": "/dev/nvidiactl"},
+                {"path": "/dev/nvidia0"},
+                {"path": "/dev/nvidia1"},
+            ],
             "hooks": [HOOK],
         },
     )
 
 
 def test_what_a_device_sets_over_the_common_edits_stays() -> None:
-    """Common edits come before all devices of their spec, and not again before the second one, over the first."""
+    """Common edits come before all devices of their spec, and not again before the second one,
+    over the first.
+    """
     spec = _spec(
         "vendor.com/gpu",
         {"deviceNodes": [{"path": "/dev/nvidiactl", "permissions": "r"}]},
@@ -60,5 +78,7 @@ def test_the_version_is_what_the_edits_take() -> None:
 
 def test_a_name_that_nothing_stands_behind_is_refused() -> None:
     """The alternative would be a container without its GPU."""
-    with pytest.raises(CarrierError, match=r"no CDI spec of this node has the device vendor\.com/gpu=z"):
+    with pytest.raises(
+        CarrierError, match=r"no CDI spec of this node has the device vendor\.com/gpu=z"
+    ):
         inlined(["vendor.com/gpu=z"], [GPUS])

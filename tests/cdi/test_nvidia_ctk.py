@@ -38,7 +38,9 @@ def _device(spec: Spec, name: str) -> list[str]:
 
 
 async def test_gpus_are_described_by_uuid(tool: Tool) -> None:
-    """Each GPU and ``all``; common edits void the variable of the old runtime, and the text is what a runtime takes."""
+    """Each GPU and ``all``; common edits void the variable of the old runtime,
+    and the text is what a runtime takes.
+    """
     spec = await _gpus(tool.options)
     assert spec.kind == f"{VENDOR}/gpu"
     assert [device.name for device in spec.devices] == [U0, U1, "all"]
@@ -61,11 +63,26 @@ async def test_slices_are_described_by_index_with_their_capabilities(tool: Tool)
 
 
 async def test_paths_are_those_of_the_node(tool: Tool) -> None:
-    """Paths that the tool finds in the agent's container are written as the runtime finds them on the node (nvidia §8)."""
+    """Paths that the tool finds in the agent's container are written as the runtime finds them on
+    the node (nvidia §8).
+    """
     seen = str(tool.node.directory)
-    await tool.misbehave(edits={"mounts": [{"hostPath": f"{seen}/usr/lib/libcuda.so.1", "containerPath": "/usr/lib/libcuda.so.1"}]})
-    spec = await _gpus(dataclasses.replace(tool.options, roots=Roots(seen, "/run/nvidia/driver", seen, "/")))
-    assert [mount.host_path for mount in spec.container_edits.mounts] == ["/run/nvidia/driver/usr/lib/libcuda.so.1"]
+    await tool.misbehave(
+        edits={
+            "mounts": [
+                {
+                    "hostPath": f"{seen}/usr/lib/libcuda.so.1",
+                    "containerPath": "/usr/lib/libcuda.so.1",
+                }
+            ]
+        }
+    )
+    spec = await _gpus(
+        dataclasses.replace(tool.options, roots=Roots(seen, "/run/nvidia/driver", seen, "/"))
+    )
+    assert [mount.host_path for mount in spec.container_edits.mounts] == [
+        "/run/nvidia/driver/usr/lib/libcuda.so.1"
+    ]
     (gpu,) = spec.devices[0].container_edits.device_nodes
     assert gpu.path == "/dev/nvidia0"
     assert not gpu.host_path, "the same path on the node needs no second one"
@@ -73,20 +90,35 @@ async def test_paths_are_those_of_the_node(tool: Tool) -> None:
 
 async def test_options_are_handed_on(tool: Tool) -> None:
     """Hook program and feature flags."""
-    await _gpus(dataclasses.replace(tool.options, hook_path="/opt/hook", feature_flags=("disable-nvsandboxutils",)))
+    await _gpus(
+        dataclasses.replace(
+            tool.options, hook_path="/opt/hook", feature_flags=("disable-nvsandboxutils",)
+        )
+    )
     (call,) = await tool.calls()
     assert "--nvidia-cdi-hook-path=/opt/hook" in call
     assert "--feature-flag=disable-nvsandboxutils" in call
 
 
 # In the order of nvidia-ctk 1.20; of 1.17.4 before hooks could be chosen.
-ALL_HOOKS = ["create-symlinks", "enable-cuda-compat", "update-ldcache", "disable-device-node-modification", "update-application-profile"]
+ALL_HOOKS = [
+    "create-symlinks",
+    "enable-cuda-compat",
+    "update-ldcache",
+    "disable-device-node-modification",
+    "update-application-profile",
+]
 OLD_HOOKS = ["create-symlinks", "update-ldcache", "chmod"]
 
 
 def _hooks(spec: Spec) -> list[str]:
-    """The names of the hooks of every device, which follow the program and, of nvidia-ctk, its subcommand."""
-    return [next(word for word in hook.args[1:] if word != "hook") for hook in spec.container_edits.hooks]
+    """The names of the hooks of every device, which follow the program and, of nvidia-ctk,
+    its subcommand.
+    """
+    return [
+        next(word for word in hook.args[1:] if word != "hook")
+        for hook in spec.container_edits.hooks
+    ]
 
 
 @pytest.mark.parametrize("program", ["nvidia-cdi-hook", "nvidia-ctk"])
@@ -108,29 +140,48 @@ def _hooks(spec: Spec) -> list[str]:
 async def test_only_the_named_hooks_are_left_out(
     version: str, disabled: tuple[str, ...], hooks: list[str], program: str, tool: Tool
 ) -> None:
-    """NVIDIA does the same from 0.18 on (nvidia §8): images whose CUDA is newer than the driver need `enable-cuda-compat`.
+    """NVIDIA does the same from 0.18 on (nvidia §8):
+    images whose CUDA is newer than the driver need `enable-cuda-compat`.
 
     A tool before 1.17.5 knows no option for it, and refuses one that it does not know.
     """
     path = tool.node.directory / program
     await asyncio.to_thread(path.touch, mode=0o755)
     await tool.misbehave(version=version)
-    spec = await _gpus(dataclasses.replace(tool.options, hook_path=str(path), disable_hooks=disabled))
+    spec = await _gpus(
+        dataclasses.replace(tool.options, hook_path=str(path), disable_hooks=disabled)
+    )
     assert _hooks(spec) == hooks
     jsonschema.validate(json.loads(encode(spec)), SCHEMA)
 
 
 async def test_hooks_of_single_devices_are_left_out_as_well(tool: Tool) -> None:
-    """Specs of the tool before 1.17.5 have them there too: the hook `chmod` is about the capabilities of one MIG instance."""
-    hooks = [{"hookName": "createContainer", "path": "/x/nvidia-ctk", "args": ["nvidia-ctk", "hook", name]} for name in ("chmod", "other")]
+    """Specs of the tool before 1.17.5 have them there too: the hook `chmod` is about the
+    capabilities of one MIG instance.
+    """
+    hooks = [
+        {
+            "hookName": "createContainer",
+            "path": "/x/nvidia-ctk",
+            "args": ["nvidia-ctk", "hook", name],
+        }
+        for name in ("chmod", "other")
+    ]
     edits = {"env": ["A=b"], "hooks": [*hooks, {"hookName": "createContainer", "path": "/chmod"}]}
     await tool.misbehave(print_text=_spec(devices=[{"name": "0", "containerEdits": edits}]))
     spec = await _gpus(dataclasses.replace(tool.options, disable_hooks=("chmod",)))
-    assert [hook.path for hook in spec.devices[0].container_edits.hooks] == ["/x/nvidia-ctk", "/chmod"]
+    assert [hook.path for hook in spec.devices[0].container_edits.hooks] == [
+        "/x/nvidia-ctk",
+        "/chmod",
+    ]
 
 
-async def test_hooks_are_chosen_by_the_settings_alone(tool: Tool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The tool's own variable, left in the agent's environment, would take a hook out that no setting names."""
+async def test_hooks_are_chosen_by_the_settings_alone(
+    tool: Tool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The tool's own variable, left in the agent's environment,
+    would take a hook out that no setting names.
+    """
     monkeypatch.setenv("NVIDIA_CTK_CDI_GENERATE_DISABLED_HOOKS", "enable-cuda-compat")
     path = tool.node.directory / "nvidia-cdi-hook"
     await asyncio.to_thread(path.touch, mode=0o755)
@@ -138,8 +189,13 @@ async def test_hooks_are_chosen_by_the_settings_alone(tool: Tool, monkeypatch: p
 
 
 async def test_a_mode_that_the_node_does_not_have_gives_no_spec(tool: Tool) -> None:
-    """No GDS devices: nothing to inject, which is no error (nvidia §8). With them there is a device ``all``."""
-    assert await generate(tool.options, vendor=VENDOR, name="gds", mode="gds", id_strategy="uuid") is None
+    """No GDS devices: nothing to inject, which is no error (nvidia §8).
+    With them there is a device ``all``.
+    """
+    assert (
+        await generate(tool.options, vendor=VENDOR, name="gds", mode="gds", id_strategy="uuid")
+        is None
+    )
     tool.device("nvidia-fs0")
     spec = await generate(tool.options, vendor=VENDOR, name="gds", mode="gds", id_strategy="uuid")
     assert spec is not None
@@ -177,28 +233,52 @@ async def _endless(tool: Tool) -> CtkOptions:
 
 def _spec(**changes: Any) -> str:
     edits = {"env": ["A=b"]}
-    return json.dumps({"cdiVersion": "0.5.0", "kind": f"{VENDOR}/gpu", "devices": [{"name": "0", "containerEdits": edits}]} | changes)
+    return json.dumps(
+        {
+            "cdiVersion": "0.5.0",
+            "kind": f"{VENDOR}/gpu",
+            "devices": [{"name": "0", "containerEdits": edits}],
+        }
+        | changes
+    )
 
 
 @pytest.mark.parametrize(
     ("prepare", "said"),
     [
-        (_missing, r"cannot run /nonexistent/nvidia-ctk: No such file or directory; mount .* set cdi\.nvidiaCtk"),
+        (
+            _missing,
+            (
+                r"cannot run /nonexistent/nvidia-ctk: No such file or directory; mount .* set "
+                r"cdi\.nvidiaCtk"
+            ),
+        ),
         (
             _failing,
-            r"failed with status 1: failed to generate CDI spec: failed to initialize NVML: ERROR_DRIVER_NOT_LOADED; run it by hand",
+            (
+                r"failed with status 1: failed to generate CDI spec: failed to initialize NVML: "
+                r"ERROR_DRIVER_NOT_LOADED; run it by hand"
+            ),
         ),
         (_hanging, r"did not end within 0\.5 s \(cdi\.generateTimeoutSeconds\)"),
         (_endless, r"prints without end"),
         (_printing("GPU 0: A100"), r"is no CDI spec: .*check cdi\.nvidiaCtk"),
         (_printing(""), r"is no CDI spec"),
         (_printing(_spec(kind="vendor.com/gpu")), r"is of kind 'vendor\.com/gpu'"),
-        (_printing(_spec(devices=[])), r"would be refused by container runtimes: there are no devices"),
-        (_printing(_spec(devices=[{"name": "a/b", "containerEdits": {"env": ["A=b"]}}])), r"device name 'a/b'"),
+        (
+            _printing(_spec(devices=[])),
+            r"would be refused by container runtimes: there are no devices",
+        ),
+        (
+            _printing(_spec(devices=[{"name": "a/b", "containerEdits": {"env": ["A=b"]}}])),
+            r"device name 'a/b'",
+        ),
         (_printing(_spec(surprise=1)), r"is no CDI spec: .*surprise"),
     ],
 )
-async def test_a_tool_that_does_not_do_its_work_is_one_clear_error(prepare: Prepare, said: str, tool: Tool) -> None:
+async def test_a_tool_that_does_not_do_its_work_is_one_clear_error(
+    prepare: Prepare, said: str, tool: Tool
+) -> None:
     """Absent, failing, hanging, endless or printing nonsense."""
     options = await prepare(tool)
     with pytest.raises(CdiError, match=said):
@@ -218,7 +298,9 @@ async def test_a_tool_that_hangs_is_ended_with_all_that_it_started(tool: Tool) -
 async def test_a_tool_ends_with_whoever_waits_for_it(tool: Tool) -> None:
     """The agent is stopped while a spec is being made."""
     script, written = tool.node.directory / "wrapper", tool.node.directory / "child"
-    script.write_text(f"#!/bin/sh\necho $$ > {written}.new; mv {written}.new {written}; exec sleep 300\n")
+    script.write_text(
+        f"#!/bin/sh\necho $$ > {written}.new; mv {written}.new {written}; exec sleep 300\n"
+    )
     script.chmod(0o755)
     task = asyncio.ensure_future(_gpus(dataclasses.replace(tool.options, command=(str(script),))))
     async with asyncio.timeout(PATIENCE_SECONDS):
@@ -233,7 +315,9 @@ async def test_a_tool_ends_with_whoever_waits_for_it(tool: Tool) -> None:
 
 
 def _ends(written: Path) -> bool:
-    """Tell whether the process whose number is in a file is gone, or dead and not collected, before patience ends."""
+    """Tell whether the process whose number is in a file is gone, or dead and not collected,
+    before patience ends.
+    """
     status = Path(f"/proc/{written.read_text().strip()}/stat")
     deadline = time.monotonic() + PATIENCE_SECONDS
     while time.monotonic() < deadline:
@@ -247,7 +331,9 @@ def _ends(written: Path) -> bool:
 
 
 async def test_what_a_tool_leaves_behind_is_ended_with_it(tool: Tool, tmp_path: Path) -> None:
-    """It has ended, and something that it started holds its output open: no process stays on the node for each time it is tried."""
+    """It has ended, and something that it started holds its output open: no process stays on the
+    node for each time it is tried.
+    """
     path = tmp_path / "forks"
     await asyncio.to_thread(path.write_text, f"#!/bin/sh\nsleep 300 &\necho $! > {tmp_path}/pid\n")
     await asyncio.to_thread(path.chmod, 0o755)
@@ -256,10 +342,16 @@ async def test_what_a_tool_leaves_behind_is_ended_with_it(tool: Tool, tmp_path: 
     assert await asyncio.to_thread(_ends, tmp_path / "pid")
 
 
-async def test_a_tool_that_not_even_a_signal_ends_holds_nobody_up(tool: Tool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A driver that hangs keeps it in the kernel: there is an error all the same, and no second tool is started beside it."""
+async def test_a_tool_that_not_even_a_signal_ends_holds_nobody_up(
+    tool: Tool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A driver that hangs keeps it in the kernel:
+    there is an error all the same, and no second tool is started beside it.
+    """
     path = tmp_path / "waits"
-    await asyncio.to_thread(path.write_text, f"#!/bin/sh\necho $$ >> {tmp_path}/pids\nexec sleep 300\n")
+    await asyncio.to_thread(
+        path.write_text, f"#!/bin/sh\necho $$ >> {tmp_path}/pids\nexec sleep 300\n"
+    )
     await asyncio.to_thread(path.chmod, 0o755)
     options = dataclasses.replace(tool.options, command=(str(path),), timeout_seconds=2.0)
     monkeypatch.setattr("vgpu_agent.cdi.nvidia_ctk.os.killpg", lambda *_: None)
@@ -267,9 +359,12 @@ async def test_a_tool_that_not_even_a_signal_ends_holds_nobody_up(tool: Tool, tm
     for said in ("did not end within 2 s", "an earlier .*waits .* does not even end when killed"):
         began = time.monotonic()
         with pytest.raises(CdiError, match=said):
-            await generate(options, vendor=VENDOR, name="gpu", mode="auto", id_strategy="uuid", stuck=stuck)
+            await generate(
+                options, vendor=VENDOR, name="gpu", mode="auto", id_strategy="uuid", stuck=stuck
+            )
         assert time.monotonic() - began < PATIENCE_SECONDS
     assert len((await asyncio.to_thread((tmp_path / "pids").read_text)).split()) == 1
     assert stuck.process is not None
     stuck.process.kill()
-    await stuck.process.communicate()  # the loop of this test ends before it, and must not be asked to collect it
+    # the loop of this test ends before it, and must not be asked to collect it
+    await stuck.process.communicate()

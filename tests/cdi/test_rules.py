@@ -15,7 +15,11 @@ from vgpu_agent.cdi.rules import problems, with_sufficient_version
 from vgpu_agent.errors import CdiError
 
 EDITS = {"env": ["A=b"]}
-GOOD = {"cdiVersion": "0.6.0", "kind": "vendor.com/gpu", "devices": [{"name": "0", "containerEdits": EDITS}]}
+GOOD = {
+    "cdiVersion": "0.6.0",
+    "kind": "vendor.com/gpu",
+    "devices": [{"name": "0", "containerEdits": EDITS}],
+}
 
 
 def _spec(**changes: Any) -> Spec:
@@ -31,9 +35,26 @@ def test_a_good_spec_has_no_problems() -> None:
     spec = _spec(
         containerEdits={
             "env": ["A=b=c"],
-            "deviceNodes": [{"path": "/dev/a", "hostPath": "/h/dev/a", "type": "c", "major": 1, "minor": 3, "permissions": "rwm"}],
+            "deviceNodes": [
+                {
+                    "path": "/dev/a",
+                    "hostPath": "/h/dev/a",
+                    "type": "c",
+                    "major": 1,
+                    "minor": 3,
+                    "permissions": "rwm",
+                }
+            ],
             "mounts": [{"hostPath": "/h", "containerPath": "/c", "options": ["ro"]}],
-            "hooks": [{"hookName": "createContainer", "path": "/hook", "args": ["hook", "x"], "env": ["A=b"], "timeout": 3}],
+            "hooks": [
+                {
+                    "hookName": "createContainer",
+                    "path": "/hook",
+                    "args": ["hook", "x"],
+                    "env": ["A=b"],
+                    "timeout": 3,
+                }
+            ],
         }
     )
     assert problems(spec) == []
@@ -57,7 +78,10 @@ def test_a_good_spec_has_no_problems() -> None:
         (_edited(deviceNodes=[{"path": "/dev/a", "permissions": "rx"}]), "permissions 'rx'"),
         (_edited(mounts=[{"hostPath": "", "containerPath": "/a"}]), "has no two paths"),
         (_edited(hooks=[{"hookName": "later", "path": "/a"}]), "hook 'later' is none of"),
-        (_edited(hooks=[{"hookName": "poststop", "path": "a"}]), "hook program 'a' is no absolute path"),
+        (
+            _edited(hooks=[{"hookName": "poststop", "path": "a"}]),
+            "hook program 'a' is no absolute path",
+        ),
         (_edited(additionalGids=[44]), "it takes 0.7.0"),
     ],
 )
@@ -68,19 +92,29 @@ def test_what_a_runtime_would_refuse_is_named(changes: dict[str, Any], said: str
 
 
 def test_a_version_that_is_too_low_is_raised_to_what_is_needed() -> None:
-    """Paths of the node, which we add, are not known to the oldest version. A spec that needs nothing keeps its version."""
-    spec = _spec(cdiVersion="0.3.0", **_edited(deviceNodes=[{"path": "/dev/a", "hostPath": "/h/dev/a"}]))
+    """Paths of the node, which we add, are not known to the oldest version.
+    A spec that needs nothing keeps its version.
+    """
+    spec = _spec(
+        cdiVersion="0.3.0", **_edited(deviceNodes=[{"path": "/dev/a", "hostPath": "/h/dev/a"}])
+    )
     assert with_sufficient_version(spec).cdi_version == "0.5.0"
     assert with_sufficient_version(_spec()).cdi_version == "0.6.0"
 
 
-@pytest.mark.parametrize("text", ["kind: a.com/b\ncdiVersion: 0.5.0\ndevices:\n- name: x\n  containerEdits: {env: [A=b]}\n"])
+@pytest.mark.parametrize(
+    "text",
+    ["kind: a.com/b\ncdiVersion: 0.5.0\ndevices:\n- name: x\n  containerEdits: {env: [A=b]}\n"],
+)
 def test_a_spec_may_be_yaml(text: str) -> None:
     """The container toolkit writes YAML by default."""
     assert decode(text.encode(), is_yaml=True).names == ("a.com/b=x",)
 
 
-@given(st.binary(max_size=200) | st.text(max_size=100).map(str.encode) | st.just(b"[" * 5000), st.booleans())
+@given(
+    st.binary(max_size=200) | st.text(max_size=100).map(str.encode) | st.just(b"[" * 5000),
+    st.booleans(),
+)
 def test_junk_never_raises_anything_else(content: bytes, is_yaml: bool) -> None:
     """Any tool may have printed the text."""
     with pytest.raises(CdiError):

@@ -21,7 +21,10 @@ devices:
 - name: all
   containerEdits: {deviceNodes: [{path: /dev/nvidia0}]}
 """
-GDS = '{"cdiVersion": "0.5.0", "kind": "nvidia.com/gds", "devices": [{"name": "all", "containerEdits": {"env": ["A=b"]}}]}'
+GDS = (
+    '{"cdiVersion": "0.5.0", "kind": "nvidia.com/gds", "devices": [{"name": "all", '
+    '"containerEdits": {"env": ["A=b"]}}]}'
+)
 
 
 def _write(path: Path, text: str) -> None:
@@ -38,17 +41,24 @@ async def test_names_are_found_in_all_directories_and_formats(tmp_path: Path) ->
     """The toolkit writes YAML into one directory, and an administrator JSON into another."""
     await asyncio.to_thread(_write, tmp_path / "run" / "nvidia.yaml", TOOLKITS)
     await asyncio.to_thread(_write, tmp_path / "etc" / "gds.json", GDS)
-    specs = await _looked(ToolkitSpecs([str(tmp_path / "etc"), str(tmp_path / "run")], Journal(), look_seconds=1))
+    specs = await _looked(
+        ToolkitSpecs([str(tmp_path / "etc"), str(tmp_path / "run")], Journal(), look_seconds=1)
+    )
     assert specs.names == {"nvidia.com/gpu=GPU-1", "nvidia.com/gpu=all", "nvidia.com/gds=all"}
     assert specs.knows("gds")
     assert not specs.knows("mofed")
     assert not specs.error
-    assert [status.path for status in specs.statuses] == [str(tmp_path / "etc" / "gds.json"), str(tmp_path / "run" / "nvidia.yaml")]
+    assert [status.path for status in specs.statuses] == [
+        str(tmp_path / "etc" / "gds.json"),
+        str(tmp_path / "run" / "nvidia.yaml"),
+    ]
 
 
 async def test_a_missing_spec_is_one_clear_error(tmp_path: Path) -> None:
     """It says where the tool looked, and which program makes the spec."""
-    specs = await _looked(ToolkitSpecs([str(tmp_path / "none"), str(tmp_path)], Journal(), look_seconds=1))
+    specs = await _looked(
+        ToolkitSpecs([str(tmp_path / "none"), str(tmp_path)], Journal(), look_seconds=1)
+    )
     assert not specs.names
     assert f"no CDI spec of kind nvidia.com/gpu in {tmp_path / 'none'} or {tmp_path}" in specs.error
     assert "nvidia-ctk cdi generate" in specs.error
@@ -87,17 +97,24 @@ async def test_changes_are_seen_and_told(tmp_path: Path) -> None:
 
 
 async def test_a_name_in_two_files_of_one_directory_is_none(tmp_path: Path) -> None:
-    """Runtimes refuse it, as after a copy of the spec that was kept beside it. In two directories the later one has it."""
+    """Runtimes refuse it, as after a copy of the spec that was kept beside it.
+    In two directories the later one has it.
+    """
     for path in ("etc/nvidia.yaml", "run/nvidia.yaml", "run/gds.json"):
-        await asyncio.to_thread(_write, tmp_path / path, GDS if path.endswith(".json") else TOOLKITS)
-    specs = await _looked(ToolkitSpecs([str(tmp_path / "etc"), str(tmp_path / "run")], Journal(), look_seconds=1))
+        await asyncio.to_thread(
+            _write, tmp_path / path, GDS if path.endswith(".json") else TOOLKITS
+        )
+    specs = await _looked(
+        ToolkitSpecs([str(tmp_path / "etc"), str(tmp_path / "run")], Journal(), look_seconds=1)
+    )
     assert "nvidia.com/gpu=GPU-1" in specs.names
     copy = tmp_path / "run/nvidia-before.yaml"
     await asyncio.to_thread(_write, copy, TOOLKITS)
     await specs.look()
     assert specs.names == {"nvidia.com/gds=all"}
     assert specs.error == (
-        f"nvidia.com/gpu=GPU-1 is in {copy} and in {tmp_path / 'run/nvidia.yaml'}, so runtimes take neither; remove one of them"
+        f"nvidia.com/gpu=GPU-1 is in {copy} and in {tmp_path / 'run/nvidia.yaml'}, so runtimes "
+        "take neither; remove one of them"
     )
     await asyncio.to_thread(os.unlink, copy)
     await specs.look()

@@ -46,19 +46,25 @@ def test_check_says_that_a_file_is_ok(command: Command, capsys: pytest.CaptureFi
     assert capsys.readouterr() == ("config.yaml: ok\n", "")
 
 
-def test_check_takes_the_file_as_a_flag_too(command: Command, capsys: pytest.CaptureFixture[str]) -> None:
+def test_check_takes_the_file_as_a_flag_too(
+    command: Command, capsys: pytest.CaptureFixture[str]
+) -> None:
     """``run`` takes this flag, so a command can be checked by exchanging one word."""
     assert command("check", "--config", "config.yaml", "--log-format", "console") == 0
     assert capsys.readouterr().out == "config.yaml: ok\n"
 
 
-def test_check_without_a_file_checks_flags_and_environment(command: Command, capsys: pytest.CaptureFixture[str]) -> None:
+def test_check_without_a_file_checks_flags_and_environment(
+    command: Command, capsys: pytest.CaptureFixture[str]
+) -> None:
     """It says that no file was looked at."""
     assert command("check") == 0
     assert capsys.readouterr().out == "defaults, environment and flags (no file): ok\n"
 
 
-def test_check_names_the_file_of_nvidias_plugin(command: Command, capsys: pytest.CaptureFixture[str]) -> None:
+def test_check_names_the_file_of_nvidias_plugin(
+    command: Command, capsys: pytest.CaptureFixture[str]
+) -> None:
     """It was looked at, too."""
     Path("v1.yaml").write_text("version: v1\n")
 
@@ -68,17 +74,25 @@ def test_check_names_the_file_of_nvidias_plugin(command: Command, capsys: pytest
 
 def test_check_refuses_two_different_files(command: Command) -> None:
     """It could only check one of them."""
-    with pytest.raises(ConfigError, match=r"two files given, config\.yaml and --config wrong\.yaml; name one"):
+    with pytest.raises(
+        ConfigError, match=r"two files given, config\.yaml and --config wrong\.yaml; name one"
+    ):
         command("check", "config.yaml", "--config", "wrong.yaml")
 
 
 def test_check_refuses_families_that_take_something_from_each_other(command: Command) -> None:
-    """An agent would start with them and withhold a resource, which an operator learns on the nodes only."""
-    Path("both.yaml").write_text("version: v1\nfamilies:\n  aws: true\naws:\n  resourceName: nvidia.com/gpu\n")
+    """An agent would start with them and withhold a resource,
+    which an operator learns on the nodes only.
+    """
+    Path("both.yaml").write_text(
+        "version: v1\nfamilies:\n  aws: true\naws:\n  resourceName: nvidia.com/gpu\n"
+    )
     with pytest.raises(ConfigError) as refused:
         command("check", "both.yaml")
     (sentence,) = refused.value.problems
-    assert sentence.startswith('both.yaml:5: aws.resourceName: "nvidia.com/gpu" is offered by nvidia and by aws; ')
+    assert sentence.startswith(
+        'both.yaml:5: aws.resourceName: "nvidia.com/gpu" is offered by nvidia and by aws; '
+    )
     assert command("show", "both.yaml") == 0
 
 
@@ -88,7 +102,9 @@ def test_a_wrong_file_is_left_to_the_command_line(command: Command, words: list[
     with pytest.raises(ConfigError) as refused:
         command(*words)
 
-    assert refused.value.problems == ['wrong.yaml:3: log.level: expected debug, info, warning or error, got "loud"']
+    assert refused.value.problems == [
+        'wrong.yaml:3: log.level: expected debug, info, warning or error, got "loud"'
+    ]
 
 
 def test_show_lists_each_value_and_where_it_came_from(
@@ -111,7 +127,9 @@ def test_show_lists_each_value_and_where_it_came_from(
     assert len({line.rindex("default") for line in lines if line.endswith("default")}) == 1
 
 
-def test_show_takes_the_file_as_a_word_too(command: Command, capsys: pytest.CaptureFixture[str]) -> None:
+def test_show_takes_the_file_as_a_word_too(
+    command: Command, capsys: pytest.CaptureFixture[str]
+) -> None:
     """``check`` does so too, and users should not have to remember which of the two does."""
     assert command("show", "config.yaml") == 0
     assert "config.yaml:3" in capsys.readouterr().out
@@ -127,18 +145,25 @@ def test_show_as_json_is_for_programs(command: Command, capsys: pytest.CaptureFi
     assert shown["sharing.timeSlicing.resources"] == {"value": [], "origin": "default"}
 
 
-def test_warnings_go_to_stderr(command: Command, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_warnings_go_to_stderr(
+    command: Command, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """They disturb no program that reads the answer."""
     monkeypatch.setenv("VGPU_AGENT_LISTN", ":1")
 
     assert command("show", "--json") == 0
 
     written = capsys.readouterr()
-    assert written.err == "warning: environment variable VGPU_AGENT_LISTN: unknown and ignored, did you mean VGPU_AGENT_LISTEN?\n"
+    assert written.err == (
+        "warning: environment variable VGPU_AGENT_LISTN: unknown and ignored, did you mean "
+        "VGPU_AGENT_LISTEN?\n"
+    )
     assert json.loads(written.out)
 
 
-def test_the_example_is_a_file_that_checks_as_ok(command: Command, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_example_is_a_file_that_checks_as_ok(
+    command: Command, capsys: pytest.CaptureFixture[str]
+) -> None:
     """The printed example can be saved and used."""
     assert command("example") == 0
 
@@ -148,7 +173,9 @@ def test_the_example_is_a_file_that_checks_as_ok(command: Command, capsys: pytes
     assert command("check", "example.yaml") == 0
 
 
-def test_convert_prints_a_configuration_of_nvidias_plugin_as_one_of_ours(command: Command, capsys: pytest.CaptureFixture[str]) -> None:
+def test_convert_prints_a_configuration_of_nvidias_plugin_as_one_of_ours(
+    command: Command, capsys: pytest.CaptureFixture[str]
+) -> None:
     """The printed configuration can be checked and used at once."""
     Path("v1.yaml").write_text("flags: {migStrategy: mixed}\n")
 
@@ -159,10 +186,14 @@ def test_convert_prints_a_configuration_of_nvidias_plugin_as_one_of_ours(command
     assert command("check", "ours.yaml") == 0
 
 
-def test_convert_reads_standard_input(command: Command, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_convert_reads_standard_input(
+    command: Command, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """For a ConfigMap that kubectl prints."""
     monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(b"flags: {migStrategy: some}\n")))
 
     with pytest.raises(ConfigError) as refused:
         command("convert", "-")
-    assert refused.value.problems == ['standard input:1: flags.migStrategy: expected none, single or mixed, got "some"']
+    assert refused.value.problems == [
+        'standard input:1: flags.migStrategy: expected none, single or mixed, got "some"'
+    ]

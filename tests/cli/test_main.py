@@ -1,4 +1,6 @@
-"""The command line as a whole: one line for each error, and exit statuses that scripts can rely on."""
+"""The command line as a whole: one line for each error,
+and exit statuses that scripts can rely on.
+"""
 
 from __future__ import annotations
 
@@ -20,10 +22,26 @@ def test_version(capsys: pytest.CaptureFixture[str]) -> None:
 
 @pytest.mark.parametrize(
     "argv",
-    [[], ["no-such-command"], ["run", "--no-such-flag"], ["config"], ["sim", "xid"], ["run", "stray"]],
-    ids=["nothing", "unknown command", "unknown flag", "no subcommand", "missing argument", "stray word"],
+    [
+        [],
+        ["no-such-command"],
+        ["run", "--no-such-flag"],
+        ["config"],
+        ["sim", "xid"],
+        ["run", "stray"],
+    ],
+    ids=[
+        "nothing",
+        "unknown command",
+        "unknown flag",
+        "no subcommand",
+        "missing argument",
+        "stray word",
+    ],
 )
-def test_a_wrong_call_is_one_line_and_status_2(argv: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_wrong_call_is_one_line_and_status_2(
+    argv: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
     """Usage errors name the command and where to read on. No page of usage."""
     with pytest.raises(SystemExit) as left:
         cli.main(argv)
@@ -33,15 +51,21 @@ def test_a_wrong_call_is_one_line_and_status_2(argv: list[str], capsys: pytest.C
     assert "--help" in line
 
 
-def test_an_unknown_flag_points_at_the_help_of_its_command(capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_unknown_flag_points_at_the_help_of_its_command(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     """The top help does not know the flags of ``run``."""
     with pytest.raises(SystemExit) as left:
         cli.main(["run", "--replicas", "4"])
     assert left.value.code == 2
-    assert capsys.readouterr().err == "vgpu-agent run: error: unrecognized arguments: --replicas 4 (see vgpu-agent run --help)\n"
+    assert capsys.readouterr().err == (
+        "vgpu-agent run: error: unrecognized arguments: --replicas 4 (see vgpu-agent run --help)\n"
+    )
 
 
-def test_wrong_configuration_is_a_line_a_problem_and_status_2(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_wrong_configuration_is_a_line_a_problem_and_status_2(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     """Two mistakes, two lines, in the form of a compiler."""
     file = tmp_path / "config.yaml"
     file.write_text("version: v1\nlisten: 5\nlog: {level: loud}\n")
@@ -51,7 +75,9 @@ def test_wrong_configuration_is_a_line_a_problem_and_status_2(tmp_path: Path, ca
     assert second.startswith(f"{file}:3: log.level: ")
 
 
-def test_a_failure_is_one_line_and_status_1(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_failure_is_one_line_and_status_1(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     """An error of ours is written for an operator, not as a traceback."""
 
     def fail(_: object) -> int:
@@ -76,17 +102,22 @@ def test_the_top_help_shows_every_command_and_examples(capsys: pytest.CaptureFix
     with pytest.raises(SystemExit):
         cli.main(["--help"])
     shown = capsys.readouterr().out
-    assert all(command in shown for command in ("run", "status", "config", "sim", "demo", "version", "examples:"))
+    assert all(
+        command in shown
+        for command in ("run", "status", "config", "sim", "demo", "version", "examples:")
+    )
 
 
 @pytest.mark.parametrize("argv", [["version"], ["status", "--help"], ["config", "example"]])
 def test_small_commands_do_not_load_the_agents_libraries(argv: list[str]) -> None:
     """``status`` in a shell loop on a busy node must not import a gRPC stack and an HTTP server."""
     program = (
-        "import sys, contextlib\n"
-        "from vgpu_agent.cli.main import main\n"
+        "import sys, contextlib\nfrom vgpu_agent.cli.main import main\n"
         f"with contextlib.suppress(SystemExit): main({argv!r})\n"
-        "print(sorted({'aiohttp', 'grpclib', 'pynvml', 'prometheus_client', 'grpc'} & set(sys.modules)), file=sys.stderr)\n"
+        "print(sorted({'aiohttp', 'grpclib', 'pynvml', 'prometheus_client', 'grpc'} & "
+        "set(sys.modules)), file=sys.stderr)\n"
     )
-    ran = subprocess.run([sys.executable, "-c", program], check=True, capture_output=True, text=True)
+    ran = subprocess.run(
+        [sys.executable, "-c", program], check=True, capture_output=True, text=True
+    )
     assert ran.stderr.splitlines()[-1] == "[]"

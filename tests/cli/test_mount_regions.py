@@ -12,7 +12,9 @@ from vgpu_agent.cli import main as command_line
 
 
 @pytest.mark.parametrize("count", ["0", "1000"])
-def test_a_number_that_makes_no_sense_is_refused(count: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_number_that_makes_no_sense_is_refused(
+    count: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     """Exit status 2, before anything is mounted."""
     assert command_line.main(["mount-regions", "--count", count]) == command_line.USAGE
     assert capsys.readouterr().err == f"--count {count}: give a number from 1 to 999\n"
@@ -20,7 +22,9 @@ def test_a_number_that_makes_no_sense_is_refused(count: str, capsys: pytest.Capt
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can mount")
 def test_what_is_mounted_stays(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """The init container runs at each start of the agent's pod, while containers have their regions in the slots."""
+    """The init container runs at each start of the agent's pod,
+    while containers have their regions in the slots.
+    """
     config = tmp_path / "config.yaml"
     config.write_text(f"version: v1\nhamiCore: {{hostDirectory: {tmp_path}}}\n")
     slots = tmp_path / "vgpu" / "slots"
@@ -29,7 +33,10 @@ def test_what_is_mounted_stays(tmp_path: Path, capsys: pytest.CaptureFixture[str
         (slots / "001" / "file").write_text("in use")
         assert command_line.main(["mount-regions", "--config", str(config), "--count", "3"]) == 0
         assert (slots / "001" / "file").read_text() == "in use"
-        assert capsys.readouterr().out == f"{slots}: 2 slots, 2 of them mounted now\n{slots}: 3 slots, 1 of them mounted now\n"
+        assert (
+            capsys.readouterr().out
+            == f"{slots}: 2 slots, 2 of them mounted now\n{slots}: 3 slots, 1 of them mounted now\n"
+        )
     finally:
         for slot in sorted(slots.iterdir()):
             subprocess.run(["umount", str(slot)], check=True)
@@ -48,4 +55,7 @@ def test_who_may_not_mount_is_told_what_it_takes(
     config.write_text(f"version: v1\nhamiCore: {{hostDirectory: {tmp_path}}}\n")
     assert command_line.main(["mount-regions", "--config", str(config)]) == command_line.FAILED
     said = capsys.readouterr().err
-    assert f"cannot mount a slot for a region at {tmp_path}/vgpu/slots/000: Operation not permitted; let the container" in said
+    assert (
+        f"cannot mount a slot for a region at {tmp_path}/vgpu/slots/000: Operation not permitted; "
+        "let the container"
+    ) in said

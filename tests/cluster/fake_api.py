@@ -1,4 +1,6 @@
-"""An API server of a few lines, for the tests of what is written: objects in memory, merge patches, preconditions, faults on demand."""
+"""An API server of a few lines, for the tests of what is written: objects in memory, merge patches,
+preconditions, faults on demand.
+"""
 
 from __future__ import annotations
 
@@ -46,7 +48,10 @@ class FakeApi:
     def put(self, path: str, thing: dict[str, Any]) -> None:
         """Create or replace an object, as another client would."""
         self._version += 1
-        self.objects[path] = {**thing, "metadata": {**thing.get("metadata", {}), "resourceVersion": str(self._version)}}
+        self.objects[path] = {
+            **thing,
+            "metadata": {**thing.get("metadata", {}), "resourceVersion": str(self._version)},
+        }
         self._tell(path)
 
     def change(self, path: str, patch: Mapping[str, Any]) -> None:
@@ -62,7 +67,9 @@ class FakeApi:
         async with self._request("get", path, params or {}):
             return json.dumps(self._found(path)).encode()
 
-    async def patch(self, path: str, body: Mapping[str, Any], *, params: Mapping[str, str] | None = None) -> bytes:
+    async def patch(
+        self, path: str, body: Mapping[str, Any], *, params: Mapping[str, str] | None = None
+    ) -> bytes:
         async with self._request("patch", path, body):
             target, changes = path.removesuffix("/status"), body
             standing = self._found(target)
@@ -70,7 +77,10 @@ class FakeApi:
                 asked = body.get("metadata", {}).get(precondition)
                 if asked is not None and asked != standing["metadata"].get(precondition):
                     # As the real one: a UID is immutable, a version in a patch is a precondition.
-                    raise ClusterError(f"PATCH {path}: {precondition} is another one", status=422 if precondition == "uid" else 409)
+                    raise ClusterError(
+                        f"PATCH {path}: {precondition} is another one",
+                        status=422 if precondition == "uid" else 409,
+                    )
             if target != path:
                 changes = {"status": body.get("status", {})}
             changed = _merged(standing, changes)
@@ -82,7 +92,10 @@ class FakeApi:
         async with self._request("post", path, body):
             if path.endswith("/eviction"):
                 pod = path.removesuffix("/eviction")
-                if body["deleteOptions"]["preconditions"]["uid"] != self._found(pod)["metadata"]["uid"]:
+                if (
+                    body["deleteOptions"]["preconditions"]["uid"]
+                    != self._found(pod)["metadata"]["uid"]
+                ):
                     raise ClusterError(f"POST {path}: uid is another one", status=409)
                 self.delete(pod)
                 return b"{}"
@@ -98,7 +111,9 @@ class FakeApi:
 
     @contextlib.asynccontextmanager
     async def _request(self, verb: str, path: str, body: Mapping[str, Any]) -> AsyncIterator[None]:
-        self.requests.append(Request(asyncio.get_running_loop().time(), verb, path, copy.deepcopy(dict(body))))
+        self.requests.append(
+            Request(asyncio.get_running_loop().time(), verb, path, copy.deepcopy(dict(body)))
+        )
         self.under_way += 1
         self.most_under_way = max(self.most_under_way, self.under_way)
         try:
@@ -158,13 +173,29 @@ class WatchedPods:
 
 def node(uid: str = "node-uid", **annotations: str) -> dict[str, Any]:
     """A Node n1 as kubelet makes it."""
-    ready = {"type": "Ready", "status": "True", "reason": "KubeletReady", "message": "ok", "lastHeartbeatTime": "2026-01-01T00:00:00Z"}
-    return {"metadata": {"name": "n1", "uid": uid, "annotations": annotations}, "status": {"conditions": [ready]}}
+    ready = {
+        "type": "Ready",
+        "status": "True",
+        "reason": "KubeletReady",
+        "message": "ok",
+        "lastHeartbeatTime": "2026-01-01T00:00:00Z",
+    }
+    return {
+        "metadata": {"name": "n1", "uid": uid, "annotations": annotations},
+        "status": {"conditions": [ready]},
+    }
 
 
 def pod(name: str, uid: str = "", **annotations: str) -> dict[str, Any]:
     """A pod in the namespace default."""
-    return {"metadata": {"name": name, "namespace": "default", "uid": uid or f"uid-{name}", "annotations": annotations}}
+    return {
+        "metadata": {
+            "name": name,
+            "namespace": "default",
+            "uid": uid or f"uid-{name}",
+            "annotations": annotations,
+        }
+    }
 
 
 def pod_at(name: str) -> str:
@@ -182,7 +213,10 @@ def node_of(thing: Mapping[str, Any]) -> Node:
         metadata.get("labels", {}),
         capacity=status.get("capacity", {}),
         allocatable=status.get("allocatable", {}),
-        conditions={one["type"]: (one["status"], one["reason"], one["message"]) for one in status.get("conditions", [])},
+        conditions={
+            one["type"]: (one["status"], one["reason"], one["message"])
+            for one in status.get("conditions", [])
+        },
         resource_version=metadata["resourceVersion"],
     )
 
@@ -192,7 +226,14 @@ def pod_of(thing: Mapping[str, Any]) -> Pod:
     metadata = thing["metadata"]
     reported = "startTime" in thing.get("status", {})
     annotations, labels = metadata.get("annotations", {}), metadata.get("labels", {})
-    return Pod(metadata["uid"], metadata["namespace"], metadata["name"], annotations=annotations, labels=labels, reported=reported)
+    return Pod(
+        metadata["uid"],
+        metadata["namespace"],
+        metadata["name"],
+        annotations=annotations,
+        labels=labels,
+        reported=reported,
+    )
 
 
 @contextlib.asynccontextmanager

@@ -1,4 +1,6 @@
-"""An API server in memory with one Node, its watch, and one publisher of a changeable desired state, on virtual time."""
+"""An API server in memory with one Node, its watch,
+and one publisher of a changeable desired state, on virtual time.
+"""
 
 from __future__ import annotations
 
@@ -13,16 +15,26 @@ from vgpu_agent.config.binding import Cluster
 from vgpu_agent.journal import Journal
 from vgpu_agent.nodes import DesiredNode, Node
 
-REGISTER, HANDSHAKE, LOCK = "volcano.sh/node-vgpu-register", "volcano.sh/node-vgpu-handshake", "hamivgpu"
+REGISTER, HANDSHAKE, LOCK = (
+    "volcano.sh/node-vgpu-register",
+    "volcano.sh/node-vgpu-handshake",
+    "hamivgpu",
+)
 GPUS = "volcano.sh/gpu-number"
 READY = ("True", "AllGpus", "2 GPUs")
 
 
 class World:
-    """An API server with the Node n1, its watch, and one publisher of a changeable desired state."""
+    """An API server with the Node n1, its watch,
+    and one publisher of a changeable desired state.
+    """
 
     def __init__(
-        self, desired_state: DesiredNode | None = None, *, delay_seconds: float = 0.05, annotations: Mapping[str, str] | None = None
+        self,
+        desired_state: DesiredNode | None = None,
+        *,
+        delay_seconds: float = 0.05,
+        annotations: Mapping[str, str] | None = None,
     ) -> None:
         self.api, self.journal, self.wake = FakeApi(), Journal(), Revision()
         self.watched = WatchedNode(self.api, delay_seconds=delay_seconds)

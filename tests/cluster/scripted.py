@@ -1,4 +1,6 @@
-"""Shared parts of the tests of lists and watches: objects as JSON, and a source that answers by a script."""
+"""Shared parts of the tests of lists and watches:
+objects as JSON, and a source that answers by a script.
+"""
 
 from __future__ import annotations
 
@@ -30,13 +32,24 @@ IMPATIENT = msgspec.structs.replace(QUICK, request_timeout_seconds=0.2, watch_si
 
 def json_pod(name: str, version: int = 1, **more: Any) -> dict[str, Any]:
     """A pod of node n1, as JSON."""
-    metadata = {"name": name, "namespace": "default", "uid": f"uid-{name}", "resourceVersion": str(version)}
-    return {"metadata": metadata, "spec": {"nodeName": "n1", "containers": [{"name": "main"}]}, **more}
+    metadata = {
+        "name": name,
+        "namespace": "default",
+        "uid": f"uid-{name}",
+        "resourceVersion": str(version),
+    }
+    return {
+        "metadata": metadata,
+        "spec": {"nodeName": "n1", "containers": [{"name": "main"}]},
+        **more,
+    }
 
 
 def json_list(*items: Mapping[str, Any], version: int = 100, token: str = "") -> bytes:
     """One page of a list."""
-    return msgspec.json.encode({"metadata": {"resourceVersion": str(version), "continue": token}, "items": list(items)})
+    return msgspec.json.encode(
+        {"metadata": {"resourceVersion": str(version), "continue": token}, "items": list(items)}
+    )
 
 
 def json_event(kind: str, thing: Mapping[str, Any]) -> bytes:
@@ -45,10 +58,11 @@ def json_event(kind: str, thing: Mapping[str, Any]) -> bytes:
 
 
 class Script:
-    """A source that follows a script, one step for each list and each watch; then watches are silent.
+    """A source that follows a script, one step for each list and each watch;
+    then watches are silent.
 
-    A step of ``lists`` is an answer or an error. A step of ``watches`` is a list of lines, an error among them raised in its place, and
-    None at the end for a watch that stays open.
+    A step of ``lists`` is an answer or an error. A step of ``watches`` is a list of lines, an error
+    among them raised in its place, and None at the end for a watch that stays open.
     """
 
     def __init__(self) -> None:
@@ -110,5 +124,6 @@ async def running(loop: Callable[[Callable[[], None]], Any]) -> AsyncIterator[No
 async def until(condition: Callable[[], object], *, seconds: float = PATIENCE_SECONDS) -> None:
     """Wait until the condition holds."""
     async with asyncio.timeout(seconds):
-        while not condition():  # noqa: ASYNC110 - what is waited for happens in a server that knows nothing of this test
+        # what is waited for happens in a server that knows nothing of this test
+        while not condition():  # noqa: ASYNC110
             await asyncio.sleep(0.005)

@@ -1,4 +1,6 @@
-"""Counts in the Node's status as soon as kubelet has them; on virtual time against an API server in memory."""
+"""Counts in the Node's status as soon as kubelet has them;
+on virtual time against an API server in memory.
+"""
 
 from __future__ import annotations
 
@@ -25,11 +27,23 @@ class World:
     """A Node n1 whose kubelet has 4 GPUs and 40 shares of them, all healthy, and one writer."""
 
     def __init__(self, *, delay_seconds: float = 0.05) -> None:
-        self.api, self.journal, self.lists, self.withdrawn = FakeApi(), Journal(), Revision(), Revision()
+        self.api, self.journal, self.lists, self.withdrawn = (
+            FakeApi(),
+            Journal(),
+            Revision(),
+            Revision(),
+        )
         self.watched = WatchedNode(self.api, delay_seconds=delay_seconds)
         self.sent = {GPU: SentCounts(4, 4, 4), VGPU: SentCounts(40, 40, 40)}
         self.writer = AllocatableWriter(
-            self.api, "n1", self.watched.latest, lambda: self.sent, self.lists, self.withdrawn, Cluster(), self.journal
+            self.api,
+            "n1",
+            self.watched.latest,
+            lambda: self.sent,
+            self.lists,
+            self.withdrawn,
+            Cluster(),
+            self.journal,
         )
         self.api.put(NODE, node())
         self.kubelet(**{GPU: 4, VGPU: 40})
@@ -37,11 +51,16 @@ class World:
     def kubelet(self, **healthy: int) -> None:
         """The kubelet writes its status, with the capacity of the start."""
         counts = {resource: str(count) for resource, count in healthy.items()}
-        self.api.change(NODE, {"status": {"capacity": {GPU: "4", VGPU: "40"}, "allocatable": counts}})
+        self.api.change(
+            NODE, {"status": {"capacity": {GPU: "4", VGPU: "40"}, "allocatable": counts}}
+        )
 
     def send(self, **healthy: int) -> None:
         """The kubelet is sent lists in which so many are healthy."""
-        self.sent |= {resource: SentCounts(self.sent[resource].listed, count, count) for resource, count in healthy.items()}
+        self.sent |= {
+            resource: SentCounts(self.sent[resource].listed, count, count)
+            for resource, count in healthy.items()
+        }
         self.lists.advance()
 
     @property
@@ -90,7 +109,9 @@ async def test_what_kubelet_has_written_already_is_not_written_again() -> None:
 
 
 async def test_kubelet_has_the_last_word_about_each_count() -> None:
-    """It may know what we do not: that another plugin has taken the resource, or that our stream has broken."""
+    """It may know what we do not: that another plugin has taken the resource,
+    or that our stream has broken.
+    """
     world = World()
     async with running(world.writer.run(beat)):
         await asyncio.sleep(5)
@@ -106,10 +127,17 @@ async def test_kubelet_has_the_last_word_about_each_count() -> None:
 
 
 @pytest.mark.parametrize("allocatable", [{VGPU: "40"}, {GPU: "10", VGPU: "40"}])
-async def test_a_resource_that_kubelet_shows_otherwise_is_kubelets_business(allocatable: Mapping[str, str]) -> None:
-    """One that it has not written yet, or has removed, or of which it has another list than the one that was sent."""
+async def test_a_resource_that_kubelet_shows_otherwise_is_kubelets_business(
+    allocatable: Mapping[str, str],
+) -> None:
+    """One that it has not written yet, or has removed,
+    or of which it has another list than the one that was sent.
+    """
     world = World()
-    status: dict[str, Any] = {"capacity": {GPU: None, **allocatable}, "allocatable": {GPU: None, **allocatable}}
+    status: dict[str, Any] = {
+        "capacity": {GPU: None, **allocatable},
+        "allocatable": {GPU: None, **allocatable},
+    }
     await asyncio.sleep(1)  # the watch shows one change after the other
     world.api.change(NODE, {"status": status})
     async with running(world.writer.run(beat)):
@@ -145,7 +173,9 @@ async def test_a_late_watch_does_not_pass_off_an_old_count_as_the_new_one() -> N
 
 
 async def test_a_count_goes_down_before_kubelet_has_the_list() -> None:
-    """Pods are no longer sent to ids that the kubelet has only for pods on their way, and later nothing is left to write."""
+    """Pods are no longer sent to ids that the kubelet has only for pods on their way,
+    and later nothing is left to write.
+    """
     world = World()
     async with running(world.writer.run(beat)):
         await asyncio.sleep(5)
@@ -189,7 +219,9 @@ async def test_what_kubelet_wrote_at_the_moment_of_a_new_list_is_written_over_on
 
 
 async def test_many_changes_cost_one_write_a_second() -> None:
-    """Every scheduler and proxy of the cluster watches Nodes. A few in a row go out at once. The last count is there in the end."""
+    """Every scheduler and proxy of the cluster watches Nodes. A few in a row go out at once. The
+    last count is there in the end.
+    """
     world = World()
     async with running(world.writer.run(beat)):
         await asyncio.sleep(5)
@@ -232,7 +264,9 @@ async def test_a_missing_right_is_said_once_for_each_resource() -> None:
 async def test_a_resource_that_a_policy_refuses_does_not_hold_up_the_others() -> None:
     """A renamed resource is not in the policy of the manifests."""
     world = World()
-    world.api.fault = lambda _verb, _path, body: ClusterError("policy", status=403) if GPU in body["status"]["allocatable"] else None
+    world.api.fault = lambda _verb, _path, body: (
+        ClusterError("policy", status=403) if GPU in body["status"]["allocatable"] else None
+    )
     async with running(world.writer.run(beat)):
         await asyncio.sleep(5)
         world.send(**{GPU: 3, VGPU: 0})

@@ -37,7 +37,9 @@ async def test_a_patch_is_a_merge_patch(server: ApiServer, client: ApiClient) ->
     assert b'"new":"2"' in answer
 
 
-async def test_a_proxy_of_the_environment_is_not_asked(server: ApiServer, client: ApiClient, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_proxy_of_the_environment_is_not_asked(
+    server: ApiServer, client: ApiClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """HTTPS_PROXY on a node is for image pulls and not for us."""
     server.objects.create("nodes", {"metadata": {"name": "n1"}})
     for name in ("HTTP_PROXY", "http_proxy", "HTTPS_PROXY", "ALL_PROXY"):
@@ -45,7 +47,9 @@ async def test_a_proxy_of_the_environment_is_not_asked(server: ApiServer, client
     assert b'"n1"' in await client.get(_NODE)
 
 
-async def test_requests_are_counted_by_verb_resource_and_outcome(server: ApiServer, client: ApiClient) -> None:
+async def test_requests_are_counted_by_verb_resource_and_outcome(
+    server: ApiServer, client: ApiClient
+) -> None:
     """In the words of the API server's own audit log."""
     server.objects.create("nodes", {"metadata": {"name": "n1"}})
     await client.get(_NODE)
@@ -72,9 +76,17 @@ async def test_requests_are_counted_by_verb_resource_and_outcome(server: ApiServ
 @pytest.mark.parametrize(
     ("fault", "status", "text"),
     [
-        (Fault(FaultKind.STATUS, code=403, reason="Forbidden"), 403, r"GET /api/v1/nodes/n1: .* 403 Forbidden.*ClusterRole"),
+        (
+            Fault(FaultKind.STATUS, code=403, reason="Forbidden"),
+            403,
+            r"GET /api/v1/nodes/n1: .* 403 Forbidden.*ClusterRole",
+        ),
         (Fault(FaultKind.STATUS, code=500, reason="InternalError"), 500, "500 InternalError"),
-        (Fault(FaultKind.HTML), 502, r"HTTP 502, text/html, '502 Bad Gateway Bad Gateway'; look for a proxy"),
+        (
+            Fault(FaultKind.HTML),
+            502,
+            r"HTTP 502, text/html, '502 Bad Gateway Bad Gateway'; look for a proxy",
+        ),
         (Fault(FaultKind.HTML, code=200), 200, "an answer that is not the API server's"),
         (Fault(FaultKind.RESET), 0, "broke"),
     ],
@@ -91,14 +103,18 @@ async def test_each_failure_is_one_sentence_with_its_status(
     assert "\n" not in str(raised.value)
 
 
-async def test_a_server_that_does_not_answer_is_given_up(server: ApiServer, impatient: ApiClient) -> None:
+async def test_a_server_that_does_not_answer_is_given_up(
+    server: ApiServer, impatient: ApiClient
+) -> None:
     """A half-open connection must not hold a caller for longer than the settings allow."""
     server.faults = [Fault(FaultKind.SILENCE)]
     with pytest.raises(ClusterError, match=r"GET /api/v1/nodes/n1: .* silent for 0\.2 s"):
         await impatient.get(_NODE)
 
 
-async def test_a_watch_that_is_silent_beyond_its_time_is_given_up(server: ApiServer, impatient: ApiClient) -> None:
+async def test_a_watch_that_is_silent_beyond_its_time_is_given_up(
+    server: ApiServer, impatient: ApiClient
+) -> None:
     """It asked for one second and should have ended by itself."""
     server.faults = [Fault(FaultKind.SILENCE)]
     with pytest.raises(ClusterError, match=r"silent for 1\.1 s"):
@@ -107,14 +123,18 @@ async def test_a_watch_that_is_silent_beyond_its_time_is_given_up(server: ApiSer
 
 async def test_a_message_of_many_lines_becomes_one(server: ApiServer, client: ApiClient) -> None:
     """A refused change of a pod's specification comes with a difference of hundreds of lines."""
-    server.faults = [Fault(FaultKind.STATUS, code=422, reason="Invalid:\n@@ -140 +140 @@\n" + "- line\n" * 1000)]
+    server.faults = [
+        Fault(FaultKind.STATUS, code=422, reason="Invalid:\n@@ -140 +140 @@\n" + "- line\n" * 1000)
+    ]
     with pytest.raises(ClusterError, match=r"422 Invalid: @@ -140 \+140 @@ - line") as raised:
         await client.patch(_NODE, {})
     assert "\n" not in str(raised.value)
     assert len(str(raised.value)) < 1200
 
 
-async def test_a_conflict_and_an_absence_can_be_told_apart(server: ApiServer, client: ApiClient) -> None:
+async def test_a_conflict_and_an_absence_can_be_told_apart(
+    server: ApiServer, client: ApiClient
+) -> None:
     """409 and 404, with the API server's own words."""
     server.objects.create("nodes", {"metadata": {"name": "n1"}})
     with pytest.raises(ClusterError, match="the object has been modified") as conflict:
@@ -124,9 +144,13 @@ async def test_a_conflict_and_an_absence_can_be_told_apart(server: ApiServer, cl
     assert (conflict.value.status, absence.value.status) == (409, 404)
 
 
-async def test_the_time_that_a_busy_server_asks_for_is_handed_on(server: ApiServer, client: ApiClient) -> None:
+async def test_the_time_that_a_busy_server_asks_for_is_handed_on(
+    server: ApiServer, client: ApiClient
+) -> None:
     """429 with Retry-After."""
-    server.faults = [Fault(FaultKind.STATUS, code=429, reason="TooManyRequests", retry_after_seconds=7)]
+    server.faults = [
+        Fault(FaultKind.STATUS, code=429, reason="TooManyRequests", retry_after_seconds=7)
+    ]
     with pytest.raises(ClusterError) as raised:
         await client.get(_NODE)
     assert (raised.value.status, raised.value.retry_after_seconds) == (429, 7.0)
@@ -136,17 +160,23 @@ async def test_a_server_that_is_away_and_a_name_that_does_not_resolve() -> None:
     """Both are named, with the address."""
     nobody = ApiClient(Credentials(lambda: Access("http://127.0.0.1:9"), "test"), QUICK)
     nowhere = ApiClient(
-        Credentials(lambda: Access("http://no-such-host.invalid:6443"), "test"), msgspec.structs.replace(QUICK, connect_timeout_seconds=5.0)
+        Credentials(lambda: Access("http://no-such-host.invalid:6443"), "test"),
+        msgspec.structs.replace(QUICK, connect_timeout_seconds=5.0),
     )
     with pytest.raises(ClusterError, match=r"http://127.0.0.1:9 cannot be reached: .*refused"):
         await nobody.get(_NODE)
-    with pytest.raises(ClusterError, match=r"no-such-host.invalid:6443 (cannot be resolved|did not|has been silent)"):
+    with pytest.raises(
+        ClusterError,
+        match=r"no-such-host.invalid:6443 (cannot be resolved|did not|has been silent)",
+    ):
         await nowhere.get(_NODE)
     await nobody.close()
     await nowhere.close()
 
 
-async def test_a_watch_yields_its_lines_until_its_time_is_over(server: ApiServer, client: ApiClient) -> None:
+async def test_a_watch_yields_its_lines_until_its_time_is_over(
+    server: ApiServer, client: ApiClient
+) -> None:
     """A clean end is no error."""
     for number in range(3):
         server.objects.create("nodes", {"metadata": {"name": f"n{number}"}})
@@ -166,7 +196,12 @@ async def test_a_watch_yields_its_lines_until_its_time_is_over(server: ApiServer
     ids=lambda value: str(getattr(value, "kind", "")) or None,
 )
 async def test_a_watch_that_breaks_says_how(
-    server: ApiServer, client: ApiClient, fault: Fault, status: int, text: str, monkeypatch: pytest.MonkeyPatch
+    server: ApiServer,
+    client: ApiClient,
+    fault: Fault,
+    status: int,
+    text: str,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Giant lines included, which libraries choke on."""
     monkeypatch.setattr(client_module, "LONGEST_LINE_BYTES", 512 * 1024)
@@ -176,14 +211,20 @@ async def test_a_watch_that_breaks_says_how(
     assert raised.value.status == status
 
 
-async def test_a_large_line_below_the_limit_arrives_whole(server: ApiServer, client: ApiClient) -> None:
+async def test_a_large_line_below_the_limit_arrives_whole(
+    server: ApiServer, client: ApiClient
+) -> None:
     """aiohttp's own line reader would give up at twice its buffer."""
-    server.objects.create("nodes", {"metadata": {"name": "n1", "annotations": {"large": "x" * 6_000_000}}})
+    server.objects.create(
+        "nodes", {"metadata": {"name": "n1", "annotations": {"large": "x" * 6_000_000}}}
+    )
     (line,) = await _lines(client)
     assert len(line) > 6_000_000
 
 
-async def test_a_token_that_was_rotated_is_read_again_and_the_request_repeated(server: ApiServer) -> None:
+async def test_a_token_that_was_rotated_is_read_again_and_the_request_repeated(
+    server: ApiServer,
+) -> None:
     """401 leads to a fresh look at the file. The caller does not notice."""
     server.objects.create("nodes", {"metadata": {"name": "n1"}})
     server.tokens, tokens = {"new"}, ["Bearer old", "Bearer new"]
@@ -194,7 +235,9 @@ async def test_a_token_that_was_rotated_is_read_again_and_the_request_repeated(s
 
 
 async def test_a_token_that_stays_refused_is_an_error_at_once(server: ApiServer) -> None:
-    """One try, since the file says the same. The message says where to look, and never the token."""
+    """One try, since the file says the same.
+    The message says where to look, and never the token.
+    """
     server.tokens = {"right"}
     client = ApiClient(Credentials(lambda: Access(server.url, "Bearer wr0ng"), "test"), QUICK)
     with pytest.raises(ClusterError, match="service account") as raised:
@@ -205,13 +248,19 @@ async def test_a_token_that_stays_refused_is_an_error_at_once(server: ApiServer)
     await client.close()
 
 
-async def test_other_tls_files_lead_to_new_connections_and_leave_running_watches_alone(server: ApiServer) -> None:
-    """A CA that was exchanged: the watch that runs goes on over the old connection, the next request uses a new one."""
+async def test_other_tls_files_lead_to_new_connections_and_leave_running_watches_alone(
+    server: ApiServer,
+) -> None:
+    """A CA that was exchanged: the watch that runs goes on over the old connection,
+    the next request uses a new one.
+    """
     server.objects.create("nodes", {"metadata": {"name": "n1"}})
     reads = iter(["old", "new", "new"])
     credentials = Credentials(lambda: Access(server.url, tls_fingerprint=next(reads)), "test")
     client = ApiClient(credentials, QUICK)
-    async with contextlib.aclosing(client.lines("/api/v1/nodes", _WATCH | {"timeoutSeconds": "60"})) as lines:
+    async with contextlib.aclosing(
+        client.lines("/api/v1/nodes", _WATCH | {"timeoutSeconds": "60"})
+    ) as lines:
         assert await anext(lines) == b""
         await anext(lines)
         old = client._connections

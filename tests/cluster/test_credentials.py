@@ -23,7 +23,9 @@ _IN_CLUSTER = {"KUBERNETES_SERVICE_HOST": "10.0.0.1", "KUBERNETES_SERVICE_PORT":
 
 @pytest.fixture
 def _library_reads_files(_no_blocked_loop: BlockBuster | None) -> None:
-    """The library reads kubeconfigs in a coroutine; we run that in a thread and on a loop of its own, which it may block."""
+    """The library reads kubeconfigs in a coroutine;
+    we run that in a thread and on a loop of its own, which it may block.
+    """
     if _no_blocked_loop is not None:
         _no_blocked_loop.deactivate()
 
@@ -42,7 +44,9 @@ def _settings(**more: Any) -> Settings:
     return msgspec.convert(more, Settings)
 
 
-def _kubeconfig(path: Path, *, user: dict[str, Any] | None = None, cluster: dict[str, Any] | None = None) -> str:
+def _kubeconfig(
+    path: Path, *, user: dict[str, Any] | None = None, cluster: dict[str, Any] | None = None
+) -> str:
     config = {
         "current-context": "c",
         "contexts": [{"name": "c", "context": {"cluster": "c", "user": "u"}}],
@@ -70,23 +74,40 @@ def test_a_pod_without_a_mounted_token_has_none(tmp_path: Path) -> None:
 
 def test_never_means_never(service_account: Path) -> None:
     """Even where there are credentials."""
-    assert credentials(_settings(cluster={"enabled": "never"}), environment=_IN_CLUSTER, service_account=service_account) is None
+    assert (
+        credentials(
+            _settings(cluster={"enabled": "never"}),
+            environment=_IN_CLUSTER,
+            service_account=service_account,
+        )
+        is None
+    )
 
 
 def test_a_service_account_is_used_as_it_is_mounted(service_account: Path) -> None:
     """Server from the environment, token without its newline, CA by its path."""
-    access = _access(credentials(_settings(), environment=_IN_CLUSTER, service_account=service_account))
+    access = _access(
+        credentials(_settings(), environment=_IN_CLUSTER, service_account=service_account)
+    )
     assert (access.server, access.authorization) == ("https://10.0.0.1:443", "Bearer t0ken")
     assert access.ca_file == str(service_account / "ca.crt")
 
 
 @pytest.mark.usefixtures("_library_reads_files")
-def test_a_kubeconfig_goes_before_the_service_account(tmp_path: Path, service_account: Path) -> None:
+def test_a_kubeconfig_goes_before_the_service_account(
+    tmp_path: Path, service_account: Path
+) -> None:
     """With its token, TLS name and proxy."""
     path = _kubeconfig(
-        tmp_path / "kubeconfig", user={"token": "mine"}, cluster={"tls-server-name": "kubernetes", "proxy-url": "http://p:1"}
+        tmp_path / "kubeconfig",
+        user={"token": "mine"},
+        cluster={"tls-server-name": "kubernetes", "proxy-url": "http://p:1"},
     )
-    access = _access(credentials(_settings(kubeconfig=path), environment=_IN_CLUSTER, service_account=service_account))
+    access = _access(
+        credentials(
+            _settings(kubeconfig=path), environment=_IN_CLUSTER, service_account=service_account
+        )
+    )
     assert (access.server, access.authorization) == ("https://api:6443", "Bearer mine")
     assert (access.server_name, access.proxy, access.verify) == ("kubernetes", "http://p:1", True)
 
@@ -100,9 +121,13 @@ def test_certificates_inside_a_kubeconfig_become_files(tmp_path: Path) -> None:
     assert Path(access.ca_file).read_bytes() == b"a CA"
 
 
-async def test_a_rotated_token_is_read_when_a_minute_has_passed_or_at_once_when_asked(service_account: Path) -> None:
+async def test_a_rotated_token_is_read_when_a_minute_has_passed_or_at_once_when_asked(
+    service_account: Path,
+) -> None:
     """Between two readings the old one is used, so that a burst of requests reads nothing."""
-    found = await asyncio.to_thread(credentials, _settings(), environment=_IN_CLUSTER, service_account=service_account)
+    found = await asyncio.to_thread(
+        credentials, _settings(), environment=_IN_CLUSTER, service_account=service_account
+    )
     assert found is not None
     first = await found.access()
     await asyncio.to_thread((service_account / "token").write_text, "newer")
@@ -115,7 +140,9 @@ async def test_a_rotated_token_is_read_when_a_minute_has_passed_or_at_once_when_
 
 async def test_another_ca_shows_as_another_fingerprint(service_account: Path) -> None:
     """Although its path is the same."""
-    found = await asyncio.to_thread(credentials, _settings(), environment=_IN_CLUSTER, service_account=service_account)
+    found = await asyncio.to_thread(
+        credentials, _settings(), environment=_IN_CLUSTER, service_account=service_account
+    )
     assert found is not None
     first = await found.access()
     await asyncio.to_thread((service_account / "ca.crt").write_text, "second CA")
@@ -124,9 +151,13 @@ async def test_another_ca_shows_as_another_fingerprint(service_account: Path) ->
     assert first.tls_fingerprint != second.tls_fingerprint
 
 
-async def test_a_file_that_is_away_for_a_moment_leaves_the_last_reading_in_use(service_account: Path) -> None:
+async def test_a_file_that_is_away_for_a_moment_leaves_the_last_reading_in_use(
+    service_account: Path,
+) -> None:
     """The kubelet exchanges the mount by renaming."""
-    found = await asyncio.to_thread(credentials, _settings(), environment=_IN_CLUSTER, service_account=service_account)
+    found = await asyncio.to_thread(
+        credentials, _settings(), environment=_IN_CLUSTER, service_account=service_account
+    )
     assert found is not None
     first = await found.access()
     await asyncio.to_thread((service_account / "token").unlink)
@@ -159,7 +190,9 @@ def _missing(path: Path) -> None:
 
 @pytest.mark.usefixtures("_library_reads_files")
 @pytest.mark.parametrize("spoil", [_empty, _no_yaml, _a_list, _no_context, _no_ca, _missing])
-def test_a_kubeconfig_that_is_no_good_is_one_clear_error(tmp_path: Path, spoil: Callable[[Path], None]) -> None:
+def test_a_kubeconfig_that_is_no_good_is_one_clear_error(
+    tmp_path: Path, spoil: Callable[[Path], None]
+) -> None:
     """It names the file. Whatever the library makes of it stays inside."""
     path = tmp_path / "kubeconfig"
     spoil(path)
@@ -171,7 +204,12 @@ def test_a_kubeconfig_that_is_no_good_is_one_clear_error(tmp_path: Path, spoil: 
 def test_an_address_of_ipv6_stands_in_brackets(service_account: Path) -> None:
     """A cluster of IPv6 only has such a service address."""
     environment = {"KUBERNETES_SERVICE_HOST": "fd00::1", "KUBERNETES_SERVICE_PORT": "6443"}
-    assert _access(credentials(_settings(), environment=environment, service_account=service_account)).server == "https://[fd00::1]:6443"
+    assert (
+        _access(
+            credentials(_settings(), environment=environment, service_account=service_account)
+        ).server
+        == "https://[fd00::1]:6443"
+    )
 
 
 @pytest.mark.parametrize(
@@ -198,13 +236,19 @@ def test_a_service_account_that_is_no_good_is_one_clear_error(
 
 def test_a_service_account_without_a_port_is_one_clear_error(service_account: Path) -> None:
     """The kubelet sets both variables, or somebody else has set one of them."""
-    found = credentials(_settings(), environment={"KUBERNETES_SERVICE_HOST": "10.0.0.1"}, service_account=service_account)
+    found = credentials(
+        _settings(),
+        environment={"KUBERNETES_SERVICE_HOST": "10.0.0.1"},
+        service_account=service_account,
+    )
     with pytest.raises(ClusterError, match="KUBERNETES_SERVICE_PORT is not set"):
         _access(found)
 
 
 def test_a_service_account_needs_no_kubernetes_library(service_account: Path) -> None:
-    """The library takes 38 MiB, half as much as the rest of the agent; only a kubeconfig is worth that."""
+    """The library takes 38 MiB, half as much as the rest of the agent;
+    only a kubeconfig is worth that.
+    """
     program = f"""
 import asyncio, pathlib, sys
 from vgpu_agent.cluster.credentials import credentials
@@ -214,7 +258,12 @@ found = credentials(Settings(), environment={_IN_CLUSTER!r}, service_account=pat
 assert asyncio.run(found.access()).authorization == "Bearer t0ken"
 print("kubernetes_asyncio" in sys.modules)
 """
-    assert subprocess.run([sys.executable, "-c", program], check=True, capture_output=True, text=True).stdout == "False\n"
+    assert (
+        subprocess.run(
+            [sys.executable, "-c", program], check=True, capture_output=True, text=True
+        ).stdout
+        == "False\n"
+    )
 
 
 def test_an_access_that_is_logged_shows_no_token() -> None:

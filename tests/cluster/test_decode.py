@@ -52,18 +52,32 @@ def test_no_text_breaks_the_reader_of_quantities(text: str) -> None:
 
 
 def test_a_pod_has_what_families_and_allocation_need() -> None:
-    """Limits of extended resources only, variables by name, containers in kubelet's order with their kinds."""
+    """Limits of extended resources only, variables by name,
+    containers in kubelet's order with their kinds.
+    """
     pod = decode.pod(
         _pod(
             {
                 "nodeName": "n1",
                 "schedulerName": "volcano",
-                "initContainers": [{"name": "prepare"}, {"name": "proxy", "restartPolicy": "Always"}],
+                "initContainers": [
+                    {"name": "prepare"},
+                    {"name": "proxy", "restartPolicy": "Always"},
+                ],
                 "containers": [
                     {
                         "name": "main",
-                        "env": [{"name": "HOME", "value": "/root"}, {"name": "CUDA_DISABLE_CONTROL", "value": "true"}],
-                        "resources": {"limits": {"cpu": "2", "volcano.sh/vgpu-number": "2", "volcano.sh/vgpu-memory": "1500m"}},
+                        "env": [
+                            {"name": "HOME", "value": "/root"},
+                            {"name": "CUDA_DISABLE_CONTROL", "value": "true"},
+                        ],
+                        "resources": {
+                            "limits": {
+                                "cpu": "2",
+                                "volcano.sh/vgpu-number": "2",
+                                "volcano.sh/vgpu-memory": "1500m",
+                            }
+                        },
                     }
                 ],
             },
@@ -99,7 +113,10 @@ def test_a_pod_has_what_families_and_allocation_need() -> None:
 
 def test_limits_count_and_requests_only_where_there_is_no_limit() -> None:
     """For each resource by itself."""
-    resources = {"requests": {"volcano.sh/vgpu-number": "1", "volcano.sh/vgpu-cores": "30"}, "limits": {"volcano.sh/vgpu-number": "2"}}
+    resources = {
+        "requests": {"volcano.sh/vgpu-number": "1", "volcano.sh/vgpu-cores": "30"},
+        "limits": {"volcano.sh/vgpu-number": "2"},
+    }
     pod = decode.pod(_pod({"containers": [{"name": "main", "resources": resources}]}))
     assert pod.containers[0].limits == {"volcano.sh/vgpu-number": 2, "volcano.sh/vgpu-cores": 30}
 
@@ -107,8 +124,16 @@ def test_limits_count_and_requests_only_where_there_is_no_limit() -> None:
 def test_a_container_has_started_when_it_runs_or_ran() -> None:
     """Waiting for its image it has not; between two tries of a crash loop it has."""
     statuses = [
-        {"name": "waiting", "restartCount": 0, "state": {"waiting": {"reason": "ContainerCreating"}}},
-        {"name": "running", "restartCount": 0, "state": {"running": {"startedAt": "2026-11-21T12:00:00Z"}}},
+        {
+            "name": "waiting",
+            "restartCount": 0,
+            "state": {"waiting": {"reason": "ContainerCreating"}},
+        },
+        {
+            "name": "running",
+            "restartCount": 0,
+            "state": {"running": {"startedAt": "2026-11-21T12:00:00Z"}},
+        },
         {
             "name": "crashing",
             "restartCount": 3,
@@ -116,31 +141,55 @@ def test_a_container_has_started_when_it_runs_or_ran() -> None:
             "lastState": {"terminated": {"exitCode": 1}},
         },
     ]
-    spec = {"initContainers": [{"name": "init"}], "containers": [{"name": one["name"]} for one in statuses]}
+    spec = {
+        "initContainers": [{"name": "init"}],
+        "containers": [{"name": one["name"]} for one in statuses],
+    }
     init = [{"name": "init", "state": {"terminated": {"exitCode": 0}}}]
     pod = decode.pod(_pod(spec, {"containerStatuses": statuses, "initContainerStatuses": init}))
-    assert {one.name: one.started for one in pod.containers} == {"init": True, "waiting": False, "running": True, "crashing": True}
+    assert {one.name: one.started for one in pod.containers} == {
+        "init": True,
+        "waiting": False,
+        "running": True,
+        "crashing": True,
+    }
 
 
 def test_a_mirror_pod_claims_the_hash_of_its_file() -> None:
-    """A pod cannot prove that itself, so it is known by the API server's UID until something else does."""
+    """A pod cannot prove that itself, so it is known by the API server's UID
+    until something else does.
+    """
     pod = decode.pod(_pod(annotations={MIRROR_POD: "h1", STATIC_POD_HASH: "h1"}))
     assert (pod.uid, pod.kubelet_uid, pod.claimed_uid) == ("u1", "u1", "h1")
     assert decode.pod(_pod(annotations={STATIC_POD_HASH: "h1"})).claimed_uid == ""
 
 
 def test_a_pod_is_reported_once_kubelet_has_written_when_it_accepted_it() -> None:
-    """A Binding sets the condition PodScheduled. A pod made with spec.nodeName has no condition before the kubelet's."""
-    scheduled, refused = ({"type": "PodScheduled", "status": status} for status in ("True", "False"))
-    pods = [decode.pod(_pod(status=status)) for status in (None, {"conditions": [refused]}, {"conditions": [scheduled]})]
-    assert [(pod.reported, pod.scheduled) for pod in pods] == [(False, False), (False, False), (False, True)]
+    """A Binding sets the condition PodScheduled.
+    A pod made with spec.nodeName has no condition before the kubelet's.
+    """
+    scheduled, refused = (
+        {"type": "PodScheduled", "status": status} for status in ("True", "False")
+    )
+    pods = [
+        decode.pod(_pod(status=status))
+        for status in (None, {"conditions": [refused]}, {"conditions": [scheduled]})
+    ]
+    assert [(pod.reported, pod.scheduled) for pod in pods] == [
+        (False, False),
+        (False, False),
+        (False, True),
+    ]
     pod = decode.pod(_pod(status={"startTime": "2026-01-01T00:00:00Z"}))
     assert (pod.reported, pod.scheduled) == (True, True)
 
 
 def test_nulls_are_what_is_not_there() -> None:
     """Go writes null where it has an empty list or map."""
-    spec = {"containers": [{"name": "main", "env": None, "resources": None}], "initContainers": None}
+    spec = {
+        "containers": [{"name": "main", "env": None, "resources": None}],
+        "initContainers": None,
+    }
     pod = decode.pod(_pod(spec, None, annotations=None, labels=None, creationTimestamp=None))
     assert (pod.phase, pod.annotations, pod.created_at) == ("Pending", {}, 0.0)
     assert decode.pod(_pod()).containers == ()
@@ -151,11 +200,20 @@ def test_a_node_has_versions_amounts_and_conditions() -> None:
     node = decode.node(
         msgspec.json.encode(
             {
-                "metadata": {"name": "n1", "uid": "u1", "resourceVersion": "9", "annotations": {"a": "1"}, "labels": {"b": "2"}},
+                "metadata": {
+                    "name": "n1",
+                    "uid": "u1",
+                    "resourceVersion": "9",
+                    "annotations": {"a": "1"},
+                    "labels": {"b": "2"},
+                },
                 "status": {
                     "capacity": {"cpu": "8", "volcano.sh/gpu-number": "2"},
                     "allocatable": {"cpu": "8", "volcano.sh/gpu-number": "1"},
-                    "nodeInfo": {"kubeletVersion": "v1.31.2", "containerRuntimeVersion": "containerd://2.0.1"},
+                    "nodeInfo": {
+                        "kubeletVersion": "v1.31.2",
+                        "containerRuntimeVersion": "containerd://2.0.1",
+                    },
                     "conditions": [{"type": "Ready", "status": "True", "reason": "KubeletReady"}],
                 },
             }
@@ -163,7 +221,10 @@ def test_a_node_has_versions_amounts_and_conditions() -> None:
     )
     assert (node.name, node.uid, node.resource_version) == ("n1", "u1", "9")
     assert (node.kubelet_version, node.runtime_version) == ("v1.31.2", "containerd://2.0.1")
-    assert (node.capacity, node.allocatable) == ({"volcano.sh/gpu-number": "2"}, {"volcano.sh/gpu-number": "1"})
+    assert (node.capacity, node.allocatable) == (
+        {"volcano.sh/gpu-number": "2"},
+        {"volcano.sh/gpu-number": "1"},
+    )
     assert node.conditions == {"Ready": ("True", "KubeletReady", "")}
 
 
@@ -177,20 +238,46 @@ def test_what_cannot_be_read_is_named() -> None:
 
 def test_a_nesting_without_end_is_an_error_like_any_other() -> None:
     """The parser's own limit must not reach us as its exception."""
-    deep = b'{"metadata":{"name":"a","uid":"u"},"spec":{"volumes":' + b"[" * 100_000 + b"]" * 100_000 + b"}}"
+    deep = (
+        b'{"metadata":{"name":"a","uid":"u"},"spec":{"volumes":'
+        + b"[" * 100_000
+        + b"]" * 100_000
+        + b"}}"
+    )
     with pytest.raises(ClusterError, match="cannot be read"):
         decode.pod(deep)
 
 
 _JSON = st.recursive(
-    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | st.text(max_size=8),
-    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=8), inner, max_size=4),
+    st.none()
+    | st.booleans()
+    | st.integers()
+    | st.floats(allow_nan=False, allow_infinity=False)
+    | st.text(max_size=8),
+    lambda inner: (
+        st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=8), inner, max_size=4)
+    ),
     max_leaves=12,
 )
-_KEYS = ["name", "uid", "annotations", "resources", "limits", "requests", "env", "containers", "state", "restartCount", "capacity", "a/b"]
+_KEYS = [
+    "name",
+    "uid",
+    "annotations",
+    "resources",
+    "limits",
+    "requests",
+    "env",
+    "containers",
+    "state",
+    "restartCount",
+    "capacity",
+    "a/b",
+]
 _LIKELY = st.recursive(
     st.none() | st.text(max_size=5) | st.integers() | st.sampled_from(["2", "1e3", "-5", "3Gi"]),
-    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.sampled_from(_KEYS), inner, max_size=4),
+    lambda inner: (
+        st.lists(inner, max_size=3) | st.dictionaries(st.sampled_from(_KEYS), inner, max_size=4)
+    ),
     max_leaves=15,
 )
 _DECODERS = (decode.pod, decode.node, decode.config_map, decode.page, decode.event, decode.version)
@@ -210,7 +297,12 @@ def test_no_bytes_break_a_decoder(raw: bytes) -> None:
 
 
 @given(
-    _JSON, st.dictionaries(st.sampled_from(["metadata", "spec", "status", "type", "object", "items", "data"]), _LIKELY | _JSON, max_size=6)
+    _JSON,
+    st.dictionaries(
+        st.sampled_from(["metadata", "spec", "status", "type", "object", "items", "data"]),
+        _LIKELY | _JSON,
+        max_size=6,
+    ),
 )
 def test_no_json_breaks_a_decoder(anything: Any, likely: Any) -> None:
     """Almost valid objects of Kubernetes do not break it either."""

@@ -64,7 +64,13 @@ async def test_an_event_of_a_pod_is_complete_and_in_its_namespace() -> None:
     assert event == {
         "apiVersion": "v1",
         "kind": "Event",
-        "involvedObject": {"apiVersion": "v1", "kind": "Pod", "namespace": "team", "name": "a", "uid": "uid-a"},
+        "involvedObject": {
+            "apiVersion": "v1",
+            "kind": "Pod",
+            "namespace": "team",
+            "name": "a",
+            "uid": "uid-a",
+        },
         "reason": REFUSED,
         "message": "no GPU has 8000 MiB left",
         "type": "Warning",
@@ -81,10 +87,17 @@ async def test_an_event_of_a_node_stands_in_the_namespace_default() -> None:
     """A Node has no namespace, and the API server accepts no other for it."""
     world = World()
     async with running(world.events.run(_ignore)):
-        world.events.raise_event(Node("n1", "node-uid"), "GpusSimulated", "this node's GPUs are simulated", "Normal")
+        world.events.raise_event(
+            Node("n1", "node-uid"), "GpusSimulated", "this node's GPUs are simulated", "Normal"
+        )
         await asyncio.sleep(1)
     (event,) = world.api.below(DEFAULT)
-    assert event["involvedObject"] == {"apiVersion": "v1", "kind": "Node", "name": "n1", "uid": "node-uid"}
+    assert event["involvedObject"] == {
+        "apiVersion": "v1",
+        "kind": "Node",
+        "name": "n1",
+        "uid": "node-uid",
+    }
     assert event["type"] == "Normal"
 
 
@@ -97,7 +110,11 @@ async def test_the_same_within_an_hour_is_one_event_whose_count_grows() -> None:
             await asyncio.sleep(14)
         await asyncio.sleep(61)
     (event,) = world.api.below(TEAM)
-    assert (event["count"], event["firstTimestamp"], event["lastTimestamp"]) == (43, "1970-01-01T00:16:40Z", "1970-01-01T00:26:28Z")
+    assert (event["count"], event["firstTimestamp"], event["lastTimestamp"]) == (
+        43,
+        "1970-01-01T00:16:40Z",
+        "1970-01-01T00:26:28Z",
+    )
     assert len(world.api.requests) < 14
 
 
@@ -188,7 +205,9 @@ async def test_what_was_said_does_not_fill_the_memory() -> None:
 
 
 async def test_an_answer_that_was_lost_does_not_make_a_second_event() -> None:
-    """The API server had written it before the connection broke; trying again meets its own name."""
+    """The API server had written it before the connection broke;
+    trying again meets its own name.
+    """
     world = World()
     lost = False
 
@@ -211,7 +230,9 @@ async def test_an_answer_that_was_lost_does_not_make_a_second_event() -> None:
 async def test_an_event_that_is_refused_does_not_keep_the_next_one_away() -> None:
     """403 in a namespace that is being deleted. The missing verb is named once."""
     world = World()
-    world.api.fault = lambda _verb, path, _body: ClusterError("forbidden", status=403) if path == TEAM else None
+    world.api.fault = lambda _verb, path, _body: (
+        ClusterError("forbidden", status=403) if path == TEAM else None
+    )
     async with running(world.events.run(_ignore)):
         world.events.raise_event(POD, REFUSED, "one")
         world.events.raise_event(POD, REFUSED, "two")

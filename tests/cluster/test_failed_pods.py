@@ -1,4 +1,6 @@
-"""Pods that the kubelet failed while the agent was away are named once after its start; on virtual time."""
+"""Pods that the kubelet failed while the agent was away are named once after its start;
+on virtual time.
+"""
 
 from __future__ import annotations
 
@@ -22,13 +24,22 @@ pytestmark = pytest.mark.looptime
 NOW = 1_795_200_692.0
 NUMBER = "volcano.sh/vgpu-number"
 AWAY = (
-    f"Pod was rejected: Allocate failed due to no healthy devices present; cannot allocate unhealthy devices {NUMBER}, which is unexpected"
+    "Pod was rejected: Allocate failed due to no healthy devices present; cannot allocate "
+    f"unhealthy devices {NUMBER}, which is unexpected"
 )
-GONE = f"Pod was rejected: Allocate failed due to cannot allocate unregistered device {NUMBER}, which is unexpected"
+GONE = (
+    f"Pod was rejected: Allocate failed due to cannot allocate unregistered device {NUMBER}, which "
+    "is unexpected"
+)
 
 
 def _pod(
-    name: str, message: str = AWAY, *, seconds_ago: float = 5, resource: str = NUMBER, reason: str = "UnexpectedAdmissionError"
+    name: str,
+    message: str = AWAY,
+    *,
+    seconds_ago: float = 5,
+    resource: str = NUMBER,
+    reason: str = "UnexpectedAdmissionError",
 ) -> Any:
     at = dt.datetime.fromtimestamp(NOW - seconds_ago, dt.UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
     return {
@@ -64,7 +75,9 @@ class Start:
     @property
     def lines(self) -> list[dict[str, Any]]:
         """The journal's lines about them."""
-        return [entry.facts for entry in self.journal.entries if entry.event == "pods.failed_while_down"]
+        return [
+            entry.facts for entry in self.journal.entries if entry.event == "pods.failed_while_down"
+        ]
 
 
 async def test_pods_that_failed_while_the_agent_was_away_are_counted_and_named() -> None:
@@ -76,7 +89,9 @@ async def test_pods_that_failed_while_the_agent_was_away_are_counted_and_named()
     assert start.failed.found == 2
     (event,) = start.api.below("/api/v1/namespaces/default/events")
     assert (event["reason"], event["involvedObject"]["kind"]) == (REASON, "Node")
-    assert event["message"] == "2 pods failed at admission while no vgpu-agent was registered on this node: jobs/a, jobs/b"
+    assert event["message"] == (
+        "2 pods failed at admission while no vgpu-agent was registered on this node: jobs/a, jobs/b"
+    )
 
 
 async def test_pods_that_failed_for_other_reasons_are_not_blamed_on_a_restart() -> None:
@@ -100,7 +115,8 @@ async def test_a_thousand_failed_pods_are_one_short_line() -> None:
     await start.run()
     (line,) = start.lines
     assert line["error"].startswith(
-        "at least 500 pods failed at admission while no vgpu-agent was registered on this node: among them jobs/p000"
+        "at least 500 pods failed at admission while no vgpu-agent was registered on this node: "
+        "among them jobs/p000"
     )
     assert len(line["pods"]) == 20
     assert len(line["error"]) < 4096

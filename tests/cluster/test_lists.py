@@ -21,24 +21,38 @@ def _value(chance: random.Random, depth: int = 0) -> Any:
         return chance.choice((*_TEXTS, 1, None, True))
     if kind < 5:
         return [_value(chance, depth + 1) for _ in range(chance.randrange(5))]
-    return {chance.choice('abc{}"\\') * 3 + str(place): _value(chance, depth + 1) for place in range(chance.randrange(5))}
+    return {
+        chance.choice('abc{}"\\') * 3 + str(place): _value(chance, depth + 1)
+        for place in range(chance.randrange(5))
+    }
 
 
 def _read(body: bytes, piece: int) -> tuple[list[Any], tuple[str, str]]:
     page = ListReader("/api/v1/pods")
-    items = [json.loads(raw) for start in range(0, len(body), piece) for raw in page.feed(body[start : start + piece])]
+    items = [
+        json.loads(raw)
+        for start in range(0, len(body), piece)
+        for raw in page.feed(body[start : start + piece])
+    ]
     return items, page.end()
 
 
 @pytest.mark.parametrize("piece", [1, 2, 3, 7, 64, 1_000_000])
 def test_every_object_is_whole_wherever_the_body_is_cut(piece: int) -> None:
-    """Braces and brackets in texts, and ends of pieces in the middle of an escape, must not end an object."""
+    """Braces and brackets in texts, and ends of pieces in the middle of an escape,
+    must not end an object.
+    """
     for seed in range(200):
         chance = random.Random(seed)
-        items = [{"metadata": _value(chance), "number": place} for place in range(chance.randrange(6))]
+        items = [
+            {"metadata": _value(chance), "number": place} for place in range(chance.randrange(6))
+        ]
         around = {"kind": "PodList", "metadata": {"resourceVersion": "7", "continue": "t{"}}
         body = {**around, "items": items} if seed % 2 else {"items": items, **around}
-        assert _read(json.dumps(body, separators=(",", ":")).encode(), piece) == (items, ("7", "t{")), seed
+        assert _read(json.dumps(body, separators=(",", ":")).encode(), piece) == (
+            items,
+            ("7", "t{"),
+        ), seed
 
 
 _LARGE = {
@@ -53,7 +67,9 @@ _LARGE = {
 
 @pytest.mark.parametrize("what", _LARGE)
 def test_no_object_takes_long_to_find_the_end_of(what: str) -> None:
-    """A pattern that tries its characters in several ways would need hours for what a tenant may write into one pod."""
+    """A pattern that tries its characters in several ways would need hours
+    for what a tenant may write into one pod.
+    """
     item = json.dumps({"metadata": _LARGE[what]}, separators=(",", ":")).encode()
     page, broken = ListReader("/api/v1/pods"), ListReader("/api/v1/pods")
 

@@ -37,14 +37,33 @@ def test_no_text_makes_the_comparison_fail(one: str, other: str) -> None:
 
 def test_conditions_that_stand_need_no_write() -> None:
     """Times alone are no reason for one."""
-    standing = [{"type": "GpuReady", "status": "True", "reason": "Ok", "message": "", "lastHeartbeatTime": "2026-01-01T00:00:00Z"}]
-    assert with_conditions(standing, [DesiredEntry(Section.CONDITIONS, "GpuReady", None, ("True", "Ok", ""))], 1000.0) is None
+    standing = [
+        {
+            "type": "GpuReady",
+            "status": "True",
+            "reason": "Ok",
+            "message": "",
+            "lastHeartbeatTime": "2026-01-01T00:00:00Z",
+        }
+    ]
+    assert (
+        with_conditions(
+            standing,
+            [DesiredEntry(Section.CONDITIONS, "GpuReady", None, ("True", "Ok", ""))],
+            1000.0,
+        )
+        is None
+    )
 
 
 def test_the_list_that_was_read_is_not_changed() -> None:
     """A conflict reads it anew, but a holder of the old one must not see half a change."""
     standing = [{"type": "GpuReady", "status": "True"}]
-    complete = with_conditions(standing, [DesiredEntry(Section.CONDITIONS, "GpuReady", None, ("False", "Lost", "GPU 1 is lost"))], 1000.0)
+    complete = with_conditions(
+        standing,
+        [DesiredEntry(Section.CONDITIONS, "GpuReady", None, ("False", "Lost", "GPU 1 is lost"))],
+        1000.0,
+    )
     assert standing == [{"type": "GpuReady", "status": "True"}]
     assert complete is not None
     assert complete[0]["lastTransitionTime"] == "1970-01-01T00:16:40Z"

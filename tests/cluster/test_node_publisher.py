@@ -16,19 +16,31 @@ pytestmark = pytest.mark.looptime
 
 async def test_annotations_and_labels_are_one_patch_and_set_first() -> None:
     """`agent` may register with kubelet as soon as the scheduler can see the node."""
-    world = World(DesiredNode(annotations={REGISTER: "U0,10:"}, labels={"vgpu-agent.io/isolation": "none"}))
+    world = World(
+        DesiredNode(annotations={REGISTER: "U0,10:"}, labels={"vgpu-agent.io/isolation": "none"})
+    )
     async with running(world.publisher.run(ignore)):
         await asyncio.wait_for(world.publisher.first.wait(), 5)
-    assert world.patches == [{"metadata": {"annotations": {REGISTER: "U0,10:"}, "labels": {"vgpu-agent.io/isolation": "none"}}}]
+    assert world.patches == [
+        {
+            "metadata": {
+                "annotations": {REGISTER: "U0,10:"},
+                "labels": {"vgpu-agent.io/isolation": "none"},
+            }
+        }
+    ]
 
 
 async def test_an_agent_that_leaves_tries_until_everything_is_written() -> None:
     """Three refusals cost pauses and lose nothing. What is on the Node already costs no request."""
     world = World(
-        DesiredNode(annotations={REGISTER: None, HANDSHAKE: "Deleted_x"}, labels={"ours": None}), annotations={REGISTER: "U0,10:"}
+        DesiredNode(annotations={REGISTER: None, HANDSHAKE: "Deleted_x"}, labels={"ours": None}),
+        annotations={REGISTER: "U0,10:"},
     )
     times = itertools.count(1)
-    world.api.fault = lambda verb, path, body: unavailable(verb, path, body) if next(times) <= 3 else None
+    world.api.fault = lambda verb, path, body: (
+        unavailable(verb, path, body) if next(times) <= 3 else None
+    )
     await asyncio.sleep(1)
     await world.publisher.publish_all()
     assert world.annotations == {HANDSHAKE: "Deleted_x"}
@@ -37,7 +49,11 @@ async def test_an_agent_that_leaves_tries_until_everything_is_written() -> None:
 
 async def test_an_agent_that_leaves_is_not_done_before_its_node_has_been_read() -> None:
     """It cannot know the current content."""
-    world = World(DesiredNode(annotations={REGISTER: None}), delay_seconds=20, annotations={REGISTER: "U0,10:"})
+    world = World(
+        DesiredNode(annotations={REGISTER: None}),
+        delay_seconds=20,
+        annotations={REGISTER: "U0,10:"},
+    )
     with pytest.raises(TimeoutError):
         await asyncio.wait_for(world.publisher.publish_all(), 5)
     assert world.patches == []
@@ -46,7 +62,9 @@ async def test_an_agent_that_leaves_is_not_done_before_its_node_has_been_read() 
 
 
 async def test_nothing_is_requested_while_nothing_changes() -> None:
-    """Ten virtual minutes after everything is written: not one request, not even the first one of a new process."""
+    """Ten virtual minutes after everything is written:
+    not one request, not even the first one of a new process.
+    """
     desired_state = DesiredNode(
         annotations={REGISTER: "U0,10:", LOCK: None},
         labels={"a": "b"},
@@ -58,7 +76,8 @@ async def test_nothing_is_requested_while_nothing_changes() -> None:
     world = World(desired_state)
     async with running(world.publisher.run(ignore)):
         await asyncio.sleep(60)
-    world.api.change(NODE, {"status": {"capacity": {GPUS: "1k"}}})  # as the API server writes the number
+    # as the API server writes the number
+    world.api.change(NODE, {"status": {"capacity": {GPUS: "1k"}}})
     await asyncio.sleep(1)
     world.api.requests.clear()
     async with running(world.another().run(ignore)):
@@ -68,7 +87,9 @@ async def test_nothing_is_requested_while_nothing_changes() -> None:
 
 
 async def test_a_write_is_not_repeated_while_the_watch_lags() -> None:
-    """The old value is still shown for ten seconds, and other changes of the Node arrive meanwhile."""
+    """The old value is still shown for ten seconds,
+    and other changes of the Node arrive meanwhile.
+    """
     world = World(delay_seconds=10)
     async with running(world.publisher.run(ignore)):
         await asyncio.sleep(12)
@@ -94,7 +115,11 @@ async def test_an_annotation_that_somebody_removes_is_written_again() -> None:
 
 async def test_a_node_that_was_deleted_and_made_anew_gets_everything_again_at_once() -> None:
     """A re-created Node has nothing of ours, and pauses of the one before do not count."""
-    world = World(DesiredNode(annotations={HANDSHAKE: "Reported"}, capacity={GPUS: "2"}, unhurried={HANDSHAKE: 3600}))
+    world = World(
+        DesiredNode(
+            annotations={HANDSHAKE: "Reported"}, capacity={GPUS: "2"}, unhurried={HANDSHAKE: 3600}
+        )
+    )
     async with running(world.publisher.run(ignore)):
         await asyncio.sleep(5)
         world.api.delete(NODE)
@@ -118,13 +143,24 @@ async def test_while_there_is_no_node_nothing_is_requested() -> None:
 
 
 async def test_an_unhurried_key_is_not_written_more_often_than_it_may() -> None:
-    """volcano-vgpu §2.3: the scheduler asks at each Node event, and is answered every 15 seconds."""
+    """volcano-vgpu §2.3: the scheduler asks at each Node event,
+    and is answered every 15 seconds.
+    """
     world = World(DesiredNode(annotations={HANDSHAKE: "Reported"}, unhurried={HANDSHAKE: 15}))
 
     async def scheduler() -> None:
         while True:
             await asyncio.sleep(2)
-            world.api.change(NODE, {"metadata": {"annotations": {HANDSHAKE: f"Requesting_{asyncio.get_running_loop().time()}"}}})
+            world.api.change(
+                NODE,
+                {
+                    "metadata": {
+                        "annotations": {
+                            HANDSHAKE: f"Requesting_{asyncio.get_running_loop().time()}"
+                        }
+                    }
+                },
+            )
 
     async with running(world.publisher.run(ignore), scheduler()):
         await asyncio.sleep(300)
@@ -143,14 +179,19 @@ async def test_conditions_of_others_stay_and_times_move_only_with_a_change() -> 
     kubelets, ours = world.api.objects[NODE]["status"]["conditions"]
     assert kubelets == node()["status"]["conditions"][0]
     assert (ours["status"], ours["message"]) == ("True", "1 GPU")
-    assert (ours["lastTransitionTime"], ours["lastHeartbeatTime"]) == ("1970-01-01T00:16:40Z", "1970-01-01T00:18:20Z")
+    assert (ours["lastTransitionTime"], ours["lastHeartbeatTime"]) == (
+        "1970-01-01T00:16:40Z",
+        "1970-01-01T00:18:20Z",
+    )
     assert len(world.patches) == 2
 
 
 async def test_a_desired_state_that_depends_on_the_time_is_noticed_without_any_event() -> None:
     """A lock of a scheduler that has died is removed when it is old enough."""
     world = World(annotations={LOCK: "10:00:00"})
-    world.publisher._desired_state = lambda _seen, now: DesiredNode(annotations={LOCK: None} if now > 1300 else {})
+    world.publisher._desired_state = lambda _seen, now: DesiredNode(
+        annotations={LOCK: None} if now > 1300 else {}
+    )
     async with running(world.publisher.run(ignore)):
         await asyncio.sleep(299)
         assert LOCK in world.annotations

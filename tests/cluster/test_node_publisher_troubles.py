@@ -1,4 +1,6 @@
-"""Writes to our Node through outages, refusals, rivals and crashes; on virtual time against an API server in memory."""
+"""Writes to our Node through outages, refusals, rivals and crashes;
+on virtual time against an API server in memory.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,9 @@ pytestmark = pytest.mark.looptime
 
 
 async def test_a_watch_that_never_shows_the_write_costs_few_requests() -> None:
-    """A dead watch is reported elsewhere. The write is repeated with pauses of up to half a minute."""
+    """A dead watch is reported elsewhere. The write is repeated with pauses of up
+    to half a minute.
+    """
     world = World()
     await asyncio.sleep(1)
     world.watched.delay_seconds = 1e6
@@ -27,7 +31,9 @@ async def test_a_watch_that_never_shows_the_write_costs_few_requests() -> None:
 
 
 async def test_a_second_writer_is_met_with_growing_pauses_and_one_warning() -> None:
-    """A forgotten device plugin that writes the same key all the time is named, and no storm begins."""
+    """A forgotten device plugin that writes the same key all the time is named,
+    and no storm begins.
+    """
     world = World()
 
     async def rival() -> None:
@@ -41,13 +47,23 @@ async def test_a_second_writer_is_met_with_growing_pauses_and_one_warning() -> N
     assert [facts["key"] for facts in world.events("node.contested")] == [f"annotations/{REGISTER}"]
     waits = [(facts["key"], facts["reason"]) for facts in world.events("node.write_waits")]
     assert waits == [
-        (f"annotations/{REGISTER}", "it was written and stands no longer: somebody has changed it back, or the watch is late"),
+        (
+            f"annotations/{REGISTER}",
+            (
+                "it was written and stands no longer: somebody has changed it back, or the watch "
+                "is late"
+            ),
+        ),
     ]
 
 
 @pytest.mark.parametrize(("minutes", "alarms"), [(5, []), (10, [f"allocatable/{GPUS}"])])
-async def test_a_kubelet_that_has_yet_to_forget_an_ended_resource_is_no_second_writer(minutes: int, alarms: list[str]) -> None:
-    """After a change of strategy it writes 0 of the resource that our plugin offered before, for five minutes. Others never stop."""
+async def test_a_kubelet_that_has_yet_to_forget_an_ended_resource_is_no_second_writer(
+    minutes: int, alarms: list[str]
+) -> None:
+    """After a change of strategy it writes 0 of the resource that our plugin offered before, for
+    five minutes. Others never stop.
+    """
     world = World(DesiredNode(capacity={GPUS: "2"}))
 
     async def kubelet() -> None:
@@ -62,7 +78,9 @@ async def test_a_kubelet_that_has_yet_to_forget_an_ended_resource_is_no_second_w
 
 
 async def test_a_scheduler_that_asks_again_and_again_is_no_second_writer() -> None:
-    """An old scheduler writes Requesting into the handshake for reasons of its own; answering is no contest."""
+    """An old scheduler writes Requesting into the handshake for reasons of its own;
+    answering is no contest.
+    """
     world = World(DesiredNode(annotations={HANDSHAKE: "Reported"}, unhurried={HANDSHAKE: 0.2}))
 
     async def scheduler() -> None:
@@ -76,7 +94,9 @@ async def test_a_scheduler_that_asks_again_and_again_is_no_second_writer() -> No
 
 
 async def test_an_outage_of_an_hour_costs_few_requests_and_loses_nothing() -> None:
-    """The last desired state is written soon after the API server is back. The trouble is one line, its end another."""
+    """The last desired state is written soon after the API server is back.
+    The trouble is one line, its end another.
+    """
     world = World()
     async with running(world.publisher.run(ignore)):
         await asyncio.sleep(10)
@@ -99,7 +119,9 @@ async def test_an_outage_of_an_hour_costs_few_requests_and_loses_nothing() -> No
 async def test_a_busy_api_server_is_left_alone_for_as_long_as_it_asks() -> None:
     """429 with Retry-After: 120."""
     world = World()
-    world.api.fault = lambda *_: ClusterError("too many requests", status=429, retry_after_seconds=120)
+    world.api.fault = lambda *_: ClusterError(
+        "too many requests", status=429, retry_after_seconds=120
+    )
     async with running(world.publisher.run(ignore)):
         await asyncio.sleep(110)
         world.wake.publish(1)
@@ -113,7 +135,9 @@ async def test_a_busy_api_server_is_left_alone_for_as_long_as_it_asks() -> None:
 async def test_a_missing_permission_is_named_once_and_does_not_hold_up_the_rest() -> None:
     """Annotations need patch on nodes, quantities need patch on nodes/status."""
     world = World(DesiredNode(annotations={REGISTER: "U0,10:"}, capacity={GPUS: "2"}))
-    world.api.fault = lambda _verb, path, _body: ClusterError("forbidden", status=403) if path.endswith("/status") else None
+    world.api.fault = lambda _verb, path, _body: (
+        ClusterError("forbidden", status=403) if path.endswith("/status") else None
+    )
     async with running(world.publisher.run(ignore)):
         await asyncio.sleep(3600)
     assert world.annotations == {REGISTER: "U0,10:"}
@@ -185,6 +209,8 @@ async def test_a_desired_state_that_raises_is_reported_once_and_asked_for_again(
         await asyncio.sleep(60)
         world.publisher._desired_state = good
         await asyncio.sleep(11)
-    assert [facts["error"] for facts in world.events("node.desired_state_failed")] == ["KeyError: 'minor'"]
+    assert [facts["error"] for facts in world.events("node.desired_state_failed")] == [
+        "KeyError: 'minor'"
+    ]
     assert world.annotations == {REGISTER: "U0,10:"}
     assert len(beats) >= 6

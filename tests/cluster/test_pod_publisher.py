@@ -1,4 +1,6 @@
-"""Writes to our pods: the difference, to the right pod, in order, until it is done; on virtual time."""
+"""Writes to our pods: the difference, to the right pod, in order, until it is done;
+on virtual time.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,11 @@ from vgpu_agent.errors import ClusterError
 from vgpu_agent.journal import Journal
 from vgpu_agent.pods import MIRROR_POD, STATIC_POD_HASH, DesiredPod, Pod
 
-PHASE, TIME, TODO = "volcano.sh/bind-phase", "volcano.sh/vgpu-time", "volcano.sh/devices-to-allocate"
+PHASE, TIME, TODO = (
+    "volcano.sh/bind-phase",
+    "volcano.sh/vgpu-time",
+    "volcano.sh/devices-to-allocate",
+)
 DONE: dict[str, str | None] = {PHASE: "success", TODO: None}
 
 pytestmark = pytest.mark.looptime
@@ -30,17 +36,28 @@ class World:
     def __init__(self, *names: str, delay_seconds: float = 0.05) -> None:
         self.api, self.journal, self.wake = FakeApi(), Journal(), Revision()
         self.watched = WatchedPods(self.api, delay_seconds=delay_seconds)
-        self.desired_state: dict[str, DesiredPod] = {f"uid-{name}": DesiredPod(DONE) for name in names}
+        self.desired_state: dict[str, DesiredPod] = {
+            f"uid-{name}": DesiredPod(DONE) for name in names
+        }
         self.publisher = self.another()
         for name in names:
             self.api.put(pod_at(name), pod(name, **{PHASE: "allocating", TODO: "U0,NVIDIA,1,0:;"}))
 
     def another(self) -> PodPublisher:
         """A publisher as a new process would build it."""
-        return PodPublisher(self.api, self.watched.book, lambda: self.desired_state, self.wake, Cluster(), self.journal)
+        return PodPublisher(
+            self.api,
+            self.watched.book,
+            lambda: self.desired_state,
+            self.wake,
+            Cluster(),
+            self.journal,
+        )
 
     def desire(self, name: str, **annotations: str | None) -> None:
-        """Change the families' desired state from now on. Dots and slashes are as they are in ``annotations``."""
+        """Change the families' desired state from now on.
+        Dots and slashes are as they are in ``annotations``.
+        """
         self.desired_state[f"uid-{name}"] = DesiredPod(annotations)
         self.wake.advance()
 
@@ -59,13 +76,17 @@ def _ignore() -> None:
 
 
 async def test_only_what_differs_is_written_and_only_to_that_pod() -> None:
-    """volcano-vgpu §3.3: the phase changes, the todo list goes. What is already there and what is not ours is not sent."""
+    """volcano-vgpu §3.3: the phase changes, the todo list goes.
+    What is already there and what is not ours is not sent.
+    """
     world = World("a")
     world.desired_state["uid-a"] = DesiredPod({**DONE, TIME: None})
     async with running(world.publisher.run(_ignore)):
         await asyncio.sleep(1)
     (request,) = world.api.requests
-    assert request.body == {"metadata": {"uid": "uid-a", "annotations": {PHASE: "success", TODO: None}}}
+    assert request.body == {
+        "metadata": {"uid": "uid-a", "annotations": {PHASE: "success", TODO: None}}
+    }
     assert world.annotations("a") == {PHASE: "success"}
 
 
@@ -73,16 +94,30 @@ async def test_labels_are_written_with_the_annotations_and_only_when_they_differ
     """One request has both, and labels of others stay."""
     world = World("a")
     labelled = pod("a", **{PHASE: "allocating"})
-    labelled["metadata"]["labels"] = {"app": "train", "example.com/old": "x", "example.com/same": "y"}
+    labelled["metadata"]["labels"] = {
+        "app": "train",
+        "example.com/old": "x",
+        "example.com/same": "y",
+    }
     world.api.put(pod_at("a"), labelled)
-    labels: dict[str, str | None] = {"example.com/state": "done", "example.com/old": None, "example.com/same": "y"}
+    labels: dict[str, str | None] = {
+        "example.com/state": "done",
+        "example.com/old": None,
+        "example.com/same": "y",
+    }
     world.desired_state["uid-a"] = DesiredPod({PHASE: "success"}, labels)
     async with running(world.publisher.run(_ignore)):
         await asyncio.sleep(60)
     (request,) = world.api.requests
     written = {"example.com/state": "done", "example.com/old": None}
-    assert request.body == {"metadata": {"uid": "uid-a", "annotations": {PHASE: "success"}, "labels": written}}
-    assert world.api.objects[pod_at("a")]["metadata"]["labels"] == {"app": "train", "example.com/state": "done", "example.com/same": "y"}
+    assert request.body == {
+        "metadata": {"uid": "uid-a", "annotations": {PHASE: "success"}, "labels": written}
+    }
+    assert world.api.objects[pod_at("a")]["metadata"]["labels"] == {
+        "app": "train",
+        "example.com/state": "done",
+        "example.com/same": "y",
+    }
     assert world.events("pods.written")[0]["labels"] == ["example.com/old", "example.com/state"]
 
 
@@ -106,9 +141,13 @@ async def test_a_label_that_another_writer_keeps_changing_is_named() -> None:
 
 
 async def test_the_last_line_about_a_start_bears_the_tokens_of_the_pods_grants() -> None:
-    """One correlation id leads from Allocate to the annotations; the line has their waiting time, too."""
+    """One correlation id leads from Allocate to the annotations;
+    the line has their waiting time, too.
+    """
     world = World("a")
-    world.api.fault = lambda *request: unavailable(*request) if len(world.api.requests) == 1 else None
+    world.api.fault = lambda *request: (
+        unavailable(*request) if len(world.api.requests) == 1 else None
+    )
     publisher = PodPublisher(
         world.api,
         world.watched.book,
@@ -122,7 +161,11 @@ async def test_the_last_line_about_a_start_bears_the_tokens_of_the_pods_grants()
         await asyncio.sleep(2)
     (failed,), (written,) = world.events("pods.failed"), world.events("pods.written")
     assert failed["tokens"] == ["token of uid-a"]
-    assert (written["pod"], written["tokens"], written["annotations"]) == ("default/a", ["token of uid-a"], [PHASE, TODO])
+    assert (written["pod"], written["tokens"], written["annotations"]) == (
+        "default/a",
+        ["token of uid-a"],
+        [PHASE, TODO],
+    )
     assert 0.3 < written["seconds"] < 1.5
 
 
@@ -151,10 +194,18 @@ async def test_a_write_is_not_repeated_while_the_watch_lags() -> None:
 
 
 async def test_a_pod_that_has_ended_is_written_once() -> None:
-    """The watch leaves out pods that have ended, so it never shows the write, which was repeated for as long as the pod lay there."""
+    """The watch leaves out pods that have ended, so it never shows the write, which was repeated
+    for as long as the pod lay there.
+    """
     world = World("a", delay_seconds=10_000)
     async with running(world.publisher.run(_ignore)):
-        ended = Pod("uid-a", "default", "a", "n1", annotations={PHASE: "allocating", TODO: "U0,NVIDIA,1,0:;"})
+        ended = Pod(
+            "uid-a",
+            "default",
+            "a",
+            "n1",
+            annotations={PHASE: "allocating", TODO: "U0,NVIDIA,1,0:;"},
+        )
         world.watched.book.put(ended)
         world.watched.book.end(ended)
         await asyncio.sleep(3600)
@@ -174,15 +225,26 @@ async def test_several_pods_are_written_at_once_and_not_too_many() -> None:
 
 
 def patient(world: World, starting: Callable[[], bool]) -> PodPublisher:
-    """A publisher that knows that pods are being started, for 3 s at most, and the annotations that only report progress."""
+    """A publisher that knows that pods are being started, for 3 s at most,
+    and the annotations that only report progress.
+    """
     desired_state, settings = (lambda: world.desired_state), Cluster(starts_first_seconds=3)
     return PodPublisher(
-        world.api, world.watched.book, desired_state, world.wake, settings, world.journal, starting=starting, progress={PHASE, TIME, TODO}
+        world.api,
+        world.watched.book,
+        desired_state,
+        world.wake,
+        settings,
+        world.journal,
+        starting=starting,
+        progress={PHASE, TIME, TODO},
     )
 
 
 async def test_what_only_says_how_far_a_pod_has_come_waits_while_pods_are_being_started() -> None:
-    """The kubelet and the API server have their hands full then. All are written once the last pod runs, and the log says how late."""
+    """The kubelet and the API server have their hands full then. All are written once the last pod
+    runs, and the log says how late.
+    """
     world, starting = World("a"), asyncio.Event()
     starting.set()
     publisher = patient(world, starting.is_set)
@@ -197,9 +259,13 @@ async def test_what_only_says_how_far_a_pod_has_come_waits_while_pods_are_being_
 
 
 async def test_writes_wait_for_starts_only_for_seconds() -> None:
-    """`cluster.startsFirstSeconds`: an image may take minutes. The loop gives signs of life meanwhile."""
+    """`cluster.startsFirstSeconds`: an image may take minutes.
+    The loop gives signs of life meanwhile.
+    """
     world, beats = World("a"), list[float]()
-    async with running(patient(world, lambda: True).run(lambda: beats.append(asyncio.get_running_loop().time()))):
+    async with running(
+        patient(world, lambda: True).run(lambda: beats.append(asyncio.get_running_loop().time()))
+    ):
         await asyncio.sleep(2.9)
         assert world.api.requests == []
         await asyncio.sleep(0.5)
@@ -211,7 +277,9 @@ async def test_each_pod_waits_for_starts_once() -> None:
     """Not anew when another one has come, nor when its write has failed."""
     world = World("a", "b")
     second = world.desired_state.pop("uid-b")
-    world.api.fault = lambda *request: unavailable(*request) if len(world.api.requests) == 1 else None
+    world.api.fault = lambda *request: (
+        unavailable(*request) if len(world.api.requests) == 1 else None
+    )
     async with running(patient(world, lambda: True).run(_ignore)):
         await asyncio.sleep(2)
         world.desire("b", **second.annotations)
@@ -221,13 +289,20 @@ async def test_each_pod_waits_for_starts_once() -> None:
 
 
 async def test_what_schedulers_count_by_waits_for_no_start() -> None:
-    """Until it is written, they would give away again what the pod has; also when the first write fails, and beside pods that wait."""
+    """Until it is written, they would give away again what the pod has; also when the first write
+    fails, and beside pods that wait.
+    """
     world = World("a", "b")
     world.desired_state["uid-a"] = DesiredPod({**DONE, "volcano.sh/vgpu-ids-new": "U1,NVIDIA,1,0:"})
-    world.api.fault = lambda *request: unavailable(*request) if len(world.api.requests) == 1 else None
+    world.api.fault = lambda *request: (
+        unavailable(*request) if len(world.api.requests) == 1 else None
+    )
     async with running(patient(world, lambda: True).run(_ignore)):
         await asyncio.sleep(2)
-        assert world.annotations("a") == {PHASE: "success", "volcano.sh/vgpu-ids-new": "U1,NVIDIA,1,0:"}
+        assert world.annotations("a") == {
+            PHASE: "success",
+            "volcano.sh/vgpu-ids-new": "U1,NVIDIA,1,0:",
+        }
         assert world.annotations("b")[PHASE] == "allocating"
 
 
@@ -260,7 +335,9 @@ async def test_a_hung_pod_does_not_hold_up_the_others() -> None:
 
 
 async def test_a_new_pod_of_the_same_name_is_never_touched() -> None:
-    """The watch still shows the old one. The UID in the patch protects the new one, and there is no second try."""
+    """The watch still shows the old one. The UID in the patch protects the new one,
+    and there is no second try.
+    """
     world = World("a")
     await asyncio.sleep(1)
     world.watched.delay_seconds = 300
@@ -286,14 +363,20 @@ async def test_a_pod_that_is_gone_is_given_up() -> None:
 
 
 async def test_a_conflict_with_the_same_pod_is_tried_again() -> None:
-    """A storm of conflicts: each is followed by a look at the pod's UID, with pauses, and at last by the write."""
+    """A storm of conflicts: each is followed by a look at the pod's UID, with pauses,
+    and at last by the write.
+    """
     world = World("a")
     storm = 12
 
     def conflict(verb: str, *_: object) -> ClusterError | None:
         nonlocal storm
         storm -= verb == "patch"
-        return ClusterError("the object has been modified", status=409) if verb == "patch" and storm >= 0 else None
+        return (
+            ClusterError("the object has been modified", status=409)
+            if verb == "patch" and storm >= 0
+            else None
+        )
 
     world.api.fault = conflict
     async with running(world.publisher.run(_ignore)):
@@ -305,7 +388,9 @@ async def test_a_conflict_with_the_same_pod_is_tried_again() -> None:
 
 
 async def test_an_outage_of_an_hour_in_the_middle_of_a_burst_loses_nothing() -> None:
-    """Some are written, then the server is away for an hour: few requests, one line, and everything is written soon after."""
+    """Some are written, then the server is away for an hour:
+    few requests, one line, and everything is written soon after.
+    """
     names = [f"p{number}" for number in range(30)]
     world = World(*names)
     world.api.request_seconds = 1
@@ -327,7 +412,9 @@ async def test_an_outage_of_an_hour_in_the_middle_of_a_burst_loses_nothing() -> 
 async def test_a_pod_whose_writes_always_fail_does_not_keep_the_others_waiting() -> None:
     """An admission webhook answers 500 for one pod only."""
     world = World("bad", "a", "b", "c")
-    world.api.fault = lambda _verb, path, _body: ClusterError("webhook", status=500) if path == pod_at("bad") else None
+    world.api.fault = lambda _verb, path, _body: (
+        ClusterError("webhook", status=500) if path == pod_at("bad") else None
+    )
     async with running(world.publisher.run(_ignore)):
         await asyncio.sleep(5)
         world.desire("a", more="x")
@@ -339,7 +426,9 @@ async def test_a_pod_whose_writes_always_fail_does_not_keep_the_others_waiting()
 async def test_what_the_api_server_refuses_is_said_once_and_tried_again_when_it_changes() -> None:
     """A mirror pod that an admission plugin protects, for instance."""
     world = World("a", "b")
-    world.api.fault = lambda _verb, path, _body: ClusterError("mirror pods are kubelet's", status=422) if path == pod_at("a") else None
+    world.api.fault = lambda _verb, path, _body: (
+        ClusterError("mirror pods are kubelet's", status=422) if path == pod_at("a") else None
+    )
     async with running(world.publisher.run(_ignore)):
         await asyncio.sleep(250)
         assert [request.verb for request in world.api.requests].count("patch") == 2
@@ -352,14 +441,18 @@ async def test_what_the_api_server_refuses_is_said_once_and_tried_again_when_it_
 
 
 async def test_a_static_pod_is_known_by_its_hash_and_written_by_its_uid() -> None:
-    """The kubelet and ledger know it by the hash of its file, the API server's mirror of it has a UID of its own."""
+    """The kubelet and ledger know it by the hash of its file,
+    the API server's mirror of it has a UID of its own.
+    """
     world = World()
     world.desired_state["hash"] = DesiredPod({PHASE: "success"})
     mirror = pod("static", uid="mirror-uid", **{MIRROR_POD: "hash", STATIC_POD_HASH: "hash"})
     world.api.put(pod_at("static"), mirror | {"status": {"startTime": "2026-01-01T00:00:00Z"}})
     async with running(world.publisher.run(_ignore)):
         await asyncio.sleep(1)
-    assert world.api.requests[0].body == {"metadata": {"uid": "mirror-uid", "annotations": {PHASE: "success"}}}
+    assert world.api.requests[0].body == {
+        "metadata": {"uid": "mirror-uid", "annotations": {PHASE: "success"}}
+    }
     assert world.annotations("static")[PHASE] == "success"
 
 
@@ -405,7 +498,9 @@ async def test_an_annotation_that_somebody_changes_back_is_repaired_without_a_wa
 
 
 async def test_a_new_process_finishes_what_a_crash_left_between_two_writes() -> None:
-    """Two of five pods are written when the process dies. The next one needs only the desired state and the watch."""
+    """Two of five pods are written when the process dies.
+    The next one needs only the desired state and the watch.
+    """
     names = [f"p{number}" for number in range(5)]
     world = World(*names)
 

@@ -34,7 +34,13 @@ class Node1:
         self.book = PodCache()
         self.journal = journal
         self.reflector: Reflector[Pod] = Reflector(
-            self.script, scope, decode.pod, self.book, settings=Cluster(), journal=journal, uniform=_largest
+            self.script,
+            scope,
+            decode.pod,
+            self.book,
+            settings=Cluster(),
+            journal=journal,
+            uniform=_largest,
         )
 
     @property
@@ -58,8 +64,12 @@ def node(journal: Journal) -> Node1:
     return Node1(journal)
 
 
-async def test_the_first_list_comes_from_the_cache_and_the_watch_goes_on_from_its_version(node: Node1) -> None:
-    """The list fills the pod cache, and the watch asks for bookmarks, a time limit and our own pods."""
+async def test_the_first_list_comes_from_the_cache_and_the_watch_goes_on_from_its_version(
+    node: Node1,
+) -> None:
+    """The list fills the pod cache, and the watch asks for bookmarks,
+    a time limit and our own pods.
+    """
     node.script.lists = [json_list(json_pod("a"), version=70)]
     await node.run_for(1)
     (_, listed), (_, watched) = node.script.asked
@@ -79,8 +89,15 @@ async def test_the_first_list_comes_from_the_cache_and_the_watch_goes_on_from_it
 async def test_events_reach_the_book_in_their_order(node: Node1) -> None:
     """Added, changed, deleted."""
     changed = json_pod("a", 102, status={"phase": "Running"})
-    node.script.watches = [[json_event("ADDED", json_pod("a", 101)), json_event("ADDED", json_pod("b", 101))]]
-    node.script.watches[0] = [*node.script.watches[0], json_event("MODIFIED", changed), json_event("DELETED", json_pod("b", 103)), None]
+    node.script.watches = [
+        [json_event("ADDED", json_pod("a", 101)), json_event("ADDED", json_pod("b", 101))]
+    ]
+    node.script.watches[0] = [
+        *node.script.watches[0],
+        json_event("MODIFIED", changed),
+        json_event("DELETED", json_pod("b", 103)),
+        None,
+    ]
     await node.run_for(1)
     assert [(pod.name, pod.phase) for pod in node.book.pods] == [("a", "Running")]
     assert node.reflector.status.events == 4
@@ -88,15 +105,26 @@ async def test_events_reach_the_book_in_their_order(node: Node1) -> None:
 
 async def test_all_pages_of_a_list_count_as_one(node: Node1) -> None:
     """The continue token is handed on, and nothing is replaced before the last page."""
-    node.script.lists = [json_list(json_pod("a"), token="t1"), json_list(json_pod("b"), version=100)]
+    node.script.lists = [
+        json_list(json_pod("a"), token="t1"),
+        json_list(json_pod("b"), version=100),
+    ]
     await node.run_for(1)
-    assert node.script.asked[1][1] == {"fieldSelector": "spec.nodeName=n1", "limit": "500", "continue": "t1"}
+    assert node.script.asked[1][1] == {
+        "fieldSelector": "spec.nodeName=n1",
+        "limit": "500",
+        "continue": "t1",
+    }
     assert node.names == ["a", "b"]
     assert node.reflector.status.lists == 1
 
 
-async def test_a_watch_that_is_closed_at_once_is_begun_again_with_growing_pauses(node: Node1) -> None:
-    """0.8 s, doubling to 30: some 8 requests in two minutes and not thousands, from the same version, and no error."""
+async def test_a_watch_that_is_closed_at_once_is_begun_again_with_growing_pauses(
+    node: Node1,
+) -> None:
+    """0.8 s, doubling to 30: some 8 requests in two minutes and not thousands,
+    from the same version, and no error.
+    """
     node.script.watches = [[] for _ in range(100)]
     await node.run_for(120)
     assert node.script.pauses == [0, 0.8, 1.6, 3.2, 6.4, 12.8, 25.6, 30, 30]
@@ -116,12 +144,20 @@ async def test_a_watch_that_lasted_is_begun_again_soon(node: Node1) -> None:
     "gone",
     [
         pytest.param(ClusterError("Expired", status=410), id="as HTTP status"),
-        pytest.param(json_event("ERROR", {"kind": "Status", "code": 410, "reason": "Expired"}), id="as ERROR event"),
+        pytest.param(
+            json_event("ERROR", {"kind": "Status", "code": 410, "reason": "Expired"}),
+            id="as ERROR event",
+        ),
     ],
 )
 async def test_a_lost_history_leads_to_a_new_list(node: Node1, gone: bytes | ClusterError) -> None:
-    """The list is not from the cache, which may be older than what was seen; pods that went meanwhile are gone."""
-    node.script.lists = [json_list(json_pod("a"), json_pod("b")), json_list(json_pod("b"), version=200)]
+    """The list is not from the cache, which may be older than what was seen;
+    pods that went meanwhile are gone.
+    """
+    node.script.lists = [
+        json_list(json_pod("a"), json_pod("b")),
+        json_list(json_pod("b"), version=200),
+    ]
     node.script.watches = [[gone], [None]]
     await node.run_for(10)
     assert "resourceVersion" not in node.script.asked[2][1]
@@ -141,7 +177,9 @@ async def test_a_lost_history_between_two_pages_starts_the_list_again(node: Node
 
 @pytest.mark.parametrize("status", [0, 403, 500, 502])
 async def test_a_failure_keeps_the_version_and_says_so_once(node: Node1, status: int) -> None:
-    """A reset, a 502 of a proxy, a missing permission: events are neither lost nor seen twice, and the log has two lines."""
+    """A reset, a 502 of a proxy, a missing permission:
+    events are neither lost nor seen twice, and the log has two lines.
+    """
     failure = ClusterError("it is broken", status=status)
     node.script.watches = [
         [json_event("ADDED", json_pod("a", 105)), failure],
@@ -159,7 +197,9 @@ async def test_a_failure_keeps_the_version_and_says_so_once(node: Node1, status:
 
 
 async def test_an_outage_is_over_when_a_quiet_watch_is_accepted(node: Node1) -> None:
-    """Without changes the next event may be a minute away, and an ended outage must not be shown for so long."""
+    """Without changes the next event may be a minute away,
+    and an ended outage must not be shown for so long.
+    """
     node.script.watches = [[ClusterError("connection refused")], [b"", None]]
     began = time.time()
     await node.run_for(20)
@@ -198,7 +238,11 @@ async def test_an_outage_of_hours_costs_two_requests_a_minute(node: Node1) -> No
 
 async def test_a_first_list_that_fails_is_tried_until_it_succeeds(node: Node1) -> None:
     """The reflector does not report itself synced before."""
-    node.script.lists = [ClusterError("connection refused"), ClusterError("connection refused"), json_list(json_pod("a"))]
+    node.script.lists = [
+        ClusterError("connection refused"),
+        ClusterError("connection refused"),
+        json_list(json_pod("a")),
+    ]
     async with running(node.reflector.run):
         await asyncio.sleep(0.5)
         assert not node.book.synced.is_set()
@@ -209,7 +253,12 @@ async def test_a_first_list_that_fails_is_tried_until_it_succeeds(node: Node1) -
 async def test_a_bookmark_moves_the_version_and_nothing_else(node: Node1) -> None:
     """Its object is no pod and must not be read as one."""
     bookmark = json_event(
-        "BOOKMARK", {"kind": "Pod", "metadata": {"resourceVersion": "777", "creationTimestamp": None}, "spec": {"containers": None}}
+        "BOOKMARK",
+        {
+            "kind": "Pod",
+            "metadata": {"resourceVersion": "777", "creationTimestamp": None},
+            "spec": {"containers": None},
+        },
     )
     node.script.watches = [[bookmark], [None]]
     await node.run_for(10)
@@ -219,9 +268,13 @@ async def test_a_bookmark_moves_the_version_and_nothing_else(node: Node1) -> Non
 
 async def test_one_unreadable_pod_costs_neither_the_list_nor_the_watch(node: Node1) -> None:
     """It is named once in the log and counted. All others are there."""
-    broken = {"metadata": {"name": "broken", "namespace": "default", "uid": 7, "resourceVersion": "101"}}
+    broken = {
+        "metadata": {"name": "broken", "namespace": "default", "uid": 7, "resourceVersion": "101"}
+    }
     node.script.lists = [json_list(json_pod("a"), broken, json_pod("b"))]
-    node.script.watches = [[json_event("MODIFIED", broken), json_event("ADDED", json_pod("c", 102)), None]]
+    node.script.watches = [
+        [json_event("MODIFIED", broken), json_event("ADDED", json_pod("c", 102)), None]
+    ]
     await node.run_for(1)
     assert node.names == ["a", "b", "c"]
     assert node.reflector.status.unreadable == 2
@@ -250,7 +303,9 @@ async def test_a_line_that_is_no_event_leads_to_a_new_list(node: Node1, line: by
 
 
 async def test_a_single_object_is_got_and_not_listed(journal: Journal) -> None:
-    """A GET needs no permission to list. 404 means that there is no object, and the watch begins before all versions."""
+    """A GET needs no permission to list. 404 means that there is no object,
+    and the watch begins before all versions.
+    """
     one = Node1(journal, Scope.single("one pod", "/api/v1/namespaces/default/pods", "a"))
     one.script.lists = [ClusterError("not found", status=404)]
     one.script.watches = [[json_event("ADDED", json_pod("a", 55))], [None]]

@@ -1,4 +1,6 @@
-"""Another chance for pods that cannot start here: when their owner is informed, and when they are evicted; on virtual time."""
+"""Another chance for pods that cannot start here:
+when their owner is informed, and when they are evicted; on virtual time.
+"""
 
 from __future__ import annotations
 
@@ -54,14 +56,26 @@ class World:
         """Both loops while the block lasts."""
         return running(self.reschedule.run(_ignore), self.events.run(_ignore))
 
-    def refuse(self, name: str = "a", reason: str = "no GPU has 8000 MiB left", *, advice: str = "", final: bool = False) -> None:
+    def refuse(
+        self,
+        name: str = "a",
+        reason: str = "no GPU has 8000 MiB left",
+        *,
+        advice: str = "",
+        final: bool = False,
+    ) -> None:
         """PreStartContainer says no."""
-        self.refusals.refuse(Pod(f"uid-{name}", "default", name), "main", NUMBER, reason, advice=advice, final=final)
+        self.refusals.refuse(
+            Pod(f"uid-{name}", "default", name), "main", NUMBER, reason, advice=advice, final=final
+        )
 
     @property
     def told(self) -> list[tuple[str, str, str]]:
         """Pod, reason and message of each event."""
-        return [(event["involvedObject"]["name"], event["reason"], event["message"]) for event in self.api.below(EVENTS)]
+        return [
+            (event["involvedObject"]["name"], event["reason"], event["message"])
+            for event in self.api.below(EVENTS)
+        ]
 
     @property
     def evictions(self) -> list[str]:
@@ -73,7 +87,11 @@ def _ignore() -> None:
     """A sign of life without a listener."""
 
 
-TOLD = ("a", "VgpuStartRefused", f"container main may not start with its {NUMBER}: no GPU has 8000 MiB left")
+TOLD = (
+    "a",
+    "VgpuStartRefused",
+    f"container main may not start with its {NUMBER}: no GPU has 8000 MiB left",
+)
 
 
 async def test_a_start_that_stays_refused_becomes_an_event_after_its_time() -> None:
@@ -90,8 +108,10 @@ async def test_a_start_that_stays_refused_becomes_an_event_after_its_time() -> N
     assert world.evictions == []
 
 
-async def test_the_owner_reads_the_remedy_and_is_not_told_again_because_the_node_has_changed() -> None:
-    """The room changes with every pod that comes or goes. An event for each would flood the API server."""
+async def test_the_owner_reads_the_remedy_once_although_the_node_has_changed() -> None:
+    """The room changes with every pod that comes or goes.
+    An event for each would flood the API server.
+    """
     world = World()
     async with world.run():
         for number in range(20):
@@ -105,7 +125,9 @@ async def test_a_pod_that_was_started_beyond_the_card_gets_one_event() -> None:
     """At the next look, whether anything is refused or not. The start itself waits for nothing."""
     world = World()
     async with world.run():
-        text = world.overcommits.add(Pod("uid-a", "default", "a"), "main", [Overcommit(NUMBER, "GPU-0", 111, 100, 3, 10)])
+        text = world.overcommits.add(
+            Pod("uid-a", "default", "a"), "main", [Overcommit(NUMBER, "GPU-0", 111, 100, 3, 10)]
+        )
         await asyncio.sleep(11)
         await asyncio.sleep(600)
     assert world.told == [("a", "VgpuOvercommitted", text)]
@@ -113,11 +135,18 @@ async def test_a_pod_that_was_started_beyond_the_card_gets_one_event() -> None:
 
 
 async def test_a_pod_whose_memory_was_overbooked_is_given_back() -> None:
-    """Its scheduler counts it as placed, so it would wait here for ever; evicted after its time, its controller makes it anew."""
+    """Its scheduler counts it as placed, so it would wait here for ever;
+    evicted after its time, its controller makes it anew.
+    """
     world = World(evict_seconds=120)
     async with world.run():
         for _ in range(12):
-            world.refuse(reason="GPU-0 has no room: 39936 MiB booked + 2048 wanted, of 40960; memory is never overcommitted")
+            world.refuse(
+                reason=(
+                    "GPU-0 has no room: 39936 MiB booked + 2048 wanted, of 40960; memory is never "
+                    "overcommitted"
+                )
+            )
             await asyncio.sleep(12)
     assert [reason for _, reason, _ in world.told] == ["VgpuStartRefused", "VgpuEvicted"]
     assert len(world.evictions) == 1
@@ -143,8 +172,10 @@ async def test_a_final_refusal_is_told_at_once() -> None:
     assert world.told == [TOLD]
 
 
-async def test_a_pod_whose_refusal_is_final_is_given_back_at_once_where_the_operator_evicts() -> None:
-    """The kubelet keeps a wrong early answer for the life of the pod, so only a new pod can start."""
+async def test_a_pod_whose_refusal_is_final_is_given_back_at_once_under_eviction() -> None:
+    """The kubelet keeps a wrong early answer for the life of the pod,
+    so only a new pod can start.
+    """
     for evict_seconds, evicted in ((0.0, 0), (600.0, 1)):
         world = World(evict_seconds=evict_seconds)
         async with world.run():
@@ -205,7 +236,9 @@ async def test_a_pod_is_evicted_after_its_time_and_only_this_very_pod() -> None:
 
 
 async def test_a_clock_that_is_set_makes_no_refusal_older() -> None:
-    """The node's clock is an hour slow until it is set, seconds after a start was refused that only the API server held up."""
+    """The node's clock is an hour slow until it is set,
+    seconds after a start was refused that only the API server held up.
+    """
     world = World(evict_seconds=120)
     world.set_back_seconds = 3600
     async with world.run():
@@ -231,7 +264,9 @@ async def test_a_disruption_budget_is_honoured() -> None:
     """429: asked again when the API server says so, until it agrees."""
     world = World(evict_seconds=60)
     world.api.fault = lambda _verb, path, _body: (
-        ClusterError("Cannot evict pod: it would violate the budget", status=429, retry_after_seconds=100)
+        ClusterError(
+            "Cannot evict pod: it would violate the budget", status=429, retry_after_seconds=100
+        )
         if path.endswith("/eviction")
         else None
     )
@@ -298,12 +333,16 @@ async def test_an_outage_of_an_hour_costs_few_requests_and_the_eviction_follows(
 async def test_a_missing_permission_is_named_once() -> None:
     """It is tried rarely, for it may be granted later."""
     world = World(evict_seconds=60)
-    world.api.fault = lambda _verb, path, _body: ClusterError("forbidden", status=403) if path.endswith("/eviction") else None
+    world.api.fault = lambda _verb, path, _body: (
+        ClusterError("forbidden", status=403) if path.endswith("/eviction") else None
+    )
     async with world.run():
         world.refuse("a")
         world.refuse("b")
         await asyncio.sleep(3600)
-    (facts,) = [entry.facts for entry in world.journal.entries if entry.event == "reschedule.forbidden"]
+    (facts,) = [
+        entry.facts for entry in world.journal.entries if entry.event == "reschedule.forbidden"
+    ]
     assert "the verb 'create' on 'pods/eviction'" in facts["error"]
     assert len(world.evictions) <= 26
 

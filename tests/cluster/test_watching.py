@@ -22,7 +22,10 @@ _SELECTOR = "spec.nodeName=n1,status.phase!=Succeeded,status.phase!=Failed"
 
 
 def _pod(name: str, node: str = "n1") -> dict[str, Any]:
-    return {"metadata": {"name": name}, "spec": {"nodeName": node, "containers": [{"name": "main"}]}}
+    return {
+        "metadata": {"name": name},
+        "spec": {"nodeName": node, "containers": [{"name": "main"}]},
+    }
 
 
 @pytest.fixture
@@ -46,7 +49,14 @@ def node(client: ApiClient, journal: Journal) -> NodeWatch:
 @pytest.fixture
 def config_map(client: ApiClient, journal: Journal) -> ConfigMapWatch:
     """With the contract's names."""
-    return ConfigMapWatch(client, NAME, KEY, namespaces=("kube-system", "volcano-system"), settings=QUICK, journal=journal)
+    return ConfigMapWatch(
+        client,
+        NAME,
+        KEY,
+        namespaces=("kube-system", "volcano-system"),
+        settings=QUICK,
+        journal=journal,
+    )
 
 
 def _names(book: PodCache) -> list[str]:
@@ -64,7 +74,11 @@ async def test_the_book_follows_the_pods_of_this_node_in_the_order_of_their_bind
     async with running(pods.run):
         await until(book.synced.is_set)
         for name in ("second", "first"):
-            server.objects.bind(name, "default", {"metadata": {"annotations": {_NODE: name}}, "target": {"name": "n1"}})
+            server.objects.bind(
+                name,
+                "default",
+                {"metadata": {"annotations": {_NODE: name}}, "target": {"name": "n1"}},
+            )
         await until(lambda: len(book.pods) == 3)
     assert _names(book) == ["there", "second", "first"]
     assert book.pods[1].annotations == {_NODE: "second"}
@@ -87,7 +101,11 @@ async def test_a_pod_that_ended_leaves_the_watch_and_is_ended_in_the_book_a_whil
         await until(lambda: len(book.pods) == 2 and any(pod.ended for pod in book.pods))
         server.objects.create("pods", _pod("last"))
         await until(lambda: "last" in _names(book))
-    assert {pod.name: pod.ended for pod in book.pods} == {"short": True, "long": False, "last": False}
+    assert {pod.name: pod.ended for pod in book.pods} == {
+        "short": True,
+        "long": False,
+        "last": False,
+    }
     assert book.get(book.pods[0].uid) is not None
 
 
@@ -108,10 +126,17 @@ async def test_pods_that_went_while_the_api_server_was_away_are_gone_from_the_bo
         await until(lambda: _names(book) == ["b", "c"])
 
 
-async def test_a_reset_connection_costs_no_list(server: ApiServer, pods: PodWatch, book: PodCache) -> None:
+async def test_a_reset_connection_costs_no_list(
+    server: ApiServer, pods: PodWatch, book: PodCache
+) -> None:
     """The watch goes on from where it was, and what happened in between comes."""
     async with running(pods.run):
-        await until(lambda: pods.status.watches == 1 and any(request.verb == "watch" for request in server.requests))
+        await until(
+            lambda: (
+                pods.status.watches == 1
+                and any(request.verb == "watch" for request in server.requests)
+            )
+        )
         server.cut()
         server.objects.create("pods", _pod("a"))
         await until(lambda: _names(book) == ["a"])
@@ -120,7 +145,15 @@ async def test_a_reset_connection_costs_no_list(server: ApiServer, pods: PodWatc
 
 
 @pytest.mark.parametrize(
-    "kind", [FaultKind.CLOSE, FaultKind.ERROR_EVENT, FaultKind.RESET, FaultKind.HTML, FaultKind.GARBAGE, FaultKind.TRUNCATED]
+    "kind",
+    [
+        FaultKind.CLOSE,
+        FaultKind.ERROR_EVENT,
+        FaultKind.RESET,
+        FaultKind.HTML,
+        FaultKind.GARBAGE,
+        FaultKind.TRUNCATED,
+    ],
 )
 async def test_whatever_happens_to_a_watch_the_book_is_right_afterwards(
     server: ApiServer, pods: PodWatch, book: PodCache, kind: FaultKind
@@ -134,7 +167,9 @@ async def test_whatever_happens_to_a_watch_the_book_is_right_afterwards(
 
 
 async def test_one_pod_can_be_fetched(server: ApiServer, pods: PodWatch, book: PodCache) -> None:
-    """By one GET; a pod that does not exist is None, an API server that is away is an error, and the book is left alone."""
+    """By one GET; a pod that does not exist is None, an API server that is away is an error,
+    and the book is left alone.
+    """
     server.objects.create("pods", _pod("a"))
     found = await pods.fetch("default", "a")
     assert found is not None
@@ -147,7 +182,9 @@ async def test_one_pod_can_be_fetched(server: ApiServer, pods: PodWatch, book: P
         await pods.fetch("default", "a")
 
 
-async def test_a_node_that_is_deleted_and_created_again_is_noticed(server: ApiServer, node: NodeWatch) -> None:
+async def test_a_node_that_is_deleted_and_created_again_is_noticed(
+    server: ApiServer, node: NodeWatch
+) -> None:
     """The value is None in between, and the new Node has another UID."""
     server.objects.create("nodes", {"metadata": {"name": "n1", "uid": "first"}})
     server.objects.create("nodes", {"metadata": {"name": "n2", "uid": "other"}})
@@ -162,7 +199,9 @@ async def test_a_node_that_is_deleted_and_created_again_is_noticed(server: ApiSe
 async def test_each_annotation_has_the_time_at_which_its_value_was_first_seen(
     server: ApiServer, client: ApiClient, journal: Journal
 ) -> None:
-    """A lock that is taken anew within a second has the text of the one before, and is another lock."""
+    """A lock that is taken anew within a second has the text of the one before,
+    and is another lock.
+    """
     now = 100.0
     watch = NodeWatch(client, "n1", settings=QUICK, journal=journal, clock=lambda: now)
 
@@ -172,7 +211,9 @@ async def test_each_annotation_has_the_time_at_which_its_value_was_first_seen(
     def seen() -> dict[str, float]:
         return dict(watch.node.value.seen_at) if watch.node.value else {}
 
-    server.objects.create("nodes", {"metadata": {"name": "n1", "annotations": {"lock": "10:00:00"}}})
+    server.objects.create(
+        "nodes", {"metadata": {"name": "n1", "annotations": {"lock": "10:00:00"}}}
+    )
     async with running(watch.run):
         await until(lambda: seen() == {"lock": 100.0})
         now = 101.0
@@ -184,7 +225,9 @@ async def test_each_annotation_has_the_time_at_which_its_value_was_first_seen(
         await until(lambda: seen() == {"lock": 102.0, "other": 102.0})
 
 
-async def test_a_node_that_does_not_exist_yet_is_waited_for(server: ApiServer, node: NodeWatch) -> None:
+async def test_a_node_that_does_not_exist_yet_is_waited_for(
+    server: ApiServer, node: NodeWatch
+) -> None:
     """It is known that there is none, and it is seen when it comes."""
     async with running(node.run):
         await until(node.synced.is_set)
@@ -193,7 +236,9 @@ async def test_a_node_that_does_not_exist_yet_is_waited_for(server: ApiServer, n
         await until(lambda: node.node.value is not None)
 
 
-async def test_nothing_changes_and_nothing_is_asked(server: ApiServer, node: NodeWatch, pods: PodWatch, book: PodCache) -> None:
+async def test_nothing_changes_and_nothing_is_asked(
+    server: ApiServer, node: NodeWatch, pods: PodWatch, book: PodCache
+) -> None:
     """One GET, one list and two watches, and then silence. None of them is a write."""
     server.objects.create("nodes", {"metadata": {"name": "n1"}})
     async with running(node.run), running(pods.run):
@@ -211,8 +256,12 @@ def _config(namespace: str, text: str, key: str = KEY) -> dict[str, Any]:
     return {"metadata": {"name": NAME, "namespace": namespace}, "data": {key: text}}
 
 
-async def test_the_config_map_of_the_first_namespace_wins_whenever_it_comes(server: ApiServer, config_map: ConfigMapWatch) -> None:
-    """It is followed through creation, change and deletion; afterwards the second counts again. volcano-vgpu:D23"""
+async def test_the_config_map_of_the_first_namespace_wins_whenever_it_comes(
+    server: ApiServer, config_map: ConfigMapWatch
+) -> None:
+    """It is followed through creation, change and deletion; afterwards the second counts again.
+    volcano-vgpu:D23
+    """
     async with running(config_map.run):
         await until(config_map.synced.is_set)
         assert config_map.text.value is None
@@ -228,9 +277,15 @@ async def test_the_config_map_of_the_first_namespace_wins_whenever_it_comes(serv
         await until(lambda: config_map.text.value == "newer second")
 
 
-async def test_a_namespace_of_the_operators_own_is_looked_at_first(server: ApiServer, client: ApiClient, journal: Journal) -> None:
-    """volcano-vgpu-device-plugin's DEVICE_CONFIG_NAMESPACE; the two known ones come after it, as there."""
-    config_map = ConfigMapWatch(client, NAME, KEY, namespaces=("volcano", "kube-system"), settings=QUICK, journal=journal)
+async def test_a_namespace_of_the_operators_own_is_looked_at_first(
+    server: ApiServer, client: ApiClient, journal: Journal
+) -> None:
+    """volcano-vgpu-device-plugin's DEVICE_CONFIG_NAMESPACE;
+    the two known ones come after it, as there.
+    """
+    config_map = ConfigMapWatch(
+        client, NAME, KEY, namespaces=("volcano", "kube-system"), settings=QUICK, journal=journal
+    )
     server.objects.create("configmaps", _config("kube-system", "second"))
     async with running(config_map.run):
         await until(lambda: config_map.text.value == "second")
@@ -239,8 +294,12 @@ async def test_a_namespace_of_the_operators_own_is_looked_at_first(server: ApiSe
     assert config_map.namespace == "volcano"
 
 
-async def test_config_maps_are_got_and_watched_by_name_and_never_listed(server: ApiServer, config_map: ConfigMapWatch) -> None:
-    """The role allows no more; and where the first namespace has it, the second is not watched on."""
+async def test_config_maps_are_got_and_watched_by_name_and_never_listed(
+    server: ApiServer, config_map: ConfigMapWatch
+) -> None:
+    """The role allows no more; and where the first namespace has it,
+    the second is not watched on.
+    """
     server.objects.create("configmaps", _config("kube-system", "first"))
     server.objects.create("configmaps", _config("volcano-system", "second"))
     seen: list[str | None] = []
@@ -250,13 +309,17 @@ async def test_config_maps_are_got_and_watched_by_name_and_never_listed(server: 
     assert seen == ["first"]
     assert {request.verb for request in server.requests} <= {"get", "watch"}
     assert all(request.namespace for request in server.requests)
-    assert {request.query["fieldSelector"] for request in server.requests if request.verb == "watch"} == {f"metadata.name={NAME}"}
+    assert {
+        request.query["fieldSelector"] for request in server.requests if request.verb == "watch"
+    } == {f"metadata.name={NAME}"}
 
 
 async def test_a_config_map_without_the_key_is_said_and_is_not_taken_for_none(
     server: ApiServer, config_map: ConfigMapWatch, journal: Journal
 ) -> None:
-    """A typing error in the key must not look like an absent ConfigMap, which puts the agent's own settings in force."""
+    """A typing error in the key must not look like an absent ConfigMap,
+    which puts the agent's own settings in force.
+    """
     server.objects.create("configmaps", _config("kube-system", "x", key="device-config.yml"))
     async with running(config_map.run):
         await until(config_map.synced.is_set)
@@ -277,7 +340,15 @@ async def test_a_namespace_that_may_not_be_read_is_passed_over(
     server: ApiServer, config_map: ConfigMapWatch, forbidden: str, present: str, text: str | None
 ) -> None:
     """Its role may be missing where it is not used, and the other object is known at once."""
-    server.faults = [Fault(FaultKind.STATUS, resource="configmaps", namespace=forbidden, code=403, reason="Forbidden")]
+    server.faults = [
+        Fault(
+            FaultKind.STATUS,
+            resource="configmaps",
+            namespace=forbidden,
+            code=403,
+            reason="Forbidden",
+        )
+    ]
     server.objects.create("configmaps", _config(present, "second"))
     async with running(config_map.run):
         await until(config_map.synced.is_set)
@@ -287,13 +358,25 @@ async def test_a_namespace_that_may_not_be_read_is_passed_over(
 async def test_it_is_said_where_the_config_map_is_and_where_it_may_be_unseen(
     server: ApiServer, config_map: ConfigMapWatch, journal: Journal
 ) -> None:
-    """A missing role is no fault as long as there is a ConfigMap where it may be read. Else it may be the reason, and is reported."""
-    server.faults = [Fault(FaultKind.STATUS, resource="configmaps", namespace="volcano-system", code=403, reason="Forbidden")]
+    """A missing role is no fault as long as there is a ConfigMap where it may be read. Else it may
+    be the reason, and is reported.
+    """
+    server.faults = [
+        Fault(
+            FaultKind.STATUS,
+            resource="configmaps",
+            namespace="volcano-system",
+            code=403,
+            reason="Forbidden",
+        )
+    ]
     server.objects.create("configmaps", _config("kube-system", "first"))
     async with running(config_map.run):
         await until(lambda: config_map.text.value == "first")
         server.objects.delete("configmaps", NAME, "kube-system")
-        await until(lambda: any(entry.event == "cluster.no_config_map" for entry in journal.entries))
+        await until(
+            lambda: any(entry.event == "cluster.no_config_map" for entry in journal.entries)
+        )
     said = [entry for entry in journal.entries if entry.event.startswith("cluster.")]
     assert [entry.event for entry in said] == ["cluster.config_map", "cluster.no_config_map"]
     assert said[0].facts["config_map"] == f"kube-system/{NAME}"
@@ -302,7 +385,9 @@ async def test_it_is_said_where_the_config_map_is_and_where_it_may_be_unseen(
     assert "components/volcano" in str(said[1].facts["remedy"])
 
 
-async def test_nothing_is_known_of_config_maps_while_the_api_server_is_away(server: ApiServer, config_map: ConfigMapWatch) -> None:
+async def test_nothing_is_known_of_config_maps_while_the_api_server_is_away(
+    server: ApiServer, config_map: ConfigMapWatch
+) -> None:
     """An outage is not the absence of a ConfigMap."""
     server.objects.create("configmaps", _config("volcano-system", "second"))
     server.faults = [Fault(FaultKind.HTML, times=4)]

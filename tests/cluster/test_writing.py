@@ -1,4 +1,6 @@
-"""Each writer of the room once over HTTP, with the real client and the real watches, against the simulated API server."""
+"""Each writer of the room once over HTTP, with the real client and the real watches,
+against the simulated API server.
+"""
 
 from __future__ import annotations
 
@@ -24,15 +26,27 @@ from vgpu_agent.pods import DesiredPod, PodCache
 from vgpu_agent.sim.api.server import ApiServer
 
 REGISTER, LOCK, GPUS = "volcano.sh/node-vgpu-register", "hamivgpu", "volcano.sh/gpu-number"
-READY: dict[str, Any] = {"type": "Ready", "status": "True", "reason": "KubeletReady", "message": "ok"}
+READY: dict[str, Any] = {
+    "type": "Ready",
+    "status": "True",
+    "reason": "KubeletReady",
+    "message": "ok",
+}
 
 
 def _pod(name: str) -> dict[str, Any]:
-    return {"metadata": {"name": name}, "spec": {"nodeName": "n1", "containers": [{"name": "main"}]}}
+    return {
+        "metadata": {"name": name},
+        "spec": {"nodeName": "n1", "containers": [{"name": "main"}]},
+    }
 
 
-async def test_the_desired_state_outlives_a_deletion_of_the_node(server: ApiServer, client: ApiClient, journal: Journal) -> None:
-    """Annotations, label, quantities and condition beside the kubelet's, and a removed lock. All of it comes again on a new Node."""
+async def test_the_desired_state_outlives_a_deletion_of_the_node(
+    server: ApiServer, client: ApiClient, journal: Journal
+) -> None:
+    """Annotations, label, quantities and condition beside the kubelet's, and a removed lock.
+    All of it comes again on a new Node.
+    """
     desired_state = DesiredNode(
         annotations={REGISTER: "U0,10:", LOCK: None},
         labels={"vgpu-agent.io/isolation": "none"},
@@ -41,7 +55,9 @@ async def test_the_desired_state_outlives_a_deletion_of_the_node(server: ApiServ
         guarded=frozenset({LOCK}),
     )
     watch = NodeWatch(client, "n1", settings=QUICK, journal=journal)
-    publisher = NodePublisher(client, "n1", watch.node, lambda _node, _now: desired_state, Revision(), QUICK, journal)
+    publisher = NodePublisher(
+        client, "n1", watch.node, lambda _node, _now: desired_state, Revision(), QUICK, journal
+    )
 
     def stands() -> bool:
         node = watch.node.value
@@ -54,17 +70,29 @@ async def test_the_desired_state_outlives_a_deletion_of_the_node(server: ApiServ
         )
 
     async with running(watch.run), running(publisher.run):
-        server.objects.create("nodes", {"metadata": {"name": "n1", "annotations": {LOCK: "x"}}, "status": {"conditions": [READY]}})
+        server.objects.create(
+            "nodes",
+            {
+                "metadata": {"name": "n1", "annotations": {LOCK: "x"}},
+                "status": {"conditions": [READY]},
+            },
+        )
         await until(stands)
         assert publisher.first.is_set()
         server.objects.delete("nodes", "n1")
         await until(lambda: watch.node.value is None)
-        server.objects.create("nodes", {"metadata": {"name": "n1"}, "status": {"conditions": [READY]}})
+        server.objects.create(
+            "nodes", {"metadata": {"name": "n1"}, "status": {"conditions": [READY]}}
+        )
         await until(stands)
 
 
-async def test_a_pods_annotations_stand_after_an_outage(server: ApiServer, client: ApiClient, journal: Journal) -> None:
-    """The container was let go while the API server was away. What is written later is one patch of this very pod."""
+async def test_a_pods_annotations_stand_after_an_outage(
+    server: ApiServer, client: ApiClient, journal: Journal
+) -> None:
+    """The container was let go while the API server was away.
+    What is written later is one patch of this very pod.
+    """
     book, wake = PodCache(), Revision()
     desired_state: dict[str, DesiredPod] = {}
     watch = PodWatch(client, "n1", book, settings=QUICK, journal=journal)
@@ -73,7 +101,9 @@ async def test_a_pods_annotations_stand_after_an_outage(server: ApiServer, clien
     async with running(watch.run), running(publisher.run):
         await until(lambda: len(book.pods) == 1)
         await server.down()
-        desired_state[pod["metadata"]["uid"]] = DesiredPod({"volcano.sh/bind-phase": "success", "volcano.sh/devices-to-allocate": None})
+        desired_state[pod["metadata"]["uid"]] = DesiredPod(
+            {"volcano.sh/bind-phase": "success", "volcano.sh/devices-to-allocate": None}
+        )
         wake.publish(1)
         await until(lambda: publisher.counts.failed > 0)
         await server.up()
@@ -81,26 +111,50 @@ async def test_a_pods_annotations_stand_after_an_outage(server: ApiServer, clien
     assert [request.verb for request in server.writes] == ["patch"]
 
 
-async def test_a_refused_pod_is_told_of_and_evicted(server: ApiServer, client: ApiClient, journal: Journal) -> None:
+async def test_a_refused_pod_is_told_of_and_evicted(
+    server: ApiServer, client: ApiClient, journal: Journal
+) -> None:
     """The event is the pod's, the eviction carries its UID."""
     book, refusals = PodCache(), Refusals()
     watch = PodWatch(client, "n1", book, settings=QUICK, journal=journal)
     events = Events(client, "vgpu-agent", "n1", QUICK, journal)
     binding = Binding(refused_event_seconds=0.05, refused_evict_seconds=0.1)
-    reschedule = Reschedule(client, events, lambda: refusals.current, refusals.revision, binding, QUICK, journal, overcommits=Overcommits())
+    reschedule = Reschedule(
+        client,
+        events,
+        lambda: refusals.current,
+        refusals.revision,
+        binding,
+        QUICK,
+        journal,
+        overcommits=Overcommits(),
+    )
     server.objects.create("pods", _pod("a"))
     async with running(watch.run), running(events.run), running(reschedule.run):
         await until(lambda: len(book.pods) == 1)
         uid = book.pods[0].uid
         refusals.refuse(book.pods[0], "main", "volcano.sh/vgpu-number", "no GPU has 8000 MiB left")
-        await until(lambda: reschedule.evictions["evicted"] == 1 and len(server.objects.list("events", "default")) == 2)
-    told = {event["reason"]: event["involvedObject"]["uid"] for event in server.objects.list("events", "default")}
+        await until(
+            lambda: (
+                reschedule.evictions["evicted"] == 1
+                and len(server.objects.list("events", "default")) == 2
+            )
+        )
+    told = {
+        event["reason"]: event["involvedObject"]["uid"]
+        for event in server.objects.list("events", "default")
+    }
     assert told == {"VgpuStartRefused": uid, "VgpuEvicted": uid}
 
 
-async def test_a_patch_of_another_pods_uid_changes_nothing(server: ApiServer, client: ApiClient) -> None:
+async def test_a_patch_of_another_pods_uid_changes_nothing(
+    server: ApiServer, client: ApiClient
+) -> None:
     """The precondition in the body of the merge patch protects a re-created pod of one name."""
     server.objects.create("pods", _pod("a"))
     with pytest.raises(ClusterError) as raised:
-        await client.patch("/api/v1/namespaces/default/pods/a", {"metadata": {"uid": "another", "annotations": {"a": "b"}}})
+        await client.patch(
+            "/api/v1/namespaces/default/pods/a",
+            {"metadata": {"uid": "another", "annotations": {"a": "b"}}},
+        )
     assert raised.value.status == 422

@@ -1,4 +1,6 @@
-"""A stage for the agent's real process: simulated GPUs and the simulated kubelet, each in its own corner of a short temporary folder."""
+"""A stage for the agent's real process: simulated GPUs and the simulated kubelet, each in its own
+corner of a short temporary folder.
+"""
 
 from __future__ import annotations
 
@@ -44,12 +46,20 @@ class Stage:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        self.node = SimulatedNode.create(folder / "gpus", model="A100-SXM4-40GB", gpus=2, numa=[0, 1], uuids=[U0, U1])
+        self.node = SimulatedNode.create(
+            folder / "gpus", model="A100-SXM4-40GB", gpus=2, numa=[0, 1], uuids=[U0, U1]
+        )
         self.kubelet = SimulatedKubelet(folder / "kubelet")
         self.config = folder / "config.yaml"
         self.agents: list[AgentProcess] = []
 
-    def agent(self, config: str = QUICK + SHARED, *, simulate: bool = True, environment: Mapping[str, str] | None = None) -> AgentProcess:
+    def agent(
+        self,
+        config: str = QUICK + SHARED,
+        *,
+        simulate: bool = True,
+        environment: Mapping[str, str] | None = None,
+    ) -> AgentProcess:
         """An agent for this node, not started yet."""
         replace_text(self.config, config)  # an agent that runs may be reading it
         agent = AgentProcess(
@@ -68,7 +78,9 @@ class Stage:
         await agent.start()
         await agent.until_ready()
         # Ready means that the stream is open; a moment later kubelet has the list as well.
-        await self.kubelet.until(lambda: any(call.facts["ids"] for call in self.kubelet.called("list")))
+        await self.kubelet.until(
+            lambda: any(call.facts["ids"] for call in self.kubelet.called("list"))
+        )
         return agent
 
     async def admit(self, name: str, number: int = 1, resource: str = GPU) -> Pod:
@@ -79,9 +91,14 @@ class Stage:
         """The ids that the pod's container holds, as kubelet has it."""
         return self.kubelet.ids_of(pod, "main", resource)
 
-    async def allocatable(self, number: int, *, resource: str = GPU, timeout_seconds: float = 30) -> None:
+    async def allocatable(
+        self, number: int, *, resource: str = GPU, timeout_seconds: float = 30
+    ) -> None:
         """Wait until kubelet would publish this number."""
-        await self.kubelet.until(lambda: self.kubelet.resource(resource).allocatable == number, timeout_seconds=timeout_seconds)
+        await self.kubelet.until(
+            lambda: self.kubelet.resource(resource).allocatable == number,
+            timeout_seconds=timeout_seconds,
+        )
 
 
 async def until_not_ready(agent: AgentProcess, *reasons: str) -> str:

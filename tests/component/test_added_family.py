@@ -1,4 +1,5 @@
-"""A family that is a package of its own, added to the agent's real process: its pods, its labels, its metric, its settings.
+"""A family that is a package of its own, added to the agent's real process:
+its pods, its labels, its metric, its settings.
 
 `tests/families/slot` is all that there is of it. The agent's own code has not a line about it.
 """
@@ -47,7 +48,9 @@ async def start(stage: VolcanoStage, more: str = ON) -> None:
 
 def place(stage: VolcanoStage, name: str, gpu: str) -> None:
     """Create a pod with one slot on a GPU, bound to the node."""
-    stage.cluster.create_pod(name, {RESOURCE: 1}, scheduler="default-scheduler", annotations={GPU: gpu}, node=NODE)
+    stage.cluster.create_pod(
+        name, {RESOURCE: 1}, scheduler="default-scheduler", annotations={GPU: gpu}, node=NODE
+    )
 
 
 async def test_pods_of_an_added_family_get_what_their_annotation_names(stage: VolcanoStage) -> None:
@@ -59,40 +62,58 @@ async def test_pods_of_an_added_family_get_what_their_annotation_names(stage: Vo
     place(stage, "one", U1)
     await stage.cluster.running("one")
     assert stage.cluster.starts("one")[-1].environment["SLOT_GPU"] == U1
-    await stage.cluster.until(lambda: stage.cluster.annotations("one").get(SERVED) == "main", "the annotation")
-    await stage.cluster.until(lambda: (stage.cluster.pod("one")["metadata"].get("labels") or {}).get(STATE) == "running", "the label")
+    await stage.cluster.until(
+        lambda: stage.cluster.annotations("one").get(SERVED) == "main", "the annotation"
+    )
+    await stage.cluster.until(
+        lambda: (stage.cluster.pod("one")["metadata"].get("labels") or {}).get(STATE) == "running",
+        "the label",
+    )
     assert await stage.agent.metric(f'example_slots_in_use{{gpu="{U1}"}}') == 1
     assert await stage.agent.metric(f'example_slots_in_use{{gpu="{U0}"}}') == 0
 
 
-async def test_a_gpu_of_an_added_family_is_kept_from_the_others_over_a_restart(stage: VolcanoStage) -> None:
+async def test_a_gpu_of_an_added_family_is_kept_from_the_others_over_a_restart(
+    stage: VolcanoStage,
+) -> None:
     """One ledger serves all families, also those that it knows nothing about."""
     await start(stage)
     await stage.offered(RESOURCE)
     place(stage, "one", U0)
     await stage.cluster.running("one")
-    await stage.cluster.until(lambda: stage.allocatable["nvidia.com/gpu"] == "1", "the GPU to be kept from nvidia")
+    await stage.cluster.until(
+        lambda: stage.allocatable["nvidia.com/gpu"] == "1", "the GPU to be kept from nvidia"
+    )
     await stage.agent.kill()
     await start(stage)
     await stage.agent.until_ready()
     ledger = await stage.agent.get("/debug/ledger")
-    assert [(grant["family"], grant["shares"][0]["device"]) for grant in ledger["grants"]] == [("example-slot", U0)]
+    assert [(grant["family"], grant["shares"][0]["device"]) for grant in ledger["grants"]] == [
+        ("example-slot", U0)
+    ]
     assert stage.allocatable["nvidia.com/gpu"] == "1"
 
 
-async def test_a_pod_that_names_no_gpu_is_refused_with_the_familys_words(stage: VolcanoStage) -> None:
+async def test_a_pod_that_names_no_gpu_is_refused_with_the_familys_words(
+    stage: VolcanoStage,
+) -> None:
     """Nobody's pod starts with what was not meant for it."""
     await start(stage)
     await stage.offered(RESOURCE)
     place(stage, "lost", "GPU-nowhere")
     await stage.agent.until(
-        "/debug/allocations", lambda found: any("is no GPU of this node" in each["reason"] for each in found["refusals"])
+        "/debug/allocations",
+        lambda found: any("is no GPU of this node" in each["reason"] for each in found["refusals"]),
     )
     assert stage.cluster.starts("lost") == []
 
 
-@pytest.mark.parametrize(("text", "complaint"), [("{perGpu: 0}", "exampleSlot.perGpu"), ("{per: 1}", "exampleSlot.per")])
-async def test_settings_of_an_added_family_are_checked_like_all_others(stage: VolcanoStage, text: str, complaint: str) -> None:
+@pytest.mark.parametrize(
+    ("text", "complaint"), [("{perGpu: 0}", "exampleSlot.perGpu"), ("{per: 1}", "exampleSlot.per")]
+)
+async def test_settings_of_an_added_family_are_checked_like_all_others(
+    stage: VolcanoStage, text: str, complaint: str
+) -> None:
     """One clear error names the key."""
     stage.configure(f"families: {{exampleSlot: true}}\nexampleSlot: {text}\n")
     await new_agent(stage).spawn()
@@ -104,13 +125,19 @@ async def test_without_its_switch_an_added_family_offers_nothing(stage: VolcanoS
     """It is off by default, like every family but NVIDIA's."""
     await start(stage, "families: {nvidia: true}\n")
     await stage.agent.until_ready()
-    assert [each["resource"] for each in (await stage.agent.get("/debug/resources"))["resources"]] == ["nvidia.com/gpu"]
+    assert [
+        each["resource"] for each in (await stage.agent.get("/debug/resources"))["resources"]
+    ] == ["nvidia.com/gpu"]
     _, text = await stage.agent.get_text("/metrics")
     assert "example_slots_in_use{" not in text
 
 
-async def test_a_name_that_two_families_would_have_is_found_for_an_added_one(stage: VolcanoStage) -> None:
-    """`config check` refuses it, with the setting that can be changed most freely. Without the conflict it has nothing to say."""
+async def test_a_name_that_two_families_would_have_is_found_for_an_added_one(
+    stage: VolcanoStage,
+) -> None:
+    """`config check` refuses it, with the setting that can be changed most freely. Without the
+    conflict it has nothing to say.
+    """
 
     async def check(more: str) -> tuple[int | None, str]:
         stage.config.write_text(f"version: v1\n{more}")
@@ -122,7 +149,9 @@ async def test_a_name_that_two_families_would_have_is_found_for_an_added_one(sta
         return process.returncode, said.decode()
 
     assert await check(ON) == (0, "")
-    status, said = await check("families: {aws: true, exampleSlot: true}\naws: {resourceName: example.com/slot}\n")
+    status, said = await check(
+        "families: {aws: true, exampleSlot: true}\naws: {resourceName: example.com/slot}\n"
+    )
     assert status == 2
     assert ':3: aws.resourceName: "example.com/slot" is offered by aws and by example-slot' in said
 

@@ -1,4 +1,6 @@
-"""Wrong input to the agent's real process: one clear line each, nothing else stops, nothing is lost (issue "The ground", part 5)."""
+"""Wrong input to the agent's real process:
+one clear line each, nothing else stops, nothing is lost (issue "The ground", part 5).
+"""
 
 from __future__ import annotations
 
@@ -31,17 +33,26 @@ async def _ended(agent: AgentProcess) -> tuple[int, list[str]]:
 
 async def test_a_wrong_configuration_is_refused_before_anything_is_registered(stage: Stage) -> None:
     """Every problem with file, line, key, value and remedy, exit 2."""
-    status, lines = await _ended(stage.agent(QUICK + SHARED.replace("replicas: 4", "replicas: four") + "lissten: :1\n"))
+    status, lines = await _ended(
+        stage.agent(QUICK + SHARED.replace("replicas: 4", "replicas: four") + "lissten: :1\n")
+    )
     assert status == 2
     assert sorted(lines) == [
-        f'{stage.config}:5: sharing.timeSlicing.resources[0].replicas: expected an integer ≥ 1, got "four"',
+        (
+            f"{stage.config}:5: sharing.timeSlicing.resources[0].replicas: expected an integer ≥ "
+            '1, got "four"'
+        ),
         f"{stage.config}:6: lissten: unknown key, did you mean listen?",
     ]
     assert stage.kubelet.called("Register") == []
 
 
-async def test_families_that_collide_are_named_as_by_config_check_and_stop_nothing_else(stage: Stage) -> None:
-    """An upgrade must not take a node's GPUs away because of a name in a family that has never been served there."""
+async def test_families_that_collide_are_named_as_by_config_check_and_stop_nothing_else(
+    stage: Stage,
+) -> None:
+    """An upgrade must not take a node's GPUs away because of a name in a family
+    that has never been served there.
+    """
     text = QUICK + SHARED + "families: {aws: true}\naws:\n  resourceName: nvidia.com/gpu\n"
     agent = stage.agent(text)
     await agent.spawn()
@@ -51,9 +62,15 @@ async def test_families_that_collide_are_named_as_by_config_check_and_stop_nothi
 
 
 @pytest.mark.parametrize(("replicas", "fitting"), [(35000, True), (1_000_000_000, False)])
-async def test_v13_a_list_that_kubelet_would_drop_is_refused_with_the_factor_that_fits(stage: Stage, replicas: int, fitting: bool) -> None:
-    """kubelet V13: 2 × 35,000 replicas of 65 bytes exceed the budget: exit 2, and the named number does start."""
-    status, lines = await _ended(stage.agent(QUICK + SHARED.replace("replicas: 4", f"replicas: {replicas}")))
+async def test_v13_a_list_that_kubelet_would_drop_is_refused_with_the_factor_that_fits(
+    stage: Stage, replicas: int, fitting: bool
+) -> None:
+    """kubelet V13: 2 × 35,000 replicas of 65 bytes exceed the budget:
+    exit 2, and the named number does start.
+    """
+    status, lines = await _ended(
+        stage.agent(QUICK + SHARED.replace("replicas: 4", f"replicas: {replicas}"))
+    )
     assert status == 2
     assert len(lines) == 1
     assert "replicas: at most " in lines[0]
@@ -69,7 +86,9 @@ async def test_no_driver_is_an_error_that_says_what_was_looked_for(stage: Stage)
     """Without --simulate there is no silent simulation: exit 1 with the library and the places."""
     root = stage.folder / "no-driver"
     root.mkdir()
-    status, lines = await _ended(stage.agent(QUICK.replace("gpu: {", f"gpu: {{driverRoot: {root}, "), simulate=False))
+    status, lines = await _ended(
+        stage.agent(QUICK.replace("gpu: {", f"gpu: {{driverRoot: {root}, "), simulate=False)
+    )
     assert status == 1
     assert len(lines) == 1
     assert "libnvidia-ml.so.1" in lines[0]
@@ -77,7 +96,9 @@ async def test_no_driver_is_an_error_that_says_what_was_looked_for(stage: Stage)
 
 
 async def test_no_driver_with_fail_on_init_error_false_waits(stage: Stage) -> None:
-    """FAIL_ON_INIT_ERROR=false: the process lives, /readyz says why it is not ready, and a driver that comes up is used (aws:D5)."""
+    """FAIL_ON_INIT_ERROR=false: the process lives, /readyz says why it is not ready, and a driver
+    that comes up is used (aws:D5).
+    """
     stage.node.fault("nvmlInit*", code=9)
     agent = stage.agent(environment={"FAIL_ON_INIT_ERROR": "false"})
     await agent.start()
@@ -88,9 +109,14 @@ async def test_no_driver_with_fail_on_init_error_false_waits(stage: Stage) -> No
 
 
 async def test_gpus_that_come_later_and_would_be_too_many_ids_are_withheld(stage: Stage) -> None:
-    """A problem found after the start is no crash loop: /readyz names the factor that would fit, once in the log."""
+    """A problem found after the start is no crash loop:
+    /readyz names the factor that would fit, once in the log.
+    """
     stage.node.fault("nvmlInit*", code=9)
-    agent = stage.agent(QUICK + SHARED.replace("replicas: 4", "replicas: 300000"), environment={"FAIL_ON_INIT_ERROR": "false"})
+    agent = stage.agent(
+        QUICK + SHARED.replace("replicas: 4", "replicas: 300000"),
+        environment={"FAIL_ON_INIT_ERROR": "false"},
+    )
     await agent.start()
     await agent.until_logged("agent.started")
     stage.node.clear_faults()
@@ -111,10 +137,19 @@ async def test_a_simulated_node_that_is_not_there_is_an_error(stage: Stage) -> N
 
 @pytest.mark.parametrize(
     "content",
-    [b"", b"{", b"\x00\xff junk", b'{"Data": 5}', b'{"Data":{"PodDeviceEntries":[{"PodUID":7}]},"Checksum":1}', b'{"V9":{"Entries":[]}}'],
+    [
+        b"",
+        b"{",
+        b"\x00\xff junk",
+        b'{"Data": 5}',
+        b'{"Data":{"PodDeviceEntries":[{"PodUID":7}]},"Checksum":1}',
+        b'{"V9":{"Entries":[]}}',
+    ],
     ids=["empty", "half-written", "binary", "foreign", "wrong types", "future"],
 )
-async def test_a_checkpoint_that_makes_no_sense_is_one_warning(stage: Stage, content: bytes) -> None:
+async def test_a_checkpoint_that_makes_no_sense_is_one_warning(
+    stage: Stage, content: bytes
+) -> None:
     """The agent serves with what pod-resources says, names the file once, and goes on."""
     pod_agent = await stage.ready_agent()
     pod = await stage.admit("train")
@@ -125,7 +160,9 @@ async def test_a_checkpoint_that_makes_no_sense_is_one_warning(stage: Stage, con
     ledger = await pod_agent.until("/debug/ledger", lambda answer: len(answer["grants"]) == 1)
     assert ledger["grants"][0]["pod"] == "train"
     assert ledger["grants"][0]["ids"] == stage.ids(pod)
-    warnings = [line for line in pod_agent.log_lines() if line["msg"] == "kubelet.records_incomplete"]
+    warnings = [
+        line for line in pod_agent.log_lines() if line["msg"] == "kubelet.records_incomplete"
+    ]
     assert len(warnings) == 1
     assert "kubelet_internal_checkpoint" in warnings[0]["reason"]
     await pod_agent.until_ready()
@@ -136,19 +173,30 @@ async def test_pod_resources_missing_is_one_warning(stage: Stage) -> None:
     (stage.folder / "kubelet" / "pod-resources" / "kubelet.sock").unlink()
     agent = await stage.ready_agent()
     await stage.admit("train")
-    ledger = await agent.until("/debug/ledger", lambda answer: any(grant["state"] == "granted" for grant in answer["grants"]))
+    ledger = await agent.until(
+        "/debug/ledger",
+        lambda answer: any(grant["state"] == "granted" for grant in answer["grants"]),
+    )
     assert ledger["grants"][0]["container"] == "main"
-    warnings = [line["reason"] for line in agent.log_lines() if line["msg"] == "kubelet.records_incomplete"]
+    warnings = [
+        line["reason"] for line in agent.log_lines() if line["msg"] == "kubelet.records_incomplete"
+    ]
     assert len(warnings) == 1
     assert "pod-resources/kubelet.sock" in warnings[0]
 
 
 async def test_v12_exhausted_pod_resources_are_left_alone_for_a_while(stage: Stage) -> None:
-    """kubelet V12: RESOURCE_EXHAUSTED: back-off, service unaffected, the book complete afterwards."""
+    """kubelet V12: RESOURCE_EXHAUSTED: back-off, service unaffected,
+    the book complete afterwards.
+    """
     stage.kubelet.faults.exhausted_lists = 3
     agent = await stage.ready_agent()
     await stage.admit("train")
-    await agent.until("/debug/ledger", lambda answer: any(grant["state"] == "identified" for grant in answer["grants"]), timeout_seconds=30)
+    await agent.until(
+        "/debug/ledger",
+        lambda answer: any(grant["state"] == "identified" for grant in answer["grants"]),
+        timeout_seconds=30,
+    )
 
 
 async def test_a_port_in_use_ends_the_start_with_its_name(stage: Stage) -> None:
@@ -171,7 +219,9 @@ async def test_a_port_in_use_ends_the_start_with_its_name(stage: Stage) -> None:
 
 @contextlib.contextmanager
 def _unwritable(directory: Path, how: str) -> Iterator[None]:
-    """A directory in which no socket can be made: by mode for an ordinary user, by a mount for root, whom no mode stops."""
+    """A directory in which no socket can be made:
+    by mode for an ordinary user, by a mount for root, whom no mode stops.
+    """
     if os.geteuid() != 0:
         directory.chmod(0o500)
         yield
@@ -181,15 +231,21 @@ def _unwritable(directory: Path, how: str) -> Iterator[None]:
         subprocess.run(["mount", "--bind", str(directory), str(directory)], check=True)
         subprocess.run(["mount", "-o", "remount,ro,bind", str(directory)], check=True)
     else:
-        subprocess.run(["mount", "-t", "tmpfs", "-o", "nr_inodes=1", "tmpfs", str(directory)], check=True)
+        subprocess.run(
+            ["mount", "-t", "tmpfs", "-o", "nr_inodes=1", "tmpfs", str(directory)], check=True
+        )
     try:
         yield
     finally:
         subprocess.run(["umount", "--lazy", str(directory)], check=True)
 
 
-async def test_a_read_only_plugin_directory_is_named_and_left_when_it_is_mended(stage: Stage) -> None:
-    """No socket can be made beside kubelet's: /readyz names directory and cause. Afterwards it registers by itself."""
+async def test_a_read_only_plugin_directory_is_named_and_left_when_it_is_mended(
+    stage: Stage,
+) -> None:
+    """No socket can be made beside kubelet's: /readyz names directory and cause.
+    Afterwards it registers by itself.
+    """
     agent = stage.agent()
     with _unwritable(stage.kubelet.plugins, "read-only"):
         await agent.start()
@@ -202,7 +258,9 @@ async def test_a_read_only_plugin_directory_is_named_and_left_when_it_is_mended(
 
 
 async def test_a_full_disk_under_the_configuration_changes_nothing(stage: Stage) -> None:
-    """An editor on a full disk leaves an empty file: refused with a line, the old settings stay in force."""
+    """An editor on a full disk leaves an empty file:
+    refused with a line, the old settings stay in force.
+    """
     agent = await stage.ready_agent()
     replace_text(stage.config, "")
     line = await agent.until_logged("config.refused")
@@ -210,9 +268,16 @@ async def test_a_full_disk_under_the_configuration_changes_nothing(stage: Stage)
     assert stage.kubelet.resource(GPU).allocatable == 8
 
 
-@pytest.mark.skipif(os.geteuid() != 0, reason="only root can mount a file system without room; the read-only test covers the same path")
+@pytest.mark.skipif(
+    os.geteuid() != 0,
+    reason=(
+        "only root can mount a file system without room; the read-only test covers the same path"
+    ),
+)
 async def test_a_full_plugin_directory_is_named(stage: Stage) -> None:
-    """A file system without a free inode: kubelet's socket is not there either, and the agent waits instead of crashing."""
+    """A file system without a free inode: kubelet's socket is not there either,
+    and the agent waits instead of crashing.
+    """
     agent = stage.agent()
     with _unwritable(stage.kubelet.plugins, "full"):
         await agent.start()
@@ -221,7 +286,9 @@ async def test_a_full_plugin_directory_is_named(stage: Stage) -> None:
 
 
 async def test_unreadable_sysfs_means_no_topology_and_one_warning_a_card(stage: Stage) -> None:
-    """NUMA files with junk or none: the GPUs are offered without a NUMA node, the log names the file."""
+    """NUMA files with junk or none: the GPUs are offered without a NUMA node,
+    the log names the file.
+    """
     numa_nodes = sorted((stage.node.directory / "sys").rglob("numa_node"))
     numa_nodes[0].write_text("north\n")
     numa_nodes[1].unlink()
@@ -235,9 +302,15 @@ async def test_unreadable_sysfs_means_no_topology_and_one_warning_a_card(stage: 
 async def test_garbage_on_the_grpc_socket_disturbs_nobody(stage: Stage) -> None:
     """Random bytes, half a preface, a silent client: the next Allocate is answered as ever."""
     agent = await stage.ready_agent()
-    (path,) = [path for path in stage.kubelet.plugins.iterdir() if path.name.endswith(".sock") and path.name != "kubelet.sock"]
+    (path,) = [
+        path
+        for path in stage.kubelet.plugins.iterdir()
+        if path.name.endswith(".sock") and path.name != "kubelet.sock"
+    ]
     silent = [socket.socket(socket.AF_UNIX) for _ in range(3)]
-    for number, junk in enumerate([os.urandom(100_000), b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + os.urandom(5000), b""]):
+    for number, junk in enumerate(
+        [os.urandom(100_000), b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + os.urandom(5000), b""]
+    ):
         silent[number].setblocking(False)
         silent[number].connect(str(path))
         with contextlib.suppress(OSError):
@@ -268,13 +341,17 @@ async def test_a_megabyte_of_junk_to_each_path(stage: Stage) -> None:
     """Every path answers 1 MB with 4xx or closes the connection, and the server goes on."""
     agent = await stage.ready_agent()
     index = await agent.get("/debug/")
-    paths = [(agent.public_address, path) for path in ("/", "/metrics", "/healthz", "/livez", "/readyz")]
+    paths = [
+        (agent.public_address, path) for path in ("/", "/metrics", "/healthz", "/livez", "/readyz")
+    ]
     paths += [(agent.debug_address, entry["path"].partition("?")[0]) for entry in index["paths"]]
     assert len(paths) >= 14
     junk = os.urandom(1024 * 1024)
     for address, path in paths:
         for method in ("GET", "POST", "PUT"):
-            head = f"{method} {path} HTTP/1.1\r\nHost: x\r\nContent-Length: {len(junk)}\r\n\r\n".encode()
+            head = (
+                f"{method} {path} HTTP/1.1\r\nHost: x\r\nContent-Length: {len(junk)}\r\n\r\n"
+            ).encode()
             status = await asyncio.to_thread(_send, address, head + junk)
             assert status == 0 or 400 <= status < 500, f"{method} {path} answered {status}"
     assert (await agent.get_text("/livez"))[0] == 200
@@ -288,7 +365,14 @@ async def test_a_nonsense_log_level_is_refused_with_the_known_ones(stage: Stage)
     def put(body: bytes) -> bytes:
         host, _, port = agent.debug_address.rpartition(":")
         with socket.create_connection((host, int(port)), timeout=PATIENCE_SECONDS) as client:
-            client.sendall(b"PUT /debug/loglevel HTTP/1.1\r\nHost: x\r\nConnection: close\r\nContent-Length: %d\r\n\r\n" % len(body) + body)
+            client.sendall(
+                (
+                    b"PUT /debug/loglevel HTTP/1.1\r\nHost: x\r\nConnection: close\r\n"
+                    b"Content-Length: %d\r\n\r\n"
+                )
+                % len(body)
+                + body
+            )
             answer = b""
             while part := client.recv(65536):
                 answer += part

@@ -1,4 +1,6 @@
-"""Devices by CDI names with the agent's real process: what kubelet is answered is resolved as a container runtime does it."""
+"""Devices by CDI names with the agent's real process:
+what kubelet is answered is resolved as a container runtime does it.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +30,11 @@ CONTROL = {"/dev/nvidiactl", "/dev/nvidia-uvm", "/dev/nvidia-uvm-tools", "/dev/n
 
 def config(stage: Stage, strategy: str = "cdi-cri", *, plugin: str = "", more: str = "") -> str:
     """A configuration with that list strategy, whose specs lie in a folder of the test."""
-    return f"{QUICK}binding: {{cdiDirectory: {stage.folder}/cdi}}\nplugin: {{deviceListStrategy: [{strategy}]{plugin}}}\n{more}"
+    return (
+        f"{QUICK}binding: {{cdiDirectory: {stage.folder}/cdi}}\n"
+        f"plugin: {{deviceListStrategy: [{strategy}]{plugin}}}\n"
+        f"{more}"
+    )
 
 
 async def came(stage: Stage, pod: Pod) -> Received:
@@ -47,8 +53,12 @@ async def withheld(stage: Stage, agent: AgentProcess) -> str:
 
 
 @pytest.mark.parametrize(("strategy", "by_field"), [("cdi-cri", True), ("cdi-annotations", False)])
-async def test_a_container_gets_its_gpu_by_name(stage: Stage, strategy: str, *, by_field: bool) -> None:
-    """nvidia:A7, nvidia:A9: the names in kubelet's answer are in a spec, which adds the device and voids the old runtime's request."""
+async def test_a_container_gets_its_gpu_by_name(
+    stage: Stage, strategy: str, *, by_field: bool
+) -> None:
+    """nvidia:A7, nvidia:A9: the names in kubelet's answer are in a spec, which adds the device and
+    voids the old runtime's request.
+    """
     agent = await stage.ready_agent(config(stage, strategy))
     pod = await stage.admit("train", 1)
     (uuid,) = stage.ids(pod)
@@ -67,41 +77,75 @@ async def test_a_container_gets_its_gpu_by_name(stage: Stage, strategy: str, *, 
 
 
 async def test_everything_at_once(stage: Stage) -> None:
-    """nvidia:A11: two GPUs, the IMEX channel, and GDS, which this node has; GDRCopy it has not, so no container gets it by name."""
+    """nvidia:A11: two GPUs, the IMEX channel, and GDS, which this node has;
+    GDRCopy it has not, so no container gets it by name.
+    """
     await asyncio.to_thread(_devices, stage, "nvidia-caps-imex-channels/channel0", "nvidia-fs0")
-    await stage.ready_agent(config(stage, plugin=", gdsEnabled: true, gdrcopyEnabled: true, imexChannelIds: [0]"))
+    await stage.ready_agent(
+        config(stage, plugin=", gdsEnabled: true, gdrcopyEnabled: true, imexChannelIds: [0]")
+    )
     pod = await stage.admit("train", 2)
 
     answer = pod.answers["main"]
     names = [f"{VENDOR}/gpu={uuid}" for uuid in stage.ids(pod)]
-    assert [device.name for device in answer.cdi_devices] == [*names, f"{VENDOR}/imex-channel=0", f"{VENDOR}/gds=all"]
+    assert [device.name for device in answer.cdi_devices] == [
+        *names,
+        f"{VENDOR}/imex-channel=0",
+        f"{VENDOR}/gds=all",
+    ]
     assert dict(answer.envs) == {"NVIDIA_GDS": "enabled", "NVIDIA_GDRCOPY": "enabled"}
-    more = {"/dev/nvidia0", "/dev/nvidia1", "/dev/nvidia-caps-imex-channels/channel0", "/dev/nvidia-fs0"}
+    more = {
+        "/dev/nvidia0",
+        "/dev/nvidia1",
+        "/dev/nvidia-caps-imex-channels/channel0",
+        "/dev/nvidia-fs0",
+    }
     assert (await came(stage, pod)).device_nodes == CONTROL | more
 
 
 async def test_slices_have_names_as_soon_as_they_are_given_out(stage: Stage) -> None:
-    """nvidia:A10: a GPU is cut anew while the agent runs. The pod admitted first can start, by index, with the slice's capabilities."""
+    """nvidia:A10: a GPU is cut anew while the agent runs. The pod admitted first can start, by
+    index, with the slice's capabilities.
+    """
     await asyncio.to_thread(stage.node.set_mig, 1, ["1g.5gb"] * 7)
     await stage.ready_agent(config(stage, plugin=", migStrategy: mixed, deviceIdStrategy: index"))
     await stage.allocatable(7, resource=FIVE)
     pod = await stage.admit("five", 1, FIVE)
     number = stage.node.mig_uuids(1).index(stage.ids(pod, FIVE)[0])
-    assert [device.name for device in pod.answers["main"].cdi_devices] == [f"{VENDOR}/gpu=1:{number}"]
+    assert [device.name for device in pod.answers["main"].cdi_devices] == [
+        f"{VENDOR}/gpu=1:{number}"
+    ]
     assert len((await came(stage, pod)).device_nodes - CONTROL) == 3
 
     await asyncio.to_thread(stage.node.set_mig, 1, ["2g.10gb", "2g.10gb"])
     await stage.allocatable(2, resource=TEN)
     pod = await stage.admit("ten", 2, TEN)
-    slices = [(mig.gpu_instance, mig.compute_instance) for mig in stage.node.state.gpus[1].mig_devices if mig.used]
-    numbers = [number for of, within in slices for number in (capability_number(1, of), capability_number(1, of, within))]
-    assert (await came(stage, pod)).device_nodes - CONTROL == {"/dev/nvidia1", *(f"/dev/nvidia-caps/nvidia-cap{n}" for n in numbers)}
+    slices = [
+        (mig.gpu_instance, mig.compute_instance)
+        for mig in stage.node.state.gpus[1].mig_devices
+        if mig.used
+    ]
+    numbers = [
+        number
+        for of, within in slices
+        for number in (capability_number(1, of), capability_number(1, of, within))
+    ]
+    assert (await came(stage, pod)).device_nodes - CONTROL == {
+        "/dev/nvidia1",
+        *(f"/dev/nvidia-caps/nvidia-cap{n}" for n in numbers),
+    }
 
 
-async def test_a_tool_that_is_missing_withholds_the_resource_until_it_is_there(stage: Stage) -> None:
-    """One clear reason in ``/readyz``, nothing registered. The agent serves, and tries again by itself."""
+async def test_a_tool_that_is_missing_withholds_the_resource_until_it_is_there(
+    stage: Stage,
+) -> None:
+    """One clear reason in ``/readyz``, nothing registered.
+    The agent serves, and tries again by itself.
+    """
     tool = stage.folder / "nvidia-ctk"
-    agent = stage.agent(config(stage, more=f"cdi: {{nvidiaCtk: {tool}}}\ntasks: {{backoffMaxSeconds: 0.5}}\n"))
+    agent = stage.agent(
+        config(stage, more=f"cdi: {{nvidiaCtk: {tool}}}\ntasks: {{backoffMaxSeconds: 0.5}}\n")
+    )
     text = await withheld(stage, agent)
     assert f"cannot run {tool}: No such file or directory" in text
     assert "cdi.nvidiaCtk" in text
@@ -119,7 +163,9 @@ async def test_a_tool_that_hangs_or_prints_nonsense_stops_nothing_else(stage: St
     agent = stage.agent(config(stage, more=more))
     assert "did not end within 3 s" in await withheld(stage, agent)
     await asyncio.to_thread(faulty.misbehave, print_text="GPU 0: A100")
-    await agent.until("/debug/config", lambda answer: "is no CDI spec" in answer["cdi"]["specs"][0]["error"])
+    await agent.until(
+        "/debug/config", lambda answer: "is no CDI spec" in answer["cdi"]["specs"][0]["error"]
+    )
     await asyncio.to_thread(faulty.behave)
     await agent.until_ready()
     await stage.allocatable(2)
@@ -135,7 +181,9 @@ async def test_a_directory_that_cannot_be_written_withholds_the_resource(stage: 
 
 
 async def test_the_spec_stays_at_an_ordinary_stop_and_goes_with_the_agent(stage: Stage) -> None:
-    """Containers start again by it while the agent is away; ``withdrawAtStop`` is for the removal of the agent."""
+    """Containers start again by it while the agent is away;
+    ``withdrawAtStop`` is for the removal of the agent.
+    """
     path = stage.folder / "cdi" / GPU_FILE
     agent = await stage.ready_agent(config(stage))
     await agent.terminate()
@@ -146,7 +194,9 @@ async def test_the_spec_stays_at_an_ordinary_stop_and_goes_with_the_agent(stage:
 
 
 async def test_the_toolkits_own_spec_can_be_referred_to(stage: Stage) -> None:
-    """``nvidia.com/gpu=<uuid>``: withheld while no spec has the names, offered once the toolkit has made one; we write none."""
+    """``nvidia.com/gpu=<uuid>``: withheld while no spec has the names,
+    offered once the toolkit has made one; we write none.
+    """
     agent = stage.agent(config(stage, more="cdi: {source: toolkit}\n"))
     assert "there is no CDI spec of kind nvidia.com/gpu" in await withheld(stage, agent)
 
@@ -160,10 +210,14 @@ async def test_the_toolkits_own_spec_can_be_referred_to(stage: Stage) -> None:
 
 
 async def test_a_required_channel_that_is_missing_withholds_the_resource(stage: Stage) -> None:
-    """Upstream does not start. Here the reason is to be read, and the device is noticed when it comes."""
+    """Upstream does not start. Here the reason is to be read,
+    and the device is noticed when it comes.
+    """
     options = ", imexChannelIds: [0], imexRequired: true"
     agent = stage.agent(config(stage, "envvar", plugin=options))
-    assert "/dev/nvidia-caps-imex-channels/channel0 is no character device" in await withheld(stage, agent)
+    assert "/dev/nvidia-caps-imex-channels/channel0 is no character device" in await withheld(
+        stage, agent
+    )
 
 
 async def test_an_optional_channel_that_is_missing_is_one_warning(stage: Stage) -> None:
@@ -181,8 +235,14 @@ async def test_a_channel_that_is_there_is_told_by_variable_and_mount(stage: Stag
     await stage.ready_agent(config(stage, "envvar, volume-mounts", plugin=", imexChannelIds: [0]"))
     pod = await stage.admit("train", 1)
     directory = "/var/run/nvidia-container-devices"
-    assert dict(pod.answers["main"].envs) == {"NVIDIA_VISIBLE_DEVICES": directory, "NVIDIA_IMEX_CHANNELS": "0"}
-    assert [mount.container_path for mount in pod.answers["main"].mounts] == [f"{directory}/{stage.ids(pod)[0]}", f"{directory}/imex/0"]
+    assert dict(pod.answers["main"].envs) == {
+        "NVIDIA_VISIBLE_DEVICES": directory,
+        "NVIDIA_IMEX_CHANNELS": "0",
+    }
+    assert [mount.container_path for mount in pod.answers["main"].mounts] == [
+        f"{directory}/{stage.ids(pod)[0]}",
+        f"{directory}/imex/0",
+    ]
 
 
 def _devices(stage: Stage, *names: str) -> None:
@@ -201,7 +261,8 @@ def _install_tool(path: Path) -> None:
 
 def _toolkits_spec(stage: Stage) -> None:
     devices = [
-        {"name": uuid, "containerEdits": {"deviceNodes": [{"path": f"/dev/nvidia{number}"}]}} for number, uuid in enumerate((U0, U1))
+        {"name": uuid, "containerEdits": {"deviceNodes": [{"path": f"/dev/nvidia{number}"}]}}
+        for number, uuid in enumerate((U0, U1))
     ]
     text = json.dumps({"cdiVersion": "0.5.0", "kind": "nvidia.com/gpu", "devices": devices})
     (stage.folder / "cdi").mkdir(exist_ok=True)

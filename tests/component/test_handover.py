@@ -1,4 +1,6 @@
-"""A GPU from one family to another: how soon after the end of its last container, with the agent's real process."""
+"""A GPU from one family to another: how soon after the end of its last container,
+with the agent's real process.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,9 @@ WITHIN_SECONDS = 1.5
 
 @pytest.fixture
 async def stage(folder: Path) -> AsyncIterator[VolcanoStage]:
-    """A node with two A10 that serves two families, and reads kubelet's records as seldom as by default."""
+    """A node with two A10 that serves two families,
+    and reads kubelet's records as seldom as by default.
+    """
     async with volcano_stage(folder) as stage:
         stage.verify_seconds = 30.0
         yield stage
@@ -28,14 +32,18 @@ async def until_free_for(stage: VolcanoStage, resource: str) -> float:
     """Seconds until kubelet has every id of ``resource`` as Healthy."""
     began = time.monotonic()
     await stage.cluster.until(
-        lambda: not stage.cluster.kubelet.resource(resource).unhealthy, f"{resource} to be healthy", timeout_seconds=60
+        lambda: not stage.cluster.kubelet.resource(resource).unhealthy,
+        f"{resource} to be healthy",
+        timeout_seconds=60,
     )
     return time.monotonic() - began
 
 
 async def until_kept_from(stage: VolcanoStage, resource: str) -> None:
     """Wait until kubelet has no id of ``resource`` as Healthy."""
-    await stage.cluster.until(lambda: not stage.cluster.kubelet.resource(resource).healthy, f"{resource} to be unhealthy")
+    await stage.cluster.until(
+        lambda: not stage.cluster.kubelet.resource(resource).healthy, f"{resource} to be unhealthy"
+    )
 
 
 async def serve(stage: VolcanoStage, name: str, resource: str) -> None:
@@ -46,8 +54,12 @@ async def serve(stage: VolcanoStage, name: str, resource: str) -> None:
         await stage.serve(name, asks(2, 100))
 
 
-async def test_a_gpu_is_free_for_the_other_family_soon_after_the_end_of_its_last_container(stage: VolcanoStage) -> None:
-    """No pod waits for the next look at the kubelet's records, in either direction, whether the other ended or was deleted."""
+async def test_a_gpu_is_free_for_the_other_family_soon_after_the_end_of_its_last_container(
+    stage: VolcanoStage,
+) -> None:
+    """No pod waits for the next look at the kubelet's records, in either direction,
+    whether the other ended or was deleted.
+    """
     await stage.start_agent(BOTH, offers=(GPU, NUMBER))
     took = []
     for number in range(HANDOVERS):
@@ -59,10 +71,13 @@ async def test_a_gpu_is_free_for_the_other_family_soon_after_the_end_of_its_last
         else:
             stage.cluster.delete_pod(f"pod-{number}")
         took.append(await until_free_for(stage, others))
-    assert sorted(took)[-2] <= WITHIN_SECONDS, took  # the machine may be busy with something else once
+    # the machine may be busy with something else once
+    assert sorted(took)[-2] <= WITHIN_SECONDS, took
 
 
-async def test_without_the_api_server_kubelets_records_alone_free_a_gpu(stage: VolcanoStage) -> None:
+async def test_without_the_api_server_kubelets_records_alone_free_a_gpu(
+    stage: VolcanoStage,
+) -> None:
     """No event reports the end then. Two regular readings without the pod are enough, as ever."""
     stage.verify_seconds = 2.0
     await stage.start_agent(BOTH, offers=(GPU, NUMBER))
@@ -72,18 +87,24 @@ async def test_without_the_api_server_kubelets_records_alone_free_a_gpu(stage: V
     stage.cluster.finish("pod")
     seconds = await until_free_for(stage, NUMBER)
     assert seconds >= 1.0  # two readings, of which the second comes two seconds after the first
-    assert "ledger.released" in [event["event"] for event in (await stage.agent.get("/debug/events"))["events"]]
+    assert "ledger.released" in [
+        event["event"] for event in (await stage.agent.get("/debug/events"))["events"]
+    ]
 
 
 async def test_schedulers_see_a_handover_long_before_kubelet_writes_it(folder: Path) -> None:
-    """The kubelet writes its Node every ten seconds. On an older count a scheduler sends a pod that kubelet can only fail."""
+    """The kubelet writes its Node every ten seconds.
+    On an older count a scheduler sends a pod that kubelet can only fail.
+    """
     async with volcano_stage(folder, status_seconds=10.0) as stage:
         await stage.start_agent(BOTH, offers=(GPU, NUMBER))
         everything = {name: stage.allocatable[name] for name in (GPU, NUMBER)}
 
         async def until_shown(resource: str, count: str) -> float:
             began = time.monotonic()
-            await stage.cluster.until(lambda: stage.allocatable[resource] == count, f"{resource} to be {count}")
+            await stage.cluster.until(
+                lambda: stage.allocatable[resource] == count, f"{resource} to be {count}"
+            )
             return time.monotonic() - began
 
         took = []

@@ -1,4 +1,6 @@
-"""MIG with the agent's real process: slices as resources of their own, and a geometry that is changed while the node works."""
+"""MIG with the agent's real process: slices as resources of their own,
+and a geometry that is changed while the node works.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +29,9 @@ async def _cut(stage: Stage, gpu: int, *profiles: str) -> float:
 
 
 async def test_slices_are_resources_beside_whole_gpus(stage: Stage) -> None:
-    """nvidia G6 on the wire: GPU 0 whole, seven slices of GPU 1 by their profile. A pod gets the slice that kubelet chose."""
+    """nvidia G6 on the wire: GPU 0 whole, seven slices of GPU 1 by their profile.
+    A pod gets the slice that kubelet chose.
+    """
     await _cut(stage, 1, *["1g.5gb"] * 7)
     await stage.ready_agent(QUICK + MIXED)
     await stage.allocatable(1)
@@ -39,7 +43,9 @@ async def test_slices_are_resources_beside_whole_gpus(stage: Stage) -> None:
 
 
 async def test_a_change_of_geometry_reaches_kubelet_in_two_seconds(stage: Stage) -> None:
-    """nvidia:D9: with the default intervals. The old name goes to 0, the new one comes, the whole GPU stays as it is."""
+    """nvidia:D9: with the default intervals.
+    The old name goes to 0, the new one comes, the whole GPU stays as it is.
+    """
     await _cut(stage, 1, *["1g.5gb"] * 7)
     agent = await stage.ready_agent(DEFAULTS)
 
@@ -54,8 +60,14 @@ async def test_a_change_of_geometry_reaches_kubelet_in_two_seconds(stage: Stage)
 
     assert await quickest(changed, within_seconds=LIMIT_SECONDS) < LIMIT_SECONDS
     assert list(stage.kubelet.resource(GPU).healthy) == [U0]
-    events = [event for event in (await agent.get("/debug/events"))["events"] if event["event"] == "gpu.mig_changed"]
-    assert {profile for event in events for profile in event["facts"]["removed"].values()} >= {"1g.5gb"}
+    events = [
+        event
+        for event in (await agent.get("/debug/events"))["events"]
+        if event["event"] == "gpu.mig_changed"
+    ]
+    assert {profile for event in events for profile in event["facts"]["removed"].values()} >= {
+        "1g.5gb"
+    }
 
 
 async def test_mig_mode_switched_on_and_off_moves_the_gpu_between_resources(stage: Stage) -> None:
@@ -72,13 +84,18 @@ async def test_mig_mode_switched_on_and_off_moves_the_gpu_between_resources(stag
 
 
 async def test_a_pod_on_an_instance_that_is_cut_away_is_named(stage: Stage) -> None:
-    """nvidia:D9: event with pod and instance, and a metric. The pod keeps its ids, and the new slices are not held up by it."""
+    """nvidia:D9: event with pod and instance, and a metric.
+    The pod keeps its ids, and the new slices are not held up by it.
+    """
     await _cut(stage, 1, *["1g.5gb"] * 7)
     agent = await stage.ready_agent(QUICK + MIXED)
     await stage.allocatable(7, resource=FIVE)
     pod = await stage.admit("train", 1, FIVE)
     (instance,) = stage.ids(pod, FIVE)
-    await agent.until("/debug/ledger", lambda answer: any(grant["state"] == "identified" for grant in answer["grants"]))
+    await agent.until(
+        "/debug/ledger",
+        lambda answer: any(grant["state"] == "identified" for grant in answer["grants"]),
+    )
 
     await _cut(stage, 1, "3g.20gb")
     event = await agent.until_logged("grant.device_missing")
@@ -89,18 +106,24 @@ async def test_a_pod_on_an_instance_that_is_cut_away_is_named(stage: Stage) -> N
     assert await agent.metric(f'vgpu_agent_grants_on_missing_devices{{resource="{FIVE}"}}') == 1
     assert stage.ids(pod, FIVE) == [instance]
     await agent.terminate()
-    await agent.start()  # a new process learns of it from kubelet's records, although the resource is not offered any more
+    # a new process learns of it from kubelet's records, although the resource is not offered any
+    # more
+    await agent.start()
     event = await agent.until_logged("grant.device_missing")
     assert (event["device"], event["gpu"]) == (instance, stage.node.uuids[1])
     await _cut(stage, 1)  # a process of the pod may still be at work on the GPU
-    await stage.kubelet.until(lambda: list(stage.kubelet.resource(GPU).unhealthy) == [stage.node.uuids[1]])
+    await stage.kubelet.until(
+        lambda: list(stage.kubelet.resource(GPU).unhealthy) == [stage.node.uuids[1]]
+    )
     await stage.kubelet.delete(pod)
     await agent.until("/debug/ledger", lambda answer: not answer["grants"])
     await stage.allocatable(2)
 
 
 async def test_geometry_that_changes_under_load(stage: Stage) -> None:
-    """nvidia:D9: pods of whole GPUs and of slices come and go while GPU 1 is cut anew. None of them gets what is not there."""
+    """nvidia:D9: pods of whole GPUs and of slices come and go while GPU 1 is cut anew.
+    None of them gets what is not there.
+    """
     layouts = [["1g.5gb"] * 7, ["2g.10gb"] * 3, ["3g.20gb", "2g.10gb", "1g.5gb"]]
     await _cut(stage, 1, *layouts[0])
     agent = await stage.ready_agent(QUICK + MIXED)
@@ -111,12 +134,14 @@ async def test_geometry_that_changes_under_load(stage: Stage) -> None:
         for resource in stage.kubelet.resources:
             try:
                 pod = await stage.admit(f"pod-{number}-{resource.rpartition('/')[2]}", 1, resource)
-            except AdmissionError:  # kubelet has none, or the slice that it chose was cut away a moment ago
+            except AdmissionError:
+                # kubelet has none, or the slice that it chose was cut away a moment ago
                 continue
             served.add(resource)
             assert pod.answers["main"].envs["NVIDIA_VISIBLE_DEVICES"] in stage.ids(pod, resource)
             await stage.kubelet.delete(pod)
-        await asyncio.sleep(0.1 if number < 24 else 3)  # on a slow machine the next change may come before the last one is offered
+        # on a slow machine the next change may come before the last one is offered
+        await asyncio.sleep(0.1 if number < 24 else 3)
         number += 1
 
     assert served == all_kinds
@@ -124,13 +149,23 @@ async def test_geometry_that_changes_under_load(stage: Stage) -> None:
     await stage.allocatable(1, resource=TWENTY)
     await stage.allocatable(1, resource=FIVE)
     assert await agent.metric(f'vgpu_agent_gpu_healthy{{gpu="{U1}"}}') == 1
-    assert [line["msg"] for line in agent.log_lines() if line["msg"] in {"gpu.lost", "gpu.unhealthy", "ledger.unsound"}] == []
+    assert [
+        line["msg"]
+        for line in agent.log_lines()
+        if line["msg"] in {"gpu.lost", "gpu.unhealthy", "ledger.unsound"}
+    ] == []
 
 
 async def test_an_error_in_a_slice_is_that_slices(stage: Stage) -> None:
-    """nvidia:D1 on the wire: both replicas of one slice become Unhealthy in one list, and come back after the quiet time (nvidia:D2)."""
+    """nvidia:D1 on the wire: both replicas of one slice become Unhealthy in one list, and come back
+    after the quiet time (nvidia:D2).
+    """
     await _cut(stage, 1, *["1g.5gb"] * 7)
-    await stage.ready_agent(QUICK + MIXED + "sharing: {timeSlicing: {resources: [{name: nvidia.com/mig-1g.5gb, replicas: 2}]}}\n")
+    await stage.ready_agent(
+        QUICK
+        + MIXED
+        + "sharing: {timeSlicing: {resources: [{name: nvidia.com/mig-1g.5gb, replicas: 2}]}}\n"
+    )
     await stage.allocatable(14, resource=FIVE)
     ill = stage.node.mig_uuids(1)[3]
 
@@ -142,7 +177,9 @@ async def test_an_error_in_a_slice_is_that_slices(stage: Stage) -> None:
 
 
 async def test_health_survives_everything_but_the_agents_own_restart(stage: Stage) -> None:
-    """nvidia:D11: kubelet comes back and the settings change, and what was Unhealthy still is. A new process reads anew."""
+    """nvidia:D11: kubelet comes back and the settings change, and what was Unhealthy still is.
+    A new process reads anew.
+    """
     never = QUICK.replace("quietSeconds: 0.5", "mode: never, quietSeconds: 0.5")
     agent = await stage.ready_agent(never)
     await asyncio.to_thread(stage.node.xid, 1, 79)
@@ -161,7 +198,9 @@ async def test_health_survives_everything_but_the_agents_own_restart(stage: Stag
 
 
 async def test_garbage_in_the_capability_file_costs_what_it_describes(stage: Stage) -> None:
-    """One bad line is one Unhealthy slice. No file at all withholds the slices with a reason, and whole GPUs are offered."""
+    """One bad line is one Unhealthy slice. No file at all withholds the slices with a reason,
+    and whole GPUs are offered.
+    """
     minors = stage.node.directory / "proc" / "driver" / "nvidia-caps" / "mig-minors"
     await _cut(stage, 1, *["1g.5gb"] * 7)
     whole = minors.read_text()
@@ -169,7 +208,11 @@ async def test_garbage_in_the_capability_file_costs_what_it_describes(stage: Sta
     agent = await stage.ready_agent(QUICK + MIXED)
     await stage.allocatable(6, resource=FIVE)
     devices = await agent.get("/debug/devices")
-    said = [one["health_reason"] for one in devices["gpus"][1]["mig_instances"] if one["health"] == "Unhealthy"]
+    said = [
+        one["health_reason"]
+        for one in devices["gpus"][1]["mig_instances"]
+        if one["health"] == "Unhealthy"
+    ]
     assert len(said) == 1
     assert "mig-minors line" in said[0]
     assert "'gpu1/gi8/access 21O'" in said[0]
@@ -185,7 +228,9 @@ async def test_garbage_in_the_capability_file_costs_what_it_describes(stage: Sta
 
 
 async def test_eight_gpus_of_seven_slices_start_quickly(folder: Path) -> None:
-    """From exec to a registered list of 56 slices; scripts/bench holds it to a second, a machine that runs tests gets ten."""
+    """From exec to a registered list of 56 slices;
+    scripts/bench holds it to a second, a machine that runs tests gets ten.
+    """
     node = SimulatedNode.create(folder / "big", model="A100-SXM4-40GB", gpus=8)
     for gpu in range(8):
         await asyncio.to_thread(node.set_mig, gpu, ["1g.5gb"] * 7)

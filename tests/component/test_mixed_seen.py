@@ -1,4 +1,6 @@
-"""A person's view of a node of two families, from a real process: ``vgpu-agent status``, one pod explained, and /metrics."""
+"""A person's view of a node of two families, from a real process:
+``vgpu-agent status``, one pod explained, and /metrics.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +27,15 @@ async def stage(folder: Path) -> AsyncIterator[VolcanoStage]:
 
 async def _status(stage: VolcanoStage, *flags: str) -> str:
     """The output of ``vgpu-agent status``."""
-    command = (sys.executable, "-m", "vgpu_agent", "status", "--debug-listen", stage.agent.debug_address, *flags)
+    command = (
+        sys.executable,
+        "-m",
+        "vgpu_agent",
+        "status",
+        "--debug-listen",
+        stage.agent.debug_address,
+        *flags,
+    )
     process = await asyncio.create_subprocess_exec(*command, stdout=asyncio.subprocess.PIPE)
     out, _ = await process.communicate()
     assert process.returncode == 0
@@ -41,20 +51,34 @@ def _table(text: str, title: str) -> list[list[str]]:
 def _decided(gpu: str) -> dict[str, str]:
     """The annotations of a scheduler that has named ``gpu``."""
     text = f"{gpu},NVIDIA,100,10:"
-    return {"volcano.sh/vgpu-node": NODE, "volcano.sh/vgpu-ids-new": text, "volcano.sh/devices-to-allocate": text}
+    return {
+        "volcano.sh/vgpu-node": NODE,
+        "volcano.sh/vgpu-ids-new": text,
+        "volcano.sh/devices-to-allocate": text,
+    }
 
 
-async def test_a_pod_whose_gpu_has_gone_to_another_family_is_explained_everywhere(stage: VolcanoStage) -> None:
-    """It was sent to a GPU that a pod of NVIDIA's names got first: the pages name its holder, and the refusal where there is room.
+async def test_a_pod_whose_gpu_has_gone_to_another_family_is_explained_everywhere(
+    stage: VolcanoStage,
+) -> None:
+    """It was sent to a GPU that a pod of NVIDIA's names got first: the pages name its holder, and
+    the refusal where there is room.
 
-    The other family's pod goes on over a restart of the agent, of which kubelet's records do not tell since when.
+    The other family's pod goes on over a restart of the agent, of which kubelet's records do not
+    tell since when.
     """
     await stage.start_agent(MIXED, offers=(GPU, NUMBER))
     await stage.serve("train", {GPU: 1}, scheduler="default-scheduler")
-    (grant,) = (await stage.agent.until("/debug/allocations", lambda found: found["allocations"][0]["pod"] == "train"))["allocations"]
+    (grant,) = (
+        await stage.agent.until(
+            "/debug/allocations", lambda found: found["allocations"][0]["pod"] == "train"
+        )
+    )["allocations"]
     taken, idle = grant["shares"][0]["gpu"], U1 if grant["shares"][0]["gpu"] == U0 else U0
     index = (U0, U1).index(taken)
-    stage.cluster.create_pod("late", asks(1, 100, 10), scheduler="volcano", annotations=_decided(taken), node=NODE)
+    stage.cluster.create_pod(
+        "late", asks(1, 100, 10), scheduler="volcano", annotations=_decided(taken), node=NODE
+    )
     await stage.agent.until("/debug/allocations", lambda found: bool(found["refusals"]))
 
     text = await _status(stage)
@@ -76,41 +100,69 @@ async def test_a_pod_whose_gpu_has_gone_to_another_family_is_explained_everywher
     assert "default/train" not in shown
     assert "Room for it now: GPU" in shown
     explained = await _status(stage, "--pod", "default/late")
-    assert f"{taken} is not available: the GPU serves nvidia until its last share is returned" in explained
+    assert (
+        f"{taken} is not available: the GPU serves nvidia until its last share is returned"
+        in explained
+    )
 
     _, metrics = await stage.agent.get_text("/metrics")
-    assert f'vgpu_agent_gpu_serves_since_timestamp_seconds{{family="nvidia",gpu="{taken}"}}' in metrics
-    assert f'vgpu_agent_gpu_serves_since_timestamp_seconds{{family="nvidia",gpu="{idle}"}}' not in metrics
+    assert (
+        f'vgpu_agent_gpu_serves_since_timestamp_seconds{{family="nvidia",gpu="{taken}"}}' in metrics
+    )
+    assert (
+        f'vgpu_agent_gpu_serves_since_timestamp_seconds{{family="nvidia",gpu="{idle}"}}'
+        not in metrics
+    )
 
     await stage.agent.kill()
     await stage.restart_agent()
-    assert {row[0]: row for row in _table(await _status(stage), "GPUs by family")}[str(index)][2].endswith(" or longer")
+    assert {row[0]: row for row in _table(await _status(stage), "GPUs by family")}[str(index)][
+        2
+    ].endswith(" or longer")
 
 
-async def test_the_time_since_a_gpu_serves_pods_bound_late_outlives_the_agent(stage: VolcanoStage) -> None:
+async def test_the_time_since_a_gpu_serves_pods_bound_late_outlives_the_agent(
+    stage: VolcanoStage,
+) -> None:
     """The specs of late grants have the time of their decision, which outlives the agent."""
     await stage.start_agent(MIXED, offers=(GPU, NUMBER))
     await stage.serve("p", asks(1, 100, 10))
-    (before,) = (use for use in (await stage.agent.get("/debug/ledger"))["uses"].values() if use["family"])
+    (before,) = (
+        use for use in (await stage.agent.get("/debug/ledger"))["uses"].values() if use["family"]
+    )
     await stage.agent.kill()
     await stage.restart_agent()
-    (after,) = (use for use in (await stage.agent.get("/debug/ledger"))["uses"].values() if use["family"])
-    assert (after["family"], after["pods"], after["or_earlier"]) == ("volcano-vgpu", ["default/p"], False)
+    (after,) = (
+        use for use in (await stage.agent.get("/debug/ledger"))["uses"].values() if use["family"]
+    )
+    assert (after["family"], after["pods"], after["or_earlier"]) == (
+        "volcano-vgpu",
+        ["default/p"],
+        False,
+    )
     assert after["since"]["at"][:16] == before["since"]["at"][:16]
     assert after["since"]["seconds_ago"] > before["since"]["seconds_ago"]
 
 
-async def test_a_pod_that_waits_for_its_image_claims_its_gpu_for_everybody_to_see(stage: VolcanoStage) -> None:
-    """From its binding to its start: which pod waits and for how long, on the page, for the pod and as a number; also for a new agent."""
+async def test_a_pod_that_waits_for_its_image_claims_its_gpu_for_everybody_to_see(
+    stage: VolcanoStage,
+) -> None:
+    """From its binding to its start: which pod waits and for how long, on the page, for the pod and
+    as a number; also for a new agent.
+    """
     await stage.start_agent(MIXED, offers=(GPU, NUMBER))
     pulled = stage.cluster.pull("main")
-    stage.cluster.create_pod("waits", asks(1, 100, 10), annotations={"volcano.sh/vgpu-use-gpuuuid": U0})
+    stage.cluster.create_pod(
+        "waits", asks(1, 100, 10), annotations={"volcano.sh/vgpu-use-gpuuuid": U0}
+    )
     await stage.agent.until("/debug/ledger", lambda found: bool(found["uses"][U0]["waiting"]))
     for _ in range(2):
         rows = {row[0]: row for row in _table(await _status(stage), "GPUs by family")}
         assert rows["0"][4].startswith("default/waits (volcano-vgpu, ")
         assert rows["0"][5] == "the start or the end of default/waits, for which it is kept"
-        assert f"Its scheduler has named GPU 0 ({U0}), for which it waits since " in await _status(stage, "--pod", "default/waits")
+        assert f"Its scheduler has named GPU 0 ({U0}), for which it waits since " in await _status(
+            stage, "--pod", "default/waits"
+        )
         assert await stage.agent.metric("vgpu_agent_gpu_claims") == 1
         assert await stage.agent.metric("vgpu_agent_gpu_claims_oldest_seconds") >= 0
         await stage.agent.kill()

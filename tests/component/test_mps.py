@@ -1,4 +1,6 @@
-"""MPS through the real agent process: NVIDIA's resource and AWS's, with stand-ins of the host tools and a kubelet beside it."""
+"""MPS through the real agent process: NVIDIA's resource and AWS's,
+with stand-ins of the host tools and a kubelet beside it.
+"""
 
 from __future__ import annotations
 
@@ -51,7 +53,10 @@ mps:
 
     async def daemon(self, agent: AgentProcess, **wanted: object) -> dict[str, Any]:
         """The one daemon in ``/debug/mps``, once it is as wanted."""
-        answer = await agent.until("/debug/mps", lambda found: any(wanted.items() <= daemon.items() for daemon in found["daemons"]))
+        answer = await agent.until(
+            "/debug/mps",
+            lambda found: any(wanted.items() <= daemon.items() for daemon in found["daemons"]),
+        )
         return dict(answer["daemons"][0])
 
 
@@ -71,15 +76,23 @@ def _is_proven(ledger: Any) -> bool:
 
 
 async def test_pods_share_a_gpu_through_a_daemon_that_outlives_the_agent(mps: Mps) -> None:
-    """nvidia:A19, nvidia:G11: the answer names pipe and shared memory. A new agent adopts the daemon. The last one without pods ends it."""
+    """nvidia:A19, nvidia:G11: the answer names pipe and shared memory. A new agent adopts the
+    daemon. The last one without pods ends it.
+    """
     stage = mps.stage
     agent = await stage.ready_agent(mps.shared)
     await stage.allocatable(8)
     pod = await stage.admit("train")
     answer = pod.answers["main"]
-    assert dict(answer.envs) == {"NVIDIA_VISIBLE_DEVICES": U0, "CUDA_MPS_PIPE_DIRECTORY": str(mps.pipe)}
+    assert dict(answer.envs) == {
+        "NVIDIA_VISIBLE_DEVICES": U0,
+        "CUDA_MPS_PIPE_DIRECTORY": str(mps.pipe),
+    }
     mounts = {(mount.container_path, mount.host_path) for mount in answer.mounts}
-    assert mounts == {(str(mps.pipe), f"/run/nvidia/mps/{GPU}/pipe"), ("/dev/shm", "/run/nvidia/mps/shm")}
+    assert mounts == {
+        (str(mps.pipe), f"/run/nvidia/mps/{GPU}/pipe"),
+        ("/dev/shm", "/run/nvidia/mps/shm"),
+    }
     await agent.until("/debug/ledger", _is_proven)
     first = daemon_pid(mps.pipe)
     assert mps.compute_modes == [3, 3]
@@ -97,7 +110,9 @@ async def test_pods_share_a_gpu_through_a_daemon_that_outlives_the_agent(mps: Mp
 
 
 async def test_a_killed_daemon_is_told_with_its_pods_and_comes_back(mps: Mps) -> None:
-    """nvidia:D7: the journal has the pod's name, the metrics count, and kubelet sees 0 until the limits are in force again."""
+    """nvidia:D7: the journal has the pod's name, the metrics count,
+    and kubelet sees 0 until the limits are in force again.
+    """
     stage = mps.stage
     agent = await stage.ready_agent(mps.shared)
     await stage.admit("train")
@@ -107,7 +122,9 @@ async def test_a_killed_daemon_is_told_with_its_pods_and_comes_back(mps: Mps) ->
     lost = await agent.until_logged("mps.daemon_lost")
     assert lost["pods"] == ["default/train"]
     await stage.allocatable(0)
-    await agent.until("/debug/mps", lambda found: "Insufficient permissions" in found["daemons"][0]["trouble"])
+    await agent.until(
+        "/debug/mps", lambda found: "Insufficient permissions" in found["daemons"][0]["trouble"]
+    )
     mps.tools.behave()
     await stage.allocatable(8)
     assert await agent.metric("vgpu_agent_mps_restarts_total") == 1
@@ -115,7 +132,9 @@ async def test_a_killed_daemon_is_told_with_its_pods_and_comes_back(mps: Mps) ->
 
 @pytest.mark.parametrize("binary", ["missing", "nonsense"])
 async def test_a_bad_control_binary_withholds_its_resource_only(mps: Mps, binary: str) -> None:
-    """Issue part 7: the readiness and /debug/resources have the reason. Another family's resource is offered."""
+    """Issue part 7: the readiness and /debug/resources have the reason.
+    Another family's resource is offered.
+    """
     stage = mps.stage
     config = mps.shared + "families: {aws: true}\n"
     if binary == "missing":
@@ -134,9 +153,13 @@ async def test_a_bad_control_binary_withholds_its_resource_only(mps: Mps, binary
 
 
 async def test_more_replicas_than_clients_withhold_the_resource_only(mps: Mps) -> None:
-    """nvidia:G15: no retry every 30 seconds but a reason with the number that fits; AWS's resource is offered, and no tool was started."""
+    """nvidia:G15: no retry every 30 seconds but a reason with the number that fits; AWS's resource
+    is offered, and no tool was started.
+    """
     stage = mps.stage
-    agent = stage.agent(mps.shared.replace("replicas: 4", "replicas: 49") + "families: {aws: true}\n")
+    agent = stage.agent(
+        mps.shared.replace("replicas: 4", "replicas: 49") + "families: {aws: true}\n"
+    )
     await agent.start()
     await stage.allocatable(20, resource=VGPU)
     await until_not_ready(agent, "49 replicas of GPU 0", "set replicas to 48 or fewer")
@@ -144,7 +167,9 @@ async def test_more_replicas_than_clients_withhold_the_resource_only(mps: Mps) -
 
 
 async def test_a_virtual_gpu_of_aws_is_told_as_before(mps: Mps) -> None:
-    """aws:W1, aws:§II.6-1: twenty ids, and one variable for a container; aws:D3: registered anew when kubelet restarts."""
+    """aws:W1, aws:§II.6-1: twenty ids, and one variable for a container; aws:D3:
+    registered anew when kubelet restarts.
+    """
     stage = mps.stage
     agent = stage.agent(mps.config + "families: {nvidia: false, aws: true}\n")
     await agent.start()

@@ -1,4 +1,6 @@
-"""Named configurations with the agent's real process: an API server that is there, one that goes away, and one that never answers."""
+"""Named configurations with the agent's real process: an API server that is there, one that goes
+away, and one that never answers.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,10 @@ async def _shelf(stage: Stage, **replicas: int) -> None:
     folder = stage.folder / "available-configs"
     await asyncio.to_thread(folder.mkdir, exist_ok=True)
     for name, number in replicas.items():
-        text = f"version: v1\nsharing: {{timeSlicing: {{resources: [{{name: nvidia.com/gpu, replicas: {number}}}]}}}}\n"
+        text = (
+            "version: v1\nsharing: {timeSlicing: {resources: [{name: nvidia.com/gpu, replicas: "
+            f"{number}}}]}}}}\n"
+        )
         await asyncio.to_thread(replace_text, folder / name, text)
 
 
@@ -31,14 +36,18 @@ async def _config(stage: Stage, server: ApiServer, *, url: str = "") -> str:
     text = (await asyncio.to_thread(kubeconfig.read_text)).replace(server.url, url or server.url)
     await asyncio.to_thread(replace_text, kubeconfig, text)
     return (
-        f"{QUICK}nodeName: {NODE}\nkubeconfig: {kubeconfig}\nstateDirectory: {stage.folder}/state\n"
-        f"namedConfig: {{directory: {stage.folder}/available-configs, default: two}}\n"
-        f"cluster: {{startWaitSeconds: {WAIT_SECONDS}, requestTimeoutSeconds: 20, backoffMinSeconds: 0.1, backoffMaxSeconds: 0.5}}\n"
+        f"{QUICK}nodeName: {NODE}\nkubeconfig: {kubeconfig}\n"
+        f"stateDirectory: {stage.folder}/state\nnamedConfig: {{directory: "
+        f"{stage.folder}/available-configs, default: two}}\n"
+        f"cluster: {{startWaitSeconds: {WAIT_SECONDS}, requestTimeoutSeconds: 20, "
+        "backoffMinSeconds: 0.1, backoffMaxSeconds: 0.5}\n"
     )
 
 
 async def test_the_label_is_followed_and_outlives_the_api_server(stage: Stage) -> None:
-    """Nothing of the agent's is written to the Node, and a restart during the outage offers what pods know."""
+    """Nothing of the agent's is written to the Node,
+    and a restart during the outage offers what pods know.
+    """
     await _shelf(stage, four=4, two=2)
     async with ApiServer() as server:
         server.objects.create("nodes", {"metadata": {"name": NODE, "labels": {LABEL: "four"}}})
@@ -50,7 +59,9 @@ async def test_the_label_is_followed_and_outlives_the_api_server(stage: Stage) -
         await stage.allocatable(8)
         assert server.writes == []
         await agent.until("/debug/cluster", lambda answer: answer["connected"])
-        await asyncio.to_thread(_until_remembered, stage.folder / "state" / "remembered.json", '"four"')
+        await asyncio.to_thread(
+            _until_remembered, stage.folder / "state" / "remembered.json", '"four"'
+        )
         await server.down()
         await agent.kill()
         await stage.allocatable(0)
@@ -69,7 +80,9 @@ def _until_remembered(file: Path, text: str) -> None:
 
 
 async def test_a_start_waits_once_for_an_api_server_that_never_answers(stage: Stage) -> None:
-    """NVIDIA's init container waits for ever (its issue 1540). Here the default is offered, and the problem is reported."""
+    """NVIDIA's init container waits for ever (its issue 1540).
+    Here the default is offered, and the problem is reported.
+    """
     await _shelf(stage, four=4, two=2)
     async with ApiServer() as server:
         with socket.create_server(("127.0.0.1", 0)) as hung:  # only the kernel takes the connection
@@ -82,7 +95,8 @@ async def test_a_start_waits_once_for_an_api_server_that_never_answers(stage: St
             assert "cluster.slow_start" in [line["msg"] for line in lines]
             (began,) = [line["ts"] for line in lines if line["msg"] == "agent.starting"]
             (slow,) = [line["ts"] for line in lines if line["msg"] == "cluster.slow_start"]
-            assert _seconds(slow) - _seconds(began) < WAIT_SECONDS  # the wait was over before the agent was built
+            # the wait was over before the agent was built
+            assert _seconds(slow) - _seconds(began) < WAIT_SECONDS
 
 
 def _seconds(timestamp: str) -> float:

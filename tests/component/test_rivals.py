@@ -1,4 +1,6 @@
-"""Two device plugins for one resource on one kubelet: what the other one leaves behind must not stay broken (kubelet §3)."""
+"""Two device plugins for one resource on one kubelet:
+what the other one leaves behind must not stay broken (kubelet §3).
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,12 @@ async def _second(stage: Stage, gpus: Path | None = None) -> AgentProcess:
     """Another agent beside the first, offering the same GPUs or those of another folder."""
     second = stage.agent(QUICK)
     if gpus is not None:
-        second = AgentProcess(stage.folder / "rival.log", kubelet=stage.folder / "kubelet", simulate=gpus, config=stage.config)
+        second = AgentProcess(
+            stage.folder / "rival.log",
+            kubelet=stage.folder / "kubelet",
+            simulate=gpus,
+            config=stage.config,
+        )
         stage.agents.append(second)
     before = len(stage.kubelet.called("list", GPU))
     await second.start()
@@ -27,7 +34,9 @@ def _last_errors(answer: list[dict[str, str]]) -> str:
 
 
 async def test_a_second_agent_that_goes_takes_nothing_with_it(stage: Stage) -> None:
-    """The one that stays has an open stream and no error. It finds out by itself, and pods are admitted again."""
+    """The one that stays has an open stream and no error.
+    It finds out by itself, and pods are admitted again.
+    """
     first = await stage.ready_agent(QUICK)
     second = await _second(stage)
     await stage.allocatable(2)
@@ -45,14 +54,21 @@ async def test_a_second_agent_that_goes_takes_nothing_with_it(stage: Stage) -> N
 
 
 async def test_a_rival_is_named_and_the_resource_comes_back_when_it_goes(stage: Stage) -> None:
-    """Ids that are not ours are an error with an example. Neither of the two gives up, and the last one there has it all."""
+    """Ids that are not ours are an error with an example.
+    Neither of the two gives up, and the last one there has it all.
+    """
     first = await stage.ready_agent(QUICK)
-    other = SimulatedNode.create(stage.folder / "others", model="A100-SXM4-40GB", gpus=2, seed="another")
+    other = SimulatedNode.create(
+        stage.folder / "others", model="A100-SXM4-40GB", gpus=2, seed="another"
+    )
     rival = await _second(stage, other.directory)
 
     said = await first.until_logged("plugin.rival")
     assert said["level"] == "error"
-    assert "another plugin offers nvidia.com/gpu as well: 2 ids that are not ours, e.g. GPU-" in said["reason"]
+    assert (
+        "another plugin offers nvidia.com/gpu as well: 2 ids that are not ours, e.g. GPU-"
+        in said["reason"]
+    )
     await rival.terminate()
 
     await stage.kubelet.until(lambda: U0 in stage.kubelet.resource(GPU).healthy)

@@ -1,4 +1,6 @@
-"""Volcano's families with the other list strategies: the same grants, passed by mounts or by CDI, also without an NVIDIA runtime."""
+"""Volcano's families with the other list strategies: the same grants, passed by mounts or by CDI,
+also without an NVIDIA runtime.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +33,9 @@ def devices_of(stage: VolcanoStage, name: str) -> set[str]:
 
 
 def check(stage: VolcanoStage, name: str, came: Received) -> None:
-    """All that the container needs of its card, its limit, and nothing for an older runtime to act upon."""
+    """All that the container needs of its card, its limit,
+    and nothing for an older runtime to act upon.
+    """
     assert came.device_nodes == CONTROL | devices_of(stage, name)
     assert came.environment["NVIDIA_VISIBLE_DEVICES"] == "void"
     assert came.environment["CUDA_DEVICE_MEMORY_LIMIT_0"] == f"{20 * stage.factor}m"
@@ -45,9 +49,17 @@ async def stage(folder: Path) -> AsyncIterator[VolcanoStage]:
         yield stage
 
 
-@pytest.mark.parametrize("config", [VGPU + INLINE, by("[cdi-cri]"), by("[cdi-annotations]")], ids=["inline", "cdi-cri", "cdi-annotations"])
-async def test_a_late_bound_container_needs_no_nvidia_runtime(stage: VolcanoStage, config: str) -> None:
-    """volcano-vgpu:G10: the grant's own spec has the content of the card's name, beside its limits."""
+@pytest.mark.parametrize(
+    "config",
+    [VGPU + INLINE, by("[cdi-cri]"), by("[cdi-annotations]")],
+    ids=["inline", "cdi-cri", "cdi-annotations"],
+)
+async def test_a_late_bound_container_needs_no_nvidia_runtime(
+    stage: VolcanoStage, config: str
+) -> None:
+    """volcano-vgpu:G10: the grant's own spec has the content of the card's name,
+    beside its limits.
+    """
     await stage.start_agent(config)
     for number in range(3):
         check(stage, f"p{number}", await stage.serve(f"p{number}", asks(1, 20)))
@@ -56,10 +68,14 @@ async def test_a_late_bound_container_needs_no_nvidia_runtime(stage: VolcanoStag
 
 
 async def test_a_container_bound_early_is_told_by_name(stage: VolcanoStage) -> None:
-    """Decided in Allocate: the name itself is answered, and the runtime resolves it. The kubelet's copy proves the answer's pod."""
+    """Decided in Allocate: the name itself is answered, and the runtime resolves it.
+    The kubelet's copy proves the answer's pod.
+    """
     stage.configure(by("[cdi-annotations]"))
     text = await asyncio.to_thread(stage.config.read_text)
-    await asyncio.to_thread(replace_text, stage.config, text.replace("binding: {", "binding: {mode: early, "))
+    await asyncio.to_thread(
+        replace_text, stage.config, text.replace("binding: {", "binding: {mode: early, ")
+    )
     stage.deliver_library()
     await stage.new_agent().start()
     await stage.offered()
@@ -72,7 +88,9 @@ async def test_a_card_told_by_mount(stage: VolcanoStage) -> None:
     came = await stage.serve("p", asks(1, 20))
     directory = "/var/run/nvidia-container-devices"
     assert came.environment["NVIDIA_VISIBLE_DEVICES"] == directory
-    assert came.mounts[f"{directory}/{U1 if U1 in stage.cluster.annotations('p')[IDS] else U0}"] == ("/dev/null", False)
+    assert came.mounts[
+        f"{directory}/{U1 if U1 in stage.cluster.annotations('p')[IDS] else U0}"
+    ] == ("/dev/null", False)
 
 
 async def test_shared_cards_of_the_older_plugin_can_be_inlined_too(stage: VolcanoStage) -> None:
@@ -85,18 +103,26 @@ async def test_shared_cards_of_the_older_plugin_can_be_inlined_too(stage: Volcan
 
 
 async def test_everything_is_there_again_after_a_reboot(stage: VolcanoStage) -> None:
-    """All specs are gone with /run: those of the node's devices are made again, and with them those of grants."""
+    """All specs are gone with /run: those of the node's devices are made again,
+    and with them those of grants.
+    """
     await stage.start_agent(VGPU + INLINE)
     check(stage, "p", await stage.serve("p", asks(1, 20)))
     await stage.agent.kill()
     await stage.cluster.reboot()
     await stage.restart_agent()
-    await stage.cluster.until(lambda: len(stage.cluster.starts("p")) == 2, "the container to start again")
+    await stage.cluster.until(
+        lambda: len(stage.cluster.starts("p")) == 2, "the container to start again"
+    )
     check(stage, "p", stage.cluster.starts("p")[-1])
 
 
-async def test_without_the_tool_nothing_is_offered_and_nobody_is_started(stage: VolcanoStage) -> None:
-    """``/readyz`` has the reason. A node that is only inlined for later needs no restart when the tool is there."""
+async def test_without_the_tool_nothing_is_offered_and_nobody_is_started(
+    stage: VolcanoStage,
+) -> None:
+    """``/readyz`` has the reason. A node that is only inlined for later needs no restart
+    when the tool is there.
+    """
     tool = StandInCtk(stage.gpus.directory)
     await asyncio.to_thread(tool.misbehave, fail="Driver Not Loaded")
     stage.configure(VGPU + INLINE + "tasks: {backoffMaxSeconds: 0.5}\n")

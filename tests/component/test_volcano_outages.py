@@ -1,4 +1,6 @@
-"""Kills of the agent at every write, reboots, API server outages, a deleted Node and lost files, all survived."""
+"""Kills of the agent at every write, reboots, API server outages, a deleted Node and lost files,
+all survived.
+"""
 
 from __future__ import annotations
 
@@ -69,12 +71,17 @@ async def _restart_after_death(stage: VolcanoStage) -> None:
 
 
 def _is_served(stage: VolcanoStage, name: str) -> bool:
-    return stage.cluster.phase(name) == "Running" and stage.cluster.annotations(name)["volcano.sh/bind-phase"] == "success"
+    return (
+        stage.cluster.phase(name) == "Running"
+        and stage.cluster.annotations(name)["volcano.sh/bind-phase"] == "success"
+    )
 
 
 @pytest.mark.parametrize("before", [True, False], ids=["before", "after"])
 async def test_killed_at_every_write(stage: VolcanoStage, before: bool) -> None:
-    """volcano-vgpu:D24: kill -9 at each write to Node and pods. The next agent finds what is missing and finishes it."""
+    """volcano-vgpu:D24: kill -9 at each write to Node and pods.
+    The next agent finds what is missing and finishes it.
+    """
     killer = Killer(stage)
     killer.arm(0, before=before)
     stage.configure()
@@ -92,7 +99,10 @@ async def test_killed_at_every_write(stage: VolcanoStage, before: bool) -> None:
         name = f"pod-{at}"
         served.append(name)
         stage.cluster.create_pod(name, [asks(1, 10 + at), asks(1, 20 + at)])
-        await stage.cluster.until(lambda: killer.killed or _is_served(stage, name), f"{name} to be served, or the kill")  # noqa: B023
+        await stage.cluster.until(
+            lambda: killer.killed or _is_served(stage, name),  # noqa: B023
+            f"{name} to be served, or the kill",
+        )
         if not killer.killed:
             break  # there are no more writes than that
         await _restart_after_death(stage)
@@ -106,34 +116,51 @@ async def test_killed_at_every_write(stage: VolcanoStage, before: bool) -> None:
 
 
 async def test_killed_while_an_old_scheduler_waits(stage: VolcanoStage) -> None:
-    """kill -9 at the first writes of a pod whose scheduler holds the node's lock: the next agent gives it back, and the next pod comes."""
+    """kill -9 at the first writes of a pod whose scheduler holds the node's lock: the next agent
+    gives it back, and the next pod comes.
+    """
     await stage.cluster.start_volcano(VolcanoSettings(old=True, node_lock=True, retry_seconds=0.2))
     await stage.start_agent()
     killer = Killer(stage)
-    # An answer to the handshake may be under way during Allocate, and a kill then fails a pod for good.
-    killer.counts = lambda request: _by_agent(request) and (request.resource == "pods" or LOCK in str(request.body))
+    # An answer to the handshake may be under way during Allocate, and a kill then fails a pod for
+    # good.
+    killer.counts = lambda request: (
+        _by_agent(request) and (request.resource == "pods" or LOCK in str(request.body))
+    )
     for at in range(2):
-        await asyncio.sleep(2.5)  # a lock as young as the agent itself would be given back before the Allocate, and the kill cost the pod
+        # a lock as young as the agent itself would be given back before the Allocate, and the kill
+        # cost the pod
+        await asyncio.sleep(2.5)
         killer.arm(at, before=True)
-        stage.cluster.create_pod(f"old-{at}", asks(1))  # one resource, so that the lock is never given back between two Allocates
+        # one resource, so that the lock is never given back between two Allocates
+        stage.cluster.create_pod(f"old-{at}", asks(1))
         await stage.cluster.until(lambda: killer.killed, "the kill")
         await _restart_after_death(stage)
         await stage.cluster.running(f"old-{at}")
         await stage.settled(f"old-{at}")
-        await stage.cluster.until(lambda: LOCK not in stage.cluster.node_object()["metadata"]["annotations"], "the lock to be given back")
+        await stage.cluster.until(
+            lambda: LOCK not in stage.cluster.node_object()["metadata"]["annotations"],
+            "the lock to be given back",
+        )
     killer.arm(-1, before=True)
     stage.cluster.delete_pod("old-0")
     await stage.serve("next", asks(1))
 
 
 async def test_killed_when_a_spec_appears(stage: VolcanoStage) -> None:
-    """kill -9 between the spec's rename and the answer to kubelet: the next agent keeps what was decided, and the container starts."""
+    """kill -9 between the spec's rename and the answer to kubelet: the next agent keeps what was
+    decided, and the container starts.
+    """
     await stage.start_agent()
     for number in range(3):
         name = f"spec-{number}"
-        known = set(await asyncio.to_thread(lambda: set(stage.cluster.cdi_directory.glob("*.json"))))
+        known = set(
+            await asyncio.to_thread(lambda: set(stage.cluster.cdi_directory.glob("*.json")))
+        )
         stage.cluster.create_pod(name, asks(1, 10 + number))
-        await asyncio.to_thread(_kill_at_new_file, stage.cluster.cdi_directory, known, stage.agent.pid)
+        await asyncio.to_thread(
+            _kill_at_new_file, stage.cluster.cdi_directory, known, stage.agent.pid
+        )
         await _restart_after_death(stage)
         await stage.cluster.running(name)
     await stage.settled("spec-0", "spec-1", "spec-2")
@@ -148,7 +175,9 @@ def _kill_at_new_file(directory: Path, known: set[Path], pid: int) -> None:
 
 
 async def test_a_reboot_that_empties_the_spec_directory(stage: VolcanoStage) -> None:
-    """Everything is gone but the disk: the agent writes all specs anew before kubelet needs them, and containers get what they had."""
+    """Everything is gone but the disk: the agent writes all specs anew before kubelet needs them,
+    and containers get what they had.
+    """
     await stage.start_agent()
     stage.cluster.create_pod("one", asks(1, 10))
     stage.cluster.create_pod("two", [asks(1, 20), asks(1, 30)])
@@ -158,25 +187,36 @@ async def test_a_reboot_that_empties_the_spec_directory(stage: VolcanoStage) -> 
     await stage.agent.kill()
     await stage.cluster.reboot()
     await stage.agent.start()
-    await stage.cluster.until(lambda: len(stage.cluster.started) == 6, "all containers to start again")
-    assert {(each.pod, each.container): each.received for each in stage.cluster.started[3:]} == before
+    await stage.cluster.until(
+        lambda: len(stage.cluster.started) == 6, "all containers to start again"
+    )
+    assert {
+        (each.pod, each.container): each.received for each in stage.cluster.started[3:]
+    } == before
     stage.check()
 
 
 async def test_an_api_outage_in_the_middle_of_a_burst(stage: VolcanoStage) -> None:
-    """Pods that were seen start without the API server. What is to be written is written when it is back."""
+    """Pods that were seen start without the API server.
+    What is to be written is written when it is back.
+    """
     await stage.start_agent()
     names = [f"burst-{number}" for number in range(10)]
     done = stage.cluster.pull("main")
     for number, name in enumerate(names):
         stage.cluster.create_pod(name, asks(1, 10 + number))
-    await stage.cluster.until(lambda: all("nodeName" in stage.cluster.pod(name)["spec"] for name in names), "all to be bound")
+    await stage.cluster.until(
+        lambda: all("nodeName" in stage.cluster.pod(name)["spec"] for name in names),
+        "all to be bound",
+    )
     await stage.watched(*names)
     assert stage.cluster.started == []
     await stage.cluster.api.down()
     done()
     await stage.cluster.running(*names)
-    assert all(stage.cluster.annotations(name)["volcano.sh/bind-phase"] == "allocating" for name in names)
+    assert all(
+        stage.cluster.annotations(name)["volcano.sh/bind-phase"] == "allocating" for name in names
+    )
     stage.check()
     await stage.cluster.crash("burst-0")  # needs no server either
     await asyncio.sleep(1)
@@ -186,7 +226,9 @@ async def test_an_api_outage_in_the_middle_of_a_burst(stage: VolcanoStage) -> No
 
 
 async def test_a_restart_during_an_api_outage(stage: VolcanoStage) -> None:
-    """The agent comes back with the same ids from what it remembers, and knows the holder of each."""
+    """The agent comes back with the same ids from what it remembers,
+    and knows the holder of each.
+    """
     await stage.start_agent()
     await stage.serve("p", asks(1, 10, 30))
     await stage.settled("p")
@@ -197,7 +239,9 @@ async def test_a_restart_during_an_api_outage(stage: VolcanoStage) -> None:
     await stage.offered()
     assert stage.allocatable == ids
     (grant,) = (await stage.agent.get("/debug/ledger"))["grants"]
-    assert [(share["memory_mib"], share["cores_percent"]) for share in grant["shares"]] == [(640, 30)]
+    assert [(share["memory_mib"], share["cores_percent"]) for share in grant["shares"]] == [
+        (640, 30)
+    ]
     await stage.cluster.api.up()
     await stage.cluster.crash("p")
     first, second = stage.cluster.starts("p")
@@ -214,7 +258,9 @@ async def test_the_node_is_deleted_and_annotations_are_removed(stage: VolcanoSta
     register = stage.cluster.node_object()["metadata"]["annotations"][REGISTER]
 
     def stands() -> bool:
-        return bool(stage.cluster.node_object()["metadata"].get("annotations", {}).get(REGISTER) == register)
+        return bool(
+            stage.cluster.node_object()["metadata"].get("annotations", {}).get(REGISTER) == register
+        )
 
     stage.cluster.objects.patch("nodes", NODE, {"metadata": {"annotations": {REGISTER: None}}})
     await stage.cluster.until(stands, "the annotation to be back")
@@ -227,7 +273,9 @@ async def test_the_node_is_deleted_and_annotations_are_removed(stage: VolcanoSta
 
 
 async def test_a_pod_is_created_again_under_its_name(stage: VolcanoStage) -> None:
-    """Deleted and created at once, with another request: the second gets its own, and the first one's files go."""
+    """Deleted and created at once, with another request:
+    the second gets its own, and the first one's files go.
+    """
     await stage.start_agent()
     first = await stage.serve("same", asks(1, 10))
     stage.cluster.delete_pod("same")
@@ -255,14 +303,21 @@ async def test_without_the_library_nothing_is_offered(stage: VolcanoStage) -> No
 
 
 async def test_the_config_map_changes_while_it_runs(stage: VolcanoStage) -> None:
-    """volcano-vgpu:D23: what Volcano's ConfigMap says is in force without a restart, nonsense is named, and running pods keep theirs."""
+    """volcano-vgpu:D23: what Volcano's ConfigMap says is in force without a restart, nonsense is
+    named, and running pods keep theirs.
+    """
     await stage.start_agent()
     await stage.serve("p", asks(1, 10))
 
     def config_map(text: str) -> dict[str, object]:
-        return {"metadata": {"name": "volcano-vgpu-device-config"}, "data": {"device-config.yaml": text}}
+        return {
+            "metadata": {"name": "volcano-vgpu-device-config"},
+            "data": {"device-config.yaml": text},
+        }
 
-    stage.cluster.objects.create("configmaps", config_map("nvidia:\n  deviceSplitCount: 3\n"), "kube-system")
+    stage.cluster.objects.create(
+        "configmaps", config_map("nvidia:\n  deviceSplitCount: 3\n"), "kube-system"
+    )
     await stage.cluster.until(lambda: stage.allocatable[NUMBER] == "6", "three seats a card")
     changed = config_map("nvidia:\n  deviceSplitCount: many\n")
     stage.cluster.objects.patch("configmaps", "volcano-vgpu-device-config", changed, "kube-system")
@@ -291,7 +346,9 @@ def _forbidden(stage: VolcanoStage) -> list[dict[str, object]]:
 
 
 async def test_forbidden_writes_are_one_clear_line(stage: VolcanoStage) -> None:
-    """Without the right to patch pods, pods run all the same, and one line says which right is missing; granted, it is caught up."""
+    """Without the right to patch pods, pods run all the same, and one line says which right is
+    missing; granted, it is caught up.
+    """
     fault = Fault(FaultKind.STATUS, verb="patch", resource="pods", code=403, reason="Forbidden")
     stage.cluster.api.faults.append(fault)
     await stage.start_agent()

@@ -1,4 +1,6 @@
-"""Restarts of the kubelet and SIGHUP leave each loop of the agent single, and nothing is written twice."""
+"""Restarts of the kubelet and SIGHUP leave each loop of the agent single,
+and nothing is written twice.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,17 @@ from pathlib import Path
 
 import pytest
 
-from tests.component.volcano import CORES, MEMORY, NODE, NUMBER, REGISTER, U1, VolcanoStage, asks, volcano_stage
+from tests.component.volcano import (
+    CORES,
+    MEMORY,
+    NODE,
+    NUMBER,
+    REGISTER,
+    U1,
+    VolcanoStage,
+    asks,
+    volcano_stage,
+)
 
 RESOURCES = (NUMBER, MEMORY, CORES)
 IDLE_SECONDS = 2.0
@@ -30,7 +42,8 @@ async def stage(folder: Path) -> AsyncIterator[VolcanoStage]:
 async def tasks(stage: VolcanoStage) -> dict[str, int]:
     """Name → restarts of every loop that runs, as ``/debug/tasks`` has them."""
     found = (await stage.agent.get("/debug/tasks"))["tasks"]
-    found = [task for task in found if task["name"] != "pods failed while away"]  # asks once and ends
+    # asks once and ends
+    found = [task for task in found if task["name"] != "pods failed while away"]
     assert [task["name"] for task in found if task["state"] != "running"] == []
     names = collections.Counter(task["name"] for task in found)
     assert set(names.values()) == {1}
@@ -38,15 +51,26 @@ async def tasks(stage: VolcanoStage) -> dict[str, int]:
 
 
 def writes(stage: VolcanoStage) -> list[str]:
-    """Every write of the agent to Node and pods at the API server since the requests were forgotten."""
-    return [f"{one.verb} {one.path}" for one in stage.cluster.api.writes if one.resource in {"nodes", "pods", "nodes/status"}]
+    """Every write of the agent to Node and pods at the API server since the requests were
+    forgotten.
+    """
+    return [
+        f"{one.verb} {one.path}"
+        for one in stage.cluster.api.writes
+        if one.resource in {"nodes", "pods", "nodes/status"}
+    ]
 
 
 async def registered(stage: VolcanoStage, times: int) -> None:
-    """Wait until each resource has been registered so often with the kubelet of now, and its list has come."""
+    """Wait until each resource has been registered so often with the kubelet of now,
+    and its list has come.
+    """
     kubelet = stage.cluster.kubelet
     await stage.cluster.until(
-        lambda: all(len(kubelet.called("Register", name)) >= times and kubelet.resource(name).allocatable for name in RESOURCES),
+        lambda: all(
+            len(kubelet.called("Register", name)) >= times and kubelet.resource(name).allocatable
+            for name in RESOURCES
+        ),
         f"{times} registrations of each resource",
     )
     await stage.agent.until_ready()
@@ -62,9 +86,15 @@ async def send_sighup(stage: VolcanoStage) -> None:
     os.kill(stage.agent.pid, signal.SIGHUP)
 
 
-@pytest.mark.parametrize("disturb", [restart_kubelet, send_sighup], ids=["kubelet restarts", "SIGHUP"])
-async def test_loops_and_writes_do_not_multiply(stage: VolcanoStage, disturb: Callable[[VolcanoStage], Awaitable[None]]) -> None:
-    """volcano-vgpu:D13: three times, and there are the same loops as before, none of them failed, and no write more than before."""
+@pytest.mark.parametrize(
+    "disturb", [restart_kubelet, send_sighup], ids=["kubelet restarts", "SIGHUP"]
+)
+async def test_loops_and_writes_do_not_multiply(
+    stage: VolcanoStage, disturb: Callable[[VolcanoStage], Awaitable[None]]
+) -> None:
+    """volcano-vgpu:D13: three times, and there are the same loops as before, none of them failed,
+    and no write more than before.
+    """
     await stage.start_agent()
     await stage.serve("before", asks(1, 10))
     await stage.settled("before")
@@ -88,7 +118,9 @@ async def test_loops_and_writes_do_not_multiply(stage: VolcanoStage, disturb: Ca
 
 
 async def test_what_changes_afterwards_is_written_once(stage: VolcanoStage) -> None:
-    """volcano-vgpu:D13: no loop with an old list of cards is left that would fight the one with the new list over a lost GPU."""
+    """volcano-vgpu:D13: no loop with an old list of cards is left that would fight the one
+    with the new list over a lost GPU.
+    """
     await stage.start_agent()
     for _ in range(3):
         times = len(stage.cluster.kubelet.called("Register", NUMBER)) + 1
@@ -112,13 +144,24 @@ async def test_what_changes_afterwards_is_written_once(stage: VolcanoStage) -> N
 
 
 async def test_an_agent_in_a_terminal_ends_with_it(stage: VolcanoStage) -> None:
-    """There, SIGHUP says that the terminal was closed, and the agent cannot be ended from it any more."""
+    """There, SIGHUP says that the terminal was closed,
+    and the agent cannot be ended from it any more.
+    """
     stage.configure()
     stage.deliver_library()
     ours, its = pty.openpty()
-    flags = ["--kubelet-dir", str(stage.cluster.kubelet_directory), "--simulate", str(stage.gpus.directory), "--config", str(stage.config)]
+    flags = [
+        "--kubelet-dir",
+        str(stage.cluster.kubelet_directory),
+        "--simulate",
+        str(stage.gpus.directory),
+        "--config",
+        str(stage.config),
+    ]
     listen = ["--listen", "127.0.0.1:0", "--debug-listen", "127.0.0.1:0"]
-    process = await asyncio.create_subprocess_exec(sys.executable, "-m", "vgpu_agent", "run", *flags, *listen, stderr=its)
+    process = await asyncio.create_subprocess_exec(
+        sys.executable, "-m", "vgpu_agent", "run", *flags, *listen, stderr=its
+    )
     os.close(its)
     try:
         shown = b""

@@ -1,4 +1,6 @@
-"""Other schedulers and other runtimes: Volcano before 1.15, a scheduler that is killed, and nodes where grants must be decided early."""
+"""Other schedulers and other runtimes: Volcano before 1.15, a scheduler that is killed, and nodes
+where grants must be decided early.
+"""
 
 from __future__ import annotations
 
@@ -29,20 +31,28 @@ async def early(folder: Path) -> AsyncIterator[VolcanoStage]:
 
 
 async def test_an_old_scheduler_with_handshake_and_lock(stage: VolcanoStage) -> None:
-    """volcano-vgpu:D19: annotations before the Binding, the handshake answered, and the lock given back, so that the next pod follows."""
+    """volcano-vgpu:D19: annotations before the Binding, the handshake answered, and the lock given
+    back, so that the next pod follows.
+    """
     old = VolcanoSettings(old=True, node_lock=True, retry_seconds=0.2)
     await stage.cluster.start_volcano(old)
     await stage.start_agent()
     for number in range(3):
         await stage.serve(f"old-{number}", asks(1, 20 + number))
     await stage.settled("old-0", "old-1", "old-2")
-    await stage.cluster.until(lambda: LOCK not in stage.cluster.node_object()["metadata"]["annotations"], "the lock to be given back")
+    await stage.cluster.until(
+        lambda: LOCK not in stage.cluster.node_object()["metadata"]["annotations"],
+        "the lock to be given back",
+    )
     stage.check()
 
     def answered() -> bool:
-        return str(stage.cluster.node_object()["metadata"]["annotations"][HANDSHAKE]).startswith("Reported")
+        return str(stage.cluster.node_object()["metadata"]["annotations"][HANDSHAKE]).startswith(
+            "Reported"
+        )
 
-    # The scheduler writes Requesting with each round that it makes, so only without it the last word stays ours.
+    # The scheduler writes Requesting with each round that it makes, so only without it the last
+    # word stays ours.
     await stage.cluster.stop_volcano()
     await stage.cluster.until(answered, "an answer to the handshake")
 
@@ -53,7 +63,9 @@ async def test_a_scheduler_that_is_restarted_in_a_burst(stage: VolcanoStage) -> 
     names = [f"burst-{number}" for number in range(12)]
     for name in names[:6]:
         stage.cluster.create_pod(name, asks(1, 40))
-    await stage.cluster.until(lambda: IDS in stage.cluster.annotations(names[0]), "the first to be bound")
+    await stage.cluster.until(
+        lambda: IDS in stage.cluster.annotations(names[0]), "the first to be bound"
+    )
     await stage.cluster.stop_volcano()
     for name in names[6:]:
         stage.cluster.create_pod(name, asks(1, 40))
@@ -64,19 +76,25 @@ async def test_a_scheduler_that_is_restarted_in_a_burst(stage: VolcanoStage) -> 
 
 
 async def _held_back(stage: VolcanoStage) -> Callable[[], None]:
-    """Pod ``quick`` runs, which is not written to it because ``slow`` waits for its image, until what is returned is called."""
+    """Pod ``quick`` runs, which is not written to it because ``slow`` waits for its image,
+    until what is returned is called.
+    """
     stage.starts_first_seconds = 30.0
     await stage.start_agent()
     pulled = stage.cluster.pull("c0")
     stage.cluster.create_pod("slow", [asks(1, 20), {}])
-    await stage.cluster.until(lambda: "nodeName" in stage.cluster.pod("slow")["spec"], "slow to be bound")
+    await stage.cluster.until(
+        lambda: "nodeName" in stage.cluster.pod("slow")["spec"], "slow to be bound"
+    )
     await stage.watched("slow")
     await stage.serve("quick", asks(1, 30))
     return pulled
 
 
 async def test_pods_are_written_to_once_none_is_being_started(stage: VolcanoStage) -> None:
-    """A pod that waits for its image is one of those. No other pod waits for what is written then."""
+    """A pod that waits for its image is one of those.
+    No other pod waits for what is written then.
+    """
     pulled = await _held_back(stage)
     await asyncio.sleep(12)  # longer than by default
     assert stage.cluster.annotations("quick")["volcano.sh/bind-phase"] == "allocating"
@@ -97,10 +115,16 @@ async def test_what_a_killed_agent_held_back_is_written_by_the_next(stage: Volca
 
 
 async def test_early_the_same_pods(early: VolcanoStage) -> None:
-    """Without CDI: every shape of a pod gets what the scheduler wrote, with the answer to Allocate."""
+    """Without CDI: every shape of a pod gets what the scheduler wrote,
+    with the answer to Allocate.
+    """
     await early.start_agent()
     cluster = early.cluster
-    (bound,) = [line for line in await asyncio.to_thread(early.agent.log_lines) if line["msg"] == "binding.mode"]
+    (bound,) = [
+        line
+        for line in await asyncio.to_thread(early.agent.log_lines)
+        if line["msg"] == "binding.mode"
+    ]
     assert bound["mode"] == "early"
     cluster.create_pod("one", asks(1, 10, 20))
     cluster.create_pod("two", [asks(1, 30), asks(1, 40)])
@@ -115,17 +139,28 @@ async def test_early_the_same_pods(early: VolcanoStage) -> None:
 
 
 async def test_early_a_wrong_guess_never_starts(early: VolcanoStage) -> None:
-    """The kubelet admits in another order than the pods were bound in: another's answer is refused, each that runs is right."""
+    """The kubelet admits in another order than the pods were bound in:
+    another's answer is refused, each that runs is right.
+    """
     await early.start_agent()
     cluster = early.cluster
     cluster.hold_admission = True
     names = [f"pod-{number}" for number in range(4)]
     for number, name in enumerate(names):
         cluster.create_pod(name, asks(1, 20 + 10 * number))
-        await cluster.until(lambda name=name: "nodeName" in cluster.pod(name)["spec"], f"{name} to be bound")  # type: ignore[misc]
+        await cluster.until(
+            lambda name=name: "nodeName" in cluster.pod(name)["spec"],  # type: ignore[misc]
+            f"{name} to be bound",
+        )
     await early.watched(*names)
     await cluster.admit_in_order(reversed(names))
-    await cluster.until(lambda: len({name for name, _, _ in cluster.refusals} | {each.pod for each in cluster.started}) == 4, "all starts")
+    await cluster.until(
+        lambda: (
+            len({name for name, _, _ in cluster.refusals} | {each.pod for each in cluster.started})
+            == 4
+        ),
+        "all starts",
+    )
     early.check()
     wrong = {name for name, _, text in cluster.refusals if "delete the pod" in text}
     assert wrong
@@ -139,7 +174,9 @@ async def test_early_a_wrong_guess_never_starts(early: VolcanoStage) -> None:
 
 
 async def test_early_a_restart_under_running_pods(early: VolcanoStage) -> None:
-    """The kubelet keeps the answers: after a kill -9 a crashed container comes with what it had, and the next pod with its own."""
+    """The kubelet keeps the answers: after a kill -9 a crashed container comes with what it had,
+    and the next pod with its own.
+    """
     await early.start_agent()
     await early.serve("p", asks(1, 30, 20))
     await early.settled("p")

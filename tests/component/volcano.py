@@ -1,4 +1,6 @@
-"""A stage with everything that Volcano's story needs: simulated GPUs, the simulated cluster, and the agent's real process."""
+"""A stage with everything that Volcano's story needs:
+simulated GPUs, the simulated cluster, and the agent's real process.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +27,8 @@ NUMBER, MEMORY, CORES = "volcano.sh/vgpu-number", "volcano.sh/vgpu-memory", "vol
 IDS = "volcano.sh/vgpu-ids-new"
 REGISTER = "volcano.sh/node-vgpu-register"
 
-# Memory in units of 64 MiB keeps kubelet's lists short; only the golden vectors want every MiB as an id.
+# Memory in units of 64 MiB keeps kubelet's lists short; only the golden vectors want every MiB as
+# an id.
 FACTOR = 64
 
 # Short pauses everywhere, so that a test sees in a second what a node sees in minutes.
@@ -61,13 +64,16 @@ class VolcanoStage:
         cluster: API server, kubelet, runtime, schedulers.
         gpus: the simulated GPUs.
         agent: the agent's process; `start_agent` makes the first.
-        starts_first_seconds: how long the agent does not write how far a pod has come while others are being started.
+        starts_first_seconds: how long the agent does not write how far a pod has come while others
+            are being started.
         verify_seconds: how often it compares its ledger with kubelet's records.
     """
 
     def __init__(self, folder: Path, *, model: str = "A10", **cluster: Any) -> None:
         self.folder = folder
-        self.gpus = SimulatedNode.create(folder / "gpus", model=model, gpus=2, numa=[0, 1], uuids=[U0, U1])
+        self.gpus = SimulatedNode.create(
+            folder / "gpus", model=model, gpus=2, numa=[0, 1], uuids=[U0, U1]
+        )
         self.cluster = SimulatedCluster(folder / "cluster", node=NODE, **cluster)
         self.config = folder / "config.yaml"
         self.log = folder / "agent.log"
@@ -80,10 +86,15 @@ class VolcanoStage:
         """Write the agent's configuration."""
         self.factor = factor
         text = QUICK.format(
-            node=NODE, folder=self.folder, starts_first_seconds=self.starts_first_seconds, verify_seconds=self.verify_seconds
+            node=NODE,
+            folder=self.folder,
+            starts_first_seconds=self.starts_first_seconds,
+            verify_seconds=self.verify_seconds,
         )
         text += more
-        replace_text(self.config, text + f"volcanoVgpu: {{gpuMemoryFactor: {factor}, nodeConfigFile: ''}}\n")
+        replace_text(
+            self.config, text + f"volcanoVgpu: {{gpuMemoryFactor: {factor}, nodeConfigFile: ''}}\n"
+        )
 
     def deliver_library(self) -> None:
         """Put libvgpu.so where the operator would."""
@@ -91,10 +102,17 @@ class VolcanoStage:
 
     def new_agent(self) -> AgentProcess:
         """The agent of this node, not started."""
-        self.agent = AgentProcess(self.log, kubelet=self.cluster.kubelet_directory, simulate=self.gpus.directory, config=self.config)
+        self.agent = AgentProcess(
+            self.log,
+            kubelet=self.cluster.kubelet_directory,
+            simulate=self.gpus.directory,
+            config=self.config,
+        )
         return self.agent
 
-    async def start_agent(self, more: str = VGPU, *, factor: int = FACTOR, offers: Sequence[str] = ()) -> AgentProcess:
+    async def start_agent(
+        self, more: str = VGPU, *, factor: int = FACTOR, offers: Sequence[str] = ()
+    ) -> AgentProcess:
         """Configure, deliver the library, start, and wait until the Node shows what is offered."""
         self.configure(more, factor=factor)
         self.deliver_library()
@@ -108,10 +126,15 @@ class VolcanoStage:
         await self.agent.until_ready()
 
     async def offered(self, *names: str) -> None:
-        """Wait until the agent is ready, the Node shows these resources (all of vGPU's, if none is named), and the scheduler knows."""
+        """Wait until the agent is ready, the Node shows these resources (all of vGPU's, if none is
+        named), and the scheduler knows.
+        """
         await self.agent.until_ready()
         wanted = names or (NUMBER, MEMORY, CORES)
-        await self.cluster.until(lambda: all(int(self.allocatable.get(name, 0)) > 0 for name in wanted), "the Node to show GPUs")
+        await self.cluster.until(
+            lambda: all(int(self.allocatable.get(name, 0)) > 0 for name in wanted),
+            "the Node to show GPUs",
+        )
 
     @property
     def allocatable(self) -> dict[str, str]:
@@ -125,22 +148,34 @@ class VolcanoStage:
         return self.cluster.starts(name)[-1]
 
     async def settled(self, *names: str) -> None:
-        """Wait until the annotations of these pods say that they have been served (volcano-vgpu:G5)."""
+        """Wait until the annotations of these pods say
+        that they have been served (volcano-vgpu:G5).
+        """
         await self.cluster.until(
-            lambda: all(self.cluster.annotations(name).get("volcano.sh/bind-phase") == "success" for name in names),
+            lambda: all(
+                self.cluster.annotations(name).get("volcano.sh/bind-phase") == "success"
+                for name in names
+            ),
             f"{', '.join(names)} to be marked as served",
         )
 
     async def watched(self, *names: str) -> None:
-        """Wait until the agent's watch has shown it these pods, bound; in the order in which they were bound."""
+        """Wait until the agent's watch has shown it these pods, bound;
+        in the order in which they were bound.
+        """
         wanted = {f"default/{name}" for name in names}
-        await self.agent.until("/debug/pods", lambda answer: wanted <= {pod["pod"] for pod in answer["watched_pods"]})
+        await self.agent.until(
+            "/debug/pods", lambda answer: wanted <= {pod["pod"] for pod in answer["watched_pods"]}
+        )
 
     async def looked_for_failed_pods(self) -> None:
         """Wait until the agent has asked, once after its start, for pods that failed before it."""
         deadline = time.monotonic() + PATIENCE_SECONDS
         while True:
-            tasks = {task["name"]: task["state"] for task in (await self.agent.get("/debug/tasks"))["tasks"]}
+            tasks = {
+                task["name"]: task["state"]
+                for task in (await self.agent.get("/debug/tasks"))["tasks"]
+            }
             if tasks.get("pods failed while away") == "ended":
                 return
             assert time.monotonic() < deadline, tasks
@@ -150,12 +185,16 @@ class VolcanoStage:
         """Wait until the API server has had no request for so long. What was begun is done then."""
         deadline, before = time.monotonic() + PATIENCE_SECONDS, -1
         while (now := len(self.cluster.api.requests)) != before:
-            assert time.monotonic() < deadline, [f"{one.verb} {one.path}" for one in self.cluster.api.requests[-5:]]
+            assert time.monotonic() < deadline, [
+                f"{one.verb} {one.path}" for one in self.cluster.api.requests[-5:]
+            ]
             before = now
             await asyncio.sleep(seconds)
 
     def check(self) -> None:
-        """Check that each running container has exactly the scheduler's share, and that no GPU is full beyond its size."""
+        """Check that each running container has exactly the scheduler's share,
+        and that no GPU is full beyond its size.
+        """
         for item in self.cluster.objects.list("pods"):
             if item["status"].get("phase") != "Running":
                 continue
@@ -163,25 +202,39 @@ class VolcanoStage:
             if IDS not in item["metadata"].get("annotations", {}):
                 continue
             segments = item["metadata"]["annotations"][IDS].split(";")
-            asking = [one["name"] for one in item["spec"]["containers"] if NUMBER in one["resources"]["limits"]]
+            asking = [
+                one["name"]
+                for one in item["spec"]["containers"]
+                if NUMBER in one["resources"]["limits"]
+            ]
             for container, segment in zip(asking, [part for part in segments if part], strict=True):
                 entries = [entry.split(",") for entry in segment.split(":") if entry]
                 for came in self.cluster.starts(name, container):
                     self.check_container(came, entries, item["metadata"]["uid"], container)
 
-    def check_container(self, came: Received, entries: list[list[str]], uid: str, container: str) -> None:
+    def check_container(
+        self, came: Received, entries: list[list[str]], uid: str, container: str
+    ) -> None:
         """One container against the entries of its segment: cards, limits, and its own region."""
         environment = came.environment
         assert environment["NVIDIA_VISIBLE_DEVICES"] == ",".join(entry[0] for entry in entries)
-        limits = {key: value for key, value in environment.items() if key.startswith("CUDA_DEVICE_MEMORY_LIMIT_")}
+        limits = {
+            key: value
+            for key, value in environment.items()
+            if key.startswith("CUDA_DEVICE_MEMORY_LIMIT_")
+        }
         assert len(limits) == len(entries)
-        assert sorted(limits.values()) == sorted(f"{int(entry[2]) * self.factor}m" for entry in entries)
+        assert sorted(limits.values()) == sorted(
+            f"{int(entry[2]) * self.factor}m" for entry in entries
+        )
         region, _ = came.mounts["/tmp/cudevshr.cache"]
         assert os.path.dirname(region) == f"{self.folder}/vgpu/vgpu/regions/{uid}_{container}"
 
 
 @contextlib.asynccontextmanager
-async def volcano_stage(folder: Path, *, of: type[VolcanoStage] = VolcanoStage, **options: Any) -> AsyncIterator[VolcanoStage]:
+async def volcano_stage(
+    folder: Path, *, of: type[VolcanoStage] = VolcanoStage, **options: Any
+) -> AsyncIterator[VolcanoStage]:
     """A stage, and Volcano's scheduler on it; the agent is ended with it, however the test ends."""
     stage = await asyncio.to_thread(lambda: of(folder, **options))
     async with stage.cluster:

@@ -1,4 +1,6 @@
-"""Shared parts of the tests of the configuration: one way to load a text, and one to get its problems."""
+"""Shared parts of the tests of the configuration:
+one way to load a text, and one to get its problems.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,12 @@ Load = Callable[..., Loaded]
 Problems = Callable[..., list[str]]
 
 
-def _load(text: str | bytes = "", *, flags: Mapping[str, str] | None = None, environment: Mapping[str, str] | None = None) -> Loaded:
+def _load(
+    text: str | bytes = "",
+    *,
+    flags: Mapping[str, str] | None = None,
+    environment: Mapping[str, str] | None = None,
+) -> Loaded:
     content = text if isinstance(text, bytes) else (text or "version: v1\n").encode()
     return load_contents(Sources(flags or {}, environment or {}, "config.yaml"), Contents(content))
 

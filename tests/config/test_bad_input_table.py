@@ -1,7 +1,8 @@
-"""Bad input: each rule of validation in docs/contracts, with the exact sentence and the exit status of the command line.
+"""Bad input: each rule of validation in docs/contracts,
+with the exact sentence and the exit status of the command line.
 
-A row is what an operator may have written: files, variables, words on the command line. The sentence names the file and line, flag or
-variable, the key, the value and what to write instead.
+A row is what an operator may have written: files, variables, words on the command line. The
+sentence names the file and line, flag or variable, the key, the value and what to write instead.
 """
 
 from __future__ import annotations
@@ -19,12 +20,16 @@ GPU_TWICE = "sharing:\n  timeSlicing:\n    resources:\n    - {name: gpu, replica
 MPS = "sharing:\n  mps:\n    resources:\n    - {name: gpu, replicas: 2}\n"
 LIST_STRATEGIES = "a list of envvar, volume-mounts, cdi-annotations and cdi-cri"
 FEATURES = (
-    "a list of enable-explicit-driver-libraries, disable-nvsandboxutils, enable-coherent-annotations, disable-multiple-csv-devices, "
+    "a list of enable-explicit-driver-libraries, disable-nvsandboxutils, "
+    "enable-coherent-annotations, disable-multiple-csv-devices, "
     "no-additional-gids-for-device-nodes, disable-ipc-discoverer"
 )
 NAME = "expected up to 63 lower case letters, digits, '-' and '.' after the slash"
 DEVICES = '"all", a number of devices, or a list of indices and UUIDs'
-OBJECT = "ConfigMap is an object of Kubernetes; give the text below one key of its data, as a file of its own"
+OBJECT = (
+    "ConfigMap is an object of Kubernetes; give the text below one key of its data, as a file of "
+    "its own"
+)
 MISSING = "missing; list what is shared, or leave {} out"
 EMPTY = "expected at least one resource, got an empty list; leave {} out to share nothing"
 
@@ -61,25 +66,47 @@ def variable(rule: str, name: str, value: str, said: str) -> Row:
     return Row(rule, f"environment variable {name}: {said}", environment={name: value})
 
 
-def shared(rule: str, entry: str, said: str, line: int = 4, index: int = 0, block: str = "timeSlicing") -> Row:
+def shared(
+    rule: str, entry: str, said: str, line: int = 4, index: int = 0, block: str = "timeSlicing"
+) -> Row:
     """An entry of ``sharing.timeSlicing.resources`` in a file of NVIDIA's plugin."""
     return Row(
-        rule, f"v1.yaml:{line}: sharing.{block}.resources[{index}]{said}", text=f"sharing:\n  {block}:\n    resources:\n    - {entry}\n"
+        rule,
+        f"v1.yaml:{line}: sharing.{block}.resources[{index}]{said}",
+        text=f"sharing:\n  {block}:\n    resources:\n    - {entry}\n",
     )
 
 
 ROWS = [
     # nvidia §1: what the flags, and the variables of the same meaning, may be.
-    flag("nvidia §1", "--device-list-strategy=envvars", f'expected {LIST_STRATEGIES}, got "envvars"'),
+    flag(
+        "nvidia §1", "--device-list-strategy=envvars", f'expected {LIST_STRATEGIES}, got "envvars"'
+    ),
     flag("nvidia §1", "--device-list-strategy=", f'expected {LIST_STRATEGIES}, got ""'),
-    variable("nvidia §1", "DEVICE_LIST_STRATEGY", "envvar,cdi", f'expected {LIST_STRATEGIES}, got "envvar,cdi"'),
+    variable(
+        "nvidia §1",
+        "DEVICE_LIST_STRATEGY",
+        "envvar,cdi",
+        f'expected {LIST_STRATEGIES}, got "envvar,cdi"',
+    ),
     flag("nvidia §1", "--device-id-strategy=name", 'expected uuid or index, got "name"'),
     variable("nvidia §1", "DEVICE_ID_STRATEGY", "UUID", 'expected uuid or index, got "UUID"'),
-    flag("nvidia §1", "--shared-devices-allocation-policy=spread", 'expected auto, distributed or packed, got "spread"'),
-    variable("nvidia §1", "SHARED_DEVICES_ALLOCATION_POLICY", "pack", 'expected auto, distributed or packed, got "pack"'),
+    flag(
+        "nvidia §1",
+        "--shared-devices-allocation-policy=spread",
+        'expected auto, distributed or packed, got "spread"',
+    ),
+    variable(
+        "nvidia §1",
+        "SHARED_DEVICES_ALLOCATION_POLICY",
+        "pack",
+        'expected auto, distributed or packed, got "pack"',
+    ),
     flag("nvidia §1", "--device-discovery-strategy=wsl", 'expected auto, nvml or tegra, got "wsl"'),
     flag("nvidia §1", "--device-discovery-strategy=", 'expected auto, nvml or tegra, got ""'),
-    variable("nvidia §1", "DEVICE_DISCOVERY_STRATEGY", "none", 'expected auto, nvml or tegra, got "none"'),
+    variable(
+        "nvidia §1", "DEVICE_DISCOVERY_STRATEGY", "none", 'expected auto, nvml or tegra, got "none"'
+    ),
     flag("nvidia §1", "--mig-strategy=double", 'expected none, single or mixed, got "double"'),
     variable("nvidia §1", "MIG_STRATEGY", "Mixed", 'expected none, single or mixed, got "Mixed"'),
     flag("nvidia §1", "--fail-on-init-error=maybe", 'expected true or false, got "maybe"'),
@@ -94,38 +121,52 @@ ROWS = [
     flag("nvidia §1", "--driver-root=", 'expected an absolute path, got ""'),
     flag("nvidia §1", "--nvidia-driver-root=", 'expected an absolute path, got ""'),
     flag("nvidia §1", "--nvidia-ctk-path=", 'expected an absolute path, got ""'),
-    flag("nvidia §1", "--cdi-annotation-prefix=cdi", 'expected a DNS name with a slash behind it, got "cdi"'),
+    flag(
+        "nvidia §1",
+        "--cdi-annotation-prefix=cdi",
+        'expected a DNS name with a slash behind it, got "cdi"',
+    ),
     flag("nvidia §1", "--cdi-feature-flags=fast", f'expected {FEATURES}, got "fast"'),
-    flag("nvidia §1", "--cdi-disable-hooks=A B", 'expected a list of hook names such as enable-cuda-compat, got "A B"'),
+    flag(
+        "nvidia §1",
+        "--cdi-disable-hooks=A B",
+        'expected a list of hook names such as enable-cuda-compat, got "A B"',
+    ),
     flag(
         "nvidia §1",
         "--kubelet-socket=/tmp/k.sock",
-        'expected the kubelet\'s directory with /device-plugins/kubelet.sock behind it, got "/tmp/k.sock"',
+        "expected the kubelet's directory with /device-plugins/kubelet.sock behind it, got "
+        '"/tmp/k.sock"',
     ),
     Row(
         "nvidia §1",
-        "none.yaml: cannot be read: No such file or directory; give --config-file an existing, readable file",
+        "none.yaml: cannot be read: No such file or directory; give --config-file an existing, "
+        "readable file",
         words=("--config-file=none.yaml",),
     ),
     Row(
         "nvidia §1, G13",
-        'v1.yaml:6: flags.migStrategy: MPS cannot share MIG slices; expected none or single with sharing.mps, got "mixed"',
+        "v1.yaml:6: flags.migStrategy: MPS cannot share MIG slices; expected none or single with "
+        'sharing.mps, got "mixed"',
         text=f"{MPS}flags:\n  migStrategy: mixed\n",
     ),
     Row(
         "nvidia §1, G13",
-        'environment variable MIG_STRATEGY: MPS cannot share MIG slices; expected none or single with sharing.mps, got "mixed"',
+        "environment variable MIG_STRATEGY: MPS cannot share MIG slices; expected none or single "
+        'with sharing.mps, got "mixed"',
         text=MPS,
         environment={"MIG_STRATEGY": "mixed"},
     ),
     Row(
         "nvidia §1",
-        'v1.yaml:6: flags.mpsRoot: sharing.mps needs a directory on the node; expected an absolute path such as /run/nvidia/mps, got ""',
+        "v1.yaml:6: flags.mpsRoot: sharing.mps needs a directory on the node; expected an absolute "
+        'path such as /run/nvidia/mps, got ""',
         text=f'{MPS}flags:\n  mpsRoot: ""\n',
     ),
     Row(
         "nvidia §1",
-        '--mps-root: sharing.mps needs a directory on the node; expected an absolute path such as /run/nvidia/mps, got ""',
+        "--mps-root: sharing.mps needs a directory on the node; expected an absolute path such as "
+        '/run/nvidia/mps, got ""',
         text=MPS,
         words=("--mps-root=",),
     ),
@@ -133,15 +174,27 @@ ROWS = [
     Row("nvidia §2", 'v1.yaml:1: version: expected v1, got "v2"', text="version: v2\n"),
     Row("nvidia §2", "v1.yaml:1: version: expected v1, got 1", text="version: 1\n"),
     Row("nvidia §2", 'v1.yaml:1: expected keys such as version: v1, got "text"', text="text\n"),
-    Row("nvidia §2", "v1.yaml:2: not YAML: did not find expected node content, while parsing a flow node", text="a: [\n"),
+    Row(
+        "nvidia §2",
+        "v1.yaml:2: not YAML: did not find expected node content, while parsing a flow node",
+        text="a: [\n",
+    ),
     Row(
         "nvidia §2",
         "v1.yaml:2: flags.migStrategy: given twice, first on line 2; keep one of them",
         text="flags:\n  {migStrategy: none, migStrategy: single}\n",
     ),
     Row("nvidia §2", "v1.yaml:1: flags: expected a mapping, got a list", text="flags: []\n"),
-    Row("nvidia §2", 'v1.yaml:1: flags.migStrategy: expected none, single or mixed, got "all"', text="flags: {migStrategy: all}\n"),
-    Row("nvidia §2", "v1.yaml:1: flags.failOnInitError: expected true or false, got 1", text="flags: {failOnInitError: 1}\n"),
+    Row(
+        "nvidia §2",
+        'v1.yaml:1: flags.migStrategy: expected none, single or mixed, got "all"',
+        text="flags: {migStrategy: all}\n",
+    ),
+    Row(
+        "nvidia §2",
+        "v1.yaml:1: flags.failOnInitError: expected true or false, got 1",
+        text="flags: {failOnInitError: 1}\n",
+    ),
     Row(
         "nvidia §2",
         'v1.yaml:1: flags.plugin.passDeviceSpecs: expected true or false, got "maybe"',
@@ -159,12 +212,14 @@ ROWS = [
     ),
     Row(
         "nvidia §2, one string",
-        'v1.yaml:1: flags.plugin.deviceListStrategy: expected a list such as [envvar, cdi-cri], got "envvar,cdi-cri"',
+        "v1.yaml:1: flags.plugin.deviceListStrategy: expected a list such as [envvar, cdi-cri], "
+        'got "envvar,cdi-cri"',
         text='flags: {plugin: {deviceListStrategy: "envvar,cdi-cri"}}\n',
     ),
     Row(
         "nvidia §2",
-        f'v1.yaml:1: flags.plugin.deviceListStrategy: expected {LIST_STRATEGIES}, got ["envvar", "cdi"]',
+        f'v1.yaml:1: flags.plugin.deviceListStrategy: expected {LIST_STRATEGIES}, got ["envvar", '
+        '"cdi"]',
         text="flags: {plugin: {deviceListStrategy: [envvar, cdi]}}\n",
     ),
     Row(
@@ -174,24 +229,45 @@ ROWS = [
     ),
     Row(
         "nvidia §2",
-        'v1.yaml:1: flags.plugin.sharedDevicesAllocationPolicy: expected auto, distributed or packed, got "any"',
+        "v1.yaml:1: flags.plugin.sharedDevicesAllocationPolicy: expected auto, distributed or "
+        'packed, got "any"',
         text="flags: {plugin: {sharedDevicesAllocationPolicy: any}}\n",
     ),
-    Row("nvidia §2, IMEX", "v1.yaml:1: imex.channelIDs: expected [] or [0], got [0, 1]", text="imex: {channelIDs: [0, 1]}\n"),
-    Row("nvidia §2, IMEX", 'v1.yaml:1: imex.channelIDs: expected [] or [0], got "0"', text='imex: {channelIDs: "0"}\n'),
-    Row("nvidia §2", f"v1.yaml:2: sharing.timeSlicing.resources: {MISSING.format('timeSlicing')}", text="sharing:\n  timeSlicing:\n"),
+    Row(
+        "nvidia §2, IMEX",
+        "v1.yaml:1: imex.channelIDs: expected [] or [0], got [0, 1]",
+        text="imex: {channelIDs: [0, 1]}\n",
+    ),
+    Row(
+        "nvidia §2, IMEX",
+        'v1.yaml:1: imex.channelIDs: expected [] or [0], got "0"',
+        text='imex: {channelIDs: "0"}\n',
+    ),
+    Row(
+        "nvidia §2",
+        f"v1.yaml:2: sharing.timeSlicing.resources: {MISSING.format('timeSlicing')}",
+        text="sharing:\n  timeSlicing:\n",
+    ),
     Row(
         "nvidia §2",
         f"v1.yaml:2: sharing.timeSlicing.resources: {MISSING.format('timeSlicing')}",
         text="sharing:\n  timeSlicing: {renameByDefault: true}\n",
     ),
-    Row("nvidia §2", f"v1.yaml:2: sharing.mps.resources: {MISSING.format('mps')}", text="sharing:\n  mps: {}\n"),
+    Row(
+        "nvidia §2",
+        f"v1.yaml:2: sharing.mps.resources: {MISSING.format('mps')}",
+        text="sharing:\n  mps: {}\n",
+    ),
     Row(
         "nvidia §2",
         f"v1.yaml:3: sharing.timeSlicing.resources: {EMPTY.format('timeSlicing')}",
         text="sharing:\n  timeSlicing:\n    resources: []\n",
     ),
-    Row("nvidia §2", f"v1.yaml:3: sharing.mps.resources: {EMPTY.format('mps')}", text="sharing:\n  mps:\n    resources:\n"),
+    Row(
+        "nvidia §2",
+        f"v1.yaml:3: sharing.mps.resources: {EMPTY.format('mps')}",
+        text="sharing:\n  mps:\n    resources:\n",
+    ),
     Row(
         "nvidia §2",
         "v1.yaml:3: sharing.mps.resources: expected a list, got a mapping",
@@ -199,12 +275,31 @@ ROWS = [
     ),
     shared("nvidia §2", "gpu", ': expected name and replicas, got "gpu"'),
     shared("nvidia §2", "{name: gpu}", ".replicas: missing, expected an integer ≥ 1"),
-    shared("nvidia §2", "{replicas: 2}", ".name: missing, expected a resource name such as nvidia.com/gpu"),
-    shared("nvidia §2", '{name: "", replicas: 2}', '.name: expected a resource name such as nvidia.com/gpu, got ""'),
+    shared(
+        "nvidia §2",
+        "{replicas: 2}",
+        ".name: missing, expected a resource name such as nvidia.com/gpu",
+    ),
+    shared(
+        "nvidia §2",
+        '{name: "", replicas: 2}',
+        '.name: expected a resource name such as nvidia.com/gpu, got ""',
+    ),
     shared("nvidia §2", "{name: gpu, replicas: 0}", ".replicas: expected an integer ≥ 1, got 0"),
-    shared("nvidia §2", "{name: gpu, replicas: -4}", ".replicas: expected an integer ≥ 1, got -4", block="mps"),
-    shared("nvidia §2", '{name: gpu, replicas: "4"}', '.replicas: expected an integer ≥ 1, got "4"'),
-    shared("nvidia §2, name", f"{{name: {'a' * 64}, replicas: 2}}", f'.name: {NAME}, got "nvidia.com/{"a" * 49}…"'),
+    shared(
+        "nvidia §2",
+        "{name: gpu, replicas: -4}",
+        ".replicas: expected an integer ≥ 1, got -4",
+        block="mps",
+    ),
+    shared(
+        "nvidia §2", '{name: gpu, replicas: "4"}', '.replicas: expected an integer ≥ 1, got "4"'
+    ),
+    shared(
+        "nvidia §2, name",
+        f"{{name: {'a' * 64}, replicas: 2}}",
+        f'.name: {NAME}, got "nvidia.com/{"a" * 49}…"',
+    ),
     shared("nvidia §2, name", "{name: -gpu, replicas: 2}", f'.name: {NAME}, got "nvidia.com/-gpu"'),
     shared("nvidia §2, name", "{name: GPU, replicas: 2}", f'.name: {NAME}, got "nvidia.com/GPU"'),
     shared("nvidia §2, name", "{name: a..b, replicas: 2}", f'.name: {NAME}, got "nvidia.com/a..b"'),
@@ -214,9 +309,17 @@ ROWS = [
         "{name: amd.com/gpu, replicas: 2}",
         '.name: expected a resource whose name begins with nvidia.com/, got "amd.com/gpu"',
     ),
-    shared("nvidia §2, name", "{name: gpu, replicas: 2, rename: a_}", f'.rename: {NAME}, got "nvidia.com/a_"'),
+    shared(
+        "nvidia §2, name",
+        "{name: gpu, replicas: 2, rename: a_}",
+        f'.rename: {NAME}, got "nvidia.com/a_"',
+    ),
     *(
-        shared("nvidia §2, devices", f"{{name: gpu, replicas: 2, devices: {devices}}}", f".devices: expected {DEVICES}, got {got}")
+        shared(
+            "nvidia §2, devices",
+            f"{{name: gpu, replicas: 2, devices: {devices}}}",
+            f".devices: expected {DEVICES}, got {got}",
+        )
         for devices, got in (
             ("some", '"some"'),
             ("0", "0"),
@@ -230,17 +333,23 @@ ROWS = [
     ),
     Row(
         "nvidia §2, one GPU in two entries",
-        'v1.yaml:5: sharing.timeSlicing.resources[1].name: "nvidia.com/gpu" stands twice, first on line 4; keep one of them',
+        'v1.yaml:5: sharing.timeSlicing.resources[1].name: "nvidia.com/gpu" stands twice, first on '
+        "line 4; keep one of them",
         text=GPU_TWICE + "    - {name: nvidia.com/gpu, replicas: 3}\n",
     ),
     Row(
         "nvidia §2, one GPU in two entries",
-        'v1.yaml:5: sharing.timeSlicing.resources[1].devices: "1" is shared twice, first on line 4; keep it in one of them',
-        text=GPU_TWICE.replace("2}", "2, devices: [0, 1]}") + "    - {name: gpu, replicas: 3, devices: [1]}\n",
+        'v1.yaml:5: sharing.timeSlicing.resources[1].devices: "1" is shared twice, first on line '
+        "4; keep it in one of them",
+        text=(
+            GPU_TWICE.replace("2}", "2, devices: [0, 1]}")
+            + "    - {name: gpu, replicas: 3, devices: [1]}\n"
+        ),
     ),
     Row(
         "nvidia §2",
-        "v1.yaml:1: resources.gpus[0].name: missing, expected a resource name such as nvidia.com/gpu",
+        "v1.yaml:1: resources.gpus[0].name: missing, expected a resource name such as "
+        "nvidia.com/gpu",
         text='resources: {gpus: [{pattern: "*"}]}\n',
     ),
     Row(
@@ -262,7 +371,8 @@ ROWS = [
     ),
     Row(
         "nvidia §2, given as our file",
-        "config.yaml:2: flags: unknown key, a configuration of NVIDIA's plugin is given as --config-file, or stands below nvidiaConfig",
+        "config.yaml:2: flags: unknown key, a configuration of NVIDIA's plugin is given as "
+        "--config-file, or stands below nvidiaConfig",
         own="version: v1\nflags: {migStrategy: none}\n",
     ),
     Row(
@@ -271,31 +381,45 @@ ROWS = [
         text="apiVersion: v1\nkind: ConfigMap\ndata: {default: 'version: v1'}\n",
     ),
     Row(
-        "nvidia §13, a whole ConfigMap", f"config.yaml:2: kind: {OBJECT}", own="apiVersion: v1\nkind: ConfigMap\ndata: {a: 'version: v1'}\n"
+        "nvidia §13, a whole ConfigMap",
+        f"config.yaml:2: kind: {OBJECT}",
+        own="apiVersion: v1\nkind: ConfigMap\ndata: {a: 'version: v1'}\n",
     ),
     Row(
         "nvidia §2, its text as a block",
-        'config.yaml:2: nvidiaConfig: expected keys such as version: v1, got "flags: {}\\n"; take what stands behind nvidiaConfig: away',
+        'config.yaml:2: nvidiaConfig: expected keys such as version: v1, got "flags: {}\\n"; take '
+        "what stands behind nvidiaConfig: away",
         own="version: v1\nnvidiaConfig: |\n  flags: {}\n",
     ),
     Row(
         "nvidia §1",
-        "/config/config.yaml: cannot be read: No such file or directory; give CONFIG_FILE an existing, readable file",
+        "/config/config.yaml: cannot be read: No such file or directory; give CONFIG_FILE an "
+        "existing, readable file",
         environment={"CONFIG_FILE": "/config/config.yaml"},
     ),
     Row(
         "nvidia §2",
-        "/config/config.yaml: cannot be read: No such file or directory; give nvidiaConfigFile an existing, readable file",
+        "/config/config.yaml: cannot be read: No such file or directory; give nvidiaConfigFile an "
+        "existing, readable file",
         own="version: v1\nnvidiaConfigFile: /config/config.yaml\n",
     ),
     # iktos §I.2; more of them in test_iktos.py.
-    flag("iktos §I.2", "--resource-config=gpu;a;4", 'entry "gpu;a;4": expected <resource>:<new name>:<replicas>, got 1 part'),
-    flag("iktos §I.2", "--resource-config=gpu:a", 'entry "gpu:a": expected <resource>:<new name>:<replicas>, got 2 parts'),
+    flag(
+        "iktos §I.2",
+        "--resource-config=gpu;a;4",
+        'entry "gpu;a;4": expected <resource>:<new name>:<replicas>, got 1 part',
+    ),
+    flag(
+        "iktos §I.2",
+        "--resource-config=gpu:a",
+        'entry "gpu:a": expected <resource>:<new name>:<replicas>, got 2 parts',
+    ),
     *(
         flag(
             "iktos §I.2, D9",
             f"--resource-config=gpu:a:{count}",
-            f'entry "gpu:a:{count}": expected replicas of 1 or more, or -1 for one per unit of memory, got "{count}"',
+            f'entry "gpu:a:{count}": expected replicas of 1 or more, or -1 for one per unit of '
+            f'memory, got "{count}"',
         )
         for count in ("0", "-2", "x", "2147483648")
     ),
@@ -303,13 +427,15 @@ ROWS = [
         "iktos §I.2, D9",
         "NVIDIA_DRIVER_RESOURCE_CONFIG",
         "gpu:MyGPU:4",
-        "entry \"gpu:MyGPU:4\": expected up to 63 lower case letters, digits, '-' and '.' as the new name, got \"MyGPU\"",
+        "entry \"gpu:MyGPU:4\": expected up to 63 lower case letters, digits, '-' and '.' as the "
+        'new name, got "MyGPU"',
     ),
     variable(
         "iktos §I.2",
         "NVIDIA_DRIVER_RESOURCE_CONFIG",
         "nvidia.com/gpu:a:4",
-        'entry "nvidia.com/gpu:a:4": expected gpu or mig-<profile> as the resource, got "nvidia.com/gpu"',
+        'entry "nvidia.com/gpu:a:4": expected gpu or mig-<profile> as the resource, got '
+        '"nvidia.com/gpu"',
     ),
     variable(
         "iktos §I.2",
@@ -319,7 +445,8 @@ ROWS = [
     ),
     Row(
         "iktos §I.2",
-        'config.yaml:2: iktos.resourceConfig: entry "gpu": expected <resource>:<new name>:<replicas>, got 1 part',
+        'config.yaml:2: iktos.resourceConfig: entry "gpu": expected <resource>:<new '
+        "name>:<replicas>, got 1 part",
         own="version: v1\niktos: {resourceConfig: gpu}\n",
     ),
     # aws §II.1
@@ -328,7 +455,11 @@ ROWS = [
         for count in ("49", "0", "-1", "ten", "")
     ),
     Row("aws §II.1", '--vgpu: expected an integer from 1 to 48, got "64"', words=("-vgpu", "64")),
-    Row("aws §II.1", "config.yaml:2: aws.vgpus: expected an integer from 1 to 48, got 49", own="version: v1\naws: {vgpus: 49}\n"),
+    Row(
+        "aws §II.1",
+        "config.yaml:2: aws.vgpus: expected an integer from 1 to 48, got 49",
+        own="version: v1\naws: {vgpus: 49}\n",
+    ),
 ]
 
 
@@ -344,12 +475,17 @@ def _signals_as_they_were() -> Iterator[None]:
 def test_bad_input_ends_the_command_with_its_sentence(
     row: Row, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The labels nvidia:G13, iktos:D9 and aws:W3 among them. Nothing is started, and nothing goes to stdout."""
+    """The labels nvidia:G13, iktos:D9 and aws:W3 among them.
+    Nothing is started, and nothing goes to stdout.
+    """
     monkeypatch.chdir(tmp_path)
     for name, value in {**row.environment, "NODE_NAME": "node"}.items():
         monkeypatch.setenv(name, value)
     words = list(row.words)
-    for option, file, text in (("--config", "config.yaml", row.own), ("--config-file", "v1.yaml", row.text)):
+    for option, file, text in (
+        ("--config", "config.yaml", row.own),
+        ("--config-file", "v1.yaml", row.text),
+    ):
         if text:
             Path(file).write_text(text)
             words += [option, file]

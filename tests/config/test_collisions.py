@@ -1,4 +1,6 @@
-"""Families and MPS daemons that take something from each other: found before the agent runs, with the setting and the remedy."""
+"""Families and MPS daemons that take something from each other:
+found before the agent runs, with the setting and the remedy.
+"""
 
 from __future__ import annotations
 
@@ -19,9 +21,15 @@ from vgpu_agent.families.nvidia.settings import offered_names
 
 CHOOSE = "choose another name, or turn one of the families off"
 COUNTED = "and volcano-gpushare counts GPUs under it in the Node's capacity"
-BROKEN = "the family nvidia would offer a GPU that is divided for a Volcano pod as a whole one, on which work fails"
+BROKEN = (
+    "the family nvidia would offer a GPU that is divided for a Volcano pod as a whole one, on "
+    "which work fails"
+)
 NOTHING = "the family nvidia would offer nothing while the GPUs are divided differently"
-MOUNTED = "which aws.mps: supervised mounts into containers, so that they could change the files of other MPS control daemons"
+MOUNTED = (
+    "which aws.mps: supervised mounts into containers, so that they could change the files of "
+    "other MPS control daemons"
+)
 BY_ONE = "takes one only; offer it by one of the two (families, aws.mps, sharing.mps)"
 MPS_SHARED = "sharing: {mps: {resources: [{name: gpu, replicas: 4}]}}\n"
 RENAMED = "sharing: {timeSlicing: {renameByDefault: true, resources: [{name: gpu, replicas: 4}]}}\n"
@@ -44,7 +52,11 @@ def equal(name: str, one: str, other: str) -> str:
     ("text", "place", "sentence"),
     [
         (aws("nvidia.com/gpu"), "4: aws.resourceName", equal("nvidia.com/gpu", "nvidia", "aws")),
-        (aws("nvidia.com/gpu.shared", RENAMED), "5: aws.resourceName", equal("nvidia.com/gpu.shared", "nvidia", "aws")),
+        (
+            aws("nvidia.com/gpu.shared", RENAMED),
+            "5: aws.resourceName",
+            equal("nvidia.com/gpu.shared", "nvidia", "aws"),
+        ),
         (
             aws("nvidia.com/small", "resources: {gpus: [{pattern: NVIDIA T4, name: small}]}\n"),
             "5: aws.resourceName",
@@ -61,22 +73,34 @@ def equal(name: str, one: str, other: str) -> str:
             equal("nvidia.com/sharedgpu", "nvidia", "aws"),
         ),
         (
-            "families: {nvidia: false, aws: true, volcanoVgpu: true}\naws:\n  resourceName: volcano.sh/vgpu-cores\n",
+            (
+                "families: {nvidia: false, aws: true, volcanoVgpu: true}\n"
+                "aws:\n  resourceName: volcano.sh/vgpu-cores\n"
+            ),
             "4: aws.resourceName",
             equal("volcano.sh/vgpu-cores", "aws", "volcano-vgpu"),
         ),
         (
-            "families: {nvidia: false, volcanoVgpu: true}\nvolcanoVgpu:\n  memoryResource: volcano.sh/vgpu-number\n",
+            (
+                "families: {nvidia: false, volcanoVgpu: true}\nvolcanoVgpu:\n"
+                "  memoryResource: volcano.sh/vgpu-number\n"
+            ),
             "4: volcanoVgpu.memoryResource",
             equal("volcano.sh/vgpu-number", "volcano-vgpu", "volcano-vgpu"),
         ),
         (
-            "families: {nvidia: false, volcanoVgpu: true, volcanoGpushare: true}\nvolcanoVgpu:\n  numberResource: volcano.sh/gpu-memory\n",
+            (
+                "families: {nvidia: false, volcanoVgpu: true, volcanoGpushare: true}\n"
+                "volcanoVgpu:\n  numberResource: volcano.sh/gpu-memory\n"
+            ),
             "4: volcanoVgpu.numberResource",
             equal("volcano.sh/gpu-memory", "volcano-vgpu", "volcano-gpushare"),
         ),
         (
-            "families: {nvidia: false, volcanoVgpu: true, volcanoGpushare: true}\nvolcanoVgpu:\n  numberResource: volcano.sh/gpu-number\n",
+            (
+                "families: {nvidia: false, volcanoVgpu: true, volcanoGpushare: true}\n"
+                "volcanoVgpu:\n  numberResource: volcano.sh/gpu-number\n"
+            ),
             "4: volcanoVgpu.numberResource",
             f'"volcano.sh/gpu-number" is offered by volcano-vgpu, {COUNTED}; {CHOOSE}',
         ),
@@ -88,7 +112,10 @@ def equal(name: str, one: str, other: str) -> str:
         (
             f"{VGPU}plugin: {{migStrategy: mixed}}\nvolcanoVgpu:\n  migStrategy: mixed\n",
             "5: volcanoVgpu.migStrategy",
-            "mixed: the family nvidia offers the same instances (plugin.migStrategy); turn one of the two off",
+            (
+                "mixed: the family nvidia offers the same instances (plugin.migStrategy); turn one "
+                "of the two off"
+            ),
         ),
         (
             f"{VGPU}volcanoVgpu:\n  operatingMode: mig\n",
@@ -108,22 +135,35 @@ def equal(name: str, one: str, other: str) -> str:
         (
             f"{FOR_AWS}{MPS_SHARED}aws:\n  mps: supervised\n",
             "5: aws.mps",
-            f"supervised starts an MPS control daemon on GPUs that sharing.mps has one for already, and a GPU {BY_ONE}",
+            (
+                "supervised starts an MPS control daemon on GPUs that sharing.mps has one for "
+                f"already, and a GPU {BY_ONE}"
+            ),
         ),
         (
             f"{FOR_AWS}{MPS_SHARED}aws:\n  mps: host\n",
             "5: aws.mps",
-            f"host needs somebody else's MPS control daemon on GPUs that sharing.mps starts one for, and a GPU {BY_ONE}",
+            (
+                "host needs somebody else's MPS control daemon on GPUs that sharing.mps starts one "
+                f"for, and a GPU {BY_ONE}"
+            ),
         ),
         (
             f"{FOR_AWS}aws: {{mps: supervised}}\nmps:\n  root: /tmp/nvidia-mps/ours\n",
             "5: mps.root",
-            f'"/tmp/nvidia-mps/ours" lies in /tmp/nvidia-mps, {MOUNTED}; choose another directory such as /run/nvidia/mps',
+            (
+                f'"/tmp/nvidia-mps/ours" lies in /tmp/nvidia-mps, {MOUNTED}; choose another '
+                "directory such as /run/nvidia/mps"
+            ),
         ),
     ],
 )
-def test_a_collision_names_the_setting_to_change_what_is_lost_and_the_remedy(load_text: Load, text: str, place: str, sentence: str) -> None:
-    """Before, each of them was ok for ``config check``, and one of the two resources was missing on the nodes."""
+def test_a_collision_names_the_setting_to_change_what_is_lost_and_the_remedy(
+    load_text: Load, text: str, place: str, sentence: str
+) -> None:
+    """Before, each of them was ok for ``config check``,
+    and one of the two resources was missing on the nodes.
+    """
     loaded = load_text(f"version: v1\n{text}")
     assert (loaded.collisions, loaded.warnings) == ((f"config.yaml:{place}: {sentence}",), ())
 
@@ -137,24 +177,39 @@ def test_a_collision_names_the_setting_to_change_what_is_lost_and_the_remedy(loa
         aws("nvidia.com/gpu", "resources: {gpus: [{pattern: '*', name: a100}]}\n"),
         aws("nvidia.com/gpu", "iktos: {resourceConfig: 'gpu:sharedgpu:4'}\n"),
         aws("nvidia.com/mig-1g.5gb"),
-        "families: {nvidia: false, aws: true}\naws: {resourceName: nvidia.com/gpu, mps: supervised}\n" + MPS_SHARED,
-        "families: {nvidia: false, volcanoVgpu: true}\nvolcanoVgpu: {migStrategy: mixed, migResourcePrefix: nvidia.com}\n",
+        (
+            "families: {nvidia: false, aws: true}\naws: {resourceName: nvidia.com/gpu, mps: "
+            "supervised}\n"
+        )
+        + MPS_SHARED,
+        (
+            "families: {nvidia: false, volcanoVgpu: true}\nvolcanoVgpu: {migStrategy: mixed, "
+            "migResourcePrefix: nvidia.com}\n"
+        ),
         f"{VGPU}volcanoVgpu: {{operatingMode: mig}}\nplugin: {{migStrategy: mixed}}\n",
         f"{VGPU}volcanoVgpu: {{memoryPercentageResource: volcano.sh/vgpu-number}}\n",
         f"{FOR_AWS}{MPS_SHARED}aws: {{mps: none}}\n",
-        f"{FOR_AWS}{MPS_SHARED}aws: {{mps: supervised}}\niktos: {{resourceConfig: 'gpu:sharedgpu:4'}}\n",
+        (
+            f"{FOR_AWS}{MPS_SHARED}aws: {{mps: supervised}}\n"
+            "iktos: {resourceConfig: 'gpu:sharedgpu:4'}\n"
+        ),
         "mps: {root: /tmp/nvidia-mps}\n" + MPS_SHARED,
     ],
 )
 def test_what_goes_together_is_no_collision(load_text: Load, text: str) -> None:
-    """Names that nothing is offered by, families that are off, sharing that another setting replaces."""
+    """Names that nothing is offered by, families that are off,
+    sharing that another setting replaces.
+    """
     assert load_text(f"version: v1\n{text}").collisions == ()
 
 
 def crowded(setting: str, family: str, other: str, default: str) -> str:
     """The sentence about a policy that begins many GPUs."""
     price = f"a GPU with one of them is no use to {other}"
-    return f"{setting} spreads pods of {family} over all GPUs, and {price}; set {default} to keep {family} on few GPUs"
+    return (
+        f"{setting} spreads pods of {family} over all GPUs, and {price}; set {default} to keep "
+        f"{family} on few GPUs"
+    )
 
 
 @pytest.mark.parametrize(
@@ -162,7 +217,11 @@ def crowded(setting: str, family: str, other: str, default: str) -> str:
     [
         (
             f"{FOR_AWS}plugin: {{sharedDevicesAllocationPolicy: distributed}}\n",
-            (crowded("plugin.sharedDevicesAllocationPolicy: distributed", "nvidia", "aws", "auto"),),
+            (
+                crowded(
+                    "plugin.sharedDevicesAllocationPolicy: distributed", "nvidia", "aws", "auto"
+                ),
+            ),
         ),
         (
             f"{VGPU}binding: {{policy: spread}}\n",
@@ -170,23 +229,40 @@ def crowded(setting: str, family: str, other: str, default: str) -> str:
         ),
         (f"{FOR_AWS}plugin: {{sharedDevicesAllocationPolicy: packed}}\n", ()),
         ("plugin: {sharedDevicesAllocationPolicy: distributed}\n", ()),
-        ("families: {nvidia: false, aws: true, volcanoGpushare: true}\nplugin: {sharedDevicesAllocationPolicy: distributed}\n", ()),
+        (
+            (
+                "families: {nvidia: false, aws: true, volcanoGpushare: true}\n"
+                "plugin: {sharedDevicesAllocationPolicy: distributed}\n"
+            ),
+            (),
+        ),
         (f"{VGPU}binding: {{policy: binpack}}\n", ()),
         ("families: {nvidia: false, volcanoVgpu: true}\nbinding: {policy: spread}\n", ()),
     ],
 )
-def test_a_policy_that_costs_other_families_is_warned_of(load_text: Load, text: str, warnings: tuple[str, ...]) -> None:
-    """It is the operator's to choose, and counts. The caution names its price where it was copied from a node with one family."""
+def test_a_policy_that_costs_other_families_is_warned_of(
+    load_text: Load, text: str, warnings: tuple[str, ...]
+) -> None:
+    """It is the operator's to choose, and counts.
+    The caution names its price where it was copied from a node with one family.
+    """
     loaded = load_text(f"version: v1\n{text}")
     assert (loaded.warnings, loaded.collisions) == (warnings, ())
 
 
 @given(
-    patterns=st.lists(st.tuples(st.sampled_from(("*", "NVIDIA A100*", "T4")), st.sampled_from(("a", "b", "gpu"))), max_size=2),
-    slices=st.lists(st.tuples(st.sampled_from(("*", "1g.5gb")), st.sampled_from(("c", "gpu"))), max_size=1),
+    patterns=st.lists(
+        st.tuples(st.sampled_from(("*", "NVIDIA A100*", "T4")), st.sampled_from(("a", "b", "gpu"))),
+        max_size=2,
+    ),
+    slices=st.lists(
+        st.tuples(st.sampled_from(("*", "1g.5gb")), st.sampled_from(("c", "gpu"))), max_size=1
+    ),
     strategy=st.sampled_from(("none", "single", "mixed")),
     shared=st.dictionaries(
-        st.sampled_from(("gpu", "a", "c", "mig-1g.5gb")), st.tuples(st.sampled_from(("", "r")), st.booleans()), max_size=2
+        st.sampled_from(("gpu", "a", "c", "mig-1g.5gb")),
+        st.tuples(st.sampled_from(("", "r")), st.booleans()),
+        max_size=2,
     ),
     suffix=st.booleans(),
     divided=st.booleans(),
@@ -206,15 +282,32 @@ def test_every_name_that_nvidia_offers_is_known_beforehand(
     lines.append(f"resources: {{gpus: [{gpus}], mig: [{mig}]}}")
     if shared:
         entries = ", ".join(
-            f"{{name: {name}, replicas: 2, rename: '{rename}', devices: {'all' if everything else '[0]'}}}"
+            f"{{name: {name}, replicas: 2, rename: '{rename}', devices: "
+            f"{'all' if everything else '[0]'}}}"
             for name, (rename, everything) in shared.items()
         )
-        lines.append(f"sharing: {{timeSlicing: {{renameByDefault: {str(suffix).lower()}, resources: [{entries}]}}}}")
-    settings = load_contents(Sources({}, {}, "c.yaml"), Contents("\n".join(lines).encode())).settings
-    inventory = with_slices(golden_inventory(), U0=golden_slices()) if divided else golden_inventory()
-    offered = {each.name for each in NvidiaFamily(NvidiaOptions.from_settings(settings, lists=ListOptions())).resources(inventory)}
+        lines.append(
+            f"sharing: {{timeSlicing: {{renameByDefault: {str(suffix).lower()}, resources: "
+            f"[{entries}]}}}}"
+        )
+    settings = load_contents(
+        Sources({}, {}, "c.yaml"), Contents("\n".join(lines).encode())
+    ).settings
+    inventory = (
+        with_slices(golden_inventory(), U0=golden_slices()) if divided else golden_inventory()
+    )
+    offered = {
+        each.name
+        for each in NvidiaFamily(
+            NvidiaOptions.from_settings(settings, lists=ListOptions())
+        ).resources(inventory)
+    }
     known = list(offered_names(settings))
-    assert [name for name in offered if not any(each.meets(OfferedName(name, "aws", "")) for each in known)] == []
+    assert [
+        name
+        for name in offered
+        if not any(each.meets(OfferedName(name, "aws", "")) for each in known)
+    ] == []
 
 
 def test_problems_can_be_read_without_an_error() -> None:

@@ -1,4 +1,6 @@
-"""A v1 file of NVIDIA's plugin written as one of ours, and what the translator does with any text at all."""
+"""A v1 file of NVIDIA's plugin written as one of ours,
+and what the translator does with any text at all.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,9 @@ from vgpu_agent.errors import ConfigError
 
 
 def outcome(do: Callable[[], Settings | str]) -> Any:
-    """Return the result of ``do``, or the sentences of its refusal; any other exception is a failure."""
+    """Return the result of ``do``, or the sentences of its refusal;
+    any other exception is a failure.
+    """
     try:
         return do()
     except ConfigError as refused:
@@ -26,11 +30,20 @@ def outcome(do: Callable[[], Settings | str]) -> Any:
 
 def read(content: bytes) -> Any:
     """The settings with ``content`` as the file of NVIDIA's plugin, or why there are none."""
-    return outcome(lambda: load_contents(Sources({}, {}, None), Contents(None, "v1.yaml", content)).settings)
+    return outcome(
+        lambda: load_contents(Sources({}, {}, None), Contents(None, "v1.yaml", content)).settings
+    )
 
 
 # What a key may hold, what it must not, and nothing.
-_JUNK = st.none() | st.booleans() | st.integers(-3, 70) | st.text(max_size=6) | st.floats() | st.lists(st.integers(0, 3), max_size=2)
+_JUNK = (
+    st.none()
+    | st.booleans()
+    | st.integers(-3, 70)
+    | st.text(max_size=6)
+    | st.floats()
+    | st.lists(st.integers(0, 3), max_size=2)
+)
 _TEXT = st.text(st.characters(codec="ascii", categories=("L", "N")), min_size=1, max_size=12)
 
 
@@ -41,31 +54,63 @@ class Documents:
         self._junk = junk
 
     def _of(self, good: st.SearchStrategy[Any]) -> st.SearchStrategy[Any]:
-        return st.one_of(good, good, good, good, good, good, good, st.none(), _JUNK) if self._junk else good
+        return (
+            st.one_of(good, good, good, good, good, good, good, st.none(), _JUNK)
+            if self._junk
+            else good
+        )
 
     def _one_of(self, *words: Any) -> st.SearchStrategy[Any]:
         return self._of(st.sampled_from(words))
 
-    def _some(self, members: dict[str, st.SearchStrategy[Any]], **needed: st.SearchStrategy[Any]) -> st.SearchStrategy[dict[str, Any]]:
-        """A mapping with ``needed`` and some of ``members``, at times with a key that is unknown or misplaced."""
+    def _some(
+        self, members: dict[str, st.SearchStrategy[Any]], **needed: st.SearchStrategy[Any]
+    ) -> st.SearchStrategy[dict[str, Any]]:
+        """A mapping with ``needed`` and some of ``members``,
+        at times with a key that is unknown or misplaced.
+        """
         known = st.fixed_dictionaries(needed, optional=members)
-        stray = st.dictionaries(st.sampled_from(["renameByDefault", "migStrategy", "flags", "replicas", "x"]) | _TEXT, _JUNK, max_size=1)
-        return st.one_of(known, known, known, st.builds(lambda one, other: {**other, **one}, known, stray)) if self._junk else known
+        stray = st.dictionaries(
+            st.sampled_from(["renameByDefault", "migStrategy", "flags", "replicas", "x"]) | _TEXT,
+            _JUNK,
+            max_size=1,
+        )
+        return (
+            st.one_of(
+                known, known, known, st.builds(lambda one, other: {**other, **one}, known, stray)
+            )
+            if self._junk
+            else known
+        )
 
     def _sharing(self) -> st.SearchStrategy[Any]:
         words = st.sampled_from([0, 1, "2", "1:0", "GPU-aaaaaaaa-0000-4000-8000-000000000000"])
-        devices = st.just("all") | st.integers(1, 8) | st.lists(words, min_size=1, max_size=3, unique_by=str)
+        devices = (
+            st.just("all")
+            | st.integers(1, 8)
+            | st.lists(words, min_size=1, max_size=3, unique_by=str)
+        )
         shared = self._some(
             {"rename": self._one_of("small", "nvidia.com/large"), "devices": self._of(devices)},
-            name=self._one_of("gpu", "nvidia.com/gpu", "nvidia.com/mig-1g.5gb", "mig-2g.10gb", "mig-3g.20gb"),
+            name=self._one_of(
+                "gpu", "nvidia.com/gpu", "nvidia.com/mig-1g.5gb", "mig-2g.10gb", "mig-3g.20gb"
+            ),
             replicas=self._of(st.integers(1, 48)),
         )
         resources = st.lists(
-            shared, min_size=1, max_size=3, unique_by=None if self._junk else lambda one: str(one["name"]).removeprefix("nvidia.com/")
+            shared,
+            min_size=1,
+            max_size=3,
+            unique_by=(
+                None if self._junk else lambda one: str(one["name"]).removeprefix("nvidia.com/")
+            ),
         )
         return self._of(
             self._some(
-                {"renameByDefault": self._of(st.booleans()), "failRequestsGreaterThanOne": self._of(st.none() | st.booleans())},
+                {
+                    "renameByDefault": self._of(st.booleans()),
+                    "failRequestsGreaterThanOne": self._of(st.none() | st.booleans()),
+                },
                 resources=self._of(resources),
             )
         )
@@ -90,7 +135,11 @@ class Documents:
 
     def documents(self) -> st.SearchStrategy[Any]:
         """The whole of it."""
-        pattern = self._some({}, pattern=self._one_of("*", "A100*", "1g.5gb"), name=self._one_of("gpu", "nvidia.com/small"))
+        pattern = self._some(
+            {},
+            pattern=self._one_of("*", "A100*", "1g.5gb"),
+            name=self._one_of("gpu", "nvidia.com/small"),
+        )
         patterns = {name: self._of(st.lists(pattern, max_size=2)) for name in ("gpus", "mig")}
         imex = {"channelIDs": self._one_of([], [0]), "required": self._of(st.booleans())}
         return self._some(
@@ -98,7 +147,9 @@ class Documents:
                 "version": self._one_of("v1", ""),
                 "flags": self._flags(),
                 "resources": self._of(self._some(patterns)),
-                "sharing": self._of(self._some({"timeSlicing": self._sharing(), "mps": self._sharing()})),
+                "sharing": self._of(
+                    self._some({"timeSlicing": self._sharing(), "mps": self._sharing()})
+                ),
                 "imex": self._of(self._some(imex)),
             }
         )
@@ -112,7 +163,9 @@ def test_what_is_printed_loads_to_the_same_settings(document: dict[str, Any]) ->
 
     printed = convert("v1.yaml", content)
 
-    assert load_contents(Sources({}, {}, "config.yaml"), Contents(printed.encode())).settings == read(content)
+    assert load_contents(
+        Sources({}, {}, "config.yaml"), Contents(printed.encode())
+    ).settings == read(content)
 
 
 @settings(max_examples=200, deadline=None)
@@ -136,12 +189,27 @@ def test_any_bytes_are_a_configuration_or_refused(content: bytes) -> None:
     assert isinstance(found, Settings) or all(problem.startswith("v1.yaml:") for problem in found)
 
 
-_ANYTHING = st.recursive(_JUNK, lambda below: st.lists(below, max_size=3) | st.dictionaries(_TEXT, below, max_size=3), max_leaves=8)
+_ANYTHING = st.recursive(
+    _JUNK,
+    lambda below: st.lists(below, max_size=3) | st.dictionaries(_TEXT, below, max_size=3),
+    max_leaves=8,
+)
 
 
 @settings(max_examples=300, deadline=None)
 @given(
-    st.sampled_from(["", "flags", "flags.plugin", "sharing", "sharing.mps", "sharing.timeSlicing.resources", "resources.gpus", "imex"]),
+    st.sampled_from(
+        [
+            "",
+            "flags",
+            "flags.plugin",
+            "sharing",
+            "sharing.mps",
+            "sharing.timeSlicing.resources",
+            "resources.gpus",
+            "imex",
+        ]
+    ),
     _ANYTHING,
 )
 def test_anything_in_any_place_is_taken_or_refused(place: str, value: Any) -> None:
@@ -155,20 +223,18 @@ def test_anything_in_any_place_is_taken_or_refused(place: str, value: Any) -> No
 
 def test_it_says_only_what_the_file_says(load_text: Load) -> None:
     """With the warnings above. A person reads on from there."""
-    text = "flags: {migStrategy: mixed, migstrat: 1}\nsharing:\n  timeSlicing:\n    resources: [{name: gpu, replicas: 2, devices: [0]}]\n"
+    text = (
+        "flags: {migStrategy: mixed, migstrat: 1}\nsharing:\n"
+        "  timeSlicing:\n    resources: [{name: gpu, replicas: 2, devices: [0]}]\n"
+    )
 
     assert convert("v1.yaml", text.encode()) == (
         "# Made from v1.yaml, a configuration of NVIDIA's device plugin.\n"
-        "# warning: v1.yaml:1: flags.migstrat: unknown key, it has no effect; did you mean migStrategy?\n"
-        "# warning: v1.yaml:4: sharing.timeSlicing.resources[0].devices: NVIDIA's plugin drops this, here it counts; "
-        "take it out to keep the resources as they were\n"
-        "version: v1\n"
-        "plugin:\n"
-        "  migStrategy: mixed\n"
-        "sharing:\n"
-        "  timeSlicing:\n"
-        "    resources:\n"
-        "      - name: nvidia.com/gpu\n"
+        "# warning: v1.yaml:1: flags.migstrat: unknown key, it has no effect; did you mean "
+        "migStrategy?\n# warning: v1.yaml:4: sharing.timeSlicing.resources[0].devices: NVIDIA's "
+        "plugin drops this, here it counts; take it out to keep the resources as they were\n"
+        "version: v1\nplugin:\n  migStrategy: mixed\nsharing:\n"
+        "  timeSlicing:\n    resources:\n      - name: nvidia.com/gpu\n"
         "        replicas: 2\n"
         '        devices: ["0"]\n'
     )

@@ -38,11 +38,15 @@ def test_the_example_sets_every_key_but_the_sharing(load_text: Load) -> None:
     """Sharing cannot be there with its default, because its list must not be empty."""
     origins = load_text(example()).origins
 
-    assert {path for path, origin in origins.items() if origin == "default"} == {path for path in origins if path.startswith("sharing.")}
+    assert {path for path, origin in origins.items() if origin == "default"} == {
+        path for path in origins if path.startswith("sharing.")
+    }
 
 
 @pytest.mark.parametrize("kind", ["timeSlicing", "mps"])
-def test_the_sharing_of_the_example_works_when_its_comment_is_removed(load_text: Load, kind: str) -> None:
+def test_the_sharing_of_the_example_works_when_its_comment_is_removed(
+    load_text: Load, kind: str
+) -> None:
     """The text above it says how: remove the first # of each line."""
     before, block = example().split(f"  # {kind}:\n")
     commented, after = block.split("\n\n", 1)
@@ -51,7 +55,9 @@ def test_the_sharing_of_the_example_works_when_its_comment_is_removed(load_text:
     sharing = load_text(text).settings.section(Sharing)
 
     used = sharing.mps if kind == "mps" else sharing.time_slicing
-    assert [(resource.name, resource.replicas) for resource in used.resources] == [("nvidia.com/gpu", 4)]
+    assert [(resource.name, resource.replicas) for resource in used.resources] == [
+        ("nvidia.com/gpu", 4)
+    ]
 
 
 def test_no_line_of_the_example_is_too_long_to_read() -> None:
@@ -60,7 +66,25 @@ def test_no_line_of_the_example_is_too_long_to_read() -> None:
 
 
 @pytest.mark.parametrize(
-    "value", ["", ":9394", "yes", "true", "12", "a b", "/dev", "uuid", "127.0.0.1:1", '"', "\\", 1, 0.2, 3600.0, 1e-07, True]
+    "value",
+    [
+        "",
+        ":9394",
+        "yes",
+        "true",
+        "12",
+        "a b",
+        "/dev",
+        "uuid",
+        "127.0.0.1:1",
+        '"',
+        "\\",
+        1,
+        0.2,
+        3600.0,
+        1e-07,
+        True,
+    ],
 )
 def test_a_value_is_written_so_that_it_is_read_back(value: object) -> None:
     """Quotes where YAML, ours or another, would read something else."""
@@ -75,7 +99,10 @@ def test_a_value_is_written_so_that_it_is_read_back(value: object) -> None:
 def test_the_documentation_is_up_to_date() -> None:
     """docs/configuration.md is what the script would write now."""
     checked = subprocess.run(
-        [sys.executable, ROOT / "scripts" / "generate_configuration_docs.py", "--check"], capture_output=True, text=True, check=False
+        [sys.executable, ROOT / "scripts" / "generate_configuration_docs.py", "--check"],
+        capture_output=True,
+        text=True,
+        check=False,
     )
 
     assert (checked.returncode, checked.stderr) == (0, "")

@@ -1,4 +1,6 @@
-"""Files that cannot be read, and junk of every kind: one clear line each, and never another exception."""
+"""Files that cannot be read, and junk of every kind:
+one clear line each, and never another exception.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +32,12 @@ def _in_empty_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_missing_file_is_said_to_be_missing() -> None:
     """It was asked for by name, so the defaults would be a silent surprise."""
-    assert _problems("config.yaml") == ["config.yaml: cannot be read: No such file or directory; give --config an existing, readable file"]
+    assert _problems("config.yaml") == [
+        (
+            "config.yaml: cannot be read: No such file or directory; give --config an existing, "
+            "readable file"
+        )
+    ]
 
 
 def test_a_directory_is_no_file() -> None:
@@ -57,7 +64,9 @@ def test_a_file_that_must_not_be_read_names_the_reason(monkeypatch: pytest.Monke
 
     with pytest.raises(ConfigError) as refused:
         read("config.yaml")
-    assert refused.value.problems == ["config.yaml: cannot be read: Permission denied; give --config an existing, readable file"]
+    assert refused.value.problems == [
+        "config.yaml: cannot be read: Permission denied; give --config an existing, readable file"
+    ]
 
 
 @pytest.mark.parametrize("name", ["a\0b", "x" * 5000])
@@ -70,7 +79,12 @@ def test_a_file_above_one_mebibyte_is_not_read() -> None:
     """The largest ConfigMap is one. The wrong file may have no end."""
     Path("config.yaml").write_bytes(b"#" * (LARGEST_FILE_BYTES + 1))
 
-    assert _problems("config.yaml") == ["config.yaml: is larger than 1048576 bytes; no configuration is, look whether it is the right file"]
+    assert _problems("config.yaml") == [
+        (
+            "config.yaml: is larger than 1048576 bytes; no configuration is, look whether it is "
+            "the right file"
+        )
+    ]
 
 
 def test_a_file_of_one_mebibyte_is_read() -> None:
@@ -111,12 +125,17 @@ def test_a_megabyte_of_unknown_keys_of_nvidias_plugin_is_told_in_few_lines() -> 
     content = b"".join(b"junk%d: 1\n" % number for number in range(4_900))
 
     def warned() -> None:
-        assert len(load_contents(Sources({}, {}, None), Contents(None, "v1.yaml", content)).warnings) == 21
+        assert (
+            len(load_contents(Sources({}, {}, None), Contents(None, "v1.yaml", content)).warnings)
+            == 21
+        )
 
     assert quickest_call(warned, within_seconds=3) < 3
 
 
-@pytest.mark.parametrize("junk", [b"a: 1\n" * 200_000, b"{" + b"a," * 500_000 + b"}"], ids=["the same key", "flow keys"])
+@pytest.mark.parametrize(
+    "junk", [b"a: 1\n" * 200_000, b"{" + b"a," * 500_000 + b"}"], ids=["the same key", "flow keys"]
+)
 def test_a_megabyte_of_repeated_keys_is_cut_short(junk: bytes) -> None:
     """Valid YAML can be junk, too."""
     Path("config.yaml").write_bytes(junk)
@@ -126,13 +145,20 @@ def test_a_megabyte_of_repeated_keys_is_cut_short(junk: bytes) -> None:
 
 def test_a_billion_laughs_are_not_laughed() -> None:
     """Aliases are refused before anything is expanded."""
-    laughs = ["a0: &a0 [lol]", *(f"a{n}: &a{n} [{', '.join([f'*a{n - 1}'] * 9)}]" for n in range(1, 10))]
+    laughs = [
+        "a0: &a0 [lol]",
+        *(f"a{n}: &a{n} [{', '.join([f'*a{n - 1}'] * 9)}]" for n in range(1, 10)),
+    ]
     Path("config.yaml").write_text("\n".join(laughs))
 
-    assert _problems("config.yaml") == ["config.yaml:1: a0: anchor &a0 is not supported, write the value out"]
+    assert _problems("config.yaml") == [
+        "config.yaml:1: a0: anchor &a0 is not supported, write the value out"
+    ]
 
 
-def _loads_or_is_refused(content: bytes, flags: dict[str, str], environment: dict[str, str]) -> None:
+def _loads_or_is_refused(
+    content: bytes, flags: dict[str, str], environment: dict[str, str]
+) -> None:
     with contextlib.suppress(ConfigError):
         load_contents(Sources(flags, environment, "config.yaml"), Contents(content))
 
@@ -147,12 +173,41 @@ def test_no_content_raises_anything_but_a_config_error(content: bytes) -> None:
 _KEYS = st.sampled_from(
     sorted(
         {part for path in schema.value_paths() for part in path.split(".")}
-        | {"version", "name", "replicas", "devices", "a b", "nvidiaConfig", "flags", "imex", "channelIDs", "deviceDiscoveryStrategy"}
+        | {
+            "version",
+            "name",
+            "replicas",
+            "devices",
+            "a b",
+            "nvidiaConfig",
+            "flags",
+            "imex",
+            "channelIDs",
+            "deviceDiscoveryStrategy",
+        }
     )
 )
 _SCALARS = st.one_of(
     st.sampled_from(
-        ["v1", "yes", "1:30", "~", "*a", "&a 1", "!!int 3", "1e999", ".nan", "-0", '"\\ud800"', "'", "[", "null", ":1", "/x", "gpu"]
+        [
+            "v1",
+            "yes",
+            "1:30",
+            "~",
+            "*a",
+            "&a 1",
+            "!!int 3",
+            "1e999",
+            ".nan",
+            "-0",
+            '"\\ud800"',
+            "'",
+            "[",
+            "null",
+            ":1",
+            "/x",
+            "gpu",
+        ]
     ),
     st.integers().map(str),
     st.floats().map(str),
@@ -162,7 +217,9 @@ _FLOW = st.recursive(
     _SCALARS,
     lambda inner: st.one_of(
         st.lists(inner, max_size=3).map(lambda items: f"[{', '.join(items)}]"),
-        st.lists(st.tuples(_KEYS, inner), max_size=4).map(lambda items: "{" + ", ".join(f"{key}: {value}" for key, value in items) + "}"),
+        st.lists(st.tuples(_KEYS, inner), max_size=4).map(
+            lambda items: "{" + ", ".join(f"{key}: {value}" for key, value in items) + "}"
+        ),
     ),
     max_leaves=12,
 )
@@ -170,7 +227,9 @@ _FLOW = st.recursive(
 
 @given(st.lists(st.tuples(_KEYS, _FLOW), max_size=6))
 @settings(max_examples=300, deadline=None)
-def test_no_mixture_of_known_keys_raises_anything_but_a_config_error(members: list[tuple[str, str]]) -> None:
+def test_no_mixture_of_known_keys_raises_anything_but_a_config_error(
+    members: list[tuple[str, str]],
+) -> None:
     """Keys of the schema in every place, with values of every kind."""
     text = "version: v1\n" + "".join(f"{key}: {value}\n" for key, value in members)
 
@@ -182,10 +241,14 @@ def test_no_mixture_of_known_keys_raises_anything_but_a_config_error(members: li
 
 @given(
     st.text(alphabet=st.characters(codec=None)),
-    st.sampled_from([*sorted(name for option in options.options() for name in option.variables), "VGPU_AGENT_X"]),
+    st.sampled_from(
+        [*sorted(name for option in options.options() for name in option.variables), "VGPU_AGENT_X"]
+    ),
     st.sampled_from([option.flag for option in options.options() if option.flag]),
 )
 @settings(max_examples=200, deadline=None)
-def test_no_variable_or_flag_raises_anything_but_a_config_error(text: str, variable: str, flag: str) -> None:
+def test_no_variable_or_flag_raises_anything_but_a_config_error(
+    text: str, variable: str, flag: str
+) -> None:
     """Variables can hold any bytes, which Python shows as lone surrogates."""
     _loads_or_is_refused(b"", {"--kubelet-dir": text, flag: text}, {variable: text})

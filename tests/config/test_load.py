@@ -7,75 +7,203 @@ import pytest
 from tests.config.conftest import Problems
 
 VALUES = [
-    ("log:\n  level: warn", 'config.yaml:3: log.level: expected debug, info, warning or error, got "warn"'),
+    (
+        "log:\n  level: warn",
+        'config.yaml:3: log.level: expected debug, info, warning or error, got "warn"',
+    ),
     ("log:\n  format: 1", "config.yaml:3: log.format: expected json or console, got 1"),
     ("log: loud", 'config.yaml:2: log: expected a mapping, got "loud"'),
     ("log: [json]", "config.yaml:2: log: expected a mapping, got a list"),
-    ("listen: 9394", "config.yaml:2: listen: expected an address HOST:PORT or :PORT, port 0 to 65535, got 9394"),
-    ('listen: "9394"', 'config.yaml:2: listen: expected an address HOST:PORT or :PORT, port 0 to 65535, got "9394"'),
-    ("listen: ':65536'", 'config.yaml:2: listen: expected an address HOST:PORT or :PORT, port 0 to 65535, got ":65536"'),
-    ("listen: '::1:80'", 'config.yaml:2: listen: expected an address HOST:PORT or :PORT, port 0 to 65535, got "::1:80"'),
-    ("listen: 'a b:80'", 'config.yaml:2: listen: expected an address HOST:PORT or :PORT, port 0 to 65535, got "a b:80"'),
-    ('listen: ":80\\n"', 'config.yaml:2: listen: expected text without control characters, got ":80\\n"'),
-    ("listen:", "config.yaml:2: listen: expected an address HOST:PORT or :PORT, port 0 to 65535, got null"),
+    (
+        "listen: 9394",
+        "config.yaml:2: listen: expected an address HOST:PORT or :PORT, port 0 to 65535, got 9394",
+    ),
+    (
+        'listen: "9394"',
+        (
+            "config.yaml:2: listen: expected an address HOST:PORT or :PORT, port 0 to 65535, got "
+            '"9394"'
+        ),
+    ),
+    (
+        "listen: ':65536'",
+        (
+            "config.yaml:2: listen: expected an address HOST:PORT or :PORT, port 0 to 65535, got "
+            '":65536"'
+        ),
+    ),
+    (
+        "listen: '::1:80'",
+        (
+            "config.yaml:2: listen: expected an address HOST:PORT or :PORT, port 0 to 65535, got "
+            '"::1:80"'
+        ),
+    ),
+    (
+        "listen: 'a b:80'",
+        (
+            "config.yaml:2: listen: expected an address HOST:PORT or :PORT, port 0 to 65535, got "
+            '"a b:80"'
+        ),
+    ),
+    (
+        'listen: ":80\\n"',
+        'config.yaml:2: listen: expected text without control characters, got ":80\\n"',
+    ),
+    (
+        "listen:",
+        "config.yaml:2: listen: expected an address HOST:PORT or :PORT, port 0 to 65535, got null",
+    ),
     (
         "nodeName: Node_1",
-        "config.yaml:2: nodeName: expected a Kubernetes node name (lower case letters, digits, '-' and '.'), got \"Node_1\"",
+        (
+            "config.yaml:2: nodeName: expected a Kubernetes node name (lower case letters, digits, "
+            "'-' and '.'), got \"Node_1\""
+        ),
     ),
-    ("kubelet:\n  directory: var/lib", 'config.yaml:3: kubelet.directory: expected an absolute path, got "var/lib"'),
-    ('kubelet:\n  directory: ""', 'config.yaml:3: kubelet.directory: expected an absolute path, got ""'),
-    ("gpu:\n  devRoot: dev", 'config.yaml:3: gpu.devRoot: expected an absolute path or "", got "dev"'),
-    ("gpu:\n  failOnInitError: yes", 'config.yaml:3: gpu.failOnInitError: expected true or false, got "yes"'),
-    ("gpu:\n  failOnInitError: 1", "config.yaml:3: gpu.failOnInitError: expected true or false, got 1"),
-    ("gpu:\n  pollSeconds: true", "config.yaml:3: gpu.pollSeconds: expected a number from 0.01 to 86400, got true"),
-    ("gpu:\n  pollSeconds: 0", "config.yaml:3: gpu.pollSeconds: expected a number from 0.01 to 86400, got 0"),
-    ("gpu:\n  pollSeconds: -5", "config.yaml:3: gpu.pollSeconds: expected a number from 0.01 to 86400, got -5"),
-    ("gpu:\n  pollSeconds: .nan", 'config.yaml:3: gpu.pollSeconds: expected a number from 0.01 to 86400, got ".nan"'),
-    ("gpu:\n  pollSeconds: 1e999", "config.yaml:3: gpu.pollSeconds: expected a number from 0.01 to 86400, got Infinity"),
-    ("gpu:\n  pollSeconds: 5s", 'config.yaml:3: gpu.pollSeconds: expected a number from 0.01 to 86400, got "5s"'),
-    ("gpu:\n  eventWaitMilliseconds: 49", "config.yaml:3: gpu.eventWaitMilliseconds: expected an integer from 50 to 500, got 49"),
-    ("gpu:\n  eventWaitMilliseconds: 501", "config.yaml:3: gpu.eventWaitMilliseconds: expected an integer from 50 to 500, got 501"),
-    ("gpu:\n  eventWaitMilliseconds: 99.5", "config.yaml:3: gpu.eventWaitMilliseconds: expected an integer from 50 to 500, got 99.5"),
-    ("gpu:\n  disableHealthChecks: 31", "config.yaml:3: gpu.disableHealthChecks: expected text in quotes, got 31"),
-    ("gpu:\n  disableHealthChecks: [31]", "config.yaml:3: gpu.disableHealthChecks: expected text in quotes, got a list"),
-    ("gpu:\n  recovery:\n    mode: always", 'config.yaml:4: gpu.recovery.mode: expected auto or never, got "always"'),
+    (
+        "kubelet:\n  directory: var/lib",
+        'config.yaml:3: kubelet.directory: expected an absolute path, got "var/lib"',
+    ),
+    (
+        'kubelet:\n  directory: ""',
+        'config.yaml:3: kubelet.directory: expected an absolute path, got ""',
+    ),
+    (
+        "gpu:\n  devRoot: dev",
+        'config.yaml:3: gpu.devRoot: expected an absolute path or "", got "dev"',
+    ),
+    (
+        "gpu:\n  failOnInitError: yes",
+        'config.yaml:3: gpu.failOnInitError: expected true or false, got "yes"',
+    ),
+    (
+        "gpu:\n  failOnInitError: 1",
+        "config.yaml:3: gpu.failOnInitError: expected true or false, got 1",
+    ),
+    (
+        "gpu:\n  pollSeconds: true",
+        "config.yaml:3: gpu.pollSeconds: expected a number from 0.01 to 86400, got true",
+    ),
+    (
+        "gpu:\n  pollSeconds: 0",
+        "config.yaml:3: gpu.pollSeconds: expected a number from 0.01 to 86400, got 0",
+    ),
+    (
+        "gpu:\n  pollSeconds: -5",
+        "config.yaml:3: gpu.pollSeconds: expected a number from 0.01 to 86400, got -5",
+    ),
+    (
+        "gpu:\n  pollSeconds: .nan",
+        'config.yaml:3: gpu.pollSeconds: expected a number from 0.01 to 86400, got ".nan"',
+    ),
+    (
+        "gpu:\n  pollSeconds: 1e999",
+        "config.yaml:3: gpu.pollSeconds: expected a number from 0.01 to 86400, got Infinity",
+    ),
+    (
+        "gpu:\n  pollSeconds: 5s",
+        'config.yaml:3: gpu.pollSeconds: expected a number from 0.01 to 86400, got "5s"',
+    ),
+    (
+        "gpu:\n  eventWaitMilliseconds: 49",
+        "config.yaml:3: gpu.eventWaitMilliseconds: expected an integer from 50 to 500, got 49",
+    ),
+    (
+        "gpu:\n  eventWaitMilliseconds: 501",
+        "config.yaml:3: gpu.eventWaitMilliseconds: expected an integer from 50 to 500, got 501",
+    ),
+    (
+        "gpu:\n  eventWaitMilliseconds: 99.5",
+        "config.yaml:3: gpu.eventWaitMilliseconds: expected an integer from 50 to 500, got 99.5",
+    ),
+    (
+        "gpu:\n  disableHealthChecks: 31",
+        "config.yaml:3: gpu.disableHealthChecks: expected text in quotes, got 31",
+    ),
+    (
+        "gpu:\n  disableHealthChecks: [31]",
+        "config.yaml:3: gpu.disableHealthChecks: expected text in quotes, got a list",
+    ),
+    (
+        "gpu:\n  recovery:\n    mode: always",
+        'config.yaml:4: gpu.recovery.mode: expected auto or never, got "always"',
+    ),
     (
         "kubelet:\n  messageBudgetBytes: 4194305",
-        "config.yaml:3: kubelet.messageBudgetBytes: expected an integer from 4096 to 4194304, got 4194305",
+        (
+            "config.yaml:3: kubelet.messageBudgetBytes: expected an integer from 4096 to 4194304, "
+            "got 4194305"
+        ),
     ),
     (
         "kubelet:\n  messageBudgetBytes: " + "9" * 90,
-        "config.yaml:3: kubelet.messageBudgetBytes: expected an integer from 4096 to 4194304, got " + "9" * 60 + "…",
+        "config.yaml:3: kubelet.messageBudgetBytes: expected an integer from 4096 to 4194304, got "
+        + "9" * 60
+        + "…",
     ),
-    ("plugin:\n  deviceIdStrategy: UUID", 'config.yaml:3: plugin.deviceIdStrategy: expected uuid or index, got "UUID"'),
+    (
+        "plugin:\n  deviceIdStrategy: UUID",
+        'config.yaml:3: plugin.deviceIdStrategy: expected uuid or index, got "UUID"',
+    ),
 ]
 
 SHARING = "sharing:\n  timeSlicing:\n"
 RESOURCES = SHARING + "    resources:\n"
 TIME_SLICING = [
-    ("sharing:\n  timeSlicing:", "config.yaml:3: sharing.timeSlicing.resources: missing; list what is shared, or leave timeSlicing out"),
+    (
+        "sharing:\n  timeSlicing:",
+        (
+            "config.yaml:3: sharing.timeSlicing.resources: missing; list what is shared, or leave "
+            "timeSlicing out"
+        ),
+    ),
     (
         SHARING + "    renameByDefault: true",
-        "config.yaml:3: sharing.timeSlicing.resources: missing; list what is shared, or leave timeSlicing out",
+        (
+            "config.yaml:3: sharing.timeSlicing.resources: missing; list what is shared, or leave "
+            "timeSlicing out"
+        ),
     ),
     (
         SHARING + "    resources: []",
         (
-            "config.yaml:4: sharing.timeSlicing.resources: expected at least one resource, got an empty list; "
-            "leave timeSlicing out to share nothing"
+            "config.yaml:4: sharing.timeSlicing.resources: expected at least one resource, got an "
+            "empty list; leave timeSlicing out to share nothing"
         ),
     ),
-    (SHARING + "    resources:", "config.yaml:4: sharing.timeSlicing.resources: expected a list, got null"),
-    (SHARING + "    resources: {name: gpu}", "config.yaml:4: sharing.timeSlicing.resources: expected a list, got a mapping"),
-    (RESOURCES + "    - gpu", 'config.yaml:5: sharing.timeSlicing.resources[0]: expected name and replicas, got "gpu"'),
-    (RESOURCES + "    - {name: gpu}", "config.yaml:5: sharing.timeSlicing.resources[0].replicas: missing, expected an integer ≥ 1"),
+    (
+        SHARING + "    resources:",
+        "config.yaml:4: sharing.timeSlicing.resources: expected a list, got null",
+    ),
+    (
+        SHARING + "    resources: {name: gpu}",
+        "config.yaml:4: sharing.timeSlicing.resources: expected a list, got a mapping",
+    ),
+    (
+        RESOURCES + "    - gpu",
+        'config.yaml:5: sharing.timeSlicing.resources[0]: expected name and replicas, got "gpu"',
+    ),
+    (
+        RESOURCES + "    - {name: gpu}",
+        (
+            "config.yaml:5: sharing.timeSlicing.resources[0].replicas: missing, expected an "
+            "integer ≥ 1"
+        ),
+    ),
     (
         RESOURCES + "    - {replicas: 4}",
-        "config.yaml:5: sharing.timeSlicing.resources[0].name: missing, expected a resource name such as nvidia.com/gpu",
+        (
+            "config.yaml:5: sharing.timeSlicing.resources[0].name: missing, expected a resource "
+            "name such as nvidia.com/gpu"
+        ),
     ),
     (
         RESOURCES + "    - name: gpu\n      replicas: four",
-        'config.yaml:6: sharing.timeSlicing.resources[0].replicas: expected an integer ≥ 1, got "four"',
+        (
+            "config.yaml:6: sharing.timeSlicing.resources[0].replicas: expected an integer ≥ 1, "
+            'got "four"'
+        ),
     ),
     (
         RESOURCES + "    - {name: gpu, replicas: 0}",
@@ -83,16 +211,23 @@ TIME_SLICING = [
     ),
     (
         RESOURCES + "    - {name: gpu, replicas: 2.5}",
-        "config.yaml:5: sharing.timeSlicing.resources[0].replicas: expected an integer ≥ 1, got 2.5",
+        (
+            "config.yaml:5: sharing.timeSlicing.resources[0].replicas: expected an integer ≥ 1, "
+            "got 2.5"
+        ),
     ),
     (
         RESOURCES + "    - {name: gpu, replicas: true}",
-        "config.yaml:5: sharing.timeSlicing.resources[0].replicas: expected an integer ≥ 1, got true",
+        (
+            "config.yaml:5: sharing.timeSlicing.resources[0].replicas: expected an integer ≥ 1, "
+            "got true"
+        ),
     ),
     (
         RESOURCES + "    - {name: example.com/gpu, replicas: 2}",
         (
-            "config.yaml:5: sharing.timeSlicing.resources[0].name: expected a resource whose name begins with nvidia.com/, "
+            "config.yaml:5: sharing.timeSlicing.resources[0].name: expected a resource whose name "
+            "begins with nvidia.com/, "
             'got "example.com/gpu"'
         ),
     ),
@@ -114,98 +249,208 @@ TIME_SLICING = [
     ),
     (
         RESOURCES + "    - {name: NVIDIA.com/gpu, replicas: 2}",
-        'config.yaml:5: sharing.timeSlicing.resources[0].name: expected a DNS name before the slash, got "NVIDIA.com/gpu"',
+        (
+            "config.yaml:5: sharing.timeSlicing.resources[0].name: expected a DNS name before the "
+            'slash, got "NVIDIA.com/gpu"'
+        ),
     ),
     (
         RESOURCES + "    - {name: gpu, replicas: 2}\n    - {name: nvidia.com/gpu, replicas: 3}",
-        'config.yaml:6: sharing.timeSlicing.resources[1].name: "nvidia.com/gpu" stands twice, first on line 5; keep one of them',
+        (
+            'config.yaml:6: sharing.timeSlicing.resources[1].name: "nvidia.com/gpu" stands twice, '
+            "first on line 5; keep one of them"
+        ),
     ),
     (
         RESOURCES + "    - {name: gpu, replicas: 2, size: all}",
-        "config.yaml:5: sharing.timeSlicing.resources[0].size: unknown key, expected name, replicas, rename, devices",
+        (
+            "config.yaml:5: sharing.timeSlicing.resources[0].size: unknown key, expected name, "
+            "replicas, rename, devices"
+        ),
     ),
     (
-        RESOURCES + "    - {name: gpu, replicas: 2, devices: [0, '1:0']}\n    - {name: gpu, replicas: 3, devices: ['1:0']}",
-        ('config.yaml:6: sharing.timeSlicing.resources[1].devices: "1:0" is shared twice, first on line 5; keep it in one of them'),
+        RESOURCES
+        + (
+            "    - {name: gpu, replicas: 2, devices: [0, '1:0']}\n"
+            "    - {name: gpu, replicas: 3, devices: ['1:0']}"
+        ),
+        (
+            'config.yaml:6: sharing.timeSlicing.resources[1].devices: "1:0" is shared twice, first '
+            "on line 5; keep it in one of them"
+        ),
     ),
     (
         RESOURCES + "    - {name: gpu, replicas: 2, devices: some}",
         (
-            'config.yaml:5: sharing.timeSlicing.resources[0].devices: expected "all", a number of devices, or a list of indices and UUIDs, '
-            'got "some"'
+            'config.yaml:5: sharing.timeSlicing.resources[0].devices: expected "all", a number of '
+            'devices, or a list of indices and UUIDs, got "some"'
         ),
     ),
     (
         "plugin: {deviceListStrategy: envvar}",
-        ('config.yaml:2: plugin.deviceListStrategy: expected a list of envvar, volume-mounts, cdi-annotations and cdi-cri, got "envvar"'),
-    ),
-    ("plugin: {imexChannelIds: [1]}", "config.yaml:2: plugin.imexChannelIds: expected [] or [0], got [1]"),
-    (
-        RESOURCES.replace("timeSlicing", "mps") + "    - {name: gpu, replicas: 2}\nplugin:\n  migStrategy: mixed",
-        'config.yaml:7: plugin.migStrategy: MPS cannot share MIG slices; expected none or single with sharing.mps, got "mixed"',
+        (
+            "config.yaml:2: plugin.deviceListStrategy: expected a list of envvar, volume-mounts, "
+            'cdi-annotations and cdi-cri, got "envvar"'
+        ),
     ),
     (
-        RESOURCES.replace("timeSlicing", "mps") + "    - {name: gpu, replicas: 2}\nmps:\n  root: ''",
-        ('config.yaml:7: mps.root: sharing.mps needs a directory on the node; expected an absolute path such as /run/nvidia/mps, got ""'),
+        "plugin: {imexChannelIds: [1]}",
+        "config.yaml:2: plugin.imexChannelIds: expected [] or [0], got [1]",
+    ),
+    (
+        RESOURCES.replace("timeSlicing", "mps")
+        + "    - {name: gpu, replicas: 2}\nplugin:\n  migStrategy: mixed",
+        (
+            "config.yaml:7: plugin.migStrategy: MPS cannot share MIG slices; expected none or "
+            'single with sharing.mps, got "mixed"'
+        ),
+    ),
+    (
+        RESOURCES.replace("timeSlicing", "mps")
+        + "    - {name: gpu, replicas: 2}\nmps:\n  root: ''",
+        (
+            "config.yaml:7: mps.root: sharing.mps needs a directory on the node; expected an "
+            'absolute path such as /run/nvidia/mps, got ""'
+        ),
     ),
     (
         "resources: {gpus: [{pattern: A100}]}",
-        "config.yaml:2: resources.gpus[0].name: missing, expected a resource name such as nvidia.com/gpu",
+        (
+            "config.yaml:2: resources.gpus[0].name: missing, expected a resource name such as "
+            "nvidia.com/gpu"
+        ),
     ),
 ]
 
 KEYS = [
     ("listn: x", "config.yaml:2: listn: unknown key, did you mean listen?"),
     ("Version: v1", "config.yaml:2: Version: unknown key, did you mean version?"),
-    ("gpu:\n  driver_root: /x", "config.yaml:3: gpu.driver_root: unknown key, did you mean driverRoot?"),
-    ("gpu:\n  driver-root: /x", "config.yaml:3: gpu.driver-root: unknown key, did you mean driverRoot?"),
-    ("plugin:\n  deviceIDStrategy: uuid", "config.yaml:3: plugin.deviceIDStrategy: unknown key, did you mean deviceIdStrategy?"),
-    ("web:\n  colour: red", "config.yaml:3: web.colour: unknown key, expected maxBodyBytes, requestTimeoutSeconds, podNames"),
-    ("web:\n  1: red", "config.yaml:3: web.1: unknown key, expected maxBodyBytes, requestTimeoutSeconds, podNames"),
-    ('web:\n  "a b": 1', 'config.yaml:3: web."a b": unknown key, expected maxBodyBytes, requestTimeoutSeconds, podNames'),
-    ("web:\n  <<: {}", "config.yaml:3: web.<<: unknown key, expected maxBodyBytes, requestTimeoutSeconds, podNames"),
+    (
+        "gpu:\n  driver_root: /x",
+        "config.yaml:3: gpu.driver_root: unknown key, did you mean driverRoot?",
+    ),
+    (
+        "gpu:\n  driver-root: /x",
+        "config.yaml:3: gpu.driver-root: unknown key, did you mean driverRoot?",
+    ),
+    (
+        "plugin:\n  deviceIDStrategy: uuid",
+        "config.yaml:3: plugin.deviceIDStrategy: unknown key, did you mean deviceIdStrategy?",
+    ),
+    (
+        "web:\n  colour: red",
+        (
+            "config.yaml:3: web.colour: unknown key, expected maxBodyBytes, requestTimeoutSeconds, "
+            "podNames"
+        ),
+    ),
+    (
+        "web:\n  1: red",
+        "config.yaml:3: web.1: unknown key, expected maxBodyBytes, requestTimeoutSeconds, podNames",
+    ),
+    (
+        'web:\n  "a b": 1',
+        (
+            'config.yaml:3: web."a b": unknown key, expected maxBodyBytes, requestTimeoutSeconds, '
+            "podNames"
+        ),
+    ),
+    (
+        "web:\n  <<: {}",
+        (
+            "config.yaml:3: web.<<: unknown key, expected maxBodyBytes, requestTimeoutSeconds, "
+            "podNames"
+        ),
+    ),
     (
         "web:\n  ? " + "maxBodyBytes" * 100 + "\n  : 1",
-        f'config.yaml:3: web."{"maxBodyBytes" * 5}…": unknown key, expected maxBodyBytes, requestTimeoutSeconds, podNames',
+        (
+            f'config.yaml:3: web."{"maxBodyBytes" * 5}…": unknown key, expected maxBodyBytes, '
+            "requestTimeoutSeconds, podNames"
+        ),
     ),
     (
         "sharing:\n  renameByDefault: true",
-        "config.yaml:3: sharing.renameByDefault: unknown key, did you mean sharing.timeSlicing.renameByDefault?",
+        (
+            "config.yaml:3: sharing.renameByDefault: unknown key, did you mean "
+            "sharing.timeSlicing.renameByDefault?"
+        ),
     ),
-    ("recovery:\n  mode: never", "config.yaml:2: recovery: unknown key, did you mean gpu.recovery?"),
-    ("log:\n  level: info\n  level: debug", "config.yaml:4: log.level: given twice, first on line 3; keep one of them"),
+    (
+        "recovery:\n  mode: never",
+        "config.yaml:2: recovery: unknown key, did you mean gpu.recovery?",
+    ),
+    (
+        "log:\n  level: info\n  level: debug",
+        "config.yaml:4: log.level: given twice, first on line 3; keep one of them",
+    ),
 ]
 
 PAIRS = [
     (
         "kubelet:\n  retryMinSeconds: 60",
-        "config.yaml:3: kubelet.retryMinSeconds: expected at most kubelet.retryMaxSeconds (30), got 60",
+        (
+            "config.yaml:3: kubelet.retryMinSeconds: expected at most kubelet.retryMaxSeconds "
+            "(30), got 60"
+        ),
     ),
     (
         "kubelet:\n  retryMaxSeconds: 0.1",
-        "config.yaml:3: kubelet.retryMaxSeconds: expected at least kubelet.retryMinSeconds (0.2), got 0.1",
+        (
+            "config.yaml:3: kubelet.retryMaxSeconds: expected at least kubelet.retryMinSeconds "
+            "(0.2), got 0.1"
+        ),
     ),
-    ("kubelet:\n  drainSeconds: 11", "config.yaml:3: kubelet.drainSeconds: expected at most shutdownSeconds (10), got 11"),
-    ("gpu:\n  callTimeoutSeconds: 20", "config.yaml:3: gpu.callTimeoutSeconds: expected at most gpu.hungUnhealthySeconds (15), got 20"),
+    (
+        "kubelet:\n  drainSeconds: 11",
+        "config.yaml:3: kubelet.drainSeconds: expected at most shutdownSeconds (10), got 11",
+    ),
+    (
+        "gpu:\n  callTimeoutSeconds: 20",
+        (
+            "config.yaml:3: gpu.callTimeoutSeconds: expected at most gpu.hungUnhealthySeconds "
+            "(15), got 20"
+        ),
+    ),
     (
         "gpu:\n  recovery:\n    maxQuietSeconds: 5",
-        "config.yaml:4: gpu.recovery.maxQuietSeconds: expected at least gpu.recovery.quietSeconds (60), got 5",
+        (
+            "config.yaml:4: gpu.recovery.maxQuietSeconds: expected at least "
+            "gpu.recovery.quietSeconds (60), got 5"
+        ),
     ),
     (
         "tasks:\n  backoffMaxSeconds: 0.1",
-        "config.yaml:3: tasks.backoffMaxSeconds: expected at least tasks.backoffMinSeconds (0.5), got 0.1",
+        (
+            "config.yaml:3: tasks.backoffMaxSeconds: expected at least tasks.backoffMinSeconds "
+            "(0.5), got 0.1"
+        ),
     ),
-    ("listen: ':9395'", 'config.yaml:2: listen: expected another port than debugListen (127.0.0.1:9395), got ":9395"'),
-    ("debugListen: '[::]:9394'", 'config.yaml:2: debugListen: expected another port than listen (:9394), got "[::]:9394"'),
+    (
+        "listen: ':9395'",
+        (
+            "config.yaml:2: listen: expected another port than debugListen (127.0.0.1:9395), got "
+            '":9395"'
+        ),
+    ),
+    (
+        "debugListen: '[::]:9394'",
+        'config.yaml:2: debugListen: expected another port than listen (:9394), got "[::]:9394"',
+    ),
     (
         "listen: '0.0.0.0:1'\ndebugListen: '127.0.0.1:1'",
-        'config.yaml:3: debugListen: expected another port than listen (0.0.0.0:1), got "127.0.0.1:1"',
+        (
+            "config.yaml:3: debugListen: expected another port than listen (0.0.0.0:1), got "
+            '"127.0.0.1:1"'
+        ),
     ),
 ]
 
 
 @pytest.mark.parametrize(("text", "problem"), VALUES + TIME_SLICING + KEYS + PAIRS)
-def test_a_wrong_file_is_refused_with_line_key_expectation_and_value(problems_of: Problems, text: str, problem: str) -> None:
+def test_a_wrong_file_is_refused_with_line_key_expectation_and_value(
+    problems_of: Problems, text: str, problem: str
+) -> None:
     """One mistake is one sentence, and it says all that is needed to mend it."""
     assert problems_of(f"version: v1\n{text}\n") == [problem]
 
@@ -220,18 +465,28 @@ def test_a_wrong_file_is_refused_with_line_key_expectation_and_value(problems_of
         ("- a\n- b", "config.yaml:1: expected keys such as version: v1, got a list"),
         ("hello", 'config.yaml:1: expected keys such as version: v1, got "hello"'),
         ("3", "config.yaml:1: expected keys such as version: v1, got 3"),
-        (b"version: v1\nnodeName: \xff", "config.yaml:2: is not UTF-8 (byte 0xff); save it as UTF-8"),
+        (
+            b"version: v1\nnodeName: \xff",
+            "config.yaml:2: is not UTF-8 (byte 0xff); save it as UTF-8",
+        ),
         (b"\xff\xfev\x00", "config.yaml:1: is not UTF-8 (byte 0xff); save it as UTF-8"),
-        (b"\x00" * 1000, "config.yaml:1: contains the control character U+0000; expected plain text"),
+        (
+            b"\x00" * 1000,
+            "config.yaml:1: contains the control character U+0000; expected plain text",
+        ),
     ],
 )
-def test_a_file_that_is_no_configuration_is_refused_in_one_line(problems_of: Problems, text: str | bytes, problem: str) -> None:
+def test_a_file_that_is_no_configuration_is_refused_in_one_line(
+    problems_of: Problems, text: str | bytes, problem: str
+) -> None:
     """Version, encoding and outermost form are reported before anything else."""
     assert problems_of(text) == [problem]
 
 
 def test_all_mistakes_are_reported_together_in_the_order_of_the_file(problems_of: Problems) -> None:
-    """A person mends everything at once, not one roll-out after the other; flags and variables come after the file."""
+    """A person mends everything at once, not one roll-out after the other;
+    flags and variables come after the file.
+    """
     text = """\
 version: v1
 log:
@@ -252,21 +507,42 @@ kubelet:
   retryMinSeconds: 60
 """
 
-    assert problems_of(text, flags={"--listen": "x"}, environment={"PASS_DEVICE_SPECS": "maybe"}) == [
+    assert problems_of(
+        text, flags={"--listen": "x"}, environment={"PASS_DEVICE_SPECS": "maybe"}
+    ) == [
         'config.yaml:3: log.level: expected debug, info, warning or error, got "loud"',
-        "config.yaml:7: sharing.timeSlicing.renameByDefualt: unknown key, did you mean renameByDefault?",
-        'config.yaml:12: sharing.timeSlicing.resources[0].replicas: expected an integer ≥ 1, got "four"',
-        'config.yaml:13: sharing.timeSlicing.resources[1].name: "nvidia.com/gpu" stands twice, first on line 9; keep one of them',
-        "config.yaml:15: sharing.timeSlicing.resources[1].replicas: given twice, first on line 14; keep one of them",
-        "config.yaml:17: kubelet.retryMinSeconds: expected at most kubelet.retryMaxSeconds (30), got 60",
+        (
+            "config.yaml:7: sharing.timeSlicing.renameByDefualt: unknown key, did you mean "
+            "renameByDefault?"
+        ),
+        (
+            "config.yaml:12: sharing.timeSlicing.resources[0].replicas: expected an integer ≥ 1, "
+            'got "four"'
+        ),
+        (
+            'config.yaml:13: sharing.timeSlicing.resources[1].name: "nvidia.com/gpu" stands twice, '
+            "first on line 9; keep one of them"
+        ),
+        (
+            "config.yaml:15: sharing.timeSlicing.resources[1].replicas: given twice, first on line "
+            "14; keep one of them"
+        ),
+        (
+            "config.yaml:17: kubelet.retryMinSeconds: expected at most kubelet.retryMaxSeconds "
+            "(30), got 60"
+        ),
         'environment variable PASS_DEVICE_SPECS: expected true or false, got "maybe"',
         '--listen: expected an address HOST:PORT or :PORT, port 0 to 65535, got "x"',
     ]
 
 
-def test_of_very_many_mistakes_the_first_are_shown_and_the_others_counted(problems_of: Problems) -> None:
+def test_of_very_many_mistakes_the_first_are_shown_and_the_others_counted(
+    problems_of: Problems,
+) -> None:
     """A megabyte of junk does not become a megabyte of log."""
-    problems = problems_of("version: v1\n" + "".join(f"junk{number}: 1\n" for number in range(1000)))
+    problems = problems_of(
+        "version: v1\n" + "".join(f"junk{number}: 1\n" for number in range(1000))
+    )
 
     assert len(problems) == 21
     assert problems[0].startswith("config.yaml:2: junk0: unknown key, expected version, nodeName")
@@ -275,24 +551,32 @@ def test_of_very_many_mistakes_the_first_are_shown_and_the_others_counted(proble
 
 def test_a_value_that_was_refused_is_not_blamed_for_a_pair_as_well(problems_of: Problems) -> None:
     """Without retryMaxSeconds it is unknown whether retryMinSeconds is too large."""
-    assert problems_of("version: v1\nkubelet:\n  retryMinSeconds: 60\n  retryMaxSeconds: lots\n") == [
+    assert problems_of(
+        "version: v1\nkubelet:\n  retryMinSeconds: 60\n  retryMaxSeconds: lots\n"
+    ) == [
         'config.yaml:4: kubelet.retryMaxSeconds: expected a number from 0.01 to 86400, got "lots"'
     ]
 
 
 def test_a_section_that_was_refused_is_not_blamed_for_a_pair_as_well(problems_of: Problems) -> None:
     """The content of a section that is no mapping is unknown."""
-    assert problems_of("version: v1\nshutdownSeconds: 1\nkubelet: [1]\n") == ["config.yaml:3: kubelet: expected a mapping, got a list"]
+    assert problems_of("version: v1\nshutdownSeconds: 1\nkubelet: [1]\n") == [
+        "config.yaml:3: kubelet: expected a mapping, got a list"
+    ]
 
 
 @pytest.mark.parametrize("text", [b"", b"\n# nothing yet\n", b"---\n"])
 def test_an_empty_file_is_refused(problems_of: Problems, text: bytes) -> None:
     """A write that was cut short must not switch sharing off under running pods."""
-    assert problems_of(text) == ["config.yaml:1: version: missing, the file is empty; add the line version: v1"]
+    assert problems_of(text) == [
+        "config.yaml:1: version: missing, the file is empty; add the line version: v1"
+    ]
 
 
 @pytest.mark.parametrize("name", ["Volcano", "a.b", "-a", "a/b", "a" * 64])
 def test_the_namespace_of_the_config_map_must_be_one(problems_of: Problems, name: str) -> None:
     """It becomes part of a path that is asked of the API server."""
     (problem,) = problems_of(environment={"DEVICE_CONFIG_NAMESPACE": name})
-    assert "environment variable DEVICE_CONFIG_NAMESPACE: expected the name of a namespace" in problem
+    assert (
+        "environment variable DEVICE_CONFIG_NAMESPACE: expected the name of a namespace" in problem
+    )

@@ -23,7 +23,9 @@ def test_the_kubelets_sockets_and_records_lie_below_its_directory() -> None:
 
 
 @pytest.mark.parametrize(("dev_root", "root"), [("", "/run/nvidia/driver"), ("/host", "/host")])
-def test_device_nodes_lie_in_the_driver_root_unless_said_otherwise(dev_root: str, root: str) -> None:
+def test_device_nodes_lie_in_the_driver_root_unless_said_otherwise(
+    dev_root: str, root: str
+) -> None:
     """nvidia §1: an empty dev root follows the driver root."""
     assert Gpu(driver_root="/run/nvidia/driver", dev_root=dev_root).device_node_root == Path(root)
 
@@ -40,14 +42,21 @@ def test_a_node_with_a_name_keeps_it() -> None:
 
 @pytest.mark.parametrize(
     ("address", "host", "port"),
-    [(":9394", "", 9394), ("127.0.0.1:0", "127.0.0.1", 0), ("[::1]:80", "::1", 80), ("localhost:65535", "localhost", 65535)],
+    [
+        (":9394", "", 9394),
+        ("127.0.0.1:0", "127.0.0.1", 0),
+        ("[::1]:80", "::1", 80),
+        ("localhost:65535", "localhost", 65535),
+    ],
 )
 def test_an_address_splits_into_host_and_port(address: str, host: str, port: int) -> None:
     """An IPv6 address loses its brackets, as sockets want it."""
     assert split_address(address) == (host, port)
 
 
-@pytest.mark.parametrize(("path", "key"), schema.value_paths().items(), ids=list(schema.value_paths()))
+@pytest.mark.parametrize(
+    ("path", "key"), schema.value_paths().items(), ids=list(schema.value_paths())
+)
 def test_every_key_is_described_and_accepts_its_own_default(path: str, key: schema.Key) -> None:
     """The documentation is written from here, so nothing may be without a sentence."""
     assert key.text.endswith((".", '"'))
@@ -56,10 +65,13 @@ def test_every_key_is_described_and_accepts_its_own_default(path: str, key: sche
 
 def test_seconds_and_bytes_are_said_in_the_name() -> None:
     """A number whose unit must be guessed is a mistake waiting."""
-    units = ("Seconds", "Milliseconds", "Bytes", "Mib", "Count", "Factor", "Scaling", "vgpus")  # a count and a ratio have none
+    # a count and a ratio have none
+    units = ("Seconds", "Milliseconds", "Bytes", "Mib", "Count", "Factor", "Scaling", "vgpus")
 
     assert [
         path
         for path, key in schema.value_paths().items()
-        if isinstance(key.default, float | int) and not isinstance(key.default, bool) and not path.endswith(units)
+        if isinstance(key.default, float | int)
+        and not isinstance(key.default, bool)
+        and not path.endswith(units)
     ] == []

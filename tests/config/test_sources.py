@@ -31,7 +31,12 @@ FLAG = {"--log-level": "debug"}
     ],
 )
 def test_flag_beats_environment_beats_file_beats_default(
-    load_text: Load, text: str, environment: dict[str, str], flags: dict[str, str], level: str, origin: str
+    load_text: Load,
+    text: str,
+    environment: dict[str, str],
+    flags: dict[str, str],
+    level: str,
+    origin: str,
 ) -> None:
     """An empty variable counts as not set; a flag that repeats the default still wins."""
     loaded = load_text(text, environment=environment, flags=flags)
@@ -41,7 +46,10 @@ def test_flag_beats_environment_beats_file_beats_default(
 
 def test_every_value_has_an_origin(load_text: Load) -> None:
     """The origins are those of the values, list items included, no more and no less."""
-    text = "version: v1\nsharing:\n  timeSlicing:\n    resources:\n      - name: gpu\n        replicas: 4\n"
+    text = (
+        "version: v1\nsharing:\n  timeSlicing:\n    resources:\n"
+        "      - name: gpu\n        replicas: 4\n"
+    )
 
     loaded = load_text(text)
 
@@ -83,62 +91,116 @@ TEXTS = {
 }
 
 
-@pytest.mark.parametrize(("option", "variable"), [(option, name) for option in options() for name in option.variables])
+@pytest.mark.parametrize(
+    ("option", "variable"), [(option, name) for option in options() for name in option.variables]
+)
 def test_every_variable_reaches_its_key(load_text: Load, option: Option, variable: str) -> None:
     """The table of options names keys that exist, and each can be given as text."""
-    text = "/k/device-plugins/kubelet.sock" if option.taken_from else TEXTS.get(option.path, "/some/where")
+    text = (
+        "/k/device-plugins/kubelet.sock"
+        if option.taken_from
+        else TEXTS.get(option.path, "/some/where")
+    )
 
     loaded = load_text(environment={variable: text})
 
     assert loaded.origins[option.path] == f"environment {variable}"
-    assert {path for path, origin in loaded.origins.items() if origin.startswith("environment")} == {option.path, *also(option.path)}
+    assert {
+        path for path, origin in loaded.origins.items() if origin.startswith("environment")
+    } == {option.path, *also(option.path)}
 
 
-def test_the_kubelets_socket_says_where_its_directory_is(load_text: Load, problems_of: Problems) -> None:
+def test_the_kubelets_socket_says_where_its_directory_is(
+    load_text: Load, problems_of: Problems
+) -> None:
     """nvidia §1: the flag names the socket. Our own flag beats it."""
     socket = {"KUBELET_SOCKET": "/data/kubelet/device-plugins/kubelet.sock"}
 
     assert load_text(environment=socket).settings.kubelet.directory == "/data/kubelet"
-    assert load_text(environment={**socket, "VGPU_AGENT_KUBELET_DIR": "/k"}).settings.kubelet.directory == "/k"
+    assert (
+        load_text(environment={**socket, "VGPU_AGENT_KUBELET_DIR": "/k"}).settings.kubelet.directory
+        == "/k"
+    )
     assert problems_of(flags={"--kubelet-socket": "/tmp/kubelet.sock"}) == [
-        '--kubelet-socket: expected the kubelet\'s directory with /device-plugins/kubelet.sock behind it, got "/tmp/kubelet.sock"'
+        (
+            "--kubelet-socket: expected the kubelet's directory with /device-plugins/kubelet.sock "
+            'behind it, got "/tmp/kubelet.sock"'
+        )
     ]
 
 
-@pytest.mark.parametrize(("text", "enabled"), [("", (False, True)), ("true", (True, True)), ("false", (False, False))])
-def test_a_variable_that_two_plugins_know_sets_both(load_text: Load, text: str, enabled: tuple[bool, bool]) -> None:
+@pytest.mark.parametrize(
+    ("text", "enabled"), [("", (False, True)), ("true", (True, True)), ("false", (False, False))]
+)
+def test_a_variable_that_two_plugins_know_sets_both(
+    load_text: Load, text: str, enabled: tuple[bool, bool]
+) -> None:
     """nvidia §1 and volcano-vgpu §5.3: one name, two defaults."""
     settings = load_text(environment={"GDRCOPY_ENABLED": text}).settings
 
-    assert (settings.plugin.gdrcopy_enabled, settings.section(VolcanoVgpu).gdrcopy_enabled) == enabled
+    assert (
+        settings.plugin.gdrcopy_enabled,
+        settings.section(VolcanoVgpu).gdrcopy_enabled,
+    ) == enabled
 
 
-@pytest.mark.parametrize(("text", "value"), [("true", True), ("1", True), ("T", True), ("False", False), ("0", False), ("f", False)])
-def test_a_variable_of_nvidias_plugin_is_read_as_go_reads_it(load_text: Load, text: str, value: object) -> None:
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [("true", True), ("1", True), ("T", True), ("False", False), ("0", False), ("f", False)],
+)
+def test_a_variable_of_nvidias_plugin_is_read_as_go_reads_it(
+    load_text: Load, text: str, value: object
+) -> None:
     """nvidia §1: PASS_DEVICE_SPECS comes from manifests that were written for strconv.ParseBool."""
-    assert load_text(environment={"PASS_DEVICE_SPECS": text}).settings.plugin.pass_device_specs is value
+    assert (
+        load_text(environment={"PASS_DEVICE_SPECS": text}).settings.plugin.pass_device_specs
+        is value
+    )
 
 
 @pytest.mark.parametrize(
     ("sources", "problem"),
     [
-        ({"flags": {"--log-level": "loud"}}, '--log-level: expected debug, info, warning or error, got "loud"'),
-        ({"flags": {"--listen": ""}}, '--listen: expected an address HOST:PORT or :PORT, port 0 to 65535, got ""'),
+        (
+            {"flags": {"--log-level": "loud"}},
+            '--log-level: expected debug, info, warning or error, got "loud"',
+        ),
+        (
+            {"flags": {"--listen": ""}},
+            '--listen: expected an address HOST:PORT or :PORT, port 0 to 65535, got ""',
+        ),
         ({"flags": {"--kubelet-dir": ""}}, '--kubelet-dir: expected an absolute path, got ""'),
-        ({"flags": {"--kubelet-dir": "a\0b"}}, '--kubelet-dir: expected text without control characters, got "a\\u0000b"'),
+        (
+            {"flags": {"--kubelet-dir": "a\0b"}},
+            '--kubelet-dir: expected text without control characters, got "a\\u0000b"',
+        ),
         (
             {"environment": {"VGPU_AGENT_LISTEN": "x"}},
-            'environment variable VGPU_AGENT_LISTEN: expected an address HOST:PORT or :PORT, port 0 to 65535, got "x"',
+            (
+                "environment variable VGPU_AGENT_LISTEN: expected an address HOST:PORT or :PORT, "
+                'port 0 to 65535, got "x"'
+            ),
         ),
         (
             {"environment": {"NODE_NAME": "\udcff"}},
-            'environment variable NODE_NAME: expected text without control characters, got "\\udcff"',
+            (
+                "environment variable NODE_NAME: expected text without control characters, got "
+                '"\\udcff"'
+            ),
         ),
-        ({"environment": {"FAIL_ON_INIT_ERROR": "yes"}}, 'environment variable FAIL_ON_INIT_ERROR: expected true or false, got "yes"'),
-        ({"flags": {"--listen": ":9395"}}, '--listen: expected another port than debugListen (127.0.0.1:9395), got ":9395"'),
+        (
+            {"environment": {"FAIL_ON_INIT_ERROR": "yes"}},
+            'environment variable FAIL_ON_INIT_ERROR: expected true or false, got "yes"',
+        ),
+        (
+            {"flags": {"--listen": ":9395"}},
+            '--listen: expected another port than debugListen (127.0.0.1:9395), got ":9395"',
+        ),
     ],
 )
-def test_a_wrong_flag_or_variable_is_named(problems_of: Problems, sources: dict[str, dict[str, str]], problem: str) -> None:
+def test_a_wrong_flag_or_variable_is_named(
+    problems_of: Problems, sources: dict[str, dict[str, str]], problem: str
+) -> None:
     """The sentence begins with what the person typed."""
     assert problems_of(**sources) == [problem]
 
@@ -150,11 +212,15 @@ def test_a_mistake_in_the_file_counts_even_where_a_flag_overrides_it(problems_of
     ]
 
 
-def test_a_relative_path_on_the_command_line_starts_from_here(load_text: Load, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_relative_path_on_the_command_line_starts_from_here(
+    load_text: Load, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Any command does this. A path in a file has no "here", so it must be absolute."""
     monkeypatch.chdir(tmp_path)
 
-    loaded = load_text(flags={"--kubelet-dir": "kubelet"}, environment={"VGPU_AGENT_KUBECONFIG": "./admin.conf"})
+    loaded = load_text(
+        flags={"--kubelet-dir": "kubelet"}, environment={"VGPU_AGENT_KUBECONFIG": "./admin.conf"}
+    )
 
     assert loaded.settings.kubelet.directory == str(tmp_path / "kubelet")
     assert loaded.settings.kubeconfig == str(tmp_path / "admin.conf")
@@ -164,12 +230,18 @@ def test_with_simulate_the_roots_lie_in_its_directory(load_text: Load) -> None:
     """Roots that are not set follow the directory of simulated GPUs, and say so."""
     loaded = load_text(flags={"--simulate": "/sim"})
 
-    assert (loaded.settings.gpu.driver_root, loaded.settings.gpu.sysfs_root, loaded.settings.gpu.proc_root) == (
+    assert (
+        loaded.settings.gpu.driver_root,
+        loaded.settings.gpu.sysfs_root,
+        loaded.settings.gpu.proc_root,
+    ) == (
         "/sim",
         "/sim/sys",
         "/sim/proc",
     )
-    assert [path for path, origin in loaded.origins.items() if origin == "derived from simulate"] == [
+    assert [
+        path for path, origin in loaded.origins.items() if origin == "derived from simulate"
+    ] == [
         "gpu.driverRoot",
         "gpu.sysfsRoot",
         "gpu.procRoot",
@@ -178,9 +250,16 @@ def test_with_simulate_the_roots_lie_in_its_directory(load_text: Load) -> None:
 
 def test_with_simulate_a_root_that_somebody_set_stays(load_text: Load) -> None:
     """This holds even for a root that was set to the default."""
-    loaded = load_text("version: v1\nsimulate: /sim\ngpu:\n  sysfsRoot: /sys\n", environment={"VGPU_AGENT_PROC_ROOT": "/host/proc"})
+    loaded = load_text(
+        "version: v1\nsimulate: /sim\ngpu:\n  sysfsRoot: /sys\n",
+        environment={"VGPU_AGENT_PROC_ROOT": "/host/proc"},
+    )
 
-    assert (loaded.settings.gpu.driver_root, loaded.settings.gpu.sysfs_root, loaded.settings.gpu.proc_root) == (
+    assert (
+        loaded.settings.gpu.driver_root,
+        loaded.settings.gpu.sysfs_root,
+        loaded.settings.gpu.proc_root,
+    ) == (
         "/sim",
         "/sys",
         "/host/proc",
@@ -198,7 +277,15 @@ def test_an_empty_simulate_flag_switches_the_simulation_of_the_file_off(load_tex
 @pytest.mark.parametrize(
     ("name", "warnings"),
     [
-        ("VGPU_AGENT_LISTN", ("environment variable VGPU_AGENT_LISTN: unknown and ignored, did you mean VGPU_AGENT_LISTEN?",)),
+        (
+            "VGPU_AGENT_LISTN",
+            (
+                (
+                    "environment variable VGPU_AGENT_LISTN: unknown and ignored, did you mean "
+                    "VGPU_AGENT_LISTEN?"
+                ),
+            ),
+        ),
         ("VGPU_AGENT_COLOUR", ("environment variable VGPU_AGENT_COLOUR: unknown and ignored",)),
         ("VGPU_AGENT_SERVICE_HOST", ()),
         ("VGPU_AGENT_SERVICE_PORT_METRICS", ()),
@@ -210,8 +297,12 @@ def test_an_empty_simulate_flag_switches_the_simulation_of_the_file_off(load_tex
         ("PATH", ()),
     ],
 )
-def test_a_variable_that_looks_like_ours_is_warned_of(load_text: Load, name: str, warnings: tuple[str, ...]) -> None:
-    """It stops nothing. Kubernetes writes such variables for a Service of our name, so they are no mistake."""
+def test_a_variable_that_looks_like_ours_is_warned_of(
+    load_text: Load, name: str, warnings: tuple[str, ...]
+) -> None:
+    """It stops nothing. Kubernetes writes such variables for a Service of our name,
+    so they are no mistake.
+    """
     assert load_text(environment={name: "x"}).warnings == warnings
 
 
@@ -223,7 +314,9 @@ def test_what_is_kept_of_the_environment_is_ours(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("flags", [{"--config": "flag.yaml"}, {}])
-def test_the_file_is_named_by_flag_or_variable(flags: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_file_is_named_by_flag_or_variable(
+    flags: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The flag wins here, too, and origins show the name as the person wrote it."""
     monkeypatch.chdir(tmp_path)
     Path("flag.yaml").write_text("version: v1\nnodeName: by-flag\n")
@@ -240,4 +333,8 @@ def test_without_a_file_the_defaults_are_in_force() -> None:
     """Nothing needs to be configured."""
     loaded = load({}, {"VGPU_AGENT_CONFIG": ""})
 
-    assert (loaded.sources.file, loaded.contents, set(loaded.origins.values())) == (None, Contents(), {"default"})
+    assert (loaded.sources.file, loaded.contents, set(loaded.origins.values())) == (
+        None,
+        Contents(),
+        {"default"},
+    )

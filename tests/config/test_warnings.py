@@ -13,11 +13,29 @@ from vgpu_agent.config.load import Contents, Sources, load_contents
     [
         ("31,48", ()),
         (" ALL , xids ", ()),
-        ("48,sixty", ('gpu.disableHealthChecks: "sixty" is ignored; expected XID numbers separated by commas, "all" or "xids"',)),
-        ("-1", ('gpu.disableHealthChecks: "-1" is ignored; expected XID numbers separated by commas, "all" or "xids"',)),
+        (
+            "48,sixty",
+            (
+                (
+                    'gpu.disableHealthChecks: "sixty" is ignored; expected XID numbers separated '
+                    'by commas, "all" or "xids"'
+                ),
+            ),
+        ),
+        (
+            "-1",
+            (
+                (
+                    'gpu.disableHealthChecks: "-1" is ignored; expected XID numbers separated by '
+                    'commas, "all" or "xids"'
+                ),
+            ),
+        ),
     ],
 )
-def test_health_checks_that_mean_nothing_are_warned_of(load_text: Load, text: str, warnings: tuple[str, ...]) -> None:
+def test_health_checks_that_mean_nothing_are_warned_of(
+    load_text: Load, text: str, warnings: tuple[str, ...]
+) -> None:
     """nvidia §10.1 ignores junk in silence; ignoring it is right, silence is not."""
     loaded = load_text(f'version: v1\ngpu:\n  disableHealthChecks: "{text}"\n')
 
@@ -39,9 +57,13 @@ SHARE = "version: v1\nfamilies: {nvidia: false, volcanoGpushare: true}\n"
 def test_a_variable_of_a_replaced_plugin_that_is_ignored_is_named(
     load_text: Load, text: str, variable: str, value: str, instead: str
 ) -> None:
-    """With its value and what to do instead, for a DaemonSet that was moved over with its environment."""
+    """With its value and what to do instead,
+    for a DaemonSet that was moved over with its environment.
+    """
     (warning,) = load_text(text, environment={variable: value}).warnings
-    assert warning.startswith(f'environment variable {variable}: "{value}" has no effect here; {instead}')
+    assert warning.startswith(
+        f'environment variable {variable}: "{value}" has no effect here; {instead}'
+    )
 
 
 @pytest.mark.parametrize(
@@ -51,7 +73,11 @@ def test_a_variable_of_a_replaced_plugin_that_is_ignored_is_named(
         (VGPU + "volcanoVgpu: {gdsEnabled: false}\n", "GDS_ENABLED", "false"),
         (SHARE, "GDS_ENABLED", "false"),
         (VGPU, "NVIDIA_DRIVER_ROOT", "/"),
-        (VGPU + "gpu: {driverRoot: /run/nvidia/driver}\n", "NVIDIA_DEV_ROOT", "/run/nvidia/driver/"),
+        (
+            VGPU + "gpu: {driverRoot: /run/nvidia/driver}\n",
+            "NVIDIA_DEV_ROOT",
+            "/run/nvidia/driver/",
+        ),
         (VGPU, "HOOK_PATH", "/usr/local/vgpu"),
         (VGPU + "volcanoVgpu: {isolation: none}\n", "HOOK_PATH", "/opt/vgpu"),
         (VGPU, "KUBECONFIG", "/root/.kube/config"),
@@ -66,12 +92,16 @@ def test_a_variable_of_a_replaced_plugin_that_is_ignored_is_named(
 def test_a_variable_of_a_replaced_plugin_that_says_what_holds_anyway_is_not_named(
     load_text: Load, text: str, variable: str, value: str
 ) -> None:
-    """The agent does what that plugin would have done, or there is no visible difference. KUBECONFIG is in many a shell."""
+    """The agent does what that plugin would have done, or there is no visible difference.
+    KUBECONFIG is in many a shell.
+    """
     assert load_text(text, environment={variable: value}).warnings == ()
 
 
 def test_a_shared_resource_that_no_node_can_have_is_named() -> None:
-    """A typing error would share nothing, silently. A MIG profile or a renamed resource may be on another node."""
+    """A typing error would share nothing, silently.
+    A MIG profile or a renamed resource may be on another node.
+    """
     text = """\
 version: v1
 resources: {gpus: [{pattern: "*A100*", name: nvidia.com/a100}]}
@@ -85,25 +115,46 @@ sharing:
 """
     (warning,) = load_contents(Sources({}, {}, "config.yaml"), Contents(text.encode())).warnings
     assert warning == (
-        'sharing.timeSlicing.resources[0].name: "nvidia.com/gpus" is no resource of any node; expected nvidia.com/gpu, '
+        'sharing.timeSlicing.resources[0].name: "nvidia.com/gpus" is no resource of any node; '
+        "expected nvidia.com/gpu, "
         "nvidia.com/mig-<profile>, or a name from resources:"
     )
 
 
 def test_a_key_of_an_earlier_version_does_not_keep_the_agent_from_starting(load_text: Load) -> None:
-    """A node that is upgraded has its configuration from before. What means nothing any more is named with the place and the reason."""
-    loaded = load_text("version: v1\nhamiCore:\n  hostDirectory: /opt/vgpu\n  lockDirectory: /tmp/vgpulock\n")
+    """A node that is upgraded has its configuration from before. What means nothing any more is
+    named with the place and the reason.
+    """
+    loaded = load_text(
+        "version: v1\nhamiCore:\n  hostDirectory: /opt/vgpu\n  lockDirectory: /tmp/vgpulock\n"
+    )
     (warning,) = loaded.warnings
-    assert "config.yaml:4: hamiCore.lockDirectory: has no effect any more; containers share no lock directory" in warning
+    assert (
+        "config.yaml:4: hamiCore.lockDirectory: has no effect any more; containers share no lock "
+        "directory"
+    ) in warning
     assert loaded.settings.hami_core.host_directory == "/opt/vgpu"
 
 
 @pytest.mark.parametrize(
     ("flag", "value", "family", "key"),
-    [("--vgpu", "4", "aws", "families.aws"), ("--resource-config", "gpu:shared:4", "nvidia", "families.nvidia")],
+    [
+        ("--vgpu", "4", "aws", "families.aws"),
+        ("--resource-config", "gpu:shared:4", "nvidia", "families.nvidia"),
+    ],
 )
-def test_a_flag_of_a_family_that_is_off_is_named(load_text: Load, flag: str, value: str, family: str, key: str) -> None:
-    """A DaemonSet that is moved over with its arguments would otherwise offer nothing and not say why."""
+def test_a_flag_of_a_family_that_is_off_is_named(
+    load_text: Load, flag: str, value: str, family: str, key: str
+) -> None:
+    """A DaemonSet that is moved over with its arguments would otherwise offer nothing
+    and not say why.
+    """
     text = "version: v1\nfamilies: {{nvidia: {0}, aws: {0}}}\n"
-    assert load_text(text.format("false"), flags={flag: value}).warnings == (f"{flag}: has no effect without the family; set {key}: true",)
-    assert not [warning for warning in load_text(text.format("true"), flags={flag: value}).warnings if family in warning]
+    assert load_text(text.format("false"), flags={flag: value}).warnings == (
+        f"{flag}: has no effect without the family; set {key}: true",
+    )
+    assert not [
+        warning
+        for warning in load_text(text.format("true"), flags={flag: value}).warnings
+        if family in warning
+    ]

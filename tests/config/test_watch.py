@@ -1,4 +1,6 @@
-"""A changed file while the agent runs: noticed whichever way it was changed, and never able to do harm."""
+"""A changed file while the agent runs: noticed whichever way it was changed,
+and never able to do harm.
+"""
 
 from __future__ import annotations
 
@@ -133,11 +135,17 @@ async def test_flags_and_variables_still_win_over_new_content(file: Path, watche
     found = await _next(watched)
 
     assert isinstance(found, Loaded)
-    assert (found.settings.listen, found.settings.log.level, found.settings.log.format) == (":1", "debug", "console")
+    assert (found.settings.listen, found.settings.log.level, found.settings.log.format) == (
+        ":1",
+        "debug",
+        "console",
+    )
 
 
 @pytest.mark.parametrize("with_a_file", [True, False])
-async def test_other_sources_are_a_change_whether_or_not_there_is_a_file(loaded: Loaded, with_a_file: bool) -> None:
+async def test_other_sources_are_a_change_whether_or_not_there_is_a_file(
+    loaded: Loaded, with_a_file: bool
+) -> None:
     """A label of the node may choose the file that a flag names (named configurations)."""
     first = loaded.sources if with_a_file else dataclasses.replace(loaded.sources, file=None)
     second = dataclasses.replace(first, flags={**first.flags, "--node-name": "labelled"})
@@ -146,17 +154,23 @@ async def test_other_sources_are_a_change_whether_or_not_there_is_a_file(loaded:
     async def sources() -> Sources:
         return next(asked)
 
-    before = loaded if with_a_file else dataclasses.replace(loaded, sources=first, contents=Contents())
+    before = (
+        loaded if with_a_file else dataclasses.replace(loaded, sources=first, contents=Contents())
+    )
     watched = cast("Changes", changes(before, interval_seconds=INTERVAL_SECONDS, sources=sources))
     assert await _next_name(watched) == "labelled"
     assert await _nothing(watched)
 
 
 async def test_the_file_of_nvidias_plugin_is_followed_as_ours(file: Path, tmp_path: Path) -> None:
-    """New content comes with ours, wrong content as the error, and a file that vanishes changes nothing."""
+    """New content comes with ours, wrong content as the error,
+    and a file that vanishes changes nothing.
+    """
     theirs = tmp_path / "v1.yaml"
     theirs.write_text("flags: {migStrategy: single}\n")
-    loaded = await asyncio.to_thread(load, {"--config": str(file), "--config-file": str(theirs)}, {})
+    loaded = await asyncio.to_thread(
+        load, {"--config": str(file), "--config-file": str(theirs)}, {}
+    )
     watched = cast("Changes", changes(loaded, interval_seconds=INTERVAL_SECONDS))
 
     _replace(theirs, "flags: {migStrategy: mixed}\n")
@@ -167,7 +181,9 @@ async def test_the_file_of_nvidias_plugin_is_followed_as_ours(file: Path, tmp_pa
     _replace(theirs, "flags: {migStrategy: some}\n")
     wrong = await _next(watched)
     assert isinstance(wrong, ConfigError)
-    assert wrong.problems == [f'{theirs}:1: flags.migStrategy: expected none, single or mixed, got "some"']
+    assert wrong.problems == [
+        f'{theirs}:1: flags.migStrategy: expected none, single or mixed, got "some"'
+    ]
 
     theirs.unlink()
     _replace(file, _text("second"))
@@ -178,7 +194,9 @@ async def test_the_file_of_nvidias_plugin_is_followed_as_ours(file: Path, tmp_pa
     await watched.aclose()
 
 
-async def test_content_that_changed_before_the_watch_began_is_not_lost(file: Path, loaded: Loaded) -> None:
+async def test_content_that_changed_before_the_watch_began_is_not_lost(
+    file: Path, loaded: Loaded
+) -> None:
     """Between `load` and the first look lies the start of the agent."""
     _write(file, _text("second"))
 
@@ -209,7 +227,9 @@ async def test_after_bad_content_the_good_one_comes_again(file: Path, watched: C
     assert await _next_name(watched) == "first"
 
 
-async def test_a_file_that_is_touched_or_copied_over_itself_is_no_change(file: Path, watched: Changes) -> None:
+async def test_a_file_that_is_touched_or_copied_over_itself_is_no_change(
+    file: Path, watched: Changes
+) -> None:
     """Only content counts."""
     os.utime(file, (1, 1))
     _replace(file, _text("first"))
@@ -217,14 +237,18 @@ async def test_a_file_that_is_touched_or_copied_over_itself_is_no_change(file: P
     assert await _nothing(watched)
 
 
-async def test_a_file_that_vanishes_is_a_warning_and_no_change(file: Path, watched: Changes) -> None:
+async def test_a_file_that_vanishes_is_a_warning_and_no_change(
+    file: Path, watched: Changes
+) -> None:
     """A volume that is remounted must not turn the sharing off. It is logged once."""
     os.unlink(file)
 
     with structlog.testing.capture_logs() as lines:
         assert await _nothing(watched, until=lambda: lines)
 
-    assert [(line["event"], line["log_level"], line["file"]) for line in lines] == [("config.missing", "warning", str(file))]
+    assert [(line["event"], line["log_level"], line["file"]) for line in lines] == [
+        ("config.missing", "warning", str(file))
+    ]
 
 
 async def test_a_file_that_returns_is_watched_as_before(file: Path, watched: Changes) -> None:
@@ -251,7 +275,9 @@ async def test_a_file_that_cannot_be_read_is_an_error_once(file: Path, watched: 
     assert await _nothing(watched)
 
 
-async def test_a_file_that_is_empty_for_a_moment_does_not_mean_the_defaults(watched: Changes, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_file_that_is_empty_for_a_moment_does_not_mean_the_defaults(
+    watched: Changes, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A writer in place truncates first; content counts when two readings in a row agree."""
     half, whole = b"version: v1\nnodeName: sec", _text("second").encode()
     readings = itertools.chain([_text("first").encode(), b"", half], itertools.repeat(whole))

@@ -13,7 +13,9 @@ from vgpu_agent.config.yaml import Fault, Node
 
 @pytest.fixture(params=["CSafeLoader", "SafeLoader"])
 def _either_parser(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """PyYAML has a parser in C and one in Python; where it was built without the first, the second must do the same."""
+    """PyYAML has a parser in C and one in Python;
+    where it was built without the first, the second must do the same.
+    """
     monkeypatch.setattr(yaml, "_Loader", getattr(pyyaml, request.param))
 
 
@@ -94,7 +96,13 @@ def test_every_value_knows_the_line_of_its_key() -> None:
     root, faults = yaml.parse("# comment\na: 1\nb:\n  c: [x,\n    y]\n  d:\n    long text\n")
 
     assert faults == []
-    assert root == Node({"a": Node(1, 2), "b": Node({"c": Node([Node("x", 4), Node("y", 5)], 4), "d": Node("long text", 6)}, 3)}, 2)
+    assert root == Node(
+        {
+            "a": Node(1, 2),
+            "b": Node({"c": Node([Node("x", 4), Node("y", 5)], 4), "d": Node("long text", 6)}, 3),
+        },
+        2,
+    )
 
 
 @pytest.mark.usefixtures("_either_parser")
@@ -106,7 +114,9 @@ def test_a_text_without_content_is_nothing(text: str) -> None:
 
 @pytest.mark.usefixtures("_either_parser")
 def test_a_key_that_stands_twice_is_a_fault_and_the_first_value_stays() -> None:
-    """Each second key is named with its path and with the line of the first one; reading goes on."""
+    """Each second key is named with its path and with the line of the first one;
+    reading goes on.
+    """
     root, faults = yaml.parse("a: 1\nb:\n  - c: 1\n    c: {d: 1, d: 2}\na: 2\n")
 
     assert faults == [
@@ -123,27 +133,50 @@ def test_a_key_that_stands_twice_is_a_fault_and_the_first_value_stays() -> None:
     [
         ("a: &x 1\nb: *x\n", Fault(1, "a", "anchor &x is not supported, write the value out")),
         ("a:\n  - *x\n", Fault(2, "a[0]", "alias *x is not supported, write the value out")),
-        ("a: !!int 3\n", Fault(1, "a", 'tag "tag:yaml.org,2002:int" is not supported, leave it out')),
+        (
+            "a: !!int 3\n",
+            Fault(1, "a", 'tag "tag:yaml.org,2002:int" is not supported, leave it out'),
+        ),
         (
             "a: !!python/object:os.system x\n",
-            Fault(1, "a", 'tag "tag:yaml.org,2002:python/object:os.system" is not supported, leave it out'),
+            Fault(
+                1,
+                "a",
+                'tag "tag:yaml.org,2002:python/object:os.system" is not supported, leave it out',
+            ),
         ),
         ("a: 1\n---\nb: 2\n", Fault(2, "", "a second document begins here; expected one")),
         ("a:\n  ? [1]\n  : 2\n", Fault(2, "a", "a mapping or list stands where a key is expected")),
         ("[" * 40, Fault(1, "", "nested deeper than 32 levels")),
         ("a\x00b", Fault(1, "", "contains the control character U+0000; expected plain text")),
-        ("a: 1\nb: \x1b[31m\n", Fault(2, "", "contains the control character U+001B; expected plain text")),
-        ("- 1\n" * 10_001, Fault(9999, "", "more than 10000 keys and values; no configuration has so many")),
+        (
+            "a: 1\nb: \x1b[31m\n",
+            Fault(2, "", "contains the control character U+001B; expected plain text"),
+        ),
+        (
+            "- 1\n" * 10_001,
+            Fault(9999, "", "more than 10000 keys and values; no configuration has so many"),
+        ),
     ],
 )
 def test_what_no_configuration_needs_is_refused(text: str, fault: Fault) -> None:
-    """Aliases can make a billion values of nine lines, tags can name code, and depth can exhaust a stack."""
+    """Aliases can make a billion values of nine lines, tags can name code,
+    and depth can exhaust a stack.
+    """
     assert yaml.parse(text) == (None, [fault])
 
 
 @pytest.mark.usefixtures("_either_parser")
 @pytest.mark.parametrize(
-    ("text", "line"), [("a: [", 1), ("a: 1\n\tb: 2\n", 2), ("a: 'x", 1), ("a: b: c", 1), ("a:\n  - b\n c: 1\n", 3), ("a: 1\nb: @x\n", 2)]
+    ("text", "line"),
+    [
+        ("a: [", 1),
+        ("a: 1\n\tb: 2\n", 2),
+        ("a: 'x", 1),
+        ("a: b: c", 1),
+        ("a:\n  - b\n c: 1\n", 3),
+        ("a: 1\nb: @x\n", 2),
+    ],
 )
 def test_what_is_not_yaml_is_one_fault_near_its_line(text: str, line: int) -> None:
     """The parser's words are passed on, in one line."""

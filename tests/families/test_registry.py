@@ -1,4 +1,6 @@
-"""The declarations of the families: complete, in one order, and enough for the rest of the agent to know no family by name."""
+"""The declarations of the families: complete, in one order,
+and enough for the rest of the agent to know no family by name.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +32,9 @@ def switch_of(family: FamilySpec) -> str:
 
 
 def test_each_switch_of_the_settings_is_that_of_one_family() -> None:
-    """A switch without a family would offer nothing, and a family without a switch could not be turned off."""
+    """A switch without a family would offer nothing,
+    and a family without a switch could not be turned off.
+    """
     assert sorted(map(switch_of, FAMILIES)) == sorted(SWITCHES)
 
 
@@ -44,7 +48,9 @@ def test_a_family_that_is_off_offers_nothing(family: FamilySpec) -> None:
 
 @every_family
 def test_a_family_that_is_on_is_built_and_the_others_are_not(family: FamilySpec) -> None:
-    """Whoever needs the API server is a family whose pods decide, because nothing else tells which pod it is."""
+    """Whoever needs the API server is a family whose pods decide,
+    because nothing else tells which pod it is.
+    """
     settings = with_only(switch_of(family))
     assert [each.name for each in FAMILIES if each.is_on(settings)] == [family.name]
     built = build(settings, Found()).families
@@ -60,7 +66,9 @@ def test_families_are_offered_in_the_order_of_the_registry() -> None:
 
 @every_family
 def test_what_a_family_writes_while_a_pod_starts_is_kept_of_pods(family: FamilySpec) -> None:
-    """The publisher compares with what the watch has kept; a key that was skipped would be written for ever."""
+    """The publisher compares with what the watch has kept;
+    a key that was skipped would be written for ever.
+    """
     assert family.progress <= set(family.annotations) <= set(ANNOTATIONS)
 
 
@@ -70,7 +78,15 @@ def test_no_annotation_belongs_to_two_families() -> None:
     assert len(every) == len(set(every))
 
 
-@pytest.mark.parametrize("name", ["LD_PRELOAD", "NVIDIA_VISIBLE_DEVICES", "CUDA_DEVICE_MEMORY_LIMIT_15", "VOLCANO_GPU_ALLOCATED"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "LD_PRELOAD",
+        "NVIDIA_VISIBLE_DEVICES",
+        "CUDA_DEVICE_MEMORY_LIMIT_15",
+        "VOLCANO_GPU_ALLOCATED",
+    ],
+)
 def test_variables_of_the_driver_and_of_each_family_are_seen(name: str) -> None:
     """A container that sets one could take another GPU, or leave its limit."""
     assert VARIABLES.fullmatch(name)

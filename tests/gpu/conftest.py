@@ -18,15 +18,19 @@ from vgpu_agent.sim.state import SimulatedNode
 
 @pytest.fixture
 def node(tmp_path: Path) -> Iterator[SimulatedNode]:
-    """Four A100 on two NUMA nodes, under the NVML of this process; when the test is over, they are released."""
+    """Four A100 on two NUMA nodes, under the NVML of this process;
+    when the test is over, they are released.
+    """
     earlier = set(threading.enumerate())
     node = simulated_node(tmp_path, gpus=4, numa=[0, 0, 1, 1])
     preload(node.directory)
-    node.fault("nvmlInit", code=999, times=1)  # the first fault of a process reads the list of functions: here, not on an event loop
+    # the first fault of a process reads the list of functions: here, not on an event loop
+    node.fault("nvmlInit", code=999, times=1)
     node.clear_faults()
     yield node
     node.clear_faults()
-    # nvmlInit is counted in the process. A test that failed, or whose thread still hangs, must not leave its node to all tests after it.
+    # nvmlInit is counted in the process. A test that failed, or whose thread still hangs, must not
+    # leave its node to all tests after it.
     for thread in threading.enumerate():
         if thread.name == "nvml" and thread not in earlier:
             thread.join(timeout=10)

@@ -11,7 +11,10 @@ from hypothesis import strategies as st
 from tests.simulated import simulated_node
 from vgpu_agent.gpu.capabilities import Capabilities, parse
 
-WHOLE = b"config 1\nmonitor 2\ngpu1/gi7/access 201\ngpu1/gi7/ci0/access 202\ngpu1/gi8/access 210\ngpu1/gi8/ci0/access 211\n"
+WHOLE = (
+    b"config 1\nmonitor 2\ngpu1/gi7/access 201\ngpu1/gi7/ci0/access 202\n"
+    b"gpu1/gi8/access 210\ngpu1/gi8/ci0/access 211\n"
+)
 NODES = ("/dev/nvidia-caps/nvidia-cap201", "/dev/nvidia-caps/nvidia-cap202")
 
 
@@ -22,7 +25,9 @@ def _minors(proc_root: Path) -> Path:
 
 
 def test_an_instance_has_two_nodes() -> None:
-    """nvidia §4 and §17: GPU instance 7 of the GPU with minor 1 is 201, its compute instance 202."""
+    """nvidia §4 and §17: GPU instance 7 of the GPU with minor 1 is 201,
+    its compute instance 202.
+    """
     assert parse(WHOLE, "mig-minors").nodes(1, 7, 0) == (NODES, "")
 
 
@@ -32,13 +37,19 @@ def test_the_numbers_of_a_simulated_driver(tmp_path: Path) -> None:
 
     nodes, trouble = Capabilities(node.directory / "proc").read().nodes(1, 10, 0)
 
-    assert (nodes, trouble) == (("/dev/nvidia-caps/nvidia-cap228", "/dev/nvidia-caps/nvidia-cap229"), "")
+    assert (nodes, trouble) == (
+        ("/dev/nvidia-caps/nvidia-cap228", "/dev/nvidia-caps/nvidia-cap229"),
+        "",
+    )
 
 
 @pytest.mark.parametrize(
     ("line", "said"),
     [
-        (b"gpu1/gi7/ci0/access banana", "line 4: 'gpu1/gi7/ci0/access banana': expected the number of a device node"),
+        (
+            b"gpu1/gi7/ci0/access banana",
+            "line 4: 'gpu1/gi7/ci0/access banana': expected the number of a device node",
+        ),
         (b"gpu1/gi7/ci0/access", "line 4: 'gpu1/gi7/ci0/access': expected the number"),
         (b"gpu1/gi7/ci0/access -3", "line 4: 'gpu1/gi7/ci0/access -3': expected the number"),
         (b"gpu1/gi7/ci0/access 9999999999999999999", "expected the number"),
@@ -61,7 +72,10 @@ def test_a_bad_line_costs_its_instance_and_no_other(line: bytes, said: str) -> N
     assert nodes == ()
     assert said in trouble
     assert "check that gpu.procRoot shows the host's procfs" in trouble
-    assert minors.nodes(1, 8, 0) == (("/dev/nvidia-caps/nvidia-cap210", "/dev/nvidia-caps/nvidia-cap211"), "")
+    assert minors.nodes(1, 8, 0) == (
+        ("/dev/nvidia-caps/nvidia-cap210", "/dev/nvidia-caps/nvidia-cap211"),
+        "",
+    )
 
 
 def test_half_a_number_is_not_believed() -> None:

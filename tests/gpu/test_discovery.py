@@ -1,4 +1,6 @@
-"""Nodes recognized as Tegra processors by the files of a small tree, and the questions put to them."""
+"""Nodes recognized as Tegra processors by the files of a small tree,
+and the questions put to them.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +33,9 @@ Names = Callable[[GpuSettings], Awaitable[tuple[str, ...] | None]]
 
 
 def tree(root: Path, **files: str) -> GpuSettings:
-    """A node with these files (``release``, ``soc``, ``dxg``), and where the agent looks for them."""
+    """A node with these files (``release``, ``soc``, ``dxg``),
+    and where the agent looks for them.
+    """
     for key, path in {"release": RELEASE, "soc": SOC, "dxg": "dev/dxg"}.items():
         if key in files:
             (root / path).parent.mkdir(parents=True, exist_ok=True)
@@ -77,7 +81,9 @@ async def never_asked(_: GpuSettings) -> tuple[str, ...] | None:
 async def test_auto_goes_by_the_files_of_the_node_and_then_by_nvml(
     tmp_path: Path, files: dict[str, str], names: Names, integrated: bool
 ) -> None:
-    """nvidia §9: WSL through NVML. Tegra files without NVML, or integrated GPUs only, are Tegra. The rest is NVML's."""
+    """nvidia §9: WSL through NVML. Tegra files without NVML, or integrated GPUs only, are Tegra.
+    The rest is NVML's.
+    """
     settings = await asyncio.to_thread(lambda: tree(tmp_path, **files))
     found = await discover(settings, simulated=False, names=names)
     assert (found.integrated, found.doubt) == (integrated, "")
@@ -91,13 +97,19 @@ async def test_a_directory_is_no_sign(tmp_path: Path) -> None:
 
 
 async def test_a_root_that_cannot_be_looked_into_is_no_sign(tmp_path: Path) -> None:
-    """It is the first thing that is looked at: an agent on an ordinary node must not end over it. A name that is too long represents it."""
+    """It is the first thing that is looked at: an agent on an ordinary node must not end over it. A
+    name that is too long represents it.
+    """
     odd = GpuSettings(driver_root=str(tmp_path / ("x" * 300)), sysfs_root=str(tmp_path))
     assert not (await discover(odd, simulated=False, names=never_asked)).integrated
 
 
-@pytest.mark.parametrize("error", [DriverMissingError("NVML code 9"), NvmlHungError("the NVIDIA driver hangs")])
-async def test_a_driver_that_does_not_answer_is_waited_for_and_named_with_the_way_out(tmp_path: Path, error: Exception) -> None:
+@pytest.mark.parametrize(
+    "error", [DriverMissingError("NVML code 9"), NvmlHungError("the NVIDIA driver hangs")]
+)
+async def test_a_driver_that_does_not_answer_is_waited_for_and_named_with_the_way_out(
+    tmp_path: Path, error: Exception
+) -> None:
     """nvidia §9: there is NVML, so it is NVML's. A setting overrides this."""
 
     async def fails(_: GpuSettings) -> tuple[str, ...] | None:
@@ -111,27 +123,39 @@ async def test_a_driver_that_does_not_answer_is_waited_for_and_named_with_the_wa
     )
 
 
-@pytest.mark.parametrize(("changes", "simulated"), [({"discovery": "nvml"}, False), ({"discovery": "tegra"}, True), ({}, True)])
+@pytest.mark.parametrize(
+    ("changes", "simulated"),
+    [({"discovery": "nvml"}, False), ({"discovery": "tegra"}, True), ({}, True)],
+)
 async def test_nvml_that_was_asked_for_and_simulated_gpus_are_not_looked_into(
     tmp_path: Path, changes: dict[str, Any], simulated: bool
 ) -> None:
-    """nvidia §1: ``nvml`` is what it says; simulated GPUs have an NVML, whatever the node of the simulation is."""
+    """nvidia §1: ``nvml`` is what it says; simulated GPUs have an NVML,
+    whatever the node of the simulation is.
+    """
     tree(tmp_path, release="# R36")
     settings = GpuSettings(driver_root=str(tmp_path), **changes)
     assert not (await discover(settings, simulated=simulated, names=never_asked)).integrated
 
 
-async def test_tegra_that_was_asked_for_is_offered_and_doubted_where_nothing_shows_it(tmp_path: Path) -> None:
-    """nvidia §1: ``tegra`` needs no files, as upstream; but a node without them is probably none, and the log should say so."""
-    settings = GpuSettings(discovery="tegra", driver_root=str(tmp_path), sysfs_root=str(tmp_path / "sys"))
+async def test_tegra_that_was_asked_for_is_offered_and_doubted_where_nothing_shows_it(
+    tmp_path: Path,
+) -> None:
+    """nvidia §1: ``tegra`` needs no files, as upstream;
+    but a node without them is probably none, and the log should say so.
+    """
+    settings = GpuSettings(
+        discovery="tegra", driver_root=str(tmp_path), sysfs_root=str(tmp_path / "sys")
+    )
     doubtful = await discover(settings, simulated=False, names=never_asked)
     tree(tmp_path, soc="Tegra\n")
     certain = await discover(settings, simulated=False, names=never_asked)
 
     assert (doubtful.integrated, certain.integrated, certain.doubt) == (True, True, "")
     assert doubtful.doubt == (
-        f"gpu.discovery is tegra, but there is no {tmp_path}/{RELEASE} and {tmp_path}/{SOC} does not say Tegra; containers would find no "
-        "GPU here, so set gpu.discovery: auto, unless the node is one and the agent cannot see its files (gpu.driverRoot, gpu.sysfsRoot)"
+        f"gpu.discovery is tegra, but there is no {tmp_path}/{RELEASE} and {tmp_path}/{SOC} does "
+        "not say Tegra; containers would find no GPU here, so set gpu.discovery: auto, unless the "
+        "node is one and the agent cannot see its files (gpu.driverRoot, gpu.sysfsRoot)"
     )
 
 
@@ -157,14 +181,28 @@ async def test_the_source_is_chosen_once_by_what_was_found(tmp_path: Path) -> No
 
 
 async def test_there_is_one_gpu_of_which_nothing_is_known(tmp_path: Path) -> None:
-    """nvidia §4 and §10: id ``tegra``, no memory, no device node, no NUMA node, no health but that it is there."""
+    """nvidia §4 and §10: id ``tegra``, no memory, no device node, no NUMA node,
+    no health but that it is there.
+    """
     journal = Journal()
     gpus = IntegratedGpu(GpuSettings(driver_root=str(tmp_path)), journal)
     await gpus.start()
 
     (gpu,) = gpus.inventory.value.gpus
-    assert (gpu.uuid, gpu.index, gpu.name, gpu.memory_mib, gpu.numa_node, gpu.minor) == (INTEGRATED, 0, "tegra", 0, None, -1)
-    assert (gpu.health.ok, gpu.present, gpu.integrated, gpu.mig_enabled) == (True, True, True, False)
+    assert (gpu.uuid, gpu.index, gpu.name, gpu.memory_mib, gpu.numa_node, gpu.minor) == (
+        INTEGRATED,
+        0,
+        "tegra",
+        0,
+        None,
+        -1,
+    )
+    assert (gpu.health.ok, gpu.present, gpu.integrated, gpu.mig_enabled) == (
+        True,
+        True,
+        True,
+        False,
+    )
     assert (gpus.status.state, gpus.usage.value, gpus.read_at) == (NvmlState.UNUSED, (), 0.0)
     assert [entry.event for entry in journal.entries] == ["gpu.appeared"]
     assert await gpus.stop(1)

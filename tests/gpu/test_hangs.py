@@ -24,19 +24,32 @@ FOR_EVER_MS = int(FOR_EVER_SECONDS * 1000)
 
 
 async def test_a_hang_is_named_and_the_gpu_goes_and_comes_back(node: SimulatedNode) -> None:
-    """The call and its GPU are named once, only that GPU is Unhealthy, and it returns by the normal way."""
+    """The call and its GPU are named once, only that GPU is Unhealthy,
+    and it returns by the normal way.
+    """
     async with watching(node, **SOON_HUNG) as watched:
         before = time.time()
         node.fault("nvmlDeviceGetTemperature", gpu=1, times=1, delay_ms=FOR_EVER_MS)
         entry = await watched.recorded("nvml.hung")
         status = watched.watch.status
         assert entry.facts == {"call": "nvmlDeviceGetTemperature", "gpu": node.uuids[1]}
-        assert (status.state, status.call, status.gpu) == (NvmlState.HUNG, "nvmlDeviceGetTemperature", node.uuids[1])
+        assert (status.state, status.call, status.gpu) == (
+            NvmlState.HUNG,
+            "nvmlDeviceGetTemperature",
+            node.uuids[1],
+        )
         assert before < status.since < time.time()
 
         gpu = await watched.unhealthy(node.uuids[1])
-        assert gpu.health.reason == "the NVIDIA driver does not return from nvmlDeviceGetTemperature"
-        assert [gpu.health.ok for gpu in watched.watch.inventory.value.gpus] == [True, False, True, True]
+        assert (
+            gpu.health.reason == "the NVIDIA driver does not return from nvmlDeviceGetTemperature"
+        )
+        assert [gpu.health.ok for gpu in watched.watch.inventory.value.gpus] == [
+            True,
+            False,
+            True,
+            True,
+        ]
 
         node.clear_faults()
         await watched.healthy(node.uuids[1])
@@ -49,7 +62,9 @@ async def test_a_hang_is_named_and_the_gpu_goes_and_comes_back(node: SimulatedNo
 
 
 async def test_the_loop_stays_responsive_during_a_hang(node: SimulatedNode) -> None:
-    """Most that wait on the event loop get their turn within 50 ms. The machine itself may be busy now and then."""
+    """Most that wait on the event loop get their turn within 50 ms.
+    The machine itself may be busy now and then.
+    """
     async with watching(node, **SOON_HUNG) as watched:
         lags = []
         node.fault("nvmlDeviceGetMemoryInfo", gpu=0, times=1, delay_ms=FOR_EVER_MS)
@@ -90,13 +105,17 @@ async def test_a_hang_while_waiting_for_events_names_the_wait(node: SimulatedNod
 
 
 async def test_nothing_piles_up_during_a_hang(node: SimulatedNode) -> None:
-    """Questions while the driver hangs are refused at once, with the call and the GPU in the text."""
+    """Questions while the driver hangs are refused at once,
+    with the call and the GPU in the text.
+    """
     async with watching(node, **SOON_HUNG) as watched:
         node.fault("nvmlDeviceGetTemperature", gpu=2, times=1, delay_ms=FOR_EVER_MS)
         await watched.recorded("nvml.hung")
         ran = []
 
-        with pytest.raises(NvmlHungError, match=f"hangs in nvmlDeviceGetTemperature about {node.uuids[2]}"):
+        with pytest.raises(
+            NvmlHungError, match=f"hangs in nvmlDeviceGetTemperature about {node.uuids[2]}"
+        ):
             await watched.watch._thread.call("ask something", lambda: ran.append(1))
 
         assert watched.count("nvml.answering") == 0
@@ -106,7 +125,9 @@ async def test_nothing_piles_up_during_a_hang(node: SimulatedNode) -> None:
 
 
 async def test_a_caller_gets_its_deadline_and_the_thread_goes_on(node: SimulatedNode) -> None:
-    """A caller with less patience than callTimeoutSeconds leaves alone. Its job does not disturb the ones after it."""
+    """A caller with less patience than callTimeoutSeconds leaves alone.
+    Its job does not disturb the ones after it.
+    """
     async with watching(node) as watched:
         thread, returning = watched.watch._thread, threading.Event()
         with pytest.raises(TimeoutError):
@@ -143,7 +164,9 @@ async def test_an_exception_of_a_job_reaches_its_caller(node: SimulatedNode) -> 
 
 
 async def test_a_driver_that_hangs_at_the_start_is_an_error(node: SimulatedNode) -> None:
-    """failOnInitError true: start gives up after callTimeoutSeconds, though the thread is still inside nvmlInit."""
+    """failOnInitError true: start gives up after callTimeoutSeconds,
+    though the thread is still inside nvmlInit.
+    """
     node.fault("nvmlInit", times=1, delay_ms=FOR_EVER_MS)
     watch = GpuWatch(settings(node, **SOON_HUNG), Journal())
 
@@ -176,10 +199,14 @@ async def test_calls_to_a_stopped_watch_are_refused(node: SimulatedNode) -> None
 
 
 async def test_an_xid_does_not_wait_for_the_end_of_a_slow_reading(node: SimulatedNode) -> None:
-    """A driver that takes long for each GPU answers all the same; events come through between two GPUs, and the loop shows life."""
+    """A driver that takes long for each GPU answers all the same; events come through between two
+    GPUs, and the loop shows life.
+    """
     beats: list[int] = []
     journal = Journal()
-    watch = GpuWatch(settings(node, call_timeout_seconds=1.5), journal, beat=lambda: beats.append(1))
+    watch = GpuWatch(
+        settings(node, call_timeout_seconds=1.5), journal, beat=lambda: beats.append(1)
+    )
     await watch.start()
     watched, slow = Watched(watch, journal), node.state.faults
     for gpu in (0, 1):
@@ -192,7 +219,8 @@ async def test_an_xid_does_not_wait_for_the_end_of_a_slow_reading(node: Simulate
     try:
         await watched.unhealthy(node.uuids[3])
         await eventually(lambda: bool(beats))
-        assert (slow[1].function, slow[2].function) == (b"nvmlDeviceGetMemoryInfo", b"")  # in the second GPU's
+        # in the second GPU's
+        assert (slow[1].function, slow[2].function) == (b"nvmlDeviceGetMemoryInfo", b"")
     finally:
         node.clear_faults()
         with contextlib.suppress(NvmlHungError):
@@ -221,7 +249,9 @@ def test_a_hung_driver_does_not_keep_the_process_from_exiting(node: SimulatedNod
     node.fault("nvmlInit", times=1, delay_ms=FOR_EVER_MS)
 
     process = subprocess.run(
-        [sys.executable, "-c", _GIVES_UP_ON_A_HUNG_DRIVER, str(node.directory)], check=False, timeout=2 * PATIENCE_SECONDS
+        [sys.executable, "-c", _GIVES_UP_ON_A_HUNG_DRIVER, str(node.directory)],
+        check=False,
+        timeout=2 * PATIENCE_SECONDS,
     )
 
     assert process.returncode == 7

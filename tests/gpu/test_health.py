@@ -26,7 +26,11 @@ def test_a_new_gpu_is_healthy_until_it_is_asked() -> None:
 
     assert machine.health.ok
     assert machine.probed(LOST, 0)
-    assert (machine.health.ok, machine.health.reason, machine.health.since) == (False, "GPU is lost", 1234.5)
+    assert (machine.health.ok, machine.health.reason, machine.health.since) == (
+        False,
+        "GPU is lost",
+        1234.5,
+    )
 
 
 def test_an_xid_makes_it_unhealthy_at_once() -> None:
@@ -60,7 +64,9 @@ def test_time_alone_brings_nothing_back() -> None:
 
 
 def test_another_xid_while_unhealthy_starts_the_quiet_time_again() -> None:
-    """A card that keeps reporting errors stays away. The newest reason is shown and the time of the change stays."""
+    """A card that keeps reporting errors stays away.
+    The newest reason is shown and the time of the change stays.
+    """
     machine = _machine()
     machine.reported("XID 79", 0)
 
@@ -70,7 +76,9 @@ def test_another_xid_while_unhealthy_starts_the_quiet_time_again() -> None:
     assert machine.health.reason == "XID 48"
 
 
-@pytest.mark.parametrize("action", [action for action in RecoveryAction if action is not RecoveryAction.NONE])
+@pytest.mark.parametrize(
+    "action", [action for action in RecoveryAction if action is not RecoveryAction.NONE]
+)
 def test_a_wanted_recovery_action_blocks_recovery(action: RecoveryAction) -> None:
     """An Unhealthy GPU waits for any action that the driver wants, and the reason says so."""
     machine = _machine()
@@ -83,7 +91,9 @@ def test_a_wanted_recovery_action_blocks_recovery(action: RecoveryAction) -> Non
     assert action.words in machine.health.reason
 
 
-@pytest.mark.parametrize("action", [RecoveryAction.GPU_RESET, RecoveryAction.NODE_REBOOT, RecoveryAction.DRAIN_AND_RESET])
+@pytest.mark.parametrize(
+    "action", [RecoveryAction.GPU_RESET, RecoveryAction.NODE_REBOOT, RecoveryAction.DRAIN_AND_RESET]
+)
 def test_a_gpu_that_needs_a_reset_is_unhealthy_without_any_xid(action: RecoveryAction) -> None:
     """After a restart of the agent the XID is forgotten. The driver still asks for the reset."""
     machine = _machine()
@@ -105,13 +115,16 @@ def test_an_action_of_a_newer_driver_blocks_recovery() -> None:
     assert RecoveryAction(99) is RecoveryAction.UNKNOWN
 
 
-def test_a_pending_row_remap_blocks_recovery_and_the_reset_that_ends_it_starts_the_quiet_time() -> None:
+def test_a_pending_row_remap_blocks_recovery_and_its_reset_starts_the_quiet_time() -> None:
     """The card is quiet, but only from the moment at which nothing is pending any more."""
     machine = _machine()
     machine.reported("XID 63", 0)
 
     machine.probed(Probe(remap_pending=True), 50)
-    assert machine.health.reason == "XID 63; recovery waits for a GPU reset that replaces a row of memory"
+    assert (
+        machine.health.reason
+        == "XID 63; recovery waits for a GPU reset that replaces a row of memory"
+    )
     machine.probed(GOOD, 59)
     assert machine.health == Health(ok=False, reason="XID 63", since=1234.5)
     assert machine.probed(GOOD, 60)
@@ -157,7 +170,9 @@ def test_a_gpu_that_held_out_for_the_whole_window_starts_afresh() -> None:
 
 
 def test_mode_never_keeps_it_away_until_the_setting_changes() -> None:
-    """`never` holds through any number of good answers, says so, and ends when the operator reloads another mode."""
+    """`never` holds through any number of good answers, says so,
+    and ends when the operator reloads another mode.
+    """
     machine = _machine(dataclasses.replace(POLICY, automatic=False))
     machine.reported("XID 79", 0)
 
@@ -171,7 +186,9 @@ def test_mode_never_keeps_it_away_until_the_setting_changes() -> None:
 
 
 def test_a_hang_holds_until_the_call_returns_and_the_gpu_was_quiet() -> None:
-    """A probe that was answered before the hang does not count. The quiet time begins when the driver answers."""
+    """A probe that was answered before the hang does not count.
+    The quiet time begins when the driver answers.
+    """
     machine = _machine()
     machine.probed(GOOD, 0)
 
@@ -195,17 +212,27 @@ def test_the_reason_is_the_same_value_while_nothing_happens() -> None:
 
 
 _PROBES = st.builds(
-    Probe, trouble=st.sampled_from(["", "", "GPU is lost"]), recovery_action=st.sampled_from(RecoveryAction), remap_pending=st.booleans()
+    Probe,
+    trouble=st.sampled_from(["", "", "GPU is lost"]),
+    recovery_action=st.sampled_from(RecoveryAction),
+    remap_pending=st.booleans(),
 )
 _STEPS = st.lists(
-    st.tuples(st.floats(0, 50), st.one_of(_PROBES, st.just(GOOD), st.sampled_from(["xid", "hung", "answering"]))),
+    st.tuples(
+        st.floats(0, 50),
+        st.one_of(_PROBES, st.just(GOOD), st.sampled_from(["xid", "hung", "answering"])),
+    ),
     max_size=40,
 )
 
 
 @given(_STEPS, st.booleans())
-def test_the_promises_hold_in_every_order_of_events(steps: list[tuple[float, Probe | str]], automatic: bool) -> None:
-    """Never healthy after a bad answer, in a hang, or too soon, and never back in mode never. `reason` and `ok` always agree."""
+def test_the_promises_hold_in_every_order_of_events(
+    steps: list[tuple[float, Probe | str]], automatic: bool
+) -> None:
+    """Never healthy after a bad answer, in a hang, or too soon, and never back in mode never.
+    `reason` and `ok` always agree.
+    """
     machine = _machine(dataclasses.replace(POLICY, automatic=automatic))
     now, bad_news_at, hung, ever_bad = 0.0, float("-inf"), False, False
     for delay, step in steps:

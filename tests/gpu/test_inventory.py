@@ -20,7 +20,14 @@ ADDRESS = "0000:07:00.0"
 
 
 def _gpu(number: int, index: int | None = None) -> Gpu:
-    return Gpu(f"GPU-{number}", number if index is None else index, number, "A100", 81920, pci_bus_id=f"0000:{number:02x}:00.0")
+    return Gpu(
+        f"GPU-{number}",
+        number if index is None else index,
+        number,
+        "A100",
+        81920,
+        pci_bus_id=f"0000:{number:02x}:00.0",
+    )
 
 
 def _reading(*gpus: Gpu) -> Reading:
@@ -36,7 +43,9 @@ def _numa_file(root: Path, text: str | bytes) -> NumaNodes:
 
 def test_every_fact_of_a_gpu_is_read(node: SimulatedNode, nvml: Nvml) -> None:
     """Identity, memory, place, capability and state, each as the model wants it."""
-    card = inventory.read(nvml, NumaNodes(node.directory / "sys"), Capabilities(node.directory / "proc")).cards[2]
+    card = inventory.read(
+        nvml, NumaNodes(node.directory / "sys"), Capabilities(node.directory / "proc")
+    ).cards[2]
 
     assert card.gpu == Gpu(
         uuid=node.uuids[2],
@@ -51,14 +60,26 @@ def test_every_fact_of_a_gpu_is_read(node: SimulatedNode, nvml: Nvml) -> None:
     assert card.probe == Probe()
 
 
-def test_mig_instances_are_read_with_their_ids_and_profiles(node: SimulatedNode, nvml: Nvml) -> None:
-    """nvidia §4: index j of ``i:j``, the MIG UUID, GI and CI ids, and NVML's name of the profile."""
+def test_mig_instances_are_read_with_their_ids_and_profiles(
+    node: SimulatedNode, nvml: Nvml
+) -> None:
+    """nvidia §4: index j of ``i:j``, the MIG UUID, GI and CI ids,
+    and NVML's name of the profile.
+    """
     node.set_mig(0, ["3g.40gb", "1g.10gb"])
 
-    gpu = inventory.read(nvml, NumaNodes(node.directory / "sys"), Capabilities(node.directory / "proc")).cards[0].gpu
+    gpu = (
+        inventory.read(
+            nvml, NumaNodes(node.directory / "sys"), Capabilities(node.directory / "proc")
+        )
+        .cards[0]
+        .gpu
+    )
 
     assert gpu.mig_enabled
-    assert [(instance.index, instance.uuid, instance.profile) for instance in gpu.mig_instances] == [
+    assert [
+        (instance.index, instance.uuid, instance.profile) for instance in gpu.mig_instances
+    ] == [
         (0, node.mig_uuids(0)[0], "3g.40gb"),
         (1, node.mig_uuids(0)[1], "1g.10gb"),
     ]
@@ -67,31 +88,50 @@ def test_mig_instances_are_read_with_their_ids_and_profiles(node: SimulatedNode,
 
 
 def test_probe_facts_are_read(node: SimulatedNode, nvml: Nvml) -> None:
-    """The facts are the recovery action that the driver wants, and a row that waits for its replacement."""
+    """The facts are the recovery action that the driver wants,
+    and a row that waits for its replacement.
+    """
     node.recovery_action(0, "drain-and-reset")
     node.remap(1, uncorrected=1, pending=True)
 
-    cards = inventory.read(nvml, NumaNodes(node.directory / "sys"), Capabilities(node.directory / "proc")).cards
+    cards = inventory.read(
+        nvml, NumaNodes(node.directory / "sys"), Capabilities(node.directory / "proc")
+    ).cards
 
     assert cards[0].probe == Probe(recovery_action=RecoveryAction.DRAIN_AND_RESET)
     assert cards[1].probe == Probe(remap_pending=True)
 
 
-def test_a_driver_that_does_not_know_recovery_actions_asks_for_none(node: SimulatedNode, nvml: Nvml) -> None:
+def test_a_driver_that_does_not_know_recovery_actions_asks_for_none(
+    node: SimulatedNode, nvml: Nvml
+) -> None:
     """Older than the field: its GPUs recover without it."""
     node.recovery_action(0, "unsupported")
 
-    assert inventory.read(nvml, NumaNodes(node.directory / "sys"), Capabilities(node.directory / "proc")).cards[0].probe == Probe()
+    assert (
+        inventory.read(
+            nvml, NumaNodes(node.directory / "sys"), Capabilities(node.directory / "proc")
+        )
+        .cards[0]
+        .probe
+        == Probe()
+    )
 
 
-def test_optional_facts_that_the_driver_refuses_are_left_out(node: SimulatedNode, nvml: Nvml) -> None:
-    """NotSupported, FunctionNotFound and NoPermission are normal answers: no failure, no error counted."""
+def test_optional_facts_that_the_driver_refuses_are_left_out(
+    node: SimulatedNode, nvml: Nvml
+) -> None:
+    """NotSupported, FunctionNotFound and NoPermission are normal answers:
+    no failure, no error counted.
+    """
     node.fault("nvmlDeviceGetMigMode", code=3)
     node.fault("nvmlDeviceGetRemappedRows", code=13)
     node.fault("nvmlDeviceGetTemperature", code=4)
     node.fault("nvmlDeviceGetMemoryInfo_v2", code=13, times=4)
 
-    reading = inventory.read(nvml, NumaNodes(node.directory / "sys"), Capabilities(node.directory / "proc"))
+    reading = inventory.read(
+        nvml, NumaNodes(node.directory / "sys"), Capabilities(node.directory / "proc")
+    )
 
     assert len(reading.cards) == 4
     assert reading.failures == ()
@@ -99,10 +139,14 @@ def test_optional_facts_that_the_driver_refuses_are_left_out(node: SimulatedNode
 
 
 def test_a_gpu_without_a_device_node_is_read_all_the_same(node: SimulatedNode, nvml: Nvml) -> None:
-    """Under WSL the driver has no minor numbers (k8s-device-plugin issue 332): containers get ``/dev/dxg`` there, and all GPUs."""
+    """Under WSL the driver has no minor numbers (k8s-device-plugin issue 332): containers get
+    ``/dev/dxg`` there, and all GPUs.
+    """
     node.fault("nvmlDeviceGetMinorNumber", code=3)
 
-    reading = inventory.read(nvml, NumaNodes(node.directory / "sys"), Capabilities(node.directory / "proc"))
+    reading = inventory.read(
+        nvml, NumaNodes(node.directory / "sys"), Capabilities(node.directory / "proc")
+    )
 
     assert [card.gpu.minor for card in reading.cards] == [-1, -1, -1, -1]
     assert reading.failures == ()
@@ -112,18 +156,31 @@ def test_a_display_card_is_skipped(node: SimulatedNode, nvml: Nvml) -> None:
     """nvidia §3: the graphics card of a DGX Station is not for work, and not a failure."""
     node.state.gpus[1].name = b"NVIDIA DGX Display"
 
-    reading = inventory.read(nvml, NumaNodes(node.directory / "sys"), Capabilities(node.directory / "proc"))
+    reading = inventory.read(
+        nvml, NumaNodes(node.directory / "sys"), Capabilities(node.directory / "proc")
+    )
 
-    assert [card.gpu.uuid for card in reading.cards] == [node.uuids[0], node.uuids[2], node.uuids[3]]
+    assert [card.gpu.uuid for card in reading.cards] == [
+        node.uuids[0],
+        node.uuids[2],
+        node.uuids[3],
+    ]
     assert reading.failures == ()
 
 
-@pytest.mark.parametrize("function", ["nvmlDeviceGetUUID", "nvmlDeviceGetName", "nvmlDeviceGetPciInfo", "nvmlDeviceGetMinorNumber"])
-def test_a_gpu_without_identity_is_a_failure_of_its_own(node: SimulatedNode, nvml: Nvml, function: str) -> None:
+@pytest.mark.parametrize(
+    "function",
+    ["nvmlDeviceGetUUID", "nvmlDeviceGetName", "nvmlDeviceGetPciInfo", "nvmlDeviceGetMinorNumber"],
+)
+def test_a_gpu_without_identity_is_a_failure_of_its_own(
+    node: SimulatedNode, nvml: Nvml, function: str
+) -> None:
     """A card that cannot be named cannot be offered. The others can (iktos:D11)."""
     node.fault(function, gpu=1, code=999)
 
-    reading = inventory.read(nvml, NumaNodes(node.directory / "sys"), Capabilities(node.directory / "proc"))
+    reading = inventory.read(
+        nvml, NumaNodes(node.directory / "sys"), Capabilities(node.directory / "proc")
+    )
 
     assert [card.gpu.index for card in reading.cards] == [0, 2, 3]
     assert len(reading.failures) == 1
@@ -135,7 +192,9 @@ def test_without_a_count_there_is_no_reading(node: SimulatedNode, nvml: Nvml) ->
     node.fault("nvmlDeviceGetCount", code=999)
 
     with pytest.raises(NvmlError, match="nvmlDeviceGetCount: Unknown Error"):
-        inventory.read(nvml, NumaNodes(node.directory / "sys"), Capabilities(node.directory / "proc"))
+        inventory.read(
+            nvml, NumaNodes(node.directory / "sys"), Capabilities(node.directory / "proc")
+        )
 
 
 def test_numa_nodes_come_from_sysfs(tmp_path: Path) -> None:
@@ -143,8 +202,12 @@ def test_numa_nodes_come_from_sysfs(tmp_path: Path) -> None:
     assert _numa_file(tmp_path, "1\n").node(ADDRESS) == (1, "")
 
 
-@pytest.mark.parametrize("text", ["-1\n", "", "banana", "1 2", "٣", b"\xff\xfe", "9" * 100_000, "-"])
-def test_a_useless_numa_file_costs_the_node_and_is_said_once(tmp_path: Path, text: str | bytes) -> None:
+@pytest.mark.parametrize(
+    "text", ["-1\n", "", "banana", "1 2", "٣", b"\xff\xfe", "9" * 100_000, "-"]
+)
+def test_a_useless_numa_file_costs_the_node_and_is_said_once(
+    tmp_path: Path, text: str | bytes
+) -> None:
     """Negative, empty, junk or far too long: no NUMA node, one warning that names the file."""
     numa = _numa_file(tmp_path, text)
 
@@ -194,14 +257,20 @@ def test_a_missing_gpu_keeps_its_place_on_the_bus() -> None:
 
     merged = inventory.merge(known, _reading(_gpu(1, 0), _gpu(3, 1)))
 
-    assert [(gpu.uuid, gpu.present) for gpu in merged] == [("GPU-1", True), ("GPU-2", False), ("GPU-3", True)]
+    assert [(gpu.uuid, gpu.present) for gpu in merged] == [
+        ("GPU-1", True),
+        ("GPU-2", False),
+        ("GPU-3", True),
+    ]
 
 
 def test_a_reading_leaves_health_alone() -> None:
     """Health is judged elsewhere: the facts are new, the verdict stays."""
     ill = Health(ok=False, reason="XID 79")
 
-    merged = inventory.merge((dataclasses.replace(_gpu(1), health=ill, memory_mib=1),), _reading(_gpu(1)))
+    merged = inventory.merge(
+        (dataclasses.replace(_gpu(1), health=ill, memory_mib=1),), _reading(_gpu(1))
+    )
 
     assert merged == (dataclasses.replace(_gpu(1), health=ill),)
 

@@ -28,7 +28,9 @@ def _capabilities(node: SimulatedNode) -> Capabilities:
 
 
 def _read(node: SimulatedNode, nvml: Nvml) -> mig.MigReading:
-    return mig.read(nvml, nvml.handle(0), memory_mib=81920, minor=0, capabilities=_capabilities(node))
+    return mig.read(
+        nvml, nvml.handle(0), memory_mib=81920, minor=0, capabilities=_capabilities(node)
+    )
 
 
 def _reading(node: SimulatedNode, nvml: Nvml) -> Reading:
@@ -50,17 +52,24 @@ class CutDuring(Nvml):
 
 
 def test_the_facts_of_instances(node: SimulatedNode, nvml: Nvml) -> None:
-    """nvidia §3 and §4: profile, slices of GPU and compute instance, ids, and the nodes that open them."""
+    """nvidia §3 and §4: profile, slices of GPU and compute instance, ids,
+    and the nodes that open them.
+    """
     node.set_mig(0, ["3g.40gb", "1c.2g.20gb", "1g.10gb+me"])
 
     instances = _read(node, nvml).instances
 
-    assert [(one.profile, one.gpu_slices, one.compute_slices, one.gpu_instance_id) for one in instances] == [
+    assert [
+        (one.profile, one.gpu_slices, one.compute_slices, one.gpu_instance_id) for one in instances
+    ] == [
         ("3g.40gb", 3, 3, 1),
         ("1c.2g.20gb", 2, 1, 5),
         ("1g.10gb+me", 1, 1, 13),
     ]
-    assert instances[0].capability_nodes == ("/dev/nvidia-caps/nvidia-cap12", "/dev/nvidia-caps/nvidia-cap13")
+    assert instances[0].capability_nodes == (
+        "/dev/nvidia-caps/nvidia-cap12",
+        "/dev/nvidia-caps/nvidia-cap13",
+    )
     assert all((node.directory / one.capability_nodes[1].lstrip("/")).exists() for one in instances)
     assert not any(one.trouble for one in instances)
 
@@ -79,7 +88,9 @@ def test_capability_numbers_go_by_the_minor(node: SimulatedNode, nvml: Nvml) -> 
 
 
 def test_an_instance_without_its_line_is_in_trouble_alone(node: SimulatedNode, nvml: Nvml) -> None:
-    """The driver's file is garbage in one line: six instances can be opened, and the seventh says why not."""
+    """The driver's file is garbage in one line:
+    six instances can be opened, and the seventh says why not.
+    """
     node.set_mig(0, SEVEN)
     path = _capabilities(node).path
     path.write_text(path.read_text().replace("gpu0/gi9/access 84", "gpu0/gi9/access ?"))
@@ -101,10 +112,22 @@ def test_a_card_without_mig_is_asked_for_its_mode_only(node: SimulatedNode, nvml
     assert reading == mig.MigReading(mig.Layout(capable=False))
 
 
-@pytest.mark.parametrize("function", ["nvmlDeviceGetUUID", "nvmlDeviceGetGpuInstanceId", "nvmlDeviceGetAttributes_v2", "nvmlDeviceGetName"])
+@pytest.mark.parametrize(
+    "function",
+    [
+        "nvmlDeviceGetUUID",
+        "nvmlDeviceGetGpuInstanceId",
+        "nvmlDeviceGetAttributes_v2",
+        "nvmlDeviceGetName",
+    ],
+)
 @pytest.mark.parametrize("profiles", [SEVEN, THREE[:2], []], ids=["seven", "two", "off"])
-def test_a_gpu_that_is_cut_anew_meanwhile_is_read_again(node: SimulatedNode, function: str, profiles: list[str]) -> None:
-    """Handles die or mean something else between two calls: what comes out is the new layout, whole."""
+def test_a_gpu_that_is_cut_anew_meanwhile_is_read_again(
+    node: SimulatedNode, function: str, profiles: list[str]
+) -> None:
+    """Handles die or mean something else between two calls:
+    what comes out is the new layout, whole.
+    """
     node.set_mig(0, THREE)
     nvml = CutDuring(function, lambda: node.set_mig(0, profiles))
     nvml.load(Path("/"))
@@ -119,13 +142,24 @@ def test_a_gpu_that_is_cut_anew_meanwhile_is_read_again(node: SimulatedNode, fun
 
 
 def test_a_gpu_that_does_not_settle_keeps_what_was_known(node: SimulatedNode) -> None:
-    """It is cut anew at every call: the GPU stays, with the instances of before, and nothing half-read goes out."""
+    """It is cut anew at every call: the GPU stays, with the instances of before,
+    and nothing half-read goes out.
+    """
     node.set_mig(0, THREE)
     layouts = iter([SEVEN, THREE] * 100)
     nvml = CutDuring("nvmlDeviceGetAttributes_v2", lambda: node.set_mig(0, next(layouts)), times=-1)
     nvml.load(Path("/"))
     before = (MigInstance("MIG-before", 0, 0, 0, "7g.80gb", 80384),)
-    known = Gpu(node.uuids[0], 0, 0, "A100", 81920, mig_enabled=True, pci_bus_id="0000:07:00.0", mig_instances=before)
+    known = Gpu(
+        node.uuids[0],
+        0,
+        0,
+        "A100",
+        81920,
+        mig_enabled=True,
+        pci_bus_id="0000:07:00.0",
+        mig_instances=before,
+    )
 
     reading = _reading(node, nvml)
 
@@ -136,8 +170,12 @@ def test_a_gpu_that_does_not_settle_keeps_what_was_known(node: SimulatedNode) ->
     nvml.shutdown()
 
 
-def test_readings_under_constant_change_are_consistent_and_lose_no_gpu(node: SimulatedNode, nvml: Nvml) -> None:
-    """Another process cuts the GPU without pause: every settled reading is one of its layouts, and the GPU is in each."""
+def test_readings_under_constant_change_are_consistent_and_lose_no_gpu(
+    node: SimulatedNode, nvml: Nvml
+) -> None:
+    """Another process cuts the GPU without pause:
+    every settled reading is one of its layouts, and the GPU is in each.
+    """
     node.set_mig(0, SEVEN)
     stop = threading.Event()
 
@@ -155,14 +193,23 @@ def test_readings_under_constant_change_are_consistent_and_lose_no_gpu(node: Sim
         cutter.result()
 
     assert all(len(reading.cards) == 4 for reading in readings)
-    settled = {tuple(one.profile for one in reading.cards[0].gpu.mig_instances) for reading in readings if reading.cards[0].mig.settled}
-    # While the simulator fills its table, a GPU has the first instances of a layout already, as a real one has.
+    settled = {
+        tuple(one.profile for one in reading.cards[0].gpu.mig_instances)
+        for reading in readings
+        if reading.cards[0].mig.settled
+    }
+    # While the simulator fills its table, a GPU has the first instances of a layout already, as a
+    # real one has.
     assert settled <= {tuple(profiles[:count]) for profiles in (SEVEN, THREE) for count in range(8)}
     assert settled
 
 
-def test_an_instance_that_does_not_answer_costs_only_itself(node: SimulatedNode, nvml: Nvml) -> None:
-    """An unknown error of one call about one instance: the others are read, it is a failure with its reason."""
+def test_an_instance_that_does_not_answer_costs_only_itself(
+    node: SimulatedNode, nvml: Nvml
+) -> None:
+    """An unknown error of one call about one instance:
+    the others are read, it is a failure with its reason.
+    """
     node.set_mig(0, THREE)
     node.fault("nvmlDeviceGetAttributes_v2", code=UNKNOWN, times=1)
 
@@ -175,9 +222,16 @@ def test_an_instance_that_does_not_answer_costs_only_itself(node: SimulatedNode,
     ]
 
 
-@pytest.mark.parametrize(("function", "times", "silent"), [("nvmlDeviceGetAttributes_v2", 1, 1), ("nvmlDeviceGetGpuInstanceId", -1, 3)])
-def test_a_known_instance_that_does_not_answer_is_kept(node: SimulatedNode, nvml: Nvml, function: str, times: int, silent: int) -> None:
-    """Its facts are those of before, also where its identity is missing. The health machine gets the driver's message."""
+@pytest.mark.parametrize(
+    ("function", "times", "silent"),
+    [("nvmlDeviceGetAttributes_v2", 1, 1), ("nvmlDeviceGetGpuInstanceId", -1, 3)],
+)
+def test_a_known_instance_that_does_not_answer_is_kept(
+    node: SimulatedNode, nvml: Nvml, function: str, times: int, silent: int
+) -> None:
+    """Its facts are those of before, also where its identity is missing.
+    The health machine gets the driver's message.
+    """
     node.set_mig(0, THREE)
     known = inventory.merge((), _reading(node, nvml))
     node.fault(function, gpu=0, code=UNKNOWN, times=times)
@@ -190,15 +244,25 @@ def test_a_known_instance_that_does_not_answer_is_kept(node: SimulatedNode, nvml
     assert set(problems.values()) == {f"{function}: Unknown Error (NVML code 999)"}
 
 
-PERMISSION = "give it NVIDIA_MIG_MONITOR_DEVICES=all and the capability SYS_ADMIN (components/mig-monitor)"
+PERMISSION = (
+    "give it NVIDIA_MIG_MONITOR_DEVICES=all and the capability SYS_ADMIN (components/mig-monitor)"
+)
 
 
 @pytest.mark.parametrize(
     ("function", "slots"),
-    [("nvmlDeviceGetMaxMigDeviceCount", 0), ("nvmlDeviceGetMigDeviceHandleByIndex", 7), ("nvmlDeviceGetGpuInstanceId", 2)],
+    [
+        ("nvmlDeviceGetMaxMigDeviceCount", 0),
+        ("nvmlDeviceGetMigDeviceHandleByIndex", 7),
+        ("nvmlDeviceGetGpuInstanceId", 2),
+    ],
 )
-def test_instances_that_may_not_be_read_are_told_with_the_remedy(node: SimulatedNode, nvml: Nvml, function: str, slots: int) -> None:
-    """A container that was not given NVIDIA's MIG monitor: the GPU is there, and says why its instances are not."""
+def test_instances_that_may_not_be_read_are_told_with_the_remedy(
+    node: SimulatedNode, nvml: Nvml, function: str, slots: int
+) -> None:
+    """A container that was not given NVIDIA's MIG monitor:
+    the GPU is there, and says why its instances are not.
+    """
     node.set_mig(0, ["3g.40gb", "3g.40gb"])
     node.fault(function, gpu=0, code=NO_PERMISSION)
 
@@ -206,24 +270,38 @@ def test_instances_that_may_not_be_read_are_told_with_the_remedy(node: Simulated
 
     assert (reading.failures, len(reading.cards)) == ((), 4)
     gpu = inventory.merge((), reading)[0]
-    assert (gpu.mig_enabled, gpu.mig_instances, len(reading.cards[0].mig.failures)) == (True, (), slots)
+    assert (gpu.mig_enabled, gpu.mig_instances, len(reading.cards[0].mig.failures)) == (
+        True,
+        (),
+        slots,
+    )
     assert gpu.mig_trouble == (
-        f"{function}: Insufficient Permissions (NVML code 4); the agent's container may not read MIG instances: {PERMISSION}"
+        f"{function}: Insufficient Permissions (NVML code 4); the agent's container may not read "
+        f"MIG instances: {PERMISSION}"
     )
 
 
-def test_a_card_that_may_not_be_opened_is_told_with_the_remedy(node: SimulatedNode, nvml: Nvml) -> None:
+def test_a_card_that_may_not_be_opened_is_told_with_the_remedy(
+    node: SimulatedNode, nvml: Nvml
+) -> None:
     """Some drivers do not even let a container without the right open a card in MIG mode."""
     node.fault("nvmlDeviceGetHandleByIndex", gpu=1, code=NO_PERMISSION)
 
     (failure,) = _reading(node, nvml).failures
 
-    assert failure.startswith("1: nvmlDeviceGetHandleByIndex: Insufficient Permissions (NVML code 4); the agent's container may not open")
+    assert failure.startswith(
+        "1: nvmlDeviceGetHandleByIndex: Insufficient Permissions (NVML code 4); the agent's "
+        "container may not open"
+    )
     assert failure.endswith(PERMISSION)
 
 
-def test_known_instances_are_kept_when_the_right_to_read_them_is_lost(node: SimulatedNode, nvml: Nvml) -> None:
-    """A container can lose its devices while it runs: its instances are Unhealthy with that reason, and not gone."""
+def test_known_instances_are_kept_when_the_right_to_read_them_is_lost(
+    node: SimulatedNode, nvml: Nvml
+) -> None:
+    """A container can lose its devices while it runs:
+    its instances are Unhealthy with that reason, and not gone.
+    """
     node.set_mig(0, THREE)
     known = inventory.merge((), _reading(node, nvml))
     node.fault("nvmlDeviceGetMaxMigDeviceCount", gpu=0, code=NO_PERMISSION)
@@ -254,7 +332,9 @@ def test_a_lost_card_is_lost_with_its_instances(node: SimulatedNode, nvml: Nvml)
 
 
 def test_the_light_look_sees_what_a_reading_would(node: SimulatedNode, nvml: Nvml) -> None:
-    """Same layout, same value. Another layout, another value. Nothing when an instance goes away during the look."""
+    """Same layout, same value. Another layout, another value.
+    Nothing when an instance goes away during the look.
+    """
     node.set_mig(0, THREE)
     layout = mig.look(nvml, nvml.handle(0))
 
@@ -266,7 +346,9 @@ def test_the_light_look_sees_what_a_reading_would(node: SimulatedNode, nvml: Nvm
 
 
 def test_reading_and_looking_take_few_calls(node: SimulatedNode, nvml: Nvml) -> None:
-    """A GPU with seven instances: some hundred calls a poll, some thirty a second in between. Both are counted, as clocks differ."""
+    """A GPU with seven instances: some hundred calls a poll, some thirty a second in between. Both
+    are counted, as clocks differ.
+    """
     node.set_mig(0, SEVEN)
     handle = nvml.handle(0)
     before = nvml.calls
@@ -280,15 +362,27 @@ def test_reading_and_looking_take_few_calls(node: SimulatedNode, nvml: Nvml) -> 
 
 def test_profile_names_are_nvmls_where_it_has_one() -> None:
     """Suffixes such as +me are part of the name."""
-    assert mig.profile_name("NVIDIA A100-SXM4-80GB MIG 1g.10gb+me", 1, 1, 9728, 81920) == "1g.10gb+me"
+    assert (
+        mig.profile_name("NVIDIA A100-SXM4-80GB MIG 1g.10gb+me", 1, 1, 9728, 81920) == "1g.10gb+me"
+    )
 
 
 @pytest.mark.parametrize(
     ("slices", "compute", "memory_mib", "gpu_memory_mib", "profile"),
-    [(1, 1, 4864, 40960, "1g.5gb"), (3, 3, 19968, 40960, "3g.20gb"), (7, 7, 40192, 40960, "7g.40gb"), (3, 1, 40192, 81920, "1c.3g.40gb")],
+    [
+        (1, 1, 4864, 40960, "1g.5gb"),
+        (3, 3, 19968, 40960, "3g.20gb"),
+        (7, 7, 40192, 40960, "7g.40gb"),
+        (3, 1, 40192, 81920, "1c.3g.40gb"),
+    ],
 )
 def test_profile_names_follow_nvidias_formula_elsewhere(
     slices: int, compute: int, memory_mib: int, gpu_memory_mib: int, profile: str
 ) -> None:
-    """nvidia §3: round(ceil(8·MIG/total)/8 · total GiB); A100-40GB 1g with 4864 of 40960 MiB is 1g.5gb."""
-    assert mig.profile_name("Old driver's name", slices, compute, memory_mib, gpu_memory_mib) == profile
+    """nvidia §3: round(ceil(8·MIG/total)/8 · total GiB);
+    A100-40GB 1g with 4864 of 40960 MiB is 1g.5gb.
+    """
+    assert (
+        mig.profile_name("Old driver's name", slices, compute, memory_mib, gpu_memory_mib)
+        == profile
+    )

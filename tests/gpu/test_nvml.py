@@ -55,9 +55,15 @@ def test_a_library_that_cannot_be_loaded_is_named(tmp_path: Path) -> None:
     assert f"{broken} (cannot be loaded: " in _load_in_fresh_process(tmp_path)
 
 
-@pytest.mark.parametrize("directory", ["usr/lib64", "usr/lib/x86_64-linux-gnu", "usr/lib/aarch64-linux-gnu"])
-def test_a_library_below_the_driver_root_is_found(node: SimulatedNode, tmp_path: Path, directory: str) -> None:
-    """nvidia §9: the usual directories. Here the library finds no driver behind it, which proves that it was loaded."""
+@pytest.mark.parametrize(
+    "directory", ["usr/lib64", "usr/lib/x86_64-linux-gnu", "usr/lib/aarch64-linux-gnu"]
+)
+def test_a_library_below_the_driver_root_is_found(
+    node: SimulatedNode, tmp_path: Path, directory: str
+) -> None:
+    """nvidia §9: the usual directories. Here the library finds no driver behind it,
+    which proves that it was loaded.
+    """
     from vgpu_agent.sim.build import build
 
     assert node
@@ -66,7 +72,9 @@ def test_a_library_below_the_driver_root_is_found(node: SimulatedNode, tmp_path:
     (place / library.SONAME).symlink_to(build())
     command = [sys.executable, "-c", _WITHOUT_DRIVER, str(tmp_path / "driver")]
 
-    text = subprocess.run(command, check=True, capture_output=True, text=True, env={"PYTHONPATH": str(Path.cwd())}).stdout
+    text = subprocess.run(
+        command, check=True, capture_output=True, text=True, env={"PYTHONPATH": str(Path.cwd())}
+    ).stdout
 
     assert text.startswith(f"no usable NVIDIA driver: loaded {place / library.SONAME}; nvmlInit: ")
     assert "Driver Not Loaded" in text
@@ -82,7 +90,9 @@ def test_an_error_has_call_code_and_text(node: SimulatedNode, nvml: Nvml) -> Non
     handle = nvml.handle(1)
     node.lose(1)
 
-    with pytest.raises(NvmlError, match=r"nvmlDeviceGetTemperature: GPU is lost \(NVML code 15\)") as caught:
+    with pytest.raises(
+        NvmlError, match=r"nvmlDeviceGetTemperature: GPU is lost \(NVML code 15\)"
+    ) as caught:
         nvml.temperature_celsius(handle)
 
     assert (caught.value.call, caught.value.code) == ("nvmlDeviceGetTemperature", GPU_IS_LOST)
@@ -102,7 +112,9 @@ def test_an_unknown_code_is_an_error_like_any_other(node: SimulatedNode, nvml: N
     assert caught.value.code == 777
 
 
-def test_a_name_that_is_no_text_is_an_error_and_not_a_crash(node: SimulatedNode, nvml: Nvml) -> None:
+def test_a_name_that_is_no_text_is_an_error_and_not_a_crash(
+    node: SimulatedNode, nvml: Nvml
+) -> None:
     """Memory corruption on a dying card has been seen to end here."""
     handle = nvml.handle(0)
     node.state.gpus[0].name = b"\xff\xfe"
@@ -128,7 +140,9 @@ def test_the_call_in_flight_is_named_from_outside(node: SimulatedNode, nvml: Nvm
     assert nvml.in_flight is None
 
 
-def test_a_look_up_that_hangs_is_named_by_the_gpu_last_seen_there(node: SimulatedNode, nvml: Nvml) -> None:
+def test_a_look_up_that_hangs_is_named_by_the_gpu_last_seen_there(
+    node: SimulatedNode, nvml: Nvml
+) -> None:
     """There is no handle yet, but its place is known."""
     nvml.uuid(nvml.handle(3), index=3)
     node.fault("nvmlDeviceGetHandleByIndex", times=1, delay_ms=300)
@@ -143,7 +157,9 @@ def test_a_look_up_that_hangs_is_named_by_the_gpu_last_seen_there(node: Simulate
     assert running.gpu == node.uuids[3]
 
 
-def test_an_event_of_a_lost_gpu_is_attributed_by_its_handle(node: SimulatedNode, nvml: Nvml) -> None:
+def test_an_event_of_a_lost_gpu_is_attributed_by_its_handle(
+    node: SimulatedNode, nvml: Nvml
+) -> None:
     """The card answers nothing any more, not even its UUID."""
     handle = nvml.handle(1)
     nvml.uuid(handle, index=1)
@@ -155,7 +171,12 @@ def test_an_event_of_a_lost_gpu_is_attributed_by_its_handle(node: SimulatedNode,
     event = nvml.wait(events, 0.5)
 
     assert event is not None
-    assert (event.gpu, event.xid, event.gpu_instance, event.compute_instance) == (node.uuids[1], 79, None, None)
+    assert (event.gpu, event.xid, event.gpu_instance, event.compute_instance) == (
+        node.uuids[1],
+        79,
+        None,
+        None,
+    )
     assert nvml.wait(events, 0.01) is None
     nvml.free_event_set(events)
 
@@ -186,7 +207,13 @@ def test_implausible_pids_are_left_out(node: SimulatedNode, nvml: Nvml) -> None:
 
 
 def test_the_binding_is_the_vendors_own_and_of_today() -> None:
-    """iktos:D15: no unmaintained binding; NVIDIA's own, of the driver branch that knows today's GPUs."""
-    required = [name for name in importlib.metadata.requires("vgpu-agent") or () if name.startswith("nvidia-ml-py")]
+    """iktos:D15: no unmaintained binding; NVIDIA's own,
+    of the driver branch that knows today's GPUs.
+    """
+    required = [
+        name
+        for name in importlib.metadata.requires("vgpu-agent") or ()
+        if name.startswith("nvidia-ml-py")
+    ]
     assert len(required) == 1
     assert int(importlib.metadata.version("nvidia-ml-py").partition(".")[0]) >= 13

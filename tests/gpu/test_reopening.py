@@ -10,8 +10,13 @@ from vgpu_agent.gpu.session import Snapshot
 from vgpu_agent.model import Gpu
 
 
-def _snapshot(*uuids: str, failures: tuple[str, ...] = (), bound: frozenset[str] = frozenset()) -> Snapshot:
-    cards = tuple(Card(Gpu(uuid, index, index, "A100", 81920), Handle(None), Probe()) for index, uuid in enumerate(uuids))
+def _snapshot(
+    *uuids: str, failures: tuple[str, ...] = (), bound: frozenset[str] = frozenset()
+) -> Snapshot:
+    cards = tuple(
+        Card(Gpu(uuid, index, index, "A100", 81920), Handle(None), Probe())
+        for index, uuid in enumerate(uuids)
+    )
     return Snapshot(Reading(cards, failures), None, bound, (), "580", "13.0", simulated=True)
 
 
@@ -35,7 +40,9 @@ def test_a_gpu_that_stops_answering_is_a_reason_at_once() -> None:
 
 
 def test_a_reason_that_stays_is_tried_at_growing_pauses() -> None:
-    """5, 10, 20, 30 and then every 30 seconds: a card that is dead for a week does not keep the driver busy."""
+    """5, 10, 20, 30 and then every 30 seconds:
+    a card that is dead for a week does not keep the driver busy.
+    """
     reopening = Reopening(5)
     reopening.read(_snapshot("A"), ["A", "B"], reopened=False, now=0)
     pauses = []
@@ -52,7 +59,9 @@ def test_a_reason_that_stays_is_tried_at_growing_pauses() -> None:
 
 
 def test_news_does_not_wait_for_the_pause() -> None:
-    """While one card is dead another one comes back: its handle and its events need a new opening now."""
+    """While one card is dead another one comes back:
+    its handle and its events need a new opening now.
+    """
     reopening = Reopening(5)
     reopening.read(_snapshot("A"), ["A", "B", "C"], reopened=True, now=0)
 
@@ -66,9 +75,19 @@ def test_the_kernel_driving_another_card_is_a_reason_once() -> None:
     reopening = Reopening(5)
     reopening.read(_snapshot("A", bound=frozenset({"0000:07:00.0"})), ["A"], reopened=False, now=0)
 
-    reopening.read(_snapshot("A", bound=frozenset({"0000:07:00.0", "0000:0f:00.0"})), ["A"], reopened=False, now=5)
+    reopening.read(
+        _snapshot("A", bound=frozenset({"0000:07:00.0", "0000:0f:00.0"})),
+        ["A"],
+        reopened=False,
+        now=5,
+    )
     assert reopening.due(5)
-    reopening.read(_snapshot("A", bound=frozenset({"0000:07:00.0", "0000:0f:00.0"})), ["A"], reopened=True, now=5)
+    reopening.read(
+        _snapshot("A", bound=frozenset({"0000:07:00.0", "0000:0f:00.0"})),
+        ["A"],
+        reopened=True,
+        now=5,
+    )
 
     assert not reopening.due(1000)
 

@@ -1,4 +1,6 @@
-"""The health of MIG slices beside their GPU's: which slices an error hits, which recover, and what survives."""
+"""The health of MIG slices beside their GPU's:
+which slices an error hits, which recover, and what survives.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +27,10 @@ GPU = Gpu(
     "A100",
     81920,
     mig_enabled=True,
-    mig_instances=tuple(MigInstance(uuid, number, *ids, "1g.10gb", 9728) for number, (uuid, ids) in enumerate(IDS.items())),
+    mig_instances=tuple(
+        MigInstance(uuid, number, *ids, "1g.10gb", 9728)
+        for number, (uuid, ids) in enumerate(IDS.items())
+    ),
 )
 OTHER = Gpu("GPU-2", 1, 1, "A100", 81920)
 
@@ -59,8 +64,12 @@ class Machines:
         (7, 3, "1ABCD"),
     ],
 )
-def test_an_error_hits_the_right_slices(gpu_instance: int | None, compute_instance: int | None, hit: str) -> None:
-    """nvidia:D1: by both ids. 0xFFFFFFFF for one or both is all below, and ids of no known slice are the whole GPU's."""
+def test_an_error_hits_the_right_slices(
+    gpu_instance: int | None, compute_instance: int | None, hit: str
+) -> None:
+    """nvidia:D1: by both ids. 0xFFFFFFFF for one or both is all below,
+    and ids of no known slice are the whole GPU's.
+    """
     machines = Machines()
 
     machines.hit(gpu_instance, compute_instance)
@@ -78,7 +87,9 @@ def test_a_gpu_without_slices_is_hit_as_a_whole() -> None:
 
 
 def test_a_slice_recovers_by_its_gpus_answers() -> None:
-    """nvidia:D2: after the quiet time, by a good probe of the GPU. A slice that was hit later comes later."""
+    """nvidia:D2: after the quiet time, by a good probe of the GPU.
+    A slice that was hit later comes later.
+    """
     machines = Machines()
     machines.hit(7, 0, at=0.0)
     machines.hit(8, 0, at=5.0)
@@ -133,7 +144,9 @@ def test_a_pending_reset_of_the_gpu_keeps_an_ill_slice_away() -> None:
 
 
 def test_a_slice_that_was_away_for_a_moment_is_as_ill_as_before() -> None:
-    """nvidia:D11: an instance that is destroyed and made anew, or missed in one reading, is not well for that."""
+    """nvidia:D11: an instance that is destroyed and made anew, or missed in one reading,
+    is not well for that.
+    """
     machines = Machines()
     machines.hit(7, 0)
     without = dataclasses.replace(GPU, mig_instances=GPU.mig_instances[1:])
@@ -155,7 +168,9 @@ def test_a_slice_that_stays_away_is_forgotten_once_it_would_have_recovered() -> 
 
 
 def test_a_hang_takes_the_slices_along() -> None:
-    """A driver call about the GPU does not return: neither it nor a slice recovers until it does."""
+    """A driver call about the GPU does not return:
+    neither it nor a slice recovers until it does.
+    """
     machines = Machines()
     assert machines.healths.hung(GPU, "the driver hangs", 0.0)
     assert not machines.healths.hung(GPU, "the driver hangs", 1.0)
@@ -169,7 +184,9 @@ def test_a_hang_takes_the_slices_along() -> None:
 
 
 def test_another_policy_is_every_machines() -> None:
-    """nvidia:D11: a reload changes how things recover and not how they are; slices that come later follow it too."""
+    """nvidia:D11: a reload changes how things recover and not how they are;
+    slices that come later follow it too.
+    """
     machines = Machines(dataclasses.replace(POLICY, automatic=False))
     machines.hit(None, None)
     machines.healths.probed(GPU, GOOD, 1000.0)
@@ -190,11 +207,15 @@ def _slices(watched: Watched, node: SimulatedNode) -> list[bool]:
 
 
 async def test_an_xid_of_a_slice_is_published_for_that_slice(node: SimulatedNode) -> None:
-    """nvidia:D1: from the driver's event to the inventory, at once. The GPU and the other six stay, and the journal has the ids."""
+    """nvidia:D1: from the driver's event to the inventory, at once.
+    The GPU and the other six stay, and the journal has the ids.
+    """
     await _seven(node)
     async with watching(node, quiet=60, poll_seconds=30.0) as watched:
         node.xid(0, 48, gpu_instance=10, compute_instance=0)
-        await watched.until(lambda inventory: not found(inventory, node.uuids[0]).mig_instances[3].health.ok)
+        await watched.until(
+            lambda inventory: not found(inventory, node.uuids[0]).mig_instances[3].health.ok
+        )
         entry = await watched.recorded("gpu.slice_unhealthy")
 
         assert _slices(watched, node) == [True, True, True, False, True, True, True]
@@ -206,7 +227,9 @@ async def test_an_xid_of_a_slice_is_published_for_that_slice(node: SimulatedNode
 
 
 async def test_an_xid_without_ids_is_published_for_gpu_and_slices(node: SimulatedNode) -> None:
-    """nvidia:D1: 0xFFFFFFFF for both ids; logged once in the journal, for the GPU, and all come back together."""
+    """nvidia:D1: 0xFFFFFFFF for both ids; logged once in the journal, for the GPU,
+    and all come back together.
+    """
     await _seven(node)
     async with watching(node, quiet=0.3) as watched:
         node.xid(0, 79)
@@ -230,11 +253,17 @@ async def test_a_slice_recovers_and_says_so(node: SimulatedNode) -> None:
         assert _slices(watched, node) == [True] * 7
 
 
-async def test_an_event_that_names_a_slice_instead_of_its_gpu_is_placed_too(node: SimulatedNode) -> None:
-    """NVML says GPU and ids; should a driver hand out the slice's own handle, the error is not lost."""
+async def test_an_event_that_names_a_slice_instead_of_its_gpu_is_placed_too(
+    node: SimulatedNode,
+) -> None:
+    """NVML says GPU and ids; should a driver hand out the slice's own handle,
+    the error is not lost.
+    """
     await _seven(node)
     async with watching(node, quiet=60) as watched:
-        watched.watch._on_event(DeviceEvent(gpu=node.mig_uuids(0)[2], xid=48, gpu_instance=9, compute_instance=0))
+        watched.watch._on_event(
+            DeviceEvent(gpu=node.mig_uuids(0)[2], xid=48, gpu_instance=9, compute_instance=0)
+        )
 
         assert _slices(watched, node) == [True, True, False, True, True, True, True]
 
@@ -250,7 +279,9 @@ async def test_an_ignored_xid_of_a_slice_hits_nobody(node: SimulatedNode) -> Non
 
 
 async def test_a_reload_forgets_no_illness(node: SimulatedNode) -> None:
-    """nvidia:D11: the original forgets what is Unhealthy at each SIGHUP. Here settings change and the GPU and slice stay as they are."""
+    """nvidia:D11: the original forgets what is Unhealthy at each SIGHUP. Here settings change and
+    the GPU and slice stay as they are.
+    """
     await _seven(node)
     async with watching(node, quiet=60) as watched:
         node.xid(0, 48, gpu_instance=7, compute_instance=0)
@@ -264,19 +295,29 @@ async def test_a_reload_forgets_no_illness(node: SimulatedNode) -> None:
 
 
 async def test_an_instance_whose_nodes_are_not_known_is_told(node: SimulatedNode) -> None:
-    """Garbage in the driver's file: an event with instance and reason, and one when it is mended is not needed: the trouble goes."""
+    """Garbage in the driver's file: an event with instance and reason,
+    and one when it is mended is not needed: the trouble goes.
+    """
     path = node.directory / "proc" / "driver" / "nvidia-caps" / "mig-minors"
     whole = await asyncio.to_thread(path.read_text)
     await _seven(node)
-    await asyncio.to_thread(path.write_text, whole.replace("gpu0/gi8/access 75", "gpu0/gi8/access ??"))
+    await asyncio.to_thread(
+        path.write_text, whole.replace("gpu0/gi8/access 75", "gpu0/gi8/access ??")
+    )
     async with watching(node) as watched:
         entry = await watched.recorded("gpu.slice_withheld")
         assert entry.facts["instance"] == node.mig_uuids(0)[1]
         assert "mig-minors line" in entry.facts["reason"]
-        assert [bool(instance.trouble) for instance in watched.gpu(node.uuids[0]).mig_instances] == [False, True] + [False] * 5
+        assert [
+            bool(instance.trouble) for instance in watched.gpu(node.uuids[0]).mig_instances
+        ] == [False, True] + [False] * 5
 
         await asyncio.to_thread(path.write_text, whole)
-        await watched.until(lambda inventory: not any(one.trouble for one in found(inventory, node.uuids[0]).mig_instances))
+        await watched.until(
+            lambda inventory: (
+                not any(one.trouble for one in found(inventory, node.uuids[0]).mig_instances)
+            )
+        )
         assert watched.count("gpu.slice_withheld") == 1
 
 
@@ -287,4 +328,6 @@ def test_health_of_a_slice_is_part_of_the_value() -> None:
     machines.hit(7, 0)
 
     assert machines.healths.applied([GPU]) != before
-    assert machines.healths.applied([GPU])[0].mig_instances[0].health == Health(ok=False, reason="XID 48", since=1234.5)
+    assert machines.healths.applied([GPU])[0].mig_instances[0].health == Health(
+        ok=False, reason="XID 48", since=1234.5
+    )

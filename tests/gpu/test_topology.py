@@ -14,7 +14,9 @@ ADDRESSES = {"A": "0000:01:00.0", "B": "0000:02:00.0"}
 
 def test_every_pair_is_read_in_both_directions(node: SimulatedNode, nvml: Nvml) -> None:
     """Four GPUs make twelve entries; GPUs of one NUMA node are closer than those across."""
-    cards = inventory.read(nvml, NumaNodes(node.directory / "sys"), Capabilities(node.directory / "proc")).cards
+    cards = inventory.read(
+        nvml, NumaNodes(node.directory / "sys"), Capabilities(node.directory / "proc")
+    ).cards
 
     links, troubles = read_links(nvml, [(card.gpu, card.handle) for card in cards])
 
@@ -25,9 +27,13 @@ def test_every_pair_is_read_in_both_directions(node: SimulatedNode, nvml: Nvml) 
     assert links[node.uuids[0], node.uuids[3]].nvlinks > 0
 
 
-def test_a_gpu_that_is_lost_meanwhile_costs_only_its_own_pairs(node: SimulatedNode, nvml: Nvml) -> None:
+def test_a_gpu_that_is_lost_meanwhile_costs_only_its_own_pairs(
+    node: SimulatedNode, nvml: Nvml
+) -> None:
     """nvidia D4: topology never fails for the others."""
-    cards = inventory.read(nvml, NumaNodes(node.directory / "sys"), Capabilities(node.directory / "proc")).cards
+    cards = inventory.read(
+        nvml, NumaNodes(node.directory / "sys"), Capabilities(node.directory / "proc")
+    ).cards
     node.lose(3)
 
     links, troubles = read_links(nvml, [(card.gpu, card.handle) for card in cards])
@@ -40,7 +46,12 @@ def test_a_gpu_that_is_lost_meanwhile_costs_only_its_own_pairs(node: SimulatedNo
 
 def test_each_link_counts_once_though_both_ends_report_it() -> None:
     """Two cards with four links between them have four links."""
-    assert count_nvlinks(ADDRESSES, {"A": [ADDRESSES["B"]] * 4, "B": [ADDRESSES["A"]] * 4})[frozenset("AB")] == 4
+    assert (
+        count_nvlinks(ADDRESSES, {"A": [ADDRESSES["B"]] * 4, "B": [ADDRESSES["A"]] * 4})[
+            frozenset("AB")
+        ]
+        == 4
+    )
 
 
 def test_an_end_that_does_not_answer_is_covered_by_the_other() -> None:

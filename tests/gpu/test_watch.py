@@ -23,14 +23,20 @@ UNKNOWN = 999
 
 
 async def test_start_reads_the_whole_inventory(node: SimulatedNode) -> None:
-    """Four GPUs with their places, the driver's versions, and the plain statement that they are simulated."""
+    """Four GPUs with their places, the driver's versions,
+    and the plain statement that they are simulated.
+    """
     async with watching(node) as watched:
         inventory = watched.watch.inventory.value
 
         assert [gpu.uuid for gpu in inventory.gpus] == list(node.uuids)
         assert [gpu.numa_node for gpu in inventory.gpus] == [0, 0, 1, 1]
         assert all(gpu.health.ok and gpu.present for gpu in inventory.gpus)
-        assert (inventory.driver_version, inventory.cuda_version, inventory.simulated) == ("580.95.05", "13.0", True)
+        assert (inventory.driver_version, inventory.cuda_version, inventory.simulated) == (
+            "580.95.05",
+            "13.0",
+            True,
+        )
         assert inventory.version == 1
         assert watched.count("gpu.simulated") == 1
         assert watched.watch.status.state is NvmlState.ANSWERING
@@ -55,7 +61,9 @@ async def test_a_gpu_that_is_lost_before_the_start_costs_only_itself(node: Simul
         assert len(inventory.failures) == 1
         assert inventory.failures[0].startswith("2: ")
         assert "GPU is lost" in inventory.failures[0]
-        assert (await watched.recorded("gpu.not_answering")).facts == {"failures": list(inventory.failures)}
+        assert (await watched.recorded("gpu.not_answering")).facts == {
+            "failures": list(inventory.failures)
+        }
 
 
 async def test_a_gpu_that_was_lost_at_the_start_joins_when_it_answers(node: SimulatedNode) -> None:
@@ -77,7 +85,12 @@ async def test_an_xid_makes_the_gpu_unhealthy_at_once(node: SimulatedNode) -> No
         gpu = await watched.unhealthy(node.uuids[1])
 
         assert gpu.health.reason == "XID 79: the GPU has fallen off the bus"
-        assert [gpu.health.ok for gpu in watched.watch.inventory.value.gpus] == [True, False, True, True]
+        assert [gpu.health.ok for gpu in watched.watch.inventory.value.gpus] == [
+            True,
+            False,
+            True,
+            True,
+        ]
         assert watched.journal.entries[-2].facts == {
             "gpu": node.uuids[1],
             "xid": 79,
@@ -99,19 +112,27 @@ async def test_an_ignored_xid_is_recorded_and_changes_nothing(node: SimulatedNod
 
 
 async def test_a_storm_of_one_xid_is_one_entry_and_hides_no_other(node: SimulatedNode) -> None:
-    """A thousand times the same line would push the rest of the night out of the journal. Another XID is news at once."""
+    """A thousand times the same line would push the rest of the night out of the journal.
+    Another XID is news at once.
+    """
     async with watching(node) as watched:
         for _ in range(100):
             node.xid(1, 31)
         node.xid(1, 79)
         await watched.unhealthy(node.uuids[1])
 
-        assert [entry.facts["xid"] for entry in watched.journal.entries if entry.event == "gpu.xid"] == [31, 79]
+        assert [
+            entry.facts["xid"] for entry in watched.journal.entries if entry.event == "gpu.xid"
+        ] == [31, 79]
 
 
 @pytest.mark.parametrize("entirely", [False, True])
-async def test_a_gpu_that_vanishes_without_an_event_is_found_by_the_poll(node: SimulatedNode, *, entirely: bool) -> None:
-    """It stays in the inventory at its place, not present and Unhealthy. The others are untouched."""
+async def test_a_gpu_that_vanishes_without_an_event_is_found_by_the_poll(
+    node: SimulatedNode, *, entirely: bool
+) -> None:
+    """It stays in the inventory at its place, not present and Unhealthy.
+    The others are untouched.
+    """
     async with watching(node) as watched:
         node.lose(1, entirely=entirely)
         gpu = await watched.unhealthy(node.uuids[1])
@@ -119,25 +140,41 @@ async def test_a_gpu_that_vanishes_without_an_event_is_found_by_the_poll(node: S
         assert not gpu.present
         assert "GPU is lost" in gpu.health.reason
         assert [gpu.uuid for gpu in watched.watch.inventory.value.gpus] == list(node.uuids)
-        assert [gpu.health.ok for gpu in watched.watch.inventory.value.gpus] == [True, False, True, True]
+        assert [gpu.health.ok for gpu in watched.watch.inventory.value.gpus] == [
+            True,
+            False,
+            True,
+            True,
+        ]
         assert watched.count("gpu.lost") == 1
 
 
 async def test_a_lost_gpu_recovers_when_it_answers_and_is_quiet(node: SimulatedNode) -> None:
-    """nvidia:D2: lost, back, and offered again after the quiet time, with each step in the journal. Its events are received again."""
+    """nvidia:D2: lost, back, and offered again after the quiet time, with each step in the journal.
+    Its events are received again.
+    """
     async with watching(node) as watched:
         node.lose(1)
         await watched.unhealthy(node.uuids[1])
         node.restore(1)
         await watched.healthy(node.uuids[1])
 
-        assert [entry.event for entry in watched.journal.entries[-4:]] == ["gpu.lost", "gpu.unhealthy", "gpu.appeared", "gpu.recovered"]
+        assert [entry.event for entry in watched.journal.entries[-4:]] == [
+            "gpu.lost",
+            "gpu.unhealthy",
+            "gpu.appeared",
+            "gpu.recovered",
+        ]
         node.xid(1, 79)
         await watched.unhealthy(node.uuids[1])
 
 
-async def test_recovery_comes_when_the_quiet_time_ends_and_not_at_the_next_regular_poll(node: SimulatedNode) -> None:
-    """A long poll interval, a tenth of which is the shortest, does not prolong a short quiet time."""
+async def test_recovery_comes_when_the_quiet_time_ends_and_not_at_the_next_regular_poll(
+    node: SimulatedNode,
+) -> None:
+    """A long poll interval, a tenth of which is the shortest,
+    does not prolong a short quiet time.
+    """
     began = time.monotonic()
     async with watching(node, quiet=0.3, poll_seconds=10.0) as watched:
         node.xid(0, 79)
@@ -179,7 +216,9 @@ async def test_a_wanted_reset_blocks_recovery(node: SimulatedNode) -> None:
         node.recovery_action(0, "reset")
         node.xid(0, 79)
         await watched.unhealthy(node.uuids[0])
-        await watched.until(lambda inventory: "GPU reset" in found(inventory, node.uuids[0]).health.reason)
+        await watched.until(
+            lambda inventory: "GPU reset" in found(inventory, node.uuids[0]).health.reason
+        )
         await watched.polls(3)
         assert not watched.gpu(node.uuids[0]).health.ok
 
@@ -193,7 +232,11 @@ async def test_a_pending_row_remap_blocks_recovery(node: SimulatedNode) -> None:
         node.remap(0, uncorrected=1, pending=True)
         node.xid(0, 63)
         await watched.unhealthy(node.uuids[0])
-        await watched.until(lambda inventory: "row of memory" in found(inventory, node.uuids[0]).health.reason.partition(";")[2])
+        await watched.until(
+            lambda inventory: (
+                "row of memory" in found(inventory, node.uuids[0]).health.reason.partition(";")[2]
+            )
+        )
         await watched.polls(3)
         assert not watched.gpu(node.uuids[0]).health.ok
 
@@ -202,14 +245,20 @@ async def test_a_pending_row_remap_blocks_recovery(node: SimulatedNode) -> None:
 
 
 async def test_an_unplugged_gpu_keeps_its_place_and_comes_back(node: SimulatedNode) -> None:
-    """NVML renumbers the others. The inventory keeps the order of the bus, and after plugging in all is as before."""
+    """NVML renumbers the others. The inventory keeps the order of the bus,
+    and after plugging in all is as before.
+    """
     async with watching(node) as watched:
         node.unplug(1)
-        inventory = await watched.until(lambda inventory: not found(inventory, node.uuids[1]).present)
+        inventory = await watched.until(
+            lambda inventory: not found(inventory, node.uuids[1]).present
+        )
         inventory = await watched.until(lambda inventory: inventory.gpus[2].index == 1)
         assert [gpu.uuid for gpu in inventory.gpus] == list(node.uuids)
         assert [gpu.minor for gpu in inventory.gpus] == [0, 1, 2, 3]
-        assert found(inventory, node.uuids[1]).health.reason == "the driver no longer lists this GPU"
+        assert (
+            found(inventory, node.uuids[1]).health.reason == "the driver no longer lists this GPU"
+        )
 
         node.plug(1)
         gpu = await watched.healthy(node.uuids[1])
@@ -219,14 +268,21 @@ async def test_an_unplugged_gpu_keeps_its_place_and_comes_back(node: SimulatedNo
 
 
 async def test_events_are_heard_after_the_driver_was_opened_anew(node: SimulatedNode) -> None:
-    """Unplugging one GPU makes all handles void. The XIDs of the others still arrive, and mark the right one."""
+    """Unplugging one GPU makes all handles void.
+    The XIDs of the others still arrive, and mark the right one.
+    """
     async with watching(node) as watched:
         node.unplug(0)
         await watched.until(lambda inventory: inventory.gpus[3].index == 2)
         node.xid(3, 79)
         await watched.unhealthy(node.uuids[3])
 
-        assert [gpu.health.ok for gpu in watched.watch.inventory.value.gpus] == [False, True, True, False]
+        assert [gpu.health.ok for gpu in watched.watch.inventory.value.gpus] == [
+            False,
+            True,
+            True,
+            False,
+        ]
 
 
 async def test_a_card_without_events_is_polled_all_the_same(node: SimulatedNode) -> None:
@@ -240,7 +296,9 @@ async def test_a_card_without_events_is_polled_all_the_same(node: SimulatedNode)
 
 
 async def test_an_event_that_nobody_can_place_may_have_hit_any_gpu(node: SimulatedNode) -> None:
-    """nvidia §10.6: an error that counts is not lost because the driver does not name its GPU. All recover by good answers."""
+    """nvidia §10.6: an error that counts is not lost because the driver does not name its GPU.
+    All recover by good answers.
+    """
     async with watching(node, quiet=0.3) as watched:
         watched.watch._on_event(DeviceEvent(gpu="", xid=48))
         assert not any(gpu.health.ok for gpu in watched.watch.inventory.value.gpus)
@@ -258,20 +316,30 @@ async def test_an_event_of_a_card_that_is_not_for_work_hits_nobody(node: Simulat
 
 
 async def test_a_broken_event_queue_makes_no_gpu_unhealthy(node: SimulatedNode) -> None:
-    """nvidia §10.6, not copied: an error of the wait means one poll and a new queue, not a dead node."""
+    """nvidia §10.6, not copied: an error of the wait means one poll and a new queue,
+    not a dead node.
+    """
     async with watching(node) as watched:
         node.fault("nvmlEventSetWait", code=UNKNOWN, times=1)
         await watched.recorded("nvml.events_failed")
-        await eventually(lambda: not watched.watch._reopening.queue_broken)  # an XID between the two queues is lost
+        # an XID between the two queues is lost
+        await eventually(lambda: not watched.watch._reopening.queue_broken)
         node.xid(2, 79)
         await watched.unhealthy(node.uuids[2])
 
         assert watched.count("nvml.events_failed") == 1
-        assert [gpu.health.ok for gpu in watched.watch.inventory.value.gpus] == [True, True, False, True]
+        assert [gpu.health.ok for gpu in watched.watch.inventory.value.gpus] == [
+            True,
+            True,
+            False,
+            True,
+        ]
 
 
 async def test_the_driver_asks_for_a_look_without_an_xid(node: SimulatedNode) -> None:
-    """Newer drivers report a wanted recovery action as an event of its own: it brings the poll forward and is no XID."""
+    """Newer drivers report a wanted recovery action as an event of its own:
+    it brings the poll forward and is no XID.
+    """
     node.state.gpus[0].event_types |= RECOVERY_ACTION_EVENT
     began = time.monotonic()
     async with watching(node, poll_seconds=10.0) as watched:
@@ -317,7 +385,9 @@ async def test_no_driver_is_an_error_where_the_operator_wants_one(node: Simulate
     assert await watch.stop(PATIENCE_SECONDS)
 
 
-async def test_without_fail_on_init_error_the_watch_waits_for_the_driver(node: SimulatedNode) -> None:
+async def test_without_fail_on_init_error_the_watch_waits_for_the_driver(
+    node: SimulatedNode,
+) -> None:
     """NVML fails twice: the watch says so once, tries again, and then all GPUs are there."""
     node.fault("nvmlInit", code=DRIVER_NOT_LOADED, times=2)
 
@@ -331,15 +401,23 @@ async def test_without_fail_on_init_error_the_watch_waits_for_the_driver(node: S
         assert watched.watch.status.state.value == "answering"
 
 
-async def test_a_driver_that_goes_away_takes_all_gpus_out_of_use_until_it_is_back(node: SimulatedNode) -> None:
-    """Nothing may be given away that cannot be checked. Afterwards each GPU recovers by the ordinary way."""
+async def test_a_driver_that_goes_away_takes_all_gpus_out_of_use_until_it_is_back(
+    node: SimulatedNode,
+) -> None:
+    """Nothing may be given away that cannot be checked.
+    Afterwards each GPU recovers by the ordinary way.
+    """
     async with watching(node) as watched:
         node.fault("nvmlInit", code=DRIVER_NOT_LOADED, times=3)
         node.fault("nvmlDeviceGetCount", code=UNKNOWN, times=1)
-        inventory = await watched.until(lambda inventory: not any(gpu.health.ok for gpu in inventory.gpus))
+        inventory = await watched.until(
+            lambda inventory: not any(gpu.health.ok for gpu in inventory.gpus)
+        )
         assert len(inventory.gpus) == 4
 
-        await watched.until(lambda inventory: all(gpu.health.ok and gpu.present for gpu in inventory.gpus))
+        await watched.until(
+            lambda inventory: all(gpu.health.ok and gpu.present for gpu in inventory.gpus)
+        )
 
 
 async def test_a_probe_that_fails_otherwise_is_the_gpus_reason(node: SimulatedNode) -> None:
@@ -366,7 +444,9 @@ async def test_reloaded_xid_lists_apply_to_the_next_event(node: SimulatedNode) -
         assert gpu.health.reason.startswith("XID 31")
 
 
-async def test_unreadable_sysfs_costs_the_numa_nodes_and_nothing_else(node: SimulatedNode, tmp_path: Path) -> None:
+async def test_unreadable_sysfs_costs_the_numa_nodes_and_nothing_else(
+    node: SimulatedNode, tmp_path: Path
+) -> None:
     """The GPUs are offered without a NUMA node."""
     async with watching(node, sysfs_root=str(tmp_path / "nowhere")) as watched:
         assert [gpu.numa_node for gpu in watched.watch.inventory.value.gpus] == [None] * 4
@@ -374,7 +454,9 @@ async def test_unreadable_sysfs_costs_the_numa_nodes_and_nothing_else(node: Simu
 
 
 async def test_a_card_that_the_kernel_binds_is_looked_for_at_once(node: SimulatedNode) -> None:
-    """NVML alone would not show it: sysfs says that the kernel module drives one card more, and the driver is opened anew."""
+    """NVML alone would not show it: sysfs says that the kernel module drives one card more,
+    and the driver is opened anew.
+    """
     node.unplug(3)
     async with watching(node) as watched:
         assert len(watched.watch.inventory.value.gpus) == 3

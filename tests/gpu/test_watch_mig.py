@@ -1,4 +1,6 @@
-"""MIG geometry that changes while the watch runs: seen soon, reported whole, and never at the price of a GPU."""
+"""MIG geometry that changes while the watch runs:
+seen soon, reported whole, and never at the price of a GPU.
+"""
 
 from __future__ import annotations
 
@@ -27,17 +29,25 @@ def _profiles(inventory: Inventory, uuid: str) -> list[str]:
 
 
 async def test_a_new_layout_is_published_between_polls(node: SimulatedNode) -> None:
-    """nvidia:D9: mode and instances, however rare the polls are. The journal says what went and what came."""
+    """nvidia:D9: mode and instances, however rare the polls are.
+    The journal says what went and what came.
+    """
     await asyncio.to_thread(node.set_mig, 3, ["7g.80gb"])
     before = node.mig_uuids(3)
     async with watching(node, poll_seconds=FOR_EVER_SECONDS) as watched:
         polled_at = watched.watch._polled_at
         await asyncio.to_thread(node.set_mig, 3, ["2g.20gb", "3g.40gb"])
-        await watched.until(lambda inventory: _profiles(inventory, node.uuids[3]) == ["2g.20gb", "3g.40gb"])
+        await watched.until(
+            lambda inventory: _profiles(inventory, node.uuids[3]) == ["2g.20gb", "3g.40gb"]
+        )
 
         assert watched.watch._polled_at == polled_at
-        entries = [entry.facts for entry in watched.journal.entries if entry.event == "gpu.mig_changed"]
-        assert {uuid: profile for facts in entries for uuid, profile in facts["removed"].items()}[before[0]] == "7g.80gb"
+        entries = [
+            entry.facts for entry in watched.journal.entries if entry.event == "gpu.mig_changed"
+        ]
+        assert {uuid: profile for facts in entries for uuid, profile in facts["removed"].items()}[
+            before[0]
+        ] == "7g.80gb"
         assert set(node.mig_uuids(3)) <= {uuid for facts in entries for uuid in facts["added"]}
 
 
@@ -50,12 +60,20 @@ async def test_mode_on_and_off_is_a_change(node: SimulatedNode) -> None:
         await asyncio.to_thread(node.set_mig, 0, [])
         await watched.until(lambda inventory: not found(inventory, node.uuids[0]).mig_enabled)
 
-        assert [entry.facts["mig"] for entry in watched.journal.entries if entry.event == "gpu.mig_changed"][-1] == "off"
+        assert [
+            entry.facts["mig"]
+            for entry in watched.journal.entries
+            if entry.event == "gpu.mig_changed"
+        ][-1] == "off"
         assert watched.count("gpu.lost") == watched.count("gpu.unhealthy") == 0
 
 
-async def test_an_event_of_the_driver_brings_the_look_forward(node: SimulatedNode, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Drivers that report a change of MIG instances are believed at once, whenever the next regular look would be."""
+async def test_an_event_of_the_driver_brings_the_look_forward(
+    node: SimulatedNode, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Drivers that report a change of MIG instances are believed at once,
+    whenever the next regular look would be.
+    """
     monkeypatch.setattr("vgpu_agent.gpu.watch._MIG_LOOK_SECONDS", FOR_EVER_SECONDS)
     async with watching(node, poll_seconds=FOR_EVER_SECONDS) as watched:
         await asyncio.to_thread(node.set_mig, 1, ["1g.10gb"])
@@ -73,39 +91,61 @@ async def test_a_quiet_node_is_looked_at_and_told_nothing(node: SimulatedNode) -
         read_at = watched.watch.read_at
         for _ in range(3):
             looked_at = watched.watch._looked_at
-            await eventually(lambda looked_at=looked_at: watched.watch._looked_at != looked_at)  # type: ignore[misc]  # see `Watched.polls`
+            # see `Watched.polls`
+            await eventually(lambda looked_at=looked_at: watched.watch._looked_at != looked_at)  # type: ignore[misc]
 
         assert watched.watch.inventory.version == 1
         assert watched.watch.read_at == read_at
 
 
 async def test_a_layout_that_changes_without_pause_costs_no_gpu(node: SimulatedNode) -> None:
-    """Handles die between two calls over and over: no GPU is lost or Unhealthy, and the last layout is the published one."""
+    """Handles die between two calls over and over:
+    no GPU is lost or Unhealthy, and the last layout is the published one.
+    """
     async with watching(node) as watched:
         for _ in range(40):
             await asyncio.to_thread(node.set_mig, 2, ["1g.10gb"] * 7)
             await asyncio.to_thread(node.set_mig, 2, ["3g.40gb", "2g.20gb"])
-        await watched.until(lambda inventory: _profiles(inventory, node.uuids[2]) == ["3g.40gb", "2g.20gb"])
+        await watched.until(
+            lambda inventory: _profiles(inventory, node.uuids[2]) == ["3g.40gb", "2g.20gb"]
+        )
 
-        assert watched.count("gpu.lost") == watched.count("gpu.unhealthy") == watched.count("gpu.not_answering") == 0
+        assert (
+            watched.count("gpu.lost")
+            == watched.count("gpu.unhealthy")
+            == watched.count("gpu.not_answering")
+            == 0
+        )
         assert watched.count("gpu.slice_unhealthy") == 0
 
 
 async def test_a_slice_that_does_not_answer_is_unhealthy_until_it_does(node: SimulatedNode) -> None:
-    """The driver can list it and not describe it: it stays in the inventory, ill, and its GPU stays well."""
+    """The driver can list it and not describe it:
+    it stays in the inventory, ill, and its GPU stays well.
+    """
     await asyncio.to_thread(node.set_mig, 0, ["3g.40gb", "2g.20gb"])
     async with watching(node) as watched:
         node.fault("nvmlDeviceGetGpuInstanceId", gpu=0, code=UNKNOWN)
-        await watched.until(lambda inventory: not any(one.health.ok for one in found(inventory, node.uuids[0]).mig_instances))
+        await watched.until(
+            lambda inventory: (
+                not any(one.health.ok for one in found(inventory, node.uuids[0]).mig_instances)
+            )
+        )
         assert watched.gpu(node.uuids[0]).health.ok
         assert _profiles(watched.watch.inventory.value, node.uuids[0]) == ["3g.40gb", "2g.20gb"]
 
         node.clear_faults()
-        await watched.until(lambda inventory: all(one.health.ok for one in found(inventory, node.uuids[0]).mig_instances))
+        await watched.until(
+            lambda inventory: all(
+                one.health.ok for one in found(inventory, node.uuids[0]).mig_instances
+            )
+        )
 
 
 async def test_a_lost_gpu_keeps_its_slices(node: SimulatedNode) -> None:
-    """nvidia §10.8 is not copied: a GPU that falls off the bus takes its slices along, Unhealthy, and they come back with it."""
+    """nvidia §10.8 is not copied: a GPU that falls off the bus takes its slices along, Unhealthy,
+    and they come back with it.
+    """
     await asyncio.to_thread(node.set_mig, 1, ["3g.40gb", "2g.20gb"])
     async with watching(node) as watched:
         node.lose(1)
@@ -120,27 +160,45 @@ async def test_a_lost_gpu_keeps_its_slices(node: SimulatedNode) -> None:
 @pytest.mark.usefixtures("often")
 async def test_a_slow_driver_is_looked_at_less_often(node: SimulatedNode) -> None:
     """The one thread that talks to the driver has four times as long for everything else."""
-    async with watching(node, poll_seconds=FOR_EVER_SECONDS, usage_seconds=FOR_EVER_SECONDS) as watched:
+    async with watching(
+        node, poll_seconds=FOR_EVER_SECONDS, usage_seconds=FOR_EVER_SECONDS
+    ) as watched:
         node.fault("nvmlDeviceGetMigMode", delay_ms=40)
-        await eventually(lambda: watched.watch._next_look - watched.watch._looked_at >= 5 * 4 * 0.04)
+        await eventually(
+            lambda: watched.watch._next_look - watched.watch._looked_at >= 5 * 4 * 0.04
+        )
 
 
 async def test_errors_in_two_slices_are_two_lines_of_the_journal(node: SimulatedNode) -> None:
-    """One line of a storm is kept for each place, so that the second slice is not taken for the first."""
+    """One line of a storm is kept for each place,
+    so that the second slice is not taken for the first.
+    """
     await asyncio.to_thread(node.set_mig, 0, ["3g.40gb", "2g.20gb"])
     async with watching(node) as watched:
         for gpu_instance in (1, 5, 1, 5):
             node.xid(0, 31, gpu_instance=gpu_instance, compute_instance=0)
         await eventually(lambda: watched.count("gpu.xid") == 2)
 
-        assert [entry.facts["gpu_instance"] for entry in watched.journal.entries if entry.event == "gpu.xid"] == [1, 5]
+        assert [
+            entry.facts["gpu_instance"]
+            for entry in watched.journal.entries
+            if entry.event == "gpu.xid"
+        ] == [1, 5]
 
 
 @pytest.mark.usefixtures("often")
 async def test_a_look_that_hangs_is_a_hang_like_any_other(node: SimulatedNode) -> None:
     """The call is named, the loop goes on, and the GPU becomes Unhealthy after its time."""
-    async with watching(node, poll_seconds=FOR_EVER_SECONDS, usage_seconds=FOR_EVER_SECONDS, **SOON_HUNG) as watched:
-        node.fault("nvmlDeviceGetMigMode", gpu=2, delay_ms=int(FOR_EVER_SECONDS * 1000), code=UNKNOWN, times=1)
+    async with watching(
+        node, poll_seconds=FOR_EVER_SECONDS, usage_seconds=FOR_EVER_SECONDS, **SOON_HUNG
+    ) as watched:
+        node.fault(
+            "nvmlDeviceGetMigMode",
+            gpu=2,
+            delay_ms=int(FOR_EVER_SECONDS * 1000),
+            code=UNKNOWN,
+            times=1,
+        )
         entry = await watched.recorded("nvml.hung")
         assert entry.facts == {"call": "nvmlDeviceGetMigMode", "gpu": node.uuids[2]}
         with pytest.raises(NvmlHungError):

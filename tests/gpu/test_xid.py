@@ -46,7 +46,9 @@ def test_enabling_beats_disabling() -> None:
 
 
 def test_all_disabled_and_one_enabled_watches_that_one() -> None:
-    """nvidia:§17.4-7, nvidia:D3: DISABLE all, ENABLE 79: the original watches nothing, a bug. We watch only 79."""
+    """nvidia:§17.4-7, nvidia:D3: DISABLE all, ENABLE 79: the original watches nothing, a bug.
+    We watch only 79.
+    """
     assert _row("all", "79") == (True, False, False, True)
 
 
@@ -63,7 +65,9 @@ def test_the_default_list_is_nvidias(code: int) -> None:
 
 
 def test_junk_is_skipped_and_named() -> None:
-    """A word that is no number is left out with a warning that names key and word. The rest of the list holds."""
+    """A word that is no number is left out with a warning that names key and word.
+    The rest of the list holds.
+    """
     policy = XidPolicy.from_lists("48,bananas,,-3", "31x")
 
     assert not policy.counts(48)

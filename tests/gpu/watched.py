@@ -1,4 +1,6 @@
-"""A watch that runs on a simulated node with times that suit a test, and ways to wait for what it finds."""
+"""A watch that runs on a simulated node with times that suit a test,
+and ways to wait for what it finds.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,8 @@ from vgpu_agent.journal import Entry, Journal
 from vgpu_agent.model import Gpu, Inventory
 from vgpu_agent.sim.state import SimulatedNode
 
-# For tests of hangs. Elsewhere a machine that stands still for half a second must not look like a driver that does.
+# For tests of hangs. Elsewhere a machine that stands still for half a second must not look like a
+# driver that does.
 SOON_HUNG = {"call_timeout_seconds": 0.4, "hung_unhealthy_seconds": 0.5}
 
 
@@ -58,7 +61,8 @@ class Watched:
         """Let that many polls go by."""
         for _ in range(number):
             before = self.watch._polled_at
-            await eventually(lambda before=before: self.watch._polled_at != before)  # type: ignore[misc]  # a lambda's default has no type
+            # a lambda's default has no type
+            await eventually(lambda before=before: self.watch._polled_at != before)  # type: ignore[misc]
 
 
 def found(inventory: Inventory, uuid: str) -> Gpu:
@@ -68,7 +72,9 @@ def found(inventory: Inventory, uuid: str) -> Gpu:
     return gpu
 
 
-def settings(node: SimulatedNode, *, quiet: float = 0.2, mode: Any = "auto", **changes: Any) -> GpuSettings:
+def settings(
+    node: SimulatedNode, *, quiet: float = 0.2, mode: Any = "auto", **changes: Any
+) -> GpuSettings:
     """Times short enough for a test; ``changes`` are keys of `GpuSettings`."""
     values: dict[str, Any] = {
         "sysfs_root": str(node.directory / "sys"),
@@ -79,14 +85,18 @@ def settings(node: SimulatedNode, *, quiet: float = 0.2, mode: Any = "auto", **c
         "call_timeout_seconds": PATIENCE_SECONDS,
         "hung_unhealthy_seconds": PATIENCE_SECONDS,
         "init_retry_seconds": 0.1,
-        "recovery": Recovery(mode=mode, quiet_seconds=quiet, flap_window_seconds=60, max_quiet_seconds=60),
+        "recovery": Recovery(
+            mode=mode, quiet_seconds=quiet, flap_window_seconds=60, max_quiet_seconds=60
+        ),
     }
     return GpuSettings(**{**values, **changes})
 
 
 @contextlib.asynccontextmanager
 async def watching(node: SimulatedNode, **changes: Any) -> AsyncIterator[Watched]:
-    """A started watch whose loop runs; at the end the driver is closed, so that the next test opens its own."""
+    """A started watch whose loop runs; at the end the driver is closed,
+    so that the next test opens its own.
+    """
     journal = Journal()
     watch = GpuWatch(settings(node, **changes), journal)
     await watch.start()

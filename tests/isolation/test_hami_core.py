@@ -20,7 +20,9 @@ H = "/usr/local/vgpu"
 BACKEND = HamiCore(H, LIBRARY)
 
 
-def target(*shares: tuple[Gpu, int, int], environment: frozenset[str] = frozenset(), **more: bool) -> Target:
+def target(
+    *shares: tuple[Gpu, int, int], environment: frozenset[str] = frozenset(), **more: bool
+) -> Target:
     """The container of volcano-vgpu G4, with (GPU, MiB, percent)."""
     return Target(
         "uid-p1",
@@ -34,29 +36,38 @@ def target(*shares: tuple[Gpu, int, int], environment: frozenset[str] = frozense
 
 def cache(backend_target: Target) -> str:
     """The name of the region's file."""
-    return BACKEND.provision(backend_target).edits.environment["CUDA_DEVICE_MEMORY_SHARED_CACHE"].removeprefix("/tmp/vgpu/")
+    return (
+        BACKEND.provision(backend_target)
+        .edits.environment["CUDA_DEVICE_MEMORY_SHARED_CACHE"]
+        .removeprefix("/tmp/vgpu/")
+    )
 
 
 def region_limits(backend_target: Target) -> tuple[list[str], list[int], list[int]]:
     """Return the limits in the region: uuids, MiB, percent."""
     parts = dict(BACKEND.provision(backend_target).files[0].parts)
     (count,) = struct.unpack("<Q", parts[56])
-    uuids = [parts[64][96 * place : 96 * (place + 1)].rstrip(b"\0").decode() for place in range(count)]
+    uuids = [
+        parts[64][96 * place : 96 * (place + 1)].rstrip(b"\0").decode() for place in range(count)
+    ]
     memory = [value >> 20 for value in struct.unpack("<16Q", parts[1600])[:count]]
     return uuids, memory, list(struct.unpack("<16Q", parts[1728])[:count])
 
 
 def test_one_card_gets_exactly_the_golden_environment() -> None:
-    """volcano-vgpu:G4: limit, cores and cache, and nothing else. What names the cards is the family's affair."""
+    """volcano-vgpu:G4: limit, cores and cache, and nothing else.
+    What names the cards is the family's affair.
+    """
     environment = dict(BACKEND.provision(target((U1, 3000, 50))).edits.environment)
     assert environment.pop("CUDA_DEVICE_MEMORY_SHARED_CACHE").startswith("/tmp/vgpu/")
     assert environment == {"CUDA_DEVICE_MEMORY_LIMIT_0": "3000m", "CUDA_DEVICE_SM_LIMIT": "50"}
 
 
 def test_the_golden_mounts_without_the_directories() -> None:
-    """volcano-vgpu:G4, with the library under its own name, and the region where a program without its environment looks, too (hami-core
-    §0.3.2). The mounts of /tmp/vgpu and /tmp/vgpulock are left out on purpose: what a container can write is never a
-    directory of the host, since it could put a link in the place of the region, which is mounted at the next start. Fact 3: the library
+    """volcano-vgpu:G4, with the library under its own name, and the region where a program without
+    its environment looks, too (hami-core §0.3.2). The mounts of /tmp/vgpu and /tmp/vgpulock are
+    left out on purpose: what a container can write is never a directory of the host, since it could
+    put a link in the place of the region, which is mounted at the next start. Fact 3: the library
     needs no writable directory.
     """
     wanted = target((U1, 3000, 50))
@@ -82,45 +93,72 @@ def test_two_cards_get_a_limit_each() -> None:
 
 
 def test_limits_are_numbered_as_the_container_counts_its_cards() -> None:
-    """volcano-vgpu:D22: by PCI bus id, whatever order the annotation has. The compute limit is that of the first in the annotation."""
+    """volcano-vgpu:D22: by PCI bus id, whatever order the annotation has. The compute limit is that
+    of the first in the annotation.
+    """
     wanted = target((U1, 8000, 20), (U0, 2000, 70))
     environment = BACKEND.provision(wanted).edits.environment
-    assert [environment[f"CUDA_DEVICE_MEMORY_LIMIT_{place}"] for place in range(2)] == ["2000m", "8000m"]
+    assert [environment[f"CUDA_DEVICE_MEMORY_LIMIT_{place}"] for place in range(2)] == [
+        "2000m",
+        "8000m",
+    ]
     assert environment["CUDA_DEVICE_SM_LIMIT"] == "20"
     assert region_limits(wanted) == ([U0.uuid, U1.uuid], [2000, 8000], [70, 20])
 
 
 def test_bus_ids_are_compared_as_numbers() -> None:
-    """A domain of five digits comes after one of four, capitals or not. Without bus ids the minor number decides."""
+    """A domain of five digits comes after one of four, capitals or not.
+    Without bus ids the minor number decides.
+    """
     far = dataclasses.replace(U0, uuid="GPU-far", pci_bus_id="10000:01:00.0")
     middle = dataclasses.replace(U0, uuid="GPU-middle", pci_bus_id="0000:0A:00.0")
-    assert region_limits(target((far, 1, 0), (U1, 2, 0), (middle, 3, 0)))[0] == ["GPU-middle", U1.uuid, "GPU-far"]
-    first, second = dataclasses.replace(U0, pci_bus_id="", minor=4), dataclasses.replace(U1, pci_bus_id="", minor=3)
+    assert region_limits(target((far, 1, 0), (U1, 2, 0), (middle, 3, 0)))[0] == [
+        "GPU-middle",
+        U1.uuid,
+        "GPU-far",
+    ]
+    first, second = (
+        dataclasses.replace(U0, pci_bus_id="", minor=4),
+        dataclasses.replace(U1, pci_bus_id="", minor=3),
+    )
     assert region_limits(target((first, 1, 0), (second, 2, 0)))[0] == [U1.uuid, U0.uuid]
 
 
 def test_a_pod_that_turns_the_library_off_is_not_preloaded() -> None:
-    """volcano-vgpu §4.1: the variable's name is enough, whatever its value, where the operator lets it count."""
+    """volcano-vgpu §4.1: the variable's name is enough, whatever its value,
+    where the operator lets it count.
+    """
     wanted = target((U1, 3000, 50), environment=frozenset({"CUDA_DISABLE_CONTROL"}))
     honoring = dataclasses.replace(BACKEND, disable_variable="honor").provision(wanted)
-    without = [mount for mount in BACKEND.provision(wanted).edits.mounts if mount.container_path != "/etc/ld.so.preload"]
+    without = [
+        mount
+        for mount in BACKEND.provision(wanted).edits.mounts
+        if mount.container_path != "/etc/ld.so.preload"
+    ]
     assert list(honoring.edits.mounts) == without
     assert len(without) == 3
 
 
 def test_a_spec_sets_all_that_a_limit_depends_on() -> None:
-    """There the agent's value beats the image's and the pod's. In an answer to Allocate it is the replaced plugin's, to the letter."""
+    """There the agent's value beats the image's and the pod's. In an answer to Allocate it is the
+    replaced plugin's, to the letter.
+    """
     late = dataclasses.replace(BACKEND, late=True)
     more = {"GPU_CORE_UTILIZATION_POLICY": "force", "CUDA_REDIRECT": "/usr/local/vgpu/libvgpu.so"}
     wanted = target((U1, 3000, 50))
-    assert late.provision(wanted).edits.environment == {**BACKEND.provision(wanted).edits.environment, **more}
+    assert late.provision(wanted).edits.environment == {
+        **BACKEND.provision(wanted).edits.environment,
+        **more,
+    }
     assert late.provision(wanted).edits.environment.keys() >= DECISIVE
     off = late.provision(target((U1, 3000, 50), limit_cores=False)).edits.environment
     assert off["GPU_CORE_UTILIZATION_POLICY"] == "disable"
 
 
 def test_a_whole_card_is_limited_to_its_memory() -> None:
-    """A limit of 0 would be none, and the program would see a card without memory (hami-core §0.3.5)."""
+    """A limit of 0 would be none, and the program would see a card
+    without memory (hami-core §0.3.5).
+    """
     wanted = target((U1, 0, 0))
     assert BACKEND.provision(wanted).edits.environment["CUDA_DEVICE_MEMORY_LIMIT_0"] == "24576m"
     assert BACKEND.provision(wanted).edits.environment["CUDA_DEVICE_SM_LIMIT"] == "0"
@@ -147,11 +185,18 @@ def test_two_shares_of_one_card_are_one_limit() -> None:
 
 def test_oversubscription_is_told() -> None:
     """volcano-vgpu §4.1; the library does not read it, programs may."""
-    assert BACKEND.provision(target((U1, 3000, 50), oversubscribed=True)).edits.environment["CUDA_OVERSUBSCRIBE"] == "true"
+    assert (
+        BACKEND.provision(target((U1, 3000, 50), oversubscribed=True)).edits.environment[
+            "CUDA_OVERSUBSCRIBE"
+        ]
+        == "true"
+    )
 
 
 def test_cores_are_not_limited_where_the_operator_says_so() -> None:
-    """By the variable, and in the region for shells that do not have it. What was booked is still passed."""
+    """By the variable, and in the region for shells that do not have it.
+    What was booked is still passed.
+    """
     wanted = target((U1, 3000, 50), limit_cores=False)
     provision = BACKEND.provision(wanted)
     assert provision.edits.environment["GPU_CORE_UTILIZATION_POLICY"] == "disable"
@@ -161,14 +206,22 @@ def test_cores_are_not_limited_where_the_operator_says_so() -> None:
 
 
 def test_the_region_is_a_file_for_everybody_in_the_grants_own_directory() -> None:
-    """2,008,953 bytes, 0666, its space taken on the disk, in a directory that only root may write to and that goes with the grant."""
+    """2,008,953 bytes, 0666, its space taken on the disk, in a directory that only root may write
+    to and that goes with the grant.
+    """
     provision = BACKEND.provision(target((U1, 3000, 50)))
     directory = f"{H}/vgpu/regions/uid-p1_main"
-    assert provision.directories == (HostDirectory(f"{H}/vgpu"), HostDirectory(f"{H}/vgpu/regions"), HostDirectory(directory))
+    assert provision.directories == (
+        HostDirectory(f"{H}/vgpu"),
+        HostDirectory(f"{H}/vgpu/regions"),
+        HostDirectory(directory),
+    )
     assert {each.mode for each in provision.directories} == {0o755}
     assert provision.before == f"{H}/vgpu/containers/uid-p1_main"
     assert provision.files[0].allocated
-    assert [(file.size, file.mode, file.path.startswith(f"{directory}/")) for file in provision.files] == [(2_008_953, 0o666, True)]
+    assert [
+        (file.size, file.mode, file.path.startswith(f"{directory}/")) for file in provision.files
+    ] == [(2_008_953, 0o666, True)]
     assert [offset for offset, _ in provision.files[0].renewed] == [1_600, 1_728]
     assert provision.collected == directory
 
@@ -187,5 +240,8 @@ def test_a_newer_library_is_mounted_by_grants_made_from_then_on() -> None:
     changing = HamiCore(H, LIBRARY)
     backend: Backend = changing
     changing.library_path = "/usr/local/vgpu/libvgpu.so.newer"
-    assert backend.provision(target((U1, 3000, 50))).edits.mounts[0].host_path == "/usr/local/vgpu/libvgpu.so.newer"
+    assert (
+        backend.provision(target((U1, 3000, 50))).edits.mounts[0].host_path
+        == "/usr/local/vgpu/libvgpu.so.newer"
+    )
     assert (backend.name, changing.preload_path) == ("hami-core", f"{H}/ld.so.preload")

@@ -1,4 +1,6 @@
-"""A small backend for tests of the kubelet side: eight ids on two GPUs, every call remembered, faults on request."""
+"""A small backend for tests of the kubelet side:
+eight ids on two GPUs, every call remembered, faults on request.
+"""
 
 from __future__ import annotations
 
@@ -13,10 +15,18 @@ U0 = "GPU-aaaaaaaa-0000-4000-8000-000000000000"
 U1 = "GPU-bbbbbbbb-0000-4000-8000-000000000001"
 
 
-def shared_resource(name: str = "nvidia.com/gpu.shared", *, pre_start_required: bool = False, prefix: str = "") -> Resource:
+def shared_resource(
+    name: str = "nvidia.com/gpu.shared", *, pre_start_required: bool = False, prefix: str = ""
+) -> Resource:
     """Two GPUs on two NUMA nodes, four ids each."""
-    ids = tuple(DeviceId(f"{prefix}{uuid}::{replica}", uuid, node) for node, uuid in enumerate((U0, U1)) for replica in range(4))
-    return Resource(name, "nvidia", ids, holders_per_device=4, pre_start_required=pre_start_required)
+    ids = tuple(
+        DeviceId(f"{prefix}{uuid}::{replica}", uuid, node)
+        for node, uuid in enumerate((U0, U1))
+        for replica in range(4)
+    )
+    return Resource(
+        name, "nvidia", ids, holders_per_device=4, pre_start_required=pre_start_required
+    )
 
 
 class FakeBackend:
@@ -48,18 +58,33 @@ class FakeBackend:
         self.revision.advance()
 
     def listing(self, resource: str) -> list[ListedDevice]:
-        return [ListedDevice(device, device.device not in self.unhealthy) for device in self.resources[resource].ids]
+        return [
+            ListedDevice(device, device.device not in self.unhealthy)
+            for device in self.resources[resource].ids
+        ]
 
-    def preferred(self, resource: str, available: Sequence[str], must_include: Sequence[str], size: int) -> list[str]:
+    def preferred(
+        self, resource: str, available: Sequence[str], must_include: Sequence[str], size: int
+    ) -> list[str]:
         self._fail()
-        return self.choice if self.choice is not None else list(dict.fromkeys([*must_include, *reversed(available)]))[:size]
+        return (
+            self.choice
+            if self.choice is not None
+            else list(dict.fromkeys([*must_include, *reversed(available)]))[:size]
+        )
 
     async def allocate(self, resource: str, ids: Sequence[str]) -> Edits:
         self._fail()
         self.allocated.append((resource, tuple(ids)))
         if self.edits is not None:
             return self.edits
-        return Edits(environment={"NVIDIA_VISIBLE_DEVICES": ",".join(sorted({device.partition("::")[0] for device in ids}))})
+        return Edits(
+            environment={
+                "NVIDIA_VISIBLE_DEVICES": ",".join(
+                    sorted({device.partition("::")[0] for device in ids})
+                )
+            }
+        )
 
     def may_start_unasked(self, resource: str) -> bool:
         """Every earlier answer is right, unless the test says otherwise."""

@@ -1,4 +1,6 @@
-"""Fixtures for the kubelet side: a node directory, a simulated kubelet, plugins that run under a supervisor, and a bare gRPC server."""
+"""Fixtures for the kubelet side: a node directory, a simulated kubelet, plugins that run under a
+supervisor, and a bare gRPC server.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +29,9 @@ from vgpu_agent.status import KubeletStatus
 
 @pytest.fixture(autouse=True, scope="session")
 def grpcio_stays_initialised() -> Iterator[None]:
-    """grpcio joins a thread when its last object goes, which in the middle of a test would count as blocking the loop."""
+    """grpcio joins a thread when its last object goes,
+    which in the middle of a test would count as blocking the loop.
+    """
     loop = asyncio.new_event_loop()  # grpcio binds itself to "the" loop when it is initialised
     asyncio.set_event_loop(loop)
     grpc.aio.init_grpc_aio()  # type: ignore[attr-defined]  # missing in the stubs
@@ -55,13 +59,20 @@ async def kubelet(directory: Path) -> AsyncIterator[SimulatedKubelet]:
 
 
 class Node:
-    """The agent's kubelet side on one node: a directory watch and plugins, supervised as in the agent."""
+    """The agent's kubelet side on one node:
+    a directory watch and plugins, supervised as in the agent.
+    """
 
     def __init__(self, directory: Path, supervisor: Supervisor, **settings: float) -> None:
         # Nothing but inotify explains what a test sees, and a busy kubelet is no silent one.
-        patience = {"socket_poll_seconds": 60.0, "stream_open_timeout_seconds": 60.0, "drain_seconds": PATIENCE_SECONDS}
+        patience = {
+            "socket_poll_seconds": 60.0,
+            "stream_open_timeout_seconds": 60.0,
+            "drain_seconds": PATIENCE_SECONDS,
+        }
         quick = {"retry_min_seconds": 0.05, "coalesce_seconds": 0.02}
-        self.settings = Kubelet(directory=str(directory), **{**patience, **quick, **settings})  # type: ignore[arg-type]  # all are seconds
+        # all are seconds
+        self.settings = Kubelet(directory=str(directory), **{**patience, **quick, **settings})  # type: ignore[arg-type]
         self.journal = Journal()
         self.status = KubeletStatus()
         self.supervisor = supervisor
@@ -96,7 +107,9 @@ async def node(directory: Path) -> AsyncIterator[Node]:
         built = Node(directory, supervisor)
         built.watch_directory()
         yield built
-        await asyncio.wait_for(asyncio.gather(*(plugin.stop() for plugin in built.plugins)), PATIENCE_SECONDS)
+        await asyncio.wait_for(
+            asyncio.gather(*(plugin.stop() for plugin in built.plugins)), PATIENCE_SECONDS
+        )
 
 
 @pytest.fixture

@@ -1,4 +1,6 @@
-"""A server with methods to be called in tests of the wrapper of grpclib, and a client of plain HTTP/2 frames."""
+"""A server with methods to be called in tests of the wrapper of grpclib,
+and a client of plain HTTP/2 frames.
+"""
 
 from __future__ import annotations
 
@@ -64,12 +66,21 @@ class Served:
         self.path = path
         self.service = Service()
         self.server = GrpcServer(
-            unary={ECHO: self.service.echo, FAIL: self.service.fail, HANG: self.service.hang, SLOW: self.service.slow},
+            unary={
+                ECHO: self.service.echo,
+                FAIL: self.service.fail,
+                HANG: self.service.hang,
+                SLOW: self.service.slow,
+            },
             streams={WATCH: self.service.watch},
         )
-        self.channel: Any = grpc.aio.insecure_channel(f"unix:{path}", options=[("grpc.use_local_subchannel_pool", 1)])
+        self.channel: Any = grpc.aio.insecure_channel(
+            f"unix:{path}", options=[("grpc.use_local_subchannel_pool", 1)]
+        )
 
-    def call(self, method: str, request: bytes = b"", timeout_seconds: float = PATIENCE_SECONDS) -> Any:
+    def call(
+        self, method: str, request: bytes = b"", timeout_seconds: float = PATIENCE_SECONDS
+    ) -> Any:
         return self.channel.unary_unary(method)(request, timeout=timeout_seconds)
 
     def watch(self) -> Any:
@@ -92,13 +103,24 @@ def new_client() -> h2.connection.H2Connection:
 
 def post(client: h2.connection.H2Connection, method: str, message: bytes | None) -> None:
     """A gRPC call on stream 1; without a message it ends after its headers."""
-    headers = [(":method", "POST"), (":path", method), (":scheme", "http"), (":authority", "localhost")]
-    client.send_headers(1, [*headers, ("content-type", "application/grpc"), ("te", "trailers")], end_stream=message is None)
+    headers = [
+        (":method", "POST"),
+        (":path", method),
+        (":scheme", "http"),
+        (":authority", "localhost"),
+    ]
+    client.send_headers(
+        1,
+        [*headers, ("content-type", "application/grpc"), ("te", "trailers")],
+        end_stream=message is None,
+    )
     if message is not None:
         client.send_data(1, b"\0" + len(message).to_bytes(4, "big") + message, end_stream=True)
 
 
-async def raw_watch(path: Path, client: h2.connection.H2Connection) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+async def raw_watch(
+    path: Path, client: h2.connection.H2Connection
+) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
     """A ListAndWatch-like call on a connection of our own."""
     post(client, WATCH, b"")
     connection = socket.socket(socket.AF_UNIX)

@@ -18,7 +18,12 @@ from tests.kubelet.backend import U0, U1
 from tests.patience import PATIENCE_SECONDS
 from vgpu_agent.errors import CheckpointError
 from vgpu_agent.kubelet import checkpoint
-from vgpu_agent.kubelet.checkpoint import CheckpointEntry, let_go_of_memory, parse_checkpoint, read_checkpoint
+from vgpu_agent.kubelet.checkpoint import (
+    CheckpointEntry,
+    let_go_of_memory,
+    parse_checkpoint,
+    read_checkpoint,
+)
 
 SAMPLE = {
     "Data": {
@@ -43,14 +48,26 @@ def _parse(content: Any) -> tuple[CheckpointEntry, ...]:
 
 def _entry(**changes: Any) -> dict[str, Any]:
     """The sample with its one entry changed."""
-    return {"Data": {"PodDeviceEntries": [{**SAMPLE["Data"]["PodDeviceEntries"][0], **changes}], "RegisteredDevices": {}}, "Checksum": 1}  # type: ignore[index]
+    return {
+        "Data": {
+            "PodDeviceEntries": [{**SAMPLE["Data"]["PodDeviceEntries"][0], **changes}],  # type: ignore[index]
+            "RegisteredDevices": {},
+        },
+        "Checksum": 1,
+    }
 
 
 def test_the_contracts_sample_is_understood() -> None:
-    """Pod UID, container, resource, ids, and the answer that was once given, which is the golden vector envvar of kubelet §17."""
+    """Pod UID, container, resource, ids, and the answer that was once given,
+    which is the golden vector envvar of kubelet §17.
+    """
     (entry,) = _parse(SAMPLE)
 
-    assert (entry.pod_uid, entry.container_name, entry.resource_name) == ("11111111-2222-3333-4444-555555555555", "train", "nvidia.com/gpu")
+    assert (entry.pod_uid, entry.container_name, entry.resource_name) == (
+        "11111111-2222-3333-4444-555555555555",
+        "train",
+        "nvidia.com/gpu",
+    )
     assert entry.ids == (U0,)
     assert b"NVIDIA_VISIBLE_DEVICES\x12(" + U0.encode() in entry.answer
 
@@ -65,7 +82,14 @@ def test_the_contracts_sample_is_understood() -> None:
         ({}, ()),
         (None, ()),
     ],
-    ids=["by NUMA node", "without topology", "flat list of kubelets before 1.20", "node without ids", "no node", "null"],
+    ids=[
+        "by NUMA node",
+        "without topology",
+        "flat list of kubelets before 1.20",
+        "node without ids",
+        "no node",
+        "null",
+    ],
 )
 def test_ids_are_read_in_every_form(device_ids: Any, expected: tuple[str, ...]) -> None:
     """The change of this form once broke other plugins."""
@@ -76,7 +100,9 @@ def test_ids_are_read_in_every_form(device_ids: Any, expected: tuple[str, ...]) 
 
 def test_a_kubelet_that_has_given_nothing_has_null_entries() -> None:
     """Go writes an empty list as null."""
-    assert _parse({"Data": {"PodDeviceEntries": None, "RegisteredDevices": {}}, "Checksum": 1}) == ()
+    assert (
+        _parse({"Data": {"PodDeviceEntries": None, "RegisteredDevices": {}}, "Checksum": 1}) == ()
+    )
 
 
 def test_unknown_keys_are_ignored() -> None:
@@ -107,10 +133,25 @@ def test_an_answer_that_is_no_base64_harms_only_who_asks_for_it() -> None:
         (b"{}", "missing required field `Data`"),
         (b'{"Data": {"Pods": []}}', "missing required field `PodDeviceEntries`"),
         (b'{"Data": {"PodDeviceEntries": [{"PodUID": 5}]}}', "Expected `str`, got `int`"),
-        (b'{"Data": {"PodDeviceEntries": [{"PodUID": "a"}]}}', "missing required field `ContainerName`"),
+        (
+            b'{"Data": {"PodDeviceEntries": [{"PodUID": "a"}]}}',
+            "missing required field `ContainerName`",
+        ),
         (b"[" * 100_000, "cannot be understood"),
     ],
-    ids=["empty", "blank", "half-written", "zeros", "other encoding", "list", "foreign", "future", "wrong type", "no name", "very deep"],
+    ids=[
+        "empty",
+        "blank",
+        "half-written",
+        "zeros",
+        "other encoding",
+        "list",
+        "foreign",
+        "future",
+        "wrong type",
+        "no name",
+        "very deep",
+    ],
 )
 def test_what_cannot_be_understood_is_one_clear_error(content: bytes, complaint: str) -> None:
     """The message names the file, what is wrong, and what it means."""
@@ -133,14 +174,26 @@ def test_junk_is_an_error_and_nothing_else(content: bytes) -> None:
 
 _JSON = st.recursive(
     st.none() | st.booleans() | st.integers() | st.text(max_size=8),
-    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.sampled_from(["0", "-1", "PodUID", "x"]), inner, max_size=3),
+    lambda inner: (
+        st.lists(inner, max_size=3)
+        | st.dictionaries(st.sampled_from(["0", "-1", "PodUID", "x"]), inner, max_size=3)
+    ),
     max_leaves=8,
 )
 
 
-@given(st.fixed_dictionaries({}, optional=dict.fromkeys(("PodUID", "ContainerName", "ResourceName", "DeviceIDs", "AllocResp"), _JSON)))
+@given(
+    st.fixed_dictionaries(
+        {},
+        optional=dict.fromkeys(
+            ("PodUID", "ContainerName", "ResourceName", "DeviceIDs", "AllocResp"), _JSON
+        ),
+    )
+)
 def test_an_entry_of_any_shape_is_understood_or_an_error(entry: dict[str, Any]) -> None:
-    """JSON of the right outline and the wrong inside leads to no other exception, and ids are always strings."""
+    """JSON of the right outline and the wrong inside leads to no other exception,
+    and ids are always strings.
+    """
     try:
         entries = _parse({"Data": {"PodDeviceEntries": [entry]}})
     except CheckpointError:
@@ -162,9 +215,16 @@ async def test_a_file_that_cannot_be_read_is_an_error(directory: Path) -> None:
 
 
 async def test_a_big_file_is_read_without_blocking_the_loop(directory: Path) -> None:
-    """Eight megabytes, in a thread; the fixture for blocked loops would fail this test otherwise."""
-    entry = {**SAMPLE["Data"]["PodDeviceEntries"][0], "DeviceIDs": {"0": [f"{U0}::{number}" for number in range(150_000)]}}  # type: ignore[index]
-    content = json.dumps({"Data": {"PodDeviceEntries": [entry], "RegisteredDevices": {}}, "Checksum": 1})
+    """Eight megabytes, in a thread; the fixture
+    for blocked loops would fail this test otherwise.
+    """
+    entry = {
+        **SAMPLE["Data"]["PodDeviceEntries"][0],  # type: ignore[index]
+        "DeviceIDs": {"0": [f"{U0}::{number}" for number in range(150_000)]},
+    }
+    content = json.dumps(
+        {"Data": {"PodDeviceEntries": [entry], "RegisteredDevices": {}}, "Checksum": 1}
+    )
     (directory / "checkpoint").write_text(content, encoding="utf-8")
 
     (read,) = await read_checkpoint(directory / "checkpoint")
@@ -173,7 +233,9 @@ async def test_a_big_file_is_read_without_blocking_the_loop(directory: Path) -> 
 
 
 async def test_files_of_any_size_are_read_one_after_the_other_and_at_once(tmp_path: Path) -> None:
-    """They share one piece of memory. Nothing of a longer file is left over in the reading of a shorter one."""
+    """They share one piece of memory. Nothing of a longer file is left over in the reading
+    of a shorter one.
+    """
     files = {}
     for number in (1, 3000, 2, 40_000, 3):
         ids = [f"GPU-{number}-{each}" for each in range(number)]
@@ -184,13 +246,19 @@ async def test_files_of_any_size_are_read_one_after_the_other_and_at_once(tmp_pa
         (entry,) = await read_checkpoint(path)
         assert entry.ids == tuple(ids)
     read = await asyncio.gather(*(read_checkpoint(path) for path in (*files, *files)))
-    assert [entry.ids for (entry,) in read] == [tuple(ids) for ids in (*files.values(), *files.values())]
+    assert [entry.ids for (entry,) in read] == [
+        tuple(ids) for ids in (*files.values(), *files.values())
+    ]
 
 
 async def test_the_memory_of_a_long_reading_is_let_go(tmp_path: Path) -> None:
-    """A reading keeps memory of the file's size for the next, `let_go_of_memory` gives it back, and reading goes on."""
+    """A reading keeps memory of the file's size for the next, `let_go_of_memory` gives it back,
+    and reading goes on.
+    """
     path = tmp_path / "checkpoint"
-    path.write_text(json.dumps(_entry(DeviceIDs={"-1": [f"GPU-{each}" for each in range(100_000)]})))
+    path.write_text(
+        json.dumps(_entry(DeviceIDs={"-1": [f"GPU-{each}" for each in range(100_000)]}))
+    )
     let_go_of_memory()
     tracemalloc.start()
     try:
@@ -207,12 +275,19 @@ async def test_the_memory_of_a_long_reading_is_let_go(tmp_path: Path) -> None:
 
 def _as_kubelet_writes(path: Path, ids: list[str], *, devices: int = 40_000) -> None:
     """Without spaces, and with the list of all devices behind the entries."""
-    content = {"Data": {**_entry(DeviceIDs={"-1": ids})["Data"], "RegisteredDevices": {"r": [f"d{each}" for each in range(devices)]}}}
+    content = {
+        "Data": {
+            **_entry(DeviceIDs={"-1": ids})["Data"],
+            "RegisteredDevices": {"r": [f"d{each}" for each in range(devices)]},
+        }
+    }
     path.write_text(json.dumps(content, separators=(",", ":")))
 
 
 async def test_the_entries_are_found_wherever_they_end(tmp_path: Path) -> None:
-    """More and fewer of them than the last time, by little and by much; also when an id looks like what stands behind them."""
+    """More and fewer of them than the last time, by little and by much;
+    also when an id looks like what stands behind them.
+    """
     path = tmp_path / "checkpoint"
     for number in (1, 60_000, 59_999, 60_001, 2, 20_000, 0, 31_000):
         ids = [f'GPU-{each},"RegisteredDevices":' for each in range(number)]
@@ -221,8 +296,12 @@ async def test_the_entries_are_found_wherever_they_end(tmp_path: Path) -> None:
         assert entry.ids == tuple(ids)
 
 
-async def test_nobody_waits_for_a_file_to_be_closed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The kubelet has replaced it meanwhile, and giving back its megabytes takes the file system milliseconds."""
+async def test_nobody_waits_for_a_file_to_be_closed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The kubelet has replaced it meanwhile,
+    and giving back its megabytes takes the file system milliseconds.
+    """
     path, closing = tmp_path / "checkpoint", threading.Event()
     _as_kubelet_writes(path, ["a"])
 
@@ -231,7 +310,9 @@ async def test_nobody_waits_for_a_file_to_be_closed(tmp_path: Path, monkeypatch:
             closing.wait(PATIENCE_SECONDS)
             super().close()
 
-    monkeypatch.setattr(checkpoint, "open", lambda path, *_, **__: SlowToClose(str(path)), raising=False)
+    monkeypatch.setattr(
+        checkpoint, "open", lambda path, *_, **__: SlowToClose(str(path)), raising=False
+    )
 
     try:
         async with asyncio.timeout(PATIENCE_SECONDS):
@@ -243,8 +324,12 @@ async def test_nobody_waits_for_a_file_to_be_closed(tmp_path: Path, monkeypatch:
 
 @pytest.mark.parametrize("before", [0, 100_000, 700_000, 1_000_000])
 @pytest.mark.parametrize("beside", [-25, -21, -20, -3, -1, 0, 1, 25])
-def test_the_list_of_all_devices_is_left_out_wherever_it_begins(before: int, beside: int, tmp_path: Path) -> None:
-    """Beside the ends of what is read and searched at a time, which follow from how long the entries were the last time."""
+def test_the_list_of_all_devices_is_left_out_wherever_it_begins(
+    before: int, beside: int, tmp_path: Path
+) -> None:
+    """Beside the ends of what is read and searched at a time,
+    which follow from how long the entries were the last time.
+    """
     memory, path = checkpoint._Memory(), tmp_path / "checkpoint"
     ends = {before, before + checkpoint._PART_BYTES, before - checkpoint._PART_BYTES}
     for length in [before, *(each for end in ends if end > 25 for each in (end + beside, before))]:
@@ -253,8 +338,12 @@ def test_the_list_of_all_devices_is_left_out_wherever_it_begins(before: int, bes
             assert bytes(content) == b"x" * length + b"}}"
 
 
-def test_only_so_many_files_wait_to_be_closed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """On a disk that hangs each of them keeps a descriptor, and the place of a file that is not there any more."""
+def test_only_so_many_files_wait_to_be_closed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a disk that hangs each of them keeps a descriptor,
+    and the place of a file that is not there any more.
+    """
     memory, path, closing = checkpoint._Memory(), tmp_path / "checkpoint", threading.Event()
     open_now: list[io.FileIO] = []
 
@@ -271,7 +360,9 @@ def test_only_so_many_files_wait_to_be_closed(tmp_path: Path, monkeypatch: pytes
             open_now.append(self)
 
     path.write_bytes(b"{}")
-    monkeypatch.setattr(checkpoint, "open", lambda path, *_, **__: SlowToClose(str(path)), raising=False)
+    monkeypatch.setattr(
+        checkpoint, "open", lambda path, *_, **__: SlowToClose(str(path)), raising=False
+    )
     try:
         for _ in range(20):
             with memory.content(path, whole=False):

@@ -32,7 +32,9 @@ class Watched:
         self.status = KubeletStatus()
         self.beats = 0
         self._looked = asyncio.Event()
-        self.watch = DirectoryWatch(path, poll_seconds=poll_seconds, journal=self.journal, status=self.status)
+        self.watch = DirectoryWatch(
+            path, poll_seconds=poll_seconds, journal=self.journal, status=self.status
+        )
         self._task = asyncio.create_task(self.watch.run(self._beat))
 
     def _beat(self) -> None:
@@ -44,7 +46,9 @@ class Watched:
     def state(self) -> DirectoryState:
         return self.watch.state.value
 
-    async def until(self, condition: Callable[[], bool], timeout_seconds: float = PATIENCE_SECONDS) -> None:
+    async def until(
+        self, condition: Callable[[], bool], timeout_seconds: float = PATIENCE_SECONDS
+    ) -> None:
         async with asyncio.timeout(timeout_seconds):
             while not condition():
                 await self._looked.wait()
@@ -95,12 +99,19 @@ async def test_a_kubelet_restart_is_another_socket_of_the_same_name(watched: Wat
     with sockets.bind(watched.path / "kubelet.sock"):
         await watched.until(lambda: watched.state.kubelet_socket is not None)
 
-    assert watched.events() == ["kubelet.waiting", "kubelet.socket_found", "kubelet.socket_missing", "kubelet.restarted"]
+    assert watched.events() == [
+        "kubelet.waiting",
+        "kubelet.socket_found",
+        "kubelet.socket_missing",
+        "kubelet.restarted",
+    ]
     assert watched.status.restarts_seen == 1
 
 
 async def test_waiting_for_kubelet_is_said_once_with_the_socket(plugins: Path) -> None:
-    """At the start at once, later when the kubelet is away for longer than a poll: each time one line, however long it lasts."""
+    """At the start at once, later when the kubelet is away for longer than a poll:
+    each time one line, however long it lasts.
+    """
     watched = Watched(plugins, 0.05)
     await watched.until(lambda: watched.beats > 3)
     assert watched.events() == ["kubelet.waiting"]
@@ -113,7 +124,12 @@ async def test_waiting_for_kubelet_is_said_once_with_the_socket(plugins: Path) -
     await watched.until(lambda: watched.beats > seen + 4)
     await watched.stop()
 
-    assert watched.events() == ["kubelet.waiting", "kubelet.socket_found", "kubelet.socket_missing", "kubelet.waiting"]
+    assert watched.events() == [
+        "kubelet.waiting",
+        "kubelet.socket_found",
+        "kubelet.socket_missing",
+        "kubelet.waiting",
+    ]
 
 
 async def test_a_deleted_socket_of_ours_is_seen(watched: Watched) -> None:
@@ -132,7 +148,9 @@ async def test_a_socket_that_moves_in_is_seen(watched: Watched) -> None:
 
 
 async def test_kubelets_checkpoint_wakes_nobody(watched: Watched) -> None:
-    """The kubelet rewrites it in the same directory several times for every pod. A socket that comes after is seen all the same."""
+    """The kubelet rewrites it in the same directory several times for every pod. A socket that
+    comes after is seen all the same.
+    """
     await asyncio.sleep(0.05)
     looks = watched.beats
     for number in range(50):
@@ -167,8 +185,12 @@ async def test_a_directory_that_does_not_exist_yet_is_waited_for(directory: Path
 
 
 @pytest.mark.parametrize("call", ["inotify_init1", "inotify_add_watch"])
-async def test_without_inotify_the_directory_is_polled_after_one_warning(plugins: Path, monkeypatch: pytest.MonkeyPatch, call: str) -> None:
-    """A kernel without inotify instances or watches to spare (limit reached) makes it slower, not blind."""
+async def test_without_inotify_the_directory_is_polled_after_one_warning(
+    plugins: Path, monkeypatch: pytest.MonkeyPatch, call: str
+) -> None:
+    """A kernel without inotify instances or watches to spare (limit reached) makes it slower,
+    not blind.
+    """
 
     class Exhausted:
         def __getattr__(self, name: str) -> object:
@@ -183,14 +205,18 @@ async def test_without_inotify_the_directory_is_polled_after_one_warning(plugins
     with capture_logs() as lines:
         watched = Watched(plugins, poll_seconds=0.02)
         with sockets.bind(plugins / "kubelet.sock"):
-            await watched.until(lambda: watched.state.kubelet_socket is not None and watched.beats > 3)
+            await watched.until(
+                lambda: watched.state.kubelet_socket is not None and watched.beats > 3
+            )
         await watched.stop()
 
     (warning,) = [line for line in lines if line["event"] == "kubelet.inotify_unavailable"]
     assert "fs.inotify.max_user" in warning["remedy"]
 
 
-async def test_a_lost_event_is_made_up_for_by_the_poll(plugins: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_lost_event_is_made_up_for_by_the_poll(
+    plugins: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """If inotify stays silent, a look every few seconds finds the socket all the same."""
     monkeypatch.setattr(Inotify, "_readable", lambda self: os.read(self._descriptor, 65536))
     watched = Watched(plugins, poll_seconds=0.05)
@@ -212,7 +238,9 @@ async def test_leftover_sockets_are_removed_when_the_watch_begins(plugins: Path)
     assert watched.state.sockets == {}
 
 
-async def test_an_end_gives_the_inotify_instance_back(plugins: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_an_end_gives_the_inotify_instance_back(
+    plugins: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A supervised watch may be restarted often; instances are few (128 a user)."""
     closed: list[int] = []
     original = Inotify.close

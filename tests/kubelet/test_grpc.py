@@ -1,4 +1,6 @@
-"""The wrapper of grpclib, with grpcio and with peers that speak nonsense (python-stack: each pitfall here was met)."""
+"""The wrapper of grpclib, with grpcio and with peers that speak nonsense (python-stack:
+each pitfall here was met).
+"""
 
 from __future__ import annotations
 
@@ -23,7 +25,9 @@ from vgpu_agent.kubelet import grpc as room
 
 
 async def test_a_call_moves_bytes_both_ways(served: Served) -> None:
-    """Megabytes as well: kubelet's GetPreferredAllocation has no limit on our side (kubelet §10)."""
+    """Megabytes as well: kubelet's GetPreferredAllocation has no limit on our side (kubelet
+    §10).
+    """
     request = b"x" * 5_000_000
 
     assert await served.channel.unary_unary(ECHO)(b"", timeout=PATIENCE_SECONDS) == b""
@@ -32,7 +36,10 @@ async def test_a_call_moves_bytes_both_ways(served: Served) -> None:
 
 async def test_an_unknown_method_is_unimplemented(served: Served) -> None:
     """grpclib's own refusal lacks a content type and reaches other stacks as ``Unknown``."""
-    assert await status_of(served.call("/v1beta1.DevicePlugin/Surprise")) == ("UNIMPLEMENTED", "vgpu-agent does not serve this method")
+    assert await status_of(served.call("/v1beta1.DevicePlugin/Surprise")) == (
+        "UNIMPLEMENTED",
+        "vgpu-agent does not serve this method",
+    )
 
 
 @pytest.mark.parametrize(
@@ -46,7 +53,9 @@ async def test_an_unknown_method_is_unimplemented(served: Served) -> None:
         (KubeletError("no checkpoint"), "UNAVAILABLE"),
     ],
 )
-async def test_our_errors_reach_kubelet_with_their_text(served: Served, failure: AgentError, status: str) -> None:
+async def test_our_errors_reach_kubelet_with_their_text(
+    served: Served, failure: AgentError, status: str
+) -> None:
     """The kubelet copies our sentence into the pod's status."""
     served.service.failure = failure
 
@@ -58,7 +67,10 @@ async def test_a_bug_reaches_kubelet_as_a_short_text_and_the_log_as_a_whole(serv
     with capture_logs() as lines:
         status, text = await status_of(served.call(FAIL))
 
-    assert (status, text) == ("INTERNAL", "internal error in vgpu-agent (ValueError); its log has the details under grpc.bug")
+    assert (status, text) == (
+        "INTERNAL",
+        "internal error in vgpu-agent (ValueError); its log has the details under grpc.bug",
+    )
     (line,) = [line for line in lines if line["event"] == "grpc.bug"]
     assert (line["method"], str(line["exc_info"])) == (FAIL, "a bug")
     assert await served.call(ECHO, b"still there") == b"still there"
@@ -85,7 +97,9 @@ async def test_a_cancelled_stream_is_cleaned_up_at_once(served: Served) -> None:
 
 
 async def test_a_reader_that_goes_away_during_a_send_is_cleaned_up_at_once(served: Served) -> None:
-    """The method is blocked in a send of more than the flow-control window when the connection is cut."""
+    """The method is blocked in a send of more than the flow-control window
+    when the connection is cut.
+    """
     served.service.message = b"x" * 20_000_000
     reader, writer = await raw_watch(served.path, new_client())
     await asyncio.wait_for(served.service.watching.wait(), PATIENCE_SECONDS)
@@ -97,10 +111,18 @@ async def test_a_reader_that_goes_away_during_a_send_is_cleaned_up_at_once(serve
 
 
 @pytest.mark.parametrize(
-    "junk", [b"GET / HTTP/1.1\r\n\r\n", bytes(range(256)) * 40, b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + b"\xff" * 500, b""]
+    "junk",
+    [
+        b"GET / HTTP/1.1\r\n\r\n",
+        bytes(range(256)) * 40,
+        b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + b"\xff" * 500,
+        b"",
+    ],
 )
 async def test_garbage_on_the_socket_disturbs_nobody(served: Served, junk: bytes) -> None:
-    """A peer that speaks nonsense loses its own connection. A call before and after it is answered."""
+    """A peer that speaks nonsense loses its own connection.
+    A call before and after it is answered.
+    """
     assert await served.call(ECHO, b"before") == b"before"
     reader, writer = await asyncio.open_unix_connection(str(served.path))
     writer.write(junk)
@@ -113,7 +135,9 @@ async def test_garbage_on_the_socket_disturbs_nobody(served: Served, junk: bytes
 
 
 async def test_an_unknown_frame_does_not_end_the_connection(served: Served) -> None:
-    """HTTP/2 demands that frames of an unknown type are ignored; grpclib alone would drop the connection."""
+    """HTTP/2 demands that frames of an unknown type are ignored;
+    grpclib alone would drop the connection.
+    """
     client = new_client()
     reader, writer = await asyncio.open_unix_connection(str(served.path))
     writer.write(client.data_to_send() + b"\x00\x00\x04\xbb\x00\x00\x00\x00\x00abcd")
@@ -137,8 +161,13 @@ async def test_a_call_without_a_request_message_is_refused(served: Served) -> No
 
     trailers: dict[bytes, bytes] = {}
     while b"grpc-status" not in trailers:
-        for event in client.receive_data(await asyncio.wait_for(reader.read(4096), PATIENCE_SECONDS)):
+        for event in client.receive_data(
+            await asyncio.wait_for(reader.read(4096), PATIENCE_SECONDS)
+        ):
             trailers.update(getattr(event, "headers", None) or [])
     writer.close()
 
-    assert (trailers[b"grpc-status"], trailers[b"grpc-message"]) == (b"3", b"the call carries no request message")
+    assert (trailers[b"grpc-status"], trailers[b"grpc-message"]) == (
+        b"3",
+        b"the call carries no request message",
+    )

@@ -1,4 +1,6 @@
-"""Calls that we make: each failure is an error of ours that names the socket, and calls that follow each other share a connection."""
+"""Calls that we make: each failure is an error of ours that names the socket, and calls that follow
+each other share a connection.
+"""
 
 from __future__ import annotations
 
@@ -18,8 +20,15 @@ from vgpu_agent.kubelet.grpc import CallError, GrpcServer
 
 async def test_a_missing_socket_is_an_error_of_ours(directory: Path) -> None:
     """grpclib lets a plain OSError through; callers catch one family."""
-    with pytest.raises(CallError, match=r"Register: cannot connect to .*kubelet\.sock: No such file or directory") as failure:
-        await room.call(directory / "kubelet.sock", "/v1beta1.Registration/Register", b"", timeout_seconds=PATIENCE_SECONDS)
+    with pytest.raises(
+        CallError, match=r"Register: cannot connect to .*kubelet\.sock: No such file or directory"
+    ) as failure:
+        await room.call(
+            directory / "kubelet.sock",
+            "/v1beta1.Registration/Register",
+            b"",
+            timeout_seconds=PATIENCE_SECONDS,
+        )
 
     assert failure.value.status == "UNAVAILABLE"
 
@@ -29,12 +38,19 @@ async def test_a_dead_socket_is_an_error_of_ours(directory: Path) -> None:
     sockets.bind(directory / "kubelet.sock").close()
 
     with pytest.raises(CallError, match="Connection refused"):
-        await room.call(directory / "kubelet.sock", "/v1beta1.Registration/Register", b"", timeout_seconds=PATIENCE_SECONDS)
+        await room.call(
+            directory / "kubelet.sock",
+            "/v1beta1.Registration/Register",
+            b"",
+            timeout_seconds=PATIENCE_SECONDS,
+        )
 
 
 async def test_an_answer_that_does_not_come_is_an_error_of_ours(served: Served) -> None:
     """No call waits longer than its caller allows."""
-    with pytest.raises(CallError, match=r"Hang on .* was not answered within 0\.05 s|DEADLINE_EXCEEDED"):
+    with pytest.raises(
+        CallError, match=r"Hang on .* was not answered within 0\.05 s|DEADLINE_EXCEEDED"
+    ):
         await room.call(served.path, HANG, b"", timeout_seconds=0.05)
 
 
@@ -46,9 +62,15 @@ async def test_a_peer_that_never_speaks_is_an_error_of_ours(directory: Path) -> 
             await room.call(directory / "a.sock", ECHO, b"", timeout_seconds=0.05)
 
 
-@pytest.mark.parametrize("answer", [b"", b"HTTP/1.1 400 Bad Request\r\n\r\n", bytes(range(256)) * 4])
-async def test_a_peer_that_speaks_something_else_is_an_error_of_ours(directory: Path, answer: bytes) -> None:
-    """Another program's socket under kubelet's name, or a kubelet that dies in the middle of an answer."""
+@pytest.mark.parametrize(
+    "answer", [b"", b"HTTP/1.1 400 Bad Request\r\n\r\n", bytes(range(256)) * 4]
+)
+async def test_a_peer_that_speaks_something_else_is_an_error_of_ours(
+    directory: Path, answer: bytes
+) -> None:
+    """Another program's socket under kubelet's name,
+    or a kubelet that dies in the middle of an answer.
+    """
 
     async def speak(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         writer.write(answer)
@@ -87,7 +109,9 @@ async def test_a_connection_that_nobody_has_used_for_a_while_is_closed(served: S
     connections = served.server._server._connections
     for _ in range(2):
         assert await caller.call(ECHO, b"x", timeout_seconds=PATIENCE_SECONDS) == b"x"
-        await eventually(lambda: all(connection.transport.is_closing() for connection in connections))
+        await eventually(
+            lambda: all(connection.transport.is_closing() for connection in connections)
+        )
 
 
 async def test_calls_at_the_same_time_have_connections_of_their_own(served: Served) -> None:
@@ -103,7 +127,9 @@ async def test_calls_at_the_same_time_have_connections_of_their_own(served: Serv
     caller.close()
 
 
-async def test_a_server_that_has_started_anew_is_found_over_a_new_connection(directory: Path) -> None:
+async def test_a_server_that_has_started_anew_is_found_over_a_new_connection(
+    directory: Path,
+) -> None:
     """The kubelet makes its socket anew. Callers of the one before get no notice of its end."""
     caller = room.Caller(directory / "a.sock", kept_seconds=FOR_EVER_SECONDS)
     for answer in (b"first", b"second"):
@@ -121,7 +147,9 @@ async def test_a_server_that_has_started_anew_is_found_over_a_new_connection(dir
 
 
 async def test_a_kept_connection_that_breaks_off_costs_nobody_the_answer(directory: Path) -> None:
-    """The other side may close it at the very moment of the next call, here in the middle of the second one."""
+    """The other side may close it at the very moment of the next call,
+    here in the middle of the second one.
+    """
     accepted: list[asyncio.StreamWriter] = []
 
     async def between(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -146,7 +174,10 @@ async def test_a_kept_connection_that_breaks_off_costs_nobody_the_answer(directo
     caller = room.Caller(directory / "a.sock", kept_seconds=FOR_EVER_SECONDS)
     async with await asyncio.start_unix_server(between, sock=sockets.bind(directory / "a.sock")):
         for number in range(8):
-            assert await caller.call(ECHO, b"%d" % number, timeout_seconds=PATIENCE_SECONDS) == b"%d" % number
+            assert (
+                await caller.call(ECHO, b"%d" % number, timeout_seconds=PATIENCE_SECONDS)
+                == b"%d" % number
+            )
         caller.close()
         assert len(accepted) == 2
         await server.drain(0.1)

@@ -1,4 +1,6 @@
-"""A server of ours that ends: calls finish, streams end cleanly, and no peer holds up the end for longer than the grace time."""
+"""A server of ours that ends: calls finish, streams end cleanly,
+and no peer holds up the end for longer than the grace time.
+"""
 
 from __future__ import annotations
 
@@ -16,8 +18,12 @@ from vgpu_agent.kubelet import grpc as room
 from vgpu_agent.kubelet.grpc import CallError
 
 
-async def test_draining_ends_streams_cleanly_while_the_client_keeps_its_connection(served: Served) -> None:
-    """The kubelet never closes its connection by itself; grpclib's own stop would wait for it forever on Python 3.12 and later."""
+async def test_draining_ends_streams_cleanly_while_the_client_keeps_its_connection(
+    served: Served,
+) -> None:
+    """The kubelet never closes its connection by itself; grpclib's own stop would wait for it
+    forever on Python 3.12 and later.
+    """
     call = served.watch()
     await call.read()
     served.service.ending.set()
@@ -57,7 +63,9 @@ async def test_draining_cancels_what_does_not_finish_in_time(served: Served) -> 
 
 
 async def test_draining_cuts_off_a_peer_that_does_not_read(served: Served) -> None:
-    """It has cancelled its stream and reads no more: neither the end nor a task may wait for room in the write buffer."""
+    """It has cancelled its stream and reads no more:
+    neither the end nor a task may wait for room in the write buffer.
+    """
     served.service.message = b"x" * 20_000_000
     client = new_client()
     client.update_settings({h2.settings.SettingCodes.INITIAL_WINDOW_SIZE: 2**30})

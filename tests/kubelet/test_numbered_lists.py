@@ -1,4 +1,6 @@
-"""Fifty thousand ids at the price of few: what is sent, compared and passed over by blocks says what single ids would say."""
+"""Fifty thousand ids at the price of few:
+what is sent, compared and passed over by blocks says what single ids would say.
+"""
 
 from __future__ import annotations
 
@@ -9,10 +11,22 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.kubelet.backend import U0, U1, FakeBackend
-from vgpu_agent.device_ids import DeviceId, IdBlock, ListedDevice, NumberedIds, NumberedList, list_size_bytes
+from vgpu_agent.device_ids import (
+    DeviceId,
+    IdBlock,
+    ListedDevice,
+    NumberedIds,
+    NumberedList,
+    list_size_bytes,
+)
 from vgpu_agent.errors import ConfigError, KubeletError
 from vgpu_agent.kubelet import codec, wire
-from vgpu_agent.kubelet.held_ids import PodResourcesReader, SeenNumbers, decode_allocatable, decode_pod_resources
+from vgpu_agent.kubelet.held_ids import (
+    PodResourcesReader,
+    SeenNumbers,
+    decode_allocatable,
+    decode_pod_resources,
+)
 from vgpu_agent.kubelet.plugin import PluginService, SentList
 from vgpu_agent.model import Decider, Holding, Owner, Resource
 from vgpu_agent.sim.protocol import podresources_pb2 as google_resources
@@ -21,7 +35,14 @@ from vgpu_agent.status import PluginStatus
 MEMORY = "volcano.sh/vgpu-memory"
 IDS = NumberedIds((IdBlock(f"{U0}-memory-", 1200, U0), IdBlock(f"{U1}-memory-", 15, U1, 1)))
 BLOCKS = st.lists(
-    st.builds(IdBlock, st.text(min_size=1, max_size=140), st.integers(0, 1100), st.just("d"), st.none() | st.integers(0, 300)), max_size=3
+    st.builds(
+        IdBlock,
+        st.text(min_size=1, max_size=140),
+        st.integers(0, 1100),
+        st.just("d"),
+        st.none() | st.integers(0, 300),
+    ),
+    max_size=3,
 )
 
 
@@ -43,15 +64,26 @@ def _seen(response: bytes) -> SeenNumbers:
 @settings(max_examples=30, deadline=None)
 @given(BLOCKS, st.booleans())
 def test_a_block_is_encoded_as_its_ids_would_be(blocks: list[IdBlock], healthy: bool) -> None:
-    """Byte for byte, with every length of number, any text before it, and its size known beforehand."""
-    listed = NumberedList(tuple((block, healthy) for block in blocks), (ListedDevice(DeviceId("gone", "x"), healthy=False),))
+    """Byte for byte, with every length of number, any text before it,
+    and its size known beforehand.
+    """
+    listed = NumberedList(
+        tuple((block, healthy) for block in blocks),
+        (ListedDevice(DeviceId("gone", "x"), healthy=False),),
+    )
 
-    assert codec.DeviceListEncoder().encode(listed) == codec.DeviceListEncoder().encode(list(listed))
-    assert list_size_bytes(NumberedIds(tuple(blocks))) == list_size_bytes(list(NumberedIds(tuple(blocks))))
+    assert codec.DeviceListEncoder().encode(listed) == codec.DeviceListEncoder().encode(
+        list(listed)
+    )
+    assert list_size_bytes(NumberedIds(tuple(blocks))) == list_size_bytes(
+        list(NumberedIds(tuple(blocks)))
+    )
 
 
 def test_a_long_list_is_encoded_in_parts_without_keeping_any() -> None:
-    """At most 4096 ids at a time, so that an Allocate of another resource is answered in between. Nothing is kept for the next time."""
+    """At most 4096 ids at a time, so that an Allocate of another resource is answered in between.
+    Nothing is kept for the next time.
+    """
     encoder = codec.DeviceListEncoder()
     listed = NumberedList(((IdBlock(f"{U0}-memory-", 50_000, U0), True),))
     sizes = [len(part) for part in encoder.parts(listed)]
@@ -63,7 +95,9 @@ def test_a_long_list_is_encoded_in_parts_without_keeping_any() -> None:
 
 async def test_other_calls_are_let_in_while_a_long_list_is_made() -> None:
     """A waiting task gets the event loop once for each part."""
-    resource = Resource(MEMORY, "volcano-vgpu", NumberedIds((IdBlock("m-", 50_000, U0),)), decided_by=Decider.NOBODY)
+    resource = Resource(
+        MEMORY, "volcano-vgpu", NumberedIds((IdBlock("m-", 50_000, U0),)), decided_by=Decider.NOBODY
+    )
     backend = FakeBackend(resource)
     turns, sent, done = 0, [], asyncio.Event()
 
@@ -78,9 +112,13 @@ async def test_other_calls_are_let_in_while_a_long_list_is_made() -> None:
         done.set()
         service.end_streams()
 
-    listed = NumberedList(tuple((block, True) for block in resource.ids.blocks))  # type: ignore[attr-defined]  # they are numbered
-    backend.listing = lambda _: listed  # type: ignore[method-assign,assignment,return-value]  # as the ledger answers
-    service = PluginService(resource, backend, PluginStatus(MEMORY, "volcano-vgpu"), coalesce_seconds=0)
+    # they are numbered
+    listed = NumberedList(tuple((block, True) for block in resource.ids.blocks))  # type: ignore[attr-defined]
+    # as the ledger answers
+    backend.listing = lambda _: listed  # type: ignore[method-assign,assignment,return-value]
+    service = PluginService(
+        resource, backend, PluginStatus(MEMORY, "volcano-vgpu"), coalesce_seconds=0
+    )
     task = asyncio.create_task(others())
     await service.stream_methods["/v1beta1.DevicePlugin/ListAndWatch"](b"", send)
     await task
@@ -89,28 +127,46 @@ async def test_other_calls_are_let_in_while_a_long_list_is_made() -> None:
 
 def test_too_many_numbered_ids_name_the_setting() -> None:
     """kubelet V13 in the words of the setting of the unit, instead of replicas."""
-    resource = Resource(MEMORY, "volcano-vgpu", NumberedIds((IdBlock("m-", 50_000, U0),)), unit="volcanoVgpu.gpuMemoryFactor")
+    resource = Resource(
+        MEMORY,
+        "volcano-vgpu",
+        NumberedIds((IdBlock("m-", 50_000, U0),)),
+        unit="volcanoVgpu.gpuMemoryFactor",
+    )
 
     with pytest.raises(ConfigError) as refusal:
         codec.check_budget(resource, 600_000)
     assert "50000 ids make a device list of" in str(refusal.value)
-    assert str(refusal.value).endswith("volcanoVgpu.gpuMemoryFactor: change it so that there are 2 times fewer ids")
+    assert str(refusal.value).endswith(
+        "volcanoVgpu.gpuMemoryFactor: change it so that there are 2 times fewer ids"
+    )
 
 
 def test_more_ids_than_can_be_looked_at_are_refused_at_once() -> None:
-    """Replicas of four thousand million come from one wrong digit. The answer says how many would fit."""
+    """Replicas of four thousand million come from one wrong digit.
+    The answer says how many would fit.
+    """
     blocks = tuple(IdBlock(f"{uuid}::", 2**31 - 1, uuid) for uuid in (U0, U1))
 
     with pytest.raises(
-        ConfigError, match=r"4294967294 ids of up to 67 bytes .* replicas: at most 27388 for each of the 2 devices would fit"
+        ConfigError,
+        match=(
+            r"4294967294 ids of up to 67 bytes .* replicas: at most 27388 for each of the 2 "
+            r"devices would fit"
+        ),
     ):
         codec.check_budget(Resource("nvidia.com/gpu", "nvidia", NumberedIds(blocks)), 3_670_016)
 
 
 @pytest.mark.parametrize("topology", [False, True])
 @settings(max_examples=30, deadline=None)
-@given(st.sets(st.sampled_from([entry.id for entry in IDS]), max_size=40), st.sets(st.sampled_from(["x", f"{U0}-memory-1200", "-"])))
-def test_what_kubelet_lists_is_compared_by_number(topology: bool, ours: set[str], strangers: set[str]) -> None:
+@given(
+    st.sets(st.sampled_from([entry.id for entry in IDS]), max_size=40),
+    st.sets(st.sampled_from(["x", f"{U0}-memory-1200", "-"])),
+)
+def test_what_kubelet_lists_is_compared_by_number(
+    topology: bool, ours: set[str], strangers: set[str]
+) -> None:
     """Exactly our ids are seen, in any order and form. Every other id is a stranger."""
     seen = _seen(_allocatable(*sorted(ours | strangers, key=hash), topology=topology))
 
@@ -119,8 +175,13 @@ def test_what_kubelet_lists_is_compared_by_number(topology: bool, ours: set[str]
 
 
 def test_ids_of_ill_devices_need_not_be_listed() -> None:
-    """Healthy blocks count; an id that is kept for its holder only is neither missing nor strange."""
-    listed = NumberedList(((IDS.blocks[0], False), (IDS.blocks[1], True)), (ListedDevice(DeviceId("gone", U0), healthy=False),))
+    """Healthy blocks count; an id that is kept
+    for its holder only is neither missing nor strange.
+    """
+    listed = NumberedList(
+        ((IDS.blocks[0], False), (IDS.blocks[1], True)),
+        (ListedDevice(DeviceId("gone", U0), healthy=False),),
+    )
     sent = SentList(listed, seconds_ago=60)
 
     assert sent.offered == IDS
@@ -142,18 +203,31 @@ def _looked(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 
 def test_what_is_only_counted_is_passed_over(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each length of an entry is looked at once, however many there are; wanted entries between them are found."""
+    """Each length of an entry is looked at once, however many there are;
+    wanted entries between them are found.
+    """
     response = google_resources.ListPodResourcesResponse()
     for pod in range(3):
-        container = response.pod_resources.add(name=f"p{pod}", namespace="ns").containers.add(name="main")
+        container = response.pod_resources.add(name=f"p{pod}", namespace="ns").containers.add(
+            name="main"
+        )
         for number in range(400):
-            container.devices.add(resource_name=MEMORY, device_ids=[f"{U0}-memory-{pod * 400 + number}"])
+            container.devices.add(
+                resource_name=MEMORY, device_ids=[f"{U0}-memory-{pod * 400 + number}"]
+            )
             if number == 200:
-                container.devices.add(resource_name="volcano.sh/vgpu-number", device_ids=[f"{U0}-{pod}"])
+                container.devices.add(
+                    resource_name="volcano.sh/vgpu-number", device_ids=[f"{U0}-{pod}"]
+                )
     looked = _looked(monkeypatch)
 
-    assert decode_pod_resources(response.SerializeToString(), {"volcano.sh/vgpu-number"}.__contains__) == tuple(
-        Holding("volcano.sh/vgpu-number", (f"{U0}-{pod}",), Owner("main", namespace="ns", pod=f"p{pod}")) for pod in range(3)
+    assert decode_pod_resources(
+        response.SerializeToString(), {"volcano.sh/vgpu-number"}.__contains__
+    ) == tuple(
+        Holding(
+            "volcano.sh/vgpu-number", (f"{U0}-{pod}",), Owner("main", namespace="ns", pod=f"p{pod}")
+        )
+        for pod in range(3)
     )
     assert len(looked) < 200
 
@@ -162,7 +236,10 @@ def test_what_is_only_counted_is_passed_over(monkeypatch: pytest.MonkeyPatch) ->
 def test_junk_between_entries_is_an_error_or_a_picture(junk: bytes, place: int) -> None:
     """Passing over entries makes nothing of nonsense."""
     entry = _allocatable(f"{U0}-memory-1")
-    for decode in (lambda b: decode_allocatable(b, {MEMORY: IDS}), lambda b: decode_pod_resources(b, lambda _: False)):
+    for decode in (
+        lambda b: decode_allocatable(b, {MEMORY: IDS}),
+        lambda b: decode_pod_resources(b, lambda _: False),
+    ):
         try:
             decode(entry * place + junk)
         except KubeletError:
@@ -170,15 +247,23 @@ def test_junk_between_entries_is_an_error_or_a_picture(junk: bytes, place: int) 
 
 
 _ENTRIES = st.lists(
-    st.tuples(st.sampled_from(["r", "other", "not-wanted"]), st.lists(st.text(max_size=3), min_size=1, max_size=2), st.booleans()),
+    st.tuples(
+        st.sampled_from(["r", "other", "not-wanted"]),
+        st.lists(st.text(max_size=3), min_size=1, max_size=2),
+        st.booleans(),
+    ),
     max_size=30,
 )
 
 
 @settings(max_examples=60, deadline=None)
 @given(_ENTRIES)
-def test_ids_that_are_read_in_runs_are_those_that_stand_there(entries: list[tuple[str, list[str], bool]]) -> None:
-    """This holds for all lengths, resources, numbers and topologies, in the order of each resource."""
+def test_ids_that_are_read_in_runs_are_those_that_stand_there(
+    entries: list[tuple[str, list[str], bool]],
+) -> None:
+    """This holds for all lengths, resources, numbers and topologies,
+    in the order of each resource.
+    """
     response = google_resources.ListPodResourcesResponse()
     container = response.pod_resources.add(name="p", namespace="ns").containers.add(name="c")
     expected: dict[str, list[str]] = {}
@@ -190,13 +275,17 @@ def test_ids_that_are_read_in_runs_are_those_that_stand_there(entries: list[tupl
             expected.setdefault(resource, []).extend(ids)
     holdings = decode_pod_resources(response.SerializeToString(), lambda name: name != "not-wanted")
 
-    assert {holding.resource: holding.ids for holding in holdings} == {name: tuple(dict.fromkeys(ids)) for name, ids in expected.items()}
+    assert {holding.resource: holding.ids for holding in holdings} == {
+        name: tuple(dict.fromkeys(ids)) for name, ids in expected.items()
+    }
     assert {holding.owner for holding in holdings} <= {Owner("c", namespace="ns", pod="p")}
 
 
 @settings(max_examples=60, deadline=None)
 @given(st.lists(_ENTRIES, max_size=6))
-def test_one_answer_after_the_other_is_read_as_if_each_were_the_first(answers: list[list[tuple[str, list[str], bool]]]) -> None:
+def test_one_answer_after_the_other_is_read_as_if_each_were_the_first(
+    answers: list[list[tuple[str, list[str], bool]]],
+) -> None:
     """Knowledge of one pod's entries never changes what is read of the next."""
     reader = PodResourcesReader(lambda name: name != "not-wanted")
     for place, entries in enumerate(answers):
@@ -220,8 +309,12 @@ def _of_one_pod(*entries: tuple[str, str]) -> bytes:
     return response.SerializeToString()
 
 
-def test_a_reader_that_has_seen_too_much_to_learn_more_begins_anew(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Pods of many plugins come and go on a node for months. What the last one holds is read as quickly as what the first held."""
+def test_a_reader_that_has_seen_too_much_to_learn_more_begins_anew(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Pods of many plugins come and go on a node for months. What the last one holds is read as
+    quickly as what the first held.
+    """
     reader = PodResourcesReader("number".__eq__)
     for plugin in range(300):
         reader.read(_of_one_pod(*((f"plugin-{plugin}", f"id-{each}") for each in range(3))))
@@ -237,7 +330,9 @@ def test_a_strange_answer_does_not_colour_the_next() -> None:
     reader = PodResourcesReader("number".__eq__)
     good = _of_one_pod(("number", "a"))
     pieces = wire.delimited(1, b"num") + wire.delimited(1, b"ber") + wire.delimited(2, b"b")
-    reader.read(wire.delimited(1, wire.delimited(1, b"p") + wire.delimited(3, wire.delimited(2, pieces))))
+    reader.read(
+        wire.delimited(1, wire.delimited(1, b"p") + wire.delimited(3, wire.delimited(2, pieces)))
+    )
     with pytest.raises(KubeletError):
         reader.read(good[:-1])
     assert [holding.ids for holding in reader.read(good)] == [("a",)]

@@ -1,4 +1,6 @@
-"""The device plugin service by itself, without sockets: kubelet's rules of the game on virtual time."""
+"""The device plugin service by itself, without sockets:
+kubelet's rules of the game on virtual time.
+"""
 
 from __future__ import annotations
 
@@ -31,20 +33,32 @@ class Asked:
         self.backend = FakeBackend(resource)
         self.status = PluginStatus(resource.name, resource.family)
         self.lists = Revision()
-        self.service = PluginService(resource, self.backend, self.status, coalesce_seconds=COALESCE_SECONDS, lists=self.lists)
+        self.service = PluginService(
+            resource, self.backend, self.status, coalesce_seconds=COALESCE_SECONDS, lists=self.lists
+        )
 
     async def call(self, method: str, request: Any, response: Callable[[bytes], Any]) -> Any:
         encoded = request if isinstance(request, bytes) else request.SerializeToString()
-        return response(await self.service.unary_methods[f"/v1beta1.DevicePlugin/{method}"](encoded))
+        return response(
+            await self.service.unary_methods[f"/v1beta1.DevicePlugin/{method}"](encoded)
+        )
 
     async def allocate(self, *ids: str) -> Any:
-        request = google.AllocateRequest(container_requests=[google.ContainerAllocateRequest(device_ids=ids)])
+        request = google.AllocateRequest(
+            container_requests=[google.ContainerAllocateRequest(device_ids=ids)]
+        )
         return await self.call("Allocate", request, google.AllocateResponse.FromString)
 
     async def prefer(self, available: list[str], must_include: list[str], size: int) -> list[str]:
         request = google.PreferredAllocationRequest()
-        request.container_requests.add(available_device_ids=available, must_include_device_ids=must_include, allocation_size=size)
-        response = await self.call("GetPreferredAllocation", request, google.PreferredAllocationResponse.FromString)
+        request.container_requests.add(
+            available_device_ids=available,
+            must_include_device_ids=must_include,
+            allocation_size=size,
+        )
+        response = await self.call(
+            "GetPreferredAllocation", request, google.PreferredAllocationResponse.FromString
+        )
         (container,) = response.container_responses
         return list(container.device_ids)
 
@@ -54,9 +68,16 @@ class Asked:
         received: list[DeviceList] = []
 
         async def send(message: bytes) -> None:
-            received.append({device.id: device.health for device in google.ListAndWatchResponse.FromString(message).devices})
+            received.append(
+                {
+                    device.id: device.health
+                    for device in google.ListAndWatchResponse.FromString(message).devices
+                }
+            )
 
-        task = asyncio.ensure_future(self.service.stream_methods["/v1beta1.DevicePlugin/ListAndWatch"](b"", send))
+        task = asyncio.ensure_future(
+            self.service.stream_methods["/v1beta1.DevicePlugin/ListAndWatch"](b"", send)
+        )
         await asyncio.sleep(0)
         yield received
         task.cancel()
@@ -80,8 +101,14 @@ async def test_a_stream_begins_with_the_complete_list(asked: Asked) -> None:
     async with asked.stream() as received:
         await asyncio.sleep(0.01)
 
-        assert received == [dict.fromkeys([device.id for device in shared_resource().ids], "Healthy")]
-        assert (asked.status.ids_sent, asked.status.healthy_sent, asked.status.messages_sent) == (8, 8, 1)
+        assert received == [
+            dict.fromkeys([device.id for device in shared_resource().ids], "Healthy")
+        ]
+        assert (asked.status.ids_sent, asked.status.healthy_sent, asked.status.messages_sent) == (
+            8,
+            8,
+            1,
+        )
 
 
 @pytest.mark.looptime
@@ -97,7 +124,9 @@ async def test_a_failing_gpu_is_exactly_one_message_with_all_its_ids(asked: Aske
 
 @pytest.mark.looptime
 async def test_whoever_follows_the_lists_hears_of_each_and_of_the_end(asked: Asked) -> None:
-    """Counts of healthy ids are written for schedulers when kubelet has them, and no longer when the stream has ended."""
+    """Counts of healthy ids are written for schedulers when kubelet has them,
+    and no longer when the stream has ended.
+    """
     async with asked.stream():
         await asyncio.sleep(0.01)
         assert asked.lists.value == 1
@@ -109,7 +138,9 @@ async def test_whoever_follows_the_lists_hears_of_each_and_of_the_end(asked: Ask
 
 @pytest.mark.looptime
 async def test_a_lost_gpu_stays_in_the_list(asked: Asked) -> None:
-    """kubelet V16, kubelet side: no id disappears. An absent id would be shown as Healthy in the pod's status."""
+    """kubelet V16, kubelet side: no id disappears.
+    An absent id would be shown as Healthy in the pod's status.
+    """
     async with asked.stream() as received:
         asked.backend.lose(U1)
         await asyncio.sleep(60)
@@ -119,7 +150,9 @@ async def test_a_lost_gpu_stays_in_the_list(asked: Asked) -> None:
 
 @pytest.mark.looptime
 async def test_a_burst_of_changes_is_one_message(asked: Asked) -> None:
-    """The kubelet rewrites its checkpoint at each list, so changes within the quiet time are sent together."""
+    """The kubelet rewrites its checkpoint at each list,
+    so changes within the quiet time are sent together.
+    """
     async with asked.stream() as received:
         await asyncio.sleep(COALESCE_SECONDS * 2)
         asked.backend.lose(U0)
@@ -133,7 +166,9 @@ async def test_a_burst_of_changes_is_one_message(asked: Asked) -> None:
 
 @pytest.mark.looptime
 async def test_a_list_that_says_the_same_is_not_sent_again(asked: Asked) -> None:
-    """No heartbeats: a revision without a visible change, and a change that was taken back in the quiet time, send nothing."""
+    """No heartbeats: a revision without a visible change,
+    and a change that was taken back in the quiet time, send nothing.
+    """
     async with asked.stream() as received:
         asked.backend.touch()
         await asyncio.sleep(60)
@@ -146,7 +181,9 @@ async def test_a_list_that_says_the_same_is_not_sent_again(asked: Asked) -> None
 
 @pytest.mark.looptime
 async def test_two_streams_do_not_share_what_was_sent(asked: Asked) -> None:
-    """kubelet §4: a second stream of the same endpoint gets its own complete list, and both get each change."""
+    """kubelet §4: a second stream of the same endpoint gets its own complete list,
+    and both get each change.
+    """
     async with asked.stream() as first:
         await asyncio.sleep(60)
         async with asked.stream() as second:
@@ -164,7 +201,9 @@ async def test_two_streams_do_not_share_what_was_sent(asked: Asked) -> None:
 @pytest.mark.looptime
 async def test_an_empty_list_is_sent(asked: Asked) -> None:
     """Legal, and the only way to say that nothing is left (kubelet §4)."""
-    asked.backend.resources["nvidia.com/gpu.shared"] = Resource("nvidia.com/gpu.shared", "nvidia", ())
+    asked.backend.resources["nvidia.com/gpu.shared"] = Resource(
+        "nvidia.com/gpu.shared", "nvidia", ()
+    )
 
     async with asked.stream() as received:
         await asyncio.sleep(60)
@@ -192,7 +231,10 @@ async def test_options_say_what_the_resource_needs(pre_start_required: bool) -> 
 
     options = await asked.call("GetDevicePluginOptions", b"", google.DevicePluginOptions.FromString)
 
-    assert (options.pre_start_required, options.get_preferred_allocation_available) == (pre_start_required, True)
+    assert (options.pre_start_required, options.get_preferred_allocation_available) == (
+        pre_start_required,
+        True,
+    )
 
 
 async def test_allocate_answers_with_the_edits(asked: Asked) -> None:
@@ -217,7 +259,10 @@ async def test_a_refused_allocate_is_counted_and_passed_on(asked: Asked) -> None
     with pytest.raises(UnknownDeviceError, match="unknown id x"):
         await asked.allocate("x")
 
-    assert (asked.status.allocations_refused, asked.status.last_error) == (1, "Allocate: unknown id x")
+    assert (asked.status.allocations_refused, asked.status.last_error) == (
+        1,
+        "Allocate: unknown id x",
+    )
 
 
 async def test_a_senseless_allocate_never_reaches_the_backend(asked: Asked) -> None:
@@ -259,7 +304,9 @@ async def test_the_backends_preference_is_passed_on(asked: Asked) -> None:
 
 @pytest.mark.parametrize("failure", [CapacityError("no"), ValueError("a bug")])
 async def test_a_preference_never_fails(asked: Asked, failure: Exception) -> None:
-    """An error would fail the pod (kubelet §6); kubelet's own rule is answered instead, and the log knows."""
+    """An error would fail the pod (kubelet §6);
+    kubelet's own rule is answered instead, and the log knows.
+    """
     asked.backend.failure = failure
 
     with capture_logs() as lines:
@@ -277,7 +324,9 @@ async def test_an_unsuitable_preference_is_replaced(asked: Asked, choice: list[s
 
 
 @pytest.mark.parametrize(("size", "expected"), [(5, ["c", "a", "b"]), (0, []), (-1, [])])
-async def test_a_preference_for_an_odd_number_is_answered(asked: Asked, size: int, expected: list[str]) -> None:
+async def test_a_preference_for_an_odd_number_is_answered(
+    asked: Asked, size: int, expected: list[str]
+) -> None:
     """More than there are, none, or fewer than none."""
     asked.backend.failure = CapacityError("no")
 
@@ -286,7 +335,9 @@ async def test_a_preference_for_an_odd_number_is_answered(asked: Asked, size: in
 
 async def test_a_malformed_preference_request_is_answered_with_nothing(asked: Asked) -> None:
     """Even then no error."""
-    response = await asked.call("GetPreferredAllocation", b"\x0a\xff", google.PreferredAllocationResponse.FromString)
+    response = await asked.call(
+        "GetPreferredAllocation", b"\x0a\xff", google.PreferredAllocationResponse.FromString
+    )
 
     assert list(response.container_responses) == []
 
@@ -300,7 +351,9 @@ async def test_a_preference_among_100_000_ids_takes_less_than_a_second(asked: As
 
     async def ask() -> float:
         began = time.process_time()
-        await asked.call("GetPreferredAllocation", encoded, google.PreferredAllocationResponse.FromString)
+        await asked.call(
+            "GetPreferredAllocation", encoded, google.PreferredAllocationResponse.FromString
+        )
         return time.process_time() - began
 
     assert await quickest(ask, within_seconds=1.0) < 1.0

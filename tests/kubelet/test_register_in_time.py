@@ -1,6 +1,8 @@
-"""Registration in time after a kubelet came back: a kubelet makes its socket first and listens on it a little later.
+"""Registration in time after a kubelet came back:
+a kubelet makes its socket first and listens on it a little later.
 
-Pods that are bound to the node meanwhile fail for good, so what a dead kubelet has taught about pauses must not count for the next one.
+Pods that are bound to the node meanwhile fail for good, so what a dead kubelet has taught about
+pauses must not count for the next one.
 """
 
 from __future__ import annotations
@@ -37,7 +39,9 @@ OLD, NEW = SocketIdentity(1, 1, 1), SocketIdentity(1, 2, 2)
 
 
 def _refused() -> CallError:
-    return NotListeningError("Register: cannot connect to kubelet.sock: Connection refused", status="UNAVAILABLE")
+    return NotListeningError(
+        "Register: cannot connect to kubelet.sock: Connection refused", status="UNAVAILABLE"
+    )
 
 
 def _broken_off() -> CallError:
@@ -53,7 +57,9 @@ class Directory:
 
     def show(self, kubelet: SocketIdentity | None) -> None:
         """Let there be this kubelet.sock."""
-        self.state.publish(DirectoryState({} if kubelet is None else {sockets.KUBELET_SOCKET: kubelet}))
+        self.state.publish(
+            DirectoryState({} if kubelet is None else {sockets.KUBELET_SOCKET: kubelet})
+        )
 
 
 class Answers:
@@ -87,7 +93,8 @@ def at_once(monkeypatch: pytest.MonkeyPatch, _no_blocked_loop: BlockBuster) -> N
 def _plugin(directory: Directory, journal: Journal | None = None) -> DevicePlugin:
     resource = shared_resource()
     settings = Kubelet(directory=str(directory.directory))
-    return DevicePlugin(resource, FakeBackend(resource), settings, directory, journal or Journal())  # type: ignore[arg-type]  # its state is all that is used
+    # its state is all that is used
+    return DevicePlugin(resource, FakeBackend(resource), settings, directory, journal or Journal())  # type: ignore[arg-type]
 
 
 @pytest.mark.looptime
@@ -95,9 +102,14 @@ def _plugin(directory: Directory, journal: Journal | None = None) -> DevicePlugi
 @pytest.mark.parametrize("away_seconds", AWAY_SECONDS)
 @pytest.mark.parametrize("failure", [_refused, _broken_off])
 async def test_registered_soon_after_kubelet_listens(
-    directory: Path, monkeypatch: pytest.MonkeyPatch, away_seconds: float, failure: Callable[[], CallError]
+    directory: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    away_seconds: float,
+    failure: Callable[[], CallError],
 ) -> None:
-    """However long the old kubelet was dead, and however long the new one takes from its socket to listening."""
+    """However long the old kubelet was dead,
+    and however long the new one takes from its socket to listening.
+    """
     for gap_seconds in GAP_SECONDS:
         lying, kubelet = Directory(directory), Answers(failure)
         monkeypatch.setattr(server, "register", kubelet.register)
@@ -114,14 +126,18 @@ async def test_registered_soon_after_kubelet_listens(
         listens_at = asyncio.get_running_loop().time()
         await kubelet.registered.wait()
         late = asyncio.get_running_loop().time() - listens_at
-        assert late <= LATEST_SECONDS, f"{late:.2f} s late after {gap_seconds} s between socket and listening"
+        assert late <= LATEST_SECONDS, (
+            f"{late:.2f} s late after {gap_seconds} s between socket and listening"
+        )
         await plugin.stop()
         await run
 
 
 @pytest.mark.looptime
 @pytest.mark.usefixtures("at_once")
-async def test_a_new_socket_counts_although_nobody_saw_the_old_one_go(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_new_socket_counts_although_nobody_saw_the_old_one_go(
+    directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A wipe and a new socket within a millisecond are one change of the directory."""
     lying, kubelet = Directory(directory), Answers(_refused)
     monkeypatch.setattr(server, "register", kubelet.register)
@@ -140,32 +156,47 @@ async def test_a_new_socket_counts_although_nobody_saw_the_old_one_go(directory:
 
 @pytest.mark.looptime
 @pytest.mark.usefixtures("at_once")
-async def test_a_socket_that_a_dead_kubelet_left_is_not_hammered(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Looks come milliseconds apart at first, then as far apart as is configured. The reason is recorded, and again after a while."""
+async def test_a_socket_that_a_dead_kubelet_left_is_not_hammered(
+    directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Looks come milliseconds apart at first, then as far apart as is configured. The reason is
+    recorded, and again after a while.
+    """
     lying, kubelet, journal = Directory(directory), Answers(_refused), Journal()
     monkeypatch.setattr(server, "register", kubelet.register)
     plugin = _plugin(lying, journal)
     lying.show(OLD)
     run = asyncio.create_task(plugin.run())
     await asyncio.sleep(3600)
-    pauses = [later - earlier for earlier, later in zip(kubelet.asked_at, kubelet.asked_at[1:], strict=False)]
+    pauses = [
+        later - earlier
+        for earlier, later in zip(kubelet.asked_at, kubelet.asked_at[1:], strict=False)
+    ]
     assert pauses[0] <= 0.02
     assert pauses[-1] == pytest.approx(30)
     assert all(later >= earlier - 0.001 for earlier, later in itertools.pairwise(pauses))
     assert len(kubelet.asked_at) < 180
-    lines = [entry.facts["reason"] for entry in journal.entries if entry.event == "plugin.registering_again"]
+    lines = [
+        entry.facts["reason"]
+        for entry in journal.entries
+        if entry.event == "plugin.registering_again"
+    ]
     assert 5 <= len(lines) <= 8
     assert set(lines) == {str(_refused())}
     assert plugin.status.last_error == str(_refused())
     assert plugin.status.registration_failures == len(kubelet.asked_at)
-    assert [name for name in os.listdir(directory) if name.endswith(".sock")] == [plugin.status.endpoint]
+    assert [name for name in os.listdir(directory) if name.endswith(".sock")] == [
+        plugin.status.endpoint
+    ]
     await plugin.stop()
     await run
 
 
 @pytest.mark.looptime
 @pytest.mark.usefixtures("at_once")
-async def test_the_same_reason_of_another_kubelet_is_recorded_again(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_the_same_reason_of_another_kubelet_is_recorded_again(
+    directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A reader of the log of a second kubelet restart must not have to look for the first one's."""
     lying, kubelet, journal = Directory(directory), Answers(_refused), Journal()
     monkeypatch.setattr(server, "register", kubelet.register)
@@ -174,13 +205,17 @@ async def test_the_same_reason_of_another_kubelet_is_recorded_again(directory: P
     for socket_ in (OLD, NEW):
         lying.show(socket_)
         await asyncio.sleep(5)
-    assert len([entry for entry in journal.entries if entry.event == "plugin.registering_again"]) == 2
+    assert (
+        len([entry for entry in journal.entries if entry.event == "plugin.registering_again"]) == 2
+    )
     await plugin.stop()
     await run
 
 
 async def test_a_kubelet_that_makes_its_socket_and_listens_later(directory: Path) -> None:
-    """With real sockets: bound, not listening, then a kubelet; every plugin is there within moments of that, and on one socket each."""
+    """With real sockets: bound, not listening, then a kubelet; every plugin is there within moments
+    of that, and on one socket each.
+    """
     kubelet = SimulatedKubelet(directory)
     (directory / "device-plugins").mkdir()
     path = directory / "device-plugins" / sockets.KUBELET_SOCKET
@@ -196,7 +231,8 @@ async def test_a_kubelet_that_makes_its_socket_and_listens_later(directory: Path
         asyncio.get_running_loop().add_reader(bound, accepted.set)
         listened_at = asyncio.get_running_loop().time()
         await asyncio.wait_for(accepted.wait(), PATIENCE_SECONDS)
-        assert asyncio.get_running_loop().time() - listened_at < LATEST_SECONDS + 1  # a busy machine may take a second for nothing
+        # a busy machine may take a second for nothing
+        assert asyncio.get_running_loop().time() - listened_at < LATEST_SECONDS + 1
         asyncio.get_running_loop().remove_reader(bound)
         bound.close()
         await kubelet.start()  # as a restart does: everything is wiped, and there is another socket

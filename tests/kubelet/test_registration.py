@@ -11,9 +11,17 @@ from vgpu_agent.kubelet.registration import register
 from vgpu_agent.sim.kubelet.kubelet import SimulatedKubelet
 
 
-async def _register(kubelet: SimulatedKubelet, resource: str = "nvidia.com/gpu", timeout_seconds: float = PATIENCE_SECONDS) -> None:
+async def _register(
+    kubelet: SimulatedKubelet,
+    resource: str = "nvidia.com/gpu",
+    timeout_seconds: float = PATIENCE_SECONDS,
+) -> None:
     await register(
-        kubelet.plugins / "kubelet.sock", endpoint="none.sock", resource=resource, pre_start_required=False, timeout_seconds=timeout_seconds
+        kubelet.plugins / "kubelet.sock",
+        endpoint="none.sock",
+        resource=resource,
+        pre_start_required=False,
+        timeout_seconds=timeout_seconds,
     )
 
 
@@ -21,7 +29,10 @@ async def test_a_refused_version_is_final(kubelet: SimulatedKubelet) -> None:
     """kubelet V6: a kubelet that knows other versions only. Its own words are in the message."""
     kubelet.faults.refuse_version = True
 
-    with pytest.raises(RegistrationRefusedError, match='requested API version "v1beta1" is not supported by kubelet'):
+    with pytest.raises(
+        RegistrationRefusedError,
+        match='requested API version "v1beta1" is not supported by kubelet',
+    ):
         await _register(kubelet)
 
 

@@ -15,11 +15,17 @@ async def _all_offered(kubelet: SimulatedKubelet) -> None:
 
 
 def _sockets(kubelet: SimulatedKubelet) -> list[str]:
-    return sorted(path.name for path in kubelet.plugins.iterdir() if path.name.startswith("vgpu-agent-"))
+    return sorted(
+        path.name for path in kubelet.plugins.iterdir() if path.name.startswith("vgpu-agent-")
+    )
 
 
-async def test_the_last_act_of_a_pre_start_resource_is_a_registration_without(kubelet: SimulatedKubelet, node: Node) -> None:
-    """A container that crashes while we are away must be able to start again without being asked for."""
+async def test_the_last_act_of_a_pre_start_resource_is_a_registration_without(
+    kubelet: SimulatedKubelet, node: Node
+) -> None:
+    """A container that crashes while we are away must be able to start again
+    without being asked for.
+    """
     resource = shared_resource(pre_start_required=True)
     backend = FakeBackend(resource)
     plugin = node.offer(resource, backend)
@@ -34,8 +40,12 @@ async def test_the_last_act_of_a_pre_start_resource_is_a_registration_without(ku
     assert backend.started == []
 
 
-async def test_answers_that_may_be_wrong_are_not_let_through_while_nobody_can_be_asked(kubelet: SimulatedKubelet, node: Node) -> None:
-    """Binding early: no registration without pre-start, so a crashed container waits for the agent's return instead of a wrong GPU."""
+async def test_answers_that_may_be_wrong_are_not_let_through_while_nobody_can_be_asked(
+    kubelet: SimulatedKubelet, node: Node
+) -> None:
+    """Binding early: no registration without pre-start, so a crashed container waits for the
+    agent's return instead of a wrong GPU.
+    """
     resource = shared_resource(pre_start_required=True)
     backend = FakeBackend(resource)
     backend.right_by_itself = False
@@ -49,7 +59,9 @@ async def test_answers_that_may_be_wrong_are_not_let_through_while_nobody_can_be
     assert (plugin.status.state, _sockets(kubelet)) == (PluginState.STOPPED, [])
 
 
-async def test_a_resource_without_pre_start_just_goes(kubelet: SimulatedKubelet, node: Node) -> None:
+async def test_a_resource_without_pre_start_just_goes(
+    kubelet: SimulatedKubelet, node: Node
+) -> None:
     """There is no last registration where it would change nothing."""
     plugin = node.offer(shared_resource(), FakeBackend(shared_resource()))
     await _all_offered(kubelet)
@@ -59,8 +71,12 @@ async def test_a_resource_without_pre_start_just_goes(kubelet: SimulatedKubelet,
     assert len(kubelet.called("Register")) == 1
 
 
-async def test_a_last_registration_that_fails_costs_nothing(kubelet: SimulatedKubelet, node: Node) -> None:
-    """The kubelet may be stopping at the same time. The agent ends all the same, without a socket left."""
+async def test_a_last_registration_that_fails_costs_nothing(
+    kubelet: SimulatedKubelet, node: Node
+) -> None:
+    """The kubelet may be stopping at the same time.
+    The agent ends all the same, without a socket left.
+    """
     resource = shared_resource(pre_start_required=True)
     plugin = node.offer(resource, FakeBackend(resource))
     await _all_offered(kubelet)

@@ -1,4 +1,6 @@
-"""The life of a device plugin beside a kubelet that restarts, forgets, refuses and dawdles (kubelet V1 to V17)."""
+"""The life of a device plugin beside a kubelet that restarts, forgets,
+refuses and dawdles (kubelet V1 to V17).
+"""
 
 from __future__ import annotations
 
@@ -27,25 +29,42 @@ from vgpu_agent.status import PluginState
 RESOURCE = "nvidia.com/gpu.shared"
 
 
-async def _all_offered(kubelet: SimulatedKubelet, resource: str = RESOURCE, number: int = 8) -> None:
-    """Wait until as many are allocatable and their list is noted, which happens once the kubelet's checkpoint is written."""
+async def _all_offered(
+    kubelet: SimulatedKubelet, resource: str = RESOURCE, number: int = 8
+) -> None:
+    """Wait until as many are allocatable and their list is noted,
+    which happens once the kubelet's checkpoint is written.
+    """
 
     def offered() -> bool:
         lists = kubelet.called("list", resource)
-        return kubelet.resource(resource).allocatable == number == (lists[-1].facts["healthy"] if lists else 0)
+        return (
+            kubelet.resource(resource).allocatable
+            == number
+            == (lists[-1].facts["healthy"] if lists else 0)
+        )
 
     await kubelet.until(offered)
 
 
 async def _registered_again(kubelet: SimulatedKubelet, before: int) -> None:
-    await kubelet.until(lambda: len(kubelet.called("list", RESOURCE)) > before and kubelet.resource(RESOURCE).allocatable == 8)
+    await kubelet.until(
+        lambda: (
+            len(kubelet.called("list", RESOURCE)) > before
+            and kubelet.resource(RESOURCE).allocatable == 8
+        )
+    )
 
 
 def _sockets(kubelet: SimulatedKubelet) -> list[str]:
-    return sorted(path.name for path in kubelet.plugins.iterdir() if path.name.startswith("vgpu-agent-"))
+    return sorted(
+        path.name for path in kubelet.plugins.iterdir() if path.name.startswith("vgpu-agent-")
+    )
 
 
-async def test_a_resource_is_served_registered_and_listed(kubelet: SimulatedKubelet, node: Node) -> None:
+async def test_a_resource_is_served_registered_and_listed(
+    kubelet: SimulatedKubelet, node: Node
+) -> None:
     """kubelet V1: kubelet asks for the options while our Register is pending, and gets them."""
     plugin = node.offer(shared_resource(), FakeBackend(shared_resource()))
 
@@ -55,7 +74,11 @@ async def test_a_resource_is_served_registered_and_listed(kubelet: SimulatedKube
     assert kubelet.calls.index(register) < kubelet.calls.index(options)
     assert register.facts["version"] == "v1beta1"
     await kubelet.until(lambda: plugin.status.ready)
-    assert (plugin.status.registrations, plugin.status.registration_failures, plugin.status.last_error) == (1, 0, "")
+    assert (
+        plugin.status.registrations,
+        plugin.status.registration_failures,
+        plugin.status.last_error,
+    ) == (1, 0, "")
     assert plugin.status.endpoint == register.facts["endpoint"]
 
 
@@ -69,8 +92,12 @@ async def test_the_socket_is_for_root_alone(kubelet: SimulatedKubelet, node: Nod
     assert stat.S_IMODE((kubelet.plugins / name).stat().st_mode) == 0o600
 
 
-async def test_kubelets_return_is_a_new_socket_and_one_register(kubelet: SimulatedKubelet, node: Node) -> None:
-    """kubelet V2: sockets wiped, kubelet.sock made anew. The full list is back at once, on a socket of another name."""
+async def test_kubelets_return_is_a_new_socket_and_one_register(
+    kubelet: SimulatedKubelet, node: Node
+) -> None:
+    """kubelet V2: sockets wiped, kubelet.sock made anew.
+    The full list is back at once, on a socket of another name.
+    """
     plugin = node.offer(shared_resource(), FakeBackend(shared_resource()))
     await _all_offered(kubelet)
     before = len(kubelet.called("Register"))
@@ -86,8 +113,12 @@ async def test_kubelets_return_is_a_new_socket_and_one_register(kubelet: Simulat
     assert node.status.restarts_seen == 1
 
 
-async def test_register_follows_kubelet_sock_and_not_the_end_of_a_pause(directory: Path, kubelet: SimulatedKubelet) -> None:
-    """kubelet was away for a while, and the pauses between tries have become long; scripts/bench holds the way to Register to 300 ms."""
+async def test_register_follows_kubelet_sock_and_not_the_end_of_a_pause(
+    directory: Path, kubelet: SimulatedKubelet
+) -> None:
+    """kubelet was away for a while, and the pauses between tries have become long; scripts/bench
+    holds the way to Register to 300 ms.
+    """
     async with Supervisor(backoff_min_seconds=0.05, backoff_max_seconds=1.0) as supervisor:
         node = Node(directory, supervisor, retry_min_seconds=60.0, retry_max_seconds=60.0)
         node.watch_directory()
@@ -104,7 +135,9 @@ async def test_register_follows_kubelet_sock_and_not_the_end_of_a_pause(director
     assert len(kubelet.called("Register")) == 2
 
 
-async def test_two_quick_restarts_end_with_one_registration(kubelet: SimulatedKubelet, node: Node) -> None:
+async def test_two_quick_restarts_end_with_one_registration(
+    kubelet: SimulatedKubelet, node: Node
+) -> None:
     """The second restart may hit any step of the reaction to the first."""
     plugin = node.offer(shared_resource(), FakeBackend(shared_resource()))
     await _all_offered(kubelet)
@@ -117,7 +150,9 @@ async def test_two_quick_restarts_end_with_one_registration(kubelet: SimulatedKu
     assert _sockets(kubelet) == [plugin.status.endpoint]
 
 
-async def test_a_cancelled_stream_leads_to_a_new_registration(kubelet: SimulatedKubelet, node: Node) -> None:
+async def test_a_cancelled_stream_leads_to_a_new_registration(
+    kubelet: SimulatedKubelet, node: Node
+) -> None:
     """kubelet V3: socket files untouched, only the stream is gone."""
     node.offer(shared_resource(), FakeBackend(shared_resource()))
     await _all_offered(kubelet)
@@ -139,10 +174,14 @@ async def test_a_deleted_socket_leads_to_a_new_one(kubelet: SimulatedKubelet, no
     await _registered_again(kubelet, before=1)
 
     assert name not in _sockets(kubelet)
-    assert [event["reason"] for event in node.events("plugin.registering_again")] == [f"our socket {name} has been deleted or replaced"]
+    assert [event["reason"] for event in node.events("plugin.registering_again")] == [
+        f"our socket {name} has been deleted or replaced"
+    ]
 
 
-async def test_two_agents_with_one_resource_do_not_disturb_each_other(kubelet: SimulatedKubelet, node: Node) -> None:
+async def test_two_agents_with_one_resource_do_not_disturb_each_other(
+    kubelet: SimulatedKubelet, node: Node
+) -> None:
     """kubelet V5: unique endpoints. The later registration's list is equal to the first."""
     first = node.offer(shared_resource(), FakeBackend(shared_resource()))
     await kubelet.until(lambda: first.status.ready)
@@ -168,8 +207,12 @@ async def test_allocate_goes_to_the_backend_and_back(kubelet: SimulatedKubelet, 
     assert dict(pod.answers["c"].envs) == {"NVIDIA_VISIBLE_DEVICES": U1}
 
 
-async def test_an_unknown_id_fails_the_pod_with_our_text(kubelet: SimulatedKubelet, node: Node) -> None:
-    """kubelet V8, kubelet side: a gRPC error with the backend's words. The stream and the next pod are not disturbed."""
+async def test_an_unknown_id_fails_the_pod_with_our_text(
+    kubelet: SimulatedKubelet, node: Node
+) -> None:
+    """kubelet V8, kubelet side: a gRPC error with the backend's words.
+    The stream and the next pod are not disturbed.
+    """
     backend = FakeBackend(shared_resource())
     node.offer(shared_resource(), backend)
     await _all_offered(kubelet)
@@ -199,7 +242,9 @@ async def test_pre_start_is_called_at_each_start(kubelet: SimulatedKubelet, node
 
 
 async def test_a_missing_kubelet_is_waited_for(directory: Path, node: Node) -> None:
-    """kubelet V14: no socket, no crash loop, no serving in vain; registered as soon as kubelet is there."""
+    """kubelet V14: no socket, no crash loop, no serving in vain;
+    registered as soon as kubelet is there.
+    """
     plugin = node.offer(shared_resource(), FakeBackend(shared_resource()))
     await eventually(lambda: plugin.status.state is PluginState.WAITING)
     assert plugin.status.registration_failures == 0
@@ -213,26 +258,44 @@ async def test_a_missing_kubelet_is_waited_for(directory: Path, node: Node) -> N
     assert len(kubelet.called("Register")) == 1
 
 
-async def test_kubelets_records_are_readable_before_the_first_register(directory: Path, kubelet: SimulatedKubelet, node: Node) -> None:
-    """kubelet V10, kubelet side: an agent that starts under running pods reads them without being registered."""
+async def test_kubelets_records_are_readable_before_the_first_register(
+    directory: Path, kubelet: SimulatedKubelet, node: Node
+) -> None:
+    """kubelet V10, kubelet side: an agent that starts under running pods reads them
+    without being registered.
+    """
     plugin = node.offer(shared_resource(), FakeBackend(shared_resource()))
     await _all_offered(kubelet)
     pod = await kubelet.admit("p", [Container("c", {RESOURCE: 1})], namespace="ns")
     await plugin.stop()
     before = len(kubelet.called("Register"))
 
-    pod_resources = PodResources(directory / "pod-resources" / "kubelet.sock", timeout_seconds=PATIENCE_SECONDS)
+    pod_resources = PodResources(
+        directory / "pod-resources" / "kubelet.sock", timeout_seconds=PATIENCE_SECONDS
+    )
     records = await read_records(pod_resources, node.settings.checkpoint_path)
     pod_resources.close()
 
     (holding,) = records.holdings
-    assert (holding.owner.namespace, holding.owner.pod, holding.owner.pod_uid) == ("ns", "p", pod.uid)
+    assert (holding.owner.namespace, holding.owner.pod, holding.owner.pod_uid) == (
+        "ns",
+        "p",
+        pod.uid,
+    )
     assert len(kubelet.called("Register")) == before
 
 
-async def test_two_resources_have_sockets_and_lists_of_their_own(kubelet: SimulatedKubelet, node: Node) -> None:
-    """kubelet V17, kubelet side: no call names its resource, so the socket must. No id is in both lists."""
-    cores = Resource("nvidia.com/cores", "nvidia", tuple(DeviceId(f"cores-{number}", U0, 0) for number in range(5)))
+async def test_two_resources_have_sockets_and_lists_of_their_own(
+    kubelet: SimulatedKubelet, node: Node
+) -> None:
+    """kubelet V17, kubelet side: no call names its resource, so the socket must.
+    No id is in both lists.
+    """
+    cores = Resource(
+        "nvidia.com/cores",
+        "nvidia",
+        tuple(DeviceId(f"cores-{number}", U0, 0) for number in range(5)),
+    )
     node.offer(shared_resource(), FakeBackend(shared_resource()))
     node.offer(cores, FakeBackend(cores))
 
@@ -240,11 +303,17 @@ async def test_two_resources_have_sockets_and_lists_of_their_own(kubelet: Simula
     await _all_offered(kubelet, cores.name, 5)
 
     assert len(_sockets(kubelet)) == 2
-    assert not kubelet.resource(RESOURCE).healthy.keys() & kubelet.resource(cores.name).healthy.keys()
+    assert (
+        not kubelet.resource(RESOURCE).healthy.keys() & kubelet.resource(cores.name).healthy.keys()
+    )
 
 
-async def test_a_preference_among_100_000_ids_through_the_socket(kubelet: SimulatedKubelet, node: Node) -> None:
-    """kubelet V9: 5 MB of ids, which grpcio's own servers would refuse, answered within a second."""
+async def test_a_preference_among_100_000_ids_through_the_socket(
+    kubelet: SimulatedKubelet, node: Node
+) -> None:
+    """kubelet V9: 5 MB of ids, which grpcio's own servers would refuse,
+    answered within a second.
+    """
     node.offer(shared_resource(), FakeBackend(shared_resource()))
     await _all_offered(kubelet)
     available = [f"{U0}::{number}" for number in range(100_000)]
@@ -257,12 +326,15 @@ async def test_a_preference_among_100_000_ids_through_the_socket(kubelet: Simula
     assert await quickest(asked, within_seconds=1.0) < 1.0
 
 
-async def test_stopping_ends_the_stream_cleanly_and_removes_the_socket(kubelet: SimulatedKubelet, node: Node) -> None:
+async def test_stopping_ends_the_stream_cleanly_and_removes_the_socket(
+    kubelet: SimulatedKubelet, node: Node
+) -> None:
     """The kubelet sees the end of the stream, not an error, although it keeps its connection."""
     plugin = node.offer(shared_resource(), FakeBackend(shared_resource()))
     await _all_offered(kubelet)
 
-    await asyncio.wait_for(plugin.stop(), PATIENCE_SECONDS / 2)  # and not as long as draining may take
+    # and not as long as draining may take
+    await asyncio.wait_for(plugin.stop(), PATIENCE_SECONDS / 2)
     await kubelet.until(lambda: kubelet.called("stream ended") != [])
 
     assert kubelet.called("stream ended")[0].facts["reason"] == "EOF"
@@ -270,7 +342,9 @@ async def test_stopping_ends_the_stream_cleanly_and_removes_the_socket(kubelet: 
     assert (plugin.status.state, plugin.status.ready) == (PluginState.STOPPED, False)
 
 
-async def test_stopping_does_not_wait_for_a_register_that_hangs(kubelet: SimulatedKubelet, node: Node) -> None:
+async def test_stopping_does_not_wait_for_a_register_that_hangs(
+    kubelet: SimulatedKubelet, node: Node
+) -> None:
     """The kubelet may take 15 seconds for a Register. An agent that stops does not."""
     kubelet.faults.register_delay_seconds = FOR_EVER_SECONDS
     plugin = node.offer(shared_resource(), FakeBackend(shared_resource()))
@@ -329,13 +403,16 @@ async def test_a_directory_that_cannot_be_written_is_one_error_and_a_retry(
     assert plugin.status.last_error == ""
 
 
-async def test_a_directory_that_is_removed_and_made_again_is_survived(kubelet: SimulatedKubelet, node: Node) -> None:
+async def test_a_directory_that_is_removed_and_made_again_is_survived(
+    kubelet: SimulatedKubelet, node: Node
+) -> None:
     """A cleanup removes too much. The next kubelet finds us all the same."""
     node.offer(shared_resource(), FakeBackend(shared_resource()))
     await _all_offered(kubelet)
 
     await kubelet.stop()
-    await asyncio.to_thread(shutil.rmtree, kubelet.plugins, ignore_errors=True)  # our own sockets may go at the same time
+    # our own sockets may go at the same time
+    await asyncio.to_thread(shutil.rmtree, kubelet.plugins, ignore_errors=True)
     await kubelet.start()
 
     await _all_offered(kubelet)

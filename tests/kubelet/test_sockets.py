@@ -1,4 +1,6 @@
-"""Socket files: names that are never used twice, errors that name the remedy, and the rubbish of an earlier life."""
+"""Socket files: names that are never used twice, errors that name the remedy,
+and the rubbish of an earlier life.
+"""
 
 from __future__ import annotations
 
@@ -17,8 +19,13 @@ from vgpu_agent.kubelet import sockets
 
 
 def test_names_are_never_used_twice() -> None:
-    """Two instances of one resource get sockets of their own (kubelet V5), with the resource in the name."""
-    first, second = sockets.unused_name("nvidia.com/gpu.shared"), sockets.unused_name("nvidia.com/gpu.shared")
+    """Two instances of one resource get sockets of their own (kubelet V5),
+    with the resource in the name.
+    """
+    first, second = (
+        sockets.unused_name("nvidia.com/gpu.shared"),
+        sockets.unused_name("nvidia.com/gpu.shared"),
+    )
 
     assert first != second
     assert first.startswith("vgpu-agent-gpu.shared-")
@@ -47,15 +54,27 @@ def test_a_path_that_is_too_long_is_refused(directory: Path) -> None:
 
 def test_a_missing_directory_is_explained(directory: Path) -> None:
     """The message names the path and asks the right question."""
-    with pytest.raises(ListenError, match=r"a socket in .*/none: No such file or directory: the directory does not exist; .*--kubelet-dir"):
+    with pytest.raises(
+        ListenError,
+        match=(
+            r"a socket in .*/none: No such file or directory: the directory does not exist; "
+            r".*--kubelet-dir"
+        ),
+    ):
         sockets.bind(directory / "none" / "a.sock")
 
 
 @pytest.mark.parametrize(
     ("number", "remedy"),
-    [(errno.EROFS, "mount the kubelet's directory writable"), (errno.ENOSPC, "free some space"), (errno.EACCES, "run as root")],
+    [
+        (errno.EROFS, "mount the kubelet's directory writable"),
+        (errno.ENOSPC, "free some space"),
+        (errno.EACCES, "run as root"),
+    ],
 )
-def test_an_unwritable_directory_is_explained(directory: Path, monkeypatch: pytest.MonkeyPatch, number: int, remedy: str) -> None:
+def test_an_unwritable_directory_is_explained(
+    directory: Path, monkeypatch: pytest.MonkeyPatch, number: int, remedy: str
+) -> None:
     """Read-only, full and forbidden: one clear line each."""
 
     class Unwritable(socket.socket):
@@ -92,8 +111,12 @@ def test_a_new_socket_has_a_new_identity_and_a_new_mode_is_no_news(directory: Pa
 
 
 @pytest.mark.parametrize(("created_seconds_ago", "age_seconds"), [(0, 0), (60, 60), (-3600, 0)])
-def test_the_age_of_a_socket_is_that_of_its_file(directory: Path, created_seconds_ago: float, age_seconds: float) -> None:
-    """It tells when the kubelet started; a clock that was set back must not make that a time to come."""
+def test_the_age_of_a_socket_is_that_of_its_file(
+    directory: Path, created_seconds_ago: float, age_seconds: float
+) -> None:
+    """It tells when the kubelet started; a clock that was set back must not make that a time
+    to come.
+    """
     path = directory / sockets.KUBELET_SOCKET
     assert sockets.age_seconds(path) == 0
     with contextlib.closing(sockets.bind(path)):
@@ -102,8 +125,14 @@ def test_the_age_of_a_socket_is_that_of_its_file(directory: Path, created_second
 
 
 def test_leftovers_of_a_killed_agent_are_removed(directory: Path) -> None:
-    """Sockets of our naming scheme without a listener go. Those of a living agent, of the kubelet and of other plugins stay."""
-    dead, living, foreign = "vgpu-agent-gpu-00aa11-1.sock", "vgpu-agent-gpu-00aa22-1.sock", "nvidia-gpu.sock"
+    """Sockets of our naming scheme without a listener go.
+    Those of a living agent, of the kubelet and of other plugins stay.
+    """
+    dead, living, foreign = (
+        "vgpu-agent-gpu-00aa11-1.sock",
+        "vgpu-agent-gpu-00aa22-1.sock",
+        "nvidia-gpu.sock",
+    )
     for name in (dead, foreign, "kubelet.sock"):
         sockets.bind(directory / name).close()
 
@@ -112,7 +141,11 @@ def test_leftovers_of_a_killed_agent_are_removed(directory: Path) -> None:
         removed = sockets.remove_leftovers(directory)
 
     assert removed == [dead]
-    assert sorted(path.name for path in directory.iterdir()) == ["kubelet.sock", "nvidia-gpu.sock", living]
+    assert sorted(path.name for path in directory.iterdir()) == [
+        "kubelet.sock",
+        "nvidia-gpu.sock",
+        living,
+    ]
 
 
 def test_a_missing_directory_has_no_leftovers(directory: Path) -> None:

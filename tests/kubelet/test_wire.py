@@ -14,7 +14,9 @@ from vgpu_agent.sim.protocol import deviceplugin_pb2 as google
 
 def test_fields_come_in_order_with_number_type_and_value() -> None:
     """A message is a sequence of tagged values."""
-    encoded = google.ContainerPreferredAllocationRequest(available_device_ids=["a", "b"], allocation_size=300).SerializeToString()
+    encoded = google.ContainerPreferredAllocationRequest(
+        available_device_ids=["a", "b"], allocation_size=300
+    ).SerializeToString()
 
     assert list(wire.fields(encoded)) == [(1, 2, b"a"), (1, 2, b"b"), (3, 0, 300)]
 
@@ -46,23 +48,31 @@ def test_tags_above_fifteen_have_two_bytes() -> None:
     ],
 )
 def test_broken_bytes_are_refused(encoded: bytes, complaint: str) -> None:
-    """Truncated and impossible messages are errors, unlike in the generated decoder (conformance table, "truncated input")."""
+    """Truncated and impossible messages are errors,
+    unlike in the generated decoder (conformance table, "truncated input").
+    """
     with pytest.raises(wire.MalformedError, match=complaint):
         list(wire.fields(encoded))
 
 
 _FIELD = st.one_of(
     st.tuples(st.sampled_from([1, 2, 16, 17]), st.text(max_size=200)).map(
-        lambda each: wire.varint(each[0] << 3 | 2) + wire.varint(len(each[1].encode())) + each[1].encode()
+        lambda each: (
+            wire.varint(each[0] << 3 | 2) + wire.varint(len(each[1].encode())) + each[1].encode()
+        )
     ),
-    st.tuples(st.sampled_from([1, 2, 16]), st.integers(0, 1 << 40)).map(lambda each: wire.varint(each[0] << 3) + wire.varint(each[1])),
+    st.tuples(st.sampled_from([1, 2, 16]), st.integers(0, 1 << 40)).map(
+        lambda each: wire.varint(each[0] << 3) + wire.varint(each[1])
+    ),
     st.binary(max_size=4),
 )
 
 
 @given(encoded=st.lists(_FIELD, max_size=6).map(b"".join), number=st.sampled_from([1, 2, 16, 17]))
 def test_the_strings_of_a_field_are_what_its_fields_hold(encoded: bytes, number: int) -> None:
-    """The short way for hundreds of ids gives the same as the long one, for good bytes and for bad ones."""
+    """The short way for hundreds of ids gives the same as the long one,
+    for good bytes and for bad ones.
+    """
 
     def answer(strings: Callable[[], tuple[str, ...]]) -> tuple[str, ...] | str:
         try:
@@ -70,7 +80,11 @@ def test_the_strings_of_a_field_are_what_its_fields_hold(encoded: bytes, number:
         except wire.MalformedError:
             return "malformed"
 
-    expected = answer(lambda: tuple(wire.text(value) for found, _, value in wire.fields(encoded) if found == number))
+    expected = answer(
+        lambda: tuple(
+            wire.text(value) for found, _, value in wire.fields(encoded) if found == number
+        )
+    )
 
     assert answer(lambda: wire.strings(encoded, number)) == expected
 
@@ -82,7 +96,9 @@ def test_text_must_be_utf8() -> None:
 
 
 def test_wrong_kinds_of_value_are_refused() -> None:
-    """A number where text belongs, and the other way round (conformance table, "wrong wire type")."""
+    """A number where text belongs, and the other way round (conformance table,
+    "wrong wire type").
+    """
     with pytest.raises(wire.MalformedError, match="got the number 5"):
         wire.text(5)
     with pytest.raises(wire.MalformedError, match="got bytes"):

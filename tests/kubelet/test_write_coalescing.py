@@ -1,4 +1,6 @@
-"""The transport that gathers what is written in one turn of the loop, so that an answer wakes the other side up once."""
+"""The transport that gathers what is written in one turn of the loop,
+so that an answer wakes the other side up once.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +11,9 @@ from vgpu_agent.kubelet.write_coalescing import CoalescingTransport
 
 
 async def test_what_is_written_in_one_turn_is_sent_at_once() -> None:
-    """Headers, message and trailers of an answer wake the other side up once; long answers do not pile up."""
+    """Headers, message and trailers of an answer wake the other side up once;
+    long answers do not pile up.
+    """
     sent: list[int] = []
 
     class Recording(asyncio.Transport):

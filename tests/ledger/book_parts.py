@@ -1,4 +1,6 @@
-"""The golden node in a ledger, and kubelet's records of it, for tests of the book; and a clock that a test moves."""
+"""The golden node in a ledger, and kubelet's records of it, for tests of the book;
+and a clock that a test moves.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +10,16 @@ from tests.golden import U0, U1, golden_inventory
 from vgpu_agent.device_ids import DeviceId
 from vgpu_agent.ledger import Ledger
 from vgpu_agent.ledger.reconciliation import Meaning
-from vgpu_agent.model import Grant, Health, Holding, Inventory, KubeletRecords, Owner, Resource, Share
+from vgpu_agent.model import (
+    Grant,
+    Health,
+    Holding,
+    Inventory,
+    KubeletRecords,
+    Owner,
+    Resource,
+    Share,
+)
 
 ILL = Health(ok=False, reason="XID 79: the GPU has fallen off the bus")
 TRAIN = Owner("main", "uid-train", "default", "train")
@@ -26,9 +37,15 @@ class Clock:
         return self.now
 
 
-def replicated(count: int, *, name: str = "nvidia.com/gpu", family: str = "nvidia", prefix: str = "") -> Resource:
+def replicated(
+    count: int, *, name: str = "nvidia.com/gpu", family: str = "nvidia", prefix: str = ""
+) -> Resource:
     """Both golden GPUs, ``count`` replicas each."""
-    ids = tuple(DeviceId(f"{prefix}{uuid}::{n}", uuid, numa) for uuid, numa in ((U0, 0), (U1, 1)) for n in range(count))
+    ids = tuple(
+        DeviceId(f"{prefix}{uuid}::{n}", uuid, numa)
+        for uuid, numa in ((U0, 0), (U1, 1))
+        for n in range(count)
+    )
     return Resource(name, family, ids, holders_per_device=count)
 
 
@@ -50,7 +67,9 @@ def interpret(holding: Holding) -> Meaning | None:
     if not holding.resource.startswith("nvidia.com/"):
         return None
     whole = all("::" not in id_ for id_ in holding.ids)
-    return Meaning("nvidia", tuple(whole_shares(holding.ids)) if whole else replica_shares(holding.ids))
+    return Meaning(
+        "nvidia", tuple(whole_shares(holding.ids)) if whole else replica_shares(holding.ids)
+    )
 
 
 def make(clock: Clock, *resources: Resource, inventory: Inventory | None = None) -> Ledger:
@@ -64,13 +83,25 @@ def make(clock: Clock, *resources: Resource, inventory: Inventory | None = None)
 def book(ledger: Ledger, *ids: str) -> Grant:
     """Reserve ids of ``nvidia.com/gpu``."""
     whole = all("::" not in id_ for id_ in ids)
-    return ledger.reserve("nvidia.com/gpu", ids, whole_shares(ids) if whole else replica_shares(ids))
+    return ledger.reserve(
+        "nvidia.com/gpu", ids, whole_shares(ids) if whole else replica_shares(ids)
+    )
 
 
-def reconcile(ledger: Ledger, *holdings: Holding, complete: bool = True, initial: bool = False, may_release: bool = True) -> list[str]:
+def reconcile(
+    ledger: Ledger,
+    *holdings: Holding,
+    complete: bool = True,
+    initial: bool = False,
+    may_release: bool = True,
+) -> list[str]:
     """Verify against kubelet's records; the events of the corrections."""
     corrections = ledger.reconcile(
-        KubeletRecords(holdings, complete), interpret, reservation_seconds=60, initial=initial, may_release=may_release
+        KubeletRecords(holdings, complete),
+        interpret,
+        reservation_seconds=60,
+        initial=initial,
+        may_release=may_release,
     )
     assert ledger.audit() == []
     return [correction.event for correction in corrections]

@@ -7,7 +7,11 @@ from vgpu_agent.ledger.availability import strangers
 from vgpu_agent.model import Share
 
 GPU, OTHER, SLICE = "GPU-1", "GPU-2", "MIG-1"
-DEVICES = {GPU: Device(GPU, GPU, 40960), OTHER: Device(OTHER, OTHER, 40960), SLICE: Device(SLICE, GPU, 4864)}
+DEVICES = {
+    GPU: Device(GPU, GPU, 40960),
+    OTHER: Device(OTHER, OTHER, 40960),
+    SLICE: Device(SLICE, GPU, 4864),
+}
 
 
 def test_an_instance_of_an_offered_gpu_may_be_decided_for() -> None:
@@ -17,4 +21,8 @@ def test_an_instance_of_an_offered_gpu_may_be_decided_for() -> None:
 
 def test_other_devices_are_strangers() -> None:
     """A GPU that is not offered, its instance, and an unknown device."""
-    assert strangers([Share(GPU), Share(SLICE), Share("MIG-9")], (OTHER,), DEVICES) == [GPU, SLICE, "MIG-9"]
+    assert strangers([Share(GPU), Share(SLICE), Share("MIG-9")], (OTHER,), DEVICES) == [
+        GPU,
+        SLICE,
+        "MIG-9",
+    ]

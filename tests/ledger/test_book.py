@@ -1,4 +1,6 @@
-"""The ledger's promises about what is booked, one by one; their conjunction under any history is in test_invariants."""
+"""The ledger's promises about what is booked, one by one;
+their conjunction under any history is in test_invariants.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +9,17 @@ import dataclasses
 import pytest
 
 from tests.golden import U0, U1, golden_inventory
-from tests.ledger.book_parts import ILL, WHOLE, Clock, book, held, make, reconcile, replicated, words
+from tests.ledger.book_parts import (
+    ILL,
+    WHOLE,
+    Clock,
+    book,
+    held,
+    make,
+    reconcile,
+    replicated,
+    words,
+)
 from vgpu_agent.errors import CapacityError, UnhealthyDeviceError, UnknownDeviceError
 from vgpu_agent.model import Inventory, Share
 
@@ -26,7 +38,9 @@ def test_asking_twice_with_the_same_ids_gives_the_same_grant(clock: Clock) -> No
 
 
 def test_a_repeated_allocate_is_waited_for_as_long_as_the_first(clock: Clock) -> None:
-    """An admission that failed left the reservation. The next pod that gets the ids has all of reservationSeconds."""
+    """An admission that failed left the reservation.
+    The next pod that gets the ids has all of reservationSeconds.
+    """
     ledger = make(clock, WHOLE)
     book(ledger, U0)
     clock.now += 50
@@ -38,7 +52,9 @@ def test_a_repeated_allocate_is_waited_for_as_long_as_the_first(clock: Clock) ->
 
 
 def test_a_device_that_holds_too_much_bars_no_other(clock: Clock) -> None:
-    """The kubelet's record counts even where a card now has less than was booked. The other card goes on serving."""
+    """The kubelet's record counts even where a card now has less than was booked.
+    The other card goes on serving.
+    """
     ledger = make(clock, WHOLE)
     book(ledger, U1)
     first, second = golden_inventory().gpus
@@ -98,7 +114,9 @@ def test_more_memory_than_a_device_has_is_refused_and_nothing_changes(clock: Clo
     """Per device, the memory of all shares stays within its capacity."""
     ledger = make(clock, replicated(4))
     ledger.reserve("nvidia.com/gpu", [f"{U0}::0"], [Share(U0, memory_mib=30000)])
-    with pytest.raises(CapacityError, match=rf"^{U0}::1 has no room: 30000 MiB booked \+ 20000 wanted, of 40960$"):
+    with pytest.raises(
+        CapacityError, match=rf"^{U0}::1 has no room: 30000 MiB booked \+ 20000 wanted, of 40960$"
+    ):
         ledger.reserve("nvidia.com/gpu", [f"{U0}::1"], [Share(U0, memory_mib=20000)])
     assert [grant.ids for grant in ledger.grants] == [(f"{U0}::0",)]
 
@@ -124,17 +142,24 @@ def test_an_exclusive_holder_stays_alone(clock: Clock) -> None:
     """A share that is exclusive refuses every second holder of its device."""
     ledger = make(clock, replicated(4))
     ledger.reserve("nvidia.com/gpu", [f"{U0}::0"], [Share(U0, exclusive=True)])
-    with pytest.raises(CapacityError, match=rf"^{U0}::1 has no room: a container has it for itself$"):
+    with pytest.raises(
+        CapacityError, match=rf"^{U0}::1 has no room: a container has it for itself$"
+    ):
         book(ledger, f"{U0}::1")
 
 
 def test_kubelet_gives_a_held_id_to_somebody_else_and_wins(clock: Clock) -> None:
-    """An id changes hands when kubelet allocates it again: the old holder has ended without a word."""
+    """An id changes hands when kubelet allocates it again:
+    the old holder has ended without a word.
+    """
     ledger = make(clock, replicated(4))
     book(ledger, f"{U0}::0", f"{U0}::1")
     reconcile(ledger, held(f"{U0}::0", f"{U0}::1"))
     fresh = book(ledger, f"{U0}::1")
-    assert {grant.number: grant.ids for grant in ledger.grants} == {1: (f"{U0}::0",), fresh.number: (f"{U0}::1",)}
+    assert {grant.number: grant.ids for grant in ledger.grants} == {
+        1: (f"{U0}::0",),
+        fresh.number: (f"{U0}::1",),
+    }
     assert ledger.audit() == []
 
 

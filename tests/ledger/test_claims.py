@@ -1,4 +1,6 @@
-"""Claims in the ledger: which families are kept from a GPU that a scheduler has given to a pod, and which are not."""
+"""Claims in the ledger: which families are kept from a GPU that a scheduler has given to a pod,
+and which are not.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +25,9 @@ FAMILIES = {"nvidia.com/gpu": "nvidia", VGPU: "volcano-vgpu", SHARE: "volcano-gp
 def counted(name: str) -> Resource:
     """A resource whose pods decide, four places on each golden GPU."""
     ids = tuple(DeviceId(f"{uuid}-{place}", uuid) for uuid in (U0, U1) for place in range(4))
-    return Resource(name, FAMILIES[name], ids, holders_per_device=4, decided_by=Decider.POD, prefers=False)
+    return Resource(
+        name, FAMILIES[name], ids, holders_per_device=4, decided_by=Decider.POD, prefers=False
+    )
 
 
 def claim(gpu: str, order: int, family: str = "volcano-vgpu", pod: str = "") -> Claim:
@@ -32,12 +36,25 @@ def claim(gpu: str, order: int, family: str = "volcano-vgpu", pod: str = "") -> 
     return Claim(gpu, family, f"default/{name}", f"uid-{name}", 1000.0, order)
 
 
-def start(ledger: Ledger, name: str, pod: str, *gpus: str, ids: tuple[str, ...] = (), container: str = "main") -> None:
+def start(
+    ledger: Ledger,
+    name: str,
+    pod: str,
+    *gpus: str,
+    ids: tuple[str, ...] = (),
+    container: str = "main",
+) -> None:
     """A container is given 1000 MiB of each GPU, on the first ids of the resource that are free."""
     held = {id_ for grant in ledger.grants if grant.resource == name for id_ in grant.ids}
     free = [entry.id.id for entry in ledger.listing(name) if entry.id.id not in held]
     owner = Owner(container, f"uid-{pod}", "default", pod)
-    ledger.decide(name, ids or tuple(free[: len(gpus)]), [Share(gpu, 1000) for gpu in gpus], owner, evidence=("a test",))
+    ledger.decide(
+        name,
+        ids or tuple(free[: len(gpus)]),
+        [Share(gpu, 1000) for gpu in gpus],
+        owner,
+        evidence=("a test",),
+    )
 
 
 def usable(ledger: Ledger, name: str) -> set[str]:
@@ -64,8 +81,12 @@ def ledger(clock: Clock) -> Ledger:
     return make(clock, WHOLE, counted(VGPU), counted(SHARE))
 
 
-def test_a_claimed_gpu_is_unhealthy_towards_the_other_families_only(ledger: Ledger, clock: Clock) -> None:
-    """Another family must not give away a GPU that a scheduler has given away. A claim never bars its own family."""
+def test_a_claimed_gpu_is_unhealthy_towards_the_other_families_only(
+    ledger: Ledger, clock: Clock
+) -> None:
+    """Another family must not give away a GPU that a scheduler has given away.
+    A claim never bars its own family.
+    """
     claimed(ledger, clock, claim(U0, 1))
     assert words(ledger) == {U0: False, U1: True}
     assert (usable(ledger, VGPU), usable(ledger, SHARE)) == ({U0, U1}, {U1})
@@ -77,7 +98,9 @@ def test_a_claimed_gpu_is_unhealthy_towards_the_other_families_only(ledger: Ledg
 
 
 def test_claims_are_oldest_first_and_the_same_ones_change_nothing(ledger: Ledger) -> None:
-    """Streams and writers wake with each revision, so a refresh that finds the same must not be one."""
+    """Streams and writers wake with each revision,
+    so a refresh that finds the same must not be one.
+    """
     young, old = claim(U0, 7), claim(U1, 3)
     ledger.claim([young, old, young])
     assert ledger.claims == (old, young)
@@ -87,7 +110,9 @@ def test_claims_are_oldest_first_and_the_same_ones_change_nothing(ledger: Ledger
 
 
 def test_the_oldest_claim_on_a_gpu_decides_in_both_directions(ledger: Ledger, clock: Clock) -> None:
-    """No family starves: the younger one waits, whichever it is, and is next when the older one has started."""
+    """No family starves: the younger one waits, whichever it is,
+    and is next when the older one has started.
+    """
     first, second = claim(U0, 1, "volcano-gpushare"), claim(U0, 2, "volcano-vgpu")
     claimed(ledger, clock, first, second)
     assert (usable(ledger, SHARE), usable(ledger, VGPU)) == ({U0, U1}, {U1})
@@ -95,12 +120,16 @@ def test_the_oldest_claim_on_a_gpu_decides_in_both_directions(ledger: Ledger, cl
     assert (usable(ledger, SHARE), usable(ledger, VGPU)) == ({U1}, {U0, U1})
 
 
-def test_a_gpu_in_use_gives_nothing_new_while_another_family_waits_for_it(ledger: Ledger, clock: Clock) -> None:
+def test_a_gpu_in_use_gives_nothing_new_while_another_family_waits_for_it(
+    ledger: Ledger, clock: Clock
+) -> None:
     """Otherwise it would never become free, because others of that family keep coming."""
     start(ledger, VGPU, "runs", U0)
     claimed(ledger, clock, claim(U0, 5, "volcano-gpushare", "waits"))
     assert usable(ledger, VGPU) == {U1}
-    with pytest.raises(UnhealthyDeviceError, match="kept for a pod to which a scheduler of volcano-gpushare"):
+    with pytest.raises(
+        UnhealthyDeviceError, match="kept for a pod to which a scheduler of volcano-gpushare"
+    ):
         start(ledger, VGPU, "late", U0)
     start(ledger, VGPU, "elsewhere", U1)
     for number in [grant.number for grant in ledger.grants]:
@@ -109,10 +138,14 @@ def test_a_gpu_in_use_gives_nothing_new_while_another_family_waits_for_it(ledger
     start(ledger, SHARE, "waits", U0)
 
 
-def test_a_pod_with_an_older_claim_joins_a_gpu_for_which_a_younger_one_waits(ledger: Ledger, clock: Clock) -> None:
+def test_a_pod_with_an_older_claim_joins_a_gpu_for_which_a_younger_one_waits(
+    ledger: Ledger, clock: Clock
+) -> None:
     """It was promised the GPU first. The younger one of another family waits for its end."""
     start(ledger, VGPU, "runs", U0)
-    ledger.claim([claim(U0, 2, "volcano-vgpu", "second"), claim(U0, 5, "volcano-gpushare", "waits")])
+    ledger.claim(
+        [claim(U0, 2, "volcano-vgpu", "second"), claim(U0, 5, "volcano-gpushare", "waits")]
+    )
     start(ledger, VGPU, "second", U0)
     claimed(ledger, clock, claim(U0, 5, "volcano-gpushare", "waits"))
     assert usable(ledger, VGPU) == {U1}
@@ -135,10 +168,16 @@ def test_a_container_that_starts_again_does_not_wait_for_a_claim(ledger: Ledger)
     assert ledger.grants[0].shares == grant.shares
 
 
-def test_a_pod_that_has_a_part_of_its_gpus_gets_the_rest_before_an_older_claim(ledger: Ledger) -> None:
-    """The claim may wait for the GPU that the pod has: neither would ever have all that it needs."""
+def test_a_pod_that_has_a_part_of_its_gpus_gets_the_rest_before_an_older_claim(
+    ledger: Ledger,
+) -> None:
+    """The claim may wait for the GPU that the pod has:
+    neither would ever have all that it needs.
+    """
     start(ledger, VGPU, "half", U0, container="one")
-    ledger.claim([claim(U0, 1, "volcano-gpushare", "both"), claim(U1, 1, "volcano-gpushare", "both")])
+    ledger.claim(
+        [claim(U0, 1, "volcano-gpushare", "both"), claim(U1, 1, "volcano-gpushare", "both")]
+    )
     assert not any(room.trouble for room in ledger.rooms(VGPU, pod_uid="uid-half"))
     assert all(room.trouble for room in ledger.rooms(VGPU))
     start(ledger, VGPU, "half", U1, container="two")
@@ -160,12 +199,19 @@ def test_two_pods_with_two_gpus_each_are_served_one_after_the_other(ledger: Ledg
 
 
 def test_the_rule_keeps_exactly_the_families_without_the_oldest_claim() -> None:
-    """A family is kept from a GPU if another one's oldest claim is older than each of its own, and only then."""
+    """A family is kept from a GPU if another one's oldest claim is older than each of its own,
+    and only then.
+    """
     families = ("a", "b", "c")
     for orders in itertools.permutations(range(3)):
         for count in range(4):
-            claims = in_order(claim("g", order, family) for order, family in list(zip(orders, families, strict=True))[:count])
+            claims = in_order(
+                claim("g", order, family)
+                for order, family in list(zip(orders, families, strict=True))[:count]
+            )
             for family in families:
                 own = min((each.order for each in claims if each.family == family), default=99)
                 others = min((each.order for each in claims if each.family != family), default=100)
-                assert bool(why_kept("g", family, oldest_by_gpu(claims))) == (others < own and others < 100)
+                assert bool(why_kept("g", family, oldest_by_gpu(claims))) == (
+                    others < own and others < 100
+                )

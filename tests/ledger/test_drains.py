@@ -1,4 +1,6 @@
-"""Drains: a family that never returns a GPU gives one up for a family that had pods here lately and has none now."""
+"""Drains: a family that never returns a GPU gives one up for a family that had pods here lately
+and has none now.
+"""
 
 from __future__ import annotations
 
@@ -24,15 +26,21 @@ def clock() -> Clock:
 
 
 class Stream:
-    """Pods of family ``a`` that end one after the other on the GPUs ``g`` and ``h``; ``b`` had a pod before them."""
+    """Pods of family ``a`` that end one after the other on the GPUs ``g`` and ``h``;
+    ``b`` had a pod before them.
+    """
 
     def __init__(self, clock: Clock) -> None:
         self.drains = Drains(clock)
-        self.held = {number: ("a", frozenset({"g" if number % 3 else "h"})) for number in range(1000)}
+        self.held = {
+            number: ("a", frozenset({"g" if number % 3 else "h"})) for number in range(1000)
+        }
         self.follow(self.held | {-1: ("b", frozenset({"i"}))})
         self.follow(self.held)
 
-    def follow(self, held: dict[int, tuple[str, frozenset[str]]], offered: Iterable[str] = ()) -> None:
+    def follow(
+        self, held: dict[int, tuple[str, frozenset[str]]], offered: Iterable[str] = ()
+    ) -> None:
         """Tell of a change."""
         serves = {gpu: family for family, gpus in held.values() for gpu in gpus}
         self.drains.follow(held, serves, FAMILIES, lambda: tuple(offered))
@@ -47,7 +55,9 @@ class Stream:
         return [gpu for gpu in ("g", "h") if self.drains.why_drained(gpu, "a")]
 
 
-def test_the_gpu_on_which_pods_end_fastest_is_drained_for_a_family_that_was_here(clock: Clock) -> None:
+def test_the_gpu_on_which_pods_end_fastest_is_drained_for_a_family_that_was_here(
+    clock: Clock,
+) -> None:
     """It becomes free soonest, and one at a time costs least."""
     stream = Stream(clock)
     stream.end(ENDS_BEFORE_A_DRAIN - 1)
@@ -66,7 +76,9 @@ def test_nothing_is_drained_for_a_family_that_had_no_pod_here_lately(clock: Cloc
     never = Drains(clock)
     serves = {"g": "a", "h": "a"}
     never.follow(stream.held, serves, FAMILIES, tuple)
-    never.follow(dict(list(stream.held.items())[2 * ENDS_BEFORE_A_DRAIN :]), serves, FAMILIES, tuple)
+    never.follow(
+        dict(list(stream.held.items())[2 * ENDS_BEFORE_A_DRAIN :]), serves, FAMILIES, tuple
+    )
     assert not never.why_drained("g", "a")
 
 
@@ -104,7 +116,9 @@ def test_a_drain_ends_when_the_gpu_is_free(clock: Clock) -> None:
 
 
 def flood(ledger: Ledger, ends: int) -> None:
-    """So many pods of Volcano end, and the place of each is taken by the next before the last one has gone."""
+    """So many pods of Volcano end, and the place of each is taken by the next
+    before the last one has gone.
+    """
     for number in range(ends // 2):
         for gpu in (U0, U1):
             start(ledger, VGPU, f"pod-{gpu}-{number}-{len(ledger.grants)}", gpu)

@@ -1,4 +1,6 @@
-"""The ledger under any history: hypothesis drives it beside an independent model of kubelet's bookkeeping."""
+"""The ledger under any history: hypothesis drives it beside an independent model
+of kubelet's bookkeeping.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +11,15 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 from tests.golden import U0, U1, golden_inventory
-from tests.ledger.book_parts import ILL, WHOLE, Clock, interpret, replica_shares, replicated, whole_shares
+from tests.ledger.book_parts import (
+    ILL,
+    WHOLE,
+    Clock,
+    interpret,
+    replica_shares,
+    replicated,
+    whole_shares,
+)
 from vgpu_agent.errors import LedgerError
 from vgpu_agent.ledger import Ledger
 from vgpu_agent.model import GrantState, Health, Holding, KubeletRecords, Owner
@@ -19,7 +29,9 @@ REPLICAS = 3
 
 
 class LedgerAgainstKubelet(RuleBasedStateMachine):
-    """The kubelet's own book is a dict from pod to resource and ids; the ledger never contradicts itself and agrees after verification."""
+    """The kubelet's own book is a dict from pod to resource and ids; the ledger never contradicts
+    itself and agrees after verification.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -41,17 +53,31 @@ class LedgerAgainstKubelet(RuleBasedStateMachine):
         self._offer()
 
     def _observe(self) -> None:
-        health = {name: ILL if uuid in self.ill else Health() for name, uuid in (("U0", U0), ("U1", U1))}
+        health = {
+            name: ILL if uuid in self.ill else Health() for name, uuid in (("U0", U0), ("U1", U1))
+        }
         whole = golden_inventory(**health)
-        self.ledger.observe(dataclasses.replace(whole, gpus=tuple(gpu for gpu in whole.gpus if gpu.uuid not in self.gone)))
+        self.ledger.observe(
+            dataclasses.replace(
+                whole, gpus=tuple(gpu for gpu in whole.gpus if gpu.uuid not in self.gone)
+            )
+        )
 
     def _offer(self) -> None:
-        self.ledger.offer([dataclasses.replace(replicated(REPLICAS) if self.shared else WHOLE, name=self.name)])
+        self.ledger.offer(
+            [dataclasses.replace(replicated(REPLICAS) if self.shared else WHOLE, name=self.name)]
+        )
 
     def _free(self) -> list[str]:
-        """Return the ids from which the kubelet would choose: healthy ids of the list that no pod of its own holds."""
+        """Return the ids from which the kubelet would choose:
+        healthy ids of the list that no pod of its own holds.
+        """
         taken = self._taken()
-        return [entry.id.id for entry in self.ledger.listing(self.name) if entry.healthy and entry.id.id not in taken]
+        return [
+            entry.id.id
+            for entry in self.ledger.listing(self.name)
+            if entry.healthy and entry.id.id not in taken
+        ]
 
     def _taken(self) -> set[str]:
         """Return the ids that live pods hold of the resource under its name of today."""
@@ -62,12 +88,16 @@ class LedgerAgainstKubelet(RuleBasedStateMachine):
 
     @rule(size=st.integers(1, 4), confirmed=st.booleans())
     def admit(self, size: int, *, confirmed: bool) -> None:
-        """The kubelet admits a pod onto free healthy ids; sometimes the admission fails after our answer."""
+        """The kubelet admits a pod onto free healthy ids;
+        sometimes the admission fails after our answer.
+        """
         ids = tuple(self._free()[:size])
         if not ids:
             return
-        grant = self.ledger.reserve(self.name, ids, self._shares(ids))  # type: ignore[arg-type]  # shares of either kind
-        assert sorted(grant.ids) == sorted(ids)  # in the order of the first call, when kubelet asks for them once more in another
+        # shares of either kind
+        grant = self.ledger.reserve(self.name, ids, self._shares(ids))  # type: ignore[arg-type]
+        # in the order of the first call, when kubelet asks for them once more in another
+        assert sorted(grant.ids) == sorted(ids)
         assert self.ledger.reserve(self.name, ids, self._shares(ids)) == grant  # type: ignore[arg-type]
         if confirmed:
             self.pod_count += 1
@@ -87,7 +117,9 @@ class LedgerAgainstKubelet(RuleBasedStateMachine):
         except LedgerError:
             assert self.ledger.grants == before
         else:
-            assert all(listing.get(id_) for id_ in ids), "something was granted on an unhealthy, cordoned or unknown device"
+            assert all(listing.get(id_) for id_ in ids), (
+                "something was granted on an unhealthy, cordoned or unknown device"
+            )
 
     @rule(data=st.data())
     def pod_ends(self, data: st.DataObject) -> None:
@@ -124,7 +156,9 @@ class LedgerAgainstKubelet(RuleBasedStateMachine):
 
     @rule()
     def resource_is_renamed(self) -> None:
-        """The operator switches renameByDefault under running pods: the same ids under another name."""
+        """The operator switches renameByDefault under running pods:
+        the same ids under another name.
+        """
         self.name = NAMES[self.name == NAMES[0]]
         self._offer()
 
@@ -140,7 +174,9 @@ class LedgerAgainstKubelet(RuleBasedStateMachine):
 
     @rule()
     def verify_until_settled(self) -> None:
-        """After the reservations have aged, two complete passes make the book equal to kubelet's."""
+        """After the reservations have aged, two complete passes make the book equal
+        to kubelet's.
+        """
         self.clock.now += 61
         self._reconcile()
         self._reconcile()
@@ -165,8 +201,13 @@ class LedgerAgainstKubelet(RuleBasedStateMachine):
         return {(name, frozenset(ids)) for name, ids in self.pods.values()}
 
     def _reconcile(self, *, complete: bool = True, initial: bool = False) -> None:
-        holdings = tuple(Holding(name, ids, Owner("main", f"uid-{pod}", "default", f"pod-{pod}")) for pod, (name, ids) in self.pods.items())
-        self.ledger.reconcile(KubeletRecords(holdings, complete), interpret, reservation_seconds=60, initial=initial)
+        holdings = tuple(
+            Holding(name, ids, Owner("main", f"uid-{pod}", "default", f"pod-{pod}"))
+            for pod, (name, ids) in self.pods.items()
+        )
+        self.ledger.reconcile(
+            KubeletRecords(holdings, complete), interpret, reservation_seconds=60, initial=initial
+        )
 
     @invariant()
     def the_book_is_sound(self) -> None:
@@ -175,10 +216,14 @@ class LedgerAgainstKubelet(RuleBasedStateMachine):
 
     @invariant()
     def what_a_live_pod_holds_is_in_the_book(self) -> None:
-        """An id that kubelet confirmed is held by a grant at every moment, through illness, restarts and new settings."""
+        """An id that kubelet confirmed is held by a grant at every moment, through illness,
+        restarts and new settings.
+        """
         booked = {(grant.resource, id_) for grant in self.ledger.grants for id_ in grant.ids}
         assert {(name, id_) for name, ids in self.pods.values() for id_ in ids} <= booked
 
 
-LedgerAgainstKubelet.TestCase.settings = settings(max_examples=150, stateful_step_count=40, deadline=None)
+LedgerAgainstKubelet.TestCase.settings = settings(
+    max_examples=150, stateful_step_count=40, deadline=None
+)
 TestLedgerAgainstKubelet = LedgerAgainstKubelet.TestCase

@@ -1,4 +1,6 @@
-"""The limits of an offer over changes of settings: what was granted under wider ones is still sound."""
+"""The limits of an offer over changes of settings:
+what was granted under wider ones is still sound.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,13 @@ from vgpu_agent.model import Decider, Resource
 
 NAME = "example.com/number"
 WIDE = Resource(
-    NAME, "number", (DeviceId("a", "GPU-1"),), holders_per_device=10, memory_scaling=2.0, cores_scaling=1.0, decided_by=Decider.POD
+    NAME,
+    "number",
+    (DeviceId("a", "GPU-1"),),
+    holders_per_device=10,
+    memory_scaling=2.0,
+    cores_scaling=1.0,
+    decided_by=Decider.POD,
 )
 NARROW = dataclasses.replace(WIDE, holders_per_device=1, memory_scaling=1.0, cores_scaling=1.5)
 
@@ -27,9 +35,15 @@ def after(*changes: Resource, held: tuple[str, ...] = (NAME,)) -> Offers:
 
 
 def test_each_limit_is_the_widest_that_somebodys_grant_may_come_from() -> None:
-    """Fewer places and less memory, but more compute: none of the three takes a grant's soundness away."""
+    """Fewer places and less memory, but more compute:
+    none of the three takes a grant's soundness away.
+    """
     widest = after(WIDE, NARROW).at_its_widest(NARROW)
-    assert (widest.holders_per_device, widest.memory_scaling, widest.cores_scaling) == (10, 2.0, 1.5)
+    assert (widest.holders_per_device, widest.memory_scaling, widest.cores_scaling) == (
+        10,
+        2.0,
+        1.5,
+    )
 
 
 def test_what_is_offered_is_not_widened() -> None:
@@ -69,23 +83,43 @@ def test_one_name_is_offered_once() -> None:
         Offers().replace([WIDE, twin])
 
 
-@pytest.mark.parametrize("ids", [(DeviceId("a", "GPU-1"),), NumberedIds((IdBlock("", 1, "GPU-1"),))], ids=["listed", "numbered"])
+@pytest.mark.parametrize(
+    "ids",
+    [(DeviceId("a", "GPU-1"),), NumberedIds((IdBlock("", 1, "GPU-1"),))],
+    ids=["listed", "numbered"],
+)
 def test_an_id_is_offered_once_within_a_family(ids: Sequence[DeviceId]) -> None:
     """kubelet V17: it would mix the health of the two up."""
     first = dataclasses.replace(WIDE, ids=ids)
-    with pytest.raises(ValueError, match=r"device id (a|0) is offered by example.com/number and by example.com/memory"):
+    with pytest.raises(
+        ValueError,
+        match=r"device id (a|0) is offered by example.com/number and by example.com/memory",
+    ):
         Offers().replace([first, dataclasses.replace(first, name="example.com/memory")])
 
 
 def test_families_may_have_ids_alike() -> None:
     """Their plugins never ran on one node. The kubelet always says which resource an id is of."""
-    other = dataclasses.replace(WIDE, name="example.org/gpu", family="other", ids=(DeviceId("a", "GPU-2"),))
-    numbered = dataclasses.replace(WIDE, name="example.net/gpu", family="third", ids=NumberedIds((IdBlock("a", 2, "GPU-3"),)))
-    plain = dataclasses.replace(WIDE, name="example.edu/gpu", family="fourth", ids=(DeviceId("a1", "GPU-4"),))
+    other = dataclasses.replace(
+        WIDE, name="example.org/gpu", family="other", ids=(DeviceId("a", "GPU-2"),)
+    )
+    numbered = dataclasses.replace(
+        WIDE, name="example.net/gpu", family="third", ids=NumberedIds((IdBlock("a", 2, "GPU-3"),))
+    )
+    plain = dataclasses.replace(
+        WIDE, name="example.edu/gpu", family="fourth", ids=(DeviceId("a1", "GPU-4"),)
+    )
     offers = after()
     offers.replace([WIDE, other, numbered, plain])
-    assert [offers.device(name, "a") for name in (NAME, "example.org/gpu", "example.net/gpu")] == ["GPU-1", "GPU-2", None]
-    assert [offers.device(name, "a1") for name in ("example.net/gpu", "example.edu/gpu")] == ["GPU-3", "GPU-4"]
+    assert [offers.device(name, "a") for name in (NAME, "example.org/gpu", "example.net/gpu")] == [
+        "GPU-1",
+        "GPU-2",
+        None,
+    ]
+    assert [offers.device(name, "a1") for name in ("example.net/gpu", "example.edu/gpu")] == [
+        "GPU-3",
+        "GPU-4",
+    ]
     assert [(one.name, two.name, id_) for one, two, id_ in alike(offers.by_name.values())] == [
         (NAME, "example.org/gpu", "a"),
         ("example.net/gpu", "example.edu/gpu", "a1"),

@@ -1,6 +1,8 @@
-"""The book under any history of schedulers that overcommit: compute and slots may be exceeded only where one decided so, and it shows.
+"""The book under any history of schedulers that overcommit: compute and slots may be exceeded only
+where one decided so, and it shows.
 
-Beside the ledger runs a plain list of holders. What is left must follow from that list after every step, also after a restart.
+Beside the ledger runs a plain list of holders. What is left must follow from that list after every
+step, also after a restart.
 """
 
 from __future__ import annotations
@@ -39,7 +41,9 @@ class _Held:
 
 
 class SchedulersOvercommit(RuleBasedStateMachine):
-    """Pods of schedulers and of the agent's own placement, in any order, on two GPUs of three slots each."""
+    """Pods of schedulers and of the agent's own placement, in any order,
+    on two GPUs of three slots each.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -58,9 +62,19 @@ class SchedulersOvercommit(RuleBasedStateMachine):
         self.ledger.offer([RESOURCE])
 
     def _sums(self, gpu: str, *, firm: bool = False) -> tuple[int, int, int]:
-        """MiB, percent and holders of ``gpu``; with ``firm`` only of those that no scheduler decided."""
-        on = [each.share for each in self.held.values() if each.share.device == gpu and not (firm and each.by_scheduler)]
-        return sum(share.memory_mib for share in on), sum(share.cores_percent for share in on), len(on)
+        """MiB, percent and holders of ``gpu``; with ``firm`` only of those
+        that no scheduler decided.
+        """
+        on = [
+            each.share
+            for each in self.held.values()
+            if each.share.device == gpu and not (firm and each.by_scheduler)
+        ]
+        return (
+            sum(share.memory_mib for share in on),
+            sum(share.cores_percent for share in on),
+            len(on),
+        )
 
     @rule(
         gpu=st.sampled_from(GPUS),
@@ -76,18 +90,25 @@ class SchedulersOvercommit(RuleBasedStateMachine):
         if not ids:
             return
         self.count += 1
-        owner, share = Owner("main", f"uid-{self.count}", "default", f"p{self.count}"), Share(gpu, mib, cores, exclusive)
+        owner, share = (
+            Owner("main", f"uid-{self.count}", "default", f"p{self.count}"),
+            Share(gpu, mib, cores, exclusive),
+        )
         memory, percent, holders = self._sums(gpu)
         alone = any(each.share.exclusive for each in self.held.values() if each.share.device == gpu)
         too_much = memory + mib > MEMORY_MIB or (holders > 0 and (alone or exclusive))
         beyond = percent + cores > 100 or holders + 1 > SLOTS
         before, refusal = self.ledger.grants, None
         try:
-            self.ledger.decide(NUMBER, ids, (share,), owner, evidence=("a test",), may_overcommit=by_scheduler)
+            self.ledger.decide(
+                NUMBER, ids, (share,), owner, evidence=("a test",), may_overcommit=by_scheduler
+            )
         except LedgerError as err:
             refusal = type(err)
             assert self.ledger.grants == before
-        expected = CapacityError if too_much else OvercommitError if beyond and not by_scheduler else None
+        expected = (
+            CapacityError if too_much else OvercommitError if beyond and not by_scheduler else None
+        )
         assert refusal is expected
         if refusal is None:
             self.held[self.count] = _Held(ids, share, owner, by_scheduler)
@@ -97,7 +118,14 @@ class SchedulersOvercommit(RuleBasedStateMachine):
     def start_again(self, data: st.DataObject) -> None:
         """A container crashes; whatever its neighbours got since, it keeps what it has."""
         each = self.held[data.draw(st.sampled_from(sorted(self.held)))]
-        self.ledger.decide(NUMBER, each.ids, (each.share,), each.owner, evidence=("again",), may_overcommit=each.by_scheduler)
+        self.ledger.decide(
+            NUMBER,
+            each.ids,
+            (each.share,),
+            each.owner,
+            evidence=("again",),
+            may_overcommit=each.by_scheduler,
+        )
 
     @precondition(lambda self: self.held)
     @rule(data=st.data())
@@ -117,9 +145,17 @@ class SchedulersOvercommit(RuleBasedStateMachine):
         def interpret(holding: Holding) -> Meaning:
             each = by_ids[holding.ids]
             key = (each.owner.pod_uid, each.owner.container)
-            return Meaning("volcano-vgpu", (each.share,), by_pod=True, decided_for=key, may_overcommit=each.by_scheduler)
+            return Meaning(
+                "volcano-vgpu",
+                (each.share,),
+                by_pod=True,
+                decided_for=key,
+                may_overcommit=each.by_scheduler,
+            )
 
-        records = KubeletRecords(tuple(Holding(NUMBER, each.ids, each.owner) for each in self.held.values()))
+        records = KubeletRecords(
+            tuple(Holding(NUMBER, each.ids, each.owner) for each in self.held.values())
+        )
         self.ledger.reconcile(records, interpret, reservation_seconds=60, initial=True)
 
     @invariant()
@@ -135,7 +171,9 @@ class SchedulersOvercommit(RuleBasedStateMachine):
 
     @invariant()
     def what_is_left_is_exact_and_never_negative(self) -> None:
-        """The next question finds zero of what is overcommitted, and exactly the rest of everything else."""
+        """The next question finds zero of what is overcommitted,
+        and exactly the rest of everything else.
+        """
         for room in self.ledger.rooms(NUMBER):
             memory, percent, holders = self._sums(room.device)
             left = (room.memory_free_mib, room.cores_free_percent, room.holders_free)
@@ -146,8 +184,12 @@ class SchedulersOvercommit(RuleBasedStateMachine):
         """Exactly the GPUs of which more is given out than they have."""
         sums = {gpu: self._sums(gpu)[1:] for gpu in GPUS}
         beyond = {gpu: each for gpu, each in sums.items() if each[0] > 100 or each[1] > SLOTS}
-        assert {each.device: (each.cores_percent, each.holders) for each in self.ledger.overcommitted} == beyond
+        assert {
+            each.device: (each.cores_percent, each.holders) for each in self.ledger.overcommitted
+        } == beyond
 
 
-SchedulersOvercommit.TestCase.settings = settings(max_examples=100, stateful_step_count=30, deadline=None)
+SchedulersOvercommit.TestCase.settings = settings(
+    max_examples=100, stateful_step_count=30, deadline=None
+)
 TestSchedulersOvercommit = SchedulersOvercommit.TestCase

@@ -1,11 +1,24 @@
-"""The book against kubelet's records: what they prove, add, correct and end, and what a gap in them does not."""
+"""The book against kubelet's records: what they prove, add, correct and end,
+and what a gap in them does not.
+"""
 
 from __future__ import annotations
 
 import pytest
 
 from tests.golden import U0, U1
-from tests.ledger.book_parts import SERVE, TRAIN, WHOLE, Clock, book, held, interpret, make, reconcile, replicated
+from tests.ledger.book_parts import (
+    SERVE,
+    TRAIN,
+    WHOLE,
+    Clock,
+    book,
+    held,
+    interpret,
+    make,
+    reconcile,
+    replicated,
+)
 from tests.ledger.test_claims import VGPU, counted, usable
 from vgpu_agent.model import Grant, GrantState, KubeletRecords, Owner
 
@@ -17,18 +30,27 @@ def clock() -> Clock:
 
 
 def test_records_from_before_an_allocate_say_nothing_about_it(clock: Clock) -> None:
-    """While they were read the old holder ended and kubelet gave its id away: the grant is not the old holder's."""
+    """While they were read the old holder ended and kubelet gave its id away:
+    the grant is not the old holder's.
+    """
     ledger = make(clock, WHOLE)
     reconcile(ledger, held(U0), initial=True)
     newest = ledger.newest
     book(ledger, U0)
-    assert ledger.reconcile(KubeletRecords((held(U0),)), interpret, reservation_seconds=60, newest=newest) == []
+    assert (
+        ledger.reconcile(
+            KubeletRecords((held(U0),)), interpret, reservation_seconds=60, newest=newest
+        )
+        == []
+    )
     assert ledger.grants[0].owner is None
     assert reconcile(ledger, held(U0, owner=SERVE)) == ["ledger.named"]
 
 
 def test_a_reservation_gets_its_container_from_kubelets_records(clock: Clock) -> None:
-    """reserved → proven once checkpoint and pod-resources agree on the container. That is no drift."""
+    """reserved → proven once checkpoint and pod-resources agree on the container.
+    That is no drift.
+    """
     ledger = make(clock, WHOLE)
     book(ledger, U0)
     assert reconcile(ledger, held(U0)) == ["ledger.named"]
@@ -38,7 +60,9 @@ def test_a_reservation_gets_its_container_from_kubelets_records(clock: Clock) ->
 
 
 def test_one_source_alone_grants_but_does_not_prove(clock: Clock) -> None:
-    """With pod-resources silent, the checkpoint names the UID. The name comes later and nothing is forgotten in between."""
+    """With pod-resources silent, the checkpoint names the UID.
+    The name comes later and nothing is forgotten in between.
+    """
     ledger = make(clock, WHOLE)
     book(ledger, U0)
     reconcile(ledger, held(U0, owner=Owner("main", pod_uid="uid-train")), complete=False)
@@ -48,9 +72,13 @@ def test_one_source_alone_grants_but_does_not_prove(clock: Clock) -> None:
 
 
 def test_at_start_the_ledger_is_rebuilt_from_kubelets_records(clock: Clock) -> None:
-    """kubelet V10: what kubelet knows is in the book before anything is registered, and is no drift."""
+    """kubelet V10: what kubelet knows is in the book before anything is registered,
+    and is no drift.
+    """
     ledger = make(clock, replicated(4))
-    corrections = ledger.reconcile(KubeletRecords((held(f"{U0}::1"),)), interpret, reservation_seconds=60, initial=True)
+    corrections = ledger.reconcile(
+        KubeletRecords((held(f"{U0}::1"),)), interpret, reservation_seconds=60, initial=True
+    )
     assert [(item.event, item.drift) for item in corrections] == [("ledger.adopted", False)]
     assert ledger.grants[0].owner == TRAIN
     assert ledger.free_ids("nvidia.com/gpu") == 7
@@ -74,8 +102,12 @@ def test_a_holder_that_the_ledger_did_not_know_is_drift_and_is_corrected(clock: 
     ],
     ids=["the checkpoint", "pods are listed", "nobody", "no pods are listed"],
 )
-def test_the_book_is_rebuilt_once_kubelet_has_told_who_holds_what(clock: Clock, records: KubeletRecords, passes: int | None) -> None:
-    """An empty list alone may be that of a kubelet which has just been started. What is adopted until then is no drift."""
+def test_the_book_is_rebuilt_once_kubelet_has_told_who_holds_what(
+    clock: Clock, records: KubeletRecords, passes: int | None
+) -> None:
+    """An empty list alone may be that of a kubelet which has just been started.
+    What is adopted until then is no drift.
+    """
     ledger = make(clock, WHOLE)
     for done in range(1, 4):
         ledger.reconcile(records, interpret, reservation_seconds=60)
@@ -90,7 +122,9 @@ def test_another_owner_in_kubelets_records_is_drift_and_is_corrected(clock: Cloc
     ledger = make(clock, WHOLE)
     book(ledger, U0)
     reconcile(ledger, held(U0))
-    (correction,) = ledger.reconcile(KubeletRecords((held(U0, owner=SERVE),)), interpret, reservation_seconds=60)
+    (correction,) = ledger.reconcile(
+        KubeletRecords((held(U0, owner=SERVE),)), interpret, reservation_seconds=60
+    )
     assert (correction.event, correction.drift) == ("ledger.renamed", True)
     assert ledger.grants[0].owner == SERVE
 
@@ -153,35 +187,59 @@ def of_train(grant: Grant) -> bool:
     return grant.owner == TRAIN
 
 
-def test_a_pod_that_has_ended_by_the_api_servers_word_leaves_with_the_first_reading_without_it(clock: Clock) -> None:
-    """Two independent sources agree; kubelet's records alone need two readings, and the API server's word alone takes nothing."""
+def test_a_pod_that_has_ended_by_the_api_servers_word_leaves_with_the_first_reading_without_it(
+    clock: Clock,
+) -> None:
+    """Two independent sources agree; kubelet's records alone need two readings, and the API
+    server's word alone takes nothing.
+    """
     ledger = make(clock, replicated(2))
     records = KubeletRecords((held(f"{U0}::0"), held(f"{U1}::0", owner=SERVE)))
     ledger.reconcile(records, interpret, reservation_seconds=60, initial=True)
     assert ledger.reconcile(records, interpret, reservation_seconds=60, has_ended=of_train) == []
     nothing = KubeletRecords()
-    (released,) = ledger.reconcile(nothing, interpret, reservation_seconds=60, has_ended=of_train, ended_only=True)
-    assert (released.event, released.reason, released.grant.owner) == ("ledger.released", "the pod has ended", TRAIN)
+    (released,) = ledger.reconcile(
+        nothing, interpret, reservation_seconds=60, has_ended=of_train, ended_only=True
+    )
+    assert (released.event, released.reason, released.grant.owner) == (
+        "ledger.released",
+        "the pod has ended",
+        TRAIN,
+    )
     assert [grant.owner for grant in ledger.grants] == [SERVE]
 
 
 @pytest.mark.parametrize("without", ["complete records", "the right to release"])
-def test_an_ended_pod_stays_while_kubelets_records_prove_nothing(clock: Clock, without: str) -> None:
-    """Without pod-resources no pod is known to be gone, nor while the kubelet finds its pods again after a restart."""
+def test_an_ended_pod_stays_while_kubelets_records_prove_nothing(
+    clock: Clock, without: str
+) -> None:
+    """Without pod-resources no pod is known to be gone,
+    nor while the kubelet finds its pods again after a restart.
+    """
     ledger = make(clock, WHOLE)
     reconcile(ledger, held(U0), initial=True)
     records = KubeletRecords(complete=without != "complete records")
     may_release = without != "the right to release"
-    assert ledger.reconcile(records, interpret, reservation_seconds=60, may_release=may_release, has_ended=of_train) == []
+    assert (
+        ledger.reconcile(
+            records, interpret, reservation_seconds=60, may_release=may_release, has_ended=of_train
+        )
+        == []
+    )
     assert len(ledger.grants) == 1
 
 
 def test_a_look_for_ended_pods_is_no_pass_for_the_others(clock: Clock) -> None:
-    """Such looks come in quick succession, and would meet the same gap in kubelet's records twice."""
+    """Such looks come in quick succession, and would meet the same gap
+    in kubelet's records twice.
+    """
     ledger = make(clock, WHOLE)
     reconcile(ledger, held(U0), initial=True)
     for _ in range(3):
-        assert ledger.reconcile(KubeletRecords(), interpret, reservation_seconds=60, ended_only=True) == []
+        assert (
+            ledger.reconcile(KubeletRecords(), interpret, reservation_seconds=60, ended_only=True)
+            == []
+        )
     assert not ledger.in_doubt
     assert reconcile(ledger) == []
     assert reconcile(ledger) == ["ledger.released"]
@@ -196,7 +254,9 @@ def test_several_families_are_offered_nothing_while_no_record_has_been_read(cloc
     version = ledger.revision.version
     ledger.reconcile(NOTHING_READ, interpret, reservation_seconds=60, initial=True)
     assert (usable(ledger, VGPU), usable(ledger, WHOLE.name)) == (set(), set())
-    assert {held.reason.partition(" since")[0] for held in ledger.held_back(VGPU)} == {"neither of the kubelet's records could be read"}
+    assert {held.reason.partition(" since")[0] for held in ledger.held_back(VGPU)} == {
+        "neither of the kubelet's records could be read"
+    }
     assert ledger.revision.version > version, "streams send the new lists"
     version = ledger.revision.version
     ledger.reconcile(KubeletRecords((held(U0),)), interpret, reservation_seconds=60)

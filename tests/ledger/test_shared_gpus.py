@@ -23,14 +23,17 @@ def test_a_gpu_is_shared_where_another_family_is_offered_it() -> None:
 
 
 def test_it_follows_the_offers_and_the_gpus() -> None:
-    """A family is switched off, a GPU is put into MIG mode: the answer of before must not be kept."""
+    """A family is switched off, a GPU is put into MIG mode:
+    the answer of before must not be kept.
+    """
     ledger = Ledger()
     ledger.observe(golden_inventory())
     undivided = dataclasses.replace(THEIRS, undivided=True)
     ledger.offer([OURS, undivided])
     assert ledger.shared_gpus("a") == {U1}
     ledger.observe(with_slices(golden_inventory(), U1=golden_slices()))
-    assert ledger.shared_gpus("a") == frozenset()  # nothing of a divided GPU is given away by the other family
+    # nothing of a divided GPU is given away by the other family
+    assert ledger.shared_gpus("a") == frozenset()
     ledger.observe(golden_inventory())
     assert ledger.shared_gpus("a") == {U1}
     ledger.offer([OURS])
@@ -44,4 +47,8 @@ def test_a_slice_belongs_to_its_gpu() -> None:
     ledger.observe(with_slices(golden_inventory(), U1=slices))
     ledger.offer([OURS, Resource("b/mig", "b", (DeviceId(slices[0].uuid, slices[0].uuid),))])
     assert ledger.shared_gpus("a") == {U1}
-    assert (ledger.gpu_of(slices[0].uuid), ledger.gpu_of(U0), ledger.gpu_of("GPU-gone")) == (U1, U0, "GPU-gone")
+    assert (ledger.gpu_of(slices[0].uuid), ledger.gpu_of(U0), ledger.gpu_of("GPU-gone")) == (
+        U1,
+        U0,
+        "GPU-gone",
+    )

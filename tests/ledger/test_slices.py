@@ -1,4 +1,6 @@
-"""MIG instances in the book: what befalls one, its GPU, or all of them, and one that is cut away under its holder."""
+"""MIG instances in the book: what befalls one, its GPU, or all of them,
+and one that is cut away under its holder.
+"""
 
 from __future__ import annotations
 
@@ -16,15 +18,33 @@ SLICES = tuple(f"MIG-cccccccc-0000-5000-8000-00000000000{number}" for number in 
 HEALTHY = Health()
 ILL = Health(ok=False, reason="XID 48")
 WHOLE = Resource("nvidia.com/gpu", "nvidia", (DeviceId(U0, U0), DeviceId(U1, U1)))
-MIG = Resource("nvidia.com/mig-1g.5gb", "nvidia", tuple(DeviceId(f"{uuid}::{n}", uuid) for uuid in SLICES for n in range(2)), 2)
+MIG = Resource(
+    "nvidia.com/mig-1g.5gb",
+    "nvidia",
+    tuple(DeviceId(f"{uuid}::{n}", uuid) for uuid in SLICES for n in range(2)),
+    2,
+)
 
 
 def _inventory(gpu: Health = HEALTHY, **instances: dict[str, object]) -> Inventory:
     """Seven slices on GPU 1; ``M3={"health": ILL}`` changes one of them."""
-    slices = tuple(MigInstance(uuid, number, 7 + number, 0, "1g.5gb", 4864, 1, 1) for number, uuid in enumerate(SLICES))
-    changed = tuple(dataclasses.replace(one, **instances.get(f"M{one.index}", {})) for one in slices)  # type: ignore[arg-type]  # keys of MigInstance
+    slices = tuple(
+        MigInstance(uuid, number, 7 + number, 0, "1g.5gb", 4864, 1, 1)
+        for number, uuid in enumerate(SLICES)
+    )
+    # keys of MigInstance
+    changed = tuple(
+        dataclasses.replace(one, **instances.get(f"M{one.index}", {}))  # type: ignore[arg-type]
+        for one in slices
+    )
     whole = golden_inventory(U1=gpu)
-    return dataclasses.replace(whole, gpus=(whole.gpus[0], dataclasses.replace(whole.gpus[1], mig_enabled=True, mig_instances=changed)))
+    return dataclasses.replace(
+        whole,
+        gpus=(
+            whole.gpus[0],
+            dataclasses.replace(whole.gpus[1], mig_enabled=True, mig_instances=changed),
+        ),
+    )
 
 
 def _ledger(resource: Resource = MIG) -> Ledger:
@@ -79,7 +99,9 @@ def test_a_slice_whose_nodes_are_not_known_is_not_given_out() -> None:
 
 
 def test_a_whole_gpu_is_as_well_as_its_worst_slice() -> None:
-    """nvidia §3, strategy none: a GPU in MIG mode is given out whole, so an ill part of it counts. A missing node does not."""
+    """nvidia §3, strategy none: a GPU in MIG mode is given out whole, so an ill part of it counts.
+    A missing node does not.
+    """
     ledger = _ledger(WHOLE)
 
     ledger.observe(_inventory(M3={"health": ILL}, M2={"trouble": "no line"}))

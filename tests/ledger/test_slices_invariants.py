@@ -1,4 +1,6 @@
-"""The ledger while MIG slices come and go under any history, beside a model of kubelet's bookkeeping and of each pod's silicon."""
+"""The ledger while MIG slices come and go under any history, beside a model of kubelet's
+bookkeeping and of each pod's silicon.
+"""
 
 from __future__ import annotations
 
@@ -19,8 +21,15 @@ from vgpu_agent.ledger.turns import round_seconds
 from vgpu_agent.model import GrantState, Holding, Inventory, KubeletRecords, Owner, Resource, Share
 
 OTHER = "example.com/part"
-LAYOUTS = {"none": None, "empty": (), "small": golden_slices(count=3), "large": golden_slices("3g.20gb", 19968, 2, letter="e")}
-GPU_OF = {U0: U0, U1: U1} | {each.uuid: U1 for slices in LAYOUTS.values() if slices for each in slices}
+LAYOUTS = {
+    "none": None,
+    "empty": (),
+    "small": golden_slices(count=3),
+    "large": golden_slices("3g.20gb", 19968, 2, letter="e"),
+}
+GPU_OF = {U0: U0, U1: U1} | {
+    each.uuid: U1 for slices in LAYOUTS.values() if slices for each in slices
+}
 WAYS = (
     NvidiaOptions(mig_strategy="mixed"),
     shared_by(2, name="nvidia.com/mig-1g.5gb", mig_strategy="mixed"),
@@ -30,7 +39,9 @@ WAYS = (
 
 
 class SlicesAgainstKubelet(RuleBasedStateMachine):
-    """The kubelet's own book is a dict from pod to resource and ids; GPU 1 is divided and united under it."""
+    """The kubelet's own book is a dict from pod to resource and ids;
+    GPU 1 is divided and united under it.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -48,14 +59,20 @@ class SlicesAgainstKubelet(RuleBasedStateMachine):
         self.layout, self.family = layout, NvidiaFamily(way)
         self._look()
 
-    # -- what happens ---------------------------------------------------------------------------------------------------------------
+    # -- what happens ------------------------------------------------------------------------------
 
     @rule(data=st.data(), size=st.integers(1, 3), confirmed=st.booleans())
     def admit(self, data: st.DataObject, size: int, *, confirmed: bool) -> None:
-        """The kubelet admits a pod onto free healthy ids of any resource; sometimes the admission fails after our answer."""
+        """The kubelet admits a pod onto free healthy ids of any resource;
+        sometimes the admission fails after our answer.
+        """
         name = data.draw(st.sampled_from(self._names))
         taken = {id_ for resource, ids in self.pods.values() if resource == name for id_ in ids}
-        free = [entry.id.id for entry in self.ledger.listing(name) if entry.healthy and entry.id.id not in taken]
+        free = [
+            entry.id.id
+            for entry in self.ledger.listing(name)
+            if entry.healthy and entry.id.id not in taken
+        ]
         ids = tuple(data.draw(st.permutations(free))[:size])
         if not ids:
             return
@@ -96,7 +113,9 @@ class SlicesAgainstKubelet(RuleBasedStateMachine):
 
     @rule()
     def verify_until_settled(self) -> None:
-        """After the reservations have aged, two complete passes make the book equal to kubelet's."""
+        """After the reservations have aged, two complete passes make the book equal
+        to kubelet's.
+        """
         self.clock.now += 61
         self._reconcile()
         self._reconcile()
@@ -115,7 +134,9 @@ class SlicesAgainstKubelet(RuleBasedStateMachine):
 
     @rule()
     def all_pods_end(self) -> None:
-        """Then every healthy device is there again, for both families, once the one that is offered it first has had its moment."""
+        """Then every healthy device is there again, for both families,
+        once the one that is offered it first has had its moment.
+        """
         self.pods = {}
         self.verify_until_settled()
         self.clock.now += round_seconds(2) + 1
@@ -124,7 +145,7 @@ class SlicesAgainstKubelet(RuleBasedStateMachine):
             for entry in self.ledger.listing(name):
                 assert entry.healthy == (GPU_OF[entry.id.device] not in self.ill), entry
 
-    # -- what must be so ------------------------------------------------------------------------------------------------------------
+    # -- what must be so ---------------------------------------------------------------------------
 
     @invariant()
     def the_book_is_sound(self) -> None:
@@ -133,17 +154,27 @@ class SlicesAgainstKubelet(RuleBasedStateMachine):
 
     @invariant()
     def what_a_live_pod_holds_is_in_the_book_and_in_the_list(self) -> None:
-        """Through divisions and restarts; where the resource is still offered and the device is gone, Unhealthy."""
+        """Through divisions and restarts; where the resource is still offered
+        and the device is gone, Unhealthy.
+        """
         booked = {(grant.resource, id_) for grant in self.ledger.grants for id_ in grant.ids}
         assert {(name, id_) for name, ids in self.pods.values() for id_ in ids} <= booked
         for name, ids in self.pods.values():
-            listed = {entry.id.id: entry.healthy for entry in self.ledger.listing(name)} if name in self._names else {}
+            listed = (
+                {entry.id.id: entry.healthy for entry in self.ledger.listing(name)}
+                if name in self._names
+                else {}
+            )
             for id_ in ids if listed or name in self._names else ():
-                assert self._device(id_) in self._there or listed[id_] is False, f"{id_} vanished from the list of {name}"
+                assert self._device(id_) in self._there or listed[id_] is False, (
+                    f"{id_} vanished from the list of {name}"
+                )
 
     @invariant()
     def nothing_is_offered_that_somebody_reaches_otherwise(self) -> None:
-        """A healthy id is of a GPU that no other family has, of a slice whose GPU is not held whole, of a GPU no slice of which is held."""
+        """A healthy id is of a GPU that no other family has, of a slice whose GPU is not held
+        whole, of a GPU no slice of which is held.
+        """
         for name in self._names:
             for entry in self.ledger.listing(name):
                 if not entry.healthy:
@@ -153,10 +184,14 @@ class SlicesAgainstKubelet(RuleBasedStateMachine):
                     for other in map(self._device, ids):
                         if GPU_OF[other] != gpu:
                             continue
-                        assert (held_by == OTHER) == (name == OTHER), f"{name} offers {entry.id.id}, {held_by} has {ids}"
-                        assert name == OTHER or device == other or gpu not in (device, other), f"{entry.id.id} beside {ids}"
+                        assert (held_by == OTHER) == (name == OTHER), (
+                            f"{name} offers {entry.id.id}, {held_by} has {ids}"
+                        )
+                        assert name == OTHER or device == other or gpu not in (device, other), (
+                            f"{entry.id.id} beside {ids}"
+                        )
 
-    # -- how it is done -------------------------------------------------------------------------------------------------------------
+    # -- how it is done ----------------------------------------------------------------------------
 
     @property
     def _names(self) -> list[str]:
@@ -165,7 +200,9 @@ class SlicesAgainstKubelet(RuleBasedStateMachine):
     @property
     def _inventory(self) -> Inventory:
         slices = LAYOUTS[self.layout]
-        whole = golden_inventory(**{name: ILL for name, uuid in (("U0", U0), ("U1", U1)) if uuid in self.ill})
+        whole = golden_inventory(
+            **{name: ILL for name, uuid in (("U0", U0), ("U1", U1)) if uuid in self.ill}
+        )
         return whole if slices is None else with_slices(whole, U1=slices)
 
     @property
@@ -178,7 +215,12 @@ class SlicesAgainstKubelet(RuleBasedStateMachine):
 
     def _look(self) -> None:
         inventory = self._inventory
-        parts = Resource(OTHER, "other", tuple(DeviceId(f"v-{entry.id}", entry.device) for entry in replicated(2).ids), 2)
+        parts = Resource(
+            OTHER,
+            "other",
+            tuple(DeviceId(f"v-{entry.id}", entry.device) for entry in replicated(2).ids),
+            2,
+        )
         self.ledger.observe(inventory)
         self.ledger.offer([*self.family.resources(inventory), parts])
 
@@ -188,7 +230,10 @@ class SlicesAgainstKubelet(RuleBasedStateMachine):
         return self.family.shares(name, ids, self._inventory)
 
     def _interpret(self, holding: Holding) -> Meaning:
-        return Meaning("other" if holding.resource == OTHER else "nvidia", self._shares(holding.resource, holding.ids))
+        return Meaning(
+            "other" if holding.resource == OTHER else "nvidia",
+            self._shares(holding.resource, holding.ids),
+        )
 
     def _booked(self) -> set[tuple[str, frozenset[str]]]:
         return {(grant.resource, frozenset(grant.ids)) for grant in self.ledger.grants}
@@ -197,9 +242,19 @@ class SlicesAgainstKubelet(RuleBasedStateMachine):
         return {(name, frozenset(ids)) for name, ids in self.pods.values()}
 
     def _reconcile(self, *, complete: bool = True, initial: bool = False) -> None:
-        holdings = tuple(Holding(name, ids, Owner("main", f"uid-{pod}", "default", f"pod-{pod}")) for pod, (name, ids) in self.pods.items())
-        self.ledger.reconcile(KubeletRecords(holdings, complete), self._interpret, reservation_seconds=60, initial=initial)
+        holdings = tuple(
+            Holding(name, ids, Owner("main", f"uid-{pod}", "default", f"pod-{pod}"))
+            for pod, (name, ids) in self.pods.items()
+        )
+        self.ledger.reconcile(
+            KubeletRecords(holdings, complete),
+            self._interpret,
+            reservation_seconds=60,
+            initial=initial,
+        )
 
 
-SlicesAgainstKubelet.TestCase.settings = settings(max_examples=120, stateful_step_count=40, deadline=None)
+SlicesAgainstKubelet.TestCase.settings = settings(
+    max_examples=120, stateful_step_count=40, deadline=None
+)
 TestSlicesAgainstKubelet = SlicesAgainstKubelet.TestCase

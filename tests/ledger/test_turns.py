@@ -36,7 +36,11 @@ def served(ledger: Ledger, name: str, gpu: str) -> None:
 
 def offered_to(ledger: Ledger, gpu: str) -> set[str]:
     """The resources of which schedulers are to know that they can have the GPU at this moment."""
-    return {resource.name for resource in ledger.resources if not next(r for r in ledger.rooms(resource.name) if r.device == gpu).trouble}
+    return {
+        resource.name
+        for resource in ledger.resources
+        if not next(r for r in ledger.rooms(resource.name) if r.device == gpu).trouble
+    }
 
 
 def passes(ledger: Ledger, clock: Clock, seconds: float) -> None:
@@ -45,8 +49,12 @@ def passes(ledger: Ledger, clock: Clock, seconds: float) -> None:
     ledger.end_turns()
 
 
-def test_a_returned_gpu_is_offered_to_each_family_alone_and_then_to_all(ledger: Ledger, clock: Clock) -> None:
-    """Schedulers that are shown the same GPU at once each send a pod, and kubelet fails all but the first."""
+def test_a_returned_gpu_is_offered_to_each_family_alone_and_then_to_all(
+    ledger: Ledger, clock: Clock
+) -> None:
+    """Schedulers that are shown the same GPU at once each send a pod,
+    and kubelet fails all but the first.
+    """
     assert offered_to(ledger, U0) == set(NAMES), "what nobody has had is anybody's"
     served(ledger, VGPU, U0)
     turns = list[set[str]]()
@@ -55,7 +63,9 @@ def test_a_returned_gpu_is_offered_to_each_family_alone_and_then_to_all(ledger: 
         turns.append(offered_to(ledger, U0))
         passes(ledger, clock, TURN_SECONDS + 1e-6)
         if len(turns) < len(NAMES):
-            assert offered_to(ledger, U0) == set(), "until those are known that were bound at the last moment"
+            assert offered_to(ledger, U0) == set(), (
+                "until those are known that were bound at the last moment"
+            )
             passes(ledger, clock, WITHDRAWAL_SECONDS)
     assert [len(turn) for turn in turns] == [1, 1, 1]
     assert set().union(*turns) == set(NAMES)
@@ -66,7 +76,9 @@ def test_a_returned_gpu_is_offered_to_each_family_alone_and_then_to_all(ledger: 
     assert ledger.revision.value == revision
 
 
-def test_the_families_that_did_not_have_the_gpu_take_turns_in_being_first(ledger: Ledger, clock: Clock) -> None:
+def test_the_families_that_did_not_have_the_gpu_take_turns_in_being_first(
+    ledger: Ledger, clock: Clock
+) -> None:
     """No family starves, even when one returns all the GPUs and uses none of the turns."""
     first = collections.Counter[str]()
     for returns in range(1, 9):
@@ -83,8 +95,12 @@ def test_the_family_that_returned_the_gpu_is_not_the_first_to_have_it_again(ledg
     assert offered_to(ledger, U0) != {VGPU}
 
 
-def test_a_family_that_is_not_told_to_kubelet_loses_its_turn_to_the_next(ledger: Ledger, clock: Clock) -> None:
-    """Its library is on its way, say. The others do not wait for it, and when it is there it has its turn."""
+def test_a_family_that_is_not_told_to_kubelet_loses_its_turn_to_the_next(
+    ledger: Ledger, clock: Clock
+) -> None:
+    """Its library is on its way, say. The others do not wait for it,
+    and when it is there it has its turn.
+    """
     ledger.withhold(["nvidia"])
     served(ledger, VGPU, U0)
     assert offered_to(ledger, U0) == {SHARE}
@@ -134,7 +150,9 @@ def test_a_gpu_that_falls_ill_with_its_last_holder_has_no_turn(clock: Clock) -> 
 
 
 def test_a_claim_ends_a_turn_and_is_followed_by_one(ledger: Ledger, clock: Clock) -> None:
-    """A GPU that is kept for a pod is that pod's family's. When the pod is deleted, all others would race for it."""
+    """A GPU that is kept for a pod is that pod's family's.
+    When the pod is deleted, all others would race for it.
+    """
     served(ledger, VGPU, U0)
     ledger.claim([claim(U0, 1, "volcano-gpushare")])
     assert offered_to(ledger, U0) == {SHARE}

@@ -1,4 +1,6 @@
-"""The use of each GPU: the family that it serves, since when, for which pods, which wait, and why ids of other families are held back."""
+"""The use of each GPU: the family that it serves, since when, for which pods, which wait, and why
+ids of other families are held back.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +9,17 @@ import dataclasses
 import pytest
 
 from tests.golden import U0, U1, golden_inventory
-from tests.ledger.book_parts import ILL, SERVE, TRAIN, Clock, book, held, make, reconcile, replicated
+from tests.ledger.book_parts import (
+    ILL,
+    SERVE,
+    TRAIN,
+    Clock,
+    book,
+    held,
+    make,
+    reconcile,
+    replicated,
+)
 from vgpu_agent.device_ids import IdBlock, NumberedIds
 from vgpu_agent.errors import UnhealthyDeviceError
 from vgpu_agent.ledger.claims import Claim
@@ -31,7 +43,9 @@ def claim(pod: str, *, order: int, gpu: str = U0, family: str = "volcano-vgpu") 
 
 
 def test_a_gpu_serves_its_family_since_the_oldest_grant_that_is_left(clock: Clock) -> None:
-    """Its pods are named, oldest first. A reservation that the kubelet has not named yet counts without a name."""
+    """Its pods are named, oldest first. A reservation that the kubelet has not named yet counts
+    without a name.
+    """
     ledger = make(clock, replicated(4), VGPU)
     assert ledger.uses == (GpuUse(U0), GpuUse(U1))
     first = book(ledger, f"{U0}::0")
@@ -40,7 +54,9 @@ def test_a_gpu_serves_its_family_since_the_oldest_grant_that_is_left(clock: Cloc
     book(ledger, f"{U0}::2")
     reconcile(ledger, held(f"{U0}::0"), held(f"{U0}::1", owner=SERVE))
     use = ledger.uses[0]
-    assert use == GpuUse(U0, "nvidia", 1000.0, or_earlier=False, pods=("default/train", "default/serve"), unnamed=1)
+    assert use == GpuUse(
+        U0, "nvidia", 1000.0, or_earlier=False, pods=("default/train", "default/serve"), unnamed=1
+    )
     assert use.holders == 3
     ledger.release(first.number)
     assert ledger.uses[0].since == 1060.0
@@ -52,7 +68,9 @@ def test_after_a_restart_the_time_is_that_of_the_restart_or_earlier(clock: Clock
     reconcile(ledger, held(f"{U0}::0"), initial=True)
     clock.now += 60
     book(ledger, f"{U0}::1")
-    assert ledger.uses[0] == GpuUse(U0, "nvidia", 1000.0, or_earlier=True, pods=("default/train",), unnamed=1)
+    assert ledger.uses[0] == GpuUse(
+        U0, "nvidia", 1000.0, or_earlier=True, pods=("default/train",), unnamed=1
+    )
     book(ledger, f"{U1}::1")
     assert not ledger.uses[1].or_earlier
 
@@ -60,7 +78,11 @@ def test_after_a_restart_the_time_is_that_of_the_restart_or_earlier(clock: Clock
 def test_claims_are_those_of_their_gpu_oldest_first(clock: Clock) -> None:
     """They replace each other as a whole, and a change is news for every list and page."""
     ledger = make(clock, replicated(4), VGPU)
-    late, early, other = claim("late", order=7), claim("early", order=3), claim("other", order=5, gpu=U1)
+    late, early, other = (
+        claim("late", order=7),
+        claim("early", order=3),
+        claim("other", order=5, gpu=U1),
+    )
     before = ledger.revision.version
     ledger.claim([late, early, other])
     assert ledger.revision.version > before
@@ -94,7 +116,11 @@ def test_an_ill_gpu_is_held_back_for_its_illness_although_it_serves_somebody(clo
 
 def test_thousands_of_ids_are_counted_by_their_blocks(clock: Clock) -> None:
     """Memory is offered by the MiB."""
-    memory = Resource("volcano.sh/vgpu-memory", "volcano-vgpu", NumberedIds((IdBlock("a-", 40960, U0), IdBlock("b-", 40960, U1))))
+    memory = Resource(
+        "volcano.sh/vgpu-memory",
+        "volcano-vgpu",
+        NumberedIds((IdBlock("a-", 40960, U0), IdBlock("b-", 40960, U1))),
+    )
     ledger = make(clock, replicated(4), memory)
     book(ledger, f"{U0}::0")
     assert [each.ids for each in ledger.held_back("volcano.sh/vgpu-memory")] == [40960]

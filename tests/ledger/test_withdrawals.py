@@ -28,7 +28,9 @@ def ledger(clock: Clock) -> Ledger:
 
 
 def test_schedulers_know_of_a_claim_before_kubelet_does(ledger: Ledger, clock: Clock) -> None:
-    """A pod that was bound by the count of before finds Healthy ids. Without, kubelet fails it for good."""
+    """A pod that was bound by the count of before finds Healthy ids.
+    Without, kubelet fails it for good.
+    """
     before = ledger.withdrawn.version
     ledger.claim([claim(U0, 1)])
     assert ledger.withdrawn.version > before
@@ -48,7 +50,9 @@ def test_what_another_family_has_is_given_to_nobody_by_ids(ledger: Ledger) -> No
     assert usable(ledger, GPU) == {U1}
 
 
-def test_a_pod_that_decides_is_admitted_although_its_gpu_was_taken(ledger: Ledger, clock: Clock) -> None:
+def test_a_pod_that_decides_is_admitted_although_its_gpu_was_taken(
+    ledger: Ledger, clock: Clock
+) -> None:
     """Its ids name no GPU, so it can wait for its start where kubelet would have failed it."""
     start(ledger, SHARE, "quick", U0)
     assert usable(ledger, VGPU) == {U0, U1}

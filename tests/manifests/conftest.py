@@ -1,4 +1,6 @@
-"""Fixtures for the tests of the manifests: the base's objects, and the agent's pod and container in them."""
+"""Fixtures for the tests of the manifests:
+the base's objects, and the agent's pod and container in them.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +28,9 @@ def objects(kustomization: Any) -> dict[str, Any]:
 @pytest.fixture(scope="module")
 def library_component() -> Any:
     """The pod spec that the init container is patched into."""
-    return documents_of("components/hami-core-library/daemonset.yaml")[0]["spec"]["template"]["spec"]
+    return documents_of("components/hami-core-library/daemonset.yaml")[0]["spec"]["template"][
+        "spec"
+    ]
 
 
 @pytest.fixture(scope="module")

@@ -14,7 +14,8 @@ MANIFESTS = ROOT / "manifests"
 DEFAULTS = settings_of()
 NAME = "vgpu-agent"
 COMPONENTS = MANIFESTS / "components"
-# Why each folder of the node is there: the setting whose default it is. (path, type, may be written) per component, "" for the base.
+# Why each folder of the node is there: the setting whose default it is. (path, type, may be
+# written) per component, "" for the base.
 HOST_FOLDERS = {
     "": {
         (str(DEFAULTS.kubelet.device_plugin_directory), "Directory", True),
@@ -36,4 +37,9 @@ def documents_of(name: str) -> list[Any]:
 def rights_of(role: Any) -> set[tuple[str, str]]:
     """(resource, verb) of every rule; the core group only, and never a wildcard."""
     assert all(rule["apiGroups"] == [""] for rule in role["rules"])
-    return {(resource, verb) for rule in role["rules"] for resource in rule["resources"] for verb in rule["verbs"]}
+    return {
+        (resource, verb)
+        for rule in role["rules"]
+        for resource in rule["resources"]
+        for verb in rule["verbs"]
+    }

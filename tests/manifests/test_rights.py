@@ -1,4 +1,6 @@
-"""Rights that the manifests grant: none that the agent does not use, and none to any other account."""
+"""Rights that the manifests grant: none that the agent does not use,
+and none to any other account.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,9 @@ READ_ONE = {("configmaps", "get"), ("configmaps", "list"), ("configmaps", "watch
 
 
 def test_nothing_is_granted_that_is_not_used(objects: dict[str, Any]) -> None:
-    """Own Node and pods are read and patched, events written, one ConfigMap read; no creation, no deletion, no secret, no wildcard."""
+    """Own Node and pods are read and patched, events written, one ConfigMap read; no creation, no
+    deletion, no secret, no wildcard.
+    """
     assert rights_of(objects["ClusterRole"]) == {
         *(("nodes", verb) for verb in ("get", "list", "watch", "patch")),
         ("nodes/status", "patch"),
@@ -26,9 +30,15 @@ def test_nothing_is_granted_that_is_not_used(objects: dict[str, Any]) -> None:
     assert not any("resourceNames" in rule for rule in objects["ClusterRole"]["rules"])
 
 
-def test_one_config_map_is_readable_in_each_namespace_the_agent_looks_at(objects: dict[str, Any]) -> None:
-    """The base grants it in kube-system and the component in volcano-system. That is where the family looks, and by this name."""
-    component = {document["kind"]: document for document in documents_of("components/volcano/rbac.yaml")}
+def test_one_config_map_is_readable_in_each_namespace_the_agent_looks_at(
+    objects: dict[str, Any],
+) -> None:
+    """The base grants it in kube-system and the component in volcano-system. That is where the
+    family looks, and by this name.
+    """
+    component = {
+        document["kind"]: document for document in documents_of("components/volcano/rbac.yaml")
+    }
     roles = [objects["Role"], component["Role"]]
     assert tuple(role["metadata"]["namespace"] for role in roles) == NAMESPACES
     for role in roles:
@@ -51,7 +61,11 @@ def test_only_the_agents_pod_gets_the_token(objects: dict[str, Any], pod: Any) -
 
 def test_every_role_is_bound_to_the_pods_account(objects: dict[str, Any], pod: Any) -> None:
     """The rules reach the agent and no other account."""
-    account = {"kind": "ServiceAccount", "name": objects["ServiceAccount"]["metadata"]["name"], "namespace": NAME}
+    account = {
+        "kind": "ServiceAccount",
+        "name": objects["ServiceAccount"]["metadata"]["name"],
+        "namespace": NAME,
+    }
     assert pod["serviceAccountName"] == account["name"]
     files = [path.relative_to(MANIFESTS) for path in MANIFESTS.rglob("rbac.yaml")]
     assert len(files) == 3
@@ -59,36 +73,64 @@ def test_every_role_is_bound_to_the_pods_account(objects: dict[str, Any], pod: A
         documents = documents_of(str(file))
         for role, binding in zip(documents[::2], documents[1::2], strict=True):
             assert binding["kind"] == role["kind"] + "Binding"
-            assert binding["roleRef"] == {"apiGroup": "rbac.authorization.k8s.io", "kind": role["kind"], "name": role["metadata"]["name"]}
+            assert binding["roleRef"] == {
+                "apiGroup": "rbac.authorization.k8s.io",
+                "kind": role["kind"],
+                "name": role["metadata"]["name"],
+            }
             assert binding["metadata"].get("namespace") == role["metadata"].get("namespace")
             assert binding["subjects"] == [account]
 
 
 def test_the_policies_speak_of_the_account_that_the_pod_uses(objects: dict[str, Any]) -> None:
-    """Another name would match no account, and confine nothing. Together they cover every resource whose patch is granted."""
+    """Another name would match no account, and confine nothing.
+    Together they cover every resource whose patch is granted.
+    """
     documents = documents_of("components/own-node-only/policy.yaml")
     account = objects["ServiceAccount"]["metadata"]
     covered: set[str] = set()
     for policy, binding in zip(documents[::2], documents[1::2], strict=True):
-        assert f'"system:serviceaccount:{account["namespace"]}:{account["name"]}"' in policy["spec"]["matchConditions"][0]["expression"]
-        assert binding["spec"] == {"policyName": policy["metadata"]["name"], "validationActions": ["Deny"]}
+        assert (
+            f'"system:serviceaccount:{account["namespace"]}:{account["name"]}"'
+            in policy["spec"]["matchConditions"][0]["expression"]
+        )
+        assert binding["spec"] == {
+            "policyName": policy["metadata"]["name"],
+            "validationActions": ["Deny"],
+        }
         (rule,) = policy["spec"]["matchConstraints"]["resourceRules"]
         covered |= set(rule["resources"])
         assert policy["spec"]["failurePolicy"] == "Fail"
-    assert covered == {resource for resource, verb in rights_of(objects["ClusterRole"]) if verb == "patch"}
+    assert covered == {
+        resource for resource, verb in rights_of(objects["ClusterRole"]) if verb == "patch"
+    }
 
 
 def test_the_policy_allows_the_keys_that_families_write_and_no_other() -> None:
-    """Labels and annotations have lists of their own, and of the schedulers' locks only the removal is exempt."""
+    """Labels and annotations have lists of their own,
+    and of the schedulers' locks only the removal is exempt.
+    """
     policy = documents_of("components/own-node-only/policy.yaml")[0]
-    variables = {variable["name"]: variable["expression"] for variable in policy["spec"]["variables"]}
+    variables = {
+        variable["name"]: variable["expression"] for variable in policy["spec"]["variables"]
+    }
 
     def listed(name: str) -> list[str]:
         return re.findall(r'"([^"]+/[^"]+|hamivgpu|gpu)"', variables[name])
 
     on_node = [node_state.REGISTER, node_state.HANDSHAKE, volcano_gpushare.UNHEALTHY_IDS]
-    on_pods = [pod_state.PHASE, pod_state.TIME, decisions.NODE, decisions.IDS, decisions.TO_ALLOCATE]
-    on_pods += [volcano_gpushare.GPU_INDEX, volcano_gpushare.PREDICATE_TIME, volcano_gpushare.GPU_ASSIGNED]
+    on_pods = [
+        pod_state.PHASE,
+        pod_state.TIME,
+        decisions.NODE,
+        decisions.IDS,
+        decisions.TO_ALLOCATE,
+    ]
+    on_pods += [
+        volcano_gpushare.GPU_INDEX,
+        volcano_gpushare.PREDICATE_TIME,
+        volcano_gpushare.GPU_ASSIGNED,
+    ]
     assert listed("ownAnnotations") == on_node + on_pods
     assert listed("removedAnnotations") == [node_state.LOCK, volcano_gpushare.NODE_LOCK]
     assert listed("ownLabels") == [volcano_vgpu.UNIT_LABEL, volcano_vgpu.ISOLATION_LABEL]

@@ -35,9 +35,14 @@ def test_an_export_says_how_each_gpu_is_divided() -> None:
 
 
 def test_all_means_every_gpu() -> None:
-    """A node whose GPUs are alike is exported in one entry, and MIG mode without instances is a division, too."""
+    """A node whose GPUs are alike is exported in one entry,
+    and MIG mode without instances is a division, too.
+    """
     text = "version: v1\nmig-configs: {current: [{devices: all, mig-enabled: true}]}"
-    assert read_export(text, 2) == {0: Division(enabled=True, instances={}), 1: Division(enabled=True, instances={})}
+    assert read_export(text, 2) == {
+        0: Division(enabled=True, instances={}),
+        1: Division(enabled=True, instances={}),
+    }
 
 
 @pytest.mark.parametrize(
@@ -51,10 +56,19 @@ def test_all_means_every_gpu() -> None:
         ("mig-configs: {a: [7]}", "an entry that is none: '7'"),
         ("mig-configs: {a: [{devices: [0]}]}", "without devices, mig-enabled and mig-devices"),
         ("mig-configs: {a: [{devices: [x], mig-enabled: true}]}", "numbers that cannot be"),
-        ("mig-configs: {a: [{devices: [0], mig-enabled: true, mig-devices: {1g.5gb: many}}]}", "numbers that cannot be"),
+        (
+            "mig-configs: {a: [{devices: [0], mig-enabled: true, mig-devices: {1g.5gb: many}}]}",
+            "numbers that cannot be",
+        ),
         ("mig-configs: {a: [{devices: [0, 0], mig-enabled: true}]}", "has GPU 0 twice"),
-        ("mig-configs: {a: [{devices: [5], mig-enabled: true}]}", "has GPU 5 twice, or not at all among the node's 2"),
-        ("mig-configs: {a: [{devices: [0], mig-enabled: true}]}", "exports 1 GPUs, and the driver shows 2"),
+        (
+            "mig-configs: {a: [{devices: [5], mig-enabled: true}]}",
+            "has GPU 5 twice, or not at all among the node's 2",
+        ),
+        (
+            "mig-configs: {a: [{devices: [0], mig-enabled: true}]}",
+            "exports 1 GPUs, and the driver shows 2",
+        ),
     ],
 )
 def test_nonsense_is_refused_with_what_was_found(text: str, expected: str) -> None:
@@ -67,11 +81,20 @@ def test_a_layout_names_one_gpu_only() -> None:
     """The tool leaves GPUs alone that no entry names; instances of one profile are counted."""
     assert yaml.safe_load(layout_file(3, ["2g.10gb", "1g.5gb", "2g.10gb"])) == {
         "version": "v1",
-        "mig-configs": {"current": [{"devices": [3], "mig-enabled": True, "mig-devices": {"2g.10gb": 2, "1g.5gb": 1}}]},
+        "mig-configs": {
+            "current": [
+                {"devices": [3], "mig-enabled": True, "mig-devices": {"2g.10gb": 2, "1g.5gb": 1}}
+            ]
+        },
     }
 
 
-@given(text=st.text(max_size=200) | st.recursive(st.none() | st.integers() | st.text(max_size=9), st.lists).map(json.dumps))
+@given(
+    text=(
+        st.text(max_size=200)
+        | st.recursive(st.none() | st.integers() | st.text(max_size=9), st.lists).map(json.dumps)
+    )
+)
 def test_any_output_is_an_answer_or_a_reason(text: str) -> None:
     """Never another exception."""
     with contextlib.suppress(MigError):

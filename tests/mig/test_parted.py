@@ -57,7 +57,8 @@ def _locked(directory: Path) -> int:
 async def until_called(node: SimulatedNode) -> None:
     """Wait until the tool has been started."""
     async with asyncio.timeout(PATIENCE_SECONDS):
-        while not await asyncio.to_thread(calls, node.directory):  # noqa: ASYNC110 - a process has no event to wait for
+        # a process has no event to wait for
+        while not await asyncio.to_thread(calls, node.directory):  # noqa: ASYNC110
             await asyncio.sleep(0.05)
 
 
@@ -84,26 +85,46 @@ async def test_it_shows_and_divides(node: SimulatedNode, parted: MigParted, tmp_
     }
     assert len(node.mig_uuids(1)) == 3
     directory = tmp_path / "state" / "mig"
-    assert await asyncio.to_thread(_files, directory) == {"layout.yaml": 0o600, "lock": 0o600, ".": 0o700}
+    assert await asyncio.to_thread(_files, directory) == {
+        "layout.yaml": 0o600,
+        "lock": 0o600,
+        ".": 0o700,
+    }
     first, *_ = await asyncio.to_thread(calls, node.directory)
     assert first == ["apply", "-f", str(directory / "layout.yaml"), "-c", "current"]
 
 
 async def test_a_tool_that_is_missing_is_named_with_its_setting(tmp_path: Path) -> None:
     """volcano-vgpu:D16: the replaced plugin ends itself. Here it is a reason."""
-    with pytest.raises(MigError, match=r"cannot run /nowhere/nvidia-mig-parted: No such file.*volcanoVgpu\.migParted"):
-        await MigParted("/nowhere/nvidia-mig-parted", tmp_path, timeout_seconds=1, setting=SETTING).export(1)
+    with pytest.raises(
+        MigError,
+        match=r"cannot run /nowhere/nvidia-mig-parted: No such file.*volcanoVgpu\.migParted",
+    ):
+        await MigParted(
+            "/nowhere/nvidia-mig-parted", tmp_path, timeout_seconds=1, setting=SETTING
+        ).export(1)
 
 
 async def test_a_failure_has_its_last_words(node: SimulatedNode, parted: MigParted) -> None:
     """The exit status and its text on stderr."""
-    await asyncio.to_thread(misbehave, node.directory, Misbehaviour(fails="error setting MIGConfig: Insufficient Resources"))
-    with pytest.raises(MigError, match="apply failed with status 1: error setting MIGConfig: Insufficient Resources"):
+    await asyncio.to_thread(
+        misbehave,
+        node.directory,
+        Misbehaviour(fails="error setting MIGConfig: Insufficient Resources"),
+    )
+    with pytest.raises(
+        MigError,
+        match="apply failed with status 1: error setting MIGConfig: Insufficient Resources",
+    ):
         await parted.apply(0, ["7g.40gb"])
 
 
-async def test_a_tool_that_hangs_is_ended(node: SimulatedNode, parted: MigParted, monkeypatch: pytest.MonkeyPatch) -> None:
-    """This includes one that does not react to the first signal. The next run is not kept waiting by it."""
+async def test_a_tool_that_hangs_is_ended(
+    node: SimulatedNode, parted: MigParted, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """This includes one that does not react to the first signal.
+    The next run is not kept waiting by it.
+    """
     monkeypatch.setattr("vgpu_agent.mig.parted._END_SECONDS", 0.2)
     await asyncio.to_thread(misbehave, node.directory, Misbehaviour(hangs=True))
     with pytest.raises(MigError, match=r"export has not ended after 0\.5 s and was ended"):
@@ -116,7 +137,13 @@ async def test_a_tool_that_hangs_is_ended(node: SimulatedNode, parted: MigParted
 async def test_nonsense_is_no_export(node: SimulatedNode, parted: MigParted) -> None:
     """The message says which tool it was and what it printed."""
     await asyncio.to_thread(misbehave, node.directory, Misbehaviour(prints="Segmentation fault"))
-    with pytest.raises(MigError, match="export: what it exports has not one configuration below mig-configs: 'Segmentation fault'"):
+    with pytest.raises(
+        MigError,
+        match=(
+            "export: what it exports has not one configuration below mig-configs: 'Segmentation "
+            "fault'"
+        ),
+    ):
         await parted.export(2)
 
 
@@ -126,11 +153,17 @@ async def test_an_endless_output_ends_it(tmp_path: Path) -> None:
     await asyncio.to_thread(script.write_text, "#!/bin/sh\nhead -c 3000000 /dev/zero\n")
     await asyncio.to_thread(script.chmod, 0o755)
     with pytest.raises(MigError, match="printed more than 262144 bytes"):
-        await MigParted(str(script), tmp_path / "mig", timeout_seconds=PATIENCE_SECONDS, setting=SETTING).export(1)
+        await MigParted(
+            str(script), tmp_path / "mig", timeout_seconds=PATIENCE_SECONDS, setting=SETTING
+        ).export(1)
 
 
-async def test_a_tool_of_an_earlier_agent_is_waited_for_by_nobody(parted: MigParted, tmp_path: Path) -> None:
-    """The tool inherits the lock, so one that outlived a killed agent keeps the next one from running a second beside it."""
+async def test_a_tool_of_an_earlier_agent_is_waited_for_by_nobody(
+    parted: MigParted, tmp_path: Path
+) -> None:
+    """The tool inherits the lock, so one that outlived a killed agent keeps the next one
+    from running a second beside it.
+    """
     directory = tmp_path / "state" / "mig"
     lock = await asyncio.to_thread(_locked, directory)
     with pytest.raises(MigError, match="which an earlier agent has started, still runs"):
@@ -147,10 +180,19 @@ asyncio.run(MigParted(sys.argv[1], Path(sys.argv[2]), timeout_seconds=60, settin
 """
 
 
-async def test_a_tool_that_outlives_its_agent_has_the_lock(node: SimulatedNode, parted: MigParted, tmp_path: Path) -> None:
-    """An agent that is killed leaves its tool running. The next one does not run a second beside it."""
+async def test_a_tool_that_outlives_its_agent_has_the_lock(
+    node: SimulatedNode, parted: MigParted, tmp_path: Path
+) -> None:
+    """An agent that is killed leaves its tool running.
+    The next one does not run a second beside it.
+    """
     await asyncio.to_thread(misbehave, node.directory, Misbehaviour(seconds=FOR_EVER_SECONDS))
-    arguments = ("-c", _AN_AGENT, str(tmp_path / "nvidia-mig-parted"), str(tmp_path / "state" / "mig"))
+    arguments = (
+        "-c",
+        _AN_AGENT,
+        str(tmp_path / "nvidia-mig-parted"),
+        str(tmp_path / "state" / "mig"),
+    )
     agent = await asyncio.create_subprocess_exec(sys.executable, *arguments)
     await until_called(node)
     agent.kill()
@@ -162,7 +204,9 @@ async def test_a_tool_that_outlives_its_agent_has_the_lock(node: SimulatedNode, 
         await asyncio.to_thread(end_tools, node)
 
 
-async def test_a_run_that_is_cancelled_leaves_no_tool_behind(node: SimulatedNode, parted: MigParted) -> None:
+async def test_a_run_that_is_cancelled_leaves_no_tool_behind(
+    node: SimulatedNode, parted: MigParted
+) -> None:
     """The agent is stopped while the tool runs: the tool is ended with it."""
     await asyncio.to_thread(misbehave, node.directory, Misbehaviour(seconds=FOR_EVER_SECONDS))
     run = asyncio.get_running_loop().create_task(parted.export(2))

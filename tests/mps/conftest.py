@@ -13,8 +13,12 @@ from tests.mps.supervised import Node
 
 @pytest.fixture
 def node() -> Iterator[Node]:
-    """A node whose daemon does not outlive the test; below a short path, because a daemon's socket has 107 bytes for its name."""
-    with tempfile.TemporaryDirectory(prefix="vgm", dir="/tmp", ignore_cleanup_errors=True) as folder:
+    """A node whose daemon does not outlive the test;
+    below a short path, because a daemon's socket has 107 bytes for its name.
+    """
+    with tempfile.TemporaryDirectory(
+        prefix="vgm", dir="/tmp", ignore_cleanup_errors=True
+    ) as folder:
         made = Node(Path(folder))
         yield made
         made.end()

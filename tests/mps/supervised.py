@@ -1,4 +1,6 @@
-"""A node with simulated GPUs, the stand-in tools and a supervision of MPS daemons, for the tests of this room."""
+"""A node with simulated GPUs, the stand-in tools and a supervision of MPS daemons,
+for the tests of this room.
+"""
 
 from __future__ import annotations
 
@@ -32,7 +34,9 @@ _MAY_BLOCK = {
 
 @contextlib.contextmanager
 def no_blocked_loop() -> Iterator[None]:
-    """Fail a test in which the agent blocks its event loop, as in all unit tests. The simulator may block."""
+    """Fail a test in which the agent blocks its event loop, as in all unit tests.
+    The simulator may block.
+    """
     with blockbuster_ctx("vgpu_agent") as detector:
         for function in detector.functions.values():
             for file, names in _MAY_BLOCK.items():
@@ -41,7 +45,9 @@ def no_blocked_loop() -> Iterator[None]:
 
 
 class Node:
-    """One node. ``pods`` are those that hold a share; ``changes`` counts how often the offer had to be looked at again."""
+    """One node. ``pods`` are those that hold a share;
+    ``changes`` counts how often the offer had to be looked at again.
+    """
 
     def __init__(self, tmp_path: Path) -> None:
         self.gpus = simulated_node(tmp_path)
@@ -67,7 +73,10 @@ class Node:
 
     def plan(self, replicas: int = 4, resource: str = RESOURCE) -> DaemonPlan:
         """The plan of that many replicas of both GPUs."""
-        limits = tuple(DeviceLimit(uuid, index, 81920 // replicas) for index, uuid in enumerate(self.gpus.uuids))
+        limits = tuple(
+            DeviceLimit(uuid, index, 81920 // replicas)
+            for index, uuid in enumerate(self.gpus.uuids)
+        )
         directory = f"{self.root}/{resource}"
         return DaemonPlan(resource, directory, f"{directory}/pipe", limits, 100 // replicas)
 

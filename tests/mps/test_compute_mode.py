@@ -1,4 +1,6 @@
-"""Times at which GPUs are in exclusive mode: one that leaves a daemon, is lost, or changes to another daemon."""
+"""Times at which GPUs are in exclusive mode:
+one that leaves a daemon, is lost, or changes to another daemon.
+"""
 
 from __future__ import annotations
 
@@ -28,8 +30,12 @@ def _first_only(plan: DaemonPlan) -> DaemonPlan:
 
 
 @pytest.mark.parametrize("replicas", [4, 2], ids=["same limits", "other limits"])
-async def test_a_gpu_that_leaves_the_resource_takes_any_process_again(node: Node, replicas: int) -> None:
-    """It serves another pod from now on, whose second process would find the GPU busy; whether the daemon goes on or is replaced."""
+async def test_a_gpu_that_leaves_the_resource_takes_any_process_again(
+    node: Node, replicas: int
+) -> None:
+    """It serves another pod from now on, whose second process would find the GPU busy; whether the
+    daemon goes on or is replaced.
+    """
     async with node.agent() as supervision:
         supervision.want({RESOURCE: (node.plan(), NOBODY)})
         await until_running(supervision)
@@ -40,8 +46,12 @@ async def test_a_gpu_that_leaves_the_resource_takes_any_process_again(node: Node
 
 
 async def test_a_lost_gpu_keeps_no_other_in_exclusive_mode(node: Node) -> None:
-    """MPS is switched off while nvidia-smi does not know a GPU any more: the others are given back all the same."""
-    lost = dataclasses.replace(node.plan().devices[0], uuid="GPU-00000000-0000-0000-0000-000000000000")
+    """MPS is switched off while nvidia-smi does not know a GPU any more:
+    the others are given back all the same.
+    """
+    lost = dataclasses.replace(
+        node.plan().devices[0], uuid="GPU-00000000-0000-0000-0000-000000000000"
+    )
     async with node.agent() as supervision:
         supervision.want({RESOURCE: (node.plan(), NOBODY)})
         await until_running(supervision)
@@ -54,7 +64,9 @@ async def test_a_lost_gpu_keeps_no_other_in_exclusive_mode(node: Node) -> None:
 
 
 async def test_a_daemon_starts_again_without_a_gpu_that_is_lost(node: Node) -> None:
-    """The lost one cannot be given back, which is tried again, and blocks no sharing of the others."""
+    """The lost one cannot be given back, which is tried again,
+    and blocks no sharing of the others.
+    """
     lost = "GPU-00000000-0000-0000-0000-000000000000"
     async with node.agent() as supervision:
         supervision.want({RESOURCE: (node.plan(), NOBODY)})
@@ -67,7 +79,9 @@ async def test_a_daemon_starts_again_without_a_gpu_that_is_lost(node: Node) -> N
 
 
 async def test_a_daemon_that_ends_late_leaves_its_successors_gpus_exclusive(node: Node) -> None:
-    """The resource gets another name: the old daemon is stopped while the new one starts on the same GPUs."""
+    """The resource gets another name: the old daemon is stopped
+    while the new one starts on the same GPUs.
+    """
     renamed = node.plan(resource=f"{RESOURCE}.shared")
     async with node.agent() as supervision:
         supervision.want({RESOURCE: (node.plan(), NOBODY)})
@@ -80,7 +94,9 @@ async def test_a_daemon_that_ends_late_leaves_its_successors_gpus_exclusive(node
 
 
 async def test_a_daemon_that_stays_for_its_last_holders_keeps_nobody_else_out(node: Node) -> None:
-    """Sharing by MPS is switched off under pods: later holders of the GPUs come without MPS, and their programs must find them free."""
+    """Sharing by MPS is switched off under pods: later holders of the GPUs come without MPS, and
+    their programs must find them free.
+    """
     node.pods = ("team/train-0",)
     async with node.agent() as supervision:
         supervision.want({RESOURCE: (node.plan(), NOBODY)})

@@ -1,4 +1,6 @@
-"""Programs that come to a daemon before it has its limits: those of pods that hold a share, and start again and again."""
+"""Programs that come to a daemon before it has its limits:
+those of pods that hold a share, and start again and again.
+"""
 
 from __future__ import annotations
 
@@ -26,8 +28,12 @@ def _limits(client: subprocess.Popen[str]) -> str:
     return client.stdout.readline().strip()
 
 
-async def test_a_server_that_was_started_before_the_limits_takes_them_too(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
-    """NVIDIA's issue 1946: a server keeps the limits of its first moment, none, for every client. The defaults are for the next server."""
+async def test_a_server_that_was_started_before_the_limits_takes_them_too(
+    node: Node, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """NVIDIA's issue 1946: a server keeps the limits of its first moment, none, for every client.
+    The defaults are for the next server.
+    """
     early: list[subprocess.Popen[str]] = []
     start = Control.start
 

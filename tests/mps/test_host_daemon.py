@@ -1,4 +1,6 @@
-"""The operator's own daemon on the host: what can be proven of it, by the control binary or by its files."""
+"""The operator's own daemon on the host:
+what can be proven of it, by the control binary or by its files.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,9 @@ pytestmark = pytest.mark.component  # each test starts processes
 
 @pytest.fixture
 def pipe(tmp_path: Path) -> Iterator[Path]:
-    """The directory of its pipe, which is not there yet; the daemon that a test starts there ends with it."""
+    """The directory of its pipe, which is not there yet;
+    the daemon that a test starts there ends with it.
+    """
     directory = tmp_path / "tmp/nvidia-mps"
     yield directory
     end_daemon(directory)
@@ -42,9 +46,14 @@ async def test_a_daemon_that_answers_is_there(node: Node, pipe: Path) -> None:
     assert await host.why_not() == f"there is no MPS control daemon at {pipe}"
 
 
-async def test_without_a_control_binary_the_pipe_is_what_can_be_proven(node: Node, pipe: Path) -> None:
+async def test_without_a_control_binary_the_pipe_is_what_can_be_proven(
+    node: Node, pipe: Path
+) -> None:
     """The agent's container has NVIDIA's programs only where it asks for them."""
-    host = HostDaemon(str(pipe), msgspec.structs.replace(node.settings, control_binary="/nowhere/nvidia-cuda-mps-control"))
+    host = HostDaemon(
+        str(pipe),
+        msgspec.structs.replace(node.settings, control_binary="/nowhere/nvidia-cuda-mps-control"),
+    )
     await asyncio.to_thread(pipe.mkdir, parents=True)
     assert await host.why_not() == f"there is no control pipe in {pipe}"
     await asyncio.to_thread((pipe / "control").touch)
@@ -55,6 +64,8 @@ async def test_a_daemon_that_hangs_is_told_with_the_tools_words(node: Node, pipe
     """It may serve its clients all the same. This cannot be known."""
     await asyncio.to_thread(_daemon_of_the_host, node, pipe)
     node.tools.misbehave(get_default_active_thread_percentage="hang")
-    reason = await HostDaemon(str(pipe), msgspec.structs.replace(node.settings, command_timeout_seconds=0.3)).why_not()
+    reason = await HostDaemon(
+        str(pipe), msgspec.structs.replace(node.settings, command_timeout_seconds=0.3)
+    ).why_not()
     assert reason.startswith(f"the MPS control daemon at {pipe} does not answer: ")
     assert "has not ended after 0.3 s" in reason

@@ -27,11 +27,18 @@ async def test_stdin_environment_and_output_go_through(tmp_path: Path) -> None:
     assert await tool.run(text="hello\n", environment={"ONLY": "this"}) == "hello this \n"
 
 
-async def test_a_program_is_found_by_the_agents_own_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_program_is_found_by_the_agents_own_path(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The daemon's environment has two variables and no PATH. Its program is found all the same."""
     await asyncio.to_thread(_tool, tmp_path, "echo here")
     monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
-    assert await HostTool("tool", "mps.controlBinary", timeout_seconds=PATIENCE_SECONDS).run(environment={"ONLY": "this"}) == "here\n"
+    assert (
+        await HostTool("tool", "mps.controlBinary", timeout_seconds=PATIENCE_SECONDS).run(
+            environment={"ONLY": "this"}
+        )
+        == "here\n"
+    )
 
 
 async def test_output_without_end_is_cut(tmp_path: Path) -> None:
@@ -56,7 +63,9 @@ async def test_what_it_complains_of_is_in_the_error(tmp_path: Path) -> None:
         await tool.run("-i", "1")
 
 
-async def test_a_program_that_cannot_be_killed_is_not_started_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_program_that_cannot_be_killed_is_not_started_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Processes that wait for a dead driver in the kernel do not end. One of them is enough."""
     monkeypatch.setattr("vgpu_agent.mps.host_tools._KILL_SECONDS", 0.05)
     kill = asyncio.subprocess.Process.kill

@@ -1,4 +1,6 @@
-"""Output of an MPS daemon, logged by the agent once, without our own questions and without filling the node's memory."""
+"""Output of an MPS daemon, logged by the agent once,
+without our own questions and without filling the node's memory.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,11 @@ def test_each_line_is_told_once_and_questions_are_not(path: Path) -> None:
     """Half a line waits for its end."""
     tail = LogTail(str(path), from_the_end=False)
     assert tail.read() == []
-    path.write_text(f"{STAMP}Starting\n{STAMP}Accepting connection...\n{STAMP}NEW UI\n{STAMP}Cmd:get_server_list\n{STAMP}UI closed\nhal")
+    path.write_text(
+        f"{STAMP}Starting\n{STAMP}Accepting connection...\n"
+        f"{STAMP}NEW UI\n{STAMP}Cmd:get_server_list\n{STAMP}UI closed\n"
+        "hal"
+    )
     assert tail.read() == [f"{STAMP}Starting"]
     with path.open("a") as file:
         file.write(f"f\n{STAMP}Cmd:quit\n")
@@ -31,7 +37,9 @@ def test_each_line_is_told_once_and_questions_are_not(path: Path) -> None:
 
 
 def test_what_an_earlier_agent_has_told_is_not_told_again(path: Path) -> None:
-    """After an adoption reading begins at the end. A new file is read from its beginning all the same."""
+    """After an adoption reading begins at the end.
+    A new file is read from its beginning all the same.
+    """
     path.write_text("old\n")
     tail = LogTail(str(path), from_the_end=True)
     assert tail.read() == []
@@ -47,7 +55,9 @@ def test_a_line_without_end_and_junk_are_bounded(path: Path) -> None:
     assert [len(line) for line in tail.read() + tail.read()] == [500, 500]
 
 
-def test_a_large_file_is_emptied_once_it_is_read(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_large_file_is_emptied_once_it_is_read(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The file lies in memory and grows with each probe. The daemon itself never shortens it."""
     monkeypatch.setattr(log_tail, "_LARGEST_FILE", 4096)
     path.write_text("x" * 9000 + "\n")

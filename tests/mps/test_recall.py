@@ -29,8 +29,12 @@ def _nothing_blocks() -> Iterator[None]:
 
 
 @pytest.mark.parametrize("daemon", ["lives", "died with its container"])
-async def test_sharing_that_was_switched_off_between_two_agents_leaves_nothing(node: Node, daemon: str) -> None:
-    """The daemon ends and the GPUs take any process again, once the pods that held shares are gone."""
+async def test_sharing_that_was_switched_off_between_two_agents_leaves_nothing(
+    node: Node, daemon: str
+) -> None:
+    """The daemon ends and the GPUs take any process again,
+    once the pods that held shares are gone.
+    """
     node.pods = ("team/train-0",)
     async with node.agent() as supervision:
         supervision.want({RESOURCE: (node.plan(), NOBODY)})
@@ -60,7 +64,9 @@ async def test_a_daemon_that_is_wanted_again_is_recalled_by_nobody(node: Node) -
     broken = node.root / "example.com/gpu/.plan.json"
     await asyncio.to_thread(broken.parent.mkdir, parents=True)
     await asyncio.to_thread(broken.write_text, '{"resource": "example.com/gpu", "dev')
-    assert [plan.resource for plan in await asyncio.to_thread(directories.remembered, str(node.root))] == [RESOURCE]
+    assert [
+        plan.resource for plan in await asyncio.to_thread(directories.remembered, str(node.root))
+    ] == [RESOURCE]
     async with node.agent() as supervision:
         supervision.want({RESOURCE: (node.plan(), NOBODY)})
         await supervision.recall()
@@ -82,15 +88,22 @@ async def test_a_daemon_that_nobody_wants_does_not_count_for_the_mark(node: Node
 
 
 @pytest.mark.parametrize("pods", [(), ("team/serve-0",)])
-async def test_an_agent_without_mps_clears_away_what_a_dead_daemon_has_left(node: Node, pods: tuple[str, ...]) -> None:
-    """It has none of NVIDIA's programs and needs none. Its pods under the same name share by other means, and nothing has failed."""
+async def test_an_agent_without_mps_clears_away_what_a_dead_daemon_has_left(
+    node: Node, pods: tuple[str, ...]
+) -> None:
+    """It has none of NVIDIA's programs and needs none. Its pods under the same name share by other
+    means, and nothing has failed.
+    """
     node.pods = ("team/train-0",)
     async with node.agent() as supervision:
         supervision.want({RESOURCE: (node.plan(), NOBODY)})
         await until_running(supervision)
     end_daemon(node.pipe)
     await until(lambda: daemon_pid(node.pipe) is None)  # a killed process is there for a moment
-    node.pods, node.settings = pods, msgspec.structs.replace(node.settings, control_binary="no-such-program")
+    node.pods, node.settings = (
+        pods,
+        msgspec.structs.replace(node.settings, control_binary="no-such-program"),
+    )
     async with node.agent() as supervision:
         supervision.want({})
         await supervision.recall()
@@ -109,12 +122,16 @@ async def test_a_gpu_that_cannot_be_given_back_is_left_to_an_agent_that_can(node
         await until_running(supervision)
     end_daemon(node.pipe)
     node.pods, before = (), node.settings
-    node.settings = msgspec.structs.replace(before, control_binary="no-such-program", smi_binary="no-such-program")
+    node.settings = msgspec.structs.replace(
+        before, control_binary="no-such-program", smi_binary="no-such-program"
+    )
     async with node.agent() as supervision:
         with capture_logs() as lines:
             await supervision.recall()
             await until(lambda: supervision.statuses[0].state is MpsState.STOPPED)
-    assert [line["log_level"] for line in lines if line["event"] == "mps.gpu_not_given_back"] == ["warning"]
+    assert [line["log_level"] for line in lines if line["event"] == "mps.gpu_not_given_back"] == [
+        "warning"
+    ]
     node.settings = before
     async with node.agent() as supervision:
         await supervision.recall()
@@ -128,7 +145,9 @@ async def test_gpus_of_another_node_need_not_be_given_back(node: Node) -> None:
     plan = dataclasses.replace(node.plan(), devices=(DeviceLimit("GPU-gone", 0, 1024),))
     await asyncio.to_thread(directories.prepare, plan)
     await asyncio.to_thread(directories.remember, plan)
-    node.settings = msgspec.structs.replace(node.settings, control_binary="no-such-program", smi_binary="no-such-program")
+    node.settings = msgspec.structs.replace(
+        node.settings, control_binary="no-such-program", smi_binary="no-such-program"
+    )
     async with node.agent() as supervision:
         await supervision.recall()
         await until(lambda: supervision.statuses[0].state is MpsState.STOPPED)
@@ -141,7 +160,9 @@ async def test_a_daemon_that_lives_is_never_taken_for_a_dead_one(node: Node) -> 
     async with node.agent() as supervision:
         supervision.want({RESOURCE: (node.plan(), NOBODY)})
         await until_running(supervision)
-    await asyncio.to_thread(Path(processes.pid_path(str(node.pipe))).rename, node.pipe / "elsewhere")
+    await asyncio.to_thread(
+        Path(processes.pid_path(str(node.pipe))).rename, node.pipe / "elsewhere"
+    )
     node.settings = msgspec.structs.replace(node.settings, control_binary="no-such-program")
     async with node.agent() as supervision:
         await supervision.recall()

@@ -1,4 +1,6 @@
-"""MPS daemons are started as the contract says, adopted, proven, restarted and ended, against processes that behave like the real ones."""
+"""MPS daemons are started as the contract says, adopted, proven, restarted and ended, against
+processes that behave like the real ones.
+"""
 
 from __future__ import annotations
 
@@ -28,12 +30,18 @@ def _nothing_blocks() -> Iterator[None]:
 
 def _told(node: Node, tool: str) -> list[str]:
     """Return the commands that a tool received, questions left out."""
-    lines = [" ".join(call["arguments"] or call["commands"]) for call in node.tools.calls if call["tool"] == tool]
+    lines = [
+        " ".join(call["arguments"] or call["commands"])
+        for call in node.tools.calls
+        if call["tool"] == tool
+    ]
     return [line for line in lines if not line.startswith("get_")]
 
 
 async def test_a_daemon_is_started_with_the_golden_commands(node: Node) -> None:
-    """nvidia:§17.3: exclusive mode for each GPU, -d, a memory limit for each, the thread percentage; at the end quit and default mode."""
+    """nvidia:§17.3: exclusive mode for each GPU, -d, a memory limit for each, the thread
+    percentage; at the end quit and default mode.
+    """
     async with node.agent() as supervision:
         supervision.want({RESOURCE: (node.plan(), NOBODY)})
         await until_running(supervision)
@@ -55,23 +63,35 @@ async def test_a_daemon_is_started_with_the_golden_commands(node: Node) -> None:
         "set_default_active_thread_percentage 25",
         "quit",
     ]
-    environments = [call["environment"] for call in node.tools.calls if call["tool"] == "nvidia-cuda-mps-control"]
+    environments = [
+        call["environment"]
+        for call in node.tools.calls
+        if call["tool"] == "nvidia-cuda-mps-control"
+    ]
     directory = f"{node.root}/{RESOURCE}"
-    wanted = {"CUDA_MPS_PIPE_DIRECTORY": f"{directory}/pipe", "CUDA_MPS_LOG_DIRECTORY": f"{directory}/log"}
+    wanted = {
+        "CUDA_MPS_PIPE_DIRECTORY": f"{directory}/pipe",
+        "CUDA_MPS_LOG_DIRECTORY": f"{directory}/log",
+    }
     assert all(environment == wanted for environment in environments)
     assert daemon_pid(node.pipe) is None
     assert not (node.root / RESOURCE / ".started").exists()
 
 
 async def test_nothing_is_offered_before_the_limits_are_read_back(node: Node) -> None:
-    """NVIDIA's issue 1946: a daemon that forgets its commands keeps the resource from being offered, and the reason says what it has."""
+    """NVIDIA's issue 1946: a daemon that forgets its commands keeps the resource from being
+    offered, and the reason says what it has.
+    """
     node.tools.misbehave(set_default_active_thread_percentage="forget")
     async with node.agent() as supervision:
         supervision.want({RESOURCE: (node.plan(), NOBODY)})
         assert supervision.why_not(node.plan()) == "its MPS control daemon is being started"
         assert isinstance(supervision.why_not(node.plan()), NotYet)
         await until(lambda: supervision.statuses[0].state is MpsState.FAILED)
-        assert "was told its limits and has 100 % of compute instead of 25 %" in supervision.why_not(node.plan())
+        assert (
+            "was told its limits and has 100 % of compute instead of 25 %"
+            in supervision.why_not(node.plan())
+        )
         assert not isinstance(supervision.why_not(node.plan()), NotYet)
         node.tools.behave()
         await until_running(supervision)
@@ -79,7 +99,9 @@ async def test_nothing_is_offered_before_the_limits_are_read_back(node: Node) ->
 
 
 async def test_a_killed_daemon_is_noticed_and_comes_back(node: Node) -> None:
-    """nvidia:D7: upstream asks once, at its start. Here a death is seen, clients are counted, their pods named, and a new one starts."""
+    """nvidia:D7: upstream asks once, at its start. Here a death is seen, clients are counted, their
+    pods named, and a new one starts.
+    """
     node.pods = ("team/train-0", "team/train-1")
     async with node.agent() as supervision:
         supervision.want({RESOURCE: (node.plan(), NOBODY)})
@@ -100,7 +122,9 @@ async def test_a_killed_daemon_is_noticed_and_comes_back(node: Node) -> None:
 
 
 async def test_a_new_agent_adopts_the_daemon_of_the_last_one(node: Node) -> None:
-    """NVIDIA's issue 669: an agent that stops leaves the daemon of running pods alone, and the next one takes it over with its clients."""
+    """NVIDIA's issue 669: an agent that stops leaves the daemon of running pods alone, and the next
+    one takes it over with its clients.
+    """
     node.pods = ("team/train-0",)
     async with node.agent() as supervision:
         supervision.want({RESOURCE: (node.plan(), NOBODY)})
@@ -124,15 +148,25 @@ async def test_a_new_agent_adopts_the_daemon_of_the_last_one(node: Node) -> None
 
 
 async def test_new_limits_wait_for_the_holders_of_the_old_ones(node: Node) -> None:
-    """A running daemon with other limits is replaced when no pod holds a share. Until then nothing new is offered, and the pod is named."""
+    """A running daemon with other limits is replaced when no pod holds a share. Until then nothing
+    new is offered, and the pod is named.
+    """
     node.pods = ("team/train-0",)
     async with node.agent() as supervision:
         supervision.want({RESOURCE: (node.plan(4), NOBODY)})
         await until_running(supervision)
         first = daemon_pid(node.pipe)
         supervision.want({RESOURCE: (node.plan(2), NOBODY)})
-        assert supervision.why_not(node.plan(2)) == "its MPS control daemon is about to be told other limits"
-        await until(lambda: "gets its new limits once team/train-0 have ended" in supervision.why_not(node.plan(2)))
+        assert (
+            supervision.why_not(node.plan(2))
+            == "its MPS control daemon is about to be told other limits"
+        )
+        await until(
+            lambda: (
+                "gets its new limits once team/train-0 have ended"
+                in supervision.why_not(node.plan(2))
+            )
+        )
         assert daemon_pid(node.pipe) == first
         node.pods = ()
         await until(lambda: supervision.why_not(node.plan(2)) == "")
@@ -157,7 +191,9 @@ async def test_another_agents_limits_wait_for_their_holders_too(node: Node) -> N
 
 
 async def test_a_daemon_that_nobody_wants_ends_with_its_last_holder(node: Node) -> None:
-    """Sharing is switched off while pods run: the daemon stays for them, then it quits and the GPUs are in default mode."""
+    """Sharing is switched off while pods run:
+    the daemon stays for them, then it quits and the GPUs are in default mode.
+    """
     node.pods = ("team/train-0",)
     async with node.agent() as supervision:
         supervision.want({RESOURCE: (node.plan(), NOBODY)})
@@ -174,7 +210,9 @@ async def test_a_daemon_that_nobody_wants_ends_with_its_last_holder(node: Node) 
 
 
 async def test_a_daemon_that_does_not_answer_is_left_alone_while_pods_run(node: Node) -> None:
-    """Stopped by a signal it may still serve its clients: the resource is withheld, and the daemon replaced once the pods have ended."""
+    """Stopped by a signal it may still serve its clients: the resource is withheld, and the daemon
+    replaced once the pods have ended.
+    """
     node.settings = msgspec.structs.replace(node.settings, command_timeout_seconds=1.0)
     node.pods = ("team/train-0",)
     async with node.agent() as supervision:
@@ -183,7 +221,9 @@ async def test_a_daemon_that_does_not_answer_is_left_alone_while_pods_run(node: 
         first = daemon_pid(node.pipe)
         assert first is not None
         os.kill(first, signal.SIGSTOP)
-        await until(lambda: "left alone while these run: team/train-0" in supervision.why_not(node.plan()))
+        await until(
+            lambda: "left alone while these run: team/train-0" in supervision.why_not(node.plan())
+        )
         assert "has not ended after 1 s" in supervision.why_not(node.plan())
         assert daemon_pid(node.pipe) == first
         node.pods = ()
@@ -202,33 +242,57 @@ async def test_a_daemon_that_does_not_answer_is_left_alone_while_pods_run(node: 
             "lorem ipsum' to get_default_active_thread_percentage, expected a percentage",
         ),
         ({"get_default_device_pinned_mem_limit": "nonsense"}, "expected a limit such as 10240M"),
-        ({"get_default_device_pinned_mem_limit": "crash"}, "(get_default_device_pinned_mem_limit 0) "),
-        ({"nvidia_smi": "refuse"}, "EXCLUSIVE_PROCESS ended with status 1: 'Insufficient permissions'"),
+        (
+            {"get_default_device_pinned_mem_limit": "crash"},
+            "(get_default_device_pinned_mem_limit 0) ",
+        ),
+        (
+            {"nvidia_smi": "refuse"},
+            "EXCLUSIVE_PROCESS ended with status 1: 'Insufficient permissions'",
+        ),
     ],
     ids=str,
 )
-async def test_tools_that_fail_withhold_the_resource_with_the_reason(node: Node, faults: dict[str, str], reason: str) -> None:
-    """Refusing, dying, hanging and babbling each give one sentence, which stays as long as the tool is ill."""
-    node.settings = msgspec.structs.replace(node.settings, command_timeout_seconds=1.0 if "start" in faults else 10.0)
+async def test_tools_that_fail_withhold_the_resource_with_the_reason(
+    node: Node, faults: dict[str, str], reason: str
+) -> None:
+    """Refusing, dying, hanging and babbling each give one sentence,
+    which stays as long as the tool is ill.
+    """
+    node.settings = msgspec.structs.replace(
+        node.settings, command_timeout_seconds=1.0 if "start" in faults else 10.0
+    )
     node.tools.misbehave(**faults)
     async with node.agent() as supervision:
         supervision.want({RESOURCE: (node.plan(), NOBODY)})
-        await until(lambda: supervision.statuses[0].state is MpsState.FAILED and reason in supervision.why_not(node.plan()))
+        await until(
+            lambda: (
+                supervision.statuses[0].state is MpsState.FAILED
+                and reason in supervision.why_not(node.plan())
+            )
+        )
         node.tools.behave()
 
 
 async def test_a_missing_control_binary_is_named_with_its_setting(node: Node) -> None:
     """The reason says which program is missing, where it comes from, and which key names it."""
-    node.settings = msgspec.structs.replace(node.settings, control_binary="/nowhere/nvidia-cuda-mps-control")
+    node.settings = msgspec.structs.replace(
+        node.settings, control_binary="/nowhere/nvidia-cuda-mps-control"
+    )
     async with node.agent() as supervision:
         supervision.want({RESOURCE: (node.plan(), NOBODY)})
         await until(lambda: supervision.statuses[0].state is MpsState.FAILED)
-        assert "cannot run /nowhere/nvidia-cuda-mps-control: No such file or directory" in supervision.why_not(node.plan())
+        assert (
+            "cannot run /nowhere/nvidia-cuda-mps-control: No such file or directory"
+            in supervision.why_not(node.plan())
+        )
         assert "mps.controlBinary" in supervision.why_not(node.plan())
 
 
 async def test_a_server_that_outlives_its_daemon_is_waited_for(node: Node) -> None:
-    """It may still serve its clients, and keeps the GPU from another one: no client counts as lost, and it ends with the last pod."""
+    """It may still serve its clients, and keeps the GPU from another one: no client counts as lost,
+    and it ends with the last pod.
+    """
     node.tools.misbehave(server="orphan")
     node.pods = ("team/train-0",)
     async with node.agent() as supervision:
@@ -237,7 +301,12 @@ async def test_a_server_that_outlives_its_daemon_is_waited_for(node: Node) -> No
         client = node.tools.client(node.pipe)
         await until(lambda: supervision.statuses[0].clients)
         end_daemon(node.pipe)
-        await until(lambda: "lives on, and no other can be started beside it" in supervision.why_not(node.plan()))
+        await until(
+            lambda: (
+                "lives on, and no other can be started beside it"
+                in supervision.why_not(node.plan())
+            )
+        )
         assert supervision.statuses[0].clients_lost == 0
         assert client.poll() is None
         node.pods = ()
@@ -246,20 +315,28 @@ async def test_a_server_that_outlives_its_daemon_is_waited_for(node: Node) -> No
 
 
 async def test_limits_that_somebody_changed_are_put_back(node: Node) -> None:
-    """An administrator's experiment on the daemon lasts until the next proof. The journal says what was found."""
+    """An administrator's experiment on the daemon lasts until the next proof.
+    The journal says what was found.
+    """
     async with node.agent() as supervision:
         supervision.want({RESOURCE: (node.plan(), NOBODY)})
         await until_running(supervision)
         environment = {"CUDA_MPS_PIPE_DIRECTORY": str(node.pipe)}
-        process = await asyncio.create_subprocess_exec(node.tools.control, stdin=asyncio.subprocess.PIPE, env=environment)
+        process = await asyncio.create_subprocess_exec(
+            node.tools.control, stdin=asyncio.subprocess.PIPE, env=environment
+        )
         await process.communicate(b"set_default_device_pinned_mem_limit 1 81920M\n")
         await until(lambda: node.events("mps.limits_restored"))
-        assert node.events("mps.limits_restored")[0]["previous"] == "81920M on GPU 1 instead of 20480M"
+        assert (
+            node.events("mps.limits_restored")[0]["previous"] == "81920M on GPU 1 instead of 20480M"
+        )
         assert supervision.why_not(node.plan()) == ""
 
 
 async def test_a_gpu_that_serves_somebody_else_is_lent(node: Node) -> None:
-    """One family at a time: while another holds the GPU it takes any process, and becomes exclusive again afterwards."""
+    """One family at a time: while another holds the GPU it takes any process,
+    and becomes exclusive again afterwards.
+    """
     u0, _ = node.gpus.uuids
     async with node.agent() as supervision:
         supervision.want({RESOURCE: (node.plan(), NOBODY)})

@@ -13,10 +13,23 @@ from vgpu_agent.placement.policies import ALIGNED, ONE_GPU, POLICIES, SPREAD, Id
 from vgpu_agent.placement.sharing import DISTRIBUTED, PACKED
 
 
-def request(gpus: int, replicas: int, size: int, *, available: list[str] | None = None, required: tuple[str, ...] = ()) -> IdRequest:
+def request(
+    gpus: int,
+    replicas: int,
+    size: int,
+    *,
+    available: list[str] | None = None,
+    required: tuple[str, ...] = (),
+) -> IdRequest:
     """On GPUs 0, 1… with ids 0::0, 0::1…"""
     every = {f"{gpu}::{number}": str(gpu) for gpu in range(gpus) for number in range(replicas)}
-    return IdRequest(list(every) if available is None else available, required, size, every, collections.Counter(every.values()))
+    return IdRequest(
+        list(every) if available is None else available,
+        required,
+        size,
+        every,
+        collections.Counter(every.values()),
+    )
 
 
 def test_there_is_an_entry_for_each_policy() -> None:
@@ -44,7 +57,9 @@ def test_spread_and_distributed_differ_where_gpus_have_different_numbers_of_repl
     Spread compares free ids, distributed held ones.
     """
     every = {"0::0": "0", **{f"1::{number}": "1" for number in range(4)}}
-    asked = IdRequest(["0::0", "1::1", "1::2", "1::3"], (), 1, every, collections.Counter(every.values()))
+    asked = IdRequest(
+        ["0::0", "1::1", "1::2", "1::3"], (), 1, every, collections.Counter(every.values())
+    )
     assert choose(SPREAD, asked) == ["1::1"]
     assert choose(DISTRIBUTED, asked) == ["0::0"]
 
@@ -52,7 +67,10 @@ def test_spread_and_distributed_differ_where_gpus_have_different_numbers_of_repl
 def test_a_gpu_that_the_container_has_comes_last_in_spreading() -> None:
     """However many replicas it has free."""
     available = ["0::0", "0::1", "0::2", "1::0"]
-    assert choose(SPREAD, request(2, 3, 2, available=available, required=("0::2",))) == ["0::2", "1::0"]
+    assert choose(SPREAD, request(2, 3, 2, available=available, required=("0::2",))) == [
+        "0::2",
+        "1::0",
+    ]
 
 
 @pytest.mark.parametrize("policy", sorted(POLICIES))
@@ -62,9 +80,18 @@ def test_an_id_that_nobody_knows_is_said(policy: str) -> None:
         choose(policy, request(2, 1, 1, required=("GPU-x",)))
 
 
-@given(policy=st.sampled_from(sorted(POLICIES)), gpus=st.integers(1, 5), replicas=st.integers(1, 4), data=st.data())
-def test_any_answer_is_complete_and_the_same_again(policy: str, gpus: int, replicas: int, data: st.DataObject) -> None:
-    """nvidia:D4 and nvidia:D5: what is not available plays no part, and the answer has the size asked for or there is none."""
+@given(
+    policy=st.sampled_from(sorted(POLICIES)),
+    gpus=st.integers(1, 5),
+    replicas=st.integers(1, 4),
+    data=st.data(),
+)
+def test_any_answer_is_complete_and_the_same_again(
+    policy: str, gpus: int, replicas: int, data: st.DataObject
+) -> None:
+    """nvidia:D4 and nvidia:D5: what is not available plays no part,
+    and the answer has the size asked for or there is none.
+    """
     count = 1 if policy == ALIGNED else replicas
     every = [f"{gpu}::{number}" for gpu in range(gpus) for number in range(count)]
     available = sorted(data.draw(st.sets(st.sampled_from(every), min_size=1)))

@@ -10,7 +10,14 @@ from hypothesis import strategies as st
 
 from vgpu_agent.errors import CapacityError
 from vgpu_agent.model import DeviceRoom
-from vgpu_agent.placement.rooms import BINPACK, SPREAD, Want, choose_rooms, type_refusal, uuid_refusal
+from vgpu_agent.placement.rooms import (
+    BINPACK,
+    SPREAD,
+    Want,
+    choose_rooms,
+    type_refusal,
+    uuid_refusal,
+)
 
 EMPTY = DeviceRoom("GPU-0", "", 24576, 24576, 100, 0, 10)
 
@@ -29,7 +36,11 @@ def _chosen(rooms: list[DeviceRoom], want: Want, policy: str) -> list[str]:
 
 def test_binpack_takes_the_fullest_that_fits() -> None:
     """The GPU with the most booked memory comes first, however many containers that is."""
-    rooms = [_room("GPU-0", used_mib=1000, holders=3), _room("GPU-1", used_mib=20000, holders=1), _room("GPU-2", used_mib=22000, holders=1)]
+    rooms = [
+        _room("GPU-0", used_mib=1000, holders=3),
+        _room("GPU-1", used_mib=20000, holders=1),
+        _room("GPU-2", used_mib=22000, holders=1),
+    ]
     assert _chosen(rooms, _want(), BINPACK) == ["GPU-1"]
 
 
@@ -48,22 +59,34 @@ def test_on_equal_terms_the_lower_index_wins(policy: str) -> None:
 def test_several_are_several_different_devices() -> None:
     """A count of two never gives one GPU twice, though it would have room for both."""
     assert _chosen([_room("GPU-0"), _room("GPU-1")], _want(2), BINPACK) == ["GPU-0", "GPU-1"]
-    with pytest.raises(CapacityError, match=r"2 × 3000 MiB cannot be placed on this node: GPU-0: fits"):
+    with pytest.raises(
+        CapacityError, match=r"2 × 3000 MiB cannot be placed on this node: GPU-0: fits"
+    ):
         choose_rooms([_room("GPU-0")], _want(2), policy=BINPACK)
 
 
 def test_all_compute_needs_an_empty_device() -> None:
     """100 percent goes to a GPU without other holders."""
-    assert _chosen([_room("GPU-0", holders=1), _room("GPU-1")], _want(cores=100), BINPACK) == ["GPU-1"]
+    assert _chosen([_room("GPU-0", holders=1), _room("GPU-1")], _want(cores=100), BINPACK) == [
+        "GPU-1"
+    ]
 
 
 @pytest.mark.parametrize(
     ("room", "want", "text"),
     [
         (_room("GPU-0", used_mib=22000), _want(), "2576 MiB free of 24576, 3000 wanted"),
-        (_room("GPU-0", cores=60, holders=1), _want(cores=50), "40 % of the compute free, 50 wanted"),
+        (
+            _room("GPU-0", cores=60, holders=1),
+            _want(cores=50),
+            "40 % of the compute free, 50 wanted",
+        ),
         (_room("GPU-0", cores=100, holders=1), _want(), "all of its compute is taken"),
-        (_room("GPU-0", holders=1), _want(cores=100), "100 % of the compute needs it alone, and 1 share it"),
+        (
+            _room("GPU-0", holders=1),
+            _want(cores=100),
+            "100 % of the compute needs it alone, and 1 share it",
+        ),
         (_room("GPU-0", holders=10), _want(), "10 containers share it already"),
         (dataclasses.replace(EMPTY, exclusive=True), _want(), "a container has it for itself"),
         (dataclasses.replace(EMPTY, trouble="XID 79"), _want(), "XID 79"),
@@ -84,7 +107,10 @@ def test_a_node_without_devices_says_so() -> None:
 def test_a_device_that_the_pod_does_not_want_is_passed_over() -> None:
     """The error has the reason in place of the lack of room."""
     rooms = [_room("GPU-0"), _room("GPU-1")]
-    assert [room.device for room in choose_rooms(rooms, _want(), policy=BINPACK, refused={"GPU-0": "no"})] == ["GPU-1"]
+    assert [
+        room.device
+        for room in choose_rooms(rooms, _want(), policy=BINPACK, refused={"GPU-0": "no"})
+    ] == ["GPU-1"]
     with pytest.raises(CapacityError, match="GPU-0: not this one; GPU-1: fits"):
         choose_rooms(rooms, _want(2), policy=BINPACK, refused={"GPU-0": "not this one"})
 
@@ -105,16 +131,26 @@ def test_a_device_that_the_pod_does_not_want_is_passed_over() -> None:
         (None, "", True),
     ],
 )
-def test_types_match_by_any_part_of_the_name(wanted: str | None, unwanted: str | None, *, allowed: bool) -> None:
+def test_types_match_by_any_part_of_the_name(
+    wanted: str | None, unwanted: str | None, *, allowed: bool
+) -> None:
     """Case does not matter, a part suffices, and wanted types make unwanted ones meaningless."""
     assert (type_refusal("NVIDIA-NVIDIA A10", wanted=wanted, unwanted=unwanted) == "") is allowed
 
 
 @pytest.mark.parametrize(
     ("wanted", "unwanted", "allowed"),
-    [(None, None, True), (" GPU-0 ,GPU-1", None, True), ("GPU-1", None, False), ("GPU-0", "GPU-0", False), (None, "GPU", True)],
+    [
+        (None, None, True),
+        (" GPU-0 ,GPU-1", None, True),
+        ("GPU-1", None, False),
+        ("GPU-0", "GPU-0", False),
+        (None, "GPU", True),
+    ],
 )
-def test_uuids_match_exactly_and_unwanted_wins(wanted: str | None, unwanted: str | None, *, allowed: bool) -> None:
+def test_uuids_match_exactly_and_unwanted_wins(
+    wanted: str | None, unwanted: str | None, *, allowed: bool
+) -> None:
     """Text around a UUID does not matter, and a part of a UUID does not match."""
     assert (uuid_refusal("GPU-0", wanted=wanted, unwanted=unwanted) == "") is allowed
 
@@ -136,16 +172,33 @@ ROOMS = st.lists(
 
 
 @given(
-    rooms=ROOMS, count=st.integers(1, 3), memory=st.integers(1, 1000), cores=st.integers(0, 100), policy=st.sampled_from([BINPACK, SPREAD])
+    rooms=ROOMS,
+    count=st.integers(1, 3),
+    memory=st.integers(1, 1000),
+    cores=st.integers(0, 100),
+    policy=st.sampled_from([BINPACK, SPREAD]),
 )
-def test_what_is_chosen_has_room(rooms: list[DeviceRoom], count: int, memory: int, cores: int, policy: str) -> None:
+def test_what_is_chosen_has_room(
+    rooms: list[DeviceRoom], count: int, memory: int, cores: int, policy: str
+) -> None:
     """Any node gives as many different devices as wanted, each with room, or an error."""
     try:
         chosen = choose_rooms(rooms, _want(count, memory, cores), policy=policy)
     except CapacityError:
-        fit = [room for room in rooms if not room.trouble and room.holders_free and room.memory_free_mib >= memory]
-        fit = [room for room in fit if room.cores_free_percent >= max(cores, 1) and (cores < 100 or not room.holders)]
+        fit = [
+            room
+            for room in rooms
+            if not room.trouble and room.holders_free and room.memory_free_mib >= memory
+        ]
+        fit = [
+            room
+            for room in fit
+            if room.cores_free_percent >= max(cores, 1) and (cores < 100 or not room.holders)
+        ]
         assert len(fit) < count
         return
     assert len({room.device for room in chosen}) == count
-    assert all(room.memory_free_mib >= memory and room.cores_free_percent >= cores and not room.trouble for room in chosen)
+    assert all(
+        room.memory_free_mib >= memory and room.cores_free_percent >= cores and not room.trouble
+        for room in chosen
+    )

@@ -17,7 +17,9 @@ ROOMS = (ILL, ALONE, HALF, EMPTY)
 
 @pytest.mark.parametrize(("memory_mib", "device"), [(50, "half"), (51, "empty"), (100, "empty")])
 def test_the_first_device_with_room_is_taken(memory_mib: int, device: str) -> None:
-    """volcano-gpushare:S2: the lowest number that has room, neither packed nor spread; ill and exclusive ones are passed over."""
+    """volcano-gpushare:S2: the lowest number that has room, neither packed nor spread; ill and
+    exclusive ones are passed over.
+    """
     assert first_with_room(ROOMS, memory_mib).device == device
 
 
@@ -26,8 +28,8 @@ def test_no_room_says_what_each_device_has() -> None:
     with pytest.raises(CapacityError) as refused:
         first_with_room(ROOMS, 101)
     assert str(refused.value) == (
-        "no GPU has 101 MiB for the whole pod: ill: XID 79; alone: a container has it for itself; half: 50 MiB free of 100; "
-        "empty: 100 MiB free of 100"
+        "no GPU has 101 MiB for the whole pod: ill: XID 79; alone: a container has it for itself; "
+        "half: 50 MiB free of 100; empty: 100 MiB free of 100"
     )
 
 
@@ -42,7 +44,8 @@ def test_too_few_idle_devices_say_why() -> None:
     with pytest.raises(CapacityError) as refused:
         first_idle(ROOMS, 2)
     assert str(refused.value) == (
-        "2 idle GPUs are wanted, 1 can be had: ill: XID 79; alone: a container has it for itself; half: containers on it: 1; empty: idle"
+        "2 idle GPUs are wanted, 1 can be had: ill: XID 79; alone: a container has it for itself; "
+        "half: containers on it: 1; empty: idle"
     )
 
 

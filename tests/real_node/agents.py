@@ -1,7 +1,8 @@
-"""The agent beside a real kubelet, for tests that block: simulated GPUs on the host, the agent's own process, and kubelet's records.
+"""The agent beside a real kubelet, for tests that block: simulated GPUs on the host, the agent's
+own process, and kubelet's records.
 
-The agent runs on the host, outside the rig's namespaces, and reaches kubelet through the rig's folder; containers get the simulated
-device nodes from the same folder.
+The agent runs on the host, outside the rig's namespaces, and reaches kubelet through the rig's
+folder; containers get the simulated device nodes from the same folder.
 """
 
 from __future__ import annotations
@@ -38,13 +39,17 @@ kubelet: {verifySeconds: 2}
 
 def shared(replicas: int) -> str:
     """A configuration with so many replicas of each GPU."""
-    return QUICK + f"sharing: {{timeSlicing: {{resources: [{{name: {GPU}, replicas: {replicas}}}]}}}}\n"
+    return (
+        QUICK
+        + f"sharing: {{timeSlicing: {{resources: [{{name: {GPU}, replicas: {replicas}}}]}}}}\n"
+    )
 
 
 class NodeAgent:
     """One agent on one node of a rig.
 
-    State: the simulated GPUs and the agent's files below a folder of its own, and an event loop that runs only while it is asked something.
+    State: the simulated GPUs and the agent's files below a folder of its own, and an event loop
+    that runs only while it is asked something.
     """
 
     def __init__(
@@ -59,14 +64,18 @@ class NodeAgent:
         uuids: Sequence[str] | None = None,
         in_cluster: bool = False,
     ) -> None:
-        """Make the GPUs; ``in_cluster`` lets the agent live in the rig's network and reach the API server as cluster admin.
+        """Make the GPUs; ``in_cluster`` lets the agent live in the rig's network
+        and reach the API server as cluster admin.
 
-        In ``config``, ``FOLDER`` stands for the agent's own folder, which has the same path on the node.
+        In ``config``, ``FOLDER`` stands for the agent's own folder, which has the same path on the
+        node.
         """
         self.rig = rig
         self.folder = Path(tempfile.mkdtemp(prefix="vga", dir="/tmp"))
         self.folder.chmod(0o755)
-        self.simulated = SimulatedNode.create(self.folder / "gpus", model=model, gpus=gpus, numa=numa, uuids=uuids)
+        self.simulated = SimulatedNode.create(
+            self.folder / "gpus", model=model, gpus=gpus, numa=numa, uuids=uuids
+        )
         self.config = self.folder / "config.yaml"
         replace_text(self.config, config.replace("FOLDER", str(self.folder)))
         self._node = node
@@ -76,7 +85,11 @@ class NodeAgent:
             kubelet=rig.kubelet_dir(node),
             simulate=self.simulated.directory,
             config=self.config,
-            flags=["--node-name", rig.node_name(node), *(["--kubeconfig", str(rig.layout.kubeconfig())] if in_cluster else [])],
+            flags=[
+                "--node-name",
+                rig.node_name(node),
+                *(["--kubeconfig", str(rig.layout.kubeconfig())] if in_cluster else []),
+            ],
             through=rig.in_network() if in_cluster else (),
             opener=_opener_into(rig) if in_cluster else None,
         )
@@ -102,7 +115,9 @@ class NodeAgent:
         """The JSON behind a debug path."""
         return self.run(self.process.get(path))
 
-    def until(self, path: str, condition: Callable[[Any], bool], *, timeout_seconds: float = 20) -> Any:
+    def until(
+        self, path: str, condition: Callable[[Any], bool], *, timeout_seconds: float = 20
+    ) -> Any:
         """The JSON behind a debug path, as soon as it satisfies ``condition``."""
         return self.run(self.process.until(path, condition, timeout_seconds=timeout_seconds))
 
@@ -111,14 +126,23 @@ class NodeAgent:
         return [line["msg"] for line in self.process.log_lines()]
 
     def holders(self) -> dict[str, list[str]]:
-        """Pod name → ids, as the agent's ledger has them; grants whose pod is not known yet are left out."""
-        return {grant["pod"]: sorted(grant["ids"]) for grant in self.get("/debug/ledger")["grants"] if grant["pod"]}
+        """Pod name → ids, as the agent's ledger has them;
+        grants whose pod is not known yet are left out.
+        """
+        return {
+            grant["pod"]: sorted(grant["ids"])
+            for grant in self.get("/debug/ledger")["grants"]
+            if grant["pod"]
+        }
 
     def knows(self, number: int) -> dict[str, list[str]]:
         """`holders`, as soon as there are so many grants and all are proven."""
         self.until(
             "/debug/ledger",
-            lambda ledger: len(ledger["grants"]) == number and all(grant["state"] == "identified" for grant in ledger["grants"]),
+            lambda ledger: (
+                len(ledger["grants"]) == number
+                and all(grant["state"] == "identified" for grant in ledger["grants"])
+            ),
         )
         return self.holders()
 
@@ -144,12 +168,18 @@ def allocatable(rig: Rig, resource: str = GPU, node: int = 1) -> int:
 
 def wait_allocatable(rig: Rig, number: int, timeout: float = 20, *, resource: str = GPU) -> None:
     """Wait until the node's status says this number."""
-    rig.wait_for(lambda: allocatable(rig, resource) == number or None, timeout, what=f"allocatable {resource} = {number}")
+    rig.wait_for(
+        lambda: allocatable(rig, resource) == number or None,
+        timeout,
+        what=f"allocatable {resource} = {number}",
+    )
 
 
 def kubelets_view(rig: Rig, resource: str = GPU, node: int = 1) -> dict[str, list[str]]:
     """Pod name → ids from pod-resources, asked by a client of our own."""
-    with grpc.insecure_channel(f"unix:{rig.kubelet_dir(node)}/pod-resources/kubelet.sock") as channel:
+    with grpc.insecure_channel(
+        f"unix:{rig.kubelet_dir(node)}/pod-resources/kubelet.sock"
+    ) as channel:
         call = channel.unary_unary(
             "/v1.PodResourcesLister/List",
             request_serializer=pod_resources.ListPodResourcesRequest.SerializeToString,
@@ -174,7 +204,11 @@ def visible(rig: Rig, pod: str) -> str:
     """Return the devices in a container's printed environment, once it has printed it."""
 
     def found() -> str | None:
-        lines = [line for line in rig.logs(pod).splitlines() if line.startswith("NVIDIA_VISIBLE_DEVICES=")]
+        lines = [
+            line
+            for line in rig.logs(pod).splitlines()
+            if line.startswith("NVIDIA_VISIBLE_DEVICES=")
+        ]
         return lines[0].partition("=")[2] if lines else None
 
     return rig.wait_for(found, 20, what=f"the output of {pod}")

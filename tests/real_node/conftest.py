@@ -1,7 +1,9 @@
-"""Real Kubernetes clusters as fixtures: started when first asked for, ended with the test run however that ends.
+"""Real Kubernetes clusters as fixtures:
+started when first asked for, ended with the test run however that ends.
 
-`rig`, `numa_rig` and `volcano_rig` live for the whole session, since a start takes seconds; after every test that used one, its pods are
-removed and whatever was stopped is started again. A test that needs another kind, or wants to break one for good, takes `start_rig`.
+`rig`, `numa_rig` and `volcano_rig` live for the whole session, since a start takes seconds; after
+every test that used one, its pods are removed and whatever was stopped is started again. A test
+that needs another kind, or wants to break one for good, takes `start_rig`.
 """
 
 from __future__ import annotations
@@ -38,8 +40,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:
-    """Build what is not in the cache before the first test, so that no test's timeout has to allow for it."""
-    if session.config.option.collectonly or not any(_HERE in item.path.parents for item in session.items):
+    """Build what is not in the cache before the first test,
+    so that no test's timeout has to allow for it.
+    """
+    if session.config.option.collectonly or not any(
+        _HERE in item.path.parents for item in session.items
+    ):
         return
     reason = missing_requirement()
     if reason is None:
@@ -55,8 +61,12 @@ def pytest_collection_finish(session: pytest.Session) -> None:
 
 
 @pytest.hookimpl(wrapper=True)
-def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, pytest.TestReport, pytest.TestReport]:
-    """Show the ends of the components' logs with a failure, for after the run they are gone; and say only once why there is no cluster."""
+def pytest_runtest_makereport(
+    item: pytest.Item,
+) -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    """Show the ends of the components' logs with a failure, for after the run they are gone; and
+    say only once why there is no cluster.
+    """
     report = yield
     reason = item.config.stash.get(_unavailable, None)
     if report.skipped and reason is not None:
@@ -67,7 +77,10 @@ def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, pytest.TestR
         )  # one place, so that pytest sums up in one line
     if report.failed:
         values = getattr(item, "funcargs", {}).values()
-        for rig in {*(value for value in values if isinstance(value, Rig)), *item.stash.get(_started, [])}:
+        for rig in {
+            *(value for value in values if isinstance(value, Rig)),
+            *item.stash.get(_started, []),
+        }:
             for component, tail in rig.log_tails():
                 report.sections.append((f"rig {rig.name}: {component}", tail))
     return report
@@ -75,7 +88,9 @@ def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, pytest.TestR
 
 @pytest.fixture(scope="session")
 def cluster_available(pytestconfig: pytest.Config) -> None:
-    """Skip, in one line that says why, where no cluster can be; fail where REQUIRE_CLUSTER=1 insists on one."""
+    """Skip, in one line that says why, where no cluster can be;
+    fail where REQUIRE_CLUSTER=1 insists on one.
+    """
     reason = pytestconfig.stash.get(_unavailable, None)
     if reason is None:
         return
@@ -100,7 +115,9 @@ def numa_rig(cluster_available: None) -> Iterator[Rig]:
 
 @pytest.fixture(scope="session")
 def volcano_rig(cluster_available: None) -> Iterator[Rig]:
-    """One Kubernetes node for Volcano's resources, of which others would find traces on their Node."""
+    """One Kubernetes node for Volcano's resources,
+    of which others would find traces on their Node.
+    """
     with Rig() as running:
         yield running
 
@@ -108,14 +125,18 @@ def volcano_rig(cluster_available: None) -> Iterator[Rig]:
 @pytest.fixture(autouse=True)
 def _clean_session_rigs(request: pytest.FixtureRequest) -> Iterator[None]:
     """After each test, give back the session's rigs that it used as they were."""
-    used: list[Rig] = [request.getfixturevalue(name) for name in _SESSION_RIGS if name in request.fixturenames]
+    used: list[Rig] = [
+        request.getfixturevalue(name) for name in _SESSION_RIGS if name in request.fixturenames
+    ]
     yield
     for running in used:
         running.clean()
 
 
 @pytest.fixture
-def start_rig(request: pytest.FixtureRequest, cluster_available: None) -> Iterator[Callable[..., Rig]]:
+def start_rig(
+    request: pytest.FixtureRequest, cluster_available: None
+) -> Iterator[Callable[..., Rig]]:
     """Start a rig of one's own: ``start_rig(Options(nodes=2))``; it ends with the test."""
     started: list[Rig] = []
     request.node.stash[_started] = started

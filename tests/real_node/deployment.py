@@ -1,7 +1,8 @@
 """The agent deployed by its manifests on a rig's node, for the tests of the manifests.
 
-The DaemonSet's pod runs on simulated GPUs, and the folders of the backend hami-core lie in a temporary folder instead of in /usr of the
-machine that runs the tests; everything that says how the agent may run and what it may do stays as it is in manifests/.
+The DaemonSet's pod runs on simulated GPUs, and the folders of the backend hami-core lie in a
+temporary folder instead of in /usr of the machine that runs the tests; everything that says how the
+agent may run and what it may do stays as it is in manifests/.
 """
 
 from __future__ import annotations
@@ -30,22 +31,31 @@ SIMULATOR = "/opt/vgpu-agent/lib/vgpu_agent/sim"
 
 
 class Deployed(NamedTuple):
-    """A rig on whose node the DaemonSet's pod is Ready, and the folder of the node in which simulated GPUs and hami-core's files lie."""
+    """A rig on whose node the DaemonSet's pod is Ready, and the folder of the node in which
+    simulated GPUs and hami-core's files lie.
+    """
 
     rig: Rig
     folder: Path
 
 
 def kustomized(rig: Rig, folder: Path, components: list[str]) -> list[dict[str, Any]]:
-    """The objects of the base with more ``components``, as a user's own kustomization beside it would have them."""
+    """The objects of the base with more ``components``,
+    as a user's own kustomization beside it would have them.
+    """
     relative = os.path.relpath(MANIFESTS, folder.resolve())
-    kustomization = {"resources": [relative], "components": [f"{relative}/components/{name}" for name in components]}
+    kustomization = {
+        "resources": [relative],
+        "components": [f"{relative}/components/{name}" for name in components],
+    }
     (folder / "kustomization.yaml").write_text(yaml.safe_dump(kustomization))
     return list(yaml.safe_load_all(rig.kubectl("kustomize", str(folder))))
 
 
 def _on_simulated_gpus(objects: list[dict[str, Any]], folder: Path) -> None:
-    """Simulated GPUs, libvgpu.so out of busybox's image, which has a shell, and hami-core's folders inside ``folder``."""
+    """Simulated GPUs, libvgpu.so out of busybox's image, which has a shell,
+    and hami-core's folders inside ``folder``.
+    """
     (daemon_set,) = [each for each in objects if each["kind"] == "DaemonSet"]
     daemon_set["spec"]["minReadySeconds"] = 0
     spec = daemon_set["spec"]["template"]["spec"]
@@ -54,20 +64,30 @@ def _on_simulated_gpus(objects: list[dict[str, Any]], folder: Path) -> None:
     agent["env"].append({"name": "XDG_CACHE_HOME", "value": str(folder / "cache")})
     agent["volumeMounts"].append({"name": "simulation", "mountPath": str(folder)})
     # The image has no simulator, so the checkout's is mounted where it would be.
-    agent["volumeMounts"].append({"name": "simulation", "mountPath": SIMULATOR, "subPath": "sim", "readOnly": True})
+    agent["volumeMounts"].append(
+        {"name": "simulation", "mountPath": SIMULATOR, "subPath": "sim", "readOnly": True}
+    )
     named = {each["name"]: each for each in spec["initContainers"]}
     slots, library = named["region-slots"], named["hami-core-library"]
     slots["args"][slots["args"].index("--count") + 1] = str(SLOTS)
-    library.update(image=images.BUSYBOX, imagePullPolicy="Never", env=[{"name": "LIBRARY", "value": "/bin/busybox"}])
+    library.update(
+        image=images.BUSYBOX,
+        imagePullPolicy="Never",
+        env=[{"name": "LIBRARY", "value": "/bin/busybox"}],
+    )
     for volume in spec["volumes"]:
         if volume["name"].startswith("hami-core"):
             volume["hostPath"]["path"] = str(folder / volume["name"])
-    spec["volumes"].append({"name": "simulation", "hostPath": {"path": str(folder), "type": "Directory"}})
+    spec["volumes"].append(
+        {"name": "simulation", "hostPath": {"path": str(folder), "type": "Directory"}}
+    )
 
 
 @contextlib.contextmanager
 def deployed_agent(rig: Rig) -> Iterator[Deployed]:
-    """The base and hami-core with slots for regions, applied; gone afterwards with all it left on the node."""
+    """The base and hami-core with slots for regions, applied;
+    gone afterwards with all it left on the node.
+    """
     # A fixed commit: the image is built anew when what is in it changes, and not for every commit.
     command = [str(PROJECT / "scripts" / "image"), "--commit", "test"]
     archive = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout.strip()
@@ -77,7 +97,9 @@ def deployed_agent(rig: Rig) -> Iterator[Deployed]:
     SimulatedNode.create(folder / "gpus", model="A100-SXM4-40GB", gpus=2)
     library = build()
     shutil.copytree(library.parent, folder / "cache" / "vgpu-agent" / "sim" / library.parent.name)
-    shutil.copytree(PROJECT / "vgpu_agent" / "sim", folder / "sim", ignore=shutil.ignore_patterns("__pycache__"))
+    shutil.copytree(
+        PROJECT / "vgpu_agent" / "sim", folder / "sim", ignore=shutil.ignore_patterns("__pycache__")
+    )
     objects = kustomized(rig, folder, ["hami-core", "region-slots", "hami-core-library"])
     _on_simulated_gpus(objects, folder)
     manifest = yaml.safe_dump_all(objects)

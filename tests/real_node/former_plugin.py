@@ -1,7 +1,9 @@
-"""The plugin that a node had before: NVIDIA's names, ids, socket and answers, for tests in which the agent takes its place.
+"""The plugin that a node had before: NVIDIA's names, ids, socket and answers,
+for tests in which the agent takes its place.
 
-Run as a process by test_nvidia_swap: ``python -m tests.real_node.former_plugin KUBELET_DIR OFFERS``; OFFERS as for `idle_plugin`, with what
-an id begins with (``GPU-…::``). It is killed, never stopped, so its socket stays behind as that of a crashed plugin does.
+Run as a process by test_nvidia_swap: ``python -m tests.real_node.former_plugin KUBELET_DIR
+OFFERS``; OFFERS as for `idle_plugin`, with what an id begins with (``GPU-…::``). It is killed,
+never stopped, so its socket stays behind as that of a crashed plugin does.
 """
 
 from __future__ import annotations
@@ -20,7 +22,9 @@ def _answer(ids: Sequence[str]) -> messages.ContainerAllocateResponse:
     devices = list(ids)
     for infix in _INFIXES:
         devices = [device.partition(infix)[0] for device in devices]
-    return messages.ContainerAllocateResponse(envs={"NVIDIA_VISIBLE_DEVICES": ",".join(dict.fromkeys(devices))})
+    return messages.ContainerAllocateResponse(
+        envs={"NVIDIA_VISIBLE_DEVICES": ",".join(dict.fromkeys(devices))}
+    )
 
 
 if __name__ == "__main__":

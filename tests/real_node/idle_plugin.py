@@ -1,8 +1,10 @@
-"""A device plugin that does nothing: it offers ids, agrees to every Allocate with an empty answer, and asks for no pre-start.
+"""A device plugin that does nothing: it offers ids, agrees to every Allocate with an empty answer,
+and asks for no pre-start.
 
-Run as a process by test_volcano_speed: ``python -m tests.real_node.idle_plugin KUBELET_DIR OFFERS``; OFFERS is JSON, resource → prefix →
-number of ids. What pods cost with it is what so many ids cost kubelet and the API server; no plugin can be quicker. It shares no code with
-the agent, and it ends by any signal. `former_plugin` answers with more.
+Run as a process by test_volcano_speed: ``python -m tests.real_node.idle_plugin KUBELET_DIR
+OFFERS``; OFFERS is JSON, resource → prefix → number of ids. What pods cost with it is what so many
+ids cost kubelet and the API server; no plugin can be quicker. It shares no code with the agent, and
+it ends by any signal. `former_plugin` answers with more.
 """
 
 from __future__ import annotations
@@ -26,12 +28,16 @@ Answer = Callable[[Sequence[str]], messages.ContainerAllocateResponse]
 def _list_and_watch(offers: Mapping[str, int]) -> Iterator[messages.ListAndWatchResponse]:
     """All ids, once; then the stream stays open for ever."""
     ids = (f"{prefix}{number}" for prefix, count in offers.items() for number in range(count))
-    yield messages.ListAndWatchResponse(devices=[messages.Device(id=id_, health="Healthy") for id_ in ids])
+    yield messages.ListAndWatchResponse(
+        devices=[messages.Device(id=id_, health="Healthy") for id_ in ids]
+    )
     threading.Event().wait()
 
 
 def _allocate(request: messages.AllocateRequest, answer: Answer) -> messages.AllocateResponse:
-    return messages.AllocateResponse(container_responses=[answer(each.device_ids) for each in request.container_requests])
+    return messages.AllocateResponse(
+        container_responses=[answer(each.device_ids) for each in request.container_requests]
+    )
 
 
 def _nothing(_ids: Sequence[str]) -> messages.ContainerAllocateResponse:
@@ -66,19 +72,26 @@ def _server(socket: Path, offers: Mapping[str, int], answer: Answer) -> grpc.Ser
 
 
 def _register(kubelet: Path, endpoint: str, resource: str) -> None:
-    with grpc.insecure_channel(f"unix:{kubelet}", options=[("grpc.default_authority", "localhost")]) as channel:
+    with grpc.insecure_channel(
+        f"unix:{kubelet}", options=[("grpc.default_authority", "localhost")]
+    ) as channel:
         call = channel.unary_unary(
             "/v1beta1.Registration/Register",
             request_serializer=messages.RegisterRequest.SerializeToString,
             response_deserializer=messages.Empty.FromString,
         )
         asked = messages.RegisterRequest(
-            version="v1beta1", endpoint=endpoint, resource_name=resource, options=messages.DevicePluginOptions()
+            version="v1beta1",
+            endpoint=endpoint,
+            resource_name=resource,
+            options=messages.DevicePluginOptions(),
         )
         call(asked, timeout=_KUBELET_SECONDS)
 
 
-def serve(kubelet_directory: str, offers: str, *, answer: Answer = _nothing, sockets: str = "idle") -> None:
+def serve(
+    kubelet_directory: str, offers: str, *, answer: Answer = _nothing, sockets: str = "idle"
+) -> None:
     """Serve until the process is ended; ``sockets`` is how their names begin."""
     directory = Path(kubelet_directory, "device-plugins")
     servers = []

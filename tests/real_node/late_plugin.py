@@ -1,7 +1,9 @@
-"""A device plugin of our own `kubelet` room that binds late: Allocate answers with a CDI name, PreStartContainer gives it its meaning.
+"""A device plugin of our own `kubelet` room that binds late: Allocate answers with a CDI name,
+PreStartContainer gives it its meaning.
 
-Run as a process by test_late_binding: ``python -m tests.real_node.late_plugin KUBELET_DIR CDI_DIR RESOURCE IDS``. It holds no decision
-of the agent; it shows that the room under it does on a real kubelet what later families rest on. SIGTERM is a graceful stop.
+Run as a process by test_late_binding: ``python -m tests.real_node.late_plugin KUBELET_DIR CDI_DIR
+RESOURCE IDS``. It holds no decision of the agent; it shows that the room under it does on a real
+kubelet what later families rest on. SIGTERM is a graceful stop.
 A file ``refuse`` in CDI_DIR makes every start be refused with its text.
 """
 
@@ -34,7 +36,9 @@ KIND = "vgpu-agent.test/grant"
 
 
 class LateBackend:
-    """Answers Allocate without knowing the pod, and PreStartContainer from the kubelet's records."""
+    """Answers Allocate without knowing the pod,
+    and PreStartContainer from the kubelet's records.
+    """
 
     def __init__(self, resource: Resource, settings: Kubelet, cdi_directory: Path) -> None:
         self.revision = Revision()
@@ -47,7 +51,9 @@ class LateBackend:
         """Everything is healthy."""
         return [ListedDevice(entry, healthy=True) for entry in self._resource.ids]
 
-    def preferred(self, resource: str, available: Sequence[str], must_include: Sequence[str], size: int) -> list[str]:
+    def preferred(
+        self, resource: str, available: Sequence[str], must_include: Sequence[str], size: int
+    ) -> list[str]:
         """The last ones, so that a test can see that kubelet follows."""
         return [*must_include, *sorted(set(available) - set(must_include), reverse=True)][:size]
 
@@ -63,15 +69,22 @@ class LateBackend:
         """Find the owner of these ids, and write the spec.
 
         Raises:
-            RequestRefusedError: the kubelet's records name no owner, or several, or the test asks for a refusal.
+            RequestRefusedError: the kubelet's records name no owner, or several, or the test asks
+                for a refusal.
         """
         refusal = self._cdi_directory / "refuse"
         if await asyncio.to_thread(refusal.exists):
             raise RequestRefusedError(await asyncio.to_thread(refusal.read_text))
         records = await read_records(self._pod_resources, self._settings.checkpoint_path)
-        owners = [each.owner for each in records.holdings if each.resource == resource and set(each.ids) == set(ids)]
+        owners = [
+            each.owner
+            for each in records.holdings
+            if each.resource == resource and set(each.ids) == set(ids)
+        ]
         if len(owners) != 1:
-            raise RequestRefusedError(f"kubelet's records name {len(owners)} holders of {', '.join(ids)}")
+            raise RequestRefusedError(
+                f"kubelet's records name {len(owners)} holders of {', '.join(ids)}"
+            )
         (owner,) = owners
         spec = {
             "cdiVersion": "0.6.0",
@@ -80,7 +93,10 @@ class LateBackend:
                 {
                     "name": _name(ids),
                     "containerEdits": {
-                        "env": [f"GRANT_POD={owner.namespace}/{owner.pod}/{owner.container}", f"GRANT_UID={owner.pod_uid}"],
+                        "env": [
+                            f"GRANT_POD={owner.namespace}/{owner.pod}/{owner.container}",
+                            f"GRANT_UID={owner.pod_uid}",
+                        ],
                         "deviceNodes": [{"path": "/dev/granted", "hostPath": "/dev/null"}],
                     },
                 }
@@ -101,12 +117,22 @@ def _name(ids: Sequence[str]) -> str:
 async def serve(kubelet_directory: str, cdi_directory: str, name: str, count: str) -> None:
     """Serve until SIGTERM, then end gracefully."""
     settings = Kubelet(directory=kubelet_directory)
-    resource = Resource(name, "test", tuple(DeviceId(f"late-{number}", "device") for number in range(int(count))), pre_start_required=True)
+    resource = Resource(
+        name,
+        "test",
+        tuple(DeviceId(f"late-{number}", "device") for number in range(int(count))),
+        pre_start_required=True,
+    )
     journal = Journal()
     watch = DirectoryWatch(
-        settings.device_plugin_directory, poll_seconds=settings.socket_poll_seconds, journal=journal, status=KubeletStatus()
+        settings.device_plugin_directory,
+        poll_seconds=settings.socket_poll_seconds,
+        journal=journal,
+        status=KubeletStatus(),
     )
-    plugin = DevicePlugin(resource, LateBackend(resource, settings, Path(cdi_directory)), settings, watch, journal)
+    plugin = DevicePlugin(
+        resource, LateBackend(resource, settings, Path(cdi_directory)), settings, watch, journal
+    )
     stop = asyncio.Event()
     asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, stop.set)
     async with asyncio.TaskGroup() as group:

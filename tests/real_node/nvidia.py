@@ -1,7 +1,8 @@
-"""NVIDIA's resources on a real node: agents for a test, pods that print what they got, and how often their containers were started.
+"""NVIDIA's resources on a real node: agents for a test, pods that print what they got, and how
+often their containers were started.
 
-For the tests test_nvidia_*.py. The agent runs on the host as in `agents`; containers print the variables and device nodes that concern
-GPUs, and then stay.
+For the tests test_nvidia_*.py. The agent runs on the host as in `agents`; containers print the
+variables and device nodes that concern GPUs, and then stay.
 """
 
 from __future__ import annotations
@@ -23,9 +24,17 @@ from tests.real_node.rig.manifests import container, pod
 _PROJECT = Path(__file__).resolve().parents[2]
 _END_WITH_PARENT = ("setpriv", "--pdeathsig", "KILL")
 # Present on every simulated node; the agent lists those that are there.
-CONTROL_NODES = ("/dev/nvidia-modeset", "/dev/nvidia-uvm", "/dev/nvidia-uvm-tools", "/dev/nvidiactl")
+CONTROL_NODES = (
+    "/dev/nvidia-modeset",
+    "/dev/nvidia-uvm",
+    "/dev/nvidia-uvm-tools",
+    "/dev/nvidiactl",
+)
 _NAMES = "NVIDIA_|CUDA_|VGPU_|GRANTED"
-PRINT = f"env | grep -E '^({_NAMES})'; find /dev -name '*nvidia*' ! -type d | sort; echo READY; sleep 100000"
+PRINT = (
+    f"env | grep -E '^({_NAMES})'; find /dev -name '*nvidia*' ! -type d | sort; echo READY; sleep "
+    "100000"
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -52,8 +61,13 @@ def plugin_config(**plugin: str) -> str:
 
 
 def cdi_config(rig: Rig, strategy: str, **plugin: str) -> str:
-    """Sections of a configuration that tells containers of devices by CDI names, which containerd resolves in the rig's directory."""
-    return plugin_config(deviceListStrategy=f"[{strategy}]", **plugin) + f"binding: {{cdiDirectory: {rig.cdi_dir()}}}\n"
+    """Sections of a configuration that tells containers of devices by CDI names, which containerd
+    resolves in the rig's directory.
+    """
+    return (
+        plugin_config(deviceListStrategy=f"[{strategy}]", **plugin)
+        + f"binding: {{cdiDirectory: {rig.cdi_dir()}}}\n"
+    )
 
 
 @contextlib.contextmanager
@@ -65,9 +79,18 @@ def running(agent: NodeAgent) -> Iterator[NodeAgent]:
 
 
 @contextlib.contextmanager
-def former_plugin(rig: Rig, offers: Mapping[str, Mapping[str, int]]) -> Iterator[subprocess.Popen[bytes]]:
+def former_plugin(
+    rig: Rig, offers: Mapping[str, Mapping[str, int]]
+) -> Iterator[subprocess.Popen[bytes]]:
     """The plugin from before beside the kubelet; see `tests.real_node.former_plugin`."""
-    command = [*_END_WITH_PARENT, sys.executable, "-m", "tests.real_node.former_plugin", str(rig.kubelet_dir()), json.dumps(offers)]
+    command = [
+        *_END_WITH_PARENT,
+        sys.executable,
+        "-m",
+        "tests.real_node.former_plugin",
+        str(rig.kubelet_dir()),
+        json.dumps(offers),
+    ]
     with subprocess.Popen(command, cwd=_PROJECT) as plugin:
         try:
             yield plugin
@@ -78,7 +101,9 @@ def former_plugin(rig: Rig, offers: Mapping[str, Mapping[str, int]]) -> Iterator
 
 def gpu_pod(name: str, limits: Mapping[str, int] | int = 1, **spec: Any) -> dict[str, Any]:
     """A pod that prints what it got; a number is one of ``nvidia.com/gpu``."""
-    return pod(name, command=PRINT, limits={GPU: limits} if isinstance(limits, int) else limits, **spec)
+    return pod(
+        name, command=PRINT, limits={GPU: limits} if isinstance(limits, int) else limits, **spec
+    )
 
 
 def gpu_container(name: str, limits: Mapping[str, int]) -> dict[str, Any]:
@@ -99,7 +124,8 @@ def printed(rig: Rig, name: str, container_name: str = "main", timeout: float = 
         try:
             lines = rig.logs(name, container=container_name).splitlines()
         except ApiError as err:
-            if err.status in (HTTPStatus.BAD_REQUEST, HTTPStatus.NOT_FOUND):  # kubelet has not started it yet
+            # kubelet has not started it yet
+            if err.status in (HTTPStatus.BAD_REQUEST, HTTPStatus.NOT_FOUND):
                 return None
             raise
         return lines if "READY" in lines else None
@@ -112,7 +138,9 @@ def printed(rig: Rig, name: str, container_name: str = "main", timeout: float = 
 
 
 def containers_of(rig: Rig, names: Collection[str]) -> dict[str, tuple[str, int]]:
-    """Pod → its first container's id and how often that was started again: what must not change under a running pod."""
+    """Pod → its first container's id and how often that was started again:
+    what must not change under a running pod.
+    """
     states = {}
     for name in names:
         found = rig.pod(name)

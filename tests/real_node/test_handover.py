@@ -1,4 +1,6 @@
-"""A GPU from one family to another on a real node, whose kubelet writes the Node's status as seldom as it does by default."""
+"""A GPU from one family to another on a real node,
+whose kubelet writes the Node's status as seldom as it does by default.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +32,9 @@ Report = Callable[[str, object], None]
 def agent(start_rig: Callable[..., Rig]) -> Iterator[NodeAgent]:
     """An agent with two families and kubelet's defaults, on a kubelet with its own."""
     rig = start_rig(Options(kubelet={"nodeStatusUpdateFrequency": f"{KUBELETS_SECONDS}s"}))
-    config = COARSE_CONFIG.replace("nvidia: false", "nvidia: true").replace("kubelet: {verifySeconds: 2}\n", "")
+    config = COARSE_CONFIG.replace("nvidia: false", "nvidia: true").replace(
+        "kubelet: {verifySeconds: 2}\n", ""
+    )
     agent = volcano_agent(rig, config)
     try:
         agent.start()
@@ -43,14 +47,25 @@ def agent(start_rig: Callable[..., Rig]) -> Iterator[NodeAgent]:
 
 def _wait_count(rig: Rig, resource: str, number: int) -> float:
     """Seconds since the node has booted at which its status shows this count."""
-    rig.wait_for(lambda: allocatable(rig, resource) == number or None, 40, what=f"allocatable {resource} = {number}")
+    rig.wait_for(
+        lambda: allocatable(rig, resource) == number or None,
+        40,
+        what=f"allocatable {resource} = {number}",
+    )
     return time.clock_gettime(time.CLOCK_BOOTTIME)
 
 
 def _pod(name: str, resource: str, then: str) -> dict[str, Any]:
-    """A pod with both GPUs that prints when it begins and when it ends, in seconds since the node has booted."""
+    """A pod with both GPUs that prints when it begins and when it ends,
+    in seconds since the node has booted.
+    """
     limits = {GPU: 2} if resource == GPU else {NUMBER: 2, VGPU + "memory": 10}
-    return pod(name, command=f"cat /proc/uptime; {then}; cat /proc/uptime", limits=limits, restartPolicy="Never")
+    return pod(
+        name,
+        command=f"cat /proc/uptime; {then}; cat /proc/uptime",
+        limits=limits,
+        restartPolicy="Never",
+    )
 
 
 def _printed(rig: Rig, name: str) -> list[float]:
@@ -69,10 +84,14 @@ def _booted(timestamp: str) -> float:
     return time.clock_gettime(time.CLOCK_BOOTTIME) - ago
 
 
-def test_a_freed_gpu_reaches_the_other_family_as_soon_as_kubelet_has_let_go(agent: NodeAgent, record_property: Report) -> None:
-    """Both ways. kubelet lets go of a pod one to two seconds after its container's end, with its second look at the runtime after it.
+def test_a_freed_gpu_reaches_the_other_family_as_soon_as_kubelet_has_let_go(
+    agent: NodeAgent, record_property: Report
+) -> None:
+    """Both ways. kubelet lets go of a pod one to two seconds after its container's end, with its
+    second look at the runtime after it.
 
-    The rest is ours, from the phase that kubelet then reports on, and the scheduler acts on what the Node shows.
+    The rest is ours, from the phase that kubelet then reports on, and the scheduler acts on what
+    the Node shows.
     """
     rig, possible, started, ended, ours = agent.rig, [], [], [], []
     rig.create_pod(_pod("pod-0", GPU, "sleep 5"))
@@ -80,7 +99,8 @@ def test_a_freed_gpu_reaches_the_other_family_as_soon_as_kubelet_has_let_go(agen
     for number in range(1, HANDOVERS + 1):
         resource = NUMBER if number % 2 else GPU
         began = time.clock_gettime(time.CLOCK_BOOTTIME)
-        assert _wait_count(rig, resource, 0) - began < KUBELETS_SECONDS / 2  # no pod is sent here in vain
+        # no pod is sent here in vain
+        assert _wait_count(rig, resource, 0) - began < KUBELETS_SECONDS / 2
         rig.create_pod(_pod(f"pod-{number}", resource, "sleep 5"))
         rig.wait_for_phase(f"pod-{number - 1}", "Succeeded")
         reported_at = time.clock_gettime(time.CLOCK_BOOTTIME)
@@ -91,7 +111,10 @@ def test_a_freed_gpu_reaches_the_other_family_as_soon_as_kubelet_has_let_go(agen
         possible.append(round(free_at - ended_at, 2))
         started.append(round(_printed(rig, f"pod-{number}")[0] - ended_at, 2))
         ended.append(ended_at)
-    released = [round(_booted(line["ts"]) - at, 2) for line, at in zip(_releases(agent), ended, strict=False)]
+    released = [
+        round(_booted(line["ts"]) - at, 2)
+        for line, at in zip(_releases(agent), ended, strict=False)
+    ]
     figures = {
         "from a container's end to its release in the ledger": released,
         "from a container's end to the other family's count on the Node": possible,
@@ -107,7 +130,9 @@ def test_a_freed_gpu_reaches_the_other_family_as_soon_as_kubelet_has_let_go(agen
 
 
 def test_kubelet_keeps_the_counts_that_the_agent_has_written(agent: NodeAgent) -> None:
-    """It computes the same from the list that it was sent, so its next look changes nothing. The Node is written once a change."""
+    """It computes the same from the list that it was sent, so its next look changes nothing. The
+    Node is written once a change.
+    """
     rig = agent.rig
     rig.create_pod(_pod("pod", GPU, "sleep 100000"))
     wait_running(rig, ["pod"])
@@ -118,6 +143,8 @@ def test_kubelet_keeps_the_counts_that_the_agent_has_written(agent: NodeAgent) -
         versions.add(str(node["status"]["allocatable"]))
         time.sleep(0.1)
     assert len(versions) == 1
-    (writer,) = [each for each in agent.get("/debug/cluster")["writers"] if each["name"] == "allocatable"]
+    (writer,) = [
+        each for each in agent.get("/debug/cluster")["writers"] if each["name"] == "allocatable"
+    ]
     assert (writer["failed"], writer["pending"]) == (0, 0)
     assert writer["written"] <= 2

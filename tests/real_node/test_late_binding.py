@@ -1,4 +1,6 @@
-"""PreStartContainer and CDI names on a real kubelet and containerd: what late binding (docs/architecture.md) will rest on."""
+"""PreStartContainer and CDI names on a real kubelet and containerd: what late binding
+(docs/architecture.md) will rest on.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +29,15 @@ def start_plugin(rig: Rig, tmp_path: Path) -> Iterator[Start]:
     running: list[subprocess.Popen[bytes]] = []
 
     def start() -> subprocess.Popen[bytes]:
-        command = [sys.executable, "-m", "tests.real_node.late_plugin", str(rig.kubelet_dir()), str(rig.cdi_dir()), RESOURCE, "40"]
+        command = [
+            sys.executable,
+            "-m",
+            "tests.real_node.late_plugin",
+            str(rig.kubelet_dir()),
+            str(rig.cdi_dir()),
+            RESOURCE,
+            "40",
+        ]
         with (tmp_path / "plugin.log").open("ab") as output:
             running.append(subprocess.Popen(command, cwd=_PROJECT, stdout=output, stderr=output))
         wait_allocatable(rig, 40, resource=RESOURCE)
@@ -40,7 +50,11 @@ def start_plugin(rig: Rig, tmp_path: Path) -> Iterator[Start]:
 
 
 def _grant(rig: Rig, name: str, container_name: str = "main") -> str | None:
-    lines = [line for line in rig.logs(name, container=container_name).splitlines() if line.startswith("GRANT=")]
+    lines = [
+        line
+        for line in rig.logs(name, container=container_name).splitlines()
+        if line.startswith("GRANT=")
+    ]
     return lines[-1].removeprefix("GRANT=") if lines else None
 
 
@@ -51,7 +65,9 @@ def _uid(rig: Rig, name: str) -> str:
 
 
 def test_each_container_gets_exactly_its_own_identity(rig: Rig, start_plugin: Start) -> None:
-    """20 pods at once, every second with two such containers: the spec written at PreStartContainer reaches the right one, always."""
+    """20 pods at once, every second with two such containers: the spec written at PreStartContainer
+    reaches the right one, always.
+    """
     start_plugin()
     names = [f"late-{number:02}" for number in range(20)]
     for number, name in enumerate(names):
@@ -62,12 +78,16 @@ def test_each_container_gets_exactly_its_own_identity(rig: Rig, start_plugin: St
     for number, name in enumerate(names):
         rig.wait_for_phase(name, "Running", 60)
         for each in ("main", "second")[: 1 + number % 2]:
-            grant = rig.wait_for(functools.partial(_grant, rig, name, each), 20, what=f"the output of {name}/{each}")
+            grant = rig.wait_for(
+                functools.partial(_grant, rig, name, each), 20, what=f"the output of {name}/{each}"
+            )
             assert grant == f"default/{name}/{each} {_uid(rig, name)}"
             assert "/dev/granted" in rig.logs(name, container=each)
 
 
-def test_a_refused_start_waits_with_our_text_and_goes_on_when_it_may(rig: Rig, start_plugin: Start) -> None:
+def test_a_refused_start_waits_with_our_text_and_goes_on_when_it_may(
+    rig: Rig, start_plugin: Start
+) -> None:
     """The pod is not failed: its status shows our text, kubelet asks again, and then it runs."""
     start_plugin()
     refusal = rig.cdi_dir() / "refuse"
@@ -76,17 +96,29 @@ def test_a_refused_start_waits_with_our_text_and_goes_on_when_it_may(rig: Rig, s
 
     def waiting() -> str | None:
         statuses = (rig.pod("patient") or {}).get("status", {}).get("containerStatuses", [])
-        return str(statuses[0]["state"]["waiting"].get("message", "")) or None if statuses and "waiting" in statuses[0]["state"] else None
+        return (
+            str(statuses[0]["state"]["waiting"].get("message", "")) or None
+            if statuses and "waiting" in statuses[0]["state"]
+            else None
+        )
 
-    message = rig.wait_for(lambda: text if "PreStartContainer" in (text := waiting() or "") else None, 30, what="our text in the status")
+    message = rig.wait_for(
+        lambda: text if "PreStartContainer" in (text := waiting() or "") else None,
+        30,
+        what="our text in the status",
+    )
     assert "the pod has not been seen by the scheduler yet" in message
     refusal.unlink()
     rig.wait_for_phase("patient", "Running", 60)
     assert _grant(rig, "patient") == f"default/patient/main {_uid(rig, 'patient')}"
 
 
-def test_after_a_graceful_stop_a_crashed_container_restarts_without_the_plugin(rig: Rig, start_plugin: Start) -> None:
-    """The last act of a stop is a registration without pre-start, so the kubelet calls no missing server."""
+def test_after_a_graceful_stop_a_crashed_container_restarts_without_the_plugin(
+    rig: Rig, start_plugin: Start
+) -> None:
+    """The last act of a stop is a registration without pre-start,
+    so the kubelet calls no missing server.
+    """
     plugin = start_plugin()
     rig.create_pod(pod("alone", command=PRINT, limits={RESOURCE: 1}, restartPolicy="Always"))
     rig.wait_for_phase("alone", "Running")
@@ -101,4 +133,6 @@ def test_after_a_graceful_stop_a_crashed_container_restarts_without_the_plugin(r
         return True if status["restartCount"] >= 1 and "running" in status["state"] else None
 
     rig.wait_for(restarted, 60, what="a restart while the plugin is away")
-    assert rig.wait_for(lambda: _grant(rig, "alone"), 20) == f"default/alone/main {_uid(rig, 'alone')}"
+    assert (
+        rig.wait_for(lambda: _grant(rig, "alone"), 20) == f"default/alone/main {_uid(rig, 'alone')}"
+    )

@@ -1,4 +1,6 @@
-"""The main job against a real kubelet, scheduler, API server and containerd (issue "The ground", 3a to 3j)."""
+"""The main job against a real kubelet, scheduler, API server and containerd (issue "The ground",
+3a to 3j).
+"""
 
 from __future__ import annotations
 
@@ -10,12 +12,24 @@ from typing import Any
 import pytest
 
 from tests.patience import quickest_call
-from tests.real_node.agents import GPU, QUICK, NodeAgent, allocatable, kubelets_view, shared, visible, wait_allocatable
+from tests.real_node.agents import (
+    GPU,
+    QUICK,
+    NodeAgent,
+    allocatable,
+    kubelets_view,
+    shared,
+    visible,
+    wait_allocatable,
+)
 from tests.real_node.rig import Rig
 from tests.real_node.rig.manifests import container, pod
 from tests.replacing import replace_text
 
-PRINT = 'echo "NVIDIA_VISIBLE_DEVICES=$NVIDIA_VISIBLE_DEVICES"; ls -l /dev/nvidia* 2>/dev/null; sleep 100000'
+PRINT = (
+    'echo "NVIDIA_VISIBLE_DEVICES=$NVIDIA_VISIBLE_DEVICES"; ls -l /dev/nvidia* 2>/dev/null; sleep '
+    "100000"
+)
 StartAgent = Callable[..., NodeAgent]
 
 
@@ -24,7 +38,9 @@ def start_agent() -> Iterator[StartAgent]:
     """Starts agents, and ends them with the test."""
     agents: list[NodeAgent] = []
 
-    def start(rig: Rig, config: str = QUICK, *, gpus: int = 2, numa: Sequence[int] | None = None) -> NodeAgent:
+    def start(
+        rig: Rig, config: str = QUICK, *, gpus: int = 2, numa: Sequence[int] | None = None
+    ) -> NodeAgent:
         agent = NodeAgent(rig, config, gpus=gpus, numa=numa)
         agents.append(agent)
         agent.start()
@@ -50,7 +66,9 @@ def _failed(rig: Rig, name: str) -> dict[str, Any]:
     return status
 
 
-def test_3a_allocatable_shows_the_resource_within_5_seconds(rig: Rig, start_agent: StartAgent) -> None:
+def test_3a_allocatable_shows_the_resource_within_5_seconds(
+    rig: Rig, start_agent: StartAgent
+) -> None:
     """3a: from the start of the agent's process to the node's status."""
     agents: list[NodeAgent] = []
 
@@ -76,12 +94,22 @@ def test_3b_a_pod_runs_with_its_gpu_and_its_device_nodes(rig: Rig, start_agent: 
     assert kubelets_view(rig) == {"one": [uuid]}
     minor = agent.simulated.uuids.index(uuid)
     nodes = [line.split()[-1] for line in rig.logs("one").splitlines() if "/dev/nvidia" in line]
-    assert nodes == sorted(["/dev/nvidia-modeset", "/dev/nvidia-uvm", "/dev/nvidia-uvm-tools", f"/dev/nvidia{minor}", "/dev/nvidiactl"])
+    assert nodes == sorted(
+        [
+            "/dev/nvidia-modeset",
+            "/dev/nvidia-uvm",
+            "/dev/nvidia-uvm-tools",
+            f"/dev/nvidia{minor}",
+            "/dev/nvidiactl",
+        ]
+    )
     assert agent.knows(1) == {"one": [uuid]}
 
 
 def test_3c_twenty_pods_at_once(rig: Rig, start_agent: StartAgent) -> None:
-    """3c: 2 GPUs × 10 replicas, 20 pods: each id given once, each pod sees its own GPU, ledger and pod-resources agree."""
+    """3c: 2 GPUs × 10 replicas, 20 pods: each id given once, each pod sees its own GPU,
+    ledger and pod-resources agree.
+    """
     agent = start_agent(rig, shared(10))
     wait_allocatable(rig, 20)
     names = [f"burst-{number:02}" for number in range(20)]
@@ -93,12 +121,16 @@ def test_3c_twenty_pods_at_once(rig: Rig, start_agent: StartAgent) -> None:
     assert sorted(view) == names
     assert len({id_ for ids in view.values() for id_ in ids}) == 20
     assert agent.knows(20) == view
-    assert {name: visible(rig, name) for name in names} == {name: ids[0].partition("::")[0] for name, ids in view.items()}
+    assert {name: visible(rig, name) for name in names} == {
+        name: ids[0].partition("::")[0] for name, ids in view.items()
+    }
     assert agent.run(agent.process.metric("vgpu_agent_ledger_drift_total")) == 0
 
 
 def test_3d_kubelet_restarts_under_running_pods(rig: Rig, start_agent: StartAgent) -> None:
-    """3d: registered again within a second of the new socket, pods untouched, the ledger unchanged."""
+    """3d: registered again within a second of the new socket, pods untouched,
+    the ledger unchanged.
+    """
     agent = start_agent(rig, shared(10))
     wait_allocatable(rig, 20)
     for name in ("keeps-one", "keeps-two"):
@@ -108,12 +140,18 @@ def test_3d_kubelet_restarts_under_running_pods(rig: Rig, start_agent: StartAgen
     registrations = agent.events().count("plugin.registered")
     rig.stop_kubelet()
     rig.start_kubelet()
-    rig.wait_for(lambda: agent.events().count("plugin.registered") > registrations or None, 30, what="a new registration")
+    rig.wait_for(
+        lambda: agent.events().count("plugin.registered") > registrations or None,
+        30,
+        what="a new registration",
+    )
     line = [line for line in agent.process.log_lines() if line["msg"] == "plugin.registered"][-1]
     socket_at = (rig.kubelet_dir() / "device-plugins" / "kubelet.sock").stat().st_ctime
     assert dt.datetime.fromisoformat(line["ts"]).timestamp() - socket_at <= 1.0
     wait_allocatable(rig, 20)
-    rig.wait_for(lambda: kubelets_view(rig) == before or None, 30, what="kubelet to know its pods again")
+    rig.wait_for(
+        lambda: kubelets_view(rig) == before or None, 30, what="kubelet to know its pods again"
+    )
     assert agent.holders() == before
     assert _start_time(rig, "keeps-one") == started
     rig.create_pod(_gpu_pod("after"))
@@ -122,8 +160,12 @@ def test_3d_kubelet_restarts_under_running_pods(rig: Rig, start_agent: StartAgen
 
 
 @pytest.mark.parametrize("how", ["kill -9", "graceful"])
-def test_3e_the_agent_restarts_under_running_pods(rig: Rig, start_agent: StartAgent, how: str) -> None:
-    """3e: pods keep running, the ledger knows them before the first Register, a new pod gets a free id."""
+def test_3e_the_agent_restarts_under_running_pods(
+    rig: Rig, start_agent: StartAgent, how: str
+) -> None:
+    """3e: pods keep running, the ledger knows them before the first Register,
+    a new pod gets a free id.
+    """
     agent = start_agent(rig, shared(2))
     wait_allocatable(rig, 4)
     for number in range(3):
@@ -145,7 +187,9 @@ def test_3e_the_agent_restarts_under_running_pods(rig: Rig, start_agent: StartAg
 
 
 def test_3f_a_gpu_fails_and_recovers_under_a_running_pod(rig: Rig, start_agent: StartAgent) -> None:
-    """3f: XID → Unhealthy, allocatable falls, the running pod is untouched, recovery brings it back."""
+    """3f: XID → Unhealthy, allocatable falls, the running pod is untouched,
+    recovery brings it back.
+    """
     agent = start_agent(rig, shared(5).replace("quietSeconds: 1", "quietSeconds: 3"))
     wait_allocatable(rig, 10)
     rig.create_pod(_gpu_pod("running"))
@@ -162,9 +206,15 @@ def test_3f_a_gpu_fails_and_recovers_under_a_running_pod(rig: Rig, start_agent: 
     assert _start_time(rig, "running") == started
 
 
-def test_3g_an_unhealthy_id_fails_that_pod_only_with_our_message(rig: Rig, start_agent: StartAgent) -> None:
-    """3g: the kubelet has not received the fault yet and hands out the ill GPU: the pod's status says why. The next pod runs."""
-    agent = start_agent(rig, QUICK.replace("verifySeconds: 2", "verifySeconds: 2, coalesceSeconds: 8"))
+def test_3g_an_unhealthy_id_fails_that_pod_only_with_our_message(
+    rig: Rig, start_agent: StartAgent
+) -> None:
+    """3g: the kubelet has not received the fault yet and hands out the ill GPU:
+    the pod's status says why. The next pod runs.
+    """
+    agent = start_agent(
+        rig, QUICK.replace("verifySeconds: 2", "verifySeconds: 2, coalesceSeconds: 8")
+    )
     wait_allocatable(rig, 2)
     agent.simulated.xid(0, 79)
     agent.until("/debug/devices", lambda answer: answer["gpus"][0]["health"] == "Unhealthy")
@@ -178,9 +228,15 @@ def test_3g_an_unhealthy_id_fails_that_pod_only_with_our_message(rig: Rig, start
     assert visible(rig, "lucky") == agent.simulated.uuids[1]
 
 
-def test_3g_an_unknown_id_fails_that_pod_only_with_our_message(rig: Rig, start_agent: StartAgent) -> None:
-    """3g: replicas were taken away and the kubelet has not received it yet: unknown device, in the pod's status. The next pod runs."""
-    agent = start_agent(rig, shared(4).replace("verifySeconds: 2", "verifySeconds: 2, coalesceSeconds: 8"))
+def test_3g_an_unknown_id_fails_that_pod_only_with_our_message(
+    rig: Rig, start_agent: StartAgent
+) -> None:
+    """3g: replicas were taken away and the kubelet has not received it yet: unknown device, in the
+    pod's status. The next pod runs.
+    """
+    agent = start_agent(
+        rig, shared(4).replace("verifySeconds: 2", "verifySeconds: 2, coalesceSeconds: 8")
+    )
     wait_allocatable(rig, 8)
     replace_text(agent.config, agent.config.read_text().replace("replicas: 4", "replicas: 1"))
     agent.run(agent.process.until_logged("config.applied"))
@@ -235,7 +291,9 @@ def test_3h_a_restarted_container_keeps_its_ids(rig: Rig, start_agent: StartAgen
 
 
 def test_3i_single_numa_node_accepts_our_hints(numa_rig: Rig, start_agent: StartAgent) -> None:
-    """3i: two GPUs a NUMA node: a pod with 2 gets both of one node, a pod with 3 fits none and is refused by the topology manager."""
+    """3i: two GPUs a NUMA node: a pod with 2 gets both of one node, a pod with 3 fits none and is
+    refused by the topology manager.
+    """
     agent = start_agent(numa_rig, gpus=4, numa=[0, 1, 0, 1])
     wait_allocatable(numa_rig, 4)
     numa_rig.create_pod(_gpu_pod("pair", 2))
@@ -261,12 +319,18 @@ def test_3j_node_name_pods_and_static_pods_work(rig: Rig, start_agent: StartAgen
 
 
 def test_an_init_container_and_its_successor_share_a_gpu(rig: Rig, start_agent: StartAgent) -> None:
-    """A GPU init container, a sidecar without a GPU and the app container: one id, held by the one that runs."""
+    """A GPU init container, a sidecar without a GPU and the app container:
+    one id, held by the one that runs.
+    """
     agent = start_agent(rig, shared(10))
     wait_allocatable(rig, 20)
     prepare = container("prepare", command="sleep 1", limits={GPU: 1})
     rig.create_pod(
-        _gpu_pod("job", initContainers=[prepare], containers=[container("main", command=PRINT, limits={GPU: 1}), container("side")])
+        _gpu_pod(
+            "job",
+            initContainers=[prepare],
+            containers=[container("main", command=PRINT, limits={GPU: 1}), container("side")],
+        )
     )
     rig.wait_for_phase("job", "Running")
     held = agent.knows(1)
@@ -275,8 +339,12 @@ def test_an_init_container_and_its_successor_share_a_gpu(rig: Rig, start_agent: 
     assert grant["container"] == "main"
 
 
-def test_a_stopped_agent_is_seen_as_no_devices_and_pods_go_on(rig: Rig, start_agent: StartAgent) -> None:
-    """While the agent is away, allocatable is 0 and running pods do not notice; back again, all is as before."""
+def test_a_stopped_agent_is_seen_as_no_devices_and_pods_go_on(
+    rig: Rig, start_agent: StartAgent
+) -> None:
+    """While the agent is away, allocatable is 0 and running pods do not notice;
+    back again, all is as before.
+    """
     agent = start_agent(rig, shared(3))
     wait_allocatable(rig, 6)
     rig.create_pod(_gpu_pod("goes-on"))

@@ -1,4 +1,5 @@
-"""The agent as it is deployed: the image that scripts/image builds, the manifests as they are, a real API server that accepts them.
+"""The agent as it is deployed: the image that scripts/image builds, the manifests as they are, a
+real API server that accepts them.
 
 Which of its rights that API server enforces is in test_manifests_rights.
 """
@@ -18,7 +19,16 @@ import pytest
 import yaml
 
 from tests.real_node.agents import GPU, kubelets_view, visible, wait_allocatable
-from tests.real_node.deployment import MANIFESTS, MERGE, NAMESPACE, SLOTS, Deployed, deployed_agent, kustomized, wait_until_rolled_out
+from tests.real_node.deployment import (
+    MANIFESTS,
+    MERGE,
+    NAMESPACE,
+    SLOTS,
+    Deployed,
+    deployed_agent,
+    kustomized,
+    wait_until_rolled_out,
+)
 from tests.real_node.rig import Rig
 from tests.real_node.rig.manifests import pod
 
@@ -26,7 +36,9 @@ _COMPONENTS = sorted(path.name for path in (MANIFESTS / "components").iterdir())
 
 
 def test_the_api_server_accepts_every_manifest(rig: Rig) -> None:
-    """``kubectl apply -k manifests`` with strict validation creates all objects. A second time nothing changes."""
+    """``kubectl apply -k manifests`` with strict validation creates all objects.
+    A second time nothing changes.
+    """
     try:
         created = rig.kubectl("apply", "-k", str(MANIFESTS), "--validate=strict").splitlines()
         assert {line.split("/")[0].split(".")[0] for line in created} >= {
@@ -41,7 +53,9 @@ def test_the_api_server_accepts_every_manifest(rig: Rig) -> None:
         assert [line for line in created if not line.endswith("created")] == []
         again = rig.kubectl("apply", "-k", str(MANIFESTS), "--validate=strict").splitlines()
         assert [line for line in again if not line.endswith("unchanged")] == []
-        daemon_set = json.loads(rig.kubectl("get", "daemonset", "vgpu-agent", "-n", NAMESPACE, "-o", "json"))
+        daemon_set = json.loads(
+            rig.kubectl("get", "daemonset", "vgpu-agent", "-n", NAMESPACE, "-o", "json")
+        )
         # A node without the labels of a GPU gets no pod.
         assert daemon_set["status"].get("desiredNumberScheduled", 0) == 0
     finally:
@@ -56,10 +70,18 @@ def deployed(rig: Rig) -> Iterator[Deployed]:
 
 
 def test_the_daemon_set_serves_pods_with_the_rights_it_asks_for(deployed: Deployed) -> None:
-    """Root without a single capability, on a read-only file system: it registers, pods run, and a rolling update loses none."""
+    """Root without a single capability, on a read-only file system:
+    it registers, pods run, and a rolling update loses none.
+    """
     rig = deployed.rig
     wait_allocatable(rig, 2)
-    rig.create_pod(pod("user", command='echo "NVIDIA_VISIBLE_DEVICES=$NVIDIA_VISIBLE_DEVICES"; sleep 100000', limits={GPU: 1}))
+    rig.create_pod(
+        pod(
+            "user",
+            command='echo "NVIDIA_VISIBLE_DEVICES=$NVIDIA_VISIBLE_DEVICES"; sleep 100000',
+            limits={GPU: 1},
+        )
+    )
     rig.wait_for_phase("user", "Running")
     assert kubelets_view(rig) == {"user": [visible(rig, "user")]}
 
@@ -67,28 +89,36 @@ def test_the_daemon_set_serves_pods_with_the_rights_it_asks_for(deployed: Deploy
     wait_until_rolled_out(rig)
     wait_allocatable(rig, 2)
     # Without a shell: the image has none.
-    status = rig.kubectl("exec", "-n", NAMESPACE, "daemonset/vgpu-agent", "--", "vgpu-agent", "status")
+    status = rig.kubectl(
+        "exec", "-n", NAMESPACE, "daemonset/vgpu-agent", "--", "vgpu-agent", "status"
+    )
     assert "default/user" in status
     assert "SIMULATED" in status
 
 
 def test_the_pod_sees_the_nodes_folders_and_can_write_where_it_must(deployed: Deployed) -> None:
-    """Each folder under its own path, the token that the API server gave, and nothing else of the container can be written."""
+    """Each folder under its own path, the token that the API server gave,
+    and nothing else of the container can be written.
+    """
     probe = (
-        "import os, pathlib\n"
-        "for path in ('/var/run/cdi', '/var/lib/vgpu-agent', '/usr/local/vgpu', '/var/lib/kubelet/device-plugins', '/etc',"
-        " '/var/lib/kubelet/pod-resources', '/config'):\n"
-        "    file = pathlib.Path(path, '.probe')\n"
-        "    try:\n"
-        "        file.write_text('')\n"
-        "        file.unlink()\n"
-        "        print(path)\n"
-        "    except OSError: pass\n"
-        "print(len(pathlib.Path('/var/run/secrets/kubernetes.io/serviceaccount/token').read_text()) > 100)\n"
-        "print(pathlib.Path('/proc/self/status').read_text().split('CapEff:')[1].split()[0], os.path.exists('/bin/sh'))\n"
+        "import os, pathlib\nfor path in ('/var/run/cdi', '/var/lib/vgpu-agent', '/usr/local/"
+        "vgpu', '/var/lib/kubelet/device-plugins', '/etc', '/var/lib/kubelet/pod-resources', '/"
+        "config'):\n    file = pathlib.Path(path, '.probe')\n"
+        "    try:\n        file.write_text('')\n        file.unlink()\n"
+        "        print(path)\n    except OSError: pass\nprint(len(pathlib.Path('/var/run/secrets/"
+        "kubernetes.io/serviceaccount/token').read_text()) > 100)\n"
+        "print(pathlib.Path('/proc/self/status').read_text().split('CapEff:')[1].split()[0], "
+        "os.path.exists('/bin/sh'))\n"
     )
-    said = deployed.rig.kubectl("exec", "-n", NAMESPACE, "daemonset/vgpu-agent", "--", "python3", "-c", probe).splitlines()
-    written = ["/var/run/cdi", "/var/lib/vgpu-agent", "/usr/local/vgpu", "/var/lib/kubelet/device-plugins"]
+    said = deployed.rig.kubectl(
+        "exec", "-n", NAMESPACE, "daemonset/vgpu-agent", "--", "python3", "-c", probe
+    ).splitlines()
+    written = [
+        "/var/run/cdi",
+        "/var/lib/vgpu-agent",
+        "/usr/local/vgpu",
+        "/var/lib/kubelet/device-plugins",
+    ]
     assert said == [*written, "True", "0000000000000000 False"]
 
 
@@ -100,20 +130,30 @@ def test_the_init_container_delivers_the_library(deployed: Deployed) -> None:
 
 
 def test_slots_for_regions_are_mounted_before_the_agent_starts(deployed: Deployed) -> None:
-    """Mounted by a container that has ended. The agent, which may not mount, has them from the node, as the runtime has."""
+    """Mounted by a container that has ended.
+    The agent, which may not mount, has them from the node, as the runtime has.
+    """
     probe = "import os; print(*[name for name in sorted(os.listdir('.')) if os.path.ismount(name)])"
     command = ["python3", "-c", f"import os; os.chdir('/usr/local/vgpu/vgpu/slots'); {probe}"]
-    said = deployed.rig.kubectl("exec", "-n", NAMESPACE, "daemonset/vgpu-agent", "-c", "agent", "--", *command)
+    said = deployed.rig.kubectl(
+        "exec", "-n", NAMESPACE, "daemonset/vgpu-agent", "-c", "agent", "--", *command
+    )
     assert said.split() == [f"{number:03}" for number in range(SLOTS)]
 
 
 def test_a_killed_agent_is_registered_again_within_seconds(deployed: Deployed) -> None:
-    """The kubelet fails pods that it admits meanwhile. It notices the end of a container, makes a new one, and the agent starts."""
+    """The kubelet fails pods that it admits meanwhile. It notices the end of a container, makes a
+    new one, and the agent starts.
+    """
     rig = deployed.rig
     wait_allocatable(rig, 2)
     (agent,) = rig.pods(namespace=NAMESPACE)
     name = agent["metadata"]["name"]
-    pids = [pid for pid in _processes("vgpu-agent run --config") if f"pod{agent['metadata']['uid']}".replace("-", "_") in _cgroup(pid)]
+    pids = [
+        pid
+        for pid in _processes("vgpu-agent run --config")
+        if f"pod{agent['metadata']['uid']}".replace("-", "_") in _cgroup(pid)
+    ]
     assert pids, "no process of the agent's pod"
     killed_at = time.time()
     os.kill(min(pids), signal.SIGKILL)
@@ -143,16 +183,28 @@ def _cgroup(pid: int) -> str:
 
 
 def test_every_component_builds_and_is_accepted(deployed: Deployed, tmp_path: Path) -> None:
-    """All of them at once, on top of the base, checked by the API server; and what they add is what they say."""
+    """All of them at once, on top of the base, checked by the API server;
+    and what they add is what they say.
+    """
     rig = deployed.rig
     # own-node-only is in the base already, and the same object twice is an error.
     objects = kustomized(rig, tmp_path, [name for name in _COMPONENTS if name != "own-node-only"])
     rig.api.post("/api/v1/namespaces", {"metadata": {"name": "volcano-system"}})
     try:
-        rig.kubectl("apply", "-f", "-", "--dry-run=server", "--validate=strict", stdin=yaml.safe_dump_all(objects))
+        rig.kubectl(
+            "apply",
+            "-f",
+            "-",
+            "--dry-run=server",
+            "--validate=strict",
+            stdin=yaml.safe_dump_all(objects),
+        )
     finally:
         rig.api.delete("/api/v1/namespaces/volcano-system")
-    found = {(each["kind"], each["metadata"]["name"], each["metadata"].get("namespace", "")) for each in objects}
+    found = {
+        (each["kind"], each["metadata"]["name"], each["metadata"].get("namespace", ""))
+        for each in objects
+    }
     assert found >= {
         ("ClusterRole", "vgpu-agent-eviction", ""),
         ("Role", "vgpu-agent", "volcano-system"),
@@ -177,7 +229,8 @@ def _left_on_the_node(rig: Rig) -> dict[str, str]:
 
 
 def test_a_removal_leaves_nothing_on_the_node_but_the_deleted_handshake(deployed: Deployed) -> None:
-    """docs/operations.md, Remove: with the rights it has until its end, the agent takes its annotations and labels off.
+    """docs/operations.md, Remove: with the rights it has until its end,
+    the agent takes its annotations and labels off.
 
     The last test of this file, because the agent is gone afterwards.
     """
@@ -186,7 +239,10 @@ def test_a_removal_leaves_nothing_on_the_node_but_the_deleted_handshake(deployed
     rig.api.patch(path, {"data": {"config.yaml": _SHARING}}, content_type=MERGE)
     rig.kubectl("rollout", "restart", "daemonset/vgpu-agent", "-n", NAMESPACE)
     wait_until_rolled_out(rig)
-    assert {"vgpu-agent.internal/volcano-vgpu-isolation", "volcano.sh/node-vgpu-register"} < _left_on_the_node(rig).keys()
+    assert {
+        "vgpu-agent.internal/volcano-vgpu-isolation",
+        "volcano.sh/node-vgpu-register",
+    } < _left_on_the_node(rig).keys()
 
     rig.kubectl("delete", "daemonset", "vgpu-agent", "-n", NAMESPACE, "--cascade=foreground")
     rig.wait_for(lambda: not rig.pods(namespace=NAMESPACE), 40, what="the agent's end")

@@ -1,4 +1,6 @@
-"""Rights of the deployed agent's token: a real API server enforces the roles and the policy of the manifests."""
+"""Rights of the deployed agent's token:
+a real API server enforces the roles and the policy of the manifests.
+"""
 
 from __future__ import annotations
 
@@ -43,28 +45,49 @@ def deployed(rig: Rig) -> Iterator[Deployed]:
 
 @pytest.fixture
 def agent(deployed: Deployed) -> Api:
-    """The API server as the pod sees it: asked with a token of its service account that is bound to it, as the kubelet's is."""
+    """The API server as the pod sees it: asked with a token of its service account that is bound
+    to it, as the kubelet's is.
+    """
     rig = deployed.rig
-    (running,) = [each for each in rig.pods(namespace=NAMESPACE) if "deletionTimestamp" not in each["metadata"]]
+    (running,) = [
+        each
+        for each in rig.pods(namespace=NAMESPACE)
+        if "deletionTimestamp" not in each["metadata"]
+    ]
     asked = rig.api.as_bearer(_token(rig, bound_to=running))
     refused = f"/api/v1/nodes/{rig.node_name()}?dryRun=All"
     # The API server takes a moment to enforce a new policy; until then this would go through.
-    rig.wait_for(lambda: _status(asked, "PATCH", refused, {"metadata": {"labels": {"not": "ours"}}}) == 403, 20, what="the policy")
+    rig.wait_for(
+        lambda: _status(asked, "PATCH", refused, {"metadata": {"labels": {"not": "ours"}}}) == 403,
+        20,
+        what="the policy",
+    )
     return asked
 
 
 def _token(rig: Rig, *, bound_to: dict[str, Any] | None = None) -> str:
-    """A token of the agent's service account from the TokenRequest API, with which the kubelet fills the pod's own."""
+    """A token of the agent's service account from the TokenRequest API,
+    with which the kubelet fills the pod's own.
+    """
     spec: dict[str, Any] = {"audiences": [], "expirationSeconds": 3600}
     if bound_to is not None:
         metadata = bound_to["metadata"]
-        spec["boundObjectRef"] = {"apiVersion": "v1", "kind": "Pod", "name": metadata["name"], "uid": metadata["uid"]}
+        spec["boundObjectRef"] = {
+            "apiVersion": "v1",
+            "kind": "Pod",
+            "name": metadata["name"],
+            "uid": metadata["uid"],
+        }
     body = {"apiVersion": "authentication.k8s.io/v1", "kind": "TokenRequest", "spec": spec}
-    token: str = rig.api.post(f"/api/v1/namespaces/{NAMESPACE}/serviceaccounts/vgpu-agent/token", body)["status"]["token"]
+    token: str = rig.api.post(
+        f"/api/v1/namespaces/{NAMESPACE}/serviceaccounts/vgpu-agent/token", body
+    )["status"]["token"]
     return token
 
 
-def _status(api: Api, method: str, path: str, body: dict[str, Any] | None = None, content_type: str = MERGE) -> int:
+def _status(
+    api: Api, method: str, path: str, body: dict[str, Any] | None = None, content_type: str = MERGE
+) -> int:
     """The HTTP status of a request."""
     try:
         if method == "GET":
@@ -81,18 +104,30 @@ def _status(api: Api, method: str, path: str, body: dict[str, Any] | None = None
 
 
 def _rights(api: Api, namespace: str) -> set[tuple[str, ...]]:
-    """All that ``api``'s user may do in a namespace and beside all namespaces: (group/resource, verb), and object names behind them."""
-    body = {"apiVersion": "authorization.k8s.io/v1", "kind": "SelfSubjectRulesReview", "spec": {"namespace": namespace}}
-    rules = api.post("/apis/authorization.k8s.io/v1/selfsubjectrulesreviews", body)["status"]["resourceRules"]
+    """All that ``api``'s user may do in a namespace and beside all namespaces: (group/resource,
+    verb), and object names behind them.
+    """
+    body = {
+        "apiVersion": "authorization.k8s.io/v1",
+        "kind": "SelfSubjectRulesReview",
+        "spec": {"namespace": namespace},
+    }
+    rules = api.post("/apis/authorization.k8s.io/v1/selfsubjectrulesreviews", body)["status"][
+        "resourceRules"
+    ]
     return {
         (f"{group}/{resource}".removeprefix("/"), verb, *rule.get("resourceNames", ()))
         for rule in rules
-        for group, resource, verb in itertools.product(rule["apiGroups"], rule["resources"], rule["verbs"])
+        for group, resource, verb in itertools.product(
+            rule["apiGroups"], rule["resources"], rule["verbs"]
+        )
     }
 
 
 def test_the_token_may_do_what_is_listed_and_nothing_else(agent: Api) -> None:
-    """The API server resolves no further resource, verb or wildcard, in namespaces with and without a role for the agent."""
+    """The API server resolves no further resource, verb or wildcard,
+    in namespaces with and without a role for the agent.
+    """
     config_map = {("configmaps", verb, _CONFIG_MAP) for verb in ("get", "list", "watch")}
     everywhere: set[tuple[str, ...]] = _RIGHTS | _ANYBODYS
     assert _rights(agent, "default") == everywhere
@@ -111,9 +146,17 @@ _REFUSED: list[tuple[str, str, dict[str, Any] | None]] = [
     ("DELETE", "/api/v1/namespaces/default/pods/{pod}", None),
     ("DELETE", "/api/v1/namespaces/default/pods", None),
     ("PATCH", "/api/v1/namespaces/default/pods/{pod}/status", {"status": {"phase": "Failed"}}),
-    ("PATCH", "/api/v1/namespaces/default/pods/{pod}/ephemeralcontainers", {"spec": {"ephemeralContainers": []}}),
+    (
+        "PATCH",
+        "/api/v1/namespaces/default/pods/{pod}/ephemeralcontainers",
+        {"spec": {"ephemeralContainers": []}},
+    ),
     ("PATCH", "/api/v1/namespaces/default/pods/{pod}/resize", {"spec": {}}),
-    ("POST", "/api/v1/namespaces/default/pods/{pod}/binding", {"target": {"kind": "Node", "name": "{node}"}}),
+    (
+        "POST",
+        "/api/v1/namespaces/default/pods/{pod}/binding",
+        {"target": {"kind": "Node", "name": "{node}"}},
+    ),
     ("POST", "/api/v1/namespaces/default/pods/{pod}/eviction", {"metadata": {"name": "{pod}"}}),
     ("POST", "/api/v1/namespaces/default/pods/{pod}/exec?command=true", None),
     ("GET", "/api/v1/namespaces/default/pods/{pod}/log", None),
@@ -123,13 +166,25 @@ _REFUSED: list[tuple[str, str, dict[str, Any] | None]] = [
     ("GET", "/api/v1/namespaces/kube-system/configmaps", None),
     ("GET", "/api/v1/namespaces/kube-system/configmaps/extension-apiserver-authentication", None),
     ("PATCH", f"/api/v1/namespaces/kube-system/configmaps/{_CONFIG_MAP}", {"data": {"a": "b"}}),
-    ("GET", f"/api/v1/namespaces/volcano-system/configmaps/{_CONFIG_MAP}", None),  # components/volcano is not in the base
-    ("PATCH", "/apis/apps/v1/namespaces/vgpu-agent/daemonsets/vgpu-agent", {"metadata": {"labels": {"a": "b"}}}),
-    ("POST", "/api/v1/namespaces/vgpu-agent/serviceaccounts/vgpu-agent/token", {"spec": {"audiences": []}}),
+    # components/volcano is not in the base
+    ("GET", f"/api/v1/namespaces/volcano-system/configmaps/{_CONFIG_MAP}", None),
+    (
+        "PATCH",
+        "/apis/apps/v1/namespaces/vgpu-agent/daemonsets/vgpu-agent",
+        {"metadata": {"labels": {"a": "b"}}},
+    ),
+    (
+        "POST",
+        "/api/v1/namespaces/vgpu-agent/serviceaccounts/vgpu-agent/token",
+        {"spec": {"audiences": []}},
+    ),
     ("PATCH", "/apis/rbac.authorization.k8s.io/v1/clusterroles/vgpu-agent", {"rules": []}),
     (
         "DELETE",
-        "/apis/admissionregistration.k8s.io/v1/validatingadmissionpolicies/vgpu-agent-own-node-only",
+        (
+            "/apis/admissionregistration.k8s.io/v1/validatingadmissionpolicies/"
+            "vgpu-agent-own-node-only"
+        ),
         None,
     ),
 ]
@@ -150,12 +205,17 @@ def test_requests_beyond_the_rights_are_refused(deployed: Deployed, agent: Api) 
     rig.create_pod(pod("own", limits={}))
     rig.wait_for_phase("own", "Running")
     names = {"node": rig.node_name(), "pod": "own"}
-    answers = {f"{method} {path}": _status(agent, method, _filled(path, names), _filled(body, names)) for method, path, body in _REFUSED}
+    answers = {
+        f"{method} {path}": _status(agent, method, _filled(path, names), _filled(body, names))
+        for method, path, body in _REFUSED
+    }
     assert {row: status for row, status in answers.items() if status != 403} == {}
 
 
 def test_the_reads_that_the_agent_makes_are_allowed(deployed: Deployed, agent: Api) -> None:
-    """Own node and own pods by selector; the one ConfigMap by its name, whether there is one or not."""
+    """Own node and own pods by selector; the one ConfigMap by its name,
+    whether there is one or not.
+    """
     node = deployed.rig.node_name()
     allowed = [
         f"/api/v1/nodes/{node}",
@@ -164,10 +224,16 @@ def test_the_reads_that_the_agent_makes_are_allowed(deployed: Deployed, agent: A
         f"/api/v1/pods?fieldSelector=spec.nodeName%3D{node}",
         f"/api/v1/pods?fieldSelector=spec.nodeName%3D{node}&watch=1&timeoutSeconds=1",
         f"/api/v1/namespaces/kube-system/configmaps?fieldSelector=metadata.name%3D{_CONFIG_MAP}",
-        f"/api/v1/namespaces/kube-system/configmaps?fieldSelector=metadata.name%3D{_CONFIG_MAP}&watch=1&timeoutSeconds=1",
+        (
+            "/api/v1/namespaces/kube-system/"
+            f"configmaps?fieldSelector=metadata.name%3D{_CONFIG_MAP}&watch=1&timeoutSeconds=1"
+        ),
     ]
     assert {path: _status(agent, "GET", path) for path in allowed} == dict.fromkeys(allowed, 200)
-    assert _status(agent, "GET", f"/api/v1/namespaces/kube-system/configmaps/{_CONFIG_MAP}") in {200, 404}
+    assert _status(agent, "GET", f"/api/v1/namespaces/kube-system/configmaps/{_CONFIG_MAP}") in {
+        200,
+        404,
+    }
 
 
 @pytest.fixture
@@ -176,20 +242,41 @@ def another_node(deployed: Deployed) -> Iterator[str]:
     api = deployed.rig.api
     api.post("/api/v1/nodes", {"metadata": {"name": _OTHER_NODE}})
     try:
-        deployed.rig.create_pod(pod("foreign", nodeName=_OTHER_NODE, tolerations=[{"operator": "Exists"}]))
+        deployed.rig.create_pod(
+            pod("foreign", nodeName=_OTHER_NODE, tolerations=[{"operator": "Exists"}])
+        )
         yield _OTHER_NODE
     finally:
         api.delete("/api/v1/namespaces/default/pods/foreign", {"gracePeriodSeconds": 0})
         api.delete(f"/api/v1/nodes/{_OTHER_NODE}")
 
 
-_OURS = {"metadata": {"annotations": {"volcano.sh/node-vgpu-handshake": "x", "vgpu-agent.internal/note": "y"}}}
-_OURS_ON_PODS = {"metadata": {"annotations": {"volcano.sh/bind-phase": "success", "volcano.sh/gpu-assigned": "true"}}}
+_OURS = {
+    "metadata": {
+        "annotations": {"volcano.sh/node-vgpu-handshake": "x", "vgpu-agent.internal/note": "y"}
+    }
+}
+_OURS_ON_PODS = {
+    "metadata": {
+        "annotations": {"volcano.sh/bind-phase": "success", "volcano.sh/gpu-assigned": "true"}
+    }
+}
 _OUR_LABEL = {"metadata": {"labels": {"vgpu-agent.internal/volcano-vgpu-isolation": "none"}}}
-_OUR_CAPACITY = {"status": {"capacity": {"volcano.sh/gpu-number": "2"}, "allocatable": {"volcano.sh/gpu-number": "2"}}}
+_OUR_CAPACITY = {
+    "status": {
+        "capacity": {"volcano.sh/gpu-number": "2"},
+        "allocatable": {"volcano.sh/gpu-number": "2"},
+    }
+}
 
 # Keys by which schedulers judge queues, overcommitment and locks.
-_SCHEDULERS = ("gpu", "hamivgpu", "volcano.sh/queue-name", "volcano.sh/preemptable", "volcano.sh/oversubscription")
+_SCHEDULERS = (
+    "gpu",
+    "hamivgpu",
+    "volcano.sh/queue-name",
+    "volcano.sh/preemptable",
+    "volcano.sh/oversubscription",
+)
 
 # What is patched with what, and whether the policy lets it through.
 _PATCHES: list[tuple[str, str, dict[str, Any], bool]] = [
@@ -204,21 +291,46 @@ _PATCHES: list[tuple[str, str, dict[str, Any], bool]] = [
     ("node", "", {"spec": {"unschedulable": True}}, False),
     ("node", "", {"spec": {"taints": [{"key": "a", "effect": "NoSchedule"}]}}, False),
     ("node", "/status", {"metadata": {"annotations": {"example.com/other": "x"}}}, False),
-    ("node", "/status", {"status": {"addresses": [{"type": "InternalIP", "address": "10.9.9.9"}]}}, False),
-    ("node", "", {"metadata": {"labels": {"vgpu-agent.internal/volcano-vgpu-isolation": None}}}, True),
+    (
+        "node",
+        "/status",
+        {"status": {"addresses": [{"type": "InternalIP", "address": "10.9.9.9"}]}},
+        False,
+    ),
+    (
+        "node",
+        "",
+        {"metadata": {"labels": {"vgpu-agent.internal/volcano-vgpu-isolation": None}}},
+        True,
+    ),
     ("node", "", {"metadata": {"annotations": {"hamivgpu": None}}}, True),
-    # A thief of the token: keys of schedulers that the agent only removes, or never touches; as annotations and as labels.
+    # A thief of the token: keys of schedulers that the agent only removes, or never touches; as
+    # annotations and as labels.
     *(("node", "", {"metadata": {"labels": {key: "x"}}}, False) for key in _SCHEDULERS),
     *(("node", "", {"metadata": {"annotations": {key: "x"}}}, False) for key in _SCHEDULERS),
     ("node", "", {"metadata": {"labels": {"volcano.sh/node-vgpu-register": "x"}}}, False),
     ("node", "", {"metadata": {"labels": {"vgpu-agent.internal/other": "x"}}}, False),
-    ("node", "", {"metadata": {"ownerReferences": [{"apiVersion": "v1", "kind": "Node", "name": "a", "uid": "b"}]}}, False),
+    (
+        "node",
+        "",
+        {
+            "metadata": {
+                "ownerReferences": [{"apiVersion": "v1", "kind": "Node", "name": "a", "uid": "b"}]
+            }
+        },
+        False,
+    ),
     ("node", "/status", {"metadata": {"labels": {"gpu": "x"}}}, False),
     ("node", "/status", {"status": {"capacity": {"nvidia.com/gpu": "64"}}}, False),
     ("node", "/status", {"status": {"allocatable": {"cpu": "1000"}}}, False),
     ("node", "/status", {"status": {"conditions": [{"type": "Ready", "status": "False"}]}}, False),
     ("node", "/status", {"status": {"images": []}}, False),
-    ("node", "/status", {"status": {"volumesAttached": [{"name": "a", "devicePath": "/dev/a"}]}}, False),
+    (
+        "node",
+        "/status",
+        {"status": {"volumesAttached": [{"name": "a", "devicePath": "/dev/a"}]}},
+        False,
+    ),
     ("node", "/status", {"status": {"daemonEndpoints": {"kubeletEndpoint": {"Port": 1}}}}, False),
     ("other node", "", _OURS, False),
     ("other node", "", _OUR_LABEL, False),
@@ -227,10 +339,35 @@ _PATCHES: list[tuple[str, str, dict[str, Any], bool]] = [
     ("pod", "", {"metadata": {"annotations": {"volcano.sh/bind-phase": None}}}, True),
     ("pod", "", _OURS, False),
     ("pod", "", _OUR_LABEL, False),
-    *(("pod", "", {"metadata": {kind: {key: "x"}}}, False) for key in _SCHEDULERS for kind in ("labels", "annotations")),
+    *(
+        ("pod", "", {"metadata": {kind: {key: "x"}}}, False)
+        for key in _SCHEDULERS
+        for kind in ("labels", "annotations")
+    ),
     ("pod", "", {"metadata": {"annotations": {"kubernetes.io/config.mirror": "x"}}}, False),
-    ("pod", "", {"metadata": {"annotations": {"kubernetes.io/config.hash": "x", "kubernetes.io/config.source": "file"}}}, False),
-    ("pod", "", {"metadata": {"ownerReferences": [{"apiVersion": "v1", "kind": "Pod", "name": "a", "uid": "b"}]}}, False),
+    (
+        "pod",
+        "",
+        {
+            "metadata": {
+                "annotations": {
+                    "kubernetes.io/config.hash": "x",
+                    "kubernetes.io/config.source": "file",
+                }
+            }
+        },
+        False,
+    ),
+    (
+        "pod",
+        "",
+        {
+            "metadata": {
+                "ownerReferences": [{"apiVersion": "v1", "kind": "Pod", "name": "a", "uid": "b"}]
+            }
+        },
+        False,
+    ),
     ("pod", "", {"spec": {"containers": [{"name": "main", "image": "example.com/other"}]}}, False),
     ("pod", "", {"spec": {"tolerations": [{"operator": "Exists"}]}}, False),
     ("pod", "", {"metadata": {"labels": {"app": "x"}}}, False),
@@ -243,8 +380,12 @@ _PATCHES: list[tuple[str, str, dict[str, Any], bool]] = [
 ]
 
 
-def test_the_policy_confines_each_agent_to_its_own_node_and_its_own_keys(deployed: Deployed, agent: Api, another_node: str) -> None:
-    """Allowed where the pod runs, and for its own prefixes; refused for other nodes, their pods, specifications and others' keys."""
+def test_the_policy_confines_each_agent_to_its_own_node_and_its_own_keys(
+    deployed: Deployed, agent: Api, another_node: str
+) -> None:
+    """Allowed where the pod runs, and for its own prefixes; refused for other nodes, their pods,
+    specifications and others' keys.
+    """
     rig = deployed.rig
     rig.create_pod(pod("own"))
     rig.create_pod(pod("unscheduled", nodeSelector={"no": "where"}))
@@ -264,13 +405,24 @@ def test_the_policy_confines_each_agent_to_its_own_node_and_its_own_keys(deploye
         if answer not in ({200} if allowed else {403, 422}):
             wrong.append((what + subresource, body, answer))
     undo = dict.fromkeys(_OURS["metadata"]["annotations"])
-    rig.api.patch(paths["node"], {"metadata": {"annotations": undo, "labels": {"vgpu-agent.internal/volcano-vgpu-isolation": None}}})
+    rig.api.patch(
+        paths["node"],
+        {
+            "metadata": {
+                "annotations": undo,
+                "labels": {"vgpu-agent.internal/volcano-vgpu-isolation": None},
+            }
+        },
+    )
     capacity = {"volcano.sh/gpu-number": None}
-    rig.api.patch(f"{paths['node']}/status", {"status": {"capacity": capacity, "allocatable": capacity}})
+    rig.api.patch(
+        f"{paths['node']}/status", {"status": {"capacity": capacity, "allocatable": capacity}}
+    )
     assert wrong == []
 
 
-# What is written into the status of a Node on which kubelet has written 4 of `_COUNTED`, and whether the policy lets it through.
+# What is written into the status of a Node on which kubelet has written 4 of `_COUNTED`, and
+# whether the policy lets it through.
 _COUNTED = "volcano.sh/vgpu-number"
 _COUNTS: list[tuple[dict[str, Any], bool]] = [
     ({"allocatable": {_COUNTED: "0"}}, True),
@@ -284,10 +436,22 @@ _COUNTS: list[tuple[dict[str, Any], bool]] = [
 ]
 
 
-def test_the_policy_lets_the_agent_count_what_is_healthy_and_no_more(deployed: Deployed, agent: Api) -> None:
-    """Within what kubelet has written as the capacity, and only of resources that kubelet has written. Nothing is made up."""
+def test_the_policy_lets_the_agent_count_what_is_healthy_and_no_more(
+    deployed: Deployed, agent: Api
+) -> None:
+    """Within what kubelet has written as the capacity,
+    and only of resources that kubelet has written. Nothing is made up.
+    """
     rig, status = deployed.rig, f"/api/v1/nodes/{deployed.rig.node_name()}/status"
-    rig.api.patch(status, {"status": {"capacity": {_COUNTED: "4", "example.com/other": "4"}, "allocatable": {_COUNTED: "4"}}})
+    rig.api.patch(
+        status,
+        {
+            "status": {
+                "capacity": {_COUNTED: "4", "example.com/other": "4"},
+                "allocatable": {_COUNTED: "4"},
+            }
+        },
+    )
     wrong = []
     for body, allowed in _COUNTS:
         answer = _status(agent, "PATCH", f"{status}?dryRun=All", {"status": body})
@@ -299,18 +463,27 @@ def test_the_policy_lets_the_agent_count_what_is_healthy_and_no_more(deployed: D
 
 
 def test_a_token_without_a_node_changes_nothing(deployed: Deployed) -> None:
-    """Made with the right to make tokens of this account: without a pod behind it, the policy refuses every patch and says why."""
+    """Made with the right to make tokens of this account: without a pod behind it, the policy
+    refuses every patch and says why.
+    """
     unbound = deployed.rig.api.as_bearer(_token(deployed.rig))
     with pytest.raises(ApiError, match="does not say on which node"):
         unbound.patch(f"/api/v1/nodes/{deployed.rig.node_name()}", _OURS)
 
 
-def test_a_refusal_by_the_policy_names_the_node_and_the_key(deployed: Deployed, agent: Api, another_node: str) -> None:
+def test_a_refusal_by_the_policy_names_the_node_and_the_key(
+    deployed: Deployed, agent: Api, another_node: str
+) -> None:
     """Readers of the agent's log then know which rule it was."""
-    with pytest.raises(ApiError, match=f"vgpu-agent on node {deployed.rig.node_name()} changes that node"):
+    with pytest.raises(
+        ApiError, match=f"vgpu-agent on node {deployed.rig.node_name()} changes that node"
+    ):
         agent.patch(f"/api/v1/nodes/{another_node}", _OURS)
     with pytest.raises(ApiError, match=r"refused: example\.com/other"):
-        agent.patch(f"/api/v1/nodes/{deployed.rig.node_name()}", {"metadata": {"annotations": {"example.com/other": "x"}}})
+        agent.patch(
+            f"/api/v1/nodes/{deployed.rig.node_name()}",
+            {"metadata": {"annotations": {"example.com/other": "x"}}},
+        )
 
 
 def _event(node: str, **changes: Any) -> dict[str, Any]:
@@ -335,8 +508,12 @@ def test_events_can_be_written_and_counted(deployed: Deployed, agent: Api) -> No
     assert agent.patch(path, {"count": 2})["count"] == 2
 
 
-def test_a_stolen_token_cannot_forge_or_change_the_events_of_others(deployed: Deployed, agent: Api) -> None:
-    """Events are what administrators and their tools act upon: each is signed with its writer's node, and others' stay as they are."""
+def test_a_stolen_token_cannot_forge_or_change_the_events_of_others(
+    deployed: Deployed, agent: Api
+) -> None:
+    """Events are what administrators and their tools act upon: each is signed with its writer's
+    node, and others' stay as they are.
+    """
     rig, path = deployed.rig, "/api/v1/namespaces/default/events"
     node = rig.node_name()
     forged = [
@@ -344,19 +521,38 @@ def test_a_stolen_token_cannot_forge_or_change_the_events_of_others(deployed: De
         _event(node, source={"component": "vgpu-agent", "host": _OTHER_NODE}),
         _event(node, reportingComponent="kubelet"),
         _event(node, involvedObject={"apiVersion": "v1", "kind": "Node", "name": _OTHER_NODE}),
-        _event(node, involvedObject={"apiVersion": "v1", "kind": "Secret", "name": "a", "namespace": "default"}),
+        _event(
+            node,
+            involvedObject={
+                "apiVersion": "v1",
+                "kind": "Secret",
+                "name": "a",
+                "namespace": "default",
+            },
+        ),
     ]
     # The API server takes a moment to enforce a new policy.
-    rig.wait_for(lambda: _status(agent, "POST", path, forged[0]) == 403, 20, what="the policy of events")
+    rig.wait_for(
+        lambda: _status(agent, "POST", path, forged[0]) == 403, 20, what="the policy of events"
+    )
     assert [_status(agent, "POST", path, event) for event in forged] == [403] * len(forged)
-    kubelets = rig.api.post(path, _event(node, source={"component": "kubelet", "host": node}, reportingComponent="kubelet"))
+    kubelets = rig.api.post(
+        path,
+        _event(node, source={"component": "kubelet", "host": node}, reportingComponent="kubelet"),
+    )
     theirs = f"{path}/{kubelets['metadata']['name']}"
-    signature = {"source": {"component": "vgpu-agent", "host": node}, "reportingComponent": "vgpu-agent", "reportingInstance": node}
+    signature = {
+        "source": {"component": "vgpu-agent", "host": node},
+        "reportingComponent": "vgpu-agent",
+        "reportingInstance": node,
+    }
     assert _status(agent, "PATCH", theirs, {"message": "all is well"}) == 403
     assert _status(agent, "PATCH", theirs, {"message": "all is well", **signature}) == 403
 
 
-def test_the_eviction_component_grants_evictions_and_nothing_else(deployed: Deployed, agent: Api) -> None:
+def test_the_eviction_component_grants_evictions_and_nothing_else(
+    deployed: Deployed, agent: Api
+) -> None:
     """With it, the token can evict a pod. The deletion itself is the API server's."""
     rig = deployed.rig
     rights = (MANIFESTS / "components" / "eviction" / "rbac.yaml").read_text()
@@ -364,9 +560,17 @@ def test_the_eviction_component_grants_evictions_and_nothing_else(deployed: Depl
     try:
         rig.create_pod(pod("evicted"))
         rig.wait_for_phase("evicted", "Running")
-        eviction = {"apiVersion": "policy/v1", "kind": "Eviction", "metadata": {"name": "evicted", "namespace": "default"}}
+        eviction = {
+            "apiVersion": "policy/v1",
+            "kind": "Eviction",
+            "metadata": {"name": "evicted", "namespace": "default"},
+        }
         path = "/api/v1/namespaces/default/pods/evicted"
-        rig.wait_for(lambda: _status(agent, "POST", f"{path}/eviction", eviction) in {200, 404}, 10, what="the eviction")
+        rig.wait_for(
+            lambda: _status(agent, "POST", f"{path}/eviction", eviction) in {200, 404},
+            10,
+            what="the eviction",
+        )
         rig.wait_for(lambda: rig.pod("evicted") is None, 20, what="the end of the evicted pod")
         assert _status(agent, "DELETE", path) == 403
     finally:

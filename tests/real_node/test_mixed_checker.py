@@ -1,4 +1,6 @@
-"""The worth of the checker of mixed days: it finds what must not be in what containers have written. No node is needed."""
+"""The worth of the checker of mixed days:
+it finds what must not be in what containers have written. No node is needed.
+"""
 
 from __future__ import annotations
 
@@ -23,9 +25,15 @@ class _Folder:
         self.path, self.jobs = path, {job.name: job for job in jobs}
         self.checker = Checker(jobs, path, _UUIDS, _MEMORY_MIB)
 
-    def start(self, name: str, at: float, gpu: int = 0, *, node: int | None = None, mib: int | None = None) -> None:
+    def start(
+        self, name: str, at: float, gpu: int = 0, *, node: int | None = None, mib: int | None = None
+    ) -> None:
         mib = self.jobs[name].memory * UNIT_MIB if mib is None else mib
-        lines = [f"AT={at}", f"NVIDIA_VISIBLE_DEVICES={_UUIDS[gpu]}", f"NODES=/dev/nvidia{gpu if node is None else node}"]
+        lines = [
+            f"AT={at}",
+            f"NVIDIA_VISIBLE_DEVICES={_UUIDS[gpu]}",
+            f"NODES=/dev/nvidia{gpu if node is None else node}",
+        ]
         if self.jobs[name].family == VGPU_FAMILY:
             lines += [f"CUDA_DEVICE_MEMORY_LIMIT_0={mib}m", f"REGION_BYTES={mib << 20}"]
         (self.path / f"{name}.start").write_text("\n".join(lines))
@@ -36,14 +44,22 @@ class _Folder:
         self.checker.read_views()
 
     def bound(self, now: float, **gpus: int) -> None:
-        """Volcano's scheduler has named these GPUs for these pods; the others wait without a node, unless they have started."""
+        """Volcano's scheduler has named these GPUs for these pods;
+        the others wait without a node, unless they have started.
+        """
         pods = [
             {
-                "metadata": {"name": name, "annotations": {"volcano.sh/vgpu-ids-new": f"{_UUIDS[gpus[name]]},NVIDIA,4,0:"}},
+                "metadata": {
+                    "name": name,
+                    "annotations": {"volcano.sh/vgpu-ids-new": f"{_UUIDS[gpus[name]]},NVIDIA,4,0:"},
+                },
                 "spec": {"nodeName": "node"},
             }
             if name in gpus
-            else {"metadata": {"name": name}, "spec": {"nodeName": "node"} if name in self.checker.views else {}}
+            else {
+                "metadata": {"name": name},
+                "spec": {"nodeName": "node"} if name in self.checker.views else {},
+            }
             for name in self.jobs
         ]
         self.checker.see_pods(pods, {}, now)
@@ -71,12 +87,18 @@ def test_a_wrong_share_is_found(tmp_path: Path) -> None:
     folder.start("m", 1.0, 1, mib=6 * UNIT_MIB)
     folder.start("g", 2.0, 0)
     assert len(folder.checker.report.wrong) == 0
-    assert sorted(text.partition(":")[0] for text in folder.faults() if "found" in text) == ["g", "m", "n"]
+    assert sorted(text.partition(":")[0] for text in folder.faults() if "found" in text) == [
+        "g",
+        "m",
+        "n",
+    ]
 
 
 def test_two_families_at_once_and_memory_given_twice_are_found(tmp_path: Path) -> None:
     """Each container alone has what was meant for it."""
-    folder = _Folder(tmp_path, [_job("n", NVIDIA), _job("v", VGPU_FAMILY, 6), _job("w", VGPU_FAMILY, 6)])
+    folder = _Folder(
+        tmp_path, [_job("n", NVIDIA), _job("v", VGPU_FAMILY, 6), _job("w", VGPU_FAMILY, 6)]
+    )
     folder.bound(0.0, v=1, w=1)
     folder.start("v", 1.0, 1)
     folder.start("w", 2.0, 1)
@@ -87,7 +109,9 @@ def test_two_families_at_once_and_memory_given_twice_are_found(tmp_path: Path) -
 
 
 def test_a_pod_that_waits_beside_an_idle_gpu_is_found(tmp_path: Path) -> None:
-    """Not while the GPU is named for a pod that has not started, and not in its first five seconds."""
+    """Not while the GPU is named for a pod that has not started,
+    and not in its first five seconds.
+    """
     folder = _Folder(tmp_path, [_job("n", NVIDIA), _job("v", VGPU_FAMILY), _job("w", AWS)])
     folder.start("n", 0.0, 0)
     for now in (0.0, 4.0, 8.0, 12.0):
@@ -103,10 +127,19 @@ def test_a_pod_that_waits_beside_an_idle_gpu_is_found(tmp_path: Path) -> None:
 def test_memory_of_gpu_share_is_read_in_mib(tmp_path: Path) -> None:
     """Its variable counts MiB, whatever a unit of the resource is."""
     folder = _Folder(tmp_path, [_job("s", GPUSHARE)])
-    (tmp_path / "s.start").write_text(f"AT=1.0\nNVIDIA_VISIBLE_DEVICES=1\nNODES=\nVOLCANO_GPU_ALLOCATED={4 * UNIT_MIB}")
+    (tmp_path / "s.start").write_text(
+        f"AT=1.0\nNVIDIA_VISIBLE_DEVICES=1\nNODES=\nVOLCANO_GPU_ALLOCATED={4 * UNIT_MIB}"
+    )
     folder.checker.read_views()
     folder.checker.see_pods(
-        [{"metadata": {"name": "s", "annotations": {"volcano.sh/gpu-index": "1"}}, "spec": {"nodeName": "node"}}], {}, 2.0
+        [
+            {
+                "metadata": {"name": "s", "annotations": {"volcano.sh/gpu-index": "1"}},
+                "spec": {"nodeName": "node"},
+            }
+        ],
+        {},
+        2.0,
     )
     assert folder.faults() == []
 
@@ -116,7 +149,9 @@ def test_a_handover_ends_with_healthy_ids_of_another_family(tmp_path: Path) -> N
     folder = _Folder(tmp_path, [_job("n", NVIDIA)])
     folder.start("n", 1.0)
     folder.end("n", 10.0)
-    folder.checker.see_healthy({RESOURCES[NVIDIA]: frozenset(_UUIDS), RESOURCES[AWS]: frozenset(_UUIDS[1:])}, ["n"], 11.0)
+    folder.checker.see_healthy(
+        {RESOURCES[NVIDIA]: frozenset(_UUIDS), RESOURCES[AWS]: frozenset(_UUIDS[1:])}, ["n"], 11.0
+    )
     assert folder.checker.handing_over
     folder.checker.see_healthy({RESOURCES[AWS]: frozenset(_UUIDS)}, [], 12.5)
     assert folder.checker.report.handovers == [2.5]
@@ -130,4 +165,6 @@ def test_an_offer_before_kubelet_has_let_go_is_found(tmp_path: Path) -> None:
     folder.start("n", 1.0)
     folder.end("n", 10.0)
     folder.checker.see_healthy({RESOURCES[AWS]: frozenset(_UUIDS)}, ["n"], 11.0)
-    assert ["while kubelet still listed n" in fault for fault in folder.checker.report.wrong] == [True]
+    assert ["while kubelet still listed n" in fault for fault in folder.checker.report.wrong] == [
+        True
+    ]

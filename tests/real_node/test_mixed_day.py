@@ -1,7 +1,8 @@
-"""Mixed days on a real node: three families share four GPUs, one of them floods; an independent checker reads what containers wrote.
+"""Mixed days on a real node: three families share four GPUs, one of them floods; an independent
+checker reads what containers wrote.
 
-Kubelet has its defaults, once without and once with a NUMA policy. ``MIXED_DAY_PODS=300`` makes the days as long as a release needs. Each
-prints its figures; ``pytest -rP`` shows them.
+Kubelet has its defaults, once without and once with a NUMA policy. ``MIXED_DAY_PODS=300`` makes the
+days as long as a release needs. Each prints its figures; ``pytest -rP`` shows them.
 """
 
 from __future__ import annotations
@@ -47,14 +48,22 @@ def _played(day: str, played: dict[str, Report], start_rig: Callable[[Options], 
 
 
 @pytest.mark.parametrize("day", DAYS)
-def test_no_container_of_a_mixed_day_has_a_wrong_share(day: str, played: dict[str, Report], start_rig: Callable[[Options], Rig]) -> None:
-    """Each has what its ids or its scheduler's annotations say, no GPU serves two families, and no memory is given twice."""
+def test_no_container_of_a_mixed_day_has_a_wrong_share(
+    day: str, played: dict[str, Report], start_rig: Callable[[Options], Rig]
+) -> None:
+    """Each has what its ids or its scheduler's annotations say, no GPU serves two families,
+    and no memory is given twice.
+    """
     report = _played(day, played, start_rig)
     assert not report.faults
     assert report.started > _PODS / 2
 
 
 @pytest.mark.parametrize("day", DAYS)
-def test_no_pod_of_a_mixed_day_waits_in_vain(day: str, played: dict[str, Report], start_rig: Callable[[Options], Rig]) -> None:
-    """Schedulers that know nothing of each other lose no pods to races, and no GPU is idle while a pod that it could serve waits."""
+def test_no_pod_of_a_mixed_day_waits_in_vain(
+    day: str, played: dict[str, Report], start_rig: Callable[[Options], Rig]
+) -> None:
+    """Schedulers that know nothing of each other lose no pods to races, and no GPU is idle while a
+    pod that it could serve waits.
+    """
     assert not _played(day, played, start_rig).violations

@@ -1,11 +1,22 @@
-"""Devices by their CDI names on a real kubelet and containerd: the share of a container that learns of its GPU in no other way."""
+"""Devices by their CDI names on a real kubelet and containerd:
+the share of a container that learns of its GPU in no other way.
+"""
 
 from __future__ import annotations
 
 import pytest
 
 from tests.real_node.agents import QUICK, NodeAgent, kubelets_view, wait_allocatable
-from tests.real_node.nvidia import CONTROL_NODES, cdi_config, containers_of, gpu_pod, printed, restart_container, running, wait_running
+from tests.real_node.nvidia import (
+    CONTROL_NODES,
+    cdi_config,
+    containers_of,
+    gpu_pod,
+    printed,
+    restart_container,
+    running,
+    wait_running,
+)
 from tests.real_node.rig import Rig
 
 SMALL, LARGE = "nvidia.com/mig-1g.5gb", "nvidia.com/mig-3g.20gb"
@@ -13,7 +24,9 @@ SMALL, LARGE = "nvidia.com/mig-1g.5gb", "nvidia.com/mig-3g.20gb"
 
 @pytest.mark.parametrize("strategy", ["cdi-cri", "cdi-annotations"])
 def test_cdi_names_inject_the_device(rig: Rig, strategy: str) -> None:
-    """By the field of the CRI and by annotations: the nodes of the pod's own GPU, and no request that an older hook would act upon."""
+    """By the field of the CRI and by annotations: the nodes of the pod's own GPU, and no request
+    that an older hook would act upon.
+    """
     with running(NodeAgent(rig, QUICK + cdi_config(rig, strategy), gpus=3)) as agent:
         wait_allocatable(rig, 3)
         rig.create_pod(gpu_pod("one"))
@@ -27,7 +40,9 @@ def test_cdi_names_inject_the_device(rig: Rig, strategy: str) -> None:
 
 
 def test_a_container_by_cdi_starts_again_while_the_agent_is_away(rig: Rig) -> None:
-    """The spec of all devices stays when the agent stops, so that the runtime can resolve the name again."""
+    """The spec of all devices stays when the agent stops,
+    so that the runtime can resolve the name again.
+    """
     with running(NodeAgent(rig, QUICK + cdi_config(rig, "cdi-cri"), gpus=1)) as agent:
         wait_allocatable(rig, 1)
         rig.create_pod(gpu_pod("stays", restartPolicy="Always"))
@@ -54,7 +69,9 @@ def test_one_container_with_two_profiles_gets_both_by_cdi(rig: Rig) -> None:
 
 
 def test_names_of_a_new_geometry_mean_something_before_they_are_given_out(rig: Rig) -> None:
-    """A GPU is cut anew, a pod that waits for such a slice gets it at once, and the runtime finds its name."""
+    """A GPU is cut anew, a pod that waits for such a slice gets it at once,
+    and the runtime finds its name.
+    """
     agent = NodeAgent(rig, QUICK + cdi_config(rig, "cdi-cri", migStrategy="mixed"), gpus=1)
     agent.simulated.set_mig(0, ["3g.20gb"])
     with running(agent):

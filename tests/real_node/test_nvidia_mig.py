@@ -2,7 +2,14 @@
 
 from __future__ import annotations
 
-from tests.real_node.agents import GPU, QUICK, NodeAgent, allocatable, kubelets_view, wait_allocatable
+from tests.real_node.agents import (
+    GPU,
+    QUICK,
+    NodeAgent,
+    allocatable,
+    kubelets_view,
+    wait_allocatable,
+)
 from tests.real_node.nvidia import (
     CONTROL_NODES,
     containers_of,
@@ -22,13 +29,19 @@ GEOMETRY = ("1g.5gb", "2g.10gb", "3g.20gb")
 
 
 def test_a_pod_with_two_profiles_gets_a_slice_of_each(rig: Rig) -> None:
-    """nvidia:G6: GPU 0 is whole and GPU 1 in slices. Each container gets its own slice, and has its capability files."""
+    """nvidia:G6: GPU 0 is whole and GPU 1 in slices.
+    Each container gets its own slice, and has its capability files.
+    """
     agent = NodeAgent(rig, MIXED, gpus=2)
     agent.simulated.set_mig(1, GEOMETRY)
     with running(agent):
         for resource, number in {GPU: 1, SMALL: 1, MIDDLE: 1, LARGE: 1}.items():
             wait_allocatable(rig, number, resource=resource)
-        containers = [gpu_container("small", {SMALL: 1}), gpu_container("middle", {MIDDLE: 1}), gpu_container("whole", {GPU: 1})]
+        containers = [
+            gpu_container("small", {SMALL: 1}),
+            gpu_container("middle", {MIDDLE: 1}),
+            gpu_container("whole", {GPU: 1}),
+        ]
         rig.create_pod(pod("both", containers=containers))
         wait_running(rig, ["both"])
         slices = agent.simulated.mig_uuids(1)
@@ -45,7 +58,9 @@ def test_a_pod_with_two_profiles_gets_a_slice_of_each(rig: Rig) -> None:
 
 
 def test_a_geometry_that_changes_under_load(rig: Rig) -> None:
-    """The old names go to 0, new ones are offered, the pod on a slice that is gone runs on and is named, and new pods get new slices."""
+    """The old names go to 0, new ones are offered, the pod on a slice that is gone runs on and is
+    named, and new pods get new slices.
+    """
     agent = NodeAgent(rig, MIXED, gpus=2)
     agent.simulated.set_mig(1, ["3g.20gb", "3g.20gb"])
     with running(agent):
@@ -70,10 +85,15 @@ def test_a_geometry_that_changes_under_load(rig: Rig) -> None:
         assert sorted(printed(rig, name).devices for name in names) == sorted(slices)
         assert vanished not in slices
         assert containers_of(rig, ["old", "whole"]) == containers
-        (line,) = [line for line in agent.process.log_lines() if line["msg"] == "grant.device_missing"]
+        (line,) = [
+            line for line in agent.process.log_lines() if line["msg"] == "grant.device_missing"
+        ]
         assert (line["pod"], line["device"], line["ids"]) == ("default/old", vanished, [vanished])
         assert agent.run(agent.process.metric("vgpu_agent_grants_on_missing_devices")) == 1
 
         rig.delete_pod("old")
-        agent.until("/debug/ledger", lambda ledger: "old" not in {grant["pod"] for grant in ledger["grants"]})
+        agent.until(
+            "/debug/ledger",
+            lambda ledger: "old" not in {grant["pod"] for grant in ledger["grants"]},
+        )
         assert agent.run(agent.process.metric("vgpu_agent_grants_on_missing_devices")) == 0

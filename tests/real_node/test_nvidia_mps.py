@@ -1,4 +1,6 @@
-"""MPS on a real node: the control daemon (a stand-in of NVIDIA's) dies under running pods, and all can see that it is back."""
+"""MPS on a real node: the control daemon (a stand-in of NVIDIA's) dies under running pods,
+and all can see that it is back.
+"""
 
 from __future__ import annotations
 
@@ -36,11 +38,15 @@ def agent(rig: Rig) -> Iterator[NodeAgent]:
     yield made
     with contextlib.suppress(FileNotFoundError):
         end_daemon(made.folder / "mps" / GPU / "pipe")
-    subprocess.run(["umount", "--lazy", str(made.folder / "mps" / "shm")], check=False, capture_output=True)
+    subprocess.run(
+        ["umount", "--lazy", str(made.folder / "mps" / "shm")], check=False, capture_output=True
+    )
 
 
 def test_a_daemon_that_is_killed_under_running_pods_comes_back(rig: Rig, agent: NodeAgent) -> None:
-    """Pods run on with their share, the loss is logged with their names, no new share is given until the limits hold again, then it is."""
+    """Pods run on with their share, the loss is logged with their names, no new share is given
+    until the limits hold again, then it is.
+    """
     pipe, tools = agent.folder / "mps" / GPU / "pipe", MpsTools(agent.folder / "tools")
     with running(agent):
         wait_allocatable(rig, 8)
@@ -48,12 +54,17 @@ def test_a_daemon_that_is_killed_under_running_pods_comes_back(rig: Rig, agent: 
         for name in names:
             rig.create_pod(gpu_pod(name))
         wait_running(rig, names)
-        assert {printed(rig, name).environment["CUDA_MPS_PIPE_DIRECTORY"] for name in names} == {str(pipe)}
+        assert {printed(rig, name).environment["CUDA_MPS_PIPE_DIRECTORY"] for name in names} == {
+            str(pipe)
+        }
         assert "control" in rig.exec("one", "ls", str(pipe)).split()
         containers, first = containers_of(rig, names), daemon_pid(pipe)
-        # On the host, for a container of the rig has nothing that could speak to a socket; the directory is the one that it has.
+        # On the host, for a container of the rig has nothing that could speak to a socket; the
+        # directory is the one that it has.
         with tools.client(pipe) as client:
-            agent.until("/debug/mps", lambda answer: any(daemon["clients"] for daemon in answer["daemons"]))
+            agent.until(
+                "/debug/mps", lambda answer: any(daemon["clients"] for daemon in answer["daemons"])
+            )
             tools.misbehave(start="refuse")
             end_daemon(pipe)
             assert client.wait(10) != 0
@@ -64,7 +75,10 @@ def test_a_daemon_that_is_killed_under_running_pods_comes_back(rig: Rig, agent: 
         wait_allocatable(rig, 0)
         tools.behave()
         wait_allocatable(rig, 8)
-        agent.until("/debug/mps", lambda answer: [daemon["state"] for daemon in answer["daemons"]] == ["running"])
+        agent.until(
+            "/debug/mps",
+            lambda answer: [daemon["state"] for daemon in answer["daemons"]] == ["running"],
+        )
         second = daemon_pid(pipe)
         assert second not in (None, first)
         assert agent.run(agent.process.metric("vgpu_agent_mps_restarts_total")) == 1
@@ -77,12 +91,17 @@ def test_a_daemon_that_is_killed_under_running_pods_comes_back(rig: Rig, agent: 
 
 
 def test_a_control_binary_that_refuses_withholds_its_resource(rig: Rig, agent: NodeAgent) -> None:
-    """No pod is sent to a daemon with unknown limits. As soon as it answers, the resource is there."""
+    """No pod is sent to a daemon with unknown limits.
+    As soon as it answers, the resource is there.
+    """
     tools = MpsTools(agent.folder / "tools")
     tools.misbehave(start="refuse")
     with contextlib.closing(agent):
         agent.run(agent.process.start())
-        agent.until("/debug/mps", lambda answer: [daemon["state"] for daemon in answer["daemons"]] == ["failed"])
+        agent.until(
+            "/debug/mps",
+            lambda answer: [daemon["state"] for daemon in answer["daemons"]] == ["failed"],
+        )
         status, ready = agent.run(agent.process.get_text("/readyz"))
         assert status != HTTPStatus.OK
         assert "nvidia-cuda-mps-control" in ready

@@ -1,4 +1,6 @@
-"""Named configurations on a real node: the label of the Node is switched, and the ConfigMap's content changes, while pods run."""
+"""Named configurations on a real node: the label of the Node is switched, and the ConfigMap's
+content changes, while pods run.
+"""
 
 from __future__ import annotations
 
@@ -13,26 +15,35 @@ from tests.real_node.nvidia import containers_of, gpu_pod, running, wait_running
 from tests.real_node.rig import Rig
 
 LABEL = "nvidia.com/device-plugin.config"
-CONFIG = QUICK + "namedConfig: {directory: FOLDER/available-configs, default: two}\nstateDirectory: FOLDER/state\n"
+CONFIG = QUICK + (
+    "namedConfig: {directory: FOLDER/available-configs, default: two}\n"
+    "stateDirectory: FOLDER/state\n"
+)
 CONFIG += "cluster: {backoffMinSeconds: 0.2, backoffMaxSeconds: 1}\n"
 FAILED = "vgpu_agent_config_reload_failed"
 
 
 class MountedConfigMap:
-    """A ConfigMap with configurations of NVIDIA's plugin, as kubelet mounts it: links into ``..data``, which is swapped."""
+    """A ConfigMap with configurations of NVIDIA's plugin, as kubelet mounts it:
+    links into ``..data``, which is swapped.
+    """
 
     def __init__(self, folder: Path) -> None:
         folder.mkdir()
         self._folder, self._version = folder, 0
 
     def hold(self, replicas: Mapping[str, int]) -> None:
-        """These keys from now on, each with a configuration of so many replicas of each GPU; 0 is one that is wrong."""
+        """These keys from now on, each with a configuration of so many replicas of each GPU;
+        0 is one that is wrong.
+        """
         self._version += 1
         content = self._folder / f"..{self._version}"
         content.mkdir()
         for key, number in replicas.items():
             shared = f"timeSlicing: {{resources: [{{name: nvidia.com/gpu, replicas: {number}}}]}}"
-            (content / key).write_text(f"version: v1\nflags: {{migStrategy: none}}\nsharing: {{{shared}}}\n")
+            (content / key).write_text(
+                f"version: v1\nflags: {{migStrategy: none}}\nsharing: {{{shared}}}\n"
+            )
             if not (self._folder / key).is_symlink():
                 os.symlink(f"..data/{key}", self._folder / key)
         os.symlink(content.name, self._folder / "..data_tmp")
@@ -49,11 +60,15 @@ def agent(rig: Rig) -> Iterator[NodeAgent]:
 def label(rig: Rig, value: str | None) -> None:
     """Put the label onto the Node, or take it off."""
     patch = {"metadata": {"labels": {LABEL: value}}}
-    rig.api.patch(f"/api/v1/nodes/{rig.node_name()}", patch, content_type="application/merge-patch+json")
+    rig.api.patch(
+        f"/api/v1/nodes/{rig.node_name()}", patch, content_type="application/merge-patch+json"
+    )
 
 
 def test_the_label_is_switched_while_pods_run(rig: Rig, agent: NodeAgent) -> None:
-    """Offers follow label and content. Pods keep their replicas, also those that the new configuration does not have."""
+    """Offers follow label and content. Pods keep their replicas,
+    also those that the new configuration does not have.
+    """
     configurations = MountedConfigMap(agent.folder / "available-configs")
     configurations.hold({"four": 4, "two": 2})
     label(rig, "four")
@@ -68,7 +83,8 @@ def test_the_label_is_switched_while_pods_run(rig: Rig, agent: NodeAgent) -> Non
         label(rig, "two")
         wait_allocatable(rig, 4)
         assert agent.get("/debug/config")["named"]["reason"] == f"label {LABEL}=two"
-        configurations.hold({"four": 4, "two": 5})  # the same key, other content: NVIDIA's does not notice
+        # the same key, other content: NVIDIA's does not notice
+        configurations.hold({"four": 4, "two": 5})
         wait_allocatable(rig, 10)
         rig.create_pod(gpu_pod("fresh"))
         wait_running(rig, ["fresh"])

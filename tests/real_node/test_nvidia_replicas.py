@@ -10,7 +10,9 @@ from tests.real_node.rig import Rig
 
 
 def test_forty_pods_at_once_on_forty_replicas_of_eight_gpus(rig: Rig) -> None:
-    """Each pod has one replica, none is had twice, and after each Allocate the fullest GPU is one pod ahead of the emptiest at most."""
+    """Each pod has one replica, none is had twice, and after each Allocate the fullest GPU is one
+    pod ahead of the emptiest at most.
+    """
     names = [f"burst-{number:02}" for number in range(40)]
     with running(NodeAgent(rig, shared(5), gpus=8)) as agent:
         wait_allocatable(rig, 40)
@@ -22,7 +24,9 @@ def test_forty_pods_at_once_on_forty_replicas_of_eight_gpus(rig: Rig) -> None:
         ids = [id_ for each in view.values() for id_ in each]
         assert len(ids) == len(set(ids)) == 40
         assert agent.knows(40) == view
-        assert {name: printed(rig, name).devices for name in names} == {name: ids[0].partition("::")[0] for name, ids in view.items()}
+        assert {name: printed(rig, name).devices for name in names} == {
+            name: ids[0].partition("::")[0] for name, ids in view.items()
+        }
 
         pods = dict.fromkeys(agent.simulated.uuids, 0)
         for line in agent.process.log_lines():

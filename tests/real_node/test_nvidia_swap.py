@@ -1,4 +1,6 @@
-"""The agent takes the place of a plugin with the same ids while its pods run: nothing of theirs changes, and no id is given twice."""
+"""The agent takes the place of a plugin with the same ids while its pods run: nothing of theirs
+changes, and no id is given twice.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +9,14 @@ import contextlib
 import pytest
 
 from tests.real_node.agents import GPU, QUICK, NodeAgent, kubelets_view, shared, wait_allocatable
-from tests.real_node.nvidia import containers_of, former_plugin, gpu_pod, printed, restart_container, wait_running
+from tests.real_node.nvidia import (
+    containers_of,
+    former_plugin,
+    gpu_pod,
+    printed,
+    restart_container,
+    wait_running,
+)
 from tests.real_node.rig import Rig
 
 
@@ -17,7 +26,9 @@ from tests.real_node.rig import Rig
     ids=["NVIDIA's", "iktos'"],
 )
 def test_pods_of_the_plugin_before_keep_their_replicas(rig: Rig, infix: str, config: str) -> None:
-    """The checkpoint that it left names the holders; four replicas are held, four are had, and a fifth pod waits."""
+    """The checkpoint that it left names the holders;
+    four replicas are held, four are had, and a fifth pod waits.
+    """
     agent = NodeAgent(rig, config, gpus=2)
     with contextlib.closing(agent):
         with former_plugin(rig, {GPU: {f"{uuid}{infix}": 4 for uuid in agent.simulated.uuids}}):
@@ -49,10 +60,14 @@ def test_pods_of_the_plugin_before_keep_their_replicas(rig: Rig, infix: str, con
         assert containers_of(rig, held) == containers
         restart_container(rig, "crashes")
         assert printed(rig, "crashes").devices == told["crashes"]
-        assert containers_of(rig, ["one", "two"]) == {name: containers[name] for name in ("one", "two")}
+        assert containers_of(rig, ["one", "two"]) == {
+            name: containers[name] for name in ("one", "two")
+        }
         (resource,) = agent.get("/debug/resources")["resources"]
-        assert resource["allocations"] == 4  # a container that is started again is not allocated again
-        assert agent.run(agent.process.metric("vgpu_agent_ledger_drift_total")) == 0  # known from the start
+        # a container that is started again is not allocated again
+        assert resource["allocations"] == 4
+        # known from the start
+        assert agent.run(agent.process.metric("vgpu_agent_ledger_drift_total")) == 0
 
         rig.delete_pod("two")
         wait_running(rig, ["fifth"])
@@ -60,7 +75,9 @@ def test_pods_of_the_plugin_before_keep_their_replicas(rig: Rig, infix: str, con
 
 
 def test_whole_gpus_of_the_plugin_before_are_not_had_again(rig: Rig) -> None:
-    """Its ids are UUIDs, as ours: of three GPUs two are held, so one pod gets the third, and the next waits."""
+    """Its ids are UUIDs, as ours: of three GPUs two are held, so one pod gets the third,
+    and the next waits.
+    """
     begin = "GPU-aaaaaaaa-0000-4000-8000-00000000000"
     agent = NodeAgent(rig, QUICK, gpus=3, uuids=[f"{begin}{number}" for number in range(3)])
     with contextlib.closing(agent):
@@ -83,7 +100,9 @@ def test_whole_gpus_of_the_plugin_before_are_not_had_again(rig: Rig) -> None:
 
 
 def test_a_kubelet_that_restarts_between_the_two_plugins_changes_nothing(rig: Rig) -> None:
-    """All that is left of the plugin before is the kubelet's checkpoint: the holders are known again, and a new pod gets a free replica."""
+    """All that is left of the plugin before is the kubelet's checkpoint: the holders are known
+    again, and a new pod gets a free replica.
+    """
     agent = NodeAgent(rig, shared(2), gpus=1)
     with contextlib.closing(agent):
         with former_plugin(rig, {GPU: {f"{agent.simulated.uuids[0]}::": 2}}):

@@ -1,4 +1,6 @@
-"""The rig itself: what the tests of the agent take for granted about the cluster they run in, and that nothing of it is left behind."""
+"""The rig itself: what the tests of the agent take for granted about the cluster they run in, and
+that nothing of it is left behind.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,17 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from tests.real_node.rig import Api, ApiError, Options, Rig, RigError, cache, host, images, leftovers
+from tests.real_node.rig import (
+    Api,
+    ApiError,
+    Options,
+    Rig,
+    RigError,
+    cache,
+    host,
+    images,
+    leftovers,
+)
 from tests.real_node.rig.layout import Layout
 from tests.real_node.rig.manifests import container, pod, quantity
 from tests.real_node.rig.record import KeeperRecord
@@ -23,7 +35,10 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
 _PROJECT = Path(__file__).resolve().parents[2]
-_OWNER = "import sys, time; from tests.real_node.rig import Rig; Rig(sys.argv[1]).start(); print('up', flush=True); time.sleep(1000)"
+_OWNER = (
+    "import sys, time; from tests.real_node.rig import Rig; Rig(sys.argv[1]).start(); print('up', "
+    "flush=True); time.sleep(1000)"
+)
 
 
 def _wait_until(holds: Callable[[], bool], seconds: float) -> None:
@@ -34,7 +49,9 @@ def _wait_until(holds: Callable[[], bool], seconds: float) -> None:
 
 def _owner_of(layout: Layout) -> subprocess.Popen[str]:
     """A process that starts a rig and then holds it."""
-    return subprocess.Popen([sys.executable, "-c", _OWNER, layout.name], cwd=_PROJECT, text=True, stdout=subprocess.PIPE)
+    return subprocess.Popen(
+        [sys.executable, "-c", _OWNER, layout.name], cwd=_PROJECT, text=True, stdout=subprocess.PIPE
+    )
 
 
 def _kill(process: subprocess.Popen[str]) -> None:
@@ -53,7 +70,13 @@ def _interfaces() -> list[str]:
 
 
 def _cluster(*arguments: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([_PROJECT / "scripts" / "cluster", *arguments], cwd="/", text=True, capture_output=True, check=False)
+    return subprocess.run(
+        [_PROJECT / "scripts" / "cluster", *arguments],
+        cwd="/",
+        text=True,
+        capture_output=True,
+        check=False,
+    )
 
 
 def _identity(path: Path) -> tuple[int, int] | None:
@@ -74,37 +97,56 @@ class TestOneNode:
     def test_a_node_takes_pods_ten_seconds_after_a_warm_start(
         self, start_rig: Callable[..., Rig], record_property: Callable[..., None]
     ) -> None:
-        """From nothing but cached builds to a node that is Ready, without taints, takes at most 10 s."""
+        """From nothing but cached builds to a node that is Ready, without taints,
+        takes at most 10 s.
+        """
         rig = start_rig()
 
         record_property("start_seconds", rig.start_seconds)
-        print(f"warm start: {rig.start_seconds:.1f} s, {rig.layout.ready.read_text()}")  # noqa: T201 - a figure to look at with -s
+        # a figure to look at with -s
+        print(f"warm start: {rig.start_seconds:.1f} s, {rig.layout.ready.read_text()}")  # noqa: T201
         assert rig.start_seconds <= 10
         assert rig.node()["status"]["nodeInfo"]["kubeletVersion"] == "v1.36.3"
 
     def test_a_pod_runs_and_prints(self, rig: Rig) -> None:
         """A pod is scheduled and runs. Its log, its environment and its file system can be read."""
-        rig.create_pod(pod("speaker", command="echo I am $NAME; sleep 1000", containers=[_named_container()]))
+        rig.create_pod(
+            pod("speaker", command="echo I am $NAME; sleep 1000", containers=[_named_container()])
+        )
 
         rig.wait_for_phase("speaker", "Running")
 
-        rig.wait_for(lambda: rig.logs("speaker") == "I am a container\n", 5, what="the pod's output")
+        rig.wait_for(
+            lambda: rig.logs("speaker") == "I am a container\n", 5, what="the pod's output"
+        )
         assert rig.exec("speaker", "sh", "-c", "echo $NAME") == "a container\n"
 
     def test_a_service_account_is_known_and_limited(self, rig: Rig) -> None:
-        """A pod has a token of its own with which the API server knows it; RBAC refuses what was not granted."""
+        """A pod has a token of its own with which the API server knows it;
+        RBAC refuses what was not granted.
+        """
         rig.create_pod(pod("client"))
         rig.wait_for_phase("client", "Running")
 
         token = rig.exec("client", "cat", "/var/run/secrets/kubernetes.io/serviceaccount/token")
 
-        with pytest.raises(ApiError, match='serviceaccount:default:default" cannot list resource "nodes"') as refused:
+        with pytest.raises(
+            ApiError, match='serviceaccount:default:default" cannot list resource "nodes"'
+        ) as refused:
             rig.api.as_bearer(token).get("/api/v1/nodes")
         assert refused.value.status == 403
 
     def test_a_pod_reaches_the_api_server_at_its_service_address(self, rig: Rig) -> None:
         """From the pod network, where there is no kube-proxy."""
-        rig.create_pod(pod("client", command="nc -w 2 $KUBERNETES_SERVICE_HOST $KUBERNETES_SERVICE_PORT < /dev/null && echo reached"))
+        rig.create_pod(
+            pod(
+                "client",
+                command=(
+                    "nc -w 2 $KUBERNETES_SERVICE_HOST $KUBERNETES_SERVICE_PORT < /dev/null && echo "
+                    "reached"
+                ),
+            )
+        )
 
         rig.wait_for_phase("client", "Succeeded")
 
@@ -131,15 +173,25 @@ class TestOneNode:
 
         assert "kubelet-1" not in stopped
         assert "containerd-1" in stopped
-        rig.wait_for(lambda: _identity(socket_file) not in {None, old} or None, 15, what="a new kubelet.sock")
-        rig.wait_for(lambda: rig.api.text("/api/v1/nodes/node-1/proxy/healthz") == "ok", 15, what="the kubelet's health")
+        rig.wait_for(
+            lambda: _identity(socket_file) not in {None, old} or None, 15, what="a new kubelet.sock"
+        )
+        rig.wait_for(
+            lambda: rig.api.text("/api/v1/nodes/node-1/proxy/healthz") == "ok",
+            15,
+            what="the kubelet's health",
+        )
         assert rig.wait_for_phase("survivor", "Running")["status"]["containerStatuses"] == before
 
     def test_host_processes_reach_the_kubelets_folders(self, rig: Rig) -> None:
-        """The sockets' host paths leave room for long plugin names, and a CDI spec written on the host is there on the node."""
+        """The sockets' host paths leave room for long plugin names,
+        and a CDI spec written on the host is there on the node.
+        """
         (rig.cdi_dir() / "a.json").write_text("{}")
 
-        seen = subprocess.run(rig.in_node("ls", "/run/cdi"), text=True, capture_output=True, check=True).stdout
+        seen = subprocess.run(
+            rig.in_node("ls", "/run/cdi"), text=True, capture_output=True, check=True
+        ).stdout
 
         assert seen == "a.json\n"
         assert (rig.kubelet_dir() / "pod-resources" / "kubelet.sock").is_socket()
@@ -150,7 +202,11 @@ class TestOneNode:
         reference = "vgpu-agent.test/python:1"
         images.write_python_image(tmp_path / "python.tar", reference, [_PROJECT / "vgpu_agent"])
         rig.import_image(tmp_path / "python.tar")
-        probe = container("main", command="python3 -c 'import aiohttp, msgspec, ssl; print(ssl.OPENSSL_VERSION)'", image=reference)
+        probe = container(
+            "main",
+            command="python3 -c 'import aiohttp, msgspec, ssl; print(ssl.OPENSSL_VERSION)'",
+            image=reference,
+        )
 
         rig.create_pod(pod("python", containers=[probe]))
 
@@ -162,18 +218,33 @@ class TestShapes:
     """Rigs of other kinds, and beside each other."""
 
     def test_the_kubelet_sees_two_numa_nodes(self, start_rig: Callable[..., Rig]) -> None:
-        """With a memory manager that keeps a book per NUMA node, the kubelet's own state file names both."""
-        book_per_numa_node = {"memoryManagerPolicy": "Static", "reservedMemory": [{"numaNode": 0, "limits": {"memory": "50Mi"}}]}
+        """With a memory manager that keeps a book per NUMA node,
+        the kubelet's own state file names both.
+        """
+        book_per_numa_node = {
+            "memoryManagerPolicy": "Static",
+            "reservedMemory": [{"numaNode": 0, "limits": {"memory": "50Mi"}}],
+        }
         rig = start_rig(Options(numa_nodes=2, kubelet=book_per_numa_node))
 
         state = json.loads((rig.kubelet_dir() / "memory_manager_state").read_text())
 
         assert sorted(state["machineState"]) == ["0", "1"]
 
-    def test_two_nodes_have_separate_kubelets_and_one_network(self, start_rig: Callable[..., Rig]) -> None:
-        """A pod on each node runs, each kubelet has its own folder, and one pod reaches the other over the network."""
+    def test_two_nodes_have_separate_kubelets_and_one_network(
+        self, start_rig: Callable[..., Rig]
+    ) -> None:
+        """A pod on each node runs, each kubelet has its own folder,
+        and one pod reaches the other over the network.
+        """
         rig = start_rig(Options(nodes=2))
-        rig.create_pod(pod("server", command="echo hello > /tmp/index.html; exec httpd -f -p 80 -h /tmp", nodeName=rig.node_name(1)))
+        rig.create_pod(
+            pod(
+                "server",
+                command="echo hello > /tmp/index.html; exec httpd -f -p 80 -h /tmp",
+                nodeName=rig.node_name(1),
+            )
+        )
         rig.create_pod(pod("client", nodeName=rig.node_name(2)))
 
         server = rig.wait_for_phase("server", "Running")
@@ -197,7 +268,9 @@ class TestEnd:
     """Nothing of a rig is left, however it ends."""
 
     def test_stop_leaves_nothing(self, cluster_available: None) -> None:
-        """Neither processes nor mounts, sockets, interfaces, cgroups or files, with a pod still running at the end."""
+        """Neither processes nor mounts, sockets, interfaces, cgroups or files,
+        with a pod still running at the end.
+        """
         interfaces = _interfaces()
         rig = Rig()
         rig.start()
@@ -222,7 +295,12 @@ class TestEnd:
         interfaces = _interfaces()
         api = Api.of(layout, network_namespace=Rig(layout.name).network_namespace)
         api.post("/api/v1/namespaces/default/pods", pod("orphan"))
-        _wait_until(lambda: api.get("/api/v1/namespaces/default/pods/orphan")["status"]["phase"] == "Running", 30)
+        _wait_until(
+            lambda: (
+                api.get("/api/v1/namespaces/default/pods/orphan")["status"]["phase"] == "Running"
+            ),
+            30,
+        )
 
         _kill(owner)
 
@@ -244,7 +322,9 @@ class TestEnd:
         assert leftovers.traces(layout, record.namespaces) == []
 
     def test_the_remains_of_a_killed_keeper_are_collected(self, cluster_available: None) -> None:
-        """Its processes die with it. The folder and the cgroups go at the next start, or at `scripts/cluster down`."""
+        """Its processes die with it. The folder and the cgroups go at the next start,
+        or at `scripts/cluster down`.
+        """
         layout = Layout.fresh()
         rig = Rig(layout.name)
         rig.start(owned=False)
@@ -259,7 +339,9 @@ class TestEnd:
         assert layout.name in collected
         rig.stop()  # does nothing, but for reaping the keeper
 
-    def test_a_rig_that_cannot_start_says_why_and_leaves_nothing(self, cluster_available: None) -> None:
+    def test_a_rig_that_cannot_start_says_why_and_leaves_nothing(
+        self, cluster_available: None
+    ) -> None:
         """A kubelet that refuses its configuration: the error holds the end of its log."""
         rig = Rig(options=Options(topology_manager_policy="nonsense"))
 
@@ -277,7 +359,9 @@ class TestCommand:
         name = Layout.fresh().name
         try:
             up = _cluster("up", "--name", name)
-            nodes = _cluster("--name", name, "kubectl", "-n", "default", "get", "nodes", "-o", "name")
+            nodes = _cluster(
+                "--name", name, "kubectl", "-n", "default", "get", "nodes", "-o", "name"
+            )
             again = _cluster("up", "--name", name)
             status = _cluster("status")
         finally:
@@ -306,9 +390,13 @@ class TestParts:
         """It says what is needed and why."""
         monkeypatch.setattr(os, "geteuid", lambda: 1000)
 
-        assert host.missing_requirement() == "the cluster tests need root (namespaces, mounts, cgroups); run them with sudo or in CI"
+        assert host.missing_requirement() == (
+            "the cluster tests need root (namespaces, mounts, cgroups); run them with sudo or in CI"
+        )
 
-    def test_without_go_and_cache_the_reason_is_one_line(self, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    def test_without_go_and_cache_the_reason_is_one_line(
+        self, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    ) -> None:
         """It names Go and where it is looked for."""
         monkeypatch.setattr(os, "geteuid", lambda: 0)
         monkeypatch.setenv("PATH", "/nonexistent")
@@ -316,7 +404,9 @@ class TestParts:
 
         assert "Go 1.26 or newer in PATH" in (host.missing_requirement() or "")
 
-    def test_an_interrupted_build_is_no_entry(self, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    def test_an_interrupted_build_is_no_entry(
+        self, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    ) -> None:
         """A half-made entry is thrown away and made anew at the next call."""
         monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
 
@@ -331,7 +421,9 @@ class TestParts:
         assert [path.name for path in entry.iterdir()] == ["whole"]
         assert not [path for path in cache.root().iterdir() if "making" in path.name]
 
-    def test_whoever_builds_second_waits_and_takes_what_the_first_built(self, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    def test_whoever_builds_second_waits_and_takes_what_the_first_built(
+        self, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    ) -> None:
         """Two test runs on a fresh machine build once."""
         monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
         made: list[Path] = []
@@ -346,8 +438,13 @@ class TestParts:
         assert len(made) == 1
         assert entries[0] == entries[1]
 
-    @pytest.mark.parametrize(("text", "number"), [("0", 0), ("20", 20), ("10k", 10_000), ("2Ki", 2048), ("1M", 1_000_000), (None, 0)])
-    def test_a_quantity_is_read_as_the_api_server_writes_it(self, text: str | None, number: int) -> None:
+    @pytest.mark.parametrize(
+        ("text", "number"),
+        [("0", 0), ("20", 20), ("10k", 10_000), ("2Ki", 2048), ("1M", 1_000_000), (None, 0)],
+    )
+    def test_a_quantity_is_read_as_the_api_server_writes_it(
+        self, text: str | None, number: int
+    ) -> None:
         """Ten thousand devices come back as ``10k``."""
         assert quantity(text) == number
 
@@ -359,4 +456,6 @@ class TestParts:
 
 
 def _named_container() -> dict[str, object]:
-    return container("main", command="echo I am $NAME; sleep 1000") | {"env": [{"name": "NAME", "value": "a container"}]}
+    return container("main", command="echo I am $NAME; sleep 1000") | {
+        "env": [{"name": "NAME", "value": "a container"}]
+    }

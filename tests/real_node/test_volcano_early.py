@@ -1,4 +1,6 @@
-"""Early binding on a real node: the kubelet does not name the pod of an Allocate, so a guess is proven before the container starts."""
+"""Early binding on a real node: the kubelet does not name the pod of an Allocate, so a guess is
+proven before the container starts.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +12,16 @@ import pytest
 from tests.real_node.agents import NodeAgent
 from tests.real_node.rig import Rig
 from tests.real_node.volcano import VolcanoScheduler, vgpu, volcano_pod
-from tests.real_node.volcano_node import COARSE_CONFIG, UNIT_MIB, seen, showing, start_vgpu, volcano_agent, wait_served, waiting_reasons
+from tests.real_node.volcano_node import (
+    COARSE_CONFIG,
+    UNIT_MIB,
+    seen,
+    showing,
+    start_vgpu,
+    volcano_agent,
+    wait_served,
+    waiting_reasons,
+)
 
 STORM = 10
 
@@ -26,13 +37,19 @@ def agent(volcano_rig: Rig) -> Iterator[NodeAgent]:
 
 
 def test_pods_one_after_the_other(volcano_rig: Rig, agent: NodeAgent) -> None:
-    """volcano-vgpu:G4, volcano-vgpu:G5: without CDI the answer is complete in Allocate, and no spec is written."""
+    """volcano-vgpu:G4, volcano-vgpu:G5: without CDI the answer is complete in Allocate,
+    and no spec is written.
+    """
     rig = volcano_rig
     with VolcanoScheduler(rig):
         for name, memory in {"early-1": 30, "early-2": 40, "early-3": 50}.items():
             rig.create_pod(volcano_pod(name, containers=[showing(limits=vgpu(1, memory, 20))]))
             found = seen(rig, name)
-            assert (found.limit, found.region[2], found.region[4]) == (f"{memory * UNIT_MIB}m", memory * UNIT_MIB << 20, 20)
+            assert (found.limit, found.region[2], found.region[4]) == (
+                f"{memory * UNIT_MIB}m",
+                memory * UNIT_MIB << 20,
+                20,
+            )
             wait_served(rig, name)
     assert not list(rig.cdi_dir().iterdir())
 
@@ -40,7 +57,9 @@ def test_pods_one_after_the_other(volcano_rig: Rig, agent: NodeAgent) -> None:
 def test_in_a_storm_nobody_runs_with_another_ones_limits(
     volcano_rig: Rig, agent: NodeAgent, record_property: Callable[[str, object], None]
 ) -> None:
-    """volcano-vgpu:D2: unequal pods at once: each that runs has its own limit, and a refusal names the pod of its answer."""
+    """volcano-vgpu:D2: unequal pods at once:
+    each that runs has its own limit, and a refusal names the pod of its answer.
+    """
     rig, limits = volcano_rig, {f"storm-{number}": 30 + 2 * number for number in range(STORM)}
     for name, memory in limits.items():
         rig.create_pod(volcano_pod(name, containers=[showing(limits=vgpu(1, memory))]))
@@ -50,7 +69,8 @@ def test_in_a_storm_nobody_runs_with_another_ones_limits(
             assert seen(rig, name).limit == f"{limits[name] * UNIT_MIB}m"
     wrong = {name: text for name, text in refused.items() if "was made for" not in text}
     record_property("started, refused", (len(running), len(refused)))
-    print(f"storm of {STORM}: {len(running)} started, {len(refused)} refused: {refused}")  # noqa: T201 - `pytest -rP` shows it
+    # `pytest -rP` shows it
+    print(f"storm of {STORM}: {len(running)} started, {len(refused)} refused: {refused}")  # noqa: T201
     assert not wrong
     assert len(running) + len(refused) == STORM
 
@@ -59,8 +79,14 @@ def _settled(rig: Rig, names: dict[str, int]) -> tuple[list[str], dict[str, str]
     """Return the running pods, and why the others do not run, once each pod is one or the other."""
     deadline = time.monotonic() + 60
     while True:
-        running = [pod["metadata"]["name"] for pod in rig.pods() if pod["status"].get("phase") == "Running"]
-        refused = {name: text for name, text in waiting_reasons(rig).items() if "PreStartContainer" in text or text.startswith("Failed")}
+        running = [
+            pod["metadata"]["name"] for pod in rig.pods() if pod["status"].get("phase") == "Running"
+        ]
+        refused = {
+            name: text
+            for name, text in waiting_reasons(rig).items()
+            if "PreStartContainer" in text or text.startswith("Failed")
+        }
         if len(running) + len(refused) == len(names) or time.monotonic() > deadline:
             return running, refused
         time.sleep(0.2)

@@ -1,4 +1,6 @@
-"""The family volcano-vgpu on a real node while something is away: kubelet, the agent, the API server, the Node object."""
+"""The family volcano-vgpu on a real node while something is away:
+kubelet, the agent, the API server, the Node object.
+"""
 
 from __future__ import annotations
 
@@ -38,7 +40,12 @@ def agent(volcano_rig: Rig) -> Iterator[NodeAgent]:
 
 def _asking(name: str, memory: int, **more: Any) -> dict[str, Any]:
     # Without a token, for which kubelet would need the API server before the start.
-    return volcano_pod(name, containers=[showing(limits=vgpu(1, memory))], automountServiceAccountToken=False, **more)
+    return volcano_pod(
+        name,
+        containers=[showing(limits=vgpu(1, memory))],
+        automountServiceAccountToken=False,
+        **more,
+    )
 
 
 def _limits(rig: Rig, names: Mapping[str, int]) -> dict[str, str]:
@@ -69,7 +76,10 @@ def test_kubelet_restarts_under_running_pods(volcano_rig: Rig, agent: NodeAgent)
         started = {name: _started_at(rig, name) for name in before}
         registrations = agent.events().count("plugin.registered")
         rig.restart_kubelet()
-        rig.wait_for(lambda: agent.events().count("plugin.registered") >= registrations + 3 or None, what="new registrations")
+        rig.wait_for(
+            lambda: agent.events().count("plugin.registered") >= registrations + 3 or None,
+            what="new registrations",
+        )
         wait_allocatable(rig, 20, resource="volcano.sh/vgpu-number")
         for name, memory in after.items():
             rig.create_pod(_asking(name, memory))
@@ -79,7 +89,9 @@ def test_kubelet_restarts_under_running_pods(volcano_rig: Rig, agent: NodeAgent)
 
 
 def test_the_agent_is_killed_in_the_middle_of_a_burst(volcano_rig: Rig, agent: NodeAgent) -> None:
-    """kill -9: pods that were admitted wait with the reason, and once it is back all have their own limits and annotations."""
+    """kill -9: pods that were admitted wait with the reason,
+    and once it is back all have their own limits and annotations.
+    """
     rig, pods = volcano_rig, _burst("burst", 10)
     with VolcanoScheduler(rig, policy="spread"):
         for name, memory in pods.items():
@@ -89,8 +101,13 @@ def test_the_agent_is_killed_in_the_middle_of_a_burst(volcano_rig: Rig, agent: N
         time.sleep(1)  # the kubelet meets no server
         agent.start()
         wait_running_or_failed(rig, pods)
-        failed = {pod["metadata"]["name"]: pod["status"].get("message", "") for pod in rig.pods() if pod["status"]["phase"] == "Failed"}
-        # Pods being admitted at that moment have failed for good, as with every device plugin. Those that run, run right.
+        failed = {
+            pod["metadata"]["name"]: pod["status"].get("message", "")
+            for pod in rig.pods()
+            if pod["status"]["phase"] == "Failed"
+        }
+        # Pods being admitted at that moment have failed for good, as with every device plugin.
+        # Those that run, run right.
         assert all("Allocate failed" in message for message in failed.values()), failed
         running = {name: memory for name, memory in pods.items() if name not in failed}
         assert len(running) >= 2
@@ -109,8 +126,12 @@ def wait_running_or_failed(rig: Rig, names: Mapping[str, int]) -> None:
     rig.wait_for(done, 90, what="all pods to run or to fail")
 
 
-def test_a_crashed_container_restarts_while_the_agent_is_away(volcano_rig: Rig, agent: NodeAgent) -> None:
-    """After a graceful stop the kubelet asks no server, and the container starts again from the spec that is there, with the same limit."""
+def test_a_crashed_container_restarts_while_the_agent_is_away(
+    volcano_rig: Rig, agent: NodeAgent
+) -> None:
+    """After a graceful stop the kubelet asks no server, and the container starts again from the
+    spec that is there, with the same limit.
+    """
     rig = volcano_rig
     with VolcanoScheduler(rig):
         rig.create_pod(_asking("alone", 40, restartPolicy="Always"))
@@ -122,21 +143,33 @@ def test_a_crashed_container_restarts_while_the_agent_is_away(volcano_rig: Rig, 
     rig.exec("alone", "sh", "-c", "(sleep 0.5; kill 1) </dev/null >/dev/null 2>&1 &")
     restarted(rig, "alone")
     again = seen(rig, "alone")
-    assert (again.limit, again.gpus, again.region) == (first.limit, first.gpus, first.region) == ("2560m", first.gpus, first.region)
+    assert (
+        (again.limit, again.gpus, again.region)
+        == (first.limit, first.gpus, first.region)
+        == ("2560m", first.gpus, first.region)
+    )
     agent.start()
     (grant,) = agent.get("/debug/ledger")["grants"]
     assert (grant["pod"], grant["shares"][0]["memory_mib"]) == ("alone", 2560)
 
 
-def test_the_api_server_goes_away_in_the_middle_of_a_burst(volcano_rig: Rig, agent: NodeAgent) -> None:
-    """Pods that the kubelet received before start with their own limits. The rest, and all annotations, follow the outage."""
+def test_the_api_server_goes_away_in_the_middle_of_a_burst(
+    volcano_rig: Rig, agent: NodeAgent
+) -> None:
+    """Pods that the kubelet received before start with their own limits. The rest, and all
+    annotations, follow the outage.
+    """
     rig, pods = volcano_rig, _burst("cut", 8)
     with VolcanoScheduler(rig, policy="spread"):
         for name, memory in pods.items():
             rig.create_pod(_asking(name, memory))
-        rig.wait_for(lambda: "allocate.reserved" in agent.events() or None, what="the first Allocate")
+        rig.wait_for(
+            lambda: "allocate.reserved" in agent.events() or None, what="the first Allocate"
+        )
         rig.stop_component("apiserver")
-        rig.wait_for(lambda: "start.bound" in agent.events() or None, what="a start without the API server")
+        rig.wait_for(
+            lambda: "start.bound" in agent.events() or None, what="a start without the API server"
+        )
         time.sleep(2)
         rig.start_component("apiserver")
         rig.wait_for(rig.api.is_ready, 60, what="the API server")
@@ -154,7 +187,11 @@ def test_a_node_that_was_deleted_is_announced_again(volcano_rig: Rig, agent: Nod
 
     def is_announced() -> bool | None:
         found = rig.api.find(path)
-        return True if found and found["metadata"].get("annotations", {}).get(REGISTER) == announced else None
+        return (
+            True
+            if found and found["metadata"].get("annotations", {}).get(REGISTER) == announced
+            else None
+        )
 
     rig.api.patch(path, {"metadata": {"annotations": {REGISTER: None}}})
     rig.wait_for(is_announced, what="the removed annotation")

@@ -14,7 +14,11 @@ from tests.real_node.volcano import VolcanoScheduler, annotations_of, volcano_po
 from tests.real_node.volcano_node import GPUSHARE_CONFIG, MEMORY_MIB, seen, showing, volcano_agent
 
 MEMORY, NUMBER = "volcano.sh/gpu-memory", "volcano.sh/gpu-number"
-INDEX, TIME, ASSIGNED = "volcano.sh/gpu-index", "volcano.sh/predicate-time", "volcano.sh/gpu-assigned"
+INDEX, TIME, ASSIGNED = (
+    "volcano.sh/gpu-index",
+    "volcano.sh/predicate-time",
+    "volcano.sh/gpu-assigned",
+)
 TOLD = ("NVIDIA_VISIBLE_DEVICES", "VOLCANO_GPU_ALLOCATED", "VOLCANO_GPU_MEMORY_TOTAL")
 Start = Callable[[str], NodeAgent]
 
@@ -40,11 +44,16 @@ def _told(rig: Rig, pod: str, container: str = "main") -> tuple[str, ...]:
 
 
 def _wait_assigned(rig: Rig, pod: str) -> dict[str, str]:
-    return rig.wait_for(lambda: found if ASSIGNED in (found := annotations_of(rig, pod)) else None, what=f"{pod} to be called assigned")
+    return rig.wait_for(
+        lambda: found if ASSIGNED in (found := annotations_of(rig, pod)) else None,
+        what=f"{pod} to be called assigned",
+    )
 
 
 def test_share_mode(volcano_rig: Rig, start_agent: Start) -> None:
-    """volcano-gpushare:S1, volcano-gpushare:S2, volcano-gpushare:S3, volcano-gpushare:S7: from the node's status to the containers."""
+    """volcano-gpushare:S1, volcano-gpushare:S2, volcano-gpushare:S3, volcano-gpushare:S7: from the
+    node's status to the containers.
+    """
     rig = volcano_rig
     start_agent("")
     wait_allocatable(rig, 2 * MEMORY_MIB, resource=MEMORY)
@@ -61,7 +70,10 @@ def test_share_mode(volcano_rig: Rig, start_agent: Start) -> None:
         assert _wait_assigned(rig, "one")[ASSIGNED] == "true"
         assert seen(rig, "one").mounts.keys().isdisjoint({"/etc/ld.so.preload", "/tmp/vgpu"})
 
-        large = [showing(name, {MEMORY: amount}) for name, amount in {"first": 10500, "second": 11000}.items()]
+        large = [
+            showing(name, {MEMORY: amount})
+            for name, amount in {"first": 10500, "second": 11000}.items()
+        ]
         rig.create_pod(volcano_pod("two", containers=large))
         assert wait_bound(rig, "two")[INDEX] == "1"  # as a whole it does not fit beside the other
         assert _told(rig, "two", "first") == ("1", "10500", str(MEMORY_MIB))
@@ -70,7 +82,9 @@ def test_share_mode(volcano_rig: Rig, start_agent: Start) -> None:
 
 
 def test_number_mode(volcano_rig: Rig, start_agent: Start) -> None:
-    """volcano-gpushare:S5, volcano-gpushare:D3: whole cards, on a node that has never offered memory."""
+    """volcano-gpushare:S5, volcano-gpushare:D3:
+    whole cards, on a node that has never offered memory.
+    """
     rig = volcano_rig
     start_agent("volcanoGpushare: {strategy: number}\n")
     wait_allocatable(rig, 2, resource=NUMBER)

@@ -1,4 +1,6 @@
-"""A vGPU on a node without an NVIDIA runtime: the spec of the grant itself brings the device nodes."""
+"""A vGPU on a node without an NVIDIA runtime:
+the spec of the grant itself brings the device nodes.
+"""
 
 from __future__ import annotations
 
@@ -11,11 +13,17 @@ from tests.real_node.volcano_node import U0, U1, VGPU_CONFIG, start_vgpu, volcan
 
 
 def test_a_late_bound_grant_brings_its_own_device(volcano_rig: Rig) -> None:
-    """cdi.inline: what `nvidia.com/gpu` would get by a CDI name is in the grant's spec, for that container's GPU alone."""
-    with contextlib.closing(volcano_agent(volcano_rig, VGPU_CONFIG + "cdi: {inline: true}\n")) as agent:
+    """cdi.inline: what `nvidia.com/gpu` would get by a CDI name is in the grant's spec,
+    for that container's GPU alone.
+    """
+    with contextlib.closing(
+        volcano_agent(volcano_rig, VGPU_CONFIG + "cdi: {inline: true}\n")
+    ) as agent:
         start_vgpu(agent)
         with VolcanoScheduler(volcano_rig):
-            volcano_rig.create_pod(volcano_pod("inlined", containers=[gpu_container("main", vgpu(1, 3000))]))
+            volcano_rig.create_pod(
+                volcano_pod("inlined", containers=[gpu_container("main", vgpu(1, 3000))])
+            )
             found = printed(volcano_rig, "inlined", timeout=30)
         (held,) = agent.get("/debug/ledger")["grants"]
         gpu = [U0, U1].index(held["shares"][0]["device"])

@@ -1,7 +1,9 @@
-"""Volcano beside a real API server: the stand-in scheduler as a process, pods for it, and what it wrote.
+"""Volcano beside a real API server: the stand-in scheduler as a process, pods for it,
+and what it wrote.
 
-For tests of the agent and of the stand-in itself. The scheduler runs on the host, in the rig's network, as cluster admin; `Advertised` puts
-onto a Node what a device plugin would, for tests without one.
+For tests of the agent and of the stand-in itself. The scheduler runs on the host, in the rig's
+network, as cluster admin; `Advertised` puts onto a Node what a device plugin would, for tests
+without one.
 """
 
 from __future__ import annotations
@@ -26,7 +28,8 @@ _MERGE_PATCH = "application/merge-patch+json"
 
 
 class VolcanoScheduler:
-    """The stand-in scheduler on a rig's API server; a context, plain or asynchronous, or `start`, `kill` and `start` again.
+    """The stand-in scheduler on a rig's API server;
+    a context, plain or asynchronous, or `start`, `kill` and `start` again.
 
     State: the process, and its log in a folder that goes with the context.
     """
@@ -74,7 +77,8 @@ class VolcanoScheduler:
         await asyncio.to_thread(self.__exit__)
 
     def start(self) -> None:
-        """Start the process and wait until it schedules; it ends with the thread that started it, however that ends.
+        """Start the process and wait until it schedules;
+        it ends with the thread that started it, however that ends.
 
         Raises:
             TimeoutError: it did not come up; the message holds its log.
@@ -90,10 +94,17 @@ class VolcanoScheduler:
         with self._log.open("ab") as log:
             self._log_from = log.tell()
             self._process = subprocess.Popen(
-                [*END_WITH_PARENT, *self._rig.in_network(*command)], cwd=_PROJECT, stdin=subprocess.DEVNULL, stdout=log, stderr=log
+                [*END_WITH_PARENT, *self._rig.in_network(*command)],
+                cwd=_PROJECT,
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
             )
         try:
-            self._rig.wait_for(lambda: "sim.volcano.started" in self.events() or None, what="the scheduler to start")
+            self._rig.wait_for(
+                lambda: "sim.volcano.started" in self.events() or None,
+                what="the scheduler to start",
+            )
         except TimeoutError as err:
             raise TimeoutError(f"{err}; its log:\n{self._log.read_text()}") from err
 
@@ -109,7 +120,10 @@ class VolcanoScheduler:
         with self._log.open("rb") as log:
             log.seek(self._log_from)
             whole = log.read().rpartition(b"\n")[0]
-        return [json.loads(line) if line.startswith(b"{") else {"msg": line.decode(errors="replace")} for line in whole.splitlines()]
+        return [
+            json.loads(line) if line.startswith(b"{") else {"msg": line.decode(errors="replace")}
+            for line in whole.splitlines()
+        ]
 
     def events(self) -> list[str]:
         """The names of this run's log lines, in order."""
@@ -122,9 +136,18 @@ class VolcanoScheduler:
 
 
 class Advertised:
-    """A Node's resources and annotations without a device plugin; taken back at the end of the context."""
+    """A Node's resources and annotations without a device plugin;
+    taken back at the end of the context.
+    """
 
-    def __init__(self, rig: Rig, resources: Mapping[str, int], annotations: Mapping[str, str] | None = None, *, node: int = 1) -> None:
+    def __init__(
+        self,
+        rig: Rig,
+        resources: Mapping[str, int],
+        annotations: Mapping[str, str] | None = None,
+        *,
+        node: int = 1,
+    ) -> None:
         self._rig, self._path = rig, f"/api/v1/nodes/{rig.node_name(node)}"
         self._resources = {name: str(number) for name, number in resources.items()}
         self._annotations = dict(annotations or {})
@@ -134,29 +157,42 @@ class Advertised:
         return self
 
     def __exit__(self, *_: object) -> None:
-        written = [*self._annotations, "volcano.sh/node-vgpu-handshake", "hamivgpu", "gpu"]  # the scheduler's own among them
+        # the scheduler's own among them
+        written = [*self._annotations, "volcano.sh/node-vgpu-handshake", "hamivgpu", "gpu"]
         self._patch(dict.fromkeys(self._resources), dict.fromkeys(written))
 
     def annotate(self, **annotations: str | None) -> None:
         """Change annotations below ``volcano.sh/``; underscores stand for dashes, None removes."""
         named = {f"volcano.sh/{name.replace('_', '-')}": text for name, text in annotations.items()}
-        self._rig.api.patch(self._path, {"metadata": {"annotations": named}}, content_type=_MERGE_PATCH)
-
-    def _patch(self, resources: Mapping[str, str | None], annotations: Mapping[str, str | None]) -> None:
         self._rig.api.patch(
-            f"{self._path}/status", {"status": {"capacity": resources, "allocatable": resources}}, content_type=_MERGE_PATCH
+            self._path, {"metadata": {"annotations": named}}, content_type=_MERGE_PATCH
         )
-        self._rig.api.patch(self._path, {"metadata": {"annotations": annotations}}, content_type=_MERGE_PATCH)
+
+    def _patch(
+        self, resources: Mapping[str, str | None], annotations: Mapping[str, str | None]
+    ) -> None:
+        self._rig.api.patch(
+            f"{self._path}/status",
+            {"status": {"capacity": resources, "allocatable": resources}},
+            content_type=_MERGE_PATCH,
+        )
+        self._rig.api.patch(
+            self._path, {"metadata": {"annotations": annotations}}, content_type=_MERGE_PATCH
+        )
 
 
-def vgpu(number: int | None = 1, memory: int | None = None, cores: int | None = None) -> dict[str, int]:
+def vgpu(
+    number: int | None = 1, memory: int | None = None, cores: int | None = None
+) -> dict[str, int]:
     """The limits of a container that asks for vGPU; what is None is not mentioned."""
     named = {"number": number, "memory": memory, "cores": cores}
     return {VGPU + name: value for name, value in named.items() if value is not None}
 
 
 def printing(name: str = "main", limits: Mapping[str, int] | None = None) -> dict[str, Any]:
-    """A container that prints its environment, one NAME=value a line, and then ``READY``, and stays; read it with `environment`."""
+    """A container that prints its environment, one NAME=value a line, and then ``READY``, and
+    stays; read it with `environment`.
+    """
     return container(name, command="env; echo READY; sleep 100000", limits=limits)
 
 
@@ -169,7 +205,9 @@ def volcano_pod(
     min_member: int = 0,
     **spec: Any,
 ) -> dict[str, Any]:
-    """A pod for the stand-in scheduler; ``containers`` come from `printing`, ``group`` and ``min_member`` make it part of a gang."""
+    """A pod for the stand-in scheduler; ``containers`` come from `printing`, ``group`` and
+    ``min_member`` make it part of a gang.
+    """
     made = pod(name, containers=list(containers), schedulerName="volcano", **spec)
     gang = {"scheduling.k8s.io/group-name": group} if group else {}
     gang |= {"scheduling.volcano.sh/group-min-member": str(min_member)} if min_member else {}
@@ -191,7 +229,12 @@ def wait_bound(rig: Rig, pod_name: str, timeout: float = 20) -> dict[str, str]:
         seen = rig.pod(pod_name)
         return seen if seen and seen["spec"].get("nodeName") else None
 
-    return dict(rig.wait_for(found, timeout, what=f"pod {pod_name} to be bound")["metadata"].get("annotations") or {})
+    return dict(
+        rig.wait_for(found, timeout, what=f"pod {pod_name} to be bound")["metadata"].get(
+            "annotations"
+        )
+        or {}
+    )
 
 
 def wait_unschedulable(rig: Rig, pod_name: str, timeout: float = 20) -> str:
@@ -199,12 +242,21 @@ def wait_unschedulable(rig: Rig, pod_name: str, timeout: float = 20) -> str:
 
     def told() -> str | None:
         conditions = (rig.pod(pod_name) or {}).get("status", {}).get("conditions") or []
-        return next((each["message"] for each in conditions if each["type"] == "PodScheduled" and each["status"] == "False"), None)
+        return next(
+            (
+                each["message"]
+                for each in conditions
+                if each["type"] == "PodScheduled" and each["status"] == "False"
+            ),
+            None,
+        )
 
     return rig.wait_for(told, timeout, what=f"a reason why pod {pod_name} is not scheduled")
 
 
-def environment(rig: Rig, pod_name: str, container_name: str = "main", timeout: float = 20) -> dict[str, str]:
+def environment(
+    rig: Rig, pod_name: str, container_name: str = "main", timeout: float = 20
+) -> dict[str, str]:
     """Return the environment of a `printing` container, once it has printed all of it."""
 
     def printed() -> list[str] | None:

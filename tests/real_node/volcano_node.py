@@ -1,7 +1,8 @@
 """A real Kubernetes node whose Volcano resources the agent offers, and what its containers find.
 
-For the tests test_volcano*.py. The agent runs on the host, in the rig's network; what it makes for containers lies in its own folder, which
-has the same path on the node. The library only passes for one: busybox is static, so it is never loaded.
+For the tests test_volcano*.py. The agent runs on the host, in the rig's network; what it makes for
+containers lies in its own folder, which has the same path on the node. The library only passes for
+one: busybox is static, so it is never loaded.
 """
 
 from __future__ import annotations
@@ -27,17 +28,25 @@ families: {nvidia: false, volcanoVgpu: true}
 stateDirectory: FOLDER/state
 hamiCore: {hostDirectory: FOLDER/hook}
 """
-PLAIN_CONFIG = f"version: v1\n{_VGPU}"  # everything that is no path as on a node whose admin has set nothing
-VGPU_CONFIG = f"{QUICK}{_VGPU}cluster: {{backoffMinSeconds: 0.2, backoffMaxSeconds: 1, handshakeMinSeconds: 1}}\n"
-# Where many pods ask for memory and its unit is not what matters: kubelet keeps each unit as an id, in a file that it writes anew for
-# each pod.
+# everything that is no path as on a node whose admin has set nothing
+PLAIN_CONFIG = f"version: v1\n{_VGPU}"
+VGPU_CONFIG = (
+    f"{QUICK}{_VGPU}cluster: {{backoffMinSeconds: 0.2, backoffMaxSeconds: 1, handshakeMinSeconds: "
+    "1}\n"
+)
+# Where many pods ask for memory and its unit is not what matters: kubelet keeps each unit as an id,
+# in a file that it writes anew for each pod.
 UNIT_MIB = 64
 COARSE_CONFIG = f"{VGPU_CONFIG}volcanoVgpu: {{gpuMemoryFactor: {UNIT_MIB}}}\n"
 GPUSHARE_CONFIG = VGPU_CONFIG.replace("volcanoVgpu: true", "volcanoGpushare: true")
 
-# Offsets in the region that the library maps (hami-core §2.2): mark, number of GPUs, first two limits of memory and of compute.
+# Offsets in the region that the library maps (hami-core §2.2): mark, number of GPUs, first two
+# limits of memory and of compute.
 _REGION = (0, 4), (56, 8), (1600, 16), (1728, 16)
-_SHOW_REGION = "; ".join(f"echo REGION $(od -An -v -t u{min(size, 8)} -j {at} -N {size} /tmp/cudevshr.cache)" for at, size in _REGION)
+_SHOW_REGION = "; ".join(
+    f"echo REGION $(od -An -v -t u{min(size, 8)} -j {at} -N {size} /tmp/cudevshr.cache)"
+    for at, size in _REGION
+)
 SHOW = f"env; cat /proc/mounts; test ! -e /tmp/cudevshr.cache || {{ {_SHOW_REGION}; }}; echo READY"
 
 
@@ -67,8 +76,14 @@ class Seen:
 
 
 def volcano_agent(rig: Rig, config: str = VGPU_CONFIG, *, cdi: bool = True) -> NodeAgent:
-    """An agent for the golden node, two A10, not started yet; ``cdi`` binds late, in the rig's directory of CDI specs."""
-    binding = f"binding: {{mode: late, cdiDirectory: {rig.cdi_dir()}}}\n" if cdi else "binding: {mode: early}\n"
+    """An agent for the golden node, two A10, not started yet;
+    ``cdi`` binds late, in the rig's directory of CDI specs.
+    """
+    binding = (
+        f"binding: {{mode: late, cdiDirectory: {rig.cdi_dir()}}}\n"
+        if cdi
+        else "binding: {mode: early}\n"
+    )
     agent = NodeAgent(rig, config + binding, gpus=2, model=MODEL, uuids=[U0, U1], in_cluster=True)
     hook = agent.folder / "hook"
     hook.mkdir()
@@ -79,24 +94,33 @@ def volcano_agent(rig: Rig, config: str = VGPU_CONFIG, *, cdi: bool = True) -> N
 def start_vgpu(agent: NodeAgent, unit_mib: int = 1) -> NodeAgent:
     """Start it and wait until the node's status shows all of its vGPU resources."""
     agent.start()
-    for name, number in {"number": 20, "memory": 2 * (MEMORY_MIB // unit_mib), "cores": 200}.items():
+    for name, number in {
+        "number": 20,
+        "memory": 2 * (MEMORY_MIB // unit_mib),
+        "cores": 200,
+    }.items():
         wait_allocatable(agent.rig, number, resource=VGPU + name)
     return agent
 
 
-def showing(name: str = "main", limits: Mapping[str, int] | None = None, *, then: str = "sleep 100000") -> dict[str, Any]:
+def showing(
+    name: str = "main", limits: Mapping[str, int] | None = None, *, then: str = "sleep 100000"
+) -> dict[str, Any]:
     """A container that prints what `seen` reads, and then does ``then``."""
     return container(name, command=f"{SHOW}; {then}", limits=limits)
 
 
 def seen(rig: Rig, pod: str, container_name: str = "main", timeout: float = 30) -> Seen:
-    """Return the observations of a `showing` container since its last start, once it has printed them all."""
+    """Return the observations of a `showing` container since its last start,
+    once it has printed them all.
+    """
 
     def printed() -> list[str] | None:
         try:
             lines = rig.logs(pod, container=container_name).splitlines()
         except ApiError as err:
-            if err.status in (HTTPStatus.BAD_REQUEST, HTTPStatus.NOT_FOUND):  # kubelet has not started it, or not seen the pod
+            # kubelet has not started it, or not seen the pod
+            if err.status in (HTTPStatus.BAD_REQUEST, HTTPStatus.NOT_FOUND):
                 return None
             raise
         return lines if "READY" in lines else None
@@ -104,32 +128,47 @@ def seen(rig: Rig, pod: str, container_name: str = "main", timeout: float = 30) 
     try:
         lines = rig.wait_for(printed, timeout)
     except TimeoutError as err:
-        raise TimeoutError(f"{pod}/{container_name} printed nothing in {timeout:g} s: {waiting_reasons(rig).get(pod, '')}") from err
-    mounts = [line.split() for line in lines if len(line.split()) == 6 and line.split()[1].startswith("/")]
+        raise TimeoutError(
+            f"{pod}/{container_name} printed nothing in {timeout:g} s: "
+            f"{waiting_reasons(rig).get(pod, '')}"
+        ) from err
+    mounts = [
+        line.split() for line in lines if len(line.split()) == 6 and line.split()[1].startswith("/")
+    ]
     return Seen(
         environment=dict(line.split("=", 1) for line in lines if "=" in line and " /" not in line),
         mounts={fields[1]: fields[3] for fields in mounts},
-        region=tuple(int(number) for line in lines if line.startswith("REGION") for number in line.split()[1:]),
+        region=tuple(
+            int(number)
+            for line in lines
+            if line.startswith("REGION")
+            for number in line.split()[1:]
+        ),
     )
 
 
 def wait_served(rig: Rig, pod: str, timeout: float = 30) -> dict[str, str]:
-    """The pod's annotations once the agent has written that all its containers are served (volcano-vgpu:G5).
+    """The pod's annotations once the agent has written
+    that all its containers are served (volcano-vgpu:G5).
 
-    It does not while other pods are being started, ten seconds at most (`cluster.startsFirstSeconds`).
+    It does not while other pods are being started, ten seconds at most
+    (`cluster.startsFirstSeconds`).
     """
 
     def served() -> dict[str, str] | None:
         found = annotations_of(rig, pod)
         return found if found.get("volcano.sh/bind-phase") == "success" else None
 
-    return rig.wait_for(served, timeout, what=f"{pod} to be served; it says {annotations_of(rig, pod)}")
+    return rig.wait_for(
+        served, timeout, what=f"{pod} to be served; it says {annotations_of(rig, pod)}"
+    )
 
 
 def wait_running(rig: Rig, names: Collection[str], timeout: float = 60) -> None:
     """Wait until all of these pods, which exist, run.
 
-    Only names are asked for, in one request a look: kubelet writes each id that a pod holds into its status, hundreds of KiB in all.
+    Only names are asked for, in one request a look: kubelet writes each id that a pod holds into
+    its status, hundreds of KiB in all.
     """
 
     def running() -> bool | None:
@@ -139,7 +178,9 @@ def wait_running(rig: Rig, names: Collection[str], timeout: float = 60) -> None:
     try:
         rig.wait_for(running, timeout)
     except TimeoutError as err:
-        raise TimeoutError("\n".join(f"{name}: {why}" for name, why in waiting_reasons(rig).items())) from err
+        raise TimeoutError(
+            "\n".join(f"{name}: {why}" for name, why in waiting_reasons(rig).items())
+        ) from err
 
 
 def waiting_reasons(rig: Rig) -> dict[str, str]:
@@ -148,9 +189,14 @@ def waiting_reasons(rig: Rig) -> dict[str, str]:
     for pod in rig.pods():
         status = pod["status"]
         states = [each["state"].get("waiting", {}) for each in status.get("containerStatuses", [])]
-        texts = [status.get("message", ""), *(f"{state.get('reason', '')} {state.get('message', '')}".strip() for state in states)]
+        texts = [
+            status.get("message", ""),
+            *(f"{state.get('reason', '')} {state.get('message', '')}".strip() for state in states),
+        ]
         if status.get("phase") != "Running":
-            reasons[pod["metadata"]["name"]] = f"{status.get('phase')} {' | '.join(filter(None, texts))}"
+            reasons[pod["metadata"]["name"]] = (
+                f"{status.get('phase')} {' | '.join(filter(None, texts))}"
+            )
     return reasons
 
 
@@ -166,5 +212,8 @@ def restarted(rig: Rig, pod: str, timeout: float = 60) -> None:
 
 def seen_limit(rig: Rig, pod: str) -> str:
     """Return the ``LIMIT=…`` that a running container printed."""
-    found = rig.wait_for(lambda: re.findall(r"^LIMIT=(.*)$", rig.logs(pod), re.MULTILINE) or None, what=f"the output of {pod}")
+    found = rig.wait_for(
+        lambda: re.findall(r"^LIMIT=(.*)$", rig.logs(pod), re.MULTILINE) or None,
+        what=f"the output of {pod}",
+    )
     return str(found[-1])

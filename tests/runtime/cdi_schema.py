@@ -1,7 +1,8 @@
 """The CDI 0.6.0 specs that a container runtime accepts, as a JSON schema of our own.
 
-Facts from the specification and from the checks of its reference implementation: an unknown field refuses the whole file, a device must
-have at least one edit, names and annotation keys have a fixed form, a variable has a name and an equals sign.
+Facts from the specification and from the checks of its reference implementation: an unknown field
+refuses the whole file, a device must have at least one edit, names and annotation keys have a fixed
+form, a variable has a name and an equals sign.
 """
 
 from __future__ import annotations
@@ -13,12 +14,22 @@ _PATH = {"type": "string", "pattern": "^/"}
 
 
 def _object(required: list[str], **properties: Any) -> dict[str, Any]:
-    return {"type": "object", "additionalProperties": False, "required": required, "properties": properties}
+    return {
+        "type": "object",
+        "additionalProperties": False,
+        "required": required,
+        "properties": properties,
+    }
 
 
 _ANNOTATIONS = {
     "type": "object",
-    "propertyNames": {"pattern": r"^([a-z0-9]([-a-z0-9.]{0,251}[a-z0-9])?/)?[A-Za-z0-9]([-A-Za-z0-9_.]{0,61}[A-Za-z0-9])?$"},
+    "propertyNames": {
+        "pattern": (
+            r"^([a-z0-9]([-a-z0-9.]{0,251}[a-z0-9])?/)?[A-Za-z0-9]([-A-Za-z0-9_.]{0,"
+            r"61}[A-Za-z0-9])?$"
+        )
+    },
     "additionalProperties": _TEXT,
 }
 
@@ -43,7 +54,11 @@ _EDITS = _object(
     mounts={
         "type": "array",
         "items": _object(
-            ["hostPath", "containerPath"], hostPath=_PATH, containerPath=_PATH, type=_TEXT, options={"type": "array", "items": _TEXT}
+            ["hostPath", "containerPath"],
+            hostPath=_PATH,
+            containerPath=_PATH,
+            type=_TEXT,
+            options={"type": "array", "items": _TEXT},
         ),
     },
     hooks={"type": "array"},
@@ -54,7 +69,10 @@ SCHEMA = {
     **_object(
         ["cdiVersion", "kind", "devices"],
         cdiVersion={"enum": ["0.3.0", "0.4.0", "0.5.0", "0.6.0"]},
-        kind={"type": "string", "pattern": r"^[A-Za-z][-A-Za-z0-9_.]*[A-Za-z0-9]/[A-Za-z]([-A-Za-z0-9_.]*[A-Za-z0-9])?$"},
+        kind={
+            "type": "string",
+            "pattern": r"^[A-Za-z][-A-Za-z0-9_.]*[A-Za-z0-9]/[A-Za-z]([-A-Za-z0-9_.]*[A-Za-z0-9])?$",
+        },
         annotations=_ANNOTATIONS,
         containerEdits=_EDITS,
         devices={

@@ -1,4 +1,6 @@
-"""Fixtures for the host: a grant with a region, a made-up /proc, and the schema of what a runtime accepts."""
+"""Fixtures for the host: a grant with a region, a made-up /proc,
+and the schema of what a runtime accepts.
+"""
 
 from __future__ import annotations
 
@@ -25,8 +27,12 @@ class HostProc:
         self.host = host
         self.write("self", [])
 
-    def write(self, pid: str, mounts: list[tuple[str, str]], *, root: str = "", device: str = "8:1") -> None:
-        """The table of one process: the file system of the host at ``/``, and (source on the host, path in the container)."""
+    def write(
+        self, pid: str, mounts: list[tuple[str, str]], *, root: str = "", device: str = "8:1"
+    ) -> None:
+        """The table of one process: the file system of the host at ``/``, and (source on the host,
+        path in the container).
+        """
         lines = [f"1 0 {device} {root or '/'} / rw - ext4 /dev/sda1 rw"]
         lines += [
             f"{number} 1 {device} {source} {point} rw,relatime shared:1 - ext4 /dev/sda1 rw"
@@ -63,7 +69,12 @@ def cdi_directory(tmp_path: Path) -> Path:
 @pytest.fixture
 def grants(cdi_directory: Path, journal: Journal, proc: HostProc) -> GrantDirectory:
     """The carrier under test."""
-    return GrantDirectory(str(cdi_directory), journal, proc_root=str(proc.root), kept_directory=str(cdi_directory.parent / "kept"))
+    return GrantDirectory(
+        str(cdi_directory),
+        journal,
+        proc_root=str(proc.root),
+        kept_directory=str(cdi_directory.parent / "kept"),
+    )
 
 
 @pytest.fixture
@@ -86,10 +97,19 @@ def grant(tmp_path: Path) -> MakeGrant:
         provision = Provision(
             Edits({"CUDA_DEVICE_MEMORY_LIMIT_0": "3000m"}, (Mount("/tmp/vgpu", directory),)),
             (HostDirectory(directory, 0o777),),
-            (HostFile(f"{directory}/region.cache", 8192, ((0, b"magic"), (8000, b"limit")), 0o666, ((8000, b"LIMIT"),)),),
+            (
+                HostFile(
+                    f"{directory}/region.cache",
+                    8192,
+                    ((0, b"magic"), (8000, b"limit")),
+                    0o666,
+                    ((8000, b"LIMIT"),),
+                ),
+            ),
             collected=directory,
         )
-        return dataclasses.replace(record, **changed), provision  # type: ignore[arg-type]  # fields by name
+        # fields by name
+        return dataclasses.replace(record, **changed), provision  # type: ignore[arg-type]
 
     return make
 

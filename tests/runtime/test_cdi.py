@@ -22,11 +22,16 @@ TOKEN = "0" * 32
 
 
 def test_a_spec_is_what_a_runtime_accepts(grant: MakeGrant) -> None:
-    """Environment, both kinds of mount and a device node, under the name that Allocate has answered."""
+    """Environment, both kinds of mount and a device node,
+    under the name that Allocate has answered.
+    """
     record, _ = grant()
     edits = Edits(
         {"A": "1", "B": "x=y"},
-        (Mount("/usr/local/vgpu/libvgpu.so", "/h/libvgpu.so.1", read_only=True), Mount("/tmp/vgpu", "/h/vgpu")),
+        (
+            Mount("/usr/local/vgpu/libvgpu.so", "/h/libvgpu.so.1", read_only=True),
+            Mount("/tmp/vgpu", "/h/vgpu"),
+        ),
         (DeviceNode("/dev/nvidia0", "/host/dev/nvidia0", "rwm"),),
     )
     spec = json.loads(cdi.spec_text(record, edits))
@@ -34,10 +39,20 @@ def test_a_spec_is_what_a_runtime_accepts(grant: MakeGrant) -> None:
     assert f"{spec['kind']}={spec['devices'][0]['name']}" == cdi_name(record.token)
     assert spec["devices"][0]["containerEdits"] == {
         "env": ["A=1", "B=x=y"],
-        "deviceNodes": [{"path": "/dev/nvidia0", "hostPath": "/host/dev/nvidia0", "permissions": "rwm"}],
+        "deviceNodes": [
+            {"path": "/dev/nvidia0", "hostPath": "/host/dev/nvidia0", "permissions": "rwm"}
+        ],
         "mounts": [
-            {"hostPath": "/h/libvgpu.so.1", "containerPath": "/usr/local/vgpu/libvgpu.so", "options": ["rbind", "rprivate", "ro"]},
-            {"hostPath": "/h/vgpu", "containerPath": "/tmp/vgpu", "options": ["rbind", "rprivate", "rw"]},
+            {
+                "hostPath": "/h/libvgpu.so.1",
+                "containerPath": "/usr/local/vgpu/libvgpu.so",
+                "options": ["rbind", "rprivate", "ro"],
+            },
+            {
+                "hostPath": "/h/vgpu",
+                "containerPath": "/tmp/vgpu",
+                "options": ["rbind", "rprivate", "rw"],
+            },
         ],
     }
 
@@ -58,12 +73,17 @@ def test_the_version_is_the_lowest_that_knows_annotations(grant: MakeGrant) -> N
 
 def test_a_record_is_read_back_as_it_was_written(grant: MakeGrant) -> None:
     """After a restart the files name the holder of each share, to the last fraction of a second."""
-    record, _ = grant(shares=(Share("GPU-b", 3000, 50), Share("GPU-a", 0, 0, exclusive=True)), decided_at=1795200692.1234567)
+    record, _ = grant(
+        shares=(Share("GPU-b", 3000, 50), Share("GPU-a", 0, 0, exclusive=True)),
+        decided_at=1795200692.1234567,
+    )
     assert cdi.read_record(cdi.spec_text(record, Edits({"A": "b"})), record.token) == record
 
 
 def test_a_record_says_that_a_scheduler_decided(grant: MakeGrant) -> None:
-    """Overcommitted shares are kept after a restart. A record from before there was such a fact says nothing and is within its device."""
+    """Overcommitted shares are kept after a restart. A record from before there was such a fact
+    says nothing and is within its device.
+    """
     record, _ = grant(may_overcommit=True)
     assert cdi.read_record(cdi.spec_text(record, Edits({"A": "b"})), record.token) == record
     assert b"may-overcommit" not in cdi.spec_text(grant()[0], Edits({"A": "b"}))
@@ -72,13 +92,19 @@ def test_a_record_says_that_a_scheduler_decided(grant: MakeGrant) -> None:
 def test_the_same_grant_gives_the_same_text(grant: MakeGrant) -> None:
     """Delivering it again then writes nothing."""
     record, provision = grant()
-    assert cdi.spec_text(record, provision.edits) == cdi.spec_text(dataclasses.replace(record), provision.edits)
+    assert cdi.spec_text(record, provision.edits) == cdi.spec_text(
+        dataclasses.replace(record), provision.edits
+    )
 
 
-@pytest.mark.parametrize("edits", [Edits(annotations={"cdi.k8s.io/x": "y"}), Edits(cdi_names=("vendor.com/gpu=1",))])
+@pytest.mark.parametrize(
+    "edits", [Edits(annotations={"cdi.k8s.io/x": "y"}), Edits(cdi_names=("vendor.com/gpu=1",))]
+)
 def test_what_a_spec_cannot_carry_is_refused(edits: Edits, grant: MakeGrant) -> None:
     """If it were left out, this would be noticed only when the program misses it."""
-    with pytest.raises(CarrierError, match=r"(cdi\.k8s\.io/x|vendor\.com/gpu=1).*binding\.mode early"):
+    with pytest.raises(
+        CarrierError, match=r"(cdi\.k8s\.io/x|vendor\.com/gpu=1).*binding\.mode early"
+    ):
         cdi.spec_text(grant()[0], edits)
 
 
@@ -86,12 +112,21 @@ def test_what_a_spec_cannot_carry_is_refused(edits: Edits, grant: MakeGrant) -> 
     "named",
     [
         Edits(cdi_names=("vendor.com/gpu=a", "vendor.com/channel=0")),
-        Edits(annotations={"cdi.k8s.io/nvidia-device-plugin_1": "vendor.com/gpu=a,vendor.com/channel=0"}),
-        Edits(cdi_names=("vendor.com/gpu=a",), annotations={"example.org/x": "vendor.com/gpu=a,vendor.com/channel=0"}),
+        Edits(
+            annotations={
+                "cdi.k8s.io/nvidia-device-plugin_1": "vendor.com/gpu=a,vendor.com/channel=0"
+            }
+        ),
+        Edits(
+            cdi_names=("vendor.com/gpu=a",),
+            annotations={"example.org/x": "vendor.com/gpu=a,vendor.com/channel=0"},
+        ),
     ],
 )
 def test_names_are_replaced_by_what_stands_behind_them(named: Edits, grant: MakeGrant) -> None:
-    """A grant's spec cannot refer to names, however the list strategy gives them. The container gets the same devices by its own spec."""
+    """A grant's spec cannot refer to names, however the list strategy gives them. The container
+    gets the same devices by its own spec.
+    """
     hook = {"hookName": "createContainer", "path": "/hook"}
     behind = {
         "env": ["NVIDIA_VISIBLE_DEVICES=void"],
@@ -100,7 +135,11 @@ def test_names_are_replaced_by_what_stands_behind_them(named: Edits, grant: Make
         "hooks": [hook],
     }
 
-    own = Edits({"A": "1", "NVIDIA_VISIBLE_DEVICES": "GPU-1"}, (Mount("/l", "/l"),), (DeviceNode("/dev/nvidia0", "/dev/nvidia0"),))
+    own = Edits(
+        {"A": "1", "NVIDIA_VISIBLE_DEVICES": "GPU-1"},
+        (Mount("/l", "/l"),),
+        (DeviceNode("/dev/nvidia0", "/dev/nvidia0"),),
+    )
     spec = json.loads(cdi.spec_text(grant()[0], own.joined(named), Inlined("0.5.0", behind)))
     jsonschema.validate(spec, SCHEMA)
     assert cdi.other_names(named) == ("vendor.com/gpu=a", "vendor.com/channel=0")
@@ -113,8 +152,14 @@ def test_names_are_replaced_by_what_stands_behind_them(named: Edits, grant: Make
 
 
 def test_what_is_inlined_may_take_a_newer_version(grant: MakeGrant) -> None:
-    """Groups of device nodes are known from 0.7 on. The runtime would refuse them under an older version."""
-    text = cdi.spec_text(grant()[0], Edits(cdi_names=("vendor.com/gpu=a",)), Inlined("0.7.0", {"additionalGids": [44]}))
+    """Groups of device nodes are known from 0.7 on.
+    The runtime would refuse them under an older version.
+    """
+    text = cdi.spec_text(
+        grant()[0],
+        Edits(cdi_names=("vendor.com/gpu=a",)),
+        Inlined("0.7.0", {"additionalGids": [44]}),
+    )
     spec = json.loads(text)
     assert spec["cdiVersion"] == "0.7.0"
     assert spec["devices"][0]["containerEdits"]["additionalGids"] == [44]
@@ -132,7 +177,9 @@ def test_what_is_inlined_may_take_a_newer_version(grant: MakeGrant) -> None:
         ({"annotations": {"a": 1}}, "annotations"),
     ],
 )
-def test_a_damaged_spec_is_refused_with_the_reason(change: dict[str, object], said: str, grant: MakeGrant) -> None:
+def test_a_damaged_spec_is_refused_with_the_reason(
+    change: dict[str, object], said: str, grant: MakeGrant
+) -> None:
     """The text goes into the journal."""
     record, provision = grant()
     spec = {**json.loads(cdi.spec_text(record, provision.edits)), **change}

@@ -21,20 +21,41 @@ NOW = 1_795_200_000
 
 
 class Host:
-    """The directories of this agent and of the replaced plugin, a /proc, and the pods of the node."""
+    """The directories of this agent and of the replaced plugin, a /proc,
+    and the pods of the node.
+    """
 
     def __init__(self, folder: Path, journal: Journal) -> None:
-        self.new, self.old, self.proc = folder / "vgpu" / "containers", folder / "tmp" / "containers", folder / "proc"
+        self.new, self.old, self.proc = (
+            folder / "vgpu" / "containers",
+            folder / "tmp" / "containers",
+            folder / "proc",
+        )
         self.book = PodCache()
         self.journal = journal
-        self.usages = ContainerUsages(self.book, [str(self.new), str(self.old)], journal, pause_seconds=5, proc_root=str(self.proc))
+        self.usages = ContainerUsages(
+            self.book,
+            [str(self.new), str(self.old)],
+            journal,
+            pause_seconds=5,
+            proc_root=str(self.proc),
+        )
 
-    def pod(self, name: str, *, uid: str = "", phase: str = "Running", containers: tuple[str, ...] = ("main",)) -> None:
+    def pod(
+        self,
+        name: str,
+        *,
+        uid: str = "",
+        phase: str = "Running",
+        containers: tuple[str, ...] = ("main",),
+    ) -> None:
         """A pod that the API server shows on this node; its UID is ``uid-<name>``."""
         many = tuple(PodContainer(container) for container in containers)
         self.book.put(Pod(uid or f"uid-{name}", "team", name, phase=phase, containers=many))
 
-    def region(self, directory: Path, owner: str, content: bytes | bytearray, name: str = "a.cache") -> Path:
+    def region(
+        self, directory: Path, owner: str, content: bytes | bytearray, name: str = "a.cache"
+    ) -> Path:
         """A file in the directory of one container."""
         path = directory / owner / name
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -44,7 +65,9 @@ class Host:
     def process(self, hostpid: int, pid: int, name: str = "python3") -> None:
         """A process on the host."""
         (self.proc / str(hostpid)).mkdir(parents=True, exist_ok=True)
-        (self.proc / str(hostpid) / "status").write_text(f"Name:\t{name}\nState:\tR (running)\nNSpid:\t{hostpid}\t{pid}\n")
+        (self.proc / str(hostpid) / "status").write_text(
+            f"Name:\t{name}\nState:\tR (running)\nNSpid:\t{hostpid}\t{pid}\n"
+        )
 
     async def look(self) -> list[tuple[str, str, int]]:
         """Look once: (pod, container, bytes in use) of each device."""
@@ -64,10 +87,14 @@ def used(size: int, *, pid: int = 1, hostpid: int = 0) -> bytearray:
 
 
 async def test_a_container_of_this_agent(host: Host) -> None:
-    """volcano-vgpu:D7: namespace, pod and container by the directory's name, one entry a device, in the container's order."""
+    """volcano-vgpu:D7: namespace, pod and container by the directory's name, one entry a device,
+    in the container's order.
+    """
     host.pod("train-0", containers=("sidecar", "main"))
     two = [Device(U1, 3000 * MIB, 50), Device(U0, 4000 * MIB)]
-    host.region(host.new, "uid-train-0_main", v1(two, [Slot({0: 700 * MIB}, {0: 30})], last_kernel=NOW))
+    host.region(
+        host.new, "uid-train-0_main", v1(two, [Slot({0: 700 * MIB}, {0: 30})], last_kernel=NOW)
+    )
     await host.usages.look()
     assert host.usages.usage.value == (
         ContainerUsage("team", "train-0", "main", 0, U1, 700 * MIB, 3000 * MIB, 30, NOW, 50, 1),
@@ -76,7 +103,9 @@ async def test_a_container_of_this_agent(host: Host) -> None:
 
 
 async def test_a_container_that_the_replaced_plugin_has_started(host: Host) -> None:
-    """volcano-vgpu:D7: its pods run on after the change of plugins, and are shown from the directory that up to v1.11 it used."""
+    """volcano-vgpu:D7: its pods run on after the change of plugins, and are shown from the
+    directory that up to v1.11 it used.
+    """
     assert DIRECTORY_BEFORE_1_12 == "/tmp/vgpu/containers"
     host.pod("old")
     host.pod("new")
@@ -86,7 +115,9 @@ async def test_a_container_that_the_replaced_plugin_has_started(host: Host) -> N
 
 
 async def test_a_container_in_both_directories_is_shown_once(host: Host) -> None:
-    """A series that is there twice costs the whole scrape; ours is what the container has mounted."""
+    """A series that is there twice costs the whole scrape;
+    ours is what the container has mounted.
+    """
     host.pod("p")
     host.region(host.old, "uid-p_main", used(5))
     host.region(host.new, "uid-p_main", used(6))
@@ -103,7 +134,9 @@ async def test_a_pod_and_its_successor_of_the_same_name(host: Host) -> None:
 
 
 async def test_directories_of_nobody_are_not_looked_at(host: Host) -> None:
-    """Pods that are gone or have ended, containers that the pod does not have, and what else may lie there."""
+    """Pods that are gone or have ended, containers that the pod does not have,
+    and what else may lie there.
+    """
     host.pod("lives")
     host.pod("ended", phase="Succeeded")
     for owner in ("uid-gone_main", "uid-ended_main", "uid-lives_other", "lost+found"):
@@ -112,10 +145,22 @@ async def test_directories_of_nobody_are_not_looked_at(host: Host) -> None:
 
 
 async def test_a_static_pod_under_either_uid(host: Host) -> None:
-    """The kubelet knows it by the hash of its file, and so do we. The replaced plugin knew the API server's."""
+    """The kubelet knows it by the hash of its file, and so do we.
+    The replaced plugin knew the API server's.
+    """
     annotations = {MIRROR_POD: "x", STATIC_POD_HASH: "hash"}
     containers = (PodContainer("main"),)
-    host.book.put(Pod("uid-api", "team", "static", phase="Running", annotations=annotations, containers=containers, reported=True))
+    host.book.put(
+        Pod(
+            "uid-api",
+            "team",
+            "static",
+            phase="Running",
+            annotations=annotations,
+            containers=containers,
+            reported=True,
+        )
+    )
     region = host.region(host.old, "uid-api_main", used(5))
     assert await host.look() == [("static", "main", 5)]
     region.unlink()
@@ -124,11 +169,17 @@ async def test_a_static_pod_under_either_uid(host: Host) -> None:
 
 
 async def test_a_killed_process_is_not_counted(host: Host) -> None:
-    """Its slot says running for ever. Where the host's processes are seen, it is known to be gone (hami-core §2.4)."""
+    """Its slot says running for ever. Where the host's processes are seen,
+    it is known to be gone (hami-core §2.4).
+    """
     host.process(2, 2, "kthreadd")
     host.process(4001, 7)
     host.pod("p")
-    host.region(host.new, "uid-p_main", v1([Device(U0)], [Slot({0: 100}, pid=6, hostpid=4000), Slot({0: 1}, pid=7, hostpid=4001)]))
+    host.region(
+        host.new,
+        "uid-p_main",
+        v1([Device(U0)], [Slot({0: 100}, pid=6, hostpid=4000), Slot({0: 1}, pid=7, hostpid=4001)]),
+    )
     assert await host.look() == [("p", "main", 1)]
 
 
@@ -141,7 +192,9 @@ async def test_without_host_pids_every_process_counts(host: Host) -> None:
 
 
 async def test_a_container_that_has_not_used_cuda_yet(host: Host) -> None:
-    """An empty directory, an empty file, and one that is being made: nothing is shown, and nothing is reported."""
+    """An empty directory, an empty file, and one that is being made:
+    nothing is shown, and nothing is reported.
+    """
     for name in ("a", "b", "c"):
         host.pod(name)
     (host.new / "uid-a_main").mkdir(parents=True)
@@ -152,7 +205,9 @@ async def test_a_container_that_has_not_used_cuda_yet(host: Host) -> None:
 
 
 async def test_a_region_that_cannot_be_read_is_said_once(host: Host) -> None:
-    """With pod, container and reason. The others are shown, and it is shown as soon as it can be read."""
+    """With pod, container and reason. The others are shown,
+    and it is shown as soon as it can be read.
+    """
     host.pod("good")
     host.pod("odd")
     host.region(host.new, "uid-good_main", used(5))
@@ -160,23 +215,33 @@ async def test_a_region_that_cannot_be_read_is_said_once(host: Host) -> None:
     assert await host.look() == [("good", "main", 5)]
     await host.look()
     (entry,) = host.journal.entries
-    assert (entry.event, entry.facts["pod"], entry.facts["container"]) == ("region.unreadable", "team/odd", "main")
+    assert (entry.event, entry.facts["pod"], entry.facts["container"]) == (
+        "region.unreadable",
+        "team/odd",
+        "main",
+    )
     assert "5 bytes" in entry.facts["reason"]
     region.write_bytes(used(6))
     assert await host.look() == [("good", "main", 5), ("odd", "main", 6)]
 
 
 async def test_of_several_regions_the_last_written_counts(host: Host) -> None:
-    """Each Allocate of the replaced plugin chose a new name; junk beside it does not hide a region."""
+    """Each Allocate of the replaced plugin chose a new name;
+    junk beside it does not hide a region.
+    """
     host.pod("p")
-    for place, (name, content) in enumerate((("new.cache", used(6)), ("old.cache", used(5)), ("junk.cache", bytearray(b"junk")))):
+    for place, (name, content) in enumerate(
+        (("new.cache", used(6)), ("old.cache", used(5)), ("junk.cache", bytearray(b"junk")))
+    ):
         path = host.region(host.new, "uid-p_main", content, name)
         os.utime(path, (NOW, NOW - place if name != "junk.cache" else NOW + 9))
     assert await host.look() == [("p", "main", 6)]
 
 
 async def test_what_is_no_file_is_not_opened(host: Host) -> None:
-    """volcano-vgpu:D20: the container owns the directory: links out of it, pipes and directories under a region's name do no harm."""
+    """volcano-vgpu:D20: the container owns the directory: links out of it, pipes and directories
+    under a region's name do no harm.
+    """
     host.pod("p")
     directory = host.new / "uid-p_main"
     elsewhere = host.region(host.old, "somebody_else", used(5))
@@ -199,16 +264,24 @@ async def test_a_directory_full_of_files_costs_no_more_than_some(host: Host) -> 
     assert await host.look() == [("p", "main", 5)]
 
 
-async def test_files_that_vanish_or_shrink_while_they_are_read(host: Host, monkeypatch: pytest.MonkeyPatch) -> None:
-    """volcano-vgpu:D20: a region ends under the reader's hands. What was copied is let go, and the other containers are shown."""
+async def test_files_that_vanish_or_shrink_while_they_are_read(
+    host: Host, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """volcano-vgpu:D20: a region ends under the reader's hands.
+    What was copied is let go, and the other containers are shown.
+    """
     for name in ("gone", "short", "stays"):
         host.pod(name)
-    paths = {name: host.region(host.new, f"uid-{name}_main", used(5)) for name in ("gone", "short", "stays")}
+    paths = {
+        name: host.region(host.new, f"uid-{name}_main", used(5))
+        for name in ("gone", "short", "stays")
+    }
 
     def late(size: int, pread: object, **options: object) -> object:
         os.truncate(paths["short"], 2_000)
         paths["gone"].unlink(missing_ok=True)
-        return read_region(size, pread, **options)  # type: ignore[arg-type]  # passed on as they are
+        # passed on as they are
+        return read_region(size, pread, **options)  # type: ignore[arg-type]
 
     with monkeypatch.context() as patched:
         patched.setattr("vgpu_agent.runtime.container_usage.read_region", late)

@@ -1,4 +1,6 @@
-"""The grants' specs and host files as a whole: delivered, found again, restored, and whole or absent after a kill."""
+"""The grants' specs and host files as a whole:
+delivered, found again, restored, and whole or absent after a kill.
+"""
 
 from __future__ import annotations
 
@@ -33,7 +35,9 @@ STEPS = {"mkdir": 5, "chmod": 5, "ftruncate": 1, "pwrite": 3, "fchmod": 2, "rena
 async def test_a_delivered_grant_is_on_the_host_and_in_the_runtimes_directory(
     grants: GrantDirectory, grant: MakeGrant, cdi_directory: Path
 ) -> None:
-    """The directory is made first, since /run is empty after a reboot. The file alone is there, without leftovers."""
+    """The directory is made first, since /run is empty after a reboot.
+    The file alone is there, without leftovers.
+    """
     record, provision = grant()
     carrier: Carrier = grants
     await carrier.deliver(record, provision)
@@ -43,7 +47,9 @@ async def test_a_delivered_grant_is_on_the_host_and_in_the_runtimes_directory(
     assert carrier.records == (record,)
 
 
-async def test_delivering_again_writes_nothing(grants: GrantDirectory, grant: MakeGrant, cdi_directory: Path) -> None:
+async def test_delivering_again_writes_nothing(
+    grants: GrantDirectory, grant: MakeGrant, cdi_directory: Path
+) -> None:
     """The kubelet asks before each start of the container."""
     record, provision = grant()
     await grants.deliver(record, provision)
@@ -54,7 +60,9 @@ async def test_delivering_again_writes_nothing(grants: GrantDirectory, grant: Ma
     assert changed_at(provision.files[0].path) == 1
 
 
-async def test_a_spec_that_is_written_twice_means_the_second_thing(grants: GrantDirectory, grant: MakeGrant, cdi_directory: Path) -> None:
+async def test_a_spec_that_is_written_twice_means_the_second_thing(
+    grants: GrantDirectory, grant: MakeGrant, cdi_directory: Path
+) -> None:
     """An init container and the container after it share a name. Each start sees its own edits."""
     record, provision = grant()
     await grants.deliver(record, provision)
@@ -63,7 +71,9 @@ async def test_a_spec_that_is_written_twice_means_the_second_thing(grants: Grant
     assert spec["devices"][0]["containerEdits"]["env"] == ["SECOND=yes"]
 
 
-async def test_a_spec_that_somebody_deleted_is_written_again(grants: GrantDirectory, grant: MakeGrant, cdi_directory: Path) -> None:
+async def test_a_spec_that_somebody_deleted_is_written_again(
+    grants: GrantDirectory, grant: MakeGrant, cdi_directory: Path
+) -> None:
     """An earlier delivery is no proof that the spec is still there."""
     record, provision = grant()
     await grants.deliver(record, provision)
@@ -81,14 +91,18 @@ async def test_after_a_reboot_all_specs_are_restored(
     put(*os.path.split(bad[1].directories[0].path), "in the way")
     assert await grants.restore([bad, good]) == 1
     assert names(cdi_directory) == [spec_name(good[0].token)]
-    assert [(entry.event, entry.facts["pod"]) for entry in journal.entries] == [("grants.not_restored", "default/pod-2")]
+    assert [(entry.event, entry.facts["pod"]) for entry in journal.entries] == [
+        ("grants.not_restored", "default/pod-2")
+    ]
     assert await grants.restore([good]) == 0
 
 
 async def test_what_cannot_be_restored_is_said_once_as_long_as_nothing_changes(
     grants: GrantDirectory, grant: MakeGrant, journal: Journal
 ) -> None:
-    """It is tried at every look. The journal has room for a thousand entries, and others need it, too."""
+    """It is tried at every look. The journal has room for a thousand entries, and others need it,
+    too.
+    """
     bad = grant()
     stone = put(*os.path.split(bad[1].directories[0].path), "in the way")
     for _ in range(3):
@@ -124,11 +138,19 @@ async def test_a_start_in_the_middle_of_a_restoration_is_not_undone(
 async def test_an_early_answer_needs_host_files_and_is_remembered(
     grants: GrantDirectory, grant: MakeGrant, cdi_directory: Path, journal: Journal
 ) -> None:
-    """A runtime without CDI gets no spec. The next agent knows it, and all of it is collected in the end."""
+    """A runtime without CDI gets no spec. The next agent knows it,
+    and all of it is collected in the end.
+    """
     record, provision = grant()
     await grants.prepare(record, provision)
-    assert (len(read(provision.files[0].path)), names(cdi_directory), grants.records) == (8192, [], (record,))
-    again = GrantDirectory(str(cdi_directory), journal, kept_directory=str(cdi_directory.parent / "kept"))
+    assert (len(read(provision.files[0].path)), names(cdi_directory), grants.records) == (
+        8192,
+        [],
+        (record,),
+    )
+    again = GrantDirectory(
+        str(cdi_directory), journal, kept_directory=str(cdi_directory.parent / "kept")
+    )
     await again.load()
     assert again.records == (record,)
     assert await grants.collect(lambda _: False) == (record,)
@@ -141,15 +163,25 @@ async def test_a_new_agent_finds_what_the_old_one_wrote(
     """The files alone say what was decided."""
     await grants.deliver(*grant(1))
     await grants.deliver(*grant(2))
-    again = GrantDirectory(str(cdi_directory), journal, kept_directory=str(cdi_directory.parent / "kept"))
+    again = GrantDirectory(
+        str(cdi_directory), journal, kept_directory=str(cdi_directory.parent / "kept")
+    )
     await again.load()
     assert {record.token for record in again.records} == {grant(1)[0].token, grant(2)[0].token}
     assert set(again.records) == set(grants.records)
 
 
-async def test_loading_leaves_the_files_of_others_alone(grants: GrantDirectory, cdi_directory: Path, journal: Journal) -> None:
+async def test_loading_leaves_the_files_of_others_alone(
+    grants: GrantDirectory, cdi_directory: Path, journal: Journal
+) -> None:
     """This includes files whose names are like ours."""
-    theirs = ["nvidia.yaml", "vgpu-agent-node.json", f"vgpu-agent-{'g' * 32}.json", ".vgpu-agent-x", "rig.json"]
+    theirs = [
+        "nvidia.yaml",
+        "vgpu-agent-node.json",
+        f"vgpu-agent-{'g' * 32}.json",
+        ".vgpu-agent-x",
+        "rig.json",
+    ]
     for name in theirs:
         put(cdi_directory, name, "not ours")
     await grants.load()
@@ -160,7 +192,9 @@ async def test_loading_leaves_the_files_of_others_alone(grants: GrantDirectory, 
 async def test_loading_moves_a_damaged_spec_out_of_the_runtimes_way(
     grants: GrantDirectory, grant: MakeGrant, cdi_directory: Path, journal: Journal
 ) -> None:
-    """One clear line, all others are loaded, and the next start of that container writes it anew."""
+    """One clear line, all others are loaded,
+    and the next start of that container writes it anew.
+    """
     bad, good = grant(1), grant(2)
     await grants.deliver(*bad)
     await grants.deliver(*good)
@@ -168,42 +202,68 @@ async def test_loading_moves_a_damaged_spec_out_of_the_runtimes_way(
     path.write_bytes(path.read_bytes()[:100])
     await grants.load()
     assert grants.records == (good[0],)
-    assert names(cdi_directory) == sorted([spec_name(good[0].token), spec_name(bad[0].token) + ".broken"])
-    assert [(entry.event, entry.facts["path"]) for entry in journal.entries] == [("grants.unreadable", str(path))]
+    assert names(cdi_directory) == sorted(
+        [spec_name(good[0].token), spec_name(bad[0].token) + ".broken"]
+    )
+    assert [(entry.event, entry.facts["path"]) for entry in journal.entries] == [
+        ("grants.unreadable", str(path))
+    ]
 
 
-async def test_loading_clears_away_what_a_killed_agent_had_half_written(grants: GrantDirectory, cdi_directory: Path) -> None:
+async def test_loading_clears_away_what_a_killed_agent_had_half_written(
+    grants: GrantDirectory, cdi_directory: Path
+) -> None:
     """No other program would."""
     put(cdi_directory, ".vgpu-agent-17af.tmp", "half")
     await grants.load()
     assert names(cdi_directory) == []
 
 
-async def test_a_directory_that_cannot_be_read_is_an_error(tmp_path: Path, journal: Journal, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_directory_that_cannot_be_read_is_an_error(
+    tmp_path: Path, journal: Journal, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Nothing may be taken for missing that only could not be seen."""
-    directory = GrantDirectory(str(tmp_path / "cdi"), journal, kept_directory=str(tmp_path / "kept"))
+    directory = GrantDirectory(
+        str(tmp_path / "cdi"), journal, kept_directory=str(tmp_path / "kept")
+    )
     refused = mock.Mock(side_effect=PermissionError(errno.EACCES, "Permission denied"))
     monkeypatch.setattr(os, "listdir", refused)
-    with pytest.raises(CarrierError, match=f"cannot read {tmp_path}/cdi: Permission denied; let the agent"):
+    with pytest.raises(
+        CarrierError, match=f"cannot read {tmp_path}/cdi: Permission denied; let the agent"
+    ):
         await directory.load()
 
 
-async def test_a_file_in_the_place_of_the_directory_holds_no_grants(tmp_path: Path, journal: Journal, grant: MakeGrant) -> None:
-    """The agent starts, for all that needs no specs. A grant that does is refused with the reason."""
+async def test_a_file_in_the_place_of_the_directory_holds_no_grants(
+    tmp_path: Path, journal: Journal, grant: MakeGrant
+) -> None:
+    """The agent starts, for all that needs no specs.
+    A grant that does is refused with the reason.
+    """
     (tmp_path / "cdi").write_text("a file")
-    directory = GrantDirectory(str(tmp_path / "cdi"), journal, kept_directory=str(tmp_path / "kept"))
+    directory = GrantDirectory(
+        str(tmp_path / "cdi"), journal, kept_directory=str(tmp_path / "kept")
+    )
     await directory.load()
     assert not directory.records
     with pytest.raises(CarrierError, match="move away what stands in the place of a directory"):
         await directory.deliver(*grant())
 
 
-@pytest.mark.parametrize(("step", "which"), [(step, which) for step, times in STEPS.items() for which in range(times)])
+@pytest.mark.parametrize(
+    ("step", "which"), [(step, which) for step, times in STEPS.items() for which in range(times)]
+)
 async def test_a_kill_at_any_step_leaves_a_whole_grant_or_none(
-    step: str, which: int, grants: GrantDirectory, grant: MakeGrant, cdi_directory: Path, monkeypatch: pytest.MonkeyPatch, journal: Journal
+    step: str,
+    which: int,
+    grants: GrantDirectory,
+    grant: MakeGrant,
+    cdi_directory: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    journal: Journal,
 ) -> None:
-    """The step fails as if the agent had died there; a new agent sees a spec only together with all that it mentions, and a
-    second delivery completes it.
+    """The step fails as if the agent had died there; a new agent sees a spec only together with all
+    that it mentions, and a second delivery completes it.
     """
     record, provision = grant()
     really, count = getattr(os, step), [0]
@@ -222,7 +282,9 @@ async def test_a_kill_at_any_step_leaves_a_whole_grant_or_none(
         with pytest.raises(KilledError):
             await grants.deliver(record, provision)
         assert not (cdi_directory / spec_name(record.token)).exists()
-    again = GrantDirectory(str(cdi_directory), journal, kept_directory=str(cdi_directory.parent / "kept"))
+    again = GrantDirectory(
+        str(cdi_directory), journal, kept_directory=str(cdi_directory.parent / "kept")
+    )
     await again.load()
     for found in again.records:
         assert found == record
@@ -232,7 +294,9 @@ async def test_a_kill_at_any_step_leaves_a_whole_grant_or_none(
     assert names(cdi_directory) == [spec_name(record.token)]
 
 
-async def test_a_cancelled_delivery_is_finished_and_known(grants: GrantDirectory, grant: MakeGrant, cdi_directory: Path) -> None:
+async def test_a_cancelled_delivery_is_finished_and_known(
+    grants: GrantDirectory, grant: MakeGrant, cdi_directory: Path
+) -> None:
     """The kubelet may give up on its call at any moment; file and memory stay of one mind."""
     record, provision = grant()
     task = asyncio.create_task(grants.deliver(record, provision))
@@ -250,15 +314,23 @@ async def test_a_full_disk_refuses_this_grant_alone(
     """With path, reason and remedy. The same grant goes through once there is room."""
     record, provision = grant()
     with monkeypatch.context() as patched:
-        patched.setattr(os, "ftruncate", lambda *_: (_ for _ in ()).throw(OSError(28, "No space left on device")))
-        with pytest.raises(CarrierError, match=r"region\.cache: No space left on device; free some space"):
+        patched.setattr(
+            os,
+            "ftruncate",
+            lambda *_: (_ for _ in ()).throw(OSError(28, "No space left on device")),
+        )
+        with pytest.raises(
+            CarrierError, match=r"region\.cache: No space left on device; free some space"
+        ):
             await grants.deliver(record, provision)
     assert (names(cdi_directory), grants.records) == ([], ())
     await grants.deliver(record, provision)
     assert grants.records == (record,)
 
 
-async def test_forty_starts_at_once_are_delivered_in_milliseconds(grants: GrantDirectory, grant: MakeGrant) -> None:
+async def test_forty_starts_at_once_are_delivered_in_milliseconds(
+    grants: GrantDirectory, grant: MakeGrant
+) -> None:
     """This package takes a small part of the start's 50 ms (p99).
 
     The forty together stay below forty times 10 ms, one alone below 10 ms.

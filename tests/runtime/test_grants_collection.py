@@ -1,4 +1,6 @@
-"""Remains of grants on the host: collected, never while mounted or needed, and swept where no grant remembers them."""
+"""Remains of grants on the host: collected, never while mounted or needed,
+and swept where no grant remembers them.
+"""
 
 from __future__ import annotations
 
@@ -30,18 +32,27 @@ async def test_a_grant_that_is_gone_is_collected_whole(
     assert grants.records == (kept[0],)
 
 
-async def test_nothing_that_is_mounted_is_collected(grants: GrantDirectory, grant: MakeGrant, proc: HostProc, cdi_directory: Path) -> None:
-    """volcano-vgpu:D5: the container that is still ending keeps its files. The next time they go."""
+async def test_nothing_that_is_mounted_is_collected(
+    grants: GrantDirectory, grant: MakeGrant, proc: HostProc, cdi_directory: Path
+) -> None:
+    """volcano-vgpu:D5: the container that is still ending keeps its files.
+    The next time they go.
+    """
     record, provision = grant()
     await grants.deliver(record, provision)
     proc.someone_else((provision.files[0].path, "/tmp/cudevshr.cache"))
     assert await grants.collect(lambda _: False) == ()
-    assert (len(read(provision.files[0].path)), names(cdi_directory)) == (8192, [spec_name(record.token)])
+    assert (len(read(provision.files[0].path)), names(cdi_directory)) == (
+        8192,
+        [spec_name(record.token)],
+    )
     proc.someone_else()
     assert await grants.collect(lambda _: False) == (record,)
 
 
-async def test_where_mounts_cannot_be_seen_kubelets_word_is_enough(grants: GrantDirectory, grant: MakeGrant, proc: HostProc) -> None:
+async def test_where_mounts_cannot_be_seen_kubelets_word_is_enough(
+    grants: GrantDirectory, grant: MakeGrant, proc: HostProc
+) -> None:
     """Without the host's process ids a directory would otherwise stay for ever."""
     record, provision = grant()
     await grants.deliver(record, provision)
@@ -50,7 +61,9 @@ async def test_where_mounts_cannot_be_seen_kubelets_word_is_enough(grants: Grant
     assert not read(provision.files[0].path)
 
 
-async def test_a_directory_that_two_grants_of_a_container_share_goes_with_the_last(grants: GrantDirectory, grant: MakeGrant) -> None:
+async def test_a_directory_that_two_grants_of_a_container_share_goes_with_the_last(
+    grants: GrantDirectory, grant: MakeGrant
+) -> None:
     """A container may hold shares through two resources."""
     first, provision = grant()
     second = dataclasses.replace(first, token="f" * 32)
@@ -62,7 +75,9 @@ async def test_a_directory_that_two_grants_of_a_container_share_goes_with_the_la
     assert not read(provision.files[0].path)
 
 
-async def test_a_grant_that_was_renewed_meanwhile_is_not_collected(grants: GrantDirectory, grant: MakeGrant) -> None:
+async def test_a_grant_that_was_renewed_meanwhile_is_not_collected(
+    grants: GrantDirectory, grant: MakeGrant
+) -> None:
     """The ids of a pod that is gone may be another pod's before the collection comes to them."""
     record, provision = grant()
     await grants.deliver(record, provision)
@@ -71,8 +86,12 @@ async def test_a_grant_that_was_renewed_meanwhile_is_not_collected(grants: Grant
     assert read(provision.files[0].path)
 
 
-async def test_the_directory_of_an_init_container_goes_with_its_turn(grants: GrantDirectory, grant: MakeGrant, tmp_path: Path) -> None:
-    """The container after it has the same ids, so the spec does not remember the first directory any more."""
+async def test_the_directory_of_an_init_container_goes_with_its_turn(
+    grants: GrantDirectory, grant: MakeGrant, tmp_path: Path
+) -> None:
+    """The container after it has the same ids,
+    so the spec does not remember the first directory any more.
+    """
     first, second = grant(1), grant(2)
     await grants.deliver(*first)
     await grants.deliver(dataclasses.replace(second[0], token=first[0].token), second[1])
@@ -83,7 +102,9 @@ async def test_the_directory_of_an_init_container_goes_with_its_turn(grants: Gra
 async def test_a_directory_whose_container_starts_again_is_not_taken_for_left_behind(
     grants: GrantDirectory, grant: MakeGrant, tmp_path: Path
 ) -> None:
-    """An init container starts once more when its pod's sandbox is made anew. What is mounted waits for the next time."""
+    """An init container starts once more when its pod's sandbox is made anew.
+    What is mounted waits for the next time.
+    """
     first, second = grant(1), grant(2)
     await grants.deliver(*first)
     await grants.deliver(dataclasses.replace(second[0], token=first[0].token), second[1])
@@ -114,24 +135,36 @@ async def test_what_cannot_be_removed_is_tried_again(
     assert await grants.collect(lambda _: False) == (first[0],)
 
 
-async def test_a_sweep_finds_what_no_grant_remembers(grants: GrantDirectory, grant: MakeGrant, proc: HostProc, tmp_path: Path) -> None:
-    """Directories of pods that went while the node was down; not those of known pods, of grants, or still mounted ones."""
+async def test_a_sweep_finds_what_no_grant_remembers(
+    grants: GrantDirectory, grant: MakeGrant, proc: HostProc, tmp_path: Path
+) -> None:
+    """Directories of pods that went while the node was down;
+    not those of known pods, of grants, or still mounted ones.
+    """
     await grants.deliver(*grant(1))
     containers = tmp_path / "vgpu" / "containers"
     for name in ("uid-7_gone", "uid-8_known", "uid-9_mounted"):
         (containers / name).mkdir()
     (containers / "file").write_text("")
     proc.someone_else((f"{containers}/uid-9_mounted", "/tmp/vgpu"))
-    assert await grants.sweep(str(containers), lambda name: name.startswith("uid-8")) == ("uid-7_gone",)
+    assert await grants.sweep(str(containers), lambda name: name.startswith("uid-8")) == (
+        "uid-7_gone",
+    )
     assert names(containers) == ["file", "uid-1_main", "uid-8_known", "uid-9_mounted"]
     assert await grants.sweep(str(tmp_path / "missing"), lambda _: False) == ()
 
 
 @pytest.mark.parametrize("by", ["sweep", "collect"])
 async def test_who_removes_a_directory_does_not_meet_who_makes_it(
-    by: str, grants: GrantDirectory, grant: MakeGrant, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    by: str,
+    grants: GrantDirectory,
+    grant: MakeGrant,
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
 ) -> None:
-    """A container starts again under other ids, in the directory that is just being removed as unneeded."""
+    """A container starts again under other ids,
+    in the directory that is just being removed as unneeded.
+    """
     old, provision = grant()
     new = dataclasses.replace(old, token="f" * 32)
     await grants.deliver(old, provision)

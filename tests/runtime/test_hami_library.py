@@ -17,10 +17,24 @@ from vgpu_agent.sim.stand_in_library import FUNCTIONS, REGION_VARIABLE, region_c
 INSTEAD = "or set volcanoVgpu.isolation to none"
 
 
-def elf(content: bytes = b"", *, size: int = 2_008_952, kind: int = 3, word: int = 2, machine: int = 62, missing: int = 0) -> bytes:
-    """A library that exports HAMi-core's functions, with the region's size in its code as a compiler leaves it there."""
+def elf(
+    content: bytes = b"",
+    *,
+    size: int = 2_008_952,
+    kind: int = 3,
+    word: int = 2,
+    machine: int = 62,
+    missing: int = 0,
+) -> bytes:
+    """A library that exports HAMi-core's functions,
+    with the region's size in its code as a compiler leaves it there.
+    """
     code = region_code(size, machine)
-    whole = bytearray(shared_object(FUNCTIONS, code=code, strings=REGION_VARIABLE + b"\0" + content, machine=machine))
+    whole = bytearray(
+        shared_object(
+            FUNCTIONS, code=code, strings=REGION_VARIABLE + b"\0" + content, machine=machine
+        )
+    )
     whole[4], whole[16] = word, kind
     return bytes(whole[: -missing or None])
 
@@ -53,34 +67,51 @@ def library(host: Path, tmp_path: Path, journal: Journal) -> HamiLibrary:
 async def test_a_library_is_installed_under_a_name_made_of_its_content(
     library: HamiLibrary, host: Path, tmp_path: Path, journal: Journal
 ) -> None:
-    """volcano-vgpu:D21; and the file that preloads it says the path in the container, without a newline."""
+    """volcano-vgpu:D21; and the file that preloads it says the path in the container,
+    without a newline.
+    """
     lay(tmp_path / "libvgpu.so", elf())
     path = await library.install()
     assert path == library.path
     assert names(host) == ["ld.so.preload", os.path.basename(path)]
     assert os.path.basename(path).removeprefix("libvgpu.so.").isalnum()
     assert (read(path), read(host / "ld.so.preload")) == (elf(), b"/usr/local/vgpu/libvgpu.so")
-    assert [(entry.event, entry.facts["layout"]) for entry in journal.entries] == [("hami.library_installed", "1.1 or 1.2")]
+    assert [(entry.event, entry.facts["layout"]) for entry in journal.entries] == [
+        ("hami.library_installed", "1.1 or 1.2")
+    ]
 
 
-async def test_without_a_setting_it_is_taken_from_the_host_directory(host: Path, journal: Journal) -> None:
+async def test_without_a_setting_it_is_taken_from_the_host_directory(
+    host: Path, journal: Journal
+) -> None:
     """The replaced plugin's image copies the library there."""
     lay(host / "libvgpu.so", elf())
-    assert (await HamiLibrary(str(host), "", journal, instead=INSTEAD).install()).startswith(f"{host}/libvgpu.so.")
+    assert (await HamiLibrary(str(host), "", journal, instead=INSTEAD).install()).startswith(
+        f"{host}/libvgpu.so."
+    )
 
 
-async def test_installing_again_writes_nothing(library: HamiLibrary, tmp_path: Path, host: Path, journal: Journal) -> None:
+async def test_installing_again_writes_nothing(
+    library: HamiLibrary, tmp_path: Path, host: Path, journal: Journal
+) -> None:
     """Neither in this agent nor in the next."""
     lay(tmp_path / "libvgpu.so", elf())
     path = await library.install()
     os.utime(path, (1, 1))
     os.utime(host / "ld.so.preload", (1, 1))
     assert await library.refresh() == path
-    assert await HamiLibrary(str(host), str(tmp_path / "libvgpu.so"), journal, instead=INSTEAD).install() == path
+    assert (
+        await HamiLibrary(
+            str(host), str(tmp_path / "libvgpu.so"), journal, instead=INSTEAD
+        ).install()
+        == path
+    )
     assert (os.stat(path).st_mtime, os.stat(host / "ld.so.preload").st_mtime) == (1, 1)
 
 
-async def test_a_newer_library_lies_beside_the_old_one(library: HamiLibrary, tmp_path: Path) -> None:
+async def test_a_newer_library_lies_beside_the_old_one(
+    library: HamiLibrary, tmp_path: Path
+) -> None:
     """volcano-vgpu:D21: containers that run have the old one mapped, and it stays as it is."""
     lay(tmp_path / "libvgpu.so", elf(b"old"))
     old = await library.install()
@@ -90,7 +121,9 @@ async def test_a_newer_library_lies_beside_the_old_one(library: HamiLibrary, tmp
 
 
 @pytest.mark.parametrize("name", ["library", "ld.so.preload"])
-async def test_what_somebody_deleted_or_changed_comes_back(name: str, library: HamiLibrary, tmp_path: Path, host: Path) -> None:
+async def test_what_somebody_deleted_or_changed_comes_back(
+    name: str, library: HamiLibrary, tmp_path: Path, host: Path
+) -> None:
     """A container without it would not start, or run without a limit."""
     lay(tmp_path / "libvgpu.so", elf())
     path = await library.install()
@@ -101,19 +134,29 @@ async def test_what_somebody_deleted_or_changed_comes_back(name: str, library: H
     assert read(lost) == before
 
 
-async def test_an_installed_library_that_was_damaged_is_replaced(host: Path, tmp_path: Path, journal: Journal) -> None:
+async def test_an_installed_library_that_was_damaged_is_replaced(
+    host: Path, tmp_path: Path, journal: Journal
+) -> None:
     """Its name promises its content."""
     lay(tmp_path / "libvgpu.so", elf())
-    path = await HamiLibrary(str(host), str(tmp_path / "libvgpu.so"), journal, instead=INSTEAD).install()
+    path = await HamiLibrary(
+        str(host), str(tmp_path / "libvgpu.so"), journal, instead=INSTEAD
+    ).install()
     lay(Path(path), b"damaged")
     await HamiLibrary(str(host), str(tmp_path / "libvgpu.so"), journal, instead=INSTEAD).install()
     assert read(path) == elf()
 
 
-async def test_a_missing_library_is_said_with_both_remedies(library: HamiLibrary, tmp_path: Path) -> None:
+async def test_a_missing_library_is_said_with_both_remedies(
+    library: HamiLibrary, tmp_path: Path
+) -> None:
     """The resource is not offered, and this is what /readyz says."""
     with pytest.raises(
-        CarrierError, match=rf"no usable library at {tmp_path}/libvgpu\.so: No such file.*deliver.*or set volcanoVgpu\.isolation"
+        CarrierError,
+        match=(
+            rf"no usable library at {tmp_path}/libvgpu\.so: No such file.*deliver.*or set "
+            r"volcanoVgpu\.isolation"
+        ),
     ):
         await library.install()
     assert library.path == ""
@@ -133,8 +176,14 @@ async def test_a_missing_library_is_said_with_both_remedies(library: HamiLibrary
         (elf(size=2_008_984), r"of HAMi 2\.8\.1, whose shared region has another layout"),
         (elf(size=1_197_896), r"HAMi 2\.3 to 2\.4\.0"),
         (elf(size=804_680), r"HAMi before 2\.3"),
-        (elf().replace(b"cuMemAlloc_v2", b"cuMemAlloc_v9"), "does not export cuMemAlloc_v2, so it limits nothing"),
-        (elf().replace(b"SHARED_CACHE", b"SHARED_WHICH"), "does not know CUDA_DEVICE_MEMORY_SHARED_CACHE, so it is not HAMi-core"),
+        (
+            elf().replace(b"cuMemAlloc_v2", b"cuMemAlloc_v9"),
+            "does not export cuMemAlloc_v2, so it limits nothing",
+        ),
+        (
+            elf().replace(b"SHARED_CACHE", b"SHARED_WHICH"),
+            "does not know CUDA_DEVICE_MEMORY_SHARED_CACHE, so it is not HAMi-core",
+        ),
         (elf(size=1), "has a shared region of unknown layout"),
         (bytes((16 << 20) + 1), "larger than 16 MiB"),
     ],
@@ -144,12 +193,16 @@ async def test_a_library_that_would_not_limit_is_refused(
 ) -> None:
     """It is not installed either; hami-core §0.3.10 about layouts."""
     lay(tmp_path / "libvgpu.so", content)
-    with pytest.raises(CarrierError, match=rf"libvgpu\.so (is )?.*{said}.*deliver.*or set volcanoVgpu\.isolation"):
+    with pytest.raises(
+        CarrierError, match=rf"libvgpu\.so (is )?.*{said}.*deliver.*or set volcanoVgpu\.isolation"
+    ):
         await library.install()
     assert names(host) == ["ld.so.preload"]
 
 
-async def test_a_bad_delivery_leaves_the_good_library_in_use(library: HamiLibrary, tmp_path: Path) -> None:
+async def test_a_bad_delivery_leaves_the_good_library_in_use(
+    library: HamiLibrary, tmp_path: Path
+) -> None:
     """It may be one that is still being copied. The next refresh finds it whole."""
     lay(tmp_path / "libvgpu.so", elf())
     good = await library.install()
@@ -161,7 +214,9 @@ async def test_a_bad_delivery_leaves_the_good_library_in_use(library: HamiLibrar
     assert await library.refresh() != good
 
 
-async def test_a_library_that_is_gone_with_its_source_is_no_longer_named(library: HamiLibrary, tmp_path: Path) -> None:
+async def test_a_library_that_is_gone_with_its_source_is_no_longer_named(
+    library: HamiLibrary, tmp_path: Path
+) -> None:
     """A runtime cannot create a container that mounts it, and says less about the reason."""
     lay(tmp_path / "libvgpu.so", elf())
     os.unlink(await library.install())
@@ -179,32 +234,53 @@ async def test_a_library_that_is_gone_with_its_source_is_no_longer_named(library
         "78A7 1E00",  # a constant among the code, which ldr loads
     ],
 )
-async def test_the_layout_is_read_on_aarch64_too(code: str, library: HamiLibrary, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_the_layout_is_read_on_aarch64_too(
+    code: str, library: HamiLibrary, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """There a number takes two instructions, so its four bytes need not be together."""
     monkeypatch.setattr(platform, "machine", lambda: "aarch64")
     strings = REGION_VARIABLE + b"\0"
-    lay(tmp_path / "libvgpu.so", shared_object(FUNCTIONS, code=bytes.fromhex(code), strings=strings, machine=183))
+    lay(
+        tmp_path / "libvgpu.so",
+        shared_object(FUNCTIONS, code=bytes.fromhex(code), strings=strings, machine=183),
+    )
     assert await library.install()
 
 
-@pytest.mark.parametrize("code", ["01EF 9452", "C103 A072", "01EF 9452 C203 A072", "00 01EF 9452 C103 A072", "C103 A072 01EF 9452"])
+@pytest.mark.parametrize(
+    "code",
+    [
+        "01EF 9452",
+        "C103 A072",
+        "01EF 9452 C203 A072",
+        "00 01EF 9452 C103 A072",
+        "C103 A072 01EF 9452",
+    ],
+)
 async def test_other_instructions_of_aarch64_are_not_the_size(
     code: str, library: HamiLibrary, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """One half, halves of two registers, of no instruction, or in the wrong order."""
     monkeypatch.setattr(platform, "machine", lambda: "aarch64")
     strings = REGION_VARIABLE + b"\0"
-    lay(tmp_path / "libvgpu.so", shared_object(FUNCTIONS, code=bytes.fromhex(code), strings=strings, machine=183))
+    lay(
+        tmp_path / "libvgpu.so",
+        shared_object(FUNCTIONS, code=bytes.fromhex(code), strings=strings, machine=183),
+    )
     with pytest.raises(CarrierError, match="unknown layout"):
         await library.install()
 
 
-async def test_a_host_directory_that_cannot_be_written_is_an_error(tmp_path: Path, journal: Journal) -> None:
+async def test_a_host_directory_that_cannot_be_written_is_an_error(
+    tmp_path: Path, journal: Journal
+) -> None:
     """With the path and what helps."""
     lay(tmp_path / "libvgpu.so", elf())
     lay(tmp_path / "file", b"")
     with pytest.raises(CarrierError, match="move away what stands in the place of a directory"):
-        await HamiLibrary(str(tmp_path / "file"), str(tmp_path / "libvgpu.so"), journal, instead=INSTEAD).install()
+        await HamiLibrary(
+            str(tmp_path / "file"), str(tmp_path / "libvgpu.so"), journal, instead=INSTEAD
+        ).install()
 
 
 def read(path: str | Path) -> bytes:

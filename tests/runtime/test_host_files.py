@@ -1,4 +1,6 @@
-"""Directories and files on the host: exact, whole, and careful with what containers may have done to them."""
+"""Directories and files on the host: exact, whole,
+and careful with what containers may have done to them.
+"""
 
 from __future__ import annotations
 
@@ -42,13 +44,17 @@ def mode(path: Path) -> int:
 
 @pytest.mark.usefixtures("umask")
 def test_a_directory_gets_exactly_its_mode(tmp_path: Path) -> None:
-    """Any user of the container writes into it, whatever the agent's umask. What leads to it can be passed."""
+    """Any user of the container writes into it, whatever the agent's umask.
+    What leads to it can be passed.
+    """
     host_files.make_directory(str(tmp_path / "a" / "b"), 0o1777)
     assert (mode(tmp_path / "a" / "b"), mode(tmp_path / "a")) == (0o1777, 0o755)
 
 
 def test_a_directory_that_is_there_keeps_its_content(tmp_path: Path) -> None:
-    """volcano-vgpu:D5: the replaced plugin empties it, also below a running container. Only a wrong mode is corrected."""
+    """volcano-vgpu:D5: the replaced plugin empties it, also below a running container.
+    Only a wrong mode is corrected.
+    """
     directory = tmp_path / "d"
     directory.mkdir(0o700)
     (directory / "region").write_text("in use")
@@ -63,7 +69,9 @@ def test_something_else_in_its_place_is_refused(kind: str, tmp_path: Path) -> No
     elsewhere.mkdir(0o700)
     path = tmp_path / "d"
     path.write_text("") if kind == "file" else path.symlink_to(elsewhere)
-    with pytest.raises(CarrierError, match=rf"cannot make directory {path}: .*; (move away|replace)"):
+    with pytest.raises(
+        CarrierError, match=rf"cannot make directory {path}: .*; (move away|replace)"
+    ):
         host_files.make_directory(str(path), 0o777)
     assert mode(elsewhere) == 0o700
 
@@ -76,14 +84,20 @@ def test_a_region_is_whole_sparse_and_for_everybody(tmp_path: Path, mounts: Moun
     host_files.make_file(HostFile(str(path), SIZE, parts, 0o666), mounts)
     content = path.read_bytes()
     assert (len(content), mode(path)) == (2_008_953, 0o666)
-    assert [content[offset : offset + len(part)] for offset, part in parts] == [part for _, part in parts]
+    assert [content[offset : offset + len(part)] for offset, part in parts] == [
+        part for _, part in parts
+    ]
     assert sum(content) == sum(sum(part) for _, part in parts)
     assert path.stat().st_blocks * 512 < 100_000
     assert names(tmp_path) == ["proc", "region.cache"]
 
 
-def test_a_region_in_use_keeps_its_inode_and_its_entries(tmp_path: Path, proc: HostProc, mounts: MountTables) -> None:
-    """Containers have it mapped: only the limits change, and their processes go on (hami-core §0.3.3)."""
+def test_a_region_in_use_keeps_its_inode_and_its_entries(
+    tmp_path: Path, proc: HostProc, mounts: MountTables
+) -> None:
+    """Containers have it mapped: only the limits change,
+    and their processes go on (hami-core §0.3.3).
+    """
     path = tmp_path / "region.cache"
     old, new = [DeviceLimit("GPU-a", 3000)], [DeviceLimit("GPU-a", 5000)]
     host_files.make_file(HostFile(str(path), SIZE, region(old), 0o666, limit_parts(old)), mounts)
@@ -98,10 +112,20 @@ def test_a_region_in_use_keeps_its_inode_and_its_entries(tmp_path: Path, proc: H
     assert int.from_bytes(content[1_600:1_608], "little") == 5000 << 20
 
 
-def test_a_region_that_an_ended_container_left_is_made_anew(tmp_path: Path, mounts: MountTables) -> None:
-    """A dead process's bookings would count against the next container, whose process numbers begin anew (hami-core §2.4)."""
+def test_a_region_that_an_ended_container_left_is_made_anew(
+    tmp_path: Path, mounts: MountTables
+) -> None:
+    """A dead process's bookings would count against the next container,
+    whose process numbers begin anew (hami-core §2.4).
+    """
     path = tmp_path / "region.cache"
-    wanted = HostFile(str(path), SIZE, region([DeviceLimit("GPU-a", 3000)]), 0o666, limit_parts([DeviceLimit("GPU-a", 3000)]))
+    wanted = HostFile(
+        str(path),
+        SIZE,
+        region([DeviceLimit("GPU-a", 3000)]),
+        0o666,
+        limit_parts([DeviceLimit("GPU-a", 3000)]),
+    )
     host_files.make_file(wanted, mounts)
     with path.open("r+b") as file:
         file.seek(1_856)
@@ -110,7 +134,9 @@ def test_a_region_that_an_ended_container_left_is_made_anew(tmp_path: Path, moun
     assert path.read_bytes()[1_856:1_870] == bytes(14)
 
 
-def test_a_region_that_may_be_in_use_is_not_replaced(tmp_path: Path, proc: HostProc, mounts: MountTables) -> None:
+def test_a_region_that_may_be_in_use_is_not_replaced(
+    tmp_path: Path, proc: HostProc, mounts: MountTables
+) -> None:
     """An agent that does not see the other containers keeps to the limits alone."""
     path = tmp_path / "file"
     path.write_bytes(b"used" + bytes(4))
@@ -131,7 +157,9 @@ def test_the_same_content_is_not_written_again(tmp_path: Path, mounts: MountTabl
 
 
 @pytest.mark.parametrize("place", [500, 70_000, 99_999])
-def test_one_other_byte_anywhere_is_noticed(place: int, tmp_path: Path, mounts: MountTables) -> None:
+def test_one_other_byte_anywhere_is_noticed(
+    place: int, tmp_path: Path, mounts: MountTables
+) -> None:
     """Only what takes up space is read, so it must not be missed in a hole between two parts."""
     path = tmp_path / "file"
     wanted = HostFile(str(path), 100_000, ((0, b"a"), (60_000, b"b" * 10)))
@@ -144,7 +172,9 @@ def test_one_other_byte_anywhere_is_noticed(place: int, tmp_path: Path, mounts: 
 
 
 @pytest.mark.parametrize("content", [b"short", b"much too long"])
-def test_a_file_of_another_size_is_replaced(content: bytes, tmp_path: Path, mounts: MountTables) -> None:
+def test_a_file_of_another_size_is_replaced(
+    content: bytes, tmp_path: Path, mounts: MountTables
+) -> None:
     """It is of another layout, or half written by another program."""
     path = tmp_path / "file"
     path.write_bytes(content)
@@ -152,8 +182,12 @@ def test_a_file_of_another_size_is_replaced(content: bytes, tmp_path: Path, moun
     assert path.read_bytes() == b"new" + bytes(5)
 
 
-def test_a_link_that_a_container_has_laid_is_not_followed(tmp_path: Path, mounts: MountTables) -> None:
-    """The directory is writable for the container, the agent is root: the host's file stays as it is."""
+def test_a_link_that_a_container_has_laid_is_not_followed(
+    tmp_path: Path, mounts: MountTables
+) -> None:
+    """The directory is writable for the container, the agent is root:
+    the host's file stays as it is.
+    """
     secret = tmp_path / "shadow"
     secret.write_bytes(b"12345678")
     path = tmp_path / "region.cache"
@@ -172,7 +206,12 @@ def test_a_pipe_in_the_place_of_a_file_hangs_nobody(tmp_path: Path, mounts: Moun
 
 @pytest.mark.parametrize(
     ("number", "remedy"),
-    [(errno.ENOSPC, "free some space"), (errno.EROFS, "writable"), (errno.EACCES, "let the agent write"), (errno.EBADF, "file system")],
+    [
+        (errno.ENOSPC, "free some space"),
+        (errno.EROFS, "writable"),
+        (errno.EACCES, "let the agent write"),
+        (errno.EBADF, "file system"),
+    ],
 )
 def test_what_cannot_be_written_leaves_nothing_and_says_why(
     number: int, remedy: str, tmp_path: Path, mounts: MountTables, monkeypatch: pytest.MonkeyPatch
@@ -185,7 +224,9 @@ def test_what_cannot_be_written_leaves_nothing_and_says_why(
         raise OSError(number, os.strerror(number))
 
     monkeypatch.setattr(os, "pwrite", refuse)
-    with pytest.raises(CarrierError, match=rf"cannot write {path}: {os.strerror(number)}; .*{remedy}"):
+    with pytest.raises(
+        CarrierError, match=rf"cannot write {path}: {os.strerror(number)}; .*{remedy}"
+    ):
         host_files.make_file(HostFile(str(path), 8, ((0, b"new"),)), mounts)
     assert (path.read_bytes(), names(tmp_path)) == (b"old", ["file", "proc"])
 
@@ -198,10 +239,14 @@ def test_a_directory_in_the_place_of_a_file_is_named(tmp_path: Path, mounts: Mou
     assert names(tmp_path) == ["file", "proc"]
 
 
-def test_short_writes_are_continued(tmp_path: Path, mounts: MountTables, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_short_writes_are_continued(
+    tmp_path: Path, mounts: MountTables, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A disk that is nearly full takes a part first."""
     really = os.pwrite
-    monkeypatch.setattr(os, "pwrite", lambda descriptor, part, offset: really(descriptor, part[:2], offset))
+    monkeypatch.setattr(
+        os, "pwrite", lambda descriptor, part, offset: really(descriptor, part[:2], offset)
+    )
     host_files.make_file(HostFile(str(tmp_path / "file"), 8, ((1, b"abcde"),)), mounts)
     assert (tmp_path / "file").read_bytes() == b"\0abcde\0\0"
 
@@ -218,8 +263,12 @@ def test_removing_a_tree_follows_no_link(tmp_path: Path) -> None:
     assert (tree.exists(), names(tmp_path / "host")) == (False, ["precious"])
 
 
-def test_parts_near_to_each_other_are_written_together(tmp_path: Path, mounts: MountTables, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Zeros between them, and nothing where nothing is for pages; a container waits for each system call."""
+def test_parts_near_to_each_other_are_written_together(
+    tmp_path: Path, mounts: MountTables, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Zeros between them, and nothing where nothing is for pages;
+    a container waits for each system call.
+    """
     written: list[int] = []
     really = os.pwrite
 
@@ -231,7 +280,10 @@ def test_parts_near_to_each_other_are_written_together(tmp_path: Path, mounts: M
     parts = ((1, b"a"), (2, b"b"), (100, b"c"), (50_000, b"d"), (50_010, b"e"))
     host_files.make_file(HostFile(str(tmp_path / "file"), 60_000, parts), mounts)
     content = (tmp_path / "file").read_bytes()
-    assert (len(content), {place: byte for place, byte in enumerate(content) if byte}) == (60_000, {at: part[0] for at, part in parts})
+    assert (len(content), {place: byte for place, byte in enumerate(content) if byte}) == (
+        60_000,
+        {at: part[0] for at, part in parts},
+    )
     assert written == [1, 50_000]
 
 
@@ -240,19 +292,35 @@ def test_a_file_is_put_into_a_directory_that_was_not_there(tmp_path: Path) -> No
     path = str(tmp_path / "run" / "cdi" / "spec.json")
     assert not host_files.has(path, b"{}")
     host_files.replace_file(path, b"{}")
-    assert [host_files.has(path, content) for content in (b"{}", b"{", b"{}}", b"")] == [True, False, False, False]
+    assert [host_files.has(path, content) for content in (b"{}", b"{", b"{}}", b"")] == [
+        True,
+        False,
+        False,
+        False,
+    ]
     assert not host_files.has(str(tmp_path), b"")
 
 
 @settings(max_examples=80, deadline=None)
-@given(st.lists(st.tuples(st.integers(0, 12_000), st.binary(max_size=40) | st.binary(min_size=3000, max_size=3100)), max_size=8))
+@given(
+    st.lists(
+        st.tuples(
+            st.integers(0, 12_000), st.binary(max_size=40) | st.binary(min_size=3000, max_size=3100)
+        ),
+        max_size=8,
+    )
+)
 def test_parts_of_any_order_are_written_one_over_the_other(parts: list[tuple[int, bytes]]) -> None:
-    """They may overlap or be empty. None is lost to the zeros between two others, and the size is what it should be."""
+    """They may overlap or be empty. None is lost to the zeros between two others,
+    and the size is what it should be.
+    """
     expected = bytearray(16_000)
     for offset, part in parts:
         expected[offset : offset + len(part)] = part
     with tempfile.TemporaryDirectory() as folder:
-        host_files.make_file(HostFile(f"{folder}/file", len(expected), tuple(parts)), MountTables(folder))
+        host_files.make_file(
+            HostFile(f"{folder}/file", len(expected), tuple(parts)), MountTables(folder)
+        )
         assert Path(folder, "file").read_bytes() == expected
 
 
@@ -260,10 +328,15 @@ def test_a_link_is_not_the_file_that_it_names(tmp_path: Path) -> None:
     """It could name something else a moment later."""
     (tmp_path / "file").write_bytes(b"{}")
     (tmp_path / "link").symlink_to(tmp_path / "file")
-    assert [host_files.has(str(tmp_path / name), b"{}") for name in ("file", "link")] == [True, False]
+    assert [host_files.has(str(tmp_path / name), b"{}") for name in ("file", "link")] == [
+        True,
+        False,
+    ]
 
 
-def test_a_directory_keeps_its_mode_when_a_file_cannot_be_renamed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_directory_keeps_its_mode_when_a_file_cannot_be_renamed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The half-written file was removed. That is no reason to make the directory anew."""
     tmp_path.chmod(0o1777)
 

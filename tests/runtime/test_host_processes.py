@@ -17,11 +17,15 @@ def proc(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def write(proc: Path, pid: int, name: str, *, state: str = "S (sleeping)", nspid: str | None = None) -> None:
+def write(
+    proc: Path, pid: int, name: str, *, state: str = "S (sleeping)", nspid: str | None = None
+) -> None:
     """The status file of one process."""
     (proc / str(pid)).mkdir(exist_ok=True)
     last = "" if nspid is None else f"NSpid:\t{nspid}\n"
-    (proc / str(pid) / "status").write_text(f"Name:\t{name}\nUmask:\t0022\nState:\t{state}\nPid:\t{pid}\n{last}")
+    (proc / str(pid) / "status").write_text(
+        f"Name:\t{name}\nUmask:\t0022\nState:\t{state}\nPid:\t{pid}\n{last}"
+    )
 
 
 def test_the_host_is_known_by_its_kernel_thread(proc: Path) -> None:
@@ -69,5 +73,7 @@ def test_a_kernel_that_tells_no_namespaces(proc: Path) -> None:
 
 @pytest.mark.parametrize("hostpid", [0, -1])
 def test_a_process_without_a_number_on_the_host_counts(proc: Path, hostpid: int) -> None:
-    """The library does not always find its number (hami-core §2.4); memory in use must not be overlooked."""
+    """The library does not always find its number (hami-core §2.4);
+    memory in use must not be overlooked.
+    """
     assert HostProcesses(str(proc)).is_alive(hostpid, 7)

@@ -1,4 +1,6 @@
-"""Simulated nodes that this process's pynvml looks at; each test has a fresh one, so none sees another's faults."""
+"""Simulated nodes that this process's pynvml looks at;
+each test has a fresh one, so none sees another's faults.
+"""
 
 from __future__ import annotations
 
@@ -16,11 +18,14 @@ NodeFactory = Callable[..., SimulatedNode]
 
 @pytest.fixture
 def nvml_node(tmp_path: Path) -> Iterator[NodeFactory]:
-    """Call it with the arguments of `simulated_node`: a node, and NVML initialised on it until the test ends."""
+    """Call it with the arguments of `simulated_node`:
+    a node, and NVML initialised on it until the test ends.
+    """
     with ExitStack() as cleanup:
 
         def make(model: str = "A100-SXM4-80GB", gpus: int = 2, **more: object) -> SimulatedNode:
-            node = simulated_node(tmp_path, model, gpus, **more)  # type: ignore[arg-type]  # checked where it arrives
+            # checked where it arrives
+            node = simulated_node(tmp_path, model, gpus, **more)  # type: ignore[arg-type]
             cleanup.enter_context(nvml_on(node))
             return node
 

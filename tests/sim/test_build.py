@@ -40,7 +40,11 @@ def _script(path: Path, text: str) -> None:
 
 def _no_ziglang(monkeypatch: pytest.MonkeyPatch) -> None:
     real = importlib.util.find_spec
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name, *more: None if name == "ziglang" else real(name, *more))
+    monkeypatch.setattr(
+        importlib.util,
+        "find_spec",
+        lambda name, *more: None if name == "ziglang" else real(name, *more),
+    )
 
 
 def test_the_sources_are_free_of_warnings(tmp_path: Path) -> None:
@@ -48,7 +52,14 @@ def test_the_sources_are_free_of_warnings(tmp_path: Path) -> None:
     files = [str(source) for source in building.sources() if source.suffix == ".c"]
 
     done = subprocess.run(
-        [*building.compiler(), *building._FLAGS, "-Werror", "-o", tmp_path / building.LIBRARY, *files],
+        [
+            *building.compiler(),
+            *building._FLAGS,
+            "-Werror",
+            "-o",
+            tmp_path / building.LIBRARY,
+            *files,
+        ],
         capture_output=True,
         text=True,
         check=False,
@@ -70,7 +81,9 @@ def test_the_second_build_does_nothing(cache: Path) -> None:
     assert first.is_relative_to(cache)
 
 
-def test_changed_sources_are_another_library(cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_changed_sources_are_another_library(
+    cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A library is never replaced under a running process."""
     native = tmp_path / "native"
     shutil.copytree(building._NATIVE, native)
@@ -84,7 +97,9 @@ def test_changed_sources_are_another_library(cache: Path, tmp_path: Path, monkey
     assert building._content_hash() != before
 
 
-def test_a_library_that_was_brought_along_needs_no_compiler(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_library_that_was_brought_along_needs_no_compiler(
+    cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """An image takes the cache of its builder with it. Where it runs, there is no compiler."""
     built = building.build()
     monkeypatch.setenv("PATH", "/nowhere")
@@ -95,7 +110,10 @@ def test_a_library_that_was_brought_along_needs_no_compiler(cache: Path, monkeyp
 def test_two_processes_build_at_once(cache: Path) -> None:
     """Both get a whole library, and it is one."""
     program = "from vgpu_agent.sim.build import build; print(build())"
-    together = [subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True) for _ in range(2)]
+    together = [
+        subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True)
+        for _ in range(2)
+    ]
 
     paths = {process.communicate()[0].strip() for process in together}
 
@@ -108,27 +126,40 @@ def test_without_a_compiler(cache: Path, tools: Path, monkeypatch: pytest.Monkey
     """One sentence with the remedy."""
     _no_ziglang(monkeypatch)
 
-    with pytest.raises(SimulationError, match=r"no C compiler found .* install one, for example with: pip install ziglang"):
+    with pytest.raises(
+        SimulationError,
+        match=r"no C compiler found .* install one, for example with: pip install ziglang",
+    ):
         building.build()
 
 
 def test_compilers_are_tried_in_order(tools: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """cc, gcc, clang, then ziglang from PyPI."""
     real = importlib.util.find_spec
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name, *more: real("os") if name == "ziglang" else real(name, *more))
+    monkeypatch.setattr(
+        importlib.util,
+        "find_spec",
+        lambda name, *more: real("os") if name == "ziglang" else real(name, *more),
+    )
     found = [building.compiler()]
     for name in ("clang", "gcc", "cc"):
         _script(tools / name, "exit 0")
         found.append(building.compiler())
 
-    assert found == [[sys.executable, "-m", "ziglang", "cc"], *([str(tools / name)] for name in ("clang", "gcc", "cc"))]
+    assert found == [
+        [sys.executable, "-m", "ziglang", "cc"],
+        *([str(tools / name)] for name in ("clang", "gcc", "cc")),
+    ]
 
 
 def test_a_compiler_that_fails(cache: Path, tools: Path) -> None:
     """Its complaint is in the error, and nothing half-made stays."""
     _script(tools / "cc", "echo 'stdio.h: No such file or directory' >&2; exit 4")
 
-    with pytest.raises(SimulationError, match=r"cannot compile the simulated driver \(exit 4\).*stdio.h: No such file"):
+    with pytest.raises(
+        SimulationError,
+        match=r"cannot compile the simulated driver \(exit 4\).*stdio.h: No such file",
+    ):
         building.build()
 
     assert list(cache.rglob(building.LIBRARY)) == []
@@ -147,11 +178,18 @@ def test_a_cache_that_cannot_be_written(tmp_path: Path, monkeypatch: pytest.Monk
     (tmp_path / "file").touch()
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
 
-    with pytest.raises(SimulationError, match=r"cannot write the simulated driver to .*; set XDG_CACHE_HOME to a writable directory"):
+    with pytest.raises(
+        SimulationError,
+        match=(
+            r"cannot write the simulated driver to .*; set XDG_CACHE_HOME to a writable directory"
+        ),
+    ):
         building.build()
 
 
-def test_the_cache_is_below_the_home_directory_by_default(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_the_cache_is_below_the_home_directory_by_default(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     """The XDG base directory specification names this default."""
     monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
     monkeypatch.setenv("HOME", str(tmp_path))
@@ -160,7 +198,8 @@ def test_the_cache_is_below_the_home_directory_by_default(monkeypatch: pytest.Mo
 
 
 @pytest.mark.skipif(
-    importlib.util.find_spec("ziglang") is None, reason="ziglang is only installed where there is no C compiler (dependency group compiler)"
+    importlib.util.find_spec("ziglang") is None,
+    reason="ziglang is only installed where there is no C compiler (dependency group compiler)",
 )
 def test_ziglang_compiles_it_too(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A compiler from PyPI, for machines without one."""

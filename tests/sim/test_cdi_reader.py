@@ -22,7 +22,11 @@ def lay(directory: Path, name: str = "a", **changes: Any) -> None:
         "mounts": [{"hostPath": "/h", "containerPath": "/c", "options": ["ro"]}],
         "deviceNodes": [{"path": "/dev/n"}],
     }
-    spec = {"cdiVersion": "0.6.0", "kind": KIND, "devices": [{"name": "one", "containerEdits": edits}]} | changes
+    spec = {
+        "cdiVersion": "0.6.0",
+        "kind": KIND,
+        "devices": [{"name": "one", "containerEdits": edits}],
+    } | changes
     (directory / f"{name}.json").write_text(json.dumps(spec))
 
 
@@ -44,7 +48,9 @@ def test_a_name_brings_its_edits_over_the_plugin_s(tmp_path: Path) -> None:
 def test_a_name_in_an_annotation_counts_as_well(tmp_path: Path) -> None:
     """For kubelets without the field."""
     lay(tmp_path)
-    made = messages.ContainerAllocateResponse(annotations={"cdi.k8s.io/x": f"{KIND}=one", "other": "ignored"})
+    made = messages.ContainerAllocateResponse(
+        annotations={"cdi.k8s.io/x": f"{KIND}=one", "other": "ignored"}
+    )
     assert received(made, tmp_path).environment == {"A": "spec=1"}
 
 
@@ -54,7 +60,12 @@ def test_a_runtime_without_cdi_ignores_names(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "said"), [(f"{KIND}=two", "unresolvable"), ("nonsense", "no qualified device name"), ("example.com/other=one", "unresolvable")]
+    ("name", "said"),
+    [
+        (f"{KIND}=two", "unresolvable"),
+        ("nonsense", "no qualified device name"),
+        ("example.com/other=one", "unresolvable"),
+    ],
 )
 def test_a_name_that_nobody_has_is_refused(tmp_path: Path, name: str, said: str) -> None:
     """The container does not start."""
@@ -63,8 +74,13 @@ def test_a_name_that_nobody_has_is_refused(tmp_path: Path, name: str, said: str)
         received(answer(name), tmp_path)
 
 
-@pytest.mark.parametrize("changes", [{"unknownField": 1}, {"devices": []}, {"devices": [{"name": "one", "containerEdits": {}}]}])
-def test_a_spec_that_no_runtime_would_take_is_refused(tmp_path: Path, changes: dict[str, Any]) -> None:
+@pytest.mark.parametrize(
+    "changes",
+    [{"unknownField": 1}, {"devices": []}, {"devices": [{"name": "one", "containerEdits": {}}]}],
+)
+def test_a_spec_that_no_runtime_would_take_is_refused(
+    tmp_path: Path, changes: dict[str, Any]
+) -> None:
     """One field too many, no device, or a device without any edit."""
     lay(tmp_path, **changes)
     with pytest.raises(SimulationError):
@@ -80,12 +96,17 @@ def test_two_specs_with_one_name_are_a_conflict(tmp_path: Path) -> None:
 
 
 def test_what_all_devices_of_a_spec_have_in_common_comes_once_and_first(tmp_path: Path) -> None:
-    """A variable of the device wins over the common one, as with a runtime, which applies the spec's edits before the device's."""
+    """A variable of the device wins over the common one, as with a runtime, which applies the
+    spec's edits before the device's.
+    """
     edits = {"env": ["A=device"], "deviceNodes": [{"path": "/dev/own"}]}
     spec = {
         "cdiVersion": "0.5.0",
         "kind": "vendor.com/gpu",
-        "containerEdits": {"env": ["A=common", "B=common"], "deviceNodes": [{"path": "/dev/control"}]},
+        "containerEdits": {
+            "env": ["A=common", "B=common"],
+            "deviceNodes": [{"path": "/dev/control"}],
+        },
         "devices": [{"name": "0", "containerEdits": edits}],
     }
     (tmp_path / "gpu.json").write_text(json.dumps(spec))

@@ -1,4 +1,6 @@
-"""The simulated cluster by itself: pods without devices go through the life that kubelet gives them."""
+"""The simulated cluster by itself: pods without devices go through the life
+that kubelet gives them.
+"""
 
 from __future__ import annotations
 
@@ -34,15 +36,22 @@ async def cluster(short: Path) -> AsyncIterator[SimulatedCluster]:
 
 
 async def test_containers_start_in_order(cluster: SimulatedCluster) -> None:
-    """A plain init container ends before the next one starts, a restartable one stays, and the status says so."""
+    """A plain init container ends before the next one starts, a restartable one stays,
+    and the status says so.
+    """
     cluster.create_pod("p", [{}, {}], init=[({}, False), ({}, True)], scheduler=DEFAULT)
     await cluster.running("p")
     assert [each.container for each in cluster.started] == ["init0", "init1", "c0", "c1"]
     status = cluster.pod("p")["status"]
-    assert ["terminated" in one["state"] for one in status["initContainerStatuses"]] == [True, False]
+    assert ["terminated" in one["state"] for one in status["initContainerStatuses"]] == [
+        True,
+        False,
+    ]
 
 
-async def test_a_crashed_container_starts_again_and_an_ended_pod_does_not(cluster: SimulatedCluster) -> None:
+async def test_a_crashed_container_starts_again_and_an_ended_pod_does_not(
+    cluster: SimulatedCluster,
+) -> None:
     """Restarts are counted; a finished pod keeps its object."""
     cluster.create_pod("p", {}, scheduler=DEFAULT)
     await cluster.running("p")
@@ -61,7 +70,10 @@ async def test_a_deleted_pod_goes_and_its_name_is_free(cluster: SimulatedCluster
     await cluster.until(lambda: not cluster.exists("p"))
     second = cluster.create_pod("p", {}, scheduler=DEFAULT)
     await cluster.running("p")
-    assert [each.pod_uid for each in cluster.started] == [first["metadata"]["uid"], second["metadata"]["uid"]]
+    assert [each.pod_uid for each in cluster.started] == [
+        first["metadata"]["uid"],
+        second["metadata"]["uid"],
+    ]
 
 
 async def test_an_image_that_is_pulled_holds_the_start(cluster: SimulatedCluster) -> None:

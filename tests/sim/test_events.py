@@ -152,7 +152,10 @@ def test_a_freed_set_is_refused(node: SimulatedNode) -> None:
 def test_events_of_another_process_come_too(tmp_path: Path) -> None:
     """The command line is another process than the agent."""
     node = simulated_node(tmp_path, gpus=1)
-    program = "import sys, pathlib; from vgpu_agent.sim.state import SimulatedNode as N; N.open(pathlib.Path(sys.argv[1])).xid(0, 62)"
+    program = (
+        "import sys, pathlib; from vgpu_agent.sim.state import SimulatedNode as N; "
+        "N.open(pathlib.Path(sys.argv[1])).xid(0, 62)"
+    )
     with nvml_on(node):
         events = _event_set(gpus=1)
         subprocess.run([sys.executable, "-c", program, str(node.directory)], check=True)

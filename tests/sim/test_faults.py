@@ -34,7 +34,12 @@ def test_a_fault_is_used_up(node: SimulatedNode) -> None:
     handle = pynvml.nvmlDeviceGetHandleByIndex(0)
     node.fault("nvmlDeviceGetMemoryInfo", code=UNKNOWN, times=2)
 
-    assert _failures(lambda: pynvml.nvmlDeviceGetMemoryInfo(handle), 4) == [True, True, False, False]
+    assert _failures(lambda: pynvml.nvmlDeviceGetMemoryInfo(handle), 4) == [
+        True,
+        True,
+        False,
+        False,
+    ]
 
 
 def test_a_fault_for_ever_ends_when_it_is_cleared(node: SimulatedNode) -> None:
@@ -66,12 +71,16 @@ def test_a_look_up_uses_a_fault_up_once(node: SimulatedNode) -> None:
 
 
 def test_a_name_means_all_its_versions_and_nothing_else(node: SimulatedNode) -> None:
-    """``nvmlDeviceGetMemoryInfo`` is also ``…_v2``, and is not ``nvmlDeviceGetMemoryErrorCounter``."""
+    """``nvmlDeviceGetMemoryInfo`` is also ``…_v2``,
+    and is not ``nvmlDeviceGetMemoryErrorCounter``.
+    """
     handle = pynvml.nvmlDeviceGetHandleByIndex(0)
     node.fault("nvmlDeviceGetMemoryInfo", code=UNKNOWN)
     node.fault("nvmlDeviceGetName*", code=pynvml.NVML_ERROR_GPU_IS_LOST)
 
-    assert _failures(lambda: pynvml.nvmlDeviceGetMemoryInfo(handle, version=pynvml.nvmlMemory_v2), 1) == [True]
+    assert _failures(
+        lambda: pynvml.nvmlDeviceGetMemoryInfo(handle, version=pynvml.nvmlMemory_v2), 1
+    ) == [True]
     assert _failures(lambda: pynvml.nvmlDeviceGetMemoryErrorCounter(handle, 0, 0, 2), 1) == [False]
     with pytest.raises(pynvml.NVMLError_GpuIsLost):
         pynvml.nvmlDeviceGetName(handle)
@@ -162,15 +171,18 @@ def test_a_fault_is_counted_among_all_processes(node: SimulatedNode) -> None:
     """Five times are five times, whichever calls meet them."""
     node.fault("nvmlDeviceGetCount", code=UNKNOWN, times=5)
     program = (
-        "import sys, pathlib; from vgpu_agent.sim.preload import preload; preload(pathlib.Path(sys.argv[1]))\n"
-        "import pynvml; pynvml.nvmlInit(); failed = 0\n"
-        "for _ in range(3):\n"
-        "    try: pynvml.nvmlDeviceGetCount()\n"
-        "    except pynvml.NVMLError: failed += 1\n"
-        "print(failed)"
+        "import sys, pathlib; from vgpu_agent.sim.preload import preload; "
+        "preload(pathlib.Path(sys.argv[1]))\nimport pynvml; pynvml.nvmlInit(); failed = 0\n"
+        "for _ in range(3):\n    try: pynvml.nvmlDeviceGetCount()\n"
+        "    except pynvml.NVMLError: failed += 1\nprint(failed)"
     )
 
-    elsewhere = subprocess.run([sys.executable, "-c", program, str(node.directory)], capture_output=True, text=True, check=True).stdout
+    elsewhere = subprocess.run(
+        [sys.executable, "-c", program, str(node.directory)],
+        capture_output=True,
+        text=True,
+        check=True,
+    ).stdout
 
     assert elsewhere.strip() == "3"
     assert _failures(pynvml.nvmlDeviceGetCount, 4) == [True, True, False, False]
@@ -179,7 +191,10 @@ def test_a_fault_is_counted_among_all_processes(node: SimulatedNode) -> None:
 @pytest.mark.parametrize(
     ("arguments", "complaint"),
     [
-        ({"function": "nvmlDeviceGetMemroyInfo", "code": 1}, "NVML has no function 'nvmlDeviceGetMemroyInfo'"),
+        (
+            {"function": "nvmlDeviceGetMemroyInfo", "code": 1},
+            "NVML has no function 'nvmlDeviceGetMemroyInfo'",
+        ),
         ({"function": "cuInit", "code": 1}, "NVML has no function 'cuInit'"),
         ({"function": "nvmlNo*", "code": 1}, "NVML has no function"),
         ({"function": "nvmlInit"}, "needs a code or a delay"),
@@ -188,7 +203,9 @@ def test_a_fault_is_counted_among_all_processes(node: SimulatedNode) -> None:
     ],
     ids=str,
 )
-def test_a_fault_that_could_never_happen_is_refused(node: SimulatedNode, arguments: dict[str, object], complaint: str) -> None:
+def test_a_fault_that_could_never_happen_is_refused(
+    node: SimulatedNode, arguments: dict[str, object], complaint: str
+) -> None:
     """A misspelt fault would look like an agent that copes with it."""
     with pytest.raises(SimulationError, match=complaint):
         node.fault(**arguments)  # type: ignore[arg-type]  # parametrised

@@ -28,7 +28,10 @@ def test_ecc_counts(node: SimulatedNode, handle: pynvml.c_nvmlDevice_t) -> None:
 
     counts = [
         pynvml.nvmlDeviceGetTotalEccErrors(handle, error, counter)
-        for error in (pynvml.NVML_MEMORY_ERROR_TYPE_CORRECTED, pynvml.NVML_MEMORY_ERROR_TYPE_UNCORRECTED)
+        for error in (
+            pynvml.NVML_MEMORY_ERROR_TYPE_CORRECTED,
+            pynvml.NVML_MEMORY_ERROR_TYPE_UNCORRECTED,
+        )
         for counter in (pynvml.NVML_VOLATILE_ECC, pynvml.NVML_AGGREGATE_ECC)
     ]
 
@@ -71,24 +74,34 @@ def test_retired_pages_of_volta(nvml_node: NodeFactory) -> None:
         ("drain-and-reset", pynvml.NVML_GPU_RECOVERY_ACTION_DRAIN_AND_RESET),
     ],
 )
-def test_the_recovery_action_is_a_field_value(node: SimulatedNode, handle: pynvml.c_nvmlDevice_t, action: str, code: int) -> None:
+def test_the_recovery_action_is_a_field_value(
+    node: SimulatedNode, handle: pynvml.c_nvmlDevice_t, action: str, code: int
+) -> None:
     """The field says what the driver asks for before the card can be used again."""
     node.recovery_action(0, action)
 
     assert _field(handle, pynvml.NVML_FI_DEV_GET_GPU_RECOVERY_ACTION) == (0, code)
 
 
-def test_a_driver_that_does_not_know_the_recovery_action(node: SimulatedNode, handle: pynvml.c_nvmlDevice_t) -> None:
+def test_a_driver_that_does_not_know_the_recovery_action(
+    node: SimulatedNode, handle: pynvml.c_nvmlDevice_t
+) -> None:
     """The call succeeds, the field does not."""
     node.recovery_action(0, "unsupported")
 
-    assert _field(handle, pynvml.NVML_FI_DEV_GET_GPU_RECOVERY_ACTION)[0] == pynvml.NVML_ERROR_NOT_SUPPORTED
+    assert (
+        _field(handle, pynvml.NVML_FI_DEV_GET_GPU_RECOVERY_ACTION)[0]
+        == pynvml.NVML_ERROR_NOT_SUPPORTED
+    )
     assert _field(handle, 9999)[0] == pynvml.NVML_ERROR_NOT_SUPPORTED
 
 
 def test_an_unknown_recovery_action_is_refused(node: SimulatedNode) -> None:
     """With those there are."""
-    with pytest.raises(SimulationError, match=f"unknown recovery action 'pray'; there are {', '.join(RECOVERY_ACTIONS)}"):
+    with pytest.raises(
+        SimulationError,
+        match=f"unknown recovery action 'pray'; there are {', '.join(RECOVERY_ACTIONS)}",
+    ):
         node.recovery_action(0, "pray")
 
 
@@ -101,14 +114,24 @@ def test_temperature_and_its_limits(node: SimulatedNode, handle: pynvml.c_nvmlDe
     limits = [pynvml.nvmlDeviceGetTemperatureThreshold(handle, threshold) for threshold in range(4)]
     assert limits == [92, 89, 95, 85]
     with pytest.raises(pynvml.NVMLError_NotSupported):
-        pynvml.nvmlDeviceGetTemperatureThreshold(handle, pynvml.NVML_TEMPERATURE_THRESHOLD_ACOUSTIC_CURR)
+        pynvml.nvmlDeviceGetTemperatureThreshold(
+            handle, pynvml.NVML_TEMPERATURE_THRESHOLD_ACOUSTIC_CURR
+        )
 
 
-def test_power_and_clocks_follow_the_utilisation(node: SimulatedNode, handle: pynvml.c_nvmlDevice_t) -> None:
+def test_power_and_clocks_follow_the_utilisation(
+    node: SimulatedNode, handle: pynvml.c_nvmlDevice_t
+) -> None:
     """Idle draws little at low clocks, full load draws the limit at high ones."""
-    idle = (pynvml.nvmlDeviceGetPowerUsage(handle), pynvml.nvmlDeviceGetClockInfo(handle, pynvml.NVML_CLOCK_SM))
+    idle = (
+        pynvml.nvmlDeviceGetPowerUsage(handle),
+        pynvml.nvmlDeviceGetClockInfo(handle, pynvml.NVML_CLOCK_SM),
+    )
     node.utilisation(0, 100)
-    busy = (pynvml.nvmlDeviceGetPowerUsage(handle), pynvml.nvmlDeviceGetClockInfo(handle, pynvml.NVML_CLOCK_SM))
+    busy = (
+        pynvml.nvmlDeviceGetPowerUsage(handle),
+        pynvml.nvmlDeviceGetClockInfo(handle, pynvml.NVML_CLOCK_SM),
+    )
 
     assert (idle, busy) == ((60_000, 210), (400_000, 1410))
     assert pynvml.nvmlDeviceGetEnforcedPowerLimit(handle) == 400_000

@@ -16,8 +16,12 @@ from vgpu_agent.sim.preload import STATE_VARIABLE
 from vgpu_agent.sim.state import SimulatedNode
 
 
-def test_without_a_state_file_there_is_no_driver(node: SimulatedNode, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A real library says so where no driver is loaded, so the agent's "no GPU" path is tested for real."""
+def test_without_a_state_file_there_is_no_driver(
+    node: SimulatedNode, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A real library says so where no driver is loaded,
+    so the agent's "no GPU" path is tested for real.
+    """
     pynvml.nvmlShutdown()
     monkeypatch.delenv(STATE_VARIABLE)
 
@@ -25,7 +29,9 @@ def test_without_a_state_file_there_is_no_driver(node: SimulatedNode, monkeypatc
         pynvml.nvmlInit()
 
 
-def test_a_file_that_is_no_state_is_no_driver(node: SimulatedNode, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_file_that_is_no_state_is_no_driver(
+    node: SimulatedNode, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The library maps only what has its own magic and layout."""
     pynvml.nvmlShutdown()
     (tmp_path / "junk").write_bytes(os.urandom(1_000_000))
@@ -47,7 +53,9 @@ def test_calls_before_init_and_after_shutdown_say_uninitialised(node: SimulatedN
 
 
 def test_another_node_after_a_full_shutdown(tmp_path: Path) -> None:
-    """The library looks for its file at each first nvmlInit, so one process can see several nodes one after another."""
+    """The library looks for its file at each first nvmlInit,
+    so one process can see several nodes one after another.
+    """
     first = simulated_node(tmp_path / "first", gpus=1)
     second = simulated_node(tmp_path / "second", gpus=3)
 
@@ -78,7 +86,10 @@ def test_a_model_shows_what_its_table_says(nvml_node: NodeFactory, model: Model)
     assert pynvml.nvmlDeviceGetMemoryInfo(handle).total == model.memory_mib << 20
     assert pynvml.nvmlDeviceGetArchitecture(handle) == model.architecture
     assert pynvml.nvmlDeviceGetBrand(handle) == model.brand
-    assert pynvml.nvmlDeviceGetNumGpuCores(handle) == model.multiprocessors * model.cores_per_multiprocessor
+    assert (
+        pynvml.nvmlDeviceGetNumGpuCores(handle)
+        == model.multiprocessors * model.cores_per_multiprocessor
+    )
     assert pynvml.nvmlDeviceGetBAR1MemoryInfo(handle).bar1Total == model.bar1_mib << 20
     assert pynvml.nvmlDeviceGetCurrPcieLinkGeneration(handle) == model.pcie_generation
 
@@ -115,7 +126,9 @@ def test_given_uuids_are_the_gpus_uuids(nvml_node: NodeFactory) -> None:
     uuids = ["GPU-aaaaaaaa-0000-4000-8000-000000000000", "GPU-bbbbbbbb-0000-4000-8000-000000000001"]
     nvml_node("A100-SXM4-40GB", 2, uuids=uuids)
 
-    assert [pynvml.nvmlDeviceGetUUID(pynvml.nvmlDeviceGetHandleByIndex(index)) for index in range(2)] == uuids
+    assert [
+        pynvml.nvmlDeviceGetUUID(pynvml.nvmlDeviceGetHandleByIndex(index)) for index in range(2)
+    ] == uuids
 
 
 @pytest.mark.parametrize(
@@ -126,10 +139,15 @@ def test_given_uuids_are_the_gpus_uuids(nvml_node: NodeFactory) -> None:
         (lambda: pynvml.nvmlDeviceGetHandleBySerial("0"), pynvml.NVMLError_NotFound),
         (lambda: pynvml.nvmlDeviceGetHandleByPciBusId("0000:FE:00.0"), pynvml.NVMLError_NotFound),
         (lambda: pynvml.nvmlDeviceGetHandleByPciBusId("junk"), pynvml.NVMLError_InvalidArgument),
-        (lambda: pynvml.nvmlDeviceGetName(pynvml.c_nvmlDevice_t()), pynvml.NVMLError_InvalidArgument),
+        (
+            lambda: pynvml.nvmlDeviceGetName(pynvml.c_nvmlDevice_t()),
+            pynvml.NVMLError_InvalidArgument,
+        ),
     ],
 )
-def test_what_is_not_there(node: SimulatedNode, call: Callable[[], object], error: type[Exception]) -> None:
+def test_what_is_not_there(
+    node: SimulatedNode, call: Callable[[], object], error: type[Exception]
+) -> None:
     """Wrong arguments and absent GPUs are different errors."""
     with pytest.raises(error):
         call()

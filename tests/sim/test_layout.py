@@ -25,14 +25,20 @@ STRUCTURES = {
 
 
 def _fields_in_c(structure: str) -> list[str]:
-    body = re.search(rf"struct {structure} {{(.*?)\n}};", re.sub(r"/\*.*?\*/", "", HEADER.read_text(), flags=re.DOTALL), re.DOTALL)
+    body = re.search(
+        rf"struct {structure} {{(.*?)\n}};",
+        re.sub(r"/\*.*?\*/", "", HEADER.read_text(), flags=re.DOTALL),
+        re.DOTALL,
+    )
     assert body is not None
     return re.findall(r"(\w+)(?:\[\w+\])*;", body[1])
 
 
 def _constants_in_c() -> dict[str, int]:
     text = re.sub(r"/\*.*?\*/", "", HEADER.read_text(), flags=re.DOTALL)
-    pairs = re.findall(r"\b(SIM_\w+) = (\d+)", text) + re.findall(r"#define (SIM_\w+) +(0x\w+)", text)
+    pairs = re.findall(r"\b(SIM_\w+) = (\d+)", text) + re.findall(
+        r"#define (SIM_\w+) +(0x\w+)", text
+    )
     return {name: int(re.sub(r"(?i)[ul]+$", "", value), 0) for name, value in pairs}
 
 

@@ -11,7 +11,10 @@ from vgpu_agent.sim.state import SimulatedNode
 
 
 def _uuids() -> list[str]:
-    return [pynvml.nvmlDeviceGetUUID(pynvml.nvmlDeviceGetHandleByIndex(index)) for index in range(pynvml.nvmlDeviceGetCount())]
+    return [
+        pynvml.nvmlDeviceGetUUID(pynvml.nvmlDeviceGetHandleByIndex(index))
+        for index in range(pynvml.nvmlDeviceGetCount())
+    ]
 
 
 def test_a_lost_gpu_is_counted_and_cannot_be_looked_up(node: SimulatedNode) -> None:
@@ -38,7 +41,11 @@ def test_a_lost_gpu_still_tells_old_handles_who_it_was(node: SimulatedNode) -> N
     assert pynvml.nvmlDeviceGetUUID(handle) == node.uuids[1]
     assert pynvml.nvmlDeviceGetMinorNumber(handle) == 1
     assert pynvml.nvmlDeviceGetPciInfo(handle).bus == 0x0F
-    for query in (pynvml.nvmlDeviceGetMemoryInfo, pynvml.nvmlDeviceGetComputeRunningProcesses_v3, pynvml.nvmlDeviceGetMigMode):
+    for query in (
+        pynvml.nvmlDeviceGetMemoryInfo,
+        pynvml.nvmlDeviceGetComputeRunningProcesses_v3,
+        pynvml.nvmlDeviceGetMigMode,
+    ):
         with pytest.raises(pynvml.NVMLError_GpuIsLost):
             query(handle)
     with pytest.raises(pynvml.NVMLError_GpuIsLost):
@@ -79,7 +86,10 @@ def test_after_initialisation_an_unplugged_gpu_is_gone(node: SimulatedNode) -> N
     pynvml.nvmlShutdown()
     pynvml.nvmlInit()
 
-    minors = [pynvml.nvmlDeviceGetMinorNumber(pynvml.nvmlDeviceGetHandleByIndex(index)) for index in range(3)]
+    minors = [
+        pynvml.nvmlDeviceGetMinorNumber(pynvml.nvmlDeviceGetHandleByIndex(index))
+        for index in range(3)
+    ]
 
     assert pynvml.nvmlDeviceGetCount() == 3
     assert minors == [0, 2, 3]
@@ -104,7 +114,9 @@ def test_a_plugged_gpu_is_back_after_initialisation(node: SimulatedNode) -> None
 def test_a_lost_gpu_can_still_raise_an_event(node: SimulatedNode) -> None:
     """A real one does so with its last XID."""
     events = pynvml.nvmlEventSetCreate()
-    pynvml.nvmlDeviceRegisterEvents(pynvml.nvmlDeviceGetHandleByIndex(1), pynvml.nvmlEventTypeXidCriticalError, events)
+    pynvml.nvmlDeviceRegisterEvents(
+        pynvml.nvmlDeviceGetHandleByIndex(1), pynvml.nvmlEventTypeXidCriticalError, events
+    )
     node.lose(1)
     node.xid(1, 79)
 

@@ -52,7 +52,9 @@ def test_a_model_without_mig(nvml_node: NodeFactory) -> None:
     with pytest.raises(pynvml.NVMLError_NotSupported):
         pynvml.nvmlDeviceGetMigMode(handle)
     assert pynvml.nvmlDeviceGetMaxMigDeviceCount(handle) == 0
-    with pytest.raises(SimulationError, match="Tesla T4 cannot be cut into MIG instances; choose an A100"):
+    with pytest.raises(
+        SimulationError, match="Tesla T4 cannot be cut into MIG instances; choose an A100"
+    ):
         node.set_mig(0, ["1g.5gb"])
 
 
@@ -77,10 +79,20 @@ def test_instances_say_who_they_are(node: SimulatedNode, parent: pynvml.c_nvmlDe
 
 
 def test_instances_say_what_they_have(parent: pynvml.c_nvmlDevice_t) -> None:
-    """Slices, multiprocessors and memory. A compute instance of one slice has a part of the multiprocessors and all of the memory."""
+    """Slices, multiprocessors and memory. A compute instance of one slice has a part of the
+    multiprocessors and all of the memory.
+    """
     attributes = [pynvml.nvmlDeviceGetAttributes_v2(each) for each in _instances(parent)]
 
-    assert [(a.gpuInstanceSliceCount, a.computeInstanceSliceCount, a.multiprocessorCount, a.memorySizeMB) for a in attributes] == [
+    assert [
+        (
+            a.gpuInstanceSliceCount,
+            a.computeInstanceSliceCount,
+            a.multiprocessorCount,
+            a.memorySizeMB,
+        )
+        for a in attributes
+    ] == [
         (3, 3, 42, 40192),
         (2, 1, 14, 19968),
         (1, 1, 14, 9728),
@@ -90,7 +102,9 @@ def test_instances_say_what_they_have(parent: pynvml.c_nvmlDevice_t) -> None:
 
 def test_a_process_in_an_instance(node: SimulatedNode, parent: pynvml.c_nvmlDevice_t) -> None:
     """The parent lists it with its ids. Only its own instance lists it and loses the memory."""
-    node.add_process(0, 100, ProcessUse(memory_mib=500, sm_percent=50, gpu_instance=1, compute_instance=0))
+    node.add_process(
+        0, 100, ProcessUse(memory_mib=500, sm_percent=50, gpu_instance=1, compute_instance=0)
+    )
     half, quarter, _ = _instances(parent)
 
     rows = pynvml.nvmlDeviceGetComputeRunningProcesses_v3(parent)
@@ -114,7 +128,9 @@ def test_a_cut_gpu_does_not_report_utilisation(parent: pynvml.c_nvmlDevice_t) ->
 
 
 def test_gpu_and_compute_instances_by_id(parent: pynvml.c_nvmlDevice_t) -> None:
-    """The way NVIDIA's plugin walks: instance, its profile, its compute instance, that one's profile."""
+    """The way NVIDIA's plugin walks: instance, its profile, its compute instance,
+    that one's profile.
+    """
     instance = pynvml.nvmlDeviceGetGpuInstanceById(parent, 5)
     info = pynvml.nvmlGpuInstanceGetInfo(instance)
     compute = pynvml.nvmlGpuInstanceGetComputeInstanceById(instance, 0)
@@ -148,7 +164,9 @@ def test_the_profile_table_comes_through(nvml_node: NodeFactory, model: Model) -
         info = pynvml.nvmlDeviceGetGpuInstanceProfileInfo(handle, profile.profile)
         count = ctypes.c_uint(8)
         places = (pynvml.c_nvmlGpuInstancePlacement_t * 8)()
-        pynvml.nvmlDeviceGetGpuInstancePossiblePlacements(handle, profile.id, places, ctypes.byref(count))
+        pynvml.nvmlDeviceGetGpuInstancePossiblePlacements(
+            handle, profile.id, places, ctypes.byref(count)
+        )
         assert (info.id, info.sliceCount, info.instanceCount, info.memorySizeMB) == (
             profile.id,
             profile.slices,
@@ -187,23 +205,41 @@ def test_seven_small_instances_have_the_numbers_of_the_contract(nvml_node: NodeF
 
     instances = _instances(pynvml.nvmlDeviceGetHandleByIndex(1))
 
-    assert [pynvml.nvmlDeviceGetGpuInstanceId(each) for each in instances] == [7, 8, 9, 10, 11, 12, 13]
+    assert [pynvml.nvmlDeviceGetGpuInstanceId(each) for each in instances] == [
+        7,
+        8,
+        9,
+        10,
+        11,
+        12,
+        13,
+    ]
     assert [pynvml.nvmlDeviceGetUUID(each) for each in instances] == uuids
 
 
 def test_profiles_with_suffixes(nvml_node: NodeFactory) -> None:
-    """nvidia §3: +me, +gfx, +me.all and -me are part of the profile's name, and of the instance's."""
+    """nvidia §3: +me, +gfx, +me.all and -me are part of the profile's name,
+    and of the instance's.
+    """
     node = nvml_node("RTX-PRO-6000", 1)
     profiles = ["1g.24gb+me.all", "1g.24gb-me", "2g.48gb+gfx"]
     node.set_mig(0, profiles)
 
-    names = [pynvml.nvmlDeviceGetName(each) for each in _instances(pynvml.nvmlDeviceGetHandleByIndex(0))]
+    names = [
+        pynvml.nvmlDeviceGetName(each) for each in _instances(pynvml.nvmlDeviceGetHandleByIndex(0))
+    ]
 
     assert [name.partition(" MIG ")[2] for name in names] == profiles
 
 
-@pytest.mark.parametrize("order", [["1g.10gb", "1g.10gb", "1g.10gb", "4g.40gb"], ["2g.20gb", "1g.20gb", "4g.40gb"]], ids=str)
-def test_the_order_of_profiles_does_not_decide_what_fits(node: SimulatedNode, order: list[str]) -> None:
+@pytest.mark.parametrize(
+    "order",
+    [["1g.10gb", "1g.10gb", "1g.10gb", "4g.40gb"], ["2g.20gb", "1g.20gb", "4g.40gb"]],
+    ids=str,
+)
+def test_the_order_of_profiles_does_not_decide_what_fits(
+    node: SimulatedNode, order: list[str]
+) -> None:
     """The large ones are placed first, whatever was named first."""
     node.set_mig(0, order)
 
@@ -221,7 +257,9 @@ def test_the_order_of_profiles_does_not_decide_what_fits(node: SimulatedNode, or
     ],
     ids=str,
 )
-def test_what_does_not_fit_is_refused_and_changes_nothing(node: SimulatedNode, profiles: list[str], complaint: str) -> None:
+def test_what_does_not_fit_is_refused_and_changes_nothing(
+    node: SimulatedNode, profiles: list[str], complaint: str
+) -> None:
     """One sentence names the request, and the old instances stay."""
     node.set_mig(0, ["7g.80gb"])
 

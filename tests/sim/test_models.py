@@ -35,7 +35,9 @@ def test_a_model_is_found_in_any_case() -> None:
 
 def test_an_unknown_model_is_refused_with_those_there_are() -> None:
     """One sentence."""
-    with pytest.raises(SimulationError, match="unknown GPU model 'RTX 3'; there are T4, V100-SXM2-32GB, A10"):
+    with pytest.raises(
+        SimulationError, match="unknown GPU model 'RTX 3'; there are T4, V100-SXM2-32GB, A10"
+    ):
         model_of("RTX 3")
 
 
@@ -43,7 +45,11 @@ def test_an_unknown_model_is_refused_with_those_there_are() -> None:
 def test_limits_are_in_order(model: Model) -> None:
     """Idle below limit, slowdown below shutdown, reserved below total."""
     assert model.power_watts["idle"] < model.power_watts["minimum"] <= model.power_watts["maximum"]
-    assert model.temperature_limits["gpu_max"] < model.temperature_limits["slowdown"] < model.temperature_limits["shutdown"]
+    assert (
+        model.temperature_limits["gpu_max"]
+        < model.temperature_limits["slowdown"]
+        < model.temperature_limits["shutdown"]
+    )
     assert 0 < model.reserved_mib < model.memory_mib // 10
     assert all(idle <= most for idle, most in zip(model.clocks_idle, model.clocks_max, strict=True))
 
@@ -56,7 +62,9 @@ def test_row_remapping_came_with_ampere(model: Model) -> None:
 
 @EVERY
 def test_mig_tables_fit_the_card(model: Model) -> None:
-    """A profile's instances together have no more than the card, and its places are as many as its instances need."""
+    """A profile's instances together have no more than the card,
+    and its places are as many as its instances need.
+    """
     for profile in model.mig:
         assert profile.profile < PROFILES
         assert profile.instances <= len(profile.starts)
@@ -75,7 +83,10 @@ def test_wiring_is_mutual_and_within_the_links_there_are(model: Model, gpus: int
 
     assert len(wires) == gpus
     assert all(len(row) <= model.nvlink_count <= LINKS for row in wires)
-    between = [[sum(wire == links.Wire(links.TO_GPU, peer) for wire in row) for peer in range(gpus)] for row in wires]
+    between = [
+        [sum(wire == links.Wire(links.TO_GPU, peer) for wire in row) for peer in range(gpus)]
+        for row in wires
+    ]
     assert between == [list(column) for column in zip(*between, strict=True)]
 
 

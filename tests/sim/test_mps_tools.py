@@ -1,4 +1,6 @@
-"""The stand-ins of NVIDIA's MPS control binary and of nvidia-smi behave like the real ones as far as a supervisor can tell."""
+"""The stand-ins of NVIDIA's MPS control binary and
+of nvidia-smi behave like the real ones as far as a supervisor can tell.
+"""
 
 from __future__ import annotations
 
@@ -27,10 +29,23 @@ class _Node:
         self.pipe.mkdir()
         self.log.mkdir()
 
-    def run(self, *arguments: str, commands: str = "", seconds: float = PATIENCE_SECONDS) -> subprocess.CompletedProcess[str]:
-        environment = {"CUDA_MPS_PIPE_DIRECTORY": str(self.pipe), "CUDA_MPS_LOG_DIRECTORY": str(self.log)}
+    def run(
+        self, *arguments: str, commands: str = "", seconds: float = PATIENCE_SECONDS
+    ) -> subprocess.CompletedProcess[str]:
+        environment = {
+            "CUDA_MPS_PIPE_DIRECTORY": str(self.pipe),
+            "CUDA_MPS_LOG_DIRECTORY": str(self.log),
+        }
         program = [str(self.tools.control), *arguments]
-        return subprocess.run(program, input=commands, env=environment, capture_output=True, text=True, timeout=seconds, check=False)
+        return subprocess.run(
+            program,
+            input=commands,
+            env=environment,
+            capture_output=True,
+            text=True,
+            timeout=seconds,
+            check=False,
+        )
 
     def ask(self, command: str) -> str:
         done = self.run(commands=command + "\n")
@@ -40,14 +55,18 @@ class _Node:
 
 @pytest.fixture
 def node(tmp_path: Path) -> Iterator[_Node]:
-    """Simulated GPUs, the tools, and directories for one daemon, which does not outlive the test."""
+    """Simulated GPUs, the tools, and directories for one daemon,
+    which does not outlive the test.
+    """
     made = _Node(tmp_path)
     yield made
     end_daemon(made.pipe)
 
 
 def test_a_daemon_starts_once_and_keeps_what_it_is_told(node: _Node) -> None:
-    """-d returns while a daemon serves the pipe. Defaults are 100 percent and no memory limit. A second daemon is refused."""
+    """-d returns while a daemon serves the pipe. Defaults are 100 percent and no memory limit.
+    A second daemon is refused.
+    """
     assert node.run("-d").returncode == 0
     assert node.ask("get_default_active_thread_percentage") == "100.0\n"
     assert node.ask("set_default_active_thread_percentage 25") == "25.0\n"
@@ -55,12 +74,17 @@ def test_a_daemon_starts_once_and_keeps_what_it_is_told(node: _Node) -> None:
     assert node.ask("get_default_active_thread_percentage") == "25.0\n"
     assert node.ask("get_default_device_pinned_mem_limit 0") == "10240M\n"
     again = node.run("-d")
-    assert (again.returncode, again.stderr) == (1, "An instance of this daemon is already running\n")
+    assert (again.returncode, again.stderr) == (
+        1,
+        "An instance of this daemon is already running\n",
+    )
     assert "Cmd:set_default_active_thread_percentage 25" in (node.log / "control.log").read_text()
 
 
 def test_without_a_daemon_commands_fail(node: _Node) -> None:
-    """Before the start, after a kill (which leaves the socket behind) and after quit the binary finds no daemon. It can start again."""
+    """Before the start, after a kill (which leaves the socket behind) and after quit the binary
+    finds no daemon. It can start again.
+    """
     missing = (1, "Cannot find MPS control daemon process\n")
     before = node.run(commands="get_server_list\n")
     node.run("-d")
@@ -74,7 +98,9 @@ def test_without_a_daemon_commands_fail(node: _Node) -> None:
 
 
 def test_clients_get_the_limits_of_their_server_and_die_with_it(node: _Node) -> None:
-    """The first client starts the server, which keeps the defaults of that moment. Both are listed. When the daemon dies, all do."""
+    """The first client starts the server, which keeps the defaults of that moment. Both are listed.
+    When the daemon dies, all do.
+    """
     node.run("-d")
     node.ask("set_default_active_thread_percentage 25")
     first = node.tools.client(node.pipe)
@@ -85,7 +111,9 @@ def test_clients_get_the_limits_of_their_server_and_die_with_it(node: _Node) -> 
     assert second.stdout is not None
     assert second.stdout.readline() == "threads=25.0 memory=\n"
     server = node.ask("get_server_list").strip()
-    assert sorted(node.ask(f"get_client_list {server}").split()) == sorted([str(first.pid), str(second.pid)])
+    assert sorted(node.ask(f"get_client_list {server}").split()) == sorted(
+        [str(first.pid), str(second.pid)]
+    )
     second.terminate()
     second.communicate()
     end_daemon(node.pipe)
@@ -99,17 +127,33 @@ def test_each_call_is_written_down(node: _Node) -> None:
     node.run("-d")
     node.ask("get_server_list")
     calls = node.tools.calls
-    assert [(call["arguments"], call["commands"]) for call in calls] == [(["-d"], []), ([], ["get_server_list"])]
-    assert calls[0]["environment"] == {"CUDA_MPS_PIPE_DIRECTORY": str(node.pipe), "CUDA_MPS_LOG_DIRECTORY": str(node.log)}
+    assert [(call["arguments"], call["commands"]) for call in calls] == [
+        (["-d"], []),
+        ([], ["get_server_list"]),
+    ]
+    assert calls[0]["environment"] == {
+        "CUDA_MPS_PIPE_DIRECTORY": str(node.pipe),
+        "CUDA_MPS_LOG_DIRECTORY": str(node.log),
+    }
 
 
 def test_commands_can_be_told_to_misbehave(node: _Node) -> None:
-    """Refusing, printing nonsense, crashing, forgetting and hanging, each for one command and until further notice."""
+    """Refusing, printing nonsense, crashing, forgetting and hanging,
+    each for one command and until further notice.
+    """
     node.run("-d")
-    node.tools.misbehave(quit="refuse", get_server_list="nonsense", get_client_list="crash", set_default_active_thread_percentage="forget")
+    node.tools.misbehave(
+        quit="refuse",
+        get_server_list="nonsense",
+        get_client_list="crash",
+        set_default_active_thread_percentage="forget",
+    )
     assert node.run(commands="quit\n").returncode == 1
     assert "lorem" in node.run(commands="get_server_list\n").stdout
-    assert node.run(commands="get_client_list 1\n").returncode in (-signal.SIGSEGV, 128 + signal.SIGSEGV)
+    assert node.run(commands="get_client_list 1\n").returncode in (
+        -signal.SIGSEGV,
+        128 + signal.SIGSEGV,
+    )
     node.ask("set_default_active_thread_percentage 25")
     assert node.ask("get_default_active_thread_percentage") == "100.0\n"
     node.tools.misbehave(get_server_list="hang")
@@ -120,7 +164,9 @@ def test_commands_can_be_told_to_misbehave(node: _Node) -> None:
 
 
 def test_a_start_can_fail_or_be_followed_by_a_death(node: _Node) -> None:
-    """A daemon that refuses to start says why. One that crashes at once has answered its start with success."""
+    """A daemon that refuses to start says why.
+    One that crashes at once has answered its start with success.
+    """
     node.tools.misbehave(start="refuse")
     assert node.run("-d").returncode == 1
     node.tools.misbehave(start="crash")
@@ -140,7 +186,9 @@ def test_a_daemon_whose_node_was_deleted_ends(node: _Node) -> None:
 
 @pytest.mark.parametrize("text", ["-1", "0", "1", "ourselves", ""])
 def test_only_the_stand_in_is_taken_for_the_daemon(tmp_path: Path, text: str) -> None:
-    """The caller kills that pid, and -1 is every process of the machine. So a file that names anything else names no process."""
+    """The caller kills that pid, and -1 is every process of the machine. So a file that names
+    anything else names no process.
+    """
     (tmp_path / PID_FILE).write_text(text.replace("ourselves", str(os.getpid())))
     assert daemon_pid(tmp_path) is None
 
@@ -154,11 +202,19 @@ def test_memory_limits_can_be_shown_in_whole_gib(node: _Node) -> None:
 
 
 def test_nvidia_smi_sets_the_compute_mode_that_nvml_shows(node: _Node) -> None:
-    """The mode goes into the simulated node's state. A GPU that is not there is refused as the real tool does."""
+    """The mode goes into the simulated node's state.
+    A GPU that is not there is refused as the real tool does.
+    """
     uuid = node.gpus.uuids[1]
 
     def smi(*arguments: str) -> subprocess.CompletedProcess[str]:
-        return subprocess.run([str(node.tools.smi), *arguments], capture_output=True, text=True, timeout=PATIENCE_SECONDS, check=False)
+        return subprocess.run(
+            [str(node.tools.smi), *arguments],
+            capture_output=True,
+            text=True,
+            timeout=PATIENCE_SECONDS,
+            check=False,
+        )
 
     assert smi("-i", uuid, "-c", "EXCLUSIVE_PROCESS").returncode == 0
     shown = SimulatedNode.open(node.gpus.directory)

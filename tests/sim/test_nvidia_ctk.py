@@ -1,4 +1,6 @@
-"""The stand-in for nvidia-ctk says of simulated GPUs what the real tool says of real ones, and misbehaves on request."""
+"""The stand-in for nvidia-ctk says of simulated GPUs what the real tool says of real ones,
+and misbehaves on request.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,16 @@ def node(tmp_path: Path) -> SimulatedNode:
 
 def _arguments(node: SimulatedNode, *more: str) -> list[str]:
     roots = [f"--driver-root={node.directory}", f"--dev-root={node.directory}"]
-    return ["cdi", "generate", "--mode=auto", "--vendor=v.com", "--class=gpu", "--device-name-strategy=index", *roots, *more]
+    return [
+        "cdi",
+        "generate",
+        "--mode=auto",
+        "--vendor=v.com",
+        "--class=gpu",
+        "--device-name-strategy=index",
+        *roots,
+        *more,
+    ]
 
 
 def _spec(node: SimulatedNode, capsys: pytest.CaptureFixture[str], *more: str) -> dict[str, Any]:
@@ -30,23 +41,40 @@ def _spec(node: SimulatedNode, capsys: pytest.CaptureFixture[str], *more: str) -
     return found
 
 
-def test_device_nodes_are_there_on_this_machine(node: SimulatedNode, capsys: pytest.CaptureFixture[str]) -> None:
+def test_device_nodes_are_there_on_this_machine(
+    node: SimulatedNode, capsys: pytest.CaptureFixture[str]
+) -> None:
     """A real runtime looks for them when a container starts."""
     spec = _spec(node, capsys)
-    nodes = [each for device in spec["devices"] for each in device["containerEdits"]["deviceNodes"]] + spec["containerEdits"]["deviceNodes"]
+    nodes = [
+        each for device in spec["devices"] for each in device["containerEdits"]["deviceNodes"]
+    ] + spec["containerEdits"]["deviceNodes"]
     assert nodes
     assert all(Path(each["hostPath"]).is_char_device() for each in nodes)
     assert all(Path(mount["hostPath"]).is_file() for mount in spec["containerEdits"]["mounts"])
 
 
-def test_a_hook_is_named_only_where_its_program_is(node: SimulatedNode, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_hook_is_named_only_where_its_program_is(
+    node: SimulatedNode, capsys: pytest.CaptureFixture[str]
+) -> None:
     """A hook that is not there would keep every container from starting."""
-    assert "hooks" not in _spec(node, capsys, "--nvidia-cdi-hook-path=/nonexistent")["containerEdits"]
-    assert _spec(node, capsys, "--nvidia-cdi-hook-path=/bin/true")["containerEdits"]["hooks"][0]["path"] == "/bin/true"
+    assert (
+        "hooks" not in _spec(node, capsys, "--nvidia-cdi-hook-path=/nonexistent")["containerEdits"]
+    )
+    assert (
+        _spec(node, capsys, "--nvidia-cdi-hook-path=/bin/true")["containerEdits"]["hooks"][0][
+            "path"
+        ]
+        == "/bin/true"
+    )
 
 
-def test_an_unplugged_gpu_is_not_described_and_a_lost_one_fails_for_all(node: SimulatedNode, capsys: pytest.CaptureFixture[str]) -> None:
-    """The driver does the same: its list of GPUs ends in an error when one of them has fallen off the bus."""
+def test_an_unplugged_gpu_is_not_described_and_a_lost_one_fails_for_all(
+    node: SimulatedNode, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The driver does the same: its list of GPUs ends in an error when one
+    of them has fallen off the bus.
+    """
     node.unplug(0)
     assert [device["name"] for device in _spec(node, capsys)["devices"]] == ["0", "all"]
     node.lose(1)
@@ -54,13 +82,17 @@ def test_an_unplugged_gpu_is_not_described_and_a_lost_one_fails_for_all(node: Si
     assert "GPU is lost" in capsys.readouterr().err
 
 
-def test_an_option_that_the_real_tool_does_not_know_is_refused(node: SimulatedNode, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_option_that_the_real_tool_does_not_know_is_refused(
+    node: SimulatedNode, capsys: pytest.CaptureFixture[str]
+) -> None:
     """A typing error in the agent then does not wait for a real node."""
     assert nvidia_ctk.main(_arguments(node, "--nonsense=1")) == 1
     assert "flag provided but not defined: -nonsense" in capsys.readouterr().err
 
 
-def test_it_misbehaves_until_it_is_told_to_behave(node: SimulatedNode, capsys: pytest.CaptureFixture[str]) -> None:
+def test_it_misbehaves_until_it_is_told_to_behave(
+    node: SimulatedNode, capsys: pytest.CaptureFixture[str]
+) -> None:
     """Fail, print something else, leave out a device. Each call is written down."""
     tool = StandInCtk(node.directory)
     tool.misbehave(fail="no driver")

@@ -1,7 +1,7 @@
 """Answers of any NVML, simulated or real: they keep the simulator true to the driver.
 
-Runs against the simulator. On a machine with a GPU, run this file alone with TEST_HARDWARE=1: the same assertions then meet the
-installed driver, and whatever fails is corrected in the simulator.
+Runs against the simulator. On a machine with a GPU, run this file alone with TEST_HARDWARE=1: the
+same assertions then meet the installed driver, and whatever fails is corrected in the simulator.
 """
 
 from __future__ import annotations
@@ -33,7 +33,9 @@ def handle(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[pynvml.c_
             yield pynvml.nvmlDeviceGetHandleByIndex(0)
         return
     pynvml.nvmlInit()
-    assert not hasattr(pynvml.nvmlLib, "vgpusim_layout"), "the simulator is loaded in this process; run this file alone"
+    assert not hasattr(pynvml.nvmlLib, "vgpusim_layout"), (
+        "the simulator is loaded in this process; run this file alone"
+    )
     yield pynvml.nvmlDeviceGetHandleByIndex(0)
     pynvml.nvmlShutdown()
 
@@ -55,7 +57,10 @@ def test_identity_is_consistent(handle: pynvml.c_nvmlDevice_t) -> None:
     assert re.fullmatch(r"[0-9A-F]{8}:[0-9A-F]{2}:[0-9A-F]{2}\.0", pci.busId)
     assert re.fullmatch(r"[0-9A-F]{4}:[0-9A-F]{2}:[0-9A-F]{2}\.0", pci.busIdLegacy)
     assert pci.pciDeviceId & 0xFFFF == 0x10DE
-    for same in (pynvml.nvmlDeviceGetHandleByUUID(gpu_uuid), pynvml.nvmlDeviceGetHandleByPciBusId(pci.busId)):
+    for same in (
+        pynvml.nvmlDeviceGetHandleByUUID(gpu_uuid),
+        pynvml.nvmlDeviceGetHandleByPciBusId(pci.busId),
+    ):
         assert pynvml.nvmlDeviceGetIndex(same) == 0
 
 
@@ -76,7 +81,8 @@ def test_both_versions_of_memory_agree(handle: pynvml.c_nvmlDevice_t) -> None:
     assert old.total == new.total == old.free + old.used
     assert new.total == new.free + new.used + new.reserved
     assert new.reserved > 0
-    assert abs(old.used - new.used - new.reserved) <= 64 << 20  # something may run between the two calls
+    # something may run between the two calls
+    assert abs(old.used - new.used - new.reserved) <= 64 << 20
 
 
 def test_struct_versions_are_checked(handle: pynvml.c_nvmlDevice_t) -> None:
@@ -122,7 +128,9 @@ def test_rows_are_remapped_or_pages_retired(handle: pynvml.c_nvmlDevice_t) -> No
 
 def test_an_unknown_field_fails_alone(handle: pynvml.c_nvmlDevice_t) -> None:
     """The call succeeds; the good field beside it has its value."""
-    unknown, energy = pynvml.nvmlDeviceGetFieldValues(handle, [9999, pynvml.NVML_FI_DEV_TOTAL_ENERGY_CONSUMPTION])
+    unknown, energy = pynvml.nvmlDeviceGetFieldValues(
+        handle, [9999, pynvml.NVML_FI_DEV_TOTAL_ENERGY_CONSUMPTION]
+    )
 
     assert unknown.nvmlReturn != pynvml.NVML_SUCCESS
     assert energy.nvmlReturn in {pynvml.NVML_SUCCESS, pynvml.NVML_ERROR_NOT_SUPPORTED}
@@ -132,8 +140,15 @@ def test_the_recovery_action_is_known_or_unsupported(handle: pynvml.c_nvmlDevice
     """A healthy card asks for nothing. An old driver does not know the field."""
     value = pynvml.nvmlDeviceGetFieldValues(handle, [pynvml.NVML_FI_DEV_GET_GPU_RECOVERY_ACTION])[0]
 
-    assert value.nvmlReturn in {pynvml.NVML_SUCCESS, pynvml.NVML_ERROR_NOT_SUPPORTED, pynvml.NVML_ERROR_INVALID_ARGUMENT}
-    assert value.nvmlReturn != pynvml.NVML_SUCCESS or value.value.uiVal == pynvml.NVML_GPU_RECOVERY_ACTION_NONE
+    assert value.nvmlReturn in {
+        pynvml.NVML_SUCCESS,
+        pynvml.NVML_ERROR_NOT_SUPPORTED,
+        pynvml.NVML_ERROR_INVALID_ARGUMENT,
+    }
+    assert (
+        value.nvmlReturn != pynvml.NVML_SUCCESS
+        or value.value.uiVal == pynvml.NVML_GPU_RECOVERY_ACTION_NONE
+    )
 
 
 def test_mig_mode_and_count_agree(handle: pynvml.c_nvmlDevice_t) -> None:

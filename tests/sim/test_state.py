@@ -29,7 +29,10 @@ def test_a_node_can_be_opened_again(tmp_path: Path) -> None:
 
 def test_default_uuids_repeat_for_the_same_seed_only(tmp_path: Path) -> None:
     """Two nodes of one test do not share GPUs, and a test's GPUs are the same tomorrow."""
-    one, same, other = (SimulatedNode.create(tmp_path / name, seed=seed).uuids for name, seed in (("a", ""), ("b", ""), ("c", "node-2")))
+    one, same, other = (
+        SimulatedNode.create(tmp_path / name, seed=seed).uuids
+        for name, seed in (("a", ""), ("b", ""), ("c", "node-2"))
+    )
 
     assert one == same
     assert set(one).isdisjoint(other)
@@ -75,16 +78,25 @@ def test_a_gpu_that_is_not_there_is_refused(tmp_path: Path, gpu: int | str) -> N
         ({"model": "RTX"}, "unknown GPU model 'RTX'"),
         ({"gpus": 2, "numa": [0]}, "NUMA nodes 0 do not suit 2 GPUs"),
         ({"gpus": 1, "numa": [-2]}, "NUMA nodes -2 do not suit 1 GPUs"),
-        ({"gpus": 2, "uuids": ["GPU-aaaaaaaa-0000-4000-8000-000000000000"]}, "1 UUIDs do not suit 2 GPUs"),
+        (
+            {"gpus": 2, "uuids": ["GPU-aaaaaaaa-0000-4000-8000-000000000000"]},
+            "1 UUIDs do not suit 2 GPUs",
+        ),
         ({"gpus": 1, "uuids": ["GPU-0"]}, "'GPU-0' is no GPU UUID"),
-        ({"gpus": 2, "uuids": ["GPU-aaaaaaaa-0000-4000-8000-000000000000"] * 2}, "two GPUs cannot share a UUID"),
+        (
+            {"gpus": 2, "uuids": ["GPU-aaaaaaaa-0000-4000-8000-000000000000"] * 2},
+            "two GPUs cannot share a UUID",
+        ),
     ],
     ids=str,
 )
-def test_a_node_that_cannot_be_is_refused(tmp_path: Path, arguments: dict[str, object], complaint: str) -> None:
+def test_a_node_that_cannot_be_is_refused(
+    tmp_path: Path, arguments: dict[str, object], complaint: str
+) -> None:
     """Nothing is left behind."""
     with pytest.raises(SimulationError, match=complaint):
-        SimulatedNode.create(tmp_path / "gpus", **arguments)  # type: ignore[arg-type]  # parametrised
+        # parametrised
+        SimulatedNode.create(tmp_path / "gpus", **arguments)  # type: ignore[arg-type]
 
     assert not (tmp_path / "gpus").exists()
 
@@ -93,7 +105,12 @@ def test_a_node_is_not_overwritten_unless_forced(tmp_path: Path) -> None:
     """Another process may be using it."""
     simulated_node(tmp_path, gpus=2)
 
-    with pytest.raises(SimulationError, match="holds a simulated node already; choose another directory, or replace it with --force"):
+    with pytest.raises(
+        SimulationError,
+        match=(
+            "holds a simulated node already; choose another directory, or replace it with --force"
+        ),
+    ):
         simulated_node(tmp_path, gpus=3)
 
     forced = SimulatedNode.create(tmp_path / "gpus", gpus=3, force=True)
@@ -110,7 +127,10 @@ def test_a_directory_that_cannot_be_made(tmp_path: Path) -> None:
 
 def test_a_directory_that_is_missing(tmp_path: Path) -> None:
     """The remedy is the command that makes one."""
-    with pytest.raises(SimulationError, match=r"/none holds no simulated node; create one with: vgpu-agent sim create .*/none"):
+    with pytest.raises(
+        SimulationError,
+        match=r"/none holds no simulated node; create one with: vgpu-agent sim create .*/none",
+    ):
         SimulatedNode.open(tmp_path / "none")
 
 
@@ -118,7 +138,10 @@ def test_a_state_file_that_is_too_short(tmp_path: Path) -> None:
     """A truncated copy, or something else altogether."""
     (tmp_path / "state").write_bytes(b"hello")
 
-    with pytest.raises(SimulationError, match=r"is not the state of a simulated node \(too short\); create one with"):
+    with pytest.raises(
+        SimulationError,
+        match=r"is not the state of a simulated node \(too short\); create one with",
+    ):
         SimulatedNode.open(tmp_path)
 
 
@@ -126,7 +149,9 @@ def test_a_state_file_that_is_junk(tmp_path: Path) -> None:
     """Long enough, and still not ours."""
     (tmp_path / "state").write_bytes(os.urandom(ctypes.sizeof(layout.Node)))
 
-    with pytest.raises(SimulationError, match="is not the state of a simulated node; create one with"):
+    with pytest.raises(
+        SimulationError, match="is not the state of a simulated node; create one with"
+    ):
         SimulatedNode.open(tmp_path)
 
 
@@ -135,12 +160,16 @@ def test_a_state_file_of_another_version(tmp_path: Path) -> None:
     node = simulated_node(tmp_path)
     node.state.layout = 99
 
-    with pytest.raises(SimulationError, match="has layout 99, this program writes layout 1; create one with"):
+    with pytest.raises(
+        SimulationError, match="has layout 99, this program writes layout 1; create one with"
+    ):
         SimulatedNode.open(node.directory)
 
 
 @pytest.mark.parametrize("code", [errno.EROFS, errno.EACCES])
-def test_a_state_file_that_cannot_be_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: int) -> None:
+def test_a_state_file_that_cannot_be_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: int
+) -> None:
     """Root may write anything, so the system's refusal is put in its mouth."""
     node = simulated_node(tmp_path)
 
@@ -149,7 +178,9 @@ def test_a_state_file_that_cannot_be_written(tmp_path: Path, monkeypatch: pytest
 
     monkeypatch.setattr(Path, "open", refuse)
 
-    with pytest.raises(SimulationError, match=f"cannot open .*/state for reading and writing: {os.strerror(code)}"):
+    with pytest.raises(
+        SimulationError, match=f"cannot open .*/state for reading and writing: {os.strerror(code)}"
+    ):
         SimulatedNode.open(node.directory)
 
 
@@ -157,7 +188,9 @@ def test_a_directory_in_the_place_of_the_state_file(tmp_path: Path) -> None:
     """One sentence, not a traceback."""
     (tmp_path / "state").mkdir()
 
-    with pytest.raises(SimulationError, match=r"cannot open .*/state for reading and writing: Is a directory"):
+    with pytest.raises(
+        SimulationError, match=r"cannot open .*/state for reading and writing: Is a directory"
+    ):
         SimulatedNode.open(tmp_path)
 
 

@@ -30,12 +30,16 @@ def test_every_name_that_the_binding_looks_up_resolves() -> None:
 
 def test_the_committed_list_of_stubs_is_the_generated_one() -> None:
     """An upgraded nvidia-ml-py makes this fail until scripts/generate was run."""
-    done = subprocess.run([sys.executable, str(GENERATOR), "--check"], capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        [sys.executable, str(GENERATOR), "--check"], capture_output=True, text=True, check=False
+    )
 
     assert done.returncode == 0, done.stderr
 
 
-def test_a_stale_list_of_stubs_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_stale_list_of_stubs_is_reported(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     """``--check`` exits 1 and says what to run."""
     generator = runpy.run_path(str(GENERATOR))
     stale = tmp_path / "stubs.inc"

@@ -14,7 +14,9 @@ LINKS = 18
 
 
 def _handles() -> list[pynvml.c_nvmlDevice_t]:
-    return [pynvml.nvmlDeviceGetHandleByIndex(index) for index in range(pynvml.nvmlDeviceGetCount())]
+    return [
+        pynvml.nvmlDeviceGetHandleByIndex(index) for index in range(pynvml.nvmlDeviceGetCount())
+    ]
 
 
 def _links_between(first: int, second: int) -> int:
@@ -22,7 +24,9 @@ def _links_between(first: int, second: int) -> int:
     handles = _handles()
     wanted = pynvml.nvmlDeviceGetPciInfo(handles[second]).busId
     found = Counter(
-        pynvml.nvmlDeviceGetNvLinkRemotePciInfo(handles[first], link).busId for link in range(LINKS) if _active(handles[first], link)
+        pynvml.nvmlDeviceGetNvLinkRemotePciInfo(handles[first], link).busId
+        for link in range(LINKS)
+        if _active(handles[first], link)
     )
     return found[wanted]
 
@@ -38,7 +42,9 @@ def test_cpus_and_memory_of_a_numa_node(node: SimulatedNode) -> None:
     """GPU 3 is on NUMA node 1, whose 32 CPUs follow those of node 0."""
     handle = _handles()[3]
 
-    assert list(pynvml.nvmlDeviceGetMemoryAffinity(handle, 1, pynvml.NVML_AFFINITY_SCOPE_NODE)) == [0b10]
+    assert list(pynvml.nvmlDeviceGetMemoryAffinity(handle, 1, pynvml.NVML_AFFINITY_SCOPE_NODE)) == [
+        0b10
+    ]
     assert list(pynvml.nvmlDeviceGetCpuAffinity(handle, 2)) == [0xFFFFFFFF00000000, 0]
     with pytest.raises(pynvml.NVMLError_NotSupported):
         pynvml.nvmlDeviceGetNumaNodeId(handle)
@@ -66,7 +72,12 @@ def test_distance_between_gpus(node: SimulatedNode) -> None:
     levels = [pynvml.nvmlDeviceGetTopologyCommonAncestor(handles[0], other) for other in handles]
     nearest = pynvml.nvmlDeviceGetTopologyNearestGpus(handles[0], pynvml.NVML_TOPOLOGY_MULTIPLE)
 
-    assert levels == [0, pynvml.NVML_TOPOLOGY_MULTIPLE, pynvml.NVML_TOPOLOGY_SYSTEM, pynvml.NVML_TOPOLOGY_SYSTEM]
+    assert levels == [
+        0,
+        pynvml.NVML_TOPOLOGY_MULTIPLE,
+        pynvml.NVML_TOPOLOGY_SYSTEM,
+        pynvml.NVML_TOPOLOGY_SYSTEM,
+    ]
     assert [pynvml.nvmlDeviceGetIndex(handle) for handle in nearest] == [1]
 
 
@@ -127,8 +138,14 @@ def test_peer_to_peer_over_nvlink(nvml_node: NodeFactory) -> None:
     nvml_node("A100-SXM4-80GB", 2, numa=[0, 1])
     first, second = _handles()
 
-    assert pynvml.nvmlDeviceGetP2PStatus(first, second, pynvml.NVML_P2P_CAPS_INDEX_NVLINK) == pynvml.NVML_P2P_STATUS_OK
-    assert pynvml.nvmlDeviceGetP2PStatus(first, second, pynvml.NVML_P2P_CAPS_INDEX_WRITE) == pynvml.NVML_P2P_STATUS_OK
+    assert (
+        pynvml.nvmlDeviceGetP2PStatus(first, second, pynvml.NVML_P2P_CAPS_INDEX_NVLINK)
+        == pynvml.NVML_P2P_STATUS_OK
+    )
+    assert (
+        pynvml.nvmlDeviceGetP2PStatus(first, second, pynvml.NVML_P2P_CAPS_INDEX_WRITE)
+        == pynvml.NVML_P2P_STATUS_OK
+    )
 
 
 def test_peer_to_peer_over_pcie_ends_at_the_numa_node(nvml_node: NodeFactory) -> None:
@@ -136,9 +153,18 @@ def test_peer_to_peer_over_pcie_ends_at_the_numa_node(nvml_node: NodeFactory) ->
     nvml_node("L40S", 3, numa=[0, 0, 1])
     first, near, far = _handles()
 
-    assert pynvml.nvmlDeviceGetP2PStatus(first, near, pynvml.NVML_P2P_CAPS_INDEX_WRITE) == pynvml.NVML_P2P_STATUS_OK
-    assert pynvml.nvmlDeviceGetP2PStatus(first, near, pynvml.NVML_P2P_CAPS_INDEX_NVLINK) == pynvml.NVML_P2P_STATUS_NOT_SUPPORTED
-    assert pynvml.nvmlDeviceGetP2PStatus(first, far, pynvml.NVML_P2P_CAPS_INDEX_WRITE) == pynvml.NVML_P2P_STATUS_CHIPSET_NOT_SUPPORTED
+    assert (
+        pynvml.nvmlDeviceGetP2PStatus(first, near, pynvml.NVML_P2P_CAPS_INDEX_WRITE)
+        == pynvml.NVML_P2P_STATUS_OK
+    )
+    assert (
+        pynvml.nvmlDeviceGetP2PStatus(first, near, pynvml.NVML_P2P_CAPS_INDEX_NVLINK)
+        == pynvml.NVML_P2P_STATUS_NOT_SUPPORTED
+    )
+    assert (
+        pynvml.nvmlDeviceGetP2PStatus(first, far, pynvml.NVML_P2P_CAPS_INDEX_WRITE)
+        == pynvml.NVML_P2P_STATUS_CHIPSET_NOT_SUPPORTED
+    )
 
 
 def test_mig_ends_peer_to_peer(node: SimulatedNode) -> None:
@@ -146,10 +172,15 @@ def test_mig_ends_peer_to_peer(node: SimulatedNode) -> None:
     node.set_mig(1, ["7g.80gb"])
     first, second, *_ = _handles()
 
-    assert pynvml.nvmlDeviceGetP2PStatus(first, second, pynvml.NVML_P2P_CAPS_INDEX_NVLINK) == pynvml.NVML_P2P_STATUS_NOT_SUPPORTED
+    assert (
+        pynvml.nvmlDeviceGetP2PStatus(first, second, pynvml.NVML_P2P_CAPS_INDEX_NVLINK)
+        == pynvml.NVML_P2P_STATUS_NOT_SUPPORTED
+    )
 
 
-@pytest.mark.parametrize("structure", [pynvml.c_nvmlGpuFabricInfo_v2_t, pynvml.c_nvmlGpuFabricInfo_v3_t])
+@pytest.mark.parametrize(
+    "structure", [pynvml.c_nvmlGpuFabricInfo_v2_t, pynvml.c_nvmlGpuFabricInfo_v3_t]
+)
 def test_hopper_is_registered_with_a_fabric(nvml_node: NodeFactory, structure: type) -> None:
     """Both struct versions are understood."""
     nvml_node("H200-141GB", 8)
@@ -164,9 +195,13 @@ def test_hopper_is_registered_with_a_fabric(nvml_node: NodeFactory, structure: t
 def test_ampere_knows_no_fabric(node: SimulatedNode) -> None:
     """Neither call of the two is supported."""
     with pytest.raises(pynvml.NVMLError_NotSupported):
-        pynvml.nvmlDeviceGetGpuFabricInfo(_handles()[0], pynvml.byref(pynvml.c_nvmlGpuFabricInfo_t()))
+        pynvml.nvmlDeviceGetGpuFabricInfo(
+            _handles()[0], pynvml.byref(pynvml.c_nvmlGpuFabricInfo_t())
+        )
     with pytest.raises(pynvml.NVMLError_NotSupported):
-        pynvml.nvmlDeviceGetGpuFabricInfoV(_handles()[0], pynvml.byref(pynvml.c_nvmlGpuFabricInfo_v2_t()))
+        pynvml.nvmlDeviceGetGpuFabricInfoV(
+            _handles()[0], pynvml.byref(pynvml.c_nvmlGpuFabricInfo_v2_t())
+        )
 
 
 def test_an_unknown_struct_version_is_refused(nvml_node: NodeFactory) -> None:

@@ -31,12 +31,24 @@ def test_device_nodes(tmp_path: Path) -> None:
     """One for each GPU, and those of the driver."""
     node = simulated_node(tmp_path, gpus=2)
 
-    names = sorted(path.name for path in (node.directory / "dev").iterdir() if path.name != "nvidia-caps")
+    names = sorted(
+        path.name for path in (node.directory / "dev").iterdir() if path.name != "nvidia-caps"
+    )
 
-    assert names == ["nvidia-modeset", "nvidia-uvm", "nvidia-uvm-tools", "nvidia0", "nvidia1", "nvidiactl"]
+    assert names == [
+        "nvidia-modeset",
+        "nvidia-uvm",
+        "nvidia-uvm-tools",
+        "nvidia0",
+        "nvidia1",
+        "nvidiactl",
+    ]
 
 
-@pytest.mark.skipif(os.geteuid() != 0, reason="only root can make device nodes; others get plain files, which the next test covers")
+@pytest.mark.skipif(
+    os.geteuid() != 0,
+    reason="only root can make device nodes; others get plain files, which the next test covers",
+)
 def test_device_nodes_are_real_ones_for_root(tmp_path: Path) -> None:
     """A container can then be given them. They lead to the null device."""
     node = simulated_node(tmp_path, gpus=1)
@@ -47,7 +59,9 @@ def test_device_nodes_are_real_ones_for_root(tmp_path: Path) -> None:
     assert (os.major(status.st_rdev), os.minor(status.st_rdev)) == (1, 3)
 
 
-def test_device_nodes_are_plain_files_for_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_device_nodes_are_plain_files_for_others(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """There is something to find, at least."""
 
     def refuse(*_: object) -> None:
@@ -61,10 +75,14 @@ def test_device_nodes_are_plain_files_for_others(tmp_path: Path, monkeypatch: py
 
 
 def test_capability_numbers_are_the_drivers_usual_ones(tmp_path: Path) -> None:
-    """GPU instance 10 of GPU 1 is nvidia-cap228, its compute instance 0 is nvidia-cap229 (nvidia A18)."""
+    """GPU instance 10 of GPU 1 is nvidia-cap228,
+    its compute instance 0 is nvidia-cap229 (nvidia A18).
+    """
     node = simulated_node(tmp_path, gpus=2)
 
-    minors = (node.directory / "proc" / "driver" / "nvidia-caps" / "mig-minors").read_text().splitlines()
+    minors = (
+        (node.directory / "proc" / "driver" / "nvidia-caps" / "mig-minors").read_text().splitlines()
+    )
 
     assert minors[:4] == ["config 1", "monitor 2", "gpu0/gi0/access 3", "gpu0/gi0/ci0/access 4"]
     assert "gpu1/gi10/access 228" in minors
@@ -83,10 +101,15 @@ def test_capabilities_follow_the_mig_instances(tmp_path: Path) -> None:
     assert with_instances == "DeviceFileMinor: 229\nDeviceFileMode: 292\nDeviceFileModify: 1\n"
     assert {"nvidia-cap1", "nvidia-cap2", "nvidia-cap228", "nvidia-cap229"} <= nodes
     assert not (capabilities / "gpu1").exists()
-    assert sorted(path.name for path in (node.directory / "dev" / "nvidia-caps").iterdir()) == ["nvidia-cap1", "nvidia-cap2"]
+    assert sorted(path.name for path in (node.directory / "dev" / "nvidia-caps").iterdir()) == [
+        "nvidia-cap1",
+        "nvidia-cap2",
+    ]
 
 
-def test_files_of_an_instance_are_there_before_it_and_after_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_files_of_an_instance_are_there_before_it_and_after_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A process that finds an instance in NVML can open it, also at the moment of a change."""
     node = simulated_node(tmp_path, "A100-SXM4-40GB", 1)
     node.set_mig(0, ["3g.20gb"])
@@ -102,15 +125,22 @@ def test_files_of_an_instance_are_there_before_it_and_after_it(tmp_path: Path, m
     node.set_mig(0, ["1g.5gb"])
 
     always = {"nvidia-cap1", "nvidia-cap2"}
-    assert at_the_change == [always | {"nvidia-cap12", "nvidia-cap13", "nvidia-cap66", "nvidia-cap67"}]
-    assert {path.name for path in capabilities.iterdir()} == always | {"nvidia-cap66", "nvidia-cap67"}
+    assert at_the_change == [
+        always | {"nvidia-cap12", "nvidia-cap13", "nvidia-cap66", "nvidia-cap67"}
+    ]
+    assert {path.name for path in capabilities.iterdir()} == always | {
+        "nvidia-cap66",
+        "nvidia-cap67",
+    }
 
 
 def test_gpus_in_procfs(tmp_path: Path) -> None:
     """Model, UUID and minor, as the driver writes them."""
     node = simulated_node(tmp_path, gpus=1)
 
-    text = (node.directory / "proc" / "driver" / "nvidia" / "gpus" / "0000:07:00.0" / "information").read_text()
+    text = (
+        node.directory / "proc" / "driver" / "nvidia" / "gpus" / "0000:07:00.0" / "information"
+    ).read_text()
 
     assert f"GPU UUID: \t {node.uuids[0]}\n" in text
     assert "Device Minor: \t 0\n" in text
@@ -131,12 +161,16 @@ def test_a_replaced_node_leaves_no_gpu_behind(tmp_path: Path) -> None:
 
     SimulatedNode.create(tmp_path, gpus=1, force=True)
 
-    assert [path.name for path in (tmp_path / "sys" / "bus" / "pci" / "devices").iterdir()] == ["0000:07:00.0"]
+    assert [path.name for path in (tmp_path / "sys" / "bus" / "pci" / "devices").iterdir()] == [
+        "0000:07:00.0"
+    ]
     assert not (tmp_path / "dev" / "nvidia1").exists()
 
 
 def test_who_reads_while_instances_change_finds_whole_files(tmp_path: Path) -> None:
-    """Every look at the table of capability numbers and at the file of an instance that stays finds all of it."""
+    """Every look at the table of capability numbers and at the file of an instance
+    that stays finds all of it.
+    """
     node = simulated_node(tmp_path, "A100-SXM4-40GB", 1)
     node.set_mig(0, ["3g.20gb", "1g.5gb"])
     driver = node.directory / "proc" / "driver"
@@ -166,7 +200,9 @@ def test_who_reads_while_instances_change_finds_whole_files(tmp_path: Path) -> N
 
 
 def test_a_file_that_changes_is_replaced_and_not_rewritten(tmp_path: Path) -> None:
-    """A reader that opened the file before reads the old one to its end. Later readers get the new one."""
+    """A reader that opened the file before reads the old one to its end.
+    Later readers get the new one.
+    """
     node = simulated_node(tmp_path, gpus=1)
     minors = node.directory / "proc" / "driver" / "nvidia-caps" / "mig-minors"
     minors.write_text("config 1\n")

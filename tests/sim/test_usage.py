@@ -73,7 +73,9 @@ def test_processes_are_listed_by_kind(node: SimulatedNode, handle: pynvml.c_nvml
     assert lists == [[(101, 2)], [(102, 3)], [(103, 4)]]
 
 
-def test_the_unversioned_list_has_narrow_rows(node: SimulatedNode, handle: pynvml.c_nvmlDevice_t) -> None:
+def test_the_unversioned_list_has_narrow_rows(
+    node: SimulatedNode, handle: pynvml.c_nvmlDevice_t
+) -> None:
     """16 bytes each; limiters in containers use this call, and wider rows garble what they read."""
     node.add_process(0, 100, ProcessUse(memory_mib=1))
     node.add_process(0, 101, ProcessUse(memory_mib=2))
@@ -82,10 +84,15 @@ def test_the_unversioned_list_has_narrow_rows(node: SimulatedNode, handle: pynvm
         _fields_ = (("pid", ctypes.c_uint), ("memory", ctypes.c_ulonglong))
 
     rows, count = (Row * 8)(), ctypes.c_uint(8)
-    result = pynvml._nvmlGetFunctionPointer("nvmlDeviceGetComputeRunningProcesses")(handle, ctypes.byref(count), rows)
+    result = pynvml._nvmlGetFunctionPointer("nvmlDeviceGetComputeRunningProcesses")(
+        handle, ctypes.byref(count), rows
+    )
 
     assert result == 0
-    assert sorted((row.pid, row.memory // MIB) for row in rows[: count.value]) == [(100, 1), (101, 2)]
+    assert sorted((row.pid, row.memory // MIB) for row in rows[: count.value]) == [
+        (100, 1),
+        (101, 2),
+    ]
 
 
 def test_the_detail_list(node: SimulatedNode, handle: pynvml.c_nvmlDevice_t) -> None:
@@ -97,7 +104,9 @@ def test_the_detail_list(node: SimulatedNode, handle: pynvml.c_nvmlDevice_t) -> 
     assert [(row.pid, row.usedGpuMemory) for row in rows] == [(100, 7 * MIB)]
 
 
-def test_utilisation_follows_the_processes_unless_it_is_fixed(node: SimulatedNode, handle: pynvml.c_nvmlDevice_t) -> None:
+def test_utilisation_follows_the_processes_unless_it_is_fixed(
+    node: SimulatedNode, handle: pynvml.c_nvmlDevice_t
+) -> None:
     """Two processes add up, capped at 100. A fixed value wins until it is taken back."""
     node.add_process(0, 100, ProcessUse(memory_mib=1, sm_percent=30, memory_percent=10))
     node.add_process(0, 101, ProcessUse(memory_mib=1, sm_percent=90, memory_percent=20))
@@ -112,7 +121,9 @@ def test_utilisation_follows_the_processes_unless_it_is_fixed(node: SimulatedNod
     assert again.gpu == 100
 
 
-def test_process_utilisation_of_a_busy_and_an_idle_process(node: SimulatedNode, handle: pynvml.c_nvmlDevice_t) -> None:
+def test_process_utilisation_of_a_busy_and_an_idle_process(
+    node: SimulatedNode, handle: pynvml.c_nvmlDevice_t
+) -> None:
     """An idle one has no sample at all, in both forms of the call."""
     node.add_process(0, 100, ProcessUse(memory_mib=1, sm_percent=30, memory_percent=10))
     node.add_process(0, 101, ProcessUse(memory_mib=1))
@@ -144,7 +155,10 @@ def test_slots_run_out_with_one_clear_error(node: SimulatedNode) -> None:
     with pytest.raises(SimulationError, match="all 64 process slots of GPU 0 are taken"):
         node.add_process(0, 9999, ProcessUse(memory_mib=1))
 
-    assert len(pynvml.nvmlDeviceGetComputeRunningProcesses_v3(pynvml.nvmlDeviceGetHandleByIndex(0))) == 64
+    assert (
+        len(pynvml.nvmlDeviceGetComputeRunningProcesses_v3(pynvml.nvmlDeviceGetHandleByIndex(0)))
+        == 64
+    )
 
 
 def test_a_killed_process_does_not_keep_its_slot(node: SimulatedNode) -> None:
@@ -160,7 +174,11 @@ def test_a_killed_process_does_not_keep_its_slot(node: SimulatedNode) -> None:
     assert slot == 0
 
 
-@pytest.mark.parametrize("values", [{"memory_mib": -1}, {"memory_mib": 1, "sm_percent": 101}, {"memory_mib": 1, "type": "vulkan"}], ids=str)
+@pytest.mark.parametrize(
+    "values",
+    [{"memory_mib": -1}, {"memory_mib": 1, "sm_percent": 101}, {"memory_mib": 1, "type": "vulkan"}],
+    ids=str,
+)
 def test_impossible_use_is_refused(values: dict[str, object]) -> None:
     """Before it reaches the state file."""
     with pytest.raises(SimulationError):
@@ -172,11 +190,20 @@ def test_the_trace_shows_what_a_client_asks(tmp_path: Path) -> None:
     node = simulated_node(tmp_path, gpus=1)
     trace = tmp_path / "trace"
     program = (
-        "import sys, pathlib; from vgpu_agent.sim.preload import preload; preload(pathlib.Path(sys.argv[1]))\n"
-        "import pynvml; pynvml.nvmlInit(); pynvml.nvmlDeviceGetName(pynvml.nvmlDeviceGetHandleByIndex(0))"
+        "import sys, pathlib; from vgpu_agent.sim.preload import preload; "
+        "preload(pathlib.Path(sys.argv[1]))\nimport pynvml; pynvml.nvmlInit(); "
+        "pynvml.nvmlDeviceGetName(pynvml.nvmlDeviceGetHandleByIndex(0))"
     )
-    subprocess.run([sys.executable, "-c", program, str(node.directory)], check=True, env={**os.environ, "VGPU_AGENT_SIM_TRACE": str(trace)})
+    subprocess.run(
+        [sys.executable, "-c", program, str(node.directory)],
+        check=True,
+        env={**os.environ, "VGPU_AGENT_SIM_TRACE": str(trace)},
+    )
 
     calls = [line.split(" ", 1)[1] for line in trace.read_text().splitlines()]
 
-    assert calls == ["nvmlInit_v2 gpu=-1 -> 0", "nvmlDeviceGetHandleByIndex_v2 gpu=0 -> 0", "nvmlDeviceGetName gpu=0 -> 0"]
+    assert calls == [
+        "nvmlInit_v2 gpu=-1 -> 0",
+        "nvmlDeviceGetHandleByIndex_v2 gpu=0 -> 0",
+        "nvmlDeviceGetName gpu=0 -> 0",
+    ]

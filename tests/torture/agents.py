@@ -1,6 +1,7 @@
 """The episode's interface to an agent, and the kill of an agent without any cleanup.
 
-`Agent` is the common shape of the real thing (`real_agent`) and of the stand-ins that prove the model's own worth (`stand_ins`).
+`Agent` is the common shape of the real thing (`real_agent`) and of the stand-ins that prove the
+model's own worth (`stand_ins`).
 """
 
 from __future__ import annotations
@@ -41,10 +42,14 @@ class World:
     pod_resources_silent: bool = False
     checkpoint_unreadable: bool = False
 
-    async def read_records(self, resource: str = NUMBER, ids: Sequence[str] = (), *, whole: bool = False) -> KubeletEvidence:
-        """The kubelet's records of ``resources``: pod-resources first, since a List makes kubelet forget ended pods.
+    async def read_records(
+        self, resource: str = NUMBER, ids: Sequence[str] = (), *, whole: bool = False
+    ) -> KubeletEvidence:
+        """The kubelet's records of ``resources``:
+        pod-resources first, since a List makes kubelet forget ended pods.
 
-        Every other time pod-resources is asked about those pods only that have one of the ids, unless the whole is wanted.
+        Every other time pod-resources is asked about those pods only that have one of the ids,
+        unless the whole is wanted.
         """
         devices, rng, trouble = self.kubelet.devices, self.rng, []
         whole = whole or not ids or rng.random() < 0.5
@@ -59,11 +64,21 @@ class World:
             trouble.append("the checkpoint cannot be understood")
             return KubeletEvidence(None, listed, {}, "; ".join(trouble))
         lines, wanted = devices.checkpoint(*self.resources), frozenset(ids)
-        asked = [line for line in lines if line.resource == resource and not wanted.isdisjoint(line.ids)]
+        asked = [
+            line for line in lines if line.resource == resource and not wanted.isdisjoint(line.ids)
+        ]
         holders = {(line.owner.pod_uid, line.owner.container, resource) for line in asked}
-        answers = {key: answer for key, answer in devices.answers(*self.resources).items() if self.early or key in holders}
+        answers = {
+            key: answer
+            for key, answer in devices.answers(*self.resources).items()
+            if self.early or key in holders
+        }
         if not whole and listed is not None:
-            about = tuple(held for held in listed if held.resource == resource and not wanted.isdisjoint(held.ids))
+            about = tuple(
+                held
+                for held in listed
+                if held.resource == resource and not wanted.isdisjoint(held.ids)
+            )
             if len({(holding.owner.namespace, holding.owner.pod) for holding in about}) == 1:
                 return KubeletEvidence(lines, about, answers, whole=False)
         return KubeletEvidence(lines, listed, answers, "; ".join(trouble))
@@ -72,7 +87,9 @@ class World:
 class Backend(Protocol):
     """The part of the agent that answers kubelet (`vgpu_agent.kubelet.plugin.Backend`)."""
 
-    def preferred(self, resource: str, available: Sequence[str], must_include: Sequence[str], size: int) -> list[str]:
+    def preferred(
+        self, resource: str, available: Sequence[str], must_include: Sequence[str], size: int
+    ) -> list[str]:
         """GetPreferredAllocation."""
 
     async def allocate(self, resource: str, ids: Sequence[str]) -> Edits:
@@ -85,8 +102,8 @@ class Backend(Protocol):
 class Life:
     """One process of an agent, until it is killed.
 
-    Whatever it runs is stepped through `_Guarded`: at the moment of death everything stops where it stands. No `finally` and no `except`
-    runs, as with ``kill -9``.
+    Whatever it runs is stepped through `_Guarded`: at the moment of death everything stops where it
+    stands. No `finally` and no `except` runs, as with ``kill -9``.
     """
 
     def __init__(self) -> None:
@@ -175,7 +192,9 @@ class BackendPlugin:
     def __init__(self, life: Life, backend: Backend, resource: str) -> None:
         self._life, self._backend, self._resource = life, backend, resource
 
-    async def preferred(self, available: Sequence[str], must_include: Sequence[str], size: int) -> Sequence[str]:
+    async def preferred(
+        self, available: Sequence[str], must_include: Sequence[str], size: int
+    ) -> Sequence[str]:
         """GetPreferredAllocation."""
         if self._life.dead:
             raise AgentGoneError("connection refused")
@@ -213,14 +232,18 @@ class Agent(Protocol):
         """Register all resources (again) with the kubelet that is there now."""
 
     def left_over(self) -> list[str]:
-        """Return the bookings that remain although all pods are gone, as sentences; and every broken invariant."""
+        """Return the bookings that remain although all pods are gone, as sentences;
+        and every broken invariant.
+        """
 
 
 def register(world: World, life: Life, backend: Backend, offers: Sequence[Offer]) -> None:
     """Put each resource on a socket of its own and tell kubelet."""
     for offer in offers:
         plugin = BackendPlugin(life, backend, offer.name)
-        world.kubelet.devices.register(offer.name, Endpoint(plugin, offer.pre_start, offer.prefers), offer.ids)
+        world.kubelet.devices.register(
+            offer.name, Endpoint(plugin, offer.pre_start, offer.prefers), offer.ids
+        )
     world.story.tell("registered")
 
 

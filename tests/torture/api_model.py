@@ -1,8 +1,10 @@
-"""The API server as far as the torture test needs one: pods, their annotations, and a watch that is late, unordered and sometimes gone.
+"""The API server as far as the torture test needs one: pods, their annotations, and a watch that is
+late, unordered and sometimes gone.
 
-`episode` binds pods here, `kubelet_model` reports their status here, and an agent's life subscribes its `PodCache`. Events about one pod
-keep their order, as those of a real watch do; between pods any order may come about, because what the agent sees of two pods that were
-bound at the same moment must not matter.
+`episode` binds pods here, `kubelet_model` reports their status here, and an agent's life subscribes
+its `PodCache`. Events about one pod keep their order, as those of a real watch do; between pods any
+order may come about, because what the agent sees of two pods that were bound at the same moment
+must not matter.
 """
 
 from __future__ import annotations
@@ -18,7 +20,11 @@ from tests.torture.story import Story
 from vgpu_agent.errors import ClusterError
 from vgpu_agent.pods import MIRROR_POD, STATIC_POD_HASH, ContainerKind, Pod, PodCache, PodContainer
 
-_KINDS = {Kind.INIT: ContainerKind.INIT, Kind.SIDECAR: ContainerKind.SIDECAR, Kind.MAIN: ContainerKind.MAIN}
+_KINDS = {
+    Kind.INIT: ContainerKind.INIT,
+    Kind.SIDECAR: ContainerKind.SIDECAR,
+    Kind.MAIN: ContainerKind.MAIN,
+}
 
 
 @dataclasses.dataclass(eq=False)
@@ -66,7 +72,9 @@ class LivePod:
     @property
     def complete(self) -> bool:
         """All its main containers have started at least once."""
-        return all(self.starts.get(each.name) for each in self.plan.containers if each.kind is Kind.MAIN)
+        return all(
+            self.starts.get(each.name) for each in self.plan.containers if each.kind is Kind.MAIN
+        )
 
     @property
     def short_lived(self) -> bool:
@@ -86,9 +94,18 @@ class LivePod:
             name=self.name,
             node=NODE,
             phase=self.phase,
-            annotations={**self.annotations, STATIC_POD_HASH: self.uid, MIRROR_POD: self.uid} if static else dict(self.annotations),
+            annotations=(
+                {**self.annotations, STATIC_POD_HASH: self.uid, MIRROR_POD: self.uid}
+                if static
+                else dict(self.annotations)
+            ),
             containers=tuple(
-                PodContainer(each.name, _KINDS[each.kind], each.request.limits if each.request else {}, started=each.name in self.starts)
+                PodContainer(
+                    each.name,
+                    _KINDS[each.kind],
+                    each.request.limits if each.request else {},
+                    started=each.name in self.starts,
+                )
                 for each in self.plan.containers
             ),
             deleting=self.deleting,
@@ -116,7 +133,7 @@ class ApiModel:
         self.away = False
         self.longest_delays_seconds = (0.03, 1.0, 8.0)  # of most events, of some, and of few
 
-    # -- the cluster's side ---------------------------------------------------------------------------------------------------------
+    # -- the cluster's side ------------------------------------------------------------------------
 
     def has(self, name: str) -> bool:
         """Tell whether there is a pod of that name."""
@@ -139,7 +156,7 @@ class ApiModel:
                 del self._names[pod.name]
             self._emit(pod, PodCache.remove)
 
-    # -- the agent's side -----------------------------------------------------------------------------------------------------------
+    # -- the agent's side --------------------------------------------------------------------------
 
     def connect(self, book: PodCache) -> None:
         """An agent starts its watch: a complete list after a while, events from then on."""
@@ -168,18 +185,24 @@ class ApiModel:
         await asyncio.sleep(self._rng.random() * 0.05)
         if self.away:
             raise ClusterError("the API server does not answer")
-        pod = next((pod for pod in self.pods.values() if (pod.namespace, pod.name) == (namespace, name)), None)
+        pod = next(
+            (pod for pod in self.pods.values() if (pod.namespace, pod.name) == (namespace, name)),
+            None,
+        )
         return pod.shown() if pod else None
 
     def _reconnect(self) -> None:
         self._connection += 1
         if self._book is not None and not self.away:
-            asyncio.get_running_loop().call_later(self._rng.random() * 0.3, self._list, self._connection)
+            asyncio.get_running_loop().call_later(
+                self._rng.random() * 0.3, self._list, self._connection
+            )
 
     def _list(self, connection: int) -> None:
         if self._book is not None and connection == self._connection:
             self._book.replace([pod.shown() for pod in self.pods.values()])
-            self._connection += 1  # earlier events are in the list, and must not arrive after later ones
+            # earlier events are in the list, and must not arrive after later ones
+            self._connection += 1
             for pod in self.pods.values():
                 pod.heard_at = 0.0
 

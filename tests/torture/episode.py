@@ -1,7 +1,8 @@
 """One episode: a node, its agent, some hundred pods, and whatever may go wrong, from one seed.
 
-Two acts. In the first, pods come in bursts while kubelet, agent, API server, records and disk fail at random. In the second nothing fails
-any more, and everything that fits must start; when all pods have gone, nothing may be left of them. Played by `test_torture`.
+Two acts. In the first, pods come in bursts while kubelet, agent, API server, records and disk fail
+at random. In the second nothing fails any more, and everything that fits must start; when all pods
+have gone, nothing may be left of them. Played by `test_torture`.
 """
 
 from __future__ import annotations
@@ -31,7 +32,9 @@ _LONGEST_EPISODE_SECONDS = 200000.0
 
 @dataclasses.dataclass
 class Outcome:
-    """Results of an episode: GPU containers that the kubelet admitted, those of them that started, and what was wrong."""
+    """Results of an episode: GPU containers that the kubelet admitted, those of them that started,
+    and what was wrong.
+    """
 
     seed: int
     counts: collections.Counter[str]
@@ -49,7 +52,9 @@ class Outcome:
 
     def text(self) -> str:
         """The whole story of what was not right."""
-        return "\n".join([f"seed {self.seed}:", *self.wrong[:3], *self.stuck[:3], *self.left_over[:20]])
+        return "\n".join(
+            [f"seed {self.seed}:", *self.wrong[:3], *self.stuck[:3], *self.left_over[:20]]
+        )
 
 
 def play(
@@ -71,14 +76,27 @@ def play(
         pods: how many come, those that return not counted.
         mix: which; drawn when not given.
         faults: how often what fails; drawn when not given.
-        overlapping: the scheduler counts pods that are being deleted as gone, although they still run (volcano-vgpu:D17).
+        overlapping: the scheduler counts pods that are being deleted as gone, although they still
+            run (volcano-vgpu:D17).
     """
-    return run(_Episode(seed, make, early=early, pods=pods, mix=mix, faults=faults, overlapping=overlapping).play())
+    return run(
+        _Episode(
+            seed, make, early=early, pods=pods, mix=mix, faults=faults, overlapping=overlapping
+        ).play()
+    )
 
 
 class _Episode:
     def __init__(
-        self, seed: int, make: AgentFactory, *, early: bool, pods: int, mix: Mix | None, faults: Faults | None, overlapping: bool
+        self,
+        seed: int,
+        make: AgentFactory,
+        *,
+        early: bool,
+        pods: int,
+        mix: Mix | None,
+        faults: Faults | None,
+        overlapping: bool,
     ) -> None:
         self._seed = seed
         self._rng = rng = random.Random(seed)
@@ -113,7 +131,10 @@ class _Episode:
             async with asyncio.timeout(_LONGEST_EPISODE_SECONDS):
                 return await self._play()
         except TimeoutError as err:
-            raise AssertionError(f"seed {self._seed} does not end; waiting: {self._pending}, on the node: {list(self._live)}") from err
+            raise AssertionError(
+                f"seed {self._seed} does not end; waiting: {self._pending}, on the node: "
+                f"{list(self._live)}"
+            ) from err
 
     async def _play(self) -> Outcome:
         loop = asyncio.get_running_loop()
@@ -151,22 +172,29 @@ class _Episode:
         )
 
     async def _pending_at_most(self, pods: int, *, until: float) -> None:
-        while len(self._pending) > pods and asyncio.get_running_loop().time() < until:  # noqa: ASYNC110 - time is virtual
+        # time is virtual
+        while len(self._pending) > pods and asyncio.get_running_loop().time() < until:  # noqa: ASYNC110
             await asyncio.sleep(5.0)
 
-    # -- pods -----------------------------------------------------------------------------------------------------------------------
+    # -- pods --------------------------------------------------------------------------------------
 
     async def _place_for_ever(self) -> None:
         loop, tried_at = asyncio.get_running_loop(), 0.0
         while True:
             await asyncio.sleep(0.2 + self._rng.random())
-            if not self._pending or not (self._changed or loop.time() - tried_at > _NEXT_TRY_SECONDS):
+            if not self._pending or not (
+                self._changed or loop.time() - tried_at > _NEXT_TRY_SECONDS
+            ):
                 continue
             if not self._machine.offers and self._rng.random() < 0.95:
                 continue
             self._changed, tried_at = False, loop.time()
             waiting, self._pending = self._pending, []
-            waiting = [pod for place, pod in enumerate(waiting) if place > 24 or not (self._place(pod) or self._is_too_large(pod))]
+            waiting = [
+                pod
+                for place, pod in enumerate(waiting)
+                if place > 24 or not (self._place(pod) or self._is_too_large(pod))
+            ]
             self._pending = waiting + self._pending
 
     def _is_too_large(self, plan: PlannedPod) -> bool:
@@ -209,14 +237,20 @@ class _Episode:
             self._world.api.show(pod)
 
     def _countable(self, plan: PlannedPod) -> bool:
-        """The plain arithmetic of every scheduler: all limits of the node's pods within what the node has of each resource."""
+        """The plain arithmetic of every scheduler:
+        all limits of the node's pods within what the node has of each resource.
+        """
         healthy = self._world.kubelet.devices.healthy
-        return all(self._asked[resource] + number <= len(healthy.get(resource, ())) for resource, number in plan.needs.items())
+        return all(
+            self._asked[resource] + number <= len(healthy.get(resource, ()))
+            for resource, number in plan.needs.items()
+        )
 
     def _delete(self, pod: LivePod, *, force: bool = False) -> None:
         if not pod.gone and not pod.deleting:
             if self._overlapping and self._rng.random() < 0.3:
-                self._scheduler.take_back(pod.uid)  # the real one counts terminating pods as gone (volcano-vgpu:D17)
+                # the real one counts terminating pods as gone (volcano-vgpu:D17)
+                self._scheduler.take_back(pod.uid)
             self._world.kubelet.delete(pod, force=force)
 
     def _ended(self, pod: LivePod) -> None:
@@ -240,27 +274,41 @@ class _Episode:
         self._changed = True
 
     async def _janitor(self) -> None:
-        """Delete pods that can never start, and, where answers cannot be changed any more, those that were refused for long."""
+        """Delete pods that can never start, and, where answers cannot be changed any more,
+        those that were refused for long.
+        """
         while True:
             await asyncio.sleep(30.0)
             now = asyncio.get_running_loop().time()
             for pod in list(self._live.values()):
-                if pod.refusal and now - pod.stuck_since > _HOPELESS_SECONDS and (self._world.early or hopeless(pod)):
-                    self._story.tell("given up" if not hopeless(pod) else "hopeless", pod.uid, pod.refusal)
+                if (
+                    pod.refusal
+                    and now - pod.stuck_since > _HOPELESS_SECONDS
+                    and (self._world.early or hopeless(pod))
+                ):
+                    self._story.tell(
+                        "given up" if not hopeless(pod) else "hopeless", pod.uid, pod.refusal
+                    )
                     self._again[pod.name] += 1
                     if not hopeless(pod) and self._again[pod.name] <= 3:
                         self._pending.append(pod.plan)
                     self._delete(pod)
 
-    # -- the second act -------------------------------------------------------------------------------------------------------------
+    # -- the second act ----------------------------------------------------------------------------
 
     async def _drain(self) -> list[str]:
-        """Wait until all pods have come and gone. A pod that cannot start although nothing hinders it is reported."""
+        """Wait until all pods have come and gone.
+        A pod that cannot start although nothing hinders it is reported.
+        """
         loop, stuck = asyncio.get_running_loop(), []
         progress, since = -1, loop.time()
         while self._live or self._pending:
             await asyncio.sleep(30.0)
-            now = self._story.counts["started"] + self._story.counts["ended"] + self._story.counts["bound"]
+            now = (
+                self._story.counts["started"]
+                + self._story.counts["ended"]
+                + self._story.counts["bound"]
+            )
             if now != progress:
                 progress, since = now, loop.time()
                 continue
@@ -273,7 +321,10 @@ class _Episode:
                 continue
             youngest = max(self._live.values(), key=lambda pod: pod.created_at)
             if len(self._live) == 1 and not (self._world.early or hopeless(youngest)):
-                self._story.accuse(f"{youngest.name} ({youngest.uid}) never starts: {youngest.refusal}", youngest.uid)
+                self._story.accuse(
+                    f"{youngest.name} ({youngest.uid}) never starts: {youngest.refusal}",
+                    youngest.uid,
+                )
                 stuck.append(self._story.wrong.pop())
             else:
                 self._story.tell("deadlock broken", youngest.uid, youngest.refusal)
@@ -282,8 +333,11 @@ class _Episode:
 
 
 def hopeless(pod: LivePod) -> bool:
-    """Tell whether an init container of the pod asks for more cards than were decided for the whole pod."""
+    """Tell whether an init container of the pod asks for more cards than were decided
+    for the whole pod.
+    """
     cards = {part.uuid for parts in pod.slices.values() for part in parts}
     return bool(pod.slices) and any(
-        each.kind is Kind.INIT and each.request is not None and each.request.number > len(cards) for each in pod.plan.containers
+        each.kind is Kind.INIT and each.request is not None and each.request.number > len(cards)
+        for each in pod.plan.containers
     )

@@ -1,4 +1,5 @@
-"""Faults of an episode's node, and their end: kubelet and agent die, the node reboots, API server, records and disk fail.
+"""Faults of an episode's node, and their end:
+kubelet and agent die, the node reboots, API server, records and disk fail.
 
 All code that starts and kills things is here, so that `episode` has only pods.
 """
@@ -31,13 +32,19 @@ class Faults:
         pace = rng.choice((0.0, 1.0, 1.0, 4.0))
         if not pace:
             return cls()
-        return cls(*(mean / pace * rng.choice((0.0, 1.0, 1.0)) for mean in (500.0, 400.0, 2500.0, 900.0, 600.0, 600.0, 1500.0)))
+        return cls(
+            *(
+                mean / pace * rng.choice((0.0, 1.0, 1.0))
+                for mean in (500.0, 400.0, 2500.0, 900.0, 600.0, 600.0, 1500.0)
+            )
+        )
 
 
 class Machine:
     """The node with everything that runs on it, and the faults that befall it.
 
-    State: the agent that lives now, and all that have lived; a task for each kind of fault, until `calm_down`.
+    State: the agent that lives now, and all that have lived; a task for each kind of fault, until
+    `calm_down`.
     """
 
     def __init__(self, world: World, make: AgentFactory, faults: Faults) -> None:
@@ -69,7 +76,9 @@ class Machine:
             (means.disk, self._disk_fills),
         )
         loop = asyncio.get_running_loop()
-        self._disturbances = [loop.create_task(self._now_and_then(mean, fault)) for mean, fault in kinds if mean]
+        self._disturbances = [
+            loop.create_task(self._now_and_then(mean, fault)) for mean, fault in kinds if mean
+        ]
 
     async def calm_down(self) -> None:
         """End all faults."""
@@ -96,7 +105,9 @@ class Machine:
         for agent in self.agents:
             agent.life.bury()
 
-    async def _now_and_then(self, mean: float, fault: Callable[[], Coroutine[None, None, None]]) -> None:
+    async def _now_and_then(
+        self, mean: float, fault: Callable[[], Coroutine[None, None, None]]
+    ) -> None:
         while True:
             await asyncio.sleep(self._rng.expovariate(1 / mean))
             await fault()
@@ -114,10 +125,17 @@ class Machine:
             self._world.kubelet.start()
             self._world.story.tell("kubelet started")
             # The agent sees the new socket.
-            asyncio.get_running_loop().call_later(0.05 + self._rng.random() * 0.8, self._register_again, self.agent)
+            asyncio.get_running_loop().call_later(
+                0.05 + self._rng.random() * 0.8, self._register_again, self.agent
+            )
 
     def _register_again(self, agent: Agent | None) -> None:
-        if agent is not None and agent is self.agent and not agent.life.dead and self._world.kubelet.up:
+        if (
+            agent is not None
+            and agent is self.agent
+            and not agent.life.dead
+            and self._world.kubelet.up
+        ):
             agent.register()
 
     async def _agent_dies(self) -> None:

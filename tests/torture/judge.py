@@ -1,7 +1,8 @@
 """Was that the right share? Compares what a container really got with what was meant for it.
 
-From what a container sees and nothing else: the variables of volcano-vgpu §4.1, numbered as CUDA numbers cards inside a container, and
-the mount of its own directory, whose name identifies the grant. Asked by `kubelet_model` at each container start.
+From what a container sees and nothing else: the variables of volcano-vgpu §4.1, numbered as CUDA
+numbers cards inside a container, and the mount of its own directory, whose name identifies the
+grant. Asked by `kubelet_model` at each container start.
 """
 
 from __future__ import annotations
@@ -22,7 +23,9 @@ REGION = "/tmp/cudevshr.cache"
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Got:
-    """The view of a container: its slices, and the grant (pod's UID, container) that its own region names."""
+    """The view of a container: its slices, and the grant (pod's UID,
+    container) that its own region names.
+    """
 
     owner: tuple[str, str]
     slices: frozenset[Slice]
@@ -46,15 +49,22 @@ class Got:
             if not limit.endswith("m") or mib % MEMORY_FACTOR_MIB:
                 raise ValueError(f"{limit!r} is no memory limit that anybody asked for")
             slices.append(Slice(uuid, mib // MEMORY_FACTOR_MIB, cores))
-        directories = [os.path.dirname(mount.host_path) for mount in edits.mounts if mount.container_path == REGION]
-        uid, _, container = os.path.basename(directories[0]).partition("_") if directories else ("nobody", "", "")
+        directories = [
+            os.path.dirname(mount.host_path)
+            for mount in edits.mounts
+            if mount.container_path == REGION
+        ]
+        uid, _, container = (
+            os.path.basename(directories[0]).partition("_") if directories else ("nobody", "", "")
+        )
         return cls((uid, container), frozenset(slices))
 
 
 class Judge:
     """Looks at each start.
 
-    State: the containers on each card, so that an over-booked card is seen even when each single start looks right.
+    State: the containers on each card, so that an over-booked card is seen even when each single
+    start looks right.
     """
 
     def __init__(self, cards: Iterable[Card], story: Story, *, early: bool) -> None:
@@ -66,20 +76,33 @@ class Judge:
         self._scheduled: set[tuple[str, str]] = set()  # those of them with a scheduler's decision
         self.judged: set[tuple[str, str]] = set()
 
-    def starts(self, pod: LivePod, container: PlannedContainer, edits: Edits, ids: tuple[str, ...], *, unasked: bool) -> None:
-        """The container has been created with these edits; ``unasked`` when kubelet left PreStartContainer out."""
+    def starts(
+        self,
+        pod: LivePod,
+        container: PlannedContainer,
+        edits: Edits,
+        ids: tuple[str, ...],
+        *,
+        unasked: bool,
+    ) -> None:
+        """The container has been created with these edits;
+        ``unasked`` when kubelet left PreStartContainer out.
+        """
         self.judged.add((pod.uid, container.name))
         try:
             got = Got.read(edits, self._order)
             problem = self._problem(pod, container, got)
         except ValueError as err:
             got, problem = Got(("", ""), frozenset()), str(err)
-        self._running[pod.uid, container.name] = dataclasses.replace(got, slices=_booked(pod, container, got.slices))
+        self._running[pod.uid, container.name] = dataclasses.replace(
+            got, slices=_booked(pod, container, got.slices)
+        )
         if pod.slices and container.kind is not Kind.SIDECAR:
             self._scheduled.add((pod.uid, container.name))
         problem = problem or self._crowded(got)
         if problem and unasked and self._early:
-            # No plugin was asked, so none could refuse: the kubelet's own gap (kubelet §6), which no plugin can close in early mode.
+            # No plugin was asked, so none could refuse: the kubelet's own gap (kubelet §6), which
+            # no plugin can close in early mode.
             self._story.tell("wrong, but unasked", pod.uid, container.name, problem)
         elif problem:
             text = f"{pod.namespace}/{pod.name} ({pod.uid}), container {container.name}: {problem}"
@@ -100,27 +123,46 @@ class Judge:
         served = pod.container(name) if uid == pod.uid else container
         if served.name in pod.slices:
             meant = pod.slices[served.name]
-            return "" if got.slices == frozenset(meant) else f"meant was {_text(meant)}, it got {_text(got.slices)}"
+            return (
+                ""
+                if got.slices == frozenset(meant)
+                else f"meant was {_text(meant)}, it got {_text(got.slices)}"
+            )
         if served.kind is Kind.INIT and pod.slices:
             right = self._of_its_pod(pod, served, got.slices)
         else:
             right = _as_large(served.request, got.slices, self._units)
-        return "" if right else f"asked was {served.request} by {served.name} of a pod with {pod.slices}, it got {_text(got.slices)}"
+        return (
+            ""
+            if right
+            else (
+                f"asked was {served.request} by {served.name} of a pod with {pod.slices}, it got "
+                f"{_text(got.slices)}"
+            )
+        )
 
     def _alone_in_directory(self, got: Got) -> bool:
-        """Tell whether no other running container uses the same directory; only then may equal shares be exchanged."""
+        """Tell whether no other running container uses the same directory;
+        only then may equal shares be exchanged.
+        """
         return all(other.owner != got.owner for other in self._running.values())
 
-    def _of_its_pod(self, pod: LivePod, container: PlannedContainer, slices: frozenset[Slice]) -> bool:
-        """An init container works on its pod's cards, with no more of each than the pod's main containers have together.
+    def _of_its_pod(
+        self, pod: LivePod, container: PlannedContainer, slices: frozenset[Slice]
+    ) -> bool:
+        """An init container works on its pod's cards,
+        with no more of each than the pod's main containers have together.
 
-        Compute is left out: the variable has one value for all cards, and what was decided may differ from card to card.
+        Compute is left out: the variable has one value for all cards, and what was decided may
+        differ from card to card.
         """
         request = container.request
         if request is None or len(slices) != request.number:
             return False
         for each in slices:
-            decided = [part for parts in pod.slices.values() for part in parts if part.uuid == each.uuid]
+            decided = [
+                part for parts in pod.slices.values() for part in parts if part.uuid == each.uuid
+            ]
             units = sum(part.units for part in decided)
             whole = self._units[each.uuid]
             asked = whole if request.memory is None else request.memory
@@ -129,13 +171,26 @@ class Judge:
         return True
 
     def _crowded(self, got: Got) -> str:
-        """Too much memory; or too much compute, or too many holders, of the agent's own placement: a scheduler may overcommit those two."""
+        """Too much memory; or too much compute, or too many holders, of the agent's own placement:
+        a scheduler may overcommit those two.
+        """
         for card in (each.uuid for each in got.slices):
-            held = {key: each for key, other in self._running.items() for each in other.slices if each.uuid == card}
+            held = {
+                key: each
+                for key, other in self._running.items()
+                for each in other.slices
+                if each.uuid == card
+            }
             placed = [each for key, each in held.items() if key not in self._scheduled]
-            units, cores = sum(each.units for each in held.values()), sum(each.cores for each in placed)
+            units, cores = (
+                sum(each.units for each in held.values()),
+                sum(each.cores for each in placed),
+            )
             if units > self._units[card] or cores > 100 or len(placed) > SPLIT:
-                holders = ", ".join(f"{uid} {name}: {each.units}u {each.cores}%" for (uid, name), each in held.items())
+                holders = ", ".join(
+                    f"{uid} {name}: {each.units}u {each.cores}%"
+                    for (uid, name), each in held.items()
+                )
                 return f"{card} with {self._units[card]} units is now in the hands of {holders}"
         return ""
 
@@ -145,20 +200,36 @@ def _as_large(request: Request | None, slices: frozenset[Slice], units: dict[str
         request is not None
         and len(slices) == request.number
         and all(each.cores == request.cores for each in slices)
-        and all(each.units == (units[each.uuid] if request.memory is None else request.memory) for each in slices)
+        and all(
+            each.units == (units[each.uuid] if request.memory is None else request.memory)
+            for each in slices
+        )
     )
 
 
 def _text(slices: Iterable[Slice]) -> str:
-    return ", ".join(f"{each.uuid} {each.units}u {each.cores}%" for each in sorted(slices, key=lambda each: each.uuid)) or "nothing"
+    return (
+        ", ".join(
+            f"{each.uuid} {each.units}u {each.cores}%"
+            for each in sorted(slices, key=lambda each: each.uuid)
+        )
+        or "nothing"
+    )
 
 
-def _booked(pod: LivePod, container: PlannedContainer, slices: frozenset[Slice]) -> frozenset[Slice]:
-    """Return what an init container of a scheduled pod takes of each card; its variable for compute names the first one only."""
+def _booked(
+    pod: LivePod, container: PlannedContainer, slices: frozenset[Slice]
+) -> frozenset[Slice]:
+    """Return what an init container of a scheduled pod takes of each card;
+    its variable for compute names the first one only.
+    """
     request = container.request
     if container.kind is not Kind.INIT or not pod.slices or request is None:
         return slices
     decided = collections.Counter[str]()
     for part in (part for parts in pod.slices.values() for part in parts):
         decided[part.uuid] += part.cores
-    return frozenset(dataclasses.replace(each, cores=min(each.cores, request.cores, decided[each.uuid])) for each in slices)
+    return frozenset(
+        dataclasses.replace(each, cores=min(each.cores, request.cores, decided[each.uuid]))
+        for each in slices
+    )

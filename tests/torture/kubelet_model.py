@@ -1,8 +1,10 @@
-"""A kubelet that can be killed anywhere: serial admission, concurrent pod workers, starts that are refused and tried again.
+"""A kubelet that can be killed anywhere:
+serial admission, concurrent pod workers, starts that are refused and tried again.
 
-`device_manager` knows the holders of ids. Here is the order: init containers first, image pulls of minutes, PreStartContainer with
-its 30 s, a refusal tried again at once and then every 14 s (measured on a real node), crashes, ends, and what a restart of kubelet or of
-the node keeps. Started by `episode`; at each container start the `Judge` is asked.
+`device_manager` knows the holders of ids. Here is the order: init containers first, image pulls of
+minutes, PreStartContainer with its 30 s, a refusal tried again at once and then every 14 s
+(measured on a real node), crashes, ends, and what a restart of kubelet or of the node keeps.
+Started by `episode`; at each container start the `Judge` is asked.
 """
 
 from __future__ import annotations
@@ -26,8 +28,18 @@ _RETRY_SECONDS = 14.0
 class Judge(Protocol):
     """Looks at each container that the runtime starts and ends."""
 
-    def starts(self, pod: LivePod, container: PlannedContainer, edits: Edits, ids: tuple[str, ...], *, unasked: bool) -> None:
-        """The container has been created with these edits; ``unasked`` when kubelet left PreStartContainer out."""
+    def starts(
+        self,
+        pod: LivePod,
+        container: PlannedContainer,
+        edits: Edits,
+        ids: tuple[str, ...],
+        *,
+        unasked: bool,
+    ) -> None:
+        """The container has been created with these edits;
+        ``unasked`` when kubelet left PreStartContainer out.
+        """
 
     def ends(self, pod: LivePod, container: str) -> None:
         """The container runs no more."""
@@ -36,10 +48,13 @@ class Judge(Protocol):
 class KubeletModel:
     """One node's kubelet, with the runtime below it.
 
-    State: ``pods`` are those it has received; what of a pod survives kubelet (running containers) is in `LivePod`.
+    State: ``pods`` are those it has received; what of a pod survives kubelet (running containers)
+    is in `LivePod`.
     """
 
-    def __init__(self, rng: random.Random, *, api: ApiModel, files: NodeFiles, judge: Judge, story: Story) -> None:
+    def __init__(
+        self, rng: random.Random, *, api: ApiModel, files: NodeFiles, judge: Judge, story: Story
+    ) -> None:
         self._rng, self._api, self._files, self._judge, self._story = rng, api, files, judge, story
         self.on_end: Callable[[LivePod], None] = _nothing
         self.devices = DeviceManager(rng)
@@ -48,11 +63,13 @@ class KubeletModel:
         self._knows_at = self._started_at = 0.0
         self._queue: asyncio.Queue[LivePod] = asyncio.Queue()
         self._admitting: asyncio.Task[None] | None = None
-        self._workers: dict[str, dict[asyncio.Task[None], None]] = {}  # ordered, so that a seed stays a seed
-        # Starts that kubelet let pass without asking, because it had lost the plugin's options (kubelet §6).
+        # ordered, so that a seed stays a seed
+        self._workers: dict[str, dict[asyncio.Task[None], None]] = {}
+        # Starts that kubelet let pass without asking, because it had lost the plugin's options
+        # (kubelet §6).
         self.unasked: set[tuple[str, str]] = set()
 
-    # -- kubelet's own life ---------------------------------------------------------------------------------------------------------
+    # -- kubelet's own life ------------------------------------------------------------------------
 
     def start(self) -> None:
         """Read the checkpoint, find the pods again, wait for plugins."""
@@ -70,12 +87,17 @@ class KubeletModel:
             elif pod.admitted and pod.running and self._nothing_to_start(pod):
                 self._work(pod, self._live(pod))
             else:  # judged again, like a new one
-                asyncio.get_running_loop().call_later(1.0 + self._rng.random() * 3, self._queue.put_nowait, pod)
+                asyncio.get_running_loop().call_later(
+                    1.0 + self._rng.random() * 3, self._queue.put_nowait, pod
+                )
 
     def kill(self) -> None:
         """The kubelet ends between any two steps; containers run on."""
         self.up = False
-        for task in [self._admitting, *(task for tasks in self._workers.values() for task in tasks)]:
+        for task in [
+            self._admitting,
+            *(task for tasks in self._workers.values() for task in tasks),
+        ]:
             if task is not None:
                 task.cancel()
         self._workers = {}
@@ -88,9 +110,11 @@ class KubeletModel:
                 self._stopped(pod, container)
 
     def _nothing_to_start(self, pod: LivePod) -> bool:
-        return all(each.name in pod.running or each.name in pod.finished for each in pod.plan.containers)
+        return all(
+            each.name in pod.running or each.name in pod.finished for each in pod.plan.containers
+        )
 
-    # -- pods come and go -----------------------------------------------------------------------------------------------------------
+    # -- pods come and go --------------------------------------------------------------------------
 
     def add(self, pod: LivePod) -> None:
         """A pod was bound to this node, or its file has appeared."""
@@ -105,7 +129,9 @@ class KubeletModel:
         pod.deleting = True
         self._story.tell("deleted by force" if force else "deleted", pod.uid)
         if force:
-            pod.active = False  # kubelet counts the ids as free while the containers still end, which no plugin can know
+            # kubelet counts the ids as free while the containers still end, which no plugin can
+            # know
+            pod.active = False
             for container in pod.running:
                 self._judge.ends(pod, container)
             self._api.remove(pod)
@@ -155,7 +181,7 @@ class KubeletModel:
         tasks[task] = None
         task.add_done_callback(lambda ended: tasks.pop(ended, None))
 
-    # -- admission ------------------------------------------------------------------------------------------------------------------
+    # -- admission ---------------------------------------------------------------------------------
 
     async def _admit_all(self) -> None:
         while True:
@@ -183,7 +209,7 @@ class KubeletModel:
             self.devices.reuse(pod, container, reusable)
         await asyncio.sleep(self._rng.random() * 0.01)
 
-    # -- a pod's worker -------------------------------------------------------------------------------------------------------------
+    # -- a pod's worker ----------------------------------------------------------------------------
 
     async def _live(self, pod: LivePod) -> None:
         for container in pod.plan.containers:
@@ -194,7 +220,14 @@ class KubeletModel:
                 pod.finished.add(container.name)
             elif container.kind is Kind.SIDECAR and container.name not in pod.running:
                 await self._start_all(pod, [container])
-        await self._start_all(pod, [each for each in pod.plan.containers if each.kind is Kind.MAIN and each.name not in pod.running])
+        await self._start_all(
+            pod,
+            [
+                each
+                for each in pod.plan.containers
+                if each.kind is Kind.MAIN and each.name not in pod.running
+            ],
+        )
         if pod.phase != "Running":
             pod.phase = "Running"
             self._api.show(pod)
@@ -210,7 +243,9 @@ class KubeletModel:
                 self._cancel_others(pod)
                 self._end(pod, "Succeeded")
             case Ending.DELETED | Ending.FORCED:
-                asyncio.get_running_loop().call_soon(lambda: self.delete(pod, force=pod.plan.ending is Ending.FORCED))
+                asyncio.get_running_loop().call_soon(
+                    lambda: self.delete(pod, force=pod.plan.ending is Ending.FORCED)
+                )
 
     def _cancel_others(self, pod: LivePod) -> None:
         for task in self._workers.pop(pod.uid, {}):
@@ -240,7 +275,9 @@ class KubeletModel:
                 else:
                     waiting.remove(container)
             if waiting:
-                await asyncio.sleep(0.01 if not refusals else _RETRY_SECONDS * (0.9 + self._rng.random() * 0.2))
+                await asyncio.sleep(
+                    0.01 if not refusals else _RETRY_SECONDS * (0.9 + self._rng.random() * 0.2)
+                )
                 refusals += 1
 
     def _refused(self, pod: LivePod, container: PlannedContainer, text: str) -> None:
@@ -260,15 +297,23 @@ class KubeletModel:
             for resource in container.request.limits:
                 await self._pre_start(pod, container, resource)
             await asyncio.sleep(self._rng.random() * self._rng.choice((0.02, 0.2, 2.0)))
-            answers = [entry for resource in container.request.limits if (entry := self.devices.entry(pod, container.name, resource))]
-            ids = next((entry.ids for entry in answers if entry.resource == container.request.resource), ())
+            answers = [
+                entry
+                for resource in container.request.limits
+                if (entry := self.devices.entry(pod, container.name, resource))
+            ]
+            ids = next(
+                (entry.ids for entry in answers if entry.resource == container.request.resource), ()
+            )
             edits = self._create(entry.answer for entry in answers)
         pod.running.add(container.name)
         pod.starts[container.name] = pod.starts.get(container.name, 0) + 1
         pod.refusal, pod.stuck_since = "", 0.0
         if container.request is not None:
             self._story.tell("started", pod.uid, container.name, ids)
-            self._judge.starts(pod, container, edits, ids, unasked=(pod.uid, container.name) in self.unasked)
+            self._judge.starts(
+                pod, container, edits, ids, unasked=(pod.uid, container.name) in self.unasked
+            )
 
     async def _pre_start(self, pod: LivePod, container: PlannedContainer, resource: str) -> None:
         entry = self.devices.entry(pod, container.name, resource)
@@ -289,10 +334,14 @@ class KubeletModel:
             async with asyncio.timeout(_PRE_START_SECONDS):
                 await endpoint.plugin.pre_start(entry.ids)
         except Exception as err:  # whatever it was, kubelet tries again
-            raise StartError(f"device plugin PreStartContainer rpc failed with err: {err!r}") from err
+            raise StartError(
+                f"device plugin PreStartContainer rpc failed with err: {err!r}"
+            ) from err
 
     def _create(self, answers: Iterable[Edits]) -> Edits:
-        """Return the runtime's result of the answers at this moment; the first answer wins where two disagree."""
+        """Return the runtime's result of the answers at this moment;
+        the first answer wins where two disagree.
+        """
         united = Edits()
         for answer in answers:
             united = answer.joined(united)

@@ -1,6 +1,8 @@
-"""Many episodes, one after the other or on all cores, until kubelet has admitted as many containers as asked for.
+"""Many episodes, one after the other or on all cores,
+until kubelet has admitted as many containers as asked for.
 
-Used by `test_torture`. Episodes share nothing, so it makes no difference where each of them is played.
+Used by `test_torture`. Episodes share nothing, so it makes no difference where each of them is
+played.
 """
 
 from __future__ import annotations
@@ -33,8 +35,12 @@ def on_all_cores(*, early: bool, first_seed: int, containers: int) -> Iterator[O
     seeds = itertools.count(first_seed)
     cores = os.cpu_count() or 1
     context = multiprocessing.get_context("spawn")
-    with concurrent.futures.ProcessPoolExecutor(cores, mp_context=context, initializer=_log_into_nothing) as pool:
-        playing = collections.deque(pool.submit(_play, seed, early) for seed in itertools.islice(seeds, 2 * cores))
+    with concurrent.futures.ProcessPoolExecutor(
+        cores, mp_context=context, initializer=_log_into_nothing
+    ) as pool:
+        playing = collections.deque(
+            pool.submit(_play, seed, early) for seed in itertools.islice(seeds, 2 * cores)
+        )
         while playing:
             outcome = playing.popleft().result()
             yield outcome

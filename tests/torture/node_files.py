@@ -1,7 +1,8 @@
 """The node's disk: the specs of CDI names, as the runtime would find them at any moment.
 
-A `Carrier` in memory. It outlives agents, loses its specs with a reboot (``/run`` is empty then), can be full, and takes its time, so that
-an agent may be killed between the host's files and the spec.
+A `Carrier` in memory. It outlives agents, loses its specs with a reboot (``/run`` is empty then),
+can be full, and takes its time, so that an agent may be killed between the host's files and the
+spec.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ class NodeFiles:
         self.directories: set[str] = set()
         self.full = False
 
-    # -- the runtime's side ---------------------------------------------------------------------------------------------------------
+    # -- the runtime's side ------------------------------------------------------------------------
 
     def spec(self, name: str) -> Edits | None:
         """Return the edits of the CDI name at this moment; None when there are none."""
@@ -42,7 +43,7 @@ class NodeFiles:
         """Return the files that are still there at the end of an episode."""
         return [*self._specs, *(record.token for record in self._prepared.values())]
 
-    # -- the agent's side -----------------------------------------------------------------------------------------------------------
+    # -- the agent's side --------------------------------------------------------------------------
 
     @property
     def records(self) -> tuple[GrantRecord, ...]:
@@ -88,7 +89,9 @@ class NodeFiles:
                 if name in self._specs and self._specs[name][0] is record:
                     del self._specs[name]
                     removed.append(record)
-                    self._story.tell("spec removed", record.owner.pod_uid, record.owner.container, record.token)
+                    self._story.tell(
+                        "spec removed", record.owner.pod_uid, record.owner.container, record.token
+                    )
         for token, record in list(self._prepared.items()):
             if not keep(record):
                 del self._prepared[token]

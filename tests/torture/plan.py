@@ -1,4 +1,5 @@
-"""The pods of an episode: drawn at random, so that every shape that the issue names occurs in every thousand.
+"""The pods of an episode: drawn at random,
+so that every shape that the issue names occurs in every thousand.
 
 Used by `episode`; nothing here knows the agent. Words of kubelet and of Volcano only.
 """
@@ -16,7 +17,8 @@ NUMBER = "volcano.sh/vgpu-number"
 MEMORY = "volcano.sh/vgpu-memory"
 CORES = "volcano.sh/vgpu-cores"
 
-# One unit of the memory resource. Large, because each unit is a device id, and ids are not what is tested here.
+# One unit of the memory resource. Large, because each unit is a device id, and ids are not what is
+# tested here.
 MEMORY_FACTOR_MIB = 1024
 SPLIT = 10
 
@@ -57,7 +59,8 @@ class Card:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Request:
-    """A container's limits: cards, memory units on each (None: all of it), percent of the compute of each.
+    """A container's limits: cards, memory units on each (None:
+    all of it), percent of the compute of each.
 
     ``resource`` is the one that counts the cards.
     """
@@ -83,7 +86,8 @@ class PlannedContainer:
     """One container; times are virtual seconds.
 
     Attributes:
-        run_seconds: for a plain init container, how long it runs; otherwise how long until each of its crashes.
+        run_seconds: for a plain init container, how long it runs; otherwise how long until each of
+            its crashes.
     """
 
     name: str
@@ -111,7 +115,9 @@ class PlannedPod:
 
     @functools.cached_property
     def needs(self) -> dict[str, int]:
-        """Return the number of ids the kubelet needs for the pod: those of plain init containers are used again by later ones."""
+        """Return the number of ids the kubelet needs for the pod:
+        those of plain init containers are used again by later ones.
+        """
         needed, reusable = collections.Counter[str](), collections.Counter[str]()
         for container in sorted(self.containers, key=lambda each: each.kind is Kind.MAIN):
             for resource, number in (container.request.limits if container.request else {}).items():
@@ -154,7 +160,9 @@ class Planner:
         self._drawn = 0
 
     def bursts(self, pods: int) -> Iterator[tuple[float, list[PlannedPod]]]:
-        """(seconds to wait, pods that arrive at once) until ``pods`` have been drawn; often twins of one shape."""
+        """(seconds to wait, pods that arrive at once) until ``pods`` have been drawn;
+        often twins of one shape.
+        """
         rng = self._rng
         while pods > 0:
             size = min(pods, rng.choice((1, 1, 2, 3, 5, 8, 13, 20)))
@@ -180,7 +188,9 @@ class Planner:
             origin = next((kind for bound, kind in bounds if dice < bound), Origin.VOLCANO)
         ending = rng.choices(tuple(Ending), (50, 35, 5, 10))[0]
         returns = rng.choice((1, 2)) if rng.random() < mix.returns else 0
-        return PlannedPod(name, origin, tuple(self._containers(origin)), self._short(200.0), ending, returns)
+        return PlannedPod(
+            name, origin, tuple(self._containers(origin)), self._short(200.0), ending, returns
+        )
 
     def successor(self, before: PlannedPod) -> PlannedPod:
         """The next pod of that name."""
@@ -190,10 +200,16 @@ class Planner:
         """A pod of the same shape whose memory differs, so that a mix-up is seen."""
         self._drawn += 1
         containers = tuple(
-            dataclasses.replace(each, request=each.request and self._request(each.request.number), pull_seconds=self._pull())
+            dataclasses.replace(
+                each,
+                request=each.request and self._request(each.request.number),
+                pull_seconds=self._pull(),
+            )
             for each in model.containers
         )
-        return dataclasses.replace(model, name=f"pod-{self._drawn}", containers=containers, run_seconds=self._short(200.0))
+        return dataclasses.replace(
+            model, name=f"pod-{self._drawn}", containers=containers, run_seconds=self._short(200.0)
+        )
 
     def _containers(self, origin: Origin) -> Iterator[PlannedContainer]:
         rng, mix = self._rng, self._mix
@@ -202,10 +218,23 @@ class Planner:
         if rng.random() < mix.init:
             for place in range(rng.choice((1, 1, 2, 3))):
                 request = self._init_request(first) if gpu and rng.random() < 0.6 else None
-                yield PlannedContainer(f"init-{place}", Kind.INIT, request, self._pull(), self._short(20.0))
+                yield PlannedContainer(
+                    f"init-{place}", Kind.INIT, request, self._pull(), self._short(20.0)
+                )
         if rng.random() < mix.sidecar:
-            request = Request(1, 1, 0) if gpu and origin is not Origin.VOLCANO and rng.random() < 0.2 else None
-            yield PlannedContainer("side", Kind.SIDECAR, request, self._pull(), self._short(30.0), rng.choice((0, 0, 0, 1)))
+            request = (
+                Request(1, 1, 0)
+                if gpu and origin is not Origin.VOLCANO and rng.random() < 0.2
+                else None
+            )
+            yield PlannedContainer(
+                "side",
+                Kind.SIDECAR,
+                request,
+                self._pull(),
+                self._short(30.0),
+                rng.choice((0, 0, 0, 1)),
+            )
         if rng.random() < 0.2:
             yield PlannedContainer("proxy", Kind.MAIN, None, self._pull(), 5.0)
         if gpu:
@@ -213,9 +242,12 @@ class Planner:
             for place in range(several):
                 request = first if place == 0 else self._request()
                 if origin is not Origin.VOLCANO and several > 1:
-                    request = Request(1, 1, 0)  # small, so that two half-started pods never wait for each other's rest
+                    # small, so that two half-started pods never wait for each other's rest
+                    request = Request(1, 1, 0)
                 crashes = rng.choice((0, 0, 0, 0, 0, 1, 2, 5))
-                yield PlannedContainer(f"work-{place}", Kind.MAIN, request, self._pull(), self._short(20.0), crashes)
+                yield PlannedContainer(
+                    f"work-{place}", Kind.MAIN, request, self._pull(), self._short(20.0), crashes
+                )
         else:
             yield PlannedContainer("main", Kind.MAIN, None, self._pull(), 5.0)
 

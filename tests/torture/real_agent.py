@@ -1,6 +1,8 @@
-"""The agent under test: the real ledger, allocator, family and isolation backend, started as `vgpu_agent.agent` starts them.
+"""The agent under test: the real ledger, allocator, family and isolation backend, started as
+`vgpu_agent.agent` starts them.
 
-Only what touches the outside is the model's: the kubelet's records, the API watch, the disk and the sockets.
+Only what touches the outside is the model's: the kubelet's records, the API watch, the disk and the
+sockets.
 """
 
 from __future__ import annotations
@@ -60,15 +62,26 @@ class RealAgent:
         self._inventory = Inventory(
             1,
             tuple(
-                Gpu(card.uuid, place, place, "NVIDIA A10", card.units * MEMORY_FACTOR_MIB, f"0000:0{place + 1}:00.0")
+                Gpu(
+                    card.uuid,
+                    place,
+                    place,
+                    "NVIDIA A10",
+                    card.units * MEMORY_FACTOR_MIB,
+                    f"0000:0{place + 1}:00.0",
+                )
                 for place, card in enumerate(world.cards)
             ),
         )
         self._book = PodCache()
         self.ledger = Ledger(clock=clock)
-        settings = Binding(mode="early" if world.early else "late", policy=world.rng.choice(("binpack", "spread")))
+        settings = Binding(
+            mode="early" if world.early else "late", policy=world.rng.choice(("binpack", "spread"))
+        )
         options = VolcanoVgpuOptions(split=SPLIT, factor=MEMORY_FACTOR_MIB, policy=settings.policy)
-        family = VolcanoVgpuFamily(options, HamiCore("/usr/local/vgpu", "/usr/local/vgpu/libvgpu.so"))
+        family = VolcanoVgpuFamily(
+            options, HamiCore("/usr/local/vgpu", "/usr/local/vgpu/libvgpu.so")
+        )
         self.allocator = Allocator(
             Context(
                 ledger=self.ledger,
@@ -92,7 +105,8 @@ class RealAgent:
     async def begin(self) -> None:
         """Pods, offers, kubelet's records into the ledger, and only then kubelet."""
         self._world.api.connect(self._book)
-        await asyncio.shield(self.life.run(self._begin()))  # the end of the faults does not end an agent that is just starting
+        # the end of the faults does not end an agent that is just starting
+        await asyncio.shield(self.life.run(self._begin()))
 
     async def _begin(self) -> None:
         try:
@@ -106,7 +120,9 @@ class RealAgent:
         self.life.run(self._verify_for_ever())
 
     def register(self) -> None:
-        """All resources, with the kubelet that is there now; the second time it is another one than before."""
+        """All resources, with the kubelet that is there now;
+        the second time it is another one than before.
+        """
         if not self._world.kubelet.up:
             return
         if self._registrations:
@@ -125,12 +141,21 @@ class RealAgent:
 
     def left_over(self) -> list[str]:
         """Broken invariants, and grants without an owner."""
-        return [*self.ledger.audit(), *(f"grant {grant} is left over" for grant in self.ledger.grants)]
+        return [
+            *self.ledger.audit(),
+            *(f"grant {grant} is left over" for grant in self.ledger.grants),
+        ]
 
     async def _verify_for_ever(self) -> None:
         newest = self.ledger.newest
         while True:
-            await asyncio.sleep(1.0 if self.ledger.newest != newest else 5.0 if self.ledger.in_doubt else _VERIFY_SECONDS)
+            await asyncio.sleep(
+                1.0
+                if self.ledger.newest != newest
+                else 5.0
+                if self.ledger.in_doubt
+                else _VERIFY_SECONDS
+            )
             newest = self.ledger.newest
             await self._verify()
             await self._world.files.collect(self._is_kept)
@@ -138,16 +163,28 @@ class RealAgent:
     async def _verify(self, *, initial: bool = False) -> None:
         newest = self.ledger.newest
         kubelet_evidence = await self._world.read_records()
-        entries = self._world.kubelet.devices.checkpoint_entries(NUMBER) if kubelet_evidence.checkpoint is not None else ()
+        entries = (
+            self._world.kubelet.devices.checkpoint_entries(NUMBER)
+            if kubelet_evidence.checkpoint is not None
+            else ()
+        )
         holdings = join(kubelet_evidence.pod_resources, entries)
-        settled = asyncio.get_running_loop().time() - self._kubelet_restarted_at > _RESERVATION_SECONDS
+        settled = (
+            asyncio.get_running_loop().time() - self._kubelet_restarted_at > _RESERVATION_SECONDS
+        )
         records = KubeletRecords(
             holdings,
             complete=kubelet_evidence.pod_resources is not None,
             trouble=kubelet_evidence.trouble,
             entries=kubelet_evidence.checkpoint,
         )
-        self.allocator.confirm(records, reservation_seconds=_RESERVATION_SECONDS, newest=newest, initial=initial, may_release=settled)
+        self.allocator.confirm(
+            records,
+            reservation_seconds=_RESERVATION_SECONDS,
+            newest=newest,
+            initial=initial,
+            may_release=settled,
+        )
         for problem in self.ledger.audit():
             self._world.story.tell("ledger.unsound", "", problem)
 
@@ -155,4 +192,7 @@ class RealAgent:
         """A spec stays as long as its pod may start a container with it."""
         if not self._book.synced.is_set() or self._book.get(record.owner.pod_uid) is not None:
             return True
-        return any(grant.owner is not None and grant.owner.pod_uid == record.owner.pod_uid for grant in self.ledger.grants)
+        return any(
+            grant.owner is not None and grant.owner.pod_uid == record.owner.pod_uid
+            for grant in self.ledger.grants
+        )

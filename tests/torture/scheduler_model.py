@@ -1,6 +1,8 @@
-"""Volcano's scheduler as its contract has it (volcano-vgpu §3.2, §3.4, §8), written anew: its own ledger, its own annotations.
+"""Volcano's scheduler as its contract has it (volcano-vgpu §3.2, §3.4, §8), written anew:
+its own ledger, its own annotations.
 
-It shares no code with the agent's families on purpose; what it remembers in `Placement` is what the torture test holds the agent to.
+It shares no code with the agent's families on purpose; what it remembers in `Placement` is what the
+torture test holds the agent to.
 """
 
 from __future__ import annotations
@@ -23,7 +25,9 @@ class Slice:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Placement:
-    """A scheduler's decision: slices by container, and the annotations that carry them to the node."""
+    """A scheduler's decision: slices by container,
+    and the annotations that carry them to the node.
+    """
 
     slices: dict[str, tuple[Slice, ...]]
     annotations: dict[str, str]
@@ -39,7 +43,12 @@ class _Used:
     def fits(self, request: Request) -> bool:
         units = self.card.units if request.memory is None else request.memory
         alone = request.cores < 100 or self.pods == 0
-        return self.pods < SPLIT and self.card.units - self.units >= units and self.cores + request.cores <= 100 and alone
+        return (
+            self.pods < SPLIT
+            and self.card.units - self.units >= units
+            and self.cores + request.cores <= 100
+            and alone
+        )
 
 
 class SchedulerModel:
@@ -51,8 +60,11 @@ class SchedulerModel:
         self._cards = [_Used(card) for card in cards]
         self._placed: dict[str, Placement] = {}
 
-    def place(self, uid: str, pod: PlannedPod, *, now: float, usable: Collection[str] | None = None) -> Placement | None:
-        """Choose cards for all main containers of the pod, one after another; None when they do not fit now.
+    def place(
+        self, uid: str, pod: PlannedPod, *, now: float, usable: Collection[str] | None = None
+    ) -> Placement | None:
+        """Choose cards for all main containers of the pod, one after another;
+        None when they do not fit now.
 
         ``usable`` are the cards on which the node takes new pods, all of them when not given.
         """
@@ -62,9 +74,11 @@ class SchedulerModel:
             if container.kind is not Kind.MAIN or container.request is None:
                 continue
             request = container.request
-            chosen = [used for used in self._ordered() if used.fits(request) and (usable is None or used.card.uuid in usable)][
-                : request.number
-            ]
+            chosen = [
+                used
+                for used in self._ordered()
+                if used.fits(request) and (usable is None or used.card.uuid in usable)
+            ][: request.number]
             if len(chosen) < request.number:
                 self._cards = before
                 return None
@@ -73,9 +87,17 @@ class SchedulerModel:
                 used.cores += request.cores
                 used.pods += 1
             slices[container.name] = tuple(
-                Slice(used.card.uuid, used.card.units if request.memory is None else request.memory, request.cores) for used in chosen
+                Slice(
+                    used.card.uuid,
+                    used.card.units if request.memory is None else request.memory,
+                    request.cores,
+                )
+                for used in chosen
             )
-        text = ";".join("".join(f"{each.uuid},NVIDIA,{each.units},{each.cores}:" for each in container) for container in slices.values())
+        text = ";".join(
+            "".join(f"{each.uuid},NVIDIA,{each.units},{each.cores}:" for each in container)
+            for container in slices.values()
+        )
         annotations = {
             "volcano.sh/vgpu-node": self._node,
             "volcano.sh/vgpu-time": str(int(now)),

@@ -25,7 +25,9 @@ class Story:
 
     def last_fact(self, event: str, pod: str) -> str:
         """The first fact of the last ``event`` of that pod, as text; empty when there was none."""
-        found = next((each for each in reversed(self._events) if each[1] == event and each[2] == pod), None)
+        found = next(
+            (each for each in reversed(self._events) if each[1] == event and each[2] == pod), None
+        )
         return str(found[3][0]) if found and found[3] else ""
 
     def latest(self, *, seconds: float) -> str:
@@ -35,9 +37,13 @@ class Story:
         return "\n".join(self._line(each) for each in reversed(list(recent)))
 
     def accuse(self, text: str, pod: str, *, ids: tuple[str, ...] = ()) -> None:
-        """Something went wrong for good; keep it with all events of the pod, of its ids and of the node."""
+        """Something went wrong for good; keep it with all events of the pod,
+        of its ids and of the node.
+        """
         self.tell("WRONG", pod, text)
-        related = [self._line(each) for each in self._events if _concerns(each, text, pod, set(ids))]
+        related = [
+            self._line(each) for each in self._events if _concerns(each, text, pod, set(ids))
+        ]
         self.wrong.append("\n".join([text, *related[-60:]]))
 
     @staticmethod
@@ -50,5 +56,9 @@ def _concerns(event: _Event, text: str, uid: str, ids: set[str]) -> bool:
     _, _, pod, facts = event
     if facts and isinstance(facts[0], dict):  # an entry of the agent's journal
         entry = facts[0]
-        return (bool(entry.get("pod")) and entry["pod"] in text) or not ids.isdisjoint(entry.get("ids", ()))
-    return pod in ("", uid) or any(isinstance(fact, tuple) and not ids.isdisjoint(fact) for fact in facts)
+        return (bool(entry.get("pod")) and entry["pod"] in text) or not ids.isdisjoint(
+            entry.get("ids", ())
+        )
+    return pod in ("", uid) or any(
+        isinstance(fact, tuple) and not ids.isdisjoint(fact) for fact in facts
+    )

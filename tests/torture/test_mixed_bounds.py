@@ -1,7 +1,9 @@
-"""The bounds of a mixed day hold: no pod is lost to a race, no family starves, and the kubelet receives little about it.
+"""The bounds of a mixed day hold: no pod is lost to a race, no family starves,
+and the kubelet receives little about it.
 
-The days are those of `tests.torture.test_mixed_days`, and so are the variables that make them longer. A failure names the seed and tells
-the story of the pods that were lost; ``TORTURE_SEED=<n>`` plays that day again.
+The days are those of `tests.torture.test_mixed_days`, and so are the variables that make them
+longer. A failure names the seed and tells the story of the pods that were lost;
+``TORTURE_SEED=<n>`` plays that day again.
 """
 
 from __future__ import annotations
@@ -26,7 +28,9 @@ def test_the_bounds_hold_on_a_quiet_mixed_day() -> None:
 
 
 def test_nobody_starves_on_a_troubled_mixed_day() -> None:
-    """Agent, kubelet and API server come and go. What waits is still served in a number of holders' ends."""
+    """Agent, kubelet and API server come and go.
+    What waits is still served in a number of holders' ends.
+    """
     figures, _ = days(1, first_seed=0, faults=TROUBLED, on_all_cores=False)
     _check(figures.starvation(bounds.ENDS_BEFORE_A_FAMILY_IN_TROUBLE), figures)
 

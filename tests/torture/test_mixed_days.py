@@ -1,8 +1,10 @@
-"""Torture of mixed nodes: GPUs that several families share out, one family that floods, and schedulers that see the node late.
+"""Torture of mixed nodes: GPUs that several families share out, one family that floods, and
+schedulers that see the node late.
 
-No container ever gets a wrong share, no GPU ever serves two families, and every pod ends. The short ones run with the unit tests, the long
-ones with ``scripts/test torture``; ``TORTURE_MIXED_PODS=100000`` makes those as long as a release needs. ``TORTURE_SEED=<n>`` plays that
-one day. Each prints its figures beside the bounds of `tests.torture.mixed.bounds`.
+No container ever gets a wrong share, no GPU ever serves two families, and every pod ends. The short
+ones run with the unit tests, the long ones with ``scripts/test torture``;
+``TORTURE_MIXED_PODS=100000`` makes those as long as a release needs. ``TORTURE_SEED=<n>`` plays
+that one day. Each prints its figures beside the bounds of `tests.torture.mixed.bounds`.
 """
 
 from __future__ import annotations
@@ -29,23 +31,37 @@ _QUICK_DAYS = 1
 
 
 @functools.cache
-def days(count: int, *, first_seed: int, faults: Faults, on_all_cores: bool) -> tuple[Figures, list[Outcome]]:
-    """Play so many days, print what they came to, and return the figures of all and the days that are not faultless.
+def days(
+    count: int, *, first_seed: int, faults: Faults, on_all_cores: bool
+) -> tuple[Figures, list[Outcome]]:
+    """Play so many days, print what they came to,
+    and return the figures of all and the days that are not faultless.
 
     The same days are played once, whatever is asked about them.
     """
     if chosen := os.environ.get("TORTURE_SEED"):
         first_seed, count, on_all_cores = int(chosen), 1, False
     seeds = range(first_seed, first_seed + count)
-    began, figures, failed, counts = time.perf_counter(), Figures(), list[Outcome](), collections.Counter[str]()
+    began, figures, failed, counts = (
+        time.perf_counter(),
+        Figures(),
+        list[Outcome](),
+        collections.Counter[str](),
+    )
     for outcome in _played(seeds, faults, on_all_cores=on_all_cores):
         figures.add(outcome.figures, outcome.seed)
         counts += outcome.counts
         failed += [] if outcome.faultless else [outcome]
     seconds = time.perf_counter() - began
-    troubles = {event: counts[event] for event in ("agent killed", "kubelet killed", "API away", "node reboots")}
+    troubles = {
+        event: counts[event]
+        for event in ("agent killed", "kubelet killed", "API away", "node reboots")
+    }
     kind = "troubled" if faults is TROUBLED else "quiet"
-    print(f"\n{kind} days, seeds {first_seed} to {seeds[-1]}, {seconds:.0f} s, {troubles}:\n{figures.text()}")  # noqa: T201
+    print(  # noqa: T201
+        f"\n{kind} days, seeds {first_seed} to {seeds[-1]}, {seconds:.0f} s, {troubles}:\n"
+        f"{figures.text()}"
+    )
     return figures, failed
 
 
@@ -55,7 +71,9 @@ def _played(seeds: range, faults: Faults, *, on_all_cores: bool) -> Iterator[Out
         yield from map(play_day, seeds)
         return
     context = multiprocessing.get_context("spawn")
-    with concurrent.futures.ProcessPoolExecutor(mp_context=context, initializer=_log_into_nothing) as pool:
+    with concurrent.futures.ProcessPoolExecutor(
+        mp_context=context, initializer=_log_into_nothing
+    ) as pool:
         yield from pool.map(play_day, seeds, chunksize=4)
 
 
@@ -65,13 +83,18 @@ def _log_into_nothing() -> None:
 
 def _check(failed: list[Outcome]) -> None:
     seeds = [outcome.seed for outcome in failed]
-    assert not failed, f"{len(failed)} days are not faultless; play one again with TORTURE_SEED={seeds}\n{failed[0].text()}"
+    assert not failed, (
+        f"{len(failed)} days are not faultless; play one again with TORTURE_SEED={seeds}\n"
+        f"{failed[0].text()}"
+    )
 
 
 def many_days(faults: Faults) -> tuple[Figures, list[Outcome]]:
     """The days of the long run."""
     count = max(1, int(os.environ.get("TORTURE_MIXED_PODS", "4000")) // _PODS_OF_A_DAY)
-    return days(count, first_seed=1000 if faults is QUIET else 5000, faults=faults, on_all_cores=True)
+    return days(
+        count, first_seed=1000 if faults is QUIET else 5000, faults=faults, on_all_cores=True
+    )
 
 
 def test_a_mixed_day_never_gives_a_wrong_share_or_a_gpu_to_two_families() -> None:
@@ -84,7 +107,10 @@ def test_a_mixed_day_never_gives_a_wrong_share_or_a_gpu_to_two_families() -> Non
 def test_lists_to_kubelet_are_few_on_a_mixed_day() -> None:
     """The kubelet rewrites its checkpoint for each list, and a burst of changes is one."""
     figures, _ = days(_QUICK_DAYS, first_seed=0, faults=QUIET, on_all_cores=False)
-    assert all(number <= bounds.LISTS_OF_A_FAMILY_PER_POD_EVENT * figures.pod_events for number in figures.lists.values())
+    assert all(
+        number <= bounds.LISTS_OF_A_FAMILY_PER_POD_EVENT * figures.pod_events
+        for number in figures.lists.values()
+    )
 
 
 def test_a_mixed_day_stays_right_while_agent_kubelet_and_api_server_come_and_go() -> None:
@@ -97,12 +123,16 @@ def test_a_mixed_day_stays_right_while_agent_kubelet_and_api_server_come_and_go(
 @pytest.mark.torture
 @pytest.mark.timeout(2400)
 def test_many_quiet_mixed_days() -> None:
-    """The long run on nodes on which nothing fails: 0 wrong, 0 moments of two families, every pod ends."""
+    """The long run on nodes on which nothing fails:
+    0 wrong, 0 moments of two families, every pod ends.
+    """
     _check(many_days(QUIET)[1])
 
 
 @pytest.mark.torture
 @pytest.mark.timeout(2400)
 def test_many_troubled_mixed_days() -> None:
-    """The long run on nodes on which everything fails: 0 wrong, 0 moments of two families, every pod ends."""
+    """The long run on nodes on which everything fails:
+    0 wrong, 0 moments of two families, every pod ends.
+    """
     _check(many_days(TROUBLED)[1])

@@ -1,4 +1,6 @@
-"""The torture test's own worth: its model of a node finds an agent that guesses, and is content with one that asks."""
+"""The torture test's own worth: its model of a node finds an agent that guesses,
+and is content with one that asks.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +13,18 @@ from tests.torture.agents import Life
 from tests.torture.episode import play
 from tests.torture.faults import Faults
 from tests.torture.judge import Got
-from tests.torture.plan import MEMORY, NUMBER, Card, Ending, Kind, Mix, Origin, PlannedContainer, PlannedPod, Request
+from tests.torture.plan import (
+    MEMORY,
+    NUMBER,
+    Card,
+    Ending,
+    Kind,
+    Mix,
+    Origin,
+    PlannedContainer,
+    PlannedPod,
+    Request,
+)
 from tests.torture.scheduler_model import SchedulerModel, Slice
 from tests.torture.stand_ins import Guesser, Reader
 from tests.torture.virtual_time import run
@@ -22,7 +35,9 @@ _SCHEDULED_ONLY = Mix(plain=0.0, static=0.0, init=0.0)
 
 @pytest.mark.parametrize("seed", range(3))
 def test_an_agent_that_guesses_is_found_wrong_again_and_again(seed: int) -> None:
-    """The replaced plugin guesses (volcano-vgpu:D2), and containers of a quiet node get other pods' shares."""
+    """The replaced plugin guesses (volcano-vgpu:D2),
+    and containers of a quiet node get other pods' shares.
+    """
     outcome = play(seed, Guesser, early=True, pods=60, mix=_SCHEDULED_ONLY, faults=Faults())
     assert len(outcome.wrong) > 10
     assert "its grant is that of" in outcome.text() or "meant was" in outcome.text()
@@ -30,8 +45,12 @@ def test_an_agent_that_guesses_is_found_wrong_again_and_again(seed: int) -> None
 
 @pytest.mark.parametrize("seed", range(3))
 def test_an_agent_that_asks_kubelet_starts_every_container_right(seed: int) -> None:
-    """The model leaves a way to be right: with nothing but the records, all containers of a quiet node start with their own shares."""
-    outcome = play(seed, Reader, early=False, pods=60, mix=_SCHEDULED_ONLY, faults=Faults(), overlapping=False)
+    """The model leaves a way to be right: with nothing but the records, all containers of a quiet
+    node start with their own shares.
+    """
+    outcome = play(
+        seed, Reader, early=False, pods=60, mix=_SCHEDULED_ONLY, faults=Faults(), overlapping=False
+    )
     assert (outcome.wrong, outcome.stuck) == ([], [])
     assert outcome.started > 60
 
@@ -46,9 +65,14 @@ def test_the_schedulers_annotations_are_those_of_the_contract() -> None:
     """Sizes and segments as in volcano-vgpu:G8: containers without a request leave no trace."""
     cards = (Card("GPU-0", 24), Card("GPU-1", 24))
     requests = (None, Request(1, 3, 0), None, Request(1, 4, 30))
-    containers = tuple(PlannedContainer(f"c{place}", Kind.MAIN, request, 0.0, 0.0) for place, request in enumerate(requests))
+    containers = tuple(
+        PlannedContainer(f"c{place}", Kind.MAIN, request, 0.0, 0.0)
+        for place, request in enumerate(requests)
+    )
     scheduler = SchedulerModel(random.Random(1), cards, node="node-a")
-    placement = scheduler.place("uid", PlannedPod("p", Origin.VOLCANO, containers, 1.0, Ending.COMPLETES), now=1795200692.7)
+    placement = scheduler.place(
+        "uid", PlannedPod("p", Origin.VOLCANO, containers, 1.0, Ending.COMPLETES), now=1795200692.7
+    )
     assert placement is not None
     segments = placement.annotations["volcano.sh/vgpu-ids-new"].split(";")
     assert [segment.split(",", 1)[1] for segment in segments] == ["NVIDIA,3,0:", "NVIDIA,4,30:"]
@@ -62,13 +86,24 @@ def test_kubelet_needs_no_more_ids_for_init_containers_that_come_before() -> Non
         PlannedContainer("main", Kind.MAIN, Request(1, 3, 0), 0.0, 0.0),
         PlannedContainer("other", Kind.MAIN, Request(1, 1, 0), 0.0, 0.0),
     )
-    assert PlannedPod("p", Origin.VOLCANO, containers, 1.0, Ending.COMPLETES).needs == {NUMBER: 2, MEMORY: 4}
+    assert PlannedPod("p", Origin.VOLCANO, containers, 1.0, Ending.COMPLETES).needs == {
+        NUMBER: 2,
+        MEMORY: 4,
+    }
 
 
 def test_what_a_container_got_is_read_in_the_order_of_the_bus() -> None:
-    """Limit 0 is that of the card that comes first on the bus, whatever the list of visible cards says (volcano-vgpu:D22)."""
-    environment = {"NVIDIA_VISIBLE_DEVICES": "B,A", "CUDA_DEVICE_MEMORY_LIMIT_0": "1024m", "CUDA_DEVICE_MEMORY_LIMIT_1": "2048m"}
-    got = Got.read(Edits(environment, (Mount("/tmp/cudevshr.cache", "/h/uid_main/a.cache"),)), ["A", "B"])
+    """Limit 0 is that of the card that comes first on the bus,
+    whatever the list of visible cards says (volcano-vgpu:D22).
+    """
+    environment = {
+        "NVIDIA_VISIBLE_DEVICES": "B,A",
+        "CUDA_DEVICE_MEMORY_LIMIT_0": "1024m",
+        "CUDA_DEVICE_MEMORY_LIMIT_1": "2048m",
+    }
+    got = Got.read(
+        Edits(environment, (Mount("/tmp/cudevshr.cache", "/h/uid_main/a.cache"),)), ["A", "B"]
+    )
     assert got == Got(("uid", "main"), frozenset({Slice("A", 1, 0), Slice("B", 2, 0)}))
 
 

@@ -1,8 +1,10 @@
-"""Torture: randomised pods on a model of a node on which everything may fail, against the real ledger, allocator, family and backend.
+"""Torture: randomised pods on a model of a node on which everything may fail, against the real
+ledger, allocator, family and backend.
 
-Late mode: no container ever starts with anything but its own share, and everything that fits starts in the end. Early mode: the guess of
-Allocate may be wrong, but a wrong one never gets past PreStartContainer. The short ones run with the unit tests, the long ones
-(``scripts/test torture``) play 100,000 containers in each mode. ``TORTURE_SEED=<n>`` plays that one episode in both.
+Late mode: no container ever starts with anything but its own share, and everything that fits starts
+in the end. Early mode: the guess of Allocate may be wrong, but a wrong one never gets past
+PreStartContainer. The short ones run with the unit tests, the long ones (``scripts/test torture``)
+play 100,000 containers in each mode. ``TORTURE_SEED=<n>`` plays that one episode in both.
 """
 
 from __future__ import annotations
@@ -23,7 +25,9 @@ _FULL = 100_000
 _QUICK = 1_000
 
 
-def _torture(containers: int, *, early: bool, first_seed: int, play_many: PlayMany = one_by_one) -> collections.Counter[str]:
+def _torture(
+    containers: int, *, early: bool, first_seed: int, play_many: PlayMany = one_by_one
+) -> collections.Counter[str]:
     """Play episodes until kubelet has admitted that many containers with GPUs.
 
     Raises:
@@ -35,24 +39,38 @@ def _torture(containers: int, *, early: bool, first_seed: int, play_many: PlayMa
     failed: list[Outcome] = []
     last = first_seed
     for outcome in play_many(early=early, first_seed=first_seed, containers=containers):
-        total, started, counts, last = total + outcome.containers, started + outcome.started, counts + outcome.counts, outcome.seed
+        total, started, counts, last = (
+            total + outcome.containers,
+            started + outcome.started,
+            counts + outcome.counts,
+            outcome.seed,
+        )
         failed += [] if outcome.faultless else [outcome]
     mode, seconds = "early" if early else "late", time.perf_counter() - began
-    print(f"\n{mode}: seeds {first_seed} to {last}, {total} containers, {started} started, {seconds:.0f} s: {dict(counts)}")  # noqa: T201
+    print(  # noqa: T201
+        f"\n{mode}: seeds {first_seed} to {last}, {total} containers, {started} started, "
+        f"{seconds:.0f} s: {dict(counts)}"
+    )
     seeds = [outcome.seed for outcome in failed]
-    assert not failed, f"{mode}: {len(failed)} episodes are not faultless; play one again with TORTURE_SEED={seeds}\n{failed[0].text()}"
+    assert not failed, (
+        f"{mode}: {len(failed)} episodes are not faultless; play one again with "
+        f"TORTURE_SEED={seeds}\n{failed[0].text()}"
+    )
     return counts
 
 
 def test_a_thousand_containers_bound_late_all_get_their_own_share() -> None:
-    """The short run: restarts, outages and image pulls of minutes, and not one container with another's share."""
+    """The short run: restarts, outages and image pulls of minutes,
+    and not one container with another's share.
+    """
     counts = _torture(_QUICK, early=False, first_seed=0)
     assert counts["started"] > _QUICK
 
 
 def test_some_hundred_containers_bound_early_never_start_with_anothers_share() -> None:
     """The short run: a wrong guess of Allocate is refused before the container starts."""
-    counts = _torture(_QUICK // 2, early=True, first_seed=0)  # each costs more than twice as much, because many are refused again and again
+    # each costs more than twice as much, because many are refused again and again
+    counts = _torture(_QUICK // 2, early=True, first_seed=0)
     assert counts["started"]
     assert counts["start refused"]
 

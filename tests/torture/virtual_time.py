@@ -1,7 +1,7 @@
 """An event loop whose clock jumps to the next timer: an image pull of minutes costs microseconds.
 
-`looptime` does the same for single tests; a torture run makes millions of steps, and this loop, which never asks the operating system for
-anything, takes a sixteenth of the time for each.
+`looptime` does the same for single tests; a torture run makes millions of steps, and this loop,
+which never asks the operating system for anything, takes a sixteenth of the time for each.
 """
 
 from __future__ import annotations
@@ -15,7 +15,8 @@ T = TypeVar("T")
 Ts = TypeVarTuple("Ts")
 
 
-# A step of the loop takes its time too: code that waits until a moment would otherwise ask for ever for less than a float can hold.
+# A step of the loop takes its time too: code that waits until a moment would otherwise ask for ever
+# for less than a float can hold.
 _STEP_SECONDS = 1e-9
 
 
@@ -28,7 +29,9 @@ class _Clock(selectors.SelectSelector):
 
     def select(self, timeout: float | None = None) -> list[tuple[selectors.SelectorKey, int]]:
         if timeout is None:
-            raise RuntimeError("everybody waits and no timer is set: the episode would hang for ever")
+            raise RuntimeError(
+                "everybody waits and no timer is set: the episode would hang for ever"
+            )
         self.now += max(_STEP_SECONDS, timeout)
         return []
 
@@ -46,8 +49,12 @@ class VirtualLoop(asyncio.SelectorEventLoop):
         """Virtual seconds since the loop was made."""
         return self._virtual.now
 
-    def run_in_executor(self, executor: Any, func: Callable[[*Ts], T], *args: *Ts) -> asyncio.Future[T]:
-        """Work for another thread is done at once and here: a thread would run by a clock of its own."""
+    def run_in_executor(
+        self, executor: Any, func: Callable[[*Ts], T], *args: *Ts
+    ) -> asyncio.Future[T]:
+        """Work for another thread is done at once and here:
+        a thread would run by a clock of its own.
+        """
         del executor
         done: asyncio.Future[T] = self.create_future()
         try:

@@ -97,17 +97,31 @@ def a_grant(number: int, gpu: str, pod: str = "train-0", **changes: Any) -> Gran
     """One share of ``gpu`` in the hands of the pod ``ml/<pod>``."""
     owner = Owner("main", f"uid-{pod}", "ml", pod)
     grant = Grant(
-        number, "nvidia", "nvidia.com/gpu", (f"{gpu}::{number}",), (Share(gpu),), GrantState.GRANTED, owner, reserved_at=NOW - 60 * number
+        number,
+        "nvidia",
+        "nvidia.com/gpu",
+        (f"{gpu}::{number}",),
+        (Share(gpu),),
+        GrantState.GRANTED,
+        owner,
+        reserved_at=NOW - 60 * number,
     )
     return dataclasses.replace(grant, **changes)
 
 
 @pytest.fixture
 def node() -> AgentStatus:
-    """Two GPUs, one of them broken and in MIG mode, a registered resource, a named and an unnamed grant, everything else once."""
+    """Two GPUs, one of them broken and in MIG mode, a registered resource,
+    a named and an unnamed grant, everything else once.
+    """
     mig = MigInstance("MIG-1", 0, 7, 0, "1g.10gb", 9856)
     broken = dataclasses.replace(
-        a_gpu(1, health=Health(ok=False, reason="XID 79: the GPU has fallen off the bus", since=NOW - 30)),
+        a_gpu(
+            1,
+            health=Health(
+                ok=False, reason="XID 79: the GPU has fallen off the bus", since=NOW - 30
+            ),
+        ),
         mig_enabled=True,
         mig_instances=(mig,),
     )
@@ -129,8 +143,12 @@ def node() -> AgentStatus:
         inventory_at=NOW - 100,
         usage_at=NOW - 5,
         mps=(MpsStatus("nvidia.com/gpu", MpsState.RUNNING, clients=(4711,)),),
-        nvml=NvmlStatus(NvmlState.ANSWERING, calls=100, errors=2, hangs=1, library="libnvidia-ml.so.1"),
-        kubelet=KubeletStatus("/var/lib/kubelet", socket_present=True, restarts_seen=1, records_read_at=NOW - 7),
+        nvml=NvmlStatus(
+            NvmlState.ANSWERING, calls=100, errors=2, hangs=1, library="libnvidia-ml.so.1"
+        ),
+        kubelet=KubeletStatus(
+            "/var/lib/kubelet", socket_present=True, restarts_seen=1, records_read_at=NOW - 7
+        ),
         plugins=(
             PluginStatus(
                 "nvidia.com/gpu",
@@ -153,7 +171,10 @@ def node() -> AgentStatus:
         ),
         ledger=LedgerStatus(
             revision=9,
-            grants=(a_grant(1, "GPU-0"), a_grant(2, "MIG-1", owner=None, state=GrantState.RESERVED)),
+            grants=(
+                a_grant(1, "GPU-0"),
+                a_grant(2, "MIG-1", owner=None, state=GrantState.RESERVED),
+            ),
             drift_total=4,
             drift_last=("released GPU-0::9",),
             verified_at=NOW - 12,
@@ -164,7 +185,12 @@ def node() -> AgentStatus:
         ),
         tasks=(
             TaskReport(
-                "health", last_heartbeat_at=NOW - 1, started_at=NOW - 3700, restarts=3, last_error="OSError: gone", stuck_after_seconds=5
+                "health",
+                last_heartbeat_at=NOW - 1,
+                started_at=NOW - 3700,
+                restarts=3,
+                last_error="OSError: gone",
+                stuck_after_seconds=5,
             ),
         ),
         events=(
@@ -185,18 +211,30 @@ TOKEN = grant_token(VGPU, IDS)
 
 def a_pod(name: str, *containers: PodContainer, **changes: Any) -> Pod:
     """The pod ``ml/<name>``, bound to this node."""
-    pod = Pod(f"uid-{name}", "ml", name, "node-a", containers=containers, created_at=NOW - 90, scheduler="volcano")
+    pod = Pod(
+        f"uid-{name}",
+        "ml",
+        name,
+        "node-a",
+        containers=containers,
+        created_at=NOW - 90,
+        scheduler="volcano",
+    )
     return dataclasses.replace(pod, **changes)
 
 
 def wants_vgpus(name: str, count: int = 1, **changes: Any) -> PodContainer:
     """A container that asks for GPUs of Volcano's."""
-    return dataclasses.replace(PodContainer(name, limits={VGPU: count, MEMORY: 4096, "example.com/nic": 1}), **changes)
+    return dataclasses.replace(
+        PodContainer(name, limits={VGPU: count, MEMORY: 4096, "example.com/nic": 1}), **changes
+    )
 
 
 @pytest.fixture
 def volcano_node(node: AgentStatus) -> AgentStatus:
-    """The node with Volcano's vGPUs: ml/served runs, ml/refused may not start, one reservation has no holder yet."""
+    """The node with Volcano's vGPUs: ml/served runs, ml/refused may not start,
+    one reservation has no holder yet.
+    """
     served = Grant(
         7,
         "volcano-vgpu",
@@ -207,9 +245,16 @@ def volcano_node(node: AgentStatus) -> AgentStatus:
         Owner("main", "uid-served", "ml", "served"),
         NOW - 50,
         ("uid-served", "main"),
-        ("kubelet's checkpoint gives these ids to container main", "decided by the scheduler, in volcano.sh/vgpu-ids-new"),
+        (
+            "kubelet's checkpoint gives these ids to container main",
+            "decided by the scheduler, in volcano.sh/vgpu-ids-new",
+        ),
     )
-    node.ledger.grants = (*node.ledger.grants, served, Grant(8, "volcano-vgpu", VGPU, ("a-3",), (), reserved_at=NOW - 9))
+    node.ledger.grants = (
+        *node.ledger.grants,
+        served,
+        Grant(8, "volcano-vgpu", VGPU, ("a-3",), (), reserved_at=NOW - 9),
+    )
     node.ledger.free |= {VGPU: 7, MEMORY: 100}
     node.ledger.rooms = {VGPU: (DeviceRoom("GPU-0", "", 81920, 77824, 70, 1, 9),)}
     node.ledger.decided_by_pod = frozenset({VGPU})
@@ -223,30 +268,60 @@ def volcano_node(node: AgentStatus) -> AgentStatus:
         origin="service account in /var/run/secrets",
         requests={("patch", "pods", "200"): 4, ("get", "nodes", "no answer"): 1},
         watches=(
-            WatchStatus("pods of this node", synced=True, lists=1, watches=3, events=12, errors=2, unreadable=1, last_event_at=NOW - 3),
+            WatchStatus(
+                "pods of this node",
+                synced=True,
+                lists=1,
+                watches=3,
+                events=12,
+                errors=2,
+                unreadable=1,
+                last_event_at=NOW - 3,
+            ),
             WatchStatus("this node", synced=True, last_event_at=NOW - 4),
         ),
-        writers=(WriterStatus("node", 3), WriterStatus("pods", 4, 1, 0, 2, 1.5), WriterStatus("events", 1, 0, 5)),
+        writers=(
+            WriterStatus("node", 3),
+            WriterStatus("pods", 4, 1, 0, 2, 1.5),
+            WriterStatus("events", 1, 0, 5),
+        ),
         evictions={"evicted": 1, "postponed": 2, "failed": 0},
         config_map="kube-system/volcano-vgpu-device-config",
         remembered={"kubelet_version": "v1.30.0", "in_use": False},
         pods=(
-            a_pod("served", setup, started, phase="Running", annotations={"volcano.sh/bind-phase": "success", "a.b/c": "d"}, bound=1),
+            a_pod(
+                "served",
+                setup,
+                started,
+                phase="Running",
+                annotations={"volcano.sh/bind-phase": "success", "a.b/c": "d"},
+                bound=1,
+            ),
             refused,
         ),
         pods_synced=True,
     )
     node.binding = BindingStatus(
-        mode=BindingMode(late=True, by_annotation=False, reason="the Node says containerd://2.0.1, which resolves CDI names"),
+        mode=BindingMode(
+            late=True,
+            by_annotation=False,
+            reason="the Node says containerd://2.0.1, which resolves CDI names",
+        ),
         families=(FamilyStatus("nvidia"), FamilyStatus("volcano-vgpu", by_pod=True)),
-        refusals=(Refusal(refused, "main", VGPU, "no GPU has 4096 MiB left", NOW - 63, 5, final=False),),
+        refusals=(
+            Refusal(refused, "main", VGPU, "no GPU has 4096 MiB left", NOW - 63, 5, final=False),
+        ),
         ambiguities=1,
         wrong_guesses=2,
         exchanges=3,
         in_force={"volcano-vgpu": {"split": 10}},
         file_problems=("device-config.yaml: nvidia.deviceMemoryScaling is no number",),
     )
-    node.containers = (ContainerUsage("ml", "served", "main", 0, "GPU-0", 1 << 30, 4 << 30, 25, int(NOW) - 8, 30, 1),)
+    node.containers = (
+        ContainerUsage(
+            "ml", "served", "main", 0, "GPU-0", 1 << 30, 4 << 30, 25, int(NOW) - 8, 30, 1
+        ),
+    )
     node.plugins = (
         *node.plugins,
         PluginStatus(
@@ -299,7 +374,9 @@ async def web(source: Snapshot, request_timeout_seconds: float) -> AsyncIterator
 
 @pytest.fixture
 async def ask(web: WebServer) -> AsyncIterator[Callable[..., Awaitable[Answer]]]:
-    """A client that takes a path to whichever server has it; method and further options are aiohttp's."""
+    """A client that takes a path to whichever server has it;
+    method and further options are aiohttp's.
+    """
     async with aiohttp.ClientSession() as session:
 
         async def request(path: str, method: str = "GET", **options: Any) -> Answer:
@@ -323,23 +400,43 @@ LENT = "the GPU serves nvidia until its last share is returned"
 
 @pytest.fixture
 def mixed_node(volcano_node: AgentStatus) -> AgentStatus:
-    """Four GPUs: two serve NVIDIA's family, one Volcano's, one none. ml/waits and ml/later wait for the first, ml/other for the third."""
-    volcano_node.inventory = dataclasses.replace(volcano_node.inventory, gpus=tuple(map(a_gpu, range(4))))
+    """Four GPUs: two serve NVIDIA's family, one Volcano's, one none. ml/waits and ml/later wait for
+    the first, ml/other for the third.
+    """
+    volcano_node.inventory = dataclasses.replace(
+        volcano_node.inventory, gpus=tuple(map(a_gpu, range(4)))
+    )
     waits = Claim("GPU-0", "volcano-vgpu", "ml/waits", "uid-waits", NOW - 190, 3)
     later = Claim("GPU-0", "volcano-gpushare", "ml/later", "uid-later", NOW - 60, 4)
     other = Claim("GPU-2", "volcano-gpushare", "ml/other", "uid-other", NOW - 30, 5)
     volcano_node.ledger.uses = (
         GpuUse("GPU-0", "nvidia", NOW - 600, pods=("ml/a", "ml/b"), claims=(waits, later)),
-        GpuUse("GPU-1", "nvidia", NOW - 300, or_earlier=True, pods=("ml/a", "ml/c", "ml/d", "ml/e"), unnamed=1),
+        GpuUse(
+            "GPU-1",
+            "nvidia",
+            NOW - 300,
+            or_earlier=True,
+            pods=("ml/a", "ml/c", "ml/d", "ml/e"),
+            unnamed=1,
+        ),
         GpuUse("GPU-2", "volcano-vgpu", NOW - 50, pods=("ml/served",), claims=(other,)),
         GpuUse("GPU-3"),
     )
     volcano_node.ledger.held_back = {
-        VGPU: (HeldBack("XID 79", "", ("GPU-3",), 1), HeldBack(LENT, "nvidia", ("GPU-0", "GPU-1"), 20)),
-        "nvidia.com/gpu": (HeldBack(LENT.replace("nvidia", "volcano-vgpu"), "volcano-vgpu", ("GPU-2",), 10),),
+        VGPU: (
+            HeldBack("XID 79", "", ("GPU-3",), 1),
+            HeldBack(LENT, "nvidia", ("GPU-0", "GPU-1"), 20),
+        ),
+        "nvidia.com/gpu": (
+            HeldBack(LENT.replace("nvidia", "volcano-vgpu"), "volcano-vgpu", ("GPU-2",), 10),
+        ),
     }
     volcano_node.plugins = tuple(
-        dataclasses.replace(plugin, ids_sent=40) if plugin.resource == VGPU else plugin for plugin in volcano_node.plugins
+        dataclasses.replace(plugin, ids_sent=40) if plugin.resource == VGPU else plugin
+        for plugin in volcano_node.plugins
     )
-    volcano_node.cluster.pods = (*volcano_node.cluster.pods, *(a_pod(name, wants_vgpus("main"), bound=9) for name in ("waits", "later")))
+    volcano_node.cluster.pods = (
+        *volcano_node.cluster.pods,
+        *(a_pod(name, wants_vgpus("main"), bound=9) for name in ("waits", "later")),
+    )
     return volcano_node

@@ -38,7 +38,9 @@ async def _answer(_: web.Request) -> web.Response:
     return web.Response(text="here")
 
 
-async def _open(address: tuple[str, int], client: str = "127.0.0.1") -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+async def _open(
+    address: tuple[str, int], client: str = "127.0.0.1"
+) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
     return await asyncio.open_connection(*address, local_addr=(client, 0))
 
 
@@ -48,12 +50,19 @@ async def _asked(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> 
 
 
 async def test_the_oldest_of_whoever_has_most_makes_room(address: tuple[str, int]) -> None:
-    """One connection each of two other clients stays, and still serves, while a greedy one opens many."""
+    """One connection each of two other clients stays, and still serves,
+    while a greedy one opens many.
+    """
     others = [await _open(address, f"127.0.0.{number}") for number in (2, 3)]
     assert [await _asked(*other) for other in others] == [b"HTTP/1.1 200 OK\r\n"] * 2
     greedy = [await _open(address) for _ in range(3 * _MOST)]
     assert await _asked(*greedy[-1]) == b"HTTP/1.1 200 OK\r\n"
-    await eventually(lambda: sum(reader.at_eof() or reader.exception() is not None for reader, _ in greedy) == 2 * _MOST + 2)
+    await eventually(
+        lambda: (
+            sum(reader.at_eof() or reader.exception() is not None for reader, _ in greedy)
+            == 2 * _MOST + 2
+        )
+    )
     for reader, writer in others:
         await reader.readuntil(b"here")
         assert await _asked(reader, writer) == b"HTTP/1.1 200 OK\r\n"
@@ -62,7 +71,9 @@ async def test_the_oldest_of_whoever_has_most_makes_room(address: tuple[str, int
 
 
 async def test_a_listener_without_descriptors_pauses_and_goes_on() -> None:
-    """A process without descriptors for a moment loses nothing but that moment, and does not keep the loop busy by failing."""
+    """A process without descriptors for a moment loses nothing but that moment,
+    and does not keep the loop busy by failing.
+    """
     accepting, accepted = 0, socket.socketpair()
 
     class Listener:
@@ -78,7 +89,10 @@ async def test_a_listener_without_descriptors_pauses_and_goes_on() -> None:
         def __getattr__(self, name: str) -> Any:
             return getattr(listening, name)
 
-    with socket.create_server(("127.0.0.1", 0)) as listening, socket.create_connection(listening.getsockname()):
+    with (
+        socket.create_server(("127.0.0.1", 0)) as listening,
+        socket.create_connection(listening.getsockname()),
+    ):
         runner = web.AppRunner(web.Application())
         await runner.setup()
         assert runner.server is not None

@@ -28,10 +28,17 @@ def answer(node: AgentStatus, path: str, **query: str) -> Any:
 def test_a_device_says_its_health_its_use_and_its_holders(node: AgentStatus) -> None:
     """Everything an operator asks about a card is in one object."""
     first, second = answer(node, "devices")["gpus"]
-    assert (first["health"], first["holders"], first["max_holders"]) == ("Healthy", ["ml/train-0/main"], 10)
+    assert (first["health"], first["holders"], first["max_holders"]) == (
+        "Healthy",
+        ["ml/train-0/main"],
+        10,
+    )
     assert first["usage"]["processes"] == [{"pid": 4711, "memory_mib": 512}]
     assert first["links"] == {"GPU-1": {"pci": 20, "nvlinks": 12}}
-    assert (second["health"], second["health_reason"]) == ("Unhealthy", "XID 79: the GPU has fallen off the bus")
+    assert (second["health"], second["health_reason"]) == (
+        "Unhealthy",
+        "XID 79: the GPU has fallen off the bus",
+    )
     assert second["health_changed"] == {"at": "2027-01-15T07:59:30.000Z", "seconds_ago": 30.0}
     assert (second["holders"], second["mig_instances"][0]["uuid"]) == ([NO_NAME], "MIG-1")
 
@@ -40,7 +47,12 @@ def test_devices_and_tasks_name_the_nvml_call_that_hangs(node: AgentStatus) -> N
     """A hung call is named, with its GPU and since when."""
     node.nvml = NvmlStatus(NvmlState.HUNG, "nvmlDeviceGetMemoryInfo", "GPU-1", since=NOW - 9)
     nvml = answer(node, "tasks")["nvml"]
-    assert (nvml["state"], nvml["call"], nvml["gpu"], nvml["hung"]["seconds_ago"]) == ("hung", "nvmlDeviceGetMemoryInfo", "GPU-1", 9.0)
+    assert (nvml["state"], nvml["call"], nvml["gpu"], nvml["hung"]["seconds_ago"]) == (
+        "hung",
+        "nvmlDeviceGetMemoryInfo",
+        "GPU-1",
+        9.0,
+    )
     assert answer(node, "devices")["nvml"] == nvml
 
 
@@ -53,7 +65,11 @@ def test_a_call_that_returned_is_not_shown_as_hanging(node: AgentStatus) -> None
 def test_the_ledger_shows_its_grants_and_its_last_verification(node: AgentStatus) -> None:
     """The book, and whether it can be believed."""
     ledger = answer(node, "ledger")
-    assert (ledger["revision"], ledger["drift_total"], ledger["unknown_ids"]) == (9, 4, ["GPU-9::0"])
+    assert (ledger["revision"], ledger["drift_total"], ledger["unknown_ids"]) == (
+        9,
+        4,
+        ["GPU-9::0"],
+    )
     assert ledger["verified"]["seconds_ago"] == 12.0
     assert ledger["grants"][0] == {
         "number": 1,
@@ -66,23 +82,44 @@ def test_the_ledger_shows_its_grants_and_its_last_verification(node: AgentStatus
         "container": "main",
         "ids": ["GPU-0::1"],
         "ids_total": 1,
-        "shares": [{"device": "GPU-0", "gpu": "GPU-0", "gpu_index": 0, "memory_mib": 0, "cores_percent": 0, "exclusive": False}],
+        "shares": [
+            {
+                "device": "GPU-0",
+                "gpu": "GPU-0",
+                "gpu_index": 0,
+                "memory_mib": 0,
+                "cores_percent": 0,
+                "exclusive": False,
+            }
+        ],
         "reserved": {"at": "2027-01-15T07:59:00.000Z", "seconds_ago": 60.0},
         "limit": "no limit",
         "limit_reason": "the holders of the GPU take turns, and nothing limits any of them",
     }
 
 
-@pytest.mark.parametrize(("query", "numbers"), [({}, [1, 2]), ({"pod": "ml/train-0"}, [1]), ({"pod": "ml/train"}, [])])
-def test_allocations_can_be_asked_for_one_pod(node: AgentStatus, query: dict[str, str], numbers: list[int]) -> None:
+@pytest.mark.parametrize(
+    ("query", "numbers"), [({}, [1, 2]), ({"pod": "ml/train-0"}, [1]), ({"pod": "ml/train"}, [])]
+)
+def test_allocations_can_be_asked_for_one_pod(
+    node: AgentStatus, query: dict[str, str], numbers: list[int]
+) -> None:
     """By its whole name. A pod that holds nothing here has an empty list."""
-    assert [grant["number"] for grant in answer(node, "allocations", **query)["allocations"]] == numbers
+    assert [
+        grant["number"] for grant in answer(node, "allocations", **query)["allocations"]
+    ] == numbers
 
 
-@pytest.mark.parametrize("pod", ["", "train-0", "ml/", "/train-0", "ml/train/0", "ML/Train", "ml/train-0\n", "x" * 9000])
-def test_a_pod_filter_that_makes_no_sense_is_told_the_right_form(node: AgentStatus, pod: str) -> None:
+@pytest.mark.parametrize(
+    "pod", ["", "train-0", "ml/", "/train-0", "ml/train/0", "ML/Train", "ml/train-0\n", "x" * 9000]
+)
+def test_a_pod_filter_that_makes_no_sense_is_told_the_right_form(
+    node: AgentStatus, pod: str
+) -> None:
     """An empty list would be read as "holds nothing"."""
-    with pytest.raises(debug.BadQuestionError, match=r"is not understood; write \?pod=NAMESPACE/NAME, for example") as refused:
+    with pytest.raises(
+        debug.BadQuestionError, match=r"is not understood; write \?pod=NAMESPACE/NAME, for example"
+    ) as refused:
         answer(node, "allocations", pod=pod)
     assert len(str(refused.value)) < 250
 
@@ -90,18 +127,29 @@ def test_a_pod_filter_that_makes_no_sense_is_told_the_right_form(node: AgentStat
 def test_pods_say_who_holds_which_gpu(node: AgentStatus) -> None:
     """A holder whose pod is not known yet is shown all the same."""
     pods = answer(node, "pods")["pods"]
-    assert [(pod["pod"], pod["uid"], [grant["shares"][0]["gpu"] for grant in pod["grants"]]) for pod in pods] == [
+    assert [
+        (pod["pod"], pod["uid"], [grant["shares"][0]["gpu"] for grant in pod["grants"]])
+        for pod in pods
+    ] == [
         (NO_NAME, "", ["GPU-1"]),
         ("ml/train-0", "uid-train-0", ["GPU-0"]),
     ]
 
 
 def test_resources_show_each_plugin_server_and_the_kubelet(node: AgentStatus) -> None:
-    """Registered, stream open, ids sent, held and free; and how a GPU is shared, so that a replica is not taken for a limit."""
+    """Registered, stream open, ids sent, held and free;
+    and how a GPU is shared, so that a replica is not taken for a limit.
+    """
     found = answer(node, "resources")
     assert found["kubelet"]["socket_present"] is True
     (resource,) = found["resources"]
-    assert (resource["state"], resource["ready"], resource["ids"], resource["ids_held"], resource["ids_free"]) == (
+    assert (
+        resource["state"],
+        resource["ready"],
+        resource["ids"],
+        resource["ids_held"],
+        resource["ids_free"],
+    ) == (
         "registered",
         True,
         20,
@@ -125,7 +173,8 @@ def test_what_is_left_out_is_told_beside_what_is_served(node: AgentStatus) -> No
         ({"since": "2027-01-15T07:59:35Z"}, ["allocate.granted"]),
         ({"since": "2027-01-15T07:59:35"}, ["allocate.granted"]),
         ({"since": "2027-01-15 07:59:35"}, ["allocate.granted"]),
-        ({"since": "2027-01-15T08:59:35 01:00"}, ["allocate.granted"]),  # what a query makes of +01:00
+        # what a query makes of +01:00
+        ({"since": "2027-01-15T08:59:35 01:00"}, ["allocate.granted"]),
         ({"since": str(NOW - 25)}, ["allocate.granted"]),
         ({"event": "gpu"}, ["gpu.recovered", "gpu.unhealthy"]),
         ({"event": "gpu.unhealthy"}, ["gpu.unhealthy"]),
@@ -134,8 +183,12 @@ def test_what_is_left_out_is_told_beside_what_is_served(node: AgentStatus) -> No
         ({"event": "gpu", "limit": "1", "since": "1d"}, ["gpu.unhealthy"]),
     ],
 )
-def test_events_are_filtered_by_time_name_and_number(node: AgentStatus, query: dict[str, str], events: list[str]) -> None:
-    """Times are as people write them. A name also stands for all below it. The limit keeps the newest."""
+def test_events_are_filtered_by_time_name_and_number(
+    node: AgentStatus, query: dict[str, str], events: list[str]
+) -> None:
+    """Times are as people write them. A name also stands for all below it.
+    The limit keeps the newest.
+    """
     assert [entry["event"] for entry in answer(node, "events", **query)["events"]] == events
 
 
@@ -153,7 +206,10 @@ def test_an_event_shows_facts_that_json_does_not_know(node: AgentStatus) -> None
 @pytest.mark.parametrize("since", ["", "yesterday", "10 m", "-1x", "2027-13-01", "nan", "inf"])
 def test_a_since_that_makes_no_sense_is_told_the_right_forms(node: AgentStatus, since: str) -> None:
     """Not silently everything, and not silently nothing."""
-    with pytest.raises(debug.BadQuestionError, match=r"since .* is not understood; write an age \(30s, 10m, 2h, 1d\)"):
+    with pytest.raises(
+        debug.BadQuestionError,
+        match=r"since .* is not understood; write an age \(30s, 10m, 2h, 1d\)",
+    ):
         answer(node, "events", since=since)
 
 
@@ -173,26 +229,52 @@ def test_config_says_where_each_value_came_from(node: AgentStatus) -> None:
 
 
 def test_config_says_how_containers_are_told_of_devices(node: AgentStatus) -> None:
-    """Strategies, each CDI spec with its devices and when it was made, and why one is not as it should be."""
-    good = CdiSpecStatus("k8s.device-plugin.nvidia.com/gpu", "/var/run/cdi/a.json", ("GPU-0", "all"), made_at=NOW - 20)
-    bad = CdiSpecStatus("k8s.device-plugin.nvidia.com/gds", "/var/run/cdi/b.json", error="cannot run nvidia-ctk")
-    found = answer(dataclasses.replace(node, cdi=CdiStatus("generated", ("cdi-cri",), (good, bad))), "config")["cdi"]
+    """Strategies, each CDI spec with its devices and when it was made,
+    and why one is not as it should be.
+    """
+    good = CdiSpecStatus(
+        "k8s.device-plugin.nvidia.com/gpu",
+        "/var/run/cdi/a.json",
+        ("GPU-0", "all"),
+        made_at=NOW - 20,
+    )
+    bad = CdiSpecStatus(
+        "k8s.device-plugin.nvidia.com/gds", "/var/run/cdi/b.json", error="cannot run nvidia-ctk"
+    )
+    found = answer(
+        dataclasses.replace(node, cdi=CdiStatus("generated", ("cdi-cri",), (good, bad))), "config"
+    )["cdi"]
     assert (found["source"], found["strategies"]) == ("generated", ["cdi-cri"])
     first, second = found["specs"]
-    assert (first["path"], first["devices"], first["made"]["seconds_ago"]) == ("/var/run/cdi/a.json", ["GPU-0", "all"], 20.0)
-    assert (second["error"], second["made"]) == ("cannot run nvidia-ctk", {"at": None, "seconds_ago": None})
+    assert (first["path"], first["devices"], first["made"]["seconds_ago"]) == (
+        "/var/run/cdi/a.json",
+        ["GPU-0", "all"],
+        20.0,
+    )
+    assert (second["error"], second["made"]) == (
+        "cannot run nvidia-ctk",
+        {"at": None, "seconds_ago": None},
+    )
 
 
 def test_tasks_say_how_late_they_are(node: AgentStatus) -> None:
     """State, restarts, last error and signs of life."""
     (task,) = answer(node, "tasks")["tasks"]
-    assert (task["name"], task["state"], task["restarts"], task["last_error"]) == ("health", "running", 3, "OSError: gone")
+    assert (task["name"], task["state"], task["restarts"], task["last_error"]) == (
+        "health",
+        "running",
+        3,
+        "OSError: gone",
+    )
     assert (task["last_heartbeat"]["seconds_ago"], task["stuck_seconds"]) == (1.0, 0.0)
 
 
 def test_an_unknown_parameter_is_told_the_known_ones(node: AgentStatus) -> None:
     """A misspelt filter would otherwise show everything as if it matched."""
-    with pytest.raises(debug.BadQuestionError, match="query parameter 'pods' is not known to /debug/allocations; known: pod, pretty"):
+    with pytest.raises(
+        debug.BadQuestionError,
+        match="query parameter 'pods' is not known to /debug/allocations; known: pod, pretty",
+    ):
         answer(node, "allocations", pods="ml/train-0")
 
 
@@ -205,31 +287,56 @@ def test_a_parameter_given_twice_is_refused(node: AgentStatus) -> None:
 def test_a_problem_has_a_kind_and_a_subject_beside_the_words_for_people(node: AgentStatus) -> None:
     """Scripts select by them; text and remedy are one sentence for who reads ``reason``."""
     remedy = "see dmesg"
-    node.not_ready = (Problem(ProblemKind.NVML, "", "nvmlInit has not returned for 7 s", remedy), Problem(ProblemKind.RESOURCE, "a/b", "x"))
+    node.not_ready = (
+        Problem(ProblemKind.NVML, "", "nvmlInit has not returned for 7 s", remedy),
+        Problem(ProblemKind.RESOURCE, "a/b", "x"),
+    )
     assert answer(node, "status")["problems"][:2] == [
-        {"part": "nvml", "reason": f"nvmlInit has not returned for 7 s; {remedy}", "kind": "nvml", "subject": "", "remedy": remedy},
+        {
+            "part": "nvml",
+            "reason": f"nvmlInit has not returned for 7 s; {remedy}",
+            "kind": "nvml",
+            "subject": "",
+            "remedy": remedy,
+        },
         {"part": "resource a/b", "reason": "x", "kind": "resource", "subject": "a/b", "remedy": ""},
     ]
 
 
 WATCH = "name synced failing last_event lists watches events errors unreadable last_error"
 DAEMON = (
-    "resource state trouble adopted running limits_seen thread_percentage memory_limit_mib clients restarts clients_lost in_use_by_others"
+    "resource state trouble adopted running limits_seen thread_percentage memory_limit_mib clients "
+    "restarts clients_lost in_use_by_others"
 )
 
 
 @pytest.mark.parametrize(
     ("path", "part", "keys"),
     [
-        ("resources", "kubelet", "directory socket_present restarts_seen records_read records_trouble"),
-        ("tasks", "tasks", "name state restarts last_error started last_heartbeat stuck_after_seconds stuck_seconds"),
+        (
+            "resources",
+            "kubelet",
+            "directory socket_present restarts_seen records_read records_trouble",
+        ),
+        (
+            "tasks",
+            "tasks",
+            (
+                "name state restarts last_error started last_heartbeat stuck_after_seconds "
+                "stuck_seconds"
+            ),
+        ),
         ("cluster", "watches", WATCH),
         ("cluster", "writers", "name written failed dropped pending oldest_pending_seconds"),
         ("mps", "daemons", DAEMON),
     ],
 )
-def test_what_is_shown_of_a_status_is_a_promise(volcano_node: AgentStatus, path: str, part: str, keys: str) -> None:
-    """These answers have every field of a status of ours. One more there is one more for scripts, and none may go."""
+def test_what_is_shown_of_a_status_is_a_promise(
+    volcano_node: AgentStatus, path: str, part: str, keys: str
+) -> None:
+    """These answers have every field of a status of ours.
+    One more there is one more for scripts, and none may go.
+    """
     found = answer(volcano_node, path)[part]
     first = found if isinstance(found, dict) else found[0]
     assert sorted(first) == sorted(keys.split())
@@ -239,6 +346,8 @@ def test_a_node_that_just_started_can_be_asked_everything() -> None:
     """Before the first inventory every path has an answer, and "never" is null."""
     from vgpu_agent.status import AgentStatus as Status
 
-    answers = {entry.path: answer(Status(), entry.path.removeprefix("/debug/")) for entry in debug.PATHS}
+    answers = {
+        entry.path: answer(Status(), entry.path.removeprefix("/debug/")) for entry in debug.PATHS
+    }
     assert answers["/debug/ledger"]["verified"] == {"at": None, "seconds_ago": None}
     assert len(answers) == len(debug.PATHS)

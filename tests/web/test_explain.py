@@ -11,7 +11,15 @@ from tests.web.conftest import MEMORY, NOW, TOKEN, VGPU, a_pod, wants_vgpus
 from vgpu_agent.ledger.accounting import Overcommit
 from vgpu_agent.model import Grant, GrantState, Health, Owner
 from vgpu_agent.pods import PodContainer
-from vgpu_agent.status import AgentStatus, ClusterStatus, PluginState, PluginStatus, Problem, ProblemKind, WatchStatus
+from vgpu_agent.status import (
+    AgentStatus,
+    ClusterStatus,
+    PluginState,
+    PluginStatus,
+    Problem,
+    ProblemKind,
+    WatchStatus,
+)
 from vgpu_agent.web import explain, page, problems
 
 if TYPE_CHECKING:
@@ -34,10 +42,10 @@ def test_a_pod_that_runs_has_its_gpu_with_the_evidence(volcano_node: AgentStatus
     """Every decision with its evidence."""
     told = explain.explain(volcano_node, NOW, "ml/served")
     has, known, is_ = told.answer
-    assert (
-        has
-        == "Container main has 4096 MiB and 30 % of the cores of GPU 0 (GPU-0) through volcano.sh/vgpu-number; the grant is identified. "
-        "Its limit is in force: a process in the container has the library open, and its region holds these limits."
+    assert has == (
+        "Container main has 4096 MiB and 30 % of the cores of GPU 0 (GPU-0) through "
+        "volcano.sh/vgpu-number; the grant is identified. Its limit is in force: a process in the "
+        "container has the library open, and its region holds these limits."
     )
     assert known == (
         "That is known because: kubelet's checkpoint gives these ids to container main; "
@@ -49,19 +57,28 @@ def test_a_pod_that_runs_has_its_gpu_with_the_evidence(volcano_node: AgentStatus
 @pytest.mark.parametrize(
     ("changes", "sentence"),
     [
-        ({"health": Health(ok=False, reason="XID 79: fell off the bus")}, "GPU 0 (GPU-0) is Unhealthy: XID 79: fell off the bus."),
+        (
+            {"health": Health(ok=False, reason="XID 79: fell off the bus")},
+            "GPU 0 (GPU-0) is Unhealthy: XID 79: fell off the bus.",
+        ),
         ({"present": False}, "GPU 0 (GPU-0) is Unhealthy: it no longer answers."),
         ({"uuid": "GPU-9"}, "This node has no GPU-0 any more"),
     ],
 )
-def test_a_pod_on_an_ill_gpu_is_told_so(volcano_node: AgentStatus, changes: dict[str, Any], sentence: str) -> None:
+def test_a_pod_on_an_ill_gpu_is_told_so(
+    volcano_node: AgentStatus, changes: dict[str, Any], sentence: str
+) -> None:
     """An explanation of the pod's failure must not say that all is well with what it has."""
     first, *others = volcano_node.inventory.gpus
-    volcano_node.inventory = dataclasses.replace(volcano_node.inventory, gpus=(dataclasses.replace(first, **changes), *others))
+    volcano_node.inventory = dataclasses.replace(
+        volcano_node.inventory, gpus=(dataclasses.replace(first, **changes), *others)
+    )
     assert sentence in explain.explain(volcano_node, NOW, "ml/served").answer[2]
 
 
-def test_the_events_of_a_pod_are_found_by_its_name_and_by_the_token_of_its_grant(volcano_node: AgentStatus) -> None:
+def test_the_events_of_a_pod_are_found_by_its_name_and_by_the_token_of_its_grant(
+    volcano_node: AgentStatus,
+) -> None:
     """Allocate does not know the pod. The token leads from it to the last annotation."""
     assert [event.event for event in explain.explain(volcano_node, NOW, "ml/served").events] == [
         "allocate.reserved",
@@ -70,19 +87,28 @@ def test_the_events_of_a_pod_are_found_by_its_name_and_by_the_token_of_its_grant
     ]
 
 
-def test_a_pod_on_an_overcommitted_gpu_is_told_why_it_may_be_slow(volcano_node: AgentStatus) -> None:
-    """Its scheduler gave out more compute than there is. The node's problems and the debug page name the GPU, too."""
+def test_a_pod_on_an_overcommitted_gpu_is_told_why_it_may_be_slow(
+    volcano_node: AgentStatus,
+) -> None:
+    """Its scheduler gave out more compute than there is.
+    The node's problems and the debug page name the GPU, too.
+    """
     volcano_node.ledger.overcommitted = (Overcommit(VGPU, "GPU-0", 111, 100, 3, 10),)
     said = "of GPU-0 more is given out than it has: 111 % of the compute of 100, 3 containers of 10"
-    assert f"Scheduler overcommitted: {said}. Its containers share the compute" in sentences(volcano_node, "served")
-    assert Problem(ProblemKind.RESOURCE, VGPU, f"scheduler overcommitted: {said}") in problems.known(volcano_node, NOW)
+    assert f"Scheduler overcommitted: {said}. Its containers share the compute" in sentences(
+        volcano_node, "served"
+    )
+    assert Problem(
+        ProblemKind.RESOURCE, VGPU, f"scheduler overcommitted: {said}"
+    ) in problems.known(volcano_node, NOW)
 
 
 def test_a_refused_start_comes_first_with_its_reason(volcano_node: AgentStatus) -> None:
     """The sentence says how often, since when, and whether waiting helps."""
     first, *others = explain.explain(volcano_node, NOW, "ml/refused").answer
     assert first == (
-        "Container main may not start: no GPU has 4096 MiB left. Refused 5 times, first 63 s ago; kubelet tries again by itself."
+        "Container main may not start: no GPU has 4096 MiB left. Refused 5 times, first 63 s ago; "
+        "kubelet tries again by itself."
     )
     assert others == ["The pod has UID uid-refused, phase Pending, and was placed by volcano."]
 
@@ -91,32 +117,45 @@ def test_a_final_refusal_says_that_waiting_does_not_help(volcano_node: AgentStat
     """An early guess was wrong."""
     (refusal,) = volcano_node.binding.refusals
     volcano_node.binding.refusals = (dataclasses.replace(refusal, final=True, count=1),)
-    assert "Refused once, first 63 s ago; trying again cannot help." in sentences(volcano_node, "refused")
+    assert "Refused once, first 63 s ago; trying again cannot help." in sentences(
+        volcano_node, "refused"
+    )
 
 
-def test_memory_without_a_number_of_gpus_gets_none_and_is_told_why(volcano_node: AgentStatus) -> None:
-    """Schedulers of Volcano place such a pod as if it had asked for one GPU. It runs and sees none."""
+def test_memory_without_a_number_of_gpus_gets_none_and_is_told_why(
+    volcano_node: AgentStatus,
+) -> None:
+    """Schedulers of Volcano place such a pod as if it had asked for one GPU.
+    It runs and sees none.
+    """
     counted = PluginStatus(MEMORY, "volcano-vgpu", PluginState.REGISTERED)
     volcano_node.plugins = (*volcano_node.plugins, counted)
     lonely = PodContainer("main", limits={MEMORY: 3000}, started=True)
     status = shown(volcano_node, a_pod("lonely", lonely, phase="Running"))
-    assert f"Container main asks for {MEMORY} and not for {VGPU}, so kubelet gives it no GPU: ask for {VGPU}, too." in sentences(
-        status, "lonely"
-    )
+    assert (
+        f"Container main asks for {MEMORY} and not for {VGPU}, so kubelet gives it no GPU: ask for "
+        f"{VGPU}, too."
+    ) in sentences(status, "lonely")
     assert "so kubelet gives it no GPU" not in sentences(status, "served")
 
 
 def test_a_pod_that_is_not_admitted_yet_sends_to_kubectl(volcano_node: AgentStatus) -> None:
     """No Allocate, no reservation: the agent knows nothing but the pod."""
     status = shown(volcano_node, a_pod("new", wants_vgpus("main")))
-    assert "kubelet has not asked for volcano.sh/vgpu-number for container main: the pod is not admitted yet" in sentences(status, "new")
+    assert (
+        "kubelet has not asked for volcano.sh/vgpu-number for container main: the pod is not "
+        "admitted yet"
+    ) in sentences(status, "new")
     assert MEMORY not in sentences(status, "new")
 
 
 def test_a_reservation_that_nobody_has_claimed_may_be_the_pods(volcano_node: AgentStatus) -> None:
     """The kubelet writes its records after Allocate. For a moment the grant may be any pod's."""
     volcano_node.cluster.pods = (a_pod("new", wants_vgpus("main")),)
-    assert "its records do not say yet for which container; it may be main (1 such reservations)." in sentences(volcano_node, "new")
+    assert (
+        "its records do not say yet for which container; it may be main (1 such reservations)."
+        in sentences(volcano_node, "new")
+    )
 
 
 def test_an_early_guess_is_called_a_guess(volcano_node: AgentStatus) -> None:
@@ -124,24 +163,44 @@ def test_an_early_guess_is_called_a_guess(volcano_node: AgentStatus) -> None:
     status = shown(volcano_node, a_pod("new", wants_vgpus("main")))
     status.ledger.grants = (
         *status.ledger.grants,
-        Grant(9, "volcano-vgpu", VGPU, ("a-4",), (), reserved_at=NOW - 4, decided_for=("uid-new", "main")),
+        Grant(
+            9,
+            "volcano-vgpu",
+            VGPU,
+            ("a-4",),
+            (),
+            reserved_at=NOW - 4,
+            decided_for=("uid-new", "main"),
+        ),
     )
-    assert "Container main was probably meant by an Allocate 4 s ago; its pod is identified before the container starts." in sentences(
-        status, "new"
-    )
+    assert (
+        "Container main was probably meant by an Allocate 4 s ago; its pod is identified before "
+        "the container starts."
+    ) in sentences(status, "new")
 
 
 def test_ids_that_wait_for_the_start_are_promised(volcano_node: AgentStatus) -> None:
     """Late mode between Allocate and PreStartContainer, which may be minutes."""
     status = shown(volcano_node, a_pod("new", wants_vgpus("main")))
-    granted = Grant(9, "volcano-vgpu", VGPU, ("a-4",), (), GrantState.GRANTED, Owner("main", "uid-new", "ml", "new"))
+    granted = Grant(
+        9,
+        "volcano-vgpu",
+        VGPU,
+        ("a-4",),
+        (),
+        GrantState.GRANTED,
+        Owner("main", "uid-new", "ml", "new"),
+    )
     status.ledger.grants = (*status.ledger.grants, granted)
     assert sentences(status, "new").startswith(
-        "Container main is promised 1 of volcano.sh/vgpu-number and has not started. What it gets is decided when kubelet asks"
+        "Container main is promised 1 of volcano.sh/vgpu-number and has not started. What it gets "
+        "is decided when kubelet asks"
     )
 
 
-def test_a_pod_whose_name_only_the_watch_knows_is_found_by_its_uid(volcano_node: AgentStatus) -> None:
+def test_a_pod_whose_name_only_the_watch_knows_is_found_by_its_uid(
+    volcano_node: AgentStatus,
+) -> None:
     """While pod-resources is silent, kubelet's checkpoint gives the UID alone."""
     (*_, served, _) = volcano_node.ledger.grants
     volcano_node.ledger.grants = (dataclasses.replace(served, owner=Owner("main", "uid-served")),)
@@ -152,41 +211,65 @@ def test_a_resource_that_is_not_served_says_why(volcano_node: AgentStatus) -> No
     """The words of the readiness, but for the resource's name, which the sentence has already."""
     status = shown(volcano_node, a_pod("new", wants_vgpus("main")))
     status.not_ready = (Problem(ProblemKind.RESOURCE, VGPU, f"{VGPU}: libvgpu.so is missing"),)
-    assert "Container main asks for volcano.sh/vgpu-number, which is not served now: libvgpu.so is missing." in sentences(status, "new")
+    assert (
+        "Container main asks for volcano.sh/vgpu-number, which is not served now: libvgpu.so is "
+        "missing."
+    ) in sentences(status, "new")
 
 
-def test_a_pod_that_asks_for_nothing_of_ours_is_told_what_there_is(volcano_node: AgentStatus) -> None:
+def test_a_pod_that_asks_for_nothing_of_ours_is_told_what_there_is(
+    volcano_node: AgentStatus,
+) -> None:
     """A misspelt resource is the usual cause."""
     pod = a_pod("new", PodContainer("main", limits={"volcano.sh/vgpu-numbers": 1}))
     text = sentences(shown(volcano_node, pod), "new")
-    assert "No container of ml/new asks for a resource of this node's agent (nvidia.com/gpu, volcano.sh/vgpu-memory" in text
+    assert (
+        "No container of ml/new asks for a resource of this node's agent (nvidia.com/gpu, "
+        "volcano.sh/vgpu-memory"
+    ) in text
     assert "its limits name volcano.sh/vgpu-numbers." in text
 
 
 def test_a_limit_that_cannot_be_read_is_quoted(volcano_node: AgentStatus) -> None:
     """Instead of being taken for 0."""
     pod = a_pod("new", PodContainer("main", unreadable={VGPU: "1.5"}))
-    assert "Container main asks for volcano.sh/vgpu-number = '1.5', which is no whole number." in sentences(shown(volcano_node, pod), "new")
+    assert (
+        "Container main asks for volcano.sh/vgpu-number = '1.5', which is no whole number."
+        in sentences(shown(volcano_node, pod), "new")
+    )
 
 
 @pytest.mark.parametrize(
     ("changes", "sentence"),
     [
         ({"phase": "Failed"}, "The pod has ended (Failed); nothing of it starts again."),
-        ({"phase": "Failed"}, "kubelet has most likely refused the pod before anything of volcano.sh/vgpu-number was given to it"),
+        (
+            {"phase": "Failed"},
+            (
+                "kubelet has most likely refused the pod before anything of volcano.sh/vgpu-number "
+                "was given to it"
+            ),
+        ),
         ({"deleting": True}, "The pod is being deleted."),
     ],
 )
-def test_a_pod_at_its_end_says_so(volcano_node: AgentStatus, changes: dict[str, object], sentence: str) -> None:
+def test_a_pod_at_its_end_says_so(
+    volcano_node: AgentStatus, changes: dict[str, object], sentence: str
+) -> None:
     """There is nothing to wait for."""
-    assert sentence in sentences(shown(volcano_node, a_pod("new", wants_vgpus("main"), **changes)), "new")
+    assert sentence in sentences(
+        shown(volcano_node, a_pod("new", wants_vgpus("main"), **changes)), "new"
+    )
 
 
 def test_a_pod_that_took_anothers_name_is_told_about_the_other(volcano_node: AgentStatus) -> None:
     """A StatefulSet's pod beside its predecessor, whose share is not returned yet."""
     status = shown(volcano_node, a_pod("served", wants_vgpus("main", 2), uid="uid-2", bound=9))
     text = sentences(status, "served")
-    assert "An earlier pod of that name (UID uid-served) still holds 4096 MiB and 30 % of the cores of GPU 0 (GPU-0)" in text
+    assert (
+        "An earlier pod of that name (UID uid-served) still holds 4096 MiB and 30 % of the cores "
+        "of GPU 0 (GPU-0)"
+    ) in text
     assert "The pod has UID uid-2" in text
 
 
@@ -194,7 +277,10 @@ def test_an_unknown_pod_is_told_where_it_was_looked_for(volcano_node: AgentStatu
     """Book, ledger, refusals and journal, and how fresh each is."""
     told = explain.explain(volcano_node, NOW, "ml/never")
     assert told.answer == (
-        "Nothing is known of a pod ml/never on node node-a. It may be on another node or on none yet: kubectl get pod -o wide says where.",
+        (
+            "Nothing is known of a pod ml/never on node node-a. It may be on another node or on "
+            "none yet: kubectl get pod -o wide says where."
+        ),
     )
     assert told.sources == (
         "the watch of pods: 2 pods, complete, last word 3 s ago",
@@ -207,7 +293,9 @@ def test_an_unknown_pod_is_told_where_it_was_looked_for(volcano_node: AgentStatu
 def test_a_pod_that_is_gone_leaves_its_events(volcano_node: AgentStatus) -> None:
     """The morning after."""
     told = explain.explain(volcano_node, NOW, "ml/gone")
-    assert told.answer == ("There is no pod ml/gone on this node now; it was here, see the events.",)
+    assert told.answer == (
+        "There is no pod ml/gone on this node now; it was here, see the events.",
+    )
     assert [event.event for event in told.events] == ["ledger.released"]
 
 
@@ -216,39 +304,68 @@ def test_without_the_api_server_kubelets_records_answer(node: AgentStatus) -> No
     node.cluster = ClusterStatus(without="no family that needs the API server is on")
     told = explain.explain(node, NOW, "ml/train-0")
     assert told.answer == (
-        "Container main has GPU 0 (GPU-0) without a limit through nvidia.com/gpu; the grant is granted.",
+        (
+            "Container main has GPU 0 (GPU-0) without a limit through nvidia.com/gpu; the grant is "
+            "granted."
+        ),
         "The pod itself is known from kubelet's records only.",
     )
-    assert told.sources[0] == "the watch of pods: there is none, because no family that needs the API server is on"
+    assert (
+        told.sources[0]
+        == "the watch of pods: there is none, because no family that needs the API server is on"
+    )
 
 
-def test_what_is_wrong_with_what_it_has_is_told_without_the_api_server_too(node: AgentStatus) -> None:
-    """Pods of NVIDIA's names are known from kubelet's records alone, and one of them fails when its GPU or its MPS daemon does."""
+def test_what_is_wrong_with_what_it_has_is_told_without_the_api_server_too(
+    node: AgentStatus,
+) -> None:
+    """Pods of NVIDIA's names are known from kubelet's records alone,
+    and one of them fails when its GPU or its MPS daemon does.
+    """
     first, *others = node.inventory.gpus
     ill = dataclasses.replace(first, health=Health(ok=False, reason="XID 79"))
     node.inventory = dataclasses.replace(node.inventory, gpus=(ill, *others))
-    node.not_ready = (Problem(ProblemKind.RESOURCE, "nvidia.com/gpu", "nvidia.com/gpu: there is no MPS control daemon at /mps"),)
+    node.not_ready = (
+        Problem(
+            ProblemKind.RESOURCE,
+            "nvidia.com/gpu",
+            "nvidia.com/gpu: there is no MPS control daemon at /mps",
+        ),
+    )
     text = sentences(node, "train-0")
     assert "GPU 0 (GPU-0) is Unhealthy: XID 79." in text
     assert "nvidia.com/gpu is not served now: there is no MPS control daemon at /mps." in text
 
 
-def test_a_holder_that_the_watch_does_not_show_may_be_gone_or_new(volcano_node: AgentStatus) -> None:
-    """A pod that was fetched for its start may run before a slow watch shows it, so it is not called gone."""
+def test_a_holder_that_the_watch_does_not_show_may_be_gone_or_new(
+    volcano_node: AgentStatus,
+) -> None:
+    """A pod that was fetched for its start may run before a slow watch shows it,
+    so it is not called gone.
+    """
     volcano_node.cluster.pods = ()
     told = explain.explain(volcano_node, NOW, "ml/served")
-    assert told.answer[-1] == "The pod itself is not shown by the watch: it has ended, or the watch is behind."
+    assert (
+        told.answer[-1]
+        == "The pod itself is not shown by the watch: it has ended, or the watch is behind."
+    )
 
 
 def test_an_outage_stands_beside_the_answer(volcano_node: AgentStatus) -> None:
     """The watch may be out of date then, and the line says for how long."""
-    volcano_node.cluster.watches = (WatchStatus("pods of this node", failing_since=NOW - 61, last_error="GET /api/v1/pods: refused"),)
+    volcano_node.cluster.watches = (
+        WatchStatus(
+            "pods of this node", failing_since=NOW - 61, last_error="GET /api/v1/pods: refused"
+        ),
+    )
     assert explain.explain(volcano_node, NOW, "ml/never").sources[0] == (
         "the watch of pods: 2 pods, complete, failing for 61 s: GET /api/v1/pods: refused"
     )
 
 
-def test_the_pods_that_can_be_asked_about_are_those_that_concern_the_agent(volcano_node: AgentStatus) -> None:
+def test_the_pods_that_can_be_asked_about_are_those_that_concern_the_agent(
+    volcano_node: AgentStatus,
+) -> None:
     """Not the hundred others of the node."""
     status = shown(volcano_node, a_pod("web", PodContainer("main")))
     assert explain.pods(status) == ("ml/refused", "ml/served", "ml/train-0")

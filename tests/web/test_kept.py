@@ -22,7 +22,9 @@ class _Computing:
 
 
 def test_who_asks_now_and_then_gets_the_newest() -> None:
-    """A scrape each 15 s, a probe each 5 s, and a reader of the page: none of them gets old values."""
+    """A scrape each 15 s, a probe each 5 s, and a reader of the page:
+    none of them gets old values.
+    """
     computing = _Computing(0.02)
     kept = KeptAnswers(computing.clock)
     for number in range(1, 200):
@@ -31,7 +33,9 @@ def test_who_asks_now_and_then_gets_the_newest() -> None:
 
 
 def test_who_asks_in_a_loop_takes_a_bounded_part_of_the_time() -> None:
-    """A thousand questions a second for a minute: 5 % of it goes into answers, and none is older than a few seconds."""
+    """A thousand questions a second for a minute:
+    5 % of it goes into answers, and none is older than a few seconds.
+    """
     computing = _Computing(0.02)
     kept = KeptAnswers(computing.clock)
     newest = 0.0
@@ -48,6 +52,14 @@ def test_each_question_has_its_own_answer() -> None:
     """A probe is never answered with a page, however little may be computed."""
     computing = _Computing(10.0)
     kept = KeptAnswers(computing.clock)
-    assert [kept.answer(question, computing.make) for question in ("a", "b", "c", "a")] == [1, 2, 3, 4]
+    assert [kept.answer(question, computing.make) for question in ("a", "b", "c", "a")] == [
+        1,
+        2,
+        3,
+        4,
+    ]
     kept = KeptAnswers(lambda: 0.0)
-    assert [kept.answer(question, lambda question=question: question) for question in "abab"] == list("abab")  # type: ignore[misc]
+    assert [
+        kept.answer(question, lambda question=question: question)  # type: ignore[misc]
+        for question in "abab"
+    ] == list("abab")

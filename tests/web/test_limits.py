@@ -26,7 +26,11 @@ def volcano_node(volcano_node: AgentStatus) -> AgentStatus:
 
 def limit_of(status: AgentStatus, share: Share | None = None, *, resource: str = VGPU) -> Limit:
     """The limit of the one grant of ``resource``, with another share if one is given."""
-    grant: Grant = next(grant for grant in status.ledger.grants if grant.resource == resource and grant.owner is not None)
+    grant: Grant = next(
+        grant
+        for grant in status.ledger.grants
+        if grant.resource == resource and grant.owner is not None
+    )
     found = Limits(status).of(dataclasses.replace(grant, shares=(share,)) if share else grant)
     assert found is not None
     return found
@@ -35,11 +39,16 @@ def limit_of(status: AgentStatus, share: Share | None = None, *, resource: str =
 def region(status: AgentStatus, **changes: object) -> AgentStatus:
     """The node, whose container says something else in its region."""
     (usage,) = status.containers
-    return dataclasses.replace(status, containers=(dataclasses.replace(usage, **changes),))  # type: ignore[arg-type]  # names of fields
+    # names of fields
+    return dataclasses.replace(status, containers=(dataclasses.replace(usage, **changes),))  # type: ignore[arg-type]
 
 
-def test_a_limit_counts_as_in_force_only_while_the_library_is_seen(volcano_node: AgentStatus) -> None:
-    """A live slot in a region that holds what was configured. Before that it is written and no more."""
+def test_a_limit_counts_as_in_force_only_while_the_library_is_seen(
+    volcano_node: AgentStatus,
+) -> None:
+    """A live slot in a region that holds what was configured.
+    Before that it is written and no more.
+    """
     assert limit_of(volcano_node).state == "in force"
     assert limit_of(region(volcano_node, processes=0)).state == "configured"
     assert limit_of(dataclasses.replace(volcano_node, containers=())).state == "configured"
@@ -57,7 +66,9 @@ def test_a_limit_counts_as_in_force_only_while_the_library_is_seen(volcano_node:
         ({"uuid": "GPU-1"}, "the region does not name GPU-0"),
     ],
 )
-def test_a_region_that_allows_more_is_not_in_force(volcano_node: AgentStatus, changes: dict[str, object], reason: str) -> None:
+def test_a_region_that_allows_more_is_not_in_force(
+    volcano_node: AgentStatus, changes: dict[str, object], reason: str
+) -> None:
     """The container can write there."""
     found = limit_of(region(volcano_node, **changes))
     assert found.state == "not in force"
@@ -66,24 +77,38 @@ def test_a_region_that_allows_more_is_not_in_force(volcano_node: AgentStatus, ch
 
 def test_a_region_that_allows_less_holds_the_limit(volcano_node: AgentStatus) -> None:
     """This does no harm, and an operator may have lowered it."""
-    assert limit_of(region(volcano_node, limit_bytes=GIB, cores_limit_percent=5)).state == "in force"
+    assert (
+        limit_of(region(volcano_node, limit_bytes=GIB, cores_limit_percent=5)).state == "in force"
+    )
 
 
 def test_compute_that_the_operator_does_not_limit_is_not_missed(volcano_node: AgentStatus) -> None:
     """disableCoreLimit: booked, and not limited."""
     volcano_node.binding.limits = {"volcano-vgpu": LibraryLimits(cores=False)}
-    assert limit_of(region(volcano_node, cores_limit_percent=100, limits_cores=False)).state == "in force"
+    assert (
+        limit_of(region(volcano_node, cores_limit_percent=100, limits_cores=False)).state
+        == "in force"
+    )
 
 
 def test_a_pod_that_may_switch_its_limit_off_has_none(volcano_node: AgentStatus) -> None:
     """It is shown at the pod, and not taken for a limit that has not been used yet."""
-    container = PodContainer("main", limits={VGPU: 1}, environment=frozenset({"CUDA_DISABLE_CONTROL"}))
-    uid = next(grant.owner.pod_uid for grant in volcano_node.ledger.grants if grant.resource == VGPU and grant.owner)
+    container = PodContainer(
+        "main", limits={VGPU: 1}, environment=frozenset({"CUDA_DISABLE_CONTROL"})
+    )
+    uid = next(
+        grant.owner.pod_uid
+        for grant in volcano_node.ledger.grants
+        if grant.resource == VGPU and grant.owner
+    )
     volcano_node.cluster.pods = (Pod(uid, "ml", "served", containers=(container,)),)
     idle = region(volcano_node, processes=0)
     assert limit_of(idle).state == "configured"
     idle.config = {"hamiCore.disableVariable": ("honor", "a file")}
-    assert (limit_of(idle).state, "CUDA_DISABLE_CONTROL" in limit_of(idle).reason) == ("no limit", True)
+    assert (limit_of(idle).state, "CUDA_DISABLE_CONTROL" in limit_of(idle).reason) == (
+        "no limit",
+        True,
+    )
 
 
 def test_without_isolation_there_is_no_limit(volcano_node: AgentStatus) -> None:
@@ -102,7 +127,9 @@ def test_without_isolation_there_is_no_limit(volcano_node: AgentStatus) -> None:
         (SharingMode.MPS, Share("GPU-0", 5000), "in force"),
     ],
 )
-def test_families_whose_ids_name_devices(node: AgentStatus, sharing: SharingMode, share: Share, state: str) -> None:
+def test_families_whose_ids_name_devices(
+    node: AgentStatus, sharing: SharingMode, share: Share, state: str
+) -> None:
     """By how the holders of a device share it."""
     node.ledger.sharing = {"nvidia.com/gpu": sharing.value}
     node.mps = (MpsStatus("nvidia.com/gpu", MpsState.RUNNING),)
@@ -134,5 +161,7 @@ def test_allocations_show_the_limit_and_why(volcano_node: AgentStatus) -> None:
 
 def test_usage_of_another_pod_says_nothing(volcano_node: AgentStatus) -> None:
     """Regions are found by pod and container."""
-    volcano_node.containers = (ContainerUsage("ml", "other", "main", 0, "GPU-0", 0, 80 * GIB, 0, 0, 100, 1),)
+    volcano_node.containers = (
+        ContainerUsage("ml", "other", "main", 0, "GPU-0", 0, 80 * GIB, 0, 0, 100, 1),
+    )
     assert limit_of(volcano_node).state == "configured"

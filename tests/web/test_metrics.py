@@ -29,7 +29,10 @@ def scrape(status: AgentStatus) -> dict[tuple[str, ...], float]:
     found: dict[tuple[str, ...], float] = {}
     for family in text_string_to_metric_families(body.decode()):
         for sample in family.samples:
-            key = (sample.name, *(f"{name}={value}" for name, value in sorted(sample.labels.items())))
+            key = (
+                sample.name,
+                *(f"{name}={value}" for name, value in sorted(sample.labels.items())),
+            )
             assert key not in found, f"{key} occurs twice"
             found[key] = sample.value
     return found
@@ -81,7 +84,9 @@ def scrape(status: AgentStatus) -> dict[tuple[str, ...], float]:
         (("process_start_time_seconds",), NOW - 3700),
     ],
 )
-def test_a_series_says_what_the_snapshot_says_in_base_units(node: AgentStatus, series: tuple[str, ...], value: float) -> None:
+def test_a_series_says_what_the_snapshot_says_in_base_units(
+    node: AgentStatus, series: tuple[str, ...], value: float
+) -> None:
     """Bytes, seconds and ratios, never MiB, milliseconds or percent."""
     assert scrape(node)[series] == value
 
@@ -127,7 +132,9 @@ def test_a_series_says_how_grants_are_bound_and_how_the_api_server_is_doing(
 
 
 def test_an_outage_is_a_number_of_seconds(volcano_node: AgentStatus) -> None:
-    """An alert can then wait for the usual restart of an API server. A watch without any event has no age."""
+    """An alert can then wait for the usual restart of an API server.
+    A watch without any event has no age.
+    """
     volcano_node.cluster.watches = (WatchStatus("this node", failing_since=NOW - 80),)
     found = scrape(volcano_node)
     assert found["vgpu_agent_watch_failing_seconds", "watch=this node"] == 80
@@ -140,8 +147,12 @@ def test_a_node_without_families_that_bind_has_no_binding_mode(node: AgentStatus
 
 
 def test_a_share_names_its_holder_and_its_gpu(node: AgentStatus) -> None:
-    """The metric names the holder of a GPU. A MIG instance is counted on its card, and an unknown holder is empty."""
-    shares = {key: value for key, value in scrape(node).items() if key[0] == "vgpu_agent_grant_info"}
+    """The metric names the holder of a GPU.
+    A MIG instance is counted on its card, and an unknown holder is empty.
+    """
+    shares = {
+        key: value for key, value in scrape(node).items() if key[0] == "vgpu_agent_grant_info"
+    }
     assert shares == {
         (
             "vgpu_agent_grant_info",
@@ -167,15 +178,21 @@ def test_a_share_names_its_holder_and_its_gpu(node: AgentStatus) -> None:
 
 
 def test_two_grants_that_no_label_tells_apart_are_one_series(node: AgentStatus) -> None:
-    """Prometheus drops a scrape with a repeated series, so two unnamed grants on one GPU are counted instead."""
+    """Prometheus drops a scrape with a repeated series,
+    so two unnamed grants on one GPU are counted instead.
+    """
     unnamed = next(grant for grant in node.ledger.grants if grant.owner is None)
     node.ledger.grants = (unnamed, dataclasses.replace(unnamed, number=3))
-    assert [value for key, value in scrape(node).items() if key[0] == "vgpu_agent_grant_info"] == [2]
+    assert [value for key, value in scrape(node).items() if key[0] == "vgpu_agent_grant_info"] == [
+        2
+    ]
 
 
 def test_a_released_grant_is_not_a_share_any_more(node: AgentStatus) -> None:
     """Series vanish with the pod."""
-    node.ledger.grants = tuple(dataclasses.replace(grant, state=GrantState.RELEASED) for grant in node.ledger.grants)
+    node.ledger.grants = tuple(
+        dataclasses.replace(grant, state=GrantState.RELEASED) for grant in node.ledger.grants
+    )
     found = scrape(node)
     assert not [key for key in found if key[0] == "vgpu_agent_grant_info"]
     assert found["vgpu_agent_gpu_grants", "gpu=GPU-0"] == 0
@@ -208,15 +225,20 @@ def test_label_values_are_escaped(node: AgentStatus) -> None:
 
 def test_openmetrics_is_served_to_those_who_ask_for_it(node: AgentStatus) -> None:
     """Prometheus asks for OpenMetrics first. Its stricter parser accepts the answer."""
-    body, content_type = Exposition(lambda: node, clock=lambda: NOW).render("application/openmetrics-text; version=1.0.0")
+    body, content_type = Exposition(lambda: node, clock=lambda: NOW).render(
+        "application/openmetrics-text; version=1.0.0"
+    )
     assert content_type.startswith("application/openmetrics-text")
-    families = list(openmetrics.text_string_to_metric_families(body.decode()))  # type: ignore[no-untyped-call]  # the library's parser is untyped
+    # the library's parser is untyped
+    families = list(openmetrics.text_string_to_metric_families(body.decode()))  # type: ignore[no-untyped-call]
     assert len(families) == len(catalogue())
 
 
 def test_what_schedulers_overcommitted_is_a_number_for_each_gpu(volcano_node: AgentStatus) -> None:
     """An alert is written on it. A GPU of which nothing is overcommitted has no series."""
-    assert not [key for key in scrape(volcano_node) if key[0] == "vgpu_agent_scheduler_overcommitted"]
+    assert not [
+        key for key in scrape(volcano_node) if key[0] == "vgpu_agent_scheduler_overcommitted"
+    ]
     volcano_node.ledger.overcommitted = (Overcommit(VGPU, "GPU-0", 111, 100, 9, 10),)
     volcano_node.binding.overcommitted_starts = 2
     found = scrape(volcano_node)
@@ -226,10 +248,16 @@ def test_what_schedulers_overcommitted_is_a_number_for_each_gpu(volcano_node: Ag
     assert found["vgpu_agent_overcommitted_starts_total",] == 2
 
 
-def test_the_family_of_each_gpu_and_who_waits_for_it_are_series_while_they_are_so(mixed_node: AgentStatus) -> None:
-    """An alert on a pod that waits too long needs GPU and family, and no name of a pod. An idle GPU has no series."""
+def test_the_family_of_each_gpu_and_who_waits_for_it_are_series_while_they_are_so(
+    mixed_node: AgentStatus,
+) -> None:
+    """An alert on a pod that waits too long needs GPU and family, and no name of a pod.
+    An idle GPU has no series.
+    """
     found = {
-        key: value for key, value in scrape(mixed_node).items() if key[0].startswith(("vgpu_agent_gpu_serves", "vgpu_agent_gpu_claims"))
+        key: value
+        for key, value in scrape(mixed_node).items()
+        if key[0].startswith(("vgpu_agent_gpu_serves", "vgpu_agent_gpu_claims"))
     }
     vgpu, gpushare = "family=volcano-vgpu", "family=volcano-gpushare"
     assert found == {
@@ -245,8 +273,12 @@ def test_the_family_of_each_gpu_and_who_waits_for_it_are_series_while_they_are_s
     }
 
 
-def test_every_metric_of_the_catalogue_appears_with_its_labels_and_nothing_else_does(volcano_node: AgentStatus) -> None:
-    """A node on which everything happened once shows every documented metric, with exactly the documented labels."""
+def test_every_metric_of_the_catalogue_appears_with_its_labels_and_nothing_else_does(
+    volcano_node: AgentStatus,
+) -> None:
+    """A node on which everything happened once shows every documented metric,
+    with exactly the documented labels.
+    """
     claim = Claim("GPU-0", "volcano-vgpu", "ml/waits", "uid-waits", NOW - 190, 3)
     volcano_node.ledger.uses = (GpuUse("GPU-0", "nvidia", NOW - 60, claims=(claim,)),)
     volcano_node.ledger.overcommitted = (Overcommit(VGPU, "GPU-0", 111, 100, 12, 10),)
@@ -254,7 +286,10 @@ def test_every_metric_of_the_catalogue_appears_with_its_labels_and_nothing_else_
     for metric in catalogue():
         suffixes = ("_sum", "_count") if metric.kind is Kind.SUMMARY else ("",)
         expected |= {(metric.name + suffix, *sorted(metric.labels)) for suffix in suffixes}
-    assert {(name, *(label.partition("=")[0] for label in labels)) for name, *labels in scrape(volcano_node)} == expected
+    assert {
+        (name, *(label.partition("=")[0] for label in labels))
+        for name, *labels in scrape(volcano_node)
+    } == expected
 
 
 def test_the_documentation_lists_exactly_the_metrics_that_exist() -> None:
@@ -273,8 +308,15 @@ def test_a_name_follows_the_conventions_of_prometheus(metric: Metric) -> None:
 def a_large_node() -> AgentStatus:
     """8 GPUs × 10 replicas, all 80 held."""
     return AgentStatus(
-        inventory=Inventory(gpus=tuple(Gpu(f"GPU-{index:036}", index, index, "NVIDIA H100 80GB HBM3", 81559) for index in range(8))),
-        usage=tuple(GpuUsage(f"GPU-{index:036}", 1000, 81559, 50, 60, 500.0, 0) for index in range(8)),
+        inventory=Inventory(
+            gpus=tuple(
+                Gpu(f"GPU-{index:036}", index, index, "NVIDIA H100 80GB HBM3", 81559)
+                for index in range(8)
+            )
+        ),
+        usage=tuple(
+            GpuUsage(f"GPU-{index:036}", 1000, 81559, 50, 60, 500.0, 0) for index in range(8)
+        ),
         ledger=LedgerStatus(
             grants=tuple(
                 Grant(

@@ -26,7 +26,9 @@ RUNNING = MpsStatus(
 def test_a_daemon_is_shown_with_its_limits_and_clients() -> None:
     """The page says what is in force, since when it was proven, and which pods would be hit."""
     answer = next(entry.answer for entry in debug.PATHS if entry.path == "/debug/mps")
-    (daemon,) = answer(debug.question(AgentStatus(mps=(RUNNING,)), 1061.0, (), (), "/debug/mps"))["daemons"]
+    (daemon,) = answer(debug.question(AgentStatus(mps=(RUNNING,)), 1061.0, (), (), "/debug/mps"))[
+        "daemons"
+    ]
     assert (daemon["state"], daemon["adopted"], daemon["trouble"]) == ("running", True, "")
     assert daemon["memory_limit_mib"] == {"GPU-1": 10240}
     assert daemon["clients"] == (4711, 4712)
@@ -35,7 +37,17 @@ def test_a_daemon_is_shown_with_its_limits_and_clients() -> None:
 
 def test_each_daemon_has_its_series() -> None:
     """A daemon that runs and waits for its holders with old limits does not count as up."""
-    waits = dataclasses.replace(RUNNING, resource="k8s.amazonaws.com/vgpu", trouble="it gets its new limits once …")
+    waits = dataclasses.replace(
+        RUNNING, resource="k8s.amazonaws.com/vgpu", trouble="it gets its new limits once …"
+    )
     moment = Moment(AgentStatus(mps=(RUNNING, waits)), ProcessFacts(), 1061.0)
-    rows = {metric.name.removeprefix("vgpu_agent_mps_"): [value for _, value in metric.read(moment)] for metric in MPS}
-    assert rows == {"daemon_up": [True, False], "restarts_total": [1, 1], "clients": [2, 2], "clients_lost_total": [3, 3]}
+    rows = {
+        metric.name.removeprefix("vgpu_agent_mps_"): [value for _, value in metric.read(moment)]
+        for metric in MPS
+    }
+    assert rows == {
+        "daemon_up": [True, False],
+        "restarts_total": [1, 1],
+        "clients": [2, 2],
+        "clients_lost_total": [3, 3],
+    }

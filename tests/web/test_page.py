@@ -28,41 +28,45 @@ def overview(node: AgentStatus) -> Overview:
 def test_the_table_answers_who_holds_what(overview: Overview) -> None:
     """The whole page, as a person sees it."""
     assert page.as_text(overview) == (
-        "node node-a · ready · vgpu-agent 0.1.0 (abc1234) · up 1h01m · driver 580.65.06, CUDA 13.0\n"
-        "*** SIMULATED GPUs: nothing here is real hardware ***\n"
-        "\n"
-        "GPUs\n"
-        "  INDEX  NAME                   HEALTH     MEMORY (MiB)  USE   SHARES  UUID   HELD BY\n"
-        "  0      NVIDIA A100-SXM4-80GB  Healthy    1024/81920    55 %  1/10    GPU-0  ml/train-0/main\n"
-        "  1      NVIDIA A100-SXM4-80GB  Unhealthy  -/81920       -     1/10    GPU-1  (not named yet)\n"
-        "\n"
-        "Resources\n"
-        "  NAME            STATE       IDS  HEALTHY  HELD  FREE\n"
-        "  nvidia.com/gpu  registered  20   10       2     9\n"
-        "\n"
-        "Pods\n"
-        "  POD              CONTAINER  RESOURCE        GPU  STATE     LIMIT     KNOWN FOR\n"
+        "node node-a · ready · vgpu-agent 0.1.0 (abc1234) · up 1h01m · driver 580.65.06, CUDA "
+        "13.0\n*** SIMULATED GPUs: nothing here is real hardware ***\n"
+        "\nGPUs\n  INDEX  NAME                   HEALTH     MEMORY (MiB)  USE   SHARES  UUID   "
+        "HELD BY\n  0      NVIDIA A100-SXM4-80GB  Healthy    1024/81920    55 %  1/10    GPU-0  "
+        "ml/train-0/main\n  1      NVIDIA A100-SXM4-80GB  Unhealthy  -/81920       -     1/10    "
+        "GPU-1  (not named yet)\n\nResources\n  NAME            STATE       IDS  HEALTHY  HELD  "
+        "FREE\n  nvidia.com/gpu  registered  20   10       2     9\n"
+        "\nPods\n  POD              CONTAINER  RESOURCE        GPU  STATE     LIMIT     KNOWN FOR\n"
         "  (not named yet)  -          nvidia.com/gpu  1    reserved  in force  2m00s\n"
         "  ml/train-0       main       nvidia.com/gpu  0    granted   no limit  1m00s\n"
-        "\n"
-        "Problems\n"
-        "  PART    REASON\n"
-        "  gpu 1   GPU-1 is unhealthy: XID 79: the GPU has fallen off the bus\n"
-        "  gpu     a GPU did not answer: 2: GPU is lost\n"
+        "\nProblems\n  PART    REASON\n  gpu 1   GPU-1 is unhealthy: XID 79: the GPU has fallen "
+        "off the bus\n  gpu     a GPU did not answer: 2: GPU is lost\n"
         "  ledger  kubelet's records hold ids that this node does not offer: GPU-9::0\n"
     )
 
 
 def test_shares_of_memory_and_compute_are_summed_up(volcano_node: AgentStatus) -> None:
-    """The column sums up the shares of a GPU. Ids that only count something are never called free."""
+    """The column sums up the shares of a GPU.
+    Ids that only count something are never called free.
+    """
     lines = page.as_text(views.overview(volcano_node, NOW)).splitlines()
     header, first, second = lines[lines.index("GPUs") + 1 : lines.index("GPUs") + 4]
     column = header.index("GIVEN")
     assert first[column:].startswith("4096 MiB, 30 %  GPU-0")
     assert second[column:].startswith("0 MiB, 0 %      GPU-1")
-    memory = PluginStatus(MEMORY, "volcano-vgpu", PluginState.REGISTERED, stream_open=True, ids_sent=100, healthy_sent=100)
+    memory = PluginStatus(
+        MEMORY,
+        "volcano-vgpu",
+        PluginState.REGISTERED,
+        stream_open=True,
+        ids_sent=100,
+        healthy_sent=100,
+    )
     volcano_node.plugins = (*volcano_node.plugins, memory)
-    (row,) = [line for line in page.as_text(views.overview(volcano_node, NOW)).splitlines() if MEMORY in line]
+    (row,) = [
+        line
+        for line in page.as_text(views.overview(volcano_node, NOW)).splitlines()
+        if MEMORY in line
+    ]
     assert row.split() == [MEMORY, "registered", "100", "100", "-", "-"]
 
 
@@ -70,12 +74,16 @@ def test_what_will_go_wrong_for_some_pods_is_a_problem(volcano_node: AgentStatus
     """Before the first of them is there."""
     volcano_node.binding.cautions = ("volcano.sh/vgpu-memory: a GPU has 40960 ids",)
     lines = page.as_text(views.overview(volcano_node, NOW)).splitlines()
-    assert ["config", "volcano.sh/vgpu-memory:", "a", "GPU", "has", "40960", "ids"] in [line.split() for line in lines]
+    assert ["config", "volcano.sh/vgpu-memory:", "a", "GPU", "has", "40960", "ids"] in [
+        line.split() for line in lines
+    ]
 
 
 def test_many_holders_do_not_tear_the_table_apart(overview: Overview) -> None:
     """A GPU of ten shares is one line still. The table of pods has them all."""
-    crowded = msgspec.structs.replace(overview.gpus[0], holders=tuple(f"ml/train-{number}/main" for number in range(10)))
+    crowded = msgspec.structs.replace(
+        overview.gpus[0], holders=tuple(f"ml/train-{number}/main" for number in range(10))
+    )
     text = page.as_text(msgspec.structs.replace(overview, gpus=(crowded,)))
     assert "  ml/train-0/main, ml/train-1/main and 8 more\n" in text
 
@@ -98,11 +106,18 @@ def test_an_empty_node_says_so_instead_of_showing_empty_tables() -> None:
 
 def test_a_node_that_is_not_ready_says_so_first(node: AgentStatus) -> None:
     """In the headline in capitals, and as the first problem, once."""
-    node.not_ready = (Problem(ProblemKind.RESOURCE, "nvidia.com/gpu", "kubelet closed\nthe stream"),)
-    node.plugins = (dataclasses.replace(node.plugins[0], state=PluginState.REGISTERED, stream_open=False),)
+    node.not_ready = (
+        Problem(ProblemKind.RESOURCE, "nvidia.com/gpu", "kubelet closed\nthe stream"),
+    )
+    node.plugins = (
+        dataclasses.replace(node.plugins[0], state=PluginState.REGISTERED, stream_open=False),
+    )
     lines = page.as_text(views.overview(node, NOW)).splitlines()
     assert "NOT READY" in lines[0]
-    assert lines[lines.index("Problems") + 2].split(maxsplit=1) == ["resource", "nvidia.com/gpu  kubelet closed the stream"]
+    assert lines[lines.index("Problems") + 2].split(maxsplit=1) == [
+        "resource",
+        "nvidia.com/gpu  kubelet closed the stream",
+    ]
     assert any("registered, stream closed" in line for line in lines)
 
 
@@ -146,27 +161,47 @@ def test_a_lost_gpu_is_gone_and_explained(node: AgentStatus) -> None:
 @pytest.mark.parametrize(
     ("change", "sentence"),
     [
-        ({"config_problem": "config.yaml:3: no"}, "the newest configuration is not in force: config.yaml:3: no"),
+        (
+            {"config_problem": "config.yaml:3: no"},
+            "the newest configuration is not in force: config.yaml:3: no",
+        ),
         (
             {"config_problem": "config.yaml:3: no\nconfig.yaml:4: nor"},
             "  config  the newest configuration is not in force: config.yaml:4: nor",
         ),
-        ({"config_collisions": ("config.yaml:3: aws.mps: supervised …",)}, "  config  config.yaml:3: aws.mps: supervised …"),
-        ({"config_needs_restart": ("listen", "simulate")}, "takes effect after a restart: listen, simulate"),
         (
-            {"plugins": (PluginStatus("nvidia.com/gpu", "nvidia", rival="another plugin offers it as well"),)},
+            {"config_collisions": ("config.yaml:3: aws.mps: supervised …",)},
+            "  config  config.yaml:3: aws.mps: supervised …",
+        ),
+        (
+            {"config_needs_restart": ("listen", "simulate")},
+            "takes effect after a restart: listen, simulate",
+        ),
+        (
+            {
+                "plugins": (
+                    PluginStatus(
+                        "nvidia.com/gpu", "nvidia", rival="another plugin offers it as well"
+                    ),
+                )
+            },
             "another plugin offers it as well",
         ),
     ],
 )
-def test_what_stops_nothing_yet_is_a_problem_too(node: AgentStatus, change: dict[str, object], sentence: str) -> None:
+def test_what_stops_nothing_yet_is_a_problem_too(
+    node: AgentStatus, change: dict[str, object], sentence: str
+) -> None:
     """It would be forgotten otherwise."""
     for name, value in change.items():
         setattr(node, name, value)
     assert sentence in page.as_text(views.overview(node, NOW))
 
 
-@pytest.mark.parametrize(("seconds", "text"), [(0, "0s"), (-3, "0s"), (59.9, "59s"), (61, "1m01s"), (3600, "1h00m"), (90000, "1d1h")])
+@pytest.mark.parametrize(
+    ("seconds", "text"),
+    [(0, "0s"), (-3, "0s"), (59.9, "59s"), (61, "1m01s"), (3600, "1h00m"), (90000, "1d1h")],
+)
 def test_an_age_is_short(node: AgentStatus, seconds: float, text: str) -> None:
     """Two units are enough. A clock that was set back is no negative age."""
     node.started_at = NOW - seconds

@@ -25,9 +25,15 @@ def test_a_healthy_agent_says_one_word(node: AgentStatus) -> None:
 
 def test_each_reason_is_one_line_whatever_it_quotes(node: AgentStatus) -> None:
     """A reason may quote a foreign message with line breaks."""
-    node.not_ready = (Problem(ProblemKind.NVML, "", "hung in\nnvmlInit"), Problem(ProblemKind.RESOURCE, "nvidia.com/gpu", "not registered"))
+    node.not_ready = (
+        Problem(ProblemKind.NVML, "", "hung in\nnvmlInit"),
+        Problem(ProblemKind.RESOURCE, "nvidia.com/gpu", "not registered"),
+    )
     verdict = probes.ready(node, NOW, verbose=False)
-    assert (verdict.ok, verdict.text) == (False, "[-] nvml: hung in nvmlInit\n[-] resource nvidia.com/gpu: not registered\nnot ready\n")
+    assert (verdict.ok, verdict.text) == (
+        False,
+        "[-] nvml: hung in nvmlInit\n[-] resource nvidia.com/gpu: not registered\nnot ready\n",
+    )
 
 
 def test_only_a_stuck_loop_makes_the_agent_not_alive(node: AgentStatus) -> None:
@@ -36,7 +42,10 @@ def test_only_a_stuck_loop_makes_the_agent_not_alive(node: AgentStatus) -> None:
     assert probes.live(node, NOW, verbose=False).ok
     node.not_alive = (Problem(ProblemKind.TASK, "health", "no sign of life for 40 s"),)
     verdict = probes.live(node, NOW, verbose=False)
-    assert (verdict.ok, verdict.text) == (False, "[-] task health: no sign of life for 40 s\nnot alive\n")
+    assert (verdict.ok, verdict.text) == (
+        False,
+        "[-] task health: no sign of life for 40 s\nnot alive\n",
+    )
 
 
 def test_verbose_lists_every_check(node: AgentStatus) -> None:
@@ -56,7 +65,9 @@ def test_verbose_marks_what_is_odd_without_deciding_by_it(node: AgentStatus) -> 
     """The verdict is the agent's: the lines only show where to look."""
     node.nvml = NvmlStatus(NvmlState.HUNG, "nvmlDeviceGetCount_v2", since=NOW - 9)
     node.kubelet.socket_present = False
-    node.plugins = (dataclasses.replace(node.plugins[0], state=PluginState.WAITING, stream_open=False),)
+    node.plugins = (
+        dataclasses.replace(node.plugins[0], state=PluginState.WAITING, stream_open=False),
+    )
     node.config_problem = "config.yaml:3: no\nlabel a/b: nor"
     node.tasks = (
         TaskReport("health", last_heartbeat_at=NOW - 15, stuck_after_seconds=5),
@@ -76,15 +87,22 @@ def test_verbose_marks_what_is_odd_without_deciding_by_it(node: AgentStatus) -> 
     ]
 
 
-def test_an_outage_of_the_api_server_is_listed_and_fails_no_probe(volcano_node: AgentStatus) -> None:
+def test_an_outage_of_the_api_server_is_listed_and_fails_no_probe(
+    volcano_node: AgentStatus,
+) -> None:
     """Pods that were seen can start. A ConfigMap that may not be read is not even that."""
     quiet, *_ = volcano_node.cluster.watches
     volcano_node.cluster.watches = (
         quiet,
-        WatchStatus("this node", synced=True, failing_since=NOW - 80, last_error="no answer within 15 s"),
+        WatchStatus(
+            "this node", synced=True, failing_since=NOW - 80, last_error="no answer within 15 s"
+        ),
         WatchStatus("ConfigMap volcano-system/x", failing_since=NOW - 80, essential=False),
     )
     verdict = probes.ready(volcano_node, NOW, verbose=True)
     assert verdict.ok
-    assert "[+] watch of pods of this node: complete\n[~] watch of this node: failing for 80 s: no answer within 15 s\n" in verdict.text
+    assert (
+        "[+] watch of pods of this node: complete\n[~] watch of this node: failing for 80 s: no "
+        "answer within 15 s\n"
+    ) in verdict.text
     assert "ConfigMap" not in verdict.text

@@ -63,7 +63,9 @@ async def test_every_path_answers(ask: Callable[..., Awaitable[Any]], path: str)
 
 
 @pytest.mark.parametrize("path", [path for path in DEBUG if path != "/debug/"])
-async def test_a_debug_answer_is_one_line_of_json_and_more_when_pretty(ask: Callable[..., Awaitable[Any]], path: str) -> None:
+async def test_a_debug_answer_is_one_line_of_json_and_more_when_pretty(
+    ask: Callable[..., Awaitable[Any]], path: str
+) -> None:
     """For grep and for eyes. Both say the same."""
     plain, pretty = await ask(path), await ask(f"{path}?pretty")
     assert plain.headers["Content-Type"] == "application/json"
@@ -72,7 +74,9 @@ async def test_a_debug_answer_is_one_line_of_json_and_more_when_pretty(ask: Call
     assert json.loads(plain.text) == json.loads(pretty.text)
 
 
-async def test_the_debug_index_lists_every_path_with_a_sentence(ask: Callable[..., Awaitable[Any]]) -> None:
+async def test_the_debug_index_lists_every_path_with_a_sentence(
+    ask: Callable[..., Awaitable[Any]],
+) -> None:
     """A user who knows only the port finds the rest."""
     paths = json.loads((await ask("/debug/")).text)["paths"]
     assert sorted(entry["path"] for entry in paths) == [path for path in DEBUG if path != "/debug/"]
@@ -87,13 +91,17 @@ async def test_a_megabyte_of_junk_gets_one_clear_line_and_the_server_goes_on(
     """The answer to any method is a 4xx that names the reason. The next request is served."""
     answer = await ask(path, method=method, data=io.BytesIO(JUNK))
     assert answer.status == 413
-    assert answer.text == '{"error":"the request body is too large; at most 65536 bytes are read"}\n'
+    assert (
+        answer.text == '{"error":"the request body is too large; at most 65536 bytes are read"}\n'
+    )
     assert (await ask("/livez")).status == 200
 
 
 @pytest.mark.parametrize("path", ["/metrics", "/debug/ledger", "/debug/loglevel"])
 @pytest.mark.parametrize("method", ["GET", "PUT"])
-async def test_junk_of_unknown_length_is_cut_off_too(ask: Callable[..., Awaitable[Any]], path: str, method: str) -> None:
+async def test_junk_of_unknown_length_is_cut_off_too(
+    ask: Callable[..., Awaitable[Any]], path: str, method: str
+) -> None:
     """Chunked transfer has no Content-Length that could be refused beforehand."""
 
     async def chunks() -> AsyncIterator[bytes]:
@@ -106,17 +114,29 @@ async def test_junk_of_unknown_length_is_cut_off_too(ask: Callable[..., Awaitabl
     assert (await ask("/debug/ledger")).status == 200
 
 
-async def test_a_get_with_a_small_body_is_told_to_leave_it_out(ask: Callable[..., Awaitable[Any]]) -> None:
+async def test_a_get_with_a_small_body_is_told_to_leave_it_out(
+    ask: Callable[..., Awaitable[Any]],
+) -> None:
     """A body that is not read is more likely a mistake than a request."""
     answer = await ask("/debug/pods", data=b"pod=default/a")
-    assert (answer.status, answer.text) == (400, '{"error":"GET /debug/pods takes no request body; send it without one"}\n')
+    assert (answer.status, answer.text) == (
+        400,
+        '{"error":"GET /debug/pods takes no request body; send it without one"}\n',
+    )
 
 
 @pytest.mark.parametrize(
-    "junk", [b"\x16\x03\x01\x02\x00\x01\x00" * 100, b"GET /" + b"x" * 1_000_000 + b" HTTP/1.1\r\n\r\n", b"\r\n" * 10 + JUNK]
+    "junk",
+    [
+        b"\x16\x03\x01\x02\x00\x01\x00" * 100,
+        b"GET /" + b"x" * 1_000_000 + b" HTTP/1.1\r\n\r\n",
+        b"\r\n" * 10 + JUNK,
+    ],
 )
 async def test_what_is_not_http_is_refused_without_a_traceback(web: WebServer, junk: bytes) -> None:
-    """TLS on the wrong port, an endless path, binary junk: 400 or a closed connection, one log line, and the server goes on."""
+    """TLS on the wrong port, an endless path, binary junk:
+    400 or a closed connection, one log line, and the server goes on.
+    """
     with pytest.MonkeyPatch.context() as patch:
         lines = io.StringIO()
         patch.setattr("vgpu_agent.web.server._logger", _lines_to(lines))
@@ -141,10 +161,14 @@ async def test_a_wrong_method_is_told_the_right_one(ask: Callable[..., Awaitable
     """405 with Allow, as HTTP asks, and in words."""
     answer = await ask("/debug/loglevel", method="POST", data=b"debug")
     assert (answer.status, answer.headers["Allow"]) == (405, "GET, HEAD, PUT")
-    assert answer.text == '{"error":"POST is not possible on /debug/loglevel; use GET, HEAD or PUT"}\n'
+    assert (
+        answer.text == '{"error":"POST is not possible on /debug/loglevel; use GET, HEAD or PUT"}\n'
+    )
 
 
-async def test_an_unknown_path_is_answered_with_those_that_exist(ask: Callable[..., Awaitable[Any]]) -> None:
+async def test_an_unknown_path_is_answered_with_those_that_exist(
+    ask: Callable[..., Awaitable[Any]],
+) -> None:
     """A typing error costs one request."""
     answer = await ask("/metric")
     assert answer.status == 404
@@ -159,7 +183,9 @@ async def test_a_path_of_the_other_port_is_sent_there(web: WebServer) -> None:
     assert f"it is served at {web.public_address}".encode() in debug
 
 
-async def test_a_long_wrong_path_is_not_repeated_in_full(ask: Callable[..., Awaitable[Any]]) -> None:
+async def test_a_long_wrong_path_is_not_repeated_in_full(
+    ask: Callable[..., Awaitable[Any]],
+) -> None:
     """An error stays one readable line."""
     answer = await ask("/" + "x" * 5000)
     assert answer.status == 404
@@ -168,8 +194,12 @@ async def test_a_long_wrong_path_is_not_repeated_in_full(ask: Callable[..., Awai
 
 @_IMPATIENT
 async def test_a_body_that_does_not_arrive_ends_in_time(web: WebServer) -> None:
-    """A client that announces a body and falls silent is answered with 408 after the settable time."""
-    answer = await raw(web.debug_address, b"PUT /debug/loglevel HTTP/1.1\r\nHost: a\r\nContent-Length: 5\r\n\r\nde")
+    """A client that announces a body and falls silent is answered with 408
+    after the settable time.
+    """
+    answer = await raw(
+        web.debug_address, b"PUT /debug/loglevel HTTP/1.1\r\nHost: a\r\nContent-Length: 5\r\n\r\nde"
+    )
     assert answer.startswith(b"HTTP/1.1 408 ")
     assert b'{"error":"the request did not arrive within 0.5 s"}' in answer
 
@@ -182,13 +212,17 @@ async def test_a_silent_connection_is_closed(web: WebServer) -> None:
 
 @_IMPATIENT
 async def test_a_client_that_does_not_read_is_let_go(web: WebServer) -> None:
-    """A scraper that hangs in the middle of an answer keeps neither its connection nor its answer."""
+    """A scraper that hangs in the middle of an answer keeps neither its connection nor its
+    answer.
+    """
     host, _, port = web.debug_address.rpartition(":")
     with socket.socket() as client:
         client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
         client.setblocking(False)
         await asyncio.get_running_loop().sock_connect(client, (host, int(port)))
-        await asyncio.get_running_loop().sock_sendall(client, b"GET /debug/status HTTP/1.1\r\nHost: a\r\n\r\n" * 2000)
+        await asyncio.get_running_loop().sock_sendall(
+            client, b"GET /debug/status HTTP/1.1\r\nHost: a\r\n\r\n" * 2000
+        )
         await eventually(lambda: connections(int(port)))
         await eventually(lambda: not connections(int(port)))
 
@@ -206,19 +240,27 @@ async def test_a_bug_in_an_answer_is_logged_and_not_shown(
     """The stranger gets one line, the log gets the traceback, and other paths still answer."""
     errors: list[dict[str, object]] = []
     monkeypatch.setattr(
-        "vgpu_agent.web.server._logger.error", lambda event, **facts: errors.append({"event": event, **facts}), raising=False
+        "vgpu_agent.web.server._logger.error",
+        lambda event, **facts: errors.append({"event": event, **facts}),
+        raising=False,
     )
     source.current.ledger = None
     answer = await ask("/debug/ledger")
     assert answer.status == 500
-    assert json.loads(answer.text) == {"error": "this answer failed inside the agent; its log has the reason (web.failed)"}
-    assert [(error["event"], error["path"]) for error in errors] == [("web.failed", "/debug/ledger")]
+    assert json.loads(answer.text) == {
+        "error": "this answer failed inside the agent; its log has the reason (web.failed)"
+    }
+    assert [(error["event"], error["path"]) for error in errors] == [
+        ("web.failed", "/debug/ledger")
+    ]
     assert (await ask("/debug/tasks")).status == 200
 
 
 @pytest.mark.parametrize("body", [b"debug", b" debug\n", b'"debug"', b'{"level": "debug"}'])
 @pytest.mark.usefixtures("log_level")
-async def test_the_log_level_is_changed_by_word_or_json(ask: Callable[..., Awaitable[Any]], body: bytes) -> None:
+async def test_the_log_level_is_changed_by_word_or_json(
+    ask: Callable[..., Awaitable[Any]], body: bytes
+) -> None:
     """Both forms people try first; GET shows the new level."""
     log.set_level("info")
     answer = await ask("/debug/loglevel", method="PUT", data=body)
@@ -226,14 +268,31 @@ async def test_the_log_level_is_changed_by_word_or_json(ask: Callable[..., Await
     assert json.loads((await ask("/debug/loglevel")).text)["level"] == "debug"
 
 
-@pytest.mark.parametrize("body", [b"", b"verbose", b"DEBUG", b"\xff\xfe", b"{", b'{"level": 7}', b'{"lvl": "debug"}', b"[]", b"x" * 60000])
+@pytest.mark.parametrize(
+    "body",
+    [
+        b"",
+        b"verbose",
+        b"DEBUG",
+        b"\xff\xfe",
+        b"{",
+        b'{"level": 7}',
+        b'{"lvl": "debug"}',
+        b"[]",
+        b"x" * 60000,
+    ],
+)
 @pytest.mark.usefixtures("log_level")
-async def test_a_nonsense_log_level_changes_nothing_and_names_the_levels(ask: Callable[..., Awaitable[Any]], body: bytes) -> None:
+async def test_a_nonsense_log_level_changes_nothing_and_names_the_levels(
+    ask: Callable[..., Awaitable[Any]], body: bytes
+) -> None:
     """One clear line."""
     log.set_level("warning")
     answer = await ask("/debug/loglevel", method="PUT", data=body)
     assert answer.status == 400
-    assert "is not known; send one of debug, info, warning, error" in json.loads(answer.text)["error"]
+    assert (
+        "is not known; send one of debug, info, warning, error" in json.loads(answer.text)["error"]
+    )
     assert len(answer.text) < 400
     assert log.current_level() == "warning"
 
@@ -254,17 +313,28 @@ async def test_the_scrape_is_served_with_its_format(ask: Callable[..., Awaitable
     assert "# TYPE vgpu_agent_build_info gauge\n" in answer.text
 
 
-async def test_a_failing_probe_is_503_with_its_reason(ask: Callable[..., Awaitable[Any]], source: Any) -> None:
+async def test_a_failing_probe_is_503_with_its_reason(
+    ask: Callable[..., Awaitable[Any]], source: Any
+) -> None:
     """The kubelet looks at the code, the operator at the text; not ready is not dead."""
     source.current.not_ready = (Problem(ProblemKind.RESOURCE, "nvidia.com/gpu", "not registered"),)
-    assert ((await ask("/readyz")).status, (await ask("/livez")).status, (await ask("/healthz")).status) == (503, 200, 200)
+    assert (
+        (await ask("/readyz")).status,
+        (await ask("/livez")).status,
+        (await ask("/healthz")).status,
+    ) == (503, 200, 200)
     assert "nvidia.com/gpu: not registered" in (await ask("/readyz?verbose")).text
 
 
 def a_server(*, listen: str, debug_listen: str) -> WebServer:
     """A server on the given addresses."""
     return WebServer(
-        AgentStatus, listen=listen, debug_listen=debug_listen, max_body_bytes=1024, request_timeout_seconds=1, shutdown_seconds=1
+        AgentStatus,
+        listen=listen,
+        debug_listen=debug_listen,
+        max_body_bytes=1024,
+        request_timeout_seconds=1,
+        shutdown_seconds=1,
     )
 
 
@@ -280,9 +350,15 @@ async def test_a_port_in_use_is_an_error_that_leaves_nothing_listening() -> None
 
 async def test_the_real_port_is_reported_and_closed_at_the_end() -> None:
     """Port 0 takes a free one. After `stop` there is no answer, and stopping twice is fine."""
-    server = a_server(listen=":0", debug_listen="[::1]:0" if socket.has_ipv6 and _has_ipv6_loopback() else "127.0.0.1:0")
+    server = a_server(
+        listen=":0",
+        debug_listen="[::1]:0" if socket.has_ipv6 and _has_ipv6_loopback() else "127.0.0.1:0",
+    )
     await server.start()
-    async with aiohttp.ClientSession() as session, session.get(f"http://127.0.0.1{server.public_address}/livez") as answer:
+    async with (
+        aiohttp.ClientSession() as session,
+        session.get(f"http://127.0.0.1{server.public_address}/livez") as answer,
+    ):
         assert answer.status == 200
     assert not server.debug_address.endswith(":0")
     await server.stop()

@@ -42,7 +42,9 @@ STARTED = When("2027-01-15T07:59:50.000Z", 10.0)
 
 def test_a_view_takes_its_fields_and_no_others() -> None:
     """By name, properties as well; a moment that never was is null."""
-    assert view(LoopView, Loop("a", NOW - 10), NOW, rounds=3) == LoopView("a", late=True, started=STARTED, rounds=3)
+    assert view(LoopView, Loop("a", NOW - 10), NOW, rounds=3) == LoopView(
+        "a", late=True, started=STARTED, rounds=3
+    )
 
 
 def test_what_is_given_goes_before_what_is_found() -> None:
@@ -58,4 +60,9 @@ def test_a_field_of_nothing_is_a_mistake() -> None:
 
 def test_a_whole_status_is_shown_with_its_moments() -> None:
     """Without the endings of our names."""
-    assert shown(Loop("a", NOW - 10), NOW) == {"name": "a", "started": STARTED, "failing": When(), "secret": "kept inside"}
+    assert shown(Loop("a", NOW - 10), NOW) == {
+        "name": "a",
+        "started": STARTED,
+        "failing": When(),
+        "secret": "kept inside",
+    }

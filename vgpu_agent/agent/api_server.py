@@ -1,7 +1,8 @@
-"""The API server's part in the agent: what is watched, what is written, and what is remembered for a restart during an outage.
+"""The API server's part in the agent: what is watched, what is written,
+and what is remembered for a restart during an outage.
 
-Built by `composition`. Without credentials nothing here runs, and the families that need the API server are not served; with them, an
-outage of any length changes nothing for what is known already.
+Built by `composition`. Without credentials nothing here runs, and the families that need the API
+server are not served; with them, an outage of any length changes nothing for what is known already.
 """
 
 from __future__ import annotations
@@ -54,8 +55,8 @@ _NODE_TASK = "writes to this node"
 class ClusterAccess:
     """Client, watches and writers.
 
-    State: `book` and `changed` exist from the beginning, everything else from `connect` on. Remembered data replaces what the API server
-    has not reported yet.
+    State: `book` and `changed` exist from the beginning, everything else from `connect` on.
+    Remembered data replaces what the API server has not reported yet.
 
     Attributes:
         book: the pods of this node.
@@ -66,7 +67,13 @@ class ClusterAccess:
         remembered: what the agent before this one had read; None when there is nothing.
     """
 
-    def __init__(self, settings: Settings, journal: Journal, supervisor: Supervisor, named: NamedConfiguration | None = None) -> None:
+    def __init__(
+        self,
+        settings: Settings,
+        journal: Journal,
+        supervisor: Supervisor,
+        named: NamedConfiguration | None = None,
+    ) -> None:
         """Build it without any request; ``named`` gets the label, and its choice is remembered."""
         self.book = PodCache()
         self.changed = Revision()
@@ -98,7 +105,9 @@ class ClusterAccess:
 
     @property
     def needed(self) -> bool:
-        """Tell whether an enabled family needs the API server, so that pods are watched and Node and pods are written."""
+        """Tell whether an enabled family needs the API server,
+        so that pods are watched and Node and pods are written.
+        """
         return any(family.needs_api_server and family.is_on(self._settings) for family in FAMILIES)
 
     @property
@@ -110,18 +119,24 @@ class ClusterAccess:
 
     @property
     def config_label(self) -> str | None:
-        """The value of the label that names this node's configuration, empty where it has none; None while the Node is not to be read."""
+        """The value of the label that names this node's configuration, empty where it has none;
+        None while the Node is not to be read.
+        """
         node = self.nodes.node.value if self.nodes is not None else None
         return None if node is None else node.labels.get(self._shelf.label, "")
 
     @property
     def texts(self) -> Mapping[str, tuple[str, ...]]:
-        """The texts of the files of replaced plugins that count, by file, also from before a restart, see `plugin_files.texts_in_force`."""
+        """The texts of the files of replaced plugins that count, by file, also from before a
+        restart, see `plugin_files.texts_in_force`.
+        """
         for file in _config_map_files(self._settings):
             watch = self.config_maps.get(file.name)
             if watch is not None and watch.synced.is_set():
                 is_sound = functools.partial(file.is_sound, self._settings)
-                self._texts[file.name] = texts_in_force(self._texts.get(file.name, ()), watch.text.value, is_sound)
+                self._texts[file.name] = texts_in_force(
+                    self._texts.get(file.name, ()), watch.text.value, is_sound
+                )
         return self._texts
 
     def keep_texts(self, texts: Mapping[str, tuple[str, ...]]) -> None:
@@ -130,14 +145,22 @@ class ClusterAccess:
 
     @property
     def waiting_for(self) -> str:
-        """The data that must be read before families that need the API server can be offered; empty when it is all there."""
+        """The data that must be read before families that need the API server can be offered;
+        empty when it is all there.
+        """
         if not self.connected:
             return self.without
         unread = [watch.name for watch in self.config_maps.values() if not watch.synced.is_set()]
         if self.remembered is None and unread:
-            return f"the ConfigMap {unread[0]} has not been read yet, because the API server does not answer"
+            return (
+                f"the ConfigMap {unread[0]} has not been read yet, because the API server does not "
+                "answer"
+            )
         if self.node is None:
-            return "this node's Node object has not been read yet, because the API server does not answer or does not know it"
+            return (
+                "this node's Node object has not been read yet, because the API server does not "
+                "answer or does not know it"
+            )
         return ""
 
     def status(self) -> ClusterStatus:
@@ -152,18 +175,31 @@ class ClusterAccess:
             requests=self.client.requests if self.client else {},
             watches=tuple(self._watches()),
             writers=tuple(
-                writer.counts for writer in (self.node_publisher, self.allocatable, self.pod_publisher, self.events) if writer is not None
+                writer.counts
+                for writer in (
+                    self.node_publisher,
+                    self.allocatable,
+                    self.pod_publisher,
+                    self.events,
+                )
+                if writer is not None
             ),
             evictions=self.reschedule.evictions if self.reschedule else {},
-            config_map=", ".join(f"{found.namespace}/{found.name}" for found in self.config_maps.values() if found.namespace),
-            remembered={}
-            if remembered is None
-            else {
-                "kubelet_version": remembered.kubelet_version,
-                "runtime_version": remembered.runtime_version,
-                "files": sorted(name for name, texts in remembered.texts.items() if texts),
-                "in_use": self.nodes is None or self.nodes.node.value is None,
-            },
+            config_map=", ".join(
+                f"{found.namespace}/{found.name}"
+                for found in self.config_maps.values()
+                if found.namespace
+            ),
+            remembered=(
+                {}
+                if remembered is None
+                else {
+                    "kubelet_version": remembered.kubelet_version,
+                    "runtime_version": remembered.runtime_version,
+                    "files": sorted(name for name, texts in remembered.texts.items() if texts),
+                    "in_use": self.nodes is None or self.nodes.node.value is None,
+                }
+            ),
             pods=self.book.pods,
             pods_synced=self.book.synced.is_set(),
             failed_while_away=failed_pods.found if failed_pods else 0,
@@ -174,34 +210,52 @@ class ClusterAccess:
             if watch is not None:
                 yield watch.status
         for config_map in self.config_maps.values():
-            yield from (status for status in config_map.statuses.values() if status.lists or status.errors)  # others were never begun
+            # others were never begun
+            yield from (
+                status for status in config_map.statuses.values() if status.lists or status.errors
+            )
 
     async def load_client(self) -> None:
-        """Import what `connect` needs, where it will be needed; `connect` does without this, only later."""
+        """Import what `connect` needs, where it will be needed;
+        `connect` does without this, only later.
+        """
         if self.needed or self._shelf.directory:
             await asyncio.to_thread(importlib.import_module, "vgpu_agent.cluster.client")
 
     async def connect(self, waited_seconds: float = 0.0) -> None:
-        """Find credentials, start the watches and wait a while for their first answers; ``waited_seconds`` of that are over already."""
+        """Find credentials, start the watches and wait a while for their first answers;
+        ``waited_seconds`` of that are over already.
+        """
         if not self.needed and not self._shelf.directory:
             self.without = "no family that needs the API server is on"
             return
         found = await asyncio.to_thread(credentials, self._settings)
         if found is None:
-            self.without = "there are no credentials for the API server: run with a service account, or set kubeconfig"
-            self._journal.record("cluster.without_credentials", level="warning", remedy=self.without)
+            self.without = (
+                "there are no credentials for the API server: run with a service account, or set "
+                "kubeconfig"
+            )
+            self._journal.record(
+                "cluster.without_credentials", level="warning", remedy=self.without
+            )
             return
         name, cluster = self._settings.node_name_or_hostname, self._settings.cluster
         self.remembered = await self._memory.recall(name)
         if self.remembered is not None:
-            self._texts = {file.name: self.remembered.texts.get(file.name, ()) for file in _read_files(self._settings)}
+            self._texts = {
+                file.name: self.remembered.texts.get(file.name, ())
+                for file in _read_files(self._settings)
+            }
         self.origin = found.origin
         await asyncio.to_thread(importlib.import_module, "vgpu_agent.cluster.client")
-        from vgpu_agent.cluster.client import ApiClient  # noqa: PLC0415 - aiohttp, which most nodes need for metrics only
+        # aiohttp, which most nodes need for metrics only
+        from vgpu_agent.cluster.client import ApiClient  # noqa: PLC0415
 
         self.client = client = ApiClient(found, cluster)
         self.nodes = NodeWatch(client, name, settings=cluster, journal=self._journal)
-        watches: list[tuple[str, PodWatch | NodeWatch | ConfigMapWatch]] = [("watch of this node", self.nodes)]
+        watches: list[tuple[str, PodWatch | NodeWatch | ConfigMapWatch]] = [
+            ("watch of this node", self.nodes)
+        ]
         if self.needed:  # a label is read without reading any pods
             self.pods = PodWatch(client, name, self.book, settings=cluster, journal=self._journal)
             watches.append(("watch of pods", self.pods))
@@ -236,9 +290,11 @@ class ClusterAccess:
         lists: Revision | None = None,
         withdrawn: Revision | None = None,
     ) -> None:
-        """Start to keep Node and pods in the families' desired state; ``tokens`` and ``starting`` as for `PodPublisher`.
+        """Start to keep Node and pods in the families' desired state;
+        ``tokens`` and ``starting`` as for `PodPublisher`.
 
-        ``resources`` are the names of what this agent offers; ``sent``, ``lists`` and ``withdrawn`` as for `AllocatableWriter`.
+        ``resources`` are the names of what this agent offers; ``sent``, ``lists`` and ``withdrawn``
+        as for `AllocatableWriter`.
         """
         if self.client is None or self.nodes is None or not self.needed:
             return
@@ -247,7 +303,11 @@ class ClusterAccess:
             self.client,
             settings.node_name_or_hostname,
             self.nodes.node,
-            lambda node, now: allocator.cleanup(self._leaving_at) if self._leaving_at else allocator.desired_node(node, now),
+            lambda node, now: (
+                allocator.cleanup(self._leaving_at)
+                if self._leaving_at
+                else allocator.desired_node(node, now)
+            ),
             wake,
             settings.cluster,
             self._journal,
@@ -263,7 +323,9 @@ class ClusterAccess:
             starting=starting,
             progress=frozenset().union(*(family.progress for family in FAMILIES)),
         )
-        self.events = Events(self.client, _COMPONENT, settings.node_name_or_hostname, settings.cluster, self._journal)
+        self.events = Events(
+            self.client, _COMPONENT, settings.node_name_or_hostname, settings.cluster, self._journal
+        )
         self.reschedule = Reschedule(
             self.client,
             self.events,
@@ -290,12 +352,20 @@ class ClusterAccess:
         self._loop("events", self.events.run)
         self._loop("refused starts", self.reschedule.run)
         self.failed_pods = FailedPods(
-            self.client, settings.node_name_or_hostname, lambda: self.node, resources, self.events, settings.cluster, self._journal
+            self.client,
+            settings.node_name_or_hostname,
+            lambda: self.node,
+            resources,
+            self.events,
+            settings.cluster,
+            self._journal,
         )
         self._loop("pods failed while away", self.failed_pods.run)
 
     async def written_once(self, seconds: float) -> None:
-        """Wait, but not longer than ``seconds``, until the Node shows what this node offers (volcano-vgpu D11)."""
+        """Wait, but not longer than ``seconds``,
+        until the Node shows what this node offers (volcano-vgpu D11).
+        """
         if self.node_publisher is not None:
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(seconds):
@@ -319,7 +389,8 @@ class ClusterAccess:
                 self._named.revision.version if self._named else 0,
             )
             facts = self._facts()
-            await self.remember()  # also what could not be written before: the disk was full, or not mounted yet
+            # also what could not be written before: the disk was full, or not mounted yet
+            await self.remember()
             if facts != seen:
                 seen = facts
                 self.changed.advance()
@@ -352,7 +423,10 @@ class ClusterAccess:
                 level="warning",
                 gave_up_after_seconds=seconds,
                 error="the API server did not take it",
-                remedy=f"take annotations {', '.join(patterns)} and labels vgpu-agent.internal/* off the Node with kubectl",
+                remedy=(
+                    f"take annotations {', '.join(patterns)} and labels vgpu-agent.internal/* off "
+                    "the Node with kubectl"
+                ),
             )
         else:
             self._journal.record("cluster.cleaned_up")
@@ -371,7 +445,11 @@ class ClusterAccess:
             kubelet_version=node.kubelet_version if node else "",
             runtime_version=node.runtime_version if node else "",
             texts=dict(self.texts),
-            config_label=self._named.label if self._named and self.config_label is None else self.config_label,
+            config_label=(
+                self._named.label
+                if self._named and self.config_label is None
+                else self.config_label
+            ),
             named_config=named.key if named else None,
             named_text=named.text if named else "",
         )
@@ -389,13 +467,24 @@ class ClusterAccess:
                 "cluster.slow_start",
                 level="warning",
                 waited_seconds=self._settings.cluster.start_wait_seconds,
-                continues_with="what was remembered" if self.remembered else "nothing; families that need the API server wait",
+                continues_with=(
+                    "what was remembered"
+                    if self.remembered
+                    else "nothing; families that need the API server wait"
+                ),
             )
 
-    def _loop(self, name: str, run: Callable[[Callable[[], None]], Awaitable[None]], silence_seconds: float = 0.0) -> None:
+    def _loop(
+        self,
+        name: str,
+        run: Callable[[Callable[[], None]], Awaitable[None]],
+        silence_seconds: float = 0.0,
+    ) -> None:
         cluster = self._settings.cluster
         self._tasks.append(name)
-        longest = max(silence_seconds, cluster.request_timeout_seconds + cluster.backoff_max_seconds)
+        longest = max(
+            silence_seconds, cluster.request_timeout_seconds + cluster.backoff_max_seconds
+        )
         self._supervisor.start(
             name,
             functools.partial(run, functools.partial(self._supervisor.beat, name)),
@@ -405,7 +494,12 @@ class ClusterAccess:
 
 def _read_files(settings: Settings) -> list[PluginFile]:
     """List the files of replaced plugins that the settings want to be read."""
-    return [file for family in FAMILIES for file in family.files if file.path(settings) or file.namespaces(settings)]
+    return [
+        file
+        for family in FAMILIES
+        for file in family.files
+        if file.path(settings) or file.namespaces(settings)
+    ]
 
 
 def _config_map_files(settings: Settings) -> list[PluginFile]:

@@ -1,8 +1,10 @@
-"""Build the agent; start it so that nothing false is ever advertised, and stop it so that no call is cut off.
+"""Build the agent; start it so that nothing false is ever advertised,
+and stop it so that no call is cut off.
 
-Start: the GPUs; what this node offers, checked against kubelet's limits; kubelet's records into the ledger; only then the plugin servers,
-which register. The web server starts as soon as they have, or after a second, so that a waiting start is visible. Stop: the plugin servers
-drain, then the loops end, then the driver is closed, then the web server goes.
+Start: the GPUs; what this node offers, checked against kubelet's limits; kubelet's records into the
+ledger; only then the plugin servers, which register. The web server starts as soon as they have, or
+after a second, so that a waiting start is visible. Stop: the plugin servers drain, then the loops
+end, then the driver is closed, then the web server goes.
 
 Called by the command line (`run`); tests build `Agent` with settings of their own.
 """
@@ -70,7 +72,9 @@ if TYPE_CHECKING:
 _logger = log.get(__name__)
 
 _SETTLES_AFTER_SECONDS = 2.0
-_COALESCING_SECONDS = 0.02  # a storm of pods changes the cache a hundred times in a row, and starts look at the claims themselves
+# a storm of pods changes the cache a hundred times in a row, and starts look at the claims
+# themselves
+_COALESCING_SECONDS = 0.02
 
 
 async def run(loaded: Loaded) -> None:
@@ -79,19 +83,28 @@ async def run(loaded: Loaded) -> None:
     SIGHUP makes a service register anew, as the plugins do that it replaces (volcano-vgpu §1.3).
 
     Raises:
-        AgentError: it cannot start: no driver, an address in use, a list that kubelet would not take, a named configuration that is wrong.
+        AgentError: it cannot start: no driver, an address in use, a list that kubelet would not
+            take, a named configuration that is wrong.
     """
     keep_small()
-    loaded, named = await with_named_configuration(loaded)  # before all else: some settings hold for as long as the process lives
+    # before all else: some settings hold for as long as the process lives
+    loaded, named = await with_named_configuration(loaded)
     stop = asyncio.Event()
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, stop.set)
-    agent = Agent(loaded, named, await discover(loaded.settings.gpu, simulated=bool(loaded.settings.simulate)))
+    agent = Agent(
+        loaded, named, await discover(loaded.settings.gpu, simulated=bool(loaded.settings.simulate))
+    )
     # For a process with a terminal it means that the terminal is closed.
-    loop.add_signal_handler(signal.SIGHUP, stop.set if sys.stderr.isatty() else agent.register_again)
-    # Not at once: it holds the loop for some ten milliseconds, while the plugin servers are about to register.
-    await agent.run(stop, started=functools.partial(loop.call_later, _SETTLES_AFTER_SECONDS, settle))
+    loop.add_signal_handler(
+        signal.SIGHUP, stop.set if sys.stderr.isatty() else agent.register_again
+    )
+    # Not at once: it holds the loop for some ten milliseconds, while the plugin servers are about
+    # to register.
+    await agent.run(
+        stop, started=functools.partial(loop.call_later, _SETTLES_AFTER_SECONDS, settle)
+    )
 
 
 class Agent:
@@ -100,12 +113,18 @@ class Agent:
     State: none but the parts'. It lives as long as the process.
     """
 
-    def __init__(self, loaded: Loaded, named: NamedConfiguration | None = None, discovery: Discovery = BY_NVML) -> None:
+    def __init__(
+        self,
+        loaded: Loaded,
+        named: NamedConfiguration | None = None,
+        discovery: Discovery = BY_NVML,
+    ) -> None:
         self._loaded, self._named = loaded, named
         settings, kubelet = loaded.settings, loaded.settings.kubelet
         self._journal = named.journal if named else Journal()
         self._supervisor = Supervisor(
-            backoff_min_seconds=settings.tasks.backoff_min_seconds, backoff_max_seconds=settings.tasks.backoff_max_seconds
+            backoff_min_seconds=settings.tasks.backoff_min_seconds,
+            backoff_max_seconds=settings.tasks.backoff_max_seconds,
         )
         self._kubelet = KubeletStatus()
         self._ledger = Ledger()
@@ -118,7 +137,9 @@ class Agent:
         )
         self._cluster = ClusterAccess(settings, self._journal, self._supervisor, named)
         self._refusals, self._overcommits = Refusals(), Overcommits()
-        self._pod_resources = PodResources(kubelet.pod_resources_socket, timeout_seconds=kubelet.pod_resources_timeout_seconds)
+        self._pod_resources = PodResources(
+            kubelet.pod_resources_socket, timeout_seconds=kubelet.pod_resources_timeout_seconds
+        )
         self._cdi = CdiController(
             settings,
             ledger=self._ledger,
@@ -126,8 +147,16 @@ class Agent:
             supervisor=self._supervisor,
             is_late=lambda: self._allocator.is_late,
         )
-        grants_in = containers_directory(settings.hami_core.host_directory), directory_before(settings.hami_core.host_directory)
-        self._regions = RegionGuard(grants_in[0], self._journal, size=hami_region.SIZE, pause_seconds=settings.gpu.usage_seconds)
+        grants_in = (
+            containers_directory(settings.hami_core.host_directory),
+            directory_before(settings.hami_core.host_directory),
+        )
+        self._regions = RegionGuard(
+            grants_in[0],
+            self._journal,
+            size=hami_region.SIZE,
+            pause_seconds=settings.gpu.usage_seconds,
+        )
         directory = GrantDirectory(
             settings.binding.cdi_directory,
             self._journal,
@@ -157,7 +186,9 @@ class Agent:
                 read_records=KubeletRecordsReader(
                     self._pod_resources,
                     kubelet.checkpoint_path,
-                    with_answers=lambda: self._allocator.mode is not None and not self._allocator.is_late,
+                    with_answers=lambda: (
+                        self._allocator.mode is not None and not self._allocator.is_late
+                    ),
                     pods=self._starting,
                 ),
                 fetch=self._cluster.fetch,
@@ -216,7 +247,12 @@ class Agent:
             servers=lambda: self._offering.plugins,
             kubelet_age=functools.partial(sockets.age_seconds, kubelet.kubelet_socket),
         )
-        self._vanished = MissingDevices(settings, self._ledger, inventory=lambda: self._watch.inventory.value, journal=self._journal)
+        self._vanished = MissingDevices(
+            settings,
+            self._ledger,
+            inventory=lambda: self._watch.inventory.value,
+            journal=self._journal,
+        )
         self._usages = ContainerUsages(
             self._cluster.book,
             (*grants_in, DIRECTORY_BEFORE_1_12),
@@ -250,7 +286,9 @@ class Agent:
         )
         self.web = LateWeb(self._report.status, settings)
 
-    async def run(self, stop: asyncio.Event, *, started: Callable[[], object] = lambda: None) -> None:
+    async def run(
+        self, stop: asyncio.Event, *, started: Callable[[], object] = lambda: None
+    ) -> None:
         """Start, call ``started``, run until ``stop`` is set, and stop in order.
 
         Raises:
@@ -279,13 +317,21 @@ class Agent:
 
     def register_again(self) -> None:
         """Let every plugin server begin anew with kubelet; all else goes on."""
-        _logger.info("agent.registering_again", resources=[plugin.resource.name for plugin in self._offering.plugins])
+        _logger.info(
+            "agent.registering_again",
+            resources=[plugin.resource.name for plugin in self._offering.plugins],
+        )
         for plugin in self._offering.plugins:
             plugin.register_again("somebody sent SIGHUP")
 
     async def _start_all(self) -> None:
-        """Start, and the web server beside it; what keeps either from starting ends the other as well."""
-        starts = [asyncio.ensure_future(start) for start in (self._start(), self.web.start(lambda: self._offering.registered_once))]
+        """Start, and the web server beside it; what keeps either
+        from starting ends the other as well.
+        """
+        starts = [
+            asyncio.ensure_future(start)
+            for start in (self._start(), self.web.start(lambda: self._offering.registered_once))
+        ]
         try:
             await asyncio.gather(*starts)
         finally:
@@ -299,7 +345,8 @@ class Agent:
             await self._simulate(Path(settings.simulate))
         self._loop("event loop", self._lag.run)
         self._loop("kubelet directory", self._directory.run)
-        await asyncio.gather(self._watch.start(), self._cluster.load_client())  # while the driver is waited for
+        # while the driver is waited for
+        await asyncio.gather(self._watch.start(), self._cluster.load_client())
         await self._cluster.connect(self._named.waited_seconds if self._named else 0.0)
         await self._grants.load()
         await self._vanished.recall()
@@ -323,14 +370,20 @@ class Agent:
         await self._cluster.written_once(settings.cluster.start_wait_seconds)
         self._mps.start()
         await self._offering.sync()
-        self._supervisor.start("gpu watch", self._watch.run, stuck_after_seconds=self._stuck_seconds)
+        self._supervisor.start(
+            "gpu watch", self._watch.run, stuck_after_seconds=self._stuck_seconds
+        )
         self._supervisor.start("offering", self._follow_inventory)
         self._supervisor.start("claims", self._follow_pods)
         if self._mig is not None:
             self._supervisor.start("mig", self._mig.run)
-        self._supervisor.start("cdi devices", functools.partial(self._cdi.watch, self._watch.inventory))
+        self._supervisor.start(
+            "cdi devices", functools.partial(self._cdi.watch, self._watch.inventory)
+        )
         self._supervisor.start("cdi names", functools.partial(self._cdi.follow, self._look_again))
-        nodes = functools.partial(self._families.watch_nodes, self._look_again, pause_seconds=settings.gpu.poll_seconds)
+        nodes = functools.partial(
+            self._families.watch_nodes, self._look_again, pause_seconds=settings.gpu.poll_seconds
+        )
         self._supervisor.start("device nodes", nodes)
         self._supervisor.start("vanished devices", self._vanished.run)
         self._supervisor.start("remembered slices", self._vanished.remember)
@@ -339,21 +392,31 @@ class Agent:
             "verification",
             functools.partial(self._verification.run, self._beat("verification")),
             # Its longest pause, and the two calls of a pass.
-            stuck_after_seconds=settings.tasks.stuck_seconds + kubelet.verify_seconds + 2 * kubelet.pod_resources_timeout_seconds,
+            stuck_after_seconds=(
+                settings.tasks.stuck_seconds
+                + kubelet.verify_seconds
+                + 2 * kubelet.pod_resources_timeout_seconds
+            ),
         )
         self._supervisor.start("configuration", self._reload.run)
         if self._cluster.connected:
-            self._supervisor.start("cluster", functools.partial(self._cluster.follow, self._look_again))
+            self._supervisor.start(
+                "cluster", functools.partial(self._cluster.follow, self._look_again)
+            )
             self._supervisor.start(
                 "grants",
                 functools.partial(self._grants.run, self._beat("grants")),
                 stuck_after_seconds=settings.tasks.stuck_seconds + kubelet.verify_seconds,
             )
             if any(family.library and family.is_on(settings) for family in FAMILIES):
-                # It gives no sign of life: a restart of the agent does not repair a disk that hangs.
+                # It gives no sign of life: a restart of the agent does not repair a disk that
+                # hangs.
                 self._supervisor.start("container usage", self._usages.run)
                 self._supervisor.start("region sizes", self._regions.run)
-                self._supervisor.start("limits", LimitsWatch(self._usages.usage, self._report.status, self._journal).run)
+                self._supervisor.start(
+                    "limits",
+                    LimitsWatch(self._usages.usage, self._report.status, self._journal).run,
+                )
         self._report.starting = ""
         inventory = self._watch.inventory.value
         _logger.info(
@@ -374,7 +437,8 @@ class Agent:
         _logger.info("agent.stopping")
         try:
             async with asyncio.timeout(seconds):
-                # The last registration lets containers start without us: from specs, which must be their own.
+                # The last registration lets containers start without us: from specs, which must be
+                # their own.
                 await self._grants.withdraw_strangers()
                 await self._offering.stop()
         except CarrierError as err:
@@ -392,10 +456,18 @@ class Agent:
 
     async def _simulate(self, directory: Path) -> None:
         try:
-            from vgpu_agent.sim.preload import preload  # noqa: PLC0415 - a node with real GPUs never loads the simulator
+            # a node with real GPUs never loads the simulator
+            from vgpu_agent.sim.preload import preload  # noqa: PLC0415
         except ModuleNotFoundError as err:
-            raise SimulationError("--simulate: the simulator is part of a checkout only, not of the image; leave the flag out") from err
-        _logger.warning("agent.simulated", directory=str(directory), meaning="the GPUs are simulated; no work runs on them")
+            raise SimulationError(
+                "--simulate: the simulator is part of a checkout only, not of the image; leave the "
+                "flag out"
+            ) from err
+        _logger.warning(
+            "agent.simulated",
+            directory=str(directory),
+            meaning="the GPUs are simulated; no work runs on them",
+        )
         await asyncio.to_thread(preload, directory)
 
     async def _apply(self, settings: Settings) -> None:
@@ -411,26 +483,38 @@ class Agent:
         await self._offering.sync()
 
     def _tokens(self, pod_uid: str) -> tuple[str, ...]:
-        """The tokens of a pod's grants, also of those that ended before its annotations were written."""
+        """The tokens of a pod's grants, also of those that ended
+        before its annotations were written.
+        """
         served = self._allocator.late_start.served.values()
         return tokens_of(pod_uid, (*self._ledger.grants, *served))
 
     async def _look_again(self) -> None:
-        """React to a possible change outside the configuration: the Node, a ConfigMap, a library."""
+        """React to a possible change outside the configuration:
+        the Node, a ConfigMap, a library.
+        """
         await self._families.again()
         await self._know_holders()
         await self._offering.sync()
 
     async def _know_holders(self) -> None:
-        """Read kubelet's records again before something is offered whose holders could not be understood before."""
-        known = frozenset(offer.name for offer in self._ledger.resources), self._cluster.book.synced.is_set()
+        """Read kubelet's records again before something is offered whose holders could not be
+        understood before.
+        """
+        known = (
+            frozenset(offer.name for offer in self._ledger.resources),
+            self._cluster.book.synced.is_set(),
+        )
         if known != self._understood:
             self._understood = known
             await self._verification.rebuild()
-        self._allocator.refresh_claims()  # what is offered next must not be what a scheduler has given to a pod
+        # what is offered next must not be what a scheduler has given to a pod
+        self._allocator.refresh_claims()
 
     async def _follow_pods(self) -> None:
-        """Keep GPUs for the pods to which schedulers have given them, and offer returned ones to all when their first turn is over."""
+        """Keep GPUs for the pods to which schedulers have given them, and offer returned ones to
+        all when their first turn is over.
+        """
         while True:
             pods, ledger = self._cluster.book.revision.version, self._ledger.revision.version
             self._ledger.end_turns()
@@ -450,7 +534,9 @@ class Agent:
             await self._offering.sync()
 
     def _loop(self, name: str, loop: Callable[[Callable[[], None]], Awaitable[None]]) -> None:
-        self._supervisor.start(name, functools.partial(loop, self._beat(name)), stuck_after_seconds=self._stuck_seconds)
+        self._supervisor.start(
+            name, functools.partial(loop, self._beat(name)), stuck_after_seconds=self._stuck_seconds
+        )
 
     def _beat(self, name: str) -> Callable[[], None]:
         return functools.partial(self._supervisor.beat, name)
@@ -459,4 +545,6 @@ class Agent:
     def _stuck_seconds(self) -> float:
         """Longest silence allowed to a loop: its own longest pause plus the configured limit."""
         settings = self._loaded.settings
-        return settings.tasks.stuck_seconds + max(settings.gpu.poll_seconds, settings.kubelet.socket_poll_seconds)
+        return settings.tasks.stuck_seconds + max(
+            settings.gpu.poll_seconds, settings.kubelet.socket_poll_seconds
+        )

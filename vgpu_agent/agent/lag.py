@@ -1,7 +1,8 @@
 """The delay of the event loop: everything this agent promises rests on it being in time.
 
-Run by `composition` as a supervised loop; `report` shows the figures. The measure is the delay of a short sleep, so it counts whatever
-held the loop: a blocking call, a long computation, or a machine without a free processor.
+Run by `composition` as a supervised loop; `report` shows the figures. The measure is the delay of a
+short sleep, so it counts whatever held the loop: a blocking call, a long computation, or a machine
+without a free processor.
 """
 
 from __future__ import annotations

@@ -1,8 +1,9 @@
 """The web server, which starts when the first registrations are over.
 
-aiohttp and prometheus_client are a third of all that the agent imports, and the kubelet offers no GPU before the agent has registered, so
-registrations come first. A start that waits for a driver or the API server is shown all the same: the server waits for `_LONGEST_SECONDS`
-at most. Until then connections are refused, which the startup probe tolerates.
+aiohttp and prometheus_client are a third of all that the agent imports, and the kubelet offers no
+GPU before the agent has registered, so registrations come first. A start that waits for a driver or
+the API server is shown all the same: the server waits for `_LONGEST_SECONDS` at most. Until then
+connections are refused, which the startup probe tolerates.
 
 Used by `composition`.
 """
@@ -44,7 +45,10 @@ class LateWeb:
         Raises:
             ListenError: one cannot.
         """
-        for listen, flag in ((self._settings.debug_listen, "--debug-listen"), (self._settings.listen, "--listen")):
+        for listen, flag in (
+            (self._settings.debug_listen, "--debug-listen"),
+            (self._settings.listen, "--listen"),
+        ):
             (await bind(parse(listen), flag=flag)).close()
         return self
 
@@ -60,7 +64,8 @@ class LateWeb:
         """
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(_LONGEST_SECONDS):
-                while not registered():  # noqa: ASYNC110 - plugin servers come and go meanwhile, so there is no one event
+                # plugin servers come and go meanwhile, so there is no one event
+                while not registered():  # noqa: ASYNC110
                     await asyncio.sleep(_LOOK_SECONDS)
         await asyncio.to_thread(importlib.import_module, "vgpu_agent.web.server")
         from vgpu_agent.web.server import WebServer  # noqa: PLC0415 - see above

@@ -1,8 +1,10 @@
-"""The named configuration that a label of our Node chooses, followed while label and directory change.
+"""The named configuration that a label of our Node chooses,
+followed while label and directory change.
 
-NVIDIA's plugin has a process of its own for this, which waits for the API server at every start and does not notice new content under the
-same name (nvidia §13). Called by `composition.run` before the agent is built, because some settings hold for the life of the
-process; by `reload` before each look at the files; and by `report`. The family whose plugin it is makes the choice.
+NVIDIA's plugin has a process of its own for this, which waits for the API server at every start and
+does not notice new content under the same name (nvidia §13). Called by `composition.run` before the
+agent is built, because some settings hold for the life of the process; by `reload` before each look
+at the files; and by `report`. The family whose plugin it is makes the choice.
 """
 
 from __future__ import annotations
@@ -31,7 +33,8 @@ if TYPE_CHECKING:
     from vgpu_agent.config.load import Loaded, Sources
     from vgpu_agent.config.settings import Settings
 
-_FILE_FLAG = "--config-file"  # of NVIDIA's plugin; a flag beats all other sources of nvidiaConfigFile
+# of NVIDIA's plugin; a flag beats all other sources of nvidiaConfigFile
+_FILE_FLAG = "--config-file"
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -45,19 +48,24 @@ class InForce:
 class NamedConfiguration:
     """The choice in force, and why the newest label or directory may not be followed.
 
-    State: the last choice that could be made. It survives a restart by `remembered` (written by `api_server`).
+    State: the last choice that could be made. It survives a restart by `remembered` (written by
+    `api_server`).
 
     Attributes:
         choice: what was chosen last.
         problem: why the label or the directory is not followed as it is now; empty when it is.
-        in_force: the configuration that runs; not what was chosen, where that is wrong. None before `begin`.
+        in_force: the configuration that runs; not what was chosen, where that is wrong. None before
+            `begin`.
         revision: moves on with that.
-        label: the label's value as it was read last, empty where the Node has none; None when it never was.
+        label: the label's value as it was read last, empty where the Node has none; None when it
+            never was.
         waited_seconds: how long the API server was waited for at the start.
     """
 
     def __init__(self, sources: Sources, settings: Settings, journal: Journal) -> None:
-        """Nothing is chosen yet; ``sources`` and ``settings`` are the agent's own, without a named configuration."""
+        """Nothing is chosen yet; ``sources`` and ``settings`` are the agent's own,
+        without a named configuration.
+        """
         self.journal = journal
         self.choice = Choice()
         self.problem = ""
@@ -87,7 +95,8 @@ class NamedConfiguration:
         self._read = read
 
     async def begin(self) -> Loaded:
-        """Wait for the label, not longer than ``cluster.startWaitSeconds``, choose, and read the chosen file.
+        """Wait for the label, not longer than ``cluster.startWaitSeconds``, choose,
+        and read the chosen file.
 
         Raises:
             ConfigError: the directory cannot be read, or what was chosen cannot be used.
@@ -111,7 +120,9 @@ class NamedConfiguration:
         self.revision.advance()
 
     async def sources(self) -> Sources:
-        """Return the present sources: the agent's own, and the file that label and directory choose."""
+        """Return the present sources: the agent's own,
+        and the file that label and directory choose.
+        """
         try:
             self._choose(await asyncio.to_thread(keys_in, self._shelf.directory))
         except ConfigError as err:
@@ -121,7 +132,8 @@ class NamedConfiguration:
     def _load(self) -> Loaded:
         """Load the chosen file.
 
-        If it cannot be used, load the last good settings that an earlier agent had in force, under whatever name.
+        If it cannot be used, load the last good settings that an earlier agent had in force, under
+        whatever name.
         """
         sources = self._with(self.choice)
         try:
@@ -130,11 +142,18 @@ class NamedConfiguration:
             before = self._before
             if before is None or (before.key and not before.text):
                 raise
-            self.journal.record("config.refused", level="error", problems=err.problems, in_force="the settings from before the restart")
+            self.journal.record(
+                "config.refused",
+                level="error",
+                problems=err.problems,
+                in_force="the settings from before the restart",
+            )
             named = Choice(before.key)
             own = None if sources.file is None else load.read(sources.file)
             text = before.text.encode() if before.key else None
-            return load.load_contents(self._with(named), load.Contents(own, self._file(named), text))
+            return load.load_contents(
+                self._with(named), load.Contents(own, self._file(named), text)
+            )
 
     def _choose(self, keys: frozenset[str]) -> None:
         """Choose anew; what cannot be followed is a problem, and the choice before stays."""
@@ -149,22 +168,33 @@ class NamedConfiguration:
     def _take(self, choice: Choice) -> None:
         if choice != self.choice:
             self.choice = choice
-            self.journal.record("config.named", name=choice.key or "none", reason=choice.reason, directory=self._shelf.directory)
+            self.journal.record(
+                "config.named",
+                name=choice.key or "none",
+                reason=choice.reason,
+                directory=self._shelf.directory,
+            )
 
     def _complain(self, problem: str) -> None:
         if problem and problem != self.problem:
             running = self.choice.key if self.in_force is None else self.in_force.key
-            self.journal.record("config.named_refused", level="error", problem=problem, in_force=running or "none")
+            self.journal.record(
+                "config.named_refused", level="error", problem=problem, in_force=running or "none"
+            )
         self.problem = problem
 
     def _with(self, choice: Choice) -> Sources:
-        return dataclasses.replace(self._own, flags={**self._own.flags, _FILE_FLAG: self._file(choice)})
+        return dataclasses.replace(
+            self._own, flags={**self._own.flags, _FILE_FLAG: self._file(choice)}
+        )
 
     def _file(self, choice: Choice) -> str:
         return self._shelf.path(choice.key) if choice.key else ""
 
     async def _hear(self) -> None:
-        """Ask the API server for the label; where it does not answer, go by what an earlier agent has read."""
+        """Ask the API server for the label; where it does not answer,
+        go by what an earlier agent has read.
+        """
         node, began = self._settings.node_name_or_hostname, time.monotonic()
         if self._settings.cluster.enabled == "never":
             self.label = ""
@@ -173,8 +203,13 @@ class NamedConfiguration:
             async with asyncio.timeout(self._settings.cluster.start_wait_seconds):
                 self.label = await self._ask(node)
         except (ClusterError, TimeoutError) as err:
-            why = str(err) or f"no answer from the API server in {self._settings.cluster.start_wait_seconds:g} s"
-            self._unread = f"label {self._shelf.label} of this node has not been read: {why}; until then it counts as not set"
+            why = str(err) or (
+                f"no answer from the API server in {self._settings.cluster.start_wait_seconds:g} s"
+            )
+            self._unread = (
+                f"label {self._shelf.label} of this node has not been read: {why}; until then it "
+                "counts as not set"
+            )
         self.waited_seconds = time.monotonic() - began
         remembered = await Memory(self._settings.state_directory).recall(node)
         if remembered is not None:
@@ -190,19 +225,26 @@ class NamedConfiguration:
         """
         found = await asyncio.to_thread(credentials, self._settings)
         if found is None:
-            raise ClusterError("there are no credentials for the API server (run with a service account, or set kubeconfig)")
+            raise ClusterError(
+                "there are no credentials for the API server (run with a service account, or set "
+                "kubeconfig)"
+            )
         await asyncio.to_thread(importlib.import_module, "vgpu_agent.cluster.client")
-        from vgpu_agent.cluster.client import ApiClient  # noqa: PLC0415 - aiohttp, which most nodes need for metrics only
+        # aiohttp, which most nodes need for metrics only
+        from vgpu_agent.cluster.client import ApiClient  # noqa: PLC0415
 
         client = ApiClient(found, self._settings.cluster)
         try:
-            return decode.node(await client.get(f"/api/v1/nodes/{node}")).labels.get(self._shelf.label, "")
+            return decode.node(await client.get(f"/api/v1/nodes/{node}")).labels.get(
+                self._shelf.label, ""
+            )
         finally:
             await client.close()
 
 
 def keys_in(directory: str) -> frozenset[str]:
-    """The keys of the ConfigMap that is mounted at ``directory``: its files, through links, without the kubelet's own entries (``..data``).
+    """The keys of the ConfigMap that is mounted at ``directory``: its files, through links, without
+    the kubelet's own entries (``..data``).
 
     Blocks.
 
@@ -211,15 +253,25 @@ def keys_in(directory: str) -> frozenset[str]:
     """
     try:
         with os.scandir(directory) as entries:
-            return frozenset(entry.name for entry in entries if not entry.name.startswith("..") and Path(entry).is_file())
+            return frozenset(
+                entry.name
+                for entry in entries
+                if not entry.name.startswith("..") and Path(entry).is_file()
+            )
     except OSError as err:
         raise ConfigError(
-            [f"{document().directory_key}: {directory} cannot be read: {err.strerror}; mount the ConfigMap with the configurations there"]
+            [
+                (
+                    f"{document().directory_key}: {directory} cannot be read: {err.strerror}; "
+                    "mount the ConfigMap with the configurations there"
+                )
+            ]
         ) from err
 
 
 async def with_named_configuration(loaded: Loaded) -> tuple[Loaded, NamedConfiguration | None]:
-    """``loaded`` with the named configuration of this node laid over it; as it is where no directory is set.
+    """``loaded`` with the named configuration of this node laid over it;
+    as it is where no directory is set.
 
     Raises:
         ConfigError: see `NamedConfiguration.begin`.

@@ -1,7 +1,8 @@
-"""Put a changed configuration file in force while pods run; a wrong one changes nothing and is reported.
+"""Put a changed configuration file in force while pods run;
+a wrong one changes nothing and is reported.
 
-Run by `composition` as a supervised loop. What can take effect at once does (`reloadable_difference`); what needs a restart is named in the
-log and in ``/debug/config``.
+Run by `composition` as a supervised loop. What can take effect at once does
+(`reloadable_difference`); what needs a restart is named in the log and in ``/debug/config``.
 """
 
 from __future__ import annotations
@@ -38,7 +39,9 @@ class Reload:
         journal: Journal,
         named: NamedConfiguration | None = None,
     ) -> None:
-        """Watch the files of ``loaded``, or those that ``named`` chooses; ``apply`` puts new settings in force or raises ConfigError."""
+        """Watch the files of ``loaded``, or those that ``named`` chooses; ``apply`` puts new
+        settings in force or raises ConfigError.
+        """
         self.loaded = loaded
         self.named = named
         self._refused = ""
@@ -49,13 +52,19 @@ class Reload:
 
     @property
     def problem(self) -> str:
-        """The fault in the newest files, or in what should name them; empty when all is in force."""
+        """The fault in the newest files, or in what should name them;
+        empty when all is in force.
+        """
         return "\n".join(filter(None, (self._refused, self.named.problem if self.named else "")))
 
     async def run(self) -> None:
         """Watch until cancelled; return at once when there is no file."""
         sources = self.named.sources if self.named else None
-        async for outcome in changes(self.loaded, interval_seconds=self.loaded.settings.config_reload_seconds, sources=sources):
+        async for outcome in changes(
+            self.loaded,
+            interval_seconds=self.loaded.settings.config_reload_seconds,
+            sources=sources,
+        ):
             await self.take(outcome)
 
     async def take(self, outcome: Loaded | ConfigError) -> None:
@@ -81,8 +90,15 @@ class Reload:
             self.named.applied(outcome)
         if "log.level" in at_once:
             log.set_level(outcome.settings.log.level)
-        self._journal.record("config.applied", file=outcome.files, changed=at_once, needs_restart=later)
+        self._journal.record(
+            "config.applied", file=outcome.files, changed=at_once, needs_restart=later
+        )
 
     def _refuse(self, err: ConfigError) -> None:
         self._refused = str(err)
-        self._journal.record("config.refused", level="error", problems=err.problems, in_force="the settings from before")
+        self._journal.record(
+            "config.refused",
+            level="error",
+            problems=err.problems,
+            in_force="the settings from before",
+        )

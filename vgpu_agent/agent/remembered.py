@@ -1,7 +1,9 @@
-"""The data last read from the API server that is needed to offer the same resources again, kept in a file of the node.
+"""The data last read from the API server that is needed to offer the same resources again,
+kept in a file of the node.
 
-A restart during an outage of the API server must not change device ids or the way of binding under running pods, so the last good copy is
-kept in ``stateDirectory``. It is a cache: when it is lost or damaged, the agent waits for the API server instead. Used by `api_server`.
+A restart during an outage of the API server must not change device ids or the way of binding under
+running pods, so the last good copy is kept in ``stateDirectory``. It is a cache: when it is lost or
+damaged, the agent waits for the API server instead. Used by `api_server`.
 """
 
 from __future__ import annotations
@@ -17,10 +19,13 @@ class Remembered(msgspec.Struct, frozen=True, rename="camel"):
 
     Attributes:
         node: the Node's name they belong to.
-        texts: configuration file of a replaced plugin → those of its texts that count, see `plugin_files.texts_in_force`. Some are not from the
-            API server, but can be wrong as easily.
-        config_label: value of the Node's label that names its configuration, empty without the label; None when it was never read.
-        named_config: the named configuration that was in force, empty for none; None when none was ever chosen.
+        texts: configuration file of a replaced plugin → those of its texts that count, see
+            `plugin_files.texts_in_force`. Some are not from the API server, but can be wrong as
+            easily.
+        config_label: value of the Node's label that names its configuration, empty without the
+            label; None when it was never read.
+        named_config: the named configuration that was in force, empty for none; None when none was
+            ever chosen.
         named_text: its content.
     """
 
@@ -35,7 +40,9 @@ class Remembered(msgspec.Struct, frozen=True, rename="camel"):
     @property
     def as_node(self) -> Node:
         """The Node as far as it is remembered."""
-        return Node(self.node, kubelet_version=self.kubelet_version, runtime_version=self.runtime_version)
+        return Node(
+            self.node, kubelet_version=self.kubelet_version, runtime_version=self.runtime_version
+        )
 
 
 class Memory:
@@ -47,11 +54,15 @@ class Memory:
             "remembered.json",
             Remembered,
             when_unreadable="it is written anew from the API server",
-            when_not_written="a restart during an outage of the API server offers nothing that needs it",
+            when_not_written=(
+                "a restart during an outage of the API server offers nothing that needs it"
+            ),
         )
 
     async def recall(self, node: str) -> Remembered | None:
-        """Read what was remembered about ``node``; None when there is nothing, or it is damaged or another node's."""
+        """Read what was remembered about ``node``;
+        None when there is nothing, or it is damaged or another node's.
+        """
         found = await self._file.read()
         return found if found is not None and found.node == node else None
 

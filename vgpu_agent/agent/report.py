@@ -1,7 +1,7 @@
 """One status of everything for `web`, and the verdicts behind ``/readyz`` and ``/livez``.
 
-Called for every HTTP request, so it only picks up what is in memory. Ready means that pods can be admitted onto what this node offers;
-alive means that no restart of the process would help.
+Called for every HTTP request, so it only picks up what is in memory. Ready means that pods can be
+admitted onto what this node offers; alive means that no restart of the process would help.
 """
 
 from __future__ import annotations
@@ -77,7 +77,8 @@ class Report:
     containers: Latest[tuple[ContainerUsage, ...]]
     mps: Callable[[], tuple[MpsStatus, ...]] = tuple
     cdi: Callable[[], CdiStatus] = CdiStatus
-    starting: str = "the agent is starting"  # why nothing is offered yet; empty once everything has been started
+    # why nothing is offered yet; empty once everything has been started
+    starting: str = "the agent is starting"
 
     def __post_init__(self) -> None:
         self._offered = LedgerStatus()
@@ -110,7 +111,10 @@ class Report:
             events=tuple(self.journal.entries),
             loop_lag_seconds=self.lag.percentile_99_seconds,
             loop_lag_max_seconds=self.lag.max_seconds,
-            config={path: (value, loaded.origins[path]) for path, value in schema.values(loaded.settings)},
+            config={
+                path: (value, loaded.origins[path])
+                for path, value in schema.values(loaded.settings)
+            },
             config_problem=self.reload.problem,
             config_needs_restart=self.reload.needs_restart,
             config_collisions=self.reload.loaded.collisions,
@@ -140,7 +144,11 @@ class Report:
 
     def _family(self, name: str, *, by_pod: bool) -> FamilyStatus:
         offered = any(plugin.family == name for plugin in self.offering.statuses)
-        trouble = "" if offered else self.offering.blocked.get(name) or "the reason is that of its resources"
+        trouble = (
+            ""
+            if offered
+            else self.offering.blocked.get(name) or "the reason is that of its resources"
+        )
         return FamilyStatus(name, by_pod, offered, trouble)
 
     def _ledger_status(self) -> LedgerStatus:
@@ -153,7 +161,9 @@ class Report:
         )
 
     def _booked(self) -> LedgerStatus:
-        """Return the part that changes with the ledger only: tens of thousands of ids are too many to count for every request."""
+        """Return the part that changes with the ledger only:
+        tens of thousands of ids are too many to count for every request.
+        """
         ledger = self.ledger
         if self._offered_at != ledger.revision.version:
             self._offered_at = ledger.revision.version
@@ -161,16 +171,36 @@ class Report:
                 revision=ledger.revision.value,
                 unknown_ids=ledger.foreign_ids,
                 capacity=_capacity(ledger.resources),
-                free={resource.name: ledger.free_ids(resource.name) for resource in ledger.resources},
-                rooms={
-                    resource.name: ledger.rooms(resource.name) for resource in ledger.resources if resource.decided_by is not Decider.NOBODY
+                free={
+                    resource.name: ledger.free_ids(resource.name) for resource in ledger.resources
                 },
-                only_counted=frozenset(resource.name for resource in ledger.resources if resource.decided_by is Decider.NOBODY),
-                sharing={resource.name: resource.sharing.value for resource in ledger.resources if resource.decided_by is Decider.IDS},
+                rooms={
+                    resource.name: ledger.rooms(resource.name)
+                    for resource in ledger.resources
+                    if resource.decided_by is not Decider.NOBODY
+                },
+                only_counted=frozenset(
+                    resource.name
+                    for resource in ledger.resources
+                    if resource.decided_by is Decider.NOBODY
+                ),
+                sharing={
+                    resource.name: resource.sharing.value
+                    for resource in ledger.resources
+                    if resource.decided_by is Decider.IDS
+                },
                 overcommitted=ledger.overcommitted,
                 uses=ledger.uses,
-                held_back={resource.name: found for resource in ledger.resources if (found := ledger.held_back(resource.name))},
-                decided_by_pod=frozenset(resource.name for resource in ledger.resources if resource.decided_by is Decider.POD),
+                held_back={
+                    resource.name: found
+                    for resource in ledger.resources
+                    if (found := ledger.held_back(resource.name))
+                },
+                decided_by_pod=frozenset(
+                    resource.name
+                    for resource in ledger.resources
+                    if resource.decided_by is Decider.POD
+                ),
             )
         return self._offered
 
@@ -180,9 +210,16 @@ class Report:
         nvml = self.watch.status
         if nvml.state is NvmlState.HUNG:
             on = f" of {nvml.gpu}" if nvml.gpu else ""
-            yield Problem(ProblemKind.NVML, "", f"{nvml.call}{on} has not returned for {time.time() - nvml.since:.0f} s", "see dmesg")
+            yield Problem(
+                ProblemKind.NVML,
+                "",
+                f"{nvml.call}{on} has not returned for {time.time() - nvml.since:.0f} s",
+                "see dmesg",
+            )
         elif nvml.state not in {NvmlState.ANSWERING, NvmlState.UNUSED}:
-            yield Problem(ProblemKind.NVML, "", nvml.last_error or f"the driver is {nvml.state.value}")
+            yield Problem(
+                ProblemKind.NVML, "", nvml.last_error or f"the driver is {nvml.state.value}"
+            )
         for resource, reason in self.offering.withheld.items():
             yield Problem(ProblemKind.RESOURCE, resource, reason)
         plugins = self.offering.statuses
@@ -197,7 +234,10 @@ class Report:
         families = self.reload.loaded.settings.families
         gpus = len(self.watch.inventory.value.gpus)
         if not any(msgspec.structs.astuple(families)):
-            return "no family of resources is on", f"set one of families.{', '.join(families.__struct_encode_fields__)} to true"
+            return (
+                "no family of resources is on",
+                f"set one of families.{', '.join(families.__struct_encode_fields__)} to true",
+            )
         if gpus:
             remedy = "/debug/devices shows them, /debug/events?event=config.caution says why"
             return f"nothing of this node's {gpus} GPUs is offered", remedy
@@ -206,7 +246,11 @@ class Report:
     def _why_not_ready(self, plugin: PluginStatus) -> str:
         if plugin.state is PluginState.WAITING and not self.kubelet.socket_present:
             return f"waiting for kubelet: there is no {self.kubelet.directory}/kubelet.sock"
-        state = "registered, but kubelet has not opened the list" if plugin.state is PluginState.REGISTERED else plugin.state.value
+        state = (
+            "registered, but kubelet has not opened the list"
+            if plugin.state is PluginState.REGISTERED
+            else plugin.state.value
+        )
         return f"{state}; {plugin.last_error}" if plugin.last_error else state
 
     def _not_alive(self) -> Iterator[Problem]:
@@ -214,18 +258,34 @@ class Report:
         for report in self.supervisor.reports:
             if report.stuck_for(now):
                 silent = now - report.last_heartbeat_at
-                yield Problem(ProblemKind.TASK, report.name, f"no sign of life for {silent:.0f} s; it will not come back by itself")
+                yield Problem(
+                    ProblemKind.TASK,
+                    report.name,
+                    f"no sign of life for {silent:.0f} s; it will not come back by itself",
+                )
 
 
 def _capacity(resources: Iterable[Resource]) -> dict[str, int]:
-    """Return how many holders each device may have. It serves one family at a time, so the family that allows most of them counts."""
+    """Return how many holders each device may have. It serves one family at a time, so the family
+    that allows most of them counts.
+    """
     by_family: dict[str, collections.Counter[str]] = collections.defaultdict(collections.Counter)
     for resource in resources:
         if resource.decided_by is Decider.IDS and isinstance(resource.ids, NumberedIds):
-            by_family[resource.family].update({block.device: block.count for block in resource.ids.blocks})
+            by_family[resource.family].update(
+                {block.device: block.count for block in resource.ids.blocks}
+            )
         elif resource.decided_by is Decider.IDS:
             by_family[resource.family].update(entry.device for entry in resource.ids)
         elif resource.decided_by is Decider.POD:
-            devices = resource.ids.devices if isinstance(resource.ids, NumberedIds) else {entry.device for entry in resource.ids}
+            devices = (
+                resource.ids.devices
+                if isinstance(resource.ids, NumberedIds)
+                else {entry.device for entry in resource.ids}
+            )
             by_family[resource.family].update(dict.fromkeys(devices, resource.holders_per_device))
-    return {device: max(held[device] for held in by_family.values()) for held in by_family.values() for device in held}
+    return {
+        device: max(held[device] for held in by_family.values())
+        for held in by_family.values()
+        for device in held
+    }

@@ -1,7 +1,7 @@
 """JSON files in ``stateDirectory``: what a restart would otherwise have forgotten.
 
-Each is a cache. A file that is lost or damaged is logged once and written anew; nothing else depends on it. Used by `remembered` and by
-`records.missing_devices`.
+Each is a cache. A file that is lost or damaged is logged once and written anew; nothing else
+depends on it. Used by `remembered` and by `records.missing_devices`.
 """
 
 from __future__ import annotations
@@ -23,11 +23,19 @@ Facts = TypeVar("Facts")
 class StateFile(Generic[Facts]):
     """One file.
 
-    State: the file, replaced atomically, so that a crash leaves the old or the new content. Facts that were written last are not written
-    again.
+    State: the file, replaced atomically, so that a crash leaves the old or the new content. Facts
+    that were written last are not written again.
     """
 
-    def __init__(self, directory: str, name: str, facts: type[Facts], *, when_unreadable: str, when_not_written: str) -> None:
+    def __init__(
+        self,
+        directory: str,
+        name: str,
+        facts: type[Facts],
+        *,
+        when_unreadable: str,
+        when_not_written: str,
+    ) -> None:
         """Define the file; nothing is read yet.
 
         Args:
@@ -40,31 +48,45 @@ class StateFile(Generic[Facts]):
         self._path = Path(directory) / name
         self._type = facts
         self._when_unreadable = when_unreadable
-        self._remedy = f"make stateDirectory a directory with room in which the agent can write; until then {when_not_written}"
+        self._remedy = (
+            "make stateDirectory a directory with room in which the agent can write; until then "
+            f"{when_not_written}"
+        )
         self._written: Facts | None = None
         self._changes = log.ChangeFilter()
 
     async def read(self) -> Facts | None:
-        """Read what was written last, by this process or an earlier one; None when there is no file or it is damaged."""
+        """Read what was written last, by this process or an earlier one;
+        None when there is no file or it is damaged.
+        """
         try:
             content = await asyncio.to_thread(self._path.read_bytes)
             self._written = msgspec.json.decode(content, type=self._type)
         except FileNotFoundError:
             return None
         except (OSError, msgspec.DecodeError, UnicodeDecodeError, RecursionError) as err:
-            _logger.warning("state.unreadable", path=str(self._path), error=str(err), remedy=self._when_unreadable)
+            _logger.warning(
+                "state.unreadable",
+                path=str(self._path),
+                error=str(err),
+                remedy=self._when_unreadable,
+            )
             return None
         return self._written
 
     async def write(self, facts: Facts) -> bool:
-        """Write ``facts`` when they are new; True when the file has them. A failure is logged once, and the next call tries again."""
+        """Write ``facts`` when they are new; True when the file has them. A failure is logged once,
+        and the next call tries again.
+        """
         if facts == self._written:
             return True
         try:
             await asyncio.to_thread(self._replace, msgspec.json.encode(facts))
         except OSError as err:
             if self._changes.is_new("write"):
-                _logger.warning("state.not_written", path=str(self._path), error=str(err), remedy=self._remedy)
+                _logger.warning(
+                    "state.not_written", path=str(self._path), error=str(err), remedy=self._remedy
+                )
             return False
         self._changes.over("write")
         self._written = facts

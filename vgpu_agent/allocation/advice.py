@@ -1,7 +1,9 @@
-"""The second half of a refusal: the holders of the GPU, what frees it, what the pod's owner can do, and the GPUs with room now.
+"""The second half of a refusal: the holders of the GPU, what frees it, what the pod's owner can do,
+and the GPUs with room now.
 
-`late_start` and `by_ids` add it to what the ledger refuses. The text goes into a pod's status and its events, which every user of its
-namespace can read, so it names no pods of others; ``vgpu-agent status`` does.
+`late_start` and `by_ids` add it to what the ledger refuses. The text goes into a pod's status and
+its events, which every user of its namespace can read, so it names no pods of others;
+``vgpu-agent status`` does.
 """
 
 from __future__ import annotations
@@ -26,33 +28,70 @@ _MOST_GPUS = 8  # in one sentence
 
 
 def for_scheduled(
-    err: LedgerError, ledger: Ledger, resource: Resource, shares: Iterable[Share], inventory: Inventory, binding: Binding
+    err: LedgerError,
+    ledger: Ledger,
+    resource: Resource,
+    shares: Iterable[Share],
+    inventory: Inventory,
+    binding: Binding,
 ) -> str:
-    """Return the advice for a pod whose scheduler has named the GPU; ``shares`` are what it asks for."""
-    share = next((share for share in shares if share.device == err.device and inventory.gpu(share.device)), None)
-    sentences = [*_use(err, ledger, inventory), "The pod's scheduler has named this GPU, so the pod waits for it."]
+    """Return the advice for a pod whose scheduler has named the GPU;
+    ``shares`` are what it asks for.
+    """
+    share = next(
+        (share for share in shares if share.device == err.device and inventory.gpu(share.device)),
+        None,
+    )
+    sentences = [
+        *_use(err, ledger, inventory),
+        "The pod's scheduler has named this GPU, so the pod waits for it.",
+    ]
     sentences.append(waiting(binding))
     if share is not None:
         want = Want(1, lambda _: share.memory_mib, share.cores_percent, "")
-        fitting = [room.device for room in ledger.rooms(resource.name) if room.device != err.device and not lack(room, want)]
+        fitting = [
+            room.device
+            for room in ledger.rooms(resource.name)
+            if room.device != err.device and not lack(room, want)
+        ]
         sentences.append(_alternatives(fitting, inventory))
     return " ".join(sentences)
 
 
 def waiting(binding: Binding) -> str:
-    """The remedies for a pod that the kubelet starts again and again, and that no other node gets meanwhile."""
+    """The remedies for a pod that the kubelet starts again and again,
+    and that no other node gets meanwhile.
+    """
     if seconds := binding.refused_evict_seconds:
-        anew = f"To have the pod scheduled anew at once, delete it; binding.refusedEvictSeconds does so after {seconds:g} s."
+        anew = (
+            "To have the pod scheduled anew at once, delete it; binding.refusedEvictSeconds does "
+            f"so after {seconds:g} s."
+        )
     else:
-        anew = "To have the pod scheduled anew, delete it, or set binding.refusedEvictSeconds (now 0: never)."
+        anew = (
+            "To have the pod scheduled anew, delete it, or set binding.refusedEvictSeconds (now 0: "
+            "never)."
+        )
     return f"The kubelet tries again by itself. {anew}"
 
 
 def for_ids(err: LedgerError, ledger: Ledger, resource: Resource, inventory: Inventory) -> str:
-    """Return the advice for a pod whose ids the kubelet has chosen, which it fails for good after a refusal."""
+    """Return the advice for a pod whose ids the kubelet has chosen,
+    which it fails for good after a refusal.
+    """
     rooms = ledger.rooms(resource.name)
-    free = [room.device for room in rooms if not room.trouble and not room.exclusive and room.holders_free and room.device != err.device]
-    final = "The kubelet chose these ids by an older list and fails the pod for good: its controller makes a new one, else create it anew."
+    free = [
+        room.device
+        for room in rooms
+        if not room.trouble
+        and not room.exclusive
+        and room.holders_free
+        and room.device != err.device
+    ]
+    final = (
+        "The kubelet chose these ids by an older list and fails the pod for good: its controller "
+        "makes a new one, else create it anew."
+    )
     return " ".join([*_use(err, ledger, inventory), final, _alternatives(free, inventory)])
 
 
@@ -63,7 +102,12 @@ def _use(err: LedgerError, ledger: Ledger, inventory: Inventory) -> list[str]:
     use = next((use for use in ledger.uses if use.gpu == gpu), None)
     if use is None or not use.family or availability.serves(use.family) not in err.text:
         return []
-    return [f"{_pods(use)} of {use.family} {'has' if use.holders == 1 else 'have'} shares of it, since {_moment(use)}."]
+    return [
+        (
+            f"{_pods(use)} of {use.family} {'has' if use.holders == 1 else 'have'} shares of it, "
+            f"since {_moment(use)}."
+        )
+    ]
 
 
 def _pods(use: GpuUse) -> str:

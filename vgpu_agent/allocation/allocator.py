@@ -1,10 +1,13 @@
-"""Answer the kubelet's calls for all resources of the node, and keep the ledger in line with its records.
+"""Answer the kubelet's calls for all resources of the node,
+and keep the ledger in line with its records.
 
-The plugin servers call `Allocator` as their backend; `agent` calls `confirm` with kubelet's records at start, shortly after each Allocate
-and every 30 seconds. An Allocate costs no API call, no NVML call and no file (the kubelet delays every pod of the node while it runs).
+The plugin servers call `Allocator` as their backend; `agent` calls `confirm` with kubelet's records
+at start, shortly after each Allocate and every 30 seconds. An Allocate costs no API call, no NVML
+call and no file (the kubelet delays every pod of the node while it runs).
 
-Where ids name devices, the answer is complete in Allocate (`by_ids`). Where the pod decides, Allocate answers with a CDI name that stands
-for the ids (`late_start`), or for the likeliest pod (`early`), and PreStartContainer proves the pod.
+Where ids name devices, the answer is complete in Allocate (`by_ids`). Where the pod decides,
+Allocate answers with a CDI name that stands for the ids (`late_start`), or for the likeliest pod
+(`early`), and PreStartContainer proves the pod.
 """
 
 from __future__ import annotations
@@ -20,7 +23,13 @@ from vgpu_agent.allocation.early.binding import EarlyBinding
 from vgpu_agent.allocation.ended_pods import EndedPods
 from vgpu_agent.allocation.interpretation import Interpretation
 from vgpu_agent.allocation.late_start import LateStart
-from vgpu_agent.errors import AgentError, LedgerError, RequestRefusedError, UnknownDeviceError, shown_ids
+from vgpu_agent.errors import (
+    AgentError,
+    LedgerError,
+    RequestRefusedError,
+    UnknownDeviceError,
+    shown_ids,
+)
 from vgpu_agent.families.node_lock import NodeLocks
 from vgpu_agent.isolation.edits import Edits
 from vgpu_agent.model import Decider, GrantState
@@ -42,7 +51,8 @@ if TYPE_CHECKING:
 class Allocator:
     """The answers to the kubelet for all resources of the node.
 
-    State: bookings are in the ledger, GPUs in the inventory. Here is only the last Allocate of each resource, for schedulers' locks.
+    State: bookings are in the ledger, GPUs in the inventory. Here is only the last Allocate of each
+    resource, for schedulers' locks.
 
     Attributes:
         allocated_at: resource → unix seconds of its last Allocate.
@@ -81,29 +91,40 @@ class Allocator:
         return self._context.mode is not None and self._context.mode.late
 
     def use_mode(self, mode: BindingMode | None) -> None:
-        """Bind in this way from now on, None while that is not known; containers that were answered before go by their answer."""
+        """Bind in this way from now on, None while that is not known;
+        containers that were answered before go by their answer.
+        """
         self._context.mode = mode
 
     def use_families(self, families: Families) -> None:
-        """Answer with other options from now on (a reloaded configuration); grants stay as they are."""
+        """Answer with other options from now on (a reloaded configuration);
+        grants stay as they are.
+        """
         self._context.families = families
 
     def refresh_offer(self) -> None:
         """Bring the ledger's devices and offers in line with the inventory and the families."""
         inventory, families = self._context.inventory(), self._context.families
         self._ledger.observe(inventory)
-        resources = [resource for family in families.all for resource in family.resources(inventory)]
+        resources = [
+            resource for family in families.all for resource in family.resources(inventory)
+        ]
         by_ids = {family.name: family for family in families.by_ids}
 
         def stand_for(grant: Grant) -> tuple[Share, ...]:
-            # A container from before a change has a part of today's size: its ids are as many of those of the device.
+            # A container from before a change has a part of today's size: its ids are as many of
+            # those of the device.
             family = by_ids.get(grant.family)
             return family.shares(grant.resource, grant.ids, inventory) if family else grant.shares
 
-        self._ledger.offer(resources, stand_for, unserved=[family.name for family in families.unserved])
+        self._ledger.offer(
+            resources, stand_for, unserved=[family.name for family in families.unserved]
+        )
 
     def refresh_claims(self) -> None:
-        """Bring the ledger's claims in line with the pods that schedulers have bound to this node; see `Claims`."""
+        """Bring the ledger's claims in line with the pods that schedulers have bound to this node;
+        see `Claims`.
+        """
         self._claims.refresh()
 
     def listing(self, resource: str) -> Sequence[ListedDevice]:
@@ -113,14 +134,20 @@ class Allocator:
         except UnknownDeviceError:
             return []
 
-    # -- the kubelet's calls --------------------------------------------------------------------------------------------------------
+    # -- the kubelet's calls -----------------------------------------------------------------------
 
-    def preferred(self, resource: str, available: Sequence[str], must_include: Sequence[str], size: int) -> list[str]:
-        """Return the ids that suit best; never an error, for which kubelet would fail the pod (kubelet §6), but then a simple pick."""
+    def preferred(
+        self, resource: str, available: Sequence[str], must_include: Sequence[str], size: int
+    ) -> list[str]:
+        """Return the ids that suit best; never an error, for which kubelet would fail the pod
+        (kubelet §6), but then a simple pick.
+        """
         try:
             offered = self._ledger.resource(resource)
         except UnknownDeviceError as err:
-            self._journal.record("preferred.simple", level="warning", resource=resource, size=size, reason=str(err))
+            self._journal.record(
+                "preferred.simple", level="warning", resource=resource, size=size, reason=str(err)
+            )
         else:
             if offered.decided_by is Decider.IDS:
                 return self._by_ids.prefer(offered, available, must_include, size)
@@ -128,10 +155,12 @@ class Allocator:
         return list(dict.fromkeys([*must_include, *available]))[:size]
 
     async def allocate(self, resource: str, ids: Sequence[str]) -> Edits:
-        """Book the ids and return what the container gets. Only early mode ever waits, and only for a pod that has not been seen yet.
+        """Book the ids and return what the container gets. Only early mode ever waits, and only for
+        a pod that has not been seen yet.
 
         Raises:
-            RequestRefusedError: the request is nonsense in its family's terms (nvidia A23), or it fits no pod (early mode).
+            RequestRefusedError: the request is nonsense in its family's terms (nvidia A23), or it
+                fits no pod (early mode).
             UnknownDeviceError: an id that is not offered (nvidia A24).
             UnhealthyDeviceError: a device that must not be given to any container now.
             CapacityError: more than a device has.
@@ -143,31 +172,50 @@ class Allocator:
                 if self.mode is not None and not self.mode.late:
                     self.early.counted(resource, len(ids))
                 return Edits()
-            next(family for family in self._context.families.all if family.name == offered.family).check(offered, ids)
+            next(
+                family for family in self._context.families.all if family.name == offered.family
+            ).check(offered, ids)
             if offered.decided_by is Decider.IDS:
                 grant, edits = self._by_ids.allocate(offered, ids)
             else:
                 facts["token"] = grant_token(resource, ids)
                 grant, edits = await self._allocate_for_a_pod(offered, ids)
         except (RequestRefusedError, LedgerError) as err:
-            self._journal.record("allocate.refused", level="warning", resource=resource, ids=shown_ids(ids), reason=str(err))
+            self._journal.record(
+                "allocate.refused",
+                level="warning",
+                resource=resource,
+                ids=shown_ids(ids),
+                reason=str(err),
+            )
             raise type(err)(f'invalid allocation request for "{resource}": {err}') from err
         finally:
             self.allocated_at[resource] = self._context.clock()
         self._journal.record(
-            "allocate.reserved", grant=grant.number, resource=resource, ids=shown_ids(ids), devices=_devices(grant), **facts
+            "allocate.reserved",
+            grant=grant.number,
+            resource=resource,
+            ids=shown_ids(ids),
+            devices=_devices(grant),
+            **facts,
         )
         return edits
 
-    async def _allocate_for_a_pod(self, offered: Resource, ids: Sequence[str]) -> tuple[Grant, Edits]:
+    async def _allocate_for_a_pod(
+        self, offered: Resource, ids: Sequence[str]
+    ) -> tuple[Grant, Edits]:
         if (mode := self._context.mode) is None:
-            raise RequestRefusedError("this node's Node object has not been read yet, so it is not known how grants reach containers")
+            raise RequestRefusedError(
+                "this node's Node object has not been read yet, so it is not known how grants "
+                "reach containers"
+            )
         if mode.late:
             return self.late_start.allocate(offered, ids, by_annotation=mode.by_annotation)
         return await self.early.allocate(offered, ids, self._pod_family(offered))
 
     async def pre_start(self, resource: str, ids: Sequence[str]) -> None:
-        """Let a container start whose ids are booked. Where the pod decides, the decision is made here (`LateStart.start`).
+        """Let a container start whose ids are booked.
+        Where the pod decides, the decision is made here (`LateStart.start`).
 
         Raises:
             UnknownDeviceError: the ledger knows no holder of the ids.
@@ -179,14 +227,21 @@ class Allocator:
                 self._by_ids.start(offered, ids)
             case Decider.POD:
                 if self._context.mode is None:
-                    raise AgentError(f"{resource}: this node's Node object has not been read yet; kubelet will ask again")
-                await self.late_start.start(offered, ids, self._pod_family(offered), late=self._context.mode.late)
+                    raise AgentError(
+                        f"{resource}: this node's Node object has not been read yet; kubelet will "
+                        "ask again"
+                    )
+                await self.late_start.start(
+                    offered, ids, self._pod_family(offered), late=self._context.mode.late
+                )
 
     def may_start_unasked(self, resource: str) -> bool:
-        """Tell whether a container may start without a call of ours: what it would start with must be its own, or nothing.
+        """Tell whether a container may start without a call of ours:
+        what it would start with must be its own, or nothing.
 
-        That holds for ids that name their device and for a CDI name, but not for an early answer that has not been proven, nor while there
-        are specs of an agent whose containers could change what is mounted.
+        That holds for ids that name their device and for a CDI name, but not for an early answer
+        that has not been proven, nor while there are specs of an agent whose containers could
+        change what is mounted.
         """
         offered = next((offer for offer in self._ledger.resources if offer.name == resource), None)
         if offered is None or offered.decided_by is not Decider.POD:
@@ -194,9 +249,11 @@ class Allocator:
         return self.is_late and not self._context.carrier.outdated
 
     def _pod_family(self, offered: Resource) -> PodFamily:
-        return next(family for family in self._context.families.by_pod if family.name == offered.family)
+        return next(
+            family for family in self._context.families.by_pod if family.name == offered.family
+        )
 
-    # -- the kubelet's records ------------------------------------------------------------------------------------------------------
+    # -- the kubelet's records ---------------------------------------------------------------------
 
     def confirm(
         self,
@@ -210,7 +267,8 @@ class Allocator:
         ended_only: bool = False,
         kept: Collection[int] = (),
     ) -> list[Correction]:
-        """Bring the ledger in line with kubelet's records (see `Ledger.reconcile`); each correction is journalled.
+        """Bring the ledger in line with kubelet's records (see `Ledger.reconcile`);
+        each correction is journalled.
 
         ``kept`` are numbers of grants that stay although the records do not show them.
 
@@ -218,7 +276,8 @@ class Allocator:
             The corrections that were drift: the ledger had been wrong.
         """
         if initial:
-            # After a restart it is unknown for which Allocate a scheduler's lock was taken, so one from before our start can go.
+            # After a restart it is unknown for which Allocate a scheduler's lock was taken, so one
+            # from before our start can go.
             for offer in self._ledger.resources:
                 self.allocated_at[offer.name] = self._context.clock()
         records = self._interpretation.sorted_out(records)
@@ -229,7 +288,9 @@ class Allocator:
             newest=newest,
             initial=initial,
             may_release=may_release,
-            still_runs=lambda grant: grant.number in kept or self._interpretation.may_be_hidden(grant),
+            still_runs=lambda grant: (
+                grant.number in kept or self._interpretation.may_be_hidden(grant)
+            ),
             has_ended=has_ended,
             ended_only=ended_only,
         )
@@ -254,9 +315,12 @@ class Allocator:
 
     def unconfirmed(self) -> bool:
         """Tell whether a grant still waits for the kubelet's records to name its container."""
-        return any(grant.state is GrantState.RESERVED and grant.owner is None for grant in self._ledger.grants)
+        return any(
+            grant.state is GrantState.RESERVED and grant.owner is None
+            for grant in self._ledger.grants
+        )
 
-    # -- desired state --------------------------------------------------------------------------------------------------------------
+    # -- desired state -----------------------------------------------------------------------------
 
     def desired_node(self, node: Node, now: float) -> DesiredNode:
         """Return the desired state of our Node, for all families together."""
@@ -267,8 +331,12 @@ class Allocator:
         return desired_state.cleanup(self._context.families, now)
 
     def desired_pods(self) -> dict[str, DesiredPod]:
-        """Return the desired state of our pods, by the kubelet's UID; only pods of which something is desired."""
-        failed = {refusal.pod.kubelet_uid for refusal in self._context.refusals.current if refusal.final}
+        """Return the desired state of our pods, by the kubelet's UID;
+        only pods of which something is desired.
+        """
+        failed = {
+            refusal.pod.kubelet_uid for refusal in self._context.refusals.current if refusal.final
+        }
         return self._desired_pods(self._context, self.late_start.served.values(), failed)
 
 

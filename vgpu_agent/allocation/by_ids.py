@@ -24,16 +24,29 @@ class IdAllocator:
         self._context = context
         self._ledger = context.ledger
 
-    def prefer(self, offered: Resource, available: Sequence[str], must_include: Sequence[str], size: int) -> list[str]:
-        """Return the ids that suit best; never an error, for which kubelet would fail the pod (kubelet §6), but then a simple pick."""
-        # kubelet's view of health can be a moment older than ours; what Allocate would refuse is not recommended.
+    def prefer(
+        self, offered: Resource, available: Sequence[str], must_include: Sequence[str], size: int
+    ) -> list[str]:
+        """Return the ids that suit best; never an error, for which kubelet would fail the pod
+        (kubelet §6), but then a simple pick.
+        """
+        # kubelet's view of health can be a moment older than ours; what Allocate would refuse is
+        # not recommended.
         usable = {entry.id.id for entry in self._ledger.listing(offered.name) if entry.healthy}
         healthy = [id_ for id_ in available if id_ in usable]
         around = neighbours_of(self._ledger, offered.family, self._ledger.grants)
         try:
-            return self._family(offered).prefer(offered, healthy, must_include, size, self._context.inventory(), around)
+            return self._family(offered).prefer(
+                offered, healthy, must_include, size, self._context.inventory(), around
+            )
         except (CapacityError, UnknownDeviceError) as err:
-            self._context.journal.record("preferred.simple", level="warning", resource=offered.name, size=size, reason=str(err))
+            self._context.journal.record(
+                "preferred.simple",
+                level="warning",
+                resource=offered.name,
+                size=size,
+                reason=str(err),
+            )
             return list(dict.fromkeys([*must_include, *healthy, *available]))[:size]
 
     def allocate(self, offered: Resource, ids: Sequence[str]) -> tuple[Grant, Edits]:
@@ -46,7 +59,9 @@ class IdAllocator:
         self._ledger.observe(inventory)  # a MIG instance may be gone since the last offer
         family = self._family(offered)
         try:
-            grant = self._ledger.reserve(offered.name, ids, family.shares(offered.name, ids, inventory))
+            grant = self._ledger.reserve(
+                offered.name, ids, family.shares(offered.name, ids, inventory)
+            )
         except (CapacityError, UnhealthyDeviceError) as err:
             if err.advice or not err.device:
                 raise
@@ -60,8 +75,17 @@ class IdAllocator:
             UnknownDeviceError: the ledger knows no holder of them.
         """
         wanted = set(ids)
-        if not any(wanted <= set(grant.ids) for grant in self._ledger.grants if grant.resource == offered.name):
-            raise UnknownDeviceError(f"{offered.name}: {listed(ids)} are not booked for any container; kubelet will ask again")
+        if not any(
+            wanted <= set(grant.ids)
+            for grant in self._ledger.grants
+            if grant.resource == offered.name
+        ):
+            raise UnknownDeviceError(
+                f"{offered.name}: {listed(ids)} are not booked for any container; kubelet will ask "
+                "again"
+            )
 
     def _family(self, offered: Resource) -> IdFamily:
-        return next(family for family in self._context.families.by_ids if family.name == offered.family)
+        return next(
+            family for family in self._context.families.by_ids if family.name == offered.family
+        )

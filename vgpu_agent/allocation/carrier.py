@@ -1,8 +1,9 @@
 """The way of a decided grant to its container, as `allocation` sees it; `runtime` is the carrier.
 
-The CDI name stands for the ids, not for a pod. It is given to the kubelet before the owner of the ids is known, and the spec behind it is
-written when the pod has been proven. A record of the grant travels inside the spec file, so that after a restart of the agent the files
-themselves show what was decided, also while the API server is away.
+The CDI name stands for the ids, not for a pod. It is given to the kubelet before the owner of the
+ids is known, and the spec behind it is written when the pod has been proven. A record of the grant
+travels inside the spec file, so that after a restart of the agent the files themselves show what
+was decided, also while the API server is away.
 """
 
 from __future__ import annotations
@@ -22,7 +23,9 @@ CDI_KIND = "vgpu-agent.internal/grant"
 
 
 def grant_token(resource: str, ids: Iterable[str]) -> str:
-    """The name of these ids: the same for every order of them, also after a restart; 32 hexadecimal digits."""
+    """The name of these ids: the same for every order of them, also after a restart;
+    32 hexadecimal digits.
+    """
     digest = hashlib.sha256(resource.encode())
     for id_ in sorted(ids):
         digest.update(b"\0" + id_.encode())
@@ -30,11 +33,16 @@ def grant_token(resource: str, ids: Iterable[str]) -> str:
 
 
 def tokens_of(pod_uid: str, grants: Iterable[Grant]) -> tuple[str, ...]:
-    """Return the tokens of those of ``grants`` whose shares were decided for a pod, by the kubelet's UID of it.
+    """Return the tokens of those of ``grants`` whose shares were decided for a pod,
+    by the kubelet's UID of it.
 
     They connect the log lines from Allocate to the pod's last annotation.
     """
-    decided = (grant for grant in grants if grant.decided_for is not None and grant.decided_for[0] == pod_uid)
+    decided = (
+        grant
+        for grant in grants
+        if grant.decided_for is not None and grant.decided_for[0] == pod_uid
+    )
     return tuple(dict.fromkeys(grant_token(grant.resource, grant.ids) for grant in decided))
 
 
@@ -92,7 +100,9 @@ class Carrier(Protocol):
 
     @property
     def outdated(self) -> bool:
-        """Tell whether there is a spec of an earlier agent, from which no container may start before it was rewritten."""
+        """Tell whether there is a spec of an earlier agent,
+        from which no container may start before it was rewritten.
+        """
         ...
 
     async def stands(self, token: str) -> bool:
@@ -100,7 +110,8 @@ class Carrier(Protocol):
         ...
 
     async def deliver(self, record: GrantRecord, provision: Provision) -> None:
-        """Make the host's files, then the spec, each whole or not at all; again with the same content it changes nothing.
+        """Make the host's files, then the spec, each whole or not at all;
+        again with the same content it changes nothing.
 
         Raises:
             CarrierError: something could not be written; the text names path, reason and remedy.

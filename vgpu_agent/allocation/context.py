@@ -1,4 +1,6 @@
-"""The facts and services that the parts of `allocation` share. `agent` puts them together, tests replace them."""
+"""The facts and services that the parts of `allocation` share.
+`agent` puts them together, tests replace them.
+"""
 
 from __future__ import annotations
 
@@ -33,8 +35,10 @@ class Families:
     Attributes:
         by_ids: families whose ids name devices.
         by_pod: families whose pods decide.
-        unserved: those of ``by_pod``, or besides them, that serve no container now: their schedulers see that nothing is free.
-        idle: families whose ids name devices and that are not offered now, or are switched off; their holders keep what they have.
+        unserved: those of ``by_pod``, or besides them, that serve no container now: their
+            schedulers see that nothing is free.
+        idle: families whose ids name devices and that are not offered now, or are switched off;
+            their holders keep what they have.
     """
 
     by_ids: tuple[IdFamily, ...] = ()
@@ -51,8 +55,12 @@ class Families:
 class RecordsReader(Protocol):
     """The reader of the kubelet's records, implemented by `agent.records.reader`."""
 
-    async def __call__(self, resource: str, ids: Sequence[str], *, whole: bool = False) -> KubeletEvidence:
-        """Return the records about these ids, read after this call began; with ``whole`` of every pod, else possibly of more ids."""
+    async def __call__(
+        self, resource: str, ids: Sequence[str], *, whole: bool = False
+    ) -> KubeletEvidence:
+        """Return the records about these ids, read after this call began; with ``whole`` of every
+        pod, else possibly of more ids.
+        """
         ...
 
 
@@ -69,14 +77,17 @@ class Fetch(Protocol):
 
 
 class Divider(Protocol):
-    """The divider of GPUs into MIG instances, one after the other, implemented by `agent.devices.mig`."""
+    """The divider of GPUs into MIG instances, one after the other,
+    implemented by `agent.devices.mig`.
+    """
 
     def divide(self, layout: MigLayout, done: Callable[[str], None]) -> None:
         """Begin the division; it goes on whether or not a caller waits for it.
 
         Args:
             layout: of a GPU without any holder.
-            done: called once, on the event loop: with "" when the inventory shows the GPU divided so, else with the reason.
+            done: called once, on the event loop: with "" when the inventory shows the GPU divided
+                so, else with the reason.
         """
         ...
 
@@ -119,11 +130,14 @@ class Context:
     families: Families = Families()
     mode: BindingMode | None = None
 
-    def record(self, token: str, ids: int, owner: Owner, grant: Grant, by: str, provision: Provision) -> GrantRecord:
+    def record(
+        self, token: str, ids: int, owner: Owner, grant: Grant, by: str, provision: Provision
+    ) -> GrantRecord:
         """Return the record of a decision that is made now, for the carrier.
 
-        Its time is always after that of every record: their order shows which containers of a pod have ended. The records outlive reboots,
-        so only the wall clock serves, and it may be set back.
+        Its time is always after that of every record: their order shows which containers of a pod
+        have ended. The records outlive reboots, so only the wall clock serves, and it may be set
+        back.
         """
         latest = max((record.decided_at for record in self.carrier.records), default=0.0)
         return GrantRecord(

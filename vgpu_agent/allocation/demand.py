@@ -1,8 +1,9 @@
 """The free GPUs kept for bound pods whose ids name GPUs, until the kubelet has admitted them.
 
-Their scheduler has counted ids and named no GPU. So a pod that kubelet has not admitted yet is demand for so many ids. The GPUs that serve
-its family cover it first; what is missing is kept of the free ones. A pod claims nothing that the kubelet cannot give it, and nothing after
-admission. Pure; `claims` asks it.
+Their scheduler has counted ids and named no GPU. So a pod that kubelet has not admitted yet is
+demand for so many ids. The GPUs that serve its family cover it first; what is missing is kept of
+the free ones. A pod claims nothing that the kubelet cannot give it, and nothing after admission.
+Pure; `claims` asks it.
 """
 
 from __future__ import annotations
@@ -23,19 +24,25 @@ if TYPE_CHECKING:
     from vgpu_agent.pods import Pod
 
 EQUAL_AGE_SECONDS = 2.0
-"""Claims by annotation that are no older than this give way: their pods wait, while the others would be failed for good."""
+"""Claims by annotation that are no older than this give way:
+their pods wait, while the others would be failed for good.
+"""
 
 
 @dataclasses.dataclass(slots=True)
 class _Left:
-    """The ids of one resource without a holder or older demand: how many on GPUs in use, and GPU → how many on free ones."""
+    """The ids of one resource without a holder or older demand:
+    how many on GPUs in use, and GPU → how many on free ones.
+    """
 
     serving: int
     free: dict[str, int]
 
 
 class Demand:
-    """The demand at one moment. State: what is left for the pods that come after those that were asked about."""
+    """The demand at one moment. State: what is left for the pods that come after those
+    that were asked about.
+    """
 
     def __init__(self, ledger: Ledger, named: Iterable[Claim], *, ahead: int, now: float) -> None:
         """Begin without demand.
@@ -43,32 +50,49 @@ class Demand:
         Args:
             ledger: the ledger.
             named: the claims by annotation.
-            ahead: the difference by which the order of a claim is less than the pod's place, so that it goes before those of its age.
+            ahead: the difference by which the order of a claim is less than the pod's place, so
+                that it goes before those of its age.
             now: unix seconds.
         """
         self._ledger, self._ahead, self._now = ledger, ahead, now
-        self._offers = {offer.name: offer for offer in ledger.resources if offer.decided_by is Decider.IDS}
-        self._families = {offer.name: offer.family for offer in ledger.resources if offer.decided_by is not Decider.NOBODY}
+        self._offers = {
+            offer.name: offer for offer in ledger.resources if offer.decided_by is Decider.IDS
+        }
+        self._families = {
+            offer.name: offer.family
+            for offer in ledger.resources
+            if offer.decided_by is not Decider.NOBODY
+        }
         self._before = {(claim.pod_uid, claim.gpu): claim.since for claim in ledger.claims}
-        self._named: dict[str, set[str]] = {}  # GPU → the families of claims by annotation, as far as they are no older than demand
+        # GPU → the families of claims by annotation, as far as they are no older than demand
+        self._named: dict[str, set[str]] = {}
         self._older: dict[str, set[str]] = {}
         for claim in named:
             young = now - claim.since <= EQUAL_AGE_SECONDS
             (self._named if young else self._older).setdefault(claim.gpu, set()).add(claim.family)
         self._taken: dict[str, str] = {}  # GPU → the family that older demand keeps it for
         self._left: dict[str, _Left] = {}
-        self._unnamed = collections.Counter[str]()  # ids that were given out a moment ago, to pods that are not known yet
-        self._holders = set[tuple[str, str]]()  # (resource, UID of the pod, or its namespace and name)
+        # ids that were given out a moment ago, to pods that are not known yet
+        self._unnamed = collections.Counter[str]()
+        # (resource, UID of the pod, or its namespace and name)
+        self._holders = set[tuple[str, str]]()
         for grant in ledger.grants:
             if grant.owner is None:
                 self._unnamed[grant.resource] += len(grant.ids)
             else:
-                self._holders |= {(grant.resource, grant.owner.pod_uid), (grant.resource, grant.owner.pod_name)}
+                self._holders |= {
+                    (grant.resource, grant.owner.pod_uid),
+                    (grant.resource, grant.owner.pod_name),
+                }
 
     def claims(self, pod: Pod) -> list[Claim]:
         """Return the claims of the pod, on what the pods that were asked about before have left."""
         needs = _needs(pod, self._offers, self._families)
-        return [claim for name, count in needs.items() for claim in self._of_resource(pod, self._offers[name], count)]
+        return [
+            claim
+            for name, count in needs.items()
+            for claim in self._of_resource(pod, self._offers[name], count)
+        ]
 
     def _of_resource(self, pod: Pod, resource: Resource, count: int) -> list[Claim]:
         name, family = resource.name, resource.family
@@ -89,17 +113,41 @@ class Demand:
             left.free[gpu] -= ids
             self._taken[gpu] = family
         uid, order = pod.kubelet_uid, pod.bound - self._ahead
-        return [Claim(gpu, family, pod.full_name, uid, self._before.get((uid, gpu), self._now), order, named=False) for gpu in chosen]
+        return [
+            Claim(
+                gpu,
+                family,
+                pod.full_name,
+                uid,
+                self._before.get((uid, gpu), self._now),
+                order,
+                named=False,
+            )
+            for gpu in chosen
+        ]
 
-    def _choose(self, pod: Pod, family: str, free: Mapping[str, int], missing: int) -> dict[str, int]:
-        """Choose GPUs: first those that older demand of the family has, last those that another family has named. GPU → ids of it."""
+    def _choose(
+        self, pod: Pod, family: str, free: Mapping[str, int], missing: int
+    ) -> dict[str, int]:
+        """Choose GPUs: first those that older demand of the family has, last those that another
+        family has named. GPU → ids of it.
+        """
 
         def rank(gpu: str) -> tuple[bool, ...]:
             kept_before = (pod.kubelet_uid, gpu) in self._before
             named = bool(self._named.get(gpu, set()) - {family})
-            return gpu not in self._taken, not kept_before, not self._ledger.is_first(gpu, family), named
+            return (
+                gpu not in self._taken,
+                not kept_before,
+                not self._ledger.is_first(gpu, family),
+                named,
+            )
 
-        open_to = [gpu for gpu in free if self._taken.get(gpu, family) == family and not self._older.get(gpu, set()) - {family}]
+        open_to = [
+            gpu
+            for gpu in free
+            if self._taken.get(gpu, family) == family and not self._older.get(gpu, set()) - {family}
+        ]
         chosen = dict[str, int]()
         for gpu in sorted(open_to, key=rank):
             if (ids := min(free[gpu], missing)) > 0:
@@ -113,13 +161,25 @@ def is_expected(pod: Pod) -> bool:
     return pod.scheduled and not (pod.reported or pod.ended or pod.deleting or pod.mirror)
 
 
-def _needs(pod: Pod, offers: Mapping[str, Resource], offers_of: Mapping[str, str]) -> dict[str, int]:
-    """Resource → ids: those of init containers go to the containers after them; ``offers_of`` is the family of each resource."""
+def _needs(
+    pod: Pod, offers: Mapping[str, Resource], offers_of: Mapping[str, str]
+) -> dict[str, int]:
+    """Resource → ids: those of init containers go to the containers after them;
+    ``offers_of`` is the family of each resource.
+    """
     needs = dict[str, int]()
-    if any(len(asked) > 1 for asked in ({offers_of[name] for name in each.limits if name in offers_of} for each in pod.containers)):
+    if any(
+        len(asked) > 1
+        for asked in (
+            {offers_of[name] for name in each.limits if name in offers_of}
+            for each in pod.containers
+        )
+    ):
         return needs  # such a container cannot start
     for name in offers:
-        asked: Sequence[tuple[ContainerKind, int]] = [(each.kind, each.limits[name]) for each in pod.containers if each.limits.get(name)]
+        asked: Sequence[tuple[ContainerKind, int]] = [
+            (each.kind, each.limits[name]) for each in pod.containers if each.limits.get(name)
+        ]
         kept = sum(count for kind, count in asked if kind is not ContainerKind.INIT)
         if count := max([kept, *(count for kind, count in asked if kind is ContainerKind.INIT)]):
             needs[name] = count

@@ -1,6 +1,8 @@
-"""The desired state of our Node and our pods, from the ledger and the families, for the publishers of `cluster`.
+"""The desired state of our Node and our pods, from the ledger and the families,
+for the publishers of `cluster`.
 
-Nothing here remembers what was written: a publisher compares the desired state with what its watch shows, so a restart loses nothing.
+Nothing here remembers what was written: a publisher compares the desired state with what its watch
+shows, so a restart loses nothing.
 """
 
 from __future__ import annotations
@@ -22,15 +24,27 @@ if TYPE_CHECKING:
     from vgpu_agent.pods import Pod
 
 
-def desired_node(context: Context, node: Node, allocated_at: Mapping[str, float], now: float, locks: NodeLocks) -> DesiredNode:
-    """Return the desired state of our Node. A family that serves no container now announces that nothing is free."""
+def desired_node(
+    context: Context, node: Node, allocated_at: Mapping[str, float], now: float, locks: NodeLocks
+) -> DesiredNode:
+    """Return the desired state of our Node.
+    A family that serves no container now announces that nothing is free.
+    """
     families, ledger, inventory = context.families, context.ledger, context.inventory()
     desired_state = DesiredNode()
     unserved = {family.name for family in families.unserved}
-    for name, family in {family.name: family for family in (*families.unserved, *families.by_pod)}.items():
-        offers = [offer.name for offer in ledger.resources if offer.family == name and name not in unserved]
+    for name, family in {
+        family.name: family for family in (*families.unserved, *families.by_pod)
+    }.items():
+        offers = [
+            offer.name
+            for offer in ledger.resources
+            if offer.family == name and name not in unserved
+        ]
         rooms = {offer: ledger.rooms(offer) for offer in offers}
-        desired_state = desired_state.joined(family.desired_node(NodeView(node, inventory, rooms, allocated_at, now, locks)))
+        desired_state = desired_state.joined(
+            family.desired_node(NodeView(node, inventory, rooms, allocated_at, now, locks))
+        )
     return desired_state
 
 
@@ -43,22 +57,30 @@ def cleanup(families: Families, now: float) -> DesiredNode:
 
 
 class DesiredPods:
-    """The desired state of our pods. A change concerns one pod, so the results of the others are kept."""
+    """The desired state of our pods. A change concerns one pod,
+    so the results of the others are kept.
+    """
 
     def __init__(self) -> None:
         self._said: dict[str, tuple[tuple[object, ...], DesiredPod]] = {}
 
-    def __call__(self, context: Context, served_before: Collection[Grant], failed: Collection[str]) -> dict[str, DesiredPod]:
+    def __call__(
+        self, context: Context, served_before: Collection[Grant], failed: Collection[str]
+    ) -> dict[str, DesiredPod]:
         """Return the desired state by the kubelet's UID; only pods of which something is desired.
 
         Args:
             context: the families, the grants and the pods.
-            served_before: grants that were put in force since the start; some of their pods ended before it was written.
+            served_before: grants that were put in force since the start; some of their pods ended
+                before it was written.
             failed: UIDs of pods that will never start here.
         """
         families = context.families
         served: dict[str, dict[tuple[str, str], Grant]] = {}
-        for grant in (*served_before, *(grant for grant in context.ledger.grants if grant.proven and grant.shares)):
+        for grant in (
+            *served_before,
+            *(grant for grant in context.ledger.grants if grant.proven and grant.shares),
+        ):
             if grant.decided_for:
                 uid, container = grant.decided_for
                 served.setdefault(uid, {})[grant.family, container] = grant
@@ -69,7 +91,11 @@ class DesiredPods:
             grants = served.get(uid, {})
             facts: tuple[object, ...] = (families, pod, uid in failed, *grants.values())
             known = self._said.get(uid)
-            said[uid] = known if known and _same(known[0], facts) else (facts, _said_of(families, pod, grants, failed=uid in failed))
+            said[uid] = (
+                known
+                if known and _same(known[0], facts)
+                else (facts, _said_of(families, pod, grants, failed=uid in failed))
+            )
         self._said = said
         return {uid: desired_state for uid, (_, desired_state) in said.items()}
 
@@ -79,10 +105,14 @@ def _same(before: tuple[object, ...], now: tuple[object, ...]) -> bool:
     return len(before) == len(now) and all(map(operator.is_, before, now))
 
 
-def _said_of(families: Families, pod: Pod, served: Mapping[tuple[str, str], Grant], *, failed: bool) -> DesiredPod:
+def _said_of(
+    families: Families, pod: Pod, served: Mapping[tuple[str, str], Grant], *, failed: bool
+) -> DesiredPod:
     desired_state = DesiredPod()
     for family in families.by_pod:
-        grants = {container: grant for (name, container), grant in served.items() if name == family.name}
+        grants = {
+            container: grant for (name, container), grant in served.items() if name == family.name
+        }
         if grants or failed:
             desired_state = desired_state.joined(family.desired_pod(pod, grants, failed=failed))
     return desired_state

@@ -1,9 +1,11 @@
 """Find the holders of ids whose pod decides, from the kubelet's records and the known pods.
 
-Called by `allocator` before the ledger follows the records. The kubelet's records alone do not distinguish an init container that has ended
-from one that runs, nor a pod that has ended from one whose only holder is an init container: pod-resources hides those. The checkpoint
-keeps every container that was ever admitted, with ids that containers of one pod hand on to each other. The pods show the kind of each
-container and which has started. With them each id has one holder: the container that it is for.
+Called by `allocator` before the ledger follows the records. The kubelet's records alone do not
+distinguish an init container that has ended from one that runs, nor a pod that has ended from one
+whose only holder is an init container: pod-resources hides those. The checkpoint keeps every
+container that was ever admitted, with ids that containers of one pod hand on to each other. The
+pods show the kind of each container and which has started. With them each id has one holder: the
+container that it is for.
 """
 
 from __future__ import annotations
@@ -23,11 +25,16 @@ if TYPE_CHECKING:
 
 
 def told_apart(
-    records: KubeletRecords, resources: Collection[str], book: PodCache, at_work: Collection[tuple[str, str]] = ()
+    records: KubeletRecords,
+    resources: Collection[str],
+    book: PodCache,
+    at_work: Collection[tuple[str, str]] = (),
 ) -> KubeletRecords:
-    """``records`` with the holders of ``resources`` sorted out; unchanged where the checkpoint was not read.
+    """``records`` with the holders of ``resources`` sorted out;
+    unchanged where the checkpoint was not read.
 
-    ``at_work`` names init containers (pod's UID, container) that were let start last of their pod: they have their ids before all others.
+    ``at_work`` names init containers (pod's UID, container) that were let start last of their pod:
+    they have their ids before all others.
     """
     if records.entries is None:
         return records
@@ -37,18 +44,38 @@ def told_apart(
     # Without a UID the checkpoint does not know them; their own ids are theirs.
     found = [holding for holding in listed if not holding.owner.pod_uid]
     taken = {(holding.resource, id_) for holding in found for id_ in holding.ids}
-    entries = [entry for entry in records.entries if entry.resource in resources and _lives(entry.owner.pod_uid, alive, records, book)]
-    shown = {(holding.resource, holding.owner.pod_uid, holding.owner.container) for holding in listed if records.complete}
-    for entry in sorted(entries, key=lambda entry: _rank(entry, book.get(entry.owner.pod_uid), shown, at_work)):
+    entries = [
+        entry
+        for entry in records.entries
+        if entry.resource in resources and _lives(entry.owner.pod_uid, alive, records, book)
+    ]
+    shown = {
+        (holding.resource, holding.owner.pod_uid, holding.owner.container)
+        for holding in listed
+        if records.complete
+    }
+    for entry in sorted(
+        entries, key=lambda entry: _rank(entry, book.get(entry.owner.pod_uid), shown, at_work)
+    ):
         left = tuple(id_ for id_ in entry.ids if (entry.resource, id_) not in taken)
         taken.update((entry.resource, id_) for id_ in left)
         if left:
-            found.append(Holding(entry.resource, left, _named(entry.owner, alive.get(entry.owner.pod_uid), book.get(entry.owner.pod_uid))))
+            found.append(
+                Holding(
+                    entry.resource,
+                    left,
+                    _named(
+                        entry.owner, alive.get(entry.owner.pod_uid), book.get(entry.owner.pod_uid)
+                    ),
+                )
+            )
     return dataclasses.replace(records, holdings=(*others, *found))
 
 
 def is_over(pod: Pod, name: str) -> bool:
-    """Tell whether an init container must have ended, because one that comes after it has started."""
+    """Tell whether an init container must have ended,
+    because one that comes after it has started.
+    """
     names = [container.name for container in pod.containers]
     container = pod.container(name)
     if container is None or container.kind is not ContainerKind.INIT:
@@ -57,10 +84,11 @@ def is_over(pod: Pod, name: str) -> bool:
 
 
 def is_outdated(record: GrantRecord, records: Iterable[GrantRecord], pod: Pod) -> bool:
-    """Tell whether an init container of the pod started after ``record`` was made for a main container.
+    """Tell whether an init container of the pod started after ``record`` was made
+    for a main container.
 
-    Then nothing of the main container runs, and the decision is made again when it starts. The record may be of an earlier init container
-    with the same ids, or of an earlier sandbox.
+    Then nothing of the main container runs, and the decision is made again when it starts. The
+    record may be of an earlier init container with the same ids, or of an earlier sandbox.
     """
     kinds = {container.name: container.kind for container in pod.containers}
     return kinds.get(record.owner.container) is ContainerKind.MAIN and any(
@@ -74,14 +102,21 @@ def is_outdated(record: GrantRecord, records: Iterable[GrantRecord], pod: Pod) -
 def ended_before(grants: Iterable[Grant], pod: Pod, starting: Owner) -> list[int]:
     """Numbers of the grants of containers of ``pod`` that cannot run when ``starting`` starts.
 
-    Init containers that come before it have ended. Before an init container nothing else runs but sidecars: when the sandbox is made anew
-    all start again, each is decided for again, and gets the same.
+    Init containers that come before it have ended. Before an init container nothing else runs but
+    sidecars: when the sandbox is made anew all start again, each is decided for again, and gets the
+    same.
     """
-    kinds = {container.name: (place, container.kind) for place, container in enumerate(pod.containers)}
+    kinds = {
+        container.name: (place, container.kind) for place, container in enumerate(pod.containers)
+    }
     place, kind = kinds[starting.container]
     ended = []
     for grant in grants:
-        if not grant.decided_for or grant.decided_for[0] != starting.pod_uid or grant.decided_for[1] == starting.container:
+        if (
+            not grant.decided_for
+            or grant.decided_for[0] != starting.pod_uid
+            or grant.decided_for[1] == starting.container
+        ):
             continue
         other_place, other = kinds.get(grant.decided_for[1], (place, ContainerKind.SIDECAR))
         before = other is ContainerKind.INIT and other_place < place
@@ -97,14 +132,19 @@ def _lives(uid: str, alive: Collection[str], records: KubeletRecords, book: PodC
     pod = book.get(uid)
     if pod is not None:
         return not pod.ended
-    # An entry without further evidence: without pod-resources it may be a live pod that we have not seen.
+    # An entry without further evidence: without pod-resources it may be a live pod that we have not
+    # seen.
     return not records.complete and not book.synced.is_set()
 
 
 def _rank(
-    entry: Holding, pod: Pod | None, shown: Collection[tuple[str, str, str]], at_work: Collection[tuple[str, str]]
+    entry: Holding,
+    pod: Pod | None,
+    shown: Collection[tuple[str, str, str]],
+    at_work: Collection[tuple[str, str]],
 ) -> tuple[int, int, str]:
-    """Rank the entries of an id: it is for the container that comes last; in an unknown pod for the smaller entry.
+    """Rank the entries of an id: it is for the container that comes last;
+    in an unknown pod for the smaller entry.
 
     While an init container runs it comes first: the others have nothing yet of what it has.
     """

@@ -1,11 +1,14 @@
-"""Identify the container about to start, from the kubelet's own records and the known pods; never guess.
+"""Identify the container about to start, from the kubelet's own records and the known pods;
+never guess.
 
-There are two records. The checkpoint names the pod's UID and the container (plain init containers too); pod-resources names namespace, pod
-and container of what is alive. One alone counts where it is enough. Where they contradict each other, or two pods could be meant, the start
-is refused and the kubelet retries.
+There are two records. The checkpoint names the pod's UID and the container (plain init containers
+too); pod-resources names namespace, pod and container of what is alive. One alone counts where it
+is enough. Where they contradict each other, or two pods could be meant, the start is refused and
+the kubelet retries.
 
-The records are read after the question was asked. A pod that our watch does not show yet is waited for and then requested once. Without an
-answer of the API server, a container that has started here before is known by its spec.
+The records are read after the question was asked. A pod that our watch does not show yet is waited
+for and then requested once. Without an answer of the API server, a container that has started here
+before is known by its spec.
 """
 
 from __future__ import annotations
@@ -28,14 +31,17 @@ if TYPE_CHECKING:
     from vgpu_agent.model import Holding, Resource
     from vgpu_agent.pods import Pod, PodCache
 
-_REREAD_SECONDS = 0.05  # kubelet writes its records before it calls us; once in a while a reader is quicker than the disk
+# kubelet writes its records before it calls us; once in a while a reader is quicker than the disk
+_REREAD_SECONDS = 0.05
 
 
 class NotProvenError(AgentError):
-    """The owner of the ids is not known yet, or not without doubt; the text is shown in the pod's status and the kubelet retries.
+    """The owner of the ids is not known yet, or not without doubt; the text is shown in the pod's
+    status and the kubelet retries.
 
     Attributes:
-        ambiguous: the records name two holders, which must not be; anything else is a matter of time.
+        ambiguous: the records name two holders, which must not be; anything else is a matter of
+            time.
         suspects: (pod, container) that may be the one, for an event when it stays so.
     """
 
@@ -50,12 +56,14 @@ class KubeletEvidence:
     """The kubelet's records at one moment, after the question was asked.
 
     Attributes:
-        checkpoint: the holders of the ids in question, by UID and container; None when it could not be read or understood.
+        checkpoint: the holders of the ids in question, by UID and container; None when it could not
+            be read or understood.
         pod_resources: all holders, by namespace, pod and container; None when it did not answer.
-        answers: (UID, container, resource) → the answer of our Allocate, as far as the checkpoint kept it; for the ids in question
-            always, for all others in early mode.
+        answers: (UID, container, resource) → the answer of our Allocate, as far as the checkpoint
+            kept it; for the ids in question always, for all others in early mode.
         trouble: why a record is missing.
-        whole: whether ``pod_resources`` covers every pod; otherwise only those that the checkpoint names for the ids in question.
+        whole: whether ``pod_resources`` covers every pod; otherwise only those that the checkpoint
+            names for the ids in question.
     """
 
     checkpoint: tuple[Holding, ...] | None
@@ -70,9 +78,12 @@ class IdRecords:
     """The records about one set of ids.
 
     Attributes:
-        uids: the pods that may be meant, by kubelet's UID; several only when the checkpoint still names ended pods.
-        named: (namespace, name) from pod-resources; None when it does not list these ids (an init container's) or did not answer.
-        containers: by UID, the containers that have exactly these ids, in the order of the records; under "" when no UID is known.
+        uids: the pods that may be meant, by kubelet's UID; several only when the checkpoint still
+            names ended pods.
+        named: (namespace, name) from pod-resources; None when it does not list these ids (an init
+            container's) or did not answer.
+        containers: by UID, the containers that have exactly these ids, in the order of the records;
+            under "" when no UID is known.
         evidence: one sentence for each record.
     """
 
@@ -120,8 +131,11 @@ class Identification:
     def __init__(self, context: Context) -> None:
         self._context = context
 
-    async def identify(self, offered: Resource, ids: Sequence[str], token: str, family: PodFamily) -> Start | GrantRecord:
-        """Return the container that is about to start, or the record of its earlier start when its pod cannot be asked about.
+    async def identify(
+        self, offered: Resource, ids: Sequence[str], token: str, family: PodFamily
+    ) -> Start | GrantRecord:
+        """Return the container that is about to start,
+        or the record of its earlier start when its pod cannot be asked about.
 
         Args:
             offered: the resource.
@@ -139,11 +153,18 @@ class Identification:
                 who = await self._identify(offered.name, ids, token)
         except TimeoutError:
             raise NotProvenError(
-                f"kubelet's records and the API server have not answered within {seconds:g} s; kubelet will ask again"
+                f"kubelet's records and the API server have not answered within {seconds:g} s; "
+                "kubelet will ask again"
             ) from None
-        return Start(offered, tuple(ids), token, family, until, *who) if isinstance(who, tuple) else who
+        return (
+            Start(offered, tuple(ids), token, family, until, *who)
+            if isinstance(who, tuple)
+            else who
+        )
 
-    async def _identify(self, resource: str, ids: Sequence[str], token: str) -> tuple[Pod, Owner, IdRecords, KubeletEvidence] | GrantRecord:
+    async def _identify(
+        self, resource: str, ids: Sequence[str], token: str
+    ) -> tuple[Pod, Owner, IdRecords, KubeletEvidence] | GrantRecord:
         loop, pods = asyncio.get_running_loop(), self._context.pods
         until = loop.time() + self._context.settings.pod_wait_seconds
         fetched: Pod | None = None
@@ -163,7 +184,8 @@ class Identification:
                     return *named, found, kubelet_evidence
                 if fetched is None:
                     record = self._before(found, token)
-                    # While the first list is read, which takes seconds with the largest pods, this one may appear at any time.
+                    # While the first list is read, which takes seconds with the largest pods, this
+                    # one may appear at any time.
                     reading = record is None and not pods.synced.is_set()
                     if not reading and await _newer(pods, version, until - loop.time()):
                         continue
@@ -175,10 +197,16 @@ class Identification:
                 raise
 
     def _before(self, found: IdRecords, token: str) -> GrantRecord | None:
-        """The record of the very container that kubelet's records name for these ids, from an earlier start of it."""
+        """The record of the very container that kubelet's records name for these ids,
+        from an earlier start of it.
+        """
         for record in self._context.carrier.records:
             owner = record.owner
-            if record.token == token and found.uids == (owner.pod_uid,) and owner.container in found.containers[owner.pod_uid]:
+            if (
+                record.token == token
+                and found.uids == (owner.pod_uid,)
+                and owner.container in found.containers[owner.pod_uid]
+            ):
                 return record if found.named in {None, (owner.namespace, owner.pod)} else None
         return None
 
@@ -189,11 +217,17 @@ class Identification:
         name = found.named or ((known.namespace, known.name) if known else None)
         missing = f"pod {'/'.join(name)}" if name else f"the pod with UID {' or '.join(found.uids)}"
         if name is None:
-            raise NotProvenError(f"{missing} did not appear in the watch within {seconds:g} s; kubelet will ask again")
+            raise NotProvenError(
+                f"{missing} did not appear in the watch within {seconds:g} s; kubelet will ask "
+                "again"
+            )
         try:
             pod = await self._context.fetch(*name)
         except ClusterError as err:
-            raise NotProvenError(f"{missing} did not appear in the watch within {seconds:g} s, and {err}; kubelet will ask again") from err
+            raise NotProvenError(
+                f"{missing} did not appear in the watch within {seconds:g} s, and {err}; kubelet "
+                "will ask again"
+            ) from err
         if pod is None or pod.node != self._context.node:
             where = f"is bound to {pod.node or 'no node'}" if pod else "does not exist any more"
             raise NotProvenError(f"{missing} {where}; kubelet will notice")
@@ -212,7 +246,9 @@ async def _newer(pods: PodCache, version: int, seconds: float) -> bool:
     return True
 
 
-def records_about(resource: str, ids: Sequence[str], kubelet_evidence: KubeletEvidence) -> IdRecords:
+def records_about(
+    resource: str, ids: Sequence[str], kubelet_evidence: KubeletEvidence
+) -> IdRecords:
     """Return the kubelet's records about exactly these ids.
 
     Raises:
@@ -220,23 +256,47 @@ def records_about(resource: str, ids: Sequence[str], kubelet_evidence: KubeletEv
     """
     wanted = set(ids)
     if kubelet_evidence.checkpoint is None and kubelet_evidence.pod_resources is None:
-        raise NotProvenError(f"neither of kubelet's records can be read ({kubelet_evidence.trouble}); kubelet will ask again")
-    exact = [entry for entry in kubelet_evidence.checkpoint or () if _has_exactly(entry, resource, wanted)]
-    listed = [entry for entry in kubelet_evidence.pod_resources or () if entry.resource == resource and not wanted.isdisjoint(entry.ids)]
+        raise NotProvenError(
+            f"neither of kubelet's records can be read ({kubelet_evidence.trouble}); kubelet will "
+            "ask again"
+        )
+    exact = [
+        entry
+        for entry in kubelet_evidence.checkpoint or ()
+        if _has_exactly(entry, resource, wanted)
+    ]
+    listed = [
+        entry
+        for entry in kubelet_evidence.pod_resources or ()
+        if entry.resource == resource and not wanted.isdisjoint(entry.ids)
+    ]
     live = {(entry.owner.namespace, entry.owner.pod) for entry in listed}
     if len(live) > 1:
         pods = " and ".join(sorted("/".join(pod) for pod in live))
-        raise NotProvenError(f"kubelet lists ids of {resource} in two pods at once, {pods}; the start is refused", ambiguous=True)
+        raise NotProvenError(
+            f"kubelet lists ids of {resource} in two pods at once, {pods}; the start is refused",
+            ambiguous=True,
+        )
     named = next(iter(live), None)
     containers: dict[str, tuple[str, ...]] = {}
     for entry in exact:
-        containers[entry.owner.pod_uid] = (*containers.get(entry.owner.pod_uid, ()), entry.owner.container)
+        containers[entry.owner.pod_uid] = (
+            *containers.get(entry.owner.pod_uid, ()),
+            entry.owner.container,
+        )
     whole = [entry.owner.container for entry in listed if _has_exactly(entry, resource, wanted)]
     evidence = []
     if containers:
-        evidence.append("checkpoint: " + ", ".join(f"pod {uid} container {'/'.join(names)}" for uid, names in containers.items()))
+        evidence.append(
+            "checkpoint: "
+            + ", ".join(
+                f"pod {uid} container {'/'.join(names)}" for uid, names in containers.items()
+            )
+        )
     if named:
-        evidence.append(f"pod-resources: {'/'.join(named)}" + (f" container {whole[0]}" if whole else ""))
+        evidence.append(
+            f"pod-resources: {'/'.join(named)}" + (f" container {whole[0]}" if whole else "")
+        )
     if kubelet_evidence.trouble:
         evidence.append(f"silent: {kubelet_evidence.trouble}")
     if whole and containers:
@@ -254,38 +314,62 @@ def records_about(resource: str, ids: Sequence[str], kubelet_evidence: KubeletEv
     return IdRecords(tuple(uid for uid in containers if uid), named, containers, tuple(evidence))
 
 
-def holder(found: IdRecords, pods: PodCache, fetched: Pod | None = None) -> tuple[Pod, Owner] | None:
+def holder(
+    found: IdRecords, pods: PodCache, fetched: Pod | None = None
+) -> tuple[Pod, Owner] | None:
     """Return the pod and container of ``found``; None while the pod is not known.
 
     Args:
         found: see `records_about`.
         pods: the pods of this node.
-        fetched: the pod that the API server has under the name of the records now, if it was queried.
+        fetched: the pod that the API server has under the name of the records now, if it was
+            queried.
 
     Raises:
         NotProvenError: more than one pod can be meant, or the name belongs to another pod by now.
     """
     if not found.uids:
         return _holder_by_name(found, pods, fetched) if fetched is not None else None
-    known = {uid: pod for uid in found.uids if (pod := _known(uid, found.named, pods, fetched)) is not None}
+    known = {
+        uid: pod
+        for uid in found.uids
+        if (pod := _known(uid, found.named, pods, fetched)) is not None
+    }
     strangers = [uid for uid in found.uids if uid not in known]
     if strangers and fetched is None:
         return None  # with a pod unseen, even a known one may be the predecessor that had these ids
     candidates = {uid: pod for uid, pod in known.items() if not pod.ended}
     if found.named:
-        candidates = {uid: pod for uid, pod in candidates.items() if (pod.namespace, pod.name) == found.named}
+        candidates = {
+            uid: pod for uid, pod in candidates.items() if (pod.namespace, pod.name) == found.named
+        }
     if fetched is not None:
         # One name, one pod: an earlier pod of the name that the API server has now is gone.
-        same_name = {uid for uid, pod in candidates.items() if (pod.namespace, pod.name) == (fetched.namespace, fetched.name)}
-        candidates = {uid: pod for uid, pod in candidates.items() if uid not in same_name or pod.uid == fetched.uid}
+        same_name = {
+            uid
+            for uid, pod in candidates.items()
+            if (pod.namespace, pod.name) == (fetched.namespace, fetched.name)
+        }
+        candidates = {
+            uid: pod
+            for uid, pod in candidates.items()
+            if uid not in same_name or pod.uid == fetched.uid
+        }
     if len(candidates) > 1 or (candidates and strangers and not found.named):
-        several = ", ".join(sorted([*(f"{pod.full_name} ({uid})" for uid, pod in candidates.items()), *strangers]))
-        raise NotProvenError(f"kubelet's checkpoint names several pods for the same ids: {several}; the start is refused", ambiguous=True)
+        several = ", ".join(
+            sorted([*(f"{pod.full_name} ({uid})" for uid, pod in candidates.items()), *strangers])
+        )
+        raise NotProvenError(
+            f"kubelet's checkpoint names several pods for the same ids: {several}; the start is "
+            "refused",
+            ambiguous=True,
+        )
     if not candidates:
         if fetched is not None:
             raise NotProvenError(
-                f"kubelet starts pod {fetched.full_name} with UID {', '.join(found.uids)}, but the API server has UID "
-                f"{fetched.claimed_uid or fetched.uid} under that name; the pod was replaced, kubelet will notice"
+                f"kubelet starts pod {fetched.full_name} with UID {', '.join(found.uids)}, but the "
+                f"API server has UID {fetched.claimed_uid or fetched.uid} under that name; the pod "
+                "was replaced, kubelet will notice"
             )
         return None
     uid, pod = next(iter(candidates.items()))
@@ -293,51 +377,78 @@ def holder(found: IdRecords, pods: PodCache, fetched: Pod | None = None) -> tupl
 
 
 def _holder_by_name(found: IdRecords, pods: PodCache, fetched: Pod) -> tuple[Pod, Owner]:
-    """The same without the checkpoint: only a pod that the API server has just named is certain to be the one of that name.
+    """The same without the checkpoint: only a pod that the API server has just named is certain
+    to be the one of that name.
 
     Raises:
         NotProvenError: there has been another pod of that name.
     """
     if not pods.one_of_its_name(fetched):
         raise NotProvenError(
-            f"there has been another pod named {fetched.full_name}, and without kubelet's checkpoint it is not certain which of them "
-            "starts; kubelet will ask again"
+            f"there has been another pod named {fetched.full_name}, and without kubelet's "
+            "checkpoint it is not certain which of them starts; kubelet will ask again"
         )
-    # pod-resources names it, and kubelet runs no pod that claims to be a mirror, so it runs the static pod of that name.
+    # pod-resources names it, and kubelet runs no pod that claims to be a mirror, so it runs the
+    # static pod of that name.
     pod = fetched.as_static(fetched.claimed_uid)
     return pod, _owner(pod, found.containers[""])
 
 
-def suspects(resource: str, ids: Sequence[str], kubelet_evidence: KubeletEvidence, pods: PodCache) -> tuple[tuple[Pod, str], ...]:
-    """The pods and containers that the records name for any of ``ids``, as far as they are known and have not ended."""
+def suspects(
+    resource: str, ids: Sequence[str], kubelet_evidence: KubeletEvidence, pods: PodCache
+) -> tuple[tuple[Pod, str], ...]:
+    """The pods and containers that the records name for any of ``ids``,
+    as far as they are known and have not ended.
+    """
     wanted, found = set(ids), {}
     for entry in (*(kubelet_evidence.checkpoint or ()), *(kubelet_evidence.pod_resources or ())):
         if entry.resource == resource and not wanted.isdisjoint(entry.ids):
             owner = entry.owner
-            pod = pods.get(owner.pod_uid) if owner.pod_uid else pods.named(owner.namespace, owner.pod)
+            pod = (
+                pods.get(owner.pod_uid) if owner.pod_uid else pods.named(owner.namespace, owner.pod)
+            )
             if pod is not None and not pod.ended:
                 found[pod.kubelet_uid, owner.container] = (pod, owner.container)
     return tuple(found.values())
 
 
-def _refuse_namesakes(resource: str, wanted: set[str], named: tuple[str, str] | None, kubelet_evidence: KubeletEvidence) -> None:
-    """Refuse when two pods have one name, the older deleted by force: without UIDs they cannot be distinguished."""
-    mine = [entry for entry in kubelet_evidence.pod_resources or () if entry.resource == resource and set(entry.ids) == wanted]
+def _refuse_namesakes(
+    resource: str,
+    wanted: set[str],
+    named: tuple[str, str] | None,
+    kubelet_evidence: KubeletEvidence,
+) -> None:
+    """Refuse when two pods have one name, the older deleted by force:
+    without UIDs they cannot be distinguished.
+    """
+    mine = [
+        entry
+        for entry in kubelet_evidence.pod_resources or ()
+        if entry.resource == resource and set(entry.ids) == wanted
+    ]
     same = {(entry.owner.namespace, entry.owner.pod, entry.owner.container) for entry in mine}
     for entry in kubelet_evidence.pod_resources or ():
         owner = entry.owner
-        if entry.resource == resource and (owner.namespace, owner.pod, owner.container) in same and set(entry.ids) != wanted:
+        if (
+            entry.resource == resource
+            and (owner.namespace, owner.pod, owner.container) in same
+            and set(entry.ids) != wanted
+        ):
             raise NotProvenError(
-                f"kubelet lists two pods named {'/'.join(named or ())}, and without its checkpoint it is not certain which of them starts",
+                f"kubelet lists two pods named {'/'.join(named or ())}, and without its checkpoint "
+                "it is not certain which of them starts",
                 ambiguous=True,
             )
 
 
-def _known(uid: str, named: tuple[str, str] | None, pods: PodCache, fetched: Pod | None) -> Pod | None:
+def _known(
+    uid: str, named: tuple[str, str] | None, pods: PodCache, fetched: Pod | None
+) -> Pod | None:
     """Return the pod that the kubelet knows as ``uid``; for a static pod, its mirror.
 
-    A pod's own annotations are no proof. A mirror counts when the kubelet has written its status, as the pod cache shows, or when
-    pod-resources has named it: the kubelet runs no pod of the API server that claims to be a mirror, so that name is a static pod's.
+    A pod's own annotations are no proof. A mirror counts when the kubelet has written its status,
+    as the pod cache shows, or when pod-resources has named it: the kubelet runs no pod of the API
+    server that claims to be a mirror, so that name is a static pod's.
     """
     known = pods.get(uid)
     if fetched is None:
@@ -345,18 +456,33 @@ def _known(uid: str, named: tuple[str, str] | None, pods: PodCache, fetched: Pod
     if fetched.uid == uid:
         return fetched
     name = (fetched.namespace, fetched.name)
-    # A mirror that was made anew has another UID of the API server's, and the name of the one before.
+    # A mirror that was made anew has another UID of the API server's, and the name of the one
+    # before.
     believed = known is not None and known.uid != uid and (known.namespace, known.name) == name
-    return fetched.as_static(uid) if fetched.claimed_uid == uid and (believed or (known is None and named == name)) else known
+    return (
+        fetched.as_static(uid)
+        if fetched.claimed_uid == uid and (believed or (known is None and named == name))
+        else known
+    )
 
 
 def _owner(pod: Pod, names: Iterable[str], uid: str = "") -> Owner:
-    """Return, of containers with the same ids, the one that has them last: the ids are for it, and the others come before it."""
-    in_pod = {container.name: (container.kind is not ContainerKind.INIT, place) for place, container in enumerate(pod.containers)}
+    """Return, of containers with the same ids, the one that has them last:
+    the ids are for it, and the others come before it.
+    """
+    in_pod = {
+        container.name: (container.kind is not ContainerKind.INIT, place)
+        for place, container in enumerate(pod.containers)
+    }
     known = [name for name in names if name in in_pod]
     if not known:
-        raise NotProvenError(f"pod {pod.full_name} has no container {', '.join(names)}, which kubelet names; the start is refused")
-    return Owner(max(known, key=lambda name: in_pod[name]), uid or pod.kubelet_uid, pod.namespace, pod.name)
+        raise NotProvenError(
+            f"pod {pod.full_name} has no container {', '.join(names)}, which kubelet names; the "
+            "start is refused"
+        )
+    return Owner(
+        max(known, key=lambda name: in_pod[name]), uid or pod.kubelet_uid, pod.namespace, pod.name
+    )
 
 
 def _has_exactly(entry: Holding, resource: str, wanted: set[str]) -> bool:

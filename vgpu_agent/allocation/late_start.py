@@ -1,15 +1,19 @@
 """The late start: bind ids to the container that has them, at the moment when it starts.
 
-The kubelet allocates ids before it names their pod. So the answer to Allocate is only a CDI name that stands for the ids, and the rest
-happens when the kubelet announces the start of their container with PreStartContainer:
+The kubelet allocates ids before it names their pod. So the answer to Allocate is only a CDI name
+that stands for the ids, and the rest happens when the kubelet announces the start of their
+container with PreStartContainer:
 
 1. *Identify* the container by the kubelet's own records (`identification`).
 2. *Decide* what it gets: what it once got, or else what its family reads in its pod.
-3. *Book* the decision in the ledger, after ended pods have made room or a GPU was divided, where it takes that.
-4. *Deliver* it: the files on the host, then the CDI spec under that name. Only then may the container start.
+3. *Book* the decision in the ledger, after ended pods have made room or a GPU was divided, where it
+   takes that.
+4. *Deliver* it: the files on the host, then the CDI spec under that name. Only then may the
+   container start.
 
-The kubelet waits up to 30 s and asks again after a refusal, whose text the user sees in the pod's status. On nodes whose runtime does not
-resolve CDI names, step 4 has happened in Allocate by a guess, and `early` proves that guess instead.
+The kubelet waits up to 30 s and asks again after a refusal, whose text the user sees in the pod's
+status. On nodes whose runtime does not resolve CDI names, step 4 has happened in Allocate by a
+guess, and `early` proves that guess instead.
 """
 
 from __future__ import annotations
@@ -64,40 +68,51 @@ MIG_PREFIX = "MIG-"  # of the UUIDs of MIG instances, by NVML
 class LateStart:
     """The binding of ids to containers whose pods decide.
 
-    State: the containers put in force (`served`) until their pods are gone, and the names that Allocate has given since they were last put
-    in force. A restart derives both anew from the kubelet's checkpoint and from the ledger.
+    State: the containers put in force (`served`) until their pods are gone, and the names that
+    Allocate has given since they were last put in force. A restart derives both anew from the
+    kubelet's checkpoint and from the ledger.
 
     Attributes:
         served: (UID, container, resource) → the grant.
         ambiguities: how many starts were refused since the kubelet's records named two holders.
     """
 
-    def __init__(self, context: Context, *, claims: Claims, ended: EndedPods, early: EarlyBinding) -> None:
+    def __init__(
+        self, context: Context, *, claims: Claims, ended: EndedPods, early: EarlyBinding
+    ) -> None:
         self._context = context
         self._claims = claims
         self._ended = ended
         self._early = early
         self._identification = Identification(context)
         self._division = Division(context)
-        self._turns: dict[str, tuple[asyncio.Lock, int]] = {}  # token → its lock, and how many hold it or wait for it
+        # token → its lock, and how many hold it or wait for it
+        self._turns: dict[str, tuple[asyncio.Lock, int]] = {}
         self._changes = log.ChangeFilter()  # by token, of starts that are refused again and again
-        self._unmade = log.ChangeFilter()  # by token, of deliveries that cannot be made; they are tried again and again
+        # by token, of deliveries that cannot be made; they are tried again and again
+        self._unmade = log.ChangeFilter()
         self._handed_out: set[str] = set()
         self._pods_unread = False  # the pods of some holders in kubelet's records are not known yet
-        self._tokens: dict[int, tuple[tuple[str, ...], str]] = {}  # number of a grant → its ids, and the token of these
-        self._by_token: tuple[int, dict[str, Grant]] = -1, {}  # the ledger's version, and its grants then
+        # number of a grant → its ids, and the token of these
+        self._tokens: dict[int, tuple[tuple[str, ...], str]] = {}
+        # the ledger's version, and its grants then
+        self._by_token: tuple[int, dict[str, Grant]] = -1, {}
         self.served: dict[tuple[str, str, str], Grant] = {}
         self.ambiguities = 0
 
-    # -- Allocate -------------------------------------------------------------------------------------------------------------------
+    # -- Allocate ----------------------------------------------------------------------------------
 
-    def allocate(self, offered: Resource, ids: Sequence[str], *, by_annotation: bool) -> tuple[Grant, Edits]:
-        """Book the ids for a container that is not known yet, and return the CDI name that stands for them.
+    def allocate(
+        self, offered: Resource, ids: Sequence[str], *, by_annotation: bool
+    ) -> tuple[Grant, Edits]:
+        """Book the ids for a container that is not known yet,
+        and return the CDI name that stands for them.
 
         Args:
             offered: the resource.
             ids: of it.
-            by_annotation: this kubelet has no field for CDI names, so the name travels in an annotation.
+            by_annotation: this kubelet has no field for CDI names, so the name travels in an
+                annotation.
 
         Raises:
             LedgerError: the ids cannot be given out.
@@ -106,12 +121,16 @@ class LateStart:
         token = grant_token(offered.name, ids)
         self._handed_out.add(token)
         if by_annotation:
-            return grant, Edits(annotations={f"cdi.k8s.io/vgpu-agent_{token}": f"{CDI_KIND}={token}"})
+            return grant, Edits(
+                annotations={f"cdi.k8s.io/vgpu-agent_{token}": f"{CDI_KIND}={token}"}
+            )
         return grant, Edits(cdi_names=(cdi_name(token),))
 
-    # -- PreStartContainer ----------------------------------------------------------------------------------------------------------
+    # -- PreStartContainer -------------------------------------------------------------------------
 
-    async def start(self, offered: Resource, ids: Sequence[str], family: PodFamily, *, late: bool) -> None:
+    async def start(
+        self, offered: Resource, ids: Sequence[str], family: PodFamily, *, late: bool
+    ) -> None:
         """Let the container that holds ``ids`` start, or raise why not.
 
         Args:
@@ -136,8 +155,18 @@ class LateStart:
                 return
             try:
                 self._refuse_before_rebuilt()
-                grant = await (self._bind(start) if self._is_late(start, late=late) else self._early.prove(start, self._decide, self._book))
-            except (RequestRefusedError, LedgerError, CarrierError, MigError, NotProvenError) as err:
+                grant = await (
+                    self._bind(start)
+                    if self._is_late(start, late=late)
+                    else self._early.prove(start, self._decide, self._book)
+                )
+            except (
+                RequestRefusedError,
+                LedgerError,
+                CarrierError,
+                MigError,
+                NotProvenError,
+            ) as err:
                 raise self._refused(start, err) from err
             self._context.refusals.clear(*start.key)
             self._changes.over(token)
@@ -149,7 +178,10 @@ class LateStart:
                 container=start.owner.container,
                 resource=offered.name,
                 token=token,
-                devices=[f"{share.device} {share.memory_mib} MiB {share.cores_percent} %" for share in grant.shares],
+                devices=[
+                    f"{share.device} {share.memory_mib} MiB {share.cores_percent} %"
+                    for share in grant.shares
+                ],
                 evidence=list(grant.evidence),
                 all_pods_listed=start.kubelet_evidence.whole,
                 milliseconds=round((time.perf_counter() - began) * 1000, 1),
@@ -169,7 +201,9 @@ class LateStart:
                 self._turns[token] = (lock, users - 1)
 
     async def _bind(self, start: Start) -> Grant:
-        """Decide, book and deliver, after ended pods made room and GPUs were divided, where it takes that."""
+        """Decide, book and deliver, after ended pods made room and GPUs were divided,
+        where it takes that.
+        """
         tries = 0
 
         def attempt() -> tuple[Decision, tuple[Provision, Grant] | None]:
@@ -180,41 +214,68 @@ class LateStart:
             if decision.layouts:
                 return decision, None
             if decision.second_best and tries == 1:
-                raise CapacityError(decision.second_best)  # the holder of what the scheduler named may have ended
-            # From here to the booking nothing is waited for, so what was free for the decision still is.
+                # the holder of what the scheduler named may have ended
+                raise CapacityError(decision.second_best)
+            # From here to the booking nothing is waited for, so what was free for the decision
+            # still is.
             provision = start.family.provision(asked, decision.shares)
             return decision, (provision, self._book(start, decision, decision.by, asked.rooms))
 
         decision, bound = await self._ended.with_room(start, attempt)
         if bound is None:
-            await self._division.bring_about(decision.layouts, start.family.name, start.pod.full_name, start.until)
+            await self._division.bring_about(
+                decision.layouts, start.family.name, start.pod.full_name, start.until
+            )
             decision, bound = await self._ended.with_room(start, attempt)
         if bound is None:
-            raise MigError("a GPU was divided for the container, and then otherwise for another; kubelet will ask again")
+            raise MigError(
+                "a GPU was divided for the container, and then otherwise for another; kubelet will "
+                "ask again"
+            )
         provision, grant = bound
         self._handed_out.discard(start.token)
         if decision.second_best:
-            self._context.journal.record("start.second_best", level="warning", pod=start.pod.full_name, reason=decision.second_best)
+            self._context.journal.record(
+                "start.second_best",
+                level="warning",
+                pod=start.pod.full_name,
+                reason=decision.second_best,
+            )
         await self._context.carrier.deliver(
-            self._context.record(start.token, len(start.ids), start.owner, grant, decision.by, provision), provision
+            self._context.record(
+                start.token, len(start.ids), start.owner, grant, decision.by, provision
+            ),
+            provision,
         )
         return grant
 
     def _is_late(self, start: Start, *, late: bool) -> bool:
         """Tell whether the answer that the kubelet keeps is our CDI name.
 
-        Node or settings may have changed since it was given, so they only decide where the answer cannot be read.
+        Node or settings may have changed since it was given, so they only decide where the answer
+        cannot be read.
         """
-        name, key, answers = cdi_name(start.token), start.owner.pod_uid, start.kubelet_evidence.answers
-        stored = [answers.get((key, container, start.offered.name)) for container in start.found.containers.get(key, ())]
+        name, key, answers = (
+            cdi_name(start.token),
+            start.owner.pod_uid,
+            start.kubelet_evidence.answers,
+        )
+        stored = [
+            answers.get((key, container, start.offered.name))
+            for container in start.found.containers.get(key, ())
+        ]
         known = [answer for answer in stored if answer is not None]
         if not known:
             return late and not self._early.has_answered(start.token)
-        return all(name in answer.cdi_names or name in answer.annotations.values() for answer in known)
+        return all(
+            name in answer.cdi_names or name in answer.annotations.values() for answer in known
+        )
 
-    # -- 1. identify ----------------------------------------------------------------------------------------------------------------
+    # -- 1. identify -------------------------------------------------------------------------------
 
-    async def _identify(self, offered: Resource, ids: Sequence[str], token: str, family: PodFamily) -> Start | GrantRecord:
+    async def _identify(
+        self, offered: Resource, ids: Sequence[str], token: str, family: PodFamily
+    ) -> Start | GrantRecord:
         try:
             return await self._identification.identify(offered, ids, token, family)
         except NotProvenError as err:
@@ -225,14 +286,23 @@ class LateStart:
             raise
 
     def _start_as_before(self, offered: Resource, ids: Sequence[str], record: GrantRecord) -> None:
-        """Let a container start again from the spec that is there; its pod cannot be asked about, and need not be."""
+        """Let a container start again from the spec that is there;
+        its pod cannot be asked about, and need not be.
+        """
         evidence = ("kubelet's records name the container that the spec was made for", record.by)
         try:
             grant = self._context.ledger.decide(
-                offered.name, ids, record.shares, record.owner, evidence=evidence, may_overcommit=record.may_overcommit
+                offered.name,
+                ids,
+                record.shares,
+                record.owner,
+                evidence=evidence,
+                may_overcommit=record.may_overcommit,
             )
         except LedgerError as err:
-            raise type(err)(f"{record.owner.pod_name}, container {record.owner.container}: {err}") from err
+            raise type(err)(
+                f"{record.owner.pod_name}, container {record.owner.container}: {err}"
+            ) from err
         self._context.journal.record(
             "start.as_before",
             grant=grant.number,
@@ -242,7 +312,7 @@ class LateStart:
             token=record.token,
         )
 
-    # -- 2. decide ------------------------------------------------------------------------------------------------------------------
+    # -- 2. decide ---------------------------------------------------------------------------------
 
     def _question(self, start: Start) -> Question:
         self._claims.refresh()  # another pod may have been bound since the last look
@@ -251,55 +321,90 @@ class LateStart:
     def _decide(self, start: Start, asked: Question | None = None) -> Decision:
         """Decide what the container gets.
 
-        It keeps what it once got, unless that was a MIG instance that is gone: no process runs on those.
+        It keeps what it once got, unless that was a MIG instance that is gone: no process runs on
+        those.
         """
         held = self._context.ledger.find(start.offered.name, start.ids)
-        if held and held.shares and held.decided_for == start.key and not self._is_gone(held.shares):
+        if (
+            held
+            and held.shares
+            and held.decided_for == start.key
+            and not self._is_gone(held.shares)
+        ):
             by = held.evidence[-1] if held.evidence else "decided before"
             return Decision(held.shares, by, by_scheduler=held.may_overcommit, kept=True)
         records = self._context.carrier.records
         for record in records:
-            same = record.token == start.token and (record.owner.pod_uid, record.owner.container) == start.key
-            if same and record.shares and not is_outdated(record, records, start.pod) and not self._is_gone(record.shares):
-                return Decision(record.shares, record.by, by_scheduler=record.may_overcommit, kept=True)
+            same = (
+                record.token == start.token
+                and (record.owner.pod_uid, record.owner.container) == start.key
+            )
+            if (
+                same
+                and record.shares
+                and not is_outdated(record, records, start.pod)
+                and not self._is_gone(record.shares)
+            ):
+                return Decision(
+                    record.shares, record.by, by_scheduler=record.may_overcommit, kept=True
+                )
         self._refuse_before_pods_are_read()
         self._refuse_two_families(start)
         decision = start.family.decide(asked or self._question(start))
         return dataclasses.replace(decision, by=f"decided by {decision.by}")
 
     def _is_gone(self, shares: Sequence[Share]) -> bool:
-        """Tell whether one of the shares was of a MIG instance that no GPU has any more, as after a reboot."""
+        """Tell whether one of the shares was of a MIG instance that no GPU has any more,
+        as after a reboot.
+        """
         inventory = self._context.inventory()
-        return any(share.device.startswith(MIG_PREFIX) and inventory.device(share.device) is None for share in shares)
+        return any(
+            share.device.startswith(MIG_PREFIX) and inventory.device(share.device) is None
+            for share in shares
+        )
 
     def _refuse_before_rebuilt(self) -> None:
-        """Refuse until the kubelet has reported what was held when this process started: until then it may be anywhere."""
+        """Refuse until the kubelet has reported what was held when this process started:
+        until then it may be anywhere.
+        """
         if not self._context.ledger.rebuilt:
             raise NotProvenError(
-                "kubelet has not told yet who held what when this agent was started, so nobody knows what is free; kubelet will ask again"
+                "kubelet has not told yet who held what when this agent was started, so nobody "
+                "knows what is free; kubelet will ask again"
             )
 
     def _refuse_before_pods_are_read(self) -> None:
-        """Refuse while pods are unread: their annotations alone may say what they hold. The next reading covers them."""
-        if self._pods_unread and self._context.pods.synced.is_set():  # until then no pod can be read, and no start waits for that
+        """Refuse while pods are unread: their annotations alone may say what they hold.
+        The next reading covers them.
+        """
+        # until then no pod can be read, and no start waits for that
+        if self._pods_unread and self._context.pods.synced.is_set():
             raise NotProvenError(
-                "pods that run on this node have only just become known, and what they hold is looked up before anything is given away; "
-                "kubelet will ask again"
+                "pods that run on this node have only just become known, and what they hold is "
+                "looked up before anything is given away; kubelet will ask again"
             )
 
     def _refuse_two_families(self, start: Start) -> None:
         container = start.pod.container(start.owner.container)
-        others = other_families(container, start.offered.family, self._context.ledger.resources) if container else []
+        others = (
+            other_families(container, start.offered.family, self._context.ledger.resources)
+            if container
+            else []
+        )
         if others:
             raise RequestRefusedError(
-                f"the container asks for {start.offered.name} and for {', '.join(others)}, which would tell it of different GPUs; "
-                "ask for one of them"
+                f"the container asks for {start.offered.name} and for {', '.join(others)}, which "
+                "would tell it of different GPUs; ask for one of them"
             )
 
-    # -- 3. book --------------------------------------------------------------------------------------------------------------------
+    # -- 3. book -----------------------------------------------------------------------------------
 
-    def _book(self, start: Start, decision: Decision, by: str, rooms: Iterable[DeviceRoom] | None = None) -> Grant:
-        """Book the decision; ``rooms`` are what the devices had left just before, where that is known."""
+    def _book(
+        self, start: Start, decision: Decision, by: str, rooms: Iterable[DeviceRoom] | None = None
+    ) -> Grant:
+        """Book the decision; ``rooms`` are what the devices had left just before,
+        where that is known.
+        """
         may = may_overcommit(decision, start.pod, self._context.settings)
         try:
             grant = self._context.ledger.decide(
@@ -321,7 +426,12 @@ class LateStart:
             elif isinstance(err, CapacityError):
                 more = "; memory is never overcommitted"
             remedies = advice.for_scheduled(
-                err, self._context.ledger, start.offered, decision.shares, self._context.inventory(), self._context.settings
+                err,
+                self._context.ledger,
+                start.offered,
+                decision.shares,
+                self._context.inventory(),
+                self._context.settings,
             )
             raise err.advised(remedies, more=more) from err
         if may and not decision.kept and (rooms is None or _may_exceed(decision.shares, rooms)):
@@ -329,9 +439,15 @@ class LateStart:
         return grant
 
     def _note_overcommit(self, start: Start, grant: Grant) -> None:
-        """Record, for the pod's owner and for the operator, that ``grant`` is on a GPU of which too much was given out."""
+        """Record, for the pod's owner and for the operator,
+        that ``grant`` is on a GPU of which too much was given out.
+        """
         devices = {share.device for share in grant.shares}
-        beyond = [each for each in self._context.ledger.overcommitted if each.resource == grant.resource and each.device in devices]
+        beyond = [
+            each
+            for each in self._context.ledger.overcommitted
+            if each.resource == grant.resource and each.device in devices
+        ]
         if beyond:
             text = self._context.overcommits.add(start.pod, start.owner.container, beyond)
             self._context.journal.record(
@@ -345,15 +461,26 @@ class LateStart:
                 reason=text,
             )
 
-    # -- refusals -------------------------------------------------------------------------------------------------------------------
+    # -- refusals ----------------------------------------------------------------------------------
 
     def _refused(self, start: Start, err: AgentError) -> AgentError:
-        """Record that the start is refused, and return the error for the kubelet, which names the container and the remedies."""
+        """Record that the start is refused, and return the error for the kubelet,
+        which names the container and the remedies.
+        """
         if isinstance(err, (CapacityError, UnhealthyDeviceError)) and not err.advice:
             err = err.advised(advice.waiting(self._context.settings))
         pod, container = start.pod, start.owner.container
-        reason, remedies = (err.text, err.advice) if isinstance(err, LedgerError) else (str(err), "")
-        self._context.refusals.refuse(pod, container, start.offered.name, reason, advice=remedies, final=isinstance(err, WrongPodError))
+        reason, remedies = (
+            (err.text, err.advice) if isinstance(err, LedgerError) else (str(err), "")
+        )
+        self._context.refusals.refuse(
+            pod,
+            container,
+            start.offered.name,
+            reason,
+            advice=remedies,
+            final=isinstance(err, WrongPodError),
+        )
         self._tell(
             "start.refused",
             start.token,
@@ -364,30 +491,46 @@ class LateStart:
             evidence=list(start.found.evidence),
         )
         text = str(err)
-        return type(err)(text if pod.full_name in text else f"{pod.full_name}, container {container}: {text}")
+        return type(err)(
+            text if pod.full_name in text else f"{pod.full_name}, container {container}: {text}"
+        )
 
     def _tell(self, event: str, token: str, reason: str, **facts: Any) -> None:
-        """Journal why a start is refused; kubelet asks again every quarter of a minute, and once is enough while the reason stays."""
+        """Journal why a start is refused; kubelet asks again every quarter of a minute, and once is
+        enough while the reason stays.
+        """
         if self._changes.is_new(token, reason):
-            self._context.journal.record(event, level="warning", token=token, reason=reason, **facts)
+            self._context.journal.record(
+                event, level="warning", token=token, reason=reason, **facts
+            )
 
-    # -- after a start --------------------------------------------------------------------------------------------------------------
+    # -- after a start -----------------------------------------------------------------------------
 
     def confirmed(self) -> None:
-        """Follow the ledger, which has been brought in line with kubelet's records: drop what is remembered about pods that are gone."""
+        """Follow the ledger, which has been brought in line with kubelet's records: drop what is
+        remembered about pods that are gone.
+        """
         ledger, pods = self._context.ledger, self._context.pods
         if not pods.synced.is_set():
-            self._pods_unread = any(grant.owner is not None and grant.decided_for is None and not grant.shares for grant in ledger.grants)
+            self._pods_unread = any(
+                grant.owner is not None and grant.decided_for is None and not grant.shares
+                for grant in ledger.grants
+            )
             return
         self._pods_unread = False
         uids = {pod.kubelet_uid for pod in pods.pods}
         self.served = {key: grant for key, grant in self.served.items() if key[0] in uids}
-        tokens = {grant_token(grant.resource, grant.ids) for grant in ledger.grants} if self._changes or self._handed_out else set()
+        tokens = (
+            {grant_token(grant.resource, grant.ids) for grant in ledger.grants}
+            if self._changes or self._handed_out
+            else set()
+        )
         self._changes.keep_only(tokens)
         self._handed_out &= tokens
 
     def deliveries(self) -> list[tuple[GrantRecord, Provision]]:
-        """Return what the carrier should hold for late grants whose pods are known, and does not: the node was rebooted.
+        """Return what the carrier should hold for late grants whose pods are known, and does not:
+        the node was rebooted.
 
         None in early mode, where the kubelet keeps the answers itself.
         """
@@ -403,34 +546,57 @@ class LateStart:
                 continue
             token = grant_token(grant.resource, grant.ids)
             pod = context.pods.get(owner.pod_uid)
-            offered = next((offer for offer in context.ledger.resources if offer.name == grant.resource), None)
+            offered = next(
+                (offer for offer in context.ledger.resources if offer.name == grant.resource), None
+            )
             if token in known or pod is None or offered is None or pod.ended:
                 continue
             try:
-                provision = family.provision(question(context, offered, pod, owner.container, grant.ids), grant.shares)
+                provision = family.provision(
+                    question(context, offered, pod, owner.container, grant.ids), grant.shares
+                )
             except AgentError as err:  # one that cannot be made must not stop the others
                 unmade.add(token)
                 if self._unmade.is_new(token, str(err)):
-                    _logger.warning("grants.not_restored", pod=pod.full_name, container=owner.container, error=str(err))
+                    _logger.warning(
+                        "grants.not_restored",
+                        pod=pod.full_name,
+                        container=owner.container,
+                        error=str(err),
+                    )
                 continue
             by = grant.evidence[-1] if grant.evidence else "decided before"
-            wanted.append((context.record(token, len(grant.ids), owner, grant, by, provision), provision))
+            wanted.append(
+                (context.record(token, len(grant.ids), owner, grant, by, provision), provision)
+            )
         self._unmade.keep_only(unmade)
         return wanted
 
     def is_current(self, record: GrantRecord) -> bool:
         """Tell whether the ids of ``record`` still belong to the container that it was made for."""
         grant = self._grants_by_token().get(record.token)
-        return grant is not None and grant.decided_for == (record.owner.pod_uid, record.owner.container)
+        return grant is not None and grant.decided_for == (
+            record.owner.pod_uid,
+            record.owner.container,
+        )
 
     def is_foreign(self, record: GrantRecord) -> bool:
-        """Tell whether the ids of ``record`` were given to another pod, or to one that the kubelet has not named yet."""
+        """Tell whether the ids of ``record`` were given to another pod,
+        or to one that the kubelet has not named yet.
+        """
         if record.token in self._handed_out:
-            return True  # also when the ids are part of what was booked for an init container before it
+            # also when the ids are part of what was booked for an init container before it
+            return True
         grant = self._grants_by_token().get(record.token)
         if grant is None:
             return False
-        holder = grant.owner.pod_uid if grant.owner and grant.owner.pod_uid else grant.decided_for[0] if grant.decided_for else ""
+        holder = (
+            grant.owner.pod_uid
+            if grant.owner and grant.owner.pod_uid
+            else grant.decided_for[0]
+            if grant.decided_for
+            else ""
+        )
         return holder != record.owner.pod_uid
 
     def _grants_by_token(self) -> dict[str, Grant]:
@@ -441,7 +607,8 @@ class LateStart:
             tokens, grants = {}, {}
             for grant in self._context.ledger.grants:
                 if grant.family in by_pod:
-                    # A change concerns one grant; the others keep their ids, and with them their tokens.
+                    # A change concerns one grant; the others keep their ids, and with them their
+                    # tokens.
                     ids, token = self._tokens.get(grant.number, ((), ""))
                     token = token if ids == grant.ids else grant_token(grant.resource, grant.ids)
                     tokens[grant.number] = grant.ids, token
@@ -451,11 +618,20 @@ class LateStart:
 
 
 def _may_exceed(shares: Sequence[Share], rooms: Iterable[DeviceRoom]) -> bool:
-    """Tell whether a device of ``shares`` may have had less compute or fewer places left than they take."""
-    free, places = {room.device: room for room in rooms}, collections.Counter(share.device for share in shares)
+    """Tell whether a device of ``shares`` may have had less compute
+    or fewer places left than they take.
+    """
+    free, places = (
+        {room.device: room for room in rooms},
+        collections.Counter(share.device for share in shares),
+    )
 
     def is_enough(share: Share) -> bool:
         room = free.get(share.device)
-        return room is not None and room.cores_free_percent >= share.cores_percent and room.holders_free >= places[share.device]
+        return (
+            room is not None
+            and room.cores_free_percent >= share.cores_percent
+            and room.holders_free >= places[share.device]
+        )
 
     return not all(map(is_enough, shares))

@@ -1,8 +1,9 @@
 """Starts on a GPU of which a scheduler has given out more compute, or more places, than it has.
 
-Volcano's scheduler forgets a second container of a pod on the same GPU, in compute and in slots, never in memory. It counts such a pod as
-placed, so a refusal would never end. `late_start` asks here whether a decision may go beyond the device, and records each start that does.
-`cluster` notifies the pods, `web` counts.
+Volcano's scheduler forgets a second container of a pod on the same GPU, in compute and in slots,
+never in memory. It counts such a pod as placed, so a refusal would never end. `late_start` asks
+here whether a decision may go beyond the device, and records each start that does. `cluster`
+notifies the pods, `web` counts.
 """
 
 from __future__ import annotations
@@ -35,7 +36,8 @@ class Notice(NamedTuple):
 class Overcommits:
     """The starts in this process that went beyond a device.
 
-    State: memory only: how many there were (`total`), and those whose pods were not notified yet. `revision` moves on with each.
+    State: memory only: how many there were (`total`), and those whose pods were not notified yet.
+    `revision` moves on with each.
     """
 
     def __init__(self) -> None:
@@ -47,8 +49,8 @@ class Overcommits:
         """Write down that ``container`` was started on ``devices``; the text for its owner."""
         what = " and ".join(f"of GPU {each.device} than it has: {each.text}" for each in devices)
         text = (
-            f"container {container} was started although its scheduler has given out more {what}. Memory is not overcommitted. "
-            "See binding.schedulerOvercommit"
+            f"container {container} was started although its scheduler has given out more {what}. "
+            "Memory is not overcommitted. See binding.schedulerOvercommit"
         )
         self._untold.append(Notice(pod, container, text))
         self.total += 1
@@ -68,12 +70,17 @@ def may_overcommit(decision: Decision, pod: Pod, binding: Binding) -> bool:
 
 
 def why_not(pod: Pod, binding: Binding) -> str:
-    """Explain why a decision in the annotations of ``pod`` may not go beyond a device; empty when it may.
+    """Explain why a decision in the annotations of ``pod`` may not go beyond a device;
+    empty when it may.
 
-    Every user who may create pods can write such annotations. In a pod of the plain scheduler they come from its author only.
+    Every user who may create pods can write such annotations. In a pod of the plain scheduler they
+    come from its author only.
     """
     if binding.scheduler_overcommit == "refuse":
         return "binding.schedulerOvercommit is refuse"
     if pod.scheduler in {"", PLAIN_SCHEDULER}:
-        return f"the pod's schedulerName is {PLAIN_SCHEDULER}, which decides about no GPU, so its annotations are no scheduler's word"
+        return (
+            f"the pod's schedulerName is {PLAIN_SCHEDULER}, which decides about no GPU, so its "
+            "annotations are no scheduler's word"
+        )
     return ""

@@ -1,4 +1,5 @@
-"""The question to a family about one container, with the facts about the other families on the node.
+"""The question to a family about one container,
+with the facts about the other families on the node.
 
 The same for a start, an early Allocate and `recall`.
 """
@@ -21,8 +22,12 @@ if TYPE_CHECKING:
     from vgpu_agent.pods import Pod
 
 
-def question(context: Context, offered: Resource, pod: Pod, container: str, ids: Sequence[str]) -> Question:
-    """Return the question to a family about one container; what it or its ids hold now is not counted against it."""
+def question(
+    context: Context, offered: Resource, pod: Pod, container: str, ids: Sequence[str]
+) -> Question:
+    """Return the question to a family about one container;
+    what it or its ids hold now is not counted against it.
+    """
     ledger = context.ledger
     uid, wanted, name = pod.kubelet_uid, set(ids), offered.name
     holding, besides, of_pod = [], [], []
@@ -35,18 +40,43 @@ def question(context: Context, offered: Resource, pod: Pod, container: str, ids:
                 of_pod.append(grant)
             if decided_for == (uid, container) or not wanted.isdisjoint(grant.ids):
                 besides.append(grant.number)
-    siblings = {grant.decided_for[1]: grant.shares for grant in of_pod if grant.decided_for and grant.shares}
+    siblings = {
+        grant.decided_for[1]: grant.shares for grant in of_pod if grant.decided_for and grant.shares
+    }
     siblings.pop(container, None)
     rooms = ledger.rooms(name, besides=besides, pod_uid=uid)
-    gone = {*besides, *(ended_before(of_pod, pod, Owner(container, uid)) if pod.container(container) else ())}
-    taken = {share.device: grant for grant in holding if grant.number not in gone for share in grant.shares}
+    gone = {
+        *besides,
+        *(ended_before(of_pod, pod, Owner(container, uid)) if pod.container(container) else ()),
+    }
+    taken = {
+        share.device: grant
+        for grant in holding
+        if grant.number not in gone
+        for share in grant.shares
+    }
     around = neighbours_of(ledger, offered.family, taken.values())
-    return Question(offered, pod, container, tuple(ids), context.node, context.inventory(), rooms, siblings, taken, around)
+    return Question(
+        offered,
+        pod,
+        container,
+        tuple(ids),
+        context.node,
+        context.inventory(),
+        rooms,
+        siblings,
+        taken,
+        around,
+    )
 
 
 def neighbours_of(ledger: Ledger, family: str, grants: Iterable[Grant]) -> Neighbours:
-    """Return the GPUs that other families are offered, have by ``grants`` or wait for, which ``family`` considers when it chooses."""
+    """Return the GPUs that other families are offered, have by ``grants`` or wait for, which
+    ``family`` considers when it chooses.
+    """
     if not (shared := ledger.shared_gpus(family)):
         return ALONE
-    held = ((ledger.gpu_of(share.device), grant.family) for grant in grants for share in grant.shares)
+    held = (
+        (ledger.gpu_of(share.device), grant.family) for grant in grants for share in grant.shares
+    )
     return neighbours(family, shared, held, ((claim.gpu, claim.family) for claim in ledger.claims))

@@ -1,7 +1,9 @@
-"""The containers that may not start now, with the reasons: the one list for all code that gives such a pod another chance.
+"""The containers that may not start now, with the reasons:
+the one list for all code that gives such a pod another chance.
 
-`allocation` adds an entry each time PreStartContainer refuses, and removes it when the container starts after all. `cluster` reads the
-list: what stays refused gets an event and, if configured, an eviction. `web` shows the count.
+`allocation` adds an entry each time PreStartContainer refuses, and removes it when the container
+starts after all. `cluster` reads the list: what stays refused gets an event and, if configured, an
+eviction. `web` shows the count.
 """
 
 from __future__ import annotations
@@ -18,7 +20,8 @@ if TYPE_CHECKING:
 
     from vgpu_agent.pods import Pod
 
-# Far more than a node has containers at a time, and longer than any text without foreign values: 8 MiB in all.
+# Far more than a node has containers at a time, and longer than any text without foreign values: 8
+# MiB in all.
 MOST_REFUSALS = 1000
 LONGEST_REASON = 2048
 
@@ -31,10 +34,12 @@ class Refusal:
         pod: as the watch showed it last.
         resource: the resource of the ids in question.
         reason: the text of the last refusal; kubelet shows the same in the pod's status.
-        advice: the remedies, and the state at the last refusal, in sentences; the kubelet shows it after the reason.
+        advice: the remedies, and the state at the last refusal, in sentences; the kubelet shows it
+            after the reason.
         since: unix seconds of the first refusal in a row.
         count: how often it was refused in a row.
-        final: trying again cannot help (an early guess was wrong and the container has got another's devices).
+        final: trying again cannot help (an early guess was wrong and the container has got
+            another's devices).
     """
 
     pod: Pod
@@ -55,9 +60,10 @@ class Refusal:
 class Refusals:
     """The refusals of this node that still hold, one for each container.
 
-    State: memory only. kubelet asks again about every quarter of a minute, so after a restart the list fills by itself, with younger times.
-    `revision` moves on with every change. Only the event loop's thread may change it. At most `MOST_REFUSALS` are kept, those refused
-    last, each with a reason and an advice of `LONGEST_REASON` characters.
+    State: memory only. kubelet asks again about every quarter of a minute, so after a restart the
+    list fills by itself, with younger times. `revision` moves on with every change. Only the event
+    loop's thread may change it. At most `MOST_REFUSALS` are kept, those refused last, each with a
+    reason and an advice of `LONGEST_REASON` characters.
     """
 
     def __init__(self, clock: Callable[[], float] = time.time) -> None:
@@ -70,28 +76,53 @@ class Refusals:
         """All of them, the longest refused first."""
         return tuple(sorted(self._refusals.values(), key=lambda refusal: refusal.since))
 
-    def refuse(self, pod: Pod, container: str, resource: str, reason: str, *, advice: str = "", final: bool = False) -> None:
+    def refuse(
+        self,
+        pod: Pod,
+        container: str,
+        resource: str,
+        reason: str,
+        *,
+        advice: str = "",
+        final: bool = False,
+    ) -> None:
         """Write down that ``container`` was refused now; once final, it stays final."""
         key = (pod.kubelet_uid, container)
-        before, reason, advice = self._refusals.pop(key, None), shortened(reason, LONGEST_REASON), shortened(advice, LONGEST_REASON)
+        before, reason, advice = (
+            self._refusals.pop(key, None),
+            shortened(reason, LONGEST_REASON),
+            shortened(advice, LONGEST_REASON),
+        )
         if before is None:
-            self._refusals[key] = Refusal(pod, container, resource, reason, self._clock(), 1, final, advice)
+            self._refusals[key] = Refusal(
+                pod, container, resource, reason, self._clock(), 1, final, advice
+            )
         else:
             final = final or before.final
-            self._refusals[key] = Refusal(pod, container, resource, reason, before.since, before.count + 1, final, advice)
+            self._refusals[key] = Refusal(
+                pod, container, resource, reason, before.since, before.count + 1, final, advice
+            )
         if len(self._refusals) > MOST_REFUSALS:
             del self._refusals[next(iter(self._refusals))]
         self._changed()
 
     def clear(self, pod_uid: str, container: str) -> None:
-        """Strike out ``container`` of the pod that kubelet knows as ``pod_uid``, because it may start; unknown ones are fine."""
+        """Strike out ``container`` of the pod that kubelet knows as ``pod_uid``,
+        because it may start; unknown ones are fine.
+        """
         if self._refusals.pop((pod_uid, container), None) is not None:
             self._changed()
 
     def forget_absent(self, pods: Iterable[Pod]) -> None:
-        """Remove every container whose pod is not among ``pods`` or has ended, and update the pods of the others."""
+        """Remove every container whose pod is not among ``pods`` or has ended,
+        and update the pods of the others.
+        """
         present = {pod.kubelet_uid: pod for pod in pods if not pod.ended}
-        kept = {key: dataclasses.replace(refusal, pod=present[key[0]]) for key, refusal in self._refusals.items() if key[0] in present}
+        kept = {
+            key: dataclasses.replace(refusal, pod=present[key[0]])
+            for key, refusal in self._refusals.items()
+            if key[0] in present
+        }
         if kept != self._refusals:
             self._refusals = kept
             self._changed()

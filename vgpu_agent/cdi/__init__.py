@@ -1,1 +1,3 @@
-"""CDI specs of all of a node's devices: their making, their validity for runtimes, and their place."""
+"""CDI specs of all of a node's devices:
+their making, their validity for runtimes, and their place.
+"""

@@ -1,8 +1,9 @@
-"""A CDI spec as a value: read from what a tool printed or a file holds, and written for the runtime.
+"""A CDI spec as a value: read from what a tool printed or a file holds,
+and written for the runtime.
 
-`nvidia_ctk` and `toolkit_specs` read with it, `generated_specs` writes. The fields are those of the CDI specification up to 1.1
-(https://github.com/cncf-tags/container-device-interface); a runtime refuses a whole file over one field that it does not know, and we
-do the same.
+`nvidia_ctk` and `toolkit_specs` read with it, `generated_specs` writes. The fields are those of the
+CDI specification up to 1.1 (https://github.com/cncf-tags/container-device-interface); a runtime
+refuses a whole file over one field that it does not know, and we do the same.
 """
 
 from __future__ import annotations
@@ -20,7 +21,9 @@ LARGEST_BYTES = 8 * 1024 * 1024
 _Loader: type = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 
 
-class DeviceNode(msgspec.Struct, frozen=True, rename="camel", omit_defaults=True, forbid_unknown_fields=True):
+class DeviceNode(
+    msgspec.Struct, frozen=True, rename="camel", omit_defaults=True, forbid_unknown_fields=True
+):
     """A device node of the container; ``host_path`` is empty where it is the same on the host."""
 
     path: str
@@ -34,7 +37,9 @@ class DeviceNode(msgspec.Struct, frozen=True, rename="camel", omit_defaults=True
     gid: int | None = None
 
 
-class Mount(msgspec.Struct, frozen=True, rename="camel", omit_defaults=True, forbid_unknown_fields=True):
+class Mount(
+    msgspec.Struct, frozen=True, rename="camel", omit_defaults=True, forbid_unknown_fields=True
+):
     """A mount of the container."""
 
     host_path: str
@@ -43,7 +48,9 @@ class Mount(msgspec.Struct, frozen=True, rename="camel", omit_defaults=True, for
     type: str = ""
 
 
-class Hook(msgspec.Struct, frozen=True, rename="camel", omit_defaults=True, forbid_unknown_fields=True):
+class Hook(
+    msgspec.Struct, frozen=True, rename="camel", omit_defaults=True, forbid_unknown_fields=True
+):
     """A program that the runtime runs on the way to a started container; ``timeout`` in seconds."""
 
     hook_name: str
@@ -53,7 +60,9 @@ class Hook(msgspec.Struct, frozen=True, rename="camel", omit_defaults=True, forb
     timeout: int | None = None
 
 
-class ContainerEdits(msgspec.Struct, frozen=True, rename="camel", omit_defaults=True, forbid_unknown_fields=True):
+class ContainerEdits(
+    msgspec.Struct, frozen=True, rename="camel", omit_defaults=True, forbid_unknown_fields=True
+):
     """The changes that a device, or every device of a spec, makes in a container."""
 
     env: tuple[str, ...] = ()
@@ -65,7 +74,9 @@ class ContainerEdits(msgspec.Struct, frozen=True, rename="camel", omit_defaults=
     additional_gids: tuple[int, ...] = ()
 
 
-class Device(msgspec.Struct, frozen=True, rename="camel", omit_defaults=True, forbid_unknown_fields=True):
+class Device(
+    msgspec.Struct, frozen=True, rename="camel", omit_defaults=True, forbid_unknown_fields=True
+):
     """One name, and its edits."""
 
     name: str
@@ -73,7 +84,9 @@ class Device(msgspec.Struct, frozen=True, rename="camel", omit_defaults=True, fo
     annotations: dict[str, str] = {}
 
 
-class Spec(msgspec.Struct, frozen=True, rename="camel", omit_defaults=True, forbid_unknown_fields=True):
+class Spec(
+    msgspec.Struct, frozen=True, rename="camel", omit_defaults=True, forbid_unknown_fields=True
+):
     """One file; ``container_edits`` go with each of its devices."""
 
     cdi_version: str
@@ -98,7 +111,8 @@ def decode(content: bytes, *, is_yaml: bool = False) -> Spec:
         raise CdiError(f"is larger than {LARGEST_BYTES >> 20} MiB")
     try:
         if is_yaml:
-            return msgspec.convert(yaml.load(content, Loader=_Loader), Spec)  # noqa: S506 - it is one of PyYAML's safe loaders
+            # it is one of PyYAML's safe loaders
+            return msgspec.convert(yaml.load(content, Loader=_Loader), Spec)  # noqa: S506
         return msgspec.json.decode(content, type=Spec)
     except (msgspec.MsgspecError, yaml.YAMLError, UnicodeError, RecursionError) as err:
         raise CdiError(f"is no CDI spec: {' '.join(str(err).split())[:300]}") from err

@@ -1,9 +1,10 @@
-"""The specs that this agent has made for its node: a file for the GPUs, and one each for IMEX channels, GDRCopy, GDS and Mellanox devices.
+"""The specs that this agent has made for its node: a file for the GPUs, and one each for IMEX
+channels, GDRCopy, GDS and Mellanox devices.
 
-Made only when the GPUs that containers can get have changed, because that takes a tool and a second. A removed file
-is written again from memory. Any failure is tried again with growing pauses, and the earlier specs stay in use
-meanwhile. `agent` sets the desired specs, runs the loop, and keeps resources whose names are missing from being
-offered.
+Made only when the GPUs that containers can get have changed, because that takes a tool and a
+second. A removed file is written again from memory. Any failure is tried again with growing pauses,
+and the earlier specs stay in use meanwhile. `agent` sets the desired specs, runs the loop, and
+keeps resources whose names are missing from being offered.
 """
 
 from __future__ import annotations
@@ -71,8 +72,8 @@ class _Made:
 class GeneratedSpecs:
     """The generated specs in the files of one directory.
 
-    State: the specs that were made, by kind. Files of an earlier agent are replaced. That of the GPUs is used until
-    then, see `earlier_spec`.
+    State: the specs that were made, by kind. Files of an earlier agent are replaced. That of the
+    GPUs is used until then, see `earlier_spec`.
     """
 
     def __init__(
@@ -123,7 +124,9 @@ class GeneratedSpecs:
     @property
     def specs(self) -> tuple[Spec, ...]:
         """The specs that are in their files."""
-        return tuple(made.spec for made in self._made.values() if made.spec is not None and made.written)
+        return tuple(
+            made.spec for made in self._made.values() if made.spec is not None and made.written
+        )
 
     @property
     def described(self) -> Hashable:
@@ -163,7 +166,8 @@ class GeneratedSpecs:
                     backoff.reset()
 
     async def remove(self) -> None:
-        """Remove all files that this or an earlier agent has made here; for a node that the agent leaves for good.
+        """Remove all files that this or an earlier agent has made here;
+        for a node that the agent leaves for good.
 
         Raises:
             CdiError: one cannot be removed.
@@ -172,21 +176,26 @@ class GeneratedSpecs:
             await asyncio.to_thread(spec_files.remove, self._path(kind))
         self._made = {}
 
-    # -- how it is done ---------------------------------------------------------------------------------------------------------------
+    # -- how it is done ----------------------------------------------------------------------------
 
     async def _bring_about(self, wanted: Wanted, beat: Callable[[], None]) -> bool:
-        """Bring all specs about and tell whether all are as wanted. A `CdiError` of one does not stop the others."""
+        """Bring all specs about and tell whether all are as wanted.
+        A `CdiError` of one does not stop the others.
+        """
         before = self.statuses
         await self._go_by_earlier(wanted)
         errors: dict[str, str] = {}
-        for kind in sorted(self._kinds(wanted), key=lambda kind: kind != _CHANNEL_KIND):  # first what needs no tool, which may hang
+        # first what needs no tool, which may hang
+        for kind in sorted(self._kinds(wanted), key=lambda kind: kind != _CHANNEL_KIND):
             beat()
             try:
                 await self._bring_about_one(kind, wanted)
             except CdiError as err:
                 errors[kind] = str(err)
                 if self._errors.get(kind) != errors[kind]:
-                    self._journal.record("cdi.trouble", level="error", kind=kind, error=errors[kind])
+                    self._journal.record(
+                        "cdi.trouble", level="error", kind=kind, error=errors[kind]
+                    )
         self._errors = errors
         wanted_kinds = set(self._kinds(wanted))
         self._made = {kind: made for kind, made in self._made.items() if kind in wanted_kinds}
@@ -195,14 +204,20 @@ class GeneratedSpecs:
         return not errors
 
     async def _go_by_earlier(self, wanted: Wanted) -> None:
-        """Once, before anything is made: take what an earlier agent has left for the time until it is replaced."""
+        """Once, before anything is made: take what an earlier agent has left for the time
+        until it is replaced.
+        """
         if self._knows_earlier:
             return
         self._knows_earlier = True
         path = self._path(GPU_KIND)
-        if found := await asyncio.to_thread(earlier_spec.read, path, GPU_KIND, wanted.driver_version):
+        if found := await asyncio.to_thread(
+            earlier_spec.read, path, GPU_KIND, wanted.driver_version
+        ):
             self._made[GPU_KIND] = _Made(None, None, found.spec, found.at)
-            self._journal.record("cdi.spec_found", kind=GPU_KIND, path=path, devices=len(found.spec.devices))
+            self._journal.record(
+                "cdi.spec_found", kind=GPU_KIND, path=path, devices=len(found.spec.devices)
+            )
 
     async def _bring_about_one(self, kind: str, wanted: Wanted) -> None:
         made_for, made = self._made_for(kind, wanted), self._made.get(kind)
@@ -215,9 +230,12 @@ class GeneratedSpecs:
             return
         fresh = self._unwritten.get(kind)
         if fresh is None or fresh.made_for != made_for:
-            fresh = self._unwritten[kind] = _Made(made_for, wanted.devices, await self._make(kind, wanted), self._clock())
+            fresh = self._unwritten[kind] = _Made(
+                made_for, wanted.devices, await self._make(kind, wanted), self._clock()
+            )
         if fresh.spec is not None and not await self._is_written(kind, fresh.spec):
-            await self._write(kind, fresh.spec)  # the old file is good until this one has taken its place
+            # the old file is good until this one has taken its place
+            await self._write(kind, fresh.spec)
         self._made[kind] = self._unwritten.pop(kind)
         devices = len(fresh.spec.devices) if fresh.spec else 0
         self._journal.record("cdi.spec_made", kind=kind, path=self._path(kind), devices=devices)
@@ -227,7 +245,14 @@ class GeneratedSpecs:
             return channel_spec(kind, wanted.channels, wanted.channel_root)
         name = kind.partition("/")[2]
         mode = "auto" if kind == GPU_KIND else name
-        return await generate(wanted.ctk, vendor=VENDOR, name=name, mode=mode, id_strategy=wanted.id_strategy, stuck=self._stuck)
+        return await generate(
+            wanted.ctk,
+            vendor=VENDOR,
+            name=name,
+            mode=mode,
+            id_strategy=wanted.id_strategy,
+            stuck=self._stuck,
+        )
 
     async def _is_written(self, kind: str, spec: Spec) -> bool:
         return await asyncio.to_thread(spec_files.has, self._path(kind), encode(spec))
@@ -239,7 +264,11 @@ class GeneratedSpecs:
         if wanted is None:
             return []
         channels = [_CHANNEL_KIND] if wanted.channels else []
-        return [GPU_KIND, *channels, *(f"{VENDOR}/{mode}" for mode in DEVICE_MODES if mode in wanted.modes)]
+        return [
+            GPU_KIND,
+            *channels,
+            *(f"{VENDOR}/{mode}" for mode in DEVICE_MODES if mode in wanted.modes),
+        ]
 
     def _made_for(self, kind: str, wanted: Wanted) -> Hashable:
         if kind == GPU_KIND:
@@ -251,5 +280,11 @@ class GeneratedSpecs:
 
     def _status(self, kind: str) -> CdiSpecStatus:
         made = self._made.get(kind)
-        devices = tuple(device.name for device in made.spec.devices) if made and made.spec and made.written else ()
-        return CdiSpecStatus(kind, self._path(kind), devices, made.at if made else 0.0, self._errors.get(kind, ""))
+        devices = (
+            tuple(device.name for device in made.spec.devices)
+            if made and made.spec and made.written
+            else ()
+        )
+        return CdiSpecStatus(
+            kind, self._path(kind), devices, made.at if made else 0.0, self._errors.get(kind, "")
+        )

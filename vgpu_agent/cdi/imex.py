@@ -1,7 +1,8 @@
-"""IMEX channels: whether this node has the ones that its containers are to get, and a CDI spec for them.
+"""IMEX channels: whether this node has the ones that its containers are to get,
+and a CDI spec for them.
 
-A channel is a character device that the driver makes (nvidia §9). Called by `agent` when it looks at the node, and by
-`generated_specs`; both look at the file system.
+A channel is a character device that the driver makes (nvidia §9). Called by `agent` when it looks
+at the node, and by `generated_specs`; both look at the file system.
 """
 
 from __future__ import annotations
@@ -26,7 +27,8 @@ class Channels(NamedTuple):
     Attributes:
         ids: the channels that exist, in the order in which they are wanted.
         root: directory on the node below which their device nodes are.
-        trouble: the wanted channels that do not exist, and where they were looked for; empty when all do.
+        trouble: the wanted channels that do not exist, and where they were looked for; empty when
+            all do.
     """
 
     ids: tuple[int, ...] = ()
@@ -42,7 +44,9 @@ def find_channels(wanted: Sequence[int], roots: Roots) -> Channels:
     found: tuple[int, ...] = ()
     on_node = "/"
     for seen in sorted(places, reverse=True):  # the driver's own root first
-        found = tuple(channel for channel in wanted if _is_character_device(seen + _CHANNEL.format(channel)))
+        found = tuple(
+            channel for channel in wanted if _is_character_device(seen + _CHANNEL.format(channel))
+        )
         on_node = places[seen]
         if found:
             break
@@ -53,8 +57,9 @@ def find_channels(wanted: Sequence[int], roots: Roots) -> Channels:
     return Channels(
         found,
         on_node,
-        f"{', '.join(missing)} is no character device below {looked}; load the driver's IMEX channels "
-        "(module parameter NVreg_CreateImexChannel0=1), or take it out of plugin.imexChannelIds",
+        f"{', '.join(missing)} is no character device below {looked}; load the driver's IMEX "
+        "channels (module parameter NVreg_CreateImexChannel0=1), or take it out of "
+        "plugin.imexChannelIds",
     )
 
 

@@ -1,7 +1,8 @@
 """The edits behind CDI names, for a spec of another kind that carries them itself.
 
-The spec of a late-bound grant cannot refer to other CDI names, so the edits of those names are written into it. A
-container then needs neither them nor an NVIDIA runtime. Called by `agent` for `runtime`.
+The spec of a late-bound grant cannot refer to other CDI names, so the edits of those names are
+written into it. A container then needs neither them nor an NVIDIA runtime. Called by `agent` for
+`runtime`.
 """
 
 from __future__ import annotations
@@ -24,21 +25,30 @@ T = TypeVar("T")
 
 
 def inlined(names: Iterable[str], specs: Sequence[Spec]) -> Inlined:
-    """Collect a runtime's edits for these CDI names: of each spec its common edits, then those of the devices.
+    """Collect a runtime's edits for these CDI names:
+    of each spec its common edits, then those of the devices.
 
     Args:
         names: qualified, e.g. ``vendor.com/gpu=0``.
-        specs: those of the node; where two have a name, the later one counts, as with runtimes and their directories.
+        specs: those of the node; where two have a name, the later one counts, as with runtimes and
+            their directories.
 
     Raises:
         CarrierError: a name that no spec has; the kubelet asks again, and by then there may be one.
     """
-    known = {name: (spec, device) for spec in specs for name, device in zip(spec.names, spec.devices, strict=True)}
+    known = {
+        name: (spec, device)
+        for spec in specs
+        for name, device in zip(spec.names, spec.devices, strict=True)
+    }
     parts: list[ContainerEdits] = []
     kinds: set[str] = set()
     for name in dict.fromkeys(names):
         if name not in known:
-            raise CarrierError(f"no CDI spec of this node has the device {name} now; /debug/config, cdi, says why; kubelet will ask again")
+            raise CarrierError(
+                f"no CDI spec of this node has the device {name} now; /debug/config, cdi, says "
+                "why; kubelet will ask again"
+            )
         spec, device = known[name]
         if spec.kind not in kinds:
             kinds.add(spec.kind)
@@ -53,7 +63,9 @@ def inlined(names: Iterable[str], specs: Sequence[Spec]) -> Inlined:
         intel_rdt=next((part.intel_rdt for part in parts if part.intel_rdt is not None), None),
         additional_gids=_distinct(group for part in parts for group in part.additional_gids),
     )
-    return Inlined(least_version(edits, annotated=True), msgspec.json.decode(msgspec.json.encode(edits)))
+    return Inlined(
+        least_version(edits, annotated=True), msgspec.json.decode(msgspec.json.encode(edits))
+    )
 
 
 def _distinct(values: Iterable[T]) -> tuple[T, ...]:

@@ -1,9 +1,11 @@
-"""The host tool that knows the driver's parts for a container: ``nvidia-ctk cdi generate``, behind one adapter.
+"""The host tool that knows the driver's parts for a container:
+``nvidia-ctk cdi generate``, behind one adapter.
 
-Only NVIDIA knows which libraries, device nodes and hooks a driver version takes. So we run their tool and write none
-of it down ourselves. It is another vendor's program: it may be missing, hang, fail, or print an invalid spec. All of
-that becomes one `CdiError`, and nothing of ours waits for it. Called by `generated_specs`. Options: those of version
-1.20; older ones know all that we always pass.
+Only NVIDIA knows which libraries, device nodes and hooks a driver version takes. So we run their
+tool and write none of it down ourselves. It is another vendor's program: it may be missing, hang,
+fail, or print an invalid spec. All of that becomes one `CdiError`, and nothing of ours waits for
+it. Called by `generated_specs`. Options: those of version 1.20; older ones know all that we always
+pass.
 """
 
 from __future__ import annotations
@@ -33,9 +35,11 @@ _DISABLED_HOOKS_VARIABLE = "NVIDIA_CTK_CDI_GENERATE_DISABLED_HOOKS"
 _EVERY_HOOK = "all"
 # What keeps an NVIDIA runtime of the old kind from adding devices of its own.
 _VOID = "NVIDIA_VISIBLE_DEVICES=void"
-_NOTHING_TO_INJECT = "empty device edits"  # the tool's text on a node without GDS, GDRCopy or Mellanox devices
+# the tool's text on a node without GDS, GDRCopy or Mellanox devices
+_NOTHING_TO_INJECT = "empty device edits"
 _KEPT_STDERR = 64 * 1024
-_KILL_SECONDS = 1.0  # how long a killed tool may take to disappear; one that waits for the driver in the kernel does not
+# how long a killed tool may take to disappear; one that waits for the driver in the kernel does not
+_KILL_SECONDS = 1.0
 _MESSAGE = re.compile(r'\bmsg="((?:[^"\\]|\\.)*)"')
 
 
@@ -49,7 +53,8 @@ class CtkOptions:
         roots: where the driver is.
         hook_path: path on the node of the program that runtimes run as a hook.
         feature_flags: passed on.
-        disable_hooks: names of hooks that are left out, or ``all``. Every other hook that the tool describes stays (nvidia §8).
+        disable_hooks: names of hooks that are left out, or ``all``. Every other hook that the tool
+            describes stays (nvidia §8).
     """
 
     command: tuple[str, ...] = ("/usr/bin/nvidia-ctk",)
@@ -61,7 +66,9 @@ class CtkOptions:
 
 
 class Stuck:
-    """A run of the tool that was killed and did not end. While there is one no other is started: a hung driver would collect them."""
+    """A run of the tool that was killed and did not end. While there is one no other is started: a
+    hung driver would collect them.
+    """
 
     def __init__(self) -> None:
         self.process: asyncio.subprocess.Process | None = None
@@ -70,12 +77,21 @@ class Stuck:
         """Raise `CdiError` as long as it is there."""
         if self.process is not None and self.process.returncode is None:
             raise CdiError(
-                f"an earlier {shown} (process {self.process.pid}) does not even end when killed; the driver hangs, see nvidia-smi and dmesg"
+                f"an earlier {shown} (process {self.process.pid}) does not even end when killed; "
+                "the driver hangs, see nvidia-smi and dmesg"
             )
         self.process = None
 
 
-async def generate(options: CtkOptions, *, vendor: str, name: str, mode: str, id_strategy: str, stuck: Stuck | None = None) -> Spec | None:
+async def generate(
+    options: CtkOptions,
+    *,
+    vendor: str,
+    name: str,
+    mode: str,
+    id_strategy: str,
+    stuck: Stuck | None = None,
+) -> Spec | None:
     """Have the tool describe this node's devices.
 
     Args:
@@ -90,7 +106,8 @@ async def generate(options: CtkOptions, *, vendor: str, name: str, mode: str, id
         the spec, with paths of the node; None when the node has nothing of that mode.
 
     Raises:
-        CdiError: the tool is missing, failed, did not end in time, or did not print a spec that a runtime takes.
+        CdiError: the tool is missing, failed, did not end in time, or did not print a spec that a
+            runtime takes.
     """
     arguments = _arguments(options, vendor=vendor, name=name, mode=mode, id_strategy=id_strategy)
     shown = options.command[-1]
@@ -99,17 +116,22 @@ async def generate(options: CtkOptions, *, vendor: str, name: str, mode: str, id
         if _NOTHING_TO_INJECT in err and mode != "auto":
             return None
         raise CdiError(
-            f"{shown} cdi generate (mode {mode}) failed with status {status}: {_reason(err)}; run it by hand on this node "
-            f"to see more: {shown} {' '.join(arguments)}"
+            f"{shown} cdi generate (mode {mode}) failed with status {status}: {_reason(err)}; run "
+            f"it by hand on this node to see more: {shown} {' '.join(arguments)}"
         )
     try:
         spec = decode(out)
     except CdiError as problem:
-        raise CdiError(f"what {shown} cdi generate printed {problem}; check cdi.nvidiaCtk and the tool's version") from problem
+        raise CdiError(
+            f"what {shown} cdi generate printed {problem}; check cdi.nvidiaCtk and the tool's "
+            "version"
+        ) from problem
     return _finished(spec, options, f"{vendor}/{name}", shown)
 
 
-def _arguments(options: CtkOptions, *, vendor: str, name: str, mode: str, id_strategy: str) -> list[str]:
+def _arguments(
+    options: CtkOptions, *, vendor: str, name: str, mode: str, id_strategy: str
+) -> list[str]:
     arguments = [
         "cdi",
         "generate",
@@ -129,15 +151,23 @@ def _arguments(options: CtkOptions, *, vendor: str, name: str, mode: str, id_str
 def _finished(spec: Spec, options: CtkOptions, kind: str, shown: str) -> Spec:
     """The spec with paths of the node, checked."""
     if spec.kind != kind:
-        raise CdiError(f"what {shown} cdi generate printed is of kind {spec.kind!r}, not {kind}; check cdi.nvidiaCtk")
+        raise CdiError(
+            f"what {shown} cdi generate printed is of kind {spec.kind!r}, not {kind}; check "
+            "cdi.nvidiaCtk"
+        )
     spec = _without_hooks(on_the_node(spec, options.roots), options.disable_hooks)
     edits = spec.container_edits
     if _VOID not in edits.env:
         others = tuple(line for line in edits.env if not line.startswith("NVIDIA_VISIBLE_DEVICES="))
-        spec = msgspec.structs.replace(spec, container_edits=msgspec.structs.replace(edits, env=(*others, _VOID)))
+        spec = msgspec.structs.replace(
+            spec, container_edits=msgspec.structs.replace(edits, env=(*others, _VOID))
+        )
     spec = rules.with_sufficient_version(spec)
     if found := rules.problems(spec):
-        raise CdiError(f"what {shown} cdi generate printed would be refused by container runtimes: {'; '.join(found[:3])}")
+        raise CdiError(
+            f"what {shown} cdi generate printed would be refused by container runtimes: "
+            f"{'; '.join(found[:3])}"
+        )
     return spec
 
 
@@ -148,24 +178,39 @@ def _without_hooks(spec: Spec, names: Sequence[str]) -> Spec:
     """
 
     def without(edits: ContainerEdits) -> ContainerEdits:
-        kept = () if _EVERY_HOOK in names else tuple(hook for hook in edits.hooks if _hook_name(hook) not in names)
+        kept = (
+            ()
+            if _EVERY_HOOK in names
+            else tuple(hook for hook in edits.hooks if _hook_name(hook) not in names)
+        )
         return msgspec.structs.replace(edits, hooks=kept)
 
-    devices = tuple(msgspec.structs.replace(device, container_edits=without(device.container_edits)) for device in spec.devices)
-    return msgspec.structs.replace(spec, container_edits=without(spec.container_edits), devices=devices)
+    devices = tuple(
+        msgspec.structs.replace(device, container_edits=without(device.container_edits))
+        for device in spec.devices
+    )
+    return msgspec.structs.replace(
+        spec, container_edits=without(spec.container_edits), devices=devices
+    )
 
 
 def _hook_name(hook: Hook) -> str:
-    """The first argument of ``nvidia-cdi-hook``, and of ``nvidia-ctk hook``; empty for a hook without arguments."""
+    """The first argument of ``nvidia-cdi-hook``, and of ``nvidia-ctk hook``;
+    empty for a hook without arguments.
+    """
     _program, *arguments = hook.args or ("",)
     if arguments[:1] == ["hook"]:
         del arguments[0]
     return arguments[0] if arguments else ""
 
 
-async def _run(command: Sequence[str], options: CtkOptions, shown: str, stuck: Stuck) -> tuple[int, bytes, str]:
+async def _run(
+    command: Sequence[str], options: CtkOptions, shown: str, stuck: Stuck
+) -> tuple[int, bytes, str]:
     stuck.require_none(shown)
-    environment = {name: value for name, value in os.environ.items() if name != _DISABLED_HOOKS_VARIABLE}
+    environment = {
+        name: value for name, value in os.environ.items() if name != _DISABLED_HOOKS_VARIABLE
+    }
     try:
         process = await asyncio.create_subprocess_exec(
             *command,
@@ -177,8 +222,9 @@ async def _run(command: Sequence[str], options: CtkOptions, shown: str, stuck: S
         )
     except OSError as err:
         raise CdiError(
-            f"cannot run {shown}: {err.strerror or err}; mount the NVIDIA container toolkit's program into the agent and set "
-            "cdi.nvidiaCtk to its path, or choose cdi.source: toolkit or the device list strategy envvar"
+            f"cannot run {shown}: {err.strerror or err}; mount the NVIDIA container toolkit's "
+            "program into the agent and set cdi.nvidiaCtk to its path, or choose cdi.source: "
+            "toolkit or the device list strategy envvar"
         ) from err
 
     def end() -> None:
@@ -189,14 +235,16 @@ async def _run(command: Sequence[str], options: CtkOptions, shown: str, stuck: S
     try:
         async with asyncio.timeout(options.timeout_seconds):
             out, err_bytes = await asyncio.gather(
-                _read(process.stdout, LARGEST_BYTES, too_much=end), _read(process.stderr, _KEPT_STDERR, too_much=None)
+                _read(process.stdout, LARGEST_BYTES, too_much=end),
+                _read(process.stderr, _KEPT_STDERR, too_much=None),
             )
             status = await process.wait()
         ended = True
     except TimeoutError:
         raise CdiError(
-            f"{shown} cdi generate did not end within {options.timeout_seconds:g} s (cdi.generateTimeoutSeconds); it was ended; "
-            "a driver that hangs shows in nvidia-smi as well"
+            f"{shown} cdi generate did not end within {options.timeout_seconds:g} s "
+            "(cdi.generateTimeoutSeconds); it was ended; a driver that hangs shows in nvidia-smi "
+            "as well"
         ) from None
     finally:
         if not ended:  # perhaps it has, and one of its children holds its output open
@@ -210,8 +258,12 @@ async def _run(command: Sequence[str], options: CtkOptions, shown: str, stuck: S
     return status, out, err_bytes.decode(errors="replace")
 
 
-async def _read(stream: asyncio.StreamReader | None, most: int, *, too_much: Callable[[], None] | None) -> bytes:
-    """The first bytes of a stream, up to ``most`` and one more; the rest is read and dropped, and ``too_much`` called."""
+async def _read(
+    stream: asyncio.StreamReader | None, most: int, *, too_much: Callable[[], None] | None
+) -> bytes:
+    """The first bytes of a stream, up to ``most`` and one more;
+    the rest is read and dropped, and ``too_much`` called.
+    """
     kept = bytearray()
     while stream is not None and (chunk := await stream.read(65536)):
         kept += chunk[: most + 1 - len(kept)]
@@ -222,6 +274,11 @@ async def _read(stream: asyncio.StreamReader | None, most: int, *, too_much: Cal
 
 def _reason(err: str) -> str:
     """Extract the tool's complaint, without its time stamps and help text."""
-    lines = [line for line in err.splitlines() if "level=error" in line] or err.strip().splitlines()[-1:]
-    found = [match[1].replace('\\"', '"') if (match := _MESSAGE.search(line)) else line.strip() for line in lines]
+    lines = [
+        line for line in err.splitlines() if "level=error" in line
+    ] or err.strip().splitlines()[-1:]
+    found = [
+        match[1].replace('\\"', '"') if (match := _MESSAGE.search(line)) else line.strip()
+        for line in lines
+    ]
     return "; ".join(found)[:500] or "it said nothing"

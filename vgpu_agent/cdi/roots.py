@@ -1,7 +1,8 @@
 """From paths as the agent's container sees them to paths of the node.
 
-The driver's tree is mounted into the agent under one path and lies on the node under another (nvidia §8, §9). The tool that makes
-the spec finds files in the first; the runtime, which reads the spec, looks in the second. Called by `nvidia_ctk`.
+The driver's tree is mounted into the agent under one path and lies on the node under another
+(nvidia §8, §9). The tool that makes the spec finds files in the first; the runtime, which reads the
+spec, looks in the second. Called by `nvidia_ctk`.
 """
 
 from __future__ import annotations
@@ -42,12 +43,15 @@ def find_roots(*, driver_root: str, dev_root: str, container_driver_root: str) -
     Args:
         driver_root: on the node.
         dev_root: on the node; empty for the same.
-        container_driver_root: where the node's driver root is mounted into the agent's container, if it is.
+        container_driver_root: where the node's driver root is mounted into the agent's container,
+            if it is.
     """
     dev_on_node = dev_root or driver_root
     if not os.path.isdir(container_driver_root):
         return Roots(driver_root, driver_root, dev_on_node, dev_on_node)
-    dev = container_driver_root if os.path.isdir(os.path.join(container_driver_root, "dev")) else "/"
+    dev = (
+        container_driver_root if os.path.isdir(os.path.join(container_driver_root, "dev")) else "/"
+    )
     return Roots(container_driver_root, driver_root, dev, dev_on_node)
 
 
@@ -59,7 +63,10 @@ def on_the_node(spec: Spec, roots: Roots) -> Spec:
         spec,
         container_edits=_edits(spec.container_edits, files, nodes),
         devices=tuple(
-            msgspec.structs.replace(device, container_edits=_edits(device.container_edits, files, nodes)) for device in spec.devices
+            msgspec.structs.replace(
+                device, container_edits=_edits(device.container_edits, files, nodes)
+            )
+            for device in spec.devices
         ),
     )
 
@@ -73,11 +80,16 @@ def _replacing(seen: str, on_node: str) -> Callable[[str], str]:
     return replaced
 
 
-def _edits(edits: ContainerEdits, files: Callable[[str], str], nodes: Callable[[str], str]) -> ContainerEdits:
+def _edits(
+    edits: ContainerEdits, files: Callable[[str], str], nodes: Callable[[str], str]
+) -> ContainerEdits:
     return msgspec.structs.replace(
         edits,
         device_nodes=tuple(_node(node, nodes) for node in edits.device_nodes),
-        mounts=tuple(msgspec.structs.replace(mount, host_path=files(mount.host_path)) for mount in edits.mounts),
+        mounts=tuple(
+            msgspec.structs.replace(mount, host_path=files(mount.host_path))
+            for mount in edits.mounts
+        ),
         hooks=tuple(_hook(hook, files) for hook in edits.hooks),
     )
 
@@ -88,7 +100,9 @@ def _node(node: DeviceNode, nodes: Callable[[str], str]) -> DeviceNode:
 
 
 def _hook(hook: Hook, files: Callable[[str], str]) -> Hook:
-    """Translate a hook. Its program lies on the node in any case, so only arguments can have the agent's paths."""
+    """Translate a hook. Its program lies on the node in any case,
+    so only arguments can have the agent's paths.
+    """
     if hook.hook_name in _IN_THE_CONTAINER:
         return hook
     return msgspec.structs.replace(hook, args=tuple(files(argument) for argument in hook.args))

@@ -1,8 +1,10 @@
-"""The checks of a CDI spec against the rules of container runtimes, before it is put where all runtimes of the node look.
+"""The checks of a CDI spec against the rules of container runtimes,
+before it is put where all runtimes of the node look.
 
-One wrong file keeps every container from starting whose devices are in it. So nothing is written that these rules
-refuse, and no other program's invalid spec is counted on. Rules: the CDI specification and the checks of its
-reference implementation. Called by `generated_specs` and `toolkit_specs`.
+One wrong file keeps every container from starting whose devices are in it. So nothing is written
+that these rules refuse, and no other program's invalid spec is counted on. Rules: the CDI
+specification and the checks of its reference implementation. Called by `generated_specs` and
+`toolkit_specs`.
 """
 
 from __future__ import annotations
@@ -20,7 +22,9 @@ if TYPE_CHECKING:
 _VERSIONS = ("0.3.0", "0.4.0", "0.5.0", "0.6.0", "0.7.0", "0.8.0", "1.0.0", "1.1.0")
 _KIND = re.compile(r"[A-Za-z][-A-Za-z0-9_.]*[A-Za-z0-9]/[A-Za-z]([-A-Za-z0-9_.]*[A-Za-z0-9])?")
 _NAME = re.compile(r"[A-Za-z0-9]([-A-Za-z0-9_.:]*[A-Za-z0-9])?")
-_ANNOTATION = re.compile(r"([a-z0-9]([-a-z0-9.]{0,251}[a-z0-9])?/)?[A-Za-z0-9]([-A-Za-z0-9_.]{0,61}[A-Za-z0-9])?")
+_ANNOTATION = re.compile(
+    r"([a-z0-9]([-a-z0-9.]{0,251}[a-z0-9])?/)?[A-Za-z0-9]([-A-Za-z0-9_.]{0,61}[A-Za-z0-9])?"
+)
 _HOOKS = ("prestart", "createRuntime", "createContainer", "startContainer", "poststart", "poststop")
 _NODE_TYPES = ("", "b", "c", "u", "p")
 _PERMISSIONS = frozenset("rwm")
@@ -32,7 +36,9 @@ def problems(spec: Spec) -> list[str]:
 
 
 def least_version(*edits: ContainerEdits, annotated: bool = False) -> str:
-    """The lowest version of CDI that knows all that is used in ``edits``; a runtime refuses versions that are newer than itself."""
+    """The lowest version of CDI that knows all that is used in ``edits``; a runtime refuses
+    versions that are newer than itself.
+    """
     nodes = [node for each in edits for node in each.device_nodes]
     if any(each.net_devices for each in edits):
         return "1.1.0"
@@ -46,7 +52,9 @@ def least_version(*edits: ContainerEdits, annotated: bool = False) -> str:
 
 
 def with_sufficient_version(spec: Spec) -> Spec:
-    """``spec`` with a version that knows all that is used; one that is not known at all is left for `problems` to name."""
+    """``spec`` with a version that knows all that is used;
+    one that is not known at all is left for `problems` to name.
+    """
     least = _least_version_of(spec)
     if spec.cdi_version in _VERSIONS and _VERSIONS.index(spec.cdi_version) < _VERSIONS.index(least):
         return msgspec.structs.replace(spec, cdi_version=least)
@@ -83,9 +91,19 @@ def is_empty(edits: ContainerEdits) -> bool:
 
 
 def _least_version_of(spec: Spec) -> str:
-    annotated = bool(spec.annotations) or any(device.annotations for device in spec.devices) or "." in spec.kind.partition("/")[2]
-    least = least_version(spec.container_edits, *(device.container_edits for device in spec.devices), annotated=annotated)
-    if _VERSIONS.index(least) < _VERSIONS.index("0.5.0") and any(device.name[:1].isdigit() for device in spec.devices):
+    annotated = (
+        bool(spec.annotations)
+        or any(device.annotations for device in spec.devices)
+        or "." in spec.kind.partition("/")[2]
+    )
+    least = least_version(
+        spec.container_edits,
+        *(device.container_edits for device in spec.devices),
+        annotated=annotated,
+    )
+    if _VERSIONS.index(least) < _VERSIONS.index("0.5.0") and any(
+        device.name[:1].isdigit() for device in spec.devices
+    ):
         return "0.5.0"
     return least
 
@@ -104,7 +122,10 @@ def _edit_problems(where: str, edits: ContainerEdits) -> Iterator[str]:
         yield from _node_problems(where, node)
     for mount in edits.mounts:
         if not mount.host_path or not mount.container_path.startswith("/"):
-            yield f"{where}: a mount of {mount.host_path!r} at {mount.container_path!r} has no two paths"
+            yield (
+                f"{where}: a mount of {mount.host_path!r} at {mount.container_path!r} has no two "
+                "paths"
+            )
     for hook in edits.hooks:
         yield from _hook_problems(where, hook)
 

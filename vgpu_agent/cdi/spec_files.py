@@ -1,7 +1,8 @@
-"""The files in the directory where runtimes look for CDI specs: replaced as a whole, never seen by halves.
+"""The files in the directory where runtimes look for CDI specs:
+replaced as a whole, never seen by halves.
 
-Used by `generated_specs`, from threads. The directory is shared with the toolkit, with other plugins and with the specs of our own grants;
-only the names that are given here are ever touched.
+Used by `generated_specs`, from threads. The directory is shared with the toolkit, with other
+plugins and with the specs of our own grants; only the names that are given here are ever touched.
 """
 
 from __future__ import annotations
@@ -12,7 +13,8 @@ import os
 
 from vgpu_agent.errors import CdiError
 
-# As those of grants, so that what a killed agent leaves behind is cleared away with theirs at the next start.
+# As those of grants, so that what a killed agent leaves behind is cleared away with theirs at the
+# next start.
 _TEMPORARY = ".vgpu-agent-{}.tmp"
 
 _REMEDIES = {
@@ -42,20 +44,25 @@ def has(path: str, content: bytes) -> bool:
 
 
 def write(path: str, content: bytes) -> None:
-    """Write ``content`` durably; readers see the old file or the new one. The directory is made if need be.
+    """Write ``content`` durably; readers see the old file or the new one.
+    The directory is made if need be.
 
     Raises:
         CdiError: it cannot be written; names path, reason and remedy.
     """
     directory = os.path.dirname(path)
-    temporary = os.path.join(directory, _TEMPORARY.format(os.path.basename(path)))  # always the same, so that nothing can pile up
+    # always the same, so that nothing can pile up
+    temporary = os.path.join(directory, _TEMPORARY.format(os.path.basename(path)))
     try:
         os.makedirs(directory, mode=0o755, exist_ok=True)
-        descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_CLOEXEC, 0o644)
+        descriptor = os.open(
+            temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_CLOEXEC, 0o644
+        )
         try:
             with open(descriptor, "wb") as file:
                 file.write(content)
-                os.fchmod(file.fileno(), 0o644)  # whatever the umask: runtimes of users read it as well
+                # whatever the umask: runtimes of users read it as well
+                os.fchmod(file.fileno(), 0o644)
                 file.flush()
                 os.fsync(file.fileno())
             os.rename(temporary, path)
@@ -65,7 +72,8 @@ def write(path: str, content: bytes) -> None:
             raise
     except OSError as err:
         raise CdiError(
-            f"cannot write {path}: {err.strerror or err}; {_REMEDIES.get(err.errno or 0, 'look after that file system')}"
+            f"cannot write {path}: {err.strerror or err}; "
+            f"{_REMEDIES.get(err.errno or 0, 'look after that file system')}"
         ) from err
 
 
@@ -80,4 +88,7 @@ def remove(path: str) -> None:
     except FileNotFoundError:
         return
     except OSError as err:
-        raise CdiError(f"cannot remove {path}: {err.strerror or err}; remove it by hand, so that no runtime goes by it") from err
+        raise CdiError(
+            f"cannot remove {path}: {err.strerror or err}; remove it by hand, so that no runtime "
+            "goes by it"
+        ) from err

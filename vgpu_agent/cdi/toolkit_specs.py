@@ -1,8 +1,8 @@
 """The specs of another program on this node, and their names, looked at again and again.
 
-With ``cdi.source: toolkit`` containers refer to the spec of NVIDIA's container toolkit, which its own service keeps
-up to date. We write nothing. We only make sure that a name exists before the kubelet may give it out. Same shape as
-`generated_specs` towards `agent`.
+With ``cdi.source: toolkit`` containers refer to the spec of NVIDIA's container toolkit, which its
+own service keeps up to date. We write nothing. We only make sure that a name exists before the
+kubelet may give it out. Same shape as `generated_specs` towards `agent`.
 """
 
 from __future__ import annotations
@@ -48,7 +48,9 @@ class ToolkitSpecs:
     State: the last reading, by path; a file is read again when it has changed.
     """
 
-    def __init__(self, directories: Sequence[str], journal: Journal, *, look_seconds: float) -> None:
+    def __init__(
+        self, directories: Sequence[str], journal: Journal, *, look_seconds: float
+    ) -> None:
         """Build it.
 
         Args:
@@ -60,14 +62,17 @@ class ToolkitSpecs:
         self._journal = journal
         self._look_seconds = look_seconds
         self._files: dict[str, _Read] = {}
-        self._ambiguous: dict[str, tuple[str, ...]] = {}  # names that files of one directory both have
+        # names that files of one directory both have
+        self._ambiguous: dict[str, tuple[str, ...]] = {}
         self.settled = asyncio.Event()  # they were looked at
         self.revision = Revision()
 
     @property
     def names(self) -> frozenset[str]:
         """The qualified names that runtimes can resolve."""
-        return frozenset(name for spec in self.specs for name in spec.names) - self._ambiguous.keys()
+        return (
+            frozenset(name for spec in self.specs for name in spec.names) - self._ambiguous.keys()
+        )
 
     @property
     def specs(self) -> tuple[Spec, ...]:
@@ -79,13 +84,19 @@ class ToolkitSpecs:
         """The reason why the GPUs have no names; empty when there is a spec of them."""
         for name, paths in sorted(self._ambiguous.items()):
             if name.startswith(f"{GPU_KIND}="):
-                return f"{name} is in {' and in '.join(paths)}, so runtimes take neither; remove one of them"
+                return (
+                    f"{name} is in {' and in '.join(paths)}, so runtimes take neither; remove one "
+                    "of them"
+                )
         if any(spec.kind == GPU_KIND for spec in self.specs):
             return ""
-        broken = "; ".join(f"{path} {read.error}" for path, read in self._files.items() if read.error)
+        broken = "; ".join(
+            f"{path} {read.error}" for path, read in self._files.items() if read.error
+        )
         return broken or (
-            f"there is no CDI spec of kind {GPU_KIND} in {' or '.join(self._directories)}; let the container toolkit make it "
-            "(service nvidia-cdi-refresh, or nvidia-ctk cdi generate), or set cdi.source: generated"
+            f"there is no CDI spec of kind {GPU_KIND} in {' or '.join(self._directories)}; let the "
+            "container toolkit make it (service nvidia-cdi-refresh, or nvidia-ctk cdi generate), "
+            "or set cdi.source: generated"
         )
 
     @property
@@ -121,7 +132,9 @@ class ToolkitSpecs:
         for path, read in files.items():
             before = self._files.get(path)
             if read.error and (before is None or before.error != read.error):
-                self._journal.record("cdi.unusable_spec", level="warning", path=path, error=read.error)
+                self._journal.record(
+                    "cdi.unusable_spec", level="warning", path=path, error=read.error
+                )
         changed = files != self._files
         self._files, self._ambiguous = files, _ambiguous(files)
         self.settled.set()
@@ -164,7 +177,9 @@ class ToolkitSpecs:
 
 
 def _ambiguous(files: Mapping[str, _Read]) -> dict[str, tuple[str, ...]]:
-    """Names that two files of one directory have, with the files: neither directory wins, and a runtime resolves them not at all."""
+    """Names that two files of one directory have, with the files: neither directory wins, and a
+    runtime resolves them not at all.
+    """
     paths: collections.defaultdict[tuple[str, str], list[str]] = collections.defaultdict(list)
     for path, read in files.items():
         for name in read.spec.names if read.spec else ():

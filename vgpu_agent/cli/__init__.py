@@ -1,1 +1,3 @@
-"""The command line: `main` parses and reports. Each command has a module of its own that is imported on use."""
+"""The command line: `main` parses and reports.
+Each command has a module of its own that is imported on use.
+"""

@@ -1,6 +1,8 @@
-"""``vgpu-agent config check|show|example|convert``: what a configuration means, before and without running it.
+"""``vgpu-agent config check|show|example|convert``:
+what a configuration means, before and without running it.
 
-Called by the command line, which turns the ConfigError of a wrong configuration into one line a problem and exit status 2.
+Called by the command line, which turns the ConfigError of a wrong configuration into one line a
+problem and exit status 2.
 """
 
 from __future__ import annotations
@@ -28,7 +30,9 @@ examples:
 
 
 def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    """Add the command ``config``; each of its commands leaves ``run`` in the parsed arguments, which returns the exit status."""
+    """Add the command ``config``; each of its commands leaves ``run`` in the parsed arguments,
+    which returns the exit status.
+    """
     command = subparsers.add_parser(
         "config",
         help="check, show, write or convert a configuration",
@@ -37,13 +41,19 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     )
     commands = command.add_subparsers(metavar="COMMAND", required=True)
 
-    check = commands.add_parser("check", help="say what is wrong with a configuration; exit 0 when nothing is, else 2")
-    check.add_argument("file", nargs="?", metavar="FILE", help="the file to check, the same as --config FILE")
+    check = commands.add_parser(
+        "check", help="say what is wrong with a configuration; exit 0 when nothing is, else 2"
+    )
+    check.add_argument(
+        "file", nargs="?", metavar="FILE", help="the file to check, the same as --config FILE"
+    )
     options.add_arguments(check)
     check.set_defaults(run=_check)
 
     show = commands.add_parser("show", help="each value and where it comes from")
-    show.add_argument("file", nargs="?", metavar="FILE", help="the file to show, the same as --config FILE")
+    show.add_argument(
+        "file", nargs="?", metavar="FILE", help="the file to show, the same as --config FILE"
+    )
     show.add_argument("--json", action="store_true", help="one JSON object: path → {value, origin}")
     options.add_arguments(show)
     show.set_defaults(run=_show)
@@ -52,9 +62,15 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     write.set_defaults(run=_example)
 
     translate = commands.add_parser(
-        "convert", help="write a configuration of NVIDIA's device plugin as one of ours; exit 0, or 2 when it is wrong"
+        "convert",
+        help=(
+            "write a configuration of NVIDIA's device plugin as one of ours; exit 0, or 2 when it "
+            "is wrong"
+        ),
     )
-    translate.add_argument("file", metavar="FILE", help="the file of NVIDIA's plugin, - for standard input")
+    translate.add_argument(
+        "file", metavar="FILE", help="the file of NVIDIA's plugin, - for standard input"
+    )
     translate.set_defaults(run=_convert)
 
 
@@ -70,7 +86,9 @@ def _show(arguments: argparse.Namespace) -> int:
     loaded = _loaded(arguments)
     rows = [(path, value, loaded.origins[path]) for path, value in schema.values(loaded.settings)]
     if arguments.json:
-        answer: dict[str, dict[str, Any]] = {path: {"value": value, "origin": origin} for path, value, origin in rows}
+        answer: dict[str, dict[str, Any]] = {
+            path: {"value": value, "origin": origin} for path, value, origin in rows
+        }
         print(msgspec.json.format(msgspec.json.encode(answer)).decode())
         return 0
     lines = [(path, yaml_value(value), origin) for path, value, origin in rows]
@@ -89,7 +107,9 @@ def _convert(arguments: argparse.Namespace) -> int:
     if arguments.file == "-":
         file, content = "standard input", sys.stdin.buffer.read(load.LARGEST_FILE_BYTES + 1)
         if len(content) > load.LARGEST_FILE_BYTES:
-            raise ConfigError([f"{file}: is larger than {load.LARGEST_FILE_BYTES} bytes; no configuration is"])
+            raise ConfigError(
+                [f"{file}: is larger than {load.LARGEST_FILE_BYTES} bytes; no configuration is"]
+            )
     else:
         file, content = arguments.file, load.read(arguments.file, "config convert")
     print(convert(file, content), end="")
@@ -101,7 +121,14 @@ def _loaded(arguments: argparse.Namespace) -> load.Loaded:
     flags = options.given(arguments)
     if arguments.file is not None:
         if flags.get(options.CONFIG_FLAG, arguments.file) != arguments.file:
-            raise ConfigError([f"two files given, {arguments.file} and {options.CONFIG_FLAG} {flags[options.CONFIG_FLAG]}; name one"])
+            raise ConfigError(
+                [
+                    (
+                        f"two files given, {arguments.file} and {options.CONFIG_FLAG} "
+                        f"{flags[options.CONFIG_FLAG]}; name one"
+                    )
+                ]
+            )
         flags[options.CONFIG_FLAG] = arguments.file
     loaded = load.load(flags, os.environ)
     for warning in loaded.warnings:

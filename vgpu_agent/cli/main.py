@@ -1,7 +1,9 @@
-"""Entry of the command line: one parser, one place where an error becomes a line and an exit status.
+"""Entry of the command line: one parser,
+one place where an error becomes a line and an exit status.
 
-Exit status: 0 done, 1 it failed, 2 it was asked for wrongly (flags or configuration), 130 interrupted. A command is a module with
-`add_parser`; its parser leaves ``run`` in the parsed arguments.
+Exit status: 0 done, 1 it failed, 2 it was asked for wrongly (flags or configuration), 130
+interrupted. A command is a module with `add_parser`; its parser leaves ``run`` in the parsed
+arguments.
 """
 
 from __future__ import annotations
@@ -19,14 +21,18 @@ if TYPE_CHECKING:
 
 FAILED, USAGE, INTERRUPTED = 1, 2, 130
 
-# Commands in the order of --help. A module is imported only for its own command: `status` must not pay for the agent's libraries.
+# Commands in the order of --help. A module is imported only for its own command: `status` must not
+# pay for the agent's libraries.
 # Those of the simulator are there only where it is: in a checkout, not in a wheel or the image.
 _SIMULATOR = "vgpu_agent.sim"
 _COMMANDS = {
     "run": ("vgpu_agent.cli.run", "run the agent on this node"),
     "status": ("vgpu_agent.cli.status", "show what the running agent offers and who holds what"),
     "config": ("vgpu_agent.cli.config", "check, show, write or convert a configuration"),
-    "mount-regions": ("vgpu_agent.cli.mount_regions", "mount the slots in which containers' regions cannot grow"),
+    "mount-regions": (
+        "vgpu_agent.cli.mount_regions",
+        "mount the slots in which containers' regions cannot grow",
+    ),
     "sim": (f"{_SIMULATOR}.cli.sim", "create simulated GPUs and make things happen to them"),
     "demo": (f"{_SIMULATOR}.cli.demo", "play the main job on a simulated node"),
     "version": ("vgpu_agent.cli.version", "print the version"),
@@ -56,8 +62,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     words = list(sys.argv[1:] if argv is None else argv)
     try:
         arguments, unknown = _parser(words).parse_known_args(words)
-        if unknown:  # argparse would send the reader to the top help, which does not know a command's flags
-            _Parser(prog=f"vgpu-agent {_command(words)}".strip()).error(f"unrecognized arguments: {' '.join(unknown)}")
+        # argparse would send the reader to the top help, which does not know a command's flags
+        if unknown:
+            _Parser(prog=f"vgpu-agent {_command(words)}".strip()).error(
+                f"unrecognized arguments: {' '.join(unknown)}"
+            )
         status: int = arguments.run(arguments)
     except ConfigError as err:
         for problem in err.problems:

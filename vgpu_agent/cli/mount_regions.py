@@ -1,7 +1,8 @@
-"""``vgpu-agent mount-regions``: mounts the slots in which the regions of containers cannot grow (`runtime.region_slots`).
+"""``vgpu-agent mount-regions``: mounts the slots in which the regions
+of containers cannot grow (`runtime.region_slots`).
 
-An init container of the DaemonSet runs it with the privilege to mount, which the agent itself does without
-(manifests/components/region-slots).
+An init container of the DaemonSet runs it with the privilege to mount, which the agent itself does
+without (manifests/components/region-slots).
 """
 
 from __future__ import annotations
@@ -35,7 +36,10 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         type=int,
         default=128,
         metavar="N",
-        help=f"how many containers with a limit by hami-core run at most, up to {MOST_SLOTS} (default: 128)",
+        help=(
+            f"how many containers with a limit by hami-core run at most, up to {MOST_SLOTS} "
+            "(default: 128)"
+        ),
     )
     options.add_arguments(parser)
     parser.set_defaults(run=_run)

@@ -1,8 +1,9 @@
-"""``vgpu-agent status``: the node on one page, or one pod in sentences, asked from the running agent over its debug port.
+"""``vgpu-agent status``: the node on one page, or one pod in sentences,
+asked from the running agent over its debug port.
 
-Built into the command line by `cli`; needs nothing of the node but that port, so it also works inside the agent's pod
-and through a port forward. Plain http.client: no proxy from the environment may come between the agent and the
-loopback interface, and aiohttp takes long to import.
+Built into the command line by `cli`; needs nothing of the node but that port, so it also works
+inside the agent's pod and through a port forward. Plain http.client: no proxy from the environment
+may come between the agent and the loopback interface, and aiohttp takes long to import.
 """
 
 from __future__ import annotations
@@ -41,18 +42,36 @@ The exit status is 0 when the agent answered, 1 when it did not. {ENVIRONMENT} r
 
 
 def add_parser(subparsers: Any) -> None:
-    """Declare the command below ``subparsers`` (argparse's special action, which has no public type)."""
+    """Declare the command below ``subparsers`` (argparse's special action,
+    which has no public type).
+    """
     parser: argparse.ArgumentParser = subparsers.add_parser(
         "status",
         help="what the running agent knows: GPUs, resources, pods, problems",
-        description="Ask the running agent what it knows: GPUs, resources, who holds what, and what is wrong.",
+        description=(
+            "Ask the running agent what it knows: GPUs, resources, who holds what, and what is "
+            "wrong."
+        ),
         epilog=_EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("--debug-listen", metavar="ADDR", help=f"where the agent serves /debug (default {_DEFAULT})")
-    parser.add_argument("--pod", metavar="NAMESPACE/NAME", type=_pod, help="explain one pod instead: why it does not start, or what it has")
+    parser.add_argument(
+        "--debug-listen", metavar="ADDR", help=f"where the agent serves /debug (default {_DEFAULT})"
+    )
+    parser.add_argument(
+        "--pod",
+        metavar="NAMESPACE/NAME",
+        type=_pod,
+        help="explain one pod instead: why it does not start, or what it has",
+    )
     parser.add_argument("--json", action="store_true", help="print the agent's answer as JSON")
-    parser.add_argument("--timeout", metavar="SECONDS", type=_seconds, default=5.0, help="how long to wait for the agent (default 5)")
+    parser.add_argument(
+        "--timeout",
+        metavar="SECONDS",
+        type=_seconds,
+        default=5.0,
+        help="how long to wait for the agent (default 5)",
+    )
     parser.set_defaults(run=run)
 
 
@@ -61,7 +80,8 @@ def run(arguments: argparse.Namespace) -> int:
 
     Raises:
         ConfigError: the address makes no sense.
-        AgentError: the agent cannot be reached, or another program answers; one line with the remedy.
+        AgentError: the agent cannot be reached, or another program answers; one line with the
+            remedy.
     """
     address = _address(arguments.debug_listen)
     path = f"/debug/explain?pod={urllib.parse.quote(arguments.pod)}" if arguments.pod else _PATH
@@ -70,12 +90,20 @@ def run(arguments: argparse.Namespace) -> int:
         text = page.explained(_decoded(body, Explanation, address, path))
     else:
         text = page.as_text(_decoded(body, Overview, address, path))
-    print(msgspec.json.format(body, indent=2).decode().strip() if arguments.json else text.rstrip("\n"))
+    print(
+        msgspec.json.format(body, indent=2).decode().strip()
+        if arguments.json
+        else text.rstrip("\n")
+    )
     return 0
 
 
 def _address(flag: str | None) -> Address:
-    given = ("--debug-listen", flag) if flag else (f"environment variable {ENVIRONMENT}", os.environ.get(ENVIRONMENT))
+    given = (
+        ("--debug-listen", flag)
+        if flag
+        else (f"environment variable {ENVIRONMENT}", os.environ.get(ENVIRONMENT))
+    )
     try:
         return parse(given[1] or _DEFAULT).reachable
     except ListenError as err:
@@ -90,20 +118,30 @@ def _fetch(address: Address, path: str, timeout_seconds: float) -> bytes:
         body = answer.read()
     except ConnectionRefusedError as err:
         raise AgentError(
-            f"cannot reach the agent at {address}: connection refused; is it running? If it listens elsewhere, say so with --debug-listen"
+            f"cannot reach the agent at {address}: connection refused; is it running? If it "
+            "listens elsewhere, say so with --debug-listen"
         ) from err
     except TimeoutError as err:
         raise AgentError(
-            f"the agent at {address} did not answer within {timeout_seconds:g} s; its log may say what holds it up (--timeout waits longer)"
+            f"the agent at {address} did not answer within {timeout_seconds:g} s; its log may say "
+            "what holds it up (--timeout waits longer)"
         ) from err
     except http.client.HTTPException as err:
-        raise AgentError(f"what listens at {address} does not speak HTTP ({type(err).__name__}); check --debug-listen") from err
+        raise AgentError(
+            f"what listens at {address} does not speak HTTP ({type(err).__name__}); check "
+            "--debug-listen"
+        ) from err
     except OSError as err:
-        raise AgentError(f"cannot reach the agent at {address}: {err.strerror or err}; check --debug-listen") from err
+        raise AgentError(
+            f"cannot reach the agent at {address}: {err.strerror or err}; check --debug-listen"
+        ) from err
     finally:
         connection.close()
     if answer.status != http.HTTPStatus.OK:
-        raise AgentError(f"{address} answers {path} with {answer.status} {answer.reason}; is that the agent's debug address?")
+        raise AgentError(
+            f"{address} answers {path} with {answer.status} {answer.reason}; is that the agent's "
+            "debug address?"
+        )
     return body
 
 
@@ -111,12 +149,17 @@ def _decoded(body: bytes, kind: type[T], address: Address, path: str) -> T:
     try:
         return msgspec.json.decode(body, type=kind)
     except msgspec.DecodeError as err:  # covers ValidationError
-        raise AgentError(f"{address} answers {path} with something that is not an agent's status ({err}); check --debug-listen") from err
+        raise AgentError(
+            f"{address} answers {path} with something that is not an agent's status ({err}); check "
+            "--debug-listen"
+        ) from err
 
 
 def _pod(text: str) -> str:
     if not _POD.match(text):
-        raise argparse.ArgumentTypeError(f"expected NAMESPACE/NAME, for example default/train-0, got {text[:60]!r}")
+        raise argparse.ArgumentTypeError(
+            f"expected NAMESPACE/NAME, for example default/train-0, got {text[:60]!r}"
+        )
     return text
 
 

@@ -1,1 +1,3 @@
-"""The API server: the watches, the writers, and the connection. Wired by `agent`; uses no other adapter."""
+"""The API server: the watches, the writers, and the connection. Wired by `agent`;
+uses no other adapter.
+"""

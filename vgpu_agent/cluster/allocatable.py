@@ -1,15 +1,16 @@
 """Healthy counts of our resources on our Node as soon as the kubelet has them.
 
 The kubelet counts the healthy ids of each resource and writes them into the Node every ten seconds
-(nodeStatusUpdateFrequency). Where several families share GPUs the counts change with each handover. A scheduler that
-uses an old count sends a pod that the kubelet can only fail. So the same number is written here when the kubelet has
-received the list. The kubelet's next look finds nothing to change. A count that is about to go down is written before
-the kubelet has the list. So no pod is sent to ids that are Healthy only for pods that are on their way already.
+(nodeStatusUpdateFrequency). Where several families share GPUs the counts change with each handover.
+A scheduler that uses an old count sends a pod that the kubelet can only fail. So the same number is
+written here when the kubelet has received the list. The kubelet's next look finds nothing to
+change. A count that is about to go down is written before the kubelet has the list. So no pod is
+sent to ids that are Healthy only for pods that are on their way already.
 
-The kubelet's own counts win: each count is written once for each list, only over a count that the kubelet has written
-before, and only while the kubelet has as many ids as the list. A count that the kubelet changes back stays, except
-one that it writes shortly before a new list, or at its very moment: that is the count of the list before. Built and
-run by `agent`.
+The kubelet's own counts win: each count is written once for each list, only over a count that the
+kubelet has written before, and only while the kubelet has as many ids as the list. A count that the
+kubelet changes back stays, except one that it writes shortly before a new list, or at its very
+moment: that is the count of the list before. Built and run by `agent`.
 """
 
 from __future__ import annotations
@@ -37,7 +38,8 @@ if TYPE_CHECKING:
 _LOOK_SECONDS = 10.0
 # kubelet takes over a list in milliseconds, and the lists of several resources change together.
 _COALESCING_SECONDS = 0.1
-# A Node is a large object that every scheduler and kubelet proxy of the cluster watches. A handover is a few writes within seconds.
+# A Node is a large object that every scheduler and kubelet proxy of the cluster watches. A handover
+# is a few writes within seconds.
 _APART_SECONDS = 1.0
 _AT_ONCE = 4
 # Writes of the kubelet later than this are counted with the new list.
@@ -66,7 +68,8 @@ class _Write:
 class AllocatableWriter:
     """The writer of ``status.allocatable`` for resources with a changed list.
 
-    State: the last count written of each resource. A new agent sends kubelet new lists, and leaves all before to kubelet.
+    State: the last count written of each resource. A new agent sends kubelet new lists, and leaves
+    all before to kubelet.
 
     Attributes:
         counts: for metrics.
@@ -101,7 +104,8 @@ class AllocatableWriter:
         self._uid = ""
         self._writes: dict[str, _Write] = {}
         self._backoffs: dict[str, Backoff] = {}
-        self._next_at = float("-inf")  # loop time at which a write would be due if all were equally far apart
+        # loop time at which a write would be due if all were equally far apart
+        self._next_at = float("-inf")
         self.counts = WriterStatus("allocatable")
 
     async def run(self, beat: Callable[[], None]) -> None:
@@ -114,7 +118,9 @@ class AllocatableWriter:
             await asyncio.sleep(_COALESCING_SECONDS)
 
     async def write_once(self) -> float:
-        """Write the counts that are due and may be written now; seconds after which to look again, if nothing happens before."""
+        """Write the counts that are due and may be written now;
+        seconds after which to look again, if nothing happens before.
+        """
         node = self._node.value
         if node is None:
             return _LOOK_SECONDS
@@ -122,8 +128,14 @@ class AllocatableWriter:
         if node.uid != self._uid:
             self._uid = node.uid
             self._writes.clear()
-        self._writes = {resource: write for resource, write in self._writes.items() if resource in sent}
-        due = {resource: counts for resource, counts in sent.items() if self._is_due(node, resource, counts)}
+        self._writes = {
+            resource: write for resource, write in self._writes.items() if resource in sent
+        }
+        due = {
+            resource: counts
+            for resource, counts in sent.items()
+            if self._is_due(node, resource, counts)
+        }
         self.counts.pending = len(due)
         if not due:
             return _LOOK_SECONDS
@@ -144,7 +156,11 @@ class AllocatableWriter:
         age_seconds = 0.0
         if last is not None:
             age_seconds = asyncio.get_running_loop().time() - last.at
-            last.shown = last.shown or same_quantity(allocatable, str(last.healthy)) or age_seconds > self._settings.request_timeout_seconds
+            last.shown = (
+                last.shown
+                or same_quantity(allocatable, str(last.healthy))
+                or age_seconds > self._settings.request_timeout_seconds
+            )
         if (last is None or last.shown) and same_quantity(allocatable, str(sent.offered)):
             self._note(resource, sent, shown=True)
             return False
@@ -154,12 +170,18 @@ class AllocatableWriter:
             return False
         if sent.offered < sent.healthy and same_quantity(allocatable, str(sent.healthy)):
             return True  # the kubelet does not have the shorter list yet
-        return bool(last.before) and same_quantity(allocatable, last.before) and age_seconds < _CROSSES_SECONDS
+        return (
+            bool(last.before)
+            and same_quantity(allocatable, last.before)
+            and age_seconds < _CROSSES_SECONDS
+        )
 
     def _note(self, resource: str, sent: SentCounts, *, shown: bool = False) -> None:
         last = self._writes.get(resource)
         before = str(last.sent) if last is not None and last.sent != sent.healthy else ""
-        self._writes[resource] = _Write(sent.offered, sent.healthy, asyncio.get_running_loop().time(), shown, before)
+        self._writes[resource] = _Write(
+            sent.offered, sent.healthy, asyncio.get_running_loop().time(), shown, before
+        )
 
     def _backoff(self, resource: str) -> Backoff:
         return self._backoffs.setdefault(resource, Backoff(self._settings))
@@ -184,7 +206,9 @@ class AllocatableWriter:
         self.counts.written += 1
         return None
 
-    def _done(self, resources: Sequence[str], due: Mapping[str, SentCounts], err: ClusterError | None) -> None:
+    def _done(
+        self, resources: Sequence[str], due: Mapping[str, SentCounts], err: ClusterError | None
+    ) -> None:
         for resource in resources:
             if err is None:
                 self._note(resource, due[resource])
@@ -194,7 +218,15 @@ class AllocatableWriter:
             self._backoff(resource).failed(err)
             if lasting(err):
                 text = (
-                    f"the API server refuses the count of {resource} in this Node's status ({err}), so kubelet alone writes it, every ten "
-                    "seconds; apply the ClusterRole and the policy in manifests/ of this version"
+                    f"the API server refuses the count of {resource} in this Node's status "
+                    f"({err}), so kubelet alone writes it, every ten seconds; apply the "
+                    "ClusterRole and the policy in manifests/ of this version"
                 )
-                self._complaints.say(resource, "allocatable.refused", "refused", level="warning", resource=resource, error=text)
+                self._complaints.say(
+                    resource,
+                    "allocatable.refused",
+                    "refused",
+                    level="warning",
+                    resource=resource,
+                    error=text,
+                )

@@ -1,8 +1,9 @@
-"""The meaning of an unexpected answer of the API server: one sentence each, with what a caller must know.
+"""The meaning of an unexpected answer of the API server:
+one sentence each, with what a caller must know.
 
-Used by `client` around every request. The server may answer with a Status object, a proxy before it with a page of
-HTML, the network with nothing. Each becomes a `ClusterError` whose text names the request, the cause and, where there
-is one, the remedy.
+Used by `client` around every request. The server may answer with a Status object, a proxy before it
+with a page of HTML, the network with nothing. Each becomes a `ClusterError` whose text names the
+request, the cause and, where there is one, the remedy.
 """
 
 from __future__ import annotations
@@ -29,9 +30,15 @@ _LONGEST_QUOTE = 200  # characters of a page that is no Status
 _LONGEST_RETRY_SECONDS = 3600.0
 _LONGEST_RETRY_HEADER = 40  # characters; a date has 29
 _LONGEST_CAUSE = 500  # characters of aiohttp's text, which may quote a URL or a header
-_RESOURCE = re.compile(r"/(?:api|apis/[^/]+)/[^/]+(?:/namespaces/[^/]+)?/(?P<resource>[^/]+)(?:/(?P<name>[^/]+))?(?:/(?P<sub>[^/]+))?")
+_RESOURCE = re.compile(
+    r"/(?:api|apis/[^/]+)/[^/]+(?:/namespaces/[^/]+)?/(?P<resource>[^/]+)(?:/(?P<name>[^/]+))?(?:/"
+    r"(?P<sub>[^/]+))?"
+)
 _REMEDIES = {
-    401: "the API server does not accept the agent's token or certificate; look at its service account, or at `kubeconfig`",
+    401: (
+        "the API server does not accept the agent's token or certificate; look at its service "
+        "account, or at `kubeconfig`"
+    ),
     403: "the agent's service account may not do that; its ClusterRole (manifests/) must allow it",
 }
 
@@ -51,15 +58,25 @@ class _Status(msgspec.Struct):
 
 
 def verb_and_resource(method: str, path: str, params: Mapping[str, str]) -> tuple[str, str]:
-    """Name a request in the words of Kubernetes' audit log: ``("watch", "pods")``, ``("patch", "nodes/status")``."""
+    """Name a request in the words of Kubernetes' audit log: ``("watch", "pods")``,
+    ``("patch", "nodes/status")``.
+    """
     found = _RESOURCE.fullmatch(path)
-    resource, name, sub = (found["resource"], found["name"], found["sub"]) if found else (path, "", "")
-    verbs = {"POST": "create", "PATCH": "patch", "GET": "watch" if params.get("watch") == "true" else "get" if name else "list"}
+    resource, name, sub = (
+        (found["resource"], found["name"], found["sub"]) if found else (path, "", "")
+    )
+    verbs = {
+        "POST": "create",
+        "PATCH": "patch",
+        "GET": "watch" if params.get("watch") == "true" else "get" if name else "list",
+    }
     return verbs.get(method, method.lower()), f"{resource}/{sub}" if sub else resource
 
 
 @contextlib.contextmanager
-def failures(method: str, path: str, seconds: float, *, server: str = "the API server") -> Iterator[None]:
+def failures(
+    method: str, path: str, seconds: float, *, server: str = "the API server"
+) -> Iterator[None]:
     """Turn what aiohttp raises into `ClusterError`.
 
     Args:
@@ -71,23 +88,41 @@ def failures(method: str, path: str, seconds: float, *, server: str = "the API s
     try:
         yield
     except aiohttp.ClientConnectorCertificateError as err:
-        why = f"its certificate is not trusted: {shortened(str(err.certificate_error), _LONGEST_CAUSE)}"
-        raise ClusterError(f"{method} {path}: {server}: {why}; compare it with the CA in `kubeconfig` or the service account") from err
+        why = (
+            "its certificate is not trusted: "
+            f"{shortened(str(err.certificate_error), _LONGEST_CAUSE)}"
+        )
+        raise ClusterError(
+            f"{method} {path}: {server}: {why}; compare it with the CA in `kubeconfig` or the "
+            "service account"
+        ) from err
     except aiohttp.ClientSSLError as err:
         raise ClusterError(f"{method} {path}: TLS with {server} failed: {_cause(err)}") from err
     except aiohttp.ClientConnectorDNSError as err:
-        raise ClusterError(f"{method} {path}: the name of {server} cannot be resolved: {_cause(err)}") from err
+        raise ClusterError(
+            f"{method} {path}: the name of {server} cannot be resolved: {_cause(err)}"
+        ) from err
     except aiohttp.ConnectionTimeoutError as err:
-        raise ClusterError(f"{method} {path}: {server} did not accept a connection in time (cluster.connectTimeoutSeconds)") from err
+        raise ClusterError(
+            f"{method} {path}: {server} did not accept a connection in time "
+            "(cluster.connectTimeoutSeconds)"
+        ) from err
     except TimeoutError as err:
-        raise ClusterError(f"{method} {path}: {server} has been silent for {seconds:g} s; the connection is given up") from err
+        raise ClusterError(
+            f"{method} {path}: {server} has been silent for {seconds:g} s; the connection is given "
+            "up"
+        ) from err
     except aiohttp.ClientConnectorError as err:
         # asyncio writes its own text over the system's.
         why = os.strerror(err.os_error.errno) if err.os_error.errno else _cause(err)
         raise ClusterError(f"{method} {path}: {server} cannot be reached: {why}") from err
     except (aiohttp.ClientError, OSError) as err:
-        raise ClusterError(f"{method} {path}: the connection to {server} broke: {_cause(err)}") from err
-    except ValueError as err:  # aiohttp's error for a URL or a header that it cannot send, and for HTTP that it cannot read
+        raise ClusterError(
+            f"{method} {path}: the connection to {server} broke: {_cause(err)}"
+        ) from err
+    except ValueError as err:
+        # aiohttp's error for a URL or a header that it cannot send, and for HTTP that it cannot
+        # read
         raise ClusterError(f"{method} {path}: cannot be asked of {server}: {_cause(err)}") from err
 
 
@@ -95,14 +130,16 @@ async def check(response: aiohttp.ClientResponse, method: str, path: str) -> Non
     """Let a success pass; may raise what `failures` turns into `ClusterError`, too.
 
     Raises:
-        ClusterError: anything else, with the HTTP status and the time that the server asked us to wait.
+        ClusterError: anything else, with the HTTP status and the time that the server asked us to
+            wait.
     """
     kind = response.content_type[:100]
     encoding = response.headers.get("Content-Encoding", "identity")
     if encoding.strip().lower() not in ("", "identity"):
         raise ClusterError(
-            f"{method} {path}: the answer is compressed ({quoted(encoding, 40)}), which was not asked for; it is not read, because a "
-            "small body could unfold into gigabytes; look for a proxy between this node and the API server",
+            f"{method} {path}: the answer is compressed ({quoted(encoding, 40)}), which was not "
+            "asked for; it is not read, because a small body could unfold into gigabytes; look for "
+            "a proxy between this node and the API server",
             status=0 if response.status // 100 == 2 else response.status,
         )
     if response.status // 100 == 2 and "html" not in kind:
@@ -113,17 +150,27 @@ async def check(response: aiohttp.ClientResponse, method: str, path: str) -> Non
     except (msgspec.MsgspecError, ValueError, RecursionError):
         status = _Status()
     if status.kind == "Status":
-        # Without our own header, which a server may repeat, before it is cut: half a token could not be recognised.
-        said = redacted(" ".join(": ".join(filter(None, (status.reason, status.message))).split()))[:_LONGEST_MESSAGE]
+        # Without our own header, which a server may repeat, before it is cut: half a token could
+        # not be recognised.
+        said = redacted(" ".join(": ".join(filter(None, (status.reason, status.message))).split()))[
+            :_LONGEST_MESSAGE
+        ]
         remedy = f"; {_REMEDIES[response.status]}" if response.status in _REMEDIES else ""
         text = f"{method} {path}: the API server answered {response.status} {said}{remedy}"
     else:
-        quote = redacted(" ".join(re.sub(rb"<[^>]*>", b" ", body).decode(errors="replace").split()))[:_LONGEST_QUOTE]
+        quote = redacted(
+            " ".join(re.sub(rb"<[^>]*>", b" ", body).decode(errors="replace").split())
+        )[:_LONGEST_QUOTE]
         text = (
-            f"{method} {path}: an answer that is not the API server's: HTTP {response.status}, {kind}, {quote!r}; "
-            "look for a proxy or a load balancer between this node and the API server"
+            f"{method} {path}: an answer that is not the API server's: HTTP {response.status}, "
+            f"{kind}, {quote!r}; look for a proxy or a load balancer between this node and the API "
+            "server"
         )
-    raise ClusterError(text, status=response.status, retry_after_seconds=_retry_after(response.headers.get("Retry-After", ""), status))
+    raise ClusterError(
+        text,
+        status=response.status,
+        retry_after_seconds=_retry_after(response.headers.get("Retry-After", ""), status),
+    )
 
 
 def refuses_credentials(err: ClusterError) -> bool:
@@ -132,11 +179,15 @@ def refuses_credentials(err: ClusterError) -> bool:
 
 
 def _retry_after(header: str, status: _Status) -> float:
-    """Return the seconds to wait by the header (a number, or a date) or the Status; an hour at most."""
+    """Return the seconds to wait by the header (a number, or a date) or the Status;
+    an hour at most.
+    """
     seconds = _seconds(header.strip())
     if status.details is not None and status.details.seconds:
         # Compared as whole numbers: one of 400 digits is no float.
-        seconds = max(seconds, float(max(0, min(status.details.seconds, int(_LONGEST_RETRY_SECONDS)))))
+        seconds = max(
+            seconds, float(max(0, min(status.details.seconds, int(_LONGEST_RETRY_SECONDS))))
+        )
     return min(seconds, _LONGEST_RETRY_SECONDS)
 
 

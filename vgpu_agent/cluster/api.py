@@ -1,8 +1,9 @@
-"""The API server as every writer and watcher of this package needs it, and the paths of the objects that may be touched.
+"""The API server as every writer and watcher of this package needs it,
+and the paths of the objects that may be touched.
 
-The writers (`node_publisher`, `pod_publisher`, `events`, `reschedule`) know the API server only through `Api`, so
-they are tested against a few lines of memory. `client` is the real one. Paths are those of core/v1 and policy/v1 as
-every Kubernetes since 1.22 serves them.
+The writers (`node_publisher`, `pod_publisher`, `events`, `reschedule`) know the API server only
+through `Api`, so they are tested against a few lines of memory. `client` is the real one. Paths are
+those of core/v1 and policy/v1 as every Kubernetes since 1.22 serves them.
 """
 
 from __future__ import annotations
@@ -17,15 +18,18 @@ if TYPE_CHECKING:
 class Api(Protocol):
     """The API server. Every call has a time limit of its own (`Cluster.request_timeout_seconds`).
 
-    All methods raise `ClusterError`: status 409 for a failed precondition (422 for another UID in a patch), 404 for an object that is
-    gone, 403 for a missing permission, 429 with ``retry_after_seconds`` for "later", 0 for no answer at all.
+    All methods raise `ClusterError`: status 409 for a failed precondition (422 for another UID in a
+    patch), 404 for an object that is gone, 403 for a missing permission, 429 with
+    ``retry_after_seconds`` for "later", 0 for no answer at all.
     """
 
     async def get(self, path: str, params: Mapping[str, str] | None = None) -> bytes:
         """The object at ``path``, as JSON."""
         ...
 
-    async def patch(self, path: str, body: Mapping[str, Any], *, params: Mapping[str, str] | None = None) -> bytes:
+    async def patch(
+        self, path: str, body: Mapping[str, Any], *, params: Mapping[str, str] | None = None
+    ) -> bytes:
         """Change the object at ``path`` by a merge patch (RFC 7386); return the changed object."""
         ...
 

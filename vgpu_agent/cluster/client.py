@@ -1,12 +1,14 @@
-"""Requests to the API server: bytes in, bytes out, every failure one `ClusterError` with one clear sentence.
+"""Requests to the API server: bytes in, bytes out,
+every failure one `ClusterError` with one clear sentence.
 
-Built by `agent` when there are `credentials`. The watchers and writers of this package ask through it (`api.Api`),
-and nothing else in the agent uses an HTTP client. Its additions to aiohttp: a time limit on everything, tokens and
-CAs that change while we run, a limit on the bytes of each answer and of each line of a watch, no compression, no
-redirects, no proxy from the environment, and a count of requests.
+Built by `agent` when there are `credentials`. The watchers and writers of this package ask through
+it (`api.Api`), and nothing else in the agent uses an HTTP client. Its additions to aiohttp: a time
+limit on everything, tokens and CAs that change while we run, a limit on the bytes of each answer
+and of each line of a watch, no compression, no redirects, no proxy from the environment, and a
+count of requests.
 
-Nothing is tried again here, except once with fresh credentials when the API server refuses ours. Callers decide when
-to ask again.
+Nothing is tried again here, except once with fresh credentials when the API server refuses ours.
+Callers decide when to ask again.
 """
 
 from __future__ import annotations
@@ -42,12 +44,13 @@ _WATCH_SECONDS = 1800.0  # the API server's limit for a watch without a timeout 
 class ApiClient:
     """The API server, as one HTTP client.
 
-    State: the connections, made for one set of credentials; when server or TLS files have changed, new requests get new connections, and
-    the old ones are closed when the last request on them has ended.
+    State: the connections, made for one set of credentials; when server or TLS files have changed,
+    new requests get new connections, and the old ones are closed when the last request on them has
+    ended.
 
     Attributes:
-        requests: how many were made, by verb (``get``, ``list``, ``watch``, ``patch``, ``create``), resource (``pods``, ``nodes/status``)
-            and outcome: the HTTP status, or ``no answer``.
+        requests: how many were made, by verb (``get``, ``list``, ``watch``, ``patch``, ``create``),
+            resource (``pods``, ``nodes/status``) and outcome: the HTTP status, or ``no answer``.
     """
 
     def __init__(self, credentials: Credentials, settings: Cluster) -> None:
@@ -65,14 +68,19 @@ class ApiClient:
         """
         return await self._ask("GET", path, params=params)
 
-    async def patch(self, path: str, body: Mapping[str, Any], *, params: Mapping[str, str] | None = None) -> bytes:
-        """Change the object at ``path`` by a JSON merge patch (RFC 7386); return the changed object.
+    async def patch(
+        self, path: str, body: Mapping[str, Any], *, params: Mapping[str, str] | None = None
+    ) -> bytes:
+        """Change the object at ``path`` by a JSON merge patch (RFC 7386);
+        return the changed object.
 
         Raises:
-            ClusterError: anything but success; 409 when ``metadata.resourceVersion`` in the body is not the object's, 422 when
-                ``metadata.uid`` is not.
+            ClusterError: anything but success; 409 when ``metadata.resourceVersion`` in the body is
+                not the object's, 422 when ``metadata.uid`` is not.
         """
-        return await self._ask("PATCH", path, params=params, body=body, content_type="application/merge-patch+json")
+        return await self._ask(
+            "PATCH", path, params=params, body=body, content_type="application/merge-patch+json"
+        )
 
     async def post(self, path: str, body: Mapping[str, Any]) -> bytes:
         """Create ``body`` in the collection or subresource at ``path``; return the answer.
@@ -86,30 +94,43 @@ class ApiClient:
         """Yield the list at ``path``, in pieces as they arrive, to save memory.
 
         Raises:
-            ClusterError: anything else than success, a pause as long as the time limit of a request, or more than `LONGEST_LIST_BYTES`.
+            ClusterError: anything else than success, a pause as long as the time limit of a
+                request, or more than `LONGEST_LIST_BYTES`.
         """
         seconds = self._settings.request_timeout_seconds
-        timeout = aiohttp.ClientTimeout(total=_LIST_TIMES * seconds, sock_connect=self._settings.connect_timeout_seconds, sock_read=seconds)
+        timeout = aiohttp.ClientTimeout(
+            total=_LIST_TIMES * seconds,
+            sock_connect=self._settings.connect_timeout_seconds,
+            sock_read=seconds,
+        )
         async with self._answered("GET", path, timeout, params=params) as response:
             with answers.failures("GET", path, seconds):
                 async for chunk in _limited(response.content, "GET", path, LONGEST_LIST_BYTES):
                     yield chunk
 
     async def lines(self, path: str, params: Mapping[str, str]) -> AsyncGenerator[bytes, None]:
-        """Yield the lines of a watch, until the API server ends it; close the iterator (``contextlib.aclosing``) to end it earlier.
+        """Yield the lines of a watch, until the API server ends it; close the iterator
+        (``contextlib.aclosing``) to end it earlier.
 
-        The first line is empty and ours: the API server has accepted the watch, though it may send nothing for a
-        minute.
+        The first line is empty and ours: the API server has accepted the watch, though it may send
+        nothing for a minute.
 
         Args:
             path: of the collection.
-            params: of the query; ``timeoutSeconds`` among them is the silence after which the connection counts as dead.
+            params: of the query; ``timeoutSeconds`` among them is the silence after which the
+                connection counts as dead.
 
         Raises:
-            ClusterError: it could not begin, broke off, was silent for too long, or a line is longer than `LONGEST_LINE_BYTES`.
+            ClusterError: it could not begin, broke off, was silent for too long, or a line is
+                longer than `LONGEST_LINE_BYTES`.
         """
-        silence = float(params.get("timeoutSeconds") or _WATCH_SECONDS) + self._settings.watch_silence_seconds
-        timeout = aiohttp.ClientTimeout(total=None, sock_connect=self._settings.connect_timeout_seconds, sock_read=silence)
+        silence = (
+            float(params.get("timeoutSeconds") or _WATCH_SECONDS)
+            + self._settings.watch_silence_seconds
+        )
+        timeout = aiohttp.ClientTimeout(
+            total=None, sock_connect=self._settings.connect_timeout_seconds, sock_read=silence
+        )
         async with self._answered("GET", path, timeout, params=params) as response:
             yield b""
             with answers.failures("GET", path, silence):
@@ -133,9 +154,13 @@ class ApiClient:
         content_type: str = "",
     ) -> bytes:
         seconds = self._settings.request_timeout_seconds
-        timeout = aiohttp.ClientTimeout(total=seconds, sock_connect=self._settings.connect_timeout_seconds)
+        timeout = aiohttp.ClientTimeout(
+            total=seconds, sock_connect=self._settings.connect_timeout_seconds
+        )
         encoded = None if body is None else msgspec.json.encode(body)
-        async with self._answered(method, path, timeout, params=params, data=encoded, content_type=content_type) as response:
+        async with self._answered(
+            method, path, timeout, params=params, data=encoded, content_type=content_type
+        ) as response:
             with answers.failures(method, path, seconds):
                 kept = bytearray()
                 async for chunk in _limited(response.content, method, path, LONGEST_OBJECT_BYTES):
@@ -163,7 +188,9 @@ class ApiClient:
                 headers["Content-Type"] = content_type
             try:
                 seconds = self._settings.request_timeout_seconds
-                response = await connections.request(method, path, limits, seconds, params=params, data=data, headers=headers)
+                response = await connections.request(
+                    method, path, limits, seconds, params=params, data=data, headers=headers
+                )
             except ClusterError as err:
                 self.requests[verb, resource, str(err.status or "no answer")] += 1
                 raise
@@ -174,7 +201,10 @@ class ApiClient:
         try:
             connections, response = await ask(access)
         except ClusterError as err:
-            if not answers.refuses_credentials(err) or (newer := await self._credentials.access(fresh=True)) == access:
+            if (
+                not answers.refuses_credentials(err)
+                or (newer := await self._credentials.access(fresh=True)) == access
+            ):
                 raise
             connections, response = await ask(newer)
         try:
@@ -196,14 +226,19 @@ class ApiClient:
             return current
 
 
-async def _limited(content: aiohttp.StreamReader, method: str, path: str, most_bytes: int) -> AsyncGenerator[bytes, None]:
+async def _limited(
+    content: aiohttp.StreamReader, method: str, path: str, most_bytes: int
+) -> AsyncGenerator[bytes, None]:
     """The pieces of a body that is not longer than ``most_bytes``."""
     read = 0
     async for chunk in content.iter_any():
         read += len(chunk)
         if read > most_bytes:
             text = f"the answer has more than {most_bytes >> 20} MiB; it is given up"
-            raise ClusterError(f"{method} {path}: {text}; look for what stands between this node and the API server")
+            raise ClusterError(
+                f"{method} {path}: {text}; look for what stands between this node and the API "
+                "server"
+            )
         yield chunk
         await asyncio.sleep(0)  # an answer that never stops must not be all that this loop does
 
@@ -215,11 +250,15 @@ async def _split(content: aiohttp.StreamReader, path: str) -> AsyncGenerator[byt
         first, *others = chunk.split(b"\n")
         rest += first
         for part in others:
-            line, rest = bytes(rest), bytearray(part)  # nothing is kept twice while the line is looked at
+            # nothing is kept twice while the line is looked at
+            line, rest = bytes(rest), bytearray(part)
             if line.strip():
                 yield line
             del line
         if len(rest) > LONGEST_LINE_BYTES:
-            raise ClusterError(f"GET {path}: the watch sent a line of more than {LONGEST_LINE_BYTES >> 20} MiB; it is given up")
+            raise ClusterError(
+                f"GET {path}: the watch sent a line of more than {LONGEST_LINE_BYTES >> 20} MiB; "
+                "it is given up"
+            )
     if rest.strip():
         yield bytes(rest)

@@ -1,11 +1,13 @@
-"""The ConfigMap in which clusters with volcano-vgpu-device-plugin keep its settings, read where that plugin reads them.
+"""The ConfigMap in which clusters with volcano-vgpu-device-plugin keep its settings,
+read where that plugin reads them.
 
-Built by `agent`, which runs it as a supervised loop and passes the text to `families.volcano_vgpu.files`. Nothing here
-interprets the text.
+Built by `agent`, which runs it as a supervised loop and passes the text to
+`families.volcano_vgpu.files`. Nothing here interprets the text.
 
-The namespaces are looked at in order, and the first that has the ConfigMap wins, whenever it comes: what a node offers must not depend on
-which of two ConfigMaps was there when its agent started. So the first namespace is watched always, and a later one only while none before
-it has the ConfigMap. Each watch is of one object by its name, which is all that the agent's role allows.
+The namespaces are looked at in order, and the first that has the ConfigMap wins, whenever it comes:
+what a node offers must not depend on which of two ConfigMaps was there when its agent started. So
+the first namespace is watched always, and a later one only while none before it has the ConfigMap.
+Each watch is of one object by its name, which is all that the agent's role allows.
 """
 
 from __future__ import annotations
@@ -33,8 +35,8 @@ class ConfigMapWatch:
     """One key of the first ConfigMap of that name.
 
     Attributes:
-        text: the value of the key; empty where the ConfigMap has no such key, which is a mistake; None while there is no such
-            ConfigMap, and before the first answer.
+        text: the value of the key; empty where the ConfigMap has no such key, which is a mistake;
+            None while there is no such ConfigMap, and before the first answer.
         namespace: where ``text`` is from; empty for nowhere.
         synced: it is known where ``text`` is from, or that there is none.
         name: the ConfigMap's name.
@@ -59,14 +61,19 @@ class ConfigMapWatch:
         self.expected_in = expected_in
         self._journal = journal
         self._changes = ChangeFilter()
-        self._places = [_Place(source, namespace, name, settings, journal) for namespace in namespaces]
+        self._places = [
+            _Place(source, namespace, name, settings, journal) for namespace in namespaces
+        ]
         for place in self._places:
-            # In one of the usual namespaces the role may be missing; in the one that was asked for that is a mistake.
+            # In one of the usual namespaces the role may be missing; in the one that was asked for
+            # that is a mistake.
             place.reflector.status.essential = place.namespace == expected_in
 
     @property
     def statuses(self) -> dict[str, WatchStatus]:
-        """The state of each watch, by namespace; a later namespace is not watched while an earlier one has the ConfigMap."""
+        """The state of each watch, by namespace;
+        a later namespace is not watched while an earlier one has the ConfigMap.
+        """
         return {place.namespace: place.reflector.status for place in self._places}
 
     @property
@@ -79,10 +86,18 @@ class ConfigMapWatch:
         async with asyncio.TaskGroup() as group:
             tasks: dict[str, asyncio.Task[None]] = {}
             while True:
-                versions = Versions(*(latest for place in self._places for latest in (place.found, place.reflector.trouble)))
+                versions = Versions(
+                    *(
+                        latest
+                        for place in self._places
+                        for latest in (place.found, place.reflector.trouble)
+                    )
+                )
                 for place in self._wanted():
                     if place.namespace not in tasks:
-                        tasks[place.namespace] = group.create_task(place.reflector.run(beat), name=f"config map in {place.namespace}")
+                        tasks[place.namespace] = group.create_task(
+                            place.reflector.run(beat), name=f"config map in {place.namespace}"
+                        )
                 for place in self._places[len(self._wanted()) :]:
                     if place.namespace in tasks:
                         tasks.pop(place.namespace).cancel()
@@ -99,7 +114,9 @@ class ConfigMapWatch:
         return self._places
 
     def _settled(self) -> bool:
-        """Tell whether the known places decide: each place that is searched has answered, or may not be read."""
+        """Tell whether the known places decide:
+        each place that is searched has answered, or may not be read.
+        """
         return all(place.found.value is not None or place.forbidden for place in self._wanted())
 
     def _publish(self) -> None:
@@ -110,16 +127,26 @@ class ConfigMapWatch:
         self._say()
         if found and text is None:
             where = f"{self.namespace}/{self.name}"
-            error = f"the ConfigMap {where} has no key {self._key!r}; add it, or delete the ConfigMap"
-            self._journal.record("cluster.config_map_without_key", level="warning", config_map=where, error=error)
+            error = (
+                f"the ConfigMap {where} has no key {self._key!r}; add it, or delete the ConfigMap"
+            )
+            self._journal.record(
+                "cluster.config_map_without_key", level="warning", config_map=where, error=error
+            )
             text = ""
         if text != self.text.value:
             self.text.publish(text)
         self.synced.set()
 
     def _say(self) -> None:
-        """Report where the ConfigMap is, once and whenever it changes. Without one, report the places that may not be read."""
-        hidden = () if self.namespace else tuple(place.namespace for place in self._places if place.forbidden)
+        """Report where the ConfigMap is, once and whenever it changes.
+        Without one, report the places that may not be read.
+        """
+        hidden = (
+            ()
+            if self.namespace
+            else tuple(place.namespace for place in self._places if place.forbidden)
+        )
         if not self._changes.is_new("place", (self.namespace, hidden)):
             return
         if self.namespace:
@@ -131,7 +158,14 @@ class ConfigMapWatch:
                 namespaces=[place.namespace for place in self._places if not place.forbidden],
                 forbidden_namespaces=list(hidden),
                 in_force="the agent's own settings",
-                remedy=f"if there is a {self.name} in {' or '.join(hidden)}, allow to read it (components/volcano)" if hidden else "",
+                remedy=(
+                    (
+                        f"if there is a {self.name} in {' or '.join(hidden)}, allow to read it "
+                        "(components/volcano)"
+                    )
+                    if hidden
+                    else ""
+                ),
             )
 
 
@@ -141,17 +175,30 @@ class _Place:
     ``found`` is None before the first answer, and an empty mapping when there is no such ConfigMap.
     """
 
-    def __init__(self, source: Source, namespace: str, name: str, settings: Cluster, journal: Journal) -> None:
+    def __init__(
+        self, source: Source, namespace: str, name: str, settings: Cluster, journal: Journal
+    ) -> None:
         self.namespace = namespace
         self.found: Latest[Mapping[str, str] | None] = Latest(None)
         path = f"/api/v1/namespaces/{namespace}/configmaps"
         scope = Scope.single(f"ConfigMap {namespace}/{name}", path, name)
-        # In a namespace that is not used for this, the role is missing, and `ConfigMapWatch` reports it when it matters.
-        self.reflector = Reflector(source, scope, decode.config_map, self, settings=settings, journal=journal, expected=(_FORBIDDEN,))
+        # In a namespace that is not used for this, the role is missing, and `ConfigMapWatch`
+        # reports it when it matters.
+        self.reflector = Reflector(
+            source,
+            scope,
+            decode.config_map,
+            self,
+            settings=settings,
+            journal=journal,
+            expected=(_FORBIDDEN,),
+        )
 
     @property
     def forbidden(self) -> bool:
-        """Tell whether the agent's role may not read there. In a namespace without this ConfigMap that is expected."""
+        """Tell whether the agent's role may not read there.
+        In a namespace without this ConfigMap that is expected.
+        """
         trouble = self.reflector.trouble.value
         return trouble is not None and trouble.status == _FORBIDDEN
 

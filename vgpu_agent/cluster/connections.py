@@ -1,7 +1,8 @@
-"""One set of TCP connections to the API server, made with one set of TLS files, and the requests over them.
+"""One set of TCP connections to the API server, made with one set of TLS files,
+and the requests over them.
 
-Used by `client`, which makes another set when the credentials' files have changed and closes this one when its last
-request has ended.
+Used by `client`, which makes another set when the credentials' files have changed and closes this
+one when its last request has ended.
 """
 
 from __future__ import annotations
@@ -29,7 +30,8 @@ class Connections:
     """The connections that were made with one set of TLS files; build them with `opened`.
 
     Attributes:
-        users: the number of requests that use them; a request is counted before another one can replace them.
+        users: the number of requests that use them; a request is counted before another one can
+            replace them.
     """
 
     def __init__(self, access: Access, context: ssl.SSLContext | None) -> None:
@@ -39,10 +41,16 @@ class Connections:
         self._responses: set[aiohttp.ClientResponse] = set()
         self._session = aiohttp.ClientSession(
             connector=aiohttp.TCPConnector(ssl=context or True),
-            headers={"User-Agent": f"vgpu-agent/{__version__}", "Accept": "application/json", "Accept-Encoding": "identity"},
+            headers={
+                "User-Agent": f"vgpu-agent/{__version__}",
+                "Accept": "application/json",
+                "Accept-Encoding": "identity",
+            },
             read_bufsize=_READ_BYTES,
-            auto_decompress=False,  # nothing compressed is asked for, and a small body could unfold into a huge one
-            trust_env=False,  # a stray HTTPS_PROXY on the node must not come between us and the API server
+            # nothing compressed is asked for, and a small body could unfold into a huge one
+            auto_decompress=False,
+            # a stray HTTPS_PROXY on the node must not come between us and the API server
+            trust_env=False,
             cookie_jar=aiohttp.DummyCookieJar(),
         )
 
@@ -53,7 +61,12 @@ class Connections:
         Raises:
             ClusterError: a TLS file is missing or holds no certificate.
         """
-        return cls(access, await asyncio.to_thread(_ssl_context, access) if access.server.startswith("https:") else None)
+        return cls(
+            access,
+            await asyncio.to_thread(_ssl_context, access)
+            if access.server.startswith("https:")
+            else None,
+        )
 
     @property
     def closed(self) -> bool:
@@ -61,8 +74,12 @@ class Connections:
         return self._session.closed
 
     def suits(self, access: Access) -> bool:
-        """Tell whether these connections lead to where ``access`` leads. The token is sent anew with each request."""
-        return dataclasses.replace(access, authorization="") == dataclasses.replace(self._access, authorization="")
+        """Tell whether these connections lead to where ``access`` leads.
+        The token is sent anew with each request.
+        """
+        return dataclasses.replace(access, authorization="") == dataclasses.replace(
+            self._access, authorization=""
+        )
 
     async def request(
         self,
@@ -147,8 +164,12 @@ def _ssl_context(access: Access) -> ssl.SSLContext:
             context.load_cert_chain(access.certificate_file, access.key_file or None)
     except (OSError, ValueError) as err:  # ssl.SSLError is an OSError
         files = ", ".join(filter(None, (access.ca_file, access.certificate_file, access.key_file)))
-        raise ClusterError(f"the TLS files for the API server ({files}) cannot be used: {err}; look into them with openssl x509") from err
-    # Python 3.13 began to insist on extensions that the CAs of many clusters do not have and that no other Kubernetes client asks for.
+        raise ClusterError(
+            f"the TLS files for the API server ({files}) cannot be used: {err}; look into them "
+            "with openssl x509"
+        ) from err
+    # Python 3.13 began to insist on extensions that the CAs of many clusters do not have and that
+    # no other Kubernetes client asks for.
     context.verify_flags &= ~ssl.VERIFY_X509_STRICT
     if not access.verify:
         context.check_hostname = False

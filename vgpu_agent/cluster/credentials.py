@@ -1,13 +1,14 @@
-"""The API server's address and the agent's credentials: from a kubeconfig file, or from the service account of its pod.
+"""The API server's address and the agent's credentials:
+from a kubeconfig file, or from the service account of its pod.
 
-`agent` asks `credentials` whether there are any, and passes them to `client`, which asks for an `Access` before each
-request. Tokens of service accounts live an hour and their CA can be exchanged while the agent runs. The files are
-therefore read again every minute in which there is a request, and at once when the API server refuses the
-credentials.
+`agent` asks `credentials` whether there are any, and passes them to `client`, which asks for an
+`Access` before each request. Tokens of service accounts live an hour and their CA can be exchanged
+while the agent runs. The files are therefore read again every minute in which there is a request,
+and at once when the API server refuses the credentials.
 
-In a cluster that is one token file, one CA file and an address in the environment. A kubeconfig is read by
-kubernetes_asyncio, which knows credential plugins and the rest. It is imported only then: it takes 38 MiB and some
-tenths of a second.
+In a cluster that is one token file, one CA file and an address in the environment. A kubeconfig is
+read by kubernetes_asyncio, which knows credential plugins and the rest. It is imported only then:
+it takes 38 MiB and some tenths of a second.
 """
 
 from __future__ import annotations
@@ -28,10 +29,12 @@ if TYPE_CHECKING:
 
     from vgpu_agent.config.settings import Settings
 
-# Where kubelet mounts a pod's service account: a path of the Kubernetes API, the same on every node.
+# Where kubelet mounts a pod's service account: a path of the Kubernetes API, the same on every
+# node.
 SERVICE_ACCOUNT = Path("/var/run/secrets/kubernetes.io/serviceaccount")
 
-# kubelet renews a token when a fifth of its life is left, twelve minutes of an hour; a minute is far inside that.
+# kubelet renews a token when a fifth of its life is left, twelve minutes of an hour; a minute is
+# far inside that.
 _REREAD_SECONDS = 60.0
 _LONGEST_REASON = 300  # characters
 
@@ -48,7 +51,8 @@ class Access:
         key_file: its key.
         verify: whether the server's certificate is checked at all.
         server_name: the name that its certificate must have; empty for the host in ``server``.
-        proxy: URL of a proxy that the kubeconfig names; empty for none. The environment is never read.
+        proxy: URL of a proxy that the kubeconfig names; empty for none. The environment is never
+            read.
         tls_fingerprint: changes with the content of any of the files.
     """
 
@@ -66,8 +70,8 @@ class Access:
 class Credentials:
     """An `Access` that is read again while the agent runs.
 
-    State: the last one and when it was read, on the event loop's clock. A reading that fails leaves the last one in use for as long as
-    the API server accepts it.
+    State: the last one and when it was read, on the event loop's clock. A reading that fails leaves
+    the last one in use for as long as the API server accepts it.
 
     Args:
         read: reads the files; called in a thread, raises `ClusterError`.
@@ -103,7 +107,10 @@ class Credentials:
 
 
 def credentials(
-    settings: Settings, *, environment: Mapping[str, str] = os.environ, service_account: Path = SERVICE_ACCOUNT
+    settings: Settings,
+    *,
+    environment: Mapping[str, str] = os.environ,
+    service_account: Path = SERVICE_ACCOUNT,
 ) -> Credentials | None:
     """Find the credentials of this agent; None when it has none, or must not use them.
 
@@ -120,22 +127,37 @@ def credentials(
         path = settings.kubeconfig
         return Credentials(lambda: _from_kubeconfig(path), f"kubeconfig {path}")
     if environment.get("KUBERNETES_SERVICE_HOST") and (service_account / "token").is_file():
-        return Credentials(lambda: _from_service_account(environment, service_account), f"service account in {service_account}")
+        return Credentials(
+            lambda: _from_service_account(environment, service_account),
+            f"service account in {service_account}",
+        )
     return None
 
 
 def _from_kubeconfig(path: str) -> Access:
     """Read a kubeconfig; a credential plugin that it names is run."""
     if not Path(path).is_file():
-        raise ClusterError(f"kubeconfig {path} does not exist; set `kubeconfig` to a file that does, or leave it empty")
-    from kubernetes_asyncio.client import Configuration  # noqa: PLC0415 - see the module's docstring
+        raise ClusterError(
+            f"kubeconfig {path} does not exist; set `kubeconfig` to a file that does, or leave it "
+            "empty"
+        )
+    # see the module's docstring
+    from kubernetes_asyncio.client import Configuration  # noqa: PLC0415
     from kubernetes_asyncio.config import load_kube_config  # noqa: PLC0415
 
     configuration = Configuration()
     try:
         # In a thread of its own, because the library reads files in its coroutine.
-        asyncio.run(load_kube_config(config_file=path, client_configuration=configuration, persist_config=False))
-        files = [configuration.ssl_ca_cert or "", configuration.cert_file or "", configuration.key_file or ""]
+        asyncio.run(
+            load_kube_config(
+                config_file=path, client_configuration=configuration, persist_config=False
+            )
+        )
+        files = [
+            configuration.ssl_ca_cert or "",
+            configuration.cert_file or "",
+            configuration.key_file or "",
+        ]
         return Access(
             server=(configuration.host or "").rstrip("/"),
             authorization=_authorization(configuration.api_key.get("BearerToken") or ""),
@@ -147,13 +169,20 @@ def _from_kubeconfig(path: str) -> Access:
             proxy=configuration.proxy or "",
             tls_fingerprint=_fingerprint(files),
         )
-    except Exception as err:  # noqa: BLE001 - the library indexes and parses its way through the file: all it raises means "no good file"
+    except Exception as err:  # noqa: BLE001
+        # the library indexes and parses its way through the file: all it raises means "no good
+        # file"
         # Without its cause: its text may quote the file, or what a credential plugin wrote.
-        raise ClusterError(f"kubeconfig {path} cannot be used: {_why(err)}; try it with kubectl --kubeconfig {path} get nodes") from None
+        raise ClusterError(
+            f"kubeconfig {path} cannot be used: {_why(err)}; try it with kubectl --kubeconfig "
+            f"{path} get nodes"
+        ) from None
 
 
 def _from_service_account(environment: Mapping[str, str], directory: Path) -> Access:
-    """Read the files that the kubelet mounts into a pod; the API server's address is in the environment of every container."""
+    """Read the files that the kubelet mounts into a pod; the API server's address is in the
+    environment of every container.
+    """
     host, port = (environment.get(f"KUBERNETES_SERVICE_{part}", "") for part in ("HOST", "PORT"))
     ca_file = str(directory / "ca.crt")
     try:
@@ -163,10 +192,17 @@ def _from_service_account(environment: Mapping[str, str], directory: Path) -> Ac
         token = fingerprint = ""
         trouble = _why(err)
     else:
-        trouble = "its token is empty" if not token else "" if port else "KUBERNETES_SERVICE_PORT is not set"
+        trouble = (
+            "its token is empty"
+            if not token
+            else ""
+            if port
+            else "KUBERNETES_SERVICE_PORT is not set"
+        )
     if trouble:  # raised out here, so that the error knows nothing of what was read
         raise ClusterError(
-            f"the service account in {directory} cannot be used: {trouble}; the agent's pod needs automountServiceAccountToken: true"
+            f"the service account in {directory} cannot be used: {trouble}; the agent's pod needs "
+            "automountServiceAccountToken: true"
         )
     return Access(
         server=f"https://{f'[{host}]' if ':' in host else host}:{port}",
@@ -177,24 +213,37 @@ def _from_service_account(environment: Mapping[str, str], directory: Path) -> Ac
 
 
 # Errors of kubernetes_asyncio about a kubeconfig with the names in it and without its values.
-_HARMLESS = re.compile(r"Invalid kube-config file\.|File does not |oidc: No valid |exec: process returned -?\d+")
+_HARMLESS = re.compile(
+    r"Invalid kube-config file\.|File does not |oidc: No valid |exec: process returned -?\d+"
+)
 
 
 def _why(err: Exception) -> str:
     """Return the reason why credentials cannot be used, without a value from them."""
     if isinstance(err, OSError):
-        return ": ".join(filter(None, (str(err.filename or ""), err.strerror or type(err).__name__)))
+        return ": ".join(
+            filter(None, (str(err.filename or ""), err.strerror or type(err).__name__))
+        )
     mark = getattr(err, "problem_mark", None)
     if mark is not None:  # of a YAML parser, whose text shows the line
         return f"line {mark.line + 1}, column {mark.column + 1} is no YAML"
     text = " ".join(str(err).split())
     if text.startswith("exec:"):
-        return f"its credential plugin failed ({found[0] if (found := _HARMLESS.match(text)) else 'no usable answer'})"
-    return shortened(text, _LONGEST_REASON) if _HARMLESS.match(text) else f"it is not in the expected form ({type(err).__name__})"
+        return (
+            "its credential plugin failed "
+            f"({found[0] if (found := _HARMLESS.match(text)) else 'no usable answer'})"
+        )
+    return (
+        shortened(text, _LONGEST_REASON)
+        if _HARMLESS.match(text)
+        else f"it is not in the expected form ({type(err).__name__})"
+    )
 
 
 def _authorization(value: str) -> str:
-    """Return ``value`` as a header can carry it, hidden in every log line from now on; editors end files of tokens with newlines."""
+    """Return ``value`` as a header can carry it, hidden in every log line from now on; editors end
+    files of tokens with newlines.
+    """
     authorization = " ".join(value.split())
     conceal(authorization)
     return authorization

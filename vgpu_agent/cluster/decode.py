@@ -1,12 +1,15 @@
-"""The decoder of the API server's JSON into `Pod`, `Node` and plain text, through structs of the used fields only.
+"""The decoder of the API server's JSON into `Pod`, `Node` and plain text,
+through structs of the used fields only.
 
-Called by `reflector` and the watches for each object. A node's pods are some hundred objects of which 98 % is of no
-interest here; msgspec skips that without building it. Of a pod only the annotations and variables are kept that
-families name (`families.pod_annotations`), and of those a bounded amount, about 100 KiB a pod at most: a tenant may
-send 1.5 MiB. An unreadable object raises a `ClusterError` that names it as far as possible, and no other exception:
-one unreadable pod must not cost the others.
+Called by `reflector` and the watches for each object. A node's pods are some hundred objects of
+which 98 % is of no interest here; msgspec skips that without building it. Of a pod only the
+annotations and variables are kept that families name (`families.pod_annotations`), and of those a
+bounded amount, about 100 KiB a pod at most: a tenant may send 1.5 MiB. An unreadable object raises
+a `ClusterError` that names it as far as possible, and no other exception: one unreadable pod must
+not cost the others.
 
-Fields are those of core/v1 (https://kubernetes.io/docs/reference/kubernetes-api/), which may be missing or null wherever Go omits them.
+Fields are those of core/v1 (https://kubernetes.io/docs/reference/kubernetes-api/), which may be
+missing or null wherever Go omits them.
 """
 
 from __future__ import annotations
@@ -22,7 +25,14 @@ from vgpu_agent.cluster.quantities import whole_number
 from vgpu_agent.errors import ClusterError, quoted, shortened
 from vgpu_agent.families.pod_annotations import ANNOTATIONS, LABELS, RESOURCE_PREFIXES, VARIABLES
 from vgpu_agent.nodes import Node
-from vgpu_agent.pods import ContainerKind, Pod, PodContainer, is_container_name, is_object_name, is_uid
+from vgpu_agent.pods import (
+    ContainerKind,
+    Pod,
+    PodContainer,
+    is_container_name,
+    is_object_name,
+    is_uid,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -31,7 +41,8 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-# Of one pod. Names are as long as Kubernetes allows; a real pod has a few containers, and each a few extended resources.
+# Of one pod. Names are as long as Kubernetes allows; a real pod has a few containers, and each a
+# few extended resources.
 _LONGEST_NAME = 253
 _LONGEST_VERSION = 256
 _LONGEST_RESOURCE = 317  # DNS subdomain, slash, 63 characters
@@ -51,15 +62,22 @@ class _Struct(msgspec.Struct, rename="camel"):
     """Kubernetes writes camelCase."""
 
 
-# Fields are called by their place, because keys are no identifiers; other fields are skipped unread.
+# Fields are called by their place, because keys are no identifiers; other fields are skipped
+# unread.
 _Annotations = msgspec.defstruct(
     "_Annotations",
-    [(f"a{place}", str | None, msgspec.field(default=None, name=key)) for place, key in enumerate(ANNOTATIONS)],
+    [
+        (f"a{place}", str | None, msgspec.field(default=None, name=key))
+        for place, key in enumerate(ANNOTATIONS)
+    ],
     namespace={"__doc__": "The annotations of a pod that are of use to anybody here."},
 )
 _Labels = msgspec.defstruct(
     "_Labels",
-    [(f"a{place}", str | None, msgspec.field(default=None, name=key)) for place, key in enumerate(LABELS)],
+    [
+        (f"a{place}", str | None, msgspec.field(default=None, name=key))
+        for place, key in enumerate(LABELS)
+    ],
     namespace={"__doc__": "The same of its labels."},
 )
 
@@ -69,7 +87,8 @@ class _PodMetadata(_Struct):
     namespace: str = ""
     uid: str = ""
     resource_version: str = ""
-    annotations: _Annotations | None = None  # type: ignore[valid-type]  # made above from the families' keys
+    # made above from the families' keys
+    annotations: _Annotations | None = None  # type: ignore[valid-type]
     labels: _Labels | None = None  # type: ignore[valid-type]  # the same
     creation_timestamp: str | None = None
     deletion_timestamp: str | None = None
@@ -225,14 +244,19 @@ def pod(raw: Json) -> Pod:
     """A pod.
 
     Raises:
-        ClusterError: it cannot be read, has no name or no UID, or has names that Kubernetes does not allow.
+        ClusterError: it cannot be read, has no name or no UID, or has names that Kubernetes does
+            not allow.
     """
     read = _decoded(_pods, raw, "a pod")
     metadata, spec, status = read.metadata, read.spec or _PodSpec(), read.status or _PodStatus()
     if not metadata.name or not metadata.uid:
-        raise ClusterError(f"the API server sent a pod without a name or a UID ({metadata.namespace}/{metadata.name}); it is ignored")
+        raise ClusterError(
+            "the API server sent a pod without a name or a UID "
+            f"({metadata.namespace}/{metadata.name}); it is ignored"
+        )
     _check_names(metadata, spec)
-    # The API server empties the status of a pod that is made, and afterwards kubelet alone writes when it has accepted the pod.
+    # The API server empties the status of a pod that is made, and afterwards kubelet alone writes
+    # when it has accepted the pod.
     reported = bool(status.start_time)
     started = _started(status.init_container_statuses) | _started(status.container_statuses)
     return Pod(
@@ -249,8 +273,15 @@ def pod(raw: Json) -> Pod:
         scheduler=(spec.scheduler_name or "")[:_LONGEST_NAME],
         resource_version=metadata.resource_version[:_LONGEST_VERSION],
         reported=reported,
-        # A Binding sets this condition; a pod that was made with spec.nodeName has it only from kubelet.
-        scheduled=reported or any(one.type == "PodScheduled" and one.status == "True" for one in status.conditions or ()),
+        # A Binding sets this condition; a pod that was made with spec.nodeName has it only from
+        # kubelet.
+        scheduled=(
+            reported
+            or any(
+                one.type == "PodScheduled" and one.status == "True"
+                for one in status.conditions or ()
+            )
+        ),
     )
 
 
@@ -260,12 +291,19 @@ def _check_names(metadata: _PodMetadata, spec: _PodSpec) -> None:
     Raises:
         ClusterError: one of them is not what Kubernetes allows.
     """
-    names = [("name", metadata.name, is_object_name), ("namespace", metadata.namespace, is_object_name), ("UID", metadata.uid, is_uid)]
+    names = [
+        ("name", metadata.name, is_object_name),
+        ("namespace", metadata.namespace, is_object_name),
+        ("UID", metadata.uid, is_uid),
+    ]
     containers = (*(spec.init_containers or ()), *(spec.containers or ()))
     names += [("container name", one.name, is_container_name) for one in containers]
     for what, text, allowed in names:
         if not allowed(text):
-            raise ClusterError(f"the API server sent a pod with the {what} {quoted(text)}, which Kubernetes does not allow; it is ignored")
+            raise ClusterError(
+                f"the API server sent a pod with the {what} {quoted(text)}, which Kubernetes does "
+                "not allow; it is ignored"
+            )
 
 
 def node(raw: Json) -> Node:
@@ -289,7 +327,10 @@ def node(raw: Json) -> Node:
         runtime_version=info.container_runtime_version,
         capacity=_extended(status.capacity),
         allocatable=_extended(status.allocatable),
-        conditions={one.type: (one.status, one.reason or "", one.message or "") for one in status.conditions or ()},
+        conditions={
+            one.type: (one.status, one.reason or "", one.message or "")
+            for one in status.conditions or ()
+        },
         resource_version=metadata.resource_version,
     )
 
@@ -305,7 +346,8 @@ def config_map(raw: Json) -> Mapping[str, str]:
 
 
 def page(raw: Json) -> tuple[Sequence[msgspec.Raw], str, str]:
-    """Decode one page of a list into its items, undecoded, its resource version, and the next page's token, empty on the last.
+    """Decode one page of a list into its items, undecoded, its resource version, and the next
+    page's token, empty on the last.
 
     Raises:
         ClusterError: it is no list.
@@ -313,8 +355,12 @@ def page(raw: Json) -> tuple[Sequence[msgspec.Raw], str, str]:
     read = _decoded(_lists, raw, "a list")
     version, token = read.metadata.resource_version, read.metadata.continue_ or ""
     if len(version) > _LONGEST_VERSION or len(token) > _LONGEST_TOKEN:
-        text = f"a resourceVersion of {len(version)} and a continue token of {len(token)} characters"
-        raise ClusterError(f"the API server sent a list with {text}; something in between is not Kubernetes")
+        text = (
+            f"a resourceVersion of {len(version)} and a continue token of {len(token)} characters"
+        )
+        raise ClusterError(
+            f"the API server sent a list with {text}; something in between is not Kubernetes"
+        )
     return read.items or (), version, token
 
 
@@ -333,7 +379,10 @@ def failure(raw: Json) -> ClusterError:
         read = _decoded(_failures, raw, "a Status")
     except ClusterError as err:
         return err
-    said = shortened(": ".join(filter(None, (read.reason, read.message))), _LONGEST_SAID) or "it did not say why"
+    said = (
+        shortened(": ".join(filter(None, (read.reason, read.message))), _LONGEST_SAID)
+        or "it did not say why"
+    )
     return ClusterError(f"the API server ended the watch: {read.code} {said}", status=read.code)
 
 
@@ -345,17 +394,27 @@ def version(raw: Json) -> str:
     """
     found = _decoded(_versioned, raw, "an object").metadata.resource_version
     if not found or len(found) > _LONGEST_VERSION:
-        text = f"with a metadata.resourceVersion of {len(found)} characters" if found else "without metadata.resourceVersion"
-        raise ClusterError(f"the API server sent an object {text}; something in between is not Kubernetes")
+        text = (
+            f"with a metadata.resourceVersion of {len(found)} characters"
+            if found
+            else "without metadata.resourceVersion"
+        )
+        raise ClusterError(
+            f"the API server sent an object {text}; something in between is not Kubernetes"
+        )
     return found
 
 
 def _decoded(decoder: msgspec.json.Decoder[T], raw: Json, what: str) -> T:
     try:
         return decoder.decode(raw)
-    # RecursionError: nested deeper than any object of Kubernetes; ValueError: numbers and characters that are none.
+    # RecursionError: nested deeper than any object of Kubernetes; ValueError: numbers and
+    # characters that are none.
     except (msgspec.MsgspecError, ValueError, RecursionError) as err:
-        raise ClusterError(f"the API server sent {what}{_name_of(raw)} that cannot be read: {shortened(str(err), _LONGEST_SAID)}") from err
+        raise ClusterError(
+            f"the API server sent {what}{_name_of(raw)} that cannot be read: "
+            f"{shortened(str(err), _LONGEST_SAID)}"
+        ) from err
 
 
 def _name_of(raw: Json) -> str:
@@ -371,7 +430,8 @@ def _refuse_large(raw: Json, what: str) -> None:
     size = memoryview(raw).nbytes
     if size > _LONGEST_OTHER_BYTES:
         raise ClusterError(
-            f"the API server sent {what}{_name_of(raw)} of {size} bytes; it is not read, since {_LONGEST_OTHER_BYTES} are the most"
+            f"the API server sent {what}{_name_of(raw)} of {size} bytes; it is not read, since "
+            f"{_LONGEST_OTHER_BYTES} are the most"
         )
 
 
@@ -392,7 +452,10 @@ def _kept(keys: Sequence[str], texts: Any) -> dict[str, str]:
 
 def _containers(spec: _PodSpec, started: set[str]) -> tuple[PodContainer, ...]:
     """Return all of a usual pod; of one with very many, those that ask for extended resources."""
-    kinds = [(one, ContainerKind.SIDECAR if one.restart_policy == "Always" else ContainerKind.INIT) for one in spec.init_containers or ()]
+    kinds = [
+        (one, ContainerKind.SIDECAR if one.restart_policy == "Always" else ContainerKind.INIT)
+        for one in spec.init_containers or ()
+    ]
     kinds += [(one, ContainerKind.MAIN) for one in spec.containers or ()]
     if len(kinds) > _MOST_CONTAINERS:
         kinds = [(one, kind) for one, kind in kinds if _asked(one)][:_MOST_CONTAINERS]
@@ -407,11 +470,14 @@ def _containers(spec: _PodSpec, started: set[str]) -> tuple[PodContainer, ...]:
 def _asked(one: _Container) -> dict[str, str]:
     """Return the resources that the container requests: resource → amount."""
     resources = one.resources or _Resources()
-    # The API server sees to it that limits of extended resources equal their requests; one of the two may be all that there is.
+    # The API server sees to it that limits of extended resources equal their requests; one of the
+    # two may be all that there is.
     return _extended(resources.requests) | _extended(resources.limits)
 
 
-def _container(one: _Container, kind: ContainerKind, started: set[str], *, most_resources: int) -> PodContainer:
+def _container(
+    one: _Container, kind: ContainerKind, started: set[str], *, most_resources: int
+) -> PodContainer:
     limits: dict[str, int] = {}
     unreadable: dict[str, str] = {}
     for name, text in itertools.islice(_asked(one).items(), most_resources):
@@ -420,8 +486,12 @@ def _container(one: _Container, kind: ContainerKind, started: set[str], *, most_
             unreadable[name] = shortened(text, _LONGEST_AMOUNT)
         else:
             limits[name] = number
-    environment = frozenset(variable.name for variable in one.env or () if VARIABLES.fullmatch(variable.name))
-    return PodContainer(one.name[:_LONGEST_NAME], kind, limits, unreadable, environment, started=one.name in started)
+    environment = frozenset(
+        variable.name for variable in one.env or () if VARIABLES.fullmatch(variable.name)
+    )
+    return PodContainer(
+        one.name[:_LONGEST_NAME], kind, limits, unreadable, environment, started=one.name in started
+    )
 
 
 def _started(statuses: Sequence[_ContainerStatus] | None) -> set[str]:
@@ -430,12 +500,22 @@ def _started(statuses: Sequence[_ContainerStatus] | None) -> set[str]:
     def ran(state: _State | None) -> bool:
         return state is not None and (state.running is not None or state.terminated is not None)
 
-    return {one.name for one in statuses or () if one.restart_count > 0 or ran(one.state) or ran(one.last_state)}
+    return {
+        one.name
+        for one in statuses or ()
+        if one.restart_count > 0 or ran(one.state) or ran(one.last_state)
+    }
 
 
 def _extended(amounts: _Amounts | None) -> dict[str, str]:
-    """Those with a slash in their name, the names of GPU vendors and schedulers first, so that junk cannot displace them."""
-    found = [(name, amount) for name, amount in (amounts or {}).items() if "/" in name and len(name) <= _LONGEST_RESOURCE]
+    """Those with a slash in their name, the names of GPU vendors and schedulers first,
+    so that junk cannot displace them.
+    """
+    found = [
+        (name, amount)
+        for name, amount in (amounts or {}).items()
+        if "/" in name and len(name) <= _LONGEST_RESOURCE
+    ]
     if len(found) > _MOST_RESOURCES:
         found.sort(key=lambda each: not each[0].startswith(RESOURCE_PREFIXES))
     return {name: _amount(value) for name, value in found[:_MOST_RESOURCES]}

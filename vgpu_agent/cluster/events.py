@@ -1,7 +1,8 @@
-"""Kubernetes events for the owner of a pod, or the operator of a node, where they look first (``kubectl describe``).
+"""Kubernetes events for the owner of a pod, or the operator of a node,
+where they look first (``kubectl describe``).
 
-Raising an event never waits and never fails. It is queued, written when the API server takes it, and given up after
-an hour, when it would only puzzle. Raised by `reschedule` and by `agent`.
+Raising an event never waits and never fails. It is queued, written when the API server takes it,
+and given up after an hour, when it would only puzzle. Raised by `reschedule` and by `agent`.
 """
 
 from __future__ import annotations
@@ -28,12 +29,14 @@ if TYPE_CHECKING:
     from vgpu_agent.journal import Journal
     from vgpu_agent.nodes import Node
 
-# API validation of core/v1 Event: message and reason; a name is a DNS subdomain of 253, of which the suffix takes 17.
+# API validation of core/v1 Event: message and reason; a name is a DNS subdomain of 253, of which
+# the suffix takes 17.
 _MESSAGE_BYTES = 1024
 _REASON_BYTES = 128
 _NAME_LENGTH = 236
 _NODE_NAMESPACE = "default"
-# How long the API server keeps an event by default (kube-apiserver --event-ttl); also how long we try to write one.
+# How long the API server keeps an event by default (kube-apiserver --event-ttl); also how long we
+# try to write one.
 _HOUR_SECONDS = 3600.0
 # Repetitions are added up in between.
 _COUNT_SECONDS = 60.0
@@ -62,8 +65,8 @@ class _Event:
 class Events:
     """The queue of events, and the texts of the last hour.
 
-    State: memory only. Events that were not written when the agent ends are lost, and raised again while their reason
-    lasts.
+    State: memory only. Events that were not written when the agent ends are lost, and raised again
+    while their reason lasts.
 
     Attributes:
         counts: for metrics; ``dropped`` are those that were too many, too old or refused.
@@ -96,13 +99,20 @@ class Events:
         self._api, self._component, self._node_name, self._clock = api, component, node_name, clock
         self._complaints = Complaints(journal, "events")
         self._longest_queue, self._look_seconds = longest_queue, look_seconds
-        self._said: dict[tuple[str, str, str], _Event] = {}  # by object, reason and message; the one that began first comes first
+        # by object, reason and message; the one that began first comes first
+        self._said: dict[tuple[str, str, str], _Event] = {}
         self._queue: collections.deque[_Event] = collections.deque()
         self._backoff = Backoff(settings)
         self._raised = Revision()
         self.counts = WriterStatus("events")
 
-    def raise_event(self, regarding: Pod | Node, reason: str, message: str, kind: Literal["Warning", "Normal"] = "Warning") -> None:
+    def raise_event(
+        self,
+        regarding: Pod | Node,
+        reason: str,
+        message: str,
+        kind: Literal["Warning", "Normal"] = "Warning",
+    ) -> None:
         """Raise an event about a pod or a node; the same again within an hour only counts.
 
         Args:
@@ -127,7 +137,9 @@ class Events:
         self._count()
 
     async def run(self, beat: Callable[[], None]) -> None:
-        """Write for ever; a sign of life at least every ``look_seconds`` and before each request."""
+        """Write for ever; a sign of life at least every ``look_seconds`` and
+        before each request.
+        """
         while True:
             beat()
             versions = Versions(self._raised)
@@ -136,7 +148,9 @@ class Events:
                 await versions.passed(timeout_seconds=min(pause, self._look_seconds))
 
     async def write_once(self) -> float:
-        """Write the event that may be written now and has waited longest; seconds after which to look again, 0 for now."""
+        """Write the event that may be written now and has waited longest;
+        seconds after which to look again, 0 for now.
+        """
         now = asyncio.get_running_loop().time()
         while self._queue and now - self._queue[0].asked > _HOUR_SECONDS:
             self._drop(self._queue[0])
@@ -145,7 +159,12 @@ class Events:
             return max(_SHORTEST_WAIT_SECONDS, self._backoff.seconds_left)
         due = next((event for event in self._queue if self._due_at(event) <= now), None)
         if due is None:
-            return max(_SHORTEST_WAIT_SECONDS, min((self._due_at(event) - now for event in self._queue), default=self._look_seconds))
+            return max(
+                _SHORTEST_WAIT_SECONDS,
+                min(
+                    (self._due_at(event) - now for event in self._queue), default=self._look_seconds
+                ),
+            )
         await self._write(due)
         self._count()
         return 0.0
@@ -158,7 +177,9 @@ class Events:
         try:
             if event.written:
                 permission = "patch events"
-                await self._api.patch(f"{path}/{event.name}", {"count": count, "lastTimestamp": timestamp(event.last)})
+                await self._api.patch(
+                    f"{path}/{event.name}", {"count": count, "lastTimestamp": timestamp(event.last)}
+                )
             else:
                 permission = "create events"
                 await self._api.post(path, self._body(event))
@@ -171,10 +192,14 @@ class Events:
     def _failed(self, event: _Event, err: ClusterError, permission: str, count: int) -> None:
         if event.written and err.status == 404:  # the API server has forgotten it before its time
             event.written, event.name = 0, _name(event.regarding["name"])
-        elif not event.written and err.status == 409:  # our own, whose answer was lost: the name is unique
+        elif not event.written and err.status == 409:
+            # our own, whose answer was lost: the name is unique
             self._written(event, count)
-        elif lasting(err) or err.status == 404:  # forbidden, invalid, or its namespace is gone: the next event may still be welcome
-            self._complaints.failed("event", err, permission, regarding=event.regarding["name"], reason=event.reason)
+        elif lasting(err) or err.status == 404:
+            # forbidden, invalid, or its namespace is gone: the next event may still be welcome
+            self._complaints.failed(
+                "event", err, permission, regarding=event.regarding["name"], reason=event.reason
+            )
             self._drop(event)
         else:
             self._backoff.failed(err)
@@ -197,7 +222,9 @@ class Events:
         self._raised.advance()
 
     def _drop(self, event: _Event) -> None:
-        """Give the event up. It stays among the texts of the last hour, so that it is not tried again at once."""
+        """Give the event up. It stays among the texts of the last hour,
+        so that it is not tried again at once.
+        """
         self.counts.dropped += 1
         self._remove(event)
 
@@ -209,18 +236,33 @@ class Events:
     def _forget_old(self, now: float) -> None:
         """Forget events after an hour, so that the same text is raised anew."""
         spare = len(self._said) - 4 * self._longest_queue
-        old = [key for key, event in self._said.items() if (now - event.began >= _HOUR_SECONDS or spare > 0) and not event.queued]
+        old = [
+            key
+            for key, event in self._said.items()
+            if (now - event.began >= _HOUR_SECONDS or spare > 0) and not event.queued
+        ]
         for key in old:
             del self._said[key]
 
-    def _new(self, regarding: Pod | Node, reason: str, message: str, kind: str, now: float) -> _Event:
+    def _new(
+        self, regarding: Pod | Node, reason: str, message: str, kind: str, now: float
+    ) -> _Event:
         unix = self._clock()
         if isinstance(regarding, Pod):
             namespace = regarding.namespace
-            reference = {"kind": "Pod", "namespace": namespace, "name": regarding.name, "uid": regarding.uid}
+            reference = {
+                "kind": "Pod",
+                "namespace": namespace,
+                "name": regarding.name,
+                "uid": regarding.uid,
+            }
         else:
             namespace = _NODE_NAMESPACE
-            reference = {"kind": "Node", "name": regarding.name, "uid": regarding.uid or regarding.name}
+            reference = {
+                "kind": "Node",
+                "name": regarding.name,
+                "uid": regarding.uid or regarding.name,
+            }
         reference["apiVersion"] = "v1"
         return _Event(
             name=_name(regarding.name),
@@ -256,7 +298,9 @@ class Events:
     def _count(self) -> None:
         now = asyncio.get_running_loop().time()
         self.counts.pending = len(self._queue)
-        self.counts.oldest_pending_seconds = now - min((event.asked for event in self._queue), default=now)
+        self.counts.oldest_pending_seconds = now - min(
+            (event.asked for event in self._queue), default=now
+        )
 
 
 def _name(regarding: str) -> str:

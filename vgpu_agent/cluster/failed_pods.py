@@ -1,8 +1,9 @@
 """Pods that the kubelet failed while no agent was registered.
 
-While a device plugin is away, the kubelet fails each pod that asks for its resource and is admitted at that moment.
-Such a pod never recovers, and the watch of pods does not show it. So each start asks once for those of the last
-minutes, in the background. The log of a restart then names the pods that it has cost.
+While a device plugin is away, the kubelet fails each pod that asks for its resource and is admitted
+at that moment.
+Such a pod never recovers, and the watch of pods does not show it. So each start asks once for those
+of the last minutes, in the background. The log of a restart then names the pods that it has cost.
 
 Built and run by `agent`.
 """
@@ -31,7 +32,8 @@ if TYPE_CHECKING:
 
 REASON = "VgpuPodsFailedWhileDown"
 
-# The kubelet forgets a plugin that is away for five minutes, and the scheduler sends it no pods from the first second on.
+# The kubelet forgets a plugin that is away for five minutes, and the scheduler sends it no pods
+# from the first second on.
 _BEFORE_START_SECONDS = 600.0
 # Pods that are admitted between our start and our registration fail as well.
 _SETTLING_SECONDS = 5.0
@@ -125,7 +127,11 @@ class FailedPods:
                 names, more = await self._names()
             except ClusterError as err:
                 backoff.failed(err)
-                self._journal.record("pods.failed_while_down_unknown", error=str(err), again_in_seconds=round(backoff.seconds_left, 1))
+                self._journal.record(
+                    "pods.failed_while_down_unknown",
+                    error=str(err),
+                    again_in_seconds=round(backoff.seconds_left, 1),
+                )
                 if lasting(err):
                     return
                 await asyncio.sleep(min(backoff.seconds_left, self._settings.backoff_max_seconds))
@@ -140,7 +146,9 @@ class FailedPods:
             ClusterError: no answer, or one that cannot be read.
         """
         selector = f"spec.nodeName={self._node_name},status.phase=Failed"
-        answer = await self._api.get("/api/v1/pods", {"fieldSelector": selector, "limit": str(_MOST_PODS)})
+        answer = await self._api.get(
+            "/api/v1/pods", {"fieldSelector": selector, "limit": str(_MOST_PODS)}
+        )
         items, _, rest = decode.page(answer)
         ours = frozenset(self._resources())
         names = []
@@ -154,21 +162,39 @@ class FailedPods:
         return sorted(names), bool(rest)
 
     def _failed_meanwhile(self, pod: _Pod, ours: frozenset[str]) -> bool:
-        if pod.status.reason != _ADMISSION_ERROR or not any(text in (pod.status.message or "") for text in _AWAY):
+        if pod.status.reason != _ADMISSION_ERROR or not any(
+            text in (pod.status.message or "") for text in _AWAY
+        ):
             return False
         containers = (*(pod.spec.containers or ()), *(pod.spec.init_containers or ()))
-        asks = any(not ours.isdisjoint(one.resources.limits or ()) for one in containers if one.resources is not None)
-        return asks and _unix_seconds(pod.status.start_time or pod.metadata.creation_timestamp) >= self._since
+        asks = any(
+            not ours.isdisjoint(one.resources.limits or ())
+            for one in containers
+            if one.resources is not None
+        )
+        return (
+            asks
+            and _unix_seconds(pod.status.start_time or pod.metadata.creation_timestamp)
+            >= self._since
+        )
 
     def _say(self, names: list[str], *, more: bool) -> None:
         self.found = len(names)
         if not names:
             return
         named = names[:_MOST_NAMES]
-        number, which = f"{'at least ' if more else ''}{len(names)}", "among them " if len(names) > len(named) else ""
+        number, which = (
+            f"{'at least ' if more else ''}{len(names)}",
+            "among them " if len(names) > len(named) else "",
+        )
         # The names come last: the journal and events cut long texts.
-        text = f"{number} pods failed at admission while no vgpu-agent was registered on this node: {which}{', '.join(named)}"
-        self._journal.record("pods.failed_while_down", level="warning", pods=named, number=len(names), error=text)
+        text = (
+            f"{number} pods failed at admission while no vgpu-agent was registered on this node: "
+            f"{which}{', '.join(named)}"
+        )
+        self._journal.record(
+            "pods.failed_while_down", level="warning", pods=named, number=len(names), error=text
+        )
         if (node := self._node()) is not None:
             self._events.raise_event(node, REASON, text)
 

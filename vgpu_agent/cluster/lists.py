@@ -1,7 +1,8 @@
 """A list of the API server, read object by object while it arrives.
 
-The API server ignores ``limit`` where it answers from its cache, so one answer may hold all pods of a node with a megabyte and a half each.
-Here never more than one object and one piece of the body are in memory. Used by `reflector`, which decodes each object and drops it.
+The API server ignores ``limit`` where it answers from its cache, so one answer may hold all pods of
+a node with a megabyte and a half each. Here never more than one object and one piece of the body
+are in memory. Used by `reflector`, which decodes each object and drops it.
 """
 
 from __future__ import annotations
@@ -20,18 +21,21 @@ LONGEST_OBJECT_BYTES = 16 * 1024 * 1024
 # Of all but the items: kind, version, token of the next page.
 _LONGEST_ENVELOPE_BYTES = 64 * 1024
 
-# A match keeps some hundred bytes for each text or object that it has passed over, and those may be as short as two characters.
+# A match keeps some hundred bytes for each text or object that it has passed over, and those may be
+# as short as two characters.
 _MATCHED_AT_ONCE_BYTES = 16 * 1024
 
 _DEEPEST = 500  # levels of one object; those of Kubernetes have some ten
 
-# Each character fits one alternative only, so nothing is ever tried in two ways. Possessive quantifiers would do the same, but Python
-# before 3.11.5 matches too little with them (CPython issue 106052), and Debian 12 has 3.11.2.
+# Each character fits one alternative only, so nothing is ever tried in two ways. Possessive
+# quantifiers would do the same, but Python before 3.11.5 matches too little with them (CPython
+# issue 106052), and Debian 12 has 3.11.2.
 _IN_TEXT = rb'[^"\\]*(?:\\.[^"\\]*)*'
 _TEXT = rb'"' + _IN_TEXT + rb'"'
 _FLAT = rb'[^"{}]*(?:' + _TEXT + rb'[^"{}]*)*'
 _SHALLOW = rb'[^"{}]*(?:(?:' + _TEXT + rb"|\{" + _FLAT + rb'\})[^"{}]*)*'
-# Up to the next brace that counts: texts, and within an item objects without much in them, are passed over in one step.
+# Up to the next brace that counts: texts, and within an item objects without much in them, are
+# passed over in one step.
 _OUTSIDE = re.compile(_FLAT, re.DOTALL)
 _INSIDE = re.compile(rb'[^"{}]*(?:(?:' + _TEXT + rb"|\{" + _SHALLOW + rb'\})[^"{}]*)*', re.DOTALL)
 _REST_OF_TEXT = re.compile(_IN_TEXT, re.DOTALL)
@@ -42,7 +46,8 @@ _ITEMS = re.compile(rb'"items"\s*:\s*\[\s*\Z')
 class ListReader:
     """One page: `feed` it the body, take the items, and `end` it.
 
-    State: the received part of the incomplete object, `LONGEST_OBJECT_BYTES` at most, and the text around the items.
+    State: the received part of the incomplete object, `LONGEST_OBJECT_BYTES` at most, and the text
+    around the items.
     """
 
     def __init__(self, path: str) -> None:
@@ -71,7 +76,10 @@ class ListReader:
         if self._depth < 2 and len(self._rest) > _LONGEST_ENVELOPE_BYTES:
             self._refuse_envelope()
         if len(self._rest) > LONGEST_OBJECT_BYTES:
-            raise ClusterError(f"GET {self._path}: the list has an object of more than {LONGEST_OBJECT_BYTES >> 20} MiB; it is given up")
+            raise ClusterError(
+                f"GET {self._path}: the list has an object of more than "
+                f"{LONGEST_OBJECT_BYTES >> 20} MiB; it is given up"
+            )
 
     def end(self) -> tuple[str, str]:
         """Resource version, and the token of the next page, empty on the last.
@@ -81,12 +89,16 @@ class ListReader:
         """
         self._outside(len(self._rest))
         if self._depth > 0:
-            raise ClusterError(f"GET {self._path}: the list broke off in the middle; it is asked for again")
+            raise ClusterError(
+                f"GET {self._path}: the list broke off in the middle; it is asked for again"
+            )
         _, version, token = decode.page(bytes(self._envelope))
         return version, token
 
     def _next_brace(self) -> int | None:
-        """Go on behind the next brace that counts, and return it; None at the end of the received text. Nothing is read twice."""
+        """Go on behind the next brace that counts, and return it;
+        None at the end of the received text. Nothing is read twice.
+        """
         while True:
             if self._in_text:
                 self._from = _required(_REST_OF_TEXT.match(self._rest, self._from)).end()
@@ -94,7 +106,9 @@ class ListReader:
                     return None
                 self._in_text = False
                 self._from += 1
-            self._from = _required((_INSIDE if self._depth > 1 else _OUTSIDE).match(self._rest, self._from)).end()
+            self._from = _required(
+                (_INSIDE if self._depth > 1 else _OUTSIDE).match(self._rest, self._from)
+            ).end()
             if self._from >= len(self._rest):
                 return None
             found = self._rest[self._from]
@@ -107,7 +121,8 @@ class ListReader:
         self._depth += 1
         if self._depth > _DEEPEST:
             raise ClusterError(
-                f"GET {self._path}: the list has an object with more than {_DEEPEST} levels; something in between is not Kubernetes"
+                f"GET {self._path}: the list has an object with more than {_DEEPEST} levels; "
+                "something in between is not Kubernetes"
             )
         if self._depth == 2:
             at = self._from - 1
@@ -119,7 +134,10 @@ class ListReader:
     def _closed(self) -> bytes | None:
         self._depth -= 1
         if self._depth < 0:
-            raise ClusterError(f"GET {self._path}: the API server sent a list that cannot be read: a bracket too many")
+            raise ClusterError(
+                f"GET {self._path}: the API server sent a list that cannot be read: a bracket too "
+                "many"
+            )
         if self._depth != 1:
             return None
         text = bytes(memoryview(self._rest)[: self._from])
@@ -148,7 +166,9 @@ class ListReader:
 
     def _refuse_envelope(self) -> None:
         most = f"{_LONGEST_ENVELOPE_BYTES >> 10} KiB"
-        raise ClusterError(f"GET {self._path}: the list has more than {most} beside its items; it is given up")
+        raise ClusterError(
+            f"GET {self._path}: the list has more than {most} beside its items; it is given up"
+        )
 
 
 def _required(found: re.Match[bytes] | None) -> re.Match[bytes]:

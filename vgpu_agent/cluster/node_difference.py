@@ -1,7 +1,8 @@
-"""The difference between our Node and its desired state, key by key, and the merge patches that express it.
+"""The difference between our Node and its desired state, key by key,
+and the merge patches that express it.
 
-Pure translation for `node_publisher`, which decides when such a patch is sent. Merge patches are RFC 7386: null
-removes a key.
+Pure translation for `node_publisher`, which decides when such a patch is sent. Merge patches are
+RFC 7386: null removes a key.
 """
 
 from __future__ import annotations
@@ -57,18 +58,36 @@ def compared(node: Node, desired_state: DesiredNode) -> Iterator[DesiredEntry]:
     """Yield all desired entries, each beside the value that ``node`` shows."""
     for key, value in desired_state.annotations.items():
         guarded = value is None and key in desired_state.guarded
-        yield DesiredEntry(Section.ANNOTATIONS, key, node.annotations.get(key), value, desired_state.unhurried.get(key, 0.0), guarded)
+        yield DesiredEntry(
+            Section.ANNOTATIONS,
+            key,
+            node.annotations.get(key),
+            value,
+            desired_state.unhurried.get(key, 0.0),
+            guarded,
+        )
     for key, value in desired_state.labels.items():
         yield DesiredEntry(Section.LABELS, key, node.labels.get(key), value)
     for resource, quantity in desired_state.capacity.items():
-        yield DesiredEntry(Section.CAPACITY, resource, _as_desired(node.capacity.get(resource), quantity), quantity)
-        yield DesiredEntry(Section.ALLOCATABLE, resource, _as_desired(node.allocatable.get(resource), quantity), quantity)
+        yield DesiredEntry(
+            Section.CAPACITY, resource, _as_desired(node.capacity.get(resource), quantity), quantity
+        )
+        yield DesiredEntry(
+            Section.ALLOCATABLE,
+            resource,
+            _as_desired(node.allocatable.get(resource), quantity),
+            quantity,
+        )
     for kind, condition in desired_state.conditions.items():
         yield DesiredEntry(Section.CONDITIONS, kind, node.conditions.get(kind), condition)
 
 
-def metadata_patch(desired_state: Iterable[DesiredEntry], *, resource_version: str = "") -> dict[str, Any]:
-    """Annotations and labels as one merge patch; with ``resource_version``, only of the Node as it was then."""
+def metadata_patch(
+    desired_state: Iterable[DesiredEntry], *, resource_version: str = ""
+) -> dict[str, Any]:
+    """Annotations and labels as one merge patch;
+    with ``resource_version``, only of the Node as it was then.
+    """
     metadata: dict[str, Any] = {"resourceVersion": resource_version} if resource_version else {}
     for entry in desired_state:
         metadata.setdefault(entry.section.value, {})[entry.key] = entry.desired
@@ -86,12 +105,15 @@ def capacity_patch(desired_state: Iterable[DesiredEntry]) -> dict[str, Any]:
 def with_conditions(
     standing: Sequence[Mapping[str, Any]], desired_state: Iterable[DesiredEntry], now: float
 ) -> list[dict[str, Any]] | None:
-    """Join the conditions with ours, because a merge patch replaces the whole list; None when all are there already.
+    """Join the conditions with ours, because a merge patch replaces the whole list;
+    None when all are there already.
 
     Args:
-        standing: the conditions of the Node as the API server has them, those of others as they are.
+        standing: the conditions of the Node as the API server has them, those of others as they
+            are.
         desired_state: ours, each (status, reason, message).
-        now: unix seconds; the transition time moves with the status only (API conventions, conditions).
+        now: unix seconds; the transition time moves with the status only (API conventions,
+            conditions).
     """
     complete = [dict(condition) for condition in standing]
     by_type = {condition.get("type"): condition for condition in complete}
@@ -102,12 +124,21 @@ def with_conditions(
         if condition is None:
             condition = {"type": entry.key}
             complete.append(condition)
-        if (condition.get("status"), condition.get("reason"), condition.get("message")) == (status, reason, message):
+        if (condition.get("status"), condition.get("reason"), condition.get("message")) == (
+            status,
+            reason,
+            message,
+        ):
             continue
         changed = True
         if condition.get("status") != status:
             condition["lastTransitionTime"] = timestamp(now)
-        condition |= {"status": status, "reason": reason, "message": message, "lastHeartbeatTime": timestamp(now)}
+        condition |= {
+            "status": status,
+            "reason": reason,
+            "message": message,
+            "lastHeartbeatTime": timestamp(now),
+        }
     return complete if changed else None
 
 

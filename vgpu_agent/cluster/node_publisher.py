@@ -1,9 +1,9 @@
 """Keeps our Node in the families' desired state, with as few writes as that takes.
 
-Schedulers see this node's GPUs only through annotations, labels and quantities of its Node object. Old agents wrote
-them every 30 seconds, which made clusters of 200 nodes unschedulable. Here the Node as the watch shows it is compared
-with the desired state, and only a difference is written. Nothing needs to be remembered over a restart: a missing
-value is a difference again.
+Schedulers see this node's GPUs only through annotations, labels and quantities of its Node object.
+Old agents wrote them every 30 seconds, which made clusters of 200 nodes unschedulable. Here the
+Node as the watch shows it is compared with the desired state, and only a difference is written.
+Nothing needs to be remembered over a restart: a missing value is a difference again.
 
 Built and run by `agent`, which waits for `first` before it registers with the kubelet.
 """
@@ -17,7 +17,14 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from vgpu_agent.cluster.api import node_path
-from vgpu_agent.cluster.node_difference import DesiredEntry, Section, capacity_patch, compared, metadata_patch, with_conditions
+from vgpu_agent.cluster.node_difference import (
+    DesiredEntry,
+    Section,
+    capacity_patch,
+    compared,
+    metadata_patch,
+    with_conditions,
+)
 from vgpu_agent.cluster.retrying import Backoff, Complaints, lasting, slow_seconds
 from vgpu_agent.cluster.written import Written
 from vgpu_agent.concurrency import Versions
@@ -40,9 +47,13 @@ _SHORTEST_WAIT_SECONDS = 0.01
 _WORTH_A_LINE_SECONDS = 1.0
 _SAID_AGAIN_SECONDS = 600.0
 _KUBELET_FORGETS_SECONDS = 360.0
-"""kubelet goes on writing the quantities of a resource for five minutes after its plugin has gone, and forgets them with its next look."""
+"""kubelet goes on writing the quantities of a resource for five minutes after its plugin has gone,
+and forgets them with its next look.
+"""
 _COALESCING_SECONDS = 0.1
-"""The coalescing time of changes. Each call of the kubelet changes the desired state, and a write takes as long as the call."""
+"""The coalescing time of changes. Each call of the kubelet changes the desired state,
+and a write takes as long as the call.
+"""
 
 
 class _Metadata(msgspec.Struct, rename="camel"):
@@ -63,9 +74,11 @@ class _NodeAnswer(msgspec.Struct):
 class NodePublisher:
     """The writer of our Node; one for the process.
 
-    Four kinds of write can fail each by itself: guarded removals, metadata, quantities and conditions (status subresource).
+    Four kinds of write can fail each by itself: guarded removals, metadata, quantities and
+    conditions (status subresource).
 
-    State: the latest writes and failures. A crash between two writes leaves a difference, which the next start sees.
+    State: the latest writes and failures. A crash between two writes leaves a difference, which the
+    next start sees.
 
     Attributes:
         first: set as soon as all desired annotations and labels have been written once.
@@ -96,20 +109,32 @@ class NodePublisher:
             settings: the pauses.
             journal: troubles and their end are recorded there.
             clock: unix seconds.
-            look_seconds: how often the desired state is computed without a change, as it may depend on the time; makes no request.
+            look_seconds: how often the desired state is computed without a change, as it may depend
+                on the time; makes no request.
         """
-        self._api, self._name, self._node, self._desired_state, self._wake = api, node_name, node, desired_state, wake
+        self._api, self._name, self._node, self._desired_state, self._wake = (
+            api,
+            node_name,
+            node,
+            desired_state,
+            wake,
+        )
         self._settings, self._clock, self._look_seconds = settings, clock, look_seconds
         self._complaints = Complaints(journal, "node")
         self._journal = journal
         self._written = Written(settings)
-        self._backoffs = {kind: Backoff(settings) for kind in ("guarded", "metadata", "quantities", "conditions")}
-        self._refused: dict[str, tuple[Any, float]] = {}  # entry → value that the API server does not accept, until when it is left alone
+        self._backoffs = {
+            kind: Backoff(settings) for kind in ("guarded", "metadata", "quantities", "conditions")
+        }
+        # entry → value that the API server does not accept, until when it is left alone
+        self._refused: dict[str, tuple[Any, float]] = {}
         self._uid = ""
-        # The version of the Node after which another client has written, and until when to wait for a newer one.
+        # The version of the Node after which another client has written, and until when to wait for
+        # a newer one.
         self._outdated = ("", 0.0)
         self._removed: frozenset[str] = frozenset()  # the keys that we removed from that version
-        self._changes = ChangeFilter(again_seconds=_SAID_AGAIN_SECONDS)  # by entry, of why its write waits
+        # by entry, of why its write waits
+        self._changes = ChangeFilter(again_seconds=_SAID_AGAIN_SECONDS)
         self._conflicts = 0
         self._pending_since: float | None = None
         self._all_written = False
@@ -118,7 +143,9 @@ class NodePublisher:
         self.counts = WriterStatus("node")
 
     async def run(self, beat: Callable[[], None]) -> None:
-        """Publish for ever; a sign of life at least every ``look_seconds`` and before each request."""
+        """Publish for ever; a sign of life at least every ``look_seconds`` and
+        before each request.
+        """
         self._beat = beat
         while True:
             beat()
@@ -128,7 +155,9 @@ class NodePublisher:
             await asyncio.sleep(_COALESCING_SECONDS)
 
     async def publish_all(self) -> None:
-        """Publish until the whole desired state has been written, with as many tries as that takes; for an agent that shuts down."""
+        """Publish until the whole desired state has been written, with as many tries as that takes;
+        for an agent that shuts down.
+        """
         while True:
             versions = Versions(self._node)
             pause = await self.publish_once()
@@ -166,28 +195,45 @@ class NodePublisher:
         left = await self._write(node, due)
         self._all_written = not left and not later
         # A removal that met a conflict does not concern what this node offers.
-        if not self._refused and all(entry.guarded or entry.section not in {Section.ANNOTATIONS, Section.LABELS} for entry in left):
+        if not self._refused and all(
+            entry.guarded or entry.section not in {Section.ANNOTATIONS, Section.LABELS}
+            for entry in left
+        ):
             self.first.set()
         self._counted(len(left))
-        waits = [backoff.seconds_left for backoff in self._backoffs.values() if backoff.seconds_left] if left else []
+        waits = (
+            [backoff.seconds_left for backoff in self._backoffs.values() if backoff.seconds_left]
+            if left
+            else []
+        )
         return max(min(pause, *waits) if waits else pause, _SHORTEST_WAIT_SECONDS)
 
     def _desired_entries(self, node: Node) -> Sequence[DesiredEntry] | None:
         """Return the desired entries; None when they cannot be computed now."""
         try:
             desired = list(compared(node, self._desired_state(node, self._clock())))
-        except Exception as err:  # noqa: BLE001 - a bug in one family must not stop the writer of the others
+        except Exception as err:  # noqa: BLE001
+            # a bug in one family must not stop the writer of the others
             text = f"{type(err).__name__}: {err}"
-            self._complaints.say("wishes", "node.desired_state_failed", text, level="error", error=text)
+            self._complaints.say(
+                "wishes", "node.desired_state_failed", text, level="error", error=text
+            )
             return None
         self._complaints.over("wishes")
         return desired
 
     def _seconds_until_due(self, entry: DesiredEntry) -> float | None:
         if entry.guarded:
-            # The value after the removal is shown is a new lock, whatever its text: the next one of a burst, not ours come back.
-            return None if entry.shown is None or entry.name in self._removed_from(self._node.value) else 0.0
-        seconds = self._written.seconds_until_due(entry.name, entry.shown, entry.desired, apart_seconds=entry.apart_seconds)
+            # The value after the removal is shown is a new lock, whatever its text: the next one of
+            # a burst, not ours come back.
+            return (
+                None
+                if entry.shown is None or entry.name in self._removed_from(self._node.value)
+                else 0.0
+            )
+        seconds = self._written.seconds_until_due(
+            entry.name, entry.shown, entry.desired, apart_seconds=entry.apart_seconds
+        )
         value, until = self._refused.get(entry.name, (None, 0.0))
         if seconds is None or value != entry.desired:
             self._refused.pop(entry.name, None)
@@ -195,18 +241,33 @@ class NodePublisher:
         return max(seconds, until - asyncio.get_running_loop().time())
 
     def _removed_from(self, node: Node | None) -> frozenset[str]:
-        """Return the entries that the watch still shows although they were removed, for as long as the watch may be late."""
+        """Return the entries that the watch still shows although they were removed,
+        for as long as the watch may be late.
+        """
         version, until = self._outdated
-        late = node is not None and node.resource_version == version and asyncio.get_running_loop().time() < until
+        late = (
+            node is not None
+            and node.resource_version == version
+            and asyncio.get_running_loop().time() < until
+        )
         return self._removed if late else frozenset()
 
     def _say_why_it_waits(self, entry: DesiredEntry, seconds: float | None) -> None:
-        """Record why a write is held back for longer than a moment; the same reason now and then only."""
-        why = self._refused_why(entry) or self._written.why_later(entry.name, entry.shown, entry.desired) if seconds else ""
+        """Record why a write is held back for longer than a moment;
+        the same reason now and then only.
+        """
+        why = (
+            self._refused_why(entry)
+            or self._written.why_later(entry.name, entry.shown, entry.desired)
+            if seconds
+            else ""
+        )
         if not why or (seconds or 0.0) < _WORTH_A_LINE_SECONDS:
             return
         if self._changes.is_new(entry.name, why, now=asyncio.get_running_loop().time()):
-            self._journal.record("node.write_waits", key=entry.name, reason=why, seconds=round(seconds or 0.0, 1))
+            self._journal.record(
+                "node.write_waits", key=entry.name, reason=why, seconds=round(seconds or 0.0, 1)
+            )
 
     def _refused_why(self, entry: DesiredEntry) -> str:
         return "the API server refuses this value" if entry.name in self._refused else ""
@@ -214,8 +275,14 @@ class NodePublisher:
     async def _write(self, node: Node, due: Sequence[DesiredEntry]) -> list[DesiredEntry]:
         """Send the due entries; return those that could not be written."""
         guarded = [entry for entry in due if entry.guarded]
-        metadata = [entry for entry in due if entry.section in {Section.ANNOTATIONS, Section.LABELS} and not entry.guarded]
-        quantities = [entry for entry in due if entry.section in {Section.CAPACITY, Section.ALLOCATABLE}]
+        metadata = [
+            entry
+            for entry in due
+            if entry.section in {Section.ANNOTATIONS, Section.LABELS} and not entry.guarded
+        ]
+        quantities = [
+            entry for entry in due if entry.section in {Section.CAPACITY, Section.ALLOCATABLE}
+        ]
         conditions = [entry for entry in due if entry.section is Section.CONDITIONS]
         path = node_path(self._name)
         left = []
@@ -225,7 +292,9 @@ class NodePublisher:
         if metadata:
             left += await self._patch("metadata", "patch nodes", path, metadata, metadata_patch)
         if quantities:
-            left += await self._patch("quantities", "patch nodes/status", path + "/status", quantities, capacity_patch)
+            left += await self._patch(
+                "quantities", "patch nodes/status", path + "/status", quantities, capacity_patch
+            )
         if conditions and not await self._write_conditions(path, conditions):
             left += conditions
         return left
@@ -238,7 +307,9 @@ class NodePublisher:
         desired_state: Sequence[DesiredEntry],
         body: Callable[[Sequence[DesiredEntry]], Mapping[str, Any]],
     ) -> Sequence[DesiredEntry]:
-        """Send one merge patch for all entries, or one for each when one of them spoils it; return those that could not be written."""
+        """Send one merge patch for all entries, or one for each when one of them spoils it; return
+        those that could not be written.
+        """
         if self._backoffs[kind].seconds_left:
             return desired_state
         err = await self._send(path, body(desired_state))
@@ -249,36 +320,59 @@ class NodePublisher:
             self._failed(kind, permission, err)
             return desired_state
         if len(desired_state) > 1:
-            return [left for entry in desired_state for left in await self._patch(kind, permission, path, [entry], body)]
+            return [
+                left
+                for entry in desired_state
+                for left in await self._patch(kind, permission, path, [entry], body)
+            ]
         (entry,) = desired_state
-        self._refused[entry.name] = (entry.desired, asyncio.get_running_loop().time() + slow_seconds(self._settings))
+        self._refused[entry.name] = (
+            entry.desired,
+            asyncio.get_running_loop().time() + slow_seconds(self._settings),
+        )
         self._complaints.failed(entry.name, err, permission, key=entry.name)
         return desired_state
 
     async def _remove_guarded(self, node: Node, desired_state: Sequence[DesiredEntry]) -> bool:
-        """Remove annotations only if the Node is still as it was seen; return whether that was done."""
+        """Remove annotations only if the Node is still as it was seen;
+        return whether that was done.
+        """
         loop = asyncio.get_running_loop()
         version, until = self._outdated
-        if self._backoffs["guarded"].seconds_left or (node.resource_version == version and loop.time() < until):
+        if self._backoffs["guarded"].seconds_left or (
+            node.resource_version == version and loop.time() < until
+        ):
             return False
-        err = await self._send(node_path(self._name), metadata_patch(desired_state, resource_version=node.resource_version))
+        err = await self._send(
+            node_path(self._name),
+            metadata_patch(desired_state, resource_version=node.resource_version),
+        )
         if err is None:
             self._conflicts = 0
-            self._outdated = (node.resource_version, loop.time() + self._settings.request_timeout_seconds)
+            self._outdated = (
+                node.resource_version,
+                loop.time() + self._settings.request_timeout_seconds,
+            )
             self._removed = frozenset(entry.name for entry in desired_state)
             self._done("guarded", desired_state)
             return True
         if err.status == 409 and self._conflicts < _CONFLICTS:
-            # Another client wrote in between; the desired state may differ on the newer Node, which the watch is about to show.
+            # Another client wrote in between; the desired state may differ on the newer Node, which
+            # the watch is about to show.
             self._conflicts += 1
             self._removed = frozenset()
-            self._outdated = (node.resource_version, loop.time() + self._settings.request_timeout_seconds)
+            self._outdated = (
+                node.resource_version,
+                loop.time() + self._settings.request_timeout_seconds,
+            )
         else:
             self._failed("guarded", "patch nodes", err)
         return False
 
     async def _write_conditions(self, path: str, desired_state: Sequence[DesiredEntry]) -> bool:
-        """Put ours among the conditions of others, as a merge patch sends all together; return whether they are there then."""
+        """Put ours among the conditions of others, as a merge patch sends all together;
+        return whether they are there then.
+        """
         if self._backoffs["conditions"].seconds_left:
             return False
         for _ in range(_CONFLICTS):
@@ -289,7 +383,10 @@ class NodePublisher:
                 permission = "patch nodes/status"
                 conditions = with_conditions(answer.status.conditions, desired_state, self._clock())
                 if conditions is not None:
-                    body = {"metadata": {"resourceVersion": answer.metadata.resource_version}, "status": {"conditions": conditions}}
+                    body = {
+                        "metadata": {"resourceVersion": answer.metadata.resource_version},
+                        "status": {"conditions": conditions},
+                    }
                     await self._api.patch(path + "/status", body)
                     self.counts.written += 1
             except ClusterError as err:
@@ -318,16 +415,39 @@ class NodePublisher:
         self._complaints.over(kind)
         for entry in desired_state:
             self._complaints.over(entry.name)
-            # A guarded or an unhurried annotation is a conversation: the other side writes it for reasons of its own.
-            patience = _KUBELET_FORGETS_SECONDS if entry.section in {Section.CAPACITY, Section.ALLOCATABLE} else 0.0
-            contested = not entry.guarded and self._written.note(entry.name, entry.shown, entry.desired, patience_seconds=patience)
+            # A guarded or an unhurried annotation is a conversation: the other side writes it for
+            # reasons of its own.
+            patience = (
+                _KUBELET_FORGETS_SECONDS
+                if entry.section in {Section.CAPACITY, Section.ALLOCATABLE}
+                else 0.0
+            )
+            contested = not entry.guarded and self._written.note(
+                entry.name, entry.shown, entry.desired, patience_seconds=patience
+            )
             if contested and not entry.apart_seconds:
-                text = f"somebody keeps changing {entry.name} of Node {self._name}; find out who else writes it (a second device plugin?)"
-                self._complaints.say(f"contest of {entry.name}", "node.contested", text, level="warning", key=entry.name, error=text)
+                text = (
+                    f"somebody keeps changing {entry.name} of Node {self._name}; find out who else "
+                    "writes it (a second device plugin?)"
+                )
+                self._complaints.say(
+                    f"contest of {entry.name}",
+                    "node.contested",
+                    text,
+                    level="warning",
+                    key=entry.name,
+                    error=text,
+                )
 
     def _failed(self, kind: str, permission: str, err: ClusterError) -> None:
         self._backoffs[kind].failed(err)
-        self._complaints.failed(kind, err, permission, node=self._name, again_in_seconds=round(self._backoffs[kind].seconds_left, 1))
+        self._complaints.failed(
+            kind,
+            err,
+            permission,
+            node=self._name,
+            again_in_seconds=round(self._backoffs[kind].seconds_left, 1),
+        )
 
     def _counted(self, pending: int) -> None:
         now = asyncio.get_running_loop().time()
@@ -336,11 +456,16 @@ class NodePublisher:
         elif self._pending_since is None:
             self._pending_since = now
         self.counts.pending = pending
-        self.counts.oldest_pending_seconds = now - self._pending_since if self._pending_since is not None else 0.0
+        self.counts.oldest_pending_seconds = (
+            now - self._pending_since if self._pending_since is not None else 0.0
+        )
 
 
 def _decoded(answer: bytes, path: str) -> _NodeAnswer:
     try:
         return msgspec.json.decode(answer, type=_NodeAnswer)
     except msgspec.MsgspecError as err:
-        raise ClusterError(f"the API server's answer to GET {path} is not a Node: {err}; is there a proxy in between?") from err
+        raise ClusterError(
+            f"the API server's answer to GET {path} is not a Node: {err}; is there a proxy in "
+            "between?"
+        ) from err

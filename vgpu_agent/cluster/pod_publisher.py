@@ -1,15 +1,18 @@
-"""Keeps annotations and labels of our pods in the families' desired state, which shows a scheduler whether its decision was carried out.
+"""Keeps annotations and labels of our pods in the families' desired state, which shows a scheduler
+whether its decision was carried out.
 
-No container waits for these writes. They come after its start, are tried until done, and need no memory: a value that
-is missing after a restart is a difference between the pods as the watch shows them and the state that the families
-derive from the ledger.
+No container waits for these writes. They come after its start, are tried until done, and need no
+memory: a value that is missing after a restart is a difference between the pods as the watch shows
+them and the state that the families derive from the ledger.
 
-They are not cheap for others. Where memory is counted in MiB, the kubelet reports thousands of ids in a pod's status.
-For each annotation the API server then reads, stores and sends out all of that, and the kubelet looks at its pod once
-more and writes its status again: 75 ms of processor time, measured on a real node, while other pods wait to be
-started. So annotations that only show a pod's progress wait for the end of that, `cluster.startsFirstSeconds` at
-most. Annotations by which schedulers count do not. Those held back when the agent stops are written by the next
-process, except to a pod that has ended by then: only this process knew its shares, and it stays as it is.
+They are not cheap for others. Where memory is counted in MiB, the kubelet reports thousands of ids
+in a pod's status.
+For each annotation the API server then reads, stores and sends out all of that, and the kubelet
+looks at its pod once more and writes its status again: 75 ms of processor time, measured on a real
+node, while other pods wait to be started. So annotations that only show a pod's progress wait for
+the end of that, `cluster.startsFirstSeconds` at most. Annotations by which schedulers count do not.
+Those held back when the agent stops are written by the next process, except to a pod that has ended
+by then: only this process knew its shares, and it stays as it is.
 
 Built and run by `agent`.
 """
@@ -45,7 +48,8 @@ ANNOTATIONS, LABELS = "annotations", "labels"  # the parts of ``metadata`` that 
 
 Entry = tuple[str, str]  # one of them, and a key in it
 _SHORTEST_WAIT_SECONDS = 0.01
-# The wait for the next change of a burst, or before looking again whether pods are being started; and for a burst's end.
+# The wait for the next change of a burst, or before looking again whether pods are being started;
+# and for a burst's end.
 _COALESCING_SECONDS, _LONGEST_COALESCING_SECONDS = 0.1, 1.0
 
 
@@ -56,8 +60,11 @@ class _Writing:
     written: Written
     backoff: Backoff
     pending_since: float | None = None
-    busy: bool = False  # a request is under way; there is never a second one, so writes of one pod are in order
-    gone: bool = False  # nothing more is to be written: the API server has no such pod any more, or it has ended and has it all
+    # a request is under way; there is never a second one, so writes of one pod are in order
+    busy: bool = False
+    # nothing more is to be written: the API server has no such pod any more, or it has ended and
+    # has it all
+    gone: bool = False
     unwanted: Changes | None = None  # the changes that the API server refused for good
 
 
@@ -72,8 +79,8 @@ class _PodAnswer(msgspec.Struct):
 class PodPublisher:
     """The writer of our pods' annotations and labels; one for the process.
 
-    State: the current write to each pod, dropped with the pod. A crash between two writes leaves a difference, which
-    the next start sees.
+    State: the current write to each pod, dropped with the pod. A crash between two writes leaves a
+    difference, which the next start sees.
 
     Attributes:
         counts: for metrics.
@@ -102,10 +109,13 @@ class PodPublisher:
             desired_state: the kubelet's UID of a pod → its desired state.
             wake: moves on whenever the desired state may have changed.
             settings: the pauses.
-            journal: troubles and their end are recorded there, and that a pod has all its annotations.
-            tokens: kubelet's UID of a pod → the tokens of its grants, which are in all records about its start.
+            journal: troubles and their end are recorded there, and that a pod has all its
+                annotations.
+            tokens: kubelet's UID of a pod → the tokens of its grants, which are in all records
+                about its start.
             starting: whether kubelet is starting pods now.
-            progress: the annotations that show a pod's progress; where nothing else differs, pods that are being started go first.
+            progress: the annotations that show a pod's progress; where nothing else differs, pods
+                that are being started go first.
             at_once: how many pods are written to at the same time.
             look_seconds: how often the loop gives a sign of life.
         """
@@ -142,33 +152,53 @@ class PodPublisher:
             await asyncio.sleep(min(_COALESCING_SECONDS, left))
 
     def _begin(self, requests: asyncio.TaskGroup) -> float:
-        """Begin the writes that are due; seconds after which to look again, if nothing happens before."""
+        """Begin the writes that are due; seconds after which to look again,
+        if nothing happens before.
+        """
         pause, due = self._due()
         if due and self._outage.seconds_left:
             return max(min(pause, self._outage.seconds_left), _SHORTEST_WAIT_SECONDS)
-        # After a failure one request finds out whether the API server is back, and not always the one of a pod that fails by itself.
-        room = (1 if self._outage.failures else self._at_once) - sum(writing.busy for writing in self._writings.values())
+        # After a failure one request finds out whether the API server is back, and not always the
+        # one of a pod that fails by itself.
+        room = (1 if self._outage.failures else self._at_once) - sum(
+            writing.busy for writing in self._writings.values()
+        )
         self._backlog = len(due) > room
-        for pod, changes, writing in sorted(due, key=lambda one: one[2].backoff.failures)[: max(0, room)]:
+        for pod, changes, writing in sorted(due, key=lambda one: one[2].backoff.failures)[
+            : max(0, room)
+        ]:
             writing.busy = True
-            requests.create_task(self._write(pod, changes, writing), name=f"annotate {pod.full_name}")
+            requests.create_task(
+                self._write(pod, changes, writing), name=f"annotate {pod.full_name}"
+            )
         return max(pause, _SHORTEST_WAIT_SECONDS)
 
     def _due(self) -> tuple[float, list[tuple[Pod, Changes, _Writing]]]:
-        """Return the seconds after which more may be due, and the writes due now: the pod and its changes."""
+        """Return the seconds after which more may be due, and the writes due now:
+        the pod and its changes.
+        """
         try:
             desired_state = self._desired_state()
-        except Exception as err:  # noqa: BLE001 - a bug in one family must not stop the writer of the others
+        except Exception as err:  # noqa: BLE001
+            # a bug in one family must not stop the writer of the others
             text = f"{type(err).__name__}: {err}"
-            self._complaints.say("wishes", "pods.desired_state_failed", text, level="error", error=text)
+            self._complaints.say(
+                "wishes", "pods.desired_state_failed", text, level="error", error=text
+            )
             return self._look_seconds, []
         self._complaints.over("wishes")
-        present = [(pod, desired_state[pod.kubelet_uid]) for pod in self._book.pods if pod.kubelet_uid in desired_state]
+        present = [
+            (pod, desired_state[pod.kubelet_uid])
+            for pod in self._book.pods
+            if pod.kubelet_uid in desired_state
+        ]
         self._forget_absent({pod.uid for pod, _ in present})
         pause, due = self._look_seconds, []
         starting = functools.cache(self._starting)
         for pod, desired in present:
-            writing = self._writings.setdefault(pod.uid, _Writing(Written(self._settings), Backoff(self._settings)))
+            writing = self._writings.setdefault(
+                pod.uid, _Writing(Written(self._settings), Backoff(self._settings))
+            )
             seconds, changes = self._compared(pod, desired, writing)
             if changes and not seconds and changes.keys() <= self._progress and starting():
                 seconds = self._seconds_held_back(writing)
@@ -180,13 +210,19 @@ class PodPublisher:
         return pause, due
 
     def _seconds_held_back(self, writing: _Writing) -> float:
-        """After how many seconds to look again whether pods are still being started; 0 for what has waited for them long enough."""
+        """After how many seconds to look again whether pods are still being started;
+        0 for what has waited for them long enough.
+        """
         now = asyncio.get_running_loop().time()
         since = now if writing.pending_since is None else writing.pending_since
         return max(0.0, min(_COALESCING_SECONDS, since + self._settings.starts_first_seconds - now))
 
-    def _compared(self, pod: Pod, desired_state: DesiredPod, writing: _Writing) -> tuple[float, Changes]:
-        """Return the changes to write to ``pod`` now. Without changes, return the seconds until there may be some (0: unknown)."""
+    def _compared(
+        self, pod: Pod, desired_state: DesiredPod, writing: _Writing
+    ) -> tuple[float, Changes]:
+        """Return the changes to write to ``pod`` now. Without changes, return the seconds until
+        there may be some (0: unknown).
+        """
         changes: dict[Entry, str | None] = {}
         wait = 0.0
         for entry, present, desired in _entries(pod, desired_state):
@@ -208,7 +244,9 @@ class PodPublisher:
         return writing.backoff.seconds_left, changes
 
     async def _write(self, pod: Pod, changes: Changes, writing: _Writing) -> None:
-        """One merge patch of what differs, of this very pod and not of another that took its name."""
+        """One merge patch of what differs, of this very pod and not of another
+        that took its name.
+        """
         path = pod_path(pod.namespace, pod.name)
         try:
             await self._api.patch(path, {"metadata": {"uid": pod.uid, **_by_section(changes)}})
@@ -223,10 +261,13 @@ class PodPublisher:
             writing.pending_since, writing.unwanted = None, None
             self._complaints.over("annotations")
             self._note(pod, changes, writing)
-            # The watch leaves out pods that have ended, so it will never show this write, which would be repeated for ever.
+            # The watch leaves out pods that have ended, so it will never show this write, which
+            # would be repeated for ever.
             writing.gone = writing.gone or pod.ended
             # All differences went into one request, so now the pod has all that it should have.
-            self._journal.record("pods.written", **self._about(pod), **_keys(changes), seconds=round(waited, 3))
+            self._journal.record(
+                "pods.written", **self._about(pod), **_keys(changes), seconds=round(waited, 3)
+            )
         finally:
             writing.busy = False
             self._done.advance()
@@ -235,23 +276,47 @@ class PodPublisher:
         for entry, value in changes.items():
             section, key = entry
             if writing.written.note("/".join(entry), _present(pod, section).get(key), value):
-                text = f"somebody keeps changing the annotation {key} of pod {pod.full_name}; find out who else writes it"
+                text = (
+                    f"somebody keeps changing the annotation {key} of pod {pod.full_name}; find "
+                    "out who else writes it"
+                )
                 if section == LABELS:
-                    text = f"somebody keeps changing the label {key} of pod {pod.full_name}; find out who else writes it"
-                self._complaints.say(f"contest of {pod.uid}/{key}", "pods.contested", text, level="warning", **self._about(pod), error=text)
+                    text = (
+                        f"somebody keeps changing the label {key} of pod {pod.full_name}; find out "
+                        "who else writes it"
+                    )
+                self._complaints.say(
+                    f"contest of {pod.uid}/{key}",
+                    "pods.contested",
+                    text,
+                    level="warning",
+                    **self._about(pod),
+                    error=text,
+                )
 
-    async def _failed(self, pod: Pod, changes: Changes, writing: _Writing, err: ClusterError) -> None:
+    async def _failed(
+        self, pod: Pod, changes: Changes, writing: _Writing, err: ClusterError
+    ) -> None:
         self.counts.failed += 1
-        # The API server calls another UID a conflict, or, in a patch, an attempt to change what cannot be changed.
+        # The API server calls another UID a conflict, or, in a patch, an attempt to change what
+        # cannot be changed.
         if err.status == 404 or (err.status in {409, 422} and await self._replaced(pod)):
             writing.gone = True
             self.counts.dropped += 1
-            self._journal.record("pods.gone", level="debug", **self._about(pod), uid=pod.uid, unwritten=sorted(key for _, key in changes))
+            self._journal.record(
+                "pods.gone",
+                level="debug",
+                **self._about(pod),
+                uid=pod.uid,
+                unwritten=sorted(key for _, key in changes),
+            )
             return
         writing.backoff.failed(err)
         if lasting(err) and err.status != 403:
             writing.unwanted = changes
-            self._complaints.failed(f"pod {pod.uid}", err, PERMISSION, **self._about(pod), **_keys(changes))
+            self._complaints.failed(
+                f"pod {pod.uid}", err, PERMISSION, **self._about(pod), **_keys(changes)
+            )
         else:
             if err.status != 409:
                 self._outage.failed(err)
@@ -272,13 +337,19 @@ class PodPublisher:
             return False  # an answer of a proxy in between; the patch is tried again
 
     def _forget_absent(self, uids: set[str]) -> None:
-        for uid in [uid for uid, writing in self._writings.items() if uid not in uids and not writing.busy]:
+        for uid in [
+            uid for uid, writing in self._writings.items() if uid not in uids and not writing.busy
+        ]:
             del self._writings[uid]
             self._complaints.forget(uid)
 
     def _count(self) -> None:
         now = asyncio.get_running_loop().time()
-        since = [writing.pending_since for writing in self._writings.values() if writing.pending_since is not None]
+        since = [
+            writing.pending_since
+            for writing in self._writings.values()
+            if writing.pending_since is not None
+        ]
         self.counts.pending = len(since)
         self.counts.oldest_pending_seconds = now - min(since, default=now)
 
@@ -289,7 +360,10 @@ def _present(pod: Pod, section: str) -> Mapping[str, str]:
 
 def _entries(pod: Pod, desired_state: DesiredPod) -> Iterator[tuple[Entry, str | None, str | None]]:
     """Each desired entry with its present and its desired value."""
-    for section, desired in ((ANNOTATIONS, desired_state.annotations), (LABELS, desired_state.labels)):
+    for section, desired in (
+        (ANNOTATIONS, desired_state.annotations),
+        (LABELS, desired_state.labels),
+    ):
         for key, value in desired.items():
             yield (section, key), _present(pod, section).get(key), value
 

@@ -1,7 +1,9 @@
-"""Quantities of extended resources: the forms of ``resource.Quantity``, read as the whole number that a device plugin needs.
+"""Quantities of extended resources: the forms of ``resource.Quantity``,
+read as the whole number that a device plugin needs.
 
-Used by `decode`. The API server has already refused fractions and negative numbers for resources that kubelet knows as extended, but it
-keeps each user's spelling of the number (``"10k"``), and a stand-in, a webhook or a mirror pod may show anything.
+Used by `decode`. The API server has already refused fractions and negative numbers for resources
+that kubelet knows as extended, but it keeps each user's spelling of the number (``"10k"``), and a
+stand-in, a webhook or a mirror pod may show anything.
 """
 
 from __future__ import annotations
@@ -10,7 +12,9 @@ import re
 from fractions import Fraction
 
 _QUANTITY = re.compile(
-    r"(?P<number>[+-]?(?:\d+(?:\.\d*)?|\.\d+))(?:(?P<suffix>[KMGTPE]i|[numkMGTPE])|[eE](?P<exponent>[+-]?\d{1,3}))?", re.ASCII
+    r"(?P<number>[+-]?(?:\d+(?:\.\d*)?|\.\d+))(?:(?P<suffix>[KMGTPE]i|[numkMGTPE])|"
+    r"[eE](?P<exponent>[+-]?\d{1,3}))?",
+    re.ASCII,
 )
 _BINARY = {f"{letter}i": 1024**power for power, letter in enumerate("KMGTPE", start=1)}
 _DECIMAL = {"n": -9, "u": -6, "m": -3, "k": 3, "M": 6, "G": 9, "T": 12, "P": 15, "E": 18}

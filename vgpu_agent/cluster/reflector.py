@@ -1,15 +1,20 @@
-"""List and watch: keeps a copy of a few objects of the API server true, through everything that clusters do to a watch.
+"""List and watch: keeps a copy of a few objects of the API server true,
+through everything that clusters do to a watch.
 
-Used by the watches of this package (`watching`, `config_map`). Each of them runs one as a supervised loop and gives
-it a receiver of objects (`Sink`). Its rules, which the libraries' own watches do not keep:
+Used by the watches of this package (`watching`, `config_map`). Each of them runs one as a
+supervised loop and gives it a receiver of objects (`Sink`). Its rules, which the libraries' own
+watches do not keep:
 
-* A watch that ends is normal. It goes on from the same version, after a pause that doubles while nothing but endings
-  come.
-* 410 in any form means that history was lost: list anew. Any other failure keeps the version, so that no event is
-  lost or seen twice.
-* Bookmarks move the version only. Versions are compared for equality alone, as the API asks of its clients.
-* Undecodable objects are skipped, each logged once and counted. A malformed event leads to a new list.
-* A connection that is silent for too long is dead (`client` sees to that); ``Retry-After`` is kept to.
+* A watch that ends is normal. It goes on from the same version, after a pause that doubles while
+  nothing but endings come.
+* 410 in any form means that history was lost: list anew. Any other failure keeps the version, so
+  that no event is lost or seen twice.
+* Bookmarks move the version only. Versions are compared for equality alone, as the API asks of its
+  clients.
+* Undecodable objects are skipped, each logged once and counted. A malformed event leads to a new
+  list.
+* A connection that is silent for too long is dead (`client` sees to that); ``Retry-After`` is kept
+  to.
 """
 
 from __future__ import annotations
@@ -41,15 +46,18 @@ T = TypeVar("T")
 Seen_contra = TypeVar("Seen_contra", contravariant=True)
 
 _PAGE = "500"  # items; an API server that answers from its cache sends all
-# A node has some hundred objects of a kind, each page has at least one, and each sink has bounds of its own (`trim`).
+# A node has some hundred objects of a kind, each page has at least one, and each sink has bounds of
+# its own (`trim`).
 _MOST_ITEMS = 50_000
 _TRIMMED_EACH = 100  # items
 _MOST_PAGES = 1000
-# A watch is followed no faster than this for long; a node with 500 pods has some hundred changes a second at its worst.
+# A watch is followed no faster than this for long; a node with 500 pods has some hundred changes a
+# second at its worst.
 _BURST = 200  # lines
 _BURST_SECONDS = 0.2
 _LONGEST_ERROR = 1000  # characters of an error that is remembered
-_HEALTHY_SECONDS = 30.0  # a stream that lasted this long proves that the API server is well, and pauses begin small again
+# a stream that lasted this long proves that the API server is well, and pauses begin small again
+_HEALTHY_SECONDS = 30.0
 _UNREADABLE_REMEMBERED = 200
 _GONE = 410
 _NOT_FOUND = 404
@@ -95,7 +103,8 @@ class Scope:
         what: for people, e.g. ``pods of this node``.
         path: of the collection.
         field_selector: what to list and watch of it.
-        name: of the one object to get instead of listing, which asks for no permission to list; empty for a collection.
+        name: of the one object to get instead of listing, which asks for no permission to list;
+            empty for a collection.
     """
 
     what: str
@@ -112,8 +121,8 @@ class Scope:
 class Reflector(Generic[T]):
     """The loop that keeps ``sink`` equal to the API server's objects in ``scope``.
 
-    State: the version up to which everything was seen. It outlives a restart of `run` by its supervisor, and the failure of a watch; it is
-    dropped when the API server has forgotten it.
+    State: the version up to which everything was seen. It outlives a restart of `run` by its
+    supervisor, and the failure of a watch; it is dropped when the API server has forgotten it.
 
     Attributes:
         status: its history.
@@ -145,7 +154,8 @@ class Reflector(Generic[T]):
             journal: failures are recorded there.
             uniform: draws a time between two.
             expected: HTTP statuses that are not logged, because the caller reports them.
-            trim: those of the objects read so far that the sink would keep. A list is not held whole before it is cut.
+            trim: those of the objects read so far that the sink would keep. A list is not held
+                whole before it is cut.
         """
         self._trim = trim
         self.status = WatchStatus(scope.what)
@@ -158,13 +168,19 @@ class Reflector(Generic[T]):
         self._expected = frozenset(expected)
         self._version = ""
         self._changes = ChangeFilter()
-        self._unreadable = ChangeFilter()  # of objects, so that a pod that changes every second is no flood
+        # of objects, so that a pod that changes every second is no flood
+        self._unreadable = ChangeFilter()
 
     @property
     def longest_silence_seconds(self) -> float:
         """The longest healthy silence of `run`."""
         settings = self._settings
-        return 2 * settings.watch_seconds + settings.watch_silence_seconds + slow_seconds(settings) + settings.request_timeout_seconds
+        return (
+            2 * settings.watch_seconds
+            + settings.watch_silence_seconds
+            + slow_seconds(settings)
+            + settings.request_timeout_seconds
+        )
 
     def forget(self) -> None:
         """Begin with a list when `run` is started the next time; `run` must have ended."""
@@ -214,7 +230,8 @@ class Reflector(Generic[T]):
     async def _get_pages(self, beat: Callable[[], None]) -> tuple[list[T], str]:
         items: list[T] = []
         params = {"fieldSelector": self.scope.field_selector, "limit": _PAGE}
-        # The first list may come from the API server's cache. One after a lost history must not: the cache may be older than what was seen.
+        # The first list may come from the API server's cache. One after a lost history must not:
+        # the cache may be older than what was seen.
         more = {} if self.status.synced else {"resourceVersion": "0"}
         tokens = {""}
         while True:
@@ -222,15 +239,25 @@ class Reflector(Generic[T]):
             if not token:
                 break
             if token in tokens or len(tokens) > _MOST_PAGES:
-                what = "the same page again" if token in tokens else f"more than {_MOST_PAGES} pages"
-                raise ClusterError(f"GET {self.scope.path}: the list goes on for ever: {what}; something in between is not Kubernetes")
+                what = (
+                    "the same page again" if token in tokens else f"more than {_MOST_PAGES} pages"
+                )
+                raise ClusterError(
+                    f"GET {self.scope.path}: the list goes on for ever: {what}; something in "
+                    "between is not Kubernetes"
+                )
             tokens.add(token)
             more = {"continue": token}
         if not version:
-            raise ClusterError(f"GET {self.scope.path}: the list has no metadata.resourceVersion; something in between is not Kubernetes")
+            raise ClusterError(
+                f"GET {self.scope.path}: the list has no metadata.resourceVersion; something in "
+                "between is not Kubernetes"
+            )
         return items, version
 
-    async def _get_page(self, params: Mapping[str, str], items: list[T], beat: Callable[[], None]) -> tuple[str, str]:
+    async def _get_page(
+        self, params: Mapping[str, str], items: list[T], beat: Callable[[], None]
+    ) -> tuple[str, str]:
         """Add the items of one page; its version, and the token of the next page."""
         page, seen = ListReader(self.scope.path), 0
         async with contextlib.aclosing(self._source.chunks(self.scope.path, params)) as chunks:
@@ -241,8 +268,13 @@ class Reflector(Generic[T]):
                     if self._trim is not None and items and len(items) % _TRIMMED_EACH == 0:
                         items[:] = self._trim(items)
                     if seen > _MOST_ITEMS:
-                        text = f"the list has more than {_MOST_ITEMS} objects; it is given up, since no node has so many"
-                        raise ClusterError(f"GET {self.scope.path}: {text}; something in between is not Kubernetes")
+                        text = (
+                            f"the list has more than {_MOST_ITEMS} objects; it is given up, since "
+                            "no node has so many"
+                        )
+                        raise ClusterError(
+                            f"GET {self.scope.path}: {text}; something in between is not Kubernetes"
+                        )
                 beat()
         return page.end()
 
@@ -273,7 +305,8 @@ class Reflector(Generic[T]):
         """Take over one line of a watch."""
         if not line:
             self._heard()
-            self.status.failing_since = 0.0  # whether the watch lasts is known, and logged, with its first event
+            # whether the watch lasts is known, and logged, with its first event
+            self.status.failing_since = 0.0
             return
         try:
             event = decode.event(line)
@@ -301,7 +334,10 @@ class Reflector(Generic[T]):
             case "BOOKMARK":
                 pass
             case _:
-                raise ClusterError(f"GET {self.scope.path}: the watch sent an event of the unknown type {event.type[:40]!r}")
+                raise ClusterError(
+                    f"GET {self.scope.path}: the watch sent an event of the unknown type "
+                    f"{event.type[:40]!r}"
+                )
 
     def _readable(self, raw: msgspec.Raw | bytes) -> list[T]:
         """The object, or nothing when it cannot be read."""
@@ -313,7 +349,9 @@ class Reflector(Generic[T]):
             if self._unreadable.is_new(text):
                 if len(self._unreadable) > _UNREADABLE_REMEMBERED:
                     self._unreadable.keep_only((text,))
-                self._journal.record("cluster.unreadable", level="warning", watch=self.scope.what, error=text)
+                self._journal.record(
+                    "cluster.unreadable", level="warning", watch=self.scope.what, error=text
+                )
             return []
 
     def _heard(self) -> None:
@@ -329,7 +367,9 @@ class Reflector(Generic[T]):
         self.trouble.publish(err)
         # An outage is one line in the log, not one for each try.
         if err.status not in self._expected and self._changes.is_new("watch", err.status):
-            self._journal.record("cluster.watch_failed", level="warning", watch=self.scope.what, error=str(err))
+            self._journal.record(
+                "cluster.watch_failed", level="warning", watch=self.scope.what, error=str(err)
+            )
 
     def _well(self) -> None:
         self.status.failing_since = 0.0

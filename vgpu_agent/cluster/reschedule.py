@@ -1,9 +1,10 @@
-"""Another chance for pods that cannot start here: an event for the owner, and an eviction where the operator asks for it.
+"""Another chance for pods that cannot start here:
+an event for the owner, and an eviction where the operator asks for it.
 
-The plain kube-scheduler only counts, so it can send a pod to a node whose cards have room in sum and not on one of
-them. The kubelet would try again for ever. A container that `allocation` has refused for long enough gets an event,
-and after a longer time an eviction, which lets its controller create it anew elsewhere. Evictions go through the API,
-so PodDisruptionBudgets hold.
+The plain kube-scheduler only counts, so it can send a pod to a node whose cards have room in sum
+and not on one of them. The kubelet would try again for ever. A container that `allocation` has
+refused for long enough gets an event, and after a longer time an eviction, which lets its
+controller create it anew elsewhere. Evictions go through the API, so PodDisruptionBudgets hold.
 
 Built and run by `agent`.
 """
@@ -40,7 +41,8 @@ _HOUR_SECONDS = 3600.0  # after which the API server forgets an event
 class Reschedule:
     """The check of the refusals whenever they change or one of them becomes old enough.
 
-    State: the events and evictions so far, by pod. A restart repeats them once the refusals are old enough again.
+    State: the events and evictions so far, by pod. A restart repeats them once the refusals are old
+    enough again.
     """
 
     def __init__(
@@ -67,16 +69,20 @@ class Reschedule:
             settings: the pauses.
             journal: evictions and troubles are recorded there.
             overcommits: starts on GPUs that a scheduler has overcommitted; their pods get an event.
-            look_seconds: how often the loop gives a sign of life, and how long such an event may wait.
+            look_seconds: how often the loop gives a sign of life, and how long such an event may
+                wait.
         """
         self._overcommits = overcommits
         self._api, self._events, self._refusals, self._wake = api, events, refusals, wake
         self._binding, self._settings, self._journal = binding, settings, journal
         self._look_seconds = look_seconds
         self._complaints = Complaints(journal, "reschedule")
-        # Both in seconds of the event loop: a clock that is set while the node boots makes no refusal an hour old.
-        self._seen: dict[tuple[str, str, float], float] = {}  # pod, container and first refusal → when it was seen here
-        self._told: dict[tuple[str, str], tuple[str, float]] = {}  # pod and container → reason and when
+        # Both in seconds of the event loop: a clock that is set while the node boots makes no
+        # refusal an hour old.
+        # pod, container and first refusal → when it was seen here
+        self._seen: dict[tuple[str, str, float], float] = {}
+        # pod and container → reason and when
+        self._told: dict[tuple[str, str], tuple[str, float]] = {}
         self._evicted: set[str] = set()
         self._backoffs: dict[str, Backoff] = {}
         self._beat: Callable[[], None] = lambda: None
@@ -92,7 +98,9 @@ class Reschedule:
             await versions.passed(timeout_seconds=pause)
 
     async def look_once(self) -> float:
-        """Do the due work; return the seconds after which to look again, if nothing happens before."""
+        """Do the due work; return the seconds after which to look again,
+        if nothing happens before.
+        """
         refusals, now = tuple(self._refusals()), asyncio.get_running_loop().time()
         self._forget_absent({refusal.pod.uid for refusal in refusals})
         self._seen = {key: self._seen.get(key, now) for key in map(_key, refusals)}
@@ -114,20 +122,32 @@ class Reschedule:
         elif refusal.final:
             left = 0.0
         else:  # a reason with numbers in it may change with each try
-            left = max(self._seen[_key(refusal)], told_at) + self._binding.refused_event_seconds - now
+            left = (
+                max(self._seen[_key(refusal)], told_at) + self._binding.refused_event_seconds - now
+            )
         if left > 0:
             return left
         self._told[key] = (refusal.reason, now)
         self._events.raise_event(
-            refusal.pod, REFUSED, f"container {refusal.container} may not start with its {refusal.resource}: {refusal.text}"
+            refusal.pod,
+            REFUSED,
+            f"container {refusal.container} may not start with its {refusal.resource}: "
+            f"{refusal.text}",
         )
         return self._look_seconds
 
     async def _evict(self, refusal: Refusal) -> float:
         """Evict the pod if it is time and may be; seconds until there is something to do."""
         pod, after = refusal.pod, self._binding.refused_evict_seconds
-        # The mirror of a static pod can be evicted as little as the file that kubelet reads it from.
-        if after <= 0 or MIRROR_POD in pod.annotations or pod.deleting or pod.ended or pod.uid in self._evicted:
+        # The mirror of a static pod can be evicted as little as the file that kubelet reads it
+        # from.
+        if (
+            after <= 0
+            or MIRROR_POD in pod.annotations
+            or pod.deleting
+            or pod.ended
+            or pod.uid in self._evicted
+        ):
             return self._look_seconds
         backoff = self._backoffs.setdefault(pod.uid, Backoff(self._settings))
         if refusal.final:  # waiting would not help
@@ -145,8 +165,13 @@ class Reschedule:
         self.evictions["evicted"] += 1
         self._complaints.over("eviction")
         seconds = self._seconds(refusal)
-        text = f"evicted because container {refusal.container} was not allowed to start for {seconds:.0f} s: {refusal.reason}"
-        self._journal.record("reschedule.evicted", level="warning", pod=pod.full_name, uid=pod.uid, reason=text)
+        text = (
+            f"evicted because container {refusal.container} was not allowed to start for "
+            f"{seconds:.0f} s: {refusal.reason}"
+        )
+        self._journal.record(
+            "reschedule.evicted", level="warning", pod=pod.full_name, uid=pod.uid, reason=text
+        )
         self._events.raise_event(pod, EVICTED, text)
         return self._look_seconds
 
@@ -158,8 +183,16 @@ class Reschedule:
         backoff.failed(err)
         if err.status == 429:
             self.evictions["postponed"] += 1
-            self._complaints.say(f"budget {pod.uid}", "reschedule.postponed", "429", level="info", pod=pod.full_name, error=str(err))
-        elif err.status not in {404, 409}:  # those: it is gone or another pod has its name, and the watch will show it
+            self._complaints.say(
+                f"budget {pod.uid}",
+                "reschedule.postponed",
+                "429",
+                level="info",
+                pod=pod.full_name,
+                error=str(err),
+            )
+        elif err.status not in {404, 409}:
+            # those: it is gone or another pod has its name, and the watch will show it
             self.evictions["failed"] += 1
             self._complaints.failed("eviction", err, PERMISSION, pod=pod.full_name)
 

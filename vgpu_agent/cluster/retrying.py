@@ -1,6 +1,7 @@
 """Pauses and log lines when the API server is away, busy or refuses: one line about each trouble.
 
-Used by the writers, each with a `Backoff` for every kind of write that can fail by itself, and by `reflector` between its watches.
+Used by the writers, each with a `Backoff` for every kind of write that can fail by itself, and by
+`reflector` between its watches.
 """
 
 from __future__ import annotations
@@ -20,7 +21,8 @@ if TYPE_CHECKING:
 
 # Answers that the same request would get again: malformed, forbidden, too large, invalid.
 _LASTING = (400, 403, 405, 413, 422)
-# A lasting failure is tried again this many longest pauses later: permissions can be granted while the agent runs.
+# A lasting failure is tried again this many longest pauses later: permissions can be granted while
+# the agent runs.
 _LASTING_PAUSES = 10
 
 
@@ -40,9 +42,12 @@ class Backoff:
     State: failures in a row and the end of the pause, on the event loop's clock.
     """
 
-    def __init__(self, settings: Cluster, jitter: Callable[[float, float], float] = random.uniform) -> None:
+    def __init__(
+        self, settings: Cluster, jitter: Callable[[float, float], float] = random.uniform
+    ) -> None:
         self._settings = settings
-        self._jitter = jitter  # so that the agents of a whole cluster do not come back in one moment
+        # so that the agents of a whole cluster do not come back in one moment
+        self._jitter = jitter
         self._until = 0.0
         self.failures = 0
 
@@ -54,17 +59,26 @@ class Backoff:
     def pause(self, err: ClusterError | None = None) -> float:
         """Return the pause in seconds after one more try that failed with ``err``, or only ended.
 
-        It doubles, grows for longer after a lasting refusal, and is no shorter than the API server asked for.
+        It doubles, grows for longer after a lasting refusal, and is no shorter than the API server
+        asked for.
         """
         # A forbidden request stays forbidden until the role changes, and asking is a request, too.
-        longest = slow_seconds(self._settings) if err is not None and lasting(err) else self._settings.backoff_max_seconds
+        longest = (
+            slow_seconds(self._settings)
+            if err is not None and lasting(err)
+            else self._settings.backoff_max_seconds
+        )
         shortest = self._settings.backoff_min_seconds
-        pause = min(shortest * 2.0 ** min(self.failures, 30), max(shortest, longest)) * self._jitter(0.5, 1.0)
+        pause = min(
+            shortest * 2.0 ** min(self.failures, 30), max(shortest, longest)
+        ) * self._jitter(0.5, 1.0)
         self.failures += 1
         return max(pause, err.retry_after_seconds if err is not None else 0.0)
 
     def failed(self, err: ClusterError) -> None:
-        """Take note of a failed write: after a lasting refusal the longest pause begins at once, because the same write is sent again."""
+        """Take note of a failed write: after a lasting refusal the longest pause begins at once,
+        because the same write is sent again.
+        """
         pause = self.pause(err)
         if lasting(err):
             pause = max(slow_seconds(self._settings), err.retry_after_seconds)
@@ -76,7 +90,9 @@ class Backoff:
 
 
 class Complaints:
-    """The log of troubles, by a key of the writer's own: each one once, and once that it is over, however often it is met in between."""
+    """The log of troubles, by a key of the writer's own: each one once, and once that it is over,
+    however often it is met in between.
+    """
 
     def __init__(self, journal: Journal, writer: str) -> None:
         self._journal = journal
@@ -84,18 +100,44 @@ class Complaints:
         self._changes = ChangeFilter()
 
     def failed(self, key: str, err: ClusterError, permission: str, /, **facts: Any) -> None:
-        """Note that a write named ``key`` has failed; ``permission`` is the RBAC permission it needs, e.g. ``patch nodes/status``."""
+        """Note that a write named ``key`` has failed; ``permission`` is the RBAC permission it
+        needs, e.g. ``patch nodes/status``.
+        """
         if err.status == 403:
             verb, _, resource = permission.partition(" ")
             text = (
-                f"the API server forbids this agent to {permission}: {err}; grant its service account the verb {verb!r} on {resource!r} "
-                "(the ClusterRole in manifests/ has it)"
+                f"the API server forbids this agent to {permission}: {err}; grant its service "
+                f"account the verb {verb!r} on {resource!r} (the ClusterRole in manifests/ has it)"
             )
-            self.say(key, f"{self._writer}.forbidden", "forbidden", level="error", error=text, permission=permission, **facts)
+            self.say(
+                key,
+                f"{self._writer}.forbidden",
+                "forbidden",
+                level="error",
+                error=text,
+                permission=permission,
+                **facts,
+            )
         elif lasting(err):
-            self.say(key, f"{self._writer}.refused", str(err), level="error", error=str(err), status=err.status, **facts)
+            self.say(
+                key,
+                f"{self._writer}.refused",
+                str(err),
+                level="error",
+                error=str(err),
+                status=err.status,
+                **facts,
+            )
         else:
-            self.say(key, f"{self._writer}.failed", "away", level="warning", error=str(err), status=err.status, **facts)
+            self.say(
+                key,
+                f"{self._writer}.failed",
+                "away",
+                level="warning",
+                error=str(err),
+                status=err.status,
+                **facts,
+            )
 
     def say(self, key: str, event: str, trouble: str, /, *, level: str, **facts: Any) -> None:
         """Record ``event`` unless ``trouble`` is the last recorded about ``key``."""
@@ -108,5 +150,7 @@ class Complaints:
             self._journal.record(f"{self._writer}.recovered", key=key)
 
     def forget(self, part: str) -> None:
-        """Forget the troubles of ``part`` of a key, which is gone, so that they neither last nor are over."""
+        """Forget the troubles of ``part`` of a key, which is gone,
+        so that they neither last nor are over.
+        """
         self._changes.keep_only([key for key in self._changes if part not in str(key)])

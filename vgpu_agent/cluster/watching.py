@@ -1,8 +1,9 @@
 """This agent's watches: its own pods and its own Node, and nothing else of the cluster.
 
-Built by `agent`, which runs each watch as a supervised loop. `allocation` reads the `PodCache` that `PodWatch` fills.
-The writers of this package compare with the Node that `NodeWatch` shows. API server away: both keep what they have
-seen.
+Built by `agent`, which runs each watch as a supervised loop. `allocation` reads the `PodCache` that
+`PodWatch` fills.
+The writers of this package compare with the Node that `NodeWatch` shows. API server away: both keep
+what they have seen.
 """
 
 from __future__ import annotations
@@ -33,15 +34,29 @@ _NOT_ENDED = "status.phase!=Succeeded,status.phase!=Failed"
 
 
 class PodWatch:
-    """The watch that fills a `PodCache` with the pods that are bound to one node and have not ended.
+    """The watch that fills a `PodCache` with the pods that are bound to one node
+    and have not ended.
 
-    Pods that have ended are kept by the API server for long, sometimes thousands on a node, and nothing here needs them: they hold nothing.
+    Pods that have ended are kept by the API server for long, sometimes thousands on a node, and
+    nothing here needs them: they hold nothing.
     """
 
-    def __init__(self, source: Source, node_name: str, book: PodCache, *, settings: Cluster, journal: Journal) -> None:
+    def __init__(
+        self, source: Source, node_name: str, book: PodCache, *, settings: Cluster, journal: Journal
+    ) -> None:
         self._source = source
-        scope = Scope("pods of this node", "/api/v1/pods", f"spec.nodeName={node_name},{_NOT_ENDED}")
-        self._reflector = Reflector(source, scope, decode.pod, _Living(book), settings=settings, journal=journal, trim=book.fitting)
+        scope = Scope(
+            "pods of this node", "/api/v1/pods", f"spec.nodeName={node_name},{_NOT_ENDED}"
+        )
+        self._reflector = Reflector(
+            source,
+            scope,
+            decode.pod,
+            _Living(book),
+            settings=settings,
+            journal=journal,
+            trim=book.fitting,
+        )
 
     @property
     def status(self) -> WatchStatus:
@@ -60,8 +75,8 @@ class PodWatch:
     async def fetch(self, namespace: str, name: str) -> Pod | None:
         """Ask the API server for one pod; None when there is none.
 
-        One GET, for a pod that the watch has not shown yet. The book is left alone: the answer may be older than the
-        watch's next event.
+        One GET, for a pod that the watch has not shown yet. The book is left alone: the answer may
+        be older than the watch's next event.
 
         Raises:
             ClusterError: no answer, or one that cannot be read.
@@ -90,7 +105,8 @@ class _Living:
             self._book.put(item)
 
     def remove(self, item: Pod) -> None:
-        # The event shows the pod as it was before it left. One that was not being deleted has ended, and still exists.
+        # The event shows the pod as it was before it left. One that was not being deleted has
+        # ended, and still exists.
         if item.deleting:
             self._book.remove(item)
         else:
@@ -101,18 +117,26 @@ class NodeWatch:
     """Our own Node.
 
     Attributes:
-        node: as it is now; None before the first answer (see ``synced``), and while it does not exist. A Node that was deleted and created
-            again under its name has another UID.
+        node: as it is now; None before the first answer (see ``synced``), and while it does not
+            exist. A Node that was deleted and created again under its name has another UID.
         synced: the API server has answered once, be it that there is no such Node.
     """
 
     def __init__(
-        self, source: Source, node_name: str, *, settings: Cluster, journal: Journal, clock: Callable[[], float] = time.time
+        self,
+        source: Source,
+        node_name: str,
+        *,
+        settings: Cluster,
+        journal: Journal,
+        clock: Callable[[], float] = time.time,
     ) -> None:
         """Watch the Node ``node_name``; ``clock`` in unix seconds."""
         self.node: Latest[Node | None] = Latest(None)
         scope = Scope.single("this node", "/api/v1/nodes", node_name)
-        self._reflector = Reflector(source, scope, decode.node, _Only(self.node, clock), settings=settings, journal=journal)
+        self._reflector = Reflector(
+            source, scope, decode.node, _Only(self.node, clock), settings=settings, journal=journal
+        )
         self.synced: asyncio.Event = self._reflector.synced
 
     @property
@@ -131,7 +155,9 @@ class NodeWatch:
 
 
 class _Only:
-    """A sink for the one Node there is. It sees each version that the watch shows, which readers of ``latest`` may skip."""
+    """A sink for the one Node there is. It sees each version that the watch shows,
+    which readers of ``latest`` may skip.
+    """
 
     def __init__(self, latest: Latest[Node | None], clock: Callable[[], float]) -> None:
         self._latest = latest
@@ -154,6 +180,13 @@ class _Only:
     def _dated(self, node: Node) -> Node:
         """Add since when each annotation has had its value, without interruption."""
         before, now = self._latest.value, self._clock()
-        known, dates = ({}, {}) if before is None or before.uid != node.uid else (before.annotations, before.seen_at)
-        seen_at = {key: dates.get(key, now) if known.get(key) == value else now for key, value in node.annotations.items()}
+        known, dates = (
+            ({}, {})
+            if before is None or before.uid != node.uid
+            else (before.annotations, before.seen_at)
+        )
+        seen_at = {
+            key: dates.get(key, now) if known.get(key) == value else now
+            for key, value in node.annotations.items()
+        }
         return dataclasses.replace(node, seen_at=seen_at)

@@ -1,8 +1,8 @@
 """The agent's own writes on one object and the times of the next ones.
 
-After a write the watch still shows the old value for a moment. Writing again then would be noise. A value that
-another writer keeps changing back must be repaired without a fight. Used by `node_publisher` for our Node and by
-`pod_publisher` for each pod.
+After a write the watch still shows the old value for a moment. Writing again then would be noise. A
+value that another writer keeps changing back must be repaired without a fight. Used by
+`node_publisher` for our Node and by `pod_publisher` for each pod.
 """
 
 from __future__ import annotations
@@ -33,15 +33,17 @@ class _Write:
 class Written:
     """The last write of each key of one object.
 
-    State: memory only. A new agent does not have it and reads the current values. So correctness must not depend on
-    it, only the pace of writes.
+    State: memory only. A new agent does not have it and reads the current values. So correctness
+    must not depend on it, only the pace of writes.
     """
 
     def __init__(self, settings: Cluster) -> None:
         self._settings = settings
         self._writes: dict[str, _Write] = {}
 
-    def seconds_until_due(self, key: str, shown: object, desired: object, *, apart_seconds: float = 0.0) -> float | None:
+    def seconds_until_due(
+        self, key: str, shown: object, desired: object, *, apart_seconds: float = 0.0
+    ) -> float | None:
         """Return when ``desired`` is due under ``key``: 0 for now, None when it is already there.
 
         Args:
@@ -60,7 +62,9 @@ class Written:
         wait = apart_seconds
         if write.value == desired:
             unseen = not write.shown and shown == write.before
-            wait = max(wait, write.pause_seconds, self._settings.request_timeout_seconds if unseen else 0.0)
+            wait = max(
+                wait, write.pause_seconds, self._settings.request_timeout_seconds if unseen else 0.0
+            )
         return max(0.0, write.at + wait - asyncio.get_running_loop().time())
 
     def why_later(self, key: str, shown: object, desired: object) -> str:
@@ -72,9 +76,14 @@ class Written:
             return "it was written a moment ago, and writes of it are kept apart"
         if asyncio.get_running_loop().time() - write.at < _WATCH_IS_LATE_SECONDS:
             return ""  # usually the watch shows the write in a moment
-        return "it was written and stands no longer: somebody has changed it back, or the watch is late"
+        return (
+            "it was written and stands no longer: somebody has changed it back, or the watch is "
+            "late"
+        )
 
-    def note(self, key: str, before: object, value: object, *, patience_seconds: float = 0.0) -> bool:
+    def note(
+        self, key: str, before: object, value: object, *, patience_seconds: float = 0.0
+    ) -> bool:
         """Take note that ``value`` was just written where the watch showed ``before``.
 
         Returns:

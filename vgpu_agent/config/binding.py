@@ -1,10 +1,12 @@
-"""Settings for the match of Allocate and pod, and for the API server: the sections ``families``, ``binding`` and ``cluster``.
+"""Settings for the match of Allocate and pod, and for the API server:
+the sections ``families``, ``binding`` and ``cluster``.
 
-Part of the schema in `settings`, in a file of its own because together they are one subject: the agent's knowledge of
-pods.
+Part of the schema in `settings`, in a file of its own because together they are one subject: the
+agent's knowledge of pods.
 """
 
-# Without `from __future__ import annotations`: msgspec would evaluate each annotation, a text then, twice at each start.
+# Without `from __future__ import annotations`: msgspec would evaluate each annotation, a text then,
+# twice at each start.
 
 from typing import Annotated, Literal
 
@@ -15,7 +17,9 @@ from vgpu_agent.config.types import Directory, OptionalSeconds, Seconds
 
 
 class Families(msgspec.Struct, frozen=True, rename="camel", forbid_unknown_fields=True):
-    """The resource names that this node offers. While a GPU serves one family, the others see it Unhealthy."""
+    """The resource names that this node offers.
+    While a GPU serves one family, the others see it Unhealthy.
+    """
 
     # Each family brings its switch, see `schema.root`.
 
@@ -26,104 +30,193 @@ class Binding(msgspec.Struct, frozen=True, rename="camel", forbid_unknown_fields
     mode: Annotated[
         Literal["auto", "late", "early"],
         Meta(
-            description="late: Allocate answers with a CDI name; PreStartContainer identifies the pod and writes that CDI spec. early: "
-            "Allocate "
-            "answers in full for the likeliest pod, and PreStartContainer refuses a wrong guess. auto: late where the Node's status "
-            "names a "
-            "kubelet and a runtime that resolve CDI names (containerd ≥ 2.0, CRI-O ≥ 1.23), else early. Choose late yourself for "
-            "containerd "
-            "1.7 with enable_cdi = true."
+            description=(
+                "late: Allocate answers with a CDI name; PreStartContainer identifies the pod and "
+                "writes that CDI spec. early: Allocate answers in full for the likeliest pod, and "
+                "PreStartContainer refuses a wrong guess. auto: late where the Node's status names "
+                "a kubelet and a runtime that resolve CDI names (containerd ≥ 2.0, CRI-O ≥ 1.23), "
+                "else early. Choose late yourself for containerd 1.7 with enable_cdi = true."
+            )
         ),
     ] = "auto"
     cdi_directory: Annotated[
-        Directory, Meta(description="Where the container runtime looks for CDI specs; one file for each grant is written into it.")
+        Directory,
+        Meta(
+            description=(
+                "Where the container runtime looks for CDI specs; one file for each grant is "
+                "written into it."
+            )
+        ),
     ] = "/var/run/cdi"
     pod_wait_seconds: Annotated[
         Seconds,
-        Meta(description="How long PreStartContainer waits for a pod that the watch has not shown yet, before it asks the API server."),
+        Meta(
+            description=(
+                "How long PreStartContainer waits for a pod that the watch has not shown yet, "
+                "before it asks the API server."
+            )
+        ),
     ] = 2.0
     allocate_wait_seconds: Annotated[
-        Seconds, Meta(description="How long an early Allocate waits for an unseen pod; the kubelet admits nothing else meanwhile.")
+        Seconds,
+        Meta(
+            description=(
+                "How long an early Allocate waits for an unseen pod; the kubelet admits nothing "
+                "else meanwhile."
+            )
+        ),
     ] = 0.8
     start_seconds: Annotated[
         float,
-        Meta(ge=1, le=29, description="How long the proof of one start may take in all; the kubelet itself waits for 30 seconds."),
+        Meta(
+            ge=1,
+            le=29,
+            description=(
+                "How long the proof of one start may take in all; the kubelet itself waits for 30 "
+                "seconds."
+            ),
+        ),
     ] = 20.0
     refused_event_seconds: Annotated[
-        Seconds, Meta(description="How long a start must have been refused before the pod gets an event that says why.")
+        Seconds,
+        Meta(
+            description=(
+                "How long a start must have been refused before the pod gets an event that says "
+                "why."
+            )
+        ),
     ] = 30.0
     refused_evict_seconds: Annotated[
         OptionalSeconds,
         Meta(
-            description="How long a start must have been refused before the pod is evicted, so that it is scheduled anew; a "
-            "wrong early guess, which trying again cannot mend, is evicted at once. 0: never, "
-            "because an eviction ends the pod, and one without a controller does not come back. Until then the pod waits, and its "
-            "scheduler counts it as placed. 120 suits clusters whose GPU pods have controllers."
+            description=(
+                "How long a start must have been refused before the pod is evicted, so that it is "
+                "scheduled anew; a wrong early guess, which trying again cannot mend, is evicted "
+                "at once. 0: never, because an eviction ends the pod, and one without a controller "
+                "does not come back. Until then the pod waits, and its scheduler counts it as "
+                "placed. 120 suits clusters whose GPU pods have controllers."
+            )
         ),
     ] = 0.0
     pod_variables: Annotated[
         Literal["refuse", "allow"],
         Meta(
-            description="Early binding: a container whose pod sets NVIDIA_VISIBLE_DEVICES or a variable of the limits' library itself, "
-            "which the kubelet prefers to the agent's. refuse: it does not start, because it could take another GPU or leave its limit. "
-            "allow: it starts, as with the replaced plugins. With late binding the agent's value wins, and nobody is refused."
+            description=(
+                "Early binding: a container whose pod sets NVIDIA_VISIBLE_DEVICES or a variable of "
+                "the limits' library itself, which the kubelet prefers to the agent's. refuse: it "
+                "does not start, because it could take another GPU or leave its limit. allow: it "
+                "starts, as with the replaced plugins. With late binding the agent's value wins, "
+                "and nobody is refused."
+            )
         ),
     ] = "refuse"
     scheduler_overcommit: Annotated[
         Literal["serve", "refuse"],
         Meta(
-            description="What becomes of a container whose scheduler has given out more compute, or more places, of a GPU than it has: "
-            "Volcano's forgets a second container of a pod on the same GPU. serve: it starts, an event tells its pod, and "
-            "`vgpu_agent_scheduler_overcommitted` shows the GPU. refuse: it waits until there is room. Memory is never overcommitted, "
-            "and the agent's own placement never overcommits."
+            description=(
+                "What becomes of a container whose scheduler has given out more compute, or more "
+                "places, of a GPU than it has: Volcano's forgets a second container of a pod on "
+                "the same GPU. serve: it starts, an event tells its pod, and "
+                "`vgpu_agent_scheduler_overcommitted` shows the GPU. refuse: it waits until there "
+                "is room. Memory is never overcommitted, and the agent's own placement never "
+                "overcommits."
+            )
         ),
     ] = "serve"
     policy: Annotated[
         Literal["binpack", "spread"],
-        Meta(description="Where the agent places a pod that no GPU scheduler has placed: the fullest GPU that fits, or the emptiest."),
+        Meta(
+            description=(
+                "Where the agent places a pod that no GPU scheduler has placed: the fullest GPU "
+                "that fits, or the emptiest."
+            )
+        ),
     ] = "binpack"
 
 
 class Cluster(msgspec.Struct, frozen=True, rename="camel", forbid_unknown_fields=True):
-    """Communication with the API server. The agent watches its own Node and pods, and writes only what has changed."""
+    """Communication with the API server. The agent watches its own Node and pods,
+    and writes only what has changed.
+    """
 
     enabled: Annotated[
         Literal["auto", "never"],
         Meta(
-            description="auto: when there are credentials (`kubeconfig`, or a service account). never: not at all; only `nvidia` "
-            "works then."
+            description=(
+                "auto: when there are credentials (`kubeconfig`, or a service account). never: not "
+                "at all; only `nvidia` works then."
+            )
         ),
     ] = "auto"
-    connect_timeout_seconds: Annotated[Seconds, Meta(description="How long a connection to the API server may take.")] = 5.0
-    request_timeout_seconds: Annotated[Seconds, Meta(description="How long one request may take; a watch is not one of them.")] = 15.0
+    connect_timeout_seconds: Annotated[
+        Seconds, Meta(description="How long a connection to the API server may take.")
+    ] = 5.0
+    request_timeout_seconds: Annotated[
+        Seconds, Meta(description="How long one request may take; a watch is not one of them.")
+    ] = 15.0
     watch_seconds: Annotated[
-        Seconds, Meta(description="How long a watch is asked to last; the real time is drawn between this and its double.")
+        Seconds,
+        Meta(
+            description=(
+                "How long a watch is asked to last; the real time is drawn between this and its "
+                "double."
+            )
+        ),
     ] = 240.0
     watch_silence_seconds: Annotated[
-        Seconds, Meta(description="How long beyond its time a watch may be silent before the connection counts as dead.")
+        Seconds,
+        Meta(
+            description=(
+                "How long beyond its time a watch may be silent before the connection counts as "
+                "dead."
+            )
+        ),
     ] = 60.0
-    backoff_min_seconds: Annotated[Seconds, Meta(description="First pause after a failed request or watch; it doubles each time.")] = 0.8
-    backoff_max_seconds: Annotated[Seconds, Meta(description="Longest pause after a failed request or watch.")] = 30.0
+    backoff_min_seconds: Annotated[
+        Seconds,
+        Meta(description="First pause after a failed request or watch; it doubles each time."),
+    ] = 0.8
+    backoff_max_seconds: Annotated[
+        Seconds, Meta(description="Longest pause after a failed request or watch.")
+    ] = 30.0
     start_wait_seconds: Annotated[
-        Seconds, Meta(description="How long the start waits for the first list of Node and pods, before it goes on with what it knows.")
+        Seconds,
+        Meta(
+            description=(
+                "How long the start waits for the first list of Node and pods, before it goes on "
+                "with what it knows."
+            )
+        ),
     ] = 5.0
     starts_first_seconds: Annotated[
         float,
         Meta(
             ge=0,
             le=30,
-            description="How long annotations that only say how far a pod has come wait, at most, while pods are being started: each "
-            "of these writes costs API server and kubelet as much as a start when a pod holds thousands of ids. A pod that does not "
-            "run after that long waits for something else, its image maybe, and holds nothing up. 0: they never wait.",
+            description=(
+                "How long annotations that only say how far a pod has come wait, at most, while "
+                "pods are being started: each of these writes costs API server and kubelet as much "
+                "as a start when a pod holds thousands of ids. A pod that does not run after that "
+                "long waits for something else, its image maybe, and holds nothing up. 0: they "
+                "never wait."
+            ),
         ),
     ] = 10.0
     withdraw_at_stop: Annotated[
         bool,
         Meta(
-            description="Take back, at an orderly stop, what tells schedulers that this node shares GPUs, and the agent's labels. For the "
-            "removal of the agent, not for an update."
+            description=(
+                "Take back, at an orderly stop, what tells schedulers that this node shares GPUs, "
+                "and the agent's labels. For the removal of the agent, not for an update."
+            )
         ),
     ] = False
     handshake_min_seconds: Annotated[
-        Seconds, Meta(description="Shortest time between two answers to the handshake annotation of old Volcano schedulers.")
+        Seconds,
+        Meta(
+            description=(
+                "Shortest time between two answers to the handshake annotation of old Volcano "
+                "schedulers."
+            )
+        ),
     ] = 15.0

@@ -1,7 +1,8 @@
-"""Rules that tie several settings together, or that need more than a type: pairs, addresses, XID lists, and those of each family.
+"""Rules that tie several settings together, or that need more than a type: pairs, addresses, XID
+lists, and those of each family.
 
-`load` calls them after every value has been accepted by itself; they use dotted paths and do not depend on files and
-flags.
+`load` calls them after every value has been accepted by itself; they use dotted paths and do not
+depend on files and flags.
 """
 
 from __future__ import annotations
@@ -30,7 +31,9 @@ _XID_PATHS = ("gpu.disableHealthChecks", "gpu.enableHealthChecks")
 
 
 class Conflict(NamedTuple):
-    """Values that do not go together: the paths that could be changed, the likeliest first, each with its sentence."""
+    """Values that do not go together: the paths that could be changed, the likeliest first,
+    each with its sentence.
+    """
 
     blame: tuple[tuple[str, str], ...]
 
@@ -42,8 +45,20 @@ def conflicts(settings: Settings) -> Iterator[Conflict]:
         if values[low] > values[high]:
             yield Conflict(
                 (
-                    (low, f"expected at most {high} ({shown(values[high])}), got {shown(values[low])}"),
-                    (high, f"expected at least {low} ({shown(values[low])}), got {shown(values[high])}"),
+                    (
+                        low,
+                        (
+                            f"expected at most {high} ({shown(values[high])}), got "
+                            f"{shown(values[low])}"
+                        ),
+                    ),
+                    (
+                        high,
+                        (
+                            f"expected at least {low} ({shown(values[low])}), got "
+                            f"{shown(values[high])}"
+                        ),
+                    ),
                 )
             )
     for family in families.DECLARED:
@@ -52,8 +67,14 @@ def conflicts(settings: Settings) -> Iterator[Conflict]:
         text = "expected another port than {} ({}), got {}"
         yield Conflict(
             (
-                ("debugListen", text.format("listen", settings.listen, shown(settings.debug_listen))),
-                ("listen", text.format("debugListen", settings.debug_listen, shown(settings.listen))),
+                (
+                    "debugListen",
+                    text.format("listen", settings.listen, shown(settings.debug_listen)),
+                ),
+                (
+                    "listen",
+                    text.format("debugListen", settings.debug_listen, shown(settings.listen)),
+                ),
             )
         )
 
@@ -65,12 +86,18 @@ def without_effect(settings: Settings) -> Iterator[str]:
 
 
 def doubtful_xids(settings: Settings) -> Iterator[tuple[str, str]]:
-    """Path and entry of each health-check entry that means nothing; NVIDIA's plugin ignores them in silence (nvidia §10.1)."""
+    """Path and entry of each health-check entry that means nothing;
+    NVIDIA's plugin ignores them in silence (nvidia §10.1).
+    """
     values = dict(schema.values(settings))
     for path in _XID_PATHS:
         for entry in values[path].split(","):
             word = entry.strip()
-            if word and word.lower() not in {"all", "xids"} and not (word.isascii() and word.isdigit()):
+            if (
+                word
+                and word.lower() not in {"all", "xids"}
+                and not (word.isascii() and word.isdigit())
+            ):
                 yield path, word
 
 
@@ -83,4 +110,5 @@ def _collide(one: str, other: str) -> bool:
 
 def _covers(host: str, other: str) -> bool:
     """Tell whether listening on ``host`` takes the port of ``other`` too."""
-    return host == "" or (host == "0.0.0.0" and ":" not in other) or (host == "::" and ":" in other)  # noqa: S104 - compared, not bound
+    # compared, not bound
+    return host == "" or (host == "0.0.0.0" and ":" not in other) or (host == "::" and ":" in other)  # noqa: S104

@@ -1,7 +1,8 @@
-"""A configuration of NVIDIA's device plugin, written as one of ours: the output of ``vgpu-agent config convert``.
+"""A configuration of NVIDIA's device plugin, written as one of ours: the output of
+``vgpu-agent config convert``.
 
-It has the file's own settings only, so that it loads to the same settings. Keys without effect are comments at the
-top. Called by `cli`.
+It has the file's own settings only, so that it loads to the same settings. Keys without effect are
+comments at the top. Called by `cli`.
 """
 
 from __future__ import annotations
@@ -36,7 +37,9 @@ def convert(file: str, content: bytes) -> str:
     return "\n".join(lines) + "\n"
 
 
-def _section(section: schema.Struct, values: msgspec.Struct, given: set[str], path: str, indent: str) -> Iterator[str]:
+def _section(
+    section: schema.Struct, values: msgspec.Struct, given: set[str], path: str, indent: str
+) -> Iterator[str]:
     for key in schema.keys(section).values():
         key_path, value = path + key.name, getattr(values, key.attribute)
         if key.section is not None:
@@ -51,7 +54,9 @@ def _section(section: schema.Struct, values: msgspec.Struct, given: set[str], pa
             yield f"{indent}{key.name}: {yaml_value(value)}"
 
 
-def _items(items: schema.Struct, values: tuple[Any, ...], given: set[str], path: str, indent: str) -> Iterator[str]:
+def _items(
+    items: schema.Struct, values: tuple[Any, ...], given: set[str], path: str, indent: str
+) -> Iterator[str]:
     for index, value in enumerate(values):
         lines = list(_section(items, value, given, f"{path}[{index}].", f"{indent}    "))
         yield f"{indent}  - {lines[0].lstrip()}"

@@ -1,10 +1,11 @@
 """Settings of the answers to a container that gets devices: the sections ``plugin`` and ``cdi``.
 
-Part of the schema in `settings`; `plugin` is read by every family, `cdi` by the package that writes specs. Defaults:
-nvidia §1.
+Part of the schema in `settings`; `plugin` is read by every family, `cdi` by the package that writes
+specs. Defaults: nvidia §1.
 """
 
-# Without `from __future__ import annotations`: msgspec would evaluate each annotation, a text then, twice at each start.
+# Without `from __future__ import annotations`: msgspec would evaluate each annotation, a text then,
+# twice at each start.
 
 from typing import Annotated, Literal, get_args
 
@@ -22,42 +23,60 @@ CdiFeatureFlag = Literal[
     "no-additional-gids-for-device-nodes",
     "disable-ipc-discoverer",
 ]
-# A Kubernetes label prefix with its slash; annotations are named <prefix>nvidia-device-plugin_<uuid>.
+# A Kubernetes label prefix with its slash; annotations are named
+# <prefix>nvidia-device-plugin_<uuid>.
 _PREFIX = r"\A[a-z0-9]([-a-z0-9.]{0,251}[a-z0-9])?/\Z"
 _HOOK = r"\A[a-z0-9][a-z0-9-]{0,62}\Z"
 
 
 class Plugin(msgspec.Struct, frozen=True, rename="camel", forbid_unknown_fields=True):
-    """The content of the plugins' answers for containers, and the devices that the kubelet is advised to take."""
+    """The content of the plugins' answers for containers,
+    and the devices that the kubelet is advised to take.
+    """
 
     pass_device_specs: Annotated[
         bool,
-        Meta(description="Name the device nodes in each answer; needed where the kubelet's CPU manager rewrites device cgroups."),
+        Meta(
+            description=(
+                "Name the device nodes in each answer; needed where the kubelet's CPU manager "
+                "rewrites device cgroups."
+            )
+        ),
     ] = False
     device_list_strategy: Annotated[
         tuple[ListStrategy, ...],
         Meta(
             min_length=1,
             extra={"expected": "a list of envvar, volume-mounts, cdi-annotations and cdi-cri"},
-            description="How the container runtime is told which devices; several at once are possible. The two cdi strategies need no "
-            "NVIDIA runtime, and a CDI spec (section `cdi`).",
+            description=(
+                "How the container runtime is told which devices; several at once are possible. "
+                "The two cdi strategies need no NVIDIA runtime, and a CDI spec (section `cdi`)."
+            ),
         ),
     ] = ("envvar",)
     device_id_strategy: Annotated[
-        Literal["uuid", "index"], Meta(description="How NVIDIA_VISIBLE_DEVICES names a GPU. An index can change with a reboot.")
+        Literal["uuid", "index"],
+        Meta(
+            description="How NVIDIA_VISIBLE_DEVICES names a GPU. An index can change with a reboot."
+        ),
     ] = "uuid"
     shared_devices_allocation_policy: Annotated[
         Literal["auto", "distributed", "packed"],
         Meta(
-            description="Replicas of several GPUs: distributed takes the least used GPU first, packed the most used. auto: distributed, "
-            "but on a node with several families first among the GPUs that serve this family already, so that the others keep theirs."
+            description=(
+                "Replicas of several GPUs: distributed takes the least used GPU first, packed the "
+                "most used. auto: distributed, but on a node with several families first among the "
+                "GPUs that serve this family already, so that the others keep theirs."
+            )
         ),
     ] = "auto"
     mig_strategy: Annotated[
         Literal["none", "single", "mixed"],
         Meta(
-            description="none: MIG is not looked at. single: slices are offered as `nvidia.com/gpu`, all must be alike. mixed: each "
-            "profile is a resource, `nvidia.com/mig-<profile>`."
+            description=(
+                "none: MIG is not looked at. single: slices are offered as `nvidia.com/gpu`, all "
+                "must be alike. mixed: each profile is a resource, `nvidia.com/mig-<profile>`."
+            )
         ),
     ] = "none"
     cdi_annotation_prefix: Annotated[
@@ -65,28 +84,48 @@ class Plugin(msgspec.Struct, frozen=True, rename="camel", forbid_unknown_fields=
         Meta(
             pattern=_PREFIX,
             extra={"expected": "a DNS name with a slash behind it"},
-            description="What the name of the annotation of cdi-annotations begins with; runtimes look for the default.",
+            description=(
+                "What the name of the annotation of cdi-annotations begins with; runtimes look for "
+                "the default."
+            ),
         ),
     ] = "cdi.k8s.io/"
-    gdrcopy_enabled: Annotated[bool, Meta(description="Give containers GDRCopy devices (`NVIDIA_GDRCOPY`).")] = False
-    gds_enabled: Annotated[bool, Meta(description="Give containers GPUDirect Storage devices (`NVIDIA_GDS`).")] = False
-    mofed_enabled: Annotated[bool, Meta(description="Give containers Mellanox devices (`NVIDIA_MOFED`).")] = False
+    gdrcopy_enabled: Annotated[
+        bool, Meta(description="Give containers GDRCopy devices (`NVIDIA_GDRCOPY`).")
+    ] = False
+    gds_enabled: Annotated[
+        bool, Meta(description="Give containers GPUDirect Storage devices (`NVIDIA_GDS`).")
+    ] = False
+    mofed_enabled: Annotated[
+        bool, Meta(description="Give containers Mellanox devices (`NVIDIA_MOFED`).")
+    ] = False
     imex_channel_ids: Annotated[
         tuple[Literal[0], ...],
         Meta(
             max_length=1,
             extra={"expected": "[] or [0]"},
-            description="IMEX channels that containers with a GPU are given; the driver's default channel 0 is the only one possible.",
+            description=(
+                "IMEX channels that containers with a GPU are given; the driver's default channel "
+                "0 is the only one possible."
+            ),
         ),
     ] = ()
     imex_required: Annotated[
-        bool, Meta(description="A node without the channel's device node: true offers nothing and says why, false goes on without it.")
+        bool,
+        Meta(
+            description=(
+                "A node without the channel's device node: true offers nothing and says why, false "
+                "goes on without it."
+            )
+        ),
     ] = False
 
     @property
     def device_modes(self) -> tuple[str, ...]:
         """The kinds of other devices that are switched on, of `types.DEVICE_MODES`."""
-        return enabled_modes(gdrcopy=self.gdrcopy_enabled, gds=self.gds_enabled, mofed=self.mofed_enabled)
+        return enabled_modes(
+            gdrcopy=self.gdrcopy_enabled, gds=self.gds_enabled, mofed=self.mofed_enabled
+        )
 
 
 class Cdi(msgspec.Struct, frozen=True, rename="camel", forbid_unknown_fields=True):
@@ -95,22 +134,34 @@ class Cdi(msgspec.Struct, frozen=True, rename="camel", forbid_unknown_fields=Tru
     source: Annotated[
         Literal["generated", "toolkit"],
         Meta(
-            description="generated: the agent has the spec made and keeps it up to date. toolkit: containers refer to the spec that the "
-            "NVIDIA container toolkit keeps (`nvidia.com/gpu=<uuid>`)."
+            description=(
+                "generated: the agent has the spec made and keeps it up to date. toolkit: "
+                "containers refer to the spec that the NVIDIA container toolkit keeps "
+                "(`nvidia.com/gpu=<uuid>`)."
+            )
         ),
     ] = "generated"
     nvidia_ctk: Annotated[
         Directory,
         Meta(
-            description="The program of the NVIDIA container toolkit that makes the spec, as the agent sees it: at this path, or "
-            "at this path below `containerDriverRoot`."
+            description=(
+                "The program of the NVIDIA container toolkit that makes the spec, as the agent "
+                "sees it: at this path, or at this path below `containerDriverRoot`."
+            )
         ),
     ] = "/usr/bin/nvidia-ctk"
     hook_path: Annotated[
-        Directory, Meta(description="Path on the node of the program that the container runtime runs as hook; written into the spec.")
+        Directory,
+        Meta(
+            description=(
+                "Path on the node of the program that the container runtime runs as hook; written "
+                "into the spec."
+            )
+        ),
     ] = "/usr/bin/nvidia-cdi-hook"
     container_driver_root: Annotated[
-        Directory, Meta(description="Where gpu.driverRoot of the node is mounted in the agent's container.")
+        Directory,
+        Meta(description="Where gpu.driverRoot of the node is mounted in the agent's container."),
     ] = "/driver-root"
     feature_flags: Annotated[
         tuple[CdiFeatureFlag, ...],
@@ -123,16 +174,24 @@ class Cdi(msgspec.Struct, frozen=True, rename="camel", forbid_unknown_fields=Tru
         tuple[Annotated[str, Meta(pattern=_HOOK)], ...],
         Meta(
             extra={"expected": "a list of hook names such as enable-cuda-compat"},
-            description="Hooks that are left out of the spec: `create-symlinks`, `enable-cuda-compat`, `update-ldcache`, "
-            "`disable-device-node-modification`, `update-application-profile`, `chmod`; `all` leaves out every one. Without "
-            "`enable-cuda-compat`, images whose CUDA is newer than the driver cannot use the compatibility libraries that they bring.",
+            description=(
+                "Hooks that are left out of the spec: `create-symlinks`, `enable-cuda-compat`, "
+                "`update-ldcache`, `disable-device-node-modification`, "
+                "`update-application-profile`, `chmod`; `all` leaves out every one. Without "
+                "`enable-cuda-compat`, images whose CUDA is newer than the driver cannot use the "
+                "compatibility libraries that they bring."
+            ),
         ),
     ] = ()
-    generate_timeout_seconds: Annotated[Seconds, Meta(description="How long the program that makes the spec may take.")] = 30.0
+    generate_timeout_seconds: Annotated[
+        Seconds, Meta(description="How long the program that makes the spec may take.")
+    ] = 30.0
     inline: Annotated[
         bool,
         Meta(
-            description="Write the device nodes, libraries and hooks of a GPU into the spec of each late-bound grant, so that the node "
-            "needs no NVIDIA runtime."
+            description=(
+                "Write the device nodes, libraries and hooks of a GPU into the spec of each "
+                "late-bound grant, so that the node needs no NVIDIA runtime."
+            )
         ),
     ] = False

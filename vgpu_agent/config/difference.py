@@ -1,7 +1,7 @@
 """The differences between two configurations, and which of them take effect without a restart.
 
-Called by `agent` when `watch` brings new settings. The one list is applied at once. The other is logged and shown
-under ``/debug/config``.
+Called by `agent` when `watch` brings new settings. The one list is applied at once. The other is
+logged and shown under ``/debug/config``.
 """
 
 from __future__ import annotations
@@ -19,7 +19,8 @@ if TYPE_CHECKING:
 
 Section = TypeVar("Section", bound=msgspec.Struct)
 
-# Beside those of the families. Everything else is a path, an address or a time limit that a running part was built with.
+# Beside those of the families. Everything else is a path, an address or a time limit that a running
+# part was built with.
 _AT_ONCE = (
     "nvidiaConfigFile",
     "plugin.",
@@ -31,7 +32,8 @@ _AT_ONCE = (
 
 
 def reloadable_difference(old: Settings, new: Settings) -> tuple[list[str], list[str]]:
-    """List the paths whose values differ: those that take effect at once, and those that need a restart; in the schema's order.
+    """List the paths whose values differ: those that take effect at once, and those that need a
+    restart; in the schema's order.
 
     A list whose length changed is one path; in lists of the same length each value is.
     """
@@ -41,10 +43,16 @@ def reloadable_difference(old: Settings, new: Settings) -> tuple[list[str], list
 
 
 def in_force(running: Section, new: Section, prefix: str = "") -> Section:
-    """The settings that a running agent follows: those of its start, with what takes effect at once from ``new``."""
+    """The settings that a running agent follows:
+    those of its start, with what takes effect at once from ``new``.
+    """
     taken: dict[str, Any] = {}
     for key in schema.keys(type(new)).values():
-        before, after, path = getattr(running, key.attribute), getattr(new, key.attribute), prefix + key.name
+        before, after, path = (
+            getattr(running, key.attribute),
+            getattr(new, key.attribute),
+            prefix + key.name,
+        )
         if takes_effect_at_once(path if key.section is None else path + "."):
             taken[key.attribute] = after
         elif key.section is not None:
@@ -54,7 +62,9 @@ def in_force(running: Section, new: Section, prefix: str = "") -> Section:
 
 def takes_effect_at_once(path: str) -> bool:
     """Tell whether a running agent follows a change of the value at ``path``."""
-    return path.startswith((*_AT_ONCE, *(beginning for family in families.DECLARED for beginning in family.live)))
+    return path.startswith(
+        (*_AT_ONCE, *(beginning for family in families.DECLARED for beginning in family.live))
+    )
 
 
 def _differing(old: msgspec.Struct, new: msgspec.Struct, path: str) -> Iterator[str]:

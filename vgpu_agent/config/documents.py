@@ -1,6 +1,8 @@
-"""A configuration of a replaced plugin as a document of its own, whose values count where the agent's own file says nothing.
+"""A configuration of a replaced plugin as a document of its own, whose values count where the
+agent's own file says nothing.
 
-Its family declares how it is read (`families.FamilySettings.document`); `load` finds it, and `reading` judges its values like our own.
+Its family declares how it is read (`families.FamilySettings.document`); `load` finds it, and
+`reading` judges its values like our own.
 """
 
 from __future__ import annotations

@@ -1,6 +1,8 @@
-"""The commented example configuration, written from the schema, so that it can neither lack a key nor lie about a default.
+"""The commented example configuration, written from the schema,
+so that it can neither lack a key nor lie about a default.
 
-Called by ``config example`` and by the documentation generator; a test loads it and gets the defaults.
+Called by ``config example`` and by the documentation generator; a test loads it and gets the
+defaults.
 """
 
 from __future__ import annotations
@@ -27,7 +29,8 @@ A configuration of NVIDIA's device plugin may stand in it as it is, below a key 
 [live]: a running agent follows a change of this file; the rest needs a restart."""
 # Text that YAML and we read as the same text without quotes.
 _UNQUOTED = re.compile(r"[A-Za-z/][A-Za-z0-9_./-]*\Z")
-_NOT_TEXT = {"null", "true", "false", "yes", "no", "on", "off"}  # we read the last four as text, others do not
+# we read the last four as text, others do not
+_NOT_TEXT = {"null", "true", "false", "yes", "no", "on", "off"}
 
 
 def example() -> str:
@@ -78,7 +81,10 @@ def _item(items: schema.Struct) -> Iterator[str]:
     dash = "- "
     for key in schema.keys(items).values():
         yield from _comment(key.text, "    ", _COMMENTED_WIDTH)
-        yield f"    {dash}{key.name}: {yaml_value(key.example if key.default is msgspec.NODEFAULT else key.default)}"
+        yield (
+            f"    {dash}{key.name}: "
+            f"{yaml_value(key.example if key.default is msgspec.NODEFAULT else key.default)}"
+        )
         dash = "  "
 
 
@@ -99,5 +105,7 @@ def _has_list(section: schema.Struct) -> bool:
 
 
 def _comment(text: str, indent: str, width: int = _WIDTH) -> list[str]:
-    wrap = textwrap.TextWrapper(width, initial_indent=f"{indent}# ", subsequent_indent=f"{indent}# ", break_on_hyphens=False)
+    wrap = textwrap.TextWrapper(
+        width, initial_indent=f"{indent}# ", subsequent_indent=f"{indent}# ", break_on_hyphens=False
+    )
     return [line for paragraph in text.splitlines() for line in wrap.wrap(paragraph)]

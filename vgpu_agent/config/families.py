@@ -1,7 +1,8 @@
 """The part that families have in the configuration: switches, sections, flags and rules.
 
-Each family declares its part as a `FamilySettings`, and `families.registry` adds it here before a configuration is read. `schema` makes
-the sections of it, `options` the flags, `checks` and `collisions` apply the rules. Nothing in this package knows a family by its name.
+Each family declares its part as a `FamilySettings`, and `families.registry` adds it here before a
+configuration is read. `schema` makes the sections of it, `options` the flags, `checks` and
+`collisions` apply the rules. Nothing in this package knows a family by its name.
 """
 
 from __future__ import annotations
@@ -29,8 +30,10 @@ class OfferedName(NamedTuple):
         family: the family, in words for people.
         path: the setting that it comes from.
         prefix: all names that begin so are meant.
-        counted: the family does not offer it, and writes a number under it into the Node's capacity.
-        choice: how freely an operator can choose it, 0 is the freest. Of two equal names, the freer one is to be changed.
+        counted: the family does not offer it, and writes a number under it into the Node's
+            capacity.
+        choice: how freely an operator can choose it, 0 is the freest. Of two equal names, the freer
+            one is to be changed.
     """
 
     text: str
@@ -95,17 +98,22 @@ class FamilySettings:
         sections: its own sections, by their names in Python.
         live: beginnings of the paths of which a running agent follows a change.
         options: its own flags and environment variables.
-        follows: key of its own → the key whose flag, variable and place in NVIDIA's file set it as well.
+        follows: key of its own → the key whose flag, variable and place in NVIDIA's file set it as
+            well.
         ignored: variables of the replaced plugin that are not followed.
-        conflicts: the rules that the settings break, while it is on or off. An agent does not start with them.
+        conflicts: the rules that the settings break, while it is on or off. An agent does not start
+            with them.
         without_effect: a sentence for each setting that another one takes the effect from.
         names: the names of its resources. Asked only while it is on, as the rest is.
-        collisions: the rules about this family beside others that the settings break. An agent starts, and withholds what is in conflict.
+        collisions: the rules about this family beside others that the settings break. An agent
+            starts, and withholds what is in conflict.
         spreading: see there.
         mps: the key by which its GPUs are shared with MPS; empty where they never are.
         daemons: the settings → whether the agent runs MPS control daemons on its GPUs.
-        exposed: the directory for MPS that its containers have mounted, and the setting with its value that says so; empty for none.
-        document: the document that the replaced plugin is configured by, where it has values for the whole agent. One family has one.
+        exposed: the directory for MPS that its containers have mounted, and the setting with its
+            value that says so; empty for none.
+        document: the document that the replaced plugin is configured by, where it has values for
+            the whole agent. One family has one.
         offers_mig: it offers existing MIG instances, as ``plugin.migStrategy`` says.
     """
 
@@ -158,9 +166,13 @@ def document() -> PluginDocument:
     for family in DECLARED:
         if family.document is not None:
             return family.document
-    raise LookupError("no family is declared; import vgpu_agent.families.registry before a configuration is read")
+    raise LookupError(
+        "no family is declared; import vgpu_agent.families.registry before a configuration is read"
+    )
 
 
 def mig_family(settings: Settings) -> str:
-    """Name the family that is on and offers existing MIG instances as ``plugin.migStrategy`` says; empty where none does."""
+    """Name the family that is on and offers existing MIG instances as ``plugin.migStrategy`` says;
+    empty where none does.
+    """
     return next((family.name for family in switched_on(settings) if family.offers_mig), "")

@@ -1,8 +1,9 @@
 """Environment variables of the replaced plugins that ask for something this agent does not do.
 
-A DaemonSet that is moved over with its environment keeps those variables. Some mean the same here and are `options`,
-the others are ignored. An ignored variable must not remain unnoticed. So each that would have had an effect is named
-once at the start, with the remedy. Each family declares its own. Called by `load` for its warnings.
+A DaemonSet that is moved over with its environment keeps those variables. Some mean the same here
+and are `options`, the others are ignored. An ignored variable must not remain unnoticed. So each
+that would have had an effect is named once at the start, with the remedy. Each family declares its
+own. Called by `load` for its warnings.
 """
 
 from __future__ import annotations
@@ -31,7 +32,8 @@ class ForeignVariable:
 
     Attributes:
         name: the variable.
-        in_force: the value in force, in the variable's own words; the variable is lost only where it differs.
+        in_force: the value in force, in the variable's own words; the variable is lost only where
+            it differs.
         instead: the remedy, as the end of the sentence.
         concerns: tells whether it would have had an effect, where its family is on.
     """
@@ -48,15 +50,28 @@ def names() -> set[str]:
 
 
 def without_effect(settings: Settings, environment: Mapping[str, str]) -> Iterator[str]:
-    """Yield a sentence for each variable that differs from the value in force; an empty variable counts as not set."""
-    for variable in (variable for family in families.switched_on(settings) for variable in family.ignored):
+    """Yield a sentence for each variable that differs from the value in force;
+    an empty variable counts as not set.
+    """
+    for variable in (
+        variable for family in families.switched_on(settings) for variable in family.ignored
+    ):
         value = environment.get(variable.name, "")
-        if value and variable.concerns(settings) and _plain(value) != _plain(variable.in_force(settings)):
-            yield f"environment variable {variable.name}: {shown(value)} has no effect here; {variable.instead}"
+        if (
+            value
+            and variable.concerns(settings)
+            and _plain(value) != _plain(variable.in_force(settings))
+        ):
+            yield (
+                f"environment variable {variable.name}: {shown(value)} has no effect here; "
+                f"{variable.instead}"
+            )
 
 
 def _plain(value: str) -> str:
-    """Return one form of equivalent values: ``True`` and ``1`` (Go's ParseBool), a path with and without a trailing slash."""
+    """Return one form of equivalent values:
+    ``True`` and ``1`` (Go's ParseBool), a path with and without a trailing slash.
+    """
     word = value.strip().lower()
     if word in _TRUE:
         return "true"

@@ -1,6 +1,9 @@
-"""Settings of the isolation backend `hami-core`: the section ``hamiCore``. Part of the schema in `settings`."""
+"""Settings of the isolation backend `hami-core`: the section ``hamiCore``.
+Part of the schema in `settings`.
+"""
 
-# Without `from __future__ import annotations`: msgspec would evaluate each annotation, a text then, twice at each start.
+# Without `from __future__ import annotations`: msgspec would evaluate each annotation, a text then,
+# twice at each start.
 
 from typing import Annotated, Literal
 
@@ -11,23 +14,36 @@ from vgpu_agent.config.types import Directory, OptionalPath
 
 
 class HamiCore(msgspec.Struct, frozen=True, rename="camel", forbid_unknown_fields=True):
-    """The isolation backend `hami-core`: HAMi's libvgpu.so, which the operator puts onto the node."""
+    """The isolation backend `hami-core`: HAMi's libvgpu.so,
+    which the operator puts onto the node.
+    """
 
     host_directory: Annotated[
-        Directory, Meta(description="Directory on the node for the library, ld.so.preload and the containers' regions (HOOK_PATH).")
+        Directory,
+        Meta(
+            description=(
+                "Directory on the node for the library, ld.so.preload and the containers' regions "
+                "(HOOK_PATH)."
+            )
+        ),
     ] = "/usr/local/vgpu"
     library: Annotated[
         OptionalPath,
         Meta(
-            description="Where the operator's libvgpu.so is delivered; it is installed from there under a name made of its content. "
-            "Empty: `libvgpu.so` in `hostDirectory`."
+            description=(
+                "Where the operator's libvgpu.so is delivered; it is installed from there under a "
+                "name made of its content. Empty: `libvgpu.so` in `hostDirectory`."
+            )
         ),
     ] = ""
     disable_variable: Annotated[
         Literal["whole-gpus", "ignore", "honor"],
         Meta(
-            description="Which pods may switch their limit off by setting the variable CUDA_DISABLE_CONTROL. whole-gpus: those that have "
-            "all memory of their GPUs, so that nobody else has a share of them. ignore: none. honor: all, as with the replaced plugin, so "
-            "that any pod can take the memory of its neighbours."
+            description=(
+                "Which pods may switch their limit off by setting the variable "
+                "CUDA_DISABLE_CONTROL. whole-gpus: those that have all memory of their GPUs, so "
+                "that nobody else has a share of them. ignore: none. honor: all, as with the "
+                "replaced plugin, so that any pod can take the memory of its neighbours."
+            )
         ),
     ] = "whole-gpus"

@@ -1,7 +1,8 @@
 """Settings from their sources, each value with where it came from, or every problem at once.
 
-Called by `cli` before anything else is built (a wrong configuration ends the command before a socket is opened), and by `watch` for new
-content of the files. Defaults < file of NVIDIA's plugin < our file < environment < flags; an empty variable counts as not set.
+Called by `cli` before anything else is built (a wrong configuration ends the command before a
+socket is opened), and by `watch` for new content of the files. Defaults < file of NVIDIA's plugin <
+our file < environment < flags; an empty variable counts as not set.
 """
 
 from __future__ import annotations
@@ -31,9 +32,10 @@ LARGEST_FILE_BYTES = 1024 * 1024
 class Sources:
     """The input of `load`, kept so that `watch` can load again with new content of the files.
 
-    Another configuration of NVIDIA's plugin is chosen at run time by another flag ``--config-file``. Replace `flags`
-    with one in which `options.NVIDIA_CONFIG_FLAG` names the file, or nothing ("") for none. Then call `load_sources`,
-    or pass to `watch.changes` a function that returns the current sources.
+    Another configuration of NVIDIA's plugin is chosen at run time by another flag
+    ``--config-file``. Replace `flags` with one in which `options.NVIDIA_CONFIG_FLAG` names the
+    file, or nothing ("") for none. Then call `load_sources`, or pass to `watch.changes` a function
+    that returns the current sources.
 
     Attributes:
         flags: the result of `options.given`.
@@ -75,13 +77,13 @@ class Loaded:
 
     Attributes:
         settings: the values.
-        origins: for each path of `schema.values`: ``default``, ``config.yaml:12``, ``environment X``, ``flag --x`` or
-            ``derived from simulate``.
+        origins: for each path of `schema.values`: ``default``, ``config.yaml:12``,
+            ``environment X``, ``flag --x`` or ``derived from simulate``.
         warnings: sentences about ignored settings; not errors.
         sources: the sources it was made of.
         contents: the content of the files.
-        collisions: sentences about conflicts between families (`collisions`). ``config check`` refuses them; an agent starts,
-            logs them and withholds the resources in conflict.
+        collisions: sentences about conflicts between families (`collisions`). ``config check``
+            refuses them; an agent starts, logs them and withholds the resources in conflict.
     """
 
     settings: Settings
@@ -105,7 +107,8 @@ def load(flags: Mapping[str, str], environment: Mapping[str, str]) -> Loaded:
         environment: ``os.environ``, or what a test puts in its place.
 
     Raises:
-        ConfigError: a file cannot be read, or something in it, in the environment or in the flags is wrong; one sentence each.
+        ConfigError: a file cannot be read, or something in it, in the environment or in the flags
+            is wrong; one sentence each.
     """
     file = flags.get(options.CONFIG_FLAG, environment.get(options.CONFIG_VARIABLE, "")) or None
     return load_sources(Sources(dict(flags), options.relevant(environment), file))
@@ -119,7 +122,9 @@ def load_sources(sources: Sources) -> Loaded:
     """
     own = None if sources.file is None else read(sources.file)
     file = nvidia_file(sources, own)
-    return load_contents(sources, Contents(own, file, read(file, nvidia_file_named_by(sources)) if file else None))
+    return load_contents(
+        sources, Contents(own, file, read(file, nvidia_file_named_by(sources)) if file else None)
+    )
 
 
 def load_contents(sources: Sources, contents: Contents) -> Loaded:
@@ -138,7 +143,10 @@ def load_contents(sources: Sources, contents: Contents) -> Loaded:
     reading.take_flags(sources.flags)
     reading.derive_from_simulate()
     settings = reading.finish()
-    theirs = [f"{file}:{warning.line}: " + ": ".join(filter(None, warning[1:])) for warning in document.warnings]
+    theirs = [
+        f"{file}:{warning.line}: " + ": ".join(filter(None, warning[1:]))
+        for warning in document.warnings
+    ]
     return Loaded(
         settings=settings,
         origins=reading.origins(settings),
@@ -152,8 +160,9 @@ def load_contents(sources: Sources, contents: Contents) -> Loaded:
 def nvidia_file(sources: Sources, own: bytes | None) -> str:
     """Return the path of the configuration file of NVIDIA's plugin; "" for none.
 
-    With ``namedConfig.directory`` only a flag names one: a node's label chooses, and the caller that follows it sets
-    that flag. A mistake in our file is not reported here, but by `load_contents`.
+    With ``namedConfig.directory`` only a flag names one: a node's label chooses, and the caller
+    that follows it sets that flag. A mistake in our file is not reported here, but by
+    `load_contents`.
     """
     if options.NVIDIA_CONFIG_FLAG in sources.flags:
         return sources.flags[options.NVIDIA_CONFIG_FLAG]
@@ -169,10 +178,16 @@ def nvidia_file(sources: Sources, own: bytes | None) -> str:
 
 
 def nvidia_file_named_by(sources: Sources) -> str:
-    """Return the flag, the variable or the key that names the file of NVIDIA's plugin, if one does."""
+    """Return the flag, the variable or the key that names the file of NVIDIA's plugin,
+    if one does.
+    """
     if options.NVIDIA_CONFIG_FLAG in sources.flags:
         return options.NVIDIA_CONFIG_FLAG
-    return options.NVIDIA_CONFIG_VARIABLE if options.text_of("nvidiaConfigFile", sources.environment) else "nvidiaConfigFile"
+    return (
+        options.NVIDIA_CONFIG_VARIABLE
+        if options.text_of("nvidiaConfigFile", sources.environment)
+        else "nvidiaConfigFile"
+    )
 
 
 def _text_at(root: yaml.Node | None, *path: str) -> str:
@@ -182,7 +197,9 @@ def _text_at(root: yaml.Node | None, *path: str) -> str:
     return node.value if node is not None and isinstance(node.value, str) else ""
 
 
-def _nvidia_document(sources: Sources, contents: Contents, root: yaml.Node | None) -> tuple[str, Translation]:
+def _nvidia_document(
+    sources: Sources, contents: Contents, root: yaml.Node | None
+) -> tuple[str, Translation]:
     """Return the document of NVIDIA's plugin and its file; an empty one where there is none."""
     members = root.value if root is not None and isinstance(root.value, dict) else {}
     theirs = families.document()
@@ -191,8 +208,13 @@ def _nvidia_document(sources: Sources, contents: Contents, root: yaml.Node | Non
         found = theirs.translate_file(contents.nvidia)
         if section is None:
             return contents.nvidia_file, found
-        text = f"is not read, because {sources.file}:{section.line} holds one as {theirs.section}; keep one of them"
-        return contents.nvidia_file, dataclasses.replace(found, faults=(*found.faults, yaml.Fault(1, "", text)))
+        text = (
+            f"is not read, because {sources.file}:{section.line} holds one as {theirs.section}; "
+            "keep one of them"
+        )
+        return contents.nvidia_file, dataclasses.replace(
+            found, faults=(*found.faults, yaml.Fault(1, "", text))
+        )
     if section is None or sources.file is None:
         return "", Translation()
     return sources.file, theirs.translate_section(section)
@@ -205,7 +227,8 @@ def read(file: str, named_by: str = options.CONFIG_FLAG) -> bytes:
         ConfigError: it cannot be read; chained to the OSError when there is one.
     """
     try:
-        descriptor = os.open(file, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)  # O_NONBLOCK: a FIFO without a writer must not hang us
+        # O_NONBLOCK: a FIFO without a writer must not hang us
+        descriptor = os.open(file, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
         try:
             mode = os.fstat(descriptor).st_mode
             if not stat.S_ISREG(mode):
@@ -217,24 +240,47 @@ def read(file: str, named_by: str = options.CONFIG_FLAG) -> bytes:
             os.close(descriptor)
     except (OSError, ValueError) as err:  # ValueError: a NUL in the name
         reason = err.strerror if isinstance(err, OSError) else "not a file name"
-        raise ConfigError([f"{file}: cannot be read: {reason}; give {named_by} an existing, readable file"]) from err
+        raise ConfigError(
+            [f"{file}: cannot be read: {reason}; give {named_by} an existing, readable file"]
+        ) from err
     if len(content) > LARGEST_FILE_BYTES:
-        raise ConfigError([f"{file}: is larger than {LARGEST_FILE_BYTES} bytes; no configuration is, look whether it is the right file"])
+        raise ConfigError(
+            [
+                (
+                    f"{file}: is larger than {LARGEST_FILE_BYTES} bytes; no configuration is, look "
+                    "whether it is the right file"
+                )
+            ]
+        )
     return content
 
 
 def _warnings(settings: Settings, sources: Sources, contents: Contents) -> Iterator[str]:
     for name in options.unknown_variables(sources.environment):
-        guess = options.PREFIX + near if (near := nearest(name.removeprefix(options.PREFIX), options.our_names())) else None
-        yield f"environment variable {name}: unknown and ignored" + (f", did you mean {guess}?" if guess else "")
+        guess = (
+            options.PREFIX + near
+            if (near := nearest(name.removeprefix(options.PREFIX), options.our_names()))
+            else None
+        )
+        yield f"environment variable {name}: unknown and ignored" + (
+            f", did you mean {guess}?" if guess else ""
+        )
     yield from foreign_variables.without_effect(settings, sources.environment)
     for path, word in checks.doubtful_xids(settings):
-        yield f'{path}: {shown(word)} is ignored; expected XID numbers separated by commas, "all" or "xids"'
+        yield (
+            f'{path}: {shown(word)} is ignored; expected XID numbers separated by commas, "all" or '
+            '"xids"'
+        )
     yield from checks.without_effect(settings)
     yield from collisions.crowding(settings)
     for family in families.DECLARED:
-        for flag in (flag for option in family.options for flag in option.flags if flag in sources.flags):
+        for flag in (
+            flag for option in family.options for flag in option.flags if flag in sources.flags
+        ):
             if not settings.is_on(family.name):
                 yield f"{flag}: has no effect without the family; set {family.key}: true"
     if settings.nvidia_config_file and not contents.nvidia_file:
-        yield f"nvidiaConfigFile: {settings.nvidia_config_file} is not read, a configuration from namedConfig.directory takes its place"
+        yield (
+            f"nvidiaConfigFile: {settings.nvidia_config_file} is not read, a configuration from "
+            "namedConfig.directory takes its place"
+        )

@@ -1,10 +1,11 @@
 """Settings of the MPS control daemons that the agent runs: the section ``mps``.
 
-Part of the schema in `settings`. Which resources are shared with MPS is a setting of their family, the way of sharing is here. Paths:
-nvidia §11.1; counts: aws §II.1.
+Part of the schema in `settings`. Which resources are shared with MPS is a setting of their family,
+the way of sharing is here. Paths: nvidia §11.1; counts: aws §II.1.
 """
 
-# Without `from __future__ import annotations`: msgspec would evaluate each annotation, a text then, twice at each start.
+# Without `from __future__ import annotations`: msgspec would evaluate each annotation, a text then,
+# twice at each start.
 
 from typing import Annotated
 
@@ -22,28 +23,68 @@ class Mps(msgspec.Struct, frozen=True, rename="camel", forbid_unknown_fields=Tru
 
     root: Annotated[
         OptionalPath,
-        Meta(description="Directory on the node for pipes, logs and shared memory. Empty: none, and nothing can be shared with MPS."),
+        Meta(
+            description=(
+                "Directory on the node for pipes, logs and shared memory. Empty: none, and nothing "
+                "can be shared with MPS."
+            )
+        ),
     ] = "/run/nvidia/mps"
     container_root: Annotated[
-        Directory, Meta(description="Where that directory is mounted in the agent's container, and what containers see it as.")
+        Directory,
+        Meta(
+            description=(
+                "Where that directory is mounted in the agent's container, and what containers see "
+                "it as."
+            )
+        ),
     ] = "/mps"
-    control_binary: Annotated[Program, Meta(description="NVIDIA's control daemon.")] = "nvidia-cuda-mps-control"
-    smi_binary: Annotated[Program, Meta(description="The program that sets the compute mode of a GPU.")] = "nvidia-smi"
+    control_binary: Annotated[Program, Meta(description="NVIDIA's control daemon.")] = (
+        "nvidia-cuda-mps-control"
+    )
+    smi_binary: Annotated[
+        Program, Meta(description="The program that sets the compute mode of a GPU.")
+    ] = "nvidia-smi"
     per_container_limits: Annotated[
         bool,
         Meta(
-            description="Give a container with n replicas n times the memory and compute of one, through variables of its own. Needs "
-            "failRequestsGreaterThanOne: false to be of use."
+            description=(
+                "Give a container with n replicas n times the memory and compute of one, through "
+                "variables of its own. Needs failRequestsGreaterThanOne: false to be of use."
+            )
         ),
     ] = False
     command_timeout_seconds: Annotated[
-        Seconds, Meta(description="How long one command of the control daemon or of nvidia-smi may take before it counts as hung.")
+        Seconds,
+        Meta(
+            description=(
+                "How long one command of the control daemon or of nvidia-smi may take before it "
+                "counts as hung."
+            )
+        ),
     ] = 10.0
-    probe_seconds: Annotated[Seconds, Meta(description="How often each control daemon is asked whether it lives.")] = 5.0
+    probe_seconds: Annotated[
+        Seconds, Meta(description="How often each control daemon is asked whether it lives.")
+    ] = 5.0
     backoff_min_seconds: Annotated[
-        Seconds, Meta(description="First pause before a daemon that ended or hung is started again; it doubles each time.")
+        Seconds,
+        Meta(
+            description=(
+                "First pause before a daemon that ended or hung is started again; it doubles each "
+                "time."
+            )
+        ),
     ] = 1.0
-    backoff_max_seconds: Annotated[Seconds, Meta(description="Longest pause before a daemon is started again.")] = 30.0
+    backoff_max_seconds: Annotated[
+        Seconds, Meta(description="Longest pause before a daemon is started again.")
+    ] = 30.0
     shm_size_mib: Annotated[
-        int, Meta(ge=0, le=16777216, description="MiB of shared memory for all clients of the node. 0: half of the node's memory.")
+        int,
+        Meta(
+            ge=0,
+            le=16777216,
+            description=(
+                "MiB of shared memory for all clients of the node. 0: half of the node's memory."
+            ),
+        ),
     ] = 0

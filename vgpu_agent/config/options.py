@@ -1,9 +1,11 @@
-"""The settings that have a flag and an environment variable: one table for argparse, `load`, ``--help`` and the docs.
+"""The settings that have a flag and an environment variable:
+one table for argparse, `load`, ``--help`` and the docs.
 
-Called by `cli` for every command that runs on the configuration. A flag that is not given leaves no trace in the
-parsed arguments, so that `load` can tell "not given" from "given as the default". The flags and variables of the
-replaced plugins have their own names (nvidia §1; those of one family are in its settings), read as Go
-reads them: ``--flag=value``, one dash or two, a switch alone, a list repeated or separated by commas.
+Called by `cli` for every command that runs on the configuration. A flag that is not given leaves no
+trace in the parsed arguments, so that `load` can tell "not given" from "given as the default". The
+flags and variables of the replaced plugins have their own names (nvidia §1; those of one family are
+in its settings), read as Go reads them: ``--flag=value``, one dash or two, a switch alone, a list
+repeated or separated by commas.
 """
 
 from __future__ import annotations
@@ -22,8 +24,12 @@ PREFIX = "VGPU_AGENT_"
 CONFIG_FLAG, CONFIG_VARIABLE = "--config", "VGPU_AGENT_CONFIG"
 NVIDIA_CONFIG_FLAG, NVIDIA_CONFIG_VARIABLE = "--config-file", "CONFIG_FILE"
 
-# kubelet puts variables about each Service into every container; a Service named vgpu-agent… would look like a misspelt option.
-_SERVICE_LINK = re.compile(r"VGPU_AGENT_(\w+_)?(SERVICE_HOST|SERVICE_PORT(_\w+)?|PORT(_\d+_(TCP|UDP|SCTP)(_(PROTO|PORT|ADDR))?)?)\Z")
+# kubelet puts variables about each Service into every container; a Service named vgpu-agent… would
+# look like a misspelt option.
+_SERVICE_LINK = re.compile(
+    r"VGPU_AGENT_(\w+_)?(SERVICE_HOST|SERVICE_PORT(_\w+)?|PORT(_\d+_(TCP|UDP|SCTP)(_(PROTO|PORT|"
+    r"ADDR))?)?)\Z"
+)
 # Data between the simulated GPUs and their own processes; no configuration of the agent.
 _SIMULATION = "VGPU_AGENT_SIM_"
 # Set in the image to name the build; no configuration either.
@@ -44,7 +50,8 @@ class Option:
         text: the text in ``--help``.
         other_flags: more names of the flag.
         other_variables: more names of the variable; the first one that is set counts.
-        taken_from: how the key's text is made of the option's, where the two are not the same; None where nothing can be made of it.
+        taken_from: how the key's text is made of the option's, where the two are not the same; None
+            where nothing can be made of it.
         expected: the expected form of such a text.
     """
 
@@ -75,11 +82,21 @@ class Option:
 
 def _kubelet_directory(socket: str) -> str | None:
     """The kubelet's root directory where ``socket`` is its usual registration socket."""
-    return socket.removesuffix(_KUBELET_SOCKET) if socket.startswith("/") and socket.endswith(_KUBELET_SOCKET) else None
+    return (
+        socket.removesuffix(_KUBELET_SOCKET)
+        if socket.startswith("/") and socket.endswith(_KUBELET_SOCKET)
+        else None
+    )
 
 
 _OPTIONS: tuple[Option, ...] = (
-    Option("nodeName", "--node-name", "NODE_NAME", "NAME", "this node's name in Kubernetes (default: the host's name)"),
+    Option(
+        "nodeName",
+        "--node-name",
+        "NODE_NAME",
+        "NAME",
+        "this node's name in Kubernetes (default: the host's name)",
+    ),
     Option(
         "kubelet.directory",
         "--kubelet-socket",
@@ -89,10 +106,26 @@ _OPTIONS: tuple[Option, ...] = (
         taken_from=_kubelet_directory,
         expected="the kubelet's directory with /device-plugins/kubelet.sock behind it",
     ),
-    Option("kubelet.directory", "--kubelet-dir", "VGPU_AGENT_KUBELET_DIR", "DIR", "the kubelet's root directory"),
-    Option("listen", "--listen", "VGPU_AGENT_LISTEN", "ADDR", "where metrics and probes are served"),
-    Option("debugListen", "--debug-listen", "VGPU_AGENT_DEBUG_LISTEN", "ADDR", "where /debug is served"),
-    Option("kubeconfig", "--kubeconfig", "VGPU_AGENT_KUBECONFIG", "FILE", "credentials for the API server (default: the service account)"),
+    Option(
+        "kubelet.directory",
+        "--kubelet-dir",
+        "VGPU_AGENT_KUBELET_DIR",
+        "DIR",
+        "the kubelet's root directory",
+    ),
+    Option(
+        "listen", "--listen", "VGPU_AGENT_LISTEN", "ADDR", "where metrics and probes are served"
+    ),
+    Option(
+        "debugListen", "--debug-listen", "VGPU_AGENT_DEBUG_LISTEN", "ADDR", "where /debug is served"
+    ),
+    Option(
+        "kubeconfig",
+        "--kubeconfig",
+        "VGPU_AGENT_KUBECONFIG",
+        "FILE",
+        "credentials for the API server (default: the service account)",
+    ),
     Option(
         "gpu.driverRoot",
         "--driver-root",
@@ -110,21 +143,62 @@ _OPTIONS: tuple[Option, ...] = (
         "root of the host's /dev/nvidia* (default: the driver root)",
         other_flags=("--nvidia-dev-root",),
     ),
-    Option("gpu.sysfsRoot", "--sysfs-root", "VGPU_AGENT_SYSFS_ROOT", "DIR", "where sysfs is mounted"),
-    Option("gpu.procRoot", "--proc-root", "VGPU_AGENT_PROC_ROOT", "DIR", "where the host's procfs is mounted"),
-    Option("simulate", "--simulate", "VGPU_AGENT_SIMULATE", "DIR", "run on the simulated GPUs in DIR instead of a driver"),
-    Option("log.format", "--log-format", "VGPU_AGENT_LOG_FORMAT", "FORMAT", "json or console"),
-    Option("log.level", "--log-level", "VGPU_AGENT_LOG_LEVEL", "LEVEL", "debug, info, warning or error"),
-    # From here on named as NVIDIA's plugin names them, so that a DaemonSet can be moved over with its arguments and its environment.
     Option(
-        "nvidiaConfigFile", NVIDIA_CONFIG_FLAG, NVIDIA_CONFIG_VARIABLE, "FILE", "a configuration file of NVIDIA's plugin, read as it is"
+        "gpu.sysfsRoot", "--sysfs-root", "VGPU_AGENT_SYSFS_ROOT", "DIR", "where sysfs is mounted"
     ),
-    Option("plugin.migStrategy", "--mig-strategy", "MIG_STRATEGY", "STRATEGY", "none, single or mixed"),
-    Option("gpu.failOnInitError", "--fail-on-init-error", "FAIL_ON_INIT_ERROR", "BOOL", "end when there is no usable driver"),
-    Option("gpu.discovery", "--device-discovery-strategy", "DEVICE_DISCOVERY_STRATEGY", "STRATEGY", "auto, nvml or tegra"),
+    Option(
+        "gpu.procRoot",
+        "--proc-root",
+        "VGPU_AGENT_PROC_ROOT",
+        "DIR",
+        "where the host's procfs is mounted",
+    ),
+    Option(
+        "simulate",
+        "--simulate",
+        "VGPU_AGENT_SIMULATE",
+        "DIR",
+        "run on the simulated GPUs in DIR instead of a driver",
+    ),
+    Option("log.format", "--log-format", "VGPU_AGENT_LOG_FORMAT", "FORMAT", "json or console"),
+    Option(
+        "log.level", "--log-level", "VGPU_AGENT_LOG_LEVEL", "LEVEL", "debug, info, warning or error"
+    ),
+    # From here on named as NVIDIA's plugin names them, so that a DaemonSet can be moved over with
+    # its arguments and its environment.
+    Option(
+        "nvidiaConfigFile",
+        NVIDIA_CONFIG_FLAG,
+        NVIDIA_CONFIG_VARIABLE,
+        "FILE",
+        "a configuration file of NVIDIA's plugin, read as it is",
+    ),
+    Option(
+        "plugin.migStrategy", "--mig-strategy", "MIG_STRATEGY", "STRATEGY", "none, single or mixed"
+    ),
+    Option(
+        "gpu.failOnInitError",
+        "--fail-on-init-error",
+        "FAIL_ON_INIT_ERROR",
+        "BOOL",
+        "end when there is no usable driver",
+    ),
+    Option(
+        "gpu.discovery",
+        "--device-discovery-strategy",
+        "DEVICE_DISCOVERY_STRATEGY",
+        "STRATEGY",
+        "auto, nvml or tegra",
+    ),
     Option("gpu.disableHealthChecks", "", "DP_DISABLE_HEALTHCHECKS"),
     Option("gpu.enableHealthChecks", "", "DP_ENABLE_HEALTHCHECKS"),
-    Option("plugin.passDeviceSpecs", "--pass-device-specs", "PASS_DEVICE_SPECS", "BOOL", "name device nodes in each answer"),
+    Option(
+        "plugin.passDeviceSpecs",
+        "--pass-device-specs",
+        "PASS_DEVICE_SPECS",
+        "BOOL",
+        "name device nodes in each answer",
+    ),
     Option(
         "plugin.deviceListStrategy",
         "--device-list-strategy",
@@ -132,7 +206,13 @@ _OPTIONS: tuple[Option, ...] = (
         "STRATEGY",
         "envvar, volume-mounts, cdi-annotations, cdi-cri; may be repeated",
     ),
-    Option("plugin.deviceIdStrategy", "--device-id-strategy", "DEVICE_ID_STRATEGY", "STRATEGY", "uuid or index"),
+    Option(
+        "plugin.deviceIdStrategy",
+        "--device-id-strategy",
+        "DEVICE_ID_STRATEGY",
+        "STRATEGY",
+        "uuid or index",
+    ),
     Option(
         "plugin.sharedDevicesAllocationPolicy",
         "--shared-devices-allocation-policy",
@@ -148,10 +228,26 @@ _OPTIONS: tuple[Option, ...] = (
             "BOOL",
             f"give containers {devices} devices",
         )
-        for name, devices in (("gdrcopy", "GDRCopy"), ("gds", "GPUDirect Storage"), ("mofed", "Mellanox"))
+        for name, devices in (
+            ("gdrcopy", "GDRCopy"),
+            ("gds", "GPUDirect Storage"),
+            ("mofed", "Mellanox"),
+        )
     ),
-    Option("plugin.imexChannelIds", "--imex-channel-ids", "IMEX_CHANNEL_IDS", "IDS", "IMEX channels of containers: 0, or none"),
-    Option("plugin.imexRequired", "--imex-required", "IMEX_REQUIRED", "BOOL", "offer nothing while the IMEX channel does not exist"),
+    Option(
+        "plugin.imexChannelIds",
+        "--imex-channel-ids",
+        "IMEX_CHANNEL_IDS",
+        "IDS",
+        "IMEX channels of containers: 0, or none",
+    ),
+    Option(
+        "plugin.imexRequired",
+        "--imex-required",
+        "IMEX_REQUIRED",
+        "BOOL",
+        "offer nothing while the IMEX channel does not exist",
+    ),
     Option(
         "plugin.cdiAnnotationPrefix",
         "--cdi-annotation-prefix",
@@ -177,8 +273,20 @@ _OPTIONS: tuple[Option, ...] = (
         other_flags=("--container-driver-root",),
         other_variables=("CONTAINER_DRIVER_ROOT",),
     ),
-    Option("cdi.featureFlags", "--cdi-feature-flags", "CDI_FEATURE_FLAGS", "FLAG", "feature flags for CDI specs; may be repeated"),
-    Option("cdi.disableHooks", "--cdi-disable-hooks", "CDI_DISABLE_HOOKS", "HOOK", "hooks left out of CDI specs; may be repeated"),
+    Option(
+        "cdi.featureFlags",
+        "--cdi-feature-flags",
+        "CDI_FEATURE_FLAGS",
+        "FLAG",
+        "feature flags for CDI specs; may be repeated",
+    ),
+    Option(
+        "cdi.disableHooks",
+        "--cdi-disable-hooks",
+        "CDI_DISABLE_HOOKS",
+        "HOOK",
+        "hooks left out of CDI specs; may be repeated",
+    ),
     Option("mps.root", "--mps-root", "MPS_ROOT", "DIR", "directory on the node for MPS"),
 )
 
@@ -190,35 +298,60 @@ def options() -> tuple[Option, ...]:
 
 def also(path: str) -> tuple[str, ...]:
     """List the keys that an option for the key ``path`` sets as well."""
-    return tuple(key for family in families.DECLARED for key, followed in family.follows.items() if followed == path)
+    return tuple(
+        key
+        for family in families.DECLARED
+        for key, followed in family.follows.items()
+        if followed == path
+    )
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Give ``parser`` every flag of `options` and ``--config``; `given` reads them back."""
     group = parser.add_argument_group(
-        "settings", "A flag beats the environment, the environment beats the file, the file beats the default."
+        "settings",
+        "A flag beats the environment, the environment beats the file, the file beats the default.",
     )
-    _add(group, (CONFIG_FLAG,), metavar="FILE", help=f"the configuration file; it is watched for changes ({CONFIG_VARIABLE})")
+    _add(
+        group,
+        (CONFIG_FLAG,),
+        metavar="FILE",
+        help=f"the configuration file; it is watched for changes ({CONFIG_VARIABLE})",
+    )
     for option in options():
         if option.flag:
             key = schema.value_paths()[option.path]
-            shown = f"; default {_shown_default(key)}" if key.default not in ("", ()) and option.taken_from is None else ""
+            shown = (
+                f"; default {_shown_default(key)}"
+                if key.default not in ("", ()) and option.taken_from is None
+                else ""
+            )
             alone = {"nargs": "?", "const": "true"} if key.is_switch else {}
             text = f"{option.text} ({option.variable}{shown})"
-            _add(group, option.flags, metavar=option.metavar, help=text, repeats=key.is_list, **alone)
+            _add(
+                group, option.flags, metavar=option.metavar, help=text, repeats=key.is_list, **alone
+            )
 
 
 class _Given(argparse.Action):
-    """The action that keeps a value under its given name, so that a sentence about it can begin with the typed flag."""
+    """The action that keeps a value under its given name,
+    so that a sentence about it can begin with the typed flag.
+    """
 
     def __init__(self, *, names: tuple[str, ...], repeats: bool = False, **arguments: Any) -> None:
-        """``names`` mean the same, and the last one that is given counts; with ``repeats`` all of them do."""
+        """``names`` mean the same, and the last one that is given counts;
+        with ``repeats`` all of them do.
+        """
         super().__init__(**arguments)
         self._names = names
         self._repeats = repeats
 
     def __call__(
-        self, _parser: argparse.ArgumentParser, namespace: argparse.Namespace, values: Any, option_string: str | None = None
+        self,
+        _parser: argparse.ArgumentParser,
+        namespace: argparse.Namespace,
+        values: Any,
+        option_string: str | None = None,
     ) -> None:
         flags = dict(getattr(namespace, self.dest) or {})
         before = [flags.pop(name) for name in self._names if name in flags]
@@ -227,11 +360,28 @@ class _Given(argparse.Action):
         setattr(namespace, self.dest, flags)
 
 
-def _add(group: argparse._ArgumentGroup, names: tuple[str, ...], *, help: str, **arguments: Any) -> None:  # noqa: A002 - argparse's word
+# argparse's word
+def _add(
+    group: argparse._ArgumentGroup,
+    names: tuple[str, ...],
+    *,
+    help: str,  # noqa: A002
+    **arguments: Any,
+) -> None:
     """One option under its names, and, unmentioned, with the one dash that Go's flags may have."""
-    group.add_argument(*names, action=_Given, dest=_DESTINATION, default=None, names=names, help=help, **arguments)
+    group.add_argument(
+        *names, action=_Given, dest=_DESTINATION, default=None, names=names, help=help, **arguments
+    )
     one_dash = [name.removeprefix("-") for name in names]
-    group.add_argument(*one_dash, action=_Given, dest=_DESTINATION, default=None, names=names, help=argparse.SUPPRESS, **arguments)
+    group.add_argument(
+        *one_dash,
+        action=_Given,
+        dest=_DESTINATION,
+        default=None,
+        names=names,
+        help=argparse.SUPPRESS,
+        **arguments,
+    )
 
 
 def _shown_default(key: schema.Key) -> str:
@@ -241,28 +391,49 @@ def _shown_default(key: schema.Key) -> str:
 
 
 def given(arguments: argparse.Namespace) -> dict[str, str]:
-    """The flags that were given, as they were typed (``{"--listen": ":9394"}``), from arguments that `add_arguments` declared."""
+    """The flags that were given, as they were typed (``{"--listen": ":9394"}``), from arguments
+    that `add_arguments` declared.
+    """
     return dict(getattr(arguments, _DESTINATION) or {})
 
 
 def text_of(path: str, environment: Mapping[str, str]) -> str:
     """Return the environment's text for the key ``path``, unchecked; "" when there is none."""
-    return next((environment[name] for option in options() if option.path == path if (name := option.given_in(environment))), "")
+    return next(
+        (
+            environment[name]
+            for option in options()
+            if option.path == path
+            if (name := option.given_in(environment))
+        ),
+        "",
+    )
 
 
 def relevant(environment: Mapping[str, str]) -> dict[str, str]:
-    """Return the variables of `options`, those that look like ours, and the replaced plugins' ones with warnings in `load`."""
+    """Return the variables of `options`, those that look like ours,
+    and the replaced plugins' ones with warnings in `load`.
+    """
     ours = _known_variables() | foreign_variables.names()
-    return {name: value for name, value in environment.items() if name in ours or name.startswith(PREFIX)}
+    return {
+        name: value
+        for name, value in environment.items()
+        if name in ours or name.startswith(PREFIX)
+    }
 
 
 def unknown_variables(environment: Mapping[str, str]) -> list[str]:
-    """The variables that look like ours and are not, sorted; Kubernetes' service variables are none of them."""
+    """The variables that look like ours and are not, sorted;
+    Kubernetes' service variables are none of them.
+    """
     known = _known_variables() | {CONFIG_VARIABLE, _COMMIT}
     return sorted(
         name
         for name in environment
-        if name.startswith(PREFIX) and name not in known and not name.startswith(_SIMULATION) and not _SERVICE_LINK.match(name)
+        if name.startswith(PREFIX)
+        and name not in known
+        and not name.startswith(_SIMULATION)
+        and not _SERVICE_LINK.match(name)
     )
 
 

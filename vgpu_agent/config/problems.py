@@ -1,7 +1,8 @@
 """The problems of a configuration, collected so that all can be corrected at once.
 
-`load` fills it. A problem names the place (a line of the file, a flag, a variable), the key, the expectation and the
-value found. Only the first ones are kept in full, because a megabyte of junk must not become a megabyte of log.
+`load` fills it. A problem names the place (a line of the file, a flag, a variable), the key, the
+expectation and the value found. Only the first ones are kept in full, because a megabyte of junk
+must not become a megabyte of log.
 """
 
 from __future__ import annotations
@@ -35,11 +36,19 @@ class Problems:
         return len(self._found) >= SHOWN
 
     def add(self, place: str, path: str, text: str, *, line: int = 0) -> None:
-        """Note that ``path`` at ``place`` is wrong; those with a ``line`` are shown file by file in its order, the others after them."""
+        """Note that ``path`` at ``place`` is wrong; those with a ``line`` are shown file by file in
+        its order, the others after them.
+        """
         self._count += 1
         if not self.enough:
-            file = self._files.setdefault(place.rpartition(":")[0], len(self._files)) if line else _AFTER_ALL_FILES
-            self._found.append((file, line, ": ".join(part for part in (place, path, text) if part)))
+            file = (
+                self._files.setdefault(place.rpartition(":")[0], len(self._files))
+                if line
+                else _AFTER_ALL_FILES
+            )
+            self._found.append(
+                (file, line, ": ".join(part for part in (place, path, text) if part))
+            )
 
     def raise_if_any(self) -> None:
         """Raise the collected problems.
@@ -53,7 +62,9 @@ class Problems:
     @property
     def sentences(self) -> tuple[str, ...]:
         """List the collected problems, in order."""
-        sentences = [sentence for _, _, sentence in sorted(self._found, key=lambda found: found[:2])]
+        sentences = [
+            sentence for _, _, sentence in sorted(self._found, key=lambda found: found[:2])
+        ]
         if (more := self._count - len(sentences)) > 0:
             sentences.append(f"and {more} more like these")
         return tuple(sentences)
@@ -73,20 +84,31 @@ def shown(value: Any) -> str:
 
 
 def shown_list(value: Any) -> str:
-    """Do as `shown`, but show a list of plain values with its values, for a key that takes lists."""
-    if isinstance(value, list) and all(isinstance(word, str | int | float | None) for word in value):
+    """Do as `shown`, but show a list of plain values with its values,
+    for a key that takes lists.
+    """
+    if isinstance(value, list) and all(
+        isinstance(word, str | int | float | None) for word in value
+    ):
         return _shortened(f"[{', '.join(map(shown, value))}]")
     return shown(value)
 
 
 def shown_key(key: str) -> str:
-    """``key`` as a part of a dotted path, in quotes when it would be mistaken for something else."""
+    """``key`` as a part of a dotted path, in quotes when it would be mistaken
+    for something else.
+    """
     return key if len(key) <= _LONGEST_VALUE and _PLAIN_KEY.match(key) else f'"{_printable(key)}"'
 
 
 def _printable(text: str) -> str:
     start = text[: _LONGEST_VALUE + 1]
-    return _shortened("".join(char if char.isprintable() and char not in '"\\' else json.dumps(char)[1:-1] for char in start))
+    return _shortened(
+        "".join(
+            char if char.isprintable() and char not in '"\\' else json.dumps(char)[1:-1]
+            for char in start
+        )
+    )
 
 
 def _shortened(text: str) -> str:

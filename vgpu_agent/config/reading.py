@@ -1,7 +1,8 @@
-"""One pass over all sources of the configuration: the accepted values, their places, and the errors.
+"""One pass over all sources of the configuration:
+the accepted values, their places, and the errors.
 
-`load` makes a `Reading`, passes it the sources from the weakest to the strongest, and takes the settings and the
-origin of each value.
+`load` makes a `Reading`, passes it the sources from the weakest to the strongest, and takes the
+settings and the origin of each value.
 """
 
 from __future__ import annotations
@@ -26,14 +27,18 @@ VERSION = "v1"
 DEFAULT_ORIGIN = "default"
 # Keys of an earlier version; a node that still sets one must start nevertheless.
 _RETIRED = {
-    "hamiCore.lockDirectory": "containers share no lock directory of the node; a library that wants one gets its own in each container"
+    "hamiCore.lockDirectory": (
+        "containers share no lock directory of the node; a library that wants one gets its own in "
+        "each container"
+    )
 }
 SIMULATE_ORIGIN = "derived from simulate"
 
 
 @dataclasses.dataclass(frozen=True)
 class Place:
-    """The place of a value: for `Loaded.origins`, for the beginning of a sentence, and its line when it is in a file.
+    """The place of a value: for `Loaded.origins`, for the beginning of a sentence,
+    and its line when it is in a file.
 
     Attributes:
         key: the key's name in the file, where that is not our dotted path.
@@ -48,7 +53,9 @@ class Place:
 
     @property
     def names_the_key(self) -> bool:
-        """Tell whether the sentence needs no dotted path, because the flag or the variable identifies the key."""
+        """Tell whether the sentence needs no dotted path,
+        because the flag or the variable identifies the key.
+        """
         return self.line == 0
 
 
@@ -61,7 +68,8 @@ class Reading:
         self._refused: set[str] = set()
         self._problems = Problems()
         self._retired: list[str] = []
-        # About the document that is being taken: its name, and how it calls our keys where it is one of NVIDIA's plugin.
+        # About the document that is being taken: its name, and how it calls our keys where it is
+        # one of NVIDIA's plugin.
         self._file = ""
         self._keys: Mapping[str, str] | None = None
 
@@ -71,7 +79,9 @@ class Reading:
         return self._retired
 
     def take_nvidia(self, file: str, document: Translation) -> None:
-        """Accept the values of a configuration of NVIDIA's plugin; sentences name its keys, not ours."""
+        """Accept the values of a configuration of NVIDIA's plugin;
+        sentences name its keys, not ours.
+        """
         self._file, self._keys = file, document.keys
         for fault in document.faults:
             self._problems.add(f"{file}:{fault.line}", fault.path, fault.text, line=fault.line)
@@ -84,17 +94,24 @@ class Reading:
         for fault in faults:
             self._problem(fault.line, fault.path, fault.text)
         if root is None:
-            # Not "all defaults": a write that was cut short must not switch sharing off under running pods.
+            # Not "all defaults": a write that was cut short must not switch sharing off under
+            # running pods.
             if not faults:
-                self._problem(1, "version", f"missing, the file is empty; add the line version: {VERSION}")
+                self._problem(
+                    1, "version", f"missing, the file is empty; add the line version: {VERSION}"
+                )
             return
         if not isinstance(root.value, dict):
-            self._problem(root.line, "", f"expected keys such as version: {VERSION}, got {shown(root.value)}")
+            self._problem(
+                root.line, "", f"expected keys such as version: {VERSION}, got {shown(root.value)}"
+            )
             return
         if whole_object := yaml.kubernetes_object(root):
             self._problem(*whole_object)
             return
-        members = {name: node for name, node in root.value.items() if name != families.document().section}
+        members = {
+            name: node for name, node in root.value.items() if name != families.document().section
+        }
         self._check_version(members.pop("version", None), root.line)
         _lay_over(self._accepted, self._section(schema.root(), members, ""))
 
@@ -102,7 +119,11 @@ class Reading:
         """Accept the variables of `options.options`; an empty one counts as not set."""
         for option in options.options():
             if name := option.given_in(environment):
-                self._take_option(option, environment[name], Place(f"environment {name}", f"environment variable {name}"))
+                self._take_option(
+                    option,
+                    environment[name],
+                    Place(f"environment {name}", f"environment variable {name}"),
+                )
 
     def take_flags(self, flags: Mapping[str, str]) -> None:
         """Accept the flags that were given, the empty ones too."""
@@ -127,7 +148,15 @@ class Reading:
             ("gpu.procRoot", os.path.join(directory, "proc")),
         ):
             if path not in self._places or self._says_nothing(path):
-                self._set(path, value, Place(SIMULATE_ORIGIN, self._places["simulate"].prefix, self._places["simulate"].line))
+                self._set(
+                    path,
+                    value,
+                    Place(
+                        SIMULATE_ORIGIN,
+                        self._places["simulate"].prefix,
+                        self._places["simulate"].line,
+                    ),
+                )
 
     def finish(self) -> Settings:
         """The settings.
@@ -137,31 +166,48 @@ class Reading:
         """
         settings = msgspec.convert(self._accepted, schema.root())
         for conflict in checks.conflicts(settings):
-            if not any(path in self._refused for path, _ in conflict.blame):  # one mistake, one sentence
+            # one mistake, one sentence
+            if not any(path in self._refused for path, _ in conflict.blame):
                 path, text = self._blamed(conflict)
-                self._complain(path, self._places.get(path, Place(DEFAULT_ORIGIN, DEFAULT_ORIGIN)), text)
+                self._complain(
+                    path, self._places.get(path, Place(DEFAULT_ORIGIN, DEFAULT_ORIGIN)), text
+                )
         self._problems.raise_if_any()
         return settings
 
     def collisions(self, settings: Settings) -> tuple[str, ...]:
-        """A sentence for each rule of `collisions` that ``settings`` break, with the place of the setting to change."""
+        """A sentence for each rule of `collisions` that ``settings`` break,
+        with the place of the setting to change.
+        """
         found = Problems()
         for conflict in collisions.collisions(settings):
             path, text = self._blamed(conflict)
             place = self._places.get(path, Place(DEFAULT_ORIGIN, DEFAULT_ORIGIN))
-            found.add(place.prefix, "" if place.names_the_key else place.key or path, text, line=place.line)
+            found.add(
+                place.prefix,
+                "" if place.names_the_key else place.key or path,
+                text,
+                line=place.line,
+            )
         return found.sentences
 
     def origins(self, settings: Settings) -> dict[str, str]:
         """Return the origin of each value of ``settings``."""
-        return {path: self._places[path].origin if path in self._places else DEFAULT_ORIGIN for path, _ in schema.values(settings)}
+        return {
+            path: self._places[path].origin if path in self._places else DEFAULT_ORIGIN
+            for path, _ in schema.values(settings)
+        }
 
     def _blamed(self, conflict: checks.Conflict) -> tuple[str, str]:
         """Return the likeliest path that was set, with its sentence."""
-        return next((blamed for blamed in conflict.blame if blamed[0] in self._places), conflict.blame[0])
+        return next(
+            (blamed for blamed in conflict.blame if blamed[0] in self._places), conflict.blame[0]
+        )
 
     def _says_nothing(self, path: str) -> bool:
-        """Tell whether the root ``path`` is "/" only because a file for NVIDIA's plugin lists its defaults, as most do."""
+        """Tell whether the root ``path`` is "/" only because a file
+        for NVIDIA's plugin lists its defaults, as most do.
+        """
         place = self._places.get(path)
         section, _, name = path.partition(".")
         return place is not None and place.replaced_plugin and self._accepted[section][name] == "/"
@@ -170,14 +216,20 @@ class Reading:
         if version is None:
             self._problem(first_line, "version", f"missing, add the line version: {VERSION}")
         elif version.value != VERSION:
-            self._problem(version.line, "version", f"expected {VERSION}, got {shown(version.value)}")
+            self._problem(
+                version.line, "version", f"expected {VERSION}, got {shown(version.value)}"
+            )
 
-    def _section(self, section: schema.Struct, members: Mapping[str, yaml.Node], prefix: str) -> dict[str, Any]:
+    def _section(
+        self, section: schema.Struct, members: Mapping[str, yaml.Node], prefix: str
+    ) -> dict[str, Any]:
         known = schema.keys(section)
         accepted: dict[str, Any] = {}
         for name, node in members.items():
             if (instead := _RETIRED.get(prefix + name)) and self._keys is None:
-                self._retired.append(f"{self._file}:{node.line}: {prefix}{name}: has no effect any more; {instead}")
+                self._retired.append(
+                    f"{self._file}:{node.line}: {prefix}{name}: has no effect any more; {instead}"
+                )
                 continue
             if name not in known:
                 advice = "" if self._problems.enough else f", {_advice(name, known, prefix)}"
@@ -199,47 +251,83 @@ class Reading:
         try:
             accepted = key.accept(value)
         except schema.NotAcceptedError as err:
-            self._refuse(path, place, f"expected {err}, got {shown_list(value) if key.takes_lists else shown(value)}")
+            self._refuse(
+                path,
+                place,
+                f"expected {err}, got {shown_list(value) if key.takes_lists else shown(value)}",
+            )
             return None
         self._places[path] = place
         return accepted
 
-    def _subsection(self, section: schema.Struct, node: yaml.Node, path: str) -> dict[str, Any] | None:
-        members = {} if node.value is None else node.value  # a section whose keys are all commented out is an empty one
+    def _subsection(
+        self, section: schema.Struct, node: yaml.Node, path: str
+    ) -> dict[str, Any] | None:
+        # a section whose keys are all commented out is an empty one
+        members = {} if node.value is None else node.value
         if not isinstance(members, dict):
             self._refuse_below(path, node, f"expected a mapping, got {shown(node.value)}")
             return None
         for key in schema.keys(section).values():
-            if key.required and key.name not in members and f"{path}.{key.name}[0].name" not in self._places:
-                self._problem(node.line, f"{path}.{key.name}", f"missing; list what is shared, or leave {key.required} out")
+            if (
+                key.required
+                and key.name not in members
+                and f"{path}.{key.name}[0].name" not in self._places
+            ):
+                self._problem(
+                    node.line,
+                    f"{path}.{key.name}",
+                    f"missing; list what is shared, or leave {key.required} out",
+                )
         return self._section(section, members, path + ".")
 
-    def _items(self, key: schema.Key, items: schema.Struct, node: yaml.Node, path: str) -> list[dict[str, Any]] | None:
+    def _items(
+        self, key: schema.Key, items: schema.Struct, node: yaml.Node, path: str
+    ) -> list[dict[str, Any]] | None:
         if not isinstance(node.value, list):
             self._refuse_below(path, node, f"expected a list, got {shown(node.value)}")
             return None
         for stale in [known for known in self._places if known.startswith(f"{path}[")]:
             del self._places[stale]  # a list replaces the one of a weaker source
         if not node.value and key.required:
-            self._problem(node.line, path, f"expected at least one resource, got an empty list; leave {key.required} out to share nothing")
+            self._problem(
+                node.line,
+                path,
+                f"expected at least one resource, got an empty list; leave {key.required} out to "
+                "share nothing",
+            )
         if not node.value:
             self._places[path] = self._place(node.line, path)
-        needed = [member.name for member in schema.keys(items).values() if member.default is msgspec.NODEFAULT]
-        found = [self._item(items, item, f"{path}[{index}]") for index, item in enumerate(node.value)]
+        needed = [
+            member.name
+            for member in schema.keys(items).values()
+            if member.default is msgspec.NODEFAULT
+        ]
+        found = [
+            self._item(items, item, f"{path}[{index}]") for index, item in enumerate(node.value)
+        ]
         if key.repeated is not None:
             self._refuse_repeated(path, node.value, found, key.repeated)
         return [item for item in found if all(name in item for name in needed)]
 
     def _item(self, items: schema.Struct, node: yaml.Node, path: str) -> dict[str, Any]:
-        """Return the accepted part of one item. It is incomplete when something was missing or wrong."""
+        """Return the accepted part of one item.
+        It is incomplete when something was missing or wrong.
+        """
         needed = [key for key in schema.keys(items).values() if key.default is msgspec.NODEFAULT]
         if not isinstance(node.value, dict):
-            self._refuse_below(path, node, f"expected {' and '.join(key.name for key in needed)}, got {shown(node.value)}")
+            self._refuse_below(
+                path,
+                node,
+                f"expected {' and '.join(key.name for key in needed)}, got {shown(node.value)}",
+            )
             return {}
         found = self._section(items, node.value, path + ".")
         for key in needed:
             if key.name not in node.value:
-                self._refuse_below(f"{path}.{key.name}", node, f"missing, expected {key.expectation}")
+                self._refuse_below(
+                    f"{path}.{key.name}", node, f"missing, expected {key.expectation}"
+                )
         self._complete_names(items, node.value, found, path)
         return found
 
@@ -248,15 +336,27 @@ class Reading:
         path: str,
         nodes: list[yaml.Node],
         found: list[dict[str, Any]],
-        repeated: Callable[[Mapping[str, Any], Sequence[Mapping[str, Any]]], schema.Repeated | None],
+        repeated: Callable[
+            [Mapping[str, Any], Sequence[Mapping[str, Any]]], schema.Repeated | None
+        ],
     ) -> None:
         lines = [_line_of(node, "name") for node in nodes]
         for index, entry in enumerate(found):
             if other := repeated(entry, found[:index]):
                 line = _line_of(nodes[index], other.key)
-                self._problem(line, f"{path}[{index}].{other.key}", other.text.format(line=lines[other.position]))
+                self._problem(
+                    line,
+                    f"{path}[{index}].{other.key}",
+                    other.text.format(line=lines[other.position]),
+                )
 
-    def _complete_names(self, items: schema.Struct, members: Mapping[str, yaml.Node], found: dict[str, Any], path: str) -> None:
+    def _complete_names(
+        self,
+        items: schema.Struct,
+        members: Mapping[str, yaml.Node],
+        found: dict[str, Any],
+        path: str,
+    ) -> None:
         """Complete the resource names in ``found``, and refuse those that cannot be any."""
         for key in schema.keys(items).values():
             if key.completed is None or key.name not in found:
@@ -266,7 +366,11 @@ class Reading:
                 if problem:
                     self._problem(members[key.name].line, f"{path}.{key.name}", problem)
             elif key.default is msgspec.NODEFAULT:
-                self._problem(members[key.name].line, f"{path}.{key.name}", f'expected {key.expectation}, got ""')
+                self._problem(
+                    members[key.name].line,
+                    f"{path}.{key.name}",
+                    f'expected {key.expectation}, got ""',
+                )
 
     def _take_option(self, option: options.Option, text: str, place: Place) -> None:
         taken = option.taken_from(text) if option.taken_from is not None else text
@@ -302,12 +406,16 @@ class Reading:
 
     def _refuse_below(self, path: str, node: yaml.Node, text: str) -> None:
         """Refuse a whole section; values that lie in it are not to be blamed for anything else."""
-        self._refused.update(known for known in schema.value_paths() if known.startswith(f"{path}."))
+        self._refused.update(
+            known for known in schema.value_paths() if known.startswith(f"{path}.")
+        )
         self._refused.add(path)
         self._problem(node.line, path, text)
 
     def _complain(self, path: str, place: Place, text: str) -> None:
-        self._problems.add(place.prefix, "" if place.names_the_key else place.key or path, text, line=place.line)
+        self._problems.add(
+            place.prefix, "" if place.names_the_key else place.key or path, text, line=place.line
+        )
 
     def _problem(self, line: int, path: str, text: str) -> None:
         self._complain(path, self._place(line, path), text)
@@ -315,7 +423,13 @@ class Reading:
     def _place(self, line: int, path: str) -> Place:
         """Return the place of the key ``path`` in the current document."""
         where = f"{self._file}:{line}"
-        return Place(where, where, line, "" if self._keys is None else _their_key(self._keys, path), self._keys is not None)
+        return Place(
+            where,
+            where,
+            line,
+            "" if self._keys is None else _their_key(self._keys, path),
+            self._keys is not None,
+        )
 
 
 def _advice(name: str, known: Iterable[str], prefix: str) -> str:
@@ -323,12 +437,17 @@ def _advice(name: str, known: Iterable[str], prefix: str) -> str:
         return suggestion(name, known)
     document = families.document()
     if name in document.only_there:
-        return f"a configuration of NVIDIA's plugin is given as {options.NVIDIA_CONFIG_FLAG}, or stands below {document.section}"
+        return (
+            f"a configuration of NVIDIA's plugin is given as {options.NVIDIA_CONFIG_FLAG}, or "
+            f"stands below {document.section}"
+        )
     return suggestion(name, ("version", *known, document.section))
 
 
 def _plain(node: yaml.Node) -> Any:
-    """The value without lines; what lies in a list of plain values must be plain itself, so anything deeper stays a node."""
+    """The value without lines; what lies in a list of plain values must be plain itself,
+    so anything deeper stays a node.
+    """
     if isinstance(node.value, list):
         return [item if isinstance(item.value, dict | list) else item.value for item in node.value]
     return node.value
@@ -336,11 +455,15 @@ def _plain(node: yaml.Node) -> Any:
 
 def _line_of(node: yaml.Node, name: str) -> int:
     """The line of a member of ``node``, or where ``node`` begins."""
-    return node.value[name].line if isinstance(node.value, dict) and name in node.value else node.line
+    return (
+        node.value[name].line if isinstance(node.value, dict) and name in node.value else node.line
+    )
 
 
 def _their_key(keys: Mapping[str, str], path: str) -> str:
-    """Return ``path`` with the names of another document by ``keys``; the longest part that is known there is replaced."""
+    """Return ``path`` with the names of another document by ``keys``;
+    the longest part that is known there is replaced.
+    """
     known, rest = path, ""
     while known and known not in keys:
         cut = max(known.rfind("."), known.rfind("["))

@@ -1,7 +1,8 @@
-"""The schema as a tree that can be walked: the accepted values of each key of `settings` and their description.
+"""The schema as a tree that can be walked:
+the accepted values of each key of `settings` and their description.
 
-`load` walks it beside the YAML, `options` looks types up in it, `example`, ``config show`` and the documentation generator print it. So a
-key is described once, in its annotation.
+`load` walks it beside the YAML, `options` looks types up in it, `example`, ``config show`` and the
+documentation generator print it. So a key is described once, in its annotation.
 """
 
 from __future__ import annotations
@@ -30,7 +31,9 @@ _LONGEST_NUMBER = 20
 
 
 class NotAcceptedError(ValueError):
-    """A value that its key does not accept; the message is the expectation alone (``an integer ≥ 1``)."""
+    """A value that its key does not accept;
+    the message is the expectation alone (``an integer ≥ 1``).
+    """
 
 
 class Repeated(NamedTuple):
@@ -60,9 +63,12 @@ class Key:
         default: the value without a setting; ``msgspec.NODEFAULT`` when it must be set.
         text: its text in the documentation.
         is_path: whether a relative path from the command line is completed.
-        completed: for the name of a resource, the function that gives the complete name and what is wrong with it ("" for nothing).
-        required: for a list that must not be empty, the section that can be left out instead; else "".
-        repeated: for such a list, the function that finds the earlier item which an item contradicts.
+        completed: for the name of a resource, the function that gives the complete name and what is
+            wrong with it ("" for nothing).
+        required: for a list that must not be empty, the section that can be left out instead; else
+            "".
+        repeated: for such a list, the function that finds the earlier item which an item
+            contradicts.
         example: a value for a key without a default, else None.
     """
 
@@ -112,20 +118,29 @@ class Key:
             return text in _TRUE
         if self.is_list:
             words = [word.strip() for word in text.split(",") if word.strip()]
-            return self.accept([_number(word) for word in words] if _holds_numbers(_bare(self.annotation)) else words)
+            return self.accept(
+                [_number(word) for word in words]
+                if _holds_numbers(_bare(self.annotation))
+                else words
+            )
         if _bare(self.annotation) is int:
             return self.accept(_number(text))
         return self.accept(text)
 
     @property
     def is_list(self) -> bool:
-        """Tell whether it is a list of plain values, which flags and variables separate by commas."""
+        """Tell whether it is a list of plain values,
+        which flags and variables separate by commas.
+        """
         return self.items is None and typing.get_origin(_bare(self.annotation)) is tuple
 
     @property
     def takes_lists(self) -> bool:
         """Tell whether a list of plain values may be right, alone or as one of several forms."""
-        return self.is_list or any(typing.get_origin(_bare(part)) is tuple for part in typing.get_args(_bare(self.annotation)))
+        return self.is_list or any(
+            typing.get_origin(_bare(part)) is tuple
+            for part in typing.get_args(_bare(self.annotation))
+        )
 
     @property
     def is_switch(self) -> bool:
@@ -158,19 +173,35 @@ def value_paths() -> dict[str, Key]:
 
 
 def section_text(section: Any) -> str:
-    """Return the docstring of ``section`` as text without line breaks, however its source is wrapped."""
+    """Return the docstring of ``section`` as text without line breaks,
+    however its source is wrapped.
+    """
     return " ".join((section.__doc__ or "").split())
 
 
 @functools.cache
 def root() -> type[Settings]:
-    """Return the type of the whole configuration: `Settings`, with a switch for each family, and the families' own sections."""
+    """Return the type of the whole configuration:
+    `Settings`, with a switch for each family, and the families' own sections.
+    """
     before = type(Settings().families)
-    switches = [(family.attribute, Annotated[bool, Meta(description=family.switch)], family.on) for family in families.DECLARED]
-    own = msgspec.defstruct("Families", switches, bases=(before,), namespace={"__doc__": before.__doc__}, **_STRICT)
-    sections = itertools.chain.from_iterable(family.sections.items() for family in families.DECLARED)
-    fields: list[Any] = [(name, kind, msgspec.field(default_factory=kind)) for name, kind in (("families", own), *sections)]
-    whole = msgspec.defstruct("Settings", fields, bases=(Settings,), namespace={"__doc__": Settings.__doc__}, **_STRICT)
+    switches = [
+        (family.attribute, Annotated[bool, Meta(description=family.switch)], family.on)
+        for family in families.DECLARED
+    ]
+    own = msgspec.defstruct(
+        "Families", switches, bases=(before,), namespace={"__doc__": before.__doc__}, **_STRICT
+    )
+    sections = itertools.chain.from_iterable(
+        family.sections.items() for family in families.DECLARED
+    )
+    fields: list[Any] = [
+        (name, kind, msgspec.field(default_factory=kind))
+        for name, kind in (("families", own), *sections)
+    ]
+    whole = msgspec.defstruct(
+        "Settings", fields, bases=(Settings,), namespace={"__doc__": Settings.__doc__}, **_STRICT
+    )
     return cast("type[Settings]", whole)
 
 
@@ -182,7 +213,9 @@ def declare(family: families.FamilySettings) -> None:
 
 
 def values(settings: msgspec.Struct, prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Each value of ``settings`` with its dotted path; an empty list is a value, a full one is entered (``resources[0].name``)."""
+    """Each value of ``settings`` with its dotted path; an empty list is a value, a full one is
+    entered (``resources[0].name``).
+    """
     for key in keys(type(settings)).values():
         value, path = getattr(settings, key.attribute), prefix + key.name
         if key.section is not None:
@@ -196,7 +229,9 @@ def values(settings: msgspec.Struct, prefix: str = "") -> Iterator[tuple[str, An
 
 def _key(field: msgspec.structs.FieldInfo) -> Key:
     bare, metas = _bare(field.type), _metas(field.type)
-    default = field.default_factory() if field.default_factory is not msgspec.NODEFAULT else field.default
+    default = (
+        field.default_factory() if field.default_factory is not msgspec.NODEFAULT else field.default
+    )
     item = typing.get_args(bare)[0] if typing.get_origin(bare) is tuple else None
     return Key(
         name=field.encode_name,
@@ -205,7 +240,9 @@ def _key(field: msgspec.structs.FieldInfo) -> Key:
         section=bare if _is_struct(bare) else None,
         items=item if _is_struct(item) else None,
         default=default,
-        text=next((meta.description for meta in reversed(metas) if meta.description), section_text(bare)),
+        text=next(
+            (meta.description for meta in reversed(metas) if meta.description), section_text(bare)
+        ),
         is_path=any((meta.extra or {}).get("path") for meta in metas),
         completed=_extra(metas, "completed", None),
         required=_extra(metas, "required", ""),
@@ -215,23 +252,34 @@ def _key(field: msgspec.structs.FieldInfo) -> Key:
 
 
 def _reads_numbers_as_text(annotation: Any) -> bool:
-    """Tell whether a list may hold numbers that are names: the 0 of ``devices: [0]`` is an index."""
+    """Tell whether a list may hold numbers that are names:
+    the 0 of ``devices: [0]`` is an index.
+    """
     if any((meta.extra or {}).get("words") for meta in _metas(annotation)):
         return True
     return any(
-        _reads_numbers_as_text(part) for part in typing.get_args(_bare(annotation)) if typing.get_origin(_bare(annotation)) is not Literal
+        _reads_numbers_as_text(part)
+        for part in typing.get_args(_bare(annotation))
+        if typing.get_origin(_bare(annotation)) is not Literal
     )
 
 
 def _holds_numbers(bare: Any) -> bool:
     item = _bare(typing.get_args(bare)[0])
-    return item is int or (typing.get_origin(item) is Literal and all(type(word) is int for word in typing.get_args(item)))
+    return item is int or (
+        typing.get_origin(item) is Literal
+        and all(type(word) is int for word in typing.get_args(item))
+    )
 
 
 def _number(text: str) -> Any:
     """Return ``text`` as a number, or unchanged when it is none, to be refused as such."""
     try:
-        return int(text) if len(text) <= _LONGEST_NUMBER and text.isascii() and "_" not in text else text
+        return (
+            int(text)
+            if len(text) <= _LONGEST_NUMBER and text.isascii() and "_" not in text
+            else text
+        )
     except ValueError:
         return text
 
@@ -241,11 +289,17 @@ def _is_struct(bare: Any) -> bool:
 
 
 def _bare(annotation: Any) -> Any:
-    return typing.get_args(annotation)[0] if typing.get_origin(annotation) is typing.Annotated else annotation
+    return (
+        typing.get_args(annotation)[0]
+        if typing.get_origin(annotation) is typing.Annotated
+        else annotation
+    )
 
 
 def _metas(annotation: Any) -> list[msgspec.Meta]:
-    return [meta for meta in getattr(annotation, "__metadata__", ()) if isinstance(meta, msgspec.Meta)]
+    return [
+        meta for meta in getattr(annotation, "__metadata__", ()) if isinstance(meta, msgspec.Meta)
+    ]
 
 
 def _extra(metas: list[msgspec.Meta], name: str, default: Any) -> Any:
@@ -264,7 +318,9 @@ def _expectation(annotation: Any) -> str:
         return "a list"
     if _is_struct(bare):
         return "a mapping"
-    noun = {bool: "true or false", int: "an integer", float: "a number", str: "text in quotes"}[bare]
+    noun = {bool: "true or false", int: "an integer", float: "a number", str: "text in quotes"}[
+        bare
+    ]
     low = next((meta.ge for meta in metas if meta.ge is not None), None)
     high = next((meta.le for meta in metas if meta.le is not None), None)
     if low is not None and high is not None:

@@ -1,13 +1,16 @@
 """The configuration, schema v1: every key with its unit, default and reason, in one place.
 
-The loader, ``config show``, ``config example`` and docs/configuration.md all read this file and the sections of the
-families (`families`), so a key that is described there is complete. Keys are camelCase in YAML and snake_case in
-Python. `agent` passes each package its section. No other package reads the environment.
+The loader, ``config show``, ``config example`` and docs/configuration.md all read this file and the
+sections of the families (`families`), so a key that is described there is complete. Keys are
+camelCase in YAML and snake_case in Python. `agent` passes each package its section. No other
+package reads the environment.
 
-A Struct does not check itself when it is built by hand (a test may use any number); `load` checks every value against the types here.
+A Struct does not check itself when it is built by hand (a test may use any number); `load` checks
+every value against the types here.
 """
 
-# Without `from __future__ import annotations`: msgspec would evaluate each annotation, a text then, twice at each start.
+# Without `from __future__ import annotations`: msgspec would evaluate each annotation, a text then,
+# twice at each start.
 
 import os
 from pathlib import Path
@@ -24,7 +27,8 @@ from vgpu_agent.config.types import NODE_NAME, Address, Directory, OptionalPath,
 
 Section = TypeVar("Section", bound=msgspec.Struct)
 
-# kubelet refuses a message above 4 MiB (the default limit of its gRPC library) and drops the stream that carried it.
+# kubelet refuses a message above 4 MiB (the default limit of its gRPC library) and drops the stream
+# that carried it.
 MESSAGE_LIMIT_BYTES = 4 * 1024 * 1024
 
 
@@ -32,11 +36,21 @@ class Log(msgspec.Struct, frozen=True, rename="camel", forbid_unknown_fields=Tru
     """The agent's log on stderr."""
 
     format: Annotated[
-        Literal["json", "console"], Meta(description="json: one object a line, for a log collector. console: for a person's eyes.")
+        Literal["json", "console"],
+        Meta(
+            description=(
+                "json: one object a line, for a log collector. console: for a person's eyes."
+            )
+        ),
     ] = "json"
     level: Annotated[
         Literal["debug", "info", "warning", "error"],
-        Meta(description="The least important lines that are written. `PUT /debug/loglevel` changes it until the next restart."),
+        Meta(
+            description=(
+                "The least important lines that are written. `PUT /debug/loglevel` changes it "
+                "until the next restart."
+            )
+        ),
     ] = "info"
 
 
@@ -45,42 +59,100 @@ class Kubelet(msgspec.Struct, frozen=True, rename="camel", forbid_unknown_fields
 
     directory: Annotated[
         Directory,
-        Meta(description="The kubelet's root directory on this node; `device-plugins/` and `pod-resources/` lie below it."),
+        Meta(
+            description=(
+                "The kubelet's root directory on this node; `device-plugins/` and `pod-resources/` "
+                "lie below it."
+            )
+        ),
     ] = "/var/lib/kubelet"
     register_timeout_seconds: Annotated[
-        Seconds, Meta(description="How long one Register call may take. A kubelet that has just started answers late, not never.")
+        Seconds,
+        Meta(
+            description=(
+                "How long one Register call may take. A kubelet that has just started answers "
+                "late, not never."
+            )
+        ),
     ] = 15.0
     stream_open_timeout_seconds: Annotated[
         Seconds,
-        Meta(description="How long after a successful Register the kubelet may take to open ListAndWatch, before we register again."),
+        Meta(
+            description=(
+                "How long after a successful Register the kubelet may take to open ListAndWatch, "
+                "before we register again."
+            )
+        ),
     ] = 5.0
     retry_min_seconds: Annotated[
-        Seconds, Meta(description="First pause after a failed registration; it doubles each time. Short, because pods wait for it.")
+        Seconds,
+        Meta(
+            description=(
+                "First pause after a failed registration; it doubles each time. Short, because "
+                "pods wait for it."
+            )
+        ),
     ] = 0.2
-    retry_max_seconds: Annotated[Seconds, Meta(description="Longest pause between two tries to register.")] = 30.0
+    retry_max_seconds: Annotated[
+        Seconds, Meta(description="Longest pause between two tries to register.")
+    ] = 30.0
     socket_poll_seconds: Annotated[
-        Seconds, Meta(description="How often kubelet.sock is looked at besides inotify, in case the kernel's notice was lost.")
+        Seconds,
+        Meta(
+            description=(
+                "How often kubelet.sock is looked at besides inotify, in case the kernel's notice "
+                "was lost."
+            )
+        ),
     ] = 5.0
     coalesce_seconds: Annotated[
-        Seconds, Meta(description="Quiet time before a changed device list is sent, so that a burst of changes becomes one message.")
+        Seconds,
+        Meta(
+            description=(
+                "Quiet time before a changed device list is sent, so that a burst of changes "
+                "becomes one message."
+            )
+        ),
     ] = 0.1
-    pod_resources_timeout_seconds: Annotated[Seconds, Meta(description="How long one call to the pod-resources socket may take.")] = 5.0
+    pod_resources_timeout_seconds: Annotated[
+        Seconds, Meta(description="How long one call to the pod-resources socket may take.")
+    ] = 5.0
     verify_seconds: Annotated[
-        Seconds, Meta(description="How often the ledger is compared with the kubelet's own records; drift is counted and corrected.")
+        Seconds,
+        Meta(
+            description=(
+                "How often the ledger is compared with the kubelet's own records; drift is counted "
+                "and corrected."
+            )
+        ),
     ] = 30.0
     reservation_seconds: Annotated[
         Seconds,
-        Meta(description="How long device ids stay booked after an Allocate that the kubelet never confirms in its records."),
+        Meta(
+            description=(
+                "How long device ids stay booked after an Allocate that the kubelet never confirms "
+                "in its records."
+            )
+        ),
     ] = 60.0
     drain_seconds: Annotated[
-        Seconds, Meta(description="How long a stopping agent waits for calls in flight; the kubelet keeps its connection open by itself.")
+        Seconds,
+        Meta(
+            description=(
+                "How long a stopping agent waits for calls in flight; the kubelet keeps its "
+                "connection open by itself."
+            )
+        ),
     ] = 3.0
     message_budget_bytes: Annotated[
         int,
         Meta(
             ge=4096,
             le=MESSAGE_LIMIT_BYTES,
-            description="Largest device list that is sent. The kubelet refuses 4 MiB; the default leaves room for ids that grow.",
+            description=(
+                "Largest device list that is sent. The kubelet refuses 4 MiB; the default leaves "
+                "room for ids that grow."
+            ),
         ),
     ] = 3670016
 
@@ -110,13 +182,31 @@ class Recovery(msgspec.Struct, frozen=True, rename="camel", forbid_unknown_field
 
     mode: Annotated[
         Literal["auto", "never"],
-        Meta(description="auto: when the driver asks for no reset and the GPU has been quiet. never: only after a restart of the agent."),
+        Meta(
+            description=(
+                "auto: when the driver asks for no reset and the GPU has been quiet. never: only "
+                "after a restart of the agent."
+            )
+        ),
     ] = "auto"
-    quiet_seconds: Annotated[Seconds, Meta(description="How long a GPU must answer without a new fault before it is offered again.")] = 60.0
+    quiet_seconds: Annotated[
+        Seconds,
+        Meta(
+            description="How long a GPU must answer without a new fault before it is offered again."
+        ),
+    ] = 60.0
     flap_window_seconds: Annotated[
-        Seconds, Meta(description="A GPU that fails again within this time must be quiet for twice as long as the time before.")
+        Seconds,
+        Meta(
+            description=(
+                "A GPU that fails again within this time must be quiet for twice as long as the "
+                "time before."
+            )
+        ),
     ] = 3600.0
-    max_quiet_seconds: Annotated[Seconds, Meta(description="The longest quiet time that flapping can lead to.")] = 3600.0
+    max_quiet_seconds: Annotated[
+        Seconds, Meta(description="The longest quiet time that flapping can lead to.")
+    ] = 3600.0
 
 
 class Gpu(msgspec.Struct, frozen=True, rename="camel", forbid_unknown_fields=True):
@@ -125,61 +215,123 @@ class Gpu(msgspec.Struct, frozen=True, rename="camel", forbid_unknown_fields=Tru
     discovery: Annotated[
         Literal["auto", "nvml", "tegra"],
         Meta(
-            description="How GPUs are found. nvml: the driver lists them. tegra: the only GPU is part of a Tegra processor (Jetson), and "
-            "is offered as one device of id `tegra`. auto: tegra on such a processor without NVML, or whose NVML lists nothing but "
-            "integrated GPUs; nvml everywhere else. Simulated GPUs are found through NVML, whatever stands here."
+            description=(
+                "How GPUs are found. nvml: the driver lists them. tegra: the only GPU is part of a "
+                "Tegra processor (Jetson), and is offered as one device of id `tegra`. auto: tegra "
+                "on such a processor without NVML, or whose NVML lists nothing but integrated "
+                "GPUs; nvml everywhere else. Simulated GPUs are found through NVML, whatever "
+                "stands here."
+            )
         ),
     ] = "auto"
     driver_root: Annotated[
-        Directory, Meta(description="Root of the file system in which the NVIDIA driver is installed, e.g. `/run/nvidia/driver`.")
+        Directory,
+        Meta(
+            description=(
+                "Root of the file system in which the NVIDIA driver is installed, e.g. "
+                "`/run/nvidia/driver`."
+            )
+        ),
     ] = "/"
     dev_root: Annotated[
-        OptionalPath, Meta(description="Root of the file system in which `/dev/nvidia*` lie on the host. Empty: the same as driverRoot.")
+        OptionalPath,
+        Meta(
+            description=(
+                "Root of the file system in which `/dev/nvidia*` lie on the host. Empty: the same "
+                "as driverRoot."
+            )
+        ),
     ] = ""
-    sysfs_root: Annotated[Directory, Meta(description="Where sysfs is mounted; NUMA nodes and PCI paths are read from it.")] = "/sys"
+    sysfs_root: Annotated[
+        Directory,
+        Meta(description="Where sysfs is mounted; NUMA nodes and PCI paths are read from it."),
+    ] = "/sys"
     proc_root: Annotated[
         Directory,
         Meta(
-            description="Where procfs is mounted: which folders of grants are in use, and, where it shows the host, which processes live."
+            description=(
+                "Where procfs is mounted: which folders of grants are in use, and, where it shows "
+                "the host, which processes live."
+            )
         ),
     ] = "/proc"
     fail_on_init_error: Annotated[
-        bool, Meta(description="Without a usable driver: true ends the agent with an error, false waits and tries again.")
+        bool,
+        Meta(
+            description=(
+                "Without a usable driver: true ends the agent with an error, false waits and tries "
+                "again."
+            )
+        ),
     ] = True
-    init_retry_seconds: Annotated[Seconds, Meta(description="Pause between two tries to find a driver, with failOnInitError: false.")] = (
-        30.0
-    )
+    init_retry_seconds: Annotated[
+        Seconds,
+        Meta(description="Pause between two tries to find a driver, with failOnInitError: false."),
+    ] = 30.0
     poll_seconds: Annotated[
-        Seconds, Meta(description="How often every GPU is asked for its state besides waiting for events; a card can vanish silently.")
+        Seconds,
+        Meta(
+            description=(
+                "How often every GPU is asked for its state besides waiting for events; a card can "
+                "vanish silently."
+            )
+        ),
     ] = 5.0
     event_wait_milliseconds: Annotated[
         int,
         Meta(
             ge=50,
             le=500,
-            description="Longest single wait for NVML events. All NVML calls share one thread, so other calls wait this long at worst.",
+            description=(
+                "Longest single wait for NVML events. All NVML calls share one thread, so other "
+                "calls wait this long at worst."
+            ),
         ),
     ] = 500
     call_timeout_seconds: Annotated[
-        Seconds, Meta(description="An NVML call that takes longer is reported as hung (`/debug/tasks`, metric, readiness).")
+        Seconds,
+        Meta(
+            description=(
+                "An NVML call that takes longer is reported as hung (`/debug/tasks`, metric, "
+                "readiness)."
+            )
+        ),
     ] = 5.0
     hung_unhealthy_seconds: Annotated[
-        Seconds, Meta(description="A GPU whose NVML call hangs for longer than this is reported Unhealthy.")
+        Seconds,
+        Meta(description="A GPU whose NVML call hangs for longer than this is reported Unhealthy."),
     ] = 15.0
     disable_health_checks: Annotated[
         str,
-        Meta(description='XID numbers, separated by commas, that do not make a GPU Unhealthy; "all" or "xids" for every one.'),
+        Meta(
+            description=(
+                'XID numbers, separated by commas, that do not make a GPU Unhealthy; "all" or '
+                '"xids" for every one.'
+            )
+        ),
     ] = ""
     enable_health_checks: Annotated[
         str,
-        Meta(description='XID numbers that do make a GPU Unhealthy although they are ignored by default or disabled above; or "all".'),
+        Meta(
+            description=(
+                "XID numbers that do make a GPU Unhealthy although they are ignored by default or "
+                'disabled above; or "all".'
+            )
+        ),
     ] = ""
-    usage_seconds: Annotated[Seconds, Meta(description="How often memory use, utilisation and processes are read for the metrics.")] = 5.0
+    usage_seconds: Annotated[
+        Seconds,
+        Meta(
+            description="How often memory use, utilisation and processes are read for the metrics."
+        ),
+    ] = 5.0
     recovery: Recovery = msgspec.field(default_factory=Recovery)
 
     @property
     def device_node_root(self) -> Path:
-        """Root of the host's ``/dev/nvidia*``: ``devRoot``, or ``driverRoot`` when that is empty."""
+        """Root of the host's ``/dev/nvidia*``: ``devRoot``,
+        or ``driverRoot`` when that is empty.
+        """
         return Path(self.dev_root or self.driver_root)
 
 
@@ -187,14 +339,22 @@ class Tasks(msgspec.Struct, frozen=True, rename="camel", forbid_unknown_fields=T
     """The supervision of the agent's own loops."""
 
     backoff_min_seconds: Annotated[
-        Seconds, Meta(description="First pause before a failed loop is started again; it doubles each time.")
+        Seconds,
+        Meta(
+            description="First pause before a failed loop is started again; it doubles each time."
+        ),
     ] = 0.5
-    backoff_max_seconds: Annotated[Seconds, Meta(description="Longest pause before a failed loop is started again.")] = 30.0
+    backoff_max_seconds: Annotated[
+        Seconds, Meta(description="Longest pause before a failed loop is started again.")
+    ] = 30.0
     stuck_seconds: Annotated[
         Seconds,
         Meta(
-            description="A loop that gives no sign of life for this long beyond its promise is stuck, and `/livez` fails. What a resource "
-            "still waits for after this long is an error in the log."
+            description=(
+                "A loop that gives no sign of life for this long beyond its promise is stuck, and "
+                "`/livez` fails. What a resource still waits for after this long is an error in "
+                "the log."
+            )
         ),
     ] = 30.0
 
@@ -202,23 +362,32 @@ class Tasks(msgspec.Struct, frozen=True, rename="camel", forbid_unknown_fields=T
 class Web(msgspec.Struct, frozen=True, rename="camel", forbid_unknown_fields=True):
     """Limits of the HTTP servers."""
 
-    max_body_bytes: Annotated[int, Meta(ge=1024, le=64 * 1024 * 1024, description="Largest request body that is read.")] = 65536
-    request_timeout_seconds: Annotated[Seconds, Meta(description="How long one request may take before it is answered with an error.")] = (
-        10.0
-    )
+    max_body_bytes: Annotated[
+        int, Meta(ge=1024, le=64 * 1024 * 1024, description="Largest request body that is read.")
+    ] = 65536
+    request_timeout_seconds: Annotated[
+        Seconds,
+        Meta(description="How long one request may take before it is answered with an error."),
+    ] = 10.0
     pod_names: Annotated[
         Literal["all", "debug"],
         Meta(
-            description="Who is told the names of pods. all: whoever may reach `listen`, as with the device plugins that the agent "
-            "replaces. debug: only the address `debugListen`, which then serves the page on `/` and every metric on `/metrics`, too; on "
-            "`listen` the metrics with a label for a pod are left out, and so are the page and the reasons that probes give. For nodes "
-            "shared by tenants who may reach the port and must not know of each other."
+            description=(
+                "Who is told the names of pods. all: whoever may reach `listen`, as with the "
+                "device plugins that the agent replaces. debug: only the address `debugListen`, "
+                "which then serves the page on `/` and every metric on `/metrics`, too; on "
+                "`listen` the metrics with a label for a pod are left out, and so are the page and "
+                "the reasons that probes give. For nodes shared by tenants who may reach the port "
+                "and must not know of each other."
+            )
         ),
     ] = "all"
 
 
 class Settings(msgspec.Struct, frozen=True, rename="camel", forbid_unknown_fields=True):
-    """Everything that can be set and is no family's own; `schema.root` has the families' sections, too."""
+    """Everything that can be set and is no family's own;
+    `schema.root` has the families' sections, too.
+    """
 
     node_name: Annotated[
         str,
@@ -229,41 +398,76 @@ class Settings(msgspec.Struct, frozen=True, rename="camel", forbid_unknown_field
         ),
     ] = ""
     listen: Annotated[
-        Address, Meta(description="Where metrics and probes are served. Port 0 takes a free port, which the log then names.")
+        Address,
+        Meta(
+            description=(
+                "Where metrics and probes are served. Port 0 takes a free port, which the log then "
+                "names."
+            )
+        ),
     ] = ":9394"
     debug_listen: Annotated[
-        Address, Meta(description="Where `/debug` is served. It shows everything and can change the log level, hence only locally.")
+        Address,
+        Meta(
+            description=(
+                "Where `/debug` is served. It shows everything and can change the log level, hence "
+                "only locally."
+            )
+        ),
     ] = "127.0.0.1:9395"
     kubeconfig: Annotated[
         OptionalPath,
-        Meta(description="Credentials for the API server. Empty: the pod's service account, where there is one."),
+        Meta(
+            description=(
+                "Credentials for the API server. Empty: the pod's service account, where there is "
+                "one."
+            )
+        ),
     ] = ""
     simulate: Annotated[
         OptionalPath,
         Meta(
-            description="Directory of simulated GPUs (`vgpu-agent sim create`) to run on instead of a driver. "
-            "driverRoot, sysfsRoot and procRoot then lie in it, unless they are set. Empty: real GPUs."
+            description=(
+                "Directory of simulated GPUs (`vgpu-agent sim create`) to run on instead of a "
+                "driver. driverRoot, sysfsRoot and procRoot then lie in it, unless they are set. "
+                "Empty: real GPUs."
+            )
         ),
     ] = ""
     state_directory: Annotated[
         Directory,
         Meta(
-            description="Directory on the node for what a restart needs: `remembered.json`, the last good copy of what was read from the "
-            "API server, so that a restart during an outage offers the same resources; `slices.json`, of which GPU each MIG instance was, "
-            "for pods that still hold one that was cut away; and, with early binding, `grants/`, what each container was told. It may be "
-            "lost at any time while the API server answers."
+            description=(
+                "Directory on the node for what a restart needs: `remembered.json`, the last good "
+                "copy of what was read from the API server, so that a restart during an outage "
+                "offers the same resources; `slices.json`, of which GPU each MIG instance was, for "
+                "pods that still hold one that was cut away; and, with early binding, `grants/`, "
+                "what each container was told. It may be lost at any time while the API server "
+                "answers."
+            )
         ),
     ] = "/var/lib/vgpu-agent"
     nvidia_config_file: Annotated[
         OptionalPath,
         Meta(
-            description="A configuration file of NVIDIA's device plugin (schema v1), read as it is. What stands in this file beats it. Its "
-            "text may stand in this file, too, as the section `nvidiaConfig`. Empty: none."
+            description=(
+                "A configuration file of NVIDIA's device plugin (schema v1), read as it is. What "
+                "stands in this file beats it. Its text may stand in this file, too, as the "
+                "section `nvidiaConfig`. Empty: none."
+            )
         ),
     ] = ""
-    config_reload_seconds: Annotated[Seconds, Meta(description="How often the configuration files are looked at for new content.")] = 2.0
+    config_reload_seconds: Annotated[
+        Seconds,
+        Meta(description="How often the configuration files are looked at for new content."),
+    ] = 2.0
     shutdown_seconds: Annotated[
-        Seconds, Meta(description="Longest time an orderly stop may take before the agent leaves whatever still runs.")
+        Seconds,
+        Meta(
+            description=(
+                "Longest time an orderly stop may take before the agent leaves whatever still runs."
+            )
+        ),
     ] = 10.0
     log: Log = msgspec.field(default_factory=Log)
     kubelet: Kubelet = msgspec.field(default_factory=Kubelet)
@@ -279,7 +483,9 @@ class Settings(msgspec.Struct, frozen=True, rename="camel", forbid_unknown_field
     web: Web = msgspec.field(default_factory=Web)
 
     def section(self, kind: type[Section]) -> Section:
-        """Return the section of that type, which belongs to one family; its defaults where that family was not added."""
+        """Return the section of that type, which belongs to one family;
+        its defaults where that family was not added.
+        """
         found = (getattr(self, field) for field in self.__struct_fields__)
         return next((section for section in found if isinstance(section, kind)), kind())
 
@@ -289,11 +495,15 @@ class Settings(msgspec.Struct, frozen=True, rename="camel", forbid_unknown_field
 
     @property
     def node_name_or_hostname(self) -> str:
-        """The node's name. Without a configured name, the kubelet also takes the lower-case host name."""
+        """The node's name. Without a configured name,
+        the kubelet also takes the lower-case host name.
+        """
         return self.node_name or os.uname().nodename.lower()
 
 
 def split_address(address: str) -> tuple[str, int]:
-    """Host and port of a checked ``HOST:PORT``; the host is ``""`` for every interface and an IPv6 address comes without brackets."""
+    """Host and port of a checked ``HOST:PORT``; the host is ``""`` for every interface and an IPv6
+    address comes without brackets.
+    """
     host, _, port = address.rpartition(":")
     return host.removeprefix("[").removesuffix("]"), int(port)

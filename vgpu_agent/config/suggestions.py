@@ -1,6 +1,7 @@
 """Suggestions for unknown keys and variables: the name that was probably meant.
 
-Called by `reading` for keys of our file, by `load` for variables and by `families.nvidia` for keys of NVIDIA's plugin.
+Called by `reading` for keys of our file, by `load` for variables and by `families.nvidia` for keys
+of NVIDIA's plugin.
 """
 
 from __future__ import annotations
@@ -21,7 +22,8 @@ def suggestion(name: str, known: Iterable[str]) -> str:
     """The end of a sentence about the unknown key ``name`` of a section with the keys ``known``."""
     if guess := nearest(name, known):
         return f"did you mean {guess}?"
-    # A key in the wrong section is the mistake that NVIDIA's plugin swallows (nvidia §2, its issue 1433).
+    # A key in the wrong section is the mistake that NVIDIA's plugin swallows (nvidia §2, its issue
+    # 1433).
     if elsewhere := [path for path in _paths_everywhere() if path.rpartition(".")[2] == name]:
         return f"did you mean {elsewhere[0]}?"
     return f"expected {', '.join(known)}"
@@ -33,7 +35,9 @@ def _paths_everywhere() -> list[str]:
 
 
 def nearest(name: str, known: Iterable[str]) -> str | None:
-    """Return the one of ``known`` that ``name`` probably meant; case, ``-`` and ``_`` are ignored."""
+    """Return the one of ``known`` that ``name`` probably meant;
+    case, ``-`` and ``_`` are ignored.
+    """
     if len(name) > _LONGEST_GUESSED:
         return None
     folded = {_folded(word): word for word in known}

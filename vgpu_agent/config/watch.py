@@ -1,9 +1,10 @@
-"""The watch over the content of the configuration files while the agent runs: ours, and the one of NVIDIA's plugin.
+"""The watch over the content of the configuration files while the agent runs:
+ours, and the one of NVIDIA's plugin.
 
-`agent` iterates over `changes` in a task of its own and puts new settings in force. An unusable file comes as the
-error, and the settings in force stay. Content is compared, not times or inodes: a ConfigMap is swapped by renaming
-the ``..data`` link above the file, an editor renames a new file over the old one, and ``cat >`` writes in place, and
-all three look the same from here.
+`agent` iterates over `changes` in a task of its own and puts new settings in force. An unusable
+file comes as the error, and the settings in force stay. Content is compared, not times or inodes: a
+ConfigMap is swapped by renaming the ``..data`` link above the file, an editor renames a new file
+over the old one, and ``cat >`` writes in place, and all three look the same from here.
 """
 
 from __future__ import annotations
@@ -20,26 +21,31 @@ if TYPE_CHECKING:
 
 _logger = log.get(__name__)
 
-# A file that is written in place is empty for a moment, and an empty file means "all defaults". So new content counts only when it is
-# still there after this part of the interval.
+# A file that is written in place is empty for a moment, and an empty file means "all defaults". So
+# new content counts only when it is still there after this part of the interval.
 _SETTLE_PART = 0.1
 
 Found = load.Contents | ConfigError
 
 
 async def changes(
-    loaded: load.Loaded, *, interval_seconds: float, sources: Callable[[], Awaitable[load.Sources]] | None = None
+    loaded: load.Loaded,
+    *,
+    interval_seconds: float,
+    sources: Callable[[], Awaitable[load.Sources]] | None = None,
 ) -> AsyncIterator[load.Loaded | ConfigError]:
-    """Yield each new content of ``loaded``'s files, as new settings or as the reason why it has none.
+    """Yield each new content of ``loaded``'s files,
+    as new settings or as the reason why it has none.
 
-    When a bad file is put right again, the settings come once more, even if they are the ones in force. A file that vanishes is no
-    change; it is logged once. Ends at once when there is no file.
+    When a bad file is put right again, the settings come once more, even if they are the ones in
+    force. A file that vanishes is no change; it is logged once. Ends at once when there is no file.
 
     Args:
         loaded: the settings in force.
         interval_seconds: how often the files are read, ``configReloadSeconds``.
-        sources: returns the current sources before each look at the files, where they change (another configuration of
-            NVIDIA's plugin, chosen by a label); see `load.Sources`. Other flags than before are a change, too.
+        sources: returns the current sources before each look at the files, where they change
+            (another configuration of NVIDIA's plugin, chosen by a label); see `load.Sources`. Other
+            flags than before are a change, too.
     """
     look = _Look(loaded)
     if sources is None and not look.has_files:
@@ -56,7 +62,9 @@ async def changes(
 
 
 class _Look:
-    """The reader of the files, again and again. State: the last content of each, for as long as it cannot be found."""
+    """The reader of the files, again and again. State:
+    the last content of each, for as long as it cannot be found.
+    """
 
     def __init__(self, loaded: load.Loaded) -> None:
         self.sources = loaded.sources
@@ -87,10 +95,17 @@ class _Look:
         try:
             own = self._content(self.sources.file, options.CONFIG_FLAG, self._last.own)
             if (self.sources, own) != self._named_by:
-                self._named_by, self._nvidia_file = (self.sources, own), load.nvidia_file(self.sources, own)
+                self._named_by, self._nvidia_file = (
+                    (self.sources, own),
+                    load.nvidia_file(self.sources, own),
+                )
             file = self._nvidia_file
             before = self._last.nvidia if file == self._last.nvidia_file else None
-            return load.Contents(own, file, self._content(file or None, load.nvidia_file_named_by(self.sources), before))
+            return load.Contents(
+                own,
+                file,
+                self._content(file or None, load.nvidia_file_named_by(self.sources), before),
+            )
         except ConfigError as err:
             return err
 

@@ -1,9 +1,9 @@
 """YAML without its traps: the tree that `load` walks, each value with its line.
 
-PyYAML's own loaders let a second key of the same name win, read ``yes``, ``on``, ``012`` and ``1:30`` as something
-else than text, and expand nine lines into a billion with aliases. Here a plain scalar has its type in JSON, or is
-text. A key occurs once. Anchors, aliases, tags and further documents are refused. Only PyYAML's events are used, so
-depth and size can be bounded here.
+PyYAML's own loaders let a second key of the same name win, read ``yes``, ``on``, ``012`` and
+``1:30`` as something else than text, and expand nine lines into a billion with aliases. Here a
+plain scalar has its type in JSON, or is text. A key occurs once. Anchors, aliases, tags and further
+documents are refused. Only PyYAML's events are used, so depth and size can be bounded here.
 """
 
 from __future__ import annotations
@@ -21,7 +21,8 @@ if TYPE_CHECKING:
 
 Scalar = str | int | float | bool | None
 
-# Our schema is five levels deep and has some sixty keys; the bounds keep a megabyte of junk from taking seconds and a hundred MiB.
+# Our schema is five levels deep and has some sixty keys; the bounds keep a megabyte of junk from
+# taking seconds and a hundred MiB.
 _DEEPEST = 32
 _MOST_VALUES = 10_000
 # Characters that YAML forbids in a text, NUL among them.
@@ -32,7 +33,8 @@ _NUMBER = re.compile(r"-?(0|[1-9][0-9]*)(\.[0-9]+)?([eE][+-]?[0-9]+)?\Z")
 _LONGEST_NUMBER = 300
 _WORDS: dict[str, Scalar] = {"": None, "null": None, "true": True, "false": False}
 
-# The C parser where PyYAML was built with it: a megabyte of junk is refused in milliseconds instead of seconds.
+# The C parser where PyYAML was built with it: a megabyte of junk is refused in milliseconds instead
+# of seconds.
 _Loader: type = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 
 
@@ -77,14 +79,24 @@ def read(content: bytes) -> tuple[Node | None, list[Fault]]:
         return parse(content.decode("utf-8-sig"))
     except UnicodeDecodeError as err:
         line = content.count(b"\n", 0, err.start) + 1
-        return None, [Fault(line, "", f"is not UTF-8 (byte 0x{content[err.start]:02x}); save it as UTF-8")]
+        return None, [
+            Fault(line, "", f"is not UTF-8 (byte 0x{content[err.start]:02x}); save it as UTF-8")
+        ]
 
 
 def parse(text: str) -> tuple[Node | None, list[Fault]]:
-    """The one document in ``text``, None when there is nothing in it or it cannot be read, and everything that is wrong with its form."""
+    """The one document in ``text``, None when there is nothing in it or it cannot be read, and
+    everything that is wrong with its form.
+    """
     if forbidden := _FORBIDDEN.search(text):
         line = text.count("\n", 0, forbidden.start()) + 1
-        return None, [Fault(line, "", f"contains the control character U+{ord(forbidden[0]):04X}; expected plain text")]
+        return None, [
+            Fault(
+                line,
+                "",
+                f"contains the control character U+{ord(forbidden[0]):04X}; expected plain text",
+            )
+        ]
     faults: list[Fault] = []
     try:
         return _read(_events(text), faults), faults
@@ -93,13 +105,20 @@ def parse(text: str) -> tuple[Node | None, list[Fault]]:
 
 
 def kubernetes_object(root: Node) -> Fault | None:
-    """Describe the fault of a document that is a whole ConfigMap or another object; None for one that is not."""
+    """Describe the fault of a document that is a whole ConfigMap or another object;
+    None for one that is not.
+    """
     members = root.value if isinstance(root.value, dict) else {}
     kind = members.get("kind")
     if kind is None or not isinstance(kind.value, str) or "apiVersion" not in members:
         return None
     found = shown_key(kind.value)
-    return Fault(kind.line, "kind", f"{found} is an object of Kubernetes; give the text below one key of its data, as a file of its own")
+    return Fault(
+        kind.line,
+        "kind",
+        f"{found} is an object of Kubernetes; give the text below one key of its data, as a file "
+        "of its own",
+    )
 
 
 def _events(text: str) -> Iterator[Any]:
@@ -107,13 +126,18 @@ def _events(text: str) -> Iterator[Any]:
         yield from yaml.parse(text, Loader=_Loader)
     except yaml.MarkedYAMLError as err:
         mark = err.problem_mark or err.context_mark
-        raise _RefusedError(mark.line + 1 if mark else 1, "", f"not YAML: {_sentence(err)}") from err
+        raise _RefusedError(
+            mark.line + 1 if mark else 1, "", f"not YAML: {_sentence(err)}"
+        ) from err
     except yaml.YAMLError as err:
         raise _RefusedError(1, "", f"not YAML: {' '.join(str(err).split())}") from err
 
 
 def _sentence(err: yaml.MarkedYAMLError) -> str:
-    return ", ".join(" ".join(part.split()) for part in (err.problem, err.context) if part) or "cannot be read"
+    return (
+        ", ".join(" ".join(part.split()) for part in (err.problem, err.context) if part)
+        or "cannot be read"
+    )
 
 
 def _read(events: Iterator[Any], faults: list[Fault]) -> Node | None:
@@ -123,14 +147,20 @@ def _read(events: Iterator[Any], faults: list[Fault]) -> Node | None:
     for number, event in enumerate(events):
         line = event.start_mark.line + 1
         if number > _MOST_VALUES:
-            raise _RefusedError(line, "", f"more than {_MOST_VALUES} keys and values; no configuration has so many")
+            raise _RefusedError(
+                line, "", f"more than {_MOST_VALUES} keys and values; no configuration has so many"
+            )
         match event:
             case yaml.DocumentStartEvent():
                 documents += 1
                 if documents > 1:
                     raise _RefusedError(line, "", "a second document begins here; expected one")
             case yaml.AliasEvent():
-                raise _RefusedError(line, _path_of_next(stack), f"alias *{event.anchor} is not supported, write the value out")
+                raise _RefusedError(
+                    line,
+                    _path_of_next(stack),
+                    f"alias *{event.anchor} is not supported, write the value out",
+                )
             case yaml.ScalarEvent() | yaml.MappingStartEvent() | yaml.SequenceStartEvent():
                 _refuse_decoration(event, line, _path_of_next(stack))
                 root = _enter(event, line, stack, faults) or root
@@ -141,22 +171,32 @@ def _read(events: Iterator[Any], faults: list[Fault]) -> Node | None:
 
 def _refuse_decoration(event: Any, line: int, path: str) -> None:
     if event.anchor is not None:
-        raise _RefusedError(line, path, f"anchor &{event.anchor} is not supported, write the value out")
+        raise _RefusedError(
+            line, path, f"anchor &{event.anchor} is not supported, write the value out"
+        )
     if event.tag is not None:
-        raise _RefusedError(line, path, f"tag {shown_key(event.tag)} is not supported, leave it out")
+        raise _RefusedError(
+            line, path, f"tag {shown_key(event.tag)} is not supported, leave it out"
+        )
 
 
 def _enter(event: Any, line: int, stack: list[_Open], faults: list[Fault]) -> Node | None:
-    """Take the value that begins with ``event`` to its place; it is returned when it is the root."""
+    """Take the value that begins with ``event`` to its place;
+    it is returned when it is the root.
+    """
     parent = stack[-1] if stack else None
     is_scalar = isinstance(event, yaml.ScalarEvent)
     if parent is not None and isinstance(parent.node.value, dict) and parent.key is None:
         if not is_scalar:
-            raise _RefusedError(line, parent.path, "a mapping or list stands where a key is expected")
+            raise _RefusedError(
+                line, parent.path, "a mapping or list stands where a key is expected"
+            )
         _take_key(parent, event.value, line, faults)
         return None
     path = _path_of_next(stack)
-    value: Any = _scalar(event) if is_scalar else {} if isinstance(event, yaml.MappingStartEvent) else []
+    value: Any = (
+        _scalar(event) if is_scalar else {} if isinstance(event, yaml.MappingStartEvent) else []
+    )
     node = Node(value, line)
     if parent is not None:
         _attach(parent, node)
@@ -171,7 +211,9 @@ def _take_key(parent: _Open, key: str, line: int, faults: list[Fault]) -> None:
     members = parent.node.value
     if isinstance(members, dict) and (first := members.get(key)) is not None:
         path = f"{parent.path}.{shown_key(key)}" if parent.path else shown_key(key)
-        faults.append(Fault(line, path, f"given twice, first on line {first.line}; keep one of them"))
+        faults.append(
+            Fault(line, path, f"given twice, first on line {first.line}; keep one of them")
+        )
         parent.discard = True
     parent.key, parent.key_line = key, line
 

@@ -1,8 +1,10 @@
-"""The ways in which a container gets its devices: the list strategies of NVIDIA's device plugin, one entry each.
+"""The ways in which a container gets its devices:
+the list strategies of NVIDIA's device plugin, one entry each.
 
-Every family that gives out devices calls `edits_of` with them, and gets the variables, mounts, device nodes, annotations and CDI names of
-the strategies that the operator has chosen (nvidia §7, A1 to A18 and A25; volcano-vgpu §4.2). Upstream's errors are not copied: a device
-node is listed once, and paths of IMEX channels on the host are below the host's device root.
+Every family that gives out devices calls `edits_of` with them, and gets the variables, mounts,
+device nodes, annotations and CDI names of the strategies that the operator has chosen (nvidia §7,
+A1 to A18 and A25; volcano-vgpu §4.2). Upstream's errors are not copied: a device node is listed
+once, and paths of IMEX channels on the host are below the host's device root.
 """
 
 from __future__ import annotations
@@ -24,12 +26,18 @@ VISIBLE_DEVICES = "NVIDIA_VISIBLE_DEVICES"
 IMEX_CHANNELS = "NVIDIA_IMEX_CHANNELS"
 ENABLED = "enabled"
 
-# Mounts below this directory name the devices; writing there takes the right to mount, while any image can set a variable.
+# Mounts below this directory name the devices; writing there takes the right to mount, while any
+# image can set a variable.
 VOLUME_MOUNTS = "/var/run/nvidia-container-devices"
 
-# NVIDIA's device nodes that belong to no GPU, in the order in which its plugin lists them (nvidia §7, pass-device-specs); each only where
-# the node has it.
-CONTROL_NODES = ("/dev/nvidiactl", "/dev/nvidia-uvm", "/dev/nvidia-uvm-tools", "/dev/nvidia-modeset")
+# NVIDIA's device nodes that belong to no GPU, in the order in which its plugin lists them (nvidia
+# §7, pass-device-specs); each only where the node has it.
+CONTROL_NODES = (
+    "/dev/nvidiactl",
+    "/dev/nvidia-uvm",
+    "/dev/nvidia-uvm-tools",
+    "/dev/nvidia-modeset",
+)
 WSL_NODE = "/dev/dxg"  # under WSL one node of the kernel's leads to all GPUs (nvidia §4)
 
 GENERATED_KIND = "k8s.device-plugin.nvidia.com/gpu"  # of the specs that the agent generates
@@ -43,7 +51,8 @@ class VisibleDevice:
     Attributes:
         uuid: ``GPU-…`` or ``MIG-…``.
         index: ``0`` of a GPU, ``1:3`` of a MIG instance.
-        nodes: paths of the device nodes that open it, e.g. ``/dev/nvidia1``, ``/dev/nvidia-caps/nvidia-cap228``.
+        nodes: paths of the device nodes that open it, e.g. ``/dev/nvidia1``,
+            ``/dev/nvidia-caps/nvidia-cap228``.
     """
 
     uuid: str
@@ -59,13 +68,18 @@ class ListOptions:
         strategies: names in `STRATEGIES`; their order does not matter.
         id_strategy: ``uuid`` or ``index``: the names that containers get.
         cdi_id_strategy: how the CDI specs name devices; empty for the same.
-        cdi_annotation_prefix: before the name of the annotation with CDI names; runtimes look for ``cdi.k8s.io/``.
-        cdi_kind: vendor and class of the GPUs' CDI names; names of other classes have the same vendor.
-        pass_device_specs: answers also name the device nodes, so that cgroup rules survive a reload of systemd.
-        device_root: where the host keeps ``/dev`` of the driver (nvidia §9), ``/`` for the usual place.
+        cdi_annotation_prefix: before the name of the annotation with CDI names; runtimes look for
+            ``cdi.k8s.io/``.
+        cdi_kind: vendor and class of the GPUs' CDI names; names of other classes have the same
+            vendor.
+        pass_device_specs: answers also name the device nodes, so that cgroup rules survive a reload
+            of systemd.
+        device_root: where the host keeps ``/dev`` of the driver (nvidia §9), ``/`` for the usual
+            place.
         control_nodes: those of NVIDIA's control nodes that exist on this node.
         imex_channels: those that exist on this node and are to be given to each container.
-        imex_root: directory on the node below which their device nodes are; empty for ``device_root``.
+        imex_root: directory on the node below which their device nodes are; empty for
+            ``device_root``.
         enabled: of `config.types.DEVICE_MODES`.
         cdi_modes: those of ``enabled`` for which there is a CDI spec.
     """
@@ -86,7 +100,9 @@ class ListOptions:
     @property
     def names_nodes(self) -> bool:
         """Tell whether answers name device nodes; CDI specs have their own."""
-        return self.pass_device_specs and not all(name in CDI_STRATEGIES for name in self.strategies)
+        return self.pass_device_specs and not all(
+            name in CDI_STRATEGIES for name in self.strategies
+        )
 
 
 def visible_device(uuid: str, inventory: Inventory) -> VisibleDevice | None:
@@ -109,9 +125,12 @@ def edits_of(devices: Sequence[VisibleDevice], options: ListOptions, *, number: 
     Args:
         devices: in the order in which the container is to see them, each once.
         options: of this node.
-        number: distinguishes annotations of several resources of one container; see `answer_number`.
+        number: distinguishes annotations of several resources of one container; see
+            `answer_number`.
     """
-    edits = Edits({f"NVIDIA_{mode.upper()}": ENABLED for mode in DEVICE_MODES if mode in options.enabled})
+    edits = Edits(
+        {f"NVIDIA_{mode.upper()}": ENABLED for mode in DEVICE_MODES if mode in options.enabled}
+    )
     for name, strategy in STRATEGIES.items():
         if name in options.strategies:
             edits = edits.joined(strategy(devices, options, number))
@@ -121,25 +140,40 @@ def edits_of(devices: Sequence[VisibleDevice], options: ListOptions, *, number: 
 
 
 def answer_number(resource: str, ids: Iterable[str]) -> str:
-    """A UUID for the answer to an Allocate of these ids, in any order: upstream draws one, here a repeated call gets the same."""
+    """A UUID for the answer to an Allocate of these ids, in any order:
+    upstream draws one, here a repeated call gets the same.
+    """
     digest = hashlib.sha256("\0".join([resource, *sorted(ids)]).encode()).digest()
     return str(uuid.UUID(bytes=digest[:16], version=4))
 
 
 def cdi_names(devices: Sequence[VisibleDevice], options: ListOptions) -> tuple[str, ...]:
-    """Return the CDI names of ``devices`` and their accessories: GPUs, IMEX channels, then the modes (nvidia A11)."""
+    """Return the CDI names of ``devices`` and their accessories:
+    GPUs, IMEX channels, then the modes (nvidia A11).
+    """
     vendor = options.cdi_kind.partition("/")[0]
     return (
-        *(f"{options.cdi_kind}={_id_of(device, options.cdi_id_strategy or options.id_strategy)}" for device in devices),
+        *(
+            f"{options.cdi_kind}={_id_of(device, options.cdi_id_strategy or options.id_strategy)}"
+            for device in devices
+        ),
         *(f"{vendor}/imex-channel={channel}" for channel in options.imex_channels),
-        *(f"{vendor}/{mode}=all" for mode in DEVICE_MODES if mode in options.enabled and mode in options.cdi_modes),
+        *(
+            f"{vendor}/{mode}=all"
+            for mode in DEVICE_MODES
+            if mode in options.enabled and mode in options.cdi_modes
+        ),
     )
 
 
 def _by_annotation(devices: Sequence[VisibleDevice], options: ListOptions, number: str) -> Edits:
     if not (names := cdi_names(devices, options)):
         return Edits()
-    return Edits(annotations={f"{options.cdi_annotation_prefix}nvidia-device-plugin_{number}": ",".join(names)})
+    return Edits(
+        annotations={
+            f"{options.cdi_annotation_prefix}nvidia-device-plugin_{number}": ",".join(names)
+        }
+    )
 
 
 def _by_cdi_field(devices: Sequence[VisibleDevice], options: ListOptions, number: str) -> Edits:
@@ -149,7 +183,9 @@ def _by_cdi_field(devices: Sequence[VisibleDevice], options: ListOptions, number
 
 def _by_variable(devices: Sequence[VisibleDevice], options: ListOptions, number: str) -> Edits:
     del number
-    environment = {VISIBLE_DEVICES: ",".join(_id_of(device, options.id_strategy) for device in devices)}
+    environment = {
+        VISIBLE_DEVICES: ",".join(_id_of(device, options.id_strategy) for device in devices)
+    }
     if options.imex_channels:
         environment[IMEX_CHANNELS] = ",".join(str(channel) for channel in options.imex_channels)
     return Edits(environment)
@@ -157,11 +193,18 @@ def _by_variable(devices: Sequence[VisibleDevice], options: ListOptions, number:
 
 def _by_mounts(devices: Sequence[VisibleDevice], options: ListOptions, number: str) -> Edits:
     del number
-    names = [*(_id_of(device, options.id_strategy) for device in devices), *(f"imex/{channel}" for channel in options.imex_channels)]
-    return Edits({VISIBLE_DEVICES: VOLUME_MOUNTS}, tuple(Mount(f"{VOLUME_MOUNTS}/{name}", "/dev/null") for name in names))
+    names = [
+        *(_id_of(device, options.id_strategy) for device in devices),
+        *(f"imex/{channel}" for channel in options.imex_channels),
+    ]
+    return Edits(
+        {VISIBLE_DEVICES: VOLUME_MOUNTS},
+        tuple(Mount(f"{VOLUME_MOUNTS}/{name}", "/dev/null") for name in names),
+    )
 
 
-# In the order in which answers are put together: where two set the same variable, the later one wins (nvidia A15).
+# In the order in which answers are put together: where two set the same variable, the later one
+# wins (nvidia A15).
 STRATEGIES: Mapping[str, Callable[[Sequence[VisibleDevice], ListOptions, str], Edits]] = {
     "cdi-annotations": _by_annotation,
     "cdi-cri": _by_cdi_field,
@@ -176,11 +219,15 @@ def _id_of(device: VisibleDevice, strategy: str) -> str:
 
 
 def _device_nodes(devices: Sequence[VisibleDevice], options: ListOptions) -> tuple[DeviceNode, ...]:
-    """Control nodes, then those of the devices, then IMEX channels; each once, also where two slices have one GPU's node (nvidia D13)."""
+    """Control nodes, then those of the devices, then IMEX channels; each once, also where two
+    slices have one GPU's node (nvidia D13).
+    """
     root = options.device_root.rstrip("/")
     paths = (*options.control_nodes, *(node for device in devices for node in device.nodes))
     nodes = {path: DeviceNode(path, root + path) for path in paths}
     for channel in options.imex_channels:
         path = f"/dev/nvidia-caps-imex-channels/channel{channel}"
-        nodes[path] = DeviceNode(path, (options.imex_root or options.device_root).rstrip("/") + path)
+        nodes[path] = DeviceNode(
+            path, (options.imex_root or options.device_root).rstrip("/") + path
+        )
     return tuple(nodes.values())

@@ -1,10 +1,12 @@
 """The interface of a family; `allocation` and `agent` know families only through this.
 
-There are two kinds. Of an `IdFamily` each id names its device, so `Allocate` can answer completely (`nvidia`, `aws`). Of a `PodFamily` ids
-are only counted. What a container gets is written in its pod, so it is decided once the pod is proven (`volcano-vgpu`, …).
+There are two kinds. Of an `IdFamily` each id names its device, so `Allocate` can answer completely
+(`nvidia`, `aws`). Of a `PodFamily` ids are only counted. What a container gets is written in its
+pod, so it is decided once the pod is proven (`volcano-vgpu`, …).
 
-To add a family: write a package with a class of one of these shapes, translate its golden vectors into tests, and add it to the list in
-`agent`. Everything here is a pure function of what it is given.
+To add a family: write a package with a class of one of these shapes, translate its golden vectors
+into tests, and add it to the list in `agent`. Everything here is a pure function of what it is
+given.
 """
 
 from __future__ import annotations
@@ -40,11 +42,15 @@ class Shortfall:
 
 
 class Ownership(enum.IntEnum):
-    """How surely a resource's name belongs to a family. Where several families may own a name, the surest is asked first."""
+    """How surely a resource's name belongs to a family.
+    Where several families may own a name, the surest is asked first.
+    """
 
     NONE = 0
     POSSIBLE = 1
-    """A name in the family's domain, which it may have offered under earlier settings. The ids decide."""
+    """A name in the family's domain, which it may have offered under earlier settings.
+    The ids decide.
+    """
     CERTAIN = 2
     """A name of the family's vocabulary, or of today's settings."""
 
@@ -58,11 +64,14 @@ class Family(Protocol):
         ...
 
     def owns(self, resource: str) -> Ownership:
-        """Tell how surely the kubelet's records of ``resource`` are about this family's devices, by its name alone."""
+        """Tell how surely the kubelet's records of ``resource`` are about this family's devices,
+        by its name alone.
+        """
         ...
 
     def resources(self, inventory: Inventory) -> tuple[Resource, ...]:
-        """Return the resources that a node with these GPUs offers, deterministic for the same inventory.
+        """Return the resources that a node with these GPUs offers,
+        deterministic for the same inventory.
 
         Raises:
             OfferError: it cannot be offered as configured.
@@ -86,7 +95,9 @@ class IdFamily(Family, Protocol):
         ...
 
     def shares(self, resource: str, ids: Sequence[str], inventory: Inventory) -> tuple[Share, ...]:
-        """Return what the holder of ``ids`` has of each device; also for ids of earlier settings, as far as they can be read."""
+        """Return what the holder of ``ids`` has of each device;
+        also for ids of earlier settings, as far as they can be read.
+        """
         ...
 
     def edits(self, resource: Resource, ids: Sequence[str], inventory: Inventory) -> Edits:
@@ -110,7 +121,8 @@ class IdFamily(Family, Protocol):
             required: ids that must be in the answer.
             size: how many ids the container wants.
             inventory: the node's GPUs.
-            neighbours: which GPUs other families may use or have; GPUs that already serve this family come first.
+            neighbours: which GPUs other families may use or have; GPUs that already serve this
+                family come first.
 
         Raises:
             CapacityError: there are not enough; the caller answers with a simple pick.
@@ -123,11 +135,15 @@ class Question:
     """The question what a container gets.
 
     Attributes:
-        container: the one that kubelet's records name; an init container only when no later container has the same ids.
+        container: the one that kubelet's records name; an init container only when no later
+            container has the same ids.
         node: our node's name.
-        rooms: what the devices have left, by inventory order; a grant that this container already has is not counted.
-        siblings: container → shares that were decided for it, for the other containers of this pod: some vocabularies place whole pods.
-        taken: device → a grant with a part of it, of any family, besides this container and those that have ended before it.
+        rooms: what the devices have left, by inventory order; a grant that this container already
+            has is not counted.
+        siblings: container → shares that were decided for it, for the other containers of this pod:
+            some vocabularies place whole pods.
+        taken: device → a grant with a part of it, of any family, besides this container and those
+            that have ended before it.
         neighbours: which GPUs other families may use or have, for the agent's own placement.
     """
 
@@ -145,7 +161,9 @@ class Question:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class MigLayout:
-    """The division of a GPU: UUID, and the profile of each instance, e.g. ``("3g.20gb", "3g.20gb")``."""
+    """The division of a GPU: UUID, and the profile of each instance, e.g.
+    ``("3g.20gb", "3g.20gb")``.
+    """
 
     gpu: str
     profiles: tuple[str, ...]
@@ -156,9 +174,12 @@ class Decision:
     """The shares that a container gets.
 
     Attributes:
-        shares: in the order in which the family's vocabulary lists them; empty while ``layouts`` is not.
-        by: the decider, for the evidence: ``the scheduler, in volcano.sh/vgpu-ids-new`` or ``the agent, binpack``.
-        layouts: how GPUs must be divided before it can be decided; no container has anything of them.
+        shares: in the order in which the family's vocabulary lists them; empty while ``layouts`` is
+            not.
+        by: the decider, for the evidence: ``the scheduler, in volcano.sh/vgpu-ids-new`` or
+            ``the agent, binpack``.
+        layouts: how GPUs must be divided before it can be decided; no container has anything of
+            them.
         second_best: why it differs from what the scheduler has named; empty when it does not.
         by_scheduler: a scheduler decided, according to the pod.
         kept: it is what the container has had before.
@@ -201,34 +222,45 @@ class PodFamily(Family, Protocol):
     """A family whose vocabulary names in the pod what each container gets."""
 
     def cautions(self, inventory: Inventory) -> tuple[str, ...]:
-        """List what `resources` leaves out or is odd about it, one sentence each with the remedy."""
+        """List what `resources` leaves out or is odd about it,
+        one sentence each with the remedy.
+        """
         ...
 
     def decide(self, question: Question) -> Decision:
-        """Decide what the container gets: as a scheduler decided in the pod's annotations; without that, as this node has room.
+        """Decide what the container gets: as a scheduler decided in the pod's annotations;
+        without that, as this node has room.
 
         Health and room are not checked for a scheduler's decision; the ledger does that.
 
         Raises:
-            RequestRefusedError: the pod's limits or annotations cannot be followed; the text names pod, key, value and remedy.
-            CapacityError: no scheduler decided and no device has room; the text names how much was asked and how much there is.
+            RequestRefusedError: the pod's limits or annotations cannot be followed; the text names
+                pod, key, value and remedy.
+            CapacityError: no scheduler decided and no device has room; the text names how much was
+                asked and how much there is.
         """
         ...
 
     def named(self, pod: Pod, inventory: Inventory) -> Mapping[str, tuple[str, ...]]:
-        """Return the GPUs that a scheduler has given to containers of the pod, by container: UUIDs. Never an error.
+        """Return the GPUs that a scheduler has given to containers of the pod, by container: UUIDs.
+        Never an error.
 
-        Only containers that could start by the pod's annotations; empty where these are not for this node or cannot be followed at all.
-        Init containers are left out: they work on GPUs of the containers after them.
+        Only containers that could start by the pod's annotations; empty where these are not for
+        this node or cannot be followed at all. Init containers are left out: they work on GPUs of
+        the containers after them.
         """
         ...
 
     def recall(self, question: Question) -> Decision | None:
-        """Return what a running container must have got, read from its pod alone; None when the pod does not say. Never an error."""
+        """Return what a running container must have got, read from its pod alone;
+        None when the pod does not say. Never an error.
+        """
         ...
 
     def provision(self, question: Question, shares: tuple[Share, ...]) -> Provision:
-        """Return what puts ``shares`` in force: the container's edits, and what must be on the host before it starts."""
+        """Return what puts ``shares`` in force:
+        the container's edits, and what must be on the host before it starts.
+        """
         ...
 
     def desired_pod(self, pod: Pod, grants: Mapping[str, Grant], *, failed: bool) -> DesiredPod:
@@ -246,5 +278,7 @@ class PodFamily(Family, Protocol):
         ...
 
     def cleanup(self, now: float) -> DesiredNode:
-        """Return the desired state of a Node that the agent leaves for good, at unix seconds ``now``."""
+        """Return the desired state of a Node that the agent leaves for good,
+        at unix seconds ``now``.
+        """
         ...

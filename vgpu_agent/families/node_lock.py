@@ -1,9 +1,10 @@
 """The node lock of Volcano's schedulers, and when this agent releases it.
 
-With ``deviceshare.NodeLockEnable`` a scheduler writes the time into an annotation of the Node before it binds a pod, and binds no other pod
-to that node until the annotation is gone or five minutes old (volcano-vgpu §2.4, volcano-gpushare §2). So a burst of pods
-takes one lock after the other, and several of them within a second have the same text. They are distinguished by the moments at which the
-watch showed them.
+With ``deviceshare.NodeLockEnable`` a scheduler writes the time into an annotation of the Node
+before it binds a pod, and binds no other pod to that node until the annotation is gone or five
+minutes old (volcano-vgpu §2.4, volcano-gpushare §2). So a burst of pods takes one lock after the
+other, and several of them within a second have the same text. They are distinguished by the moments
+at which the watch showed them.
 
 Both Volcano families ask for it in `desired_node`; `allocation` keeps the one `NodeLocks`.
 """
@@ -19,10 +20,12 @@ from vgpu_agent.nodes import DesiredNode
 if TYPE_CHECKING:
     from vgpu_agent.nodes import Node
 
-# The scheduler writes whole seconds, and its clock is not ours: a lock that seems to come after the Allocate by less was taken before it.
+# The scheduler writes whole seconds, and its clock is not ours: a lock that seems to come after the
+# Allocate by less was taken before it.
 CLOCK_TOLERANCE_SECONDS = 1.0
 
-# The pod of a lock that has existed for so long was refused by the kubelet, was deleted, or never bound.
+# The pod of a lock that has existed for so long was refused by the kubelet, was deleted, or never
+# bound.
 LONGEST_HELD_SECONDS = 10.0
 
 _RFC_3339 = re.compile(r"\A\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d(\.\d{1,9})?(Z|[+-]\d\d:\d\d)\Z", re.ASCII)
@@ -31,20 +34,25 @@ _RFC_3339 = re.compile(r"\A\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d(\.\d{1,9})?(Z|[+-]\d\d
 class NodeLocks:
     """The locks of this node, and the decision when one can be released.
 
-    State: since when the last lock under each key has existed or been gone, in memory. A restarted agent takes its first reading of the
-    kubelet's records for an Allocate, so it releases at once the lock of that moment.
+    State: since when the last lock under each key has existed or been gone, in memory. A restarted
+    agent takes its first reading of the kubelet's records for an Allocate, so it releases at once
+    the lock of that moment.
     """
 
     def __init__(self) -> None:
         self._standing: dict[str, float] = {}  # key → when the watch first showed it, unix seconds
         self._free_since: dict[str, float] = {}  # key → when the lock before it was gone
 
-    def desired_state(self, node: Node, key: str, *, allocated_at: float | None, now: float) -> DesiredNode:
-        """Return the removal of the lock once the Allocate for which it was taken has been answered, regardless of the pod's fate.
+    def desired_state(
+        self, node: Node, key: str, *, allocated_at: float | None, now: float
+    ) -> DesiredNode:
+        """Return the removal of the lock once the Allocate for which it was taken has been
+        answered, regardless of the pod's fate.
 
-        A lock that was taken after our last Allocate belongs to a pod that is still on its way. It stays until that pod's Allocate, or for
-        `LONGEST_HELD_SECONDS`. The removal is guarded, so that a lock taken between our look and our write stays. A text that is no time is
-        not the scheduler's and is left alone, since the keys are bare words.
+        A lock that was taken after our last Allocate belongs to a pod that is still on its way. It
+        stays until that pod's Allocate, or for `LONGEST_HELD_SECONDS`. The removal is guarded, so
+        that a lock taken between our look and our write stays. A text that is no time is not the
+        scheduler's and is left alone, since the keys are bare words.
 
         Args:
             node: our Node as the watch shows it.
@@ -64,18 +72,24 @@ class NodeLocks:
         if self._standing.get(key, seen_at) != seen_at:
             self._free_since[key] = seen_at  # one lock followed the other between two looks
         self._standing[key] = seen_at
-        served = allocated_at is not None and (seen_at <= allocated_at or self._shown_late(key, taken_at, allocated_at))
+        served = allocated_at is not None and (
+            seen_at <= allocated_at or self._shown_late(key, taken_at, allocated_at)
+        )
         # Negative when the clock was set back meanwhile; its age is unknown then.
         if served or not 0 <= now - seen_at < LONGEST_HELD_SECONDS:
             return DesiredNode(annotations={key: None}, guarded=frozenset({key}))
         return DesiredNode()
 
     def _shown_late(self, key: str, taken_at: float, allocated_at: float) -> bool:
-        """Tell whether the lock was taken for the Allocate at ``allocated_at`` although the watch showed it only afterwards.
+        """Tell whether the lock was taken for the Allocate at ``allocated_at`` although the watch
+        showed it only afterwards.
 
         Another lock that existed during that Allocate was taken for it instead.
         """
-        return taken_at <= allocated_at + CLOCK_TOLERANCE_SECONDS and self._free_since.get(key, 0.0) <= allocated_at
+        return (
+            taken_at <= allocated_at + CLOCK_TOLERANCE_SECONDS
+            and self._free_since.get(key, 0.0) <= allocated_at
+        )
 
 
 def taken(text: str) -> float | None:

@@ -1,7 +1,9 @@
-"""The configuration files of the plugins that families replace: where each is found, and which of its texts count.
+"""The configuration files of the plugins that families replace:
+where each is found, and which of its texts count.
 
-A family declares its files in its `FamilySpec`. `agent` reads them, from the node or from a ConfigMap, and passes their texts to the
-family's builder. None of them can stop the agent: what is wrong in one is named, and what it said before stays in force.
+A family declares its files in its `FamilySpec`. `agent` reads them, from the node or from a
+ConfigMap, and passes their texts to the family's builder. None of them can stop the agent: what is
+wrong in one is named, and what it said before stays in force.
 """
 
 from __future__ import annotations
@@ -28,7 +30,8 @@ def _in_none(_: Settings) -> tuple[str, ...]:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class PluginFile:
-    """A configuration file of a replaced plugin, on the node or in a ConfigMap. The settings decide whether and where it is read.
+    """A configuration file of a replaced plugin, on the node or in a ConfigMap.
+    The settings decide whether and where it is read.
 
     Attributes:
         name: the file's name, which is also its key in a ConfigMap.
@@ -47,11 +50,14 @@ class PluginFile:
     asked_namespace: Callable[[Settings], str] = _nowhere
 
 
-def texts_in_force(before: Sequence[str], text: str | None, is_sound: Callable[[str], bool]) -> tuple[str, ...]:
-    """List the texts of a file that count when the newest is ``text``, oldest first; none where there is no file.
+def texts_in_force(
+    before: Sequence[str], text: str | None, is_sound: Callable[[str], bool]
+) -> tuple[str, ...]:
+    """List the texts of a file that count when the newest is ``text``, oldest first;
+    none where there is no file.
 
-    A sound text counts alone. One with an error needs those ``before`` it, back to the last sound one: several wrong
-    edits in a row each leave their right part in force.
+    A sound text counts alone. One with an error needs those ``before`` it, back to the last sound
+    one: several wrong edits in a row each leave their right part in force.
     """
     if text is None:
         return ()

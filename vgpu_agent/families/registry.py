@@ -1,4 +1,5 @@
-"""The families of this agent, in the order in which they are offered: of two that are in conflict, the first is served.
+"""The families of this agent, in the order in which they are offered:
+of two that are in conflict, the first is served.
 
 Import it before a configuration is read: the families' sections and flags become known by that.
 """
@@ -25,7 +26,8 @@ for _family in FAMILIES:
 def register(family: FamilySpec) -> None:
     """Add a family that does not come with this package.
 
-    Call it before any other module of the package is imported: the decoder of pods, for one, is made from the families once.
+    Call it before any other module of the package is imported: the decoder of pods, for one, is
+    made from the families once.
 
     Raises:
         ValueError: there is a family of that name.

@@ -1,6 +1,8 @@
-"""The declaration of a family: what the rest of the agent has to know about it without knowing its name.
+"""The declaration of a family: what the rest of the agent has to know about it
+without knowing its name.
 
-Each family has one `FamilySpec`, in the module `spec` of its package; `registry` lists them. `agent` iterates over that list.
+Each family has one `FamilySpec`, in the module `spec` of its package; `registry` lists them.
+`agent` iterates over that list.
 """
 
 from __future__ import annotations
@@ -28,15 +30,19 @@ class NodeFacts:
 
     Attributes:
         lists: how containers get their devices, where ids name them.
-        pod_lists: the same where pods decide. Bound late, a grant's own spec has what CDI names stand for (`cdi.inline`).
+        pod_lists: the same where pods decide. Bound late, a grant's own spec has what CDI names
+            stand for (`cdi.inline`).
         late: grants of families whose pods decide are bound late.
         wsl: the node is a Windows subsystem.
         library_path: the installed libvgpu.so; empty when there is none.
-        library_trouble: why the one that was delivered last could not be installed; empty when it was, or is not needed.
+        library_trouble: why the one that was delivered last could not be installed; empty when it
+            was, or is not needed.
         library_locks: whether that library makes a lock file, see `isolation.hami_core.uses_lock`.
         divides: the program that divides GPUs is there.
-        given: dotted paths of settings that a flag or a variable has set; they beat the files of a replaced plugin.
-        texts: file of a replaced plugin → those of its texts that count, see `plugin_files.texts_in_force`.
+        given: dotted paths of settings that a flag or a variable has set; they beat the files of a
+            replaced plugin.
+        texts: file of a replaced plugin → those of its texts that count, see
+            `plugin_files.texts_in_force`.
         unreadable: such a file that exists and cannot be read → why.
     """
 
@@ -60,9 +66,11 @@ class BuiltFamily:
     Attributes:
         by_ids: the parts of it whose ids name devices.
         by_pod: the parts of it whose pods decide.
-        idle: what is not offered. Ids from before it was switched off are still read, because containers hold them.
+        idle: what is not offered. Ids from before it was switched off are still read, because
+            containers hold them.
         problems: faults of the files of the replaced plugin, one sentence each.
-        in_force: attribute of its settings → value, after the files were laid over them; empty where there are no such files.
+        in_force: attribute of its settings → value, after the files were laid over them; empty
+            where there are no such files.
         origins: of those that a file has set, attribute → the file.
         blocked: why its pods must not be served now; empty when they can be.
         uses_library: its containers get the library of `NodeFacts`.
@@ -86,7 +94,8 @@ class MigTool:
 
     Attributes:
         program: nvidia-mig-parted, or a script that calls it.
-        setting: the key of the program, for messages; that of the timeout has ``TimeoutSeconds`` behind it.
+        setting: the key of the program, for messages; that of the timeout has ``TimeoutSeconds``
+            behind it.
         timeout_seconds: how long one call of the program may take.
         settle_seconds: how long after its success the driver may take to show the new instances.
         retry_seconds: for how long a change that has failed is not tried again.
@@ -154,22 +163,30 @@ class FamilySpec:
 
     Attributes:
         settings: its part in the configuration, which has its name.
-        build: builds it; called whether it is on or off. Never an error: problems of foreign files are named.
-        needs_api_server: it cannot be offered before the API server was read, so pods are watched and Node and pods are written.
+        build: builds it; called whether it is on or off. Never an error: problems of foreign files
+            are named.
+        needs_api_server: it cannot be offered before the API server was read, so pods are watched
+            and Node and pods are written.
         files: the configuration files of the plugin that it replaces.
-        resource_prefixes: the beginnings of the names of its resources, as they are without renaming.
-        annotations: those of pods that it reads or writes, the most important first. All others are skipped unread.
+        resource_prefixes: the beginnings of the names of its resources, as they are without
+            renaming.
+        annotations: those of pods that it reads or writes, the most important first. All others are
+            skipped unread.
         labels: the same of pods' labels.
-        variables: a pattern of the variables of containers that it has to know of; empty for none. Names and not prefixes: a tenant could
-            invent any number below a prefix.
+        variables: a pattern of the variables of containers that it has to know of; empty for none.
+            Names and not prefixes: a tenant could invent any number below a prefix.
         metrics: its own metrics.
-        mps: the settings → where its containers meet the MPS control daemons that it has; None where it shares nothing by MPS.
+        mps: the settings → where its containers meet the MPS control daemons that it has; None
+            where it shares nothing by MPS.
         mig_tool: the settings → how GPUs are divided for its pods; None where none is.
-        device_modes: the settings → the kinds of other devices that its containers get, of `config.types.DEVICE_MODES`.
-        library: its use of the library of `isolation.hami_core`; None where its containers never get it. Where they may, what they use is
-            read.
-        node_annotations: annotations of the Node that are taken back at the agent's removal, as patterns for people.
-        progress: annotations of pods that only show how far a start has come; others, by which schedulers count, are written first.
+        device_modes: the settings → the kinds of other devices that its containers get, of
+            `config.types.DEVICE_MODES`.
+        library: its use of the library of `isolation.hami_core`; None where its containers never
+            get it. Where they may, what they use is read.
+        node_annotations: annotations of the Node that are taken back at the agent's removal, as
+            patterns for people.
+        progress: annotations of pods that only show how far a start has come; others, by which
+            schedulers count, are written first.
     """
 
     settings: FamilySettings

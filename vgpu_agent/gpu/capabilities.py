@@ -1,8 +1,10 @@
-"""The device nodes of a MIG instance: ``/dev/nvidia-caps/nvidia-cap<N>``, one for its GPU and one for its compute instance.
+"""The device nodes of a MIG instance: ``/dev/nvidia-caps/nvidia-cap<N>``,
+one for its GPU and one for its compute instance.
 
-NVML does not report N. The driver lists it in ``driver/nvidia-caps/mig-minors`` below procfs, under the *minor* of
-the parent GPU, not under NVML's index (nvidia §4). Where a line is missing or makes no sense, its instances are not
-given away, and the reason goes with them. All others are given away.
+NVML does not report N. The driver lists it in ``driver/nvidia-caps/mig-minors`` below procfs, under
+the *minor* of the parent GPU, not under NVML's index (nvidia §4). Where a line is missing or makes
+no sense, its instances are not given away, and the reason goes with them. All others are given
+away.
 
 Called by `mig` inside the owner thread, once for each GPU that has instances.
 """
@@ -18,7 +20,10 @@ if TYPE_CHECKING:
 
 _LIMIT_BYTES = 1 << 20  # 32 GPUs take a tenth of it
 _LARGEST_MINOR = (1 << 20) - 1  # the kernel's own limit
-_REMEDY = "check that gpu.procRoot shows the host's procfs and that the driver's MIG capabilities are intact (nvidia-smi mig -lgi)"
+_REMEDY = (
+    "check that gpu.procRoot shows the host's procfs and that the driver's MIG capabilities are "
+    "intact (nvidia-smi mig -lgi)"
+)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -37,7 +42,9 @@ class CapabilityMinors:
     troubles: Mapping[str, str] = dataclasses.field(default_factory=dict)
     trouble: str = ""
 
-    def nodes(self, gpu_minor: int, gpu_instance: int, compute_instance: int) -> tuple[tuple[str, ...], str]:
+    def nodes(
+        self, gpu_minor: int, gpu_instance: int, compute_instance: int
+    ) -> tuple[tuple[str, ...], str]:
         """The two device nodes of an instance, or none and the reason."""
         instance = f"gpu{gpu_minor}/gi{gpu_instance}"
         nodes: list[str] = []
@@ -68,14 +75,17 @@ class Capabilities:
                 text = file.read(_LIMIT_BYTES + 1)
         except OSError as err:
             self._text = None
-            return CapabilityMinors(str(self.path), trouble=f"cannot read {self.path}: {err.strerror or err}")
+            return CapabilityMinors(
+                str(self.path), trouble=f"cannot read {self.path}: {err.strerror or err}"
+            )
         if text != self._text:
             self._text, self._minors = text, parse(text, str(self.path))
         return self._minors
 
 
 def parse(text: bytes, path: str) -> CapabilityMinors:
-    """Read the driver's lines, e.g. ``gpu0/gi1/access 30``; lines about other things than MIG instances are passed over.
+    """Read the driver's lines, e.g. ``gpu0/gi1/access 30``;
+    lines about other things than MIG instances are passed over.
 
     A last line without its end is ignored: half of a number is a number.
 
@@ -84,7 +94,9 @@ def parse(text: bytes, path: str) -> CapabilityMinors:
         path: its name in a trouble.
     """
     if len(text) > _LIMIT_BYTES:
-        return CapabilityMinors(path, trouble=f"{path} is larger than {_LIMIT_BYTES} bytes, which no driver writes")
+        return CapabilityMinors(
+            path, trouble=f"{path} is larger than {_LIMIT_BYTES} bytes, which no driver writes"
+        )
     *lines, rest = text.decode(errors="replace").split("\n")
     numbers: dict[str, int] = {}
     troubles: dict[str, str] = {}
@@ -97,10 +109,17 @@ def parse(text: bytes, path: str) -> CapabilityMinors:
         elif numbers.setdefault(key, number) != number:
             troubles[key] = f"{where}: an earlier line says {numbers[key]}"
     if rest:
-        troubles[rest.partition(" ")[0]] = f"{path} line {len(lines) + 1}: {rest[:80]!r}: the line is cut off"
+        troubles[rest.partition(" ")[0]] = (
+            f"{path} line {len(lines) + 1}: {rest[:80]!r}: the line is cut off"
+        )
     return CapabilityMinors(path, numbers, troubles)
 
 
 def _number(text: str) -> int | None:
-    plausible = text.isascii() and text.isdigit() and len(text) <= len(str(_LARGEST_MINOR)) and int(text) <= _LARGEST_MINOR
+    plausible = (
+        text.isascii()
+        and text.isdigit()
+        and len(text) <= len(str(_LARGEST_MINOR))
+        and int(text) <= _LARGEST_MINOR
+    )
     return int(text) if plausible else None

@@ -1,7 +1,8 @@
-"""The differences between two inventories, for the journal: GPUs that came, went, fell ill or recovered, and their division.
+"""The differences between two inventories, for the journal: GPUs that came, went, fell ill or
+recovered, and their division.
 
-`watch` calls it once for each inventory that it publishes. Pure in what it compares. Every line is an event with a
-fixed name.
+`watch` calls it once for each inventory that it publishes. Pure in what it compares. Every line is
+an event with a fixed name.
 """
 
 from __future__ import annotations
@@ -18,7 +19,11 @@ if TYPE_CHECKING:
 def record(journal: Journal, old: Inventory, new: Inventory) -> None:
     """Write down everything that is different in ``new``."""
     if new.simulated and not old.simulated:
-        journal.record("gpu.simulated", level="warning", meaning="these GPUs are simulated; no work runs on them")
+        journal.record(
+            "gpu.simulated",
+            level="warning",
+            meaning="these GPUs are simulated; no work runs on them",
+        )
     if news := [failure for failure in new.failures if failure not in old.failures]:
         journal.record("gpu.not_answering", level="error", failures=news)
     for gpu in new.gpus:
@@ -53,7 +58,9 @@ def _record_layout(journal: Journal, old: Gpu | None, new: Gpu) -> None:
             gpu=new.uuid,
             index=new.index,
             mig="on" if new.mig_enabled else "off",
-            removed={uuid: instance.profile for uuid, instance in went.items() if uuid not in stayed},
+            removed={
+                uuid: instance.profile for uuid, instance in went.items() if uuid not in stayed
+            },
             added={uuid: instance.profile for uuid, instance in came.items() if uuid not in stayed},
         )
 
@@ -63,11 +70,17 @@ def _record_slices(journal: Journal, old: Gpu | None, new: Gpu) -> None:
     before = _by_uuid(old.mig_instances if old else ())
     gpu_was_ok = old is None or old.health.ok
     for instance in new.mig_instances:
-        facts: dict[str, Any] = {"gpu": new.uuid, "instance": instance.uuid, "profile": instance.profile}
+        facts: dict[str, Any] = {
+            "gpu": new.uuid,
+            "instance": instance.uuid,
+            "profile": instance.profile,
+        }
         known = before.get(instance.uuid)
         was_ok, had_trouble = (known.health.ok, known.trouble) if known else (True, "")
         if new.health.ok and was_ok and not instance.health.ok:
-            journal.record("gpu.slice_unhealthy", level="error", **facts, reason=instance.health.reason)
+            journal.record(
+                "gpu.slice_unhealthy", level="error", **facts, reason=instance.health.reason
+            )
         if gpu_was_ok and instance.health.ok and not was_ok:
             journal.record("gpu.slice_recovered", **facts, was=known.health.reason if known else "")
         if instance.trouble and instance.trouble != had_trouble:

@@ -1,9 +1,10 @@
 """The choice between NVML and the only GPU of a Tegra processor (``gpu.discovery``).
 
-With ``auto`` the order is that of NVIDIA's plugin (nvidia §9): a Windows subsystem goes through NVML; a Tegra
-processor without NVML, or whose NVML lists integrated GPUs only, has the one GPU ``tegra``; everything else goes
-through NVML. NVML is only called on a Tegra processor, so other nodes start without this check. Called by
-`composition` before the agent is built. The answer holds for as long as the process lives.
+With ``auto`` the order is that of NVIDIA's plugin (nvidia §9): a Windows subsystem goes through
+NVML; a Tegra processor without NVML, or whose NVML lists integrated GPUs only, has the one GPU
+``tegra``; everything else goes through NVML. NVML is only called on a Tegra processor, so other
+nodes start without this check. Called by `composition` before the agent is built. The answer holds
+for as long as the process lives.
 """
 
 from __future__ import annotations
@@ -35,7 +36,8 @@ _FAMILY = "devices/soc0/family"  # of every such kernel, below sysfs
 _FAMILY_BEGINS = "tegra"
 _FAMILY_LIMIT = 64  # characters
 _WSL_NODE = "dev/dxg"
-_INTEGRATED_NAME = "(nvgpu)"  # in the name that NVML has for a GPU of the Tegra's own kernel module, as in "Orin (nvgpu)"
+# in the name that NVML has for a GPU of the Tegra's own kernel module, as in "Orin (nvgpu)"
+_INTEGRATED_NAME = "(nvgpu)"
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -56,19 +58,26 @@ class Discovery:
 BY_NVML = Discovery()
 
 
-async def discover(settings: GpuSettings, *, simulated: bool, names: Names | None = None) -> Discovery:
+async def discover(
+    settings: GpuSettings, *, simulated: bool, names: Names | None = None
+) -> Discovery:
     """Discover, and log anything unusual; never an error.
 
     Args:
         settings: where to look, and the operator's choice.
         simulated: the agent runs on simulated GPUs, which have an NVML.
-        names: asks NVML for the names of all GPUs; None where there is no library. `names_by_nvml` when left out.
+        names: asks NVML for the names of all GPUs; None where there is no library. `names_by_nvml`
+            when left out.
     """
     if simulated or settings.discovery == "nvml":
         return BY_NVML
     sign = await asyncio.to_thread(_sign_of_tegra, settings)
     if settings.discovery == "tegra":
-        found = Discovery(integrated=True, reason="gpu.discovery is tegra", doubt="" if sign else _no_sign(settings))
+        found = Discovery(
+            integrated=True,
+            reason="gpu.discovery is tegra",
+            doubt="" if sign else _no_sign(settings),
+        )
     elif sign:
         found = await _on_tegra(sign, settings, names or names_by_nvml)
     else:
@@ -87,17 +96,24 @@ async def _on_tegra(sign: str, settings: GpuSettings, names: Names) -> Discovery
     try:
         listed = await names(settings)
     except AgentError as err:
-        doubt = f"{sign}, but its NVML does not list GPUs: {err}; set gpu.discovery: tegra to offer the GPU of the processor all the same"
+        doubt = (
+            f"{sign}, but its NVML does not list GPUs: {err}; set gpu.discovery: tegra to offer "
+            "the GPU of the processor all the same"
+        )
         return Discovery(reason=f"{sign} and there is {SONAME}", doubt=doubt)
     if listed is None:
         return Discovery(integrated=True, reason=f"{sign} and there is no {SONAME}")
     if listed and all(_INTEGRATED_NAME in name for name in listed):
-        return Discovery(integrated=True, reason=f"{sign} and NVML lists integrated GPUs only ({', '.join(listed)})")
+        return Discovery(
+            integrated=True,
+            reason=f"{sign} and NVML lists integrated GPUs only ({', '.join(listed)})",
+        )
     return Discovery(reason=f"{sign}, but NVML lists {', '.join(listed) or 'no GPU'}")
 
 
 async def names_by_nvml(settings: GpuSettings) -> tuple[str, ...] | None:
-    """The product names of all GPUs, None where there is no library; in a thread of its own, because a driver may hang.
+    """The product names of all GPUs, None where there is no library;
+    in a thread of its own, because a driver may hang.
 
     Raises:
         AgentError: there is a library, and the driver behind it does not answer.
@@ -130,7 +146,9 @@ async def names_by_nvml(settings: GpuSettings) -> tuple[str, ...] | None:
 
 
 def _sign_of_tegra(settings: GpuSettings) -> str:
-    """Describe the sign of a Tegra processor; empty when there is none. Looks at the file system."""
+    """Describe the sign of a Tegra processor; empty when there is none.
+    Looks at the file system.
+    """
     release, family = _places(settings)
     if os.path.isfile(release):  # Path.is_file would fail over a root that cannot be looked into
         return f"there is {release}"
@@ -145,8 +163,9 @@ def _sign_of_tegra(settings: GpuSettings) -> str:
 def _no_sign(settings: GpuSettings) -> str:
     release, family = _places(settings)
     return (
-        f"gpu.discovery is tegra, but there is no {release} and {family} does not say Tegra; containers would find no GPU here, so set "
-        "gpu.discovery: auto, unless the node is one and the agent cannot see its files (gpu.driverRoot, gpu.sysfsRoot)"
+        f"gpu.discovery is tegra, but there is no {release} and {family} does not say Tegra; "
+        "containers would find no GPU here, so set gpu.discovery: auto, unless the node is one and "
+        "the agent cannot see its files (gpu.driverRoot, gpu.sysfsRoot)"
     )
 
 

@@ -1,12 +1,14 @@
-"""The decision when a GPU may not be given away, and when it may again: one small state machine a GPU, on plain values.
+"""The decision when a GPU may not be given away, and when it may again:
+one small state machine a GPU, on plain values.
 
-Three things make a GPU Unhealthy: an XID that counts, a probe that the card or the driver answered badly, and a
-driver call about this GPU that does not return. It comes back when the card answers, the driver asks for no reset or
-reboot, no row remap is pending, and it has been quiet for a while. A GPU that fails again soon must be quiet for
-twice as long each time, so that a flapping card does not fail one pod after another.
+Three things make a GPU Unhealthy: an XID that counts, a probe that the card or the driver answered
+badly, and a driver call about this GPU that does not return. It comes back when the card answers,
+the driver asks for no reset or reboot, no row remap is pending, and it has been quiet for a while.
+A GPU that fails again soon must be quiet for twice as long each time, so that a flapping card does
+not fail one pod after another.
 
-Called by `healths` only, on the event loop. Reads no clock but the one it is given. A MIG slice has a machine of this
-class of its own beside its GPU's.
+Called by `healths` only, on the event loop. Reads no clock but the one it is given. A MIG slice has
+a machine of this class of its own beside its GPU's.
 """
 
 from __future__ import annotations
@@ -22,7 +24,9 @@ if TYPE_CHECKING:
 
 
 class RecoveryAction(enum.IntEnum):
-    """The action that the driver requires before a GPU is used again (NVML: nvmlDeviceGpuRecoveryAction_t)."""
+    """The action that the driver requires before a GPU is used again (NVML:
+    nvmlDeviceGpuRecoveryAction_t).
+    """
 
     NONE = 0
     GPU_RESET = 1
@@ -41,13 +45,24 @@ class RecoveryAction(enum.IntEnum):
 
     @property
     def forbids_use(self) -> bool:
-        """No new work may start before it is done; the others let running cards run on and only delay a recovery."""
-        return self in {self.GPU_RESET, self.NODE_REBOOT, self.DRAIN_AND_RESET, self.BUS_RESET, self.SYSTEM_REBOOT}
+        """No new work may start before it is done;
+        the others let running cards run on and only delay a recovery.
+        """
+        return self in {
+            self.GPU_RESET,
+            self.NODE_REBOOT,
+            self.DRAIN_AND_RESET,
+            self.BUS_RESET,
+            self.SYSTEM_REBOOT,
+        }
 
     @property
     def words(self) -> str:
         """``GPU reset``, for a reason."""
-        return {self.UNKNOWN: "recovery action that this agent does not know", self.DRAIN_P2P: "drain of peer-to-peer traffic"}.get(
+        return {
+            self.UNKNOWN: "recovery action that this agent does not know",
+            self.DRAIN_P2P: "drain of peer-to-peer traffic",
+        }.get(
             self, self.name.lower().replace("_", " ").replace("gpu", "GPU").replace("imex", "IMEX")
         )
 
@@ -71,11 +86,17 @@ class Probe:
         """The reason why this answer makes a GPU Unhealthy; empty when it does not."""
         if self.trouble:
             return self.trouble
-        return f"the driver asks for a {self.recovery_action.words}" if self.recovery_action.forbids_use else ""
+        return (
+            f"the driver asks for a {self.recovery_action.words}"
+            if self.recovery_action.forbids_use
+            else ""
+        )
 
     @property
     def obstacle(self) -> str:
-        """The condition that must go away before an Unhealthy GPU may recover; empty when there is none."""
+        """The condition that must go away before an Unhealthy GPU may recover;
+        empty when there is none.
+        """
         if self.recovery_action is not RecoveryAction.NONE:
             return f"a {self.recovery_action.words}"
         return "a GPU reset that replaces a row of memory" if self.remap_pending else ""
@@ -101,9 +122,9 @@ class RecoveryPolicy:
 class GpuHealth:
     """One GPU's state.
 
-    ``now`` is monotonic seconds in every method; ``wall`` returns unix seconds for `Health.since`. Each method
-    returns True when `health` became a different value. A restart of the agent begins with a healthy GPU and lets the
-    first probe judge.
+    ``now`` is monotonic seconds in every method; ``wall`` returns unix seconds for `Health.since`.
+    Each method returns True when `health` became a different value. A restart of the agent begins
+    with a healthy GPU and lets the first probe judge.
     """
 
     def __init__(self, policy: RecoveryPolicy, *, wall: Callable[[], float]) -> None:
@@ -131,8 +152,16 @@ class GpuHealth:
 
     @property
     def recovers_at(self) -> float | None:
-        """The earliest monotonic time at which a good probe would bring it back; None when more than time is missing."""
-        if self._health.ok or self._hung or not self.policy.automatic or self._last_probe.failure or self._last_probe.obstacle:
+        """The earliest monotonic time at which a good probe would bring it back;
+        None when more than time is missing.
+        """
+        if (
+            self._health.ok
+            or self._hung
+            or not self.policy.automatic
+            or self._last_probe.failure
+            or self._last_probe.obstacle
+        ):
             return None
         return self._heard_at + self.quiet_needed_seconds
 
@@ -141,12 +170,16 @@ class GpuHealth:
         return self._fail(reason, now)
 
     def hung(self, reason: str, now: float) -> bool:
-        """Take note of a hung driver call about this GPU, named by ``reason``; holds until `answering`."""
+        """Take note of a hung driver call about this GPU, named by ``reason``;
+        holds until `answering`.
+        """
         self._hung = True
         return self._fail(reason, now)
 
     def answering(self, now: float) -> None:
-        """The call that hung has returned; from here the GPU must be quiet like after any other trouble."""
+        """The call that hung has returned; from here the GPU must be quiet like
+        after any other trouble.
+        """
         if self._hung:
             self._hung = False
             self._heard_at = now
@@ -172,20 +205,28 @@ class GpuHealth:
         self._cause = cause
         if not self._health.ok:
             return self._explain()
-        within_window = self._recovered_at is not None and now - self._recovered_at < self.policy.flap_window_seconds
+        within_window = (
+            self._recovered_at is not None
+            and now - self._recovered_at < self.policy.flap_window_seconds
+        )
         self._relapses = self._relapses + 1 if within_window else 0
         self._health = Health(ok=False, reason=self._reason(), since=self._wall())
         return True
 
     def _explain(self) -> bool:
-        """Bring the reason up to date; it holds no times, so that it changes only when something happens."""
+        """Bring the reason up to date; it holds no times,
+        so that it changes only when something happens.
+        """
         before = self._health
         self._health = dataclasses.replace(before, reason=self._reason())
         return self._health != before
 
     def _reason(self) -> str:
         if not self.policy.automatic:
-            return f"{self._cause}; recovery is switched off (gpu.recovery.mode), restart the agent to use it again"
+            return (
+                f"{self._cause}; recovery is switched off (gpu.recovery.mode), restart the agent "
+                "to use it again"
+            )
         if self._last_probe.obstacle and not self._last_probe.failure:
             return f"{self._cause}; recovery waits for {self._last_probe.obstacle}"
         return self._cause

@@ -1,9 +1,10 @@
-"""The health of every GPU and of every MIG slice: the choice of state machines for an error, an answer or a hang.
+"""The health of every GPU and of every MIG slice:
+the choice of state machines for an error, an answer or a hang.
 
-One `GpuHealth` for each GPU and one for each slice beside it. A report about a whole GPU also counts for all its
-slices. An error that names a slice counts for that slice alone (nvidia §10.7; the original marks one replica at
-random, or the wrong slice, or none). An error that names an unknown slice counts for the whole GPU, because an error
-that counts must not get lost.
+One `GpuHealth` for each GPU and one for each slice beside it. A report about a whole GPU also
+counts for all its slices. An error that names a slice counts for that slice alone (nvidia §10.7;
+the original marks one replica at random, or the wrong slice, or none). An error that names an
+unknown slice counts for the whole GPU, because an error that counts must not get lost.
 
 Called by `watch` only, on the event loop.
 """
@@ -25,9 +26,10 @@ if TYPE_CHECKING:
 class Healths:
     """All state machines.
 
-    State: in memory only. They outlive everything but the process: plugin servers, streams, the kubelet and the configuration may come and
-    go. A slice that vanishes while it is Unhealthy is remembered until it would have recovered, so that it is not healthy for having been
-    away for a moment.
+    State: in memory only. They outlive everything but the process: plugin servers, streams, the
+    kubelet and the configuration may come and go. A slice that vanishes while it is Unhealthy is
+    remembered until it would have recovered, so that it is not healthy for having been away for a
+    moment.
     """
 
     def __init__(self, policy: RecoveryPolicy, *, wall: Callable[[], float]) -> None:
@@ -44,10 +46,14 @@ class Healths:
 
     @property
     def recoveries(self) -> list[float]:
-        """List when a good probe would bring each machine back: monotonic seconds, where nothing but time is missing."""
+        """List when a good probe would bring each machine back:
+        monotonic seconds, where nothing but time is missing.
+        """
         return [at for machine in self._all() if (at := machine.recovers_at) is not None]
 
-    def probed(self, gpu: Gpu, probe: Probe, now: float, silent: Mapping[str, Probe] | None = None) -> None:
+    def probed(
+        self, gpu: Gpu, probe: Probe, now: float, silent: Mapping[str, Probe] | None = None
+    ) -> None:
         """The GPU was asked how it is.
 
         Args:
@@ -61,10 +67,19 @@ class Healths:
         for uuid, machine in slices.items():
             machine.probed(probe if probe.failure else (silent or {}).get(uuid, probe), now)
         here = {instance.uuid for instance in gpu.mig_instances}
-        for uuid in [uuid for uuid, machine in slices.items() if uuid not in here and machine.health.ok]:
+        for uuid in [
+            uuid for uuid, machine in slices.items() if uuid not in here and machine.health.ok
+        ]:
             del slices[uuid]
 
-    def reported(self, gpu: Gpu, gpu_instance: int | None, compute_instance: int | None, reason: str, now: float) -> None:
+    def reported(
+        self,
+        gpu: Gpu,
+        gpu_instance: int | None,
+        compute_instance: int | None,
+        reason: str,
+        now: float,
+    ) -> None:
         """Take note of an error event that counts.
 
         Args:
@@ -74,7 +89,11 @@ class Healths:
             reason: what happened.
             now: monotonic seconds.
         """
-        hit = [instance for instance in gpu.mig_instances if _is_in(instance, gpu_instance, compute_instance)]
+        hit = [
+            instance
+            for instance in gpu.mig_instances
+            if _is_in(instance, gpu_instance, compute_instance)
+        ]
         slices = self._slices_of(gpu)
         for uuid in [instance.uuid for instance in hit] or list(slices):
             slices[uuid].reported(reason, now)
@@ -82,7 +101,9 @@ class Healths:
             self._machine(gpu.uuid).reported(reason, now)
 
     def hung(self, gpu: Gpu, reason: str, now: float) -> bool:
-        """Note that a driver call about the GPU does not return; return whether that changed anything."""
+        """Note that a driver call about the GPU does not return;
+        return whether that changed anything.
+        """
         changed = self._machine(gpu.uuid).hung(reason, now)
         for machine in self._slices_of(gpu).values():
             changed = machine.hung(reason, now) or changed
@@ -99,8 +120,13 @@ class Healths:
 
     def _with_health(self, gpu: Gpu) -> Gpu:
         slices = self._slices_of(gpu)
-        instances = tuple(dataclasses.replace(instance, health=slices[instance.uuid].health) for instance in gpu.mig_instances)
-        return dataclasses.replace(gpu, health=self._machine(gpu.uuid).health, mig_instances=instances)
+        instances = tuple(
+            dataclasses.replace(instance, health=slices[instance.uuid].health)
+            for instance in gpu.mig_instances
+        )
+        return dataclasses.replace(
+            gpu, health=self._machine(gpu.uuid).health, mig_instances=instances
+        )
 
     def _slices_of(self, gpu: Gpu) -> dict[str, GpuHealth]:
         """The machines of the GPU's slices; those it has now and those that are remembered."""
@@ -122,5 +148,10 @@ class Healths:
 
 
 def _is_in(instance: MigInstance, gpu_instance: int | None, compute_instance: int | None) -> bool:
-    """Tell whether an event with these ids concerns the instance. Without the second id it concerns all of the first."""
-    return instance.gpu_instance_id == gpu_instance and compute_instance in {None, instance.compute_instance_id}
+    """Tell whether an event with these ids concerns the instance.
+    Without the second id it concerns all of the first.
+    """
+    return instance.gpu_instance_id == gpu_instance and compute_instance in {
+        None,
+        instance.compute_instance_id,
+    }

@@ -1,9 +1,12 @@
-"""The reading of all GPUs: each one that answers, with its MIG instances, its NUMA node and its health.
+"""The reading of all GPUs: each one that answers, with its MIG instances,
+its NUMA node and its health.
 
-A node starts with the GPUs that answer; one that does not is a line in ``failures`` and nothing more. The whole set is read again at every
-poll, since a hundred calls of a few microseconds are cheaper than a second kind of reading that could disagree with the first.
+A node starts with the GPUs that answer; one that does not is a line in ``failures`` and nothing
+more. The whole set is read again at every poll, since a hundred calls of a few microseconds are
+cheaper than a second kind of reading that could disagree with the first.
 
-Called by `session` inside the owner thread. `merge`, a pure function, merges a reading with the one before.
+Called by `session` inside the owner thread. `merge`, a pure function, merges a reading with the one
+before.
 """
 
 from __future__ import annotations
@@ -30,7 +33,8 @@ if TYPE_CHECKING:
 # Not a device for work: the graphics card of a DGX Station (nvidia §3).
 _SKIPPED_NAMES = ("NVIDIA DGX Display", "DGX Display")
 
-_NUMA_FILE_LIMIT = 8  # characters; the kernel has at most 1024 nodes, so anything longer is no number of one
+# characters; the kernel has at most 1024 nodes, so anything longer is no number of one
+_NUMA_FILE_LIMIT = 8
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -57,7 +61,8 @@ class Reading:
     Attributes:
         cards: those that answered, by index.
         failures: ``index: text`` of those that did not.
-        warnings: facts that had to be left out, one sentence each; only what changed since the reading before.
+        warnings: facts that had to be left out, one sentence each; only what changed since the
+            reading before.
     """
 
     cards: tuple[Card, ...] = ()
@@ -73,14 +78,18 @@ class NumaNodes:
         self._troubles: dict[str, str] = {}
 
     def node(self, pci_bus_id: str) -> tuple[int | None, str]:
-        """Return the node of the card's slot, None when the kernel reports none, and a warning when that is news."""
+        """Return the node of the card's slot, None when the kernel reports none,
+        and a warning when that is news.
+        """
         path = self._directory / pci_bus_id / "numa_node"
         node, trouble = None, ""
         try:
             with path.open(errors="replace") as file:
                 text = file.read(_NUMA_FILE_LIMIT + 1).strip()
         except OSError as err:
-            trouble = f"{path}: {err.strerror or err}; the GPU gets no NUMA node, check gpu.sysfsRoot"
+            trouble = (
+                f"{path}: {err.strerror or err}; the GPU gets no NUMA node, check gpu.sysfsRoot"
+            )
         else:
             digits = text.removeprefix("-")
             if not (digits.isascii() and digits.isdigit() and len(text) <= _NUMA_FILE_LIMIT):
@@ -94,7 +103,12 @@ class NumaNodes:
         return node, news
 
 
-def read(nvml: Nvml, numa: NumaNodes, capabilities: Capabilities, between: Callable[[], None] = lambda: None) -> Reading:
+def read(
+    nvml: Nvml,
+    numa: NumaNodes,
+    capabilities: Capabilities,
+    between: Callable[[], None] = lambda: None,
+) -> Reading:
     """Ask for every GPU; the failure of one never hides another.
 
     Args:
@@ -122,7 +136,8 @@ def read(nvml: Nvml, numa: NumaNodes, capabilities: Capabilities, between: Calla
 
 
 def merge(known: Sequence[Gpu], reading: Reading) -> tuple[Gpu, ...]:
-    """The GPUs of the next inventory: those of the reading, and at their old places those that were known and did not answer.
+    """The GPUs of the next inventory: those of the reading,
+    and at their old places those that were known and did not answer.
 
     How they are is not touched: a GPU keeps the health that it had, and a new one has none yet.
 
@@ -132,43 +147,75 @@ def merge(known: Sequence[Gpu], reading: Reading) -> tuple[Gpu, ...]:
     """
     before = {gpu.uuid: gpu for gpu in known}
     answering = {card.gpu.uuid for card in reading.cards}
-    gpus = [_joined(before.get(card.gpu.uuid), card) for card in sorted(reading.cards, key=lambda card: card.gpu.index)]
-    for gpu in sorted((gpu for gpu in known if gpu.uuid not in answering), key=lambda gpu: gpu.pci_bus_id):
-        # NVML numbers cards in the order of the bus, and moves the numbers up when one is pulled; the place on the bus stays.
-        place = next((place for place, other in enumerate(gpus) if other.pci_bus_id > gpu.pci_bus_id), len(gpus))
+    gpus = [
+        _joined(before.get(card.gpu.uuid), card)
+        for card in sorted(reading.cards, key=lambda card: card.gpu.index)
+    ]
+    for gpu in sorted(
+        (gpu for gpu in known if gpu.uuid not in answering), key=lambda gpu: gpu.pci_bus_id
+    ):
+        # NVML numbers cards in the order of the bus, and moves the numbers up when one is pulled;
+        # the place on the bus stays.
+        place = next(
+            (place for place, other in enumerate(gpus) if other.pci_bus_id > gpu.pci_bus_id),
+            len(gpus),
+        )
         gpus.insert(place, dataclasses.replace(gpu, present=False))
     return tuple(gpus)
 
 
 def silent_instances(gpu: Gpu, card: Card) -> dict[str, str]:
-    """Return the MIG instances of ``gpu`` without a description in this reading: UUID → the driver's error."""
+    """Return the MIG instances of ``gpu`` without a description in this reading:
+    UUID → the driver's error.
+    """
     if card.mig.layout.unread:
         return {instance.uuid: card.mig.layout.unread for instance in gpu.mig_instances}
     known = {instance.index: instance for instance in gpu.mig_instances}
-    return {known[slot.index].uuid: problem for slot, problem in card.mig.failures if _is_of(slot, known.get(slot.index))}
+    return {
+        known[slot.index].uuid: problem
+        for slot, problem in card.mig.failures
+        if _is_of(slot, known.get(slot.index))
+    }
 
 
 def _joined(known: Gpu | None, card: Card) -> Gpu:
     """Merge a card's GPU with the facts to keep of the known one."""
     if known is None:
         return card.gpu
-    if not card.mig.settled:  # it is being divided anew: the old instances are nearer to the truth than half of the new ones
-        return dataclasses.replace(card.gpu, health=known.health, mig_enabled=known.mig_enabled, mig_instances=known.mig_instances)
+    # it is being divided anew: the old instances are nearer to the truth than half of the new ones
+    if not card.mig.settled:
+        return dataclasses.replace(
+            card.gpu,
+            health=known.health,
+            mig_enabled=known.mig_enabled,
+            mig_instances=known.mig_instances,
+        )
     if card.mig.layout.unread:
         return dataclasses.replace(card.gpu, health=known.health, mig_instances=known.mig_instances)
-    silent = [instance for instance in known.mig_instances for slot, _ in card.mig.failures if _is_of(slot, instance)]
+    silent = [
+        instance
+        for instance in known.mig_instances
+        for slot, _ in card.mig.failures
+        if _is_of(slot, instance)
+    ]
     instances = sorted([*card.gpu.mig_instances, *silent], key=lambda instance: instance.index)
     # The error of a known instance is a matter of its health.
     trouble = "" if len(silent) == len(card.mig.failures) else card.gpu.mig_trouble
-    return dataclasses.replace(card.gpu, health=known.health, mig_instances=tuple(instances), mig_trouble=trouble)
+    return dataclasses.replace(
+        card.gpu, health=known.health, mig_instances=tuple(instances), mig_trouble=trouble
+    )
 
 
 def _is_of(slot: Slot, instance: MigInstance | None) -> bool:
     """Tell whether the slot holds this instance, as far as the slot identifies it."""
-    return instance is not None and slot.index == instance.index and slot.uuid in {"", instance.uuid}
+    return (
+        instance is not None and slot.index == instance.index and slot.uuid in {"", instance.uuid}
+    )
 
 
-def _read_card(nvml: Nvml, numa: NumaNodes, capabilities: Capabilities, index: int, warnings: list[str]) -> Card | None:
+def _read_card(
+    nvml: Nvml, numa: NumaNodes, capabilities: Capabilities, index: int, warnings: list[str]
+) -> Card | None:
     """One GPU, None for a card that is not for work."""
     handle = nvml.handle(index)
     uuid = nvml.uuid(handle, index=index)
@@ -182,7 +229,9 @@ def _read_card(nvml: Nvml, numa: NumaNodes, capabilities: Capabilities, index: i
         warnings.append(warning)
     memory_mib, _ = nvml.memory_mib(handle)
     minor = nvml.minor(handle)
-    instances = mig.read(nvml, handle, memory_mib=memory_mib, minor=minor, capabilities=capabilities)
+    instances = mig.read(
+        nvml, handle, memory_mib=memory_mib, minor=minor, capabilities=capabilities
+    )
     gpu = Gpu(
         uuid=uuid,
         index=index,
@@ -203,18 +252,24 @@ def _explained(err: NvmlError) -> str:
     """The error of a card that did not answer, with what can be done about it."""
     if err.code != NO_PERMISSION:
         return str(err)
-    return f"{err}; the agent's container may not open this GPU, as it may none in MIG mode until it is told: {PERMISSION_REMEDY}"
+    return (
+        f"{err}; the agent's container may not open this GPU, as it may none in MIG mode until it "
+        f"is told: {PERMISSION_REMEDY}"
+    )
 
 
 def _probe(nvml: Nvml, handle: Handle) -> Probe:
-    """Probe the card's health. The facts before came from the driver's memory. The temperature has to come from the card.
+    """Probe the card's health. The facts before came from the driver's memory.
+    The temperature has to come from the card.
 
     Raises:
         NvmlError: the card is lost; any other failure is the probe's result.
     """
     try:
         nvml.temperature_celsius(handle)
-        return Probe(recovery_action=nvml.recovery_action(handle), remap_pending=nvml.remap_pending(handle))
+        return Probe(
+            recovery_action=nvml.recovery_action(handle), remap_pending=nvml.remap_pending(handle)
+        )
     except NvmlError as err:
         if err.code == GPU_IS_LOST:
             raise

@@ -1,8 +1,9 @@
 """The search for the driver's library, and the error when there is none.
 
-The agent often runs in a container beside a driver that is installed elsewhere (`driverRoot`, e.g. ``/run/nvidia/driver``), so the
-dynamic loader alone would not find ``libnvidia-ml.so.1``. A library that is loaded by its absolute path first is the one that pynvml gets
-when it asks the loader for the bare name, because both carry the same soname.
+The agent often runs in a container beside a driver that is installed elsewhere (`driverRoot`, e.g.
+``/run/nvidia/driver``), so the dynamic loader alone would not find ``libnvidia-ml.so.1``. A library
+that is loaded by its absolute path first is the one that pynvml gets when it asks the loader for
+the bare name, because both carry the same soname.
 
 Called by `nvml` before the driver is initialised.
 """
@@ -43,8 +44,8 @@ def load(driver_root: Path) -> tuple[str, list[str]]:
     """Load the driver's library into this process, unless one is loaded already.
 
     Returns:
-        The loaded library (a path, or the soname for the loader's own choice, or empty when there is none), and the places that were looked
-        at without success, each with the reason.
+        The loaded library (a path, or the soname for the loader's own choice, or empty when there
+        is none), and the places that were looked at without success, each with the reason.
     """
     if _loaded():
         return SONAME, []
@@ -68,7 +69,9 @@ def load(driver_root: Path) -> tuple[str, list[str]]:
 
 
 def _loaded() -> bool:
-    """A library of that soname is in the process: from an earlier try, or put there by ``--simulate``."""
+    """A library of that soname is in the process:
+    from an earlier try, or put there by ``--simulate``.
+    """
     try:
         ctypes.CDLL(SONAME, mode=os.RTLD_NOLOAD | os.RTLD_NOW)
     except OSError:

@@ -1,11 +1,12 @@
 """The MIG instances of a GPU, read so that the result was true at one moment.
 
-The division of a GPU may change while it is read: then handles die between two calls, or a slot holds another
-instance than a call before. So a reading counts only when the layout after it is the one that was read. Otherwise it
-is made again. If the layout keeps changing, the caller keeps its knowledge and looks again soon. A change of layout
-never costs the GPU.
+The division of a GPU may change while it is read: then handles die between two calls, or a slot
+holds another instance than a call before. So a reading counts only when the layout after it is the
+one that was read. Otherwise it is made again. If the layout keeps changing, the caller keeps its
+knowledge and looks again soon. A change of layout never costs the GPU.
 
-Called by `inventory` for each GPU, and by `session` for the light look between two readings; inside the owner thread.
+Called by `inventory` for each GPU, and by `session` for the light look between two readings; inside
+the owner thread.
 """
 
 from __future__ import annotations
@@ -24,18 +25,23 @@ if TYPE_CHECKING:
     from vgpu_agent.gpu.nvml import Handle, Nvml
 
 _TRIES = 3
-_PAUSE_SECONDS = 0.002  # between two tries; a tool that cuts a GPU anew takes longer, and the next look comes soon
+# between two tries; a tool that cuts a GPU anew takes longer, and the next look comes soon
+_PAUSE_SECONDS = 0.002
 
 # What a call about an instance answers that has just been destroyed.
 _GONE = frozenset({NOT_FOUND, INVALID_ARGUMENT})
 
 # The use of them by NVIDIA's container runtime is described in docs/operations.md, "MIG".
-PERMISSION_REMEDY = "give it NVIDIA_MIG_MONITOR_DEVICES=all and the capability SYS_ADMIN (components/mig-monitor)"
+PERMISSION_REMEDY = (
+    "give it NVIDIA_MIG_MONITOR_DEVICES=all and the capability SYS_ADMIN (components/mig-monitor)"
+)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Slot:
-    """One MIG device of a GPU: its place and identity. The UUID is empty and the ids are -1 where the driver reports none."""
+    """One MIG device of a GPU: its place and identity.
+    The UUID is empty and the ids are -1 where the driver reports none.
+    """
 
     index: int
     uuid: str = ""
@@ -78,8 +84,12 @@ class MigReading:
 
     @property
     def trouble(self) -> str:
-        """The reason why there may be other instances than ``instances``; empty when all were read."""
-        return self.layout.unread or "; ".join(dict.fromkeys(problem for _, problem in self.failures))
+        """The reason why there may be other instances than ``instances``;
+        empty when all were read.
+        """
+        return self.layout.unread or "; ".join(
+            dict.fromkeys(problem for _, problem in self.failures)
+        )
 
 
 class _LayoutMovedError(Exception):
@@ -98,7 +108,9 @@ def look(nvml: Nvml, handle: Handle) -> Layout | None:
         return None
 
 
-def read(nvml: Nvml, handle: Handle, *, memory_mib: int, minor: int, capabilities: Capabilities) -> MigReading:
+def read(
+    nvml: Nvml, handle: Handle, *, memory_mib: int, minor: int, capabilities: Capabilities
+) -> MigReading:
     """Read the GPU's instances with all their facts.
 
     Args:
@@ -109,7 +121,8 @@ def read(nvml: Nvml, handle: Handle, *, memory_mib: int, minor: int, capabilitie
         capabilities: where those are found.
 
     Raises:
-        NvmlError: the card is lost, or the driver does not report whether MIG mode is on; faults of one instance are in ``failures``.
+        NvmlError: the card is lost, or the driver does not report whether MIG mode is on; faults of
+            one instance are in ``failures``.
     """
     for attempt in range(_TRIES):
         if attempt:
@@ -118,7 +131,9 @@ def read(nvml: Nvml, handle: Handle, *, memory_mib: int, minor: int, capabilitie
             layout = _look(nvml, handle)
             if not layout.slots:
                 return MigReading(layout)
-            instances, failures = _describe(nvml, handle, layout, memory_mib, minor, capabilities.read())
+            instances, failures = _describe(
+                nvml, handle, layout, memory_mib, minor, capabilities.read()
+            )
             if _look(nvml, handle) == layout:
                 return MigReading(layout, instances, failures)
         except _LayoutMovedError:
@@ -126,11 +141,15 @@ def read(nvml: Nvml, handle: Handle, *, memory_mib: int, minor: int, capabilitie
     return MigReading(Layout(capable=True, enabled=True), settled=False)
 
 
-def profile_name(name: str, gpu_slices: int, compute_slices: int, memory_mib: int, gpu_memory_mib: int) -> str:
-    """``1g.10gb``: what follows ``MIG`` in the device's name, or what NVIDIA's formula makes of its size where the name has none.
+def profile_name(
+    name: str, gpu_slices: int, compute_slices: int, memory_mib: int, gpu_memory_mib: int
+) -> str:
+    """``1g.10gb``: what follows ``MIG`` in the device's name,
+    or what NVIDIA's formula makes of its size where the name has none.
 
-    The gigabytes of the formula are the eighths of the GPU's memory that the slice takes, times the GPU's memory in whole GiB
-    (nvidia §3); a compute instance smaller than its GPU instance is put in front.
+    The gigabytes of the formula are the eighths of the GPU's memory that the slice takes, times the
+    GPU's memory in whole GiB (nvidia §3); a compute instance smaller than its GPU instance is put
+    in front.
     """
     _, found, profile = name.partition(" MIG ")
     if found and profile.strip():
@@ -166,9 +185,16 @@ def _look(nvml: Nvml, handle: Handle) -> Layout:
 
 
 def _describe(
-    nvml: Nvml, handle: Handle, layout: Layout, gpu_memory_mib: int, minor: int, minors: CapabilityMinors
+    nvml: Nvml,
+    handle: Handle,
+    layout: Layout,
+    gpu_memory_mib: int,
+    minor: int,
+    minors: CapabilityMinors,
 ) -> tuple[tuple[MigInstance, ...], tuple[tuple[Slot, str], ...]]:
-    """Read all facts of the instances in ``layout``, and the errors of those that do not report them."""
+    """Read all facts of the instances in ``layout``,
+    and the errors of those that do not report them.
+    """
     instances: list[MigInstance] = []
     failures: list[tuple[Slot, str]] = []
     for slot in layout.slots:
@@ -203,7 +229,11 @@ def _describe(
 
 def _explained(err: NvmlError) -> str:
     """The error of a call about an instance, with what can be done about it."""
-    return f"{err}; the agent's container may not read MIG instances: {PERMISSION_REMEDY}" if err.code == NO_PERMISSION else str(err)
+    return (
+        f"{err}; the agent's container may not read MIG instances: {PERMISSION_REMEDY}"
+        if err.code == NO_PERMISSION
+        else str(err)
+    )
 
 
 def _unless_gone(err: NvmlError) -> None:

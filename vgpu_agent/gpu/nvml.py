@@ -1,12 +1,13 @@
 """NVML with types, our own exceptions, and a record of the call in flight.
 
-pynvml has no types, an error class without a hash, and calls that may block for seconds or for ever when a card dies.
-This wrapper is the only place that calls it: each method is one NVML function (or the pair of versions that drivers
-know it by), each failure is an `NvmlError`, and while a call runs `Nvml.in_flight` names it and its GPU, so that
-another thread can name a hung driver.
+pynvml has no types, an error class without a hash, and calls that may block for seconds or for ever
+when a card dies.
+This wrapper is the only place that calls it: each method is one NVML function (or the pair of
+versions that drivers know it by), each failure is an `NvmlError`, and while a call runs
+`Nvml.in_flight` names it and its GPU, so that another thread can name a hung driver.
 
-Used inside the owner thread only (`thread`), by `session` and its callees. Optional facts are None where a driver or
-card does not have them; that is normal, not an error.
+Used inside the owner thread only (`thread`), by `session` and its callees. Optional facts are None
+where a driver or card does not have them; that is normal, not an error.
 """
 
 from __future__ import annotations
@@ -33,16 +34,24 @@ EventSet = NewType("EventSet", object)
 
 _MIB = 1024 * 1024
 _NO_INSTANCE = 0xFFFFFFFF
-_LARGEST_PID = 1 << 22  # the kernel's own limit; drivers of another struct layout have reported memory sizes as pids
+# the kernel's own limit; drivers of another struct layout have reported memory sizes as pids
+_LARGEST_PID = 1 << 22
 
-# Events that tell of a card's trouble, or that it was cut anew; all but XIDs only call for a look at the card.
+# Events that tell of a card's trouble, or that it was cut anew; all but XIDs only call for a look
+# at the card.
 XID_EVENT = pynvml.nvmlEventTypeXidCriticalError
-_LOOK_EVENTS = pynvml.nvmlEventMigConfigChange | pynvml.nvmlEventTypeGpuUnavailableError | pynvml.nvmlEventTypeGpuRecoveryAction
+_LOOK_EVENTS = (
+    pynvml.nvmlEventMigConfigChange
+    | pynvml.nvmlEventTypeGpuUnavailableError
+    | pynvml.nvmlEventTypeGpuRecoveryAction
+)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class CallInFlight:
-    """A driver call that has not returned: its name, its GPU's UUID if it has one, and when it began (monotonic seconds)."""
+    """A driver call that has not returned: its name, its GPU's UUID if it has one,
+    and when it began (monotonic seconds).
+    """
 
     name: str
     gpu: str
@@ -69,8 +78,8 @@ class DeviceEvent:
 class Nvml:
     """The driver, as long as `init` succeeded and `shutdown` has not followed.
 
-    State: what NVML keeps in this process. Handles die with `shutdown`. ``calls``, ``errors`` and ``in_flight`` may be read from any
-    thread at any time.
+    State: what NVML keeps in this process. Handles die with `shutdown`. ``calls``, ``errors`` and
+    ``in_flight`` may be read from any thread at any time.
     """
 
     def __init__(self) -> None:
@@ -79,7 +88,8 @@ class Nvml:
         self.last_error = ""
         self.in_flight: CallInFlight | None = None
         self.library = ""
-        self._uuids: dict[int, str] = {}  # by handle, so that a lost card's calls and events can still be named
+        # by handle, so that a lost card's calls and events can still be named
+        self._uuids: dict[int, str] = {}
         self._uuid_by_index: dict[int, str] = {}
 
     # ---- the library as a whole
@@ -91,7 +101,8 @@ class Nvml:
             driver_root: root of the file system in which the driver is installed.
 
         Raises:
-            DriverMissingError: no library, or it does not find a driver; the message has the searched places and NVML's answer.
+            DriverMissingError: no library, or it does not find a driver; the message has the
+                searched places and NVML's answer.
         """
         tried: list[str] = []
         if not self.library:  # it is never unloaded, so a second try is about the driver behind it
@@ -100,8 +111,15 @@ class Nvml:
         try:
             self.init()
         except NvmlError as err:
-            where = f"loaded {self.library}" if self.library else f"looked for {library.SONAME} at {', '.join(tried)}"
-            raise DriverMissingError(f"no usable NVIDIA driver: {where}; {err}. {return_codes.remedy(err.code, driver_root)}") from err
+            where = (
+                f"loaded {self.library}"
+                if self.library
+                else f"looked for {library.SONAME} at {', '.join(tried)}"
+            )
+            raise DriverMissingError(
+                f"no usable NVIDIA driver: {where}; {err}. "
+                f"{return_codes.remedy(err.code, driver_root)}"
+            ) from err
 
     def init(self) -> None:
         """Initialise, or see the cards that were plugged in since.
@@ -130,7 +148,9 @@ class Nvml:
         return str(self._optional("nvmlSystemGetDriverVersion") or "")
 
     def cuda_version(self) -> str:
-        """Return the newest CUDA the driver can run, ``13.0``; empty when the driver reports none."""
+        """Return the newest CUDA the driver can run, ``13.0``;
+        empty when the driver reports none.
+        """
         version = self._optional("nvmlSystemGetCudaDriverVersion_v2")
         return f"{version // 1000}.{version % 1000 // 10}" if version else ""
 
@@ -142,10 +162,18 @@ class Nvml:
 
     def handle(self, index: int) -> Handle:
         """The GPU at ``index``; a lost card fails here (code 15)."""
-        return Handle(self._call("nvmlDeviceGetHandleByIndex", index, gpu=self._uuid_by_index.get(index, f"index {index}")))
+        return Handle(
+            self._call(
+                "nvmlDeviceGetHandleByIndex",
+                index,
+                gpu=self._uuid_by_index.get(index, f"index {index}"),
+            )
+        )
 
     def uuid(self, handle: Handle, *, index: int | None = None) -> str:
-        """``GPU-…`` or ``MIG-…``; with its ``index`` given, calls about the GPU are named by this UUID from now on."""
+        """``GPU-…`` or ``MIG-…``; with its ``index`` given,
+        calls about the GPU are named by this UUID from now on.
+        """
         uuid = str(self._call("nvmlDeviceGetUUID", handle))
         if index is not None:
             self._uuid_by_index[index] = self._uuids[_address(handle)] = uuid
@@ -156,7 +184,9 @@ class Nvml:
         return str(self._call("nvmlDeviceGetName", handle))
 
     def minor(self, handle: Handle) -> int:
-        """The number in ``/dev/nvidia<minor>``; -1 where the GPU has no such node, as under WSL (k8s-device-plugin issue 332)."""
+        """The number in ``/dev/nvidia<minor>``; -1 where the GPU has no such node, as under WSL
+        (k8s-device-plugin issue 332).
+        """
         try:
             return int(self._call("nvmlDeviceGetMinorNumber", handle))
         except NvmlError as err:
@@ -174,8 +204,12 @@ class Nvml:
         return (int(answer[0]), int(answer[1])) if answer else (0, 0)
 
     def memory_mib(self, handle: Handle) -> tuple[int, int]:
-        """Return (total, used); used is without the driver's own reserve where the driver reports that apart."""
-        memory = self._optional("nvmlDeviceGetMemoryInfo", handle, pynvml.nvmlMemory_v2) or self._call("nvmlDeviceGetMemoryInfo", handle)
+        """Return (total, used); used is without the driver's own reserve where the driver reports
+        that apart.
+        """
+        memory = self._optional(
+            "nvmlDeviceGetMemoryInfo", handle, pynvml.nvmlMemory_v2
+        ) or self._call("nvmlDeviceGetMemoryInfo", handle)
         return int(memory.total) // _MIB, int(memory.used) // _MIB
 
     # ---- MIG
@@ -186,7 +220,9 @@ class Nvml:
         return None if modes is None else bool(modes[0] == pynvml.NVML_DEVICE_MIG_ENABLE)
 
     def mig_slots(self, handle: Handle) -> int:
-        """Count the MIG devices the GPU could have; fails where they may not be counted (code 4), since there may be some."""
+        """Count the MIG devices the GPU could have;
+        fails where they may not be counted (code 4), since there may be some.
+        """
         try:
             return int(self._call("nvmlDeviceGetMaxMigDeviceCount", handle))
         except NvmlError as err:
@@ -202,17 +238,24 @@ class Nvml:
             if err.code in {return_codes.NOT_FOUND, return_codes.NOT_SUPPORTED}:
                 return None
             raise
-        self._uuids[_address(mig)] = self._uuids.get(_address(handle), "")  # a call about a slice is a call about its GPU
+        # a call about a slice is a call about its GPU
+        self._uuids[_address(mig)] = self._uuids.get(_address(handle), "")
         return mig
 
     def mig_instance_ids(self, mig: Handle) -> tuple[int, int]:
         """(GPU instance id, compute instance id)."""
-        return int(self._call("nvmlDeviceGetGpuInstanceId", mig)), int(self._call("nvmlDeviceGetComputeInstanceId", mig))
+        return int(self._call("nvmlDeviceGetGpuInstanceId", mig)), int(
+            self._call("nvmlDeviceGetComputeInstanceId", mig)
+        )
 
     def mig_slices(self, mig: Handle) -> tuple[int, int, int]:
         """(compute slices of the GPU instance, of the compute instance, MiB)."""
         attributes = self._call("nvmlDeviceGetAttributes_v2", mig)
-        return int(attributes.gpuInstanceSliceCount), int(attributes.computeInstanceSliceCount), int(attributes.memorySizeMB)
+        return (
+            int(attributes.gpuInstanceSliceCount),
+            int(attributes.computeInstanceSliceCount),
+            int(attributes.memorySizeMB),
+        )
 
     # ---- how the GPUs are connected
 
@@ -222,7 +265,9 @@ class Nvml:
         return None if level is None else int(level)
 
     def nvlink_peers(self, handle: Handle) -> list[str]:
-        """The sysfs PCI address at the far end of each active NVLink, one entry a link; switches are among them."""
+        """The sysfs PCI address at the far end of each active NVLink, one entry a link;
+        switches are among them.
+        """
         peers: list[str] = []
         for link in range(pynvml.NVML_NVLINK_MAX_LINKS):
             try:
@@ -244,8 +289,12 @@ class Nvml:
         return None if value is None else int(value)
 
     def recovery_action(self, handle: Handle) -> RecoveryAction:
-        """Return the action that the driver requires before the card is used again; NONE where it does not know the field."""
-        values = self._optional("nvmlDeviceGetFieldValues", handle, [pynvml.NVML_FI_DEV_GET_GPU_RECOVERY_ACTION])
+        """Return the action that the driver requires before the card is used again;
+        NONE where it does not know the field.
+        """
+        values = self._optional(
+            "nvmlDeviceGetFieldValues", handle, [pynvml.NVML_FI_DEV_GET_GPU_RECOVERY_ACTION]
+        )
         if values is None or values[0].nvmlReturn != pynvml.NVML_SUCCESS:
             return RecoveryAction.NONE
         return RecoveryAction(int(values[0].value.uiVal))
@@ -269,16 +318,28 @@ class Nvml:
 
     def ecc_uncorrected_total(self, handle: Handle) -> int | None:
         """Uncorrectable memory errors over the life of the card."""
-        value = self._optional("nvmlDeviceGetTotalEccErrors", handle, pynvml.NVML_MEMORY_ERROR_TYPE_UNCORRECTED, pynvml.NVML_AGGREGATE_ECC)
+        value = self._optional(
+            "nvmlDeviceGetTotalEccErrors",
+            handle,
+            pynvml.NVML_MEMORY_ERROR_TYPE_UNCORRECTED,
+            pynvml.NVML_AGGREGATE_ECC,
+        )
         return None if value is None else int(value)
 
     def processes(self, handle: Handle) -> tuple[tuple[int, int], ...]:
-        """(host pid, MiB) of each process that has memory on the GPU, by pid; implausible pids are left out."""
+        """(host pid, MiB) of each process that has memory on the GPU, by pid;
+        implausible pids are left out.
+        """
         memory: dict[int, int] = {}
-        for name in ("nvmlDeviceGetComputeRunningProcesses_v3", "nvmlDeviceGetGraphicsRunningProcesses_v3"):
+        for name in (
+            "nvmlDeviceGetComputeRunningProcesses_v3",
+            "nvmlDeviceGetGraphicsRunningProcesses_v3",
+        ):
             for process in self._optional(name, handle) or ():
                 if 0 < process.pid <= _LARGEST_PID:
-                    memory[process.pid] = memory.get(process.pid, 0) + (process.usedGpuMemory or 0) // _MIB
+                    memory[process.pid] = (
+                        memory.get(process.pid, 0) + (process.usedGpuMemory or 0) // _MIB
+                    )
         return tuple(sorted(memory.items()))
 
     # ---- events
@@ -292,12 +353,16 @@ class Nvml:
         self._call("nvmlEventSetFree", events)
 
     def register(self, handle: Handle, events: EventSet) -> bool:
-        """Have the GPU's errors put into the queue; False when this card cannot report them, which is normal for some."""
+        """Have the GPU's errors put into the queue;
+        False when this card cannot report them, which is normal for some.
+        """
         supported = self._optional("nvmlDeviceGetSupportedEventTypes", handle)
         if not supported or not supported & XID_EVENT:
             return False
         try:
-            self._call("nvmlDeviceRegisterEvents", handle, supported & (XID_EVENT | _LOOK_EVENTS), events)
+            self._call(
+                "nvmlDeviceRegisterEvents", handle, supported & (XID_EVENT | _LOOK_EVENTS), events
+            )
         except NvmlError as err:
             if err.code == return_codes.NOT_SUPPORTED:
                 return False
@@ -316,14 +381,18 @@ class Nvml:
             gpu=self._event_uuid(Handle(event.device)),
             xid=int(event.eventData) if event.eventType == XID_EVENT else None,
             gpu_instance=None if event.gpuInstanceId == _NO_INSTANCE else int(event.gpuInstanceId),
-            compute_instance=None if event.computeInstanceId == _NO_INSTANCE else int(event.computeInstanceId),
+            compute_instance=(
+                None if event.computeInstanceId == _NO_INSTANCE else int(event.computeInstanceId)
+            ),
         )
 
     # ---- the edge
 
     @contextlib.contextmanager
     def watched(self, name: str, gpu: str = "") -> Iterator[None]:
-        """Count the block as a call in flight; for the few things besides NVML that could block this thread."""
+        """Count the block as a call in flight; for the few things besides NVML
+        that could block this thread.
+        """
         self.in_flight = CallInFlight(name, gpu, time.monotonic())
         try:
             yield
@@ -355,16 +424,22 @@ class Nvml:
             NvmlError: it answered anything but success.
         """
         self.calls += 1
-        about = self._uuids.get(_address(arguments[0]), "") if gpu is None and arguments else gpu or ""
+        about = (
+            self._uuids.get(_address(arguments[0]), "") if gpu is None and arguments else gpu or ""
+        )
         with self.watched(name, about):
             try:
                 return getattr(pynvml, name)(*arguments)
             except pynvml.NVMLError as err:
                 raise self._failed(name, err.value, str(err)) from err
             except pynvml.NVMLLibraryMismatchError as err:
-                raise self._failed(name, return_codes.FUNCTION_NOT_FOUND, "Function Not Found") from err
+                raise self._failed(
+                    name, return_codes.FUNCTION_NOT_FOUND, "Function Not Found"
+                ) from err
             except UnicodeDecodeError as err:
-                raise self._failed(name, pynvml.NVML_ERROR_UNKNOWN, "answered with a text that is not UTF-8") from err
+                raise self._failed(
+                    name, pynvml.NVML_ERROR_UNKNOWN, "answered with a text that is not UTF-8"
+                ) from err
 
     def _failed(self, name: str, code: int, text: str) -> NvmlError:
         error = NvmlError(name, code, text)
@@ -375,12 +450,20 @@ class Nvml:
 
 
 def sysfs_address(bus_id: str | bytes) -> str:
-    """NVML's ``00000000:07:00.0`` as sysfs writes it: lower case, domain of four digits (nvidia §4)."""
+    """NVML's ``00000000:07:00.0`` as sysfs writes it:
+    lower case, domain of four digits (nvidia §4).
+    """
     text = (bus_id.decode(errors="replace") if isinstance(bus_id, bytes) else bus_id).lower()
     domain, colon, rest = text.partition(":")
     return f"{domain[-4:].rjust(4, '0')}:{rest}" if colon else text
 
 
 def _address(handle: object) -> int:
-    """The pointer behind a handle, 0 for anything else: NVML gives one card one pointer, pynvml wraps it anew in each answer."""
-    return ctypes.cast(handle, ctypes.c_void_p).value or 0 if isinstance(handle, pynvml.c_nvmlDevice_t) else 0
+    """The pointer behind a handle, 0 for anything else:
+    NVML gives one card one pointer, pynvml wraps it anew in each answer.
+    """
+    return (
+        ctypes.cast(handle, ctypes.c_void_p).value or 0
+        if isinstance(handle, pynvml.c_nvmlDevice_t)
+        else 0
+    )

@@ -1,8 +1,8 @@
 """The decision when to open the driver anew, which is the only way to see cards that came or went.
 
-Opening takes the driver seconds on some nodes, so it is done when there is a reason and not at every poll: cards do
-not answer, answer again, or the kernel module drives other cards than before. A reason that stays is tried again
-after pauses that double.
+Opening takes the driver seconds on some nodes, so it is done when there is a reason and not at
+every poll: cards do not answer, answer again, or the kernel module drives other cards than before.
+A reason that stays is tried again after pauses that double.
 
 Called by `watch` after each reading.
 """
@@ -24,7 +24,8 @@ class Reopening:
 
     Attributes:
         interval_seconds: the poll's, and the first pause.
-        queue_broken: set by the caller when waiting for events or counting the cards failed; an opening clears it.
+        queue_broken: set by the caller when waiting for events or counting the cards failed; an
+            opening clears it.
     """
 
     def __init__(self, interval_seconds: float) -> None:
@@ -51,12 +52,18 @@ class Reopening:
         """
         answering = frozenset(card.gpu.uuid for card in snapshot.reading.cards)
         incomplete = bool(snapshot.reading.failures) or not answering >= set(known)
-        changed = self._answering not in {None, answering} or self._bound not in {None, snapshot.bound}
+        changed = self._answering not in {None, answering} or self._bound not in {
+            None,
+            snapshot.bound,
+        }
         if changed and not reopened:
             self._not_before = self._pause = 0.0  # news: at once, whatever the pauses were
         if reopened:
             self.queue_broken = False
-            self._pause = min(max(self.interval_seconds, self._pause * 2), self.interval_seconds * _LONGEST_PAUSE_POLLS)
+            self._pause = min(
+                max(self.interval_seconds, self._pause * 2),
+                self.interval_seconds * _LONGEST_PAUSE_POLLS,
+            )
             self._not_before = now + self._pause
         self._wanted = incomplete or (changed and not reopened)
         if not self._wanted and not reopened:

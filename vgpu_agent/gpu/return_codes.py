@@ -1,7 +1,8 @@
-"""NVML's return codes that mean something to this agent (nvml.h, ``nvmlReturn_t``), and the remedies for those of a start.
+"""NVML's return codes that mean something to this agent (nvml.h, ``nvmlReturn_t``), and the
+remedies for those of a start.
 
-Used by `nvml`, which turns codes into `NvmlError`, and by callers that treat one kind of failure differently from the
-others.
+Used by `nvml`, which turns codes into `NvmlError`, and by callers that treat one kind of failure
+differently from the others.
 """
 
 from __future__ import annotations
@@ -23,15 +24,25 @@ _LIBRARY_NOT_FOUND = 12
 _VERSION_MISMATCH = 18
 
 ABSENT = frozenset({NOT_SUPPORTED, NO_PERMISSION, FUNCTION_NOT_FOUND})
-"""This card, driver or container does not have that: no fault (drivers answer so in the ordinary course)."""
+"""This card, driver or container does not have that:
+no fault (drivers answer so in the ordinary course).
+"""
 
 NORMAL = ABSENT | {NOT_FOUND, TIMEOUT}
 
 
 def remedy(code: int, driver_root: Path) -> str:
-    """Advise an administrator about a driver that could not be initialised, in one sentence without its full stop."""
+    """Advise an administrator about a driver that could not be initialised,
+    in one sentence without its full stop.
+    """
     if code == _VERSION_MISMATCH:
-        return "The driver was updated under a running agent: restart the agent, and the node if that does not help"
+        return (
+            "The driver was updated under a running agent: restart the agent, and the node if that "
+            "does not help"
+        )
     if code == _LIBRARY_NOT_FOUND:
-        return f"Install the NVIDIA driver, or set driverRoot (now {driver_root}) to where it is installed"
+        return (
+            f"Install the NVIDIA driver, or set driverRoot (now {driver_root}) to where it is "
+            "installed"
+        )
     return "Check that the nvidia kernel module is loaded (lsmod) and /dev/nvidiactl can be opened"

@@ -1,8 +1,9 @@
-"""The agent's connection to the driver: opened, asked, closed and opened again, always inside the owner thread.
+"""The agent's connection to the driver:
+opened, asked, closed and opened again, always inside the owner thread.
 
-NVML fixes the set of cards when it is initialised, so a card that was pulled or plugged in shows only after a
-shutdown and a new initialisation, which also voids every handle and the event queue. This class owns all three, so
-that no other code holds a void one.
+NVML fixes the set of cards when it is initialised, so a card that was pulled or plugged in shows
+only after a shutdown and a new initialisation, which also voids every handle and the event queue.
+This class owns all three, so that no other code holds a void one.
 
 `watch` sends its methods to `thread.NvmlThread` as jobs; `wait` runs there between jobs.
 """
@@ -26,7 +27,8 @@ if TYPE_CHECKING:
     from vgpu_agent.model import Link
 
 
-_LONGEST_DRAIN = 1000  # events; a card that reports faster than they are read must not keep us from the other cards
+# events; a card that reports faster than they are read must not keep us from the other cards
+_LONGEST_DRAIN = 1000
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -36,7 +38,8 @@ class Snapshot:
     Attributes:
         reading: the GPUs.
         links: the pairs of the GPUs that answer; None when nothing changed since the last snapshot.
-        bound: PCI addresses of the cards that the kernel module drives, from sysfs; empty where that cannot be read.
+        bound: PCI addresses of the cards that the kernel module drives, from sysfs; empty where
+            that cannot be read.
         warnings: what had to be left out, one sentence each, reported once.
         driver_version: as in `Inventory`.
         cuda_version: same.
@@ -55,11 +58,19 @@ class Snapshot:
 class Session:
     """The driver, open or closed.
 
-    State: NVML's initialisation, the handles of the last reading and one event set; all of it ends with the process, and nothing of it is
-    worth keeping.
+    State: NVML's initialisation, the handles of the last reading and one event set; all of it ends
+    with the process, and nothing of it is worth keeping.
     """
 
-    def __init__(self, nvml: Nvml, *, driver_root: Path, sysfs_root: Path, proc_root: Path, report: Callable[[DeviceEvent], None]) -> None:
+    def __init__(
+        self,
+        nvml: Nvml,
+        *,
+        driver_root: Path,
+        sysfs_root: Path,
+        proc_root: Path,
+        report: Callable[[DeviceEvent], None],
+    ) -> None:
         """Begin closed.
 
         Args:
@@ -79,7 +90,8 @@ class Session:
         self._events: EventSet | None = None
         self._heard: dict[str, bool] = {}  # by UUID: registered for events, or known to have none
         self._handles: dict[str, Handle] = {}
-        self._layouts: dict[str, mig.Layout | None] = {}  # of the last reading, by UUID; None for a GPU that was being cut anew
+        # of the last reading, by UUID; None for a GPU that was being cut anew
+        self._layouts: dict[str, mig.Layout | None] = {}
         self._mig_troubles: dict[str, tuple[str, ...]] = {}
         self._links_of: frozenset[tuple[str, str]] | None = None
 
@@ -87,7 +99,8 @@ class Session:
         """Open the driver if it is not open, and read everything.
 
         Args:
-            reopen: close it first, to see cards that came or went; queued events are reported before.
+            reopen: close it first, to see cards that came or went; queued events are reported
+                before.
 
         Raises:
             DriverMissingError: the driver is not there (any more); the next call tries again.
@@ -97,10 +110,14 @@ class Session:
             self._pass_on_events()
             self.close()
         self._ensure_open()
-        reading = inventory.read(self._nvml, self._numa, self._capabilities, between=self._pass_on_events)
+        reading = inventory.read(
+            self._nvml, self._numa, self._capabilities, between=self._pass_on_events
+        )
         warnings = [*reading.warnings, *self._listen(reading), *self._news_of_instances(reading)]
         self._handles = {card.gpu.uuid: card.handle for card in reading.cards}
-        self._layouts = {card.gpu.uuid: card.mig.layout if card.mig.settled else None for card in reading.cards}
+        self._layouts = {
+            card.gpu.uuid: card.mig.layout if card.mig.settled else None for card in reading.cards
+        }
         links = self._read_links(reading, warnings)
         return Snapshot(
             reading=reading,
@@ -119,12 +136,16 @@ class Session:
             AgentError: as `read`, also when a single GPU does not answer.
         """
         self._ensure_open()
-        return tuple(self._nvml.name(self._nvml.handle(index)) for index in range(self._nvml.count()))
+        return tuple(
+            self._nvml.name(self._nvml.handle(index)) for index in range(self._nvml.count())
+        )
 
     def read_if_cut_anew(self) -> Snapshot | None:
-        """Read everything if a GPU has other MIG instances than in the last reading, or another MIG mode; else None.
+        """Read everything if a GPU has other MIG instances than in the last reading,
+        or another MIG mode; else None.
 
-        Made of the same calls as a reading, and few of them: one for a GPU that could be cut, some thirty for one that is cut into seven.
+        Made of the same calls as a reading, and few of them: one for a GPU that could be cut, some
+        thirty for one that is cut into seven.
 
         Raises:
             AgentError: as `read`.
@@ -188,16 +209,28 @@ class Session:
         troubles: dict[str, tuple[str, ...]] = {}
         for card in reading.cards:
             uuid = card.gpu.uuid
-            slots: dict[str, list[str]] = {card.mig.layout.unread: ["?"]} if card.mig.layout.unread else {}
+            slots: dict[str, list[str]] = (
+                {card.mig.layout.unread: ["?"]} if card.mig.layout.unread else {}
+            )
             for slot, problem in card.mig.failures:
                 slots.setdefault(problem, []).append(slot.uuid or str(slot.index))
-            troubles[uuid] = tuple(f"MIG instance {', '.join(names)} of {uuid}: {problem}" for problem, names in slots.items())
-        news = [text for uuid, texts in troubles.items() for text in texts if text not in self._mig_troubles.get(uuid, ())]
+            troubles[uuid] = tuple(
+                f"MIG instance {', '.join(names)} of {uuid}: {problem}"
+                for problem, names in slots.items()
+            )
+        news = [
+            text
+            for uuid, texts in troubles.items()
+            for text in texts
+            if text not in self._mig_troubles.get(uuid, ())
+        ]
         self._mig_troubles = troubles
         return news
 
     def _pass_on_events(self) -> None:
-        """Report queued events: a slow driver takes minutes for a reading, and an XID must not wait for its end."""
+        """Report queued events: a slow driver takes minutes for a reading,
+        and an XID must not wait for its end.
+        """
         with contextlib.suppress(NvmlError):  # the next wait meets it again
             for _ in range(_LONGEST_DRAIN):
                 event = self.wait(0)
@@ -206,7 +239,9 @@ class Session:
                 self._report(event)
 
     def _listen(self, reading: inventory.Reading) -> list[str]:
-        """Register the cards that are new for events; one that has none is polled and nothing else (nvidia §10.5)."""
+        """Register the cards that are new for events;
+        one that has none is polled and nothing else (nvidia §10.5).
+        """
         warnings: list[str] = []
         new = [card for card in reading.cards if card.gpu.uuid not in self._heard]
         if not new:
@@ -228,11 +263,15 @@ class Session:
                 warnings.append(f"{card.gpu.uuid} is polled only, its XIDs are not seen: {reason}")
         return warnings
 
-    def _read_links(self, reading: inventory.Reading, warnings: list[str]) -> dict[tuple[str, str], Link] | None:
+    def _read_links(
+        self, reading: inventory.Reading, warnings: list[str]
+    ) -> dict[tuple[str, str], Link] | None:
         cards = frozenset((card.gpu.uuid, card.gpu.pci_bus_id) for card in reading.cards)
         if cards == self._links_of:
             return None
-        links, troubles = topology.read_links(self._nvml, [(card.gpu, card.handle) for card in reading.cards])
+        links, troubles = topology.read_links(
+            self._nvml, [(card.gpu, card.handle) for card in reading.cards]
+        )
         warnings.extend(troubles)
         self._links_of = cards
         return links
@@ -240,7 +279,9 @@ class Session:
     def _bound_cards(self) -> frozenset[str]:
         with self._nvml.watched("list PCI devices"):
             try:
-                return frozenset(entry.name for entry in self._bound.iterdir() if entry.name.count(":") == 2)
+                return frozenset(
+                    entry.name for entry in self._bound.iterdir() if entry.name.count(":") == 2
+                )
             except OSError:  # no sysfs, or not the host's: then only NVML reports cards
                 return frozenset()
 

@@ -1,8 +1,9 @@
-"""The source of the node's GPUs: the interface for the rest of the agent, and the choice of a source.
+"""The source of the node's GPUs: the interface for the rest of the agent,
+and the choice of a source.
 
-Most nodes have `GpuWatch`, which uses NVML. A Tegra processor has one GPU for which NVML reports nothing useful, so
-there `IntegratedGpu` is the source. The choice is made once, by `discovery`, before the agent is built. Called by
-`agent`.
+Most nodes have `GpuWatch`, which uses NVML. A Tegra processor has one GPU for which NVML reports
+nothing useful, so there `IntegratedGpu` is the source. The choice is made once, by `discovery`,
+before the agent is built. Called by `agent`.
 """
 
 from __future__ import annotations
@@ -51,7 +52,9 @@ class GpuSource(Protocol):
         """Release them; return whether that was done in time."""
 
 
-def source(discovery: Discovery, settings: GpuSettings, journal: Journal, *, beat: Callable[[], None]) -> GpuSource:
+def source(
+    discovery: Discovery, settings: GpuSettings, journal: Journal, *, beat: Callable[[], None]
+) -> GpuSource:
     """The source that was found to fit this node."""
     if discovery.integrated:
         return IntegratedGpu(settings, journal, beat=beat)

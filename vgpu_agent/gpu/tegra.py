@@ -1,8 +1,9 @@
-"""The GPU of a Tegra processor (Jetson): one device of id ``tegra``, of which only its existence is known.
+"""The GPU of a Tegra processor (Jetson):
+one device of id ``tegra``, of which only its existence is known.
 
-It has no UUID, no memory of its own, no device node for itself and no NVML that reports its health, so nothing is
-read and nothing is watched, as by NVIDIA's plugin (nvidia §4, §10). It is there for as long as the node is. Built by
-`source`.
+It has no UUID, no memory of its own, no device node for itself and no NVML that reports its health,
+so nothing is read and nothing is watched, as by NVIDIA's plugin (nvidia §4, §10). It is there for
+as long as the node is. Built by `source`.
 """
 
 from __future__ import annotations
@@ -26,7 +27,9 @@ if TYPE_CHECKING:
 class IntegratedGpu:
     """A `GpuSource` with the one GPU. State: none that changes after `start`."""
 
-    def __init__(self, settings: GpuSettings, journal: Journal, *, beat: Callable[[], None] = lambda: None) -> None:
+    def __init__(
+        self, settings: GpuSettings, journal: Journal, *, beat: Callable[[], None] = lambda: None
+    ) -> None:
         self.inventory: Latest[Inventory] = Latest(Inventory())
         self.usage: Latest[tuple[GpuUsage, ...]] = Latest(())
         self.read_at = self.measured_at = 0.0  # nothing is ever read
@@ -37,7 +40,9 @@ class IntegratedGpu:
 
     async def start(self) -> None:
         """Put the GPU into the inventory."""
-        found = Inventory(version=1, gpus=(Gpu(INTEGRATED, index=0, minor=-1, name=INTEGRATED, memory_mib=0),))
+        found = Inventory(
+            version=1, gpus=(Gpu(INTEGRATED, index=0, minor=-1, name=INTEGRATED, memory_mib=0),)
+        )
         changes.record(self._journal, self.inventory.value, found)
         self.inventory.publish(found)
 

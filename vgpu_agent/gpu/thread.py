@@ -1,8 +1,10 @@
-"""The one thread that calls the driver, and its queue of jobs, so that the event loop never waits inside a driver call.
+"""The one thread that calls the driver, and its queue of jobs,
+so that the event loop never waits inside a driver call.
 
-A driver call can block for seconds while a card resets, or for ever when it dies. So a single daemon thread owns
-NVML: it runs jobs from the event loop one by one and waits for driver events in between. When a call does not return
-in time the loop reports the call and the GPU, fails all waiting jobs, and refuses new ones until the thread is back.
+A driver call can block for seconds while a card resets, or for ever when it dies. So a single
+daemon thread owns NVML: it runs jobs from the event loop one by one and waits for driver events in
+between. When a call does not return in time the loop reports the call and the GPU, fails all
+waiting jobs, and refuses new ones until the thread is back.
 A daemon thread never keeps the process from ending.
 
 Used by `watch`, which also calls `look` regularly, so that a hang is noticed without a waiting job.
@@ -61,7 +63,8 @@ class _Job(Generic[T]):
 class NvmlThread:
     """The owner of NVML.
 
-    State: the queue of jobs, which is empty or gone when no caller waits. While a call hangs, `hang` names it.
+    State: the queue of jobs, which is empty or gone when no caller waits. While a call hangs,
+    `hang` names it.
     Everything but `pass_on`, `_main` and their callees belongs to the event loop.
     """
 
@@ -103,7 +106,8 @@ class NvmlThread:
             function: may use NVML; nothing on the event loop.
 
         Raises:
-            NvmlHungError: a driver call hangs, now or before this job had its turn; the job may still run later, or never.
+            NvmlHungError: a driver call hangs, now or before this job had its turn; the job may
+                still run later, or never.
         """
         if self._loop is None or self._ended.is_set():
             raise NvmlHungError(f"{name}: the NVML thread is not running")
@@ -124,7 +128,9 @@ class NvmlThread:
             return future.result()
         finally:
             self._waiting.discard(future)
-            future.cancel()  # of no effect on a finished one; otherwise the thread does not begin a job without a waiter
+            # of no effect on a finished one; otherwise the thread does not begin a job without a
+            # waiter
+            future.cancel()
 
     def look(self) -> None:
         """Notice that a call hangs, or that it has returned."""
@@ -132,7 +138,11 @@ class NvmlThread:
         if self._hang is not None and running is not self._hang:
             returned, self._hang = self._hang, None
             self._listener.answering(returned, time.monotonic() - returned.started)
-        if self._hang is None and running is not None and time.monotonic() - running.started > self.call_timeout_seconds:
+        if (
+            self._hang is None
+            and running is not None
+            and time.monotonic() - running.started > self.call_timeout_seconds
+        ):
             self._hang = running
             for future in self._waiting:
                 if not future.done():
@@ -140,7 +150,9 @@ class NvmlThread:
             self._listener.hung(running)
 
     def stop(self) -> None:
-        """Let the thread close the driver and end when it comes out of its call; does not wait for that."""
+        """Let the thread close the driver and end when it comes out of its call;
+        does not wait for that.
+        """
         self._stopping = True
         self._jobs.put(None)
 
@@ -154,15 +166,21 @@ class NvmlThread:
     def _until_next_look(self) -> float:
         now = time.monotonic()
         running = self._nvml.in_flight
-        until_hung = self.call_timeout_seconds if running is None else running.started + self.call_timeout_seconds - now
-        return max(until_hung, 0.01)  # a call that began a moment after the look is caught by the next one
+        until_hung = (
+            self.call_timeout_seconds
+            if running is None
+            else running.started + self.call_timeout_seconds - now
+        )
+        # a call that began a moment after the look is caught by the next one
+        return max(until_hung, 0.01)
 
     @staticmethod
     def _hung_error(name: str, call: CallInFlight) -> NvmlHungError:
         about = f" about {call.gpu}" if call.gpu else ""
         seconds = time.monotonic() - call.started
         return NvmlHungError(
-            f"{name}: the NVIDIA driver hangs in {call.name}{about} for {seconds:.1f} s; see dmesg, the node may need a reboot"
+            f"{name}: the NVIDIA driver hangs in {call.name}{about} for {seconds:.1f} s; see "
+            "dmesg, the node may need a reboot"
         )
 
     # ---- inside the thread
@@ -187,7 +205,9 @@ class NvmlThread:
             self._report(self._ended.set)
 
     def _wait(self) -> _Job[Any] | None:
-        """Pass the time until the next job: in the driver's event queue if there is one, else in ours."""
+        """Pass the time until the next job: in the driver's event queue if there is one,
+        else in ours.
+        """
         tick = min(self.event_wait_seconds, _LONGEST_TICK_SECONDS)
         if self._session.listening:
             try:
@@ -209,13 +229,15 @@ class NvmlThread:
         error: BaseException | None = None
         try:
             result = job.function()
-        except BaseException as err:  # noqa: BLE001 - any exception belongs to the caller that waits for the job, not to this thread
+        except BaseException as err:  # noqa: BLE001
+            # any exception belongs to the caller that waits for the job, not to this thread
             error = err
         self._report(_settle, job.future, result, error)
 
     def _report(self, function: Callable[..., None], *arguments: Any) -> None:
         if self._loop is not None:
-            with contextlib.suppress(RuntimeError):  # the loop is closed: the process is ending without a listener
+            # the loop is closed: the process is ending without a listener
+            with contextlib.suppress(RuntimeError):
                 self._loop.call_soon_threadsafe(function, *arguments)
 
 

@@ -1,7 +1,7 @@
 """The distance between GPUs: the PCI level and the number of direct NVLinks of each pair.
 
-Read by `session` once per change of the set of GPUs, because nothing else changes it and it takes a few calls for
-each pair. A GPU that is lost while it is read leaves its own pairs out and no others.
+Read by `session` once per change of the set of GPUs, because nothing else changes it and it takes a
+few calls for each pair. A GPU that is lost while it is read leaves its own pairs out and no others.
 """
 
 from __future__ import annotations
@@ -23,7 +23,9 @@ Links = dict[tuple[str, str], Link]
 
 
 def read_links(nvml: Nvml, cards: Sequence[tuple[Gpu, Handle]]) -> tuple[Links, list[str]]:
-    """The links of all pairs, in both directions, and a sentence for each GPU or pair that could not be read."""
+    """The links of all pairs, in both directions,
+    and a sentence for each GPU or pair that could not be read.
+    """
     troubles: list[str] = []
     peers: dict[str, list[str]] = {}
     for gpu, handle in cards:
@@ -45,17 +47,23 @@ def read_links(nvml: Nvml, cards: Sequence[tuple[Gpu, Handle]]) -> tuple[Links, 
     return links, troubles
 
 
-def count_nvlinks(addresses: Mapping[str, str], peers: Mapping[str, Sequence[str]]) -> collections.Counter[frozenset[str]]:
+def count_nvlinks(
+    addresses: Mapping[str, str], peers: Mapping[str, Sequence[str]]
+) -> collections.Counter[frozenset[str]]:
     """Direct links of each pair of UUIDs.
 
     Args:
         addresses: PCI address by UUID.
-        peers: PCI addresses at the far ends, by UUID. Each link shows at both of its ends; a switch is the end of none of our GPUs.
+        peers: PCI addresses at the far ends, by UUID. Each link shows at both of its ends; a switch
+            is the end of none of our GPUs.
     """
     uuids = {address: uuid for uuid, address in addresses.items()}
     seen: dict[frozenset[str], int] = {}
     for uuid, far_ends in peers.items():
-        for far_uuid, count in collections.Counter(uuids[end] for end in far_ends if end in uuids).items():
+        for far_uuid, count in collections.Counter(
+            uuids[end] for end in far_ends if end in uuids
+        ).items():
             pair = frozenset((uuid, far_uuid))
-            seen[pair] = max(seen.get(pair, 0), count)  # one end may be lost or still training; the other knows
+            # one end may be lost or still training; the other knows
+            seen[pair] = max(seen.get(pair, 0), count)
     return collections.Counter(seen)

@@ -1,12 +1,13 @@
 """The watch over the node's GPUs: the entry of this package.
 
-`GpuWatch` keeps two snapshots that any component may read or wait for: the GPUs and their health (`inventory`), and
-their load (`usage`). It detects trouble in three ways, because each alone misses some: events from the driver, a
-regular look at every card, since a card can vanish without an event, and calls that do not return. Between the polls
-it checks, more often and with few calls, whether the MIG instances of a GPU have changed.
+`GpuWatch` keeps two snapshots that any component may read or wait for: the GPUs and their health
+(`inventory`), and their load (`usage`). It detects trouble in three ways, because each alone misses
+some: events from the driver, a regular look at every card, since a card can vanish without an
+event, and calls that do not return. Between the polls it checks, more often and with few calls,
+whether the MIG instances of a GPU have changed.
 
-Built and started by `agent`, which runs `run` under its supervisor and passes `inventory` to the ledger and the
-plugin servers.
+Built and started by `agent`, which runs `run` under its supervisor and passes `inventory` to the
+ledger and the plugin servers.
 """
 
 from __future__ import annotations
@@ -46,27 +47,33 @@ if TYPE_CHECKING:
 
 _logger = log.get(__name__)
 
-# A poll that something calls for comes no sooner than this part of the regular interval after the one before: a card may send a
-# thousand events a second.
+# A poll that something calls for comes no sooner than this part of the regular interval after the
+# one before: a card may send a thousand events a second.
 _SHORTEST_INTERVAL = 0.1
-# New MIG instances reach the kubelet within two seconds (docs/architecture.md); this is the part until they are seen.
+# New MIG instances reach the kubelet within two seconds (docs/architecture.md); this is the part
+# until they are seen.
 _MIG_LOOK_SECONDS = 1.0
 _LOOK_PAUSES = 4.0  # between two looks at least so many times the duration of the last one
-# Of the same XID on the same GPU one entry in so long: a storm of them must not push everything else out of the journal.
+# Of the same XID on the same GPU one entry in so long: a storm of them must not push everything
+# else out of the journal.
 _XID_PAUSE_SECONDS = 10.0
 
 
 class GpuWatch:
     """The agent's knowledge of its GPUs.
 
-    State: the health of each GPU seen since the start, in memory only; after a restart the first reading judges anew. All methods belong to
-    the event loop; the driver itself is touched by the owner thread alone.
+    State: the health of each GPU seen since the start, in memory only; after a restart the first
+    reading judges anew. All methods belong to the event loop; the driver itself is touched by the
+    owner thread alone.
     """
 
-    def __init__(self, settings: GpuSettings, journal: Journal, *, beat: Callable[[], None] = lambda: None) -> None:
+    def __init__(
+        self, settings: GpuSettings, journal: Journal, *, beat: Callable[[], None] = lambda: None
+    ) -> None:
         self.inventory: Latest[Inventory] = Latest(Inventory())
         self.usage: Latest[tuple[GpuUsage, ...]] = Latest(())
-        self.read_at = self.measured_at = 0.0  # unix seconds of the last reading and measuring that succeeded, changed or not
+        # unix seconds of the last reading and measuring that succeeded, changed or not
+        self.read_at = self.measured_at = 0.0
         self._settings = settings
         self._journal = journal
         self._beat = beat
@@ -89,10 +96,14 @@ class GpuWatch:
         self._healths = Healths(_recovery_policy(settings.recovery), wall=time.time)
         self._links: dict[tuple[str, str], Link] = {}
         self._reopening = Reopening(settings.poll_seconds)
-        self._xids: dict[DeviceEvent, tuple[float, int]] = {}  # when last recorded (monotonic), and how many of the same since
+        # when last recorded (monotonic), and how many of the same since
+        self._xids: dict[DeviceEvent, tuple[float, int]] = {}
         self._changes = log.ChangeFilter()
         self._wake = asyncio.Event()
-        self._polled_at = self._next_poll = self._next_usage = self._looked_at = self._next_look = 0.0  # monotonic
+        # monotonic
+        self._polled_at = self._next_poll = self._next_usage = self._looked_at = self._next_look = (
+            0.0
+        )
         self.apply(settings)
 
     # ---- what `agent` calls
@@ -100,7 +111,8 @@ class GpuWatch:
     async def start(self) -> None:
         """Open the driver and read the GPUs; afterwards `inventory` is filled.
 
-        Without a driver and with ``failOnInitError: false`` it returns with an empty inventory, and `run` tries again.
+        Without a driver and with ``failOnInitError: false`` it returns with an empty inventory, and
+        `run` tries again.
 
         Raises:
             DriverMissingError: no usable driver, and ``failOnInitError`` is true.
@@ -114,11 +126,15 @@ class GpuWatch:
                 return
             self._thread.stop()
             if isinstance(err, NvmlError):
-                raise DriverMissingError(f"the NVIDIA driver does not list its GPUs: {err}; see dmesg") from err
+                raise DriverMissingError(
+                    f"the NVIDIA driver does not list its GPUs: {err}; see dmesg"
+                ) from err
             raise
 
     async def run(self) -> None:
-        """Poll, measure and watch for hangs, for ever; a loop for the supervisor, which may start it again."""
+        """Poll, measure and watch for hangs, for ever;
+        a loop for the supervisor, which may start it again.
+        """
         while True:
             self._beat()
             self._thread.look()
@@ -136,23 +152,34 @@ class GpuWatch:
                 await self._sleep(min(self._next_poll, self._next_look, self._next_usage) - now)
 
     def look_now(self) -> None:
-        """Read and measure every GPU at once instead of at the next turn; `read_at` and `measured_at` show when it was done."""
+        """Read and measure every GPU at once instead of at the next turn; `read_at` and
+        `measured_at` show when it was done.
+        """
         self._next_poll = self._next_usage = 0.0
         self._wake.set()
 
     async def stop(self, timeout_seconds: float) -> bool:
-        """Close the driver; False when a call still hangs after ``timeout_seconds``, which does not delay the exit."""
+        """Close the driver; False when a call still hangs after ``timeout_seconds``,
+        which does not delay the exit.
+        """
         self._thread.stop()
         return await self._thread.stopped(timeout_seconds)
 
     def apply(self, settings: GpuSettings) -> None:
-        """Use other settings from now on; the paths of driver, sysfs and procfs stay until a restart."""
+        """Use other settings from now on; the paths of driver,
+        sysfs and procfs stay until a restart.
+        """
         self._settings = settings
-        self._policy = XidPolicy.from_lists(settings.disable_health_checks, settings.enable_health_checks)
+        self._policy = XidPolicy.from_lists(
+            settings.disable_health_checks, settings.enable_health_checks
+        )
         for warning in self._policy.warnings:
             _logger.warning("gpu.xid_list", problem=warning)
         if not self._policy.watches:
-            _logger.warning("gpu.xids_unwatched", meaning="gpu.disableHealthChecks: no XID makes a GPU Unhealthy")
+            _logger.warning(
+                "gpu.xids_unwatched",
+                meaning="gpu.disableHealthChecks: no XID makes a GPU Unhealthy",
+            )
         self._healths.follow(_recovery_policy(settings.recovery))
         self._thread.event_wait_seconds = settings.event_wait_milliseconds / 1000
         self._thread.call_timeout_seconds = settings.call_timeout_seconds
@@ -161,7 +188,9 @@ class GpuWatch:
 
     @property
     def status(self) -> NvmlStatus:
-        """The state of the driver and its thread; the same object every time, brought up to date."""
+        """The state of the driver and its thread;
+        the same object every time, brought up to date.
+        """
         self._status.calls = self._nvml.calls
         self._status.errors = self._nvml.errors
         self._status.library = self._nvml.library
@@ -205,21 +234,29 @@ class GpuWatch:
         """
         self._looked_at = time.monotonic()
         self._next_look = self._looked_at + _MIG_LOOK_SECONDS
-        snapshot = await self._thread.call("look for other MIG instances", self._session.read_if_cut_anew)
+        snapshot = await self._thread.call(
+            "look for other MIG instances", self._session.read_if_cut_anew
+        )
         if snapshot is not None:
             self._learn(snapshot)
         # A driver that takes long for it must have time for other calls.
-        self._next_look = max(self._next_look, time.monotonic() + _LOOK_PAUSES * (time.monotonic() - self._looked_at))
+        self._next_look = max(
+            self._next_look, time.monotonic() + _LOOK_PAUSES * (time.monotonic() - self._looked_at)
+        )
 
     async def _read(self, *, reopen: bool) -> None:
-        snapshot = await self._thread.call("read the GPUs", functools.partial(self._session.read, reopen=reopen))
+        snapshot = await self._thread.call(
+            "read the GPUs", functools.partial(self._session.read, reopen=reopen)
+        )
         if reopen:
             self._changes.over("events")
         self._learn(snapshot, reopened=reopen)
 
     def _learn(self, snapshot: Snapshot, *, reopened: bool = False) -> None:
         now = time.monotonic()
-        self._reopening.read(snapshot, [gpu.uuid for gpu in self.inventory.value.gpus], reopened=reopened, now=now)
+        self._reopening.read(
+            snapshot, [gpu.uuid for gpu in self.inventory.value.gpus], reopened=reopened, now=now
+        )
         settled = all(card.mig.settled for card in snapshot.reading.cards)
         self._next_look = now + _MIG_LOOK_SECONDS * (1.0 if settled else _SHORTEST_INTERVAL)
         self._take(snapshot)
@@ -238,12 +275,21 @@ class GpuWatch:
         for gpu in gpus:
             card = answering.get(gpu.uuid)
             if card is None:
-                self._healths.probed(gpu, Probe(trouble=_why_missing(gpu, snapshot.reading.failures)), now)
+                self._healths.probed(
+                    gpu, Probe(trouble=_why_missing(gpu, snapshot.reading.failures)), now
+                )
             else:
-                silent = {uuid: Probe(trouble=problem) for uuid, problem in inventories.silent_instances(gpu, card).items()}
+                silent = {
+                    uuid: Probe(trouble=problem)
+                    for uuid, problem in inventories.silent_instances(gpu, card).items()
+                }
                 self._healths.probed(gpu, card.probe, now, silent)
         if snapshot.links is not None:
-            kept = {pair: link for pair, link in self._links.items() if not answering.keys() >= set(pair)}
+            kept = {
+                pair: link
+                for pair, link in self._links.items()
+                if not answering.keys() >= set(pair)
+            }
             self._links = kept | snapshot.links
         self._publish(
             dataclasses.replace(
@@ -260,7 +306,11 @@ class GpuWatch:
     def _driver_failed(self, problem: str, state: NvmlState) -> None:
         """No GPU can be read: none may be given away."""
         if self._changes.is_new("driver", problem):
-            self._journal.record("nvml.missing" if state is NvmlState.MISSING else "nvml.failed", level="error", problem=problem)
+            self._journal.record(
+                "nvml.missing" if state is NvmlState.MISSING else "nvml.failed",
+                level="error",
+                problem=problem,
+            )
         self._status.last_error = problem
         self._status.state = state
         gpus = [dataclasses.replace(gpu, present=False) for gpu in self.inventory.value.gpus]
@@ -270,7 +320,8 @@ class GpuWatch:
 
     async def _measure(self) -> None:
         self._next_usage = time.monotonic() + self._settings.usage_seconds
-        with contextlib.suppress(NvmlHungError):  # shown as a hang; the last figures stay until it ends
+        # shown as a hang; the last figures stay until it ends
+        with contextlib.suppress(NvmlHungError):
             usage = await self._thread.call("measure the GPUs", self._session.usage)
             self.measured_at = time.time()
             if usage != self.usage.value:
@@ -286,26 +337,39 @@ class GpuWatch:
         self._changes.over("events")
         self._want_poll()
         if event.xid is None:  # it may be about MIG instances
-            self._next_look = min(self._next_look, self._looked_at + _MIG_LOOK_SECONDS * _SHORTEST_INTERVAL)
+            self._next_look = min(
+                self._next_look, self._looked_at + _MIG_LOOK_SECONDS * _SHORTEST_INTERVAL
+            )
             return
         counts = self._policy.counts(event.xid)
         self._record_xid(event, event.xid, counts=counts)
         if counts:
-            reason = describe(event.xid) if event.gpu else f"{describe(event.xid)} (the driver does not say on which GPU)"
+            reason = (
+                describe(event.xid)
+                if event.gpu
+                else f"{describe(event.xid)} (the driver does not say on which GPU)"
+            )
             for gpu in self.inventory.value.gpus:
                 # One that cannot be placed may have hit any (nvidia §10.6).
                 if event.gpu in {"", gpu.uuid, *(instance.uuid for instance in gpu.mig_instances)}:
-                    self._healths.reported(gpu, event.gpu_instance, event.compute_instance, reason, time.monotonic())
+                    self._healths.reported(
+                        gpu, event.gpu_instance, event.compute_instance, reason, time.monotonic()
+                    )
             self._publish_healths()
 
     def _record_xid(self, event: DeviceEvent, xid: int, *, counts: bool) -> None:
-        """Journal an XID; of a storm of the same one in the same place, one entry in a while, with the number of those left out."""
+        """Journal an XID; of a storm of the same one in the same place, one entry in a while,
+        with the number of those left out.
+        """
         now, (last, left_out) = time.monotonic(), self._xids.get(event, (-_XID_PAUSE_SECONDS, 0))
         if now - last < _XID_PAUSE_SECONDS:
             self._xids[event] = last, left_out + 1
             return
         self._xids[event] = now, 0
-        place: dict[str, Any] = {"gpu_instance": event.gpu_instance, "compute_instance": event.compute_instance}
+        place: dict[str, Any] = {
+            "gpu_instance": event.gpu_instance,
+            "compute_instance": event.compute_instance,
+        }
         self._journal.record(
             "gpu.xid",
             level="warning" if counts else "info",
@@ -318,38 +382,59 @@ class GpuWatch:
         )
 
     def _on_wait_failed(self, problem: str) -> None:
-        """The event queue is broken: look at the cards at once, and open a new one; no GPU is ill because of it."""
+        """The event queue is broken: look at the cards at once, and open a new one;
+        no GPU is ill because of it.
+        """
         if self._changes.is_new("events", problem):
             self._reopening.queue_broken = True
             self._journal.record("nvml.events_failed", level="warning", problem=problem)
             self._want_poll()
 
     def _on_hung(self, call: CallInFlight) -> None:
-        self._status.state, self._status.call, self._status.gpu = NvmlState.HUNG, call.name, call.gpu
+        self._status.state, self._status.call, self._status.gpu = (
+            NvmlState.HUNG,
+            call.name,
+            call.gpu,
+        )
         self._status.since = time.time() - (time.monotonic() - call.started)
         self._status.hangs += 1
         self._journal.record("nvml.hung", level="error", call=call.name, gpu=call.gpu)
         self._wake.set()
 
     def _on_answering(self, call: CallInFlight, seconds: float) -> None:
-        self._status.state, self._status.call, self._status.gpu, self._status.since = NvmlState.ANSWERING, "", "", 0.0
-        self._journal.record("nvml.answering", call=call.name, gpu=call.gpu, after_seconds=round(seconds, 3))
+        self._status.state, self._status.call, self._status.gpu, self._status.since = (
+            NvmlState.ANSWERING,
+            "",
+            "",
+            0.0,
+        )
+        self._journal.record(
+            "nvml.answering", call=call.name, gpu=call.gpu, after_seconds=round(seconds, 3)
+        )
         self._healths.answering(time.monotonic())
         self._want_poll()
 
     def _judge_hang(self) -> None:
-        """Make the GPU of a hung call Unhealthy after a while; done here, since the thread cannot report anything."""
+        """Make the GPU of a hung call Unhealthy after a while;
+        done here, since the thread cannot report anything.
+        """
         call = self._thread.hang
         if call is None or time.monotonic() - call.started < self._settings.hung_unhealthy_seconds:
             return
         gpu = self.inventory.value.gpu(call.gpu)
-        if gpu is not None and self._healths.hung(gpu, f"the NVIDIA driver does not return from {call.name}", time.monotonic()):
+        if gpu is not None and self._healths.hung(
+            gpu, f"the NVIDIA driver does not return from {call.name}", time.monotonic()
+        ):
             self._publish_healths()
 
     # ---- publishing
 
     def _publish_healths(self) -> None:
-        self._publish(dataclasses.replace(self.inventory.value, gpus=self._healths.applied(self.inventory.value.gpus)))
+        self._publish(
+            dataclasses.replace(
+                self.inventory.value, gpus=self._healths.applied(self.inventory.value.gpus)
+            )
+        )
 
     def _publish(self, new: Inventory) -> None:
         old = self.inventory.value
@@ -360,14 +445,18 @@ class GpuWatch:
     # ---- time
 
     def _want_poll(self) -> None:
-        self._next_poll = min(self._next_poll, self._polled_at + self._settings.poll_seconds * _SHORTEST_INTERVAL)
+        self._next_poll = min(
+            self._next_poll, self._polled_at + self._settings.poll_seconds * _SHORTEST_INTERVAL
+        )
         self._wake.set()
 
     def _schedule_poll(self) -> None:
         """The regular interval, or sooner when a GPU could recover before."""
         now = time.monotonic()
         soonest = now + self._settings.poll_seconds * _SHORTEST_INTERVAL
-        self._next_poll = max(soonest, min([now + self._settings.poll_seconds, *self._healths.recoveries]))
+        self._next_poll = max(
+            soonest, min([now + self._settings.poll_seconds, *self._healths.recoveries])
+        )
 
     async def _sleep(self, seconds: float) -> None:
         """Until something happens, and never so long that a hang goes unseen."""

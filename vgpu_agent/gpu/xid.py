@@ -1,9 +1,9 @@
 """The XID errors that make a GPU Unhealthy, and their meaning in a few words.
 
-An XID is a number the driver reports with an error event. Some are the fault of the program that ran and no sign of a
-bad card, so a policy decides. The list of those, and the two environment variables that change it, are those of
-NVIDIA's device plugin, so that an operator's settings keep their meaning (nvidia §10, §17.4). Its defect of ignoring
-the enable list is not copied.
+An XID is a number the driver reports with an error event. Some are the fault of the program that
+ran and no sign of a bad card, so a policy decides. The list of those, and the two environment
+variables that change it, are those of NVIDIA's device plugin, so that an operator's settings keep
+their meaning (nvidia §10, §17.4). Its defect of ignoring the enable list is not copied.
 
 Called by `watch`: once for each event and again when the configuration is reloaded.
 """
@@ -18,7 +18,8 @@ IGNORED_BY_DEFAULT = frozenset({13, 31, 43, 45, 68, 109})
 
 _ALL_WORDS = ("all", "xids")
 
-# The meaning of the common ones for a reader of the reason; the numbers are those of NVIDIA's XID catalogue.
+# The meaning of the common ones for a reader of the reason; the numbers are those of NVIDIA's XID
+# catalogue.
 _MEANINGS = {
     13: "a program made an illegal access in a graphics or compute engine",
     31: "a program touched GPU memory that is not mapped",
@@ -77,7 +78,8 @@ class XidPolicy:
         """Read the two comma-separated lists; junk is skipped, and listed in ``warnings``.
 
         Args:
-            disable: ``gpu.disableHealthChecks`` (``DP_DISABLE_HEALTHCHECKS``): numbers, ``all`` or ``xids``, in any case.
+            disable: ``gpu.disableHealthChecks`` (``DP_DISABLE_HEALTHCHECKS``): numbers, ``all`` or
+                ``xids``, in any case.
             enable: ``gpu.enableHealthChecks`` (``DP_ENABLE_HEALTHCHECKS``): the same.
         """
         disable_all, disabled, junk = _parse("disableHealthChecks", disable)
@@ -103,7 +105,8 @@ def _parse(key: str, words: str) -> tuple[bool, frozenset[int], tuple[str, ...]]
         if word.lower() in _ALL_WORDS:
             everything = True
         elif word.isascii() and word.isdigit():
-            numbers.add(int(word[:20]))  # no XID has more digits; a megabyte of them must not become an integer
+            # no XID has more digits; a megabyte of them must not become an integer
+            numbers.add(int(word[:20]))
         elif word:
             junk.append(f"gpu.{key}: {word[:40]!r} is skipped; expected an XID number, all or xids")
     return everything, frozenset(numbers), tuple(junk)

@@ -1,7 +1,9 @@
-"""The interface of an isolation backend: it turns a container's shares into the things that enforce them.
+"""The interface of an isolation backend:
+it turns a container's shares into the things that enforce them.
 
-Families call it while they put a grant in force; `agent` chooses the backend and leaves a family's resources unoffered when the backend's
-own needs (a library, a daemon) are not met. Pure: a backend names files and mounts, `runtime` makes them.
+Families call it while they put a grant in force; `agent` chooses the backend and leaves a family's
+resources unoffered when the backend's own needs (a library, a daemon) are not met. Pure: a backend
+names files and mounts, `runtime` makes them.
 """
 
 from __future__ import annotations
@@ -21,7 +23,8 @@ class Target:
 
     Attributes:
         pod_uid: kubelet's UID of the pod.
-        grant: a name that stays the same over restarts of the container and differs from every other grant's.
+        grant: a name that stays the same over restarts of the container and differs from every
+            other grant's.
         environment: names of the variables that the pod's specification sets.
         shares: (GPU, share) in the order of the family's vocabulary.
         oversubscribed: more memory or compute is offered than there is.

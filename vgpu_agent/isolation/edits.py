@@ -1,7 +1,8 @@
 """Edits: the things that a grant adds to a container, in whatever way they get there.
 
-Families and isolation backends build them, a carrier takes them to the container: the plugin servers in the ``Allocate`` answer (early), or
-a CDI spec of the grant's own (late). The fields are those of kubelet's ContainerAllocateResponse (kubelet §1).
+Families and isolation backends build them, a carrier takes them to the container: the plugin
+servers in the ``Allocate`` answer (early), or a CDI spec of the grant's own (late). The fields are
+those of kubelet's ContainerAllocateResponse (kubelet §1).
 """
 
 from __future__ import annotations
@@ -24,7 +25,9 @@ class Mount:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class MemoryMount:
-    """A small file system in memory that one container has for itself. Only a CDI spec can carry it, so only late binding can."""
+    """A small file system in memory that one container has for itself.
+    Only a CDI spec can carry it, so only late binding can.
+    """
 
     container_path: str
     size_kib: int
@@ -42,7 +45,9 @@ class DeviceNode:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Edits:
-    """Environment, mounts, device nodes, annotations, CDI names (``vendor.com/class=name``) and memory mounts of one container."""
+    """Environment, mounts, device nodes, annotations, CDI names (``vendor.com/class=name``) and
+    memory mounts of one container.
+    """
 
     environment: Mapping[str, str] = dataclasses.field(default_factory=dict)
     mounts: tuple[Mount, ...] = ()
@@ -52,7 +57,9 @@ class Edits:
     memory_mounts: tuple[MemoryMount, ...] = ()
 
     def joined(self, other: Edits) -> Edits:
-        """Both together, in this order; where they set the same variable or annotation, ``other`` wins."""
+        """Both together, in this order; where they set the same variable or annotation,
+        ``other`` wins.
+        """
         return Edits(
             {**self.environment, **other.environment},
             self.mounts + other.mounts,
@@ -78,9 +85,11 @@ class HostFile:
     Attributes:
         size: bytes; what ``parts`` do not cover is zero.
         parts: (offset, bytes), in the order in which they are written.
-        allocated: its space is taken on the disk at once. A process that has it mapped would be killed by a page that a full disk refuses.
-        renewed: parts that are written into an existing file of that size, in place, because containers have it mapped; a file that does
-            not exist yet is created with all ``parts`` and renamed into place.
+        allocated: its space is taken on the disk at once. A process that has it mapped would be
+            killed by a page that a full disk refuses.
+        renewed: parts that are written into an existing file of that size, in place, because
+            containers have it mapped; a file that does not exist yet is created with all ``parts``
+            and renamed into place.
     """
 
     path: str
@@ -93,13 +102,16 @@ class HostFile:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Provision:
-    """Everything that puts a grant in force: the container's edits, and what must be on the host before it starts.
+    """Everything that puts a grant in force:
+    the container's edits, and what must be on the host before it starts.
 
     Attributes:
-        collected: the grant's own directory on the host; removed with all its content once the pod is gone and nothing in it is mounted.
-        before: the directory that an earlier agent gave to this container, and that its specs and answers still mount.
-        remade: whether the kubelet keeps such an answer. Then `before` is made anew at each start, with the files of `collected` in it,
-            because a container has written to the old one.
+        collected: the grant's own directory on the host; removed with all its content once the pod
+            is gone and nothing in it is mounted.
+        before: the directory that an earlier agent gave to this container, and that its specs and
+            answers still mount.
+        remade: whether the kubelet keeps such an answer. Then `before` is made anew at each start,
+            with the files of `collected` in it, because a container has written to the old one.
     """
 
     edits: Edits = dataclasses.field(default_factory=Edits)

@@ -1,9 +1,11 @@
-"""The shared region of HAMi-core's libvgpu.so, layout 1.2, as bytes: the one place of a container's limits.
+"""The shared region of HAMi-core's libvgpu.so, layout 1.2, as bytes:
+the one place of a container's limits.
 
-The first process that opens the region stamps it from its environment, and every later one obeys the file. So the agent writes it before
-any process exists, and the environment does not matter any more (hami-core §0.3.1). Offsets and initial values are those of hami-core §2.2
-and §2.3; they hold for glibc on little-endian 64-bit machines. Libraries that read this layout: HAMi 2.4.1 to 2.8.0 and from 2.8.2, not
-2.8.1 (hami-core §0.3.10). Called by `hami_core`.
+The first process that opens the region stamps it from its environment, and every later one obeys
+the file. So the agent writes it before any process exists, and the environment does not matter any
+more (hami-core §0.3.1). Offsets and initial values are those of hami-core §2.2 and §2.3; they hold
+for glibc on little-endian 64-bit machines. Libraries that read this layout: HAMi 2.4.1 to 2.8.0 and
+from 2.8.2, not 2.8.1 (hami-core §0.3.10). Called by `hami_core`.
 """
 
 from __future__ import annotations
@@ -32,7 +34,8 @@ _SM_LIMITS = 1_728
 _UTILIZATION_SWITCH = 2_008_900  # i32, then recent_kernel and priority
 _SEMAPHORE_POSTINIT = 2_008_920
 
-# glibc's sem_t with value 1: a 64-bit value and waiter count, then the mark of a semaphore that processes share.
+# glibc's sem_t with value 1: a 64-bit value and waiter count, then the mark of a semaphore that
+# processes share.
 _FREE_SEMAPHORE = struct.pack("<QI", 1, 128)
 _RECENT_KERNEL = 2
 _PRIORITY = 1  # CUDA_TASK_PRIORITY's default
@@ -40,25 +43,36 @@ _PRIORITY = 1  # CUDA_TASK_PRIORITY's default
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class DeviceLimit:
-    """The limit of one device: memory in MiB, never 0 because that means none; compute in percent, 100 for no limit."""
+    """The limit of one device: memory in MiB, never 0 because that means none;
+    compute in percent, 100 for no limit.
+    """
 
     uuid: str
     memory_mib: int
     cores_percent: int = NO_CORES_LIMIT
 
 
-def region(limits: Sequence[DeviceLimit], *, limit_cores: bool = True) -> tuple[tuple[int, bytes], ...]:
-    """(offset, bytes) of a new region with these limits, in the order in which the container counts its devices.
+def region(
+    limits: Sequence[DeviceLimit], *, limit_cores: bool = True
+) -> tuple[tuple[int, bytes], ...]:
+    """(offset, bytes) of a new region with these limits,
+    in the order in which the container counts its devices.
 
     Args:
         limits: at most `MAX_DEVICES`.
-        limit_cores: the switch that the library's limiter obeys. Nothing else turns it on again (hami-core §0.3.8), so it starts on.
+        limit_cores: the switch that the library's limiter obeys. Nothing else turns it on again
+            (hami-core §0.3.8), so it starts on.
     """
     return (
         (_INITIALIZED, struct.pack("<iII", MAGIC, _MAJOR, _MINOR)),
         (_SEMAPHORE, _FREE_SEMAPHORE),
         (_DEVICE_NUM, struct.pack("<Q", len(limits))),
-        (_UUIDS, b"".join(limit.uuid.encode()[: _UUID_BYTES - 1].ljust(_UUID_BYTES, b"\0") for limit in limits)),
+        (
+            _UUIDS,
+            b"".join(
+                limit.uuid.encode()[: _UUID_BYTES - 1].ljust(_UUID_BYTES, b"\0") for limit in limits
+            ),
+        ),
         *limit_parts(limits),
         (_UTILIZATION_SWITCH, struct.pack("<iii", int(limit_cores), _RECENT_KERNEL, _PRIORITY)),
         (_SEMAPHORE_POSTINIT, _FREE_SEMAPHORE),
@@ -66,10 +80,15 @@ def region(limits: Sequence[DeviceLimit], *, limit_cores: bool = True) -> tuple[
 
 
 def limit_parts(limits: Sequence[DeviceLimit]) -> tuple[tuple[int, bytes], ...]:
-    """The limits alone, for a region that is in use: the memory limit holds from the next allocation on (hami-core §0.3.3)."""
+    """The limits alone, for a region that is in use: the memory limit holds from the next
+    allocation on (hami-core §0.3.3).
+    """
     memory = [limit.memory_mib << 20 for limit in limits]
     cores = [limit.cores_percent for limit in limits]
     return (
         (_LIMITS, struct.pack(f"<{MAX_DEVICES}Q", *memory, *[0] * (MAX_DEVICES - len(memory)))),
-        (_SM_LIMITS, struct.pack(f"<{MAX_DEVICES}Q", *cores, *[NO_CORES_LIMIT] * (MAX_DEVICES - len(cores)))),
+        (
+            _SM_LIMITS,
+            struct.pack(f"<{MAX_DEVICES}Q", *cores, *[NO_CORES_LIMIT] * (MAX_DEVICES - len(cores))),
+        ),
     )

@@ -1,9 +1,11 @@
-"""Read the use of a container from the bytes of its shared region: the other direction of `hami_region`.
+"""Read the use of a container from the bytes of its shared region:
+the other direction of `hami_region`.
 
-The region belongs to the container, which may write anything into it, or cut the file short while it is read. So nothing here trusts a
-byte: whatever the content, the answer is a usage or a reason. Only the head and the slots in use are read, through a function, so that the
-reader of the file copies a few pages instead of keeping two megabytes mapped. Layouts: hami-core §2.1 to §2.3. Called by
-`runtime.container_usage`.
+The region belongs to the container, which may write anything into it, or cut the file short while
+it is read. So nothing here trusts a byte: whatever the content, the answer is a usage or a reason.
+Only the head and the slots in use are read, through a function, so that the reader of the file
+copies a few pages instead of keeping two megabytes mapped. Layouts: hami-core §2.1 to §2.3. Called
+by `runtime.container_usage`.
 """
 
 from __future__ import annotations
@@ -18,7 +20,8 @@ from vgpu_agent.isolation.hami_region import MAGIC, MAX_DEVICES, SIZE
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-SIZE_BEFORE_VERSIONS = 1_197_897  # the layout of 2024, which has no version words (HAMi up to 2.4.0, volcano-vgpu up to 1.9.3)
+# the layout of 2024, which has no version words (HAMi up to 2.4.0, volcano-vgpu up to 1.9.3)
+SIZE_BEFORE_VERSIONS = 1_197_897
 
 _VERSION = struct.Struct("<iII")  # magic, major, minor
 _MAJOR, _MINORS = 1, (1, 2)
@@ -30,7 +33,9 @@ _UUID = re.compile(rb"(?:GPU|MIG)-[0-9A-Fa-f-]{36}\0")
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class DeviceUse:
-    """One device of a container: its place in the container's own order, bytes in use and allowed (0: not limited), compute in percent."""
+    """One device of a container: its place in the container's own order, bytes in use and allowed
+    (0: not limited), compute in percent.
+    """
 
     index: int
     uuid: str
@@ -45,7 +50,8 @@ class RegionUse:
     """The content of a region.
 
     Attributes:
-        last_kernel_at: unix seconds of the last kernel launch; 0 when there was none, or the layout does not say.
+        last_kernel_at: unix seconds of the last kernel launch; 0 when there was none, or the layout
+            does not say.
         processes: how many live processes have the library and this region open.
         limits_cores: the switch that the library's limiter of compute obeys is on.
     """
@@ -82,23 +88,31 @@ class _Layout:
     last_kernel_time: int | None
 
 
-_VERSION_1 = _Layout(56, 64, 1_600, 1_728, 1_856, 1_960, 8 + 32, 64, 1_160 + 16, 48, 1_928, 2_008_896, 2_008_912)
-_BEFORE_VERSIONS = _Layout(48, 56, 1_592, 1_720, 1_848, 1_168, 8 + 32, 40, 776 + 16, 24, 1_160, 1_197_880, None)
+_VERSION_1 = _Layout(
+    56, 64, 1_600, 1_728, 1_856, 1_960, 8 + 32, 64, 1_160 + 16, 48, 1_928, 2_008_896, 2_008_912
+)
+_BEFORE_VERSIONS = _Layout(
+    48, 56, 1_592, 1_720, 1_848, 1_168, 8 + 32, 40, 776 + 16, 24, 1_160, 1_197_880, None
+)
 
 
 def read_region(
-    size: int, read: Callable[[int, int], bytes], *, is_alive: Callable[[int, int], bool] = lambda _hostpid, _pid: True
+    size: int,
+    read: Callable[[int, int], bytes],
+    *,
+    is_alive: Callable[[int, int], bool] = lambda _hostpid, _pid: True,
 ) -> RegionUse | Unreadable | None:
     """Return the present content of the region.
 
     Args:
         size: of the file; together with the version words it identifies the layout.
         read: the bytes at (offset, length); fewer, when the file has become shorter.
-        is_alive: whether a slot's process (pid on the host, pid in its container) still exists. A process that was killed leaves its slot
-            behind with all that it used (hami-core §2.4).
+        is_alive: whether a slot's process (pid on the host, pid in its container) still exists. A
+            process that was killed leaves its slot behind with all that it used (hami-core §2.4).
 
     Returns:
-        None while there is no content: no process has initialised the file, or it has become shorter while it was read.
+        None while there is no content: no process has initialised the file, or it has become
+            shorter while it was read.
     """
     try:
         layout = _layout(size, read)
@@ -112,17 +126,23 @@ def _layout(size: int, read: Callable[[int, int], bytes]) -> _Layout | Unreadabl
         return Unreadable(f"it has {size} bytes, so it is no region of HAMi-core")
     magic, major, minor = _VERSION.unpack(read(0, _VERSION.size)) if size else (0, 0, 0)
     if magic not in {0, MAGIC}:
-        return Unreadable(f"it begins with {magic} instead of {MAGIC}, so it is no region of HAMi-core")
+        return Unreadable(
+            f"it begins with {magic} instead of {MAGIC}, so it is no region of HAMi-core"
+        )
     layout = _BEFORE_VERSIONS if size == SIZE_BEFORE_VERSIONS else None
     if size == SIZE and major == _MAJOR and minor in _MINORS:
         layout = _VERSION_1
     if magic and layout is None:
         known = f"{SIZE_BEFORE_VERSIONS} bytes, or {SIZE} bytes and version 1.1 or 1.2"
-        return Unreadable(f"it has {size} bytes and says version {major}.{minor}; this agent reads {known}")
+        return Unreadable(
+            f"it has {size} bytes and says version {major}.{minor}; this agent reads {known}"
+        )
     return layout if magic else None  # the magic is written last
 
 
-def _use(layout: _Layout, read: Callable[[int, int], bytes], is_alive: Callable[[int, int], bool]) -> RegionUse:
+def _use(
+    layout: _Layout, read: Callable[[int, int], bytes], is_alive: Callable[[int, int], bool]
+) -> RegionUse:
     head = read(0, layout.slots)
     (device_num,) = struct.unpack_from("<Q", head, layout.device_num)
     proc_num, switch = struct.unpack("<ii", read(layout.proc_num, 8))
@@ -137,7 +157,9 @@ def _use(layout: _Layout, read: Callable[[int, int], bytes], is_alive: Callable[
             continue
         processes += 1
         for index in range(devices):
-            used[index] += struct.unpack_from("<Q", slot, layout.used_total + index * layout.used_size)[0]
+            used[index] += struct.unpack_from(
+                "<Q", slot, layout.used_total + index * layout.used_size
+            )[0]
             sm[index] += struct.unpack_from("<Q", slot, layout.sm_used + index * layout.sm_size)[0]
     last_kernel_at = 0
     if layout.last_kernel_time is not None:
@@ -155,7 +177,9 @@ def _use(layout: _Layout, read: Callable[[int, int], bytes], is_alive: Callable[
 
 
 def _slots(layout: _Layout, read: Callable[[int, int], bytes], number: int) -> Iterator[bytes]:
-    """The slots in use, each copied by itself: usually there is one, and a file that claims a thousand costs no two megabytes at once."""
+    """The slots in use, each copied by itself: usually there is one, and a file that claims a
+    thousand costs no two megabytes at once.
+    """
     for place in range(number):
         yield read(layout.slots + place * layout.slot_size, layout.slot_size)
 

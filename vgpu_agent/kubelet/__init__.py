@@ -1,1 +1,3 @@
-"""The interface to the kubelet: plugin servers, registration, and the kubelet's own records of what containers hold."""
+"""The interface to the kubelet: plugin servers, registration,
+and the kubelet's own records of what containers hold.
+"""

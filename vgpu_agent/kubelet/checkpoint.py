@@ -1,8 +1,11 @@
-"""kubelet's checkpoint: the only local place that knows a pod's UID together with its device ids and our own answer.
+"""kubelet's checkpoint: the only local place that knows a pod's UID together with its device ids
+and our own answer.
 
-Read by `records` at start, for verification, and when a container is about to start. The format is kubelet's own affair and has changed
-before (a flat id list became a map by NUMA node in 1.20), so both forms are understood, unknown keys are ignored, and anything else is one
-clear error. Its checksum covers a dump that only Go can make; it is not checked. Read only: kubelet is the owner (kubelet §9).
+Read by `records` at start, for verification, and when a container is about to start. The format is
+kubelet's own affair and has changed before (a flat id list became a map by NUMA node in 1.20), so
+both forms are understood, unknown keys are ignored, and anything else is one clear error. Its
+checksum covers a dump that only Go can make; it is not checked. Read only: kubelet is the owner
+(kubelet §9).
 """
 
 from __future__ import annotations
@@ -32,8 +35,8 @@ if TYPE_CHECKING:
 class CheckpointEntry(msgspec.Struct, frozen=True):
     """Ids of one resource that one container holds.
 
-    An init container and the container that takes over its ids both have an entry. Entries of ended pods stay until kubelet writes the file
-    for another reason.
+    An init container and the container that takes over its ids both have an entry. Entries of ended
+    pods stay until kubelet writes the file for another reason.
     """
 
     pod_uid: str
@@ -46,7 +49,8 @@ class CheckpointEntry(msgspec.Struct, frozen=True):
     def ids(self) -> tuple[str, ...]:
         """All ids, in the order of the file; their NUMA nodes are left out."""
         if isinstance(self.device_ids, dict):
-            if len(self.device_ids) == 1:  # the usual case without NUMA nodes; asked hundreds of times in a start
+            # the usual case without NUMA nodes; asked hundreds of times in a start
+            if len(self.device_ids) == 1:
                 (only,) = self.device_ids.values()
                 return tuple(only or ())
             return tuple(device for ids in self.device_ids.values() for device in ids or ())
@@ -63,12 +67,15 @@ class CheckpointEntry(msgspec.Struct, frozen=True):
             return base64.b64decode(self.alloc_resp or "", validate=True)
         except binascii.Error as err:
             raise CheckpointError(
-                f"the stored answer for container {self.container_name} of pod {self.pod_uid} is not base64: {err}"
+                f"the stored answer for container {self.container_name} of pod {self.pod_uid} is "
+                f"not base64: {err}"
             ) from err
 
 
 class _Line(msgspec.Struct, frozen=True, rename="pascal"):
-    """An entry of the file. Its ids are read only when its resource is of interest: there may be fifty thousand of others."""
+    """An entry of the file. Its ids are read only when its resource is of interest:
+    there may be fifty thousand of others.
+    """
 
     pod_uid: str = msgspec.field(name="PodUID")
     container_name: str
@@ -86,19 +93,21 @@ class _File(msgspec.Struct, frozen=True, rename="pascal"):
 
 
 _decoder = msgspec.json.Decoder(_File)
-_ids_decoder: msgspec.json.Decoder[dict[str, list[str] | None] | list[str] | None] = msgspec.json.Decoder(
-    dict[str, list[str] | None] | list[str] | None
+_ids_decoder: msgspec.json.Decoder[dict[str, list[str] | None] | list[str] | None] = (
+    msgspec.json.Decoder(dict[str, list[str] | None] | list[str] | None)
 )
 
 
-# The kubelet's text behind the entries, and the text that closes the file in its place. The list of all devices is the larger part of
-# the file where memory is counted in ids. It is not needed, and every start of a container waits for a reading.
+# The kubelet's text behind the entries, and the text that closes the file in its place. The list of
+# all devices is the larger part of the file where memory is counted in ids. It is not needed, and
+# every start of a container waits for a reading.
 _DEVICES, _CLOSING = b',"RegisteredDevices":', b"}}"
 _PART_BYTES = 256 * 1024
 _MOST_TO_CLOSE = 8
 
-# Real ones have below 15 MB, most of it the list of all devices. The decoded text takes several times its size for a moment, and the agent
-# has 256 MiB: entries and ids of a few characters, or none, would take the most.
+# Real ones have below 15 MB, most of it the list of all devices. The decoded text takes several
+# times its size for a moment, and the agent has 256 MiB: entries and ids of a few characters, or
+# none, would take the most.
 _MOST_BYTES = 24 * 1024 * 1024
 _MOST_ENTRIES = 20_000
 _MOST_IDS = 500_000
@@ -123,31 +132,38 @@ def _check_file(status: os.stat_result) -> None:
 
 
 class _Memory:
-    """The memory into which files are read each time: fresh memory for their megabytes takes ten times as long as reading.
+    """The memory into which files are read each time:
+    fresh memory for their megabytes takes ten times as long as reading.
 
-    State: the memory, as large as the largest file since it was last let go; one thread at a time uses it. How long the entries were the
-    last time: the next file's will be about as long, and are read at once, because each part gives the interpreter away.
+    State: the memory, as large as the largest file since it was last let go; one thread at a time
+    uses it. How long the entries were the last time: the next file's will be about as long, and are
+    read at once, because each part gives the interpreter away.
     """
 
     def __init__(self) -> None:
         self._memory = bytearray(4096)
         self._lock = threading.Lock()
         self._entries_bytes = 0
-        # The kubelet replaces the file all the time. The process that closes a replaced one last has to free its megabytes.
+        # The kubelet replaces the file all the time. The process that closes a replaced one last
+        # has to free its megabytes.
         # That takes milliseconds, and the start of a container waits for the entries.
-        self._closing = concurrent.futures.ThreadPoolExecutor(max_workers=1, thread_name_prefix="close kubelet's checkpoint")
+        self._closing = concurrent.futures.ThreadPoolExecutor(
+            max_workers=1, thread_name_prefix="close kubelet's checkpoint"
+        )
         self._may_wait = threading.BoundedSemaphore(_MOST_TO_CLOSE)
 
     @contextlib.contextmanager
     def content(self, path: Path, *, whole: bool) -> Iterator[memoryview]:
-        """Read the content, valid inside the ``with`` only; if not ``whole``, without the list of all devices at its end.
+        """Read the content, valid inside the ``with`` only;
+        if not ``whole``, without the list of all devices at its end.
 
         Raises:
             OSError: it cannot be read.
             _UnfitError: it is no regular file, another user's, or too large.
         """
         with self._lock:
-            file = open(path, "rb", buffering=0, opener=_open)  # noqa: SIM115 - pathlib has no opener; `_close` ends it
+            # pathlib has no opener; `_close` ends it
+            file = open(path, "rb", buffering=0, opener=_open)  # noqa: SIM115
             try:
                 filled = self._fill(file, whole=whole)
             finally:
@@ -156,7 +172,8 @@ class _Memory:
 
     def _close(self, file: io.FileIO) -> None:
         if not self._may_wait.acquire(blocking=False):
-            file.close()  # the disk is slow, and each waiting one keeps a descriptor and the file's memory
+            # the disk is slow, and each waiting one keeps a descriptor and the file's memory
+            file.close()
             return
 
         def close() -> None:
@@ -194,14 +211,21 @@ class _Memory:
             raise _UnfitError(f"has {count} entries; at most {_MOST_ENTRIES} are read")
 
     def _end_of_entries(self, begin: int, end: int) -> int:
-        """Find the beginning of the list of all devices in the part between ``begin`` and ``end``; -1 if it is not there.
+        """Find the beginning of the list of all devices in the part between ``begin`` and ``end``;
+        -1 if it is not there.
 
-        No string of JSON can have these characters inside, so the first match is right. The search begins near the
-        end, where it is likely.
+        No string of JSON can have these characters inside, so the first match is right. The search
+        begins near the end, where it is likely.
         """
         likely = max(begin, self._entries_bytes - _PART_BYTES)
         found = self._memory.find(_DEVICES, likely, end)
-        return found if found >= 0 else self._memory.find(_DEVICES, max(0, begin - len(_DEVICES)), min(end, likely + len(_DEVICES)))
+        return (
+            found
+            if found >= 0
+            else self._memory.find(
+                _DEVICES, max(0, begin - len(_DEVICES)), min(end, likely + len(_DEVICES))
+            )
+        )
 
     def let_go(self) -> None:
         """Give the memory back; the next reading takes fresh one."""
@@ -216,29 +240,39 @@ def _everything(_: str) -> bool:
     return True
 
 
-async def read_checkpoint(path: Path, wanted: Callable[[str], bool] = _everything) -> tuple[CheckpointEntry, ...]:
-    """Read the entries of the checkpoint; none when the file does not exist, because then the kubelet has granted nothing.
+async def read_checkpoint(
+    path: Path, wanted: Callable[[str], bool] = _everything
+) -> tuple[CheckpointEntry, ...]:
+    """Read the entries of the checkpoint; none when the file does not exist,
+    because then the kubelet has granted nothing.
 
     In a thread: the file can have megabytes when resources have tens of thousands of ids.
 
     Args:
         path: of the file.
-        wanted: tells whether the resource of that name is of interest; entries of others are left out.
+        wanted: tells whether the resource of that name is of interest; entries of others are left
+            out.
 
     Raises:
-        CheckpointError: the file cannot be read or understood. The kubelet itself would begin without any knowledge in that
-            case, so it may grant ids again that running containers use. The message warns of that.
+        CheckpointError: the file cannot be read or understood. The kubelet itself would begin
+            without any knowledge in that case, so it may grant ids again that running containers
+            use. The message warns of that.
     """
     return await asyncio.to_thread(_read, path, wanted)
 
 
 def let_go_of_memory() -> None:
-    """Give back the memory that readings in quick succession share; waits for one that is under way, so not for the event loop's thread."""
+    """Give back the memory that readings in quick succession share; waits for one that is under
+    way, so not for the event loop's thread.
+    """
     _memory.let_go()
 
 
-def parse_checkpoint(content: bytes | memoryview, *, name: str, wanted: Callable[[str], bool] = _everything) -> tuple[CheckpointEntry, ...]:
-    """The ``wanted`` entries in ``content``, without those with names that Kubernetes forbids; ``name`` is the file's, for errors.
+def parse_checkpoint(
+    content: bytes | memoryview, *, name: str, wanted: Callable[[str], bool] = _everything
+) -> tuple[CheckpointEntry, ...]:
+    """The ``wanted`` entries in ``content``, without those with names that Kubernetes forbids;
+    ``name`` is the file's, for errors.
 
     Raises:
         CheckpointError: see `read_checkpoint`.
@@ -247,12 +281,21 @@ def parse_checkpoint(content: bytes | memoryview, *, name: str, wanted: Callable
         lines = _decoder.decode(content).data.pod_device_entries or ()
         _check_ids(lines, wanted)
         return tuple(
-            CheckpointEntry(line.pod_uid, line.container_name, line.resource_name, _ids_decoder.decode(line.device_ids), line.alloc_resp)
+            CheckpointEntry(
+                line.pod_uid,
+                line.container_name,
+                line.resource_name,
+                _ids_decoder.decode(line.device_ids),
+                line.alloc_resp,
+            )
             for line in lines
             if wanted(line.resource_name) and is_entry(line.pod_uid, line.container_name)
         )
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as err:
-        raise _unusable(name, "is empty" if not bytes(content[:4096]).strip() else f"cannot be understood: {err}") from err
+        raise _unusable(
+            name,
+            "is empty" if not bytes(content[:4096]).strip() else f"cannot be understood: {err}",
+        ) from err
     except _UnfitError as err:
         raise _unusable(name, str(err)) from err
 
@@ -267,8 +310,9 @@ def _check_ids(lines: Iterable[_Line], wanted: Callable[[str], bool]) -> None:
 
 def _unusable(name: str, what: str) -> CheckpointError:
     return CheckpointError(
-        f"kubelet's checkpoint {name} {what}; kubelet writes it anew at the next change, until then pods are known by name only. If"
-        " kubelet restarts before that, it forgets who holds which device"
+        f"kubelet's checkpoint {name} {what}; kubelet writes it anew at the next change, until "
+        "then pods are known by name only. If kubelet restarts before that, it forgets who holds "
+        "which device"
     )
 
 
@@ -287,4 +331,7 @@ def _read(path: Path, wanted: Callable[[str], bool]) -> tuple[CheckpointEntry, .
     except OSError as err:
         if err.errno in (errno.ELOOP, errno.ENXIO, errno.ENODEV):
             raise _unusable(str(path), "is no regular file") from err
-        raise CheckpointError(f"kubelet's checkpoint {path} cannot be read: {err.strerror or err}; the agent has to run as root") from err
+        raise CheckpointError(
+            f"kubelet's checkpoint {path} cannot be read: {err.strerror or err}; the agent has to "
+            "run as root"
+        ) from err

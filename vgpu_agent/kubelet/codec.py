@@ -1,8 +1,9 @@
-"""The translation between the model and the kubelet's bytes; the only user of the generated messages.
+"""The translation between the model and the kubelet's bytes;
+the only user of the generated messages.
 
-The plugin servers work with ids, `ListedDevice` and `Edits`; `grpc` moves bytes. Keeping the translation here means
-that another protobuf library is one file's work. Field numbers: kubelet §1 and §13. Input is read by `wire`, because
-the generated decoder accepts nonsense.
+The plugin servers work with ids, `ListedDevice` and `Edits`; `grpc` moves bytes. Keeping the
+translation here means that another protobuf library is one file's work. Field numbers: kubelet §1
+and §13. Input is read by `wire`, because the generated decoder accepts nonsense.
 """
 
 from __future__ import annotations
@@ -11,7 +12,13 @@ import contextlib
 import dataclasses
 from typing import TYPE_CHECKING
 
-from vgpu_agent.device_ids import NumberedIds, NumberedList, element_size_bytes, equally_long, list_size_bytes
+from vgpu_agent.device_ids import (
+    NumberedIds,
+    NumberedList,
+    element_size_bytes,
+    equally_long,
+    list_size_bytes,
+)
 from vgpu_agent.errors import CheckpointError, OfferError, RequestRefusedError
 from vgpu_agent.isolation.edits import DeviceNode, Edits, Mount
 from vgpu_agent.kubelet import wire
@@ -43,9 +50,11 @@ class PreferenceRequest:
 class DeviceListEncoder:
     """Encodes ListAndWatch messages of one resource.
 
-    A message is the concatenation of its devices, so a health change costs one new piece and a join (1 ms for 10,000 ids, where encoding
-    the objects again takes 350 ms and holds up every Allocate). The pieces kept are at most two for each id of the resource; of numbered
-    ids, which are far more, nothing is kept, because a block of them is encoded by joining its numbers (8 ms for 50,000).
+    A message is the concatenation of its devices, so a health change costs one new piece and a join
+    (1 ms for 10,000 ids, where encoding the objects again takes 350 ms and holds up every
+    Allocate). The pieces kept are at most two for each id of the resource; of numbered ids, which
+    are far more, nothing is kept, because a block of them is encoded by joining its numbers (8 ms
+    for 50,000).
     """
 
     def __init__(self) -> None:
@@ -57,7 +66,9 @@ class DeviceListEncoder:
         return b"".join(self.parts(devices))
 
     def parts(self, devices: Iterable[ListedDevice]) -> Iterator[bytes]:
-        """The same in order, at most `IDS_IN_A_PART` ids at a time, so that other calls can be answered in between."""
+        """The same in order, at most `IDS_IN_A_PART` ids at a time,
+        so that other calls can be answered in between.
+        """
         if isinstance(devices, NumberedList):
             for block, healthy in devices.blocks:
                 yield from self._block(block, healthy=healthy)
@@ -75,12 +86,15 @@ class DeviceListEncoder:
         yield b"".join(part)
 
     def _block(self, block: IdBlock, *, healthy: bool) -> Iterator[bytes]:
-        """Encode a block. Ids with equally long numbers differ in nothing else, so the bytes between two numbers are constant."""
+        """Encode a block. Ids with equally long numbers differ in nothing else, so the bytes
+        between two numbers are constant.
+        """
         for smallest, largest in equally_long(block.count):
             for start in range(smallest, largest, IDS_IN_A_PART):
                 piece = self._piece(f"{block.prefix}{smallest}", block.numa_node, healthy)
                 suffix = self._suffix(block.numa_node, healthy=healthy)
-                # Latin-1 maps each byte to one character, so that numbers can be joined as text, which is the quickest way.
+                # Latin-1 maps each byte to one character, so that numbers can be joined as text,
+                # which is the quickest way.
                 before = piece[: -len(suffix) - len(str(smallest))].decode("latin-1")
                 between = suffix.decode("latin-1") + before
                 numbers = between.join(map(str, range(start, min(start + IDS_IN_A_PART, largest))))
@@ -89,7 +103,12 @@ class DeviceListEncoder:
     def _piece(self, device_id: str, numa_node: int | None, healthy: bool) -> bytes:
         """One element of ListAndWatchResponse.devices, with its tag and length."""
         encoded_id = device_id.encode()
-        device = b"\x0a" + wire.varint(len(encoded_id)) + encoded_id + self._suffix(numa_node, healthy=healthy)
+        device = (
+            b"\x0a"
+            + wire.varint(len(encoded_id))
+            + encoded_id
+            + self._suffix(numa_node, healthy=healthy)
+        )
         return b"\x0a" + wire.varint(len(device)) + device
 
     def _suffix(self, numa_node: int | None, *, healthy: bool) -> bytes:
@@ -101,27 +120,38 @@ class DeviceListEncoder:
 
 
 def check_budget(resource: Resource, budget_bytes: int) -> None:
-    """Make sure that the resource's list fits into one message, before anything is registered (kubelet §10, V13).
+    """Make sure that the resource's list fits into one message,
+    before anything is registered (kubelet §10, V13).
 
     Raises:
-        OfferError: it does not; the message names the number of replicas that would fit, or the setting that reduces the ids.
+        OfferError: it does not; the message names the number of replicas that would fit, or the
+            setting that reduces the ids.
     """
     size = list_size_bytes(resource.ids)
     if size <= budget_bytes:
         return
-    too_long = f"make a device list of {size / _MEBIBYTE:.2f} MiB, and kubelet.messageBudgetBytes allows {budget_bytes / _MEBIBYTE:.2f} MiB"
+    too_long = (
+        f"make a device list of {size / _MEBIBYTE:.2f} MiB, and kubelet.messageBudgetBytes allows "
+        f"{budget_bytes / _MEBIBYTE:.2f} MiB"
+    )
     if resource.unit:
         fewer = -(-size // budget_bytes)
         remedy = f"{resource.unit}: change it so that there are {fewer} times fewer ids"
         raise OfferError({resource.name: f"{len(resource.ids)} ids {too_long}; {remedy}"})
-    # Of numbered ids the last of each block is the longest; there may be too many to check them all.
-    ids = [NumberedIds((block,))[-1] for block in resource.ids.blocks] if isinstance(resource.ids, NumberedIds) else resource.ids
+    # Of numbered ids the last of each block is the longest; there may be too many to check them
+    # all.
+    ids = (
+        [NumberedIds((block,))[-1] for block in resource.ids.blocks]
+        if isinstance(resource.ids, NumberedIds)
+        else resource.ids
+    )
     largest = max(element_size_bytes(device) for device in ids)
     devices = len({device.device for device in ids})
     fitting = budget_bytes // (largest * devices)
     problem = (
-        f"{len(resource.ids)} ids of up to {largest} bytes {too_long}; replicas: at most {fitting} for each of the"
-        f" {devices} devices would fit, {len(resource.ids) // devices} are configured"
+        f"{len(resource.ids)} ids of up to {largest} bytes {too_long}; replicas: at most {fitting} "
+        f"for each of the {devices} devices would fit, {len(resource.ids) // devices} are "
+        "configured"
     )
     raise OfferError({resource.name: problem})
 
@@ -131,7 +161,9 @@ def encode_options(*, pre_start_required: bool, prefers: bool = True) -> bytes:
     return bytes(_options(pre_start_required=pre_start_required, prefers=prefers))
 
 
-def encode_register(*, endpoint: str, resource: str, pre_start_required: bool, prefers: bool = True) -> bytes:
+def encode_register(
+    *, endpoint: str, resource: str, pre_start_required: bool, prefers: bool = True
+) -> bytes:
     """RegisterRequest for the socket ``endpoint``, a base name."""
     return bytes(
         v1beta1.RegisterRequest(
@@ -152,7 +184,8 @@ def decode_allocate(request: bytes) -> list[tuple[str, ...]]:
     """The ids that each container of an AllocateRequest shall get.
 
     Raises:
-        RequestRefusedError: the bytes are malformed, there is no container, or a container without ids.
+        RequestRefusedError: the bytes are malformed, there is no container, or a container without
+            ids.
     """
     with _refusing_malformed("Allocate"):
         containers = [wire.strings(container, 1) for container in wire.messages(request, 1)]
@@ -164,15 +197,26 @@ def decode_allocate(request: bytes) -> list[tuple[str, ...]]:
 
 
 def encode_allocate(answers: Iterable[Edits]) -> bytes:
-    """AllocateResponse with one element for each container, also where nothing is added to it: kubelet reads the first element."""
+    """AllocateResponse with one element for each container, also where nothing is added to it:
+    kubelet reads the first element.
+    """
     edits = list(answers)
     if all(each == Edits(cdi_names=each.cdi_names) for each in edits):
-        # The answer of late binding, once for each resource of a container, while the kubelet admits no other pod. The generated code makes
-        # a message for each level and sets up Python's filters of warnings anew for each of their fields.
+        # The answer of late binding, once for each resource of a container, while the kubelet
+        # admits no other pod. The generated code makes a message for each level and sets up
+        # Python's filters of warnings anew for each of their fields.
         return b"".join(
-            wire.delimited(1, b"".join([wire.delimited(5, wire.delimited(1, name.encode())) for name in each.cdi_names])) for each in edits
+            wire.delimited(
+                1,
+                b"".join(
+                    [wire.delimited(5, wire.delimited(1, name.encode())) for name in each.cdi_names]
+                ),
+            )
+            for each in edits
         )
-    return bytes(v1beta1.AllocateResponse(container_responses=[_container_response(each) for each in edits]))
+    return bytes(
+        v1beta1.AllocateResponse(container_responses=[_container_response(each) for each in edits])
+    )
 
 
 def decode_preference(request: bytes) -> list[PreferenceRequest]:
@@ -189,13 +233,17 @@ def encode_preference(choices: Iterable[Sequence[str]]) -> bytes:
     """PreferredAllocationResponse: the chosen ids of each container."""
     return bytes(
         v1beta1.PreferredAllocationResponse(
-            container_responses=[v1beta1.ContainerPreferredAllocationResponse(device_ids=list(ids)) for ids in choices]
+            container_responses=[
+                v1beta1.ContainerPreferredAllocationResponse(device_ids=list(ids))
+                for ids in choices
+            ]
         )
     )
 
 
 def decode_answer(encoded: bytes) -> Edits:
-    """Our own ContainerAllocateResponse, as kubelet keeps it in its checkpoint; a field that a later version added is passed over.
+    """Our own ContainerAllocateResponse, as kubelet keeps it in its checkpoint; a field that a
+    later version added is passed over.
 
     Raises:
         CheckpointError: it cannot be read.
@@ -209,11 +257,17 @@ def decode_answer(encoded: bytes) -> Edits:
                 environment[wire.string(wire.nested(value), 1)] = wire.string(wire.nested(value), 2)
             elif number == 2:
                 mount = wire.nested(value)
-                read_only = any(wire.integer(each) for field, _, each in wire.fields(mount) if field == 3)
-                mounts.append(Mount(wire.string(mount, 1), wire.string(mount, 2), read_only=read_only))
+                read_only = any(
+                    wire.integer(each) for field, _, each in wire.fields(mount) if field == 3
+                )
+                mounts.append(
+                    Mount(wire.string(mount, 1), wire.string(mount, 2), read_only=read_only)
+                )
             elif number == 3:
                 node = wire.nested(value)
-                nodes.append(DeviceNode(wire.string(node, 1), wire.string(node, 2), wire.string(node, 3)))
+                nodes.append(
+                    DeviceNode(wire.string(node, 1), wire.string(node, 2), wire.string(node, 3))
+                )
             elif number == 4:
                 annotations[wire.string(wire.nested(value), 1)] = wire.string(wire.nested(value), 2)
             elif number == 5:
@@ -236,13 +290,16 @@ def decode_pre_start(request: bytes) -> tuple[str, ...]:
 
 
 def _options(*, pre_start_required: bool, prefers: bool) -> v1beta1.DevicePluginOptions:
-    return v1beta1.DevicePluginOptions(pre_start_required=pre_start_required, get_preferred_allocation_available=prefers)
+    return v1beta1.DevicePluginOptions(
+        pre_start_required=pre_start_required, get_preferred_allocation_available=prefers
+    )
 
 
 def _after_the_id(numa_node: int | None, *, healthy: bool) -> bytes:
     """The encoded Device without its id, which is field 1 and comes first."""
     message = v1beta1.Device(health=HEALTHY if healthy else UNHEALTHY)
-    # NUMA node 0 is an *empty* NumaNode element, not a missing one; a negative number means that the kernel does not know: no topology.
+    # NUMA node 0 is an *empty* NumaNode element, not a missing one; a negative number means that
+    # the kernel does not know: no topology.
     if numa_node is not None and numa_node >= 0:
         message.topology = v1beta1.TopologyInfo(nodes=[v1beta1.NumaNode(id=numa_node)])
     return bytes(message)
@@ -252,11 +309,19 @@ def _container_response(edits: Edits) -> v1beta1.ContainerAllocateResponse:
     return v1beta1.ContainerAllocateResponse(
         envs=dict(edits.environment),
         mounts=[
-            v1beta1.Mount(container_path=mount.container_path, host_path=mount.host_path, read_only=mount.read_only)
+            v1beta1.Mount(
+                container_path=mount.container_path,
+                host_path=mount.host_path,
+                read_only=mount.read_only,
+            )
             for mount in edits.mounts
         ],
         devices=[
-            v1beta1.DeviceSpec(container_path=each.container_path, host_path=each.host_path, permissions=each.permissions)
+            v1beta1.DeviceSpec(
+                container_path=each.container_path,
+                host_path=each.host_path,
+                permissions=each.permissions,
+            )
             for each in edits.device_nodes
         ],
         annotations=dict(edits.annotations),

@@ -1,9 +1,10 @@
-"""The current content of the kubelet's plugin directory, for every component that must react when it changes.
+"""The current content of the kubelet's plugin directory,
+for every component that must react when it changes.
 
-The kubelet announces no restart: it wipes the directory and puts a new ``kubelet.sock`` there (kubelet §3). One watch
-for all plugin servers publishes a `DirectoryState` at each change. A server compares it with the state in which it
-registered. State is published instead of events because events get lost, and because a server that was busy must
-still see the current state.
+The kubelet announces no restart: it wipes the directory and puts a new ``kubelet.sock`` there
+(kubelet §3). One watch for all plugin servers publishes a `DirectoryState` at each change. A server
+compares it with the state in which it registered. State is published instead of events because
+events get lost, and because a server that was busy must still see the current state.
 """
 
 from __future__ import annotations
@@ -46,11 +47,14 @@ class DirectoryState:
 class DirectoryWatch:
     """The watch over the directory, which keeps `state` up to date.
 
-    inotify wakes it within a millisecond; a look every ``poll_seconds`` makes up for lost events, for a directory that was replaced, and
-    for a kernel that gives no inotify instance (one warning, then polling alone).
+    inotify wakes it within a millisecond; a look every ``poll_seconds`` makes up for lost events,
+    for a directory that was replaced, and for a kernel that gives no inotify instance (one warning,
+    then polling alone).
     """
 
-    def __init__(self, directory: Path, *, poll_seconds: float, journal: Journal, status: KubeletStatus) -> None:
+    def __init__(
+        self, directory: Path, *, poll_seconds: float, journal: Journal, status: KubeletStatus
+    ) -> None:
         self.directory = directory
         self.state: Latest[DirectoryState] = Latest(DirectoryState())
         self._poll_seconds = poll_seconds
@@ -63,9 +67,13 @@ class DirectoryWatch:
         self._missing_since: float | None = None  # loop time
 
     async def run(self, beat: Callable[[], None] = lambda: None) -> None:
-        """Watch until cancelled; ``beat`` is called after each look, at least every ``poll_seconds``."""
+        """Watch until cancelled; ``beat`` is called after each look,
+        at least every ``poll_seconds``.
+        """
         if leftovers := await asyncio.to_thread(sockets.remove_leftovers, self.directory):
-            self._journal.record("kubelet.leftover_sockets_removed", directory=str(self.directory), sockets=leftovers)
+            self._journal.record(
+                "kubelet.leftover_sockets_removed", directory=str(self.directory), sockets=leftovers
+            )
         inotify = self._inotify()
         try:
             while True:
@@ -125,7 +133,9 @@ class DirectoryWatch:
         self.state.publish(state)
 
     def _note_waiting(self) -> None:
-        """Log once that there is no kubelet: at the start at once, later when it is gone for longer than a restart takes."""
+        """Log once that there is no kubelet: at the start at once,
+        later when it is gone for longer than a restart takes.
+        """
         if self.state.value.kubelet_socket is not None:
             self._missing_since = None
             self._changes.over("kubelet")
@@ -135,13 +145,18 @@ class DirectoryWatch:
             self._missing_since = now
         long_enough = self._known_kubelet is None or now - self._missing_since >= self._poll_seconds
         if long_enough and self._changes.is_new("kubelet"):
-            self._journal.record("kubelet.waiting", socket=str(self.directory / sockets.KUBELET_SOCKET))
+            self._journal.record(
+                "kubelet.waiting", socket=str(self.directory / sockets.KUBELET_SOCKET)
+            )
 
     def _warn(self, err: OSError) -> None:
         if self._changes.is_new("inotify"):
             _logger.warning(
                 "kubelet.inotify_unavailable",
                 error=str(err),
-                remedy="raise fs.inotify.max_user_instances or fs.inotify.max_user_watches; until then the directory is polled",
+                remedy=(
+                    "raise fs.inotify.max_user_instances or fs.inotify.max_user_watches; until "
+                    "then the directory is polled"
+                ),
                 poll_seconds=self._poll_seconds,
             )

@@ -1,8 +1,10 @@
-"""The one place that knows grpclib: a server that can be drained, and calls that end in time and in our own errors.
+"""The one place that knows grpclib: a server that can be drained,
+and calls that end in time and in our own errors.
 
-Both sides move bytes; `codec` gives them meaning. What grpclib leaves to its users is done here: closing connections that kubelet keeps
-open, UNIMPLEMENTED in a form that grpc-go understands, errors with a text that an operator can act on, unknown HTTP/2 frames that must not
-end a connection, and client errors of one family.
+Both sides move bytes; `codec` gives them meaning. What grpclib leaves to its users is done here:
+closing connections that kubelet keeps open, UNIMPLEMENTED in a form that grpc-go understands,
+errors with a text that an operator can act on, unknown HTTP/2 frames that must not end a
+connection, and client errors of one family.
 """
 
 from __future__ import annotations
@@ -53,15 +55,19 @@ UnaryMethod: TypeAlias = "Callable[[bytes], Awaitable[bytes]]"
 """Takes the encoded request and returns the encoded response."""
 
 StreamMethod: TypeAlias = "Callable[[bytes, Send], Awaitable[None]]"
-"""Takes the encoded request and sends as many encoded responses as it likes; returning ends the stream with status OK."""
+"""Takes the encoded request and sends as many encoded responses as it likes;
+returning ends the stream with status OK.
+"""
 
 Send: TypeAlias = "Callable[[bytes], Awaitable[None]]"
 _ByteStream: TypeAlias = "Stream[bytes, bytes]"
 
-# Data of the unfinished requests of one connection. The largest Allocate has below 4 MiB, the largest answer of pod-resources below 15.
+# Data of the unfinished requests of one connection. The largest Allocate has below 4 MiB, the
+# largest answer of pod-resources below 15.
 _MOST_REQUEST_BYTES, _MOST_ANSWER_BYTES = 16 * 1024 * 1024, 32 * 1024 * 1024
 _FRAME_COSTS_BYTES = 512  # of memory, besides its content
-# Frames that cost us work and the peer nothing. A kubelet pings once for some ten KiB of a list, and breaks off a call now and then.
+# Frames that cost us work and the peer nothing. A kubelet pings once for some ten KiB of a list,
+# and breaks off a call now and then.
 _MOST_IDLE_FRAMES, _IDLE_FRAMES_SECONDS = 10_000, 10.0
 _MOST_RESETS = 200  # in the same time
 _FED_AT_ONCE_BYTES = 16 * 1024  # h2 makes events of all its input before they can be checked
@@ -69,7 +75,8 @@ _FED_AT_ONCE_BYTES = 16 * 1024  # h2 makes events of all its input before they c
 _MOST_CONNECTIONS, _MOST_STREAMS = 8, 4
 _REQUEST_SECONDS = 10.0  # from the headers to the last byte
 
-# An error text travels in an HTTP/2 header, percent-encoded; kubelet copies it into the pod's status.
+# An error text travels in an HTTP/2 header, percent-encoded; kubelet copies it into the pod's
+# status.
 _LONGEST_TEXT = 1024
 
 
@@ -77,7 +84,8 @@ class CallError(KubeletError):
     """A gRPC call failed.
 
     Attributes:
-        status: the gRPC status' name, e.g. ``RESOURCE_EXHAUSTED``; ``UNAVAILABLE`` when there was no answer at all.
+        status: the gRPC status' name, e.g. ``RESOURCE_EXHAUSTED``; ``UNAVAILABLE`` when there was
+            no answer at all.
         text: the peer's text, without our preface.
     """
 
@@ -87,18 +95,27 @@ class CallError(KubeletError):
 
 
 class GrpcServer:
-    """One gRPC server on one socket; made inside a running event loop, started once and drained once.
+    """One gRPC server on one socket; made inside a running event loop,
+    started once and drained once.
 
-    State: grpclib's server and the methods that are running. A method that fails ends its own call only.
+    State: grpclib's server and the methods that are running. A method that fails ends its own call
+    only.
     """
 
-    def __init__(self, *, unary: Mapping[str, UnaryMethod], streams: Mapping[str, StreamMethod]) -> None:
+    def __init__(
+        self, *, unary: Mapping[str, UnaryMethod], streams: Mapping[str, StreamMethod]
+    ) -> None:
         self._running = self._streaming = 0
         self._idle = asyncio.Event()
         self._idle.set()
-        handlers = {path: Handler(self._unary(path, method), Cardinality.UNARY_UNARY, bytes, bytes) for path, method in unary.items()}
+        handlers = {
+            path: Handler(self._unary(path, method), Cardinality.UNARY_UNARY, bytes, bytes)
+            for path, method in unary.items()
+        }
         for path, method in streams.items():
-            handlers[path] = Handler(self._stream(path, method), Cardinality.UNARY_STREAM, bytes, bytes)
+            handlers[path] = Handler(
+                self._stream(path, method), Cardinality.UNARY_STREAM, bytes, bytes
+            )
         self._server = _ClosableServer(handlers)
 
     async def start(self, listener: socket.socket) -> None:
@@ -106,17 +123,19 @@ class GrpcServer:
         await self._server.start(sock=listener)
 
     async def drain(self, grace_seconds: float) -> None:
-        """Accept nothing new, let running methods return for up to ``grace_seconds``, then close every connection.
+        """Accept nothing new, let running methods return for up to ``grace_seconds``,
+        then close every connection.
 
-        grpclib's own way would wait for kubelet to close its connection, which it never does. A peer that does not read what we still have
-        for it gets a tenth of the grace and is cut off.
+        grpclib's own way would wait for kubelet to close its connection, which it never does. A
+        peer that does not read what we still have for it gets a tenth of the grace and is cut off.
         """
         if not self._server.started:
             return
         self._server.stop_accepting()
         await _within(grace_seconds, self._idle.wait())
         self._server.close()
-        await _within(grace_seconds, self._idle.wait())  # the cancelled ones need a moment to clean up
+        # the cancelled ones need a moment to clean up
+        await _within(grace_seconds, self._idle.wait())
         self._server.close_connections()
         if not await _within(grace_seconds / 10, self._server.wait_closed()):
             self._server.abort_connections()
@@ -131,11 +150,16 @@ class GrpcServer:
 
     def _stream(self, path: str, method: StreamMethod) -> Callable[[_ByteStream], Awaitable[None]]:
         async def serve(stream: _ByteStream) -> None:
-            # The raw stream, no async generator: a generator whose client went away during a send is never closed.
+            # The raw stream, no async generator: a generator whose client went away during a send
+            # is never closed.
             async with self._counted(path):
                 request = await _request(stream)
-                if self._streaming >= _MOST_STREAMS:  # each holds a list of megabytes while its client does not read
-                    raise grpclib.GRPCError(Status.RESOURCE_EXHAUSTED, f"vgpu-agent serves {_MOST_STREAMS} streams at a time")
+                # each holds a list of megabytes while its client does not read
+                if self._streaming >= _MOST_STREAMS:
+                    raise grpclib.GRPCError(
+                        Status.RESOURCE_EXHAUSTED,
+                        f"vgpu-agent serves {_MOST_STREAMS} streams at a time",
+                    )
                 self._streaming += 1
                 try:
                     await method(request, stream.send_message)
@@ -158,7 +182,9 @@ class GrpcServer:
             # A bug of ours ends this call only; kubelet gets a short text, the log the whole story.
             _logger.error("grpc.bug", method=path, exc_info=err)
             raise grpclib.GRPCError(
-                Status.INTERNAL, f"internal error in vgpu-agent ({type(err).__name__}); its log has the details under grpc.bug"
+                Status.INTERNAL,
+                f"internal error in vgpu-agent ({type(err).__name__}); its log has the details "
+                "under grpc.bug",
             ) from err
         finally:
             self._running -= 1
@@ -170,7 +196,8 @@ async def call(socket_path: Path, method: str, request: bytes, *, timeout_second
     """Make one unary call over a connection of its own.
 
     Raises:
-        CallError: the socket has no listener, the answer is an error, or it did not come within ``timeout_seconds``.
+        CallError: the socket has no listener, the answer is an error, or it did not come within
+            ``timeout_seconds``.
     """
     channel = _Channel(path=str(socket_path), codec=_Bytes())
     try:
@@ -180,10 +207,12 @@ async def call(socket_path: Path, method: str, request: bytes, *, timeout_second
 
 
 class Caller:
-    """Unary calls over one connection while they follow each other closely; making one costs as much as a call.
+    """Unary calls over one connection while they follow each other closely;
+    making one costs as much as a call.
 
-    State: the idle connection, closed ``kept_seconds`` after it was last used. A server that starts anew makes its
-    socket anew, so a call that a kept connection breaks off is made again over a new one.
+    State: the idle connection, closed ``kept_seconds`` after it was last used. A server that starts
+    anew makes its socket anew, so a call that a kept connection breaks off is made again over a new
+    one.
     """
 
     def __init__(self, socket_path: Path, *, kept_seconds: float) -> None:
@@ -200,14 +229,18 @@ class Caller:
             except CallError as err:
                 if err.status != Status.UNAVAILABLE.name:
                     raise
-        return await self._call(_Channel(path=str(self._socket_path), codec=_Bytes()), method, request, timeout_seconds)
+        return await self._call(
+            _Channel(path=str(self._socket_path), codec=_Bytes()), method, request, timeout_seconds
+        )
 
     def close(self) -> None:
         """Close the idle connection."""
         if (kept := self._taken()) is not None:
             kept.close()
 
-    async def _call(self, channel: Channel, method: str, request: bytes, timeout_seconds: float) -> bytes:
+    async def _call(
+        self, channel: Channel, method: str, request: bytes, timeout_seconds: float
+    ) -> bytes:
         try:
             answer = await _answer(channel, self._socket_path, method, request, timeout_seconds)
         except BaseException:
@@ -225,28 +258,41 @@ class Caller:
         return kept
 
 
-async def _answer(channel: Channel, socket_path: Path, method: str, request: bytes, timeout_seconds: float) -> bytes:
+async def _answer(
+    channel: Channel, socket_path: Path, method: str, request: bytes, timeout_seconds: float
+) -> bytes:
     name = method.rpartition("/")[2]
     try:
         async with (
             asyncio.timeout(timeout_seconds),
-            channel.request(method, Cardinality.UNARY_UNARY, bytes, bytes, timeout=timeout_seconds) as stream,
+            channel.request(
+                method, Cardinality.UNARY_UNARY, bytes, bytes, timeout=timeout_seconds
+            ) as stream,
         ):
             await stream.send_message(request, end=True)
             response = await stream.recv_message()
     except grpclib.GRPCError as err:
         text = err.message or ""
-        raise CallError(f"{name} on {socket_path} failed: {err.status.name}: {text}", status=err.status.name, text=text) from err
+        raise CallError(
+            f"{name} on {socket_path} failed: {err.status.name}: {text}",
+            status=err.status.name,
+            text=text,
+        ) from err
     except TimeoutError as err:
         message = f"{name} on {socket_path} was not answered within {timeout_seconds:g} s"
         raise CallError(message, status=Status.DEADLINE_EXCEEDED.name) from err
     except OSError as err:
         message = f"{name}: cannot connect to {socket_path}: {err.strerror or err}"
         raise CallError(message, status=Status.UNAVAILABLE.name) from err
-    except (StreamTerminatedError, ProtocolError, AssertionError) as err:  # grpclib asserts where an answer breaks off
-        raise CallError(f"{name} on {socket_path} broke off: {err}", status=Status.UNAVAILABLE.name) from err
+    except (StreamTerminatedError, ProtocolError, AssertionError) as err:
+        # grpclib asserts where an answer breaks off
+        raise CallError(
+            f"{name} on {socket_path} broke off: {err}", status=Status.UNAVAILABLE.name
+        ) from err
     if response is None:
-        raise CallError(f"{name} on {socket_path} was answered with nothing", status=Status.UNKNOWN.name)
+        raise CallError(
+            f"{name} on {socket_path} was answered with nothing", status=Status.UNKNOWN.name
+        )
     return response
 
 
@@ -267,7 +313,8 @@ class _Bytes(CodecBase):
 class _Methods(dict[str, Handler]):
     """The method table of grpclib, with an answer for names that are not served.
 
-    grpclib itself aborts such a call without a content type, which grpc-go reports as ``Unknown`` instead of ``Unimplemented``.
+    grpclib itself aborts such a call without a content type, which grpc-go reports as ``Unknown``
+    instead of ``Unimplemented``.
     """
 
     def get(self, path: str, default: Any = None) -> Any:
@@ -276,15 +323,17 @@ class _Methods(dict[str, Handler]):
 
 
 class _Connection(H2Protocol):
-    """A connection that repairs some habits of grpclib's, and that ends a peer's excessive requests.
+    """A connection that repairs some habits of grpclib's,
+    and that ends a peer's excessive requests.
 
-    As HTTP/2 demands, it ignores frames of an unknown kind, where grpclib would drop the connection. When it is lost,
-    a method that waits for room in the write buffer continues, where grpclib would leave it waiting for ever. Data
-    that is written together is sent together (see `write_coalescing`).
+    As HTTP/2 demands, it ignores frames of an unknown kind, where grpclib would drop the
+    connection. When it is lost, a method that waits for room in the write buffer continues, where
+    grpclib would leave it waiting for ever. Data that is written together is sent together (see
+    `write_coalescing`).
 
-    grpclib's windows bound nothing, because it accepts all data at once. So the data of unfinished messages is
-    counted. So are frames that cost only the agent something: pings, settings, priorities, empty data, and streams
-    that are reset at once.
+    grpclib's windows bound nothing, because it accepts all data at once. So the data of unfinished
+    messages is counted. So are frames that cost only the agent something: pings, settings,
+    priorities, empty data, and streams that are reset at once.
 
     State: besides grpclib's, the counts.
     """
@@ -310,7 +359,8 @@ class _Connection(H2Protocol):
                 return
             try:
                 super().data_received(data[start : start + _FED_AT_ONCE_BYTES])
-            except Exception as err:  # noqa: BLE001 - h2 and hpack raise arbitrary exceptions on some malformed input
+            except Exception as err:  # noqa: BLE001
+                # h2 and hpack raise arbitrary exceptions on some malformed input
                 self._end(f"what it sent cannot be understood ({type(err).__name__})")
 
     def connection_lost(self, exc: BaseException | None) -> None:
@@ -318,8 +368,14 @@ class _Connection(H2Protocol):
         self.resume_writing()
 
     def _counters(self) -> dict[type[Any], Callable[[Any], None]]:
-        counters: dict[type[Any], Callable[[Any], None]] = {DataReceived: self._count_data, StreamReset: self._count_reset}
-        counters |= dict.fromkeys((PingReceived, PingAckReceived, RemoteSettingsChanged, PriorityUpdated), self._count_idle)
+        counters: dict[type[Any], Callable[[Any], None]] = {
+            DataReceived: self._count_data,
+            StreamReset: self._count_reset,
+        }
+        counters |= dict.fromkeys(
+            (PingReceived, PingAckReceived, RemoteSettingsChanged, PriorityUpdated),
+            self._count_idle,
+        )
         counters[UnknownFrameReceived] = self._count_idle
         return counters
 
@@ -328,16 +384,26 @@ class _Connection(H2Protocol):
             self._count_idle(event)
         streams = self.processor.streams
         if len(self._costs) > len(streams):
-            self._costs = {stream: cost for stream, cost in self._costs.items() if stream in streams}
-        self._costs[event.stream_id] = self._costs.get(event.stream_id, 0) + len(event.data) + _FRAME_COSTS_BYTES
+            self._costs = {
+                stream: cost for stream, cost in self._costs.items() if stream in streams
+            }
+        self._costs[event.stream_id] = (
+            self._costs.get(event.stream_id, 0) + len(event.data) + _FRAME_COSTS_BYTES
+        )
         if sum(self._costs.values()) > self._most_bytes:
-            self._end(f"it sent more than {self._most_bytes // 1024 // 1024} MiB in messages that are not complete")
+            self._end(
+                f"it sent more than {self._most_bytes // 1024 // 1024} MiB in messages that are "
+                "not complete"
+            )
 
     def _count_reset(self, event: StreamReset) -> None:
         self._resets += 1
         self._count_idle(event)
         if self._resets > _MOST_RESETS:
-            self._end(f"it opened and reset more than {_MOST_RESETS} streams within {_IDLE_FRAMES_SECONDS:g} s")
+            self._end(
+                f"it opened and reset more than {_MOST_RESETS} streams within "
+                f"{_IDLE_FRAMES_SECONDS:g} s"
+            )
 
     def _count_idle(self, _: object) -> None:
         now = asyncio.get_running_loop().time()
@@ -345,7 +411,10 @@ class _Connection(H2Protocol):
             self._counted_from, self._idle_frames, self._resets = now, 0, min(self._resets, 1)
         self._idle_frames += 1
         if self._idle_frames > _MOST_IDLE_FRAMES:
-            self._end(f"it sent more than {_MOST_IDLE_FRAMES} frames that say nothing within {_IDLE_FRAMES_SECONDS:g} s")
+            self._end(
+                f"it sent more than {_MOST_IDLE_FRAMES} frames that say nothing within "
+                f"{_IDLE_FRAMES_SECONDS:g} s"
+            )
 
     def _end(self, reason: str) -> None:
         if not self.connection.is_closing():
@@ -386,14 +455,25 @@ class _ClosableServer(Server):
         return connection
 
     def _make_room(self) -> None:
-        """Close the oldest connection over which nothing is asked; kubelet's has its stream of lists."""
-        self._connections[:] = [one for one in self._connections if not hasattr(one, "connection") or not one.connection.is_closing()]
+        """Close the oldest connection over which nothing is asked;
+        kubelet's has its stream of lists.
+        """
+        self._connections[:] = [
+            one
+            for one in self._connections
+            if not hasattr(one, "connection") or not one.connection.is_closing()
+        ]
         if len(self._connections) < _MOST_CONNECTIONS:
             return
         made = self._made()
-        oldest = next((one for one in made if not one.processor.streams), made[-1] if made else None)
+        oldest = next(
+            (one for one in made if not one.processor.streams), made[-1] if made else None
+        )
         if oldest is not None:
-            _logger.warning("grpc.connection_closed", reason=f"there are more than {_MOST_CONNECTIONS} connections to one socket")
+            _logger.warning(
+                "grpc.connection_closed",
+                reason=f"there are more than {_MOST_CONNECTIONS} connections to one socket",
+            )
             oldest.processor.close("too many connections")
             oldest.transport.abort()
 
@@ -446,9 +526,13 @@ async def _request(stream: _ByteStream) -> bytes:
         async with asyncio.timeout(_REQUEST_SECONDS):
             request = await stream.recv_message()
     except TimeoutError as err:
-        raise RequestRefusedError(f"the request was not complete within {_REQUEST_SECONDS:g} s") from err
+        raise RequestRefusedError(
+            f"the request was not complete within {_REQUEST_SECONDS:g} s"
+        ) from err
     except NotImplementedError as err:
-        raise grpclib.GRPCError(Status.UNIMPLEMENTED, "vgpu-agent reads no compressed messages") from err
+        raise grpclib.GRPCError(
+            Status.UNIMPLEMENTED, "vgpu-agent reads no compressed messages"
+        ) from err
     except AssertionError as err:  # grpclib asserts where a message breaks off
         raise RequestRefusedError("the request message breaks off") from err
     if request is None:
@@ -461,7 +545,9 @@ async def _unimplemented(_: _ByteStream) -> None:
 
 
 def _status_of(err: AgentError) -> Status:
-    """Choose the gRPC status that names the faulty party to a reader of the kubelet's log; the kubelet treats all alike (kubelet §8)."""
+    """Choose the gRPC status that names the faulty party to a reader of the kubelet's log; the
+    kubelet treats all alike (kubelet §8).
+    """
     match err:
         case RequestRefusedError() | UnknownDeviceError():
             return Status.INVALID_ARGUMENT

@@ -1,8 +1,9 @@
 """The reader of the kubelet's pod-resources API, in which each id may have an entry of its own.
 
-A node that counts memory in ids has fifty thousand entries, 4 MB, in each answer, and nearly all of them are of
-resources that only schedulers count. Those are passed over without making an object of any, but each is checked to be
-an entry of that resource with that length. Called by `pod_resources`, in a thread. Message layout: kubelet §13.
+A node that counts memory in ids has fifty thousand entries, 4 MB, in each answer, and nearly all of
+them are of resources that only schedulers count. Those are passed over without making an object of
+any, but each is checked to be an entry of that resource with that length. Called by
+`pod_resources`, in a thread. Message layout: kubelet §13.
 """
 
 from __future__ import annotations
@@ -21,11 +22,13 @@ if TYPE_CHECKING:
 
     from vgpu_agent.device_ids import DeviceId, IdBlock
 
-# Ids of one resource differ in length by their digits; more kinds of entries than this are walked one by one.
+# Ids of one resource differ in length by their digits; more kinds of entries than this are walked
+# one by one.
 _MOST_KINDS = 64
 _MOST_STRANGERS = 1000
-# Entries that are matched at once. Without a bound each of tens of thousands would be kept to come back to. A possessive quantifier would
-# keep none, but Python before 3.11.5 matches too little with it (CPython issue 106052), and Debian 12 has 3.11.2.
+# Entries that are matched at once. Without a bound each of tens of thousands would be kept to come
+# back to. A possessive quantifier would keep none, but Python before 3.11.5 matches too little with
+# it (CPython issue 106052), and Debian 12 has 3.11.2.
 _MOST_AT_ONCE = b"{1,1000}"
 
 
@@ -39,14 +42,20 @@ class SeenNumbers:
     def __init__(self, resource: str, ids: NumberedIds) -> None:
         self.strangers: set[str] = set()
         self._seen = [(block, bytearray(block.count)) for block in ids.blocks]
-        kinds = [(seen, kind) for block, seen in self._seen for kind in _kinds_of_numbers(resource, block)]
+        kinds = [
+            (seen, kind)
+            for block, seen in self._seen
+            for kind in _kinds_of_numbers(resource, block)
+        ]
         self._places = [seen for seen, _ in kinds]
         pattern = b"|".join(kind for _, kind in kinds) or rb"(?!)"
         self._one = re.compile(pattern)
         self._run = re.compile(b"(?:" + pattern + b")" + _MOST_AT_ONCE)
 
     def note_run(self, message: bytes, position: int) -> int:
-        """Note the entries with one id of ours each in a row from ``position``; return the position after them."""
+        """Note the entries with one id of ours each in a row from ``position``;
+        return the position after them.
+        """
         end = _end_of_run(self._run, message, position)
         for entry in self._one.finditer(message, position, end):
             kind = entry.lastindex or 1
@@ -67,26 +76,33 @@ class SeenNumbers:
 
     def missing(self, block: IdBlock) -> int:
         """Count the ids of ``block`` that the kubelet does not have."""
-        return block.count - next((seen.count(1) for known, seen in self._seen if known == block), 0)
+        return block.count - next(
+            (seen.count(1) for known, seen in self._seen if known == block), 0
+        )
 
     def _note_stranger(self, id_: str) -> None:
         if len(self.strangers) < _MOST_STRANGERS:
             self.strangers.add(id_)
 
 
-def decode_pod_resources(response: bytes, wanted: Callable[[str], bool] = lambda _: True) -> tuple[Holding, ...]:
+def decode_pod_resources(
+    response: bytes, wanted: Callable[[str], bool] = lambda _: True
+) -> tuple[Holding, ...]:
     """One answer, see `PodResourcesReader.read`."""
     return PodResourcesReader(wanted).read(response)
 
 
 class PodResourcesReader:
-    """A reader of ListPodResourcesResponse, and of GetPodResourcesResponse, which has its one pod in the same field.
+    """A reader of ListPodResourcesResponse, and of GetPodResourcesResponse,
+    which has its one pod in the same field.
 
-    State: the forms of the entries read so far, so that answers about one pod after the other are read quickly from
-    the second on. It is dropped when it is full, and with an answer that makes no sense.
+    State: the forms of the entries read so far, so that answers about one pod after the other are
+    read quickly from the second on. It is dropped when it is full, and with an answer that makes no
+    sense.
 
     Attributes:
-        wanted: tells whether the ids of the resource of that name are of interest; the others are left out.
+        wanted: tells whether the ids of the resource of that name are of interest; the others are
+            left out.
     """
 
     def __init__(self, wanted: Callable[[str], bool]) -> None:
@@ -94,7 +110,8 @@ class PodResourcesReader:
         self._entries = _Entries(2, wanted)
 
     def read(self, response: bytes) -> tuple[Holding, ...]:
-        """List the holdings. Several entries of one container and resource are united (kubelet V11).
+        """List the holdings. Several entries of one container
+        and resource are united (kubelet V11).
 
         Raises:
             KubeletError: the bytes are no such message.
@@ -115,17 +132,26 @@ class PodResourcesReader:
             raise KubeletError(f"pod-resources: the answer cannot be understood: {err}") from err
         if self._entries.full:
             self._entries = _Entries(2, self.wanted)
-        return tuple(Holding(resource, tuple(ids), owner) for (owner, resource), ids in united.items() if ids)
+        return tuple(
+            Holding(resource, tuple(ids), owner) for (owner, resource), ids in united.items() if ids
+        )
 
 
-def decode_allocatable(response: bytes, offered: Mapping[str, Sequence[DeviceId]]) -> dict[str, frozenset[str] | SeenNumbers]:
-    """The healthy ids of each resource in ``offered``, from AllocatableResourcesResponse (kubelet §13).
+def decode_allocatable(
+    response: bytes, offered: Mapping[str, Sequence[DeviceId]]
+) -> dict[str, frozenset[str] | SeenNumbers]:
+    """The healthy ids of each resource in ``offered``,
+    from AllocatableResourcesResponse (kubelet §13).
 
     Raises:
         KubeletError: the bytes are no such message.
     """
     united: dict[str, set[str]] = {}
-    numbered = {name: SeenNumbers(name, ids) for name, ids in offered.items() if isinstance(ids, NumberedIds)}
+    numbered = {
+        name: SeenNumbers(name, ids)
+        for name, ids in offered.items()
+        if isinstance(ids, NumberedIds)
+    }
     entries = _Entries(1, offered.__contains__, [seen.note_run for seen in numbered.values()])
     try:
         for resource, ids in entries.walk(response)[0]:
@@ -135,22 +161,34 @@ def decode_allocatable(response: bytes, offered: Mapping[str, Sequence[DeviceId]
             else:
                 united.setdefault(resource, set()).update(ids)
     except wire.MalformedError as err:
-        raise KubeletError(f"pod-resources: the answer to GetAllocatableResources cannot be understood: {err}") from err
+        raise KubeletError(
+            f"pod-resources: the answer to GetAllocatableResources cannot be understood: {err}"
+        ) from err
     return {resource: frozenset(ids) for resource, ids in united.items()} | numbered
 
 
 class _Entries:
-    """Walks the ContainerDevices in field ``field`` of messages, and passes over those whose resource is not wanted.
+    """Walks the ContainerDevices in field ``field`` of messages,
+    and passes over those whose resource is not wanted.
 
-    State: the kinds of entries to pass over, a kind being tag, length and resource; runs of them are matched at once.
+    State: the kinds of entries to pass over, a kind being tag, length and resource; runs of them
+    are matched at once.
     """
 
-    def __init__(self, field: int, wanted: Callable[[str], bool], readers: Sequence[Callable[[bytes, int], int]] = ()) -> None:
-        """Walk; ``readers`` are offered each position first, and return the position after their part."""
+    def __init__(
+        self,
+        field: int,
+        wanted: Callable[[str], bool],
+        readers: Sequence[Callable[[bytes, int], int]] = (),
+    ) -> None:
+        """Walk; ``readers`` are offered each position first,
+        and return the position after their part.
+        """
         self._field = field
         self._is_wanted = wanted
         self._readers = readers
-        self._names: dict[bytes, str] = {}  # what names are encoded as → those that are wanted, "" for others
+        # what names are encoded as → those that are wanted, "" for others
+        self._names: dict[bytes, str] = {}
         self._kinds: set[tuple[bytes, int]] = set()
         self._run: re.Pattern[bytes] | None = None
         self._singles: dict[bytes, str] = {}  # pattern of a wanted entry with one id → its resource
@@ -162,8 +200,11 @@ class _Entries:
         """Tell whether it has no room for further forms of entries."""
         return max(len(self._kinds), len(self._singles), len(self._names)) >= _MOST_KINDS
 
-    def walk(self, message: bytes) -> tuple[list[tuple[str, Sequence[str]]], dict[int, int | bytes]]:
-        """Resource and ids of the wanted entries that no reader has read, and the last of each other field.
+    def walk(
+        self, message: bytes
+    ) -> tuple[list[tuple[str, Sequence[str]]], dict[int, int | bytes]]:
+        """Resource and ids of the wanted entries that no reader has read,
+        and the last of each other field.
 
         Raises:
             MalformedError: the bytes are no protobuf message.
@@ -187,7 +228,10 @@ class _Entries:
     def _passed(self, message: bytes, position: int, found: list[tuple[str, Sequence[str]]]) -> int:
         for read in self._readers:
             position = read(message, position)
-        if self._single is not None and (end := _end_of_run(self._single_run, message, position)) > position:
+        if (
+            self._single is not None
+            and (end := _end_of_run(self._single_run, message, position)) > position
+        ):
             resources = list(self._singles.values())
             ids: dict[str, list[str]] = {}
             for entry in self._single.finditer(message, position, end):
@@ -222,7 +266,11 @@ class _Entries:
             return
         id_ = ids[0].encode()
         content = wire.delimited(1, resource.encode()) + b"\x12" + wire.varint(len(id_))
-        head = bytes([self._field << 3 | wire.LENGTH_DELIMITED]) + wire.varint(len(content) + len(id_)) + content
+        head = (
+            bytes([self._field << 3 | wire.LENGTH_DELIMITED])
+            + wire.varint(len(content) + len(id_))
+            + content
+        )
         if head + id_ != element:
             return
         self._singles[re.escape(head) + b"(.{%d})" % len(id_)] = resource
@@ -239,7 +287,9 @@ def _end_of_run(run: re.Pattern[bytes] | None, message: bytes, position: int) ->
 
 
 def _kinds_of_numbers(resource: str, block: IdBlock) -> Iterator[bytes]:
-    """The entry with one id of ``block``, as a pattern for each number of digits; the digits are its group."""
+    """The entry with one id of ``block``, as a pattern for each number of digits;
+    the digits are its group.
+    """
     for digits in range(1, len(str(max(0, block.count - 1))) + 1):
         number = b"([0-9])" if digits == 1 else b"([1-9][0-9]{%d})" % (digits - 1)
         prefix = block.prefix.encode()

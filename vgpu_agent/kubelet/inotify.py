@@ -1,8 +1,9 @@
-"""A wake-up call when a directory changes, 0.3 ms after it did: the part of Linux' inotify that `directory` needs, by ctypes.
+"""A wake-up call when a directory changes, 0.3 ms after it did:
+the part of Linux' inotify that `directory` needs, by ctypes.
 
-The change itself is not reported, because `directory` reads the directory: events can be lost, and a read is needed
-after the first wake-up anyway. Other names cause no wake-up: the kubelet rewrites its checkpoint in the same
-directory several times for every pod.
+The change itself is not reported, because `directory` reads the directory: events can be lost, and
+a read is needed after the first wake-up anyway. Other names cause no wake-up: the kubelet rewrites
+its checkpoint in the same directory several times for every pod.
 """
 
 from __future__ import annotations
@@ -19,17 +20,26 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 # linux/inotify.h
-_MOVED_FROM, _MOVED_TO, _CREATE, _DELETE, _DELETE_SELF, _MOVE_SELF = 0x40, 0x80, 0x100, 0x200, 0x400, 0x800
+_MOVED_FROM, _MOVED_TO, _CREATE, _DELETE, _DELETE_SELF, _MOVE_SELF = (
+    0x40,
+    0x80,
+    0x100,
+    0x200,
+    0x400,
+    0x800,
+)
 _MASK = _MOVED_FROM | _MOVED_TO | _CREATE | _DELETE | _DELETE_SELF | _MOVE_SELF
 
-_EVENT = struct.Struct("iIII")  # struct inotify_event: watch, mask, cookie, length of the name that follows
+# struct inotify_event: watch, mask, cookie, length of the name that follows
+_EVENT = struct.Struct("iIII")
 _READ_AT_ONCE = 16 * 1024  # an event has 272 bytes at most; the rest causes another wake-up
 
 _libc = ctypes.CDLL(None, use_errno=True)
 
 
 class Inotify:
-    """A watch over at most one directory at a time; calls ``wake`` on the event loop for each batch of changes.
+    """A watch over at most one directory at a time;
+    calls ``wake`` on the event loop for each batch of changes.
 
     Raises:
         OSError: the kernel gives no instance (``fs.inotify.max_user_instances`` reached).
@@ -45,13 +55,16 @@ class Inotify:
         asyncio.get_running_loop().add_reader(self._descriptor, self._readable)
 
     def watch(self, directory: Path, *, ending: str = "") -> None:
-        """Watch ``directory`` instead of the previous one; a call for the same directory changes nothing.
+        """Watch ``directory`` instead of the previous one;
+        a call for the same directory changes nothing.
 
-        A directory that was replaced by another of the same name is noticed here: its watch has a new number.
+        A directory that was replaced by another of the same name is noticed here: its watch has a
+        new number.
 
         Args:
             directory: the directory to watch.
-            ending: the ending of the relevant names; changes of the directory itself are always relevant.
+            ending: the ending of the relevant names; changes of the directory itself are always
+                relevant.
 
         Raises:
             OSError: it is not there, or ``fs.inotify.max_user_watches`` is reached.
@@ -78,7 +91,9 @@ class Inotify:
             self._wake()
 
     def _matters(self, events: bytes) -> bool:
-        """Tell whether one of ``events`` concerns a relevant name or the directory itself, or reports lost events."""
+        """Tell whether one of ``events`` concerns a relevant name or the directory itself,
+        or reports lost events.
+        """
         position = 0
         while position < len(events):
             watch, _, _, length = _EVENT.unpack_from(events, position)

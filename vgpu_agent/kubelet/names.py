@@ -1,7 +1,8 @@
-"""Names in kubelet's records, checked before anything is made of them: they end up in paths and in log lines.
+"""Names in kubelet's records, checked before anything is made of them:
+they end up in paths and in log lines.
 
-`checkpoint` and `held_ids` ask for each entry. Kubernetes lets no other names come about, so an entry with one is damaged or forged; it is
-left out and logged once, and every other entry counts.
+`checkpoint` and `held_ids` ask for each entry. Kubernetes lets no other names come about, so an
+entry with one is damaged or forged; it is left out and logged once, and every other entry counts.
 """
 
 from __future__ import annotations
@@ -17,7 +18,9 @@ _changes = log.ChangeFilter()  # the file is read before every start
 
 def is_entry(pod_uid: str, container: str) -> bool:
     """Tell whether an entry of the checkpoint has names that Kubernetes allows."""
-    return (is_uid(pod_uid) and is_container_name(container)) or _skip("checkpoint", pod_uid, container)
+    return (is_uid(pod_uid) and is_container_name(container)) or _skip(
+        "checkpoint", pod_uid, container
+    )
 
 
 def is_listed(namespace: str, pod: str, container: str) -> bool:
@@ -28,5 +31,7 @@ def is_listed(namespace: str, pod: str, container: str) -> bool:
 
 def _skip(record: str, pod: str, container: str) -> bool:
     if len(_changes) < _MOST_LOGGED and _changes.is_new((record, pod[:256], container[:256])):
-        _logger.warning("kubelet.entry_skipped", record=record, pod=quoted(pod), container=quoted(container))
+        _logger.warning(
+            "kubelet.entry_skipped", record=record, pod=quoted(pod), container=quoted(container)
+        )
     return False

@@ -1,8 +1,9 @@
 """The device plugin service of one resource: what each of kubelet's five calls is answered.
 
-`server` puts it on a socket. It decides nothing itself: a `Backend` knows the devices and books the ids; here are kubelet's rules of the
-game, which are unforgiving (kubelet §4, §6): complete lists only, never an error from GetPreferredAllocation, an answer within a
-second, and one element for each container.
+`server` puts it on a socket. It decides nothing itself: a `Backend` knows the devices and books the
+ids; here are kubelet's rules of the game, which are unforgiving (kubelet §4, §6): complete lists
+only, never an error from GetPreferredAllocation, an answer within a second, and one element for
+each container.
 """
 
 from __future__ import annotations
@@ -35,7 +36,9 @@ _SERVICE = "/v1beta1.DevicePlugin"
 
 
 class Backend(Protocol):
-    """The plugin servers' interface to the rest of the agent. `allocation.Allocator` implements it."""
+    """The plugin servers' interface to the rest of the agent.
+    `allocation.Allocator` implements it.
+    """
 
     @property
     def revision(self) -> Revision:
@@ -44,17 +47,23 @@ class Backend(Protocol):
     def listing(self, resource: str) -> Sequence[ListedDevice]:
         """List all ids, also those of lost devices that containers hold."""
 
-    def preferred(self, resource: str, available: Sequence[str], must_include: Sequence[str], size: int) -> list[str]:
+    def preferred(
+        self, resource: str, available: Sequence[str], must_include: Sequence[str], size: int
+    ) -> list[str]:
         """The ``size`` ids that suit best, the ``must_include`` ones among them."""
 
     async def allocate(self, resource: str, ids: Sequence[str]) -> Edits:
-        """Book the ids and return the container's edits; the same ids twice get the same answer (kubelet V15)."""
+        """Book the ids and return the container's edits;
+        the same ids twice get the same answer (kubelet V15).
+        """
 
     def may_start_unasked(self, resource: str) -> bool:
         """Tell whether containers may start without `pre_start` while the agent is away."""
 
     async def pre_start(self, resource: str, ids: Sequence[str]) -> None:
-        """Return when the container may start; an error refuses the start for now, and kubelet asks again."""
+        """Return when the container may start; an error refuses the start for now,
+        and kubelet asks again.
+        """
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -72,9 +81,13 @@ class SentList:
         return [device.id for device in self.devices]
 
     def differences(self, listed: frozenset[str] | SeenNumbers) -> tuple[int, Collection[str]]:
-        """Return how many healthy ids the kubelet does not list, and which ids it lists that were never sent."""
+        """Return how many healthy ids the kubelet does not list,
+        and which ids it lists that were never sent.
+        """
         if isinstance(listed, SeenNumbers) and isinstance(self.devices, NumberedList):
-            missing = sum(listed.missing(block) for block, healthy in self.devices.blocks if healthy)
+            missing = sum(
+                listed.missing(block) for block, healthy in self.devices.blocks if healthy
+            )
             return missing, listed.strangers - {device.id.id for device in self.devices.others}
         ids = listed if isinstance(listed, frozenset) else frozenset[str]()
         healthy = {device.id.id for device in self.devices if device.healthy}
@@ -84,9 +97,9 @@ class SentList:
 class PluginService:
     """The answers to the kubelet for one resource on one server instance.
 
-    State: the open streams, and `PluginStatus`, which outlives the instance. Streams share nothing but the cache of
-    encoded devices: each remembers its own last list, because two may be open at once (kubelet V5). Lists are
-    remembered as devices, not as bytes.
+    State: the open streams, and `PluginStatus`, which outlives the instance. Streams share nothing
+    but the cache of encoded devices: each remembers its own last list, because two may be open at
+    once (kubelet V5). Lists are remembered as devices, not as bytes.
     """
 
     def __init__(
@@ -113,11 +126,14 @@ class PluginService:
         self._backend = backend
         self._status = status
         self._coalesce_seconds = coalesce_seconds
-        self._pre_start_required = resource.pre_start_required if pre_start_required is None else pre_start_required
+        self._pre_start_required = (
+            resource.pre_start_required if pre_start_required is None else pre_start_required
+        )
         self._encoder = codec.DeviceListEncoder()
         self._ending = asyncio.Event()
         self._open = 0
-        self._sent: tuple[Sequence[ListedDevice], float] | None = None  # the last list, and when (monotonic)
+        # the last list, and when (monotonic)
+        self._sent: tuple[Sequence[ListedDevice], float] | None = None
         self._lists = lists
         self.activity = Revision()  # moves on when a stream is opened, sends a list, or ends
         self.streams_opened = 0
@@ -145,7 +161,9 @@ class PluginService:
 
     @property
     def last_sent(self) -> SentList | None:
-        """The list that an open stream last sent; None when no stream is open or none has sent anything yet."""
+        """The list that an open stream last sent;
+        None when no stream is open or none has sent anything yet.
+        """
         if not self._open or self._sent is None:
             return None
         devices, at = self._sent
@@ -156,7 +174,9 @@ class PluginService:
         self._ending.set()
 
     async def _options(self, _: bytes) -> bytes:
-        return codec.encode_options(pre_start_required=self._pre_start_required, prefers=self._resource.prefers)
+        return codec.encode_options(
+            pre_start_required=self._pre_start_required, prefers=self._resource.prefers
+        )
 
     async def _list_and_watch(self, _: bytes, send: Send) -> None:
         self._open += 1
@@ -171,7 +191,9 @@ class PluginService:
             self._open -= 1
             self._status.stream_open = self._open > 0
             self._note_activity()
-            _logger.info("stream.ended", resource=self._resource.name, endpoint=self._status.endpoint)
+            _logger.info(
+                "stream.ended", resource=self._resource.name, endpoint=self._status.endpoint
+            )
 
     async def _send_lists(self, send: Send) -> None:
         revision = self._backend.revision
@@ -216,7 +238,8 @@ class PluginService:
             self._lists.advance()
 
     async def _prefer(self, request: bytes) -> bytes:
-        # An error here would fail the pod's admission (kubelet §6), while a poor choice only costs some speed.
+        # An error here would fail the pod's admission (kubelet §6), while a poor choice only costs
+        # some speed.
         self._status.preferred_calls += 1
         try:
             containers = codec.decode_preference(request)
@@ -227,21 +250,35 @@ class PluginService:
 
     def _choice(self, asked: PreferenceRequest) -> list[str]:
         try:
-            choice = self._backend.preferred(self._resource.name, asked.available, asked.must_include, asked.size)
+            choice = self._backend.preferred(
+                self._resource.name, asked.available, asked.must_include, asked.size
+            )
         except Exception as err:  # whatever is wrong with the choice, the pod must not fail for it
             _logger.error("preferred.failed", resource=self._resource.name, exc_info=err)
             return simple_choice(asked)
         chosen = set(choice)
-        if len(chosen) == asked.size and chosen.issuperset(asked.must_include) and chosen.issubset(asked.available):
+        if (
+            len(chosen) == asked.size
+            and chosen.issuperset(asked.must_include)
+            and chosen.issubset(asked.available)
+        ):
             return choice
-        _logger.warning("preferred.unsuitable", resource=self._resource.name, size=asked.size, chosen=len(choice))
+        _logger.warning(
+            "preferred.unsuitable",
+            resource=self._resource.name,
+            size=asked.size,
+            chosen=len(choice),
+        )
         return simple_choice(asked)
 
     async def _allocate(self, request: bytes) -> bytes:
         began = time.perf_counter()
         self._status.allocations += 1
         try:
-            answers = [await self._backend.allocate(self._resource.name, ids) for ids in codec.decode_allocate(request)]
+            answers = [
+                await self._backend.allocate(self._resource.name, ids)
+                for ids in codec.decode_allocate(request)
+            ]
             return codec.encode_allocate(answers)
         except Exception as err:
             self._status.allocations_refused += 1

@@ -1,12 +1,15 @@
-"""The kubelet's pod-resources API: live containers and their resources, by name, and the ids that it would give to a pod.
+"""The kubelet's pod-resources API: live containers and their resources, by name,
+and the ids that it would give to a pod.
 
-Called by `records` and by the agent's verification. List gives the freshest state, because the kubelet forgets ended
-pods before it answers. But it has no UIDs and no plain init containers, and its rate is limited (kubelet §13). Never
-called inside Allocate: the pod in question is recorded only after our answer.
+Called by `records` and by the agent's verification. List gives the freshest state, because the
+kubelet forgets ended pods before it answers. But it has no UIDs and no plain init containers, and
+its rate is limited (kubelet §13). Never called inside Allocate: the pod in question is recorded
+only after our answer.
 
-List returns all pods, which is megabytes where memory is counted in ids. Get returns one, in a hundredth of the time.
-But older kubelets do not have it, a start of many pods would use up the kubelet's rate, and other programs on the
-node ask too. So Get may be refused at any time, and the caller then uses List.
+List returns all pods, which is megabytes where memory is counted in ids. Get returns one, in a
+hundredth of the time.
+But older kubelets do not have it, a start of many pods would use up the kubelet's rate, and other
+programs on the node ask too. So Get may be refused at any time, and the caller then uses List.
 """
 
 from __future__ import annotations
@@ -33,13 +36,16 @@ _LIST = "/v1.PodResourcesLister/List"
 _GET = "/v1.PodResourcesLister/Get"
 _ALLOCATABLE = "/v1.PodResourcesLister/GetAllocatableResources"
 
-# How a kubelet from before 1.28 words that its feature gate KubeletPodResourcesGetAllocatable is off; it has no status code for that.
+# How a kubelet from before 1.28 words that its feature gate KubeletPodResourcesGetAllocatable is
+# off; it has no status code for that.
 _SWITCHED_OFF = "getallocatableresources disabled"
-# And that KubeletPodResourcesGet is off (alpha in 1.27, on by default from 1.34), and that there is no such pod; neither has a status code.
+# And that KubeletPodResourcesGet is off (alpha in 1.27, on by default from 1.34), and that there is
+# no such pod; neither has a status code.
 _GET_SWITCHED_OFF = "get method disabled"
 _NO_SUCH_POD = " not found"
 
-# The kubelet's rate limiter refills within a second (100 calls a second, 10 at once), so short pauses are enough.
+# The kubelet's rate limiter refills within a second (100 calls a second, 10 at once), so short
+# pauses are enough.
 _SHORTEST_PAUSE_SECONDS, _LONGEST_PAUSE_SECONDS = 1.0, 30.0
 
 # Of kubelet's 10 calls at once and 100 a second, Get leaves some to List and to other programs.
@@ -55,7 +61,8 @@ class KubeletBusyError(KubeletError):
     """kubelet has refused to answer because it was asked too often.
 
     Attributes:
-        retry_in_seconds: how long it is left alone; calls before that fail with this error at once, without reaching kubelet.
+        retry_in_seconds: how long it is left alone; calls before that fail with this error at once,
+            without reaching kubelet.
     """
 
     def __init__(self, message: str, retry_in_seconds: float) -> None:
@@ -64,7 +71,9 @@ class KubeletBusyError(KubeletError):
 
 
 class AllocatableUnsupportedError(KubeletError):
-    """This kubelet does not tell what can be allocated: it is older than 1.21, or the feature is switched off."""
+    """This kubelet does not tell what can be allocated:
+    it is older than 1.21, or the feature is switched off.
+    """
 
 
 class GetNotPossibleError(KubeletError):
@@ -86,15 +95,21 @@ class PodUnknownError(KubeletError):
 class PodResources:
     """The client of ``socket_path``.
 
-    State: a connection for a second after each call; when kubelet may be asked again; which socket file has no Get behind it (its device,
-    number and time of change).
+    State: a connection for a second after each call; when kubelet may be asked again; which socket
+    file has no Get behind it (its device, number and time of change).
 
     Attributes:
         lists: how often List was answered since the start.
         gets: how often Get was.
     """
 
-    def __init__(self, socket_path: Path, *, timeout_seconds: float, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self,
+        socket_path: Path,
+        *,
+        timeout_seconds: float,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
         self._socket_path = socket_path
         self._caller = grpc.Caller(socket_path, kept_seconds=_KEPT_SECONDS)
         self._timeout_seconds = timeout_seconds
@@ -112,11 +127,13 @@ class PodResources:
         self._caller.close()
 
     async def list(self, wanted: Callable[[str], bool] = lambda _: True) -> tuple[Holding, ...]:
-        """List the ``wanted`` resources of every live container of the node. The owners have no UID. Answers of any size are accepted.
+        """List the ``wanted`` resources of every live container of the node. The owners have no
+        UID. Answers of any size are accepted.
 
         Raises:
             KubeletBusyError: the kubelet refuses calls for a while (kubelet V12).
-            KubeletError: no socket, no such API, no answer in time, or an answer that makes no sense.
+            KubeletError: no socket, no such API, no answer in time, or an answer that makes no
+                sense.
         """
         self._gets.take(1)
         if (left := self._calm_at - self._clock()) > 0:
@@ -126,8 +143,11 @@ class PodResources:
         # In a thread, because a node with thousands of ids takes a tenth of a second to decode.
         return await asyncio.to_thread(decode_pod_resources, answer, wanted)
 
-    async def get(self, pods: Collection[tuple[str, str]], wanted: Callable[[str], bool] = lambda _: True) -> tuple[Holding, ...]:
-        """Return the ``wanted`` resources of these pods, (namespace, name). A pod unknown to the kubelet has none.
+    async def get(
+        self, pods: Collection[tuple[str, str]], wanted: Callable[[str], bool] = lambda _: True
+    ) -> tuple[Holding, ...]:
+        """Return the ``wanted`` resources of these pods, (namespace, name).
+        A pod unknown to the kubelet has none.
 
         Unlike List it may still show the ids of a pod that has ended, until another pod gets them.
 
@@ -136,8 +156,12 @@ class PodResources:
             KubeletBusyError: the kubelet refuses calls for a while (kubelet V12).
             KubeletError: no socket, no answer in time, or an answer that makes no sense.
         """
-        if self._without_get is not None and self._without_get == await asyncio.to_thread(_identity, self._socket_path):
-            raise GetNotPossibleError(f"pod-resources: the kubelet behind {self._socket_path} has no Get")
+        if self._without_get is not None and self._without_get == await asyncio.to_thread(
+            _identity, self._socket_path
+        ):
+            raise GetNotPossibleError(
+                f"pod-resources: the kubelet behind {self._socket_path} has no Get"
+            )
         self._without_get = None
         if self._clock() < self._calm_at or not self._gets.take_all(len(pods)):
             raise GetNotPossibleError("pod-resources: kubelet has been asked as often as it allows")
@@ -148,7 +172,9 @@ class PodResources:
         return tuple(holding for answer in answers for holding in self._reader.read(answer))
 
     async def _get(self, namespace: str, name: str) -> bytes:
-        """GetPodResourcesResponse, which reads like a list of one pod; empty when there is no such pod."""
+        """GetPodResourcesResponse, which reads like a list of one pod;
+        empty when there is no such pod.
+        """
         try:
             return await self._call(_GET, codec.encode_get(namespace, name))
         except PodUnknownError:
@@ -159,8 +185,11 @@ class PodResources:
                 self._without_get = await asyncio.to_thread(_identity, self._socket_path)
             raise
 
-    async def allocatable(self, offered: Mapping[str, Sequence[DeviceId]]) -> dict[str, frozenset[str] | SeenNumbers]:
-        """List the healthy ids of each ``offered`` resource as the kubelet has them, held or free: the result of our lists.
+    async def allocatable(
+        self, offered: Mapping[str, Sequence[DeviceId]]
+    ) -> dict[str, frozenset[str] | SeenNumbers]:
+        """List the healthy ids of each ``offered`` resource as the kubelet has them, held or free:
+        the result of our lists.
 
         Raises:
             AllocatableUnsupportedError: this kubelet does not report them.
@@ -170,7 +199,8 @@ class PodResources:
 
     async def _call(self, method: str, request: bytes = codec.EMPTY) -> bytes:
         if (left := self._not_before - self._clock()) > 0:
-            # kubelet's refusal once more, word for word: trouble that reads the same is logged once.
+            # kubelet's refusal once more, word for word: trouble that reads the same is logged
+            # once.
             raise KubeletBusyError(self._refusal, left)
         try:
             answer = await self._caller.call(method, request, timeout_seconds=self._timeout_seconds)
@@ -185,21 +215,35 @@ class PodResources:
         if err.status == "RESOURCE_EXHAUSTED":
             pause = self._backoff.pause()
             self._not_before = self._clock() + pause
-            self._refusal = f"pod-resources: kubelet was asked too often ({err.text}); the next call is in {pause:g} s"
+            self._refusal = (
+                f"pod-resources: kubelet was asked too often ({err.text}); the next call is in "
+                f"{pause:g} s"
+            )
             return KubeletBusyError(self._refusal, pause)
-        if method == _ALLOCATABLE and (err.status == "UNIMPLEMENTED" or _SWITCHED_OFF in err.text.lower()):
-            return AllocatableUnsupportedError(f"pod-resources: the kubelet behind {self._socket_path} has no GetAllocatableResources")
+        if method == _ALLOCATABLE and (
+            err.status == "UNIMPLEMENTED" or _SWITCHED_OFF in err.text.lower()
+        ):
+            return AllocatableUnsupportedError(
+                f"pod-resources: the kubelet behind {self._socket_path} has no "
+                "GetAllocatableResources"
+            )
         if err.status == "UNIMPLEMENTED":
             return KubeletError(
-                f"pod-resources: the kubelet behind {self._socket_path} has no pod-resources API v1; Kubernetes 1.20 or newer is needed"
+                f"pod-resources: the kubelet behind {self._socket_path} has no pod-resources API "
+                "v1; Kubernetes 1.20 or newer is needed"
             )
         if err.status == "UNAVAILABLE":
-            return KubeletError(f"pod-resources: {err}; is kubelet running, and is its pod-resources directory mounted?")
+            return KubeletError(
+                f"pod-resources: {err}; is kubelet running, and is its pod-resources directory "
+                "mounted?"
+            )
         return KubeletError(f"pod-resources: {err}")
 
     def _explained_get(self, err: grpc.CallError) -> KubeletError | None:
         if err.status == "UNIMPLEMENTED" or _GET_SWITCHED_OFF in err.text.lower():
-            return GetNotPossibleError(f"pod-resources: the kubelet behind {self._socket_path} has no Get", for_good=True)
+            return GetNotPossibleError(
+                f"pod-resources: the kubelet behind {self._socket_path} has no Get", for_good=True
+            )
         if err.status == "RESOURCE_EXHAUSTED":
             # Other programs ask too. List is the better use of the remaining calls.
             self._calm_at = self._clock() + _AFTER_A_REFUSED_GET_SECONDS
@@ -209,7 +253,9 @@ class PodResources:
 
 
 def _identity(path: Path) -> tuple[int, int, int] | None:
-    """Return the identity of this file, which differs for a file that takes its place; None when there is no file."""
+    """Return the identity of this file, which differs for a file that takes its place;
+    None when there is no file.
+    """
     try:
         found = path.stat()
     except OSError:

@@ -1,7 +1,8 @@
-"""A rate limiter: a bucket that fills up with time, counted as the kubelet itself counts calls (kubelet §13).
+"""A rate limiter: a bucket that fills up with time,
+counted as the kubelet itself counts calls (kubelet §13).
 
-`pod_resources` keeps one, so that it never exceeds the kubelet's rate. It rather takes the slower way that needs one
-call.
+`pod_resources` keeps one, so that it never exceeds the kubelet's rate. It rather takes the slower
+way that needs one call.
 """
 
 from __future__ import annotations

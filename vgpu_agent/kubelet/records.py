@@ -1,23 +1,27 @@
-"""The kubelet's own records of what containers hold: its pod-resources and its checkpoint, joined into one picture.
+"""The kubelet's own records of what containers hold:
+its pod-resources and its checkpoint, joined into one picture.
 
-`agent` reads them at start, shortly after each Allocate and every half a minute. The ledger follows them, because the
-kubelet wins every disagreement. How the two sources are weighed:
+`agent` reads them at start, shortly after each Allocate and every half a minute. The ledger follows
+them, because the kubelet wins every disagreement. How the two sources are weighed:
 
-* pod-resources decides which containers are *alive*. A listed id is held, whatever the checkpoint contains.
-* The checkpoint adds the pod's *UID*, found by container name and ids. The kubelet never lets two pods hold one id at
-  a time, so an id leads to one UID. Should a damaged file claim two, the UID stays empty rather than wrong. (While a
-  container with several resources is being admitted, the file may still name the pod that had the ids before. It is
-  right again once the admission is over, so before any PreStartContainer.)
-* An entry of the checkpoint that pod-resources does not confirm is either a plain init container of a live pod
-  (pod-resources hides those) or left behind by an ended pod (the kubelet rewrites the file late). It counts only if
-  its pod is known to be alive by another container, and only with the ids that no listed container has taken over. A
-  pod whose *only* holder is an init container is therefore not seen while that container runs. The kubelet keeps its
-  ids from other pods all the same, and a false entry in the ledger after each ended pod would be worse.
-* Without pod-resources the checkpoint alone is a picture that may contain ended pods: ``complete`` is False, nothing
-  may be released.
-* Without the checkpoint (corrupt, foreign, from a future kubelet) pod-resources alone still decides which containers
-  are alive: ``complete`` stays True, owners have no UID, and ``trouble`` gives the reason. Otherwise a new format
-  would keep every ended pod's share booked.
+* pod-resources decides which containers are *alive*. A listed id is held, whatever the checkpoint
+  contains.
+* The checkpoint adds the pod's *UID*, found by container name and ids. The kubelet never lets two
+  pods hold one id at a time, so an id leads to one UID. Should a damaged file claim two, the UID
+  stays empty rather than wrong. (While a container with several resources is being admitted, the
+  file may still name the pod that had the ids before. It is right again once the admission is over,
+  so before any PreStartContainer.)
+* An entry of the checkpoint that pod-resources does not confirm is either a plain init container of
+  a live pod (pod-resources hides those) or left behind by an ended pod (the kubelet rewrites the
+  file late). It counts only if its pod is known to be alive by another container, and only with the
+  ids that no listed container has taken over. A pod whose *only* holder is an init container is
+  therefore not seen while that container runs. The kubelet keeps its ids from other pods all the
+  same, and a false entry in the ledger after each ended pod would be worse.
+* Without pod-resources the checkpoint alone is a picture that may contain ended pods: ``complete``
+  is False, nothing may be released.
+* Without the checkpoint (corrupt, foreign, from a future kubelet) pod-resources alone still decides
+  which containers are alive: ``complete`` stays True, owners have no UID, and ``trouble`` gives the
+  reason. Otherwise a new format would keep every ended pod's share booked.
 """
 
 from __future__ import annotations
@@ -37,8 +41,12 @@ if TYPE_CHECKING:
     from vgpu_agent.kubelet.pod_resources import PodResources
 
 
-async def read_records(pod_resources: PodResources, checkpoint: Path, wanted: Callable[[str], bool] = lambda _: True) -> KubeletRecords:
-    """Read the picture of the ``wanted`` resources now; never an error, because the agent continues with its ledger."""
+async def read_records(
+    pod_resources: PodResources, checkpoint: Path, wanted: Callable[[str], bool] = lambda _: True
+) -> KubeletRecords:
+    """Read the picture of the ``wanted`` resources now;
+    never an error, because the agent continues with its ledger.
+    """
     trouble = []
     listed: tuple[Holding, ...] | None = None
     try:
@@ -47,13 +55,16 @@ async def read_records(pod_resources: PodResources, checkpoint: Path, wanted: Ca
         trouble.append(str(err))
     entries: tuple[CheckpointEntry, ...] | None = None
     try:
-        # After List, which makes kubelet forget ended pods, so that fewer of them are still in the file.
+        # After List, which makes kubelet forget ended pods, so that fewer of them are still in the
+        # file.
         entries = await read_checkpoint(checkpoint, wanted)
     except CheckpointError as err:
         trouble.append(str(err))
     holdings = await asyncio.to_thread(join, listed, entries or ())
     lines = None if entries is None else tuple(as_holding(entry) for entry in entries)
-    return KubeletRecords(holdings, complete=listed is not None, trouble="; ".join(trouble), entries=lines)
+    return KubeletRecords(
+        holdings, complete=listed is not None, trouble="; ".join(trouble), entries=lines
+    )
 
 
 def as_holding(entry: CheckpointEntry) -> Holding:
@@ -61,8 +72,12 @@ def as_holding(entry: CheckpointEntry) -> Holding:
     return Holding(entry.resource_name, entry.ids, Owner(entry.container_name, entry.pod_uid))
 
 
-def join(listed: Iterable[Holding] | None, entries: Iterable[CheckpointEntry]) -> tuple[Holding, ...]:
-    """One picture from pod-resources (None when it did not answer) and the checkpoint, by the rules above."""
+def join(
+    listed: Iterable[Holding] | None, entries: Iterable[CheckpointEntry]
+) -> tuple[Holding, ...]:
+    """One picture from pod-resources (None when it did not answer) and the checkpoint,
+    by the rules above.
+    """
     entries = tuple(entries)
     if listed is None:
         return _of_checkpoint_alone(entries)
@@ -74,18 +89,28 @@ def join(listed: Iterable[Holding] | None, entries: Iterable[CheckpointEntry]) -
         pod = alive.get(entry.pod_uid)
         left = tuple(device for device in entry.ids if (entry.resource_name, device) not in taken)
         if pod is not None and left:
-            joined.append(Holding(entry.resource_name, left, Owner(entry.container_name, entry.pod_uid, pod.namespace, pod.pod)))
+            joined.append(
+                Holding(
+                    entry.resource_name,
+                    left,
+                    Owner(entry.container_name, entry.pod_uid, pod.namespace, pod.pod),
+                )
+            )
     return tuple(joined)
 
 
 def unlisted(records: KubeletRecords) -> tuple[Holding, ...]:
     """Return what only the checkpoint shows: ids that no holding has, each once.
 
-    They are what an ended pod left behind, or a live pod's: a kubelet that was started a moment ago lists its pods one after the other.
+    They are what an ended pod left behind, or a live pod's: a kubelet that was started a moment ago
+    lists its pods one after the other.
     """
     taken = {(holding.resource, id_) for holding in records.holdings for id_ in holding.ids}
     found = []
-    for entry in sorted(records.entries or (), key=lambda each: (-len(each.ids), each.owner.pod_uid, each.owner.container)):
+    for entry in sorted(
+        records.entries or (),
+        key=lambda each: (-len(each.ids), each.owner.pod_uid, each.owner.container),
+    ):
         left = tuple(id_ for id_ in entry.ids if (entry.resource, id_) not in taken)
         taken.update((entry.resource, id_) for id_ in left)
         if left:
@@ -98,26 +123,42 @@ def _uids_by_id(entries: Iterable[CheckpointEntry]) -> dict[tuple[str, str, str]
     uids: dict[tuple[str, str, str], set[str]] = {}
     for entry in entries:
         for device in entry.ids:
-            uids.setdefault((entry.resource_name, entry.container_name, device), set()).add(entry.pod_uid)
+            uids.setdefault((entry.resource_name, entry.container_name, device), set()).add(
+                entry.pod_uid
+            )
     return uids
 
 
 def _with_uid(holding: Holding, uids: dict[tuple[str, str, str], set[str]]) -> Holding:
-    claims = [uids.get((holding.resource, holding.owner.container, device), set()) for device in holding.ids]
+    claims = [
+        uids.get((holding.resource, holding.owner.container, device), set())
+        for device in holding.ids
+    ]
     agreed = set.intersection(*claims) if claims else set()
     if len(agreed) != 1:
         return holding
     owner = holding.owner
-    return Holding(holding.resource, holding.ids, Owner(owner.container, agreed.pop(), owner.namespace, owner.pod))
+    return Holding(
+        holding.resource,
+        holding.ids,
+        Owner(owner.container, agreed.pop(), owner.namespace, owner.pod),
+    )
 
 
 def _of_checkpoint_alone(entries: Iterable[CheckpointEntry]) -> tuple[Holding, ...]:
-    """List each id once. The file does not show which of two holders is the init container, so the larger entry comes first."""
+    """List each id once. The file does not show which of two holders is the init container,
+    so the larger entry comes first.
+    """
     holdings = []
     taken: set[tuple[str, str]] = set()
-    for entry in sorted(entries, key=lambda each: (-len(each.ids), each.pod_uid, each.container_name, each.resource_name)):
+    for entry in sorted(
+        entries,
+        key=lambda each: (-len(each.ids), each.pod_uid, each.container_name, each.resource_name),
+    ):
         left = tuple(device for device in entry.ids if (entry.resource_name, device) not in taken)
         taken.update((entry.resource_name, device) for device in left)
         if left:
-            holdings.append(Holding(entry.resource_name, left, Owner(entry.container_name, entry.pod_uid)))
+            holdings.append(
+                Holding(entry.resource_name, left, Owner(entry.container_name, entry.pod_uid))
+            )
     return tuple(holdings)

@@ -1,6 +1,8 @@
-"""Telling kubelet about a resource: the Register call, and which of its failures are worth another try.
+"""Telling kubelet about a resource: the Register call,
+and which of its failures are worth another try.
 
-Called by `server` when the resource is already being served, because kubelet calls back *during* Register (kubelet §2, V1).
+Called by `server` when the resource is already being served, because kubelet calls back *during*
+Register (kubelet §2, V1).
 """
 
 from __future__ import annotations
@@ -25,29 +27,45 @@ _FINAL_WORDS = ("is not supported by kubelet", "the resourcename")
 
 
 class NotListeningError(grpc.CallError):
-    """The kubelet's socket exists without a listener: it was made this very moment, or left behind by a dead kubelet."""
+    """The kubelet's socket exists without a listener:
+    it was made this very moment, or left behind by a dead kubelet.
+    """
 
 
 async def register(
-    kubelet_socket: Path, *, endpoint: str, resource: str, pre_start_required: bool, timeout_seconds: float, prefers: bool = True
+    kubelet_socket: Path,
+    *,
+    endpoint: str,
+    resource: str,
+    pre_start_required: bool,
+    timeout_seconds: float,
+    prefers: bool = True,
 ) -> None:
-    """Announce that ``resource`` is served on the socket ``endpoint``, a base name beside kubelet's socket.
+    """Announce that ``resource`` is served on the socket ``endpoint``,
+    a base name beside kubelet's socket.
 
     Raises:
-        RegistrationRefusedError: the kubelet refuses this API version or this resource name for good (kubelet V6).
-        NotListeningError: the kubelet's socket has no listener; the kubelet does not know the endpoint.
+        RegistrationRefusedError: the kubelet refuses this API version or this resource name for
+            good (kubelet V6).
+        NotListeningError: the kubelet's socket has no listener; the kubelet does not know the
+            endpoint.
         CallError: anything else; trying again later may help.
     """
-    request = codec.encode_register(endpoint=endpoint, resource=resource, pre_start_required=pre_start_required, prefers=prefers)
+    request = codec.encode_register(
+        endpoint=endpoint, resource=resource, pre_start_required=pre_start_required, prefers=prefers
+    )
     try:
         await grpc.call(kubelet_socket, _METHOD, request, timeout_seconds=timeout_seconds)
     except grpc.CallError as err:
         if isinstance(err.__cause__, ConnectionRefusedError):
             raise NotListeningError(str(err), status=err.status) from err
-        if err.status == "UNIMPLEMENTED" or any(words in err.text.lower() for words in _FINAL_WORDS):
+        if err.status == "UNIMPLEMENTED" or any(
+            words in err.text.lower() for words in _FINAL_WORDS
+        ):
             raise RegistrationRefusedError(
-                f"kubelet refuses to register {resource}: {err.text or err}; it will not change its mind, so this resource stays away until"
-                " another kubelet starts, or the agent with another configuration"
+                f"kubelet refuses to register {resource}: {err.text or err}; it will not change "
+                "its mind, so this resource stays away until another kubelet starts, or the agent "
+                "with another configuration"
             ) from err
         raise
 
@@ -55,9 +73,10 @@ async def register(
 class ListenBackoff:
     """Pauses in seconds between two looks whether a kubelet listens on a socket that exists.
 
-    Between making its socket and listening on it a kubelet needs microseconds, or a second on a node that is busy booting. A dead one
-    leaves a socket on which nothing will ever listen. So each pause is a part of the time that has been waited already: whenever kubelet
-    begins to listen, it is seen within that part, and a dead one costs few looks.
+    Between making its socket and listening on it a kubelet needs microseconds, or a second on a
+    node that is busy booting. A dead one leaves a socket on which nothing will ever listen. So each
+    pause is a part of the time that has been waited already: whenever kubelet begins to listen, it
+    is seen within that part, and a dead one costs few looks.
 
     State: since when it is waited, on the event loop's clock.
     """

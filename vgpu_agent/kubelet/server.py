@@ -1,7 +1,9 @@
-"""The life of one resource's device plugin: serve, register, notice that kubelet has lost us, begin again.
+"""The life of one resource's device plugin:
+serve, register, notice that kubelet has lost us, begin again.
 
-`agent` runs one `DevicePlugin` for each resource under the supervisor, all of them beside one `DirectoryWatch`. Each round is a fresh
-server on a fresh socket: kubelet's bookkeeping of endpoints is too racy to reuse anything (kubelet §3).
+`agent` runs one `DevicePlugin` for each resource under the supervisor, all of them beside one
+`DirectoryWatch`. Each round is a fresh server on a fresh socket: kubelet's bookkeeping of endpoints
+is too racy to reuse anything (kubelet §3).
 """
 
 from __future__ import annotations
@@ -40,8 +42,8 @@ _SAID_AGAIN_SECONDS = 600.0
 class DevicePlugin:
     """One resource, offered to kubelet for as long as `run` runs.
 
-    Its ids may come and go meanwhile: the list is the backend's. Only pre-start is fixed, because a registration
-    states it once. A resource whose pre-start changes is a new `DevicePlugin`.
+    Its ids may come and go meanwhile: the list is the backend's. Only pre-start is fixed, because a
+    registration states it once. A resource whose pre-start changes is a new `DevicePlugin`.
 
     State: the server instance of the current round. `status` outlives rounds and is read by `web`.
     """
@@ -55,7 +57,9 @@ class DevicePlugin:
         journal: Journal,
         lists: Revision | None = None,
     ) -> None:
-        """Build it; ``lists`` is moved on with each list that kubelet is sent, and with the end of each stream."""
+        """Build it; ``lists`` is moved on with each list that kubelet is sent,
+        and with the end of each stream.
+        """
         self.resource = resource
         self.status = PluginStatus(resource.name, resource.family)
         self._backend = backend
@@ -72,18 +76,23 @@ class DevicePlugin:
 
     @property
     def last_sent(self) -> SentList | None:
-        """The list that the kubelet last received over a stream that is still open; None without registration or before the first list."""
+        """The list that the kubelet last received over a stream that is still open; None without
+        registration or before the first list.
+        """
         return self._registered.last_sent if self._registered is not None else None
 
     def register_again(self, reason: str) -> None:
-        """End the current round, so that a fresh server registers; nothing to do when a new round is coming anyway."""
+        """End the current round, so that a fresh server registers;
+        nothing to do when a new round is coming anyway.
+        """
         if self._registered is not None:
             self._registered.leave(reason)
 
     async def run(self) -> None:
         """Keep the resource registered until `stop` is called or the task is cancelled.
 
-        A kubelet that refuses for good is not asked again (kubelet V6): the state is ``failed`` until there is another kubelet.
+        A kubelet that refuses for good is not asked again (kubelet V6): the state is ``failed``
+        until there is another kubelet.
         """
         self._ended.clear()
         backoff = Backoff(self._settings.retry_min_seconds, self._settings.retry_max_seconds)
@@ -101,7 +110,12 @@ class DevicePlugin:
                     await self._attempt(kubelet, backoff)
                 except RegistrationRefusedError as err:
                     self.status.state, self.status.last_error = PluginState.FAILED, str(err)
-                    self._journal.record("plugin.refused", level="error", resource=self.resource.name, reason=str(err))
+                    self._journal.record(
+                        "plugin.refused",
+                        level="error",
+                        resource=self.resource.name,
+                        reason=str(err),
+                    )
                     await self._until_another(kubelet)
             await self._retire()
             self.status.state = PluginState.STOPPED
@@ -113,27 +127,36 @@ class DevicePlugin:
             self._ended.set()
 
     async def stop(self) -> None:
-        """End gracefully: streams return, sockets go, and containers of ours can be restarted while we are away.
+        """End gracefully: streams return, sockets go,
+        and containers of ours can be restarted while we are away.
 
-        The last is for resources with pre-start: kubelet would refuse to restart a crashed container while the plugin that must be asked is
-        gone, so the very last act is a registration without pre-start. Returns when `run` has ended.
+        The last is for resources with pre-start: kubelet would refuse to restart a crashed
+        container while the plugin that must be asked is gone, so the very last act is a
+        registration without pre-start. Returns when `run` has ended.
         """
         self._stopping.set()
         await self._ended.wait()
 
     async def _attempt(self, kubelet: SocketIdentity, backoff: Backoff) -> None:
-        """Do one round; afterwards the next may follow at once, or after a pause when the kubelet keeps failing."""
+        """Do one round; afterwards the next may follow at once,
+        or after a pause when the kubelet keeps failing.
+        """
         began = asyncio.get_running_loop().time()
         try:
             reason = await self._round(kubelet)
         except RegistrationRefusedError:
             raise
         except (KubeletError, ListenError) as err:
-            self.status.registration_failures += isinstance(err, KubeletError) and not isinstance(err, NotListeningError)
+            self.status.registration_failures += isinstance(err, KubeletError) and not isinstance(
+                err, NotListeningError
+            )
             reason = str(err)
             healthy = False
         else:
-            healthy = asyncio.get_running_loop().time() - began > self._settings.stream_open_timeout_seconds
+            healthy = (
+                asyncio.get_running_loop().time() - began
+                > self._settings.stream_open_timeout_seconds
+            )
         if self._stopping.is_set():
             return
         self.status.state = PluginState.WAITING
@@ -145,13 +168,23 @@ class DevicePlugin:
         await self._while_kubelet_is(kubelet, backoff.pause())
 
     def _say(self, reason: str, kubelet: SocketIdentity) -> None:
-        """Record why there is no registration: once for each kubelet, when the reason changes, and now and then while it lasts."""
+        """Record why there is no registration: once for each kubelet, when the reason changes,
+        and now and then while it lasts.
+        """
         self.status.last_error = reason
-        if self._changes.is_new("registration", (reason, kubelet), now=asyncio.get_running_loop().time()):
-            self._journal.record("plugin.registering_again", level="warning", resource=self.resource.name, reason=reason)
+        if self._changes.is_new(
+            "registration", (reason, kubelet), now=asyncio.get_running_loop().time()
+        ):
+            self._journal.record(
+                "plugin.registering_again",
+                level="warning",
+                resource=self.resource.name,
+                reason=reason,
+            )
 
     async def _register(self, instance: _Instance, kubelet: SocketIdentity) -> None:
-        """Register as soon as the kubelet listens. Until then it does not know the socket, so the same one can be used.
+        """Register as soon as the kubelet listens.
+        Until then it does not know the socket, so the same one can be used.
 
         Raises:
             KubeletError: the registration failed, or there is another kubelet now.
@@ -180,7 +213,14 @@ class DevicePlugin:
             KubeletError: the registration failed.
             ListenError: there is no socket to serve on.
         """
-        instance = _Instance(self.resource, self._backend, self.status, self._settings, self._directory, lists=self._lists)
+        instance = _Instance(
+            self.resource,
+            self._backend,
+            self.status,
+            self._settings,
+            self._directory,
+            lists=self._lists,
+        )
         try:
             await instance.start()
             self.status.state, self.status.endpoint = PluginState.SERVING, instance.name
@@ -191,7 +231,9 @@ class DevicePlugin:
             self.status.last_error = self.status.complaint
             self._changes.over("registration")
             ids = len(self._backend.listing(self.resource.name))
-            self._journal.record("plugin.registered", resource=self.resource.name, endpoint=instance.name, ids=ids)
+            self._journal.record(
+                "plugin.registered", resource=self.resource.name, endpoint=instance.name, ids=ids
+            )
             self._registered = instance
             return await instance.until_lost(kubelet, self._stopping)
         finally:
@@ -202,14 +244,27 @@ class DevicePlugin:
             self.status.endpoint = ""
 
     async def _retire(self) -> None:
-        """Register once more without pre-start, see `stop`; a failure costs nothing but the convenience."""
+        """Register once more without pre-start, see `stop`;
+        a failure costs nothing but the convenience.
+        """
         registered_before = self.status.registrations > 0
-        if not (self.resource.pre_start_required and registered_before and self._directory.state.value.kubelet_socket):
+        if not (
+            self.resource.pre_start_required
+            and registered_before
+            and self._directory.state.value.kubelet_socket
+        ):
             return
         if not self._backend.may_start_unasked(self.resource.name):
             return  # better no restart while we are away than one with a wrong share
         self.status.state = PluginState.DRAINING
-        last = _Instance(self.resource, self._backend, self.status, self._settings, self._directory, pre_start_required=False)
+        last = _Instance(
+            self.resource,
+            self._backend,
+            self.status,
+            self._settings,
+            self._directory,
+            pre_start_required=False,
+        )
         try:
             await last.start()
             await last.register(self._settings.drain_seconds)
@@ -241,11 +296,17 @@ class DevicePlugin:
     async def _while_kubelet_is(self, kubelet: SocketIdentity, seconds: float) -> None:
         """Pause, but not longer than this very kubelet is there."""
         until = asyncio.get_running_loop().time() + seconds
-        while not self._stopping.is_set() and (left := until - asyncio.get_running_loop().time()) > 0:
+        while (
+            not self._stopping.is_set() and (left := until - asyncio.get_running_loop().time()) > 0
+        ):
             version = self._directory.state.version
             if self._directory.state.value.kubelet_socket != kubelet:
                 return
-            if not await first_of(self._directory.state.newer_than(version), self._stopping.wait(), timeout_seconds=left):
+            if not await first_of(
+                self._directory.state.newer_than(version),
+                self._stopping.wait(),
+                timeout_seconds=left,
+            ):
                 return
 
 
@@ -272,11 +333,20 @@ class _Instance:
         self._identity: SocketIdentity | None = None
         self._listed = False
         self._left = ""
-        self._pre_start_required = resource.pre_start_required if pre_start_required is None else pre_start_required
-        self._service = PluginService(
-            resource, backend, status, coalesce_seconds=settings.coalesce_seconds, pre_start_required=self._pre_start_required, lists=lists
+        self._pre_start_required = (
+            resource.pre_start_required if pre_start_required is None else pre_start_required
         )
-        self._server = GrpcServer(unary=self._service.unary_methods, streams=self._service.stream_methods)
+        self._service = PluginService(
+            resource,
+            backend,
+            status,
+            coalesce_seconds=settings.coalesce_seconds,
+            pre_start_required=self._pre_start_required,
+            lists=lists,
+        )
+        self._server = GrpcServer(
+            unary=self._service.unary_methods, streams=self._service.stream_methods
+        )
 
     @property
     def last_sent(self) -> SentList | None:
@@ -314,15 +384,24 @@ class _Instance:
         )
 
     async def until_lost(self, kubelet: SocketIdentity, stopping: asyncio.Event) -> str:
-        """Wait until kubelet can no longer be served by this instance (kubelet V2, V3, V4), or until ``stopping``; the reason."""
+        """Wait until kubelet can no longer be served by this instance (kubelet V2, V3, V4), or
+        until ``stopping``; the reason.
+        """
         deadline = asyncio.get_running_loop().time() + self._settings.stream_open_timeout_seconds
         while not stopping.is_set():
             activity, state = self._service.activity.version, self._directory.state.version
             if reason := self._lost(kubelet):
                 return reason
-            left = None if self._service.streams_opened else deadline - asyncio.get_running_loop().time()
+            left = (
+                None
+                if self._service.streams_opened
+                else deadline - asyncio.get_running_loop().time()
+            )
             if left is not None and left <= 0:
-                return f"kubelet registered us but opened no stream within {self._settings.stream_open_timeout_seconds:g} s"
+                return (
+                    "kubelet registered us but opened no stream within "
+                    f"{self._settings.stream_open_timeout_seconds:g} s"
+                )
             await first_of(
                 self._service.activity.newer_than(activity),
                 self._directory.state.newer_than(state),
@@ -334,11 +413,19 @@ class _Instance:
     async def until_first_list(self) -> None:
         """Wait until kubelet has got a list, at most as long as draining may take."""
         deadline = asyncio.get_running_loop().time() + self._settings.drain_seconds
-        while not self._service.lists_sent and (left := deadline - asyncio.get_running_loop().time()) > 0:
-            await first_of(self._service.activity.newer_than(self._service.activity.version), timeout_seconds=left)
+        while (
+            not self._service.lists_sent
+            and (left := deadline - asyncio.get_running_loop().time()) > 0
+        ):
+            await first_of(
+                self._service.activity.newer_than(self._service.activity.version),
+                timeout_seconds=left,
+            )
 
     async def close(self) -> None:
-        """Let streams return, close every connection, remove the socket; also right after a `start` that was broken off."""
+        """Let streams return, close every connection, remove the socket;
+        also right after a `start` that was broken off.
+        """
         self._service.end_streams()
         try:
             await self._server.drain(self._settings.drain_seconds)

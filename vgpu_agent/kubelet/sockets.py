@@ -1,8 +1,10 @@
-"""Socket files in kubelet's plugin directory: ours, kubelet's, and the ones that an earlier life of this agent left behind.
+"""Socket files in kubelet's plugin directory:
+ours, kubelet's, and the ones that an earlier life of this agent left behind.
 
-Called by `directory` and `server`, always through ``asyncio.to_thread``, because a directory may be slow or gone. A path is never used
-twice: kubelet may end the client of a new registration when the stream of an old one on the same path ends (kubelet §3), so each
-server instance gets a name of its own. Process ids do not help here, since in a container ours is 1 in every life.
+Called by `directory` and `server`, always through ``asyncio.to_thread``, because a directory may be
+slow or gone. A path is never used twice: kubelet may end the client of a new registration when the
+stream of an old one on the same path ends (kubelet §3), so each server instance gets a name of its
+own. Process ids do not help here, since in a container ours is 1 in every life.
 """
 
 from __future__ import annotations
@@ -35,7 +37,10 @@ _instances = itertools.count(1)
 _OURS = re.compile(r"\Avgpu-agent-.+-[0-9a-f]{6}-[0-9]+\.sock\Z")
 
 _REMEDIES = {
-    errno.ENOENT: "the directory does not exist; is this the kubelet's directory (--kubelet-dir), and is it mounted?",
+    errno.ENOENT: (
+        "the directory does not exist; is this the kubelet's directory (--kubelet-dir), and is it "
+        "mounted?"
+    ),
     errno.EROFS: "the file system is read-only; mount the kubelet's directory writable",
     errno.ENOSPC: "the disk is full; free some space",
     errno.EDQUOT: "the disk quota is used up; free some space",
@@ -47,8 +52,8 @@ _REMEDIES = {
 class SocketIdentity(NamedTuple):
     """The identity of a socket file, which differs for the next file under the same name.
 
-    Inode numbers alone are reused at once. The time is that of modification, which for a socket is that of its
-    creation. A change of its mode or security label does not change the identity.
+    Inode numbers alone are reused at once. The time is that of modification, which for a socket is
+    that of its creation. A change of its mode or security label does not change the identity.
     """
 
     device: int
@@ -57,7 +62,9 @@ class SocketIdentity(NamedTuple):
 
 
 def unused_name(resource: str) -> str:
-    """A file name that no server instance had before, e.g. ``vgpu-agent-gpu.shared-4f1c2a-1.sock`` for ``nvidia.com/gpu.shared``."""
+    """A file name that no server instance had before, e.g. ``vgpu-agent-gpu.shared-4f1c2a-1.sock``
+    for ``nvidia.com/gpu.shared``.
+    """
     slug = resource.rpartition("/")[2][:_LONGEST_SLUG].strip("-.") or "resource"
     return f"vgpu-agent-{slug}-{_LIFE}-{next(_instances)}.sock"
 
@@ -70,17 +77,24 @@ def bind(path: Path) -> socket.socket:
     """
     length = len(os.fsencode(path))
     if length > _LONGEST_PATH:
-        raise ListenError(f"socket path {path} has {length} bytes and {_LONGEST_PATH} are allowed; choose a shorter --kubelet-dir")
+        raise ListenError(
+            f"socket path {path} has {length} bytes and {_LONGEST_PATH} are allowed; choose a "
+            "shorter --kubelet-dir"
+        )
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
         listener.setblocking(False)
-        os.fchmod(listener.fileno(), 0o600)  # before bind, so that the file never exists with a wider mode
+        # before bind, so that the file never exists with a wider mode
+        os.fchmod(listener.fileno(), 0o600)
         listener.bind(os.fspath(path))
     except OSError as err:
         listener.close()
         remedy = _REMEDIES.get(err.errno or 0, "see the error")
-        # Names the directory, because the file's name is another at each try and the same trouble should read the same.
-        raise ListenError(f"cannot create a socket in {path.parent}: {err.strerror or err}: {remedy}") from err
+        # Names the directory, because the file's name is another at each try and the same trouble
+        # should read the same.
+        raise ListenError(
+            f"cannot create a socket in {path.parent}: {err.strerror or err}: {remedy}"
+        ) from err
     return listener
 
 
@@ -90,20 +104,28 @@ def identity(path: Path) -> SocketIdentity | None:
         found = os.stat(path)
     except OSError:
         return None
-    return SocketIdentity(found.st_dev, found.st_ino, found.st_mtime_ns) if stat.S_ISSOCK(found.st_mode) else None
+    return (
+        SocketIdentity(found.st_dev, found.st_ino, found.st_mtime_ns)
+        if stat.S_ISSOCK(found.st_mode)
+        else None
+    )
 
 
 def age_seconds(path: Path) -> float:
-    """Return the seconds since the socket at ``path`` was created; 0 without one, or where its time is in the future.
+    """Return the seconds since the socket at ``path`` was created;
+    0 without one, or where its time is in the future.
 
-    The kubelet replaces its sockets when it starts. A clock that is set late, after a boot say, can make the age too large.
+    The kubelet replaces its sockets when it starts. A clock that is set late, after a boot say, can
+    make the age too large.
     """
     found = identity(path)
     return max(0.0, time.time() - found.created_ns / 1e9) if found is not None else 0.0
 
 
 def remove(path: Path) -> None:
-    """Delete the socket file if it is still there; another's file of that name cannot exist, see `unused_name`."""
+    """Delete the socket file if it is still there;
+    another's file of that name cannot exist, see `unused_name`.
+    """
     with contextlib.suppress(OSError):
         path.unlink()
 
@@ -111,7 +133,8 @@ def remove(path: Path) -> None:
 def remove_leftovers(directory: Path) -> list[str]:
     """Delete the sockets of our naming scheme that have no listener, and return their names.
 
-    A killed agent leaves its sockets behind. Another agent that is alive (a rolling update) accepts the connection and keeps its socket.
+    A killed agent leaves its sockets behind. Another agent that is alive (a rolling update) accepts
+    the connection and keeps its socket.
     """
     removed = []
     for path in _ours(directory):
@@ -123,7 +146,11 @@ def remove_leftovers(directory: Path) -> list[str]:
 
 def _ours(directory: Path) -> list[Path]:
     try:
-        return sorted(path for path in directory.iterdir() if _OURS.match(path.name) and f"-{_LIFE}-" not in path.name)
+        return sorted(
+            path
+            for path in directory.iterdir()
+            if _OURS.match(path.name) and f"-{_LIFE}-" not in path.name
+        )
     except OSError:
         return []
 

@@ -1,8 +1,8 @@
 """A strict reader of the kubelet's protobuf bytes.
 
-The generated code encodes byte for byte like Google's, but its decoder silently accepts truncated messages and wrong
-wire types, fails on others with arbitrary exceptions, and is slow. The messages that we read are few and flat, so
-`codec` reads them with this instead.
+The generated code encodes byte for byte like Google's, but its decoder silently accepts truncated
+messages and wrong wire types, fails on others with arbitrary exceptions, and is slow. The messages
+that we read are few and flat, so `codec` reads them with this instead.
 
 Format: https://protobuf.dev/programming-guides/encoding/.
 """
@@ -16,14 +16,17 @@ if TYPE_CHECKING:
 
 
 class MalformedError(ValueError):
-    """The bytes are no protobuf message, or a field is not of the kind that its message prescribes."""
+    """The bytes are no protobuf message, or a field is not of the kind
+    that its message prescribes.
+    """
 
 
 VARINT, FIXED64, LENGTH_DELIMITED, FIXED32 = 0, 1, 2, 5
 
 
 def fields(encoded: bytes) -> Iterator[tuple[int, int, int | bytes]]:
-    """Field number, wire type and value of each field, in order; the value is bytes for anything but a varint.
+    """Field number, wire type and value of each field, in order;
+    the value is bytes for anything but a varint.
 
     Raises:
         MalformedError: the bytes are no protobuf message.
@@ -67,7 +70,9 @@ def messages(encoded: bytes, number: int) -> Iterator[bytes]:
 
 
 def string(encoded: bytes, number: int) -> str:
-    """A string field that should be there once, of which the last one counts; empty when it is missing."""
+    """A string field that should be there once, of which the last one counts;
+    empty when it is missing.
+    """
     return next(iter(strings(encoded, number)[-1:]), "")
 
 
@@ -75,11 +80,17 @@ def strings(encoded: bytes, number: int) -> tuple[str, ...]:
     """The values of a repeated string field."""
     found, position, end = [], 0, len(encoded)
     tag = number << 3 | LENGTH_DELIMITED if number < 16 else None
-    # A request has hundreds of ids, all of them fields of this number, ASCII, and shorter than 128 bytes; then a byte is a character.
+    # A request has hundreds of ids, all of them fields of this number, ASCII, and shorter than 128
+    # bytes; then a byte is a character.
     characters = encoded.decode("ascii") if encoded.isascii() else ""
     while position < end:
         following = position + 2
-        if characters and encoded[position] == tag and following < end and following + encoded[position + 1] <= end:
+        if (
+            characters
+            and encoded[position] == tag
+            and following < end
+            and following + encoded[position + 1] <= end
+        ):
             position = following + encoded[position + 1]
             found.append(characters[following:position])
             continue

@@ -1,7 +1,8 @@
-"""One send for what a gRPC answer consists of, because each send wakes the other side up and costs a system call on both.
+"""One send for what a gRPC answer consists of,
+because each send wakes the other side up and costs a system call on both.
 
-grpclib writes headers, message and trailers one after the other, and several calls may be answered in one turn of the event loop. `grpc`
-gives every connection this in place of its transport.
+grpclib writes headers, message and trailers one after the other, and several calls may be answered
+in one turn of the event loop. `grpc` gives every connection this in place of its transport.
 """
 
 from __future__ import annotations
@@ -9,12 +10,14 @@ from __future__ import annotations
 import asyncio
 from typing import Any
 
-# More than this is passed on at once: it fills a send anyway, and what waits here is not seen by the flow control.
+# More than this is passed on at once: it fills a send anyway, and what waits here is not seen by
+# the flow control.
 _MOST_BYTES = 32 * 1024
 
 
 class CoalescingTransport(asyncio.Transport):
-    """Coalesces the writes of one turn of the event loop into one write to ``transport`` at the end of that turn.
+    """Coalesces the writes of one turn of the event loop into one write to ``transport`` at the end
+    of that turn.
 
     State: the data that was not passed on yet; nothing between turns.
     """

@@ -1,7 +1,8 @@
 """The ledger's sums: what is booked of each device, what is left, and what must never be.
 
-Pure functions on devices, resources and grants, called by `book` for every change and every audit. A grant counts for a resource when both
-belong to one family and the grant was made under today's settings; what was admitted under earlier ones is not held to today's limits.
+Pure functions on devices, resources and grants, called by `book` for every change and every audit.
+A grant counts for a resource when both belong to one family and the grant was made under today's
+settings; what was admitted under earlier ones is not held to today's limits.
 """
 
 from __future__ import annotations
@@ -22,7 +23,9 @@ if TYPE_CHECKING:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Device:
-    """A GPU or a MIG instance in the ledger; ``trouble`` is why it must not be given out now (health, or gone), ``divided`` is MIG mode."""
+    """A GPU or a MIG instance in the ledger; ``trouble`` is why it must not be given out now
+    (health, or gone), ``divided`` is MIG mode.
+    """
 
     uuid: str
     gpu: str
@@ -36,7 +39,8 @@ class Usage:
     """The amounts booked by the grants that count for one resource, by device.
 
     Attributes:
-        firm_cores_percent: of grants that no scheduler decided, and that therefore never exceed the device.
+        firm_cores_percent: of grants that no scheduler decided, and that therefore never exceed the
+            device.
         firm_holders: likewise; only counted where the pod decides.
     """
 
@@ -44,7 +48,9 @@ class Usage:
     cores_percent: collections.Counter[str] = dataclasses.field(default_factory=collections.Counter)
     holders: collections.Counter[str] = dataclasses.field(default_factory=collections.Counter)
     exclusive: collections.Counter[str] = dataclasses.field(default_factory=collections.Counter)
-    firm_cores_percent: collections.Counter[str] = dataclasses.field(default_factory=collections.Counter)
+    firm_cores_percent: collections.Counter[str] = dataclasses.field(
+        default_factory=collections.Counter
+    )
     firm_holders: collections.Counter[str] = dataclasses.field(default_factory=collections.Counter)
 
 
@@ -91,7 +97,11 @@ class Excess(NamedTuple):
     def refusal(self, wanted: Part) -> str:
         """The reason to refuse ``wanted``, which is part of what would be booked."""
         if self.measure is Measure.COMPANY:
-            return "it is wanted whole, and others have shares of it" if wanted.exclusive else "a container has it for itself"
+            return (
+                "it is wanted whole, and others have shares of it"
+                if wanted.exclusive
+                else "a container has it for itself"
+            )
         more, unit = {
             Measure.MEMORY: (wanted.memory_mib, "MiB"),
             Measure.CORES: (wanted.cores_percent, "% of the compute"),
@@ -114,19 +124,26 @@ class Overcommit:
     @property
     def text(self) -> str:
         """Compute and holders, as the end of a sentence."""
-        return f"{self.cores_percent} % of the compute of {self.cores_limit_percent}, {self.holders} containers of {self.slots}"
+        return (
+            f"{self.cores_percent} % of the compute of {self.cores_limit_percent}, {self.holders} "
+            f"containers of {self.slots}"
+        )
 
 
-def usage(resource: Resource, grants: Iterable[Grant], device_of: Callable[[str, str], str | None]) -> Usage:
+def usage(
+    resource: Resource, grants: Iterable[Grant], device_of: Callable[[str, str], str | None]
+) -> Usage:
     """Return what ``grants`` have booked of each device, as far as it counts for ``resource``.
 
     Args:
         resource: the resource whose limits are asked about.
         grants: all of them.
-        device_of: (resource, id) → device of an id that is offered today; None for any other. Only asked where ids name devices.
+        device_of: (resource, id) → device of an id that is offered today; None for any other. Only
+            asked where ids name devices.
     """
     booked = Usage()
-    of_device: dict[str, list[int]] = {}  # summed up here, because every start of a container asks about hundreds of grants
+    # summed up here, because every start of a container asks about hundreds of grants
+    of_device: dict[str, list[int]] = {}
     by_ids, family = resource.decided_by is Decider.IDS, resource.family
     for grant in grants:
         if grant.family != family:
@@ -147,15 +164,28 @@ def usage(resource: Resource, grants: Iterable[Grant], device_of: Callable[[str,
             firm = not grant.may_overcommit
             sums[4] += firm * share.cores_percent
             sums[5] += firm
-    for device, (memory_mib, cores_percent, exclusive, holders, firm_cores_percent, firm_holders) in of_device.items():
-        booked.memory_mib[device], booked.cores_percent[device], booked.exclusive[device] = memory_mib, cores_percent, exclusive
+    for device, (
+        memory_mib,
+        cores_percent,
+        exclusive,
+        holders,
+        firm_cores_percent,
+        firm_holders,
+    ) in of_device.items():
+        booked.memory_mib[device], booked.cores_percent[device], booked.exclusive[device] = (
+            memory_mib,
+            cores_percent,
+            exclusive,
+        )
         booked.firm_cores_percent[device] = firm_cores_percent
         if not by_ids:
             booked.holders[device], booked.firm_holders[device] = holders, firm_holders
     return booked
 
 
-def overbooked(resource: Resource, booked: Usage, devices: Mapping[str, Device], *, firm: bool = False) -> dict[str, Excess]:
+def overbooked(
+    resource: Resource, booked: Usage, devices: Mapping[str, Device], *, firm: bool = False
+) -> dict[str, Excess]:
     """List the devices that hold more of ``resource`` than they have, and of what.
 
     Args:
@@ -166,7 +196,11 @@ def overbooked(resource: Resource, booked: Usage, devices: Mapping[str, Device],
     """
     cores_limit = _cores_limit_percent(resource)
     firm = firm and resource.decided_by is Decider.POD
-    cores, holders = (booked.firm_cores_percent, booked.firm_holders) if firm else (booked.cores_percent, booked.holders)
+    cores, holders = (
+        (booked.firm_cores_percent, booked.firm_holders)
+        if firm
+        else (booked.cores_percent, booked.holders)
+    )
     excess = {}
     for uuid in booked.memory_mib.keys() | booked.holders.keys():
         known = devices.get(uuid)
@@ -186,9 +220,17 @@ def overcommitted(resource: Resource, booked: Usage) -> list[Overcommit]:
     """Devices with more compute or more holders than they have, in the order of their UUIDs."""
     cores_limit = _cores_limit_percent(resource)
     return [
-        Overcommit(resource.name, uuid, booked.cores_percent[uuid], int(cores_limit), booked.holders[uuid], resource.holders_of(uuid))
+        Overcommit(
+            resource.name,
+            uuid,
+            booked.cores_percent[uuid],
+            int(cores_limit),
+            booked.holders[uuid],
+            resource.holders_of(uuid),
+        )
         for uuid in sorted(booked.holders)
-        if booked.cores_percent[uuid] > cores_limit or booked.holders[uuid] > resource.holders_of(uuid)
+        if booked.cores_percent[uuid] > cores_limit
+        or booked.holders[uuid] > resource.holders_of(uuid)
     ]
 
 
@@ -208,8 +250,11 @@ def room(resource: Resource, booked: Usage, device: Device, trouble: str) -> Dev
     )
 
 
-def unsound(grants: Iterable[Grant], holders: Mapping[str, Mapping[str, int]], devices: Mapping[str, Device]) -> list[str]:
-    """List what must never be, whatever is offered: a shared exclusive device, two families on one GPU, an id with two holders.
+def unsound(
+    grants: Iterable[Grant], holders: Mapping[str, Mapping[str, int]], devices: Mapping[str, Device]
+) -> list[str]:
+    """List what must never be, whatever is offered:
+    a shared exclusive device, two families on one GPU, an id with two holders.
 
     A slice shares with the holder of its whole GPU. Two slices of a GPU do not share.
     """
@@ -225,15 +270,29 @@ def unsound(grants: Iterable[Grant], holders: Mapping[str, Mapping[str, int]], d
     for uuid, shares in sorted(by_device.items()):
         if not any(share.exclusive for share in shares):
             continue
-        slices = (each for each in by_device if each != uuid and each in devices and devices[each].gpu == uuid)
+        slices = (
+            each
+            for each in by_device
+            if each != uuid and each in devices and devices[each].gpu == uuid
+        )
         if company := len(shares) - 1 + sum(len(by_device[each]) for each in slices):
             problems.append(f"{uuid} has an exclusive holder and {company} more")
-    problems += [f"{uuid} serves several families at once" for uuid, serving in sorted(families.items()) if len(serving) > 1]
+    problems += [
+        f"{uuid} serves several families at once"
+        for uuid, serving in sorted(families.items())
+        if len(serving) > 1
+    ]
     for name in {grant.resource for grant in grants} | holders.keys():
-        counted = collections.Counter(itertools.chain.from_iterable(grant.ids for grant in grants if grant.resource == name))
+        counted = collections.Counter(
+            itertools.chain.from_iterable(grant.ids for grant in grants if grant.resource == name)
+        )
         index = holders.get(name, {})
         if len(counted) < counted.total():
-            problems += [f"id {id_} of {name} has {count} holders" for id_, count in counted.items() if count > 1]
+            problems += [
+                f"id {id_} of {name} has {count} holders"
+                for id_, count in counted.items()
+                if count > 1
+            ]
         if counted.keys() != index.keys():
             problems.append("the index of holders does not match the grants")
     return problems

@@ -1,4 +1,5 @@
-"""The reasons against giving out a device through a resource now: its health, a cordon, a holder on other terms, or a claim.
+"""The reasons against giving out a device through a resource now:
+its health, a cordon, a holder on other terms, or a claim.
 
 `book` asks before each list and each booking. Pure functions of the ledger's state.
 """
@@ -29,8 +30,10 @@ class Context(NamedTuple):
         grants: those that are `in_the_way` of the resource in question.
         offers_all_of: whether a grant was made under today's settings.
         claims: GPU → the oldest claim on it, as far as claims count for what is asked.
-        why_waits: GPU, family → why another family is offered the GPU first, empty where none is; as far as that counts.
-        lasts: GPU, family → whether kubelet may still give out what is kept for others since a moment; as far as that counts.
+        why_waits: GPU, family → why another family is offered the GPU first, empty where none is;
+            as far as that counts.
+        lasts: GPU, family → whether kubelet may still give out what is kept for others since a
+            moment; as far as that counts.
     """
 
     devices: Mapping[str, Device]
@@ -43,13 +46,17 @@ class Context(NamedTuple):
 
 
 def in_the_way(resource: Resource, grants: Iterable[Grant]) -> list[Grant]:
-    """The grants that can keep ``resource`` from a device: of others, and where ids name devices, made under other settings."""
+    """The grants that can keep ``resource`` from a device:
+    of others, and where ids name devices, made under other settings.
+    """
     by_ids = resource.decided_by is Decider.IDS
     return [grant for grant in grants if by_ids or grant.family != resource.family]
 
 
 def trouble(device: str, resource: Resource, known: Context) -> str:
-    """Explain why nothing of ``device`` may be given out through ``resource`` now; empty when it may."""
+    """Explain why nothing of ``device`` may be given out through ``resource`` now;
+    empty when it may.
+    """
     return (
         own_trouble(device, resource, known.devices, known.cordons)
         or _somebody_in_the_way(device, resource, known)
@@ -57,8 +64,12 @@ def trouble(device: str, resource: Resource, known: Context) -> str:
     )
 
 
-def own_trouble(device: str, resource: Resource, devices: Mapping[str, Device], cordons: Cordons) -> str:
-    """Explain why ``resource`` gives out nothing of ``device`` even if nothing of it is held; empty when it does."""
+def own_trouble(
+    device: str, resource: Resource, devices: Mapping[str, Device], cordons: Cordons
+) -> str:
+    """Explain why ``resource`` gives out nothing of ``device`` even if nothing of it is held;
+    empty when it does.
+    """
     if ill := illness(devices, device):
         return ill
     if reason := cordons.reason(device) or cordons.reason(devices[device].gpu):
@@ -77,16 +88,27 @@ def _somebody_in_the_way(device: str, resource: Resource, known: Context) -> str
             if holds is None or holds.gpu != gpu:
                 continue
             if grant.family != resource.family:
-                # Where the pod decides, its ids name no GPU: a pod that was on its way is admitted, and its start waits.
-                return "" if not by_ids and known.lasts(gpu, resource.family) else serves(grant.family)
+                # Where the pod decides, its ids name no GPU: a pod that was on its way is admitted,
+                # and its start waits.
+                return (
+                    "" if not by_ids and known.lasts(gpu, resource.family) else serves(grant.family)
+                )
             if by_ids and share.device != device and gpu in (share.device, device):
                 # From before MIG mode was switched: a GPU and its slices are never both given out.
                 whole = "the whole GPU" if share.device == gpu else f"the slice {share.device}"
                 return f"a container still holds {whole} ({listed(grant.ids)})"
-            # Ids from before a change of replicas: whole and shared holders never mix on one device.
-            mixed = by_ids and share.device == device and (share.exclusive or resource.holders_of(device) == 1)
+            # Ids from before a change of replicas: whole and shared holders never mix on one
+            # device.
+            mixed = (
+                by_ids
+                and share.device == device
+                and (share.exclusive or resource.holders_of(device) == 1)
+            )
             if mixed and not known.offers_all_of(grant):
-                return f"a container admitted under earlier settings still holds it ({listed(grant.ids)})"
+                return (
+                    "a container admitted under earlier settings still holds it "
+                    f"({listed(grant.ids)})"
+                )
     return ""
 
 
@@ -95,9 +117,16 @@ def _kept(gpu: str, resource: Resource, known: Context) -> str:
     return "" if reason and known.lasts(gpu, resource.family) else reason
 
 
-def strangers(shares: Iterable[Share], offered: Collection[str], devices: Mapping[str, Device]) -> list[str]:
-    """Devices of ``shares`` that are neither among ``offered`` nor a MIG instance of one that is."""
-    gpus = {share.device: devices[share.device].gpu if share.device in devices else share.device for share in shares}
+def strangers(
+    shares: Iterable[Share], offered: Collection[str], devices: Mapping[str, Device]
+) -> list[str]:
+    """Devices of ``shares`` that are neither among ``offered`` nor a MIG instance of one
+    that is.
+    """
+    gpus = {
+        share.device: devices[share.device].gpu if share.device in devices else share.device
+        for share in shares
+    }
     return [device for device, gpu in gpus.items() if device not in offered and gpu not in offered]
 
 

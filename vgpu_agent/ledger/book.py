@@ -1,9 +1,12 @@
-"""The ledger: the devices of this node, the ids it offers for them, and the containers that hold them.
+"""The ledger: the devices of this node, the ids it offers for them,
+and the containers that hold them.
 
-One instance lives on the event loop and is changed by synchronous methods only, so every change is atomic without a lock. It is a cache of
-the truth, never the only copy: kubelet's records win every disagreement (`reconcile`), at start as well as every 30 seconds.
+One instance lives on the event loop and is changed by synchronous methods only, so every change is
+atomic without a lock. It is a cache of the truth, never the only copy: kubelet's records win every
+disagreement (`reconcile`), at start as well as every 30 seconds.
 
-Called by `allocation` (book, release), by `agent` (new inventory, new offers, verification) and read by the plugin servers and `web`.
+Called by `allocation` (book, release), by `agent` (new inventory, new offers, verification) and
+read by the plugin servers and `web`.
 """
 
 from __future__ import annotations
@@ -15,7 +18,13 @@ from typing import TYPE_CHECKING
 
 from vgpu_agent.concurrency import Revision
 from vgpu_agent.device_ids import DeviceId, ListedDevice, NumberedIds, NumberedList
-from vgpu_agent.errors import CapacityError, OvercommitError, UnhealthyDeviceError, UnknownDeviceError, listed
+from vgpu_agent.errors import (
+    CapacityError,
+    OvercommitError,
+    UnhealthyDeviceError,
+    UnknownDeviceError,
+    listed,
+)
 from vgpu_agent.ledger import accounting, availability
 from vgpu_agent.ledger.accounting import Device
 from vgpu_agent.ledger.claims import in_order, oldest_by_gpu, why_kept
@@ -38,27 +47,41 @@ if TYPE_CHECKING:
     from vgpu_agent.ledger.grants import Saved
     from vgpu_agent.ledger.reconciliation import Correction, Meaning
     from vgpu_agent.ledger.uses import GpuUse, HeldBack
-    from vgpu_agent.model import DeviceRoom, Holding, Inventory, KubeletRecords, Owner, Resource, Share
+    from vgpu_agent.model import (
+        DeviceRoom,
+        Holding,
+        Inventory,
+        KubeletRecords,
+        Owner,
+        Resource,
+        Share,
+    )
 
 
 _HOLDERS_UNKNOWN = (
-    "neither of the kubelet's records could be read since the agent started, so the family that has the GPU is not known; see "
-    "kubelet.records_incomplete in the log"
+    "neither of the kubelet's records could be read since the agent started, so the family that "
+    "has the GPU is not known; see kubelet.records_incomplete in the log"
 )
 
 
 class Ledger:
     """Devices, offers and grants.
 
-    State: everything is rebuilt after a restart from NVML and from kubelet's records, but for `slices`, the MIG instances that were ever
-    seen, which `agent` keeps. `revision` moves on when a list that kubelet should see, a grant or a claim has changed.
+    State: everything is rebuilt after a restart from NVML and from kubelet's records, but for
+    `slices`, the MIG instances that were ever seen, which `agent` keeps. `revision` moves on when a
+    list that kubelet should see, a grant or a claim has changed.
 
     Attributes:
         claims: the GPUs that are kept for pods, the oldest claim first.
         withdrawn: moves on when a family is offered less than before, because of another one.
     """
 
-    def __init__(self, *, clock: Callable[[], float] = time.monotonic, wall_clock: Callable[[], float] = time.time) -> None:
+    def __init__(
+        self,
+        *,
+        clock: Callable[[], float] = time.monotonic,
+        wall_clock: Callable[[], float] = time.time,
+    ) -> None:
         """Make an empty one.
 
         Args:
@@ -74,23 +97,39 @@ class Ledger:
         self._offers = Offers()
         self._grants = Grants(self._offers)
         self._reconciliation = Reconciliation(self._grants, clock, wall_clock)
-        self._offered_gpus: tuple[int, Mapping[str, Device], dict[str, frozenset[str]]] | None = None  # offers, devices → GPUs
+        # offers, devices → GPUs
+        self._offered_gpus: tuple[int, Mapping[str, Device], dict[str, frozenset[str]]] | None = (
+            None
+        )
         self.claims: tuple[Claim, ...] = ()
         self._oldest_claims: Mapping[str, Claim] = {}  # by GPU
-        self._turns, self._withdrawals, self._drains = Turns(clock), Withdrawals(clock), Drains(clock)
+        self._turns, self._withdrawals, self._drains = (
+            Turns(clock),
+            Withdrawals(clock),
+            Drains(clock),
+        )
         self._served_families: frozenset[str] = frozenset()
         self._withheld_families: frozenset[str] = frozenset()
         self._shared_out = self._listed = False
         self._passes = 0
         self._gpus_of_grants: dict[int, tuple[Sequence[Share], tuple[str, frozenset[str]]]] = {}
-        self._holders_unknown = False  # the first look at kubelet's records has shown nothing, and none since has
-        self.rebuilt = False  # whether kubelet has reported all that was held when this process started
+        # the first look at kubelet's records has shown nothing, and none since has
+        self._holders_unknown = False
+        # whether kubelet has reported all that was held when this process started
+        self.rebuilt = False
 
-    # -- facts ------------------------------------------------------------------------------------------------------------------------
+    # -- facts -------------------------------------------------------------------------------------
 
     def observe(self, inventory: Inventory) -> None:
-        """Take over what `gpu` has seen. A device that is no longer mentioned stays as long as it has a holder, as not available."""
-        seen = with_gone(devices_of(inventory), before=self._devices, slices=self.slices, held=self._grants.held_devices())
+        """Take over what `gpu` has seen. A device that is no longer mentioned stays as long as it
+        has a holder, as not available.
+        """
+        seen = with_gone(
+            devices_of(inventory),
+            before=self._devices,
+            slices=self.slices,
+            held=self._grants.held_devices(),
+        )
         if seen != self._devices:
             self._devices = seen
             self._changed()
@@ -104,27 +143,36 @@ class Ledger:
     ) -> None:
         """Replace what this node offers.
 
-        Grants stay: an id that is no longer offered stays with its container and is reported as foreign. Ids that name devices and
-        are still offered have the shares that ``stand_for`` returns now, as they would after a restart.
+        Grants stay: an id that is no longer offered stays with its container and is reported as
+        foreign. Ids that name devices and are still offered have the shares that ``stand_for``
+        returns now, as they would after a restart.
 
         Raises:
             ValueError: a name occurs twice, or an id in two resources of a family (kubelet V17).
         """
         held = {grant.resource for grant in self._grants.by_number.values() if grant.decided_for}
         changed = self._offers.replace(resources, held)
-        able = {resource.family for resource in self._offers.in_order if resource.decided_by is not Decider.NOBODY}
+        able = {
+            resource.family
+            for resource in self._offers.in_order
+            if resource.decided_by is not Decider.NOBODY
+        }
         self._served_families = frozenset(able - set(unserved))
         if self._grants.restate(stand_for) or changed:
             self._changed()
 
     def withhold(self, families: Iterable[str]) -> None:
-        """Give no turns to ``families``, whose resources are not offered to the kubelet at the moment."""
+        """Give no turns to ``families``, whose resources are not offered
+        to the kubelet at the moment.
+        """
         if (withheld := frozenset(families)) != self._withheld_families:
             self._withheld_families = withheld
             self._changed()
 
     def cordon(self, device: str, reason: str, *, by: str = "") -> None:
-        """Give nothing of ``device`` to new containers until ``by`` lifts this; its holders keep it."""
+        """Give nothing of ``device`` to new containers until ``by`` lifts this;
+        its holders keep it.
+        """
         self._cordons.set(device, by, reason)
         self._changed()
 
@@ -140,16 +188,20 @@ class Ledger:
             self._changed()
 
     def end_turns(self) -> None:
-        """Offer to the next family, or to all, what one was offered first, where its time is over; see `turn_ends_in_seconds`."""
+        """Offer to the next family, or to all, what one was offered first, where its time is over;
+        see `turn_ends_in_seconds`.
+        """
         moved = self._turns.move_on()
         if self._withdrawals.end() or moved:
             self._changed()
 
     def has_settled(self, device: str) -> bool:
-        """Tell whether the ledger knows ``device`` and no cordon keeps it back, regardless of its health."""
+        """Tell whether the ledger knows ``device`` and no cordon keeps it back,
+        regardless of its health.
+        """
         return device in self._devices and not self._cordons.reason(device)
 
-    # -- reading ----------------------------------------------------------------------------------------------------------------------
+    # -- reading -----------------------------------------------------------------------------------
 
     @property
     def resources(self) -> tuple[Resource, ...]:
@@ -163,21 +215,35 @@ class Ledger:
 
     @property
     def newest(self) -> int:
-        """The number of the grant that was booked last, whether it is still there or not; 0 before the first."""
+        """The number of the grant that was booked last, whether it is still there or not;
+        0 before the first.
+        """
         return self._grants.last_number
 
     @property
     def in_doubt(self) -> bool:
-        """Tell whether the next pass decides: no records of the kubelet yet, or a grant was missing in the last complete ones."""
+        """Tell whether the next pass decides: no records of the kubelet yet,
+        or a grant was missing in the last complete ones.
+        """
         return not self.rebuilt or bool(self._grants.misses)
 
     @property
     def foreign_ids(self) -> tuple[str, ...]:
         """Ids in containers' hands that this node does not offer (any more)."""
-        return tuple(sorted({id_ for grant in self._grants.by_number.values() for id_ in self._grants.foreign_ids(grant)}))
+        return tuple(
+            sorted(
+                {
+                    id_
+                    for grant in self._grants.by_number.values()
+                    for id_ in self._grants.foreign_ids(grant)
+                }
+            )
+        )
 
     def why_kept(self, gpu: str, family: str) -> str:
-        """Explain why ``family`` gets no new share of ``gpu`` because of a claim; empty when none keeps it away."""
+        """Explain why ``family`` gets no new share of ``gpu`` because of a claim;
+        empty when none keeps it away.
+        """
         return why_kept(gpu, family, self._oldest_claims)
 
     @property
@@ -187,12 +253,23 @@ class Ledger:
 
     @property
     def turn_ends_in_seconds(self) -> float | None:
-        """Seconds until the offer of a GPU changes because of the time alone; None when none does."""
-        return min((left for left in (self._turns.seconds_left, self._withdrawals.seconds_left) if left is not None), default=None)
+        """Seconds until the offer of a GPU changes because of the time alone;
+        None when none does.
+        """
+        return min(
+            (
+                left
+                for left in (self._turns.seconds_left, self._withdrawals.seconds_left)
+                if left is not None
+            ),
+            default=None,
+        )
 
     @property
     def turns_end_in_seconds(self) -> float | None:
-        """Seconds until all GPUs that were returned by now are offered to all; None when they are."""
+        """Seconds until all GPUs that were returned by now are offered to all;
+        None when they are.
+        """
         return self._turns.over_in_seconds
 
     def free_ids(self, resource: str) -> int:
@@ -202,7 +279,15 @@ class Ledger:
         if isinstance(offered.ids, NumberedIds):
             usable = sum(block.count for block in offered.ids.blocks if not trouble[block.device])
             if not any(trouble.values()):
-                return usable - len(held) + sum(len(self._grants.foreign_ids(grant)) for grant in self.grants if grant.resource == resource)
+                return (
+                    usable
+                    - len(held)
+                    + sum(
+                        len(self._grants.foreign_ids(grant))
+                        for grant in self.grants
+                        if grant.resource == resource
+                    )
+                )
             given = (offered.ids.device(id_) for id_ in held)
             return usable - sum(device is not None and not trouble[device] for device in given)
         return sum(not trouble[entry.device] and entry.id not in held for entry in offered.ids)
@@ -215,10 +300,15 @@ class Ledger:
         """
         if resource := self._offers.by_name.get(name):
             return resource
-        raise UnknownDeviceError(f"resource {name} is not offered by this node; it offers {', '.join(self._offers.by_name) or 'nothing'}")
+        raise UnknownDeviceError(
+            f"resource {name} is not offered by this node; it offers "
+            f"{', '.join(self._offers.by_name) or 'nothing'}"
+        )
 
     def listing(self, name: str) -> Sequence[ListedDevice]:
-        """The complete list that kubelet must see now: every offered id, and held ids of devices that went away (kubelet V16)."""
+        """The complete list that kubelet must see now:
+        every offered id, and held ids of devices that went away (kubelet V16).
+        """
         resource = self.resource(name)
         self._listed = True
         trouble = self._troubles(resource, at_kubelet=True)
@@ -230,11 +320,15 @@ class Ledger:
             if availability.illness(self._devices, device := self._grants.device_behind(grant, id_))
         ]
         if isinstance(resource.ids, NumberedIds):
-            return NumberedList(tuple((block, not trouble[block.device]) for block in resource.ids.blocks), tuple(gone))
+            return NumberedList(
+                tuple((block, not trouble[block.device]) for block in resource.ids.blocks),
+                tuple(gone),
+            )
         return [*(ListedDevice(entry, not trouble[entry.device]) for entry in resource.ids), *gone]
 
     def free_ids_by_gpu(self, name: str) -> tuple[dict[str, int], dict[str, int]]:
-        """Count the ids of ``name`` without a holder: on GPUs that serve its family, and on free GPUs, claimed ones included.
+        """Count the ids of ``name`` without a holder:
+        on GPUs that serve its family, and on free GPUs, claimed ones included.
 
         Raises:
             UnknownDeviceError: the resource is not offered.
@@ -244,7 +338,9 @@ class Ledger:
         serving, free = dict[str, int](), dict[str, int]()
         for device in self._offers.devices(resource):
             if self.gpu_of(device) not in served:
-                trouble[device] = availability.own_trouble(device, resource, self._devices, self._cordons)
+                trouble[device] = availability.own_trouble(
+                    device, resource, self._devices, self._cordons
+                )
         for entry in resource.ids:
             if entry.id not in held and not trouble[entry.device]:
                 gpu = self.gpu_of(entry.device)
@@ -271,38 +367,64 @@ class Ledger:
         return sum(not trouble[entry.device] for entry in resource.ids)
 
     def shared_gpus(self, family: str) -> frozenset[str]:
-        """GPUs that families other than ``family`` are offered as well; empty where it is the only one."""
-        if self._offered_gpus is None or self._offered_gpus[0] != self._offers.version or self._offered_gpus[1] is not self._devices:
+        """GPUs that families other than ``family`` are offered as well;
+        empty where it is the only one.
+        """
+        if (
+            self._offered_gpus is None
+            or self._offered_gpus[0] != self._offers.version
+            or self._offered_gpus[1] is not self._devices
+        ):
             gpus: dict[str, set[str]] = {}
             for resource in self._offers.in_order:
-                known = (device for uuid in self._offers.devices(resource) if (device := self._devices.get(uuid)))
+                known = (
+                    device
+                    for uuid in self._offers.devices(resource)
+                    if (device := self._devices.get(uuid))
+                )
                 gpus.setdefault(resource.family, set()).update(
                     device.gpu for device in known if not (resource.undivided and device.divided)
                 )
-            self._offered_gpus = self._offers.version, self._devices, {name: frozenset(found) for name, found in gpus.items()}
-        return frozenset().union(*(gpus for name, gpus in self._offered_gpus[2].items() if name != family))
+            self._offered_gpus = (
+                self._offers.version,
+                self._devices,
+                {name: frozenset(found) for name, found in gpus.items()},
+            )
+        return frozenset().union(
+            *(gpus for name, gpus in self._offered_gpus[2].items() if name != family)
+        )
 
     def gpu_of(self, device: str) -> str:
         """The GPU of a MIG instance; any other device is its own."""
         return known.gpu if (known := self._devices.get(device)) else device
 
-    def rooms(self, name: str, *, besides: Iterable[int] = (), pod_uid: str = "") -> tuple[DeviceRoom, ...]:
+    def rooms(
+        self, name: str, *, besides: Iterable[int] = (), pod_uid: str = ""
+    ) -> tuple[DeviceRoom, ...]:
         """Return what each device of resource ``name`` has left, in the order of its ids.
 
         Args:
             name: the resource.
-            besides: numbers of grants that are not counted, because they are about to be decided anew.
-            pod_uid: the kubelet's UID of the asking pod, if there is one; a pod that has a part of what it needs gets the rest before
-                others.
+            besides: numbers of grants that are not counted, because they are about to be decided
+                anew.
+            pod_uid: the kubelet's UID of the asking pod, if there is one; a pod that has a part of
+                what it needs gets the rest before others.
 
         Raises:
             UnknownDeviceError: the resource is not offered.
         """
         resource, left_out = self.resource(name), set(besides)
-        grants = [grant for grant in self._grants.by_number.values() if grant.number not in left_out]
+        grants = [
+            grant for grant in self._grants.by_number.values() if grant.number not in left_out
+        ]
         booked = accounting.usage(resource, grants, self._offers.device)
         trouble = self._troubles(resource, claims=not self._is_partly_served(pod_uid))
-        return tuple(accounting.room(resource, booked, self._devices.get(uuid) or Device(uuid, uuid, 0), trouble[uuid]) for uuid in trouble)
+        return tuple(
+            accounting.room(
+                resource, booked, self._devices.get(uuid) or Device(uuid, uuid, 0), trouble[uuid]
+            )
+            for uuid in trouble
+        )
 
     def find(self, name: str, ids: Iterable[str]) -> Grant | None:
         """Return the grant of exactly these ids, in any order; None when there is none."""
@@ -313,16 +435,22 @@ class Ledger:
 
     def holders(self, name: str, ids: Iterable[str]) -> tuple[Grant, ...]:
         """The grants that have any of ``ids``, oldest first."""
-        return tuple(self._grants.by_number[number] for number in sorted(self._grants.holders(name, ids)))
+        return tuple(
+            self._grants.by_number[number] for number in sorted(self._grants.holders(name, ids))
+        )
 
     @property
     def overcommitted(self) -> tuple[Overcommit, ...]:
-        """The devices of which schedulers have given out more compute or more places than there are."""
+        """The devices of which schedulers have given out more compute
+        or more places than there are.
+        """
         return tuple(
             each
             for resource in self._offers.in_order
             if resource.decided_by is Decider.POD
-            for each in accounting.overcommitted(self._offers.at_its_widest(resource), self._booked(resource))
+            for each in accounting.overcommitted(
+                self._offers.at_its_widest(resource), self._booked(resource)
+            )
         )
 
     @property
@@ -337,17 +465,21 @@ class Ledger:
             UnknownDeviceError: the resource is not offered.
         """
         resource = self.resource(name)
-        return held_back(resource, self._troubles(resource), self._devices, {use.gpu: use for use in self.uses})
+        return held_back(
+            resource, self._troubles(resource), self._devices, {use.gpu: use for use in self.uses}
+        )
 
     def audit(self) -> list[str]:
         """List every invariant that does not hold, as sentences; empty when the ledger is sound."""
-        problems = accounting.unsound(self._grants.by_number.values(), self._grants.holder, self._devices)
+        problems = accounting.unsound(
+            self._grants.by_number.values(), self._grants.holder, self._devices
+        )
         for resource in self._offers.by_name.values():
             excess = self._overbooked(self._offers.at_its_widest(resource), firm=True)
             problems += [f"{device}: {each.text}" for device, each in excess.items()]
         return problems
 
-    # -- booking ----------------------------------------------------------------------------------------------------------------------
+    # -- booking -----------------------------------------------------------------------------------
 
     def reserve(
         self,
@@ -360,15 +492,19 @@ class Ledger:
     ) -> Grant:
         """Book ``ids`` of resource ``name`` for a container that kubelet has not named yet.
 
-        The kubelet decides on the holder of an id, so an id that another grant holds moves to this one: its pod has ended and the kubelet
-        has not reported it, or an init container made room for the next one. Asking again for ids without a named holder gives the same
-        grant (kubelet V15). Where the pod decides, ``shares`` are empty (late binding) or those of the pod that Allocate guessed (early).
-        With ``may_overcommit`` a scheduler decided them, and more compute or holders than a device has are booked.
+        The kubelet decides on the holder of an id, so an id that another grant holds moves to this
+        one: its pod has ended and the kubelet has not reported it, or an init container made room
+        for the next one. Asking again for ids without a named holder gives the same grant (kubelet
+        V15). Where the pod decides, ``shares`` are empty (late binding) or those of the pod that
+        Allocate guessed (early). With ``may_overcommit`` a scheduler decided them, and more compute
+        or holders than a device has are booked.
 
         Raises:
             UnknownDeviceError: the resource or an id is not offered; nothing is booked.
-            UnhealthyDeviceError: a device is unhealthy, cordoned, or in use on other terms; nothing is booked.
-            CapacityError: an id is named twice, or a device would hold more than it has; nothing is booked.
+            UnhealthyDeviceError: a device is unhealthy, cordoned, or in use on other terms; nothing
+                is booked.
+            CapacityError: an id is named twice, or a device would hold more than it has; nothing is
+                booked.
         """
         resource = self.resource(name)
         by_ids = resource.decided_by is Decider.IDS
@@ -381,13 +517,18 @@ class Ledger:
             raise CapacityError(f"invalid request: an id is named twice in {listed(ids)}")
         # Where the pod decides, the ids' own devices mean nothing: the pod names its GPU.
         booked = behind if by_ids else {share.device: share.device for share in shares}
-        # Where ids name devices, kubelet fails the pod for a refusal, so a claim waits for a pod that it came too late to keep away.
+        # Where ids name devices, kubelet fails the pod for a refusal, so a claim waits for a pod
+        # that it came too late to keep away.
         claims = not by_ids and (decided_for is None or not self._is_partly_served(decided_for[0]))
         self._refuse_troubled(resource, booked, claims=claims)
 
         holders = self._grants.holders(name, ids)
-        if (same := self._still_open(holders, set(ids), covering=not by_ids)) and (by_ids or not shares):
-            again = dataclasses.replace(same, reserved_at=self._wall_clock(), steady_at=self._clock())
+        if (same := self._still_open(holders, set(ids), covering=not by_ids)) and (
+            by_ids or not shares
+        ):
+            again = dataclasses.replace(
+                same, reserved_at=self._wall_clock(), steady_at=self._clock()
+            )
             self._grants.by_number[same.number] = again
             return self._grants.by_number[same.number]
 
@@ -421,18 +562,24 @@ class Ledger:
         ended: Iterable[int] = (),
         may_overcommit: bool = False,
     ) -> Grant:
-        """Book ``shares`` for the container that is proven to hold ``ids``; again with the same shares it changes nothing.
+        """Book ``shares`` for the container that is proven to hold ``ids``;
+        again with the same shares it changes nothing.
 
-        The kubelet's records of the ids are final, so other holders lose those ids: an init container that has ended, or a pod that has.
-        Device and room are checked unless these very shares were decided for the container before, and not only found in records. Grants in
-        ``ended`` keep their ids and lose their shares: of containers that must have ended before this one starts.
+        The kubelet's records of the ids are final, so other holders lose those ids: an init
+        container that has ended, or a pod that has. Device and room are checked unless these very
+        shares were decided for the container before, and not only found in records. Grants in
+        ``ended`` keep their ids and lose their shares: of containers that must have ended before
+        this one starts.
 
-        With ``may_overcommit`` a scheduler decided, and more compute or holders than a device has are booked; memory never. The same
-        applies to shares that the ledger has for this container already, by records: later grants of others take nothing from it.
+        With ``may_overcommit`` a scheduler decided, and more compute or holders than a device has
+        are booked; memory never. The same applies to shares that the ledger has for this container
+        already, by records: later grants of others take nothing from it.
 
         Raises:
-            UnknownDeviceError: the resource, or a share's device, is not offered; nothing is booked.
-            UnhealthyDeviceError: a device must not be given to any container now; nothing is booked.
+            UnknownDeviceError: the resource, or a share's device, is not offered; nothing is
+                booked.
+            UnhealthyDeviceError: a device must not be given to any container now; nothing is
+                booked.
             CapacityError: a device would hold more than it has; nothing is booked.
         """
         resource = self.resource(name)
@@ -453,17 +600,30 @@ class Ledger:
             may_overcommit=may_overcommit,
             found=same is not None and same.found,
         )
-        known = same is not None and same.shares == decided.shares and same.decided_for == decided_for
-        if same and same.shares == decided.shares and same.decided_for == decided_for and same.evidence and not set(ended) - {same.number}:
+        known = (
+            same is not None and same.shares == decided.shares and same.decided_for == decided_for
+        )
+        if (
+            same
+            and same.shares == decided.shares
+            and same.decided_for == decided_for
+            and same.evidence
+            and not set(ended) - {same.number}
+        ):
             if dataclasses.replace(same, evidence=evidence) != decided:
                 self._changed()
             self._grants.by_number[same.number] = decided
             return decided
         offered = self._offers.devices(resource)
         if strangers := availability.strangers(shares, offered, self._devices):
-            raise UnknownDeviceError(f"{name}: this node does not offer {listed(strangers)}; it offers {listed(sorted(offered))}")
+            raise UnknownDeviceError(
+                f"{name}: this node does not offer {listed(strangers)}; it offers "
+                f"{listed(sorted(offered))}"
+            )
         wanted = {share.device: share.device for share in shares}
-        self._refuse_troubled(resource, wanted, claims=not known and not self._is_partly_served(owner.pod_uid))
+        self._refuse_troubled(
+            resource, wanted, claims=not known and not self._is_partly_served(owner.pod_uid)
+        )
 
         before = self._grants.saved()
         for number in ended:
@@ -476,13 +636,22 @@ class Ledger:
         self._changed()
         return decided
 
-    def fill(self, number: int, shares: Sequence[Share], decided_for: tuple[str, str], *, may_overcommit: bool = False) -> None:
-        """Book ``shares`` for a reservation that had none, because there was no room for them when its ids were given out.
+    def fill(
+        self,
+        number: int,
+        shares: Sequence[Share],
+        decided_for: tuple[str, str],
+        *,
+        may_overcommit: bool = False,
+    ) -> None:
+        """Book ``shares`` for a reservation that had none,
+        because there was no room for them when its ids were given out.
 
         ``may_overcommit`` is as for `decide`.
 
         Raises:
-            UnhealthyDeviceError: a device must not be given to any container now; nothing is booked.
+            UnhealthyDeviceError: a device must not be given to any container now; nothing is
+                booked.
             CapacityError: a device would hold more than it has; nothing is booked.
         """
         grant = self._grants.by_number[number]
@@ -490,14 +659,20 @@ class Ledger:
         wanted = {share.device: share.device for share in shares}
         self._refuse_troubled(resource, wanted, claims=not self._is_partly_served(decided_for[0]))
         before = self._grants.saved()
-        filled = dataclasses.replace(grant, shares=tuple(shares), decided_for=decided_for, may_overcommit=may_overcommit)
+        filled = dataclasses.replace(
+            grant, shares=tuple(shares), decided_for=decided_for, may_overcommit=may_overcommit
+        )
         self._grants.by_number[number] = filled
         self._check_capacity(resource, filled, wanted, before, firm=may_overcommit)
         self._changed()
 
     def redirect(self, number: int, decided_for: tuple[str, str]) -> None:
-        """Record that the shares of grant ``number`` are another container's: two pods that got each other's equal shares."""
-        self._grants.by_number[number] = dataclasses.replace(self._grants.by_number[number], decided_for=decided_for)
+        """Record that the shares of grant ``number`` are another container's:
+        two pods that got each other's equal shares.
+        """
+        self._grants.by_number[number] = dataclasses.replace(
+            self._grants.by_number[number], decided_for=decided_for
+        )
         self._changed()
 
     def release(self, number: int) -> Grant | None:
@@ -524,18 +699,23 @@ class Ledger:
         """Bring the ledger in line with the kubelet's records.
 
         Args:
-            records: the kubelet's records; when incomplete, they may add and name but never take away.
-            interpret: what a holding means, None when its resource is not ours or is only there to be counted.
+            records: the kubelet's records; when incomplete, they may add and name but never take
+                away.
+            interpret: what a holding means, None when its resource is not ours or is only there to
+                be counted.
             reservation_seconds: how long a reservation may stay unconfirmed.
-            newest: `newest` from before the records were read; they do not cover ids that were booked since.
+            newest: `newest` from before the records were read; they do not cover ids that were
+                booked since.
             initial: the ledger is being rebuilt at start, so adopting is no drift.
             may_release: False while kubelet itself is still finding its pods again after a restart.
             still_runs: whether a grant stays although the records do not show it.
             has_ended: whether the pod of a grant has ended according to the API server.
-            ended_only: take away nothing but what ended pods had, and count this as no pass for the others.
+            ended_only: take away nothing but what ended pods had, and count this as no pass for the
+                others.
 
         Returns:
-            What was changed. A grant leaves after two passes in a row that do not know it, because one alone may be kubelet's own gap. For
+            What was changed. A grant leaves after two passes in a row that do not know it, because
+            one alone may be kubelet's own gap. For
             an ended pod one pass is enough: kubelet and the API server are two independent sources.
         """
         corrections = self._reconciliation.run(
@@ -550,29 +730,42 @@ class Ledger:
             ended_only=ended_only,
         )
         self._passes += not ended_only
-        # A kubelet that was started a moment ago lists no pod at first; its checkpoint it has from the beginning.
+        # A kubelet that was started a moment ago lists no pod at first; its checkpoint it has from
+        # the beginning.
         speaks = bool(records.holdings) or self._passes > 1
         self.rebuilt = self.rebuilt or records.entries is not None or (records.complete and speaks)
-        unknown_before, self._holders_unknown = self._holders_unknown, not self.rebuilt and (initial or self._holders_unknown)
+        unknown_before, self._holders_unknown = (
+            self._holders_unknown,
+            not self.rebuilt and (initial or self._holders_unknown),
+        )
         if corrections:
             self._devices |= gone(self._grants.held_devices() - self._devices.keys(), self.slices)
         if corrections or self._holders_unknown != unknown_before:
             self._changed()
         return corrections
 
-    # -- how it is done ---------------------------------------------------------------------------------------------------------------
+    # -- how it is done ----------------------------------------------------------------------------
 
     def _troubles(
-        self, resource: Resource, devices: Iterable[str] | None = None, *, claims: bool = True, turns: bool = True, at_kubelet: bool = False
+        self,
+        resource: Resource,
+        devices: Iterable[str] | None = None,
+        *,
+        claims: bool = True,
+        turns: bool = True,
+        at_kubelet: bool = False,
     ) -> dict[str, str]:
-        """Explain why nothing of ``devices``, or of all that ``resource`` offers, may be given out now; empty when it may, in order.
+        """Explain why nothing of ``devices``, or of all that ``resource`` offers, may be given out
+        now; empty when it may, in order.
 
-        Without ``claims``, claims of pods do not count. Without ``turns``, turns of other families do not count. With ``at_kubelet`` a
-        device counts as available for a moment longer than schedulers are to know of it.
+        Without ``claims``, claims of pods do not count. Without ``turns``, turns of other families
+        do not count. With ``at_kubelet`` a device counts as available for a moment longer than
+        schedulers are to know of it.
         """
         asked = self._offers.devices(resource) if devices is None else devices
         if self._holders_unknown and self.serves_several_families:
-            return dict.fromkeys(asked, _HOLDERS_UNKNOWN)  # with one family the kubelet itself gives no id twice
+            # with one family the kubelet itself gives no id twice
+            return dict.fromkeys(asked, _HOLDERS_UNKNOWN)
         grants = availability.in_the_way(resource, self._grants.by_number.values())
         known = availability.Context(
             self._devices,
@@ -588,26 +781,50 @@ class Ledger:
     def _is_partly_served(self, pod_uid: str) -> bool:
         """Tell whether a container of the pod has shares.
 
-        Such a pod does not wait for claims: the claim could wait for it, and neither would ever have all that it needs.
+        Such a pod does not wait for claims: the claim could wait for it, and neither would ever
+        have all that it needs.
         """
         return bool(pod_uid) and any(
-            grant.decided_for is not None and grant.decided_for[0] == pod_uid and grant.shares for grant in self._grants.by_number.values()
+            grant.decided_for is not None and grant.decided_for[0] == pod_uid and grant.shares
+            for grant in self._grants.by_number.values()
         )
 
-    def _refuse_troubled(self, resource: Resource, wanted: Mapping[str, str], *, claims: bool) -> None:
-        """Raise for the first device of ``wanted`` (device → what the message calls it) of which nothing may be given out."""
-        for device, trouble in self._troubles(resource, wanted, claims=claims, turns=False).items() if wanted else ():
+    def _refuse_troubled(
+        self, resource: Resource, wanted: Mapping[str, str], *, claims: bool
+    ) -> None:
+        """Raise for the first device of ``wanted`` (device → what the message calls it) of
+        which nothing may be given out.
+        """
+        for device, trouble in (
+            self._troubles(resource, wanted, claims=claims, turns=False).items() if wanted else ()
+        ):
             if trouble:
-                raise UnhealthyDeviceError(f"{_called(device, wanted)} is not available: {trouble}", device=device)
+                raise UnhealthyDeviceError(
+                    f"{_called(device, wanted)} is not available: {trouble}", device=device
+                )
 
-    def _check_capacity(self, resource: Resource, grant: Grant, wanted: Mapping[str, str], before: Saved, *, firm: bool = False) -> None:
-        """Go back to ``before`` and raise when ``grant`` is too much for a device of ``wanted``; ``firm`` as for `overbooked`."""
+    def _check_capacity(
+        self,
+        resource: Resource,
+        grant: Grant,
+        wanted: Mapping[str, str],
+        before: Saved,
+        *,
+        firm: bool = False,
+    ) -> None:
+        """Go back to ``before`` and raise when ``grant`` is too much for a device of ``wanted``;
+        ``firm`` as for `overbooked`.
+        """
         excess = self._overbooked(resource, firm=firm) if wanted else {}
         for device in wanted:
             if found := excess.get(device):
                 self._grants.restore(before)
                 refused = CapacityError if not found.decidable else OvercommitError
-                raise refused(f"{_called(device, wanted)} has no room: {found.refusal(self._part(resource, grant, device))}", device=device)
+                raise refused(
+                    f"{_called(device, wanted)} has no room: "
+                    f"{found.refusal(self._part(resource, grant, device))}",
+                    device=device,
+                )
 
     def _part(self, resource: Resource, grant: Grant, device: str) -> accounting.Part:
         """Return what ``grant`` has of ``device``."""
@@ -616,17 +833,25 @@ class Ledger:
         return accounting.Part(
             sum(share.memory_mib for share in shares),
             sum(share.cores_percent for share in shares),
-            sum(self._offers.device(resource.name, id_) == device for id_ in grant.ids) if by_ids else len(shares),
+            sum(self._offers.device(resource.name, id_) == device for id_ in grant.ids)
+            if by_ids
+            else len(shares),
             any(share.exclusive for share in shares),
         )
 
     def _still_open(self, holders: set[int], ids: set[str], *, covering: bool) -> Grant | None:
         """Return the open reservation of these ids, whose holder is not named yet.
 
-        Where the pod decides, an init container's reservation also covers the containers that take over some of its ids.
+        Where the pod decides, an init container's reservation also covers the containers that take
+        over some of its ids.
         """
         grant = self._grants.by_number[next(iter(holders))] if len(holders) == 1 else None
-        if grant is None or grant.state is not GrantState.RESERVED or grant.owner is not None or (covering and grant.decided_for):
+        if (
+            grant is None
+            or grant.state is not GrantState.RESERVED
+            or grant.owner is not None
+            or (covering and grant.decided_for)
+        ):
             return None
         return grant if set(grant.ids) == ids or (covering and ids < set(grant.ids)) else None
 
@@ -664,12 +889,17 @@ class Ledger:
         return list(dict.fromkeys(able))
 
     def _held_gpus(self) -> dict[int, tuple[str, frozenset[str]]]:
-        """Return the family and the GPUs of each grant that has something, by number; read anew for changed grants only."""
+        """Return the family and the GPUs of each grant that has something, by number;
+        read anew for changed grants only.
+        """
         known = self._gpus_of_grants
         self._gpus_of_grants = {
             number: known[number]
             if number in known and known[number][0] is grant.shares
-            else (grant.shares, (grant.family, frozenset(self.gpu_of(share.device) for share in grant.shares)))
+            else (
+                grant.shares,
+                (grant.family, frozenset(self.gpu_of(share.device) for share in grant.shares)),
+            )
             for number, grant in self._grants.by_number.items()
             if grant.shares
         }
@@ -678,7 +908,12 @@ class Ledger:
     def _offered_free(self, in_use: Collection[str]) -> set[str]:
         """Return the families that are offered a GPU of which nothing is held or claimed."""
         free = {device.gpu for device in self._devices.values()}.difference(in_use)
-        return {family for gpu in free for family in self._candidates(gpu) if not self._turns.why_waits(gpu, family)}
+        return {
+            family
+            for gpu in free
+            for family in self._candidates(gpu)
+            if not self._turns.why_waits(gpu, family)
+        }
 
     def _why_waits(self, gpu: str, family: str) -> str:
         return self._turns.why_waits(gpu, family) or self._drains.why_drained(gpu, family)
@@ -692,7 +927,9 @@ class Ledger:
             (gpu, family)
             for gpu in {device.gpu for device in self._devices.values()}
             for family in self._served_families
-            if served.get(gpu, family) == family and not self.why_kept(gpu, family) and not self._why_waits(gpu, family)
+            if served.get(gpu, family) == family
+            and not self.why_kept(gpu, family)
+            and not self._why_waits(gpu, family)
         ]
 
     @property
@@ -704,16 +941,26 @@ class Ledger:
         """Bring turns, drains and withdrawals in line with what is held and claimed."""
         in_use = self._in_use()
         self._turns.follow(in_use, self._candidates)
-        self._drains.follow(self._held_gpus(), self._served(), self._able_families, lambda: self._offered_free(in_use))
+        self._drains.follow(
+            self._held_gpus(),
+            self._served(),
+            self._able_families,
+            lambda: self._offered_free(in_use),
+        )
         if self._withdrawals.follow(self._offered_to(), listed=self._listed):
             self.withdrawn.advance()
 
     def _changed(self) -> None:
-        # On a node with one family there is no race, and each change would cost a look at all grants.
+        # On a node with one family there is no race, and each change would cost a look at all
+        # grants.
         if self.serves_several_families:
             self._share_out()
         elif self._shared_out:
-            self._turns, self._withdrawals, self._drains = Turns(self._clock), Withdrawals(self._clock), Drains(self._clock)
+            self._turns, self._withdrawals, self._drains = (
+                Turns(self._clock),
+                Withdrawals(self._clock),
+                Drains(self._clock),
+            )
         self._shared_out = self.serves_several_families
         self.revision.advance()
 
@@ -729,6 +976,8 @@ def _no(_gpu: str, _family: str) -> bool:
 
 
 def _called(device: str, wanted: Mapping[str, str]) -> str:
-    """The name of ``device`` in a message: the id through which it is wanted, with the device's own name where the id lacks that."""
+    """The name of ``device`` in a message: the id through which it is wanted,
+    with the device's own name where the id lacks that.
+    """
     called = wanted[device]
     return called if device in called else f"{called} of {device}"

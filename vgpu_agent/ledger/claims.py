@@ -1,11 +1,14 @@
-"""GPUs that are kept for pods, because a scheduler has given them to those pods or because their ids must come from them.
+"""GPUs that are kept for pods, because a scheduler has given them to those pods or
+because their ids must come from them.
 
-A scheduler that names a GPU in a pod's annotations has decided at bind; the shares are booked when the container starts, after its image
-was pulled and its init containers have run. A claim covers the time in between. It is no booking: it takes nothing from the holders of the
-GPU, and it never keeps its own family away.
+A scheduler that names a GPU in a pod's annotations has decided at bind; the shares are booked when
+the container starts, after its image was pulled and its init containers have run. A claim covers
+the time in between. It is no booking: it takes nothing from the holders of the GPU, and it never
+keeps its own family away.
 
-The oldest claim on a GPU decides. No other family gets a new share of that GPU, so it stays free for the claim, or becomes free as its
-holders end. There is one order of claims on a node, so pods with claims on several GPUs never wait for each other in a circle.
+The oldest claim on a GPU decides. No other family gets a new share of that GPU, so it stays free
+for the claim, or becomes free as its holders end. There is one order of claims on a node, so pods
+with claims on several GPUs never wait for each other in a circle.
 
 Pure functions, called by `book`; `allocation` makes the claims.
 """
@@ -30,7 +33,8 @@ class Claim:
         pod: ``namespace/name``.
         pod_uid: kubelet's UID of the pod.
         since: unix seconds of the moment at which the claim was first seen.
-        order: its place among the claims of the node; smaller is older, and alike for the claims of one pod.
+        order: its place among the claims of the node; smaller is older, and alike for the claims of
+            one pod.
         named: a scheduler has named the GPU; otherwise the pod's ids must come from it.
     """
 
@@ -60,11 +64,19 @@ def oldest_by_gpu(claims: Iterable[Claim]) -> dict[str, Claim]:
 
 
 def why_kept(gpu: str, family: str, oldest: Mapping[str, Claim]) -> str:
-    """Explain why ``family`` gets no new share of ``gpu`` although nothing else bars it; empty when it may."""
+    """Explain why ``family`` gets no new share of ``gpu`` although nothing else bars it;
+    empty when it may.
+    """
     claim = oldest.get(gpu)
     if claim is None or claim.family == family:
         return ""
     # Without the pod's name: owners of refused pods read this, and they may be other tenants.
     if not claim.named:
-        return f"the GPU is kept for a pod of {claim.family} that has been bound to this node, until kubelet has admitted it"
-    return f"the GPU is kept for a pod to which a scheduler of {claim.family} has given it, until that pod has started or ended"
+        return (
+            f"the GPU is kept for a pod of {claim.family} that has been bound to this node, until "
+            "kubelet has admitted it"
+        )
+    return (
+        f"the GPU is kept for a pod to which a scheduler of {claim.family} has given it, until "
+        "that pod has started or ended"
+    )

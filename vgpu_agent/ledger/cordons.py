@@ -1,7 +1,8 @@
-"""The cordons that keep devices back from new containers, with their reasons. Each owner lifts its own cordon only.
+"""The cordons that keep devices back from new containers, with their reasons.
+Each owner lifts its own cordon only.
 
-`book` holds one of these. A GPU can have two cordons at once: it is being divided, and no runtime can name it yet. Lifting the first must
-not lift the other.
+`book` holds one of these. A GPU can have two cordons at once: it is being divided, and no runtime
+can name it yet. Lifting the first must not lift the other.
 """
 
 from __future__ import annotations
@@ -26,5 +27,7 @@ class Cordons:
         return lifted
 
     def reason(self, device: str) -> str:
-        """Return why nothing of ``device`` may be given out, for all of its cordons; empty when there is none."""
+        """Return why nothing of ``device`` may be given out, for all of its cordons;
+        empty when there is none.
+        """
         return "; ".join(self._reasons.get(device, {}).values())

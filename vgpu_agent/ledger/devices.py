@@ -1,6 +1,8 @@
-"""The devices of an inventory as the ledger keeps them, each with its GPU and the reason why it must not be given out.
+"""The devices of an inventory as the ledger keeps them,
+each with its GPU and the reason why it must not be given out.
 
-Called by `book` for each inventory that `gpu` publishes, and when holders become known. There is no state here.
+Called by `book` for each inventory that `gpu` publishes, and when holders become known. There is no
+state here.
 """
 
 from __future__ import annotations
@@ -15,42 +17,58 @@ if TYPE_CHECKING:
 
     from vgpu_agent.model import Gpu, Inventory, MigInstance
 
-# Those of 8 GPUs in a dozen divisions; a node that is divided more often forgets those without a holder.
+# Those of 8 GPUs in a dozen divisions; a node that is divided more often forgets those without a
+# holder.
 _MOST_SLICES_KNOWN = 1000
 
 
 def devices_of(inventory: Inventory) -> dict[str, Device]:
     """Return every GPU and every MIG instance, by UUID.
 
-    A fault of a GPU is a fault of all its instances. An instance can be unhealthy by itself. A grant of the whole GPU includes that
-    instance, so the GPU as a device is as healthy as its worst instance. A missing device node affects its instance only.
+    A fault of a GPU is a fault of all its instances. An instance can be unhealthy by itself. A
+    grant of the whole GPU includes that instance, so the GPU as a device is as healthy as its worst
+    instance. A missing device node affects its instance only.
     """
     devices: dict[str, Device] = {}
     for gpu in inventory.gpus:
         trouble = _trouble(gpu)
         ill = next((instance for instance in gpu.mig_instances if not instance.health.ok), None)
         worst = f"{ill.uuid}: {_illness(ill)}" if ill else ""
-        devices[gpu.uuid] = Device(gpu.uuid, gpu.uuid, gpu.memory_mib, trouble or worst, divided=gpu.mig_enabled)
+        devices[gpu.uuid] = Device(
+            gpu.uuid, gpu.uuid, gpu.memory_mib, trouble or worst, divided=gpu.mig_enabled
+        )
         for instance in gpu.mig_instances:
             own = _illness(instance) or instance.trouble
-            devices[instance.uuid] = Device(instance.uuid, gpu.uuid, instance.memory_mib, trouble or own)
+            devices[instance.uuid] = Device(
+                instance.uuid, gpu.uuid, instance.memory_mib, trouble or own
+            )
     return devices
 
 
 def gone(uuids: Iterable[str], known: Mapping[str, Device]) -> dict[str, Device]:
     """Return those of ``uuids`` that ``known`` contains, as devices that are gone."""
-    return {uuid: dataclasses.replace(known[uuid], trouble="the device is gone") for uuid in uuids if uuid in known}
+    return {
+        uuid: dataclasses.replace(known[uuid], trouble="the device is gone")
+        for uuid in uuids
+        if uuid in known
+    }
 
 
 def with_gone(
-    seen: Mapping[str, Device], *, before: Mapping[str, Device], slices: dict[str, Device], held: Collection[str]
+    seen: Mapping[str, Device],
+    *,
+    before: Mapping[str, Device],
+    slices: dict[str, Device],
+    held: Collection[str],
 ) -> dict[str, Device]:
-    """Return the devices of the ledger once ``seen`` are there: those, and those of ``held`` that are gone.
+    """Return the devices of the ledger once ``seen`` are there:
+    those, and those of ``held`` that are gone.
 
     Args:
         seen: of the newest inventory.
         before: the devices of the ledger until now.
-        slices: every MIG instance that was ever seen; those of ``seen`` are added, and the oldest that are neither there nor held dropped.
+        slices: every MIG instance that was ever seen; those of ``seen`` are added, and the oldest
+            that are neither there nor held dropped.
         held: devices that have a holder.
     """
     for device in seen.values():
@@ -68,4 +86,6 @@ def _trouble(gpu: Gpu) -> str:
 
 
 def _illness(instance: MigInstance) -> str:
-    return "" if instance.health.ok else instance.health.reason or "the MIG instance does not answer"
+    return (
+        "" if instance.health.ok else instance.health.reason or "the MIG instance does not answer"
+    )

@@ -1,12 +1,14 @@
-"""A GPU that gives its family nothing new for a while, so that it becomes free and another family gets its turn.
+"""A GPU that gives its family nothing new for a while,
+so that it becomes free and another family gets its turn.
 
-A family with a steady stream of short pods never returns a GPU, because each share that ends is taken by the next pod. Pods that no
-scheduler can place are not visible on the node. The evidence that somebody waits is a family that had pods here lately and has none now.
-When many pods of other families have ended since then, the GPU on which pods end fastest is drained. When it is free, its round begins
-(`turns`), and its family comes last.
+A family with a steady stream of short pods never returns a GPU, because each share that ends is
+taken by the next pod. Pods that no scheduler can place are not visible on the node. The evidence
+that somebody waits is a family that had pods here lately and has none now. When many pods of other
+families have ended since then, the GPU on which pods end fastest is drained. When it is free, its
+round begins (`turns`), and its family comes last.
 
-One GPU is drained at a time. If it is not free after as many ends again, a pod runs there for long, and the next GPU is drained instead.
-`book` holds one of these and tells it of every change.
+One GPU is drained at a time. If it is not free after as many ends again, a pod runs there for long,
+and the next GPU is drained instead. `book` holds one of these and tells it of every change.
 """
 
 from __future__ import annotations
@@ -19,10 +21,14 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Mapping
 
 ENDS_BEFORE_A_DRAIN = 48
-"""Twelve rounds of the four shares that a GPU often has: the drain costs a small part of what the family gets in that time."""
+"""Twelve rounds of the four shares that a GPU often has:
+the drain costs a small part of what the family gets in that time.
+"""
 
 RECENT_SECONDS = 3600.0
-"""For so long after its last pod a family counts as one that may wait. After that, nothing is drained for it."""
+"""For so long after its last pod a family counts as one that may wait.
+After that, nothing is drained for it.
+"""
 
 Held = tuple[str, frozenset[str]]  # a family, and the GPUs of which the grant has something
 
@@ -30,22 +36,27 @@ Held = tuple[str, frozenset[str]]  # a family, and the GPUs of which the grant h
 class Drains:
     """The drained GPU, if any.
 
-    State: the grants of before, since when each family has nothing, and the pods of others that have ended since. It begins anew with the
-    process.
+    State: the grants of before, since when each family has nothing, and the pods of others that
+    have ended since. It begins anew with the process.
     """
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock
         self._held: Mapping[int, Held] = {}
         self._left_at: dict[str, float] = {}  # family → when it had something for the last time
-        self._ends_of_others: collections.Counter[str] = collections.Counter()  # by family, while it has nothing
+        # by family, while it has nothing
+        self._ends_of_others: collections.Counter[str] = collections.Counter()
         self._ends_on: collections.Counter[str] = collections.Counter()  # by GPU, since it was free
         self._drained: tuple[str, str] | None = None  # GPU and family
         self._ends_since = 0  # on the node, since that GPU was chosen
         self._tried: set[str] = set()  # GPUs that were drained in vain
 
     def follow(
-        self, held: Mapping[int, Held], serves: Mapping[str, str], families: Collection[str], offered: Callable[[], Collection[str]]
+        self,
+        held: Mapping[int, Held],
+        serves: Mapping[str, str],
+        families: Collection[str],
+        offered: Callable[[], Collection[str]],
     ) -> None:
         """Take note of a change.
 
@@ -53,7 +64,8 @@ class Drains:
             held: the grants that have something, by number.
             serves: GPU → the family that has something of it.
             families: those that are served.
-            offered: those of them that are offered a GPU of which nothing is held; asked only where it matters.
+            offered: those of them that are offered a GPU of which nothing is held; asked only where
+                it matters.
         """
         for number in self._held.keys() - held.keys():
             ended, gpus = self._held[number]
@@ -68,7 +80,9 @@ class Drains:
         for gpu in self._ends_on.keys() - serves.keys():
             del self._ends_on[gpu]
         self._tried &= serves.keys()
-        absent = [family for family in families if family not in present and self._ends_of_others[family]]
+        absent = [
+            family for family in families if family not in present and self._ends_of_others[family]
+        ]
         for family in offered() if absent else ():
             self._ends_of_others[family] = 0
         self._choose(serves, {family for family in absent if self._waits(family)})
@@ -91,7 +105,12 @@ class Drains:
         self._drained, self._ends_since = ((gpu, serves[gpu]) if gpu else None), 0
 
     def why_drained(self, gpu: str, family: str) -> str:
-        """Explain why ``family`` gets nothing new of ``gpu``, which it has; empty when that is not so."""
+        """Explain why ``family`` gets nothing new of ``gpu``, which it has;
+        empty when that is not so.
+        """
         if self._drained != (gpu, family):
             return ""
-        return f"the GPU has served many pods of {family} in a row, and is offered to the other families when its last share is returned"
+        return (
+            f"the GPU has served many pods of {family} in a row, and is offered to the other "
+            "families when its last share is returned"
+        )

@@ -1,6 +1,8 @@
-"""The grants and the holder of each id: the entries of the ledger, without the rules about what may be entered.
+"""The grants and the holder of each id:
+the entries of the ledger, without the rules about what may be entered.
 
-Used by `book`, which books and decides, and by `reconciliation`, which follows the kubelet's records. No other module changes a grant.
+Used by `book`, which books and decides, and by `reconciliation`, which follows the kubelet's
+records. No other module changes a grant.
 """
 
 from __future__ import annotations
@@ -17,7 +19,8 @@ if TYPE_CHECKING:
     from vgpu_agent.ledger.offers import Offers
     from vgpu_agent.model import Share
 
-# The evidence of a grant whose container has ended: its share went on with the ids that the next container of its pod took.
+# The evidence of a grant whose container has ended: its share went on with the ids that the next
+# container of its pod took.
 HANDED_ON = ("handed on to a container that came after",)
 
 Saved = dict[int, Grant]
@@ -26,16 +29,19 @@ Saved = dict[int, Grant]
 class Grants:
     """All grants that are not released.
 
-    State: the grants, the index of their ids, and how often in a row kubelet's records did not know a grant (`misses`). One container can
-    hold thousands of ids, so what is asked about them again and again is remembered by grant.
+    State: the grants, the index of their ids, and how often in a row kubelet's records did not know
+    a grant (`misses`). One container can hold thousands of ids, so what is asked about them again
+    and again is remembered by grant.
     """
 
     def __init__(self, offers: Offers) -> None:
         self._offers = offers
         self.by_number: dict[int, Grant] = {}
-        # Resource → id → number of its grant; by resource, since one that was renamed keeps its ids, and kubelet counts anew.
+        # Resource → id → number of its grant; by resource, since one that was renamed keeps its
+        # ids, and kubelet counts anew.
         self.holder: dict[str, dict[str, int]] = {}
-        self._foreign: dict[int, tuple[int, tuple[str, ...], tuple[str, ...]]] = {}  # grant → offers' version, its ids, those not offered
+        # grant → offers' version, its ids, those not offered
+        self._foreign: dict[int, tuple[int, tuple[str, ...], tuple[str, ...]]] = {}
         self.misses: collections.Counter[int] = collections.Counter()
         self.last_number = 0
 
@@ -55,17 +61,23 @@ class Grants:
             self._index(grant)
 
     def device_behind(self, grant: Grant, id_: str) -> str:
-        """Return the device of an id of ``grant``, also when it is not offered any more; empty when unknown."""
+        """Return the device of an id of ``grant``, also when it is not offered any more;
+        empty when unknown.
+        """
         if device := self._offers.device(grant.resource, id_):
             return device
         devices = [share.device for share in grant.shares]
-        return next((device for device in devices if id_.startswith(device)), devices[0] if devices else "")
+        return next(
+            (device for device in devices if id_.startswith(device)), devices[0] if devices else ""
+        )
 
     def foreign_ids(self, grant: Grant) -> tuple[str, ...]:
         """The ids of ``grant`` that are not offered (any more)."""
         known = self._foreign.get(grant.number)
         if known is None or known[0] != self._offers.version or known[1] is not grant.ids:
-            foreign = tuple(id_ for id_ in grant.ids if self._offers.device(grant.resource, id_) is None)
+            foreign = tuple(
+                id_ for id_ in grant.ids if self._offers.device(grant.resource, id_) is None
+            )
             known = self._foreign[grant.number] = (self._offers.version, grant.ids, foreign)
         return known[2]
 
@@ -98,7 +110,9 @@ class Grants:
             index.pop(id_, None)
 
     def restate(self, stand_for: Callable[[Grant], tuple[Share, ...]]) -> bool:
-        """Update the shares of a grant whose ids name devices and are all offered, by today's settings; tell whether they changed."""
+        """Update the shares of a grant whose ids name devices and are all offered, by today's
+        settings; tell whether they changed.
+        """
         restated = {
             number: dataclasses.replace(grant, shares=shares)
             for number, grant in self.by_number.items()
@@ -108,9 +122,13 @@ class Grants:
         return bool(restated)
 
     def hand_on(self, number: int) -> None:
-        """Take the shares of grant ``number``, whose container has ended; its ids stay with its pod. Unknown numbers are allowed."""
+        """Take the shares of grant ``number``, whose container has ended; its ids stay with its
+        pod. Unknown numbers are allowed.
+        """
         if grant := self.by_number.get(number):
-            self.by_number[number] = dataclasses.replace(grant, shares=(), decided_for=None, state=GrantState.RESERVED, evidence=HANDED_ON)
+            self.by_number[number] = dataclasses.replace(
+                grant, shares=(), decided_for=None, state=GrantState.RESERVED, evidence=HANDED_ON
+            )
 
     def take_from(self, grant: Grant, ids: set[str]) -> None:
         """Take ``ids`` out of ``grant``; remove the grant when nothing remains."""
@@ -120,8 +138,16 @@ class Grants:
             return
         offered = self._offers.by_name.get(grant.resource)
         if grant.decided_for or (offered and offered.decided_by is Decider.POD):
-            # The container that had been decided for has ended: its shares went with the ids that the next one took.
-            left = dataclasses.replace(grant, ids=rest, shares=(), decided_for=None, state=GrantState.RESERVED, evidence=HANDED_ON)
+            # The container that had been decided for has ended: its shares went with the ids that
+            # the next one took.
+            left = dataclasses.replace(
+                grant,
+                ids=rest,
+                shares=(),
+                decided_for=None,
+                state=GrantState.RESERVED,
+                evidence=HANDED_ON,
+            )
             self.enter(left)
             return
         devices = {self.device_behind(grant, id_) for id_ in rest}
@@ -130,7 +156,11 @@ class Grants:
 
     def _is_offered_by_ids(self, grant: Grant) -> bool:
         offered = self._offers.by_name.get(grant.resource)
-        if offered is None or offered.decided_by is not Decider.IDS or offered.family != grant.family:
+        if (
+            offered is None
+            or offered.decided_by is not Decider.IDS
+            or offered.family != grant.family
+        ):
             return False
         return self.offers_all_of(grant)
 

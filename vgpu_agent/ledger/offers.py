@@ -1,4 +1,6 @@
-"""The offers of this node: resources by name, and the device behind each id. Kept by `book`, which alone changes it."""
+"""The offers of this node: resources by name, and the device behind each id.
+Kept by `book`, which alone changes it.
+"""
 
 from __future__ import annotations
 
@@ -19,8 +21,8 @@ if TYPE_CHECKING:
 def alike(resources: Iterable[Resource]) -> Iterator[tuple[Resource, Resource, str]]:
     """Return each pair of resources that have an id in common, and one such id.
 
-    The replaced plugins never ran on one node, and some give their ids the same form. A device serves one family at a time, so at most one
-    of the two has a holder whose health an id reports.
+    The replaced plugins never ran on one node, and some give their ids the same form. A device
+    serves one family at a time, so at most one of the two has a holder whose health an id reports.
     """
     for one, other in itertools.combinations(resources, 2):
         few, many = sorted((one, other), key=lambda each: isinstance(each.ids, NumberedIds))
@@ -35,29 +37,39 @@ def _common(few: Sequence[DeviceId], many: Sequence[DeviceId]) -> str | None:
     if not isinstance(few, NumberedIds):
         return next((entry.id for entry in few if many.device(entry.id) is not None), None)
     prefixes = {block.prefix for block in few.blocks if block.count}
-    return next((f"{block.prefix}0" for block in many.blocks if block.count and block.prefix in prefixes), None)
+    return next(
+        (f"{block.prefix}0" for block in many.blocks if block.count and block.prefix in prefixes),
+        None,
+    )
 
 
 class Offers:
-    """The offered resources. Tens of thousands of numbered ids are looked up by arithmetic, the others in an index."""
+    """The offered resources. Tens of thousands of numbered ids are looked up by arithmetic,
+    the others in an index.
+    """
 
     def __init__(self) -> None:
         self.by_name: dict[str, Resource] = {}
         self.in_order: tuple[Resource, ...] = ()  # by name
-        self._wider: dict[str, Resource] = {}  # as they were when some of today's grants were made, where the pod decides
+        # as they were when some of today's grants were made, where the pod decides
+        self._wider: dict[str, Resource] = {}
         self.version = 0  # moves on when what is offered has changed
         self._devices: dict[str, dict[str, str]] = {}  # resource → id → device
 
     def replace(self, resources: Iterable[Resource], held: Collection[str] = ()) -> bool:
-        """Offer exactly ``resources`` from now on; whether that changed anything. Of those in ``held``, wider limits are remembered.
+        """Offer exactly ``resources`` from now on; whether that changed anything. Of those in
+        ``held``, wider limits are remembered.
 
         Raises:
-            ValueError: a name, or within one family an id (kubelet V17), is offered twice: kubelet would mix their health up.
+            ValueError: a name, or within one family an id (kubelet V17), is offered twice: kubelet
+                would mix their health up.
         """
         offered: dict[str, Resource] = {}
         for resource in resources:
             if (twin := offered.setdefault(resource.name, resource)) is not resource:
-                raise ValueError(f"{resource.name} is offered by {twin.family} and by {resource.family}")
+                raise ValueError(
+                    f"{resource.name} is offered by {twin.family} and by {resource.family}"
+                )
         for one, other, id_ in alike(offered.values()):
             if one.family == other.family:
                 raise ValueError(f"device id {id_} is offered by {one.name} and by {other.name}")
@@ -72,8 +84,16 @@ class Offers:
         changed = offered != self.by_name
         if changed:
             known = (resource for name, resource in self.by_name.items() if name in held)
-            wider = {resource.name: self.at_its_widest(resource) for resource in known if resource.decided_by is Decider.POD}
-            self._wider = {name: resource for name, resource in {**self._wider, **wider}.items() if name in held}
+            wider = {
+                resource.name: self.at_its_widest(resource)
+                for resource in known
+                if resource.decided_by is Decider.POD
+            }
+            self._wider = {
+                name: resource
+                for name, resource in {**self._wider, **wider}.items()
+                if name in held
+            }
             self.in_order = tuple(offered[name] for name in sorted(offered))
         self.by_name, self._devices = offered, devices
         self.version += changed
@@ -87,7 +107,9 @@ class Offers:
         return self._devices.get(resource, {}).get(id_)
 
     def at_its_widest(self, resource: Resource) -> Resource:
-        """``resource`` with the widest limits under which any of its grants may have been made; those grants are not unsound now."""
+        """``resource`` with the widest limits under which any of its grants may have been made;
+        those grants are not unsound now.
+        """
         wider = self._wider.get(resource.name)
         if wider is None:
             return resource
@@ -102,4 +124,8 @@ class Offers:
     def devices(resource: Resource) -> tuple[str, ...]:
         """The devices of ``resource``, in the order of its ids."""
         ids = resource.ids
-        return ids.devices if isinstance(ids, NumberedIds) else tuple(dict.fromkeys(entry.device for entry in ids))
+        return (
+            ids.devices
+            if isinstance(ids, NumberedIds)
+            else tuple(dict.fromkeys(entry.device for entry in ids))
+        )

@@ -1,4 +1,5 @@
-"""Compare the ledger with the kubelet's own records: what they add, name and take away. The kubelet wins every disagreement.
+"""Compare the ledger with the kubelet's own records: what they add, name and take away.
+The kubelet wins every disagreement.
 
 `book` calls it for `Ledger.reconcile`, at start as well as every 30 seconds.
 """
@@ -62,7 +63,9 @@ class Correction:
 class Reconciliation:
     """The ledger's changes by the kubelet's records; its state is that of the grants."""
 
-    def __init__(self, grants: Grants, clock: Callable[[], float], wall_clock: Callable[[], float]) -> None:
+    def __init__(
+        self, grants: Grants, clock: Callable[[], float], wall_clock: Callable[[], float]
+    ) -> None:
         self._grants = grants
         self._clock, self._wall_clock = clock, wall_clock
 
@@ -86,7 +89,9 @@ class Reconciliation:
             if (meaning := interpret(holding)) is None:
                 continue
             holders = self._grants.holders(holding.resource, holding.ids)
-            if max(holders, default=0) <= newest and (correction := self._confirm(holding, holders, meaning, initial=initial)):
+            if max(holders, default=0) <= newest and (
+                correction := self._confirm(holding, holders, meaning, initial=initial)
+            ):
                 corrections.append(correction)
             confirmed |= self._grants.holders(holding.resource, holding.ids)
         if records.complete and may_release:
@@ -96,22 +101,34 @@ class Reconciliation:
                 # Where kubelet and the API server agree, no second reading is needed.
                 # What was booked while they were read is in none of them.
                 reason = _ENDED if grant.number <= newest and has_ended(grant) else ""
-                if reason or (not ended_only and (reason := self._outlived(grant, reservation_seconds))):
+                if reason or (
+                    not ended_only and (reason := self._outlived(grant, reservation_seconds))
+                ):
                     self._grants.leave(grant)
                     gone = dataclasses.replace(grant, state=GrantState.RELEASED)
-                    corrections.append(Correction("ledger.released", drift=False, grant=gone, reason=reason))
+                    corrections.append(
+                        Correction("ledger.released", drift=False, grant=gone, reason=reason)
+                    )
         for number in confirmed:
             self._grants.misses.pop(number, None)
         return corrections
 
-    def _confirm(self, holding: Holding, holders: set[int], meaning: Meaning, *, initial: bool) -> Correction | None:
+    def _confirm(
+        self, holding: Holding, holders: set[int], meaning: Meaning, *, initial: bool
+    ) -> Correction | None:
         owner = holding.owner
         grants = [self._grants.by_number[number] for number in sorted(holders)]
         if len(grants) == 1 and set(grants[0].ids) == set(holding.ids):
             return self._name(grants[0], owner, meaning)
         open_ = all(grant.owner is None and grant.decided_for is None for grant in grants)
-        if meaning.by_pod and grants and not open_ and all(grant.owner is None or grant.owner.may_be_in(owner) for grant in grants):
-            # The containers of one pod hand ids on to each other; which of them has them now is decided before each start.
+        if (
+            meaning.by_pod
+            and grants
+            and not open_
+            and all(grant.owner is None or grant.owner.may_be_in(owner) for grant in grants)
+        ):
+            # The containers of one pod hand ids on to each other; which of them has them now is
+            # decided before each start.
             return None
         for grant in grants:
             self._grants.take_from(grant, set(holding.ids))
@@ -133,35 +150,82 @@ class Reconciliation:
             )
         )
         if continued:
-            return Correction("ledger.named", drift=False, grant=adopted, reason="kubelet's records name the container")
-        reason = "found in kubelet's records at start" if initial else "kubelet's records name a holder that the ledger did not know"
+            return Correction(
+                "ledger.named",
+                drift=False,
+                grant=adopted,
+                reason="kubelet's records name the container",
+            )
+        reason = (
+            "found in kubelet's records at start"
+            if initial
+            else "kubelet's records name a holder that the ledger did not know"
+        )
         return Correction("ledger.adopted", drift=not initial, grant=adopted, reason=reason)
 
     def _name(self, grant: Grant, owner: Owner, meaning: Meaning) -> Correction | None:
         known = grant.owner
         same_container = known is None or known.may_be(owner)
-        inside = meaning.by_pod and known is not None and not same_container and known.may_be_in(owner)
-        if inside and (grant.decided_for is not None or meaning.decided_for is None or grant.evidence == HANDED_ON):
-            return None  # passed on inside its pod, see `_confirm`; only what was decided for its holder is certain
+        inside = (
+            meaning.by_pod and known is not None and not same_container and known.may_be_in(owner)
+        )
+        if inside and (
+            grant.decided_for is not None
+            or meaning.decided_for is None
+            or grant.evidence == HANDED_ON
+        ):
+            # passed on inside its pod, see `_confirm`; only what was decided for its holder is
+            # certain
+            return None
         # A source without an answer this time takes no knowledge away.
         merged = owner if known is None or not same_container else owner.filled_from(known)
         shares, decided_for, may_overcommit = grant.shares, grant.decided_for, grant.may_overcommit
         if meaning.over and same_container and not grant.evidence:
-            # One that was decided here hands its shares on when the next is decided; the pod's status may be of the life before.
+            # One that was decided here hands its shares on when the next is decided; the pod's
+            # status may be of the life before.
             shares, decided_for = (), None
         elif not same_container and meaning.by_pod:
             # What was decided, was for another pod.
-            shares, decided_for, may_overcommit = meaning.shares, meaning.decided_for, meaning.may_overcommit
-        elif not any(share.memory_mib for share in shares) and meaning.shares and grant.evidence != HANDED_ON:
-            # A GPU that did not answer when its grant was made may be known by now, or a pod that had not been seen.
-            shares, decided_for, may_overcommit = meaning.shares, meaning.decided_for, meaning.may_overcommit
-        named = dataclasses.replace(grant, owner=merged, shares=shares, decided_for=decided_for, may_overcommit=may_overcommit)
-        named = self._grants.by_number[grant.number] = dataclasses.replace(named, state=self._state(merged, meaning, named))
+            shares, decided_for, may_overcommit = (
+                meaning.shares,
+                meaning.decided_for,
+                meaning.may_overcommit,
+            )
+        elif (
+            not any(share.memory_mib for share in shares)
+            and meaning.shares
+            and grant.evidence != HANDED_ON
+        ):
+            # A GPU that did not answer when its grant was made may be known by now, or a pod that
+            # had not been seen.
+            shares, decided_for, may_overcommit = (
+                meaning.shares,
+                meaning.decided_for,
+                meaning.may_overcommit,
+            )
+        named = dataclasses.replace(
+            grant,
+            owner=merged,
+            shares=shares,
+            decided_for=decided_for,
+            may_overcommit=may_overcommit,
+        )
+        named = self._grants.by_number[grant.number] = dataclasses.replace(
+            named, state=self._state(merged, meaning, named)
+        )
         if known == merged and named == grant:
             return None
         if same_container or inside:
-            return Correction("ledger.named", drift=False, grant=named, reason="kubelet's records name the container")
-        reason = f"the ids belong to {owner.pod_name}, the ledger had {known.pod_name if known else 'nobody'}"
+            return Correction(
+                "ledger.named",
+                drift=False,
+                grant=named,
+                reason="kubelet's records name the container",
+            )
+        reason = (
+            f"the ids belong to {owner.pod_name}, the ledger had "
+            f"{known.pod_name if known else 'nobody'}"
+        )
         return Correction("ledger.renamed", drift=True, grant=named, reason=reason)
 
     @staticmethod
@@ -170,12 +234,20 @@ class Reconciliation:
             decided_for = grant.decided_for if grant else meaning.decided_for
             if decided_for is None:
                 return GrantState.RESERVED
-            return GrantState.PROVEN if decided_for == (owner.pod_uid, owner.container) else GrantState.GRANTED
+            return (
+                GrantState.PROVEN
+                if decided_for == (owner.pod_uid, owner.container)
+                else GrantState.GRANTED
+            )
         return GrantState.PROVEN if owner.pod_uid and owner.pod else GrantState.GRANTED
 
     def _outlived(self, grant: Grant, reservation_seconds: float) -> str:
         if grant.owner is None:
             expired = self._clock() - grant.steady_at > reservation_seconds
-            return f"kubelet did not confirm the reservation within {reservation_seconds:g} s" if expired else ""
+            return (
+                f"kubelet did not confirm the reservation within {reservation_seconds:g} s"
+                if expired
+                else ""
+            )
         self._grants.misses[grant.number] += 1
         return _ENDED if self._grants.misses[grant.number] >= 2 else ""

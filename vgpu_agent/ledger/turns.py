@@ -1,9 +1,12 @@
-"""The turns of families at a GPU whose last share was returned: one after the other, each alone, and then all.
+"""The turns of families at a GPU whose last share was returned:
+one after the other, each alone, and then all.
 
-Families have schedulers that know nothing of each other. Shown the same free GPU at the same moment, each would send a pod, and the kubelet
-fails those that come too late. So the GPU has a round: each family is offered it alone for a turn. Between two turns it is offered to none,
-until schedulers have seen that the turn is over and the pods that they have bound by then are known. The family that had the GPU last comes
-last, and the others in the order in which they were first before. A family that is not served at the moment has no turn.
+Families have schedulers that know nothing of each other. Shown the same free GPU at the same
+moment, each would send a pod, and the kubelet fails those that come too late. So the GPU has a
+round: each family is offered it alone for a turn. Between two turns it is offered to none, until
+schedulers have seen that the turn is over and the pods that they have bound by then are known. The
+family that had the GPU last comes last, and the others in the order in which they were first
+before. A family that is not served at the moment has no turn.
 
 `book` holds one of these and reports every change to it. A node with one family has no turns.
 """
@@ -20,7 +23,9 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
 TURN_SECONDS = 1.0
-"""Longer than most schedulers need from a changed Node to a bound pod, and short beside the start of a container."""
+"""Longer than most schedulers need from a changed Node to a bound pod,
+and short beside the start of a container.
+"""
 
 _SLOT_SECONDS = TURN_SECONDS + WITHDRAWAL_SECONDS
 
@@ -56,13 +61,17 @@ class _Round:
     def next_step_at(self, now: float) -> float:
         """The time at which the step ends that was seen last."""
         turns, between = divmod(self.seen, 2)
-        return min(self.began + turns * _SLOT_SECONDS + (_SLOT_SECONDS if between else TURN_SECONDS), now + _SLOT_SECONDS)
+        return min(
+            self.began + turns * _SLOT_SECONDS + (_SLOT_SECONDS if between else TURN_SECONDS),
+            now + _SLOT_SECONDS,
+        )
 
 
 class Turns:
     """The rounds of all GPUs.
 
-    State: the GPUs in use with their families, the round of each that was returned, and when each family was first for the last time.
+    State: the GPUs in use with their families, the round of each that was returned, and when each
+    family was first for the last time.
     """
 
     def __init__(self, clock: Callable[[], float]) -> None:
@@ -87,13 +96,18 @@ class Turns:
             families, before = candidates(gpu), self._in_use[gpu]
             if len(families) < 2:
                 continue
-            order = sorted(families, key=lambda family: (family == before, self._was_first.get(family, -math.inf)))
+            order = sorted(
+                families,
+                key=lambda family: (family == before, self._was_first.get(family, -math.inf)),
+            )
             self._was_first[order[0]] = now
             self._rounds[gpu] = _Round(order, now)
         self._in_use = in_use
 
     def _leave_out(self, gpu: str, waiting: _Round, able: Sequence[str], now: float) -> None:
-        """Give the turns of families that can give out nothing (any more) to those after them; so none is lost."""
+        """Give the turns of families that can give out nothing (any more) to those after them;
+        so none is lost.
+        """
         gone = min(waiting.step(now) // 2, len(waiting.families))
         past, coming = waiting.families[:gone], waiting.families[gone:]
         if all(family in able for family in coming):
@@ -111,9 +125,16 @@ class Turns:
             return ""
         turn, between = divmod(known.step(now), 2)
         if between:
-            return "the GPU was returned a moment ago, and is about to be offered to one family before the others"
+            return (
+                "the GPU was returned a moment ago, and is about to be offered to one family "
+                "before the others"
+            )
         first = known.families[turn]
-        return "" if first == family else f"the GPU was returned a moment ago, and {first} is offered it before the others"
+        return (
+            ""
+            if first == family
+            else f"the GPU was returned a moment ago, and {first} is offered it before the others"
+        )
 
     def is_first(self, gpu: str, family: str) -> bool:
         """Tell whether ``family`` alone is offered ``gpu`` now."""
@@ -133,10 +154,16 @@ class Turns:
         """Seconds until all that was returned by now is offered to all; None when it is."""
         if not self._rounds:
             return None
-        return max(0.0, max(each.began + round_seconds(len(each.families)) for each in self._rounds.values()) - self._clock())
+        return max(
+            0.0,
+            max(each.began + round_seconds(len(each.families)) for each in self._rounds.values())
+            - self._clock(),
+        )
 
     def move_on(self) -> bool:
-        """Take note of the turns that have begun or ended, and forget rounds that are over; whether there were any."""
+        """Take note of the turns that have begun or ended, and forget rounds that are over;
+        whether there were any.
+        """
         now, moved = self._clock(), False
         for gpu, each in list(self._rounds.items()):
             step = each.step(now)

@@ -1,4 +1,5 @@
-"""The use of each GPU at one moment: the family that it serves, since when, for which pods, and the pods that wait for it.
+"""The use of each GPU at one moment: the family that it serves, since when, for which pods,
+and the pods that wait for it.
 
 Read by `allocation` for refusals and by `web` for every page. Pure functions of the ledger's state.
 """
@@ -28,7 +29,8 @@ class GpuUse:
         gpu: its UUID.
         family: the family that it serves; empty while no container has a share of it.
         since: unix seconds of the oldest grant on it; 0 while there is none.
-        or_earlier: that grant was found in the kubelet's records after a restart of the agent, and is older than ``since``.
+        or_earlier: that grant was found in the kubelet's records after a restart of the agent, and
+            is older than ``since``.
         pods: the names of the pods that have shares, oldest first.
         unnamed: the number of reservations whose pod is not known yet.
         claims: of the pods that wait for it, oldest first.
@@ -65,8 +67,11 @@ class HeldBack:
     ids: int
 
 
-def uses(devices: Mapping[str, Device], grants: Iterable[Grant], claims: Iterable[Claim]) -> tuple[GpuUse, ...]:
-    """The use of each GPU among ``devices``, in their order; a GPU that only a grant or a claim names comes last.
+def uses(
+    devices: Mapping[str, Device], grants: Iterable[Grant], claims: Iterable[Claim]
+) -> tuple[GpuUse, ...]:
+    """The use of each GPU among ``devices``, in their order;
+    a GPU that only a grant or a claim names comes last.
 
     Args:
         devices: GPUs and MIG instances by UUID.
@@ -75,22 +80,32 @@ def uses(devices: Mapping[str, Device], grants: Iterable[Grant], claims: Iterabl
     """
     on: dict[str, list[Grant]] = {device.gpu: [] for device in devices.values()}
     for grant in grants:
-        for gpu in dict.fromkeys(devices[share.device].gpu if share.device in devices else share.device for share in grant.shares):
+        for gpu in dict.fromkeys(
+            devices[share.device].gpu if share.device in devices else share.device
+            for share in grant.shares
+        ):
             on.setdefault(gpu, []).append(grant)
     waiting: dict[str, list[Claim]] = {}
     for claim in claims:
         waiting.setdefault(claim.gpu, []).append(claim)
-    return tuple(_use(gpu, on.get(gpu, ()), tuple(waiting.get(gpu, ()))) for gpu in dict.fromkeys([*on, *waiting]))
+    return tuple(
+        _use(gpu, on.get(gpu, ()), tuple(waiting.get(gpu, ())))
+        for gpu in dict.fromkeys([*on, *waiting])
+    )
 
 
 def held_back(
-    resource: Resource, troubles: Mapping[str, str], devices: Mapping[str, Device], by_gpu: Mapping[str, GpuUse]
+    resource: Resource,
+    troubles: Mapping[str, str],
+    devices: Mapping[str, Device],
+    by_gpu: Mapping[str, GpuUse],
 ) -> tuple[HeldBack, ...]:
     """The ids of ``resource`` that are not given out, by reason.
 
     Args:
         resource: an offered one.
-        troubles: device → why nothing of it may be given out through the resource; empty where it may.
+        troubles: device → why nothing of it may be given out through the resource; empty where it
+            may.
         devices: by UUID.
         by_gpu: the use of each GPU.
     """
@@ -101,10 +116,14 @@ def held_back(
             by_reason.setdefault(trouble, []).append(device)
     found = []
     for reason, held in by_reason.items():
-        gpus = tuple(dict.fromkeys(devices[device].gpu if device in devices else device for device in held))
+        gpus = tuple(
+            dict.fromkeys(devices[device].gpu if device in devices else device for device in held)
+        )
         family = by_gpu[gpus[0]].family if gpus[0] in by_gpu else ""
         lent = bool(family) and reason == availability.serves(family)
-        found.append(HeldBack(reason, family if lent else "", gpus, sum(counts[device] for device in held)))
+        found.append(
+            HeldBack(reason, family if lent else "", gpus, sum(counts[device] for device in held))
+        )
     return tuple(found)
 
 
@@ -114,7 +133,15 @@ def _use(gpu: str, grants: Sequence[Grant], claims: tuple[Claim, ...]) -> GpuUse
     oldest = min(grants, key=lambda grant: grant.reserved_at)
     pods = tuple(dict.fromkeys(grant.owner.pod_name for grant in grants if grant.owner))
     unnamed = sum(grant.owner is None for grant in grants)
-    return GpuUse(gpu, oldest.family, oldest.reserved_at, any(grant.found for grant in grants), pods, unnamed, claims)
+    return GpuUse(
+        gpu,
+        oldest.family,
+        oldest.reserved_at,
+        any(grant.found for grant in grants),
+        pods,
+        unnamed,
+        claims,
+    )
 
 
 def _ids_by_device(resource: Resource) -> collections.Counter[str]:

@@ -1,11 +1,14 @@
-"""GPUs that a family is no longer offered, and that kubelet may still give to its pods for a moment.
+"""GPUs that a family is no longer offered,
+and that kubelet may still give to its pods for a moment.
 
-A scheduler reads the Node, and the Node is a moment behind: some time passes between the decision that a family gets no more of a GPU and
-the last pod that was bound by an older count. The kubelet fails a pod for which it has no Healthy id. So the count on the Node goes down at
-once, and the ids stay Healthy at the kubelet a little longer. Pods that come in that time get what their scheduler saw.
+A scheduler reads the Node, and the Node is a moment behind: some time passes between the decision
+that a family gets no more of a GPU and the last pod that was bound by an older count. The kubelet
+fails a pod for which it has no Healthy id. So the count on the Node goes down at once, and the ids
+stay Healthy at the kubelet a little longer. Pods that come in that time get what their scheduler
+saw.
 
-That is for GPUs that are kept for others (claims, turns), never for those that another family has or that are unhealthy. `book` holds one
-of these and reports every change to it.
+That is for GPUs that are kept for others (claims, turns), never for those that another family has
+or that are unhealthy. `book` holds one of these and reports every change to it.
 """
 
 from __future__ import annotations
@@ -20,7 +23,9 @@ WITHDRAWAL_SECONDS = 0.4
 
 
 class Withdrawals:
-    """State: what each family was offered last, and until when kubelet may give out what it is offered no longer."""
+    """State: what each family was offered last,
+    and until when kubelet may give out what it is offered no longer.
+    """
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock

@@ -1,8 +1,8 @@
 """The YAML of ``nvidia-mig-parted``: written for one GPU, and read as the tool exports it.
 
-Version 1 has named configurations, each a list of entries about some GPUs by index, with the number of instances of
-each profile. Called by `parted`, which runs the tool. Its output is checked here: the result is a division of each
-GPU, or a reason.
+Version 1 has named configurations, each a list of entries about some GPUs by index, with the number
+of instances of each profile. Called by `parted`, which runs the tool. Its output is checked here:
+the result is a division of each GPU, or a reason.
 """
 
 from __future__ import annotations
@@ -27,17 +27,22 @@ _MOST_SHOWN = 200
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Division:
-    """The division of one GPU: whether MIG mode is on, and the number of instances of each profile."""
+    """The division of one GPU: whether MIG mode is on,
+    and the number of instances of each profile.
+    """
 
     enabled: bool
     instances: Mapping[str, int]
 
 
 def layout_file(index: int, profiles: Iterable[str]) -> str:
-    """Write a configuration called `CURRENT` that divides the GPU of that NVML index, and leaves the others out."""
+    """Write a configuration called `CURRENT` that divides the GPU of that NVML index,
+    and leaves the others out.
+    """
     counted = collections.Counter(profiles)
     entry = {"devices": [index], "mig-enabled": True, "mig-devices": dict(counted)}
-    return json.dumps({"version": "v1", "mig-configs": {CURRENT: [entry]}}, indent=1) + "\n"  # JSON is YAML
+    # JSON is YAML
+    return json.dumps({"version": "v1", "mig-configs": {CURRENT: [entry]}}, indent=1) + "\n"
 
 
 def read_export(text: str, gpus: int) -> Mapping[int, Division]:
@@ -53,14 +58,18 @@ def read_export(text: str, gpus: int) -> Mapping[int, Division]:
     configurations = _plain(root)
     configurations = configurations.get("mig-configs") if isinstance(configurations, dict) else None
     if not isinstance(configurations, dict) or len(configurations) != 1:
-        raise MigError(f"what it exports has not one configuration below mig-configs: {_shown(text)}")
+        raise MigError(
+            f"what it exports has not one configuration below mig-configs: {_shown(text)}"
+        )
     (entries,) = configurations.values()
     found: dict[int, Division] = {}
     for entry in entries if isinstance(entries, list) else [None]:
         indices, division = _entry(entry, gpus)
         for index in indices:
             if index in found or not 0 <= index < min(gpus, _MOST_GPUS):
-                raise MigError(f"what it exports has GPU {index} twice, or not at all among the node's {gpus}")
+                raise MigError(
+                    f"what it exports has GPU {index} twice, or not at all among the node's {gpus}"
+                )
             found[index] = division
     if len(found) != gpus:
         raise MigError(f"it exports {len(found)} GPUs, and the driver shows {gpus}")
@@ -70,12 +79,26 @@ def read_export(text: str, gpus: int) -> Mapping[int, Division]:
 def _entry(entry: Any, gpus: int) -> tuple[list[int], Division]:
     if not isinstance(entry, dict):
         raise MigError(f"what it exports has an entry that is none: {_shown(str(entry))}")
-    devices, enabled, instances = entry.get("devices"), entry.get("mig-enabled"), entry.get("mig-devices") or {}
+    devices, enabled, instances = (
+        entry.get("devices"),
+        entry.get("mig-enabled"),
+        entry.get("mig-devices") or {},
+    )
     if devices == "all":
         devices = list(range(gpus))
-    if not isinstance(devices, list) or not isinstance(enabled, bool) or not isinstance(instances, dict):
-        raise MigError(f"what it exports has an entry without devices, mig-enabled and mig-devices: {_shown(str(entry))}")
-    numbers = (*((index, _MOST_GPUS) for index in devices), *((count, _MOST_INSTANCES) for count in instances.values()))
+    if (
+        not isinstance(devices, list)
+        or not isinstance(enabled, bool)
+        or not isinstance(instances, dict)
+    ):
+        raise MigError(
+            "what it exports has an entry without devices, mig-enabled and mig-devices: "
+            f"{_shown(str(entry))}"
+        )
+    numbers = (
+        *((index, _MOST_GPUS) for index in devices),
+        *((count, _MOST_INSTANCES) for count in instances.values()),
+    )
     if not all(_is_number(value, most) for value, most in numbers):
         raise MigError(f"what it exports has numbers that cannot be: {_shown(str(entry))}")
     return devices, Division(enabled, {name: count for name, count in instances.items() if count})

@@ -1,8 +1,11 @@
-"""``nvidia-mig-parted``, the host tool that divides GPUs: run with a time limit, one at a time, and always checked.
+"""``nvidia-mig-parted``, the host tool that divides GPUs:
+run with a time limit, one at a time, and always checked.
 
-The replaced plugin runs it and ends itself when it fails (volcano-vgpu §4.3, D16). Here every failure is a `MigError`
-that costs one pod its start: the tool is missing, hangs, prints nonsense, fails, or sees other GPUs than the driver.
-Only the driver shows whether the GPU was divided; `agent.devices.mig`, which calls this, checks there.
+The replaced plugin runs it and ends itself when it fails (volcano-vgpu §4.3, D16). Here every
+failure is a `MigError` that costs one pod its start: the tool is missing, hangs, prints nonsense,
+fails, or sees other GPUs than the driver.
+Only the driver shows whether the GPU was divided; `agent.devices.mig`, which calls this, checks
+there.
 """
 
 from __future__ import annotations
@@ -31,16 +34,20 @@ _END_SECONDS = 2.0  # between asking the tool to end and making it end
 class MigParted:
     """The runner of the tool.
 
-    State: a file beside the configuration is locked while the tool runs, and the tool inherits the lock. So one that has survived a killed
-    agent keeps the next agent from running a second one beside it.
+    State: a file beside the configuration is locked while the tool runs, and the tool inherits the
+    lock. So one that has survived a killed agent keeps the next agent from running a second one
+    beside it.
     """
 
-    def __init__(self, program: str, directory: Path, *, timeout_seconds: float, setting: str) -> None:
+    def __init__(
+        self, program: str, directory: Path, *, timeout_seconds: float, setting: str
+    ) -> None:
         """Build it.
 
         Args:
             program: its name, looked for in PATH, or its path.
-            directory: where its configuration is written; made if need be, and readable by the agent only.
+            directory: where its configuration is written; made if need be, and readable by the
+                agent only.
             timeout_seconds: how long one run may take.
             setting: the key of ``program``, for messages.
         """
@@ -62,10 +69,14 @@ class MigParted:
         try:
             return read_export(text, gpus)
         except MigError as err:
-            raise MigError(f"{self._program} export: {err}; see whether it is nvidia-mig-parted and finds the driver") from err
+            raise MigError(
+                f"{self._program} export: {err}; see whether it is nvidia-mig-parted and finds the "
+                "driver"
+            ) from err
 
     async def apply(self, index: int, profiles: Sequence[str]) -> None:
-        """Divide the GPU of that NVML index into instances of these profiles, at least one; the other GPUs stay as they are.
+        """Divide the GPU of that NVML index into instances of these profiles, at least one;
+        the other GPUs stay as they are.
 
         Raises:
             MigError: it cannot be run, or fails; the message has its last words.
@@ -75,7 +86,9 @@ class MigParted:
         try:
             await asyncio.to_thread(_write, path, text)
         except OSError as err:
-            raise MigError(f"cannot write {path}: {err.strerror or err}; check stateDirectory") from err
+            raise MigError(
+                f"cannot write {path}: {err.strerror or err}; check stateDirectory"
+            ) from err
         await self._run("apply", ("-f", str(path), "-c", CURRENT))
 
     async def _run(self, command: str, arguments: Sequence[str]) -> str:
@@ -94,26 +107,31 @@ class MigParted:
                 )
             except OSError as err:
                 raise MigError(
-                    f"cannot run {self._program}: {err.strerror or err}; install nvidia-mig-parted where the agent runs, or set "
-                    f"{self._setting}"
+                    f"cannot run {self._program}: {err.strerror or err}; install nvidia-mig-parted "
+                    f"where the agent runs, or set {self._setting}"
                 ) from err
             ended = False
             try:
                 async with asyncio.timeout(self._timeout_seconds):
-                    output, complaints = await asyncio.gather(_read(process.stdout), _read(process.stderr))
+                    output, complaints = await asyncio.gather(
+                        _read(process.stdout), _read(process.stderr)
+                    )
                     status = await process.wait()
                 ended = True
             except TimeoutError:
                 raise MigError(
-                    f"{self._program} {command} has not ended after {self._timeout_seconds:g} s and was ended "
-                    f"({self._setting}TimeoutSeconds)"
+                    f"{self._program} {command} has not ended after {self._timeout_seconds:g} s "
+                    f"and was ended ({self._setting}TimeoutSeconds)"
                 ) from None
             finally:
                 if not ended:
                     await _end(process)
         if status != 0:
             words = (complaints or output).decode(errors="replace").strip()
-            raise MigError(f"{self._program} {command} failed with status {status}: {_shown(words) or 'it says nothing'}")
+            raise MigError(
+                f"{self._program} {command} failed with status {status}: "
+                f"{_shown(words) or 'it says nothing'}"
+            )
         if len(output) > _MOST_BYTES:
             raise MigError(f"{self._program} {command} printed more than {_MOST_BYTES} bytes")
         return output.decode(errors="replace")
@@ -128,9 +146,13 @@ class MigParted:
         try:
             lock = await asyncio.to_thread(_lock, self._directory)
         except BlockingIOError:
-            raise MigError(f"another {self._program}, which an earlier agent has started, still runs") from None
+            raise MigError(
+                f"another {self._program}, which an earlier agent has started, still runs"
+            ) from None
         except OSError as err:
-            raise MigError(f"cannot use {self._directory}: {err.strerror or err}; check stateDirectory") from err
+            raise MigError(
+                f"cannot use {self._directory}: {err.strerror or err}; check stateDirectory"
+            ) from err
         try:
             yield lock
         finally:
@@ -152,7 +174,11 @@ def _write(path: Path, text: str) -> None:
     """Write the file whole or not at all, readable and writable by the agent only."""
     path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
     unfinished = path.with_suffix(".new")  # always the same, so that nothing can pile up
-    with os.fdopen(os.open(unfinished, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600), "w", encoding="utf-8") as file:
+    with os.fdopen(
+        os.open(unfinished, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600),
+        "w",
+        encoding="utf-8",
+    ) as file:
         file.write(text)
         file.flush()
         os.fsync(file.fileno())
@@ -160,7 +186,9 @@ def _write(path: Path, text: str) -> None:
 
 
 async def _read(stream: asyncio.StreamReader | None) -> bytes:
-    """Return the output up to the limit and a little more. The rest is read and discarded, so that the tool does not stop."""
+    """Return the output up to the limit and a little more.
+    The rest is read and discarded, so that the tool does not stop.
+    """
     kept = b""
     while stream is not None and (chunk := await stream.read(65536)):
         if len(kept) <= _MOST_BYTES:
@@ -169,7 +197,9 @@ async def _read(stream: asyncio.StreamReader | None) -> bytes:
 
 
 async def _end(process: asyncio.subprocess.Process) -> None:
-    """Make sure that nothing of the tool runs any more, also when the agent itself is being stopped."""
+    """Make sure that nothing of the tool runs any more,
+    also when the agent itself is being stopped.
+    """
     for number in (signal.SIGTERM, signal.SIGKILL):
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, number)

@@ -1,8 +1,10 @@
-"""The compute mode of the GPUs of one daemon: exclusive while MPS shares them, so that no process exceeds its limit.
+"""The compute mode of the GPUs of one daemon:
+exclusive while MPS shares them, so that no process exceeds its limit.
 
-A GPU in that mode takes one process: the MPS server. While the GPU serves another family (one at a time) it must take
-others, so it is in the default mode until the last share of the other family is returned (``lent``). A GPU that has
-left the daemon's resource gets the default mode for good, unless another daemon has it by then. Called by `daemon`.
+A GPU in that mode takes one process: the MPS server. While the GPU serves another family (one at a
+time) it must take others, so it is in the default mode until the last share of the other family is
+returned (``lent``). A GPU that has left the daemon's resource gets the default mode for good,
+unless another daemon has it by then. Called by `daemon`.
 """
 
 from __future__ import annotations
@@ -21,19 +23,24 @@ if TYPE_CHECKING:
 
 
 class Claims:
-    """The daemon that made each GPU exclusive last: one that ends late must not undo the mode of its successor under another name.
+    """The daemon that made each GPU exclusive last: one that ends late must not undo the mode of
+    its successor under another name.
 
-    State: resource by GPU, and a lock by GPU, since two programs that set one mode at the same time could end in
-    either order.
+    State: resource by GPU, and a lock by GPU, since two programs that set one mode at the same time
+    could end in either order.
     """
 
     def __init__(self) -> None:
         self.resource: dict[str, str] = {}
-        self.lock: collections.defaultdict[str, asyncio.Lock] = collections.defaultdict(asyncio.Lock)
+        self.lock: collections.defaultdict[str, asyncio.Lock] = collections.defaultdict(
+            asyncio.Lock
+        )
 
 
 class ComputeModes:
-    """The compute modes that were set, by GPU; empty where unsure. Others may change them, so each daemon start sets them."""
+    """The compute modes that were set, by GPU; empty where unsure.
+    Others may change them, so each daemon start sets them.
+    """
 
     def __init__(self, smi: HostTool, resource: str, claims: Claims) -> None:
         self._smi, self._resource, self._claims = smi, resource, claims
@@ -43,8 +50,11 @@ class ComputeModes:
         """Forget all modes: the next `bring` sets every mode."""
         self._set = dict.fromkeys(self._set, "")
 
-    async def bring(self, uuids: Iterable[str], lent: frozenset[str], others: Iterable[str] = ()) -> str:
-        """Make all of ``uuids`` but the ``lent`` exclusive, and reset ``others`` and those that were exclusive before.
+    async def bring(
+        self, uuids: Iterable[str], lent: frozenset[str], others: Iterable[str] = ()
+    ) -> str:
+        """Make all of ``uuids`` but the ``lent`` exclusive,
+        and reset ``others`` and those that were exclusive before.
 
         Args:
             uuids: the GPUs of the daemon.
@@ -52,16 +62,22 @@ class ComputeModes:
             others: GPUs that get the default mode.
 
         Returns:
-            why one of the others could not be given back, which is tried again the next time; empty when all are.
+            why one of the others could not be given back, which is tried again the next time; empty
+            when all are.
 
         Raises:
             MpsError: one of ``uuids`` cannot be set; all others are.
         """
         wanted = {uuid: DEFAULT if uuid in lent else EXCLUSIVE for uuid in uuids}
-        kept = await self._each(self._give_back(uuid) for uuid in list(dict.fromkeys([*others, *self._set])) if uuid not in wanted)
+        kept = await self._each(
+            self._give_back(uuid)
+            for uuid in list(dict.fromkeys([*others, *self._set]))
+            if uuid not in wanted
+        )
         if errors := await self._each(self._bring_one(uuid, mode) for uuid, mode in wanted.items()):
             raise errors[0]
-        return str(kept[0]) if kept else ""  # one that is lost must not keep the others from being shared
+        # one that is lost must not keep the others from being shared
+        return str(kept[0]) if kept else ""
 
     async def release(self, uuids: Iterable[str]) -> None:
         """The default mode for all of ``uuids``, and for those that were given to `bring` before.
@@ -69,7 +85,9 @@ class ComputeModes:
         Raises:
             MpsError: a mode cannot be set; all others are.
         """
-        if errors := await self._each(self._give_back(uuid) for uuid in dict.fromkeys([*uuids, *self._set])):
+        if errors := await self._each(
+            self._give_back(uuid) for uuid in dict.fromkeys([*uuids, *self._set])
+        ):
             raise errors[0]
 
     async def _each(self, changes: Iterable[Awaitable[None]]) -> list[MpsError]:

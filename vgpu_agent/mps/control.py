@@ -1,7 +1,8 @@
-"""The commands to one MPS control daemon: through the control binary, one process each, as NVIDIA's own plugin does (nvidia §11.2).
+"""The commands to one MPS control daemon: through the control binary, one process each, as NVIDIA's
+own plugin does (nvidia §11.2).
 
-Called by `daemon`. The daemon's answers are checked, since a limit that was only sent is not yet a limit: NVIDIA's
-plugin offered resources whose daemon had none.
+Called by `daemon`. The daemon's answers are checked, since a limit that was only sent is not yet a
+limit: NVIDIA's plugin offered resources whose daemon had none.
 """
 
 from __future__ import annotations
@@ -20,7 +21,8 @@ if TYPE_CHECKING:
     from vgpu_agent.mps.host_tools import HostTool
 
 _NO_DAEMON = "Cannot find MPS control daemon process"
-_MEMORY = re.compile(r"\b(\d{1,12}) ?([MG])(?:i?B)?\b", re.ASCII)  # 10240M; in words about it in some versions
+# 10240M; in words about it in some versions
+_MEMORY = re.compile(r"\b(\d{1,12}) ?([MG])(?:i?B)?\b", re.ASCII)
 _GIB_MIB = 1024
 _PAUSE_SECONDS = 0.05  # between two looks whether a daemon that was just started answers
 
@@ -48,7 +50,10 @@ class Control:
                     else:
                         return
         except TimeoutError as err:
-            raise MpsError(f"the daemon was started and does not answer; what it says is in {self._plan.log}/control.log") from err
+            raise MpsError(
+                "the daemon was started and does not answer; what it says is in "
+                f"{self._plan.log}/control.log"
+            ) from err
 
     async def tell(self, command: str) -> str:
         """Give one command and return the answer.
@@ -79,7 +84,9 @@ class Control:
         """
         differences: list[str] = []
         if (threads := await self._threads()) != self._plan.thread_percentage:
-            differences.append(f"{threads:g} % of compute instead of {self._plan.thread_percentage} %")
+            differences.append(
+                f"{threads:g} % of compute instead of {self._plan.thread_percentage} %"
+            )
         differences += [
             f"{found} on GPU {limit.index} instead of {limit.memory_mib}M"
             for limit in (self._plan.devices if devices is None else devices)
@@ -116,14 +123,19 @@ class Control:
             await asyncio.to_thread(self._kill)
 
     def has_process(self) -> bool:
-        """Tell whether the process lives whose id the daemon has written down. Blocks; for a thread."""
+        """Tell whether the process lives whose id the daemon has written down. Blocks;
+        for a thread.
+        """
         return processes.written_pid(self._plan.pipe) is not None
 
     def _kill(self) -> None:
         pid = processes.written_pid(self._plan.pipe)
         if pid is None:
             path = processes.pid_path(self._plan.pipe)
-            raise MpsError(f"the MPS control daemon does not listen, and {path} does not say which process it is; end it by hand")
+            raise MpsError(
+                f"the MPS control daemon does not listen, and {path} does not say which process it "
+                "is; end it by hand"
+            )
         processes.end([pid], self._plan.pipe)
 
     async def _threads(self) -> float:
@@ -137,7 +149,9 @@ class Control:
         return percentage
 
     async def _memory(self, limit: DeviceLimit) -> str:
-        """The memory limit that the daemon shows for a GPU, when it is another than the plan's; else empty."""
+        """The memory limit that the daemon shows for a GPU, when it is another than the plan's;
+        else empty.
+        """
         command = f"get_default_device_pinned_mem_limit {limit.index}"
         answer = await self.tell(command)
         found = _MEMORY.search(answer)

@@ -1,9 +1,11 @@
-"""The life of one MPS control daemon: found or started, given its limits, checked, watched, and ended after its last use.
+"""The life of one MPS control daemon: found or started, given its limits, checked, watched,
+and ended after its last use.
 
-A daemon that ends takes the CUDA programs of its clients with it (NVIDIA's issue 669). So the main rule: no daemon is
-ended, replaced or killed while a container holds a share through it. An agent that starts adopts the existing daemon.
-Anything that keeps the limits from being in force is the daemon's *trouble*. As long as there is one the resource is
-not offered (issue 1946: early pods without limits).
+A daemon that ends takes the CUDA programs of its clients with it (NVIDIA's issue 669). So the main
+rule: no daemon is ended, replaced or killed while a container holds a share through it. An agent
+that starts adopts the existing daemon.
+Anything that keeps the limits from being in force is the daemon's *trouble*. As long as there is
+one the resource is not offered (issue 1946: early pods without limits).
 
 Run by `supervision`, one loop a resource, under the agent's supervisor.
 """
@@ -61,20 +63,26 @@ class Dependencies(Protocol):
 class Daemon:
     """One control daemon.
 
-    State: that of the daemon itself. After a restart of the agent everything here is read anew. `status` has the last
-    result.
+    State: that of the daemon itself. After a restart of the agent everything here is read anew.
+    `status` has the last result.
     """
 
-    def __init__(self, plan: DaemonPlan, settings: Mps, journal: Journal, dependencies: Dependencies) -> None:
+    def __init__(
+        self, plan: DaemonPlan, settings: Mps, journal: Journal, dependencies: Dependencies
+    ) -> None:
         self._settings, self._journal, self._dependencies = settings, journal, dependencies
         self._plan = plan  # of the daemon that runs or is about to
         self._wanted: DaemonPlan | None = plan
         self._lent: frozenset[str] = frozenset()
         self._news = asyncio.Event()
         seconds = settings.command_timeout_seconds
-        self._control_binary = HostTool(settings.control_binary, "mps.controlBinary", timeout_seconds=seconds)
+        self._control_binary = HostTool(
+            settings.control_binary, "mps.controlBinary", timeout_seconds=seconds
+        )
         self._modes = ComputeModes(
-            HostTool(settings.smi_binary, "mps.smiBinary", timeout_seconds=seconds), plan.resource, dependencies.claims
+            HostTool(settings.smi_binary, "mps.smiBinary", timeout_seconds=seconds),
+            plan.resource,
+            dependencies.claims,
         )
         self._tail: LogTail | None = None
         self._servers: tuple[int, ...] = ()
@@ -82,19 +90,29 @@ class Daemon:
         self.status = MpsStatus(plan.resource, trouble="its MPS control daemon is being started")
 
     def want(self, plan: DaemonPlan | None, lent: frozenset[str] = frozenset()) -> None:
-        """Set the desired daemon to that of ``plan``, or none; ``lent`` are GPUs in use by another family at the moment."""
+        """Set the desired daemon to that of ``plan``, or none;
+        ``lent`` are GPUs in use by another family at the moment.
+        """
         if (plan, lent) != (self._wanted, self._lent):
             self._wanted, self._lent = plan, lent
             self._news.set()
 
     def why_not(self, plan: DaemonPlan) -> str:
-        """Explain why a resource with that plan must not be offered now, a `NotYet` while this starts; empty when it may."""
+        """Explain why a resource with that plan must not be offered now,
+        a `NotYet` while this starts; empty when it may.
+        """
         if trouble := self.status.trouble:
             return NotYet(trouble) if self.status.state is MpsState.STARTING else trouble
-        return "" if self._plan.covers(plan) else NotYet("its MPS control daemon is about to be told other limits")
+        return (
+            ""
+            if self._plan.covers(plan)
+            else NotYet("its MPS control daemon is about to be told other limits")
+        )
 
     async def run(self) -> None:
-        """Keep a daemon as long as one is wanted; return when none is and the last holder is gone."""
+        """Keep a daemon as long as one is wanted;
+        return when none is and the last holder is gone.
+        """
         clock = asyncio.get_running_loop().time
         backoff = Backoff(self._settings.backoff_min_seconds, self._settings.backoff_max_seconds)
         while True:
@@ -110,7 +128,8 @@ class Daemon:
                 if self._wanted is None and not self._busy:
                     await self.retire()
                     if self._wanted is None:
-                        self.status.state = MpsState.STOPPED  # the last thing: from now on another loop may begin under this name
+                        # the last thing: from now on another loop may begin under this name
+                        self.status.state = MpsState.STOPPED
                         return
             except MpsError as err:
                 await self._fail(err)
@@ -131,19 +150,28 @@ class Daemon:
         await asyncio.to_thread(directories.forget, self._plan)
         if self._wanted is None:
             await asyncio.to_thread(directories.remove_pipe, self._plan)
-        self.status.state, self.status.trouble, self.status.clients = MpsState.STARTING, "its MPS control daemon has been stopped", ()
+        self.status.state, self.status.trouble, self.status.clients = (
+            MpsState.STARTING,
+            "its MPS control daemon has been stopped",
+            (),
+        )
         self._journal.record("mps.daemon_stopped", resource=self._plan.resource)
         await self._dependencies.changed()
 
     async def _cleared(self) -> bool:
-        """Clear away the rest of a dead, unwanted daemon where NVIDIA's programs are missing; return whether that was all.
+        """Clear away the rest of a dead, unwanted daemon where NVIDIA's programs are missing;
+        return whether that was all.
 
-        That is an agent without MPS after one that was killed, or whose node crashed. Its pods may hold shares under
-        the same name, but not through that daemon. The plan stays while a GPU of this node may still be exclusive,
-        for an agent that can give it back.
+        That is an agent without MPS after one that was killed, or whose node crashed. Its pods may
+        hold shares under the same name, but not through that daemon. The plan stays while a GPU of
+        this node may still be exclusive, for an agent that can give it back.
         """
         plan = self._plan
-        if self._wanted is not None or self.status.state is MpsState.RUNNING or await self._control_binary.is_there():
+        if (
+            self._wanted is not None
+            or self.status.state is MpsState.RUNNING
+            or await self._control_binary.is_there()
+        ):
             return False
         if await asyncio.to_thread(processes.any_of, plan.pipe):
             return False
@@ -177,9 +205,11 @@ class Daemon:
         return bool(self._dependencies.holders(self._plan.resource) or self.status.clients)
 
     def _control(self) -> Control:
-        return Control(self._plan, self._control_binary, timeout_seconds=self._settings.command_timeout_seconds)
+        return Control(
+            self._plan, self._control_binary, timeout_seconds=self._settings.command_timeout_seconds
+        )
 
-    # -- coming up --------------------------------------------------------------------------------------------------------------------
+    # -- coming up ---------------------------------------------------------------------------------
 
     async def _bring_up(self) -> None:
         control = self._control()
@@ -199,9 +229,14 @@ class Daemon:
             await self._bring_modes()
             await self._up(adopted=True)
         elif self._busy:
-            raise MpsError(f"its MPS control daemon has {difference}; it gets its new limits once {self._holders()} have ended")
+            raise MpsError(
+                f"its MPS control daemon has {difference}; it gets its new limits once "
+                f"{self._holders()} have ended"
+            )
         else:
-            self._journal.record("mps.daemon_replaced", resource=self._plan.resource, reason=difference)
+            self._journal.record(
+                "mps.daemon_replaced", resource=self._plan.resource, reason=difference
+            )
             await control.quit()
             await self._start(control)
 
@@ -210,8 +245,12 @@ class Daemon:
             raise err
         # Its clients cannot be asked for now, so it is the pods that count.
         if pods := self._dependencies.holders(self._plan.resource):
-            raise MpsError(f"{err}; the daemon is left alone while these run: {', '.join(pods)}") from err
-        self._journal.record("mps.daemon_replaced", level="warning", resource=self._plan.resource, reason=str(err))
+            raise MpsError(
+                f"{err}; the daemon is left alone while these run: {', '.join(pods)}"
+            ) from err
+        self._journal.record(
+            "mps.daemon_replaced", level="warning", resource=self._plan.resource, reason=str(err)
+        )
         await control.quit()
         await self._start(control)
 
@@ -226,11 +265,16 @@ class Daemon:
         await control.start()
         await self._tell_limits(control)
         if difference := await control.difference():
-            raise MpsError(f"its MPS control daemon was told its limits and has {difference}; see {self._plan.log}/control.log")
+            raise MpsError(
+                f"its MPS control daemon was told its limits and has {difference}; see "
+                f"{self._plan.log}/control.log"
+            )
         await self._up(adopted=False)
 
     async def _tell_limits(self, control: Control) -> None:
-        """Set the limits for servers to come. A server that was started already is set separately."""
+        """Set the limits for servers to come. A server
+        that was started already is set separately.
+        """
         for command in self._plan.commands:
             await control.tell(command)
         await self._count(control)
@@ -247,25 +291,32 @@ class Daemon:
             )
 
     async def _end_orphans(self) -> None:
-        """End servers that outlived their daemon, once unused: they keep their GPUs from the next one and cannot be adopted."""
+        """End servers that outlived their daemon, once unused:
+        they keep their GPUs from the next one and cannot be adopted.
+        """
         orphans = await asyncio.to_thread(processes.living, self._servers)
         if orphans and (pods := self._dependencies.holders(self._plan.resource)):
             raise MpsError(
-                f"the MPS server of the lost daemon (process {orphans[0]}) lives on, and no other can be started beside it; "
-                f"there is a new daemon once these have ended: {', '.join(pods)}"
+                f"the MPS server of the lost daemon (process {orphans[0]}) lives on, and no other "
+                "can be started beside it; there is a new daemon once these have ended: "
+                f"{', '.join(pods)}"
             )
         if strangers := await asyncio.to_thread(processes.end, orphans, self._plan.pipe):
             raise MpsError(
-                f"process {strangers[0]}, which the lost daemon has named as its MPS server, was not started for {self._plan.pipe}; "
-                "end it by hand if it is one"
+                f"process {strangers[0]}, which the lost daemon has named as its MPS server, was "
+                f"not started for {self._plan.pipe}; end it by hand if it is one"
             )
         self._servers = ()
 
     async def _bring_modes(self) -> None:
-        """Make the resource's GPUs exclusive. Those that left it, or all without sharing, serve others, whatever still runs."""
+        """Make the resource's GPUs exclusive. Those that left it, or all without sharing,
+        serve others, whatever still runs.
+        """
         wanted = set() if self._wanted is None else {limit.uuid for limit in self._wanted.devices}
         known = [limit.uuid for limit in self._plan.devices]
-        trouble = await self._modes.bring([uuid for uuid in known if uuid in wanted], self._lent, known)
+        trouble = await self._modes.bring(
+            [uuid for uuid in known if uuid in wanted], self._lent, known
+        )
         if not trouble:
             self._changes.over("modes")
         elif self._changes.is_new("modes", trouble):
@@ -289,10 +340,12 @@ class Daemon:
         )
         await self._dependencies.changed()
 
-    # -- staying up -------------------------------------------------------------------------------------------------------------------
+    # -- staying up --------------------------------------------------------------------------------
 
     async def _stay_up(self) -> None:
-        """Check every few seconds that the limits are in force; return when the daemon must and can be ended or replaced."""
+        """Check every few seconds that the limits are in force;
+        return when the daemon must and can be ended or replaced.
+        """
         misses = turn = 0
         while True:
             await self._pause(self._settings.probe_seconds)
@@ -303,7 +356,9 @@ class Daemon:
                 raise
             except MpsError as err:
                 misses += 1
-                _logger.warning("mps.probe_failed", resource=self._plan.resource, misses=misses, error=str(err))
+                _logger.warning(
+                    "mps.probe_failed", resource=self._plan.resource, misses=misses, error=str(err)
+                )
                 if misses >= _MOST_MISSES:
                     raise
             await self._lend()
@@ -311,21 +366,32 @@ class Daemon:
                 return
 
     async def _prove(self, turn: int) -> None:
-        """Ask for the compute limit and, GPU by GPU in turn, for a memory limit; a changed one is set anew."""
+        """Ask for the compute limit and, GPU by GPU in turn, for a memory limit;
+        a changed one is set anew.
+        """
         control, devices = self._control(), self._plan.devices
         one = (devices[turn % len(devices)],) if devices else ()
         if difference := await control.difference(one):
             await self._tell_limits(control)
             if still := await control.difference():
-                raise MpsError(f"its MPS control daemon has {still} and does not take its limits again")
-            self._journal.record("mps.limits_restored", level="warning", resource=self._plan.resource, previous=difference)
+                raise MpsError(
+                    f"its MPS control daemon has {still} and does not take its limits again"
+                )
+            self._journal.record(
+                "mps.limits_restored",
+                level="warning",
+                resource=self._plan.resource,
+                previous=difference,
+            )
         await self._count(control)
         self.status.limits_seen_at = time.time()
         for line in await asyncio.to_thread(self._tail.read) if self._tail else ():
             _logger.info("mps.control_log", resource=self._plan.resource, line=line)
 
     async def _lend(self) -> None:
-        """Let lent GPUs take any process. A mode that cannot be set ends no daemon, but is reported."""
+        """Let lent GPUs take any process. A mode that cannot be set ends no daemon,
+        but is reported.
+        """
         try:
             await self._bring_modes()
         except MpsError as err:
@@ -333,12 +399,18 @@ class Daemon:
         self.status.in_use_by_others = tuple(sorted(self._lent))
 
     async def _is_outdated(self) -> bool:
-        """Tell whether this daemon must be replaced now. One that has to wait for its holders reports so."""
+        """Tell whether this daemon must be replaced now.
+        One that has to wait for its holders reports so.
+        """
         wanted, trouble = self._wanted, ""
         if wanted is None or not self._plan.covers(wanted):
             if not self._busy:
                 if wanted is not None:
-                    self._journal.record("mps.daemon_replaced", resource=self._plan.resource, reason="its limits have changed")
+                    self._journal.record(
+                        "mps.daemon_replaced",
+                        resource=self._plan.resource,
+                        reason="its limits have changed",
+                    )
                     await self._control().quit()
                 return True
             what = "ends" if wanted is None else "gets its new limits"
@@ -348,7 +420,7 @@ class Daemon:
             await self._dependencies.changed()
         return False
 
-    # -- failing ----------------------------------------------------------------------------------------------------------------------
+    # -- failing -----------------------------------------------------------------------------------
 
     async def _fail(self, err: MpsError) -> None:
         status, resource = self.status, self._plan.resource
@@ -369,7 +441,9 @@ class Daemon:
             if gone:
                 status.clients = ()
         elif str(err) != status.trouble:
-            self._journal.record("mps.daemon_failed", level="error", resource=resource, reason=str(err), pods=holders)
+            self._journal.record(
+                "mps.daemon_failed", level="error", resource=resource, reason=str(err), pods=holders
+            )
         status.state, status.trouble = MpsState.FAILED, str(err)
         await asyncio.to_thread(directories.unmark, self._plan.directory, directories.STARTED)
         await self._dependencies.changed()

@@ -1,6 +1,8 @@
-"""Directories, marks and shared memory of MPS control daemons, and the label that lets containers use them under SELinux.
+"""Directories, marks and shared memory of MPS control daemons,
+and the label that lets containers use them under SELinux.
 
-Called by `daemon` and `supervision`, in threads, because every call may block on a disk. Paths: nvidia §11.1 and §11.2.
+Called by `daemon` and `supervision`, in threads, because every call may block on a disk. Paths:
+nvidia §11.1 and §11.2.
 """
 
 from __future__ import annotations
@@ -26,28 +28,38 @@ if TYPE_CHECKING:
 STARTED = ".started"
 _PLAN = ".plan.json"  # beside the pipe, not in it: containers do not see it
 READY = ".ready"
-# The SELinux label of files that containers may read and write; as an attribute it ends in a zero byte.
+# The SELinux label of files that containers may read and write; as an attribute it ends in a zero
+# byte.
 _LABEL = b"system_u:object_r:container_file_t:s0\0"
 _LONGEST_SOCKET = 107  # bytes of a socket's path: sun_path of unix(7) without its end
 _FALLBACK_KIB = 65536  # NVIDIA's, where the node's memory is not known
 _MOST_LABELLED = 256
 # What a daemon makes in the directory of its pipe.
-_PIPE_FILES = ("control", "control_lock", "control_privileged", "log", "nvidia-cuda-mps-control.pid")
+_PIPE_FILES = (
+    "control",
+    "control_lock",
+    "control_privileged",
+    "log",
+    "nvidia-cuda-mps-control.pid",
+)
 _LARGEST_PLAN = 1 << 20  # bytes
 _MS_NOSUID, _MS_NODEV, _MS_NOEXEC = 2, 4, 8  # mount(2)
 
 
 def prepare(plan: DaemonPlan, *, sysfs_root: str = "/sys") -> None:
-    """Make the daemon's directories, with the label where the node has SELinux; what an earlier daemon has left there stays.
+    """Make the daemon's directories, with the label where the node has SELinux;
+    what an earlier daemon has left there stays.
 
     Raises:
         MpsError: they cannot be made.
     """
     pipe, log = Path(plan.pipe), Path(plan.log)
-    if (length := len(os.fsencode(f"{plan.pipe}/control"))) > _LONGEST_SOCKET:  # the daemon would start, not listen, and report nothing
+    # the daemon would start, not listen, and report nothing
+    if (length := len(os.fsencode(f"{plan.pipe}/control"))) > _LONGEST_SOCKET:
         raise MpsError(
-            f"the socket {plan.pipe}/control of an MPS control daemon has a name of {length} bytes, "
-            f"and the kernel takes {_LONGEST_SOCKET}; set a shorter mps.containerRoot, or a shorter name for the resource"
+            f"the socket {plan.pipe}/control of an MPS control daemon has a name of {length} "
+            f"bytes, and the kernel takes {_LONGEST_SOCKET}; set a shorter mps.containerRoot, or a "
+            "shorter name for the resource"
         )
     try:
         pipe.mkdir(mode=0o755, parents=True, exist_ok=True)
@@ -56,14 +68,16 @@ def prepare(plan: DaemonPlan, *, sysfs_root: str = "/sys") -> None:
         if _has_selinux(sysfs_root):
             os.setxattr(pipe, "security.selinux", _LABEL)
             with os.scandir(pipe) as entries:
-                # The daemon's files lie here, side by side. Clients may write there, too, and no more is read than a daemon makes.
+                # The daemon's files lie here, side by side. Clients may write there, too, and no
+                # more is read than a daemon makes.
                 for entry in itertools.islice(entries, _MOST_LABELLED):
                     with contextlib.suppress(FileNotFoundError):
                         os.setxattr(entry.path, "security.selinux", _LABEL, follow_symlinks=False)
         log.mkdir(mode=0o755, parents=True, exist_ok=True)
     except OSError as err:
         raise MpsError(
-            f"cannot prepare {err.filename or plan.directory} for an MPS control daemon: {err.strerror}; {_remedy(err)}"
+            f"cannot prepare {err.filename or plan.directory} for an MPS control daemon: "
+            f"{err.strerror}; {_remedy(err)}"
         ) from err
 
 
@@ -77,13 +91,15 @@ def _require_own(directory: Path) -> None:
     else:
         return
     raise MpsError(
-        f"{directory} {what}, and whoever has put it there would be between an MPS control daemon and its clients; remove it, "
-        "so that the agent makes its own"
+        f"{directory} {what}, and whoever has put it there would be between an MPS control daemon "
+        "and its clients; remove it, so that the agent makes its own"
     )
 
 
 def mark(directory: str, name: str) -> None:
-    """Make the mark `STARTED` or `READY` in a directory. Others may wait for it, we do not, so that it cannot be made is no error."""
+    """Make the mark `STARTED` or `READY` in a directory. Others may wait for it, we do not, so that
+    it cannot be made is no error.
+    """
     with contextlib.suppress(OSError):
         (Path(directory) / name).touch()
 
@@ -110,7 +126,9 @@ def remember(plan: DaemonPlan) -> None:
 
 
 def remembered(root: str) -> list[DaemonPlan]:
-    """The plans of all daemons that were not ended in order. One that is no plan, or only half of one, is removed: no daemon has it."""
+    """The plans of all daemons that were not ended in order. One that is no plan, or only half of
+    one, is removed: no daemon has it.
+    """
     plans = []
     for path in sorted(Path(root).glob(f"*/*/{_PLAN}")):
         with contextlib.suppress(OSError):
@@ -133,13 +151,17 @@ def forget(plan: DaemonPlan) -> None:
 
 
 def clear(plan: DaemonPlan) -> None:
-    """Take away what belongs to a daemon that has ended: its mark and its logs. The pipe stays, since containers may have it mounted."""
+    """Take away what belongs to a daemon that has ended: its mark and its logs. The pipe stays,
+    since containers may have it mounted.
+    """
     unmark(plan.directory, STARTED)
     shutil.rmtree(plan.log, ignore_errors=True)
 
 
 def remove_pipe(plan: DaemonPlan) -> None:
-    """Remove the pipe of a daemon that has ended for good, and its directory. A mount or one with others' files stays."""
+    """Remove the pipe of a daemon that has ended for good, and its directory.
+    A mount or one with others' files stays.
+    """
     for name in _PIPE_FILES:
         unmark(plan.pipe, name)
     with contextlib.suppress(OSError):
@@ -155,13 +177,22 @@ def mount_tmpfs(target: str, options: str) -> None:
         OSError: the kernel refuses.
     """
     library = ctypes.CDLL(None, use_errno=True)
-    if library.mount(b"shm", target.encode(), b"tmpfs", _MS_NOSUID | _MS_NODEV | _MS_NOEXEC, options.encode()):
+    if library.mount(
+        b"shm", target.encode(), b"tmpfs", _MS_NOSUID | _MS_NODEV | _MS_NOEXEC, options.encode()
+    ):
         number = ctypes.get_errno()
         raise OSError(number, os.strerror(number), target)
 
 
-def share_memory(root: str, *, size_mib: int, proc_root: str = "/proc", mount: Callable[[str, str], None] = mount_tmpfs) -> None:
-    """Make ``<root>/shm`` a tmpfs that all daemons and containers see as /dev/shm; an existing mount stays.
+def share_memory(
+    root: str,
+    *,
+    size_mib: int,
+    proc_root: str = "/proc",
+    mount: Callable[[str, str], None] = mount_tmpfs,
+) -> None:
+    """Make ``<root>/shm`` a tmpfs that all daemons and containers see as /dev/shm;
+    an existing mount stays.
 
     Args:
         root: the agent's view of ``mps.root``.
@@ -181,8 +212,8 @@ def share_memory(root: str, *, size_mib: int, proc_root: str = "/proc", mount: C
         mount(str(path), f"mode=1777,size={size}")
     except OSError as err:
         raise MpsError(
-            f"cannot mount the shared memory of MPS at {path}: {err.strerror}; {_remedy(err)}, or mount it yourself: "
-            f"mount -t tmpfs -o mode=1777,size={size} shm {path}"
+            f"cannot mount the shared memory of MPS at {path}: {err.strerror}; {_remedy(err)}, or "
+            f"mount it yourself: mount -t tmpfs -o mode=1777,size={size} shm {path}"
         ) from err
 
 

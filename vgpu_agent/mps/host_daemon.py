@@ -1,8 +1,8 @@
 """The check for an MPS control daemon that runs on the host, as far as the agent can tell.
 
-Without that daemon a container that needs it works all the same, as it did with AWS's plugin: it takes turns, and
-nothing limits it. So a missing daemon is reported and withholds nothing. Called again and again by
-`agent.devices.mps`, where ``aws.mps`` is ``host``.
+Without that daemon a container that needs it works all the same, as it did with AWS's plugin: it
+takes turns, and nothing limits it. So a missing daemon is reported and withholds nothing. Called
+again and again by `agent.devices.mps`, where ``aws.mps`` is ``host``.
 """
 
 from __future__ import annotations
@@ -22,7 +22,9 @@ if TYPE_CHECKING:
 
 
 class HostDaemon:
-    """The daemon whose control pipe lies in the directory ``pipe``; nothing of it is ours, so it is only asked how it is."""
+    """The daemon whose control pipe lies in the directory ``pipe``;
+    nothing of it is ours, so it is only asked how it is.
+    """
 
     def __init__(self, pipe: str, settings: Mps) -> None:
         self._pipe, self._binary = pipe, settings.control_binary
@@ -47,7 +49,9 @@ class HostDaemon:
         return ""
 
     def _look(self) -> tuple[str, bool]:
-        """Return what is missing, and whether there is a control binary; looks at the file system."""
+        """Return what is missing, and whether there is a control binary;
+        looks at the file system.
+        """
         if not os.path.isdir(self._pipe):
             return f"the agent sees no directory {self._pipe}", False
         if not os.path.exists(os.path.join(self._pipe, "control")):

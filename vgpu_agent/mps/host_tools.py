@@ -1,7 +1,8 @@
-"""The runner of ``nvidia-cuda-mps-control`` and ``nvidia-smi``, which may be missing, hang, die or print anything.
+"""The runner of ``nvidia-cuda-mps-control`` and ``nvidia-smi``, which may be missing, hang,
+die or print anything.
 
-Called by `control` and `compute_mode`. Their output goes into files in memory of a fixed size, so no output can fill
-the agent, and a daemon that keeps its parent's stdout open does not block it.
+Called by `control` and `compute_mode`. Their output goes into files in memory of a fixed size, so
+no output can fill the agent, and a daemon that keeps its parent's stdout open does not block it.
 """
 
 from __future__ import annotations
@@ -20,14 +21,16 @@ if TYPE_CHECKING:
 
 _LONGEST_OUTPUT = 65536  # bytes; a list of all processes of a node is shorter
 _SHOWN_CHARACTERS = 200
-# How long a killed program may take to disappear; one that waits for the driver in the kernel does not.
+# How long a killed program may take to disappear; one that waits for the driver in the kernel does
+# not.
 _KILL_SECONDS = 1.0
 
 
 class HostTool:
     """One host program of one daemon.
 
-    State: a call that was killed and did not end. While it is there no other is started, or a hung driver would collect processes.
+    State: a call that was killed and did not end. While it is there no other is started, or a hung
+    driver would collect processes.
     """
 
     def __init__(self, program: str, setting: str, *, timeout_seconds: float) -> None:
@@ -38,7 +41,9 @@ class HostTool:
         """Tell whether there is such a program on this node, as far as the agent sees it."""
         return await asyncio.to_thread(shutil.which, self._program) is not None
 
-    async def run(self, *arguments: str, text: str = "", environment: Mapping[str, str] | None = None) -> str:
+    async def run(
+        self, *arguments: str, text: str = "", environment: Mapping[str, str] | None = None
+    ) -> str:
         """Run the program to its end and return its output.
 
         Args:
@@ -47,12 +52,14 @@ class HostTool:
             environment: all that it sees; None for the agent's own.
 
         Raises:
-            MpsError: it cannot be started, does not end in time, or fails; the message has its output and the remedy.
+            MpsError: it cannot be started, does not end in time, or fails; the message has its
+                output and the remedy.
         """
         said = self._name(arguments, text)
         if self._stuck is not None and self._stuck.returncode is None:
             raise MpsError(
-                f"an earlier {self._program} (process {self._stuck.pid}) does not even end when killed; the driver hangs, see dmesg"
+                f"an earlier {self._program} (process {self._stuck.pid}) does not even end when "
+                "killed; the driver hangs, see dmesg"
             )
         self._stuck = None
         with _file(text.encode()) as source, _file() as output, _file() as errors:
@@ -62,19 +69,29 @@ class HostTool:
             except TimeoutError as err:
                 await self._kill(process)
                 raise MpsError(
-                    f"{said} has not ended after {self._timeout:g} s and was killed; see whether the driver answers (nvidia-smi, dmesg)"
+                    f"{said} has not ended after {self._timeout:g} s and was killed; see whether "
+                    "the driver answers (nvidia-smi, dmesg)"
                 ) from err
             except asyncio.CancelledError:
                 await self._kill(process)
                 raise
             printed, complained = _content(output), _content(errors)
         if process.returncode:
-            how = f"ended with status {process.returncode}" if process.returncode > 0 else f"was ended by signal {-process.returncode}"
+            how = (
+                f"ended with status {process.returncode}"
+                if process.returncode > 0
+                else f"was ended by signal {-process.returncode}"
+            )
             raise MpsError(f"{said} {how}: {shown(complained or printed)}")
         return printed
 
     async def _start(
-        self, arguments: Sequence[str], source: int, output: int, errors: int, environment: Mapping[str, str] | None
+        self,
+        arguments: Sequence[str],
+        source: int,
+        output: int,
+        errors: int,
+        environment: Mapping[str, str] | None,
     ) -> asyncio.subprocess.Process:
         # By our own PATH: the one that a daemon sees has none.
         found = await asyncio.to_thread(shutil.which, self._program)
@@ -90,8 +107,9 @@ class HostTool:
             )
         except OSError as err:
             raise MpsError(
-                f"cannot run {self._program}: {err.strerror}; it comes with NVIDIA's driver: give the agent's container the capabilities "
-                f"compute,utility, or name the program in {self._setting}"
+                f"cannot run {self._program}: {err.strerror}; it comes with NVIDIA's driver: give "
+                "the agent's container the capabilities compute,utility, or name the program in "
+                f"{self._setting}"
             ) from err
 
     async def _kill(self, process: asyncio.subprocess.Process) -> None:

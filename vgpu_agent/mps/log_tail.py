@@ -1,8 +1,9 @@
-"""The transfer of an MPS control daemon's ``control.log`` into the agent's log; keeps that file small.
+"""The transfer of an MPS control daemon's ``control.log`` into the agent's log;
+keeps that file small.
 
-The file lies in memory (``/run``), the daemon never shortens it, and each of our own probes adds lines to it. So
-lines about mere queries are passed over, and a file that has become large is emptied. Called by `daemon` after each
-probe, in a thread.
+The file lies in memory (``/run``), the daemon never shortens it, and each of our own probes adds
+lines to it. So lines about mere queries are passed over, and a file that has become large is
+emptied. Called by `daemon` after each probe, in a thread.
 """
 
 from __future__ import annotations
@@ -29,7 +30,9 @@ class LogTail:
         self._inode, self._offset = 0, 0
 
     def read(self) -> list[str]:
-        """The lines that are new, without those about questions; empty when there is no file or it cannot be read."""
+        """The lines that are new, without those about questions;
+        empty when there is no file or it cannot be read.
+        """
         try:
             descriptor = os.open(self._path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
         except OSError:
@@ -51,7 +54,8 @@ class LogTail:
         if not end and len(chunk) == _LONGEST_READ:
             end = len(chunk)  # one line without an end, too long to be read
         self._offset += end
-        # By blocks, not by size: a daemon that goes on writing at its old place leaves a hole, and the file looks as large as before.
+        # By blocks, not by size: a daemon that goes on writing at its old place leaves a hole, and
+        # the file looks as large as before.
         if status.st_blocks * 512 > _LARGEST_FILE and self._offset >= status.st_size:
             os.ftruncate(descriptor, 0)
             self._offset = 0

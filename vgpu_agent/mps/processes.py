@@ -1,8 +1,9 @@
 """The processes of a daemon, found without trusting anything that its clients could have written.
 
-The directory of a pipe is mounted into containers, whose root may write there. A process id in it can be any
-process's, and the file can be a link or a pipe without a writer. An agent that trusted it would kill one tenant's
-process for another. Called by `control` and `daemon`, in threads, because every call looks at the file system.
+The directory of a pipe is mounted into containers, whose root may write there. A process id in it
+can be any process's, and the file can be a link or a pipe without a writer. An agent that trusted
+it would kill one tenant's process for another. Called by `control` and `daemon`, in threads,
+because every call looks at the file system.
 """
 
 from __future__ import annotations
@@ -31,7 +32,9 @@ def pid_path(pipe: str) -> str:
 def written_pid(pipe: str) -> int | None:
     """The process that the file names, if that is one of the daemon at ``pipe``."""
     try:
-        descriptor = os.open(pid_path(pipe), os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+        descriptor = os.open(
+            pid_path(pipe), os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+        )
     except OSError:
         return None
     try:
@@ -45,13 +48,17 @@ def written_pid(pipe: str) -> int | None:
 
 
 def any_of(pipe: str) -> bool:
-    """Tell whether any process of MPS lives that was started for ``pipe``, whatever the file contains."""
+    """Tell whether any process of MPS lives that was started for ``pipe``,
+    whatever the file contains.
+    """
     with os.scandir("/proc") as entries:
         return any(belongs(int(entry.name), pipe) for entry in entries if entry.name.isdecimal())
 
 
 def living(pids: Iterable[int]) -> list[int]:
-    """Those of ``pids`` that are processes of MPS now: the kernel may have given an old number to another one."""
+    """Those of ``pids`` that are processes of MPS now:
+    the kernel may have given an old number to another one.
+    """
     found = []
     for pid in pids:
         with contextlib.suppress(OSError):
@@ -61,9 +68,13 @@ def living(pids: Iterable[int]) -> list[int]:
 
 
 def belongs(pid: int, pipe: str) -> bool:
-    """Tell by its environment whether it is a process of MPS for ``pipe``, so that no other daemon is ever ended."""
+    """Tell by its environment whether it is a process of MPS for ``pipe``,
+    so that no other daemon is ever ended.
+    """
     try:
-        environment = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0") if living([pid]) else []
+        environment = (
+            Path(f"/proc/{pid}/environ").read_bytes().split(b"\0") if living([pid]) else []
+        )
     except OSError:
         return False
     return os.fsencode(f"{PIPE_VARIABLE}={pipe}") in environment

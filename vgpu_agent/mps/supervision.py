@@ -1,7 +1,8 @@
-"""All MPS control daemons of the node: one for each resource that is shared with MPS, and no unneeded ones.
+"""All MPS control daemons of the node: one for each resource that is shared with MPS,
+and no unneeded ones.
 
-With each change `agent` sets the desired daemons (`want`). It asks for each such resource whether it may be offered
-(`why_not`), and stops the whole when it ends (`stop`).
+With each change `agent` sets the desired daemons (`want`). It asks for each such resource whether
+it may be offered (`why_not`), and stops the whole when it ends (`stop`).
 """
 
 from __future__ import annotations
@@ -32,7 +33,8 @@ _logger = log.get(__name__)
 class Supervision:
     """The daemons, and their common parts.
 
-    State: one `Daemon` and one supervised task a resource, from the first time that it is wanted until it has ended.
+    State: one `Daemon` and one supervised task a resource, from the first time that it is wanted
+    until it has ended.
 
     Args:
         settings: paths and times.
@@ -73,7 +75,8 @@ class Supervision:
         return tuple(self._daemons[name].status for name in sorted(self._daemons))
 
     def want(self, wanted: Mapping[str, tuple[DaemonPlan, frozenset[str]]]) -> None:
-        """Have exactly these daemons: resource → its plan, and those of its GPUs that serve another family now.
+        """Have exactly these daemons: resource → its plan,
+        and those of its GPUs that serve another family now.
 
         One that is no longer wanted ends when its last holder has gone.
         """
@@ -89,24 +92,38 @@ class Supervision:
                 self._begin(plan, plan, lent)
 
     async def recall(self) -> None:
-        """End an earlier agent's unwanted daemons: it may have been killed, and sharing switched off before the next start."""
+        """End an earlier agent's unwanted daemons:
+        it may have been killed, and sharing switched off before the next start.
+        """
         for plan in await asyncio.to_thread(directories.remembered, self._settings.container_root):
             if plan.resource not in self._daemons:
-                _logger.info("mps.daemon_recalled", resource=plan.resource, directory=plan.directory)
+                _logger.info(
+                    "mps.daemon_recalled", resource=plan.resource, directory=plan.directory
+                )
                 self._begin(plan, None)
 
-    def _begin(self, plan: DaemonPlan, wanted: DaemonPlan | None, lent: frozenset[str] = frozenset()) -> None:
+    def _begin(
+        self, plan: DaemonPlan, wanted: DaemonPlan | None, lent: frozenset[str] = frozenset()
+    ) -> None:
         daemon = self._daemons[plan.resource] = Daemon(plan, self._settings, self._journal, self)
         daemon.want(wanted, lent)
         self._supervisor.start(_task(plan.resource), daemon.run)
 
     def why_not(self, plan: DaemonPlan) -> str:
-        """Explain why the plan's resource must not be offered now, a `NotYet` while the daemon starts; empty when it may."""
+        """Explain why the plan's resource must not be offered now,
+        a `NotYet` while the daemon starts; empty when it may.
+        """
         daemon = self._daemons.get(plan.resource)
-        return daemon.why_not(plan) if daemon else NotYet("its MPS control daemon is about to be started")
+        return (
+            daemon.why_not(plan)
+            if daemon
+            else NotYet("its MPS control daemon is about to be started")
+        )
 
     async def stop(self) -> None:
-        """End the agent's part. Daemons with shares in use go on, and the next agent adopts them; the others end."""
+        """End the agent's part. Daemons with shares in use go on, and the next agent adopts them;
+        the others end.
+        """
         for resource, daemon in self._daemons.items():
             await self._supervisor.stop(_task(resource))
             if daemon.status.state is MpsState.STOPPED:
@@ -118,19 +135,27 @@ class Supervision:
                 except MpsError as err:
                     _logger.warning("mps.stop_failed", resource=resource, error=str(err))
             else:
-                _logger.info("mps.daemon_left_running", resource=resource, pods=list(self.holders(resource)))
+                _logger.info(
+                    "mps.daemon_left_running", resource=resource, pods=list(self.holders(resource))
+                )
 
     async def prepare(self, plan: DaemonPlan) -> None:
-        """Make a daemon's directories and the shared memory, which two daemons must not mount twice.
+        """Make a daemon's directories and the shared memory,
+        which two daemons must not mount twice.
 
         Raises:
             MpsError: they cannot be made.
         """
         async with self._preparing:
             await asyncio.to_thread(
-                self._share_memory, self._settings.container_root, size_mib=self._settings.shm_size_mib, proc_root=self._proc_root
+                self._share_memory,
+                self._settings.container_root,
+                size_mib=self._settings.shm_size_mib,
+                proc_root=self._proc_root,
             )
-            await asyncio.to_thread(functools.partial(directories.prepare, plan, sysfs_root=self._sysfs_root))
+            await asyncio.to_thread(
+                functools.partial(directories.prepare, plan, sysfs_root=self._sysfs_root)
+            )
 
     async def changed(self) -> None:
         """A daemon has come up, failed or ended."""

@@ -1,9 +1,11 @@
-"""Choose whole GPUs with NVLinks and PCI switches between them, such that the remaining GPUs are close to each other, too.
+"""Choose whole GPUs with NVLinks and PCI switches between them,
+such that the remaining GPUs are close to each other, too.
 
-Called through the `nvidia` family for GetPreferredAllocation of whole GPUs. Scores and aim are those of NVIDIA's plugin (nvidia
-§6.1): all available GPUs are divided into groups of the wanted size, and the best division decides. Theirs tries every division, which
-takes minutes on 16 GPUs. Here the search is exact up to `EXACT_GPUS` and good above, always within milliseconds. Ties go to the GPUs that
-come first, so the same question always gets the same answer.
+Called through the `nvidia` family for GetPreferredAllocation of whole GPUs. Scores and aim are
+those of NVIDIA's plugin (nvidia §6.1): all available GPUs are divided into groups of the wanted
+size, and the best division decides. Theirs tries every division, which takes minutes on 16 GPUs.
+Here the search is exact up to `EXACT_GPUS` and good above, always within milliseconds. Ties go to
+the GPUs that come first, so the same question always gets the same answer.
 """
 
 from __future__ import annotations
@@ -21,15 +23,23 @@ if TYPE_CHECKING:
 
 EXACT_GPUS = 8
 
-# By NVML's level of the common ancestor: same board, one switch, several switches, host bridge, same CPU, another CPU.
+# By NVML's level of the common ancestor: same board, one switch, several switches, host bridge,
+# same CPU, another CPU.
 _PCI_SCORES = {0: 60, 10: 50, 20: 40, 30: 30, 40: 20, 50: 10}
 _NVLINK_SCORE = 100  # of each direct link
 
 _Group = tuple[int, ...]  # places in the order of preference
 
 
-def choose_group(*, available: Sequence[str], required: Sequence[str], size: int, links: Mapping[tuple[str, str], Link]) -> list[str]:
-    """Choose ``size`` of the ``available`` GPUs, all ``required`` ones among them; in the order of ``available``.
+def choose_group(
+    *,
+    available: Sequence[str],
+    required: Sequence[str],
+    size: int,
+    links: Mapping[tuple[str, str], Link],
+) -> list[str]:
+    """Choose ``size`` of the ``available`` GPUs, all ``required`` ones among them;
+    in the order of ``available``.
 
     Args:
         available: UUIDs, in the order in which they are taken on equal terms.
@@ -43,10 +53,14 @@ def choose_group(*, available: Sequence[str], required: Sequence[str], size: int
     if missing := [uuid for uuid in required if uuid not in available]:
         raise CapacityError(f"{', '.join(missing)} cannot be had")
     if not len(required) <= size <= len(available):
-        raise CapacityError(f"{size} GPUs are wanted, {len(required)} of them by name, {len(available)} can be had")
+        raise CapacityError(
+            f"{size} GPUs are wanted, {len(required)} of them by name, {len(available)} can be had"
+        )
     if size in (0, len(available)):
         return list(available)[:size]
-    search = _Search([[_score(links, one, other) for other in available] for one in available], size)
+    search = _Search(
+        [[_score(links, one, other) for other in available] for one in available], size
+    )
     places = tuple(sorted(available.index(uuid) for uuid in dict.fromkeys(required)))
     return [available[place] for place in search.best(places)]
 
@@ -66,11 +80,15 @@ class _Search:
         self._exactly = functools.cache(self._best_division)
 
     def best(self, required: _Group) -> _Group:
-        """The group with ``required`` in the best division; of equally good ones that which is best itself, then the first."""
+        """The group with ``required`` in the best division;
+        of equally good ones that which is best itself, then the first.
+        """
         count = len(self._scores)
         everything = tuple(range(count))
         exact = count <= EXACT_GPUS
-        candidates: Iterable[_Group] = self._all_groups(required) if exact else self._grown_groups(required)
+        candidates: Iterable[_Group] = (
+            self._all_groups(required) if exact else self._grown_groups(required)
+        )
         rest: Callable[[_Group], int] = self._exactly if exact else self._roughly
         chosen, best = everything[: self._size], (-1, -1)
         for group in candidates:
@@ -107,14 +125,17 @@ class _Search:
         return sum(self._scores[one][other] for one, other in itertools.combinations(group, 2))
 
     def _best_division(self, places: _Group) -> int:
-        """Return the score of the best division of ``places`` into groups; as few as possible are smaller than the wanted size."""
+        """Return the score of the best division of ``places`` into groups;
+        as few as possible are smaller than the wanted size.
+        """
         if len(places) < 2:
             return 0
         first, others = places[0], places[1:]
         groups = -(-len(places) // self._size)
         smallest = max(1, len(places) - self._size * (groups - 1))
         return max(
-            self._within((first, *more)) + self._exactly(tuple(place for place in others if place not in more))
+            self._within((first, *more))
+            + self._exactly(tuple(place for place in others if place not in more))
             for size in range(smallest, min(self._size, len(places)) + 1)
             for more in itertools.combinations(others, size - 1)
         )

@@ -1,8 +1,9 @@
 """The order in which a family takes GPUs on a node that several families share.
 
-A GPU serves one family at a time. A family that begins a free GPU while one that serves it already has room keeps all other families from
-that GPU. So every choice goes by rank first, and by the policy of the resource among GPUs of one rank. Pure functions on plain data:
-`allocation` collects the facts about the GPUs, the families pass them to `policies`, `rooms` and `whole_pod`.
+A GPU serves one family at a time. A family that begins a free GPU while one that serves it already
+has room keeps all other families from that GPU. So every choice goes by rank first, and by the
+policy of the resource among GPUs of one rank. Pure functions on plain data: `allocation` collects
+the facts about the GPUs, the families pass them to `policies`, `rooms` and `whole_pod`.
 """
 
 from __future__ import annotations
@@ -33,8 +34,9 @@ class Neighbours:
     def rank(self, gpu: str) -> int:
         """Return the rank of a GPU by its UUID; the lowest is taken first.
 
-        `OWN`: taking it locks no family out, because it serves the family already or is offered to no other. `FREE`: taking it locks the
-        other families out. `OTHERS`: another family has it, or waits for it.
+        `OWN`: taking it locks no family out, because it serves the family already or is offered to
+        no other. `FREE`: taking it locks the other families out. `OTHERS`: another family has it,
+        or waits for it.
         """
         if gpu in self.others:
             return OTHERS
@@ -48,7 +50,12 @@ class Neighbours:
 ALONE = Neighbours()
 
 
-def neighbours(family: str, shared: frozenset[str], held: Iterable[tuple[str, str]], claimed: Iterable[tuple[str, str]] = ()) -> Neighbours:
+def neighbours(
+    family: str,
+    shared: frozenset[str],
+    held: Iterable[tuple[str, str]],
+    claimed: Iterable[tuple[str, str]] = (),
+) -> Neighbours:
     """Return the neighbours of ``family``; `ALONE` where it shares no GPU.
 
     Args:

@@ -1,8 +1,10 @@
-"""The allocation policies by name, which choose the best ids of a resource for a container, one entry each.
+"""The allocation policies by name, which choose the best ids of a resource for a container,
+one entry each.
 
-Families whose ids name devices name the entry that fits a resource and ask it for GetPreferredAllocation. None of them ever fails because
-of a device that is not among the available ones (nvidia D4), and each gives the same answer to the same question (nvidia D5). On a node
-that several families share, the ranks of `mixing` come first.
+Families whose ids name devices name the entry that fits a resource and ask it for
+GetPreferredAllocation. None of them ever fails because of a device that is not among the available
+ones (nvidia D4), and each gives the same answer to the same question (nvidia D5). On a node that
+several families share, the ranks of `mixing` come first.
 """
 
 from __future__ import annotations
@@ -32,11 +34,13 @@ class IdRequest:
     """The kubelet's request, and what is known of the ids.
 
     Attributes:
-        available: ids that may be chosen, the required ones among them, in the order in which they are used on equal terms.
+        available: ids that may be chosen, the required ones among them, in the order in which they
+            are used on equal terms.
         required: ids that must be in the answer.
         size: how many ids the container wants.
         device_of: id → its device, of every id above.
-        totals: how many ids each device has, held or not; in the order in which devices are taken on equal terms.
+        totals: how many ids each device has, held or not; in the order in which devices are taken
+            on equal terms.
         links: how close each pair of GPUs is.
         ranks: device → its rank in `mixing`, the lowest first; a device that is missing has `OWN`.
     """
@@ -58,7 +62,8 @@ def choose(policy: str, request: IdRequest) -> list[str]:
     """The ids that ``policy`` (a name in `POLICIES`) takes.
 
     Raises:
-        CapacityError: there are not enough, or a required id is unknown; the caller answers with a simple pick.
+        CapacityError: there are not enough, or a required id is unknown; the caller answers with a
+            simple pick.
     """
     if unknown := [id_ for id_ in request.required if id_ not in request.device_of]:
         raise CapacityError(f"{', '.join(unknown)} cannot be had")
@@ -69,16 +74,25 @@ def _aligned(request: IdRequest) -> list[str]:
     """Devices with one id each, of the lowest ranks that have enough of them."""
     id_of = {request.device_of[id_]: id_ for id_ in _of_lowest_ranks(request)}
     chosen = choose_group(
-        available=list(id_of), required=[request.device_of[id_] for id_ in request.required], size=request.size, links=request.links
+        available=list(id_of),
+        required=[request.device_of[id_] for id_ in request.required],
+        size=request.size,
+        links=request.links,
     )
     return [id_of[device] for device in chosen]
 
 
 def _of_lowest_ranks(request: IdRequest) -> list[str]:
-    """The available ids up to the lowest rank with which there are enough, and the required ones."""
+    """The available ids up to the lowest rank with which there are enough,
+    and the required ones.
+    """
     required = set(request.required)
     for most in sorted({request.rank(request.device_of[id_]) for id_ in request.available}):
-        ids = [id_ for id_ in request.available if id_ in required or request.rank(request.device_of[id_]) <= most]
+        ids = [
+            id_
+            for id_ in request.available
+            if id_ in required or request.rank(request.device_of[id_]) <= most
+        ]
         if len(ids) >= request.size:
             return ids
     return list(request.available)
@@ -86,7 +100,8 @@ def _of_lowest_ranks(request: IdRequest) -> list[str]:
 
 def _greedy(policy: str) -> Callable[[IdRequest], list[str]]:
     def chosen(request: IdRequest) -> list[str]:
-        # Ties are broken by key, and the node's order is what an operator expects to see: GPU 0 before GPU 1.
+        # Ties are broken by key, and the node's order is what an operator expects to see: GPU 0
+        # before GPU 1.
         order = {device: f"{place:08d}" for place, device in enumerate(request.totals)}
         return choose_replicas(
             totals={order[device]: count for device, count in request.totals.items()},

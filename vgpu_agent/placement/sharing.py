@@ -1,8 +1,9 @@
 """Choose the replicas of shared GPUs for a container: spread over the GPUs, or packed onto few.
 
-Called through the `nvidia` family for GetPreferredAllocation. The rules are NVIDIA's greedy ones (nvidia §6.2), with two
-differences: ties are broken by id, so the same question always gets the same answer, and the search is a heap, so that 100,000 ids are
-answered within a second (kubelet V9).
+Called through the `nvidia` family for GetPreferredAllocation. The rules are NVIDIA's greedy ones
+(nvidia §6.2), with two differences: ties are broken by id, so the same question always gets the
+same answer, and the search is a heap, so that 100,000 ids are answered within a second (kubelet
+V9).
 """
 
 from __future__ import annotations
@@ -38,9 +39,11 @@ def choose_replicas(
         available: ids that may be chosen, in the order in which a device's replicas are to be used.
         required: ids that must be in the answer; they count as held.
         size: how many ids the container wants.
-        policy: `DISTRIBUTED` takes the device with the fewest held replicas, `PACKED` the one with the most; on equal terms the device
-            that gave the fewest in this answer, then the one whose id sorts first.
-        ranks: device → its rank in `mixing`; devices of a lower rank are used up first. Without it all are alike.
+        policy: `DISTRIBUTED` takes the device with the fewest held replicas, `PACKED` the one with
+            the most; on equal terms the device that gave the fewest in this answer, then the one
+            whose id sorts first.
+        ranks: device → its rank in `mixing`; devices of a lower rank are used up first. Without it
+            all are alike.
 
     Raises:
         CapacityError: fewer are available than wanted.
@@ -52,7 +55,9 @@ def choose_replicas(
         if id_ not in taken:
             free[device_of(id_)].append(id_)
     if sum(map(len, free.values())) < wanted:
-        raise CapacityError(f"{size} ids are wanted, {sum(map(len, free.values())) + len(required)} can be had")
+        raise CapacityError(
+            f"{size} ids are wanted, {sum(map(len, free.values())) + len(required)} can be had"
+        )
 
     sign = 1 if policy == DISTRIBUTED else -1
     held = {device: max(totals.get(device, 0), len(ids)) - len(ids) for device, ids in free.items()}

@@ -1,7 +1,9 @@
-"""Place a whole pod when no GPU scheduler has decided: on the first device that has room for all of it.
+"""Place a whole pod when no GPU scheduler has decided:
+on the first device that has room for all of it.
 
-Called by `volcano-gpushare`, whose vocabulary names devices for the whole pod. The order is that of Volcano's scheduler (volcano-gpushare
-§8): no packing and no spreading, the lowest number that fits. Pure functions of the ledger's rest of each device.
+Called by `volcano-gpushare`, whose vocabulary names devices for the whole pod. The order is that of
+Volcano's scheduler (volcano-gpushare §8): no packing and no spreading, the lowest number that fits.
+Pure functions of the ledger's rest of each device.
 """
 
 from __future__ import annotations
@@ -30,7 +32,9 @@ def first_with_room(rooms: Sequence[DeviceRoom], memory_mib: int) -> DeviceRoom:
     for room in rooms:
         if not room.trouble and not room.exclusive and room.memory_free_mib >= memory_mib:
             return room
-    raise CapacityError(f"no GPU has {memory_mib} MiB for the whole pod: {_explained(rooms, free_memory=True)}")
+    raise CapacityError(
+        f"no GPU has {memory_mib} MiB for the whole pod: {_explained(rooms, free_memory=True)}"
+    )
 
 
 def first_idle(rooms: Sequence[DeviceRoom], count: int) -> tuple[DeviceRoom, ...]:
@@ -41,7 +45,10 @@ def first_idle(rooms: Sequence[DeviceRoom], count: int) -> tuple[DeviceRoom, ...
     """
     idle = [room for room in rooms if not room.trouble and not room.holders]
     if len(idle) < count:
-        raise CapacityError(f"{count} idle GPUs are wanted, {len(idle)} can be had: {_explained(rooms, free_memory=False)}")
+        raise CapacityError(
+            f"{count} idle GPUs are wanted, {len(idle)} can be had: "
+            f"{_explained(rooms, free_memory=False)}"
+        )
     return tuple(idle[:count])
 
 

@@ -1,1 +1,3 @@
-"""The interface to runtimes and containers: CDI specs, a grant's host directories and files, the installed library."""
+"""The interface to runtimes and containers:
+CDI specs, a grant's host directories and files, the installed library.
+"""

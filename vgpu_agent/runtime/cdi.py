@@ -1,9 +1,10 @@
-"""The CDI spec of one grant: the runtime reads it when the container is created, and the agent after a restart.
+"""The CDI spec of one grant: the runtime reads it when the container is created,
+and the agent after a restart.
 
-`grants` calls here to turn a provision into the text of a spec file and a spec file back into the record of its
-grant. Format: CDI 0.6.0, the first version with annotations, which have the record
-(https://github.com/cncf-tags/container-device-interface). The runtime refuses a whole file over one unknown field, so
-there is nothing else of ours in it.
+`grants` calls here to turn a provision into the text of a spec file and a spec file back into the
+record of its grant. Format: CDI 0.6.0, the first version with annotations, which have the record
+(https://github.com/cncf-tags/container-device-interface). The runtime refuses a whole file over one
+unknown field, so there is nothing else of ours in it.
 """
 
 from __future__ import annotations
@@ -27,10 +28,14 @@ if TYPE_CHECKING:
 CDI_VERSION = "0.6.0"
 _NEWER = ("0.7.0", "0.8.0", "1.0.0", "1.1.0")  # which edits behind other names may take
 
-# CDI demands the form of Kubernetes annotations: a DNS prefix, a slash, a short name; 256 KiB in all.
+# CDI demands the form of Kubernetes annotations: a DNS prefix, a slash, a short name; 256 KiB in
+# all.
 _PREFIX = CDI_KIND.partition("/")[0] + "/"
 
-_NAMES = re.compile(r"[A-Za-z0-9._-]+/[A-Za-z0-9._-]+=[A-Za-z0-9._:-]+(,[A-Za-z0-9._-]+/[A-Za-z0-9._-]+=[A-Za-z0-9._:-]+)*")
+_NAMES = re.compile(
+    r"[A-Za-z0-9._-]+/[A-Za-z0-9._-]+=[A-Za-z0-9._:-]+(,[A-Za-z0-9._-]+/"
+    r"[A-Za-z0-9._-]+=[A-Za-z0-9._:-]+)*"
+)
 
 # Of the fields that both a grant and devices have: what may be there once.
 _KEYS: dict[str, Callable[[Any], str]] = {
@@ -53,14 +58,17 @@ class _Spec(msgspec.Struct):
 
 
 def other_names(edits: Edits) -> tuple[str, ...]:
-    """List the CDI names in ``edits``, also those in annotations, each once: a spec cannot refer to them, only contain their edits.
+    """List the CDI names in ``edits``, also those in annotations, each once: a spec cannot refer to
+    them, only contain their edits.
 
     Raises:
         CarrierError: there are annotations that are something else.
     """
     others = {key: value for key, value in edits.annotations.items() if not _NAMES.fullmatch(value)}
     if others:
-        raise CarrierError(f"a CDI spec cannot carry annotations ({', '.join(others)}); choose binding.mode early")
+        raise CarrierError(
+            f"a CDI spec cannot carry annotations ({', '.join(others)}); choose binding.mode early"
+        )
     annotated = (name for value in edits.annotations.values() for name in value.split(","))
     return tuple(dict.fromkeys([*edits.cdi_names, *annotated]))
 
@@ -78,14 +86,20 @@ def spec_text(record: GrantRecord, edits: Edits, inlined: Inlined | None = None)
     """
     if (names := other_names(edits)) and inlined is None:
         raise CarrierError(
-            f"a CDI spec cannot carry other CDI names ({', '.join(names)}); choose the device list strategy envvar, or binding.mode early"
+            f"a CDI spec cannot carry other CDI names ({', '.join(names)}); choose the device list "
+            "strategy envvar, or binding.mode early"
         )
     inlined = inlined or Inlined(CDI_VERSION, {})
     spec = {
         "cdiVersion": inlined.version if inlined.version in _NEWER else CDI_VERSION,
         "kind": CDI_KIND,
         "annotations": _annotations(record),
-        "devices": [{"name": record.token, "containerEdits": _joined(_container_edits(record, edits), inlined.container_edits)}],
+        "devices": [
+            {
+                "name": record.token,
+                "containerEdits": _joined(_container_edits(record, edits), inlined.container_edits),
+            }
+        ],
     }
     return msgspec.json.format(msgspec.json.encode(spec), indent=1) + b"\n"
 
@@ -100,7 +114,9 @@ def read_record(content: bytes, token: str) -> GrantRecord:
         spec = msgspec.json.decode(content, type=_Spec)
         if spec.kind != CDI_KIND or [device.name for device in spec.devices] != [token]:
             raise CarrierError(f"expected exactly the device {CDI_KIND}={token}")
-        return _record(token, {name.removeprefix(_PREFIX): value for name, value in spec.annotations.items()})
+        return _record(
+            token, {name.removeprefix(_PREFIX): value for name, value in spec.annotations.items()}
+        )
     except (msgspec.MsgspecError, UnicodeError, RecursionError) as err:
         raise CarrierError(str(err)) from err
 
@@ -108,16 +124,23 @@ def read_record(content: bytes, token: str) -> GrantRecord:
 def _container_edits(record: GrantRecord, edits: Edits) -> dict[str, Any]:
     environment = edits.environment
     if not environment and not edits.mounts and not edits.device_nodes and not edits.memory_mounts:
-        environment = {"VGPU_AGENT_GRANT": record.token}  # the runtime refuses a device without any edit
+        # the runtime refuses a device without any edit
+        environment = {"VGPU_AGENT_GRANT": record.token}
     made: dict[str, Any] = {}
     if environment:
         made["env"] = [f"{name}={value}" for name, value in environment.items()]
     if edits.device_nodes:
         made["deviceNodes"] = [
-            {"path": node.container_path, "hostPath": node.host_path, "permissions": node.permissions} for node in edits.device_nodes
+            {
+                "path": node.container_path,
+                "hostPath": node.host_path,
+                "permissions": node.permissions,
+            }
+            for node in edits.device_nodes
         ]
     if edits.mounts or edits.memory_mounts:
-        # The options that kubelet's own mounts have; without (r)bind the runtime would look for a file system to mount.
+        # The options that kubelet's own mounts have; without (r)bind the runtime would look for a
+        # file system to mount.
         made["mounts"] = [
             {
                 "hostPath": mount.host_path,
@@ -130,12 +153,26 @@ def _container_edits(record: GrantRecord, edits: Edits) -> dict[str, Any]:
 
 
 def _in_memory(mount: MemoryMount) -> dict[str, Any]:
-    options = ["nosuid", "nodev", "noexec", "mode=1777", f"size={mount.size_kib}k", f"nr_inodes={mount.files}"]
-    return {"hostPath": "tmpfs", "containerPath": mount.container_path, "type": "tmpfs", "options": options}
+    options = [
+        "nosuid",
+        "nodev",
+        "noexec",
+        "mode=1777",
+        f"size={mount.size_kib}k",
+        f"nr_inodes={mount.files}",
+    ]
+    return {
+        "hostPath": "tmpfs",
+        "containerPath": mount.container_path,
+        "type": "tmpfs",
+        "options": options,
+    }
 
 
 def _joined(own: dict[str, Any], inlined: Mapping[str, Any]) -> dict[str, Any]:
-    """Join both. For the same variable or path the inlined edit wins, as with a runtime that resolves the names itself."""
+    """Join both. For the same variable or path the inlined edit wins,
+    as with a runtime that resolves the names itself.
+    """
     if not inlined:
         return own
     made: dict[str, Any] = {**own, **inlined}
@@ -171,7 +208,9 @@ def _record(token: str, facts: dict[str, str]) -> GrantRecord:
             raise CarrierError(f"annotations: expected names that Kubernetes allows, got {named}")
         collected = facts["collected"]
         if collected and (not os.path.isabs(collected) or os.path.normpath(collected) != collected):
-            raise CarrierError(f"annotation {_PREFIX}collected: expected an absolute path, got {collected!r}")
+            raise CarrierError(
+                f"annotation {_PREFIX}collected: expected an absolute path, got {collected!r}"
+            )
         return GrantRecord(
             token=token,
             family=facts["family"],

@@ -1,8 +1,10 @@
-"""The GPU use of this node's containers, for the metrics: read from their shared regions, over and over.
+"""The GPU use of this node's containers, for the metrics:
+read from their shared regions, over and over.
 
-One loop, started by `agent`, copies the few pages of each region that matter. Nothing is mapped, so a container that
-ends, or cuts its file short, cannot crash the agent. Only directories of pods that are known to live are read: those
-that this agent makes, and those of the plugin that it replaces, whose pods run on (volcano-vgpu §6).
+One loop, started by `agent`, copies the few pages of each region that matter. Nothing is mapped, so
+a container that ends, or cuts its file short, cannot crash the agent. Only directories of pods that
+are known to live are read: those that this agent makes, and those of the plugin that it replaces,
+whose pods run on (volcano-vgpu §6).
 """
 
 from __future__ import annotations
@@ -28,7 +30,8 @@ if TYPE_CHECKING:
     from vgpu_agent.journal import Journal
     from vgpu_agent.pods import Pod, PodCache
 
-# Where volcano-vgpu-device-plugin has put its containers' directories up to v1.11; later ones use the same place as this agent.
+# Where volcano-vgpu-device-plugin has put its containers' directories up to v1.11; later ones use
+# the same place as this agent.
 DIRECTORY_BEFORE_1_12 = "/tmp/vgpu/containers"  # noqa: S108 - a fact about that plugin
 
 _REGION_SUFFIX = ".cache"
@@ -43,18 +46,25 @@ _Names = dict[str, tuple["Pod", str]]  # directory name → pod and container
 class ContainerUsages:
     """The reader of the regions of this node's containers.
 
-    State: `usage`, replaced as a whole after each look that found a change, and the unreadable regions already
-    logged.
+    State: `usage`, replaced as a whole after each look that found a change, and the unreadable
+    regions already logged.
     """
 
     def __init__(
-        self, book: PodCache, directories: Sequence[str], journal: Journal, *, pause_seconds: float, proc_root: str = "/proc"
+        self,
+        book: PodCache,
+        directories: Sequence[str],
+        journal: Journal,
+        *,
+        pause_seconds: float,
+        proc_root: str = "/proc",
     ) -> None:
         """Build it.
 
         Args:
             book: the pods that live.
-            directories: where containers have a directory of their own, ``<pod UID>_<container>``; the first that has one counts.
+            directories: where containers have a directory of their own, ``<pod UID>_<container>``;
+                the first that has one counts.
             journal: regions that cannot be read are recorded there.
             pause_seconds: between two looks.
             proc_root: where the host's processes are seen, if they are.
@@ -78,14 +88,24 @@ class ContainerUsages:
         """Read every region once and publish what has changed."""
         names = self._live()
         try:
-            found = await self._own_thread.run("the regions of containers", lambda: self._read(names), seconds=_DEADLINE_SECONDS)
+            found = await self._own_thread.run(
+                "the regions of containers", lambda: self._read(names), seconds=_DEADLINE_SECONDS
+            )
         except CarrierError as err:
             if self._changes.is_new(_HANGS):
                 self._journal.record("region.read_hangs", level="warning", error=str(err))
             return
         self._changes.over(_HANGS)
-        self._say(names, {name: outcome.reason for name, outcome in found.items() if isinstance(outcome, Unreadable)})
-        # A pod is there twice while another of its name takes its place; the one that was bound later has the name.
+        self._say(
+            names,
+            {
+                name: outcome.reason
+                for name, outcome in found.items()
+                if isinstance(outcome, Unreadable)
+            },
+        )
+        # A pod is there twice while another of its name takes its place; the one that was bound
+        # later has the name.
         usage = {
             (pod.namespace, pod.name, container): _entries(pod, container, outcome)
             for name, (pod, container) in names.items()
@@ -96,7 +116,8 @@ class ContainerUsages:
             self.usage.publish(shown)
 
     def _live(self) -> _Names:
-        # The replaced plugin names a static pod by the API server's UID, kubelet by the hash of its file.
+        # The replaced plugin names a static pod by the API server's UID, kubelet by the hash of its
+        # file.
         return {
             f"{uid}_{container.name}": (pod, container.name)
             for pod in self._book.pods
@@ -106,12 +127,19 @@ class ContainerUsages:
         }
 
     def _say(self, names: _Names, troubles: Mapping[str, str]) -> None:
-        """Log one line for each unreadable region of a live container. Later texts are the container's own choice."""
+        """Log one line for each unreadable region of a live container.
+        Later texts are the container's own choice.
+        """
         for name, reason in troubles.items():
             if self._changes.is_new(name):
                 pod, container = names[name]
                 self._journal.record(
-                    "region.unreadable", level="warning", pod=pod.full_name, container=container, directory=name, reason=reason
+                    "region.unreadable",
+                    level="warning",
+                    pod=pod.full_name,
+                    container=container,
+                    directory=name,
+                    reason=reason,
                 )
         self._changes.keep_only(names)
 
@@ -121,7 +149,11 @@ class ContainerUsages:
         found: dict[str, RegionUse | Unreadable] = {}
         for directory in self._directories:
             for name in names:
-                if "/" not in name and name not in found and (outcome := _region(behind(f"{directory}/{name}"), is_alive)) is not None:
+                if (
+                    "/" not in name
+                    and name not in found
+                    and (outcome := _region(behind(f"{directory}/{name}"), is_alive)) is not None
+                ):
                     found[name] = outcome
         return found
 
@@ -151,7 +183,9 @@ def _entries(pod: Pod, container: str, use: RegionUse) -> list[ContainerUsage]:
 
 
 def _region(path: str, is_alive: Callable[[int, int], bool]) -> RegionUse | Unreadable | None:
-    """Read the region in a container's directory; of several the one that was written last. None when there is none."""
+    """Read the region in a container's directory; of several the one that was written last.
+    None when there is none.
+    """
     try:
         folder = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
     except OSError:
@@ -159,8 +193,16 @@ def _region(path: str, is_alive: Callable[[int, int], bool]) -> RegionUse | Unre
     try:
         with os.scandir(folder) as entries:
             # Never opened: links, and devices, which do things when they are opened.
-            files = [entry.name for entry in itertools.islice(entries, _MAX_FILES) if entry.is_file(follow_symlinks=False)]
-        outcomes = [outcome for file in files if file.endswith(_REGION_SUFFIX) and (outcome := _file(folder, file, is_alive))]
+            files = [
+                entry.name
+                for entry in itertools.islice(entries, _MAX_FILES)
+                if entry.is_file(follow_symlinks=False)
+            ]
+        outcomes = [
+            outcome
+            for file in files
+            if file.endswith(_REGION_SUFFIX) and (outcome := _file(folder, file, is_alive))
+        ]
     except OSError:
         return None
     finally:
@@ -169,8 +211,12 @@ def _region(path: str, is_alive: Callable[[int, int], bool]) -> RegionUse | Unre
     return outcomes[-1][1] if outcomes else None
 
 
-def _file(folder: int, name: str, is_alive: Callable[[int, int], bool]) -> tuple[int, RegionUse | Unreadable] | None:
-    """Return the time of the file's last write and its content; None when it is unusable or has vanished."""
+def _file(
+    folder: int, name: str, is_alive: Callable[[int, int], bool]
+) -> tuple[int, RegionUse | Unreadable] | None:
+    """Return the time of the file's last write and its content;
+    None when it is unusable or has vanished.
+    """
     try:
         descriptor = os.open(name, _READ_ONLY, dir_fd=folder)
     except OSError:
@@ -179,7 +225,11 @@ def _file(folder: int, name: str, is_alive: Callable[[int, int], bool]) -> tuple
         status = os.fstat(descriptor)
         if not stat.S_ISREG(status.st_mode):
             return None
-        outcome = read_region(status.st_size, lambda offset, length: os.pread(descriptor, length, offset), is_alive=is_alive)
+        outcome = read_region(
+            status.st_size,
+            lambda offset, length: os.pread(descriptor, length, offset),
+            is_alive=is_alive,
+        )
     except OSError:
         return None
     finally:

@@ -1,10 +1,10 @@
 """The dynamic symbols and the code of an ELF shared object, read from its bytes without running it.
 
-Symbols are looked up as the dynamic linker looks them up: by the hash table that the dynamic segment names. Section
-headers do not count, because loading the file does not need them. Only what `hami_library` asks for is read, so a
-table that claims billions of entries costs nothing. Layouts: elf(5), and the gABI's chapter on dynamic linking. Not
-pyelftools: importing it costs 7 MiB of the agent's memory, and it answers damaged files with a dozen kinds of
-exceptions.
+Symbols are looked up as the dynamic linker looks them up: by the hash table that the dynamic
+segment names. Section headers do not count, because loading the file does not need them. Only what
+`hami_library` asks for is read, so a table that claims billions of entries costs nothing. Layouts:
+elf(5), and the gABI's chapter on dynamic linking. Not pyelftools: importing it costs 7 MiB of the
+agent's memory, and it answers damaged files with a dozen kinds of exceptions.
 """
 
 from __future__ import annotations
@@ -40,7 +40,9 @@ _MAX_CHAIN = 4096
 
 
 class ElfError(AgentError):
-    """The file is no ELF shared object, or a damaged one; the message continues a sentence that begins with its name."""
+    """The file is no ELF shared object, or a damaged one;
+    the message continues a sentence that begins with its name.
+    """
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -58,22 +60,39 @@ class SharedObject:
         machine: the processor that it is built for (e_machine).
 
     Raises:
-        ElfError: it is something else, a part of it lies outside of the file, or it has no dynamic segment.
+        ElfError: it is something else, a part of it lies outside of the file, or it has no dynamic
+            segment.
     """
 
     def __init__(self, content: bytes) -> None:
         self._content = content
         if not content.startswith(b"\x7fELF"):
             raise ElfError("is no ELF file" if content else "is empty")
-        _, kind, self.machine, _, _, programs, sections, _, _, program_size, program_count, section_size, section_count, _ = self._unpack(
-            _HEADER, 0, "its header"
-        )
+        (
+            _,
+            kind,
+            self.machine,
+            _,
+            _,
+            programs,
+            sections,
+            _,
+            _,
+            program_size,
+            program_count,
+            section_size,
+            section_count,
+            _,
+        ) = self._unpack(_HEADER, 0, "its header")
         if content[4:6] != _CLASS_AND_ORDER:
             raise ElfError("is not a 64-bit little-endian ELF file")
         if kind != _SHARED_OBJECT:
             raise ElfError("is no shared library")
-        # The table of sections is the last thing in the file, so a copy that is under way is recognised by it.
-        self._require(max(programs + program_size * program_count, sections + section_size * section_count))
+        # The table of sections is the last thing in the file, so a copy that is under way is
+        # recognised by it.
+        self._require(
+            max(programs + program_size * program_count, sections + section_size * section_count)
+        )
         if program_count > _MAX_PROGRAMS or program_size != _PROGRAM.size:
             raise ElfError(f"is damaged: {program_count} program headers of {program_size} bytes")
         segments = list(self._segments(programs, program_count))
@@ -84,32 +103,43 @@ class SharedObject:
         self._tags = dict(self._dynamic(dynamic[-1]))
 
     def exports(self, name: str) -> bool:
-        """Tell whether programs that load the file find a function of that name in it; an import of the name is none.
+        """Tell whether programs that load the file find a function of that name in it;
+        an import of the name is none.
 
         Raises:
             ElfError: the tables of symbols are missing or damaged.
         """
-        return any(self._is_export(index, name.encode()) for index in self._candidates(name.encode()))
+        return any(
+            self._is_export(index, name.encode()) for index in self._candidates(name.encode())
+        )
 
     @property
     def code(self) -> Iterator[tuple[int, int]]:
         """Yield (begin, end) in the file of each part that is mapped executable."""
-        return ((one.offset, one.offset + one.size) for one in self._loads if one.flags & _EXECUTABLE)
+        return (
+            (one.offset, one.offset + one.size) for one in self._loads if one.flags & _EXECUTABLE
+        )
 
     def _require(self, size: int) -> None:
         if len(self._content) < size:
-            raise ElfError(f"is not complete: {len(self._content)} of {size} bytes (still being copied?)")
+            raise ElfError(
+                f"is not complete: {len(self._content)} of {size} bytes (still being copied?)"
+            )
 
     def _segments(self, table: int, number: int) -> Iterator[tuple[int, _Segment]]:
         for place in range(number):
-            kind, flags, offset, address, _, size, _, _ = self._unpack(_PROGRAM, table + place * _PROGRAM.size, "a program header")
+            kind, flags, offset, address, _, size, _, _ = self._unpack(
+                _PROGRAM, table + place * _PROGRAM.size, "a program header"
+            )
             if kind in {_LOAD, _DYNAMIC_SEGMENT}:
                 self._require(offset + size)
                 yield kind, _Segment(flags, offset, address, size)
 
     def _dynamic(self, segment: _Segment) -> Iterator[tuple[int, int]]:
         for number in range(min(segment.size // _DYNAMIC.size, _MAX_DYNAMIC)):
-            tag, value = self._unpack(_DYNAMIC, segment.offset + number * _DYNAMIC.size, "its dynamic segment")
+            tag, value = self._unpack(
+                _DYNAMIC, segment.offset + number * _DYNAMIC.size, "its dynamic segment"
+            )
             if tag == 0:
                 return
             yield tag, value
@@ -153,14 +183,26 @@ class SharedObject:
 
     def _is_export(self, index: int, name: bytes) -> bool:
         begin, info, other, section, value, _ = self._unpack(
-            _SYMBOL, self._place(_SYMTAB, "table of symbols") + index * _SYMBOL.size, "its table of symbols"
+            _SYMBOL,
+            self._place(_SYMTAB, "table of symbols") + index * _SYMBOL.size,
+            "its table of symbols",
         )
         called = self._place(_STRTAB, "table of names") + begin
-        if begin + len(name) >= self._tags.get(_STRSZ, 0) or self._content[called : called + len(name) + 1] != name + b"\0":
+        if (
+            begin + len(name) >= self._tags.get(_STRSZ, 0)
+            or self._content[called : called + len(name) + 1] != name + b"\0"
+        ):
             return False
-        if not section or info & 15 not in _FUNCTIONS or info >> 4 not in _SEEN_BY_OTHERS or other & 3 not in _NOT_HIDDEN:
+        if (
+            not section
+            or info & 15 not in _FUNCTIONS
+            or info >> 4 not in _SEEN_BY_OTHERS
+            or other & 3 not in _NOT_HIDDEN
+        ):
             return False
-        return any(one.flags & _EXECUTABLE and 0 <= value - one.address < one.size for one in self._loads)
+        return any(
+            one.flags & _EXECUTABLE and 0 <= value - one.address < one.size for one in self._loads
+        )
 
     def _place(self, tag: int, table: str) -> int:
         """Return the offset in the file of that table of the dynamic segment."""
@@ -177,7 +219,9 @@ class SharedObject:
 
     def _unpack(self, layout: struct.Struct, offset: int, part: str) -> tuple[Any, ...]:
         if offset + layout.size > len(self._content):
-            raise ElfError(f"is damaged: {part} goes on at {offset:#x}, and it has {len(self._content)} bytes")
+            raise ElfError(
+                f"is damaged: {part} goes on at {offset:#x}, and it has {len(self._content)} bytes"
+            )
         return layout.unpack_from(self._content, offset)
 
 

@@ -1,16 +1,19 @@
-"""The installation of the operator's libvgpu.so for mounts into containers, and of ``ld.so.preload`` beside it.
+"""The installation of the operator's libvgpu.so for mounts into containers,
+and of ``ld.so.preload`` beside it.
 
-A library is installed only when it exports the functions in which HAMi-core limits a program, and when the layout of
-its shared region, read from its code, is that of the agent's regions. Any other file limits nothing, whatever its
-name.
+A library is installed only when it exports the functions in which HAMi-core limits a program, and
+when the layout of its shared region, read from its code, is that of the agent's regions. Any other
+file limits nothing, whatever its name.
 
-A library that is overwritten in place crashes every process that has it mapped (hami-core §0.3.6; volcano-vgpu D21). So the
-content gets a name of its own, ``libvgpu.so.<12 hexadecimal digits of its SHA-256>``, and stays as it is for good; a newer one lies beside
-it and is mounted by grants made from then on. Old ones are left: each is some hundred KiB, and a container that still runs may need it.
+A library that is overwritten in place crashes every process that has it mapped (hami-core §0.3.6;
+volcano-vgpu D21). So the content gets a name of its own, ``libvgpu.so.<12 hexadecimal digits of its
+SHA-256>``, and stays as it is for good; a newer one lies beside it and is mounted by grants made
+from then on. Old ones are left: each is some hundred KiB, and a container that still runs may need
+it.
 
-`agent` installs at start, before it offers a resource with `hami-core`, and refreshes now and then. An exception of
-`install` is the reason why such a resource is not offered. A bad delivery does not displace the library that this
-agent has installed: new containers get that one.
+`agent` installs at start, before it offers a resource with `hami-core`, and refreshes now and then.
+An exception of `install` is the reason why such a resource is not offered. A bad delivery does not
+displace the library that this agent has installed: new containers get that one.
 """
 
 from __future__ import annotations
@@ -36,8 +39,9 @@ _LARGEST = 16 << 20  # bytes; the real one has about one MiB
 
 _MACHINES = {"x86_64": X86_64, "aarch64": AARCH64}  # by the output of `uname -m`
 
-# Without one of these the library limits nothing: functions that find the driver's functions, allocate, report the memory, and launch
-# kernels. Each line is met by any of its names. All releases from HAMi 2.4.1 to 2.10 have them (hami-core §3.1, §3.2).
+# Without one of these the library limits nothing: functions that find the driver's functions,
+# allocate, report the memory, and launch kernels. Each line is met by any of its names. All
+# releases from HAMi 2.4.1 to 2.10 have them (hami-core §3.1, §3.2).
 _FUNCTIONS = (
     ("dlsym",),
     ("cuGetProcAddress", "cuGetProcAddress_v2"),
@@ -55,7 +59,11 @@ _REGION_VARIABLE = b"CUDA_DEVICE_MEMORY_SHARED_CACHE\0"
 
 # sizeof of the shared region, and the users of it (hami-core §2.1).
 _OUR_LAYOUT = hami_region.SIZE - 1
-_OTHER_LAYOUTS = {804_680: "HAMi before 2.3", 1_197_896: "HAMi 2.3 to 2.4.0", 2_008_984: "HAMi 2.8.1"}
+_OTHER_LAYOUTS = {
+    804_680: "HAMi before 2.3",
+    1_197_896: "HAMi 2.3 to 2.4.0",
+    2_008_984: "HAMi 2.8.1",
+}
 _SHOWN_LAYOUT = "1.1 or 1.2"  # they differ in nothing that the agent writes
 
 _Signature = tuple[int, int, int, int]
@@ -64,17 +72,20 @@ _Signature = tuple[int, int, int, int]
 class HamiLibrary:
     """The library on this node.
 
-    State: the files in ``host_directory``. In memory only the path of the installed one, and how its source looked
-    then, so that a refresh without news costs a few system calls.
+    State: the files in ``host_directory``. In memory only the path of the installed one, and how
+    its source looked then, so that a refresh without news costs a few system calls.
 
     Args:
-        host_directory: the settings' ``hamiCore.hostDirectory``; the same path on the host and in the agent.
+        host_directory: the settings' ``hamiCore.hostDirectory``; the same path on the host and in
+            the agent.
         library: where the operator delivers it; empty for ``libvgpu.so`` in ``host_directory``.
         journal: where an installation is recorded.
         instead: what else can be done, as the end of a sentence.
     """
 
-    def __init__(self, host_directory: str, library: str, journal: Journal, *, instead: str) -> None:
+    def __init__(
+        self, host_directory: str, library: str, journal: Journal, *, instead: str
+    ) -> None:
         self._host_directory = host_directory
         self._source = library or os.path.join(host_directory, "libvgpu.so")
         self._journal = journal
@@ -93,11 +104,13 @@ class HamiLibrary:
         return self._locks
 
     async def install(self) -> str:
-        """Install the operator's library and ``ld.so.preload``, and return the library's path. Existing files stay.
+        """Install the operator's library and ``ld.so.preload``, and return the library's path.
+        Existing files stay.
 
         Raises:
-            CarrierError: there is no library, it cannot be used on this node, or it cannot be written; has the remedy. The
-                library installed before stays in use, as long as it is there.
+            CarrierError: there is no library, it cannot be used on this node, or it cannot be
+                written; has the remedy. The library installed before stays in use, as long as it is
+                there.
         """
         before = self.path
         try:
@@ -107,24 +120,35 @@ class HamiLibrary:
                 self._installed = None  # no container could be created that mounts it
             raise
         if path != before:
-            self._journal.record("hami.library_installed", path=path, source=self._source, layout=layout)
+            self._journal.record(
+                "hami.library_installed", path=path, source=self._source, layout=layout
+            )
         return path
 
     async def refresh(self) -> str:
-        """Do the same for a library that may have been delivered anew, and for files that were deleted."""
+        """Do the same for a library that may have been delivered anew,
+        and for files that were deleted.
+        """
         return await self.install()
 
     def _install(self) -> tuple[str, str]:
         preload = os.path.join(self._host_directory, "ld.so.preload")
         # Without a newline, as the replaced plugin writes it.
         _write_if_different(preload, hami_core.LIBRARY.encode())
-        host_files.require_only_root([preload])  # else each start would be refused, on a node that offers shares
+        # else each start would be refused, on a node that offers shares
+        host_files.require_only_root([preload])
         signature = self._signature()
-        if self._installed is not None and self._installed[0] == signature and os.path.isfile(self._installed[1]):
+        if (
+            self._installed is not None
+            and self._installed[0] == signature
+            and os.path.isfile(self._installed[1])
+        ):
             return self._installed[1], ""
         content = self._read()
         layout = _checked(content, self._source, self._instead)
-        path = os.path.join(self._host_directory, f"libvgpu.so.{hashlib.sha256(content).hexdigest()[:12]}")
+        path = os.path.join(
+            self._host_directory, f"libvgpu.so.{hashlib.sha256(content).hexdigest()[:12]}"
+        )
         _write_if_different(path, content)
         self._installed = signature, path
         self._locks = hami_core.uses_lock(content)
@@ -135,8 +159,8 @@ class HamiLibrary:
             status = os.stat(self._source)
         except OSError as err:
             raise CarrierError(
-                f"no usable library at {self._source}: {err.strerror}; deliver HAMi-core's libvgpu.so there "
-                f"(hamiCore.library names the place), {self._instead}"
+                f"no usable library at {self._source}: {err.strerror}; deliver HAMi-core's "
+                f"libvgpu.so there (hamiCore.library names the place), {self._instead}"
             ) from err
         return status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns
 
@@ -153,7 +177,9 @@ class HamiLibrary:
         if not stat.S_ISREG(status.st_mode):
             raise CarrierError(f"{self._source} is no file; {_REMEDY}, {self._instead}")
         if max(len(content), status.st_size) > _LARGEST:
-            raise CarrierError(f"{self._source} is larger than {_LARGEST >> 20} MiB; {_REMEDY}, {self._instead}")
+            raise CarrierError(
+                f"{self._source} is larger than {_LARGEST >> 20} MiB; {_REMEDY}, {self._instead}"
+            )
         return content
 
 
@@ -166,49 +192,63 @@ def _checked(content: bytes, source: str, instead: str) -> str:
     """The layout of the library's shared region.
 
     Raises:
-        CarrierError: it is no shared library for this machine, it is not all there, it is not HAMi-core, or its layout is another than
-            that of the agent's regions, or cannot be read.
+        CarrierError: it is no shared library for this machine, it is not all there, it is not
+            HAMi-core, or its layout is another than that of the agent's regions, or cannot be read.
     """
     try:
         library = SharedObject(content)
-        missing = [" or ".join(names) for names in _FUNCTIONS if not any(map(library.exports, names))]
+        missing = [
+            " or ".join(names) for names in _FUNCTIONS if not any(map(library.exports, names))
+        ]
     except ElfError as err:
         raise CarrierError(f"{source} {err}; {_REMEDY}, {instead}") from err
     here = platform.machine()
     if library.machine != _MACHINES.get(here, library.machine):
         raise CarrierError(
-            f"{source} is built for another processor (ELF machine {library.machine}) than this node's, {here}; {_REMEDY}, {instead}"
+            f"{source} is built for another processor (ELF machine {library.machine}) than this "
+            f"node's, {here}; {_REMEDY}, {instead}"
         )
     if missing:
-        raise CarrierError(f"{source} does not export {', '.join(missing)}, so it limits nothing; {_REMEDY}, {instead}")
+        raise CarrierError(
+            f"{source} does not export {', '.join(missing)}, so it limits nothing; {_REMEDY}, "
+            f"{instead}"
+        )
     if _REGION_VARIABLE not in content:
-        raise CarrierError(f"{source} does not know {_REGION_VARIABLE[:-1].decode()}, so it is not HAMi-core; {_REMEDY}, {instead}")
+        raise CarrierError(
+            f"{source} does not know {_REGION_VARIABLE[:-1].decode()}, so it is not HAMi-core; "
+            f"{_REMEDY}, {instead}"
+        )
     # A region of the wrong layout would mean no limit at all (hami-core §0.3.10).
     for size, version in _OTHER_LAYOUTS.items():
         if _loads(library, content, size):
             raise CarrierError(
-                f"{source} is of {version}, whose shared region has another layout ({size} bytes) than {_SHOWN_LAYOUT}, and would not "
-                f"limit anything; deliver the library of HAMi 2.8.2 or newer, {instead}"
+                f"{source} is of {version}, whose shared region has another layout ({size} bytes) "
+                f"than {_SHOWN_LAYOUT}, and would not limit anything; deliver the library of HAMi "
+                f"2.8.2 or newer, {instead}"
             )
     if not _loads(library, content, _OUR_LAYOUT):
         raise CarrierError(
-            f"{source} has a shared region of unknown layout: the size of layout {_SHOWN_LAYOUT}, {_OUR_LAYOUT}, is not in its code, so "
-            f"nothing shows that it reads the agent's limits; deliver a library of HAMi 2.4.1 to 2.10 other than 2.8.1, {instead}"
+            f"{source} has a shared region of unknown layout: the size of layout {_SHOWN_LAYOUT}, "
+            f"{_OUR_LAYOUT}, is not in its code, so nothing shows that it reads the agent's "
+            f"limits; deliver a library of HAMi 2.4.1 to 2.10 other than 2.8.1, {instead}"
         )
     return _SHOWN_LAYOUT
 
 
 def _loads(library: SharedObject, content: bytes, number: int) -> bool:
     """Tell whether the library's code has an instruction that loads the number."""
-    plain = number.to_bytes(4, "little")  # on x86-64 an operand, elsewhere a constant among the code
+    # on x86-64 an operand, elsewhere a constant among the code
+    plain = number.to_bytes(4, "little")
     return any(
-        content.find(plain, begin, end) >= 0 or (library.machine == AARCH64 and _loads_in_halves(content[begin:end], number))
+        content.find(plain, begin, end) >= 0
+        or (library.machine == AARCH64 and _loads_in_halves(content[begin:end], number))
         for begin, end in library.code
     )
 
 
-# On aarch64 a number takes two instructions on one register, which compilers leave together or a few instructions apart: mov for its lower
-# half, and movk for its upper half. Both end with the register's number, and their first bit is its width.
+# On aarch64 a number takes two instructions on one register, which compilers leave together or a
+# few instructions apart: mov for its lower half, and movk for its upper half. Both end with the
+# register's number, and their first bit is its width.
 _MOVE, _KEEP = 0x52800000, 0x72A00000
 _REGISTER, _WIDE = 0x1F, 1 << 31
 _APART_BYTES = 32
@@ -216,14 +256,23 @@ _APART_BYTES = 32
 
 def _loads_in_halves(code: bytes, number: int) -> bool:
     first, second, third, fourth = (_MOVE | (number & 0xFFFF) << 5).to_bytes(4, "little")
-    parts = (bytes([first]), bytes([first | _REGISTER]), bytes([second, third]), bytes([fourth]), bytes([fourth | 0x80]))
-    move = re.compile(b"(?=([%b-%b]%b[%b%b]))" % tuple(map(re.escape, parts)), re.DOTALL)  # also where two overlap
+    parts = (
+        bytes([first]),
+        bytes([first | _REGISTER]),
+        bytes([second, third]),
+        bytes([fourth]),
+        bytes([fourth | 0x80]),
+    )
+    # also where two overlap
+    move = re.compile(b"(?=([%b-%b]%b[%b%b]))" % tuple(map(re.escape, parts)), re.DOTALL)
     for found in move.finditer(code):
         at = found.start()
         if at % 4:
             continue
         own = int.from_bytes(found[1], "little") & (_REGISTER | _WIDE)
         keep = (_KEEP | number >> 16 << 5 | own).to_bytes(4, "little")
-        if any(code[place : place + 4] == keep for place in range(at + 4, at + 4 + _APART_BYTES, 4)):
+        if any(
+            code[place : place + 4] == keep for place in range(at + 4, at + 4 + _APART_BYTES, 4)
+        ):
             return True
     return False

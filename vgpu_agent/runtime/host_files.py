@@ -1,11 +1,13 @@
 """Directories and files on the host that a container needs before it starts.
 
-Isolation backends name them (`Provision.directories`, `Provision.files`), `grants` calls here to make them, `hami_library` to install a
-file. Everything blocks and belongs into a thread. A file or directory appears whole under its name or not at all, whenever the agent is
-killed. Unfinished ones have fixed names, so they cannot pile up.
+Isolation backends name them (`Provision.directories`, `Provision.files`), `grants` calls here to
+make them, `hami_library` to install a file. Everything blocks and belongs into a thread. A file or
+directory appears whole under its name or not at all, whenever the agent is killed. Unfinished ones
+have fixed names, so they cannot pile up.
 
-Containers write to the files, so nothing in them is trusted, and a file is opened once, without following links and without waiting. The
-directories around them belong to the agent alone. `require_only_root` holds that for every source of a mount.
+Containers write to the files, so nothing in them is trusted, and a file is opened once, without
+following links and without waiting. The directories around them belong to the agent alone.
+`require_only_root` holds that for every source of a mount.
 """
 
 from __future__ import annotations
@@ -27,7 +29,8 @@ if TYPE_CHECKING:
     from vgpu_agent.isolation.edits import HostFile, Provision
     from vgpu_agent.runtime.mounts import MountTables
 
-# A leading dot and this end: what reads the directory (the runtime for CDI specs, a monitor for *.cache) passes it over.
+# A leading dot and this end: what reads the directory (the runtime for CDI specs, a monitor for
+# *.cache) passes it over.
 TEMPORARY_PREFIX = ".vgpu-agent-"
 TEMPORARY_SUFFIX = ".tmp"
 
@@ -37,7 +40,8 @@ _WRITABLE_BY_OTHERS = 0o022
 _NEAR_BYTES = 4096  # a page is written, and takes its space, as a whole
 _MOST_LINKS = 40  # followed in one path, as the kernel does
 
-# Once, without following a link, and without waiting: for a FIFO's other end, or for a lease that a container has taken (fcntl(2)).
+# Once, without following a link, and without waiting: for a FIFO's other end, or for a lease that a
+# container has taken (fcntl(2)).
 _ONCE = os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
 
 
@@ -76,7 +80,8 @@ def trouble(action: str, path: str, err: OSError) -> CarrierError:
 
 
 def make(provision: Provision, mounts: MountTables) -> None:
-    """Make the provision's directories, then its files; those that exist and are right stay untouched.
+    """Make the provision's directories, then its files;
+    those that exist and are right stay untouched.
 
     Raises:
         CarrierError: the first that could not be made; those before it are whole.
@@ -91,11 +96,13 @@ def make(provision: Provision, mounts: MountTables) -> None:
 
 
 def require_only_root(paths: Iterable[str]) -> None:
-    """Refuse a mount source that others than root and the agent could replace. The path's own target may be writable.
+    """Refuse a mount source that others than root and the agent could replace.
+    The path's own target may be writable.
 
-    The container runtime follows links in a source. A writer of one of its directories decides what a container sees.
-    A sticky directory such as /tmp is fine: only the owner of an entry may replace it. A missing source is reported
-    by the runtime.
+    The container runtime follows links in a source. A writer of one of its directories decides what
+    a container sees.
+    A sticky directory such as /tmp is fine: only the owner of an entry may replace it. A missing
+    source is reported by the runtime.
 
     Raises:
         CarrierError: it could be replaced, or is named by too many links.
@@ -106,9 +113,11 @@ def require_only_root(paths: Iterable[str]) -> None:
 
 
 def move_aside(path: str) -> str:
-    """Rename a directory within its parent, at once and with any content, and return its new path; "" when there is none.
+    """Rename a directory within its parent, at once and with any content, and return its new path;
+    "" when there is none.
 
-    Within one parent a directory of any owner and mode can be renamed, and mounts of it stay as they are.
+    Within one parent a directory of any owner and mode can be renamed, and mounts of it stay as
+    they are.
 
     Raises:
         CarrierError: it cannot be renamed.
@@ -125,7 +134,10 @@ def move_aside(path: str) -> str:
         except OSError as err:
             raise trouble("move aside", path, err) from err
         return aside
-    raise CarrierError(f"cannot move aside {path}: {_MOST_ASIDE} earlier ones are still beside it; remove {parent}/{ASIDE_PREFIX}* by hand")
+    raise CarrierError(
+        f"cannot move aside {path}: {_MOST_ASIDE} earlier ones are still beside it; remove "
+        f"{parent}/{ASIDE_PREFIX}* by hand"
+    )
 
 
 def make_directory(path: str, mode: int = 0o755) -> None:
@@ -144,9 +156,9 @@ def make_directory(path: str, mode: int = 0o755) -> None:
 def make_file(file: HostFile, mounts: MountTables) -> None:
     """Make the file by its `HostFile`.
 
-    An existing file with the same content stays. One that containers have mounted keeps its inode and gets
-    ``renewed`` in place. One without mounts was left by an ended container. It is replaced by a fresh one, so that
-    its old entries burden no new container.
+    An existing file with the same content stays. One that containers have mounted keeps its inode
+    and gets ``renewed`` in place. One without mounts was left by an ended container. It is replaced
+    by a fresh one, so that its old entries burden no new container.
 
     Raises:
         CarrierError: it cannot be made.
@@ -158,7 +170,11 @@ def make_file(file: HostFile, mounts: MountTables) -> None:
             return
         try:
             state = _state(descriptor, file)
-            if state is _State.USED and file.renewed and mounts.mounted_below(file.path) is not Use.FREE:
+            if (
+                state is _State.USED
+                and file.renewed
+                and mounts.mounted_below(file.path) is not Use.FREE
+            ):
                 _write_parts(descriptor, file.renewed)
                 state = _State.FRESH
             if state is _State.FRESH:
@@ -174,7 +190,8 @@ def make_file(file: HostFile, mounts: MountTables) -> None:
 
 
 def replace_file(path: str, content: bytes, mode: int = 0o644) -> None:
-    """Put ``content`` under ``path``: the old file or the new one is seen, never a part; an old one keeps living where it is mounted.
+    """Put ``content`` under ``path``: the old file or the new one is seen, never a part; an old one
+    keeps living where it is mounted.
 
     Its directory is made where there is none, as /run has none after a reboot.
 
@@ -194,7 +211,9 @@ def replace_file(path: str, content: bytes, mode: int = 0o644) -> None:
 
 
 def has(path: str, content: bytes) -> bool:
-    """Tell whether ``path`` is a file with exactly ``content``. A link or an unreadable file is not."""
+    """Tell whether ``path`` is a file with exactly ``content``.
+    A link or an unreadable file is not.
+    """
     try:
         descriptor = os.open(path, os.O_RDONLY | _ONCE)
         try:
@@ -215,12 +234,17 @@ def _is_directory(path: str, mode: int) -> bool:
         status = os.lstat(path)
     except FileNotFoundError:
         return False
-    return stat.S_ISDIR(status.st_mode) and stat.S_IMODE(status.st_mode) == mode and status.st_uid == os.geteuid()
+    return (
+        stat.S_ISDIR(status.st_mode)
+        and stat.S_IMODE(status.st_mode) == mode
+        and status.st_uid == os.geteuid()
+    )
 
 
 def _make_directory(path: str, mode: int) -> None:
     if os.path.lexists(path):
-        # Through a descriptor, so that the mode is given to this directory and to nothing that a link names.
+        # Through a descriptor, so that the mode is given to this directory and to nothing that a
+        # link names.
         descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | _ONCE)
         try:
             if (owner := os.fstat(descriptor).st_uid) != os.geteuid():
@@ -252,7 +276,9 @@ def _make_parents(path: str) -> None:
 
 
 def _remake(provision: Provision) -> None:
-    """Make `Provision.before` anew, with the files of the grant under the names that they have in its own directory."""
+    """Make `Provision.before` anew, with the files of the grant under the names that they have
+    in its own directory.
+    """
     move_aside(provision.before)
     make_directory(provision.before)
     for file in provision.files:
@@ -282,17 +308,24 @@ def _require_only_root(path: str, judged: set[str]) -> None:
             return
         except OSError as err:
             raise trouble("look at", f"{at}/{part}", err) from err
-        if status.st_uid not in {0, os.geteuid()} and not stat.S_ISREG(status.st_mode) and not _is_device(status):
+        if (
+            status.st_uid not in {0, os.geteuid()}
+            and not stat.S_ISREG(status.st_mode)
+            and not _is_device(status)
+        ):
             raise CarrierError(
-                f"{path} is not mounted into containers: {at}/{part} belongs to the user {status.st_uid}, who could put anything in its "
-                "place; give it to root"
+                f"{path} is not mounted into containers: {at}/{part} belongs to the user "
+                f"{status.st_uid}, who could put anything in its place; give it to root"
             )
         if not stat.S_ISLNK(status.st_mode):
             at = f"{at}/{part}"
             continue
         links += 1
         if links > _MOST_LINKS:
-            raise CarrierError(f"{path} is not mounted into containers: it is named by more than {_MOST_LINKS} links; name it directly")
+            raise CarrierError(
+                f"{path} is not mounted into containers: it is named by more than {_MOST_LINKS} "
+                "links; name it directly"
+            )
         target = os.readlink(f"{at}/{part}")
         at = "" if target.startswith("/") else at
         left += [step for step in reversed(target.split("/")) if step and step != "."]
@@ -302,8 +335,9 @@ def _require_unwritable(directory: str, source: str) -> None:
     status = os.stat(directory)
     if status.st_mode & _WRITABLE_BY_OTHERS and not status.st_mode & stat.S_ISVTX:
         raise CarrierError(
-            f"{source} is not mounted into containers: others than root may write to {directory} (mode {stat.S_IMODE(status.st_mode):o}), "
-            f"and could put anything in its place; chmod go-w {directory}"
+            f"{source} is not mounted into containers: others than root may write to {directory} "
+            f"(mode {stat.S_IMODE(status.st_mode):o}), and could put anything in its place; chmod "
+            f"go-w {directory}"
         )
 
 
@@ -316,13 +350,17 @@ def _digest(name: str) -> str:
 
 
 def _temporary(path: str) -> str:
-    """The path under which ``path`` is made before it gets its name: always the same, and never too long."""
+    """The path under which ``path`` is made before it gets its name:
+    always the same, and never too long.
+    """
     parent, name = os.path.split(path)
     return os.path.join(parent, f"{TEMPORARY_PREFIX}{_digest(name)}{TEMPORARY_SUFFIX}")
 
 
 def _open(file: HostFile) -> int | None:
-    """Open the file, if that is possible at once; anything else is replaced as if it were missing."""
+    """Open the file, if that is possible at once;
+    anything else is replaced as if it were missing.
+    """
     try:
         return os.open(file.path, os.O_RDWR | _ONCE)
     except OSError as err:
@@ -339,7 +377,9 @@ def _state(descriptor: int, file: HostFile) -> _State:
 
 
 def _is_fresh(descriptor: int, file: HostFile) -> bool:
-    """Tell whether the file has its parts and all else is zero. Only allocated pages are read, a few of a large file."""
+    """Tell whether the file has its parts and all else is zero.
+    Only allocated pages are read, a few of a large file.
+    """
     if any(os.pread(descriptor, len(part), offset) != part for offset, part in file.parts):
         return False
     begin = 0
@@ -362,7 +402,9 @@ def _is_fresh(descriptor: int, file: HostFile) -> bool:
     return True
 
 
-def _replace(path: str, size: int, parts: Sequence[tuple[int, bytes]], mode: int, *, allocated: bool = False) -> None:
+def _replace(
+    path: str, size: int, parts: Sequence[tuple[int, bytes]], mode: int, *, allocated: bool = False
+) -> None:
     temporary = _temporary(path)
     descriptor = _made(temporary)
     try:
@@ -396,7 +438,8 @@ def _made(path: str) -> int:
 def _joined(parts: Sequence[tuple[int, bytes]]) -> list[tuple[int, bytes]]:
     """The same parts for an empty file, those near to each other as one, with zeros between.
 
-    A container waits for them, and around each system call a thread has to wait for the interpreter, which the event loop may have.
+    A container waits for them, and around each system call a thread has to wait for the
+    interpreter, which the event loop may have.
     """
     joined: list[tuple[int, bytes]] = []
     end = 0  # the furthest of all so far; what overlaps is written one over the other, in order

@@ -1,9 +1,9 @@
 """The check whether a path on the host is mounted into some container.
 
-It comes before a file of a grant is removed or replaced, because a container that still runs has it mounted: the file
-under the old name would be another one than the container sees. Read from every process's mount table, as the kernel
-shows it in ``/proc/<pid>/mountinfo`` (proc_pid_mountinfo(5)). Called by `host_files` and `grants`, always in a
-thread.
+It comes before a file of a grant is removed or replaced, because a container that still runs has it
+mounted: the file under the old name would be another one than the container sees. Read from every
+process's mount table, as the kernel shows it in ``/proc/<pid>/mountinfo`` (proc_pid_mountinfo(5)).
+Called by `host_files` and `grants`, always in a thread.
 """
 
 from __future__ import annotations
@@ -31,7 +31,9 @@ class Use(enum.Enum):
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Mount:
-    """One line: ``root`` is the mounted part of the file system ``device``, and ``point`` is its mount point."""
+    """One line: ``root`` is the mounted part of the file system ``device``,
+    and ``point`` is its mount point.
+    """
 
     device: bytes
     root: bytes
@@ -39,16 +41,20 @@ class _Mount:
 
 
 class MountTables:
-    """The mount tables of all processes below ``proc_root``. Nothing is kept: every question reads them anew."""
+    """The mount tables of all processes below ``proc_root``. Nothing is kept:
+    every question reads them anew.
+    """
 
     def __init__(self, proc_root: str = "/proc") -> None:
         self._proc_root = proc_root
 
     def mounted_below(self, path: str) -> Use:
-        """Tell whether ``path``, or something in it, is mounted anywhere, or something is mounted onto it.
+        """Tell whether ``path``, or something in it, is mounted anywhere,
+        or something is mounted onto it.
 
-        A bind mount is found by the file system it comes from and the path inside that, since every container names
-        it differently. A kernel that hides other processes makes the answer ``UNKNOWN``, never a false ``FREE``.
+        A bind mount is found by the file system it comes from and the path inside that, since every
+        container names it differently. A kernel that hides other processes makes the answer
+        ``UNKNOWN``, never a false ``FREE``.
         """
         own = _read(f"{self._proc_root}/self/mountinfo")
         if own is None:
@@ -60,7 +66,8 @@ class MountTables:
         source = _source(mounts, real)
         if source is None:
             return Use.UNKNOWN
-        # Most lines of most tables have nothing to do with us; only those that mention the last part of the path are taken apart.
+        # Most lines of most tables have nothing to do with us; only those that mention the last
+        # part of the path are taken apart.
         mentioned = _escape(os.path.basename(real))
         others = 0
         own_digest = hashlib.blake2b(own).digest()
@@ -72,7 +79,9 @@ class MountTables:
         return Use.FREE if others else Use.UNKNOWN
 
     def _tables(self) -> Iterator[str]:
-        """One process of each mount namespace, as far as the kernel lets us tell them apart: the path of its table."""
+        """One process of each mount namespace, as far as the kernel lets us tell them apart:
+        the path of its table.
+        """
         seen: set[str] = set()
         try:
             names = [name for name in os.listdir(self._proc_root) if name.isdecimal()]
@@ -82,7 +91,8 @@ class MountTables:
             try:
                 namespace = os.readlink(f"{self._proc_root}/{name}/ns/mnt")
             except OSError:
-                namespace = ""  # without CAP_SYS_PTRACE the link may be closed to us where the table is not
+                # without CAP_SYS_PTRACE the link may be closed to us where the table is not
+                namespace = ""
             if namespace and namespace in seen:
                 continue
             seen.add(namespace)
@@ -90,7 +100,8 @@ class MountTables:
 
 
 def _searched(path: str, mentioned: bytes, source: _Mount) -> bool | bytes | None:
-    """Return True when a mount in the table comes from ``source``, else a digest of the table; None when it is unreadable.
+    """Return True when a mount in the table comes from ``source``, else a digest of the table;
+    None when it is unreadable.
 
     It is read line by line, because a container may have mounted as often as it liked.
     """
@@ -118,7 +129,9 @@ def _parsed(table: bytes) -> Iterator[_Mount]:
     for line in table.splitlines():
         fields = line.split(b" ", 5)
         if len(fields) > 5:
-            yield _Mount(fields[2], _unescape(fields[3]).removesuffix(b"//deleted"), _unescape(fields[4]))
+            yield _Mount(
+                fields[2], _unescape(fields[3]).removesuffix(b"//deleted"), _unescape(fields[4])
+            )
 
 
 def _unescape(text: bytes) -> bytes:

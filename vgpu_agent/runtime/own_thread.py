@@ -1,8 +1,8 @@
 """A thread of its own for work on files that containers can reach.
 
-The kubelet waits for what runs in asyncio's own threads. Work on what a tenant has left behind may take long, or hang with the disk, so it
-never runs there. One `OwnThread` does one job at a time; a job that takes too long is left behind and named, and no other begins before it
-has come back.
+The kubelet waits for what runs in asyncio's own threads. Work on what a tenant has left behind may
+take long, or hang with the disk, so it never runs there. One `OwnThread` does one job at a time; a
+job that takes too long is left behind and named, and no other begins before it has come back.
 """
 
 from __future__ import annotations
@@ -74,7 +74,8 @@ class OwnThread:
         try:
             done, _ = await asyncio.wait([future], timeout=seconds)
         except asyncio.CancelledError:
-            self._late = what, began, future  # the thread finishes it, and the next job waits for that
+            # the thread finishes it, and the next job waits for that
+            self._late = what, began, future
             raise
         if not done:
             self._late = what, began, future

@@ -1,12 +1,14 @@
 """Keeps the region files of containers at their size.
 
-A container has its region mounted writable, so it can make the file grow until the node's disk is full. No file that
-an unprivileged agent can make has a size that only the agent may change: seals belong to files in memory, which the
-kernel does not allow to be mounted. So growth is undone: the kernel reports every write (inotify(7)), and the file is
-cut back within milliseconds, through a descriptor that is held open. The library itself writes through a mapping,
-which the kernel does not report, and never beyond the end.
+A container has its region mounted writable, so it can make the file grow until the node's disk is
+full. No file that an unprivileged agent can make has a size that only the agent may change: seals
+belong to files in memory, which the kernel does not allow to be mounted. So growth is undone: the
+kernel reports every write (inotify(7)), and the file is cut back within milliseconds, through a
+descriptor that is held open. The library itself writes through a mapping, which the kernel does not
+report, and never beyond the end.
 
-The descriptor also keeps a container from taking a lease on the file (fcntl(2)), on which an open would wait.
+The descriptor also keeps a container from taking a lease on the file (fcntl(2)), on which an open
+would wait.
 """
 
 from __future__ import annotations
@@ -33,8 +35,10 @@ if TYPE_CHECKING:
 
 _logger = log.get(__name__)
 
-_MODIFIED = 0x2 | 0x4  # IN_MODIFY, IN_ATTRIB of linux/inotify.h: written, cut or allocated; attributes take space too
-_EVENT = struct.Struct("iIII")  # struct inotify_event: watch, mask, cookie, length of the name that follows
+# IN_MODIFY, IN_ATTRIB of linux/inotify.h: written, cut or allocated; attributes take space too
+_MODIFIED = 0x2 | 0x4
+# struct inotify_event: watch, mask, cookie, length of the name that follows
+_EVENT = struct.Struct("iIII")
 _READ_AT_ONCE = 64 * 1024
 
 _PAUSE_SECONDS = 0.001  # between two looks at files that are being written, however often they are
@@ -51,17 +55,20 @@ _libc = ctypes.CDLL(None, use_errno=True)
 class RegionGuard:
     """The watch over the regions in one directory of grants.
 
-    State: a descriptor and a watch for each region, and the containers that let one grow. The truth is in the files,
-    so a new agent begins anew.
+    State: a descriptor and a watch for each region, and the containers that let one grow. The truth
+    is in the files, so a new agent begins anew.
 
     Args:
         directory: where each container has a directory with its region.
         size: of a region in bytes; other files are left alone.
         journal: each region that grew is recorded there once.
-        pause_seconds: between two looks for new regions, and at all sizes where the kernel gives no inotify.
+        pause_seconds: between two looks for new regions, and at all sizes where the kernel gives no
+            inotify.
     """
 
-    def __init__(self, directory: str, journal: Journal, *, size: int, pause_seconds: float) -> None:
+    def __init__(
+        self, directory: str, journal: Journal, *, size: int, pause_seconds: float
+    ) -> None:
         self.cuts = 0
         self._directory = directory
         self._journal = journal
@@ -74,8 +81,10 @@ class RegionGuard:
         self._inotify = -1
         self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._looked = threading.Event()
-        self._changes = log.ChangeFilter()  # of regions that were cut, and of the two ways to look at them
-        self._rests_until: dict[str, float] = {}  # path → until when it is left as it is (monotonic seconds)
+        # of regions that were cut, and of the two ways to look at them
+        self._changes = log.ChangeFilter()
+        # path → until when it is left as it is (monotonic seconds)
+        self._rests_until: dict[str, float] = {}
         self._loop: asyncio.AbstractEventLoop | None = None
         self._thread: threading.Thread | None = None
 
@@ -94,7 +103,9 @@ class RegionGuard:
             await asyncio.sleep(self._pause_seconds)
 
     def look(self) -> None:
-        """Take new regions into care, let go of those that are gone, and cut what has grown. Blocks."""
+        """Take new regions into care, let go of those that are gone, and cut what has grown.
+        Blocks.
+        """
         found = set(self._found())
         with self._changing:
             gone = [path for path in self._regions if path not in found]
@@ -119,20 +130,31 @@ class RegionGuard:
                 descriptor = os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
             except OSError:
                 return  # gone again, or leased: at the next look
-            if not stat.S_ISREG(os.fstat(descriptor).st_mode) or os.path.basename(path).startswith("."):
+            if not stat.S_ISREG(os.fstat(descriptor).st_mode) or os.path.basename(path).startswith(
+                "."
+            ):
                 os.close(descriptor)
                 return
             self._regions[path] = descriptor
             if self._inotify >= 0:
-                watch = _libc.inotify_add_watch(self._inotify, f"/proc/self/fd/{descriptor}".encode(), _MODIFIED)
+                watch = _libc.inotify_add_watch(
+                    self._inotify, f"/proc/self/fd/{descriptor}".encode(), _MODIFIED
+                )
                 if watch >= 0:
                     self._watches[watch] = path
                 elif self._changes.is_new("watch"):
                     reason = os.strerror(ctypes.get_errno())
-                    _logger.warning("regions.not_watched", path=path, error=reason, remedy="raise fs.inotify.max_user_watches")
+                    _logger.warning(
+                        "regions.not_watched",
+                        path=path,
+                        error=reason,
+                        remedy="raise fs.inotify.max_user_watches",
+                    )
 
     def make_room(self) -> None:
-        """Let all that has grown be cut now, because the disk is full; waits a moment for it. Any thread but the event loop's may call."""
+        """Let all that has grown be cut now, because the disk is full; waits a moment for it. Any
+        thread but the event loop's may call.
+        """
         self._looked.clear()
         if self._thread is not None:
             os.eventfd_write(self._wake, 1)
@@ -151,7 +173,10 @@ class RegionGuard:
             _logger.warning(
                 "regions.inotify_unavailable",
                 error=os.strerror(ctypes.get_errno()),
-                remedy="raise fs.inotify.max_user_instances; until then sizes are looked at now and then",
+                remedy=(
+                    "raise fs.inotify.max_user_instances; until then sizes are looked at now and "
+                    "then"
+                ),
                 pause_seconds=self._pause_seconds,
             )
         self._thread = threading.Thread(target=self._follow, name="region sizes", daemon=True)
@@ -162,9 +187,14 @@ class RegionGuard:
         try:
             with os.scandir(self._directory) as owners:
                 for owner in itertools.islice(owners, _MOST_FILES):
-                    if not owner.name.startswith(".") and owner.is_dir():  # or a link into a slot, which only the agent makes
+                    # or a link into a slot, which only the agent makes
+                    if not owner.name.startswith(".") and owner.is_dir():
                         with os.scandir(owner.path) as files:
-                            found += [file.path for file in itertools.islice(files, 2) if file.is_file(follow_symlinks=False)]
+                            found += [
+                                file.path
+                                for file in itertools.islice(files, 2)
+                                if file.is_file(follow_symlinks=False)
+                            ]
         except OSError:  # a grant is being collected, or there has been none yet
             return found
         return found
@@ -217,14 +247,16 @@ class RegionGuard:
                     return
                 os.ftruncate(descriptor, self._size)
                 if _has_grown(descriptor, self._size):
-                    # Space behind the end, or in attributes, which the size does not show. The byte before the end is unused.
+                    # Space behind the end, or in attributes, which the size does not show. The byte
+                    # before the end is unused.
                     for name in os.listxattr(descriptor):
                         if name.startswith("user."):
                             os.removexattr(descriptor, name)
                     os.ftruncate(descriptor, self._size - 1)
                     os.ftruncate(descriptor, self._size)
                 if _has_grown(descriptor, self._size):
-                    # Nothing helps, and each attempt is a change that the kernel would tell of at once.
+                    # Nothing helps, and each attempt is a change that the kernel would tell of at
+                    # once.
                     self._rests_until[path] = time.monotonic() + _REST_SECONDS
             finally:
                 os.close(descriptor)
@@ -248,7 +280,10 @@ class RegionGuard:
                 level="warning",
                 path=path,
                 container=os.path.basename(os.path.dirname(path)),
-                reason=f"its container made it larger than {self._size} bytes, to fill the disk or by mistake",
+                reason=(
+                    f"its container made it larger than {self._size} bytes, to fill the disk or by "
+                    "mistake"
+                ),
             )
 
 

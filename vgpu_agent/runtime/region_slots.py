@@ -1,14 +1,16 @@
 """Slots for the region files of containers: small file systems in memory, one for each container.
 
-A container has its region mounted writable. On the node's disk it could make the file grow until the disk is full. In
-a slot it can fill its own slot and nothing else, because the kernel gives the slot no more: the bound needs no
-watching. To mount takes a privilege that the agent does without, so a container that is privileged for a moment
-mounts the slots before the agent starts (`mount_slots`, the command ``mount-regions``). They outlive every agent.
-Where there are none, or all are taken, regions lie on the disk, and `region_guard` cuts back what has grown.
+A container has its region mounted writable. On the node's disk it could make the file grow until
+the disk is full. In a slot it can fill its own slot and nothing else, because the kernel gives the
+slot no more: the bound needs no watching. To mount takes a privilege that the agent does without,
+so a container that is privileged for a moment mounts the slots before the agent starts
+(`mount_slots`, the command ``mount-regions``). They outlive every agent.
+Where there are none, or all are taken, regions lie on the disk, and `region_guard` cuts back what
+has grown.
 
-A container's directory keeps its one name, ``regions/<pod UID>_<container>``. For a container with a slot it is a
-link to ``slots/<number>/<pod UID>_<container>``. `grants` asks here before it makes such a directory; `removal` and
-the readers of regions resolve it.
+A container's directory keeps its one name, ``regions/<pod UID>_<container>``. For a container with
+a slot it is a link to ``slots/<number>/<pod UID>_<container>``. `grants` asks here before it makes
+such a directory; `removal` and the readers of regions resolve it.
 """
 
 from __future__ import annotations
@@ -29,8 +31,8 @@ if TYPE_CHECKING:
 
 _logger = log.get(__name__)
 
-# Room for two regions of 2 MB: the old one stays until the new one has taken its place. Pages count for their first writer, which is
-# the container.
+# Room for two regions of 2 MB: the old one stays until the new one has taken its place. Pages count
+# for their first writer, which is the container.
 SLOT_KIB = 4096
 _SLOT_FILES = 16
 MOST_SLOTS = 999
@@ -42,14 +44,18 @@ _NUMBER = re.compile(r"[0-9]{3}")
 
 
 def directory_beside(regions: str) -> str:
-    """The parent of the slots, beside the directory ``regions`` that has the containers' directories."""
+    """The parent of the slots, beside the directory ``regions``
+    that has the containers' directories.
+    """
     return os.path.join(os.path.dirname(regions.rstrip("/")), _NAME)
 
 
 def behind(path: str) -> str:
-    """Return the directory in a slot that ``path``, a container's directory, links to; ``path`` itself when it is no link.
+    """Return the directory in a slot that ``path``, a container's directory, links to;
+    ``path`` itself when it is no link.
 
-    Only a link as this module makes them is followed. Its text names the target, so it leads nowhere else.
+    Only a link as this module makes them is followed. Its text names the target, so it leads
+    nowhere else.
     """
     try:
         found = _LINK.fullmatch(target := os.readlink(path))
@@ -84,8 +90,9 @@ def mount_slots(regions: str, count: int, mount: Callable[[str, str], None]) -> 
             mount(path, f"mode=0755,size={SLOT_KIB}k,nr_inodes={_SLOT_FILES}")
         except OSError as err:
             raise CarrierError(
-                f"cannot mount a slot for a region at {path}: {err.strerror}; let the container that does this be privileged, and mount "
-                f"{parent} into it with mountPropagation: Bidirectional"
+                f"cannot mount a slot for a region at {path}: {err.strerror}; let the container "
+                f"that does this be privileged, and mount {parent} into it with mountPropagation: "
+                "Bidirectional"
             ) from err
         mounted += 1
     return mounted
@@ -106,7 +113,8 @@ class RegionSlots:
         self._changes = log.ChangeFilter()
 
     def take(self, path: str) -> bool:
-        """Make ``path``, a container's directory that is not there yet, a link into a free slot, or keep it so.
+        """Make ``path``, a container's directory that is not there yet, a link into a free slot,
+        or keep it so.
 
         Returns:
             whether it has a slot. Without one, ``path`` is missing or the directory that was there.
@@ -123,9 +131,11 @@ class RegionSlots:
             raise host_files.trouble("make", path, err) from err
 
     def remove_orphans(self) -> None:
-        """Empty the slots that no link leads into, and remove links that lead nowhere: an agent was killed between the two.
+        """Empty the slots that no link leads into, and remove links that lead nowhere:
+        an agent was killed between the two.
 
-        To be called before the first `take`: such a link may lead to where another container's directory is made.
+        To be called before the first `take`: such a link may lead to where another container's
+        directory is made.
         """
         with self._taking, contextlib.suppress(OSError):
             links = [os.path.join(self._regions, name) for name in _names(self._regions)]
@@ -144,7 +154,8 @@ class RegionSlots:
             return False  # from before there were slots, or when there was none left
         if inside != path:
             slot = os.path.dirname(inside)
-            # After a reboot the slots are empty, and this one may be another container's by now, or none any more.
+            # After a reboot the slots are empty, and this one may be another container's by now, or
+            # none any more.
             if _is_mounted(slot) and not set(os.listdir(slot)) - {os.path.basename(inside)}:
                 host_files.make_directory(inside)
                 return True
@@ -174,7 +185,9 @@ class RegionSlots:
                 "regions.no_slot",
                 slots=len(slots),
                 directory=self._parent,
-                meaning="further regions lie on the disk, where the agent cuts back those that grow",
+                meaning=(
+                    "further regions lie on the disk, where the agent cuts back those that grow"
+                ),
                 remedy="mount more: --count of vgpu-agent mount-regions",
             )
         return None
@@ -184,7 +197,9 @@ class RegionSlots:
             names = os.listdir(self._parent)
         except OSError as err:
             if err.errno != errno.ENOENT:
-                _logger.warning("regions.slots_unreadable", directory=self._parent, error=err.strerror)
+                _logger.warning(
+                    "regions.slots_unreadable", directory=self._parent, error=err.strerror
+                )
             return []
         return [f"{self._parent}/{name}" for name in sorted(names) if _NUMBER.fullmatch(name)]
 
@@ -207,13 +222,15 @@ def _remove(directory: str) -> None:
 def _is_unused(slot: str) -> bool:
     """Tell whether the slot takes up no room and holds only its own directory.
 
-    A removed region takes up room as long as a process has it open. It could still grow into the room of the next
-    container.
+    A removed region takes up room as long as a process has it open. It could still grow into the
+    room of the next container.
     """
     taken = os.statvfs(slot)
     return taken.f_bfree == taken.f_blocks and taken.f_files - taken.f_ffree <= 1
 
 
 def _is_mounted(slot: str) -> bool:
-    """Tell whether the agent sees a file system at ``slot``. One that only the runtime sees would hide the agent's writes."""
+    """Tell whether the agent sees a file system at ``slot``.
+    One that only the runtime sees would hide the agent's writes.
+    """
     return os.path.ismount(slot)

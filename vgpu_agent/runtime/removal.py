@@ -1,9 +1,10 @@
 """The removal of files that containers have left behind, in whatever form.
 
-A container may leave a million files, a tree of any depth, names of 255 bytes, and directories that not even root may enter without
-capabilities. So nothing here recurses, keeps a list, or builds a long path: a directory that is not empty is lifted to the top of the tree,
-where its own turn comes. Descriptors and memory stay the same for every tree, and work ends when its time is up, to go on later from what
-is left. Called by `grants`, in a thread of its own.
+A container may leave a million files, a tree of any depth, names of 255 bytes, and directories that
+not even root may enter without capabilities. So nothing here recurses, keeps a list, or builds a
+long path: a directory that is not empty is lifted to the top of the tree, where its own turn comes.
+Descriptors and memory stay the same for every tree, and work ends when its time is up, to go on
+later from what is left. Called by `grants`, in a thread of its own.
 """
 
 from __future__ import annotations
@@ -31,8 +32,11 @@ class _TimeUpError(Exception):
     """Nothing is wrong; the rest is for the next time."""
 
 
-def remove_tree(path: str, *, seconds: float = float("inf"), clock: Callable[[], float] = time.monotonic) -> bool:
-    """Remove a directory and all in it, following no link; fine when it is gone already. Of a link into a slot, its target first.
+def remove_tree(
+    path: str, *, seconds: float = float("inf"), clock: Callable[[], float] = time.monotonic
+) -> bool:
+    """Remove a directory and all in it, following no link; fine when it is gone already. Of a link
+    into a slot, its target first.
 
     Args:
         path: of the directory.
@@ -49,7 +53,9 @@ def remove_tree(path: str, *, seconds: float = float("inf"), clock: Callable[[],
     try:
         if not os.path.islink(path):
             return _Tree(path, until, clock).remove()
-        if (inside := region_slots.behind(path)) != path and not _Tree(inside, until, clock).remove():
+        if (inside := region_slots.behind(path)) != path and not _Tree(
+            inside, until, clock
+        ).remove():
             return False
         os.unlink(path)
     except _TimeUpError:
@@ -105,7 +111,9 @@ class _Tree:
         return True
 
     def _empty(self, directory: int, top: int) -> None:
-        """Empty ``directory``, an open one that is ``top`` or lies in it; directories that are not empty go to ``top``."""
+        """Empty ``directory``, an open one that is ``top`` or lies in it;
+        directories that are not empty go to ``top``.
+        """
         with os.scandir(directory) as entries:
             for entry in entries:
                 if self._clock() > self._until:

@@ -1,7 +1,8 @@
-"""The agent's own `run`, as a process beside a simulated node: started, asked over HTTP, stopped and killed.
+"""The agent's own `run`, as a process beside a simulated node:
+started, asked over HTTP, stopped and killed.
 
-The demo, the benchmark and the component tests all drive the agent through this, so that they show an operator's
-agent: the real command line, the real log on stderr, the real signals.
+The demo, the benchmark and the component tests all drive the agent through this, so that they show
+an operator's agent: the real command line, the real log on stderr, the real signals.
 """
 
 from __future__ import annotations
@@ -28,13 +29,15 @@ _POLL_SECONDS = 0.01
 _HTTP_SECONDS = 10.0
 _PR_SET_PDEATHSIG = 1  # prctl(2)
 _LIBC = ctypes.CDLL(None)
-_DIRECT = urllib.request.build_opener(urllib.request.ProxyHandler({}))  # our own child is behind no proxy
+# our own child is behind no proxy
+_DIRECT = urllib.request.build_opener(urllib.request.ProxyHandler({}))
 
 
 class AgentProcess:
     """One run of the agent.
 
-    State: the child process and its log file; `start` may be called again after it has ended, and appends to the log.
+    State: the child process and its log file; `start` may be called again after it has ended, and
+    appends to the log.
     """
 
     def __init__(
@@ -63,7 +66,8 @@ class AgentProcess:
             debug_listen: the value of the flag ``--debug-listen``.
             flags: more flags of `run`.
             environment: its variables besides ours.
-            through: a command that becomes the one behind it, such as ``nsenter``, for an agent in another network.
+            through: a command that becomes the one behind it, such as ``nsenter``, for an agent in
+                another network.
             module: the Python module that is run: the agent, or one that adds to it.
             opener: how its HTTP servers are reached from here; directly by default.
         """
@@ -88,7 +92,12 @@ class AgentProcess:
     async def spawn(self) -> None:
         """Start the process and return at once."""
         # Both addresses stay the same over a restart, as they do for a DaemonSet.
-        listen = ["--listen", self.public_address or self._listen, "--debug-listen", self.debug_address or self._debug_listen]
+        listen = [
+            "--listen",
+            self.public_address or self._listen,
+            "--debug-listen",
+            self.debug_address or self._debug_listen,
+        ]
         environment = {**os.environ, "PYTHONUNBUFFERED": "1", **self._environment}
         with await asyncio.to_thread(self.log_path.open, "ab") as log:
             self._log_from = log.tell()
@@ -128,11 +137,15 @@ class AgentProcess:
             if status == 200:
                 return
             if time.monotonic() > deadline:
-                raise SimulationError(f"the agent was not ready after {timeout_seconds:g} s: {text.strip()}")
+                raise SimulationError(
+                    f"the agent was not ready after {timeout_seconds:g} s: {text.strip()}"
+                )
             await asyncio.sleep(_POLL_SECONDS)
 
     async def get_text(self, path: str, *, debug: bool = False) -> tuple[int, str]:
-        """Return status and body of a GET; ``debug`` asks the debug address. (0, reason) without an answer."""
+        """Return status and body of a GET; ``debug`` asks the debug address.
+        (0, reason) without an answer.
+        """
         url = f"http://{self.debug_address if debug else self.public_address}{path}"
         return await asyncio.to_thread(_get, self._opener, url)
 
@@ -153,8 +166,11 @@ class AgentProcess:
         lines = [line for line in text.splitlines() if line.startswith((f"{name} ", f"{name}{{"))]
         return sum(float(line.rpartition(" ")[2]) for line in lines)
 
-    async def until(self, path: str, condition: Callable[[Any], bool], *, timeout_seconds: float = 30.0) -> Any:
-        """Ask a debug path again and again until its JSON satisfies ``condition``, and return that JSON.
+    async def until(
+        self, path: str, condition: Callable[[Any], bool], *, timeout_seconds: float = 30.0
+    ) -> Any:
+        """Ask a debug path again and again until its JSON satisfies ``condition``,
+        and return that JSON.
 
         Raises:
             SimulationError: not in time; the message holds the last answer.
@@ -165,7 +181,10 @@ class AgentProcess:
             if condition(answer):
                 return answer
             if time.monotonic() > deadline:
-                raise SimulationError(f"{path} did not become what was expected within {timeout_seconds:g} s: {json.dumps(answer)[:2000]}")
+                raise SimulationError(
+                    f"{path} did not become what was expected within {timeout_seconds:g} s: "
+                    f"{json.dumps(answer)[:2000]}"
+                )
             await asyncio.sleep(_POLL_SECONDS)
 
     async def until_logged(self, event: str, *, timeout_seconds: float = 30.0) -> dict[str, Any]:
@@ -181,8 +200,14 @@ class AgentProcess:
                 if line.get("msg") == event:
                     return line
             if ended or time.monotonic() > deadline:
-                what = f"ended with status {self._process.returncode}" if ended and self._process else f"did not say {event}"
-                raise SimulationError(f"the agent {what}:\n{await asyncio.to_thread(self.log_tail)}")
+                what = (
+                    f"ended with status {self._process.returncode}"
+                    if ended and self._process
+                    else f"did not say {event}"
+                )
+                raise SimulationError(
+                    f"the agent {what}:\n{await asyncio.to_thread(self.log_tail)}"
+                )
             await asyncio.sleep(_POLL_SECONDS)
 
     def log_lines(self) -> list[dict[str, Any]]:
@@ -194,7 +219,10 @@ class AgentProcess:
 
     def log_tail(self) -> str:
         """The last lines of this run, for an error message."""
-        return "\n".join(json.dumps(line) if len(line) > 1 else str(line["msg"]) for line in self.log_lines()[-15:])
+        return "\n".join(
+            json.dumps(line) if len(line) > 1 else str(line["msg"])
+            for line in self.log_lines()[-15:]
+        )
 
     async def terminate(self, *, timeout_seconds: float = 30.0) -> int:
         """Stop it gracefully (SIGTERM) and return its exit status."""
@@ -226,11 +254,15 @@ class AgentProcess:
         except TimeoutError:
             self._process.kill()
             await self._process.wait()
-            raise SimulationError(f"the agent did not end within {timeout_seconds:g} s of {number.name}") from None
+            raise SimulationError(
+                f"the agent did not end within {timeout_seconds:g} s of {number.name}"
+            ) from None
 
 
 def _end_with_parent() -> None:
-    """In the child: end with the parent, also after its kill -9, so that no agent is left on a port."""
+    """In the child: end with the parent, also after its kill -9,
+    so that no agent is left on a port.
+    """
     _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
 
 

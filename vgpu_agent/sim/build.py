@@ -1,7 +1,9 @@
-"""Compiling the simulated libnvidia-ml.so.1 at first use, so that the wheel stays pure Python and real nodes need no compiler.
+"""Compiling the simulated libnvidia-ml.so.1 at first use,
+so that the wheel stays pure Python and real nodes need no compiler.
 
-`preload` calls it. The library lies in the user's cache under the hash of everything it is made from; so a changed source is a new
-library, an old one is never replaced under a running process, and two processes that build at once do no harm.
+`preload` calls it. The library lies in the user's cache under the hash of everything it is made
+from; so a changed source is a new library, an old one is never replaced under a running process,
+and two processes that build at once do no harm.
 """
 
 from __future__ import annotations
@@ -44,7 +46,8 @@ def build(*, timeout_seconds: float = 120.0) -> Path:
     """Return the path of the compiled library; compile only when needed.
 
     Raises:
-        SimulationError: there is no compiler, it fails, or the cache cannot be written; the message has the remedy.
+        SimulationError: there is no compiler, it fails, or the cache cannot be written; the message
+            has the remedy.
     """
     directory = cache_directory() / _content_hash()
     library = directory / LIBRARY
@@ -59,7 +62,8 @@ def build(*, timeout_seconds: float = 120.0) -> Path:
                 _compile(command, library, timeout_seconds)
     except OSError as err:
         raise SimulationError(
-            f"cannot write the simulated driver to {directory}: {err.strerror}; set XDG_CACHE_HOME to a writable directory"
+            f"cannot write the simulated driver to {directory}: {err.strerror}; set XDG_CACHE_HOME "
+            "to a writable directory"
         ) from err
     return library
 
@@ -77,8 +81,8 @@ def compiler() -> list[str]:
     if importlib.util.find_spec("ziglang") is not None:
         return [sys.executable, "-m", "ziglang", "cc"]
     raise SimulationError(
-        "no C compiler found for the simulated driver (looked for cc, gcc, clang and Python's ziglang); "
-        "install one, for example with: pip install ziglang"
+        "no C compiler found for the simulated driver (looked for cc, gcc, clang and Python's "
+        "ziglang); install one, for example with: pip install ziglang"
     )
 
 
@@ -94,7 +98,9 @@ def sources() -> list[Path]:
 
 
 def _content_hash() -> str:
-    """Hash the library's sources and target. The compiler is left out, so that a library brought along needs none."""
+    """Hash the library's sources and target.
+    The compiler is left out, so that a library brought along needs none.
+    """
     digest = hashlib.sha256()
     for word in (*_FLAGS, platform.machine(), platform.libc_ver()[0]):
         digest.update(word.encode() + b"\0")
@@ -117,11 +123,13 @@ def _compile(command: Sequence[str], library: Path, timeout_seconds: float) -> N
             )
         except subprocess.TimeoutExpired as err:
             raise SimulationError(
-                f"{' '.join(command)} did not compile the simulated driver within {timeout_seconds:g} s; try again on an idle machine"
+                f"{' '.join(command)} did not compile the simulated driver within "
+                f"{timeout_seconds:g} s; try again on an idle machine"
             ) from err
         if done.returncode != 0:
             raise SimulationError(
-                f"{' '.join(command)} cannot compile the simulated driver (exit {done.returncode}); "
-                f"install a C11 compiler with its headers, or pip install ziglang: {done.stderr.strip()[:_SHOWN_ERROR]}"
+                f"{' '.join(command)} cannot compile the simulated driver (exit "
+                f"{done.returncode}); install a C11 compiler with its headers, or pip install "
+                f"ziglang: {done.stderr.strip()[:_SHOWN_ERROR]}"
             )
         unfinished.replace(library)

@@ -1,8 +1,10 @@
-"""A container runtime's treatment of CDI names: reads the specs of a directory and returns their edits for a container.
+"""A container runtime's treatment of CDI names:
+reads the specs of a directory and returns their edits for a container.
 
 Used by the simulated cluster. Written from the CDI specification 0.6
-(https://github.com/cncf-tags/container-device-interface). It shares nothing with the agent's own writer. A name that
-a real runtime would not find is not found here either, and a file that it would refuse is refused.
+(https://github.com/cncf-tags/container-device-interface). It shares nothing with the agent's own
+writer. A name that a real runtime would not find is not found here either, and a file that it would
+refuse is refused.
 """
 
 from __future__ import annotations
@@ -42,21 +44,34 @@ class Received:
     device_nodes: frozenset[str] = frozenset()
 
     def joined(self, later: Received) -> Received:
-        """Both; where they disagree, ``later`` wins, as with a runtime that applies CDI edits last."""
-        return Received({**self.environment, **later.environment}, {**self.mounts, **later.mounts}, self.device_nodes | later.device_nodes)
+        """Both; where they disagree, ``later`` wins,
+        as with a runtime that applies CDI edits last.
+        """
+        return Received(
+            {**self.environment, **later.environment},
+            {**self.mounts, **later.mounts},
+            self.device_nodes | later.device_nodes,
+        )
 
 
-def received(answer: messages.ContainerAllocateResponse, directory: Path | None, variables: Mapping[str, str] | None = None) -> Received:
+def received(
+    answer: messages.ContainerAllocateResponse,
+    directory: Path | None,
+    variables: Mapping[str, str] | None = None,
+) -> Received:
     """Return a container's start for the kubelet's answer; reads files.
 
     Args:
         answer: of the device plugins, as the kubelet has united it.
-        directory: where CDI specs lie; None for a runtime that does not know CDI, to which names mean nothing.
-        variables: those of the pod's specification. kubelet puts them behind the answer's, so they win over those; the runtime applies CDI
-            edits to the finished specification, so those win over all (kubelet's GenerateRunContainerOptions, CDI's ContainerEdits.Apply).
+        directory: where CDI specs lie; None for a runtime that does not know CDI, to which names
+            mean nothing.
+        variables: those of the pod's specification. kubelet puts them behind the answer's, so they
+            win over those; the runtime applies CDI edits to the finished specification, so those
+            win over all (kubelet's GenerateRunContainerOptions, CDI's ContainerEdits.Apply).
 
     Raises:
-        SimulationError: a name that no spec has, or a spec that no runtime would take: such a container does not start.
+        SimulationError: a name that no spec has, or a spec that no runtime would take: such a
+            container does not start.
     """
     own = Received(
         {**answer.envs, **(variables or {})},
@@ -74,12 +89,16 @@ def received(answer: messages.ContainerAllocateResponse, directory: Path | None,
 
 
 def _edits(names: Iterable[str], directory: Path) -> Iterable[Received]:
-    """Those of each device, and before the first device of a spec those that all its devices have in common."""
+    """Those of each device, and before the first device of a spec those that all its devices have
+    in common.
+    """
     common: set[str] = set()
     for name in names:
         matched = _NAME.fullmatch(name)
         if matched is None:
-            raise SimulationError(f"CDI device injection failed: {name!r} is no qualified device name")
+            raise SimulationError(
+                f"CDI device injection failed: {name!r} is no qualified device name"
+            )
         found = [
             (spec, _container_edits(device.get("containerEdits") or {}))
             for spec in _specs(directory)
@@ -100,7 +119,10 @@ def _edits(names: Iterable[str], directory: Path) -> Iterable[Received]:
 def _specs(directory: Path) -> Iterable[dict[str, Any]]:
     try:
         with os.scandir(directory) as entries:
-            found = sorted((entry for entry in entries if entry.name.endswith(".json")), key=lambda entry: entry.name)
+            found = sorted(
+                (entry for entry in entries if entry.name.endswith(".json")),
+                key=lambda entry: entry.name,
+            )
     except FileNotFoundError:
         return
     for entry in found:
@@ -113,19 +135,29 @@ def _specs(directory: Path) -> Iterable[dict[str, Any]]:
             raise SimulationError(f"CDI spec {entry.path} cannot be read: {err}") from err
         unknown = spec.keys() - _SPEC_KEYS
         if unknown or not spec.get("devices"):
-            raise SimulationError(f"CDI spec {entry.path} is refused: unknown {sorted(unknown)}, devices {spec.get('devices')}")
+            raise SimulationError(
+                f"CDI spec {entry.path} is refused: unknown {sorted(unknown)}, devices "
+                f"{spec.get('devices')}"
+            )
         yield spec
 
 
 @functools.lru_cache(maxsize=1024)
 def _spec(path: str, *_: int) -> Any:
-    """Read the file with that number, time of change and size. Runtimes do not read it for each container either."""
+    """Read the file with that number, time of change and size.
+    Runtimes do not read it for each container either.
+    """
     return json.loads(Path(path).read_text(encoding="utf-8"))
 
 
 def _container_edits(edits: Mapping[str, Any]) -> Received:
     if not edits or edits.keys() - _EDIT_KEYS:
         raise SimulationError(f"invalid device, empty or unknown edits: {sorted(edits)}")
-    mounts = {mount["containerPath"]: (mount["hostPath"], "ro" in mount.get("options", ())) for mount in edits.get("mounts") or ()}
+    mounts = {
+        mount["containerPath"]: (mount["hostPath"], "ro" in mount.get("options", ()))
+        for mount in edits.get("mounts") or ()
+    }
     environment = dict(line.split("=", 1) for line in edits.get("env") or ())
-    return Received(environment, mounts, frozenset(node["path"] for node in edits.get("deviceNodes") or ()))
+    return Received(
+        environment, mounts, frozenset(node["path"] for node in edits.get("deviceNodes") or ())
+    )

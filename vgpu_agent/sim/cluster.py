@@ -1,10 +1,12 @@
-"""A cluster of one node without a node: the simulated API server, kubelet, container runtime and plain scheduler together.
+"""A cluster of one node without a node:
+the simulated API server, kubelet, container runtime and plain scheduler together.
 
-The demo and the component tests put the agent's real process beside it. What it imitates: the kubelet keeps the
-Node's numbers equal to the plugins' lists, admits the pods that are bound to it one after the other, and starts their
-containers in order, each with PreStartContainer, as often as it takes. The runtime resolves CDI names when a
-container is created. The simulated kubelet and schedulers write into the object store directly, so the API server
-counts only the requests of others.
+The demo and the component tests put the agent's real process beside it. What it imitates: the
+kubelet keeps the Node's numbers equal to the plugins' lists, admits the pods that are bound to it
+one after the other, and starts their containers in order, each with PreStartContainer, as often as
+it takes. The runtime resolves CDI names when a container is created. The simulated kubelet and
+schedulers write into the object store directly, so the API server counts only the requests of
+others.
 """
 
 from __future__ import annotations
@@ -55,12 +57,15 @@ class SimulatedCluster:
     State: the parts', and the pods that the kubelet has taken on. `started` is never forgotten.
 
     Args:
-        directory: kubelet's root, the CDI directory and the kubeconfig file lie below it; short, because of socket names.
+        directory: kubelet's root, the CDI directory and the kubeconfig file lie below it; short,
+            because of socket names.
         node: the Node's name.
         kubelet_version: as in the Node.
         runtime_version: as in the Node; containerd before 2.0 takes no CDI names.
-        retry_seconds: after which kubelet tries again to start a container (the real one takes about a quarter of a minute).
-        status_seconds: how often kubelet writes the Node's status (the real one: every ten seconds).
+        retry_seconds: after which kubelet tries again to start a container (the real one takes
+            about a quarter of a minute).
+        status_seconds: how often kubelet writes the Node's status (the real one: every ten
+            seconds).
 
     Attributes:
         started: every start of a container, oldest first.
@@ -81,7 +86,10 @@ class SimulatedCluster:
         self.directory, self.node = directory, node
         self.kubelet_directory, self.cdi_directory = directory / "kubelet", directory / "cdi"
         self.kubeconfig = directory / "kubeconfig"
-        self.versions = {"kubeletVersion": kubelet_version, "containerRuntimeVersion": runtime_version}
+        self.versions = {
+            "kubeletVersion": kubelet_version,
+            "containerRuntimeVersion": runtime_version,
+        }
         self.api = ApiServer()
         self.kubelet = SimulatedKubelet(self.kubelet_directory)
         self.started: list[Started] = []
@@ -91,7 +99,9 @@ class SimulatedCluster:
         self._resolves_cdi = _resolves_cdi(runtime_version)
         self._retry_seconds = retry_seconds
         self._status_seconds = status_seconds
-        self._supervisor = Supervisor(backoff_min_seconds=retry_seconds, backoff_max_seconds=retry_seconds)
+        self._supervisor = Supervisor(
+            backoff_min_seconds=retry_seconds, backoff_max_seconds=retry_seconds
+        )
         self._pods: dict[str, Pod] = {}  # admitted, by UID
         self._seen: set[str] = set()
         self._lives: dict[str, asyncio.Task[None]] = {}
@@ -118,7 +128,9 @@ class SimulatedCluster:
     async def start_volcano(self, settings: VolcanoSettings | None = None) -> None:
         """Run Volcano's stand-in scheduler, in place of the current one."""
         await self.stop_volcano()
-        scheduler = VolcanoScheduler(ApiAccess(self.api.url), settings or VolcanoSettings(retry_seconds=0.2))
+        scheduler = VolcanoScheduler(
+            ApiAccess(self.api.url), settings or VolcanoSettings(retry_seconds=0.2)
+        )
         self._supervisor.start("volcano", scheduler.run)
 
     async def stop_volcano(self) -> None:
@@ -126,7 +138,9 @@ class SimulatedCluster:
         await self._supervisor.stop("volcano")
 
     async def reboot(self) -> None:
-        """Lose what a reboot loses: processes, kubelet's connections and all CDI specs. Containers start again when they can."""
+        """Lose what a reboot loses: processes, kubelet's connections and all CDI specs.
+        Containers start again when they can.
+        """
         for task in self._lives.values():
             task.cancel()
         await asyncio.gather(*self._lives.values(), return_exceptions=True)
@@ -146,9 +160,13 @@ class SimulatedCluster:
 
     def create_node(self, **metadata: Any) -> Object:
         """Create our Node, as kubelet does when it starts."""
-        created: Object = self.objects.create("nodes", {"metadata": {"name": self.node, **metadata}})
+        created: Object = self.objects.create(
+            "nodes", {"metadata": {"name": self.node, **metadata}}
+        )
         conditions = [{"type": "Ready", "status": "True", "reason": "KubeletReady", "message": ""}]
-        self.objects.set_status("nodes", self.node, {"nodeInfo": self.versions, "conditions": conditions})
+        self.objects.set_status(
+            "nodes", self.node, {"nodeInfo": self.versions, "conditions": conditions}
+        )
         return created
 
     def delete_node(self) -> None:
@@ -176,7 +194,8 @@ class SimulatedCluster:
         Args:
             name: of the pod.
             limits: of its container ``main``, or of several, which are called ``c0``, ``c1``…
-            init: limits of each init container (``init0``…), and whether it is restartable (a sidecar).
+            init: limits of each init container (``init0``…), and whether it is restartable (a
+                sidecar).
             scheduler: whose pod it is.
             annotations: of the pod.
             node: bind it there oneself.
@@ -185,16 +204,23 @@ class SimulatedCluster:
         many = [limits] if isinstance(limits, Mapping) else list(limits)
         names = ["main"] if len(many) == 1 else [f"c{number}" for number in range(len(many))]
         variables = [{"name": name, "value": value} for name, value in (environment or {}).items()]
-        containers = [_container(each, wanted) | {"env": variables} for each, wanted in zip(names, many, strict=True)]
+        containers = [
+            _container(each, wanted) | {"env": variables}
+            for each, wanted in zip(names, many, strict=True)
+        ]
         spec: Object = {"schedulerName": scheduler, "containers": containers}
         if init:
             spec["initContainers"] = [
-                _container(f"init{number}", wanted) | ({"restartPolicy": "Always"} if restartable else {})
+                _container(f"init{number}", wanted)
+                | ({"restartPolicy": "Always"} if restartable else {})
                 for number, (wanted, restartable) in enumerate(init)
             ]
         if node:
             spec["nodeName"] = node
-        created: Object = self.objects.create("pods", {"metadata": {"name": name, "annotations": dict(annotations or {})}, "spec": spec})
+        created: Object = self.objects.create(
+            "pods",
+            {"metadata": {"name": name, "annotations": dict(annotations or {})}, "spec": spec},
+        )
         return created
 
     def pod(self, name: str) -> Object:
@@ -217,13 +243,19 @@ class SimulatedCluster:
     def starts(self, name: str, container: str = "main") -> list[Received]:
         """List the content of each start of that container, for the pod that has the name now."""
         uid = self.pod(name)["metadata"]["uid"]
-        return [each.received for each in self.started if (each.pod_uid, each.container) == (uid, container)]
+        return [
+            each.received
+            for each in self.started
+            if (each.pod_uid, each.container) == (uid, container)
+        ]
 
     def delete_pod(self, name: str) -> None:
         """Delete a pod, as a user would; kubelet ends it a moment later."""
         self.objects.delete("pods", name, "default")
 
-    async def until(self, condition: Callable[[], bool], what: str = "", *, timeout_seconds: float = 30.0) -> None:
+    async def until(
+        self, condition: Callable[[], bool], what: str = "", *, timeout_seconds: float = 30.0
+    ) -> None:
         """Return when ``condition`` holds.
 
         Raises:
@@ -232,23 +264,33 @@ class SimulatedCluster:
         try:
             await self.kubelet.until(condition, timeout_seconds=timeout_seconds)
         except TimeoutError:
-            pods = {pod["metadata"]["name"]: _short_status(pod) for pod in self.objects.list("pods")}
-            raise TimeoutError(f"waited {timeout_seconds:g} s for {what or condition}; pods: {pods}") from None
+            pods = {
+                pod["metadata"]["name"]: _short_status(pod) for pod in self.objects.list("pods")
+            }
+            raise TimeoutError(
+                f"waited {timeout_seconds:g} s for {what or condition}; pods: {pods}"
+            ) from None
 
     async def running(self, *names: str, timeout_seconds: float = 30.0) -> None:
         """Wait until all those pods run."""
         await self.until(
-            lambda: all(self.phase(name) == "Running" for name in names), f"{', '.join(names)} to run", timeout_seconds=timeout_seconds
+            lambda: all(self.phase(name) == "Running" for name in names),
+            f"{', '.join(names)} to run",
+            timeout_seconds=timeout_seconds,
         )
 
     # The kubelet's part
 
     def pull(self, container: str) -> Callable[[], None]:
-        """Let containers of that name wait for their image, until the returned function is called."""
+        """Let containers of that name wait for their image,
+        until the returned function is called.
+        """
         done = self._pulling[container] = asyncio.Event()
         return done.set
 
-    async def crash(self, name: str, container: str = "main", *, timeout_seconds: float = 30.0) -> None:
+    async def crash(
+        self, name: str, container: str = "main", *, timeout_seconds: float = 30.0
+    ) -> None:
         """Let a container end, and start it again as kubelet does with restartPolicy Always.
 
         Raises:
@@ -261,7 +303,9 @@ class SimulatedCluster:
             async with asyncio.timeout(timeout_seconds):
                 await self._start(pod, container, statuses)
         except TimeoutError:
-            raise TimeoutError(f"container {container} of {name} did not start again: {self.refusals[-1:]}") from None
+            raise TimeoutError(
+                f"container {container} of {name} did not start again: {self.refusals[-1:]}"
+            ) from None
 
     def finish(self, name: str, phase: str = "Succeeded") -> None:
         """Let all containers of a pod end for good."""
@@ -285,22 +329,37 @@ class SimulatedCluster:
                 wanted: dict[str, dict[str, str]] = {"capacity": {}, "allocatable": {}}
                 for name in self.kubelet.resources:
                     devices = self.kubelet.resource(name)
-                    wanted["capacity"][name], wanted["allocatable"][name] = str(devices.capacity), str(devices.allocatable)
-                if any(status.get(section, {}).get(name) != text for section, texts in wanted.items() for name, text in texts.items()):
+                    wanted["capacity"][name], wanted["allocatable"][name] = (
+                        str(devices.capacity),
+                        str(devices.allocatable),
+                    )
+                if any(
+                    status.get(section, {}).get(name) != text
+                    for section, texts in wanted.items()
+                    for name, text in texts.items()
+                ):
                     self.objects.set_status("nodes", self.node, wanted)
             await asyncio.sleep(self._status_seconds)
 
     async def _follow_pods(self) -> None:
         async for _ in self.objects.revision.changes():
             present = set()
-            for item in sorted(self.objects.list("pods"), key=lambda item: int(item["metadata"]["resourceVersion"])):
+            for item in sorted(
+                self.objects.list("pods"), key=lambda item: int(item["metadata"]["resourceVersion"])
+            ):
                 metadata = item["metadata"]
                 if item["spec"].get("nodeName") != self.node:
                     continue
                 present.add(metadata["uid"])
                 if metadata.get("deletionTimestamp"):
                     self._end_life(metadata["uid"])
-                    self.objects.delete("pods", metadata["name"], metadata["namespace"], uid=metadata["uid"], grace_seconds=0)
+                    self.objects.delete(
+                        "pods",
+                        metadata["name"],
+                        metadata["namespace"],
+                        uid=metadata["uid"],
+                        grace_seconds=0,
+                    )
                 elif MIRROR_POD in (metadata.get("annotations") or {}):
                     continue  # the kubelet runs none of the API server's pods with this annotation
                 elif metadata["uid"] not in self._seen and not self.hold_admission:
@@ -312,12 +371,15 @@ class SimulatedCluster:
     async def _admit(self, item: Object) -> None:
         metadata, spec = item["metadata"], item["spec"]
         containers = [
-            Container(one["name"], _devices(one), init=one.get("restartPolicy") != "Always") for one in spec.get("initContainers") or ()
+            Container(one["name"], _devices(one), init=one.get("restartPolicy") != "Always")
+            for one in spec.get("initContainers") or ()
         ]
         containers += [Container(one["name"], _devices(one)) for one in spec["containers"]]
         statuses = Containers(self.objects, item)
         try:
-            pod = await self.kubelet.admit(metadata["name"], containers, namespace=metadata["namespace"], uid=metadata["uid"])
+            pod = await self.kubelet.admit(
+                metadata["name"], containers, namespace=metadata["namespace"], uid=metadata["uid"]
+            )
         except AdmissionError as err:
             statuses.phase("Failed", reason=err.reason, message=str(err))
             return
@@ -336,12 +398,17 @@ class SimulatedCluster:
             pod.ended = True
 
     async def _live(self, uid: str, pod: Pod) -> None:
-        """Start the containers in order: init containers first, and each plain one ends before the next."""
+        """Start the containers in order: init containers first,
+        and each plain one ends before the next.
+        """
         item = next(one for one in self.objects.list("pods") if one["metadata"]["uid"] == uid)
         statuses = Containers(self.objects, item)
         for container in [*(item["spec"].get("initContainers") or ()), *item["spec"]["containers"]]:
             await self._start(pod, container["name"], statuses)
-            if container in (item["spec"].get("initContainers") or ()) and container.get("restartPolicy") != "Always":
+            if (
+                container in (item["spec"].get("initContainers") or ())
+                and container.get("restartPolicy") != "Always"
+            ):
                 statuses.terminated(container["name"])
         statuses.phase("Running")
 
@@ -353,7 +420,9 @@ class SimulatedCluster:
             try:
                 answer = await self.kubelet.start_container(pod, container)
                 variables = _variables(self.pod(pod.name), container)
-                came = await asyncio.to_thread(received, answer, self.cdi_directory if self._resolves_cdi else None, variables)
+                came = await asyncio.to_thread(
+                    received, answer, self.cdi_directory if self._resolves_cdi else None, variables
+                )
             except (ContainerStartError, SimulationError) as err:
                 self.refusals.append((pod.name, container, str(err)))
                 statuses.waiting(container, "CreateContainerConfigError", str(err))
@@ -370,16 +439,24 @@ def _resolves_cdi(runtime: str) -> bool:
 
 
 def _container(name: str, limits: Mapping[str, int]) -> Object:
-    return {"name": name, "image": "example", "resources": {"limits": {resource: str(number) for resource, number in limits.items()}}}
+    return {
+        "name": name,
+        "image": "example",
+        "resources": {"limits": {resource: str(number) for resource, number in limits.items()}},
+    }
 
 
 def _variables(pod: Object, container: str) -> dict[str, str]:
     of_it = (one for one in pod["spec"]["containers"] if one["name"] == container)
-    return {variable["name"]: variable["value"] for one in of_it for variable in one.get("env") or ()}
+    return {
+        variable["name"]: variable["value"] for one in of_it for variable in one.get("env") or ()
+    }
 
 
 def _devices(container: Object) -> dict[str, int]:
-    return {name: int(text) for name, text in container["resources"]["limits"].items() if "/" in name}
+    return {
+        name: int(text) for name, text in container["resources"]["limits"].items() if "/" in name
+    }
 
 
 def _short_status(pod: Object) -> str:
@@ -390,5 +467,8 @@ def _short_status(pod: Object) -> str:
         for one in status.get(kind) or ()
         if "waiting" in one.get("state", {})
     ]
-    bound = pod["spec"].get("nodeName") or f"not bound: {[one.get('message') for one in status.get('conditions') or ()]}"
+    bound = (
+        pod["spec"].get("nodeName")
+        or f"not bound: {[one.get('message') for one in status.get('conditions') or ()]}"
+    )
     return f"{status.get('phase')} {status.get('message', '')} {bound} {waiting or ''}".strip()

@@ -1,6 +1,8 @@
-"""Filling the state of a new simulated node from a model: identity, place in the machine, limits, links, MIG table.
+"""Filling the state of a new simulated node from a model:
+identity, place in the machine, limits, links, MIG table.
 
-`SimulatedNode.create` calls it once on zeroed memory; afterwards a GPU changes only through `SimulatedNode`.
+`SimulatedNode.create` calls it once on zeroed memory; afterwards a GPU changes only through
+`SimulatedNode`.
 """
 
 from __future__ import annotations
@@ -65,7 +67,10 @@ def fill(
 
 def default_uuids(model: Model, count: int, seed: str) -> list[str]:
     """UUIDs that are the same for the same model, number and seed."""
-    return [f"GPU-{uuid.uuid5(uuid.NAMESPACE_OID, f'{seed}/{model.key}/{number}')}" for number in range(count)]
+    return [
+        f"GPU-{uuid.uuid5(uuid.NAMESPACE_OID, f'{seed}/{model.key}/{number}')}"
+        for number in range(count)
+    ]
 
 
 def check_uuids(uuids: Sequence[str]) -> None:
@@ -80,7 +85,10 @@ def check_uuids(uuids: Sequence[str]) -> None:
         except ValueError:
             well_formed = False
         if not well_formed:
-            raise SimulationError(f"{each!r} is no GPU UUID; expected GPU-xxxxxxxx-xxxx-xxxx-xxxx-xxxxxxxxxxxx in lower case")
+            raise SimulationError(
+                f"{each!r} is no GPU UUID; expected GPU-xxxxxxxx-xxxx-xxxx-xxxx-xxxxxxxxxxxx in "
+                "lower case"
+            )
     if len(set(uuids)) != len(uuids):
         raise SimulationError(f"two GPUs cannot share a UUID: {', '.join(uuids)}")
 
@@ -92,8 +100,15 @@ def _identify(gpu: layout.Gpu, model: Model, number: int, gpu_uuid: str) -> None
     gpu.vbios, gpu.board_part = b"00.00.00.00.01", b"900-00000-0000-000"
     gpu.brand, gpu.architecture = model.brand, model.architecture
     gpu.compute_major, gpu.compute_minor = model.compute_capability
-    gpu.multiprocessors, gpu.cores_per_multiprocessor = model.multiprocessors, model.cores_per_multiprocessor
-    gpu.bus, gpu.pci_device_id, gpu.pci_subsystem_id = links.bus_of(number), model.pci_device_id << 16 | _VENDOR, 1 << 16 | _VENDOR
+    gpu.multiprocessors, gpu.cores_per_multiprocessor = (
+        model.multiprocessors,
+        model.cores_per_multiprocessor,
+    )
+    gpu.bus, gpu.pci_device_id, gpu.pci_subsystem_id = (
+        links.bus_of(number),
+        model.pci_device_id << 16 | _VENDOR,
+        1 << 16 | _VENDOR,
+    )
     gpu.memory_total, gpu.memory_reserved = model.memory_mib * _MIB, model.reserved_mib * _MIB
     gpu.bar1_total, gpu.bar1_used = model.bar1_mib * _MIB, _MIB
     gpu.utilisation = gpu.memory_utilisation = layout.NONE
@@ -103,7 +118,9 @@ def _identify(gpu: layout.Gpu, model: Model, number: int, gpu_uuid: str) -> None
 
 def _place(gpu: layout.Gpu, model: Model, numa_node: int) -> None:
     gpu.numa_node = layout.NONE if numa_node < 0 else numa_node
-    for cpu in range(max(numa_node, 0) * _CPUS_PER_NUMA_NODE, (max(numa_node, 0) + 1) * _CPUS_PER_NUMA_NODE):
+    for cpu in range(
+        max(numa_node, 0) * _CPUS_PER_NUMA_NODE, (max(numa_node, 0) + 1) * _CPUS_PER_NUMA_NODE
+    ):
         gpu.cpus[cpu // 64] |= 1 << (cpu % 64)
     gpu.pcie_generation = gpu.pcie_generation_max = model.pcie_generation
     gpu.pcie_width = gpu.pcie_width_max = 16
@@ -142,5 +159,15 @@ def _mig_table(gpu: layout.Gpu, model: Model) -> None:
         row.valid, row.id, row.name = 1, profile.id, profile.name.encode()
         row.placement_count, row.placement_size = len(profile.starts), profile.size
         row.placement_start[: len(profile.starts)] = profile.starts
-        for field in ("slices", "instances", "multiprocessors", "memory_mib", "copy_engines", "decoders", "encoders", "jpegs", "ofas"):
+        for field in (
+            "slices",
+            "instances",
+            "multiprocessors",
+            "memory_mib",
+            "copy_engines",
+            "decoders",
+            "encoders",
+            "jpegs",
+            "ofas",
+        ):
             setattr(row, field, getattr(profile, field))

@@ -22,7 +22,8 @@ def _known_functions() -> frozenset[str]:
 
 
 def check_function(function: str) -> None:
-    """Refuse what no NVML call is named: neither exactly, nor without its version, nor by a prefix and ``*``.
+    """Refuse what no NVML call is named: neither exactly, nor without its version,
+    nor by a prefix and ``*``.
 
     Raises:
         SimulationError: names it.
@@ -30,6 +31,12 @@ def check_function(function: str) -> None:
     prefix = function.removesuffix("*")
     known = _known_functions()
     versions = re.compile(re.escape(prefix) + r"(_v\d)?")
-    fits = any(name.startswith(prefix) if function != prefix else versions.fullmatch(name) for name in known)
+    fits = any(
+        name.startswith(prefix) if function != prefix else versions.fullmatch(name)
+        for name in known
+    )
     if not function.startswith("nvml") or not fits or len(function) > _LONGEST:
-        raise SimulationError(f"NVML has no function {function!r}; give a name like nvmlDeviceGetMemoryInfo, or a prefix and *")
+        raise SimulationError(
+            f"NVML has no function {function!r}; give a name like nvmlDeviceGetMemoryInfo, or a "
+            "prefix and *"
+        )

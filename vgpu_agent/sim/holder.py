@@ -1,7 +1,10 @@
-"""A live process on a simulated GPU: it takes a slot and a lock, and NVML shows it until it ends, in any way.
+"""A live process on a simulated GPU: it takes a slot and a lock, and NVML shows it until it ends,
+in any way.
 
-Run as ``python -m vgpu_agent.sim.holder DIR …`` by `SimulatedNode.start_process`, and in the foreground by ``vgpu-agent sim process``.
-Must be a process of its own: POSIX locks vanish when their process closes any descriptor of the state file.
+Run as ``python -m vgpu_agent.sim.holder DIR …`` by `SimulatedNode.start_process`, and in the
+foreground by ``vgpu-agent sim process``.
+Must be a process of its own: POSIX locks vanish when their process closes any descriptor of the
+state file.
 """
 
 from __future__ import annotations
@@ -28,11 +31,13 @@ def hold(directory: Path, gpu: int | str, use: ProcessUse, *, seconds: float | N
     Raises:
         SimulationError: no such GPU or MIG instance, or its 64 slots are all taken.
     """
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, _ENDS)  # from now on they wait for us, so that the slot is always given back
+    # from now on they wait for us, so that the slot is always given back
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, _ENDS)
     try:
         node = SimulatedNode.open(directory)
         number = node.gpu_number(gpu)
-        descriptor = os.open(node.state_path, os.O_RDWR | os.O_CLOEXEC)  # never closed: that would give up the lock
+        # never closed: that would give up the lock
+        descriptor = os.open(node.state_path, os.O_RDWR | os.O_CLOEXEC)
         with node.writing():
             row = _take_slot(node, number, descriptor)
             use.fill(row, pid=os.getpid())
@@ -57,12 +62,17 @@ def _take_slot(node: SimulatedNode, gpu: int, descriptor: int) -> layout.Process
             continue
         if try_lock(descriptor, gpu, slot):
             return row
-    raise SimulationError(f"all {layout.PROCESSES} process slots of GPU {gpu} are taken; end one of its processes first")
+    raise SimulationError(
+        f"all {layout.PROCESSES} process slots of GPU {gpu} are taken; end one of its processes "
+        "first"
+    )
 
 
 def main(arguments: list[str] | None = None) -> int:
     """Hold a slot as ``SimulatedNode.start_process`` has requested."""
-    parser = argparse.ArgumentParser(prog="python -m vgpu_agent.sim.holder", description="be a process on a simulated GPU")
+    parser = argparse.ArgumentParser(
+        prog="python -m vgpu_agent.sim.holder", description="be a process on a simulated GPU"
+    )
     parser.add_argument("directory", type=Path)
     parser.add_argument("--gpu", required=True)
     parser.add_argument("--use", required=True, help="the fields of ProcessUse as JSON")

@@ -1,7 +1,8 @@
 """The state file of a simulated node, as Python sees it: the mirror of native/state.h.
 
-Python is the only author of the file and the C library its only reader, so both must agree on every byte;
-tests/sim/test_layout.py holds them together. `state` maps the file with these structures. No other module needs them.
+Python is the only author of the file and the C library its only reader, so both must agree on every
+byte; tests/sim/test_layout.py holds them together. `state` maps the file with these structures. No
+other module needs them.
 """
 
 from __future__ import annotations
@@ -225,7 +226,13 @@ class Event(ctypes.Structure):
 class Fault(ctypes.Structure):
     """``struct sim_fault``: how some NVML calls shall go wrong."""
 
-    _fields_ = (("function", _char * 64), ("gpu", _u32), ("code", _u32), ("times_left", _i32), ("delay_ms", _u32))
+    _fields_ = (
+        ("function", _char * 64),
+        ("gpu", _u32),
+        ("code", _u32),
+        ("times_left", _i32),
+        ("delay_ms", _u32),
+    )
 
 
 class Node(ctypes.Structure):
@@ -263,5 +270,7 @@ def description() -> str:
     words = [f"layout={LAYOUT}"]
     words += [f"{name}={ctypes.sizeof(structure)}" for name, structure in sizes.items()]
     words += [f"{name}@{getattr(Node, name).offset}" for name in ("events", "faults", "gpus")]
-    words += [f"{name}@{getattr(Gpu, name).offset}" for name in ("profiles", "mig_devices", "processes")]
+    words += [
+        f"{name}@{getattr(Gpu, name).offset}" for name in ("profiles", "mig_devices", "processes")
+    ]
     return " ".join(words)

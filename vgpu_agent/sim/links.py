@@ -1,7 +1,7 @@
 """The links between the GPUs of a simulated node: NVLinks and the PCIe distance between each two.
 
-`creation` calls it once for a node. The wiring follows the boards on which a model is sold, so that a placement
-policy tested on simulated GPUs sees the unevenness of real ones.
+`creation` calls it once for a node. The wiring follows the boards on which a model is sold, so that
+a placement policy tested on simulated GPUs sees the unevenness of real ones.
 """
 
 from __future__ import annotations
@@ -27,7 +27,8 @@ TO_SWITCH: Final = 2
 _FIRST_SWITCH_BUS: Final = 0xC1
 _BOARD: Final = 4  # GPUs that are wired directly when a board carries no NVSwitch
 
-# Links between each two of the eight V100 of a DGX-1: rings of four with doubled edges, and one neighbour in the other four.
+# Links between each two of the eight V100 of a DGX-1: rings of four with doubled edges, and one
+# neighbour in the other four.
 _CUBE_MESH: Final = (
     (0, 1, 1, 2, 2, 0, 0, 0),
     (1, 0, 2, 1, 0, 2, 0, 0),
@@ -54,7 +55,9 @@ def bus_of(gpu: int) -> int:
 
 
 def common_ancestor(first: int, second: int, numa_nodes: Sequence[int]) -> int:
-    """NVML_TOPOLOGY_* of two GPUs: neighbours share PCIe switches, others a NUMA node or nothing."""
+    """NVML_TOPOLOGY_* of two GPUs: neighbours share PCIe switches,
+    others a NUMA node or nothing.
+    """
     if first == second:
         return SAME_GPU
     if numa_nodes[first] != numa_nodes[second]:
@@ -67,7 +70,10 @@ def wires(model: Model, gpus: int) -> list[list[Wire]]:
     if model.nvlink == "none" or gpus == 1:
         return [[] for _ in range(gpus)]
     if model.nvlink == "switch" and gpus > _BOARD:
-        switched = [Wire(TO_SWITCH, _FIRST_SWITCH_BUS + link % model.nvswitches) for link in range(model.nvlink_count)]
+        switched = [
+            Wire(TO_SWITCH, _FIRST_SWITCH_BUS + link % model.nvswitches)
+            for link in range(model.nvlink_count)
+        ]
         return [list(switched) for _ in range(gpus)]
     if gpus <= _BOARD:
         return [_to_each_peer(model.nvlink_count, gpu, gpus) for gpu in range(gpus)]
@@ -82,4 +88,9 @@ def _to_each_peer(count: int, gpu: int, gpus: int) -> list[Wire]:
 def _cube_mesh(gpu: int, gpus: int) -> list[Wire]:
     first = gpu - gpu % len(_CUBE_MESH)
     row = _CUBE_MESH[gpu % len(_CUBE_MESH)]
-    return [Wire(TO_GPU, first + peer) for peer, links in enumerate(row) if first + peer < gpus for _ in range(links)]
+    return [
+        Wire(TO_GPU, first + peer)
+        for peer, links in enumerate(row)
+        if first + peer < gpus
+        for _ in range(links)
+    ]

@@ -3,9 +3,10 @@
     python -m vgpu_agent.sim.mig_parted DIRECTORY export
     python -m vgpu_agent.sim.mig_parted DIRECTORY apply -f FILE -c CONFIGURATION
 
-It shows and takes the real one's YAML (version v1), leaves GPUs alone that a configuration does not name, and refuses
-one on which a process works. `deliver` writes a script that has the real one's command line; `misbehave` sets the
-faults from then on. Each call is a line in ``mig-parted.log`` of the simulated node's directory.
+It shows and takes the real one's YAML (version v1), leaves GPUs alone that a configuration does not
+name, and refuses one on which a process works. `deliver` writes a script that has the real one's
+command line; `misbehave` sets the faults from then on. Each call is a line in ``mig-parted.log`` of
+the simulated node's directory.
 """
 
 from __future__ import annotations
@@ -54,7 +55,9 @@ class Misbehaviour:
 
 
 def deliver(node: Path, script: Path) -> Path:
-    """Write ``script``, which does on the simulated node in ``node`` what nvidia-mig-parted does on a real one."""
+    """Write ``script``, which does on the simulated node
+    in ``node`` what nvidia-mig-parted does on a real one.
+    """
     script.parent.mkdir(parents=True, exist_ok=True)
     command = shlex.join([sys.executable, "-m", "vgpu_agent.sim.mig_parted", str(node)])
     script.write_text(f'#!/bin/sh\nexec {command} "$@"\n')
@@ -83,12 +86,18 @@ def _export(node: SimulatedNode) -> str:
     entries = []
     for gpu in node.describe():
         instances = dict(collections.Counter(gpu.mig_devices))
-        entries.append({"devices": [gpu.number], "mig-enabled": bool(instances), "mig-devices": instances})
-    text: str = yaml.safe_dump({"version": "v1", "mig-configs": {"current": entries}}, sort_keys=False)
+        entries.append(
+            {"devices": [gpu.number], "mig-enabled": bool(instances), "mig-devices": instances}
+        )
+    text: str = yaml.safe_dump(
+        {"version": "v1", "mig-configs": {"current": entries}}, sort_keys=False
+    )
     return text
 
 
-def _apply(node: SimulatedNode, path: Path, configuration: str, instead: Sequence[str] | None) -> None:
+def _apply(
+    node: SimulatedNode, path: Path, configuration: str, instead: Sequence[str] | None
+) -> None:
     root: Any = yaml.safe_load(path.read_text())
     if root.get("version") != "v1" or configuration not in root["mig-configs"]:
         raise SimulationError(f"error selecting MIG config: {configuration!r} is not in {path}")
@@ -96,14 +105,20 @@ def _apply(node: SimulatedNode, path: Path, configuration: str, instead: Sequenc
         known = {gpu.number: gpu for gpu in node.describe()}
         for index in known if entry["devices"] == "all" else entry["devices"]:
             if known[index].processes:
-                raise SimulationError(f"error clearing MigConfig: GPU {index} is In use by another client")
-            wanted = [profile for profile, count in entry["mig-devices"].items() for _ in range(count)]
+                raise SimulationError(
+                    f"error clearing MigConfig: GPU {index} is In use by another client"
+                )
+            wanted = [
+                profile for profile, count in entry["mig-devices"].items() for _ in range(count)
+            ]
             node.set_mig(index, wanted if instead is None else instead)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line and return the exit status."""
-    parser = argparse.ArgumentParser(prog="nvidia-mig-parted", description="A stand-in for nvidia-mig-parted.")
+    parser = argparse.ArgumentParser(
+        prog="nvidia-mig-parted", description="A stand-in for nvidia-mig-parted."
+    )
     parser.add_argument("node", type=Path, help="directory of the simulated GPUs")
     parser.add_argument("command", choices=("export", "apply"))
     parser.add_argument("-f", "--config-file", type=Path)
@@ -129,7 +144,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
             sys.stdout.write(_export(node) if fault.prints is None else fault.prints)
         else:
             _apply(node, given.config_file, given.selected_config, fault.divides)
-            sys.stdout.write("MIG configuration applied successfully\n" if fault.prints is None else fault.prints)
+            sys.stdout.write(
+                "MIG configuration applied successfully\n" if fault.prints is None else fault.prints
+            )
     except SimulationError as err:
         sys.stderr.write(f"{err}\n")
         return 1

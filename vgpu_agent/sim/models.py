@@ -1,6 +1,7 @@
 """The GPU models that can be simulated: typed access to models.toml.
 
-`creation` fills a state file from a model, `sim.cli.sim` lists them. Adding a model means adding a table to the file.
+`creation` fills a state file from a model, `sim.cli.sim` lists them. Adding a model means adding a
+table to the file.
 """
 
 from __future__ import annotations
@@ -17,7 +18,9 @@ NvLink = Literal["none", "cube-mesh", "switch"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MigProfile:
-    """One way to cut an instance out of a GPU; units and codes as explained at the head of models.toml."""
+    """One way to cut an instance out of a GPU;
+    units and codes as explained at the head of models.toml.
+    """
 
     name: str
     profile: int
@@ -65,15 +68,20 @@ class Model:
 
 
 def _model(key: str, table: dict[str, Any]) -> Model:
-    fields: dict[str, Any] = {name: tuple(value) if isinstance(value, list) else value for name, value in table.items()}
-    fields["mig"] = tuple(MigProfile(**{**row, "starts": tuple(row["starts"])}) for row in table.get("mig", ()))
+    fields: dict[str, Any] = {
+        name: tuple(value) if isinstance(value, list) else value for name, value in table.items()
+    }
+    fields["mig"] = tuple(
+        MigProfile(**{**row, "starts": tuple(row["starts"])}) for row in table.get("mig", ())
+    )
     return Model(key=key, **fields)
 
 
 @cache
 def models() -> dict[str, Model]:
     """Every model by its key, in the order of the file."""
-    import tomllib  # noqa: PLC0415 - a simulated agent reads no models, and should start as quickly as a real one
+    # a simulated agent reads no models, and should start as quickly as a real one
+    import tomllib  # noqa: PLC0415
 
     text = Path(__file__).with_name("models.toml").read_text(encoding="utf-8")
     return {key: _model(key, table) for key, table in tomllib.loads(text).items()}

@@ -1,13 +1,16 @@
-"""A program that behaves like ``nvidia-cuda-mps-control``, for nodes without NVIDIA's driver, in tests and the demo.
+"""A program that behaves like ``nvidia-cuda-mps-control``, for nodes without NVIDIA's driver,
+in tests and the demo.
 
-``-d`` starts a daemon and returns; without arguments it reads commands from stdin, passes each to the daemon through the socket ``control``
-in ``CUDA_MPS_PIPE_DIRECTORY`` and prints the answers; ``client`` (which the real one has not) is a CUDA program under MPS: it lives until
-its server goes. Files, answers, log lines and exit codes are those of the real one (drivers 550 to 595); with ``"shown": "gib"`` memory
-limits are shown as the newest ones show them, in whole GiB.
+``-d`` starts a daemon and returns; without arguments it reads commands from stdin, passes each to
+the daemon through the socket ``control`` in ``CUDA_MPS_PIPE_DIRECTORY`` and prints the answers;
+``client`` (which the real one has not) is a CUDA program under MPS: it lives until its server goes.
+Files, answers, log lines and exit codes are those of the real one (drivers 550 to 595); with
+``"shown": "gib"`` memory limits are shown as the newest ones show them, in whole GiB.
 
-It runs as a file, by `mps_tools`, on the standard library alone: its environment is that of the real one, two
-variables, and it is started for each command. ``faults.json`` beside it makes it misbehave: command (``start`` for
-``-d``) → ``hang``, ``crash``, ``refuse``, ``nonsense`` or ``forget`` (prints nothing and does nothing).
+It runs as a file, by `mps_tools`, on the standard library alone: its environment is that of the
+real one, two variables, and it is started for each command. ``faults.json`` beside it makes it
+misbehave: command (``start`` for ``-d``) → ``hang``, ``crash``, ``refuse``, ``nonsense`` or
+``forget`` (prints nothing and does nothing).
 ``"server": "orphan"`` lets a server outlive its daemon.
 """
 
@@ -38,8 +41,11 @@ _PEER = struct.Struct("3i")
 
 
 def main(arguments: list[str], directory: str) -> int:
-    """Run as the control binary; ``directory`` holds the faults and the record of calls. Returns the exit status."""
-    pipe = os.environ.get(PIPE_VARIABLE, "/tmp/nvidia-mps")  # noqa: S108 - the default of the real one
+    """Run as the control binary; ``directory`` holds the faults and the record of calls.
+    Returns the exit status.
+    """
+    # the default of the real one
+    pipe = os.environ.get(PIPE_VARIABLE, "/tmp/nvidia-mps")  # noqa: S108
     commands = [] if arguments else [line.strip() for line in sys.stdin if line.strip()]
     record(directory, "nvidia-cuda-mps-control", arguments, commands)
     if arguments == ["client"]:
@@ -54,8 +60,14 @@ def main(arguments: list[str], directory: str) -> int:
 
 def record(directory: str, tool: str, arguments: list[str], commands: list[str]) -> None:
     """Write down one call of a tool, for tests."""
-    environment = {name: value for name, value in os.environ.items() if name not in ("LC_CTYPE", "PWD", "SHLVL", "_")}
-    line = json.dumps({"tool": tool, "arguments": arguments, "commands": commands, "environment": environment})
+    environment = {
+        name: value
+        for name, value in os.environ.items()
+        if name not in ("LC_CTYPE", "PWD", "SHLVL", "_")
+    }
+    line = json.dumps(
+        {"tool": tool, "arguments": arguments, "commands": commands, "environment": environment}
+    )
     with open(os.path.join(directory, "calls.jsonl"), "a", encoding="utf-8") as file:
         file.write(line + "\n")
 
@@ -87,7 +99,7 @@ def _faults(directory: str) -> dict[str, Any]:
         return {}
 
 
-# The program that is started for each command ------------------------------------------------------------------------------------
+# The program that is started for each command -----------------------------------------------------
 
 
 def _tell(pipe: str, commands: list[str], directory: str) -> int:
@@ -112,7 +124,9 @@ def _client(pipe: str) -> int:
         try:
             control.connect(os.path.join(pipe, "control"))
         except OSError as err:
-            sys.stderr.write(f"CUDA error 805: MPS client failed to connect to the MPS control daemon: {err}\n")
+            sys.stderr.write(
+                f"CUDA error 805: MPS client failed to connect to the MPS control daemon: {err}\n"
+            )
             return 1
         control.sendall(CLIENT.encode() + b"\n")
         while greeting := control.recv(4096):
@@ -168,32 +182,41 @@ def _answers(pipe: str) -> bool:
         return control.connect_ex(os.path.join(pipe, "control")) == 0
 
 
-# The daemon ----------------------------------------------------------------------------------------------------------------------
+# The daemon ---------------------------------------------------------------------------------------
 
 
 class _Daemon:
     """The control daemon and its server.
 
-    State: the defaults that were set; the server process, which the first client starts and which keeps the limits of that moment; the
-    sockets of its clients, by process id. A server that dies takes its clients with it.
+    State: the defaults that were set; the server process, which the first client starts and which
+    keeps the limits of that moment; the sockets of its clients, by process id. A server that dies
+    takes its clients with it.
     """
 
     def __init__(self, listener: socket.socket, pipe: str, directory: str, log: int) -> None:
         self._listener, self._pipe, self._directory, self._log_file = listener, pipe, directory, log
         self._threads = 100.0
         self._memory: dict[str, int] = {}
-        self._server: tuple[int, int, int] | None = None  # its process id, the pipe that it holds open, the pipe that it waits at
+        # its process id, the pipe that it holds open, the pipe that it waits at
+        self._server: tuple[int, int, int] | None = None
         self._frozen: tuple[float, dict[str, int]] = (100.0, {})
         self._clients: dict[socket.socket, int] = {}
 
     def serve(self) -> None:
         self._log(f"Starting control daemon using socket {self._pipe}/control")
-        self._log(f"To connect CUDA applications to this daemon, set env {PIPE_VARIABLE}={self._pipe}")
+        self._log(
+            f"To connect CUDA applications to this daemon, set env {PIPE_VARIABLE}={self._pipe}"
+        )
         while True:
-            watched: list[Any] = [self._listener, *self._clients, *([self._server[1]] if self._server else [])]
+            watched: list[Any] = [
+                self._listener,
+                *self._clients,
+                *([self._server[1]] if self._server else []),
+            ]
             ready, _, _ = select.select(watched, [], [], _LOOK_SECONDS)
             if not ready and not os.path.exists(os.path.join(self._pipe, "control")):
-                # The real one would stay for ever; a node that was deleted needs no daemon, and its machine has other work.
+                # The real one would stay for ever; a node that was deleted needs no daemon, and its
+                # machine has other work.
                 self._lose_server()
                 return
             for source in ready:
@@ -279,7 +302,9 @@ class _Daemon:
         return self._server is not None and pid == str(self._server[0])
 
     def _add_client(self, connection: socket.socket) -> None:
-        pid, uid, _ = _PEER.unpack(connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _PEER.size))
+        pid, uid, _ = _PEER.unpack(
+            connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _PEER.size)
+        )
         self._log(f"User {uid} starting a new client {pid}")
         if self._server is None:
             self._start_server(uid)
@@ -323,7 +348,10 @@ class _Daemon:
     def _log(self, text: str) -> None:
         now = time.time()
         stamp = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(now))
-        os.write(self._log_file, f"[{stamp}.{int(now % 1 * 1000):03d} Control {os.getpid():5d}] {text}\n".encode())
+        os.write(
+            self._log_file,
+            f"[{stamp}.{int(now % 1 * 1000):03d} Control {os.getpid():5d}] {text}\n".encode(),
+        )
 
 
 def _mib(value: str) -> int:

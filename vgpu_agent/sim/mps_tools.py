@@ -1,7 +1,9 @@
-"""The installation of stand-ins for ``nvidia-cuda-mps-control`` and ``nvidia-smi`` in a directory, and their faults.
+"""The installation of stand-ins for ``nvidia-cuda-mps-control`` and ``nvidia-smi`` in a directory,
+and their faults.
 
-Called by tests and the demo, which set ``mps.controlBinary`` and ``mps.smiBinary`` to the two paths. Everything about one installation lies
-in its directory, so several nodes can stand beside each other.
+Called by tests and the demo, which set ``mps.controlBinary`` and ``mps.smiBinary`` to the two
+paths. Everything about one installation lies in its directory, so several nodes can stand beside
+each other.
 """
 
 from __future__ import annotations
@@ -25,20 +27,31 @@ _PACKAGE = Path(__file__).parent
 class MpsTools:
     """The stand-ins in one directory.
 
-    State: files of that directory: the two programs, ``calls.jsonl``, which they append to, and ``faults.json``, which they read.
+    State: files of that directory: the two programs, ``calls.jsonl``, which they append to, and
+    ``faults.json``, which they read.
     """
 
     directory: Path
 
     @classmethod
     def install(cls, directory: Path, node: Path) -> MpsTools:
-        """Write the programs into ``directory``, which is made if need be; ``nvidia-smi`` shows and changes the simulated ``node``."""
+        """Write the programs into ``directory``, which is made if need be; ``nvidia-smi`` shows and
+        changes the simulated ``node``.
+        """
         directory.mkdir(parents=True, exist_ok=True)
         tools = cls(directory)
-        # -I -S: nothing of the caller's environment, and quick, because it is started for each command.
-        _program(tools.control, [sys.executable, "-I", "-S", str(_PACKAGE / "mps_control.py"), str(directory)])
+        # -I -S: nothing of the caller's environment, and quick, because it is started for each
+        # command.
+        _program(
+            tools.control,
+            [sys.executable, "-I", "-S", str(_PACKAGE / "mps_control.py"), str(directory)],
+        )
         search = f"PYTHONPATH={shlex.quote(str(_PACKAGE.parent.parent))} "
-        _program(tools.smi, [sys.executable, "-m", "vgpu_agent.sim.nvidia_smi", str(directory), str(node)], search)
+        _program(
+            tools.smi,
+            [sys.executable, "-m", "vgpu_agent.sim.nvidia_smi", str(directory), str(node)],
+            search,
+        )
         return tools
 
     @property
@@ -53,13 +66,19 @@ class MpsTools:
 
     @property
     def calls(self) -> list[dict[str, Any]]:
-        """List the calls of the programs: ``tool``, ``arguments``, ``commands``, ``environment``, oldest first."""
+        """List the calls of the programs: ``tool``, ``arguments``, ``commands``, ``environment``,
+        oldest first.
+        """
         path = self.directory / "calls.jsonl"
         return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
 
     def misbehave(self, **faults: str) -> None:
-        """From now on: command (``start`` for ``-d``, ``nvidia_smi``) = ``hang``, ``crash``, ``refuse``, ``nonsense`` or ``forget``."""
-        text = json.dumps({name.replace("nvidia_smi", "nvidia-smi"): kind for name, kind in faults.items()})
+        """From now on: command (``start`` for ``-d``, ``nvidia_smi``) = ``hang``, ``crash``,
+        ``refuse``, ``nonsense`` or ``forget``.
+        """
+        text = json.dumps(
+            {name.replace("nvidia_smi", "nvidia-smi"): kind for name, kind in faults.items()}
+        )
         unfinished = self.directory / "faults.json.new"
         unfinished.write_text(text)
         unfinished.replace(self.directory / "faults.json")
@@ -69,27 +88,40 @@ class MpsTools:
         self.misbehave()
 
     def client(self, pipe: Path | str) -> subprocess.Popen[str]:
-        """A CUDA program that is a client of the daemon at ``pipe``; its first line are the limits that hold for it."""
+        """A CUDA program that is a client of the daemon at ``pipe``;
+        its first line are the limits that hold for it.
+        """
         return subprocess.Popen(
-            [self.control, "client"], env={mps_control.PIPE_VARIABLE: str(pipe)}, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+            [self.control, "client"],
+            env={mps_control.PIPE_VARIABLE: str(pipe)},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
         )
 
 
 def daemon_pid(pipe: Path | str) -> int | None:
     """Read the process id of the daemon at ``pipe``; None when there is none.
 
-    Callers will kill it, and clients may write into the file: -1 would mean every process of this machine.
+    Callers will kill it, and clients may write into the file: -1 would mean every process of this
+    machine.
     """
     try:
         pid = int((Path(pipe) / mps_control.PID_FILE).read_text())
-        is_ours = pid > 1 and Path(mps_control.__file__).name.encode() in Path(f"/proc/{pid}/cmdline").read_bytes()
+        is_ours = (
+            pid > 1
+            and Path(mps_control.__file__).name.encode()
+            in Path(f"/proc/{pid}/cmdline").read_bytes()
+        )
     except (OSError, ValueError):
         return None
     return pid if is_ours else None
 
 
 def end_daemon(pipe: Path | str) -> None:
-    """Kill the daemon at ``pipe`` as the kernel would when memory runs out; fine when there is none."""
+    """Kill the daemon at ``pipe`` as the kernel would when memory runs out;
+    fine when there is none.
+    """
     if (pid := daemon_pid(pipe)) is not None:
         os.kill(pid, signal.SIGKILL)
 

@@ -1,9 +1,10 @@
-"""A stand-in for ``nvidia-ctk cdi generate``: describes simulated GPUs in a CDI spec, as NVIDIA's tool describes real ones.
+"""A stand-in for ``nvidia-ctk cdi generate``:
+describes simulated GPUs in a CDI spec, as NVIDIA's tool describes real ones.
 
-With ``--simulate`` the agent runs it in place of the real tool, as a process and with the same options, so that only
-the program differs. Its devices exist on this machine: the simulated device nodes (or /dev/null, where no device may
-be made) and the simulated driver's library. Tests let it hang, fail or print nonsense, and read how it was called
-(`StandInCtk`).
+With ``--simulate`` the agent runs it in place of the real tool, as a process and with the same
+options, so that only the program differs. Its devices exist on this machine: the simulated device
+nodes (or /dev/null, where no device may be made) and the simulated driver's library. Tests let it
+hang, fail or print nonsense, and read how it was called (`StandInCtk`).
 
 usage: python -m vgpu_agent.sim.nvidia_ctk cdi generate [OPTIONS]
 """
@@ -32,7 +33,16 @@ _FAULTS: Final = "nvidia-ctk.faults.json"
 _CALLS: Final = "nvidia-ctk.calls.jsonl"
 _CONTROL: Final = ("nvidia-modeset", "nvidia-uvm", "nvidia-uvm-tools", "nvidiactl")
 _OPTIONS: Final = frozenset(
-    {"format", "mode", "vendor", "class", "device-name-strategy", "driver-root", "dev-root", "nvidia-cdi-hook-path"}
+    {
+        "format",
+        "mode",
+        "vendor",
+        "class",
+        "device-name-strategy",
+        "driver-root",
+        "dev-root",
+        "nvidia-cdi-hook-path",
+    }
     | {"disable-hook", "feature-flag"}
 )
 # The files that the real tool looks for, mode by mode.
@@ -55,7 +65,8 @@ _HOOKS: Final = {
 class StandInCtk:
     """The tests' handle on the stand-in of one simulated node.
 
-    State: two files beside the node's, one with the faults to come, and one with a line for each call.
+    State: two files beside the node's, one with the faults to come, and one with a line for each
+    call.
     """
 
     def __init__(self, node_directory: Path) -> None:
@@ -71,8 +82,17 @@ class StandInCtk:
         edits: Any = None,
         version: str = "",
     ) -> None:
-        """Be slow, print this instead of a spec, fail with this error, leave out these devices, add to the edits, or be of this version."""
-        faults = {"hang": hang_seconds, "print": print_text, "fail": fail, "without": list(without), "edits": edits, "version": version}
+        """Be slow, print this instead of a spec, fail with this error, leave out these devices, add
+        to the edits, or be of this version.
+        """
+        faults = {
+            "hang": hang_seconds,
+            "print": print_text,
+            "fail": fail,
+            "without": list(without),
+            "edits": edits,
+            "version": version,
+        }
         unfinished = self._faults.with_suffix(".new")
         unfinished.write_text(json.dumps(faults))
         unfinished.replace(self._faults)
@@ -114,14 +134,18 @@ def _output(arguments: Sequence[str]) -> str:
     directory = Path(options["driver-root"])
     with (directory / _CALLS).open("a") as calls:
         calls.write(json.dumps(list(arguments)) + "\n")
-    faults: dict[str, Any] = json.loads((directory / _FAULTS).read_text()) if (directory / _FAULTS).exists() else {}
+    faults: dict[str, Any] = (
+        json.loads((directory / _FAULTS).read_text()) if (directory / _FAULTS).exists() else {}
+    )
     version = tuple(map(int, (faults.get("version") or "1.20.0").split(".")))
     if version < _HOOKS_CAN_BE_DISABLED and disabled:
         raise SimulationError("flag provided but not defined: -disable-hook")
     if version >= _HOOKS_CAN_BE_DISABLED and not disabled:  # an option beats the variable
         disabled = [name for name in os.environ.get(_DISABLED_HOOKS, "").split(",") if name]
     hooks = [
-        name for name, (since, until) in _HOOKS.items() if since <= version <= until and name not in disabled and "all" not in disabled
+        name
+        for name, (since, until) in _HOOKS.items()
+        if since <= version <= until and name not in disabled and "all" not in disabled
     ]
     time.sleep(faults.get("hang") or 0)
     if faults.get("fail"):
@@ -131,32 +155,53 @@ def _output(arguments: Sequence[str]) -> str:
     try:
         spec = _spec(options, faults, hooks)
     except SimulationError as err:
-        raise SimulationError(f"failed to generate CDI spec: failed to create device CDI specs: {err}") from err
+        raise SimulationError(
+            f"failed to generate CDI spec: failed to create device CDI specs: {err}"
+        ) from err
     if not spec["devices"]:
-        raise SimulationError('failed to write CDI spec to STDOUT: failed add device "all": invalid device, empty device edits')
+        raise SimulationError(
+            'failed to write CDI spec to STDOUT: failed add device "all": invalid device, empty '
+            "device edits"
+        )
     return json.dumps(spec)
 
 
-def _spec(options: Mapping[str, str], faults: Mapping[str, Any], hooks: Sequence[str]) -> dict[str, Any]:
+def _spec(
+    options: Mapping[str, str], faults: Mapping[str, Any], hooks: Sequence[str]
+) -> dict[str, Any]:
     dev = Path(options["dev-root"]) / "dev"
     kind = f"{options['vendor']}/{options['class']}"
     edits: dict[str, Any] = {}
     if options["mode"] in _MODE_NODES:
-        found = [path for pattern in _MODE_NODES[options["mode"]] for path in sorted(dev.glob(pattern))]
+        found = [
+            path for pattern in _MODE_NODES[options["mode"]] for path in sorted(dev.glob(pattern))
+        ]
         devices = [("all", [_node(path, dev) for path in found])] if found else []
     else:
         left_out = faults.get("without") or ()
         node = SimulatedNode.open(Path(options["driver-root"]))
-        devices = [(name, nodes) for name, nodes in _devices(node, options["device-name-strategy"], dev) if name not in left_out]
+        devices = [
+            (name, nodes)
+            for name, nodes in _devices(node, options["device-name-strategy"], dev)
+            if name not in left_out
+        ]
         everything = {each["path"]: each for _, nodes in devices for each in nodes}
         devices.append(("all", list(everything.values())))
-        edits = _common_edits(options, dev, node.state.driver_version.decode(), hooks) | (faults.get("edits") or {})
+        edits = _common_edits(options, dev, node.state.driver_version.decode(), hooks) | (
+            faults.get("edits") or {}
+        )
     named = [{"name": name, "containerEdits": {"deviceNodes": nodes}} for name, nodes in devices]
-    return {"cdiVersion": "0.5.0", "kind": kind, "devices": named} | ({"containerEdits": edits} if edits else {})
+    return {"cdiVersion": "0.5.0", "kind": kind, "devices": named} | (
+        {"containerEdits": edits} if edits else {}
+    )
 
 
-def _devices(node: SimulatedNode, strategy: str, dev: Path) -> Iterator[tuple[str, list[dict[str, Any]]]]:
-    """Name and device nodes of each GPU that is not in MIG mode, and of each slice; like the driver it answers for all GPUs or for none."""
+def _devices(
+    node: SimulatedNode, strategy: str, dev: Path
+) -> Iterator[tuple[str, list[dict[str, Any]]]]:
+    """Name and device nodes of each GPU that is not in MIG mode, and of each slice; like the driver
+    it answers for all GPUs or for none.
+    """
     present = [gpu for gpu in node.state.gpus[: node.state.gpu_count] if gpu.present]
     for index, gpu in enumerate(present):
         if gpu.lost:
@@ -174,16 +219,26 @@ def _devices(node: SimulatedNode, strategy: str, dev: Path) -> Iterator[tuple[st
             yield mig.uuid.decode() if strategy == "uuid" else f"{index}:{number}", nodes
 
 
-def _common_edits(options: Mapping[str, str], dev: Path, driver_version: str, hooks: Sequence[str]) -> dict[str, Any]:
+def _common_edits(
+    options: Mapping[str, str], dev: Path, driver_version: str, hooks: Sequence[str]
+) -> dict[str, Any]:
     edits: dict[str, Any] = {
         "env": ["NVIDIA_VISIBLE_DEVICES=void"],
         "deviceNodes": [_node(dev / name, dev) for name in _CONTROL if (dev / name).exists()],
     }
-    # Under the name that has the driver's version, as the real tool does, and under the one that its hooks would make of it.
-    targets, how = (f"{LIBRARY.removesuffix('.1')}.{driver_version}", LIBRARY), ["ro", "nosuid", "nodev", "rbind", "rprivate"]
-    edits["mounts"] = [{"hostPath": str(build()), "containerPath": f"{_LIBRARY_FOLDER}/{name}", "options": how} for name in targets]
+    # Under the name that has the driver's version, as the real tool does, and under the one that
+    # its hooks would make of it.
+    targets, how = (
+        (f"{LIBRARY.removesuffix('.1')}.{driver_version}", LIBRARY),
+        ["ro", "nosuid", "nodev", "rbind", "rprivate"],
+    )
+    edits["mounts"] = [
+        {"hostPath": str(build()), "containerPath": f"{_LIBRARY_FOLDER}/{name}", "options": how}
+        for name in targets
+    ]
     program = options.get("nvidia-cdi-hook-path", "")
-    if os.access(program, os.X_OK):  # a hook that is not there would keep every container from starting
+    # a hook that is not there would keep every container from starting
+    if os.access(program, os.X_OK):
         edits["hooks"] = [_hook(program, name, driver_version) for name in hooks]
     return edits
 
@@ -197,12 +252,18 @@ def _hook(program: str, name: str, driver_version: str) -> dict[str, Any]:
         "chmod": ["--mode", "755", "--path", "/dev/nvidia-caps"],
     }
     command = [base, "hook"] if base == "nvidia-ctk" else [base]
-    edits = {"hookName": "createContainer", "path": program, "args": [*command, name, *arguments.get(name, [])]}
+    edits = {
+        "hookName": "createContainer",
+        "path": program,
+        "args": [*command, name, *arguments.get(name, [])],
+    }
     return {**edits, "env": ["NVIDIA_CTK_DEBUG=false"]}
 
 
 def _node(path: Path, dev: Path) -> dict[str, Any]:
-    """A device node of the container; where none could be made on this machine, the container gets /dev/null under its name."""
+    """A device node of the container; where none could be made on this machine,
+    the container gets /dev/null under its name.
+    """
     within = f"/dev/{path.relative_to(dev)}"
     found = path if path.exists() and stat.S_ISCHR(path.stat().st_mode) else Path("/dev/null")
     number = found.stat().st_rdev

@@ -1,6 +1,8 @@
-"""A program that behaves like ``nvidia-smi -i GPU -c MODE`` on a simulated node, beside the stand-in of the MPS control binary.
+"""A program that behaves like ``nvidia-smi -i GPU -c MODE`` on a simulated node, beside the
+stand-in of the MPS control binary.
 
-It writes the compute mode into the node's state, where NVML shows it. Run by `mps_tools`; misbehaves by the same file as `mps_control`.
+It writes the compute mode into the node's state, where NVML shows it. Run by `mps_tools`;
+misbehaves by the same file as `mps_control`.
 """
 
 from __future__ import annotations
@@ -27,7 +29,9 @@ def main(arguments: list[str], directory: str, node: str) -> int:
         case ["-i", gpu, "-c", mode] if mode in COMPUTE_MODES:
             return _set(Path(node), gpu, mode)
         case _:
-            sys.stdout.write("Invalid combination of input arguments. Please run 'nvidia-smi -h' for help.\n")
+            sys.stdout.write(
+                "Invalid combination of input arguments. Please run 'nvidia-smi -h' for help.\n"
+            )
             return 1
 
 
@@ -40,7 +44,9 @@ def _set(directory: Path, gpu: str, mode: str) -> int:
         return _NO_DEVICE
     with node.writing():
         node.state.gpus[number].compute_mode = COMPUTE_MODES[mode]
-    sys.stdout.write(f"Set compute mode to {mode} for GPU {node.describe()[number].pci_address}.\nAll done.\n")
+    sys.stdout.write(
+        f"Set compute mode to {mode} for GPU {node.describe()[number].pci_address}.\nAll done.\n"
+    )
     return 0
 
 

@@ -1,7 +1,9 @@
-"""A stand-in for the plain kube-scheduler, which only counts: a pod goes to the first node on which the numbers suffice.
+"""A stand-in for the plain kube-scheduler, which only counts:
+a pod goes to the first node on which the numbers suffice.
 
-Used by the simulated cluster for pods of another scheduler than Volcano's. It writes nothing about devices, so the agent has to place such
-a pod on its node. It works on the object store itself, so its work does not show among the API server's requests.
+Used by the simulated cluster for pods of another scheduler than Volcano's. It writes nothing about
+devices, so the agent has to place such a pod on its node. It works on the object store itself, so
+its work does not show among the API server's requests.
 """
 
 from __future__ import annotations
@@ -32,8 +34,12 @@ def _schedule(objects: ObjectStore) -> None:
             continue
         for node in objects.list("nodes"):
             name = node["metadata"]["name"]
-            beside = [other for other in objects.list("pods") if other["spec"].get("nodeName") == name]
-            if resources.may_hold(node, pod) and not resources.lacking(resources.free(node, beside), resources.requests(pod)):
+            beside = [
+                other for other in objects.list("pods") if other["spec"].get("nodeName") == name
+            ]
+            if resources.may_hold(node, pod) and not resources.lacking(
+                resources.free(node, beside), resources.requests(pod)
+            ):
                 binding = {"metadata": {"uid": metadata["uid"]}, "target": {"name": name}}
                 with contextlib.suppress(ApiRefusalError):  # another writer was quicker
                     objects.bind(metadata["name"], metadata["namespace"], binding)

@@ -1,7 +1,9 @@
-"""Putting simulated GPUs below this process's NVML: after `preload`, ``pynvml.nvmlInit()`` finds the simulated driver.
+"""Putting simulated GPUs below this process's NVML:
+after `preload`, ``pynvml.nvmlInit()`` finds the simulated driver.
 
-Called by the composition root for ``--simulate DIR`` and by tests, before pynvml is first initialised. The library is loaded by its
-path; the loader then resolves pynvml's own ``libnvidia-ml.so.1`` to it, because an object with that soname is there already.
+Called by the composition root for ``--simulate DIR`` and by tests, before pynvml is first
+initialised. The library is loaded by its path; the loader then resolves pynvml's own
+``libnvidia-ml.so.1`` to it, because an object with that soname is there already.
 """
 
 from __future__ import annotations
@@ -24,18 +26,24 @@ STATE_VARIABLE: Final = "VGPU_AGENT_SIM_STATE"
 def preload(directory: Path) -> None:
     """Make this process see the GPUs of the simulated node in ``directory``.
 
-    May be called again for another node when NVML is shut down: the library looks for its file at each first nvmlInit.
+    May be called again for another node when NVML is shut down: the library looks for its file at
+    each first nvmlInit.
 
     Raises:
-        SimulationError: no usable node is there, the library cannot be built, or another NVML is loaded already.
+        SimulationError: no usable node is there, the library cannot be built, or another NVML is
+            loaded already.
     """
     SimulatedNode.open(directory)
     path = build()
     library = ctypes.CDLL(str(path))
     if not hasattr(ctypes.CDLL(LIBRARY), "vgpusim_layout"):
-        raise SimulationError(f"a real {LIBRARY} is loaded in this process already; simulate in a fresh process")
+        raise SimulationError(
+            f"a real {LIBRARY} is loaded in this process already; simulate in a fresh process"
+        )
     library.vgpusim_layout.restype = ctypes.c_char_p
     built = library.vgpusim_layout().decode()
     if built != layout.description():
-        raise SimulationError(f"{path} was built for another state file ({built}); remove it and try again")
+        raise SimulationError(
+            f"{path} was built for another state file ({built}); remove it and try again"
+        )
     os.environ[STATE_VARIABLE] = str(directory.absolute() / STATE_FILE)

@@ -1,7 +1,8 @@
 """A process on a simulated GPU: its use, and the slot and lock by which NVML shows it.
 
-`SimulatedNode` shows processes that need not exist, `holder` is one that does. A live process holds a POSIX lock on
-one byte of the state file; the library asks the kernel for its holder (native/usage.c).
+`SimulatedNode` shows processes that need not exist, `holder` is one that does. A live process holds
+a POSIX lock on one byte of the state file; the library asks the kernel for its holder
+(native/usage.c).
 """
 
 from __future__ import annotations
@@ -26,7 +27,9 @@ _MIB: Final = 1 << 20
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProcessUse:
-    """The use of a GPU by a process; ``gpu_instance`` and ``compute_instance`` name the MIG instance it runs in."""
+    """The use of a GPU by a process; ``gpu_instance``
+    and ``compute_instance`` name the MIG instance it runs in.
+    """
 
     memory_mib: int
     sm_percent: int = 0
@@ -36,10 +39,16 @@ class ProcessUse:
     compute_instance: int | None = None
 
     def __post_init__(self) -> None:
-        if self.memory_mib < 0 or not 0 <= self.sm_percent <= 100 or not 0 <= self.memory_percent <= 100:
+        if (
+            self.memory_mib < 0
+            or not 0 <= self.sm_percent <= 100
+            or not 0 <= self.memory_percent <= 100
+        ):
             raise SimulationError(f"a process uses 0 or more MiB and 0 to 100 percent, not {self}")
         if self.type not in PROCESS_TYPES:
-            raise SimulationError(f"unknown type of process {self.type!r}; there are {', '.join(PROCESS_TYPES)}")
+            raise SimulationError(
+                f"unknown type of process {self.type!r}; there are {', '.join(PROCESS_TYPES)}"
+            )
 
     @classmethod
     def from_json(cls, text: str) -> Self:
@@ -51,12 +60,16 @@ class ProcessUse:
         return json.dumps(asdict(self))
 
     def fill(self, row: layout.Process, *, pid: int) -> None:
-        """Write it into a slot; the caller sets the row's kind afterwards, which makes it visible."""
+        """Write it into a slot; the caller sets the row's kind afterwards,
+        which makes it visible.
+        """
         row.pid, row.pid_namespace, row.type = pid, 0, PROCESS_TYPES.index(self.type)
         row.memory_bytes = self.memory_mib * _MIB
         row.sm_percent, row.memory_percent = self.sm_percent, self.memory_percent
         row.gpu_instance = layout.NONE if self.gpu_instance is None else self.gpu_instance
-        row.compute_instance = layout.NONE if self.compute_instance is None else self.compute_instance
+        row.compute_instance = (
+            layout.NONE if self.compute_instance is None else self.compute_instance
+        )
 
 
 def try_lock(descriptor: int, gpu: int, slot: int) -> bool:
@@ -69,11 +82,15 @@ def try_lock(descriptor: int, gpu: int, slot: int) -> bool:
 
 
 def is_locked(state_path: Path, gpu: int, slot: int) -> bool:
-    """Tell whether another process holds the slot's lock. Never call it in a holder: closing the file gives up its own lock."""
+    """Tell whether another process holds the slot's lock. Never call it in a holder:
+    closing the file gives up its own lock.
+    """
     with state_path.open("r+b") as file:
         answer = fcntl.fcntl(file.fileno(), fcntl.F_GETLK, _request(gpu, slot))
     return bool(struct.unpack(_FLOCK, answer)[0] != fcntl.F_UNLCK)
 
 
 def _request(gpu: int, slot: int) -> bytes:
-    return struct.pack(_FLOCK, fcntl.F_WRLCK, os.SEEK_SET, layout.LOCK_BASE + gpu * layout.PROCESSES + slot, 1, 0)
+    return struct.pack(
+        _FLOCK, fcntl.F_WRLCK, os.SEEK_SET, layout.LOCK_BASE + gpu * layout.PROCESSES + slot, 1, 0
+    )

@@ -1,8 +1,10 @@
-"""A file that passes for HAMi's libvgpu.so as far as the agent looks at it, where the real one is not to be had.
+"""A file that passes for HAMi's libvgpu.so as far as the agent looks at it,
+where the real one is not to be had.
 
-The demo and component tests deliver it as an operator would deliver the real one. It is a shared object for this machine that exports the
-functions of HAMi-core, has the size of the shared region in its code as a compiler leaves it there, and names the variable with the
-region's path. It limits nothing: each function is one trap instruction, so a program that loads it and calls one ends.
+The demo and component tests deliver it as an operator would deliver the real one. It is a shared
+object for this machine that exports the functions of HAMi-core, has the size of the shared region
+in its code as a compiler leaves it there, and names the variable with the region's path. It limits
+nothing: each function is one trap instruction, so a program that loads it and calls one ends.
 """
 
 from __future__ import annotations
@@ -21,7 +23,8 @@ _MACHINES = {"x86_64": X86_64, "aarch64": AARCH64}  # by the output of `uname -m
 REGION_BYTES = 2_008_952  # of layouts 1.1 and 1.2 (hami-core §2.1)
 REGION_VARIABLE = b"CUDA_DEVICE_MEMORY_SHARED_CACHE"
 
-# Of the 450 functions that the real library exports, those without which it limits nothing (hami-core §3.1, §3.2).
+# Of the 450 functions that the real library exports, those without which it limits nothing
+# (hami-core §3.1, §3.2).
 FUNCTIONS = (
     "dlsym",
     "cuGetProcAddress",
@@ -46,15 +49,20 @@ def deliver_stand_in_library(host_directory: Path) -> Path:
     """Write ``libvgpu.so`` into a directory, which is made if need be, and return its path."""
     host_directory.mkdir(parents=True, exist_ok=True)
     path = host_directory / "libvgpu.so"
-    path.write_bytes(shared_object(FUNCTIONS, code=region_code(REGION_BYTES), strings=REGION_VARIABLE + b"\0"))
+    path.write_bytes(
+        shared_object(FUNCTIONS, code=region_code(REGION_BYTES), strings=REGION_VARIABLE + b"\0")
+    )
     return path
 
 
 def region_code(size: int, machine: int | None = None) -> bytes:
-    """The instructions with which a compiler loads the number ``size`` on that machine; by default on this one."""
+    """The instructions with which a compiler loads the number ``size`` on that machine;
+    by default on this one.
+    """
     if (machine or here()) == AARCH64:
         low, high = size & 0xFFFF, size >> 16
-        return struct.pack("<II", 0x52800001 | low << 5, 0x72A00001 | high << 5)  # mov w1, #low; movk w1, #high, lsl #16
+        # mov w1, #low; movk w1, #high, lsl #16
+        return struct.pack("<II", 0x52800001 | low << 5, 0x72A00001 | high << 5)
     return b"\xbe" + size.to_bytes(4, "little")  # mov esi, size
 
 
@@ -64,7 +72,12 @@ def here() -> int:
 
 
 def shared_object(
-    exports: Sequence[str], *, imports: Sequence[str] = (), code: bytes = b"", strings: bytes = b"", machine: int | None = None
+    exports: Sequence[str],
+    *,
+    imports: Sequence[str] = (),
+    code: bytes = b"",
+    strings: bytes = b"",
+    machine: int | None = None,
 ) -> bytes:
     """A shared object as a dynamic linker sees it, without section headers.
 
@@ -81,10 +94,14 @@ def shared_object(
     names, symbols = b"\0", bytes(24)
     for name in (*exports, *imports):
         section, value = (1, end_of_code - 4) if name in exports else (0, 0)
-        symbols += struct.pack("<IBBHQQ", len(names), 1 << 4 | 2, 0, section, value, 4 if section else 0)  # global, a function
+        # global, a function
+        symbols += struct.pack(
+            "<IBBHQQ", len(names), 1 << 4 | 2, 0, section, value, 4 if section else 0
+        )
         names += name.encode() + b"\0"
     number = len(symbols) // 24
-    chain = (0, *((place + 1) % number for place in range(1, number)))  # each symbol names the next one
+    # each symbol names the next one
+    chain = (0, *((place + 1) % number for place in range(1, number)))
     table = struct.pack(f"<{3 + number}I", 1, number, min(1, number - 1), *chain)  # one bucket
     tables, places, at = b"", list[int](), end_of_code + -end_of_code % 8
     for part in (symbols, names, table, strings):
@@ -94,7 +111,23 @@ def shared_object(
     tags = ((6, places[0]), (5, places[1]), (10, len(names)), (11, 24), (4, places[2]), (0, 0))
     dynamic = b"".join(struct.pack("<qQ", *tag) for tag in tags)
     size = dynamic_at + len(dynamic)
-    header = struct.pack("<16sHHIQQQIHHHHHH", b"\x7fELF\x02\x01\x01", _SHARED_OBJECT, machine, 1, 0, 64, 0, 0, 64, 56, 3, 64, 0, 0)
+    header = struct.pack(
+        "<16sHHIQQQIHHHHHH",
+        b"\x7fELF\x02\x01\x01",
+        _SHARED_OBJECT,
+        machine,
+        1,
+        0,
+        64,
+        0,
+        0,
+        64,
+        56,
+        3,
+        64,
+        0,
+        0,
+    )
     programs = (
         (_LOAD, _READ_EXECUTE, 0, 0, 0, end_of_code, end_of_code, 4096),
         (_LOAD, _READ, at, at, at, size - at, size - at, 8),

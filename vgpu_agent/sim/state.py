@@ -1,7 +1,9 @@
-"""A simulated node: a directory whose state file is the GPUs that every simulated driver on the machine shows.
+"""A simulated node: a directory whose state file is the GPUs
+that every simulated driver on the machine shows.
 
-Tests, the demo and ``vgpu-agent sim`` create and change one; agents see each change at their next NVML call. Numbers of GPUs are those
-at creation (the minor numbers); NVML's index moves when a lower GPU is unplugged, these do not.
+Tests, the demo and ``vgpu-agent sim`` create and change one; agents see each change at their next
+NVML call. Numbers of GPUs are those at creation (the minor numbers); NVML's index moves when a
+lower GPU is unplugged, these do not.
 """
 
 from __future__ import annotations
@@ -28,7 +30,14 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 # With what its methods take, so that a caller needs this module only.
-__all__ = ["RECOVERY_ACTIONS", "STATE_FILE", "XID_EVENT", "GpuDescription", "ProcessUse", "SimulatedNode"]
+__all__ = [
+    "RECOVERY_ACTIONS",
+    "STATE_FILE",
+    "XID_EVENT",
+    "GpuDescription",
+    "ProcessUse",
+    "SimulatedNode",
+]
 
 STATE_FILE: Final = "state"
 XID_EVENT: Final = 0x8  # nvmlEventTypeXidCriticalError
@@ -64,8 +73,9 @@ class GpuDescription:
 class SimulatedNode:
     """The simulated GPUs in one directory.
 
-    State: the mapped file; other processes change it too. Authors serialise themselves by a lock on a file beside it (a lock on the
-    file itself would tread on the live processes' locks). A crash between two writes can leave one half-made change, never more.
+    State: the mapped file; other processes change it too. Authors serialise themselves by a lock on
+    a file beside it (a lock on the file itself would tread on the live processes' locks). A crash
+    between two writes can leave one half-made change, never more.
     """
 
     def __init__(self, directory: Path, memory: mmap.mmap) -> None:
@@ -97,26 +107,41 @@ class SimulatedNode:
             seed: differs between nodes that must not share UUIDs.
             driver_version: what NVML shows as the driver's.
             cuda_version: as NVML encodes it, 1000 × major + 10 × minor.
-            force: replace a node that is there. A process that has mapped the old one keeps seeing it until the next nvmlInit.
+            force: replace a node that is there. A process that has mapped the old one keeps seeing
+                it until the next nvmlInit.
 
         Raises:
-            SimulationError: a value cannot be used, a node is there already, or the directory cannot be written.
+            SimulationError: a value cannot be used, a node is there already, or the directory
+                cannot be written.
         """
         kind = model_of(model)
         if not 1 <= gpus <= layout.GPUS:
             raise SimulationError(f"cannot simulate {gpus} GPUs; choose 1 to {layout.GPUS}")
         nodes = list(numa) if numa is not None else [0] * gpus
         if len(nodes) != gpus or not all(-1 <= node < 32 for node in nodes):
-            raise SimulationError(f"NUMA nodes {','.join(map(str, nodes))} do not suit {gpus} GPUs; give one for each, -1 to 31")
+            raise SimulationError(
+                f"NUMA nodes {','.join(map(str, nodes))} do not suit {gpus} GPUs; give one for "
+                "each, -1 to 31"
+            )
         names = list(uuids) if uuids is not None else creation.default_uuids(kind, gpus, seed)
         if len(names) != gpus:
             raise SimulationError(f"{len(names)} UUIDs do not suit {gpus} GPUs; give one for each")
         creation.check_uuids(names)
         state = directory / STATE_FILE
         if state.exists() and not force:
-            raise SimulationError(f"{directory} holds a simulated node already; choose another directory, or replace it with --force")
+            raise SimulationError(
+                f"{directory} holds a simulated node already; choose another directory, or replace "
+                "it with --force"
+            )
         fresh = layout.Node()
-        creation.fill(fresh, kind, numa_nodes=nodes, uuids=names, driver_version=driver_version, cuda_version=cuda_version)
+        creation.fill(
+            fresh,
+            kind,
+            numa_nodes=nodes,
+            uuids=names,
+            driver_version=driver_version,
+            cuda_version=cuda_version,
+        )
         try:
             directory.mkdir(parents=True, exist_ok=True)
             trees.clear(directory)
@@ -124,7 +149,9 @@ class SimulatedNode:
             unfinished.write_bytes(bytes(fresh))
             unfinished.replace(state)
         except OSError as err:
-            raise SimulationError(f"cannot create a simulated node in {directory}: {err.strerror}") from err
+            raise SimulationError(
+                f"cannot create a simulated node in {directory}: {err.strerror}"
+            ) from err
         trees.write(directory, fresh)
         return cls.open(directory)
 
@@ -133,27 +160,35 @@ class SimulatedNode:
         """Open the node that `create` made.
 
         Raises:
-            SimulationError: there is none, or it is not readable and writable, or of another version of this program.
+            SimulationError: there is none, or it is not readable and writable, or of another
+                version of this program.
         """
         path, size = directory / STATE_FILE, ctypes.sizeof(layout.Node)
         remedy = f"create one with: vgpu-agent sim create {shlex.quote(str(directory))}"
         try:
             with path.open("r+b") as file:
                 if os.fstat(file.fileno()).st_size < size:
-                    raise SimulationError(f"{path} is not the state of a simulated node (too short); {remedy} --force")
+                    raise SimulationError(
+                        f"{path} is not the state of a simulated node (too short); {remedy} --force"
+                    )
                 memory = mmap.mmap(file.fileno(), size)
         except FileNotFoundError as err:
             raise SimulationError(f"{directory} holds no simulated node; {remedy}") from err
         except OSError as err:
-            raise SimulationError(f"cannot open {path} for reading and writing: {err.strerror}") from err
+            raise SimulationError(
+                f"cannot open {path} for reading and writing: {err.strerror}"
+            ) from err
         node = cls(directory, memory)
         if node.state.magic != layout.MAGIC:
             raise SimulationError(f"{path} is not the state of a simulated node; {remedy} --force")
         if node.state.layout != layout.LAYOUT or node.state.bytes != size:
-            raise SimulationError(f"{path} has layout {node.state.layout}, this program writes layout {layout.LAYOUT}; {remedy} --force")
+            raise SimulationError(
+                f"{path} has layout {node.state.layout}, this program writes layout "
+                f"{layout.LAYOUT}; {remedy} --force"
+            )
         return node
 
-    # Looking ----------------------------------------------------------------------------------------------------------------------
+    # Looking --------------------------------------------------------------------------------------
 
     @property
     def state_path(self) -> Path:
@@ -180,7 +215,9 @@ class SimulatedNode:
             return self.uuids.index(text)
         if text.isdecimal() and int(text) < self.state.gpu_count:
             return int(text)
-        raise SimulationError(f"{self.directory} has no GPU {text}; it has 0 to {self.state.gpu_count - 1}")
+        raise SimulationError(
+            f"{self.directory} has no GPU {text}; it has 0 to {self.state.gpu_count - 1}"
+        )
 
     def describe(self) -> list[GpuDescription]:
         """Every GPU in words."""
@@ -192,7 +229,11 @@ class SimulatedNode:
 
     def _describe(self, number: int) -> GpuDescription:
         gpu = self.state.gpus[number]
-        conditions = {layout.Gpu.ANSWERS: "answers", layout.Gpu.LOST_BUT_KNOWN: "lost", layout.Gpu.LOST_ENTIRELY: "lost entirely"}
+        conditions = {
+            layout.Gpu.ANSWERS: "answers",
+            layout.Gpu.LOST_BUT_KNOWN: "lost",
+            layout.Gpu.LOST_ENTIRELY: "lost entirely",
+        }
         actions = {code: name for name, code in RECOVERY_ACTIONS.items()}
         return GpuDescription(
             number=number,
@@ -203,12 +244,16 @@ class SimulatedNode:
             pci_address=trees.pci_address(gpu),
             condition=conditions[gpu.lost] if gpu.present else "unplugged",
             recovery_action=actions[gpu.recovery_action],
-            mig_devices=tuple(mig.name.decode().rpartition(" ")[2] for mig in gpu.mig_devices if mig.used),
+            mig_devices=tuple(
+                mig.name.decode().rpartition(" ")[2] for mig in gpu.mig_devices if mig.used
+            ),
             processes=sum(self._is_running(number, slot) for slot in range(layout.PROCESSES)),
         )
 
     def _is_running(self, gpu: int, slot: int) -> bool:
-        """Tell whether a slot's process exists: a fixed one always, a live one as long as a process holds its lock."""
+        """Tell whether a slot's process exists:
+        a fixed one always, a live one as long as a process holds its lock.
+        """
         kind = self.state.gpus[gpu].processes[slot].kind
         if kind != layout.Process.LIVE:
             return bool(kind == layout.Process.FIXED)
@@ -228,11 +273,20 @@ class SimulatedNode:
         except OSError as err:
             raise SimulationError(f"cannot lock {self.directory}: {err.strerror}") from err
 
-    # Breaking and mending ---------------------------------------------------------------------------------------------------------
+    # Breaking and mending -------------------------------------------------------------------------
 
-    def xid(self, gpu: int | str, code: int, *, gpu_instance: int | None = None, compute_instance: int | None = None) -> None:
+    def xid(
+        self,
+        gpu: int | str,
+        code: int,
+        *,
+        gpu_instance: int | None = None,
+        compute_instance: int | None = None,
+    ) -> None:
         """Raise XID ``code``, on one MIG instance where its ids are given."""
-        self.event(gpu, XID_EVENT, code, gpu_instance=gpu_instance, compute_instance=compute_instance)
+        self.event(
+            gpu, XID_EVENT, code, gpu_instance=gpu_instance, compute_instance=compute_instance
+        )
 
     def event(
         self,
@@ -243,7 +297,9 @@ class SimulatedNode:
         gpu_instance: int | None = None,
         compute_instance: int | None = None,
     ) -> None:
-        """Raise an event of type ``nvmlEventType…``; every event set that registered for it gets it once."""
+        """Raise an event of type ``nvmlEventType…``;
+        every event set that registered for it gets it once.
+        """
         number = self.gpu_number(gpu)
         with self.writing():
             sequence = self.state.event_head
@@ -255,7 +311,9 @@ class SimulatedNode:
             self.state.event_head = sequence + 1
 
     def lose(self, gpu: int | str, *, entirely: bool = False) -> None:
-        """Make the GPU fall off the bus: queries fail with "GPU is lost". Old handles keep its identity, unless ``entirely``."""
+        """Make the GPU fall off the bus: queries fail with "GPU is lost". Old handles keep its
+        identity, unless ``entirely``.
+        """
         self._gpu(gpu).lost = layout.Gpu.LOST_ENTIRELY if entirely else layout.Gpu.LOST_BUT_KNOWN
 
     def restore(self, gpu: int | str) -> None:
@@ -263,7 +321,9 @@ class SimulatedNode:
         self._gpu(gpu).lost = layout.Gpu.ANSWERS
 
     def unplug(self, gpu: int | str) -> None:
-        """Take the GPU away: old handles fail with "GPU is lost", and after the next nvmlInit it is not counted."""
+        """Take the GPU away: old handles fail with "GPU is lost",
+        and after the next nvmlInit it is not counted.
+        """
         self._gpu(gpu).present = 0
 
     def plug(self, gpu: int | str) -> None:
@@ -277,11 +337,23 @@ class SimulatedNode:
             SimulationError: unknown action.
         """
         if action not in RECOVERY_ACTIONS:
-            raise SimulationError(f"unknown recovery action {action!r}; there are {', '.join(RECOVERY_ACTIONS)}")
+            raise SimulationError(
+                f"unknown recovery action {action!r}; there are {', '.join(RECOVERY_ACTIONS)}"
+            )
         self._gpu(gpu).recovery_action = RECOVERY_ACTIONS[action]
 
-    def remap(self, gpu: int | str, *, corrected: int = 0, uncorrected: int = 0, pending: bool = False, failed: bool = False) -> None:
-        """Set the counts of remapped rows, and whether a remapping waits for a reset or has failed."""
+    def remap(
+        self,
+        gpu: int | str,
+        *,
+        corrected: int = 0,
+        uncorrected: int = 0,
+        pending: bool = False,
+        failed: bool = False,
+    ) -> None:
+        """Set the counts of remapped rows, and whether a remapping waits for a reset
+        or has failed.
+        """
         row = self._gpu(gpu)
         row.remap_corrected, row.remap_uncorrected = corrected, uncorrected
         row.remap_pending, row.remap_failed = int(pending), int(failed)
@@ -297,11 +369,20 @@ class SimulatedNode:
         """Set the GPU's temperature in degrees Celsius."""
         self._gpu(gpu).temperature = celsius
 
-    def fault(self, function: str, *, gpu: int | str | None = None, code: int | None = None, times: int = -1, delay_ms: int = 0) -> None:
+    def fault(
+        self,
+        function: str,
+        *,
+        gpu: int | str | None = None,
+        code: int | None = None,
+        times: int = -1,
+        delay_ms: int = 0,
+    ) -> None:
         """Make NVML calls fail or be slow.
 
         Args:
-            function: an NVML name, meant with all its versions (``nvmlDeviceGetHandleByIndex``), or a prefix and ``*``.
+            function: an NVML name, meant with all its versions (``nvmlDeviceGetHandleByIndex``), or
+                a prefix and ``*``.
             gpu: only for calls about this GPU.
             code: nvmlReturn_t to answer with; without it the call is only slow.
             times: how often, -1 for ever.
@@ -312,12 +393,16 @@ class SimulatedNode:
         """
         check_function(function)
         if (code is None and delay_ms <= 0) or times == 0 or times < -1 or delay_ms < 0:
-            raise SimulationError(f"a fault of {function} needs a code or a delay, and times -1 or at least 1")
+            raise SimulationError(
+                f"a fault of {function} needs a code or a delay, and times -1 or at least 1"
+            )
         number = layout.NONE if gpu is None else self.gpu_number(gpu)
         with self.writing():
             free = [row for row in self.state.faults if not row.function or row.times_left == 0]
             if not free:
-                raise SimulationError(f"all {layout.FAULTS} fault rows are in use; clear them first")
+                raise SimulationError(
+                    f"all {layout.FAULTS} fault rows are in use; clear them first"
+                )
             row = free[0]
             row.times_left, row.gpu, row.delay_ms = 0, number, delay_ms
             row.code = layout.NONE if code is None else code
@@ -330,10 +415,13 @@ class SimulatedNode:
             for row in self.state.faults:
                 row.times_left, row.function = 0, b""
 
-    # Using ------------------------------------------------------------------------------------------------------------------------
+    # Using ----------------------------------------------------------------------------------------
 
-    def set_mig(self, gpu: int | str, profiles: Sequence[str], *, uuids: Sequence[str] | None = None) -> None:
-        """Cut the GPU into instances of these profiles (``3g.40gb``, ``1c.3g.40gb``); none switches MIG mode off.
+    def set_mig(
+        self, gpu: int | str, profiles: Sequence[str], *, uuids: Sequence[str] | None = None
+    ) -> None:
+        """Cut the GPU into instances of these profiles (``3g.40gb``, ``1c.3g.40gb``);
+        none switches MIG mode off.
 
         Raises:
             SimulationError: unknown profile, or they do not fit; nothing is changed then.
@@ -342,7 +430,8 @@ class SimulatedNode:
             planned = layout.Node.from_buffer_copy(self.state)
             number = self.gpu_number(gpu)
             mig.cut(planned.gpus[number], profiles, uuids)
-            trees.write(self.directory, planned, tidy=False)  # as with a driver: when an instance shows, its device nodes exist
+            # as with a driver: when an instance shows, its device nodes exist
+            trees.write(self.directory, planned, tidy=False)
             mig.copy(planned.gpus[number], self.state.gpus[number])
             trees.write(self.directory, self.state)
 
@@ -359,7 +448,8 @@ class SimulatedNode:
         row.memory_utilisation = layout.NONE if percent is None else percent // 2
 
     def add_process(self, gpu: int | str, pid: int, use: ProcessUse) -> int:
-        """Show a process that need not exist, under exactly this pid; return its slot for `remove_process`.
+        """Show a process that need not exist, under exactly this pid;
+        return its slot for `remove_process`.
 
         Raises:
             SimulationError: all slots are taken.
@@ -372,20 +462,34 @@ class SimulatedNode:
                     use.fill(row, pid=pid)
                     row.kind = layout.Process.FIXED
                     return slot
-        raise SimulationError(f"all {layout.PROCESSES} process slots of GPU {gpu} are taken; remove one first")
+        raise SimulationError(
+            f"all {layout.PROCESSES} process slots of GPU {gpu} are taken; remove one first"
+        )
 
     def remove_process(self, gpu: int | str, slot: int) -> None:
         """Forget what `add_process` added."""
         self._gpu(gpu).processes[slot].kind = layout.Process.FREE
 
     def start_process(self, gpu: int | str, use: ProcessUse) -> subprocess.Popen[str]:
-        """Start a real process that uses the GPU until it ends; return once NVML shows it. The caller ends and reaps it.
+        """Start a real process that uses the GPU until it ends; return once NVML shows it.
+        The caller ends and reaps it.
 
         Raises:
             SimulationError: it could not take a slot; the message is its own.
         """
-        command = [sys.executable, "-m", "vgpu_agent.sim.holder", str(self.directory), "--gpu", str(gpu), "--use", use.to_json()]
-        process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+        command = [
+            sys.executable,
+            "-m",
+            "vgpu_agent.sim.holder",
+            str(self.directory),
+            "--gpu",
+            str(gpu),
+            "--use",
+            use.to_json(),
+        ]
+        process = subprocess.Popen(
+            command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        )
         if process.stdout is None or not process.stdout.readline():
             _, complaint = process.communicate()
             raise SimulationError(f"the process on GPU {gpu} did not start: {complaint.strip()}")

@@ -1,9 +1,11 @@
-"""The files outside NVML that belong to GPUs: NUMA nodes in sysfs, MIG capabilities in procfs, device nodes.
+"""The files outside NVML that belong to GPUs:
+NUMA nodes in sysfs, MIG capabilities in procfs, device nodes.
 
-An agent that is pointed at a simulated node reads them below ``DIR/sys``, ``DIR/proc`` and ``DIR/dev`` as it reads
-/sys, /proc and /dev of a real one. `SimulatedNode` writes them when it is created and when MIG instances change,
-while agents read: each file is renamed into place, and one that stays right is left alone. So no reader finds half of
-a file or misses one that describes an instance that stayed.
+An agent that is pointed at a simulated node reads them below ``DIR/sys``, ``DIR/proc`` and
+``DIR/dev`` as it reads /sys, /proc and /dev of a real one. `SimulatedNode` writes them when it is
+created and when MIG instances change, while agents read: each file is renamed into place, and one
+that stays right is left alone. So no reader finds half of a file or misses one that describes an
+instance that stayed.
 """
 
 from __future__ import annotations
@@ -24,7 +26,8 @@ if TYPE_CHECKING:
 _CONTROL_NODES: Final = ("nvidiactl", "nvidia-uvm", "nvidia-uvm-tools", "nvidia-modeset")
 _NULL_DEVICE: Final = os.makedev(1, 3)
 
-# The driver numbers capabilities on its own: two for the machine, then for each GPU 15 GPU instances with up to 8 compute instances.
+# The driver numbers capabilities on its own: two for the machine, then for each GPU 15 GPU
+# instances with up to 8 compute instances.
 _GPU_INSTANCES: Final = 15
 _COMPUTE_INSTANCES: Final = 8
 _FIRST_CAPABILITY: Final = 3
@@ -53,7 +56,8 @@ def write(directory: Path, node: Node, *, tidy: bool = True) -> None:
 
 
 def clear(directory: Path) -> None:
-    """Remove what `write` wrote for a node that is being replaced, so that no GPU of the old one is left.
+    """Remove what `write` wrote for a node that is being replaced,
+    so that no GPU of the old one is left.
 
     Raises:
         OSError: a file cannot be removed.
@@ -69,7 +73,9 @@ def pci_address(gpu: Gpu) -> str:
 
 
 def capability_number(minor: int, gpu_instance: int, compute_instance: int | None = None) -> int:
-    """The minor of ``/dev/nvidia-caps/nvidia-cap<N>`` that opens a GPU instance, or one of its compute instances."""
+    """The minor of ``/dev/nvidia-caps/nvidia-cap<N>`` that opens a GPU instance,
+    or one of its compute instances.
+    """
     per_instance = 1 + _COMPUTE_INSTANCES
     number = _FIRST_CAPABILITY + (minor * _GPU_INSTANCES + gpu_instance) * per_instance
     return number if compute_instance is None else number + 1 + compute_instance
@@ -96,15 +102,26 @@ def _write_proc(root: Path, node: Node) -> set[Path]:
             path = f"gpu{gpu.minor}/gi{instance}"
             minors.append(f"{path}/access {capability_number(gpu.minor, instance)}")
             minors += [
-                f"{path}/ci{compute}/access {capability_number(gpu.minor, instance, compute)}" for compute in range(_COMPUTE_INSTANCES)
+                f"{path}/ci{compute}/access {capability_number(gpu.minor, instance, compute)}"
+                for compute in range(_COMPUTE_INSTANCES)
             ]
     _write_text(driver / "nvidia-caps" / "mig-minors", "\n".join(minors) + "\n")
     capabilities = driver / "nvidia" / "capabilities"
-    wanted = {"mig/config": 1, "mig/monitor": 2} | {f"{path}/access": number for path, number in _mig_capabilities(node)}
+    wanted = {"mig/config": 1, "mig/monitor": 2} | {
+        f"{path}/access": number for path, number in _mig_capabilities(node)
+    }
     for path, number in wanted.items():
-        _write_text(capabilities / path, f"DeviceFileMinor: {number}\nDeviceFileMode: 292\nDeviceFileModify: 1\n")
+        _write_text(
+            capabilities / path,
+            f"DeviceFileMinor: {number}\nDeviceFileMode: 292\nDeviceFileModify: 1\n",
+        )
     for gpu in _gpus(node):
-        lines = {"Model": gpu.name.decode(), "GPU UUID": gpu.uuid.decode(), "Bus Location": pci_address(gpu), "Device Minor": gpu.minor}
+        lines = {
+            "Model": gpu.name.decode(),
+            "GPU UUID": gpu.uuid.decode(),
+            "Bus Location": pci_address(gpu),
+            "Device Minor": gpu.minor,
+        }
         information = driver / "nvidia" / "gpus" / pci_address(gpu) / "information"
         _write_text(information, "".join(f"{key}: \t {value}\n" for key, value in lines.items()))
     return {capabilities / path for path in wanted}
@@ -144,7 +161,9 @@ def _write_text(path: Path, text: str) -> None:
 
 
 def _remove_others(root: Path, wanted: set[Path]) -> None:
-    """Remove the files below ``root`` that are not wanted, and the directories that hold nothing then."""
+    """Remove the files below ``root`` that are not wanted,
+    and the directories that hold nothing then.
+    """
     for directory, _, files in os.walk(root, topdown=False):
         folder = Path(directory)
         for path in {folder / name for name in files} - wanted:
@@ -154,7 +173,9 @@ def _remove_others(root: Path, wanted: set[Path]) -> None:
 
 
 def _write_device(path: Path) -> None:
-    """A character device where that is allowed, so that a container really gets one (it is /dev/null); else an empty file."""
+    """A character device where that is allowed, so that a container really gets one (it is
+    /dev/null); else an empty file.
+    """
     path.parent.mkdir(parents=True, exist_ok=True)
     if path.exists():
         return

@@ -1,7 +1,8 @@
-"""Listen addresses: the meaning of ``:9394``, ``127.0.0.1:9395`` and ``[::1]:9395`` for a server and for a client.
+"""Listen addresses: the meaning of ``:9394``,
+``127.0.0.1:9395`` and ``[::1]:9395`` for a server and for a client.
 
-Called by `web.server`, which binds them, and by ``vgpu-agent status``, which connects to one. Imports no HTTP library, so that the command
-line stays quick to start.
+Called by `web.server`, which binds them, and by ``vgpu-agent status``, which connects to one.
+Imports no HTTP library, so that the command line stays quick to start.
 """
 
 from __future__ import annotations
@@ -18,7 +19,9 @@ _BACKLOG = 128
 
 
 class Address(NamedTuple):
-    """Host and port; the host is empty for every interface, and an IPv6 address comes without brackets."""
+    """Host and port; the host is empty for every interface,
+    and an IPv6 address comes without brackets.
+    """
 
     host: str
     port: int
@@ -28,7 +31,9 @@ class Address(NamedTuple):
 
     @property
     def reachable(self) -> Address:
-        """Return the address at which a client on the same machine reaches a server that listens here."""
+        """Return the address at which a client on the same machine reaches a server
+        that listens here.
+        """
         return Address("127.0.0.1", self.port) if self.host in _WILDCARDS else self
 
 
@@ -36,13 +41,24 @@ def parse(text: str) -> Address:
     """Parse ``text`` into an address.
 
     Raises:
-        ListenError: ``text`` is not ``HOST:PORT``, ``[IPV6]:PORT`` or ``:PORT`` with a port from 0 to 65535.
+        ListenError: ``text`` is not ``HOST:PORT``, ``[IPV6]:PORT`` or ``:PORT`` with a port from 0
+            to 65535.
     """
     host, colon, port = text.strip().rpartition(":")
     bracketed = host.startswith("[") and host.endswith("]")
-    sound = colon and port.isascii() and port.isdigit() and len(port) <= 5 and int(port) <= 65535 and (bracketed or ":" not in host)
+    sound = (
+        colon
+        and port.isascii()
+        and port.isdigit()
+        and len(port) <= 5
+        and int(port) <= 65535
+        and (bracketed or ":" not in host)
+    )
     if not sound:
-        raise ListenError(f"address {text[:100]!r} is not understood; write HOST:PORT, [IPV6]:PORT or :PORT with a port from 0 to 65535")
+        raise ListenError(
+            f"address {text[:100]!r} is not understood; write HOST:PORT, [IPV6]:PORT or :PORT with "
+            "a port from 0 to 65535"
+        )
     return Address(host[1:-1] if bracketed else host, int(port))
 
 
@@ -56,22 +72,29 @@ async def bind(address: Address, *, flag: str) -> socket.socket:
         flag: the command line flag that chose it, for the remedy in the error.
 
     Raises:
-        ListenError: the address cannot be listened on; the message names it, the cause and the remedy.
+        ListenError: the address cannot be listened on; the message names it, the cause and the
+            remedy.
     """
     try:
         if not address.host:
             return _bind_everywhere(address.port)
-        found = await asyncio.get_running_loop().getaddrinfo(address.host, address.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+        found = await asyncio.get_running_loop().getaddrinfo(
+            address.host, address.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        )
         family, _, _, _, where = found[0]
         return socket.create_server(where[:2], family=family, backlog=_BACKLOG)
     except OSError as err:  # covers socket.gaierror
-        raise ListenError(f"cannot listen on {address}: {_cause_and_remedy(err, address, flag)}") from err
+        raise ListenError(
+            f"cannot listen on {address}: {_cause_and_remedy(err, address, flag)}"
+        ) from err
 
 
 def _bind_everywhere(port: int) -> socket.socket:
     if socket.has_dualstack_ipv6():
         try:
-            return socket.create_server(("", port), family=socket.AF_INET6, dualstack_ipv6=True, backlog=_BACKLOG)
+            return socket.create_server(
+                ("", port), family=socket.AF_INET6, dualstack_ipv6=True, backlog=_BACKLOG
+            )
         except OSError as err:
             if err.errno in (errno.EADDRINUSE, errno.EACCES):
                 raise
@@ -83,9 +106,15 @@ def _cause_and_remedy(err: OSError, address: Address, flag: str) -> str:
     other = f"choose another address with {flag}"
     match err.errno:
         case errno.EADDRINUSE:
-            return f"the address is already in use; stop its holder (ss -ltnp 'sport = :{address.port}' names it) or {other}"
+            return (
+                "the address is already in use; stop its holder (ss -ltnp 'sport = "
+                f":{address.port}' names it) or {other}"
+            )
         case errno.EACCES:
-            return f"permission denied; ports below 1024 need the capability NET_BIND_SERVICE: grant it or {other}"
+            return (
+                "permission denied; ports below 1024 need the capability NET_BIND_SERVICE: grant "
+                f"it or {other}"
+            )
         case errno.EADDRNOTAVAIL:
             return f"no interface of this machine has that address; {other}"
         case _ if isinstance(err, socket.gaierror):

@@ -1,4 +1,5 @@
-"""``/debug/allocations``: every grant with its evidence, unclaimed reservations, and refused starts.
+"""``/debug/allocations``: every grant with its evidence, unclaimed reservations,
+and refused starts.
 
 Used by `debug`, and by `explain`, which puts the same into sentences.
 """
@@ -32,8 +33,10 @@ class AllocationView(views.GrantView, frozen=True):
     """A grant and the evidence for its owner.
 
     Attributes:
-        token: links Allocate to the last annotation in the log, and names the CDI device; empty where the ids are enough.
-        decided_for: null until a pod has decided. An early guess may differ from the owner, which comes from the kubelet.
+        token: links Allocate to the last annotation in the log, and names the CDI device; empty
+            where the ids are enough.
+        decided_for: null until a pod has decided. An early guess may differ from the owner, which
+            comes from the kubelet.
         evidence: how the owner was identified and what decided, one sentence each.
     """
 
@@ -51,7 +54,11 @@ def answer(status: AgentStatus, now: float, pod: str | None) -> dict[str, Any]:
     found = {
         "allocations": allocations(status, now) if pod is None else of_pod(status, now, pod),
         "unconfirmed": tuple(_view(status, grant, now, known) for grant in unclaimed(status)),
-        "refusals": tuple(refusal for refusal in binding.refusals(status, now) if pod is None or refusal.pod_name == pod),
+        "refusals": tuple(
+            refusal
+            for refusal in binding.refusals(status, now)
+            if pod is None or refusal.pod_name == pod
+        ),
     }
     return found if pod is None else {"pod": pod, **found}
 
@@ -59,7 +66,10 @@ def answer(status: AgentStatus, now: float, pod: str | None) -> dict[str, Any]:
 def allocations(status: AgentStatus, now: float) -> tuple[AllocationView, ...]:
     """Every live grant, the oldest first."""
     known = Limits(status)
-    return tuple(_view(status, grant, now, known) for grant in sorted(views.live_grants(status), key=lambda grant: grant.number))
+    return tuple(
+        _view(status, grant, now, known)
+        for grant in sorted(views.live_grants(status), key=lambda grant: grant.number)
+    )
 
 
 def of_pod(status: AgentStatus, now: float, pod: str) -> tuple[AllocationView, ...]:
@@ -70,20 +80,32 @@ def of_pod(status: AgentStatus, now: float, pod: str) -> tuple[AllocationView, .
         for grant in allocations(status, now)
         if grant.pod_name == pod
         or (grant.pod_uid and grant.pod_uid in uids)
-        or (not grant.container and grant.decided_for is not None and grant.decided_for.pod_uid in uids)
+        or (
+            not grant.container
+            and grant.decided_for is not None
+            and grant.decided_for.pod_uid in uids
+        )
     )
 
 
 def unclaimed(status: AgentStatus) -> Iterable[Grant]:
     """Grants that kubelet's records do not name a container for, the oldest first."""
-    waiting = (grant for grant in views.live_grants(status) if grant.state is GrantState.RESERVED and grant.owner is None)
+    waiting = (
+        grant
+        for grant in views.live_grants(status)
+        if grant.state is GrantState.RESERVED and grant.owner is None
+    )
     return sorted(waiting, key=lambda grant: grant.reserved_at)
 
 
 def _view(status: AgentStatus, grant: Grant, now: float, known: Limits) -> AllocationView:
     return AllocationView(
         **msgspec.structs.asdict(views.grant(status, grant, now, known)),
-        token=grant_token(grant.resource, grant.ids) if grant.resource in status.ledger.decided_by_pod else "",
+        token=(
+            grant_token(grant.resource, grant.ids)
+            if grant.resource in status.ledger.decided_by_pod
+            else ""
+        ),
         decided_for=DecidedFor(*grant.decided_for) if grant.decided_for else None,
         evidence=grant.evidence,
     )

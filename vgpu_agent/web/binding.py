@@ -1,4 +1,5 @@
-"""The JSON shapes of how grants are bound: families, late or early and why, and the containers that may not start.
+"""The JSON shapes of how grants are bound:
+families, late or early and why, and the containers that may not start.
 
 Used by `views` for the page, and by `debug`. Fields may be added; they are never renamed.
 """
@@ -17,7 +18,9 @@ if TYPE_CHECKING:
 
 
 class FamilyView(msgspec.Struct, frozen=True):
-    """A family that is switched on; ``decided_by`` is ``ids`` or ``pod``, ``trouble`` gives the reason why it is not offered."""
+    """A family that is switched on; ``decided_by`` is ``ids`` or ``pod``,
+    ``trouble`` gives the reason why it is not offered.
+    """
 
     family: str
     decided_by: str = ""
@@ -26,7 +29,9 @@ class FamilyView(msgspec.Struct, frozen=True):
 
 
 class BindingView(msgspec.Struct, frozen=True):
-    """The binding of this node's grants: ``mode`` is ``late``, ``early``, or empty while it is not known."""
+    """The binding of this node's grants: ``mode`` is ``late``, ``early``,
+    or empty while it is not known.
+    """
 
     mode: str = ""
     by_annotation: bool = False
@@ -66,7 +71,14 @@ def binding_view(status: BindingStatus, now: float) -> BindingView:
     """Show how grants are bound."""
     mode = status.mode
     families = tuple(
-        view(FamilyView, family, now, family=family.name, decided_by="pod" if family.by_pod else "ids") for family in status.families
+        view(
+            FamilyView,
+            family,
+            now,
+            family=family.name,
+            decided_by="pod" if family.by_pod else "ids",
+        )
+        for family in status.families
     )
     return view(
         BindingView,
@@ -89,6 +101,13 @@ def mode_word(status: BindingStatus) -> str:
 def refusals(status: AgentStatus, now: float) -> tuple[RefusalView, ...]:
     """List the current refusals, the longest refused first."""
     return tuple(
-        view(RefusalView, refusal, now, namespace=refusal.pod.namespace, pod=refusal.pod.name, pod_uid=refusal.pod.kubelet_uid)
+        view(
+            RefusalView,
+            refusal,
+            now,
+            namespace=refusal.pod.namespace,
+            pod=refusal.pod.name,
+            pod_uid=refusal.pod.kubelet_uid,
+        )
         for refusal in status.binding.refusals
     )

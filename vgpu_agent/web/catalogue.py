@@ -1,11 +1,12 @@
 """The table of metrics: name, type, labels, help, and how each is read from a snapshot.
 
-`web.metrics` serves from it and ``docs/metrics.md`` is generated from it, so the two always have the same metrics.
+`web.metrics` serves from it and ``docs/metrics.md`` is generated from it, so the two always have
+the same metrics.
 The names are a contract with dashboards: add, but do not rename.
 
-Labels are bounded: one series a GPU, a resource, a task, a share that is held right now, or a family that has or
-waits for a GPU. They vanish with the thing that they describe. ``gpu`` is always the UUID of the physical card. Join
-with ``vgpu_agent_gpu_info`` for index and name.
+Labels are bounded: one series a GPU, a resource, a task, a share that is held right now, or a
+family that has or waits for a GPU. They vanish with the thing that they describe. ``gpu`` is always
+the UUID of the physical card. Join with ``vgpu_agent_gpu_info`` for index and name.
 """
 
 from __future__ import annotations
@@ -23,7 +24,13 @@ _GRANT_INFO = ("namespace", "pod", "container", "resource", "gpu", "device", "st
 
 CATALOGUE: tuple[Metric, ...] = (
     # The agent
-    Metric("vgpu_agent_build_info", _G, ("version", "commit", "python"), "The running build; always 1.", readings.build_info),
+    Metric(
+        "vgpu_agent_build_info",
+        _G,
+        ("version", "commit", "python"),
+        "The running build; always 1.",
+        readings.build_info,
+    ),
     Metric(
         "vgpu_agent_simulated",
         _G,
@@ -82,9 +89,15 @@ CATALOGUE: tuple[Metric, ...] = (
     ),
     # GPUs
     Metric(
-        "vgpu_agent_driver_info", _G, ("driver", "cuda"), "The NVIDIA driver and the newest CUDA it serves; always 1.", readings.driver_info
+        "vgpu_agent_driver_info",
+        _G,
+        ("driver", "cuda"),
+        "The NVIDIA driver and the newest CUDA it serves; always 1.",
+        readings.driver_info,
     ),
-    Metric("vgpu_agent_gpu_info", _G, _GPU_INFO, "A GPU of this node; always 1.", readings.gpu_info),
+    Metric(
+        "vgpu_agent_gpu_info", _G, _GPU_INFO, "A GPU of this node; always 1.", readings.gpu_info
+    ),
     Metric(
         "vgpu_agent_gpu_present",
         _G,
@@ -96,7 +109,8 @@ CATALOGUE: tuple[Metric, ...] = (
         "vgpu_agent_gpu_healthy",
         _G,
         _GPU,
-        "1 when the GPU may be given to new containers; /debug/devices names the reason when it may not.",
+        "1 when the GPU may be given to new containers; /debug/devices names the reason when it "
+        "may not.",
         readings.each_gpu(lambda gpu: gpu.present and gpu.health.ok),
     ),
     Metric(
@@ -110,7 +124,8 @@ CATALOGUE: tuple[Metric, ...] = (
         "vgpu_agent_mig_instance_healthy",
         _G,
         _INSTANCE,
-        "1 when the MIG instance may be given to new containers; /debug/devices names the reason when it may not.",
+        "1 when the MIG instance may be given to new containers; /debug/devices names the reason "
+        "when it may not.",
         readings.mig_instances_healthy,
     ),
     Metric(
@@ -120,7 +135,13 @@ CATALOGUE: tuple[Metric, ...] = (
         "How many GPUs did not answer when the driver was last asked for all of them.",
         readings.one(lambda moment: len(moment.status.inventory.failures)),
     ),
-    Metric("vgpu_agent_gpu_memory_total_bytes", _G, _GPU, "Memory of the GPU.", readings.gpu_memory_total),
+    Metric(
+        "vgpu_agent_gpu_memory_total_bytes",
+        _G,
+        _GPU,
+        "Memory of the GPU.",
+        readings.gpu_memory_total,
+    ),
     Metric(
         "vgpu_agent_gpu_memory_used_bytes",
         _G,
@@ -133,7 +154,11 @@ CATALOGUE: tuple[Metric, ...] = (
         _G,
         _GPU,
         "Part of the last sample period in which a kernel ran, from 0 to 1.",
-        readings.each_usage(lambda usage: None if usage.utilisation_percent is None else usage.utilisation_percent / 100),
+        readings.each_usage(
+            lambda usage: (
+                None if usage.utilisation_percent is None else usage.utilisation_percent / 100
+            )
+        ),
     ),
     Metric(
         "vgpu_agent_gpu_temperature_celsius",
@@ -142,7 +167,13 @@ CATALOGUE: tuple[Metric, ...] = (
         "Temperature of the GPU.",
         readings.each_usage(lambda usage: usage.temperature_celsius),
     ),
-    Metric("vgpu_agent_gpu_power_watts", _G, _GPU, "Power drawn by the GPU.", readings.each_usage(lambda usage: usage.power_watts)),
+    Metric(
+        "vgpu_agent_gpu_power_watts",
+        _G,
+        _GPU,
+        "Power drawn by the GPU.",
+        readings.each_usage(lambda usage: usage.power_watts),
+    ),
     Metric(
         "vgpu_agent_gpu_ecc_uncorrected_total",
         _C,
@@ -169,33 +200,48 @@ CATALOGUE: tuple[Metric, ...] = (
         "vgpu_agent_grant_info",
         _G,
         _GRANT_INFO,
-        "A share that a container holds; 1, or the number of shares that have all labels in common. "
-        "namespace, pod and container are empty until kubelet's records name them; device differs from gpu for a MIG instance.",
+        "A share that a container holds; 1, or the number of shares that have all labels in "
+        "common. namespace, pod and container are empty until kubelet's records name them; device "
+        "differs from gpu for a MIG instance.",
         readings.grant_info,
     ),
     Metric(
         "vgpu_agent_grants_on_missing_devices",
         _G,
         _RESOURCE,
-        "Shares that containers hold of devices which this node no longer has, e.g. MIG instances that were cut away; "
-        "the event grant.device_missing names the pods.",
+        "Shares that containers hold of devices which this node no longer has, e.g. MIG instances "
+        "that were cut away; the event grant.device_missing names the pods.",
         readings.grants_on_missing_devices,
     ),
-    Metric("vgpu_agent_gpu_grants", _G, _GPU, "How many shares of the GPU containers hold.", readings.gpu_grants),
-    Metric("vgpu_agent_gpu_grants_allowed", _G, _GPU, "How many device ids of the GPU may be held at once.", readings.gpu_grants_allowed),
+    Metric(
+        "vgpu_agent_gpu_grants",
+        _G,
+        _GPU,
+        "How many shares of the GPU containers hold.",
+        readings.gpu_grants,
+    ),
+    Metric(
+        "vgpu_agent_gpu_grants_allowed",
+        _G,
+        _GPU,
+        "How many device ids of the GPU may be held at once.",
+        readings.gpu_grants_allowed,
+    ),
     Metric(
         "vgpu_agent_gpu_serves_since_timestamp_seconds",
         _G,
         _GPU_FAMILY,
-        "Since when the GPU serves the family, in unix seconds: that of the oldest share that is held; absent while none is. Shares that "
-        "are known from kubelet's records alone count from the restart of the agent that found them.",
+        "Since when the GPU serves the family, in unix seconds: that of the oldest share that is "
+        "held; absent while none is. Shares that are known from kubelet's records alone count from "
+        "the restart of the agent that found them.",
         readings.gpu_serves_since,
     ),
     Metric(
         "vgpu_agent_gpu_claims",
         _G,
         _GPU_FAMILY,
-        "Pods for which the GPU is kept and that have nothing of it yet, by their family; absent while there are none.",
+        "Pods for which the GPU is kept and that have nothing of it yet, by their family; absent "
+        "while there are none.",
         readings.gpu_claims,
     ),
     Metric(
@@ -219,8 +265,20 @@ CATALOGUE: tuple[Metric, ...] = (
         "Device ids that kubelet was told are healthy.",
         readings.each_plugin(lambda plugin: plugin.healthy_sent),
     ),
-    Metric("vgpu_agent_resource_ids_held", _G, _RESOURCE, "Device ids in the hands of containers.", readings.ids_held),
-    Metric("vgpu_agent_resource_ids_free", _G, _RESOURCE, "Device ids that a new container could get.", readings.ids_free),
+    Metric(
+        "vgpu_agent_resource_ids_held",
+        _G,
+        _RESOURCE,
+        "Device ids in the hands of containers.",
+        readings.ids_held,
+    ),
+    Metric(
+        "vgpu_agent_resource_ids_free",
+        _G,
+        _RESOURCE,
+        "Device ids that a new container could get.",
+        readings.ids_free,
+    ),
     Metric(
         "vgpu_agent_ledger_drift_total",
         _C,
@@ -239,7 +297,8 @@ CATALOGUE: tuple[Metric, ...] = (
         "vgpu_agent_ledger_verified_timestamp_seconds",
         _G,
         (),
-        "When the ledger was last compared with kubelet's records, in unix seconds; 0 before the first time.",
+        "When the ledger was last compared with kubelet's records, in unix seconds; 0 before the "
+        "first time.",
         readings.one(lambda moment: moment.status.ledger.verified_at),
     ),
     # kubelet
@@ -314,7 +373,11 @@ CATALOGUE: tuple[Metric, ...] = (
         readings.each_plugin(lambda plugin: plugin.bytes_sent),
     ),
     Metric(
-        "vgpu_agent_allocations_total", _C, ("resource", "result"), "Allocate calls by result: granted or refused.", readings.allocations
+        "vgpu_agent_allocations_total",
+        _C,
+        ("resource", "result"),
+        "Allocate calls by result: granted or refused.",
+        readings.allocations,
     ),
     Metric(
         "vgpu_agent_allocate_seconds",
@@ -343,7 +406,11 @@ CATALOGUE: tuple[Metric, ...] = (
         readings.one(readings.nvml_hung_seconds),
     ),
     Metric(
-        "vgpu_agent_nvml_calls_total", _C, (), "Calls into the driver's library.", readings.one(lambda moment: moment.status.nvml.calls)
+        "vgpu_agent_nvml_calls_total",
+        _C,
+        (),
+        "Calls into the driver's library.",
+        readings.one(lambda moment: moment.status.nvml.calls),
     ),
     Metric(
         "vgpu_agent_nvml_errors_total",
@@ -353,11 +420,19 @@ CATALOGUE: tuple[Metric, ...] = (
         readings.one(lambda moment: moment.status.nvml.errors),
     ),
     Metric(
-        "vgpu_agent_nvml_hangs_total", _C, (), "Calls that did not return in time.", readings.one(lambda moment: moment.status.nvml.hangs)
+        "vgpu_agent_nvml_hangs_total",
+        _C,
+        (),
+        "Calls that did not return in time.",
+        readings.one(lambda moment: moment.status.nvml.hangs),
     ),
     # The process, under the names that every Prometheus client uses
     Metric(
-        "process_resident_memory_bytes", _G, (), "Resident memory of the agent.", readings.one(lambda moment: moment.process.resident_bytes)
+        "process_resident_memory_bytes",
+        _G,
+        (),
+        "Resident memory of the agent.",
+        readings.one(lambda moment: moment.process.resident_bytes),
     ),
     Metric(
         "process_cpu_seconds_total",

@@ -1,7 +1,8 @@
-"""The parts of the catalogue about grants that are bound to pods, the API server, and MPS control daemons.
+"""The parts of the catalogue about grants that are bound to pods, the API server,
+and MPS control daemons.
 
-Read by `catalogue`, which puts it into its own table. A watch or a writer is named by its subject, so their series
-are few.
+Read by `catalogue`, which puts it into its own table. A watch or a writer is named by its subject,
+so their series are few.
 """
 
 from __future__ import annotations
@@ -19,7 +20,8 @@ BINDING: tuple[Metric, ...] = (
         "vgpu_agent_binding_info",
         _G,
         ("mode",),
-        "How grants of pods are bound: late, early, or unknown while the Node has not been read; always 1. /debug/config gives the reason.",
+        "How grants of pods are bound: late, early, or unknown while the Node has not been read; "
+        "always 1. /debug/config gives the reason.",
         readings.binding_info,
     ),
     Metric(
@@ -40,8 +42,8 @@ BINDING: tuple[Metric, ...] = (
         "vgpu_agent_limits",
         _G,
         ("family", "limit"),
-        "Grants by family and by how far their limit has come: whole device, no limit, configured, in force (seen from the host) or not in "
-        "force. /debug/allocations says why.",
+        "Grants by family and by how far their limit has come: whole device, no limit, configured, "
+        "in force (seen from the host) or not in force. /debug/allocations says why.",
         readings.limits,
     ),
     Metric(
@@ -63,21 +65,24 @@ BINDING: tuple[Metric, ...] = (
         "vgpu_agent_refused_starts",
         _G,
         ("final",),
-        "Containers that may not start now; final is true when trying again cannot help. /debug/allocations names them.",
+        "Containers that may not start now; final is true when trying again cannot help. "
+        "/debug/allocations names them.",
         readings.refused_starts,
     ),
     Metric(
         "vgpu_agent_files_left_over",
         _G,
         (),
-        "Directories of ended containers that cannot be removed; the status names them with the reason.",
+        "Directories of ended containers that cannot be removed; the status names them with the "
+        "reason.",
         readings.one(lambda moment: len(moment.status.binding.left_over)),
     ),
     Metric(
         "vgpu_agent_regions_cut_total",
         _C,
         (),
-        "How often a container's region, which the container had made larger, was cut back to its size; region.cut in the log names it.",
+        "How often a container's region, which the container had made larger, was cut back to its "
+        "size; region.cut in the log names it.",
         readings.one(lambda moment: moment.status.binding.regions_cut),
     ),
     Metric(
@@ -91,7 +96,8 @@ BINDING: tuple[Metric, ...] = (
         "vgpu_agent_pods_failed_while_down",
         _G,
         (),
-        "Pods that the kubelet failed within the ten minutes before this start because no agent was registered.",
+        "Pods that the kubelet failed within the ten minutes before this start because no agent "
+        "was registered.",
         readings.one(lambda moment: moment.status.cluster.failed_while_away),
     ),
     Metric(
@@ -105,29 +111,33 @@ BINDING: tuple[Metric, ...] = (
         "vgpu_agent_exchanged_guesses_total",
         _C,
         (),
-        "Early answers that were meant for another pod with an equal share, and were exchanged with it.",
+        "Early answers that were meant for another pod with an equal share, and were exchanged "
+        "with it.",
         readings.one(lambda moment: moment.status.binding.exchanges),
     ),
     Metric(
         "vgpu_agent_scheduler_overcommitted",
         _G,
         ("resource", "gpu", "kind"),
-        "How much of a GPU schedulers have given out beyond what it has: kind cores in percent of the GPU, kind holders in containers; "
-        "absent where nothing is. See binding.schedulerOvercommit.",
+        "How much of a GPU schedulers have given out beyond what it has: kind cores in percent of "
+        "the GPU, kind holders in containers; absent where nothing is. See "
+        "binding.schedulerOvercommit.",
         readings.overcommitted,
     ),
     Metric(
         "vgpu_agent_overcommitted_starts_total",
         _C,
         (),
-        "Containers started on a GPU of which their scheduler had given out more compute or more places than it has.",
+        "Containers started on a GPU of which their scheduler had given out more compute or more "
+        "places than it has.",
         readings.one(lambda moment: moment.status.binding.overcommitted_starts),
     ),
     Metric(
         "vgpu_agent_config_file_problems",
         _G,
         (),
-        "Problems in the ConfigMap and the node configuration of the plugin that is replaced; /debug/config lists them.",
+        "Problems in the ConfigMap and the node configuration of the plugin that is replaced; "
+        "/debug/config lists them.",
         readings.one(lambda moment: len(moment.status.binding.file_problems)),
     ),
 )
@@ -159,15 +169,20 @@ CLUSTER: tuple[Metric, ...] = (
         "vgpu_agent_watch_age_seconds",
         _G,
         _WATCH,
-        "How long ago a watch last heard anything, bookmarks included; absent before the first word.",
-        readings.each_watch(lambda watch, now: max(0.0, now - watch.last_event_at) if watch.last_event_at else None),
+        "How long ago a watch last heard anything, bookmarks included; absent before the first "
+        "word.",
+        readings.each_watch(
+            lambda watch, now: max(0.0, now - watch.last_event_at) if watch.last_event_at else None
+        ),
     ),
     Metric(
         "vgpu_agent_watch_failing_seconds",
         _G,
         _WATCH,
         "For how long a watch has been failing; 0 while all is well.",
-        readings.each_watch(lambda watch, now: max(0.0, now - watch.failing_since) if watch.failing_since else 0.0),
+        readings.each_watch(
+            lambda watch, now: max(0.0, now - watch.failing_since) if watch.failing_since else 0.0
+        ),
     ),
     Metric(
         "vgpu_agent_watch_errors_total",
@@ -194,7 +209,8 @@ CLUSTER: tuple[Metric, ...] = (
         "vgpu_agent_writes_total",
         _C,
         ("writer", "result"),
-        "Writes about the node, its allocatable counts, pods or events: written, failed (and tried again), or dropped for good.",
+        "Writes about the node, its allocatable counts, pods or events: written, failed (and tried "
+        "again), or dropped for good.",
         readings.writes,
     ),
     Metric(
@@ -215,7 +231,8 @@ CLUSTER: tuple[Metric, ...] = (
         "vgpu_agent_evictions_total",
         _C,
         ("result",),
-        "Evictions of pods that cannot start here: evicted, postponed (by a PodDisruptionBudget), or failed.",
+        "Evictions of pods that cannot start here: evicted, postponed (by a PodDisruptionBudget), "
+        "or failed.",
         readings.evictions,
     ),
 )
@@ -226,7 +243,9 @@ MPS: tuple[Metric, ...] = (
         _G,
         _RESOURCE,
         "1 while the resource's MPS control daemon runs and its limits were seen to be in force.",
-        readings.each_daemon(lambda daemon: daemon.state is MpsState.RUNNING and not daemon.trouble),
+        readings.each_daemon(
+            lambda daemon: daemon.state is MpsState.RUNNING and not daemon.trouble
+        ),
     ),
     Metric(
         "vgpu_agent_mps_restarts_total",

@@ -1,7 +1,8 @@
-"""``/debug/cluster`` and the pods in ``/debug/pods``: the data from the API server, and the state of the connection.
+"""``/debug/cluster`` and the pods in ``/debug/pods``:
+the data from the API server, and the state of the connection.
 
-Used by `debug`. Nothing here is secret: credentials are named by their origin, annotations are those that families
-read or write.
+Used by `debug`. Nothing here is secret: credentials are named by their origin, annotations are
+those that families read or write.
 """
 
 from __future__ import annotations
@@ -20,7 +21,11 @@ if TYPE_CHECKING:
 
 # The domains of all keys that the families' vocabularies have, and the agent's own.
 _ANNOTATIONS_OF = (
-    *{key.partition("/")[0] for family in FAMILIES for key in (*family.resource_prefixes, *family.annotations)},
+    *{
+        key.partition("/")[0]
+        for family in FAMILIES
+        for key in (*family.resource_prefixes, *family.annotations)
+    },
     "vgpu-agent.internal",
 )
 _LONGEST_VALUE = 400  # characters of an annotation; a pod may bring 256 KiB of them
@@ -54,7 +59,9 @@ def watch(one: WatchStatus, now: float) -> dict[str, Any]:
 
 def book(status: AgentStatus, now: float) -> dict[str, Any]:
     """The pods of this node as the watch shows them, in the order in which they were seen bound."""
-    watching = next((one for one in status.cluster.watches if one.name == "pods of this node"), None)
+    watching = next(
+        (one for one in status.cluster.watches if one.name == "pods of this node"), None
+    )
     return {
         "synced": status.cluster.pods_synced,
         "watch": watch(watching, now) if watching else None,
@@ -64,7 +71,9 @@ def book(status: AgentStatus, now: float) -> dict[str, Any]:
 
 def our_resources(status: AgentStatus) -> frozenset[str]:
     """The resources that this node offers, or would offer if nothing was in the way."""
-    return frozenset((*status.ledger.free, *(plugin.resource for plugin in status.plugins), *status.not_served))
+    return frozenset(
+        (*status.ledger.free, *(plugin.resource for plugin in status.plugins), *status.not_served)
+    )
 
 
 def _pod(status: AgentStatus, pod: Pod, now: float) -> dict[str, Any]:
@@ -102,7 +111,11 @@ def _container(status: AgentStatus, pod: Pod, container: PodContainer) -> dict[s
             for grant in views.live_grants(status)
         ),
         "refused": next(
-            (one.reason for one in status.binding.refusals if (one.pod.kubelet_uid, one.container) == key),
+            (
+                one.reason
+                for one in status.binding.refusals
+                if (one.pod.kubelet_uid, one.container) == key
+            ),
             "",
         ),
     }

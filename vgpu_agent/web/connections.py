@@ -1,10 +1,13 @@
-"""Connections of one HTTP listener: their number, their rate, and the choice of the one that makes room for the next.
+"""Connections of one HTTP listener: their number, their rate,
+and the choice of the one that makes room for the next.
 
-Any client that reaches the port can open connections and leave them open. So the newest always gets in, since it may
-be the kubelet's probe. Where there are too many, the oldest of the address that has the most is closed. A refusing
-limit per address would shut out the kubelet, too: connections through a NodePort come from the node's own address.
+Any client that reaches the port can open connections and leave them open. So the newest always gets
+in, since it may be the kubelet's probe. Where there are too many, the oldest of the address that
+has the most is closed. A refusing limit per address would shut out the kubelet, too: connections
+through a NodePort come from the node's own address.
 
-aiohttp itself ends a connection on which no complete request arrives in time, and has no other bound.
+aiohttp itself ends a connection on which no complete request arrives in time, and has no other
+bound.
 """
 
 from __future__ import annotations
@@ -25,7 +28,8 @@ if TYPE_CHECKING:
 _logger = log.get(__name__)
 
 _ACCEPTED_AT_ONCE = 16  # then other work on the event loop has a turn
-# A connection costs about 0.3 ms. The queue in the kernel is as long as what is accepted in two seconds, so a probe gets through in time.
+# A connection costs about 0.3 ms. The queue in the kernel is as long as what is accepted in two
+# seconds, so a probe gets through in time.
 _ACCEPTED_A_SECOND = 400.0
 BACKLOG = 800
 _WITHOUT_DESCRIPTORS_SECONDS = 0.2
@@ -42,13 +46,18 @@ class _Connection:
 def bounded(most: int) -> int:
     """``most`` connections, or fewer where this process may open few files."""
     descriptors, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-    return max(4, min(most, descriptors // _PART_OF_DESCRIPTORS)) if descriptors != resource.RLIM_INFINITY else most
+    return (
+        max(4, min(most, descriptors // _PART_OF_DESCRIPTORS))
+        if descriptors != resource.RLIM_INFINITY
+        else most
+    )
 
 
 class Connections:
     """Accepts the connections of ``listener`` for ``server``, at most ``most`` at a time.
 
-    State: the connections, oldest first, until aiohttp's server has forgotten them; how many may be accepted now.
+    State: the connections, oldest first, until aiohttp's server has forgotten them; how many may be
+    accepted now.
     """
 
     def __init__(self, listener: socket.socket, server: web.Server, *, most: int) -> None:
@@ -70,7 +79,9 @@ class Connections:
         self._loop.add_reader(self._listener, self._accept)
 
     def stop(self) -> None:
-        """Accept nothing more and close the listener; connections stay, they are the server's to close."""
+        """Accept nothing more and close the listener;
+        connections stay, they are the server's to close.
+        """
         if self._accepting:
             self._accepting = False
             self._loop.remove_reader(self._listener)
@@ -80,7 +91,9 @@ class Connections:
 
     def _accept(self) -> None:
         now = self._loop.time()
-        self._allowed = min(float(self._most), self._allowed + (now - self._counted_at) * _ACCEPTED_A_SECOND)
+        self._allowed = min(
+            float(self._most), self._allowed + (now - self._counted_at) * _ACCEPTED_A_SECOND
+        )
         self._counted_at = now
         # New connections cannot make room yet, so a burst must not push out all others.
         for _ in range(min(_ACCEPTED_AT_ONCE, self._most // 4 - len(self._starting))):
@@ -92,8 +105,13 @@ class Connections:
             except (BlockingIOError, ConnectionAbortedError):
                 return
             except OSError as err:
-                # Too many open files, most likely. Without a pause the loop would do nothing but fail.
-                _logger.error("web.not_accepted", error=err.strerror or str(err), retry_in_seconds=_WITHOUT_DESCRIPTORS_SECONDS)
+                # Too many open files, most likely. Without a pause the loop would do nothing but
+                # fail.
+                _logger.error(
+                    "web.not_accepted",
+                    error=err.strerror or str(err),
+                    retry_in_seconds=_WITHOUT_DESCRIPTORS_SECONDS,
+                )
                 self._pause(_WITHOUT_DESCRIPTORS_SECONDS)
                 return
             self._allowed -= 1
@@ -115,12 +133,22 @@ class Connections:
         if len(self._open) + len(self._starting) < self._most:
             return
         known = set(self._server.connections)
-        self._open = {protocol: one for protocol, one in self._open.items() if protocol in known and not _ended(one)}
+        self._open = {
+            protocol: one
+            for protocol, one in self._open.items()
+            if protocol in known and not _ended(one)
+        }
         if not self._open or len(self._open) + len(self._starting) < self._most:
             return
-        (host, held), *_ = collections.Counter(one.host for one in self._open.values()).most_common(1)
-        protocol, oldest = next((protocol, one) for protocol, one in self._open.items() if one.host == host)
-        _logger.warning("web.connection_evicted", client=host, connections_of_client=held, most=self._most)
+        (host, held), *_ = collections.Counter(one.host for one in self._open.values()).most_common(
+            1
+        )
+        protocol, oldest = next(
+            (protocol, one) for protocol, one in self._open.items() if one.host == host
+        )
+        _logger.warning(
+            "web.connection_evicted", client=host, connections_of_client=held, most=self._most
+        )
         del self._open[protocol]
         oldest.transport.abort()  # close() would wait for a client that reads nothing
 

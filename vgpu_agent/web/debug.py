@@ -1,8 +1,9 @@
 """``/debug/…``: everything the agent knows about itself, as JSON, for the person on call.
 
-A table of paths, each with one sentence, its query parameters and a pure function from a snapshot to an answer.
-`web.server` serves it. Answers are the types of `views`, so their shapes are a contract with scripts
-(docs/debug-endpoints.md). The only thing that can be changed here is the log level.
+A table of paths, each with one sentence, its query parameters and a pure function from a snapshot
+to an answer.
+`web.server` serves it. Answers are the types of `views`, so their shapes are a contract with
+scripts (docs/debug-endpoints.md). The only thing that can be changed here is the log level.
 """
 
 from __future__ import annotations
@@ -27,7 +28,8 @@ if TYPE_CHECKING:
 
 _logger = log.get(__name__)
 _LONGEST_ECHO = 60  # characters of a wrong value that an error repeats
-_POD = re.compile(r"[a-z0-9]([-a-z0-9]*[a-z0-9])?/[a-z0-9]([-a-z0-9.]*[a-z0-9])?\Z")  # RFC 1123 label / subdomain
+# RFC 1123 label / subdomain
+_POD = re.compile(r"[a-z0-9]([-a-z0-9]*[a-z0-9])?/[a-z0-9]([-a-z0-9.]*[a-z0-9])?\Z")
 _UNIX_SECONDS = re.compile(r"\d{1,12}(\.\d{1,9})?\Z", re.ASCII)
 _AGO = re.compile(r"(\d{1,9})([smhd])\Z", re.ASCII)
 _UNIT_SECONDS = {"s": 1, "m": 60, "h": 3600, "d": 86400}
@@ -47,7 +49,9 @@ class Question:
 
 
 class DebugPath(NamedTuple):
-    """One line of the index: where, what in one sentence, which parameters (besides ``pretty``), and the answer."""
+    """One line of the index: where, what in one sentence, which parameters (besides ``pretty``),
+    and the answer.
+    """
 
     path: str
     about: str
@@ -56,12 +60,20 @@ class DebugPath(NamedTuple):
 
 
 def to_json(answer: Any, *, pretty: bool = False) -> bytes:
-    """``answer`` as one line, or indented; what JSON has no form for is written as Python shows it."""
+    """``answer`` as one line, or indented; what JSON has no form
+    for is written as Python shows it.
+    """
     line = msgspec.json.encode(answer, enc_hook=repr)
     return (msgspec.json.format(line, indent=2) if pretty else line) + b"\n"
 
 
-def question(status: AgentStatus, now: float, pairs: Iterable[tuple[str, str]], known: Iterable[str], path: str) -> Question:
+def question(
+    status: AgentStatus,
+    now: float,
+    pairs: Iterable[tuple[str, str]],
+    known: Iterable[str],
+    path: str,
+) -> Question:
     """The request in our words.
 
     Raises:
@@ -71,7 +83,9 @@ def question(status: AgentStatus, now: float, pairs: Iterable[tuple[str, str]], 
     query: dict[str, str] = {}
     for name, value in pairs:
         if name not in allowed:
-            raise BadQuestionError(f"query parameter {_echo(name)} is not known to {path}; known: {', '.join(allowed)}")
+            raise BadQuestionError(
+                f"query parameter {_echo(name)} is not known to {path}; known: {', '.join(allowed)}"
+            )
         if name in query:
             raise BadQuestionError(f"query parameter {name!r} is given twice; give it once")
         query[name] = value
@@ -79,7 +93,8 @@ def question(status: AgentStatus, now: float, pairs: Iterable[tuple[str, str]], 
 
 
 def change_log_level(body: bytes) -> dict[str, Any]:
-    """``PUT /debug/loglevel``: the body is a level, or ``{"level": "debug"}``. Lasts until the agent restarts.
+    """``PUT /debug/loglevel``: the body is a level, or ``{"level": "debug"}``.
+    Lasts until the agent restarts.
 
     Raises:
         BadQuestionError: anything else; the message lists the levels.
@@ -89,7 +104,8 @@ def change_log_level(body: bytes) -> dict[str, Any]:
         text = _level_in_json(text)
     if text not in log.LEVELS:
         raise BadQuestionError(
-            f'log level {_echo(text)} is not known; send one of {", ".join(log.LEVELS)} as plain text or as {{"level": "debug"}}'
+            f"log level {_echo(text)} is not known; send one of {', '.join(log.LEVELS)} as plain "
+            'text or as {"level": "debug"}'
         )
     was = log.current_level()
     log.set_level(text)
@@ -143,13 +159,17 @@ def _ledger(asked: Question) -> dict[str, Any]:
         "rooms": ledger.rooms,
         "scheduler_overcommitted": ledger.overcommitted,
         "uses": {use.gpu: uses.use_view(use, asked.now) for use in ledger.uses},
-        "held_back": {resource: uses.held_back(asked.status, resource) for resource in ledger.held_back},
+        "held_back": {
+            resource: uses.held_back(asked.status, resource) for resource in ledger.held_back
+        },
         "grants": views.grants(asked.status, asked.now),
     }
 
 
 def _allocations(asked: Question) -> dict[str, Any]:
-    return allocations.answer(asked.status, asked.now, _pod_asked_for(asked) if "pod" in asked.query else None)
+    return allocations.answer(
+        asked.status, asked.now, _pod_asked_for(asked) if "pod" in asked.query else None
+    )
 
 
 def _explain(asked: Question) -> explain.Explanation | dict[str, Any]:
@@ -161,7 +181,10 @@ def _explain(asked: Question) -> explain.Explanation | dict[str, Any]:
 def _pod_asked_for(asked: Question) -> str:
     pod = asked.query["pod"]
     if not _POD.match(pod):
-        raise BadQuestionError(f"pod {_echo(pod)} is not understood; write ?pod=NAMESPACE/NAME, for example ?pod=default/train-0")
+        raise BadQuestionError(
+            f"pod {_echo(pod)} is not understood; write ?pod=NAMESPACE/NAME, for example "
+            "?pod=default/train-0"
+        )
     return pod
 
 
@@ -189,18 +212,28 @@ def _events(asked: Question) -> dict[str, Any]:
     matching = [
         entry
         for entry in asked.status.events
-        if entry.at >= since and (name is None or entry.event == name or entry.event.startswith(f"{name}."))
+        if entry.at >= since
+        and (name is None or entry.event == name or entry.event.startswith(f"{name}."))
     ]
     newest = matching if limit is None else matching[-limit:]
     return {
         "kept": len(asked.status.events),
         "matching": len(matching),
-        "events": [{**msgspec.to_builtins(when(entry.at, asked.now)), "event": entry.event, "facts": entry.facts} for entry in newest],
+        "events": [
+            {
+                **msgspec.to_builtins(when(entry.at, asked.now)),
+                "event": entry.event,
+                "facts": entry.facts,
+            }
+            for entry in newest
+        ],
     }
 
 
 def _since(text: str | None, now: float) -> float:
-    """Parse ``since`` into unix seconds: a time in ISO-8601 (UTC by default), unix seconds, or an age such as ``10m``."""
+    """Parse ``since`` into unix seconds: a time in ISO-8601 (UTC by default), unix seconds,
+    or an age such as ``10m``.
+    """
     if text is None:
         return 0.0
     if ago := _AGO.match(text):
@@ -208,11 +241,13 @@ def _since(text: str | None, now: float) -> float:
     if _UNIX_SECONDS.match(text):
         return float(text)
     try:
-        # "+" of "…T12:00:00+01:00" means a space in a query, unless it is escaped, which is rarely done in curl.
+        # "+" of "…T12:00:00+01:00" means a space in a query, unless it is escaped, which is rarely
+        # done in curl.
         at = dt.datetime.fromisoformat(text.replace(" ", "+") if "T" in text else text)
     except ValueError:
         raise BadQuestionError(
-            f"since {_echo(text)} is not understood; write an age (30s, 10m, 2h, 1d), a time (2026-01-31T12:00:00Z) or unix seconds"
+            f"since {_echo(text)} is not understood; write an age (30s, 10m, 2h, 1d), a time "
+            "(2026-01-31T12:00:00Z) or unix seconds"
         ) from None
     return (at if at.tzinfo else at.replace(tzinfo=dt.UTC)).timestamp()
 
@@ -221,7 +256,10 @@ def _limit(text: str | None) -> int | None:
     if text is None:
         return None
     if not (text.isascii() and text.isdigit() and len(text) <= 9 and int(text) >= 1):
-        raise BadQuestionError(f"limit {_echo(text)} is not understood; write how many of the newest events you want, 1 or more")
+        raise BadQuestionError(
+            f"limit {_echo(text)} is not understood; write how many of the newest events you want, "
+            "1 or more"
+        )
     return int(text)
 
 
@@ -235,12 +273,17 @@ def _config(asked: Question) -> dict[str, Any]:
         **_of_files(asked.status.binding),
         "config_map": asked.status.cluster.config_map,
         "file_problems": asked.status.binding.file_problems,
-        "values": {key: {"value": value, "from": origin} for key, (value, origin) in sorted(asked.status.config.items())},
+        "values": {
+            key: {"value": value, "from": origin}
+            for key, (value, origin) in sorted(asked.status.config.items())
+        },
     }
 
 
 def _of_files(status: BindingStatus) -> dict[str, Any]:
-    """Show for each family with files of a replaced plugin its settings in force, and which of them a file has set."""
+    """Show for each family with files of a replaced plugin its settings in force,
+    and which of them a file has set.
+    """
     answer: dict[str, Any] = {}
     for family in FAMILIES:
         if family.files:
@@ -255,7 +298,10 @@ def _tasks(asked: Question) -> dict[str, Any]:
         "loop_lag_seconds": asked.status.loop_lag_seconds,
         "loop_lag_max_seconds": asked.status.loop_lag_max_seconds,
         "nvml": views.nvml(asked.status, now),
-        "tasks": [{**shown(task, now), "stuck_seconds": task.stuck_for(now)} for task in asked.status.tasks],
+        "tasks": [
+            {**shown(task, now), "stuck_seconds": task.stuck_for(now)}
+            for task in asked.status.tasks
+        ],
     }
 
 
@@ -275,24 +321,41 @@ def _index(_: Question) -> dict[str, Any]:
 
 PATHS: tuple[DebugPath, ...] = (
     DebugPath("/debug/", "This list.", (), _index),
-    DebugPath("/debug/status", "The whole node on one page: what `vgpu-agent status` prints.", (), _status),
-    DebugPath("/debug/devices", "Every GPU: health and why, usage, topology, and who holds a share of it.", (), _devices),
+    DebugPath(
+        "/debug/status", "The whole node on one page: what `vgpu-agent status` prints.", (), _status
+    ),
+    DebugPath(
+        "/debug/devices",
+        "Every GPU: health and why, usage, topology, and who holds a share of it.",
+        (),
+        _devices,
+    ),
     DebugPath(
         "/debug/ledger",
-        "The book: grants, capacity, free ids, the family that each GPU serves, and what verification against kubelet found.",
+        "The book: grants, capacity, free ids, the family that each GPU serves, and what "
+        "verification against kubelet found.",
         (),
         _ledger,
     ),
     DebugPath(
         "/debug/allocations",
-        "Every grant with its evidence, reservations nobody has claimed, refused starts; all, or of one pod (pod=namespace/name).",
+        "Every grant with its evidence, reservations nobody has claimed, refused starts; all, or "
+        "of one pod (pod=namespace/name).",
         ("pod",),
         _allocations,
     ),
     DebugPath(
-        "/debug/explain", "Why a pod does not start, or which GPU it has and how that is known (pod=namespace/name).", ("pod",), _explain
+        "/debug/explain",
+        "Why a pod does not start, or which GPU it has and how that is known (pod=namespace/name).",
+        ("pod",),
+        _explain,
     ),
-    DebugPath("/debug/pods", "Who holds which GPU, by pod; and the pods of this node as the API server has them.", (), _pods),
+    DebugPath(
+        "/debug/pods",
+        "Who holds which GPU, by pod; and the pods of this node as the API server has them.",
+        (),
+        _pods,
+    ),
     DebugPath(
         "/debug/cluster",
         "The API server: connection, watches, writers, requests, what was remembered.",
@@ -300,15 +363,40 @@ PATHS: tuple[DebugPath, ...] = (
         lambda asked: cluster.answer(asked.status, asked.now),
     ),
     DebugPath(
-        "/debug/resources", "Each plugin server: registered, stream open, ids sent, Allocate calls; and the kubelet.", (), _resources
+        "/debug/resources",
+        "Each plugin server: registered, stream open, ids sent, Allocate calls; and the kubelet.",
+        (),
+        _resources,
     ),
-    DebugPath("/debug/mps", "The MPS control daemons: limits in force, clients, restarts, what is wrong.", (), _mps),
     DebugPath(
-        "/debug/events", "The last thousand decisions (since=10m, event=gpu.unhealthy, limit=20).", ("since", "event", "limit"), _events
+        "/debug/mps",
+        "The MPS control daemons: limits in force, clients, restarts, what is wrong.",
+        (),
+        _mps,
     ),
-    DebugPath("/debug/config", "Each setting in force and where it came from; how grants are bound and why.", (), _config),
-    DebugPath("/debug/tasks", "The agent's loops: state, restarts, signs of life; and an NVML call that hangs.", (), _tasks),
     DebugPath(
-        "/debug/loglevel", "The log level; PUT one of debug, info, warning, error to change it until the next restart.", (), _log_level
+        "/debug/events",
+        "The last thousand decisions (since=10m, event=gpu.unhealthy, limit=20).",
+        ("since", "event", "limit"),
+        _events,
+    ),
+    DebugPath(
+        "/debug/config",
+        "Each setting in force and where it came from; how grants are bound and why.",
+        (),
+        _config,
+    ),
+    DebugPath(
+        "/debug/tasks",
+        "The agent's loops: state, restarts, signs of life; and an NVML call that hangs.",
+        (),
+        _tasks,
+    ),
+    DebugPath(
+        "/debug/loglevel",
+        "The log level; PUT one of debug, info, warning, error to change it until the next "
+        "restart.",
+        (),
+        _log_level,
     ),
 )

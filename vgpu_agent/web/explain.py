@@ -1,7 +1,9 @@
-"""``/debug/explain``: why a pod does not start here, or which GPU it has and how that is known, in sentences.
+"""``/debug/explain``: why a pod does not start here, or which GPU it has and how that is known,
+in sentences.
 
-For a person with a pod's name and a minute. Joins the pods, the ledger, the refusals and the journal. For a pod that
-none of them knows it lists where it looked. Used by `debug`, and through it by ``vgpu-agent status --pod``.
+For a person with a pod's name and a minute. Joins the pods, the ledger, the refusals and the
+journal. For a pod that none of them knows it lists where it looked. Used by `debug`, and through it
+by ``vgpu-agent status --pod``.
 """
 
 from __future__ import annotations
@@ -26,7 +28,11 @@ if TYPE_CHECKING:
 
 _SHOWN_EVENTS = 20
 _FAILED = "Failed"  # phase of a pod
-_LIMIT_WORDS = {"no limit": "not there", "whole device": "not needed", "configured": "configured, and not seen in force"}
+_LIMIT_WORDS = {
+    "no limit": "not there",
+    "whole device": "not needed",
+    "configured": "configured, and not seen in force",
+}
 
 
 class EventView(msgspec.Struct, frozen=True):
@@ -54,32 +60,66 @@ class Explanation(msgspec.Struct, frozen=True):
 
 def explain(status: AgentStatus, now: float, name: str) -> Explanation:
     """Everything about the pod ``namespace/name``."""
-    pod = max((pod for pod in status.cluster.pods if pod.full_name == name), key=lambda pod: pod.bound, default=None)
+    pod = max(
+        (pod for pod in status.cluster.pods if pod.full_name == name),
+        key=lambda pod: pod.bound,
+        default=None,
+    )
     grants = allocations.of_pod(status, now, name)
     refusals = [refusal for refusal in binding.refusals(status, now) if refusal.pod_name == name]
     events = _events(status, name, {grant.token for grant in grants if grant.token})
-    sentences = tuple(_about(status, now, pod, grants, refusals) if pod else _unknown(status, name, grants, refusals, events))
-    shown = tuple(EventView(entry.event, when(entry.at, now), entry.facts) for entry in events[-_SHOWN_EVENTS:])
+    sentences = tuple(
+        _about(status, now, pod, grants, refusals)
+        if pod
+        else _unknown(status, name, grants, refusals, events)
+    )
+    shown = tuple(
+        EventView(entry.event, when(entry.at, now), entry.facts)
+        for entry in events[-_SHOWN_EVENTS:]
+    )
     return Explanation(name, sentences, tuple(_sources(status, now)), shown)
 
 
 def pods(status: AgentStatus) -> tuple[str, ...]:
-    """List the pods that matter here: those that ask for our resources, hold some, or are refused."""
+    """List the pods that matter here: those that ask for our resources, hold some,
+    or are refused.
+    """
     ours = cluster.our_resources(status)
-    asking = (pod.full_name for pod in status.cluster.pods if any(not ours.isdisjoint(container.limits) for container in pod.containers))
-    holding = (grant.owner.pod_name for grant in status.ledger.grants if grant.owner is not None and grant.owner.pod)
-    return tuple(sorted({*asking, *holding, *(refusal.pod.full_name for refusal in status.binding.refusals)}))
+    asking = (
+        pod.full_name
+        for pod in status.cluster.pods
+        if any(not ours.isdisjoint(container.limits) for container in pod.containers)
+    )
+    holding = (
+        grant.owner.pod_name
+        for grant in status.ledger.grants
+        if grant.owner is not None and grant.owner.pod
+    )
+    return tuple(
+        sorted({*asking, *holding, *(refusal.pod.full_name for refusal in status.binding.refusals)})
+    )
 
 
-def _about(status: AgentStatus, now: float, pod: Pod, grants: tuple[AllocationView, ...], refusals: list[RefusalView]) -> Iterator[str]:
+def _about(
+    status: AgentStatus,
+    now: float,
+    pod: Pod,
+    grants: tuple[AllocationView, ...],
+    refusals: list[RefusalView],
+) -> Iterator[str]:
     """A pod that the watch shows."""
     ours = cluster.our_resources(status)
-    asking = [container for container in pod.containers if any(name in ours for name in (*container.limits, *container.unreadable))]
+    asking = [
+        container
+        for container in pod.containers
+        if any(name in ours for name in (*container.limits, *container.unreadable))
+    ]
     if not asking:
         wanted = sorted({name for container in pod.containers for name in container.limits})
         yield (
-            f"No container of {pod.full_name} asks for a resource of this node's agent ({', '.join(sorted(ours)) or 'none is offered'}); "
-            f"its limits name {', '.join(wanted) or 'no extended resource'}."
+            f"No container of {pod.full_name} asks for a resource of this node's agent "
+            f"({', '.join(sorted(ours)) or 'none is offered'}); its limits name "
+            f"{', '.join(wanted) or 'no extended resource'}."
         )
     for container in asking:
         yield from _container(status, now, pod, container, grants, refusals)
@@ -91,8 +131,14 @@ def _about(status: AgentStatus, now: float, pod: Pod, grants: tuple[AllocationVi
         yield "The pod is being deleted."
     for grant in grants:
         if grant.pod_uid and grant.pod_uid != pod.kubelet_uid:
-            yield f"An earlier pod of that name (UID {grant.pod_uid}) still holds {_shares(grant.shares)} in container {grant.container}."
-    yield f"The pod has UID {pod.kubelet_uid}, phase {pod.phase}, and was placed by {pod.scheduler or 'an unknown scheduler'}."
+            yield (
+                f"An earlier pod of that name (UID {grant.pod_uid}) still holds "
+                f"{_shares(grant.shares)} in container {grant.container}."
+            )
+    yield (
+        f"The pod has UID {pod.kubelet_uid}, phase {pod.phase}, and was placed by "
+        f"{pod.scheduler or 'an unknown scheduler'}."
+    )
 
 
 def _claims(status: AgentStatus, pod: Pod) -> Iterator[str]:
@@ -107,8 +153,15 @@ def _held_back(status: AgentStatus, resource: str) -> Iterator[str]:
     """Explain why fewer ids of ``resource`` are available than exist."""
     plugin = next((plugin for plugin in status.plugins if plugin.resource == resource), None)
     if plugin is not None and (found := uses.held_back(status, resource)):
-        free = f", {status.ledger.free[resource]} of them free" if resource in status.ledger.free else ""
-        yield f"{resource} has {plugin.ids_sent} ids here{free}; not to be had: {'; '.join(each.reason for each in found)}."
+        free = (
+            f", {status.ledger.free[resource]} of them free"
+            if resource in status.ledger.free
+            else ""
+        )
+        yield (
+            f"{resource} has {plugin.ids_sent} ids here{free}; not to be had: "
+            f"{'; '.join(each.reason for each in found)}."
+        )
 
 
 def _container(
@@ -123,15 +176,27 @@ def _container(
     ours = cluster.our_resources(status)
     for name, text in container.unreadable.items():
         if name in ours:
-            yield f"Container {container.name} asks for {name} = {text[:60]!r}, which is no whole number."
+            yield (
+                f"Container {container.name} asks for {name} = {text[:60]!r}, which is no whole "
+                "number."
+            )
     for resource in container.limits:
-        yield from (f"Container {container.name} asks for {resource}, which {why}" for why in _unserved(status, resource))
-    refused = [refusal for refusal in refusals if (refusal.pod_uid, refusal.container) == (pod.kubelet_uid, container.name)]
+        yield from (
+            f"Container {container.name} asks for {resource}, which {why}"
+            for why in _unserved(status, resource)
+        )
+    refused = [
+        refusal
+        for refusal in refusals
+        if (refusal.pod_uid, refusal.container) == (pod.kubelet_uid, container.name)
+    ]
     yield from map(_refused, refused)
     held = [
         grant
         for grant in grants
-        if grant.container == container.name and grant.pod_uid in {"", pod.kubelet_uid} and grant.resource in container.limits
+        if grant.container == container.name
+        and grant.pod_uid in {"", pod.kubelet_uid}
+        and grant.resource in container.limits
     ]
     for grant in held:
         if grant.shares or not refused:
@@ -142,38 +207,62 @@ def _container(
     if refused:
         return  # kubelet has asked for all of it, or it would not have come to that
     counted = status.ledger.rooms  # resources that only schedulers count have no room of their own
-    for name in sorted(container.limits.keys() & counted.keys() - {grant.resource for grant in held}):
+    for name in sorted(
+        container.limits.keys() & counted.keys() - {grant.resource for grant in held}
+    ):
         yield from _not_asked(status, now, pod, container, name)
 
 
 def _counted_alone(status: AgentStatus, container: PodContainer) -> Iterator[str]:
-    """Explain units of memory or compute without a number of GPUs: schedulers take that for one, the kubelet for none."""
+    """Explain units of memory or compute without a number of GPUs:
+    schedulers take that for one, the kubelet for none.
+    """
     family = {plugin.resource: plugin.family for plugin in status.plugins}
     for name in sorted(container.limits.keys() & status.ledger.only_counted):
-        giving = {resource for resource in status.ledger.decided_by_pod if family.get(resource) == family.get(name)}
+        giving = {
+            resource
+            for resource in status.ledger.decided_by_pod
+            if family.get(resource) == family.get(name)
+        }
         if giving and giving.isdisjoint(container.limits):
             number = min(giving)
-            yield f"Container {container.name} asks for {name} and not for {number}, so kubelet gives it no GPU: ask for {number}, too."
+            yield (
+                f"Container {container.name} asks for {name} and not for {number}, so kubelet "
+                f"gives it no GPU: ask for {number}, too."
+            )
             return
 
 
 def _held(grant: AllocationView, container: PodContainer) -> Iterator[str]:
     if grant.shares:
-        limit = f" Its limit is {_LIMIT_WORDS.get(grant.limit, grant.limit)}: {grant.limit_reason}." if grant.limit else ""
-        yield f"Container {grant.container} has {_shares(grant.shares)} through {grant.resource}; the grant is {grant.state}.{limit}"
+        limit = (
+            f" Its limit is {_LIMIT_WORDS.get(grant.limit, grant.limit)}: {grant.limit_reason}."
+            if grant.limit
+            else ""
+        )
+        yield (
+            f"Container {grant.container} has {_shares(grant.shares)} through {grant.resource}; "
+            f"the grant is {grant.state}.{limit}"
+        )
     elif container.started:
-        yield f"Container {grant.container} holds {grant.ids_total} of {grant.resource} and runs, but what it was given is not known here."
+        yield (
+            f"Container {grant.container} holds {grant.ids_total} of {grant.resource} and runs, "
+            "but what it was given is not known here."
+        )
     else:
         yield (
-            f"Container {grant.container} is promised {grant.ids_total} of {grant.resource} and has not started. What it gets is decided "
-            "when kubelet asks for its start, after images are pulled and earlier init containers have ended."
+            f"Container {grant.container} is promised {grant.ids_total} of {grant.resource} and "
+            "has not started. What it gets is decided when kubelet asks for its start, after "
+            "images are pulled and earlier init containers have ended."
         )
     if grant.evidence:
         yield f"That is known because: {'; '.join(grant.evidence)}."
 
 
 def _unserved(status: AgentStatus, resource: str) -> Iterator[str]:
-    """Explain why nothing of ``resource`` is granted now. Most reasons begin with its name, so it is removed."""
+    """Explain why nothing of ``resource`` is granted now.
+    Most reasons begin with its name, so it is removed.
+    """
     if reason := status.not_served.get(resource):
         yield f"is not served now: {reason.removeprefix(f'{resource}: ')}."
 
@@ -185,60 +274,87 @@ def _ill(status: AgentStatus, grant: AllocationView) -> Iterator[str]:
     for share in grant.shares:
         found = status.inventory.device(share.device)
         if found is None:
-            yield f"This node has no {share.device} any more; what runs on it fails: delete the pod, so that its owner makes a new one."
+            yield (
+                f"This node has no {share.device} any more; what runs on it fails: delete the pod, "
+                "so that its owner makes a new one."
+            )
             continue
         gpu, instance = found
         reason = slices.why_withheld(gpu, instance) if instance is not None else gpu.health.reason
         if reason or not gpu.present or not gpu.health.ok:
             yield (
-                f"{_called(share)} is Unhealthy: {reason or 'it no longer answers'}. What runs on it will most likely fail, and no new "
-                "container gets it meanwhile."
+                f"{_called(share)} is Unhealthy: {reason or 'it no longer answers'}. What runs on "
+                "it will most likely fail, and no new container gets it meanwhile."
             )
 
 
 def _overcommitted(status: AgentStatus, grant: AllocationView) -> Iterator[str]:
     """Explain why a container may be slower than it requested."""
     for each in status.ledger.overcommitted:
-        if each.resource == grant.resource and any(share.device == each.device for share in grant.shares):
+        if each.resource == grant.resource and any(
+            share.device == each.device for share in grant.shares
+        ):
             yield (
-                f"Scheduler overcommitted: of {each.device} more is given out than it has: {each.text}. Its containers share the compute; "
-                "each keeps its memory and its own limits."
+                f"Scheduler overcommitted: of {each.device} more is given out than it has: "
+                f"{each.text}. Its containers share the compute; each keeps its memory and its own "
+                "limits."
             )
 
 
-def _not_asked(status: AgentStatus, now: float, pod: Pod, container: PodContainer, resource: str) -> Iterator[str]:
+def _not_asked(
+    status: AgentStatus, now: float, pod: Pod, container: PodContainer, resource: str
+) -> Iterator[str]:
     """Explain why the container asks for ``resource`` and no grant gives it any."""
     guessed = [
         grant
         for grant in allocations.allocations(status, now)
-        if not grant.container and grant.decided_for == allocations.DecidedFor(pod.kubelet_uid, container.name)
+        if not grant.container
+        and grant.decided_for == allocations.DecidedFor(pod.kubelet_uid, container.name)
     ]
-    waiting = [grant for grant in allocations.unclaimed(status) if grant.resource == resource and not grant.decided_for]
+    waiting = [
+        grant
+        for grant in allocations.unclaimed(status)
+        if grant.resource == resource and not grant.decided_for
+    ]
     if guessed:
         yield (
-            f"Container {container.name} was probably meant by an Allocate {_seconds(guessed[0].reserved.seconds_ago or 0)} ago; "
-            "its pod is identified before the container starts."
+            f"Container {container.name} was probably meant by an Allocate "
+            f"{_seconds(guessed[0].reserved.seconds_ago or 0)} ago; its pod is identified before "
+            "the container starts."
         )
     elif waiting:
         yield (
-            f"kubelet has asked for {resource} {_ago(waiting[0].reserved_at, now)} and its records do not say yet for which container; "
-            f"it may be {container.name} ({len(waiting)} such reservations)."
+            f"kubelet has asked for {resource} {_ago(waiting[0].reserved_at, now)} and its records "
+            f"do not say yet for which container; it may be {container.name} ({len(waiting)} such "
+            "reservations)."
         )
     elif container.started:
-        yield f"Container {container.name} has run, and holds nothing of {resource} any more as far as the ledger knows."
+        yield (
+            f"Container {container.name} has run, and holds nothing of {resource} any more as far "
+            "as the ledger knows."
+        )
     elif pod.phase == _FAILED:
-        yield f"kubelet has most likely refused the pod before anything of {resource} was given to it: kubectl describe pod says why."
+        yield (
+            f"kubelet has most likely refused the pod before anything of {resource} was given to "
+            "it: kubectl describe pod says why."
+        )
     elif not pod.ended:
         yield (
-            f"kubelet has not asked for {resource} for container {container.name}: the pod is not admitted yet, or was refused before; "
-            "kubectl describe pod says which."
+            f"kubelet has not asked for {resource} for container {container.name}: the pod is not "
+            "admitted yet, or was refused before; kubectl describe pod says which."
         )
         yield from _held_back(status, resource)
 
 
 def _refused(refusal: RefusalView) -> str:
     times = "once" if refusal.count == 1 else f"{refusal.count} times"
-    after = "; trying again cannot help" if refusal.final else "" if refusal.advice else "; kubelet tries again by itself"
+    after = (
+        "; trying again cannot help"
+        if refusal.final
+        else ""
+        if refusal.advice
+        else "; kubelet tries again by itself"
+    )
     return (
         f"Container {refusal.container} may not start: {refusal.text.rstrip('.')}. "
         f"Refused {times}, first {_seconds(refusal.since.seconds_ago or 0)} ago{after}."
@@ -246,13 +362,20 @@ def _refused(refusal: RefusalView) -> str:
 
 
 def _unknown(
-    status: AgentStatus, name: str, grants: tuple[AllocationView, ...], refusals: list[RefusalView], events: list[Entry]
+    status: AgentStatus,
+    name: str,
+    grants: tuple[AllocationView, ...],
+    refusals: list[RefusalView],
+    events: list[Entry],
 ) -> Iterator[str]:
     """A pod that the watch does not show."""
     for refusal in refusals:
         yield _refused(refusal)
     for grant in grants:
-        yield f"Container {grant.container} has {_shares(grant.shares)} through {grant.resource}; the grant is {grant.state}."
+        yield (
+            f"Container {grant.container} has {_shares(grant.shares)} through {grant.resource}; "
+            f"the grant is {grant.state}."
+        )
         yield from _ill(status, grant)
         if grant.evidence:
             yield f"That is known because: {'; '.join(grant.evidence)}."
@@ -277,13 +400,28 @@ def _unknown(
 def _sources(status: AgentStatus, now: float) -> Iterator[str]:
     known = status.cluster
     if not known.connected:
-        yield f"the watch of pods: there is none, because {known.without or 'the agent is starting'}"
+        yield (
+            f"the watch of pods: there is none, because {known.without or 'the agent is starting'}"
+        )
     else:
         watch = known.watches[0] if known.watches else None
-        heard = f", last word {_ago(watch.last_event_at, now)}" if watch and watch.last_event_at else ""
-        failing = f", failing for {_seconds(now - watch.failing_since)}: {watch.last_error}" if watch and watch.failing_since else ""
-        yield f"the watch of pods: {len(known.pods)} pods, {'complete' if known.pods_synced else 'not complete yet'}{heard}{failing}"
-    verified = f"compared with kubelet's records {_ago(status.ledger.verified_at, now)}" if status.ledger.verified_at else "never verified"
+        heard = (
+            f", last word {_ago(watch.last_event_at, now)}" if watch and watch.last_event_at else ""
+        )
+        failing = (
+            f", failing for {_seconds(now - watch.failing_since)}: {watch.last_error}"
+            if watch and watch.failing_since
+            else ""
+        )
+        yield (
+            f"the watch of pods: {len(known.pods)} pods, "
+            f"{'complete' if known.pods_synced else 'not complete yet'}{heard}{failing}"
+        )
+    verified = (
+        f"compared with kubelet's records {_ago(status.ledger.verified_at, now)}"
+        if status.ledger.verified_at
+        else "never verified"
+    )
     yield f"the ledger: {len(status.ledger.grants)} grants, {verified}"
     yield f"the refusals: {len(status.binding.refusals)}"
     oldest = f", the oldest {_ago(status.events[0].at, now)}" if status.events else ""
@@ -291,8 +429,14 @@ def _sources(status: AgentStatus, now: float) -> Iterator[str]:
 
 
 def _events(status: AgentStatus, name: str, tokens: set[str]) -> list[Entry]:
-    """List the journal's entries about the pod, found by its name or by the tokens of its grants."""
-    return [entry for entry in status.events if entry.facts.get("pod") == name or entry.facts.get("token") in tokens]
+    """List the journal's entries about the pod,
+    found by its name or by the tokens of its grants.
+    """
+    return [
+        entry
+        for entry in status.events
+        if entry.facts.get("pod") == name or entry.facts.get("token") in tokens
+    ]
 
 
 def _shares(shares: tuple[ShareView, ...]) -> str:
@@ -316,4 +460,10 @@ def _ago(unix_seconds: float, now: float) -> str:
 
 def _seconds(seconds: float) -> str:
     whole = max(0, int(seconds))
-    return f"{whole} s" if whole < 600 else f"{whole // 60} min" if whole < 36000 else f"{whole // 3600} h"
+    return (
+        f"{whole} s"
+        if whole < 600
+        else f"{whole // 60} min"
+        if whole < 36000
+        else f"{whole // 3600} h"
+    )

@@ -1,8 +1,9 @@
-"""The limit of each grant, in one of five words, so that an identified pod is not taken for a limited one.
+"""The limit of each grant, in one of five words,
+so that an identified pod is not taken for a limited one.
 
-*Identified* names the share's owner, and is the grant's own state. The limit of the container is another matter. It
-is *configured* once it is written where the backend reads it, and *in force* once that was seen from the host. Used
-by `views` and `readings`, and by `agent` for the journal.
+*Identified* names the share's owner, and is the grant's own state. The limit of the container is
+another matter. It is *configured* once it is written where the backend reads it, and *in force*
+once that was seen from the host. Used by `views` and `readings`, and by `agent` for the journal.
 """
 
 from __future__ import annotations
@@ -24,7 +25,8 @@ if TYPE_CHECKING:
     from vgpu_agent.model import ContainerUsage, Grant, Share
     from vgpu_agent.status import AgentStatus
 
-_LIMITED = frozenset(family.name for family in FAMILIES if family.library)  # families whose shares the library may limit
+# families whose shares the library may limit
+_LIMITED = frozenset(family.name for family in FAMILIES if family.library)
 _OFF = LibraryLimits("the family is switched off")
 _MIG = "MIG-"
 
@@ -48,7 +50,9 @@ class Limit:
 
 
 class Limits:
-    """The limits of a snapshot's grants. State: the content of the containers' regions, by container."""
+    """The limits of a snapshot's grants. State:
+    the content of the containers' regions, by container.
+    """
 
     def __init__(self, status: AgentStatus) -> None:
         self._status = status
@@ -74,8 +78,13 @@ class Limits:
         if sharing == SharingMode.MPS:
             return self._of_daemon(resource)
         if sharing == SharingMode.MPS_OF_HOST:
-            return Limit(LimitState.NONE, "the MPS daemon is somebody else's, and its limits are not known here")
-        return Limit(LimitState.NONE, "the holders of the GPU take turns, and nothing limits any of them")
+            return Limit(
+                LimitState.NONE,
+                "the MPS daemon is somebody else's, and its limits are not known here",
+            )
+        return Limit(
+            LimitState.NONE, "the holders of the GPU take turns, and nothing limits any of them"
+        )
 
     def _of_daemon(self, resource: str) -> Limit:
         daemon = self._mps.get(resource)
@@ -91,23 +100,37 @@ class Limits:
         if not used and limits.missing:
             return Limit(LimitState.NONE, limits.missing)
         if self._is_disabled(grant, limits):
-            return Limit(LimitState.NONE, f"the pod sets {DISABLED_BY}, and hamiCore.disableVariable lets it")
+            return Limit(
+                LimitState.NONE, f"the pod sets {DISABLED_BY}, and hamiCore.disableVariable lets it"
+            )
         if not used:
             return Limit(LimitState.CONFIGURED, "its region has not been read yet")
         if weaker := next(self._weaker(grant.shares, used, limits), ""):
-            return Limit(LimitState.NOT_IN_FORCE, f"{weaker}, so the container can take more than its share")
+            return Limit(
+                LimitState.NOT_IN_FORCE, f"{weaker}, so the container can take more than its share"
+            )
         if not any(usage.processes for usage in used):
-            return Limit(LimitState.CONFIGURED, "no process in the container has the library and its region open")
-        return Limit(LimitState.IN_FORCE, "a process in the container has the library open, and its region holds these limits")
+            return Limit(
+                LimitState.CONFIGURED,
+                "no process in the container has the library and its region open",
+            )
+        return Limit(
+            LimitState.IN_FORCE,
+            "a process in the container has the library open, and its region holds these limits",
+        )
 
-    def _weaker(self, shares: Sequence[Share], used: Sequence[ContainerUsage], limits: LibraryLimits) -> Iterator[str]:
+    def _weaker(
+        self, shares: Sequence[Share], used: Sequence[ContainerUsage], limits: LibraryLimits
+    ) -> Iterator[str]:
         """Describe how the region allows more than was configured."""
         by_device = {usage.uuid: usage for usage in used}
         for device in dict.fromkeys(share.device for share in shares):
             own = [share for share in shares if share.device == device]
             gpu = self._status.inventory.gpu(device)
             whole = any(share.memory_mib <= 0 for share in own)
-            memory_mib = (gpu.memory_mib if gpu else 0) if whole else sum(share.memory_mib for share in own)
+            memory_mib = (
+                (gpu.memory_mib if gpu else 0) if whole else sum(share.memory_mib for share in own)
+            )
             cores = sum(share.cores_percent for share in own)
             usage = by_device.get(device)
             if usage is None:
@@ -118,7 +141,10 @@ class Limits:
                 yield f"the region allows {allowed} of {device} instead of {memory_mib} MiB"
             if limits.cores and 0 < cores < NO_CORES_LIMIT:
                 if not 0 < usage.cores_limit_percent <= cores:
-                    yield f"the region allows {usage.cores_limit_percent or NO_CORES_LIMIT} % of {device} instead of {cores} %"
+                    yield (
+                        f"the region allows {usage.cores_limit_percent or NO_CORES_LIMIT} % of "
+                        f"{device} instead of {cores} %"
+                    )
                 elif not usage.limits_cores:
                     yield "the region's limit of compute is switched off"
 
@@ -137,7 +163,11 @@ class Limits:
         )
         if owner is None or container is None or DISABLED_BY not in container.environment:
             return False
-        pairs = tuple((gpu, share) for share in grant.shares if (gpu := self._status.inventory.gpu(share.device)))
+        pairs = tuple(
+            (gpu, share)
+            for share in grant.shares
+            if (gpu := self._status.inventory.gpu(share.device))
+        )
         target = Target(
             owner.pod_uid,
             owner.container,

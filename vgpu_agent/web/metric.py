@@ -1,4 +1,6 @@
-"""One line of the catalogue of metrics. The lines themselves are in `catalogue` and, by subject, in the modules beside it."""
+"""One line of the catalogue of metrics.
+The lines themselves are in `catalogue` and, by subject, in the modules beside it.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +27,8 @@ class Metric:
     """One line of the table.
 
     Attributes:
-        name: as scraped; a counter ends in ``_total``, a summary is scraped as ``<name>_sum`` and ``<name>_count``.
+        name: as scraped; a counter ends in ``_total``, a summary is scraped as ``<name>_sum`` and
+            ``<name>_count``.
         kind: its type.
         labels: label names, in the order of a row's label values.
         help: one sentence, with the unit where the name does not have it.

@@ -1,8 +1,9 @@
-"""``/metrics``: the catalogue in Prometheus' text format (or OpenMetrics, when the scraper asks for it).
+"""``/metrics``: the catalogue in Prometheus' text format (or OpenMetrics,
+when the scraper asks for it).
 
-Called by `web.server` for each scrape. It reads one snapshot that is already in memory and a few counters of the
-process, so a hung driver or a slow kubelet can delay no scrape. Nothing is kept between scrapes: a series vanishes
-with the thing that it describes.
+Called by `web.server` for each scrape. It reads one snapshot that is already in memory and a few
+counters of the process, so a hung driver or a slow kubelet can delay no scrape. Nothing is kept
+between scrapes: a series vanishes with the thing that it describes.
 """
 
 from __future__ import annotations
@@ -37,11 +38,23 @@ _POD_LABELS = frozenset({"namespace", "pod", "container", "podnamespace", "podna
 
 
 class Exposition(Collector):
-    """The scrape: one registry of our own with one collector in it, itself; without ``pod_names``, without metrics of single pods."""
+    """The scrape: one registry of our own with one collector in it, itself; without ``pod_names``,
+    without metrics of single pods.
+    """
 
-    def __init__(self, status: Callable[[], AgentStatus], *, pod_names: bool = True, clock: Callable[[], float] = time.time) -> None:
+    def __init__(
+        self,
+        status: Callable[[], AgentStatus],
+        *,
+        pod_names: bool = True,
+        clock: Callable[[], float] = time.time,
+    ) -> None:
         self._status = status
-        self._metrics = tuple(metric for metric in catalogue() if pod_names or not _POD_LABELS.intersection(metric.labels))
+        self._metrics = tuple(
+            metric
+            for metric in catalogue()
+            if pod_names or not _POD_LABELS.intersection(metric.labels)
+        )
         self._clock = clock
         self._registry = CollectorRegistry(auto_describe=False)
         self._registry.register(self)
@@ -68,13 +81,21 @@ class Exposition(Collector):
 
 
 def _family(metric: Metric, moment: Moment) -> Family:
-    family = Family(metric.name.removesuffix("_total") if metric.kind is Kind.COUNTER else metric.name, metric.help, metric.kind.value)
+    family = Family(
+        metric.name.removesuffix("_total") if metric.kind is Kind.COUNTER else metric.name,
+        metric.help,
+        metric.kind.value,
+    )
     suffix = "_sum" if metric.kind is Kind.SUMMARY else ""
     for values, value in metric.read(moment):
-        family.add_sample(metric.name + suffix, dict(zip(metric.labels, values, strict=True)), float(value))
+        family.add_sample(
+            metric.name + suffix, dict(zip(metric.labels, values, strict=True)), float(value)
+        )
     if metric.read_count is not None:
         for values, value in metric.read_count(moment):
-            family.add_sample(metric.name + "_count", dict(zip(metric.labels, values, strict=True)), float(value))
+            family.add_sample(
+                metric.name + "_count", dict(zip(metric.labels, values, strict=True)), float(value)
+            )
     return family
 
 
@@ -84,10 +105,14 @@ def catalogue() -> tuple[Metric, ...]:
 
 
 def _of_families() -> Iterator[Metric]:
-    """Make a line of the catalogue of each metric that a family declares. It exists only while its family is on."""
+    """Make a line of the catalogue of each metric that a family declares.
+    It exists only while its family is on.
+    """
     for family in FAMILIES:
         for metric in family.metrics:
-            yield Metric(metric.name, Kind.GAUGE, metric.labels, metric.help, _reading(family.name, metric))
+            yield Metric(
+                metric.name, Kind.GAUGE, metric.labels, metric.help, _reading(family.name, metric)
+            )
 
 
 def _reading(family: str, metric: FamilyMetric) -> Callable[[Moment], Iterable[Row]]:
@@ -96,13 +121,17 @@ def _reading(family: str, metric: FamilyMetric) -> Callable[[Moment], Iterable[R
         if not any(each.name == family for each in status.binding.families):
             return ()
         grants = [grant for grant in views.live_grants(status) if grant.family == family]
-        return metric.rows(Readings(grants, status.inventory, status.usage, status.containers, moment.now))
+        return metric.rows(
+            Readings(grants, status.inventory, status.usage, status.containers, moment.now)
+        )
 
     return read
 
 
 def process_facts() -> ProcessFacts:
-    """Read memory, CPU time and descriptors of this process, from getrusage(2) and /proc/self, without disk access."""
+    """Read memory, CPU time and descriptors of this process, from getrusage(2) and /proc/self,
+    without disk access.
+    """
     used = resource.getrusage(resource.RUSAGE_SELF)
     return ProcessFacts(
         resident_bytes=_resident_pages() * os.sysconf("SC_PAGE_SIZE"),
@@ -120,7 +149,9 @@ def _resident_pages() -> int:
 
 
 def _open_descriptors() -> int | None:
-    """Return the size of /proc/self/fd, which exists since Linux 6.2. Older kernels report 0, and listing is too slow for a scrape."""
+    """Return the size of /proc/self/fd, which exists since Linux 6.2. Older kernels report 0, and
+    listing is too slow for a scrape.
+    """
     folder = os.open("/proc/self/fd", os.O_RDONLY | os.O_DIRECTORY)
     try:
         size = os.fstat(folder).st_size

@@ -1,6 +1,8 @@
-"""The overview in words: the table that ``vgpu-agent status`` and ``curl :9394/`` print, and the read-only page that a browser gets.
+"""The overview in words: the table that ``vgpu-agent status`` and ``curl :9394/`` print, and the
+read-only page that a browser gets.
 
-Pure functions on `views.Overview`. Imports no HTTP library, because the command line uses it as well.
+Pure functions on `views.Overview`. Imports no HTTP library, because the command line uses it as
+well.
 """
 
 from __future__ import annotations
@@ -15,17 +17,20 @@ if TYPE_CHECKING:
     from vgpu_agent.web.shapes import When
     from vgpu_agent.web.views import GpuView, Overview
 
-_SHOWN_HOLDERS = 2  # in a line about a GPU; 80 of them would tear the table apart, and the pods have a table of their own
+# in a line about a GPU; 80 of them would tear the table apart, and the pods have a table of their
+# own
+_SHOWN_HOLDERS = 2
 
 SIMULATED = "SIMULATED GPUs: nothing here is real hardware"
 
-_Table = tuple[str, tuple[str, ...], list[tuple[str, ...]], str]  # title, columns, rows, the text when there are none
+# title, columns, rows, the text when there are none
+_Table = tuple[str, tuple[str, ...], list[tuple[str, ...]], str]
 
 _STYLE = (
     "body{font:14px/1.4 system-ui,sans-serif;margin:2em;color:#222;background:#fff}"
-    "table{border-collapse:collapse;margin:0 0 1.5em}th,td{text-align:left;padding:.25em .9em .25em 0;"
-    "border-bottom:1px solid #ddd;vertical-align:top}"
-    "h2{font-size:1.05em;margin:1.2em 0 .3em}.loud{background:#fd0;padding:.4em .8em;font-weight:bold}.bad{color:#b00}"
+    "table{border-collapse:collapse;margin:0 0 1.5em}th,td{text-align:left;padding:.25em .9em "
+    ".25em 0;border-bottom:1px solid #ddd;vertical-align:top}h2{font-size:1.05em;margin:1.2em 0 "
+    ".3em}.loud{background:#fd0;padding:.4em .8em;font-weight:bold}.bad{color:#b00}"
 )
 
 
@@ -41,24 +46,37 @@ def as_text(overview: Overview) -> str:
 
 
 def explained(explanation: Explanation) -> str:
-    """Sentences about one pod, where it was looked for, and the last decisions about it, for a terminal."""
-    lines = [f"pod {explanation.pod}", *(f"  {_one_line(sentence)}" for sentence in explanation.answer)]
+    """Sentences about one pod, where it was looked for, and the last decisions about it,
+    for a terminal.
+    """
+    lines = [
+        f"pod {explanation.pod}",
+        *(f"  {_one_line(sentence)}" for sentence in explanation.answer),
+    ]
     lines += ["", "Sources", *(f"  {_one_line(place)}" for place in explanation.sources)]
     if explanation.events:
-        rows = [(f"{_since(event.when)} ago", event.event, _facts(event.facts)) for event in explanation.events]
+        rows = [
+            (f"{_since(event.when)} ago", event.event, _facts(event.facts))
+            for event in explanation.events
+        ]
         lines += ["", "Events", *_columns(rows)]
     return "\n".join(lines) + "\n"
 
 
 def _facts(facts: Mapping[str, object]) -> str:
-    return _one_line(", ".join(f"{name}: {value}" for name, value in facts.items() if name != "pod"))
+    return _one_line(
+        ", ".join(f"{name}: {value}" for name, value in facts.items() if name != "pod")
+    )
 
 
 def as_html(overview: Overview) -> str:
     """The overview as a page without scripts that reloads itself every five seconds."""
     node = html.escape(overview.node)
     parts = [
-        '<!doctype html><html lang="en"><head><meta charset="utf-8"><meta http-equiv="refresh" content="5">',
+        (
+            '<!doctype html><html lang="en"><head><meta charset="utf-8"><meta http-equiv="refresh" '
+            'content="5">'
+        ),
         f"<title>{node}: vgpu-agent</title><style>{_STYLE}</style></head><body><h1>{node}</h1>",
     ]
     if overview.simulated:
@@ -70,7 +88,8 @@ def as_html(overview: Overview) -> str:
         parts.append(f"<h2>{html.escape(title)}</h2>")
         parts.append(_html_table(columns, rows) if rows else f"<p>{html.escape(otherwise)}</p>")
     parts.append(
-        '<p><a href="metrics">/metrics</a> <a href="readyz?verbose">/readyz</a> <a href="livez?verbose">/livez</a></p></body></html>\n'
+        '<p><a href="metrics">/metrics</a> <a href="readyz?verbose">/readyz</a> <a '
+        'href="livez?verbose">/livez</a></p></body></html>\n'
     )
     return "".join(parts)
 
@@ -91,28 +110,62 @@ def _html_cell(text: str) -> str:
 
 def _headline(overview: Overview) -> str:
     state = "ready" if overview.ready else "NOT READY" if overview.alive else "STUCK"
-    parts = [f"node {overview.node}", state, f"vgpu-agent {overview.version}{f' ({overview.commit})' if overview.commit else ''}"]
+    parts = [
+        f"node {overview.node}",
+        state,
+        f"vgpu-agent {overview.version}{f' ({overview.commit})' if overview.commit else ''}",
+    ]
     if overview.started.seconds_ago is not None:
         parts.append(f"up {_duration(overview.started.seconds_ago)}")
     if overview.driver_version:
-        parts.append(f"driver {overview.driver_version}{f', CUDA {overview.cuda_version}' if overview.cuda_version else ''}")
+        parts.append(
+            "driver "
+            f"{overview.driver_version}{f', CUDA {overview.cuda_version}' if overview.cuda_version else ''}"
+        )
     return " · ".join(parts)
 
 
 def _tables(overview: Overview) -> Iterator[_Table]:
     given = ("GIVEN",) if _in_parts(overview) else ()
-    yield "GPUs", ("INDEX", "NAME", "HEALTH", "MEMORY (MiB)", "USE", "SHARES", *given, "UUID", "HELD BY"), _gpu_rows(overview), "none"
+    yield (
+        "GPUs",
+        ("INDEX", "NAME", "HEALTH", "MEMORY (MiB)", "USE", "SHARES", *given, "UUID", "HELD BY"),
+        _gpu_rows(overview),
+        "none",
+    )
     if _is_mixed(overview):
-        yield "GPUs by family", ("GPU", "SERVES", "FOR", "PODS", "WAITING", "FREED BY"), _use_rows(overview), "none"
-    yield "Resources", ("NAME", "STATE", "IDS", "HEALTHY", "HELD", "FREE"), _resource_rows(overview), "none offered"
+        yield (
+            "GPUs by family",
+            ("GPU", "SERVES", "FOR", "PODS", "WAITING", "FREED BY"),
+            _use_rows(overview),
+            "none",
+        )
+    yield (
+        "Resources",
+        ("NAME", "STATE", "IDS", "HEALTHY", "HELD", "FREE"),
+        _resource_rows(overview),
+        "none offered",
+    )
     if held_back := _held_back_rows(overview):
         yield "Held back", ("RESOURCE", "IDS", "WHY"), held_back, "none"
     if overview.binding.families:
         yield "Families", ("FAMILY", "STATE", "BOUND", "WHY"), _family_rows(overview), "none"
-    yield "Pods", ("POD", "CONTAINER", "RESOURCE", "GPU", "STATE", "LIMIT", "KNOWN FOR"), _pod_rows(overview), "no pod holds a share"
+    yield (
+        "Pods",
+        ("POD", "CONTAINER", "RESOURCE", "GPU", "STATE", "LIMIT", "KNOWN FOR"),
+        _pod_rows(overview),
+        "no pod holds a share",
+    )
     if overview.refusals:
-        yield "Refused starts", ("POD", "CONTAINER", "FOR", "TIMES", "REASON"), _refusal_rows(overview), "none"
-    problems: list[tuple[str, ...]] = [(problem.part, _one_line(problem.reason)) for problem in overview.problems]
+        yield (
+            "Refused starts",
+            ("POD", "CONTAINER", "FOR", "TIMES", "REASON"),
+            _refusal_rows(overview),
+            "none",
+        )
+    problems: list[tuple[str, ...]] = [
+        (problem.part, _one_line(problem.reason)) for problem in overview.problems
+    ]
     yield "Problems", ("PART", "REASON"), problems, "none known"
 
 
@@ -123,8 +176,17 @@ def _gpu_rows(overview: Overview) -> list[tuple[str, ...]]:
             gpu.name,
             _health(gpu),
             _memory(gpu),
-            f"{gpu.usage.utilisation_percent} %" if gpu.usage and gpu.usage.utilisation_percent is not None else "-",
-            str(sum(share.gpu == gpu.uuid for pod in overview.pods for grant in pod.grants for share in grant.shares))
+            f"{gpu.usage.utilisation_percent} %"
+            if gpu.usage and gpu.usage.utilisation_percent is not None
+            else "-",
+            str(
+                sum(
+                    share.gpu == gpu.uuid
+                    for pod in overview.pods
+                    for grant in pod.grants
+                    for share in grant.shares
+                )
+            )
             + (f"/{gpu.max_holders}" if gpu.max_holders is not None else ""),
             *((_given(overview, gpu),) if _in_parts(overview) else ()),
             gpu.uuid,
@@ -135,9 +197,12 @@ def _gpu_rows(overview: Overview) -> list[tuple[str, ...]]:
 
 
 def _is_mixed(overview: Overview) -> bool:
-    """Tell whether GPUs may serve several families. On other nodes a table of families by GPU adds nothing."""
+    """Tell whether GPUs may serve several families.
+    On other nodes a table of families by GPU adds nothing.
+    """
     on = {family.family for family in overview.binding.families}
-    serving = {gpu.use.family for gpu in overview.gpus if gpu.use.family}  # also those that have been switched off
+    # also those that have been switched off
+    serving = {gpu.use.family for gpu in overview.gpus if gpu.use.family}
     return len(on | serving) > 1
 
 
@@ -172,22 +237,36 @@ def _held_back_rows(overview: Overview) -> list[tuple[str, ...]]:
 
 
 def _in_parts(overview: Overview) -> bool:
-    """Tell whether GPUs are granted by memory and compute. Whole GPUs and turns have no such figure."""
+    """Tell whether GPUs are granted by memory and compute.
+    Whole GPUs and turns have no such figure.
+    """
     return any(family.decided_by == "pod" for family in overview.binding.families)
 
 
 def _given(overview: Overview, gpu: GpuView) -> str:
-    shares = [share for pod in overview.pods for grant in pod.grants for share in grant.shares if share.gpu == gpu.uuid]
-    return f"{sum(share.memory_mib for share in shares)} MiB, {sum(share.cores_percent for share in shares)} %"
+    shares = [
+        share
+        for pod in overview.pods
+        for grant in pod.grants
+        for share in grant.shares
+        if share.gpu == gpu.uuid
+    ]
+    return (
+        f"{sum(share.memory_mib for share in shares)} MiB, "
+        f"{sum(share.cores_percent for share in shares)} %"
+    )
 
 
 def _health(gpu: GpuView) -> str:
-    return gpu.health if gpu.present else "Gone"  # the reason is under Problems; a sentence would widen the column too much
+    # the reason is under Problems; a sentence would widen the column too much
+    return gpu.health if gpu.present else "Gone"
 
 
 def _holders(gpu: GpuView) -> str:
     more = len(gpu.holders) - _SHOWN_HOLDERS
-    return ", ".join(gpu.holders[:_SHOWN_HOLDERS]) + (f" and {more} more" if more > 0 else "") or "-"
+    return (
+        ", ".join(gpu.holders[:_SHOWN_HOLDERS]) + (f" and {more} more" if more > 0 else "") or "-"
+    )
 
 
 def _memory(gpu: GpuView) -> str:
@@ -199,11 +278,15 @@ def _resource_rows(overview: Overview) -> list[tuple[str, ...]]:
     return [
         (
             resource.resource,
-            resource.state if resource.stream_open or not resource.registered.at else f"{resource.state}, stream closed",
+            resource.state
+            if resource.stream_open or not resource.registered.at
+            else f"{resource.state}, stream closed",
             str(resource.ids),
             str(resource.ids_healthy),
             str(resource.ids_held) if resource.ids_booked else "-",
-            str(resource.ids_free) if resource.ids_booked and resource.ids_free is not None else "-",
+            str(resource.ids_free)
+            if resource.ids_booked and resource.ids_free is not None
+            else "-",
         )
         for resource in overview.resources
     ]
@@ -215,7 +298,11 @@ def _pod_rows(overview: Overview) -> list[tuple[str, ...]]:
             pod.pod,
             grant.container or "-",
             grant.resource,
-            ", ".join(share.device if share.gpu_index is None else str(share.gpu_index) for share in grant.shares) or "-",
+            ", ".join(
+                share.device if share.gpu_index is None else str(share.gpu_index)
+                for share in grant.shares
+            )
+            or "-",
             grant.state,
             grant.limit or "-",
             _since(grant.reserved),
@@ -231,7 +318,14 @@ def _family_rows(overview: Overview) -> list[tuple[str, ...]]:
         by_pod = family.decided_by == "pod"
         bound = (overview.binding.mode or "not known yet") if by_pod else "in Allocate"
         why = overview.binding.reason if by_pod else "its ids name the GPU"
-        rows.append((family.family, "offered" if family.offered else "NOT OFFERED", bound, _one_line(family.trouble or why) or "-"))
+        rows.append(
+            (
+                family.family,
+                "offered" if family.offered else "NOT OFFERED",
+                bound,
+                _one_line(family.trouble or why) or "-",
+            )
+        )
     return rows
 
 
@@ -265,7 +359,11 @@ def _duration(seconds: float) -> str:
 
 def _columns(rows: Sequence[Sequence[str]]) -> list[str]:
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
-    return ["  " + "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
+    return [
+        "  "
+        + "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
+        for row in rows
+    ]
 
 
 def _one_line(text: str) -> str:

@@ -1,8 +1,9 @@
-"""``/livez``, ``/healthz`` and ``/readyz``: whether kubelet should restart us, and whether the node's resources can be had.
+"""``/livez``, ``/healthz`` and ``/readyz``:
+whether kubelet should restart us, and whether the node's resources can be had.
 
-`agent` decides (`AgentStatus.not_alive` and `not_ready`); this module only words it: plain text, one line a reason. The two must not be
-mixed up: a missing kubelet or a hung driver makes the agent not ready, but no restart would mend it, so only a truly stuck loop makes it
-not alive.
+`agent` decides (`AgentStatus.not_alive` and `not_ready`); this module only words it: plain text,
+one line a reason. The two must not be mixed up: a missing kubelet or a hung driver makes the agent
+not ready, but no restart would mend it, so only a truly stuck loop makes it not alive.
 """
 
 from __future__ import annotations
@@ -19,7 +20,9 @@ if TYPE_CHECKING:
 
 
 class Verdict(NamedTuple):
-    """The answer of a probe: whether it succeeds (200) or not (503), and for each part a line with its name and its state or fault."""
+    """The answer of a probe: whether it succeeds (200) or not (503), and for each part a line with
+    its name and its state or fault.
+    """
 
     ok: bool
     lines: tuple[tuple[str, str], ...]
@@ -31,7 +34,9 @@ class Verdict(NamedTuple):
 
     @property
     def without_reasons(self) -> str:
-        """The answer with the names of the affected parts alone, because a reason may name a pod."""
+        """The answer with the names of the affected parts alone,
+        because a reason may name a pod.
+        """
         return "".join(f"{name}\n" for name, _ in self.lines)
 
 
@@ -54,7 +59,9 @@ def ready(status: AgentStatus, now: float, *, verbose: bool) -> Verdict:
     return _verdict("ready", status.not_ready, checks, verbose=verbose)
 
 
-def _verdict(word: str, problems: tuple[Problem, ...], checks: tuple[Check, ...], *, verbose: bool) -> Verdict:
+def _verdict(
+    word: str, problems: tuple[Problem, ...], checks: tuple[Check, ...], *, verbose: bool
+) -> Verdict:
     lines = [("-", problem.part, problem.reason) for problem in problems]
     if verbose:
         # "~" marks a fault that is no reason for this probe to fail.
@@ -66,7 +73,11 @@ def _verdict(word: str, problems: tuple[Problem, ...], checks: tuple[Check, ...]
 def _node_checks(status: AgentStatus) -> tuple[Check, ...]:
     nvml = status.nvml
     state = f"{nvml.state.value}{f', in {nvml.call}' if nvml.state is NvmlState.HUNG else ''}"
-    kubelet = "socket present" if status.kubelet.socket_present else f"no socket in {status.kubelet.directory}"
+    kubelet = (
+        "socket present"
+        if status.kubelet.socket_present
+        else f"no socket in {status.kubelet.directory}"
+    )
     plugins = (
         Check(
             f"resource {plugin.resource}",
@@ -87,7 +98,9 @@ def _node_checks(status: AgentStatus) -> tuple[Check, ...]:
 
 
 def _api_checks(status: AgentStatus, now: float) -> Iterator[Check]:
-    """Check the watches that binding waits for. An outage is no reason to be unready, because known objects are still served."""
+    """Check the watches that binding waits for.
+    An outage is no reason to be unready, because known objects are still served.
+    """
     for watch in status.cluster.watches:
         if watch.essential:
             state = "complete" if watch.synced else "no answer yet"
@@ -97,17 +110,26 @@ def _api_checks(status: AgentStatus, now: float) -> Iterator[Check]:
 
 
 def _loop_checks(status: AgentStatus, now: float) -> tuple[Check, ...]:
-    lag = f"{status.loop_lag_seconds * 1000:.1f} ms late (99th percentile), {status.loop_lag_max_seconds * 1000:.1f} ms at worst"
+    lag = (
+        f"{status.loop_lag_seconds * 1000:.1f} ms late (99th percentile), "
+        f"{status.loop_lag_max_seconds * 1000:.1f} ms at worst"
+    )
     return (Check("event loop", ok=True, state=lag), *_task_checks(status, now))
 
 
 def _task_checks(status: AgentStatus, now: float) -> Iterator[Check]:
     for task in status.tasks:
         stuck = task.stuck_for(now)
-        text = f"no sign of life for {stuck:.0f} s longer than promised" if stuck else task.state.value
+        text = (
+            f"no sign of life for {stuck:.0f} s longer than promised" if stuck else task.state.value
+        )
         if task.last_error and task.state is not TaskState.RUNNING:
             text += f" ({task.last_error})"
-        yield Check(f"task {task.name}", not stuck and task.state in (TaskState.RUNNING, TaskState.ENDED), text)
+        yield Check(
+            f"task {task.name}",
+            not stuck and task.state in (TaskState.RUNNING, TaskState.ENDED),
+            text,
+        )
 
 
 def _one_line(text: str) -> str:

@@ -1,7 +1,8 @@
-"""The node's problems in sentences, the worst first: the last table of ``vgpu-agent status`` and of the overview page.
+"""The node's problems in sentences, the worst first:
+the last table of ``vgpu-agent status`` and of the overview page.
 
-Collected from the snapshot by `views.overview`. What `agent` calls not alive or not ready comes first, then what
-stops nothing yet.
+Collected from the snapshot by `views.overview`. What `agent` calls not alive or not ready comes
+first, then what stops nothing yet.
 """
 
 from __future__ import annotations
@@ -20,7 +21,8 @@ if TYPE_CHECKING:
     from vgpu_agent.status import AgentStatus, ClusterStatus, LedgerStatus
 
 _SHOWN_IDS = 5
-_LATE_SECONDS = 60.0  # until then a write that waits is the normal course, e.g. while the API server restarts
+# until then a write that waits is the normal course, e.g. while the API server restarts
+_LATE_SECONDS = 60.0
 
 
 class ProblemView(msgspec.Struct, frozen=True):
@@ -52,13 +54,22 @@ def known(status: AgentStatus, now: float) -> tuple[Problem, ...]:
 def _gpus(inventory: Inventory) -> Iterator[Problem]:
     for gpu in inventory.gpus:
         if not gpu.present:
-            yield Problem(ProblemKind.GPU, str(gpu.index), f"{gpu.uuid} is gone: {gpu.health.reason or 'it no longer answers'}")
+            yield Problem(
+                ProblemKind.GPU,
+                str(gpu.index),
+                f"{gpu.uuid} is gone: {gpu.health.reason or 'it no longer answers'}",
+            )
         elif not gpu.health.ok:
-            yield Problem(ProblemKind.GPU, str(gpu.index), f"{gpu.uuid} is unhealthy: {gpu.health.reason}")
+            yield Problem(
+                ProblemKind.GPU, str(gpu.index), f"{gpu.uuid} is unhealthy: {gpu.health.reason}"
+            )
         else:
             for instance in gpu.mig_instances:
                 if reason := slices.why_withheld(gpu, instance):
-                    text = f"MIG instance {instance.uuid} ({instance.profile}) is not given out: {reason}"
+                    text = (
+                        f"MIG instance {instance.uuid} ({instance.profile}) is not given out: "
+                        f"{reason}"
+                    )
                     yield Problem(ProblemKind.GPU, str(gpu.index), text)
     for failure in inventory.failures:
         yield Problem(ProblemKind.GPU, "", f"a GPU did not answer: {failure}")
@@ -73,42 +84,68 @@ def _kubelet(status: AgentStatus) -> Iterator[Problem]:
 
 
 def _api_server(cluster: ClusterStatus, now: float) -> Iterator[Problem]:
-    """Yield an outage of the API server. It stops nothing that is known already, so it is no reason to be unready."""
+    """Yield an outage of the API server. It stops nothing that is known already,
+    so it is no reason to be unready.
+    """
     failing = [watch for watch in cluster.watches if watch.failing_since and watch.essential]
     if failing:
         longest = min(failing, key=lambda watch: watch.failing_since)
         yield Problem(
             ProblemKind.API_SERVER,
             "",
-            f"the watch of {longest.name} has been failing for {now - longest.failing_since:.0f} s: {longest.last_error}; pods seen "
-            "before are served, and what is to be written waits",
+            f"the watch of {longest.name} has been failing for {now - longest.failing_since:.0f} "
+            f"s: {longest.last_error}; pods seen before are served, and what is to be written "
+            "waits",
         )
     for writer in cluster.writers:
         if writer.oldest_pending_seconds >= _LATE_SECONDS:
             yield Problem(
                 ProblemKind.API_SERVER,
                 "",
-                f"writes about {writer.name} wait: {writer.pending}, the oldest for {writer.oldest_pending_seconds:.0f} s",
+                f"writes about {writer.name} wait: {writer.pending}, the oldest for "
+                f"{writer.oldest_pending_seconds:.0f} s",
                 "the log says why under node., pods. or events.",
             )
 
 
 def _config(status: AgentStatus) -> Iterator[Problem]:
-    refused = (f"the newest configuration is not in force: {line}" for line in status.config_problem.splitlines())
-    for text in (*status.binding.file_problems, *status.binding.cautions, *status.config_collisions, *refused):
+    refused = (
+        f"the newest configuration is not in force: {line}"
+        for line in status.config_problem.splitlines()
+    )
+    for text in (
+        *status.binding.file_problems,
+        *status.binding.cautions,
+        *status.config_collisions,
+        *refused,
+    ):
         yield Problem(ProblemKind.CONFIG, "", text)
     if status.config_needs_restart:
-        yield Problem(ProblemKind.CONFIG, "", f"takes effect after a restart: {', '.join(status.config_needs_restart)}")
+        yield Problem(
+            ProblemKind.CONFIG,
+            "",
+            f"takes effect after a restart: {', '.join(status.config_needs_restart)}",
+        )
 
 
 def _ledger(ledger: LedgerStatus) -> Iterator[Problem]:
     for each in ledger.overcommitted:
-        text = f"scheduler overcommitted: of {each.device} more is given out than it has: {each.text}"
+        text = (
+            f"scheduler overcommitted: of {each.device} more is given out than it has: {each.text}"
+        )
         yield Problem(ProblemKind.RESOURCE, each.resource, text)
     if ledger.unknown_ids:
-        more = f" and {len(ledger.unknown_ids) - _SHOWN_IDS} more" if len(ledger.unknown_ids) > _SHOWN_IDS else ""
+        more = (
+            f" and {len(ledger.unknown_ids) - _SHOWN_IDS} more"
+            if len(ledger.unknown_ids) > _SHOWN_IDS
+            else ""
+        )
         ids = ", ".join(ledger.unknown_ids[:_SHOWN_IDS])
-        yield Problem(ProblemKind.LEDGER, "", f"kubelet's records hold ids that this node does not offer: {ids}{more}")
+        yield Problem(
+            ProblemKind.LEDGER,
+            "",
+            f"kubelet's records hold ids that this node does not offer: {ids}{more}",
+        )
 
 
 def _left_over(status: AgentStatus) -> Iterator[Problem]:
@@ -116,10 +153,16 @@ def _left_over(status: AgentStatus) -> Iterator[Problem]:
     if paths:
         more = f" and {len(paths) - 1} more" if len(paths) > 1 else ""
         remedy = "an ended container has left it, remove it by hand"
-        yield Problem(ProblemKind.FILES, "", f"{paths[0]}{more}: {status.binding.left_over[paths[0]]}", remedy)
+        yield Problem(
+            ProblemKind.FILES, "", f"{paths[0]}{more}: {status.binding.left_over[paths[0]]}", remedy
+        )
 
 
 def _vanished(status: AgentStatus) -> Iterator[Problem]:
     for grant, device in slices.on_missing_devices(status):
         who = grant.owner.pod_name if grant.owner else "a container that kubelet has not named yet"
-        yield Problem(ProblemKind.RESOURCE, grant.resource, f"{who} runs on {device}, which this node no longer has")
+        yield Problem(
+            ProblemKind.RESOURCE,
+            grant.resource,
+            f"{who} runs on {device}, which this node no longer has",
+        )

@@ -1,7 +1,8 @@
-"""The readings of metrics: small functions that turn one `Moment` into rows of label values and a number.
+"""The readings of metrics: small functions that turn one `Moment` into rows of label values
+and a number.
 
-Used by the table in `catalogue` only, and kept apart so that the table reads as a table. A row exists while the thing
-that it describes exists.
+Used by the table in `catalogue` only, and kept apart so that the table reads as a table. A row
+exists while the thing that it describes exists.
 """
 
 from __future__ import annotations
@@ -98,24 +99,44 @@ def gpu_info(moment: Moment) -> Iterator[Row]:
     for gpu in moment.status.inventory.gpus:
         numa = "" if gpu.numa_node is None else str(gpu.numa_node)
         minor = "" if gpu.minor < 0 else str(gpu.minor)
-        yield (gpu.uuid, str(gpu.index), minor, gpu.name, gpu.pci_bus_id, numa, "true" if gpu.mig_enabled else "false"), 1
+        yield (
+            (
+                gpu.uuid,
+                str(gpu.index),
+                minor,
+                gpu.name,
+                gpu.pci_bus_id,
+                numa,
+                "true" if gpu.mig_enabled else "false",
+            ),
+            1,
+        )
 
 
 def gpu_memory_total(moment: Moment) -> Iterator[Row]:
     """Yield the memory of each GPU that has memory of its own."""
-    return (((gpu.uuid,), gpu.memory_mib * MIB) for gpu in moment.status.inventory.gpus if not gpu.integrated)
+    return (
+        ((gpu.uuid,), gpu.memory_mib * MIB)
+        for gpu in moment.status.inventory.gpus
+        if not gpu.integrated
+    )
 
 
 def mig_instances_healthy(moment: Moment) -> Iterator[Row]:
     """Tell of each MIG instance whether it may be granted."""
     for gpu in moment.status.inventory.gpus:
         for instance in gpu.mig_instances:
-            yield (gpu.uuid, instance.uuid, instance.profile), not slices.why_withheld(gpu, instance)
+            yield (
+                (gpu.uuid, instance.uuid, instance.profile),
+                not slices.why_withheld(gpu, instance),
+            )
 
 
 def grants_on_missing_devices(moment: Moment) -> Iterator[Row]:
     """By resource, also for one that is no longer offered because its devices are gone."""
-    counts = collections.Counter(grant.resource for grant, _ in slices.on_missing_devices(moment.status))
+    counts = collections.Counter(
+        grant.resource for grant, _ in slices.on_missing_devices(moment.status)
+    )
     names = {plugin.resource for plugin in moment.status.plugins} | counts.keys()
     return (((name,), counts[name]) for name in sorted(names))
 
@@ -143,7 +164,9 @@ def gpu_claims(moment: Moment) -> Iterator[Row]:
 
 def gpu_claims_oldest(moment: Moment) -> Iterator[Row]:
     """Yield how long the oldest claim has been waiting."""
-    return ((labels, max(0.0, moment.now - min(since))) for labels, since in _claims(moment).items())
+    return (
+        (labels, max(0.0, moment.now - min(since))) for labels, since in _claims(moment).items()
+    )
 
 
 def _claims(moment: Moment) -> dict[tuple[str, str], list[float]]:
@@ -162,12 +185,18 @@ def gpu_grants_allowed(moment: Moment) -> Iterator[Row]:
 
 
 def grant_info(moment: Moment) -> Iterator[Row]:
-    """Counted rather than 1: two grants may share every label (both unnamed, or a StatefulSet pod beside its predecessor)."""
+    """Counted rather than 1: two grants may share every label (both unnamed,
+    or a StatefulSet pod beside its predecessor).
+    """
     devices = views.gpu_of_devices(moment.status)
     counts: collections.Counter[tuple[str, ...]] = collections.Counter()
     for grant in views.live_grants(moment.status):
         owner = grant.owner
-        who = (owner.namespace, owner.pod or owner.pod_uid, owner.container) if owner else ("", "", "")
+        who = (
+            (owner.namespace, owner.pod or owner.pod_uid, owner.container)
+            if owner
+            else ("", "", "")
+        )
         for share in grant.shares:
             gpu = devices[share.device].uuid if share.device in devices else share.device
             counts[*who, grant.resource, gpu, share.device, grant.state.value] += 1
@@ -227,7 +256,9 @@ def family_offered(moment: Moment) -> Iterator[Row]:
 
 def grants(moment: Moment) -> Iterator[Row]:
     """Grants that hold something, counted."""
-    counts = collections.Counter((grant.family, grant.state.value) for grant in views.live_grants(moment.status))
+    counts = collections.Counter(
+        (grant.family, grant.state.value) for grant in views.live_grants(moment.status)
+    )
     return iter(counts.items())
 
 
@@ -235,7 +266,9 @@ def limits(moment: Moment) -> Iterator[Row]:
     """Grants whose shares are decided, by the state of their limit."""
     known = Limits(moment.status)
     found = ((grant.family, known.of(grant)) for grant in views.live_grants(moment.status))
-    counts = collections.Counter((family, limit.state.value) for family, limit in found if limit is not None)
+    counts = collections.Counter(
+        (family, limit.state.value) for family, limit in found if limit is not None
+    )
     return iter(counts.items())
 
 
@@ -256,7 +289,10 @@ def refused_starts(moment: Moment) -> Iterator[Row]:
 def overcommitted(moment: Moment) -> Iterator[Row]:
     """Yield two series for each overcommitted GPU."""
     for each in moment.status.ledger.overcommitted:
-        yield (each.resource, each.device, "cores"), max(0, each.cores_percent - each.cores_limit_percent)
+        yield (
+            (each.resource, each.device, "cores"),
+            max(0, each.cores_percent - each.cores_limit_percent),
+        )
         yield (each.resource, each.device, "holders"), max(0, each.holders - each.slots)
 
 
@@ -265,7 +301,9 @@ def api_requests(moment: Moment) -> Iterator[Row]:
     return iter(moment.status.cluster.requests.items())
 
 
-def each_watch(value: Callable[[WatchStatus, float], float | None]) -> Callable[[Moment], Iterator[Row]]:
+def each_watch(
+    value: Callable[[WatchStatus, float], float | None],
+) -> Callable[[Moment], Iterator[Row]]:
     """One series a watch; none while ``value`` is None."""
 
     def read(moment: Moment) -> Iterator[Row]:
@@ -278,7 +316,9 @@ def each_watch(value: Callable[[WatchStatus, float], float | None]) -> Callable[
 
 def each_writer(value: Callable[[WriterStatus], float]) -> Callable[[Moment], Iterator[Row]]:
     """One series a writer."""
-    return lambda moment: (((writer.name,), value(writer)) for writer in moment.status.cluster.writers)
+    return lambda moment: (
+        ((writer.name,), value(writer)) for writer in moment.status.cluster.writers
+    )
 
 
 def writes(moment: Moment) -> Iterator[Row]:
@@ -295,7 +335,9 @@ def evictions(moment: Moment) -> Iterator[Row]:
 
 
 def each_daemon(value: Callable[[MpsStatus], float]) -> Callable[[Moment], Iterator[Row]]:
-    """One series for each MPS control daemon; none on a node without a resource that is shared with MPS."""
+    """One series for each MPS control daemon;
+    none on a node without a resource that is shared with MPS.
+    """
     return lambda moment: (((daemon.resource,), value(daemon)) for daemon in moment.status.mps)
 
 

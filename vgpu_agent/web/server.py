@@ -1,8 +1,9 @@
-"""The two HTTP servers: metrics and probes for every client (:9394), debug for clients on the node (127.0.0.1:9395).
+"""The two HTTP servers: metrics and probes for every client (:9394),
+debug for clients on the node (127.0.0.1:9395).
 
-Built by `agent`, which starts it first (so that probes answer while everything else still comes up) and stops it
-last. It owns its sockets and nothing else. Every answer is rendered from one `AgentStatus` without an await, so no
-request can see a half-changed state or hold up the loop.
+Built by `agent`, which starts it first (so that probes answer while everything else still comes up)
+and stops it last. It owns its sockets and nothing else. Every answer is rendered from one
+`AgentStatus` without an await, so no request can see a half-changed state or hold up the loop.
 
 Each error leaves as one JSON line with the remedy. Tracebacks stay in the log.
 """
@@ -41,7 +42,8 @@ _logger = log.get(__name__)
 _PUBLIC_PATHS = ("/", "/healthz", "/livez", "/metrics", "/readyz")
 _LONGEST_ECHO = 120  # characters of a wrong path that an error repeats
 _MOST_CONNECTIONS, _MOST_DEBUG_CONNECTIONS = 256, 32
-# Requests over one connection: some at once, then so many a second. A scraper that keeps its connection sends one in seconds.
+# Requests over one connection: some at once, then so many a second. A scraper that keeps its
+# connection sends one in seconds.
 _REQUESTS_AT_ONCE, _REQUESTS_A_SECOND = 20, 10.0
 _MOST_REQUESTS = 1000  # of one connection, which is closed then
 _LONGEST_LINE_BYTES = 8190  # of a request line or a header; paths and queries of ours are short
@@ -61,9 +63,11 @@ class WebServer:
         listen: address of metrics and probes, ``:9394``; port 0 takes a free one.
         debug_listen: address of ``/debug``, ``127.0.0.1:9395``; same.
         max_body_bytes: largest request body that is read.
-        request_timeout_seconds: how long a request may take to arrive, and how long a silent connection is kept.
+        request_timeout_seconds: how long a request may take to arrive, and how long a silent
+            connection is kept.
         shutdown_seconds: how long `stop` waits for answers under way.
-        pod_names_everywhere: the public address shows names of pods, too; otherwise only the debug address does.
+        pod_names_everywhere: the public address shows names of pods, too; otherwise only the debug
+            address does.
         clock: unix seconds; a test passes its own.
     """
 
@@ -89,7 +93,9 @@ class WebServer:
         self._exposition = Exposition(status, clock=clock)
         self._public_exposition = Exposition(status, pod_names=pod_names_everywhere, clock=clock)
         self._kept = KeptAnswers()
-        self._paces: weakref.WeakKeyDictionary[asyncio.Transport, _Pace] = weakref.WeakKeyDictionary()
+        self._paces: weakref.WeakKeyDictionary[asyncio.Transport, _Pace] = (
+            weakref.WeakKeyDictionary()
+        )
         self._listening: list[tuple[web.AppRunner, Connections]] = []
         self._public_address = self._debug_address = Address("", 0)
 
@@ -114,15 +120,22 @@ class WebServer:
         """Listen on both addresses.
 
         Raises:
-            ListenError: one of them cannot be listened on; the message names it, the cause and the remedy. Nothing is left listening.
+            ListenError: one of them cannot be listened on; the message names it, the cause and the
+                remedy. Nothing is left listening.
         """
         try:
             # Debug first: the public 404 page names the debug port.
             self._debug_address = await self._serve(
-                self._debug_application(), self._debug_listen, flag="--debug-listen", most_connections=_MOST_DEBUG_CONNECTIONS
+                self._debug_application(),
+                self._debug_listen,
+                flag="--debug-listen",
+                most_connections=_MOST_DEBUG_CONNECTIONS,
             )
             self._public_address = await self._serve(
-                self._public_application(), self._listen, flag="--listen", most_connections=_MOST_CONNECTIONS
+                self._public_application(),
+                self._listen,
+                flag="--listen",
+                most_connections=_MOST_CONNECTIONS,
             )
         except BaseException:
             await self.stop()
@@ -130,13 +143,17 @@ class WebServer:
         _logger.info("web.listening", listen=self.public_address, debug_listen=self.debug_address)
 
     async def stop(self) -> None:
-        """Stop listening, finish answers under way (at most ``shutdown_seconds``), close every connection; twice is fine."""
+        """Stop listening, finish answers under way (at most ``shutdown_seconds``),
+        close every connection; twice is fine.
+        """
         while self._listening:
             runner, connections = self._listening.pop()
             connections.stop()
             await runner.cleanup()
 
-    async def _serve(self, application: web.Application, listen: str, *, flag: str, most_connections: int) -> Address:
+    async def _serve(
+        self, application: web.Application, listen: str, *, flag: str, most_connections: int
+    ) -> Address:
         runner = web.AppRunner(
             application,
             access_log=None,
@@ -150,27 +167,38 @@ class WebServer:
         )
         wanted = parse(listen)
         sock = await bind(wanted, flag=flag)
-        # Of every connection: a client that reads nothing of its answer would keep it for ever, also after it was closed here (tcp(7)).
-        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, math.ceil(self._request_timeout_seconds * 1000))
+        # Of every connection: a client that reads nothing of its answer would keep it for ever,
+        # also after it was closed here (tcp(7)).
+        sock.setsockopt(
+            socket.IPPROTO_TCP,
+            socket.TCP_USER_TIMEOUT,
+            math.ceil(self._request_timeout_seconds * 1000),
+        )
         address = Address(wanted.host, sock.getsockname()[1])
         try:
             await runner.setup()
         except BaseException:
             sock.close()
             raise
-        connections = Connections(sock, cast("web.Server", runner.server), most=bounded(most_connections))
+        connections = Connections(
+            sock, cast("web.Server", runner.server), most=bounded(most_connections)
+        )
         self._listening.append((runner, connections))
         connections.start()
         return address
 
     def _application(self) -> web.Application:
-        application = web.Application(middlewares=[self._guard], client_max_size=self._max_body_bytes)
+        application = web.Application(
+            middlewares=[self._guard], client_max_size=self._max_body_bytes
+        )
         application.on_response_prepare.append(_harden)
         return application
 
     def _public_application(self) -> web.Application:
         application = self._application()
-        application.router.add_get("/", self._page if self._pod_names_everywhere else self._elsewhere)
+        application.router.add_get(
+            "/", self._page if self._pod_names_everywhere else self._elsewhere
+        )
         application.router.add_get("/metrics", self._metrics(self._public_exposition))
         application.router.add_get("/healthz", self._probe(probes.live))
         application.router.add_get("/livez", self._probe(probes.live))
@@ -198,11 +226,17 @@ class WebServer:
         return web.Response(text=text, content_type="text/html" if as_html else "text/plain")
 
     async def _elsewhere(self, _: web.Request) -> web.Response:
-        return _error(403, f"this page names pods, so it is served at {self.debug_address} only (web.podNames: debug)")
+        return _error(
+            403,
+            f"this page names pods, so it is served at {self.debug_address} only (web.podNames: "
+            "debug)",
+        )
 
     def _metrics(self, exposition: Exposition) -> Handler:
         async def answer(request: web.Request) -> web.Response:
-            content_type, render = exposition.chosen(",".join(request.headers.getall(hdrs.ACCEPT, [])))
+            content_type, render = exposition.chosen(
+                ",".join(request.headers.getall(hdrs.ACCEPT, []))
+            )
             body = self._kept.answer((exposition, content_type), render)
             return web.Response(body=body, headers={hdrs.CONTENT_TYPE: content_type})
 
@@ -211,7 +245,9 @@ class WebServer:
     def _probe(self, probe: Probe) -> Handler:
         async def answer(request: web.Request) -> web.Response:
             verbose = "verbose" in request.query
-            verdict = self._kept.answer((probe, verbose), lambda: probe(*self._snapshot(), verbose=verbose))
+            verdict = self._kept.answer(
+                (probe, verbose), lambda: probe(*self._snapshot(), verbose=verbose)
+            )
             text = verdict.text if self._pod_names_everywhere else verdict.without_reasons
             return web.Response(status=200 if verdict.ok else 503, text=text)
 
@@ -219,7 +255,9 @@ class WebServer:
 
     def _debug(self, entry: debug.DebugPath) -> Handler:
         async def answer(request: web.Request) -> web.Response:
-            asked = debug.question(*self._snapshot(), request.query.items(), entry.parameters, entry.path)
+            asked = debug.question(
+                *self._snapshot(), request.query.items(), entry.parameters, entry.path
+            )
             return _json(200, entry.answer(asked), pretty="pretty" in asked.query)
 
         return answer
@@ -240,10 +278,16 @@ class WebServer:
         except web.HTTPException as err:
             return self._http_error(request, err)
         except TimeoutError:
-            return _error(408, f"the request did not arrive within {self._request_timeout_seconds:g} s")
-        except Exception as err:  # a bug in one answer must not show its traceback to strangers nor end the connection without a word
+            return _error(
+                408, f"the request did not arrive within {self._request_timeout_seconds:g} s"
+            )
+        except Exception as err:
+            # a bug in one answer must not show its traceback to strangers nor end the connection
+            # without a word
             _logger.error("web.failed", method=request.method, path=request.path, exc_info=err)
-            return _error(500, "this answer failed inside the agent; its log has the reason (web.failed)")
+            return _error(
+                500, "this answer failed inside the agent; its log has the reason (web.failed)"
+            )
 
     async def _keep_pace(self, request: web.Request) -> None:
         """Let a connection that asks in a loop wait, so that it costs little."""
@@ -253,7 +297,9 @@ class WebServer:
         if pause := pace.pause(asyncio.get_running_loop().time()):
             await asyncio.sleep(pause)
 
-    def _last_or_not(self, request: web.Request, response: web.StreamResponse) -> web.StreamResponse:
+    def _last_or_not(
+        self, request: web.Request, response: web.StreamResponse
+    ) -> web.StreamResponse:
         transport = request.transport
         if transport is not None and self._paces[transport].requests >= _MOST_REQUESTS:
             response.force_close()
@@ -265,31 +311,51 @@ class WebServer:
         if size is not None and size > self._max_body_bytes:
             raise web.HTTPRequestEntityTooLarge(self._max_body_bytes, size)
         if request.method in ("GET", "HEAD") and request.body_exists:
-            raise debug.BadQuestionError(f"{request.method} {_shortened(request.path)} takes no request body; send it without one")
+            raise debug.BadQuestionError(
+                f"{request.method} {_shortened(request.path)} takes no request body; send it "
+                "without one"
+            )
 
     def _http_error(self, request: web.Request, err: web.HTTPException) -> web.Response:
         path = _shortened(request.path)
         match err:
             case web.HTTPRequestEntityTooLarge():
-                return _error(413, f"the request body is too large; at most {self._max_body_bytes} bytes are read")
+                return _error(
+                    413,
+                    f"the request body is too large; at most {self._max_body_bytes} bytes are read",
+                )
             case web.HTTPMethodNotAllowed():
                 allowed = sorted(err.allowed_methods)
-                refusal = _error(405, f"{_shortened(request.method)} is not possible on {path}; use {_alternatives(allowed)}")
+                refusal = _error(
+                    405,
+                    f"{_shortened(request.method)} is not possible on {path}; use "
+                    f"{_alternatives(allowed)}",
+                )
                 refusal.headers[hdrs.ALLOW] = ", ".join(allowed)
                 return refusal
             case web.HTTPNotFound():
                 known = sorted({resource.canonical for resource in request.app.router.resources()})
-                elsewhere = f"; /debug is served at {self.debug_address}" if path.startswith("/debug") and "/metrics" in known else ""
-                elsewhere = elsewhere or (f"; it is served at {self.public_address}" if request.path in _PUBLIC_PATHS else "")
+                elsewhere = (
+                    f"; /debug is served at {self.debug_address}"
+                    if path.startswith("/debug") and "/metrics" in known
+                    else ""
+                )
+                elsewhere = elsewhere or (
+                    f"; it is served at {self.public_address}"
+                    if request.path in _PUBLIC_PATHS
+                    else ""
+                )
                 return _json(404, {"error": f"there is no {path} here{elsewhere}", "paths": known})
             case _:
                 return _error(err.status, err.reason)
 
 
 class KeptAnswers:
-    """The last answers by question. One is made anew while that takes a small part of time; who asks more often gets the last one.
+    """The last answers by question. One is made anew while that takes a small part of time; who
+    asks more often gets the last one.
 
-    State: the last answer to each question, for a few seconds; the computing time that may be spent.
+    State: the last answer to each question, for a few seconds; the computing time that may be
+    spent.
     """
 
     def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
@@ -304,7 +370,8 @@ class KeptAnswers:
         self._counted_at = began
         made_at, last = self._last.get(question, (float("-inf"), None))
         if self._spare <= 0 and began - made_at < _KEPT_SECONDS:
-            return last  # type: ignore[no-any-return]  # what is kept under a question is what its `make` returned
+            # what is kept under a question is what its `make` returned
+            return last  # type: ignore[no-any-return]
         made = make()
         self._spare -= self._clock() - began
         if question not in self._last and len(self._last) >= _MOST_KEPT:
@@ -325,21 +392,33 @@ class _Pace:
     def pause(self, now: float) -> float:
         """Seconds to wait before the request that has come ``now`` is answered; 0 mostly."""
         self.requests += 1
-        self._spare = min(float(_REQUESTS_AT_ONCE), self._spare + (now - self._counted_at) * _REQUESTS_A_SECOND) - 1
+        self._spare = (
+            min(
+                float(_REQUESTS_AT_ONCE),
+                self._spare + (now - self._counted_at) * _REQUESTS_A_SECOND,
+            )
+            - 1
+        )
         self._counted_at = now
         return max(0.0, -self._spare / _REQUESTS_A_SECOND)
 
 
 async def _harden(_: web.Request, response: web.StreamResponse) -> None:
-    """No advertisement of versions, no guessing of types, no caching of a moment, no scripts, no frames."""
+    """No advertisement of versions, no guessing of types, no caching of a moment, no scripts,
+    no frames.
+    """
     response.headers.popall(hdrs.SERVER, None)
     response.headers["X-Content-Type-Options"] = "nosniff"
     response.headers[hdrs.CACHE_CONTROL] = "no-store"
-    response.headers["Content-Security-Policy"] = "default-src 'none'; style-src 'unsafe-inline'; frame-ancestors 'none'"
+    response.headers["Content-Security-Policy"] = (
+        "default-src 'none'; style-src 'unsafe-inline'; frame-ancestors 'none'"
+    )
 
 
 def _json(status: int, answer: object, *, pretty: bool = False) -> web.Response:
-    return web.Response(status=status, body=debug.to_json(answer, pretty=pretty), content_type="application/json")
+    return web.Response(
+        status=status, body=debug.to_json(answer, pretty=pretty), content_type="application/json"
+    )
 
 
 def _error(status: int, text: str) -> web.Response:
@@ -356,7 +435,9 @@ def _alternatives(words: list[str]) -> str:
 
 
 class _OneLine(logging.Filter):
-    """Turns aiohttp's report of bytes that are not HTTP, an error with a traceback, into one line of ours: it is not our bug."""
+    """Turns aiohttp's report of bytes that are not HTTP, an error with a traceback,
+    into one line of ours: it is not our bug.
+    """
 
     def filter(self, record: logging.LogRecord) -> bool:
         cause = record.exc_info[1] if record.exc_info else None

@@ -1,6 +1,8 @@
-"""The public JSON shapes of the parts of a snapshot: a view has the fields of the same name, and a moment in both forms.
+"""The public JSON shapes of the parts of a snapshot:
+a view has the fields of the same name, and a moment in both forms.
 
-A moment is ISO-8601 text in UTC beside its age in seconds. Both are null for "never". Used by all views of this package.
+A moment is ISO-8601 text in UTC beside its age in seconds. Both are null for "never". Used by all
+views of this package.
 """
 
 from __future__ import annotations
@@ -17,7 +19,8 @@ if TYPE_CHECKING:
 
 View = TypeVar("View", bound=msgspec.Struct)
 
-_MOMENTS = ("_at", "_since")  # endings of the names of unix seconds, where the public name is another word
+# endings of the names of unix seconds, where the public name is another word
+_MOMENTS = ("_at", "_since")
 
 
 class When(msgspec.Struct, frozen=True):
@@ -43,7 +46,8 @@ def view(kind: type[View], source: Any, now: float, **others: Any) -> View:
     Raises:
         AttributeError: ``source`` has nothing for a field.
     """
-    for name, attribute, is_moment in _sources(kind, type(source)):  # type: ignore[arg-type]  # mypy takes classes for unhashable
+    # mypy takes classes for unhashable
+    for name, attribute, is_moment in _sources(kind, type(source)):  # type: ignore[arg-type]
         if name not in others:
             value = getattr(source, attribute)
             others[name] = when(value, now) if is_moment else value
@@ -51,7 +55,9 @@ def view(kind: type[View], source: Any, now: float, **others: Any) -> View:
 
 
 def shown(source: DataclassInstance, now: float) -> dict[str, Any]:
-    """All fields of a status; those that end in ``_at`` or ``_since`` are moments, and are shown without that ending."""
+    """All fields of a status; those that end in ``_at`` or ``_since`` are moments,
+    and are shown without that ending.
+    """
     found = {}
     for field in dataclasses.fields(source):
         value, public = getattr(source, field.name), field.name
@@ -70,5 +76,11 @@ def _sources(kind: type[msgspec.Struct], source: type) -> tuple[tuple[str, str, 
     for field in msgspec.structs.fields(kind):
         is_moment = field.type is When
         names = (field.name, *(field.name + ending for ending in _MOMENTS if is_moment))
-        found.append((field.name, next((name for name in names if name in attributes), field.name), is_moment))
+        found.append(
+            (
+                field.name,
+                next((name for name in names if name in attributes), field.name),
+                is_moment,
+            )
+        )
     return tuple(found)

@@ -1,4 +1,5 @@
-"""MIG instances: their JSON shape, whether they may be granted, and the holders of one that is gone.
+"""MIG instances: their JSON shape, whether they may be granted,
+and the holders of one that is gone.
 
 Used by `views`, `problems` and the table of metrics. The shapes keep the promises of `views`.
 """
@@ -37,7 +38,14 @@ def instance_view(gpu: Gpu, instance: MigInstance, now: float) -> MigView:
     """The instance as ``/debug`` shows it."""
     reason = why_withheld(gpu, instance)
     health = UNHEALTHY if reason else instance.health.word
-    return view(MigView, instance, now, health=health, health_reason=reason, device_nodes=instance.capability_nodes)
+    return view(
+        MigView,
+        instance,
+        now,
+        health=health,
+        health_reason=reason,
+        device_nodes=instance.capability_nodes,
+    )
 
 
 def why_withheld(gpu: Gpu, instance: MigInstance) -> str:
@@ -48,11 +56,15 @@ def why_withheld(gpu: Gpu, instance: MigInstance) -> str:
 
 
 def on_missing_devices(status: AgentStatus) -> Iterator[tuple[Grant, str]]:
-    """Live grants on devices that the node no longer has, each with the device; nothing while no GPU has been read."""
+    """Live grants on devices that the node no longer has, each with the device;
+    nothing while no GPU has been read.
+    """
     inventory = status.inventory
     if not inventory.gpus:
         return
     present = inventory.devices
     for grant in status.ledger.grants:
         if grant.state is not GrantState.RELEASED:
-            yield from ((grant, share.device) for share in grant.shares if share.device not in present)
+            yield from (
+                (grant, share.device) for share in grant.shares if share.device not in present
+            )

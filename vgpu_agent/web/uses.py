@@ -1,6 +1,8 @@
-"""The use of each GPU as views and in sentences: the family that it serves, since when, the pods that wait, and what frees it.
+"""The use of each GPU as views and in sentences:
+the family that it serves, since when, the pods that wait, and what frees it.
 
-Used by `views` for every page, and by `explain`. Unlike refusals these texts name pods: they are for the operator.
+Used by `views` for every page, and by `explain`. Unlike refusals these texts name pods: they are
+for the operator.
 """
 
 from __future__ import annotations
@@ -41,8 +43,10 @@ class UseView(msgspec.Struct, frozen=True):
         family: the family that it serves; empty while no container has a share of it.
         since: when its oldest remaining share was granted.
         or_earlier: that share was found after a restart of the agent, and is older.
-        pods: the first of the pods that have shares of it; ``pods_total`` counts them all, also those that the kubelet has not named yet.
-        waiting: the first of the pods that wait for it, oldest first; ``waiting_total`` counts them all.
+        pods: the first of the pods that have shares of it; ``pods_total`` counts them all, also
+            those that the kubelet has not named yet.
+        waiting: the first of the pods that wait for it, oldest first; ``waiting_total`` counts them
+            all.
         freed_by: the event that makes it free for other families; empty while it is free.
     """
 
@@ -89,16 +93,28 @@ def freed_by(use: GpuUse) -> str:
 
 def pods(use: GpuUse) -> str:
     """The pods that have shares, with the names of the first."""
-    return f"{_count(use.holders)} ({_first(use.pods, use.holders) if use.pods else 'not named yet'})"
+    return (
+        f"{_count(use.holders)} ({_first(use.pods, use.holders) if use.pods else 'not named yet'})"
+    )
 
 
 def held_back(status: AgentStatus, resource: str) -> tuple[HeldBackView, ...]:
-    """Explain why fewer ids of ``resource`` are granted than exist: one view a reason, the most ids first."""
+    """Explain why fewer ids of ``resource`` are granted than exist:
+    one view a reason, the most ids first.
+    """
     found = sorted(status.ledger.held_back.get(resource, ()), key=lambda each: -each.ids)
-    views = [HeldBackView(each.ids, reason(status, each), each.gpus) for each in found[:_MOST_REASONS]]
+    views = [
+        HeldBackView(each.ids, reason(status, each), each.gpus) for each in found[:_MOST_REASONS]
+    ]
     if rest := found[_MOST_REASONS:]:
         gpus = tuple(dict.fromkeys(gpu for each in rest for gpu in each.gpus))
-        views.append(HeldBackView(sum(each.ids for each in rest), f"{called(status, gpus)}: {len(rest)} more reasons", gpus))
+        views.append(
+            HeldBackView(
+                sum(each.ids for each in rest),
+                f"{called(status, gpus)}: {len(rest)} more reasons",
+                gpus,
+            )
+        )
     return tuple(views)
 
 
@@ -107,17 +123,27 @@ def reason(status: AgentStatus, each: HeldBack) -> str:
     gpus = called(status, each.gpus)
     if not each.family:
         return f"{gpus}: {each.reason}"
-    serving = [use for use in status.ledger.uses if use.gpu in each.gpus and use.family == each.family]
+    serving = [
+        use for use in status.ledger.uses if use.gpu in each.gpus and use.family == each.family
+    ]
     oldest = min(serving, key=lambda use: use.since)
     number = len({pod for use in serving for pod in use.pods}) + sum(use.unnamed for use in serving)
     if len(each.gpus) == 1:
-        return f"{gpus} serves {each.family} ({_count(number)}) since {moment(oldest)}; it is free again when its last pod ends"
-    return f"{gpus} serve {each.family} ({_count(number)}), the first since {moment(oldest)}; each is free again when its last pod ends"
+        return (
+            f"{gpus} serves {each.family} ({_count(number)}) since {moment(oldest)}; it is free "
+            "again when its last pod ends"
+        )
+    return (
+        f"{gpus} serve {each.family} ({_count(number)}), the first since {moment(oldest)}; each is "
+        "free again when its last pod ends"
+    )
 
 
 def waiting_for(status: AgentStatus, claim: Claim, use: GpuUse) -> Iterator[str]:
     """Sentences about a pod that has been bound for a GPU and has nothing of it yet."""
-    ahead = [other for other in use.claims if other.family != claim.family and other.order < claim.order]
+    ahead = [
+        other for other in use.claims if other.family != claim.family and other.order < claim.order
+    ]
     gpu = f"{called(status, (use.gpu,))} ({use.gpu})"
     if not claim.named:
         yield f"{gpu} is kept for it since {_text(claim.since)}, until the kubelet has admitted it."
@@ -125,9 +151,14 @@ def waiting_for(status: AgentStatus, claim: Claim, use: GpuUse) -> Iterator[str]
     yield f"Its scheduler has named {gpu}, for which it waits since {_text(claim.since)}."
     if use.family and use.family != claim.family:
         drains = "" if ahead else f"; no new pod of {use.family} gets any of it meanwhile"
-        yield f"That GPU serves {use.family} since {moment(use)} and is freed by the end of {pods(use)}{drains}."
+        yield (
+            f"That GPU serves {use.family} since {moment(use)} and is freed by the end of "
+            f"{pods(use)}{drains}."
+        )
         idle = [other.gpu for other in status.ledger.uses if not other.family and not other.claims]
-        beside = f"; {called(status, idle)} {'is' if len(idle) == 1 else 'are'} idle" if idle else ""
+        beside = (
+            f"; {called(status, idle)} {'is' if len(idle) == 1 else 'are'} idle" if idle else ""
+        )
         yield f"To have the pod scheduled anew, delete it{beside}."
     if ahead:
         names = _first([f"{other.pod} ({other.family})" for other in ahead], len(ahead))
@@ -135,12 +166,20 @@ def waiting_for(status: AgentStatus, claim: Claim, use: GpuUse) -> Iterator[str]
 
 
 def called(status: AgentStatus, gpus: Sequence[str]) -> str:
-    """The GPUs by index: ``GPU 0``, ``GPUs 0, 1 and 5``; by UUID where the driver no longer shows one."""
+    """The GPUs by index: ``GPU 0``, ``GPUs 0, 1 and 5``;
+    by UUID where the driver no longer shows one.
+    """
     index = {gpu.uuid: gpu.index for gpu in status.inventory.gpus}
-    names = [str(place) for place in sorted(index[gpu] for gpu in gpus if gpu in index)] + [gpu for gpu in gpus if gpu not in index]
+    names = [str(place) for place in sorted(index[gpu] for gpu in gpus if gpu in index)] + [
+        gpu for gpu in gpus if gpu not in index
+    ]
     if len(names) == 1:
         return f"GPU {names[0]}"
-    return f"GPUs {listed(names[:-1])} and {names[-1]}" if len(names) <= 16 else f"GPUs {listed(names)}"
+    return (
+        f"GPUs {listed(names[:-1])} and {names[-1]}"
+        if len(names) <= 16
+        else f"GPUs {listed(names)}"
+    )
 
 
 def moment(use: GpuUse) -> str:

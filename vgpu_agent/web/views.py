@@ -1,11 +1,13 @@
 """The public JSON shapes of ``/debug``: what `AgentStatus` looks like from outside.
 
-They are types of their own, so that a change inside the agent cannot silently change what scripts read, and so that
-``vgpu-agent status`` decodes exactly what `web.debug` encodes. From 1.0.0 on, fields may be added and are never renamed.
-Unknown fields are ignored and missing ones have defaults, so an older command line reads a newer agent and the other way
-round.
+They are types of their own, so that a change inside the agent cannot silently change what scripts
+read, and so that ``vgpu-agent status`` decodes exactly what `web.debug` encodes. From 1.0.0 on,
+fields may be added and are never renamed.
+Unknown fields are ignored and missing ones have defaults, so an older command line reads a newer
+agent and the other way round.
 
-Times are those of `moments`. What concerns how grants are bound and the API server has views of its own beside this file.
+Times are those of `moments`. What concerns how grants are bound and the API server has views of its
+own beside this file.
 """
 
 from __future__ import annotations
@@ -81,7 +83,9 @@ class ShareView(msgspec.Struct, frozen=True):
 
 
 class GrantView(msgspec.Struct, frozen=True):
-    """The shares that one container holds through one resource; its names are empty until kubelet's records tell them."""
+    """The shares that one container holds through one resource;
+    its names are empty until kubelet's records tell them.
+    """
 
     number: int
     family: str = ""
@@ -100,7 +104,9 @@ class GrantView(msgspec.Struct, frozen=True):
 
     @property
     def pod_name(self) -> str:
-        """``namespace/name``; the UID, or a word for "not known yet", until kubelet has named the pod."""
+        """``namespace/name``; the UID, or a word for "not known yet",
+        until kubelet has named the pod.
+        """
         return f"{self.namespace}/{self.pod}" if self.pod else self.pod_uid or "(not named yet)"
 
 
@@ -119,7 +125,9 @@ class ResourceView(msgspec.Struct, frozen=True):
 
     resource: str
     family: str = ""
-    sharing: str = ""  # how the holders of one device share it, where ids name devices: none, time-slicing, mps, mps-host
+    # how the holders of one device share it, where ids name devices: none, time-slicing, mps,
+    # mps-host
+    sharing: str = ""
     state: str = ""
     ready: bool = False
     stream_open: bool = False
@@ -134,7 +142,8 @@ class ResourceView(msgspec.Struct, frozen=True):
     ids_healthy: int = 0
     ids_held: int = 0
     ids_free: int | None = None
-    ids_booked: bool = True  # False: the ids are there for schedulers to count, and the GPUs show the actual use
+    # False: the ids are there for schedulers to count, and the GPUs show the actual use
+    ids_booked: bool = True
     allocations: int = 0
     allocations_refused: int = 0
     allocate_seconds_last: float = 0.0
@@ -147,7 +156,9 @@ class ResourceView(msgspec.Struct, frozen=True):
 
 
 class NvmlView(msgspec.Struct, frozen=True):
-    """The thread that owns NVML; ``call``, ``gpu`` and ``hung`` describe a call that does not return."""
+    """The thread that owns NVML; ``call``, ``gpu`` and ``hung`` describe a call
+    that does not return.
+    """
 
     state: str = ""
     library: str = ""
@@ -171,7 +182,9 @@ class CdiSpecView(msgspec.Struct, frozen=True):
 
 
 class CdiView(msgspec.Struct, frozen=True):
-    """The state of CDI; ``source`` is ``generated`` or ``toolkit``, and empty where containers receive no CDI names."""
+    """The state of CDI; ``source`` is ``generated`` or ``toolkit``,
+    and empty where containers receive no CDI names.
+    """
 
     source: str = ""
     strategies: tuple[str, ...] = ()
@@ -201,7 +214,9 @@ class Overview(msgspec.Struct, frozen=True):
 def gpu_of_devices(status: AgentStatus) -> dict[str, Gpu]:
     """The GPU below each device: itself for a GPU, its parent for a MIG instance."""
     gpus = status.inventory.gpus
-    return {gpu.uuid: gpu for gpu in gpus} | {mig.uuid: gpu for gpu in gpus for mig in gpu.mig_instances}
+    return {gpu.uuid: gpu for gpu in gpus} | {
+        mig.uuid: gpu for gpu in gpus for mig in gpu.mig_instances
+    }
 
 
 def live_grants(status: AgentStatus) -> Iterator[Grant]:
@@ -212,7 +227,10 @@ def live_grants(status: AgentStatus) -> Iterator[Grant]:
 def grants(status: AgentStatus, now: float) -> tuple[GrantView, ...]:
     """Every live grant, the oldest first."""
     known = Limits(status)
-    return tuple(grant(status, one, now, known) for one in sorted(live_grants(status), key=lambda one: one.number))
+    return tuple(
+        grant(status, one, now, known)
+        for one in sorted(live_grants(status), key=lambda one: one.number)
+    )
 
 
 def grant(status: AgentStatus, one: Grant, now: float, known: Limits | None = None) -> GrantView:
@@ -236,11 +254,19 @@ def grant(status: AgentStatus, one: Grant, now: float, known: Limits | None = No
 
 
 def _share(share: Share, gpu: Gpu | None, now: float) -> ShareView:
-    return view(ShareView, share, now, gpu=gpu.uuid if gpu else share.device, gpu_index=gpu.index if gpu else None)
+    return view(
+        ShareView,
+        share,
+        now,
+        gpu=gpu.uuid if gpu else share.device,
+        gpu_index=gpu.index if gpu else None,
+    )
 
 
 def pods(status: AgentStatus, now: float) -> tuple[PodView, ...]:
-    """List grants by pod. Grants that the kubelet's records do not name yet form one entry without a name."""
+    """List grants by pod. Grants that the kubelet's records do not name yet form one entry
+    without a name.
+    """
     by_pod: dict[tuple[str, str], list[GrantView]] = {}
     for one in grants(status, now):
         by_pod.setdefault((one.pod_name, one.pod_uid), []).append(one)
@@ -261,12 +287,26 @@ def gpus(status: AgentStatus, now: float) -> tuple[GpuView, ...]:
     usage = {used.uuid: used for used in status.usage}
     in_use = {use.gpu: uses.use_view(use, now) for use in status.ledger.uses}
     return tuple(
-        _gpu(gpu, status, usage.get(gpu.uuid), tuple(holders.get(gpu.uuid, ())), in_use.get(gpu.uuid, UseView()), now)
+        _gpu(
+            gpu,
+            status,
+            usage.get(gpu.uuid),
+            tuple(holders.get(gpu.uuid, ())),
+            in_use.get(gpu.uuid, UseView()),
+            now,
+        )
         for gpu in status.inventory.gpus
     )
 
 
-def _gpu(gpu: Gpu, status: AgentStatus, usage: GpuUsage | None, holders: tuple[str, ...], use: UseView, now: float) -> GpuView:
+def _gpu(
+    gpu: Gpu,
+    status: AgentStatus,
+    usage: GpuUsage | None,
+    holders: tuple[str, ...],
+    use: UseView,
+    now: float,
+) -> GpuView:
     major, minor = gpu.compute_capability
     return view(
         GpuView,
@@ -279,20 +319,37 @@ def _gpu(gpu: Gpu, status: AgentStatus, usage: GpuUsage | None, holders: tuple[s
         usage=_usage(usage, now) if usage else None,
         holders=holders,
         max_holders=max_holders(gpu, status),
-        mig_instances=tuple(slices.instance_view(gpu, instance, now) for instance in gpu.mig_instances),
-        links={far: {"pci": link.pci, "nvlinks": link.nvlinks} for (near, far), link in status.inventory.links.items() if near == gpu.uuid},
+        mig_instances=tuple(
+            slices.instance_view(gpu, instance, now) for instance in gpu.mig_instances
+        ),
+        links={
+            far: {"pci": link.pci, "nvlinks": link.nvlinks}
+            for (near, far), link in status.inventory.links.items()
+            if near == gpu.uuid
+        },
         use=use,
     )
 
 
 def _usage(usage: GpuUsage, now: float) -> UsageView:
-    return view(UsageView, usage, now, processes=tuple({"pid": pid, "memory_mib": memory_mib} for pid, memory_mib in usage.processes))
+    return view(
+        UsageView,
+        usage,
+        now,
+        processes=tuple(
+            {"pid": pid, "memory_mib": memory_mib} for pid, memory_mib in usage.processes
+        ),
+    )
 
 
 def max_holders(gpu: Gpu, status: AgentStatus) -> int | None:
-    """Count the shares that the GPU and its MIG instances may give together; None when the ledger offers nothing on it."""
+    """Count the shares that the GPU and its MIG instances may give together;
+    None when the ledger offers nothing on it.
+    """
     found = [
-        status.ledger.capacity[uuid] for uuid in (gpu.uuid, *(mig.uuid for mig in gpu.mig_instances)) if uuid in status.ledger.capacity
+        status.ledger.capacity[uuid]
+        for uuid in (gpu.uuid, *(mig.uuid for mig in gpu.mig_instances))
+        if uuid in status.ledger.capacity
     ]
     return sum(found) if found else None
 
@@ -308,13 +365,17 @@ def ids_held(status: AgentStatus) -> dict[str, int]:
 def resources(status: AgentStatus, now: float) -> tuple[ResourceView, ...]:
     """Every resource and its plugin server."""
     held = ids_held(status)
-    return tuple(_resource(plugin, held.get(plugin.resource, 0), status, now) for plugin in status.plugins)
+    return tuple(
+        _resource(plugin, held.get(plugin.resource, 0), status, now) for plugin in status.plugins
+    )
 
 
 def withheld(status: AgentStatus) -> dict[str, str]:
     """The resources that have no plugin server, and why not."""
     served = {plugin.resource for plugin in status.plugins}
-    return {resource: reason for resource, reason in status.not_served.items() if resource not in served}
+    return {
+        resource: reason for resource, reason in status.not_served.items() if resource not in served
+    }
 
 
 def _resource(plugin: PluginStatus, held: int, status: AgentStatus, now: float) -> ResourceView:
@@ -358,7 +419,9 @@ def overview(status: AgentStatus, now: float) -> Overview:
         alive=not status.not_alive,
         driver_version=status.inventory.driver_version,
         cuda_version=status.inventory.cuda_version,
-        problems=tuple(view(problems.ProblemView, problem, now) for problem in problems.known(status, now)),
+        problems=tuple(
+            view(problems.ProblemView, problem, now) for problem in problems.known(status, now)
+        ),
         gpus=gpus(status, now),
         resources=resources(status, now),
         pods=pods(status, now),
@@ -369,9 +432,13 @@ def overview(status: AgentStatus, now: float) -> Overview:
 
 def cdi(status: CdiStatus, now: float) -> CdiView:
     """Show how containers receive their devices."""
-    return view(CdiView, status, now, specs=tuple(view(CdiSpecView, each, now) for each in status.specs))
+    return view(
+        CdiView, status, now, specs=tuple(view(CdiSpecView, each, now) for each in status.specs)
+    )
 
 
 def is_simulated(status: AgentStatus) -> bool:
-    """Tell whether GPUs are simulated, by the settings or by the library: better one warning too many."""
+    """Tell whether GPUs are simulated, by the settings or by the library:
+    better one warning too many.
+    """
     return status.simulated or status.inventory.simulated

@@ -1,4 +1,6 @@
-"""The CDI side of an agent on a simulated node, with a stand-in for NVIDIA's tool, for tests of what is offered without a name."""
+"""The CDI side of an agent on a simulated node, with a stand-in for NVIDIA's tool, for tests of
+what is offered without a name.
+"""
 
 from __future__ import annotations
 
@@ -36,9 +38,17 @@ class Side:
     """A `CdiController` on a simulated node, and what it meets."""
 
     def __init__(
-        self, folder: Path, supervisor: Supervisor, *, late: bool = True, node: SimulatedNode | None = None, **sections: Any
+        self,
+        folder: Path,
+        supervisor: Supervisor,
+        *,
+        late: bool = True,
+        node: SimulatedNode | None = None,
+        **sections: Any,
     ) -> None:
-        self.node = node or SimulatedNode.create(folder / "gpus", model="A100-SXM4-40GB", gpus=2, uuids=[U0, U1])
+        self.node = node or SimulatedNode.create(
+            folder / "gpus", model="A100-SXM4-40GB", gpus=2, uuids=[U0, U1]
+        )
         self.tool = StandInCtk(self.node.directory)
         self.cdi = folder / "cdi"
         self.settings = msgspec.structs.replace(
@@ -52,7 +62,13 @@ class Side:
             **sections,
         )
         self.journal, self.ledger = Journal(), Ledger()
-        self.side = CdiController(self.settings, ledger=self.ledger, journal=self.journal, supervisor=supervisor, is_late=lambda: late)
+        self.side = CdiController(
+            self.settings,
+            ledger=self.ledger,
+            journal=self.journal,
+            supervisor=supervisor,
+            is_late=lambda: late,
+        )
 
     async def begin(self, inventory: Inventory | None = None) -> None:
         """The start of an agent with these GPUs."""
@@ -91,4 +107,7 @@ def write_toolkits_spec(folder: Path, *names: str) -> None:
     """Write the spec that NVIDIA's toolkit would write for devices of these names."""
     folder.mkdir(exist_ok=True)
     devices = [{"name": name, "containerEdits": {"env": ["A=b"]}} for name in names]
-    replace_text(folder / "nvidia.json", json.dumps({"cdiVersion": "0.5.0", "kind": "nvidia.com/gpu", "devices": devices}))
+    replace_text(
+        folder / "nvidia.json",
+        json.dumps({"cdiVersion": "0.5.0", "kind": "nvidia.com/gpu", "devices": devices}),
+    )

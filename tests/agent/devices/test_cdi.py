@@ -29,7 +29,9 @@ async def supervisor() -> AsyncIterator[Supervisor]:
         yield supervisor
 
 
-async def test_nothing_is_made_where_no_names_are_answered(tmp_path: Path, supervisor: Supervisor) -> None:
+async def test_nothing_is_made_where_no_names_are_answered(
+    tmp_path: Path, supervisor: Supervisor
+) -> None:
     """The default list strategy: no tool runs, no file is written, nothing is withheld."""
     side = await asyncio.to_thread(lambda: Side(tmp_path, supervisor, plugin=Plugin()))
     await side.begin()
@@ -39,8 +41,12 @@ async def test_nothing_is_made_where_no_names_are_answered(tmp_path: Path, super
     assert side.side.status().source == ""
 
 
-async def test_a_resource_is_offered_once_its_names_are_there(tmp_path: Path, supervisor: Supervisor) -> None:
-    """At the start the first try is waited for, so that in the normal case nothing is ever withheld."""
+async def test_a_resource_is_offered_once_its_names_are_there(
+    tmp_path: Path, supervisor: Supervisor
+) -> None:
+    """At the start the first try is waited for,
+    so that in the normal case nothing is ever withheld.
+    """
     side = await asyncio.to_thread(lambda: Side(tmp_path, supervisor))
     await side.begin()
     assert side.withheld() == ""
@@ -52,8 +58,12 @@ async def test_a_resource_is_offered_once_its_names_are_there(tmp_path: Path, su
     assert status.devices == (U0, U1, "all")
 
 
-async def test_trouble_is_the_reason_and_ends_by_itself(tmp_path: Path, supervisor: Supervisor) -> None:
-    """``/readyz`` shows the tool's complaint as the reason, and devices without a name are not given out either."""
+async def test_trouble_is_the_reason_and_ends_by_itself(
+    tmp_path: Path, supervisor: Supervisor
+) -> None:
+    """``/readyz`` shows the tool's complaint as the reason,
+    and devices without a name are not given out either.
+    """
     side = await asyncio.to_thread(lambda: Side(tmp_path, supervisor))
     await asyncio.to_thread(side.tool.misbehave, fail="Driver Not Loaded")
     await side.begin()
@@ -66,9 +76,13 @@ async def test_trouble_is_the_reason_and_ends_by_itself(tmp_path: Path, supervis
     await side.until_offered()
 
 
-async def test_a_tool_that_hangs_does_not_keep_the_agent_from_starting(tmp_path: Path, supervisor: Supervisor) -> None:
+async def test_a_tool_that_hangs_does_not_keep_the_agent_from_starting(
+    tmp_path: Path, supervisor: Supervisor
+) -> None:
     """The start goes on, and says what it waits for."""
-    side = await asyncio.to_thread(lambda: Side(tmp_path, supervisor, cluster=Cluster(start_wait_seconds=0.2)))
+    side = await asyncio.to_thread(
+        lambda: Side(tmp_path, supervisor, cluster=Cluster(start_wait_seconds=0.2))
+    )
     await asyncio.to_thread(side.tool.misbehave, hang_seconds=FOR_EVER_SECONDS)
     async with asyncio.timeout(PATIENCE_SECONDS):
         await side.begin()
@@ -77,7 +91,9 @@ async def test_a_tool_that_hangs_does_not_keep_the_agent_from_starting(tmp_path:
     await supervisor.stop("cdi specs")
 
 
-async def test_one_device_without_a_name_keeps_back_only_itself(tmp_path: Path, supervisor: Supervisor) -> None:
+async def test_one_device_without_a_name_keeps_back_only_itself(
+    tmp_path: Path, supervisor: Supervisor
+) -> None:
     """A GPU that the tool does not know is Unhealthy with the reason. The others are offered."""
     side = await asyncio.to_thread(lambda: Side(tmp_path, supervisor))
     await asyncio.to_thread(side.tool.misbehave, without=[U1])
@@ -92,8 +108,12 @@ async def test_one_device_without_a_name_keeps_back_only_itself(tmp_path: Path, 
 async def test_inlining_needs_a_spec_only_for_what_is_bound_late(
     tmp_path: Path, supervisor: Supervisor, *, late: bool, withheld: bool
 ) -> None:
-    """``cdi.inline`` with the default strategy: families whose ids name devices answer by variable and wait for nothing."""
-    side = await asyncio.to_thread(lambda: Side(tmp_path, supervisor, late=late, plugin=Plugin(), cdi=Cdi(inline=True)))
+    """``cdi.inline`` with the default strategy:
+    families whose ids name devices answer by variable and wait for nothing.
+    """
+    side = await asyncio.to_thread(
+        lambda: Side(tmp_path, supervisor, late=late, plugin=Plugin(), cdi=Cdi(inline=True))
+    )
     await asyncio.to_thread(side.tool.misbehave, fail="no")
     await side.begin()
     assert bool(side.withheld(SHARES)) is withheld
@@ -101,19 +121,25 @@ async def test_inlining_needs_a_spec_only_for_what_is_bound_late(
     assert side.healthy == [U0, U1]
 
 
-async def test_a_required_channel_that_is_missing_withholds_everything(tmp_path: Path, supervisor: Supervisor) -> None:
+async def test_a_required_channel_that_is_missing_withholds_everything(
+    tmp_path: Path, supervisor: Supervisor
+) -> None:
     """This holds for every list strategy. An optional channel is reported once and passed over."""
     plugin = Plugin(imex_channel_ids=(0,), imex_required=True)
     side = await asyncio.to_thread(lambda: Side(tmp_path, supervisor, plugin=plugin))
     await side.begin()
     assert "channel0 is no character device" in side.withheld()
     assert side.withheld().endswith("or set plugin.imexRequired: false")
-    await side.side.look(msgspec.structs.replace(side.settings, plugin=Plugin(imex_channel_ids=(0,))))
+    await side.side.look(
+        msgspec.structs.replace(side.settings, plugin=Plugin(imex_channel_ids=(0,)))
+    )
     assert side.withheld() == ""
     assert [entry.event for entry in side.journal.entries] == ["imex.missing"]
 
 
-async def test_a_tool_that_only_the_node_has_is_found_in_its_tree(tmp_path: Path, supervisor: Supervisor) -> None:
+async def test_a_tool_that_only_the_node_has_is_found_in_its_tree(
+    tmp_path: Path, supervisor: Supervisor
+) -> None:
     """An image without the toolkit, and the node's root mounted into it: nothing has to be set."""
     tool = tmp_path / "root" / "opt" / "nvidia-ctk"
     cdi = Cdi(nvidia_ctk="/opt/nvidia-ctk", container_driver_root=str(tmp_path / "root"))
@@ -126,18 +152,31 @@ async def test_a_tool_that_only_the_node_has_is_found_in_its_tree(tmp_path: Path
     assert side.side._command() == (str(tool),)
 
 
-async def test_the_simulator_describes_simulated_gpus_unless_a_tool_is_named(tmp_path: Path, supervisor: Supervisor) -> None:
+async def test_the_simulator_describes_simulated_gpus_unless_a_tool_is_named(
+    tmp_path: Path, supervisor: Supervisor
+) -> None:
     """A demo then needs no setting, and a configured tool is the one that runs."""
     side = await asyncio.to_thread(lambda: Side(tmp_path, supervisor))
     assert side.side._command() == COMMAND
-    named = await asyncio.to_thread(lambda: Side(tmp_path / "b", supervisor, cdi=Cdi(nvidia_ctk="/opt/nvidia-ctk")))
+    named = await asyncio.to_thread(
+        lambda: Side(tmp_path / "b", supervisor, cdi=Cdi(nvidia_ctk="/opt/nvidia-ctk"))
+    )
     assert named.side._command() == ("/opt/nvidia-ctk",)
 
 
-async def test_the_gpu_of_a_tegra_processor_has_no_cdi_name_and_nothing_waits_for_one(tmp_path: Path, supervisor: Supervisor) -> None:
-    """nvidia §1: upstream ends over a CDI strategy without NVML. Here no tool runs, and the resource says what to change."""
+async def test_the_gpu_of_a_tegra_processor_has_no_cdi_name_and_nothing_waits_for_one(
+    tmp_path: Path, supervisor: Supervisor
+) -> None:
+    """nvidia §1: upstream ends over a CDI strategy without NVML.
+    Here no tool runs, and the resource says what to change.
+    """
     side = await asyncio.to_thread(lambda: Side(tmp_path, supervisor))
     resource = Resource("nvidia.com/gpu", "nvidia", (DeviceId(INTEGRATED, INTEGRATED),))
-    await side.side.begin(side.settings, Inventory(version=1, gpus=(Gpu(INTEGRATED, index=0, minor=-1, name=INTEGRATED, memory_mib=0),)))
+    await side.side.begin(
+        side.settings,
+        Inventory(
+            version=1, gpus=(Gpu(INTEGRATED, index=0, minor=-1, name=INTEGRATED, memory_mib=0),)
+        ),
+    )
     assert "take cdi-cri and cdi-annotations out" in side.withheld(resource)
     assert not await asyncio.to_thread(side.cdi.exists)

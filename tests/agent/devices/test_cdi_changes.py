@@ -1,4 +1,6 @@
-"""GPUs that change under the CDI spec: cut, renumbered, lost or ill, and what is kept back until the spec is made anew."""
+"""GPUs that change under the CDI spec: cut, renumbered, lost or ill,
+and what is kept back until the spec is made anew.
+"""
 
 from __future__ import annotations
 
@@ -28,14 +30,20 @@ async def supervisor() -> AsyncIterator[Supervisor]:
         yield supervisor
 
 
-async def test_a_slice_is_kept_back_until_it_has_a_name(tmp_path: Path, supervisor: Supervisor) -> None:
-    """A GPU was cut a moment ago: before the first list with its slices goes out, they are held back. The other GPU is not touched."""
+async def test_a_slice_is_kept_back_until_it_has_a_name(
+    tmp_path: Path, supervisor: Supervisor
+) -> None:
+    """A GPU was cut a moment ago: before the first list with its slices goes out, they are held
+    back. The other GPU is not touched.
+    """
     side = await asyncio.to_thread(lambda: Side(tmp_path, supervisor))
     await side.begin()
     await asyncio.to_thread(side.node.set_mig, 1, ["1g.5gb"])
     (uuid,) = side.node.mig_uuids(1)
     first, second = golden_inventory().gpus
-    slices = (MigInstance(uuid, 0, 7, 0, "1g.5gb", 4864, 1, 1, ("/dev/nvidia-caps/nvidia-cap201",)),)
+    slices = (
+        MigInstance(uuid, 0, 7, 0, "1g.5gb", 4864, 1, 1, ("/dev/nvidia-caps/nvidia-cap201",)),
+    )
     cut = Inventory(2, (first, dataclasses.replace(second, mig_enabled=True, mig_instances=slices)))
     by_profile = Resource("nvidia.com/mig-1g.5gb", "nvidia", (DeviceId(uuid, uuid, 0),))
 
@@ -58,8 +66,12 @@ async def test_a_slice_is_kept_back_until_it_has_a_name(tmp_path: Path, supervis
     assert len(await asyncio.to_thread(lambda: side.tool.calls)) == 2
 
 
-async def test_an_index_that_stands_for_another_device_by_now_is_no_name(tmp_path: Path, supervisor: Supervisor) -> None:
-    """GPU 0 was unplugged and the other has its number: until the spec is made anew, the number in it opens the wrong card."""
+async def test_an_index_that_stands_for_another_device_by_now_is_no_name(
+    tmp_path: Path, supervisor: Supervisor
+) -> None:
+    """GPU 0 was unplugged and the other has its number:
+    until the spec is made anew, the number in it opens the wrong card.
+    """
     plugin = Plugin(device_list_strategy=("cdi-cri",), device_id_strategy="index")
     side = await asyncio.to_thread(lambda: Side(tmp_path, supervisor, plugin=plugin))
     await side.begin()
@@ -71,12 +83,17 @@ async def test_an_index_that_stands_for_another_device_by_now_is_no_name(tmp_pat
     await asyncio.to_thread(side.tool.misbehave, fail="busy")
     await asyncio.to_thread(side.node.unplug, 0)
     first, second = golden_inventory().gpus
-    left = Inventory(2, (dataclasses.replace(second, index=0), dataclasses.replace(first, index=1, present=False)))
+    left = Inventory(
+        2,
+        (dataclasses.replace(second, index=0), dataclasses.replace(first, index=1, present=False)),
+    )
     inventories.publish(left)
     await asyncio.sleep(0)
     side.ledger.observe(left)
     assert side.healthy == []
-    with pytest.raises(CarrierError, match=r"does not have k8s\.device-plugin\.nvidia\.com/gpu=0 as it is now"):
+    with pytest.raises(
+        CarrierError, match=r"does not have k8s\.device-plugin\.nvidia\.com/gpu=0 as it is now"
+    ):
         await side.side.inline([name])
 
     await asyncio.to_thread(side.tool.behave)
@@ -92,14 +109,24 @@ async def test_an_index_that_stands_for_another_device_by_now_is_no_name(tmp_pat
     await supervisor.stop("names")
 
 
-async def test_a_name_whose_nodes_open_another_gpu_by_now_is_no_name(tmp_path: Path, supervisor: Supervisor) -> None:
-    """The driver was loaded anew without GPU 0, so GPU 1 has its device node. Until the spec is made anew, no container gets it."""
+async def test_a_name_whose_nodes_open_another_gpu_by_now_is_no_name(
+    tmp_path: Path, supervisor: Supervisor
+) -> None:
+    """The driver was loaded anew without GPU 0, so GPU 1 has its device node. Until the spec is
+    made anew, no container gets it.
+    """
     side = await asyncio.to_thread(lambda: Side(tmp_path, supervisor))
     await side.begin()
     assert side.healthy == [U0, U1]
     await asyncio.to_thread(side.tool.misbehave, fail="busy")
     first, second = golden_inventory().gpus
-    left = Inventory(2, (dataclasses.replace(second, index=0, minor=0), dataclasses.replace(first, index=1, minor=1, present=False)))
+    left = Inventory(
+        2,
+        (
+            dataclasses.replace(second, index=0, minor=0),
+            dataclasses.replace(first, index=1, minor=1, present=False),
+        ),
+    )
     side.side.observe(left)
     side.ledger.observe(left)
     assert side.healthy == []
@@ -107,8 +134,12 @@ async def test_a_name_whose_nodes_open_another_gpu_by_now_is_no_name(tmp_path: P
         await side.side.inline([f"{VENDOR}/gpu={U1}"])
 
 
-async def test_after_a_restart_a_lost_gpu_keeps_back_only_itself(tmp_path: Path, supervisor: Supervisor) -> None:
-    """The tool answers for all GPUs or for none, so the others use the spec of the agent before, as long as the driver is the same."""
+async def test_after_a_restart_a_lost_gpu_keeps_back_only_itself(
+    tmp_path: Path, supervisor: Supervisor
+) -> None:
+    """The tool answers for all GPUs or for none, so the others use the spec of the agent before, as
+    long as the driver is the same.
+    """
     known = dataclasses.replace(golden_inventory(), driver_version="580.95.05")
     side = await asyncio.to_thread(lambda: Side(tmp_path, supervisor))
     await side.begin(known)
@@ -125,8 +156,12 @@ async def test_after_a_restart_a_lost_gpu_keeps_back_only_itself(tmp_path: Path,
     assert "GPU is lost" in again.side.status().specs[0].error
 
 
-async def test_a_start_waits_a_moment_for_a_spec_that_is_being_made(tmp_path: Path, supervisor: Supervisor) -> None:
-    """A GPU was cut for the container that is about to start. The kubelet would ask again after a quarter of a minute only."""
+async def test_a_start_waits_a_moment_for_a_spec_that_is_being_made(
+    tmp_path: Path, supervisor: Supervisor
+) -> None:
+    """A GPU was cut for the container that is about to start.
+    The kubelet would ask again after a quarter of a minute only.
+    """
     binding = Binding(cdi_directory=str(tmp_path / "cdi"), pod_wait_seconds=PATIENCE_SECONDS)
     side = await asyncio.to_thread(lambda: Side(tmp_path, supervisor, binding=binding))
     await side.begin()
@@ -136,8 +171,12 @@ async def test_a_start_waits_a_moment_for_a_spec_that_is_being_made(tmp_path: Pa
     await asyncio.sleep(0.05)
     assert not starting.done()
     first, second = golden_inventory().gpus
-    slices = (MigInstance(uuid, 0, 7, 0, "1g.5gb", 4864, 1, 1, ("/dev/nvidia-caps/nvidia-cap201",)),)
-    side.side.observe(Inventory(2, (first, dataclasses.replace(second, mig_enabled=True, mig_instances=slices))))
+    slices = (
+        MigInstance(uuid, 0, 7, 0, "1g.5gb", 4864, 1, 1, ("/dev/nvidia-caps/nvidia-cap201",)),
+    )
+    side.side.observe(
+        Inventory(2, (first, dataclasses.replace(second, mig_enabled=True, mig_instances=slices)))
+    )
     async with asyncio.timeout(PATIENCE_SECONDS):
         _, edits = await starting
     assert "/dev/nvidia1" in {node["path"] for node in edits["deviceNodes"]}
@@ -149,7 +188,9 @@ async def test_a_change_of_health_runs_no_tool(tmp_path: Path, supervisor: Super
     await side.begin()
     first, second = golden_inventory().gpus
     for version in range(2, 6):
-        ill = dataclasses.replace(second, health=dataclasses.replace(second.health, ok=version % 2 == 0, reason="XID 79"))
+        ill = dataclasses.replace(
+            second, health=dataclasses.replace(second.health, ok=version % 2 == 0, reason="XID 79")
+        )
         side.side.observe(Inventory(version, (first, ill)))
     await asyncio.sleep(0.15)
     assert len(await asyncio.to_thread(lambda: side.tool.calls)) == 1

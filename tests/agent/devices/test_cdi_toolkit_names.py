@@ -1,4 +1,6 @@
-"""``cdi.source: toolkit``: names out of another program's spec are looked for, followed, and never written."""
+"""``cdi.source: toolkit``: names out of another program's spec are looked for, followed,
+and never written.
+"""
 
 from __future__ import annotations
 
@@ -26,9 +28,16 @@ async def supervisor() -> AsyncIterator[Supervisor]:
         yield supervisor
 
 
-async def test_the_toolkits_names_are_looked_for_and_never_written(tmp_path: Path, supervisor: Supervisor) -> None:
-    """``cdi.source: toolkit``: offered when its spec has the names, by what it says now; withdrawn without touching it."""
-    sections: dict[str, Any] = {"cdi": Cdi(source="toolkit"), "cluster": Cluster(withdraw_at_stop=True)}
+async def test_the_toolkits_names_are_looked_for_and_never_written(
+    tmp_path: Path, supervisor: Supervisor
+) -> None:
+    """``cdi.source: toolkit``: offered when its spec has the names, by what it says now;
+    withdrawn without touching it.
+    """
+    sections: dict[str, Any] = {
+        "cdi": Cdi(source="toolkit"),
+        "cluster": Cluster(withdraw_at_stop=True),
+    }
     side = await asyncio.to_thread(lambda: Side(tmp_path, supervisor, **sections))
     await side.begin()
     assert "no CDI spec of kind nvidia.com/gpu" in side.withheld()
@@ -39,8 +48,12 @@ async def test_the_toolkits_names_are_looked_for_and_never_written(tmp_path: Pat
     assert not await asyncio.to_thread(lambda: side.tool.calls)
 
 
-async def test_a_gpu_that_the_toolkits_spec_does_not_have_is_kept_back(tmp_path: Path, supervisor: Supervisor) -> None:
-    """Made before the card was plugged in. The reason says what has to be done, and by which program."""
+async def test_a_gpu_that_the_toolkits_spec_does_not_have_is_kept_back(
+    tmp_path: Path, supervisor: Supervisor
+) -> None:
+    """Made before the card was plugged in. The reason says what has to be done,
+    and by which program.
+    """
     side = await asyncio.to_thread(lambda: Side(tmp_path, supervisor, cdi=Cdi(source="toolkit")))
     await asyncio.to_thread(write_toolkits_spec, side.cdi, U0)
     await side.begin()
@@ -49,7 +62,9 @@ async def test_a_gpu_that_the_toolkits_spec_does_not_have_is_kept_back(tmp_path:
     assert "must make its spec anew (service nvidia-cdi-refresh" in room.trouble
 
 
-async def test_offers_are_looked_at_again_only_when_names_have_changed(tmp_path: Path, supervisor: Supervisor) -> None:
+async def test_offers_are_looked_at_again_only_when_names_have_changed(
+    tmp_path: Path, supervisor: Supervisor
+) -> None:
     """Not at a start that knew them all; and again, when a look has failed."""
     side = await asyncio.to_thread(lambda: Side(tmp_path, supervisor, cdi=Cdi(source="toolkit")))
     await asyncio.to_thread(write_toolkits_spec, side.cdi, U0, U1)
@@ -75,8 +90,12 @@ async def test_offers_are_looked_at_again_only_when_names_have_changed(tmp_path:
     await supervisor.stop("names")
 
 
-async def test_one_name_for_all_gpus_keeps_none_of_them_back(tmp_path: Path, supervisor: Supervisor) -> None:
-    """nvidia:A26 with CDI: under a Windows subsystem the spec has the device ``all`` and no other."""
+async def test_one_name_for_all_gpus_keeps_none_of_them_back(
+    tmp_path: Path, supervisor: Supervisor
+) -> None:
+    """nvidia:A26 with CDI: under a Windows subsystem the spec has the device ``all``
+    and no other.
+    """
     side = await asyncio.to_thread(lambda: Side(tmp_path, supervisor, cdi=Cdi(source="toolkit")))
     await asyncio.to_thread(write_toolkits_spec, side.cdi, "all")
     await side.begin()

@@ -43,7 +43,9 @@ class Dividing:
 
     def profiles(self, gpu: int = 1) -> list[str]:
         """Return the profiles that the driver shows."""
-        return sorted(instance.profile for instance in self.watched.gpu(self.node.uuids[gpu]).mig_instances)
+        return sorted(
+            instance.profile for instance in self.watched.gpu(self.node.uuids[gpu]).mig_instances
+        )
 
     async def runs(self) -> list[str]:
         """The commands that the tool was given."""
@@ -63,7 +65,9 @@ async def dividing(folder: Path, **changes: Any) -> AsyncIterator[Dividing]:
     tool = MigTool(program, "volcanoVgpu.migParted", PATIENCE_SECONDS, PATIENCE_SECONDS, 0.01)
     tool = dataclasses.replace(tool, **changes)
     async with watching(node) as watched:
-        parted = MigParted(program, folder / "mig", timeout_seconds=tool.timeout_seconds, setting=tool.setting)
+        parted = MigParted(
+            program, folder / "mig", timeout_seconds=tool.timeout_seconds, setting=tool.setting
+        )
         side = MigDivider(parted, watched.watch, tool, call_timeout_seconds=PATIENCE_SECONDS)
         async with asyncio.TaskGroup() as group:
             loop = group.create_task(side.run())
@@ -74,7 +78,9 @@ async def dividing(folder: Path, **changes: Any) -> AsyncIterator[Dividing]:
 
 
 async def test_a_gpu_is_divided_and_seen_to_be(tmp_path: Path) -> None:
-    """The answer comes when the inventory shows the instances, so that a start finds them. The other GPU stays as it is."""
+    """The answer comes when the inventory shows the instances, so that a start finds them.
+    The other GPU stays as it is.
+    """
     async with dividing(tmp_path) as side:
         assert await side.divide() == ""
         assert side.profiles() == sorted(GROUP)
@@ -99,22 +105,30 @@ async def test_changes_are_made_one_after_the_other(tmp_path: Path) -> None:
 
 
 async def test_a_gpu_on_which_somebody_works_is_not_touched(tmp_path: Path) -> None:
-    """A process that no share explains: its pids are named, and the tool is asked again at once when it has gone."""
+    """A process that no share explains: its pids are named,
+    and the tool is asked again at once when it has gone.
+    """
     async with dividing(tmp_path, retry_seconds=60) as side:
         slot = await asyncio.to_thread(side.node.add_process, 1, 4711, ProcessUse(memory_mib=100))
-        assert await side.divide() == "processes that hold no share of it work on it (host pids 4711)"
+        assert (
+            await side.divide() == "processes that hold no share of it work on it (host pids 4711)"
+        )
         assert await side.runs() == []
         await asyncio.to_thread(side.node.remove_process, 1, slot)
         assert await side.divide() == ""
 
 
 async def test_a_gpu_whose_instances_cannot_be_read_is_not_touched(tmp_path: Path) -> None:
-    """It may be divided already, and in use: the pod's status has the driver's word and the remedy."""
+    """It may be divided already, and in use:
+    the pod's status has the driver's word and the remedy.
+    """
     async with dividing(tmp_path, retry_seconds=60) as side:
         await asyncio.to_thread(side.node.set_mig, 1, ["7g.40gb"])
         await asyncio.to_thread(side.node.fault, "nvmlDeviceGetMaxMigDeviceCount", gpu=1, code=4)
         reason = await side.divide()
-        assert reason.startswith("its instances cannot be read: nvmlDeviceGetMaxMigDeviceCount: Insufficient Permissions")
+        assert reason.startswith(
+            "its instances cannot be read: nvmlDeviceGetMaxMigDeviceCount: Insufficient Permissions"
+        )
         assert reason.endswith("(components/mig-monitor)")
         assert await side.runs() == []
         await asyncio.to_thread(side.node.clear_faults)
@@ -124,11 +138,26 @@ async def test_a_gpu_whose_instances_cannot_be_read_is_not_touched(tmp_path: Pat
 @pytest.mark.parametrize(
     ("what", "expected"),
     [
-        (Misbehaviour(command="apply", fails="Insufficient Resources"), "apply failed with status 1: Insufficient Resources"),
-        (Misbehaviour(command="export", fails="no driver"), "export failed with status 1: no driver"),
-        (Misbehaviour(command="export", prints="{}"), "has not one configuration below mig-configs"),
-        (Misbehaviour(command="apply", divides=("7g.40gb",)), "and 0.3 s later the driver shows 7g.40gb"),
-        (Misbehaviour(command="apply", divides=()), "and 0.3 s later the driver shows no instances"),
+        (
+            Misbehaviour(command="apply", fails="Insufficient Resources"),
+            "apply failed with status 1: Insufficient Resources",
+        ),
+        (
+            Misbehaviour(command="export", fails="no driver"),
+            "export failed with status 1: no driver",
+        ),
+        (
+            Misbehaviour(command="export", prints="{}"),
+            "has not one configuration below mig-configs",
+        ),
+        (
+            Misbehaviour(command="apply", divides=("7g.40gb",)),
+            "and 0.3 s later the driver shows 7g.40gb",
+        ),
+        (
+            Misbehaviour(command="apply", divides=()),
+            "and 0.3 s later the driver shows no instances",
+        ),
         (Misbehaviour(hangs=True), "has not ended after 0.5 s and was ended"),
     ],
 )
@@ -144,18 +173,29 @@ async def test_d16_whatever_goes_wrong_is_a_reason(
 
 
 async def test_a_tool_that_counts_the_gpus_otherwise_changes_none(tmp_path: Path) -> None:
-    """It knows GPUs by their index only. Where its export does not show what the driver shows, the index may be another GPU's."""
+    """It knows GPUs by their index only. Where its export does not show what the driver shows,
+    the index may be another GPU's.
+    """
     async with dividing(tmp_path) as side:
         await asyncio.to_thread(side.node.set_mig, 0, ["7g.40gb"])
         await side.watched.until(lambda inventory: inventory.gpus[0].mig_enabled)
-        swapped = "[{devices: [0], mig-enabled: false}, {devices: [1], mig-enabled: true, mig-devices: {7g.40gb: 1}}]"
-        await side.misbehave(Misbehaviour(command="export", prints=f"version: v1\nmig-configs: {{current: {swapped}}}"))
+        swapped = (
+            "[{devices: [0], mig-enabled: false}, {devices: [1], mig-enabled: true, mig-devices: "
+            "{7g.40gb: 1}}]"
+        )
+        await side.misbehave(
+            Misbehaviour(
+                command="export", prints=f"version: v1\nmig-configs: {{current: {swapped}}}"
+            )
+        )
         assert "shows another division of GPU 0" in await side.divide()
         assert await side.runs() == ["export"]
 
 
 async def test_a_change_that_has_failed_is_not_tried_again_at_once(tmp_path: Path) -> None:
-    """The kubelet asks every quarter of a minute. A GPU is not reset as often. Another division of it is tried at once."""
+    """The kubelet asks every quarter of a minute. A GPU is not reset as often.
+    Another division of it is tried at once.
+    """
     async with dividing(tmp_path, retry_seconds=60) as side:
         await side.misbehave(Misbehaviour(command="apply", fails="Insufficient Resources"))
         await side.divide()

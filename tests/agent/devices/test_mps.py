@@ -1,4 +1,6 @@
-"""MPS daemons follow the ledger's offers and holders, with the stand-in tools and without a kubelet."""
+"""MPS daemons follow the ledger's offers and holders,
+with the stand-in tools and without a kubelet.
+"""
 
 from __future__ import annotations
 
@@ -121,26 +123,39 @@ async def running(tmp_path: Path) -> AsyncIterator[Node]:
 
 
 def _shared(replicas: int = 4, name: str = GPU, **fields: Any) -> Resource:
-    ids = tuple(DeviceId(f"{uuid}::{number}", uuid) for uuid in (U0, U1) for number in range(replicas))
-    return Resource(name, "nvidia", ids, holders_per_device=replicas, sharing=SharingMode.MPS, **fields)
+    ids = tuple(
+        DeviceId(f"{uuid}::{number}", uuid) for uuid in (U0, U1) for number in range(replicas)
+    )
+    return Resource(
+        name, "nvidia", ids, holders_per_device=replicas, sharing=SharingMode.MPS, **fields
+    )
 
 
 async def test_a_shared_resource_is_served_once_its_limits_are_in_force(tmp_path: Path) -> None:
-    """nvidia:G11: until the daemon has 10240M for each GPU and 25 percent the resource is withheld with the reason; others are not."""
+    """nvidia:G11: until the daemon has 10240M for each GPU and 25 percent the resource is withheld
+    with the reason; others are not.
+    """
     async with running(tmp_path) as node:
         with capture_logs() as lines:
-            await node.offers.offer(_shared(), Resource("nvidia.com/other", "nvidia", (DeviceId("GPU-x", "GPU-x"),)))
+            await node.offers.offer(
+                _shared(), Resource("nvidia.com/other", "nvidia", (DeviceId("GPU-x", "GPU-x"),))
+            )
             assert node.withheld == {GPU: f"{GPU}: its MPS control daemon is about to be started"}
             assert node.offers.served == ["nvidia.com/other"]
             await node.until(lambda: GPU in node.offers.served)
-        assert {line["log_level"] for line in lines if line["event"] == "plugin.withheld"} == {"info"}  # the ordinary start is no trouble
+        # the ordinary start is no trouble
+        assert {line["log_level"] for line in lines if line["event"] == "plugin.withheld"} == {
+            "info"
+        }
         assert node.withheld == {}
         (status,) = node.side.statuses
         assert (status.thread_percentage, status.memory_limit_mib) == (25, {U0: 10240, U1: 10240})
 
 
 async def test_a_daemon_that_dies_withholds_its_resource_until_it_is_back(tmp_path: Path) -> None:
-    """nvidia:D7: the death is seen within the time between two probes, the reason is shown, and the resource comes back by itself."""
+    """nvidia:D7: the death is seen within the time between two probes, the reason is shown, and the
+    resource comes back by itself.
+    """
     async with running(tmp_path) as node:
         await node.offers.offer(_shared())
         await node.until(lambda: GPU in node.offers.served)
@@ -159,14 +174,20 @@ async def test_the_pods_of_a_lost_daemon_are_named(tmp_path: Path) -> None:
         await node.until(lambda: GPU in node.offers.served)
         node.offers.ledger.reserve(GPU, [f"{U0}::1"], [Share(U0, 10240, 25)])
         end_daemon(node.root / GPU / "pipe")
-        await node.until(lambda: any(entry.event == "mps.daemon_lost" for entry in node.offers.journal.entries))
-        (lost,) = (entry for entry in node.offers.journal.entries if entry.event == "mps.daemon_lost")
+        await node.until(
+            lambda: any(entry.event == "mps.daemon_lost" for entry in node.offers.journal.entries)
+        )
+        (lost,) = (
+            entry for entry in node.offers.journal.entries if entry.event == "mps.daemon_lost"
+        )
         assert lost.facts["pods"] == ["a pod that starts"]
         node.offers.ledger.release(1)
 
 
 async def test_a_daemon_whose_shares_are_held_outlives_the_agent(tmp_path: Path) -> None:
-    """NVIDIA's issue 669: at the end of the agent it is left, and the GPUs stay exclusive. Without holders both are undone."""
+    """NVIDIA's issue 669: at the end of the agent it is left, and the GPUs stay exclusive.
+    Without holders both are undone.
+    """
     async with running(tmp_path) as node:
         await node.offers.offer(_shared())
         await node.until(lambda: GPU in node.offers.served)
@@ -177,7 +198,9 @@ async def test_a_daemon_whose_shares_are_held_outlives_the_agent(tmp_path: Path)
 
 
 async def test_before_kubelet_has_told_who_holds_what_no_daemon_is_ended(tmp_path: Path) -> None:
-    """An agent that stops before it could read kubelet's records does not know of the pods that its daemon serves."""
+    """An agent that stops before it could read kubelet's records does not know of the pods
+    that its daemon serves.
+    """
     async with running(tmp_path) as node:
         await node.offers.offer(_shared())
         await node.until(lambda: GPU in node.offers.served)
@@ -187,7 +210,9 @@ async def test_before_kubelet_has_told_who_holds_what_no_daemon_is_ended(tmp_pat
 
 
 async def test_sharing_that_is_switched_off_ends_the_daemon(tmp_path: Path) -> None:
-    """The resource is offered without MPS now: quit, and the compute mode goes back to the default."""
+    """The resource is offered without MPS now:
+    quit, and the compute mode goes back to the default.
+    """
     async with running(tmp_path) as node:
         await node.offers.offer(_shared())
         await node.until(lambda: GPU in node.offers.served)
@@ -197,7 +222,9 @@ async def test_sharing_that_is_switched_off_ends_the_daemon(tmp_path: Path) -> N
 
 
 async def test_settings_that_change_no_offer_reach_the_daemon(tmp_path: Path) -> None:
-    """failRequestsGreaterThanOne decides with perContainerLimits which pods have limits. The ledger does not change with it."""
+    """failRequestsGreaterThanOne decides with perContainerLimits which pods have limits.
+    The ledger does not change with it.
+    """
     async with running(tmp_path) as node:
         mps = msgspec.structs.replace(node.settings.mps, per_container_limits=True)
         single = msgspec.structs.replace(node.settings, mps=mps)
@@ -205,15 +232,26 @@ async def test_settings_that_change_no_offer_reach_the_daemon(tmp_path: Path) ->
         await node.offers.offer(_shared())
         await node.until(lambda: GPU in node.offers.served)
         assert node.side.statuses[0].thread_percentage == 25
-        several = msgspec.structs.replace(single.section(Sharing).mps, fail_requests_greater_than_one=False)
-        node.side.apply(msgspec.structs.replace(single, sharing=msgspec.structs.replace(single.section(Sharing), mps=several)))
+        several = msgspec.structs.replace(
+            single.section(Sharing).mps, fail_requests_greater_than_one=False
+        )
+        node.side.apply(
+            msgspec.structs.replace(
+                single, sharing=msgspec.structs.replace(single.section(Sharing), mps=several)
+            )
+        )
         await node.until(lambda: node.side.statuses[0].thread_percentage == 100)
 
 
 async def test_a_gpu_that_another_resource_holds_is_lent(tmp_path: Path) -> None:
-    """aws:D8: EXCLUSIVE_PROCESS would keep the other family's programs out of the GPU that serves it now."""
+    """aws:D8: EXCLUSIVE_PROCESS would keep the other family's programs out of the GPU
+    that serves it now.
+    """
     async with running(tmp_path) as node:
-        await node.offers.offer(_shared(), Resource("example.com/whole", "volcano-vgpu", (DeviceId(U0, U0), DeviceId(U1, U1))))
+        await node.offers.offer(
+            _shared(),
+            Resource("example.com/whole", "volcano-vgpu", (DeviceId(U0, U0), DeviceId(U1, U1))),
+        )
         await node.until(lambda: GPU in node.offers.served)
         node.offers.ledger.reserve("example.com/whole", [U1], [Share(U1, exclusive=True)])
         await node.until(lambda: node.compute_modes == [3, 0])
@@ -222,9 +260,14 @@ async def test_a_gpu_that_another_resource_holds_is_lent(tmp_path: Path) -> None
 
 
 async def test_one_gpu_has_one_daemon(tmp_path: Path) -> None:
-    """Two servers cannot both have a GPU in exclusive mode: the second resource says which one has it, and the first is offered."""
+    """Two servers cannot both have a GPU in exclusive mode:
+    the second resource says which one has it, and the first is offered.
+    """
     async with running(tmp_path) as node:
-        other = dataclasses.replace(_shared(2, "nvidia.com/gpu.shared"), ids=tuple(DeviceId(f"{U0}-{number}", U0) for number in range(2)))
+        other = dataclasses.replace(
+            _shared(2, "nvidia.com/gpu.shared"),
+            ids=tuple(DeviceId(f"{U0}-{number}", U0) for number in range(2)),
+        )
         await node.offers.offer(_shared(), other)
         await node.until(lambda: GPU in node.offers.served)
         reason = node.withheld["nvidia.com/gpu.shared"]
@@ -233,30 +276,46 @@ async def test_one_gpu_has_one_daemon(tmp_path: Path) -> None:
 
 
 async def test_what_cannot_be_shared_by_mps_is_withheld_for_good(tmp_path: Path) -> None:
-    """nvidia:G13, nvidia:G14, nvidia:G15: slices and too many clients are a reason in the readiness, not a retry every 30 seconds."""
+    """nvidia:G13, nvidia:G14, nvidia:G15: slices and too many clients are a reason in the
+    readiness, not a retry every 30 seconds.
+    """
     async with running(tmp_path) as node:
         await node.offers.offer(_shared(49))
         assert "49 replicas of GPU 0" in node.withheld[GPU]
         sliced = tuple(dataclasses.replace(gpu, mig_enabled=True) for gpu in node.inventory.gpus)
         node.inventory = dataclasses.replace(node.inventory, gpus=sliced)
         await node.offers.offer(_shared(7, "nvidia.com/mig-1g.5gb"))
-        assert "sharing using MPS is not supported for MIG devices" in node.withheld["nvidia.com/mig-1g.5gb"]
+        assert (
+            "sharing using MPS is not supported for MIG devices"
+            in node.withheld["nvidia.com/mig-1g.5gb"]
+        )
         assert node.side.statuses == ()
         assert node.tools.calls == []
 
 
 async def test_daemons_whose_files_containers_could_change_are_not_started(tmp_path: Path) -> None:
-    """A container of the family aws has /tmp/nvidia-mps mounted. With a link in it, it could have the agent write anywhere."""
+    """A container of the family aws has /tmp/nvidia-mps mounted.
+    With a link in it, it could have the agent write anywhere.
+    """
     async with running(tmp_path) as node:
         mps = msgspec.structs.replace(node.settings.mps, root="/tmp/nvidia-mps/ours")
-        node.side.apply(msgspec.structs.replace(node.settings, mps=mps, families=switches(aws=True)))
+        node.side.apply(
+            msgspec.structs.replace(node.settings, mps=mps, families=switches(aws=True))
+        )
         await node.offers.offer(_shared())
-        assert node.withheld[GPU].startswith(f'{GPU}: mps.root: "/tmp/nvidia-mps/ours" lies in /tmp/nvidia-mps, which aws.mps: supervised')
+        assert node.withheld[GPU].startswith(
+            f'{GPU}: mps.root: "/tmp/nvidia-mps/ours" lies in /tmp/nvidia-mps, which aws.mps: '
+            "supervised"
+        )
         assert node.tools.calls == []
 
 
-async def test_virtual_gpus_of_aws_get_a_daemon_where_their_old_clients_look(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """aws:D1, aws:D2: supervised, with limits from the share, and its pipe in the directory that pods with hostIPC mount."""
+async def test_virtual_gpus_of_aws_get_a_daemon_where_their_old_clients_look(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """aws:D1, aws:D2: supervised, with limits from the share,
+    and its pipe in the directory that pods with hostIPC mount.
+    """
     pipe = tmp_path / "tmp/nvidia-mps"
     monkeypatch.setattr("vgpu_agent.isolation.mps.DEFAULT_PIPE_DIRECTORY", str(pipe))
     async with running(tmp_path) as node:
@@ -272,25 +331,41 @@ async def test_virtual_gpus_of_aws_get_a_daemon_where_their_old_clients_look(tmp
 async def test_virtual_gpus_with_a_daemon_of_the_host_are_served_and_cautioned_without_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Pods of AWS's plugin ran without the daemon, too, so nothing is withheld. A setting of `host` is reported as not fulfilled."""
+    """Pods of AWS's plugin ran without the daemon, too, so nothing is withheld.
+    A setting of `host` is reported as not fulfilled.
+    """
     pipe, name = tmp_path / "tmp/nvidia-mps", "k8s.amazonaws.com/vgpu"
     monkeypatch.setattr("vgpu_agent.isolation.mps.DEFAULT_PIPE_DIRECTORY", str(pipe))
     async with running(tmp_path) as node:
         settings = msgspec.structs.replace(node.settings, aws=Aws(mps="host"))
         node.side.apply(settings)
-        await node.offers.offer(*AwsFamily(AwsOptions.from_settings(settings, lists=ListOptions())).resources(node.inventory))
+        await node.offers.offer(
+            *AwsFamily(AwsOptions.from_settings(settings, lists=ListOptions())).resources(
+                node.inventory
+            )
+        )
         await node.until(lambda: node.offers.offering.cautions)
         (caution,) = node.offers.offering.cautions.values()
-        assert caution.startswith(f"{name}: the agent sees no directory {pipe}, so its containers may take turns without limits")
+        assert caution.startswith(
+            f"{name}: the agent sees no directory {pipe}, so its containers may take turns without "
+            "limits"
+        )
         assert (node.offers.served, node.side.statuses) == ([name], ())
 
         await asyncio.to_thread(pipe.mkdir, parents=True)
         tool = HostTool(str(node.tools.control), "mps.controlBinary", timeout_seconds=20)
-        await tool.run("-d", environment={"CUDA_MPS_PIPE_DIRECTORY": str(pipe), "CUDA_MPS_LOG_DIRECTORY": str(pipe)})
+        await tool.run(
+            "-d",
+            environment={"CUDA_MPS_PIPE_DIRECTORY": str(pipe), "CUDA_MPS_LOG_DIRECTORY": str(pipe)},
+        )
         await node.until(lambda: not node.offers.offering.cautions)
         await asyncio.to_thread(end_daemon, pipe)
         await node.until(lambda: node.offers.offering.cautions)
-        events = [entry.event for entry in node.offers.journal.entries if "mps" in entry.event or "caution" in entry.event]
+        events = [
+            entry.event
+            for entry in node.offers.journal.entries
+            if "mps" in entry.event or "caution" in entry.event
+        ]
         assert (events.count("mps.host_daemon_found"), events[0]) == (1, "config.caution")
         await node.offers.offer()
         await node.until(lambda: not node.offers.offering.cautions)
@@ -299,7 +374,11 @@ async def test_virtual_gpus_with_a_daemon_of_the_host_are_served_and_cautioned_w
 async def test_without_a_directory_for_mps_nothing_is_shared_by_it(tmp_path: Path) -> None:
     """mps.root may be empty. The reason names the key."""
     async with running(tmp_path) as node:
-        node.side.apply(msgspec.structs.replace(node.settings, mps=msgspec.structs.replace(node.settings.mps, root="")))
+        node.side.apply(
+            msgspec.structs.replace(
+                node.settings, mps=msgspec.structs.replace(node.settings.mps, root="")
+            )
+        )
         await node.offers.offer(_shared())
         assert "mps.root is empty" in node.withheld[GPU]
 

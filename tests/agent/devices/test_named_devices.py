@@ -1,4 +1,6 @@
-"""Check that a CDI name still opens its device, by the device nodes that NVIDIA's tool writes into its specs."""
+"""Check that a CDI name still opens its device,
+by the device nodes that NVIDIA's tool writes into its specs.
+"""
 
 from __future__ import annotations
 
@@ -37,7 +39,16 @@ WITHOUT_NODE = place_of(U0, Gpu(U0, index=0, minor=-1, name="RTX 4090", memory_m
     ("paths", "place"),
     [
         (["/dev/nvidia4", "/dev/dri/card1", "/dev/dri/renderD128"], WHOLE),
-        (["/dev/nvidiactl", "/dev/nvidia-uvm", "/dev/nvidia-uvm-tools", "/dev/nvidia-modeset", "/dev/nvidia4"], WHOLE),
+        (
+            [
+                "/dev/nvidiactl",
+                "/dev/nvidia-uvm",
+                "/dev/nvidia-uvm-tools",
+                "/dev/nvidia-modeset",
+                "/dev/nvidia4",
+            ],
+            WHOLE,
+        ),
         (["/dev/nvidia1", *CAPS], SLICE),
         (["/dev/dxg"], WHOLE),
         ([], WHOLE),
@@ -47,16 +58,24 @@ WITHOUT_NODE = place_of(U0, Gpu(U0, index=0, minor=-1, name="RTX 4090", memory_m
     ],
 )
 def test_what_opens_the_device_or_tells_nothing_is_its_name(paths: list[str], place: Place) -> None:
-    """Specs of NVIDIA's tool for a GPU whose minor number is not its index, a slice, WSL and CSV mode. Doubt withholds nothing."""
+    """Specs of NVIDIA's tool for a GPU whose minor number is not its index, a slice, WSL and CSV
+    mode. Doubt withholds nothing.
+    """
     assert not opens_another(paths, place)
 
 
 @pytest.mark.parametrize(
     ("paths", "place"),
-    [(["/dev/nvidia0"], WHOLE), (["/dev/nvidia4", "/dev/nvidia5"], WHOLE), (["/dev/nvidia0", *CAPS], SLICE)],
+    [
+        (["/dev/nvidia0"], WHOLE),
+        (["/dev/nvidia4", "/dev/nvidia5"], WHOLE),
+        (["/dev/nvidia0", *CAPS], SLICE),
+    ],
 )
 def test_what_opens_another_gpu_is_not_its_name(paths: list[str], place: Place) -> None:
-    """The driver has counted anew since the spec was made, or a hand-made spec gives more than the one GPU."""
+    """The driver has counted anew since the spec was made,
+    or a hand-made spec gives more than the one GPU.
+    """
     assert opens_another(paths, place)
 
 

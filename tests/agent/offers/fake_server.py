@@ -1,4 +1,6 @@
-"""A plugin server as the comparison with the kubelet's list sees it: what it sent, and which new registrations were asked of it."""
+"""A plugin server as the comparison with the kubelet's list sees it: what it sent, and which new
+registrations were asked of it.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,13 @@ GPU = "nvidia.com/gpu"
 class FakeServer:
     """A server that sent ``healthy`` and ``unhealthy`` a minute ago; a test may set `told`."""
 
-    def __init__(self, healthy: Iterable[str] = ("a", "b"), unhealthy: Iterable[str] = (), *, resource: str = GPU) -> None:
+    def __init__(
+        self,
+        healthy: Iterable[str] = ("a", "b"),
+        unhealthy: Iterable[str] = (),
+        *,
+        resource: str = GPU,
+    ) -> None:
         self.status = PluginStatus(resource, "nvidia")
         health = {**dict.fromkeys(healthy, True), **dict.fromkeys(unhealthy, False)}
         devices = [ListedDevice(DeviceId(name, name), well) for name, well in health.items()]

@@ -1,4 +1,6 @@
-"""GPUs that answer only after the agent has started (``failOnInitError: false``), under containers that hold them already."""
+"""GPUs that answer only after the agent has started (``failOnInitError: false``),
+under containers that hold them already.
+"""
 
 from __future__ import annotations
 
@@ -16,11 +18,18 @@ GPU = "nvidia.com/gpu"
 
 
 def test_a_grant_of_a_gpu_that_came_later_knows_its_memory_and_keeps_its_place() -> None:
-    """The book was rebuilt without a GPU to look at. Afterwards it is the book of a normal start."""
+    """The book was rebuilt without a GPU to look at.
+    Afterwards it is the book of a normal start.
+    """
     inventory = Inventory()
     ledger = Ledger()
     allocator = Allocator(
-        without_pods(ledger=ledger, families=Families((NvidiaFamily(NvidiaOptions()),)), inventory=lambda: inventory, journal=Journal())
+        without_pods(
+            ledger=ledger,
+            families=Families((NvidiaFamily(NvidiaOptions()),)),
+            inventory=lambda: inventory,
+            journal=Journal(),
+        )
     )
     records = KubeletRecords((Holding(GPU, (U0,), Owner("main", "uid", "default", "train")),))
     allocator.refresh_offer()

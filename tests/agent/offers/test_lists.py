@@ -1,4 +1,6 @@
-"""Ways of passing devices to containers: chosen by settings, discovery and the way grants are bound."""
+"""Ways of passing devices to containers:
+chosen by settings, discovery and the way grants are bound.
+"""
 
 from __future__ import annotations
 
@@ -32,9 +34,15 @@ def _edits(settings: Settings, found: Found) -> Edits:
     return family.provision(question(about), (Share(U1, 3000, 50),)).edits
 
 
-@pytest.mark.parametrize(("inline", "late", "by_name"), [(True, True, True), (True, False, False), (False, True, False)])
-def test_a_late_bound_grant_needs_no_nvidia_runtime_where_it_is_inlined(*, inline: bool, late: bool, by_name: bool) -> None:
-    """``cdi.inline``: the card is named by CDI alone, and the carrier writes its spec; bound early, all is as configured."""
+@pytest.mark.parametrize(
+    ("inline", "late", "by_name"), [(True, True, True), (True, False, False), (False, True, False)]
+)
+def test_a_late_bound_grant_needs_no_nvidia_runtime_where_it_is_inlined(
+    *, inline: bool, late: bool, by_name: bool
+) -> None:
+    """``cdi.inline``: the card is named by CDI alone, and the carrier writes its spec;
+    bound early, all is as configured.
+    """
     edits = _edits(settings_of(cdi=Cdi(inline=inline)), Found(facts=NodeFacts(late=late)))
     assert edits.cdi_names == (f"k8s.device-plugin.nvidia.com/gpu={U1}",) * by_name
     assert ("NVIDIA_VISIBLE_DEVICES" in edits.environment) is not by_name
@@ -42,17 +50,25 @@ def test_a_late_bound_grant_needs_no_nvidia_runtime_where_it_is_inlined(*, inlin
 
 def test_the_toolkits_names_are_used_where_it_keeps_the_spec() -> None:
     """``cdi.source: toolkit`` is another vendor, for every family."""
-    settings = settings_of(cdi=Cdi(source="toolkit"), plugin=Plugin(device_list_strategy=("cdi-cri",)))
+    settings = settings_of(
+        cdi=Cdi(source="toolkit"), plugin=Plugin(device_list_strategy=("cdi-cri",))
+    )
     assert _edits(settings, Found()).cdi_names == (f"nvidia.com/gpu={U1}",)
     by_index = Plugin(device_list_strategy=("envvar", "cdi-cri"), device_id_strategy="index")
     edits = _edits(msgspec.structs.replace(settings, plugin=by_index), Found())
     assert edits.environment["NVIDIA_VISIBLE_DEVICES"] == "1"
-    assert edits.cdi_names == (f"nvidia.com/gpu={U1}",), "nobody tells when the toolkit has counted anew"
+    assert edits.cdi_names == (f"nvidia.com/gpu={U1}",), (
+        "nobody tells when the toolkit has counted anew"
+    )
 
 
 def test_what_was_found_on_the_node_is_told() -> None:
-    """IMEX channels with the root of their device nodes, and those modes by name that have a spec."""
-    settings = settings_of(plugin=Plugin(device_list_strategy=("cdi-cri",), gds_enabled=True, mofed_enabled=True))
+    """IMEX channels with the root of their device nodes,
+    and those modes by name that have a spec.
+    """
+    settings = settings_of(
+        plugin=Plugin(device_list_strategy=("cdi-cri",), gds_enabled=True, mofed_enabled=True)
+    )
     found = Found(cdi=CdiFound(Channels((0,), "/run/nvidia/driver"), ("gds",)))
     options = list_options(settings, found)
     assert (options.imex_channels, options.imex_root) == ((0,), "/run/nvidia/driver")
@@ -62,7 +78,9 @@ def test_what_was_found_on_the_node_is_told() -> None:
     )
 
 
-@pytest.mark.parametrize("on", [(), ("nvidia",), ("aws", "volcano_vgpu"), ("nvidia", "aws", "volcano_vgpu")])
+@pytest.mark.parametrize(
+    "on", [(), ("nvidia",), ("aws", "volcano_vgpu"), ("nvidia", "aws", "volcano_vgpu")]
+)
 @pytest.mark.parametrize(
     ("resource", "id_", "device"),
     [
@@ -71,9 +89,15 @@ def test_what_was_found_on_the_node_is_told() -> None:
         ("volcano.sh/mig-1g.5gb", SLICES[0], SLICES[0]),
     ],
 )
-def test_what_ids_name_is_read_whichever_families_are_on(on: tuple[str, ...], resource: str, id_: str, device: str) -> None:
-    """Pods from before a change of ``families`` still hold what they hold, and kubelet's records say it in the words of then."""
+def test_what_ids_name_is_read_whichever_families_are_on(
+    on: tuple[str, ...], resource: str, id_: str, device: str
+) -> None:
+    """Pods from before a change of ``families`` still hold what they hold,
+    and kubelet's records say it in the words of then.
+    """
     on_node = switches(**{"nvidia": False, **dict.fromkeys(on, True)})
     families = build(settings_of(families=on_node), Found()).families
     readers = [family for family in (*families.by_ids, *families.idle) if family.owns(resource)]
-    assert [[share.device for share in family.shares(resource, [id_], INVENTORY)] for family in readers] == [[device]]
+    assert [
+        [share.device for share in family.shares(resource, [id_], INVENTORY)] for family in readers
+    ] == [[device]]

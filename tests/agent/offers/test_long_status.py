@@ -15,21 +15,38 @@ MEMORY = "volcano.sh/vgpu-memory"
 def memory(count: int, prefix: str = f"{U0}-memory-") -> Resource:
     """A resource of one GPU with so many units."""
     ids = NumberedIds((IdBlock(f"{U0}-core-", 100, U0), IdBlock(prefix, count, U0)))
-    return Resource(MEMORY, "volcano-vgpu", ids, decided_by=Decider.NOBODY, unit="volcanoVgpu.gpuMemoryFactor")
+    return Resource(
+        MEMORY, "volcano-vgpu", ids, decided_by=Decider.NOBODY, unit="volcanoVgpu.gpuMemoryFactor"
+    )
 
 
 @pytest.mark.parametrize(
     ("count", "version", "times"),
-    [(23_028, "v1.36.3", "2"), (40_960, "v1.37.0", "2"), (81_920, "v1.36.0-gke.1", "4"), (49_152, "2.0", "3")],
+    [
+        (23_028, "v1.36.3", "2"),
+        (40_960, "v1.37.0", "2"),
+        (81_920, "v1.36.0-gke.1", "4"),
+        (49_152, "2.0", "3"),
+    ],
 )
-def test_a_gpu_with_more_units_than_a_status_can_hold_is_named(count: int, version: str, times: str) -> None:
-    """With the number that fits and how much coarser the unit must be. On a real kubelet 22,000 were written and 23,028 were not."""
+def test_a_gpu_with_more_units_than_a_status_can_hold_is_named(
+    count: int, version: str, times: str
+) -> None:
+    """With the number that fits and how much coarser the unit must be. On a real kubelet 22,000
+    were written and 23,028 were not.
+    """
     (caution,) = long_status_cautions([memory(count)], version)
-    assert caution.startswith(f"{MEMORY}: a GPU has {count} ids, and a pod that asks for more than about 21212 never shows Ready")
+    assert caution.startswith(
+        f"{MEMORY}: a GPU has {count} ids, and a pod that asks for more than about 21212 never "
+        "shows Ready"
+    )
     assert f"at least {times} times as coarse (volcanoVgpu.gpuMemoryFactor)" in caution
 
 
-@pytest.mark.parametrize(("count", "version"), [(16_384, "v1.36.3"), (81_920, "v1.35.9"), (81_920, ""), (81_920, "unknown")])
+@pytest.mark.parametrize(
+    ("count", "version"),
+    [(16_384, "v1.36.3"), (81_920, "v1.35.9"), (81_920, ""), (81_920, "unknown")],
+)
 def test_where_it_cannot_happen_nothing_is_said(count: int, version: str) -> None:
     """Few units, or a kubelet that writes none of them into the status, or is not known to."""
     assert list(long_status_cautions([memory(count)], version)) == []
@@ -43,4 +60,12 @@ def test_short_ids_leave_room_for_more() -> None:
 def test_ids_of_whole_gpus_and_of_replicas_are_never_that_many() -> None:
     """They are kept one by one, and thousands are never needed."""
     ids = tuple(DeviceId(f"{U0}::{number}", U0) for number in range(10))
-    assert list(long_status_cautions([Resource("nvidia.com/gpu", "nvidia", ids), Resource(MEMORY, "f", NumberedIds(()))], "v1.36.3")) == []
+    assert (
+        list(
+            long_status_cautions(
+                [Resource("nvidia.com/gpu", "nvidia", ids), Resource(MEMORY, "f", NumberedIds(()))],
+                "v1.36.3",
+            )
+        )
+        == []
+    )

@@ -1,4 +1,6 @@
-"""The order in which an agent stops: whatever may start without it is put right before the kubelet learns that it may."""
+"""The order in which an agent stops: whatever may start without it is put right
+before the kubelet learns that it may.
+"""
 
 from __future__ import annotations
 
@@ -44,22 +46,32 @@ kubelet: {{directory: {folder}/kubelet}}
 cluster: {{enabled: never}}
 gpu: {{eventWaitMilliseconds: 50}}
 """
-    loaded = await asyncio.to_thread(load_contents, Sources({}, {}, "config.yaml"), Contents(text.encode()))
+    loaded = await asyncio.to_thread(
+        load_contents, Sources({}, {}, "config.yaml"), Contents(text.encode())
+    )
     stop = asyncio.Event()
     stop.set()
     async with asyncio.timeout(10):
         await Agent(loaded).run(stop)
 
 
-async def test_strangers_specs_go_before_the_last_registration(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """From then on the kubelet starts containers without asking, from any files under their names."""
+async def test_strangers_specs_go_before_the_last_registration(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """From then on the kubelet starts containers without asking,
+    from any files under their names.
+    """
     steps = Steps(monkeypatch)
     await stop_at_once(tmp_path)
     assert steps.taken == ["strangers' specs are withdrawn", "the plugin servers retire"]
 
 
-async def test_a_spec_that_cannot_be_removed_does_not_keep_the_agent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A disk that has become read-only is reported, and the servers still drain instead of being cut off."""
+async def test_a_spec_that_cannot_be_removed_does_not_keep_the_agent(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A disk that has become read-only is reported,
+    and the servers still drain instead of being cut off.
+    """
     steps = Steps(monkeypatch, trouble="cannot remove /var/run/cdi/x.json: Read-only file system")
     await stop_at_once(tmp_path)
     assert steps.taken == ["strangers' specs are withdrawn", "the plugin servers retire"]

@@ -1,4 +1,6 @@
-"""Plugin servers while offers change, fit or do not fit, and the agent stops. The kubelet is away."""
+"""Plugin servers while offers change, fit or do not fit, and the agent stops.
+The kubelet is away.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +33,12 @@ from vgpu_agent.status import KubeletStatus, NotYet
 
 def resource(name: str, ids: int = 1) -> Resource:
     """An offer of one GPU under this name."""
-    return Resource(name, "nvidia", tuple(DeviceId(f"GPU-1::{number}", "GPU-1") for number in range(ids)), holders_per_device=ids)
+    return Resource(
+        name,
+        "nvidia",
+        tuple(DeviceId(f"GPU-1::{number}", "GPU-1") for number in range(ids)),
+        holders_per_device=ids,
+    )
 
 
 class Node:
@@ -42,9 +49,21 @@ class Node:
         settings = Kubelet(directory=str(directory), message_budget_bytes=4096)
         self.offering = Offering(
             ledger=self.ledger,
-            allocator=Allocator(without_pods(ledger=self.ledger, families=Families(), inventory=Inventory, journal=self.journal)),
+            allocator=Allocator(
+                without_pods(
+                    ledger=self.ledger,
+                    families=Families(),
+                    inventory=Inventory,
+                    journal=self.journal,
+                )
+            ),
             settings=settings,
-            directory=DirectoryWatch(settings.device_plugin_directory, poll_seconds=5, journal=self.journal, status=KubeletStatus()),
+            directory=DirectoryWatch(
+                settings.device_plugin_directory,
+                poll_seconds=5,
+                journal=self.journal,
+                status=KubeletStatus(),
+            ),
             supervisor=supervisor,
             journal=self.journal,
             patience_seconds=30,
@@ -68,13 +87,18 @@ class Node:
 
 def withheld(lines: Iterable[Mapping[str, Any]]) -> list[tuple[str, str]]:
     """Level and reason of each line that says why something is not served."""
-    return [(line["log_level"], line["reason"]) for line in lines if line["event"] == "plugin.withheld"]
+    return [
+        (line["log_level"], line["reason"]) for line in lines if line["event"] == "plugin.withheld"
+    ]
 
 
 @contextlib.asynccontextmanager
 async def running(directory: Path, *, seconds: float = 10) -> AsyncIterator[Node]:
     """A node whose loops end with the test, in time or not at all."""
-    async with asyncio.timeout(seconds), Supervisor(backoff_min_seconds=0.1, backoff_max_seconds=1) as supervisor:
+    async with (
+        asyncio.timeout(seconds),
+        Supervisor(backoff_min_seconds=0.1, backoff_max_seconds=1) as supervisor,
+    ):
         yield Node(supervisor, directory)
 
 
@@ -87,8 +111,12 @@ async def test_a_renamed_resource_is_served_under_its_new_name_only(tmp_path: Pa
         assert node.tasks == ["plugin nvidia.com/gpu.shared"]
 
 
-async def test_a_list_that_no_longer_fits_is_withdrawn_with_a_reason_until_it_fits(tmp_path: Path) -> None:
-    """GPUs that come later can make a list too long. This is reported once, and the resource comes back."""
+async def test_a_list_that_no_longer_fits_is_withdrawn_with_a_reason_until_it_fits(
+    tmp_path: Path,
+) -> None:
+    """GPUs that come later can make a list too long.
+    This is reported once, and the resource comes back.
+    """
     async with running(tmp_path) as node:
         await node.offer(resource("nvidia.com/gpu"))
         await node.offer(resource("nvidia.com/gpu", ids=1000))
@@ -101,17 +129,24 @@ async def test_a_list_that_no_longer_fits_is_withdrawn_with_a_reason_until_it_fi
 
 
 async def test_a_gate_withholds_one_resource_until_it_opens(tmp_path: Path) -> None:
-    """A daemon or a file that one resource needs is missing: that one waits with the reason, the others are offered."""
+    """A daemon or a file that one resource needs is missing:
+    that one waits with the reason, the others are offered.
+    """
     async with running(tmp_path) as node:
         missing = {"nvidia.com/gpu.shared": "the MPS daemon does not answer"}
         node.offering.gates.append(lambda resource: missing.get(resource.name, ""))
         whole = Resource("nvidia.com/gpu", "nvidia", (DeviceId("GPU-2", "GPU-2"),))
         await node.offer(whole, resource("nvidia.com/gpu.shared"))
         assert node.served == ["nvidia.com/gpu"]
-        assert node.offering.withheld == {"nvidia.com/gpu.shared": "nvidia.com/gpu.shared: the MPS daemon does not answer"}
+        assert node.offering.withheld == {
+            "nvidia.com/gpu.shared": "nvidia.com/gpu.shared: the MPS daemon does not answer"
+        }
         missing.clear()
         await node.offering.sync()
-        assert (node.served, node.offering.withheld) == (["nvidia.com/gpu", "nvidia.com/gpu.shared"], {})
+        assert (node.served, node.offering.withheld) == (
+            ["nvidia.com/gpu", "nvidia.com/gpu.shared"],
+            {},
+        )
 
 
 @pytest.mark.looptime
@@ -122,7 +157,9 @@ async def test_waiting_for_what_is_on_its_way_is_no_error(tmp_path: Path) -> Non
         node.offering.gates.append(lambda _: reasons[0])
         with capture_logs() as lines:
             await node.offer(resource("nvidia.com/gpu"))
-            assert node.offering.withheld == {"nvidia.com/gpu": "nvidia.com/gpu: the daemon is being started"}
+            assert node.offering.withheld == {
+                "nvidia.com/gpu": "nvidia.com/gpu: the daemon is being started"
+            }
             reasons[0] = NotYet("")
             await node.offering.sync()
             await asyncio.sleep(9)
@@ -132,7 +169,9 @@ async def test_waiting_for_what_is_on_its_way_is_no_error(tmp_path: Path) -> Non
 
 @pytest.mark.looptime
 async def test_a_wait_that_fails_is_an_error_at_once(tmp_path: Path) -> None:
-    """The daemon was refused. The trouble is reported at once, and the wait is not reported again."""
+    """The daemon was refused. The trouble is reported at once,
+    and the wait is not reported again.
+    """
     async with running(tmp_path, seconds=100) as node:
         reasons: list[str] = [NotYet("the daemon is being started")]
         node.offering.gates.append(lambda _: reasons[0])
@@ -141,12 +180,17 @@ async def test_a_wait_that_fails_is_an_error_at_once(tmp_path: Path) -> None:
             reasons[:] = ["no permission"]
             await node.offering.sync()
             await asyncio.sleep(40)
-        assert withheld(lines) == [("info", "nvidia.com/gpu: the daemon is being started"), ("error", "nvidia.com/gpu: no permission")]
+        assert withheld(lines) == [
+            ("info", "nvidia.com/gpu: the daemon is being started"),
+            ("error", "nvidia.com/gpu: no permission"),
+        ]
 
 
 @pytest.mark.looptime
 async def test_a_wait_that_does_not_end_is_an_error(tmp_path: Path) -> None:
-    """It is logged once, however often the steps on the way change. The readiness has shown it all the time."""
+    """It is logged once, however often the steps on the way change.
+    The readiness has shown it all the time.
+    """
     async with running(tmp_path, seconds=100) as node:
         reasons = [NotYet("the daemon is about to be started")]
         node.offering.gates.append(lambda _: reasons[0])
@@ -160,7 +204,9 @@ async def test_a_wait_that_does_not_end_is_an_error(tmp_path: Path) -> None:
         assert [line for line in withheld(lines) if line[0] == "error"] == [
             ("error", "nvidia.com/gpu: the daemon is being started, for 30 s by now")
         ]
-        assert node.offering.withheld == {"nvidia.com/gpu": "nvidia.com/gpu: the daemon is being started"}
+        assert node.offering.withheld == {
+            "nvidia.com/gpu": "nvidia.com/gpu: the daemon is being started"
+        }
 
 
 @pytest.mark.looptime
@@ -177,7 +223,9 @@ async def test_a_wait_for_what_is_no_longer_offered_ends_silently(tmp_path: Path
 
 @pytest.mark.parametrize("turns", range(1, 7))
 async def test_two_changes_at_once_end_with_the_later_offer(tmp_path: Path, turns: int) -> None:
-    """A new configuration and a new inventory come from two loops. What the ledger offers at the end is what runs."""
+    """A new configuration and a new inventory come from two loops.
+    What the ledger offers at the end is what runs.
+    """
     async with running(tmp_path) as node:
         await node.offer(resource("nvidia.com/gpu"))
         changing = asyncio.ensure_future(node.offer(resource("nvidia.com/gpu.shared")))
@@ -191,7 +239,9 @@ async def test_two_changes_at_once_end_with_the_later_offer(tmp_path: Path, turn
 
 @pytest.mark.parametrize("turns", range(6))
 async def test_nothing_is_started_once_the_agent_stops(tmp_path: Path, turns: int) -> None:
-    """SIGTERM while a resource is being renamed: a server that started now would register with kubelet on its way out."""
+    """SIGTERM while a resource is being renamed:
+    a server that started now would register with kubelet on its way out.
+    """
     async with running(tmp_path) as node:
         await node.offer(resource("nvidia.com/gpu"))
         changing = asyncio.ensure_future(node.offer(resource("nvidia.com/gpu.shared")))
@@ -203,21 +253,43 @@ async def test_nothing_is_started_once_the_agent_stops(tmp_path: Path, turns: in
         assert node.tasks == []
 
 
-async def test_counts_are_told_for_schedulers_where_several_families_are_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """One family alone has its GPUs for itself, and kubelet's pace will do. A resource without an open stream has no count."""
+async def test_counts_are_told_for_schedulers_where_several_families_are_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One family alone has its GPUs for itself, and kubelet's pace will do.
+    A resource without an open stream has no count.
+    """
     async with running(tmp_path) as node:
         sent = SentList([ListedDevice(DeviceId("GPU-1::0", "GPU-1"), healthy=False)], seconds_ago=1)
-        monkeypatch.setattr(DevicePlugin, "last_sent", property(lambda self: sent if self.resource.name != "example.com/closed" else None))
+        monkeypatch.setattr(
+            DevicePlugin,
+            "last_sent",
+            property(lambda self: sent if self.resource.name != "example.com/closed" else None),
+        )
         one = resource("nvidia.com/gpu")
         await node.offer(one)
         assert node.offering.sent_to_several_families == {}
         await node.offer(
-            one, *(dataclasses.replace(one, name=name, family=name) for name in ("k8s.amazonaws.com/vgpu", "example.com/closed"))
+            one,
+            *(
+                dataclasses.replace(one, name=name, family=name)
+                for name in ("k8s.amazonaws.com/vgpu", "example.com/closed")
+            ),
         )
         for plugin in node.offering.plugins:
             plugin.status.ids_sent, plugin.status.healthy_sent = 4, 3
-        monkeypatch.setattr(node.ledger, "offered_ids", {"nvidia.com/gpu": 2, "k8s.amazonaws.com/vgpu": 4}.__getitem__)
-        fewer, all_of_them = SentCounts(listed=4, healthy=3, offered=2), SentCounts(listed=4, healthy=3, offered=3)
-        assert node.offering.sent_to_several_families == {"nvidia.com/gpu": fewer, "k8s.amazonaws.com/vgpu": all_of_them}
+        monkeypatch.setattr(
+            node.ledger,
+            "offered_ids",
+            {"nvidia.com/gpu": 2, "k8s.amazonaws.com/vgpu": 4}.__getitem__,
+        )
+        fewer, all_of_them = (
+            SentCounts(listed=4, healthy=3, offered=2),
+            SentCounts(listed=4, healthy=3, offered=3),
+        )
+        assert node.offering.sent_to_several_families == {
+            "nvidia.com/gpu": fewer,
+            "k8s.amazonaws.com/vgpu": all_of_them,
+        }
         node.offering.plugins[0].status.not_listed = "kubelet does not list our ids"
         assert node.offering.sent_to_several_families.keys() == {"k8s.amazonaws.com/vgpu"}

@@ -22,7 +22,9 @@ LEAVES = msgspec.structs.replace(QUICK, withdraw_at_stop=True)
 
 @pytest.fixture(autouse=True)
 def _library_reads_files(_no_blocked_loop: BlockBuster | None) -> None:
-    """kubernetes-asyncio reads the kubeconfig in a coroutine; the agent runs that in a loop of its own, in a thread."""
+    """kubernetes-asyncio reads the kubeconfig in a coroutine;
+    the agent runs that in a loop of its own, in a thread.
+    """
     assert _no_blocked_loop is not None
     _no_blocked_loop.deactivate()
 
@@ -31,7 +33,11 @@ def on_the_node(server: ApiServer) -> dict[str, Any]:
     """Annotations and labels that begin with a name of ours or Volcano's."""
     metadata = server.objects.get("nodes", NODE)["metadata"]
     keys = {**metadata.get("annotations", {}), **metadata.get("labels", {})}
-    return {key: value for key, value in keys.items() if key.startswith(("volcano.sh/", "vgpu-agent.internal/"))}
+    return {
+        key: value
+        for key, value in keys.items()
+        if key.startswith(("volcano.sh/", "vgpu-agent.internal/"))
+    }
 
 
 async def published(parts: Wired) -> None:
@@ -49,14 +55,21 @@ async def server() -> Any:
             "nodes",
             {
                 "metadata": {"name": NODE, "labels": {"nvidia.com/gpu.present": "true"}},
-                "status": {"nodeInfo": {"kubeletVersion": "v1.36.3", "containerRuntimeVersion": "containerd://2.1.0"}},
+                "status": {
+                    "nodeInfo": {
+                        "kubeletVersion": "v1.36.3",
+                        "containerRuntimeVersion": "containerd://2.1.0",
+                    }
+                },
             },
         )
         yield running
 
 
 async def test_annotations_and_labels_go_with_the_agent(tmp_path: Path, server: ApiServer) -> None:
-    """``volcano-vgpu:D24``: what stays is the handshake that old schedulers read as "no GPUs here", and what others have put there."""
+    """``volcano-vgpu:D24``: what stays is the handshake that old schedulers read as "no GPUs here",
+    and what others have put there.
+    """
     async with wired(await volcano_settings(tmp_path, server, cluster=LEAVES)) as parts:
         await published(parts)
         assert {"vgpu-agent.internal/volcano-vgpu-isolation", REGISTER} < on_the_node(server).keys()
@@ -65,24 +78,49 @@ async def test_annotations_and_labels_go_with_the_agent(tmp_path: Path, server: 
     (left,) = on_the_node(server).items()
     assert left[0] == HANDSHAKE
     assert left[1].startswith("Deleted_")
-    assert server.objects.get("nodes", NODE)["metadata"]["labels"] == {"nvidia.com/gpu.present": "true"}
+    assert server.objects.get("nodes", NODE)["metadata"]["labels"] == {
+        "nvidia.com/gpu.present": "true"
+    }
 
 
-async def test_the_node_is_cleaned_up_when_the_api_server_is_back_in_time(tmp_path: Path, server: ApiServer) -> None:
+async def test_the_node_is_cleaned_up_when_the_api_server_is_back_in_time(
+    tmp_path: Path, server: ApiServer
+) -> None:
     """One refused write is no reason to leave the node as it is."""
     async with wired(await volcano_settings(tmp_path, server, cluster=LEAVES)) as parts:
         await published(parts)
-        server.faults = [Fault(FaultKind.STATUS, verb="patch", resource="nodes", code=503, reason="ServiceUnavailable", times=2)]
+        server.faults = [
+            Fault(
+                FaultKind.STATUS,
+                verb="patch",
+                resource="nodes",
+                code=503,
+                reason="ServiceUnavailable",
+                times=2,
+            )
+        ]
         await parts.cluster.withdraw(PATIENCE_SECONDS)
         assert parts.journalled("cluster.cleaned_up") == [{}]
     assert on_the_node(server).keys() == {HANDSHAKE}
 
 
-async def test_a_cleanup_that_failed_is_not_reported_as_done(tmp_path: Path, server: ApiServer) -> None:
-    """The API server refuses until the time is over: the journal says what stays and how to take it off."""
+async def test_a_cleanup_that_failed_is_not_reported_as_done(
+    tmp_path: Path, server: ApiServer
+) -> None:
+    """The API server refuses until the time is over:
+    the journal says what stays and how to take it off.
+    """
     async with wired(await volcano_settings(tmp_path, server, cluster=LEAVES)) as parts:
         await published(parts)
-        server.faults = [Fault(FaultKind.STATUS, verb="patch", resource="nodes", code=503, reason="ServiceUnavailable")]
+        server.faults = [
+            Fault(
+                FaultKind.STATUS,
+                verb="patch",
+                resource="nodes",
+                code=503,
+                reason="ServiceUnavailable",
+            )
+        ]
         await parts.cluster.withdraw(0.5)
         assert parts.journalled("cluster.cleaned_up") == []
         (facts,) = parts.journalled("cluster.cleanup_failed")
@@ -91,7 +129,9 @@ async def test_a_cleanup_that_failed_is_not_reported_as_done(tmp_path: Path, ser
     assert REGISTER in on_the_node(server)
 
 
-async def test_an_agent_that_comes_back_leaves_everything(tmp_path: Path, server: ApiServer) -> None:
+async def test_an_agent_that_comes_back_leaves_everything(
+    tmp_path: Path, server: ApiServer
+) -> None:
     """An update must not make schedulers forget the node."""
     async with wired(await volcano_settings(tmp_path, server, cluster=QUICK)) as parts:
         await published(parts)

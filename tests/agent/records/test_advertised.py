@@ -39,7 +39,9 @@ class Compared:
             journal=self.journal,
         )
 
-    async def allocatable(self, offered: Mapping[str, Sequence[DeviceId]]) -> dict[str, frozenset[str]]:
+    async def allocatable(
+        self, offered: Mapping[str, Sequence[DeviceId]]
+    ) -> dict[str, frozenset[str]]:
         """A stand-in for the kubelet."""
         self.calls += 1
         assert offered
@@ -76,7 +78,9 @@ async def test_a_list_that_kubelet_has_is_no_matter() -> None:
 @pytest.mark.looptime
 @pytest.mark.parametrize("listed", [frozenset[str](), frozenset({"b"})], ids=["none", "some"])
 async def test_missing_ids_are_registered_again_at_the_second_look(listed: frozenset[str]) -> None:
-    """The first look only asks for a second; then one line, and the status says it until the ids are there."""
+    """The first look only asks for a second;
+    then one line, and the status says it until the ids are there.
+    """
     compared = Compared()
     compared.listed[GPU] = listed
     status = compared.servers[0].status
@@ -84,7 +88,9 @@ async def test_missing_ids_are_registered_again_at_the_second_look(listed: froze
     assert (await compared.look(), compared.again()) == ([False], 1)
     assert compared.events() == [("plugin.not_listed", 2 - len(listed))]
     assert status.last_error == compared.servers[0].again[0] == status.not_listed
-    assert status.last_error.startswith("kubelet does not list our ids: another plugin registered this resource")
+    assert status.last_error.startswith(
+        "kubelet does not list our ids: another plugin registered this resource"
+    )
     compared.listed = dict(OURS)
     await compared.look()
     assert (status.last_error, status.not_listed) == ("", "")
@@ -132,7 +138,10 @@ async def test_a_rival_is_named_once_and_fought_at_the_longest_pause_only() -> N
     await compared.look(90, pause_seconds=1.0)
     assert [event for event, _ in compared.events()] == ["plugin.not_listed", "plugin.rival"]
     status = compared.servers[0].status
-    assert status.rival == "another plugin offers nvidia.com/gpu as well: 2 ids that are not ours, e.g. x; remove one of the two"
+    assert status.rival == (
+        "another plugin offers nvidia.com/gpu as well: 2 ids that are not ours, e.g. x; remove one "
+        "of the two"
+    )
     assert status.last_error.endswith(status.rival)
     assert compared.again() == 3
 
@@ -208,7 +217,9 @@ async def test_a_kubelet_that_does_not_tell_is_asked_once(*, restarted: bool, ca
 
 @pytest.mark.looptime
 async def test_a_question_without_an_answer_proves_nothing() -> None:
-    """A busy kubelet, a timeout: nothing is registered again, and it is asked again at the next pass."""
+    """A busy kubelet, a timeout: nothing is registered again,
+    and it is asked again at the next pass.
+    """
     compared = Compared()
     compared.error = KubeletError("busy")
     await compared.look(3)

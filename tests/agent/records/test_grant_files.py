@@ -1,4 +1,6 @@
-"""The files of grants over time, on a real folder: restored after a reboot, collected when the pod is gone, and never before."""
+"""The files of grants over time, on a real folder:
+restored after a reboot, collected when the pod is gone, and never before.
+"""
 
 from __future__ import annotations
 
@@ -48,7 +50,12 @@ class Kept:
 
     def __init__(self, folder: Path) -> None:
         self.cdi, self.containers = folder / "cdi", folder / "containers"
-        self.directory = GrantDirectory(str(self.cdi), Journal(), proc_root=str(folder / "proc"), kept_directory=str(folder / "kept"))
+        self.directory = GrantDirectory(
+            str(self.cdi),
+            Journal(),
+            proc_root=str(folder / "proc"),
+            kept_directory=str(folder / "kept"),
+        )
         self.place = Place(carrier=DiskCarrier(self.directory))
         self.keeping = GrantKeeping(
             directory=self.directory,
@@ -78,13 +85,17 @@ class Kept:
     def running(self, pod: Pod) -> None:
         """The kubelet's records name the pod, which runs."""
         holding = Holding(NUMBER, IDS[:1], Owner("main", pod.uid, pod.namespace, pod.name))
-        self.place.allocator.confirm(KubeletRecords((holding,)), reservation_seconds=60, initial=True)
+        self.place.allocator.confirm(
+            KubeletRecords((holding,)), reservation_seconds=60, initial=True
+        )
 
 
 def a_running_pod() -> Pod:
     """A pod whose container has started."""
     pod = a_pod("train", annotations=wants(main=f"{U0} 1000"), phase="Running")
-    return dataclasses.replace(pod, containers=(PodContainer("main", limits={NUMBER: 1}, started=True),))
+    return dataclasses.replace(
+        pod, containers=(PodContainer("main", limits={NUMBER: 1}, started=True),)
+    )
 
 
 async def test_a_rebooted_node_has_its_specs_before_anything_is_offered(tmp_path: Path) -> None:
@@ -94,11 +105,15 @@ async def test_a_rebooted_node_has_its_specs_before_anything_is_offered(tmp_path
     kept.place.book.replace([pod])
     kept.running(pod)
     await kept.keeping.restore()
-    assert await asyncio.to_thread(lambda: kept.specs) == [f"vgpu-agent-{grant_token(NUMBER, IDS[:1])}.json"]
+    assert await asyncio.to_thread(lambda: kept.specs) == [
+        f"vgpu-agent-{grant_token(NUMBER, IDS[:1])}.json"
+    ]
 
 
 async def test_a_spec_stays_as_long_as_anybody_knows_its_pod(tmp_path: Path) -> None:
-    """volcano-vgpu:D5 gone from the watch is not enough while the kubelet's records have the pod. Without a list no pod is gone."""
+    """volcano-vgpu:D5 gone from the watch is not enough while the kubelet's records have the pod.
+    Without a list no pod is gone.
+    """
     kept, pod = Kept(tmp_path), a_running_pod()
     kept.place.book.put(pod)
     kept.running(pod)
@@ -115,13 +130,17 @@ async def test_a_spec_stays_as_long_as_anybody_knows_its_pod(tmp_path: Path) -> 
 
 
 async def test_directories_that_nobody_owns_go_and_those_of_live_pods_stay(tmp_path: Path) -> None:
-    """Directories left by a killed agent or another plugin are swept by the pod's UID in their names."""
+    """Directories left by a killed agent or another plugin are swept by the pod's UID
+    in their names.
+    """
     kept, pod = Kept(tmp_path), a_running_pod()
     for name in ("uid-train_main", "uid-gone_main"):
         await asyncio.to_thread((kept.containers / name).mkdir, parents=True)
     kept.place.book.replace([pod])
     await kept.keeping.collect()
-    assert await asyncio.to_thread(lambda: sorted(path.name for path in kept.containers.iterdir())) == ["uid-train_main"]
+    assert await asyncio.to_thread(
+        lambda: sorted(path.name for path in kept.containers.iterdir())
+    ) == ["uid-train_main"]
 
 
 def spec_of(*ids: str) -> str:
@@ -129,11 +148,16 @@ def spec_of(*ids: str) -> str:
     return f"vgpu-agent-{grant_token(NUMBER, ids)}.json"
 
 
-ENDED, NEXT = a_pod("ended", annotations=wants(main=f"{U0} 1000")), a_pod("next", annotations=wants(main=f"{U1} 2000"))
+ENDED, NEXT = (
+    a_pod("ended", annotations=wants(main=f"{U0} 1000")),
+    a_pod("next", annotations=wants(main=f"{U1} 2000")),
+)
 
 
 async def one_has_ended(folder: Path) -> Kept:
-    """The kubelet has cleaned up after a pod, and the API server has not reported it yet. Its spec is still there."""
+    """The kubelet has cleaned up after a pod, and the API server has not reported it yet.
+    Its spec is still there.
+    """
     kept = Kept(folder)
     kept.place.book.replace([])
     await kept.start(ENDED, *IDS[:1])
@@ -143,7 +167,9 @@ async def one_has_ended(folder: Path) -> Kept:
 
 
 async def test_the_next_holder_of_the_ids_finds_no_spec_under_their_name(tmp_path: Path) -> None:
-    """A container without PreStartContainer, as right after a kubelet restart, must not start with the previous pod's spec."""
+    """A container without PreStartContainer, as right after a kubelet restart,
+    must not start with the previous pod's spec.
+    """
     kept = await one_has_ended(tmp_path)
     await kept.place.admit(NEXT, "main", IDS[:1])
     await kept.keeping.withdraw_strangers()
@@ -162,7 +188,9 @@ async def test_nor_once_kubelets_records_have_named_the_next_holder(tmp_path: Pa
 
 
 async def test_the_spec_of_whoever_has_the_ids_stays(tmp_path: Path) -> None:
-    """Right after its start, after each pass over the records, and after the next pod has got other ids."""
+    """Right after its start, after each pass over the records,
+    and after the next pod has got other ids.
+    """
     kept = Kept(tmp_path)
     kept.place.book.replace([])
     await kept.start(ENDED, *IDS[:1])
@@ -184,7 +212,9 @@ async def test_ids_that_nobody_holds_leave_their_spec_to_the_collection(tmp_path
     assert await asyncio.to_thread(lambda: kept.specs) == []
 
 
-async def test_the_loop_looks_right_after_an_allocate(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_the_loop_looks_right_after_an_allocate(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The next container starts within milliseconds of it, long before the regular look."""
     kept, withdrawn = await one_has_ended(tmp_path), asyncio.Event()
     original = kept.directory.withdraw
@@ -205,8 +235,12 @@ async def test_the_loop_looks_right_after_an_allocate(tmp_path: Path, monkeypatc
     await asyncio.gather(running, return_exceptions=True)
 
 
-async def test_nothing_is_restored_for_a_container_that_has_lost_its_ids_meanwhile(tmp_path: Path) -> None:
-    """Writing takes a while, and kubelet admits pods at the same time: a late spec would be under another pod's name."""
+async def test_nothing_is_restored_for_a_container_that_has_lost_its_ids_meanwhile(
+    tmp_path: Path,
+) -> None:
+    """Writing takes a while, and kubelet admits pods at the same time:
+    a late spec would be under another pod's name.
+    """
     kept = Kept(tmp_path)
     kept.place.book.replace([])
     await kept.start(ENDED, *IDS[:1])

@@ -26,11 +26,16 @@ GRANT = Grant(
 def test_a_limit_that_is_raised_is_told_once_for_each_grant() -> None:
     """However often the container changes its region: it would fill the journal otherwise."""
     journal = Journal()
-    status = AgentStatus(ledger=LedgerStatus(grants=(GRANT,)), binding=BindingStatus(limits={"volcano-vgpu": LibraryLimits()}))
+    status = AgentStatus(
+        ledger=LedgerStatus(grants=(GRANT,)),
+        binding=BindingStatus(limits={"volcano-vgpu": LibraryLimits()}),
+    )
     watch = LimitsWatch(Latest(()), lambda: status, journal)
 
     def look(limit_mib: int) -> list[str]:
-        status.containers = (ContainerUsage("team", "p", "main", 0, "GPU-0", 0, limit_mib << 20, processes=1),)
+        status.containers = (
+            ContainerUsage("team", "p", "main", 0, "GPU-0", 0, limit_mib << 20, processes=1),
+        )
         watch.look()
         return [entry.event for entry in journal.entries]
 
@@ -38,9 +43,13 @@ def test_a_limit_that_is_raised_is_told_once_for_each_grant() -> None:
     assert look(2000) == ["limit.not_in_force"]
     assert look(3000) == ["limit.not_in_force"]
     assert journal.entries[0].facts["pod"] == "team/p"
-    assert "the region allows 2000 MiB of GPU-0 instead of 1000 MiB" in str(journal.entries[0].facts["reason"])
+    assert "the region allows 2000 MiB of GPU-0 instead of 1000 MiB" in str(
+        journal.entries[0].facts["reason"]
+    )
     assert look(1000) == ["limit.not_in_force"]
     assert look(2000) == ["limit.not_in_force"]
-    status.ledger = dataclasses.replace(status.ledger, grants=(dataclasses.replace(GRANT, number=2),))
+    status.ledger = dataclasses.replace(
+        status.ledger, grants=(dataclasses.replace(GRANT, number=2),)
+    )
     assert look(2000) == ["limit.not_in_force"] * 2
     assert [entry.facts["grant"] for entry in journal.entries] == [1, 2]

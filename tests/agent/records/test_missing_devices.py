@@ -25,8 +25,17 @@ OWNER = Owner("main", "uid-1", "ml", "train-0")
 def _cut(*uuids: str) -> Inventory:
     """GPU 1 cut into instances of these UUIDs."""
     whole = golden_inventory()
-    instances = tuple(MigInstance(uuid, number, 7 + number, 0, "1g.5gb", 4864) for number, uuid in enumerate(uuids))
-    return dataclasses.replace(whole, gpus=(whole.gpus[0], dataclasses.replace(whole.gpus[1], mig_enabled=True, mig_instances=instances)))
+    instances = tuple(
+        MigInstance(uuid, number, 7 + number, 0, "1g.5gb", 4864)
+        for number, uuid in enumerate(uuids)
+    )
+    return dataclasses.replace(
+        whole,
+        gpus=(
+            whole.gpus[0],
+            dataclasses.replace(whole.gpus[1], mig_enabled=True, mig_instances=instances),
+        ),
+    )
 
 
 class Node:
@@ -35,9 +44,14 @@ class Node:
     def __init__(self, inventory: Inventory, state: Path = Path("/nowhere")) -> None:
         self.inventory, self.journal, self.ledger = inventory, Journal(), Ledger()
         self.ledger.observe(inventory)
-        self.ledger.offer([Resource(MIG, "nvidia", (DeviceId("MIG-a", "MIG-a"), DeviceId("MIG-b", "MIG-b")))])
+        self.ledger.offer(
+            [Resource(MIG, "nvidia", (DeviceId("MIG-a", "MIG-a"), DeviceId("MIG-b", "MIG-b")))]
+        )
         self.vanished = MissingDevices(
-            settings_of(state_directory=str(state)), self.ledger, inventory=lambda: self.inventory, journal=self.journal
+            settings_of(state_directory=str(state)),
+            self.ledger,
+            inventory=lambda: self.inventory,
+            journal=self.journal,
         )
 
     def change(self, inventory: Inventory) -> None:
@@ -49,7 +63,9 @@ class Node:
     def name(self, *holdings: Holding) -> None:
         """The kubelet's records name the holders of MIG-a."""
         self.ledger.reconcile(
-            KubeletRecords(holdings), lambda holding: Meaning("nvidia", tuple(Share(id_) for id_ in holding.ids)), reservation_seconds=60
+            KubeletRecords(holdings),
+            lambda holding: Meaning("nvidia", tuple(Share(id_) for id_ in holding.ids)),
+            reservation_seconds=60,
         )
 
     def told(self, event: str) -> list[Entry]:
@@ -65,7 +81,9 @@ def _held() -> Node:
 
 
 def test_a_pod_on_an_instance_that_is_cut_away_is_named_once() -> None:
-    """nvidia:D9: an event line with pod, container, resource and device. The same state again says nothing."""
+    """nvidia:D9: an event line with pod, container, resource and device.
+    The same state again says nothing.
+    """
     node = _held()
 
     node.change(_cut("MIG-b", "MIG-c"))
@@ -97,7 +115,11 @@ def test_a_lost_gpu_has_not_vanished() -> None:
     node.ledger.reserve("nvidia.com/gpu", (U1,), (Share(U1),))
     whole = golden_inventory()
 
-    node.change(dataclasses.replace(whole, gpus=(whole.gpus[0], dataclasses.replace(whole.gpus[1], present=False))))
+    node.change(
+        dataclasses.replace(
+            whole, gpus=(whole.gpus[0], dataclasses.replace(whole.gpus[1], present=False))
+        )
+    )
 
     assert node.told("grant.device_missing") == []
 
@@ -135,11 +157,14 @@ def test_a_pod_that_ended_is_forgotten_silently() -> None:
 
 
 async def test_after_a_restart_the_gpu_of_an_instance_that_is_gone_is_known(tmp_path: Path) -> None:
-    """A process of the pod may still hold the GPU: it is named, and not given out whole, as without a restart of the agent."""
+    """A process of the pod may still hold the GPU:
+    it is named, and not given out whole, as without a restart of the agent.
+    """
     before = Node(_cut("MIG-a", "MIG-b"), tmp_path)
     remembering = asyncio.ensure_future(before.vanished.remember())
     async with asyncio.timeout(PATIENCE_SECONDS):
-        while len(await SliceMemory(str(tmp_path)).recall()) < 2:  # noqa: ASYNC110 - a file has no event to wait for
+        # a file has no event to wait for
+        while len(await SliceMemory(str(tmp_path)).recall()) < 2:  # noqa: ASYNC110
             await asyncio.sleep(0.01)
     remembering.cancel()
 
@@ -150,8 +175,14 @@ async def test_after_a_restart_the_gpu_of_an_instance_that_is_gone_is_known(tmp_
     node.vanished.look()
 
     (entry,) = node.told("grant.device_missing")
-    assert (entry.facts["pod"], entry.facts["device"], entry.facts["gpu"]) == ("ml/train-0", "MIG-a", U1)
-    assert {listed.id.device: listed.healthy for listed in node.ledger.listing("nvidia.com/gpu")} == {U0: True, U1: False}
+    assert (entry.facts["pod"], entry.facts["device"], entry.facts["gpu"]) == (
+        "ml/train-0",
+        "MIG-a",
+        U1,
+    )
+    assert {
+        listed.id.device: listed.healthy for listed in node.ledger.listing("nvidia.com/gpu")
+    } == {U0: True, U1: False}
 
 
 @pytest.mark.looptime

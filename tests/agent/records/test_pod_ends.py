@@ -19,20 +19,30 @@ from vgpu_agent.pods import MIRROR_POD, Pod, PodCache, PodContainer
 
 GPU = "nvidia.com/gpu"
 ENDED, NEXT = (
-    Pod(f"0e6e9a8c-1111-4222-8333-00000000000{number}", "default", f"pod-{number}", containers=(PodContainer("main", limits={GPU: 1}),))
+    Pod(
+        f"0e6e9a8c-1111-4222-8333-00000000000{number}",
+        "default",
+        f"pod-{number}",
+        containers=(PodContainer("main", limits={GPU: 1}),),
+    )
     for number in (1, 2)
 )
 
 
 class Node:
-    """A ledger in which U0 is booked for an unknown pod, and a pod cache in which ENDED has ended."""
+    """A ledger in which U0 is booked for an unknown pod,
+    and a pod cache in which ENDED has ended.
+    """
 
     def __init__(self) -> None:
         self.now = 1000.0
         self.ledger, self.book = Ledger(clock=lambda: self.now), PodCache(lambda: self.now)
         allocator = Allocator(
             without_pods(
-                ledger=self.ledger, families=Families((NvidiaFamily(NvidiaOptions()),)), inventory=golden_inventory, journal=Journal()
+                ledger=self.ledger,
+                families=Families((NvidiaFamily(NvidiaOptions()),)),
+                inventory=golden_inventory,
+                journal=Journal(),
             )
         )
         allocator.refresh_offer()
@@ -60,22 +70,38 @@ def node() -> Node:
 
 
 def checkpoint(*pods: Pod, listed: tuple[Pod, ...] = ()) -> KubeletRecords:
-    """Kubelet records in which the checkpoint has U0 for ``pods``, and pod-resources lists U1 for ``listed``."""
-    holdings = tuple(Holding(GPU, (U1,), Owner("main", "", pod.namespace, pod.name)) for pod in listed)
-    return KubeletRecords(holdings, entries=tuple(Holding(GPU, (U0,), Owner("main", pod.uid)) for pod in pods))
+    """Kubelet records in which the checkpoint has U0 for ``pods``,
+    and pod-resources lists U1 for ``listed``.
+    """
+    holdings = tuple(
+        Holding(GPU, (U1,), Owner("main", "", pod.namespace, pod.name)) for pod in listed
+    )
+    return KubeletRecords(
+        holdings, entries=tuple(Holding(GPU, (U0,), Owner("main", pod.uid)) for pod in pods)
+    )
 
 
 @pytest.mark.parametrize("records", [checkpoint(), checkpoint(ENDED), checkpoint(listed=(NEXT,))])
-def test_a_pod_that_ended_before_anybody_knew_it_is_known_by_what_is_left(node: Node, records: KubeletRecords) -> None:
-    """Otherwise the GPU of a job of a few seconds would wait for the end of its reservation, a minute."""
+def test_a_pod_that_ended_before_anybody_knew_it_is_known_by_what_is_left(
+    node: Node, records: KubeletRecords
+) -> None:
+    """Otherwise the GPU of a job of a few seconds would wait for the end of its reservation,
+    a minute.
+    """
     if records.holdings:
         node.book.put(NEXT)
     assert node.ended(records)
 
 
-@pytest.mark.parametrize("records", [checkpoint(), checkpoint(ENDED), checkpoint(NEXT), checkpoint(ENDED, NEXT)])
-def test_the_reservation_stays_while_a_pod_may_be_on_its_way_with_the_ids(node: Node, records: KubeletRecords) -> None:
-    """kubelet may be admitting it, while the checkpoint still names the holder before; or its init container has them, which is hidden."""
+@pytest.mark.parametrize(
+    "records", [checkpoint(), checkpoint(ENDED), checkpoint(NEXT), checkpoint(ENDED, NEXT)]
+)
+def test_the_reservation_stays_while_a_pod_may_be_on_its_way_with_the_ids(
+    node: Node, records: KubeletRecords
+) -> None:
+    """kubelet may be admitting it, while the checkpoint still names the holder before; or its init
+    container has them, which is hidden.
+    """
     node.book.put(NEXT)
     assert not node.ended(records)
 
@@ -98,12 +124,16 @@ def test_a_reservation_of_this_moment_is_left_alone(node: Node) -> None:
 
 def test_an_imitation_of_a_mirror_pod_keeps_no_gpu(node: Node) -> None:
     """The kubelet admits no such pod of the API server's, and any user may create one."""
-    node.book.put(Pod(NEXT.uid, "default", "fake", annotations={MIRROR_POD: "x"}, containers=NEXT.containers))
+    node.book.put(
+        Pod(NEXT.uid, "default", "fake", annotations={MIRROR_POD: "x"}, containers=NEXT.containers)
+    )
     assert node.ended(checkpoint(ENDED))
 
 
 def test_each_end_is_new_while_a_grant_has_no_name_and_none_when_all_have() -> None:
-    """Any pod may have been the one. A look follows each end, and the ends before the booking are over."""
+    """Any pod may have been the one. A look follows each end,
+    and the ends before the booking are over.
+    """
     node = Node()
     node.book.end(ENDED)
     assert node.ends.pending() == frozenset()

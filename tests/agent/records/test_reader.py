@@ -1,6 +1,8 @@
-"""The kubelet's records at the moment of a start: read after the question, shared by all that asked meanwhile, and never stale.
+"""The kubelet's records at the moment of a start:
+read after the question, shared by all that asked meanwhile, and never stale.
 
-pod-resources is asked about the pods that the checkpoint names, and about all pods where that does not settle it.
+pod-resources is asked about the pods that the checkpoint names, and about all pods where that does
+not settle it.
 """
 
 from __future__ import annotations
@@ -51,17 +53,25 @@ class Lister(PodResources):
             raise KubeletError(self.error)
         return seen
 
-    async def get(self, pods: Collection[tuple[str, str]], wanted: Callable[[str], bool] = lambda _: True) -> tuple[Holding, ...]:
+    async def get(
+        self, pods: Collection[tuple[str, str]], wanted: Callable[[str], bool] = lambda _: True
+    ) -> tuple[Holding, ...]:
         self.asked.append(set(pods))
         if not self.can_get:
             raise GetNotPossibleError("no Get")
         self.got.set()
         if self.silent_about in pods:
             await asyncio.Event().wait()
-        return tuple(held for held in self.holdings if wanted(held.resource) and (held.owner.namespace, held.owner.pod) in pods)
+        return tuple(
+            held
+            for held in self.holdings
+            if wanted(held.resource) and (held.owner.namespace, held.owner.pod) in pods
+        )
 
 
-def entry(uid: str, container: str, *ids: str, resource: str = RESOURCE, answer: Edits | None = None) -> dict[str, object]:
+def entry(
+    uid: str, container: str, *ids: str, resource: str = RESOURCE, answer: Edits | None = None
+) -> dict[str, object]:
     """An entry of the checkpoint."""
     encoded = codec.encode_allocate([answer or Edits()])
     return {
@@ -69,23 +79,42 @@ def entry(uid: str, container: str, *ids: str, resource: str = RESOURCE, answer:
         "ContainerName": container,
         "ResourceName": resource,
         "DeviceIDs": {"-1": list(ids)},
-        "AllocResp": base64.b64encode(encoded[2:]).decode(),  # the element without its tag and length
+        # the element without its tag and length
+        "AllocResp": base64.b64encode(encoded[2:]).decode(),
     }
 
 
 def write(path: Path, *entries: dict[str, object]) -> Path:
     """A checkpoint with these entries."""
-    path.write_bytes(msgspec.json.encode({"Data": {"PodDeviceEntries": entries, "RegisteredDevices": {}}, "Checksum": 0}))
+    path.write_bytes(
+        msgspec.json.encode(
+            {"Data": {"PodDeviceEntries": entries, "RegisteredDevices": {}}, "Checksum": 0}
+        )
+    )
     return path
 
 
 def make(
-    lister: Lister, checkpoint: Path, *, answers: bool = False, names: Mapping[str, tuple[str, str]] | None = None, waiting: bool = False
+    lister: Lister,
+    checkpoint: Path,
+    *,
+    answers: bool = False,
+    names: Mapping[str, tuple[str, str]] | None = None,
+    waiting: bool = False,
 ) -> KubeletRecordsReader:
-    """Kubelet evidence for one resource that knows these pods by UID. Pods in ``waiting`` wait for one id each, in this order."""
+    """Kubelet evidence for one resource that knows these pods by UID.
+    Pods in ``waiting`` wait for one id each, in this order.
+    """
     book = PodCache()
     for uid, (namespace, name) in (names or {}).items():
-        book.put(Pod(uid, namespace, name, containers=(PodContainer("main", limits={RESOURCE: 1}),) if waiting else ()))
+        book.put(
+            Pod(
+                uid,
+                namespace,
+                name,
+                containers=(PodContainer("main", limits={RESOURCE: 1}),) if waiting else (),
+            )
+        )
     ledger = Ledger()
     ledger.offer([Resource(RESOURCE, "volcano-vgpu", (), decided_by=Decider.POD)])
     pods = StartingPods(book, ledger, served=set[tuple[str, str, str]], longest_seconds=10)
@@ -100,7 +129,11 @@ async def test_both_records_are_given_side_by_side(tmp_path: Path) -> None:
         Holding("nvidia.com/gpu", ("g",), Owner("x", "", "ns", "q")),
     ]
     lister.let.set()
-    checkpoint = write(tmp_path / "checkpoint", entry("uid", "main", "a"), entry("uid", "other", "z", resource="nvidia.com/gpu"))
+    checkpoint = write(
+        tmp_path / "checkpoint",
+        entry("uid", "main", "a"),
+        entry("uid", "other", "z", resource="nvidia.com/gpu"),
+    )
     kubelet_evidence = await make(lister, checkpoint)(RESOURCE, ["a"])
     assert kubelet_evidence.pod_resources == (lister.holdings[0],)
     assert kubelet_evidence.checkpoint == (Holding(RESOURCE, ("a",), Owner("main", "uid")),)
@@ -110,7 +143,9 @@ async def test_both_records_are_given_side_by_side(tmp_path: Path) -> None:
 
 
 async def test_a_burst_of_questions_costs_two_readings(tmp_path: Path) -> None:
-    """A question during a reading gets the next one, which all such questions share, never one that began before."""
+    """A question during a reading gets the next one, which all such questions share,
+    never one that began before.
+    """
     lister = Lister()
     read_records = make(lister, write(tmp_path / "checkpoint"))
     first = asyncio.ensure_future(read_records(RESOURCE, ["a"], whole=True))
@@ -120,12 +155,17 @@ async def test_a_burst_of_questions_costs_two_readings(tmp_path: Path) -> None:
     lister.holdings = [Holding(RESOURCE, ("a",), Owner("main", "", "ns", "p"))]
     lister.let.set()
     assert (await first).pod_resources == ()
-    assert [len(kubelet_evidence.pod_resources or ()) for kubelet_evidence in await asyncio.gather(*later)] == [1] * 10
+    assert [
+        len(kubelet_evidence.pod_resources or ())
+        for kubelet_evidence in await asyncio.gather(*later)
+    ] == [1] * 10
     assert lister.readings == 2
 
 
 async def test_a_reading_that_was_broken_off_counts_for_nobody(tmp_path: Path) -> None:
-    """The kubelet hung up while its question was being looked into. The next in line reads for itself."""
+    """The kubelet hung up while its question was being looked into.
+    The next in line reads for itself.
+    """
     lister = Lister()
     read_records = make(lister, write(tmp_path / "checkpoint"))
     lister.let.set()
@@ -157,17 +197,31 @@ async def test_a_record_that_cannot_be_read_is_named(tmp_path: Path) -> None:
 
 
 async def test_stored_answers_are_read_where_they_are_needed(tmp_path: Path) -> None:
-    """Those for the ids in question always, all in early binding, which compares what the kubelet keeps with what should be."""
+    """Those for the ids in question always, all in early binding,
+    which compares what the kubelet keeps with what should be.
+    """
     lister = Lister()
     lister.let.set()
-    answer, others = Edits(environment={"NVIDIA_VISIBLE_DEVICES": "GPU-a"}), Edits(environment={"NVIDIA_VISIBLE_DEVICES": "GPU-c"})
-    checkpoint = write(tmp_path / "checkpoint", entry("uid", "main", "a", "b", answer=answer), entry("other", "main", "c", answer=others))
+    answer, others = (
+        Edits(environment={"NVIDIA_VISIBLE_DEVICES": "GPU-a"}),
+        Edits(environment={"NVIDIA_VISIBLE_DEVICES": "GPU-c"}),
+    )
+    checkpoint = write(
+        tmp_path / "checkpoint",
+        entry("uid", "main", "a", "b", answer=answer),
+        entry("other", "main", "c", answer=others),
+    )
     own = {("uid", "main", RESOURCE): answer}
     assert (await make(lister, checkpoint)(RESOURCE, ["b"])).answers == own
-    assert (await make(lister, checkpoint, answers=True)(RESOURCE, ["b"])).answers == own | {("other", "main", RESOURCE): others}
+    assert (await make(lister, checkpoint, answers=True)(RESOURCE, ["b"])).answers == own | {
+        ("other", "main", RESOURCE): others
+    }
 
 
-A, B = Holding(RESOURCE, ("a",), Owner("main", "", "ns", "p")), Holding(RESOURCE, ("b",), Owner("main", "", "ns", "q"))
+A, B = (
+    Holding(RESOURCE, ("a",), Owner("main", "", "ns", "p")),
+    Holding(RESOURCE, ("b",), Owner("main", "", "ns", "q")),
+)
 NAMES = {"uid-p": ("ns", "p"), "uid-q": ("ns", "q")}
 
 
@@ -175,18 +229,24 @@ async def test_only_the_pod_that_the_checkpoint_names_is_asked_about(tmp_path: P
     """The whole node would be megabytes. A part of it is not taken for the whole."""
     lister = Lister()
     lister.holdings = [A, B]
-    checkpoint = write(tmp_path / "checkpoint", entry("uid-p", "main", "a"), entry("uid-q", "main", "b"))
+    checkpoint = write(
+        tmp_path / "checkpoint", entry("uid-p", "main", "a"), entry("uid-q", "main", "b")
+    )
     kubelet_evidence = await make(lister, checkpoint, names=NAMES)(RESOURCE, ["a"])
     assert (kubelet_evidence.pod_resources, kubelet_evidence.whole) == ((A,), False)
     assert [entry.owner.pod_uid for entry in kubelet_evidence.checkpoint or ()] == ["uid-p"]
     assert (lister.asked, lister.readings) == ([{("ns", "p")}], 0)
 
 
-async def test_an_ended_pod_that_the_checkpoint_still_names_is_asked_about_too(tmp_path: Path) -> None:
+async def test_an_ended_pod_that_the_checkpoint_still_names_is_asked_about_too(
+    tmp_path: Path,
+) -> None:
     """Both may have the ids by the file; pod-resources knows which of the two."""
     lister = Lister()
     lister.holdings = [A]
-    checkpoint = write(tmp_path / "checkpoint", entry("uid-p", "main", "a"), entry("uid-q", "main", "a"))
+    checkpoint = write(
+        tmp_path / "checkpoint", entry("uid-p", "main", "a"), entry("uid-q", "main", "a")
+    )
     kubelet_evidence = await make(lister, checkpoint, names=NAMES)(RESOURCE, ["a"])
     assert (kubelet_evidence.pod_resources, kubelet_evidence.whole) == ((A,), False)
     assert lister.asked == [{("ns", "p"), ("ns", "q")}]
@@ -199,11 +259,28 @@ async def test_all_pods_are_told_of_on_request(tmp_path: Path) -> None:
     lister.let.set()
     checkpoint = write(tmp_path / "checkpoint", entry("uid-p", "main", "a"))
     kubelet_evidence = await make(lister, checkpoint, names=NAMES)(RESOURCE, ["a"], whole=True)
-    assert (kubelet_evidence.pod_resources, kubelet_evidence.whole, lister.asked) == ((A, B), True, [])
+    assert (kubelet_evidence.pod_resources, kubelet_evidence.whole, lister.asked) == (
+        (A, B),
+        True,
+        [],
+    )
 
 
-@pytest.mark.parametrize("why", ["no get", "unknown pod", "one of two unknown", "nobody has them", "two have them", "no entry", "no file"])
-async def test_all_pods_are_asked_about_where_one_does_not_settle_it(tmp_path: Path, why: str) -> None:
+@pytest.mark.parametrize(
+    "why",
+    [
+        "no get",
+        "unknown pod",
+        "one of two unknown",
+        "nobody has them",
+        "two have them",
+        "no entry",
+        "no file",
+    ],
+)
+async def test_all_pods_are_asked_about_where_one_does_not_settle_it(
+    tmp_path: Path, why: str
+) -> None:
     """Nothing is believed on less than what List would say."""
     lister = Lister()
     lister.can_get = why != "no get"
@@ -218,17 +295,24 @@ async def test_all_pods_are_asked_about_where_one_does_not_settle_it(tmp_path: P
     if why == "no file":
         checkpoint.write_text("junk")
     kubelet_evidence = await make(lister, checkpoint, names=names)(RESOURCE, ["a"])
-    assert (kubelet_evidence.pod_resources, kubelet_evidence.whole) == (tuple(lister.holdings), True)
+    assert (kubelet_evidence.pod_resources, kubelet_evidence.whole) == (
+        tuple(lister.holdings),
+        True,
+    )
     assert lister.readings == 1
 
 
 async def test_the_pod_that_is_expected_is_asked_about_while_the_checkpoint_is_read(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The kubelet waits for both, so they do not wait for each other. The checkpoint names that pod, so it is asked about once."""
+    """The kubelet waits for both, so they do not wait for each other. The checkpoint names that
+    pod, so it is asked about once.
+    """
     lister = Lister()
     lister.holdings = [A, B]
-    checkpoint = write(tmp_path / "checkpoint", entry("uid-p", "main", "a"), entry("uid-q", "main", "b"))
+    checkpoint = write(
+        tmp_path / "checkpoint", entry("uid-p", "main", "a"), entry("uid-q", "main", "b")
+    )
 
     async def slowly(*arguments: Any) -> tuple[CheckpointEntry, ...]:
         await lister.got.wait()  # for ever, if it is asked about only afterwards
@@ -236,25 +320,43 @@ async def test_the_pod_that_is_expected_is_asked_about_while_the_checkpoint_is_r
 
     monkeypatch.setattr("vgpu_agent.agent.records.reader.read_checkpoint", slowly)
     async with asyncio.timeout(10):
-        kubelet_evidence = await make(lister, checkpoint, names=NAMES, waiting=True)(RESOURCE, ["a"])
-    assert (kubelet_evidence.pod_resources, kubelet_evidence.whole, lister.asked, lister.readings) == ((A,), False, [{("ns", "p")}], 0)
+        kubelet_evidence = await make(lister, checkpoint, names=NAMES, waiting=True)(
+            RESOURCE, ["a"]
+        )
+    assert (
+        kubelet_evidence.pod_resources,
+        kubelet_evidence.whole,
+        lister.asked,
+        lister.readings,
+    ) == ((A,), False, [{("ns", "p")}], 0)
 
 
-async def test_what_is_said_of_another_pod_than_the_checkpoint_names_counts_for_nothing(tmp_path: Path) -> None:
-    """The one bound first was expected, and it is another one that starts: that one is asked about too."""
+async def test_what_is_said_of_another_pod_than_the_checkpoint_names_counts_for_nothing(
+    tmp_path: Path,
+) -> None:
+    """The one bound first was expected, and it is another one that starts:
+    that one is asked about too.
+    """
     lister = Lister()
-    lister.holdings = [Holding(RESOURCE, ("b",), Owner("main", "", "ns", "p")), B]  # as if kubelet had given the ids to both
+    # as if kubelet had given the ids to both
+    lister.holdings = [Holding(RESOURCE, ("b",), Owner("main", "", "ns", "p")), B]
     checkpoint = write(tmp_path / "checkpoint", entry("uid-q", "main", "b"))
     kubelet_evidence = await make(lister, checkpoint, names=NAMES, waiting=True)(RESOURCE, ["b"])
     assert (kubelet_evidence.pod_resources, kubelet_evidence.whole) == ((B,), False)
     assert lister.asked == [{("ns", "p")}, {("ns", "q")}]
 
 
-async def test_who_had_the_ids_at_the_last_reading_is_expected_before_others(tmp_path: Path) -> None:
-    """In a burst the checkpoint has named later pods already. A container that starts again has been in it for long."""
+async def test_who_had_the_ids_at_the_last_reading_is_expected_before_others(
+    tmp_path: Path,
+) -> None:
+    """In a burst the checkpoint has named later pods already.
+    A container that starts again has been in it for long.
+    """
     lister = Lister()
     lister.holdings = [A, B]
-    checkpoint = write(tmp_path / "checkpoint", entry("uid-p", "main", "a"), entry("uid-q", "main", "b"))
+    checkpoint = write(
+        tmp_path / "checkpoint", entry("uid-p", "main", "a"), entry("uid-q", "main", "b")
+    )
     ask = make(lister, checkpoint, names=NAMES, waiting=True)
     await ask(RESOURCE, ["a"])
     await ask(RESOURCE, ["b"])
@@ -262,7 +364,9 @@ async def test_who_had_the_ids_at_the_last_reading_is_expected_before_others(tmp
 
 
 async def test_a_pod_that_has_other_ids_is_not_expected(tmp_path: Path) -> None:
-    """By the last reading the first in line was admitted with ids of its own, and waits for its image: the new ones are another pod's."""
+    """By the last reading the first in line was admitted with ids of its own, and waits for its
+    image: the new ones are another pod's.
+    """
     lister = Lister()
     lister.holdings = [A, B]
     checkpoint = write(tmp_path / "checkpoint", entry("uid-p", "main", "a"))
@@ -273,23 +377,35 @@ async def test_a_pod_that_has_other_ids_is_not_expected(tmp_path: Path) -> None:
     assert lister.asked == [{("ns", "p")}, {("ns", "q")}]
 
 
-async def test_a_silent_answer_about_another_pod_than_the_checkpoint_names_is_not_waited_for(tmp_path: Path) -> None:
+async def test_a_silent_answer_about_another_pod_than_the_checkpoint_names_is_not_waited_for(
+    tmp_path: Path,
+) -> None:
     """pod-resources may be silent for seconds. Those are for the pod that counts."""
     lister = Lister()
     lister.holdings, lister.silent_about = [A, B], ("ns", "p")
     checkpoint = write(tmp_path / "checkpoint", entry("uid-q", "main", "b"))
     async with asyncio.timeout(10):
-        kubelet_evidence = await make(lister, checkpoint, names=NAMES, waiting=True)(RESOURCE, ["b"])
+        kubelet_evidence = await make(lister, checkpoint, names=NAMES, waiting=True)(
+            RESOURCE, ["b"]
+        )
     assert (kubelet_evidence.pod_resources, kubelet_evidence.whole) == ((B,), False)
     assert lister.asked == [{("ns", "p")}, {("ns", "q")}]
 
 
-async def test_an_expected_pod_of_which_nothing_is_said_leaves_the_question_to_list(tmp_path: Path) -> None:
-    """The kubelet has no Get, has been asked too often, or is silent: it is not asked, and waited for, a second time before List is."""
+async def test_an_expected_pod_of_which_nothing_is_said_leaves_the_question_to_list(
+    tmp_path: Path,
+) -> None:
+    """The kubelet has no Get, has been asked too often, or is silent: it is not asked, and waited
+    for, a second time before List is.
+    """
     lister = Lister()
     lister.can_get, lister.holdings = False, [A]
     lister.let.set()
     checkpoint = write(tmp_path / "checkpoint", entry("uid-p", "main", "a"))
     kubelet_evidence = await make(lister, checkpoint, names=NAMES, waiting=True)(RESOURCE, ["a"])
-    assert (kubelet_evidence.pod_resources, kubelet_evidence.whole, lister.readings) == ((A,), True, 1)
+    assert (kubelet_evidence.pod_resources, kubelet_evidence.whole, lister.readings) == (
+        (A,),
+        True,
+        1,
+    )
     assert lister.asked == [{("ns", "p")}]

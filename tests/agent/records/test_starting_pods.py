@@ -1,4 +1,6 @@
-"""The expected pod: the first one bound that waits for as many ids and has none of them; and whether any pod starts."""
+"""The expected pod: the first one bound that waits for as many ids and has none of them;
+and whether any pod starts.
+"""
 
 from __future__ import annotations
 
@@ -18,29 +20,46 @@ NUMBER, CORES = "volcano.sh/vgpu-number", "volcano.sh/vgpu-cores"
 
 def pod(name: str, number: int = 1, *, phase: str = "Pending", started: bool = False) -> Pod:
     """A pod whose container ``main`` asks for so many."""
-    return Pod(f"uid-{name}", "ns", name, phase=phase, containers=(PodContainer("main", limits={NUMBER: number}, started=started),))
+    return Pod(
+        f"uid-{name}",
+        "ns",
+        name,
+        phase=phase,
+        containers=(PodContainer("main", limits={NUMBER: number}, started=started),),
+    )
 
 
-def starting(*pods: Pod, served: set[tuple[str, str, str]] | None = None, clock: Callable[[], float] = float) -> StartingPods:
+def starting(
+    *pods: Pod, served: set[tuple[str, str, str]] | None = None, clock: Callable[[], float] = float
+) -> StartingPods:
     """A book with these, bound in this order; by default no time passes."""
     book = PodCache()
     for each in pods:
         book.put(each)
     ledger = Ledger()
     ledger.offer(
-        [Resource(NUMBER, "volcano-vgpu", (), decided_by=Decider.POD), Resource(CORES, "volcano-vgpu", (), decided_by=Decider.NOBODY)]
+        [
+            Resource(NUMBER, "volcano-vgpu", (), decided_by=Decider.POD),
+            Resource(CORES, "volcano-vgpu", (), decided_by=Decider.NOBODY),
+        ]
     )
-    return StartingPods(book, ledger, served=lambda: served or set(), longest_seconds=10, clock=clock)
+    return StartingPods(
+        book, ledger, served=lambda: served or set(), longest_seconds=10, clock=clock
+    )
 
 
-def expected(pods: StartingPods, count: int = 1, besides: Collection[tuple[str, str]] = ()) -> tuple[str, str] | None:
+def expected(
+    pods: StartingPods, count: int = 1, besides: Collection[tuple[str, str]] = ()
+) -> tuple[str, str] | None:
     """Return the container that is expected now."""
     with pods.expected(NUMBER, count, besides=besides) as found:
         return found
 
 
 def test_pods_are_named_as_kubelet_names_them() -> None:
-    """By UID; one that is not in the book has no name, and one that has ended none where it should live."""
+    """By UID; one that is not in the book has no name,
+    and one that has ended none where it should live.
+    """
     pods = starting(pod("a"), pod("b", phase="Succeeded"))
     assert [pods.name(f"uid-{each}") for each in "abc"] == [("ns", "a"), ("ns", "b"), None]
     assert [pods.name(f"uid-{each}", live=True) for each in "abc"] == [("ns", "a"), None, None]
@@ -52,7 +71,9 @@ def test_the_pod_that_was_bound_first_is_expected() -> None:
 
 
 @pytest.mark.parametrize(
-    "other", [pod("a", 2), pod("a", started=True), pod("a", phase="Failed")], ids=["other number", "started before", "ended"]
+    "other",
+    [pod("a", 2), pod("a", started=True), pod("a", phase="Failed")],
+    ids=["other number", "started before", "ended"],
 )
 def test_a_pod_that_does_not_wait_for_as_many_is_not_expected(other: Pod) -> None:
     """Neither one that asks for more, nor one that has run, nor one that has ended."""
@@ -67,15 +88,23 @@ def test_a_container_that_is_served_is_not_expected() -> None:
 
 
 def test_a_container_that_has_other_ids_is_not_expected() -> None:
-    """It was admitted before and waits for its image, maybe for long. The next call is another pod's."""
+    """It was admitted before and waits for its image, maybe for long.
+    The next call is another pod's.
+    """
     assert expected(starting(pod("a"), pod("b")), besides={("uid-a", "main")}) == ("ns", "b")
 
 
 def test_those_who_ask_at_the_same_time_expect_different_pods() -> None:
-    """Until the one has its answer; then its pod may be expected again, because the start may have been refused."""
+    """Until the one has its answer; then its pod may be expected again,
+    because the start may have been refused.
+    """
     pods = starting(pod("a"), pod("b"))
     with contextlib.ExitStack() as asking:
-        assert [asking.enter_context(pods.expected(NUMBER, 1)) for _ in range(3)] == [("ns", "a"), ("ns", "b"), None]
+        assert [asking.enter_context(pods.expected(NUMBER, 1)) for _ in range(3)] == [
+            ("ns", "a"),
+            ("ns", "b"),
+            None,
+        ]
     assert expected(pods) == ("ns", "a")
 
 
@@ -86,12 +115,20 @@ def test_those_who_ask_at_the_same_time_expect_different_pods() -> None:
         (pod("a", phase="Running"), False),
         (pod("a", phase="Failed"), False),
         (dataclasses.replace(pod("a"), deleting=True), False),
-        (dataclasses.replace(pod("a"), containers=(PodContainer("main", limits={CORES: 1, "example.com/fast": 1}),)), False),
+        (
+            dataclasses.replace(
+                pod("a"),
+                containers=(PodContainer("main", limits={CORES: 1, "example.com/fast": 1}),),
+            ),
+            False,
+        ),
     ],
     ids=["pending", "running", "ended", "deleted", "nothing that a pod decides"],
 )
 def test_pods_are_being_started_until_they_run(other: Pod, *, starts: bool) -> None:
-    """Only those that ask for what this agent decides by the pod. All others are none of its business."""
+    """Only those that ask for what this agent decides by the pod.
+    All others are none of its business.
+    """
     assert starting(pod("b", phase="Running"), other).any() is starts
 
 
@@ -103,7 +140,9 @@ def test_a_pod_that_stays_pending_is_being_started_for_so_long_only() -> None:
 
 
 def test_the_resources_are_the_same_until_others_are_offered() -> None:
-    """A reader that keeps something for these resources notices by identity when it has to begin anew."""
+    """A reader that keeps something for these resources notices by identity when it has
+    to begin anew.
+    """
     ledger = Ledger()
     pods = StartingPods(PodCache(), ledger, served=set, longest_seconds=10)
     ledger.offer([Resource(NUMBER, "volcano-vgpu", (), decided_by=Decider.POD)])

@@ -1,4 +1,6 @@
-"""Times at which the kubelet's records are read, and the reaction to a kubelet that has just come back; on virtual time."""
+"""Times at which the kubelet's records are read,
+and the reaction to a kubelet that has just come back; on virtual time.
+"""
 
 from __future__ import annotations
 
@@ -31,13 +33,19 @@ from vgpu_agent.status import KubeletStatus
 
 GPU = "nvidia.com/gpu"
 HELD = KubeletRecords((Holding(GPU, (U0,), Owner("main", "uid", "default", "train")),))
-TRAIN, SERVE = (Pod(f"0e6e9a8c-1111-4222-8333-00000000000{number}", "default", f"pod-{number}") for number in (1, 2))
+TRAIN, SERVE = (
+    Pod(f"0e6e9a8c-1111-4222-8333-00000000000{number}", "default", f"pod-{number}")
+    for number in (1, 2)
+)
 
 
 def held(*pods: Pod) -> KubeletRecords:
     """Kubelet records in which each pod has a GPU, the first U0."""
     return KubeletRecords(
-        tuple(Holding(GPU, (id_,), Owner("main", pod.uid, pod.namespace, pod.name)) for id_, pod in zip((U0, U1), pods, strict=False))
+        tuple(
+            Holding(GPU, (id_,), Owner("main", pod.uid, pod.namespace, pod.name))
+            for id_, pod in zip((U0, U1), pods, strict=False)
+        )
     )
 
 
@@ -61,10 +69,17 @@ class Parts:
         self.records = records
         self.servers: list[FakeServer] = []
         self.book = PodCache(self._clock)
-        self.ledger, self.journal, self.kubelet = Ledger(clock=self._clock), Journal(), KubeletStatus()
+        self.ledger, self.journal, self.kubelet = (
+            Ledger(clock=self._clock),
+            Journal(),
+            KubeletStatus(),
+        )
         self.allocator = Allocator(
             without_pods(
-                ledger=self.ledger, families=Families((NvidiaFamily(NvidiaOptions()),)), inventory=golden_inventory, journal=self.journal
+                ledger=self.ledger,
+                families=Families((NvidiaFamily(NvidiaOptions()),)),
+                inventory=golden_inventory,
+                journal=self.journal,
             )
         )
         self.allocator.refresh_offer()
@@ -103,7 +118,9 @@ def records(monkeypatch: pytest.MonkeyPatch) -> Records:
 
 @contextlib.asynccontextmanager
 async def verifying(records: Records) -> AsyncIterator[Parts]:
-    """The parts, with the loop running in the background; begun inside the test, where time is virtual."""
+    """The parts, with the loop running in the background;
+    begun inside the test, where time is virtual.
+    """
     parts = Parts(records)
     task = asyncio.ensure_future(parts.verification.run(lambda: None))
     try:
@@ -114,7 +131,9 @@ async def verifying(records: Records) -> AsyncIterator[Parts]:
 
 
 @pytest.mark.looptime
-async def test_when_nothing_happens_the_records_are_read_every_half_minute(records: Records) -> None:
+async def test_when_nothing_happens_the_records_are_read_every_half_minute(
+    records: Records,
+) -> None:
     """pod-resources is left alone: once soon after the start, then every 30 s."""
     async with verifying(records):
         await asyncio.sleep(95)
@@ -135,7 +154,9 @@ async def test_an_allocate_is_followed_by_a_reading_a_second_later(records: Reco
 
 @pytest.mark.looptime
 async def test_a_burst_of_pods_is_verified_when_it_is_over(records: Records) -> None:
-    """A reading slows down starts that are under way, so it waits until bookings pause for a second; but for ten seconds at most."""
+    """A reading slows down starts that are under way, so it waits until bookings pause for a
+    second; but for ten seconds at most.
+    """
     async with verifying(records) as parts:
         await asyncio.sleep(5)
         for _ in range(5):
@@ -154,7 +175,9 @@ async def test_a_burst_of_pods_is_verified_when_it_is_over(records: Records) -> 
 
 
 @pytest.mark.looptime
-async def test_an_admission_that_failed_is_asked_after_less_and_less_often_until_it_expires(records: Records) -> None:
+async def test_an_admission_that_failed_is_asked_after_less_and_less_often_until_it_expires(
+    records: Records,
+) -> None:
     """1, 2, 4, 8… s, and after reservationSeconds the ids are free."""
     async with verifying(records) as parts:
         await asyncio.sleep(5)
@@ -167,29 +190,42 @@ async def test_an_admission_that_failed_is_asked_after_less_and_less_often_until
 
 @pytest.mark.looptime
 async def test_an_admission_that_failed_delays_nobody_else(records: Records) -> None:
-    """While one reservation is waited for in vain, the next pod is still named a second after its Allocate."""
+    """While one reservation is waited for in vain,
+    the next pod is still named a second after its Allocate.
+    """
     async with verifying(records) as parts:
         await asyncio.sleep(5)
         await parts.allocator.allocate(GPU, [U0])
         await asyncio.sleep(40)
         await parts.allocator.allocate(GPU, [U1])
-        records.now = KubeletRecords((Holding(GPU, (U1,), Owner("main", "uid", "default", "train")),))
+        records.now = KubeletRecords(
+            (Holding(GPU, (U1,), Owner("main", "uid", "default", "train")),)
+        )
         await asyncio.sleep(1.5)
         assert [grant.owner and grant.owner.pod for grant in parts.ledger.grants] == [None, "train"]
 
 
 @pytest.mark.looptime
 async def test_what_is_shown_as_drift_is_the_drift(records: Records) -> None:
-    """A pod that ended in the same pass is the normal course, and not what an operator should look into."""
+    """A pod that ended in the same pass is the normal course,
+    and not what an operator should look into.
+    """
     async with verifying(records) as parts:
         records.now = HELD
         await asyncio.sleep(2)
         records.now = KubeletRecords()
         await asyncio.sleep(30)
-        records.now = KubeletRecords((Holding(GPU, (U1,), Owner("main", "other", "default", "serve")),))
+        records.now = KubeletRecords(
+            (Holding(GPU, (U1,), Owner("main", "other", "default", "serve")),)
+        )
         await asyncio.sleep(3)
-        assert [entry.event for entry in parts.journal.entries][-2:] == ["ledger.adopted", "ledger.released"]
-        assert [text.partition(":")[0] for text in parts.verification.drift_last] == ["ledger.adopted"]
+        assert [entry.event for entry in parts.journal.entries][-2:] == [
+            "ledger.adopted",
+            "ledger.released",
+        ]
+        assert [text.partition(":")[0] for text in parts.verification.drift_last] == [
+            "ledger.adopted"
+        ]
 
 
 @pytest.mark.looptime
@@ -222,7 +258,9 @@ async def test_a_kubelet_that_has_just_come_back_takes_nothing_away(records: Rec
 
 @pytest.mark.looptime
 async def test_the_rebuild_at_start_is_no_drift(records: Records) -> None:
-    """Grants in the kubelet's records at start are booked and not counted as drift. Later ones are counted."""
+    """Grants in the kubelet's records at start are booked and not counted as drift.
+    Later ones are counted.
+    """
     async with verifying(records) as parts:
         records.now = HELD
         await parts.verification.rebuild()
@@ -246,7 +284,9 @@ async def test_trouble_with_the_records_is_said_once(records: Records) -> None:
 
 @pytest.fixture
 def allocatable(monkeypatch: pytest.MonkeyPatch) -> list[float]:
-    """Record the times at which the kubelet was asked what can be allocated. It answers that nothing can."""
+    """Record the times at which the kubelet was asked what can be allocated.
+    It answers that nothing can.
+    """
     asked_at: list[float] = []
 
     async def nothing(*_: object) -> dict[str, frozenset[str]]:
@@ -261,7 +301,9 @@ def allocatable(monkeypatch: pytest.MonkeyPatch) -> list[float]:
 async def test_ids_that_kubelet_does_not_list_are_looked_at_again_soon_and_registered_again(
     records: Records, allocatable: list[float]
 ) -> None:
-    """A second look 2 s after the first, one new registration, then the usual pace: never more calls than passes."""
+    """A second look 2 s after the first, one new registration, then the usual pace:
+    never more calls than passes.
+    """
     async with verifying(records) as parts:
         parts.servers = [FakeServer()]
         await asyncio.sleep(30)
@@ -271,7 +313,9 @@ async def test_ids_that_kubelet_does_not_list_are_looked_at_again_soon_and_regis
 
 
 @pytest.mark.looptime
-async def test_a_silent_pod_resources_is_not_asked_a_second_question(records: Records, allocatable: list[float]) -> None:
+async def test_a_silent_pod_resources_is_not_asked_a_second_question(
+    records: Records, allocatable: list[float]
+) -> None:
     """The pass whose first call failed makes no second one, so that a timeout costs one."""
     async with verifying(records) as parts:
         parts.servers = [FakeServer()]
@@ -282,7 +326,9 @@ async def test_a_silent_pod_resources_is_not_asked_a_second_question(records: Re
 
 @contextlib.asynccontextmanager
 async def holding(records: Records, *pods: Pod) -> AsyncIterator[Parts]:
-    """A verification that has found each pod with a GPU, in kubelet's records and in the watch; now is second 5."""
+    """A verification that has found each pod with a GPU, in kubelet's records and in the watch;
+    now is second 5.
+    """
     async with verifying(records) as parts:
         parts.book.replace(pods)
         records.now = held(*pods)
@@ -299,7 +345,9 @@ def holders(parts: Parts) -> list[str]:
 @pytest.mark.looptime
 @pytest.mark.parametrize("gone", [False, True])
 async def test_the_end_of_a_pod_is_looked_for_at_once(records: Records, *, gone: bool) -> None:
-    """API server and kubelet both say that it has ended, so its GPU is free without a second look. The usual pace stays."""
+    """API server and kubelet both say that it has ended, so its GPU is free without a second look.
+    The usual pace stays.
+    """
     async with holding(records, TRAIN) as parts:
         records.now = KubeletRecords()
         (parts.book.remove if gone else parts.book.end)(TRAIN)
@@ -311,7 +359,9 @@ async def test_the_end_of_a_pod_is_looked_for_at_once(records: Records, *, gone:
 
 @pytest.mark.looptime
 async def test_nothing_is_released_while_kubelet_still_has_it(records: Records) -> None:
-    """The API server's word alone is not enough, however long kubelet takes. It is asked less and less often meanwhile."""
+    """The API server's word alone is not enough, however long kubelet takes.
+    It is asked less and less often meanwhile.
+    """
     async with holding(records, TRAIN) as parts:
         parts.book.end(TRAIN)
         await asyncio.sleep(1)
@@ -325,8 +375,12 @@ async def test_nothing_is_released_while_kubelet_still_has_it(records: Records) 
 
 @pytest.mark.looptime
 @pytest.mark.parametrize("kept_seconds", [0.6, 1.0, 1.5, 2.0, 3.0, 10.0])
-async def test_a_look_is_late_by_no_more_than_a_quarter_of_the_time_that_the_kubelet_takes(records: Records, kept_seconds: float) -> None:
-    """The kubelet keeps a pod for up to two seconds after the API server shows its end, and another family waits for the GPU."""
+async def test_a_look_is_late_by_no_more_than_a_quarter_of_the_time_that_the_kubelet_takes(
+    records: Records, kept_seconds: float
+) -> None:
+    """The kubelet keeps a pod for up to two seconds after the API server shows its end,
+    and another family waits for the GPU.
+    """
     async with holding(records, TRAIN) as parts:
         ended_at = asyncio.get_running_loop().time()
         parts.book.end(TRAIN)
@@ -338,7 +392,9 @@ async def test_a_look_is_late_by_no_more_than_a_quarter_of_the_time_that_the_kub
 
 
 @pytest.mark.looptime
-async def test_an_ended_pod_that_kubelet_keeps_is_asked_for_ever_at_the_usual_pace(records: Records) -> None:
+async def test_an_ended_pod_that_kubelet_keeps_is_asked_for_ever_at_the_usual_pace(
+    records: Records,
+) -> None:
     """Two dozen looks more in two minutes, and then two a minute as always."""
     async with holding(records, TRAIN) as parts:
         parts.book.end(TRAIN)
@@ -352,7 +408,9 @@ async def test_an_ended_pod_that_kubelet_keeps_is_asked_for_ever_at_the_usual_pa
 
 @pytest.mark.looptime
 async def test_a_look_for_an_ended_pod_takes_nothing_from_one_that_runs(records: Records) -> None:
-    """One gap in kubelet's records is no end, and two looks within a second would meet the same gap."""
+    """One gap in kubelet's records is no end,
+    and two looks within a second would meet the same gap.
+    """
     async with holding(records, TRAIN, SERVE) as parts:
         records.now = held(TRAIN)
         parts.book.end(TRAIN)
@@ -366,13 +424,17 @@ async def test_a_look_for_an_ended_pod_takes_nothing_from_one_that_runs(records:
 
 @pytest.mark.looptime
 async def test_pods_that_end_together_are_looked_for_together(records: Records) -> None:
-    """pod-resources takes ten calls at once from all programs of the node together; sixty ends in two seconds are fewer."""
+    """pod-resources takes ten calls at once from all programs of the node together;
+    sixty ends in two seconds are fewer.
+    """
     async with holding(records, TRAIN) as parts:
         began = len(records.read_at)
         for number in range(60):
             pod = Pod(f"0e6e9a8c-1111-4222-8333-{number:012}", "default", f"many-{number}")
             parts.book.put(pod)
-            parts.ledger.reconcile(held(pod), parts.allocator._interpretation, reservation_seconds=60)
+            parts.ledger.reconcile(
+                held(pod), parts.allocator._interpretation, reservation_seconds=60
+            )
             records.now = KubeletRecords()
             parts.book.end(pod)
             await asyncio.sleep(2 / 60)
@@ -382,8 +444,12 @@ async def test_pods_that_end_together_are_looked_for_together(records: Records) 
 
 
 @pytest.mark.looptime
-async def test_a_storm_of_events_is_not_searched_for_ends_one_by_one(records: Records, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A search goes through all grants. A burst of starts changes pods a hundred times a second, and waits for what the event loop does."""
+async def test_a_storm_of_events_is_not_searched_for_ends_one_by_one(
+    records: Records, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A search goes through all grants. A burst of starts changes pods a hundred times a second,
+    and waits for what the event loop does.
+    """
     searches: list[float] = []
     search = PodEnds.pending
 
@@ -406,7 +472,9 @@ async def test_a_storm_of_events_is_not_searched_for_ends_one_by_one(records: Re
 
 @pytest.mark.looptime
 async def test_without_the_watch_the_usual_two_looks_decide(records: Records) -> None:
-    """Without an API server nothing reports a pod's end, so the kubelet's records alone release its grant, as before."""
+    """Without an API server nothing reports a pod's end,
+    so the kubelet's records alone release its grant, as before.
+    """
     async with verifying(records) as parts:
         records.now = held(TRAIN)
         await asyncio.sleep(5)
@@ -420,7 +488,9 @@ async def test_without_the_watch_the_usual_two_looks_decide(records: Records) ->
 
 @pytest.mark.looptime
 async def test_records_that_are_incomplete_release_no_ended_pod(records: Records) -> None:
-    """A checkpoint alone does not say which pods are alive. As soon as pod-resources answers, the pod goes."""
+    """A checkpoint alone does not say which pods are alive.
+    As soon as pod-resources answers, the pod goes.
+    """
     async with holding(records, TRAIN) as parts:
         records.now = KubeletRecords(complete=False, trouble="kubelet was asked too often")
         parts.book.end(TRAIN)
@@ -432,8 +502,12 @@ async def test_records_that_are_incomplete_release_no_ended_pod(records: Records
 
 
 @pytest.mark.looptime
-async def test_an_end_during_a_restart_of_kubelet_waits_until_its_records_count_again(records: Records) -> None:
-    """A kubelet that has just come back lists no pods, and the API server may show an end that the kubelet has not finished."""
+async def test_an_end_during_a_restart_of_kubelet_waits_until_its_records_count_again(
+    records: Records,
+) -> None:
+    """A kubelet that has just come back lists no pods,
+    and the API server may show an end that the kubelet has not finished.
+    """
     async with holding(records, TRAIN) as parts:
         parts.kubelet.restarts_seen += 1
         records.now = KubeletRecords()
@@ -446,7 +520,9 @@ async def test_an_end_during_a_restart_of_kubelet_waits_until_its_records_count_
 
 @pytest.mark.looptime
 async def test_a_static_pod_without_its_mirror_has_not_ended(records: Records) -> None:
-    """Deleting the mirror of a static pod ends nothing: the kubelet runs it on, and makes another mirror."""
+    """Deleting the mirror of a static pod ends nothing:
+    the kubelet runs it on, and makes another mirror.
+    """
     async with verifying(records) as parts:
         parts.book.replace([])
         records.now = HELD  # its UID is not one of the API server's
@@ -456,19 +532,31 @@ async def test_a_static_pod_without_its_mirror_has_not_ended(records: Records) -
 
 
 def checkpointed(*pods: Pod) -> tuple[Holding, ...]:
-    """The lines of the checkpoint in which each pod has a GPU, the first U0; they name pods by their UIDs only."""
-    return tuple(Holding(GPU, (id_,), Owner("main", pod.uid)) for id_, pod in zip((U0, U1), pods, strict=False))
+    """The lines of the checkpoint in which each pod has a GPU, the first U0;
+    they name pods by their UIDs only.
+    """
+    return tuple(
+        Holding(GPU, (id_,), Owner("main", pod.uid))
+        for id_, pod in zip((U0, U1), pods, strict=False)
+    )
 
 
 @pytest.mark.looptime
-async def test_what_a_kubelet_that_starts_has_not_listed_yet_is_held_by_its_checkpoint(records: Records) -> None:
-    """After a reboot it lists pods one after the other; until then a GPU would be offered that a pod is about to use again."""
+async def test_what_a_kubelet_that_starts_has_not_listed_yet_is_held_by_its_checkpoint(
+    records: Records,
+) -> None:
+    """After a reboot it lists pods one after the other;
+    until then a GPU would be offered that a pod is about to use again.
+    """
     parts = Parts(records)
     parts.book.replace([TRAIN, SERVE])
     records.now = dataclasses.replace(held(TRAIN), entries=checkpointed(TRAIN, SERVE))
     await parts.verification.rebuild()
     owners = {grant.ids: grant.owner for grant in parts.ledger.grants}
-    assert owners == {(U0,): held(TRAIN, SERVE).holdings[0].owner, (U1,): held(TRAIN, SERVE).holdings[1].owner}
+    assert owners == {
+        (U0,): held(TRAIN, SERVE).holdings[0].owner,
+        (U1,): held(TRAIN, SERVE).holdings[1].owner,
+    }
 
 
 @pytest.mark.looptime
@@ -483,11 +571,17 @@ async def test_what_an_ended_pod_left_in_the_checkpoint_is_not_held(records: Rec
 
 @pytest.mark.looptime
 @pytest.mark.parametrize("listed_later", [True, False])
-async def test_a_grant_from_the_checkpoint_waits_seconds_for_the_kubelet_to_list_its_pod(records: Records, *, listed_later: bool) -> None:
-    """Two readings without it prove nothing while the kubelet starts, and a pod that it never lists keeps nothing for long."""
+async def test_a_grant_from_the_checkpoint_waits_seconds_for_the_kubelet_to_list_its_pod(
+    records: Records, *, listed_later: bool
+) -> None:
+    """Two readings without it prove nothing while the kubelet starts,
+    and a pod that it never lists keeps nothing for long.
+    """
     parts = Parts(records)
     parts.book.replace([TRAIN, SERVE])
-    records.now = KubeletRecords(checkpointed(TRAIN, SERVE), complete=False, entries=checkpointed(TRAIN, SERVE))
+    records.now = KubeletRecords(
+        checkpointed(TRAIN, SERVE), complete=False, entries=checkpointed(TRAIN, SERVE)
+    )
     await parts.verification.rebuild()
     task = asyncio.ensure_future(parts.verification.run(lambda: None))
     try:
@@ -497,7 +591,9 @@ async def test_a_grant_from_the_checkpoint_waits_seconds_for_the_kubelet_to_list
         await asyncio.sleep(9)
         assert len(parts.ledger.grants) == 2
         if listed_later:
-            records.now = dataclasses.replace(held(TRAIN, SERVE), entries=checkpointed(TRAIN, SERVE))
+            records.now = dataclasses.replace(
+                held(TRAIN, SERVE), entries=checkpointed(TRAIN, SERVE)
+            )
         await asyncio.sleep(6)
         assert len(parts.ledger.grants) == 1 + listed_later
     finally:
@@ -507,8 +603,12 @@ async def test_a_grant_from_the_checkpoint_waits_seconds_for_the_kubelet_to_list
 
 @pytest.mark.looptime
 @pytest.mark.parametrize(("age_seconds", "held_grants"), [(0, 2), (9, 2), (11, 1), (86400, 1)])
-async def test_a_kubelet_that_runs_for_long_has_listed_its_pods(records: Records, age_seconds: float, held_grants: int) -> None:
-    """The rest of its checkpoint is then what ended pods left, which without an API server no other source can tell."""
+async def test_a_kubelet_that_runs_for_long_has_listed_its_pods(
+    records: Records, age_seconds: float, held_grants: int
+) -> None:
+    """The rest of its checkpoint is then what ended pods left,
+    which without an API server no other source can tell.
+    """
     parts = Parts(records, kubelet_age_seconds=age_seconds)
     records.now = dataclasses.replace(held(TRAIN), entries=checkpointed(TRAIN, SERVE))
     await parts.verification.rebuild()

@@ -36,26 +36,41 @@ def test_the_answer_that_it_should_have_is_right_whoever_remembers_it() -> None:
 
 
 def test_every_container_with_the_ids_must_have_its_own_answer() -> None:
-    """An init container and the one behind it get their own answers. A third one's answer to either is wrong."""
+    """An init container and the one behind it get their own answers.
+    A third one's answer to either is wrong.
+    """
     expected = {"init": provision(("uid-a", "init")), "main": provision(A)}
-    right = evidence(A, None, expected=expected, answers={name: each.edits for name, each in expected.items()}, handed_on=True)
+    right = evidence(
+        A,
+        None,
+        expected=expected,
+        answers={name: each.edits for name, each in expected.items()},
+        handed_on=True,
+    )
     assert Answers().judge("t", right, alive) is Verdict.RIGHT
-    wrong = dataclasses.replace(right, answers={"init": provision(B).edits, "main": provision(A).edits})
+    wrong = dataclasses.replace(
+        right, answers={"init": provision(B).edits, "main": provision(A).edits}
+    )
     assert Answers().judge("t", wrong, alive) is Verdict.WRONG
 
 
 def test_without_the_checkpoint_memory_speaks_but_not_for_init_containers() -> None:
-    """Memory holds one answer for the ids. Which of the pod's containers starts with it would be a guess."""
+    """Memory holds one answer for the ids. Which of the pod's containers starts
+    with it would be a guess.
+    """
     guesses = Answers()
     guesses.made("t", Given(A, SHARES, provision(A)))
     assert guesses.judge("t", evidence(A, None), alive) is Verdict.RIGHT
     assert guesses.judge("t", evidence(A, None, handed_on=True), alive) is Verdict.LATER
     assert Answers().judge("t", evidence(A, None), alive) is Verdict.WRONG
-    assert guesses.judge("t", evidence(B, None), lambda _: True) is Verdict.LATER  # another pod may have this answer, too
+    # another pod may have this answer, too
+    assert guesses.judge("t", evidence(B, None), lambda _: True) is Verdict.LATER
 
 
 def test_equal_shares_are_exchanged_when_the_other_has_this_ones_answer() -> None:
-    """Before the other is admitted, its share of the answer is unknown. Afterwards both are right."""
+    """Before the other is admitted, its share of the answer is unknown.
+    Afterwards both are right.
+    """
     guesses = Answers()
     guesses.made("t1", Given(A, SHARES, provision(A)))
     assert guesses.judge("t1", evidence(B, provision(A).edits), alive) is Verdict.LATER
@@ -70,7 +85,10 @@ def test_what_was_meant_for_a_pod_that_is_gone_is_not_kept() -> None:
     """Deleted by force, its container may still run in the folder that the answer names."""
     guesses = Answers()
     guesses.made("t1", Given(A, SHARES, provision(A)))
-    assert guesses.judge("t1", evidence(B, provision(A).edits), lambda uid: uid == "uid-a") is Verdict.WRONG
+    assert (
+        guesses.judge("t1", evidence(B, provision(A).edits), lambda uid: uid == "uid-a")
+        is Verdict.WRONG
+    )
 
 
 def test_an_answer_that_somebody_else_has_is_not_shared() -> None:
@@ -83,29 +101,48 @@ def test_an_answer_that_somebody_else_has_is_not_shared() -> None:
 
 
 def test_a_directory_is_never_shared_even_if_the_answers_differ() -> None:
-    """An agent that was started anew has answered for A once more, with another GPU: both answers lead into A's directory."""
+    """An agent that was started anew has answered for A once more, with another GPU:
+    both answers lead into A's directory.
+    """
     own = Mount("/own", "/own/a/cache")
     before = Provision(Edits({"GPU": U1}, (own,)), collected="/own/a")
     again = Provision(Edits({"GPU": U0}, (own,)), collected="/own/a")
     guesses = Answers()
     guesses.made("t1", Given(A, SHARES, again))
     guesses.made("t2", Given(B, SHARES, provision(B)))
-    assert guesses.judge("t1", evidence(B, again.edits, elsewhere=(before.edits,)), alive) is Verdict.WRONG
+    assert (
+        guesses.judge("t1", evidence(B, again.edits, elsewhere=(before.edits,)), alive)
+        is Verdict.WRONG
+    )
     own_answer = evidence(A, again.edits, expected={"main": again}, elsewhere=(before.edits,))
     assert guesses.judge("t1", own_answer, alive) is Verdict.WRONG
     elsewhere = Edits({"GPU": U0}, (Mount("/own", "/own/ab/cache"),))
-    assert guesses.judge("t1", evidence(B, again.edits, elsewhere=(elsewhere,)), alive) is Verdict.EXCHANGE
+    assert (
+        guesses.judge("t1", evidence(B, again.edits, elsewhere=(elsewhere,)), alive)
+        is Verdict.EXCHANGE
+    )
 
 
 def test_an_answer_of_an_earlier_agent_is_still_its_containers() -> None:
-    """It mounted other things, and the kubelet keeps it: after an upgrade a container must start again. The directory names its owner."""
-    now = Provision(Edits({"GPU": U0, "NEW": "1"}, (Mount("/region", "/new/a/cache"),)), collected="/new/a", before="/old/a")
+    """It mounted other things, and the kubelet keeps it: after an upgrade a container must start
+    again. The directory names its owner.
+    """
+    now = Provision(
+        Edits({"GPU": U0, "NEW": "1"}, (Mount("/region", "/new/a/cache"),)),
+        collected="/new/a",
+        before="/old/a",
+    )
     then = Edits({"GPU": U0}, (Mount("/tmp/vgpu", "/old/a"), Mount("/region", "/old/a/cache")))
     assert Answers().judge("t", evidence(A, then, expected={"main": now}), alive) is Verdict.RIGHT
     another_gpu = dataclasses.replace(then, environment={"GPU": U1})
-    assert Answers().judge("t", evidence(A, another_gpu, expected={"main": now}), alive) is Verdict.WRONG
+    assert (
+        Answers().judge("t", evidence(A, another_gpu, expected={"main": now}), alive)
+        is Verdict.WRONG
+    )
     anothers = dataclasses.replace(then, mounts=(Mount("/tmp/vgpu", "/old/ab"),))
-    assert Answers().judge("t", evidence(A, anothers, expected={"main": now}), alive) is Verdict.WRONG
+    assert (
+        Answers().judge("t", evidence(A, anothers, expected={"main": now}), alive) is Verdict.WRONG
+    )
     shared = evidence(A, then, expected={"main": now}, elsewhere=(then,))
     assert Answers().judge("t", shared, alive) is Verdict.WRONG
 
@@ -136,7 +173,9 @@ def test_whom_a_refuted_answer_was_meant_for_waits_again() -> None:
 
 
 def test_a_container_that_has_a_wrong_answer_waits_for_no_other() -> None:
-    """The kubelet asks once for each container, so a third pod's call is not taken for one that has its answer, however wrong."""
+    """The kubelet asks once for each container,
+    so a third pod's call is not taken for one that has its answer, however wrong.
+    """
     guesses = Answers()
     guesses.made("t1", Given(A, SHARES, provision(A)))
     guesses.made("t2", Given(B, SHARES, provision(B)))
@@ -150,7 +189,9 @@ def test_kubelets_records_correct_who_was_answered() -> None:
     """Verification names the holder before it starts: the one that it was taken for has nothing."""
     guesses = Answers()
     guesses.made("t1", Given(A, SHARES, provision(A)))
-    grant = Grant(1, "f", "r", ("x",), SHARES, owner=Owner("main", "uid-b", "ns", "b"), decided_for=A)
+    grant = Grant(
+        1, "f", "r", ("x",), SHARES, owner=Owner("main", "uid-b", "ns", "b"), decided_for=A
+    )
     guesses.learn([B], [grant])
     assert guesses.answered == {B}
     guesses.keep_only({"uid-a"})

@@ -1,4 +1,6 @@
-"""Binding early: the likeliest pod in Allocate, and no start before kubelet's records have proven it right."""
+"""Binding early: the likeliest pod in Allocate,
+and no start before kubelet's records have proven it right.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +9,17 @@ import dataclasses
 
 import pytest
 
-from tests.allocation.binding_parts import IDS, MEMORY, NODE, NUMBER, NumberFamily, Place, a_pod, init, wants
+from tests.allocation.binding_parts import (
+    IDS,
+    MEMORY,
+    NODE,
+    NUMBER,
+    NumberFamily,
+    Place,
+    a_pod,
+    init,
+    wants,
+)
 from tests.allocation.later_parts import booked
 from tests.golden import U0, U1
 from vgpu_agent.allocation.carrier import grant_token
@@ -37,11 +49,16 @@ async def test_the_only_candidate_gets_a_complete_answer() -> None:
 
 @pytest.mark.looptime
 async def test_without_a_candidate_the_words_are_those_that_users_know() -> None:
-    """volcano-vgpu:G11 no pending pod: the words of the replaced plugin, after less than a second, and nothing is booked."""
+    """volcano-vgpu:G11 no pending pod: the words of the replaced plugin, after less than a second,
+    and nothing is booked.
+    """
     place = Place(late=False)
     place.book.replace([])
     began = asyncio.get_running_loop().time()
-    with pytest.raises(RequestRefusedError, match=r"cannot get valid pod: no pending pod on node node-a .* waits for 1 of "):
+    with pytest.raises(
+        RequestRefusedError,
+        match=r"cannot get valid pod: no pending pod on node node-a .* waits for 1 of ",
+    ):
         await place.allocator.allocate(NUMBER, IDS[:1])
     assert asyncio.get_running_loop().time() - began <= 1
     assert place.ledger.grants == ()
@@ -53,15 +70,22 @@ async def test_a_pod_that_the_watch_shows_within_the_wait_is_served() -> None:
     """The kubelet can be a moment quicker than our watch."""
     place = Place(late=False)
     place.book.replace([])
-    asyncio.get_running_loop().call_later(0.3, place.book.put, a_pod("train", annotations=wants(main=f"{U0} 1000")))
+    asyncio.get_running_loop().call_later(
+        0.3, place.book.put, a_pod("train", annotations=wants(main=f"{U0} 1000"))
+    )
     answer = await place.allocator.allocate(NUMBER, IDS[:1])
     assert answer.environment["GPU"] == U0
 
 
 async def test_a_wrong_guess_never_starts() -> None:
-    """volcano-vgpu:D2 two pods admitted the other way round get each other's answers, and both starts are refused with the remedy."""
+    """volcano-vgpu:D2 two pods admitted the other way round get each other's answers, and both
+    starts are refused with the remedy.
+    """
     place = Place(late=False)
-    train, serve = a_pod("train", annotations=wants(main=f"{U0} 1000")), a_pod("serve", annotations=wants(main=f"{U1} 2000"))
+    train, serve = (
+        a_pod("train", annotations=wants(main=f"{U0} 1000")),
+        a_pod("serve", annotations=wants(main=f"{U1} 2000")),
+    )
     place.book.put(train)
     place.book.put(serve)
     await place.admit(serve, "main", IDS[:1])
@@ -69,7 +93,10 @@ async def test_a_wrong_guess_never_starts() -> None:
     for ids in (IDS[:1], IDS[1:2]):
         with pytest.raises(WrongPodError, match="delete the pod, so that it is created anew"):
             await place.start(ids)
-    assert {(refusal.pod.name, refusal.final) for refusal in place.refusals.current} == {("train", True), ("serve", True)}
+    assert {(refusal.pod.name, refusal.final) for refusal in place.refusals.current} == {
+        ("train", True),
+        ("serve", True),
+    }
     assert place.allocator.early.wrong_guesses == 2
     assert all(grant.shares == () for grant in place.ledger.grants)
     assert place.carrier.prepared == {}
@@ -78,18 +105,26 @@ async def test_a_wrong_guess_never_starts() -> None:
 async def test_the_refusal_names_both_pods() -> None:
     """The user sees for which pod the answer was."""
     place = Place(late=False)
-    train, serve = a_pod("train", annotations=wants(main=f"{U0} 1000")), a_pod("serve", annotations=wants(main=f"{U1} 2000"))
+    train, serve = (
+        a_pod("train", annotations=wants(main=f"{U0} 1000")),
+        a_pod("serve", annotations=wants(main=f"{U1} 2000")),
+    )
     place.book.put(train)
     place.book.put(serve)
     await place.admit(serve, "main", IDS[:1])
-    with pytest.raises(WrongPodError, match=r"default/serve, container main: .* made for the container main of default/train"):
+    with pytest.raises(
+        WrongPodError,
+        match=r"default/serve, container main: .* made for the container main of default/train",
+    ):
         await place.start(IDS[:1])
 
 
 async def test_equal_shares_are_exchanged() -> None:
     """Two replicas of one Deployment on one GPU: each keeps what it got, and the book says so."""
     place = Place(late=False)
-    first, second = (a_pod(name, annotations=wants(main=f"{U0} 1000")) for name in ("first", "second"))
+    first, second = (
+        a_pod(name, annotations=wants(main=f"{U0} 1000")) for name in ("first", "second")
+    )
     place.book.put(first)
     place.book.put(second)
     await place.admit(second, "main", IDS[:1])
@@ -107,7 +142,9 @@ async def test_equal_shares_are_exchanged() -> None:
 
 
 async def test_without_the_checkpoint_the_files_of_the_answer_are_made_all_the_same() -> None:
-    """The answer's mounts must exist, and a restart must find the grant, whichever record proved the pod."""
+    """The answer's mounts must exist, and a restart must find the grant,
+    whichever record proved the pod.
+    """
     place = Place(late=False)
     pod = a_pod("train", annotations=wants(main=f"{U0} 1000"))
     place.book.replace([pod])
@@ -116,13 +153,19 @@ async def test_without_the_checkpoint_the_files_of_the_answer_are_made_all_the_s
     place.on_server["default", "train"] = pod  # the name alone is no proof (see test_late_identity)
     await place.start(IDS[:1])
     record, provision = place.carrier.prepared[grant_token(NUMBER, IDS[:1])]
-    assert (record.owner.pod_uid, record.owner.container, provision.collected) == (pod.uid, "main", "/own/uid-train_main")
+    assert (record.owner.pod_uid, record.owner.container, provision.collected) == (
+        pod.uid,
+        "main",
+        "/own/uid-train_main",
+    )
 
 
 async def test_an_init_container_waits_until_there_is_room_for_its_whole_pod() -> None:
-    """It received a part of what its pod has on a card, and shares its ids with a container on another one.
+    """It received a part of what its pod has on a card,
+    and shares its ids with a container on another one.
 
-    A pod that is ending still has that card, although the scheduler counts it as gone (volcano-vgpu:D17).
+    A pod that is ending still has that card, although the scheduler counts it as gone
+    (volcano-vgpu:D17).
     """
     place = Place(late=False)
     ending = a_pod("ending", annotations=wants(main=f"{U0} 40000"))
@@ -137,23 +180,35 @@ async def test_an_init_container_waits_until_there_is_room_for_its_whole_pod() -
     await place.admit(pod, "other", IDS[1:2])
     with pytest.raises(CapacityError, match=f"default/train, container main: .*{U0}"):
         await place.start(IDS[:1])
-    place.ledger.release(next(grant.number for grant in place.ledger.grants if grant.ids == IDS[2:3]))
+    place.ledger.release(
+        next(grant.number for grant in place.ledger.grants if grant.ids == IDS[2:3])
+    )
     await place.start(IDS[:1])
-    assert booked(place) == {U0: 3000, U1: 100}  # `other` has not started, and what it will have is what `prepare` works with
+    # `other` has not started, and what it will have is what `prepare` works with
+    assert booked(place) == {U0: 3000, U1: 100}
     await place.start(IDS[1:2])
     assert booked(place) == {U0: 3000, U1: 100}
 
 
 async def test_after_a_restart_kubelets_stored_answer_is_the_proof() -> None:
-    """A new process has forgotten its guesses: the answer in the checkpoint is compared with what the pod should have."""
+    """A new process has forgotten its guesses:
+    the answer in the checkpoint is compared with what the pod should have.
+    """
     before = Place(late=False)
-    train, serve = a_pod("train", annotations=wants(main=f"{U0} 1000")), a_pod("serve", annotations=wants(main=f"{U1} 2000"))
+    train, serve = (
+        a_pod("train", annotations=wants(main=f"{U0} 1000")),
+        a_pod("serve", annotations=wants(main=f"{U1} 2000")),
+    )
     for pod in (train, serve):
         before.book.put(pod)
     await before.admit(train, "main", IDS[:1])
     await before.admit(serve, "main", IDS[1:2])
     after = Place(late=False, book=before.book)
-    after.checkpoint, after.pod_resources, after.answers = before.checkpoint, before.pod_resources, before.answers
+    after.checkpoint, after.pod_resources, after.answers = (
+        before.checkpoint,
+        before.pod_resources,
+        before.answers,
+    )
     await after.start(IDS[:1])
     after.answers["uid-serve", "main", NUMBER] = after.answers["uid-train", "main", NUMBER]
     with pytest.raises(WrongPodError):
@@ -173,13 +228,19 @@ async def test_a_container_without_any_stored_answer_does_not_start() -> None:
 
 
 async def test_every_container_that_has_the_ids_must_have_been_answered_rightly() -> None:
-    """Init container first, then the one that takes its ids: both answers must be the right ones."""
+    """Init container first, then the one that takes its ids:
+    both answers must be the right ones.
+    """
     place = Place(late=False)
-    pod = a_pod("train", init("prepare"), "main", annotations=wants(prepare=f"{U0} 1000", main=f"{U0} 1000"))
+    pod = a_pod(
+        "train", init("prepare"), "main", annotations=wants(prepare=f"{U0} 1000", main=f"{U0} 1000")
+    )
     place.book.replace([pod])
     await place.admit(pod, "prepare", IDS[:1], listed=False)
     await place.admit(pod, "main", IDS[:1])
-    place.answers["uid-train", "prepare", NUMBER] = dataclasses.replace(place.answers["uid-train", "main", NUMBER], environment={"GPU": U1})
+    place.answers["uid-train", "prepare", NUMBER] = dataclasses.replace(
+        place.answers["uid-train", "main", NUMBER], environment={"GPU": U1}
+    )
     with pytest.raises(WrongPodError):
         await place.start(IDS[:1])
 
@@ -203,7 +264,9 @@ def test_only_pods_that_can_be_meant_are_candidates() -> None:
 
 
 def test_sizes_of_sibling_calls_speak_for_a_candidate() -> None:
-    """The kubelet's allocations of a counted resource since the last decision distinguish two pods of one number."""
+    """The kubelet's allocations of a counted resource since the last decision distinguish two pods
+    of one number.
+    """
     small = a_pod("small", PodContainer("main", limits={NUMBER: 1, MEMORY: 1000}))
     large = a_pod("large", PodContainer("main", limits={NUMBER: 1, MEMORY: 2000}))
     found = candidates([small, large], set(), NUMBER, 1, NODE)
@@ -232,7 +295,10 @@ def test_a_sibling_call_of_the_container_before_says_nothing() -> None:
 async def test_records_that_name_the_pod_first_do_not_hide_a_wrong_guess() -> None:
     """Verification may run between Allocate and start. The guess stays what it was."""
     place = Place(late=False)
-    train, serve = a_pod("train", annotations=wants(main=f"{U0} 1000")), a_pod("serve", annotations=wants(main=f"{U1} 2000"))
+    train, serve = (
+        a_pod("train", annotations=wants(main=f"{U0} 1000")),
+        a_pod("serve", annotations=wants(main=f"{U1} 2000")),
+    )
     place.book.put(train)
     place.book.put(serve)
     await place.admit(serve, "main", IDS[:1])
@@ -243,23 +309,38 @@ async def test_records_that_name_the_pod_first_do_not_hide_a_wrong_guess() -> No
 
 
 async def test_an_init_container_that_no_scheduler_decided_for_is_refused() -> None:
-    """It and the container behind it would get different shares for the same ids. The text names the two remedies."""
+    """It and the container behind it would get different shares for the same ids.
+    The text names the two remedies.
+    """
     place = Place(late=False)
     place.family.by = "the agent, binpack"
-    pod = a_pod("train", init("prepare"), "main", annotations=wants(prepare=f"{U0} 1000", main=f"{U0} 1000"))
+    pod = a_pod(
+        "train", init("prepare"), "main", annotations=wants(prepare=f"{U0} 1000", main=f"{U0} 1000")
+    )
     place.book.replace([pod])
-    with pytest.raises(RequestRefusedError, match=r"needs a scheduler that decides for the pod, or binding\.mode late"):
+    with pytest.raises(
+        RequestRefusedError,
+        match=r"needs a scheduler that decides for the pod, or binding\.mode late",
+    ):
         await place.allocator.allocate(NUMBER, IDS[:1])
     assert place.ledger.grants == ()
 
 
 class _VisibleFamily(NumberFamily):
-    """Tells its GPU by the variable that the NVIDIA runtime obeys, and a region by the one of HAMi-core."""
+    """Tells its GPU by the variable that the NVIDIA runtime obeys,
+    and a region by the one of HAMi-core.
+    """
 
     def provision(self, question: Question, shares: tuple[Share, ...]) -> Provision:
         own = super().provision(question, shares)
         return Provision(
-            Edits({"NVIDIA_VISIBLE_DEVICES": shares[0].device, "CUDA_DEVICE_MEMORY_SHARED_CACHE": "/x"}), collected=own.collected
+            Edits(
+                {
+                    "NVIDIA_VISIBLE_DEVICES": shares[0].device,
+                    "CUDA_DEVICE_MEMORY_SHARED_CACHE": "/x",
+                }
+            ),
+            collected=own.collected,
         )
 
 
@@ -273,18 +354,37 @@ class _VisibleFamily(NumberFamily):
         ("NVIDIA_VISIBLE_DEVICES", True, False),
     ],
 )
-async def test_a_pod_whose_variable_would_win_is_refused(variable: str, *, started: bool, refused: bool) -> None:
-    """The kubelet prefers the pod's value to the answer's. A container that has run before an update of the agent goes on."""
+async def test_a_pod_whose_variable_would_win_is_refused(
+    variable: str, *, started: bool, refused: bool
+) -> None:
+    """The kubelet prefers the pod's value to the answer's.
+    A container that has run before an update of the agent goes on.
+    """
     place = Place(late=False)
     place.allocator.use_families(Families(by_pod=(_VisibleFamily(),)))
     place.allocator.refresh_offer()
-    container = PodContainer("main", limits={NUMBER: 1}, environment=frozenset({variable}), started=started)
+    container = PodContainer(
+        "main", limits={NUMBER: 1}, environment=frozenset({variable}), started=started
+    )
     pod = a_pod("train", container, annotations=wants(main=f"{U0} 1000"))
-    place.book.replace([pod if not started else dataclasses.replace(pod, containers=(dataclasses.replace(container, started=False),))])
+    place.book.replace(
+        [
+            pod
+            if not started
+            else dataclasses.replace(
+                pod, containers=(dataclasses.replace(container, started=False),)
+            )
+        ]
+    )
     await place.admit(pod, "main", IDS[:1])
     place.book.replace([pod])
     if refused:
-        with pytest.raises(RequestRefusedError, match=rf"the pod sets {variable} for container main itself.*binding.podVariables to allow"):
+        with pytest.raises(
+            RequestRefusedError,
+            match=(
+                rf"the pod sets {variable} for container main itself.*binding.podVariables to allow"
+            ),
+        ):
             await place.start(IDS[:1])
         assert place.carrier.prepared == {}
     else:

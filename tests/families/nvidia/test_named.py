@@ -1,4 +1,6 @@
-"""The choice among named configurations: label, default, fallback strategies (nvidia §13), and the problem reported when none fits."""
+"""The choice among named configurations: label, default, fallback strategies (nvidia §13), and the
+problem reported when none fits.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +28,14 @@ def shelf(default: str = "", fallbacks: Fallbacks = ALL) -> NamedConfig:
         ("", "b", ALL, {"a", "b", "default"}, "b", "namedConfig.default"),
         ("", "", ALL, {"a", "default"}, "default", "namedConfig.fallbackStrategies: named"),
         ("", "", ALL, {"a"}, "a", "namedConfig.fallbackStrategies: single"),
-        ("", "", ("single", "named"), {"default"}, "default", "namedConfig.fallbackStrategies: single"),
+        (
+            "",
+            "",
+            ("single", "named"),
+            {"default"},
+            "default",
+            "namedConfig.fallbackStrategies: single",
+        ),
         ("", "", ALL, {"a", "b"}, "", "namedConfig.fallbackStrategies: empty"),
         ("", "", ("empty", "named"), {"default"}, "", "namedConfig.fallbackStrategies: empty"),
         ("", "", ALL, set(), "", "namedConfig.fallbackStrategies: empty"),
@@ -40,11 +49,14 @@ def test_label_then_default_then_the_fallback_strategies_in_their_order(
 
 
 def test_a_label_that_names_no_configuration_chooses_nothing_and_says_which_there_are() -> None:
-    """NVIDIA's ends with an error. Here what is in force stays, and the sentence names label, value and remedy."""
+    """NVIDIA's ends with an error. Here what is in force stays, and the sentence names label,
+    value and remedy.
+    """
     choice = choose(shelf("a"), "typo", {"b", "a"})
     assert choice.key == ""
     assert choice.problem == (
-        f'label {LABEL} of this node names the configuration "typo", but /available-configs has a, b; '
+        f'label {LABEL} of this node names the configuration "typo", but /available-configs has a, '
+        "b; "
         "add it to the ConfigMap or correct the label"
     )
 
@@ -58,7 +70,9 @@ def test_a_default_that_does_not_exist_is_no_reason_to_guess() -> None:
 def test_nothing_that_fits_is_a_problem_with_its_remedy() -> None:
     """This happens when the fallback strategy `empty` was taken out on purpose."""
     choice = choose(shelf(fallbacks=("named", "single")), "", {"a", "b"})
-    assert "(named, single) fits /available-configs (which has a, b); label the node" in choice.problem
+    assert (
+        "(named, single) fits /available-configs (which has a, b); label the node" in choice.problem
+    )
 
 
 def test_many_configurations_do_not_make_a_long_sentence() -> None:

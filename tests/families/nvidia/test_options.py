@@ -1,4 +1,6 @@
-"""The settings as the `nvidia` family reads them: NVIDIA's sharing blocks and iktos's text come to one list of entries."""
+"""The settings as the `nvidia` family reads them:
+NVIDIA's sharing blocks and iktos's text come to one list of entries.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +12,15 @@ from tests.settings import settings as settings_of
 from vgpu_agent.families.device_lists import ListOptions
 from vgpu_agent.families.nvidia.ids import IKTOS_SEPARATOR, NVIDIA_SEPARATOR
 from vgpu_agent.families.nvidia.options import AUTOMATIC, NvidiaOptions, Pattern, SharedEntry
-from vgpu_agent.families.nvidia.settings import Iktos, MpsSharing, ResourcePattern, Resources, SharedResource, Sharing, TimeSlicing
+from vgpu_agent.families.nvidia.settings import (
+    Iktos,
+    MpsSharing,
+    ResourcePattern,
+    Resources,
+    SharedResource,
+    Sharing,
+    TimeSlicing,
+)
 from vgpu_agent.model import SharingMode
 
 GPU, MIG = "nvidia.com/gpu", "nvidia.com/mig-1g.5gb"
@@ -30,17 +40,36 @@ def test_nothing_set_is_whole_gpus() -> None:
 
 
 def test_time_slicing_comes_as_it_is_written() -> None:
-    """nvidia:D15: rename, renameByDefault and devices, entry by entry. A rename beats the default."""
-    resources = (SharedResource(GPU, 4), SharedResource(MIG, 2, rename="nvidia.com/small", devices=("1:0",)))
-    options = options_of(sharing=Sharing(TimeSlicing(rename_by_default=True, fail_requests_greater_than_one=True, resources=resources)))
-    assert options.shared == (SharedEntry(GPU, 4, "nvidia.com/gpu.shared"), SharedEntry(MIG, 2, "nvidia.com/small", ("1:0",)))
+    """nvidia:D15: rename, renameByDefault and devices, entry by entry.
+    A rename beats the default.
+    """
+    resources = (
+        SharedResource(GPU, 4),
+        SharedResource(MIG, 2, rename="nvidia.com/small", devices=("1:0",)),
+    )
+    options = options_of(
+        sharing=Sharing(
+            TimeSlicing(
+                rename_by_default=True, fail_requests_greater_than_one=True, resources=resources
+            )
+        )
+    )
+    assert options.shared == (
+        SharedEntry(GPU, 4, "nvidia.com/gpu.shared"),
+        SharedEntry(MIG, 2, "nvidia.com/small", ("1:0",)),
+    )
     assert (options.sharing, options.separator) == (SharingMode.TIME_SLICING, NVIDIA_SEPARATOR)
     assert options.fail_requests_greater_than_one
 
 
 def test_mps_beats_time_slicing() -> None:
-    """nvidia:G12: with both, those of MPS count, and a request of two is refused unless it says otherwise."""
-    sharing = Sharing(TimeSlicing(resources=(SharedResource(GPU, 2),)), MpsSharing(resources=(SharedResource(GPU, 4),)))
+    """nvidia:G12: with both, those of MPS count,
+    and a request of two is refused unless it says otherwise.
+    """
+    sharing = Sharing(
+        TimeSlicing(resources=(SharedResource(GPU, 2),)),
+        MpsSharing(resources=(SharedResource(GPU, 4),)),
+    )
     options = options_of(sharing=sharing)
     assert (options.sharing, options.shared) == (SharingMode.MPS, (SharedEntry(GPU, 4, GPU),))
     assert options.fail_requests_greater_than_one
@@ -49,14 +78,23 @@ def test_mps_beats_time_slicing() -> None:
 
 @pytest.mark.parametrize(("unit", "unit_mib"), [("gib", 1024), ("mib1000", 1000)])
 def test_the_words_of_iktos(unit: Literal["gib", "mib1000"], unit_mib: int) -> None:
-    """iktos:D8: names get NVIDIA's domain, -1 counts the memory in the unit that is set. Nothing of ``sharing`` counts beside it."""
+    """iktos:D8: names get NVIDIA's domain, -1 counts the memory in the unit that is set.
+    Nothing of ``sharing`` counts beside it.
+    """
     text = "gpu:gpu-mem-gb:-1, mig-1g.5gb:slice:2"
     options = options_of(
         iktos=Iktos(text, unit),
         sharing=Sharing(mps=MpsSharing(resources=(SharedResource(GPU, 4),))),
     )
-    assert options.shared == (SharedEntry(GPU, AUTOMATIC, "nvidia.com/gpu-mem-gb"), SharedEntry(MIG, 2, "nvidia.com/slice"))
-    assert (options.separator, options.unit_mib, options.sharing) == (IKTOS_SEPARATOR, unit_mib, SharingMode.TIME_SLICING)
+    assert options.shared == (
+        SharedEntry(GPU, AUTOMATIC, "nvidia.com/gpu-mem-gb"),
+        SharedEntry(MIG, 2, "nvidia.com/slice"),
+    )
+    assert (options.separator, options.unit_mib, options.sharing) == (
+        IKTOS_SEPARATOR,
+        unit_mib,
+        SharingMode.TIME_SLICING,
+    )
     assert options.automatic == {"nvidia.com/gpu-mem-gb"}
     assert not options.fail_requests_greater_than_one
 

@@ -7,6 +7,7 @@ from vgpu_agent.families import registry
 
 registry.register(SPEC)
 
-from vgpu_agent.cli.main import main  # noqa: E402 - the family comes before everything that is made from the families
+# the family comes before everything that is made from the families
+from vgpu_agent.cli.main import main  # noqa: E402
 
 sys.exit(main())

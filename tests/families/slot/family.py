@@ -1,4 +1,6 @@
-"""The vocabulary: ``example.com/slot`` is a place on a GPU, which an annotation of the pod names; a label says that the pod runs."""
+"""The vocabulary: ``example.com/slot`` is a place on a GPU, which an annotation of the pod names;
+a label says that the pod runs.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,8 @@ from vgpu_agent.model import Decider, Grant, Inventory, Resource, Share
 from vgpu_agent.nodes import DesiredNode
 from vgpu_agent.pods import DesiredPod, Pod
 
-GPU, SERVED = "example.com/slot-gpu", "example.com/slot-served"  # annotations: the wanted GPU, and the containers that have one
+# annotations: the wanted GPU, and the containers that have one
+GPU, SERVED = "example.com/slot-gpu", "example.com/slot-served"
 STATE = "example.com/slot-state"  # a label
 TOTAL = "example.com/slots"  # an annotation of the Node
 
@@ -31,10 +34,21 @@ class SlotFamily:
         return Ownership.CERTAIN if resource == RESOURCE else Ownership.NONE
 
     def resources(self, inventory: Inventory) -> tuple[Resource, ...]:
-        ids = NumberedIds(tuple(IdBlock(f"{gpu.uuid}/slot-", self._per_gpu, gpu.uuid, gpu.numa_node) for gpu in inventory.gpus))
+        ids = NumberedIds(
+            tuple(
+                IdBlock(f"{gpu.uuid}/slot-", self._per_gpu, gpu.uuid, gpu.numa_node)
+                for gpu in inventory.gpus
+            )
+        )
         return (
             Resource(
-                RESOURCE, FAMILY, ids, holders_per_device=self._per_gpu, pre_start_required=True, decided_by=Decider.POD, prefers=False
+                RESOURCE,
+                FAMILY,
+                ids,
+                holders_per_device=self._per_gpu,
+                pre_start_required=True,
+                decided_by=Decider.POD,
+                prefers=False,
             ),
         )
 
@@ -48,24 +62,35 @@ class SlotFamily:
     def decide(self, question: Question) -> Decision:
         if (decision := self.recall(question)) is None:
             said = quoted(question.pod.annotations.get(GPU, ""))
-            raise RequestRefusedError(f"pod {question.pod.full_name}: {GPU} is {said}, which is no GPU of this node; name one by its UUID")
+            raise RequestRefusedError(
+                f"pod {question.pod.full_name}: {GPU} is {said}, which is no GPU of this node; "
+                "name one by its UUID"
+            )
         return decision
 
     def named(self, pod: Pod, inventory: Inventory) -> Mapping[str, tuple[str, ...]]:
         gpu = pod.annotations.get(GPU, "")
         if inventory.device(gpu) is None:
             return {}
-        return {container.name: (gpu,) for container in pod.containers if container.limits.get(RESOURCE)}
+        return {
+            container.name: (gpu,) for container in pod.containers if container.limits.get(RESOURCE)
+        }
 
     def recall(self, question: Question) -> Decision | None:
         gpu = question.pod.annotations.get(GPU, "")
-        return Decision((Share(gpu),), f"the pod, in {GPU}") if question.inventory.device(gpu) else None
+        return (
+            Decision((Share(gpu),), f"the pod, in {GPU}")
+            if question.inventory.device(gpu)
+            else None
+        )
 
     def provision(self, question: Question, shares: tuple[Share, ...]) -> Provision:
         return Provision(Edits({"SLOT_GPU": ",".join(share.device for share in shares)}))
 
     def desired_pod(self, pod: Pod, grants: Mapping[str, Grant], *, failed: bool) -> DesiredPod:
-        return DesiredPod({SERVED: ",".join(sorted(grants)) or None}, {STATE: "failed" if failed else "running"})
+        return DesiredPod(
+            {SERVED: ",".join(sorted(grants)) or None}, {STATE: "failed" if failed else "running"}
+        )
 
     def cleanup(self, now: float) -> DesiredNode:
         return DesiredNode(annotations={TOTAL: None})
@@ -77,4 +102,7 @@ class SlotFamily:
 def slots_in_use(readings: Readings) -> Iterator[tuple[tuple[str, ...], float]]:
     """Count the slots of each GPU that have a holder."""
     for gpu in readings.inventory.gpus:
-        yield (gpu.uuid,), sum(share.device == gpu.uuid for grant in readings.grants for share in grant.shares)
+        yield (
+            (gpu.uuid,),
+            sum(share.device == gpu.uuid for grant in readings.grants for share in grant.shares),
+        )

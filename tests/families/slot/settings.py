@@ -1,6 +1,9 @@
-"""The family's part of the configuration: a section, a live key and a resource name that another family must not take."""
+"""The family's part of the configuration:
+a section, a live key and a resource name that another family must not take.
+"""
 
-# Without `from __future__ import annotations`: msgspec would evaluate each annotation, a text then, twice at each start.
+# Without `from __future__ import annotations`: msgspec would evaluate each annotation, a text then,
+# twice at each start.
 
 from collections.abc import Iterator
 from typing import Annotated
@@ -25,4 +28,10 @@ def _names(_: Settings) -> Iterator[OfferedName]:
     yield OfferedName(RESOURCE, FAMILY, "families.exampleSlot")
 
 
-SETTINGS = FamilySettings(FAMILY, "`example.com/slot`, for tests.", sections={"example_slot": Slot}, live=("exampleSlot.",), names=_names)
+SETTINGS = FamilySettings(
+    FAMILY,
+    "`example.com/slot`, for tests.",
+    sections={"example_slot": Slot},
+    live=("exampleSlot.",),
+    names=_names,
+)

@@ -10,7 +10,11 @@ from vgpu_agent.families.spec import BuiltFamily, FamilyMetric, FamilySpec, Node
 
 def _build(settings: Settings, facts: NodeFacts) -> BuiltFamily:
     del facts
-    return BuiltFamily(by_pod=(SlotFamily(settings.section(Slot).per_gpu),)) if settings.is_on(SETTINGS.name) else BuiltFamily()
+    return (
+        BuiltFamily(by_pod=(SlotFamily(settings.section(Slot).per_gpu),))
+        if settings.is_on(SETTINGS.name)
+        else BuiltFamily()
+    )
 
 
 SPEC = FamilySpec(
@@ -20,5 +24,9 @@ SPEC = FamilySpec(
     resource_prefixes=(RESOURCE,),
     annotations=(GPU, SERVED),
     labels=(STATE,),
-    metrics=(FamilyMetric("example_slots_in_use", ("gpu",), "Slots of the GPU that have a holder.", slots_in_use),),
+    metrics=(
+        FamilyMetric(
+            "example_slots_in_use", ("gpu",), "Slots of the GPU that have a holder.", slots_in_use
+        ),
+    ),
 )

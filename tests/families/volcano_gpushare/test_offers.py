@@ -1,4 +1,6 @@
-"""Offers of a node's cards by volcano-gpushare, its claims on the kubelet's records, and the lock it releases on the Node."""
+"""Offers of a node's cards by volcano-gpushare, its claims on the kubelet's records,
+and the lock it releases on the Node.
+"""
 
 from __future__ import annotations
 
@@ -6,19 +8,31 @@ import dataclasses
 
 import pytest
 
-from tests.families.volcano_gpushare.parts import MEMORY, NUMBER, UNHEALTHY, family_of, offer_of, view_of
+from tests.families.volcano_gpushare.parts import (
+    MEMORY,
+    NUMBER,
+    UNHEALTHY,
+    family_of,
+    offer_of,
+    view_of,
+)
 from tests.golden import golden_inventory
 from vgpu_agent.device_ids import list_size_bytes
 from vgpu_agent.errors import ConfigError
 from vgpu_agent.families.family import NodeView, Ownership
-from vgpu_agent.families.volcano_gpushare.family import VolcanoGpushareFamily, VolcanoGpushareOptions
+from vgpu_agent.families.volcano_gpushare.family import (
+    VolcanoGpushareFamily,
+    VolcanoGpushareOptions,
+)
 from vgpu_agent.ledger import Ledger
 from vgpu_agent.model import Inventory
 from vgpu_agent.nodes import Node
 
 
 def test_a_node_without_cards_offers_nothing() -> None:
-    """No GPU, no resource. A count from before is taken back so that the scheduler does not believe in cards."""
+    """No GPU, no resource. A count from before is taken back so that the scheduler does not believe
+    in cards.
+    """
     family = family_of(inventory=Inventory())
     assert family.resources(Inventory()) == ()
     empty = NodeView(Node("node-a", capacity={NUMBER: "2"}), Inventory(), {}, {}, now=0.0)
@@ -27,7 +41,9 @@ def test_a_node_without_cards_offers_nothing() -> None:
 
 
 def test_the_size_of_the_list_is_exact() -> None:
-    """The sum that decides about the factor is, to the byte, what the encoder would need for the ill list."""
+    """The sum that decides about the factor is, to the byte,
+    what the encoder would need for the ill list.
+    """
     resource = offer_of()
     size = list_size_bytes(resource.ids)
     assert offer_of(VolcanoGpushareOptions(message_budget_bytes=size)) == resource
@@ -42,16 +58,23 @@ def test_both_names_are_claimed() -> None:
 
 
 def test_the_schedulers_lock_is_given_back_after_an_allocate() -> None:
-    """The lock ``gpu`` goes once an Allocate came after it, guarded against one that is taken anew meanwhile."""
+    """The lock ``gpu`` goes once an Allocate came after it,
+    guarded against one that is taken anew meanwhile.
+    """
     locked = Node("node-a", annotations={"gpu": "2026-11-20T16:36:31Z"})  # unix second 1795192591
     desired_state = family_of().desired_node(view_of(node=locked, allocated_at=1795192592.0))
     assert desired_state.annotations == {UNHEALTHY: None, "gpu": None}
     assert desired_state.guarded == {"gpu"}
-    assert "gpu" not in family_of().desired_node(view_of(node=locked, allocated_at=1795192589.0)).annotations
+    assert (
+        "gpu"
+        not in family_of().desired_node(view_of(node=locked, allocated_at=1795192589.0)).annotations
+    )
 
 
 def test_a_gpu_in_mig_mode_is_unhealthy_and_keeps_its_number() -> None:
-    """Nothing can use it as one piece. The cards behind it must not change their numbers for the scheduler."""
+    """Nothing can use it as one piece. The cards behind it must not change their numbers
+    for the scheduler.
+    """
     first, second = golden_inventory().gpus
     family = VolcanoGpushareFamily(VolcanoGpushareOptions(factor=4096))
     inventory = Inventory(version=1, gpus=(dataclasses.replace(first, mig_enabled=True), second))

@@ -29,18 +29,27 @@ G3 = f"{U1},NVIDIA,3000,50:"
 
 
 def family(**options: object) -> VolcanoVgpuFamily:
-    """The family on the golden node: split 10, factor 1, unless ``options`` say otherwise; nothing is limited."""
-    return VolcanoVgpuFamily(dataclasses.replace(VolcanoVgpuOptions(factor=1), **options), NoIsolation())  # type: ignore[arg-type]
+    """The family on the golden node: split 10, factor 1, unless ``options`` say otherwise;
+    nothing is limited.
+    """
+    return VolcanoVgpuFamily(
+        dataclasses.replace(VolcanoVgpuOptions(factor=1), **options),  # type: ignore[arg-type]
+        NoIsolation(),
+    )
 
 
-def main(name: str = "main", kind: ContainerKind = ContainerKind.MAIN, **limits: int) -> PodContainer:
+def main(
+    name: str = "main", kind: ContainerKind = ContainerKind.MAIN, **limits: int
+) -> PodContainer:
     """A container with limits ``number``, ``memory``, ``cores``, ``percentage``."""
     names = {"number": NUMBER, "memory": MEMORY, "cores": CORES, "percentage": PERCENTAGE}
     return PodContainer(name, kind, {names[key]: value for key, value in limits.items()})
 
 
 def decided(ids_new: str, **more: str) -> dict[str, str]:
-    """The six annotations that a scheduler writes (volcano-vgpu G3); ``more`` by the last part of their keys, with ``_`` for ``-``."""
+    """The six annotations that a scheduler writes (volcano-vgpu G3); ``more`` by the last part of
+    their keys, with ``_`` for ``-``.
+    """
     written = {
         "volcano.sh/vgpu-node": NODE,
         "volcano.sh/vgpu-time": "1795200692",
@@ -54,7 +63,9 @@ def decided(ids_new: str, **more: str) -> dict[str, str]:
 
 def pod(*containers: PodContainer, annotations: Mapping[str, str] | None = None) -> Pod:
     """Pod ``team/p1`` with UID ``uid-p1``, bound to the golden node."""
-    return Pod("uid-p1", "team", "p1", node=NODE, annotations=annotations or {}, containers=containers)
+    return Pod(
+        "uid-p1", "team", "p1", node=NODE, annotations=annotations or {}, containers=containers
+    )
 
 
 def question(
@@ -67,13 +78,25 @@ def question(
     of: VolcanoVgpuFamily | None = None,
 ) -> Question:
     """Return the question about ``container``, which holds ``ids`` ids of the count resource."""
-    resource = next(entry for entry in (of or family()).resources(inventory) if entry.name == NUMBER)
-    return Question(resource, about, container, tuple(f"{U0}-{number}" for number in range(ids)), NODE, inventory, rooms)
+    resource = next(
+        entry for entry in (of or family()).resources(inventory) if entry.name == NUMBER
+    )
+    return Question(
+        resource,
+        about,
+        container,
+        tuple(f"{U0}-{number}" for number in range(ids)),
+        NODE,
+        inventory,
+        rooms,
+    )
 
 
 def grants(**shares: tuple[Share, ...]) -> dict[str, Grant]:
     """Decided grants by container."""
     return {
-        name: Grant(number, "volcano-vgpu", NUMBER, (f"{U0}-{number}",), each, decided_for=("uid-p1", name))
+        name: Grant(
+            number, "volcano-vgpu", NUMBER, (f"{U0}-{number}",), each, decided_for=("uid-p1", name)
+        )
         for number, (name, each) in enumerate(shares.items(), 1)
     }

@@ -17,7 +17,10 @@ from vgpu_agent.nodes import DesiredNode, Node
 
 NOW = 1_795_200_692.0  # 2026-11-20T18:51:32Z
 LOCKED = "2026-11-20T18:51:30Z"
-G1 = f"{U0},10,24576,NVIDIA-NVIDIA A10,true,hami-core:{U1},10,24576,NVIDIA-NVIDIA A10,true,hami-core:"
+G1 = (
+    f"{U0},10,24576,NVIDIA-NVIDIA A10,true,hami-core:{U1},10,24576,NVIDIA-NVIDIA "
+    "A10,true,hami-core:"
+)
 
 
 def _desired_state(
@@ -30,11 +33,15 @@ def _desired_state(
 ) -> DesiredNode:
     node = Node(NODE, annotations={HANDSHAKE: "Reported earlier"} | (annotations or {}))
     allocated = {} if allocated_at is None else {NUMBER: allocated_at}
-    return family(**options).desired_node(NodeView(node, inventory, {NUMBER: rooms} if rooms else {}, allocated, NOW))
+    return family(**options).desired_node(
+        NodeView(node, inventory, {NUMBER: rooms} if rooms else {}, allocated, NOW)
+    )
 
 
 def _as_a_scheduler_reads(text: str) -> list[tuple[str, int, int, str]] | None:
-    """UUID, count, memory and type of each card as volcano-vgpu §2.2 has it; None where the node would be dropped."""
+    """UUID, count, memory and type of each card as volcano-vgpu §2.2 has it;
+    None where the node would be dropped.
+    """
     cards = []
     for piece in text.split(":"):
         if "," not in piece:
@@ -52,7 +59,9 @@ def test_g1_the_register_annotation() -> None:
 
 
 def test_g13_six_fields_an_entry() -> None:
-    """``volcano-vgpu:G13``: schedulers of every version read it: five fields would be too few for some, and a seventh is not needed."""
+    """``volcano-vgpu:G13``: schedulers of every version read it: five fields would be too few for
+    some, and a seventh is not needed.
+    """
     text = _desired_state().annotations[REGISTER]
     assert text is not None
     assert [piece.count(",") for piece in text.rstrip(":").split(":")] == [5, 5]
@@ -64,24 +73,43 @@ def test_the_order_is_that_of_the_minor_numbers() -> None:
     assert _desired_state(inventory=swapped).annotations[REGISTER] == G1
 
 
-@pytest.mark.parametrize("trouble", ["XID 79", "the GPU serves nvidia until its last share is returned", "cordoned: maintenance"])
+@pytest.mark.parametrize(
+    "trouble",
+    ["XID 79", "the GPU serves nvidia until its last share is returned", "cordoned: maintenance"],
+)
 def test_a_card_that_cannot_be_had_is_announced_as_full(trouble: str) -> None:
-    """``volcano-vgpu:D6``, ``volcano-vgpu:G13``: count 0 keeps pods off where health alone is ignored. The card keeps its index."""
+    """``volcano-vgpu:D6``, ``volcano-vgpu:G13``: count 0 keeps pods off where health alone is
+    ignored. The card keeps its index.
+    """
     rooms = (dataclasses.replace(ROOMS[0], trouble=trouble), ROOMS[1])
     text = _desired_state(rooms=rooms).annotations[REGISTER]
-    assert text == G1.replace(f"{U0},10,24576,NVIDIA-NVIDIA A10,true", f"{U0},0,24576,NVIDIA-NVIDIA A10,false")
+    assert text == G1.replace(
+        f"{U0},10,24576,NVIDIA-NVIDIA A10,true", f"{U0},0,24576,NVIDIA-NVIDIA A10,false"
+    )
 
 
 def test_a_resource_that_is_not_offered_is_announced_as_full() -> None:
-    """``volcano-vgpu:D6``: without a library that limits, say, old schedulers must not send pods either."""
+    """``volcano-vgpu:D6``: without a library that limits, say,
+    old schedulers must not send pods either.
+    """
     text = _desired_state(rooms=()).annotations[REGISTER]
-    assert _as_a_scheduler_reads(text or "") == [(U0, 0, 24576, "NVIDIA-NVIDIA A10"), (U1, 0, 24576, "NVIDIA-NVIDIA A10")]
+    assert _as_a_scheduler_reads(text or "") == [
+        (U0, 0, 24576, "NVIDIA-NVIDIA A10"),
+        (U1, 0, 24576, "NVIDIA-NVIDIA A10"),
+    ]
 
 
 def test_scaling_and_unit_are_announced() -> None:
-    """``volcano-vgpu:D8``: memory in units, with its scaling, and the unit where a person looks for it."""
+    """``volcano-vgpu:D8``: memory in units, with its scaling,
+    and the unit where a person looks for it.
+    """
     desired_state = _desired_state(memory_scaling=1.5, factor=4, split=3)
-    assert _as_a_scheduler_reads(desired_state.annotations[REGISTER] or "")[0] == (U0, 3, 9216, "NVIDIA-NVIDIA A10")  # type: ignore[index]
+    assert _as_a_scheduler_reads(desired_state.annotations[REGISTER] or "")[0] == (  # type: ignore[index]
+        U0,
+        3,
+        9216,
+        "NVIDIA-NVIDIA A10",
+    )
     assert desired_state.labels == {
         "vgpu-agent.internal/volcano-vgpu-memory-unit-mib": "4",
         "vgpu-agent.internal/volcano-vgpu-isolation": "none",
@@ -90,12 +118,16 @@ def test_scaling_and_unit_are_announced() -> None:
 
 def test_hidden_cards_are_not_announced() -> None:
     """``filterdevices``: the rest is counted from 0."""
-    assert _desired_state(hidden_uuids=frozenset({U0})).annotations[REGISTER] == G1.partition(":")[2]
+    assert (
+        _desired_state(hidden_uuids=frozenset({U0})).annotations[REGISTER] == G1.partition(":")[2]
+    )
 
 
 def test_a_node_without_cards_is_announced_as_none() -> None:
     """Before the driver has answered, though, the earlier content stays."""
-    assert _desired_state(inventory=Inventory(version=1)) == DesiredNode(annotations={REGISTER: None})
+    assert _desired_state(inventory=Inventory(version=1)) == DesiredNode(
+        annotations={REGISTER: None}
+    )
     assert _desired_state(inventory=Inventory()) == DesiredNode()
 
 
@@ -103,15 +135,22 @@ def test_a_node_without_cards_is_announced_as_none() -> None:
 def test_no_name_of_a_card_breaks_the_annotation(name: str, memory: int, split: int) -> None:
     """Separators in a product name would shift every field after it."""
     inventory = Inventory(1, (Gpu(U0, 0, 0, name, memory), INVENTORY.gpus[1]))
-    cards = _as_a_scheduler_reads(_desired_state(inventory=inventory, split=split).annotations[REGISTER] or "")
+    cards = _as_a_scheduler_reads(
+        _desired_state(inventory=inventory, split=split).annotations[REGISTER] or ""
+    )
     assert cards is not None
-    assert [(uuid, count, units) for uuid, count, units, _ in cards] == [(U0, split, memory), (U1, split, 24576)]
+    assert [(uuid, count, units) for uuid, count, units, _ in cards] == [
+        (U0, split, memory),
+        (U1, split, 24576),
+    ]
 
 
-# -- the handshake of old schedulers ---------------------------------------------------------------------------------------------------
+# -- the handshake of old schedulers ---------------------------------------------------------------
 
 
-@pytest.mark.parametrize("standing", ["Requesting_2026.11.20 18:51:00", "Deleted_2026.11.20 18:50:00"])
+@pytest.mark.parametrize(
+    "standing", ["Requesting_2026.11.20 18:51:00", "Deleted_2026.11.20 18:50:00"]
+)
 def test_a_question_is_answered(standing: str) -> None:
     """At most every 15 s, while old schedulers give up after 60."""
     desired_state = _desired_state({HANDSHAKE: standing})
@@ -126,7 +165,10 @@ def test_the_first_word_is_said_unasked() -> None:
 
 
 @given(standing=st.text(max_size=80))
-@pytest.mark.parametrize("standing_for_sure", ["Reported 2026-11-20 18:00:00.123456789 +0000 UTC m=+30.1", "", "x" * 100_000])
+@pytest.mark.parametrize(
+    "standing_for_sure",
+    ["Reported 2026-11-20 18:00:00.123456789 +0000 UTC m=+30.1", "", "x" * 100_000],
+)
 def test_what_asks_for_nothing_gets_no_answer(standing: str, standing_for_sure: str) -> None:
     """Nothing is written as long as no scheduler asks, whatever the text is."""
     for text in (standing, standing_for_sure):
@@ -134,12 +176,14 @@ def test_what_asks_for_nothing_gets_no_answer(standing: str, standing_for_sure: 
         assert (HANDSHAKE in _desired_state({HANDSHAKE: text}).annotations) is asks
 
 
-# -- the node lock ---------------------------------------------------------------------------------------------------------------------
+# -- the node lock ---------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("allocated_at", [NOW, NOW - 2, NOW - 3])
 def test_the_lock_goes_with_the_allocate_it_was_taken_for(allocated_at: float) -> None:
-    """``volcano-vgpu:D19``: it is written in whole seconds by another clock, so a second of difference is none."""
+    """``volcano-vgpu:D19``: it is written in whole seconds by another clock,
+    so a second of difference is none.
+    """
     desired_state = _desired_state({LOCK: LOCKED}, allocated_at=allocated_at)
     assert desired_state.annotations == {REGISTER: G1, LOCK: None}
     assert desired_state.guarded == {LOCK}
@@ -163,8 +207,14 @@ def test_any_lock_is_read_without_an_exception(text: str) -> None:
 
 
 def test_nothing_is_left_behind_by_an_agent_that_leaves() -> None:
-    """``volcano-vgpu:D24``: no cards, no handshake that promises any, no lock, and none of the labels that the agent has put there."""
+    """``volcano-vgpu:D24``: no cards, no handshake that promises any, no lock, and none of the
+    labels that the agent has put there.
+    """
     cleanup = family().cleanup(NOW)
-    assert cleanup.annotations == {REGISTER: None, HANDSHAKE: "Deleted_2026.11.20 18:51:32", LOCK: None}
+    assert cleanup.annotations == {
+        REGISTER: None,
+        HANDSHAKE: "Deleted_2026.11.20 18:51:32",
+        LOCK: None,
+    }
     assert cleanup.labels == dict.fromkeys(_desired_state().labels)
     assert cleanup.labels

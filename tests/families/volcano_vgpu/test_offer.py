@@ -9,7 +9,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.families.volcano_vgpu.golden import CORES, INVENTORY, MEMORY, NUMBER, PERCENTAGE, U0, U1, family
+from tests.families.volcano_vgpu.golden import (
+    CORES,
+    INVENTORY,
+    MEMORY,
+    NUMBER,
+    PERCENTAGE,
+    U0,
+    U1,
+    family,
+)
 from tests.patience import quickest_call
 from tests.settings import settings as settings_of
 from vgpu_agent.device_ids import NumberedIds, list_size_bytes
@@ -33,33 +42,66 @@ def _offered(inventory: Inventory = INVENTORY, **options: object) -> dict[str, R
 
 def _node(count: int, memory_mib: int) -> Inventory:
     return Inventory(
-        1, tuple(Gpu(f"GPU-{number:08d}-aaaa-bbbb-cccc-000000000000", number, number, "H", memory_mib) for number in range(count))
+        1,
+        tuple(
+            Gpu(f"GPU-{number:08d}-aaaa-bbbb-cccc-000000000000", number, number, "H", memory_mib)
+            for number in range(count)
+        ),
     )
 
 
 def test_g2_ids_of_the_three_resources() -> None:
     """``volcano-vgpu:G2``: 20, 200 and 49152 ids, as kubelet's checkpoint may hold them already."""
     offered = _offered()
-    assert [(name, len(resource.ids)) for name, resource in offered.items()] == [(NUMBER, 20), (MEMORY, 49152), (CORES, 200)]
-    assert [entry.id for entry in offered[NUMBER].ids] == [f"{uuid}-{number}" for uuid in (U0, U1) for number in range(10)]
-    assert [offered[CORES].ids[place].id for place in (0, 99, 100)] == [f"{U0}-core-0", f"{U0}-core-99", f"{U1}-core-0"]
-    assert [offered[MEMORY].ids[place].id for place in (0, 24575, -1)] == [f"{U0}-memory-0", f"{U0}-memory-24575", f"{U1}-memory-24575"]
+    assert [(name, len(resource.ids)) for name, resource in offered.items()] == [
+        (NUMBER, 20),
+        (MEMORY, 49152),
+        (CORES, 200),
+    ]
+    assert [entry.id for entry in offered[NUMBER].ids] == [
+        f"{uuid}-{number}" for uuid in (U0, U1) for number in range(10)
+    ]
+    assert [offered[CORES].ids[place].id for place in (0, 99, 100)] == [
+        f"{U0}-core-0",
+        f"{U0}-core-99",
+        f"{U1}-core-0",
+    ]
+    assert [offered[MEMORY].ids[place].id for place in (0, 24575, -1)] == [
+        f"{U0}-memory-0",
+        f"{U0}-memory-24575",
+        f"{U1}-memory-24575",
+    ]
     assert {entry.numa_node for resource in offered.values() for entry in resource.ids} == {None}
 
 
 def test_only_the_number_is_booked_and_answered() -> None:
-    """``volcano-vgpu:G9``, ``volcano-vgpu:D10``: memory and cores are there to be counted, and kubelet is never asked to ask about any."""
+    """``volcano-vgpu:G9``, ``volcano-vgpu:D10``: memory and cores are there to be counted, and
+    kubelet is never asked to ask about any.
+    """
     offered = _offered()
     number = offered[NUMBER]
-    assert (number.decided_by, number.pre_start_required, number.holders_per_device) == (Decider.POD, True, 10)
+    assert (number.decided_by, number.pre_start_required, number.holders_per_device) == (
+        Decider.POD,
+        True,
+        10,
+    )
     for name in (MEMORY, CORES):
-        assert (offered[name].decided_by, offered[name].pre_start_required) == (Decider.NOBODY, False)
+        assert (offered[name].decided_by, offered[name].pre_start_required) == (
+            Decider.NOBODY,
+            False,
+        )
     assert not any(resource.prefers for resource in offered.values())
 
 
 def test_cards_are_counted_by_minor_number() -> None:
     """NVML's order may differ; schedulers count by minor."""
-    swapped = Inventory(1, (dataclasses.replace(INVENTORY.gpus[1], index=0), dataclasses.replace(INVENTORY.gpus[0], index=1)))
+    swapped = Inventory(
+        1,
+        (
+            dataclasses.replace(INVENTORY.gpus[1], index=0),
+            dataclasses.replace(INVENTORY.gpus[0], index=1),
+        ),
+    )
     assert [entry.device for entry in _offered(swapped)[NUMBER].ids][:1] == [U0]
 
 
@@ -83,22 +125,32 @@ def test_no_id_is_offered_twice() -> None:
     offered = family(offer_percentage=True, split=100, cores_scaling=12.0).resources(INVENTORY)
     ledger = Ledger()
     ledger.offer(offered)
-    assert [resource.name for resource in ledger.resources] == sorted(resource.name for resource in offered)
+    assert [resource.name for resource in ledger.resources] == sorted(
+        resource.name for resource in offered
+    )
 
 
 def test_hidden_cards_and_cards_in_mig_mode_are_not_offered() -> None:
-    """``filterdevices`` by UUID or index. A GPU that is cut into instances runs nothing as a whole."""
+    """``filterdevices`` by UUID or index. A GPU
+    that is cut into instances runs nothing as a whole.
+    """
     assert {entry.device for entry in _offered(hidden_uuids=frozenset({U0}))[NUMBER].ids} == {U1}
     assert {entry.device for entry in _offered(hidden_indices=frozenset({1}))[NUMBER].ids} == {U0}
-    split = Inventory(1, (INVENTORY.gpus[0], dataclasses.replace(INVENTORY.gpus[1], mig_enabled=True)))
+    split = Inventory(
+        1, (INVENTORY.gpus[0], dataclasses.replace(INVENTORY.gpus[1], mig_enabled=True))
+    )
     assert {entry.device for entry in _offered(split)[NUMBER].ids} == {U0}
 
 
 def test_a_card_stays_hidden_when_one_before_it_is_lost() -> None:
     """NVML moves the indices up. It is still the same card that was to be left alone."""
     first, second = INVENTORY.gpus
-    lost = Inventory(1, (dataclasses.replace(first, present=False), dataclasses.replace(second, index=0)))
-    assert {entry.device for entry in _offered(lost, hidden_indices=frozenset({1}))[NUMBER].ids} == {U0}
+    lost = Inventory(
+        1, (dataclasses.replace(first, present=False), dataclasses.replace(second, index=0))
+    )
+    assert {
+        entry.device for entry in _offered(lost, hidden_indices=frozenset({1}))[NUMBER].ids
+    } == {U0}
 
 
 def test_a_node_without_cards_offers_nothing() -> None:
@@ -109,10 +161,20 @@ def test_a_node_without_cards_offers_nothing() -> None:
 
 @pytest.mark.parametrize(
     ("count", "memory_mib", "factor"),
-    [(2, 24576, 1), (1, 53000, 1), (1, 81920, 2), (2, 32768, 2), (8, 81920, 16), (8, 144384, 32), (16, 196608, 64)],
+    [
+        (2, 24576, 1),
+        (1, 53000, 1),
+        (1, 81920, 2),
+        (2, 32768, 2),
+        (8, 81920, 16),
+        (8, 144384, 32),
+        (16, 196608, 64),
+    ],
 )
 def test_the_unit_grows_until_the_list_fits(count: int, memory_mib: int, factor: int) -> None:
-    """``volcano-vgpu:D9``: 8 × 80 GB work out of the box. The unit is the smallest power of two that fits, as kubelet measures it."""
+    """``volcano-vgpu:D9``: 8 × 80 GB work out of the box. The unit is the smallest power of two
+    that fits, as kubelet measures it.
+    """
     inventory = _node(count, memory_mib)
     memory = _offered(inventory, factor=0)[MEMORY]
     assert len(memory.ids) == count * (memory_mib // factor)
@@ -132,16 +194,24 @@ def test_a_unit_that_is_too_small_is_refused_with_the_one_that_fits() -> None:
 
 
 def test_the_remedy_names_the_place_that_counts() -> None:
-    """``volcano-vgpu:D9``: the shipped ConfigMap says 1 and beats the agent's own setting, so that setting would be no remedy."""
+    """``volcano-vgpu:D9``: the shipped ConfigMap says 1 and beats the agent's own setting,
+    so that setting would be no remedy.
+    """
     with pytest.raises(ConfigError) as caught:
-        family(factor=2, set_in=(("gpuMemoryFactor", "volcano-vgpu-device-config"),)).resources(_node(8, 81920))
-    assert caught.value.problems[0].endswith("gpuMemoryFactor in volcano-vgpu-device-config: 16 would fit, or 0 to have it chosen")
+        family(factor=2, set_in=(("gpuMemoryFactor", "volcano-vgpu-device-config"),)).resources(
+            _node(8, 81920)
+        )
+    assert caught.value.problems[0].endswith(
+        "gpuMemoryFactor in volcano-vgpu-device-config: 16 would fit, or 0 to have it chosen"
+    )
 
 
 def test_other_lists_are_measured_as_well() -> None:
     """Too much scaling is a mistake of the configuration, not a list that kubelet drops."""
     with pytest.raises(ConfigError) as caught:
-        family(cores_scaling=100.0, split=1000, offer_percentage=True, factor=0).resources(_node(16, 8192))
+        family(cores_scaling=100.0, split=1000, offer_percentage=True, factor=0).resources(
+            _node(16, 8192)
+        )
     assert [problem.partition(":")[0] for problem in caught.value.problems] == [CORES, PERCENTAGE]
     assert "volcanoVgpu.deviceCoreScaling: choose less" in caught.value.problems[0]
 
@@ -157,7 +227,9 @@ def test_whatever_the_node_the_chosen_unit_fits(count: int, memory_mib: int, bud
     """The same inventory gives the same unit, and the list is never too long."""
     inventory = _node(count, memory_mib)
     try:
-        memory = _offered(inventory, factor=0, split=1, cores_scaling=0.1, message_budget_bytes=budget)[MEMORY]
+        memory = _offered(
+            inventory, factor=0, split=1, cores_scaling=0.1, message_budget_bytes=budget
+        )[MEMORY]
     except ConfigError:
         assert budget < 4 * 10 * 70  # not even the ten ids of the cores
         return
@@ -166,9 +238,16 @@ def test_whatever_the_node_the_chosen_unit_fits(count: int, memory_mib: int, bud
 
 
 def test_more_gpus_than_there_are_is_refused_at_once() -> None:
-    """Each must be another card, so it could never be had. Other resources are no request for cards."""
+    """Each must be another card, so it could never be had.
+    Other resources are no request for cards.
+    """
     of, offered = family(), _offered()
-    with pytest.raises(RequestRefusedError, match="3 are asked for, and each must be another GPU; this node shares 2; ask for at most 2"):
+    with pytest.raises(
+        RequestRefusedError,
+        match=(
+            "3 are asked for, and each must be another GPU; this node shares 2; ask for at most 2"
+        ),
+    ):
         of.check(offered[NUMBER], [f"{U0}-{number}" for number in range(3)])
     of.check(offered[NUMBER], [f"{U0}-0", f"{U0}-1"])
     of.check(offered[MEMORY], [f"{U0}-memory-{number}" for number in range(3000)])
@@ -177,16 +256,25 @@ def test_more_gpus_than_there_are_is_refused_at_once() -> None:
 def test_records_of_todays_and_of_default_names_are_ours() -> None:
     """The kubelet's checkpoint may be from before the names were changed."""
     of = family(names=Names(number="volcano.sh/gpu-share"))
-    assert [of.owns(name) for name in ("volcano.sh/gpu-share", NUMBER, MEMORY, PERCENTAGE)] == [Ownership.CERTAIN] * 4
+    assert [of.owns(name) for name in ("volcano.sh/gpu-share", NUMBER, MEMORY, PERCENTAGE)] == [
+        Ownership.CERTAIN
+    ] * 4
     assert not of.owns("volcano.sh/gpu-memory")
 
 
 def test_the_settings_are_the_options() -> None:
     """Defaults of the settings, and the GPUs that the node's own file hides."""
-    options = VolcanoVgpuOptions.from_settings(settings_of(), VolcanoVgpu(), lists=ListOptions(id_strategy="index"))
-    assert options == VolcanoVgpuOptions(lists=ListOptions(id_strategy="index", enabled=("gdrcopy", "gds", "mofed")))
+    options = VolcanoVgpuOptions.from_settings(
+        settings_of(), VolcanoVgpu(), lists=ListOptions(id_strategy="index")
+    )
+    assert options == VolcanoVgpuOptions(
+        lists=ListOptions(id_strategy="index", enabled=("gdrcopy", "gds", "mofed"))
+    )
     hiding = VolcanoVgpuOptions.from_settings(
-        settings_of(), VolcanoVgpu(), lists=ListOptions(), node_config=Overlay({}, frozenset({U0}), frozenset({3}))
+        settings_of(),
+        VolcanoVgpu(),
+        lists=ListOptions(),
+        node_config=Overlay({}, frozenset({U0}), frozenset({3})),
     )
     assert hiding.hidden_uuids == {U0}
     assert hiding.hidden_indices == {3}

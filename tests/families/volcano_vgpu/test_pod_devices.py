@@ -7,7 +7,12 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from tests.families.volcano_vgpu.golden import G3, U0, U1
-from vgpu_agent.families.volcano_vgpu.pod_devices import Assigned, DevicesTextError, parse_pod_devices, write_segment
+from vgpu_agent.families.volcano_vgpu.pod_devices import (
+    Assigned,
+    DevicesTextError,
+    parse_pod_devices,
+    write_segment,
+)
 
 
 @pytest.mark.parametrize(
@@ -15,22 +20,44 @@ from vgpu_agent.families.volcano_vgpu.pod_devices import Assigned, DevicesTextEr
     [
         pytest.param(G3, ((Assigned(U1, 3000, 50),),), id="volcano-vgpu:G3"),
         pytest.param(
-            f"{U1},NVIDIA,3000,50:{U0},NVIDIA,3000,50:", ((Assigned(U1, 3000, 50), Assigned(U0, 3000, 50)),), id="volcano-vgpu:G6"
+            f"{U1},NVIDIA,3000,50:{U0},NVIDIA,3000,50:",
+            ((Assigned(U1, 3000, 50), Assigned(U0, 3000, 50)),),
+            id="volcano-vgpu:G6",
         ),
         pytest.param(f"{U1},NVIDIA,24576,0:", ((Assigned(U1, 24576, 0),),), id="volcano-vgpu:G7"),
         pytest.param(
-            f"{U1},NVIDIA,3000,0:;{U1},NVIDIA,4000,30:", ((Assigned(U1, 3000, 0),), (Assigned(U1, 4000, 30),)), id="volcano-vgpu:G8"
+            f"{U1},NVIDIA,3000,0:;{U1},NVIDIA,4000,30:",
+            ((Assigned(U1, 3000, 0),), (Assigned(U1, 4000, 30),)),
+            id="volcano-vgpu:G8",
         ),
-        pytest.param(f";{U1},NVIDIA,4000,30:", ((), (Assigned(U1, 4000, 30),)), id="volcano-vgpu:G8, first one served"),
+        pytest.param(
+            f";{U1},NVIDIA,4000,30:",
+            ((), (Assigned(U1, 4000, 30),)),
+            id="volcano-vgpu:G8, first one served",
+        ),
         pytest.param(";", ((), ()), id="volcano-vgpu:G8, both served"),
         pytest.param("", ((),), id="one container, served"),
-        pytest.param(f"{U1},NVIDIA,3000,50", ((Assigned(U1, 3000, 50),),), id="without the last colon"),
-        pytest.param(f"{U1},NVIDIA,-1073741824,0:", ((Assigned(U1, -1073741824, 0),),), id="3Gi, turned negative"),
-        pytest.param("GPU-1[group2-0],NVIDIA,8000,0:", ((Assigned("GPU-1[group2-0]", 8000, 0),),), id="a MIG instance"),
-        pytest.param(f"{U1},NVIDIA,3000,50,later:", ((Assigned(U1, 3000, 50),),), id="a field of later days"),
+        pytest.param(
+            f"{U1},NVIDIA,3000,50", ((Assigned(U1, 3000, 50),),), id="without the last colon"
+        ),
+        pytest.param(
+            f"{U1},NVIDIA,-1073741824,0:",
+            ((Assigned(U1, -1073741824, 0),),),
+            id="3Gi, turned negative",
+        ),
+        pytest.param(
+            "GPU-1[group2-0],NVIDIA,8000,0:",
+            ((Assigned("GPU-1[group2-0]", 8000, 0),),),
+            id="a MIG instance",
+        ),
+        pytest.param(
+            f"{U1},NVIDIA,3000,50,later:", ((Assigned(U1, 3000, 50),),), id="a field of later days"
+        ),
     ],
 )
-def test_what_schedulers_write_is_read(text: str, segments: tuple[tuple[Assigned, ...], ...]) -> None:
+def test_what_schedulers_write_is_read(
+    text: str, segments: tuple[tuple[Assigned, ...], ...]
+) -> None:
     """Golden texts of the contract, and forms between them."""
     assert parse_pod_devices(text) == segments
 
@@ -77,11 +104,21 @@ def test_any_text_is_read_or_refused(text: str) -> None:
 
 @given(
     st.lists(
-        st.lists(st.builds(Assigned, st.uuids().map(lambda uuid: f"GPU-{uuid}"), st.integers(0, 10**9), st.integers(0, 100)), max_size=4),
+        st.lists(
+            st.builds(
+                Assigned,
+                st.uuids().map(lambda uuid: f"GPU-{uuid}"),
+                st.integers(0, 10**9),
+                st.integers(0, 100),
+            ),
+            max_size=4,
+        ),
         min_size=1,
         max_size=4,
     )
 )
 def test_what_is_written_is_read_back(segments: list[list[Assigned]]) -> None:
     """The agent's own texts are schedulers' texts."""
-    assert parse_pod_devices(";".join(write_segment(segment) for segment in segments)) == tuple(map(tuple, segments))
+    assert parse_pod_devices(";".join(write_segment(segment) for segment in segments)) == tuple(
+        map(tuple, segments)
+    )

@@ -1,6 +1,8 @@
-"""Was a mixed day on a real node right, fair and prompt? From what containers wrote, what schedulers wrote and what kubelet says.
+"""Was a mixed day on a real node right, fair and prompt? From what containers wrote, what
+schedulers wrote and what kubelet says.
 
-Nothing is asked of the agent. `day` shows a `Checker` the node again and again; `Checker.report` says what it came to.
+Nothing is asked of the agent. `day` shows a `Checker` the node again and again; `Checker.report`
+says what it came to.
 """
 
 from __future__ import annotations
@@ -22,11 +24,14 @@ _UUID = re.compile(r"GPU-[0-9a-f]{8}(?:-[0-9a-f]{4}){3}-[0-9a-f]{12}")
 _FAMILY_OF = {resource: family for family, resource in RESOURCES.items()}
 
 AFTER_KUBELET_P99_SECONDS = 1.5
-"""The agent's part of a handover. Before it, the kubelet lets go of a pod 1.5 to 2.1 s after its container's end, with its second look
-at the container runtime; so a bound on the whole would be one on the kubelet."""
+"""The agent's part of a handover. Before it, the kubelet lets go of a pod 1.5 to 2.1 s after its
+container's end, with its second look at the container runtime; so a bound on the whole would be one
+on the kubelet."""
 
 FAILED_PODS = 1
-"""Pods of a day that may fail besides `bounds.FAILED_OF_A_THOUSAND`: two schedulers may bind in the same instant."""
+"""Pods of a day that may fail besides `bounds.FAILED_OF_A_THOUSAND`:
+two schedulers may bind in the same instant.
+"""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -46,9 +51,14 @@ class View:
     found: Mapping[str, str]
 
     def gpus(self, uuids: Sequence[str]) -> tuple[str, ...]:
-        """The GPUs that it received; ``uuids`` are those of the node in the order of their numbers."""
+        """The GPUs that it received; ``uuids`` are those of the node in the order
+        of their numbers.
+        """
         told = [text for text in self.found.get("NVIDIA_VISIBLE_DEVICES", "").split(",") if text]
-        return tuple(uuids[int(text)] if text.isdecimal() and int(text) < len(uuids) else text for text in told)
+        return tuple(
+            uuids[int(text)] if text.isdecimal() and int(text) < len(uuids) else text
+            for text in told
+        )
 
     @property
     def memory_mib(self) -> int:
@@ -67,9 +77,12 @@ class Report:
         two_families: moments at which containers of two families had one GPU.
         over_memory: moments at which containers had more memory of a GPU than it has.
         failed: cause → pods that kubelet refused for good.
-        idle: pod → seconds that a GPU which could serve it had been idle while it waited, where that is too long.
-        handovers: seconds from the end of a GPU's last container to healthy ids of another family at kubelet.
-        after_kubelet: the part of them after pod-resources has listed the last holder for the last time, rounded up to a look.
+        idle: pod → seconds that a GPU which could serve it had been idle while it waited, where
+            that is too long.
+        handovers: seconds from the end of a GPU's last container to healthy ids of another family
+            at kubelet.
+        after_kubelet: the part of them after pod-resources has listed the last holder for the last
+            time, rounded up to a look.
         unfinished: pods that had not ended when the day was over → their status.
     """
 
@@ -97,10 +110,14 @@ class Report:
             "two families on a GPU": f"{len(self.two_families)} {self.two_families[:3]}",
             "over memory": f"{len(self.over_memory)} {self.over_memory[:3]}",
             "failed": f"{sum(self.failed.values())} {dict(self.failed)}",
-            "waited beside an idle GPU": f"{len(self.idle)} pods, longest {longest:.1f} s, {by_family}",
+            "waited beside an idle GPU": (
+                f"{len(self.idle)} pods, longest {longest:.1f} s, {by_family}"
+            ),
             "handovers": f"{len(self.handovers)}, p50 {p50:.2f} s, p99 {p99:.2f} s",
             "of that, after kubelet has let go": f"p50 {own_p50:.2f} s, p99 {own_p99:.2f} s",
-            "unfinished": f"{len(self.unfinished)} {dict(itertools.islice(self.unfinished.items(), 3))}",
+            "unfinished": (
+                f"{len(self.unfinished)} {dict(itertools.islice(self.unfinished.items(), 3))}"
+            ),
         }
 
     @property
@@ -111,18 +128,26 @@ class Report:
     @property
     def violations(self) -> list[str]:
         """The bounds of `tests.torture.mixed.bounds` that do not hold, as sentences."""
-        found = [f"{pod} waited beside a GPU that had been idle for {seconds:.1f} s" for pod, seconds in self.idle.items()]
+        found = [
+            f"{pod} waited beside a GPU that had been idle for {seconds:.1f} s"
+            for pod, seconds in self.idle.items()
+        ]
         if sum(self.failed.values()) > FAILED_PODS + bounds.FAILED_OF_A_THOUSAND * self.pods / 1000:
             found += [f"{number} pods failed: {cause}" for cause, number in self.failed.items()]
         found += [f"{pod} has not ended: {status}" for pod, status in self.unfinished.items()]
         if (slowest := percentile(self.after_kubelet, 0.99)) > AFTER_KUBELET_P99_SECONDS:
-            found.append(f"{slowest:.1f} s of a handover after kubelet has let go, at most {AFTER_KUBELET_P99_SECONDS:g}")
+            found.append(
+                f"{slowest:.1f} s of a handover after kubelet has let go, at most "
+                f"{AFTER_KUBELET_P99_SECONDS:g}"
+            )
         return found
 
 
 @dataclasses.dataclass
 class _Released:
-    """A GPU whose last container has ended: when, which pod's it was, and when pod-resources listed that pod for the last time."""
+    """A GPU whose last container has ended:
+    when, which pod's it was, and when pod-resources listed that pod for the last time.
+    """
 
     at: float
     pod: str
@@ -133,18 +158,24 @@ class _Released:
 class Checker:
     """Follows one day.
 
-    State: what containers have written, the ids and annotations of their pods, and since when each GPU is idle.
+    State: what containers have written, the ids and annotations of their pods, and since when each
+    GPU is idle.
     """
 
-    def __init__(self, jobs: Iterable[Job], folder: Path, uuids: Sequence[str], memory_mib: int) -> None:
-        """``folder`` is where the jobs write; ``uuids`` are the node's GPUs by number, each of ``memory_mib``."""
+    def __init__(
+        self, jobs: Iterable[Job], folder: Path, uuids: Sequence[str], memory_mib: int
+    ) -> None:
+        """``folder`` is where the jobs write; ``uuids`` are the node's GPUs by number,
+        each of ``memory_mib``.
+        """
         self._jobs = {job.name: job for job in jobs}
         self._folder = folder
         self._uuids, self._memory_mib = tuple(uuids), memory_mib
         self.views: dict[str, View] = {}
         self._by_ids: dict[str, frozenset[str]] = {}  # pod → GPUs of the ids that kubelet gave it
         self._meant: dict[str, tuple[str, ...]] = {}  # pod → GPUs that a scheduler named
-        self._held: Mapping[str, frozenset[str]] = {}  # GPU → pods that hold ids of it by kubelet's records, those of `BY_IDS`
+        # GPU → pods that hold ids of it by kubelet's records, those of `BY_IDS`
+        self._held: Mapping[str, frozenset[str]] = {}
         self._claimed: Mapping[str, str] = {}  # GPU → a bound pod that has not started
         self._waiting_since: dict[str, float] = {}
         self._idle_since: dict[str, float] = {}
@@ -152,14 +183,16 @@ class Checker:
         self._ended: set[str] = set()
         self.report = Report(pods=len(self._jobs))
 
-    # -- what the node shows --------------------------------------------------------------------------------------------------------
+    # -- what the node shows -----------------------------------------------------------------------
 
     def read_views(self) -> None:
         """Take in what containers have written since the last time."""
         for path in self._folder.glob("*.start"):
             name = path.stem
             if name not in self.views:
-                found = dict(line.split("=", 1) for line in path.read_text().splitlines() if "=" in line)
+                found = dict(
+                    line.split("=", 1) for line in path.read_text().splitlines() if "=" in line
+                )
                 self.views[name] = view = View(self._jobs[name], float(found["AT"]), None, found)
                 for uuid in view.gpus(self._uuids):
                     self._released.pop(uuid, None)
@@ -172,15 +205,32 @@ class Checker:
     def _end(self, name: str, at: float) -> None:
         self._ended.add(name)
         view = self.views[name]
-        running = {uuid for other, each in self.views.items() if other not in self._ended for uuid in each.gpus(self._uuids)}
+        running = {
+            uuid
+            for other, each in self.views.items()
+            if other not in self._ended
+            for uuid in each.gpus(self._uuids)
+        }
         for uuid in set(view.gpus(self._uuids)) - running:
             self._released[uuid] = _Released(at, name, view.job.family, listed_at=at)
 
-    def see_pods(self, pods: Iterable[Mapping[str, Any]], holdings: Mapping[str, Mapping[str, Sequence[str]]], now: float) -> None:
-        """Take in the pods that have not ended, as the API server has them, and kubelet's pod-resources: pod → resource → ids."""
+    def see_pods(
+        self,
+        pods: Iterable[Mapping[str, Any]],
+        holdings: Mapping[str, Mapping[str, Sequence[str]]],
+        now: float,
+    ) -> None:
+        """Take in the pods that have not ended, as the API server has them, and kubelet's
+        pod-resources: pod → resource → ids.
+        """
         held: dict[str, set[str]] = collections.defaultdict(set)
         for name, by_resource in holdings.items():
-            ids = [id_ for resource, listed in by_resource.items() if _FAMILY_OF.get(resource) in BY_IDS for id_ in listed]
+            ids = [
+                id_
+                for resource, listed in by_resource.items()
+                if _FAMILY_OF.get(resource) in BY_IDS
+                for id_ in listed
+            ]
             if gpus := frozenset(found[0] for id_ in ids if (found := _UUID.match(id_))):
                 self._by_ids[name] = gpus
                 for uuid in gpus:
@@ -198,19 +248,32 @@ class Checker:
                 waiting.append(name)
             elif name not in self.views:
                 claimed |= dict.fromkeys(meant, name)
-        for name in self.views.keys() - self._ended - present:  # it was killed before it could write its end
+        # it was killed before it could write its end
+        for name in self.views.keys() - self._ended - present:
             self._end(name, now)
-        self._held, self._claimed = {uuid: frozenset(names) for uuid, names in held.items()}, claimed
+        self._held, self._claimed = (
+            {uuid: frozenset(names) for uuid, names in held.items()},
+            claimed,
+        )
         self._look_for_idle(waiting, now)
 
     def _named(self, annotations: Mapping[str, str]) -> tuple[str, ...]:
         """The GPUs that Volcano's scheduler has named in a pod's annotations."""
         if text := annotations.get("volcano.sh/vgpu-ids-new"):
             return tuple(_UUID.findall(text))
-        return tuple(self._uuids[int(index)] for index in annotations.get("volcano.sh/gpu-index", "").split(",") if index)
+        return tuple(
+            self._uuids[int(index)]
+            for index in annotations.get("volcano.sh/gpu-index", "").split(",")
+            if index
+        )
 
     def _look_for_idle(self, waiting: Sequence[str], now: float) -> None:
-        running = {uuid for name, view in self.views.items() if name not in self._ended for uuid in view.gpus(self._uuids)}
+        running = {
+            uuid
+            for name, view in self.views.items()
+            if name not in self._ended
+            for uuid in view.gpus(self._uuids)
+        }
         for uuid in self._uuids:
             if uuid in running or self._held.get(uuid) or uuid in self._claimed:
                 self._idle_since.pop(uuid, None)
@@ -224,36 +287,59 @@ class Checker:
 
     @property
     def handing_over(self) -> bool:
-        """Tell whether a GPU has lost its last holder and is not seen healthy for another family yet."""
+        """Tell whether a GPU has lost its last holder and is not seen healthy
+        for another family yet.
+        """
         return bool(self._released)
 
-    def see_healthy(self, healthy: Mapping[str, frozenset[str]], listed: Collection[str], now: float) -> None:
-        """Take in the GPUs that have healthy ids at kubelet, by resource, and the pods that pod-resources lists."""
+    def see_healthy(
+        self, healthy: Mapping[str, frozenset[str]], listed: Collection[str], now: float
+    ) -> None:
+        """Take in the GPUs that have healthy ids at kubelet, by resource,
+        and the pods that pod-resources lists.
+        """
         for uuid, released in list(self._released.items()):
             family = released.family
             if released.pod in listed:
                 released.listed_at = now
-            offered = any(uuid in gpus for resource, gpus in healthy.items() if _FAMILY_OF.get(resource, family) != family)
-            again = {self._jobs[name].family for name in self._held.get(uuid, ()) if name not in self._ended}
+            offered = any(
+                uuid in gpus
+                for resource, gpus in healthy.items()
+                if _FAMILY_OF.get(resource, family) != family
+            )
+            again = {
+                self._jobs[name].family
+                for name in self._held.get(uuid, ())
+                if name not in self._ended
+            }
             if offered or again - {family}:
                 if offered and released.pod in listed:
-                    self.report.wrong.append(f"{uuid} was offered to another family while kubelet still listed {released.pod}")
+                    self.report.wrong.append(
+                        f"{uuid} was offered to another family while kubelet still listed "
+                        f"{released.pod}"
+                    )
                 self.report.handovers.append(max(0.0, now - released.at))
                 self.report.after_kubelet.append(max(0.0, now - released.listed_at))
                 del self._released[uuid]
             elif again:
                 del self._released[uuid]
 
-    # -- what it came to ------------------------------------------------------------------------------------------------------------
+    # -- what it came to ---------------------------------------------------------------------------
 
     def judge(self) -> None:
-        """Compare what each container found with what was meant, and all of them with each other."""
+        """Compare what each container found with what was meant,
+        and all of them with each other.
+        """
         self.report.started = len(self.views)
         for name, view in sorted(self.views.items()):
             if problem := self._problem(name, view):
-                self.report.wrong.append(f"{name}: {problem}; it found {view.gpus(self._uuids)}, {view.memory_mib} MiB")
+                self.report.wrong.append(
+                    f"{name}: {problem}; it found {view.gpus(self._uuids)}, {view.memory_mib} MiB"
+                )
         for uuid in self._uuids:
-            self._judge_together(uuid, [view for view in self.views.values() if uuid in view.gpus(self._uuids)])
+            self._judge_together(
+                uuid, [view for view in self.views.values() if uuid in view.gpus(self._uuids)]
+            )
 
     def _problem(self, name: str, view: View) -> str:
         gpus, job = view.gpus(self._uuids), view.job
@@ -262,22 +348,32 @@ class Checker:
         if job.family in BY_IDS:
             nodes, ids_of = view.found["NODES"], self._by_ids.get(name, frozenset(gpus))
             wrong = {
-                f"its device nodes are {nodes}": nodes != f"/dev/nvidia{self._uuids.index(gpus[0])}",
+                f"its device nodes are {nodes}": (
+                    nodes != f"/dev/nvidia{self._uuids.index(gpus[0])}"
+                ),
                 f"kubelet gave it ids of {sorted(ids_of)}": ids_of != set(gpus),
             }
         else:
             region = int(view.found.get("REGION_BYTES", "0"))
             wrong = {
                 f"its scheduler named {self._meant.get(name)}": gpus != self._meant.get(name),
-                f"it asked for {job.memory * UNIT_MIB} MiB": view.memory_mib != job.memory * UNIT_MIB,
-                f"its region says {region} bytes": job.family == VGPU_FAMILY and region != view.memory_mib << 20,
+                f"it asked for {job.memory * UNIT_MIB} MiB": (
+                    view.memory_mib != job.memory * UNIT_MIB
+                ),
+                f"its region says {region} bytes": (
+                    job.family == VGPU_FAMILY and region != view.memory_mib << 20
+                ),
             }
         return ", ".join(problem for problem, is_wrong in wrong.items() if is_wrong)
 
     def _judge_together(self, uuid: str, views: Sequence[View]) -> None:
         # One that was killed before it could write its end counts for the moment of its start only.
-        last = {view.job.name: view.at if view.job.name in self._ended else math.inf for view in views}
-        known = [(view.at, last[view.job.name] if view.end is None else view.end, view) for view in views]
+        last = {
+            view.job.name: view.at if view.job.name in self._ended else math.inf for view in views
+        }
+        known = [
+            (view.at, last[view.job.name] if view.end is None else view.end, view) for view in views
+        ]
         for at, _, view in known:
             now = [other for began, end, other in known if began <= at < end or other is view]
             families = {other.job.family for other in now}

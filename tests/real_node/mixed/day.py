@@ -1,7 +1,9 @@
-"""One mixed day on a real node: jobs are created, finished, deleted, and a `Checker` is shown the node all the while.
+"""One mixed day on a real node: jobs are created, finished, deleted,
+and a `Checker` is shown the node all the while.
 
-Kubelet, containerd, API server and default scheduler are real, Volcano's scheduler is the stand-in of `vgpu_agent.sim`. Kubelet and agent
-have their defaults: a day with shortened pauses would say nothing about a node that people have.
+Kubelet, containerd, API server and default scheduler are real, Volcano's scheduler is the stand-in
+of `vgpu_agent.sim`. Kubelet and agent have their defaults: a day with shortened pauses would say
+nothing about a node that people have.
 """
 
 from __future__ import annotations
@@ -30,7 +32,8 @@ _PODS_SECONDS = 1.0
 _LONGEST_AFTER_ARRIVALS_SECONDS = 300.0
 _PODS = "/api/v1/namespaces/default/pods"
 _UUID = re.compile(r"GPU-[0-9a-f]{8}(?:-[0-9a-f]{4}){3}-[0-9a-f]{12}")
-_NUMBERED = re.compile(r"([0-9]+)-[0-9]+\Z")  # an id of volcano-gpushare: the GPU's number, and one of its units (volcano-gpushare S1)
+# an id of volcano-gpushare: the GPU's number, and one of its units (volcano-gpushare S1)
+_NUMBERED = re.compile(r"([0-9]+)-[0-9]+\Z")
 
 _CONFIG = """\
 version: v1
@@ -47,12 +50,18 @@ binding: {{mode: late, cdiDirectory: {cdi}}}
 
 def node_options(topology_manager_policy: str) -> Options:
     """A node whose kubelet writes its status as rarely as kubelets do."""
-    return Options(numa_nodes=2, topology_manager_policy=topology_manager_policy, kubelet={"nodeStatusUpdateFrequency": "10s"})
+    return Options(
+        numa_nodes=2,
+        topology_manager_policy=topology_manager_policy,
+        kubelet={"nodeStatusUpdateFrequency": "10s"},
+    )
 
 
 @contextlib.contextmanager
 def mixed_agent(rig: Rig, volcano: str) -> Iterator[NodeAgent]:
-    """An agent with its defaults that offers three families on four GPUs; it is closed at the end."""
+    """An agent with its defaults that offers three families on four GPUs;
+    it is closed at the end.
+    """
     key = "volcanoGpushare" if volcano == GPUSHARE else "volcanoVgpu"
     config = _CONFIG.format(volcano=key, replicas=REPLICAS, unit_mib=UNIT_MIB, cdi=rig.cdi_dir())
     agent = NodeAgent(rig, config, gpus=GPUS, model=MODEL, numa=[0, 0, 1, 1], in_cluster=True)
@@ -71,7 +80,9 @@ def play(rig: Rig, agent: NodeAgent, jobs: Sequence[Job], *, volcano: str) -> Re
     folder = agent.folder / "found"
     folder.mkdir()
     checker = Checker(jobs, folder, agent.simulated.uuids, MEMORY_MIB)
-    with VolcanoScheduler(rig, gpushare="share" if volcano == GPUSHARE else "off", policy="binpack"):
+    with VolcanoScheduler(
+        rig, gpushare="share" if volcano == GPUSHARE else "off", policy="binpack"
+    ):
         _Day(rig, jobs, checker, folder, agent.simulated.uuids).live()
     checker.judge()
     return checker.report
@@ -80,7 +91,9 @@ def play(rig: Rig, agent: NodeAgent, jobs: Sequence[Job], *, volcano: str) -> Re
 class _Day:
     """State: which jobs have been created and deleted."""
 
-    def __init__(self, rig: Rig, jobs: Sequence[Job], checker: Checker, folder: Path, uuids: Sequence[str]) -> None:
+    def __init__(
+        self, rig: Rig, jobs: Sequence[Job], checker: Checker, folder: Path, uuids: Sequence[str]
+    ) -> None:
         self._rig, self._checker, self._folder, self._uuids = rig, checker, folder, uuids
         self._coming = sorted(jobs, key=lambda job: job.arrives_seconds)
         self._deleted: set[str] = set()
@@ -105,9 +118,13 @@ class _Day:
         for pod in self._rig.pods():
             name, status = pod["metadata"]["name"], pod["status"]
             if status.get("phase") == "Failed" and name not in self._deleted:
-                self._checker.report.failed[_cause(str(status.get("reason", "")), str(status.get("message", "")))] += 1
+                self._checker.report.failed[
+                    _cause(str(status.get("reason", "")), str(status.get("message", "")))
+                ] += 1
             elif status.get("phase") in ("Pending", "Running"):
-                self._checker.report.unfinished[name] = str(status.get("containerStatuses", status))[:300]
+                self._checker.report.unfinished[name] = str(
+                    status.get("containerStatuses", status)
+                )[:300]
 
     def _create_due(self) -> None:
         while self._coming and self._began + self._coming[0].arrives_seconds <= _uptime():
@@ -115,14 +132,20 @@ class _Day:
 
     def _delete_due(self) -> None:
         for name, view in self._checker.views.items():
-            if view.job.deleted and name not in self._deleted and _uptime() > view.at + view.job.run_seconds:
+            if (
+                view.job.deleted
+                and name not in self._deleted
+                and _uptime() > view.at + view.job.run_seconds
+            ):
                 self._deleted.add(name)
                 with contextlib.suppress(ApiError):  # it has ended meanwhile
                     self._rig.api.delete(f"{_PODS}/{name}")
 
     def _look_at_pods(self) -> bool:
         """Look at the pods, and tell whether any has not ended."""
-        pods = self._rig.api.get(f"{_PODS}?fieldSelector=status.phase!=Succeeded,status.phase!=Failed")["items"]
+        pods = self._rig.api.get(
+            f"{_PODS}?fieldSelector=status.phase!=Succeeded,status.phase!=Failed"
+        )["items"]
         self._checker.see_pods(pods, _holdings(self._rig), _uptime())
         return bool(pods)
 
@@ -142,12 +165,16 @@ def _holdings(rig: Rig) -> Mapping[str, Mapping[str, Sequence[str]]]:
     found: dict[str, dict[str, list[str]]] = {}
     for pod in answer.pod_resources:
         for devices in (devices for container in pod.containers for devices in container.devices):
-            found.setdefault(pod.name, {}).setdefault(devices.resource_name, []).extend(devices.device_ids)
+            found.setdefault(pod.name, {}).setdefault(devices.resource_name, []).extend(
+                devices.device_ids
+            )
     return found
 
 
 def _healthy(rig: Rig, uuids: Sequence[str]) -> dict[str, frozenset[str]]:
-    """Resource → GPUs with healthy ids, as kubelet has them; ``uuids`` are those of the node in the order of their numbers."""
+    """Resource → GPUs with healthy ids, as kubelet has them;
+    ``uuids`` are those of the node in the order of their numbers.
+    """
     with grpc.insecure_channel(f"unix:{rig.kubelet_dir()}/pod-resources/kubelet.sock") as channel:
         answer = channel.unary_unary(
             "/v1.PodResourcesLister/GetAllocatableResources",
@@ -157,7 +184,11 @@ def _healthy(rig: Rig, uuids: Sequence[str]) -> dict[str, frozenset[str]]:
     found: dict[str, set[str]] = {}
     for devices in answer.devices:
         named = (matched[0] for id_ in devices.device_ids if (matched := _UUID.match(id_)))
-        numbered = (uuids[int(matched[1])] for id_ in devices.device_ids if (matched := _NUMBERED.match(id_)))
+        numbered = (
+            uuids[int(matched[1])]
+            for id_ in devices.device_ids
+            if (matched := _NUMBERED.match(id_))
+        )
         found.setdefault(devices.resource_name, set()).update(named, numbered)
     return {resource: frozenset(gpus) for resource, gpus in found.items()}
 
@@ -171,4 +202,6 @@ _CAUSES = {
 
 def _cause(reason: str, message: str) -> str:
     """Return why the kubelet refused a pod for good, in a few words."""
-    return next((cause for part, cause in _CAUSES.items() if part in message), f"{reason} {message}"[:200])
+    return next(
+        (cause for part, cause in _CAUSES.items() if part in message), f"{reason} {message}"[:200]
+    )

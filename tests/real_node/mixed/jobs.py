@@ -1,7 +1,9 @@
-"""The jobs of a mixed day on a real node: short ones, long ones, and one family that floods the node; drawn from a seed.
+"""The jobs of a mixed day on a real node:
+short ones, long ones, and one family that floods the node; drawn from a seed.
 
-Each job writes down by itself what it finds when it starts, and when it ends, into a folder of the host. The times are those of
-``/proc/uptime``, the same in every container and on the host. Read by `checker`.
+Each job writes down by itself what it finds when it starts, and when it ends, into a folder of the
+host. The times are those of ``/proc/uptime``, the same in every container and on the host. Read by
+`checker`.
 """
 
 from __future__ import annotations
@@ -68,10 +70,13 @@ class Job:
 
     def manifest(self, folder: str) -> dict[str, Any]:
         """The pod; ``folder`` is where it writes, on the host."""
-        script = _SCRIPT.format(found=_FOUND, name=self.name, seconds=100000 if self.deleted else self.run_seconds)
+        script = _SCRIPT.format(
+            found=_FOUND, name=self.name, seconds=100000 if self.deleted else self.run_seconds
+        )
         spec: dict[str, Any] = {
             "restartPolicy": "Never",
-            "hostNetwork": True,  # a network for each pod would cost this machine more than all else
+            # a network for each pod would cost this machine more than all else
+            "hostNetwork": True,
             "terminationGracePeriodSeconds": 5,
             "schedulerName": "default-scheduler" if self.family in BY_IDS else "volcano",
             "volumes": [{"name": "found", "hostPath": {"path": folder}}],
@@ -111,11 +116,25 @@ def draw(seed: int, pods: int, *, volcano: str, flooding: str) -> Iterator[Job]:
             number += 1
         for family in rng.choices(others, k=min(rng.randint(4, 8), pods - number)):
             long = rng.random() < 0.25
-            yield _job(rng, family, now + rng.random() * 8.0, number, rng.randint(25, 45) if long else rng.randint(2, 8))
+            yield _job(
+                rng,
+                family,
+                now + rng.random() * 8.0,
+                number,
+                rng.randint(25, 45) if long else rng.randint(2, 8),
+            )
             number += 1
         now += rng.uniform(8.0, 16.0)
 
 
 def _job(rng: random.Random, family: str, arrives: float, number: int, run_seconds: int) -> Job:
     init_seconds = rng.randint(2, 6) if rng.random() < 0.2 else 0
-    return Job(f"{family}-{number:03}", family, arrives, init_seconds, run_seconds, rng.random() < 0.15, rng.choice((2, 4, 6, 8)))
+    return Job(
+        f"{family}-{number:03}",
+        family,
+        arrives,
+        init_seconds,
+        run_seconds,
+        rng.random() < 0.15,
+        rng.choice((2, 4, 6, 8)),
+    )

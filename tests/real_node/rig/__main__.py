@@ -1,6 +1,8 @@
-"""The command line of the rig, for people: `scripts/cluster` runs this module in the project's virtual environment.
+"""The command line of the rig, for people:
+`scripts/cluster` runs this module in the project's virtual environment.
 
-A cluster brought up here has no owner, so it stays until `down`. Those of tests end with their tests.
+A cluster brought up here has no owner, so it stays until `down`. Those of tests end with their
+tests.
 """
 
 from __future__ import annotations
@@ -47,8 +49,11 @@ def main(arguments: list[str]) -> int:
 
 
 def _split_at_kubectl(arguments: list[str]) -> tuple[list[str], list[str]]:
-    """Our arguments up to the command ``kubectl``, and kubectl's; argparse would claim options such as ``-n`` for itself."""
-    for position, argument in enumerate(arguments[:3]):  # `kubectl`, `--name=X kubectl` or `--name X kubectl`
+    """Our arguments up to the command ``kubectl``, and kubectl's;
+    argparse would claim options such as ``-n`` for itself.
+    """
+    # `kubectl`, `--name=X kubectl` or `--name X kubectl`
+    for position, argument in enumerate(arguments[:3]):
         if argument == "kubectl":
             return arguments[: position + 1], arguments[position + 1 :]
     return arguments, []
@@ -57,7 +62,10 @@ def _split_at_kubectl(arguments: list[str]) -> tuple[list[str], list[str]]:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="scripts/cluster",
-        description="A real Kubernetes cluster on this machine, in namespaces of its own: etcd, control plane, kubelet, containerd.",
+        description=(
+            "A real Kubernetes cluster on this machine, in namespaces of its own: etcd, control "
+            "plane, kubelet, containerd."
+        ),
         epilog=_EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
@@ -67,19 +75,42 @@ def _parser() -> argparse.ArgumentParser:
     def command(name: str, run: object, summary: str) -> argparse.ArgumentParser:
         added = commands.add_parser(name, help=summary, description=summary)
         added.set_defaults(run=run)
-        _add_name(added, default=argparse.SUPPRESS)  # so that it may stand before or after the command
+        # so that it may stand before or after the command
+        _add_name(added, default=argparse.SUPPRESS)
         return added
 
     up = command("up", _up, "start a cluster and leave it running")
-    up.add_argument("--nodes", type=int, choices=(1, 2), default=1, help="Kubernetes nodes (default 1)")
-    up.add_argument("--numa", type=int, choices=(1, 2), default=1, help="NUMA nodes that each kubelet sees (default 1)")
-    up.add_argument("--topology-manager", default="none", metavar="POLICY", help="the kubelets' topologyManagerPolicy (default none)")
-    up.add_argument("--cpu-manager", default="none", metavar="POLICY", help="the kubelets' cpuManagerPolicy (default none)")
+    up.add_argument(
+        "--nodes", type=int, choices=(1, 2), default=1, help="Kubernetes nodes (default 1)"
+    )
+    up.add_argument(
+        "--numa",
+        type=int,
+        choices=(1, 2),
+        default=1,
+        help="NUMA nodes that each kubelet sees (default 1)",
+    )
+    up.add_argument(
+        "--topology-manager",
+        default="none",
+        metavar="POLICY",
+        help="the kubelets' topologyManagerPolicy (default none)",
+    )
+    up.add_argument(
+        "--cpu-manager",
+        default="none",
+        metavar="POLICY",
+        help="the kubelets' cpuManagerPolicy (default none)",
+    )
     down = command("down", _down, "end a cluster and remove everything of it")
-    down.add_argument("--all", action="store_true", help="every cluster, also those of running tests")
+    down.add_argument(
+        "--all", action="store_true", help="every cluster, also those of running tests"
+    )
     command("status", _status, "list the clusters and what runs in them")
     command("build", _build, "build and fetch what a cluster needs, without starting one")
-    command("kubectl", _kubectl, "run kubectl as cluster admin; everything behind the word is kubectl's")
+    command(
+        "kubectl", _kubectl, "run kubectl as cluster admin; everything behind the word is kubectl's"
+    )
     shell = command("shell", _shell, "open a shell on a node")
     shell.add_argument("--node", type=int, choices=(1, 2), default=1)
     logs = command("logs", _logs, "print a component's log; without a component, list them")
@@ -110,7 +141,10 @@ def _up(options: argparse.Namespace) -> None:
     nodes = ", ".join(node.name for node in rig.nodes())
     _say(f"Kubernetes {KUBERNETES.version} is up after {rig.start_seconds:.1f} s: {nodes}. Next:")
     _say(f"  scripts/cluster {named}kubectl get nodes,pods -A")
-    _say(f"  .venv/bin/vgpu-agent run --node-name {rig.node_name()} --kubelet-dir {rig.kubelet_dir()} …   an agent on this node")
+    _say(
+        f"  .venv/bin/vgpu-agent run --node-name {rig.node_name()} --kubelet-dir "
+        f"{rig.kubelet_dir()} …   an agent on this node"
+    )
     _say(f"  scripts/cluster {named}shell        a shell on the node, with kubectl and ctr")
     _say(f"  scripts/cluster {named}logs kubelet-1")
     _say(f"  scripts/cluster {named}down         it stays up until then")
@@ -136,7 +170,10 @@ def _status(_: argparse.Namespace) -> None:
 def _describe(layout: Layout) -> str:
     rig = Rig(layout.name)
     if not rig.is_running():
-        return f"{layout.name}: remains of a killed one in {layout.run}; `scripts/cluster down` removes them"
+        return (
+            f"{layout.name}: remains of a killed one in {layout.run}; `scripts/cluster down` "
+            "removes them"
+        )
     if not layout.ready.exists():
         return f"{layout.name}: starting, or failed to; see {layout.logs}"
     nodes = "".join(f"\n  {node.name}: --kubelet-dir {node.kubelet_dir}" for node in rig.nodes())
@@ -150,13 +187,17 @@ def _build(_: argparse.Namespace) -> None:
 
 def _kubectl(options: argparse.Namespace) -> NoReturn:
     command = Rig(options.name).kubectl_command(*options.for_kubectl)
-    os.execvp(command[0], command)  # noqa: S606 - kubectl takes over this process, with its terminal and its exit status
+    # kubectl takes over this process, with its terminal and its exit status
+    os.execvp(command[0], command)  # noqa: S606
 
 
 def _shell(options: argparse.Namespace) -> int:
-    # As a child, so that the terminal's Ctrl-C ends what runs in the shell, not this process and with it the way back.
+    # As a child, so that the terminal's Ctrl-C ends what runs in the shell, not this process and
+    # with it the way back.
     shell = "bash" if shutil.which("bash") else "sh"
-    return subprocess.run(Rig(options.name).in_node(shell, node=options.node), check=False).returncode
+    return subprocess.run(
+        Rig(options.name).in_node(shell, node=options.node), check=False
+    ).returncode
 
 
 def _logs(options: argparse.Namespace) -> None:
@@ -169,7 +210,13 @@ def _logs(options: argparse.Namespace) -> None:
         return
     if options.component not in files:
         raise RigError(f"no component {options.component!r}; there are {', '.join(files)}")
-    command = ["tail", "-n", "+1", *(["--follow"] if options.follow else []), str(files[options.component])]
+    command = [
+        "tail",
+        "-n",
+        "+1",
+        *(["--follow"] if options.follow else []),
+        str(files[options.component]),
+    ]
     os.execvp(command[0], command)  # noqa: S606 - as above
 
 

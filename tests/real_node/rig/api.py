@@ -1,6 +1,7 @@
 """A small client of the rig's API server: JSON in, JSON out, one connection per request.
 
-From the standard library alone, so that nothing the agent uses to talk to the API server can hide its own mistakes in the tests of it.
+From the standard library alone, so that nothing the agent uses to talk to the API server can hide
+its own mistakes in the tests of it.
 
 Called by inside.py and node.py during the start, and by tests as `Rig.api`.
 """
@@ -31,7 +32,9 @@ Json = dict[str, Any]
 
 
 class ApiError(RigError):
-    """The API server answered with an error; ``status`` is the HTTP status, ``reason`` and the message are those of its Status object."""
+    """The API server answered with an error; ``status`` is the HTTP status, ``reason`` and the
+    message are those of its Status object.
+    """
 
     def __init__(self, status: int, reason: str, message: str) -> None:
         super().__init__(f"{status} {reason}: {message}")
@@ -40,9 +43,17 @@ class ApiError(RigError):
 
 
 class _Connection(http.client.HTTPSConnection):
-    """An HTTPS connection whose socket is made in the rig's network namespace, when there is one to join."""
+    """An HTTPS connection whose socket is made in the rig's network namespace,
+    when there is one to join.
+    """
 
-    def __init__(self, context: ssl.SSLContext, network_namespace: str | None, *, timeout_seconds: float = _TIMEOUT_SECONDS) -> None:
+    def __init__(
+        self,
+        context: ssl.SSLContext,
+        network_namespace: str | None,
+        *,
+        timeout_seconds: float = _TIMEOUT_SECONDS,
+    ) -> None:
         super().__init__(*_ADDRESS, context=context, timeout=timeout_seconds)
         self._tls = context
         self._network_namespace = network_namespace
@@ -51,7 +62,9 @@ class _Connection(http.client.HTTPSConnection):
         if self._network_namespace is None:
             plain = socket.create_connection(_ADDRESS, timeout=self.timeout)
         else:
-            plain = netns.connect(self._network_namespace, _ADDRESS, timeout_seconds=_TIMEOUT_SECONDS)
+            plain = netns.connect(
+                self._network_namespace, _ADDRESS, timeout_seconds=_TIMEOUT_SECONDS
+            )
             plain.settimeout(self.timeout)
         self.sock = self._tls.wrap_socket(plain, server_hostname=_ADDRESS[0])
 
@@ -65,8 +78,12 @@ class Api:
         self._network_namespace = network_namespace
 
     @classmethod
-    def of(cls, layout: Layout, *, user: str = "admin", network_namespace: str | None = None) -> Self:
-        """The client of ``user``; without ``network_namespace`` the caller must already be inside."""
+    def of(
+        cls, layout: Layout, *, user: str = "admin", network_namespace: str | None = None
+    ) -> Self:
+        """The client of ``user``; without ``network_namespace`` the caller must already be
+        inside.
+        """
         context = ssl.create_default_context(cafile=str(layout.pki / "ca.crt"))
         kubeconfig = json.loads(layout.kubeconfig(user).read_text())
         return cls(context, kubeconfig["users"][0]["user"]["token"], network_namespace)
@@ -93,27 +110,49 @@ class Api:
         return self.find(path) is not None
 
     def names(self, path: str) -> list[str]:
-        """The names of the objects behind a path of a collection; the API server sends their metadata only."""
-        body = self._request("GET", path, None, "application/json", "application/json;as=PartialObjectMetadataList;g=meta.k8s.io;v=v1")
+        """The names of the objects behind a path of a collection;
+        the API server sends their metadata only.
+        """
+        body = self._request(
+            "GET",
+            path,
+            None,
+            "application/json",
+            "application/json;as=PartialObjectMetadataList;g=meta.k8s.io;v=v1",
+        )
         return [item["metadata"]["name"] for item in json.loads(body)["items"] or ()]
 
     @contextlib.contextmanager
     def watching_names(self, path: str, *, timeout_seconds: float) -> Iterator[Iterator[str]]:
-        """The names of objects behind a path of a collection as they come to match its selectors, those that do already first.
+        """The names of objects behind a path of a collection as they come to match its selectors,
+        those that do already first.
 
-        The API server sends their metadata only, and nothing is asked for again and again. The iteration ends when the API server ends the
-        watch after ``timeout_seconds``; leave the context to stop earlier.
+        The API server sends their metadata only, and nothing is asked for again and again. The
+        iteration ends when the API server ends the watch after ``timeout_seconds``; leave the
+        context to stop earlier.
         """
         accept = "application/json;as=PartialObjectMetadata;g=meta.k8s.io;v=v1"
-        connection = _Connection(self._context, self._network_namespace, timeout_seconds=timeout_seconds + _TIMEOUT_SECONDS)
+        connection = _Connection(
+            self._context,
+            self._network_namespace,
+            timeout_seconds=timeout_seconds + _TIMEOUT_SECONDS,
+        )
         try:
             headers = {"Authorization": f"Bearer {self._token}", "Accept": accept}
-            connection.request("GET", f"{path}{'&' if '?' in path else '?'}watch=1&timeoutSeconds={timeout_seconds:.0f}", headers=headers)
+            connection.request(
+                "GET",
+                f"{path}{'&' if '?' in path else '?'}watch=1&timeoutSeconds={timeout_seconds:.0f}",
+                headers=headers,
+            )
             response = connection.getresponse()
             if response.status >= http.HTTPStatus.BAD_REQUEST:
                 raise _error(response.status, response.read())
             changes = (json.loads(line) for line in response)
-            yield (change["object"]["metadata"]["name"] for change in changes if change["type"] == "ADDED")
+            yield (
+                change["object"]["metadata"]["name"]
+                for change in changes
+                if change["type"] == "ADDED"
+            )
         finally:
             connection.close()
 
@@ -123,7 +162,9 @@ class Api:
     def put(self, path: str, body: Json) -> Json:
         return self._json("PUT", path, body)
 
-    def patch(self, path: str, body: Json, *, content_type: str = "application/merge-patch+json") -> Json:
+    def patch(
+        self, path: str, body: Json, *, content_type: str = "application/merge-patch+json"
+    ) -> Json:
         return self._json("PATCH", path, body, content_type)
 
     def delete(self, path: str, body: Json | None = None) -> Json:
@@ -134,21 +175,42 @@ class Api:
         return self._request("GET", path, None, "application/json").decode(errors="replace")
 
     def is_ready(self) -> bool:
-        """Tell whether the API server answers and calls itself ready; false while it cannot be reached."""
+        """Tell whether the API server answers and calls itself ready;
+        false while it cannot be reached.
+        """
         try:
             return self.text("/readyz") == "ok"
         except (OSError, http.client.HTTPException, ApiError):
             return False
 
-    def _json(self, method: str, path: str, body: Json | None = None, content_type: str = "application/json") -> Json:
+    def _json(
+        self,
+        method: str,
+        path: str,
+        body: Json | None = None,
+        content_type: str = "application/json",
+    ) -> Json:
         answer: Json = json.loads(self._request(method, path, body, content_type))
         return answer
 
-    def _request(self, method: str, path: str, body: Json | None, content_type: str, accept: str = "application/json, */*") -> bytes:
+    def _request(
+        self,
+        method: str,
+        path: str,
+        body: Json | None,
+        content_type: str,
+        accept: str = "application/json, */*",
+    ) -> bytes:
         connection = _Connection(self._context, self._network_namespace)
         try:
-            headers = {"Authorization": f"Bearer {self._token}", "Content-Type": content_type, "Accept": accept}
-            connection.request(method, path, body=None if body is None else json.dumps(body), headers=headers)
+            headers = {
+                "Authorization": f"Bearer {self._token}",
+                "Content-Type": content_type,
+                "Accept": accept,
+            }
+            connection.request(
+                method, path, body=None if body is None else json.dumps(body), headers=headers
+            )
             response = connection.getresponse()
             content = response.read()
         finally:
@@ -162,5 +224,8 @@ def _error(status: int, content: bytes) -> ApiError:
     try:
         told = json.loads(content)
         return ApiError(status, told.get("reason", ""), told.get("message", ""))
-    except (ValueError, AttributeError):  # the kubelet behind a proxied request answers in plain text
-        return ApiError(status, http.HTTPStatus(status).phrase, content.decode(errors="replace").strip())
+    except (ValueError, AttributeError):
+        # the kubelet behind a proxied request answers in plain text
+        return ApiError(
+            status, http.HTTPStatus(status).phrase, content.decode(errors="replace").strip()
+        )

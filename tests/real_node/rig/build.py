@@ -1,9 +1,12 @@
-"""Builds Kubernetes, etcd and containerd from Go modules pinned in tests/real_node/gomod, once per machine.
+"""Builds Kubernetes, etcd and containerd from Go modules pinned in tests/real_node/gomod,
+once per machine.
 
-No registry of binaries or images is needed, only a Go module proxy (whichever the environment names), and go.sum makes sure that what it
-serves is what was tried. Cold, this takes minutes and 3 GB of memory; afterwards it is a look into the cache.
+No registry of binaries or images is needed, only a Go module proxy (whichever the environment
+names), and go.sum makes sure that what it serves is what was tried. Cold, this takes minutes and 3
+GB of memory; afterwards it is a look into the cache.
 
-Called by lifecycle.py before every start, by `scripts/cluster build`, and by conftest.py before the first test.
+Called by lifecycle.py before every start, by `scripts/cluster build`, and by conftest.py before the
+first test.
 """
 
 from __future__ import annotations
@@ -45,7 +48,11 @@ class GoBuild:
     @property
     def version(self) -> str:
         """The pinned version, e.g. ``v1.36.3``."""
-        match = re.search(rf"^\s*{re.escape(self.version_of)} (v\S+)", (self.folder / "go.mod").read_text(), re.MULTILINE)
+        match = re.search(
+            rf"^\s*{re.escape(self.version_of)} (v\S+)",
+            (self.folder / "go.mod").read_text(),
+            re.MULTILINE,
+        )
         if match is None:
             raise RigError(f"{self.folder / 'go.mod'} requires no {self.version_of}")
         return match[1]
@@ -69,21 +76,39 @@ class GoBuild:
             "-ldflags",
             " ".join(["-s -w", *(f"-X {variable}" for variable in linked)]),
         ]
-        return ["go", "build", *fixed, *self.flags, "-o", str(out / program), self.programs[program]]
+        return [
+            "go",
+            "build",
+            *fixed,
+            *self.flags,
+            "-o",
+            str(out / program),
+            self.programs[program],
+        ]
 
     def key(self) -> str:
         """Hash of all that decides what comes out, but for Go's own version."""
-        files = sorted(path for path in self.folder.iterdir() if path.suffix in {".mod", ".sum", ".go"})
+        files = sorted(
+            path for path in self.folder.iterdir() if path.suffix in {".mod", ".sum", ".go"}
+        )
         commands = [" ".join(self.command(program, Path("out"))) for program in self.programs]
-        return cache.digest([path.read_bytes() for path in files] + [command.encode() for command in commands])
+        return cache.digest(
+            [path.read_bytes() for path in files] + [command.encode() for command in commands]
+        )
 
 
-KUBERNETES = GoBuild(name="kubernetes", version_of="k8s.io/kubernetes", programs={"kubernetes": "."})
+KUBERNETES = GoBuild(
+    name="kubernetes", version_of="k8s.io/kubernetes", programs={"kubernetes": "."}
+)
 CONTAINERD = GoBuild(
     name="containerd",
     version_of="github.com/containerd/containerd/v2",
-    programs={name: f"github.com/containerd/containerd/v2/cmd/{name}" for name in ("containerd", "containerd-shim-runc-v2", "ctr")},
-    flags=("-tags", "no_btrfs no_devmapper no_zfs no_tracing"),  # snapshotters that need C headers, and what a test rig never uses
+    programs={
+        name: f"github.com/containerd/containerd/v2/cmd/{name}"
+        for name in ("containerd", "containerd-shim-runc-v2", "ctr")
+    },
+    # snapshotters that need C headers, and what a test rig never uses
+    flags=("-tags", "no_btrfs no_devmapper no_zfs no_tracing"),
 )
 BUILDS = (KUBERNETES, CONTAINERD)
 
@@ -106,20 +131,35 @@ def ensure(build: GoBuild, say: Callable[[str], None]) -> Path:
     if go is None:
         found = cached(build)
         if found is None:
-            raise RequirementError("Go is not installed and nothing is in the cache; put `go` 1.26 or newer into PATH")
+            raise RequirementError(
+                "Go is not installed and nothing is in the cache; put `go` 1.26 or newer into PATH"
+            )
         return found
 
     def make(folder: Path) -> None:
-        say(f"building {build.name} {build.version} from source; minutes the first time, then kept in {cache.root()}")
+        say(
+            f"building {build.name} {build.version} from source; minutes the first time, then kept "
+            f"in {cache.root()}"
+        )
         began = time.monotonic()
         environment = os.environ | {"CGO_ENABLED": "0", "GOWORK": "off"}
         for program in build.programs:
             result = subprocess.run(
-                build.command(program, folder), cwd=build.folder, env=environment, text=True, capture_output=True, check=False
+                build.command(program, folder),
+                cwd=build.folder,
+                env=environment,
+                text=True,
+                capture_output=True,
+                check=False,
             )
             if result.returncode:
-                raise RigError(f"building {program} failed: {' '.join(result.stderr.strip().splitlines()[-5:])}")
+                raise RigError(
+                    f"building {program} failed: "
+                    f"{' '.join(result.stderr.strip().splitlines()[-5:])}"
+                )
         say(f"built {build.name} in {time.monotonic() - began:.0f} s")
 
-    go_version = subprocess.run([go, "env", "GOVERSION"], cwd=build.folder, text=True, capture_output=True, check=True).stdout.strip()
+    go_version = subprocess.run(
+        [go, "env", "GOVERSION"], cwd=build.folder, text=True, capture_output=True, check=True
+    ).stdout.strip()
     return cache.get(f"{build.name}-{build.version}-{build.key()}-{go_version}", make)

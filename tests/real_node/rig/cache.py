@@ -1,6 +1,8 @@
-"""Things that take long to make, kept outside the checkout under the hash of what they were made from.
+"""Things that take long to make, kept outside the checkout under the hash
+of what they were made from.
 
-Clones and branches of the project share them; a change of the input gives a new entry, and nothing ever has to be invalidated.
+Clones and branches of the project share them; a change of the input gives a new entry, and nothing
+ever has to be invalidated.
 
 Called by build.py and images.py.
 """
@@ -21,7 +23,9 @@ if TYPE_CHECKING:
 
 def root() -> Path:
     """The cache folder of the cluster rig, below the user's."""
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "vgpu-agent" / "cluster"
+    return (
+        Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "vgpu-agent" / "cluster"
+    )
 
 
 def digest(parts: Iterable[bytes]) -> str:
@@ -42,8 +46,9 @@ def find(pattern: str) -> Path | None:
 def get(name: str, make: Callable[[Path], None]) -> Path:
     """The folder of entry ``name``, which ``make`` fills when it is not there yet.
 
-    A second caller waits for the first. The folder gets its name only when it is complete, so a killed maker leaves nothing that
-    could be mistaken for an entry. Whatever ``make`` raises goes through.
+    A second caller waits for the first. The folder gets its name only when it is complete, so a
+    killed maker leaves nothing that could be mistaken for an entry. Whatever ``make`` raises goes
+    through.
     """
     entry = root() / name
     if entry.is_dir():

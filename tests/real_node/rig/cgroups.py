@@ -1,7 +1,8 @@
 """The cgroups of a rig: made before its kubelets start, removed after its last process is gone.
 
-The kubelet wants its `cgroupRoot` to exist in every hierarchy. cgroup v1 and the hybrid of both are what the rig was measured on; on a
-pure v2 host the controllers are delegated downwards instead, which has not been tried.
+The kubelet wants its `cgroupRoot` to exist in every hierarchy. cgroup v1 and the hybrid of both are
+what the rig was measured on; on a pure v2 host the controllers are delegated downwards instead,
+which has not been tried.
 
 Called by keeper.py, and by leftovers.py for rigs whose keeper was killed.
 """
@@ -22,10 +23,16 @@ def _is_v2() -> bool:
 
 
 def hierarchies() -> list[Path]:
-    """The root of each hierarchy: one on a v2 host, one per controller (and ``unified``) on the others."""
+    """The root of each hierarchy: one on a v2 host,
+    one per controller (and ``unified``) on the others.
+    """
     if _is_v2():
         return [ROOT]
-    return sorted(path for path in ROOT.iterdir() if path.is_dir() and not path.is_symlink() and (path / "cgroup.procs").exists())
+    return sorted(
+        path
+        for path in ROOT.iterdir()
+        if path.is_dir() and not path.is_symlink() and (path / "cgroup.procs").exists()
+    )
 
 
 def create(names: list[str]) -> None:
@@ -42,16 +49,23 @@ def create(names: list[str]) -> None:
 def _create_one(path: Path) -> None:
     try:
         if _is_v2():
-            # Untested on a real v2 host: a child gets only those controllers that its parent hands down.
+            # Untested on a real v2 host: a child gets only those controllers that its parent hands
+            # down.
             controllers = (path.parent / "cgroup.controllers").read_text().split()
-            (path.parent / "cgroup.subtree_control").write_text(" ".join(f"+{controller}" for controller in controllers))
+            (path.parent / "cgroup.subtree_control").write_text(
+                " ".join(f"+{controller}" for controller in controllers)
+            )
         path.mkdir(exist_ok=True)
         if not _is_v2():
-            for inherited in ("cpuset.cpus", "cpuset.mems"):  # empty in a new v1 cgroup, and empty means that no task may enter
+            # empty in a new v1 cgroup, and empty means that no task may enter
+            for inherited in ("cpuset.cpus", "cpuset.mems"):
                 if (path / inherited).exists():
                     (path / inherited).write_text((path.parent / inherited).read_text())
     except OSError as err:
-        raise RigError(f"cannot make cgroup {path}: {err.strerror}; root may lack the right to delegate controllers here") from err
+        raise RigError(
+            f"cannot make cgroup {path}: {err.strerror}; root may lack the right to delegate "
+            "controllers here"
+        ) from err
 
 
 def existing(name: str) -> list[Path]:
@@ -70,7 +84,10 @@ def remove(name: str, *, patience_seconds: float) -> None:
     deadline = time.monotonic() + patience_seconds
     while busy := [path for path in existing(name) if not _remove_tree(path)]:
         if time.monotonic() > deadline:
-            raise RigError(f"cgroup {busy[0]} is still in use after {patience_seconds:g} s: processes {_processes(busy[0])}")
+            raise RigError(
+                f"cgroup {busy[0]} is still in use after {patience_seconds:g} s: processes "
+                f"{_processes(busy[0])}"
+            )
         time.sleep(0.05)
 
 

@@ -1,7 +1,9 @@
-"""Configuration files and command lines of everything that runs in a rig, as plain functions of the plan.
+"""Configuration files and command lines of everything that runs in a rig,
+as plain functions of the plan.
 
-Why each unusual setting: so that a test waits for what it tests, not for a default of ten seconds; and so that nothing is written to the
-host. Sources: the components' own flag references and KubeletConfiguration (kubelet.config.k8s.io/v1beta1).
+Why each unusual setting: so that a test waits for what it tests, not for a default of ten seconds;
+and so that nothing is written to the host. Sources: the components' own flag references and
+KubeletConfiguration (kubelet.config.k8s.io/v1beta1).
 
 Called by inside.py (control plane) and node.py (containerd, kubelet).
 """
@@ -11,12 +13,20 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from tests.real_node.rig import host, images
-from tests.real_node.rig.layout import SERVICE_ADDRESS, Layout, NodeLayout, Options, Plan, node_address
+from tests.real_node.rig.layout import (
+    SERVICE_ADDRESS,
+    Layout,
+    NodeLayout,
+    Options,
+    Plan,
+    node_address,
+)
 
 if TYPE_CHECKING:
     from pathlib import Path
 
-CONTAINERD_SOCKET = "/run/containerd/containerd.sock"  # the same in every node: each has a /run of its own
+# the same in every node: each has a /run of its own
+CONTAINERD_SOCKET = "/run/containerd/containerd.sock"
 CDI_DIR = "/run/cdi"
 BRIDGE = "rig0"
 RESOLV_CONF = "/run/rig-resolv.conf"
@@ -30,7 +40,14 @@ def etcd(plan: Plan, layout: Layout) -> list[str]:
         *_part(plan, "etcd"),
         *("--data-dir", str(layout.run / "etcd"), "--unsafe-no-fsync", "--log-level", "warn"),
         *("--listen-client-urls", _ETCD, "--advertise-client-urls", _ETCD),
-        *("--listen-peer-urls", _ETCD_PEER, "--initial-advertise-peer-urls", _ETCD_PEER, "--initial-cluster", f"default={_ETCD_PEER}"),
+        *(
+            "--listen-peer-urls",
+            _ETCD_PEER,
+            "--initial-advertise-peer-urls",
+            _ETCD_PEER,
+            "--initial-cluster",
+            f"default={_ETCD_PEER}",
+        ),
     ]
 
 
@@ -40,16 +57,50 @@ def apiserver(plan: Plan, layout: Layout) -> list[str]:
     return [
         *_part(plan, "apiserver"),
         *("--etcd-servers", _ETCD, "--bind-address", "0.0.0.0", "--secure-port", "443"),
-        # The service address lies on the bridge, so in-cluster clients reach the API server without a kube-proxy.
-        *("--advertise-address", node_address(1), "--service-cluster-ip-range", f"{SERVICE_ADDRESS.rpartition('.')[0]}.0/24"),
+        # The service address lies on the bridge, so in-cluster clients reach the API server without
+        # a kube-proxy.
+        *(
+            "--advertise-address",
+            node_address(1),
+            "--service-cluster-ip-range",
+            f"{SERVICE_ADDRESS.rpartition('.')[0]}.0/24",
+        ),
         *("--client-ca-file", f"{pki}/ca.crt", "--token-auth-file", f"{pki}/tokens.csv"),
-        *("--tls-cert-file", f"{pki}/apiserver.crt", "--tls-private-key-file", f"{pki}/apiserver.key"),
-        # Without these two the control plane's parts complain every second that they cannot tell a front proxy; there is none.
-        *("--requestheader-client-ca-file", f"{pki}/ca.crt", "--requestheader-allowed-names", "front-proxy"),
-        *("--authorization-mode", "Node,RBAC", "--enable-admission-plugins", "NodeRestriction", "--allow-privileged=true"),
-        *("--kubelet-client-certificate", f"{pki}/apiserver-kubelet.crt", "--kubelet-client-key", f"{pki}/apiserver-kubelet.key"),
-        *("--kubelet-preferred-address-types", "InternalIP"),  # node names do not resolve; `kubectl logs` and `exec` need this
-        *("--service-account-issuer", "https://kubernetes.default.svc", "--service-account-key-file", f"{pki}/sa.pub"),
+        *(
+            "--tls-cert-file",
+            f"{pki}/apiserver.crt",
+            "--tls-private-key-file",
+            f"{pki}/apiserver.key",
+        ),
+        # Without these two the control plane's parts complain every second that they cannot tell a
+        # front proxy; there is none.
+        *(
+            "--requestheader-client-ca-file",
+            f"{pki}/ca.crt",
+            "--requestheader-allowed-names",
+            "front-proxy",
+        ),
+        *(
+            "--authorization-mode",
+            "Node,RBAC",
+            "--enable-admission-plugins",
+            "NodeRestriction",
+            "--allow-privileged=true",
+        ),
+        *(
+            "--kubelet-client-certificate",
+            f"{pki}/apiserver-kubelet.crt",
+            "--kubelet-client-key",
+            f"{pki}/apiserver-kubelet.key",
+        ),
+        # node names do not resolve; `kubectl logs` and `exec` need this
+        *("--kubelet-preferred-address-types", "InternalIP"),
+        *(
+            "--service-account-issuer",
+            "https://kubernetes.default.svc",
+            "--service-account-key-file",
+            f"{pki}/sa.pub",
+        ),
         *("--service-account-signing-key-file", f"{pki}/sa.key", "--shutdown-delay-duration", "0s"),
     ]
 
@@ -59,9 +110,14 @@ def controller_manager(plan: Plan, layout: Layout) -> list[str]:
     return [
         *_part(plan, "controller-manager"),
         *_leader(layout, "controllers"),
-        *("--kube-api-qps", "500", "--kube-api-burst", "1000"),  # the default of 20 makes the first service account take 8 s
+        # the default of 20 makes the first service account take 8 s
+        *("--kube-api-qps", "500", "--kube-api-burst", "1000"),
         *("--node-monitor-period", "1s"),
-        *("--use-service-account-credentials", "--service-account-private-key-file", f"{layout.pki}/sa.key"),
+        *(
+            "--use-service-account-credentials",
+            "--service-account-private-key-file",
+            f"{layout.pki}/sa.key",
+        ),
         *("--root-ca-file", f"{layout.pki}/ca.crt"),
     ]
 
@@ -72,10 +128,17 @@ def scheduler(plan: Plan, layout: Layout) -> list[str]:
 
 
 def kubelet(plan: Plan, node: NodeLayout) -> list[str]:
-    """With its configuration in a file; --root-dir stays at its default, as a node's documentation has it."""
+    """With its configuration in a file; --root-dir stays at its default,
+    as a node's documentation has it.
+    """
     return [
         *_part(plan, "kubelet"),
-        *("--config", str(node.etc / "kubelet.json"), "--kubeconfig", str(node.rig.kubeconfig(node.name))),
+        *(
+            "--config",
+            str(node.etc / "kubelet.json"),
+            "--kubeconfig",
+            str(node.rig.kubeconfig(node.name)),
+        ),
         *("--hostname-override", node.name, "--node-ip", node_address(node.index), "-v", "2"),
     ]
 
@@ -86,13 +149,17 @@ def containerd(plan: Plan, node: NodeLayout) -> list[str]:
 
 
 def ctr(plan: Plan) -> list[str]:
-    """`ctr` in the namespace of Kubernetes' containers; only meaningful in a node's mount namespace."""
+    """`ctr` in the namespace of Kubernetes' containers;
+    only meaningful in a node's mount namespace.
+    """
     return [str(plan.containerd / "ctr"), "--address", CONTAINERD_SOCKET, "--namespace", "k8s.io"]
 
 
 def kubelet_configuration(options: Options, node: NodeLayout) -> dict[str, Any]:
     """A KubeletConfiguration; the caller's own fields win."""
-    pressure = dict.fromkeys(("nodefs.available", "nodefs.inodesFree", "imagefs.available", "imagefs.inodesFree"), "1%")
+    pressure = dict.fromkeys(
+        ("nodefs.available", "nodefs.inodesFree", "imagefs.available", "imagefs.inodesFree"), "1%"
+    )
     static = {"reservedSystemCPUs": "0"} if options.cpu_manager_policy == "static" else {}
     return (
         {
@@ -114,11 +181,13 @@ def kubelet_configuration(options: Options, node: NodeLayout) -> dict[str, Any]:
             "resolvConf": RESOLV_CONF,
             "staticPodPath": str(node.static_pods),
             "fileCheckFrequency": "1s",
-            "nodeStatusUpdateFrequency": "1s",  # the default of 10 s is how late a new resource would show in the node's status
+            # the default of 10 s is how late a new resource would show in the node's status
+            "nodeStatusUpdateFrequency": "1s",
             "kubeAPIQPS": 500,
             "kubeAPIBurst": 1000,
             "enableControllerAttachDetach": False,
-            "imageGCHighThresholdPercent": 100,  # a developer's full disk must not make the kubelet throw images away
+            # a developer's full disk must not make the kubelet throw images away
+            "imageGCHighThresholdPercent": 100,
             "evictionHard": {"memory.available": "50Mi"} | pressure,
             "shutdownGracePeriod": "0s",
             "cpuManagerPolicy": options.cpu_manager_policy,
@@ -177,7 +246,11 @@ def cni_configuration(node: NodeLayout) -> dict[str, Any]:
         "bridge": BRIDGE,
         "isGateway": True,
         "ipMasq": False,
-        "ipam": {"type": "host-local", "ranges": [[pod_addresses]], "routes": [{"dst": "0.0.0.0/0"}]},
+        "ipam": {
+            "type": "host-local",
+            "ranges": [[pod_addresses]],
+            "routes": [{"dst": "0.0.0.0/0"}],
+        },
     }
     return {"cniVersion": "1.0.0", "name": "rig", "plugins": [bridge]}
 
@@ -189,13 +262,22 @@ def _part(plan: Plan, part: str) -> list[str]:
 def _leader(layout: Layout, user: str) -> list[str]:
     kubeconfig = str(layout.kubeconfig(user))
     return [
-        *("--kubeconfig", kubeconfig, "--authentication-kubeconfig", kubeconfig, "--authorization-kubeconfig", kubeconfig),
+        *(
+            "--kubeconfig",
+            kubeconfig,
+            "--authentication-kubeconfig",
+            kubeconfig,
+            "--authorization-kubeconfig",
+            kubeconfig,
+        ),
         *("--leader-elect=false", "--bind-address", "127.0.0.1"),
     ]
 
 
 def environment(plan: Plan) -> dict[str, str]:
-    """Environment of everything inside: the shim is found through PATH, and a proxy of the host would only be in the way."""
+    """Environment of everything inside: the shim is found through PATH,
+    and a proxy of the host would only be in the way.
+    """
     return {"PATH": host.program_path(plan.containerd), "HOME": "/root", "LANG": "C.UTF-8"}
 
 

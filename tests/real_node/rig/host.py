@@ -1,6 +1,7 @@
 """The rig's needs of this machine: root, and a handful of Debian packages that it installs itself.
 
-Called by conftest.py to say in one line why there are no cluster tests, and by lifecycle.py before a start.
+Called by conftest.py to say in one line why there are no cluster tests, and by lifecycle.py before
+a start.
 """
 
 from __future__ import annotations
@@ -33,19 +34,31 @@ _FILES = {CNI_PLUGINS / "bridge": "containernetworking-plugins", BUSYBOX: "busyb
 
 
 def program_path(*first: Path) -> str:
-    """A PATH for the rig's processes: ``first``, then the system's own folders, which a service or a CI job may lack."""
+    """A PATH for the rig's processes: ``first``, then the system's own folders,
+    which a service or a CI job may lack.
+    """
     return ":".join([*map(str, first), _SYSTEM_PATH])
 
 
 def missing_requirement() -> str | None:
-    """Return why this machine cannot hold a rig, in one sentence with the remedy; None when it can."""
+    """Return why this machine cannot hold a rig, in one sentence with the remedy;
+    None when it can.
+    """
     if os.geteuid() != 0:
-        return "the cluster tests need root (namespaces, mounts, cgroups); run them with sudo or in CI"
+        return (
+            "the cluster tests need root (namespaces, mounts, cgroups); run them with sudo or in CI"
+        )
     if shutil.which("go") is None and not all(build.cached(part) for part in build.BUILDS):
-        return "the cluster tests need Go 1.26 or newer in PATH to build Kubernetes, and nothing is in the cache yet"
+        return (
+            "the cluster tests need Go 1.26 or newer in PATH to build Kubernetes, and nothing is "
+            "in the cache yet"
+        )
     missing = _missing_packages()
     if missing and shutil.which("apt-get") is None:
-        return f"the cluster tests need {', '.join(missing)} (Debian's package names), and there is no apt-get to install them"
+        return (
+            f"the cluster tests need {', '.join(missing)} (Debian's package names), and there is "
+            "no apt-get to install them"
+        )
     return None
 
 
@@ -63,24 +76,40 @@ def ensure_packages(say: Callable[[str], None]) -> None:
         return
     say(f"installing {', '.join(missing)}")
     install = ["apt-get", "install", "-y", "--no-install-recommends", *missing]
-    attempts = (install, ["apt-get", "update"], install)  # package lists are often absent or stale, and fetching them is slow
+    # package lists are often absent or stale, and fetching them is slow
+    attempts = (install, ["apt-get", "update"], install)
     for command in attempts:
         result = _apt(command)
         if command is install and result.returncode == 0:
             break
     if still := _missing_packages():
-        raise RequirementError(f"apt-get could not install {', '.join(still)}: {' '.join(result.stderr.strip().splitlines()[-3:])}")
+        raise RequirementError(
+            f"apt-get could not install {', '.join(still)}: "
+            f"{' '.join(result.stderr.strip().splitlines()[-3:])}"
+        )
 
 
 def _apt(command: list[str]) -> subprocess.CompletedProcess[str]:
     environment = os.environ | {"DEBIAN_FRONTEND": "noninteractive"}
-    return subprocess.run(command, env=environment, stdin=subprocess.DEVNULL, text=True, capture_output=True, check=False)
+    return subprocess.run(
+        command,
+        env=environment,
+        stdin=subprocess.DEVNULL,
+        text=True,
+        capture_output=True,
+        check=False,
+    )
 
 
 def _missing_packages() -> list[str]:
-    programs = {package for program, package in _PROGRAMS.items() if shutil.which(program, path=_SYSTEM_PATH) is None}
+    programs = {
+        package
+        for program, package in _PROGRAMS.items()
+        if shutil.which(program, path=_SYSTEM_PATH) is None
+    }
     files = {package for path, package in _FILES.items() if not path.exists()}
-    if BUSYBOX.exists() and not is_static(BUSYBOX):  # Debian's other busybox is dynamic, and an image has no libc
+    # Debian's other busybox is dynamic, and an image has no libc
+    if BUSYBOX.exists() and not is_static(BUSYBOX):
         files.add(_FILES[BUSYBOX])
     return sorted(programs | files)
 
@@ -92,6 +121,12 @@ def is_static(program: Path) -> bool:
     """
     content = program.read_bytes()
     table = int.from_bytes(content[32:40], "little")
-    entry_size, entries = int.from_bytes(content[54:56], "little"), int.from_bytes(content[56:58], "little")
-    kinds = [int.from_bytes(content[at : at + 4], "little") for at in range(table, table + entries * entry_size, entry_size)]
+    entry_size, entries = (
+        int.from_bytes(content[54:56], "little"),
+        int.from_bytes(content[56:58], "little"),
+    )
+    kinds = [
+        int.from_bytes(content[at : at + 4], "little")
+        for at in range(table, table + entries * entry_size, entry_size)
+    ]
     return 3 not in kinds

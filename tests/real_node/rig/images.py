@@ -1,10 +1,12 @@
 """Container images made from local files: what pods run on a machine that reaches no registry.
 
-Each is an OCI image layout in a tar, which `ctr images import --local` takes; pods name it with ``imagePullPolicy: Never``. `PAUSE` and
-`BUSYBOX` are in every rig. `write_python_image` packs this interpreter with libraries and a project, for pods that run the agent itself.
+Each is an OCI image layout in a tar, which `ctr images import --local` takes; pods name it with
+``imagePullPolicy: Never``. `PAUSE` and `BUSYBOX` are in every rig. `write_python_image` packs this
+interpreter with libraries and a project, for pods that run the agent itself.
 
 Format: https://github.com/opencontainers/image-spec, image-layout.md and manifest.md.
-Called by lifecycle.py; tests that want an image of their own call the `write_…` functions and `Rig.import_image`.
+Called by lifecycle.py; tests that want an image of their own call the `write_…` functions and
+`Rig.import_image`.
 """
 
 from __future__ import annotations
@@ -35,7 +37,9 @@ PAUSE = "vgpu-agent.test/pause:1"
 BUSYBOX = "vgpu-agent.test/busybox:1"
 _PAUSE_SOURCE = Path(__file__).with_name("pause.c")
 _ARCHITECTURE = {"x86_64": "amd64", "aarch64": "arm64"}.get(platform.machine(), platform.machine())
-_SKIPPED_FOLDERS = frozenset({"test", "tests", "idlelib", "tkinter", "turtledemo", "ensurepip", "lib2to3", "__pycache__"})
+_SKIPPED_FOLDERS = frozenset(
+    {"test", "tests", "idlelib", "tkinter", "turtledemo", "ensurepip", "lib2to3", "__pycache__"}
+)
 
 
 def ensure() -> Path:
@@ -44,21 +48,35 @@ def ensure() -> Path:
     Raises:
         RequirementError: there is no C compiler.
     """
-    key = cache.digest([Path(__file__).read_bytes(), _PAUSE_SOURCE.read_bytes(), host.BUSYBOX.read_bytes()])
+    key = cache.digest(
+        [Path(__file__).read_bytes(), _PAUSE_SOURCE.read_bytes(), host.BUSYBOX.read_bytes()]
+    )
 
     def make(folder: Path) -> None:
         write_image(folder / "pause.tar", PAUSE, _layer(_add_pause), {"Entrypoint": ["/pause"]})
-        write_image(folder / "busybox.tar", BUSYBOX, _layer(_add_busybox), {"Cmd": ["/bin/sh"], "Env": ["PATH=/bin"]})
+        write_image(
+            folder / "busybox.tar",
+            BUSYBOX,
+            _layer(_add_busybox),
+            {"Cmd": ["/bin/sh"], "Env": ["PATH=/bin"]},
+        )
 
     return cache.get(f"images-{key}", make)
 
 
 def write_python_image(
-    path: Path, reference: str, packages: Sequence[Path], *, distribution: str = "vgpu-agent", command: Sequence[str] = ("/bin/python3",)
+    path: Path,
+    reference: str,
+    packages: Sequence[Path],
+    *,
+    distribution: str = "vgpu-agent",
+    command: Sequence[str] = ("/bin/python3",),
 ) -> None:
-    """Write an image of busybox, this Python, what ``distribution`` depends on, and the folders ``packages``.
+    """Write an image of busybox, this Python, what ``distribution`` depends on,
+    and the folders ``packages``.
 
-    Everything keeps the path it has here, so that compiled extensions find their libraries; PYTHONPATH makes all of it importable.
+    Everything keeps the path it has here, so that compiled extensions find their libraries;
+    PYTHONPATH makes all of it importable.
     """
     installed = installed_files(distribution)
     site = {Path(str(metadata.distribution(name).locate_file(""))) for name in installed}
@@ -68,11 +86,18 @@ def write_python_image(
         _PythonTree(tar).add_all(packages, [file for files in installed.values() for file in files])
 
     search = ":".join(map(str, [*(package.parent for package in packages), *sorted(site)]))
-    write_image(path, reference, _layer(fill), {"Cmd": list(command), "Env": ["PATH=/bin", f"PYTHONPATH={search}"]})
+    write_image(
+        path,
+        reference,
+        _layer(fill),
+        {"Cmd": list(command), "Env": ["PATH=/bin", f"PYTHONPATH={search}"]},
+    )
 
 
 def write_image(path: Path, reference: str, layer: bytes, config: dict[str, Any]) -> None:
-    """Write an image of one uncompressed tar ``layer`` under the name ``reference``; ``config`` is the image's ``config`` object."""
+    """Write an image of one uncompressed tar ``layer`` under the name ``reference``; ``config`` is
+    the image's ``config`` object.
+    """
     packed = gzip.compress(layer, 1, mtime=0)
     image_config = _json(
         {
@@ -80,7 +105,9 @@ def write_image(path: Path, reference: str, layer: bytes, config: dict[str, Any]
             "os": "linux",
             "config": config,
             "rootfs": {"type": "layers", "diff_ids": [_sha256(layer)]},
-            "history": [{"created": "1970-01-01T00:00:00Z", "created_by": "tests/real_node/rig/images.py"}],
+            "history": [
+                {"created": "1970-01-01T00:00:00Z", "created_by": "tests/real_node/rig/images.py"}
+            ],
         }
     )
     manifest = _json(
@@ -91,7 +118,10 @@ def write_image(path: Path, reference: str, layer: bytes, config: dict[str, Any]
             "layers": [_descriptor("application/vnd.oci.image.layer.v1.tar+gzip", packed)],
         }
     )
-    annotations = {"io.containerd.image.name": reference, "org.opencontainers.image.ref.name": reference.rpartition(":")[2]}
+    annotations = {
+        "io.containerd.image.name": reference,
+        "org.opencontainers.image.ref.name": reference.rpartition(":")[2],
+    }
     listed = _descriptor("application/vnd.oci.image.manifest.v1+json", manifest) | {
         "platform": {"architecture": _ARCHITECTURE, "os": "linux"},
         "annotations": annotations,
@@ -100,11 +130,14 @@ def write_image(path: Path, reference: str, layer: bytes, config: dict[str, Any]
         _add_file(tar, "oci-layout", _json({"imageLayoutVersion": "1.0.0"}), mode=0o644)
         _add_file(tar, "index.json", _json({"schemaVersion": 2, "manifests": [listed]}), mode=0o644)
         for blob in (image_config, packed, manifest):
-            _add_file(tar, f"blobs/sha256/{_sha256(blob).removeprefix('sha256:')}", blob, mode=0o644)
+            _add_file(
+                tar, f"blobs/sha256/{_sha256(blob).removeprefix('sha256:')}", blob, mode=0o644
+            )
 
 
 def installed_files(distribution: str) -> dict[str, list[Path]]:
-    """Return name → files of each distribution that ``distribution`` needs at run time, itself included, without scripts.
+    """Return name → files of each distribution that ``distribution`` needs at run time,
+    itself included, without scripts.
 
     Extras are left out, and so is what a marker excludes here, since that is not installed.
     """
@@ -117,9 +150,17 @@ def installed_files(distribution: str) -> dict[str, list[Path]]:
         except metadata.PackageNotFoundError:
             continue
         if name not in found:
-            found[name] = [Path(str(known.locate_file(file))) for file in known.files or () if ".." not in file.parts]
-            plain = [requirement for requirement in known.requires or () if "extra ==" not in requirement]
-            wanted += [re.split(r"[^A-Za-z0-9._-]", requirement, maxsplit=1)[0] for requirement in plain]
+            found[name] = [
+                Path(str(known.locate_file(file)))
+                for file in known.files or ()
+                if ".." not in file.parts
+            ]
+            plain = [
+                requirement for requirement in known.requires or () if "extra ==" not in requirement
+            ]
+            wanted += [
+                re.split(r"[^A-Za-z0-9._-]", requirement, maxsplit=1)[0] for requirement in plain
+            ]
     return found
 
 
@@ -149,7 +190,9 @@ class _PythonTree:
             folders[:] = sorted(
                 name
                 for name in folders
-                if name not in _SKIPPED_FOLDERS and not name.startswith((".", "config-")) and here / name != without
+                if name not in _SKIPPED_FOLDERS
+                and not name.startswith((".", "config-"))
+                and here / name != without
             )
             for name in sorted(files):
                 if not name.endswith((".pyc", ".a")):
@@ -160,9 +203,16 @@ class _PythonTree:
             return
         self._added.add(path)
         content = path.read_bytes()
-        _add_file(self._tar, str(path).lstrip("/"), content, mode=0o755 if os.access(path, os.X_OK) else 0o644)
+        _add_file(
+            self._tar,
+            str(path).lstrip("/"),
+            content,
+            mode=0o755 if os.access(path, os.X_OK) else 0o644,
+        )
         if content.startswith(b"\x7fELF"):
-            listed = subprocess.run(["ldd", str(path)], text=True, capture_output=True, check=False).stdout
+            listed = subprocess.run(
+                ["ldd", str(path)], text=True, capture_output=True, check=False
+            ).stdout
             for word in listed.split():
                 if word.startswith("/"):
                     self._add(Path(word))
@@ -174,20 +224,33 @@ def _add_pause(tar: tarfile.TarFile) -> None:
         command = [*_static_compiler(), "-Os", "-s", "-o", str(program), str(_PAUSE_SOURCE)]
         result = subprocess.run(command, text=True, capture_output=True, check=False)
         if result.returncode:
-            raise RigError(f"compiling {_PAUSE_SOURCE.name} failed: {' '.join(result.stderr.split())[-400:]}")
+            raise RigError(
+                f"compiling {_PAUSE_SOURCE.name} failed: {' '.join(result.stderr.split())[-400:]}"
+            )
         _add_file(tar, "pause", program.read_bytes())
 
 
 def _static_compiler() -> list[str]:
-    """A C compiler that links statically: the machine's, else the one that ziglang brings as a wheel."""
+    """A C compiler that links statically: the machine's,
+    else the one that ziglang brings as a wheel.
+    """
     for name in ("cc", "gcc"):
         if shutil.which(name) and _links_statically([name, "-static"]):
             return [name, "-static"]
-    zig = [sys.executable, "-m", "ziglang", "cc", "-target", f"{platform.machine()}-linux-musl", "-static"]
+    zig = [
+        sys.executable,
+        "-m",
+        "ziglang",
+        "cc",
+        "-target",
+        f"{platform.machine()}-linux-musl",
+        "-static",
+    ]
     if _links_statically(zig):
         return zig
     raise RequirementError(
-        "no C compiler that links statically; install gcc and libc6-dev, or `pip install ziglang` into the virtual environment"
+        "no C compiler that links statically; install gcc and libc6-dev, or `pip install ziglang` "
+        "into the virtual environment"
     )
 
 
@@ -195,7 +258,11 @@ def _links_statically(compiler: list[str]) -> bool:
     with tempfile.TemporaryDirectory() as scratch:
         source = Path(scratch) / "probe.c"
         source.write_text("int main(void) { return 0; }\n")
-        result = subprocess.run([*compiler, "-o", str(Path(scratch) / "probe"), str(source)], capture_output=True, check=False)
+        result = subprocess.run(
+            [*compiler, "-o", str(Path(scratch) / "probe"), str(source)],
+            capture_output=True,
+            check=False,
+        )
     return result.returncode == 0
 
 
@@ -205,7 +272,9 @@ def _add_busybox(tar: tarfile.TarFile) -> None:
         entry.type, entry.mode = tarfile.DIRTYPE, 0o1777 if folder == "tmp" else 0o755
         tar.addfile(entry)
     _add_file(tar, "bin/busybox", host.BUSYBOX.read_bytes())
-    for applet in subprocess.run([host.BUSYBOX, "--list"], text=True, capture_output=True, check=True).stdout.split():
+    for applet in subprocess.run(
+        [host.BUSYBOX, "--list"], text=True, capture_output=True, check=True
+    ).stdout.split():
         if applet != "busybox":
             _add_link(tar, f"bin/{applet}", "busybox")
     _add_file(tar, "etc/passwd", b"root:x:0:0:root:/root:/bin/sh\n", mode=0o644)

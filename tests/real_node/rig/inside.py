@@ -1,8 +1,10 @@
-"""The first process in a rig's namespaces: prepares them, starts the control plane and the nodes, then supervises until it is killed.
+"""The first process in a rig's namespaces: prepares them, starts the control plane and the nodes,
+then supervises until it is killed.
 
 As process 1 of the pid namespace it takes every other process of the rig with it when it dies.
 
-Called by keeper.py as ``python -m tests.real_node.rig.inside NAME`` in new pid, mount and network namespaces.
+Called by keeper.py as ``python -m tests.real_node.rig.inside NAME`` in new pid, mount and network
+namespaces.
 """
 
 from __future__ import annotations
@@ -56,12 +58,22 @@ def main(name: str) -> None:
     }
     for index in range(1, plan.options.nodes + 1):
         own_mounts = ["unshare", "--mount", "--propagation", "private", "--"]
-        commands[f"node-{index}"] = [*own_mounts, sys.executable, "-m", "tests.real_node.rig.node", name, str(index)]
-    supervisor = Supervisor(commands, log=layout.log, environment=environment, socket_path=layout.control)
+        commands[f"node-{index}"] = [
+            *own_mounts,
+            sys.executable,
+            "-m",
+            "tests.real_node.rig.node",
+            name,
+            str(index),
+        ]
+    supervisor = Supervisor(
+        commands, log=layout.log, environment=environment, socket_path=layout.control
+    )
     supervisor.start("etcd")
     supervisor.start("apiserver")
     for index in range(1, plan.options.nodes + 1):
-        supervisor.start(f"node-{index}")  # containerd starts and imports images while the API server starts
+        # containerd starts and imports images while the API server starts
+        supervisor.start(f"node-{index}")
 
     def step(what: str, predicate: Callable[[], bool]) -> None:
         def holds() -> bool:
@@ -78,7 +90,8 @@ def main(name: str) -> None:
     for index in range(1, plan.options.nodes + 1):
         step(f"node-{index} to be Ready", partial(_node_takes_pods, api, f"node-{index}"))
     reached("nodes")
-    for needed in ("serviceaccounts/default", "configmaps/kube-root-ca.crt"):  # no pod can start without them
+    # no pod can start without them
+    for needed in ("serviceaccounts/default", "configmaps/kube-root-ca.crt"):
         step(needed, partial(api.exists, f"/api/v1/namespaces/default/{needed}"))
     reached("service account")
     complete = layout.ready.with_suffix(".writing")
@@ -95,17 +108,25 @@ def _node_takes_pods(api: Api, name: str) -> bool:
     return (
         node is not None
         and not node["spec"].get("taints")
-        and any(condition["type"] == "Ready" and condition["status"] == "True" for condition in node["status"].get("conditions", ()))
+        and any(
+            condition["type"] == "Ready" and condition["status"] == "True"
+            for condition in node["status"].get("conditions", ())
+        )
     )
 
 
 def _make_network(nodes: int) -> None:
-    """A bridge for pods that also holds the nodes' addresses and the address of the `kubernetes` service."""
+    """A bridge for pods that also holds the nodes' addresses and the address
+    of the `kubernetes` service.
+    """
     for arguments in (
         ["link", "set", "lo", "up"],
         ["link", "add", config.BRIDGE, "type", "bridge"],
         ["address", "add", f"{node_address(1)}/24", "dev", config.BRIDGE],
-        *(["address", "add", f"{node_address(index)}/32", "dev", config.BRIDGE] for index in range(2, nodes + 1)),
+        *(
+            ["address", "add", f"{node_address(index)}/32", "dev", config.BRIDGE]
+            for index in range(2, nodes + 1)
+        ),
         ["address", "add", f"{SERVICE_ADDRESS}/32", "dev", config.BRIDGE],
         ["link", "set", config.BRIDGE, "up"],
     ):

@@ -1,11 +1,12 @@
 """The keeper of one rig: a process on the host that starts it, and whose end is the rig's end.
 
-Why: a rig must not survive its test run, not even one killed with SIGKILL, and cgroups and folders do not vanish with processes. The
-owner holds one end of a pipe whose other end is the keeper's standard input; the kernel closes it however the owner dies. Should the
-keeper itself be killed, the namespaces die with it, and what remains on disk is for leftovers.py.
+Why: a rig must not survive its test run, not even one killed with SIGKILL, and cgroups and folders
+do not vanish with processes. The owner holds one end of a pipe whose other end is the keeper's
+standard input; the kernel closes it however the owner dies. Should the keeper itself be killed, the
+namespaces die with it, and what remains on disk is for leftovers.py.
 
-Called by lifecycle.Rig.start as ``python -m tests.real_node.rig.keeper NAME owned|free``; ``free`` ones (scripts/cluster up) end
-by SIGTERM.
+Called by lifecycle.Rig.start as ``python -m tests.real_node.rig.keeper NAME owned|free``; ``free``
+ones (scripts/cluster up) end by SIGTERM.
 """
 
 from __future__ import annotations
@@ -41,21 +42,44 @@ def main(name: str, *, owned: bool) -> None:
     os.set_blocking(end_write, False)
     signal.set_wakeup_fd(end_write)
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
-        signal.signal(number, lambda _number, _frame: None)  # a wake-up on the pipe is all that is wanted
+        # a wake-up on the pipe is all that is wanted
+        signal.signal(number, lambda _number, _frame: None)
     ends = [end_read, sys.stdin.fileno()] if owned else [end_read]
 
     nodes = range(1, Plan.load(layout).options.nodes + 1)
     cgroups.create([layout.cgroup, *(layout.node(index).cgroup for index in nodes)])
     with layout.log("inside").open("ab") as log:
-        # setpriv: should the keeper be killed, unshare dies too; --kill-child: should unshare be killed, everything inside dies too.
+        # setpriv: should the keeper be killed, unshare dies too; --kill-child: should unshare be
+        # killed, everything inside dies too.
         command = [
-            *("setpriv", "--pdeathsig", "KILL", "unshare", "--fork", "--kill-child=KILL", "--pid", "--mount", "--net"),
-            *("--mount-proc", "--propagation", "private", "--", sys.executable, "-m", "tests.real_node.rig.inside", name),
+            *(
+                "setpriv",
+                "--pdeathsig",
+                "KILL",
+                "unshare",
+                "--fork",
+                "--kill-child=KILL",
+                "--pid",
+                "--mount",
+                "--net",
+            ),
+            *(
+                "--mount-proc",
+                "--propagation",
+                "private",
+                "--",
+                sys.executable,
+                "-m",
+                "tests.real_node.rig.inside",
+                name,
+            ),
         ]
         outer = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=log, stderr=log)
     first = _first_process(outer)
     if first is not None:
-        record = KeeperRecord(myself, first, tuple(namespace(first.pid, kind) for kind in ("pid", "net", "mnt")))
+        record = KeeperRecord(
+            myself, first, tuple(namespace(first.pid, kind) for kind in ("pid", "net", "mnt"))
+        )
         record.save(layout)
         alive = os.pidfd_open(first.pid)
         if alive in _wait_for([*ends, alive]):
@@ -85,7 +109,9 @@ def _first_process(outer: subprocess.Popen[bytes]) -> ProcessId | None:
 
 
 def _wait_for(descriptors: Iterable[int]) -> set[int]:
-    """Wait until one of ``descriptors`` is readable, which for a pipe without writers and a dead process's pidfd means the end."""
+    """Wait until one of ``descriptors`` is readable, which for a pipe without writers and a dead
+    process's pidfd means the end.
+    """
     poll = select.poll()
     for descriptor in descriptors:
         poll.register(descriptor, select.POLLIN)

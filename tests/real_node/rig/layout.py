@@ -1,7 +1,8 @@
 """Paths and options of a rig: the contract between the processes outside and inside its namespaces.
 
-A rig is a folder and a cgroup, both named after it; nothing else of it outlives its processes. The folder is short on purpose: a unix
-socket's path has at most 107 bytes, and device plugins put theirs five levels deeper.
+A rig is a folder and a cgroup, both named after it; nothing else of it outlives its processes. The
+folder is short on purpose: a unix socket's path has at most 107 bytes, and device plugins put
+theirs five levels deeper.
 
 Used by every other module of this package.
 """
@@ -20,9 +21,12 @@ from tests.real_node.rig.errors import RigError
 
 PREFIX = "vg-"  # of run folders and cgroups; leftovers.py collects by it
 RUNS = Path("/tmp")
-"""Parent of all run folders. Not a setting: `leftovers.py` of a later session must find what an earlier one left."""
+"""Parent of all run folders. Not a setting:
+`leftovers.py` of a later session must find what an earlier one left.
+"""
 
-# Addresses inside the rig's own network namespace, so they can never collide with the host's or another rig's.
+# Addresses inside the rig's own network namespace, so they can never collide with the host's or
+# another rig's.
 SERVICE_ADDRESS = "10.96.0.1"
 API_SERVER = f"https://{SERVICE_ADDRESS}:443"
 
@@ -60,13 +64,18 @@ class Options:
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """The folder of one rig. Paths are the same inside and outside, because the rig sees the host's /tmp."""
+    """The folder of one rig. Paths are the same inside and outside,
+    because the rig sees the host's /tmp.
+    """
 
     name: str
 
     def __post_init__(self) -> None:
         if not re.fullmatch(r"[a-z0-9][a-z0-9-]{0,19}", self.name):
-            raise RigError(f"rig name {self.name!r}: expected at most 20 of a-z, 0-9 and -, not starting with -")
+            raise RigError(
+                f"rig name {self.name!r}: expected at most 20 of a-z, 0-9 and -, not starting with "
+                "-"
+            )
 
     @classmethod
     def fresh(cls) -> Layout:
@@ -79,7 +88,9 @@ class Layout:
 
     @property
     def cgroup(self) -> str:
-        """Name of the rig's cgroup below the root of every hierarchy; each node's kubelet has a child of it."""
+        """Name of the rig's cgroup below the root of every hierarchy;
+        each node's kubelet has a child of it.
+        """
         return f"{PREFIX}{self.name}"
 
     # What the keeper says about itself, what the rig is to be, and how its start ended.
@@ -139,7 +150,9 @@ class NodeLayout:
 
     @property
     def var_lib(self) -> Path:
-        """Lies over /var/lib inside: the device manager's folder is fixed at /var/lib/kubelet, whatever --root-dir says."""
+        """Lies over /var/lib inside: the device manager's folder is fixed at /var/lib/kubelet,
+        whatever --root-dir says.
+        """
         return self.folder / "lib"
 
     @property
@@ -175,7 +188,9 @@ class NodeLayout:
 
     @property
     def process_id(self) -> Path:
-        """Holds the id, in the rig's pid namespace, of the process that owns this node's mount namespace."""
+        """Holds the id, in the rig's pid namespace,
+        of the process that owns this node's mount namespace.
+        """
         return self.folder / "pid"
 
     @property
@@ -185,7 +200,9 @@ class NodeLayout:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """All that the processes inside need to know, written once by the owner and read by each of them."""
+    """All that the processes inside need to know,
+    written once by the owner and read by each of them.
+    """
 
     options: Options
     kubernetes: Path
@@ -208,7 +225,10 @@ class Plan:
         try:
             raw = json.loads(layout.plan.read_text())
         except FileNotFoundError as err:
-            raise RigError(f"no rig named {layout.name!r}: {layout.plan} does not exist; `scripts/cluster status` lists the rigs") from err
+            raise RigError(
+                f"no rig named {layout.name!r}: {layout.plan} does not exist; `scripts/cluster "
+                "status` lists the rigs"
+            ) from err
         return cls(
             options=Options(**raw["options"]),
             kubernetes=Path(raw["kubernetes"]),

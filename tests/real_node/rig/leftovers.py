@@ -1,6 +1,7 @@
 """Rigs on this machine: running ones, and remains of those whose keeper was killed.
 
-Every start and every `scripts/cluster down` collects the remains first, so a machine does not fill up with what crashes left.
+Every start and every `scripts/cluster down` collects the remains first, so a machine does not fill
+up with what crashes left.
 
 Called by lifecycle.py and __main__.py; `traces` is how tests prove that nothing was left.
 """
@@ -20,7 +21,9 @@ from tests.real_node.rig.processes import everyone, namespace
 from tests.real_node.rig.record import KeeperRecord
 
 _BIRTH_SECONDS = 30.0
-"""A folder may be this old before its keeper has written its record. A younger one belongs to a rig that is just starting."""
+"""A folder may be this old before its keeper has written its record.
+A younger one belongs to a rig that is just starting.
+"""
 _PATIENCE_SECONDS = 10.0
 
 
@@ -75,17 +78,28 @@ def remove(layout: Layout) -> None:
 def traces(layout: Layout, namespaces: tuple[str, ...]) -> list[str]:
     """Everything on this machine that still belongs to the rig, one line each.
 
-    ``namespaces`` are those of its `KeeperRecord`: a namespace lives as long as a process is in it, and interfaces live as long as theirs.
+    ``namespaces`` are those of its `KeeperRecord`: a namespace lives as long as a process is in it,
+    and interfaces live as long as theirs.
     """
     found = [f"cgroup {path}" for path in cgroups.existing(layout.cgroup)]
     if layout.run.exists():
         found.append(f"folder {layout.run}")
-    found += [f"mount {line}" for line in Path("/proc/self/mountinfo").read_text().splitlines() if str(layout.run) in line]
+    found += [
+        f"mount {line}"
+        for line in Path("/proc/self/mountinfo").read_text().splitlines()
+        if str(layout.run) in line
+    ]
     for pid in everyone():
         try:
-            command = Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
+            command = (
+                Path(f"/proc/{pid}/cmdline")
+                .read_bytes()
+                .replace(b"\0", b" ")
+                .decode(errors="replace")
+            )
             held = {namespace(pid, kind) for kind in ("pid", "net", "mnt")}
-        except (FileNotFoundError, ProcessLookupError, PermissionError):  # gone meanwhile, or one whose namespaces even root may not see
+        except (FileNotFoundError, ProcessLookupError, PermissionError):
+            # gone meanwhile, or one whose namespaces even root may not see
             continue
         if f"{layout.run}/" in command or held & set(namespaces):
             found.append(f"process {pid} {command.strip()}")

@@ -1,7 +1,8 @@
-"""Differences between a rig and its host: bind mounts in namespaces of its own, gone with its last process.
+"""Differences between a rig and its host:
+bind mounts in namespaces of its own, gone with its last process.
 
-Called by inside.py once per rig (what all nodes share) and by node.py once per Kubernetes node. Both run in fresh mount namespaces; nothing
-here may ever run outside of one.
+Called by inside.py once per rig (what all nodes share) and by node.py once per Kubernetes node.
+Both run in fresh mount namespaces; nothing here may ever run outside of one.
 """
 
 from __future__ import annotations
@@ -41,7 +42,8 @@ def cover_host_settings(layout: Layout) -> None:
 
 
 def pretend_numa_nodes(layout: Layout) -> None:
-    """Show two NUMA nodes, each with half of the CPUs and half of the memory, where the kubelet's cadvisor looks for them.
+    """Show two NUMA nodes, each with half of the CPUs and half of the memory,
+    where the kubelet's cadvisor looks for them.
 
     Raises:
         RigError: there is but one CPU.
@@ -66,10 +68,20 @@ def pretend_numa_nodes(layout: Layout) -> None:
 
 
 def make_node_view(node: NodeLayout) -> None:
-    """Give one Kubernetes node its own /run, /var/lib and /var/log, the first with the CDI folder that the host reaches too."""
-    for folder in (node.kubelet_dir, node.var_log, node.cdi_dir, node.static_pods, node.containerd_root):
+    """Give one Kubernetes node its own /run, /var/lib and /var/log,
+    the first with the CDI folder that the host reaches too.
+    """
+    for folder in (
+        node.kubelet_dir,
+        node.var_log,
+        node.cdi_dir,
+        node.static_pods,
+        node.containerd_root,
+    ):
         folder.mkdir(parents=True, exist_ok=True)
-    _mount("--make-rshared", "/")  # the kubelet's and containers' mounts propagate among each other; beyond this namespace nothing does
+    # the kubelet's and containers' mounts propagate among each other; beyond this namespace nothing
+    # does
+    _mount("--make-rshared", "/")
     _mount("-t", "tmpfs", "-o", "mode=755", "tmpfs", "/run")
     for name in ("containerd", "netns", "lock", Path(CDI_DIR).name):
         Path("/run", name).mkdir()

@@ -1,7 +1,8 @@
 """Sockets in a rig's network namespace, for an ordinary process on the host.
 
-A socket belongs for life to the namespace in which it was made, whatever uses it later. So only its making has to happen inside: a thread
-that joins the namespace, connects, and ends. The calling thread never leaves the host's namespace.
+A socket belongs for life to the namespace in which it was made, whatever uses it later. So only its
+making has to happen inside: a thread that joins the namespace, connects, and ends. The calling
+thread never leaves the host's namespace.
 
 Called by api.py, and by tests through `Rig.connect`. System call: setns(2).
 """
@@ -34,5 +35,6 @@ def connect(namespace: str, address: tuple[str, int], *, timeout_seconds: float)
             os.close(descriptor)
         return socket.create_connection(address, timeout=timeout_seconds)
 
-    with ThreadPoolExecutor(max_workers=1) as thread:  # joined at the end of the block, so no thread of ours stays in the namespace
+    # joined at the end of the block, so no thread of ours stays in the namespace
+    with ThreadPoolExecutor(max_workers=1) as thread:
         return thread.submit(inside).result()

@@ -1,6 +1,8 @@
-"""One Kubernetes node of a rig: its view of the file system, containerd with the images, a kubelet; supervised until the rig ends.
+"""One Kubernetes node of a rig: its view of the file system, containerd with the images, a kubelet;
+supervised until the rig ends.
 
-Called by inside.py as ``python -m tests.real_node.rig.node NAME INDEX`` in a mount namespace of its own, and the rig's other namespaces.
+Called by inside.py as ``python -m tests.real_node.rig.node NAME INDEX`` in a mount namespace of its
+own, and the rig's other namespaces.
 """
 
 from __future__ import annotations
@@ -37,7 +39,11 @@ def main(name: str, index: int) -> None:
         socket_path=node.control,
     )
     supervisor.start("containerd")
-    wait_until("containerd", lambda: _ctr(plan, "version").returncode == 0, timeout_seconds=_PATIENCE_SECONDS)
+    wait_until(
+        "containerd",
+        lambda: _ctr(plan, "version").returncode == 0,
+        timeout_seconds=_PATIENCE_SECONDS,
+    )
     for archive in sorted(plan.images.glob("*.tar")):
         imported = _ctr(plan, "images", "import", "--local", str(archive))
         if imported.returncode:
@@ -52,13 +58,19 @@ def main(name: str, index: int) -> None:
 
 def _write_configuration(plan: Plan, node: NodeLayout) -> None:
     (node.etc / "cni").mkdir(parents=True)
-    (node.etc / "kubelet.json").write_text(json.dumps(config.kubelet_configuration(plan.options, node), indent=1))
+    (node.etc / "kubelet.json").write_text(
+        json.dumps(config.kubelet_configuration(plan.options, node), indent=1)
+    )
     (node.etc / "containerd.toml").write_text(config.containerd_configuration(node))
-    (node.etc / "cni" / "10-rig.conflist").write_text(json.dumps(config.cni_configuration(node), indent=1))
+    (node.etc / "cni" / "10-rig.conflist").write_text(
+        json.dumps(config.cni_configuration(node), indent=1)
+    )
 
 
 def _ctr(plan: Plan, *arguments: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([*config.ctr(plan), *arguments], text=True, capture_output=True, check=False)
+    return subprocess.run(
+        [*config.ctr(plan), *arguments], text=True, capture_output=True, check=False
+    )
 
 
 if __name__ == "__main__":

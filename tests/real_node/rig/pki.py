@@ -1,7 +1,8 @@
 """A throw-away certificate authority, certificates, tokens and kubeconfigs of one rig.
 
-Written anew for every rig with the `openssl` command: half a second, and no key ever lies in a cache. Users authenticate by token; each
-has the group that its role needs, so that RBAC and the node authoriser are as real as the rest.
+Written anew for every rig with the `openssl` command: half a second, and no key ever lies in a
+cache. Users authenticate by token; each has the group that its role needs, so that RBAC and the
+node authoriser are as real as the rest.
 
 Called by inside.py before anything starts; api.py reads the admin's token.
 """
@@ -24,13 +25,39 @@ _EC_KEY = ("-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:P-256", "-nodes")
 def write(layout: Layout, *, nodes: int) -> None:
     """Write all keys, certificates, tokens and kubeconfigs into the rig's folder."""
     layout.pki.mkdir(mode=0o700)
-    _openssl(layout.pki, "req", "-x509", *_EC_KEY, "-days", "30", "-subj", "/CN=rig-ca", "-keyout", "ca.key", "-out", "ca.crt")
-    names = ["DNS:localhost", "DNS:kubernetes", "DNS:kubernetes.default", "DNS:kubernetes.default.svc"]
+    _openssl(
+        layout.pki,
+        "req",
+        "-x509",
+        *_EC_KEY,
+        "-days",
+        "30",
+        "-subj",
+        "/CN=rig-ca",
+        "-keyout",
+        "ca.key",
+        "-out",
+        "ca.crt",
+    )
+    names = [
+        "DNS:localhost",
+        "DNS:kubernetes",
+        "DNS:kubernetes.default",
+        "DNS:kubernetes.default.svc",
+    ]
     addresses = [f"IP:{address}" for address in ("127.0.0.1", SERVICE_ADDRESS, node_address(1))]
     _certificate(
-        layout.pki, "apiserver", "/CN=kube-apiserver", ["extendedKeyUsage=serverAuth", "subjectAltName=" + ",".join(names + addresses)]
+        layout.pki,
+        "apiserver",
+        "/CN=kube-apiserver",
+        ["extendedKeyUsage=serverAuth", "subjectAltName=" + ",".join(names + addresses)],
     )
-    _certificate(layout.pki, "apiserver-kubelet", "/O=system:masters/CN=kube-apiserver-kubelet-client", ["extendedKeyUsage=clientAuth"])
+    _certificate(
+        layout.pki,
+        "apiserver-kubelet",
+        "/O=system:masters/CN=kube-apiserver-kubelet-client",
+        ["extendedKeyUsage=clientAuth"],
+    )
     _openssl(layout.pki, "ecparam", "-name", "prime256v1", "-genkey", "-noout", "-out", "sa.key")
     _openssl(layout.pki, "ec", "-in", "sa.key", "-pubout", "-out", "sa.pub")
 
@@ -65,10 +92,22 @@ def _kubeconfig(layout: Layout, token: str) -> dict[str, object]:
 def _certificate(folder: Path, name: str, subject: str, extensions: list[str]) -> None:
     request, extension_file = folder / f"{name}.csr", folder / f"{name}.ext"
     extension_file.write_text("\n".join(extensions) + "\n")
-    _openssl(folder, "req", *_EC_KEY, "-subj", subject, "-keyout", f"{name}.key", "-out", request.name)
+    _openssl(
+        folder, "req", *_EC_KEY, "-subj", subject, "-keyout", f"{name}.key", "-out", request.name
+    )
     _openssl(
         folder,
-        *("x509", "-req", "-in", request.name, "-CA", "ca.crt", "-CAkey", "ca.key", "-CAcreateserial"),
+        *(
+            "x509",
+            "-req",
+            "-in",
+            request.name,
+            "-CA",
+            "ca.crt",
+            "-CAkey",
+            "ca.key",
+            "-CAcreateserial",
+        ),
         *("-days", "30", "-extfile", extension_file.name, "-out", f"{name}.crt"),
     )
     request.unlink()
@@ -76,4 +115,10 @@ def _certificate(folder: Path, name: str, subject: str, extensions: list[str]) -
 
 
 def _openssl(folder: Path, *arguments: str) -> None:
-    subprocess.run(["openssl", *arguments], cwd=folder, check=True, stdin=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    subprocess.run(
+        ["openssl", *arguments],
+        cwd=folder,
+        check=True,
+        stdin=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+    )

@@ -1,8 +1,10 @@
-"""Facts about processes from /proc: is it still the one that was written down, and which namespaces does it hold.
+"""Facts about processes from /proc: is it still the one that was written down,
+and which namespaces does it hold.
 
 A pid alone is no identity, since the kernel hands it out again; together with the start time it is.
 
-Used by keeper.py to describe itself and by leftovers.py to judge such descriptions. Format: proc_pid_stat(5).
+Used by keeper.py to describe itself and by leftovers.py to judge such descriptions. Format:
+proc_pid_stat(5).
 """
 
 from __future__ import annotations
@@ -18,7 +20,9 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class ProcessId:
-    """One process, distinguished from a later one with the same pid by ``started``, in clock ticks since boot."""
+    """One process, distinguished from a later one with the same pid by ``started``,
+    in clock ticks since boot.
+    """
 
     pid: int
     started: int
@@ -45,7 +49,9 @@ def _started(pid: int) -> int:
 def children(pid: int) -> list[int]:
     """Direct children of a single-threaded process; empty when it is gone."""
     try:
-        return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+        return [
+            int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+        ]
     except (FileNotFoundError, ProcessLookupError):
         return []
 

@@ -1,4 +1,5 @@
-"""The keeper's record, by which any other process can find the rig, enter it, end it, or collect what is left of it.
+"""The keeper's record, by which any other process can find the rig, enter it, end it,
+or collect what is left of it.
 
 Written by keeper.py; read by lifecycle.py and leftovers.py.
 """
@@ -18,7 +19,9 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class KeeperRecord:
-    """The keeper's record of itself and its rig. ``first`` is the namespaces' first process, by its host pid."""
+    """The keeper's record of itself and its rig.
+    ``first`` is the namespaces' first process, by its host pid.
+    """
 
     keeper: ProcessId
     first: ProcessId | None = None
@@ -37,4 +40,8 @@ class KeeperRecord:
         except FileNotFoundError:
             return None
         first = raw["first"]
-        return cls(ProcessId(**raw["keeper"]), ProcessId(**first) if first else None, tuple(raw["namespaces"]))
+        return cls(
+            ProcessId(**raw["keeper"]),
+            ProcessId(**first) if first else None,
+            tuple(raw["namespaces"]),
+        )

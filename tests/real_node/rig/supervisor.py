@@ -1,11 +1,14 @@
-"""Starts, stops and watches a handful of processes inside the rig, and takes orders through a unix socket in the rig's folder.
+"""Starts, stops and watches a handful of processes inside the rig,
+and takes orders through a unix socket in the rig's folder.
 
-Why: a test wants to stop the kubelet and start it again, as often as it likes, from outside the namespaces. Restarting by itself is what a
-supervisor must not do here: a component that dies is a finding, so it is only noted in the log. Except while the rig starts: then it is
-the end of the start.
+Why: a test wants to stop the kubelet and start it again, as often as it likes, from outside the
+namespaces. Restarting by itself is what a supervisor must not do here: a component that dies is a
+finding, so it is only noted in the log. Except while the rig starts: then it is the end of the
+start.
 
-Used by inside.py for the control plane (there it is process 1 and must also reap orphans) and by node.py for containerd and kubelet;
-`order` is what lifecycle.Rig calls. One JSON object each way per connection: ``{"do": "stop", "name": "kubelet", "signal": 15}``.
+Used by inside.py for the control plane (there it is process 1 and must also reap orphans) and by
+node.py for containerd and kubelet; `order` is what lifecycle.Rig calls. One JSON object each way
+per connection: ``{"do": "stop", "name": "kubelet", "signal": 15}``.
 """
 
 from __future__ import annotations
@@ -42,7 +45,12 @@ class Supervisor:
     """
 
     def __init__(
-        self, commands: Mapping[str, list[str]], *, log: Callable[[str], Path], environment: Mapping[str, str], socket_path: Path
+        self,
+        commands: Mapping[str, list[str]],
+        *,
+        log: Callable[[str], Path],
+        environment: Mapping[str, str],
+        socket_path: Path,
     ) -> None:
         self._commands = commands
         self._log = log
@@ -57,12 +65,18 @@ class Supervisor:
             return
         with self._log(name).open("ab") as log:
             self._running[name] = subprocess.Popen(
-                self._commands[name], stdin=subprocess.DEVNULL, stdout=log, stderr=log, env=self._environment
+                self._commands[name],
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                env=self._environment,
             )
         say(f"{name} started, pid {self._running[name].pid}")
 
     def stop(self, name: str, signal_number: int) -> None:
-        """Send ``signal_number`` to ``name`` and wait until it is gone; one that ignores it for 10 s is killed."""
+        """Send ``signal_number`` to ``name`` and wait until it is gone;
+        one that ignores it for 10 s is killed.
+        """
         process = self._running.get(name)
         if process is None:
             return
@@ -85,7 +99,8 @@ class Supervisor:
                 return
             for name, process in list(self._running.items()):
                 if process.pid == pid:
-                    process.returncode = os.waitstatus_to_exitcode(status)  # Popen must not wait for it a second time
+                    # Popen must not wait for it a second time
+                    process.returncode = os.waitstatus_to_exitcode(status)
                     del self._running[name]
                     self._ended[name] = process.returncode
                     say(f"{name} ended with {process.returncode}")
@@ -97,13 +112,18 @@ class Supervisor:
             raise RigError(f"{name} ended with {code} during the start; see its log")
 
     def run(self, *, starting: Callable[[], bool]) -> None:
-        """Reap and take orders until killed. Raises: RigError when a component ends while ``starting``."""
+        """Reap and take orders until killed. Raises:
+        RigError when a component ends while ``starting``.
+        """
         wake_read, wake_write = socket.socketpair()
         for end in (wake_read, wake_write):
             end.setblocking(False)
         signal.signal(signal.SIGCHLD, lambda _number, _frame: None)
         signal.set_wakeup_fd(wake_write.fileno())
-        with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as listener, selectors.DefaultSelector() as selector:
+        with (
+            socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as listener,
+            selectors.DefaultSelector() as selector,
+        ):
             listener.bind(str(self._socket_path))
             listener.listen()
             selector.register(wake_read, selectors.EVENT_READ)
@@ -126,12 +146,17 @@ class Supervisor:
             with connection.makefile("rb") as lines:
                 wanted = json.loads(lines.readline())
             connection.sendall(json.dumps(self._obey(wanted)).encode())
-        except (OSError, ValueError, KeyError) as err:  # a caller that went away or spoke nonsense must not end the rig
+        except (OSError, ValueError, KeyError) as err:
+            # a caller that went away or spoke nonsense must not end the rig
             say(f"bad order: {err!r}")
 
     def _obey(self, wanted: dict[str, Any]) -> dict[str, Any]:
         if wanted["do"] != "status" and wanted["name"] not in self._commands:
-            return {"error": f"no component named {wanted['name']!r}; there are {', '.join(self._commands)}"}
+            return {
+                "error": (
+                    f"no component named {wanted['name']!r}; there are {', '.join(self._commands)}"
+                )
+            }
         if wanted["do"] == "start":
             self.start(wanted["name"])
         elif wanted["do"] == "stop":
@@ -140,7 +165,8 @@ class Supervisor:
 
 
 def order(socket_path: Path, wanted: Mapping[str, Any]) -> dict[str, int]:
-    """Give an order to the supervisor behind ``socket_path``; returns what runs now, name → pid inside the rig.
+    """Give an order to the supervisor behind ``socket_path``;
+    returns what runs now, name → pid inside the rig.
 
     Raises:
         RigError: it does not answer, or refuses.
@@ -153,7 +179,9 @@ def order(socket_path: Path, wanted: Mapping[str, Any]) -> dict[str, int]:
             with connection.makefile("rb") as answer:
                 reply = json.loads(answer.read())
     except (OSError, ValueError) as err:
-        raise RigError(f"the supervisor at {socket_path} does not answer ({err}); does the rig run?") from err
+        raise RigError(
+            f"the supervisor at {socket_path} does not answer ({err}); does the rig run?"
+        ) from err
     if "error" in reply:
         raise RigError(reply["error"])
     running: dict[str, int] = reply["running"]

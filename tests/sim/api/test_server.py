@@ -25,10 +25,14 @@ class Caller:
     def __init__(self, server: ApiServer, session: aiohttp.ClientSession) -> None:
         self.server, self.session = server, session
 
-    async def ask(self, method: str, path: str, body: object = None, **more: Any) -> tuple[int, Any]:
+    async def ask(
+        self, method: str, path: str, body: object = None, **more: Any
+    ) -> tuple[int, Any]:
         """Status and JSON of the answer."""
         data = None if body is None else msgspec.json.encode(body)
-        async with self.session.request(method, self.server.url + path, data=data, **more) as response:
+        async with self.session.request(
+            method, self.server.url + path, data=data, **more
+        ) as response:
             return response.status, msgspec.json.decode(await response.read())
 
     async def patch(self, path: str, body: object) -> tuple[int, Any]:
@@ -37,7 +41,9 @@ class Caller:
 
     async def watch(self, path: str, **params: str) -> AsyncIterator[tuple[str, Any]]:
         """Type and object of each event."""
-        async with self.session.get(self.server.url + path, params={"watch": "true", **params}) as response:
+        async with self.session.get(
+            self.server.url + path, params={"watch": "true", **params}
+        ) as response:
             async for line in response.content:
                 event = msgspec.json.decode(line)
                 yield event["type"], event["object"]
@@ -51,7 +57,10 @@ async def api() -> AsyncIterator[Caller]:
 
 
 def _pod(name: str, node: str = "", **annotations: str) -> dict[str, Any]:
-    return {"metadata": {"name": name, "annotations": annotations}, "spec": {"nodeName": node} if node else {}}
+    return {
+        "metadata": {"name": name, "annotations": annotations},
+        "spec": {"nodeName": node} if node else {},
+    }
 
 
 async def test_a_created_pod_is_there_with_uid_version_and_phase(api: Caller) -> None:
@@ -69,7 +78,10 @@ async def test_a_binding_sets_node_and_annotations_at_once(api: Caller) -> None:
     """One event shows both, the pod's own annotations stay, and a second Binding is refused."""
     api.server.objects.create("pods", _pod("train", kept="yes"))
     version = str(api.server.objects.version)
-    binding = {"metadata": {"annotations": {"volcano.sh/vgpu-node": "n1"}}, "target": {"kind": "Node", "name": "n1"}}
+    binding = {
+        "metadata": {"annotations": {"volcano.sh/vgpu-node": "n1"}},
+        "target": {"kind": "Node", "name": "n1"},
+    }
     assert (await api.ask("POST", f"{_PODS}/train/binding", binding))[0] == 201
     events = api.watch("/api/v1/pods", resourceVersion=version, fieldSelector="spec.nodeName=n1")
     kind, pod = await anext(events)
@@ -79,9 +91,13 @@ async def test_a_binding_sets_node_and_annotations_at_once(api: Caller) -> None:
     assert (await api.ask("POST", f"{_PODS}/train/binding", binding))[0] == 409
 
 
-async def test_a_merge_patch_removes_what_is_null_and_makes_no_version_of_nothing(api: Caller) -> None:
+async def test_a_merge_patch_removes_what_is_null_and_makes_no_version_of_nothing(
+    api: Caller,
+) -> None:
     """An annotation goes; the same patch again changes nothing, not even the version."""
-    api.server.objects.create("nodes", {"metadata": {"name": "n1", "annotations": {"a": "1", "b": "2"}}})
+    api.server.objects.create(
+        "nodes", {"metadata": {"name": "n1", "annotations": {"a": "1", "b": "2"}}}
+    )
     patch = {"metadata": {"annotations": {"a": None, "c": "3"}}}
     _, first = await api.patch("/api/v1/nodes/n1", patch)
     _, second = await api.patch("/api/v1/nodes/n1", patch)
@@ -100,26 +116,42 @@ async def test_a_merge_patch_removes_what_is_null_and_makes_no_version_of_nothin
 async def test_a_patch_whose_precondition_does_not_hold_is_refused(
     api: Caller, precondition: dict[str, str], code: int, reason: str
 ) -> None:
-    """A kube-apiserver 1.36 does so: another version is a conflict, another UID a field that cannot change."""
+    """A kube-apiserver 1.36 does so: another version is a conflict,
+    another UID a field that cannot change.
+    """
     before = api.server.objects.create("pods", _pod("train"))
-    status, answer = await api.patch(f"{_PODS}/train", {"metadata": {**precondition, "annotations": {"a": "1"}}})
+    status, answer = await api.patch(
+        f"{_PODS}/train", {"metadata": {**precondition, "annotations": {"a": "1"}}}
+    )
     assert (status, answer["reason"]) == (code, reason)
     assert api.server.objects.get("pods", "train", "default") == before
 
 
 async def test_status_changes_only_through_its_subresource(api: Caller) -> None:
-    """A patch of the Node leaves its status alone, one of nodes/status changes it and may change annotations."""
-    api.server.objects.create("nodes", {"metadata": {"name": "n1"}, "status": {"capacity": {"cpu": "4"}}})
-    _, main = await api.patch("/api/v1/nodes/n1", {"status": {"capacity": {"volcano.sh/gpu-number": "2"}}})
-    _, status = await api.patch("/api/v1/nodes/n1/status", {"status": {"capacity": {"volcano.sh/gpu-number": "2"}}})
+    """A patch of the Node leaves its status alone,
+    one of nodes/status changes it and may change annotations.
+    """
+    api.server.objects.create(
+        "nodes", {"metadata": {"name": "n1"}, "status": {"capacity": {"cpu": "4"}}}
+    )
+    _, main = await api.patch(
+        "/api/v1/nodes/n1", {"status": {"capacity": {"volcano.sh/gpu-number": "2"}}}
+    )
+    _, status = await api.patch(
+        "/api/v1/nodes/n1/status", {"status": {"capacity": {"volcano.sh/gpu-number": "2"}}}
+    )
     assert main["status"]["capacity"] == {"cpu": "4"}
     assert status["status"]["capacity"] == {"cpu": "4", "volcano.sh/gpu-number": "2"}
 
 
-async def test_strategic_patches_merge_conditions_by_type_and_merge_patches_replace_them(api: Caller) -> None:
+async def test_strategic_patches_merge_conditions_by_type_and_merge_patches_replace_them(
+    api: Caller,
+) -> None:
     """The difference that costs other conditions when it is forgotten."""
     ready, pressure = {"type": "Ready", "status": "True"}, {"type": "GpuHealthy", "status": "True"}
-    api.server.objects.create("nodes", {"metadata": {"name": "n1"}, "status": {"conditions": [ready]}})
+    api.server.objects.create(
+        "nodes", {"metadata": {"name": "n1"}, "status": {"conditions": [ready]}}
+    )
     headers = {"Content-Type": "application/strategic-merge-patch+json"}
     body = {"status": {"conditions": [pressure]}}
     _, strategic = await api.ask("PATCH", "/api/v1/nodes/n1/status", body, headers=headers)
@@ -137,7 +169,9 @@ async def test_a_pod_spec_does_not_change(api: Caller) -> None:
 async def test_a_json_patch_is_refused(api: Caller) -> None:
     """A request that we never send must not work by accident."""
     api.server.objects.create("pods", _pod("train"))
-    status, _ = await api.ask("PATCH", f"{_PODS}/train", {}, headers={"Content-Type": "application/json-patch+json"})
+    status, _ = await api.ask(
+        "PATCH", f"{_PODS}/train", {}, headers={"Content-Type": "application/json-patch+json"}
+    )
     assert status == 415
 
 
@@ -164,7 +198,11 @@ async def test_a_watch_shows_changes_of_its_own_pods_only_and_in_order(api: Call
     api.server.objects.patch("pods", "mine", {"metadata": {"labels": {"a": "b"}}}, "default")
     api.server.objects.delete("pods", "mine", "default", grace_seconds=0)
     seen = [await anext(events) for _ in range(3)]
-    assert [(kind, thing["metadata"]["name"]) for kind, thing in seen] == [("ADDED", "mine"), ("MODIFIED", "mine"), ("DELETED", "mine")]
+    assert [(kind, thing["metadata"]["name"]) for kind, thing in seen] == [
+        ("ADDED", "mine"),
+        ("MODIFIED", "mine"),
+        ("DELETED", "mine"),
+    ]
     assert seen[2][1]["metadata"]["resourceVersion"] == str(api.server.objects.version)
 
 
@@ -180,7 +218,9 @@ async def test_a_watch_of_a_version_that_was_compacted_is_told_410(api: Caller) 
 async def test_a_quiet_watch_gets_bookmarks() -> None:
     """With the newest version, although nothing of it was for this watch."""
     async with ApiServer(bookmark_seconds=0.02) as server, aiohttp.ClientSession() as session:
-        events = Caller(server, session).watch("/api/v1/nodes", resourceVersion="1", allowWatchBookmarks="true")
+        events = Caller(server, session).watch(
+            "/api/v1/nodes", resourceVersion="1", allowWatchBookmarks="true"
+        )
         server.objects.create("pods", _pod("train"))
         kind, thing = await anext(events)
         assert (kind, thing["metadata"]["resourceVersion"]) == ("BOOKMARK", "2")
@@ -204,10 +244,16 @@ async def test_an_eviction_deletes_the_pod_it_names_and_no_other_of_that_name(ap
     pod = api.server.objects.create("pods", _pod("train", "n1"))
 
     def eviction(uid: str) -> dict[str, Any]:
-        return {"kind": "Eviction", "metadata": {"name": "train"}, "deleteOptions": {"preconditions": {"uid": uid}}}
+        return {
+            "kind": "Eviction",
+            "metadata": {"name": "train"},
+            "deleteOptions": {"preconditions": {"uid": uid}},
+        }
 
     assert (await api.ask("POST", f"{_PODS}/train/eviction", eviction("another")))[0] == 409
-    assert (await api.ask("POST", f"{_PODS}/train/eviction", eviction(pod["metadata"]["uid"])))[0] == 201
+    assert (await api.ask("POST", f"{_PODS}/train/eviction", eviction(pod["metadata"]["uid"])))[
+        0
+    ] == 201
     assert api.server.objects.get("pods", "train", "default")["metadata"]["deletionTimestamp"]
 
 
@@ -215,7 +261,9 @@ async def test_without_the_token_nothing_is_shown(api: Caller) -> None:
     """401 until the right one comes; more than one may be right, as while a token is rotated."""
     api.server.tokens = {"old", "new"}
     assert (await api.ask("GET", "/api/v1/nodes"))[0] == 401
-    assert (await api.ask("GET", "/api/v1/nodes", headers={"Authorization": "Bearer new"}))[0] == 200
+    assert (await api.ask("GET", "/api/v1/nodes", headers={"Authorization": "Bearer new"}))[
+        0
+    ] == 200
 
 
 async def test_the_log_says_what_was_asked_and_answered(api: Caller) -> None:
@@ -223,7 +271,12 @@ async def test_the_log_says_what_was_asked_and_answered(api: Caller) -> None:
     await api.ask("POST", _PODS, _pod("train"))
     await api.ask("GET", "/api/v1/nodes/none")
     written, read = api.server.requests
-    assert (written.verb, written.resource, written.body["metadata"]["name"], written.status) == ("create", "pods", "train", 201)
+    assert (written.verb, written.resource, written.body["metadata"]["name"], written.status) == (
+        "create",
+        "pods",
+        "train",
+        201,
+    )
     assert (read.verb, read.resource, read.name, read.status) == ("get", "nodes", "none", 404)
     assert api.server.writes == [written]
 
@@ -256,7 +309,17 @@ async def test_an_outage_resets_and_refuses_and_ends_on_the_same_port(api: Calle
 
 async def test_a_fault_hits_what_it_was_meant_for_and_as_often(api: Caller) -> None:
     """One list is spared, one fails, the next works again. Other verbs never notice."""
-    api.server.faults = [Fault(FaultKind.STATUS, verb="list", resource="pods", code=429, times=1, skip=1, retry_after_seconds=7)]
+    api.server.faults = [
+        Fault(
+            FaultKind.STATUS,
+            verb="list",
+            resource="pods",
+            code=429,
+            times=1,
+            skip=1,
+            retry_after_seconds=7,
+        )
+    ]
     answers = [(await api.ask("GET", path))[0] for path in (_PODS, "/api/v1/nodes", _PODS, _PODS)]
     assert answers == [200, 200, 429, 200]
 
@@ -269,7 +332,10 @@ async def test_a_lost_answer_is_a_write_that_was_done(api: Caller) -> None:
     assert api.server.objects.get("pods", "train", "default")
 
 
-@pytest.mark.parametrize("path", ["/api/v1/pods?fieldSelector=spec.hostNetwork%3Dtrue", "/api/v1/pods?labelSelector=a%3Db"])
+@pytest.mark.parametrize(
+    "path",
+    ["/api/v1/pods?fieldSelector=spec.hostNetwork%3Dtrue", "/api/v1/pods?labelSelector=a%3Db"],
+)
 async def test_a_selector_that_is_not_known_is_refused(api: Caller, path: str) -> None:
     """It is never ignored: a test would see pods that a real server hides."""
     assert (await api.ask("GET", path))[0] == 400

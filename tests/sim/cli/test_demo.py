@@ -1,4 +1,6 @@
-"""``vgpu-agent demo`` as a process: what it prints works, what dies under it comes back, and it leaves nothing behind."""
+"""``vgpu-agent demo`` as a process: what it prints works, what dies under it comes back,
+and it leaves nothing behind.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +32,9 @@ class Demo:
         self._output = output
         self.directory: Path | None = None
         with output.open("wb") as stream:
-            self.process = subprocess.Popen([sys.executable, "-m", "vgpu_agent", "demo", *flags], stdout=stream, stderr=stream)
+            self.process = subprocess.Popen(
+                [sys.executable, "-m", "vgpu_agent", "demo", *flags], stdout=stream, stderr=stream
+            )
 
     @property
     def said(self) -> str:
@@ -46,7 +50,9 @@ class Demo:
             time.sleep(0.02)
 
     def agents(self) -> list[int]:
-        """Process ids of the agents that run on this demo's node; other demos may run on this machine."""
+        """Process ids of the agents that run on this demo's node;
+        other demos may run on this machine.
+        """
         found = []
         for pid in _pids():
             node = re.search(r" --simulate (\S+)/node ", _command_line(pid))
@@ -69,7 +75,9 @@ def _parent(pid: int) -> int:
 
 def _command_line(pid: int) -> str:
     try:
-        return Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
+        return (
+            Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
+        )
     except OSError:
         return ""  # it has just ended
 
@@ -91,7 +99,8 @@ def _type(command: str) -> None:
 @pytest.fixture
 def demos(tmp_path: Path) -> Iterator[Callable[..., Demo]]:
     """Starts demos, and ends what a failed test leaves of them."""
-    # A shell starts what it puts into the background with Ctrl-C ignored, and children inherit that.
+    # A shell starts what it puts into the background with Ctrl-C ignored, and children inherit
+    # that.
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     started: list[Demo] = []
 
@@ -107,8 +116,14 @@ def demos(tmp_path: Path) -> Iterator[Callable[..., Demo]]:
     signal.signal(signal.SIGINT, before)
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP, signal.SIGINT], ids=["SIGTERM", "closed terminal", "Ctrl-C"])
-def test_ended_in_the_middle_of_the_story_nothing_is_left_behind(demos: Callable[..., Demo], number: signal.Signals) -> None:
+@pytest.mark.parametrize(
+    "number",
+    [signal.SIGTERM, signal.SIGHUP, signal.SIGINT],
+    ids=["SIGTERM", "closed terminal", "Ctrl-C"],
+)
+def test_ended_in_the_middle_of_the_story_nothing_is_left_behind(
+    demos: Callable[..., Demo], number: signal.Signals
+) -> None:
     """Neither its directory nor an agent that would hold the port."""
     demo = demos("--check")
     demo.until(lambda: "✓" in demo.said)
@@ -123,7 +138,9 @@ def test_ended_in_the_middle_of_the_story_nothing_is_left_behind(demos: Callable
 
 
 def test_the_node_that_stays_up_survives_the_death_of_its_agent(demos: Callable[..., Demo]) -> None:
-    """It is started again as kubelet would, all printed commands work, and Ctrl-C ends it with 0."""
+    """It is started again as kubelet would, all printed commands work,
+    and Ctrl-C ends it with 0.
+    """
     demo = demos()
     demo.until(lambda: "The agent's log is" in demo.said)
     (agent,) = demo.agents()
@@ -131,7 +148,9 @@ def test_the_node_that_stays_up_survives_the_death_of_its_agent(demos: Callable[
     demo.until(lambda: "ready again and knows the 6 containers" in demo.said)
     assert "killed by SIGKILL" in demo.said
 
-    commands = re.findall(r"^  ((?:\.venv/bin/vgpu-agent|curl|sed) .*?)(?:  +[a-z].*)?$", demo.said, re.MULTILINE)
+    commands = re.findall(
+        r"^  ((?:\.venv/bin/vgpu-agent|curl|sed) .*?)(?:  +[a-z].*)?$", demo.said, re.MULTILINE
+    )
     assert len(commands) == 7
     for command in commands:
         _type(command)

@@ -39,28 +39,43 @@ class Plugin:
 
 
 def _entries(checkpoint: Path) -> list[dict[str, Any]]:
-    return (json.loads(checkpoint.read_text())["Data"]["PodDeviceEntries"] or []) if checkpoint.exists() else []
+    return (
+        (json.loads(checkpoint.read_text())["Data"]["PodDeviceEntries"] or [])
+        if checkpoint.exists()
+        else []
+    )
 
 
-def _kubelet(tmp_path: Path, *, refuses: bool = False) -> tuple[SimulatedKubelet, list[Plugin], Path]:
+def _kubelet(
+    tmp_path: Path, *, refuses: bool = False
+) -> tuple[SimulatedKubelet, list[Plugin], Path]:
     kubelet = SimulatedKubelet(tmp_path)
     kubelet.plugins.mkdir(parents=True)
     checkpoint = kubelet.plugins / CHECKPOINT
     plugins = [Plugin(checkpoint), Plugin(checkpoint, refuses=refuses)]
     for name, plugin in zip(("r/a", "r/b"), plugins, strict=True):
         kubelet._endpoints[name] = cast("Endpoint", plugin)  # it has of one what an admission needs
-        kubelet._records.devices[name] = ResourceDevices({f"{name}-{each}": None for each in range(4)})
+        kubelet._records.devices[name] = ResourceDevices(
+            {f"{name}-{each}": None for each in range(4)}
+        )
     return kubelet, plugins, checkpoint
 
 
-async def test_the_checkpoint_is_written_once_for_all_resources_of_a_container(tmp_path: Path) -> None:
-    """While the second plugin is asked, it does not know yet what the first has answered. The next container finds both."""
+async def test_the_checkpoint_is_written_once_for_all_resources_of_a_container(
+    tmp_path: Path,
+) -> None:
+    """While the second plugin is asked, it does not know yet what the first has answered.
+    The next container finds both.
+    """
     kubelet, plugins, checkpoint = await asyncio.to_thread(_kubelet, tmp_path)
-    await kubelet.admit("p", [Container("one", {"r/a": 1, "r/b": 1}), Container("two", {"r/a": 1, "r/b": 1})])
+    await kubelet.admit(
+        "p", [Container("one", {"r/a": 1, "r/b": 1}), Container("two", {"r/a": 1, "r/b": 1})]
+    )
     assert [plugin.entries_before for plugin in plugins] == [[0, 2], [0, 2]]
-    assert sorted((entry["ContainerName"], entry["ResourceName"]) for entry in await asyncio.to_thread(_entries, checkpoint)) == [
-        (container, resource) for container in ("one", "two") for resource in ("r/a", "r/b")
-    ]
+    assert sorted(
+        (entry["ContainerName"], entry["ResourceName"])
+        for entry in await asyncio.to_thread(_entries, checkpoint)
+    ) == [(container, resource) for container in ("one", "two") for resource in ("r/a", "r/b")]
 
 
 async def test_a_container_that_gets_not_all_is_not_written_down(tmp_path: Path) -> None:

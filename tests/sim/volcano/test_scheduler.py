@@ -1,4 +1,6 @@
-"""The simulated Volcano scheduler on the simulated API server: what it writes, when, and what happens when it or the server goes away."""
+"""The simulated Volcano scheduler on the simulated API server: what it writes, when, and what
+happens when it or the server goes away.
+"""
 
 from __future__ import annotations
 
@@ -35,7 +37,9 @@ class Cluster:
     def start(self, name: str = "scheduler", **settings: Any) -> None:
         """Run a scheduler."""
         quick = VolcanoSettings(retry_seconds=0.02, period_seconds=0.001, **settings)
-        scheduler = VolcanoScheduler(ApiAccess(self.server.url), quick, clock=lambda: time.time() + self.now)
+        scheduler = VolcanoScheduler(
+            ApiAccess(self.server.url), quick, clock=lambda: time.time() + self.now
+        )
         self.supervisor.start(name, scheduler.run)
 
     def add(self, *pods: Object) -> None:
@@ -59,7 +63,14 @@ class Cluster:
     def why(self, name: str) -> str | None:
         """Return the message about scheduling in the pod's status."""
         conditions = self.pod(name)["status"].get("conditions", [])
-        return next((condition.get("message") for condition in conditions if condition["type"] == "PodScheduled"), None)
+        return next(
+            (
+                condition.get("message")
+                for condition in conditions
+                if condition["type"] == "PodScheduled"
+            ),
+            None,
+        )
 
     async def until(self, condition: Callable[[], object]) -> None:
         """Wait for a change of the cluster that makes the condition true."""
@@ -76,7 +87,10 @@ class Cluster:
 @pytest.fixture
 async def cluster() -> AsyncIterator[Cluster]:
     """An API server with the golden node."""
-    async with ApiServer() as server, Supervisor(backoff_min_seconds=1, backoff_max_seconds=1) as supervisor:
+    async with (
+        ApiServer() as server,
+        Supervisor(backoff_min_seconds=1, backoff_max_seconds=1) as supervisor,
+    ):
         server.objects.create("nodes", node())
         yield Cluster(server, supervisor)
 
@@ -90,13 +104,22 @@ def _writes(cluster: Cluster) -> list[str]:
 
 
 async def test_g3_annotations_come_with_the_binding(cluster: Cluster) -> None:
-    """volcano-vgpu:G3: one write, the Binding, carries the six annotations beside the pod's own. None is seen without the other."""
+    """volcano-vgpu:G3: one write, the Binding, carries the six annotations beside the pod's own.
+    None is seen without the other.
+    """
     cluster.start()
     cluster.add(pod("p", asking(1, 3000, 50), annotations={"mine": "stays"}))
     await cluster.bound("p")
     assert _writes(cluster) == ["create pods/binding"]
-    seen = [change.after for change in cluster.server.objects.changes_after(1) if change.resource == "pods" and change.after]
-    assert [(bool(each["spec"].get("nodeName")), IDS in each["metadata"]["annotations"]) for each in seen] == [(False, False), (True, True)]
+    seen = [
+        change.after
+        for change in cluster.server.objects.changes_after(1)
+        if change.resource == "pods" and change.after
+    ]
+    assert [
+        (bool(each["spec"].get("nodeName")), IDS in each["metadata"]["annotations"])
+        for each in seen
+    ] == [(False, False), (True, True)]
     annotations = cluster.pod("p")["metadata"]["annotations"]
     stamp = annotations["volcano.sh/vgpu-time"]
     assert abs(int(stamp) - time.time()) < 60
@@ -112,8 +135,14 @@ async def test_g3_annotations_come_with_the_binding(cluster: Cluster) -> None:
 
 
 async def test_the_old_way_writes_the_annotations_before_it_binds(cluster: Cluster) -> None:
-    """Up to 1.15 the live pod is patched, then bound without annotations. The node answers a ping in time."""
-    cluster.server.objects.patch("nodes", "node-a", {"metadata": {"annotations": {"volcano.sh/node-vgpu-handshake": "Reported now"}}})
+    """Up to 1.15 the live pod is patched, then bound without annotations.
+    The node answers a ping in time.
+    """
+    cluster.server.objects.patch(
+        "nodes",
+        "node-a",
+        {"metadata": {"annotations": {"volcano.sh/node-vgpu-handshake": "Reported now"}}},
+    )
     cluster.start(old=True)
     cluster.add(pod("p", asking(1, 3000, 50)))
     await cluster.bound("p")
@@ -123,23 +152,45 @@ async def test_the_old_way_writes_the_annotations_before_it_binds(cluster: Clust
 
 
 async def test_annotations_of_an_earlier_attempt_count_for_nothing(cluster: Cluster) -> None:
-    """An old scheduler that died between patch and bind leaves them behind: no card is taken by them, and they are written anew."""
-    cluster.server.objects.patch("nodes", "node-a", {"metadata": {"annotations": {"volcano.sh/node-vgpu-handshake": "Reported now"}}})
-    stale = {"volcano.sh/vgpu-node": "elsewhere", "volcano.sh/vgpu-time": "1", IDS: f"{U1},NVIDIA,24576,0:"}
-    cluster.add(pod("a", asking(1, 24576), annotations=stale), pod("b", asking(1, 24576), annotations=stale))
+    """An old scheduler that died between patch and bind leaves them behind: no card is taken by
+    them, and they are written anew.
+    """
+    cluster.server.objects.patch(
+        "nodes",
+        "node-a",
+        {"metadata": {"annotations": {"volcano.sh/node-vgpu-handshake": "Reported now"}}},
+    )
+    stale = {
+        "volcano.sh/vgpu-node": "elsewhere",
+        "volcano.sh/vgpu-time": "1",
+        IDS: f"{U1},NVIDIA,24576,0:",
+    }
+    cluster.add(
+        pod("a", asking(1, 24576), annotations=stale), pod("b", asking(1, 24576), annotations=stale)
+    )
     cluster.start(old=True)
     await cluster.bound("a", "b")
     assert cluster.ids("a", "b") == ["U1,NVIDIA,24576,0:", "U0,NVIDIA,24576,0:"]
-    assert [cluster.pod(name)["metadata"]["annotations"]["volcano.sh/vgpu-node"] for name in ("a", "b")] == ["node-a"] * 2
+    assert [
+        cluster.pod(name)["metadata"]["annotations"]["volcano.sh/vgpu-node"] for name in ("a", "b")
+    ] == ["node-a"] * 2
 
 
 async def test_the_old_way_gives_a_node_up_that_does_not_answer(cluster: Cluster) -> None:
     """Requesting, and Deleted after 60 seconds; then pods arrive without annotations."""
 
     def handshake() -> str:
-        return str(cluster.server.objects.get("nodes", "node-a")["metadata"]["annotations"]["volcano.sh/node-vgpu-handshake"])
+        return str(
+            cluster.server.objects.get("nodes", "node-a")["metadata"]["annotations"][
+                "volcano.sh/node-vgpu-handshake"
+            ]
+        )
 
-    cluster.server.objects.patch("nodes", "node-a", {"metadata": {"annotations": {"volcano.sh/node-vgpu-handshake": "Reported now"}}})
+    cluster.server.objects.patch(
+        "nodes",
+        "node-a",
+        {"metadata": {"annotations": {"volcano.sh/node-vgpu-handshake": "Reported now"}}},
+    )
     cluster.start(old=True)
     await cluster.until(lambda: handshake().startswith("Requesting_"))
     cluster.now = 62
@@ -149,9 +200,13 @@ async def test_the_old_way_gives_a_node_up_that_does_not_answer(cluster: Cluster
     assert cluster.ids("p") == [None]
 
 
-async def test_a_node_that_is_no_gpu_node_to_it_gets_pods_without_annotations(cluster: Cluster) -> None:
+async def test_a_node_that_is_no_gpu_node_to_it_gets_pods_without_annotations(
+    cluster: Cluster,
+) -> None:
     """The predicate is skipped, not failed, so plain arithmetic decides (volcano-vgpu §2.2)."""
-    cluster.server.objects.patch("nodes", "node-a", {"metadata": {"annotations": {"volcano.sh/node-vgpu-register": None}}})
+    cluster.server.objects.patch(
+        "nodes", "node-a", {"metadata": {"annotations": {"volcano.sh/node-vgpu-register": None}}}
+    )
     cluster.start()
     cluster.add(pod("p", asking(1, 3000)))
     await cluster.bound("p")
@@ -159,7 +214,9 @@ async def test_a_node_that_is_no_gpu_node_to_it_gets_pods_without_annotations(cl
 
 
 async def test_over_commit_is_refused_in_volcanos_words_and_only_once(cluster: Cluster) -> None:
-    """The pod waits with the sentence of the real scheduler in its status and in one event, and is placed when there is room."""
+    """The pod waits with the sentence of the real scheduler in its status and in one event,
+    and is placed when there is room.
+    """
     cluster.start(policy="binpack")
     cluster.add(pod("one", asking(2, 20000)))
     await cluster.bound("one")
@@ -178,7 +235,10 @@ async def test_a_percentage_waits_for_ever(cluster: Cluster) -> None:
     cluster.start()
     cluster.add(pod("p", asking(1, percentage=50)))
     await cluster.until(lambda: cluster.why("p"))
-    assert cluster.why("p") == "0/1 nodes are unavailable: 1 Insufficient volcano.sh/vgpu-memory-percentage."
+    assert (
+        cluster.why("p")
+        == "0/1 nodes are unavailable: 1 Insufficient volcano.sh/vgpu-memory-percentage."
+    )
 
 
 async def test_pods_of_others_are_left_alone(cluster: Cluster) -> None:
@@ -194,7 +254,9 @@ async def test_pods_of_others_are_left_alone(cluster: Cluster) -> None:
 
 
 async def test_a_burst_is_placed_without_overlap(cluster: Cluster) -> None:
-    """Twenty pods at once fill both cards exactly, in the order of their names, without waiting for the watch."""
+    """Twenty pods at once fill both cards exactly, in the order of their names,
+    without waiting for the watch.
+    """
     names = [f"p{number:02}" for number in range(20)]
     cluster.start(policy="spread")
     cluster.add(*(pod(name, asking(1, 2457)) for name in names))
@@ -203,12 +265,19 @@ async def test_a_burst_is_placed_without_overlap(cluster: Cluster) -> None:
 
 
 def _gang(count: int, *, needed: int, memory: int) -> Sequence[Object]:
-    annotations = {"scheduling.k8s.io/group-name": "g", "scheduling.volcano.sh/group-min-member": str(needed)}
-    return [pod(f"g{number}", asking(1, memory), annotations=annotations) for number in range(count)]
+    annotations = {
+        "scheduling.k8s.io/group-name": "g",
+        "scheduling.volcano.sh/group-min-member": str(needed),
+    }
+    return [
+        pod(f"g{number}", asking(1, memory), annotations=annotations) for number in range(count)
+    ]
 
 
 async def test_a_gang_is_placed_as_a_whole_or_not_at_all(cluster: Cluster) -> None:
-    """Three of four would fit: none is bound and nothing is written to them but why. With room for all, all are."""
+    """Three of four would fit: none is bound and nothing is written to them but why.
+    With room for all, all are.
+    """
     cluster.start()
     cluster.add(pod("holder", asking(1, 20000)))
     await cluster.bound("holder")
@@ -222,7 +291,9 @@ async def test_a_gang_is_placed_as_a_whole_or_not_at_all(cluster: Cluster) -> No
 
 
 async def test_a_gang_may_be_larger_than_it_must(cluster: Cluster) -> None:
-    """With a smaller minimum, given as a setting, those that fit are bound and the others wait for themselves."""
+    """With a smaller minimum, given as a setting,
+    those that fit are bound and the others wait for themselves.
+    """
     cluster.start(min_members={"default/g": 2})
     cluster.add(*_gang(3, needed=1, memory=16000))
     await cluster.bound("g0", "g1")
@@ -231,10 +302,14 @@ async def test_a_gang_may_be_larger_than_it_must(cluster: Cluster) -> None:
 
 
 async def test_the_node_lock_admits_one_pod_at_a_time(cluster: Cluster) -> None:
-    """The lock is taken before the bind. The next pod waits until the plugin has removed it, or for 5 minutes."""
+    """The lock is taken before the bind. The next pod waits until the plugin has removed it,
+    or for 5 minutes.
+    """
 
     def lock() -> str | None:
-        found: str | None = cluster.server.objects.get("nodes", "node-a")["metadata"]["annotations"].get(LOCK)
+        found: str | None = cluster.server.objects.get("nodes", "node-a")["metadata"][
+            "annotations"
+        ].get(LOCK)
         return found
 
     cluster.start(node_lock=True)
@@ -274,20 +349,40 @@ async def test_a_scheduler_that_starts_anew_knows_what_was_given(cluster: Cluste
     cluster.add(pod("two", asking(1, 5000)), pod("three", asking(1, 4000)))
     cluster.start(policy="binpack")
     await cluster.bound("two", "three")
-    assert cluster.ids("one", "two", "three") == ["U0,NVIDIA,20000,0:", "U1,NVIDIA,5000,0:", "U0,NVIDIA,4000,0:"]
+    assert cluster.ids("one", "two", "three") == [
+        "U0,NVIDIA,20000,0:",
+        "U1,NVIDIA,5000,0:",
+        "U0,NVIDIA,4000,0:",
+    ]
 
 
-@pytest.mark.parametrize("kind", [FaultKind.LOST_ANSWER, FaultKind.RESET, FaultKind.HTML, FaultKind.TRUNCATED])
-async def test_a_binding_without_an_answer_is_looked_at_again(cluster: Cluster, kind: FaultKind) -> None:
+@pytest.mark.parametrize(
+    "kind", [FaultKind.LOST_ANSWER, FaultKind.RESET, FaultKind.HTML, FaultKind.TRUNCATED]
+)
+async def test_a_binding_without_an_answer_is_looked_at_again(
+    cluster: Cluster, kind: FaultKind
+) -> None:
     """The outcome is read from a new list, so no card is given twice and no pod is forgotten."""
     cluster.server.faults.append(Fault(kind, resource="pods/binding", times=2))
     cluster.start(policy="binpack")
     cluster.add(*(pod(name, asking(1, 12288)) for name in ("a", "b", "c", "d")))
     await cluster.bound("a", "b", "c", "d")
-    assert sorted(filter(None, cluster.ids("a", "b", "c", "d"))) == ["U0,NVIDIA,12288,0:"] * 2 + ["U1,NVIDIA,12288,0:"] * 2
+    assert (
+        sorted(filter(None, cluster.ids("a", "b", "c", "d")))
+        == ["U0,NVIDIA,12288,0:"] * 2 + ["U1,NVIDIA,12288,0:"] * 2
+    )
 
 
-@pytest.mark.parametrize("kind", [FaultKind.CLOSE, FaultKind.ERROR_EVENT, FaultKind.TRUNCATED, FaultKind.RESET, FaultKind.STATUS])
+@pytest.mark.parametrize(
+    "kind",
+    [
+        FaultKind.CLOSE,
+        FaultKind.ERROR_EVENT,
+        FaultKind.TRUNCATED,
+        FaultKind.RESET,
+        FaultKind.STATUS,
+    ],
+)
 async def test_a_broken_watch_is_begun_anew(cluster: Cluster, kind: FaultKind) -> None:
     """The scheduler goes on after any end of a watch."""
     cluster.server.faults.append(Fault(kind, verb="watch", times=3))
@@ -299,7 +394,16 @@ async def test_a_broken_watch_is_begun_anew(cluster: Cluster, kind: FaultKind) -
 
 async def test_a_refused_binding_does_not_hold_up_the_others(cluster: Cluster) -> None:
     """A binding that the server refuses for its content is tried again in the next round."""
-    cluster.server.faults.append(Fault(FaultKind.STATUS, resource="pods/binding", name="a", code=409, reason="Conflict", times=2))
+    cluster.server.faults.append(
+        Fault(
+            FaultKind.STATUS,
+            resource="pods/binding",
+            name="a",
+            code=409,
+            reason="Conflict",
+            times=2,
+        )
+    )
     cluster.start()
     cluster.add(pod("a", asking(1, 1)), pod("b", asking(1, 1)))
     await cluster.bound("a", "b")
@@ -334,17 +438,24 @@ async def test_nothing_is_asked_while_nothing_changes(cluster: Cluster) -> None:
 async def test_a_kubeconfig_is_understood(cluster: Cluster, tmp_path: Path) -> None:
     """Server and token of the current context."""
     path = await asyncio.to_thread(cluster.server.kubeconfig, tmp_path / "config", token="secret")
-    assert await asyncio.to_thread(ApiAccess.from_kubeconfig, path) == ApiAccess(cluster.server.url, "secret")
+    assert await asyncio.to_thread(ApiAccess.from_kubeconfig, path) == ApiAccess(
+        cluster.server.url, "secret"
+    )
 
 
 @pytest.mark.parametrize(
     ("arguments", "expected"),
     [
         (["--kubeconfig", "/nowhere/config"], "kubeconfig /nowhere/config cannot be used"),
-        (["--kubeconfig", "/nowhere/config", "--min-member", "default/g=many"], "'default/g=many' names no number"),
+        (
+            ["--kubeconfig", "/nowhere/config", "--min-member", "default/g=many"],
+            "'default/g=many' names no number",
+        ),
     ],
 )
-def test_the_command_refuses_what_it_cannot_use(arguments: list[str], expected: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command_refuses_what_it_cannot_use(
+    arguments: list[str], expected: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     """One line that names the value, and no traceback."""
     with pytest.raises(SystemExit) as ended:
         main(arguments)

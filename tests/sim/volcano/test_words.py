@@ -1,4 +1,6 @@
-"""The small formats around the simulated Volcano scheduler: handshake, node lock, quantities, and the GPU-share ledger."""
+"""The small formats around the simulated Volcano scheduler:
+handshake, node lock, quantities, and the GPU-share ledger.
+"""
 
 from __future__ import annotations
 
@@ -38,8 +40,16 @@ def test_junk_is_read_without_a_word(text: str) -> None:
     """Other clients' text in annotations never ends a round. It means nothing, or numbers."""
     registration = words.parse_registration(text)
     cards = registration.cards if registration else ()
-    assert all(isinstance(number, int) for card in cards for number in (card.index, card.seats, card.memory))
-    assert all(isinstance(number, int) for claim in words.parse_claims(text) for number in (claim.memory, claim.cores))
+    assert all(
+        isinstance(number, int)
+        for card in cards
+        for number in (card.index, card.seats, card.memory)
+    )
+    assert all(
+        isinstance(number, int)
+        for claim in words.parse_claims(text)
+        for number in (claim.memory, claim.cores)
+    )
     assert all(index >= 0 for index in words.parse_indices(text))
     assert words.answer_handshake(f"Requesting_{text}", NOW)[0] in (True, False)
     assert isinstance(words.lock_age(text, NOW), float | None)
@@ -56,7 +66,16 @@ def test_lock_stamps() -> None:
 
 @pytest.mark.parametrize(
     ("text", "expected"),
-    [("10k", 10_000), ("3Gi", 3 * 2**30), ("500m", Decimal("0.5")), ("1E", 10**18), ("7", 7), ("x", 0), ("Infinity", 0), ("1e99999999", 0)],
+    [
+        ("10k", 10_000),
+        ("3Gi", 3 * 2**30),
+        ("500m", Decimal("0.5")),
+        ("1E", 10**18),
+        ("7", 7),
+        ("x", 0),
+        ("Infinity", 0),
+        ("1e99999999", 0),
+    ],
 )
 def test_quantities(text: str, expected: Decimal | int) -> None:
     """Kubernetes writes ten thousand devices as 10k."""
@@ -65,18 +84,25 @@ def test_quantities(text: str, expected: Decimal | int) -> None:
 
 def test_a_node_without_the_resource_lacks_it() -> None:
     """`vgpu-memory-percentage` is an ordinary resource that no node has."""
-    wanted = resources.requests(pod("p", {"volcano.sh/vgpu-number": "1", "volcano.sh/vgpu-memory-percentage": "50"}))
-    assert resources.lacking(resources.free(node(), []), wanted) == ["volcano.sh/vgpu-memory-percentage"]
+    wanted = resources.requests(
+        pod("p", {"volcano.sh/vgpu-number": "1", "volcano.sh/vgpu-memory-percentage": "50"})
+    )
+    assert resources.lacking(resources.free(node(), []), wanted) == [
+        "volcano.sh/vgpu-memory-percentage"
+    ]
 
 
 def test_requests_of_init_containers_count_where_they_are_larger() -> None:
     """A pod takes the sum of its containers or its largest init container."""
-    wanted = resources.requests(pod("p", {"cpu": "1"}, {"cpu": "1"}, init=[{"cpu": "3"}, {"memory": "5"}]))
+    wanted = resources.requests(
+        pod("p", {"cpu": "1"}, {"cpu": "1"}, init=[{"cpu": "3"}, {"memory": "5"}])
+    )
     assert wanted == {"cpu": 3, "memory": 5}
 
 
 def _ledger(strategy: Strategy, **of_node: str | None) -> GpushareLedger:
-    ledger = GpushareLedger.of(gpushare_node(**of_node), [], strategy=strategy)  # type: ignore[arg-type]  # number and memory only
+    # number and memory only
+    ledger = GpushareLedger.of(gpushare_node(**of_node), [], strategy=strategy)  # type: ignore[arg-type]
     assert ledger is not None
     return ledger
 
@@ -93,14 +119,21 @@ def test_s2_gpushare_annotations() -> None:
 
 
 def test_s7_gpushare_places_whole_pods_on_one_card() -> None:
-    """volcano-gpushare:S7 and volcano-gpushare §8: 3000, 20000, 3000 MiB go to cards 0, 0, 1. Two containers of a pod count together."""
+    """volcano-gpushare:S7 and volcano-gpushare §8: 3000, 20000, 3000 MiB go to cards 0, 0, 1. Two
+    containers of a pod count together.
+    """
     ledger = _ledger("share")
-    placed = [ledger.place(pod(str(number), *_memory(*amounts)), NOW) for number, amounts in enumerate([(3000,), (10000, 10000), (3000,)])]
+    placed = [
+        ledger.place(pod(str(number), *_memory(*amounts)), NOW)
+        for number, amounts in enumerate([(3000,), (10000, 10000), (3000,)])
+    ]
     assert [each and each.annotations["volcano.sh/gpu-index"] for each in placed] == ["0", "0", "1"]
 
 
 def test_s6_gpushare_leaves_out_unhealthy_cards() -> None:
-    """volcano-gpushare:S6: a card named in the annotation takes no pods. What is no number there is passed over."""
+    """volcano-gpushare:S6: a card named in the annotation takes no pods.
+    What is no number there is passed over.
+    """
     sick = gpushare_node(annotations={"volcano.sh/gpu-unhealthy-ids": "x,0"})
     ledger = GpushareLedger.of(sick, [], strategy="share")
     assert ledger is not None
@@ -119,5 +152,8 @@ def test_s5_gpushare_number_gives_idle_cards() -> None:
 
 @pytest.mark.parametrize("lacks", [{"memory": None}, {"number": "0"}])
 def test_gpushare_needs_both_resources_in_capacity(lacks: dict[str, str | None]) -> None:
-    """A fresh node in number mode has no gpu-memory, so the scheduler takes it for one without GPUs."""
-    assert GpushareLedger.of(gpushare_node(**lacks), [], strategy="number") is None  # type: ignore[arg-type]  # number and memory only
+    """A fresh node in number mode has no gpu-memory,
+    so the scheduler takes it for one without GPUs.
+    """
+    # number and memory only
+    assert GpushareLedger.of(gpushare_node(**lacks), [], strategy="number") is None  # type: ignore[arg-type]

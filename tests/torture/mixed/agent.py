@@ -1,7 +1,9 @@
-"""The agent under test on a mixed day: the real ledger, allocator, families and verification, wired as `vgpu_agent.agent` wires them.
+"""The agent under test on a mixed day: the real ledger, allocator, families and verification, wired
+as `vgpu_agent.agent` wires them.
 
-Only what touches the outside is the model's: kubelet's records, the streams of the plugin servers, the API watch and what is written to the
-Node, and the disk. Started by `day` through `tests.torture.faults.Machine`.
+Only what touches the outside is the model's: kubelet's records, the streams of the plugin servers,
+the API watch and what is written to the Node, and the disk. Started by `day` through
+`tests.torture.faults.Machine`.
 """
 
 from __future__ import annotations
@@ -65,15 +67,28 @@ class MixedWorld(World):
     waits: Waits = dataclasses.field(default_factory=Waits)
 
 
-async def read_model_records(source: PodResources, checkpoint: Path, wanted: Callable[[str], bool] = lambda _: True) -> KubeletRecords:
+async def read_model_records(
+    source: PodResources, checkpoint: Path, wanted: Callable[[str], bool] = lambda _: True
+) -> KubeletRecords:
     """`vgpu_agent.kubelet.records.read_records` for a source that is a `World`."""
     del checkpoint
     world = cast(World, source)
     kubelet_evidence = await world.read_records(whole=True)
-    entries = world.kubelet.devices.checkpoint_entries(*world.resources) if kubelet_evidence.checkpoint is not None else ()
-    holdings = tuple(holding for holding in join(kubelet_evidence.pod_resources, entries) if wanted(holding.resource))
+    entries = (
+        world.kubelet.devices.checkpoint_entries(*world.resources)
+        if kubelet_evidence.checkpoint is not None
+        else ()
+    )
+    holdings = tuple(
+        holding
+        for holding in join(kubelet_evidence.pod_resources, entries)
+        if wanted(holding.resource)
+    )
     return KubeletRecords(
-        holdings, complete=kubelet_evidence.pod_resources is not None, trouble=kubelet_evidence.trouble, entries=kubelet_evidence.checkpoint
+        holdings,
+        complete=kubelet_evidence.pod_resources is not None,
+        trouble=kubelet_evidence.trouble,
+        entries=kubelet_evidence.checkpoint,
     )
 
 
@@ -93,7 +108,9 @@ class _ModelApi:
         await asyncio.sleep(self._world.rng.random() * 0.05)
         if self._world.api.away:
             raise ClusterError("the API server does not answer")
-        self._world.node.write({name: int(number) for name, number in body["status"]["allocatable"].items()})
+        self._world.node.write(
+            {name: int(number) for name, number in body["status"]["allocatable"].items()}
+        )
 
 
 class _QuietJournal(Journal):
@@ -124,7 +141,14 @@ class MixedAgent:
         self._inventory = Inventory(
             1,
             tuple(
-                Gpu(card.uuid, place, place, "NVIDIA A10", card.units * MEMORY_FACTOR_MIB, f"0000:0{place + 1}:00.0")
+                Gpu(
+                    card.uuid,
+                    place,
+                    place,
+                    "NVIDIA A10",
+                    card.units * MEMORY_FACTOR_MIB,
+                    f"0000:0{place + 1}:00.0",
+                )
                 for place, card in enumerate(world.cards)
             ),
         )
@@ -134,10 +158,18 @@ class MixedAgent:
         volcano = VolcanoVgpuOptions(split=SPLIT, factor=MEMORY_FACTOR_MIB, policy=settings.policy)
         families = Families(
             by_ids=(
-                NvidiaFamily(NvidiaOptions(shared=(SharedEntry(RESOURCES[NVIDIA], REPLICAS, RESOURCES[NVIDIA]),))),
+                NvidiaFamily(
+                    NvidiaOptions(
+                        shared=(SharedEntry(RESOURCES[NVIDIA], REPLICAS, RESOURCES[NVIDIA]),)
+                    )
+                ),
                 AwsFamily(AwsOptions(vgpus=REPLICAS)),
             ),
-            by_pod=(VolcanoVgpuFamily(volcano, HamiCore("/usr/local/vgpu", "/usr/local/vgpu/libvgpu.so")),),
+            by_pod=(
+                VolcanoVgpuFamily(
+                    volcano, HamiCore("/usr/local/vgpu", "/usr/local/vgpu/libvgpu.so")
+                ),
+            ),
         )
         journal = _QuietJournal(world)
         self.allocator = Allocator(
@@ -173,16 +205,25 @@ class MixedAgent:
         )
         self._registered = False
         self._node: Latest[Node | None] = Latest(None)
-        self._sent: dict[str, tuple[int, int]] = {}  # resource → ids that kubelet was sent last, and how many of them are healthy
+        # resource → ids that kubelet was sent last, and how many of them are healthy
+        self._sent: dict[str, tuple[int, int]] = {}
         self._lists = Revision()
         self._allocatable = AllocatableWriter(
-            cast(Api, _ModelApi(world)), NODE, self._node, self._counts, self._lists, self.ledger.withdrawn, Cluster(), journal
+            cast(Api, _ModelApi(world)),
+            NODE,
+            self._node,
+            self._counts,
+            self._lists,
+            self.ledger.withdrawn,
+            Cluster(),
+            journal,
         )
 
     async def begin(self) -> None:
         """Pods, offers, kubelet's records into the ledger, and only then kubelet."""
         self._world.api.connect(self._book)
-        await asyncio.shield(self.life.run(self._begin()))  # the end of the faults does not end an agent that is just starting
+        # the end of the faults does not end an agent that is just starting
+        await asyncio.shield(self.life.run(self._begin()))
 
     async def _begin(self) -> None:
         try:
@@ -202,7 +243,9 @@ class MixedAgent:
         self.life.run(self._collect())
 
     def register(self) -> None:
-        """All resources, with the kubelet that is there now; the second time it is another one than before."""
+        """All resources, with the kubelet that is there now;
+        the second time it is another one than before.
+        """
         kubelet = self._world.kubelet
         if not kubelet.up:
             return
@@ -220,12 +263,19 @@ class MixedAgent:
 
     def left_over(self) -> list[str]:
         """Broken invariants, and grants without an owner."""
-        return [*self.ledger.audit(), *(f"grant {grant} is left over" for grant in self.ledger.grants)]
+        return [
+            *self.ledger.audit(),
+            *(f"grant {grant} is left over" for grant in self.ledger.grants),
+        ]
 
     async def _follow_pods(self) -> None:
         """Follow the pods as `vgpu_agent.agent.composition` does."""
         while True:
-            pods, ledger, refusals = self._book.revision.version, self.ledger.revision.version, self._refusals.revision.version
+            pods, ledger, refusals = (
+                self._book.revision.version,
+                self.ledger.revision.version,
+                self._refusals.revision.version,
+            )
             self.ledger.end_turns()
             self.allocator.refresh_claims()
             await first_of(
@@ -241,7 +291,10 @@ class MixedAgent:
         node = self._world.node
         async for _ in node.revision.changes():
             await asyncio.sleep(self._world.rng.random() * 0.05)
-            capacity, allocatable = ({name: str(number) for name, number in each.items()} for each in (node.capacity, node.allocatable))
+            capacity, allocatable = (
+                {name: str(number) for name, number in each.items()}
+                for each in (node.capacity, node.allocatable)
+            )
             self._node.publish(Node(NODE, uid="node", capacity=capacity, allocatable=allocatable))
 
     def _note_sent(self, resource: str, devices: Sequence[ListedDevice]) -> None:
@@ -251,9 +304,14 @@ class MixedAgent:
     def _counts(self) -> dict[str, SentCounts]:
         """Return the counts as `vgpu_agent.agent.offers.servers` does."""
         offered = self.ledger.offered_ids
-        return {name: SentCounts(listed, healthy, min(healthy, offered(name))) for name, (listed, healthy) in self._sent.items()}
+        return {
+            name: SentCounts(listed, healthy, min(healthy, offered(name)))
+            for name, (listed, healthy) in self._sent.items()
+        }
 
-    async def _send_lists(self, resource: str, endpoint: Endpoint, sent: Sequence[ListedDevice]) -> None:
+    async def _send_lists(
+        self, resource: str, endpoint: Endpoint, sent: Sequence[ListedDevice]
+    ) -> None:
         """The stream of one registration, as `vgpu_agent.kubelet.plugin` sends it."""
         world, revision, loop = self._world, self.ledger.revision, asyncio.get_running_loop()
         while True:
@@ -261,7 +319,10 @@ class MixedAgent:
             devices = self.allocator.listing(resource)
             if devices != sent:
                 await asyncio.sleep(world.rng.random() * 0.01)
-                if not world.kubelet.up or world.kubelet.devices.endpoints.get(resource) is not endpoint:
+                if (
+                    not world.kubelet.up
+                    or world.kubelet.devices.endpoints.get(resource) is not endpoint
+                ):
                     return
                 ids = _healthy(devices)
                 world.kubelet.devices.listed_ids[resource] = len(devices)
@@ -276,7 +337,9 @@ class MixedAgent:
             await asyncio.sleep(self._settings.coalesce_seconds)
 
     async def _publish(self) -> None:
-        """Write the register annotation, as the publisher of `vgpu_agent.cluster` does, as soon as the API server can be reached."""
+        """Write the register annotation, as the publisher of `vgpu_agent.cluster` does, as soon as
+        the API server can be reached.
+        """
         world = self._world
         async for _ in self.ledger.revision.changes(coalesce_seconds=0.1):
             await asyncio.sleep(world.rng.random() * 0.05)
@@ -295,7 +358,10 @@ class MixedAgent:
         """A spec stays as long as its pod may start a container with it."""
         if not self._book.synced.is_set() or self._book.get(record.owner.pod_uid) is not None:
             return True
-        return any(grant.owner is not None and grant.owner.pod_uid == record.owner.pod_uid for grant in self.ledger.grants)
+        return any(
+            grant.owner is not None and grant.owner.pod_uid == record.owner.pod_uid
+            for grant in self.ledger.grants
+        )
 
 
 def _healthy(devices: Sequence[ListedDevice]) -> list[str]:

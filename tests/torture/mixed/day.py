@@ -1,7 +1,9 @@
-"""One mixed day: a node whose GPUs serve several families, its agent, some hundred pods, and at times whatever may go wrong.
+"""One mixed day: a node whose GPUs serve several families, its agent, some hundred pods,
+and at times whatever may go wrong.
 
-Two acts as in `tests.torture.episode`. In the first, jobs come and one family floods the node; in the second nothing comes and nothing
-fails, and all that has come must end. Played by `tests.torture.test_mixed_days`.
+Two acts as in `tests.torture.episode`. In the first, jobs come and one family floods the node; in
+the second nothing comes and nothing fails, and all that has come must end. Played by
+`tests.torture.test_mixed_days`.
 """
 
 from __future__ import annotations
@@ -19,7 +21,16 @@ from tests.torture.faults import Faults, Machine
 from tests.torture.kubelet_model import KubeletModel
 from tests.torture.mixed.agent import MixedAgent, MixedWorld, read_model_records
 from tests.torture.mixed.judge import Figures, MixedJudge, Seen, Waits, named_by_scheduler
-from tests.torture.mixed.plan import BY_IDS, CARDS, FAMILIES, RESOURCES, VOLCANO, Planner, family_of, gpus_behind
+from tests.torture.mixed.plan import (
+    BY_IDS,
+    CARDS,
+    FAMILIES,
+    RESOURCES,
+    VOLCANO,
+    Planner,
+    family_of,
+    gpus_behind,
+)
 from tests.torture.mixed.schedulers import NodeStatus, Schedulers
 from tests.torture.node_files import NodeFiles
 from tests.torture.plan import Ending, PlannedPod
@@ -28,7 +39,9 @@ from tests.torture.virtual_time import run
 from vgpu_agent.agent.records import verification
 
 QUIET = Faults()
-TROUBLED = Faults(kubelet=900.0, agent=700.0, reboot=6000.0, api=900.0, pod_resources=1500.0, checkpoint=1500.0)
+TROUBLED = Faults(
+    kubelet=900.0, agent=700.0, reboot=6000.0, api=900.0, pod_resources=1500.0, checkpoint=1500.0
+)
 
 _MOST_PENDING = 12  # of a family that does not flood
 _SOUND_AFTER_SECONDS = 150.0
@@ -55,7 +68,9 @@ class Outcome:
 
     def text(self) -> str:
         """The whole story of what was not right."""
-        return "\n".join([f"seed {self.seed}:", *self.wrong[:3], *self.stuck[:3], *self.left_over[:20]])
+        return "\n".join(
+            [f"seed {self.seed}:", *self.wrong[:3], *self.stuck[:3], *self.left_over[:20]]
+        )
 
 
 def play(seed: int, *, pods: int = 300, faults: Faults = QUIET) -> Outcome:
@@ -78,10 +93,21 @@ class _Day:
         kubelet = KubeletModel(rng, api=api, files=files, judge=self._judge, story=story)
         kubelet.on_end = self._ended
         self._world = world = MixedWorld(
-            rng, CARDS, story, api, kubelet, files, early=False, resources=tuple(RESOURCES.values()), node=node, waits=self._waits
+            rng,
+            CARDS,
+            story,
+            api,
+            kubelet,
+            files,
+            early=False,
+            resources=tuple(RESOURCES.values()),
+            node=node,
+            waits=self._waits,
         )
         self._machine = Machine(world, lambda _: MixedAgent(world), faults)
-        self._pending: dict[str, list[tuple[PlannedPod, float]]] = {family: [] for family in FAMILIES}
+        self._pending: dict[str, list[tuple[PlannedPod, float]]] = {
+            family: [] for family in FAMILIES
+        }
         self._live: dict[str, LivePod] = {}
         self._begun: set[str] = set()
         self._last_uid = 0
@@ -97,13 +123,19 @@ class _Day:
             async with asyncio.timeout(_LONGEST_DAY_SECONDS):
                 return await self._play()
         except TimeoutError as err:
-            raise AssertionError(f"seed {self._seed} does not end; waiting: {self._pending}, on the node: {list(self._live)}") from err
+            raise AssertionError(
+                f"seed {self._seed} does not end; waiting: {self._pending}, on the node: "
+                f"{list(self._live)}"
+            ) from err
 
     async def _play(self) -> Outcome:
         loop = asyncio.get_running_loop()
         await self._machine.start()
         kubelet_writes = self._world.node.kubelet_writes(self._world)
-        loops = [loop.create_task(work) for work in (kubelet_writes, self._schedule_for_ever(), self._look_for_ever())]
+        loops = [
+            loop.create_task(work)
+            for work in (kubelet_writes, self._schedule_for_ever(), self._look_for_ever())
+        ]
         await self._first_act()
         await self._machine.calm_down()
         stuck = await self._drain()
@@ -117,7 +149,15 @@ class _Day:
         left = [f"seed {self._seed}: {each}" for each in self._machine.agent.left_over()]
         left += [f"spec {token} is left over" for token in self._world.files.left_over]
         await self._machine.stop()
-        return Outcome(self._seed, self._waits.figures, self._story.counts, self._story.wrong, stuck, left, ended_at)
+        return Outcome(
+            self._seed,
+            self._waits.figures,
+            self._story.counts,
+            self._story.wrong,
+            stuck,
+            left,
+            ended_at,
+        )
 
     async def _first_act(self) -> None:
         for arrival in self._planner.arrivals():
@@ -133,7 +173,7 @@ class _Day:
             if self._left <= 0:
                 return
 
-    # -- pods -----------------------------------------------------------------------------------------------------------------------
+    # -- pods --------------------------------------------------------------------------------------
 
     async def _schedule_for_ever(self) -> None:
         """Both schedulers, each of which tries what waits, the oldest first, again and again."""
@@ -141,7 +181,11 @@ class _Day:
             await asyncio.sleep(0.1 + self._rng.random() * 0.5)
             if self._world.api.away:
                 continue
-            waiting = [(created_at, family, pod) for family, pods in self._pending.items() for pod, created_at in pods]
+            waiting = [
+                (created_at, family, pod)
+                for family, pods in self._pending.items()
+                for pod, created_at in pods
+            ]
             full: set[str] = set()
             for created_at, family, pod in sorted(waiting, key=lambda each: each[:2]):
                 if family in full:
@@ -153,18 +197,23 @@ class _Day:
 
     def _place(self, plan: PlannedPod, created_at: float) -> bool:
         now = asyncio.get_running_loop().time()
-        uid = str(UUID(int=self._last_uid + 1, version=4))  # of the form that only the API server gives
+        # of the form that only the API server gives
+        uid = str(UUID(int=self._last_uid + 1, version=4))
         placement = self._schedulers.place(uid, plan, now=now)
         if placement is None:
             return False
         self._last_uid += 1
-        pod = LivePod(plan, uid, "ns", created_at, dict(placement.slices), dict(placement.annotations))
+        pod = LivePod(
+            plan, uid, "ns", created_at, dict(placement.slices), dict(placement.annotations)
+        )
         self._live[uid] = pod
         self._waits.placed(family_of(plan))
         self._story.tell("bound", uid, plan.name, pod.slices)
         self._world.api.show(pod)
         loop = asyncio.get_running_loop()
-        loop.call_later(self._rng.random() * self._rng.choice((0.01, 0.2)), self._world.kubelet.add, pod)
+        loop.call_later(
+            self._rng.random() * self._rng.choice((0.01, 0.2)), self._world.kubelet.add, pod
+        )
         if plan.ending is Ending.EARLY:
             loop.call_later(self._rng.random() * self._rng.choice((1.0, 30.0)), self._delete, pod)
         return True
@@ -180,21 +229,31 @@ class _Day:
         if not pod.admitted and not pod.deleting:
             cause = cause_of(self._story, pod)
             self._waits.figures.failed[cause] += 1
-            self._waits.figures.stories.append(f"{pod.name} ({pod.uid}) failed: {cause}\n{self._story.latest(seconds=5.0)}")
+            self._waits.figures.stories.append(
+                f"{pod.name} ({pod.uid}) failed: {cause}\n{self._story.latest(seconds=5.0)}"
+            )
         gpus = self._gpus_of(pod)
         if pod.uid not in self._judge.started:
             self._waits.given_up(pod)
         others = {uuid for other in self._live.values() for uuid in self._gpus_of(other)}
         self._waits.ended(pod, gpus, last_of=gpus - others, now=loop.time())
-        loop.call_later(self._rng.random() * self._rng.choice((1.0, 30.0)), self._world.api.remove, pod)
+        loop.call_later(
+            self._rng.random() * self._rng.choice((1.0, 30.0)), self._world.api.remove, pod
+        )
 
     def _gpus_of(self, pod: LivePod) -> frozenset[str]:
-        """The GPUs of which the pod has a share, by the kubelet's records and by its containers' answers."""
-        ids = (id_ for entry in self._world.kubelet.devices.entries.get(pod.uid, ()) for id_ in entry.ids)
+        """The GPUs of which the pod has a share,
+        by the kubelet's records and by its containers' answers.
+        """
+        ids = (
+            id_
+            for entry in self._world.kubelet.devices.entries.get(pod.uid, ())
+            for id_ in entry.ids
+        )
         by_ids = gpus_behind(ids) if family_of(pod.plan) in BY_IDS else frozenset()
         return by_ids | self._judge.gpus_of(pod.uid)
 
-    # -- the judge's view -----------------------------------------------------------------------------------------------------------
+    # -- the judge's view --------------------------------------------------------------------------
 
     async def _look_for_ever(self) -> None:
         loop = asyncio.get_running_loop()
@@ -224,20 +283,30 @@ class _Day:
         return Seen(
             {uuid: frozenset(families) for uuid, families in holders.items()},
             frozenset(claimed),
-            {family: [(pod.name, created_at) for pod, created_at in pods] for family, pods in self._pending.items()},
+            {
+                family: [(pod.name, created_at) for pod, created_at in pods]
+                for family, pods in self._pending.items()
+            },
             refused,
-            now >= self._sound_since and bool(world.node.allocatable),  # a new resource shows with kubelet's next status
+            # a new resource shows with kubelet's next status
+            now >= self._sound_since and bool(world.node.allocatable),
         )
 
-    # -- the second act -------------------------------------------------------------------------------------------------------------
+    # -- the second act ----------------------------------------------------------------------------
 
     async def _drain(self) -> list[str]:
-        """Wait until all pods have come and gone; a pod that waits although nothing hinders it is reported and deleted."""
+        """Wait until all pods have come and gone;
+        a pod that waits although nothing hinders it is reported and deleted.
+        """
         loop, stuck = asyncio.get_running_loop(), []
         progress, since = -1, loop.time()
         while self._live or any(self._pending.values()):
             await asyncio.sleep(30.0)
-            now = self._story.counts["started"] + self._story.counts["ended"] + self._story.counts["bound"]
+            now = (
+                self._story.counts["started"]
+                + self._story.counts["ended"]
+                + self._story.counts["bound"]
+            )
             if now != progress:
                 progress, since = now, loop.time()
             elif loop.time() - since > _LONGEST_WAIT_SECONDS:
@@ -251,7 +320,9 @@ class _Day:
             yield self._story.wrong.pop()
             self._world.kubelet.delete(pod, force=False)
         if not self._live:
-            yield from (f"{pod.name} is never placed" for pods in self._pending.values() for pod, _ in pods)
+            yield from (
+                f"{pod.name} is never placed" for pods in self._pending.values() for pod, _ in pods
+            )
             self._pending = {family: [] for family in FAMILIES}
 
 

@@ -1,7 +1,9 @@
-"""Right, fair and prompt? Looks at each container of a mixed day, and at pods that wait while a GPU is idle.
+"""Right, fair and prompt? Looks at each container of a mixed day,
+and at pods that wait while a GPU is idle.
 
-By containers' answers, what the kubelet's records say and what schedulers wrote; nothing is asked of the agent. `MixedJudge` is asked by
-`kubelet_model` at each start, `Waits` by `day` every second and at each pod's end.
+By containers' answers, what the kubelet's records say and what schedulers wrote; nothing is asked
+of the agent. `MixedJudge` is asked by `kubelet_model` at each start, `Waits` by `day` every second
+and at each pod's end.
 """
 
 from __future__ import annotations
@@ -33,17 +35,36 @@ class MixedJudge:
         self._running: dict[tuple[str, str], tuple[str, frozenset[str]]] = {}
         self.started: set[str] = set()
 
-    def starts(self, pod: LivePod, container: PlannedContainer, edits: Edits, ids: tuple[str, ...], *, unasked: bool) -> None:
+    def starts(
+        self,
+        pod: LivePod,
+        container: PlannedContainer,
+        edits: Edits,
+        ids: tuple[str, ...],
+        *,
+        unasked: bool,
+    ) -> None:
         """A container of any family has been created."""
         family = family_of(pod.plan)
-        told = frozenset(uuid for uuid in edits.environment.get("NVIDIA_VISIBLE_DEVICES", "").split(",") if uuid)
+        told = frozenset(
+            uuid for uuid in edits.environment.get("NVIDIA_VISIBLE_DEVICES", "").split(",") if uuid
+        )
         if family == VOLCANO:
             self._of_volcano.starts(pod, container, edits, ids, unasked=unasked)
         elif told != gpus_behind(ids) or not told:
             self._accuse(pod, f"its ids are {ids}, it was told of {sorted(told)}", ids)
-        strangers = {other for other, gpus in self._running.values() if other != family and not gpus.isdisjoint(told)}
+        strangers = {
+            other
+            for other, gpus in self._running.values()
+            if other != family and not gpus.isdisjoint(told)
+        }
         if strangers:
-            self._accuse(pod, f"it shares {sorted(told)} with {', '.join(sorted(strangers))}: two families on a GPU", ids)
+            self._accuse(
+                pod,
+                f"it shares {sorted(told)} with {', '.join(sorted(strangers))}: two families on a "
+                "GPU",
+                ids,
+            )
         self._running[pod.uid, container.name] = family, told & _UUIDS
         self.started.add(pod.uid)
 
@@ -54,7 +75,9 @@ class MixedJudge:
 
     def gpus_of(self, uid: str) -> frozenset[str]:
         """The GPUs that the pod's running containers have."""
-        return frozenset(uuid for (owner, _), (_, gpus) in self._running.items() if owner == uid for uuid in gpus)
+        return frozenset(
+            uuid for (owner, _), (_, gpus) in self._running.items() if owner == uid for uuid in gpus
+        )
 
     def _accuse(self, pod: LivePod, problem: str, ids: tuple[str, ...]) -> None:
         self._story.accuse(f"{pod.namespace}/{pod.name} ({pod.uid}): {problem}", pod.uid, ids=ids)
@@ -68,12 +91,17 @@ class Figures:
         pods: how many came.
         started: how many of them started.
         failed: cause → pods that kubelet refused for good.
-        idle: pod → longest seconds that a GPU which could serve it had been idle while it waited, where that is too long.
-        refused_although_free: pod → seconds that its start was refused although no other family held its GPU, where that is too long.
-        ends_before_bound: for each bound pod that was refused, the holders of other families that ended on its GPU meanwhile.
-        ends_before_family: family → the most holders of other families that ended while it waited without a placed pod.
+        idle: pod → longest seconds that a GPU which could serve it had been idle while it waited,
+            where that is too long.
+        refused_although_free: pod → seconds that its start was refused although no other family
+            held its GPU, where that is too long.
+        ends_before_bound: for each bound pod that was refused, the holders of other families that
+            ended on its GPU meanwhile.
+        ends_before_family: family → the most holders of other families that ended while it waited
+            without a placed pod.
         waited_seconds: family → the longest time from a pod's creation to its start.
-        handovers: seconds from the end of a GPU's last holder to healthy ids of another family at kubelet.
+        handovers: seconds from the end of a GPU's last holder to healthy ids of another family at
+            kubelet.
         lists: resource → ListAndWatch messages.
         pod_events: starts and ends of pods.
         stories: of each pod that failed, what happened on the node in the seconds before.
@@ -98,11 +126,17 @@ class Figures:
         self.started += other.started
         self.failed += other.failed
         self.idle |= {f"{day}/{pod}": seconds for pod, seconds in other.idle.items()}
-        self.refused_although_free |= {f"{day}/{pod}": seconds for pod, seconds in other.refused_although_free.items()}
+        self.refused_although_free |= {
+            f"{day}/{pod}": seconds for pod, seconds in other.refused_although_free.items()
+        }
         self.ends_before_bound += other.ends_before_bound
         for family in FAMILIES:
-            self.ends_before_family[family] = max(self.ends_before_family.get(family, 0), other.ends_before_family.get(family, 0))
-            self.waited_seconds[family] = max(self.waited_seconds.get(family, 0.0), other.waited_seconds.get(family, 0.0))
+            self.ends_before_family[family] = max(
+                self.ends_before_family.get(family, 0), other.ends_before_family.get(family, 0)
+            )
+            self.waited_seconds[family] = max(
+                self.waited_seconds.get(family, 0.0), other.waited_seconds.get(family, 0.0)
+            )
         self.handovers += other.handovers
         self.lists += other.lists
         self.pod_events += other.pod_events
@@ -110,16 +144,28 @@ class Figures:
 
     def text(self) -> str:
         """A line for each figure, with the bound it is held to."""
-        lists = {resource: round(number / max(1, self.pod_events), 2) for resource, number in sorted(self.lists.items())}
+        lists = {
+            resource: round(number / max(1, self.pod_events), 2)
+            for resource, number in sorted(self.lists.items())
+        }
         waited = {family: round(seconds) for family, seconds in self.waited_seconds.items()}
         late = self.refused_although_free.values()
         lines = {
             "pods": f"{self.pods}, started {self.started}",
-            "failed of a thousand": f"{self.failed_of_a_thousand:.1f} ({bounds.FAILED_OF_A_THOUSAND:g}) {dict(self.failed)}",
-            "waited beside an idle GPU": f"{len(self.idle)} pods, seconds {_spread(self.idle.values())}, "
-            f"at most {bounds.IDLE_OF_A_THOUSAND:g} of a thousand pods",
-            "refused although no other family held the GPU": f"{len(late)} pods (0), seconds {_spread(late)}",
-            "ends of others before a bound pod": f"{_spread(self.ends_before_bound)} ({bounds.ENDS_BEFORE_A_BOUND_POD})",
+            "failed of a thousand": (
+                f"{self.failed_of_a_thousand:.1f} ({bounds.FAILED_OF_A_THOUSAND:g}) "
+                f"{dict(self.failed)}"
+            ),
+            "waited beside an idle GPU": (
+                f"{len(self.idle)} pods, seconds {_spread(self.idle.values())}, at most "
+                f"{bounds.IDLE_OF_A_THOUSAND:g} of a thousand pods"
+            ),
+            "refused although no other family held the GPU": (
+                f"{len(late)} pods (0), seconds {_spread(late)}"
+            ),
+            "ends of others before a bound pod": (
+                f"{_spread(self.ends_before_bound)} ({bounds.ENDS_BEFORE_A_BOUND_POD})"
+            ),
             "ends of others before a family was placed": f"{self.ends_before_family}",
             "longest wait": f"{waited} s",
             "handovers": f"seconds {_spread(self.handovers)} ({bounds.HANDOVER_P99_SECONDS:g})",
@@ -136,14 +182,32 @@ class Figures:
         """The bounds of a node on which nothing fails that do not hold, as sentences."""
         idle, late = _some(self.idle), _some(self.refused_although_free)
         checks = (
-            (self.failed_of_a_thousand, bounds.FAILED_OF_A_THOUSAND, f"failed of a thousand pods: {dict(self.failed)}"),
-            (1000 * len(self.idle) / max(1, self.pods), bounds.IDLE_OF_A_THOUSAND, f"of a thousand pods waited beside an idle GPU: {idle}"),
+            (
+                self.failed_of_a_thousand,
+                bounds.FAILED_OF_A_THOUSAND,
+                f"failed of a thousand pods: {dict(self.failed)}",
+            ),
+            (
+                1000 * len(self.idle) / max(1, self.pods),
+                bounds.IDLE_OF_A_THOUSAND,
+                f"of a thousand pods waited beside an idle GPU: {idle}",
+            ),
             (len(self.refused_although_free), 0, f"pods were refused beside a free GPU: {late}"),
-            (percentile(self.handovers, 0.99), bounds.HANDOVER_P99_SECONDS, "seconds for the 99th of a hundred handovers"),
+            (
+                percentile(self.handovers, 0.99),
+                bounds.HANDOVER_P99_SECONDS,
+                "seconds for the 99th of a hundred handovers",
+            ),
         )
-        found = [f"{value:g}, at most {bound:g}: {what}" for value, bound, what in checks if value > bound]
+        found = [
+            f"{value:g}, at most {bound:g}: {what}"
+            for value, bound, what in checks
+            if value > bound
+        ]
         for resource, number in self.lists.items():
-            if (per_event := number / max(1, self.pod_events)) > bounds.LISTS_OF_A_FAMILY_PER_POD_EVENT:
+            if (
+                per_event := number / max(1, self.pod_events)
+            ) > bounds.LISTS_OF_A_FAMILY_PER_POD_EVENT:
                 found.append(f"{per_event:.1f} lists of {resource} for a pod's start or end")
         return found
 
@@ -151,10 +215,16 @@ class Figures:
         """The bounds on waiting, counted in ends of holders, that do not hold."""
         found = []
         if (most := max(self.ends_before_bound, default=0)) > bounds.ENDS_BEFORE_A_BOUND_POD:
-            found.append(f"{most} holders of other families ended on the GPU of a bound pod, at most {bounds.ENDS_BEFORE_A_BOUND_POD}")
+            found.append(
+                f"{most} holders of other families ended on the GPU of a bound pod, at most "
+                f"{bounds.ENDS_BEFORE_A_BOUND_POD}"
+            )
         for family, most in self.ends_before_family.items():
             if most > ends_before_a_family:
-                found.append(f"{most} holders of other families ended while {family} waited, at most {ends_before_a_family}")
+                found.append(
+                    f"{most} holders of other families ended while {family} waited, at most "
+                    f"{ends_before_a_family}"
+                )
         return found
 
 
@@ -171,7 +241,10 @@ def _spread(values: Iterable[float]) -> str:
     known = list(values)
     if not known:
         return "none"
-    return f"{len(known)}: p50 {percentile(known, 0.5):.1f}, p99 {percentile(known, 0.99):.1f}, most {max(known):.1f}"
+    return (
+        f"{len(known)}: p50 {percentile(known, 0.5):.1f}, p99 {percentile(known, 0.99):.1f}, most "
+        f"{max(known):.1f}"
+    )
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -179,7 +252,8 @@ class Seen:
     """The node at one moment.
 
     Attributes:
-        holders: GPU → family → whether any pod of it has a share, by kubelet's records and by what runs.
+        holders: GPU → family → whether any pod of it has a share, by kubelet's records and by what
+            runs.
         claimed: GPUs that Volcano's scheduler has named for bound pods that have not ended.
         pending: family → created_at of the pods that no scheduler has placed, the oldest first.
         refused: bound pods whose start is refused.
@@ -202,12 +276,14 @@ class Waits:
     def __init__(self) -> None:
         self.figures = Figures()
         self._idle_since: dict[str, float] = {}
-        self._free_since: dict[str, float] = {}  # UID → since when no other family holds the GPU of a refused pod
+        # UID → since when no other family holds the GPU of a refused pod
+        self._free_since: dict[str, float] = {}
         self._ends_of_bound: collections.Counter[str] = collections.Counter()  # by UID
         self._ends_of_family: collections.Counter[str] = collections.Counter()
         self._refused: dict[str, LivePod] = {}
         self._pending: Mapping[str, Sequence[tuple[str, float]]] = {}
-        self._released: dict[str, tuple[float, str]] = {}  # GPU → since when it is free, and the family that had it last
+        # GPU → since when it is free, and the family that had it last
+        self._released: dict[str, tuple[float, str]] = {}
 
     def look(self, seen: Seen, now: float) -> None:
         """Take note of the node at this moment."""
@@ -234,15 +310,21 @@ class Waits:
             del self._free_since[gone]
         for uid, pod in self._refused.items():
             family = family_of(pod.plan)
-            if not seen.sound or any(seen.holders.get(uuid, frozenset()) - {family} for uuid in named_by_scheduler(pod)):
+            if not seen.sound or any(
+                seen.holders.get(uuid, frozenset()) - {family} for uuid in named_by_scheduler(pod)
+            ):
                 self._free_since.pop(uid, None)
                 continue
             seconds = now - self._free_since.setdefault(uid, now)
             if seconds > bounds.REFUSED_ALTHOUGH_FREE_SECONDS:
                 self.figures.refused_although_free[pod.name] = seconds
 
-    def ended(self, pod: LivePod, gpus: frozenset[str], *, last_of: Iterable[str], now: float) -> None:
-        """A pod that held a share of ``gpus`` has ended; of ``last_of`` among them it was the last holder."""
+    def ended(
+        self, pod: LivePod, gpus: frozenset[str], *, last_of: Iterable[str], now: float
+    ) -> None:
+        """A pod that held a share of ``gpus`` has ended;
+        of ``last_of`` among them it was the last holder.
+        """
         self.figures.pod_events += 1
         if not gpus:
             return
@@ -250,9 +332,13 @@ class Waits:
         for other, waiting in self._pending.items():
             if waiting and other != family:
                 self._ends_of_family[other] += 1
-                self.figures.ends_before_family[other] = max(self._ends_of_family[other], self.figures.ends_before_family.get(other, 0))
+                self.figures.ends_before_family[other] = max(
+                    self._ends_of_family[other], self.figures.ends_before_family.get(other, 0)
+                )
         for uid, refused in self._refused.items():
-            if family_of(refused.plan) != family and not gpus.isdisjoint(named_by_scheduler(refused)):
+            if family_of(refused.plan) != family and not gpus.isdisjoint(
+                named_by_scheduler(refused)
+            ):
                 self._ends_of_bound[uid] += 1
         for uuid in last_of:
             self._released[uuid] = now, family
@@ -266,7 +352,9 @@ class Waits:
         self.figures.started += 1
         self.figures.pod_events += 1
         family = family_of(pod.plan)
-        self.figures.waited_seconds[family] = max(now - pod.created_at, self.figures.waited_seconds.get(family, 0.0))
+        self.figures.waited_seconds[family] = max(
+            now - pod.created_at, self.figures.waited_seconds.get(family, 0.0)
+        )
         if pod.uid in self._ends_of_bound:
             self.figures.ends_before_bound.append(self._ends_of_bound.pop(pod.uid))
 
@@ -276,13 +364,17 @@ class Waits:
             self.figures.ends_before_bound.append(self._ends_of_bound.pop(pod.uid))
 
     def listed(self, resource: str, family: str, gpus: frozenset[str], now: float) -> None:
-        """The kubelet has a new list of a resource whose ids name GPUs, in which those of ``gpus`` are healthy."""
+        """The kubelet has a new list of a resource whose ids name GPUs,
+        in which those of ``gpus`` are healthy.
+        """
         self.figures.lists[resource] += 1
         self.reached(family, gpus, now)
 
     def reached(self, family: str, gpus: frozenset[str], now: float) -> None:
         """The kubelet may give ``gpus`` to pods of the family."""
-        for uuid in [uuid for uuid, (_, last) in self._released.items() if uuid in gpus and last != family]:
+        for uuid in [
+            uuid for uuid, (_, last) in self._released.items() if uuid in gpus and last != family
+        ]:
             self.figures.handovers.append(now - self._released.pop(uuid)[0])
 
 

@@ -1,4 +1,5 @@
-"""The pods of a mixed day: short jobs, long jobs, and one family that floods the node; drawn from a seed.
+"""The pods of a mixed day: short jobs, long jobs, and one family that floods the node;
+drawn from a seed.
 
 Used by `day`. Words of kubelet and of the replaced plugins only; nothing here knows the agent.
 """
@@ -11,10 +12,23 @@ import random
 import re
 from collections.abc import Iterable, Iterator, Mapping
 
-from tests.torture.plan import NUMBER, Card, Ending, Kind, Origin, PlannedContainer, PlannedPod, Request
+from tests.torture.plan import (
+    NUMBER,
+    Card,
+    Ending,
+    Kind,
+    Origin,
+    PlannedContainer,
+    PlannedPod,
+    Request,
+)
 
 NVIDIA, AWS, VOLCANO = "nvidia", "aws", "volcano-vgpu"
-RESOURCES: Mapping[str, str] = {NVIDIA: "nvidia.com/gpu", AWS: "k8s.amazonaws.com/vgpu", VOLCANO: NUMBER}
+RESOURCES: Mapping[str, str] = {
+    NVIDIA: "nvidia.com/gpu",
+    AWS: "k8s.amazonaws.com/vgpu",
+    VOLCANO: NUMBER,
+}
 FAMILIES = tuple(RESOURCES)
 BY_IDS = (NVIDIA, AWS)
 _FAMILY_OF = {resource: family for family, resource in RESOURCES.items()}
@@ -29,7 +43,9 @@ _ID = re.compile(r"(GPU-[0-9a-f]{8}(?:-[0-9a-f]{4}){3}-[0-9a-f]{12})(?:::|-)\d+"
 
 def family_of(plan: PlannedPod) -> str:
     """The family whose resource the pod asks for."""
-    return next(_FAMILY_OF[each.request.resource] for each in plan.containers if each.request is not None)
+    return next(
+        _FAMILY_OF[each.request.resource] for each in plan.containers if each.request is not None
+    )
 
 
 def gpus_behind(ids: Iterable[str]) -> frozenset[str]:
@@ -43,7 +59,8 @@ class Arrival:
 
     Attributes:
         pause_seconds: since the moment before.
-        flood: how many pods of the flooding family must wait at this moment; the day adds what is missing.
+        flood: how many pods of the flooding family must wait at this moment; the day adds what is
+            missing.
     """
 
     pause_seconds: float
@@ -63,11 +80,15 @@ class Planner:
         self._drawn: collections.Counter[str] = collections.Counter()
 
     def arrivals(self) -> Iterator[Arrival]:
-        """One moment after the other, for ever; the flood comes and goes, so that GPUs change hands."""
+        """One moment after the other, for ever;
+        the flood comes and goes, so that GPUs change hands.
+        """
         rng, floods = self._rng, True
         others = [family for family in FAMILIES if family != self.flooding]
         while True:
-            pods = tuple(self.pod(rng.choice(others)) for _ in range(rng.choice((0, 1, 1, 1, 2, 3))))
+            pods = tuple(
+                self.pod(rng.choice(others)) for _ in range(rng.choice((0, 1, 1, 1, 2, 3)))
+            )
             yield Arrival(rng.expovariate(1 / 8.0), pods, rng.choice((2, 4, 8)) if floods else 0)
             if rng.random() < 0.06:
                 floods = not floods
@@ -79,15 +100,29 @@ class Planner:
         if family == self.flooding:
             run_seconds = 2.0 + rng.random() * 30.0
         else:
-            run_seconds = rng.choice((3.0 + rng.random() * 20.0, 3.0 + rng.random() * 20.0, 60.0 + rng.random() * 240.0))
+            run_seconds = rng.choice(
+                (3.0 + rng.random() * 20.0, 3.0 + rng.random() * 20.0, 60.0 + rng.random() * 240.0)
+            )
         containers = [
-            PlannedContainer("main", Kind.MAIN, self._request(family), self._pull(), 5.0 + rng.random() * 20, rng.choice((0,) * 9 + (1,)))
+            PlannedContainer(
+                "main",
+                Kind.MAIN,
+                self._request(family),
+                self._pull(),
+                5.0 + rng.random() * 20,
+                rng.choice((0,) * 9 + (1,)),
+            )
         ]
         if rng.random() < 0.15:
-            containers.insert(0, PlannedContainer("init", Kind.INIT, None, self._pull(), 1.0 + rng.random() * 15.0))
+            containers.insert(
+                0,
+                PlannedContainer("init", Kind.INIT, None, self._pull(), 1.0 + rng.random() * 15.0),
+            )
         ending = rng.choices((Ending.COMPLETES, Ending.DELETED, Ending.EARLY), (70, 26, 4))[0]
         origin = Origin.VOLCANO if family == VOLCANO else Origin.PLAIN
-        return PlannedPod(f"{family}-{self._drawn[family]}", origin, tuple(containers), run_seconds, ending)
+        return PlannedPod(
+            f"{family}-{self._drawn[family]}", origin, tuple(containers), run_seconds, ending
+        )
 
     def _request(self, family: str) -> Request:
         rng = self._rng

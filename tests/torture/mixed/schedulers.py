@@ -1,7 +1,8 @@
 """The schedulers of a mixed day, as far as the node knows them: they use nothing but its status.
 
-Volcano's keeps a ledger of its own (`tests.torture.scheduler_model`) and reads the register annotation; the default scheduler counts. Both
-see the Node as the API server has it: kubelet writes the allocatable numbers every ten seconds only. Used by `day`.
+Volcano's keeps a ledger of its own (`tests.torture.scheduler_model`) and reads the register
+annotation; the default scheduler counts. Both see the Node as the API server has it: kubelet writes
+the allocatable numbers every ten seconds only. Used by `day`.
 """
 
 from __future__ import annotations
@@ -45,7 +46,9 @@ class NodeStatus:
         entries = (entry.split(",") for entry in self.register.split(":") if entry)
         return frozenset(entry[0] for entry in entries if int(entry[1]) > 0)
 
-    def write(self, allocatable: Mapping[str, int], *, capacity: Mapping[str, int] | None = None) -> None:
+    def write(
+        self, allocatable: Mapping[str, int], *, capacity: Mapping[str, int] | None = None
+    ) -> None:
         """Some of the counts are written anew."""
         before = self.allocatable, self.capacity
         self.allocatable = {**self.allocatable, **allocatable}
@@ -54,14 +57,19 @@ class NodeStatus:
             self.revision.advance()
 
     async def kubelet_writes(self, world: World) -> None:
-        """The kubelet's part: how many ids of each resource are healthy, every ten seconds, until cancelled."""
+        """The kubelet's part: how many ids of each resource are healthy, every ten seconds,
+        until cancelled.
+        """
         while True:
             await asyncio.sleep(STATUS_SECONDS)
             if world.kubelet.up and not world.api.away:
                 devices = world.kubelet.devices
                 self.write(
                     {resource: len(ids) for resource, ids in devices.healthy.items()},
-                    capacity={resource: devices.listed_ids.get(resource, 0) for resource in devices.healthy},
+                    capacity={
+                        resource: devices.listed_ids.get(resource, 0)
+                        for resource in devices.healthy
+                    },
                 )
 
 
@@ -77,13 +85,20 @@ class Schedulers:
         self._asked: collections.Counter[str] = collections.Counter()
 
     def place(self, uid: str, plan: PlannedPod, *, now: float) -> Placement | None:
-        """Return what the pod's scheduler writes when it binds the pod; None when it does not fit by that scheduler's view."""
+        """Return what the pod's scheduler writes when it binds the pod;
+        None when it does not fit by that scheduler's view.
+        """
         allocatable = self._node.allocatable
-        if any(self._asked[resource] + number > allocatable.get(resource, 0) for resource, number in plan.needs.items()):
+        if any(
+            self._asked[resource] + number > allocatable.get(resource, 0)
+            for resource, number in plan.needs.items()
+        ):
             return None
         placement: Placement | None = Placement({}, {})
         if family_of(plan) == VOLCANO:
-            placement = self._volcano.place(uid, plan, now=now, usable=self._node.healthy_for_volcano())
+            placement = self._volcano.place(
+                uid, plan, now=now, usable=self._node.healthy_for_volcano()
+            )
         if placement is not None:
             self._asked.update(plan.needs)
         return placement

@@ -1,4 +1,6 @@
-"""The judge's own worth: it finds a container with another's GPU, two families on a GPU, an idle GPU, and a wait without end."""
+"""The judge's own worth: it finds a container with another's GPU, two families on a GPU,
+an idle GPU, and a wait without end.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,13 @@ _U1, _U2 = CARDS[0].uuid, CARDS[1].uuid
 def _pod(family: str, name: str = "p", gpu: str = "") -> LivePod:
     request = Request(1, 4, 0) if family == VOLCANO else Request(1, None, 0, RESOURCES[family])
     container = PlannedContainer("main", Kind.MAIN, request, 0.0, 1.0)
-    plan = PlannedPod(name, Origin.VOLCANO if family == VOLCANO else Origin.PLAIN, (container,), 1.0, Ending.COMPLETES)
+    plan = PlannedPod(
+        name,
+        Origin.VOLCANO if family == VOLCANO else Origin.PLAIN,
+        (container,),
+        1.0,
+        Ending.COMPLETES,
+    )
     return LivePod(plan, f"uid-{name}", "ns", 0.0, {"main": (Slice(gpu, 4, 0),)} if gpu else {})
 
 
@@ -35,14 +43,21 @@ def _accusations(scene: Callable[[MixedJudge], None]) -> list[str]:
 
 
 def _start(judge: MixedJudge, pod: LivePod, told: str, id_: str) -> None:
-    judge.starts(pod, pod.container("main"), Edits({"NVIDIA_VISIBLE_DEVICES": told}), (id_,), unasked=False)
+    judge.starts(
+        pod, pod.container("main"), Edits({"NVIDIA_VISIBLE_DEVICES": told}), (id_,), unasked=False
+    )
 
 
 def test_a_container_that_is_told_of_another_gpu_is_found() -> None:
     """The ids that kubelet gave it name its GPU."""
     assert _accusations(lambda judge: _start(judge, _pod(NVIDIA), _U1, f"{_U1}::2")) == []
-    assert "it was told of" in _accusations(lambda judge: _start(judge, _pod(NVIDIA), _U2, f"{_U1}::2"))[0]
-    assert "it was told of" in _accusations(lambda judge: _start(judge, _pod(AWS), "", f"{_U1}-2"))[0]
+    assert (
+        "it was told of"
+        in _accusations(lambda judge: _start(judge, _pod(NVIDIA), _U2, f"{_U1}::2"))[0]
+    )
+    assert (
+        "it was told of" in _accusations(lambda judge: _start(judge, _pod(AWS), "", f"{_U1}-2"))[0]
+    )
 
 
 def test_two_families_on_a_gpu_are_found() -> None:
@@ -102,4 +117,8 @@ def test_a_handover_lasts_until_kubelet_may_give_the_gpu_to_another_family() -> 
 def test_the_same_seed_tells_the_same_mixed_day() -> None:
     """A seed that fails can be played again."""
     first, second = (play(7, pods=60, faults=TROUBLED) for _ in range(2))
-    assert (first.counts, first.virtual_seconds, first.figures) == (second.counts, second.virtual_seconds, second.figures)
+    assert (first.counts, first.virtual_seconds, first.figures) == (
+        second.counts,
+        second.virtual_seconds,
+        second.figures,
+    )

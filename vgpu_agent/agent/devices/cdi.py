@@ -1,11 +1,13 @@
-"""The CDI names of this node's devices: the source of their specs, and what must wait until a runtime can resolve them.
+"""The CDI names of this node's devices:
+the source of their specs, and what must wait until a runtime can resolve them.
 
-A container whose device name no spec has does not start. So a resource is not offered before there are names for it, and a device that has
-none yet (it was cut a moment ago) is not given out. IMEX channels are here as well, because they are looked for below the same roots and a
-node that lacks one that is required offers nothing.
+A container whose device name no spec has does not start. So a resource is not offered before there
+are names for it, and a device that has none yet (it was cut a moment ago) is not given out. IMEX
+channels are here as well, because they are looked for below the same roots and a node that lacks
+one that is required offers nothing.
 
-Built by `composition`; `offers.families` shows it every inventory before it is offered, and asks what was found;
-`offers.servers` has its gate.
+Built by `composition`; `offers.families` shows it every inventory before it is offered, and asks
+what was found; `offers.servers` has its gate.
 """
 
 from __future__ import annotations
@@ -52,8 +54,9 @@ _TASK = "cdi specs"
 _KEEPER = "cdi"  # of cordons in the ledger
 # NVIDIA's plugin does not even start so (nvidia §1).
 _NO_NAME_OF_INTEGRATED = (
-    "plugin.deviceListStrategy: the GPU of this node is part of its processor, and CDI names of GPUs are made through NVML; take cdi-cri "
-    "and cdi-annotations out, envvar and volume-mounts work with the NVIDIA runtime in CSV mode"
+    "plugin.deviceListStrategy: the GPU of this node is part of its processor, and CDI names of "
+    "GPUs are made through NVML; take cdi-cri and cdi-annotations out, envvar and volume-mounts "
+    "work with the NVIDIA runtime in CSV mode"
 )
 
 
@@ -75,11 +78,18 @@ NO_CDI = CdiFound()
 class CdiController:
     """The controller that keeps specs, names and offers together.
 
-    State: what was found at the last look, the last inventory, and which devices have no name and are kept back for it.
+    State: what was found at the last look, the last inventory, and which devices have no name and
+    are kept back for it.
     """
 
     def __init__(
-        self, settings: Settings, *, ledger: Ledger, journal: Journal, supervisor: Supervisor, is_late: Callable[[], bool]
+        self,
+        settings: Settings,
+        *,
+        ledger: Ledger,
+        journal: Journal,
+        supervisor: Supervisor,
+        is_late: Callable[[], bool],
     ) -> None:
         """Build it.
 
@@ -98,7 +108,9 @@ class CdiController:
         directory = settings.binding.cdi_directory
         self._source: GeneratedSpecs | ToolkitSpecs
         if settings.cdi.source == "toolkit":
-            self._source = ToolkitSpecs((STATIC_DIRECTORY, directory), journal, look_seconds=settings.gpu.poll_seconds)
+            self._source = ToolkitSpecs(
+                (STATIC_DIRECTORY, directory), journal, look_seconds=settings.gpu.poll_seconds
+            )
         else:
             self._source = GeneratedSpecs(
                 directory,
@@ -114,10 +126,11 @@ class CdiController:
         self._inventory: Inventory | None = None
         self._nameless: dict[str, str] = {}  # devices that have no name, and why
         self._kept_back: dict[str, str] = {}
-        self._wrong_names: frozenset[str] = frozenset()  # that are missing, or stand for another device by now
+        # that are missing, or stand for another device by now
+        self._wrong_names: frozenset[str] = frozenset()
         self._followed = 0  # version of the names that the offers are in line with
 
-    # -- what is there ----------------------------------------------------------------------------------------------------------------
+    # -- what is there -----------------------------------------------------------------------------
 
     async def look(self, settings: Settings) -> CdiFound:
         """Look at the node for what ``settings``, which are in force from now on, ask for."""
@@ -133,31 +146,44 @@ class CdiController:
         channels = await asyncio.to_thread(find_channels, settings.plugin.imex_channel_ids, roots)
         if channels.trouble and channels.trouble != self._channels.trouble:
             required = settings.plugin.imex_required
-            self._journal.record("imex.missing", level="error" if required else "warning", required=required, problem=channels.trouble)
+            self._journal.record(
+                "imex.missing",
+                level="error" if required else "warning",
+                required=required,
+                problem=channels.trouble,
+            )
         self._roots, self._channels = roots, channels
         self._want()
         self._keep_back()
         return CdiFound(channels, tuple(mode for mode in self._modes() if self._source.knows(mode)))
 
     def observe(self, inventory: Inventory) -> None:
-        """Take note of possibly changed devices: those without a name are not given out until they have one."""
+        """Take note of possibly changed devices:
+        those without a name are not given out until they have one.
+        """
         self._inventory = inventory
         self._want()
         self._keep_back()
 
     async def begin(self, settings: Settings, inventory: Inventory) -> None:
-        """The first look; returns when specs were made or tried to, but waits no longer than for anything else at a start."""
+        """The first look; returns when specs were made or tried to,
+        but waits no longer than for anything else at a start.
+        """
         await self.look(settings)
         self.observe(inventory)
         if self._needed() and _namable(inventory):
-            with contextlib.suppress(TimeoutError):  # a tool that hangs must not keep the agent from starting
+            # a tool that hangs must not keep the agent from starting
+            with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(settings.cluster.start_wait_seconds):
                     await self._source.settled.wait()
             self._keep_back()
-        self._followed = self._source.revision.version  # what is built from now on knows of all until here
+        # what is built from now on knows of all until here
+        self._followed = self._source.revision.version
 
     async def watch(self, inventory: Latest[Inventory]) -> None:
-        """Observe each inventory at once, until cancelled: the offering may be busy with the one before for seconds."""
+        """Observe each inventory at once, until cancelled:
+        the offering may be busy with the one before for seconds.
+        """
         async for newest in inventory.changes():
             self.observe(newest)
 
@@ -171,7 +197,9 @@ class CdiController:
             self._followed = version
 
     def why_withheld(self, resource: Resource) -> str:
-        """Explain why ``resource`` must not be offered now, for `Offering.gates`; empty when it may. A `NotYet` while specs are made."""
+        """Explain why ``resource`` must not be offered now, for `Offering.gates`; empty when it
+        may. A `NotYet` while specs are made.
+        """
         if self._channels.trouble and self._settings.plugin.imex_required:
             return f"{self._channels.trouble}, or set plugin.imexRequired: false"
         return self._why_unnamed(resource) if self._is_told_by_names(resource) else ""
@@ -185,16 +213,24 @@ class CdiController:
         vendor = self._kind.partition("/")[0]
         for channel in self._channels.ids:
             if (name := f"{vendor}/imex-channel={channel}") not in names:
-                return f"no CDI spec has the device {name}; let it be made, or take the channel out of plugin.imexChannelIds"
+                return (
+                    f"no CDI spec has the device {name}; let it be made, or take the channel out "
+                    "of plugin.imexChannelIds"
+                )
         if resource.decided_by is Decider.IDS:
             devices = set(Offers.devices(resource))
             if devices <= self._nameless.keys():
                 reason = next((self._nameless[device] for device in sorted(devices)), "")
-                return reason if self._source.error or isinstance(self._source, ToolkitSpecs) else NotYet(reason)
+                return (
+                    reason
+                    if self._source.error or isinstance(self._source, ToolkitSpecs)
+                    else NotYet(reason)
+                )
         return ""
 
     async def inline(self, names: Sequence[str]) -> Inlined:
-        """Return the edits behind CDI names; wait a moment for a spec that is being made because a slice was cut for this container.
+        """Return the edits behind CDI names; wait a moment for a spec that is being made because a
+        slice was cut for this container.
 
         Raises:
             CarrierError: the names do not resolve now.
@@ -205,7 +241,10 @@ class CdiController:
                     await self._source.revision.newer_than(self._source.revision.version)
                     self._keep_back()
         if wrong := self._wrong_names.intersection(names):
-            raise CarrierError(f"the CDI spec of this node does not have {', '.join(sorted(wrong))} as it is now; kubelet will ask again")
+            raise CarrierError(
+                f"the CDI spec of this node does not have {', '.join(sorted(wrong))} as it is now; "
+                "kubelet will ask again"
+            )
         return inlined(names, self._source.specs)
 
     def _can_resolve(self, names: Sequence[str]) -> bool:
@@ -216,10 +255,14 @@ class CdiController:
         strategies = self._settings.plugin.device_list_strategy
         if not self._needed():
             return CdiStatus(strategies=strategies)
-        return CdiStatus(self._settings.cdi.source, strategies, self._source.statuses, self._source.names)
+        return CdiStatus(
+            self._settings.cdi.source, strategies, self._source.statuses, self._source.names
+        )
 
     async def withdraw(self) -> None:
-        """Remove our specs, where the agent leaves the node for good (cluster.withdrawAtStop); those that other software keeps stay."""
+        """Remove our specs, where the agent leaves the node for good (cluster.withdrawAtStop);
+        those that other software keeps stay.
+        """
         if self._settings.cluster.withdraw_at_stop and isinstance(self._source, GeneratedSpecs):
             await self._supervisor.stop(_TASK)
             try:
@@ -227,11 +270,13 @@ class CdiController:
             except CdiError as err:
                 _logger.error("cdi.not_removed", error=str(err))
 
-    # -- how it is done ---------------------------------------------------------------------------------------------------------------
+    # -- how it is done ----------------------------------------------------------------------------
 
     @property
     def _by_names(self) -> bool:
-        return any(strategy in CDI_STRATEGIES for strategy in self._settings.plugin.device_list_strategy)
+        return any(
+            strategy in CDI_STRATEGIES for strategy in self._settings.plugin.device_list_strategy
+        )
 
     def _needed(self) -> bool:
         return self._settings.cdi.inline or self._by_names
@@ -239,7 +284,9 @@ class CdiController:
     def _is_told_by_names(self, resource: Resource) -> bool:
         if self._by_names:
             return True
-        return self._settings.cdi.inline and resource.decided_by is not Decider.IDS and self._is_late()
+        return (
+            self._settings.cdi.inline and resource.decided_by is not Decider.IDS and self._is_late()
+        )
 
     def _modes(self) -> tuple[str, ...]:
         settings = self._settings
@@ -251,41 +298,75 @@ class CdiController:
 
     def _want(self) -> None:
         """Request the specs to be made, once they are known and needed."""
-        if not self._needed() or self._roots is None or self._inventory is None or not _namable(self._inventory):
+        if (
+            not self._needed()
+            or self._roots is None
+            or self._inventory is None
+            or not _namable(self._inventory)
+        ):
             return
         if isinstance(self._source, GeneratedSpecs):
             cdi = self._settings.cdi
             ctk = CtkOptions(
-                self._command(), cdi.generate_timeout_seconds, self._roots, cdi.hook_path, cdi.feature_flags, cdi.disable_hooks
+                self._command(),
+                cdi.generate_timeout_seconds,
+                self._roots,
+                cdi.hook_path,
+                cdi.feature_flags,
+                cdi.disable_hooks,
             )
             driver = self._inventory.driver_version
             id_strategy = "index" if self._by_index else "uuid"
             self._source.want(
-                Wanted((shape(self._inventory), driver), driver, id_strategy, self._modes(), self._channels.ids, self._channels.root, ctk)
+                Wanted(
+                    (shape(self._inventory), driver),
+                    driver,
+                    id_strategy,
+                    self._modes(),
+                    self._channels.ids,
+                    self._channels.root,
+                    ctk,
+                )
             )
         if not any(report.name == _TASK for report in self._supervisor.reports):
-            self._supervisor.start(_TASK, functools.partial(self._source.run, functools.partial(self._supervisor.beat, _TASK)))
+            self._supervisor.start(
+                _TASK,
+                functools.partial(
+                    self._source.run, functools.partial(self._supervisor.beat, _TASK)
+                ),
+            )
 
     def _command(self) -> tuple[str, ...]:
         if self._settings.simulate and self._settings.cdi.nvidia_ctk == Cdi().nvidia_ctk:
-            from vgpu_agent.sim.nvidia_ctk import COMMAND  # noqa: PLC0415 - a node with real GPUs never loads the simulator
+            # a node with real GPUs never loads the simulator
+            from vgpu_agent.sim.nvidia_ctk import COMMAND  # noqa: PLC0415
 
             return COMMAND
         return (self._tool,)
 
     def _keep_back(self) -> None:
-        """Let the ledger give nothing away of devices that have no name; those that have one by now are free again."""
+        """Let the ledger give nothing away of devices that have no name;
+        those that have one by now are free again.
+        """
         names, error = self._source.names, self._source.error
         if self._settings.cdi.source == "toolkit":
-            error = error or "the container toolkit must make its spec anew (service nvidia-cdi-refresh, or nvidia-ctk cdi generate)"
+            error = error or (
+                "the container toolkit must make its spec anew (service nvidia-cdi-refresh, or "
+                "nvidia-ctk cdi generate)"
+            )
         why = f"no CDI spec has its name yet{': ' if error else ''}{error}"
-        # A spec with nothing but a device of that name is one of a Windows subsystem, where containers get all GPUs or none.
-        one_for_all = {name for name in names if name.startswith(f"{self._kind}=")} == {f"{self._kind}=all"}
+        # A spec with nothing but a device of that name is one of a Windows subsystem, where
+        # containers get all GPUs or none.
+        one_for_all = {name for name in names if name.startswith(f"{self._kind}=")} == {
+            f"{self._kind}=all"
+        }
         described, opened = self._described(), self._opened()
         missing = {
             uuid: name
             for uuid, place, name in self._named()
-            if name not in names or (described is not None and described.get(uuid) != place) or opens_another(opened.get(name, ()), place)
+            if name not in names
+            or (described is not None and described.get(uuid) != place)
+            or opens_another(opened.get(name, ()), place)
         }
         self._nameless = dict.fromkeys(missing, why) if self._needed() and not one_for_all else {}
         self._wrong_names = frozenset(missing.values())
@@ -304,20 +385,28 @@ class CdiController:
 
     @property
     def _by_index(self) -> bool:
-        """Tell whether CDI names are made of indices. The toolkit's never are, because it does not report a new numbering."""
-        return self._settings.plugin.device_id_strategy == "index" and isinstance(self._source, GeneratedSpecs)
+        """Tell whether CDI names are made of indices.
+        The toolkit's never are, because it does not report a new numbering.
+        """
+        return self._settings.plugin.device_id_strategy == "index" and isinstance(
+            self._source, GeneratedSpecs
+        )
 
     def _opened(self) -> dict[str, list[str]]:
         """The device nodes by which each name of a spec gives a container its device."""
         return {
-            f"{spec.kind}={device.name}": [node.path for node in device.container_edits.device_nodes]
+            f"{spec.kind}={device.name}": [
+                node.path for node in device.container_edits.device_nodes
+            ]
             for spec in self._source.specs
             if spec.kind == self._kind
             for device in spec.devices
         }
 
     def _described(self) -> dict[str, Place] | None:
-        """Return the device of each name in the spec; None where a name can stand for one device only."""
+        """Return the device of each name in the spec;
+        None where a name can stand for one device only.
+        """
         if not self._by_index or not isinstance(self._source, GeneratedSpecs):
             return None
         made = self._source.described
@@ -330,6 +419,11 @@ def _namable(inventory: Inventory) -> bool:
 
 
 def _tool(settings: Settings) -> str:
-    """Return the agent's path of nvidia-ctk: its own path, or that path in the node's tree; looks at the file system."""
-    own, nodes = settings.cdi.nvidia_ctk, settings.cdi.container_driver_root.rstrip("/") + settings.cdi.nvidia_ctk
+    """Return the agent's path of nvidia-ctk: its own path, or that path in the node's tree;
+    looks at the file system.
+    """
+    own, nodes = (
+        settings.cdi.nvidia_ctk,
+        settings.cdi.container_driver_root.rstrip("/") + settings.cdi.nvidia_ctk,
+    )
     return nodes if not os.path.exists(own) and os.path.exists(nodes) else own

@@ -1,9 +1,11 @@
-"""Divide GPUs one after the other: the checks before, the host tool, and what the driver must show afterwards.
+"""Divide GPUs one after the other: the checks before, the host tool,
+and what the driver must show afterwards.
 
-The loop behind `allocation.dependencies.Divider`. `composition` starts it. It owns the changes, so that a call of the kubelet's that ends
-early ends none of them. By then the ledger has kept the whole GPU free. This module checks what the ledger cannot know: whether other
-processes than our containers work on the GPU, whether the tool numbers the GPUs as the driver does, and whether the GPU was divided as
-requested.
+The loop behind `allocation.dependencies.Divider`. `composition` starts it. It owns the changes, so
+that a call of the kubelet's that ends early ends none of them. By then the ledger has kept the
+whole GPU free. This module checks what the ledger cannot know: whether other processes than our
+containers work on the GPU, whether the tool numbers the GPUs as the driver does, and whether the
+GPU was divided as requested.
 """
 
 from __future__ import annotations
@@ -38,11 +40,14 @@ _OWN_ERROR = "an error of the agent's own, which its log has"
 class MigDivider:
     """The divider of GPUs.
 
-    State: the changes that wait for their turn, and which GPU's last change failed when. A change that was cut short by the end of the
-    agent is forgotten: the next container that needs it finds the GPU in that state.
+    State: the changes that wait for their turn, and which GPU's last change failed when. A change
+    that was cut short by the end of the agent is forgotten: the next container that needs it finds
+    the GPU in that state.
     """
 
-    def __init__(self, parted: MigParted, watch: GpuSource, tool: MigTool, *, call_timeout_seconds: float) -> None:
+    def __init__(
+        self, parted: MigParted, watch: GpuSource, tool: MigTool, *, call_timeout_seconds: float
+    ) -> None:
         """Build it.
 
         Args:
@@ -61,10 +66,22 @@ class MigDivider:
     @classmethod
     def from_settings(cls, settings: Settings, watch: GpuSource) -> MigDivider | None:
         """Return the divider that the configuration asks for; None where no family needs one."""
-        tool = next((family.mig_tool(settings) for family in FAMILIES if family.mig_tool and family.is_on(settings)), None)
+        tool = next(
+            (
+                family.mig_tool(settings)
+                for family in FAMILIES
+                if family.mig_tool and family.is_on(settings)
+            ),
+            None,
+        )
         if tool is None:
             return None
-        parted = MigParted(tool.program, Path(settings.state_directory) / "mig", timeout_seconds=tool.timeout_seconds, setting=tool.setting)
+        parted = MigParted(
+            tool.program,
+            Path(settings.state_directory) / "mig",
+            timeout_seconds=tool.timeout_seconds,
+            setting=tool.setting,
+        )
         return cls(parted, watch, tool, call_timeout_seconds=settings.gpu.call_timeout_seconds)
 
     def divide(self, layout: MigLayout, done: Callable[[str], None]) -> None:
@@ -72,7 +89,9 @@ class MigDivider:
         self._waiting.put_nowait((layout, done))
 
     async def run(self) -> None:
-        """Make the requested changes until cancelled; a loop for the supervisor, which may start it again."""
+        """Make the requested changes until cancelled;
+        a loop for the supervisor, which may start it again.
+        """
         while True:
             layout, done = await self._waiting.get()
             reason = _OWN_ERROR
@@ -132,8 +151,8 @@ class MigDivider:
         if found is None or not _is_divided(found, layout):
             shown = ", ".join(instance.profile for instance in found.mig_instances) if found else ""
             raise MigError(
-                f"nvidia-mig-parted says that it is done, and {self._tool.settle_seconds:g} s later the driver shows "
-                f"{shown or 'no instances'}; see `nvidia-smi -L` and dmesg"
+                f"nvidia-mig-parted says that it is done, and {self._tool.settle_seconds:g} s "
+                f"later the driver shows {shown or 'no instances'}; see `nvidia-smi -L` and dmesg"
             )
 
     async def _settled(self, layout: MigLayout) -> None:
@@ -160,7 +179,8 @@ class MigDivider:
         try:
             async with asyncio.timeout(2 * self._call_timeout_seconds):
                 while True:
-                    # Not compared with the time of asking: the wall clock may be set back between the two.
+                    # Not compared with the time of asking: the wall clock may be set back between
+                    # the two.
                     if self._watch.read_at != read_at and self._watch.measured_at != measured_at:
                         return
                     await asyncio.sleep(_PAUSE_SECONDS)
@@ -173,7 +193,9 @@ class _NotNowError(MigError):
 
 
 def _is_divided(gpu: Gpu, layout: MigLayout) -> bool:
-    return collections.Counter(instance.profile for instance in gpu.mig_instances) == collections.Counter(layout.profiles)
+    return collections.Counter(
+        instance.profile for instance in gpu.mig_instances
+    ) == collections.Counter(layout.profiles)
 
 
 def _require_same_sight(inventory: Inventory, exported: Mapping[int, Division]) -> None:
@@ -185,8 +207,13 @@ def _require_same_sight(inventory: Inventory, exported: Mapping[int, Division]) 
     for gpu in inventory.gpus:
         seen = exported.get(gpu.index)
         ours = collections.Counter(instance.profile for instance in gpu.mig_instances)
-        if seen is None or seen.enabled != gpu.mig_enabled or collections.Counter(seen.instances) != ours:
+        if (
+            seen is None
+            or seen.enabled != gpu.mig_enabled
+            or collections.Counter(seen.instances) != ours
+        ):
             raise MigError(
-                f"nvidia-mig-parted shows another division of GPU {gpu.index} ({gpu.uuid}) than the driver does, so it may count the GPUs "
-                "otherwise; compare `nvidia-mig-parted export` with `nvidia-smi -L`"
+                f"nvidia-mig-parted shows another division of GPU {gpu.index} ({gpu.uuid}) than "
+                "the driver does, so it may count the GPUs otherwise; compare `nvidia-mig-parted "
+                "export` with `nvidia-smi -L`"
             )

@@ -1,7 +1,9 @@
-"""The MPS control daemons for what this node offers: which are desired, and whether their resources may be offered yet.
+"""The MPS control daemons for what this node offers:
+which are desired, and whether their resources may be offered yet.
 
-The ledger has the offers and holders, and `vgpu_agent.mps` runs the daemons. This module connects the two. Built by `composition`. A gate
-of `Offering` asks before each resource is offered, `report` for the daemons.
+The ledger has the offers and holders, and `vgpu_agent.mps` runs the daemons. This module connects
+the two. Built by `composition`. A gate of `Offering` asks before each resource is offered, `report`
+for the daemons.
 """
 
 from __future__ import annotations
@@ -51,7 +53,12 @@ class MpsController:
         supervisor: Supervisor,
         journal: Journal,
     ) -> None:
-        self._ledger, self._offering, self._inventory, self._supervisor = ledger, offering, inventory, supervisor
+        self._ledger, self._offering, self._inventory, self._supervisor = (
+            ledger,
+            offering,
+            inventory,
+            supervisor,
+        )
         self._journal = journal
         self._news = Revision()
         self._started = False
@@ -76,14 +83,21 @@ class MpsController:
 
     def apply(self, settings: Settings) -> None:
         """Go by these settings from the next look on."""
-        self._options: dict[str, MpsOptions] = {family.name: family.mps(settings) for family in FAMILIES if family.mps}
+        self._options: dict[str, MpsOptions] = {
+            family.name: family.mps(settings) for family in FAMILIES if family.mps
+        }
         self._exposed = collisions.exposed_mps_directory(settings)
-        self._of_host, self._probe_seconds = HostDaemon(isolation.DEFAULT_PIPE_DIRECTORY, settings.mps), settings.mps.probe_seconds
+        self._of_host, self._probe_seconds = (
+            HostDaemon(isolation.DEFAULT_PIPE_DIRECTORY, settings.mps),
+            settings.mps.probe_seconds,
+        )
         if self._started:  # the ledger need not change with it
             self._refresh()
 
     def start(self) -> None:
-        """Begin, once the ledger knows all holders: a daemon with other limits is replaced when its GPUs have none."""
+        """Begin, once the ledger knows all holders:
+        a daemon with other limits is replaced when its GPUs have none.
+        """
         self._started = True
         self._refresh()
         self._supervisor.start("mps", self._follow)
@@ -103,11 +117,17 @@ class MpsController:
             _logger.warning("mps.stop_incomplete", after_seconds=seconds)
 
     def _refresh(self) -> None:
-        """Run the daemons that the present offers need, and release their GPUs that other resources use."""
+        """Run the daemons that the present offers need,
+        and release their GPUs that other resources use.
+        """
         resources = list(self._shared())
         if resources or self._supervision.statuses:
             self._supervision.want(
-                {resource.name: (self._plan(resource), self._lent(resource)) for resource in resources if not self._unfit(resource)}
+                {
+                    resource.name: (self._plan(resource), self._lent(resource))
+                    for resource in resources
+                    if not self._unfit(resource)
+                }
             )
 
     async def _follow(self) -> None:
@@ -120,16 +140,29 @@ class MpsController:
             await self._offering.sync()
 
     async def _watch_host(self) -> None:
-        """Check every few seconds, while a resource is shared through it, whether the host's daemon runs."""
+        """Check every few seconds, while a resource is shared through it,
+        whether the host's daemon runs.
+        """
         found: set[str] = set()
         while True:
             version = self._ledger.revision.version
-            names = {resource.name: resource.family for resource in self._ledger.resources if resource.sharing is SharingMode.MPS_OF_HOST}
+            names = {
+                resource.name: resource.family
+                for resource in self._ledger.resources
+                if resource.sharing is SharingMode.MPS_OF_HOST
+            }
             reason = await self._of_host.why_not() if names else ""
             for name in names.keys() | self._offering.cautions.keys():
-                self._offering.caution(name, f"{name}: {_without_host(reason, names[name])}" if reason and name in names else "")
+                self._offering.caution(
+                    name,
+                    f"{name}: {_without_host(reason, names[name])}"
+                    if reason and name in names
+                    else "",
+                )
             for name in set() if reason else names.keys() - found:
-                self._journal.record("mps.host_daemon_found", resource=name, pipe=isolation.DEFAULT_PIPE_DIRECTORY)
+                self._journal.record(
+                    "mps.host_daemon_found", resource=name, pipe=isolation.DEFAULT_PIPE_DIRECTORY
+                )
             found = set() if reason else set(names)
             if names:
                 await asyncio.sleep(self._probe_seconds)
@@ -144,7 +177,10 @@ class MpsController:
     def _unfit(self, resource: Resource) -> str:
         """Explain why no daemon can run for the resource, regardless of the other resources."""
         if not self._options[resource.family].root:
-            return "mps.root is empty, so there is no place for an MPS control daemon; set it, or share by time-slicing"
+            return (
+                "mps.root is empty, so there is no place for an MPS control daemon; set it, or "
+                "share by time-slicing"
+            )
         if self._exposed:
             return ": ".join(self._exposed)
         if reason := why_not(resource, self._inventory()):
@@ -154,11 +190,16 @@ class MpsController:
             if other.name == resource.name:
                 break
             if common := devices.intersection(entry.device for entry in other.ids):
-                return f"{min(common)} has an MPS control daemon for {other.name} already, and takes one only; {collisions.by_one_of_two()}"
+                return (
+                    f"{min(common)} has an MPS control daemon for {other.name} already, and takes "
+                    f"one only; {collisions.by_one_of_two()}"
+                )
         return ""
 
     def _shared(self) -> Iterator[Resource]:
-        return (resource for resource in self._ledger.resources if resource.sharing is SharingMode.MPS)
+        return (
+            resource for resource in self._ledger.resources if resource.sharing is SharingMode.MPS
+        )
 
     def _plan(self, resource: Resource) -> DaemonPlan:
         return daemon_plan(resource, self._inventory(), self._options[resource.family])
@@ -167,28 +208,51 @@ class MpsController:
         if not self._ledger.rebuilt:
             return ("pods that kubelet has not told of yet",)
         grants = (grant for grant in self._ledger.grants if grant.resource == resource)
-        return tuple(dict.fromkeys(grant.owner.pod_name if grant.owner else "a pod that starts" for grant in grants))
+        return tuple(
+            dict.fromkeys(
+                grant.owner.pod_name if grant.owner else "a pod that starts" for grant in grants
+            )
+        )
 
     def _lent(self, resource: Resource) -> frozenset[str]:
-        """Return its GPUs in use on other terms: through another resource, or under earlier settings."""
+        """Return its GPUs in use on other terms:
+        through another resource, or under earlier settings.
+        """
         ids, inventory = {entry.id for entry in resource.ids}, self._inventory()
-        strangers = (grant for grant in self._ledger.grants if grant.resource != resource.name or not ids.issuperset(grant.ids))
-        held = {found[0].uuid for grant in strangers for share in grant.shares if (found := inventory.device(share.device))}
+        strangers = (
+            grant
+            for grant in self._ledger.grants
+            if grant.resource != resource.name or not ids.issuperset(grant.ids)
+        )
+        held = {
+            found[0].uuid
+            for grant in strangers
+            for share in grant.shares
+            if (found := inventory.device(share.device))
+        }
         return frozenset(held.intersection(entry.device for entry in resource.ids))
 
 
 def _without_host(reason: str, family: str) -> str:
     key = next(each.settings.mps for each in FAMILIES if each.name == family)
     return (
-        f"{reason}, so its containers may take turns without limits although {key} is host; run the daemon on this node, and let the "
-        f"agent see its pipe (components/mps-host), or set {key} to supervised, or to none"
+        f"{reason}, so its containers may take turns without limits although {key} is host; run "
+        "the daemon on this node, and let the agent see its pipe (components/mps-host), or set "
+        f"{key} to supervised, or to none"
     )
 
 
 def _share_nothing(root: str, *, size_mib: int, proc_root: str) -> None:
-    """Do nothing: simulated GPUs run no CUDA program that needs the shared memory, and this way a test needs no root."""
+    """Do nothing: simulated GPUs run no CUDA program that needs the shared memory,
+    and this way a test needs no root.
+    """
 
     def leave(target: str, options: str) -> None:
-        _logger.info("mps.shared_memory_left_out", target=target, options=options, reason="the GPUs are simulated")
+        _logger.info(
+            "mps.shared_memory_left_out",
+            target=target,
+            options=options,
+            reason="the GPUs are simulated",
+        )
 
     directories.share_memory(root, size_mib=size_mib, proc_root=proc_root, mount=leave)

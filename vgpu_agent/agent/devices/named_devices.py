@@ -1,8 +1,10 @@
-"""The facts of an inventory that a CDI spec depends on, and whether a name in it still stands for the device that it is read as.
+"""The facts of an inventory that a CDI spec depends on, and whether a name in it still stands for
+the device that it is read as.
 
-A UUID is one device for ever. But the device nodes beside it in a spec open another device once the driver was reloaded without a card
-that it had before, and has numbered the cards anew. An index is another device as soon as a GPU was unplugged or divided anew. A container
-with such a name would get a device that was not granted, so `cdi` compares each device with the present spec.
+A UUID is one device for ever. But the device nodes beside it in a spec open another device once the
+driver was reloaded without a card that it had before, and has numbered the cards anew. An index is
+another device as soon as a GPU was unplugged or divided anew. A container with such a name would
+get a device that was not granted, so `cdi` compares each device with the present spec.
 """
 
 from __future__ import annotations
@@ -32,7 +34,9 @@ class Place(NamedTuple):
 
 
 class Card(NamedTuple):
-    """A GPU as far as a spec goes; of each slice UUID, index and capability nodes. Health and use do not matter to a spec."""
+    """A GPU as far as a spec goes; of each slice UUID, index and capability nodes.
+    Health and use do not matter to a spec.
+    """
 
     uuid: str
     number: int
@@ -57,7 +61,9 @@ def shape(inventory: Inventory) -> tuple[Card, ...]:
 
 
 def places(cards: Iterable[Card]) -> Iterator[tuple[str, Place]]:
-    """UUID and place of each device that containers can be given: a GPU that is not in MIG mode, or a slice."""
+    """UUID and place of each device that containers can be given:
+    a GPU that is not in MIG mode, or a slice.
+    """
     for card in cards:
         own = (f"/dev/nvidia{card.minor}",) if card.minor >= 0 else ()
         if not card.in_mig_mode:
@@ -67,7 +73,8 @@ def places(cards: Iterable[Card]) -> Iterator[tuple[str, Place]]:
 
 
 def opens_another(paths: Iterable[str], place: Place) -> bool:
-    """Tell whether these device nodes, of a spec and as a container has them, open another GPU than the one at ``place``.
+    """Tell whether these device nodes, of a spec and as a container has them,
+    open another GPU than the one at ``place``.
 
     Unknown, and so False, where the spec names no node of a GPU, or the driver none of this one.
     """

@@ -1,6 +1,8 @@
-"""The families of this node, built from the settings, from the files of the plugins that are replaced, and from what the node has.
+"""The families of this node, built from the settings, from the files of the plugins that are
+replaced, and from what the node has.
 
-Called by `families` at start and whenever one of the three changes. The families themselves are those of `families.registry`.
+Called by `families` at start and whenever one of the three changes. The families themselves are
+those of `families.registry`.
 """
 
 from __future__ import annotations
@@ -63,7 +65,8 @@ class Built:
         limits: family → how the library of the limits limits its containers.
         texts: as in `NodeFacts`, of the files on the node.
         nodes: as in `Found`.
-        without_nodes: families whose containers would lack a device node that they need, see `ControlNodes.trouble`.
+        without_nodes: families whose containers would lack a device node that they need, see
+            `ControlNodes.trouble`.
         blocked: family → why its pods must not be served now.
         uses_library: some containers get the library of `NodeFacts`.
     """
@@ -93,7 +96,8 @@ async def look(
 
     Args:
         settings: what is asked for.
-        texts: `NodeFacts.texts` of the ConfigMaps, and of the last look at files on the node, also that of the agent before this one.
+        texts: `NodeFacts.texts` of the ConfigMaps, and of the last look at files on the node, also
+            that of the agent before this one.
         library: the library of the limits.
         origins: dotted path → where a setting came from.
         cdi: see `Found`.
@@ -106,7 +110,11 @@ async def look(
         before = found.pop(file.name, ())
         if path := file.path(settings):
             text, trouble = await asyncio.to_thread(_text, Path(path))
-            found[file.name] = before if trouble else texts_in_force(before, text, functools.partial(file.is_sound, settings))
+            found[file.name] = (
+                before
+                if trouble
+                else texts_in_force(before, text, functools.partial(file.is_sound, settings))
+            )
             unreadable |= {file.name: trouble} if trouble else {}
     facts = NodeFacts(
         late=late,
@@ -115,7 +123,9 @@ async def look(
         library_trouble=library.trouble,
         library_locks=library.locks,
         divides=await asyncio.to_thread(_divides, settings),
-        given=frozenset(path for path, origin in origins.items() if origin.startswith(("flag ", "environment "))),
+        given=frozenset(
+            path for path, origin in origins.items() if origin.startswith(("flag ", "environment "))
+        ),
         texts=found,
         unreadable=unreadable,
     )
@@ -123,7 +133,9 @@ async def look(
 
 
 def build(settings: Settings, found: Found) -> Built:
-    """Build the families that the settings ask for; never an error, problems of foreign files are named."""
+    """Build the families that the settings ask for;
+    never an error, problems of foreign files are named.
+    """
     lists, pod_lists = list_options(settings, found), _of_pods(settings, found)
     facts = dataclasses.replace(found.facts, lists=lists, pod_lists=pod_lists)
     parts = [family.build(settings, facts) for family in FAMILIES]
@@ -142,7 +154,12 @@ def build(settings: Settings, found: Found) -> Built:
         {name: part.in_force for name, part in named.items() if part.in_force},
         {name: part.origins for name, part in named.items() if part.in_force},
         {name: part.limits for name, part in named.items() if part.limits is not None},
-        {file.name: facts.texts.get(file.name, ()) for family in FAMILIES for file in family.files if not file.config_map},
+        {
+            file.name: facts.texts.get(file.name, ())
+            for family in FAMILIES
+            for file in family.files
+            if not file.config_map
+        },
         found.nodes,
         without_nodes,
         {family.name: part.blocked for part in parts for family in part.by_pod if part.blocked},
@@ -170,18 +187,28 @@ def list_options(settings: Settings, found: Found) -> ListOptions:
 
 
 def _of_pods(settings: Settings, found: Found) -> ListOptions:
-    """Return the same for families whose pods decide: bound late, a grant's own spec has what CDI names stand for (`cdi.inline`)."""
+    """Return the same for families whose pods decide: bound late, a grant's own spec has what CDI
+    names stand for (`cdi.inline`).
+    """
     lists = list_options(settings, found)
-    return dataclasses.replace(lists, strategies=("cdi-cri",)) if settings.cdi.inline and found.facts.late else lists
+    return (
+        dataclasses.replace(lists, strategies=("cdi-cri",))
+        if settings.cdi.inline and found.facts.late
+        else lists
+    )
 
 
 def _divides(settings: Settings) -> bool:
     """Tell whether the program is there that divides GPUs for a family."""
-    return any(shutil.which(family.mig_tool(settings).program) for family in FAMILIES if family.mig_tool)
+    return any(
+        shutil.which(family.mig_tool(settings).program) for family in FAMILIES if family.mig_tool
+    )
 
 
 def _text(path: Path) -> tuple[str | None, str]:
-    """The file's text, None when it is not there, and why it cannot be read. Junk bytes become characters that the reader complains of."""
+    """The file's text, None when it is not there, and why it cannot be read. Junk bytes become
+    characters that the reader complains of.
+    """
     try:
         return path.read_bytes().decode(errors="replace"), ""
     except (FileNotFoundError, NotADirectoryError):

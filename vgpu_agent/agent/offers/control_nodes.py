@@ -1,12 +1,15 @@
-"""NVIDIA's control device nodes: which of them this node has, and whether containers can do without those that are missing.
+"""NVIDIA's control device nodes: which of them this node has,
+and whether containers can do without those that are missing.
 
-With ``plugin.passDeviceSpecs`` each answer names device nodes by their path on the node. The agent sees the node's tree under another
-path (``cdi.containerDriverRoot``), or only what NVIDIA's runtime puts into its own ``/dev``. NVIDIA's plugin looks into its own ``/dev``
-alone, and leaves out what it does not find there (nvidia §7). Without `_NEEDED` no CUDA program starts, so resources are withheld
-instead.
+With ``plugin.passDeviceSpecs`` each answer names device nodes by their path on the node. The agent
+sees the node's tree under another path (``cdi.containerDriverRoot``), or only what NVIDIA's runtime
+puts into its own ``/dev``. NVIDIA's plugin looks into its own ``/dev`` alone, and leaves out what
+it does not find there (nvidia §7). Without `_NEEDED` no CUDA program starts, so resources are
+withheld instead.
 
-The runtime on the node follows links. So a path counts only where the device node itself lies, and only if its number is one of NVIDIA's.
-Nothing is opened: a FIFO cannot block the agent. Called by `build`.
+The runtime on the node follows links. So a path counts only where the device node itself lies, and
+only if its number is one of NVIDIA's. Nothing is opened: a FIFO cannot block the agent. Called by
+`build`.
 """
 
 from __future__ import annotations
@@ -24,7 +27,8 @@ if TYPE_CHECKING:
 
 # CUDA opens these two; /dev/nvidia-uvm-tools is for debuggers and /dev/nvidia-modeset for displays.
 _NEEDED = ("/dev/nvidiactl", "/dev/nvidia-uvm")
-_NVIDIA_MAJOR = 195  # of nvidiactl and nvidia-modeset; the kernel gives nvidia-uvm another one at each boot
+# of nvidiactl and nvidia-modeset; the kernel gives nvidia-uvm another one at each boot
+_NVIDIA_MAJOR = 195
 
 
 class ControlNodes(NamedTuple):
@@ -32,7 +36,8 @@ class ControlNodes(NamedTuple):
 
     Attributes:
         paths: those of `CONTROL_NODES` that the node has.
-        trouble: why containers that are given device nodes could not use a GPU; empty when they can.
+        trouble: why containers that are given device nodes could not use a GPU; empty when they
+            can.
         wsl: the node has no device node for each GPU, but `WSL_NODE` for all.
     """
 
@@ -45,11 +50,17 @@ NONE_FOUND = ControlNodes()
 
 
 def find_control_nodes(settings: Settings) -> ControlNodes:
-    """Look at the file system: below the driver's root as it is mounted here, below its path on the node, then below ``/``."""
+    """Look at the file system: below the driver's root as it is mounted here,
+    below its path on the node, then below ``/``.
+    """
     simulated = bool(settings.simulate)
     on_node = str(settings.gpu.device_node_root).rstrip("/")
     mounted = settings.cdi.container_driver_root.rstrip("/")
-    roots = (mounted if os.path.isdir(f"{mounted}/dev") else on_node, on_node, on_node if simulated else "")
+    roots = (
+        mounted if os.path.isdir(f"{mounted}/dev") else on_node,
+        on_node,
+        on_node if simulated else "",
+    )
     places = tuple(dict.fromkeys(roots))
     majors = frozenset[int]() if simulated else _majors(settings.gpu.proc_root)
     found: list[str] = []
@@ -57,7 +68,11 @@ def find_control_nodes(settings: Settings) -> ControlNodes:
     for path in CONTROL_NODES:
         there = next((place for place in places if os.path.lexists(place + path)), None)
         if there is None:
-            fault = f"there is no {path} below {' or '.join(place or '/' for place in places)}" if path in _NEEDED else ""
+            fault = (
+                f"there is no {path} below {' or '.join(place or '/' for place in places)}"
+                if path in _NEEDED
+                else ""
+            )
         else:
             fault = "" if simulated else _fault(there + path, majors)
             found += [] if fault else [path]
@@ -67,8 +82,9 @@ def find_control_nodes(settings: Settings) -> ControlNodes:
         return ControlNodes(tuple(found), wsl=wsl)
     return ControlNodes(
         tuple(found),
-        f"plugin.passDeviceSpecs names device nodes to containers, but {'; '.join(faults)}. Load the driver's modules (nvidia-modprobe -u "
-        "-c=0), mount the node's gpu.driverRoot at cdi.containerDriverRoot, or set plugin.passDeviceSpecs: false",
+        f"plugin.passDeviceSpecs names device nodes to containers, but {'; '.join(faults)}. Load "
+        "the driver's modules (nvidia-modprobe -u -c=0), mount the node's gpu.driverRoot at "
+        "cdi.containerDriverRoot, or set plugin.passDeviceSpecs: false",
     )
 
 
@@ -90,7 +106,10 @@ def _fault(path: str, majors: frozenset[int]) -> str:
 def _majors(proc_root: str) -> frozenset[int]:
     """The major numbers of NVIDIA's character devices, as the kernel lists them."""
     found = {_NVIDIA_MAJOR}
-    with contextlib.suppress(OSError), Path(proc_root, "devices").open(encoding="ascii", errors="replace") as devices:
+    with (
+        contextlib.suppress(OSError),
+        Path(proc_root, "devices").open(encoding="ascii", errors="replace") as devices,
+    ):
         for line in devices:
             number, _, name = line.strip().partition(" ")
             if number.isdecimal() and name.startswith("nvidia"):

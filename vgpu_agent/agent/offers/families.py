@@ -1,7 +1,8 @@
 """The families in force, how their grants are bound, and why some of them may not be offered now.
 
-One place for everything that can change it while the agent runs: a reloaded configuration, a ConfigMap, the Node, a delivered library, GPUs
-that come and go. Called by `composition`, by `reload` and by the loops that watch those.
+One place for everything that can change it while the agent runs: a reloaded configuration, a
+ConfigMap, the Node, a delivered library, GPUs that come and go. Called by `composition`, by
+`reload` and by the loops that watch those.
 """
 
 from __future__ import annotations
@@ -40,16 +41,19 @@ if TYPE_CHECKING:
 
 _IDS_IN_STATUS_SINCE = (1, 36)
 _KUBELET_VERSION = re.compile(r"v?(\d{1,6})\.(\d{1,6})")
-# The part of etcd's 1.5 MiB that the rest of a pod leaves to ids, and what each takes besides itself: lengths, tags and the word "Healthy".
+# The part of etcd's 1.5 MiB that the rest of a pod leaves to ids, and what each takes besides
+# itself: lengths, tags and the word "Healthy".
 _STATUS_ROOM_BYTES = 1_400_000
 _BESIDES_AN_ID_BYTES = 13
 
 
 class FamiliesInForce:
-    """The families in force; brings allocator and offering in line with settings and node, one change at a time.
+    """The families in force; brings allocator and offering in line with settings and node,
+    one change at a time.
 
     Attributes:
-        in_force: family → its settings after the files of the replaced plugin were laid over them, for ``/debug/config``.
+        in_force: family → its settings after the files of the replaced plugin were laid over them,
+            for ``/debug/config``.
         origins: family → of those that one of the files has set, the file.
         limits: family → how the library of the limits limits its containers.
         problems: what is wrong with the files of the plugins that are replaced.
@@ -70,7 +74,8 @@ class FamiliesInForce:
     ) -> None:
         self._settings = settings
         self._origins = origins
-        self._budget_bytes = settings.kubelet.message_budget_bytes  # of the start, also at a reload: it is the one that `Offering` uses
+        # of the start, also at a reload: it is the one that `Offering` uses
+        self._budget_bytes = settings.kubelet.message_budget_bytes
         self._allocator = allocator
         self._offering = offering
         self._cluster = cluster
@@ -78,7 +83,9 @@ class FamiliesInForce:
         self._journal = journal
         self._cdi = cdi
         instead = next((family.library.instead for family in FAMILIES if family.library), "")
-        self._library = HamiLibrary(settings.hami_core.host_directory, settings.hami_core.library, journal, instead=instead)
+        self._library = HamiLibrary(
+            settings.hami_core.host_directory, settings.hami_core.library, journal, instead=instead
+        )
         self._changing = asyncio.Lock()
         self._families = Families()
         self.in_force: Mapping[str, Mapping[str, object]] = {}
@@ -87,20 +94,25 @@ class FamiliesInForce:
         self.problems: tuple[str, ...] = ()
         self.cautions: tuple[str, ...] = ()
         self._nodes = NONE_FOUND  # those that the families in force were built with
-        self._refused: frozenset[str] = frozenset()  # resources that could not be offered the last time
+        # resources that could not be offered the last time
+        self._refused: frozenset[str] = frozenset()
         self._outdated = ""  # why the library in use is not the one that was delivered last
 
     @property
     def on(self) -> tuple[tuple[str, bool], ...]:
         """The families that are switched on, and of each whether its pods decide what they get."""
         families = self._families
-        return (*((family.name, False) for family in families.by_ids), *((family.name, True) for family in families.by_pod))
+        return (
+            *((family.name, False) for family in families.by_ids),
+            *((family.name, True) for family in families.by_pod),
+        )
 
     async def apply(self, settings: Settings) -> None:
         """Put ``settings`` in force.
 
         Raises:
-            OfferError: the `nvidia` family would offer more than kubelet takes; nothing has changed.
+            OfferError: the `nvidia` family would offer more than kubelet takes; nothing has
+                changed.
         """
         async with self._changing:
             built, library = await self._build(settings)
@@ -110,22 +122,34 @@ class FamiliesInForce:
             self._offer()
 
     async def again(self) -> None:
-        """Rebuild with the same settings: the Node, the ConfigMap or the library may have changed."""
+        """Rebuild with the same settings: the Node,
+        the ConfigMap or the library may have changed.
+        """
         async with self._changing:
-            # Not `apply`: a list that GPUs of later have made too long is withheld by itself, and stops no other family.
+            # Not `apply`: a list that GPUs of later have made too long is withheld by itself, and
+            # stops no other family.
             built, library = await self._build(self._settings)
             self._take_over(built, library)
             self.refresh()
 
-    async def watch_nodes(self, changed: Callable[[], Awaitable[None]], *, pause_seconds: float) -> None:
-        """Poll until cancelled: call ``changed`` when other control nodes are there than the families in force know of."""
+    async def watch_nodes(
+        self, changed: Callable[[], Awaitable[None]], *, pause_seconds: float
+    ) -> None:
+        """Poll until cancelled: call ``changed``
+        when other control nodes are there than the families in force know of.
+        """
         while True:
             await asyncio.sleep(pause_seconds)
-            if self._settings.plugin.pass_device_specs and await asyncio.to_thread(find_control_nodes, self._settings) != self._nodes:
+            if (
+                self._settings.plugin.pass_device_specs
+                and await asyncio.to_thread(find_control_nodes, self._settings) != self._nodes
+            ):
                 await changed()
 
     def refresh(self) -> None:
-        """Offer other GPUs through the same families; the readiness shows what is wrong with an offer."""
+        """Offer other GPUs through the same families;
+        the readiness shows what is wrong with an offer.
+        """
         self._offer()
 
     async def _build(self, settings: Settings) -> tuple[Built, Library]:
@@ -151,7 +175,10 @@ class FamiliesInForce:
         if built.in_force != self.in_force:
             for family in FAMILIES:
                 if family.name in built.in_force:
-                    self._journal.record(f"config.{family.settings.attribute}", in_force=dict(built.in_force[family.name]))
+                    self._journal.record(
+                        f"config.{family.settings.attribute}",
+                        in_force=dict(built.in_force[family.name]),
+                    )
             self._allocator.revision.advance()  # the Node shows more than the ledger knows
         self.in_force, self.origins, self.limits = built.in_force, built.origins, built.limits
         self._cluster.keep_texts(built.texts)
@@ -159,10 +186,16 @@ class FamiliesInForce:
         self._choose_mode()
         self._offering.blocked = self._blocked(built)
         outdated = built.uses_library and library.trouble
-        self._outdated = f"{library.trouble}; until then {library.path} is used, installed before" if outdated else ""
+        self._outdated = (
+            f"{library.trouble}; until then {library.path} is used, installed before"
+            if outdated
+            else ""
+        )
 
     def _offer(self) -> None:
-        """Offer what can be offered; what cannot stops nothing else, and is withheld with its reason."""
+        """Offer what can be offered; what cannot stops nothing else,
+        and is withheld with its reason.
+        """
         inventory = self._inventory()
         if self._cdi is not None:
             self._cdi.observe(inventory)  # before anything of it can be given out
@@ -182,19 +215,37 @@ class FamiliesInForce:
             problems = unfit or self._add(pod_family, inventory, offered, self._budget_bytes)
             refused |= problems
             by_pod += [] if problems else [pod_family]
-        self._offering.accept([*(resource.name for resource in offered), *self._refused.difference(refused)])
+        self._offering.accept(
+            [*(resource.name for resource in offered), *self._refused.difference(refused)]
+        )
         self._refused = frozenset(refused)
         for name, reason in refused.items():
             self._offering.refuse(name, reason)
-        unserved = [family for family in self._families.by_pod if family not in by_pod or family.name in self._offering.blocked]
-        idle = [*self._families.idle, *(family for family in self._families.by_ids if family not in by_ids)]
-        self._allocator.use_families(Families(tuple(by_ids), tuple(by_pod), tuple(unserved), tuple(idle)))
+        unserved = [
+            family
+            for family in self._families.by_pod
+            if family not in by_pod or family.name in self._offering.blocked
+        ]
+        idle = [
+            *self._families.idle,
+            *(family for family in self._families.by_ids if family not in by_ids),
+        ]
+        self._allocator.use_families(
+            Families(tuple(by_ids), tuple(by_pod), tuple(unserved), tuple(idle))
+        )
         self._allocator.refresh_offer()
         self._caution(offered, cautions)
 
     @staticmethod
-    def _add(family: Family, inventory: Inventory, offered: list[Resource], budget_bytes: int | None = None) -> Mapping[str, str]:
-        """Add to ``offered`` what the family offers; why nothing was added, empty when something could be."""
+    def _add(
+        family: Family,
+        inventory: Inventory,
+        offered: list[Resource],
+        budget_bytes: int | None = None,
+    ) -> Mapping[str, str]:
+        """Add to ``offered`` what the family offers;
+        why nothing was added, empty when something could be.
+        """
         try:
             resources = family.resources(inventory)
             if budget_bytes is not None:
@@ -208,12 +259,18 @@ class FamiliesInForce:
     def _caution(self, offered: list[Resource], others: list[str]) -> None:
         node = self._cluster.node
         same = (
-            f"{one.name} and {other.name} have the same ids, as in the plugins that they come from; when a device changes its health, the "
-            "kubelet (feature ResourceHealthStatus) may refresh the status of the other one's pod"
+            f"{one.name} and {other.name} have the same ids, as in the plugins that they come "
+            "from; when a device changes its health, the kubelet (feature ResourceHealthStatus) "
+            "may refresh the status of the other one's pod"
             for one, other, _ in alike(offered)
         )
         library = (self._outdated,) if self._outdated and not self._offering.blocked else ()
-        found = (*long_status_cautions(offered, node.kubelet_version if node else ""), *others, *same, *library)
+        found = (
+            *long_status_cautions(offered, node.kubelet_version if node else ""),
+            *others,
+            *same,
+            *library,
+        )
         for text in found:
             if text not in self.cautions:
                 self._journal.record("config.caution", level="warning", problem=text)
@@ -221,13 +278,18 @@ class FamiliesInForce:
 
     def _check(self, families: tuple[Family, ...]) -> None:
         inventory = self._inventory()
-        check_offer((resource for family in families for resource in family.resources(inventory)), self._budget_bytes)
+        check_offer(
+            (resource for family in families for resource in family.resources(inventory)),
+            self._budget_bytes,
+        )
 
     def _choose_mode(self) -> None:
         mode = choose(self._settings.binding.mode, self._cluster.node)
         if mode != self._allocator.mode and mode is not None:
             how = "late" if mode.late else "early"
-            self._journal.record("binding.mode", mode=how, by_annotation=mode.by_annotation, reason=mode.reason)
+            self._journal.record(
+                "binding.mode", mode=how, by_annotation=mode.by_annotation, reason=mode.reason
+            )
         # Once chosen, a mode stays while the Node is not to be read.
         self._allocator.use_mode(mode or self._allocator.mode)
 
@@ -235,15 +297,25 @@ class FamiliesInForce:
         """Families that must not be served now, and why."""
         waits = self._cluster.waiting_for
         if not waits and self._allocator.mode is None:
-            waits = "this node's Node object has not been read yet, so it is not known how grants reach containers"
+            waits = (
+                "this node's Node object has not been read yet, so it is not known how grants "
+                "reach containers"
+            )
         # The GPU of a Tegra processor has no such nodes.
-        blocked = {} if any(gpu.integrated for gpu in self._inventory().gpus) else dict.fromkeys(built.without_nodes, built.nodes.trouble)
+        blocked = (
+            {}
+            if any(gpu.integrated for gpu in self._inventory().gpus)
+            else dict.fromkeys(built.without_nodes, built.nodes.trouble)
+        )
         blocked |= built.blocked
         return blocked | ({family.name: waits for family in self._families.by_pod} if waits else {})
 
     async def _install(self, settings: Settings) -> Library:
         """Install the library where it is needed, and return it."""
-        if not any(family.library and family.is_on(settings) and family.library.is_wanted(settings) for family in FAMILIES):
+        if not any(
+            family.library and family.is_on(settings) and family.library.is_wanted(settings)
+            for family in FAMILIES
+        ):
             return Library()
         trouble = ""
         try:
@@ -254,31 +326,38 @@ class FamiliesInForce:
 
 
 def _why_unfit(family: PodFamily, inventory: Inventory) -> dict[str, str]:
-    """Explain why the family, which shares memory, cannot serve any of these GPUs; empty when it can."""
+    """Explain why the family, which shares memory, cannot serve any of these GPUs;
+    empty when it can.
+    """
     if not any(gpu.integrated for gpu in inventory.gpus):
         return {}
     why = (
-        "the GPU of this node is part of its processor and has no memory of its own to share; offer it by families.nvidia, "
-        "and switch this family off here"
+        "the GPU of this node is part of its processor and has no memory of its own to share; "
+        "offer it by families.nvidia, and switch this family off here"
     )
     return {family.name: why}
 
 
 def _check_distinct(offered: Sequence[Resource], more: Sequence[Resource]) -> None:
-    """Raise when something of ``more`` has a name or an id of what is ``offered`` by others, or of one another."""
+    """Raise when something of ``more`` has a name or an id of what is ``offered`` by others,
+    or of one another.
+    """
     try:
         Offers().replace([*offered, *more])
     except ValueError as err:
-        raise OfferError({resource.name: f"{err}; {without(resource.family)}" for resource in more}) from err
+        raise OfferError(
+            {resource.name: f"{err}; {without(resource.family)}" for resource in more}
+        ) from err
 
 
 def long_status_cautions(resources: Iterable[Resource], kubelet_version: str) -> Iterator[str]:
     """A sentence for each resource of which a single GPU has more ids than a pod's status can hold.
 
-    From 1.36 on the kubelet writes each device id that a container holds into the pod's status (feature ResourceHealthStatus, on by
-    default), and etcd takes requests of 1.5 MiB. Under any device plugin such a pod runs and never shows Ready, and one that may not start
-    cannot even be deleted, because the kubelet cannot write that it has ended. Seen on a kubelet 1.36.3: 22,000 ids of 53 bytes are
-    written, 23,028 are not.
+    From 1.36 on the kubelet writes each device id that a container holds into the pod's status
+    (feature ResourceHealthStatus, on by default), and etcd takes requests of 1.5 MiB. Under any
+    device plugin such a pod runs and never shows Ready, and one that may not start cannot even be
+    deleted, because the kubelet cannot write that it has ended. Seen on a kubelet 1.36.3: 22,000
+    ids of 53 bytes are written, 23,028 are not.
 
     Args:
         resources: those that are offered.
@@ -291,11 +370,14 @@ def long_status_cautions(resources: Iterable[Resource], kubelet_version: str) ->
         if not isinstance(resource.ids, NumberedIds) or not resource.ids.blocks:
             continue
         block = max(resource.ids.blocks, key=lambda block: block.count)
-        fits = _STATUS_ROOM_BYTES // (len(block.prefix) + len(str(block.count)) + _BESIDES_AN_ID_BYTES)
+        fits = _STATUS_ROOM_BYTES // (
+            len(block.prefix) + len(str(block.count)) + _BESIDES_AN_ID_BYTES
+        )
         if block.count > fits:
             yield (
-                f"{resource.name}: a GPU has {block.count} ids, and a pod that asks for more than about {fits} never shows Ready and is "
-                f"hard to delete: this kubelet ({kubelet_version}) writes each id into the pod's status, which then is too large for the "
-                f"API server. Make the unit at least {math.ceil(block.count / fits)} times as coarse ({resource.unit}), and divide what "
-                "pods ask for by as much"
+                f"{resource.name}: a GPU has {block.count} ids, and a pod that asks for more than "
+                f"about {fits} never shows Ready and is hard to delete: this kubelet "
+                f"({kubelet_version}) writes each id into the pod's status, which then is too "
+                f"large for the API server. Make the unit at least {math.ceil(block.count / fits)} "
+                f"times as coarse ({resource.unit}), and divide what pods ask for by as much"
             )

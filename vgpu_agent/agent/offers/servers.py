@@ -1,7 +1,9 @@
-"""The plugin servers: one for each resource that the ledger offers, started and stopped as resources come and go.
+"""The plugin servers: one for each resource that the ledger offers,
+started and stopped as resources come and go.
 
-Called by `composition` at start, on every new inventory and at the end; by `reload` after a change of settings. A resource whose list would
-not fit into kubelet's message is withheld with a reason instead of being registered and dropped again and again (kubelet §10).
+Called by `composition` at start, on every new inventory and at the end; by `reload` after a change
+of settings. A resource whose list would not fit into kubelet's message is withheld with a reason
+instead of being registered and dropped again and again (kubelet §10).
 """
 
 from __future__ import annotations
@@ -33,7 +35,8 @@ def check_offer(resources: Iterable[Resource], budget_bytes: int) -> None:
     """Make sure that every resource's list fits into one message.
 
     Raises:
-        OfferError: some do not; one sentence each, with the number of replicas that would fit (kubelet V13).
+        OfferError: some do not; one sentence each, with the number of replicas that would fit
+            (kubelet V13).
     """
     reasons: dict[str, str] = {}
     for resource in resources:
@@ -48,9 +51,10 @@ def check_offer(resources: Iterable[Resource], budget_bytes: int) -> None:
 class Offering:
     """The running plugin servers.
 
-    State: one `DevicePlugin` and one supervised task for each offered resource that fits, a timer for each that waits for something that
-    is on its way: a wait is no error before it has lasted for ``patience_seconds``. Changes come one at a time, because a server takes
-    seconds to drain, and a second change in between would start what the first has yet to stop.
+    State: one `DevicePlugin` and one supervised task for each offered resource that fits, a timer
+    for each that waits for something that is on its way: a wait is no error before it has lasted
+    for ``patience_seconds``. Changes come one at a time, because a server takes seconds to drain,
+    and a second change in between would start what the first has yet to stop.
     """
 
     def __init__(
@@ -75,12 +79,15 @@ class Offering:
         self._plugins: dict[str, DevicePlugin] = {}
         self._changing = asyncio.Lock()
         self._closed = False
-        self.lists = Revision()  # moves on with each list that kubelet is sent, and each stream that ends
+        # moves on with each list that kubelet is sent, and each stream that ends
+        self.lists = Revision()
         self.withheld: dict[str, str] = {}
         self.blocked: dict[str, str] = {}  # family → why its resources must not be served now
-        self.gates: list[Callable[[Resource], str]] = []  # each returns why a resource must not be served now, or ""; `sync` asks again
+        # each returns why a resource must not be served now, or ""; `sync` asks again
+        self.gates: list[Callable[[Resource], str]] = []
         self._refused: dict[str, str] = {}
-        self.cautions: dict[str, str] = {}  # what is odd about resources that are served all the same
+        # what is odd about resources that are served all the same
+        self.cautions: dict[str, str] = {}
 
     @property
     def statuses(self) -> tuple[PluginStatus, ...]:
@@ -89,21 +96,28 @@ class Offering:
 
     @property
     def sent_to_several_families(self) -> dict[str, SentCounts]:
-        """Resource → what kubelet was last sent over a stream that is open; nothing where one family has all GPUs for itself."""
+        """Resource → what kubelet was last sent over a stream that is open; nothing where one
+        family has all GPUs for itself.
+        """
         if len({plugin.resource.family for plugin in self._plugins.values()}) < 2:
             return {}
         return {
             name: SentCounts(
-                plugin.status.ids_sent, plugin.status.healthy_sent, min(plugin.status.healthy_sent, self._ledger.offered_ids(name))
+                plugin.status.ids_sent,
+                plugin.status.healthy_sent,
+                min(plugin.status.healthy_sent, self._ledger.offered_ids(name)),
             )
             for name, plugin in self._plugins.items()
-            if plugin.last_sent is not None and not plugin.status.complaint  # kubelet may have another list
+            # kubelet may have another list
+            if plugin.last_sent is not None and not plugin.status.complaint
         }
 
     @property
     def registered_once(self) -> bool:
         """Tell whether every plugin server has registered, and there is at least one."""
-        return bool(self._plugins) and all(plugin.status.registrations for plugin in self._plugins.values())
+        return bool(self._plugins) and all(
+            plugin.status.registrations for plugin in self._plugins.values()
+        )
 
     @property
     def plugins(self) -> tuple[DevicePlugin, ...]:
@@ -117,20 +131,29 @@ class Offering:
                 await self._sync()
 
     def withhold(self, resource: str, reason: str, *, not_yet: bool = False) -> None:
-        """Log once, and show in the readiness, why ``resource`` is not offered, until a `sync` finds that it can be.
+        """Log once, and show in the readiness, why ``resource`` is not offered,
+        until a `sync` finds that it can be.
 
         Args:
             resource: its name.
             reason: one sentence.
-            not_yet: nothing is wrong, what is missing is on its way; an error only when it does not come.
+            not_yet: nothing is wrong, what is missing is on its way; an error only when it does not
+                come.
         """
         if not not_yet:
             self._end_wait(resource)
         elif resource not in self._waiting:
-            self._waiting[resource] = asyncio.get_running_loop().call_later(self._patience_seconds, self._complain, resource)
+            self._waiting[resource] = asyncio.get_running_loop().call_later(
+                self._patience_seconds, self._complain, resource
+            )
         if self.withheld.get(resource) != reason:
             self.withheld[resource] = reason
-            self._journal.record("plugin.withheld", level="info" if not_yet else "error", resource=resource, reason=reason)
+            self._journal.record(
+                "plugin.withheld",
+                level="info" if not_yet else "error",
+                resource=resource,
+                reason=reason,
+            )
 
     def _complain(self, resource: str) -> None:
         """Log that a resource is still withheld although what it waits for should have come."""
@@ -142,7 +165,9 @@ class Offering:
             timer.cancel()
 
     def caution(self, resource: str, text: str) -> None:
-        """Log once, and show among the cautions, what is odd about a resource that is offered all the same; an empty text clears it."""
+        """Log once, and show among the cautions, what is odd about a resource that is offered all
+        the same; an empty text clears it.
+        """
         if not text:
             self.cautions.pop(resource, None)
         elif self.cautions.get(resource) != text:
@@ -168,13 +193,19 @@ class Offering:
             await self._stop(list(self._plugins))
 
     async def _sync(self) -> None:
-        wanted = {resource.name: resource for resource in self._ledger.resources if self._fits(resource)}
+        wanted = {
+            resource.name: resource for resource in self._ledger.resources if self._fits(resource)
+        }
         stale = [
-            name for name, plugin in self._plugins.items() if name not in wanted or _options(wanted[name]) != _options(plugin.resource)
+            name
+            for name, plugin in self._plugins.items()
+            if name not in wanted or _options(wanted[name]) != _options(plugin.resource)
         ]
         await self._stop(stale)
         self.withheld = {
-            name: reason for name, reason in self.withheld.items() if any(item.name == name for item in self._ledger.resources)
+            name: reason
+            for name, reason in self.withheld.items()
+            if any(item.name == name for item in self._ledger.resources)
         } | self._refused
         for name in self._waiting.keys() - self.withheld.keys():
             self._end_wait(name)
@@ -182,7 +213,12 @@ class Offering:
             return
         for name in wanted.keys() - self._plugins.keys():
             plugin = self._plugins[name] = DevicePlugin(
-                wanted[name], self._allocator, self._settings, self._directory, self._journal, self.lists
+                wanted[name],
+                self._allocator,
+                self._settings,
+                self._directory,
+                self._journal,
+                self.lists,
             )
             self._supervisor.start(_task(name), plugin.run)
         served = {plugin.resource.family for plugin in self._plugins.values()}
@@ -199,7 +235,9 @@ class Offering:
             self.withhold(resource.name, f"{resource.name}: {reason}")
             return False
         if reason := next((reason for gate in self.gates if (reason := gate(resource))), ""):
-            self.withhold(resource.name, f"{resource.name}: {reason}", not_yet=isinstance(reason, NotYet))
+            self.withhold(
+                resource.name, f"{resource.name}: {reason}", not_yet=isinstance(reason, NotYet)
+            )
             return False
         try:
             check_budget(resource, self._settings.message_budget_bytes)

@@ -1,1 +1,3 @@
-"""The kubelet's records, and all that follows from them: the ledger's verification, pods that end, files of grants."""
+"""The kubelet's records, and all that follows from them:
+the ledger's verification, pods that end, files of grants.
+"""

@@ -1,12 +1,15 @@
-"""Check that the kubelet lists what it received: the only way to notice that another plugin has taken a resource from us.
+"""Check that the kubelet lists what it received:
+the only way to notice that another plugin has taken a resource from us.
 
-The kubelet keeps one list for each resource name: the last that arrived. When any plugin's stream of that name ends, it removes
-whichever plugin is registered (kubelet §3). So a second plugin that comes and goes leaves us with an open stream, no error, and an
-allocatable of 0. Called by `verification` in each pass, which asks pod-resources what can be allocated.
+The kubelet keeps one list for each resource name: the last that arrived. When any plugin's stream
+of that name ends, it removes whichever plugin is registered (kubelet §3). So a second plugin that
+comes and goes leaves us with an open stream, no error, and an allocatable of 0. Called by
+`verification` in each pass, which asks pod-resources what can be allocated.
 
-Nothing is done at the first difference, because a list may be on its way. If the second look finds the same, the plugin server registers
-again. The pauses between such registrations double while they do not help. While another plugin is there the longest pause applies at
-once: for pods, two plugins that keep taking the resource from each other are worse than one that backs off.
+Nothing is done at the first difference, because a list may be on its way. If the second look finds
+the same, the plugin server registers again. The pauses between such registrations double while they
+do not help. While another plugin is there the longest pause applies at once: for pods, two plugins
+that keep taking the resource from each other are worse than one that backs off.
 """
 
 from __future__ import annotations
@@ -35,7 +38,10 @@ _logger = log.get(__name__)
 # A list that was sent more recently may still be on its way into the kubelet's records.
 _SETTLING_SECONDS = 3.0
 _SHORTEST_PAUSE_SECONDS = 2.0
-_NOT_LISTED = "kubelet does not list our ids: another plugin registered this resource, or its own connection was lost"
+_NOT_LISTED = (
+    "kubelet does not list our ids: another plugin registered this resource, or its own connection "
+    "was lost"
+)
 
 
 class Server(Protocol):
@@ -71,8 +77,8 @@ class _Course:
 class ListedIds:
     """The comparison of the kubelet's list with ours; acts on a difference.
 
-    State: the course of each resource, and whether this kubelet reports its list at all. A restart of the agent begins with new
-    registrations, so nothing is lost with it.
+    State: the course of each resource, and whether this kubelet reports its list at all. A restart
+    of the agent begins with new registrations, so nothing is lost with it.
     """
 
     def __init__(
@@ -90,12 +96,17 @@ class ListedIds:
         self._kubelet = kubelet
         self._journal = journal
         self._courses: dict[str, _Course] = {}
-        self._silent_kubelet: int | None = None  # which kubelet, by restarts seen, does not report it
+        # which kubelet, by restarts seen, does not report it
+        self._silent_kubelet: int | None = None
 
     async def compare(self) -> bool:
-        """Compare once, with at most one call to pod-resources; whether a second look should follow soon."""
+        """Compare once, with at most one call to pod-resources;
+        whether a second look should follow soon.
+        """
         servers = [server for server in self._servers() if server.last_sent is not None]
-        offered = {server.status.resource: sent.offered for server in servers if (sent := server.last_sent)}
+        offered = {
+            server.status.resource: sent.offered for server in servers if (sent := server.last_sent)
+        }
         if not servers or self._silent_kubelet == self._kubelet.restarts_seen:
             return False
         try:
@@ -104,18 +115,24 @@ class ListedIds:
             self._silent_kubelet = self._kubelet.restarts_seen
             _logger.debug("kubelet.allocatable_unsupported", reason=str(err))
             return False
-        except KubeletError as err:  # `records` has its own trouble with the same socket, and reports it
+        except KubeletError as err:
+            # `records` has its own trouble with the same socket, and reports it
             _logger.debug("kubelet.allocatable_unknown", reason=str(err))
             return False
         names = {server.status.resource for server in servers}
         self._courses = {name: course for name, course in self._courses.items() if name in names}
         # Each is looked at, so no short cut with any().
-        return True in [self._look(server, listed.get(server.status.resource, frozenset())) for server in servers]
+        return True in [
+            self._look(server, listed.get(server.status.resource, frozenset()))
+            for server in servers
+        ]
 
     def _look(self, server: Server, listed: frozenset[str] | SeenNumbers) -> bool:
         """Compare the kubelet's list with the one sent; tell whether to look again soon."""
         status, sent = server.status, server.last_sent
-        course = self._courses.setdefault(status.resource, _Course(Backoff(_SHORTEST_PAUSE_SECONDS, self._longest_pause_seconds)))
+        course = self._courses.setdefault(
+            status.resource, _Course(Backoff(_SHORTEST_PAUSE_SECONDS, self._longest_pause_seconds))
+        )
         if sent is None or sent.seconds_ago < _SETTLING_SECONDS:
             course.doubted = False
             return False
@@ -137,27 +154,43 @@ class ListedIds:
         pause_seconds = self._longest_pause_seconds if server.status.rival else course.pause_seconds
         if now - course.registered_again_at < pause_seconds:
             return
-        course.registered_again_at, course.pause_seconds, course.doubted = now, course.backoff.pause(), False
+        course.registered_again_at, course.pause_seconds, course.doubted = (
+            now,
+            course.backoff.pause(),
+            False,
+        )
         server.register_again(server.status.complaint)
 
-    def _note_difference(self, status: PluginStatus, missing: int, strangers: Collection[str]) -> None:
+    def _note_difference(
+        self, status: PluginStatus, missing: int, strangers: Collection[str]
+    ) -> None:
         before, was_listed = status.complaint, not status.not_listed
         status.not_listed = _NOT_LISTED if missing else ""
         if missing and was_listed:
-            self._journal.record("plugin.not_listed", level="warning", resource=status.resource, missing=missing, reason=_NOT_LISTED)
+            self._journal.record(
+                "plugin.not_listed",
+                level="warning",
+                resource=status.resource,
+                missing=missing,
+                reason=_NOT_LISTED,
+            )
         rival = ""
         if strangers:
             rival = (
-                f"another plugin offers {status.resource} as well: {len(strangers)} ids that are not ours, e.g. {min(strangers)};"
-                " remove one of the two"
+                f"another plugin offers {status.resource} as well: {len(strangers)} ids that are "
+                f"not ours, e.g. {min(strangers)}; remove one of the two"
             )
         if rival and rival != status.rival:
-            self._journal.record("plugin.rival", level="error", resource=status.resource, reason=rival)
+            self._journal.record(
+                "plugin.rival", level="error", resource=status.resource, reason=rival
+            )
         status.rival = rival
         _show(status, before)
 
     def _note_fine(self, status: PluginStatus, course: _Course) -> None:
-        """All our ids are listed and no others; what was wrong counts until that has lasted, because two plugins take turns."""
+        """All our ids are listed and no others; what was wrong counts until that has lasted,
+        because two plugins take turns.
+        """
         now = asyncio.get_running_loop().time()
         course.doubted = False
         if course.fine_since is None:
@@ -171,6 +204,8 @@ class ListedIds:
 
 
 def _show(status: PluginStatus, before: str) -> None:
-    """Make the complaint the last error; ``before``, the complaint so far, is removed, while an error of another kind stays."""
+    """Make the complaint the last error; ``before``, the complaint so far, is removed,
+    while an error of another kind stays.
+    """
     if status.complaint != before and (status.complaint or status.last_error == before):
         status.last_error = status.complaint

@@ -1,6 +1,8 @@
-"""The files of grants over time: there again after a reboot, gone when their pod is gone, and never before.
+"""The files of grants over time: there again after a reboot, gone when their pod is gone,
+and never before.
 
-A supervised loop of `composition`, which also calls `load` and `restore` at start, before anything is offered.
+A supervised loop of `composition`, which also calls `load` and `restore` at start, before anything
+is offered.
 """
 
 from __future__ import annotations
@@ -43,7 +45,8 @@ class GrantKeeping:
             allocator: knows what should be there.
             ledger: knows the holders of ids.
             book: knows which pods there are.
-            directories: where each container has a directory of its own, or had one from an earlier agent.
+            directories: where each container has a directory of its own, or had one from an earlier
+                agent.
             pause_seconds: the longest pause between two looks.
             refresh: looks for a library that was delivered anew.
         """
@@ -64,14 +67,19 @@ class GrantKeeping:
         await self._directory.load()
 
     async def restore(self) -> None:
-        """Write what is missing, as after a reboot; each only while the grant is still the one that it was decided for."""
-        await self._directory.restore(self._allocator.late_start.deliveries(), self._allocator.late_start.is_current)
+        """Write what is missing, as after a reboot;
+        each only while the grant is still the one that it was decided for.
+        """
+        await self._directory.restore(
+            self._allocator.late_start.deliveries(), self._allocator.late_start.is_current
+        )
 
     async def withdraw_strangers(self) -> None:
         """Remove specs under a name that the kubelet has given to another container by now.
 
-        The next holder's PreStartContainer would replace such a spec, but that call is not certain: kubelet leaves it out before we have
-        registered again after its restart, and after the last registration of an orderly stop.
+        The next holder's PreStartContainer would replace such a spec, but that call is not certain:
+        kubelet leaves it out before we have registered again after its restart, and after the last
+        registration of an orderly stop.
         """
         for record in self._directory.records:
             if self._allocator.late_start.is_foreign(record):
@@ -87,23 +95,33 @@ class GrantKeeping:
             await self._watch_for_strangers(self._pause_seconds, beat)
 
     async def _watch_for_strangers(self, seconds: float, beat: Callable[[], None]) -> None:
-        """Check after each Allocate whether its name has a spec already; return when the pods have changed, or after a while."""
+        """Check after each Allocate whether its name has a spec already;
+        return when the pods have changed, or after a while.
+        """
         loop = asyncio.get_running_loop()
         until, pods = loop.time() + seconds, self._book.revision.version
         while (left := until - loop.time()) > 0 and self._book.revision.version == pods:
             ledger = self._ledger.revision.version
             beat()
             await self.withdraw_strangers()
-            await first_of(self._ledger.revision.newer_than(ledger), self._book.revision.newer_than(pods), timeout_seconds=left)
+            await first_of(
+                self._ledger.revision.newer_than(ledger),
+                self._book.revision.newer_than(pods),
+                timeout_seconds=left,
+            )
         await asyncio.sleep(min(_SETTLING_SECONDS, self._pause_seconds))
 
     async def collect(self, beat: Callable[[], None] = lambda: None) -> None:
-        """Remove the files of pods that are gone; without a complete picture of the pods, none counts as gone."""
+        """Remove the files of pods that are gone;
+        without a complete picture of the pods, none counts as gone.
+        """
         if not self._book.synced.is_set():
             return
         await self._directory.collect(self._still_wanted, beat)
         for directory in self._directories:
-            await self._directory.sweep(directory, lambda name: self._lives(name.partition("_")[0]), beat)
+            await self._directory.sweep(
+                directory, lambda name: self._lives(name.partition("_")[0]), beat
+            )
 
     def _still_wanted(self, record: GrantRecord) -> bool:
         return self._lives(record.owner.pod_uid)
@@ -112,4 +130,6 @@ class GrantKeeping:
         pod = self._book.get(uid)
         if pod is not None and not pod.ended:
             return True
-        return any(grant.owner is not None and grant.owner.pod_uid == uid for grant in self._ledger.grants)
+        return any(
+            grant.owner is not None and grant.owner.pod_uid == uid for grant in self._ledger.grants
+        )

@@ -1,7 +1,8 @@
-"""Report containers whose limits are no longer those that were configured, from what the usage loop reads.
+"""Report containers whose limits are no longer those that were configured,
+from what the usage loop reads.
 
-A container's region is writable for it, so a hostile one can raise its own limit. `hami-core` cannot prevent that; it can be seen, and the
-journal names the pod once.
+A container's region is writable for it, so a hostile one can raise its own limit. `hami-core`
+cannot prevent that; it can be seen, and the journal names the pod once.
 """
 
 from __future__ import annotations
@@ -23,11 +24,17 @@ if TYPE_CHECKING:
 class LimitsWatch:
     """The comparison of the limits in regions with those of their grants.
 
-    State: the numbers of the grants that were reported. Each is reported once for as long as it lives: a container that changes its region
-    every second must not fill the journal. A restart reports again.
+    State: the numbers of the grants that were reported. Each is reported once for as long as it
+    lives: a container that changes its region every second must not fill the journal. A restart
+    reports again.
     """
 
-    def __init__(self, usage: Latest[tuple[ContainerUsage, ...]], status: Callable[[], AgentStatus], journal: Journal) -> None:
+    def __init__(
+        self,
+        usage: Latest[tuple[ContainerUsage, ...]],
+        status: Callable[[], AgentStatus],
+        journal: Journal,
+    ) -> None:
         self._usage = usage
         self._status = status
         self._journal = journal
@@ -45,7 +52,12 @@ class LimitsWatch:
         self._changes.keep_only({grant.number for grant in status.ledger.grants})
         for grant in status.ledger.grants:
             owner, limit = grant.owner, limits.of(grant)
-            if owner is None or limit is None or limit.state is not LimitState.NOT_IN_FORCE or not self._changes.is_new(grant.number):
+            if (
+                owner is None
+                or limit is None
+                or limit.state is not LimitState.NOT_IN_FORCE
+                or not self._changes.is_new(grant.number)
+            ):
                 continue
             self._journal.record(
                 "limit.not_in_force",

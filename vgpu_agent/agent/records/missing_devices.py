@@ -1,10 +1,12 @@
-"""Report pods that run on a device that the node no longer has, e.g. because its GPU was divided into other MIG instances.
+"""Report pods that run on a device that the node no longer has, e.g.
+because its GPU was divided into other MIG instances.
 
-Nothing is taken from such a pod: its work fails or ends by itself, and the kubelet keeps its ids until then. But the operator who changed
-the geometry should see the affected pods. A loop of `composition`; the number of such grants is a metric of its own.
+Nothing is taken from such a pod: its work fails or ends by itself, and the kubelet keeps its ids
+until then. But the operator who changed the geometry should see the affected pods. A loop of
+`composition`; the number of such grants is a metric of its own.
 
-As long as the pod exists, its GPU is not given out on other terms. That is the ledger's rule. This module writes down what the ledger needs
-for that after a restart.
+As long as the pod exists, its GPU is not given out on other terms. That is the ledger's rule. This
+module writes down what the ledger needs for that after a restart.
 """
 
 from __future__ import annotations
@@ -24,7 +26,8 @@ if TYPE_CHECKING:
     from vgpu_agent.ledger import Ledger
     from vgpu_agent.model import Grant, Inventory
 
-_COALESCING_SECONDS = 0.1  # a start of a container books several times, and nothing waits for these reports
+# a start of a container books several times, and nothing waits for these reports
+_COALESCING_SECONDS = 0.1
 
 
 class RememberedSlice(msgspec.Struct, frozen=True, rename="camel"):
@@ -38,8 +41,8 @@ class RememberedSlice(msgspec.Struct, frozen=True, rename="camel"):
 class SliceMemory:
     """The file in ``directory`` with the GPU of each MIG instance.
 
-    The kubelet's records name an instance by its UUID only, and its GPU may be divided anew while a pod holds it. If the file is lost, an
-    instance that is gone blocks nothing.
+    The kubelet's records name an instance by its UUID only, and its GPU may be divided anew while a
+    pod holds it. If the file is lost, an instance that is gone blocks nothing.
     """
 
     def __init__(self, directory: str) -> None:
@@ -47,13 +50,18 @@ class SliceMemory:
             directory,
             "slices.json",
             tuple[RememberedSlice, ...],
-            when_unreadable="it is written anew; pods on MIG instances that were cut away hold up nothing until then",
+            when_unreadable=(
+                "it is written anew; pods on MIG instances that were cut away hold up nothing "
+                "until then"
+            ),
             when_not_written="a restart forgets of which GPU a MIG instance was that is gone",
         )
         self._written: frozenset[str] = frozenset()  # UUIDs; what an instance was never changes
 
     async def recall(self) -> dict[str, Device]:
-        """Read the instances that were written last, the newest last; none where there is no file or it is damaged."""
+        """Read the instances that were written last, the newest last;
+        none where there is no file or it is damaged.
+        """
         found = await self._file.read() or ()
         self._written = frozenset(each.uuid for each in found)
         return {each.uuid: Device(each.uuid, each.gpu, each.memory_mib) for each in found}
@@ -62,7 +70,9 @@ class SliceMemory:
         """Write ``slices``, when they differ from what was written last."""
         if slices.keys() == self._written:
             return
-        facts = tuple(RememberedSlice(each.uuid, each.gpu, each.memory_mib) for each in slices.values())
+        facts = tuple(
+            RememberedSlice(each.uuid, each.gpu, each.memory_mib) for each in slices.values()
+        )
         if await self._file.write(facts):
             self._written = frozenset(each.uuid for each in facts)
 
@@ -70,10 +80,18 @@ class SliceMemory:
 class MissingDevices:
     """The watch for grants whose device is gone.
 
-    State: what was reported, so that each pod is named once for each device; after a restart it is reported again.
+    State: what was reported, so that each pod is named once for each device; after a restart it is
+    reported again.
     """
 
-    def __init__(self, settings: Settings, ledger: Ledger, *, inventory: Callable[[], Inventory], journal: Journal) -> None:
+    def __init__(
+        self,
+        settings: Settings,
+        ledger: Ledger,
+        *,
+        inventory: Callable[[], Inventory],
+        journal: Journal,
+    ) -> None:
         self._memory = SliceMemory(settings.state_directory)
         self._ledger = ledger
         self._inventory = inventory
@@ -81,7 +99,9 @@ class MissingDevices:
         self._told: dict[tuple[int, str], str] = {}  # (number of the grant, device) → pod
 
     async def recall(self) -> None:
-        """Give the ledger the MIG instances from before the agent's start; call this before anything is offered."""
+        """Give the ledger the MIG instances from before the agent's start;
+        call this before anything is offered.
+        """
         self._ledger.slices.update(await self._memory.recall())
 
     async def run(self) -> None:
@@ -90,7 +110,9 @@ class MissingDevices:
             self.look()
 
     async def remember(self) -> None:
-        """Write down the MIG instances until cancelled; a loop of its own, because a disk may hang."""
+        """Write down the MIG instances until cancelled;
+        a loop of its own, because a disk may hang.
+        """
         async for _ in self._ledger.revision.changes(coalesce_seconds=_COALESCING_SECONDS):
             await self._memory.keep(self._ledger.slices)
 
@@ -99,7 +121,8 @@ class MissingDevices:
         live = {grant.number: grant for grant in self._ledger.grants}
         vanished = dict(self._vanished(live.values()))
         for (number, device), grant in vanished.items():
-            if (number, device) not in self._told and grant.owner is not None:  # the holder is known a second later at the latest
+            # the holder is known a second later at the latest
+            if (number, device) not in self._told and grant.owner is not None:
                 self._told[number, device] = grant.owner.pod_name
                 known = self._ledger.slices.get(device)
                 self._journal.record(
@@ -112,7 +135,10 @@ class MissingDevices:
                     gpu=known.gpu if known else "",
                     ids=list(grant.ids),
                     grant=number,
-                    meaning="the pod runs on a device that this node no longer has; delete it when its work has failed",
+                    meaning=(
+                        "the pod runs on a device that this node no longer has; delete it when its "
+                        "work has failed"
+                    ),
                 )
         for number, device in [key for key in self._told if key not in vanished]:
             pod = self._told.pop((number, device))
@@ -121,8 +147,13 @@ class MissingDevices:
 
     def _vanished(self, grants: Iterable[Grant]) -> Iterator[tuple[tuple[int, str], Grant]]:
         inventory = self._inventory()
-        if not inventory.gpus:  # the driver has not answered yet, so nothing is known about any device
+        # the driver has not answered yet, so nothing is known about any device
+        if not inventory.gpus:
             return
         present = inventory.devices
         for grant in grants:
-            yield from (((grant.number, share.device), grant) for share in grant.shares if share.device not in present)
+            yield from (
+                ((grant.number, share.device), grant)
+                for share in grant.shares
+                if share.device not in present
+            )

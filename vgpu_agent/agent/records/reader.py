@@ -1,10 +1,13 @@
-"""Read the kubelet's records for `allocation`: the checkpoint and pod-resources, side by side and unweighed.
+"""Read the kubelet's records for `allocation`:
+the checkpoint and pod-resources, side by side and unweighed.
 
-Called before every start of a container whose pod decides what it gets. The checkpoint says which pods to query at pod-resources. A query
-for one pod is quick; one for the whole node is not (4 MB where memory is counted in ids). Both sources take some milliseconds, so the
-probable pod is queried while the checkpoint is being read. The answer counts if the checkpoint then names that pod and no other. The whole
-node is queried where one pod is not enough: the kubelet is too old for it or was asked too often, the pod is not known yet, or what it
-holds is not these ids. Starts come in bursts, so all callers that ask while a reading is under way share the next one.
+Called before every start of a container whose pod decides what it gets. The checkpoint says which
+pods to query at pod-resources. A query for one pod is quick; one for the whole node is not (4 MB
+where memory is counted in ids). Both sources take some milliseconds, so the probable pod is queried
+while the checkpoint is being read. The answer counts if the checkpoint then names that pod and no
+other. The whole node is queried where one pod is not enough: the kubelet is too old for it or was
+asked too often, the pod is not known yet, or what it holds is not these ids. Starts come in bursts,
+so all callers that ask while a reading is under way share the next one.
 """
 
 from __future__ import annotations
@@ -35,9 +38,11 @@ Read = TypeVar("Read")
 
 
 class SharedReading(Generic[Read]):
-    """The readings by ``read``, shared by all callers at the same time: each gets a reading that began after its call.
+    """The readings by ``read``, shared by all callers at the same time:
+    each gets a reading that began after its call.
 
-    State: the last complete reading and its number, for callers that asked before it began. One that was broken off does not count.
+    State: the last complete reading and its number, for callers that asked before it began. One
+    that was broken off does not count.
     """
 
     def __init__(self, read: Callable[[], Awaitable[Read]]) -> None:
@@ -70,8 +75,8 @@ class SharedReading(Generic[Read]):
 class _Checkpoint:
     """One reading of the file; ``entries`` is None when it could not be read.
 
-    ``decoded`` keeps the answers that were looked at, by their encoded form. ``holders`` has, by resource and id, places in
-    ``entries``, for those resources that were asked about.
+    ``decoded`` keeps the answers that were looked at, by their encoded form. ``holders`` has, by
+    resource and id, places in ``entries``, for those resources that were asked about.
     """
 
     entries: tuple[CheckpointEntry, ...] | None
@@ -80,21 +85,33 @@ class _Checkpoint:
     holders: dict[str, dict[str, list[int]]] = dataclasses.field(default_factory=dict)
 
     def about(self, resource: str, ids: frozenset[str]) -> list[CheckpointEntry]:
-        """The entries that name any of ``ids``, a few of hundreds, in the order of the ids and of the file."""
+        """The entries that name any of ``ids``, a few of hundreds,
+        in the order of the ids and of the file.
+        """
         entries = self.entries or ()
         if resource not in self.holders:
             holders: dict[str, list[int]] = {}
             for place, entry in enumerate(entries):
                 if entry.resource_name == resource:
-                    for each in entry.ids:  # an init container's ids are also those of the container that takes them over
+                    # an init container's ids are also those of the container that takes them over
+                    for each in entry.ids:
                         holders.setdefault(each, []).append(place)
             self.holders[resource] = holders
         places = self.holders[resource]
-        return [entries[place] for place in dict.fromkeys(place for each in sorted(ids) for place in places.get(each, ()))]
+        return [
+            entries[place]
+            for place in dict.fromkeys(
+                place for each in sorted(ids) for place in places.get(each, ())
+            )
+        ]
 
     def containers_with(self, resource: str) -> frozenset[tuple[str, str]]:
         """UID and container of all that have any of ``resource``."""
-        return frozenset((entry.pod_uid, entry.container_name) for entry in self.entries or () if entry.resource_name == resource)
+        return frozenset(
+            (entry.pod_uid, entry.container_name)
+            for entry in self.entries or ()
+            if entry.resource_name == resource
+        )
 
     def answer(self, entry: CheckpointEntry) -> Edits:
         """Return the answer that our Allocate gave for ``entry``, which is one of these.
@@ -132,8 +149,10 @@ class KubeletRecordsReader:
         Args:
             pod_resources: the client of kubelet's socket.
             checkpoint: the path of kubelet's file.
-            with_answers: whether all stored answers are needed (early binding), not only those for the ids in question.
-            pods: knows their names, the likely next start, and the resources of interest; the ids of others are not read at all.
+            with_answers: whether all stored answers are needed (early binding), not only those for
+                the ids in question.
+            pods: knows their names, the likely next start, and the resources of interest; the ids
+                of others are not read at all.
         """
         self._pod_resources = pod_resources
         self._path = checkpoint
@@ -142,7 +161,9 @@ class KubeletRecordsReader:
         self._checkpoint = SharedReading(self._read_checkpoint)
         self._both = SharedReading(self._read_both)
 
-    async def __call__(self, resource: str, ids: Sequence[str], *, whole: bool = False) -> KubeletEvidence:
+    async def __call__(
+        self, resource: str, ids: Sequence[str], *, whole: bool = False
+    ) -> KubeletEvidence:
         """Return the records, read after this call began.
 
         Args:
@@ -157,7 +178,9 @@ class KubeletRecordsReader:
         return self._evidence(checkpoint, listed, checkpoint.about(resource, wanted), whole=True)
 
     async def _of_holders(self, resource: str, ids: frozenset[str]) -> KubeletEvidence | None:
-        """Return the records, with pod-resources only for pods that have ``ids`` by the checkpoint; None where that is not enough."""
+        """Return the records, with pod-resources only for pods that have ``ids`` by the checkpoint;
+        None where that is not enough.
+        """
         checkpoint, about, names, asked = await self._checkpoint_and_expected(resource, ids)
         known = [name for name in names if name is not None]
         if not known or len(known) < len(names):
@@ -165,23 +188,44 @@ class KubeletRecordsReader:
         listed = asked.result() if asked else await self._get(known)
         if listed is None:
             return None  # List will do, or report what is wrong
-        live = {(held.owner.namespace, held.owner.pod) for held in listed if _concerns(held, resource, ids)}
-        return self._evidence(checkpoint, _Listed(listed), about, whole=False) if len(live) == 1 else None
+        live = {
+            (held.owner.namespace, held.owner.pod)
+            for held in listed
+            if _concerns(held, resource, ids)
+        }
+        return (
+            self._evidence(checkpoint, _Listed(listed), about, whole=False)
+            if len(live) == 1
+            else None
+        )
 
     async def _checkpoint_and_expected(
         self, resource: str, ids: frozenset[str]
-    ) -> tuple[_Checkpoint, list[CheckpointEntry], set[tuple[str, str] | None], asyncio.Task[tuple[Holding, ...] | None] | None]:
-        """The checkpoint, what it has about ``ids``, the names of the pods in that, and pod-resources asked about these: a `_get`, done.
+    ) -> tuple[
+        _Checkpoint,
+        list[CheckpointEntry],
+        set[tuple[str, str] | None],
+        asyncio.Task[tuple[Holding, ...] | None] | None,
+    ]:
+        """The checkpoint, what it has about ``ids``, the names of the pods in that, and
+        pod-resources asked about these: a `_get`, done.
 
-        The last is None where they have not been asked about, because another pod was expected, or none.
+        The last is None where they have not been asked about, because another pod was expected, or
+        none.
         """
         had, holders = self._before(resource, ids)
-        expected_now = contextlib.nullcontext(had) if had else self._pods.expected(resource, len(ids), besides=holders)
+        expected_now = (
+            contextlib.nullcontext(had)
+            if had
+            else self._pods.expected(resource, len(ids), besides=holders)
+        )
         with expected_now as expected:
             asked: asyncio.Task[tuple[Holding, ...] | None] | None = None
             async with asyncio.TaskGroup() as both:
                 if expected is not None:
-                    asked = both.create_task(self._get([expected]), name="pod-resources, about the pod that is expected")
+                    asked = both.create_task(
+                        self._get([expected]), name="pod-resources, about the pod that is expected"
+                    )
                 checkpoint = await self._checkpoint()
                 about = checkpoint.about(resource, ids)
                 names = {self._pods.name(entry.pod_uid) for entry in about}
@@ -190,8 +234,11 @@ class KubeletRecordsReader:
                     asked = None
         return checkpoint, about, names, asked
 
-    def _before(self, resource: str, ids: frozenset[str]) -> tuple[tuple[str, str] | None, frozenset[tuple[str, str]]]:
-        """Return, by the last reading, the pod that had ``ids``, and UID and container of all that had any of the resource.
+    def _before(
+        self, resource: str, ids: frozenset[str]
+    ) -> tuple[tuple[str, str] | None, frozenset[tuple[str, str]]]:
+        """Return, by the last reading, the pod that had ``ids``,
+        and UID and container of all that had any of the resource.
 
         In a burst the one that had them is the one that starts, and one that had others is not.
         """
@@ -213,7 +260,8 @@ class KubeletRecordsReader:
             listed = _Listed(await self._pod_resources.list(self._pods.resources.__contains__))
         except KubeletError as err:
             listed = _Listed(None, str(err))
-        # After List, which makes kubelet forget ended pods, so that fewer of them are still in the file.
+        # After List, which makes kubelet forget ended pods, so that fewer of them are still in the
+        # file.
         return await self._read_checkpoint(), listed
 
     async def _read_checkpoint(self) -> _Checkpoint:
@@ -222,18 +270,29 @@ class KubeletRecordsReader:
         except CheckpointError as err:
             return _Checkpoint(None, str(err))
 
-    def _evidence(self, checkpoint: _Checkpoint, listed: _Listed, about: Sequence[CheckpointEntry], *, whole: bool) -> KubeletEvidence:
+    def _evidence(
+        self,
+        checkpoint: _Checkpoint,
+        listed: _Listed,
+        about: Sequence[CheckpointEntry],
+        *,
+        whole: bool,
+    ) -> KubeletEvidence:
         trouble = [each for each in (listed.trouble, checkpoint.trouble) if each]
         answers = {}
         for entry in checkpoint.entries or () if self._with_answers() else about:
             if not entry.alloc_resp:
                 continue
             try:
-                answers[entry.pod_uid, entry.container_name, entry.resource_name] = checkpoint.answer(entry)
+                answers[entry.pod_uid, entry.container_name, entry.resource_name] = (
+                    checkpoint.answer(entry)
+                )
             except CheckpointError as err:
                 trouble.append(str(err))
         return KubeletEvidence(
-            checkpoint=None if checkpoint.entries is None else tuple(as_holding(entry) for entry in about),
+            checkpoint=(
+                None if checkpoint.entries is None else tuple(as_holding(entry) for entry in about)
+            ),
             pod_resources=listed.holdings,
             answers=answers,
             trouble="; ".join(trouble),

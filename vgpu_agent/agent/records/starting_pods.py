@@ -1,8 +1,10 @@
-"""The pods that the kubelet is starting: their names, the probable pod of a start, and whether there are any.
+"""The pods that the kubelet is starting:
+their names, the probable pod of a start, and whether there are any.
 
-`reader` asks for names. Reading the kubelet's checkpoint takes as long as asking pod-resources about one pod, so both begin at the same
-time, and the pod must be known before the checkpoint names it. The expectation decides nothing: pod-resources' answer about a pod counts
-only if the checkpoint, read in the same question, names that very pod.
+`reader` asks for names. Reading the kubelet's checkpoint takes as long as asking pod-resources
+about one pod, so both begin at the same time, and the pod must be known before the checkpoint names
+it. The expectation decides nothing: pod-resources' answer about a pod counts only if the
+checkpoint, read in the same question, names that very pod.
 
 `cluster`'s writer of annotations waits while pods are being started.
 """
@@ -28,8 +30,8 @@ _PENDING = "Pending"  # a pod's phase until its first container runs
 class StartingPods:
     """The view of the pod cache on pods that are starting.
 
-    State: the containers that callers expect now, so that simultaneous callers expect different ones; since when pods have been seen
-    pending.
+    State: the containers that callers expect now, so that simultaneous callers expect different
+    ones; since when pods have been seen pending.
     """
 
     def __init__(
@@ -47,7 +49,8 @@ class StartingPods:
             book: the pods of this node.
             ledger: knows which resources are of interest.
             served: UID, container and resource of what has been put in force already.
-            longest_seconds: how long a start takes; a pod that `any` has seen pending for longer waits for something else.
+            longest_seconds: how long a start takes; a pod that `any` has seen pending for longer
+                waits for something else.
             clock: seconds that only grow.
         """
         self._book = book
@@ -56,7 +59,8 @@ class StartingPods:
         self._longest_seconds = longest_seconds
         self._clock = clock
         self._offered: tuple[Resource, ...] = ()
-        self._resources = frozenset[str]()  # those of `_offered`, and the same object until others are offered
+        # those of `_offered`, and the same object until others are offered
+        self._resources = frozenset[str]()
         self._asked_about: set[tuple[str, str]] = set()
         self._pending_since: dict[str, float] = {}
 
@@ -65,31 +69,42 @@ class StartingPods:
         """The resources of which the pod decides what an id stands for."""
         if self._offered is not self._ledger.resources:
             self._offered = self._ledger.resources
-            self._resources = frozenset(offer.name for offer in self._offered if offer.decided_by is Decider.POD)
+            self._resources = frozenset(
+                offer.name for offer in self._offered if offer.decided_by is Decider.POD
+            )
         return self._resources
 
     def any(self) -> bool:
-        """Tell whether the kubelet is starting pods that ask for one of `resources`. Those that take too long do not count."""
+        """Tell whether the kubelet is starting pods that ask for one of `resources`.
+        Those that take too long do not count.
+        """
         wanted, now = self.resources, self._clock()
         pending = [
             pod.kubelet_uid
             for pod in self._book.pods
-            if pod.phase == _PENDING and not pod.deleting and any(not wanted.isdisjoint(container.limits) for container in pod.containers)
+            if pod.phase == _PENDING
+            and not pod.deleting
+            and any(not wanted.isdisjoint(container.limits) for container in pod.containers)
         ]
         self._pending_since = {uid: self._pending_since.get(uid, now) for uid in pending}
         return any(now - since < self._longest_seconds for since in self._pending_since.values())
 
     def name(self, pod_uid: str, *, live: bool = False) -> tuple[str, str] | None:
-        """(namespace, name) of the pod that kubelet knows under a UID; None when we do not know it, or with ``live`` when it has ended."""
+        """(namespace, name) of the pod that kubelet knows under a UID; None when we do not know it,
+        or with ``live`` when it has ended.
+        """
         pod = self._book.get(pod_uid)
         return (pod.namespace, pod.name) if pod and not (live and pod.ended) else None
 
     @contextlib.contextmanager
-    def expected(self, resource: str, count: int, *, besides: Container[tuple[str, str]] = frozenset()) -> Iterator[tuple[str, str] | None]:
-        """Yield (namespace, name) of the pod to which a start with ``count`` ids probably belongs; None when none suits.
+    def expected(
+        self, resource: str, count: int, *, besides: Container[tuple[str, str]] = frozenset()
+    ) -> Iterator[tuple[str, str] | None]:
+        """Yield (namespace, name) of the pod to which a start with ``count`` ids probably belongs;
+        None when none suits.
 
-        It is the one bound first of those that wait for as many, since kubelet admits pods in about that order. Until the ``with`` is left,
-        no other caller expects that container.
+        It is the one bound first of those that wait for as many, since kubelet admits pods in about
+        that order. Until the ``with`` is left, no other caller expects that container.
 
         Args:
             resource: of which the ids are.
@@ -106,7 +121,9 @@ class StartingPods:
         finally:
             self._asked_about.discard(found)
 
-    def _longest_waiting(self, resource: str, count: int, besides: Container[tuple[str, str]]) -> tuple[str, str] | None:
+    def _longest_waiting(
+        self, resource: str, count: int, besides: Container[tuple[str, str]]
+    ) -> tuple[str, str] | None:
         """UID and container."""
         served = self._served()
         for pod in self._book.pods:
@@ -114,6 +131,10 @@ class StartingPods:
                 if container.limits.get(resource) != count or container.started or pod.ended:
                     continue
                 found = (pod.kubelet_uid, container.name)
-                if found not in self._asked_about and found not in besides and (*found, resource) not in served:
+                if (
+                    found not in self._asked_about
+                    and found not in besides
+                    and (*found, resource) not in served
+                ):
                     return found
         return None

@@ -1,8 +1,10 @@
-"""Compare the ledger with the kubelet's records: at start, soon after each Allocate or end of a pod, and every ``kubelet.verifySeconds``.
+"""Compare the ledger with the kubelet's records: at start, soon after each Allocate or end of a
+pod, and every ``kubelet.verifySeconds``.
 
-The kubelet reports neither the owner of the ids it has just allocated nor the end of a pod. Its checkpoint and its pod-resources socket do.
-The watch of pods decides when to look for ended pods. Each regular pass also checks that the kubelet still lists what it received
-(`advertised`). Run by `composition`: `rebuild` before the first registration (kubelet V10), `run` as a supervised loop.
+The kubelet reports neither the owner of the ids it has just allocated nor the end of a pod. Its
+checkpoint and its pod-resources socket do. The watch of pods decides when to look for ended pods.
+Each regular pass also checks that the kubelet still lists what it received (`advertised`). Run by
+`composition`: `rebuild` before the first registration (kubelet V10), `run` as a supervised loop.
 """
 
 from __future__ import annotations
@@ -37,24 +39,28 @@ if TYPE_CHECKING:
 
 # pod-resources allows bursts of 10 calls; one a second leaves it to others (kubelet §13).
 _SHORTEST_PAUSE_SECONDS = 1.0
-# While pods keep coming a pass would only slow down their starts: with 50,000 ids it takes a fifth of a second.
+# While pods keep coming a pass would only slow down their starts: with 50,000 ids it takes a fifth
+# of a second.
 _LONGEST_BURST_SECONDS = 10.0
-# Pods that end together are looked for together. Where a look takes long, looks for them take a tenth of the time at most.
+# Pods that end together are looked for together. Where a look takes long, looks for them take a
+# tenth of the time at most.
 _BETWEEN_ENDS_SECONDS = 0.25
 _REST_AFTER_LOOK = 9
-# While the same ends are looked for, a look is late by no more than a quarter of the time that the kubelet takes.
+# While the same ends are looked for, a look is late by no more than a quarter of the time that the
+# kubelet takes.
 _END_PAUSE_GROWTH = 1.25
 # A kubelet that starts admits its pods one after the other, and lists each from then on.
 _LISTS_ALL_SECONDS = 10.0
-# A start changes its pod and the ledger ten times in a row, and whether something has ended is asked after each change.
+# A start changes its pod and the ledger ten times in a row, and whether something has ended is
+# asked after each change.
 _COALESCING_SECONDS = 0.1
 
 
 class Verification:
     """The loop that keeps the ledger true to the kubelet's records.
 
-    State: when the records were last read, which ended pods kubelet still had then, and how much drift was ever found; nothing that a
-    restart would miss.
+    State: when the records were last read, which ended pods kubelet still had then, and how much
+    drift was ever found; nothing that a restart would miss.
     """
 
     def __init__(
@@ -71,7 +77,9 @@ class Verification:
         kubelet_age: Callable[[], float],
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """Build it; ``kubelet_age`` returns the seconds since the kubelet started, and may block; ``clock`` is the ledger's."""
+        """Build it; ``kubelet_age`` returns the seconds since the kubelet started, and may block;
+        ``clock`` is the ledger's.
+        """
         self._allocator = allocator
         self._ledger = ledger
         self._book = book
@@ -81,14 +89,22 @@ class Verification:
         self._clock = clock
         self._pod_resources = pod_resources
         self._kubelet_age = kubelet_age
-        self._listed = ListedIds(servers=servers, pod_resources=self._pod_resources, settings=settings, kubelet=kubelet, journal=journal)
+        self._listed = ListedIds(
+            servers=servers,
+            pod_resources=self._pod_resources,
+            settings=settings,
+            kubelet=kubelet,
+            journal=journal,
+        )
         self._restarts_seen = 0
         self._restarted_at = -math.inf  # by a clock that only grows, and may begin at 0
         self._ends = PodEnds(ledger, book, clock)
-        self._unlisted: set[int] = set()  # grants from the checkpoint at our start that pod-resources has not listed yet
+        # grants from the checkpoint at our start that pod-resources has not listed yet
+        self._unlisted: set[int] = set()
         self._lists_all_at = math.inf  # when pod-resources may be expected to list every pod
         self._looked_for: frozenset[str] = frozenset()  # the ends that were known at the last look
-        self._look_seconds = self._looked_at = -math.inf  # how long that took, and when it was over (loop time)
+        # how long that took, and when it was over (loop time)
+        self._look_seconds = self._looked_at = -math.inf
         self._end_pause = _BETWEEN_ENDS_SECONDS  # until the next look for the same ends
         self.drift_total = 0
         self.drift_last: tuple[str, ...] = ()
@@ -97,12 +113,15 @@ class Verification:
     async def rebuild(self) -> None:
         """Fill the ledger with what kubelet knows, before anything new is offered."""
         await self._verify(initial=True)
-        self._journal.record("ledger.rebuilt", grants=len(self._ledger.grants), trouble=self._kubelet.records_trouble)
+        self._journal.record(
+            "ledger.rebuilt", grants=len(self._ledger.grants), trouble=self._kubelet.records_trouble
+        )
 
     async def run(self, beat: Callable[[], None]) -> None:
         """Verify until cancelled.
 
-        A pass follows a second after bookings have paused, or while in doubt, less and less often while it stays so; else regularly.
+        A pass follows a second after bookings have paused, or while in doubt, less and less often
+        while it stays so; else regularly.
         """
         pause = _SHORTEST_PAUSE_SECONDS
         while True:
@@ -122,9 +141,11 @@ class Verification:
                 pause = min(pause, max(left, _SHORTEST_PAUSE_SECONDS))
 
     async def _pause(self, seconds: float, beat: Callable[[], None]) -> bool:
-        """Wait, but not much longer than until something new is booked, and that booking has paused; whether something was.
+        """Wait, but not much longer than until something new is booked, and that booking has
+        paused; whether something was.
 
-        Ended pods are looked for meanwhile. That moves the next regular pass neither forward nor back.
+        Ended pods are looked for meanwhile. That moves the next regular pass neither forward nor
+        back.
         """
         loop = asyncio.get_running_loop()
         until = loop.time() + seconds
@@ -149,15 +170,23 @@ class Verification:
         return first_at is not None
 
     def _seconds_to_ends(self) -> float:
-        """Return when to look for ended pods: 0 or less for now, infinity for no sooner than the next pass.
+        """Return when to look for ended pods: 0 or less for now,
+        infinity for no sooner than the next pass.
 
-        The kubelet drops a pod before it reports the end, so one look is nearly always enough. Where it is not, looks become rare soon.
+        The kubelet drops a pod before it reports the end, so one look is nearly always enough.
+        Where it is not, looks become rare soon.
         """
         ended = self._ends.pending()
-        if not ended or (ended <= self._looked_for and self._end_pause >= self._settings.verify_seconds):
+        if not ended or (
+            ended <= self._looked_for and self._end_pause >= self._settings.verify_seconds
+        ):
             return math.inf
         pause = self._end_pause if ended <= self._looked_for else _BETWEEN_ENDS_SECONDS
-        return self._looked_at + max(pause, _REST_AFTER_LOOK * self._look_seconds) - asyncio.get_running_loop().time()
+        return (
+            self._looked_at
+            + max(pause, _REST_AFTER_LOOK * self._look_seconds)
+            - asyncio.get_running_loop().time()
+        )
 
     async def _verify(self, *, initial: bool = False, ended_only: bool = False) -> bool:
         """Compare once with the ledger; tell whether pod-resources answered.
@@ -166,17 +195,35 @@ class Verification:
             initial: the ledger is being rebuilt.
             ended_only: look for ended pods, between two passes.
         """
-        began, newest, ended = asyncio.get_running_loop().time(), self._ledger.newest, self._ends.pending()
-        counted = frozenset(offer.name for offer in self._ledger.resources if offer.decided_by is Decider.NOBODY)
-        records = await read_records(self._pod_resources, self._settings.checkpoint_path, lambda name: name not in counted)
+        began, newest, ended = (
+            asyncio.get_running_loop().time(),
+            self._ledger.newest,
+            self._ends.pending(),
+        )
+        counted = frozenset(
+            offer.name for offer in self._ledger.resources if offer.decided_by is Decider.NOBODY
+        )
+        records = await read_records(
+            self._pod_resources, self._settings.checkpoint_path, lambda name: name not in counted
+        )
         now, shown_at = self._clock(), time.time()
-        listed = {(holding.resource, id_) for holding in records.holdings for id_ in holding.ids} if records.complete else set()
+        listed = (
+            {(holding.resource, id_) for holding in records.holdings for id_ in holding.ids}
+            if records.complete
+            else set()
+        )
         if records.complete and self._lists_all_at == math.inf:
-            self._lists_all_at = now + max(0.0, _LISTS_ALL_SECONDS - await asyncio.to_thread(self._kubelet_age))
+            self._lists_all_at = now + max(
+                0.0, _LISTS_ALL_SECONDS - await asyncio.to_thread(self._kubelet_age)
+            )
         if initial and now < self._lists_all_at:
-            records = dataclasses.replace(records, holdings=(*records.holdings, *self._of_live_pods(unlisted(records))))
+            records = dataclasses.replace(
+                records, holdings=(*records.holdings, *self._of_live_pods(unlisted(records)))
+            )
         if records.trouble and records.trouble != self._kubelet.records_trouble:
-            self._journal.record("kubelet.records_incomplete", level="warning", reason=records.trouble)
+            self._journal.record(
+                "kubelet.records_incomplete", level="warning", reason=records.trouble
+            )
         self._kubelet.records_trouble, self._kubelet.records_read_at = records.trouble, shown_at
         if self._kubelet.restarts_seen != self._restarts_seen:
             self._restarts_seen, self._restarted_at = self._kubelet.restarts_seen, now
@@ -185,7 +232,8 @@ class Verification:
             reservation_seconds=self._settings.reservation_seconds,
             newest=newest,
             initial=initial,
-            # A kubelet that has just come back does not list its pods until it has received them again.
+            # A kubelet that has just come back does not list its pods until it has received them
+            # again.
             may_release=now - self._restarted_at > self._settings.reservation_seconds,
             has_ended=lambda grant: self._ends.has_ended(grant, records),
             ended_only=ended_only,
@@ -193,11 +241,17 @@ class Verification:
         )
         if initial:
             self._unlisted = {grant.number for grant in self._ledger.grants}
-        self._unlisted = {grant.number for grant in self._ledger.grants if grant.number in self._unlisted and not _is_in(grant, listed)}
+        self._unlisted = {
+            grant.number
+            for grant in self._ledger.grants
+            if grant.number in self._unlisted and not _is_in(grant, listed)
+        }
         self._note_look(ended, began)
         if drift:
             self.drift_total += len(drift)
-            self.drift_last = tuple(f"{correction.event}: {correction.reason}" for correction in drift)
+            self.drift_last = tuple(
+                f"{correction.event}: {correction.reason}" for correction in drift
+            )
         for problem in self._ledger.audit():
             self._journal.record("ledger.unsound", level="error", problem=problem)
         if records.complete:
@@ -205,30 +259,43 @@ class Verification:
         return records.complete
 
     def _of_live_pods(self, holdings: Iterable[Holding]) -> Iterator[Holding]:
-        """Leave out what ended pods have left in the checkpoint, and name the others as far as the watch knows them."""
+        """Leave out what ended pods have left in the checkpoint,
+        and name the others as far as the watch knows them.
+        """
         for holding in holdings:
             uid = holding.owner.pod_uid
             if self._book.has_ended(uid):
                 continue
             pod = self._book.get(uid)
-            owner = Owner(holding.owner.container, uid, pod.namespace, pod.name) if pod is not None else holding.owner
+            owner = (
+                Owner(holding.owner.container, uid, pod.namespace, pod.name)
+                if pod is not None
+                else holding.owner
+            )
             yield Holding(holding.resource, holding.ids, owner)
 
     def _kept(self, records: KubeletRecords, now: float) -> frozenset[int]:
         """Return the grants that stay although pod-resources has never listed them.
 
-        A kubelet that starts together with the agent, after a reboot say, lists its pods one after the other. Until it may have listed all,
-        what the checkpoint showed at the agent's start counts, unless the API server says that the pod has ended. Later it shows no more
-        than what ended pods have left there.
+        A kubelet that starts together with the agent, after a reboot say, lists its pods one after
+        the other. Until it may have listed all, what the checkpoint showed at the agent's start
+        counts, unless the API server says that the pod has ended. Later it shows no more than what
+        ended pods have left there.
         """
         if now >= self._lists_all_at:
             return frozenset()
         found = (grant for grant in self._ledger.grants if grant.number in self._unlisted)
-        return frozenset(grant.number for grant in found if not self._ends.has_ended(grant, records))
+        return frozenset(
+            grant.number for grant in found if not self._ends.has_ended(grant, records)
+        )
 
     def _note_look(self, ended: frozenset[str], began: float) -> None:
         """Take note of a look for the ends ``ended`` that began at ``began`` (loop time)."""
-        self._end_pause = _END_PAUSE_GROWTH * self._end_pause if ended and ended <= self._looked_for else _BETWEEN_ENDS_SECONDS
+        self._end_pause = (
+            _END_PAUSE_GROWTH * self._end_pause
+            if ended and ended <= self._looked_for
+            else _BETWEEN_ENDS_SECONDS
+        )
         self._looked_for, self._looked_at = ended, asyncio.get_running_loop().time()
         self._look_seconds = self._looked_at - began
 
@@ -239,6 +306,8 @@ def _is_in(grant: Grant, listed: Collection[tuple[str, str]]) -> bool:
 
 
 def _give_back() -> None:
-    """Return a burst's memory to the system once it is over, up to 8 MB on a node that counts memory in ids."""
+    """Return a burst's memory to the system once it is over,
+    up to 8 MB on a node that counts memory in ids.
+    """
     let_go_of_memory()
     memory.give_back()

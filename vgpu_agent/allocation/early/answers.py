@@ -1,8 +1,9 @@
-"""The answers of early Allocates, the containers they were meant for, and whether an answer is right for the container that has it.
+"""The answers of early Allocates, the containers they were meant for, and whether an answer is
+right for the container that has it.
 
-The proof is the answer that kubelet itself keeps: it must be the
-answer that the proven container should have got. Of two containers with equal shares that got each other's answers, each may keep what it
-got.
+The proof is the answer that kubelet itself keeps: it must be the answer that the proven container
+should have got. Of two containers with equal shares that got each other's answers, each may keep
+what it got.
 """
 
 from __future__ import annotations
@@ -23,7 +24,9 @@ Key = tuple[str, str]  # (kubelet's UID of the pod, container)
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Given:
-    """An early Allocate's answer, the container it was meant for, and what that container was to have."""
+    """An early Allocate's answer, the container it was meant for,
+    and what that container was to have.
+    """
 
     decided_for: Key
     shares: tuple[Share, ...]
@@ -47,7 +50,8 @@ class Evidence:
         key: the container that the ids are for.
         shares: what it should have.
         expected: the right answers for it and for each container before it with the same ids.
-        answers: our answers to them as the kubelet keeps them; empty when its checkpoint cannot be read.
+        answers: our answers to them as the kubelet keeps them; empty when its checkpoint cannot be
+            read.
         elsewhere: the answers that the kubelet keeps for all other containers.
         handed_on: the pod has init containers that ask for the same resource.
     """
@@ -63,18 +67,21 @@ class Evidence:
 class Answers:
     """The answers of this process.
 
-    State: `given`, by token, and `answered`, the containers that an answer was meant for or that have one, right or wrong; a restart
-    derives the second from kubelet's records and does without the first.
+    State: `given`, by token, and `answered`, the containers that an answer was meant for or that
+    have one, right or wrong; a restart derives the second from kubelet's records and does without
+    the first.
 
     Attributes:
-        admitted_up_to: the latest place, in the order in which pods were bound, of which kubelet is known to have given ids.
+        admitted_up_to: the latest place, in the order in which pods were bound, of which kubelet is
+            known to have given ids.
     """
 
     def __init__(self) -> None:
         self.given: dict[str, Given] = {}
         self.answered: set[Key] = set()
         self.admitted_up_to = 0
-        self._holders: set[Key] = set()  # those of `answered` that have ids in kubelet's records, and so are not asked about again
+        # those of `answered` that have ids in kubelet's records, and so are not asked about again
+        self._holders: set[Key] = set()
 
     def made(self, token: str, given: Given) -> None:
         """An answer was given."""
@@ -82,17 +89,33 @@ class Answers:
         self.answered.add(given.decided_for)
 
     def admitted(self, pod: Pod) -> None:
-        """kubelet has given ids to ``pod``; of those bound before it, it has admitted or turned away all but a few."""
+        """kubelet has given ids to ``pod``; of those bound before it,
+        it has admitted or turned away all but a few.
+        """
         self.admitted_up_to = max(self.admitted_up_to, pod.bound)
 
     def judge(self, token: str, evidence: Evidence, gone: Callable[[str], bool]) -> Verdict:
-        """Tell whether the container may start with the answer it has; ``gone`` reports whether a pod has ended or does not exist."""
+        """Tell whether the container may start with the answer it has; ``gone`` reports whether a
+        pod has ended or does not exist.
+        """
         given, answers = self.given.get(token), evidence.answers
-        if answers and all(name in evidence.expected and _is_of(answer, evidence.expected[name]) for name, answer in answers.items()):
-            return Verdict.WRONG if any(_told_of(evidence.expected[name], evidence.elsewhere) for name in answers) else Verdict.RIGHT
+        if answers and all(
+            name in evidence.expected and _is_of(answer, evidence.expected[name])
+            for name, answer in answers.items()
+        ):
+            return (
+                Verdict.WRONG
+                if any(_told_of(evidence.expected[name], evidence.elsewhere) for name in answers)
+                else Verdict.RIGHT
+            )
         if not answers and evidence.handed_on:
-            return Verdict.LATER  # each of its containers has an answer of its own, and which of them starts is not known
-        if given is None or given.shares != evidence.shares or any(answer != given.provision.edits for answer in answers.values()):
+            # each of its containers has an answer of its own, and which of them starts is not known
+            return Verdict.LATER
+        if (
+            given is None
+            or given.shares != evidence.shares
+            or any(answer != given.provision.edits for answer in answers.values())
+        ):
             return Verdict.WRONG
         if given.decided_for == evidence.key:
             return Verdict.RIGHT
@@ -108,11 +131,14 @@ class Answers:
             if other != token and each.decided_for == evidence.key:
                 # The holder of that one keeps it as its own, so its share must be equal as well.
                 return Verdict.EXCHANGE if each.shares == given.shares else Verdict.WRONG
-        # A pod that is gone for kubelet and the API server may leave a container that has not ended yet, in the very directory.
+        # A pod that is gone for kubelet and the API server may leave a container that has not ended
+        # yet, in the very directory.
         return Verdict.WRONG if gone else Verdict.LATER
 
     def exchange(self, token: str, key: Key) -> Key:
-        """Let ``key`` keep the answer of ``token``, and the holder of its answer that one; return the container this was meant for."""
+        """Let ``key`` keep the answer of ``token``, and the holder of its answer that one; return
+        the container this was meant for.
+        """
         given = self.given[token]
         for other, each in list(self.given.items()):
             if each.decided_for == key:
@@ -122,25 +148,40 @@ class Answers:
         return given.decided_for
 
     def refuted(self, token: str, key: Key) -> Given | None:
-        """Note that the answer of ``token`` is not for its holder ``key``; the container it was meant for may still wait for one."""
+        """Note that the answer of ``token`` is not for its holder ``key``; the container it was
+        meant for may still wait for one.
+        """
         given = self.given.pop(token, None)
         self._has_ids(key)
         waiting = given is not None and given.decided_for not in self._holders
-        if given is not None and waiting and not any(each.decided_for == given.decided_for for each in self.given.values()):
+        if (
+            given is not None
+            and waiting
+            and not any(each.decided_for == given.decided_for for each in self.given.values())
+        ):
             self.answered.discard(given.decided_for)
         return given
 
     def learn(self, holders: Iterable[Key], grants: Iterable[Grant]) -> None:
-        """Learn the holders of ids from the kubelet's records: they have their answers, and containers mistaken for them do not."""
+        """Learn the holders of ids from the kubelet's records: they have their answers, and
+        containers mistaken for them do not.
+        """
         holding = set(holders)
         for grant in grants:
-            if grant.owner is not None and grant.decided_for and not grant.proven and grant.decided_for not in holding:
+            if (
+                grant.owner is not None
+                and grant.decided_for
+                and not grant.proven
+                and grant.decided_for not in holding
+            ):
                 self.answered.discard(grant.decided_for)
         self._holders = holding
         self.answered |= holding
 
     def keep_only(self, uids: Collection[str]) -> None:
-        """Forget containers of pods that are gone; an answer that another container may have is kept as long as its ids are."""
+        """Forget containers of pods that are gone;
+        an answer that another container may have is kept as long as its ids are.
+        """
         self.answered = {key for key in self.answered if key[0] in uids}
         self._holders &= self.answered
 
@@ -156,26 +197,43 @@ class Answers:
 def _told_of(provision: Provision, answers: Collection[Edits]) -> bool:
     """Tell whether any of ``answers`` leads into the directory that is one container's own.
 
-    The rest of them may differ: an agent that has forgotten its guesses can answer for the same container again, with another GPU.
+    The rest of them may differ: an agent that has forgotten its guesses can answer for the same
+    container again, with another GPU.
     """
     return any(
-        answer == provision.edits or leads_into(provision.collected, answer) or leads_into(provision.before, answer) for answer in answers
+        answer == provision.edits
+        or leads_into(provision.collected, answer)
+        or leads_into(provision.before, answer)
+        for answer in answers
     )
 
 
 def _is_of(answer: Edits, provision: Provision) -> bool:
-    """Tell whether ``answer`` is that of ``provision``, or one for the same share by an agent with other mounts or variables.
+    """Tell whether ``answer`` is that of ``provision``,
+    or one for the same share by an agent with other mounts or variables.
 
-    The container's own directory identifies the answer. An upgrade, another library or another way of binding changes the rest.
+    The container's own directory identifies the answer. An upgrade, another library or another way
+    of binding changes the rest.
     """
     wanted = provision.edits
-    if answer == wanted or not (leads_into(provision.collected, answer) or leads_into(provision.before, answer)):
+    if answer == wanted or not (
+        leads_into(provision.collected, answer) or leads_into(provision.before, answer)
+    ):
         return answer == wanted
     told = answer.environment.items() <= wanted.environment.items()
-    same = dataclasses.replace(answer, environment=wanted.environment, mounts=wanted.mounts, memory_mounts=wanted.memory_mounts)
+    same = dataclasses.replace(
+        answer,
+        environment=wanted.environment,
+        mounts=wanted.mounts,
+        memory_mounts=wanted.memory_mounts,
+    )
     return told and same == wanted
 
 
 def leads_into(directory: str, answer: Edits) -> bool:
-    """Tell whether a mount of ``answer`` comes from ``directory`` or from below it; an empty ``directory`` is none."""
-    return bool(directory) and any(f"{mount.host_path}/".startswith(f"{directory}/") for mount in answer.mounts)
+    """Tell whether a mount of ``answer`` comes from ``directory`` or from below it;
+    an empty ``directory`` is none.
+    """
+    return bool(directory) and any(
+        f"{mount.host_path}/".startswith(f"{directory}/") for mount in answer.mounts
+    )

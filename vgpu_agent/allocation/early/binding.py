@@ -1,7 +1,8 @@
 """Answer in Allocate by a guess, and prove the answer at PreStartContainer.
 
-The kubelet does not name the pod in Allocate, so the likeliest container is answered (`candidates`). At PreStartContainer the container is
-known. It must have got the right answer: a wrong one cannot be changed any more, so it is refused for good, unless its owner has this
+The kubelet does not name the pod in Allocate, so the likeliest container is answered
+(`candidates`). At PreStartContainer the container is known. It must have got the right answer: a
+wrong one cannot be changed any more, so it is refused for good, unless its owner has this
 container's answer and both shares are equal (`answers`).
 """
 
@@ -17,7 +18,14 @@ from vgpu_agent.allocation.early.candidates import Siblings, candidates, likelie
 from vgpu_agent.allocation.identification import NotProvenError
 from vgpu_agent.allocation.overcommits import may_overcommit
 from vgpu_agent.allocation.questions import question
-from vgpu_agent.errors import AgentError, CapacityError, LedgerError, RequestRefusedError, UnhealthyDeviceError, shown_ids
+from vgpu_agent.errors import (
+    AgentError,
+    CapacityError,
+    LedgerError,
+    RequestRefusedError,
+    UnhealthyDeviceError,
+    shown_ids,
+)
 from vgpu_agent.families.device_lists import VISIBLE_DEVICES
 from vgpu_agent.isolation.edits import Edits, Provision
 from vgpu_agent.isolation.hami_core import DECISIVE, REGION_VARIABLE
@@ -36,12 +44,15 @@ if TYPE_CHECKING:
     from vgpu_agent.model import Grant, KubeletRecords, Resource, Share
     from vgpu_agent.pods import Pod
 
-# With no answer at all, the runtime of many nodes would go by the variable of the image, and images for GPUs ask for all of them.
+# With no answer at all, the runtime of many nodes would go by the variable of the image, and images
+# for GPUs ask for all of them.
 _NOTHING = Edits({"NVIDIA_VISIBLE_DEVICES": "void"})
 
 
 class WrongPodError(RequestRefusedError):
-    """The answer that kubelet keeps for this container is another pod's; the pod must be created anew."""
+    """The answer that kubelet keeps for this container is another pod's;
+    the pod must be created anew.
+    """
 
 
 class _Guess(NamedTuple):
@@ -54,8 +65,8 @@ class _Guess(NamedTuple):
 class EarlyBinding:
     """The answers of early mode, and their proof.
 
-    State: the answers of this process and the containers that they were meant for; a restart derives the latter from the kubelet's records
-    and does without the former.
+    State: the answers of this process and the containers that they were meant for; a restart
+    derives the latter from the kubelet's records and does without the former.
 
     Attributes:
         wrong_guesses: how many starts were refused for good.
@@ -72,14 +83,19 @@ class EarlyBinding:
         self.wrong_guesses = 0
         self.exchanges = 0
 
-    # -- Allocate -------------------------------------------------------------------------------------------------------------------
+    # -- Allocate ----------------------------------------------------------------------------------
 
     def counted(self, resource: str, count: int) -> None:
-        """Note that the kubelet has allocated ``count`` ids of a resource that is only counted, which tells of whom it asks next."""
+        """Note that the kubelet has allocated ``count`` ids of a resource that is only counted,
+        which tells of whom it asks next.
+        """
         self._siblings.heard(resource, count)
 
-    async def allocate(self, offered: Resource, ids: Sequence[str], family: PodFamily) -> tuple[Grant, Edits]:
-        """Book the ids for the likeliest container, and return its whole answer; wait a moment for a pod that has not been seen yet.
+    async def allocate(
+        self, offered: Resource, ids: Sequence[str], family: PodFamily
+    ) -> tuple[Grant, Edits]:
+        """Book the ids for the likeliest container, and return its whole answer; wait a moment for
+        a pod that has not been seen yet.
 
         Raises:
             RequestRefusedError: no pod fits, or the only one that does cannot get what it asks for.
@@ -87,40 +103,58 @@ class EarlyBinding:
         """
         guess = await self._guess(offered, ids, family)
         if guess is None:
-            # The words before the colon are those that users of the replaced plugin know (volcano-vgpu G11).
+            # The words before the colon are those that users of the replaced plugin know
+            # (volcano-vgpu G11).
             raise RequestRefusedError(
-                f"cannot get valid pod: no pending pod on node {self._context.node} has a container that waits for {len(ids)} of "
-                f"{offered.name}; see /debug/pods"
+                f"cannot get valid pod: no pending pod on node {self._context.node} has a "
+                f"container that waits for {len(ids)} of {offered.name}; see /debug/pods"
             )
         candidate, token = guess.candidate, grant_token(offered.name, ids)
         decision = self._decide_for(offered, candidate, ids, family)
         if isinstance(decision, AgentError):
             if guess.alone:
                 raise decision
-            # Another pod may be meant, and an error would fail it for good. At the start the pod is known, and kubelet asks again.
+            # Another pod may be meant, and an error would fail it for good. At the start the pod is
+            # known, and kubelet asks again.
             self._context.journal.record(
-                "allocate.unanswered", level="warning", resource=offered.name, ids=shown_ids(ids), reason=str(decision)
+                "allocate.unanswered",
+                level="warning",
+                resource=offered.name,
+                ids=shown_ids(ids),
+                reason=str(decision),
             )
-            grant, given = self._ledger.reserve(offered.name, ids, (), candidate.key), Given(candidate.key, (), Provision(_NOTHING))
+            grant, given = (
+                self._ledger.reserve(offered.name, ids, (), candidate.key),
+                Given(candidate.key, (), Provision(_NOTHING)),
+            )
         else:
             try:
                 may = may_overcommit(decision, candidate.pod, self._context.settings)
-                grant = self._ledger.reserve(offered.name, ids, decision.shares, candidate.key, may_overcommit=may)
+                grant = self._ledger.reserve(
+                    offered.name, ids, decision.shares, candidate.key, may_overcommit=may
+                )
             except (CapacityError, UnhealthyDeviceError):
-                # A refusal here would be final; at the start it is not, and by then a pod that is ending may have made room.
+                # A refusal here would be final; at the start it is not, and by then a pod that is
+                # ending may have made room.
                 grant = self._ledger.reserve(offered.name, ids, (), candidate.key)
             asked = self._question(offered, candidate.pod, candidate.container.name, ids)
             given = Given(candidate.key, decision.shares, family.provision(asked, decision.shares))
-        counted = [offer.name for offer in self._ledger.resources if offer.decided_by is Decider.NOBODY]
+        counted = [
+            offer.name for offer in self._ledger.resources if offer.decided_by is Decider.NOBODY
+        ]
         self._siblings.decided(candidate.container.limits, counted)
         self._answers.made(token, given)
         return grant, given.provision.edits
 
-    async def _guess(self, offered: Resource, ids: Sequence[str], family: PodFamily) -> _Guess | None:
-        """Return the candidate to decide for; wait up to ``binding.allocateWaitSeconds`` for a pod that the watch has not shown yet.
+    async def _guess(
+        self, offered: Resource, ids: Sequence[str], family: PodFamily
+    ) -> _Guess | None:
+        """Return the candidate to decide for; wait up to ``binding.allocateWaitSeconds`` for a pod
+        that the watch has not shown yet.
 
-        The kubelet may have rejected a pod and gone on to the next one; the status follows within that time. It is waited for where the
-        likeliest pod would be refused, and where no scheduler has placed it while others fit as well.
+        The kubelet may have rejected a pod and gone on to the next one; the status follows within
+        that time. It is waited for where the likeliest pod would be refused, and where no scheduler
+        has placed it while others fit as well.
         """
         pods, now = self._context.pods, asyncio.get_running_loop().time
         until = now() + self._context.settings.allocate_wait_seconds
@@ -151,7 +185,9 @@ class EarlyBinding:
                 if likely is None:
                     return None
 
-    def _decide_for(self, offered: Resource, candidate: Candidate, ids: Sequence[str], family: PodFamily) -> Decision | AgentError:
+    def _decide_for(
+        self, offered: Resource, candidate: Candidate, ids: Sequence[str], family: PodFamily
+    ) -> Decision | AgentError:
         """Return what a candidate would get, or why it cannot get anything."""
         pod = candidate.pod
         try:
@@ -159,22 +195,31 @@ class EarlyBinding:
         except (RequestRefusedError, LedgerError) as err:
             return type(err)(f"pod {pod.full_name}, container {candidate.container.name}: {err}")
         if decision.layouts:
-            return RequestRefusedError(f"pod {pod.full_name}: a GPU has to be divided for it, which takes binding.mode late")
-        if decision.by_agent and candidate.container.kind is ContainerKind.INIT:
-            # It and the container behind it would each get a share of its own for the same ids, of which only one can be booked.
             return RequestRefusedError(
-                f"pod {pod.full_name}: an init container that asks for {offered.name} needs a scheduler that decides for the pod, or "
-                "binding.mode late"
+                f"pod {pod.full_name}: a GPU has to be divided for it, which takes binding.mode "
+                "late"
+            )
+        if decision.by_agent and candidate.container.kind is ContainerKind.INIT:
+            # It and the container behind it would each get a share of its own for the same ids, of
+            # which only one can be booked.
+            return RequestRefusedError(
+                f"pod {pod.full_name}: an init container that asks for {offered.name} needs a "
+                "scheduler that decides for the pod, or binding.mode late"
             )
         return decision
 
-    # -- PreStartContainer ----------------------------------------------------------------------------------------------------------
+    # -- PreStartContainer -------------------------------------------------------------------------
 
     def has_answered(self, token: str) -> bool:
         """Tell whether this process has answered for the ids of ``token``."""
         return token in self._answers.given
 
-    async def prove(self, start: Start, decide: Callable[[Start], Decision], book: Callable[[Start, Decision, str], Grant]) -> Grant:
+    async def prove(
+        self,
+        start: Start,
+        decide: Callable[[Start], Decision],
+        book: Callable[[Start, Decision, str], Grant],
+    ) -> Grant:
         """Let a container start with the answer it has, if that is the right one.
 
         Args:
@@ -184,7 +229,8 @@ class EarlyBinding:
 
         Raises:
             WrongPodError: the answer is another container's.
-            RequestRefusedError: its pod sets variables that the answer depends on, or cannot get what it asks for.
+            RequestRefusedError: its pod sets variables that the answer depends on, or cannot get
+                what it asks for.
             NotProvenError: that is not certain yet.
             LedgerError: what it should have cannot be booked now.
             CarrierError: a file could not be put into place.
@@ -194,42 +240,60 @@ class EarlyBinding:
         def prove() -> tuple[Decision, list[Provision], str]:
             decision = decide(start)
             if decision.layouts:
-                raise RequestRefusedError("a GPU would have to be divided for the container, which takes binding.mode late")
+                raise RequestRefusedError(
+                    "a GPU would have to be divided for the container, which takes binding.mode "
+                    "late"
+                )
             return decision, *self._prove(start, decision.shares)
 
         decision, provisions, exchanged = await self._ended.with_room(start, prove)
         by = decision.by
-        # The answer that kubelet keeps is proven for these shares, so only their booking is tried again.
-        grant = await self._ended.with_room(start, lambda: book(start, decision, f"{by}; {exchanged}" if exchanged else by))
+        # The answer that kubelet keeps is proven for these shares, so only their booking is tried
+        # again.
+        grant = await self._ended.with_room(
+            start, lambda: book(start, decision, f"{by}; {exchanged}" if exchanged else by)
+        )
         for provision in provisions:
-            record = self._context.record(start.token, len(start.ids), start.owner, grant, by, provision)
+            record = self._context.record(
+                start.token, len(start.ids), start.owner, grant, by, provision
+            )
             await self._context.carrier.prepare(record, provision)
         return grant
 
     def _prove(self, start: Start, shares: tuple[Share, ...]) -> tuple[list[Provision], str]:
-        """Return what must be on the host for the kept answers, and the container that exchanged its answer with this one, if any."""
+        """Return what must be on the host for the kept answers, and the container that exchanged
+        its answer with this one, if any.
+        """
         # Without the checkpoint only this container is known to have the ids.
         names = start.found.containers.get(start.owner.pod_uid, (start.owner.container,))
         expected = {name: self._provision(start, name, shares) for name in names}
         if self._context.settings.pod_variables != "allow":
             _refuse_own_variables(start, expected)
         own = {(start.owner.pod_uid, name, start.offered.name) for name in expected}
-        answers = {key[1]: answer for key, answer in start.kubelet_evidence.answers.items() if key in own}
+        answers = {
+            key[1]: answer for key, answer in start.kubelet_evidence.answers.items() if key in own
+        }
         evidence = Evidence(
             key=start.key,
             shares=shares,
             expected=expected,
             answers=answers,
-            elsewhere=[answer for key, answer in start.kubelet_evidence.answers.items() if key not in own],
-            handed_on=any(each.kind is ContainerKind.INIT and each.limits.get(start.offered.name) for each in start.pod.containers),
+            elsewhere=[
+                answer for key, answer in start.kubelet_evidence.answers.items() if key not in own
+            ],
+            handed_on=any(
+                each.kind is ContainerKind.INIT and each.limits.get(start.offered.name)
+                for each in start.pod.containers
+            ),
         )
         exchanged = ""
         given, provisions = self._answers.given.get(start.token), list(expected.values())
         match self._answers.judge(start.token, evidence, self._is_gone):
             case Verdict.LATER:
                 raise NotProvenError(
-                    f"{start.pod.full_name}, container {start.owner.container}: it is not clear yet whether the answer that kubelet keeps "
-                    "for it is its own (binding.mode early); kubelet will ask again"
+                    f"{start.pod.full_name}, container {start.owner.container}: it is not clear "
+                    "yet whether the answer that kubelet keeps for it is its own (binding.mode "
+                    "early); kubelet will ask again"
                 )
             case Verdict.WRONG:
                 self._refute(start)
@@ -240,29 +304,51 @@ class EarlyBinding:
                     if grant.decided_for == start.key and grant.resource == start.offered.name:
                         self._ledger.redirect(grant.number, meant_for)
                 exchanged = f"exchanged with {self._called(meant_for[0])}, whose share is equal"
-        if given is not None and given.provision.edits in answers.values() and given.provision not in provisions:
-            provisions = [given.provision]  # exchanged, now or before: what the answer names is what must be there
+        if (
+            given is not None
+            and given.provision.edits in answers.values()
+            and given.provision not in provisions
+        ):
+            # exchanged, now or before: what the answer names is what must be there
+            provisions = [given.provision]
         self._make_room_for_init(start, names)
         kept = answers.values()
-        return [dataclasses.replace(each, remade=any(leads_into(each.before, answer) for answer in kept)) for each in provisions], exchanged
+        return [
+            dataclasses.replace(
+                each, remade=any(leads_into(each.before, answer) for answer in kept)
+            )
+            for each in provisions
+        ], exchanged
 
     def _make_room_for_init(self, start: Start, names: Collection[str]) -> None:
-        """Book all that was decided for the pod, before an init container runs on another container's part of it.
+        """Book all that was decided for the pod,
+        before an init container runs on another container's part of it.
 
-        An init container that shares its ids with a later container got its own share in Allocate, and the ledger has the later one's under
-        these ids. It takes no more of a card than the pod has of it. So with the whole pod in the ledger nothing of it is given away
-        meanwhile.
+        An init container that shares its ids with a later container got its own share in Allocate,
+        and the ledger has the later one's under these ids. It takes no more of a card than the pod
+        has of it. So with the whole pod in the ledger nothing of it is given away meanwhile.
 
         Raises:
             NotProvenError: not all of the pod's containers are in the ledger yet.
             LedgerError: the pod does not fit now.
         """
         uid, containers = start.owner.pod_uid, start.pod.containers
-        first = next((place for place, each in enumerate(containers) if each.name in names and each.kind is ContainerKind.INIT), None)
+        first = next(
+            (
+                place
+                for place, each in enumerate(containers)
+                if each.name in names and each.kind is ContainerKind.INIT
+            ),
+            None,
+        )
         if first is None or len(names) == 1:
             return
         later = [each for each in containers[first + 1 :] if each.name not in names]
-        recorded = {record.owner.container for record in self._context.carrier.records if record.owner.pod_uid == uid}
+        recorded = {
+            record.owner.container
+            for record in self._context.carrier.records
+            if record.owner.pod_uid == uid
+        }
         if any(each.started or each.name in recorded for each in later):
             return  # then this init container has ended
         for each in later:
@@ -270,33 +356,55 @@ class EarlyBinding:
                 self._book_ahead(start, each.name)
 
     def _book_ahead(self, start: Start, container: str) -> None:
-        key, owner = (start.owner.pod_uid, container), dataclasses.replace(start.owner, container=container)
+        key, owner = (
+            (start.owner.pod_uid, container),
+            dataclasses.replace(start.owner, container=container),
+        )
         grants = [grant for grant in self._ledger.grants if grant.resource == start.offered.name]
         own = [
             grant
             for grant in grants
-            if grant.decided_for == key or (grant.decided_for is None and grant.owner and grant.owner.may_be(owner))
+            if grant.decided_for == key
+            or (grant.decided_for is None and grant.owner and grant.owner.may_be(owner))
         ]
         if not own:
-            raise NotProvenError(f"{start.pod.full_name}: the ids of its container {container} are not known yet; kubelet will ask again")
+            raise NotProvenError(
+                f"{start.pod.full_name}: the ids of its container {container} are not known yet; "
+                "kubelet will ask again"
+            )
         for grant in own:
             if not grant.shares:
-                decision = start.family.decide(self._question(start.offered, start.pod, container, grant.ids))
+                decision = start.family.decide(
+                    self._question(start.offered, start.pod, container, grant.ids)
+                )
                 may = may_overcommit(decision, start.pod, self._context.settings)
                 self._ledger.fill(grant.number, decision.shares, key, may_overcommit=may)
 
     def _refute(self, start: Start) -> NoReturn:
         self.wrong_guesses += 1
-        self._ledger.decide(start.offered.name, start.ids, (), start.owner, evidence=("refused: answered for another pod",))
+        self._ledger.decide(
+            start.offered.name,
+            start.ids,
+            (),
+            start.owner,
+            evidence=("refused: answered for another pod",),
+        )
         given = self._answers.refuted(start.token, start.key)
-        whose = f"the container {given.decided_for[1]} of {self._called(given.decided_for[0])}" if given else "another container"
+        whose = (
+            f"the container {given.decided_for[1]} of {self._called(given.decided_for[0])}"
+            if given
+            else "another container"
+        )
         raise WrongPodError(
-            f"kubelet's answer for this container was made for {whose}, because Allocate does not say whose it is and this node's "
-            "runtime cannot be told later (binding.mode early); delete the pod, so that it is created anew"
+            f"kubelet's answer for this container was made for {whose}, because Allocate does not "
+            "say whose it is and this node's runtime cannot be told later (binding.mode early); "
+            "delete the pod, so that it is created anew"
         )
 
     def _provision(self, start: Start, container: str, shares: tuple[Share, ...]) -> Provision:
-        """Return the answer that a container with these ids should have got; one before the last decides by itself."""
+        """Return the answer that a container with these ids should have got;
+        one before the last decides by itself.
+        """
         asked = self._question(start.offered, start.pod, container, start.ids)
         own = shares if container == start.owner.container else start.family.decide(asked).shares
         return start.family.provision(asked, own)
@@ -305,7 +413,9 @@ class EarlyBinding:
         pod = self._context.pods.get(uid)
         return self._context.pods.synced.is_set() and (pod is None or pod.ended)
 
-    def _question(self, offered: Resource, pod: Pod, container: str, ids: Sequence[str]) -> Question:
+    def _question(
+        self, offered: Resource, pod: Pod, container: str, ids: Sequence[str]
+    ) -> Question:
         self._claims.refresh()  # another pod may have been bound since the last look
         return question(self._context, offered, pod, container, ids)
 
@@ -313,32 +423,45 @@ class EarlyBinding:
         pod = self._context.pods.get(uid)
         return pod.full_name if pod else f"pod {uid}"
 
-    # -- after a start --------------------------------------------------------------------------------------------------------------
+    # -- after a start -----------------------------------------------------------------------------
 
     def confirmed(self, records: KubeletRecords) -> None:
-        """Follow kubelet's records, with which the ledger has been brought in line; forget pods that are gone."""
-        holders = ((holding.owner.pod_uid, holding.owner.container) for holding in records.holdings if holding.owner.pod_uid)
+        """Follow kubelet's records, with which the ledger has been brought in line;
+        forget pods that are gone.
+        """
+        holders = (
+            (holding.owner.pod_uid, holding.owner.container)
+            for holding in records.holdings
+            if holding.owner.pod_uid
+        )
         self._answers.learn(holders, self._ledger.grants)
         if self._context.pods.synced.is_set():
             self._answers.keep_only({pod.kubelet_uid for pod in self._context.pods.pods})
             if self._answers.given:
-                self._answers.keep_tokens({grant_token(grant.resource, grant.ids) for grant in self._ledger.grants})
+                self._answers.keep_tokens(
+                    {grant_token(grant.resource, grant.ids) for grant in self._ledger.grants}
+                )
 
 
 def _refuse_own_variables(start: Start, expected: Mapping[str, Provision]) -> None:
-    """Refuse a container that overrides its answer: the kubelet puts the pod's own variables after the device plugin's, so they win.
+    """Refuse a container that overrides its answer: the kubelet puts the pod's own variables after
+    the device plugin's, so they win.
 
-    A container that has run before goes on: an agent that is newer than its pods must not stop them from restarting.
+    A container that has run before goes on: an agent that is newer than its pods must not stop them
+    from restarting.
     """
     for name, provision in expected.items():
         container = start.pod.container(name)
         if container is None or container.started:
             continue
         answered = provision.edits.environment.keys()
-        decisive = answered & {VISIBLE_DEVICES} | (DECISIVE if REGION_VARIABLE in answered else frozenset())
+        decisive = answered & {VISIBLE_DEVICES} | (
+            DECISIVE if REGION_VARIABLE in answered else frozenset()
+        )
         if own := sorted(container.environment & decisive):
             raise RequestRefusedError(
-                f"the pod sets {', '.join(own)} for container {name} itself, and with early binding its value beats the agent's: the "
-                "container could take another GPU or leave its limit; take it out of the pod, bind late (binding.mode), or set "
+                f"the pod sets {', '.join(own)} for container {name} itself, and with early "
+                "binding its value beats the agent's: the container could take another GPU or "
+                "leave its limit; take it out of the pod, bind late (binding.mode), or set "
                 "binding.podVariables to allow"
             )

@@ -1,7 +1,8 @@
 """Guess the container that an Allocate is for.
 
-The pods are narrowed down to those whose next container asks for as many ids, and the one that was bound first is taken. It stays a guess
-until PreStartContainer has proven it: a wrong one is exchanged or refused there, never started.
+The pods are narrowed down to those whose next container asks for as many ids, and the one that was
+bound first is taken. It stays a guess until PreStartContainer has proven it: a wrong one is
+exchanged or refused there, never started.
 """
 
 from __future__ import annotations
@@ -38,11 +39,13 @@ def candidates(
     offered: Mapping[str, int] | None = None,
     admitted_up_to: int = 0,
 ) -> list[Candidate]:
-    """List the containers that may be asking for ``count`` ids of ``resource`` now, the likeliest first.
+    """List the containers that may be asking for ``count`` ids of ``resource`` now,
+    the likeliest first.
 
-    kubelet admits the containers of a pod one after the other, so only the first one that has not been served can be it. It never asks for
-    a pod that claims to be a mirror, nor for one that wants more than exists. A pod whose owner has placed it (``spec.nodeName``) and that
-    has been overtaken was turned away; it comes last.
+    kubelet admits the containers of a pod one after the other, so only the first one that has not
+    been served can be it. It never asks for a pod that claims to be a mirror, nor for one that
+    wants more than exists. A pod whose owner has placed it (``spec.nodeName``) and that has been
+    overtaken was turned away; it comes last.
 
     Args:
         pods: in the order in which they were bound.
@@ -51,17 +54,26 @@ def candidates(
         count: how many ids.
         node: the node's name.
         offered: how many ids there are of each of our resources.
-        admitted_up_to: the latest place in the order of pods of which kubelet is known to have given ids.
+        admitted_up_to: the latest place in the order of pods of which kubelet is known to have
+            given ids.
     """
     found: list[Candidate] = []
     overtaken: list[Candidate] = []
     for pod in pods:
-        if pod.node != node or pod.ended or pod.deleting or pod.phase != "Pending" or _never_admitted(pod, offered or {}):
+        if (
+            pod.node != node
+            or pod.ended
+            or pod.deleting
+            or pod.phase != "Pending"
+            or _never_admitted(pod, offered or {})
+        ):
             continue
         waiting = [
             container
             for container in pod.containers
-            if container.limits.get(resource, 0) > 0 and not container.started and (pod.kubelet_uid, container.name) not in served
+            if container.limits.get(resource, 0) > 0
+            and not container.started
+            and (pod.kubelet_uid, container.name) not in served
         ]
         if waiting and waiting[0].limits[resource] == count:
             late = not pod.scheduled and pod.bound < admitted_up_to
@@ -70,7 +82,9 @@ def candidates(
 
 
 def _never_admitted(pod: Pod, offered: Mapping[str, int]) -> bool:
-    """Tell whether the kubelet runs no such pod: a fake mirror pod, or one that asks for more of our resources than exist."""
+    """Tell whether the kubelet runs no such pod:
+    a fake mirror pod, or one that asks for more of our resources than exist.
+    """
     if pod.mirror and not pod.static_uid:
         return True
     return any(
@@ -83,8 +97,9 @@ def _never_admitted(pod: Pod, offered: Mapping[str, int]) -> bool:
 class Siblings:
     """The sizes of the calls for the resources that are only counted, as further evidence.
 
-    kubelet allocates a container's resources one after the other, in any order. What was allocated since the last decision belongs to the
-    container that was decided for then, or else to the present one.
+    kubelet allocates a container's resources one after the other, in any order. What was allocated
+    since the last decision belongs to the container that was decided for then, or else to the
+    present one.
     """
 
     def __init__(self) -> None:
@@ -98,12 +113,16 @@ class Siblings:
     def decided(self, limits: Mapping[str, int], counted: Collection[str]) -> None:
         """A container with these limits was decided for; what it still waits for may follow."""
         own = self._own()
-        self._open = {name: limits[name] for name in counted if limits.get(name) and name not in own}
+        self._open = {
+            name: limits[name] for name in counted if limits.get(name) and name not in own
+        }
         self._since = []
 
     def fits(self, candidate: Candidate) -> bool:
         """Tell whether no received Allocate speaks against this candidate."""
-        return all(candidate.container.limits.get(name, 0) == count for name, count in self._own().items())
+        return all(
+            candidate.container.limits.get(name, 0) == count for name, count in self._own().items()
+        )
 
     def _own(self) -> dict[str, int]:
         """Return the received amounts that cannot belong to the container before."""
@@ -118,4 +137,6 @@ class Siblings:
 
 def likeliest(found: list[Candidate], siblings: Siblings) -> Candidate | None:
     """The candidate to decide for; None when there is none."""
-    return next((candidate for candidate in found if siblings.fits(candidate)), found[0] if found else None)
+    return next(
+        (candidate for candidate in found if siblings.fits(candidate)), found[0] if found else None
+    )

@@ -1,8 +1,10 @@
-"""The `aws` family: ``k8s.amazonaws.com/vgpu``, the same number of shares of each GPU, as AWS's virtual GPU device plugin offers it.
+"""The `aws` family: ``k8s.amazonaws.com/vgpu``, the same number of shares of each GPU, as AWS's
+virtual GPU device plugin offers it.
 
-Names, ids and answers are those of aws §II.1, §II.2 and §II.6. The ids name the device, so `Allocate` can answer completely. What
-was broken is not copied: GPUs in MIG mode and before Volta are left out with a reason, several shares of one container lie on one GPU where
-they can, and MPS has limits that come from the share. How containers join MPS is one entry of `_JOINING`.
+Names, ids and answers are those of aws §II.1, §II.2 and §II.6. The ids name the device, so
+`Allocate` can answer completely. What was broken is not copied: GPUs in MIG mode and before Volta
+are left out with a reason, several shares of one container lie on one GPU where they can, and MPS
+has limits that come from the share. How containers join MPS is one entry of `_JOINING`.
 """
 
 from __future__ import annotations
@@ -55,21 +57,27 @@ class AwsOptions:
         vgpus: how many containers share a GPU.
         mps: a key of `_JOINING`.
         lists: how containers get their devices.
-        paths: where containers meet a daemon of ours; its pipe is in `isolation.mps.DEFAULT_PIPE_DIRECTORY`, for old clients.
+        paths: where containers meet a daemon of ours; its pipe is in
+            `isolation.mps.DEFAULT_PIPE_DIRECTORY`, for old clients.
     """
 
     resource: str = RESOURCE
     vgpus: int = 10
     mps: str = "none"
     lists: ListOptions = dataclasses.field(default_factory=ListOptions)
-    paths: MpsOptions = dataclasses.field(default_factory=lambda: MpsOptions(pipe_directory=mps.DEFAULT_PIPE_DIRECTORY))
+    paths: MpsOptions = dataclasses.field(
+        default_factory=lambda: MpsOptions(pipe_directory=mps.DEFAULT_PIPE_DIRECTORY)
+    )
 
     @classmethod
     def from_settings(cls, settings: Settings, *, lists: ListOptions) -> AwsOptions:
         """The options that the configuration asks for."""
         aws, roots = settings.section(Aws), settings.mps
-        pipes = mps.DEFAULT_PIPE_DIRECTORY  # pods written for AWS's plugin mount them from there (aws §II.3)
-        paths = MpsOptions(roots.root, roots.container_root, roots.per_container_limits, pipe_directory=pipes)
+        # pods written for AWS's plugin mount them from there (aws §II.3)
+        pipes = mps.DEFAULT_PIPE_DIRECTORY
+        paths = MpsOptions(
+            roots.root, roots.container_root, roots.per_container_limits, pipe_directory=pipes
+        )
         return cls(aws.resource_name, aws.vgpus, aws.mps, lists, paths)
 
 
@@ -82,8 +90,12 @@ class AwsFamily:
         self._options = options
 
     def owns(self, resource: str) -> Ownership:
-        """AWS's name, and the one that is set; the first may be in kubelet's records from before a change of settings."""
-        return Ownership.CERTAIN if resource in (RESOURCE, self._options.resource) else Ownership.NONE
+        """AWS's name, and the one that is set; the first may be in kubelet's records from
+        before a change of settings.
+        """
+        return (
+            Ownership.CERTAIN if resource in (RESOURCE, self._options.resource) else Ownership.NONE
+        )
 
     def resources(self, inventory: Inventory) -> tuple[Resource, ...]:
         """``<UUID>-0`` to ``<UUID>-<n-1>`` of each GPU that can be shared (aws W1, W2)."""
@@ -96,10 +108,20 @@ class AwsFamily:
         if not ids:
             return ()
         sharing = _SHARING[self._options.mps]
-        return (Resource(self._options.resource, FAMILY, ids, holders_per_device=self._options.vgpus, sharing=sharing),)
+        return (
+            Resource(
+                self._options.resource,
+                FAMILY,
+                ids,
+                holders_per_device=self._options.vgpus,
+                sharing=sharing,
+            ),
+        )
 
     def shortfall(self, inventory: Inventory) -> Shortfall:
-        """The GPUs that are left out; where none remains, the resource is refused with all the reasons."""
+        """The GPUs that are left out; where none remains,
+        the resource is refused with all the reasons.
+        """
         name = self._options.resource
         reasons = [reason for gpu in inventory.gpus if (reason := self._unfit(gpu))]
         if reasons and len(reasons) == len(inventory.gpus):
@@ -107,11 +129,15 @@ class AwsFamily:
         return Shortfall(cautions=tuple(f"{name}: {reason}" for reason in reasons))
 
     def check(self, resource: Resource, ids: Sequence[str]) -> None:
-        """Accept everything: all requests make sense in AWS's terms, and the ledger checks unknown and unhealthy ids."""
+        """Accept everything: all requests make sense in AWS's terms,
+        and the ledger checks unknown and unhealthy ids.
+        """
         del resource, ids
 
     def shares(self, resource: str, ids: Sequence[str], inventory: Inventory) -> tuple[Share, ...]:
-        """A place on each GPU; with a daemon of ours also its part of memory and compute, which is in force."""
+        """A place on each GPU; with a daemon of ours also its part of memory and compute,
+        which is in force.
+        """
         del resource  # the ids are enough
         counts = collections.Counter(_devices(ids))
         if self._options.mps != "supervised":
@@ -127,52 +153,83 @@ class AwsFamily:
         inventory: Inventory,
         neighbours: Neighbours = ALONE,
     ) -> list[str]:
-        """Choose ids of one GPU, the fullest with room (aws D7) among those of the lowest rank; if none has room, of as few as possible."""
+        """Choose ids of one GPU, the fullest with room (aws D7) among those of the lowest rank; if
+        none has room, of as few as possible.
+        """
         rank = {entry.id: place for place, entry in enumerate(resource.ids)}
         device_of = {entry.id: entry.device for entry in resource.ids}
         usable = sorted((id_ for id_ in available if id_ in rank), key=rank.__getitem__)
         totals = collections.Counter(device_of.values())
-        request = IdRequest(usable, required, size, device_of, totals, inventory.links, neighbours.ranks({gpu: gpu for gpu in totals}))
+        request = IdRequest(
+            usable,
+            required,
+            size,
+            device_of,
+            totals,
+            inventory.links,
+            neighbours.ranks({gpu: gpu for gpu in totals}),
+        )
         try:
             return choose(ONE_GPU, request)
         except CapacityError:
             return choose(PACKED, request)
 
     def edits(self, resource: Resource, ids: Sequence[str], inventory: Inventory) -> Edits:
-        """Return the edits that name the GPUs to the container, each once, and make it a client of MPS."""
+        """Return the edits that name the GPUs to the container, each once,
+        and make it a client of MPS.
+        """
         behind = _devices(ids)
-        devices = [device for uuid in dict.fromkeys(behind) if (device := visible_device(uuid, inventory))]
+        devices = [
+            device for uuid in dict.fromkeys(behind) if (device := visible_device(uuid, inventory))
+        ]
         edits = edits_of(devices, self._options.lists, number=answer_number(resource.name, ids))
-        return edits.joined(_JOINING[self._options.mps](resource, behind, inventory, self._options.paths))
+        return edits.joined(
+            _JOINING[self._options.mps](resource, behind, inventory, self._options.paths)
+        )
 
     def _unfit(self, gpu: Gpu) -> str:
         """Explain why a GPU cannot be offered; empty when it can."""
         if gpu.integrated:
-            return f"GPU {gpu.index} ({gpu.uuid}) is part of the processor and has no UUID to name it by; offer it by families.nvidia"
-        if gpu.mig_enabled:  # aws W4: upstream offers it, and the container finds nothing that works
+            return (
+                f"GPU {gpu.index} ({gpu.uuid}) is part of the processor and has no UUID to name it "
+                "by; offer it by families.nvidia"
+            )
+        # aws W4: upstream offers it, and the container finds nothing that works
+        if gpu.mig_enabled:
             off = f"nvidia-smi -i {gpu.index} -mig 0"
             return (
-                f"GPU {gpu.index} ({gpu.uuid}) is in MIG mode, so its virtual GPUs would not work; it is left out until MIG is off ({off})"
+                f"GPU {gpu.index} ({gpu.uuid}) is in MIG mode, so its virtual GPUs would not work; "
+                f"it is left out until MIG is off ({off})"
             )
         if not (0, 0) < gpu.compute_capability < VOLTA:
             return ""
         capability = ".".join(map(str, gpu.compute_capability))
-        old = f"GPU {gpu.index} ({gpu.name}, compute capability {capability}) is older than Volta (7.0)"
+        old = (
+            f"GPU {gpu.index} ({gpu.name}, compute capability {capability}) is older than Volta "
+            "(7.0)"
+        )
         if self._options.mps != "none":  # aws D11
             return (
-                f"{old}: under MPS a fault of one container ends all others there, and none can be limited; "
-                "it is left out, set aws.mps to none to let containers take turns on it"
+                f"{old}: under MPS a fault of one container ends all others there, and none can be "
+                "limited; it is left out, set aws.mps to none to let containers take turns on it"
             )
         # Without a daemon of ours the pods may still bring one, which takes no more.
         if self._options.vgpus > (most := most_clients(gpu)):
-            return f"{old}, and MPS has at most {most} clients there; it is left out, set aws.vgpus to {most} or fewer"
+            return (
+                f"{old}, and MPS has at most {most} clients there; it is left out, set aws.vgpus "
+                f"to {most} or fewer"
+            )
         return ""
 
     def _part(self, uuid: str, count: int, inventory: Inventory) -> Share:
         gpu, replicas = inventory.gpu(uuid), self._options.vgpus
         # Without limits of its own a container has those of the daemon, which are for one share.
         shares = count if self._options.paths.per_container_limits else 1
-        return Share(uuid, memory_share_mib(gpu.memory_mib if gpu else 0, replicas, shares), thread_share(replicas, shares))
+        return Share(
+            uuid,
+            memory_share_mib(gpu.memory_mib if gpu else 0, replicas, shares),
+            thread_share(replicas, shares),
+        )
 
 
 def _devices(ids: Iterable[str]) -> list[str]:
@@ -180,16 +237,25 @@ def _devices(ids: Iterable[str]) -> list[str]:
     return [found[1] for id_ in ids if (found := _ID.fullmatch(id_))]
 
 
-def _join_nobody(resource: Resource, devices: Sequence[str], inventory: Inventory, paths: MpsOptions) -> Edits:
+def _join_nobody(
+    resource: Resource, devices: Sequence[str], inventory: Inventory, paths: MpsOptions
+) -> Edits:
     """Add nothing, like upstream: the pod sets up MPS itself."""
     del resource, devices, inventory, paths
     return Edits()
 
 
-def _join_host(resource: Resource, devices: Sequence[str], inventory: Inventory, paths: MpsOptions) -> Edits:
-    """Join the host's own daemon: its pipe and the host's shared memory, so that the pod needs neither mount nor hostIPC."""
+def _join_host(
+    resource: Resource, devices: Sequence[str], inventory: Inventory, paths: MpsOptions
+) -> Edits:
+    """Join the host's own daemon: its pipe and the host's shared memory,
+    so that the pod needs neither mount nor hostIPC.
+    """
     del resource, devices, inventory, paths
-    mounts = (Mount(mps.DEFAULT_PIPE_DIRECTORY, mps.DEFAULT_PIPE_DIRECTORY), Mount(SHARED_MEMORY, SHARED_MEMORY))
+    mounts = (
+        Mount(mps.DEFAULT_PIPE_DIRECTORY, mps.DEFAULT_PIPE_DIRECTORY),
+        Mount(SHARED_MEMORY, SHARED_MEMORY),
+    )
     return Edits(environment={PIPE_VARIABLE: mps.DEFAULT_PIPE_DIRECTORY}, mounts=mounts)
 
 

@@ -1,6 +1,7 @@
 """The settings of the family `aws`: its section, its flag, its rules. Counts: aws §II.1."""
 
-# Without `from __future__ import annotations`: msgspec would evaluate each annotation, a text then, twice at each start.
+# Without `from __future__ import annotations`: msgspec would evaluate each annotation, a text then,
+# twice at each start.
 
 from collections.abc import Iterator
 from typing import Annotated, Literal
@@ -24,17 +25,30 @@ class Aws(msgspec.Struct, frozen=True, rename="camel", forbid_unknown_fields=Tru
 
     resource_name: Annotated[
         str,
-        Meta(pattern=_NAME, extra={"expected": "a resource name with a DNS name before the slash"}, description="What it is called."),
+        Meta(
+            pattern=_NAME,
+            extra={"expected": "a resource name with a DNS name before the slash"},
+            description="What it is called.",
+        ),
     ] = "k8s.amazonaws.com/vgpu"
     vgpus: Annotated[
-        int, Meta(ge=1, le=MOST_MPS_CLIENTS, description="How many containers may share one GPU; MPS serves no more than 48 clients.")
+        int,
+        Meta(
+            ge=1,
+            le=MOST_MPS_CLIENTS,
+            description=(
+                "How many containers may share one GPU; MPS serves no more than 48 clients."
+            ),
+        ),
     ] = 10
     mps: Annotated[
         Literal["none", "host", "supervised"],
         Meta(
-            description="none: the agent does nothing about MPS. host: a daemon that somebody else runs at `/tmp/nvidia-mps`, with "
-            "hostIPC; the agent looks for it every `mps.probeSeconds`. supervised: the agent runs the daemon, containers need no "
-            "hostIPC."
+            description=(
+                "none: the agent does nothing about MPS. host: a daemon that somebody else runs at "
+                "`/tmp/nvidia-mps`, with hostIPC; the agent looks for it every `mps.probeSeconds`. "
+                "supervised: the agent runs the daemon, containers need no hostIPC."
+            )
         ),
     ] = "none"
 
@@ -49,14 +63,17 @@ def _collisions(settings: Settings) -> Iterator[Conflict]:
     if mps != "none" and other:
         text = f"supervised starts an MPS control daemon on GPUs that {other} has one for already"
         if mps == "host":
-            text = f"host needs somebody else's MPS control daemon on GPUs that {other} starts one for"
+            text = (
+                f"host needs somebody else's MPS control daemon on GPUs that {other} starts one for"
+            )
         yield Conflict((("aws.mps", f"{text}, and a GPU takes one only; {by_one_of_two()}"),))
 
 
 def _exposed(settings: Settings) -> tuple[str, str]:
     mps = settings.section(Aws).mps
     # The default place of MPS's pipes.
-    return ("", "") if mps == "none" else ("/tmp/nvidia-mps", f"aws.mps: {mps}")  # noqa: S108 - a path that others have chosen
+    # a path that others have chosen
+    return ("", "") if mps == "none" else ("/tmp/nvidia-mps", f"aws.mps: {mps}")  # noqa: S108
 
 
 SETTINGS = FamilySettings(
@@ -64,7 +81,15 @@ SETTINGS = FamilySettings(
     "`k8s.amazonaws.com/vgpu`, as AWS's virtual GPU device plugin offers it.",
     sections={"aws": Aws},
     # As AWS's virtual GPU device plugin names it.
-    options=(Option("aws.vgpus", "--vgpu", "VGPU_AGENT_VGPU", "COUNT", "how many containers may share one GPU, with families.aws"),),
+    options=(
+        Option(
+            "aws.vgpus",
+            "--vgpu",
+            "VGPU_AGENT_VGPU",
+            "COUNT",
+            "how many containers may share one GPU, with families.aws",
+        ),
+    ),
     names=_names,
     mps="aws.mps",
     collisions=_collisions,

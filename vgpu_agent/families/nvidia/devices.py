@@ -1,8 +1,9 @@
-"""The devices behind each of NVIDIA's resource names, before sharing: the MIG strategies and the patterns.
+"""The devices behind each of NVIDIA's resource names, before sharing:
+the MIG strategies and the patterns.
 
-Names and the table of what is valid are those of nvidia §3 and G1 to G7, without its defects. What cannot be offered under one name does
-not stop the other names. A slice whose compute instance is smaller than its GPU instance has a name like any other (nvidia D8). Called by
-`offers`.
+Names and the table of what is valid are those of nvidia §3 and G1 to G7, without its defects. What
+cannot be offered under one name does not stop the other names. A slice whose compute instance is
+smaller than its GPU instance has a name like any other (nvidia D8). Called by `offers`.
 """
 
 from __future__ import annotations
@@ -20,12 +21,15 @@ if TYPE_CHECKING:
     from vgpu_agent.families.nvidia.options import NvidiaOptions, Pattern
     from vgpu_agent.model import Gpu, Inventory, MigInstance
 
-_NAME = re.compile(r"[A-Za-z0-9]([A-Za-z0-9._-]{0,61}[A-Za-z0-9])?", re.ASCII)  # of a Kubernetes resource, behind its domain
+# of a Kubernetes resource, behind its domain
+_NAME = re.compile(r"[A-Za-z0-9]([A-Za-z0-9._-]{0,61}[A-Za-z0-9])?", re.ASCII)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Device:
-    """A whole GPU, or the slice ``instance`` of it; with ``every`` it is named for all GPUs of the node."""
+    """A whole GPU, or the slice ``instance`` of it;
+    with ``every`` it is named for all GPUs of the node.
+    """
 
     gpu: Gpu
     instance: MigInstance | None = None
@@ -59,12 +63,18 @@ class Device:
     @property
     def shown(self) -> str:
         """The device as text for an operator."""
-        return f"MIG device {self.index} ({self.uuid})" if self.instance else f"GPU {self.index} ({self.uuid})"
+        return (
+            f"MIG device {self.index} ({self.uuid})"
+            if self.instance
+            else f"GPU {self.index} ({self.uuid})"
+        )
 
 
 @dataclasses.dataclass(slots=True)
 class Named:
-    """The devices of each resource, in node order; the reason why a name has none, one sentence; and oddities, a sentence each."""
+    """The devices of each resource, in node order; the reason why a name has none, one sentence;
+    and oddities, a sentence each.
+    """
 
     devices: dict[str, list[Device]] = dataclasses.field(default_factory=dict)
     refused: dict[str, str] = dataclasses.field(default_factory=dict)
@@ -78,7 +88,8 @@ class MigStrategy:
     Attributes:
         slices: by their slices, instead of whole.
         slice_name: the name of slices that no pattern names; ``{}`` stands for the profile.
-        alike: all devices under one name must be of one kind, and no GPU in MIG mode may be without slices.
+        alike: all devices under one name must be of one kind, and no GPU in MIG mode may be without
+            slices.
     """
 
     slices: bool
@@ -102,21 +113,25 @@ def named_devices(inventory: Inventory, options: NvidiaOptions) -> Named:
         gpus = sorted(inventory.gpus, key=lambda gpu: (gpu.health.ok and gpu.present, gpu.index))
         return Named({GPU_RESOURCE: [Device(gpus[0], every=True)]}) if gpus else named
     for number, known in inventory.numbered.items():
-        gpu = dataclasses.replace(known, index=number)  # as the entries of `devices` mean it, also when a card before it is lost
+        # as the entries of `devices` mean it, also when a card before it is lost
+        gpu = dataclasses.replace(known, index=number)
         if gpu.mig_enabled and strategy.slices:
             _name_slices(gpu, strategy, options, named)
             continue
         if gpu.mig_enabled:
             named.cautions.append(
-                f"{Device(gpu).shown} is in MIG mode and offered whole, because plugin.migStrategy is none; work on it fails or sees one "
-                "slice: set plugin.migStrategy to single or mixed, or switch its MIG mode off"
+                f"{Device(gpu).shown} is in MIG mode and offered whole, because plugin.migStrategy "
+                "is none; work on it fails or sees one slice: set plugin.migStrategy to single or "
+                "mixed, or switch its MIG mode off"
             )
         if gpu.integrated and strategy.slices:
             named.cautions.append(
-                f"plugin.migStrategy: {options.mig_strategy} has no effect here: {Device(gpu).shown} is part of the processor and cannot "
-                "be cut into slices"
+                f"plugin.migStrategy: {options.mig_strategy} has no effect here: "
+                f"{Device(gpu).shown} is part of the processor and cannot be cut into slices"
             )
-        named.devices.setdefault(_first_match(options.gpu_patterns, gpu.name) or GPU_RESOURCE, []).append(Device(gpu))
+        named.devices.setdefault(
+            _first_match(options.gpu_patterns, gpu.name) or GPU_RESOURCE, []
+        ).append(Device(gpu))
     for name, devices in named.devices.items():
         if reason := _why_not(name, devices, strategy):
             named.refused.setdefault(name, reason)
@@ -132,7 +147,9 @@ def _name_slices(gpu: Gpu, strategy: MigStrategy, options: NvidiaOptions, named:
         named.devices.setdefault(name, []).append(Device(gpu, instance))
     device = Device(gpu)
     if gpu.mig_trouble:
-        unread = f"slices of {device.shown} cannot be read, so they are not offered: {gpu.mig_trouble}"
+        unread = (
+            f"slices of {device.shown} cannot be read, so they are not offered: {gpu.mig_trouble}"
+        )
         if strategy.alike and gpu.present and not gpu.mig_instances:
             named.refused[strategy.slice_name] = unread
         else:
@@ -142,12 +159,15 @@ def _name_slices(gpu: Gpu, strategy: MigStrategy, options: NvidiaOptions, named:
         return
     if strategy.alike and gpu.present:
         named.refused[strategy.slice_name] = (
-            f"device {device.index} has no MIG devices configured: {device.shown} is in MIG mode without a slice, and with "
-            "plugin.migStrategy: single all devices must be alike; create its slices, switch its MIG mode off, or set "
-            "plugin.migStrategy: mixed"
+            f"device {device.index} has no MIG devices configured: {device.shown} is in MIG mode "
+            "without a slice, and with plugin.migStrategy: single all devices must be alike; "
+            "create its slices, switch its MIG mode off, or set plugin.migStrategy: mixed"
         )
     else:
-        named.cautions.append(f"{device.shown} is in MIG mode and has no slices, so nothing of it is offered; create some")
+        named.cautions.append(
+            f"{device.shown} is in MIG mode and has no slices, so nothing of it is offered; create "
+            "some"
+        )
 
 
 def _first_match(patterns: Iterable[Pattern], text: str) -> str:
@@ -157,7 +177,10 @@ def _first_match(patterns: Iterable[Pattern], text: str) -> str:
 def _why_not(name: str, devices: Sequence[Device], strategy: MigStrategy) -> str:
     """Explain why nothing can be offered under the name; empty when it can."""
     if _NAME.fullmatch(name.removeprefix(DOMAIN)) is None:
-        return f"no resource can have this name, which {devices[0].shown} would get; name it by a pattern in resources.mig"
+        return (
+            f"no resource can have this name, which {devices[0].shown} would get; name it by a "
+            "pattern in resources.mig"
+        )
     if all(device.instance and device.instance.trouble for device in devices):
         first = devices[0].instance
         return f"the device nodes of no slice are known: {first.trouble}" if first else ""
@@ -165,7 +188,9 @@ def _why_not(name: str, devices: Sequence[Device], strategy: MigStrategy) -> str
 
 
 def _unlike(devices: Sequence[Device]) -> str:
-    """Explain why these cannot share one name; empty when they can. A lost GPU, which is never granted, is not compared."""
+    """Explain why these cannot share one name; empty when they can.
+    A lost GPU, which is never granted, is not compared.
+    """
     devices = [device for device in devices if device.gpu.present] or devices
     first: dict[tuple[str, int], Device] = {}
     for device in devices:
@@ -175,12 +200,14 @@ def _unlike(devices: Sequence[Device]) -> str:
     if whole and slices:
         gpu = Device(slices[0].gpu)
         return (
-            f"all devices on the node must be configured with the same migEnabled value: {gpu.shown} is in MIG mode and {whole.shown} is "
-            "not; switch MIG mode alike on all GPUs, or set plugin.migStrategy: mixed"
+            "all devices on the node must be configured with the same migEnabled value: "
+            f"{gpu.shown} is in MIG mode and {whole.shown} is not; switch MIG mode alike on all "
+            "GPUs, or set plugin.migStrategy: mixed"
         )
     if len(slices) > 1:
         return (
-            f"more than one MIG device type present on node: {' and '.join(map(_described, slices[:2]))}; make all slices alike, or set "
+            "more than one MIG device type present on node: "
+            f"{' and '.join(map(_described, slices[:2]))}; make all slices alike, or set "
             "plugin.migStrategy: mixed"
         )
     return ""

@@ -1,8 +1,11 @@
-"""The `nvidia` family: GPUs and MIG slices under NVIDIA's names, whole or shared, as its own device plugin and iktos's fork offer them.
+"""The `nvidia` family: GPUs and MIG slices under NVIDIA's names, whole or shared, as its own device
+plugin and iktos's fork offer them.
 
-Names, ids and answers are NVIDIA's and iktos's (nvidia §3, §4, §6, §7; iktos §I.2 to §I.5), so a cluster can switch without touching a pod.
-The ids name the device, so `Allocate` can answer completely. What is offered is worked out in `offers`; here are the answers about
-ids. Defects are not copied: unhealthy ids are refused (by the ledger), device nodes are listed once, every order is deterministic.
+Names, ids and answers are NVIDIA's and iktos's (nvidia §3, §4, §6, §7; iktos §I.2 to §I.5), so a
+cluster can switch without touching a pod. The ids name the device, so `Allocate` can answer
+completely. What is offered is worked out in `offers`; here are the answers about ids. Defects are
+not copied: unhealthy ids are refused (by the ledger), device nodes are listed once, every order is
+deterministic.
 """
 
 from __future__ import annotations
@@ -11,7 +14,13 @@ import collections
 from typing import TYPE_CHECKING
 
 from vgpu_agent.errors import RequestRefusedError
-from vgpu_agent.families.device_lists import WSL_NODE, VisibleDevice, answer_number, edits_of, visible_device
+from vgpu_agent.families.device_lists import (
+    WSL_NODE,
+    VisibleDevice,
+    answer_number,
+    edits_of,
+    visible_device,
+)
 from vgpu_agent.families.family import Ownership
 from vgpu_agent.families.nvidia.ids import EVERY_GPU, devices_behind, has_replicas, one_by_one
 from vgpu_agent.families.nvidia.offers import Offers, offers
@@ -38,7 +47,8 @@ _EVERY = {EVERY_GPU: VisibleDevice(EVERY_GPU, EVERY_GPU, (WSL_NODE,))}
 class NvidiaFamily:
     """GPUs and slices under NVIDIA's names.
 
-    State: none that matters; what the last inventory came to is kept, because a burst of pods asks about one inventory.
+    State: none that matters; what the last inventory came to is kept, because a burst of pods asks
+    about one inventory.
     """
 
     name = FAMILY
@@ -48,18 +58,23 @@ class NvidiaFamily:
         self._last: tuple[Inventory, Offers] | None = None
 
     def owns(self, resource: str) -> Ownership:
-        """Own names in NVIDIA's domain: one that is not offered today may have been before a rename or a change of MIG.
+        """Own names in NVIDIA's domain: one that is not offered today may have been before a rename
+        or a change of MIG.
 
-        `shares` decides on the ids, because another plugin may offer something in the same domain. Names of vgpu-manager are left to it:
-        its ids look like replicas (vgpu-manager §2.1).
+        `shares` decides on the ids, because another plugin may offer something in the same domain.
+        Names of vgpu-manager are left to it: its ids look like replicas (vgpu-manager §2.1).
         """
         if not resource.startswith(DOMAIN) or resource in _OF_VGPU_MANAGER:
             return Ownership.NONE
-        own = resource in (GPU_RESOURCE, f"{GPU_RESOURCE}.shared") or resource.startswith(f"{DOMAIN}mig-")
+        own = resource in (GPU_RESOURCE, f"{GPU_RESOURCE}.shared") or resource.startswith(
+            f"{DOMAIN}mig-"
+        )
         return Ownership.CERTAIN if own else Ownership.POSSIBLE
 
     def resources(self, inventory: Inventory) -> tuple[Resource, ...]:
-        """A whole device's id is its UUID (nvidia G1), a replica's is ``<UUID>::<n>`` (nvidia G8) or ``<UUID>-replica-<n>`` (iktos K1)."""
+        """A whole device's id is its UUID (nvidia G1), a replica's is ``<UUID>::<n>`` (nvidia G8)
+        or ``<UUID>-replica-<n>`` (iktos K1).
+        """
         return self._offers(inventory).resources
 
     def shortfall(self, inventory: Inventory) -> Shortfall:
@@ -67,34 +82,43 @@ class NvidiaFamily:
         return self._offers(inventory).shortfall
 
     def check(self, resource: Resource, ids: Sequence[str]) -> None:
-        """Refuse what the operator does not want (nvidia A22, A23) and units of memory that are not of one device (iktos D12).
+        """Refuse what the operator does not want (nvidia A22,
+        A23) and units of memory that are not of one device (iktos D12).
 
         The first text is the one that users of NVIDIA's plugin know.
         """
         if self._options.fail_requests_greater_than_one and len(ids) > 1 and has_replicas(ids):
             setting = "mps" if resource.sharing is SharingMode.MPS else "timeSlicing"
             raise RequestRefusedError(
-                f"invalid request: maximum request size for shared resources is 1; found {len(ids)} "
-                f"(sharing.{setting}.failRequestsGreaterThanOne; ask for 1 of {resource.name})"
+                "invalid request: maximum request size for shared resources is 1; found "
+                f"{len(ids)} (sharing.{setting}.failRequestsGreaterThanOne; ask for 1 of "
+                f"{resource.name})"
             )
         if resource.name in self._options.automatic and len(devices := devices_behind(ids)) > 1:
             raise RequestRefusedError(
-                f"invalid request: {len(ids)} of {resource.name} are not free on one device, and memory of {len(devices)} is not one piece "
-                f"({', '.join(devices)}); ask for less, at most {resource.holders_per_device}, or wait until containers on one of them end"
+                f"invalid request: {len(ids)} of {resource.name} are not free on one device, and "
+                f"memory of {len(devices)} is not one piece ({', '.join(devices)}); ask for less, "
+                f"at most {resource.holders_per_device}, or wait until containers on one of them "
+                "end"
             )
 
     def shares(self, resource: str, ids: Sequence[str], inventory: Inventory) -> tuple[Share, ...]:
-        """A whole device is exclusive with all that it has; a replica has its place, and by MPS also its part, which is in force.
+        """A whole device is exclusive with all that it has; a replica has its place, and by MPS
+        also its part, which is in force.
 
         Ids of earlier settings are read as well; those of other plugins come to nothing.
         """
         offered = self._offers(inventory).resource(resource)
         counts = collections.Counter(one_by_one(ids))
         behind = devices_behind(ids)
-        if (any_whole := behind.pop(EVERY_GPU, None)) is not None and self._options.wsl:  # elsewhere it is the id of another plugin
+        # elsewhere it is the id of another plugin
+        if (any_whole := behind.pop(EVERY_GPU, None)) is not None and self._options.wsl:
             behind |= {gpu.uuid: any_whole for gpu in inventory.gpus}
         return tuple(
-            self._whole(uuid, inventory) if whole else self._part(uuid, counts[uuid], offered, inventory) for uuid, whole in behind.items()
+            self._whole(uuid, inventory)
+            if whole
+            else self._part(uuid, counts[uuid], offered, inventory)
+            for uuid, whole in behind.items()
         )
 
     def prefer(
@@ -106,25 +130,43 @@ class NvidiaFamily:
         inventory: Inventory,
         neighbours: Neighbours = ALONE,
     ) -> list[str]:
-        """Choose by the policy that fits the resource (see `_policy`), among the GPUs of the lowest ranks.
+        """Choose by the policy that fits the resource (see `_policy`),
+        among the GPUs of the lowest ranks.
 
         A policy for replicas that the operator has set counts before the ranks.
         """
         known = {entry.id: (rank, entry.device) for rank, entry in enumerate(resource.ids)}
         usable = sorted((id_ for id_ in available if id_ in known), key=lambda id_: known[id_][0])
         device_of = {id_: device for id_, (_, device) in known.items()}
-        gpu_of = {instance.uuid: gpu.uuid for gpu in inventory.gpus for instance in gpu.mig_instances}
-        if all(map(_is_slice, device_of.values())) and len(set(device_of.values())) == len(device_of):
-            # Whole slices: packed and distributed mean their GPUs, of which one without a holder can serve another family.
+        gpu_of = {
+            instance.uuid: gpu.uuid for gpu in inventory.gpus for instance in gpu.mig_instances
+        }
+        if all(map(_is_slice, device_of.values())) and len(set(device_of.values())) == len(
+            device_of
+        ):
+            # Whole slices: packed and distributed mean their GPUs, of which one without a holder
+            # can serve another family.
             device_of = {id_: gpu_of.get(device, device) for id_, device in device_of.items()}
         totals, policy = collections.Counter(device_of.values()), self._policy(resource)
         as_set = self._options.policy_is_set and policy == self._options.policy
-        ranks = {} if as_set else neighbours.ranks({device: gpu_of.get(device, device) for device in totals})
-        return choose(policy, IdRequest(usable, required, size, device_of, totals, inventory.links, ranks))
+        ranks = (
+            {}
+            if as_set
+            else neighbours.ranks({device: gpu_of.get(device, device) for device in totals})
+        )
+        return choose(
+            policy, IdRequest(usable, required, size, device_of, totals, inventory.links, ranks)
+        )
 
     def edits(self, resource: Resource, ids: Sequence[str], inventory: Inventory) -> Edits:
-        """Return the edits that name the devices, by the list strategies; by MPS also those for a client of its daemon."""
-        found = [device for uuid in devices_behind(ids) if (device := _EVERY.get(uuid) or visible_device(uuid, inventory))]
+        """Return the edits that name the devices, by the list strategies;
+        by MPS also those for a client of its daemon.
+        """
+        found = [
+            device
+            for uuid in devices_behind(ids)
+            if (device := _EVERY.get(uuid) or visible_device(uuid, inventory))
+        ]
         if self._options.iktos:  # which sorts them (iktos §I.5)
             found.sort(key=_place if self._options.lists.id_strategy == "index" else _uuid)
         edits = edits_of(found, self._options.lists, number=answer_number(resource.name, ids))
@@ -138,26 +180,41 @@ class NvidiaFamily:
         return self._last[1]
 
     def _policy(self, resource: Resource) -> str:
-        """Return the policy: units of memory on one device, well-connected whole GPUs (nvidia §6.1), replicas as configured."""
+        """Return the policy: units of memory on one device, well-connected whole GPUs (nvidia
+        §6.1), replicas as configured.
+        """
         if resource.name in self._options.automatic:
             return ONE_GPU
-        if resource.holders_per_device == 1 and not any(_is_slice(entry.device) for entry in resource.ids):
+        if resource.holders_per_device == 1 and not any(
+            _is_slice(entry.device) for entry in resource.ids
+        ):
             return ALIGNED
-        return SPREAD if self._options.iktos and resource.holders_per_device > 1 else self._options.policy
+        return (
+            SPREAD
+            if self._options.iktos and resource.holders_per_device > 1
+            else self._options.policy
+        )
 
     def _whole(self, uuid: str, inventory: Inventory) -> Share:
         return Share(uuid, _memory_mib(uuid, inventory), 100, exclusive=True)
 
     def _part(self, uuid: str, count: int, offered: Resource | None, inventory: Inventory) -> Share:
-        """``count`` replicas of a device. What time-slicing limits is nothing, so nothing but the place is booked."""
+        """``count`` replicas of a device. What time-slicing limits is nothing,
+        so nothing but the place is booked.
+        """
         if offered is None or offered.sharing is not SharingMode.MPS:
             return Share(uuid)
         mps, replicas = self._options.mps, offered.holders_of(uuid)
-        # Without limits of its own a container has those of the daemon, which are for one replica, of the GPU with the most of them.
+        # Without limits of its own a container has those of the daemon, which are for one replica,
+        # of the GPU with the most of them.
         return Share(
             uuid,
-            memory_share_mib(_memory_mib(uuid, inventory), replicas, count if mps.per_container_limits else 1),
-            thread_share(replicas, count) if mps.limits_in_containers else thread_share(offered.holders_per_device),
+            memory_share_mib(
+                _memory_mib(uuid, inventory), replicas, count if mps.per_container_limits else 1
+            ),
+            thread_share(replicas, count)
+            if mps.limits_in_containers
+            else thread_share(offered.holders_per_device),
         )
 
 

@@ -1,9 +1,11 @@
-"""The device ids of the `nvidia` family: a device's UUID alone, or with the number of a replica behind it.
+"""The device ids of the `nvidia` family:
+a device's UUID alone, or with the number of a replica behind it.
 
-Three forms are read, whichever is offered today, so that running containers keep their devices over a change of settings:
-``<uuid>`` a whole device, ``<uuid>::<n>`` a replica as NVIDIA's plugin counts them (nvidia §4), ``<uuid>-replica-<n>`` one as
-iktos's fork does (iktos §I.3). Under WSL one id stands for all GPUs, because containers cannot get single ones there (nvidia A26). The GPU
-of a Tegra processor has a fixed word as its UUID. Used by `family` and `offers`.
+Three forms are read, whichever is offered today, so that running containers keep their devices over
+a change of settings: ``<uuid>`` a whole device, ``<uuid>::<n>`` a replica as NVIDIA's plugin counts
+them (nvidia §4), ``<uuid>-replica-<n>`` one as iktos's fork does (iktos §I.3). Under WSL one id
+stands for all GPUs, because containers cannot get single ones there (nvidia A26). The GPU of a
+Tegra processor has a fixed word as its UUID. Used by `family` and `offers`.
 """
 
 from __future__ import annotations
@@ -20,10 +22,14 @@ NVIDIA_SEPARATOR = "::"
 IKTOS_SEPARATOR = "-replica-"
 EVERY_GPU = "all"
 
-# A GPU, a slice, a slice as drivers before 470 name it (MIG-GPU-<uuid>/<gi>/<ci>). Nothing else: other plugins' ids begin with a UUID, too.
+# A GPU, a slice, a slice as drivers before 470 name it (MIG-GPU-<uuid>/<gi>/<ci>). Nothing else:
+# other plugins' ids begin with a UUID, too.
 _UUID = r"[0-9A-Fa-f]{8}-(?:[0-9A-Fa-f]{4}-){3}[0-9A-Fa-f]{12}"
 _WORDS = f"{EVERY_GPU}|{INTEGRATED}"
-_ID = re.compile(rf"((?:GPU|MIG)-{_UUID}|MIG-GPU-{_UUID}/[0-9]{{1,4}}/[0-9]{{1,4}}|{_WORDS})(?:(?:::|-replica-)(0|[1-9][0-9]{{0,17}}))?")
+_ID = re.compile(
+    rf"((?:GPU|MIG)-{_UUID}|MIG-GPU-{_UUID}/[0-9]{{1,4}}/[0-9]{{1,4}}|{_WORDS})(?:(?:::|"
+    r"-replica-)(0|[1-9][0-9]{0,17}))?"
+)
 
 
 class ReadId(NamedTuple):
@@ -45,7 +51,9 @@ def read(id_: str) -> ReadId | None:
 
 
 def devices_behind(ids: Iterable[str]) -> dict[str, bool]:
-    """Map each UUID to whether one of its ids is the whole device; in the order of the ids (nvidia A3), without unknown ids."""
+    """Map each UUID to whether one of its ids is the whole device;
+    in the order of the ids (nvidia A3), without unknown ids.
+    """
     devices: dict[str, bool] = {}
     for id_ in ids:
         if (known := read(id_)) is not None:
@@ -54,7 +62,9 @@ def devices_behind(ids: Iterable[str]) -> dict[str, bool]:
 
 
 def one_by_one(ids: Sequence[str]) -> list[str]:
-    """UUID of the device behind each id, in their order, as often as it is named; others are left out."""
+    """UUID of the device behind each id, in their order, as often as it is named;
+    others are left out.
+    """
     return [known.device for id_ in ids if (known := read(id_)) is not None]
 
 

@@ -1,8 +1,8 @@
 """The replicas of k8s-gpu-sharing-plugin (iktos): ``gpu:sharedgpu:4,mig-1g.5gb:slice:2``.
 
-`settings` calls `problems` before the text is accepted as ``iktos.resourceConfig``, and the family calls `entries`
-with the accepted text. Syntax: iktos §I.2. The replaced plugin accepts unusable entries and fails later, or never
-ends (iktos D9), so every entry is checked here.
+`settings` calls `problems` before the text is accepted as ``iktos.resourceConfig``, and the family
+calls `entries` with the accepted text. Syntax: iktos §I.2. The replaced plugin accepts unusable
+entries and fails later, or never ends (iktos D9), so every entry is checked here.
 """
 
 from __future__ import annotations
@@ -28,7 +28,8 @@ class IktosEntry:
     """One resource that is offered under another name and several times.
 
     Attributes:
-        original: the resource as NVIDIA's plugin names it, ``nvidia.com/gpu`` or ``nvidia.com/mig-<profile>``.
+        original: the resource as NVIDIA's plugin names it, ``nvidia.com/gpu`` or
+            ``nvidia.com/mig-<profile>``.
         new: the offered name, with its domain.
         replicas: for each device; `AUTOMATIC` makes it depend on the device's memory.
     """
@@ -52,15 +53,23 @@ def problems(text: str) -> Iterator[str]:
             yield f"entry {shown(word)}: {found}"
             continue
         if found.original in originals:
-            yield f"entries {shown(originals[found.original])} and {shown(word)}: both divide {found.original}; keep one of them"
+            yield (
+                f"entries {shown(originals[found.original])} and {shown(word)}: both divide "
+                f"{found.original}; keep one of them"
+            )
         elif found.new in names:
-            yield f"entries {shown(names[found.new])} and {shown(word)}: both are offered as {found.new}; give one of them another name"
+            yield (
+                f"entries {shown(names[found.new])} and {shown(word)}: both are offered as "
+                f"{found.new}; give one of them another name"
+            )
         originals.setdefault(found.original, word)
         names.setdefault(found.new, word)
 
 
 def _read(text: str) -> Iterator[tuple[str, IktosEntry | str]]:
-    """Yield each entry as it was written, with its meaning or the sentence about its fault; empty ones are skipped."""
+    """Yield each entry as it was written, with its meaning or the sentence about its fault;
+    empty ones are skipped.
+    """
     for written in text.split(","):
         if word := written.strip():
             yield word, _entry(word)
@@ -69,13 +78,22 @@ def _read(text: str) -> Iterator[tuple[str, IktosEntry | str]]:
 def _entry(word: str) -> IktosEntry | str:
     parts = word.split(":")
     if len(parts) != 3:
-        return f"expected <resource>:<new name>:<replicas>, got {len(parts)} part{'' if len(parts) == 1 else 's'}"
+        return (
+            f"expected <resource>:<new name>:<replicas>, got {len(parts)} "
+            f"part{'' if len(parts) == 1 else 's'}"
+        )
     original, new, replicas = parts
     if not _ORIGINAL.match(original):
         return f"expected gpu or mig-<profile> as the resource, got {shown(original)}"
     if "/" in new or resource_name_problem(f"{NVIDIA_DOMAIN}/{new}"):
-        return f"expected up to 63 lower case letters, digits, '-' and '.' as the new name, got {shown(new)}"
+        return (
+            "expected up to 63 lower case letters, digits, '-' and '.' as the new name, got "
+            f"{shown(new)}"
+        )
     number = int(replicas) if _NUMBER.match(replicas) else 0
     if number != AUTOMATIC and not 1 <= number <= _MOST_REPLICAS:
-        return f"expected replicas of 1 or more, or -1 for one per unit of memory, got {shown(replicas)}"
+        return (
+            "expected replicas of 1 or more, or -1 for one per unit of memory, got "
+            f"{shown(replicas)}"
+        )
     return IktosEntry(f"{NVIDIA_DOMAIN}/{original}", f"{NVIDIA_DOMAIN}/{new}", number)

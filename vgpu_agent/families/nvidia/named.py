@@ -1,10 +1,13 @@
-"""The choice among several configurations of NVIDIA's plugin for a node, as its config-manager makes it: the section ``namedConfig``.
+"""The choice among several configurations of NVIDIA's plugin for a node, as its config-manager
+makes it: the section ``namedConfig``.
 
-The configurations are the keys of a ConfigMap, mounted as a directory. A label of the Node names one of them (nvidia §13). `agent` follows
-label and directory, and asks `choose` whenever one of them may have changed.
+The configurations are the keys of a ConfigMap, mounted as a directory. A label of the Node names
+one of them (nvidia §13). `agent` follows label and directory, and asks `choose` whenever one of
+them may have changed.
 """
 
-# Without `from __future__ import annotations`: msgspec would evaluate each annotation, a text then, twice at each start.
+# Without `from __future__ import annotations`: msgspec would evaluate each annotation, a text then,
+# twice at each start.
 
 from collections.abc import Callable, Collection
 from typing import Annotated, Literal
@@ -20,7 +23,9 @@ DEFAULT_KEY = "default"  # the key that the fallback strategy `named` looks for
 _KEYS_SHOWN = 10
 
 # Kubernetes: an optional DNS prefix and a slash, then up to 63 characters.
-_LABEL = r"\A([a-z0-9]([-a-z0-9.]{0,251}[a-z0-9])?/)?[A-Za-z0-9]([-A-Za-z0-9_.]{0,61}[A-Za-z0-9])?\Z"
+_LABEL = (
+    r"\A([a-z0-9]([-a-z0-9.]{0,251}[a-z0-9])?/)?[A-Za-z0-9]([-A-Za-z0-9_.]{0,61}[A-Za-z0-9])?\Z"
+)
 
 
 class NamedConfig(msgspec.Struct, frozen=True, rename="camel", forbid_unknown_fields=True):
@@ -28,7 +33,12 @@ class NamedConfig(msgspec.Struct, frozen=True, rename="camel", forbid_unknown_fi
 
     directory: Annotated[
         OptionalPath,
-        Meta(description="Directory with one file for each configuration, usually a mounted ConfigMap. Empty: off."),
+        Meta(
+            description=(
+                "Directory with one file for each configuration, usually a mounted ConfigMap. "
+                "Empty: off."
+            )
+        ),
     ] = ""
     label: Annotated[
         str,
@@ -38,38 +48,57 @@ class NamedConfig(msgspec.Struct, frozen=True, rename="camel", forbid_unknown_fi
             description="The label of the Node whose value is the name of a file in the directory.",
         ),
     ] = "nvidia.com/device-plugin.config"
-    default: Annotated[str, Meta(description="The file for nodes without the label. Empty: fallbackStrategies decide.")] = ""
+    default: Annotated[
+        str,
+        Meta(description="The file for nodes without the label. Empty: fallbackStrategies decide."),
+    ] = ""
     fallback_strategies: Annotated[
         tuple[Literal["named", "single", "empty"], ...],
         Meta(
             extra={"expected": "a list of named, single and empty"},
-            description="For nodes without the label, in this order. named: the file `default`. single: the only file. empty: none.",
+            description=(
+                "For nodes without the label, in this order. named: the file `default`. single: "
+                "the only file. empty: none."
+            ),
         ),
     ] = ("named", "single", "empty")
 
 
 def choose(shelf: NamedConfig, label_value: str, keys: Collection[str]) -> Choice:
-    """Choose the configuration for a node with ``label_value`` (empty: no label) where ``keys`` exist; nvidia §13.
+    """Choose the configuration for a node with ``label_value`` (empty:
+    no label) where ``keys`` exist; nvidia §13.
 
-    A label that names no configuration chooses nothing: NVIDIA's ends with an error, and its README says that the
-    label is skipped. Neither is right for a node that serves pods, so it is a visible problem.
+    A label that names no configuration chooses nothing: NVIDIA's ends with an error, and its README
+    says that the label is skipped. Neither is right for a node that serves pods, so it is a visible
+    problem.
     """
     if label_value:
         if label_value in keys:
             return Choice(label_value, f"label {shelf.label}={label_value}")
-        return Choice(problem=_missing(shelf, f"label {shelf.label} of this node", label_value, keys, "correct the label"))
+        return Choice(
+            problem=_missing(
+                shelf, f"label {shelf.label} of this node", label_value, keys, "correct the label"
+            )
+        )
     if shelf.default:
         if shelf.default in keys:
             return Choice(shelf.default, "namedConfig.default")
-        return Choice(problem=_missing(shelf, "namedConfig.default", shelf.default, keys, "correct the default"))
+        return Choice(
+            problem=_missing(
+                shelf, "namedConfig.default", shelf.default, keys, "correct the default"
+            )
+        )
     for strategy in shelf.fallback_strategies:
         found = _STRATEGIES[strategy](keys)
         if found is not None:
             return Choice(found, f"namedConfig.fallbackStrategies: {strategy}")
     tried = ", ".join(shelf.fallback_strategies) or "none"
     return Choice(
-        problem=f"this node has no label {shelf.label}, there is no namedConfig.default, and none of namedConfig.fallbackStrategies "
-        f"({tried}) fits {shelf.directory} (which has {_listed(keys)}); label the node with one of them"
+        problem=(
+            f"this node has no label {shelf.label}, there is no namedConfig.default, and none of "
+            f"namedConfig.fallbackStrategies ({tried}) fits {shelf.directory} (which has "
+            f"{_listed(keys)}); label the node with one of them"
+        )
     )
 
 
@@ -85,15 +114,24 @@ def _empty(_keys: Collection[str]) -> str | None:
     return ""
 
 
-_STRATEGIES: dict[str, Callable[[Collection[str]], str | None]] = {"named": _named, "single": _single, "empty": _empty}
+_STRATEGIES: dict[str, Callable[[Collection[str]], str | None]] = {
+    "named": _named,
+    "single": _single,
+    "empty": _empty,
+}
 
 
 def _missing(shelf: NamedConfig, who: str, name: str, keys: Collection[str], remedy: str) -> str:
-    return f"{who} names the configuration {shown(name)}, but {shelf.directory} has {_listed(keys)}; add it to the ConfigMap or {remedy}"
+    return (
+        f"{who} names the configuration {shown(name)}, but {shelf.directory} has {_listed(keys)}; "
+        f"add it to the ConfigMap or {remedy}"
+    )
 
 
 def _listed(keys: Collection[str]) -> str:
     if not keys:
         return "none"
     first = sorted(keys)[:_KEYS_SHOWN]
-    return ", ".join(first) + (f" and {len(keys) - len(first)} more" if len(keys) > len(first) else "")
+    return ", ".join(first) + (
+        f" and {len(keys) - len(first)} more" if len(keys) > len(first) else ""
+    )

@@ -1,8 +1,10 @@
-"""The offers of a node with these GPUs under NVIDIA's names: the resources with their ids, and what is withheld and why.
+"""The offers of a node with these GPUs under NVIDIA's names:
+the resources with their ids, and what is withheld and why.
 
-From the devices of each name (`devices`) and the entries about sharing to `Resource`s: whole devices, replicas of all of them or of
-some, each device in one resource only, so that it is never twice in the ledger (nvidia G1–G16, D15; iktos K1–K9). A fault in one resource
-withholds only that one. Called by `family`; pure.
+From the devices of each name (`devices`) and the entries about sharing to `Resource`s: whole
+devices, replicas of all of them or of some, each device in one resource only, so that it is never
+twice in the ledger (nvidia G1–G16, D15; iktos K1–K9). A fault in one resource withholds only that
+one. Called by `family`; pure.
 """
 
 from __future__ import annotations
@@ -27,7 +29,8 @@ if TYPE_CHECKING:
     from vgpu_agent.model import Inventory
 
 
-# More ids than any list that kubelet takes could hold (kubelet §10): such a list is only counted, and then refused by its length.
+# More ids than any list that kubelet takes could hold (kubelet §10): such a list is only counted,
+# and then refused by its length.
 _MOST_IDS = 200_000
 
 
@@ -62,7 +65,9 @@ def offers(options: NvidiaOptions, inventory: Inventory) -> Offers:
 
 
 class _Plan:
-    """The devices of each resource, filled entry by entry; the first entry that names a device has it."""
+    """The devices of each resource, filled entry by entry;
+    the first entry that names a device has it.
+    """
 
     def __init__(self, options: NvidiaOptions, named: Named) -> None:
         self._options = options
@@ -80,11 +85,12 @@ class _Plan:
                 self._refused.pop(entry.name, None)  # it would not be offered under this name
             self._refused[name] = reason
         if (devices := self._named.devices.get(entry.name)) is None:
-            # One configuration serves nodes with and without such devices, but GPUs may only be called otherwise.
+            # One configuration serves nodes with and without such devices, but GPUs may only be
+            # called otherwise.
             if entry.name == GPU_RESOURCE and not reason and (names := self._names_of_gpus()):
                 self._cautions.append(
-                    f"{name}: no GPU is shared by the entry about {entry.name}, because resources.gpus calls them {', '.join(names)}; "
-                    "name those in it"
+                    f"{name}: no GPU is shared by the entry about {entry.name}, because "
+                    f"resources.gpus calls them {', '.join(names)}; name those in it"
                 )
             return
         chosen, missing = _chosen(entry, devices)
@@ -93,7 +99,8 @@ class _Plan:
         for device in chosen:
             if other := self._taken.get(device.uuid):
                 self._refused[name] = (
-                    f"{device.shown} would be offered twice, by {other} and by {name}; name it in one entry about {entry.name} only"
+                    f"{device.shown} would be offered twice, by {other} and by {name}; name it in "
+                    f"one entry about {entry.name} only"
                 )
                 break
         self._taken |= {device.uuid: self._taken.get(device.uuid, name) for device in chosen}
@@ -119,51 +126,87 @@ class _Plan:
         return Offers(tuple(resources), Shortfall(self._refused, tuple(self._cautions)))
 
     def _names_of_gpus(self) -> list[str]:
-        return [name for name, devices in self._named.devices.items() if any(device.instance is None for device in devices)]
+        return [
+            name
+            for name, devices in self._named.devices.items()
+            if any(device.instance is None for device in devices)
+        ]
 
     def _part(self, entry: SharedEntry, device: Device) -> _Part:
         if entry.replicas != AUTOMATIC:
             return _Part(device, entry.replicas, shared=True)
-        replicas, unit_mib = device.memory_mib // self._options.unit_mib, self._options.unit_mib  # of its own memory (iktos K2, D7)
+        # of its own memory (iktos K2, D7)
+        replicas, unit_mib = device.memory_mib // self._options.unit_mib, self._options.unit_mib
         if device.gpu.integrated:
             self._refused[entry.published] = (
-                f"{device.shown} is part of the processor and has no memory of its own that could be counted; set a number of replicas for "
-                "it in iktos.resourceConfig"
+                f"{device.shown} is part of the processor and has no memory of its own that could "
+                "be counted; set a number of replicas for it in iktos.resourceConfig"
             )
         elif not replicas:
-            self._cautions.append(f"{entry.published}: {device.shown} has {device.memory_mib} MiB, and an id stands for {unit_mib} MiB")
+            self._cautions.append(
+                f"{entry.published}: {device.shown} has {device.memory_mib} MiB, and an id stands "
+                f"for {unit_mib} MiB"
+            )
         return _Part(device, replicas, shared=True)
 
 
 def _chosen(entry: SharedEntry, devices: Sequence[Device]) -> tuple[list[Device], list[str]]:
-    """The devices that an entry means, in node order, and the words in it that name none of them."""
+    """The devices that an entry means, in node order,
+    and the words in it that name none of them.
+    """
     if entry.devices == ALL:
         return list(devices), []
     if isinstance(entry.devices, int):
-        return list(devices[: entry.devices]), [] if entry.devices <= len(devices) else [str(entry.devices)]
-    words = {word: device for device in devices for word in (device.index, device.uuid, *_old_name(device))}
+        return list(devices[: entry.devices]), [] if entry.devices <= len(devices) else [
+            str(entry.devices)
+        ]
+    words = {
+        word: device
+        for device in devices
+        for word in (device.index, device.uuid, *_old_name(device))
+    }
     meant = {words[word].uuid for word in entry.devices if word in words}
-    return [device for device in devices if device.uuid in meant], [word for word in entry.devices if word not in words]
+    return [device for device in devices if device.uuid in meant], [
+        word for word in entry.devices if word not in words
+    ]
 
 
 def _old_name(device: Device) -> tuple[str, ...]:
     """A slice as drivers before 470 name it (nvidia §4)."""
     slice_ = device.instance
-    return (f"MIG-{device.gpu.uuid}/{slice_.gpu_instance_id}/{slice_.compute_instance_id}",) if slice_ else ()
+    return (
+        (f"MIG-{device.gpu.uuid}/{slice_.gpu_instance_id}/{slice_.compute_instance_id}",)
+        if slice_
+        else ()
+    )
 
 
 def _about_missing(entry: SharedEntry, devices: Sequence[Device], missing: Iterable[str]) -> str:
     have = ", ".join(device.index for device in devices)
     if isinstance(entry.devices, int):
-        return f"{entry.devices} devices of {entry.name} are to be shared, and there are {len(devices)} ({have}); all of them are"
-    return f"devices: {', '.join(missing)} is not among those of {entry.name} ({have}); what else it names is shared"
+        return (
+            f"{entry.devices} devices of {entry.name} are to be shared, and there are "
+            f"{len(devices)} ({have}); all of them are"
+        )
+    return (
+        f"devices: {', '.join(missing)} is not among those of {entry.name} ({have}); what else it "
+        "names is shared"
+    )
 
 
 def _resource(name: str, members: Iterable[_Part], options: NvidiaOptions) -> Resource:
-    parts = sorted(members, key=lambda part: (part.device.gpu.index, part.device.instance.index if part.device.instance else -1))
+    parts = sorted(
+        members,
+        key=lambda part: (
+            part.device.gpu.index,
+            part.device.instance.index if part.device.instance else -1,
+        ),
+    )
     counts = [part.replicas for part in parts]
     most = max(counts, default=1)
-    shared = any(part.shared and (part.replicas > 1 or options.sharing is SharingMode.MPS) for part in parts)
+    shared = any(
+        part.shared and (part.replicas > 1 or options.sharing is SharingMode.MPS) for part in parts
+    )
     return Resource(
         name,
         FAMILY,
@@ -180,14 +223,22 @@ def _ids(parts: Sequence[_Part], options: NvidiaOptions) -> Sequence[DeviceId]:
         return part.shared and (part.replicas != 1 or options.suffix_always)
 
     blocks = tuple(
-        IdBlock(part.device.id + options.separator, part.replicas, part.device.uuid, part.device.gpu.numa_node)
+        IdBlock(
+            part.device.id + options.separator,
+            part.replicas,
+            part.device.uuid,
+            part.device.gpu.numa_node,
+        )
         for part in parts
         if numbered(part)
     )
     if sum(block.count for block in blocks) > _MOST_IDS:
         return NumberedIds(blocks)
     replicas = {block.device: NumberedIds((block,)) for block in blocks}
-    whole = {part.device.uuid: (DeviceId(part.device.id, part.device.uuid, part.device.gpu.numa_node),) for part in parts}
+    whole = {
+        part.device.uuid: (DeviceId(part.device.id, part.device.uuid, part.device.gpu.numa_node),)
+        for part in parts
+    }
     return tuple(itertools.chain.from_iterable(replicas.get(uuid, whole[uuid]) for uuid in whole))
 
 
@@ -197,7 +248,7 @@ def _why_not(resource: Resource, members: Sequence[_Part], inventory: Inventory)
         return ""
     if whole := [part.device for part in members if not part.shared]:
         return (
-            f"{whole[0].shown} would be offered whole under the name of those that are shared by MPS; give the entry of sharing.mps a "
-            "rename, or devices: all"
+            f"{whole[0].shown} would be offered whole under the name of those that are shared by "
+            "MPS; give the entry of sharing.mps a rename, or devices: all"
         )
     return why_not(resource, inventory)

@@ -1,7 +1,8 @@
 """The settings of the `nvidia` family, in NVIDIA's words and in those of iktos's fork.
 
-NVIDIA's sharing strategies and iktos's ``resourceConfig`` become one list of entries here, so that no other module depends on which of them
-an operator has used. Sources: nvidia §2 and §3, iktos §I.2.
+NVIDIA's sharing strategies and iktos's ``resourceConfig`` become one list of entries here, so that
+no other module depends on which of them an operator has used. Sources: nvidia §2 and §3, iktos
+§I.2.
 """
 
 from __future__ import annotations
@@ -30,7 +31,9 @@ AUTOMATIC = -1  # as many replicas as the device has units of memory
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Pattern:
-    """A pattern for names of GPUs or MIG profiles: ``*`` stands for any text, and all of the name must match (nvidia §3)."""
+    """A pattern for names of GPUs or MIG profiles:
+    ``*`` stands for any text, and all of the name must match (nvidia §3).
+    """
 
     pattern: str
     name: str
@@ -46,7 +49,8 @@ class SharedEntry:
 
     Attributes:
         name: the resource before sharing.
-        replicas: how often each device is offered; 1 leaves it whole, `AUTOMATIC` counts its memory.
+        replicas: how often each device is offered; 1 leaves it whole, `AUTOMATIC` counts its
+            memory.
         published: the name under which the replicas are offered.
         devices: `ALL`, the first so many, or indices (``0``, ``1:0``) and UUIDs.
     """
@@ -69,9 +73,11 @@ class NvidiaOptions:
         shared: what is offered several times; the first entry that names a device has it.
         separator: between a device's UUID and the number of a replica, of `ids`.
         suffix_always: also the only replica of a device has a number.
-        fail_requests_greater_than_one: a container may take one replica only, since more replicas are not more of the GPU.
+        fail_requests_greater_than_one: a container may take one replica only, since more replicas
+            are not more of the GPU.
         policy: ``distributed`` or ``packed``.
-        policy_is_set: the operator has chosen it, so that it counts before what other families on the node need.
+        policy_is_set: the operator has chosen it, so that it counts before what other families on
+            the node need.
         unit_mib: memory that an automatic replica stands for.
         wsl: the node is a Windows subsystem, whose containers get all GPUs or none.
         lists: how containers get their devices.
@@ -104,9 +110,17 @@ class NvidiaOptions:
         return frozenset(entry.published for entry in self.shared if entry.replicas == AUTOMATIC)
 
     @classmethod
-    def from_settings(cls, settings: Settings, *, lists: ListOptions, wsl: bool = False) -> NvidiaOptions:
-        """Return the configured options; if several define the sharing, iktos's words win, then MPS (nvidia G12)."""
-        plugin, sharing, resources = settings.plugin, settings.section(Sharing), settings.section(Resources)
+    def from_settings(
+        cls, settings: Settings, *, lists: ListOptions, wsl: bool = False
+    ) -> NvidiaOptions:
+        """Return the configured options; if several define the sharing, iktos's words win,
+        then MPS (nvidia G12).
+        """
+        plugin, sharing, resources = (
+            settings.plugin,
+            settings.section(Sharing),
+            settings.section(Resources),
+        )
         mps = bool(sharing.mps.resources)
         block = sharing.mps if mps else sharing.time_slicing
         options = cls(
@@ -115,11 +129,20 @@ class NvidiaOptions:
             mig_patterns=tuple(Pattern(entry.pattern, entry.name) for entry in resources.mig),
             sharing=SharingMode.MPS if mps else SharingMode.TIME_SLICING,
             shared=tuple(
-                SharedEntry(entry.name, entry.replicas, entry.rename or entry.name + SHARED_SUFFIX * block.rename_by_default, entry.devices)
+                SharedEntry(
+                    entry.name,
+                    entry.replicas,
+                    entry.rename or entry.name + SHARED_SUFFIX * block.rename_by_default,
+                    entry.devices,
+                )
                 for entry in block.resources
             ),
             fail_requests_greater_than_one=block.fail_requests_greater_than_one,
-            policy=DISTRIBUTED if plugin.shared_devices_allocation_policy == "auto" else plugin.shared_devices_allocation_policy,
+            policy=(
+                DISTRIBUTED
+                if plugin.shared_devices_allocation_policy == "auto"
+                else plugin.shared_devices_allocation_policy
+            ),
             policy_is_set=plugin.shared_devices_allocation_policy != "auto",
             wsl=wsl,
             lists=lists,
@@ -137,7 +160,9 @@ class NvidiaOptions:
         return dataclasses.replace(
             options,
             sharing=SharingMode.TIME_SLICING,
-            shared=tuple(SharedEntry(entry.original, entry.replicas, entry.new) for entry in entries),
+            shared=tuple(
+                SharedEntry(entry.original, entry.replicas, entry.new) for entry in entries
+            ),
             separator=IKTOS_SEPARATOR,
             suffix_always=True,
             fail_requests_greater_than_one=False,

@@ -1,12 +1,14 @@
-"""A configuration of NVIDIA's device plugin (schema v1), translated into our keys; no other module knows both.
+"""A configuration of NVIDIA's device plugin (schema v1), translated into our keys;
+no other module knows both.
 
-Its document is a file of its own (``nvidiaConfigFile``, ``--config-file``, ``CONFIG_FILE``) or the section
-``nvidiaConfig`` of our file. The result is the same document with our keys and its lines. `reading` judges it like
-our own; sentences about it name NVIDIA's keys. Keys, defaults and edge cases: nvidia §2.
+Its document is a file of its own (``nvidiaConfigFile``, ``--config-file``, ``CONFIG_FILE``) or the
+section ``nvidiaConfig`` of our file. The result is the same document with our keys and its lines.
+`reading` judges it like our own; sentences about it name NVIDIA's keys. Keys, defaults and edge
+cases: nvidia §2.
 
-NVIDIA's plugin silently drops a key that is unknown or in the wrong section. Here each is a warning that names the
-right place (nvidia D10). Keys that it parses and drops (``resources``, ``rename``, ``devices``, one replica) count
-here.
+NVIDIA's plugin silently drops a key that is unknown or in the wrong section. Here each is a warning
+that names the right place (nvidia D10). Keys that it parses and drops (``resources``, ``rename``,
+``devices``, one replica) count here.
 """
 
 from __future__ import annotations
@@ -57,12 +59,22 @@ _VALUES: Final = {
     "imex.required": "plugin.imexRequired",
 }
 _STRATEGIES = "flags.plugin.deviceListStrategy"
-_FEATURE_DISCOVERY = "belongs to gpu-feature-discovery and has no effect here; keep that running for its labels"
-_WITHOUT_EFFECT: Final = {"flags.useNodeFeatureAPI": _FEATURE_DISCOVERY, "flags.gfd": _FEATURE_DISCOVERY}
+_FEATURE_DISCOVERY = (
+    "belongs to gpu-feature-discovery and has no effect here; keep that running for its labels"
+)
+_WITHOUT_EFFECT: Final = {
+    "flags.useNodeFeatureAPI": _FEATURE_DISCOVERY,
+    "flags.gfd": _FEATURE_DISCOVERY,
+}
 # There with nothing below, they are a mistake that upstream refuses as well.
 _NEVER_EMPTY = ("sharing.timeSlicing", "sharing.mps")
 # "" means that they are not set.
-_OPTIONAL_TEXTS = ("flags.nvidiaDriverRoot", "flags.nvidiaDevRoot", "flags.plugin.nvidiaCTKPath", "flags.plugin.containerDriverRoot")
+_OPTIONAL_TEXTS = (
+    "flags.nvidiaDriverRoot",
+    "flags.nvidiaDevRoot",
+    "flags.plugin.nvidiaCTKPath",
+    "flags.plugin.containerDriverRoot",
+)
 # What upstream's YAML reads as true and false beyond `true` and `false`.
 _SWITCH_WORDS: Final = {
     word: value
@@ -82,7 +94,10 @@ def translate_file(content: bytes) -> Translation:
     """The document in the file ``content``. An empty one means NVIDIA's defaults, as upstream."""
     root, faults = yaml.read(content)
     if root is None:
-        return Translation(faults=tuple(faults), warnings=() if faults else (yaml.Fault(1, "", "is empty, so it changes nothing"),))
+        return Translation(
+            faults=tuple(faults),
+            warnings=() if faults else (yaml.Fault(1, "", "is empty, so it changes nothing"),),
+        )
     return _Translator("", faults).translate(root)
 
 
@@ -105,21 +120,33 @@ class _Translator:
     def translate(self, root: yaml.Node) -> Translation:
         """The whole document."""
         if root.value is not None and not isinstance(root.value, dict):
-            block = f"; take what stands behind {SECTION}: away" if self._prefix and isinstance(root.value, str) else ""
-            self._fault(root.line, "", f"expected keys such as version: {VERSION}, got {shown(root.value)}{block}")
+            block = (
+                f"; take what stands behind {SECTION}: away"
+                if self._prefix and isinstance(root.value, str)
+                else ""
+            )
+            self._fault(
+                root.line,
+                "",
+                f"expected keys such as version: {VERSION}, got {shown(root.value)}{block}",
+            )
         elif fault := yaml.kubernetes_object(root):
             self._fault(*fault)
         elif root.value is not None:
             members = dict(root.value)
             version = members.pop("version", None)
             if version is not None and version.value not in _VERSIONS:
-                self._fault(version.line, "version", f"expected {VERSION}, got {shown(version.value)}")
+                self._fault(
+                    version.line, "version", f"expected {VERSION}, got {shown(version.value)}"
+                )
             self._sections.update(_sections_of(members))
             self._section(members, "")
         self._warnings.sort(key=lambda warning: warning.line)
         more = len(self._warnings) - _MOST_WARNINGS
         if more > 0:
-            self._warnings[_MOST_WARNINGS:] = [yaml.Fault(self._warnings[_MOST_WARNINGS].line, "", f"and {more} more like these")]
+            self._warnings[_MOST_WARNINGS:] = [
+                yaml.Fault(self._warnings[_MOST_WARNINGS].line, "", f"and {more} more like these")
+            ]
         return Translation(self._members, self._keys, tuple(self._faults), tuple(self._warnings))
 
     def _section(self, members: Mapping[str, yaml.Node], section: str) -> None:
@@ -156,7 +183,11 @@ class _Translator:
             return
         elif path == _STRATEGIES and isinstance(node.value, str):
             if "," in node.value:
-                self._fault(node.line, path, f"expected a list such as [envvar, cdi-cri], got {shown(node.value)}")
+                self._fault(
+                    node.line,
+                    path,
+                    f"expected a list such as [envvar, cdi-cri], got {shown(node.value)}",
+                )
                 return
             node = yaml.Node([yaml.Node(node.value, node.line)], node.line)
         elif key.is_switch and isinstance(node.value, str):
@@ -174,13 +205,23 @@ class _Translator:
                 found.append(item)
                 continue
             spelt = self._spelt(item.value, f"{path}[{index}]", list(schema.keys(items)))
-            found.append(yaml.Node({name: member for name, member in spelt.items() if member.value is not None}, item.line))
+            found.append(
+                yaml.Node(
+                    {name: member for name, member in spelt.items() if member.value is not None},
+                    item.line,
+                )
+            )
             self._warn_of_what_counts_here(f"{path}[{index}]", spelt)
         return yaml.Node(found, node.line)
 
     def _warn_of_what_counts_here(self, path: str, members: Mapping[str, yaml.Node]) -> None:
-        """Upstream replaces these with its defaults, so that a file which is moved over may publish other names than it did."""
-        counts = "NVIDIA's plugin drops this, here it counts; take it out to keep the resources as they were"
+        """Upstream replaces these with its defaults,
+        so that a file which is moved over may publish other names than it did.
+        """
+        counts = (
+            "NVIDIA's plugin drops this, here it counts; take it out to keep the resources as they "
+            "were"
+        )
         plain = {name: node.value for name, node in members.items()}
         for name in ("rename", "devices"):
             if plain.get(name) not in _UNSHARED:
@@ -188,8 +229,12 @@ class _Translator:
         if "pattern" in members and (plain["pattern"], plain.get("name")) not in _USUAL_NAMES:
             self._warn(members["pattern"].line, path, counts)
 
-    def _spelt(self, members: Mapping[str, yaml.Node], section: str, known: list[str]) -> dict[str, yaml.Node]:
-        """The members whose keys are ``known``, spelt so: upstream does not look at upper and lower case. The others are warned of."""
+    def _spelt(
+        self, members: Mapping[str, yaml.Node], section: str, known: list[str]
+    ) -> dict[str, yaml.Node]:
+        """The members whose keys are ``known``, spelt so: upstream does not look at upper and lower
+        case. The others are warned of.
+        """
         folded = {name.lower(): name for name in known}
         found: dict[str, yaml.Node] = {}
         for written, node in members.items():
@@ -197,26 +242,42 @@ class _Translator:
             if (name := folded.get(written.lower())) is None:
                 self._warn(node.line, path, self._where_it_counts(section, written, known))
             elif name in found:
-                self._fault(node.line, path, f"given twice, first on line {found[name].line}; keep one of them")
+                self._fault(
+                    node.line,
+                    path,
+                    f"given twice, first on line {found[name].line}; keep one of them",
+                )
             else:
                 found[name] = node
         return found
 
     def _where_it_counts(self, section: str, written: str, known: list[str]) -> str:
-        if len(self._warnings) >= _MOST_WARNINGS:  # only counted; a megabyte of junk needs no advice
+        # only counted; a megabyte of junk needs no advice
+        if len(self._warnings) >= _MOST_WARNINGS:
             return "unknown key, it has no effect"
         places = _places_by_name()
         if found := places.get(written.lower()):
-            return f"has no effect here; did you mean {self._prefix}{self._nearest_place(section, found)}?"
+            return (
+                "has no effect here; did you mean "
+                f"{self._prefix}{self._nearest_place(section, found)}?"
+            )
         if guess := nearest(written, known):
             return f"unknown key, it has no effect; did you mean {guess}?"
         if guess := nearest(written, places):
-            return f"unknown key, it has no effect; did you mean {self._prefix}{self._nearest_place(section, places[guess])}?"
+            return (
+                "unknown key, it has no effect; did you mean "
+                f"{self._prefix}{self._nearest_place(section, places[guess])}?"
+            )
         return "unknown key, it has no effect"
 
     def _nearest_place(self, section: str, places: list[str]) -> str:
-        """Most of the way in common with ``section``, then one whose own section is there, then the first."""
-        return max(places, key=lambda path: (_in_common(path, section), path.rpartition(".")[0] in self._sections))
+        """Most of the way in common with ``section``, then one whose own section is there,
+        then the first.
+        """
+        return max(
+            places,
+            key=lambda path: (_in_common(path, section), path.rpartition(".")[0] in self._sections),
+        )
 
     def _put(self, ours: str, theirs: str, node: yaml.Node) -> None:
         *sections, name = ours.split(".")
@@ -243,7 +304,13 @@ class _Translator:
 def _children(section: str) -> list[str]:
     """The keys of NVIDIA's below ``section``."""
     prefix = f"{section}." if section else ""
-    return list(dict.fromkeys(path.removeprefix(prefix).partition(".")[0] for path in _KNOWN if path.startswith(prefix)))
+    return list(
+        dict.fromkeys(
+            path.removeprefix(prefix).partition(".")[0]
+            for path in _KNOWN
+            if path.startswith(prefix)
+        )
+    )
 
 
 def _in_common(path: str, section: str) -> int:

@@ -1,10 +1,12 @@
-"""The settings of the family `nvidia`: the sections ``resources``, ``sharing``, ``iktos`` and ``namedConfig``, their flags and their rules.
+"""The settings of the family `nvidia`: the sections ``resources``, ``sharing``, ``iktos`` and
+``namedConfig``, their flags and their rules.
 
-Defaults and meaning: nvidia §2 and §3, iktos §I.2. What NVIDIA's plugin parses and then drops (renames, patterns, `devices`) is honoured
-here.
+Defaults and meaning: nvidia §2 and §3, iktos §I.2. What NVIDIA's plugin parses and then drops
+(renames, patterns, `devices`) is honoured here.
 """
 
-# Without `from __future__ import annotations`: msgspec would evaluate each annotation, a text then, twice at each start.
+# Without `from __future__ import annotations`: msgspec would evaluate each annotation, a text then,
+# twice at each start.
 
 import functools
 from collections.abc import Iterator, Mapping, Sequence
@@ -22,34 +24,74 @@ from vgpu_agent.config.schema import Repeated
 from vgpu_agent.config.settings import Settings
 from vgpu_agent.families.nvidia import iktos
 from vgpu_agent.families.nvidia.named import NamedConfig, choose
-from vgpu_agent.families.nvidia.plugin_config import ONLY_THERE, SECTION, translate_file, translate_section
-from vgpu_agent.families.nvidia.resource_names import MIG_PREFIX, NVIDIA_GPU, completed_resource_name
+from vgpu_agent.families.nvidia.plugin_config import (
+    ONLY_THERE,
+    SECTION,
+    translate_file,
+    translate_section,
+)
+from vgpu_agent.families.nvidia.resource_names import (
+    MIG_PREFIX,
+    NVIDIA_GPU,
+    completed_resource_name,
+)
 
 FAMILY = "nvidia"
 _SHARED_SUFFIX = ".shared"
 
-ResourceName = Annotated[str, Meta(extra={"expected": "a resource name such as nvidia.com/gpu", "completed": completed_resource_name})]
+ResourceName = Annotated[
+    str,
+    Meta(
+        extra={
+            "expected": "a resource name such as nvidia.com/gpu",
+            "completed": completed_resource_name,
+        }
+    ),
+]
 # An index "0", a slice "1:0", or a UUID. `load` reads 0 without quotes as the text "0".
 DeviceWord = Annotated[
     str,
     Meta(
-        pattern=r"\A([0-9]{1,4}(:[0-9]{1,4})?|GPU-[0-9A-Fa-f-]{36}|MIG-[0-9A-Fa-f-]{36}|MIG-GPU-[0-9A-Fa-f-]{36}/[0-9]{1,4}/[0-9]{1,4})\Z",
-        extra={"expected": "an index (0), a MIG index (1:0), GPU-<uuid>, MIG-<uuid> or MIG-GPU-<uuid>/<gi>/<ci>", "words": True},
+        pattern=(
+            r"\A([0-9]{1,4}(:[0-9]{1,4})?|GPU-[0-9A-Fa-f-]{36}|MIG-[0-9A-Fa-f-]{36}|"
+            r"MIG-GPU-[0-9A-Fa-f-]{36}/[0-9]{1,4}/[0-9]{1,4})\Z"
+        ),
+        extra={
+            "expected": (
+                "an index (0), a MIG index (1:0), GPU-<uuid>, MIG-<uuid> or "
+                "MIG-GPU-<uuid>/<gi>/<ci>"
+            ),
+            "words": True,
+        },
     ),
 ]
-Devices = Literal["all"] | Annotated[int, Meta(ge=1, le=1024)] | Annotated[tuple[DeviceWord, ...], Meta(min_length=1)]
+Devices = (
+    Literal["all"]
+    | Annotated[int, Meta(ge=1, le=1024)]
+    | Annotated[tuple[DeviceWord, ...], Meta(min_length=1)]
+)
 
 
 def shared_twice(entry: Mapping[str, Any], earlier: Sequence[Mapping[str, Any]]) -> Repeated | None:
-    """Find the entry before ``entry`` that takes devices of the same resource; two may share a resource when both list their devices."""
+    """Find the entry before ``entry`` that takes devices of the same resource; two may share a
+    resource when both list their devices.
+    """
     for index, other in enumerate(earlier):
         if "name" not in entry or other.get("name") != entry["name"]:
             continue
         devices, others = entry.get("devices", "all"), other.get("devices", "all")
         if not isinstance(devices, tuple) or not isinstance(others, tuple):
-            return Repeated(index, "name", f"{shown(entry['name'])} stands twice, first on line {{line}}; keep one of them")
+            return Repeated(
+                index,
+                "name",
+                f"{shown(entry['name'])} stands twice, first on line {{line}}; keep one of them",
+            )
         if both := [word for word in devices if word in others]:
-            return Repeated(index, "devices", f"{shown(both[0])} is shared twice, first on line {{line}}; keep it in one of them")
+            return Repeated(
+                index,
+                "devices",
+                f"{shown(both[0])} is shared twice, first on line {{line}}; keep it in one of them",
+            )
     return None
 
 
@@ -61,25 +103,40 @@ class ResourcePattern(msgspec.Struct, frozen=True, rename="camel", forbid_unknow
         Meta(
             min_length=1,
             max_length=253,
-            description="Name of a GPU or of a MIG profile, as NVML gives it; `*` stands for any text. The whole name must match.",
+            description=(
+                "Name of a GPU or of a MIG profile, as NVML gives it; `*` stands for any text. The "
+                "whole name must match."
+            ),
             examples=["*"],
         ),
     ]
-    name: Annotated[ResourceName, Meta(description="The resource that such devices are offered as.", examples=[NVIDIA_GPU])]
+    name: Annotated[
+        ResourceName,
+        Meta(description="The resource that such devices are offered as.", examples=[NVIDIA_GPU]),
+    ]
 
 
 class Resources(msgspec.Struct, frozen=True, rename="camel", forbid_unknown_fields=True):
-    """Other resource names than NVIDIA's, by the name of the GPU or of the MIG profile. The first pattern that matches counts."""
+    """Other resource names than NVIDIA's, by the name of the GPU or of the MIG profile.
+    The first pattern that matches counts.
+    """
 
     gpus: Annotated[
         tuple[ResourcePattern, ...],
-        Meta(description="Patterns for whole GPUs. Empty: every GPU is `nvidia.com/gpu`. With patterns, a GPU that none matches stays so."),
+        Meta(
+            description=(
+                "Patterns for whole GPUs. Empty: every GPU is `nvidia.com/gpu`. With patterns, a "
+                "GPU that none matches stays so."
+            )
+        ),
     ] = ()
     mig: Annotated[
         tuple[ResourcePattern, ...],
         Meta(
-            description="Patterns for MIG profiles such as `1g.5gb`, with migStrategy mixed. A profile that none matches is called "
-            "`nvidia.com/mig-<profile>`."
+            description=(
+                "Patterns for MIG profiles such as `1g.5gb`, with migStrategy mixed. A profile "
+                "that none matches is called `nvidia.com/mig-<profile>`."
+            )
         ),
     ] = ()
 
@@ -89,56 +146,102 @@ class SharedResource(msgspec.Struct, frozen=True, rename="camel", forbid_unknown
 
     name: Annotated[
         ResourceName,
-        Meta(description="The resource to share, before it is renamed; `gpu` means `nvidia.com/gpu`.", examples=[NVIDIA_GPU]),
+        Meta(
+            description=(
+                "The resource to share, before it is renamed; `gpu` means `nvidia.com/gpu`."
+            ),
+            examples=[NVIDIA_GPU],
+        ),
     ]
-    replicas: Annotated[int, Meta(ge=1, description="How many containers may use each device at the same time.", examples=[4])]
+    replicas: Annotated[
+        int,
+        Meta(
+            ge=1,
+            description="How many containers may use each device at the same time.",
+            examples=[4],
+        ),
+    ]
     rename: Annotated[
         str,
         Meta(
-            extra={"expected": 'a resource name such as nvidia.com/gpu, or ""', "completed": completed_resource_name},
-            description="The name under which the shared devices are offered. Empty: the name, with `.shared` behind it where "
-            "renameByDefault says so.",
+            extra={
+                "expected": 'a resource name such as nvidia.com/gpu, or ""',
+                "completed": completed_resource_name,
+            },
+            description=(
+                "The name under which the shared devices are offered. Empty: the name, with "
+                "`.shared` behind it where renameByDefault says so."
+            ),
         ),
     ] = ""
     devices: Annotated[
         Devices,
         Meta(
             extra={"expected": '"all", a number of devices, or a list of indices and UUIDs'},
-            description='Which devices of the resource are shared: "all", the first so many, or a list such as `[0, "1:0", GPU-<uuid>]`. '
-            "The others are offered whole.",
+            description=(
+                'Which devices of the resource are shared: "all", the first so many, or a list '
+                'such as `[0, "1:0", GPU-<uuid>]`. '
+                "The others are offered whole."
+            ),
         ),
     ] = "all"
 
 
 class TimeSlicing(msgspec.Struct, frozen=True, rename="camel", forbid_unknown_fields=True):
-    """Several containers on one GPU, in turns; nothing limits the memory or the time that one of them takes."""
+    """Several containers on one GPU, in turns;
+    nothing limits the memory or the time that one of them takes.
+    """
 
     rename_by_default: Annotated[
-        bool, Meta(description="Offer shared devices as `<name>.shared`, so that nobody takes a share for a whole GPU.")
+        bool,
+        Meta(
+            description=(
+                "Offer shared devices as `<name>.shared`, so that nobody takes a share for a whole "
+                "GPU."
+            )
+        ),
     ] = False
     fail_requests_greater_than_one: Annotated[
-        bool, Meta(description="Refuse a container that asks for more than one replica; two replicas are not twice the time.")
+        bool,
+        Meta(
+            description=(
+                "Refuse a container that asks for more than one replica; two replicas are not "
+                "twice the time."
+            )
+        ),
     ] = False
     resources: Annotated[
         tuple[SharedResource, ...],
         Meta(
             extra={"required": "timeSlicing", "repeated": shared_twice},
-            description="What is shared. Required, and not empty, when `timeSlicing` is there at all.",
+            description=(
+                "What is shared. Required, and not empty, when `timeSlicing` is there at all."
+            ),
         ),
     ] = ()
 
 
 class MpsSharing(msgspec.Struct, frozen=True, rename="camel", forbid_unknown_fields=True):
-    """Several containers on one GPU at the same time, each with a limit of memory and compute, through NVIDIA's MPS (section `mps`)."""
+    """Several containers on one GPU at the same time, each with a limit of memory and compute,
+    through NVIDIA's MPS (section `mps`).
+    """
 
     rename_by_default: Annotated[
-        bool, Meta(description="Offer shared devices as `<name>.shared`, so that nobody takes a share for a whole GPU.")
+        bool,
+        Meta(
+            description=(
+                "Offer shared devices as `<name>.shared`, so that nobody takes a share for a whole "
+                "GPU."
+            )
+        ),
     ] = False
     fail_requests_greater_than_one: Annotated[
         bool,
         Meta(
-            description="Refuse a container that asks for more than one replica; without mps.perContainerLimits two replicas have the "
-            "limits of one."
+            description=(
+                "Refuse a container that asks for more than one replica; without "
+                "mps.perContainerLimits two replicas have the limits of one."
+            )
         ),
     ] = True
     resources: Annotated[
@@ -151,31 +254,45 @@ class MpsSharing(msgspec.Struct, frozen=True, rename="camel", forbid_unknown_fie
 
 
 class Sharing(msgspec.Struct, frozen=True, rename="camel", forbid_unknown_fields=True):
-    """Sharing of one GPU by several containers. Without it each container gets whole GPUs. With both, `mps` counts."""
+    """Sharing of one GPU by several containers. Without it each container gets whole GPUs.
+    With both, `mps` counts.
+    """
 
     time_slicing: TimeSlicing = msgspec.field(default_factory=TimeSlicing)
     mps: MpsSharing = msgspec.field(default_factory=MpsSharing)
 
 
 class Iktos(msgspec.Struct, frozen=True, rename="camel", forbid_unknown_fields=True):
-    """Replicas as k8s-gpu-sharing-plugin (iktos) configures them; ids are then `<uuid>-replica-<n>`."""
+    """Replicas as k8s-gpu-sharing-plugin (iktos) configures them;
+    ids are then `<uuid>-replica-<n>`.
+    """
 
     resource_config: Annotated[
         str,
         Meta(
             extra={"expected": "entries <resource>:<new name>:<replicas>, separated by commas"},
-            description="Entries `<resource>:<new name>:<replicas>`, separated by commas, such as `gpu:sharedgpu:4` or "
-            "`gpu:gpu-mem-gb:-1`; -1 makes one replica for each unit of the device's memory. Names without `nvidia.com/`. Empty: off.",
+            description=(
+                "Entries `<resource>:<new name>:<replicas>`, separated by commas, such as "
+                "`gpu:sharedgpu:4` or `gpu:gpu-mem-gb:-1`; -1 makes one replica for each unit of "
+                "the device's memory. Names without `nvidia.com/`. Empty: off."
+            ),
         ),
     ] = ""
     automatic_unit: Annotated[
         Literal["gib", "mib1000"],
-        Meta(description="Memory for which -1 makes one replica: gib is 1024 MiB, mib1000 is 1000 MiB as the replaced plugin counts."),
+        Meta(
+            description=(
+                "Memory for which -1 makes one replica: gib is 1024 MiB, mib1000 is 1000 MiB as "
+                "the replaced plugin counts."
+            )
+        ),
     ] = "gib"
 
 
 def offered_names(settings: Settings) -> Iterator[OfferedName]:
-    """Yield all names under which the family can offer GPUs of some node. A name given twice selects the devices of both."""
+    """Yield all names under which the family can offer GPUs of some node.
+    A name given twice selects the devices of both.
+    """
     gpus, strategy = settings.section(Resources).gpus, settings.plugin.mig_strategy
     names = {pattern.name for pattern in gpus}
     if strategy == "single" or not any(set(pattern.pattern) == {"*"} for pattern in gpus):
@@ -197,29 +314,49 @@ def offered_names(settings: Settings) -> Iterator[OfferedName]:
 
 
 def _shared(settings: Settings) -> Sequence[tuple[str, str, bool]]:
-    """Each entry about sharing that has an effect: the resource, the name it is offered by, and whether all of its devices are meant."""
+    """Each entry about sharing that has an effect: the resource, the name it is offered by, and
+    whether all of its devices are meant.
+    """
     if entries := iktos.entries(settings.section(Iktos).resource_config):
         return [(entry.original, entry.new, True) for entry in entries]
     mps, slicing = settings.section(Sharing).mps, settings.section(Sharing).time_slicing
     block = mps if mps.resources else slicing
     suffix = _SHARED_SUFFIX if block.rename_by_default else ""
-    return [(entry.name, entry.rename or entry.name + suffix, entry.devices == "all") for entry in block.resources]
+    return [
+        (entry.name, entry.rename or entry.name + suffix, entry.devices == "all")
+        for entry in block.resources
+    ]
 
 
 def _conflicts(settings: Settings) -> Iterator[Conflict]:
-    """Yield the settings that conflict with MPS sharing (nvidia §1), and the mistakes in iktos's entries."""
+    """Yield the settings that conflict with MPS sharing (nvidia §1),
+    and the mistakes in iktos's entries.
+    """
     if settings.section(Sharing).mps.resources:
         if settings.plugin.mig_strategy == "mixed":
             text = "MPS cannot share MIG slices"
             yield Conflict(
                 (
-                    ("plugin.migStrategy", f'{text}; expected none or single with sharing.mps, got "mixed"'),
-                    ("sharing.mps.resources", f"{text}; leave sharing.mps out with plugin.migStrategy: mixed"),
+                    (
+                        "plugin.migStrategy",
+                        f'{text}; expected none or single with sharing.mps, got "mixed"',
+                    ),
+                    (
+                        "sharing.mps.resources",
+                        f"{text}; leave sharing.mps out with plugin.migStrategy: mixed",
+                    ),
                 )
             )
         if not settings.mps.root:
             text = "sharing.mps needs a directory on the node"
-            yield Conflict((("mps.root", f'{text}; expected an absolute path such as /run/nvidia/mps, got ""'),))
+            yield Conflict(
+                (
+                    (
+                        "mps.root",
+                        f'{text}; expected an absolute path such as /run/nvidia/mps, got ""',
+                    ),
+                )
+            )
     for problem in iktos.problems(settings.section(Iktos).resource_config):
         yield Conflict((("iktos.resourceConfig", problem),))
 
@@ -227,21 +364,30 @@ def _conflicts(settings: Settings) -> Iterator[Conflict]:
 def _without_effect(settings: Settings) -> Iterator[str]:
     sharing, resources = settings.section(Sharing), settings.section(Resources)
     if sharing.mps.resources and sharing.time_slicing.resources:
-        yield "sharing.timeSlicing: has no effect beside sharing.mps, which wins as in NVIDIA's plugin; leave one of them out"
-    if settings.section(Iktos).resource_config and (sharing.mps.resources or sharing.time_slicing.resources):
+        yield (
+            "sharing.timeSlicing: has no effect beside sharing.mps, which wins as in NVIDIA's "
+            "plugin; leave one of them out"
+        )
+    if settings.section(Iktos).resource_config and (
+        sharing.mps.resources or sharing.time_slicing.resources
+    ):
         yield "sharing: has no effect beside iktos.resourceConfig; leave one of them out"
     known = {NVIDIA_GPU} | {pattern.name for pattern in (*resources.gpus, *resources.mig)}
     for kind, block in (("timeSlicing", sharing.time_slicing), ("mps", sharing.mps)):
         for index, entry in enumerate(block.resources):
             if entry.name not in known and not entry.name.startswith(MIG_PREFIX):
                 yield (
-                    f"sharing.{kind}.resources[{index}].name: {shown(entry.name)} is no resource of any node; expected {NVIDIA_GPU}, "
-                    f"{MIG_PREFIX}<profile>, or a name from resources:"
+                    f"sharing.{kind}.resources[{index}].name: {shown(entry.name)} is no resource "
+                    f"of any node; expected {NVIDIA_GPU}, {MIG_PREFIX}<profile>, or a name from "
+                    "resources:"
                 )
 
 
 def _daemons(settings: Settings) -> bool:
-    return bool(settings.section(Sharing).mps.resources) and not settings.section(Iktos).resource_config
+    return (
+        bool(settings.section(Sharing).mps.resources)
+        and not settings.section(Iktos).resource_config
+    )
 
 
 def _shelf(settings: Settings) -> Shelf:
@@ -253,7 +399,12 @@ SETTINGS = FamilySettings(
     FAMILY,
     "`nvidia.com/gpu` and `nvidia.com/mig-*`, as NVIDIA's device plugin offers them.",
     on=True,
-    sections={"resources": Resources, "sharing": Sharing, "iktos": Iktos, "named_config": NamedConfig},
+    sections={
+        "resources": Resources,
+        "sharing": Sharing,
+        "iktos": Iktos,
+        "named_config": NamedConfig,
+    },
     live=("resources.", "sharing.", "iktos."),
     options=(
         # As NVIDIA's config-manager names them.
@@ -276,6 +427,8 @@ SETTINGS = FamilySettings(
     spreading=(Spreading("plugin.sharedDevicesAllocationPolicy", "distributed", "auto"),),
     mps="sharing.mps",
     daemons=_daemons,
-    document=PluginDocument(SECTION, ONLY_THERE, translate_file, translate_section, "namedConfig.directory", _shelf),
+    document=PluginDocument(
+        SECTION, ONLY_THERE, translate_file, translate_section, "namedConfig.directory", _shelf
+    ),
     offers_mig=True,
 )

@@ -1,12 +1,15 @@
-"""The `volcano-gpushare` family: ``volcano.sh/gpu-memory`` or ``volcano.sh/gpu-number``, as Volcano's own device plugin offers them.
+"""The `volcano-gpushare` family: ``volcano.sh/gpu-memory`` or ``volcano.sh/gpu-number``, as
+Volcano's own device plugin offers them.
 
-Names, ids and environment are those of volcano-gpushare S1 to S7. The sharing is advisory: a container gets its card and its budget, and
-nothing enforces them. The ids are only counted. The pod's card is in its annotation ``volcano.sh/gpu-index``, written by a scheduler, or by
-this agent for pods that no GPU scheduler has placed.
+Names, ids and environment are those of volcano-gpushare S1 to S7. The sharing is advisory: a
+container gets its card and its budget, and nothing enforces them. The ids are only counted. The
+pod's card is in its annotation ``volcano.sh/gpu-index``, written by a scheduler, or by this agent
+for pods that no GPU scheduler has placed.
 
-The numbers of cards are those of NVML when all of them answered. A card that is lost keeps its number as long as this agent runs, so
-neither ids nor annotations of running pods move under them; after a restart of the agent NVML's numbers of that moment count, for the
-scheduler as well. What a running container holds is in the ledger by UUID and does not move at all.
+The numbers of cards are those of NVML when all of them answered. A card that is lost keeps its
+number as long as this agent runs, so neither ids nor annotations of running pods move under them;
+after a restart of the agent NVML's numbers of that moment count, for the scheduler as well. What a
+running container holds is in the ledger by UUID and does not move at all.
 """
 
 from __future__ import annotations
@@ -21,7 +24,14 @@ from vgpu_agent.families.device_lists import ListOptions, answer_number, edits_o
 from vgpu_agent.families.family import Decision, Ownership, Question
 from vgpu_agent.families.memory_units import LARGEST_FACTOR, smallest_fitting_factor
 from vgpu_agent.families.volcano_gpushare.numbers import first_units, parse_indices, units
-from vgpu_agent.families.volcano_gpushare.settings import FAMILY, MEMORY_RESOURCE, NUMBER, NUMBER_RESOURCE, SHARE, VolcanoGpushare
+from vgpu_agent.families.volcano_gpushare.settings import (
+    FAMILY,
+    MEMORY_RESOURCE,
+    NUMBER,
+    NUMBER_RESOURCE,
+    SHARE,
+    VolcanoGpushare,
+)
 from vgpu_agent.isolation.edits import Edits, Provision
 from vgpu_agent.model import Decider, Resource, Share
 from vgpu_agent.nodes import DesiredNode
@@ -56,8 +66,10 @@ class VolcanoGpushareOptions:
     Attributes:
         strategy: `SHARE` offers memory, `NUMBER` whole cards.
         factor: MiB in one id; 0 for the smallest power of two whose list fits into a message.
-        unequal_gpus: ``refuse`` or ``minimum``: what to do with cards of different size, which the scheduler takes for equal.
-        lists: how the container gets its card; by index, as the replaced plugin does, unless the operator wants UUIDs.
+        unequal_gpus: ``refuse`` or ``minimum``: what to do with cards of different size, which the
+            scheduler takes for equal.
+        lists: how the container gets its card; by index, as the replaced plugin does, unless the
+            operator wants UUIDs.
         message_budget_bytes: largest device list that is sent to kubelet.
     """
 
@@ -69,7 +81,9 @@ class VolcanoGpushareOptions:
 
     @classmethod
     def from_settings(cls, settings: Settings, *, lists: ListOptions) -> VolcanoGpushareOptions:
-        """Return the configured options; of ``lists`` only how a card is named, for containers get nothing else."""
+        """Return the configured options; of ``lists`` only how a card is named,
+        for containers get nothing else.
+        """
         gpushare = settings.section(VolcanoGpushare)
         return cls(
             strategy=gpushare.strategy,
@@ -89,8 +103,8 @@ class VolcanoGpushareOptions:
 class VolcanoGpushareFamily:
     """GPU memory without a limit, or whole GPUs, under Volcano's older names.
 
-    State: the numbers of the cards that were offered last, because a pod's annotation names a card by its number; the same inventory
-    always gives the same numbers.
+    State: the numbers of the cards that were offered last, because a pod's annotation names a card
+    by its number; the same inventory always gives the same numbers.
     """
 
     name = FAMILY
@@ -100,17 +114,21 @@ class VolcanoGpushareFamily:
         self._resource_name = MEMORY_RESOURCE if options.strategy == SHARE else NUMBER_RESOURCE
         self._numbers: dict[str, int] = {}
 
-    # -- what is offered --------------------------------------------------------------------------------------------------------------
+    # -- what is offered ---------------------------------------------------------------------------
 
     def owns(self, resource: str) -> Ownership:
         """Both names: the other one may be in kubelet's records after a change of strategy."""
-        return Ownership.CERTAIN if resource in (MEMORY_RESOURCE, NUMBER_RESOURCE) else Ownership.NONE
+        return (
+            Ownership.CERTAIN if resource in (MEMORY_RESOURCE, NUMBER_RESOURCE) else Ownership.NONE
+        )
 
     def resources(self, inventory: Inventory) -> tuple[Resource, ...]:
-        """Return one resource: ``<number>-<j>`` for each unit of a card's memory, or the cards' UUIDs (volcano-gpushare S1, S4, S5).
+        """Return one resource: ``<number>-<j>`` for each unit of a card's memory, or the cards'
+        UUIDs (volcano-gpushare S1, S4, S5).
 
         Raises:
-            OfferError: the cards differ in size, or the list of ids would not fit into a message of kubelet, or a unit into a card.
+            OfferError: the cards differ in size, or the list of ids would not fit into a message of
+                kubelet, or a unit into a card.
         """
         numbered = inventory.numbered
         self._numbers = {gpu.uuid: number for number, gpu in numbered.items()}
@@ -123,8 +141,13 @@ class VolcanoGpushareFamily:
         factor = self._factor(inventory)
         ids = _memory_ids(numbered, factor)
         self._refuse_unfitting(numbered, ids, factor)
-        # Memory is the limit: no container asks for less than one unit, so there are never more holders than units.
-        return (self._resource(ids, holders_per_device=ids.blocks[0].count, unit="volcanoGpushare.gpuMemoryFactor"),)
+        # Memory is the limit: no container asks for less than one unit, so there are never more
+        # holders than units.
+        return (
+            self._resource(
+                ids, holders_per_device=ids.blocks[0].count, unit="volcanoGpushare.gpuMemoryFactor"
+            ),
+        )
 
     def cautions(self, inventory: Inventory) -> tuple[str, ...]:
         """Return nothing: all that can be offered is offered."""
@@ -134,10 +157,11 @@ class VolcanoGpushareFamily:
     def check(self, resource: Resource, ids: Sequence[str]) -> None:
         """Nothing to refuse: any number of units makes sense until the pod is known."""
 
-    # -- what a container gets --------------------------------------------------------------------------------------------------------
+    # -- what a container gets ---------------------------------------------------------------------
 
     def decide(self, question: Question) -> Decision:
-        """Choose the cards that ``volcano.sh/gpu-index`` names, or without it the first that have room for the whole pod.
+        """Choose the cards that ``volcano.sh/gpu-index`` names,
+        or without it the first that have room for the whole pod.
 
         Raises:
             RequestRefusedError: limits or annotation cannot be followed.
@@ -146,23 +170,38 @@ class VolcanoGpushareFamily:
         self._refuse_other_amount(question)
         text = question.pod.annotations.get(GPU_INDEX)
         if text is not None:
-            return Decision(self._shares(question, self._named(question, text)), f"the scheduler, in {GPU_INDEX}", by_scheduler=True)
+            return Decision(
+                self._shares(question, self._named(question, text)),
+                f"the scheduler, in {GPU_INDEX}",
+                by_scheduler=True,
+            )
         number = self._options.strategy == NUMBER
         gpus = self._idle_gpus(question) if number else (self._roomy_gpu(question),)
-        return Decision(self._shares(question, gpus), f"the agent, the first {'idle GPUs' if number else 'GPU with room'} (no {GPU_INDEX})")
+        return Decision(
+            self._shares(question, gpus),
+            f"the agent, the first {'idle GPUs' if number else 'GPU with room'} (no {GPU_INDEX})",
+        )
 
     def named(self, pod: Pod, inventory: Inventory) -> Mapping[str, tuple[str, ...]]:
-        """The cards that ``volcano.sh/gpu-index`` names and that are not divided; nothing where the pod needs more than there is."""
+        """The cards that ``volcano.sh/gpu-index`` names and that are not divided;
+        nothing where the pod needs more than there is.
+        """
         text, name = pod.annotations.get(GPU_INDEX), self._resource_name
         if text is None or not 0 < (needed := units(pod, name)) <= self._most_units(inventory):
             return {}
         named: dict[str, tuple[str, ...]] = {}
         for container in pod.containers:
             count = container.limits.get(name, 0)
-            if container.kind is ContainerKind.INIT or name in container.unreadable or not 0 < count <= needed:
+            if (
+                container.kind is ContainerKind.INIT
+                or name in container.unreadable
+                or not 0 < count <= needed
+            ):
                 continue
             ids = ("",) * count if self._options.strategy == NUMBER else ("",)
-            asked = Question(Resource(name, FAMILY, ()), pod, container.name, ids, pod.node, inventory, ())
+            asked = Question(
+                Resource(name, FAMILY, ()), pod, container.name, ids, pod.node, inventory, ()
+            )
             with contextlib.suppress(RequestRefusedError):
                 gpus = self._named(asked, text)
                 if not any(gpu.mig_enabled for gpu in gpus):
@@ -170,83 +209,127 @@ class VolcanoGpushareFamily:
         return named
 
     def recall(self, question: Question) -> Decision | None:
-        """Return the annotation's decision. A pod without the annotation was placed by this agent, and was not patched yet."""
+        """Return the annotation's decision. A pod without the annotation was placed by this agent,
+        and was not patched yet.
+        """
         text = question.pod.annotations.get(GPU_INDEX)
         if text is None:
             return None
         try:
             self._refuse_other_amount(question)
-            return Decision(self._shares(question, self._named(question, text)), f"the pod, in {GPU_INDEX}", by_scheduler=True)
+            return Decision(
+                self._shares(question, self._named(question, text)),
+                f"the pod, in {GPU_INDEX}",
+                by_scheduler=True,
+            )
         except RequestRefusedError:
             return None
 
     def provision(self, question: Question, shares: tuple[Share, ...]) -> Provision:
-        """Return three variables and nothing else (volcano-gpushare S3, S4, S5), where the card is named by its variable.
+        """Return three variables and nothing else (volcano-gpushare S3, S4, S5),
+        where the card is named by its variable.
 
-        ``VOLCANO_GPU_MEMORY_TOTAL`` is the size of the container's own (first) card: programs divide the other number by it to learn
-        which part of the card is theirs.
+        ``VOLCANO_GPU_MEMORY_TOTAL`` is the size of the container's own (first) card: programs
+        divide the other number by it to learn which part of the card is theirs.
         """
         gpus = [gpu for share in shares if (gpu := question.inventory.gpu(share.device))]
-        devices = [device for gpu in gpus if (device := visible_device(gpu.uuid, question.inventory))]
+        devices = [
+            device for gpu in gpus if (device := visible_device(gpu.uuid, question.inventory))
+        ]
         number = answer_number(question.resource.name, question.ids)
         environment = {
             "VOLCANO_GPU_ALLOCATED": str(len(question.ids) * self._factor(question.inventory)),
             "VOLCANO_GPU_MEMORY_TOTAL": str(gpus[0].memory_mib if gpus else 0),
         }
-        return Provision(edits_of(devices, self._options.lists, number=number).joined(Edits(environment=environment)))
+        return Provision(
+            edits_of(devices, self._options.lists, number=number).joined(
+                Edits(environment=environment)
+            )
+        )
 
-    # -- state of pod and node --------------------------------------------------------------------------------------------------------
+    # -- state of pod and node ---------------------------------------------------------------------
 
     def desired_pod(self, pod: Pod, grants: Mapping[str, Grant], *, failed: bool) -> DesiredPod:
-        """Return ``gpu-assigned`` once the last container has started; if we placed the pod, also its cards, for the scheduler's count.
+        """Return ``gpu-assigned`` once the last container has started; if we placed the pod, also
+        its cards, for the scheduler's count.
 
-        An init container alone assigns nothing, because the pod's other containers are still to come.
+        An init container alone assigns nothing, because the pod's other containers are still to
+        come.
         """
-        served = {name: grant for name, grant in grants.items() if self.owns(grant.resource) and grant.shares}
+        served = {
+            name: grant
+            for name, grant in grants.items()
+            if self.owns(grant.resource) and grant.shares
+        }
         if failed or not served:
             return DesiredPod()
         desired_state: dict[str, str | None] = {}
         if GPU_INDEX not in pod.annotations and (indices := self._indices(pod, served)):
             desired_state[GPU_INDEX] = indices
             if PREDICATE_TIME not in pod.annotations:
-                desired_state[PREDICATE_TIME] = f"{int(min(grant.reserved_at for grant in served.values()) * 1e6)}000"
+                desired_state[PREDICATE_TIME] = (
+                    f"{int(min(grant.reserved_at for grant in served.values()) * 1e6)}000"
+                )
         lasting = [
             container.name
             for container in pod.containers
-            if container.kind is not ContainerKind.INIT and container.limits.get(self._resource_name, 0) > 0
+            if container.kind is not ContainerKind.INIT
+            and container.limits.get(self._resource_name, 0) > 0
         ]
         if lasting and all(name in served for name in lasting):
             desired_state[GPU_ASSIGNED] = "true"
         return DesiredPod(desired_state)
 
     def cleanup(self, now: float) -> DesiredNode:
-        """Leave no card for a scheduler to choose; the amount of memory goes with the kubelet's own list."""
+        """Leave no card for a scheduler to choose;
+        the amount of memory goes with the kubelet's own list.
+        """
         del now
-        count = {NUMBER_RESOURCE: "0"} if self._options.strategy == SHARE else {MEMORY_RESOURCE: "0"}
+        count = (
+            {NUMBER_RESOURCE: "0"} if self._options.strategy == SHARE else {MEMORY_RESOURCE: "0"}
+        )
         return DesiredNode(annotations={UNHEALTHY_IDS: None}, capacity=count)
 
     def desired_node(self, view: NodeView) -> DesiredNode:
-        """The counts that the scheduler multiplies and divides by, the cards it must not use, and its lock given back."""
+        """The counts that the scheduler multiplies and divides by, the cards it must not use,
+        and its lock given back.
+        """
         rooms = view.rooms.get(self._resource_name)
-        lock = view.locks.desired_state(view.node, NODE_LOCK, allocated_at=view.allocated_at.get(self._resource_name), now=view.now)
+        lock = view.locks.desired_state(
+            view.node,
+            NODE_LOCK,
+            allocated_at=view.allocated_at.get(self._resource_name),
+            now=view.now,
+        )
         if rooms is None:
             # Nothing is offered (any more), so an earlier count must not attract pods.
             stale = self._options.strategy == SHARE and NUMBER_RESOURCE in view.node.capacity
-            return DesiredNode(annotations={UNHEALTHY_IDS: None}, capacity={NUMBER_RESOURCE: "0"} if stale else {}).joined(lock)
+            return DesiredNode(
+                annotations={UNHEALTHY_IDS: None}, capacity={NUMBER_RESOURCE: "0"} if stale else {}
+            ).joined(lock)
         numbers = {gpu.uuid: number for number, gpu in view.inventory.numbered.items()}
-        usable = {numbers[room.device] for room in rooms if not room.trouble and room.device in numbers}
-        # A card that did not answer at the start has a number and no id. The scheduler counts from 0 without a gap, so it is counted, too.
+        usable = {
+            numbers[room.device] for room in rooms if not room.trouble and room.device in numbers
+        }
+        # A card that did not answer at the start has a number and no id. The scheduler counts from
+        # 0 without a gap, so it is counted, too.
         count = max(numbers.values(), default=-1) + 1
         unusable = [str(number) for number in range(count) if number not in usable]
         return DesiredNode(
             annotations={UNHEALTHY_IDS: ",".join(unusable) or None},
             # Without gpu-memory, be it 0, the scheduler takes no notice of the cards.
-            capacity={NUMBER_RESOURCE: str(count)} if self._options.strategy == SHARE else {MEMORY_RESOURCE: "0"},
+            capacity=(
+                {NUMBER_RESOURCE: str(count)}
+                if self._options.strategy == SHARE
+                else {MEMORY_RESOURCE: "0"}
+            ),
         ).joined(lock)
 
-    # -- how it is done ---------------------------------------------------------------------------------------------------------------
+    # -- how it is done ----------------------------------------------------------------------------
 
-    def _resource(self, ids: Sequence[DeviceId], *, holders_per_device: int, unit: str = "") -> Resource:
+    def _resource(
+        self, ids: Sequence[DeviceId], *, holders_per_device: int, unit: str = ""
+    ) -> Resource:
         return Resource(
             self._resource_name,
             FAMILY,
@@ -260,12 +343,19 @@ class VolcanoGpushareFamily:
         )
 
     def _refuse_unequal(self, numbered: Mapping[int, Gpu]) -> None:
-        if self._options.unequal_gpus == "minimum" or len({gpu.memory_mib for gpu in numbered.values()}) == 1:
+        if (
+            self._options.unequal_gpus == "minimum"
+            or len({gpu.memory_mib for gpu in numbered.values()}) == 1
+        ):
             return
-        cards = ", ".join(f"GPU {number} ({gpu.name}) has {gpu.memory_mib} MiB" for number, gpu in numbered.items())
+        cards = ", ".join(
+            f"GPU {number} ({gpu.name}) has {gpu.memory_mib} MiB"
+            for number, gpu in numbered.items()
+        )
         problem = (
-            f"the GPUs differ in size and the scheduler takes them for equal: {cards}; set volcanoGpushare.unequalGpus: "
-            "minimum to offer the smallest size of each, or volcanoGpushare.strategy: number to offer whole GPUs"
+            f"the GPUs differ in size and the scheduler takes them for equal: {cards}; set "
+            "volcanoGpushare.unequalGpus: minimum to offer the smallest size of each, or "
+            "volcanoGpushare.strategy: number to offer whole GPUs"
         )
         raise OfferError({MEMORY_RESOURCE: problem})
 
@@ -274,21 +364,41 @@ class VolcanoGpushareFamily:
         if not ids.blocks[0].count:
             size = _size_mib(numbered)
             problem = f"a unit of {factor} MiB is more than a GPU has, {size} MiB"
-            raise OfferError({MEMORY_RESOURCE: f"{problem}; set volcanoGpushare.gpuMemoryFactor to {size} or less"})
+            raise OfferError(
+                {
+                    MEMORY_RESOURCE: (
+                        f"{problem}; set volcanoGpushare.gpuMemoryFactor to {size} or less"
+                    )
+                }
+            )
         if (size := list_size_bytes(ids)) > budget:
             fitting = self._fitting_factor(numbered)
-            remedy = f"volcanoGpushare.gpuMemoryFactor: {fitting} would fit (0: chosen by the agent)" if fitting else "raise the budget"
-            problem = f"{len(ids)} ids of {factor} MiB make a device list of {size} bytes, and kubelet.messageBudgetBytes allows {budget}"
+            remedy = (
+                f"volcanoGpushare.gpuMemoryFactor: {fitting} would fit (0: chosen by the agent)"
+                if fitting
+                else "raise the budget"
+            )
+            problem = (
+                f"{len(ids)} ids of {factor} MiB make a device list of {size} bytes, and "
+                f"kubelet.messageBudgetBytes allows {budget}"
+            )
             raise OfferError({MEMORY_RESOURCE: f"{problem}; {remedy}"})
 
     def _factor(self, inventory: Inventory) -> int:
         """MiB in one id. Whole cards are counted by the same rule, as the replaced plugin does."""
         if self._options.factor:
             return self._options.factor
-        return 1 if self._options.strategy == NUMBER else self._fitting_factor(inventory.numbered) or LARGEST_FACTOR
+        return (
+            1
+            if self._options.strategy == NUMBER
+            else self._fitting_factor(inventory.numbered) or LARGEST_FACTOR
+        )
 
     def _fitting_factor(self, numbered: Mapping[int, Gpu]) -> int | None:
-        return smallest_fitting_factor(lambda factor: list_size_bytes(_memory_ids(numbered, factor)), self._options.message_budget_bytes)
+        return smallest_fitting_factor(
+            lambda factor: list_size_bytes(_memory_ids(numbered, factor)),
+            self._options.message_budget_bytes,
+        )
 
     def _most_units(self, inventory: Inventory) -> int:
         """Return what a pod can have at most: the cards, or the units of one card."""
@@ -297,28 +407,39 @@ class VolcanoGpushareFamily:
         return _size_mib(inventory.numbered) // self._factor(inventory)
 
     def _refuse_other_amount(self, question: Question) -> None:
-        """Refuse a container whose limit is not the number of ids from the kubelet: then it is another pod than was admitted."""
+        """Refuse a container whose limit is not the number of ids from the kubelet: then it is
+        another pod than was admitted.
+        """
         pod, name = question.pod, question.resource.name
         container = pod.container(question.container)
         if container is None:
-            raise RequestRefusedError(f"pod {pod.full_name} has no container {question.container}, for which kubelet names {name}")
+            raise RequestRefusedError(
+                f"pod {pod.full_name} has no container {question.container}, for which kubelet "
+                f"names {name}"
+            )
         if name in container.unreadable:
             shown = _shown(container.unreadable[name])
-            raise RequestRefusedError(f"pod {pod.full_name}, container {container.name}: limit {name}: {shown} is no whole number")
+            raise RequestRefusedError(
+                f"pod {pod.full_name}, container {container.name}: limit {name}: {shown} is no "
+                "whole number"
+            )
         if (limit := container.limits.get(name, 0)) != len(question.ids):
             raise RequestRefusedError(
-                f"pod {pod.full_name}, container {container.name}: limit {name} is {limit} and kubelet has counted {len(question.ids)};"
-                f" {_ANEW}"
+                f"pod {pod.full_name}, container {container.name}: limit {name} is {limit} and "
+                f"kubelet has counted {len(question.ids)}; {_ANEW}"
             )
 
     def _named(self, question: Question, text: str) -> tuple[Gpu, ...]:
         """Return the cards that the annotation names for this container.
 
-        A pod that asks for memory has one card, even if the annotation names more: old schedulers wrote every card that would do.
+        A pod that asks for memory has one card, even if the annotation names more: old schedulers
+        wrote every card that would do.
         """
         where = f"pod {question.pod.full_name}: {GPU_INDEX} is {_shown(text)}"
         if (indices := parse_indices(text)) is None:
-            raise RequestRefusedError(f"{where}; expected numbers of GPUs, joined by commas, as in 0 or 0,2; {_ANEW}")
+            raise RequestRefusedError(
+                f"{where}; expected numbers of GPUs, joined by commas, as in 0 or 0,2; {_ANEW}"
+            )
         if self._options.strategy == SHARE:
             chosen = indices[:1]
         else:
@@ -328,21 +449,35 @@ class VolcanoGpushareFamily:
             chosen = indices[first : first + len(question.ids)]
             if len(chosen) < len(question.ids):
                 needed = first + len(question.ids)
-                raise RequestRefusedError(f"{where}, and with container {question.container} the pod needs {needed} GPUs; {_ANEW}")
+                raise RequestRefusedError(
+                    f"{where}, and with container {question.container} the pod needs {needed} "
+                    f"GPUs; {_ANEW}"
+                )
         numbered = question.inventory.numbered
         if strangers := [str(index) for index in chosen if index not in numbered]:
             known = ", ".join(map(str, numbered)) or "none"
-            raise RequestRefusedError(f"{where}, and node {question.node} has no GPU {listed(strangers)}; it has {known}; {_ANEW}")
+            raise RequestRefusedError(
+                f"{where}, and node {question.node} has no GPU {listed(strangers)}; it has "
+                f"{known}; {_ANEW}"
+            )
         return tuple(numbered[index] for index in chosen)
 
     def _roomy_gpu(self, question: Question) -> Gpu:
         gpus = {gpu.uuid: gpu for gpu in question.inventory.numbered.values()}
-        here = [share.device for shares in question.siblings.values() for share in shares if share.device in gpus]
+        here = [
+            share.device
+            for shares in question.siblings.values()
+            for share in shares
+            if share.device in gpus
+        ]
         if here:
             return gpus[here[0]]
         needed_mib = units(question.pod, self._resource_name) * self._factor(question.inventory)
         budget_mib = _size_mib(question.inventory.numbered)
-        rooms = [dataclasses.replace(room, memory_free_mib=_free_mib(room, budget_mib)) for room in _ordered(question, gpus)]
+        rooms = [
+            dataclasses.replace(room, memory_free_mib=_free_mib(room, budget_mib))
+            for room in _ordered(question, gpus)
+        ]
         try:
             return gpus[first_with_room(rooms, needed_mib).device]
         except CapacityError as err:
@@ -351,7 +486,9 @@ class VolcanoGpushareFamily:
     def _idle_gpus(self, question: Question) -> tuple[Gpu, ...]:
         gpus = {gpu.uuid: gpu for gpu in question.inventory.numbered.values()}
         taken = self._by_place(question.pod, question.siblings)
-        missing = [place for place in range(units(question.pod, self._resource_name)) if place not in taken]
+        missing = [
+            place for place in range(units(question.pod, self._resource_name)) if place not in taken
+        ]
         try:
             rooms = [room for room in _ordered(question, gpus) if room.device not in taken.values()]
             idle = first_idle(rooms, len(missing))
@@ -364,12 +501,19 @@ class VolcanoGpushareFamily:
     def _shares(self, question: Question, gpus: Sequence[Gpu]) -> tuple[Share, ...]:
         if self._options.strategy == NUMBER:
             return tuple(Share(gpu.uuid, gpu.memory_mib, 100, exclusive=True) for gpu in gpus)
-        return tuple(Share(gpu.uuid, len(question.ids) * self._factor(question.inventory)) for gpu in gpus)
+        return tuple(
+            Share(gpu.uuid, len(question.ids) * self._factor(question.inventory)) for gpu in gpus
+        )
 
     def _by_place(self, pod: Pod, shares: Mapping[str, Sequence[Share]]) -> dict[int, str]:
         """Place within the pod's cards → the card that a container of it has there."""
         first = first_units(pod, self._resource_name)
-        return {first[name] + rank: share.device for name, each in shares.items() if name in first for rank, share in enumerate(each)}
+        return {
+            first[name] + rank: share.device
+            for name, each in shares.items()
+            if name in first
+            for rank, share in enumerate(each)
+        }
 
     def _indices(self, pod: Pod, served: Mapping[str, Grant]) -> str:
         """Return what to write into the pod for the scheduler; empty until all of it is known."""
@@ -389,13 +533,18 @@ def _size_mib(numbered: Mapping[int, Gpu]) -> int:
 
 def _memory_ids(numbered: Mapping[int, Gpu], factor: int) -> NumberedIds:
     count = _size_mib(numbered) // factor
-    return NumberedIds(tuple(IdBlock(f"{number}-", count, gpu.uuid) for number, gpu in numbered.items()))
+    return NumberedIds(
+        tuple(IdBlock(f"{number}-", count, gpu.uuid) for number, gpu in numbered.items())
+    )
 
 
 def _ordered(question: Question, gpus: Mapping[str, Gpu]) -> list[DeviceRoom]:
     """Return the rooms of the known cards, by rank and then in the order of the numbers."""
     rooms = {room.device: room for room in question.rooms}
-    return sorted((rooms[uuid] for uuid in gpus if uuid in rooms), key=lambda room: question.neighbours.rank(room.device))
+    return sorted(
+        (rooms[uuid] for uuid in gpus if uuid in rooms),
+        key=lambda room: question.neighbours.rank(room.device),
+    )
 
 
 def _free_mib(room: DeviceRoom, size_mib: int) -> int:
@@ -405,8 +554,9 @@ def _free_mib(room: DeviceRoom, size_mib: int) -> int:
 
 def _unplaced(question: Question, reason: CapacityError, switch: str) -> CapacityError:
     return CapacityError(
-        f"pod {question.pod.full_name} has no {GPU_INDEX}, so this agent places it, and cannot: {reason}. A Volcano scheduler with"
-        f" {switch}: true in its deviceshare plugin would choose a node with room"
+        f"pod {question.pod.full_name} has no {GPU_INDEX}, so this agent places it, and cannot: "
+        f"{reason}. A Volcano scheduler with {switch}: true in its deviceshare plugin would choose "
+        "a node with room"
     )
 
 

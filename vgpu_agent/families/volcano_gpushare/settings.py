@@ -1,6 +1,9 @@
-"""The settings of the family `volcano-gpushare`: its section and its rules. Defaults: volcano-gpushare §5."""
+"""The settings of the family `volcano-gpushare`: its section and its rules. Defaults:
+volcano-gpushare §5.
+"""
 
-# Without `from __future__ import annotations`: msgspec would evaluate each annotation, a text then, twice at each start.
+# Without `from __future__ import annotations`: msgspec would evaluate each annotation, a text then,
+# twice at each start.
 
 from collections.abc import Iterator
 from typing import Annotated, Literal
@@ -23,21 +26,41 @@ class VolcanoGpushare(msgspec.Struct, frozen=True, rename="camel", forbid_unknow
 
     strategy: Annotated[
         Literal["share", "number"],
-        Meta(description="share: offer memory (`volcano.sh/gpu-memory`). number: offer whole GPUs (`volcano.sh/gpu-number`)."),
+        Meta(
+            description=(
+                "share: offer memory (`volcano.sh/gpu-memory`). number: offer whole GPUs "
+                "(`volcano.sh/gpu-number`)."
+            )
+        ),
     ] = "share"
     gpu_memory_factor: Annotated[
-        int, Meta(ge=0, le=65536, description="MiB in one unit of the memory resource. 0: the smallest power of two that fits, usually 1.")
+        int,
+        Meta(
+            ge=0,
+            le=65536,
+            description=(
+                "MiB in one unit of the memory resource. 0: the smallest power of two that fits, "
+                "usually 1."
+            ),
+        ),
     ] = 1
     unequal_gpus: Annotated[
         Literal["refuse", "minimum"],
         Meta(
-            description="GPUs of different size, which the scheduler cannot tell apart: offer nothing and say why, or offer the "
-            "smallest size of each."
+            description=(
+                "GPUs of different size, which the scheduler cannot tell apart: offer nothing and "
+                "say why, or offer the smallest size of each."
+            )
         ),
     ] = "refuse"
     visible_devices: Annotated[
         Literal["index", "uuid"],
-        Meta(description="How NVIDIA_VISIBLE_DEVICES names a GPU. index is what the replaced plugin does; uuid survives renumbering."),
+        Meta(
+            description=(
+                "How NVIDIA_VISIBLE_DEVICES names a GPU. index is what the replaced plugin does; "
+                "uuid survives renumbering."
+            )
+        ),
     ] = "index"
 
 
@@ -58,11 +81,14 @@ def _factor(settings: Settings) -> str:
 
 SETTINGS = FamilySettings(
     FAMILY,
-    "`volcano.sh/gpu-memory` or `volcano.sh/gpu-number`, as Volcano's own device plugin offers them.",
+    "`volcano.sh/gpu-memory` or `volcano.sh/gpu-number`, as Volcano's own device plugin offers "
+    "them.",
     sections={"volcano_gpushare": VolcanoGpushare},
     ignored=(
         ForeignVariable("GPU_STRATEGY", _strategy, "set volcanoGpushare.strategy to that"),
-        ForeignVariable("GPU_MEMORY_FACTOR", _factor, "set volcanoGpushare.gpuMemoryFactor to that"),
+        ForeignVariable(
+            "GPU_MEMORY_FACTOR", _factor, "set volcanoGpushare.gpuMemoryFactor to that"
+        ),
     ),
     names=_names,
 )

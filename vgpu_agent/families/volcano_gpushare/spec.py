@@ -12,7 +12,12 @@ from vgpu_agent.families.volcano_gpushare.family import (
     VolcanoGpushareFamily,
     VolcanoGpushareOptions,
 )
-from vgpu_agent.families.volcano_gpushare.settings import FAMILY, MEMORY_RESOURCE, NUMBER_RESOURCE, SETTINGS
+from vgpu_agent.families.volcano_gpushare.settings import (
+    FAMILY,
+    MEMORY_RESOURCE,
+    NUMBER_RESOURCE,
+    SETTINGS,
+)
 
 if TYPE_CHECKING:
     from vgpu_agent.config.settings import Settings
@@ -22,7 +27,13 @@ if TYPE_CHECKING:
 def _build(settings: Settings, facts: NodeFacts) -> BuiltFamily:
     if not settings.is_on(FAMILY):
         return BuiltFamily()
-    return BuiltFamily(by_pod=(VolcanoGpushareFamily(VolcanoGpushareOptions.from_settings(settings, lists=facts.pod_lists)),))
+    return BuiltFamily(
+        by_pod=(
+            VolcanoGpushareFamily(
+                VolcanoGpushareOptions.from_settings(settings, lists=facts.pod_lists)
+            ),
+        )
+    )
 
 
 SPEC = FamilySpec(

@@ -1,8 +1,11 @@
-"""Read a scheduler's decision for a container from its pod; check it against the pod's request and this node.
+"""Read a scheduler's decision for a container from its pod;
+check it against the pod's request and this node.
 
-The scheduler's decision is ``volcano.sh/vgpu-ids-new``, which stays on the pod for good (volcano-vgpu §3). Its segment k belongs to the
-k-th regular container that asks (volcano-vgpu D3). The container in question is known from the kubelet's records, not guessed. Every user
-who may edit pods can write these annotations, so they never give more than the container's limits say. Called by `family`.
+The scheduler's decision is ``volcano.sh/vgpu-ids-new``, which stays on the pod for good
+(volcano-vgpu §3). Its segment k belongs to the k-th regular container that asks (volcano-vgpu D3).
+The container in question is known from the kubelet's records, not guessed. Every user who may edit
+pods can write these annotations, so they never give more than the container's limits say. Called by
+`family`.
 """
 
 from __future__ import annotations
@@ -12,7 +15,13 @@ from typing import TYPE_CHECKING
 
 from vgpu_agent.errors import RequestRefusedError, quoted
 from vgpu_agent.families.family import Question
-from vgpu_agent.families.volcano_vgpu.pod_devices import SEGMENT_END, Assigned, DevicesTextError, Segment, parse_pod_devices
+from vgpu_agent.families.volcano_vgpu.pod_devices import (
+    SEGMENT_END,
+    Assigned,
+    DevicesTextError,
+    Segment,
+    parse_pod_devices,
+)
 from vgpu_agent.families.volcano_vgpu.requests import read_ask
 from vgpu_agent.families.volcano_vgpu.settings import FAMILY, MIG
 from vgpu_agent.model import Resource, Share
@@ -43,8 +52,9 @@ def asking_container(question: Question) -> PodContainer:
     if container := question.pod.container(question.container):
         return container
     raise RequestRefusedError(
-        f"pod {question.pod.full_name}: the kubelet gave {len(question.ids)} × {question.resource.name} to container"
-        f" {question.container}, and the pod's specification has no container of that name"
+        f"pod {question.pod.full_name}: the kubelet gave {len(question.ids)} × "
+        f"{question.resource.name} to container {question.container}, and the pod's specification "
+        "has no container of that name"
     )
 
 
@@ -55,26 +65,39 @@ def decided_shares(question: Question, offer: Offer) -> tuple[Share, ...] | None
         RequestRefusedError: likewise.
     """
     segment = decided_segment(question, offer)
-    return None if segment is None else tuple(_share(assigned, offer.factor) for assigned in segment)
+    return (
+        None if segment is None else tuple(_share(assigned, offer.factor) for assigned in segment)
+    )
 
 
 def decided_segment(question: Question, offer: Offer) -> Segment | None:
-    """Return a scheduler's decision for the container, in its order; None without one, so that the agent places the container.
+    """Return a scheduler's decision for the container, in its order;
+    None without one, so that the agent places the container.
 
-    An init container has no segment (volcano-vgpu D14); it works on the GPUs that were decided for the containers after it. A sidecar has
-    none either and keeps its GPUs beside theirs, so it is placed by the agent.
+    An init container has no segment (volcano-vgpu D14); it works on the GPUs that were decided for
+    the containers after it. A sidecar has none either and keeps its GPUs beside theirs, so it is
+    placed by the agent.
 
     Raises:
-        RequestRefusedError: the decision is malformed, is not for this node, or claims what was not asked for or does not exist.
+        RequestRefusedError: the decision is malformed, is not for this node, or claims what was not
+            asked for or does not exist.
     """
     pod, container = question.pod, asking_container(question)
     text = pod.annotations.get(IDS, "")
     if not text.strip(SEGMENT_END) or container.kind is ContainerKind.SIDECAR:
         return None
     if NODE not in pod.annotations:
-        raise refused(pod, IDS, text, f"no {NODE} beside it says for which node the GPUs were decided", _COPIED)
+        raise refused(
+            pod,
+            IDS,
+            text,
+            f"no {NODE} beside it says for which node the GPUs were decided",
+            _COPIED,
+        )
     if (node := pod.annotations[NODE]) != question.node:
-        problem = f"the GPUs were decided for another node than {question.node}, where the pod is bound"
+        problem = (
+            f"the GPUs were decided for another node than {question.node}, where the pod is bound"
+        )
         raise refused(pod, NODE, node, problem, _COPIED)
     segments, counted = _segments(pod, offer.names)
     ask = read_ask(pod, container, offer.names)
@@ -82,7 +105,13 @@ def decided_segment(question: Question, offer: Offer) -> Segment | None:
         return _segment_of_init(question, segments, ask, offer)
     place = next((place for place, each in enumerate(counted) if each.name == container.name), None)
     if place is None:
-        raise refused(pod, IDS, text, f"container {container.name} asks for none of {offer.names.number} and {offer.names.memory}")
+        raise refused(
+            pod,
+            IDS,
+            text,
+            f"container {container.name} asks for none of {offer.names.number} and "
+            f"{offer.names.memory}",
+        )
     if not segments[place]:
         return None
     _require_agreement(pod, place, len(segments))
@@ -94,14 +123,16 @@ def decided_segment(question: Question, offer: Offer) -> Segment | None:
             pod,
             IDS,
             text,
-            f"{len(segments[place])} GPUs were decided for container {container.name}, and the kubelet gave it"
-            f" {len(question.ids)} × {question.resource.name}",
+            f"{len(segments[place])} GPUs were decided for container {container.name}, and the "
+            f"kubelet gave it {len(question.ids)} × {question.resource.name}",
         )
     return segments[place]
 
 
 def decided_gpus(pod: Pod, inventory: Inventory, offer: Offer) -> dict[str, tuple[str, ...]]:
-    """The GPUs of each container for which a scheduler has decided, without those that could not start with the decision."""
+    """The GPUs of each container for which a scheduler has decided,
+    without those that could not start with the decision.
+    """
     if not pod.annotations.get(IDS, "").strip(SEGMENT_END):
         return {}
     decided: dict[str, tuple[str, ...]] = {}
@@ -125,9 +156,13 @@ def decided_gpus(pod: Pod, inventory: Inventory, offer: Offer) -> dict[str, tupl
     return decided
 
 
-def refused(pod: Pod, key: str, value: str, problem: str, remedy: str = _REMEDY) -> RequestRefusedError:
+def refused(
+    pod: Pod, key: str, value: str, problem: str, remedy: str = _REMEDY
+) -> RequestRefusedError:
     """The one form of every refusal: pod, key, value, what is wrong, what to do."""
-    return RequestRefusedError(f"pod {pod.full_name}: annotation {key}={quoted(value)}: {problem}; {remedy}")
+    return RequestRefusedError(
+        f"pod {pod.full_name}: annotation {key}={quoted(value)}: {problem}; {remedy}"
+    )
 
 
 def _segments(pod: Pod, names: Names) -> tuple[tuple[Segment, ...], tuple[PodContainer, ...]]:
@@ -137,38 +172,76 @@ def _segments(pod: Pod, names: Names) -> tuple[tuple[Segment, ...], tuple[PodCon
     except DevicesTextError as err:
         raise refused(pod, IDS, text, str(err)) from err
     if len(segments) != len(counted):
-        raise refused(pod, IDS, text, f"it speaks of {len(segments)} containers, and {len(counted)} of the pod ask for GPUs")
+        raise refused(
+            pod,
+            IDS,
+            text,
+            f"it speaks of {len(segments)} containers, and {len(counted)} of the pod ask for GPUs",
+        )
     return segments, counted
 
 
 def _require_agreement(pod: Pod, place: int, count: int) -> None:
-    """Require that what is still to be allocated is what was decided: the scheduler writes both at once."""
+    """Require that what is still to be allocated is what was decided:
+    the scheduler writes both at once.
+    """
     pending = pod.annotations.get(TO_ALLOCATE, "").split(SEGMENT_END)
     decided = pod.annotations[IDS].split(SEGMENT_END)
     if len(pending) == count and pending[place] and pending[place] != decided[place]:
-        raise refused(pod, TO_ALLOCATE, pending[place], f"{IDS} says {quoted(decided[place])} for the same container")
+        raise refused(
+            pod,
+            TO_ALLOCATE,
+            pending[place],
+            f"{IDS} says {quoted(decided[place])} for the same container",
+        )
 
 
 def _require_sense(question: Question, segment: Sequence[Assigned], offer: Offer) -> None:
-    """Require, regardless of the request, that each GPU exists, is named once, and has that much."""
+    """Require, regardless of the request, that each GPU exists, is named once,
+    and has that much.
+    """
     pod, text = question.pod, question.pod.annotations[IDS]
     for assigned in segment:
         if (is_instance := assigned.device != assigned.gpu) != (offer.mode == MIG):
-            what, shares = ("a MIG instance", "whole GPUs by memory") if is_instance else ("a whole GPU", "MIG instances")
-            raise refused(pod, IDS, text, f"{quoted(assigned.device)} is {what}, and this node shares {shares}")
+            what, shares = (
+                ("a MIG instance", "whole GPUs by memory")
+                if is_instance
+                else ("a whole GPU", "MIG instances")
+            )
+            raise refused(
+                pod,
+                IDS,
+                text,
+                f"{quoted(assigned.device)} is {what}, and this node shares {shares}",
+            )
         if assigned.gpu not in offer.units:
             offered = ", ".join(offer.units) or "none"
-            raise refused(pod, IDS, text, f"node {question.node} offers no GPU {quoted(assigned.gpu)}; it offers {offered}")
+            raise refused(
+                pod,
+                IDS,
+                text,
+                f"node {question.node} offers no GPU {quoted(assigned.gpu)}; it offers {offered}",
+            )
         if assigned.memory_units <= 0:
             problem = f"{assigned.memory_units} units of memory would mean no limit at all"
             remedy = (
-                f"ask for {offer.names.memory} as a plain number of {offer.factor} MiB, such as 3000 (3Gi overflows), and for percentages"
-                " use a scheduler from 1.14 on"
+                f"ask for {offer.names.memory} as a plain number of {offer.factor} MiB, such as "
+                "3000 (3Gi overflows), and for percentages use a scheduler from 1.14 on"
             )
             raise refused(pod, IDS, text, problem, remedy)
         if assigned.memory_units > (most := offer.units[assigned.gpu]):
-            problem = f"{assigned.memory_units} units of {offer.factor} MiB are more than the {most} of GPU {assigned.gpu}"
-            raise refused(pod, IDS, text, problem, f"ask for {offer.names.memory} as a plain number of {offer.factor} MiB, at most {most}")
+            problem = (
+                f"{assigned.memory_units} units of {offer.factor} MiB are more than the {most} of "
+                f"GPU {assigned.gpu}"
+            )
+            raise refused(
+                pod,
+                IDS,
+                text,
+                problem,
+                f"ask for {offer.names.memory} as a plain number of {offer.factor} MiB, at most "
+                f"{most}",
+            )
     if len({assigned.gpu for assigned in segment}) != len(segment):
         raise refused(pod, IDS, text, "a GPU is named twice for one container")
 
@@ -178,16 +251,21 @@ def _require_modesty(pod: Pod, container: str, assigned: Assigned, ask: Ask, off
     most = ask.most_units_on(offer.units[assigned.gpu])
     if assigned.memory_units > most or not 0 <= assigned.cores_percent <= ask.cores_percent:
         problem = (
-            f"{assigned.memory_units} units of memory and {assigned.cores_percent} % of the compute are not what container {container}"
-            f" asks for ({ask.text(offer.names)}: at most {most} units)"
+            f"{assigned.memory_units} units of memory and {assigned.cores_percent} % of the "
+            f"compute are not what container {container} asks for ({ask.text(offer.names)}: at "
+            f"most {most} units)"
         )
         raise refused(pod, IDS, pod.annotations[IDS], problem)
 
 
-def _segment_of_init(question: Question, segments: Sequence[Segment], ask: Ask, offer: Offer) -> Segment | None:
-    """Return GPUs that belong to the pod anyway: those of a later container with as many, else the first ones of all.
+def _segment_of_init(
+    question: Question, segments: Sequence[Segment], ask: Ask, offer: Offer
+) -> Segment | None:
+    """Return GPUs that belong to the pod anyway:
+    those of a later container with as many, else the first ones of all.
 
-    It is never more of one GPU than the later containers have together, because the scheduler has reserved nothing else.
+    It is never more of one GPU than the later containers have together, because the scheduler has
+    reserved nothing else.
     """
     every = [assigned for segment in segments for assigned in segment]
     if not every:
@@ -206,7 +284,8 @@ def _segment_of_init(question: Question, segments: Sequence[Segment], ask: Ask, 
             question.pod,
             IDS,
             question.pod.annotations[IDS],
-            f"init container {question.container} asks for {count} GPUs, and {len(devices)} were decided for the whole pod",
+            f"init container {question.container} asks for {count} GPUs, and {len(devices)} were "
+            "decided for the whole pod",
             f"ask for at most {len(devices)} × {question.resource.name} in init containers",
         )
     units = {assigned.device: offer.units[assigned.gpu] for assigned in every}

@@ -1,9 +1,11 @@
-"""The configuration files of volcano-vgpu-device-plugin, read as they are, so that they need no rewriting to change over.
+"""The configuration files of volcano-vgpu-device-plugin, read as they are,
+so that they need no rewriting to change over.
 
-Two texts: ``device-config.yaml`` from the ConfigMap ``volcano-vgpu-device-config``, and the mounted ``config.json``
-of ``volcano-vgpu-node-config`` (volcano-vgpu §5). Each becomes an `Overlay` over `settings.VolcanoVgpu`, and a list
-of its problems. The replaced plugin silently drops a whole file for one wrong type (volcano-vgpu D23). Here a wrong
-value costs that value only, and is named with its key. Called by `agent` at start and whenever a text has changed.
+Two texts: ``device-config.yaml`` from the ConfigMap ``volcano-vgpu-device-config``, and the mounted
+``config.json`` of ``volcano-vgpu-node-config`` (volcano-vgpu §5). Each becomes an `Overlay` over
+`settings.VolcanoVgpu`, and a list of its problems. The replaced plugin silently drops a whole file
+for one wrong type (volcano-vgpu D23). Here a wrong value costs that value only, and is named with
+its key. Called by `agent` at start and whenever a text has changed.
 """
 
 from __future__ import annotations
@@ -25,7 +27,8 @@ DEVICE_CONFIG = "device-config.yaml"
 NODE_CONFIG = "config.json"
 CONFIG_MAP = "volcano-vgpu-device-config"  # with the first of the two (volcano-vgpu §5.1)
 NODE_CONFIG_MAP = "volcano-vgpu-node-config"  # from which the second is mounted
-NAMESPACES = ("kube-system", "volcano-system")  # the second one is where Volcano's own manifests put the ConfigMap
+# the second one is where Volcano's own manifests put the ConfigMap
+NAMESPACES = ("kube-system", "volcano-system")
 
 HIDDEN = "filterdevices"
 GEOMETRIES = "knownMigGeometries"
@@ -80,7 +83,8 @@ class Overlay:
         hidden_indices: the same by NVML index.
         geometries: ``knownMigGeometries``: how GPUs may be divided in the operating mode mig.
         problems: one sentence each, with key, value and expectation; the rest of the file counts.
-        spoilt: attributes with a value that is wrong; `HIDDEN` for ``filterdevices``, `GEOMETRIES` for those.
+        spoilt: attributes with a value that is wrong; `HIDDEN` for ``filterdevices``, `GEOMETRIES`
+            for those.
         readable: the file could be read at all.
     """
 
@@ -94,32 +98,46 @@ class Overlay:
 
     @property
     def sound(self) -> bool:
-        """Tell whether all values of the file are right, so that it can replace a later one that is wrong."""
+        """Tell whether all values of the file are right,
+        so that it can replace a later one that is wrong.
+        """
         return self.readable and not self.spoilt
 
     def after(self, before: Overlay) -> Overlay:
         """Return this file where it is right, and ``before`` where it is wrong.
 
-        A mistake in an edited ConfigMap must not give every node another memory unit, or GPUs that were hidden, under
-        running pods.
+        A mistake in an edited ConfigMap must not give every node another memory unit, or GPUs that
+        were hidden, under running pods.
         """
         if not self.readable:
             return dataclasses.replace(before, problems=self.problems)
-        values = {**{name: value for name, value in before.values.items() if name in self.spoilt}, **self.values}
-        # Positions in an annotation count through a group, so half of the geometries would be other geometries.
+        values = {
+            **{name: value for name, value in before.values.items() if name in self.spoilt},
+            **self.values,
+        }
+        # Positions in an annotation count through a group, so half of the geometries would be other
+        # geometries.
         geometries = before.geometries if GEOMETRIES in self.spoilt else self.geometries
         if HIDDEN not in self.spoilt:
             return dataclasses.replace(self, values=values, geometries=geometries)
-        uuids, indices = self.hidden_uuids | before.hidden_uuids, self.hidden_indices | before.hidden_indices
-        return dataclasses.replace(self, values=values, geometries=geometries, hidden_uuids=uuids, hidden_indices=indices)
+        uuids, indices = (
+            self.hidden_uuids | before.hidden_uuids,
+            self.hidden_indices | before.hidden_indices,
+        )
+        return dataclasses.replace(
+            self, values=values, geometries=geometries, hidden_uuids=uuids, hidden_indices=indices
+        )
 
     def over(self, settings: VolcanoVgpu, *, but: Collection[str] = ()) -> VolcanoVgpu:
         """Return ``settings`` with the values of this file, except for the attributes in ``but``.
 
-        The order of the replaced plugin (volcano-vgpu §5.2) is ConfigMap, then given flags, then the node's entry. So
-        for the ConfigMap ``but`` has the attributes that a flag or a variable has set.
+        The order of the replaced plugin (volcano-vgpu §5.2) is ConfigMap, then given flags, then
+        the node's entry. So for the ConfigMap ``but`` has the attributes that a flag or a variable
+        has set.
         """
-        return msgspec.structs.replace(settings, **{name: value for name, value in self.values.items() if name not in but})
+        return msgspec.structs.replace(
+            settings, **{name: value for name, value in self.values.items() if name not in but}
+        )
 
 
 class _Reading:
@@ -144,16 +162,28 @@ class _Reading:
     def unreadable(self, path: str, text: str) -> None:
         """The file as a whole is no such file."""
         self._readable = False
-        self.problem(path, f"{text}; nothing of it counts, and what stood there before stays in force")
+        self.problem(
+            path, f"{text}; nothing of it counts, and what stood there before stays in force"
+        )
 
     def take(self, path: str, attribute: str, value: Any) -> None:
         """Accept a value as the settings would, or record its fault."""
         key = _ATTRIBUTES[attribute]
         truth = isinstance(key.default, bool)
-        integral = isinstance(value, float) and value.is_integer() and isinstance(key.default, int) and not truth
+        integral = (
+            isinstance(value, float)
+            and value.is_integer()
+            and isinstance(key.default, int)
+            and not truth
+        )
         try:
-            # The replaced plugin documents a truth value as a text, so it is in quotes in many a ConfigMap.
-            accepted = key.accept_text(value) if truth and isinstance(value, str) else key.accept(int(value) if integral else value)
+            # The replaced plugin documents a truth value as a text, so it is in quotes in many a
+            # ConfigMap.
+            accepted = (
+                key.accept_text(value)
+                if truth and isinstance(value, str)
+                else key.accept(int(value) if integral else value)
+            )
             self.values[attribute] = accepted
         except schema.NotAcceptedError as err:
             self.spoilt.add(attribute)
@@ -182,7 +212,12 @@ class _Reading:
         for place, member in enumerate(members):
             if kind == "uuid" and isinstance(member, str):
                 self.hidden_uuids.add(member)
-            elif kind == "index" and isinstance(member, int) and not isinstance(member, bool) and member >= 0:
+            elif (
+                kind == "index"
+                and isinstance(member, int)
+                and not isinstance(member, bool)
+                and member >= 0
+            ):
                 self.hidden_indices.add(member)
             else:
                 expected = "the UUID of a GPU" if kind == "uuid" else "an integer ≥ 0"
@@ -227,7 +262,8 @@ def read_device_config(text: str) -> Overlay:
 def read_node_config(text: str, node: str) -> Overlay:
     """Read the values of ``config.json`` for the node of that name; never an error.
 
-    The last entry of that name counts, keys are read in any case, and 0 means "not set", as the replaced plugin does it.
+    The last entry of that name counts, keys are read in any case, and 0 means "not set", as the
+    replaced plugin does it.
     """
     reading = _Reading(NODE_CONFIG)
     try:
@@ -237,7 +273,9 @@ def read_node_config(text: str, node: str) -> Overlay:
         return reading.overlay()
     entries = next((value for name, value in _members(root) if name == _NODES), None)
     if not isinstance(entries, list):
-        reading.unreadable("", f'expected {{"{_NODES}": [ … ]}}, got {shown(root if entries is None else entries)}')
+        reading.unreadable(
+            "", f'expected {{"{_NODES}": [ … ]}}, got {shown(root if entries is None else entries)}'
+        )
         return reading.overlay()
     ours: list[tuple[str, Any]] = []
     for place, entry in enumerate(entries):
@@ -254,7 +292,9 @@ def read_node_config(text: str, node: str) -> Overlay:
 
 
 def come_to(texts: Sequence[str], read: Callable[[str], Overlay]) -> Overlay:
-    """Join the values of the texts of `plugin_files.texts_in_force`, and the problems of the newest."""
+    """Join the values of the texts of `plugin_files.texts_in_force`,
+    and the problems of the newest.
+    """
     overlay = Overlay()
     for text in texts:
         overlay = read(text).after(overlay)
@@ -276,16 +316,22 @@ def _take_of_devices(reading: _Reading, path: str, name: str, value: Any) -> Non
         reading.divide(path, value)
     elif name in _WITHOUT_EFFECT:
         if value is not None and value != _WITHOUT_EFFECT[name]:
-            reading.problem(path, f"{shown(value)} has no effect, as in volcano-vgpu-device-plugin; take the key out")
+            reading.problem(
+                path,
+                f"{shown(value)} has no effect, as in volcano-vgpu-device-plugin; take the key out",
+            )
     elif name not in _DEVICE_KEYS:
-        reading.problem(path, f"unknown key; expected one of {', '.join([*_DEVICE_KEYS, GEOMETRIES])}")
+        reading.problem(
+            path, f"unknown key; expected one of {', '.join([*_DEVICE_KEYS, GEOMETRIES])}"
+        )
     elif value is not None:
         reading.take(path, _DEVICE_KEYS[name], value)
 
 
 def _take_of_node(reading: _Reading, path: str, name: str, value: Any) -> None:
     if name == "name" or value is None or (name == "migstrategy" and value == "none"):
-        return  # the strategy is shipped as none, and the replaced plugin follows its flag in any case
+        # the strategy is shipped as none, and the replaced plugin follows its flag in any case
+        return
     if name in _NODE_KEYS:
         # 0 or nothing means that it is not set
         if isinstance(value, bool) or value not in (0, ""):

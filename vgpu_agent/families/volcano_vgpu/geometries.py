@@ -1,7 +1,9 @@
-"""``knownMigGeometries`` of Volcano's ConfigMap: into which groups of MIG instances a GPU of a model may be divided.
+"""``knownMigGeometries`` of Volcano's ConfigMap:
+into which groups of MIG instances a GPU of a model may be divided.
 
-Scheduler and agent read the same text, and an annotation names an instance by its position in it (volcano-vgpu §4.3, §5.1). So it
-is taken whole or not at all: half of it would be another one. Called by `files`; the family `volcano-vgpu` works with the result.
+Scheduler and agent read the same text, and an annotation names an instance by its position in it
+(volcano-vgpu §4.3, §5.1). So it is taken whole or not at all: half of it would be another one.
+Called by `files`; the family `volcano-vgpu` works with the result.
 """
 
 from __future__ import annotations
@@ -18,7 +20,8 @@ if TYPE_CHECKING:
 
     Problem = Callable[[str, str], None]
 
-# What follows the bracket in ``GPU-…[group-position]``; the characters that annotations are split at would tear it apart.
+# What follows the bracket in ``GPU-…[group-position]``; the characters that annotations are split
+# at would tear it apart.
 _GROUP = re.compile(r"[^-\[\],;:\s]{1,63}\Z")
 _PROFILE = re.compile(r"([0-9]+c\.)?[0-9]+g\.[0-9]+gb(\+[a-z0-9.]+)*\Z", re.ASCII)
 _MOST_INSTANCES = 8  # of one GPU, by NVML
@@ -28,7 +31,9 @@ _MOST_ENTRIES = 256  # of any list; the API server takes a megabyte
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class MigProfile:
-    """``count`` instances of one profile; ``memory_mib`` is the scheduler's figure for each, a little above the driver's."""
+    """``count`` instances of one profile; ``memory_mib`` is the scheduler's figure for each,
+    a little above the driver's.
+    """
 
     name: str
     memory_mib: int
@@ -45,7 +50,9 @@ class MigGroup:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class ModelGeometries:
-    """The groups for GPUs whose product name has one of ``models`` in it, in the order in which a scheduler tries them."""
+    """The groups for GPUs whose product name has one of ``models`` in it,
+    in the order in which a scheduler tries them.
+    """
 
     models: tuple[str, ...]
     groups: tuple[MigGroup, ...]
@@ -61,7 +68,10 @@ def read_geometries(path: str, value: Any, problem: Problem) -> tuple[ModelGeome
     """
     if value is None or value == []:
         return ()
-    return tuple(_model(f"{path}[{place}]", entry, problem) for place, entry in enumerate(_list(path, value, problem)))
+    return tuple(
+        _model(f"{path}[{place}]", entry, problem)
+        for place, entry in enumerate(_list(path, value, problem))
+    )
 
 
 def _model(path: str, entry: Any, problem: Problem) -> ModelGeometries:
@@ -69,14 +79,22 @@ def _model(path: str, entry: Any, problem: Problem) -> ModelGeometries:
     models = _list(f"{path}.models", members.get("models"), problem)
     for place, model in enumerate(models):
         if not isinstance(model, str) or not model:
-            problem(f"{path}.models[{place}]", f"expected a part of the GPU's product name, got {shown(model)}")
+            problem(
+                f"{path}.models[{place}]",
+                f"expected a part of the GPU's product name, got {shown(model)}",
+            )
     groups = tuple(
         _group(f"{path}.allowedGeometries[{place}]", group, problem)
-        for place, group in enumerate(_list(f"{path}.allowedGeometries", members.get("allowedGeometries"), problem))
+        for place, group in enumerate(
+            _list(f"{path}.allowedGeometries", members.get("allowedGeometries"), problem)
+        )
     )
     for name, count in collections.Counter(group.name for group in groups).items():
         if count > 1:
-            problem(f"{path}.allowedGeometries", f"{count} groups are called {shown(name)}; give each a name of its own")
+            problem(
+                f"{path}.allowedGeometries",
+                f"{count} groups are called {shown(name)}; give each a name of its own",
+            )
     return ModelGeometries(tuple(model for model in models if isinstance(model, str)), groups)
 
 
@@ -84,13 +102,22 @@ def _group(path: str, entry: Any, problem: Problem) -> MigGroup:
     members = _members(path, entry, ("group", "geometries"), problem)
     name = members.get("group")
     if not isinstance(name, str) or not _GROUP.match(name):
-        problem(f"{path}.group", f"expected a name without '-', brackets, blanks and ',;:', got {shown(name)}")
+        problem(
+            f"{path}.group",
+            f"expected a name without '-', brackets, blanks and ',;:', got {shown(name)}",
+        )
     profiles = tuple(
         _profile(f"{path}.geometries[{place}]", profile, problem)
-        for place, profile in enumerate(_list(f"{path}.geometries", members.get("geometries"), problem))
+        for place, profile in enumerate(
+            _list(f"{path}.geometries", members.get("geometries"), problem)
+        )
     )
     if sum(profile.count for profile in profiles) > _MOST_INSTANCES:
-        problem(f"{path}.geometries", f"expected instances, at most {_MOST_INSTANCES}, got {sum(profile.count for profile in profiles)}")
+        problem(
+            f"{path}.geometries",
+            f"expected instances, at most {_MOST_INSTANCES}, got "
+            f"{sum(profile.count for profile in profiles)}",
+        )
     return MigGroup(str(name), profiles)
 
 
@@ -99,8 +126,14 @@ def _profile(path: str, entry: Any, problem: Problem) -> MigProfile:
     name = members.get("name")
     if not isinstance(name, str) or not _PROFILE.match(name):
         problem(f"{path}.name", f"expected a MIG profile such as 1g.10gb, got {shown(name)}")
-    memory = _number(f"{path}.memory", members.get("memory"), _LARGEST_MIB, "MiB of one instance", problem)
-    return MigProfile(str(name), memory, _number(f"{path}.count", members.get("count"), _MOST_INSTANCES, "instances", problem))
+    memory = _number(
+        f"{path}.memory", members.get("memory"), _LARGEST_MIB, "MiB of one instance", problem
+    )
+    return MigProfile(
+        str(name),
+        memory,
+        _number(f"{path}.count", members.get("count"), _MOST_INSTANCES, "instances", problem),
+    )
 
 
 def _number(path: str, value: Any, most: int, what: str, problem: Problem) -> int:

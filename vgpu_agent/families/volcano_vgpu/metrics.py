@@ -1,8 +1,10 @@
-"""The metrics of the family, which have the names of volcano-vgpu-device-plugin's monitor, so that its dashboards go on working.
+"""The metrics of the family, which have the names of volcano-vgpu-device-plugin's monitor,
+so that its dashboards go on working.
 
-They exist only while the family is on, because a cluster that keeps its plugin may have other exporters that use the same names. Names,
-labels and units are those of volcano-vgpu §6. `Device_memory_desc_of_container` is left out: four of its labels are numbers of bytes, so
-that each change of memory is one more series; its value is that of `vGPU_device_memory_usage_in_bytes`.
+They exist only while the family is on, because a cluster that keeps its plugin may have other
+exporters that use the same names. Names, labels and units are those of volcano-vgpu §6.
+`Device_memory_desc_of_container` is left out: four of its labels are numbers of bytes, so that each
+change of memory is one more series; its value is that of `vGPU_device_memory_usage_in_bytes`.
 """
 
 from __future__ import annotations
@@ -29,7 +31,9 @@ def _memory_used(usage: GpuUsage) -> float | None:
 
 
 def _since_last_kernel(usage: ContainerUsage, now: float) -> float | None:
-    """Seconds since the container launched a kernel; the clocks of a container and ours are the same one."""
+    """Seconds since the container launched a kernel;
+    the clocks of a container and ours are the same one.
+    """
     return max(0.0, now - usage.last_kernel_at) if usage.last_kernel_at else None
 
 
@@ -45,17 +49,32 @@ def _each_card(value: Callable[[GpuUsage], float | None]) -> Callable[[Readings]
     return rows
 
 
-def _each_container(value: Callable[[ContainerUsage, float], float | None]) -> Callable[[Readings], Iterator[_Row]]:
+def _each_container(
+    value: Callable[[ContainerUsage, float], float | None],
+) -> Callable[[Readings], Iterator[_Row]]:
     """Make a reading with one series for each device of a container.
 
-    The names of devices come from the container. Those that the node does not have are left out, so that no container
-    can fill a database with labels.
+    The names of devices come from the container. Those that the node does not have are left out, so
+    that no container can fill a database with labels.
     """
 
     def rows(readings: Readings) -> Iterator[_Row]:
         for usage in readings.containers:
-            if readings.inventory.device(usage.uuid) and (found := value(usage, readings.now)) is not None:
-                yield (usage.namespace, usage.pod, usage.container, str(usage.index), usage.uuid, _ZONE), found
+            if (
+                readings.inventory.device(usage.uuid)
+                and (found := value(usage, readings.now)) is not None
+            ):
+                yield (
+                    (
+                        usage.namespace,
+                        usage.pod,
+                        usage.container,
+                        str(usage.index),
+                        usage.uuid,
+                        _ZONE,
+                    ),
+                    found,
+                )
 
     return rows
 
@@ -76,7 +95,8 @@ METRICS = (
     FamilyMetric(
         "vGPU_device_memory_usage_in_bytes",
         _CONTAINER,
-        "Bytes that the container uses of the device, as its libvgpu.so counts; vdeviceid is the device's place in the container.",
+        "Bytes that the container uses of the device, as its libvgpu.so counts; vdeviceid is the "
+        "device's place in the container.",
         _each_container(lambda usage, _: usage.used_bytes),
     ),
     FamilyMetric(
@@ -88,7 +108,8 @@ METRICS = (
     FamilyMetric(
         "Device_utilization_desc_of_container",
         _CONTAINER,
-        "Percent of the device's compute that the container uses, as its libvgpu.so measures; 0 where it cannot.",
+        "Percent of the device's compute that the container uses, as its libvgpu.so measures; 0 "
+        "where it cannot.",
         _each_container(lambda usage, _: usage.cores_percent),
     ),
     FamilyMetric(

@@ -1,7 +1,9 @@
-"""The desired state of our Node for Volcano's schedulers: register annotation, handshake, name of their lock (see `node_lock`).
+"""The desired state of our Node for Volcano's schedulers:
+register annotation, handshake, name of their lock (see `node_lock`).
 
-All are expressed as desired state; `cluster` writes the difference. Schedulers of every version are served at once: new ones
-read the register annotation only, old ones also want their handshake answered (volcano-vgpu §2). Called by `family`.
+All are expressed as desired state; `cluster` writes the difference. Schedulers of every version are
+served at once: new ones read the register annotation only, old ones also want their handshake
+answered (volcano-vgpu §2). Called by `family`.
 """
 
 from __future__ import annotations
@@ -26,17 +28,28 @@ _SEPARATORS = re.compile(r"[,:\s]+")
 
 
 def card_type(gpu: Gpu) -> str:
-    """The type of a card as pods select it: ``NVIDIA-NVIDIA A10``; a product name must not break the annotation."""
+    """The type of a card as pods select it: ``NVIDIA-NVIDIA A10``;
+    a product name must not break the annotation.
+    """
     return TYPE_PREFIX + _SEPARATORS.sub(" ", gpu.name).strip()
 
 
-def register_text(gpus: Iterable[Gpu], units: Mapping[str, int], *, split: int, available: Mapping[str, bool], mode: str) -> str:
-    """The register annotation: one entry a GPU, in the order of ``gpus``, which is the order in which schedulers count (volcano-vgpu §2.1).
+def register_text(
+    gpus: Iterable[Gpu],
+    units: Mapping[str, int],
+    *,
+    split: int,
+    available: Mapping[str, bool],
+    mode: str,
+) -> str:
+    """The register annotation: one entry a GPU, in the order of ``gpus``, which is the order in
+    which schedulers count (volcano-vgpu §2.1).
 
     Every entry has the same ``mode``, of which schedulers read the last.
 
-    A GPU that must not be given away is announced with count 0: schedulers read the health and ignore it, while a count of 0 keeps new pods
-    off and the accounting of the old ones right (volcano-vgpu D6).
+    A GPU that must not be given away is announced with count 0: schedulers read the health and
+    ignore it, while a count of 0 keeps new pods off and the accounting of the old ones right
+    (volcano-vgpu D6).
     """
     return "".join(
         f"{gpu.uuid},{split if available[gpu.uuid] else 0},{units[gpu.uuid]},{card_type(gpu)},"
@@ -46,15 +59,23 @@ def register_text(gpus: Iterable[Gpu], units: Mapping[str, int], *, split: int, 
 
 
 def desired_handshake(standing: str | None, *, now: float, pause_seconds: float) -> DesiredNode:
-    """Return an answer where there is none or where a scheduler asks; nothing while our last answer is there (volcano-vgpu §2.3)."""
+    """Return an answer where there is none or where a scheduler asks;
+    nothing while our last answer is there (volcano-vgpu §2.3).
+    """
     if standing is not None and "Requesting" not in standing and "Deleted" not in standing:
         return DesiredNode()
-    return DesiredNode(annotations={HANDSHAKE: f"Reported {_written(now)}"}, unhurried={HANDSHAKE: pause_seconds})
+    return DesiredNode(
+        annotations={HANDSHAKE: f"Reported {_written(now)}"}, unhurried={HANDSHAKE: pause_seconds}
+    )
 
 
 def cleanup(*, now: float) -> DesiredNode:
-    """Return the desired state of a node that the agent leaves for good: nothing that makes a scheduler send pods (volcano-vgpu D24)."""
-    return DesiredNode(annotations={REGISTER: None, HANDSHAKE: f"Deleted_{_scheduler_time(now)}", LOCK: None})
+    """Return the desired state of a node that the agent leaves for good: nothing that makes a
+    scheduler send pods (volcano-vgpu D24).
+    """
+    return DesiredNode(
+        annotations={REGISTER: None, HANDSHAKE: f"Deleted_{_scheduler_time(now)}", LOCK: None}
+    )
 
 
 def _written(now: float) -> str:

@@ -1,8 +1,10 @@
-"""The offers of a node in the words of `volcano-vgpu`: three resources, or four, and the unit in which memory is counted.
+"""The offers of a node in the words of `volcano-vgpu`:
+three resources, or four, and the unit in which memory is counted.
 
-Ids are those of the replaced plugin, because kubelet's checkpoint holds them for running pods (volcano-vgpu §1.2). Its memory list
-outgrows the kubelet's message on large cards (volcano-vgpu D9). Here the unit grows instead, or the start reports which one would fit.
-Called by `family` with each inventory.
+Ids are those of the replaced plugin, because kubelet's checkpoint holds them for running pods
+(volcano-vgpu §1.2). Its memory list outgrows the kubelet's message on large cards (volcano-vgpu
+D9). Here the unit grows instead, or the start reports which one would fit. Called by `family` with
+each inventory.
 """
 
 from __future__ import annotations
@@ -60,7 +62,8 @@ class VolcanoVgpuOptions:
         names: of the resources.
         offer_percentage: the percentage resource is offered as well.
         split: how many containers may share one GPU.
-        factor: MiB in one unit of memory; 0 for the smallest power of two whose list fits into a message.
+        factor: MiB in one unit of memory; 0 for the smallest power of two whose list fits into a
+            message.
         memory_scaling: how many times a GPU's memory is offered.
         cores_scaling: the same for compute.
         limit_cores: compute is limited as well as booked.
@@ -72,7 +75,8 @@ class VolcanoVgpuOptions:
         lists: how containers get their devices.
         mode: `HAMI_CORE`, or `MIG` for shares that are MIG instances.
         geometries: how GPUs may be divided in the mode `MIG`, from the ConfigMap.
-        set_in: settings that a file of the replaced plugin has set, and that file, for errors: it is the place to change them.
+        set_in: settings that a file of the replaced plugin has set, and that file, for errors: it
+            is the place to change them.
     """
 
     names: Names = dataclasses.field(default_factory=Names)
@@ -111,13 +115,20 @@ class VolcanoVgpuOptions:
 
         Args:
             settings: those of the agent.
-            vgpu: the family's own, with the files of the replaced plugin already laid over them (`Overlay.over`).
-            lists: as for every family; this family's own settings choose which further devices the NVIDIA runtime is asked for.
+            vgpu: the family's own, with the files of the replaced plugin already laid over them
+                (`Overlay.over`).
+            lists: as for every family; this family's own settings choose which further devices the
+                NVIDIA runtime is asked for.
             node_config: the node's own file, for the GPUs that it hides.
             geometries: those of the ConfigMap.
         """
         return cls(
-            names=Names(vgpu.number_resource, vgpu.memory_resource, vgpu.cores_resource, vgpu.memory_percentage_resource),
+            names=Names(
+                vgpu.number_resource,
+                vgpu.memory_resource,
+                vgpu.cores_resource,
+                vgpu.memory_percentage_resource,
+            ),
             offer_percentage=vgpu.offer_memory_percentage,
             split=vgpu.device_split_count,
             factor=vgpu.gpu_memory_factor,
@@ -135,21 +146,32 @@ class VolcanoVgpuOptions:
         )
 
 
-def visible_gpus(inventory: Inventory, hidden_uuids: frozenset[str], hidden_indices: frozenset[int]) -> tuple[Gpu, ...]:
-    """Those that the node configuration does not hide; a number stays with its GPU when one before it is lost."""
-    return tuple(gpu for number, gpu in inventory.numbered.items() if gpu.uuid not in hidden_uuids and number not in hidden_indices)
+def visible_gpus(
+    inventory: Inventory, hidden_uuids: frozenset[str], hidden_indices: frozenset[int]
+) -> tuple[Gpu, ...]:
+    """Those that the node configuration does not hide;
+    a number stays with its GPU when one before it is lost.
+    """
+    return tuple(
+        gpu
+        for number, gpu in inventory.numbered.items()
+        if gpu.uuid not in hidden_uuids and number not in hidden_indices
+    )
 
 
 def shared_gpus(inventory: Inventory, options: VolcanoVgpuOptions) -> tuple[Gpu, ...]:
-    """Return the GPUs that are offered, by minor number, which is how schedulers count them (volcano-vgpu §2.1).
+    """Return the GPUs that are offered, by minor number,
+    which is how schedulers count them (volcano-vgpu §2.1).
 
-    Those in MIG mode cannot run anything as a whole, so they are left out like hidden ones. Where instances are given out, GPUs without
-    known geometries are left out.
+    Those in MIG mode cannot run anything as a whole, so they are left out like hidden ones. Where
+    instances are given out, GPUs without known geometries are left out.
     """
     offered = (
         gpu
         for gpu in visible_gpus(inventory, options.hidden_uuids, options.hidden_indices)
-        if (bool(groups_of(gpu, options.geometries)) if options.mode == MIG else not gpu.mig_enabled)
+        if (
+            bool(groups_of(gpu, options.geometries)) if options.mode == MIG else not gpu.mig_enabled
+        )
     )
     return tuple(sorted(offered, key=lambda gpu: (gpu.minor, gpu.index)))
 
@@ -158,17 +180,24 @@ def offer_of(inventory: Inventory, options: VolcanoVgpuOptions) -> Offer:
     """The unit of memory, and each GPU's memory in it."""
     gpus = shared_gpus(inventory, options)
     factor = options.factor or _fitting_factor(gpus, options) or LARGEST_FACTOR
-    return Offer(options.names, factor, {gpu.uuid: _units(gpu, options.memory_scaling, factor) for gpu in gpus}, options.mode)
+    return Offer(
+        options.names,
+        factor,
+        {gpu.uuid: _units(gpu, options.memory_scaling, factor) for gpu in gpus},
+        options.mode,
+    )
 
 
 def resources_of(inventory: Inventory, options: VolcanoVgpuOptions) -> tuple[Resource, ...]:
-    """Return number, memory, cores, and the percentage where it is offered; nothing on a node without GPUs to share.
+    """Return number, memory, cores, and the percentage where it is offered;
+    nothing on a node without GPUs to share.
 
-    Only the number's ids are booked and answered; the others are there for schedulers to count (volcano-vgpu §1, §4).
+    Only the number's ids are booked and answered; the others are there for schedulers to count
+    (volcano-vgpu §1, §4).
 
     Raises:
-        OfferError: a list would not fit into a message of kubelet; the text names what would (kubelet V13). Or no geometry is known for
-            any of the GPUs.
+        OfferError: a list would not fit into a message of kubelet; the text names what would
+            (kubelet V13). Or no geometry is known for any of the GPUs.
     """
     gpus, names = shared_gpus(inventory, options), options.names
     if not gpus:
@@ -191,7 +220,11 @@ def resources_of(inventory: Inventory, options: VolcanoVgpuOptions) -> tuple[Res
             unit=options.place_of("deviceSplitCount"),
         ),
         _counted(names.memory, _memory_ids(gpus, offer), options.place_of("gpuMemoryFactor")),
-        _counted(names.cores, _ids(gpus, "-core-", lambda _: cores), options.place_of("deviceCoreScaling")),
+        _counted(
+            names.cores,
+            _ids(gpus, "-core-", lambda _: cores),
+            options.place_of("deviceCoreScaling"),
+        ),
     ]
     if options.offer_percentage:
         percents = _ids(gpus, "-memory-percentage-", lambda _: 100 * options.split)
@@ -212,7 +245,9 @@ def _check_geometries(inventory: Inventory, options: VolcanoVgpuOptions) -> None
 
 
 def left_out(inventory: Inventory, options: VolcanoVgpuOptions) -> tuple[str, ...]:
-    """Return a sentence for each GPU model that cannot be offered beside others that can, because its geometries are not known."""
+    """Return a sentence for each GPU model that cannot be offered beside others that can,
+    because its geometries are not known.
+    """
     if options.mode != MIG or not shared_gpus(inventory, options):
         return ()
     unknown: dict[str, list[str]] = {}
@@ -220,9 +255,10 @@ def left_out(inventory: Inventory, options: VolcanoVgpuOptions) -> tuple[str, ..
         if not groups_of(gpu, options.geometries):
             unknown.setdefault(gpu.name, []).append(f"GPU {gpu.index} ({gpu.uuid})")
     return tuple(
-        f"{', '.join(gpus)}: nothing of {'it' if len(gpus) == 1 else 'them'} is offered, because {options.place_of('operatingMode')} is "
-        f"{MIG}, and knownMigGeometries of the ConfigMap volcano-vgpu-device-config has no entry for {model}; add one, or leave such GPUs "
-        "out by filterdevices in the node configuration"
+        f"{', '.join(gpus)}: nothing of {'it' if len(gpus) == 1 else 'them'} is offered, because "
+        f"{options.place_of('operatingMode')} is {MIG}, and knownMigGeometries of the ConfigMap "
+        f"volcano-vgpu-device-config has no entry for {model}; add one, or leave such GPUs out by "
+        "filterdevices in the node configuration"
         for model, gpus in unknown.items()
     )
 
@@ -242,17 +278,23 @@ def _memory_ids(gpus: Sequence[Gpu], offer: Offer) -> NumberedIds:
 
 def _ids(gpus: Sequence[Gpu], infix: str, count: Callable[[Gpu], int]) -> NumberedIds:
     """``<UUID><infix><n>`` for each GPU, without topology."""
-    return NumberedIds(tuple(IdBlock(f"{gpu.uuid}{infix}", count(gpu), gpu.uuid) for gpu in gpus if count(gpu) > 0))
+    return NumberedIds(
+        tuple(IdBlock(f"{gpu.uuid}{infix}", count(gpu), gpu.uuid) for gpu in gpus if count(gpu) > 0)
+    )
 
 
 def _fitting_factor(gpus: Sequence[Gpu], options: VolcanoVgpuOptions) -> int | None:
     def size_bytes(factor: int) -> int:
-        return list_size_bytes(_ids(gpus, "-memory-", lambda gpu: _units(gpu, options.memory_scaling, factor)))
+        return list_size_bytes(
+            _ids(gpus, "-memory-", lambda gpu: _units(gpu, options.memory_scaling, factor))
+        )
 
     return smallest_fitting_factor(size_bytes, options.message_budget_bytes)
 
 
-def _check_lists(resources: Sequence[Resource], gpus: Sequence[Gpu], options: VolcanoVgpuOptions) -> None:
+def _check_lists(
+    resources: Sequence[Resource], gpus: Sequence[Gpu], options: VolcanoVgpuOptions
+) -> None:
     problems = {}
     for resource in resources:
         ids = resource.ids
@@ -263,8 +305,8 @@ def _check_lists(resources: Sequence[Resource], gpus: Sequence[Gpu], options: Vo
         if resource.name == options.names.memory and (fitting := _fitting_factor(gpus, options)):
             remedy = f"{resource.unit}: {fitting} would fit, or 0 to have it chosen"
         problems[resource.name] = (
-            f"{len(ids)} ids make a device list of {size} bytes, and kubelet.messageBudgetBytes allows {options.message_budget_bytes};"
-            f" {remedy}"
+            f"{len(ids)} ids make a device list of {size} bytes, and kubelet.messageBudgetBytes "
+            f"allows {options.message_budget_bytes}; {remedy}"
         )
     if problems:
         raise OfferError(problems)

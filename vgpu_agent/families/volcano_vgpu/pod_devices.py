@@ -1,8 +1,10 @@
-"""The text in which Volcano's scheduler writes down the GPUs of each container: ``volcano.sh/vgpu-ids-new`` and ``devices-to-allocate``.
+"""The text in which Volcano's scheduler writes down the GPUs of each container:
+``volcano.sh/vgpu-ids-new`` and ``devices-to-allocate``.
 
-Read when a container's share is decided, written when the agent itself has placed a pod. Format: volcano-vgpu §3.2, one segment
-for each container that asks, separated by ``;``, in it one ``<UUID>,NVIDIA,<memory>,<cores>:`` for each GPU. Every user who may edit the
-pod may have written it, so only its form is relied on here.
+Read when a container's share is decided, written when the agent itself has placed a pod. Format:
+volcano-vgpu §3.2, one segment for each container that asks, separated by ``;``, in it one
+``<UUID>,NVIDIA,<memory>,<cores>:`` for each GPU. Every user who may edit the pod may have written
+it, so only its form is relied on here.
 """
 
 from __future__ import annotations
@@ -27,7 +29,9 @@ _SHOWN = 80
 
 
 class DevicesTextError(AgentError):
-    """The text is not in the form of the contract; the message is the end of a sentence that names pod and key."""
+    """The text is not in the form of the contract;
+    the message is the end of a sentence that names pod and key.
+    """
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -54,7 +58,8 @@ Segment = tuple[Assigned, ...]
 
 
 def parse_pod_devices(text: str) -> tuple[Segment, ...]:
-    """The GPUs of each container that asks for some, in the order of the pod; a container that has none yet has an empty segment.
+    """The GPUs of each container that asks for some, in the order of the pod; a container that has
+    none yet has an empty segment.
 
     Raises:
         DevicesTextError: an entry has another form; the message shows it.
@@ -66,18 +71,24 @@ def parse_pod_devices(text: str) -> tuple[Segment, ...]:
 
 def write_segment(assigned: Iterable[Assigned]) -> str:
     """Write one container's segment."""
-    return "".join(f"{each.device},{_TYPE},{each.memory_units},{each.cores_percent}{_DEVICE_END}" for each in assigned)
+    return "".join(
+        f"{each.device},{_TYPE},{each.memory_units},{each.cores_percent}{_DEVICE_END}"
+        for each in assigned
+    )
 
 
 def _segment(text: str) -> Segment:
-    # Every entry ends with a colon, so the last piece is empty; schedulers skip empty pieces anywhere.
+    # Every entry ends with a colon, so the last piece is empty; schedulers skip empty pieces
+    # anywhere.
     return tuple(_assigned(piece) for piece in text.split(_DEVICE_END) if piece)
 
 
 def _assigned(piece: str) -> Assigned:
     fields = piece.split(",")
     if len(fields) < 4:
-        raise DevicesTextError(f"{_shown(piece)} has {len(fields)} fields, expected <UUID>,NVIDIA,<memory>,<cores>")
+        raise DevicesTextError(
+            f"{_shown(piece)} has {len(fields)} fields, expected <UUID>,NVIDIA,<memory>,<cores>"
+        )
     uuid, kind, memory, cores = fields[:4]  # further fields are for schedulers of later days
     if not uuid or not uuid.isprintable() or " " in uuid:
         raise DevicesTextError(f"{_shown(piece)} does not begin with the UUID of a GPU")
@@ -88,7 +99,9 @@ def _assigned(piece: str) -> Assigned:
 
 def _number(text: str, what: str, piece: str) -> int:
     if not _INTEGER.match(text):
-        raise DevicesTextError(f"{_shown(piece)} has {_shown(text)} for its {what}, expected a whole number")
+        raise DevicesTextError(
+            f"{_shown(piece)} has {_shown(text)} for its {what}, expected a whole number"
+        )
     return int(text)
 
 

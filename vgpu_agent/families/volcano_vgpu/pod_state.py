@@ -1,8 +1,10 @@
-"""The annotations of a pod once its containers have started, which Volcano's schedulers read back (volcano-vgpu §3.3).
+"""The annotations of a pod once its containers have started,
+which Volcano's schedulers read back (volcano-vgpu §3.3).
 
-They are expressed as desired state, from the pod and the grants alone: the result is the same after any restart, empty once it is written,
-and does not touch a pod without a started container. A pod that the agent itself has placed gets the scheduler's keys too, so that
-schedulers count its GPUs as taken. Called by `family` for the pod publisher.
+They are expressed as desired state, from the pod and the grants alone: the result is the same after
+any restart, empty once it is written, and does not touch a pod without a started container. A pod
+that the agent itself has placed gets the scheduler's keys too, so that schedulers count its GPUs as
+taken. Called by `family` for the pod publisher.
 """
 
 from __future__ import annotations
@@ -43,28 +45,46 @@ def desired_annotations(
         names: of the resources.
         factor: MiB in one unit of memory.
         failed: the pod will never start here.
-        segment_of: the desired segment of a container with a grant, from the present one. By default a scheduler's decision stays, and
-            without one the grant's shares are written.
+        segment_of: the desired segment of a container with a grant, from the present one. By
+            default a scheduler's decision stays, and without one the grant's shares are written.
     """
     if failed:
-        # What is left to allocate stays as it was; a pod without a scheduler's decision is left alone.
-        desired_state = {PHASE: FAILED, TIME: NEVER} if PHASE in pod.annotations or IDS in pod.annotations else {}
+        # What is left to allocate stays as it was; a pod without a scheduler's decision is left
+        # alone.
+        desired_state = (
+            {PHASE: FAILED, TIME: NEVER}
+            if PHASE in pod.annotations or IDS in pod.annotations
+            else {}
+        )
     else:
         counted = names.counted(pod)
-        segments = _segments(pod, counted, grants, segment_of or (lambda _, grant, standing: standing or _segment(grant, factor)))
+        segments = _segments(
+            pod,
+            counted,
+            grants,
+            segment_of or (lambda _, grant, standing: standing or _segment(grant, factor)),
+        )
         desired_state = _served(pod, grants, counted, names, segments)
     return {key: value for key, value in desired_state.items() if pod.annotations.get(key) != value}
 
 
 def _served(
-    pod: Pod, grants: Mapping[str, Grant], counted: Sequence[PodContainer], names: Names, segments: Mapping[str, str]
+    pod: Pod,
+    grants: Mapping[str, Grant],
+    counted: Sequence[PodContainer],
+    names: Names,
+    segments: Mapping[str, str],
 ) -> dict[str, str]:
     served = [container.name in grants for container in counted]
     if not any(served):
         return {}
     desired_state = dict(segments)
-    # The kubelet does not call Allocate for containers without a number of GPUs, so they are not waited for.
-    complete = all(done or container.limits.get(names.number, 0) < 1 for done, container in zip(served, counted, strict=True))
+    # The kubelet does not call Allocate for containers without a number of GPUs, so they are not
+    # waited for.
+    complete = all(
+        done or container.limits.get(names.number, 0) < 1
+        for done, container in zip(served, counted, strict=True)
+    )
     if TO_ALLOCATE in pod.annotations:
         desired_state[TO_ALLOCATE] = _left(pod.annotations[TO_ALLOCATE], served, complete=complete)
     if complete:
@@ -73,29 +93,43 @@ def _served(
 
 
 def _left(text: str, served: Sequence[bool], *, complete: bool) -> str:
-    """Return what is still to be allocated: the segments of served containers are empty (volcano-vgpu G5, G8)."""
+    """Return what is still to be allocated:
+    the segments of served containers are empty (volcano-vgpu G5, G8).
+    """
     if complete:
         return SEGMENT_END * (len(served) - 1)
     segments = text.split(SEGMENT_END)
     if len(segments) != len(served):
         return text  # not a scheduler's; it is replaced when all are served
-    return SEGMENT_END.join("" if done else segment for done, segment in zip(served, segments, strict=True))
+    return SEGMENT_END.join(
+        "" if done else segment for done, segment in zip(served, segments, strict=True)
+    )
 
 
 def _segments(
-    pod: Pod, counted: Sequence[PodContainer], grants: Mapping[str, Grant], segment_of: Callable[[PodContainer, Grant, str], str]
+    pod: Pod,
+    counted: Sequence[PodContainer],
+    grants: Mapping[str, Grant],
+    segment_of: Callable[[PodContainer, Grant, str], str],
 ) -> dict[str, str]:
-    """Return the GPUs of all containers if the annotation must change; nothing when a scheduler's decision may stay."""
+    """Return the GPUs of all containers if the annotation must change;
+    nothing when a scheduler's decision may stay.
+    """
     text = pod.annotations.get(IDS, "")
     standing = text.split(SEGMENT_END) if text else [""] * len(counted)
     if len(standing) != len(counted):
         return {}
     filled = [
-        segment_of(container, grants[container.name], segment) if container.name in grants else segment
+        segment_of(container, grants[container.name], segment)
+        if container.name in grants
+        else segment
         for container, segment in zip(counted, standing, strict=True)
     ]
     return {NODE: pod.node, IDS: SEGMENT_END.join(filled)} if filled != standing else {}
 
 
 def _segment(grant: Grant, factor: int) -> str:
-    return write_segment(Assigned(share.device, -(-share.memory_mib // factor), share.cores_percent) for share in grant.shares)
+    return write_segment(
+        Assigned(share.device, -(-share.memory_mib // factor), share.cores_percent)
+        for share in grant.shares
+    )

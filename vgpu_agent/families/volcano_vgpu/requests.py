@@ -1,8 +1,9 @@
 """The request of a container in Volcano's words: its limits, read once and checked.
 
-Called by `decisions` to hold a scheduler's decision against what the pod really asked, and by `family` to place a pod
-that no scheduler has decided. Which containers ask, and how several amounts count, is volcano-vgpu §8; the defects there (``3Gi``
-that turns negative, percentages that become 0) are refused instead of passed on.
+Called by `decisions` to hold a scheduler's decision against what the pod really asked, and by
+`family` to place a pod that no scheduler has decided. Which containers ask, and how several amounts
+count, is volcano-vgpu §8; the defects there (``3Gi`` that turns negative, percentages that
+become 0) are refused instead of passed on.
 """
 
 from __future__ import annotations
@@ -27,15 +28,25 @@ class Names:
     percentage: str = "volcano.sh/vgpu-memory-percentage"
 
     def asked_by(self, container: PodContainer) -> bool:
-        """Tell whether a scheduler sees that the container asks for GPUs: it names their number or their memory (volcano-vgpu §8)."""
-        return any(name in container.limits or name in container.unreadable for name in (self.number, self.memory))
+        """Tell whether a scheduler sees that the container asks for GPUs: it names their number or
+        their memory (volcano-vgpu §8).
+        """
+        return any(
+            name in container.limits or name in container.unreadable
+            for name in (self.number, self.memory)
+        )
 
     def counted(self, pod: Pod) -> tuple[PodContainer, ...]:
-        """Return the containers for which a scheduler writes a segment, in its order: regular ones that ask.
+        """Return the containers for which a scheduler writes a segment, in its order:
+        regular ones that ask.
 
         The scheduler does not see init containers and sidecars.
         """
-        return tuple(each for each in pod.containers if each.kind is ContainerKind.MAIN and self.asked_by(each))
+        return tuple(
+            each
+            for each in pod.containers
+            if each.kind is ContainerKind.MAIN and self.asked_by(each)
+        )
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -44,7 +55,8 @@ class Ask:
 
     Attributes:
         memory_units: a number of units; None where a percentage or the whole GPU is asked.
-        memory_percent: 1…100 of a GPU's memory where no number of units counts; 100 when the container says nothing.
+        memory_percent: 1…100 of a GPU's memory where no number of units counts; 100 when the
+            container says nothing.
         cores_percent: 0 for no claim.
     """
 
@@ -54,25 +66,39 @@ class Ask:
 
     def units_on(self, card_units: int) -> int:
         """Return how many units that is on a GPU of ``card_units``."""
-        return card_units * self.memory_percent // 100 if self.memory_units is None else self.memory_units
+        return (
+            card_units * self.memory_percent // 100
+            if self.memory_units is None
+            else self.memory_units
+        )
 
     def most_units_on(self, card_units: int) -> int:
         """The same rounded up, for schedulers that round a percentage the other way."""
-        return -(-card_units * self.memory_percent // 100) if self.memory_units is None else self.memory_units
+        return (
+            -(-card_units * self.memory_percent // 100)
+            if self.memory_units is None
+            else self.memory_units
+        )
 
     def text(self, names: Names) -> str:
         """Return the request as the pod wrote it."""
-        memory = f"{names.memory}: {self.memory_units}" if self.memory_units is not None else f"{self.memory_percent} % of the memory"
+        memory = (
+            f"{names.memory}: {self.memory_units}"
+            if self.memory_units is not None
+            else f"{self.memory_percent} % of the memory"
+        )
         return f"{memory}, {names.cores}: {self.cores_percent}"
 
 
 def read_ask(pod: Pod, container: PodContainer, names: Names) -> Ask:
     """Return the request in the container's limits.
 
-    A percentage wins over a number of units; without either, or with 0 units, it is the whole GPU (volcano-vgpu §8).
+    A percentage wins over a number of units; without either, or with 0 units, it is the whole GPU
+    (volcano-vgpu §8).
 
     Raises:
-        RequestRefusedError: a limit is no whole number, or outside what can be meant; the text names pod, container, key and value.
+        RequestRefusedError: a limit is no whole number, or outside what can be meant; the text
+            names pod, container, key and value.
     """
 
     def limit(name: str, *, most: int, unit: str) -> int:
@@ -84,14 +110,25 @@ def read_ask(pod: Pod, container: PodContainer, names: Names) -> Ask:
         return value
 
     cores = limit(names.cores, most=100, unit="percent of one GPU's compute, 0 to 100")
-    memory = limit(names.memory, most=2**31 - 1, unit="a plain number of memory units of this node, such as 3000, without Mi or Gi")
+    memory = limit(
+        names.memory,
+        most=2**31 - 1,
+        unit="a plain number of memory units of this node, such as 3000, without Mi or Gi",
+    )
     if names.percentage in container.limits or names.percentage in container.unreadable:
         percent = limit(names.percentage, most=100, unit="percent of one GPU's memory, 1 to 100")
         if percent == 0:
-            raise _refused(pod, container, names.percentage, "0", "percent of one GPU's memory, 1 to 100")
+            raise _refused(
+                pod, container, names.percentage, "0", "percent of one GPU's memory, 1 to 100"
+            )
         return Ask(None, percent, cores)
     return Ask(memory or None, 100, cores)
 
 
-def _refused(pod: Pod, container: PodContainer, name: str, value: str, unit: str) -> RequestRefusedError:
-    return RequestRefusedError(f"pod {pod.full_name}, container {container.name}: {name} is {quoted(value, 40)}; expected {unit}")
+def _refused(
+    pod: Pod, container: PodContainer, name: str, value: str, unit: str
+) -> RequestRefusedError:
+    return RequestRefusedError(
+        f"pod {pod.full_name}, container {container.name}: {name} is {quoted(value, 40)}; expected "
+        f"{unit}"
+    )

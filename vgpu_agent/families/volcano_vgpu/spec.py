@@ -1,4 +1,6 @@
-"""The declaration of the family `volcano-vgpu`: GPUs that HAMi-core shares, or that are divided for pods, and existing MIG instances."""
+"""The declaration of the family `volcano-vgpu`: GPUs that HAMi-core shares, or that are divided for
+pods, and existing MIG instances.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +13,14 @@ import msgspec
 from vgpu_agent.families.plugin_files import PluginFile
 from vgpu_agent.families.spec import BuiltFamily, FamilySpec, LibraryUse, MigTool
 from vgpu_agent.families.volcano_vgpu.decisions import IDS, NODE, TO_ALLOCATE
-from vgpu_agent.families.volcano_vgpu.family import NO_TYPE, NO_UUID, USE_TYPE, USE_UUID, WANTED_MODE, VolcanoVgpuFamily
+from vgpu_agent.families.volcano_vgpu.family import (
+    NO_TYPE,
+    NO_UUID,
+    USE_TYPE,
+    USE_UUID,
+    WANTED_MODE,
+    VolcanoVgpuFamily,
+)
 from vgpu_agent.families.volcano_vgpu.files import (
     CONFIG_MAP,
     DEVICE_CONFIG,
@@ -24,10 +33,21 @@ from vgpu_agent.families.volcano_vgpu.files import (
 )
 from vgpu_agent.families.volcano_vgpu.metrics import METRICS
 from vgpu_agent.families.volcano_vgpu.mig.family import VolcanoVgpuMigFamily
-from vgpu_agent.families.volcano_vgpu.mig.static import MIXED, StaticMigOptions, VolcanoStaticMigFamily
+from vgpu_agent.families.volcano_vgpu.mig.static import (
+    MIXED,
+    StaticMigOptions,
+    VolcanoStaticMigFamily,
+)
 from vgpu_agent.families.volcano_vgpu.offer import VolcanoVgpuOptions
 from vgpu_agent.families.volcano_vgpu.pod_state import PHASE, TIME
-from vgpu_agent.families.volcano_vgpu.settings import FAMILY, HAMI_CORE, MIG, SETTINGS, VolcanoVgpu, static_mig_strategy
+from vgpu_agent.families.volcano_vgpu.settings import (
+    FAMILY,
+    HAMI_CORE,
+    MIG,
+    SETTINGS,
+    VolcanoVgpu,
+    static_mig_strategy,
+)
 from vgpu_agent.isolation.backend import LibraryLimits, NoIsolation
 from vgpu_agent.isolation.hami_core import HamiCore
 
@@ -62,7 +82,11 @@ class _Files:
 
 def _build(settings: Settings, facts: NodeFacts) -> BuiltFamily:
     # Existing instances that are not offered may still be held.
-    off = (VolcanoStaticMigFamily(StaticMigOptions(MIXED, settings.section(VolcanoVgpu).mig_resource_prefix)),)
+    off = (
+        VolcanoStaticMigFamily(
+            StaticMigOptions(MIXED, settings.section(VolcanoVgpu).mig_resource_prefix)
+        ),
+    )
     if not settings.is_on(FAMILY):
         return BuiltFamily(idle=off)
     files = _files(settings, facts)
@@ -75,27 +99,44 @@ def _build(settings: Settings, facts: NodeFacts) -> BuiltFamily:
         node_config=files.node_config,
         geometries=files.device_config.geometries if files.device_config else (),
     )
-    set_in = tuple((names[attribute], _CONFIG_MAPS[file]) for attribute, file in sorted(files.origins.items()))
+    set_in = tuple(
+        (names[attribute], _CONFIG_MAPS[file]) for attribute, file in sorted(files.origins.items())
+    )
     options = dataclasses.replace(options, set_in=set_in)
     strategy, problem = static_mig_strategy(settings, vgpu)
     problems += [f"volcanoVgpu.migStrategy: {problem}"] if problem else []
     if vgpu.operating_mode == MIG and not facts.divides:
         problems.append(
-            f"volcanoVgpu.migParted: there is no program {vgpu.mig_parted} here, so no GPU can be divided, and pods that need one divided "
-            "wait; install nvidia-mig-parted where the agent runs (manifests/components/mig)"
+            f"volcanoVgpu.migParted: there is no program {vgpu.mig_parted} here, so no GPU can be "
+            "divided, and pods that need one divided wait; install nvidia-mig-parted where the "
+            "agent runs (manifests/components/mig)"
         )
     static: tuple[IdFamily, ...] = ()
     if strategy != "none":
         lists = dataclasses.replace(facts.lists, enabled=options.lists.enabled)
         hidden = options.hidden_uuids, options.hidden_indices
-        static = (VolcanoStaticMigFamily(StaticMigOptions(strategy, vgpu.mig_resource_prefix, *hidden, lists)),)
+        static = (
+            VolcanoStaticMigFamily(
+                StaticMigOptions(strategy, vgpu.mig_resource_prefix, *hidden, lists)
+            ),
+        )
     backend: Backend = NoIsolation()
     if vgpu.isolation == HAMI_CORE:
         hami = settings.hami_core
-        backend = HamiCore(hami.host_directory, facts.library_path, facts.library_locks, hami.disable_variable, late=facts.late)
+        backend = HamiCore(
+            hami.host_directory,
+            facts.library_path,
+            facts.library_locks,
+            hami.disable_variable,
+            late=facts.late,
+        )
     return BuiltFamily(
         by_ids=static,
-        by_pod=(VolcanoVgpuMigFamily(options) if options.mode == MIG else VolcanoVgpuFamily(options, backend),),
+        by_pod=(
+            VolcanoVgpuMigFamily(options)
+            if options.mode == MIG
+            else VolcanoVgpuFamily(options, backend),
+        ),
         idle=() if static else off,
         problems=tuple(problems),
         in_force=msgspec.structs.asdict(vgpu),
@@ -107,7 +148,9 @@ def _build(settings: Settings, facts: NodeFacts) -> BuiltFamily:
 
 
 def _files(settings: Settings, facts: NodeFacts) -> _Files:
-    """Lay the files over the settings: the node configuration beats the ConfigMap, and flags and variables beat that."""
+    """Lay the files over the settings: the node configuration beats the ConfigMap,
+    and flags and variables beat that.
+    """
     problems: list[str] = []
     origins: dict[str, str] = {}
     vgpu, device_config, node_config = settings.section(VolcanoVgpu), None, None
@@ -115,7 +158,9 @@ def _files(settings: Settings, facts: NodeFacts) -> _Files:
         device_config = come_to(texts, read_device_config)
         prefix = "volcanoVgpu."
         attributes = {field.encode_name: field.name for field in msgspec.structs.fields(type(vgpu))}
-        given = {attributes[path.removeprefix(prefix)] for path in facts.given if path.startswith(prefix)}
+        given = {
+            attributes[path.removeprefix(prefix)] for path in facts.given if path.startswith(prefix)
+        }
         vgpu = device_config.over(vgpu, but=given)
         origins |= dict.fromkeys(device_config.values.keys() - given, DEVICE_CONFIG)
         problems += device_config.problems
@@ -125,7 +170,9 @@ def _files(settings: Settings, facts: NodeFacts) -> _Files:
         origins |= dict.fromkeys(node_config.values, NODE_CONFIG)
         problems += node_config.problems
     if trouble := facts.unreadable.get(NODE_CONFIG):
-        problems.append(f"{NODE_CONFIG}: cannot be read: {trouble}; what stood there before stays in force")
+        problems.append(
+            f"{NODE_CONFIG}: cannot be read: {trouble}; what stood there before stays in force"
+        )
     return _Files(vgpu, device_config, node_config, origins, tuple(problems))
 
 
@@ -134,10 +181,16 @@ def _read_node_config(settings: Settings, text: str) -> Overlay:
 
 
 def _namespaces(settings: Settings) -> tuple[str, ...]:
-    """Return the namespaces to search, in order; the operator's own is the first (``DEVICE_CONFIG_NAMESPACE``)."""
+    """Return the namespaces to search, in order; the operator's own is the first
+    (``DEVICE_CONFIG_NAMESPACE``).
+    """
     if not (settings.is_on(FAMILY) and settings.section(VolcanoVgpu).read_config_map):
         return ()
-    return tuple(dict.fromkeys(namespace for namespace in (_asked_namespace(settings), *NAMESPACES) if namespace))
+    return tuple(
+        dict.fromkeys(
+            namespace for namespace in (_asked_namespace(settings), *NAMESPACES) if namespace
+        )
+    )
 
 
 def _asked_namespace(settings: Settings) -> str:
@@ -160,7 +213,11 @@ def _limits(vgpu: VolcanoVgpu) -> LibraryLimits:
 def _mig_tool(settings: Settings) -> MigTool:
     vgpu = settings.section(VolcanoVgpu)
     return MigTool(
-        vgpu.mig_parted, "volcanoVgpu.migParted", vgpu.mig_parted_timeout_seconds, vgpu.mig_settle_seconds, vgpu.mig_retry_seconds
+        vgpu.mig_parted,
+        "volcanoVgpu.migParted",
+        vgpu.mig_parted_timeout_seconds,
+        vgpu.mig_settle_seconds,
+        vgpu.mig_retry_seconds,
     )
 
 
@@ -178,8 +235,9 @@ def _blocked(vgpu: VolcanoVgpu, facts: NodeFacts) -> str:
         if facts.late:
             return ""
         return (
-            "the operating mode mig has GPUs divided before a container starts, which takes late binding: a runtime that resolves "
-            "CDI names (containerd ≥ 2.0, CRI-O ≥ 1.23), or binding.mode: late"
+            "the operating mode mig has GPUs divided before a container starts, which takes late "
+            "binding: a runtime that resolves CDI names (containerd ≥ 2.0, CRI-O ≥ 1.23), or "
+            "binding.mode: late"
         )
     if vgpu.isolation != HAMI_CORE:
         return ""
@@ -187,9 +245,10 @@ def _blocked(vgpu: VolcanoVgpu, facts: NodeFacts) -> str:
         return facts.library_trouble
     if facts.library_locks and not facts.late:
         return (
-            f"{facts.library_path} makes a lock file in /tmp/vgpulock, which containers would have to share, and one could stop "
-            "all others; deliver the library of HAMi 2.8.2 or newer, or let containers be bound late (a runtime that resolves CDI "
-            "names, binding.mode: late), where each gets a place of its own"
+            f"{facts.library_path} makes a lock file in /tmp/vgpulock, which containers would have "
+            "to share, and one could stop all others; deliver the library of HAMi 2.8.2 or newer, "
+            "or let containers be bound late (a runtime that resolves CDI names, binding.mode: "
+            "late), where each gets a place of its own"
         )
     return ""
 
@@ -206,15 +265,36 @@ SPEC = FamilySpec(
             namespaces=_namespaces,
             asked_namespace=_asked_namespace,
         ),
-        PluginFile(NODE_CONFIG, lambda settings, text: _read_node_config(settings, text).sound, path=_node_config_path),
+        PluginFile(
+            NODE_CONFIG,
+            lambda settings, text: _read_node_config(settings, text).sound,
+            path=_node_config_path,
+        ),
     ),
     resource_prefixes=("volcano.sh/vgpu-",),
-    annotations=(NODE, PHASE, TIME, WANTED_MODE, IDS, TO_ALLOCATE, USE_TYPE, NO_TYPE, USE_UUID, NO_UUID, "volcano.sh/bind-time"),
-    variables="CUDA_(DISABLE_CONTROL|REDIRECT|DEVICE_MEMORY_LIMIT(_\\d{1,2})?|DEVICE_SM_LIMIT(_\\d{1,2})?|DEVICE_MEMORY_SHARED_CACHE|OVERSUBSCRIBE"
-    "|TASK_PRIORITY)|GPU_CORE_UTILIZATION_POLICY|ACTIVE_OOM_KILLER|LIBCUDA_LOG_LEVEL|VGPU_(DEVICE|RESOURCE)",
+    annotations=(
+        NODE,
+        PHASE,
+        TIME,
+        WANTED_MODE,
+        IDS,
+        TO_ALLOCATE,
+        USE_TYPE,
+        NO_TYPE,
+        USE_UUID,
+        NO_UUID,
+        "volcano.sh/bind-time",
+    ),
+    variables=(
+        "CUDA_(DISABLE_CONTROL|REDIRECT|DEVICE_MEMORY_LIMIT(_\\d{1,2})?|DEVICE_SM_LIMIT(_\\d{1,"
+        "2})?|DEVICE_MEMORY_SHARED_CACHE|OVERSUBSCRIBE|TASK_PRIORITY)|GPU_CORE_UTILIZATION_POLICY|"
+        "ACTIVE_OOM_KILLER|LIBCUDA_LOG_LEVEL|VGPU_(DEVICE|RESOURCE)"
+    ),
     mig_tool=_mig_tool,
     device_modes=_device_modes,
-    library=LibraryUse(_wants_library, "or set volcanoVgpu.isolation to none, which shares without any limit"),
+    library=LibraryUse(
+        _wants_library, "or set volcanoVgpu.isolation to none, which shares without any limit"
+    ),
     metrics=METRICS,
     node_annotations=("volcano.sh/node-vgpu-*",),
     progress=frozenset({PHASE, TIME, TO_ALLOCATE}),

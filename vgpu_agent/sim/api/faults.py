@@ -1,8 +1,9 @@
 """The faults of an answer of the simulated API server, and its log of requests.
 
-A `Fault` selects requests and an effect on them. Tests put some into ``ApiServer.faults``, where the first that
-matches is used up. The kinds are those that clusters show their clients: load balancers that answer HTML, watches
-that end at once or never, histories that were compacted, answers that got lost although the write was done.
+A `Fault` selects requests and an effect on them. Tests put some into ``ApiServer.faults``, where
+the first that matches is used up. The kinds are those that clusters show their clients: load
+balancers that answer HTML, watches that end at once or never, histories that were compacted,
+answers that got lost although the write was done.
 """
 
 from __future__ import annotations
@@ -21,12 +22,14 @@ class FaultKind(enum.StrEnum):
     STATUS = "status"  # an HTTP error with a Status object: `code`, `reason`, `retry_after_seconds`
     HTML = "html"  # a proxy in between: `code` (502 by default) with a page of HTML
     SILENCE = "silence"  # a half-open connection: nothing comes, and the connection stays
-    RESET = "reset"  # the connection is reset before anything is answered; of a watch, after its headers
+    # the connection is reset before anything is answered; of a watch, after its headers
+    RESET = "reset"
     LOST_ANSWER = "lost answer"  # the write is done, then the connection is reset
     GARBAGE = "garbage"  # 200 with a body that is no JSON
     TRUNCATED = "truncated"  # 200 with half of the answer
     CLOSE = "close"  # a watch that ends at once, cleanly
-    ERROR_EVENT = "error event"  # a watch that sends an ERROR event with a Status: `code`, 410 by default
+    # a watch that sends an ERROR event with a Status: `code`, 410 by default
+    ERROR_EVENT = "error event"
     GIANT_LINE = "giant line"  # a watch that sends a line of `size` bytes
 
 
@@ -78,7 +81,8 @@ class Request:
     Attributes:
         method: of HTTP.
         path: without its query.
-        verb: as in Kubernetes' audit log: ``get``, ``list``, ``watch``, ``create``, ``patch``, ``delete``.
+        verb: as in Kubernetes' audit log: ``get``, ``list``, ``watch``, ``create``, ``patch``,
+            ``delete``.
         resource: with its subresource, e.g. ``pods/binding``.
         body: the JSON that came with it, or None.
         at: unix seconds at which it came.

@@ -1,9 +1,11 @@
-"""The content of the simulated API server: objects, their versions, and the changes that watches are fed from.
+"""The content of the simulated API server:
+objects, their versions, and the changes that watches are fed from.
 
-Used by `sim.api.server`, which puts HTTP in front of it, and directly by tests and the demo to look at or change
-something without a request. It knows as much of Kubernetes' rules as a node agent and a scheduler can meet: versions,
-preconditions, a Binding that sets node and annotations at once, deletion with grace, status as a subresource. A
-refusal has the code and the reason of the real server.
+Used by `sim.api.server`, which puts HTTP in front of it, and directly by tests and the demo to look
+at or change something without a request. It knows as much of Kubernetes' rules as a node agent and
+a scheduler can meet: versions, preconditions, a Binding that sets node and annotations at once,
+deletion with grace, status as a subresource. A refusal has the code and the reason of the real
+server.
 
 Objects are plain JSON values and never changed in place. Receivers must not change them either.
 """
@@ -28,7 +30,9 @@ Object = dict[str, Any]
 
 @dataclasses.dataclass(frozen=True)
 class Kind:
-    """One resource of the API: the name in its path, the kind of its objects, and the allowed operations."""
+    """One resource of the API: the name in its path, the kind of its objects,
+    and the allowed operations.
+    """
 
     resource: str
     kind: str
@@ -87,12 +91,15 @@ class Change:
 class ObjectStore:
     """All objects of the simulated cluster.
 
-    State: in memory only. Every change gets the next resource version and a place in the history, which keeps the last ``history`` changes.
+    State: in memory only. Every change gets the next resource version and a place in the history,
+    which keeps the last ``history`` changes.
     """
 
     def __init__(self, *, history: int = 10_000) -> None:
         self.revision: Latest[int] = Latest(1)
-        self._objects: dict[str, dict[tuple[str, str], Object]] = {resource: {} for resource in KINDS}
+        self._objects: dict[str, dict[tuple[str, str], Object]] = {
+            resource: {} for resource in KINDS
+        }
         self._history: list[Change] = []
         self._kept = history
         self._forgotten = 0  # the version up to which changes are no longer in the history
@@ -116,12 +123,17 @@ class ObjectStore:
 
     def list(self, resource: str, namespace: str = "") -> Sequence[Object]:
         """All objects of that resource, or those of one namespace, by namespace and name."""
-        return [self._objects[resource][key] for key in sorted(self._objects[resource]) if not namespace or key[0] == namespace]
+        return [
+            self._objects[resource][key]
+            for key in sorted(self._objects[resource])
+            if not namespace or key[0] == namespace
+        ]
 
     def create(self, resource: str, wanted: Mapping[str, Any], namespace: str = "") -> Object:
         """Add an object, and fill in its UID, version and creation time as the API server does.
 
-        A UID or a creation time that ``wanted`` names is kept, unlike with the real one, so that a test can choose it.
+        A UID or a creation time that ``wanted`` names is kept, unlike with the real one, so that a
+        test can choose it.
 
         Raises:
             ApiRefusalError: 409, the name is taken; 422, it has no name.
@@ -129,10 +141,17 @@ class ObjectStore:
         kind = KINDS[resource]
         created: Object = copy.deepcopy(dict(wanted))
         metadata = created.setdefault("metadata", {})
-        name = metadata.get("name") or (f"{metadata['generateName']}{next(self._numbers):05d}" if metadata.get("generateName") else "")
+        name = metadata.get("name") or (
+            f"{metadata['generateName']}{next(self._numbers):05d}"
+            if metadata.get("generateName")
+            else ""
+        )
         if not name:
             raise ApiRefusalError(
-                422, "Invalid", f"{kind.kind} is invalid: metadata.name: Required value: name or generateName is required"
+                422,
+                "Invalid",
+                f"{kind.kind} is invalid: metadata.name: Required value: name or generateName is "
+                "required",
             )
         namespace = (namespace or metadata.get("namespace") or "default") if kind.namespaced else ""
         if (namespace, name) in self._objects[resource]:
@@ -150,27 +169,43 @@ class ObjectStore:
         return self._put(resource, (namespace, name), created)
 
     def patch(
-        self, resource: str, name: str, patch: Mapping[str, Any], namespace: str = "", *, subresource: str = "", strategic: bool = False
+        self,
+        resource: str,
+        name: str,
+        patch: Mapping[str, Any],
+        namespace: str = "",
+        *,
+        subresource: str = "",
+        strategic: bool = False,
     ) -> Object:
         """Merge ``patch`` into an object; a patch that changes nothing makes no new version.
 
         Args:
             resource: e.g. ``pods``.
             name: of the object.
-            patch: what to merge; None removes a key. ``metadata.uid`` and ``metadata.resourceVersion`` in it are preconditions.
+            patch: what to merge; None removes a key. ``metadata.uid`` and
+                ``metadata.resourceVersion`` in it are preconditions.
             namespace: empty for objects without one.
-            subresource: ``status`` changes only status and metadata; without it, status is left as it was.
+            subresource: ``status`` changes only status and metadata; without it, status is left as
+                it was.
             strategic: merge conditions by their type instead of replacing the whole list.
 
         Raises:
-            ApiRefusalError: 404; 409, the version is another; 422, it would change a fixed field, the UID for example.
+            ApiRefusalError: 404; 409, the version is another; 422, it would change a fixed field,
+                the UID for example.
         """
         kind, before = KINDS[resource], self.get(resource, name, namespace)
         wanted = patch.get("metadata") or {}
-        self._check_preconditions(resource, name, before, {"resourceVersion": wanted.get("resourceVersion")})
+        self._check_preconditions(
+            resource, name, before, {"resourceVersion": wanted.get("resourceVersion")}
+        )
         if wanted.get("uid") not in (None, before["metadata"]["uid"]):
-            # Not a conflict: to the real one, too, a patch with another UID is an attempt to change it.
-            text = f'{kind.kind} "{name}" is invalid: metadata.uid: Invalid value: "{wanted["uid"]}": field is immutable'
+            # Not a conflict: to the real one, too, a patch with another UID is an attempt to change
+            # it.
+            text = (
+                f'{kind.kind} "{name}" is invalid: metadata.uid: Invalid value: "{wanted["uid"]}": '
+                "field is immutable"
+            )
             raise ApiRefusalError(422, "Invalid", text)
         after: Object = _merged(before, patch, strategic=strategic)
         for key in ("name", "namespace", "uid", "creationTimestamp", "resourceVersion"):
@@ -180,34 +215,60 @@ class ObjectStore:
         if kind.has_status:
             _keep(before, after, "spec" if subresource else "status")
         if resource == "pods" and after.get("spec") != before.get("spec"):
-            raise ApiRefusalError(422, "Invalid", f'Pod "{name}" is invalid: spec: Forbidden: pod updates may not change this field')
+            raise ApiRefusalError(
+                422,
+                "Invalid",
+                f'Pod "{name}" is invalid: spec: Forbidden: pod updates may not change this field',
+            )
         return before if after == before else self._put(resource, (namespace, name), after)
 
     def bind(self, name: str, namespace: str, binding: Mapping[str, Any]) -> Object:
-        """Set a pod's node, and lay the Binding's annotations and labels over its own, in one change.
+        """Set a pod's node, and lay the Binding's annotations and labels over its own,
+        in one change.
 
         Raises:
-            ApiRefusalError: 404; 409, the pod is bound already, on its way out, or another one of that name.
+            ApiRefusalError: 404; 409, the pod is bound already, on its way out, or another one of
+                that name.
         """
         pod = self.get("pods", name, namespace)
-        metadata, target = binding.get("metadata") or {}, (binding.get("target") or {}).get("name", "")
+        metadata, target = (
+            binding.get("metadata") or {},
+            (binding.get("target") or {}).get("name", ""),
+        )
         self._check_preconditions("pods", name, pod, {"uid": metadata.get("uid")})
         if not target:
             raise ApiRefusalError(500, "", "target.name: Required value")
         if pod["metadata"].get("deletionTimestamp"):
-            raise _conflict("pods/binding", name, f"pod {name} is being deleted, cannot be assigned to a host")
+            raise _conflict(
+                "pods/binding", name, f"pod {name} is being deleted, cannot be assigned to a host"
+            )
         if pod["spec"].get("nodeName"):
-            raise _conflict("pods/binding", name, f"pod {name} is already assigned to node {pod['spec']['nodeName']!r}")
+            raise _conflict(
+                "pods/binding",
+                name,
+                f"pod {name} is already assigned to node {pod['spec']['nodeName']!r}",
+            )
         scheduled = {"type": "PodScheduled", "status": "True", "lastTransitionTime": _now()}
         change = {
-            "metadata": {key: dict(metadata[key]) for key in ("annotations", "labels") if metadata.get(key)},
+            "metadata": {
+                key: dict(metadata[key]) for key in ("annotations", "labels") if metadata.get(key)
+            },
             "spec": {"nodeName": target},
             "status": {"conditions": [scheduled]},
         }
         return self._put("pods", (namespace, name), _merged(pod, change, strategic=True))
 
-    def delete(self, resource: str, name: str, namespace: str = "", *, uid: str = "", grace_seconds: int | None = None) -> Object:
-        """Remove an object; a bound pod only gets a deletion time, until it is deleted with 0 seconds of grace.
+    def delete(
+        self,
+        resource: str,
+        name: str,
+        namespace: str = "",
+        *,
+        uid: str = "",
+        grace_seconds: int | None = None,
+    ) -> Object:
+        """Remove an object; a bound pod only gets a deletion time,
+        until it is deleted with 0 seconds of grace.
 
         Raises:
             ApiRefusalError: 404; 409, the object of that name has another UID.
@@ -219,7 +280,9 @@ class ObjectStore:
             if found["metadata"].get("deletionTimestamp"):
                 return found
             grace = 30 if grace_seconds is None else grace_seconds
-            change = {"metadata": {"deletionTimestamp": _now(), "deletionGracePeriodSeconds": grace}}
+            change = {
+                "metadata": {"deletionTimestamp": _now(), "deletionGracePeriodSeconds": grace}
+            }
             return self._put(resource, (namespace, name), _merged(found, change))
         del self._objects[resource][namespace, name]
         version = self.version + 1
@@ -227,7 +290,9 @@ class ObjectStore:
         self._record(Change(version, resource, last, None))
         return last
 
-    def set_status(self, resource: str, name: str, status: Mapping[str, Any], namespace: str = "") -> Object:
+    def set_status(
+        self, resource: str, name: str, status: Mapping[str, Any], namespace: str = ""
+    ) -> Object:
         """Merge into the status of an object, as kubelet would."""
         return self.patch(resource, name, {"status": status}, namespace, subresource="status")
 
@@ -244,7 +309,9 @@ class ObjectStore:
         return self._history[first:]
 
     def compact(self) -> None:
-        """Forget the history, as etcd does every few minutes: a watch from an earlier version must list anew."""
+        """Forget the history, as etcd does every few minutes:
+        a watch from an earlier version must list anew.
+        """
         self._history.clear()
         self._forgotten = self.version
 
@@ -266,22 +333,36 @@ class ObjectStore:
         self.revision.publish(change.version)
 
     @staticmethod
-    def _check_preconditions(resource: str, name: str, found: Object, wanted: Mapping[str, Any]) -> None:
+    def _check_preconditions(
+        resource: str, name: str, found: Object, wanted: Mapping[str, Any]
+    ) -> None:
         metadata = found["metadata"]
         if wanted.get("uid") not in (None, metadata["uid"]):
             raise _conflict(
-                resource, name, f"Precondition failed: UID in precondition: {wanted['uid']}, UID in object meta: {metadata['uid']}"
+                resource,
+                name,
+                f"Precondition failed: UID in precondition: {wanted['uid']}, UID in object meta: "
+                f"{metadata['uid']}",
             )
         if wanted.get("resourceVersion") not in (None, "", metadata["resourceVersion"]):
-            raise _conflict(resource, name, "the object has been modified; please apply your changes to the latest version and try again")
+            raise _conflict(
+                resource,
+                name,
+                "the object has been modified; please apply your changes to the latest version and "
+                "try again",
+            )
 
 
 def _conflict(resource: str, name: str, why: str) -> ApiRefusalError:
-    return ApiRefusalError(409, "Conflict", f'Operation cannot be fulfilled on {resource} "{name}": {why}')
+    return ApiRefusalError(
+        409, "Conflict", f'Operation cannot be fulfilled on {resource} "{name}": {why}'
+    )
 
 
 def _merged(target: Any, patch: Any, *, strategic: bool = False, field: str = "") -> Any:
-    """JSON merge patch, RFC 7386; with ``strategic``, lists named ``conditions`` are merged by type."""
+    """JSON merge patch, RFC 7386; with ``strategic``,
+    lists named ``conditions`` are merged by type.
+    """
     if strategic and field == "conditions" and isinstance(patch, list) and isinstance(target, list):
         by_type = {condition["type"]: condition for condition in target}
         for condition in patch:

@@ -1,7 +1,8 @@
-"""The parser of requests to the simulated API server: the resource of the path, the verb, and the selected objects.
+"""The parser of requests to the simulated API server:
+the resource of the path, the verb, and the selected objects.
 
-Called by `sim.api.server` for each request. Unknown parts are refused by name rather than guessed, so that a test
-never passes because a selector was ignored.
+Called by `sim.api.server` for each request. Unknown parts are refused by name rather than guessed,
+so that a test never passes because a selector was ignored.
 """
 
 from __future__ import annotations
@@ -22,10 +23,18 @@ if TYPE_CHECKING:
     from vgpu_agent.sim.api.objects import Object
 
 _PATH = re.compile(
-    r"/(?:api/v1|apis/events\.k8s\.io/v1)(?:/namespaces/(?P<namespace>[^/]+))?/(?P<resource>[a-z]+)(?:/(?P<name>[^/]+))?(?:/(?P<sub>[a-z]+))?"
+    r"/(?:api/v1|apis/events\.k8s\.io/v1)(?:/namespaces/(?P<namespace>[^/]+))?/"
+    r"(?P<resource>[a-z]+)(?:/(?P<name>[^/]+))?(?:/(?P<sub>[a-z]+))?"
 )
 _SUBRESOURCES = {"nodes": ("status",), "pods": ("status", "binding", "eviction")}
-_FIELDS = ("metadata.name", "metadata.namespace", "metadata.uid", "spec.nodeName", "spec.schedulerName", "status.phase")
+_FIELDS = (
+    "metadata.name",
+    "metadata.namespace",
+    "metadata.uid",
+    "spec.nodeName",
+    "spec.schedulerName",
+    "status.phase",
+)
 _TERM = re.compile(r"(?P<field>[\w.]+)(?P<operator>!=|==|=)(?P<value>[^,]*)")
 _TRUE = ("true", "1", "True")
 
@@ -44,12 +53,20 @@ class Selector:
             ApiRefusalError: 400, a field, an operator or a kind of selector that is not known here.
         """
         if request.query.get("labelSelector"):
-            raise ApiRefusalError(400, "BadRequest", "the simulated API server knows no labelSelector; select by fields")
+            raise ApiRefusalError(
+                400,
+                "BadRequest",
+                "the simulated API server knows no labelSelector; select by fields",
+            )
         terms = []
         for text in filter(None, request.query.get("fieldSelector", "").split(",")):
             term = _TERM.fullmatch(text)
             if term is None or term["field"] not in _FIELDS:
-                raise ApiRefusalError(400, "BadRequest", f"field label not supported: {text}; use one of {', '.join(_FIELDS)}")
+                raise ApiRefusalError(
+                    400,
+                    "BadRequest",
+                    f"field label not supported: {text}; use one of {', '.join(_FIELDS)}",
+                )
             terms.append((term["field"], term["operator"] != "!=", term["value"]))
         return cls(tuple(terms))
 
@@ -67,8 +84,14 @@ async def understood(web_request: web.Request) -> Request:
     found = _PATH.fullmatch(web_request.path)
     resource = found["resource"] if found else ""
     subresource = (found["sub"] or "") if found else ""
-    if found is None or resource not in KINDS or (subresource and subresource not in _SUBRESOURCES.get(resource, ())):
-        raise ApiRefusalError(404, "NotFound", f"the server could not find the requested resource: {web_request.path}")
+    if (
+        found is None
+        or resource not in KINDS
+        or (subresource and subresource not in _SUBRESOURCES.get(resource, ()))
+    ):
+        raise ApiRefusalError(
+            404, "NotFound", f"the server could not find the requested resource: {web_request.path}"
+        )
     query, name = dict(web_request.query), found["name"] or ""
     body = await _body(web_request)
     return Request(
@@ -94,7 +117,9 @@ async def _body(web_request: web.Request) -> Any:
     try:
         body = msgspec.json.decode(raw)
     except msgspec.DecodeError as err:
-        raise ApiRefusalError(400, "BadRequest", f"the body of the request is no JSON: {err}") from err
+        raise ApiRefusalError(
+            400, "BadRequest", f"the body of the request is no JSON: {err}"
+        ) from err
     if not isinstance(body, dict):
         raise ApiRefusalError(400, "BadRequest", "the body of the request is no JSON object")
     return body
@@ -103,7 +128,9 @@ async def _body(web_request: web.Request) -> Any:
 def _verb(method: str, *, name: str, watching: bool) -> str:
     if method == "GET":
         return "watch" if watching else "get" if name else "list"
-    return {"POST": "create", "PATCH": "patch", "DELETE": "delete", "PUT": "update"}.get(method, method.lower())
+    return {"POST": "create", "PATCH": "patch", "DELETE": "delete", "PUT": "update"}.get(
+        method, method.lower()
+    )
 
 
 def _field(item: Object, path: str) -> str:

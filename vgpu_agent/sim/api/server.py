@@ -1,8 +1,10 @@
-"""A Kubernetes API server for demos, tests and benchmarks: as much of it as a node agent and a scheduler use, on a TCP port.
+"""A Kubernetes API server for demos, tests and benchmarks:
+as much of it as a node agent and a scheduler use, on a TCP port.
 
-A simulated cluster starts one, puts a Node and pods into `ApiServer.objects` (or creates them over HTTP, as a user
-would), and gives the agent the file that `ApiServer.kubeconfig` writes. It shares no code with the agent's own
-client, so that the two cannot share a mistake. ``faults``, `down`, `cut` and ``latency_seconds`` cause failures.
+A simulated cluster starts one, puts a Node and pods into `ApiServer.objects` (or creates them over
+HTTP, as a user would), and gives the agent the file that `ApiServer.kubeconfig` writes. It shares
+no code with the agent's own client, so that the two cannot share a mistake. ``faults``, `down`,
+`cut` and ``latency_seconds`` cause failures.
 ``requests`` lists the requests.
 
 Rules of objects are in `sim.api.objects`; here are HTTP, selectors, pages, and watches.
@@ -34,7 +36,10 @@ if TYPE_CHECKING:
 
 _MAX_BODY_BYTES = 16 * 1024 * 1024
 _PAGES_KEPT = 100
-_MERGE_PATCH, _STRATEGIC_PATCH = "application/merge-patch+json", "application/strategic-merge-patch+json"
+_MERGE_PATCH, _STRATEGIC_PATCH = (
+    "application/merge-patch+json",
+    "application/strategic-merge-patch+json",
+)
 
 
 class ApiServer:
@@ -50,7 +55,8 @@ class ApiServer:
         requests: every request since the start, or since a test cleared the list.
         faults: the faults to come; see `sim.api.faults`.
         tokens: the bearer tokens that are accepted; empty accepts every client.
-        before_write: called with each write before anything is changed, and awaited when it can be; its exception is a 500.
+        before_write: called with each write before anything is changed, and awaited when it can be;
+            its exception is a 500.
         after_write: the same after the change, before the answer is sent.
     """
 
@@ -78,7 +84,9 @@ class ApiServer:
 
     @property
     def url(self) -> str:
-        """The server's URL, e.g. ``http://127.0.0.1:43211``; the port stays the same when it was `down`."""
+        """The server's URL, e.g. ``http://127.0.0.1:43211``;
+        the port stays the same when it was `down`.
+        """
         return f"{'https' if self._ssl_context else 'http'}://127.0.0.1:{self._port}"
 
     @property
@@ -97,7 +105,9 @@ class ApiServer:
         """Serve on a free port of 127.0.0.1."""
         application = web.Application(client_max_size=_MAX_BODY_BYTES)
         application.router.add_route("*", "/{path:.*}", self._answer)
-        self._runner = web.AppRunner(application, access_log=None, handler_cancellation=True, shutdown_timeout=0.1)
+        self._runner = web.AppRunner(
+            application, access_log=None, handler_cancellation=True, shutdown_timeout=0.1
+        )
         await self._runner.setup()
         await self.up()
 
@@ -118,9 +128,17 @@ class ApiServer:
     async def up(self) -> None:
         """End an outage; nothing that the server knew is lost."""
         if self._runner is None:
-            raise SimulationError("the simulated API server has not been started; call start() before up()")
+            raise SimulationError(
+                "the simulated API server has not been started; call start() before up()"
+            )
         if self._site is None:
-            self._site = web.TCPSite(self._runner, "127.0.0.1", self._port, ssl_context=self._ssl_context, reuse_address=True)
+            self._site = web.TCPSite(
+                self._runner,
+                "127.0.0.1",
+                self._port,
+                ssl_context=self._ssl_context,
+                reuse_address=True,
+            )
             await self._site.start()
             self._port = self._runner.addresses[0][1]
 
@@ -131,22 +149,33 @@ class ApiServer:
             if connection.transport is not None:
                 connection.transport.abort()
 
-    def kubeconfig(self, path: str | os.PathLike[str], *, token: str = "", certificate_authority: str | os.PathLike[str] = "") -> Path:
-        """Write a kubeconfig file for this server, and return its path; it blocks, so not for the event loop's thread.
+    def kubeconfig(
+        self,
+        path: str | os.PathLike[str],
+        *,
+        token: str = "",
+        certificate_authority: str | os.PathLike[str] = "",
+    ) -> Path:
+        """Write a kubeconfig file for this server, and return its path;
+        it blocks, so not for the event loop's thread.
 
         Args:
             path: of the file; one that exists is replaced.
             token: the bearer token to use; it is not added to ``tokens``.
             certificate_authority: path of the CA certificate, for HTTPS.
         """
-        cluster = {"server": self.url} | ({"certificate-authority": str(certificate_authority)} if certificate_authority else {})
+        cluster = {"server": self.url} | (
+            {"certificate-authority": str(certificate_authority)} if certificate_authority else {}
+        )
         config = {
             "apiVersion": "v1",
             "kind": "Config",
             "current-context": "simulated",
             "clusters": [{"name": "simulated", "cluster": cluster}],
             "users": [{"name": "simulated", "user": {"token": token} if token else {}}],
-            "contexts": [{"name": "simulated", "context": {"cluster": "simulated", "user": "simulated"}}],
+            "contexts": [
+                {"name": "simulated", "context": {"cluster": "simulated", "user": "simulated"}}
+            ],
         }
         # JSON is YAML, too.
         Path(path).write_bytes(msgspec.json.format(msgspec.json.encode(config)))
@@ -165,13 +194,18 @@ class ApiServer:
         request.status = response.status
         return response
 
-    async def _answer_understood(self, web_request: web.Request, request: Request) -> web.StreamResponse:
+    async def _answer_understood(
+        self, web_request: web.Request, request: Request
+    ) -> web.StreamResponse:
         if self.tokens and request.authorization.removeprefix("Bearer ") not in self.tokens:
             raise ApiRefusalError(401, "Unauthorized", "Unauthorized")
         fault = take(self.faults, request)
         if self.latency_seconds:
             await asyncio.sleep(self.latency_seconds)
-        if fault is not None and (refused := await self._refuse(web_request, request, fault)) is not None:
+        if (
+            fault is not None
+            and (refused := await self._refuse(web_request, request, fault)) is not None
+        ):
             return refused
         if request.verb == "watch":
             return await self._watch(web_request, request, fault)
@@ -187,16 +221,31 @@ class ApiServer:
             body = body[: len(body) // 2]
         return web.Response(body=body, status=code, content_type="application/json")
 
-    async def _refuse(self, web_request: web.Request, request: Request, fault: Fault) -> web.StreamResponse | None:
-        """Return a fault's answer instead of the real one; None for a fault that only spoils the real answer."""
+    async def _refuse(
+        self, web_request: web.Request, request: Request, fault: Fault
+    ) -> web.StreamResponse | None:
+        """Return a fault's answer instead of the real one;
+        None for a fault that only spoils the real answer.
+        """
         match fault.kind:
             case FaultKind.STATUS:
                 code = fault.code or 500
                 text = fault.reason or f"{request.resource}: a fault was ordered"
-                headers = {"Retry-After": str(fault.retry_after_seconds)} if fault.retry_after_seconds else {}
-                return _json(ApiRefusalError(code, fault.reason or "InternalError", text).status, code, headers)
+                headers = (
+                    {"Retry-After": str(fault.retry_after_seconds)}
+                    if fault.retry_after_seconds
+                    else {}
+                )
+                return _json(
+                    ApiRefusalError(code, fault.reason or "InternalError", text).status,
+                    code,
+                    headers,
+                )
             case FaultKind.HTML:
-                text = "<html><head><title>502 Bad Gateway</title></head><body><h1>Bad Gateway</h1></body></html>"
+                text = (
+                    "<html><head><title>502 Bad Gateway</title></head><body><h1>Bad "
+                    "Gateway</h1></body></html>"
+                )
                 return web.Response(text=text, status=fault.code or 502, content_type="text/html")
             case FaultKind.GARBAGE:
                 return web.Response(text="}this is no JSON\n", content_type="application/json")
@@ -219,17 +268,27 @@ class ApiServer:
                 return 200, self._page(request)
             case "patch", "" | "status":
                 if request.content_type not in (_MERGE_PATCH, _STRATEGIC_PATCH):
-                    text = f"the body of the request was in an unknown format - accepted media types include: {_MERGE_PATCH}"
+                    text = (
+                        "the body of the request was in an unknown format - accepted media types "
+                        f"include: {_MERGE_PATCH}"
+                    )
                     raise ApiRefusalError(415, "UnsupportedMediaType", text)
                 strategic = request.content_type == _STRATEGIC_PATCH
-                return 200, self.objects.patch(resource, name, body, namespace, subresource=subresource, strategic=strategic)
+                return 200, self.objects.patch(
+                    resource, name, body, namespace, subresource=subresource, strategic=strategic
+                )
             case "create", _:
                 return 201, self._created(request, body)
             case "delete", "":
-                return 200, self.objects.delete(resource, name, namespace, **_delete_options({**request.query, **body}))
+                return 200, self.objects.delete(
+                    resource, name, namespace, **_delete_options({**request.query, **body})
+                )
             case _:
                 raise ApiRefusalError(
-                    405, "MethodNotAllowed", f"the server does not allow this method on the requested resource: {request.method}"
+                    405,
+                    "MethodNotAllowed",
+                    "the server does not allow this method on the requested resource: "
+                    f"{request.method}",
                 )
 
     def _created(self, request: Request, body: Object) -> Object:
@@ -238,7 +297,12 @@ class ApiServer:
                 self.objects.bind(request.name, request.namespace, body)
                 return _SUCCESS
             case "pods/eviction":
-                self.objects.delete("pods", request.name, request.namespace, **_delete_options(body.get("deleteOptions") or {}))
+                self.objects.delete(
+                    "pods",
+                    request.name,
+                    request.namespace,
+                    **_delete_options(body.get("deleteOptions") or {}),
+                )
                 return _SUCCESS
             case _:
                 return self.objects.create(request.resource, body, request.namespace)
@@ -253,7 +317,11 @@ class ApiServer:
             version, rest = self._pages.pop(token)
         else:
             version = self.objects.version
-            rest = [item for item in self.objects.list(resource, request.namespace) if selector.matches(item)]
+            rest = [
+                item
+                for item in self.objects.list(resource, request.namespace)
+                if selector.matches(item)
+            ]
         limit = int(request.query.get("limit") or 0) or len(rest)
         metadata: Object = {"resourceVersion": str(version)}
         if len(rest) > limit:
@@ -264,10 +332,20 @@ class ApiServer:
                 del self._pages[next(iter(self._pages))]
         kind = KINDS[resource]
         # The real one leaves kind and apiVersion out of the items of a list.
-        items = [{key: value for key, value in item.items() if key not in ("kind", "apiVersion")} for item in rest[:limit]]
-        return {"kind": f"{kind.kind}List", "apiVersion": kind.api_version, "metadata": metadata, "items": items}
+        items = [
+            {key: value for key, value in item.items() if key not in ("kind", "apiVersion")}
+            for item in rest[:limit]
+        ]
+        return {
+            "kind": f"{kind.kind}List",
+            "apiVersion": kind.api_version,
+            "metadata": metadata,
+            "items": items,
+        }
 
-    async def _watch(self, web_request: web.Request, request: Request, fault: Fault | None) -> web.StreamResponse:
+    async def _watch(
+        self, web_request: web.Request, request: Request, fault: Fault | None
+    ) -> web.StreamResponse:
         selector = Selector.of(request)
         response = web.StreamResponse(headers={"Content-Type": "application/json"})
         response.enable_chunked_encoding()
@@ -288,15 +366,24 @@ class ApiServer:
         await response.write_eof()
         return response
 
-    async def _spoil(self, web_request: web.Request, response: web.StreamResponse, fault: Fault) -> bool:
-        """Let the fault act on a watch whose headers were sent; return whether the watch continues."""
+    async def _spoil(
+        self, web_request: web.Request, response: web.StreamResponse, fault: Fault
+    ) -> bool:
+        """Let the fault act on a watch whose headers were sent;
+        return whether the watch continues.
+        """
         match fault.kind:
             case FaultKind.CLOSE:
                 await response.write_eof()
             case FaultKind.ERROR_EVENT:
                 code = fault.code or 410
                 reason = fault.reason or ("Expired" if code == 410 else "InternalError")
-                await response.write(_event("ERROR", ApiRefusalError(code, reason, "too old resource version: 1 (2)").status))
+                await response.write(
+                    _event(
+                        "ERROR",
+                        ApiRefusalError(code, reason, "too old resource version: 1 (2)").status,
+                    )
+                )
                 await response.write_eof()
             case FaultKind.GIANT_LINE:
                 await response.write(b'{"type":"MODIFIED","object":{"metadata":{"name":"')
@@ -314,7 +401,9 @@ class ApiServer:
                 return True
         return fault.kind is FaultKind.GIANT_LINE
 
-    async def _stream(self, response: web.StreamResponse, request: Request, selector: Selector) -> None:
+    async def _stream(
+        self, response: web.StreamResponse, request: Request, selector: Selector
+    ) -> None:
         """Send what changes, until the caller's time is over."""
         start = request.query.get("resourceVersion", "")
         position = self.objects.version if start in ("", "0") else int(start)
@@ -328,7 +417,9 @@ class ApiServer:
             changes = self.objects.changes_after(position)
             for change in changes:
                 position = change.version
-                if change.resource == request.resource and (line := _seen(change, request.namespace, selector)):
+                if change.resource == request.resource and (
+                    line := _seen(change, request.namespace, selector)
+                ):
                     await response.write(line)
             try:
                 async with asyncio.timeout(self._bookmark_seconds):
@@ -338,23 +429,47 @@ class ApiServer:
                     position = max(position, self.objects.version)
                     metadata = {"resourceVersion": str(position), "creationTimestamp": None}
                     kind = KINDS[request.resource]
-                    await response.write(_event("BOOKMARK", {"kind": kind.kind, "apiVersion": kind.api_version, "metadata": metadata}))
+                    await response.write(
+                        _event(
+                            "BOOKMARK",
+                            {
+                                "kind": kind.kind,
+                                "apiVersion": kind.api_version,
+                                "metadata": metadata,
+                            },
+                        )
+                    )
 
 
-_SUCCESS: Object = {"kind": "Status", "apiVersion": "v1", "metadata": {}, "status": "Success", "code": 201}
+_SUCCESS: Object = {
+    "kind": "Status",
+    "apiVersion": "v1",
+    "metadata": {},
+    "status": "Success",
+    "code": 201,
+}
 
 
 def _seen(change: Change, namespace: str, selector: Selector) -> bytes:
-    """Return the event of a change for a watch of that namespace and selector; empty when it gets none."""
+    """Return the event of a change for a watch of that namespace and selector;
+    empty when it gets none.
+    """
 
     def visible(item: Object | None) -> bool:
-        return item is not None and namespace in ("", item["metadata"].get("namespace", "")) and selector.matches(item)
+        return (
+            item is not None
+            and namespace in ("", item["metadata"].get("namespace", ""))
+            and selector.matches(item)
+        )
 
     before, after = visible(change.before), visible(change.after)
     if after:
         return _event("MODIFIED" if before else "ADDED", change.after)
     if before and change.before is not None:
-        gone = {**change.before, "metadata": {**change.before["metadata"], "resourceVersion": str(change.version)}}
+        gone = {
+            **change.before,
+            "metadata": {**change.before["metadata"], "resourceVersion": str(change.version)},
+        }
         return _event("DELETED", gone)
     return b""
 
@@ -365,11 +480,19 @@ def _event(kind: str, thing: Any) -> bytes:
 
 def _delete_options(options: Any) -> dict[str, Any]:
     grace = options.get("gracePeriodSeconds")
-    return {"uid": (options.get("preconditions") or {}).get("uid") or "", "grace_seconds": None if grace is None else int(grace)}
+    return {
+        "uid": (options.get("preconditions") or {}).get("uid") or "",
+        "grace_seconds": None if grace is None else int(grace),
+    }
 
 
 def _json(answer: object, code: int, headers: dict[str, str] | None = None) -> web.Response:
-    return web.Response(body=msgspec.json.encode(answer), status=code, headers=headers, content_type="application/json")
+    return web.Response(
+        body=msgspec.json.encode(answer),
+        status=code,
+        headers=headers,
+        content_type="application/json",
+    )
 
 
 def _abort(web_request: web.Request) -> None:

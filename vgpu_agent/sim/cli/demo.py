@@ -1,10 +1,11 @@
 """``vgpu-agent demo``: the main job, played on a simulated node with the agent's own `run`.
 
-A story in five scenes: pods get their shares; a GPU breaks and recovers; the agent is killed and restarted under
-running pods; the kubelet restarts; a wrong request is refused. Then shorter ones about Volcano (`demo_volcano`) and
-MPS (`demo_mps`). Each scene states what it proves and checks it. With ``--check`` the demo does not wait for a person
-and the exit status is the verdict. Without it the node stays up, with the addresses to curl, until Ctrl-C. However it
-ends short of SIGKILL, it ends the agents and removes the temporary directory.
+A story in five scenes: pods get their shares; a GPU breaks and recovers; the agent is killed and
+restarted under running pods; the kubelet restarts; a wrong request is refused. Then shorter ones
+about Volcano (`demo_volcano`) and MPS (`demo_mps`). Each scene states what it proves and checks it.
+With ``--check`` the demo does not wait for a person and the exit status is the verdict. Without it
+the node stays up, with the addresses to curl, until Ctrl-C. However it ends short of SIGKILL, it
+ends the agents and removes the temporary directory.
 """
 
 from __future__ import annotations
@@ -37,7 +38,8 @@ _REPLICAS = 4
 _QUIET_SECONDS = 2
 _PUBLIC_PORT, _DEBUG_PORT = 9394, 9395  # the agent's defaults, so that the README's commands work
 _ENDINGS = (signal.SIGTERM, signal.SIGHUP)
-_ENDED = 128 + signal.SIGTERM  # exit status when the demo is ended from outside before its last scene
+# exit status when the demo is ended from outside before its last scene
+_ENDED = 128 + signal.SIGTERM
 
 _CONFIG = f"""\
 version: v1
@@ -62,19 +64,31 @@ examples:
 def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     """Add the command ``demo``."""
     parser = subparsers.add_parser(
-        "demo", help="play the main job on a simulated node", epilog=_EXAMPLES, formatter_class=argparse.RawDescriptionHelpFormatter
+        "demo",
+        help="play the main job on a simulated node",
+        epilog=_EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("--check", action="store_true", help="do not wait for a person; exit 0 when everything was as it should be")
+    parser.add_argument(
+        "--check",
+        action="store_true",
+        help="do not wait for a person; exit 0 when everything was as it should be",
+    )
     parser.set_defaults(run=_run)
 
 
 def _run(arguments: argparse.Namespace) -> int:
     try:
-        import grpc as _grpc  # noqa: F401, PLC0415 - asked for here, to say what to install instead of a traceback
+        # asked for here, to say what to install instead of a traceback
+        import grpc as _grpc  # noqa: F401, PLC0415
     except ImportError as err:
-        raise SimulationError("the demo needs more packages than the agent; scripts/demo installs and runs it") from err
+        raise SimulationError(
+            "the demo needs more packages than the agent; scripts/demo installs and runs it"
+        ) from err
     # A short path: sockets lie below it, and their names are limited to 107 bytes.
-    directory = Path(tempfile.mkdtemp(prefix="vgpu-demo-", dir="/tmp" if Path("/tmp").is_dir() else None))  # noqa: S108
+    directory = Path(
+        tempfile.mkdtemp(prefix="vgpu-demo-", dir="/tmp" if Path("/tmp").is_dir() else None)  # noqa: S108
+    )
     try:
         return asyncio.run(_Demo(directory, check=arguments.check).play())
     except asyncio.CancelledError:
@@ -86,7 +100,8 @@ def _run(arguments: argparse.Namespace) -> int:
 class _Demo:
     """The story and its stage.
 
-    State: the simulated node, kubelet and agent below ``directory``; ``failed`` once something was not as it should be.
+    State: the simulated node, kubelet and agent below ``directory``; ``failed`` once something was
+    not as it should be.
     """
 
     def __init__(self, directory: Path, *, check: bool) -> None:
@@ -99,13 +114,23 @@ class _Demo:
 
     async def play(self) -> int:
         """Play all scenes and return the exit status."""
-        from vgpu_agent.sim.kubelet.kubelet import SimulatedKubelet  # noqa: PLC0415 - needs the extra packages, see _run
+        # needs the extra packages, see _run
+        from vgpu_agent.sim.kubelet.kubelet import SimulatedKubelet  # noqa: PLC0415
         from vgpu_agent.sim.state import SimulatedNode  # noqa: PLC0415 - same
 
         _end_gracefully()
         began = time.monotonic()
-        self._tell.say("A simulated node with 2 × A100, a simulated kubelet, and the agent's own `vgpu-agent run`.")
-        self._node = await asyncio.to_thread(SimulatedNode.create, self._directory / "node", model="A100-SXM4-80GB", gpus=2, numa=[0, 1])
+        self._tell.say(
+            "A simulated node with 2 × A100, a simulated kubelet, and the agent's own `vgpu-agent "
+            "run`."
+        )
+        self._node = await asyncio.to_thread(
+            SimulatedNode.create,
+            self._directory / "node",
+            model="A100-SXM4-80GB",
+            gpus=2,
+            numa=[0, 1],
+        )
         config = self._directory / "config.yaml"
         await asyncio.to_thread(config.write_text, _CONFIG)
         self._kubelet = SimulatedKubelet(self._directory / "kubelet")
@@ -122,12 +147,17 @@ class _Demo:
             await self._scenes()
             await play_volcano(self._directory / "volcano", self._tell)
             await play_mps(self._directory / "mps", self._tell)
-            self._tell.say(f"\n{self._tell.proofs} things checked in {time.monotonic() - began:.1f} s.")
+            self._tell.say(
+                f"\n{self._tell.proofs} things checked in {time.monotonic() - began:.1f} s."
+            )
             if not self._check:
                 await self._stay()
         except (AgentError, TimeoutError) as err:
             print(f"\nNOT AS IT SHOULD BE: {err}", file=sys.stderr)
-            print(f"last lines of the agent's log:\n{await asyncio.to_thread(self._agent.log_tail)}", file=sys.stderr)
+            print(
+                f"last lines of the agent's log:\n{await asyncio.to_thread(self._agent.log_tail)}",
+                file=sys.stderr,
+            )
             return 1
         finally:
             with contextlib.suppress(AgentError):
@@ -152,7 +182,8 @@ class _Demo:
         pods.append(await self._admit("train", number=2))
         await self._know(4)
         self._tell.prove(
-            len({id_ for pod in pods for id_ in self._kubelet.ids_of(pod, "main", _GPU)}) == 5, "4 pods hold 5 shares, each id given once"
+            len({id_ for pod in pods for id_ in self._kubelet.ids_of(pod, "main", _GPU)}) == 5,
+            "4 pods hold 5 shares, each id given once",
         )
         both = self._visible(pods[-1]).split(",")
         self._tell.prove(len(set(both)) == 2, "the pod that asked for 2 sees two different GPUs")
@@ -166,15 +197,21 @@ class _Demo:
         self._node.xid(0, 79)
         await self._kubelet.until(lambda: self._kubelet.resource(_GPU).allocatable == _REPLICAS)
         self._tell.prove(
-            True, f"all {_REPLICAS} shares of GPU 0 are Unhealthy at kubelet after {time.monotonic() - began:.2f} s; GPU 1 goes on"
+            True,
+            f"all {_REPLICAS} shares of GPU 0 are Unhealthy at kubelet after "
+            f"{time.monotonic() - began:.2f} s; GPU 1 goes on",
         )
         pod = await self._admit("while-broken")
         self._tell.prove(self._visible(pod) != broken, "a new pod lands on the healthy GPU")
         await self._know(5)
         await self._show("what is wrong with it: curl {debug}/debug/devices")
-        await self._kubelet.until(lambda: self._kubelet.resource(_GPU).allocatable == 2 * _REPLICAS, timeout_seconds=20)
+        await self._kubelet.until(
+            lambda: self._kubelet.resource(_GPU).allocatable == 2 * _REPLICAS, timeout_seconds=20
+        )
         self._tell.prove(
-            True, f"{time.monotonic() - began:.1f} s after the fault it is offered again: it answers, and was quiet for {_QUIET_SECONDS} s"
+            True,
+            f"{time.monotonic() - began:.1f} s after the fault it is offered again: it answers, "
+            f"and was quiet for {_QUIET_SECONDS} s",
         )
 
     async def _the_agent_is_killed(self, pods: list[Pod]) -> None:
@@ -184,14 +221,19 @@ class _Demo:
         await self._agent.start()
         rebuilt = await self._agent.until_logged("ledger.rebuilt")
         registered = await self._agent.until_logged("plugin.registered")
-        self._tell.prove(rebuilt["grants"] == 5 and rebuilt["ts"] <= registered["ts"], "it knew all 5 pods before it registered anything")
+        self._tell.prove(
+            rebuilt["grants"] == 5 and rebuilt["ts"] <= registered["ts"],
+            "it knew all 5 pods before it registered anything",
+        )
         after = {grant["pod"]: grant["ids"] for grant in (await self._know(5))["grants"]}
         self._tell.prove(after == before, "every pod holds the very ids it held before")
         await self._agent.until_ready()
         await self._kubelet.until(lambda: self._kubelet.resource(_GPU).allocatable == 2 * _REPLICAS)
         pod = await self._admit("after-restart")
         taken = {id_ for other in pods for id_ in self._kubelet.ids_of(other, "main", _GPU)}
-        self._tell.prove(not taken & set(self._kubelet.ids_of(pod, "main", _GPU)), "a new pod gets a free share")
+        self._tell.prove(
+            not taken & set(self._kubelet.ids_of(pod, "main", _GPU)), "a new pod gets a free share"
+        )
 
     async def _kubelet_restarts(self) -> None:
         self._tell.scene("kubelet restarts: it forgets every plugin and wipes their sockets")
@@ -199,19 +241,25 @@ class _Demo:
         began = time.monotonic()
         await self._kubelet.restart()
         await self._kubelet.until(lambda: len(self._kubelet.called("Register")) > registrations)
-        self._tell.prove(True, f"registered again {(time.monotonic() - began) * 1000:.0f} ms after it stopped")
+        self._tell.prove(
+            True, f"registered again {(time.monotonic() - began) * 1000:.0f} ms after it stopped"
+        )
         await self._kubelet.until(lambda: self._kubelet.resource(_GPU).allocatable == 2 * _REPLICAS)
         await self._know(6)
         self._tell.prove(True, "allocatable and all 6 pods are what they were")
 
     async def _a_wrong_request_is_refused(self) -> None:
         self._tell.scene("More than there is")
-        from vgpu_agent.sim.kubelet.faults import AdmissionError  # noqa: PLC0415 - needs the extra packages, see _run
+        # needs the extra packages, see _run
+        from vgpu_agent.sim.kubelet.faults import AdmissionError  # noqa: PLC0415
 
         try:
             await self._admit("greedy", number=3)
         except AdmissionError as err:
-            self._tell.prove("Requested: 3, Available: 1" in str(err), f"refused, and nobody else is disturbed: {err}")
+            self._tell.prove(
+                "Requested: 3, Available: 1" in str(err),
+                f"refused, and nobody else is disturbed: {err}",
+            )
         else:
             self._tell.prove(False, "a pod got 3 shares where 1 was left")
         await self._know(6)
@@ -221,9 +269,14 @@ class _Demo:
         status = ".venv/bin/vgpu-agent status"
         if agent.debug_address != f"127.0.0.1:{_DEBUG_PORT}":
             status += f" --debug-listen {agent.debug_address}"
-        for address, usual in ((agent.public_address, _PUBLIC_PORT), (agent.debug_address, _DEBUG_PORT)):
+        for address, usual in (
+            (agent.public_address, _PUBLIC_PORT),
+            (agent.debug_address, _DEBUG_PORT),
+        ):
             if address != f"127.0.0.1:{usual}":
-                self._tell.say(f"\nSomething else listens on port {usual}, so this agent took {address}.")
+                self._tell.say(
+                    f"\nSomething else listens on port {usual}, so this agent took {address}."
+                )
         self._tell.say(
             f"""
 The node stays up until Ctrl-C. In another terminal, in this folder:
@@ -257,14 +310,20 @@ A browser shows http://{agent.public_address}/. The agent's log is {agent.log_pa
             if ended.done():
                 death.cancel()
                 return
-            self._tell.say(f"\nThe agent has ended ({_how(death.result())}). On a node, kubelet starts it again; so do we.")
+            self._tell.say(
+                f"\nThe agent has ended ({_how(death.result())}). On a node, kubelet starts it "
+                "again; so do we."
+            )
             await self._agent.start()
             await self._agent.until_ready()
             grants = (await self._agent.get("/debug/ledger"))["grants"]
-            self._tell.say(f"It is ready again and knows the {len(grants)} containers that hold shares.")
+            self._tell.say(
+                f"It is ready again and knows the {len(grants)} containers that hold shares."
+            )
 
     async def _admit(self, name: str, *, number: int = 1) -> Pod:
-        from vgpu_agent.sim.kubelet.kubelet import Container  # noqa: PLC0415 - needs the extra packages, see _run
+        # needs the extra packages, see _run
+        from vgpu_agent.sim.kubelet.kubelet import Container  # noqa: PLC0415
 
         pod = await self._kubelet.admit(name, [Container("main", {_GPU: number})])
         await self._kubelet.start_container(pod, "main")
@@ -274,18 +333,27 @@ A browser shows http://{agent.public_address}/. The agent's log is {agent.log_pa
         return str(pod.answers["main"].envs["NVIDIA_VISIBLE_DEVICES"])
 
     async def _know(self, pods: int) -> Any:
-        """Return the ledger, once it has named ``pods`` holders. The agent reads the kubelet's records about a second later."""
-        return await self._agent.until("/debug/ledger", lambda ledger: len([grant for grant in ledger["grants"] if grant["pod"]]) == pods)
+        """Return the ledger, once it has named ``pods`` holders.
+        The agent reads the kubelet's records about a second later.
+        """
+        return await self._agent.until(
+            "/debug/ledger",
+            lambda ledger: len([grant for grant in ledger["grants"] if grant["pod"]]) == pods,
+        )
 
     async def _show(self, caption: str) -> None:
         self._tell.say("   " + caption.format(debug=f"http://{self._agent.debug_address}"))
         for gpu in (await self._agent.get("/debug/devices"))["gpus"]:
             health = f"{gpu['health']}{': ' if gpu['health_reason'] else ''}{gpu['health_reason']}"
-            self._tell.say(f"     GPU {gpu['index']}  {', '.join(gpu['holders']) or '-'}  [{health}]")
+            self._tell.say(
+                f"     GPU {gpu['index']}  {', '.join(gpu['holders']) or '-'}  [{health}]"
+            )
 
 
 def _end_gracefully() -> None:
-    """Let SIGTERM and a closed terminal cancel the calling task: without its `finally`, they would leave an agent behind."""
+    """Let SIGTERM and a closed terminal cancel the calling task:
+    without its `finally`, they would leave an agent behind.
+    """
     task = cast("asyncio.Task[int]", asyncio.current_task())  # a coroutine always runs in one
     for number in _ENDINGS:
         asyncio.get_running_loop().add_signal_handler(number, task.cancel)
@@ -301,7 +369,9 @@ def _how(status: int) -> str:
 
 
 def _address(port: int, *, ephemeral: bool) -> str:
-    """Return the agent's usual port for a person to curl, or any free one when it is taken or ``ephemeral``."""
+    """Return the agent's usual port for a person to curl,
+    or any free one when it is taken or ``ephemeral``.
+    """
     if not ephemeral:
         with socket.socket() as probe:
             probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)

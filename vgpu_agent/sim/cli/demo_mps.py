@@ -1,8 +1,9 @@
-"""The demo's story about MPS: two pods compute on one GPU at the same time, and the daemon between them is killed.
+"""The demo's story about MPS: two pods compute on one GPU at the same time,
+and the daemon between them is killed.
 
-A node of its own, whose ``nvidia-cuda-mps-control`` and ``nvidia-smi`` are stand-ins that behave like the real ones;
-a client program of the daemon reports its limits. Called by `demo` after the main job; everything it starts ends with
-it.
+A node of its own, whose ``nvidia-cuda-mps-control`` and ``nvidia-smi`` are stand-ins that behave
+like the real ones; a client program of the daemon reports its limits. Called by `demo` after the
+main job; everything it starts ends with it.
 """
 
 from __future__ import annotations
@@ -47,25 +48,38 @@ async def play_mps(directory: Path, narrator: Narrator) -> None:
         AgentError: a check failed; the message holds the agent's last lines.
         TimeoutError: something did not happen in time.
     """
-    # The kubelet needs the extra packages of the simulation, and this module is imported without them.
+    # The kubelet needs the extra packages of the simulation, and this module is imported without
+    # them.
     from vgpu_agent.sim.kubelet.kubelet import SimulatedKubelet  # noqa: PLC0415
     from vgpu_agent.sim.mps_tools import MpsTools, end_daemon  # noqa: PLC0415
     from vgpu_agent.sim.state import SimulatedNode  # noqa: PLC0415
 
-    narrator.scene("MPS: pods compute on one GPU at the same time (a third node, with stand-ins of NVIDIA's tools)")
-    await asyncio.to_thread(SimulatedNode.create, directory / "gpus", model="A100-SXM4-80GB", gpus=1)
+    narrator.scene(
+        "MPS: pods compute on one GPU at the same time (a third node, with stand-ins of NVIDIA's "
+        "tools)"
+    )
+    await asyncio.to_thread(
+        SimulatedNode.create, directory / "gpus", model="A100-SXM4-80GB", gpus=1
+    )
     tools = await asyncio.to_thread(MpsTools.install, directory / "tools", directory / "gpus")
     config = directory / "config.yaml"
     await asyncio.to_thread(config.write_text, _CONFIG.format(directory=directory, tools=tools))
     kubelet = SimulatedKubelet(directory / "kubelet")
     await kubelet.start()
-    agent = AgentProcess(directory / "agent.log", kubelet=directory / "kubelet", simulate=directory / "gpus", config=config)
+    agent = AgentProcess(
+        directory / "agent.log",
+        kubelet=directory / "kubelet",
+        simulate=directory / "gpus",
+        config=config,
+    )
     story = _Story(kubelet, agent, tools, directory / "mps" / _GPU / "pipe", narrator)
     try:
         await story.play()
     except (AgentError, TimeoutError) as err:
         tail = await asyncio.to_thread(agent.log_tail)
-        raise SimulationError(f"{err}\nlast lines of the log of the agent with MPS:\n{tail}") from err
+        raise SimulationError(
+            f"{err}\nlast lines of the log of the agent with MPS:\n{tail}"
+        ) from err
     finally:
         with contextlib.suppress(AgentError):
             await agent.terminate()
@@ -76,8 +90,21 @@ async def play_mps(directory: Path, narrator: Narrator) -> None:
 class _Story:
     """The scenes, on a node that is already built."""
 
-    def __init__(self, kubelet: SimulatedKubelet, agent: AgentProcess, tools: MpsTools, pipe: Path, narrator: Narrator) -> None:
-        self._kubelet, self._agent, self._tools, self._pipe, self._narrator = kubelet, agent, tools, pipe, narrator
+    def __init__(
+        self,
+        kubelet: SimulatedKubelet,
+        agent: AgentProcess,
+        tools: MpsTools,
+        pipe: Path,
+        narrator: Narrator,
+    ) -> None:
+        self._kubelet, self._agent, self._tools, self._pipe, self._narrator = (
+            kubelet,
+            agent,
+            tools,
+            pipe,
+            narrator,
+        )
 
     async def play(self) -> None:
         """Play them.
@@ -101,7 +128,8 @@ class _Story:
         narrator = self._narrator
         narrator.prove(
             (memory_mib, daemon["thread_percentage"]) == (81920 // 4, 25),
-            f"the resource is offered once its daemon has confirmed: {memory_mib} MiB and {daemon['thread_percentage']} % a client",
+            f"the resource is offered once its daemon has confirmed: {memory_mib} MiB and "
+            f"{daemon['thread_percentage']} % a client",
         )
         for name in _PODS:
             pod = await self._kubelet.admit(name, [Container("main", {_GPU: 1})])
@@ -115,16 +143,25 @@ class _Story:
         from vgpu_agent.sim.mps_tools import end_daemon  # noqa: PLC0415 - as in `play_mps`
 
         await self._agent.until("/debug/mps", lambda answer: bool(answer["daemons"][0]["clients"]))
-        await self._agent.until("/debug/pods", lambda answer: {pod["name"] for pod in answer["pods"]} >= set(_PODS))
+        await self._agent.until(
+            "/debug/pods", lambda answer: {pod["name"] for pod in answer["pods"]} >= set(_PODS)
+        )
         await asyncio.to_thread(end_daemon, self._pipe)
         lost = await self._agent.until_logged("mps.daemon_lost")
-        self._narrator.say(f"     mps.daemon_lost: {', '.join(lost['pods'])} had {len(lost['clients'])} client")
+        self._narrator.say(
+            f"     mps.daemon_lost: {', '.join(lost['pods'])} had {len(lost['clients'])} client"
+        )
         named = sorted(lost["pods"]) == [f"default/{name}" for name in _PODS]
-        self._narrator.prove(named, "the daemon is killed: its clients are counted and their pods named")
-        await self._agent.until("/debug/mps", lambda answer: answer["daemons"][0]["state"] == "running")
+        self._narrator.prove(
+            named, "the daemon is killed: its clients are counted and their pods named"
+        )
+        await self._agent.until(
+            "/debug/mps", lambda answer: answer["daemons"][0]["state"] == "running"
+        )
         await self._kubelet.until(lambda: self._kubelet.resource(_GPU).allocatable == 4)
         self._narrator.prove(
-            "threads=25.0" in await self._client(), "a new one is there, with the limits in force, for whoever starts again"
+            "threads=25.0" in await self._client(),
+            "a new one is there, with the limits in force, for whoever starts again",
         )
 
     async def _the_agent_is_killed(self) -> None:
@@ -133,11 +170,15 @@ class _Story:
         await self._agent.until_ready()
         daemon = await self._daemon()
         self._narrator.prove(
-            daemon["adopted"] and bool(daemon["clients"]), "the agent is killed: the next one adopts the daemon, and no client is lost"
+            daemon["adopted"] and bool(daemon["clients"]),
+            "the agent is killed: the next one adopts the daemon, and no client is lost",
         )
 
     async def _daemon(self) -> dict[str, Any]:
-        answer = await self._agent.until("/debug/mps", lambda found: [daemon["state"] for daemon in found["daemons"]] == ["running"])
+        answer = await self._agent.until(
+            "/debug/mps",
+            lambda found: [daemon["state"] for daemon in found["daemons"]] == ["running"],
+        )
         return dict(answer["daemons"][0])
 
     async def _client(self) -> str:

@@ -1,8 +1,10 @@
-"""The demo's story about Volcano: two pods share one GPU, each with 3000 MiB and half of its compute.
+"""The demo's story about Volcano: two pods share one GPU,
+each with 3000 MiB and half of its compute.
 
-A simulated API server, kubelet and container runtime, a stand-in for Volcano's scheduler, and a second agent on a node of its own with
-``families.volcanoVgpu``. Called by `demo` after the main job; everything it starts ends with it. The library that would limit the pods is
-a stand-in too: there is no GPU on which it could.
+A simulated API server, kubelet and container runtime, a stand-in for Volcano's scheduler, and a
+second agent on a node of its own with ``families.volcanoVgpu``. Called by `demo` after the main
+job; everything it starts ends with it. The library that would limit the pods is a stand-in too:
+there is no GPU on which it could.
 """
 
 from __future__ import annotations
@@ -21,7 +23,11 @@ if TYPE_CHECKING:
     from vgpu_agent.sim.cli.narrator import Narrator
     from vgpu_agent.sim.cluster import SimulatedCluster
 
-_NUMBER, _MEMORY, _CORES = "volcano.sh/vgpu-number", "volcano.sh/vgpu-memory", "volcano.sh/vgpu-cores"
+_NUMBER, _MEMORY, _CORES = (
+    "volcano.sh/vgpu-number",
+    "volcano.sh/vgpu-memory",
+    "volcano.sh/vgpu-cores",
+)
 _IDS, _REGISTER = "volcano.sh/vgpu-ids-new", "volcano.sh/node-vgpu-register"
 _MEMORY_MIB, _CORES_PERCENT = 3000, 50
 _PODS = ("infer-a", "infer-b")
@@ -54,19 +60,32 @@ async def play_volcano(directory: Path, narrator: Narrator) -> None:
     from vgpu_agent.sim.stand_in_library import deliver_stand_in_library  # noqa: PLC0415
     from vgpu_agent.sim.state import SimulatedNode  # noqa: PLC0415
 
-    log.configure(level="error")  # the stand-in scheduler runs in this process, and its log is not part of the story
-    narrator.scene("Volcano: two pods share one GPU (a second node, with an API server, a stand-in scheduler and an agent of its own)")
+    # the stand-in scheduler runs in this process, and its log is not part of the story
+    log.configure(level="error")
+    narrator.scene(
+        "Volcano: two pods share one GPU (a second node, with an API server, a stand-in scheduler "
+        "and an agent of its own)"
+    )
     await asyncio.to_thread(SimulatedNode.create, directory / "gpus", model="T4", gpus=2)
     await asyncio.to_thread(deliver_stand_in_library, directory / "vgpu")
     config = directory / "config.yaml"
     async with SimulatedCluster(directory / "cluster") as cluster:
-        await asyncio.to_thread(config.write_text, _CONFIG.format(node=cluster.node, directory=directory))
-        agent = AgentProcess(directory / "agent.log", kubelet=cluster.kubelet_directory, simulate=directory / "gpus", config=config)
+        await asyncio.to_thread(
+            config.write_text, _CONFIG.format(node=cluster.node, directory=directory)
+        )
+        agent = AgentProcess(
+            directory / "agent.log",
+            kubelet=cluster.kubelet_directory,
+            simulate=directory / "gpus",
+            config=config,
+        )
         try:
             await _Story(cluster, agent, narrator).play()
         except (AgentError, TimeoutError) as err:
             tail = await asyncio.to_thread(agent.log_tail)
-            raise SimulationError(f"{err}\nlast lines of the log of Volcano's agent:\n{tail}") from err
+            raise SimulationError(
+                f"{err}\nlast lines of the log of Volcano's agent:\n{tail}"
+            ) from err
         finally:
             with contextlib.suppress(AgentError):
                 await agent.terminate()
@@ -92,31 +111,45 @@ class _Story:
         await self._the_pods_say_that_it_is_done()
 
     async def _the_node_is_offered(self) -> None:
-        from vgpu_agent.sim.volcano.scheduler import VolcanoSettings  # noqa: PLC0415 - as in `play_volcano`
+        # as in `play_volcano`
+        from vgpu_agent.sim.volcano.scheduler import VolcanoSettings  # noqa: PLC0415
 
         cluster, described = self._cluster, list[bool]()
 
         def registered() -> bool:
             if cluster.kubelet.called("Register") and not described:
-                described.append(_REGISTER in cluster.node_object()["metadata"].get("annotations", {}))
+                described.append(
+                    _REGISTER in cluster.node_object()["metadata"].get("annotations", {})
+                )
             return bool(described)
 
         await self._agent.start()
         await cluster.until(registered, "the agent to register")
-        self._narrator.prove(described[0], "the Node describes its GPUs to the scheduler before the agent registers with kubelet")
+        self._narrator.prove(
+            described[0],
+            "the Node describes its GPUs to the scheduler before the agent registers with kubelet",
+        )
         await self._agent.until_ready()
-        await cluster.until(lambda: self._allocatable(_MEMORY) > 0 and self._allocatable(_CORES) > 0, "the Node to show vGPU")
+        await cluster.until(
+            lambda: self._allocatable(_MEMORY) > 0 and self._allocatable(_CORES) > 0,
+            "the Node to show vGPU",
+        )
         await cluster.start_volcano(VolcanoSettings(policy="binpack"))
 
     async def _pods_are_scheduled(self) -> None:
         for name in _PODS:
-            self._cluster.create_pod(name, {_NUMBER: 1, _MEMORY: _MEMORY_MIB, _CORES: _CORES_PERCENT})
+            self._cluster.create_pod(
+                name, {_NUMBER: 1, _MEMORY: _MEMORY_MIB, _CORES: _CORES_PERCENT}
+            )
         await self._cluster.running(*_PODS)
         written = {name: self._cluster.annotations(name)[_IDS] for name in _PODS}
         for name, text in written.items():
             self._narrator.say(f"     {name}: {_IDS}: {text}")
         cards = {text.partition(",")[0] for text in written.values()}
-        self._narrator.prove(len(cards) == 1, f"the scheduler packed both pods onto one GPU, {cards.pop()}, and they run")
+        self._narrator.prove(
+            len(cards) == 1,
+            f"the scheduler packed both pods onto one GPU, {cards.pop()}, and they run",
+        )
 
     def _containers_have_their_shares(self) -> None:
         regions = set()
@@ -124,26 +157,42 @@ class _Story:
             (came,) = self._cluster.starts(name)
             said = ", ".join(f"{key}={came.environment[key]}" for key in _SHOWN)
             self._narrator.say(f"     {name} started with {said}")
-            card, _, memory, cores = self._cluster.annotations(name)[_IDS].removesuffix(":").split(",")
+            card, _, memory, cores = (
+                self._cluster.annotations(name)[_IDS].removesuffix(":").split(",")
+            )
             expected = dict(zip(_SHOWN, (card, f"{memory}m", cores), strict=True))
             if any(came.environment[key] != value for key, value in expected.items()):
-                raise SimulationError(f"pod {name} came with {dict(came.environment)}, and the scheduler wrote {expected}")
-            regions.add(came.mounts["/tmp/cudevshr.cache"])  # noqa: S108 - the path is part of the library's contract
+                raise SimulationError(
+                    f"pod {name} came with {dict(came.environment)}, and the scheduler wrote "
+                    f"{expected}"
+                )
+            # the path is part of the library's contract
+            regions.add(came.mounts["/tmp/cudevshr.cache"])  # noqa: S108
         self._narrator.prove(
             len(regions) == len(_PODS),
-            f"each container has the limits that were written for it, {_MEMORY_MIB} MiB and {_CORES_PERCENT} %, in a region of its own",
+            f"each container has the limits that were written for it, {_MEMORY_MIB} MiB and "
+            f"{_CORES_PERCENT} %, in a region of its own",
         )
 
     async def _it_can_be_explained(self) -> None:
-        self._narrator.say("   whose share it is, and how that is known, as /debug/allocations says it:")
+        self._narrator.say(
+            "   whose share it is, and how that is known, as /debug/allocations says it:"
+        )
         allocations = (await self._agent.get("/debug/allocations"))["allocations"]
         evidence = {allocation["pod"]: allocation["evidence"] for allocation in allocations}
         for name in _PODS:
             for sentence in evidence.get(name, ()):
                 self._narrator.say(f"     {name}: {sentence}")
         uids = {name: self._cluster.pod(name)["metadata"]["uid"] for name in _PODS}
-        identified = all(any(uid in sentence for sentence in evidence.get(name, ())) for name, uid in uids.items())
-        self._narrator.prove(identified, "the pod of each start was identified from kubelet's own records, by its UID and container")
+        identified = all(
+            any(uid in sentence for sentence in evidence.get(name, ()))
+            for name, uid in uids.items()
+        )
+        self._narrator.prove(
+            identified,
+            "the pod of each start was identified from kubelet's own records, by its UID and "
+            "container",
+        )
 
     async def _the_pods_say_that_it_is_done(self) -> None:
         def done(name: str) -> bool:
@@ -152,8 +201,16 @@ class _Story:
         await self._cluster.until(lambda: all(map(done, _PODS)), "the pods to be marked as served")
         for key, value in sorted(self._cluster.annotations(_PODS[0]).items()):
             self._narrator.say(f"     {_PODS[0]}: {key}: {value or '(empty)'}")
-        left = [name for name in _PODS if self._cluster.annotations(name)["volcano.sh/devices-to-allocate"]]
-        self._narrator.prove(not left, "the pods' annotations say afterwards that nothing is left to do")
+        left = [
+            name
+            for name in _PODS
+            if self._cluster.annotations(name)["volcano.sh/devices-to-allocate"]
+        ]
+        self._narrator.prove(
+            not left, "the pods' annotations say afterwards that nothing is left to do"
+        )
 
     def _allocatable(self, resource: str) -> int:
-        return int((self._cluster.node_object()["status"].get("allocatable") or {}).get(resource, 0))
+        return int(
+            (self._cluster.node_object()["status"].get("allocatable") or {}).get(resource, 0)
+        )

@@ -1,4 +1,6 @@
-"""Scenes, checks and their numbering for the demo's stories. Used by `demo`, `demo_volcano` and `demo_mps`."""
+"""Scenes, checks and their numbering for the demo's stories.
+Used by `demo`, `demo_volcano` and `demo_mps`.
+"""
 
 from __future__ import annotations
 

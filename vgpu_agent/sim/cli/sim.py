@@ -1,7 +1,8 @@
 """``vgpu-agent sim …``: make a node of simulated GPUs and change it while agents run on it.
 
-Every action opens the directory, makes one change and ends; agents see it at their next NVML call. Words that are
-invalid for any node are refused by the parser (exit status 2), those invalid for this node by the node (1).
+Every action opens the directory, makes one change and ends; agents see it at their next NVML call.
+Words that are invalid for any node are refused by the parser (exit status 2), those invalid for
+this node by the node (1).
 """
 
 from __future__ import annotations
@@ -34,11 +35,15 @@ examples:
 
 
 def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    """Add ``sim`` and its actions; each sets ``run`` to a function that takes the parsed arguments and returns an exit code."""
+    """Add ``sim`` and its actions; each sets ``run`` to a function that takes the parsed arguments
+    and returns an exit code.
+    """
     sim = subparsers.add_parser(
         "sim",
         help="make and change simulated GPUs",
-        description="Make a node of simulated GPUs in a directory, and change it while agents run on it.",
+        description=(
+            "Make a node of simulated GPUs in a directory, and change it while agents run on it."
+        ),
         epilog=_EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
@@ -48,7 +53,9 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     _add_health(actions)
     _add_use(actions)
     _add_fault(actions)
-    _action(actions, "models", _models, "list the GPU models that can be simulated", directory=False)
+    _action(
+        actions, "models", _models, "list the GPU models that can be simulated", directory=False
+    )
 
 
 def _action(
@@ -60,16 +67,22 @@ def _action(
     directory: bool = True,
     gpu: bool = False,
 ) -> argparse.ArgumentParser:
-    parser = actions.add_parser(name, help=summary, description=summary[0].upper() + summary[1:] + ".")
+    parser = actions.add_parser(
+        name, help=summary, description=summary[0].upper() + summary[1:] + "."
+    )
     parser.set_defaults(run=run)
     if directory:
-        parser.add_argument("directory", metavar="DIR", type=Path, help="directory of the simulated node")
+        parser.add_argument(
+            "directory", metavar="DIR", type=Path, help="directory of the simulated node"
+        )
     if gpu:
-        parser.add_argument("--gpu", required=True, metavar="N", help="number (at creation) or UUID of the GPU")
+        parser.add_argument(
+            "--gpu", required=True, metavar="N", help="number (at creation) or UUID of the GPU"
+        )
     return parser
 
 
-# what words may be -------------------------------------------------------------------------------------------------------------
+# what words may be --------------------------------------------------------------------------------
 
 
 def _whole(lowest: int, highest: int) -> Callable[[str], int]:
@@ -81,7 +94,9 @@ def _whole(lowest: int, highest: int) -> Callable[[str], int]:
         except ValueError:
             number = lowest - 1
         if not lowest <= number <= highest:
-            raise argparse.ArgumentTypeError(f"expected a whole number from {lowest} to {highest}, got {text!r}")
+            raise argparse.ArgumentTypeError(
+                f"expected a whole number from {lowest} to {highest}, got {text!r}"
+            )
         return number
 
     return parse
@@ -93,13 +108,17 @@ def _seconds(text: str) -> float:
     except ValueError:
         seconds = 0.0
     if not 0 < seconds <= _LONGEST_SECONDS:
-        raise argparse.ArgumentTypeError(f"expected seconds above 0 and up to {_LONGEST_SECONDS}, got {text!r}")
+        raise argparse.ArgumentTypeError(
+            f"expected seconds above 0 and up to {_LONGEST_SECONDS}, got {text!r}"
+        )
     return seconds
 
 
 def _times(text: str) -> int:
     if text != "-1" and not (text.isdecimal() and 1 <= int(text) <= _MOST_TIMES):
-        raise argparse.ArgumentTypeError(f"expected 1 to {_MOST_TIMES}, or -1 for ever, got {text!r}")
+        raise argparse.ArgumentTypeError(
+            f"expected 1 to {_MOST_TIMES}, or -1 for ever, got {text!r}"
+        )
     return int(text)
 
 
@@ -112,7 +131,9 @@ def _percent_or_auto(text: str) -> int | None:
 def _instance(text: str) -> tuple[int, int]:
     first, _, second = text.partition(":")
     if not first.isdecimal() or not second.isdecimal():
-        raise argparse.ArgumentTypeError(f"expected the ids of a GPU and a compute instance, like 7:0, got {text!r}")
+        raise argparse.ArgumentTypeError(
+            f"expected the ids of a GPU and a compute instance, like 7:0, got {text!r}"
+        )
     return int(first), int(second)
 
 
@@ -123,18 +144,42 @@ def _numbers(text: str) -> list[int]:
         raise argparse.ArgumentTypeError(f"expected numbers like 0,0,1,1, got {text!r}") from None
 
 
-# create, list, models ------------------------------------------------------------------------------------------------------------
+# create, list, models -----------------------------------------------------------------------------
 
 
 def _add_create(actions: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     parser = _action(actions, "create", _create, "make a node of simulated GPUs")
-    parser.add_argument("--gpus", type=_whole(1, 16), default=2, metavar="COUNT", help="how many GPUs, 1 to 16 (default: 2)")
-    parser.add_argument("--model", default="A100-SXM4-80GB", help="see `sim models` (default: A100-SXM4-80GB)")
+    parser.add_argument(
+        "--gpus",
+        type=_whole(1, 16),
+        default=2,
+        metavar="COUNT",
+        help="how many GPUs, 1 to 16 (default: 2)",
+    )
+    parser.add_argument(
+        "--model", default="A100-SXM4-80GB", help="see `sim models` (default: A100-SXM4-80GB)"
+    )
     numa = parser.add_mutually_exclusive_group()
-    numa.add_argument("--numa", type=_numbers, metavar="0,0,1,1", help="NUMA node of each GPU, -1 for none (default: 0 for all)")
-    numa.add_argument("--numa-nodes", type=_whole(1, 16), metavar="COUNT", help="spread the GPUs evenly over this many NUMA nodes")
-    parser.add_argument("--seed", default="", help="nodes of different seeds do not share GPU UUIDs")
-    parser.add_argument("--force", action="store_true", help="replace a node that is there; restart agents that use it")
+    numa.add_argument(
+        "--numa",
+        type=_numbers,
+        metavar="0,0,1,1",
+        help="NUMA node of each GPU, -1 for none (default: 0 for all)",
+    )
+    numa.add_argument(
+        "--numa-nodes",
+        type=_whole(1, 16),
+        metavar="COUNT",
+        help="spread the GPUs evenly over this many NUMA nodes",
+    )
+    parser.add_argument(
+        "--seed", default="", help="nodes of different seeds do not share GPU UUIDs"
+    )
+    parser.add_argument(
+        "--force",
+        action="store_true",
+        help="replace a node that is there; restart agents that use it",
+    )
     parser.set_defaults(refuse=parser.error)
 
 
@@ -157,12 +202,17 @@ def _numa_nodes(arguments: argparse.Namespace) -> list[int] | None:
     if arguments.numa_nodes is None:
         return numa
     if arguments.numa_nodes > arguments.gpus:
-        arguments.refuse(f"argument --numa-nodes: expected 1 to the number of GPUs, {arguments.gpus}, got {arguments.numa_nodes}")
+        arguments.refuse(
+            f"argument --numa-nodes: expected 1 to the number of GPUs, {arguments.gpus}, got "
+            f"{arguments.numa_nodes}"
+        )
     return [gpu * arguments.numa_nodes // arguments.gpus for gpu in range(arguments.gpus)]
 
 
 def _add_list(actions: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    parser = _action(actions, "list", _list, "show the GPUs of a simulated node and their condition")
+    parser = _action(
+        actions, "list", _list, "show the GPUs of a simulated node and their condition"
+    )
     parser.add_argument("--json", action="store_true", help="as JSON")
 
 
@@ -171,11 +221,15 @@ def _list(arguments: argparse.Namespace) -> int:
     if arguments.json:
         print(json.dumps([asdict(gpu) for gpu in gpus], indent=2))
         return 0
-    rows: list[tuple[str, ...]] = [("GPU", "UUID", "MODEL", "MEMORY", "NUMA", "CONDITION", "DRIVER ASKS", "PROCESSES", "MIG")]
+    rows: list[tuple[str, ...]] = [
+        ("GPU", "UUID", "MODEL", "MEMORY", "NUMA", "CONDITION", "DRIVER ASKS", "PROCESSES", "MIG")
+    ]
     rows += [_row(gpu) for gpu in gpus]
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
     for row in rows:
-        print("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())
+        print(
+            "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
+        )
     return 0
 
 
@@ -196,38 +250,96 @@ def _row(gpu: GpuDescription) -> tuple[str, ...]:
 def _models(_: argparse.Namespace) -> int:
     for model in models().values():
         mig = ", ".join(profile.name for profile in model.mig) or "no MIG"
-        print(f"{model.key:16} {model.name:24} {model.memory_mib:>6} MiB  NVLink {model.nvlink:9}  {mig}")
+        print(
+            f"{model.key:16} {model.name:24} {model.memory_mib:>6} MiB  NVLink {model.nvlink:9}  "
+            f"{mig}"
+        )
     return 0
 
 
-# health --------------------------------------------------------------------------------------------------------------------------
+# health -------------------------------------------------------------------------------------------
 
 
 def _add_health(actions: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     xid = _action(actions, "xid", _xid, "raise an XID on a GPU", gpu=True)
-    xid.add_argument("--code", type=_whole(1, 65535), required=True, metavar="XID", help="for example 79, GPU has fallen off the bus")
     xid.add_argument(
-        "--mig", type=_instance, default=(None, None), metavar="GI:CI", help="on one MIG instance only, by its GPU and compute instance id"
+        "--code",
+        type=_whole(1, 65535),
+        required=True,
+        metavar="XID",
+        help="for example 79, GPU has fallen off the bus",
+    )
+    xid.add_argument(
+        "--mig",
+        type=_instance,
+        default=(None, None),
+        metavar="GI:CI",
+        help="on one MIG instance only, by its GPU and compute instance id",
     )
     lose = _action(actions, "lose", _lose, "let a GPU fall off the bus, without an event", gpu=True)
-    lose.add_argument("--entirely", action="store_true", help="not even handles held before answer the GPU's identity")
-    _action(actions, "restore", lambda arguments: _change(arguments, SimulatedNode.restore), "undo lose", gpu=True)
-    _action(actions, "unplug", lambda arguments: _change(arguments, SimulatedNode.unplug), "take a GPU away", gpu=True)
-    _action(actions, "plug", lambda arguments: _change(arguments, SimulatedNode.plug), "undo unplug", gpu=True)
-    action = _action(actions, "recovery-action", _recovery_action, "set what the driver asks for to recover a GPU", gpu=True)
+    lose.add_argument(
+        "--entirely",
+        action="store_true",
+        help="not even handles held before answer the GPU's identity",
+    )
+    _action(
+        actions,
+        "restore",
+        lambda arguments: _change(arguments, SimulatedNode.restore),
+        "undo lose",
+        gpu=True,
+    )
+    _action(
+        actions,
+        "unplug",
+        lambda arguments: _change(arguments, SimulatedNode.unplug),
+        "take a GPU away",
+        gpu=True,
+    )
+    _action(
+        actions,
+        "plug",
+        lambda arguments: _change(arguments, SimulatedNode.plug),
+        "undo unplug",
+        gpu=True,
+    )
+    action = _action(
+        actions,
+        "recovery-action",
+        _recovery_action,
+        "set what the driver asks for to recover a GPU",
+        gpu=True,
+    )
     action.add_argument(
         "wanted",
         metavar="ACTION",
         choices=list(RECOVERY_ACTIONS),
-        help=f"one of {', '.join(RECOVERY_ACTIONS)}; the last is a driver that does not know the question",
+        help=(
+            f"one of {', '.join(RECOVERY_ACTIONS)}; the last is a driver that does not know the "
+            "question"
+        ),
     )
     remap = _action(actions, "remap", _remap, "set a GPU's remapped rows", gpu=True)
-    remap.add_argument("--corrected", type=_whole(0, 65535), default=0, metavar="ROWS", help="remapped for correctable errors")
-    remap.add_argument("--uncorrected", type=_whole(0, 65535), default=0, metavar="ROWS", help="remapped for uncorrectable errors")
+    remap.add_argument(
+        "--corrected",
+        type=_whole(0, 65535),
+        default=0,
+        metavar="ROWS",
+        help="remapped for correctable errors",
+    )
+    remap.add_argument(
+        "--uncorrected",
+        type=_whole(0, 65535),
+        default=0,
+        metavar="ROWS",
+        help="remapped for uncorrectable errors",
+    )
     remap.add_argument("--pending", action="store_true", help="a remapping waits for a GPU reset")
     remap.add_argument("--failed", action="store_true", help="a remapping has failed")
     temperature = _action(actions, "temperature", _temperature, "set a GPU's temperature", gpu=True)
-    temperature.add_argument("celsius", metavar="CELSIUS", type=_whole(0, 150), help="degrees Celsius")
+    temperature.add_argument(
+        "celsius", metavar="CELSIUS", type=_whole(0, 150), help="degrees Celsius"
+    )
 
 
 def _change(arguments: argparse.Namespace, change: Callable[[SimulatedNode, str], None]) -> int:
@@ -237,7 +349,9 @@ def _change(arguments: argparse.Namespace, change: Callable[[SimulatedNode, str]
 
 def _xid(arguments: argparse.Namespace) -> int:
     gpu_instance, compute_instance = arguments.mig
-    SimulatedNode.open(arguments.directory).xid(arguments.gpu, arguments.code, gpu_instance=gpu_instance, compute_instance=compute_instance)
+    SimulatedNode.open(arguments.directory).xid(
+        arguments.gpu, arguments.code, gpu_instance=gpu_instance, compute_instance=compute_instance
+    )
     return 0
 
 
@@ -267,26 +381,49 @@ def _temperature(arguments: argparse.Namespace) -> int:
     return 0
 
 
-# use -----------------------------------------------------------------------------------------------------------------------------
+# use ----------------------------------------------------------------------------------------------
 
 
 def _add_use(actions: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     mig = _action(actions, "mig", _mig, "cut a GPU into MIG instances", gpu=True)
-    mig.add_argument("--profiles", required=True, metavar="3g.40gb,1g.10gb", help="one instance each; empty switches MIG off")
-    process = _action(actions, "process", _process, "be a process that uses a GPU, until Ctrl-C", gpu=True)
-    process.add_argument("--memory-mib", type=_whole(0, 1 << 20), required=True, metavar="MIB", help="memory it uses")
-    process.add_argument("--sm-percent", type=_whole(0, 100), default=0, metavar="PERCENT", help="share of the GPU's time it uses")
-    process.add_argument("--mig", type=_instance, default=(None, None), metavar="GI:CI", help="in this MIG instance")
+    mig.add_argument(
+        "--profiles",
+        required=True,
+        metavar="3g.40gb,1g.10gb",
+        help="one instance each; empty switches MIG off",
+    )
+    process = _action(
+        actions, "process", _process, "be a process that uses a GPU, until Ctrl-C", gpu=True
+    )
+    process.add_argument(
+        "--memory-mib", type=_whole(0, 1 << 20), required=True, metavar="MIB", help="memory it uses"
+    )
+    process.add_argument(
+        "--sm-percent",
+        type=_whole(0, 100),
+        default=0,
+        metavar="PERCENT",
+        help="share of the GPU's time it uses",
+    )
+    process.add_argument(
+        "--mig", type=_instance, default=(None, None), metavar="GI:CI", help="in this MIG instance"
+    )
     process.add_argument("--seconds", type=_seconds, metavar="S", help="end after so long")
     utilisation = _action(actions, "utilisation", _utilisation, "fix a GPU's utilisation", gpu=True)
     utilisation.add_argument(
-        "--percent", type=_percent_or_auto, required=True, metavar="P", help="0 to 100, or auto: what its processes use"
+        "--percent",
+        type=_percent_or_auto,
+        required=True,
+        metavar="P",
+        help="0 to 100, or auto: what its processes use",
     )
 
 
 def _mig(arguments: argparse.Namespace) -> int:
     node = SimulatedNode.open(arguments.directory)
-    node.set_mig(arguments.gpu, [word.strip() for word in arguments.profiles.split(",") if word.strip()])
+    node.set_mig(
+        arguments.gpu, [word.strip() for word in arguments.profiles.split(",") if word.strip()]
+    )
     for uuid in node.mig_uuids(arguments.gpu):
         print(uuid)
     return 0
@@ -309,18 +446,31 @@ def _utilisation(arguments: argparse.Namespace) -> int:
     return 0
 
 
-# faults --------------------------------------------------------------------------------------------------------------------------
+# faults -------------------------------------------------------------------------------------------
 
 
 def _add_fault(actions: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     parser = _action(actions, "fault", _fault, "make NVML calls fail or be slow")
-    parser.add_argument("function", nargs="?", metavar="FUNCTION", help="an NVML name, or a prefix and *")
+    parser.add_argument(
+        "function", nargs="?", metavar="FUNCTION", help="an NVML name, or a prefix and *"
+    )
     parser.add_argument("--gpu", metavar="N", help="only calls about this GPU (number or UUID)")
     parser.add_argument(
-        "--code", type=_whole(1, 999), metavar="CODE", help="NVML return code, for example 999 unknown, 15 lost, 4 no permission"
+        "--code",
+        type=_whole(1, 999),
+        metavar="CODE",
+        help="NVML return code, for example 999 unknown, 15 lost, 4 no permission",
     )
-    parser.add_argument("--times", type=_times, default=-1, metavar="COUNT", help="how often (default: for ever)")
-    parser.add_argument("--delay-ms", type=_whole(0, 3_600_000), default=0, metavar="MS", help="how long each such call takes first")
+    parser.add_argument(
+        "--times", type=_times, default=-1, metavar="COUNT", help="how often (default: for ever)"
+    )
+    parser.add_argument(
+        "--delay-ms",
+        type=_whole(0, 3_600_000),
+        default=0,
+        metavar="MS",
+        help="how long each such call takes first",
+    )
     parser.add_argument("--clear", action="store_true", help="forget all faults instead")
     parser.set_defaults(refuse=parser.error)
 

@@ -1,7 +1,9 @@
-"""One registration at the simulated kubelet: the connection back to a device plugin, and its ListAndWatch stream.
+"""One registration at the simulated kubelet:
+the connection back to a device plugin, and its ListAndWatch stream.
 
-Used by `kubelet` in this package only. It is the client side of the device plugin API on grpcio, dialled as the real
-kubelet dials: authority ``localhost``, at most 4 MiB a message, 10 seconds to connect.
+Used by `kubelet` in this package only. It is the client side of the device plugin API on grpcio,
+dialled as the real kubelet dials: authority ``localhost``, at most 4 MiB a message, 10 seconds to
+connect.
 """
 
 from __future__ import annotations
@@ -29,12 +31,16 @@ _PRE_START_SECONDS = 30.0
 
 
 class CallFailedError(Exception):
-    """A call to the plugin failed; the text is as kubelet words it: ``rpc error: code = … desc = …``."""
+    """A call to the plugin failed; the text is as kubelet words it:
+    ``rpc error: code = … desc = …``.
+    """
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Timing:
-    """The duration of one call to the plugin; ``began`` is in `time.monotonic` seconds, ``ids`` the number of its device ids."""
+    """The duration of one call to the plugin;
+    ``began`` is in `time.monotonic` seconds, ``ids`` the number of its device ids.
+    """
 
     method: str
     began: float
@@ -76,12 +82,20 @@ class Endpoint:
             async with asyncio.timeout(_DIAL_SECONDS):
                 await self._channel.channel_ready()
         except TimeoutError as err:
-            raise CallFailedError(f"nobody answers on {self.socket_path} within {_DIAL_SECONDS:g} s") from err
-        self.options = await self._call("GetDevicePluginOptions", messages.Empty(), messages.DevicePluginOptions)
+            raise CallFailedError(
+                f"nobody answers on {self.socket_path} within {_DIAL_SECONDS:g} s"
+            ) from err
+        self.options = await self._call(
+            "GetDevicePluginOptions", messages.Empty(), messages.DevicePluginOptions
+        )
 
     def watch(self, on_list: OnList, on_end: OnEnd) -> None:
-        """Open ListAndWatch; each list goes to ``on_list``, the end of the stream to ``on_end`` with its reason."""
-        self._watching = asyncio.create_task(self._watch(on_list, on_end), name=f"ListAndWatch {self.resource}")
+        """Open ListAndWatch; each list goes to ``on_list``,
+        the end of the stream to ``on_end`` with its reason.
+        """
+        self._watching = asyncio.create_task(
+            self._watch(on_list, on_end), name=f"ListAndWatch {self.resource}"
+        )
 
     async def _watch(self, on_list: OnList, on_end: OnEnd) -> None:
         call: Any = self._channel.unary_stream(
@@ -101,21 +115,33 @@ class Endpoint:
         await on_end(self, reason)
 
     async def cancel_stream(self) -> None:
-        """Cancel ListAndWatch and nothing else, as a kubelet does that has lost track (kubelet V3)."""
+        """Cancel ListAndWatch and nothing else,
+        as a kubelet does that has lost track (kubelet V3).
+        """
         if self._watching is not None:
             self._watching.cancel()
             await asyncio.gather(self._watching, return_exceptions=True)
 
-    async def prefer(self, available: Sequence[str], must_include: Sequence[str], size: int) -> list[str]:
+    async def prefer(
+        self, available: Sequence[str], must_include: Sequence[str], size: int
+    ) -> list[str]:
         """GetPreferredAllocation for one container.
 
         Raises:
             CallFailedError: the call failed.
         """
         request = messages.PreferredAllocationRequest()
-        request.container_requests.add(available_device_ids=available, must_include_device_ids=must_include, allocation_size=size)
-        response = await self._call("GetPreferredAllocation", request, messages.PreferredAllocationResponse)
-        return list(response.container_responses[0].device_ids) if response.container_responses else []
+        request.container_requests.add(
+            available_device_ids=available,
+            must_include_device_ids=must_include,
+            allocation_size=size,
+        )
+        response = await self._call(
+            "GetPreferredAllocation", request, messages.PreferredAllocationResponse
+        )
+        return (
+            list(response.container_responses[0].device_ids) if response.container_responses else []
+        )
 
     async def allocate(self, ids: Sequence[str]) -> messages.ContainerAllocateResponse:
         """Allocate for one container; only the first element of the answer is read.
@@ -139,7 +165,9 @@ class Endpoint:
         """
         request = messages.PreStartContainerRequest(device_ids=ids)
         answer = messages.PreStartContainerResponse
-        await self._call("PreStartContainer", request, answer, ids=len(ids), timeout_seconds=_PRE_START_SECONDS)
+        await self._call(
+            "PreStartContainer", request, answer, ids=len(ids), timeout_seconds=_PRE_START_SECONDS
+        )
 
     async def close(self) -> None:
         """Drop the connection; the stream ends with it."""
@@ -151,7 +179,15 @@ class Endpoint:
         self._hung_up = True
         await self._channel.close(None)
 
-    async def _call(self, method: str, request: Any, response: type[Any], *, ids: int = 0, timeout_seconds: float | None = None) -> Any:
+    async def _call(
+        self,
+        method: str,
+        request: Any,
+        response: type[Any],
+        *,
+        ids: int = 0,
+        timeout_seconds: float | None = None,
+    ) -> Any:
         call: Any = self._channel.unary_unary(
             f"{_SERVICE}/{method}",
             request_serializer=lambda message: message.SerializeToString(),
@@ -165,7 +201,8 @@ class Endpoint:
         except grpc.aio.AioRpcError as err:
             raise CallFailedError(_worded(err)) from err
         except asyncio.CancelledError:
-            # grpcio cancels the calls of a channel that is closed under them; a cancellation of our own task passes on.
+            # grpcio cancels the calls of a channel that is closed under them; a cancellation of our
+            # own task passes on.
             task = asyncio.current_task()
             if not self._hung_up or (task is not None and task.cancelling()):
                 raise

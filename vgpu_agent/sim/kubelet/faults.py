@@ -15,8 +15,9 @@ class Call:
     """One thing that happened: a call received or made, a stream opened or ended.
 
     Attributes:
-        what: ``Register``, ``GetDevicePluginOptions``, ``stream opened``, ``list``, ``stream ended``, ``GetPreferredAllocation``,
-            ``Allocate``, ``PreStartContainer``, ``List``, ``Get``, ``GetAllocatableResources``.
+        what: ``Register``, ``GetDevicePluginOptions``, ``stream opened``, ``list``,
+            ``stream ended``, ``GetPreferredAllocation``, ``Allocate``, ``PreStartContainer``,
+            ``List``, ``Get``, ``GetAllocatableResources``.
         resource: the resource it was about; empty for the last three.
         at: `time.monotonic` seconds.
         facts: e.g. ``endpoint``, ``ids``, ``error``, ``healthy``, ``seconds``.
@@ -41,9 +42,11 @@ class Faults:
         list_delay_seconds: pod-resources List is answered this much later.
         no_allocatable: pod-resources has no GetAllocatableResources, like a kubelet before 1.21.
         no_get: pod-resources has no Get, like a kubelet before 1.27.
-        get_disabled: it has Get, but the feature KubeletPodResourcesGet is off, as it is by default before 1.34.
+        get_disabled: it has Get, but the feature KubeletPodResourcesGet is off, as it is by default
+            before 1.34.
         exhausted_gets: so many pod-resources Get calls are answered with RESOURCE_EXHAUSTED.
-        limit_calls: all of pod-resources together answers 100 calls a second, 10 at once, and refuses the others.
+        limit_calls: all of pod-resources together answers 100 calls a second, 10 at once, and
+            refuses the others.
     """
 
     refuse_version: bool = False

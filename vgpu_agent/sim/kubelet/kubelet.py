@@ -1,9 +1,11 @@
-"""A kubelet without a node: it implements the device plugin and pod-resources APIs as the real device manager does.
+"""A kubelet without a node: it implements the device plugin
+and pod-resources APIs as the real device manager does.
 
-The demo runs it beside the agent's process, component tests in the test's process. It is built on grpcio and Google's
-protobuf on purpose: an independent stack that cannot share the agent's mistakes. The imitated behaviour, timing
-included, is described in kubelet §2 to §9 and §13. It has the real one's drawbacks, too: an old stream's end takes
-the new registration down, and ended pods keep their ids for a while.
+The demo runs it beside the agent's process, component tests in the test's process. It is built on
+grpcio and Google's protobuf on purpose: an independent stack that cannot share the agent's
+mistakes. The imitated behaviour, timing included, is described in kubelet §2 to §9 and §13. It has
+the real one's drawbacks, too: an old stream's end takes the new registration down, and ended pods
+keep their ids for a while.
 """
 
 from __future__ import annotations
@@ -34,7 +36,8 @@ if TYPE_CHECKING:
 
 _VERSION = "v1beta1"
 _RESOURCE_NAME = re.compile(
-    r"\A(?!([^/]*\.)?kubernetes\.io/)[a-z0-9]([-a-z0-9.]*[a-z0-9])?/[A-Za-z0-9]([-A-Za-z0-9_.]{0,61}[A-Za-z0-9])?\Z"
+    r"\A(?!([^/]*\.)?kubernetes\.io/)[a-z0-9]([-a-z0-9.]*[a-z0-9])?/[A-Za-z0-9]([-A-Za-z0-9_.]{0,"
+    r"61}[A-Za-z0-9])?\Z"
 )
 _STOP_GRACE_SECONDS = 300.0
 
@@ -54,7 +57,9 @@ class Container:
 
 @dataclasses.dataclass
 class Pod:
-    """A pod that was admitted; ``answers`` are the plugins' answers by container, united as kubelet unites them."""
+    """A pod that was admitted; ``answers`` are the plugins' answers by container,
+    united as kubelet unites them.
+    """
 
     name: str
     namespace: str
@@ -65,9 +70,11 @@ class Pod:
 
 
 class SimulatedKubelet:
-    """The kubelet of a node whose root directory is ``directory``; `start` makes ``device-plugins/`` and ``pod-resources/`` below it.
+    """The kubelet of a node whose root directory is ``directory``; `start` makes
+    ``device-plugins/`` and ``pod-resources/`` below it.
 
-    State: registrations and admitted pods; allocations are also in the checkpoint, from which `restart` begins.
+    State: registrations and admitted pods; allocations are also in the checkpoint, from which
+    `restart` begins.
     """
 
     def __init__(self, directory: Path, *, seed: int = 0) -> None:
@@ -80,7 +87,9 @@ class SimulatedKubelet:
         self._endpoints: dict[str, Endpoint] = {}
         self._retired: list[Endpoint] = []
         self._servers: list[Any] = []
-        self._pod_resources = PodResources(self._records, self.pods, self.faults, resource=self.resource, note=self._note)
+        self._pod_resources = PodResources(
+            self._records, self.pods, self.faults, resource=self.resource, note=self._note
+        )
         self._changed = asyncio.Condition()
         self._admission = asyncio.Lock()
         self._random = random.Random(seed)  # noqa: S311 - the order of a Go map, not a secret
@@ -90,23 +99,32 @@ class SimulatedKubelet:
     async def start(self) -> None:
         """Wipe the plugin directory's sockets and listen, as every start of a kubelet does."""
         await asyncio.to_thread(self._prepare)
-        # kubelet.sock is a second name of the server's own socket file, because grpcio deletes the file that it made when it stops, and
-        # a real kubelet leaves kubelet.sock behind.
+        # kubelet.sock is a second name of the server's own socket file, because grpcio deletes the
+        # file that it made when it stops, and a real kubelet leaves kubelet.sock behind.
         hidden = self.directory / f"kubelet-{uuid.uuid4().hex[:8]}.sock"
-        await self._listen(hidden, "v1beta1.Registration", {"Register": (self._register, messages.RegisterRequest)})
+        await self._listen(
+            hidden, "v1beta1.Registration", {"Register": (self._register, messages.RegisterRequest)}
+        )
         await asyncio.to_thread(os.link, hidden, self.plugins / "kubelet.sock")
-        await self._listen(self.directory / "pod-resources" / "kubelet.sock", "v1.PodResourcesLister", self._pod_resources.methods())
+        await self._listen(
+            self.directory / "pod-resources" / "kubelet.sock",
+            "v1.PodResourcesLister",
+            self._pod_resources.methods(),
+        )
 
     async def stop(self) -> None:
         """End like a killed kubelet: connections break, sockets and checkpoint stay."""
-        for server in self._servers:  # first, so that no plugin that loses its stream can register with a dying kubelet
+        # first, so that no plugin that loses its stream can register with a dying kubelet
+        for server in self._servers:
             await server.stop(None)
         for endpoint in [*self._endpoints.values(), *self._retired]:
             await endpoint.close()
         self._servers, self._endpoints, self._retired = [], {}, []
 
     async def restart(self, *, away_seconds: float = 0.0) -> None:
-        """Stop, stay away, and start again with the content of the checkpoint; pods keep running."""
+        """Stop, stay away, and start again with the content of the checkpoint;
+        pods keep running.
+        """
         await self.stop()
         await asyncio.sleep(away_seconds)
         await asyncio.to_thread(self._records.read_checkpoint)
@@ -120,13 +138,22 @@ class SimulatedKubelet:
         return sorted(self._records.devices)
 
     def resource(self, name: str) -> ResourceDevices:
-        """Devices of a resource; empty when it was never registered, or its plugin has been gone for five minutes."""
+        """Devices of a resource; empty when it was never registered,
+        or its plugin has been gone for five minutes.
+        """
         endpoint = self._endpoints.get(name)
-        gone_for = time.monotonic() - endpoint.stopped_at if endpoint and endpoint.stopped_at else 0.0
-        return ResourceDevices() if gone_for > _STOP_GRACE_SECONDS else self._records.devices.get(name, ResourceDevices())
+        gone_for = (
+            time.monotonic() - endpoint.stopped_at if endpoint and endpoint.stopped_at else 0.0
+        )
+        return (
+            ResourceDevices()
+            if gone_for > _STOP_GRACE_SECONDS
+            else self._records.devices.get(name, ResourceDevices())
+        )
 
     async def until(self, condition: Callable[[], bool], *, timeout_seconds: float = 30.0) -> None:
-        """Return when ``condition`` holds; it is called after every change of this kubelet, and twenty times a second besides.
+        """Return when ``condition`` holds; it is called after every change of this kubelet, and
+        twenty times a second besides.
 
         Raises:
             TimeoutError: it does not come true in time; the message has the events so far.
@@ -139,25 +166,47 @@ class SimulatedKubelet:
                             await self._changed.wait()
         except TimeoutError:
             last = [f"{call.what} {call.resource} {call.facts}" for call in self.calls[-8:]]
-            raise TimeoutError(f"the simulated kubelet waited {timeout_seconds:g} s in vain; last calls: {last}") from None
+            raise TimeoutError(
+                f"the simulated kubelet waited {timeout_seconds:g} s in vain; last calls: {last}"
+            ) from None
 
     def called(self, what: str, resource: str = "") -> list[Call]:
         """The calls of that kind, oldest first."""
-        return [call for call in self.calls if call.what == what and resource in {"", call.resource}]
+        return [
+            call for call in self.calls if call.what == what and resource in {"", call.resource}
+        ]
 
     # Pods
 
     def timings(self, method: str, resource: str, *, since: float) -> list[Timing]:
-        """Calls to the plugin of now that began after `time.monotonic` was ``since`` and were answered, oldest first."""
-        return [timing for timing in self._endpoints[resource].timings if timing.method == method and timing.began >= since]
+        """Calls to the plugin of now that began after `time.monotonic` was ``since``
+        and were answered, oldest first.
+        """
+        return [
+            timing
+            for timing in self._endpoints[resource].timings
+            if timing.method == method and timing.began >= since
+        ]
 
-    async def admit(self, name: str, containers: Sequence[Container], *, namespace: str = "default", uid: str = "") -> Pod:
+    async def admit(
+        self,
+        name: str,
+        containers: Sequence[Container],
+        *,
+        namespace: str = "default",
+        uid: str = "",
+    ) -> Pod:
         """Admit a pod to the node: devices for each container, init containers first.
 
         Raises:
             AdmissionError: the pod fails, with the message that its status would show.
         """
-        pod = Pod(name, namespace, uid or str(uuid.UUID(int=self._random.getrandbits(128))), tuple(containers))
+        pod = Pod(
+            name,
+            namespace,
+            uid or str(uuid.UUID(int=self._random.getrandbits(128))),
+            tuple(containers),
+        )
         async with self._admission:  # pods are admitted one after the other
             self.pods[pod.uid] = pod
             try:
@@ -166,7 +215,9 @@ class SimulatedKubelet:
             except AdmissionError:
                 pod.ended = True  # its devices are cleaned up later, lazily
                 raise
-        pod.answers = {container.name: self._answer(pod.uid, container.name) for container in containers}
+        pod.answers = {
+            container.name: self._answer(pod.uid, container.name) for container in containers
+        }
         return pod
 
     async def start_container(self, pod: Pod, container: str) -> messages.ContainerAllocateResponse:
@@ -177,15 +228,25 @@ class SimulatedKubelet:
         """
         for allocation in self._records.of_container(pod.uid, container):
             endpoint = self._endpoints.get(allocation.resource)
-            if endpoint is None or endpoint.options is None or not endpoint.options.pre_start_required:
-                continue  # also after a restart of kubelet until the plugin is back: PreStartContainer is silently skipped
+            if (
+                endpoint is None
+                or endpoint.options is None
+                or not endpoint.options.pre_start_required
+            ):
+                # also after a restart of kubelet until the plugin is back: PreStartContainer is
+                # silently skipped
+                continue
             if endpoint.stopped_at is not None:
                 raise ContainerStartError(f"endpoint {endpoint.socket_path} has been stopped")
             try:
                 await endpoint.pre_start(allocation.ids)
             except CallFailedError as err:
-                await self._note("PreStartContainer", allocation.resource, ids=allocation.ids, error=str(err))
-                raise ContainerStartError(f"device plugin PreStartContainer rpc failed with err: {err}") from err
+                await self._note(
+                    "PreStartContainer", allocation.resource, ids=allocation.ids, error=str(err)
+                )
+                raise ContainerStartError(
+                    f"device plugin PreStartContainer rpc failed with err: {err}"
+                ) from err
             await self._note("PreStartContainer", allocation.resource, ids=allocation.ids)
         return self._answer(pod.uid, container)
 
@@ -196,7 +257,12 @@ class SimulatedKubelet:
 
     def ids_of(self, pod: Pod, container: str, resource: str) -> list[str]:
         """The ids that a container holds."""
-        return [device for each in self._records.of_container(pod.uid, container) if each.resource == resource for device in each.ids]
+        return [
+            device
+            for each in self._records.of_container(pod.uid, container)
+            if each.resource == resource
+            for device in each.ids
+        ]
 
     async def cancel_stream(self, resource: str) -> None:
         """Cancel the resource's ListAndWatch, leaving sockets as they are (kubelet V3)."""
@@ -205,23 +271,35 @@ class SimulatedKubelet:
     # Registration and lists
 
     async def _register(self, request: messages.RegisterRequest, context: Any) -> messages.Empty:
-        await self._note("Register", request.resource_name, endpoint=request.endpoint, version=request.version)
+        await self._note(
+            "Register", request.resource_name, endpoint=request.endpoint, version=request.version
+        )
         await asyncio.sleep(self.faults.register_delay_seconds)
         if self.faults.failing_registrations:
             self.faults.failing_registrations -= 1
-            await context.abort(grpc.StatusCode.UNAVAILABLE, "the simulated kubelet was told to fail")
+            await context.abort(
+                grpc.StatusCode.UNAVAILABLE, "the simulated kubelet was told to fail"
+            )
         if request.version != _VERSION or self.faults.refuse_version:
             known = "v1beta2" if self.faults.refuse_version else _VERSION
-            text = f'requested API version "{request.version}" is not supported by kubelet. Supported version is "{known}"'
+            text = (
+                f'requested API version "{request.version}" is not supported by kubelet. Supported '
+                f'version is "{known}"'
+            )
             await context.abort(grpc.StatusCode.UNKNOWN, text)
         if not _RESOURCE_NAME.match(request.resource_name):
-            await context.abort(grpc.StatusCode.UNKNOWN, f'the ResourceName "{request.resource_name}" is invalid')
+            await context.abort(
+                grpc.StatusCode.UNKNOWN, f'the ResourceName "{request.resource_name}" is invalid'
+            )
         endpoint = Endpoint(request.resource_name, self.plugins / request.endpoint)
         try:
             await endpoint.connect()
         except CallFailedError as err:
             await endpoint.close()
-            await context.abort(grpc.StatusCode.UNKNOWN, f"failed to dial device plugin with socketPath {endpoint.socket_path}: {err}")
+            await context.abort(
+                grpc.StatusCode.UNKNOWN,
+                f"failed to dial device plugin with socketPath {endpoint.socket_path}: {err}",
+            )
         await self._note("GetDevicePluginOptions", request.resource_name, endpoint=request.endpoint)
         if before := self._endpoints.get(request.resource_name):
             self._retired.append(before)
@@ -235,19 +313,28 @@ class SimulatedKubelet:
         devices = self._records.devices.setdefault(endpoint.resource, ResourceDevices())
         devices.replace(response.devices)
         await asyncio.to_thread(self._records.write_checkpoint)
-        facts = {"healthy": devices.allocatable, "ids": devices.capacity, "bytes": response.ByteSize()}
+        facts = {
+            "healthy": devices.allocatable,
+            "ids": devices.capacity,
+            "bytes": response.ByteSize(),
+        }
         await self._note("list", endpoint.resource, endpoint=endpoint.socket_path.name, **facts)
 
     async def _stream_ended(self, endpoint: Endpoint, reason: str) -> None:
-        # Endpoints are known by resource only, so the end of an old stream takes down the client of a newer registration (kubelet §3).
+        # Endpoints are known by resource only, so the end of an old stream takes down the client of
+        # a newer registration (kubelet §3).
         current = self._endpoints.get(endpoint.resource)
         if current is not None:
             current.stopped_at = current.stopped_at or time.monotonic()
-            self._records.devices.setdefault(endpoint.resource, ResourceDevices()).mark_all_unhealthy()
+            self._records.devices.setdefault(
+                endpoint.resource, ResourceDevices()
+            ).mark_all_unhealthy()
             if current is not endpoint:
                 await current.close()
         await endpoint.hang_up()
-        await self._note("stream ended", endpoint.resource, endpoint=endpoint.socket_path.name, reason=reason)
+        await self._note(
+            "stream ended", endpoint.resource, endpoint=endpoint.socket_path.name, reason=reason
+        )
 
     # Allocation
 
@@ -255,9 +342,14 @@ class SimulatedKubelet:
         # A limit of 0 is no device, and no plugin is asked about it.
         limits = [(resource, number) for resource, number in container.limits.items() if number]
         self._random.shuffle(limits)  # resources come in random order
-        if any(resource in self._endpoints or resource in self._records.devices for resource, _ in limits):
+        if any(
+            resource in self._endpoints or resource in self._records.devices
+            for resource, _ in limits
+        ):
             self._records.clean_up(self._live())
-        allocated = [await self._allocate(pod, container, resource, number) for resource, number in limits]
+        allocated = [
+            await self._allocate(pod, container, resource, number) for resource, number in limits
+        ]
         if any(allocated):  # once they all are, and not at all when one of them fails
             await asyncio.to_thread(self._records.write_checkpoint)
 
@@ -266,15 +358,23 @@ class SimulatedKubelet:
         ids = self._reusable(pod, container, resource)[:number]
         endpoint = self._endpoints.get(resource)
         if endpoint is None and resource not in self._records.devices:
-            return False  # a resource that no plugin registered is not the device manager's business
+            # a resource that no plugin registered is not the device manager's business
+            return False
         devices = self._records.devices.get(resource, ResourceDevices())
         if endpoint is None:
             raise AdmissionError(_rejected(f"cannot allocate unregistered device {resource}"))
         if not devices.healthy:
-            raise AdmissionError(_rejected(f"no healthy devices present; cannot allocate unhealthy devices {resource}"))
+            raise AdmissionError(
+                _rejected(
+                    f"no healthy devices present; cannot allocate unhealthy devices {resource}"
+                )
+            )
         free = self._free(endpoint, resource, number - len(ids))
         if len(ids) + len(free) < number:
-            text = f"requested number of devices unavailable for {resource}. Requested: {number}, Available: {len(ids) + len(free)}"
+            text = (
+                f"requested number of devices unavailable for {resource}. Requested: {number}, "
+                f"Available: {len(ids) + len(free)}"
+            )
             raise AdmissionError(_rejected(text))
         try:
             ids = await self._choose(endpoint, ids, free, number)
@@ -287,12 +387,18 @@ class SimulatedKubelet:
         return True
 
     def _free(self, endpoint: Endpoint, resource: str, number: int) -> list[str]:
-        """Free ids: all of them where the plugin is asked which it prefers, else ``number``, or as many as there are."""
+        """Free ids: all of them where the plugin is asked which it prefers, else ``number``,
+        or as many as there are.
+        """
         free = self._records.free(resource)
-        prefers = endpoint.options is not None and endpoint.options.get_preferred_allocation_available
+        prefers = (
+            endpoint.options is not None and endpoint.options.get_preferred_allocation_available
+        )
         return list(free if prefers else itertools.islice(free, max(0, number)))
 
-    async def _choose(self, endpoint: Endpoint, reused: list[str], free: list[str], number: int) -> list[str]:
+    async def _choose(
+        self, endpoint: Endpoint, reused: list[str], free: list[str], number: int
+    ) -> list[str]:
         if len(reused) == number:
             return reused
         preferred: list[str] = []
@@ -303,26 +409,57 @@ class SimulatedKubelet:
             return [*reused, *free][:number]
         usable = {*reused, *free}
         # The answer is a hint: unusable ids are dropped, missing ones are filled up.
-        return list(dict.fromkeys([*reused, *(device for device in preferred if device in usable), *free]))[:number]
+        return list(
+            dict.fromkeys([*reused, *(device for device in preferred if device in usable), *free])
+        )[:number]
 
     def _reusable(self, pod: Pod, container: Container, resource: str) -> list[str]:
         """Ids of the pod's plain init containers, which a later container takes over."""
         init = {each.name for each in pod.containers if each.init and each.name != container.name}
-        held = [each for each in self._records.allocations if each.pod_uid == pod.uid and each.resource == resource]
+        held = [
+            each
+            for each in self._records.allocations
+            if each.pod_uid == pod.uid and each.resource == resource
+        ]
         taken = {device for each in held if each.container not in init for device in each.ids}
-        return [device for each in held if each.container in init for device in each.ids if device not in taken]
+        return [
+            device
+            for each in held
+            if each.container in init
+            for device in each.ids
+            if device not in taken
+        ]
 
     def _answer(self, pod_uid: str, container: str) -> messages.ContainerAllocateResponse:
-        """The answers for all resources of a container as one; where two disagree, the first one wins."""
+        """The answers for all resources of a container as one;
+        where two disagree, the first one wins.
+        """
         united = messages.ContainerAllocateResponse()
         for allocation in self._records.of_container(pod_uid, container):
             answer = messages.ContainerAllocateResponse.FromString(allocation.answer)
-            united.envs.update({key: value for key, value in answer.envs.items() if key not in united.envs})
-            united.annotations.update({key: value for key, value in answer.annotations.items() if key not in united.annotations})
-            mounted, created = {each.container_path for each in united.mounts}, {each.container_path for each in united.devices}
-            united.mounts.extend(each for each in answer.mounts if each.container_path not in mounted)
-            united.devices.extend(each for each in answer.devices if each.container_path not in created)
-            united.cdi_devices.extend(each for each in answer.cdi_devices if each not in united.cdi_devices)
+            united.envs.update(
+                {key: value for key, value in answer.envs.items() if key not in united.envs}
+            )
+            united.annotations.update(
+                {
+                    key: value
+                    for key, value in answer.annotations.items()
+                    if key not in united.annotations
+                }
+            )
+            mounted, created = (
+                {each.container_path for each in united.mounts},
+                {each.container_path for each in united.devices},
+            )
+            united.mounts.extend(
+                each for each in answer.mounts if each.container_path not in mounted
+            )
+            united.devices.extend(
+                each for each in answer.devices if each.container_path not in created
+            )
+            united.cdi_devices.extend(
+                each for each in answer.cdi_devices if each not in united.cdi_devices
+            )
         return united
 
     # Inner matters
@@ -335,10 +472,14 @@ class SimulatedKubelet:
         async with self._changed:
             self._changed.notify_all()
 
-    async def _listen(self, path: Path, service: str, methods: Mapping[str, tuple[Any, Any]]) -> None:
+    async def _listen(
+        self, path: Path, service: str, methods: Mapping[str, tuple[Any, Any]]
+    ) -> None:
         server = grpc.aio.server()
         handlers = {
-            name: grpc.unary_unary_rpc_method_handler(method, request_deserializer=request.FromString, response_serializer=_encoded)
+            name: grpc.unary_unary_rpc_method_handler(
+                method, request_deserializer=request.FromString, response_serializer=_encoded
+            )
             for name, (method, request) in methods.items()
         }
         server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(service, handlers),))
@@ -350,7 +491,8 @@ class SimulatedKubelet:
         for below in (self.plugins, self.directory / "pod-resources"):
             below.mkdir(mode=0o750, parents=True, exist_ok=True)
         for path in list(self.plugins.iterdir()):
-            with contextlib.suppress(FileNotFoundError):  # a plugin may remove its own at the same time
+            # a plugin may remove its own at the same time
+            with contextlib.suppress(FileNotFoundError):
                 if stat.S_ISSOCK(path.lstat().st_mode):
                     path.unlink()
 

@@ -1,6 +1,8 @@
-"""The simulated kubelet's pod-resources service: the devices of each container, as kubelet §13 describes it.
+"""The simulated kubelet's pod-resources service:
+the devices of each container, as kubelet §13 describes it.
 
-Made by `kubelet` in this package, which listens on the socket; it answers from the same records and pods.
+Made by `kubelet` in this package, which listens on the socket; it answers from the same records and
+pods.
 """
 
 from __future__ import annotations
@@ -38,10 +40,13 @@ class PodResources:
         resource: Callable[[str], ResourceDevices],
         note: Callable[..., Awaitable[None]],
     ) -> None:
-        """Answer about ``pods`` (by UID) from ``records``; ``resource`` returns the current offer, ``note`` gets every call."""
+        """Answer about ``pods`` (by UID) from ``records``;
+        ``resource`` returns the current offer, ``note`` gets every call.
+        """
         self._records, self._pods, self._faults = records, pods, faults
         self._resource, self._note = resource, note
-        self._listed_pods: dict[str, tuple[tuple[Allocation, ...], bytes]] = {}  # by UID: a pod's allocations, and their encoded form
+        # by UID: a pod's allocations, and their encoded form
+        self._listed_pods: dict[str, tuple[tuple[Allocation, ...], bytes]] = {}
         self._limiter, self._asked_at = _BURST, 0.0
 
     def methods(self) -> dict[str, tuple[Any, Any]]:
@@ -63,10 +68,15 @@ class PodResources:
         return b"".join(self._listed_pod(pod) for pod in self._pods.values() if not pod.ended)
 
     async def _get(self, request: messages.GetPodResourcesRequest, context: Any) -> bytes:
-        """Unlike List it cleans nothing up, and finds pods that have ended; the errors have no status code of their own."""
+        """Unlike List it cleans nothing up, and finds pods that have ended;
+        the errors have no status code of their own.
+        """
         await self._note("Get", "", pod=f"{request.pod_namespace}/{request.pod_name}")
         if self._faults.no_get:
-            await context.abort(grpc.StatusCode.UNIMPLEMENTED, "unknown method Get for service v1.PodResourcesLister")
+            await context.abort(
+                grpc.StatusCode.UNIMPLEMENTED,
+                "unknown method Get for service v1.PodResourcesLister",
+            )
         await self._limit(context)
         if self._faults.exhausted_gets:
             self._faults.exhausted_gets -= 1
@@ -77,18 +87,27 @@ class PodResources:
         for pod in reversed(self._pods.values()):  # the newest of that name
             if (pod.namespace, pod.name) == wanted:
                 return self._listed_pod(pod)
-        await context.abort(grpc.StatusCode.UNKNOWN, f"pod {request.pod_name} in namespace {request.pod_namespace} not found")
+        await context.abort(
+            grpc.StatusCode.UNKNOWN,
+            f"pod {request.pod_name} in namespace {request.pod_namespace} not found",
+        )
         return b""  # not reached: abort raises
 
     async def _allocatable(self, _: messages.AllocatableResourcesRequest, context: Any) -> bytes:
         await self._note("GetAllocatableResources", "")
         await self._limit(context)
         if self._faults.no_allocatable:
-            await context.abort(grpc.StatusCode.UNIMPLEMENTED, "unknown method GetAllocatableResources")
-        return b"".join(self._resource(resource).allocatable_as(resource) for resource in self._records.devices)
+            await context.abort(
+                grpc.StatusCode.UNIMPLEMENTED, "unknown method GetAllocatableResources"
+            )
+        return b"".join(
+            self._resource(resource).allocatable_as(resource) for resource in self._records.devices
+        )
 
     async def _limit(self, context: Any) -> None:
-        """A bucket of 10 calls that is filled up by 100 a second, for all callers together (kubelet §13)."""
+        """A bucket of 10 calls that is filled up by 100 a second,
+        for all callers together (kubelet §13).
+        """
         now = time.monotonic()
         self._limiter = min(_BURST, self._limiter + (now - self._asked_at) * _CALLS_A_SECOND)
         self._asked_at = now
@@ -97,7 +116,9 @@ class PodResources:
         self._limiter -= 1
 
     def _listed_pod(self, pod: Pod) -> bytes:
-        """A ListPodResourcesResponse with this pod alone; several of them, one behind the other, are one. So is GetPodResourcesResponse."""
+        """A ListPodResourcesResponse with this pod alone; several of them, one behind the other,
+        are one. So is GetPodResourcesResponse.
+        """
         held = [self._records.of_container(pod.uid, each.name) for each in pod.containers]
         key = tuple(allocation for allocations in held for allocation in allocations)
         if pod.uid not in self._listed_pods or self._listed_pods[pod.uid][0] != key:

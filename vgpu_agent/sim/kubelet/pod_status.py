@@ -1,6 +1,8 @@
-"""The pod status that the simulated kubelet writes: the pod's phase, and the state of each container.
+"""The pod status that the simulated kubelet writes:
+the pod's phase, and the state of each container.
 
-Called by `cluster` in this package. Statuses are those that a real kubelet writes, as far as a node agent reads them.
+Called by `cluster` in this package. Statuses are those that a real kubelet writes, as far as a node
+agent reads them.
 """
 
 from __future__ import annotations
@@ -20,7 +22,9 @@ class Containers:
 
     def __init__(self, objects: ObjectStore, pod: Object) -> None:
         self._objects = objects
-        self._name, self._namespace, self._uid = (pod["metadata"][key] for key in ("name", "namespace", "uid"))
+        self._name, self._namespace, self._uid = (
+            pod["metadata"][key] for key in ("name", "namespace", "uid")
+        )
         self._init = [one["name"] for one in pod["spec"].get("initContainers") or ()]
         self._names = [*self._init, *(one["name"] for one in pod["spec"]["containers"])]
 
@@ -38,22 +42,41 @@ class Containers:
 
     def terminated(self, container: str) -> None:
         """The container has ended with 0."""
-        self._set(container, state={"terminated": {"exitCode": 0, "reason": "Completed", "finishedAt": _now()}}, started=False)
+        self._set(
+            container,
+            state={"terminated": {"exitCode": 0, "reason": "Completed", "finishedAt": _now()}},
+            started=False,
+        )
 
     def crashed(self, container: str) -> None:
         """The container has ended, and will be started again."""
         before = next((one for one in self._statuses() if one["name"] == container), {})
         last = {"terminated": {"exitCode": 1, "reason": "Error", "finishedAt": _now()}}
         waiting = {"waiting": {"reason": "CrashLoopBackOff"}}
-        self._set(container, state=waiting, lastState=last, started=False, restartCount=before.get("restartCount", 0) + 1)
+        self._set(
+            container,
+            state=waiting,
+            lastState=last,
+            started=False,
+            restartCount=before.get("restartCount", 0) + 1,
+        )
 
     def _statuses(self) -> list[dict[str, Any]]:
         try:
             status = self._objects.get("pods", self._name, self._namespace).get("status") or {}
         except ApiRefusalError:
             return []
-        written = {one["name"]: one for key in ("initContainerStatuses", "containerStatuses") for one in status.get(key) or ()}
-        return [written.get(name, {"name": name, "restartCount": 0, "ready": False, "state": {"waiting": {}}}) for name in self._names]
+        written = {
+            one["name"]: one
+            for key in ("initContainerStatuses", "containerStatuses")
+            for one in status.get(key) or ()
+        }
+        return [
+            written.get(
+                name, {"name": name, "restartCount": 0, "ready": False, "state": {"waiting": {}}}
+            )
+            for name in self._names
+        ]
 
     def _set(self, container: str, **changes: Any) -> None:
         statuses = [one | changes if one["name"] == container else one for one in self._statuses()]
@@ -69,7 +92,9 @@ class Containers:
             pod = self._objects.get("pods", self._name, self._namespace)
             if pod["metadata"]["uid"] == self._uid:
                 accepted = (pod.get("status") or {}).get("startTime") or _now()
-                self._objects.set_status("pods", self._name, {"startTime": accepted, **status}, self._namespace)
+                self._objects.set_status(
+                    "pods", self._name, {"startTime": accepted, **status}, self._namespace
+                )
 
 
 def _now() -> str:

@@ -1,9 +1,10 @@
-"""The simulated kubelet's records: the devices of each resource, those that each container holds, and their checkpoint.
+"""The simulated kubelet's records: the devices of each resource, those that each container holds,
+and their checkpoint.
 
-Used by `kubelet` in this package only. Behaviour and the checkpoint's format follow the real device manager (kubelet
-§4, §5, §9): a device is free again not when its pod ends but at the next clean-up, and the checkpoint is rewritten at
-each list and each allocation. Unchanged parts are encoded once: with 110 pods and 50,000 ids the stand-in would
-otherwise be slower than the agent that it measures.
+Used by `kubelet` in this package only. Behaviour and the checkpoint's format follow the real device
+manager (kubelet §4, §5, §9): a device is free again not when its pod ends but at the next clean-up,
+and the checkpoint is rewritten at each list and each allocation. Unchanged parts are encoded once:
+with 110 pods and 50,000 ids the stand-in would otherwise be slower than the agent that it measures.
 """
 
 from __future__ import annotations
@@ -37,7 +38,9 @@ class ResourceDevices:
 
     healthy: dict[str, int | None] = dataclasses.field(default_factory=dict)
     unhealthy: dict[str, int | None] = dataclasses.field(default_factory=dict)
-    _described: dict[str, bytes] = dataclasses.field(default_factory=dict, init=False, repr=False, compare=False)
+    _described: dict[str, bytes] = dataclasses.field(
+        default_factory=dict, init=False, repr=False, compare=False
+    )
 
     @property
     def capacity(self) -> int:
@@ -70,7 +73,9 @@ class ResourceDevices:
         return json.dumps(sorted(self.healthy)).encode()
 
     def allocatable_as(self, resource: str) -> bytes:
-        """The healthy ids as an AllocatableResourcesResponse; several of them, one behind the other, are one."""
+        """The healthy ids as an AllocatableResourcesResponse;
+        several of them, one behind the other, are one.
+        """
         if resource not in self._described:
             response = pod_resources.AllocatableResourcesResponse()
             for device in self.healthy:
@@ -112,7 +117,9 @@ class Allocation:
 
     @functools.cached_property
     def described(self) -> bytes:
-        """Encode the devices for pod-resources: a ContainerResources without a name, with one entry for each id like the real one's."""
+        """Encode the devices for pod-resources: a ContainerResources without a name, with one entry
+        for each id like the real one's.
+        """
         container = pod_resources.ContainerResources()
         for node, ids in self.ids_by_node.items():
             for device in ids:
@@ -132,12 +139,16 @@ class Records:
         self._path = directory / CHECKPOINT
         self.devices: dict[str, ResourceDevices] = {}
         self.allocations: list[Allocation] = []
-        self._free: dict[str, tuple[dict[str, int | None], dict[str, None]]] = {}  # by resource: the healthy ids, and the free ones of them
+        # by resource: the healthy ids, and the free ones of them
+        self._free: dict[str, tuple[dict[str, int | None], dict[str, None]]] = {}
         self._held: dict[tuple[str, str], list[Allocation]] | None = None  # by UID and container
-        self._writing = threading.Lock()  # lists and allocations come at the same time; kubelet writes for one after the other
+        # lists and allocations come at the same time; kubelet writes for one after the other
+        self._writing = threading.Lock()
 
     def in_use(self, resource: str) -> set[str]:
-        """Return the ids that containers hold, also those of ended pods that were not cleaned up yet."""
+        """Return the ids that containers hold, also those of ended pods
+        that were not cleaned up yet.
+        """
         return set().union(*(each.ids for each in self.allocations if each.resource == resource))
 
     def free(self, resource: str) -> Collection[str]:
@@ -146,7 +157,10 @@ class Records:
         known = self._free.get(resource)
         if known is None or known[0] is not healthy:
             taken = self.in_use(resource)
-            known = self._free[resource] = (healthy, {device: None for device in healthy if device not in taken})
+            known = self._free[resource] = (
+                healthy,
+                {device: None for device in healthy if device not in taken},
+            )
         return known[1].keys()
 
     def of_container(self, pod_uid: str, container: str) -> list[Allocation]:
@@ -157,7 +171,9 @@ class Records:
                 self._held.setdefault((each.pod_uid, each.container), []).append(each)
         return self._held.get((pod_uid, container), [])
 
-    def add(self, pod_uid: str, container: str, resource: str, ids: Collection[str], answer: bytes) -> Allocation:
+    def add(
+        self, pod_uid: str, container: str, resource: str, ids: Collection[str], answer: bytes
+    ) -> Allocation:
         """Book ids for a container."""
         known = self.devices[resource]
         by_node: dict[str, list[str]] = {}
@@ -174,7 +190,9 @@ class Records:
         return allocation
 
     def clean_up(self, live_pod_uids: Collection[str]) -> None:
-        """Forget what ended pods held; kubelet does this before an allocation and at each List, and does not rewrite the file for it."""
+        """Forget what ended pods held; kubelet does this before an allocation and at each List, and
+        does not rewrite the file for it.
+        """
         left = [each for each in self.allocations if each.pod_uid in live_pod_uids]
         if len(left) < len(self.allocations):
             self.allocations = left
@@ -186,12 +204,20 @@ class Records:
             self._write_checkpoint()
 
     def _write_checkpoint(self) -> None:
-        # Pieces, never one text: joining megabytes would keep the other threads of this process from running, and kubelet's do run.
+        # Pieces, never one text: joining megabytes would keep the other threads of this process
+        # from running, and kubelet's do run.
         entries = list(_between(b",", [each.encoded for each in self.allocations]))
         entries = [b"[", *entries, b"]"] if entries else [b"null"]
-        registered = _between(b",", [json.dumps(resource).encode() + b":" + devices.encoded for resource, devices in self.devices.items()])
+        registered = _between(
+            b",",
+            [
+                json.dumps(resource).encode() + b":" + devices.encoded
+                for resource, devices in self.devices.items()
+            ],
+        )
         content = [b'{"PodDeviceEntries":', *entries, b',"RegisteredDevices":{', *registered, b"}}"]
-        # A number in place of the kubelet's checksum: that one covers a dump that only Go can make, so it cannot be checked here.
+        # A number in place of the kubelet's checksum: that one covers a dump that only Go can make,
+        # so it cannot be checked here.
         checksum = zlib.crc32(b"".join(b"%d," % len(piece) for piece in content))
         temporary = self._path.with_name(f".{self._path.name}.new")
         descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
@@ -203,7 +229,8 @@ class Records:
         temporary.replace(self._path)
 
     def read_checkpoint(self) -> None:
-        """Begin as a restarted kubelet does: allocations are known, each resource has no devices until its plugin returns.
+        """Begin as a restarted kubelet does: allocations are known,
+        each resource has no devices until its plugin returns.
 
         An unreadable file leaves nothing, as with the real one.
         """
@@ -213,7 +240,11 @@ class Records:
             content: dict[str, Any] = json.loads(self._path.read_text(encoding="utf-8"))["Data"]
             allocations = [
                 Allocation(
-                    entry["PodUID"], entry["ContainerName"], entry["ResourceName"], entry["DeviceIDs"], base64.b64decode(entry["AllocResp"])
+                    entry["PodUID"],
+                    entry["ContainerName"],
+                    entry["ResourceName"],
+                    entry["DeviceIDs"],
+                    base64.b64decode(entry["AllocResp"]),
                 )
                 for entry in content["PodDeviceEntries"] or []
             ]

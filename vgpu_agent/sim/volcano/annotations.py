@@ -1,8 +1,10 @@
-"""The annotations of nodes and pods that Volcano's scheduler reads and writes, in the words of the simulated scheduler.
+"""The annotations of nodes and pods that Volcano's scheduler reads and writes,
+in the words of the simulated scheduler.
 
-Called by the ledgers (`ledger`, `gpushare`) and by `scheduler`. The agent's families read and write the same formats
-from the other end. Nothing is shared with them, so that a misreading on one side shows as a failing test and not as
-agreement. Source of every format: volcano-vgpu §2 and §3, volcano-gpushare §2 and §3.
+Called by the ledgers (`ledger`, `gpushare`) and by `scheduler`. The agent's families read and write
+the same formats from the other end. Nothing is shared with them, so that a misreading on one side
+shows as a failing test and not as agreement. Source of every format: volcano-vgpu §2 and §3,
+volcano-gpushare §2 and §3.
 """
 
 from __future__ import annotations
@@ -43,7 +45,9 @@ LOCK_SECONDS = 300.0
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Card:
-    """One entry of the register annotation; ``memory`` is in the node's memory units, ``seats`` is how many containers may share it."""
+    """One entry of the register annotation; ``memory`` is in the node's memory units, ``seats`` is
+    how many containers may share it.
+    """
 
     index: int
     uuid: str
@@ -54,7 +58,9 @@ class Card:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Registration:
-    """The whole register annotation. ``mode`` is ``mig`` or ``hami-core``; the last entry decides."""
+    """The whole register annotation. ``mode`` is ``mig`` or ``hami-core``;
+    the last entry decides.
+    """
 
     cards: tuple[Card, ...]
     mode: str
@@ -62,7 +68,9 @@ class Registration:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Claim:
-    """One container's part of one card; ``memory`` in the node's memory units, ``cores`` in percent."""
+    """One container's part of one card; ``memory`` in the node's memory units,
+    ``cores`` in percent.
+    """
 
     uuid: str
     memory: int
@@ -70,9 +78,11 @@ class Claim:
 
 
 def parse_registration(text: str) -> Registration | None:
-    """The cards of a node, or None when the scheduler ignores the whole node: no colon, or an entry of fewer than six fields.
+    """The cards of a node, or None when the scheduler ignores the whole node:
+    no colon, or an entry of fewer than six fields.
 
-    The health field is read past, as the real one does: cards are taken out by a count of 0 (volcano-vgpu §2.2, G13).
+    The health field is read past, as the real one does: cards are taken out by a count of 0
+    (volcano-vgpu §2.2, G13).
     """
     if ":" not in text:
         return None
@@ -91,22 +101,37 @@ def parse_registration(text: str) -> Registration | None:
 
 def format_claims(containers: Sequence[Sequence[Claim]]) -> str:
     """The pod devices string: one segment per container that asks for vGPU (volcano-vgpu §3.2)."""
-    return ";".join("".join(f"{claim.uuid},NVIDIA,{claim.memory},{claim.cores}:" for claim in claims) for claims in containers)
+    return ";".join(
+        "".join(f"{claim.uuid},NVIDIA,{claim.memory},{claim.cores}:" for claim in claims)
+        for claims in containers
+    )
 
 
 def parse_claims(text: str) -> list[Claim]:
-    """All claims of a pod devices string, whichever container they are for; pieces that are none are left out."""
+    """All claims of a pod devices string, whichever container they are for;
+    pieces that are none are left out.
+    """
     pieces = [piece.split(",") for segment in text.split(";") for piece in segment.split(":")]
-    return [Claim(piece[0], _number(piece[2]), _number(piece[3])) for piece in pieces if len(piece) >= _FIELDS_OF_A_CLAIM]
+    return [
+        Claim(piece[0], _number(piece[2]), _number(piece[3]))
+        for piece in pieces
+        if len(piece) >= _FIELDS_OF_A_CLAIM
+    ]
 
 
 def parse_indices(text: str) -> list[int]:
     """Parse a comma-separated list of card indices; other items are left out."""
-    return [int(part) for part in (part.strip() for part in text.split(",")) if part.isascii() and part.isdigit()]
+    return [
+        int(part)
+        for part in (part.strip() for part in text.split(","))
+        if part.isascii() and part.isdigit()
+    ]
 
 
 def handshake_stamp(word: str, now: float) -> str:
-    """``Requesting_…`` or ``Deleted_…`` for unix time ``now``; in UTC, where the real one writes its local time and reads UTC."""
+    """``Requesting_…`` or ``Deleted_…`` for unix time ``now``;
+    in UTC, where the real one writes its local time and reads UTC.
+    """
     return f"{word}_{dt.datetime.fromtimestamp(now, dt.UTC).strftime(_HANDSHAKE_STAMP)}"
 
 
@@ -145,7 +170,9 @@ def lock_age(value: str, now: float) -> float | None:
 def _handshake_age(value: str, now: float) -> float:
     """Seconds since a ``Requesting_…`` was written; since forever when its time cannot be read."""
     try:
-        written = dt.datetime.strptime(value.partition("_")[2], _HANDSHAKE_STAMP).replace(tzinfo=dt.UTC)
+        written = dt.datetime.strptime(value.partition("_")[2], _HANDSHAKE_STAMP).replace(
+            tzinfo=dt.UTC
+        )
     except ValueError:
         return now
     return now - written.timestamp()

@@ -1,7 +1,8 @@
-"""The simulated Volcano scheduler's client of an API server, a real one or `sim.api.server`: requests, and current lists.
+"""The simulated Volcano scheduler's client of an API server, a real one or `sim.api.server`:
+requests, and current lists.
 
-Called by `scheduler`. Simple on purpose, and independent of the agent's own client. Any unexpected answer leads to a
-new list.
+Called by `scheduler`. Simple on purpose, and independent of the agent's own client. Any unexpected
+answer leads to a new list.
 """
 
 from __future__ import annotations
@@ -46,7 +47,8 @@ class ApiAccess:
     def from_kubeconfig(cls, path: Path) -> Self:
         """Read the current context of a kubeconfig file; reads files, so not for the event loop.
 
-        Understood: server, certificate authority and client certificate as file or inline, token as file or inline.
+        Understood: server, certificate authority and client certificate as file or inline, token as
+        file or inline.
 
         Raises:
             SimulationError: the file cannot be read or lacks such an entry; the message names it.
@@ -56,11 +58,24 @@ class ApiAccess:
             context = _named(content["contexts"], content["current-context"])["context"]
             cluster = _named(content["clusters"], context["cluster"])["cluster"]
             user = _named(content["users"], context["user"])["user"] or {}
-            token = user.get("token") or (Path(user["tokenFile"]).read_text().strip() if "tokenFile" in user else "")
+            token = user.get("token") or (
+                Path(user["tokenFile"]).read_text().strip() if "tokenFile" in user else ""
+            )
             url = str(cluster["server"]).rstrip("/")
             return cls(url, token, _tls(cluster, user) if url.startswith("https:") else None)
-        except (OSError, KeyError, TypeError, AttributeError, ValueError, yaml.YAMLError, binascii.Error) as err:
-            raise SimulationError(f"kubeconfig {path} cannot be used: {err!r}; it needs a current context with server and user") from err
+        except (
+            OSError,
+            KeyError,
+            TypeError,
+            AttributeError,
+            ValueError,
+            yaml.YAMLError,
+            binascii.Error,
+        ) as err:
+            raise SimulationError(
+                f"kubeconfig {path} cannot be used: {err!r}; it needs a current context with "
+                "server and user"
+            ) from err
 
 
 class ApiClient:
@@ -83,19 +98,31 @@ class ApiClient:
             await self._session.close()
             self._session = None
 
-    async def request(self, method: str, path: str, body: Object | None = None, *, content_type: str = "application/json") -> Object:
+    async def request(
+        self,
+        method: str,
+        path: str,
+        body: Object | None = None,
+        *,
+        content_type: str = "application/json",
+    ) -> Object:
         """Make one request and return the JSON of its answer.
 
         Raises:
-            ClusterError: it was refused, or there was no answer; then it may have been done nevertheless.
+            ClusterError: it was refused, or there was no answer; then it may have been done
+                nevertheless.
         """
         try:
-            async with self._request(method, path, body, content_type, {}, self._timeout) as response:
+            async with self._request(
+                method, path, body, content_type, {}, self._timeout
+            ) as response:
                 text = await response.text()
         except (aiohttp.ClientError, OSError, TimeoutError) as err:
             raise ClusterError(f"{method} {path}: {type(err).__name__}: {err}") from err
         if response.status >= 400:
-            raise ClusterError(f"{method} {path} answered {response.status}: {text[:300]}", status=response.status)
+            raise ClusterError(
+                f"{method} {path} answered {response.status}: {text[:300]}", status=response.status
+            )
         try:
             answer = json.loads(text)
         except ValueError as err:
@@ -104,50 +131,87 @@ class ApiClient:
             raise ClusterError(f"{method} {path} answered no JSON object: {text[:100]!r}")
         return answer
 
-    async def watch(self, path: str, version: str, lasting_seconds: int) -> AsyncGenerator[Object, None]:
+    async def watch(
+        self, path: str, version: str, lasting_seconds: int
+    ) -> AsyncGenerator[Object, None]:
         """Yield the events since ``version``, until the server ends the watch.
 
         Raises:
-            ClusterError: it was refused, broke, fell silent past its time, or sent something else than an event.
+            ClusterError: it was refused, broke, fell silent past its time, or sent something else
+                than an event.
         """
-        query = {"watch": "1", "resourceVersion": version, "timeoutSeconds": str(lasting_seconds), "allowWatchBookmarks": "true"}
-        silence = aiohttp.ClientTimeout(total=None, sock_connect=self._quiet_seconds, sock_read=lasting_seconds + self._quiet_seconds)
+        query = {
+            "watch": "1",
+            "resourceVersion": version,
+            "timeoutSeconds": str(lasting_seconds),
+            "allowWatchBookmarks": "true",
+        }
+        silence = aiohttp.ClientTimeout(
+            total=None,
+            sock_connect=self._quiet_seconds,
+            sock_read=lasting_seconds + self._quiet_seconds,
+        )
         try:
             async with self._request("GET", path, None, "", query, silence) as response:
                 if response.status >= 400:
-                    raise ClusterError(f"watch of {path} answered {response.status}", status=response.status)
+                    raise ClusterError(
+                        f"watch of {path} answered {response.status}", status=response.status
+                    )
                 pending = b""
                 async for chunk in response.content.iter_any():
                     *lines, pending = (pending + chunk).split(b"\n")
                     for line in lines:
                         yield json.loads(line)
                     if len(pending) > _MAX_LINE_BYTES:
-                        raise ClusterError(f"watch of {path}: a line of more than {_MAX_LINE_BYTES} bytes")
+                        raise ClusterError(
+                            f"watch of {path}: a line of more than {_MAX_LINE_BYTES} bytes"
+                        )
         except (aiohttp.ClientError, OSError, TimeoutError, ValueError) as err:
             raise ClusterError(f"watch of {path}: {type(err).__name__}: {err}") from err
 
     def _request(
-        self, method: str, path: str, body: Object | None, content_type: str, query: Mapping[str, str], timeout: aiohttp.ClientTimeout
+        self,
+        method: str,
+        path: str,
+        body: Object | None,
+        content_type: str,
+        query: Mapping[str, str],
+        timeout: aiohttp.ClientTimeout,
     ) -> Any:
         if self._session is None:
             raise SimulationError("the API client is used outside of its context; enter it first")
         content = None if body is None else json.dumps(body)
         headers = {"Content-Type": content_type} if content_type else {}
-        return self._session.request(method, self._access.url + path, data=content, headers=headers, params=query, timeout=timeout)
+        return self._session.request(
+            method,
+            self._access.url + path,
+            data=content,
+            headers=headers,
+            params=query,
+            timeout=timeout,
+        )
 
 
 class Collection:
     """All objects of one kind, kept up to date by a list and a watch.
 
-    State: a copy of the API server's objects. It counts only while ``synced``. Any failure makes it not synced until
-    the next list.
+    State: a copy of the API server's objects. It counts only while ``synced``. Any failure makes it
+    not synced until the next list.
 
     Attributes:
         items: by UID.
         synced: ``items`` came from a list, and nothing has failed since.
     """
 
-    def __init__(self, client: ApiClient, path: str, changed: Callable[[], None], *, watch_seconds: int, retry_seconds: float) -> None:
+    def __init__(
+        self,
+        client: ApiClient,
+        path: str,
+        changed: Callable[[], None],
+        *,
+        watch_seconds: int,
+        retry_seconds: float,
+    ) -> None:
         self.items: dict[str, Object] = {}
         self.synced = False
         self._client, self._path, self._changed = client, path, changed
@@ -167,7 +231,9 @@ class Collection:
                     following.cancel()
                     doubting.cancel()
             except* ClusterError as errors:
-                _logger.warning("sim.volcano.watch_broken", path=self._path, error=str(errors.exceptions[0]))
+                _logger.warning(
+                    "sim.volcano.watch_broken", path=self._path, error=str(errors.exceptions[0])
+                )
                 await asyncio.sleep(self._retry_seconds)
 
     def doubt(self) -> None:
@@ -176,9 +242,13 @@ class Collection:
         self._doubted.set()
 
     def put(self, thing: Object) -> None:
-        """Take over the answer to a write, unless the watch has shown something newer, or the end of the object."""
+        """Take over the answer to a write, unless the watch has shown something newer,
+        or the end of the object.
+        """
         uid = thing["metadata"]["uid"]
-        if uid in self.items and int(thing["metadata"]["resourceVersion"]) > int(self.items[uid]["metadata"]["resourceVersion"]):
+        if uid in self.items and int(thing["metadata"]["resourceVersion"]) > int(
+            self.items[uid]["metadata"]["resourceVersion"]
+        ):
             self.items[uid] = thing
 
     async def _follow(self) -> None:
@@ -192,7 +262,9 @@ class Collection:
         self._changed()
         _logger.debug("sim.volcano.listed", path=self._path, objects=len(self.items))
         while True:
-            async with contextlib.aclosing(self._client.watch(self._path, version, self._watch_seconds)) as events:
+            async with contextlib.aclosing(
+                self._client.watch(self._path, version, self._watch_seconds)
+            ) as events:
                 async for event in events:
                     version = self._take(event)
                     self._changed()
@@ -202,7 +274,10 @@ class Collection:
         try:
             kind, thing = event["type"], event["object"]
             if kind == "ERROR":
-                raise ClusterError(f"watch of {self._path} ended: {thing.get('message')}", status=int(thing.get("code") or 0))
+                raise ClusterError(
+                    f"watch of {self._path} ended: {thing.get('message')}",
+                    status=int(thing.get("code") or 0),
+                )
             if kind == "DELETED":
                 self.items.pop(thing["metadata"]["uid"], None)
             elif kind != "BOOKMARK":
@@ -220,9 +295,16 @@ def _named(entries: list[dict[str, Any]], name: str) -> dict[str, Any]:
 
 
 def _tls(cluster: Mapping[str, Any], user: Mapping[str, Any]) -> ssl.SSLContext:
-    authority = base64.b64decode(cluster["certificate-authority-data"]).decode() if "certificate-authority-data" in cluster else None
-    context = ssl.create_default_context(cafile=cluster.get("certificate-authority"), cadata=authority)
-    with tempfile.TemporaryDirectory() as folder:  # a certificate of one's own can only be loaded from files
+    authority = (
+        base64.b64decode(cluster["certificate-authority-data"]).decode()
+        if "certificate-authority-data" in cluster
+        else None
+    )
+    context = ssl.create_default_context(
+        cafile=cluster.get("certificate-authority"), cadata=authority
+    )
+    # a certificate of one's own can only be loaded from files
+    with tempfile.TemporaryDirectory() as folder:
         files = []
         for key in ("client-certificate", "client-key"):
             if f"{key}-data" in user:

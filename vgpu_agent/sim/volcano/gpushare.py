@@ -1,7 +1,9 @@
-"""The GPU-share ledger of the simulated Volcano scheduler: whole pods on one card by memory, or whole cards by number.
+"""The GPU-share ledger of the simulated Volcano scheduler:
+whole pods on one card by memory, or whole cards by number.
 
-Made anew for every round of `scheduler` from the node's capacity and the pods' `gpu-index`. Rules: volcano-gpushare §2,
-§3 and §8, golden vectors volcano-gpushare S2, S5, S6 and S7. Where the real one walks its cards in random order, this one goes by index.
+Made anew for every round of `scheduler` from the node's capacity and the pods' `gpu-index`. Rules:
+volcano-gpushare §2, §3 and §8, golden vectors volcano-gpushare S2, S5, S6 and S7. Where the real
+one walks its cards in random order, this one goes by index.
 """
 
 from __future__ import annotations
@@ -22,10 +24,13 @@ Strategy = Literal["share", "number"]
 
 
 class GpushareLedger:
-    """The cards of one node: index → memory of each pod on it, by the pod's UID, in the node's memory units."""
+    """The cards of one node: index → memory of each pod on it, by the pod's UID,
+    in the node's memory units.
+    """
 
     lock_key = words.GPUSHARE_LOCK
-    complaint = "GpuShareDeviceSharing error"  # the form of the vGPU one (real-node §4) around the device's name
+    # the form of the vGPU one (real-node §4) around the device's name
+    complaint = "GpuShareDeviceSharing error"
 
     def __init__(self, cards: Iterable[int], card_memory: int, strategy: Strategy) -> None:
         self.holders: dict[int, dict[str, int]] = {index: {} for index in cards}
@@ -33,8 +38,12 @@ class GpushareLedger:
         self._strategy: Strategy = strategy
 
     @classmethod
-    def of(cls, node: Object, pods: Iterable[Object], *, strategy: Strategy) -> GpushareLedger | None:
-        """The ledger of a node with ``pods`` on it; None when its capacity lacks one of the two resources, or has no cards."""
+    def of(
+        cls, node: Object, pods: Iterable[Object], *, strategy: Strategy
+    ) -> GpushareLedger | None:
+        """The ledger of a node with ``pods`` on it;
+        None when its capacity lacks one of the two resources, or has no cards.
+        """
         capacity = (node.get("status") or {}).get("capacity") or {}
         number = int(amount(capacity.get(NUMBER, 0)))
         if MEMORY not in capacity or number <= 0:
@@ -68,7 +77,8 @@ class GpushareLedger:
         return _wanted(pod, MEMORY) > 0
 
     def place(self, pod: Object, now: float) -> Placed | None:
-        """Book a place for the pod and return the values to write (volcano-gpushare S2); None when it does not fit.
+        """Book a place for the pod and return the values to write (volcano-gpushare S2);
+        None when it does not fit.
 
         Args:
             pod: not bound yet.
@@ -76,7 +86,11 @@ class GpushareLedger:
         """
         if self._strategy == "share":
             needed = _wanted(pod, MEMORY)
-            cards = [index for index, pods in sorted(self.holders.items()) if self.card_memory - sum(pods.values()) >= needed][:1]
+            cards = [
+                index
+                for index, pods in sorted(self.holders.items())
+                if self.card_memory - sum(pods.values()) >= needed
+            ][:1]
             fits = bool(cards)
         else:
             needed = _wanted(pod, NUMBER)
@@ -86,14 +100,22 @@ class GpushareLedger:
             return None
         for index in cards:
             self.holders[index][pod["metadata"]["uid"]] = _wanted(pod, MEMORY)
-        written = {words.GPU_INDEX: ",".join(str(index) for index in cards), words.PREDICATE_TIME: f"{round(now * 1_000_000)}000"}
+        written = {
+            words.GPU_INDEX: ",".join(str(index) for index in cards),
+            words.PREDICATE_TIME: f"{round(now * 1_000_000)}000",
+        }
         return Placed(written)
 
 
 def _wanted(pod: Object, resource: str) -> int:
-    """The pod's request: its regular containers together, or its largest init container where that is more."""
+    """The pod's request: its regular containers together,
+    or its largest init container where that is more.
+    """
 
     def of(containers: str) -> list[int]:
-        return [int(amount(limits(container).get(resource, 0))) for container in pod["spec"].get(containers) or ()]
+        return [
+            int(amount(limits(container).get(resource, 0)))
+            for container in pod["spec"].get(containers) or ()
+        ]
 
     return max(sum(of("containers")), *of("initContainers"), 0)

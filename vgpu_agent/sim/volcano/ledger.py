@@ -1,8 +1,10 @@
-"""The vGPU ledger of the simulated Volcano scheduler: the owner of each card's shares, and the place of the next pod.
+"""The vGPU ledger of the simulated Volcano scheduler:
+the owner of each card's shares, and the place of the next pod.
 
-Made anew from the register annotation and the pods' `vgpu-ids-new` for every round of `scheduler`, so all its state
-is in the API server. Rules: volcano-vgpu §8, golden vectors volcano-vgpu G3, G6, G7, G8 and G13; for cards in the
-mode ``mig`` whose geometry is known, `mig`. The reference's accounting mistakes (volcano-vgpu D17) are not imitated.
+Made anew from the register annotation and the pods' `vgpu-ids-new` for every round of `scheduler`,
+so all its state is in the API server. Rules: volcano-vgpu §8, golden vectors volcano-vgpu G3, G6,
+G7, G8 and G13; for cards in the mode ``mig`` whose geometry is known, `mig`. The reference's
+accounting mistakes (volcano-vgpu D17) are not imitated.
 """
 
 from __future__ import annotations
@@ -32,7 +34,9 @@ _ALL_CORES = 100
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Ask:
-    """One container's request: a number of cards, each with ``cores`` percent and ``memory`` units, or ``percent`` of it."""
+    """One container's request: a number of cards, each with ``cores`` percent and ``memory`` units,
+    or ``percent`` of it.
+    """
 
     number: int
     memory: int
@@ -84,7 +88,9 @@ class CardUse:
         return Claim(self.card.uuid + place, units, ask.cores)
 
     def has_room(self, ask: Ask, policy_group: str) -> bool:
-        """Tell whether one container of that ask fits; ``policy_group`` is the group to be kept apart, empty for none."""
+        """Tell whether one container of that ask fits;
+        ``policy_group`` is the group to be kept apart, empty for none.
+        """
         return (
             self.holders < self.card.seats
             and (not policy_group or policy_group not in self.groups)
@@ -97,8 +103,14 @@ class CardUse:
 
 
 def asks(pod: Object) -> list[Ask]:
-    """One ask per regular container that names cards or memory in its limits; init containers are not seen (volcano-vgpu §8)."""
-    return [_ask(container) for container in pod["spec"].get("containers") or () if {NUMBER, MEMORY} & set(limits(container))]
+    """One ask per regular container that names cards or memory in its limits;
+    init containers are not seen (volcano-vgpu §8).
+    """
+    return [
+        _ask(container)
+        for container in pod["spec"].get("containers") or ()
+        if {NUMBER, MEMORY} & set(limits(container))
+    ]
 
 
 def group_of(pod: Object) -> str:
@@ -114,11 +126,19 @@ class VgpuLedger:
     complaint = "hami-vgpuDeviceSharing error"
 
     def __init__(
-        self, node: str, registration: words.Registration, *, policy: Policy = "none", geometries: Geometries | None = None
+        self,
+        node: str,
+        registration: words.Registration,
+        *,
+        policy: Policy = "none",
+        geometries: Geometries | None = None,
     ) -> None:
         self.node = node
         self.mode = registration.mode
-        self.uses = [CardUse(card, _instances(card, registration.mode, geometries)) for card in registration.cards]
+        self.uses = [
+            CardUse(card, _instances(card, registration.mode, geometries))
+            for card in registration.cards
+        ]
         self._policy = policy
 
     @classmethod
@@ -131,17 +151,21 @@ class VgpuLedger:
         requires_resources: bool,
         geometries: Geometries | None = None,
     ) -> VgpuLedger | None:
-        """The ledger of a node with ``pods`` on it; None when the scheduler takes it for a node without vGPU.
+        """The ledger of a node with ``pods`` on it;
+        None when the scheduler takes it for a node without vGPU.
 
         Args:
             node: the Node object.
             pods: those bound to it.
             policy: which card is tried first.
-            requires_resources: also ask for all three resources in allocatable, as schedulers from 1.14.3 do.
+            requires_resources: also ask for all three resources in allocatable, as schedulers from
+                1.14.3 do.
             geometries: how cards in the mode ``mig`` may be divided.
         """
         allocatable = (node.get("status") or {}).get("allocatable") or {}
-        if requires_resources and not all(amount(allocatable.get(name, "0")) for name in (NUMBER, MEMORY, CORES)):
+        if requires_resources and not all(
+            amount(allocatable.get(name, "0")) for name in (NUMBER, MEMORY, CORES)
+        ):
             return None
         registration = words.parse_registration(annotations_of(node).get(words.REGISTER, ""))
         if registration is None:
@@ -153,7 +177,9 @@ class VgpuLedger:
         return ledger
 
     def add(self, pod: Object) -> None:
-        """Book the shares in a bound pod's annotation; ids of cards that are not registered are passed over."""
+        """Book the shares in a bound pod's annotation;
+        ids of cards that are not registered are passed over.
+        """
         for claim in words.parse_claims(annotations_of(pod).get(words.VGPU_IDS, "")):
             for use in self.uses:
                 if use.card.uuid in claim.uuid:
@@ -176,7 +202,8 @@ class VgpuLedger:
         return bool(asks(pod))
 
     def place(self, pod: Object, now: float) -> Placed | None:
-        """Book a place for all containers and return the values to write (volcano-vgpu G3); None when one does not fit.
+        """Book a place for all containers and return the values to write (volcano-vgpu G3);
+        None when one does not fit.
 
         Args:
             pod: not bound yet.
@@ -195,10 +222,15 @@ class VgpuLedger:
             claims = []
             for use in chosen:
                 claims.append(use.take(ask, group_of(pod)))
-                score += 100 * use.memory / use.card.memory if self._policy == "binpack" and use.card.memory else 0.0
+                score += (
+                    100 * use.memory / use.card.memory
+                    if self._policy == "binpack" and use.card.memory
+                    else 0.0
+                )
             containers.append(claims)
         for use, before in zip(trial, self.uses, strict=True):
-            use.instances = before.instances  # in use once the pod is seen to be bound, as in the real one (volcano-vgpu D15)
+            # in use once the pod is seen to be bound, as in the real one (volcano-vgpu D15)
+            use.instances = before.instances
         self.uses = trial
         devices, seconds = words.format_claims(containers), str(int(now))
         written = {
@@ -238,8 +270,14 @@ def _ask(container: Object) -> Ask:
 
 def _suits(use: CardUse, ask: Ask, pod: Object) -> bool:
     requests = annotations_of(pod)
-    keep_apart = group_of(pod) if requests.get("volcano.sh/vgpu-podgroup-policy") == "spread" else ""
-    return _uuid_allowed(use.card.uuid, requests) and use.has_room(ask, keep_apart) and _type_allowed(use.card.type, requests)
+    keep_apart = (
+        group_of(pod) if requests.get("volcano.sh/vgpu-podgroup-policy") == "spread" else ""
+    )
+    return (
+        _uuid_allowed(use.card.uuid, requests)
+        and use.has_room(ask, keep_apart)
+        and _type_allowed(use.card.type, requests)
+    )
 
 
 def _uuid_allowed(uuid: str, requests: dict[str, str]) -> bool:
@@ -253,7 +291,9 @@ def _uuid_allowed(uuid: str, requests: dict[str, str]) -> bool:
 
 
 def _type_allowed(type_: str, requests: dict[str, str]) -> bool:
-    """Match types. Items are not trimmed and match anywhere in the type; with desired types the unwanted ones are ignored."""
+    """Match types. Items are not trimmed and match anywhere in the type;
+    with desired types the unwanted ones are ignored.
+    """
 
     def matches(key: str) -> bool:
         return any(item.lower() in type_.lower() for item in requests[key].split(","))

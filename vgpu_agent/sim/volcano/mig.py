@@ -1,9 +1,11 @@
-"""MIG instances in the ledger of the simulated Volcano scheduler: the place and group for a container.
+"""MIG instances in the ledger of the simulated Volcano scheduler:
+the place and group for a container.
 
-`ledger` calls it for each card of a node in the mode ``mig``. Rules: volcano-vgpu §4.3 (groups in the order of the
-ConfigMap, the smallest instance that is large enough, on a card in use its group only) and volcano-vgpu D15,
-imitated: an instance counts as used once its pod is seen to be bound, so pods of one round get the same one. The
-ConfigMap is read here and not by the agent's reader, for the reason that `annotations` gives.
+`ledger` calls it for each card of a node in the mode ``mig``. Rules: volcano-vgpu §4.3 (groups in
+the order of the ConfigMap, the smallest instance that is large enough, on a card in use its group
+only) and volcano-vgpu D15, imitated: an instance counts as used once its pod is seen to be bound,
+so pods of one round get the same one. The ConfigMap is read here and not by the agent's reader, for
+the reason that `annotations` gives.
 """
 
 from __future__ import annotations
@@ -30,7 +32,9 @@ class Group:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Geometries:
-    """The ConfigMap's MIG part: MiB in a unit of memory, and per model, a part of the card's type, its groups."""
+    """The ConfigMap's MIG part: MiB in a unit of memory, and per model, a part of the card's type,
+    its groups.
+    """
 
     factor: int = 1
     groups: tuple[tuple[str, tuple[Group, ...]], ...] = ()
@@ -53,7 +57,9 @@ class Geometries:
 
 @dataclasses.dataclass(slots=True)
 class InstanceUse:
-    """The instances of one card: how it may be divided, as which group it is, and which positions are used."""
+    """The instances of one card: how it may be divided, as which group it is,
+    and which positions are used.
+    """
 
     groups: tuple[Group, ...]
     factor: int
@@ -61,9 +67,13 @@ class InstanceUse:
     used: set[int] = dataclasses.field(default_factory=set)
 
     def book(self, claimed: str) -> int:
-        """Count the place of an annotation as used; the memory units that it is counted with, 0 for a place that does not exist."""
+        """Count the place of an annotation as used;
+        the memory units that it is counted with, 0 for a place that does not exist.
+        """
         match = _PLACE.search(claimed)
-        found = next((group for group in self.groups if match and group.name == match["group"]), None)
+        found = next(
+            (group for group in self.groups if match and group.name == match["group"]), None
+        )
         if match is None or found is None or int(match["position"]) >= len(found.memory_mib):
             return 0
         self.group = found.name
@@ -71,7 +81,9 @@ class InstanceUse:
         return found.memory_mib[int(match["position"])] // self.factor
 
     def find(self, units: int) -> str:
-        """``[group-position]`` of the smallest free instance with that many memory units; empty when there is none."""
+        """``[group-position]`` of the smallest free instance with that many memory units;
+        empty when there is none.
+        """
         for group in self.groups:
             if self.group not in ("", group.name):
                 continue
@@ -87,4 +99,7 @@ class InstanceUse:
 
 def _group(group: dict[str, Any]) -> Group:
     each: Sequence[dict[str, Any]] = group["geometries"]
-    return Group(group["group"], tuple(profile["memory"] for profile in each for _ in range(profile["count"])))
+    return Group(
+        group["group"],
+        tuple(profile["memory"] for profile in each for _ in range(profile["count"])),
+    )

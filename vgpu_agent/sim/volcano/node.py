@@ -1,7 +1,8 @@
-"""One node as the simulated Volcano scheduler sees it in one round: its free room, by plain arithmetic and card by card.
+"""One node as the simulated Volcano scheduler sees it in one round:
+its free room, by plain arithmetic and card by card.
 
-Called by `scheduler`, which makes one of these for each node from its watches, tries pods on copies of it, and keeps
-the chosen copy.
+Called by `scheduler`, which makes one of these for each node from its watches, tries pods on copies
+of it, and keeps the chosen copy.
 """
 
 from __future__ import annotations
@@ -20,7 +21,9 @@ if TYPE_CHECKING:
 
 @dataclasses.dataclass
 class NodeRoom:
-    """The free room of one node; ``devices`` is None for a node that the scheduler takes for one without GPUs to share."""
+    """The free room of one node; ``devices`` is None for a node that the scheduler takes for one
+    without GPUs to share.
+    """
 
     node: Object
     left: Amounts
@@ -38,8 +41,8 @@ class NodeRoom:
     def place(self, pod: Object, now: float) -> Placed | tuple[str, ...]:
         """Book the pod here; the reasons, in Volcano's words, when it cannot be.
 
-        Where the node has no cards in the scheduler's eyes, cards are not asked about: such a pod goes by plain arithmetic and arrives
-        without annotations (volcano-vgpu §2.2).
+        Where the node has no cards in the scheduler's eyes, cards are not asked about: such a pod
+        goes by plain arithmetic and arrives without annotations (volcano-vgpu §2.2).
         """
         if not resources.may_hold(self.node, pod):
             return ("node(s) were unschedulable",)
@@ -56,5 +59,11 @@ class NodeRoom:
         return placed
 
     def lock_key(self, pod: Object) -> str:
-        """The key of the lock that is taken on this node for the pod, where locks are on; empty for none."""
-        return self.devices.lock_key if self.devices is not None and self.devices.needs_lock(pod) else ""
+        """The key of the lock that is taken on this node for the pod, where locks are on;
+        empty for none.
+        """
+        return (
+            self.devices.lock_key
+            if self.devices is not None and self.devices.needs_lock(pod)
+            else ""
+        )

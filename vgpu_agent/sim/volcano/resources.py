@@ -1,7 +1,8 @@
-"""Plain resource arithmetic of the simulated Volcano scheduler: what pods ask for, what a node has left, and where a pod may go at all.
+"""Plain resource arithmetic of the simulated Volcano scheduler: what pods ask for, what a node has
+left, and where a pod may go at all.
 
-Called by `node` and by the device ledgers. Objects are the API's JSON. As far as the two Volcano contracts need it: taints,
-affinities and ports are not looked at.
+Called by `node` and by the device ledgers. Objects are the API's JSON. As far as the two Volcano
+contracts need it: taints, affinities and ports are not looked at.
 """
 
 from __future__ import annotations
@@ -19,19 +20,42 @@ _ZERO = decimal.Decimal(0)
 _TOO_MUCH = decimal.Decimal(2) ** 63  # Kubernetes counts in 64 bits
 _SUFFIXES = {
     **{
-        suffix: decimal.Decimal(10) ** power for suffix, power in (("n", -9), ("u", -6), ("m", -3), ("k", 3), ("M", 6), ("G", 9), ("T", 12))
+        suffix: decimal.Decimal(10) ** power
+        for suffix, power in (
+            ("n", -9),
+            ("u", -6),
+            ("m", -3),
+            ("k", 3),
+            ("M", 6),
+            ("G", 9),
+            ("T", 12),
+        )
     },
-    **{suffix: decimal.Decimal(1024) ** power for power, suffix in enumerate(("Ki", "Mi", "Gi", "Ti", "Pi", "Ei"), start=1)},
+    **{
+        suffix: decimal.Decimal(1024) ** power
+        for power, suffix in enumerate(("Ki", "Mi", "Gi", "Ti", "Pi", "Ei"), start=1)
+    },
     **{suffix: decimal.Decimal(10) ** power for suffix, power in (("P", 15), ("E", 18))},
 }
 
 
 def amount(text: object) -> decimal.Decimal:
-    """Parse a Kubernetes quantity (``10k``, ``500m``, ``3Gi``); 0 for anything else and beyond 64 bits."""
+    """Parse a Kubernetes quantity (``10k``, ``500m``, ``3Gi``);
+    0 for anything else and beyond 64 bits.
+    """
     written = str(text)
-    suffix = next((suffix for suffix in ("Ki", "Mi", "Gi", "Ti", "Pi", "Ei", *_SUFFIXES) if written.endswith(suffix)), "")
+    suffix = next(
+        (
+            suffix
+            for suffix in ("Ki", "Mi", "Gi", "Ti", "Pi", "Ei", *_SUFFIXES)
+            if written.endswith(suffix)
+        ),
+        "",
+    )
     try:
-        number = decimal.Decimal(written.removesuffix(suffix)) * _SUFFIXES.get(suffix, decimal.Decimal(1))
+        number = decimal.Decimal(written.removesuffix(suffix)) * _SUFFIXES.get(
+            suffix, decimal.Decimal(1)
+        )
     except decimal.DecimalException:
         return _ZERO
     return number if number.is_finite() and abs(number) < _TOO_MUCH else _ZERO
@@ -63,7 +87,9 @@ def limits(container: Object) -> dict[str, str]:
 
 
 def requests(pod: Object) -> Amounts:
-    """Sum up a pod's requests: the sum of its containers, or its largest init container where that is more."""
+    """Sum up a pod's requests: the sum of its containers,
+    or its largest init container where that is more.
+    """
     spec = pod.get("spec") or {}
     regular, largest_init = Amounts(), Amounts()
     for container in spec.get("containers") or ():
@@ -72,12 +98,20 @@ def requests(pod: Object) -> Amounts:
     for container in spec.get("initContainers") or ():
         for resource, wanted in _wanted(container).items():
             largest_init[resource] = max(largest_init.get(resource, _ZERO), wanted)
-    return {resource: max(regular.get(resource, _ZERO), largest_init.get(resource, _ZERO)) for resource in regular | largest_init}
+    return {
+        resource: max(regular.get(resource, _ZERO), largest_init.get(resource, _ZERO))
+        for resource in regular | largest_init
+    }
 
 
 def free(node: Object, pods: Iterable[Object]) -> Amounts:
-    """Return the free amounts of ``node`` beside ``pods``. Terminating pods count: their ids come back only when they are gone."""
-    left = {resource: amount(text) for resource, text in ((node.get("status") or {}).get("allocatable") or {}).items()}
+    """Return the free amounts of ``node`` beside ``pods``. Terminating pods count:
+    their ids come back only when they are gone.
+    """
+    left = {
+        resource: amount(text)
+        for resource, text in ((node.get("status") or {}).get("allocatable") or {}).items()
+    }
     for pod in pods:
         if not is_terminated(pod):
             take(left, requests(pod))
@@ -90,21 +124,39 @@ def take(left: Amounts, wanted: Mapping[str, decimal.Decimal]) -> None:
         left[resource] = left.get(resource, _ZERO) - number
 
 
-def lacking(left: Mapping[str, decimal.Decimal], wanted: Mapping[str, decimal.Decimal]) -> list[str]:
-    """List the resources of which less is left than ``wanted``; a requested one that the node does not have is lacking."""
-    return sorted(resource for resource, number in wanted.items() if number > left.get(resource, _ZERO))
+def lacking(
+    left: Mapping[str, decimal.Decimal], wanted: Mapping[str, decimal.Decimal]
+) -> list[str]:
+    """List the resources of which less is left than ``wanted``;
+    a requested one that the node does not have is lacking.
+    """
+    return sorted(
+        resource for resource, number in wanted.items() if number > left.get(resource, _ZERO)
+    )
 
 
 def may_hold(node: Object, pod: Object) -> bool:
-    """Tell whether the node is ready, not cordoned, and carries the labels that the pod's nodeSelector names."""
+    """Tell whether the node is ready, not cordoned,
+    and carries the labels that the pod's nodeSelector names.
+    """
     spec, status = node.get("spec") or {}, node.get("status") or {}
-    ready = [condition.get("status") for condition in status.get("conditions") or () if condition.get("type") == "Ready"]
+    ready = [
+        condition.get("status")
+        for condition in status.get("conditions") or ()
+        if condition.get("type") == "Ready"
+    ]
     labels = node["metadata"].get("labels") or {}
     wanted = (pod.get("spec") or {}).get("nodeSelector") or {}
-    return not spec.get("unschedulable") and ready in ([], ["True"]) and all(labels.get(name) == value for name, value in wanted.items())
+    return (
+        not spec.get("unschedulable")
+        and ready in ([], ["True"])
+        and all(labels.get(name) == value for name, value in wanted.items())
+    )
 
 
 def _wanted(container: Object) -> Amounts:
-    """Requests, and limits where no request is written: for extended resources both are the same."""
+    """Requests, and limits where no request is written:
+    for extended resources both are the same.
+    """
     written = {**limits(container), **((container.get("resources") or {}).get("requests") or {})}
     return {resource: amount(text) for resource, text in written.items()}

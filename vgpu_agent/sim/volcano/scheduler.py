@@ -1,14 +1,18 @@
-"""A stand-in for Volcano's scheduler, for the demo and for tests where the real one is not to be had.
+"""A stand-in for Volcano's scheduler, for the demo and for tests where the real one is not
+to be had.
 
-It gives pods whose ``schedulerName`` is ``volcano`` a node and the cards on it, and writes as the real one does: by
-default like the master of August 2026 (annotations inside the Binding), with ``old`` like 1.13 to 1.14.2 (annotations
-patched onto the pod before it is bound, node handshake). Golden vectors: volcano-vgpu G3, G6, G7, G8, G13;
-volcano-gpushare S2. Its only state is in the API server, so it may be killed and started anywhere.
+It gives pods whose ``schedulerName`` is ``volcano`` a node and the cards on it, and writes as the
+real one does: by default like the master of August 2026 (annotations inside the Binding), with
+``old`` like 1.13 to 1.14.2 (annotations patched onto the pod before it is bound, node handshake).
+Golden vectors: volcano-vgpu G3, G6, G7, G8, G13; volcano-gpushare S2. Its only state is in the API
+server, so it may be killed and started anywhere.
 
-    python -m vgpu_agent.sim.volcano.scheduler --kubeconfig F [--policy binpack] [--old] [--gpushare share] [--node-lock]
+    python -m vgpu_agent.sim.volcano.scheduler --kubeconfig F [--policy binpack] [--old] [--gpushare
+    share] [--node-lock]
 
-Differences from the real one, on purpose: a pod counts as placed from the moment its Binding was accepted; a gang is patched and bound only
-when it is complete, and takes each node's lock once; stamps are UTC. Queues, priorities, preemption and pipelining do not exist here.
+Differences from the real one, on purpose: a pod counts as placed from the moment its Binding was
+accepted; a gang is patched and bound only when it is complete, and takes each node's lock once;
+stamps are UTC. Queues, priorities, preemption and pipelining do not exist here.
 """
 
 from __future__ import annotations
@@ -28,7 +32,13 @@ from vgpu_agent.concurrency import Supervisor
 from vgpu_agent.errors import ClusterError, SimulationError
 from vgpu_agent.sim.volcano import annotations as words
 from vgpu_agent.sim.volcano import resources
-from vgpu_agent.sim.volcano.api import MERGE_PATCH, STRATEGIC_MERGE_PATCH, ApiAccess, ApiClient, Collection
+from vgpu_agent.sim.volcano.api import (
+    MERGE_PATCH,
+    STRATEGIC_MERGE_PATCH,
+    ApiAccess,
+    ApiClient,
+    Collection,
+)
 from vgpu_agent.sim.volcano.gpushare import GpushareLedger
 from vgpu_agent.sim.volcano.ledger import Placed, Policy, VgpuLedger, group_of
 from vgpu_agent.sim.volcano.node import NodeRoom
@@ -53,9 +63,12 @@ class VolcanoSettings:
     Attributes:
         scheduler_name: the scheduler name of its pods.
         policy: deviceshare.SchedulePolicy.
-        schedule_weight: deviceshare.ScheduleWeight; 0 makes nodes equal, and the first by name is taken.
-        old: behave like 1.13 to 1.14.2: patch before bind, ask nodes for the handshake, do not ask for all three resources.
-        gpushare: GPUSharingEnable (``share``) or GPUNumberEnable (``number``) instead of VGPUEnable (``off``).
+        schedule_weight: deviceshare.ScheduleWeight; 0 makes nodes equal, and the first by name is
+            taken.
+        old: behave like 1.13 to 1.14.2: patch before bind, ask nodes for the handshake, do not ask
+            for all three resources.
+        gpushare: GPUSharingEnable (``share``) or GPUNumberEnable (``number``) instead of VGPUEnable
+            (``off``).
         node_lock: deviceshare.NodeLockEnable.
         geometries: the ConfigMap's part about MIG.
         min_members: ``namespace/group`` → how many must be placed together; a pod's annotation
@@ -91,10 +104,17 @@ class _Choice:
 class VolcanoScheduler:
     """One scheduler on one API server.
 
-    State: copies of nodes and pods, and the pods that were bound but not yet seen to be. `run` may be called again after it has ended.
+    State: copies of nodes and pods, and the pods that were bound but not yet seen to be. `run` may
+    be called again after it has ended.
     """
 
-    def __init__(self, access: ApiAccess, settings: VolcanoSettings | None = None, *, clock: Callable[[], float] = time.time) -> None:
+    def __init__(
+        self,
+        access: ApiAccess,
+        settings: VolcanoSettings | None = None,
+        *,
+        clock: Callable[[], float] = time.time,
+    ) -> None:
         """Build it; ``clock`` in unix seconds."""
         self.settings = settings or VolcanoSettings()
         self._clock = clock
@@ -116,7 +136,10 @@ class VolcanoScheduler:
     async def run(self) -> None:
         """Schedule until cancelled."""
         pause = self.settings.retry_seconds
-        async with self._client, Supervisor(backoff_min_seconds=pause, backoff_max_seconds=pause) as supervisor:
+        async with (
+            self._client,
+            Supervisor(backoff_min_seconds=pause, backoff_max_seconds=pause) as supervisor,
+        ):
             supervisor.start("watch nodes", self._nodes.run)
             supervisor.start("watch pods", self._pods.run)
             supervisor.start("schedule", self._schedule)
@@ -129,7 +152,11 @@ class VolcanoScheduler:
             if self._nodes.synced and self._pods.synced:
                 if not announced:
                     announced = True
-                    _logger.info("sim.volcano.started", nodes=len(self._nodes.items), pods=len(self._pods.items))
+                    _logger.info(
+                        "sim.volcano.started",
+                        nodes=len(self._nodes.items),
+                        pods=len(self._pods.items),
+                    )
                 try:
                     await self._round()
                 except ClusterError as err:
@@ -158,16 +185,26 @@ class VolcanoScheduler:
         if not waiting:
             return
         rooms = {room.name: room for room in self._rooms(pods, usable)}
-        waiting.sort(key=lambda pod: (pod["metadata"].get("creationTimestamp") or "", resources.key(pod)))
+        waiting.sort(
+            key=lambda pod: (pod["metadata"].get("creationTimestamp") or "", resources.key(pod))
+        )
         gangs: dict[str, list[Object]] = collections.defaultdict(list)
         for pod in waiting:
             gangs[group_of(pod) or f"pod {resources.key(pod)}"].append(pod)
         for group, members in gangs.items():
-            placed_before = sum(1 for pod in pods if group_of(pod) == group and _node_of(pod) and not resources.is_terminated(pod))
+            placed_before = sum(
+                1
+                for pod in pods
+                if group_of(pod) == group and _node_of(pod) and not resources.is_terminated(pod)
+            )
             await self._place(rooms, members, self._needed(group, members) - placed_before, now)
 
-    async def _place(self, rooms: dict[str, NodeRoom], members: Sequence[Object], needed: int, now: float) -> None:
-        """Place and bind those of ``members`` that fit, or none when they are fewer than ``needed``; ``rooms`` follows."""
+    async def _place(
+        self, rooms: dict[str, NodeRoom], members: Sequence[Object], needed: int, now: float
+    ) -> None:
+        """Place and bind those of ``members`` that fit, or none when they are fewer than
+        ``needed``; ``rooms`` follows.
+        """
         trial, choices, refused = dict(rooms), list[_Choice](), dict[str, str]()
         for pod in members:
             choice = self._choose(trial, pod, now)
@@ -177,7 +214,9 @@ class VolcanoScheduler:
                 choices.append(choice)
         if len(choices) < needed:
             for choice in choices:
-                refused[choice.pod["metadata"]["uid"]] = f"pod group is not ready, {len(choices)} can be placed, {needed} are needed."
+                refused[choice.pod["metadata"]["uid"]] = (
+                    f"pod group is not ready, {len(choices)} can be placed, {needed} are needed."
+                )
         elif locked := await self._lock_all(choices):
             refused.update({choice.pod["metadata"]["uid"]: locked for choice in choices})
         else:
@@ -189,7 +228,9 @@ class VolcanoScheduler:
                 await self._tell(pod, refused[pod["metadata"]["uid"]])
 
     def _choose(self, rooms: dict[str, NodeRoom], pod: Object, now: float) -> _Choice | str:
-        """Choose the best node for the pod, and take the room there; return Volcano's sentence when there is none."""
+        """Choose the best node for the pod, and take the room there;
+        return Volcano's sentence when there is none.
+        """
         best: tuple[float, NodeRoom, Placed] | None = None
         reasons: collections.Counter[str] = collections.Counter()
         for _, room in sorted(rooms.items()):
@@ -204,29 +245,51 @@ class VolcanoScheduler:
             return f"0/{len(rooms)} nodes are unavailable: {told or 'none is known'}."
         _, room, placed = best
         rooms[room.name] = room
-        return _Choice(pod, room.name, placed, room.lock_key(pod) if self.settings.node_lock else "")
+        return _Choice(
+            pod, room.name, placed, room.lock_key(pod) if self.settings.node_lock else ""
+        )
 
     def _seen_pods(self) -> list[Object]:
         """All pods, those that we have bound as they will be seen soon."""
         items = self._pods.items
-        self._bound = {uid: pod for uid, pod in self._bound.items() if uid in items and not _node_of(items[uid])}
+        self._bound = {
+            uid: pod
+            for uid, pod in self._bound.items()
+            if uid in items and not _node_of(items[uid])
+        }
         return [self._bound.get(uid, pod) for uid, pod in items.items()]
 
     def _is_waiting(self, pod: Object) -> bool:
         spec = pod.get("spec") or {}
-        ours = spec.get("schedulerName") == self.settings.scheduler_name and not spec.get("schedulingGates")
-        return ours and not spec.get("nodeName") and not resources.is_terminated(pod) and not resources.is_terminating(pod)
+        ours = spec.get("schedulerName") == self.settings.scheduler_name and not spec.get(
+            "schedulingGates"
+        )
+        return (
+            ours
+            and not spec.get("nodeName")
+            and not resources.is_terminated(pod)
+            and not resources.is_terminating(pod)
+        )
 
     async def _usable_nodes(self, now: float) -> list[Object]:
-        """The nodes whose annotations count; with ``old``, those whose handshake is alive, after having written our part of it."""
+        """The nodes whose annotations count; with ``old``, those whose handshake is alive, after
+        having written our part of it.
+        """
         nodes = list(self._nodes.items.values())
         if not self.settings.old or self.settings.gpushare != "off":
             return nodes
         alive = []
         for node in nodes:
-            usable, answer = words.answer_handshake(resources.annotations_of(node).get(words.HANDSHAKE), now)
+            usable, answer = words.answer_handshake(
+                resources.annotations_of(node).get(words.HANDSHAKE), now
+            )
             if answer is not None:
-                await self._annotate(f"/api/v1/nodes/{node['metadata']['name']}", node, {words.HANDSHAKE: answer}, self._nodes)
+                await self._annotate(
+                    f"/api/v1/nodes/{node['metadata']['name']}",
+                    node,
+                    {words.HANDSHAKE: answer},
+                    self._nodes,
+                )
             if usable:
                 alive.append(node)
         return alive
@@ -244,25 +307,40 @@ class VolcanoScheduler:
     def _ledger(self, node: Object, pods: Sequence[Object]) -> VgpuLedger | GpushareLedger | None:
         if self.settings.gpushare == "off":
             known = self.settings
-            return VgpuLedger.of(node, pods, policy=known.policy, requires_resources=not known.old, geometries=known.geometries)
+            return VgpuLedger.of(
+                node,
+                pods,
+                policy=known.policy,
+                requires_resources=not known.old,
+                geometries=known.geometries,
+            )
         return GpushareLedger.of(node, pods, strategy=self.settings.gpushare)
 
     def _needed(self, group: str, members: Iterable[Object]) -> int:
         told = [self.settings.min_members.get(group, 1)]
-        told += [int(resources.amount(resources.annotations_of(pod).get(words.GROUP_MIN_MEMBER, 1))) for pod in members]
+        told += [
+            int(resources.amount(resources.annotations_of(pod).get(words.GROUP_MIN_MEMBER, 1)))
+            for pod in members
+        ]
         return max(told)
 
     async def _lock_all(self, choices: Iterable[_Choice]) -> str:
-        """Take the locks of all nodes that the choices need; the reason when one is not to be had, else empty."""
-        for name, key in sorted({(choice.node, choice.lock_key) for choice in choices if choice.lock_key}):
+        """Take the locks of all nodes that the choices need;
+        the reason when one is not to be had, else empty.
+        """
+        for name, key in sorted(
+            {(choice.node, choice.lock_key) for choice in choices if choice.lock_key}
+        ):
             if refused := await self._lock(name, key):
                 return refused
         return ""
 
     async def _lock(self, name: str, key: str) -> str:
-        """Take the lock of one node as the real one does, which reads the Node before it writes; the reason when it is not to be had.
+        """Take the lock of one node as the real one does, which reads the Node before it writes;
+        the reason when it is not to be had.
 
-        A round of the real one locks for all its pods before any of them is bound, so it never takes the same lock twice.
+        A round of the real one locks for all its pods before any of them is bound, so it never
+        takes the same lock twice.
         """
         if name in self._locked:
             return f"node {name} has been locked within 5 minutes"
@@ -274,7 +352,13 @@ class VolcanoScheduler:
             if age is None or age < words.LOCK_SECONDS:
                 return f"node {name} has been locked within 5 minutes"
             version = node["metadata"]["resourceVersion"]
-            if await self._annotate(f"/api/v1/nodes/{name}", node, {key: words.lock_stamp(now)}, self._nodes, version=version):
+            if await self._annotate(
+                f"/api/v1/nodes/{name}",
+                node,
+                {key: words.lock_stamp(now)},
+                self._nodes,
+                version=version,
+            ):
                 self._locked.add(name)
                 return ""
             await asyncio.sleep(_LOCK_RETRY_SECONDS)
@@ -284,29 +368,54 @@ class VolcanoScheduler:
         pod, metadata = choice.pod, choice.pod["metadata"]
         path = _path(pod)
         written = choice.placed.annotations
-        if self.settings.old and written and not await self._annotate(path, pod, written, self._pods):
+        if (
+            self.settings.old
+            and written
+            and not await self._annotate(path, pod, written, self._pods)
+        ):
             return
         all_annotations = {**resources.annotations_of(pod), **written}
-        identity = {"name": metadata["name"], "namespace": metadata.get("namespace", "default"), "uid": metadata["uid"]}
+        identity = {
+            "name": metadata["name"],
+            "namespace": metadata.get("namespace", "default"),
+            "uid": metadata["uid"],
+        }
         binding = {
             "apiVersion": "v1",
             "kind": "Binding",
-            "metadata": identity if self.settings.old else {**identity, "annotations": all_annotations},
+            "metadata": (
+                identity if self.settings.old else {**identity, "annotations": all_annotations}
+            ),
             "target": {"apiVersion": "v1", "kind": "Node", "name": choice.node},
         }
         if await self._write("POST", f"{path}/binding", binding) is None:
             return
         spec = {**pod["spec"], "nodeName": choice.node}
-        self._bound[metadata["uid"]] = {**pod, "metadata": {**metadata, "annotations": all_annotations}, "spec": spec}
-        _logger.info("sim.volcano.bound", pod=resources.key(pod), node=choice.node, annotations=written)
+        self._bound[metadata["uid"]] = {
+            **pod,
+            "metadata": {**metadata, "annotations": all_annotations},
+            "spec": spec,
+        }
+        _logger.info(
+            "sim.volcano.bound", pod=resources.key(pod), node=choice.node, annotations=written
+        )
 
     async def _tell(self, pod: Object, why: str) -> None:
         """Write into the pod's status and an event why it waits, when that is news."""
         conditions = (pod.get("status") or {}).get("conditions") or ()
-        if any(condition.get("type") == "PodScheduled" and condition.get("message") == why for condition in conditions):
+        if any(
+            condition.get("type") == "PodScheduled" and condition.get("message") == why
+            for condition in conditions
+        ):
             return
         stamp = words.lock_stamp(self._clock())
-        condition = {"type": "PodScheduled", "status": "False", "reason": "Unschedulable", "message": why, "lastTransitionTime": stamp}
+        condition = {
+            "type": "PodScheduled",
+            "status": "False",
+            "reason": "Unschedulable",
+            "message": why,
+            "lastTransitionTime": stamp,
+        }
         body = {"metadata": {"uid": pod["metadata"]["uid"]}, "status": {"conditions": [condition]}}
         answer = await self._write("PATCH", f"{_path(pod)}/status", body, STRATEGIC_MERGE_PATCH)
         if answer is None:
@@ -316,7 +425,13 @@ class VolcanoScheduler:
         name, namespace = pod["metadata"]["name"], pod["metadata"].get("namespace", "default")
         event = {
             "metadata": {"generateName": f"{name}.", "namespace": namespace},
-            "involvedObject": {"kind": "Pod", "apiVersion": "v1", "name": name, "namespace": namespace, "uid": pod["metadata"]["uid"]},
+            "involvedObject": {
+                "kind": "Pod",
+                "apiVersion": "v1",
+                "name": name,
+                "namespace": namespace,
+                "uid": pod["metadata"]["uid"],
+            },
             "type": "Warning",
             "reason": "FailedScheduling",
             "message": why,
@@ -327,15 +442,29 @@ class VolcanoScheduler:
         }
         await self._write("POST", f"/api/v1/namespaces/{namespace}/events", event)
 
-    async def _annotate(self, path: str, thing: Object, written: Mapping[str, str], into: Collection, *, version: str = "") -> bool:
-        """Add annotations to this very object, and in this very version if one is named; return whether it was done."""
-        metadata = {"uid": thing["metadata"]["uid"], "annotations": dict(written)} | ({"resourceVersion": version} if version else {})
+    async def _annotate(
+        self,
+        path: str,
+        thing: Object,
+        written: Mapping[str, str],
+        into: Collection,
+        *,
+        version: str = "",
+    ) -> bool:
+        """Add annotations to this very object, and in this very version if one is named;
+        return whether it was done.
+        """
+        metadata = {"uid": thing["metadata"]["uid"], "annotations": dict(written)} | (
+            {"resourceVersion": version} if version else {}
+        )
         answer = await self._write("PATCH", path, {"metadata": metadata}, MERGE_PATCH)
         if answer is not None:
             into.put(answer)
         return answer is not None
 
-    async def _write(self, method: str, path: str, body: Object, content_type: str = "application/json") -> Object | None:
+    async def _write(
+        self, method: str, path: str, body: Object, content_type: str = "application/json"
+    ) -> Object | None:
         """Do a write; None when its content was refused, so that the others can go on.
 
         Raises:
@@ -355,19 +484,50 @@ def _node_of(pod: Object) -> str:
 
 
 def _path(pod: Object) -> str:
-    return f"/api/v1/namespaces/{pod['metadata'].get('namespace', 'default')}/pods/{pod['metadata']['name']}"
+    return (
+        f"/api/v1/namespaces/{pod['metadata'].get('namespace', 'default')}/pods/"
+        f"{pod['metadata']['name']}"
+    )
 
 
 def _arguments(given: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="python -m vgpu_agent.sim.volcano.scheduler", description="A stand-in for Volcano's scheduler.")
+    parser = argparse.ArgumentParser(
+        prog="python -m vgpu_agent.sim.volcano.scheduler",
+        description="A stand-in for Volcano's scheduler.",
+    )
     parser.add_argument("--kubeconfig", type=Path, required=True, help="where the API server is")
     parser.add_argument("--scheduler-name", default="volcano", help="whose pods to take")
-    parser.add_argument("--policy", choices=("none", "binpack", "spread"), default="none", help="which card is taken first")
-    parser.add_argument("--old", action="store_true", help="behave like Volcano 1.13 to 1.14.2: patch before bind, handshake")
-    parser.add_argument("--gpushare", choices=("off", "share", "number"), default="off", help="schedule GPU share instead of vGPU")
-    parser.add_argument("--node-lock", action="store_true", help="lock the node for each pod, as NodeLockEnable does")
+    parser.add_argument(
+        "--policy",
+        choices=("none", "binpack", "spread"),
+        default="none",
+        help="which card is taken first",
+    )
+    parser.add_argument(
+        "--old",
+        action="store_true",
+        help="behave like Volcano 1.13 to 1.14.2: patch before bind, handshake",
+    )
+    parser.add_argument(
+        "--gpushare",
+        choices=("off", "share", "number"),
+        default="off",
+        help="schedule GPU share instead of vGPU",
+    )
+    parser.add_argument(
+        "--node-lock",
+        action="store_true",
+        help="lock the node for each pod, as NodeLockEnable does",
+    )
     gang = "NAMESPACE/GROUP=NUMBER"
-    parser.add_argument("--min-member", action="append", default=[], type=_min_member, metavar=gang, help="size of a gang")
+    parser.add_argument(
+        "--min-member",
+        action="append",
+        default=[],
+        type=_min_member,
+        metavar=gang,
+        help="size of a gang",
+    )
     parser.add_argument("--log-level", choices=log.LEVELS, default="info")
     return parser.parse_args(given)
 
@@ -377,11 +537,15 @@ def _min_member(text: str) -> tuple[str, int]:
     try:
         return group, int(number)
     except ValueError as err:
-        raise argparse.ArgumentTypeError(f"{text!r} names no number; write NAMESPACE/GROUP=NUMBER") from err
+        raise argparse.ArgumentTypeError(
+            f"{text!r} names no number; write NAMESPACE/GROUP=NUMBER"
+        ) from err
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Run a scheduler until the process is ended; any signal will do, for there is nothing to save."""
+    """Run a scheduler until the process is ended;
+    any signal will do, for there is nothing to save.
+    """
     given = _arguments(arguments)
     try:
         access = ApiAccess.from_kubeconfig(given.kubeconfig)

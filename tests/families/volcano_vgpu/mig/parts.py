@@ -1,4 +1,6 @@
-"""The node of volcano-vgpu:G12: A100-40GB cards in the operating mode mig, with the geometries that are shipped for them."""
+"""The node of volcano-vgpu:G12: A100-40GB cards in the operating mode mig,
+with the geometries that are shipped for them.
+"""
 
 from __future__ import annotations
 
@@ -37,21 +39,42 @@ nvidia:
       geometries: [{name: 7g.40gb, memory: 40960, count: 1}]
 """
 GEOMETRIES = read_device_config(DEVICE_CONFIG).geometries
-MEMORY_MIB = {"1g.5gb": 4864, "2g.10gb": 9856, "3g.20gb": 19968, "7g.40gb": 40192}  # as the driver shows them
+# as the driver shows them
+MEMORY_MIB = {"1g.5gb": 4864, "2g.10gb": 9856, "3g.20gb": 19968, "7g.40gb": 40192}
 GROUP2 = ("2g.10gb", "2g.10gb", "2g.10gb", "1g.5gb")
 
 
 def instance(gpu: str, number: int, profile: str) -> MigInstance:
-    """The instance of that number below the GPU ``gpu``, with the UUID ``MIG-<last digit of the GPU>-<number>``."""
+    """The instance of that number below the GPU ``gpu``, with the UUID
+    ``MIG-<last digit of the GPU>-<number>``.
+    """
     slices = int(profile[0])
-    return MigInstance(f"MIG-{gpu[-1]}-{number}", number, number + 1, 0, profile, MEMORY_MIB[profile], slices, slices)
+    return MigInstance(
+        f"MIG-{gpu[-1]}-{number}",
+        number,
+        number + 1,
+        0,
+        profile,
+        MEMORY_MIB[profile],
+        slices,
+        slices,
+    )
 
 
 def a_gpu(uuid: str = U0, *profiles: str, index: int = 0) -> Gpu:
     """An A100 that is divided into these profiles, in the driver's order."""
     instances = tuple(instance(uuid, number, profile) for number, profile in enumerate(profiles))
     name = "NVIDIA A100-SXM4-40GB"
-    return Gpu(uuid, index, index, name, 40960, f"0000:0{index}:00.0", mig_enabled=bool(profiles), mig_instances=instances)
+    return Gpu(
+        uuid,
+        index,
+        index,
+        name,
+        40960,
+        f"0000:0{index}:00.0",
+        mig_enabled=bool(profiles),
+        mig_instances=instances,
+    )
 
 
 def node(*of_u0: str, of_u1: Sequence[str] = ()) -> Inventory:
@@ -61,16 +84,27 @@ def node(*of_u0: str, of_u1: Sequence[str] = ()) -> Inventory:
 
 def mig_family(**options: Any) -> VolcanoVgpuMigFamily:
     """The family on that node, with every MiB as an id and a kubelet that takes as many."""
-    known = VolcanoVgpuOptions(factor=1, mode=MIG, geometries=GEOMETRIES, message_budget_bytes=10**9)
+    known = VolcanoVgpuOptions(
+        factor=1, mode=MIG, geometries=GEOMETRIES, message_budget_bytes=10**9
+    )
     return VolcanoVgpuMigFamily(dataclasses.replace(known, **options))
 
 
 def taken(**by: str) -> Mapping[str, Grant]:
-    """``MIG_1_0="other"``: that instance is in the hands of the pod ``team/other``; ``U0`` and ``U1`` are the cards."""
+    """``MIG_1_0="other"``: that instance is in the hands of the pod ``team/other``;
+    ``U0`` and ``U1`` are the cards.
+    """
     cards = {"U0": U0, "U1": U1}
     devices = {cards.get(name, name.replace("_", "-")): pod for name, pod in by.items()}
     return {
-        device: Grant(number, "volcano-vgpu", NUMBER, (f"{U0}-{number}",), (Share(device),), owner=Owner("main", f"uid-{pod}", "team", pod))
+        device: Grant(
+            number,
+            "volcano-vgpu",
+            NUMBER,
+            (f"{U0}-{number}",),
+            (Share(device),),
+            owner=Owner("main", f"uid-{pod}", "team", pod),
+        )
         for number, (device, pod) in enumerate(devices.items(), 1)
     }
 
@@ -84,8 +118,12 @@ def ask(
     held: Mapping[str, Grant] | None = None,
     of: VolcanoVgpuMigFamily | None = None,
 ) -> Question:
-    """Return the question about ``container``, which holds ``ids`` ids, while others hold ``held``."""
-    resource = next(entry for entry in (of or mig_family()).resources(inventory) if entry.name == NUMBER)
+    """Return the question about ``container``, which holds ``ids`` ids,
+    while others hold ``held``.
+    """
+    resource = next(
+        entry for entry in (of or mig_family()).resources(inventory) if entry.name == NUMBER
+    )
     rooms = tuple(DeviceRoom(gpu.uuid, "", 40960, 40960, 100, 0, 10) for gpu in inventory.gpus)
     chosen = tuple(f"{U0}-{number}" for number in range(ids))
     return Question(resource, about, container, chosen, NODE, inventory, rooms, taken=held or {})

@@ -28,28 +28,41 @@ def single() -> VolcanoStaticMigFamily:
 
 def names(family: VolcanoStaticMigFamily, inventory: Inventory) -> dict[str, list[str]]:
     """Resource → ids."""
-    return {resource.name: [entry.id for entry in resource.ids] for resource in family.resources(inventory)}
+    return {
+        resource.name: [entry.id for entry in resource.ids]
+        for resource in family.resources(inventory)
+    }
 
 
 def test_mixed_offers_each_profile_by_its_name() -> None:
     """Cards that are not divided have nothing here. Their memory is shared as ever."""
     inventory = node(of_u1=GROUP2)
-    assert names(mixed(), inventory) == {"volcano.sh/mig-1g.5gb": ["MIG-2-3"], "volcano.sh/mig-2g.10gb": ["MIG-2-0", "MIG-2-1", "MIG-2-2"]}
+    assert names(mixed(), inventory) == {
+        "volcano.sh/mig-1g.5gb": ["MIG-2-3"],
+        "volcano.sh/mig-2g.10gb": ["MIG-2-0", "MIG-2-1", "MIG-2-2"],
+    }
 
 
 def test_the_names_before_1_12_can_be_had() -> None:
-    """Up to 1.11 the strategy mixed had NVIDIA's domain. A ``+`` is no letter of a resource name."""
+    """Up to 1.11 the strategy mixed had NVIDIA's domain.
+    A ``+`` is no letter of a resource name.
+    """
     u1 = dataclasses.replace(
-        node(of_u1=GROUP2).gpus[1], mig_instances=(dataclasses.replace(instance(U1, 0, "2g.10gb"), profile="1g.5gb+me"),)
+        node(of_u1=GROUP2).gpus[1],
+        mig_instances=(dataclasses.replace(instance(U1, 0, "2g.10gb"), profile="1g.5gb+me"),),
     )
-    assert names(mixed(prefix="nvidia.com"), Inventory(version=1, gpus=(u1,))) == {"nvidia.com/mig-1g.5gb.me": ["MIG-2-0"]}
+    assert names(mixed(prefix="nvidia.com"), Inventory(version=1, gpus=(u1,))) == {
+        "nvidia.com/mig-1g.5gb.me": ["MIG-2-0"]
+    }
     assert mixed(prefix="nvidia.com").owns("nvidia.com/mig-1g.5gb")
     assert not mixed().owns("nvidia.com/mig-1g.5gb")
 
 
 def test_single_offers_alike_instances_by_one_name() -> None:
     """``volcano.sh/gpu``, as the replaced plugin registers it."""
-    assert names(single(), node(of_u1=("3g.20gb", "3g.20gb"))) == {"volcano.sh/gpu": ["MIG-2-0", "MIG-2-1"]}
+    assert names(single(), node(of_u1=("3g.20gb", "3g.20gb"))) == {
+        "volcano.sh/gpu": ["MIG-2-0", "MIG-2-1"]
+    }
     assert single().owns("volcano.sh/gpu")
     assert not single().owns("volcano.sh/gpu-memory")
 
@@ -60,7 +73,9 @@ def test_single_withholds_instances_that_differ() -> None:
     assert names(single(), inventory) == {}
     ((name, reason),) = single().shortfall(inventory).refused.items()
     assert name == "volcano.sh/gpu"
-    assert reason.startswith("the MIG strategy is single, and this node has instances of 1g.5gb, 2g.10gb, 3g.20gb")
+    assert reason.startswith(
+        "the MIG strategy is single, and this node has instances of 1g.5gb, 2g.10gb, 3g.20gb"
+    )
     assert single().shortfall(node(of_u1=("3g.20gb", "3g.20gb"))).refused == {}
 
 
@@ -81,11 +96,16 @@ def test_instances_that_cannot_be_read_are_told_and_those_that_can_be_are_offere
     inventory = Inventory(version=1, gpus=(u1,))
     assert set(names(mixed(), inventory)) == {"volcano.sh/mig-1g.5gb", "volcano.sh/mig-2g.10gb"}
     assert mixed().shortfall(inventory).cautions == (
-        f"slices of GPU {u1.index} ({u1.uuid}) cannot be read, so they are not offered: not allowed; do this",
+        (
+            f"slices of GPU {u1.index} ({u1.uuid}) cannot be read, so they are not offered: not "
+            "allowed; do this"
+        ),
     )
 
 
-@pytest.mark.parametrize("hidden", [{"hidden_uuids": frozenset({U1})}, {"hidden_indices": frozenset({1})}])
+@pytest.mark.parametrize(
+    "hidden", [{"hidden_uuids": frozenset({U1})}, {"hidden_indices": frozenset({1})}]
+)
 def test_hidden_cards_hide_their_instances(hidden: dict[str, object]) -> None:
     """``filterdevices`` of the node configuration counts here as well."""
     assert names(mixed(**hidden), node(of_u1=GROUP2)) == {}
@@ -97,36 +117,56 @@ def resource_of(family: VolcanoStaticMigFamily, inventory: Inventory, name: str)
 
 
 def test_d16_a_container_gets_the_instances_that_its_ids_name() -> None:
-    """volcano-vgpu:D16: the replaced plugin answers nothing at all. Here the instances are passed and booked, whole and exclusively."""
+    """volcano-vgpu:D16: the replaced plugin answers nothing at all. Here the instances are passed
+    and booked, whole and exclusively.
+    """
     inventory = node(of_u1=GROUP2)
     offered = resource_of(mixed(), inventory, "volcano.sh/mig-2g.10gb")
-    assert mixed().edits(offered, ["MIG-2-1", "MIG-2-0"], inventory).environment == {"NVIDIA_VISIBLE_DEVICES": "MIG-2-1,MIG-2-0"}
-    assert mixed().shares(offered.name, ["MIG-2-1"], inventory) == (Share("MIG-2-1", 9856, 100, exclusive=True),)
+    assert mixed().edits(offered, ["MIG-2-1", "MIG-2-0"], inventory).environment == {
+        "NVIDIA_VISIBLE_DEVICES": "MIG-2-1,MIG-2-0"
+    }
+    assert mixed().shares(offered.name, ["MIG-2-1"], inventory) == (
+        Share("MIG-2-1", 9856, 100, exclusive=True),
+    )
 
 
 def test_g10_an_instance_is_named_by_the_list_strategies() -> None:
     """volcano-vgpu:G10: the annotation names the MIG device, and the mount its UUID."""
     inventory = node(of_u1=GROUP2)
     offered = resource_of(mixed(), inventory, "volcano.sh/mig-2g.10gb")
-    edits = mixed(lists=ListOptions(strategies=("cdi-annotations",))).edits(offered, ["MIG-2-1"], inventory)
+    edits = mixed(lists=ListOptions(strategies=("cdi-annotations",))).edits(
+        offered, ["MIG-2-1"], inventory
+    )
     assert list(edits.annotations.values()) == ["k8s.device-plugin.nvidia.com/gpu=MIG-2-1"]
     assert edits.environment == {}
-    edits = mixed(lists=ListOptions(strategies=("volume-mounts",))).edits(offered, ["MIG-2-1"], inventory)
-    assert [mount.container_path for mount in edits.mounts] == ["/var/run/nvidia-container-devices/MIG-2-1"]
+    edits = mixed(lists=ListOptions(strategies=("volume-mounts",))).edits(
+        offered, ["MIG-2-1"], inventory
+    )
+    assert [mount.container_path for mount in edits.mounts] == [
+        "/var/run/nvidia-container-devices/MIG-2-1"
+    ]
 
 
 def test_an_instance_that_is_gone_stays_booked() -> None:
     """Its id is still in a container's hands, and yields no share."""
     inventory = node()
-    assert mixed().shares("volcano.sh/mig-2g.10gb", ["MIG-2-1"], inventory) == (Share("MIG-2-1", 0, 100, exclusive=True),)
-    assert mixed().edits(Resource("volcano.sh/mig-2g.10gb", "x", ()), ["MIG-2-1"], inventory) == Edits({"NVIDIA_VISIBLE_DEVICES": ""})
+    assert mixed().shares("volcano.sh/mig-2g.10gb", ["MIG-2-1"], inventory) == (
+        Share("MIG-2-1", 0, 100, exclusive=True),
+    )
+    assert mixed().edits(
+        Resource("volcano.sh/mig-2g.10gb", "x", ()), ["MIG-2-1"], inventory
+    ) == Edits({"NVIDIA_VISIBLE_DEVICES": ""})
 
 
 def test_cards_in_use_are_filled_first() -> None:
     """A card without holders is worth more to others."""
     inventory = node("2g.10gb", "2g.10gb", of_u1=("2g.10gb", "2g.10gb"))
     offered = resource_of(mixed(), inventory, "volcano.sh/mig-2g.10gb")
-    assert mixed().prefer(offered, ["MIG-1-0", "MIG-1-1", "MIG-2-1"], [], 1, inventory) == ["MIG-2-1"]
-    assert mixed().prefer(offered, ["MIG-1-0", "MIG-1-1", "MIG-2-1"], ["MIG-1-1"], 2, inventory) == ["MIG-1-1", "MIG-2-1"]
+    assert mixed().prefer(offered, ["MIG-1-0", "MIG-1-1", "MIG-2-1"], [], 1, inventory) == [
+        "MIG-2-1"
+    ]
+    assert mixed().prefer(
+        offered, ["MIG-1-0", "MIG-1-1", "MIG-2-1"], ["MIG-1-1"], 2, inventory
+    ) == ["MIG-1-1", "MIG-2-1"]
     with pytest.raises(CapacityError):
         mixed().prefer(offered, ["MIG-1-0"], [], 2, inventory)

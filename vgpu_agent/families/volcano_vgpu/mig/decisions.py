@@ -1,8 +1,11 @@
-"""Choose the MIG instances of a container: a scheduler's, another one of the same size, or those that the agent finds.
+"""Choose the MIG instances of a container:
+a scheduler's, another one of the same size, or those that the agent finds.
 
-Two pods of one scheduling round can be given the same instance, because the scheduler counts instances only after it has seen the pods
-bound (volcano-vgpu D15). So an annotation names the size and the GPU, and the ledger's grants decide which instance. The decision names a
-GPU that must be divided first. It is free then, and `allocation` has it divided before it asks again. Called by `family`.
+Two pods of one scheduling round can be given the same instance, because the scheduler counts
+instances only after it has seen the pods bound (volcano-vgpu D15). So an annotation names the size
+and the GPU, and the ledger's grants decide which instance. The decision names a GPU that must be
+divided first. It is free then, and `allocation` has it divided before it asks again. Called by
+`family`.
 """
 
 from __future__ import annotations
@@ -40,14 +43,18 @@ if TYPE_CHECKING:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Place:
-    """The place of one instance of a decision: existing already, or only once its GPU is divided."""
+    """The place of one instance of a decision:
+    existing already, or only once its GPU is divided.
+    """
 
     slot: Slot
     gpu: Gpu
     group: MigGroup
 
 
-def followed(question: Question, segment: Sequence[Assigned], known: Sequence[ModelGeometries], factor: int) -> Decision:
+def followed(
+    question: Question, segment: Sequence[Assigned], known: Sequence[ModelGeometries], factor: int
+) -> Decision:
     """Follow a scheduler's decision, on the instances that are free.
 
     Args:
@@ -57,10 +64,17 @@ def followed(question: Question, segment: Sequence[Assigned], known: Sequence[Mo
         factor: MiB in one unit of memory.
 
     Raises:
-        RequestRefusedError: it names a group or a position that does not exist, or an instance that is smaller than what was asked.
-        CapacityError: no instance of that size is free there, or the GPU is divided otherwise and has a holder.
+        RequestRefusedError: it names a group or a position that does not exist, or an instance that
+            is smaller than what was asked.
+        CapacityError: no instance of that size is free there, or the GPU is divided otherwise and
+            has a holder.
     """
-    by, shares, layouts, changed = f"the scheduler, in {IDS}", list[Share](), list[MigLayout](), list[str]()
+    by, shares, layouts, changed = (
+        f"the scheduler, in {IDS}",
+        list[Share](),
+        list[MigLayout](),
+        list[str](),
+    )
     for assigned in segment:
         place = _place_of(question, assigned, known, factor)
         if not is_divided_as(place.gpu, place.group):
@@ -70,14 +84,21 @@ def followed(question: Question, segment: Sequence[Assigned], known: Sequence[Mo
         slot, instance = _free_alike(place, question, mine)
         shares.append(share_of(instance))
         if slot != place.slot:
-            changed.append(f"{place.slot.text} is held by {_holder(place, question)}, so it is {slot.text} ({instance.uuid})")
+            changed.append(
+                f"{place.slot.text} is held by {_holder(place, question)}, so it is {slot.text} "
+                f"({instance.uuid})"
+            )
     if layouts:
         return Decision((), by, layouts=tuple(layouts))
     return Decision(tuple(shares), "; ".join([by, *changed]), second_best="; ".join(changed))
 
 
-def remembered(segment: Sequence[Assigned], question: Question, known: Sequence[ModelGeometries]) -> tuple[Share, ...] | None:
-    """Return what a running container must have, by its annotation alone; None where its GPU is divided otherwise."""
+def remembered(
+    segment: Sequence[Assigned], question: Question, known: Sequence[ModelGeometries]
+) -> tuple[Share, ...] | None:
+    """Return what a running container must have, by its annotation alone;
+    None where its GPU is divided otherwise.
+    """
     shares = []
     for assigned in segment:
         found = read_place(assigned.device)
@@ -87,19 +108,32 @@ def remembered(segment: Sequence[Assigned], question: Question, known: Sequence[
         group = next((group for group in groups_of(gpu, known) if group.name == found[1]), None)
         if group is None or not is_divided_as(gpu, group):
             return None
-        instance = next((each for slot, each in instances_by_slot(gpu, group).items() if slot.position == found[2]), None)
+        instance = next(
+            (
+                each
+                for slot, each in instances_by_slot(gpu, group).items()
+                if slot.position == found[2]
+            ),
+            None,
+        )
         if instance is None:
             return None
         shares.append(share_of(instance))
     return tuple(shares)
 
 
-def placed(question: Question, wanted_mib: Mapping[str, int], unwanted: Mapping[str, str], known: Sequence[ModelGeometries]) -> Decision:
+def placed(
+    question: Question,
+    wanted_mib: Mapping[str, int],
+    unwanted: Mapping[str, str],
+    known: Sequence[ModelGeometries],
+) -> Decision:
     """Choose free instances, of as many GPUs as the container has ids, where the agent decides.
 
-    The rules of fit are the scheduler's (volcano-vgpu §4.3): the smallest instance that is large enough, and no other group on a GPU that
-    has a holder. GPUs that have such an instance already come before those that would have to be divided anew, and within each the lowest
-    rank comes first. A GPU that another family has or waits for comes last.
+    The rules of fit are the scheduler's (volcano-vgpu §4.3): the smallest instance that is large
+    enough, and no other group on a GPU that has a holder. GPUs that have such an instance already
+    come before those that would have to be divided anew, and within each the lowest rank comes
+    first. A GPU that another family has or waits for comes last.
 
     Args:
         question: of the container.
@@ -120,7 +154,14 @@ def placed(question: Question, wanted_mib: Mapping[str, int], unwanted: Mapping[
             continue
         trouble = unwanted.get(room.device) or room.trouble
         fitting = None if trouble else _smallest_free(gpu, wanted_mib[gpu.uuid], question, known)
-        group = None if trouble else next((each for each in groups_of(gpu, known) if _fits(each, gpu, wanted_mib[gpu.uuid])), None)
+        group = (
+            None
+            if trouble
+            else next(
+                (each for each in groups_of(gpu, known) if _fits(each, gpu, wanted_mib[gpu.uuid])),
+                None,
+            )
+        )
         if fitting is not None:
             ready[gpu.uuid] = fitting
         elif not trouble and group is not None and not holder_of(gpu, question.taken):
@@ -130,8 +171,9 @@ def placed(question: Question, wanted_mib: Mapping[str, int], unwanted: Mapping[
     count = len(question.ids)
     if len(ready) + len(divisible) < count:
         raise CapacityError(
-            f"{count} × {question.resource.name} cannot be placed on this node: {len(ready) + len(divisible)} GPUs have a MIG instance for "
-            f"it; {'; '.join(f'{uuid}: {text}' for uuid, text in lacks.items()) or 'it has no other GPU to share'}"
+            f"{count} × {question.resource.name} cannot be placed on this node: "
+            f"{len(ready) + len(divisible)} GPUs have a MIG instance for it; "
+            f"{'; '.join(f'{uuid}: {text}' for uuid, text in lacks.items()) or 'it has no other GPU to share'}"
         )
     chosen = sorted([*ready, *divisible], key=lambda uuid: rank(uuid) == OTHERS)[:count]
     if layouts := tuple(divisible[uuid] for uuid in chosen if uuid in divisible):
@@ -140,29 +182,59 @@ def placed(question: Question, wanted_mib: Mapping[str, int], unwanted: Mapping[
 
 
 def share_of(instance: MigInstance) -> Share:
-    """Return the share of a whole MIG instance, regardless of the part that was asked for (volcano-vgpu G12)."""
+    """Return the share of a whole MIG instance,
+    regardless of the part that was asked for (volcano-vgpu G12).
+    """
     return Share(instance.uuid, instance.memory_mib, 100, exclusive=True)
 
 
-def _place_of(question: Question, assigned: Assigned, known: Sequence[ModelGeometries], factor: int) -> _Place:
+def _place_of(
+    question: Question, assigned: Assigned, known: Sequence[ModelGeometries], factor: int
+) -> _Place:
     pod, text, found = question.pod, question.pod.annotations[IDS], read_place(assigned.device)
     if found is None:
-        raise refused(pod, IDS, text, f"{quoted(assigned.device)} is not of the form <UUID>[<group>-<position>]")
+        raise refused(
+            pod,
+            IDS,
+            text,
+            f"{quoted(assigned.device)} is not of the form <UUID>[<group>-<position>]",
+        )
     gpu = question.inventory.gpu(assigned.gpu)
     if gpu is None:
-        raise CapacityError(f"GPU {quoted(assigned.gpu)} was decided for the container and is gone; it is tried again when it answers")
+        raise CapacityError(
+            f"GPU {quoted(assigned.gpu)} was decided for the container and is gone; it is tried "
+            "again when it answers"
+        )
     groups = groups_of(gpu, known)
     group = next((group for group in groups if group.name == found[1]), None)
     if group is None:
         names = ", ".join(group.name for group in groups)
-        remedy = "let scheduler and agent read the same ConfigMap volcano-vgpu-device-config; the scheduler reads it once, at its start"
-        raise refused(pod, IDS, text, f"knownMigGeometries has no group {quoted(found[1])} for {gpu.name}, it has {names}", remedy)
+        remedy = (
+            "let scheduler and agent read the same ConfigMap volcano-vgpu-device-config; the "
+            "scheduler reads it once, at its start"
+        )
+        raise refused(
+            pod,
+            IDS,
+            text,
+            f"knownMigGeometries has no group {quoted(found[1])} for {gpu.name}, it has {names}",
+            remedy,
+        )
     slots = slots_of(gpu.uuid, group)
     if found[2] >= len(slots):
-        raise refused(pod, IDS, text, f"group {group.name} has {len(slots)} instances, and position {found[2]} is none of them")
+        raise refused(
+            pod,
+            IDS,
+            text,
+            f"group {group.name} has {len(slots)} instances, and position {found[2]} is none of "
+            "them",
+        )
     slot = slots[found[2]]
     if slot.memory_mib < assigned.memory_units * factor:
-        problem = f"{slot.text} is a {slot.profile} of {slot.memory_mib} MiB, and {assigned.memory_units * factor} MiB were asked for"
+        problem = (
+            f"{slot.text} is a {slot.profile} of {slot.memory_mib} MiB, and "
+            f"{assigned.memory_units * factor} MiB were asked for"
+        )
         raise refused(pod, IDS, text, problem)
     return _Place(slot, gpu, group)
 
@@ -171,21 +243,30 @@ def _layout(place: _Place, question: Question) -> MigLayout:
     """Return the division that must come first; no container may have any part of the GPU."""
     if holder := holder_of(place.gpu, question.taken):
         raise CapacityError(
-            f"GPU {place.gpu.uuid} is {division(place.gpu)}, and {holder} has a part of it, so it cannot be divided as group "
-            f"{place.group.name} for {place.slot.text}; it is tried again"
+            f"GPU {place.gpu.uuid} is {division(place.gpu)}, and {holder} has a part of it, so it "
+            f"cannot be divided as group {place.group.name} for {place.slot.text}; it is tried "
+            "again"
         )
     return MigLayout(place.gpu.uuid, layout_of(place.group))
 
 
 def _free_alike(place: _Place, question: Question, mine: set[str]) -> tuple[Slot, MigInstance]:
     """The instance that was meant, or the first free one of the same profile."""
-    alike = {slot: each for slot, each in instances_by_slot(place.gpu, place.group).items() if slot.profile == place.slot.profile}
-    free = {slot: each for slot, each in alike.items() if each.uuid not in question.taken and each.uuid not in mine}
+    alike = {
+        slot: each
+        for slot, each in instances_by_slot(place.gpu, place.group).items()
+        if slot.profile == place.slot.profile
+    }
+    free = {
+        slot: each
+        for slot, each in alike.items()
+        if each.uuid not in question.taken and each.uuid not in mine
+    }
     if not free:
         holders = named((each.uuid for each in alike.values()), question.taken)
         raise CapacityError(
-            f"{place.slot.text} is a {place.slot.profile}, and all {len(alike)} of GPU {place.gpu.uuid} are held, by {holders}; it is "
-            "tried again"
+            f"{place.slot.text} is a {place.slot.profile}, and all {len(alike)} of GPU "
+            f"{place.gpu.uuid} are held, by {holders}; it is tried again"
         )
     slot = place.slot if place.slot in free else next(iter(free))
     return slot, free[slot]
@@ -196,7 +277,9 @@ def _holder(place: _Place, question: Question) -> str:
     return named((instance.uuid,), question.taken) or "the same container"
 
 
-def _smallest_free(gpu: Gpu, wanted_mib: int, question: Question, known: Sequence[ModelGeometries]) -> MigInstance | None:
+def _smallest_free(
+    gpu: Gpu, wanted_mib: int, question: Question, known: Sequence[ModelGeometries]
+) -> MigInstance | None:
     if gpu.uuid in question.taken or (group := group_in_force(gpu, groups_of(gpu, known))) is None:
         return None
     fitting = [
@@ -213,4 +296,6 @@ def _fits(group: MigGroup, gpu: Gpu, wanted_mib: int) -> bool:
 
 def _why_not(gpu: Gpu, wanted_mib: int, question: Question) -> str:
     holder = holder_of(gpu, question.taken)
-    return f"{division(gpu)}, none free with {wanted_mib} MiB" + (f", and {holder} has a part of it" if holder else "")
+    return f"{division(gpu)}, none free with {wanted_mib} MiB" + (
+        f", and {holder} has a part of it" if holder else ""
+    )

@@ -1,11 +1,14 @@
-"""`volcano-vgpu` in the operating mode `mig`: the same names, ids and annotations, but each share is a MIG instance.
+"""`volcano-vgpu` in the operating mode `mig`:
+the same names, ids and annotations, but each share is a MIG instance.
 
-Volcano's scheduler chooses GPU, group and position; a GPU is divided when the first pod of a group comes (volcano-vgpu §4.3). A container
-gets its instance and nothing else: the hardware limits an instance, so there is no library and no ``CUDA_…`` variable. The replaced
-plugin's errors are not copied: no instance is given twice (volcano-vgpu D15), a whole GPU is never given out (volcano-vgpu D16), and a
-failure here affects one pod only.
+Volcano's scheduler chooses GPU, group and position; a GPU is divided when the first pod of a group
+comes (volcano-vgpu §4.3). A container gets its instance and nothing else: the hardware limits an
+instance, so there is no library and no ``CUDA_…`` variable. The replaced plugin's errors are not
+copied: no instance is given twice (volcano-vgpu D15), a whole GPU is never given out (volcano-vgpu
+D16), and a failure here affects one pod only.
 
-Chosen by `agent` instead of `VolcanoVgpuFamily` where the node is in that mode; `decisions` decides.
+Chosen by `agent` instead of `VolcanoVgpuFamily` where the node is in that mode; `decisions`
+decides.
 """
 
 from __future__ import annotations
@@ -19,9 +22,19 @@ from vgpu_agent.families.family import Decision
 from vgpu_agent.families.volcano_vgpu.decisions import IDS, asking_container, decided_segment
 from vgpu_agent.families.volcano_vgpu.family import VolcanoVgpuFamily
 from vgpu_agent.families.volcano_vgpu.mig.decisions import followed, placed, remembered
-from vgpu_agent.families.volcano_vgpu.mig.layouts import groups_of, instances_by_slot, is_divided_as, read_place
+from vgpu_agent.families.volcano_vgpu.mig.layouts import (
+    groups_of,
+    instances_by_slot,
+    is_divided_as,
+    read_place,
+)
 from vgpu_agent.families.volcano_vgpu.offer import offer_of
-from vgpu_agent.families.volcano_vgpu.pod_devices import Assigned, DevicesTextError, parse_pod_devices, write_segment
+from vgpu_agent.families.volcano_vgpu.pod_devices import (
+    Assigned,
+    DevicesTextError,
+    parse_pod_devices,
+    write_segment,
+)
 from vgpu_agent.families.volcano_vgpu.pod_state import desired_annotations
 from vgpu_agent.families.volcano_vgpu.requests import read_ask
 from vgpu_agent.isolation.edits import Provision
@@ -53,17 +66,22 @@ class MigIsolation:
 class VolcanoVgpuMigFamily(VolcanoVgpuFamily):
     """MIG instances under Volcano's names.
 
-    State: the inventory that was offered last, because annotations name an instance by its place in its GPU.
+    State: the inventory that was offered last, because annotations name an instance by its place in
+    its GPU.
     """
 
     def __init__(self, options: VolcanoVgpuOptions) -> None:
-        # An instance cannot be scaled: its memory cannot be booked twice, and all of its compute is its holder's.
-        unscaled = dataclasses.replace(options, memory_scaling=1.0, cores_scaling=max(1.0, options.cores_scaling))
+        # An instance cannot be scaled: its memory cannot be booked twice, and all of its compute is
+        # its holder's.
+        unscaled = dataclasses.replace(
+            options, memory_scaling=1.0, cores_scaling=max(1.0, options.cores_scaling)
+        )
         super().__init__(unscaled, MigIsolation())
         self._inventory = Inventory()
 
     def resources(self, inventory: Inventory) -> tuple[Resource, ...]:
-        """Return what the node offers: the same resources and ids as in the other mode, for GPUs that can be divided.
+        """Return what the node offers: the same resources and ids as in the other mode,
+        for GPUs that can be divided.
 
         Raises:
             ConfigError: see `resources_of`.
@@ -71,17 +89,21 @@ class VolcanoVgpuMigFamily(VolcanoVgpuFamily):
         self._inventory = inventory
         return super().resources(inventory)
 
-    # -- what a container gets --------------------------------------------------------------------------------------------------------
+    # -- what a container gets ---------------------------------------------------------------------
 
     def decide(self, question: Question) -> Decision:
-        """Follow a scheduler's decision, on an instance that is free; without one, look for an instance."""
+        """Follow a scheduler's decision, on an instance that is free;
+        without one, look for an instance.
+        """
         offer = offer_of(question.inventory, self._options)
         segment = decided_segment(question, offer)
         if segment is not None:
             return followed(question, segment, self._options.geometries, offer.factor)
         self._require_mode(question.pod)
         ask = read_ask(question.pod, asking_container(question), self._options.names)
-        wanted_mib = {gpu: max(1, ask.units_on(units)) * offer.factor for gpu, units in offer.units.items()}
+        wanted_mib = {
+            gpu: max(1, ask.units_on(units)) * offer.factor for gpu, units in offer.units.items()
+        }
         return placed(question, wanted_mib, self._unwanted(question), self._options.geometries)
 
     def recall(self, question: Question) -> Decision | None:
@@ -90,7 +112,9 @@ class VolcanoVgpuMigFamily(VolcanoVgpuFamily):
             segment = decided_segment(question, offer_of(question.inventory, self._options))
         except RequestRefusedError:
             return None
-        shares = remembered(segment, question, self._options.geometries) if segment is not None else None
+        shares = (
+            remembered(segment, question, self._options.geometries) if segment is not None else None
+        )
         return None if shares is None else Decision(shares, f"the annotation {IDS}")
 
     def provision(self, question: Question, shares: tuple[Share, ...]) -> Provision:
@@ -99,41 +123,71 @@ class VolcanoVgpuMigFamily(VolcanoVgpuFamily):
         Raises:
             UnhealthyDeviceError: an instance is gone.
         """
-        devices = [(share.device, visible_device(share.device, question.inventory)) for share in shares]
+        devices = [
+            (share.device, visible_device(share.device, question.inventory)) for share in shares
+        ]
         if gone := [uuid for uuid, device in devices if device is None]:
-            raise UnhealthyDeviceError(f"MIG instance {', '.join(gone)} was decided for the container and is gone; it is tried again")
+            raise UnhealthyDeviceError(
+                f"MIG instance {', '.join(gone)} was decided for the container and is gone; it is "
+                "tried again"
+            )
         seen = [device for _, device in devices if device is not None]
-        return Provision(edits_of(seen, self._options.lists, number=answer_number(question.resource.name, question.ids)))
+        return Provision(
+            edits_of(
+                seen,
+                self._options.lists,
+                number=answer_number(question.resource.name, question.ids),
+            )
+        )
 
-    # -- state in the cluster ---------------------------------------------------------------------------------------------------------
+    # -- state in the cluster ----------------------------------------------------------------------
 
     def desired_pod(self, pod: Pod, grants: Mapping[str, Grant], *, failed: bool) -> DesiredPod:
-        """The state machine's annotations (volcano-vgpu G5), with the instances that the containers really have.
+        """The state machine's annotations (volcano-vgpu G5),
+        with the instances that the containers really have.
 
-        A scheduler counts instances by these annotations. With one that is not held left in them, it would give the other one away again.
+        A scheduler counts instances by these annotations. With one that is not held left in them,
+        it would give the other one away again.
         """
-        ours = {container: grant for container, grant in grants.items() if grant.resource == self._options.names.number}
+        ours = {
+            container: grant
+            for container, grant in grants.items()
+            if grant.resource == self._options.names.number
+        }
         annotations = desired_annotations(
             pod,
             ours,
             self._options.names,
             failed=failed,
             factor=self._factor or 1,
-            segment_of=lambda container, grant, standing: self._segment(pod, container, grant, standing),
+            segment_of=lambda container, grant, standing: self._segment(
+                pod, container, grant, standing
+            ),
         )
         return DesiredPod(annotations)
 
     def desired_node(self, view: NodeView) -> DesiredNode:
-        """Return the same as in the other mode. A GPU that a container still has as a whole is announced as full."""
+        """Return the same as in the other mode.
+        A GPU that a container still has as a whole is announced as full.
+        """
         name = self._options.names.number
         rooms = tuple(
-            dataclasses.replace(room, trouble=room.trouble or "a container has a share of it as a whole" if room.holders else room.trouble)
+            dataclasses.replace(
+                room,
+                trouble=(
+                    room.trouble or "a container has a share of it as a whole"
+                    if room.holders
+                    else room.trouble
+                ),
+            )
             for room in view.rooms.get(name, ())
         )
         return super().desired_node(dataclasses.replace(view, rooms={**view.rooms, name: rooms}))
 
     def _segment(self, pod: Pod, container: PodContainer, grant: Grant, standing: str) -> str:
-        """Return the present segment with the place of each held instance. What is unknown stays."""
+        """Return the present segment with the place of each held instance.
+        What is unknown stays.
+        """
         try:
             (before,) = parse_pod_devices(standing)
             ask = read_ask(pod, container, self._options.names)
@@ -148,17 +202,32 @@ class VolcanoVgpuMigFamily(VolcanoVgpuFamily):
             slot = self._slot_of(share.device, group)
             if slot is None or slot.gpu not in units:
                 return standing
-            own = before[place] if before else Assigned("", ask.units_on(units[slot.gpu]), ask.cores_percent)
+            own = (
+                before[place]
+                if before
+                else Assigned("", ask.units_on(units[slot.gpu]), ask.cores_percent)
+            )
             held.append(dataclasses.replace(own, device=slot.text))
         return write_segment(held)
 
     def _slot_of(self, uuid: str, group_name: str) -> Slot | None:
-        """Return the place of the instance; in the group of that name, if the instances of its GPU fit several groups."""
+        """Return the place of the instance; in the group of that name,
+        if the instances of its GPU fit several groups.
+        """
         found = self._inventory.device(uuid)
         if found is None or found[1] is None:
             return None
         gpu = found[0]
-        fitting = [group for group in groups_of(gpu, self._options.geometries) if is_divided_as(gpu, group)]
+        fitting = [
+            group for group in groups_of(gpu, self._options.geometries) if is_divided_as(gpu, group)
+        ]
         for group in sorted(fitting, key=lambda each: each.name != group_name):
-            return next((slot for slot, instance in instances_by_slot(gpu, group).items() if instance.uuid == uuid), None)
+            return next(
+                (
+                    slot
+                    for slot, instance in instances_by_slot(gpu, group).items()
+                    if instance.uuid == uuid
+                ),
+                None,
+            )
         return None

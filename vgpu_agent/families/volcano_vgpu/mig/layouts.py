@@ -1,9 +1,11 @@
-"""Find the MIG instance that an annotation means, and the free ones: GPUs, geometries and positions, without pods.
+"""Find the MIG instance that an annotation means, and the free ones:
+GPUs, geometries and positions, without pods.
 
-A scheduler names ``GPU-…[group-position]``; positions count through the instances of the group in the order of the geometries
-(volcano-vgpu §4.3). The replaced plugin takes a position for NVML's index, whose order the driver chooses. Here the k-th position of a
-profile is the k-th instance of that profile, so it is always an instance of the size that was meant. Called by `family`, `decisions` and
-`volcano_vgpu.offer`.
+A scheduler names ``GPU-…[group-position]``; positions count through the instances of the group in
+the order of the geometries (volcano-vgpu §4.3). The replaced plugin takes a position for NVML's
+index, whose order the driver chooses. Here the k-th position of a profile is the k-th instance of
+that profile, so it is always an instance of the size that was meant. Called by `family`,
+`decisions` and `volcano_vgpu.offer`.
 """
 
 from __future__ import annotations
@@ -47,20 +49,29 @@ class Slot:
 
 
 def read_place(text: str) -> tuple[str, str, int] | None:
-    """GPU, group and position of ``GPU-…[group-position]``; None for anything else, such as a plain UUID."""
+    """GPU, group and position of ``GPU-…[group-position]``;
+    None for anything else, such as a plain UUID.
+    """
     match = _PLACE.match(text)
     return (match[1], match[2], int(match[3])) if match else None
 
 
 def groups_of(gpu: Gpu, known: Sequence[ModelGeometries]) -> tuple[MigGroup, ...]:
-    """Return the possible divisions of this GPU model, in the order in which schedulers try; empty when its model is not known."""
-    return next((entry.groups for entry in known if any(model in gpu.name for model in entry.models)), ())
+    """Return the possible divisions of this GPU model, in the order in which schedulers try;
+    empty when its model is not known.
+    """
+    return next(
+        (entry.groups for entry in known if any(model in gpu.name for model in entry.models)), ()
+    )
 
 
 def slots_of(gpu: str, group: MigGroup) -> tuple[Slot, ...]:
     """Return the instances of the GPU of that UUID once it is divided by ``group``, by position."""
     each = [profile for profile in group.profiles for _ in range(profile.count)]
-    return tuple(Slot(gpu, group.name, position, profile.name, profile.memory_mib) for position, profile in enumerate(each))
+    return tuple(
+        Slot(gpu, group.name, position, profile.name, profile.memory_mib)
+        for position, profile in enumerate(each)
+    )
 
 
 def layout_of(group: MigGroup) -> tuple[str, ...]:
@@ -70,7 +81,9 @@ def layout_of(group: MigGroup) -> tuple[str, ...]:
 
 def is_divided_as(gpu: Gpu, group: MigGroup) -> bool:
     """Tell whether the GPU has exactly the instances of the group now."""
-    return collections.Counter(instance.profile for instance in gpu.mig_instances) == collections.Counter(layout_of(group))
+    return collections.Counter(
+        instance.profile for instance in gpu.mig_instances
+    ) == collections.Counter(layout_of(group))
 
 
 def group_in_force(gpu: Gpu, groups: Iterable[MigGroup]) -> MigGroup | None:
@@ -81,15 +94,20 @@ def group_in_force(gpu: Gpu, groups: Iterable[MigGroup]) -> MigGroup | None:
 def instances_by_slot(gpu: Gpu, group: MigGroup) -> Mapping[Slot, MigInstance]:
     """Return the instance behind each slot of a GPU that is divided by ``group``."""
     left: dict[str, list[MigInstance]] = collections.defaultdict(list)
-    for instance in sorted(gpu.mig_instances, key=lambda each: (each.gpu_instance_id, each.compute_instance_id)):
+    for instance in sorted(
+        gpu.mig_instances, key=lambda each: (each.gpu_instance_id, each.compute_instance_id)
+    ):
         left[instance.profile].append(instance)
-    return {slot: left[slot.profile].pop(0) for slot in slots_of(gpu.uuid, group) if left[slot.profile]}
+    return {
+        slot: left[slot.profile].pop(0) for slot in slots_of(gpu.uuid, group) if left[slot.profile]
+    }
 
 
 def holder_of(gpu: Gpu, taken: Mapping[str, Grant]) -> str:
     """Name the holders of the GPU or of its present instances; empty when there is none.
 
-    A holder of an instance that is gone cannot use it: the driver refuses to destroy one that is in use.
+    A holder of an instance that is gone cannot use it: the driver refuses to destroy one that is in
+    use.
 
     Args:
         gpu: as it is divided now.
@@ -114,4 +132,6 @@ def division(gpu: Gpu) -> str:
     if not gpu.mig_enabled:
         return "not divided"
     counted = collections.Counter(instance.profile for instance in gpu.mig_instances)
-    return "divided into " + (", ".join(f"{count} × {profile}" for profile, count in sorted(counted.items())) or "nothing")
+    return "divided into " + (
+        ", ".join(f"{count} × {profile}" for profile, count in sorted(counted.items())) or "nothing"
+    )
