@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import sys
+import textwrap
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -30,8 +31,8 @@ INTRODUCTION = """\
 <!-- Written by scripts/generate_configuration_docs.py from vgpu_agent/config and vgpu_agent/families; change those. -->
 # Configuration
 
-Nothing needs to be configured: without a file the agent offers every GPU whole, as `nvidia.com/gpu`. What you want otherwise goes
-into one YAML file, `--config FILE`:
+Nothing needs to be configured: without a file the agent offers every GPU whole, as
+`nvidia.com/gpu`. What you want otherwise goes into one YAML file, `--config FILE`:
 
 ```yaml
 version: v1
@@ -52,36 +53,42 @@ sharing:
 
 ## Who wins
 
-A flag beats an environment variable, which beats the file, which beats a configuration file of NVIDIA's device plugin, which beats the
-default. An empty variable counts as not set. A relative path in a flag or a variable starts from the working directory; paths in the file
-are absolute. Flags of the replaced plugins are read as Go reads them: one dash or two, `--flag=value`, a switch alone, a list repeated or
-separated by commas.
+A flag beats an environment variable, which beats the file, which beats a configuration file of
+NVIDIA's device plugin, which beats the default. An empty variable counts as not set. A relative
+path in a flag or a variable starts from the working directory; paths in the file are absolute.
+Flags of the replaced plugins are read as Go reads them: one dash or two, `--flag=value`, a switch
+alone, a list repeated or separated by commas.
 
 """
 
 RULES = """\
 ## A configuration of NVIDIA's device plugin
 
-A file of its schema v1 is read as it is: given as `--config-file`, as `CONFIG_FILE`, or as the section `nvidiaConfig` of the agent's own
-file. Each value becomes the setting that means the same, and `config show` names the line from which it came. What the plugin drops
-without a word counts here or is named in a warning: keys that it does not know, keys in the wrong section, `resources`, `rename` and
-`devices`. With `namedConfig.directory`, a label of the node chooses the file. A table of everything is in
-[coming-from-nvidia-device-plugin.md](coming-from-nvidia-device-plugin.md).
+A file of its schema v1 is read as it is: given as `--config-file`, as `CONFIG_FILE`, or as the
+section `nvidiaConfig` of the agent's own file. Each value becomes the setting that means the same,
+and `config show` names the line from which it came. What the plugin drops without a word counts
+here or is named in a warning: keys that it does not know, keys in the wrong section, `resources`,
+`rename` and `devices`. With `namedConfig.directory`, a label of the node chooses the file. A table
+of everything is in [coming-from-nvidia-device-plugin.md](coming-from-nvidia-device-plugin.md).
 
 ## Variables that mean nothing
 
-A variable that begins with `VGPU_AGENT_` and stands in no table is reported as a warning, unless Kubernetes put it there for a Service.
-So is a variable of NVIDIA's or Volcano's plugin that the agent does not follow, where it would have had an effect.
+A variable that begins with `VGPU_AGENT_` and stands in no table is reported as a warning, unless
+Kubernetes put it there for a Service. So is a variable of NVIDIA's or Volcano's plugin that the
+agent does not follow, where it would have had an effect.
 
 ## What the file may look like
 
-* `version: v1` must be there; an empty file is refused, because it may be a write that was cut short.
-* A key that does not exist is an error, with a suggestion. A key that stands twice is an error, too.
-* Plain values are what JSON would call them: `true`, `false`, `null`, numbers, else text. So `yes`, `on`, `012` and `1:30` are text, and a
-  key that wants true or false refuses `yes`.
+* `version: v1` must be there; an empty file is refused, because it may be a write that was cut
+  short.
+* A key that does not exist is an error, with a suggestion. A key that stands twice is an error,
+  too.
+* Plain values are what JSON would call them: `true`, `false`, `null`, numbers, else text. So `yes`,
+  `on`, `012` and `1:30` are text, and a key that wants true or false refuses `yes`.
 * Anchors, aliases, tags, a second document, and more than 1 MiB are refused.
 
-All mistakes are reported together, one a line, and the agent ends with status 2 before anything is registered:
+All mistakes are reported together, one a line, and the agent ends with status 2 before anything is
+registered:
 
 ```
 config.yaml:7: sharing.timeSlicing.renameByDefualt: unknown key, did you mean renameByDefault?
@@ -91,10 +98,11 @@ config.yaml:12: sharing.timeSlicing.resources[0].replicas: expected an integer â
 
 ## Changes while the agent runs
 
-The content of the files is looked at every `configReloadSeconds`. It makes no difference whether one was edited, replaced, or swapped by a
-ConfigMap (mount the ConfigMap as a directory: Kubernetes never updates a `subPath` mount). Keys marked *live* below take effect at once; a
-change of another key is logged and waits for a restart. A file that cannot be used is logged line by line and the settings from before
-stay in force; so they do when the file vanishes.
+The content of the files is looked at every `configReloadSeconds`. It makes no difference whether
+one was edited, replaced, or swapped by a ConfigMap (mount the ConfigMap as a directory: Kubernetes
+never updates a `subPath` mount). Keys marked *live* below take effect at once; a change of another
+key is logged and waits for a restart. A file that cannot be used is logged line by line and the
+settings from before stay in force; so they do when the file vanishes.
 
 ## Every key
 
@@ -133,7 +141,8 @@ def _names(names: tuple[str, ...]) -> str:
 def _section(section: schema.Struct, path: str) -> Iterator[str]:
     keys = schema.keys(section).values()
     if path:
-        yield f"### {path}\n\n{schema.section_text(section)}\n\n"
+        text = textwrap.fill(schema.section_text(section), 100, break_on_hyphens=False)
+        yield f"### {path}\n\n{text}\n\n"
     if any(key.section is None for key in keys):
         yield "| key | default | accepts | live | meaning |\n|---|---|---|---|---|\n"
         for key in keys:

@@ -24,23 +24,25 @@ HEAD = """# Metrics
 
 <!-- Generated from vgpu_agent/web/catalogue.py by scripts/generate_metrics_docs.py. Do not edit. -->
 
-`GET /metrics` on the public address (`:9394`). Prometheus' text format, or OpenMetrics for a scraper that asks for it. A scrape reads
-values that are already in memory: it never calls the driver, the kubelet or the API server,
-so it is safe at any interval and during any failure.
+`GET /metrics` on the public address (`:9394`). Prometheus' text format, or OpenMetrics for a
+scraper that asks for it. A scrape reads values that are already in memory: it never calls the
+driver, the kubelet or the API server, so it is safe at any interval and during any failure.
 
 * Names and labels are a contract: new ones may be added, none is renamed.
 * `gpu` is always the UUID of the physical card. For the index and the product name, join:
   `vgpu_agent_gpu_utilisation_ratio * on (gpu) group_left (index, name) vgpu_agent_gpu_info`.
-* Series are bounded: one a GPU, a resource, a loop, a watch, a kind of request, a family that has a GPU or waits for it, or a share
-  that is held now; a pod's series vanish with the pod.
-* What the driver does not say is absent, not 0. Values that are read periodically keep their last reading; the two `…_age_seconds` metrics
-  say how old it is.
-* `HostGPUMemoryUsage` and the other names without a prefix are those of volcano-vgpu-device-plugin's monitor, there with
-  `families.volcanoVgpu`. What they say of a container is what its libvgpu.so counts, read every `gpu.usageSeconds`. The memory of a process
-  that was killed is counted until the next one starts in its container, unless the agent's pod has `hostPID: true` and so can see that it
-  is gone.
-* `namespace`, `pod` and `container` are those of the pod that *holds* a share. Prometheus' Kubernetes service discovery sets labels of the
-  same names for the scraped pod (the agent's own), so set `honor_labels: true` (`honorLabels` in a PodMonitor) to keep ours.
+* Series are bounded: one a GPU, a resource, a loop, a watch, a kind of request, a family that has a
+  GPU or waits for it, or a share that is held now; a pod's series vanish with the pod.
+* What the driver does not say is absent, not 0. Values that are read periodically keep their last
+  reading; the two `…_age_seconds` metrics say how old it is.
+* `HostGPUMemoryUsage` and the other names without a prefix are those of
+  volcano-vgpu-device-plugin's monitor, there with `families.volcanoVgpu`. What they say of a
+  container is what its libvgpu.so counts, read every `gpu.usageSeconds`. The memory of a process
+  that was killed is counted until the next one starts in its container, unless the agent's pod has
+  `hostPID: true` and so can see that it is gone.
+* `namespace`, `pod` and `container` are those of the pod that *holds* a share. Prometheus'
+  Kubernetes service discovery sets labels of the same names for the scraped pod (the agent's own),
+  so set `honor_labels: true` (`honorLabels` in a PodMonitor) to keep ours.
 """
 
 TAIL = """

@@ -23,9 +23,11 @@ from vgpu_agent.model import Holding, Owner
 from vgpu_agent.pods import PodContainer
 
 KEYS = (
-    "volcano.sh/vgpu-ids-new", "volcano.sh/devices-to-allocate", "volcano.sh/vgpu-time", "volcano.sh/vgpu-node", "volcano.sh/bind-phase",
-    "volcano.sh/bind-time", "volcano.sh/vgpu-use-gpuuuid", "volcano.sh/vgpu-nouse-gpuuuid", "nvidia.com/use-gputype",
-    "nvidia.com/nouse-gputype", "volcano.sh/vgpu-mode", "volcano.sh/gpu-index", "volcano.sh/predicate-time", "volcano.sh/gpu-assigned",
+    "volcano.sh/vgpu-ids-new", "volcano.sh/devices-to-allocate", "volcano.sh/vgpu-time",
+    "volcano.sh/vgpu-node", "volcano.sh/bind-phase", "volcano.sh/bind-time",
+    "volcano.sh/vgpu-use-gpuuuid", "volcano.sh/vgpu-nouse-gpuuuid", "nvidia.com/use-gputype",
+    "nvidia.com/nouse-gputype", "volcano.sh/vgpu-mode", "volcano.sh/gpu-index",
+    "volcano.sh/predicate-time", "volcano.sh/gpu-assigned",
 )  # fmt: skip
 PIECES = st.sampled_from(
     [

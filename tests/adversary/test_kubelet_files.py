@@ -38,7 +38,8 @@ try:
     print(len(asyncio.run(read_checkpoint(Path(sys.argv[1])))))
 except CheckpointError as err:
     print(err)
-print(next(line.split()[1] for line in open("/proc/self/status") if line.startswith("VmHWM")))  # a parent's does not count
+# a parent's does not count
+print(next(line.split()[1] for line in open("/proc/self/status") if line.startswith("VmHWM")))
 """
 
 

@@ -40,7 +40,9 @@ CALLS = (
 REGION = f"""
 #include <stdlib.h>
 #include <unistd.h>
-long open_region(int file) {{ return getenv("CUDA_DEVICE_MEMORY_SHARED_CACHE") ? lseek(file, {REGION_BYTES}, SEEK_SET) : -1; }}
+long open_region(int file) {{
+    return getenv("CUDA_DEVICE_MEMORY_SHARED_CACHE") ? lseek(file, {REGION_BYTES}, SEEK_SET) : -1;
+}}
 """
 
 INSTEAD = "or set volcanoVgpu.isolation to none"

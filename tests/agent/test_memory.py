@@ -30,7 +30,9 @@ def test_the_agent_loads_nothing_heavy_and_no_simulator() -> None:
 _BIG_BLOCKS = """
 import threading
 from vgpu_agent.agent.memory import keep_small
-def kib(): return next(int(line.split()[1]) for line in open("/proc/self/status") if line.startswith("VmRSS"))
+def kib():
+    lines = open("/proc/self/status")
+    return next(int(line.split()[1]) for line in lines if line.startswith("VmRSS"))
 def work():
     for size in (8_000_000, 4_000_000, 100_000) * 5:
         held = [bytes(size) for _ in range(5)]
@@ -75,7 +77,9 @@ def test_what_lies_between_blocks_in_use_goes_back_too() -> None:
     """
     program = """
 from vgpu_agent.agent.memory import give_back, keep_small
-def kib(): return next(int(line.split()[1]) for line in open("/proc/self/status") if line.startswith("VmRSS"))
+def kib():
+    lines = open("/proc/self/status")
+    return next(int(line.split()[1]) for line in lines if line.startswith("VmRSS"))
 keep_small()
 before = kib()
 blocks = [bytes(4000) for _ in range(5000)]

@@ -254,7 +254,8 @@ import asyncio, pathlib, sys
 from vgpu_agent.cluster.credentials import credentials
 from vgpu_agent.config.settings import Settings
 import vgpu_agent.cluster.client
-found = credentials(Settings(), environment={_IN_CLUSTER!r}, service_account=pathlib.Path({str(service_account)!r}))
+folder = pathlib.Path({str(service_account)!r})
+found = credentials(Settings(), environment={_IN_CLUSTER!r}, service_account=folder)
 assert asyncio.run(found.access()).authorization == "Bearer t0ken"
 print("kubernetes_asyncio" in sys.modules)
 """

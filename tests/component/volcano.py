@@ -39,11 +39,16 @@ kubeconfig: {folder}/cluster/kubeconfig
 stateDirectory: {folder}/state
 configReloadSeconds: 0.1
 shutdownSeconds: 3
-gpu: {{pollSeconds: 0.2, usageSeconds: 1, initRetrySeconds: 0.2, recovery: {{quietSeconds: 0.5, maxQuietSeconds: 5}}}}
-kubelet: {{verifySeconds: {verify_seconds}, reservationSeconds: 5, retryMaxSeconds: 1, socketPollSeconds: 1, drainSeconds: 0.5}}
+gpu:
+  {{pollSeconds: 0.2, usageSeconds: 1, initRetrySeconds: 0.2,
+    recovery: {{quietSeconds: 0.5, maxQuietSeconds: 5}}}}
+kubelet:
+  {{verifySeconds: {verify_seconds}, reservationSeconds: 5, retryMaxSeconds: 1,
+    socketPollSeconds: 1, drainSeconds: 0.5}}
 cluster:
-  {{backoffMinSeconds: 0.1, backoffMaxSeconds: 0.5, connectTimeoutSeconds: 5, requestTimeoutSeconds: 10, startWaitSeconds: 1,
-    handshakeMinSeconds: 0.2, startsFirstSeconds: {starts_first_seconds}}}
+  {{backoffMinSeconds: 0.1, backoffMaxSeconds: 0.5, connectTimeoutSeconds: 5,
+    requestTimeoutSeconds: 10, startWaitSeconds: 1, handshakeMinSeconds: 0.2,
+    startsFirstSeconds: {starts_first_seconds}}}
 binding: {{cdiDirectory: {folder}/cluster/cdi, podWaitSeconds: 0.5, refusedEventSeconds: 1}}
 hamiCore: {{hostDirectory: {folder}/vgpu}}
 """

@@ -33,7 +33,10 @@ SAMPLE = {
                 "ContainerName": "train",
                 "ResourceName": "nvidia.com/gpu",
                 "DeviceIDs": {"0": [U0]},
-                "AllocResp": "CkIKFk5WSURJQV9WSVNJQkxFX0RFVklDRVMSKEdQVS1hYWFhYWFhYS0wMDAwLTQwMDAtODAwMC0wMDAwMDAwMDAwMDA=",
+                "AllocResp": (
+                    "CkIKFk5WSURJQV9WSVNJQkxFX0RFVklDRVMSKEdQVS1hYWFhYWFhYS0wMDAwLTQwMDAt"
+                    "ODAwMC0wMDAwMDAwMDAwMDA="
+                ),
             }
         ],
         "RegisteredDevices": {"nvidia.com/gpu": [U0, U1]},

@@ -71,7 +71,10 @@ SCHEMA = {
         cdiVersion={"enum": ["0.3.0", "0.4.0", "0.5.0", "0.6.0"]},
         kind={
             "type": "string",
-            "pattern": r"^[A-Za-z][-A-Za-z0-9_.]*[A-Za-z0-9]/[A-Za-z]([-A-Za-z0-9_.]*[A-Za-z0-9])?$",
+            "pattern": (
+                r"^[A-Za-z][-A-Za-z0-9_.]*[A-Za-z0-9]/"
+                r"[A-Za-z]([-A-Za-z0-9_.]*[A-Za-z0-9])?$"
+            ),
         },
         annotations=_ANNOTATIONS,
         containerEdits=_EDITS,

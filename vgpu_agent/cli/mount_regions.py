@@ -18,8 +18,9 @@ from vgpu_agent.mps.directories import mount_tmpfs
 from vgpu_agent.runtime.region_slots import MOST_SLOTS, directory_beside, mount_slots
 
 _DESCRIPTION = """\
-Mounts a small file system in memory for the region of each container, below hamiCore.hostDirectory. What is mounted already stays.
-It takes the privilege to mount. The agent uses the slots that it finds.
+Mounts a small file system in memory for the region of each container, below
+hamiCore.hostDirectory. What is mounted already stays. It takes the privilege to mount. The agent
+uses the slots that it finds.
 """
 
 

@@ -18,8 +18,9 @@ examples:
   vgpu-agent run --config /etc/vgpu-agent/config.yaml
   vgpu-agent run --simulate /tmp/node --kubelet-dir /tmp/kubelet --log-format console
 
-SIGHUP registers every resource with the kubelet anew; in a terminal, it ends the agent. A changed configuration file needs no signal.
-Exit status: 0 after SIGTERM or SIGINT, 1 when the agent cannot start (no driver, port in use), 2 when the configuration is wrong.
+SIGHUP registers every resource with the kubelet anew; in a terminal, it ends the agent. A changed
+configuration file needs no signal. Exit status: 0 after SIGTERM or SIGINT, 1 when the agent cannot
+start (no driver, port in use), 2 when the configuration is wrong.
 """
 
 

@@ -34,11 +34,13 @@ _PATH = "/debug/status"
 _POD = re.compile(r"[^/\s]+/[^/\s]+\Z")
 _EXAMPLES = f"""examples:
   vgpu-agent status                                  the agent of this node
-  vgpu-agent status --pod ml/train-0                 why it does not start, or what it has and how that is known
+  vgpu-agent status --pod ml/train-0                 why it does not start, or what it has and how
+                                                     that is known
   vgpu-agent status --json | jq '.pods[].pod'        for scripts
   vgpu-agent status --debug-listen 127.0.0.1:19395   through a port forward
 
-The exit status is 0 when the agent answered, 1 when it did not. {ENVIRONMENT} replaces the default address."""
+The exit status is 0 when the agent answered, 1 when it did not.
+{ENVIRONMENT} replaces the default address."""
 
 
 def add_parser(subparsers: Any) -> None:

@@ -23,9 +23,11 @@ if TYPE_CHECKING:
 _WIDTH = 110
 _COMMENTED_WIDTH = _WIDTH - len("  # ")
 _HEADER = """\
-Configuration of vgpu-agent, schema v1. Every value here is the default; keep the lines that you change.
+Configuration of vgpu-agent, schema v1.
+Every value here is the default; keep the lines that you change.
 A flag beats an environment variable, which beats this file; (in brackets) what they are called.
-A configuration of NVIDIA's device plugin may stand in it as it is, below a key nvidiaConfig; what is said here beats it.
+A configuration of NVIDIA's device plugin may stand in it as it is, below a key nvidiaConfig;
+what is said here beats it.
 [live]: a running agent follows a change of this file; the rest needs a restart."""
 # Text that YAML and we read as the same text without quotes.
 _UNQUOTED = re.compile(r"[A-Za-z/][A-Za-z0-9_./-]*\Z")

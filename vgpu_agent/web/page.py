@@ -118,10 +118,8 @@ def _headline(overview: Overview) -> str:
     if overview.started.seconds_ago is not None:
         parts.append(f"up {_duration(overview.started.seconds_ago)}")
     if overview.driver_version:
-        parts.append(
-            "driver "
-            f"{overview.driver_version}{f', CUDA {overview.cuda_version}' if overview.cuda_version else ''}"
-        )
+        cuda = f", CUDA {overview.cuda_version}" if overview.cuda_version else ""
+        parts.append(f"driver {overview.driver_version}{cuda}")
     return " · ".join(parts)
 
 

@@ -31,7 +31,8 @@ _SCRIPT = """\
 at() {{ cut -d' ' -f1 /proc/uptime; }}
 trap 'at > {found}/{name}.end; exit 0' TERM
 {{ echo "AT=$(at)"; env; echo "NODES=$(echo /dev/nvidia[0-9]*)"
-test ! -e /tmp/cudevshr.cache || echo "REGION_BYTES=$(od -An -v -t u8 -j 1600 -N 8 /tmp/cudevshr.cache | tr -d ' ')"
+test ! -e /tmp/cudevshr.cache ||
+  echo "REGION_BYTES=$(od -An -v -t u8 -j 1600 -N 8 /tmp/cudevshr.cache | tr -d ' ')"
 }} > {found}/{name}.writing
 mv {found}/{name}.writing {found}/{name}.start
 sleep {seconds} & wait $!

@@ -23,10 +23,10 @@ from tests.real_node.rig.lifecycle import Rig
 _DEFAULT_NAME = "play"
 _EXAMPLES = """\
 examples:
-  scripts/cluster up                             one node; the first time it builds Kubernetes, which takes minutes
+  scripts/cluster up                             one node; builds Kubernetes the first time: minutes
   scripts/cluster up --name big --nodes 2        another one beside it, with two nodes
   scripts/cluster up --numa 2 --topology-manager single-numa-node
-  scripts/cluster kubectl get pods -A            any kubectl command; files are those of this machine
+  scripts/cluster kubectl get pods -A            any kubectl command, with files of this machine
   scripts/cluster --name big kubectl get nodes   in the cluster of that name
   scripts/cluster shell                          a shell on the node, with kubectl and ctr
   scripts/cluster logs kubelet-1 --follow

@@ -207,7 +207,8 @@ root = "{node.containerd_root}"
 state = "/run/containerd"
 disabled_plugins = [
   "io.containerd.nri.v1.nri", "io.containerd.snapshotter.v1.erofs", "io.containerd.differ.v1.erofs",
-  "io.containerd.snapshotter.v1.blockfile", "io.containerd.tracing.processor.v1.otlp", "io.containerd.internal.v1.tracing"]
+  "io.containerd.snapshotter.v1.blockfile", "io.containerd.tracing.processor.v1.otlp",
+  "io.containerd.internal.v1.tracing"]
 [grpc]
   address = "{CONTAINERD_SOCKET}"
 [plugins.'io.containerd.cri.v1.images']
@@ -217,7 +218,8 @@ disabled_plugins = [
 [plugins.'io.containerd.cri.v1.runtime']
   enable_cdi = true
   cdi_spec_dirs = ["{CDI_DIR}"]
-  restrict_oom_score_adj = true  # root in a container or a small virtual machine often lacks CAP_SYS_RESOURCE
+  # root in a container or a small virtual machine often lacks CAP_SYS_RESOURCE
+  restrict_oom_score_adj = true
   disable_apparmor = true
   [plugins.'io.containerd.cri.v1.runtime'.cni]
     bin_dirs = ["{host.CNI_PLUGINS}"]

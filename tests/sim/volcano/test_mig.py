@@ -14,7 +14,10 @@ nvidia:
   - models: [A30, A100-SXM4-40GB]
     allowedGeometries:
     - {group: group1, geometries: [{name: 1g.5gb, memory: 5120, count: 7}]}
-    - {group: group2, geometries: [{name: 2g.10gb, memory: 10240, count: 3}, {name: 1g.5gb, memory: 5120, count: 1}]}
+    - group: group2
+      geometries:
+      - {name: 2g.10gb, memory: 10240, count: 3}
+      - {name: 1g.5gb, memory: 5120, count: 1}
 """
 REGISTER = "".join(f"{uuid},10,40960,NVIDIA-NVIDIA A100-SXM4-40GB,true,mig:" for uuid in (U0, U1))
 

@@ -50,7 +50,9 @@ _VALUES: Final = {
     "resources.gpus": "resources.gpus",
     "resources.mig": "resources.mig",
     "sharing.timeSlicing.renameByDefault": "sharing.timeSlicing.renameByDefault",
-    "sharing.timeSlicing.failRequestsGreaterThanOne": "sharing.timeSlicing.failRequestsGreaterThanOne",
+    "sharing.timeSlicing.failRequestsGreaterThanOne": (
+        "sharing.timeSlicing.failRequestsGreaterThanOne"
+    ),
     "sharing.timeSlicing.resources": "sharing.timeSlicing.resources",
     "sharing.mps.renameByDefault": "sharing.mps.renameByDefault",
     "sharing.mps.failRequestsGreaterThanOne": "sharing.mps.failRequestsGreaterThanOne",

@@ -38,7 +38,9 @@ betterproto2.check_compiler_version(_COMPILER_VERSION)
 
 @dataclass(eq=False, repr=False)
 class AllocateRequest(betterproto2.Message):
-    container_requests: "list[ContainerAllocateRequest]" = betterproto2.field(1, betterproto2.TYPE_MESSAGE, repeated=True)
+    container_requests: "list[ContainerAllocateRequest]" = betterproto2.field(
+        1, betterproto2.TYPE_MESSAGE, repeated=True
+    )
 
 
 default_message_pool.register_message("v1beta1", "AllocateRequest", AllocateRequest)
@@ -46,7 +48,9 @@ default_message_pool.register_message("v1beta1", "AllocateRequest", AllocateRequ
 
 @dataclass(eq=False, repr=False)
 class AllocateResponse(betterproto2.Message):
-    container_responses: "list[ContainerAllocateResponse]" = betterproto2.field(1, betterproto2.TYPE_MESSAGE, repeated=True)
+    container_responses: "list[ContainerAllocateResponse]" = betterproto2.field(
+        1, betterproto2.TYPE_MESSAGE, repeated=True
+    )
 
 
 default_message_pool.register_message("v1beta1", "AllocateResponse", AllocateResponse)
@@ -68,13 +72,17 @@ class ContainerAllocateRequest(betterproto2.Message):
     device_ids: "list[str]" = betterproto2.field(1, betterproto2.TYPE_STRING, repeated=True)
 
 
-default_message_pool.register_message("v1beta1", "ContainerAllocateRequest", ContainerAllocateRequest)
+default_message_pool.register_message(
+    "v1beta1", "ContainerAllocateRequest", ContainerAllocateRequest
+)
 
 
 @dataclass(eq=False, repr=False)
 class ContainerAllocateResponse(betterproto2.Message):
     envs: "dict[str, str]" = betterproto2.field(
-        1, betterproto2.TYPE_MAP, map_meta=betterproto2.map_meta(betterproto2.TYPE_STRING, betterproto2.TYPE_STRING)
+        1,
+        betterproto2.TYPE_MAP,
+        map_meta=betterproto2.map_meta(betterproto2.TYPE_STRING, betterproto2.TYPE_STRING),
     )
 
     mounts: "list[Mount]" = betterproto2.field(2, betterproto2.TYPE_MESSAGE, repeated=True)
@@ -82,25 +90,35 @@ class ContainerAllocateResponse(betterproto2.Message):
     devices: "list[DeviceSpec]" = betterproto2.field(3, betterproto2.TYPE_MESSAGE, repeated=True)
 
     annotations: "dict[str, str]" = betterproto2.field(
-        4, betterproto2.TYPE_MAP, map_meta=betterproto2.map_meta(betterproto2.TYPE_STRING, betterproto2.TYPE_STRING)
+        4,
+        betterproto2.TYPE_MAP,
+        map_meta=betterproto2.map_meta(betterproto2.TYPE_STRING, betterproto2.TYPE_STRING),
     )
 
     cdi_devices: "list[CdiDevice]" = betterproto2.field(5, betterproto2.TYPE_MESSAGE, repeated=True)
 
 
-default_message_pool.register_message("v1beta1", "ContainerAllocateResponse", ContainerAllocateResponse)
+default_message_pool.register_message(
+    "v1beta1", "ContainerAllocateResponse", ContainerAllocateResponse
+)
 
 
 @dataclass(eq=False, repr=False)
 class ContainerPreferredAllocationRequest(betterproto2.Message):
-    available_device_ids: "list[str]" = betterproto2.field(1, betterproto2.TYPE_STRING, repeated=True)
+    available_device_ids: "list[str]" = betterproto2.field(
+        1, betterproto2.TYPE_STRING, repeated=True
+    )
 
-    must_include_device_ids: "list[str]" = betterproto2.field(2, betterproto2.TYPE_STRING, repeated=True)
+    must_include_device_ids: "list[str]" = betterproto2.field(
+        2, betterproto2.TYPE_STRING, repeated=True
+    )
 
     allocation_size: "int" = betterproto2.field(3, betterproto2.TYPE_INT32)
 
 
-default_message_pool.register_message("v1beta1", "ContainerPreferredAllocationRequest", ContainerPreferredAllocationRequest)
+default_message_pool.register_message(
+    "v1beta1", "ContainerPreferredAllocationRequest", ContainerPreferredAllocationRequest
+)
 
 
 @dataclass(eq=False, repr=False)
@@ -108,7 +126,9 @@ class ContainerPreferredAllocationResponse(betterproto2.Message):
     device_ids: "list[str]" = betterproto2.field(1, betterproto2.TYPE_STRING, repeated=True)
 
 
-default_message_pool.register_message("v1beta1", "ContainerPreferredAllocationResponse", ContainerPreferredAllocationResponse)
+default_message_pool.register_message(
+    "v1beta1", "ContainerPreferredAllocationResponse", ContainerPreferredAllocationResponse
+)
 
 
 @dataclass(eq=False, repr=False)
@@ -117,7 +137,9 @@ class Device(betterproto2.Message):
 
     health: "str" = betterproto2.field(2, betterproto2.TYPE_STRING)
 
-    topology: "TopologyInfo | None" = betterproto2.field(3, betterproto2.TYPE_MESSAGE, optional=True)
+    topology: "TopologyInfo | None" = betterproto2.field(
+        3, betterproto2.TYPE_MESSAGE, optional=True
+    )
 
 
 default_message_pool.register_message("v1beta1", "Device", Device)
@@ -190,18 +212,26 @@ default_message_pool.register_message("v1beta1", "NumaNode", NumaNode)
 
 @dataclass(eq=False, repr=False)
 class PreferredAllocationRequest(betterproto2.Message):
-    container_requests: "list[ContainerPreferredAllocationRequest]" = betterproto2.field(1, betterproto2.TYPE_MESSAGE, repeated=True)
+    container_requests: "list[ContainerPreferredAllocationRequest]" = betterproto2.field(
+        1, betterproto2.TYPE_MESSAGE, repeated=True
+    )
 
 
-default_message_pool.register_message("v1beta1", "PreferredAllocationRequest", PreferredAllocationRequest)
+default_message_pool.register_message(
+    "v1beta1", "PreferredAllocationRequest", PreferredAllocationRequest
+)
 
 
 @dataclass(eq=False, repr=False)
 class PreferredAllocationResponse(betterproto2.Message):
-    container_responses: "list[ContainerPreferredAllocationResponse]" = betterproto2.field(1, betterproto2.TYPE_MESSAGE, repeated=True)
+    container_responses: "list[ContainerPreferredAllocationResponse]" = betterproto2.field(
+        1, betterproto2.TYPE_MESSAGE, repeated=True
+    )
 
 
-default_message_pool.register_message("v1beta1", "PreferredAllocationResponse", PreferredAllocationResponse)
+default_message_pool.register_message(
+    "v1beta1", "PreferredAllocationResponse", PreferredAllocationResponse
+)
 
 
 @dataclass(eq=False, repr=False)
@@ -209,7 +239,9 @@ class PreStartContainerRequest(betterproto2.Message):
     device_ids: "list[str]" = betterproto2.field(1, betterproto2.TYPE_STRING, repeated=True)
 
 
-default_message_pool.register_message("v1beta1", "PreStartContainerRequest", PreStartContainerRequest)
+default_message_pool.register_message(
+    "v1beta1", "PreStartContainerRequest", PreStartContainerRequest
+)
 
 
 @dataclass(eq=False, repr=False)
@@ -217,7 +249,9 @@ class PreStartContainerResponse(betterproto2.Message):
     pass
 
 
-default_message_pool.register_message("v1beta1", "PreStartContainerResponse", PreStartContainerResponse)
+default_message_pool.register_message(
+    "v1beta1", "PreStartContainerResponse", PreStartContainerResponse
+)
 
 
 @dataclass(eq=False, repr=False)
@@ -231,7 +265,9 @@ class RegisterRequest(betterproto2.Message):
 
     resource_name: "str" = betterproto2.field(3, betterproto2.TYPE_STRING)
 
-    options: "DevicePluginOptions | None" = betterproto2.field(4, betterproto2.TYPE_MESSAGE, optional=True)
+    options: "DevicePluginOptions | None" = betterproto2.field(
+        4, betterproto2.TYPE_MESSAGE, optional=True
+    )
     """
     ignored by kubelet, which asks GetDevicePluginOptions instead
     """

@@ -170,10 +170,11 @@ def placed(
             lacks[gpu.uuid] = trouble or _why_not(gpu, wanted_mib[gpu.uuid], question)
     count = len(question.ids)
     if len(ready) + len(divisible) < count:
+        others = "; ".join(f"{uuid}: {text}" for uuid, text in lacks.items())
         raise CapacityError(
             f"{count} × {question.resource.name} cannot be placed on this node: "
             f"{len(ready) + len(divisible)} GPUs have a MIG instance for it; "
-            f"{'; '.join(f'{uuid}: {text}' for uuid, text in lacks.items()) or 'it has no other GPU to share'}"
+            f"{others or 'it has no other GPU to share'}"
         )
     chosen = sorted([*ready, *divisible], key=lambda uuid: rank(uuid) == OTHERS)[:count]
     if layouts := tuple(divisible[uuid] for uuid in chosen if uuid in divisible):
