@@ -28,9 +28,8 @@ GPU = "nvidia.com/gpu"
 QUICK = """\
 version: v1
 configReloadSeconds: 0.1
-gpu:
-  {pollSeconds: 0.2, usageSeconds: 0.5, initRetrySeconds: 0.2,
-    recovery: {quietSeconds: 0.5, maxQuietSeconds: 5}}
+gpu: {pollSeconds: 0.2, usageSeconds: 0.5, initRetrySeconds: 0.2, \
+recovery: {quietSeconds: 0.5, maxQuietSeconds: 5}}
 kubelet: {verifySeconds: 1, reservationSeconds: 3, retryMaxSeconds: 1, socketPollSeconds: 1}
 """
 SHARED = "sharing: {timeSlicing: {resources: [{name: nvidia.com/gpu, replicas: 4}]}}\n"

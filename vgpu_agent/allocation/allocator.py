@@ -87,7 +87,7 @@ class Allocator:
 
     @property
     def is_late(self) -> bool:
-        """Whether grants are bound late; False while that is not known."""
+        """Tell whether grants are bound late; False while that is not known."""
         return self._context.mode is not None and self._context.mode.late
 
     def use_mode(self, mode: BindingMode | None) -> None:

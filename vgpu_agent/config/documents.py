@@ -71,7 +71,7 @@ class Shelf:
 
 @dataclasses.dataclass(frozen=True)
 class PluginDocument:
-    """How such documents are found and read.
+    """A description of such documents: where they are found and how they are read.
 
     Attributes:
         section: the key of our file below which one may stand.

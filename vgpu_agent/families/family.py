@@ -42,7 +42,7 @@ class Shortfall:
 
 
 class Ownership(enum.IntEnum):
-    """How surely a resource's name belongs to a family.
+    """The certainty with which a resource's name belongs to a family.
     Where several families may own a name, the surest is asked first.
     """
 

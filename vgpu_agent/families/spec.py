@@ -90,7 +90,7 @@ class BuiltFamily:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class MigTool:
-    """How GPUs are divided into MIG instances for the pods of a family.
+    """The tool that divides GPUs into MIG instances for the pods of a family.
 
     Attributes:
         program: nvidia-mig-parted, or a script that calls it.
@@ -159,7 +159,7 @@ class FamilyMetric:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class FamilySpec:
-    """What the agent has to know about a family.
+    """The facts about a family that the agent has to know.
 
     Attributes:
         settings: its part in the configuration, which has its name.

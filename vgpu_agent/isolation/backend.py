@@ -44,7 +44,8 @@ class Target:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class LibraryLimits:
-    """How the library of `hami_core` limits the containers of a family, by the settings in force.
+    """The limits that the library of `hami_core` sets a family's containers,
+    by the settings in force.
 
     Attributes:
         missing: why it does not; empty where it does.
