@@ -91,7 +91,10 @@ async def test_a_gpu_of_an_added_family_is_kept_from_the_others_over_a_restart(
     assert [(grant["family"], grant["shares"][0]["device"]) for grant in ledger["grants"]] == [
         ("example-slot", U0)
     ]
-    assert stage.allocatable["nvidia.com/gpu"] == "1"
+    # Ready means registered; the kubelet reads the list a moment later.
+    await stage.cluster.until(
+        lambda: stage.allocatable["nvidia.com/gpu"] == "1", "the GPU to be kept from nvidia again"
+    )
 
 
 async def test_a_pod_that_names_no_gpu_is_refused_with_the_familys_words(
