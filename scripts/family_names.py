@@ -30,7 +30,6 @@ VENDOR = "nvidia"
 EXCEPTIONS = {
     "families": "the families themselves",
     "sim": "the simulator plays the schedulers of certain families",
-    "cli/demo_volcano.py": "a story about one family, played on the simulator",
     "protocol": "generated",
 }
 
