@@ -7,6 +7,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
+import pytest
+
 from tests.real_node.mixed.checker import Checker
 from tests.real_node.mixed.jobs import AWS, GPUSHARE, NVIDIA, RESOURCES, UNIT_MIB, VGPU_FAMILY, Job
 
@@ -122,6 +124,35 @@ def test_a_pod_that_waits_beside_an_idle_gpu_is_found(tmp_path: Path) -> None:
     for now in (13.0, 17.0, 19.0):
         folder.bound(now)
     assert folder.checker.report.idle == {"w": 6.0}
+
+
+@pytest.mark.parametrize("holds", [True, False])
+def test_a_wait_by_volcanos_sum_over_the_node_is_counted_by_itself(
+    tmp_path: Path, holds: bool
+) -> None:
+    """Only while a pod that it has placed waits for another family's GPU; else the agent is asked
+    why the free one is not given out.
+    """
+    folder = _Folder(tmp_path, [_job("a", AWS), _job("v", VGPU_FAMILY), _job("w", VGPU_FAMILY)])
+    folder.start("a", 0.0, 0)
+    why = "0/1 nodes are unavailable: 1 Insufficient volcano.sh/vgpu-memory."
+    waits = {
+        "metadata": {"name": "w"},
+        "spec": {},
+        "status": {"conditions": [{"type": "PodScheduled", "message": why}]},
+    }
+    placed = {
+        "metadata": {
+            "name": "v",
+            "annotations": {"volcano.sh/vgpu-ids-new": f"{_UUIDS[0]},NVIDIA,4,0:"},
+        },
+        "spec": {"nodeName": "node"},
+    }
+    held = {"a": {RESOURCES[AWS]: [f"{_UUIDS[0]}::0"]}} if holds else {}
+    for now in (0.0, 6.0):
+        folder.checker.see_pods([placed, waits], held, now)
+    report = folder.checker.report
+    assert (report.idle, report.summed) == (({}, {"w": 6.0}) if holds else ({"w": 6.0}, {}))
 
 
 def test_memory_of_gpu_share_is_read_in_mib(tmp_path: Path) -> None:

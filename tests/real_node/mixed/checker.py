@@ -94,6 +94,7 @@ class Report:
     over_memory: list[str] = dataclasses.field(default_factory=list)
     failed: collections.Counter[str] = dataclasses.field(default_factory=collections.Counter)
     idle: dict[str, float] = dataclasses.field(default_factory=dict)
+    summed: dict[str, float] = dataclasses.field(default_factory=dict)  # the same, by Volcano's sum
     handovers: list[float] = dataclasses.field(default_factory=list)
     after_kubelet: list[float] = dataclasses.field(default_factory=list)
     unfinished: dict[str, str] = dataclasses.field(default_factory=dict)
@@ -113,6 +114,7 @@ class Report:
             "waited beside an idle GPU": (
                 f"{len(self.idle)} pods, longest {longest:.1f} s, {by_family}"
             ),
+            "the same, since Volcano sums up memory over the node": f"{len(self.summed)} pods",
             "handovers": f"{len(self.handovers)}, p50 {p50:.2f} s, p99 {p99:.2f} s",
             "of that, after kubelet has let go": f"p50 {own_p50:.2f} s, p99 {own_p99:.2f} s",
             "unfinished": (
@@ -141,6 +143,15 @@ class Report:
                 f"{AFTER_KUBELET_P99_SECONDS:g}"
             )
         return found
+
+
+def _is_insufficient(pod: Mapping[str, Any]) -> bool:
+    """Tell whether a scheduler says that the node's sum of Volcano's memory is given out."""
+    return any(
+        condition["type"] == "PodScheduled"
+        and "Insufficient volcano.sh/" in condition.get("message", "")
+        for condition in pod.get("status", {}).get("conditions") or ()
+    )
 
 
 @dataclasses.dataclass
@@ -235,7 +246,7 @@ class Checker:
                 self._by_ids[name] = gpus
                 for uuid in gpus:
                     held[uuid].add(name)
-        claimed, waiting, present = dict[str, str](), list[str](), set[str]()
+        claimed, waiting, present = dict[str, str](), dict[str, bool](), set[str]()
         for pod in pods:
             name = pod["metadata"]["name"]
             if name not in self._jobs:
@@ -245,7 +256,7 @@ class Checker:
             if meant:
                 self._meant[name] = meant
             if not pod["spec"].get("nodeName"):
-                waiting.append(name)
+                waiting[name] = _is_insufficient(pod)
             elif name not in self.views:
                 claimed |= dict.fromkeys(meant, name)
         # it was killed before it could write its end
@@ -255,7 +266,7 @@ class Checker:
             {uuid: frozenset(names) for uuid, names in held.items()},
             claimed,
         )
-        self._look_for_idle(waiting, now)
+        self._look_for_idle(waiting, any(held.get(uuid) for uuid in claimed), now)
 
     def _named(self, annotations: Mapping[str, str]) -> tuple[str, ...]:
         """The GPUs that Volcano's scheduler has named in a pod's annotations."""
@@ -267,7 +278,15 @@ class Checker:
             if index
         )
 
-    def _look_for_idle(self, waiting: Sequence[str], now: float) -> None:
+    def _look_for_idle(self, waiting: Mapping[str, bool], claims: bool, now: float) -> None:
+        """Note the pods that wait beside an idle GPU.
+
+        Volcano's scheduler sums up the memory of its pods over the node. So those that wait for a
+        GPU of another family (``claims``) take the place of those that a free one could serve,
+        which it calls insufficient memory (``waiting``). No agent can change that sum, and
+        `bounds.IDLE_OF_A_THOUSAND` is about it as well; here one such moment is a fifth of a day's
+        pods.
+        """
         running = {
             uuid
             for name, view in self.views.items()
@@ -280,10 +299,11 @@ class Checker:
             else:
                 self._idle_since.setdefault(uuid, now)
         idle = max((now - since for since in self._idle_since.values()), default=0.0)
-        for name in waiting:
+        for name, insufficient in waiting.items():
             waited = min(idle, now - self._waiting_since.setdefault(name, now))
             if waited > bounds.IDLE_SECONDS:
-                self.report.idle[name] = max(waited, self.report.idle.get(name, 0.0))
+                found = self.report.summed if insufficient and claims else self.report.idle
+                found[name] = max(waited, found.get(name, 0.0))
 
     @property
     def handing_over(self) -> bool:
