@@ -37,7 +37,7 @@ def script() -> ModuleType:
     ],
 )
 def test_a_name_or_a_domain_of_a_family_is_found(script: ModuleType, code: str, found: str) -> None:
-    """As a string, a part of one, an attribute, a parameter or a module."""
+    """A name is found as a string, a part of one, an attribute, a parameter or a module."""
     assert list(script.places(code, script.pattern())) == [(1, found)]
 
 

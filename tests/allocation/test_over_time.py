@@ -68,7 +68,7 @@ class PickyFamily(NumberFamily):
 
 
 def _changed(resource: Resource, **changes: object) -> Resource:
-    # its fields
+    # the changes are fields of a resource
     return dataclasses.replace(resource, **changes) if resource.name == NUMBER else resource  # type: ignore[arg-type]
 
 

@@ -136,7 +136,7 @@ def test_an_agent_without_the_simulator_says_so(tmp_path: Path) -> None:
 
 
 def test_a_wheel_has_no_simulator(tmp_path: Path) -> None:
-    """What can be installed is what the image has."""
+    """A wheel has the same parts as the image."""
     subprocess.run(
         [sys.executable, "-m", "hatchling", "build", "-t", "wheel", "-d", str(tmp_path)],
         cwd=ROOT,

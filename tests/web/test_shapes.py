@@ -28,7 +28,7 @@ class Loop:
 
 
 class LoopView(msgspec.Struct):
-    """What is shown of it."""
+    """The part of it that is shown."""
 
     name: str
     late: bool

@@ -18,7 +18,7 @@ a free one could serve; no agent can change that sum.
 """
 
 REFUSED_ALTHOUGH_FREE_SECONDS = 20.0
-"""How long a bound pod may wait for its own GPU once no other family holds it: kubelet tries a
+"""The time that a bound pod may wait for its own GPU once no other family holds it: kubelet tries a
 refused start again after some 14 s.
 """
 
