@@ -430,3 +430,21 @@ async def test_a_rebooted_node_gets_its_specs_back() -> None:
     assert provision.edits.environment == {"GPU": U0, "MIB": "1000"}
     assert record.owner == Owner("main", pod.uid, "default", "train")
     assert place.book.pods[0].node == NODE
+
+
+async def test_what_is_left_of_a_grants_ids_has_a_name_of_its_own() -> None:
+    """A main container takes one of the two ids of the init container before it. A spec that stands
+    under the name of the other id for another pod's container must go.
+    """
+    place = Place()
+    pod = a_pod("train", init("prepare", 2), "main", annotations=wants(prepare=f"{U0} 1"))
+    place.book.put(pod)
+    await place.admit(pod, "prepare", IDS[:2])
+    await place.start(IDS[:2])
+    (record,) = place.carrier.records
+    assert not place.allocator.late_start.is_foreign(record)
+    await place.admit(pod, "main", IDS[:1])
+    owner = dataclasses.replace(record.owner, pod_uid="uid-gone")
+    for left, is_foreign in ((IDS[1:2], True), (IDS[:2], False)):
+        before = dataclasses.replace(record, token=grant_token(NUMBER, left), owner=owner)
+        assert place.allocator.late_start.is_foreign(before) is is_foreign

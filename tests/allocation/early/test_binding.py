@@ -26,6 +26,7 @@ from vgpu_agent.allocation.carrier import grant_token
 from vgpu_agent.allocation.context import Families
 from vgpu_agent.allocation.early.binding import WrongPodError
 from vgpu_agent.allocation.early.candidates import Siblings, candidates, likeliest
+from vgpu_agent.allocation.mode import BindingMode
 from vgpu_agent.errors import CapacityError, RequestRefusedError
 from vgpu_agent.families.family import Question
 from vgpu_agent.isolation.edits import Edits, Provision
@@ -389,3 +390,20 @@ async def test_a_pod_whose_variable_would_win_is_refused(
         assert place.carrier.prepared == {}
     else:
         await place.start(IDS[:1])
+
+
+async def test_an_answer_stays_an_early_one_when_the_mode_changes_and_no_record_has_it() -> None:
+    """The container was told of its GPU in Allocate; a CDI spec that it never heard of would leave
+    it without what its answer mounts.
+    """
+    place = Place(late=False)
+    pod = a_pod("train", annotations=wants(main=f"{U0} 1000"))
+    place.book.replace([pod])
+    place.on_server["default", "train"] = pod
+    await place.admit(pod, "main", IDS[:1])
+    place.answers.clear()
+    place.checkpoint = None
+    place.allocator.use_mode(BindingMode(late=True, by_annotation=False, reason="a test"))
+    await place.start(IDS[:1])
+    assert place.carrier.specs == {}
+    assert list(place.carrier.prepared) == [grant_token(NUMBER, IDS[:1])]
