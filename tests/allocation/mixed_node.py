@@ -13,6 +13,7 @@ import random
 from collections.abc import Sequence
 
 from tests.allocation.binding_parts import NODE, MemoryCarrier
+from tests.ledger.book_parts import let_pass
 from vgpu_agent.allocation.allocator import Allocator
 from vgpu_agent.allocation.context import Context, Families
 from vgpu_agent.allocation.identification import KubeletEvidence
@@ -217,8 +218,7 @@ class MixedNode:
 
     def wait(self, seconds: float) -> None:
         """Nothing happens for so long."""
-        self.now += seconds
-        self.ledger.end_turns()
+        let_pass(self.ledger, self, seconds)
         self.look()
 
     def look(self) -> None:

@@ -33,6 +33,7 @@ class World:
             Revision(),
             Revision(),
         )
+        self.counted: list[int | None] = []
         self.watched = WatchedNode(self.api, delay_seconds=delay_seconds)
         self.sent = {GPU: SentCounts(4, 4, 4), VGPU: SentCounts(40, 40, 40)}
         self.writer = AllocatableWriter(
@@ -42,6 +43,7 @@ class World:
             lambda: self.sent,
             self.lists,
             self.withdrawn,
+            self.counted.append,
             Cluster(),
             self.journal,
         )
@@ -186,6 +188,41 @@ async def test_a_count_goes_down_before_kubelet_has_the_list() -> None:
         world.send(**{GPU: 3})
         await asyncio.sleep(60)
         assert world.patches == [{GPU: "3"}]
+
+
+async def test_the_ledger_hears_when_the_node_has_the_counts() -> None:
+    """The kubelet keeps the ids until then, and a count from before says nothing."""
+    world = World()
+    async with running(world.writer.run(beat)):
+        await asyncio.sleep(5)
+        assert world.counted
+        assert set(world.counted) == {0}
+        world.api.request_seconds = 1.0
+        world.sent[GPU] = SentCounts(4, 4, 3)
+        world.withdrawn.publish(1)
+        await asyncio.sleep(0.5)
+        assert set(world.counted) == {0}
+        await asyncio.sleep(1)
+        assert world.counted[-1] == 1
+
+
+async def test_a_count_that_goes_down_waits_for_no_other_write() -> None:
+    """Handovers of several GPUs write more than one count a second. Pods are bound
+    by the count of before until it is there.
+    """
+    world = World()
+    async with running(world.writer.run(beat)):
+        await asyncio.sleep(5)
+        for number in range(1, 9):
+            world.sent[GPU] = SentCounts(4, 4, 3 - number % 2)
+            world.withdrawn.publish(number)
+            await asyncio.sleep(0.2)
+        assert world.allocatable[GPU] == "2", "going up can wait"
+        world.sent[GPU] = SentCounts(4, 4, 1)
+        world.withdrawn.publish(9)
+        await asyncio.sleep(0.3)
+        assert world.allocatable[GPU] == "1"
+        assert world.counted[-1] == 9
 
 
 async def test_what_kubelet_writes_while_ids_are_withdrawn_is_written_over() -> None:

@@ -5,6 +5,7 @@ and a clock that a test moves.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Protocol
 
 from tests.golden import U0, U1, golden_inventory
 from vgpu_agent.device_ids import DeviceId
@@ -115,3 +116,19 @@ def held(*ids: str, owner: Owner = TRAIN, resource: str = "nvidia.com/gpu") -> H
 def words(ledger: Ledger, resource: str = "nvidia.com/gpu") -> dict[str, bool]:
     """Id → healthy, as in the list for the kubelet."""
     return {entry.id.id: entry.healthy for entry in ledger.listing(resource)}
+
+
+class HasTime(Protocol):
+    """A clock that tests move on."""
+
+    now: float
+
+
+def let_pass(ledger: Ledger, clock: HasTime, seconds: float) -> None:
+    """Let so much time pass, and end turns whenever one is over, as the agent does."""
+    until = clock.now + seconds
+    while (left := ledger.turn_ends_in_seconds) is not None and clock.now + left <= until:
+        clock.now += max(left, 1e-6)
+        ledger.end_turns()
+    clock.now = max(clock.now, until)
+    ledger.end_turns()

@@ -10,7 +10,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from tests.families.nvidia.parts import shared_by
 from tests.golden import U0, U1, golden_inventory, golden_slices, with_slices
-from tests.ledger.book_parts import ILL, Clock, replicated
+from tests.ledger.book_parts import ILL, Clock, let_pass, replicated
 from vgpu_agent.device_ids import DeviceId
 from vgpu_agent.families.nvidia.family import NvidiaFamily
 from vgpu_agent.families.nvidia.ids import devices_behind
@@ -139,7 +139,7 @@ class SlicesAgainstKubelet(RuleBasedStateMachine):
         """
         self.pods = {}
         self.verify_until_settled()
-        self.clock.now += round_seconds(2) + 1
+        let_pass(self.ledger, self.clock, round_seconds(2) + 1)
         self._look()
         for name in self._names:
             for entry in self.ledger.listing(name):

@@ -7,7 +7,7 @@ import collections
 import pytest
 
 from tests.golden import U0, U1, golden_inventory
-from tests.ledger.book_parts import ILL, WHOLE, Clock, make
+from tests.ledger.book_parts import ILL, WHOLE, Clock, let_pass, make
 from tests.ledger.test_claims import SHARE, VGPU, claim, counted, start
 from vgpu_agent.ledger import Ledger
 from vgpu_agent.ledger.turns import TURN_SECONDS, Turns, round_seconds
@@ -43,12 +43,6 @@ def offered_to(ledger: Ledger, gpu: str) -> set[str]:
     }
 
 
-def passes(ledger: Ledger, clock: Clock, seconds: float) -> None:
-    """Let so much time pass, and look."""
-    clock.now += seconds
-    ledger.end_turns()
-
-
 def test_a_returned_gpu_is_offered_to_each_family_alone_and_then_to_all(
     ledger: Ledger, clock: Clock
 ) -> None:
@@ -61,12 +55,12 @@ def test_a_returned_gpu_is_offered_to_each_family_alone_and_then_to_all(
     while ledger.turn_ends_in_seconds is not None:
         assert offered_to(ledger, U1) == set(NAMES)
         turns.append(offered_to(ledger, U0))
-        passes(ledger, clock, TURN_SECONDS + 1e-6)
+        let_pass(ledger, clock, TURN_SECONDS + 1e-6)
         if len(turns) < len(NAMES):
             assert offered_to(ledger, U0) == set(), (
                 "until those are known that were bound at the last moment"
             )
-            passes(ledger, clock, WITHDRAWAL_SECONDS)
+            let_pass(ledger, clock, WITHDRAWAL_SECONDS)
     assert [len(turn) for turn in turns] == [1, 1, 1]
     assert set().union(*turns) == set(NAMES)
     assert turns[-1] == {VGPU}, "it had the GPU before"
@@ -84,7 +78,7 @@ def test_the_families_that_did_not_have_the_gpu_take_turns_in_being_first(
     for returns in range(1, 9):
         served(ledger, VGPU, U0)
         first.update(offered_to(ledger, U0))
-        passes(ledger, clock, round_seconds(len(NAMES)) + 1)
+        let_pass(ledger, clock, round_seconds(len(NAMES)) + 1)
         if returns % 2 == 0:
             assert first == {"nvidia.com/gpu": returns // 2, SHARE: returns // 2}
 
@@ -105,12 +99,12 @@ def test_a_family_that_is_not_told_to_kubelet_loses_its_turn_to_the_next(
     served(ledger, VGPU, U0)
     assert offered_to(ledger, U0) == {SHARE}
     ledger.withhold([])
-    passes(ledger, clock, 60)
+    let_pass(ledger, clock, 60)
     served(ledger, VGPU, U0)
     assert offered_to(ledger, U0) == {"nvidia.com/gpu"}
     ledger.withhold(["nvidia"])
     assert offered_to(ledger, U0) == {SHARE}, "from one moment to the next"
-    passes(ledger, clock, TURN_SECONDS + WITHDRAWAL_SECONDS)
+    let_pass(ledger, clock, TURN_SECONDS + WITHDRAWAL_SECONDS)
     assert offered_to(ledger, U0) == {VGPU}
 
 
@@ -158,7 +152,7 @@ def test_a_claim_ends_a_turn_and_is_followed_by_one(ledger: Ledger, clock: Clock
     assert offered_to(ledger, U0) == {SHARE}
     ledger.claim([])
     assert len(offered_to(ledger, U0)) == 1
-    passes(ledger, clock, WITHDRAWAL_SECONDS)
+    let_pass(ledger, clock, WITHDRAWAL_SECONDS)
     assert ledger.turn_ends_in_seconds == pytest.approx(TURN_SECONDS - WITHDRAWAL_SECONDS)
 
 
@@ -168,18 +162,43 @@ def test_a_booking_does_not_wait_for_a_turn(ledger: Ledger, clock: Clock) -> Non
     (first,) = offered_to(ledger, U0)
     other = next(name for name in (VGPU, SHARE) if name != first)
     start(ledger, other, "quick", U0)
-    passes(ledger, clock, WITHDRAWAL_SECONDS)
+    let_pass(ledger, clock, WITHDRAWAL_SECONDS)
     assert ledger.turn_ends_in_seconds is None
 
 
-def test_a_turn_is_over_by_the_clock_even_when_nobody_looks(clock: Clock) -> None:
-    """A timer that is late must not keep a GPU from any family."""
+def test_a_look_that_is_late_takes_nothing_from_the_pause_after_a_turn(clock: Clock) -> None:
+    """A loop that was busy for a moment must not show two families the GPU at once."""
     turns = Turns(clock)
     turns.follow({"g": "a"}, lambda _: ("a", "b"))
     turns.follow({}, lambda _: ("a", "b"))
     assert (turns.why_waits("g", "a") != "", turns.why_waits("g", "b")) == (True, "")
-    clock.now += TURN_SECONDS + WITHDRAWAL_SECONDS + 1e-6
-    assert (turns.why_waits("g", "a"), turns.why_waits("g", "b") != "") == ("", True)
-    clock.now += TURN_SECONDS
-    assert turns.why_waits("g", "b") == ""
+    clock.now += TURN_SECONDS + WITHDRAWAL_SECONDS + 1
     assert turns.seconds_left == 0.0
+    assert turns.move_on()
+    assert turns.why_waits("g", "a")
+    assert turns.why_waits("g", "b")
+    assert turns.seconds_left == pytest.approx(WITHDRAWAL_SECONDS)
+    assert turns.over_in_seconds == pytest.approx(WITHDRAWAL_SECONDS + TURN_SECONDS)
+    clock.now += WITHDRAWAL_SECONDS
+    assert turns.move_on()
+    assert (turns.why_waits("g", "a"), turns.why_waits("g", "b") != "") == ("", True)
+
+
+def test_the_next_turn_waits_until_schedulers_know_that_the_last_is_over(
+    ledger: Ledger, clock: Clock
+) -> None:
+    """Where the API server is slow, pods of the family before may still be bound to the GPU.
+    The next family's turn is as long as ever.
+    """
+    ledger.counted(ledger.withdrawn.value)
+    served(ledger, VGPU, U0)
+    ledger.counted(ledger.withdrawn.value)
+    let_pass(ledger, clock, WITHDRAWAL_SECONDS)
+    let_pass(ledger, clock, TURN_SECONDS - WITHDRAWAL_SECONDS)
+    assert offered_to(ledger, U0) == set()
+    let_pass(ledger, clock, 3 * WITHDRAWAL_SECONDS)
+    assert offered_to(ledger, U0) == set(), "the Node is not written yet"
+    ledger.counted(ledger.withdrawn.value)
+    let_pass(ledger, clock, 3 * WITHDRAWAL_SECONDS)
+    assert len(offered_to(ledger, U0)) == 1
+    assert ledger.turn_ends_in_seconds == pytest.approx(TURN_SECONDS)

@@ -289,12 +289,13 @@ class ClusterAccess:
         sent: Callable[[], Mapping[str, SentCounts]] = dict,
         lists: Revision | None = None,
         withdrawn: Revision | None = None,
+        counted: Callable[[int | None], None] = lambda _number: None,
     ) -> None:
         """Start to keep Node and pods in the families' desired state;
         ``tokens`` and ``starting`` as for `PodPublisher`.
 
-        ``resources`` are the names of what this agent offers; ``sent``, ``lists`` and ``withdrawn``
-        as for `AllocatableWriter`.
+        ``resources`` are the names of what this agent offers; ``sent``, ``lists``, ``withdrawn``
+        and ``counted`` as for `AllocatableWriter`.
         """
         if self.client is None or self.nodes is None or not self.needed:
             return
@@ -343,6 +344,7 @@ class ClusterAccess:
             sent,
             lists or Revision(),
             withdrawn or Revision(),
+            counted,
             settings.cluster,
             self._journal,
         )

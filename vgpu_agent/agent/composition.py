@@ -366,6 +366,7 @@ class Agent:
             sent=lambda: self._offering.sent_to_several_families,
             lists=self._offering.lists,
             withdrawn=self._ledger.withdrawn,
+            counted=self._ledger.counted,
         )
         await self._cluster.written_once(settings.cluster.start_wait_seconds)
         self._mps.start()

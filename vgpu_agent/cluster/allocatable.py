@@ -4,8 +4,9 @@ The kubelet counts the healthy ids of each resource and writes them into the Nod
 (nodeStatusUpdateFrequency). Where several families share GPUs the counts change with each handover.
 A scheduler that uses an old count sends a pod that the kubelet can only fail. So the same number is
 written here when the kubelet has received the list. The kubelet's next look finds nothing to
-change. A count that is about to go down is written before the kubelet has the list. So no pod is
-sent to ids that are Healthy only for pods that are on their way already.
+change. A count that is about to go down is written at once, and the kubelet gets the list a moment
+after the API server has the count. So no pod is sent to ids that are Healthy only for pods that are
+on their way already.
 
 The kubelet's own counts win: each count is written once for each list, only over a count that the
 kubelet has written before, and only while the kubelet has as many ids as the list. A count that the
@@ -21,6 +22,7 @@ from typing import TYPE_CHECKING
 
 from vgpu_agent.cluster.api import node_path
 from vgpu_agent.cluster.node_difference import same_quantity
+from vgpu_agent.cluster.quantities import whole_number
 from vgpu_agent.cluster.retrying import Backoff, Complaints, lasting
 from vgpu_agent.concurrency import Versions
 from vgpu_agent.errors import ClusterError
@@ -83,6 +85,7 @@ class AllocatableWriter:
         sent: Callable[[], Mapping[str, SentCounts]],
         lists: Revision,
         withdrawn: Revision,
+        counted: Callable[[int | None], None],
         settings: Cluster,
         journal: Journal,
     ) -> None:
@@ -95,11 +98,14 @@ class AllocatableWriter:
             sent: resource → the last list that the kubelet was sent over a stream that is open.
             lists: moves on when that changes.
             withdrawn: moves on when schedulers must see fewer ids than the kubelet has.
+            counted: is told up to which value of ``withdrawn`` the Node has the counts, or None
+                when the API server refuses them for good.
             settings: the pauses.
             journal: a lasting refusal is recorded there.
         """
         self._api, self._path, self._node = api, f"{node_path(node_name)}/status", node
         self._sent, self._lists, self._withdrawn, self._settings = sent, lists, withdrawn, settings
+        self._counted = counted
         self._complaints = Complaints(journal, "allocatable")
         self._uid = ""
         self._writes: dict[str, _Write] = {}
@@ -113,9 +119,11 @@ class AllocatableWriter:
         while True:
             beat()
             versions = Versions(self._node, self._lists, self._withdrawn)
+            withdrawn = self._withdrawn.version
             pause = await self.write_once()
             await versions.passed(timeout_seconds=pause)
-            await asyncio.sleep(_COALESCING_SECONDS)
+            if self._withdrawn.version == withdrawn:  # pods are bound by the old count until then
+                await asyncio.sleep(_COALESCING_SECONDS)
 
     async def write_once(self) -> float:
         """Write the counts that are due and may be written now;
@@ -124,7 +132,7 @@ class AllocatableWriter:
         node = self._node.value
         if node is None:
             return _LOOK_SECONDS
-        sent = self._sent()
+        sent, withdrawn = self._sent(), self._withdrawn.value
         if node.uid != self._uid:
             self._uid = node.uid
             self._writes.clear()
@@ -138,20 +146,30 @@ class AllocatableWriter:
         }
         self.counts.pending = len(due)
         if not due:
+            if not any(_has_other_list(node, resource, sent[resource]) for resource in sent):
+                self._counted(withdrawn)
             return _LOOK_SECONDS
         apart = self._next_at - _APART_SECONDS * (_AT_ONCE - 1) - asyncio.get_running_loop().time()
-        if apart > 0:
+        if apart > 0 and not any(
+            counts.offered < (whole_number(node.allocatable[resource]) or 0)
+            for resource, counts in due.items()
+        ):
             return apart
         waits = {resource: self._backoff(resource).seconds_left for resource in due}
         if ready := {resource: counts for resource, counts in due.items() if not waits[resource]}:
-            await self._write(ready)
+            if await self._write(ready) and len(ready) == len(due):
+                self._counted(withdrawn)
             return _APART_SECONDS
         return min(*waits.values(), _LOOK_SECONDS)
 
     def _is_due(self, node: Node, resource: str, sent: SentCounts) -> bool:
-        capacity, allocatable = node.capacity.get(resource), node.allocatable.get(resource)
-        if capacity is None or allocatable is None or not same_quantity(capacity, str(sent.listed)):
-            return False  # the kubelet has yet to write the last list of the resource
+        allocatable = node.allocatable.get(resource)
+        if (
+            allocatable is None
+            or resource not in node.capacity
+            or _has_other_list(node, resource, sent)
+        ):
+            return False
         last = self._writes.get(resource)
         age_seconds = 0.0
         if last is not None:
@@ -186,15 +204,19 @@ class AllocatableWriter:
     def _backoff(self, resource: str) -> Backoff:
         return self._backoffs.setdefault(resource, Backoff(self._settings))
 
-    async def _write(self, due: Mapping[str, SentCounts]) -> None:
-        """One merge patch for all counts, or one for each when one of them spoils it."""
+    async def _write(self, due: Mapping[str, SentCounts]) -> bool:
+        """One merge patch for all counts, or one for each when one of them spoils it;
+        whether all are written.
+        """
         self._next_at = max(self._next_at, asyncio.get_running_loop().time()) + _APART_SECONDS
         err = await self._send(due)
         if err is not None and lasting(err) and len(due) > 1:
-            for resource, counts in due.items():
+            written = [
                 self._done([resource], due, await self._send({resource: counts}))
-        else:
-            self._done(list(due), due, err)
+                for resource, counts in due.items()
+            ]
+            return all(written)
+        return self._done(list(due), due, err)
 
     async def _send(self, due: Mapping[str, SentCounts]) -> ClusterError | None:
         try:
@@ -208,7 +230,8 @@ class AllocatableWriter:
 
     def _done(
         self, resources: Sequence[str], due: Mapping[str, SentCounts], err: ClusterError | None
-    ) -> None:
+    ) -> bool:
+        """Take note of the outcome of a write; whether it was one."""
         for resource in resources:
             if err is None:
                 self._note(resource, due[resource])
@@ -217,6 +240,7 @@ class AllocatableWriter:
                 continue
             self._backoff(resource).failed(err)
             if lasting(err):
+                self._counted(None)
                 text = (
                     f"the API server refuses the count of {resource} in this Node's status "
                     f"({err}), so kubelet alone writes it, every ten seconds; apply the "
@@ -230,3 +254,10 @@ class AllocatableWriter:
                     resource=resource,
                     error=text,
                 )
+        return err is None
+
+
+def _has_other_list(node: Node, resource: str, sent: SentCounts) -> bool:
+    """Tell whether the kubelet has yet to write the last list of the resource to the Node."""
+    capacity = node.capacity.get(resource)
+    return capacity is not None and not same_quantity(capacity, str(sent.listed))

@@ -103,11 +103,9 @@ class Ledger:
         )
         self.claims: tuple[Claim, ...] = ()
         self._oldest_claims: Mapping[str, Claim] = {}  # by GPU
-        self._turns, self._withdrawals, self._drains = (
-            Turns(clock),
-            Withdrawals(clock),
-            Drains(clock),
-        )
+        self._withdrawals = Withdrawals(clock)
+        self._turns = Turns(clock, self._withdrawals.lasts_seconds)
+        self._drains = Drains(clock)
         self._served_families: frozenset[str] = frozenset()
         self._withheld_families: frozenset[str] = frozenset()
         self._shared_out = self._listed = False
@@ -194,6 +192,16 @@ class Ledger:
         moved = self._turns.move_on()
         if self._withdrawals.end() or moved:
             self._changed()
+
+    def counted(self, number: int | None) -> None:
+        """Take note that the Node has the counts as they were offered when `withdrawn` was
+        ``number``, or, with None, that no one but the kubelet can write them.
+
+        Until then the kubelet keeps what is withdrawn, for the pods that schedulers bind by the
+        older counts.
+        """
+        if self._withdrawals.counted(number):
+            self.revision.advance()  # what waits for `turn_ends_in_seconds` waits for less now
 
     def has_settled(self, device: str) -> bool:
         """Tell whether the ledger knows ``device`` and no cordon keeps it back,
@@ -947,7 +955,8 @@ class Ledger:
             self._able_families,
             lambda: self._offered_free(in_use),
         )
-        if self._withdrawals.follow(self._offered_to(), listed=self._listed):
+        number = self.withdrawn.value + 1
+        if self._withdrawals.follow(self._offered_to(), number, listed=self._listed):
             self.withdrawn.advance()
 
     def _changed(self) -> None:
@@ -956,11 +965,9 @@ class Ledger:
         if self.serves_several_families:
             self._share_out()
         elif self._shared_out:
-            self._turns, self._withdrawals, self._drains = (
-                Turns(self._clock),
-                Withdrawals(self._clock),
-                Drains(self._clock),
-            )
+            self._withdrawals = Withdrawals(self._clock)
+            self._turns = Turns(self._clock, self._withdrawals.lasts_seconds)
+            self._drains = Drains(self._clock)
         self._shared_out = self.serves_several_families
         self.revision.advance()
 

@@ -3,8 +3,9 @@ one after the other, each alone, and then all.
 
 Families have schedulers that know nothing of each other. Shown the same free GPU at the same
 moment, each would send a pod, and the kubelet fails those that come too late. So the GPU has a
-round: each family is offered it alone for a turn. Between two turns it is offered to none, until
-schedulers have seen that the turn is over and the pods that they have bound by then are known. The
+round: each family is offered it alone for a turn. In the pause between two turns it is offered to
+none, until schedulers have seen that the turn is over and the pods that they have bound by then are
+known (`withdrawals`). The
 family that had the GPU last comes last, and the others in the order in which they were first
 before. A family that is not served at the moment has no turn.
 
@@ -41,41 +42,44 @@ class _Round:
 
     Attributes:
         families: the families that have turns, in order.
-        began: the clock's time at which the first turn began.
-        seen: the step of the round at the last look.
+        until: the clock's time at which the turn or the pause after it ends.
+        turn: the place of the family whose turn it is, or was before the pause.
+        pausing: the turn is over, and the next has not begun.
     """
 
     families: list[str]
-    began: float
-    seen: int = 0
+    until: float
+    turn: int = 0
+    pausing: bool = False
 
-    def step(self, now: float) -> int:
-        """Twice the number of turns that are over, and one more between two turns."""
-        turns, seconds = divmod(now - self.began, _SLOT_SECONDS)
-        return 2 * int(turns) + (seconds >= TURN_SECONDS)
-
-    def is_over(self, now: float) -> bool:
-        """Tell whether all have had their turn."""
-        return self.step(now) >= 2 * len(self.families) - 1
-
-    def next_step_at(self, now: float) -> float:
-        """The time at which the step ends that was seen last."""
-        turns, between = divmod(self.seen, 2)
-        return min(
-            self.began + turns * _SLOT_SECONDS + (_SLOT_SECONDS if between else TURN_SECONDS),
-            now + _SLOT_SECONDS,
-        )
+    @property
+    def left_after(self) -> float:
+        """The seconds that follow after `until`, if no pause takes longer than planned."""
+        slots = (len(self.families) - 1 - self.turn) * _SLOT_SECONDS
+        return max(0.0, slots - WITHDRAWAL_SECONDS if self.pausing else slots)
 
 
 class Turns:
     """The rounds of all GPUs.
 
     State: the GPUs in use with their families, the round of each that was returned, and when each
-    family was first for the last time.
+    family was first for the last time. Turns begin and end in `move_on` only. So one that is late
+    takes nothing away from the pause that schedulers need.
     """
 
-    def __init__(self, clock: Callable[[], float]) -> None:
-        self._clock = clock
+    def __init__(
+        self,
+        clock: Callable[[], float],
+        withdrawn_for_seconds: Callable[[str], float] = lambda _gpu: 0.0,
+    ) -> None:
+        """Begin without rounds.
+
+        Args:
+            clock: seconds that only grow.
+            withdrawn_for_seconds: GPU → how long kubelet may still give it to a family that is
+                not offered it any more; the next turn does not begin before.
+        """
+        self._clock, self._withdrawn_for_seconds = clock, withdrawn_for_seconds
         self._in_use: Mapping[str, str] = {}
         self._rounds: dict[str, _Round] = {}
         self._was_first: dict[str, float] = {}
@@ -101,35 +105,34 @@ class Turns:
                 key=lambda family: (family == before, self._was_first.get(family, -math.inf)),
             )
             self._was_first[order[0]] = now
-            self._rounds[gpu] = _Round(order, now)
+            self._rounds[gpu] = _Round(order, now + TURN_SECONDS)
         self._in_use = in_use
 
     def _leave_out(self, gpu: str, waiting: _Round, able: Sequence[str], now: float) -> None:
         """Give the turns of families that can give out nothing (any more) to those after them;
         so none is lost.
         """
-        gone = min(waiting.step(now) // 2, len(waiting.families))
+        gone = waiting.turn + waiting.pausing
         past, coming = waiting.families[:gone], waiting.families[gone:]
         if all(family in able for family in coming):
             return
-        if coming and coming[0] not in able:
-            past, waiting.began, waiting.seen = [], now, 0
+        if not waiting.pausing and coming[0] not in able:
+            past, waiting.turn, waiting.until = [], 0, now + TURN_SECONDS
         waiting.families = past + [family for family in coming if family in able]
         if len(waiting.families) < 2 and not past:
             del self._rounds[gpu]
 
     def why_waits(self, gpu: str, family: str) -> str:
         """Explain why ``family`` is not offered ``gpu`` at this moment; empty when it is."""
-        known, now = self._rounds.get(gpu), self._clock()
-        if known is None or known.is_over(now):
+        known = self._rounds.get(gpu)
+        if known is None:
             return ""
-        turn, between = divmod(known.step(now), 2)
-        if between:
+        if known.pausing:
             return (
                 "the GPU was returned a moment ago, and is about to be offered to one family "
                 "before the others"
             )
-        first = known.families[turn]
+        first = known.families[known.turn]
         return (
             ""
             if first == family
@@ -138,37 +141,40 @@ class Turns:
 
     def is_first(self, gpu: str, family: str) -> bool:
         """Tell whether ``family`` alone is offered ``gpu`` now."""
-        known, now = self._rounds.get(gpu), self._clock()
-        return known is not None and not known.is_over(now) and not self.why_waits(gpu, family)
+        return gpu in self._rounds and not self.why_waits(gpu, family)
 
     @property
     def seconds_left(self) -> float | None:
         """Seconds until the next turn begins or ends, 0 where one has; None when there is none."""
-        if not self._rounds:
-            return None
-        now = self._clock()
-        return max(0.0, min(each.next_step_at(now) for each in self._rounds.values()) - now)
+        return min(
+            (self._seconds_left(gpu, each) for gpu, each in self._rounds.items()), default=None
+        )
+
+    def _seconds_left(self, gpu: str, each: _Round) -> float:
+        left = max(0.0, each.until - self._clock())
+        return max(left, self._withdrawn_for_seconds(gpu)) if each.pausing else left
 
     @property
     def over_in_seconds(self) -> float | None:
         """Seconds until all that was returned by now is offered to all; None when it is."""
-        if not self._rounds:
-            return None
         return max(
-            0.0,
-            max(each.began + round_seconds(len(each.families)) for each in self._rounds.values())
-            - self._clock(),
+            (self._seconds_left(gpu, each) + each.left_after for gpu, each in self._rounds.items()),
+            default=None,
         )
 
     def move_on(self) -> bool:
-        """Take note of the turns that have begun or ended, and forget rounds that are over;
+        """Begin and end the turns whose time has come, one step of each GPU's round;
         whether there were any.
         """
         now, moved = self._clock(), False
         for gpu, each in list(self._rounds.items()):
-            step = each.step(now)
-            moved = moved or step != each.seen
-            each.seen = step
-            if each.is_over(now):
+            if self._seconds_left(gpu, each) > 0.0:
+                continue
+            moved = True
+            if each.pausing:
+                each.turn, each.pausing, each.until = each.turn + 1, False, now + TURN_SECONDS
+            elif each.turn + 1 < len(each.families):
+                each.pausing, each.until = True, now + WITHDRAWAL_SECONDS
+            else:
                 del self._rounds[gpu]
         return moved

@@ -3,9 +3,9 @@ and that kubelet may still give to its pods for a moment.
 
 A scheduler reads the Node, and the Node is a moment behind: some time passes between the decision
 that a family gets no more of a GPU and the last pod that was bound by an older count. The kubelet
-fails a pod for which it has no Healthy id. So the count on the Node goes down at once, and the ids
-stay Healthy at the kubelet a little longer. Pods that come in that time get what their scheduler
-saw.
+fails a pod for which it has no Healthy id. So the count on the Node goes down first, and the ids
+stay Healthy at the kubelet until schedulers have had time to read the new count. Pods that come in
+that time get what their scheduler saw.
 
 That is for GPUs that are kept for others (claims, turns), never for those that another family has
 or that are unhealthy. `book` holds one of these and reports every change to it.
@@ -19,35 +19,73 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Collection
 
 WITHDRAWAL_SECONDS = 0.4
-"""A write to the Node, a scheduler that was about to bind, and the pod on its way to kubelet."""
+"""A scheduler that was about to bind when the Node changed, and the pod on its way to kubelet."""
+
+LONGEST_WITHDRAWAL_SECONDS = 3.0
+"""The longest wait for the write to the Node. An API server that takes longer binds no pods."""
 
 
 class Withdrawals:
     """State: what each family was offered last,
     and until when kubelet may give out what it is offered no longer.
+
+    Each call of `follow` that withdraws something begins a new round, and their numbers grow.
     """
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock
         self._offered: frozenset[tuple[str, str]] = frozenset()
         self._until: dict[tuple[str, str], float] = {}
+        # whether somebody writes the counts to the Node, and tells `counted`
+        self._are_written = False
+        # of each whose count the Node does not show yet: its round, and when that began
+        self._unwritten: dict[tuple[str, str], tuple[int, float]] = {}
 
-    def follow(self, offered: Collection[tuple[str, str]], *, listed: bool = True) -> bool:
+    def follow(
+        self, offered: Collection[tuple[str, str]], number: int, *, listed: bool = True
+    ) -> bool:
         """Take note of each (GPU, family) that is offered now; whether any is offered no longer.
 
-        Without ``listed`` kubelet has been sent no list yet, so nothing lasts.
+        Args:
+            offered: each GPU and each family that is offered it.
+            number: that of the round, if this is one.
+            listed: whether the kubelet has been sent a list yet; otherwise nothing lasts.
         """
         now, before, self._offered = self._clock(), self._offered, frozenset(offered)
         for each in self._until.keys() & self._offered:
-            del self._until[each]
+            self._forget(each)
         if not listed:
             return False
-        self._until.update(dict.fromkeys(before - self._offered, now + WITHDRAWAL_SECONDS))
-        return not before <= self._offered
+        withdrawn = before - self._offered
+        if self._are_written:
+            self._unwritten.update(dict.fromkeys(withdrawn, (number, now)))
+        seconds = LONGEST_WITHDRAWAL_SECONDS if self._are_written else WITHDRAWAL_SECONDS
+        self._until.update(dict.fromkeys(withdrawn, now + seconds))
+        return bool(withdrawn)
+
+    def counted(self, number: int | None) -> bool:
+        """Take note that the Node has the counts of all rounds up to ``number``, or, with None,
+        that nobody can write them; whether that changed the end of any.
+
+        A scheduler's bind that was under way takes as long as that write did.
+        """
+        self._are_written, now, changed = number is not None, self._clock(), False
+        for each, (round_, began) in list(self._unwritten.items()):
+            if number is None or round_ <= number:
+                changed = True
+                del self._unwritten[each]
+                left = max(WITHDRAWAL_SECONDS, now - began)
+                self._until[each] = min(self._until[each], now + left)
+        return changed
 
     def lasts(self, gpu: str, family: str) -> bool:
         """Tell whether the kubelet may still give the GPU to pods of the family."""
         return self._clock() < self._until.get((gpu, family), 0.0)
+
+    def lasts_seconds(self, gpu: str) -> float:
+        """Return how long the kubelet may still give the GPU to a family that is not offered it."""
+        ends = (until for (each, _), until in self._until.items() if each == gpu)
+        return max(0.0, max(ends, default=0.0) - self._clock())
 
     @property
     def seconds_left(self) -> float | None:
@@ -59,5 +97,9 @@ class Withdrawals:
         now = self._clock()
         over = [each for each, until in self._until.items() if until <= now]
         for each in over:
-            del self._until[each]
+            self._forget(each)
         return bool(over)
+
+    def _forget(self, each: tuple[str, str]) -> None:
+        del self._until[each]
+        self._unwritten.pop(each, None)

@@ -9,10 +9,12 @@ nothing about a node that people have.
 from __future__ import annotations
 
 import contextlib
+import datetime as dt
 import re
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import grpc
 
@@ -97,6 +99,7 @@ class _Day:
         self._rig, self._checker, self._folder, self._uuids = rig, checker, folder, uuids
         self._coming = sorted(jobs, key=lambda job: job.arrives_seconds)
         self._deleted: set[str] = set()
+        self._admitted: dict[str, float] = {}  # pod → unix seconds, by kubelet
         self._began = _uptime()
 
     def live(self) -> None:
@@ -115,16 +118,17 @@ class _Day:
             self._delete_due()
             time.sleep(_HANDOVER_LOOK_SECONDS if self._checker.handing_over else _LOOK_SECONDS)
         self._checker.report.seconds = _uptime() - self._began
+        failed = dict[str, str]()
         for pod in self._rig.pods():
             name, status = pod["metadata"]["name"], pod["status"]
+            self._note_admitted(pod)
             if status.get("phase") == "Failed" and name not in self._deleted:
-                self._checker.report.failed[
-                    _cause(str(status.get("reason", "")), str(status.get("message", "")))
-                ] += 1
+                failed[name] = f"{status.get('reason')}: {status.get('message')}"
             elif status.get("phase") in ("Pending", "Running"):
                 self._checker.report.unfinished[name] = str(
                     status.get("containerStatuses", status)
                 )[:300]
+        self._checker.see_failed(failed, self._admitted)
 
     def _create_due(self) -> None:
         while self._coming and self._began + self._coming[0].arrives_seconds <= _uptime():
@@ -146,8 +150,14 @@ class _Day:
         pods = self._rig.api.get(
             f"{_PODS}?fieldSelector=status.phase!=Succeeded,status.phase!=Failed"
         )["items"]
+        for pod in pods:
+            self._note_admitted(pod)
         self._checker.see_pods(pods, _holdings(self._rig), _uptime())
         return bool(pods)
+
+    def _note_admitted(self, pod: Mapping[str, Any]) -> None:
+        if at := pod["status"].get("startTime"):
+            self._admitted[pod["metadata"]["name"]] = dt.datetime.fromisoformat(at).timestamp()
 
 
 def _uptime() -> float:
@@ -191,17 +201,3 @@ def _healthy(rig: Rig, uuids: Sequence[str]) -> dict[str, frozenset[str]]:
         )
         found.setdefault(devices.resource_name, set()).update(named, numbered)
     return {resource: frozenset(gpus) for resource, gpus in found.items()}
-
-
-_CAUSES = {
-    "which is unexpected": "refused by Allocate",
-    "no healthy devices": "no healthy ids",
-    "devices unavailable": "too few healthy ids",
-}
-
-
-def _cause(reason: str, message: str) -> str:
-    """Return why the kubelet refused a pod for good, in a few words."""
-    return next(
-        (cause for part, cause in _CAUSES.items() if part in message), f"{reason} {message}"[:200]
-    )

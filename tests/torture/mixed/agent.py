@@ -215,6 +215,7 @@ class MixedAgent:
             self._counts,
             self._lists,
             self.ledger.withdrawn,
+            self.ledger.counted,
             Cluster(),
             journal,
         )

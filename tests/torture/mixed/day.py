@@ -327,12 +327,12 @@ class _Day:
 
 
 _CAUSES = {
-    "which is unexpected": "refused by Allocate",
     "no healthy devices": "no healthy ids",
     "requested number of devices unavailable": "too few healthy ids",
     "has been stopped": "the agent was away",
     "unregistered": "the agent was away",
     "no longer healthy": "held ids not healthy after a restart of kubelet",
+    "which is unexpected": "refused by Allocate",  # at the end of all such messages
 }
 
 
