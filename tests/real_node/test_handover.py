@@ -17,7 +17,7 @@ from tests.real_node.rig.manifests import pod
 from tests.real_node.volcano import VGPU
 from tests.real_node.volcano_node import COARSE_CONFIG, volcano_agent, wait_running
 
-pytestmark = pytest.mark.timeout(300)
+pytestmark = [pytest.mark.timeout(300), pytest.mark.alone]
 
 NUMBER = VGPU + "number"
 ALL = {GPU: 2, NUMBER: 20}

@@ -17,7 +17,7 @@ from tests.real_node.mixed.day import mixed_agent, node_options, play
 from tests.real_node.mixed.jobs import GPUSHARE, NVIDIA, VGPU_FAMILY, draw
 from tests.real_node.rig import Options, Rig
 
-pytestmark = pytest.mark.timeout(1800)
+pytestmark = [pytest.mark.timeout(1800), pytest.mark.alone]
 
 _PODS = int(os.environ.get("MIXED_DAY_PODS", "36"))
 DAYS = {

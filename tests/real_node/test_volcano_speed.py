@@ -27,7 +27,7 @@ from tests.real_node.start_times import (
     with_units_of_a_mib,
 )
 
-pytestmark = pytest.mark.timeout(1200)
+pytestmark = [pytest.mark.timeout(1200), pytest.mark.alone]
 Report = Callable[[str, object], None]
 
 _MUCH_LATER = 1.5
