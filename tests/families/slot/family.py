@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 
+from tests.families.slot.ids import Packed
 from tests.families.slot.settings import FAMILY, RESOURCE
 from vgpu_agent.device_ids import IdBlock, NumberedIds
 from vgpu_agent.errors import RequestRefusedError, quoted
@@ -36,8 +37,8 @@ class SlotFamily:
     def resources(self, inventory: Inventory) -> tuple[Resource, ...]:
         ids = NumberedIds(
             tuple(
-                IdBlock(f"{gpu.uuid}/slot-", self._per_gpu, gpu.uuid, gpu.numa_node)
-                for gpu in inventory.gpus
+                IdBlock("", self._per_gpu, gpu.uuid, gpu.numa_node, Packed(index))
+                for index, gpu in enumerate(inventory.gpus)
             )
         )
         return (
