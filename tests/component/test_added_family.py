@@ -15,6 +15,7 @@ import pytest
 
 from tests.component.volcano import NODE, U0, U1, VolcanoStage, volcano_stage
 from tests.families.slot.family import GPU, SERVED, STATE, TOTAL
+from tests.families.slot.ids import Packed
 from tests.families.slot.settings import RESOURCE
 from vgpu_agent.sim.agent_process import AgentProcess
 
@@ -95,6 +96,21 @@ async def test_a_gpu_of_an_added_family_is_kept_from_the_others_over_a_restart(
     await stage.cluster.until(
         lambda: stage.allocatable["nvidia.com/gpu"] == "1", "the GPU to be kept from nvidia again"
     )
+
+
+async def test_the_kubelet_gives_ids_of_the_gpu_that_is_named(stage: VolcanoStage) -> None:
+    """It asks which ones the family prefers, and its records then say what is so."""
+    await start(stage)
+    await stage.offered(RESOURCE)
+    for name, gpu in (("one", U1), ("two", U0), ("three", U1)):
+        place(stage, name, gpu)
+        await stage.cluster.running(name)
+    ledger = await stage.agent.get("/debug/ledger")
+    assert [(grant["shares"][0]["device"], grant["ids"]) for grant in ledger["grants"]] == [
+        (U1, [Packed(1).text(0)]),
+        (U0, [Packed(0).text(0)]),
+        (U1, [Packed(1).text(1)]),
+    ]
 
 
 async def test_a_pod_that_names_no_gpu_is_refused_with_the_familys_words(

@@ -49,7 +49,6 @@ class SlotFamily:
                 holders_per_device=self._per_gpu,
                 pre_start_required=True,
                 decided_by=Decider.POD,
-                prefers=False,
             ),
         )
 
