@@ -109,11 +109,11 @@ class IdBlock:
         start = 0
         while start < self.count:
             length = len(self.codec.text(start))
-            end = bisect.bisect_right(
+            end = start + bisect.bisect_right(
                 range(start, self.count), length, key=lambda number: len(self.codec.text(number))
             )
-            yield start, start + end
-            start += end
+            yield start, end
+            start = end
 
     def find(self, id_: str) -> DeviceId | None:
         """The id of that text, None when this block does not contain it."""
