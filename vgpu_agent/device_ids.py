@@ -7,9 +7,10 @@ each `DeviceId` on request instead of keeping them all.
 
 from __future__ import annotations
 
+import bisect
 import dataclasses
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, overload
+from typing import TYPE_CHECKING, Protocol, overload
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
@@ -38,33 +39,81 @@ class ListedDevice:
     healthy: bool
 
 
+class IdCodec(Protocol):
+    """The texts that stand for the numbers of a block's ids.
+
+    Texts are ASCII, each stands for one number only, and a greater number never has a shorter one.
+    Codecs that give the same texts are equal.
+    """
+
+    def text(self, number: int) -> str:
+        """Return the text of a number from 0."""
+        ...
+
+    def number(self, text: str) -> int | None:
+        """Return the number whose text this is, exactly; None for every other text, however long:
+        it may be hostile.
+        """
+        ...
+
+
 # more than any count has; a hostile id cannot make us read a number of a million digits
 _MOST_DIGITS = 18
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
+class Decimal:
+    """Decimal digits without leading zeros."""
+
+    text = staticmethod(str)  # a list has tens of thousands
+
+    def number(self, text: str) -> int | None:
+        """See `IdCodec`."""
+        if len(text) > _MOST_DIGITS or not text.isdecimal() or not text.isascii():
+            return None
+        return int(text) if text[0] != "0" or text == "0" else None
+
+
+DECIMAL = Decimal()
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
 class IdBlock:
-    """``count`` ids of one device: ``prefix`` followed by 0, 1, …"""
+    """``count`` ids of one device: ``prefix`` followed by the texts of 0, 1, …"""
 
     prefix: str
     count: int
     device: str
     numa_node: int | None = None
+    codec: IdCodec = DECIMAL
+
+    def text(self, number: int) -> str:
+        """Return the id of that number."""
+        return f"{self.prefix}{self.codec.text(number)}"
 
     def number(self, id_: str) -> int | None:
-        """The number behind the prefix; None when this block does not contain the id."""
+        """Return the number of an id; None when this block does not contain it."""
         if not id_.startswith(self.prefix):
             return None
-        digits = id_[len(self.prefix) :]
-        if (
-            not digits.isdecimal()
-            or not digits.isascii()
-            or (digits[0] == "0" and digits != "0")
-            or len(digits) > _MOST_DIGITS
-        ):
-            return None
-        number = int(digits)
-        return number if number < self.count else None
+        number = self.codec.number(id_[len(self.prefix) :])
+        return number if number is not None and number < self.count else None
+
+    def at(self, number: int) -> DeviceId:
+        """Return the id of that number, with its device."""
+        return DeviceId(self.text(number), self.device, self.numa_node)
+
+    def equally_long(self) -> Iterator[tuple[int, int]]:
+        """Return the numbers as ranges within which all texts have one length:
+        [0, 10), [10, 100), …
+        """
+        start = 0
+        while start < self.count:
+            length = len(self.codec.text(start))
+            end = start + bisect.bisect_right(
+                range(start, self.count), length, key=lambda number: len(self.codec.text(number))
+            )
+            yield start, end
+            start = end
 
     def find(self, id_: str) -> DeviceId | None:
         """The id of that text, None when this block does not contain it."""
@@ -88,7 +137,7 @@ class NumberedIds(Sequence[DeviceId]):
     def __iter__(self) -> Iterator[DeviceId]:
         for block in self.blocks:
             for number in range(block.count):
-                yield DeviceId(f"{block.prefix}{number}", block.device, block.numa_node)
+                yield block.at(number)
 
     @overload
     def __getitem__(self, index: int) -> DeviceId: ...
@@ -100,7 +149,7 @@ class NumberedIds(Sequence[DeviceId]):
         place = index + len(self) if index < 0 else index
         for block in self.blocks:
             if 0 <= place < block.count:
-                return DeviceId(f"{block.prefix}{place}", block.device, block.numa_node)
+                return block.at(place)
             place -= block.count
         raise IndexError(index)
 
@@ -155,7 +204,7 @@ class NumberedList(Sequence[ListedDevice]):
         place = index + len(self) if index < 0 else index
         for block, healthy in self.blocks:
             if 0 <= place < block.count:
-                return ListedDevice(NumberedIds((block,))[place], healthy)
+                return ListedDevice(block.at(place), healthy)
             place -= block.count
         if place < 0:
             raise IndexError(index)
@@ -174,10 +223,9 @@ def list_size_bytes(ids: Iterable[DeviceId]) -> int:
     if not isinstance(ids, NumberedIds):
         return sum(map(element_size_bytes, ids))
     return sum(
-        (largest - smallest)
-        * element_size_bytes(DeviceId(f"{block.prefix}{smallest}", block.device, block.numa_node))
+        (end - start) * element_size_bytes(block.at(start))
         for block in ids.blocks
-        for smallest, largest in equally_long(block.count)
+        for start, end in block.equally_long()
     )
 
 
@@ -190,16 +238,6 @@ def element_size_bytes(device: DeviceId) -> int:
             _delimited(1 + _varint_size(device.numa_node) if device.numa_node else 0)
         )
     return _delimited(size)
-
-
-def equally_long(count: int) -> Iterator[tuple[int, int]]:
-    """The numbers from 0 to ``count`` as ranges within which all have as many digits:
-    [0, 10), [10, 100), …
-    """
-    smallest, end = 0, 10
-    while smallest < count:
-        yield smallest, min(end, count)
-        smallest, end = end, end * 10
 
 
 def _delimited(length: int) -> int:

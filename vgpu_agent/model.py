@@ -246,7 +246,8 @@ class Resource:
             decides, how many containers.
         holders: the same by device, where devices differ; ``holders_per_device`` is then the
             largest of them.
-        prefers: kubelet is to ask which ids suit best (GetPreferredAllocation).
+        prefers: kubelet is to ask which ids suit best (GetPreferredAllocation). Where the pod
+            decides, those of the GPUs that `PodFamily.named` returns do.
         unit: what fewer ids would take, for the error when there are too many, e.g.
             ``volcanoVgpu.gpuMemoryFactor``; empty for replicas.
         memory_scaling: how many times a device's memory may be booked; 1.0 never exceeds it.

@@ -25,15 +25,23 @@ from hyperframe.frame import (
     SettingsFrame,
 )
 
-from tests.kubelet.conftest import directory, served
-from tests.kubelet.grpc_parts import ECHO, SLOW, WATCH, Served
+from tests.grpc.conftest import directory, served
+from tests.grpc.parts import ECHO, SLOW, WATCH, Served
 from tests.patience import PATIENCE_SECONDS, eventually
-from vgpu_agent.kubelet import grpc as room
+from vgpu_agent.grpc import server as grpc_server
+from vgpu_agent.grpc.server import Limits
+from vgpu_agent.kubelet.server import LIMITS
 
 __all__ = ["directory", "served"]
 
 _PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + SettingsFrame(0).serialize()
 _MIB = 1024 * 1024
+
+
+@pytest.fixture
+def limits() -> Limits:
+    """Those of the plugin sockets."""
+    return LIMITS
 
 
 @pytest.fixture
@@ -214,10 +222,10 @@ async def test_silent_connections_cannot_take_the_place_of_the_kubelets(kubelet:
     server: Any = kubelet.server
     opened = [await asyncio.open_unix_connection(str(kubelet.path)) for _ in range(100)]
     reading = [asyncio.ensure_future(_drained(reader)) for reader, _ in opened]
-    await eventually(lambda: sum(one.done() for one in reading) >= 100 - room._MOST_CONNECTIONS)
+    await eventually(lambda: sum(one.done() for one in reading) >= 100 - LIMITS.connections)
     assert (
         len([one for one in server._server._made() if not one.connection.is_closing()])
-        <= room._MOST_CONNECTIONS
+        <= LIMITS.connections
     )
     for _, writer in opened:
         writer.close()
@@ -241,7 +249,7 @@ async def test_a_request_that_never_ends_is_answered_in_time(
     kubelet: Served, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Half a message, then silence: the call ends, and other calls are answered meanwhile."""
-    monkeypatch.setattr(room, "_REQUEST_SECONDS", 0.2)
+    monkeypatch.setattr(grpc_server, "_REQUEST_SECONDS", 0.2)
     reader, writer = await asyncio.open_unix_connection(str(kubelet.path))
     writer.write(_PREFACE + _headers(1) + _message(1, b"\0\0\0\0\5x"))
     server: Any = kubelet.server

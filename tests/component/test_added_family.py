@@ -14,11 +14,17 @@ from pathlib import Path
 import pytest
 
 from tests.component.volcano import NODE, U0, U1, VolcanoStage, volcano_stage
-from tests.families.slot.family import GPU, SERVED, STATE, TOTAL
+from tests.families.slot.family import GPU, LEFT, SERVED, STATE, TOTAL
+from tests.families.slot.ids import Packed
 from tests.families.slot.settings import RESOURCE
 from vgpu_agent.sim.agent_process import AgentProcess
 
 ON = "families: {nvidia: true, exampleSlot: true}\nexampleSlot: {perGpu: 3}\n"
+
+
+def configure(stage: VolcanoStage, more: str) -> None:
+    """Write the configuration; containers have their directories in the test's folder."""
+    stage.configure(more.replace("perGpu:", f"directory: {stage.folder}/slots, perGpu:"))
 
 
 @pytest.fixture
@@ -42,7 +48,7 @@ def new_agent(stage: VolcanoStage) -> AgentProcess:
 
 async def start(stage: VolcanoStage, more: str = ON) -> None:
     """Start the agent with the family added to it."""
-    stage.configure(more)
+    configure(stage, more)
     await new_agent(stage).start()
 
 
@@ -51,6 +57,11 @@ def place(stage: VolcanoStage, name: str, gpu: str) -> None:
     stage.cluster.create_pod(
         name, {RESOURCE: 1}, scheduler="default-scheduler", annotations={GPU: gpu}, node=NODE
     )
+
+
+def files(directory: Path) -> dict[str, str]:
+    """What is in a container's directory."""
+    return {path.name: path.read_text() for path in directory.iterdir()}
 
 
 async def test_pods_of_an_added_family_get_what_their_annotation_names(stage: VolcanoStage) -> None:
@@ -95,6 +106,39 @@ async def test_a_gpu_of_an_added_family_is_kept_from_the_others_over_a_restart(
     await stage.cluster.until(
         lambda: stage.allocatable["nvidia.com/gpu"] == "1", "the GPU to be kept from nvidia again"
     )
+
+
+async def test_the_kubelet_gives_ids_of_the_gpu_that_is_named(stage: VolcanoStage) -> None:
+    """It asks which ones the family prefers, and its records then say what is so."""
+    await start(stage)
+    await stage.offered(RESOURCE)
+    for name, gpu in (("one", U1), ("two", U0), ("three", U1)):
+        place(stage, name, gpu)
+        await stage.cluster.running(name)
+    ledger = await stage.agent.get("/debug/ledger")
+    assert [(grant["shares"][0]["device"], grant["ids"]) for grant in ledger["grants"]] == [
+        (U1, [Packed(1).text(0)]),
+        (U0, [Packed(0).text(0)]),
+        (U1, [Packed(1).text(1)]),
+    ]
+
+
+async def test_a_container_that_starts_again_does_not_find_a_file_of_its_life_before(
+    stage: VolcanoStage,
+) -> None:
+    """A provision names files to be removed, and the directory goes with the pod."""
+    await start(stage)
+    await stage.offered(RESOURCE)
+    place(stage, "one", U1)
+    await stage.cluster.running("one")
+    own = stage.folder / "slots" / f"{stage.cluster.pod('one')['metadata']['uid']}_main"
+    assert files(own) == {"gpu": U1}
+    (own / LEFT).write_text("1")
+    (own / "log").write_text("kept")
+    await stage.cluster.crash("one")
+    assert files(own) == {"gpu": U1, "log": "kept"}
+    stage.cluster.delete_pod("one")
+    await stage.cluster.until(lambda: not own.exists(), "the directory to be removed")
 
 
 async def test_a_pod_that_names_no_gpu_is_refused_with_the_familys_words(
@@ -163,5 +207,5 @@ async def test_a_live_key_of_an_added_family_is_followed(stage: VolcanoStage) ->
     """The family is built anew, and the list at the kubelet changes."""
     await start(stage)
     await stage.offered(RESOURCE)
-    stage.configure(ON.replace("perGpu: 3", "perGpu: 2"))
+    configure(stage, ON.replace("perGpu: 3", "perGpu: 2"))
     await stage.cluster.until(lambda: stage.allocatable[RESOURCE] == "4", "two slots a GPU")

@@ -1,52 +1,26 @@
-"""Fixtures for the kubelet side: a node directory, a simulated kubelet, plugins that run under a
-supervisor, and a bare gRPC server.
-"""
+"""Fixtures for the kubelet side: a simulated kubelet, and plugins that run under a supervisor."""
 
 from __future__ import annotations
 
 import asyncio
-import shutil
-import tempfile
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator
 from pathlib import Path
 
-import grpc
 import pytest
 
+from tests.grpc.conftest import directory, grpcio_stays_initialised
 from tests.kubelet.backend import FakeBackend
-from tests.kubelet.grpc_parts import Served
 from tests.patience import PATIENCE_SECONDS
 from vgpu_agent.concurrency import Supervisor
 from vgpu_agent.config.settings import Kubelet
 from vgpu_agent.journal import Journal
-from vgpu_agent.kubelet import sockets
 from vgpu_agent.kubelet.directory import DirectoryWatch
 from vgpu_agent.kubelet.server import DevicePlugin
 from vgpu_agent.model import Resource
 from vgpu_agent.sim.kubelet.kubelet import SimulatedKubelet
 from vgpu_agent.status import KubeletStatus
 
-
-@pytest.fixture(autouse=True, scope="session")
-def grpcio_stays_initialised() -> Iterator[None]:
-    """grpcio joins a thread when its last object goes,
-    which in the middle of a test would count as blocking the loop.
-    """
-    loop = asyncio.new_event_loop()  # grpcio binds itself to "the" loop when it is initialised
-    asyncio.set_event_loop(loop)
-    grpc.aio.init_grpc_aio()  # type: ignore[attr-defined]  # missing in the stubs
-    asyncio.set_event_loop(None)
-    yield
-    grpc.aio.shutdown_grpc_aio()  # type: ignore[attr-defined]  # likewise
-    loop.close()
-
-
-@pytest.fixture
-def directory() -> Iterator[Path]:
-    """The kubelet's root directory; short, because a socket path has 107 bytes."""
-    path = Path(tempfile.mkdtemp(prefix="vg", dir="/tmp"))
-    yield path
-    shutil.rmtree(path, ignore_errors=True)
+__all__ = ["directory", "grpcio_stays_initialised"]
 
 
 @pytest.fixture
@@ -110,13 +84,3 @@ async def node(directory: Path) -> AsyncIterator[Node]:
         await asyncio.wait_for(
             asyncio.gather(*(plugin.stop() for plugin in built.plugins)), PATIENCE_SECONDS
         )
-
-
-@pytest.fixture
-async def served(directory: Path) -> AsyncIterator[Served]:
-    """The service of `grpc_parts` on a socket."""
-    built = Served(directory / "a.sock")
-    await built.server.start(sockets.bind(built.path))
-    yield built
-    await built.channel.close(None)
-    await built.server.drain(0.2)

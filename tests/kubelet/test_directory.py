@@ -14,8 +14,9 @@ import pytest
 from structlog.testing import capture_logs
 
 from tests.patience import PATIENCE_SECONDS
+from vgpu_agent.grpc.sockets import bind
 from vgpu_agent.journal import Journal
-from vgpu_agent.kubelet import inotify, sockets
+from vgpu_agent.kubelet import inotify
 from vgpu_agent.kubelet.directory import DirectoryState, DirectoryWatch
 from vgpu_agent.kubelet.inotify import Inotify
 from vgpu_agent.status import KubeletStatus
@@ -83,7 +84,7 @@ async def watched(plugins: Path) -> AsyncIterator[Watched]:
 
 async def test_a_new_kubelet_socket_is_seen_at_once(watched: Watched) -> None:
     """inotify tells, long before the next poll."""
-    with sockets.bind(watched.path / "kubelet.sock"):
+    with bind(watched.path / "kubelet.sock", "--kubelet-dir"):
         await watched.until(lambda: watched.state.kubelet_socket is not None)
 
     assert watched.events() == ["kubelet.waiting", "kubelet.socket_found"]
@@ -92,11 +93,11 @@ async def test_a_new_kubelet_socket_is_seen_at_once(watched: Watched) -> None:
 
 async def test_a_kubelet_restart_is_another_socket_of_the_same_name(watched: Watched) -> None:
     """Vanishing and coming back is one restart (kubelet §3)."""
-    with sockets.bind(watched.path / "kubelet.sock"):
+    with bind(watched.path / "kubelet.sock", "--kubelet-dir"):
         await watched.until(lambda: watched.state.kubelet_socket is not None)
     (watched.path / "kubelet.sock").unlink()
     await watched.until(lambda: watched.state.kubelet_socket is None)
-    with sockets.bind(watched.path / "kubelet.sock"):
+    with bind(watched.path / "kubelet.sock", "--kubelet-dir"):
         await watched.until(lambda: watched.state.kubelet_socket is not None)
 
     assert watched.events() == [
@@ -117,7 +118,7 @@ async def test_waiting_for_kubelet_is_said_once_with_the_socket(plugins: Path) -
     assert watched.events() == ["kubelet.waiting"]
     assert watched.journal.entries[0].facts == {"socket": str(plugins / "kubelet.sock")}
 
-    with sockets.bind(plugins / "kubelet.sock"):
+    with bind(plugins / "kubelet.sock", "--kubelet-dir"):
         await watched.until(lambda: watched.state.kubelet_socket is not None)
     (plugins / "kubelet.sock").unlink()
     seen = watched.beats
@@ -134,7 +135,7 @@ async def test_waiting_for_kubelet_is_said_once_with_the_socket(plugins: Path) -
 
 async def test_a_deleted_socket_of_ours_is_seen(watched: Watched) -> None:
     """The server behind a deleted socket file would never notice by itself (kubelet V4)."""
-    with sockets.bind(watched.path / "ours.sock"):
+    with bind(watched.path / "ours.sock", "--kubelet-dir"):
         await watched.until(lambda: "ours.sock" in watched.state.sockets)
         (watched.path / "ours.sock").unlink()
         await watched.until(lambda: "ours.sock" not in watched.state.sockets)
@@ -142,7 +143,7 @@ async def test_a_deleted_socket_of_ours_is_seen(watched: Watched) -> None:
 
 async def test_a_socket_that_moves_in_is_seen(watched: Watched) -> None:
     """A rename into the directory counts like a creation."""
-    with sockets.bind(watched.path.parent / "elsewhere.sock"):
+    with bind(watched.path.parent / "elsewhere.sock", "--kubelet-dir"):
         (watched.path.parent / "elsewhere.sock").rename(watched.path / "kubelet.sock")
         await watched.until(lambda: watched.state.kubelet_socket is not None)
 
@@ -161,7 +162,7 @@ async def test_kubelets_checkpoint_wakes_nobody(watched: Watched) -> None:
     await asyncio.sleep(0.05)
 
     assert watched.beats == looks
-    with sockets.bind(watched.path / "kubelet.sock"):
+    with bind(watched.path / "kubelet.sock", "--kubelet-dir"):
         await watched.until(lambda: watched.state.kubelet_socket is not None)
 
 
@@ -170,7 +171,7 @@ async def test_a_directory_that_is_replaced_is_watched_again(watched: Watched) -
     await asyncio.to_thread(shutil.rmtree, watched.path)
     watched.path.mkdir()
 
-    with sockets.bind(watched.path / "kubelet.sock"):
+    with bind(watched.path / "kubelet.sock", "--kubelet-dir"):
         await watched.until(lambda: watched.state.kubelet_socket is not None)
 
 
@@ -179,7 +180,7 @@ async def test_a_directory_that_does_not_exist_yet_is_waited_for(directory: Path
     watched = Watched(directory / "new" / "device-plugins", SLOW_POLL_SECONDS)
     await watched.started()
     watched.path.mkdir(parents=True)
-    with sockets.bind(watched.path / "kubelet.sock"):
+    with bind(watched.path / "kubelet.sock", "--kubelet-dir"):
         await watched.until(lambda: watched.state.kubelet_socket is not None)
     await watched.stop()
 
@@ -204,7 +205,7 @@ async def test_without_inotify_the_directory_is_polled_after_one_warning(
     monkeypatch.setattr(inotify, "_libc", Exhausted())
     with capture_logs() as lines:
         watched = Watched(plugins, poll_seconds=0.02)
-        with sockets.bind(plugins / "kubelet.sock"):
+        with bind(plugins / "kubelet.sock", "--kubelet-dir"):
             await watched.until(
                 lambda: watched.state.kubelet_socket is not None and watched.beats > 3
             )
@@ -221,14 +222,14 @@ async def test_a_lost_event_is_made_up_for_by_the_poll(
     monkeypatch.setattr(Inotify, "_readable", lambda self: os.read(self._descriptor, 65536))
     watched = Watched(plugins, poll_seconds=0.05)
     await watched.started()
-    with sockets.bind(plugins / "kubelet.sock"):
+    with bind(plugins / "kubelet.sock", "--kubelet-dir"):
         await watched.until(lambda: watched.state.kubelet_socket is not None)
     await watched.stop()
 
 
 async def test_leftover_sockets_are_removed_when_the_watch_begins(plugins: Path) -> None:
     """The sockets of a killed agent are removed, and the journal says so."""
-    sockets.bind(plugins / "vgpu-agent-gpu-00aa11-1.sock").close()
+    bind(plugins / "vgpu-agent-gpu-00aa11-1.sock", "--kubelet-dir").close()
 
     watched = Watched(plugins, SLOW_POLL_SECONDS)
     await watched.started()

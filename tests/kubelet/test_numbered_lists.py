@@ -10,8 +10,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.families.slot.ids import Packed
 from tests.kubelet.backend import U0, U1, FakeBackend
 from vgpu_agent.device_ids import (
+    DECIMAL,
     DeviceId,
     IdBlock,
     ListedDevice,
@@ -41,6 +43,7 @@ BLOCKS = st.lists(
         st.integers(0, 1100),
         st.just("d"),
         st.none() | st.integers(0, 300),
+        st.just(DECIMAL) | st.builds(Packed, st.integers(0, 255)),
     ),
     max_size=3,
 )

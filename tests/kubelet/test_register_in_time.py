@@ -23,13 +23,13 @@ from tests.kubelet.conftest import Node
 from tests.patience import PATIENCE_SECONDS, eventually
 from vgpu_agent.concurrency import Latest, Supervisor
 from vgpu_agent.config.settings import Kubelet
+from vgpu_agent.errors import KubeletError
+from vgpu_agent.grpc.sockets import SocketIdentity
 from vgpu_agent.journal import Journal
 from vgpu_agent.kubelet import server, sockets
 from vgpu_agent.kubelet.directory import DirectoryState
-from vgpu_agent.kubelet.grpc import CallError
 from vgpu_agent.kubelet.registration import NotListeningError
 from vgpu_agent.kubelet.server import DevicePlugin
-from vgpu_agent.kubelet.sockets import SocketIdentity
 from vgpu_agent.sim.kubelet.kubelet import SimulatedKubelet
 
 LATEST_SECONDS = 0.3
@@ -38,14 +38,12 @@ GAP_SECONDS = tuple(tenths / 10 for tenths in range(11))
 OLD, NEW = SocketIdentity(1, 1, 1), SocketIdentity(1, 2, 2)
 
 
-def _refused() -> CallError:
-    return NotListeningError(
-        "Register: cannot connect to kubelet.sock: Connection refused", status="UNAVAILABLE"
-    )
+def _refused() -> KubeletError:
+    return NotListeningError("Register: cannot connect to kubelet.sock: Connection refused")
 
 
-def _broken_off() -> CallError:
-    return CallError("Register on kubelet.sock broke off", status="UNAVAILABLE")
+def _broken_off() -> KubeletError:
+    return KubeletError("Register on kubelet.sock broke off")
 
 
 class Directory:
@@ -65,7 +63,7 @@ class Directory:
 class Answers:
     """Answers each Register as the kubelet of the moment would, on virtual time."""
 
-    def __init__(self, failure: Callable[[], CallError]) -> None:
+    def __init__(self, failure: Callable[[], KubeletError]) -> None:
         self.failure = failure
         self.listens = False
         self.asked_at: list[float] = []
@@ -105,7 +103,7 @@ async def test_registered_soon_after_kubelet_listens(
     directory: Path,
     monkeypatch: pytest.MonkeyPatch,
     away_seconds: float,
-    failure: Callable[[], CallError],
+    failure: Callable[[], KubeletError],
 ) -> None:
     """However long the old kubelet was dead,
     and however long the new one takes from its socket to listening.

@@ -5,8 +5,7 @@ from __future__ import annotations
 import pytest
 
 from tests.patience import FOR_EVER_SECONDS, PATIENCE_SECONDS
-from vgpu_agent.errors import RegistrationRefusedError
-from vgpu_agent.kubelet.grpc import CallError
+from vgpu_agent.errors import KubeletError, RegistrationRefusedError
 from vgpu_agent.kubelet.registration import register
 from vgpu_agent.sim.kubelet.kubelet import SimulatedKubelet
 
@@ -47,7 +46,7 @@ async def test_a_failure_that_may_pass_is_not_final(kubelet: SimulatedKubelet) -
     """A kubelet that is just starting or shutting down."""
     kubelet.faults.failing_registrations = 1
 
-    with pytest.raises(CallError, match="UNAVAILABLE"):
+    with pytest.raises(KubeletError, match="UNAVAILABLE"):
         await _register(kubelet)
 
 
@@ -55,5 +54,5 @@ async def test_a_kubelet_that_does_not_answer_is_not_final(kubelet: SimulatedKub
     """The time that the caller gives is the time it takes."""
     kubelet.faults.register_delay_seconds = FOR_EVER_SECONDS
 
-    with pytest.raises(CallError, match=r"not answered within|DEADLINE_EXCEEDED"):
+    with pytest.raises(KubeletError, match=r"not answered within|DEADLINE_EXCEEDED"):
         await _register(kubelet, timeout_seconds=0.05)

@@ -18,7 +18,7 @@ from tests.patience import FOR_EVER_SECONDS, PATIENCE_SECONDS, eventually, quick
 from vgpu_agent.concurrency import Supervisor
 from vgpu_agent.device_ids import DeviceId
 from vgpu_agent.errors import UnknownDeviceError
-from vgpu_agent.kubelet.grpc import GrpcServer
+from vgpu_agent.grpc.server import GrpcServer
 from vgpu_agent.kubelet.pod_resources import PodResources
 from vgpu_agent.kubelet.records import read_records
 from vgpu_agent.model import Resource

@@ -24,6 +24,13 @@ def put(directory: str | Path, name: str, text: str = "") -> Path:
     return Path(directory) / name
 
 
+def link(path: str | Path, target: str | Path) -> None:
+    """A link at ``path``, in the place of another."""
+    Path(path).parent.mkdir(parents=True, exist_ok=True)
+    Path(path).unlink(missing_ok=True)
+    Path(path).symlink_to(target)
+
+
 def changed_at(path: str | Path) -> float:
     """Unix seconds."""
     return Path(path).stat().st_mtime

@@ -21,10 +21,10 @@ import pytest
 from tests.patience import quickest
 from tests.runtime.cdi_schema import SCHEMA
 from tests.runtime.conftest import MakeGrant, names
-from tests.runtime.grants_parts import changed_at, events, put, read, spec_name
+from tests.runtime.grants_parts import changed_at, events, link, put, read, spec_name
 from vgpu_agent.allocation.carrier import Carrier
 from vgpu_agent.errors import CarrierError
-from vgpu_agent.isolation.edits import Edits
+from vgpu_agent.isolation.edits import Edits, Provision
 from vgpu_agent.journal import Journal
 from vgpu_agent.runtime.grants import GrantDirectory
 
@@ -292,6 +292,74 @@ async def test_a_kill_at_any_step_leaves_a_whole_grant_or_none(
     await again.deliver(record, provision)
     assert again.records == (record,)
     assert names(cdi_directory) == [spec_name(record.token)]
+
+
+async def test_files_of_a_life_before_are_gone_when_the_container_starts_again(
+    grants: GrantDirectory, grant: MakeGrant
+) -> None:
+    """Whether the spec is new or the answer was complete in Allocate; what is to be there again is
+    made after that. A restoration removes nothing: the container may be running.
+    """
+    record, provision = grant()
+    provision = dataclasses.replace(provision, removed=("pids", "region.cache"))
+    for deliver in (grants.deliver, grants.prepare):
+        await deliver(record, provision)
+        put(provision.collected, "pids", "1")
+        put(provision.collected, "region.cache", "old")
+        put(provision.collected, "log", "stays")
+        await deliver(record, provision)
+        assert names(Path(provision.collected)) == ["log", "region.cache"]
+        assert read(provision.files[0].path)[:5] == b"magic"
+    put(provision.collected, "pids", "1")
+    await grants.withdraw(record)
+    assert await grants.restore([(record, provision)]) == 1
+    assert names(Path(provision.collected)) == ["log", "pids", "region.cache"]
+
+
+async def test_files_in_a_slot_are_removed(grants: GrantDirectory, grant: MakeGrant) -> None:
+    """The container's directory is then a link of the agent's, and no other link counts."""
+    record, provision = grant()
+    own = Path(provision.collected)
+    slot = own.parent.parent / "slots" / "003" / own.name
+    put(slot, "pids", "1")
+    link(own, f"../slots/003/{own.name}")
+    provision = Provision(collected=provision.collected, removed=("pids",))
+    await grants.deliver(record, provision)
+    assert names(slot) == []
+    put(slot, "pids", "1")
+    link(own, slot)
+    with pytest.raises(CarrierError, match="cannot remove"):
+        await grants.deliver(record, provision)
+    assert names(slot) == ["pids"]
+
+
+@pytest.mark.parametrize("which", range(3))
+async def test_a_kill_between_two_removals_is_made_up_for_by_the_next_start(
+    which: int, grants: GrantDirectory, grant: MakeGrant, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The kubelet has no answer, so it asks again before the container starts."""
+    record, provision = grant()
+    provision = dataclasses.replace(provision, removed=("one", "two", "three"))
+    for name in provision.removed:
+        put(provision.collected, name)
+    really, left = os.unlink, [which]
+
+    class KilledError(BaseException):
+        """Nothing in the agent catches it."""
+
+    def kill(name: str, *, dir_fd: int | None = None) -> None:
+        if not left[0]:
+            raise KilledError
+        left[0] -= 1
+        really(name, dir_fd=dir_fd)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "unlink", kill)
+        with pytest.raises(KilledError):
+            await grants.deliver(record, provision)
+    assert names(Path(provision.collected)) == sorted(provision.removed[which:])
+    await grants.deliver(record, provision)
+    assert names(Path(provision.collected)) == ["region.cache"]
 
 
 async def test_a_cancelled_delivery_is_finished_and_known(

@@ -347,3 +347,69 @@ def test_a_directory_keeps_its_mode_when_a_file_cannot_be_renamed(
     with pytest.raises(CarrierError, match="cannot write"):
         host_files.replace_file(str(tmp_path / "file"), b"{}")
     assert (mode(tmp_path), names(tmp_path)) == (0o1777, [])
+
+
+@pytest.mark.parametrize("path", ["file", "a/b/file"])
+def test_a_removed_file_is_gone_and_need_not_have_been_there(tmp_path: Path, path: str) -> None:
+    """A start that is tried again removes it again."""
+    target = tmp_path / path
+    target.parent.mkdir(parents=True, exist_ok=True)
+    (beside := target.parent / "beside").write_text("stays")
+    target.write_text("old")
+    for _ in range(2):
+        host_files.remove_file(str(tmp_path), path)
+        assert names(target.parent) == [beside.name]
+    host_files.remove_file(str(tmp_path / "none"), path)
+
+
+def test_a_link_in_the_place_of_a_removed_file_goes_and_its_target_stays(tmp_path: Path) -> None:
+    """So does a pipe, for whose other end nobody waits."""
+    (secret := tmp_path / "shadow").write_text("host")
+    own = tmp_path / "own"
+    own.mkdir()
+    (own / "link").symlink_to(secret)
+    os.mkfifo(own / "pipe")
+    for name in ("link", "pipe"):
+        host_files.remove_file(str(own), name)
+    assert (names(own), secret.read_text()) == ([], "host")
+
+
+@pytest.mark.parametrize("path", ["sub/shadow", "sub/deep/shadow"])
+def test_no_link_is_followed_to_a_file_to_be_removed(tmp_path: Path, path: str) -> None:
+    """A container that can write to its directory would name the host's files."""
+    host = tmp_path / "etc"
+    (host / "deep").mkdir(parents=True)
+    for directory in (host, host / "deep"):
+        (directory / "shadow").write_text("host")
+    own = tmp_path / "own"
+    own.mkdir()
+    (own / "sub").symlink_to(host)
+    with pytest.raises(CarrierError, match=r"cannot remove .*/own/sub/.*shadow: "):
+        host_files.remove_file(str(own), path)
+    (tmp_path / "other").symlink_to(host)
+    with pytest.raises(CarrierError, match="cannot remove"):
+        host_files.remove_file(str(tmp_path / "other"), "shadow")
+    assert names(host) == ["deep", "shadow"]
+
+
+@pytest.mark.parametrize("path", ["", "/etc/shadow", "../shadow", "a/../../shadow", ".", "a//b"])
+def test_only_files_within_the_directory_are_removed(tmp_path: Path, path: str) -> None:
+    """Whatever a family says."""
+    (tmp_path / "shadow").write_text("host")
+    own = tmp_path / "own"
+    (own / "a").mkdir(parents=True)
+    with pytest.raises(CarrierError, match="no path within the container's directory"):
+        host_files.remove_file(str(own), path)
+    with pytest.raises(CarrierError, match="no path within the container's directory"):
+        host_files.remove_file("", "file")
+    assert (tmp_path / "shadow").exists()
+
+
+def test_a_directory_in_the_place_of_a_removed_file_is_named(tmp_path: Path) -> None:
+    """And left as it is: it may have a million files. Descriptors do not pile up."""
+    (tmp_path / "file").mkdir()
+    before = len(os.listdir("/proc/self/fd"))
+    for _ in range(3):
+        with pytest.raises(CarrierError, match=r"cannot remove .*/file: Is a directory; move away"):
+            host_files.remove_file(str(tmp_path), "file")
+    assert len(os.listdir("/proc/self/fd")) == before

@@ -15,7 +15,7 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING
 
-from vgpu_agent.allocation import desired_state
+from vgpu_agent.allocation import desired_state, preference
 from vgpu_agent.allocation.by_ids import IdAllocator
 from vgpu_agent.allocation.carrier import grant_token
 from vgpu_agent.allocation.claims import Claims
@@ -151,7 +151,18 @@ class Allocator:
         else:
             if offered.decided_by is Decider.IDS:
                 return self._by_ids.prefer(offered, available, must_include, size)
-            # Which ids these are decides nothing; kubelet is not to ask at all (volcano-vgpu D10).
+            # Most families do not let the kubelet ask (volcano-vgpu D10).
+            if offered.decided_by is Decider.POD and offered.prefers:
+                chosen = preference.of_named_gpus(
+                    self._context,
+                    self._pod_family(offered),
+                    offered,
+                    available,
+                    must_include,
+                    size,
+                )
+                if len(chosen) == size:
+                    return chosen
         return list(dict.fromkeys([*must_include, *available]))[:size]
 
     async def allocate(self, resource: str, ids: Sequence[str]) -> Edits:

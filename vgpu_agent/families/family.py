@@ -245,6 +245,9 @@ class PodFamily(Family, Protocol):
         """Return the GPUs that a scheduler has given to containers of the pod, by container: UUIDs.
         Never an error.
 
+        These GPUs are claimed for them. Where the resource has ``prefers``, the kubelet is advised
+        to give ids of them.
+
         Only containers that could start by the pod's annotations; empty where these are not for
         this node or cannot be followed at all. Init containers are left out: they work on GPUs of
         the containers after them.

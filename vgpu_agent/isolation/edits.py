@@ -112,6 +112,8 @@ class Provision:
             answers still mount.
         remade: whether the kubelet keeps such an answer. Then `before` is made anew at each start,
             with the files of `collected` in it, because a container has written to the old one.
+        removed: files in `collected` that the container must not find when it starts, such as those
+            of its life before; as paths within it. ``files`` are made after that.
     """
 
     edits: Edits = dataclasses.field(default_factory=Edits)
@@ -120,6 +122,7 @@ class Provision:
     collected: str = ""
     before: str = ""
     remade: bool = False
+    removed: tuple[str, ...] = ()
 
     def joined(self, other: Provision) -> Provision:
         """Both together, in this order."""
@@ -130,4 +133,5 @@ class Provision:
             self.collected or other.collected,
             self.before or other.before,
             self.remade or other.remade,
+            self.removed + other.removed,
         )

@@ -16,7 +16,6 @@ from vgpu_agent.device_ids import (
     NumberedIds,
     NumberedList,
     element_size_bytes,
-    equally_long,
     list_size_bytes,
 )
 from vgpu_agent.errors import CheckpointError, OfferError, RequestRefusedError
@@ -86,18 +85,19 @@ class DeviceListEncoder:
         yield b"".join(part)
 
     def _block(self, block: IdBlock, *, healthy: bool) -> Iterator[bytes]:
-        """Encode a block. Ids with equally long numbers differ in nothing else, so the bytes
-        between two numbers are constant.
+        """Encode a block. Ids that are equally long differ only in the texts of their numbers, so
+        the bytes between two of these are constant.
         """
-        for smallest, largest in equally_long(block.count):
+        text = block.codec.text
+        for smallest, largest in block.equally_long():
+            piece = self._piece(block.text(smallest), block.numa_node, healthy)
+            suffix = self._suffix(block.numa_node, healthy=healthy)
+            # Latin-1 maps each byte to one character, so that numbers can be joined as text, which
+            # is the quickest way.
+            before = piece[: -len(suffix) - len(text(smallest))].decode("latin-1")
+            between = suffix.decode("latin-1") + before
             for start in range(smallest, largest, IDS_IN_A_PART):
-                piece = self._piece(f"{block.prefix}{smallest}", block.numa_node, healthy)
-                suffix = self._suffix(block.numa_node, healthy=healthy)
-                # Latin-1 maps each byte to one character, so that numbers can be joined as text,
-                # which is the quickest way.
-                before = piece[: -len(suffix) - len(str(smallest))].decode("latin-1")
-                between = suffix.decode("latin-1") + before
-                numbers = between.join(map(str, range(start, min(start + IDS_IN_A_PART, largest))))
+                numbers = between.join(map(text, range(start, min(start + IDS_IN_A_PART, largest))))
                 yield before.encode("latin-1") + numbers.encode("latin-1") + suffix
 
     def _piece(self, device_id: str, numa_node: int | None, healthy: bool) -> bytes:
@@ -141,7 +141,7 @@ def check_budget(resource: Resource, budget_bytes: int) -> None:
     # Of numbered ids the last of each block is the longest; there may be too many to check them
     # all.
     ids = (
-        [NumberedIds((block,))[-1] for block in resource.ids.blocks]
+        [block.at(block.count - 1) for block in resource.ids.blocks if block.count]
         if isinstance(resource.ids, NumberedIds)
         else resource.ids
     )

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 
 from vgpu_agent import log
 from vgpu_agent.concurrency import Latest
+from vgpu_agent.grpc.sockets import identity
 from vgpu_agent.kubelet import sockets
 from vgpu_agent.kubelet.inotify import Inotify
 
@@ -23,8 +24,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
     from pathlib import Path
 
+    from vgpu_agent.grpc.sockets import SocketIdentity
     from vgpu_agent.journal import Journal
-    from vgpu_agent.kubelet.sockets import SocketIdentity
     from vgpu_agent.status import KubeletStatus
 
 _logger = log.get(__name__)
@@ -114,8 +115,8 @@ class DirectoryWatch:
         found = {}
         with contextlib.suppress(OSError):
             for path in self.directory.iterdir():
-                if path.name.endswith(_SOCKET) and (identity := sockets.identity(path)):
-                    found[path.name] = identity
+                if path.name.endswith(_SOCKET) and (socket := identity(path)):
+                    found[path.name] = socket
         return DirectoryState(found)
 
     def _publish(self, state: DirectoryState) -> None:

@@ -42,13 +42,12 @@ class SeenNumbers:
     def __init__(self, resource: str, ids: NumberedIds) -> None:
         self.strangers: set[str] = set()
         self._seen = [(block, bytearray(block.count)) for block in ids.blocks]
-        kinds = [
-            (seen, kind)
-            for block, seen in self._seen
-            for kind in _kinds_of_numbers(resource, block)
-        ]
-        self._places = [seen for seen, _ in kinds]
-        pattern = b"|".join(kind for _, kind in kinds) or rb"(?!)"
+        kinds: dict[bytes, tuple[Callable[[str], int | None], bytearray]] = {}
+        for block, seen in self._seen:
+            for kind in _kinds_of_ids(resource, block):
+                kinds.setdefault(kind, (block.codec.number, seen))
+        self._likely = list(kinds.values())
+        pattern = b"|".join(kinds) or rb"(?!)"
         self._one = re.compile(pattern)
         self._run = re.compile(b"(?:" + pattern + b")" + _MOST_AT_ONCE)
 
@@ -59,11 +58,12 @@ class SeenNumbers:
         end = _end_of_run(self._run, message, position)
         for entry in self._one.finditer(message, position, end):
             kind = entry.lastindex or 1
-            seen, number = self._places[kind - 1], int(entry[kind])
-            if number < len(seen):
+            number_of, seen = self._likely[kind - 1]
+            number = number_of(entry[kind].decode("ascii"))
+            if number is not None and number < len(seen):
                 seen[number] = 1
-            else:
-                self._note_stranger(wire.string(wire.nested(wire.field(entry[0], 0)[2]), 2))
+            else:  # ids of several blocks may look alike
+                self.note(wire.string(wire.nested(wire.field(entry[0], 0)[2]), 2))
         return end
 
     def note(self, id_: str) -> None:
@@ -286,14 +286,14 @@ def _end_of_run(run: re.Pattern[bytes] | None, message: bytes, position: int) ->
     return position
 
 
-def _kinds_of_numbers(resource: str, block: IdBlock) -> Iterator[bytes]:
-    """The entry with one id of ``block``, as a pattern for each number of digits;
-    the digits are its group.
+def _kinds_of_ids(resource: str, block: IdBlock) -> Iterator[bytes]:
+    """The entry with one id of ``block``, as a pattern for each length of ids;
+    the text of the number is its group.
     """
-    for digits in range(1, len(str(max(0, block.count - 1))) + 1):
-        number = b"([0-9])" if digits == 1 else b"([1-9][0-9]{%d})" % (digits - 1)
-        prefix = block.prefix.encode()
-        name = wire.delimited(1, resource.encode())
+    prefix, name = block.prefix.encode(), wire.delimited(1, resource.encode())
+    for start, _ in block.equally_long():
+        digits = len(block.codec.text(start))
         id_head = b"\x12" + wire.varint(len(prefix) + digits) + prefix
         length = len(name) + len(id_head) + digits
-        yield re.escape(b"\x0a" + wire.varint(length) + name + id_head) + number
+        head = b"\x0a" + wire.varint(length) + name + id_head
+        yield re.escape(head) + b"([!-~]{%d})" % digits

@@ -24,9 +24,9 @@ if TYPE_CHECKING:
     from collections.abc import Collection, Mapping, Sequence
 
     from vgpu_agent.device_ids import DeviceId, ListedDevice
+    from vgpu_agent.grpc.server import Send, StreamMethod, UnaryMethod
     from vgpu_agent.isolation.edits import Edits
     from vgpu_agent.kubelet.codec import PreferenceRequest
-    from vgpu_agent.kubelet.grpc import Send, StreamMethod, UnaryMethod
     from vgpu_agent.model import Resource
     from vgpu_agent.status import PluginStatus
 

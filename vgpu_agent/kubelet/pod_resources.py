@@ -20,7 +20,8 @@ from typing import TYPE_CHECKING
 
 from vgpu_agent.concurrency import Backoff
 from vgpu_agent.errors import KubeletError
-from vgpu_agent.kubelet import codec, grpc
+from vgpu_agent.grpc.client import Caller, CallError
+from vgpu_agent.kubelet import codec
 from vgpu_agent.kubelet.held_ids import PodResourcesReader, decode_allocatable, decode_pod_resources
 from vgpu_agent.kubelet.rate_limiter import RateLimiter
 
@@ -111,7 +112,7 @@ class PodResources:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._socket_path = socket_path
-        self._caller = grpc.Caller(socket_path, kept_seconds=_KEPT_SECONDS)
+        self._caller = Caller(socket_path, kept_seconds=_KEPT_SECONDS)
         self._timeout_seconds = timeout_seconds
         self._clock = clock
         self._backoff = Backoff(_SHORTEST_PAUSE_SECONDS, _LONGEST_PAUSE_SECONDS)
@@ -204,12 +205,12 @@ class PodResources:
             raise KubeletBusyError(self._refusal, left)
         try:
             answer = await self._caller.call(method, request, timeout_seconds=self._timeout_seconds)
-        except grpc.CallError as err:
+        except CallError as err:
             raise self._explained(err, method) from err
         self._backoff.reset()
         return answer
 
-    def _explained(self, err: grpc.CallError, method: str) -> KubeletError:
+    def _explained(self, err: CallError, method: str) -> KubeletError:
         if method == _GET and (special := self._explained_get(err)):
             return special
         if err.status == "RESOURCE_EXHAUSTED":
@@ -239,7 +240,7 @@ class PodResources:
             )
         return KubeletError(f"pod-resources: {err}")
 
-    def _explained_get(self, err: grpc.CallError) -> KubeletError | None:
+    def _explained_get(self, err: CallError) -> KubeletError | None:
         if err.status == "UNIMPLEMENTED" or _GET_SWITCHED_OFF in err.text.lower():
             return GetNotPossibleError(
                 f"pod-resources: the kubelet behind {self._socket_path} has no Get", for_good=True

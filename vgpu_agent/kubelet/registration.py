@@ -10,8 +10,9 @@ from __future__ import annotations
 import asyncio
 from typing import TYPE_CHECKING
 
-from vgpu_agent.errors import RegistrationRefusedError
-from vgpu_agent.kubelet import codec, grpc
+from vgpu_agent.errors import KubeletError, RegistrationRefusedError
+from vgpu_agent.grpc.client import CallError, call
+from vgpu_agent.kubelet import codec
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -26,7 +27,7 @@ _LOOK_SHARE = 0.2
 _FINAL_WORDS = ("is not supported by kubelet", "the resourcename")
 
 
-class NotListeningError(grpc.CallError):
+class NotListeningError(KubeletError):
     """The kubelet's socket exists without a listener:
     it was made this very moment, or left behind by a dead kubelet.
     """
@@ -49,16 +50,16 @@ async def register(
             good (kubelet V6).
         NotListeningError: the kubelet's socket has no listener; the kubelet does not know the
             endpoint.
-        CallError: anything else; trying again later may help.
+        KubeletError: anything else; trying again later may help.
     """
     request = codec.encode_register(
         endpoint=endpoint, resource=resource, pre_start_required=pre_start_required, prefers=prefers
     )
     try:
-        await grpc.call(kubelet_socket, _METHOD, request, timeout_seconds=timeout_seconds)
-    except grpc.CallError as err:
+        await call(kubelet_socket, _METHOD, request, timeout_seconds=timeout_seconds)
+    except CallError as err:
         if isinstance(err.__cause__, ConnectionRefusedError):
-            raise NotListeningError(str(err), status=err.status) from err
+            raise NotListeningError(str(err)) from err
         if err.status == "UNIMPLEMENTED" or any(
             words in err.text.lower() for words in _FINAL_WORDS
         ):
@@ -67,7 +68,7 @@ async def register(
                 "its mind, so this resource stays away until another kubelet starts, or the agent "
                 "with another configuration"
             ) from err
-        raise
+        raise KubeletError(str(err)) from err
 
 
 class ListenBackoff:

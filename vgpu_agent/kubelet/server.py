@@ -15,8 +15,9 @@ from typing import TYPE_CHECKING
 from vgpu_agent import log
 from vgpu_agent.concurrency import Backoff, first_of, unless
 from vgpu_agent.errors import KubeletError, ListenError, RegistrationRefusedError
+from vgpu_agent.grpc.server import GrpcServer, Limits
+from vgpu_agent.grpc.sockets import bind, identity, remove
 from vgpu_agent.kubelet import sockets
-from vgpu_agent.kubelet.grpc import GrpcServer
 from vgpu_agent.kubelet.plugin import PluginService
 from vgpu_agent.kubelet.registration import ListenBackoff, NotListeningError, register
 from vgpu_agent.status import PluginState, PluginStatus
@@ -26,10 +27,10 @@ if TYPE_CHECKING:
 
     from vgpu_agent.concurrency import Revision
     from vgpu_agent.config.settings import Kubelet
+    from vgpu_agent.grpc.sockets import SocketIdentity
     from vgpu_agent.journal import Journal
     from vgpu_agent.kubelet.directory import DirectoryWatch
     from vgpu_agent.kubelet.plugin import Backend, SentList
-    from vgpu_agent.kubelet.sockets import SocketIdentity
     from vgpu_agent.model import Resource
 
 _logger = log.get(__name__)
@@ -37,6 +38,10 @@ _logger = log.get(__name__)
 # A kubelet that has just made its socket listens before this.
 _WORTH_A_LINE_SECONDS = 0.1
 _SAID_AGAIN_SECONDS = 600.0
+
+# The kubelet has one connection to each of our sockets, and one stream of lists over it. The
+# largest Allocate has below 4 MiB.
+LIMITS = Limits(connections=8, streams=4, request_bytes=16 * 1024 * 1024)
 
 
 class DevicePlugin:
@@ -345,7 +350,9 @@ class _Instance:
             lists=lists,
         )
         self._server = GrpcServer(
-            unary=self._service.unary_methods, streams=self._service.stream_methods
+            unary=self._service.unary_methods,
+            streams=self._service.stream_methods,
+            limits=LIMITS,
         )
 
     @property
@@ -364,9 +371,9 @@ class _Instance:
         Raises:
             ListenError: the socket cannot be created.
         """
-        self._listener = await asyncio.to_thread(sockets.bind, self._path)
+        self._listener = await asyncio.to_thread(bind, self._path, "--kubelet-dir")
         await self._server.start(self._listener)
-        self._identity = await asyncio.to_thread(sockets.identity, self._path)
+        self._identity = await asyncio.to_thread(identity, self._path)
 
     async def register(self, timeout_seconds: float) -> None:
         """Announce the socket to kubelet.
@@ -432,7 +439,7 @@ class _Instance:
         finally:
             if self._listener is not None:
                 self._listener.close()
-            await asyncio.to_thread(sockets.remove, self._path)
+            await asyncio.to_thread(remove, self._path)
 
     def _lost(self, kubelet: SocketIdentity) -> str:
         if self._left:

@@ -36,9 +36,14 @@ def _common(few: Sequence[DeviceId], many: Sequence[DeviceId]) -> str | None:
         return next((entry.id for entry in few if entry.id in known), None)
     if not isinstance(few, NumberedIds):
         return next((entry.id for entry in few if many.device(entry.id) is not None), None)
-    prefixes = {block.prefix for block in few.blocks if block.count}
+    # Blocks that have ids in common have the first one of either in common.
     return next(
-        (f"{block.prefix}0" for block in many.blocks if block.count and block.prefix in prefixes),
+        (
+            first
+            for one, other in ((few, many), (many, few))
+            for block in one.blocks
+            if block.count and other.device(first := block.text(0)) is not None
+        ),
         None,
     )
 

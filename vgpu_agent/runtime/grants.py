@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, TypeVar
 from vgpu_agent.errors import CarrierError
 from vgpu_agent.isolation.edits import Edits
 from vgpu_agent.log import ChangeFilter
-from vgpu_agent.runtime import cdi, host_files, removal
+from vgpu_agent.runtime import cdi, host_files, region_slots, removal
 from vgpu_agent.runtime.mounts import MountTables, Use
 from vgpu_agent.runtime.own_thread import NotReturnedError, OwnThread
 
@@ -196,7 +196,7 @@ class GrantDirectory:
         return the number restored.
 
         A failure is journaled when it is new, because its cause will mostly last until the next
-        look.
+        look. No file is removed, because the container may be running.
 
         Args:
             provisions: all that should be there.
@@ -210,8 +210,9 @@ class GrantDirectory:
                 continue
             try:
                 inlined = await self._inlined(provision)
+                kept = dataclasses.replace(provision, removed=())
                 restored += await asyncio.to_thread(
-                    self._deliver, record, provision, inlined, only_missing=True
+                    self._deliver, record, kept, inlined, only_missing=True
                 )
             except CarrierError as err:
                 failed[token] = {
@@ -456,6 +457,8 @@ class GrantDirectory:
             return True
 
     def _make(self, provision: Provision) -> None:
+        for path in provision.removed:
+            host_files.remove_file(region_slots.behind(provision.collected), path)
         try:
             host_files.make(self._placed(provision), self._mounts)
         except CarrierError as err:

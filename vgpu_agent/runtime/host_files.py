@@ -45,6 +45,9 @@ _MOST_LINKS = 40  # followed in one path, as the kernel does
 _ONCE = os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
 
 
+# On the way to a file.
+_STEP = os.O_PATH | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
+
 # The prefix of a directory that was moved aside, within its parent, to be removed.
 ASIDE_PREFIX = f"{TEMPORARY_PREFIX}gone-"
 _MOST_ASIDE = 16
@@ -187,6 +190,35 @@ def make_file(file: HostFile, mounts: MountTables) -> None:
         _replace(file.path, file.size, file.parts, file.mode, allocated=file.allocated)
     except OSError as err:
         raise trouble("write", file.path, err) from err
+
+
+def remove_file(directory: str, path: str) -> None:
+    """Remove the file ``path`` within ``directory``, which is the agent's own;
+    fine when it is gone already.
+
+    No link is followed; one in the place of the file is removed itself.
+
+    Raises:
+        CarrierError: it cannot be removed, or ``path`` leads out of ``directory``.
+    """
+    *parents, name = path.split("/")
+    shown = f"{directory}/{path}"
+    if not directory or {"", ".", ".."} & {*parents, name}:
+        raise CarrierError(f"cannot remove {shown}: it is no path within the container's directory")
+    at: int | None = None
+    try:
+        for step in (directory, *parents):
+            above, at = at, os.open(step, _STEP, dir_fd=at)
+            if above is not None:
+                os.close(above)
+        os.unlink(name, dir_fd=at)
+    except FileNotFoundError:
+        pass
+    except OSError as err:
+        raise trouble("remove", shown, err) from err
+    finally:
+        if at is not None:
+            os.close(at)
 
 
 def replace_file(path: str, content: bytes, mode: int = 0o644) -> None:

@@ -22,10 +22,11 @@ from tests.allocation.binding_parts import (
 )
 from tests.allocation.later_parts import booked
 from tests.golden import U0, U1
+from vgpu_agent.allocation.candidates import candidates
 from vgpu_agent.allocation.carrier import grant_token
 from vgpu_agent.allocation.context import Families
 from vgpu_agent.allocation.early.binding import WrongPodError
-from vgpu_agent.allocation.early.candidates import Siblings, candidates, likeliest
+from vgpu_agent.allocation.early.siblings import Siblings, likeliest
 from vgpu_agent.allocation.mode import BindingMode
 from vgpu_agent.errors import CapacityError, RequestRefusedError
 from vgpu_agent.families.family import Question

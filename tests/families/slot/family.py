@@ -6,29 +6,34 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 
+from tests.families.slot.ids import Packed
 from tests.families.slot.settings import FAMILY, RESOURCE
 from vgpu_agent.device_ids import IdBlock, NumberedIds
 from vgpu_agent.errors import RequestRefusedError, quoted
 from vgpu_agent.families.family import Decision, NodeView, Ownership, Question
 from vgpu_agent.families.spec import Readings
-from vgpu_agent.isolation.edits import Edits, Provision
+from vgpu_agent.isolation.edits import Edits, HostDirectory, HostFile, Provision
 from vgpu_agent.model import Decider, Grant, Inventory, Resource, Share
 from vgpu_agent.nodes import DesiredNode
-from vgpu_agent.pods import DesiredPod, Pod
+from vgpu_agent.pods import DesiredPod, Pod, container_directory
 
 # annotations: the wanted GPU, and the containers that have one
 GPU, SERVED = "example.com/slot-gpu", "example.com/slot-served"
 STATE = "example.com/slot-state"  # a label
 TOTAL = "example.com/slots"  # an annotation of the Node
+LEFT = "pids"  # a file in a container's directory that its next life must not find
 
 
 class SlotFamily:
-    """Slots on GPUs, ``per_gpu`` on each."""
+    """Slots on GPUs, ``per_gpu`` on each; containers have directories of their own in
+    ``directory``.
+    """
 
     name = FAMILY
 
-    def __init__(self, per_gpu: int) -> None:
+    def __init__(self, per_gpu: int, directory: str = "") -> None:
         self._per_gpu = per_gpu
+        self._directory = directory
 
     def owns(self, resource: str) -> Ownership:
         return Ownership.CERTAIN if resource == RESOURCE else Ownership.NONE
@@ -36,8 +41,8 @@ class SlotFamily:
     def resources(self, inventory: Inventory) -> tuple[Resource, ...]:
         ids = NumberedIds(
             tuple(
-                IdBlock(f"{gpu.uuid}/slot-", self._per_gpu, gpu.uuid, gpu.numa_node)
-                for gpu in inventory.gpus
+                IdBlock("", self._per_gpu, gpu.uuid, gpu.numa_node, Packed(index))
+                for index, gpu in enumerate(inventory.gpus)
             )
         )
         return (
@@ -48,7 +53,6 @@ class SlotFamily:
                 holders_per_device=self._per_gpu,
                 pre_start_required=True,
                 decided_by=Decider.POD,
-                prefers=False,
             ),
         )
 
@@ -85,7 +89,16 @@ class SlotFamily:
         )
 
     def provision(self, question: Question, shares: tuple[Share, ...]) -> Provision:
-        return Provision(Edits({"SLOT_GPU": ",".join(share.device for share in shares)}))
+        gpus = ",".join(share.device for share in shares)
+        name = container_directory(question.pod.kubelet_uid, question.container)
+        own = f"{self._directory}/{name}"
+        return Provision(
+            Edits({"SLOT_GPU": gpus}),
+            directories=(HostDirectory(own),),
+            files=(HostFile(f"{own}/gpu", len(gpus), ((0, gpus.encode()),)),),
+            collected=own,
+            removed=(LEFT,),
+        )
 
     def desired_pod(self, pod: Pod, grants: Mapping[str, Grant], *, failed: bool) -> DesiredPod:
         return DesiredPod(

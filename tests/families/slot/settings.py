@@ -22,6 +22,9 @@ class Slot(msgspec.Struct, frozen=True, rename="camel", forbid_unknown_fields=Tr
     """The family `example-slot`."""
 
     per_gpu: Annotated[int, Meta(ge=1, le=100, description="How many slots a GPU has.")] = 4
+    directory: Annotated[
+        str, Meta(description="Where the directories of containers are on the host.")
+    ] = "/var/lib/example-slot"
 
 
 def _names(_: Settings) -> Iterator[OfferedName]:

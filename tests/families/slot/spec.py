@@ -10,11 +10,10 @@ from vgpu_agent.families.spec import BuiltFamily, FamilyMetric, FamilySpec, Node
 
 def _build(settings: Settings, facts: NodeFacts) -> BuiltFamily:
     del facts
-    return (
-        BuiltFamily(by_pod=(SlotFamily(settings.section(Slot).per_gpu),))
-        if settings.is_on(SETTINGS.name)
-        else BuiltFamily()
-    )
+    if not settings.is_on(SETTINGS.name):
+        return BuiltFamily()
+    slot = settings.section(Slot)
+    return BuiltFamily(by_pod=(SlotFamily(slot.per_gpu, slot.directory),))
 
 
 SPEC = FamilySpec(

@@ -370,9 +370,7 @@ def long_status_cautions(resources: Iterable[Resource], kubelet_version: str) ->
         if not isinstance(resource.ids, NumberedIds) or not resource.ids.blocks:
             continue
         block = max(resource.ids.blocks, key=lambda block: block.count)
-        fits = _STATUS_ROOM_BYTES // (
-            len(block.prefix) + len(str(block.count)) + _BESIDES_AN_ID_BYTES
-        )
+        fits = _STATUS_ROOM_BYTES // (len(block.text(block.count - 1)) + _BESIDES_AN_ID_BYTES)
         if block.count > fits:
             yield (
                 f"{resource.name}: a GPU has {block.count} ids, and a pod that asks for more than "

@@ -12,9 +12,10 @@ import asyncio
 import dataclasses
 from typing import TYPE_CHECKING, NamedTuple, NoReturn
 
+from vgpu_agent.allocation.candidates import candidates
 from vgpu_agent.allocation.carrier import grant_token
 from vgpu_agent.allocation.early.answers import Answers, Evidence, Given, Verdict, leads_into
-from vgpu_agent.allocation.early.candidates import Siblings, candidates, likeliest
+from vgpu_agent.allocation.early.siblings import Siblings, likeliest
 from vgpu_agent.allocation.identification import NotProvenError
 from vgpu_agent.allocation.overcommits import may_overcommit
 from vgpu_agent.allocation.questions import question
@@ -35,9 +36,9 @@ from vgpu_agent.pods import ContainerKind
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Mapping, Sequence
 
+    from vgpu_agent.allocation.candidates import Candidate
     from vgpu_agent.allocation.claims import Claims
     from vgpu_agent.allocation.context import Context
-    from vgpu_agent.allocation.early.candidates import Candidate
     from vgpu_agent.allocation.ended_pods import EndedPods
     from vgpu_agent.allocation.identification import Start
     from vgpu_agent.families.family import Decision, PodFamily, Question

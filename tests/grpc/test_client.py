@@ -10,12 +10,12 @@ from pathlib import Path
 
 import pytest
 
-from tests.kubelet.grpc_parts import ECHO, FAIL, HANG, SLOW, Served
+from tests.grpc.parts import ECHO, FAIL, HANG, LIMITS, SLOW, Served
 from tests.patience import FOR_EVER_SECONDS, PATIENCE_SECONDS, eventually
 from vgpu_agent.errors import CapacityError
-from vgpu_agent.kubelet import grpc as room
-from vgpu_agent.kubelet import sockets
-from vgpu_agent.kubelet.grpc import CallError, GrpcServer
+from vgpu_agent.grpc.client import Caller, CallError, call
+from vgpu_agent.grpc.server import GrpcServer
+from vgpu_agent.grpc.sockets import bind
 
 
 async def test_a_missing_socket_is_an_error_of_ours(directory: Path) -> None:
@@ -23,7 +23,7 @@ async def test_a_missing_socket_is_an_error_of_ours(directory: Path) -> None:
     with pytest.raises(
         CallError, match=r"Register: cannot connect to .*kubelet\.sock: No such file or directory"
     ) as failure:
-        await room.call(
+        await call(
             directory / "kubelet.sock",
             "/v1beta1.Registration/Register",
             b"",
@@ -35,10 +35,10 @@ async def test_a_missing_socket_is_an_error_of_ours(directory: Path) -> None:
 
 async def test_a_dead_socket_is_an_error_of_ours(directory: Path) -> None:
     """A stopped kubelet leaves a dead socket behind."""
-    sockets.bind(directory / "kubelet.sock").close()
+    bind(directory / "kubelet.sock", "--dir").close()
 
     with pytest.raises(CallError, match="Connection refused"):
-        await room.call(
+        await call(
             directory / "kubelet.sock",
             "/v1beta1.Registration/Register",
             b"",
@@ -51,15 +51,15 @@ async def test_an_answer_that_does_not_come_is_an_error_of_ours(served: Served) 
     with pytest.raises(
         CallError, match=r"Hang on .* was not answered within 0\.05 s|DEADLINE_EXCEEDED"
     ):
-        await room.call(served.path, HANG, b"", timeout_seconds=0.05)
+        await call(served.path, HANG, b"", timeout_seconds=0.05)
 
 
 async def test_a_peer_that_never_speaks_is_an_error_of_ours(directory: Path) -> None:
     """A listening socket that accepts no connection."""
-    with sockets.bind(directory / "a.sock") as listener:
+    with bind(directory / "a.sock", "--dir") as listener:
         listener.listen()
         with pytest.raises(CallError, match=r"not answered within 0\.05 s"):
-            await room.call(directory / "a.sock", ECHO, b"", timeout_seconds=0.05)
+            await call(directory / "a.sock", ECHO, b"", timeout_seconds=0.05)
 
 
 @pytest.mark.parametrize(
@@ -76,9 +76,9 @@ async def test_a_peer_that_speaks_something_else_is_an_error_of_ours(
         writer.write(answer)
         writer.close()
 
-    async with await asyncio.start_unix_server(speak, sock=sockets.bind(directory / "a.sock")):
+    async with await asyncio.start_unix_server(speak, sock=bind(directory / "a.sock", "--dir")):
         with pytest.raises(CallError):
-            await room.call(directory / "a.sock", ECHO, b"", timeout_seconds=PATIENCE_SECONDS)
+            await call(directory / "a.sock", ECHO, b"", timeout_seconds=PATIENCE_SECONDS)
 
 
 async def test_an_error_status_keeps_its_name_and_text(served: Served) -> None:
@@ -86,14 +86,14 @@ async def test_an_error_status_keeps_its_name_and_text(served: Served) -> None:
     served.service.failure = CapacityError("nothing left")
 
     with pytest.raises(CallError) as failure:
-        await room.call(served.path, FAIL, b"", timeout_seconds=PATIENCE_SECONDS)
+        await call(served.path, FAIL, b"", timeout_seconds=PATIENCE_SECONDS)
 
     assert (failure.value.status, failure.value.text) == ("RESOURCE_EXHAUSTED", "nothing left")
 
 
 async def test_calls_that_follow_each_other_share_a_connection(served: Served) -> None:
     """Until it is closed on purpose."""
-    caller = room.Caller(served.path, kept_seconds=FOR_EVER_SECONDS)
+    caller = Caller(served.path, kept_seconds=FOR_EVER_SECONDS)
     connections = served.server._server._connections
     for _ in range(3):
         assert await caller.call(ECHO, b"x", timeout_seconds=PATIENCE_SECONDS) == b"x"
@@ -105,7 +105,7 @@ async def test_calls_that_follow_each_other_share_a_connection(served: Served) -
 
 async def test_a_connection_that_nobody_has_used_for_a_while_is_closed(served: Served) -> None:
     """The next call makes another."""
-    caller = room.Caller(served.path, kept_seconds=0.05)
+    caller = Caller(served.path, kept_seconds=0.05)
     connections = served.server._server._connections
     for _ in range(2):
         assert await caller.call(ECHO, b"x", timeout_seconds=PATIENCE_SECONDS) == b"x"
@@ -116,7 +116,7 @@ async def test_a_connection_that_nobody_has_used_for_a_while_is_closed(served: S
 
 async def test_calls_at_the_same_time_have_connections_of_their_own(served: Served) -> None:
     """One that is cut off takes no other with it, and one connection is enough to keep."""
-    caller = room.Caller(served.path, kept_seconds=FOR_EVER_SECONDS)
+    caller = Caller(served.path, kept_seconds=FOR_EVER_SECONDS)
     slow = asyncio.ensure_future(caller.call(SLOW, b"slow", timeout_seconds=PATIENCE_SECONDS))
     await served.service.watching.wait()
     assert await caller.call(ECHO, b"x", timeout_seconds=PATIENCE_SECONDS) == b"x"
@@ -131,14 +131,14 @@ async def test_a_server_that_has_started_anew_is_found_over_a_new_connection(
     directory: Path,
 ) -> None:
     """The kubelet makes its socket anew. Callers of the one before get no notice of its end."""
-    caller = room.Caller(directory / "a.sock", kept_seconds=FOR_EVER_SECONDS)
+    caller = Caller(directory / "a.sock", kept_seconds=FOR_EVER_SECONDS)
     for answer in (b"first", b"second"):
 
         async def method(_: bytes, answer: bytes = answer) -> bytes:
             return answer
 
-        server = GrpcServer(unary={ECHO: method}, streams={})
-        await server.start(sockets.bind(directory / "a.sock"))
+        server = GrpcServer(unary={ECHO: method}, streams={}, limits=LIMITS)
+        await server.start(bind(directory / "a.sock", "--dir"))
         assert await caller.call(ECHO, b"", timeout_seconds=PATIENCE_SECONDS) == answer
         await server.drain(0.1)
         (directory / "a.sock").unlink(missing_ok=True)
@@ -169,10 +169,10 @@ async def test_a_kept_connection_that_breaks_off_costs_nobody_the_answer(directo
             accepted[0].transport.abort()
         return request
 
-    server = GrpcServer(unary={ECHO: echo}, streams={})
-    await server.start(sockets.bind(directory / "real.sock"))
-    caller = room.Caller(directory / "a.sock", kept_seconds=FOR_EVER_SECONDS)
-    async with await asyncio.start_unix_server(between, sock=sockets.bind(directory / "a.sock")):
+    server = GrpcServer(unary={ECHO: echo}, streams={}, limits=LIMITS)
+    await server.start(bind(directory / "real.sock", "--dir"))
+    caller = Caller(directory / "a.sock", kept_seconds=FOR_EVER_SECONDS)
+    async with await asyncio.start_unix_server(between, sock=bind(directory / "a.sock", "--dir")):
         for number in range(8):
             assert (
                 await caller.call(ECHO, b"%d" % number, timeout_seconds=PATIENCE_SECONDS)

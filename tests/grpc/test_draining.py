@@ -12,10 +12,9 @@ import h2.settings
 import pytest
 from grpc.aio import EOF  # type: ignore[attr-defined]  # missing in the stubs
 
-from tests.kubelet.grpc_parts import ECHO, HANG, SLOW, Served, new_client, raw_watch, status_of
+from tests.grpc.parts import ECHO, HANG, SLOW, Served, new_client, raw_watch, status_of
 from tests.patience import FOR_EVER_SECONDS, PATIENCE_SECONDS
-from vgpu_agent.kubelet import grpc as room
-from vgpu_agent.kubelet.grpc import CallError
+from vgpu_agent.grpc.client import CallError, call
 
 
 async def test_draining_ends_streams_cleanly_while_the_client_keeps_its_connection(
@@ -24,14 +23,14 @@ async def test_draining_ends_streams_cleanly_while_the_client_keeps_its_connecti
     """The kubelet never closes its connection by itself; grpclib's own stop would wait for it
     forever on Python 3.12 and later.
     """
-    call = served.watch()
-    await call.read()
+    watch = served.watch()
+    await watch.read()
     served.service.ending.set()
 
     await asyncio.wait_for(served.server.drain(FOR_EVER_SECONDS), PATIENCE_SECONDS)
 
-    assert await call.read() == EOF
-    assert await call.code() == grpc.StatusCode.OK
+    assert await watch.read() == EOF
+    assert await watch.code() == grpc.StatusCode.OK
 
 
 async def test_draining_lets_a_running_call_finish(served: Served) -> None:
@@ -42,7 +41,7 @@ async def test_draining_lets_a_running_call_finish(served: Served) -> None:
     drain = asyncio.create_task(served.server.drain(FOR_EVER_SECONDS))
     await asyncio.sleep(0)
     with pytest.raises(CallError, match="Connection refused"):
-        await room.call(served.path, ECHO, b"", timeout_seconds=PATIENCE_SECONDS)
+        await call(served.path, ECHO, b"", timeout_seconds=PATIENCE_SECONDS)
     served.service.ending.set()
 
     assert await answer == b"answer"

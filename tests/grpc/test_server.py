@@ -10,7 +10,7 @@ import contextlib
 import pytest
 from structlog.testing import capture_logs
 
-from tests.kubelet.grpc_parts import ECHO, FAIL, Served, new_client, post, raw_watch, status_of
+from tests.grpc.parts import ECHO, FAIL, Served, new_client, post, raw_watch, status_of
 from tests.patience import PATIENCE_SECONDS
 from vgpu_agent.errors import (
     AgentError,
@@ -21,7 +21,7 @@ from vgpu_agent.errors import (
     UnhealthyDeviceError,
     UnknownDeviceError,
 )
-from vgpu_agent.kubelet import grpc as room
+from vgpu_agent.grpc.client import call
 
 
 async def test_a_call_moves_bytes_both_ways(served: Served) -> None:
@@ -31,7 +31,7 @@ async def test_a_call_moves_bytes_both_ways(served: Served) -> None:
     request = b"x" * 5_000_000
 
     assert await served.channel.unary_unary(ECHO)(b"", timeout=PATIENCE_SECONDS) == b""
-    assert await room.call(served.path, ECHO, request, timeout_seconds=PATIENCE_SECONDS) == request
+    assert await call(served.path, ECHO, request, timeout_seconds=PATIENCE_SECONDS) == request
 
 
 async def test_an_unknown_method_is_unimplemented(served: Served) -> None:

@@ -16,9 +16,11 @@ import h2.connection
 import pytest
 
 from tests.patience import PATIENCE_SECONDS
-from vgpu_agent.kubelet.grpc import GrpcServer
+from vgpu_agent.grpc.server import GrpcServer, Limits
 
 ECHO, FAIL, HANG, SLOW, WATCH = "/t.T/Echo", "/t.T/Fail", "/t.T/Hang", "/t.T/Slow", "/t.T/Watch"
+
+LIMITS = Limits(connections=8, streams=4, request_bytes=16 * 1024 * 1024)
 
 
 class Service:
@@ -62,7 +64,7 @@ class Service:
 class Served:
     """A running server, and a grpcio channel to it."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, limits: Limits) -> None:
         self.path = path
         self.service = Service()
         self.server = GrpcServer(
@@ -73,6 +75,7 @@ class Served:
                 SLOW: self.service.slow,
             },
             streams={WATCH: self.service.watch},
+            limits=limits,
         )
         self.channel: Any = grpc.aio.insecure_channel(
             f"unix:{path}", options=[("grpc.use_local_subchannel_pool", 1)]

@@ -1,0 +1,147 @@
+"""Unary calls over a unix socket that end in time and in our own errors."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import TYPE_CHECKING
+
+import grpclib
+from grpclib.client import Channel
+from grpclib.const import Cardinality, Status
+from grpclib.exceptions import ProtocolError, StreamTerminatedError
+
+from vgpu_agent.errors import AgentError
+from vgpu_agent.grpc.connection import Bytes, Connection
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from grpclib.protocol import H2Protocol
+
+# Of one connection, in answers that are not complete. The largest of pod-resources has below 15.
+_MOST_ANSWER_BYTES = 32 * 1024 * 1024
+
+
+class CallError(AgentError):
+    """A gRPC call failed.
+
+    Attributes:
+        status: the gRPC status' name, e.g. ``RESOURCE_EXHAUSTED``; ``UNAVAILABLE`` when there was
+            no answer at all.
+        text: the peer's text, without our preface.
+    """
+
+    def __init__(self, message: str, *, status: str, text: str = "") -> None:
+        super().__init__(message)
+        self.status, self.text = status, text
+
+
+async def call(socket_path: Path, method: str, request: bytes, *, timeout_seconds: float) -> bytes:
+    """Make one unary call over a connection of its own.
+
+    Raises:
+        CallError: the socket has no listener, the answer is an error, or it did not come within
+            ``timeout_seconds``.
+    """
+    channel = _Channel(path=str(socket_path), codec=Bytes())
+    try:
+        return await _answer(channel, socket_path, method, request, timeout_seconds)
+    finally:
+        channel.close()
+
+
+class Caller:
+    """Unary calls over one connection while they follow each other closely;
+    making one costs as much as a call.
+
+    State: the idle connection, closed ``kept_seconds`` after it was last used. A server that starts
+    anew makes its socket anew, so a call that a kept connection breaks off is made again over a new
+    one.
+    """
+
+    def __init__(self, socket_path: Path, *, kept_seconds: float) -> None:
+        self._socket_path = socket_path
+        self._kept_seconds = kept_seconds
+        self._kept: Channel | None = None
+        self._closing: asyncio.TimerHandle | None = None
+
+    async def call(self, method: str, request: bytes, *, timeout_seconds: float) -> bytes:
+        """See `call`; for methods that may be called twice."""
+        if (kept := self._taken()) is not None:
+            try:
+                return await self._call(kept, method, request, timeout_seconds)
+            except CallError as err:
+                if err.status != Status.UNAVAILABLE.name:
+                    raise
+        return await self._call(
+            _Channel(path=str(self._socket_path), codec=Bytes()), method, request, timeout_seconds
+        )
+
+    def close(self) -> None:
+        """Close the idle connection."""
+        if (kept := self._taken()) is not None:
+            kept.close()
+
+    async def _call(
+        self, channel: Channel, method: str, request: bytes, timeout_seconds: float
+    ) -> bytes:
+        try:
+            answer = await _answer(channel, self._socket_path, method, request, timeout_seconds)
+        except BaseException:
+            channel.close()
+            raise
+        self.close()  # of two that were used at the same time one is enough
+        self._kept = channel
+        self._closing = asyncio.get_running_loop().call_later(self._kept_seconds, self.close)
+        return answer
+
+    def _taken(self) -> Channel | None:
+        if self._closing is not None:
+            self._closing.cancel()
+        kept, self._kept, self._closing = self._kept, None, None
+        return kept
+
+
+async def _answer(
+    channel: Channel, socket_path: Path, method: str, request: bytes, timeout_seconds: float
+) -> bytes:
+    name = method.rpartition("/")[2]
+    try:
+        async with (
+            asyncio.timeout(timeout_seconds),
+            channel.request(
+                method, Cardinality.UNARY_UNARY, bytes, bytes, timeout=timeout_seconds
+            ) as stream,
+        ):
+            await stream.send_message(request, end=True)
+            response = await stream.recv_message()
+    except grpclib.GRPCError as err:
+        text = err.message or ""
+        raise CallError(
+            f"{name} on {socket_path} failed: {err.status.name}: {text}",
+            status=err.status.name,
+            text=text,
+        ) from err
+    except TimeoutError as err:
+        message = f"{name} on {socket_path} was not answered within {timeout_seconds:g} s"
+        raise CallError(message, status=Status.DEADLINE_EXCEEDED.name) from err
+    except OSError as err:
+        message = f"{name}: cannot connect to {socket_path}: {err.strerror or err}"
+        raise CallError(message, status=Status.UNAVAILABLE.name) from err
+    except (StreamTerminatedError, ProtocolError, AssertionError) as err:
+        # grpclib asserts where an answer breaks off
+        raise CallError(
+            f"{name} on {socket_path} broke off: {err}", status=Status.UNAVAILABLE.name
+        ) from err
+    if response is None:
+        raise CallError(
+            f"{name} on {socket_path} was answered with nothing", status=Status.UNKNOWN.name
+        )
+    return response
+
+
+class _Channel(Channel):
+    """grpclib's client, over such a connection."""
+
+    def _protocol_factory(self) -> H2Protocol:
+        return Connection(super()._protocol_factory(), _MOST_ANSWER_BYTES)

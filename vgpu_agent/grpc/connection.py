@@ -1,0 +1,168 @@
+"""One connection of grpclib's, for server and client alike: it bounds what a peer may cost,
+and passes encoded messages on as they are.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from typing import TYPE_CHECKING, Any, cast
+
+from grpclib.encoding.base import CodecBase
+from grpclib.protocol import H2Protocol
+from h2.events import (
+    AlternativeServiceAvailable,
+    DataReceived,
+    PingAckReceived,
+    PingReceived,
+    PriorityUpdated,
+    RemoteSettingsChanged,
+    StreamReset,
+    UnknownFrameReceived,
+)
+
+from vgpu_agent import log
+from vgpu_agent.grpc.write_coalescing import CoalescingTransport
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+_logger = log.get(__name__)
+
+_FRAME_COSTS_BYTES = 512  # of memory, besides its content
+# Frames that cost us work and the peer nothing. A kubelet pings once for some ten KiB of a list,
+# and breaks off a call now and then.
+_MOST_IDLE_FRAMES, _IDLE_FRAMES_SECONDS = 10_000, 10.0
+_MOST_RESETS = 200  # in the same time
+_FED_AT_ONCE_BYTES = 16 * 1024  # h2 makes events of all its input before they can be checked
+
+
+class Bytes(CodecBase):
+    """Lets grpclib move encoded messages instead of objects."""
+
+    __content_subtype__ = "proto"
+
+    def encode(self, message: Any, message_type: Any) -> bytes:
+        """See `CodecBase`."""
+        del message_type
+        return bytes(message)
+
+    def decode(self, data: bytes, message_type: Any) -> Any:
+        """See `CodecBase`."""
+        del message_type
+        return data
+
+
+class Connection(H2Protocol):
+    """A connection that repairs some habits of grpclib's,
+    and that ends a peer's excessive requests.
+
+    As HTTP/2 demands, it ignores frames of an unknown kind, where grpclib would drop the
+    connection. When it is lost, a method that waits for room in the write buffer continues, where
+    grpclib would leave it waiting for ever. Data that is written together is sent together (see
+    `write_coalescing`).
+
+    grpclib's windows bound nothing, because it accepts all data at once. So the data of unfinished
+    messages is counted. So are frames that cost only the agent something: pings, settings,
+    priorities, empty data, and streams that are reset at once.
+
+    State: besides grpclib's, the counts.
+    """
+
+    transport: asyncio.Transport
+
+    def __init__(self, plain: H2Protocol, most_bytes: int) -> None:
+        """Take the place of ``plain``; ``most_bytes`` is for the data of unfinished messages."""
+        super().__init__(plain.handler, plain.config, plain.h2_config)
+        self._most_bytes = most_bytes
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        """See `asyncio.Protocol`."""
+        self.transport = cast("asyncio.Transport", transport)
+        super().connection_made(CoalescingTransport(self.transport))
+        processors: dict[Any, Any] = self.processor.processors
+        for event in (UnknownFrameReceived, AlternativeServiceAvailable):
+            processors[event] = lambda _: None
+        for event, count in self._counters().items():
+            processors[event] = _both(count, processors[event])
+        self._costs: dict[int, int] = {}
+        self._idle_frames = self._resets = 0
+        self._counted_from = asyncio.get_running_loop().time()
+
+    def data_received(self, data: bytes) -> None:
+        """See `asyncio.Protocol`."""
+        for start in range(0, len(data), _FED_AT_ONCE_BYTES):
+            if self.connection.is_closing():
+                return
+            try:
+                super().data_received(data[start : start + _FED_AT_ONCE_BYTES])
+            except Exception as err:  # noqa: BLE001
+                # h2 and hpack raise arbitrary exceptions on some malformed input
+                self._end(f"what it sent cannot be understood ({type(err).__name__})")
+
+    def connection_lost(self, exc: BaseException | None) -> None:
+        """See `asyncio.Protocol`."""
+        super().connection_lost(exc)
+        self.resume_writing()
+
+    def _counters(self) -> dict[type[Any], Callable[[Any], None]]:
+        counters: dict[type[Any], Callable[[Any], None]] = {
+            DataReceived: self._count_data,
+            StreamReset: self._count_reset,
+        }
+        counters |= dict.fromkeys(
+            (PingReceived, PingAckReceived, RemoteSettingsChanged, PriorityUpdated),
+            self._count_idle,
+        )
+        counters[UnknownFrameReceived] = self._count_idle
+        return counters
+
+    def _count_data(self, event: DataReceived) -> None:
+        if not event.data and not event.stream_ended:
+            self._count_idle(event)
+        streams = self.processor.streams
+        if len(self._costs) > len(streams):
+            self._costs = {
+                stream: cost for stream, cost in self._costs.items() if stream in streams
+            }
+        self._costs[event.stream_id] = (
+            self._costs.get(event.stream_id, 0) + len(event.data) + _FRAME_COSTS_BYTES
+        )
+        if sum(self._costs.values()) > self._most_bytes:
+            self._end(
+                f"it sent more than {self._most_bytes // 1024 // 1024} MiB in messages that are "
+                "not complete"
+            )
+
+    def _count_reset(self, event: StreamReset) -> None:
+        self._resets += 1
+        self._count_idle(event)
+        if self._resets > _MOST_RESETS:
+            self._end(
+                f"it opened and reset more than {_MOST_RESETS} streams within "
+                f"{_IDLE_FRAMES_SECONDS:g} s"
+            )
+
+    def _count_idle(self, _: object) -> None:
+        now = asyncio.get_running_loop().time()
+        if now - self._counted_from > _IDLE_FRAMES_SECONDS:
+            self._counted_from, self._idle_frames, self._resets = now, 0, min(self._resets, 1)
+        self._idle_frames += 1
+        if self._idle_frames > _MOST_IDLE_FRAMES:
+            self._end(
+                f"it sent more than {_MOST_IDLE_FRAMES} frames that say nothing within "
+                f"{_IDLE_FRAMES_SECONDS:g} s"
+            )
+
+    def _end(self, reason: str) -> None:
+        if not self.connection.is_closing():
+            _logger.warning("grpc.connection_closed", reason=reason)
+            self.processor.close(reason)
+            self.transport.abort()
+
+
+def _both(first: Callable[[Any], None], second: Callable[[Any], None]) -> Callable[[Any], None]:
+    def process(event: Any) -> None:
+        first(event)
+        second(event)
+
+    return process
