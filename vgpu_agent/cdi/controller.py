@@ -19,11 +19,11 @@ import os
 from typing import TYPE_CHECKING, NamedTuple
 
 from vgpu_agent import log
-from vgpu_agent.agent.devices.named_devices import opens_another, places, shape
 from vgpu_agent.cdi import toolkit_specs
 from vgpu_agent.cdi.generated_specs import GPU_KIND, GeneratedSpecs, Wanted
 from vgpu_agent.cdi.imex import Channels, find_channels
 from vgpu_agent.cdi.inlining import inlined
+from vgpu_agent.cdi.named_devices import opens_another, places, shape
 from vgpu_agent.cdi.nvidia_ctk import CtkOptions
 from vgpu_agent.cdi.roots import find_roots
 from vgpu_agent.cdi.toolkit_specs import STATIC_DIRECTORY, ToolkitSpecs
@@ -39,8 +39,8 @@ from vgpu_agent.status import CdiStatus, NotYet
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Iterator, Sequence
 
-    from vgpu_agent.agent.devices.named_devices import Place
     from vgpu_agent.allocation.carrier import Inlined
+    from vgpu_agent.cdi.named_devices import Place
     from vgpu_agent.cdi.roots import Roots
     from vgpu_agent.concurrency import Latest, Supervisor
     from vgpu_agent.config.settings import Settings
@@ -90,6 +90,7 @@ class CdiController:
         journal: Journal,
         supervisor: Supervisor,
         is_late: Callable[[], bool],
+        simulated_tool: Callable[[], tuple[str, ...]] | None = None,
     ) -> None:
         """Build it.
 
@@ -99,12 +100,15 @@ class CdiController:
             journal: records specs and what is missing.
             supervisor: runs the loop.
             is_late: whether grants are bound late.
+            simulated_tool: returns the command of the simulator's tool, which runs unless
+                cdi.nvidiaCtk names another; None on a node with real GPUs.
         """
         self._settings = settings
         self._ledger = ledger
         self._journal = journal
         self._supervisor = supervisor
         self._is_late = is_late
+        self._simulated_tool = simulated_tool
         directory = settings.binding.cdi_directory
         self._source: GeneratedSpecs | ToolkitSpecs
         if settings.cdi.source == "toolkit":
@@ -337,11 +341,8 @@ class CdiController:
             )
 
     def _command(self) -> tuple[str, ...]:
-        if self._settings.simulate and self._settings.cdi.nvidia_ctk == Cdi().nvidia_ctk:
-            # a node with real GPUs never loads the simulator
-            from vgpu_agent.sim.nvidia_ctk import COMMAND  # noqa: PLC0415
-
-            return COMMAND
+        if self._simulated_tool and self._settings.cdi.nvidia_ctk == Cdi().nvidia_ctk:
+            return self._simulated_tool()
         return (self._tool,)
 
     def _keep_back(self) -> None:
