@@ -19,8 +19,7 @@ import os
 from typing import TYPE_CHECKING, NamedTuple
 
 from vgpu_agent import log
-from vgpu_agent.cdi import toolkit_specs
-from vgpu_agent.cdi.generated_specs import GPU_KIND, GeneratedSpecs, Wanted
+from vgpu_agent.cdi.generated_specs import GeneratedSpecs, Wanted
 from vgpu_agent.cdi.imex import Channels, find_channels
 from vgpu_agent.cdi.inlining import inlined
 from vgpu_agent.cdi.named_devices import opens_another, places, shape
@@ -30,7 +29,7 @@ from vgpu_agent.cdi.toolkit_specs import STATIC_DIRECTORY, ToolkitSpecs
 from vgpu_agent.config.device_answers import Cdi
 from vgpu_agent.config.types import DEVICE_MODES
 from vgpu_agent.errors import CarrierError, CdiError
-from vgpu_agent.families.device_lists import CDI_STRATEGIES
+from vgpu_agent.families.device_lists import CDI_STRATEGIES, GENERATED_KIND, TOOLKIT_KIND
 from vgpu_agent.families.registry import FAMILIES
 from vgpu_agent.ledger.offers import Offers
 from vgpu_agent.model import Decider
@@ -123,7 +122,7 @@ class CdiController:
                 retry_min_seconds=settings.tasks.backoff_min_seconds,
                 retry_max_seconds=settings.tasks.backoff_max_seconds,
             )
-        self._kind = toolkit_specs.GPU_KIND if settings.cdi.source == "toolkit" else GPU_KIND
+        self._kind = TOOLKIT_KIND if settings.cdi.source == "toolkit" else GENERATED_KIND
         self._roots: Roots | None = None
         self._tool = settings.cdi.nvidia_ctk
         self._channels = Channels()

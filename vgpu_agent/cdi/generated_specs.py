@@ -24,6 +24,7 @@ from vgpu_agent.cdi.nvidia_ctk import CtkOptions, Stuck, generate
 from vgpu_agent.concurrency import Backoff, Latest, Revision
 from vgpu_agent.config.types import DEVICE_MODES
 from vgpu_agent.errors import CdiError
+from vgpu_agent.families.device_lists import GENERATED_KIND as GPU_KIND
 from vgpu_agent.status import CdiSpecStatus
 
 if TYPE_CHECKING:
@@ -31,9 +32,8 @@ if TYPE_CHECKING:
 
     from vgpu_agent.journal import Journal
 
-VENDOR = "k8s.device-plugin.nvidia.com"
-GPU_KIND = f"{VENDOR}/gpu"
-_CHANNEL_KIND = f"{VENDOR}/imex-channel"
+_VENDOR = GPU_KIND.partition("/")[0]
+_CHANNEL_KIND = f"{_VENDOR}/imex-channel"
 
 # As those of grants, so that what a killed agent leaves behind is cleared away with theirs at the
 # next start.
@@ -170,7 +170,7 @@ class GeneratedSpecs:
 
     def knows(self, mode: str) -> bool:
         """Tell whether a mode has a spec on this node."""
-        return f"{VENDOR}/{mode}=all" in self.names
+        return f"{_VENDOR}/{mode}=all" in self.names
 
     async def run(self, beat: Callable[[], None]) -> None:
         """Make the desired specs, until cancelled."""
@@ -195,7 +195,11 @@ class GeneratedSpecs:
         Raises:
             CdiError: one cannot be removed.
         """
-        for kind in (GPU_KIND, _CHANNEL_KIND, *(f"{VENDOR}/{mode}" for mode in DEVICE_MODES)):
+        for kind in (
+            GPU_KIND,
+            _CHANNEL_KIND,
+            *(f"{_VENDOR}/{mode}" for mode in DEVICE_MODES),
+        ):
             await asyncio.to_thread(_remove, self._path(kind))
         self._made = {}
 
@@ -268,7 +272,7 @@ class GeneratedSpecs:
         mode = "auto" if kind == GPU_KIND else name
         return await generate(
             wanted.ctk,
-            vendor=VENDOR,
+            vendor=_VENDOR,
             name=name,
             mode=mode,
             id_strategy=wanted.id_strategy,
@@ -288,7 +292,7 @@ class GeneratedSpecs:
         return [
             GPU_KIND,
             *channels,
-            *(f"{VENDOR}/{mode}" for mode in DEVICE_MODES if mode in wanted.modes),
+            *(f"{_VENDOR}/{mode}" for mode in DEVICE_MODES if mode in wanted.modes),
         ]
 
     def _made_for(self, kind: str, wanted: Wanted) -> Hashable:
