@@ -15,6 +15,7 @@ import pytest
 
 from tests.golden import U0
 from vgpu_agent.allocation.carrier import GrantRecord
+from vgpu_agent.cdi import grant_spec
 from vgpu_agent.cluster import decode
 from vgpu_agent.errors import CarrierError, ClusterError, UnusableNameError
 from vgpu_agent.isolation.backend import Target
@@ -25,7 +26,6 @@ from vgpu_agent.kubelet.held_ids import decode_pod_resources
 from vgpu_agent.kubelet.wire import delimited
 from vgpu_agent.model import Owner, Share
 from vgpu_agent.pods import container_directory
-from vgpu_agent.runtime import cdi
 
 UID = "5b2f1c5e-8f5f-4f64-9d3b-0d5f5a3c9b11"
 BAD_UIDS = (
@@ -159,4 +159,4 @@ def test_no_forged_record_beside_a_spec_is_read_back(uid: str, container: str) -
         "t" * 32, "f", "r", 1, Owner(container, uid, "n", "p"), (Share(U0, 1000),), "by", 1.0
     )
     with pytest.raises(CarrierError, match="names that Kubernetes allows"):
-        cdi.read_record(cdi.spec_text(record, Edits({"A": "b"})), record.token)
+        grant_spec.read_record(grant_spec.spec_text(record, Edits({"A": "b"})), record.token)

@@ -13,10 +13,13 @@ import pytest
 
 from tests.golden import U0, U1
 from tests.patience import PATIENCE_SECONDS
+from tests.runtime.conftest import grant
 from vgpu_agent.cdi.nvidia_ctk import CtkOptions
 from vgpu_agent.cdi.roots import Roots
 from vgpu_agent.sim.nvidia_ctk import COMMAND, StandInCtk
 from vgpu_agent.sim.state import SimulatedNode
+
+__all__ = ["Tool", "grant", "tool"]
 
 
 @dataclasses.dataclass(frozen=True)

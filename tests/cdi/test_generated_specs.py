@@ -16,10 +16,10 @@ from typing import Any
 import jsonschema
 import pytest
 
+from tests.cdi.cdi_schema import SCHEMA
 from tests.cdi.conftest import Tool
 from tests.golden import U0, U1
 from tests.patience import FOR_EVER_SECONDS, PATIENCE_SECONDS
-from tests.runtime.cdi_schema import SCHEMA
 from vgpu_agent.cdi.generated_specs import GeneratedSpecs, Wanted
 from vgpu_agent.journal import Journal
 

@@ -24,12 +24,6 @@ from vgpu_agent.errors import CapacityError, UnhealthyDeviceError, UnknownDevice
 from vgpu_agent.model import Inventory, Share
 
 
-@pytest.fixture
-def clock() -> Clock:
-    """A clock at 1000 s."""
-    return Clock()
-
-
 def test_asking_twice_with_the_same_ids_gives_the_same_grant(clock: Clock) -> None:
     """kubelet V15: a repeated Allocate changes nothing."""
     ledger = make(clock, WHOLE)

@@ -70,12 +70,6 @@ def claimed(ledger: Ledger, clock: Clock, *claims: Claim) -> None:
 
 
 @pytest.fixture
-def clock() -> Clock:
-    """A clock at 1000 s."""
-    return Clock()
-
-
-@pytest.fixture
 def ledger(clock: Clock) -> Ledger:
     """The golden node with three families, of which two let the pod decide."""
     return make(clock, WHOLE, counted(VGPU), counted(SHARE))

@@ -19,12 +19,6 @@ GPU = "nvidia.com/gpu"
 FAMILIES = ("a", "b")
 
 
-@pytest.fixture
-def clock() -> Clock:
-    """A clock at 1000 s."""
-    return Clock()
-
-
 class Stream:
     """Pods of family ``a`` that end one after the other on the GPUs ``g`` and ``h``;
     ``b`` had a pod before them.

@@ -23,12 +23,6 @@ from tests.ledger.test_claims import VGPU, counted, usable
 from vgpu_agent.model import Grant, GrantState, KubeletRecords, Owner
 
 
-@pytest.fixture
-def clock() -> Clock:
-    """A clock at 1000 s."""
-    return Clock()
-
-
 def test_records_from_before_an_allocate_say_nothing_about_it(clock: Clock) -> None:
     """While they were read the old holder ended and kubelet gave its id away:
     the grant is not the old holder's.

@@ -17,12 +17,6 @@ NAMES = ("nvidia.com/gpu", VGPU, SHARE)
 
 
 @pytest.fixture
-def clock() -> Clock:
-    """A clock at 1000 s."""
-    return Clock()
-
-
-@pytest.fixture
 def ledger(clock: Clock) -> Ledger:
     """The golden node with three families."""
     return make(clock, WHOLE, counted(VGPU), counted(SHARE))

@@ -31,12 +31,6 @@ VGPU = replicated(2, name=NUMBER, family="volcano-vgpu", prefix="v-")
 LENT = "the GPU serves nvidia until its last share is returned"
 
 
-@pytest.fixture
-def clock() -> Clock:
-    """A clock at 1000 s."""
-    return Clock()
-
-
 def claim(pod: str, *, order: int, gpu: str = U0, family: str = "volcano-vgpu") -> Claim:
     """A claim on ``gpu`` by the pod ``ml/<pod>``."""
     return Claim(gpu, family, f"ml/{pod}", f"uid-{pod}", 1000.0 + order, order)

@@ -18,12 +18,6 @@ GPU = "nvidia.com/gpu"
 
 
 @pytest.fixture
-def clock() -> Clock:
-    """A clock at 1000 s."""
-    return Clock()
-
-
-@pytest.fixture
 def ledger(clock: Clock) -> Ledger:
     """The golden node with three families, of which kubelet has been sent the lists."""
     ledger = make(clock, WHOLE, counted(VGPU), counted(SHARE))

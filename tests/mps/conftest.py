@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.mps.supervised import Node
+from tests.mps.supervised import Node, no_blocked_loop
 
 
 @pytest.fixture
@@ -22,3 +22,10 @@ def node() -> Iterator[Node]:
         made = Node(Path(folder))
         yield made
         made.end()
+
+
+@pytest.fixture
+def nothing_blocks() -> Iterator[None]:
+    """Fail a test in which the agent blocks its event loop."""
+    with no_blocked_loop():
+        yield

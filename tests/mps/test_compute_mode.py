@@ -5,24 +5,18 @@ one that leaves a daemon, is lost, or changes to another daemon.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
 
 import pytest
 
-from tests.mps.supervised import RESOURCE, Node, no_blocked_loop, until, until_running
+from tests.mps.supervised import RESOURCE, Node, until, until_running
 from vgpu_agent.isolation.mps import DaemonPlan
 from vgpu_agent.sim.mps_tools import end_daemon
 from vgpu_agent.status import MpsState
 
 NOBODY: frozenset[str] = frozenset()
 
-pytestmark = pytest.mark.component  # each test starts dozens of processes
-
-
-@pytest.fixture(autouse=True)
-def _nothing_blocks() -> Iterator[None]:
-    with no_blocked_loop():
-        yield
+# each test starts dozens of processes
+pytestmark = [pytest.mark.component, pytest.mark.usefixtures("nothing_blocks")]
 
 
 def _first_only(plan: DaemonPlan) -> DaemonPlan:

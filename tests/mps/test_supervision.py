@@ -8,24 +8,18 @@ import asyncio
 import dataclasses
 import os
 import signal
-from collections.abc import Iterator
 
 import msgspec
 import pytest
 
-from tests.mps.supervised import RESOURCE, Node, no_blocked_loop, until, until_running
+from tests.mps.supervised import RESOURCE, Node, until, until_running
 from vgpu_agent.sim.mps_tools import daemon_pid, end_daemon
 from vgpu_agent.status import MpsState, NotYet
 
 NOBODY: frozenset[str] = frozenset()
 
-pytestmark = pytest.mark.component  # each test starts dozens of processes
-
-
-@pytest.fixture(autouse=True)
-def _nothing_blocks() -> Iterator[None]:
-    with no_blocked_loop():
-        yield
+# each test starts dozens of processes
+pytestmark = [pytest.mark.component, pytest.mark.usefixtures("nothing_blocks")]
 
 
 def _told(node: Node, tool: str) -> list[str]:

@@ -18,8 +18,8 @@ from unittest import mock
 import jsonschema
 import pytest
 
+from tests.cdi.cdi_schema import SCHEMA
 from tests.patience import quickest
-from tests.runtime.cdi_schema import SCHEMA
 from tests.runtime.conftest import MakeGrant, names
 from tests.runtime.grants_parts import changed_at, events, link, put, read, spec_name
 from vgpu_agent.allocation.carrier import Carrier

@@ -17,10 +17,11 @@ from tests.torture.api_model import ApiModel
 from tests.torture.device_manager import Endpoint
 from tests.torture.kubelet_model import KubeletModel
 from tests.torture.node_files import NodeFiles
-from tests.torture.plan import NUMBER, Card
+from tests.torture.plan import MEMORY_FACTOR_MIB, NUMBER, Card
 from tests.torture.story import Story
 from vgpu_agent.allocation.identification import KubeletEvidence
 from vgpu_agent.isolation.edits import Edits
+from vgpu_agent.model import Gpu, Inventory
 
 
 class AgentGoneError(Exception):
@@ -41,6 +42,24 @@ class World:
     resources: tuple[str, ...] = (NUMBER,)
     pod_resources_silent: bool = False
     checkpoint_unreadable: bool = False
+
+    @property
+    def inventory(self) -> Inventory:
+        """The GPUs as the agent's driver shows them."""
+        return Inventory(
+            1,
+            tuple(
+                Gpu(
+                    card.uuid,
+                    place,
+                    place,
+                    "NVIDIA A10",
+                    card.units * MEMORY_FACTOR_MIB,
+                    f"0000:0{place + 1}:00.0",
+                )
+                for place, card in enumerate(self.cards)
+            ),
+        )
 
     async def read_records(
         self, resource: str = NUMBER, ids: Sequence[str] = (), *, whole: bool = False

@@ -24,7 +24,7 @@ from vgpu_agent.isolation.hami_core import HamiCore
 from vgpu_agent.journal import Journal
 from vgpu_agent.kubelet.records import join
 from vgpu_agent.ledger import Ledger
-from vgpu_agent.model import Gpu, Inventory, KubeletRecords
+from vgpu_agent.model import KubeletRecords
 from vgpu_agent.pods import PodCache
 
 _EPOCH = 1_800_000_000.0
@@ -59,20 +59,7 @@ class RealAgent:
 
         self._world = world
         self.life = Life()
-        self._inventory = Inventory(
-            1,
-            tuple(
-                Gpu(
-                    card.uuid,
-                    place,
-                    place,
-                    "NVIDIA A10",
-                    card.units * MEMORY_FACTOR_MIB,
-                    f"0000:0{place + 1}:00.0",
-                )
-                for place, card in enumerate(world.cards)
-            ),
-        )
+        self._inventory = world.inventory
         self._book = PodCache()
         self.ledger = Ledger(clock=clock)
         settings = Binding(

@@ -22,7 +22,6 @@ from typing import TYPE_CHECKING
 
 from vgpu_agent import __version__, log
 from vgpu_agent.agent.api_server import ClusterAccess
-from vgpu_agent.agent.devices.cdi import CdiController
 from vgpu_agent.agent.devices.mig import MigDivider
 from vgpu_agent.agent.devices.mps import MpsController
 from vgpu_agent.agent.lag import LoopLag
@@ -44,6 +43,7 @@ from vgpu_agent.allocation.carrier import tokens_of
 from vgpu_agent.allocation.context import Context
 from vgpu_agent.allocation.overcommits import Overcommits
 from vgpu_agent.allocation.refusals import Refusals
+from vgpu_agent.cdi.controller import CdiController
 from vgpu_agent.concurrency import Supervisor, first_of, unless
 from vgpu_agent.errors import CarrierError, SimulationError
 from vgpu_agent.families.registry import FAMILIES
@@ -146,6 +146,7 @@ class Agent:
             journal=self._journal,
             supervisor=self._supervisor,
             is_late=lambda: self._allocator.is_late,
+            simulated_tool=_simulated_ctk if settings.simulate else None,
         )
         grants_in = (
             containers_directory(settings.hami_core.host_directory),
@@ -549,3 +550,10 @@ class Agent:
         return settings.tasks.stuck_seconds + max(
             settings.gpu.poll_seconds, settings.kubelet.socket_poll_seconds
         )
+
+
+def _simulated_ctk() -> tuple[str, ...]:
+    # a node with real GPUs never loads the simulator
+    from vgpu_agent.sim.nvidia_ctk import COMMAND  # noqa: PLC0415
+
+    return COMMAND

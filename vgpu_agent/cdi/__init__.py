@@ -1,3 +1,3 @@
-"""CDI specs of all of a node's devices:
-their making, their validity for runtimes, and their place.
+"""CDI: the specs of all of a node's devices and of single grants,
+their validity for runtimes, and the names that runtimes can resolve.
 """

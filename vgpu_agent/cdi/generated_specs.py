@@ -12,17 +12,19 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
+import errno
 import os
 import time
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
-from vgpu_agent.cdi import earlier_spec, spec_files
-from vgpu_agent.cdi.document import Spec, encode
+from vgpu_agent.cdi import rules
+from vgpu_agent.cdi.document import LARGEST_BYTES, Spec, decode, encode
 from vgpu_agent.cdi.imex import channel_spec
 from vgpu_agent.cdi.nvidia_ctk import CtkOptions, Stuck, generate
 from vgpu_agent.concurrency import Backoff, Latest, Revision
 from vgpu_agent.config.types import DEVICE_MODES
 from vgpu_agent.errors import CdiError
+from vgpu_agent.families.device_lists import GENERATED_KIND as GPU_KIND
 from vgpu_agent.status import CdiSpecStatus
 
 if TYPE_CHECKING:
@@ -30,9 +32,23 @@ if TYPE_CHECKING:
 
     from vgpu_agent.journal import Journal
 
-VENDOR = "k8s.device-plugin.nvidia.com"
-GPU_KIND = f"{VENDOR}/gpu"
-_CHANNEL_KIND = f"{VENDOR}/imex-channel"
+_VENDOR = GPU_KIND.partition("/")[0]
+_CHANNEL_KIND = f"{_VENDOR}/imex-channel"
+
+# As those of grants, so that what a killed agent leaves behind is cleared away with theirs at the
+# next start.
+_TEMPORARY = ".vgpu-agent-{}.tmp"
+
+_REMEDIES = {
+    errno.ENOSPC: "free some space on that file system",
+    errno.EROFS: "mount it writable for the agent, or set another binding.cdiDirectory",
+    errno.EACCES: "let the agent write there (owner, mode, security policy)",
+    errno.EPERM: "let the agent write there (owner, mode, security policy)",
+    errno.ENOTDIR: "move away what stands in the place of a directory",
+    errno.EEXIST: "move away what stands in the place of a directory",
+    errno.EISDIR: "move away the directory that stands in the place of the file",
+    errno.ENOENT: "mount the directory into the agent under the same path",
+}
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -58,6 +74,13 @@ class Wanted:
     ctk: CtkOptions = dataclasses.field(default_factory=CtkOptions)
 
 
+class _EarlierSpec(NamedTuple):
+    """A spec, and when its file was written (unix seconds)."""
+
+    spec: Spec
+    at: float
+
+
 @dataclasses.dataclass(slots=True)
 class _Made:
     """The content of one file: what for, when, and whether it is where runtimes look for it."""
@@ -73,7 +96,7 @@ class GeneratedSpecs:
     """The generated specs in the files of one directory.
 
     State: the specs that were made, by kind. Files of an earlier agent are replaced. That of the
-    GPUs is used until then, see `earlier_spec`.
+    GPUs is used until then.
     """
 
     def __init__(
@@ -147,7 +170,7 @@ class GeneratedSpecs:
 
     def knows(self, mode: str) -> bool:
         """Tell whether a mode has a spec on this node."""
-        return f"{VENDOR}/{mode}=all" in self.names
+        return f"{_VENDOR}/{mode}=all" in self.names
 
     async def run(self, beat: Callable[[], None]) -> None:
         """Make the desired specs, until cancelled."""
@@ -172,8 +195,12 @@ class GeneratedSpecs:
         Raises:
             CdiError: one cannot be removed.
         """
-        for kind in (GPU_KIND, _CHANNEL_KIND, *(f"{VENDOR}/{mode}" for mode in DEVICE_MODES)):
-            await asyncio.to_thread(spec_files.remove, self._path(kind))
+        for kind in (
+            GPU_KIND,
+            _CHANNEL_KIND,
+            *(f"{_VENDOR}/{mode}" for mode in DEVICE_MODES),
+        ):
+            await asyncio.to_thread(_remove, self._path(kind))
         self._made = {}
 
     # -- how it is done ----------------------------------------------------------------------------
@@ -211,9 +238,7 @@ class GeneratedSpecs:
             return
         self._knows_earlier = True
         path = self._path(GPU_KIND)
-        if found := await asyncio.to_thread(
-            earlier_spec.read, path, GPU_KIND, wanted.driver_version
-        ):
+        if found := await asyncio.to_thread(_read_earlier, path, GPU_KIND, wanted.driver_version):
             self._made[GPU_KIND] = _Made(None, None, found.spec, found.at)
             self._journal.record(
                 "cdi.spec_found", kind=GPU_KIND, path=path, devices=len(found.spec.devices)
@@ -247,7 +272,7 @@ class GeneratedSpecs:
         mode = "auto" if kind == GPU_KIND else name
         return await generate(
             wanted.ctk,
-            vendor=VENDOR,
+            vendor=_VENDOR,
             name=name,
             mode=mode,
             id_strategy=wanted.id_strategy,
@@ -255,10 +280,10 @@ class GeneratedSpecs:
         )
 
     async def _is_written(self, kind: str, spec: Spec) -> bool:
-        return await asyncio.to_thread(spec_files.has, self._path(kind), encode(spec))
+        return await asyncio.to_thread(_has, self._path(kind), encode(spec))
 
     async def _write(self, kind: str, spec: Spec) -> None:
-        await asyncio.to_thread(spec_files.write, self._path(kind), encode(spec))
+        await asyncio.to_thread(_write, self._path(kind), encode(spec))
 
     def _kinds(self, wanted: Wanted | None) -> list[str]:
         if wanted is None:
@@ -267,7 +292,7 @@ class GeneratedSpecs:
         return [
             GPU_KIND,
             *channels,
-            *(f"{VENDOR}/{mode}" for mode in DEVICE_MODES if mode in wanted.modes),
+            *(f"{_VENDOR}/{mode}" for mode in DEVICE_MODES if mode in wanted.modes),
         ]
 
     def _made_for(self, kind: str, wanted: Wanted) -> Hashable:
@@ -276,7 +301,7 @@ class GeneratedSpecs:
         return (wanted.channels, wanted.channel_root) if kind == _CHANNEL_KIND else wanted.ctk
 
     def _path(self, kind: str) -> str:
-        return os.path.join(self._directory, spec_files.file_name(kind))
+        return os.path.join(self._directory, f"{kind.replace('/', '-')}.json")
 
     def _status(self, kind: str) -> CdiSpecStatus:
         made = self._made.get(kind)
@@ -288,3 +313,91 @@ class GeneratedSpecs:
         return CdiSpecStatus(
             kind, self._path(kind), devices, made.at if made else 0.0, self._errors.get(kind, "")
         )
+
+
+def _read_earlier(path: str, kind: str, driver_version: str) -> _EarlierSpec | None:
+    """Read the spec of ``kind`` that an earlier agent has made, if it was for that driver.
+
+    NVIDIA's tool describes all GPUs or none, so one that is lost would keep a restarted agent from
+    offering the others. A sound spec of the current driver, which the names of its libraries show,
+    is used for as long as none can be made anew. `controller` checks, as for any spec, that each
+    name in it still opens its device.
+    """
+    try:
+        at = os.stat(path).st_mtime
+        with open(path, "rb") as file:
+            spec = decode(file.read(LARGEST_BYTES + 1))
+    except (OSError, CdiError):
+        return None  # it will be replaced; if that fails, the writer reports why
+    if spec.kind != kind or rules.problems(spec) or not driver_version:
+        return None
+    library = f".so.{driver_version}"  # libcuda.so.580.95.05, and a dozen others
+    mounts = [
+        *spec.container_edits.mounts,
+        *(mount for device in spec.devices for mount in device.container_edits.mounts),
+    ]
+    return (
+        _EarlierSpec(spec, at)
+        if any(mount.container_path.endswith(library) for mount in mounts)
+        else None
+    )
+
+
+def _has(path: str, content: bytes) -> bool:
+    """Tell whether the file exists with exactly this content."""
+    try:
+        with open(path, "rb") as file:
+            return file.read(len(content) + 1) == content
+    except OSError:
+        return False
+
+
+def _write(path: str, content: bytes) -> None:
+    """Write ``content`` durably; readers see the old file or the new one.
+    The directory is made if need be.
+
+    Raises:
+        CdiError: it cannot be written; names path, reason and remedy.
+    """
+    directory = os.path.dirname(path)
+    # always the same, so that nothing can pile up
+    temporary = os.path.join(directory, _TEMPORARY.format(os.path.basename(path)))
+    try:
+        os.makedirs(directory, mode=0o755, exist_ok=True)
+        descriptor = os.open(
+            temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_CLOEXEC, 0o644
+        )
+        try:
+            with open(descriptor, "wb") as file:
+                file.write(content)
+                # whatever the umask: runtimes of users read it as well
+                os.fchmod(file.fileno(), 0o644)
+                file.flush()
+                os.fsync(file.fileno())
+            os.rename(temporary, path)
+        except OSError:
+            with contextlib.suppress(OSError):
+                os.unlink(temporary)
+            raise
+    except OSError as err:
+        raise CdiError(
+            f"cannot write {path}: {err.strerror or err}; "
+            f"{_REMEDIES.get(err.errno or 0, 'look after that file system')}"
+        ) from err
+
+
+def _remove(path: str) -> None:
+    """Remove the file; fine when it is gone already.
+
+    Raises:
+        CdiError: it cannot be removed.
+    """
+    try:
+        os.unlink(path)
+    except FileNotFoundError:
+        return
+    except OSError as err:
+        raise CdiError(
+            f"cannot remove {path}: {err.strerror or err}; remove it by hand, so that no runtime "
+            "goes by it"
+        ) from err

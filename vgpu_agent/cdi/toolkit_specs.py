@@ -18,6 +18,7 @@ from vgpu_agent.cdi import rules
 from vgpu_agent.cdi.document import LARGEST_BYTES, Spec, decode
 from vgpu_agent.concurrency import Revision
 from vgpu_agent.errors import CdiError
+from vgpu_agent.families.device_lists import TOOLKIT_KIND as GPU_KIND
 from vgpu_agent.status import CdiSpecStatus
 
 if TYPE_CHECKING:
@@ -25,8 +26,7 @@ if TYPE_CHECKING:
 
     from vgpu_agent.journal import Journal
 
-VENDOR = "nvidia.com"
-GPU_KIND = f"{VENDOR}/gpu"
+_VENDOR = GPU_KIND.partition("/")[0]
 STATIC_DIRECTORY = "/etc/cdi"  # besides the directory of the settings; runtimes look into both
 _ENDS = (".json", ".yaml", ".yml")
 _OURS = (".", "vgpu-agent-")  # specs of grants, of which there may be a thousand
@@ -104,7 +104,7 @@ class ToolkitSpecs:
         """One for each file."""
         found = [
             CdiSpecStatus(
-                read.spec.kind if read.spec else VENDOR,
+                read.spec.kind if read.spec else _VENDOR,
                 path,
                 tuple(device.name for device in read.spec.devices) if read.spec else (),
                 read.changed_at,
@@ -117,7 +117,7 @@ class ToolkitSpecs:
 
     def knows(self, mode: str) -> bool:
         """Tell whether a mode has a spec on this node."""
-        return f"{VENDOR}/{mode}=all" in self.names
+        return f"{_VENDOR}/{mode}=all" in self.names
 
     async def run(self, beat: Callable[[], None]) -> None:
         """Look for ever."""
@@ -189,13 +189,13 @@ def _ambiguous(files: Mapping[str, _Read]) -> dict[str, tuple[str, ...]]:
 
 def _spec(content: bytes, *, is_yaml: bool) -> tuple[Spec | None, str]:
     """Return the spec, if it is one of NVIDIA's, and its error."""
-    if f"{VENDOR}/".encode() not in content:
+    if f"{_VENDOR}/".encode() not in content:
         return None, ""
     try:
         spec = decode(content, is_yaml=is_yaml)
     except CdiError as err:
         return None, str(err)
-    if not spec.kind.startswith(f"{VENDOR}/"):
+    if not spec.kind.startswith(f"{_VENDOR}/"):
         return None, ""
     found = rules.problems(spec)
     return (None, f"would be refused by runtimes: {'; '.join(found[:3])}") if found else (spec, "")

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from vgpu_agent.cluster import decode
 from vgpu_agent.cluster.api import pod_path
@@ -33,7 +33,27 @@ _NOT_FOUND = 404
 _NOT_ENDED = "status.phase!=Succeeded,status.phase!=Failed"
 
 
-class PodWatch:
+class _Watch:
+    """The loop of one watch, and how it is doing."""
+
+    _reflector: Reflector[Any]
+
+    @property
+    def status(self) -> WatchStatus:
+        """The state of the watch."""
+        return self._reflector.status
+
+    @property
+    def longest_silence_seconds(self) -> float:
+        """The longest healthy silence of `run`, for ``Supervisor.start(stuck_after_seconds=…)``."""
+        return self._reflector.longest_silence_seconds
+
+    async def run(self, beat: Callable[[], None]) -> None:
+        """Keep what is watched true, until cancelled."""
+        await self._reflector.run(beat)
+
+
+class PodWatch(_Watch):
     """The watch that fills a `PodCache` with the pods that are bound to one node
     and have not ended.
 
@@ -57,20 +77,6 @@ class PodWatch:
             journal=journal,
             trim=book.fitting,
         )
-
-    @property
-    def status(self) -> WatchStatus:
-        """The state of the watch."""
-        return self._reflector.status
-
-    @property
-    def longest_silence_seconds(self) -> float:
-        """The longest healthy silence of `run`, for ``Supervisor.start(stuck_after_seconds=…)``."""
-        return self._reflector.longest_silence_seconds
-
-    async def run(self, beat: Callable[[], None]) -> None:
-        """Keep the book true, for ever."""
-        await self._reflector.run(beat)
 
     async def fetch(self, namespace: str, name: str) -> Pod | None:
         """Ask the API server for one pod; None when there is none.
@@ -113,7 +119,7 @@ class _Living:
             self._book.end(item)
 
 
-class NodeWatch:
+class NodeWatch(_Watch):
     """Our own Node.
 
     Attributes:
@@ -138,20 +144,6 @@ class NodeWatch:
             source, scope, decode.node, _Only(self.node, clock), settings=settings, journal=journal
         )
         self.synced: asyncio.Event = self._reflector.synced
-
-    @property
-    def status(self) -> WatchStatus:
-        """The state of the watch."""
-        return self._reflector.status
-
-    @property
-    def longest_silence_seconds(self) -> float:
-        """The longest healthy silence of `run`, for ``Supervisor.start(stuck_after_seconds=…)``."""
-        return self._reflector.longest_silence_seconds
-
-    async def run(self, beat: Callable[[], None]) -> None:
-        """Keep ``node`` true, for ever."""
-        await self._reflector.run(beat)
 
 
 class _Only:

@@ -53,6 +53,15 @@ class Node:
     value: Scalar | dict[str, Node] | list[Node]
     line: int
 
+    @property
+    def plain(self) -> Any:
+        """The value without its line numbers."""
+        if isinstance(self.value, dict):
+            return {name: member.plain for name, member in self.value.items()}
+        if isinstance(self.value, list):
+            return [member.plain for member in self.value]
+        return self.value
+
 
 class _RefusedError(Exception):
     """The text cannot be read further."""

@@ -25,8 +25,7 @@ from vgpu_agent.concurrency import Latest
 from vgpu_agent.errors import AgentError, DriverMissingError, NvmlError, NvmlHungError
 from vgpu_agent.gpu import changes
 from vgpu_agent.gpu import inventory as inventories
-from vgpu_agent.gpu.health import Probe, RecoveryPolicy
-from vgpu_agent.gpu.healths import Healths
+from vgpu_agent.gpu.health import Healths, Probe, RecoveryPolicy
 from vgpu_agent.gpu.nvml import Nvml
 from vgpu_agent.gpu.reopening import Reopening
 from vgpu_agent.gpu.session import Session

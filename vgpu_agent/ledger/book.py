@@ -27,16 +27,13 @@ from vgpu_agent.errors import (
 )
 from vgpu_agent.ledger import accounting, availability
 from vgpu_agent.ledger.accounting import Device
-from vgpu_agent.ledger.claims import in_order, oldest_by_gpu, why_kept
+from vgpu_agent.ledger.arbitration import Arbitration
 from vgpu_agent.ledger.cordons import Cordons
 from vgpu_agent.ledger.devices import devices_of, gone, with_gone
-from vgpu_agent.ledger.drains import Drains
 from vgpu_agent.ledger.grants import Grants
 from vgpu_agent.ledger.offers import Offers
 from vgpu_agent.ledger.reconciliation import Reconciliation
-from vgpu_agent.ledger.turns import Turns
 from vgpu_agent.ledger.uses import held_back, uses
-from vgpu_agent.ledger.withdrawals import Withdrawals
 from vgpu_agent.model import Decider, Grant, GrantState
 
 if TYPE_CHECKING:
@@ -72,7 +69,6 @@ class Ledger:
     list that kubelet should see, a grant or a claim has changed.
 
     Attributes:
-        claims: the GPUs that are kept for pods, the oldest claim first.
         withdrawn: moves on when a family is offered less than before, because of another one.
     """
 
@@ -97,20 +93,9 @@ class Ledger:
         self._offers = Offers()
         self._grants = Grants(self._offers)
         self._reconciliation = Reconciliation(self._grants, clock, wall_clock)
-        # offers, devices → GPUs
-        self._offered_gpus: tuple[int, Mapping[str, Device], dict[str, frozenset[str]]] | None = (
-            None
-        )
-        self.claims: tuple[Claim, ...] = ()
-        self._oldest_claims: Mapping[str, Claim] = {}  # by GPU
-        self._withdrawals = Withdrawals(clock)
-        self._turns = Turns(clock, self._withdrawals.lasts_seconds)
-        self._drains = Drains(clock)
-        self._served_families: frozenset[str] = frozenset()
-        self._withheld_families: frozenset[str] = frozenset()
-        self._shared_out = self._listed = False
+        self._arbitration = Arbitration(self._offers, self._grants, self._cordons, clock)
+        self._listed = False
         self._passes = 0
-        self._gpus_of_grants: dict[int, tuple[Sequence[Share], tuple[str, frozenset[str]]]] = {}
         # the first look at kubelet's records has shown nothing, and none since has
         self._holders_unknown = False
         # whether kubelet has reported all that was held when this process started
@@ -150,12 +135,7 @@ class Ledger:
         """
         held = {grant.resource for grant in self._grants.by_number.values() if grant.decided_for}
         changed = self._offers.replace(resources, held)
-        able = {
-            resource.family
-            for resource in self._offers.in_order
-            if resource.decided_by is not Decider.NOBODY
-        }
-        self._served_families = frozenset(able - set(unserved))
+        self._arbitration.serve(unserved)
         if self._grants.restate(stand_for) or changed:
             self._changed()
 
@@ -163,8 +143,7 @@ class Ledger:
         """Give no turns to ``families``, whose resources are not offered
         to the kubelet at the moment.
         """
-        if (withheld := frozenset(families)) != self._withheld_families:
-            self._withheld_families = withheld
+        if self._arbitration.withhold(families):
             self._changed()
 
     def cordon(self, device: str, reason: str, *, by: str = "") -> None:
@@ -181,16 +160,14 @@ class Ledger:
 
     def claim(self, claims: Iterable[Claim]) -> None:
         """Keep GPUs for exactly ``claims`` from now on."""
-        if (ordered := in_order(claims)) != self.claims:
-            self.claims, self._oldest_claims = ordered, oldest_by_gpu(ordered)
+        if self._arbitration.claim(claims):
             self._changed()
 
     def end_turns(self) -> None:
         """Offer to the next family, or to all, what one was offered first, where its time is over;
         see `turn_ends_in_seconds`.
         """
-        moved = self._turns.move_on()
-        if self._withdrawals.end() or moved:
+        if self._arbitration.move_on():
             self._changed()
 
     def counted(self, number: int | None) -> None:
@@ -200,7 +177,7 @@ class Ledger:
         Until then the kubelet keeps what is withdrawn, for the pods that schedulers bind by the
         older counts.
         """
-        if self._withdrawals.counted(number):
+        if self._arbitration.counted(number):
             self.revision.advance()  # what waits for `turn_ends_in_seconds` waits for less now
 
     def has_settled(self, device: str) -> bool:
@@ -248,37 +225,35 @@ class Ledger:
             )
         )
 
+    @property
+    def claims(self) -> tuple[Claim, ...]:
+        """The GPUs that are kept for pods, the oldest claim first."""
+        return self._arbitration.claims
+
     def why_kept(self, gpu: str, family: str) -> str:
         """Explain why ``family`` gets no new share of ``gpu`` because of a claim;
         empty when none keeps it away.
         """
-        return why_kept(gpu, family, self._oldest_claims)
+        return self._arbitration.why_kept(gpu, family)
 
     @property
     def serves_several_families(self) -> bool:
         """Tell whether families may race for a GPU."""
-        return len(self._served_families) > 1
+        return self._arbitration.serves_several_families
 
     @property
     def turn_ends_in_seconds(self) -> float | None:
         """Seconds until the offer of a GPU changes because of the time alone;
         None when none does.
         """
-        return min(
-            (
-                left
-                for left in (self._turns.seconds_left, self._withdrawals.seconds_left)
-                if left is not None
-            ),
-            default=None,
-        )
+        return self._arbitration.seconds_left
 
     @property
     def turns_end_in_seconds(self) -> float | None:
         """Seconds until all GPUs that were returned by now are offered to all;
         None when they are.
         """
-        return self._turns.over_in_seconds
+        return self._arbitration.turns_over_in_seconds
 
     def free_ids(self, resource: str) -> int:
         """Return how many ids of ``resource`` could be given out now."""
@@ -341,7 +316,7 @@ class Ledger:
         Raises:
             UnknownDeviceError: the resource is not offered.
         """
-        resource, served = self.resource(name), self._served()
+        resource, served = self.resource(name), self._arbitration.served()
         held, trouble = self._grants.holder.get(name, {}), self._troubles(resource, turns=False)
         serving, free = dict[str, int](), dict[str, int]()
         for device in self._offers.devices(resource):
@@ -358,7 +333,7 @@ class Ledger:
 
     def is_first(self, gpu: str, family: str) -> bool:
         """Tell whether ``family`` alone is offered the GPU now, because it is its turn."""
-        return self._turns.is_first(gpu, family)
+        return self._arbitration.is_first(gpu, family)
 
     def offered_ids(self, name: str) -> int:
         """Count the ids of resource ``name`` that schedulers are to know of, those in use included.
@@ -378,29 +353,7 @@ class Ledger:
         """GPUs that families other than ``family`` are offered as well;
         empty where it is the only one.
         """
-        if (
-            self._offered_gpus is None
-            or self._offered_gpus[0] != self._offers.version
-            or self._offered_gpus[1] is not self._devices
-        ):
-            gpus: dict[str, set[str]] = {}
-            for resource in self._offers.in_order:
-                known = (
-                    device
-                    for uuid in self._offers.devices(resource)
-                    if (device := self._devices.get(uuid))
-                )
-                gpus.setdefault(resource.family, set()).update(
-                    device.gpu for device in known if not (resource.undivided and device.divided)
-                )
-            self._offered_gpus = (
-                self._offers.version,
-                self._devices,
-                {name: frozenset(found) for name, found in gpus.items()},
-            )
-        return frozenset().union(
-            *(gpus for name, gpus in self._offered_gpus[2].items() if name != family)
-        )
+        return self._arbitration.shared_gpus(family)
 
     def gpu_of(self, device: str) -> str:
         """The GPU of a MIG instance; any other device is its own."""
@@ -780,9 +733,9 @@ class Ledger:
             self._cordons,
             grants,
             self._grants.offers_all_of,
-            self._oldest_claims if claims else {},
-            self._why_waits if turns else _never,
-            self._withdrawals.lasts if at_kubelet else _no,
+            self._arbitration.oldest_claims if claims else {},
+            self._arbitration.why_waits if turns else _never,
+            self._arbitration.lasts if at_kubelet else _no,
         )
         return {device: availability.trouble(device, resource, known) for device in asked}
 
@@ -871,104 +824,14 @@ class Ledger:
     def _booked(self, resource: Resource) -> Usage:
         return accounting.usage(resource, self._grants.by_number.values(), self._offers.device)
 
-    def _in_use(self) -> dict[str, str]:
-        """GPU → the family that has something of it, or for which it is kept."""
-        return {gpu: claim.family for gpu, claim in self._oldest_claims.items()} | self._served()
-
-    def _served(self) -> dict[str, str]:
-        """GPU → the family that has something of it."""
-        served = {}
-        for grant in self._grants.by_number.values():
-            for share in grant.shares:
-                known = self._devices.get(share.device)
-                served[known.gpu if known else share.device] = grant.family
-        return served
-
-    def _candidates(self, gpu: str) -> list[str]:
-        """Return the families that could give out something of a free GPU."""
-        able = (
-            resource.family
-            for resource in self._offers.in_order
-            if resource.decided_by is not Decider.NOBODY and resource.family in self._able_families
-            for device in self._offers.devices(resource)
-            if (known := self._devices.get(device)) is not None and known.gpu == gpu
-            if not availability.own_trouble(device, resource, self._devices, self._cordons)
-        )
-        return list(dict.fromkeys(able))
-
-    def _held_gpus(self) -> dict[int, tuple[str, frozenset[str]]]:
-        """Return the family and the GPUs of each grant that has something, by number;
-        read anew for changed grants only.
-        """
-        known = self._gpus_of_grants
-        self._gpus_of_grants = {
-            number: known[number]
-            if number in known and known[number][0] is grant.shares
-            else (
-                grant.shares,
-                (grant.family, frozenset(self.gpu_of(share.device) for share in grant.shares)),
-            )
-            for number, grant in self._grants.by_number.items()
-            if grant.shares
-        }
-        return {number: held for number, (_, held) in self._gpus_of_grants.items()}
-
-    def _offered_free(self, in_use: Collection[str]) -> set[str]:
-        """Return the families that are offered a GPU of which nothing is held or claimed."""
-        free = {device.gpu for device in self._devices.values()}.difference(in_use)
-        return {
-            family
-            for gpu in free
-            for family in self._candidates(gpu)
-            if not self._turns.why_waits(gpu, family)
-        }
-
-    def _why_waits(self, gpu: str, family: str) -> str:
-        return self._turns.why_waits(gpu, family) or self._drains.why_drained(gpu, family)
-
-    def _offered_to(self) -> list[tuple[str, str]]:
-        """Each GPU and each family that is offered it, as far as the other families go."""
-        if self._holders_unknown:
-            return []
-        served = self._served()
-        return [
-            (gpu, family)
-            for gpu in {device.gpu for device in self._devices.values()}
-            for family in self._served_families
-            if served.get(gpu, family) == family
-            and not self.why_kept(gpu, family)
-            and not self._why_waits(gpu, family)
-        ]
-
-    @property
-    def _able_families(self) -> frozenset[str]:
-        """Return the families whose pods can start now."""
-        return self._served_families - self._withheld_families
-
-    def _share_out(self) -> None:
-        """Bring turns, drains and withdrawals in line with what is held and claimed."""
-        in_use = self._in_use()
-        self._turns.follow(in_use, self._candidates)
-        self._drains.follow(
-            self._held_gpus(),
-            self._served(),
-            self._able_families,
-            lambda: self._offered_free(in_use),
-        )
-        number = self.withdrawn.value + 1
-        if self._withdrawals.follow(self._offered_to(), number, listed=self._listed):
-            self.withdrawn.advance()
-
     def _changed(self) -> None:
-        # On a node with one family there is no race, and each change would cost a look at all
-        # grants.
-        if self.serves_several_families:
-            self._share_out()
-        elif self._shared_out:
-            self._withdrawals = Withdrawals(self._clock)
-            self._turns = Turns(self._clock, self._withdrawals.lasts_seconds)
-            self._drains = Drains(self._clock)
-        self._shared_out = self.serves_several_families
+        if self._arbitration.follow(
+            self._devices,
+            self.withdrawn.value + 1,
+            holders_unknown=self._holders_unknown,
+            listed=self._listed,
+        ):
+            self.withdrawn.advance()
         self.revision.advance()
 
 

@@ -55,7 +55,7 @@ def read_export(text: str, gpus: int) -> Mapping[int, Division]:
     if root is None or faults:
         where = f"line {faults[0].line}: {faults[0].text}" if faults else "it is empty"
         raise MigError(f"what it exports is not YAML ({where}): {_shown(text)}")
-    configurations = _plain(root)
+    configurations = root.plain
     configurations = configurations.get("mig-configs") if isinstance(configurations, dict) else None
     if not isinstance(configurations, dict) or len(configurations) != 1:
         raise MigError(
@@ -106,15 +106,6 @@ def _entry(entry: Any, gpus: int) -> tuple[list[int], Division]:
 
 def _is_number(value: Any, most: int) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and 0 <= value <= most
-
-
-def _plain(node: yaml.Node) -> Any:
-    """Return the value without its line numbers."""
-    if isinstance(node.value, dict):
-        return {name: _plain(member) for name, member in node.value.items()}
-    if isinstance(node.value, list):
-        return [_plain(member) for member in node.value]
-    return node.value
 
 
 def _shown(text: str) -> str:

@@ -3,7 +3,7 @@
 A GPU serves one family at a time. A family that begins a free GPU while one that serves it already
 has room keeps all other families from that GPU. So every choice goes by rank first, and by the
 policy of the resource among GPUs of one rank. Pure functions on plain data: `allocation` collects
-the facts about the GPUs, the families pass them to `policies`, `rooms` and `whole_pod`.
+the facts about the GPUs, the families pass them to `policies` and `rooms`.
 """
 
 from __future__ import annotations

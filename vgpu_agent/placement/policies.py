@@ -9,15 +9,14 @@ several families share, the ranks of `mixing` come first.
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 from typing import TYPE_CHECKING
 
 from vgpu_agent.errors import CapacityError
 from vgpu_agent.placement.aligned import choose_group
-from vgpu_agent.placement.mixing import OWN
-from vgpu_agent.placement.one_gpu import choose_on_one
+from vgpu_agent.placement.mixing import OTHERS, OWN
 from vgpu_agent.placement.sharing import DISTRIBUTED, PACKED, choose_replicas
-from vgpu_agent.placement.spreading import choose_spread
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -117,23 +116,72 @@ def _greedy(policy: str) -> Callable[[IdRequest], list[str]]:
 
 
 def _spread(request: IdRequest) -> list[str]:
-    return choose_spread(
-        device_of=request.device_of.__getitem__,
-        available=request.available,
-        required=request.required,
-        size=request.size,
-        rank=request.rank,
-    )
+    """Choose replicas of different GPUs, in the order of the available ones:
+    the rule of the fork that first offered replicas, for resources in iktos's words (iktos §I.4).
+
+    It differs from `sharing`'s DISTRIBUTED in two points: a GPU that the container has nothing of
+    yet always comes first, whatever its rank, because that is what a container with several
+    replicas has asked for; and of several it takes the one with the most free replicas, not the one
+    with the fewest held. Another family's GPU comes last of all. Two details differ from the fork:
+    replicas are counted 0, 1, 2, … 10 instead of in the order of their text (iktos D14), and taking
+    a required id does not change the order of the others.
+    """
+    order = {id_: place for place, id_ in enumerate(request.available)}
+    if missing := [id_ for id_ in request.required if id_ not in order]:
+        raise CapacityError(f"{', '.join(missing)} cannot be had")
+    if not len(request.required) <= request.size <= len(order):
+        raise CapacityError(
+            f"{request.size} ids are wanted, {len(request.required)} of them by name, "
+            f"{len(order)} can be had"
+        )
+    free: dict[str, collections.deque[str]] = {}
+    for id_ in order:
+        queue = free.setdefault(request.device_of[id_], collections.deque())
+        if id_ not in request.required:
+            queue.append(id_)
+    chosen = set(request.required)
+    used = {request.device_of[id_] for id_ in request.required}
+    for _ in range(request.size - len(chosen)):
+        device = max(
+            (name for name in free if free[name]),
+            key=lambda name: (
+                request.rank(name) != OTHERS,
+                name not in used,
+                -request.rank(name),
+                len(free[name]),
+            ),
+        )
+        used.add(device)
+        chosen.add(free[device].popleft())
+    return sorted(chosen, key=order.__getitem__)
 
 
 def _on_one(request: IdRequest) -> list[str]:
-    return choose_on_one(
-        device_of=request.device_of.__getitem__,
-        available=request.available,
-        required=request.required,
-        size=request.size,
-        rank=request.rank,
-    )
+    """Choose ids of one device, the required ones first, because they are units of its memory:
+    five of one GPU and three of another are not eight.
+
+    Of the lowest rank, the fullest device that still has enough is taken, so that large requests
+    find room later (iktos D12).
+    """
+    free: dict[str, list[str]] = collections.defaultdict(list)
+    for id_ in request.available:
+        if id_ not in request.required:
+            free[request.device_of[id_]].append(id_)
+    wanted = request.size - len(request.required)
+    bound = {request.device_of[id_] for id_ in request.required}
+    if len(bound) > 1:
+        raise CapacityError(
+            f"{', '.join(request.required)} are of {len(bound)} devices, and all must be of one"
+        )
+    fitting = [device for device in (bound or free) if len(free[device]) >= wanted]
+    if not fitting:
+        most = max((len(free[device]) for device in (bound or free)), default=0)
+        raise CapacityError(
+            f"{request.size} ids of one device are wanted, no device has more than "
+            f"{most + len(request.required)}"
+        )
+    fullest = min(fitting, key=lambda device: (request.rank(device), len(free[device])))
+    return [*request.required, *free[fullest][:wanted]]
 
 
 POLICIES: Mapping[str, Callable[[IdRequest], list[str]]] = {

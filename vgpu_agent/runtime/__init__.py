@@ -1,3 +1,3 @@
-"""The interface to runtimes and containers:
-CDI specs, a grant's host directories and files, the installed library.
+"""The host behind containers: a grant's spec file, directories and files,
+the installed library, and the memory that containers use.
 """

@@ -20,7 +20,6 @@ from vgpu_agent.errors import CarrierError
 from vgpu_agent.isolation.hami_usage import RegionUse, Unreadable, read_region
 from vgpu_agent.log import ChangeFilter
 from vgpu_agent.model import ContainerUsage
-from vgpu_agent.runtime.host_processes import HostProcesses
 from vgpu_agent.runtime.own_thread import OwnThread
 from vgpu_agent.runtime.region_slots import behind
 
@@ -39,6 +38,11 @@ _MAX_FILES = 32  # of one directory; the container may fill it as it likes
 _HANGS = "hangs"
 _DEADLINE_SECONDS = 30.0
 _READ_ONLY = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+
+# The second process of a Linux system, and of no container: where it is seen, numbers are those of
+# the host.
+_KERNEL_PROCESS, _KERNEL_NAME = 2, "kthreadd"
+_ENDED = ("Z", "X")  # zombie, dead (proc_pid_status(5))
 
 _Names = dict[str, tuple["Pod", str]]  # directory name → pod and container
 
@@ -156,6 +160,52 @@ class ContainerUsages:
                 ):
                     found[name] = outcome
         return found
+
+
+class HostProcesses:
+    """The processes of the host as ``proc_root`` shows them, or no knowledge at all. Nothing is
+    kept: every question is asked anew.
+
+    A process that is killed leaves its entry in the region behind, with all the memory it had
+    (hami-core §2.4). So entries are checked before they are counted.
+    """
+
+    def __init__(self, proc_root: str) -> None:
+        self._proc_root = proc_root
+
+    @property
+    def visible(self) -> bool:
+        """Tell whether these are the host's processes;
+        an agent without ``hostPID`` sees only its own.
+        """
+        return self._status(_KERNEL_PROCESS).get("Name") == _KERNEL_NAME
+
+    def is_alive(self, hostpid: int, pid: int) -> bool:
+        """Tell whether the process ``hostpid`` on the host, ``pid`` in its container, runs;
+        only where they are `visible`.
+
+        Without a number on the host this is unknown and it counts as alive: memory that is in use
+        must not be overlooked.
+        """
+        if hostpid <= 0:
+            return True
+        status = self._status(hostpid)
+        if not status or status.get("State", "").startswith(_ENDED):
+            return False
+        # One number for each PID namespace, the innermost last; another one there means that the
+        # number went to another process.
+        return status.get("NSpid", str(pid)).split()[-1:] == [str(pid)]
+
+    def _status(self, hostpid: int) -> dict[str, str]:
+        """The process's status by keyword; empty when there is none."""
+        try:
+            with open(
+                f"{self._proc_root}/{hostpid}/status", encoding="utf-8", errors="replace"
+            ) as file:
+                lines = file.read().splitlines()
+        except OSError:  # also ESRCH, when it ends between open and read
+            return {}
+        return {name: value.strip() for name, _, value in (line.partition(":") for line in lines)}
 
 
 def _anybody(_hostpid: int, _pid: int) -> bool:

@@ -21,10 +21,11 @@ import threading
 import time
 from typing import TYPE_CHECKING, TypeVar
 
+from vgpu_agent.cdi import grant_spec
 from vgpu_agent.errors import CarrierError
 from vgpu_agent.isolation.edits import Edits
 from vgpu_agent.log import ChangeFilter
-from vgpu_agent.runtime import cdi, host_files, region_slots, removal
+from vgpu_agent.runtime import host_files, region_slots, removal
 from vgpu_agent.runtime.mounts import MountTables, Use
 from vgpu_agent.runtime.own_thread import NotReturnedError, OwnThread
 
@@ -413,7 +414,7 @@ class GrantDirectory:
                     os.unlink(path)
             elif matched := _SPEC_NAME.fullmatch(name):
                 try:
-                    records[matched[1]] = cdi.read_record(_read(path), matched[1])
+                    records[matched[1]] = grant_spec.read_record(_read(path), matched[1])
                 except CarrierError as err:
                     notes.append(
                         (
@@ -424,7 +425,7 @@ class GrantDirectory:
         return records
 
     async def _inlined(self, provision: Provision) -> Inlined | None:
-        names = cdi.other_names(provision.edits)
+        names = grant_spec.other_names(provision.edits)
         return await self._inline(names) if names and self._inline is not None else None
 
     def _deliver(
@@ -438,7 +439,7 @@ class GrantDirectory:
         """Deliver a grant; with ``only_missing`` return False where a start has put a spec of
         that name meanwhile.
         """
-        content = cdi.spec_text(record, provision.edits, inlined)
+        content = grant_spec.spec_text(record, provision.edits, inlined)
         path = self._path(record.token)
         with self._lock(record.token), self._lock_of(provision.collected):
             before = self._records.get(record.token)
@@ -490,7 +491,7 @@ class GrantDirectory:
             with self._changing:
                 self._prepared = {**self._prepared, record.token: record}
             host_files.replace_file(
-                self._path(record.token, self._kept), cdi.spec_text(record, Edits())
+                self._path(record.token, self._kept), grant_spec.spec_text(record, Edits())
             )
 
     def _collect(self, record: GrantRecord) -> str | None:

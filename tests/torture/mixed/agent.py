@@ -44,7 +44,7 @@ from vgpu_agent.journal import Journal
 from vgpu_agent.kubelet.pod_resources import PodResources
 from vgpu_agent.kubelet.records import join
 from vgpu_agent.ledger import Ledger
-from vgpu_agent.model import Gpu, Inventory, KubeletRecords
+from vgpu_agent.model import KubeletRecords
 from vgpu_agent.nodes import Node, SentCounts
 from vgpu_agent.pods import PodCache
 from vgpu_agent.status import KubeletStatus
@@ -138,20 +138,7 @@ class MixedAgent:
 
         self._world, self._clock = world, clock
         self.life = Life()
-        self._inventory = Inventory(
-            1,
-            tuple(
-                Gpu(
-                    card.uuid,
-                    place,
-                    place,
-                    "NVIDIA A10",
-                    card.units * MEMORY_FACTOR_MIB,
-                    f"0000:0{place + 1}:00.0",
-                )
-                for place, card in enumerate(world.cards)
-            ),
-        )
+        self._inventory = world.inventory
         self._book, self._refusals = PodCache(clock), Refusals(clock)
         self.ledger = Ledger(clock=clock, wall_clock=clock)
         settings = Binding(mode="late")

@@ -1,1 +1,1 @@
-"""The controllers of CDI specs, MPS daemons and MIG instances, by which containers get devices."""
+"""The controllers of MPS daemons and MIG instances, by which containers get devices."""

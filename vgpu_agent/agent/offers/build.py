@@ -15,9 +15,9 @@ import shutil
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
-from vgpu_agent.agent.devices.cdi import NO_CDI
 from vgpu_agent.agent.offers.control_nodes import NONE_FOUND, find_control_nodes
 from vgpu_agent.allocation.context import Families
+from vgpu_agent.cdi.controller import NO_CDI
 from vgpu_agent.families.device_lists import GENERATED_KIND, TOOLKIT_KIND, ListOptions
 from vgpu_agent.families.plugin_files import texts_in_force
 from vgpu_agent.families.registry import FAMILIES
@@ -26,8 +26,8 @@ from vgpu_agent.families.spec import NodeFacts
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from vgpu_agent.agent.devices.cdi import CdiFound
     from vgpu_agent.agent.offers.control_nodes import ControlNodes
+    from vgpu_agent.cdi.controller import CdiFound
     from vgpu_agent.config.settings import Settings
     from vgpu_agent.isolation.backend import LibraryLimits
 

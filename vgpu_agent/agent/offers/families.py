@@ -12,12 +12,12 @@ import math
 import re
 from typing import TYPE_CHECKING
 
-from vgpu_agent.agent.devices.cdi import NO_CDI
 from vgpu_agent.agent.offers.build import Library, build, look
 from vgpu_agent.agent.offers.control_nodes import NONE_FOUND, find_control_nodes
 from vgpu_agent.agent.offers.servers import check_offer
 from vgpu_agent.allocation.context import Families
 from vgpu_agent.allocation.mode import choose
+from vgpu_agent.cdi.controller import NO_CDI
 from vgpu_agent.config.collisions import without
 from vgpu_agent.device_ids import NumberedIds
 from vgpu_agent.errors import CarrierError, OfferError
@@ -29,10 +29,10 @@ if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
 
     from vgpu_agent.agent.api_server import ClusterAccess
-    from vgpu_agent.agent.devices.cdi import CdiController
     from vgpu_agent.agent.offers.build import Built
     from vgpu_agent.agent.offers.servers import Offering
     from vgpu_agent.allocation.allocator import Allocator
+    from vgpu_agent.cdi.controller import CdiController
     from vgpu_agent.config.settings import Settings
     from vgpu_agent.families.family import Family, PodFamily
     from vgpu_agent.isolation.backend import LibraryLimits

@@ -23,7 +23,6 @@ from vgpu_agent.errors import CapacityError, OfferError, RequestRefusedError, li
 from vgpu_agent.families.device_lists import ListOptions, answer_number, edits_of, visible_device
 from vgpu_agent.families.family import Decision, Ownership, Question
 from vgpu_agent.families.memory_units import LARGEST_FACTOR, smallest_fitting_factor
-from vgpu_agent.families.volcano_gpushare.numbers import first_units, parse_indices, units
 from vgpu_agent.families.volcano_gpushare.settings import (
     FAMILY,
     MEMORY_RESOURCE,
@@ -32,10 +31,16 @@ from vgpu_agent.families.volcano_gpushare.settings import (
     SHARE,
     VolcanoGpushare,
 )
+from vgpu_agent.families.volcano_gpushare.whole_pod import (
+    first_idle,
+    first_units,
+    first_with_room,
+    parse_indices,
+    units,
+)
 from vgpu_agent.isolation.edits import Edits, Provision
 from vgpu_agent.model import Decider, Resource, Share
 from vgpu_agent.nodes import DesiredNode
-from vgpu_agent.placement.whole_pod import first_idle, first_with_room
 from vgpu_agent.pods import ContainerKind, DesiredPod
 
 if TYPE_CHECKING:

@@ -254,7 +254,7 @@ def read_device_config(text: str) -> Overlay:
         say = reading.unreadable if root is None else reading.problem
         say(f"line {fault.line}", ": ".join(part for part in (fault.path, fault.text) if part))
     if root is not None or not faults:
-        for name, value in _device_members(reading, _plain(root) if root else None):
+        for name, value in _device_members(reading, root.plain if root else None):
             _take_of_devices(reading, f"{_TOP}.{shown_key(name)}", name, value)
     return reading.overlay()
 
@@ -347,12 +347,3 @@ def _members(value: Any) -> Iterator[tuple[str, Any]]:
     """The members of a JSON object with their keys in lower case, none of anything else."""
     if isinstance(value, dict):
         yield from ((name.lower(), member) for name, member in value.items())
-
-
-def _plain(node: yaml.Node) -> Any:
-    """Return the value without its line numbers."""
-    if isinstance(node.value, dict):
-        return {name: _plain(member) for name, member in node.value.items()}
-    if isinstance(node.value, list):
-        return [_plain(member) for member in node.value]
-    return node.value

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from tests.agent.devices.cdi_parts import GPUS, Side, write_toolkits_spec
+from tests.cdi.controller_parts import GPUS, Side, write_toolkits_spec
 from tests.golden import U0, U1
 from tests.patience import PATIENCE_SECONDS
 from vgpu_agent.concurrency import Supervisor

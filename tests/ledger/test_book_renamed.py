@@ -26,12 +26,6 @@ from tests.ledger.book_parts import (
 from vgpu_agent.errors import UnhealthyDeviceError
 
 
-@pytest.fixture
-def clock() -> Clock:
-    """A clock at 1000 s."""
-    return Clock()
-
-
 def test_a_renamed_whole_gpu_is_not_given_away_twice(clock: Clock) -> None:
     """renameByDefault keeps the id: the container that holds it under the old name keeps the GPU
     for itself.

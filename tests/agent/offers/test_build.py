@@ -13,8 +13,8 @@ from tests.families.volcano_vgpu.golden import INVENTORY, U1, decided, main, pod
 from tests.golden import SLICES
 from tests.settings import settings as settings_of
 from tests.settings import switches
-from vgpu_agent.agent.devices.cdi import CdiFound
 from vgpu_agent.agent.offers.build import Found, build, list_options
+from vgpu_agent.cdi.controller import CdiFound
 from vgpu_agent.cdi.imex import Channels
 from vgpu_agent.config.device_answers import Cdi, Plugin
 from vgpu_agent.config.settings import Settings

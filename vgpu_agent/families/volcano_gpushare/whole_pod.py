@@ -1,22 +1,59 @@
-"""Place a whole pod when no GPU scheduler has decided:
-on the first device that has room for all of it.
+"""The cards of a whole pod: which ones ``volcano.sh/gpu-index`` names, which of them each
+container's units are on, and which ones a pod gets when no GPU scheduler has decided.
 
-Called by `volcano-gpushare`, whose vocabulary names devices for the whole pod. The order is that of
-Volcano's scheduler (volcano-gpushare §8): no packing and no spreading, the lowest number that fits.
-Pure functions of the ledger's rest of each device.
+The annotation names the cards of a whole pod, so each container's part of it has to be found. The
+agent's own choice follows the order of Volcano's scheduler (volcano-gpushare §8): no packing and no
+spreading, the lowest number that fits. Pure functions, called by `family`.
 """
 
 from __future__ import annotations
 
+import re
 from typing import TYPE_CHECKING
 
 from vgpu_agent.errors import CapacityError
 from vgpu_agent.placement.rooms import by_reason
+from vgpu_agent.pods import ContainerKind
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from vgpu_agent.model import DeviceRoom
+    from vgpu_agent.pods import Pod
+
+# Decimal numbers joined by commas, without spaces, as the scheduler writes them; no node has a
+# thousand cards.
+_INDICES = re.compile(r"\A(0|[1-9][0-9]{0,2})(,(0|[1-9][0-9]{0,2})){0,999}\Z", re.ASCII)
+
+
+def parse_indices(text: str) -> list[int] | None:
+    """The numbers in the annotation, in its order;
+    None when it is no list of numbers (volcano-gpushare §3).
+    """
+    return [int(index) for index in text.split(",")] if _INDICES.match(text) else None
+
+
+def first_units(pod: Pod, resource: str) -> dict[str, int]:
+    """Map each container to the place of its first unit among the pod's.
+
+    Sidecars and main containers come one after the other. Init containers come after the sidecars
+    before them, on places that the main ones take over.
+    """
+    places, running = {}, 0
+    for container in pod.containers:
+        places[container.name] = running
+        if container.kind is not ContainerKind.INIT:
+            running += container.limits.get(resource, 0)
+    return places
+
+
+def units(pod: Pod, resource: str) -> int:
+    """Return what the whole pod needs at its peak."""
+    first = first_units(pod, resource)
+    return max(
+        (first[container.name] + container.limits.get(resource, 0) for container in pod.containers),
+        default=0,
+    )
 
 
 def first_with_room(rooms: Sequence[DeviceRoom], memory_mib: int) -> DeviceRoom:

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
-from collections.abc import Iterator
 from pathlib import Path
 
 import msgspec
 import pytest
 from structlog.testing import capture_logs
 
-from tests.mps.supervised import RESOURCE, Node, no_blocked_loop, until, until_running
+from tests.mps.supervised import RESOURCE, Node, until, until_running
 from vgpu_agent.isolation.mps import DeviceLimit
 from vgpu_agent.mps import directories, processes
 from vgpu_agent.sim.mps_tools import daemon_pid, end_daemon
@@ -19,13 +18,8 @@ from vgpu_agent.status import MpsState
 
 NOBODY: frozenset[str] = frozenset()
 
-pytestmark = pytest.mark.component  # each test starts dozens of processes
-
-
-@pytest.fixture(autouse=True)
-def _nothing_blocks() -> Iterator[None]:
-    with no_blocked_loop():
-        yield
+# each test starts dozens of processes
+pytestmark = [pytest.mark.component, pytest.mark.usefixtures("nothing_blocks")]
 
 
 @pytest.mark.parametrize("daemon", ["lives", "died with its container"])

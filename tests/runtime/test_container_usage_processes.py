@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from vgpu_agent.runtime.host_processes import HostProcesses
+from vgpu_agent.runtime.container_usage import HostProcesses
 
 
 @pytest.fixture

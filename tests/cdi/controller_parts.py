@@ -15,7 +15,7 @@ from tests.golden import U0, U1, golden_inventory
 from tests.patience import PATIENCE_SECONDS
 from tests.replacing import replace_text
 from tests.settings import settings as settings_of
-from vgpu_agent.agent.devices.cdi import CdiController
+from vgpu_agent.cdi.controller import CdiController
 from vgpu_agent.concurrency import Supervisor
 from vgpu_agent.config.binding import Binding
 from vgpu_agent.config.device_answers import Plugin
@@ -25,7 +25,7 @@ from vgpu_agent.device_ids import DeviceId
 from vgpu_agent.journal import Journal
 from vgpu_agent.ledger import Ledger
 from vgpu_agent.model import Decider, Inventory, Resource
-from vgpu_agent.sim.nvidia_ctk import StandInCtk
+from vgpu_agent.sim.nvidia_ctk import COMMAND, StandInCtk
 from vgpu_agent.sim.state import SimulatedNode
 
 VENDOR = "k8s.device-plugin.nvidia.com"
@@ -68,6 +68,7 @@ class Side:
             journal=self.journal,
             supervisor=supervisor,
             is_late=lambda: late,
+            simulated_tool=lambda: COMMAND,
         )
 
     async def begin(self, inventory: Inventory | None = None) -> None:

@@ -5,22 +5,16 @@ those of pods that hold a share, and start again and again.
 from __future__ import annotations
 
 import subprocess
-from collections.abc import Iterator
 
 import pytest
 
-from tests.mps.supervised import RESOURCE, Node, no_blocked_loop, until, until_running
+from tests.mps.supervised import RESOURCE, Node, until, until_running
 from vgpu_agent.mps.control import Control
 
 NOBODY: frozenset[str] = frozenset()
 
-pytestmark = pytest.mark.component  # each test starts dozens of processes
-
-
-@pytest.fixture(autouse=True)
-def _nothing_blocks() -> Iterator[None]:
-    with no_blocked_loop():
-        yield
+# each test starts dozens of processes
+pytestmark = [pytest.mark.component, pytest.mark.usefixtures("nothing_blocks")]
 
 
 def _limits(client: subprocess.Popen[str]) -> str:

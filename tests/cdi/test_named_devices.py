@@ -7,7 +7,7 @@ from __future__ import annotations
 import pytest
 
 from tests.golden import U0, U1
-from vgpu_agent.agent.devices.named_devices import Place, opens_another, places, shape
+from vgpu_agent.cdi.named_devices import Place, opens_another, places, shape
 from vgpu_agent.model import Gpu, Inventory, MigInstance
 
 M3 = "MIG-cccccccc-0000-5000-8000-000000000003"

@@ -4,7 +4,7 @@ the device that it is read as.
 A UUID is one device for ever. But the device nodes beside it in a spec open another device once the
 driver was reloaded without a card that it had before, and has numbered the cards anew. An index is
 another device as soon as a GPU was unplugged or divided anew. A container with such a name would
-get a device that was not granted, so `cdi` compares each device with the present spec.
+get a device that was not granted, so `controller` compares each device with the present spec.
 """
 
 from __future__ import annotations

@@ -25,12 +25,6 @@ from vgpu_agent.errors import UnhealthyDeviceError
 from vgpu_agent.model import Resource, Share
 
 
-@pytest.fixture
-def clock() -> Clock:
-    """A clock at 1000 s."""
-    return Clock()
-
-
 def test_all_ids_of_a_gpu_flip_together(clock: Clock) -> None:
     """kubelet V7: 4 replicas, one illness, 4 unhealthy ids."""
     ledger = make(clock, replicated(4))

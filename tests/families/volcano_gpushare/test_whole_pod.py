@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from vgpu_agent.errors import CapacityError
+from vgpu_agent.families.volcano_gpushare.whole_pod import first_idle, first_with_room
 from vgpu_agent.model import DeviceRoom
-from vgpu_agent.placement.whole_pod import first_idle, first_with_room
 
 ILL = DeviceRoom("ill", trouble="XID 79", memory_mib=100, memory_free_mib=100)
 ALONE = DeviceRoom("alone", memory_mib=100, memory_free_mib=100, holders=1, exclusive=True)

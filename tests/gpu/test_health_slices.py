@@ -10,8 +10,7 @@ import dataclasses
 import pytest
 
 from tests.gpu.watched import Watched, found, settings, watching
-from vgpu_agent.gpu.health import Probe, RecoveryPolicy
-from vgpu_agent.gpu.healths import Healths
+from vgpu_agent.gpu.health import Healths, Probe, RecoveryPolicy
 from vgpu_agent.gpu.nvml import DeviceEvent
 from vgpu_agent.model import Gpu, Health, MigInstance
 from vgpu_agent.sim.state import SimulatedNode

@@ -19,18 +19,17 @@ import os
 from typing import TYPE_CHECKING, NamedTuple
 
 from vgpu_agent import log
-from vgpu_agent.agent.devices.named_devices import opens_another, places, shape
-from vgpu_agent.cdi import toolkit_specs
-from vgpu_agent.cdi.generated_specs import GPU_KIND, GeneratedSpecs, Wanted
+from vgpu_agent.cdi.generated_specs import GeneratedSpecs, Wanted
 from vgpu_agent.cdi.imex import Channels, find_channels
 from vgpu_agent.cdi.inlining import inlined
+from vgpu_agent.cdi.named_devices import opens_another, places, shape
 from vgpu_agent.cdi.nvidia_ctk import CtkOptions
 from vgpu_agent.cdi.roots import find_roots
 from vgpu_agent.cdi.toolkit_specs import STATIC_DIRECTORY, ToolkitSpecs
 from vgpu_agent.config.device_answers import Cdi
 from vgpu_agent.config.types import DEVICE_MODES
 from vgpu_agent.errors import CarrierError, CdiError
-from vgpu_agent.families.device_lists import CDI_STRATEGIES
+from vgpu_agent.families.device_lists import CDI_STRATEGIES, GENERATED_KIND, TOOLKIT_KIND
 from vgpu_agent.families.registry import FAMILIES
 from vgpu_agent.ledger.offers import Offers
 from vgpu_agent.model import Decider
@@ -39,8 +38,8 @@ from vgpu_agent.status import CdiStatus, NotYet
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Iterator, Sequence
 
-    from vgpu_agent.agent.devices.named_devices import Place
     from vgpu_agent.allocation.carrier import Inlined
+    from vgpu_agent.cdi.named_devices import Place
     from vgpu_agent.cdi.roots import Roots
     from vgpu_agent.concurrency import Latest, Supervisor
     from vgpu_agent.config.settings import Settings
@@ -90,6 +89,7 @@ class CdiController:
         journal: Journal,
         supervisor: Supervisor,
         is_late: Callable[[], bool],
+        simulated_tool: Callable[[], tuple[str, ...]] | None = None,
     ) -> None:
         """Build it.
 
@@ -99,12 +99,15 @@ class CdiController:
             journal: records specs and what is missing.
             supervisor: runs the loop.
             is_late: whether grants are bound late.
+            simulated_tool: returns the command of the simulator's tool, which runs unless
+                cdi.nvidiaCtk names another; None on a node with real GPUs.
         """
         self._settings = settings
         self._ledger = ledger
         self._journal = journal
         self._supervisor = supervisor
         self._is_late = is_late
+        self._simulated_tool = simulated_tool
         directory = settings.binding.cdi_directory
         self._source: GeneratedSpecs | ToolkitSpecs
         if settings.cdi.source == "toolkit":
@@ -119,7 +122,7 @@ class CdiController:
                 retry_min_seconds=settings.tasks.backoff_min_seconds,
                 retry_max_seconds=settings.tasks.backoff_max_seconds,
             )
-        self._kind = toolkit_specs.GPU_KIND if settings.cdi.source == "toolkit" else GPU_KIND
+        self._kind = TOOLKIT_KIND if settings.cdi.source == "toolkit" else GENERATED_KIND
         self._roots: Roots | None = None
         self._tool = settings.cdi.nvidia_ctk
         self._channels = Channels()
@@ -337,11 +340,8 @@ class CdiController:
             )
 
     def _command(self) -> tuple[str, ...]:
-        if self._settings.simulate and self._settings.cdi.nvidia_ctk == Cdi().nvidia_ctk:
-            # a node with real GPUs never loads the simulator
-            from vgpu_agent.sim.nvidia_ctk import COMMAND  # noqa: PLC0415
-
-            return COMMAND
+        if self._simulated_tool and self._settings.cdi.nvidia_ctk == Cdi().nvidia_ctk:
+            return self._simulated_tool()
         return (self._tool,)
 
     def _keep_back(self) -> None:

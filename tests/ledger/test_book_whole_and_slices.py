@@ -22,12 +22,6 @@ GPU_0 = Resource("nvidia.com/gpu", "nvidia", (DeviceId(U0, U0, 0),))
 IN_MIG_MODE = with_slices(golden_inventory(), U1=golden_slices())
 
 
-@pytest.fixture
-def clock() -> Clock:
-    """A clock at 1000 s."""
-    return Clock()
-
-
 def slice_share(uuid: str) -> Share:
     """All of a slice."""
     return Share(uuid, 4864, 100, exclusive=True)

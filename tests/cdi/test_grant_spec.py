@@ -10,13 +10,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.runtime.cdi_schema import SCHEMA
+from tests.cdi.cdi_schema import SCHEMA
 from tests.runtime.conftest import MakeGrant
 from vgpu_agent.allocation.carrier import Inlined, cdi_name
+from vgpu_agent.cdi import grant_spec
 from vgpu_agent.errors import CarrierError
 from vgpu_agent.isolation.edits import DeviceNode, Edits, Mount
 from vgpu_agent.model import Share
-from vgpu_agent.runtime import cdi
 
 TOKEN = "0" * 32
 
@@ -34,7 +34,7 @@ def test_a_spec_is_what_a_runtime_accepts(grant: MakeGrant) -> None:
         ),
         (DeviceNode("/dev/nvidia0", "/host/dev/nvidia0", "rwm"),),
     )
-    spec = json.loads(cdi.spec_text(record, edits))
+    spec = json.loads(grant_spec.spec_text(record, edits))
     jsonschema.validate(spec, SCHEMA)
     assert f"{spec['kind']}={spec['devices'][0]['name']}" == cdi_name(record.token)
     assert spec["devices"][0]["containerEdits"] == {
@@ -59,7 +59,7 @@ def test_a_spec_is_what_a_runtime_accepts(grant: MakeGrant) -> None:
 
 def test_the_schema_of_the_tests_refuses_what_a_runtime_refuses(grant: MakeGrant) -> None:
     """A device without edits, which is why a grant without any gets a variable."""
-    spec = json.loads(cdi.spec_text(grant()[0], Edits()))
+    spec = json.loads(grant_spec.spec_text(grant()[0], Edits()))
     jsonschema.validate(spec, SCHEMA)
     spec["devices"][0]["containerEdits"] = {}
     with pytest.raises(jsonschema.ValidationError):
@@ -68,7 +68,7 @@ def test_the_schema_of_the_tests_refuses_what_a_runtime_refuses(grant: MakeGrant
 
 def test_the_version_is_the_lowest_that_knows_annotations(grant: MakeGrant) -> None:
     """A runtime refuses a version that is newer than itself."""
-    assert json.loads(cdi.spec_text(grant()[0], Edits()))["cdiVersion"] == "0.6.0"
+    assert json.loads(grant_spec.spec_text(grant()[0], Edits()))["cdiVersion"] == "0.6.0"
 
 
 def test_a_record_is_read_back_as_it_was_written(grant: MakeGrant) -> None:
@@ -77,7 +77,10 @@ def test_a_record_is_read_back_as_it_was_written(grant: MakeGrant) -> None:
         shares=(Share("GPU-b", 3000, 50), Share("GPU-a", 0, 0, exclusive=True)),
         decided_at=1795200692.1234567,
     )
-    assert cdi.read_record(cdi.spec_text(record, Edits({"A": "b"})), record.token) == record
+    assert (
+        grant_spec.read_record(grant_spec.spec_text(record, Edits({"A": "b"})), record.token)
+        == record
+    )
 
 
 def test_a_record_says_that_a_scheduler_decided(grant: MakeGrant) -> None:
@@ -85,14 +88,17 @@ def test_a_record_says_that_a_scheduler_decided(grant: MakeGrant) -> None:
     says nothing and is within its device.
     """
     record, _ = grant(may_overcommit=True)
-    assert cdi.read_record(cdi.spec_text(record, Edits({"A": "b"})), record.token) == record
-    assert b"may-overcommit" not in cdi.spec_text(grant()[0], Edits({"A": "b"}))
+    assert (
+        grant_spec.read_record(grant_spec.spec_text(record, Edits({"A": "b"})), record.token)
+        == record
+    )
+    assert b"may-overcommit" not in grant_spec.spec_text(grant()[0], Edits({"A": "b"}))
 
 
 def test_the_same_grant_gives_the_same_text(grant: MakeGrant) -> None:
     """Delivering it again then writes nothing."""
     record, provision = grant()
-    assert cdi.spec_text(record, provision.edits) == cdi.spec_text(
+    assert grant_spec.spec_text(record, provision.edits) == grant_spec.spec_text(
         dataclasses.replace(record), provision.edits
     )
 
@@ -105,7 +111,7 @@ def test_what_a_spec_cannot_carry_is_refused(edits: Edits, grant: MakeGrant) -> 
     with pytest.raises(
         CarrierError, match=r"(cdi\.k8s\.io/x|vendor\.com/gpu=1).*binding\.mode early"
     ):
-        cdi.spec_text(grant()[0], edits)
+        grant_spec.spec_text(grant()[0], edits)
 
 
 @pytest.mark.parametrize(
@@ -140,9 +146,9 @@ def test_names_are_replaced_by_what_stands_behind_them(named: Edits, grant: Make
         (Mount("/l", "/l"),),
         (DeviceNode("/dev/nvidia0", "/dev/nvidia0"),),
     )
-    spec = json.loads(cdi.spec_text(grant()[0], own.joined(named), Inlined("0.5.0", behind)))
+    spec = json.loads(grant_spec.spec_text(grant()[0], own.joined(named), Inlined("0.5.0", behind)))
     jsonschema.validate(spec, SCHEMA)
-    assert cdi.other_names(named) == ("vendor.com/gpu=a", "vendor.com/channel=0")
+    assert grant_spec.other_names(named) == ("vendor.com/gpu=a", "vendor.com/channel=0")
     assert spec["cdiVersion"] == "0.6.0"
     edits = spec["devices"][0]["containerEdits"]
     assert edits["env"] == ["A=1", "NVIDIA_VISIBLE_DEVICES=void"]
@@ -155,7 +161,7 @@ def test_what_is_inlined_may_take_a_newer_version(grant: MakeGrant) -> None:
     """Groups of device nodes are known from 0.7 on.
     The runtime would refuse them under an older version.
     """
-    text = cdi.spec_text(
+    text = grant_spec.spec_text(
         grant()[0],
         Edits(cdi_names=("vendor.com/gpu=a",)),
         Inlined("0.7.0", {"additionalGids": [44]}),
@@ -163,7 +169,7 @@ def test_what_is_inlined_may_take_a_newer_version(grant: MakeGrant) -> None:
     spec = json.loads(text)
     assert spec["cdiVersion"] == "0.7.0"
     assert spec["devices"][0]["containerEdits"]["additionalGids"] == [44]
-    assert cdi.read_record(text, grant()[0].token)
+    assert grant_spec.read_record(text, grant()[0].token)
 
 
 @pytest.mark.parametrize(
@@ -182,9 +188,9 @@ def test_a_damaged_spec_is_refused_with_the_reason(
 ) -> None:
     """The text goes into the journal."""
     record, provision = grant()
-    spec = {**json.loads(cdi.spec_text(record, provision.edits)), **change}
+    spec = {**json.loads(grant_spec.spec_text(record, provision.edits)), **change}
     with pytest.raises(CarrierError, match=said):
-        cdi.read_record(json.dumps(spec).encode(), record.token)
+        grant_spec.read_record(json.dumps(spec).encode(), record.token)
 
 
 @pytest.mark.parametrize(
@@ -202,14 +208,14 @@ def test_a_damaged_spec_is_refused_with_the_reason(
 def test_a_damaged_annotation_is_refused(name: str, value: str, grant: MakeGrant) -> None:
     """Above all a directory to collect that is not plainly one."""
     record, provision = grant()
-    spec = json.loads(cdi.spec_text(record, provision.edits))
+    spec = json.loads(grant_spec.spec_text(record, provision.edits))
     spec["annotations"][f"vgpu-agent.internal/{name}"] = value
     with pytest.raises(CarrierError):
-        cdi.read_record(json.dumps(spec).encode(), record.token)
+        grant_spec.read_record(json.dumps(spec).encode(), record.token)
 
 
 @given(st.binary(max_size=300) | st.text(max_size=100).map(str.encode) | st.just(b"[" * 5000))
 def test_junk_never_raises_anything_else(content: bytes) -> None:
     """A file of our name may hold anything."""
     with pytest.raises(CarrierError):
-        cdi.read_record(content, TOKEN)
+        grant_spec.read_record(content, TOKEN)

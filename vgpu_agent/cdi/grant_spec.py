@@ -1,8 +1,8 @@
 """The CDI spec of one grant: the runtime reads it when the container is created,
 and the agent after a restart.
 
-`grants` calls here to turn a provision into the text of a spec file and a spec file back into the
-record of its grant. Format: CDI 0.6.0, the first version with annotations, which have the record
+`runtime.grants` makes the text of a spec file here, and reads the record of a grant back out of it.
+Format: CDI 0.6.0, the first version with annotations, which have the record
 (https://github.com/cncf-tags/container-device-interface). The runtime refuses a whole file over one
 unknown field, so there is nothing else of ours in it.
 """

@@ -9,7 +9,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from tests.agent.devices.cdi_parts import GPUS, SHARES, VENDOR, Side
+from tests.cdi.controller_parts import GPUS, SHARES, VENDOR, Side
 from tests.golden import U0, U1
 from tests.patience import FOR_EVER_SECONDS, PATIENCE_SECONDS
 from vgpu_agent.concurrency import Supervisor

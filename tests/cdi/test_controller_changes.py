@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.agent.devices.cdi_parts import GPUS, VENDOR, Side, nothing
+from tests.cdi.controller_parts import GPUS, VENDOR, Side, nothing
 from tests.golden import U0, U1, golden_inventory
 from tests.patience import PATIENCE_SECONDS
 from vgpu_agent.concurrency import Latest, Supervisor

@@ -1,0 +1,274 @@
+"""The families that a GPU is offered to, on a node where several have it.
+
+A GPU serves one family at a time, and the families' schedulers know nothing of each other. Claims
+keep a GPU for a pod that is on its way, turns offer a returned GPU to one family after the other,
+drains make a GPU return that one family would never give back, and withdrawals let the kubelet
+follow a moment after the schedulers. This module brings the four in line with each change of the
+ledger. On a node with one family there is nothing to decide.
+
+`book` holds one of these, asks it for each device, and reports every change to it.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from vgpu_agent.ledger import availability
+from vgpu_agent.ledger.claims import in_order, oldest_by_gpu, why_kept
+from vgpu_agent.ledger.drains import Drains
+from vgpu_agent.ledger.turns import Turns
+from vgpu_agent.ledger.withdrawals import Withdrawals
+from vgpu_agent.model import Decider
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+
+    from vgpu_agent.ledger.accounting import Device
+    from vgpu_agent.ledger.claims import Claim
+    from vgpu_agent.ledger.cordons import Cordons
+    from vgpu_agent.ledger.grants import Grants
+    from vgpu_agent.ledger.offers import Offers
+    from vgpu_agent.model import Share
+
+
+class Arbitration:
+    """The decision which families are offered which GPUs.
+
+    State: claims, turns, drains and withdrawals, and the devices of the newest change. The offers,
+    grants and cordons are the ledger's.
+
+    Attributes:
+        claims: the GPUs that are kept for pods, the oldest claim first.
+        oldest_claims: GPU → the claim that decides.
+    """
+
+    def __init__(
+        self, offers: Offers, grants: Grants, cordons: Cordons, clock: Callable[[], float]
+    ) -> None:
+        """Begin without devices; `follow` brings them."""
+        self._offers, self._grants, self._cordons, self._clock = offers, grants, cordons, clock
+        self._devices: Mapping[str, Device] = {}
+        self.claims: tuple[Claim, ...] = ()
+        self.oldest_claims: Mapping[str, Claim] = {}
+        self._served: frozenset[str] = frozenset()
+        self._withheld: frozenset[str] = frozenset()
+        self._begin_anew()
+        # offers, devices → GPUs
+        self._offered_gpus: tuple[int, Mapping[str, Device], dict[str, frozenset[str]]] | None = (
+            None
+        )
+        self._gpus_of_grants: dict[int, tuple[Sequence[Share], tuple[str, frozenset[str]]]] = {}
+
+    def _begin_anew(self) -> None:
+        self._withdrawals = Withdrawals(self._clock)
+        self._turns = Turns(self._clock, self._withdrawals.lasts_seconds)
+        self._drains = Drains(self._clock)
+        self._is_new = True
+
+    # -- changes -----------------------------------------------------------------------------------
+
+    def serve(self, unserved: Collection[str]) -> None:
+        """Go by the families that offer something now, but for those of ``unserved``."""
+        able = {
+            resource.family
+            for resource in self._offers.in_order
+            if resource.decided_by is not Decider.NOBODY
+        }
+        self._served = frozenset(able.difference(unserved))
+
+    def withhold(self, families: Iterable[str]) -> bool:
+        """Give no turns to ``families``; return whether these are others than before."""
+        withheld, before = frozenset(families), self._withheld
+        self._withheld = withheld
+        return withheld != before
+
+    def claim(self, claims: Iterable[Claim]) -> bool:
+        """Keep GPUs for exactly ``claims``; return whether these are others than before."""
+        if (ordered := in_order(claims)) == self.claims:
+            return False
+        self.claims, self.oldest_claims = ordered, oldest_by_gpu(ordered)
+        return True
+
+    def follow(
+        self, devices: Mapping[str, Device], number: int, *, holders_unknown: bool, listed: bool
+    ) -> bool:
+        """Bring turns, drains and withdrawals in line with what is held and claimed.
+
+        Args:
+            devices: of the ledger, from now on.
+            number: of the round of withdrawals, if this begins one; see `counted`.
+            holders_unknown: it is not known which family has which GPU.
+            listed: the kubelet has been sent a list.
+
+        Returns:
+            Whether a family is offered less than before because of another one.
+        """
+        self._devices = devices
+        # On a node with one family there is no race, and each change would cost a look at all
+        # grants.
+        if not self.serves_several_families:
+            if not self._is_new:
+                self._begin_anew()
+            return False
+        self._is_new = False
+        served = self.served()
+        in_use = {gpu: claim.family for gpu, claim in self.oldest_claims.items()} | served
+        self._turns.follow(in_use, self._candidates)
+        self._drains.follow(
+            self._held_gpus(), served, self._able_families, lambda: self._offered_free(in_use)
+        )
+        offered = [] if holders_unknown else self._offered_to(served)
+        return self._withdrawals.follow(offered, number, listed=listed)
+
+    def move_on(self) -> bool:
+        """Take note of the time; return whether an offer has changed because of it."""
+        moved = self._turns.move_on()
+        return self._withdrawals.end() or moved
+
+    def counted(self, number: int | None) -> bool:
+        """Take note that the Node has the counts of all rounds of withdrawals up to ``number``, or,
+        with None, that nobody can write them; return whether a withdrawal ends earlier for it.
+        """
+        return self._withdrawals.counted(number)
+
+    # -- reading -----------------------------------------------------------------------------------
+
+    @property
+    def serves_several_families(self) -> bool:
+        """Tell whether families may race for a GPU."""
+        return len(self._served) > 1
+
+    @property
+    def seconds_left(self) -> float | None:
+        """Seconds until an offer changes because of the time alone; None when none does."""
+        return min(
+            (
+                left
+                for left in (self._turns.seconds_left, self._withdrawals.seconds_left)
+                if left is not None
+            ),
+            default=None,
+        )
+
+    @property
+    def turns_over_in_seconds(self) -> float | None:
+        """Seconds until all GPUs that were returned by now are offered to all;
+        None when they are.
+        """
+        return self._turns.over_in_seconds
+
+    def why_kept(self, gpu: str, family: str) -> str:
+        """Explain why ``family`` gets no new share of ``gpu`` because of a claim;
+        empty when none keeps it away.
+        """
+        return why_kept(gpu, family, self.oldest_claims)
+
+    def why_waits(self, gpu: str, family: str) -> str:
+        """Explain why ``family`` is not offered ``gpu`` although it may have it;
+        empty when it is.
+        """
+        return self._turns.why_waits(gpu, family) or self._drains.why_drained(gpu, family)
+
+    def lasts(self, gpu: str, family: str) -> bool:
+        """Tell whether the kubelet may still give the GPU to pods of the family."""
+        return self._withdrawals.lasts(gpu, family)
+
+    def is_first(self, gpu: str, family: str) -> bool:
+        """Tell whether ``family`` alone is offered the GPU now, because it is its turn."""
+        return self._turns.is_first(gpu, family)
+
+    def served(self) -> dict[str, str]:
+        """Map each GPU of which something is held to the family that has it."""
+        return {
+            self._gpu_of(share.device): grant.family
+            for grant in self._grants.by_number.values()
+            for share in grant.shares
+        }
+
+    def shared_gpus(self, family: str) -> frozenset[str]:
+        """GPUs that families other than ``family`` are offered as well;
+        empty where it is the only one.
+        """
+        if (
+            self._offered_gpus is None
+            or self._offered_gpus[0] != self._offers.version
+            or self._offered_gpus[1] is not self._devices
+        ):
+            gpus: dict[str, set[str]] = {}
+            for resource in self._offers.in_order:
+                known = (
+                    device
+                    for uuid in self._offers.devices(resource)
+                    if (device := self._devices.get(uuid))
+                )
+                gpus.setdefault(resource.family, set()).update(
+                    device.gpu for device in known if not (resource.undivided and device.divided)
+                )
+            self._offered_gpus = (
+                self._offers.version,
+                self._devices,
+                {name: frozenset(found) for name, found in gpus.items()},
+            )
+        return frozenset().union(
+            *(gpus for name, gpus in self._offered_gpus[2].items() if name != family)
+        )
+
+    # -- how it is done ----------------------------------------------------------------------------
+
+    @property
+    def _able_families(self) -> frozenset[str]:
+        """Return the families whose pods can start now."""
+        return self._served - self._withheld
+
+    def _gpu_of(self, device: str) -> str:
+        return known.gpu if (known := self._devices.get(device)) else device
+
+    def _candidates(self, gpu: str) -> list[str]:
+        """Return the families that could give out something of a free GPU."""
+        able = (
+            resource.family
+            for resource in self._offers.in_order
+            if resource.decided_by is not Decider.NOBODY and resource.family in self._able_families
+            for device in self._offers.devices(resource)
+            if (known := self._devices.get(device)) is not None and known.gpu == gpu
+            if not availability.own_trouble(device, resource, self._devices, self._cordons)
+        )
+        return list(dict.fromkeys(able))
+
+    def _held_gpus(self) -> dict[int, tuple[str, frozenset[str]]]:
+        """Return the family and the GPUs of each grant that has something, by number;
+        read anew for changed grants only.
+        """
+        known = self._gpus_of_grants
+        self._gpus_of_grants = {
+            number: known[number]
+            if number in known and known[number][0] is grant.shares
+            else (
+                grant.shares,
+                (grant.family, frozenset(self._gpu_of(share.device) for share in grant.shares)),
+            )
+            for number, grant in self._grants.by_number.items()
+            if grant.shares
+        }
+        return {number: held for number, (_, held) in self._gpus_of_grants.items()}
+
+    def _offered_free(self, in_use: Collection[str]) -> set[str]:
+        """Return the families that are offered a GPU of which nothing is held or claimed."""
+        free = {device.gpu for device in self._devices.values()}.difference(in_use)
+        return {
+            family
+            for gpu in free
+            for family in self._candidates(gpu)
+            if not self._turns.why_waits(gpu, family)
+        }
+
+    def _offered_to(self, served: Mapping[str, str]) -> list[tuple[str, str]]:
+        """Each GPU and each family that is offered it, as far as the other families go."""
+        return [
+            (gpu, family)
+            for gpu in {device.gpu for device in self._devices.values()}
+            for family in self._served
+            if served.get(gpu, family) == family
+            and not self.why_kept(gpu, family)
+            and not self.why_waits(gpu, family)
+        ]
