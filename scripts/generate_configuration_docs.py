@@ -98,7 +98,7 @@ config.yaml:12: sharing.timeSlicing.resources[0].replicas: expected an integer â
 
 ## Changes while the agent runs
 
-The content of the files is looked at every `configReloadSeconds`. It makes no difference whether
+The content of the files is looked at every two seconds. It makes no difference whether
 one was edited, replaced, or swapped by a ConfigMap (mount the ConfigMap as a directory: Kubernetes
 never updates a `subPath` mount). Keys marked *live* below take effect at once; a change of another
 key is logged and waits for a restart. A file that cannot be used is logged line by line and the

@@ -14,6 +14,7 @@ import importlib
 import time
 from typing import TYPE_CHECKING
 
+from vgpu_agent import concurrency
 from vgpu_agent.agent.remembered import Memory, Remembered
 from vgpu_agent.cluster.allocatable import AllocatableWriter
 from vgpu_agent.cluster.config_map import ConfigMapWatch
@@ -488,7 +489,7 @@ class ClusterAccess:
         self._supervisor.start(
             name,
             functools.partial(run, functools.partial(self._supervisor.beat, name)),
-            stuck_after_seconds=longest + self._settings.tasks.stuck_seconds,
+            stuck_after_seconds=longest + concurrency.STUCK_SECONDS,
         )
 
 

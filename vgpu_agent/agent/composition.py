@@ -20,7 +20,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from vgpu_agent import __version__, log
+from vgpu_agent import __version__, concurrency, log
 from vgpu_agent.agent.api_server import ClusterAccess
 from vgpu_agent.agent.devices.cdi import CdiController
 from vgpu_agent.agent.devices.mig import MigDivider
@@ -71,6 +71,11 @@ if TYPE_CHECKING:
 
 _logger = log.get(__name__)
 
+# Pauses before a loop that failed is started again.
+TASK_BACKOFF_MIN_SECONDS = 0.5
+TASK_BACKOFF_MAX_SECONDS = 30.0
+# The longest time that plugin servers, and then the MPS daemons and the API server, have to stop.
+SHUTDOWN_SECONDS = 10.0
 _SETTLES_AFTER_SECONDS = 2.0
 # a storm of pods changes the cache a hundred times in a row, and starts look at the claims
 # themselves
@@ -123,8 +128,8 @@ class Agent:
         settings, kubelet = loaded.settings, loaded.settings.kubelet
         self._journal = named.journal if named else Journal()
         self._supervisor = Supervisor(
-            backoff_min_seconds=settings.tasks.backoff_min_seconds,
-            backoff_max_seconds=settings.tasks.backoff_max_seconds,
+            backoff_min_seconds=TASK_BACKOFF_MIN_SECONDS,
+            backoff_max_seconds=TASK_BACKOFF_MAX_SECONDS,
         )
         self._kubelet = KubeletStatus()
         self._ledger = Ledger()
@@ -206,7 +211,7 @@ class Agent:
             directory=self._directory,
             supervisor=self._supervisor,
             journal=self._journal,
-            patience_seconds=settings.tasks.stuck_seconds,
+            patience_seconds=concurrency.STUCK_SECONDS,
         )
         self._offering.gates.append(self._cdi.why_withheld)
         self._mps = MpsController(
@@ -393,7 +398,7 @@ class Agent:
             functools.partial(self._verification.run, self._beat("verification")),
             # Its longest pause, and the two calls of a pass.
             stuck_after_seconds=(
-                settings.tasks.stuck_seconds
+                concurrency.STUCK_SECONDS
                 + kubelet.verify_seconds
                 + 2 * kubelet.pod_resources_timeout_seconds
             ),
@@ -406,7 +411,7 @@ class Agent:
             self._supervisor.start(
                 "grants",
                 functools.partial(self._grants.run, self._beat("grants")),
-                stuck_after_seconds=settings.tasks.stuck_seconds + kubelet.verify_seconds,
+                stuck_after_seconds=concurrency.STUCK_SECONDS + kubelet.verify_seconds,
             )
             if any(family.library and family.is_on(settings) for family in FAMILIES):
                 # It gives no sign of life: a restart of the agent does not repair a disk that
@@ -432,11 +437,10 @@ class Agent:
         return frozenset(resource.name for resource in self._ledger.resources)
 
     async def _stop(self) -> None:
-        seconds = self._loaded.settings.shutdown_seconds
         self._report.starting = "the agent is stopping"
         _logger.info("agent.stopping")
         try:
-            async with asyncio.timeout(seconds):
+            async with asyncio.timeout(SHUTDOWN_SECONDS):
                 # The last registration lets containers start without us: from specs, which must be
                 # their own.
                 await self._grants.withdraw_strangers()
@@ -445,10 +449,10 @@ class Agent:
             _logger.error("agent.stale_spec", error=str(err))
             await self._offering.stop()
         except TimeoutError:
-            _logger.warning("agent.drain_incomplete", after_seconds=seconds)
-        await self._mps.stop(seconds)
+            _logger.warning("agent.drain_incomplete", after_seconds=SHUTDOWN_SECONDS)
+        await self._mps.stop(SHUTDOWN_SECONDS)
         await self._cdi.withdraw()
-        await self._cluster.withdraw(seconds)
+        await self._cluster.withdraw(SHUTDOWN_SECONDS)
         await self._cluster.close()
         self._pod_resources.close()
         with contextlib.suppress(TimeoutError):
@@ -545,6 +549,6 @@ class Agent:
     def _stuck_seconds(self) -> float:
         """Longest silence allowed to a loop: its own longest pause plus the configured limit."""
         settings = self._loaded.settings
-        return settings.tasks.stuck_seconds + max(
+        return concurrency.STUCK_SECONDS + max(
             settings.gpu.poll_seconds, settings.kubelet.socket_poll_seconds
         )

@@ -21,11 +21,9 @@ if TYPE_CHECKING:
 # The first of a pair must not be above the second.
 _ORDERED = (
     ("kubelet.retryMinSeconds", "kubelet.retryMaxSeconds"),
-    ("kubelet.drainSeconds", "shutdownSeconds"),
     ("gpu.callTimeoutSeconds", "gpu.hungUnhealthySeconds"),
     ("gpu.recovery.quietSeconds", "gpu.recovery.maxQuietSeconds"),
     ("mps.backoffMinSeconds", "mps.backoffMaxSeconds"),
-    ("tasks.backoffMinSeconds", "tasks.backoffMaxSeconds"),
 )
 _XID_PATHS = ("gpu.disableHealthChecks", "gpu.enableHealthChecks")
 

@@ -335,40 +335,9 @@ class Gpu(msgspec.Struct, frozen=True, rename="camel", forbid_unknown_fields=Tru
         return Path(self.dev_root or self.driver_root)
 
 
-class Tasks(msgspec.Struct, frozen=True, rename="camel", forbid_unknown_fields=True):
-    """The supervision of the agent's own loops."""
-
-    backoff_min_seconds: Annotated[
-        Seconds,
-        Meta(
-            description="First pause before a failed loop is started again; it doubles each time."
-        ),
-    ] = 0.5
-    backoff_max_seconds: Annotated[
-        Seconds, Meta(description="Longest pause before a failed loop is started again.")
-    ] = 30.0
-    stuck_seconds: Annotated[
-        Seconds,
-        Meta(
-            description=(
-                "A loop that gives no sign of life for this long beyond its promise is stuck, and "
-                "`/livez` fails. What a resource still waits for after this long is an error in "
-                "the log."
-            )
-        ),
-    ] = 30.0
-
-
 class Web(msgspec.Struct, frozen=True, rename="camel", forbid_unknown_fields=True):
-    """Limits of the HTTP servers."""
+    """What the HTTP servers show."""
 
-    max_body_bytes: Annotated[
-        int, Meta(ge=1024, le=64 * 1024 * 1024, description="Largest request body that is read.")
-    ] = 65536
-    request_timeout_seconds: Annotated[
-        Seconds,
-        Meta(description="How long one request may take before it is answered with an error."),
-    ] = 10.0
     pod_names: Annotated[
         Literal["all", "debug"],
         Meta(
@@ -457,18 +426,6 @@ class Settings(msgspec.Struct, frozen=True, rename="camel", forbid_unknown_field
             )
         ),
     ] = ""
-    config_reload_seconds: Annotated[
-        Seconds,
-        Meta(description="How often the configuration files are looked at for new content."),
-    ] = 2.0
-    shutdown_seconds: Annotated[
-        Seconds,
-        Meta(
-            description=(
-                "Longest time an orderly stop may take before the agent leaves whatever still runs."
-            )
-        ),
-    ] = 10.0
     log: Log = msgspec.field(default_factory=Log)
     kubelet: Kubelet = msgspec.field(default_factory=Kubelet)
     gpu: Gpu = msgspec.field(default_factory=Gpu)
@@ -479,7 +436,6 @@ class Settings(msgspec.Struct, frozen=True, rename="camel", forbid_unknown_field
     binding: Binding = msgspec.field(default_factory=Binding)
     cluster: Cluster = msgspec.field(default_factory=Cluster)
     hami_core: HamiCore = msgspec.field(default_factory=HamiCore)
-    tasks: Tasks = msgspec.field(default_factory=Tasks)
     web: Web = msgspec.field(default_factory=Web)
 
     def section(self, kind: type[Section]) -> Section:

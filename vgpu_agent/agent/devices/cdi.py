@@ -48,6 +48,10 @@ if TYPE_CHECKING:
     from vgpu_agent.ledger import Ledger
     from vgpu_agent.model import Inventory, Resource
 
+# Pauses after a spec could not be made.
+RETRY_MIN_SECONDS = 0.5
+RETRY_MAX_SECONDS = 30.0
+
 _logger = log.get(__name__)
 
 _TASK = "cdi specs"
@@ -116,8 +120,8 @@ class CdiController:
                 directory,
                 journal,
                 look_seconds=settings.gpu.poll_seconds,
-                retry_min_seconds=settings.tasks.backoff_min_seconds,
-                retry_max_seconds=settings.tasks.backoff_max_seconds,
+                retry_min_seconds=RETRY_MIN_SECONDS,
+                retry_max_seconds=RETRY_MAX_SECONDS,
             )
         self._kind = toolkit_specs.GPU_KIND if settings.cdi.source == "toolkit" else GPU_KIND
         self._roots: Roots | None = None
