@@ -36,6 +36,7 @@ def new_agent(stage: VolcanoStage) -> AgentProcess:
         simulate=stage.gpus.directory,
         config=stage.config,
         module="tests.families.slot",
+        constants=stage.constants,
     )
     return stage.agent
 

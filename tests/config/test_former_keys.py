@@ -12,7 +12,18 @@ from vgpu_agent.config.former_keys import FORMER_KEYS
 
 # The constants that took the place of keys.
 CONSTANTS = {
+    "cdi.generateTimeoutSeconds": "cdi.nvidia_ctk:TIMEOUT_SECONDS",
     "configReloadSeconds": "agent.reload:RELOAD_SECONDS",
+    "kubelet.coalesceSeconds": "kubelet.server:COALESCE_SECONDS",
+    "kubelet.drainSeconds": "kubelet.server:DRAIN_SECONDS",
+    "kubelet.podResourcesTimeoutSeconds": "kubelet.pod_resources:TIMEOUT_SECONDS",
+    "kubelet.registerTimeoutSeconds": "kubelet.server:REGISTER_TIMEOUT_SECONDS",
+    "kubelet.reservationSeconds": "agent.records.verification:RESERVATION_SECONDS",
+    "kubelet.retryMaxSeconds": "kubelet.server:RETRY_MAX_SECONDS",
+    "kubelet.retryMinSeconds": "kubelet.server:RETRY_MIN_SECONDS",
+    "kubelet.socketPollSeconds": "kubelet.directory:POLL_SECONDS",
+    "kubelet.streamOpenTimeoutSeconds": "kubelet.server:STREAM_OPEN_TIMEOUT_SECONDS",
+    "kubelet.verifySeconds": "agent.records.verification:VERIFY_SECONDS",
     "shutdownSeconds": "agent.composition:SHUTDOWN_SECONDS",
     "tasks.backoffMaxSeconds": "agent.composition:TASK_BACKOFF_MAX_SECONDS",
     "tasks.backoffMinSeconds": "agent.composition:TASK_BACKOFF_MIN_SECONDS",

@@ -510,8 +510,10 @@ def test_a_value_that_was_refused_is_not_blamed_for_a_pair_as_well(problems_of: 
     assert problems_of(
         "version: v1\ngpu:\n  recovery:\n    quietSeconds: 7200\n    maxQuietSeconds: lots\n"
     ) == [
-        "config.yaml:5: gpu.recovery.maxQuietSeconds: expected a number from 0.01 to 86400, got "
-        '"lots"'
+        (
+            "config.yaml:5: gpu.recovery.maxQuietSeconds: expected a number from 0.01 to 86400, "
+            'got "lots"'
+        )
     ]
 
 

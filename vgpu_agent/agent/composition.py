@@ -31,6 +31,7 @@ from vgpu_agent.agent.memory import keep_small, settle
 from vgpu_agent.agent.named_configuration import with_named_configuration
 from vgpu_agent.agent.offers.families import FamiliesInForce
 from vgpu_agent.agent.offers.servers import Offering
+from vgpu_agent.agent.records import verification
 from vgpu_agent.agent.records.grant_files import GrantKeeping
 from vgpu_agent.agent.records.limits import LimitsWatch
 from vgpu_agent.agent.records.missing_devices import MissingDevices
@@ -52,7 +53,8 @@ from vgpu_agent.gpu.source import source
 from vgpu_agent.isolation import hami_region
 from vgpu_agent.isolation.hami_core import containers_directory, directory_before
 from vgpu_agent.journal import Journal
-from vgpu_agent.kubelet import sockets
+from vgpu_agent.kubelet import directory as kubelet_directory
+from vgpu_agent.kubelet import pod_resources, sockets
 from vgpu_agent.kubelet.directory import DirectoryWatch
 from vgpu_agent.kubelet.pod_resources import PodResources
 from vgpu_agent.ledger import Ledger
@@ -136,14 +138,14 @@ class Agent:
         self._watch = source(discovery, settings.gpu, self._journal, beat=self._beat("gpu watch"))
         self._directory = DirectoryWatch(
             kubelet.device_plugin_directory,
-            poll_seconds=kubelet.socket_poll_seconds,
+            poll_seconds=kubelet_directory.POLL_SECONDS,
             journal=self._journal,
             status=self._kubelet,
         )
         self._cluster = ClusterAccess(settings, self._journal, self._supervisor, named)
         self._refusals, self._overcommits = Refusals(), Overcommits()
         self._pod_resources = PodResources(
-            kubelet.pod_resources_socket, timeout_seconds=kubelet.pod_resources_timeout_seconds
+            kubelet.pod_resources_socket, timeout_seconds=pod_resources.TIMEOUT_SECONDS
         )
         self._cdi = CdiController(
             settings,
@@ -238,7 +240,7 @@ class Agent:
             ledger=self._ledger,
             book=self._cluster.book,
             directories=grants_in,
-            pause_seconds=kubelet.verify_seconds,
+            pause_seconds=verification.VERIFY_SECONDS,
             refresh=self._look_again,
         )
         self._verification = Verification(
@@ -392,15 +394,14 @@ class Agent:
         self._supervisor.start("device nodes", nodes)
         self._supervisor.start("vanished devices", self._vanished.run)
         self._supervisor.start("remembered slices", self._vanished.remember)
-        kubelet = settings.kubelet
         self._supervisor.start(
             "verification",
             functools.partial(self._verification.run, self._beat("verification")),
             # Its longest pause, and the two calls of a pass.
             stuck_after_seconds=(
                 concurrency.STUCK_SECONDS
-                + kubelet.verify_seconds
-                + 2 * kubelet.pod_resources_timeout_seconds
+                + verification.VERIFY_SECONDS
+                + 2 * pod_resources.TIMEOUT_SECONDS
             ),
         )
         self._supervisor.start("configuration", self._reload.run)
@@ -411,7 +412,7 @@ class Agent:
             self._supervisor.start(
                 "grants",
                 functools.partial(self._grants.run, self._beat("grants")),
-                stuck_after_seconds=concurrency.STUCK_SECONDS + kubelet.verify_seconds,
+                stuck_after_seconds=concurrency.STUCK_SECONDS + verification.VERIFY_SECONDS,
             )
             if any(family.library and family.is_on(settings) for family in FAMILIES):
                 # It gives no sign of life: a restart of the agent does not repair a disk that
@@ -550,5 +551,5 @@ class Agent:
         """Longest silence allowed to a loop: its own longest pause plus the configured limit."""
         settings = self._loaded.settings
         return concurrency.STUCK_SECONDS + max(
-            settings.gpu.poll_seconds, settings.kubelet.socket_poll_seconds
+            settings.gpu.poll_seconds, kubelet_directory.POLL_SECONDS
         )

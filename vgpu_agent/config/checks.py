@@ -20,7 +20,6 @@ if TYPE_CHECKING:
 
 # The first of a pair must not be above the second.
 _ORDERED = (
-    ("kubelet.retryMinSeconds", "kubelet.retryMaxSeconds"),
     ("gpu.callTimeoutSeconds", "gpu.hungUnhealthySeconds"),
     ("gpu.recovery.quietSeconds", "gpu.recovery.maxQuietSeconds"),
     ("mps.backoffMinSeconds", "mps.backoffMaxSeconds"),

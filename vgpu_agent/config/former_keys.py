@@ -5,11 +5,24 @@ a key and goes on without it.
 """
 
 FORMER_KEYS = {
+    "cdi.generateTimeoutSeconds": "the program that makes the spec may take 30 s",
     "configReloadSeconds": "the agent looks for new content every 2 s",
     "hamiCore.lockDirectory": (
         "containers share no lock directory of the node; a library that wants one gets its own in "
         "each container"
     ),
+    "kubelet.coalesceSeconds": "changes within 0.1 s become one device list",
+    "kubelet.drainSeconds": "a stop waits 3 s for calls in flight",
+    "kubelet.podResourcesTimeoutSeconds": "a call to the pod-resources socket may take 5 s",
+    "kubelet.registerTimeoutSeconds": "a Register call may take 15 s",
+    "kubelet.reservationSeconds": "ids that the kubelet does not confirm stay booked for 60 s",
+    "kubelet.retryMaxSeconds": "the agent waits at most 30 s between registrations",
+    "kubelet.retryMinSeconds": "the agent waits 0.2 s after the first registration that failed",
+    "kubelet.socketPollSeconds": (
+        "the agent looks at kubelet.sock every 5 s, besides what the kernel tells it"
+    ),
+    "kubelet.streamOpenTimeoutSeconds": "the kubelet has 5 s to open ListAndWatch",
+    "kubelet.verifySeconds": "the kubelet's records are read every 30 s",
     "shutdownSeconds": "an orderly stop takes at most 10 s, and answers under way 10 s more",
     "tasks.backoffMaxSeconds": "a failed loop is started again after at most 30 s",
     "tasks.backoffMinSeconds": "a failed loop is started again after 0.5 s at first",

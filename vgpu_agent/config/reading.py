@@ -240,9 +240,7 @@ class Reading:
                 f"{self._file}:{node.line}: {path}: is gone: {instead}; remove the line"
             )
             return True
-        former = {
-            key.removeprefix(f"{path}.") for key in FORMER_KEYS if key.startswith(f"{path}.")
-        }
+        former = {key.removeprefix(f"{path}.") for key in FORMER_KEYS if key.startswith(f"{path}.")}
         members = {} if node.value is None else node.value
         if not former or not isinstance(members, dict):
             return False

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from vgpu_agent import log
 from vgpu_agent.agent.devices.named_devices import opens_another, places, shape
-from vgpu_agent.cdi import toolkit_specs
+from vgpu_agent.cdi import nvidia_ctk, toolkit_specs
 from vgpu_agent.cdi.generated_specs import GPU_KIND, GeneratedSpecs, Wanted
 from vgpu_agent.cdi.imex import Channels, find_channels
 from vgpu_agent.cdi.inlining import inlined
@@ -313,7 +313,7 @@ class CdiController:
             cdi = self._settings.cdi
             ctk = CtkOptions(
                 self._command(),
-                cdi.generate_timeout_seconds,
+                nvidia_ctk.TIMEOUT_SECONDS,
                 self._roots,
                 cdi.hook_path,
                 cdi.feature_flags,
