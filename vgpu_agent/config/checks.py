@@ -22,7 +22,6 @@ if TYPE_CHECKING:
 _ORDERED = (
     ("gpu.callTimeoutSeconds", "gpu.hungUnhealthySeconds"),
     ("gpu.recovery.quietSeconds", "gpu.recovery.maxQuietSeconds"),
-    ("mps.backoffMinSeconds", "mps.backoffMaxSeconds"),
 )
 _XID_PATHS = ("gpu.disableHealthChecks", "gpu.enableHealthChecks")
 
