@@ -35,8 +35,8 @@ def new_agent(stage: VolcanoStage) -> AgentProcess:
         kubelet=stage.cluster.kubelet_directory,
         simulate=stage.gpus.directory,
         config=stage.config,
-        module="tests.families.slot",
         constants=stage.constants,
+        launcher="tests.families.slot",
     )
     return stage.agent
 

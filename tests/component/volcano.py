@@ -41,11 +41,8 @@ stateDirectory: {folder}/state
 gpu:
   {{pollSeconds: 0.2, usageSeconds: 1, initRetrySeconds: 0.2,
     recovery: {{quietSeconds: 0.5, maxQuietSeconds: 5}}}}
-cluster:
-  {{backoffMinSeconds: 0.1, backoffMaxSeconds: 0.5, connectTimeoutSeconds: 5,
-    requestTimeoutSeconds: 10, startWaitSeconds: 1, handshakeMinSeconds: 0.2,
-    startsFirstSeconds: {starts_first_seconds}}}
-binding: {{cdiDirectory: {folder}/cluster/cdi, podWaitSeconds: 0.5, refusedEventSeconds: 1}}
+cluster: {{startsFirstSeconds: {starts_first_seconds}}}
+binding: {{cdiDirectory: {folder}/cluster/cdi}}
 hamiCore: {{hostDirectory: {folder}/vgpu}}
 """
 QUICK_CONSTANTS = {
@@ -57,6 +54,13 @@ QUICK_CONSTANTS = {
     constants.REGISTER_RETRY_MAX: 1,
     constants.SOCKET_POLL: 1,
     constants.DRAIN: 0.5,
+    constants.API_BACKOFF_MIN: 0.1,
+    constants.API_BACKOFF_MAX: 0.5,
+    constants.API_REQUEST_TIMEOUT: 10,
+    constants.API_START_WAIT: 1,
+    constants.HANDSHAKE: 0.2,
+    constants.POD_WAIT: 0.5,
+    constants.REFUSED_EVENT: 1,
 }
 VGPU = "families: {nvidia: false, volcanoVgpu: true}\n"
 GPUSHARE = "families: {nvidia: false, volcanoGpushare: true}\n"

@@ -12,7 +12,19 @@ from vgpu_agent.config.former_keys import FORMER_KEYS
 
 # The constants that took the place of keys.
 CONSTANTS = {
+    "binding.allocateWaitSeconds": "allocation.early.binding:ALLOCATE_WAIT_SECONDS",
+    "binding.podWaitSeconds": "allocation.identification:POD_WAIT_SECONDS",
+    "binding.refusedEventSeconds": "cluster.reschedule:REFUSED_EVENT_SECONDS",
+    "binding.startSeconds": "allocation.identification:START_SECONDS",
     "cdi.generateTimeoutSeconds": "cdi.nvidia_ctk:TIMEOUT_SECONDS",
+    "cluster.backoffMaxSeconds": "cluster.retrying:BACKOFF_MAX_SECONDS",
+    "cluster.backoffMinSeconds": "cluster.retrying:BACKOFF_MIN_SECONDS",
+    "cluster.connectTimeoutSeconds": "cluster.client:CONNECT_TIMEOUT_SECONDS",
+    "cluster.handshakeMinSeconds": "families.volcano_vgpu.offer:HANDSHAKE_SECONDS",
+    "cluster.requestTimeoutSeconds": "cluster.api:REQUEST_TIMEOUT_SECONDS",
+    "cluster.startWaitSeconds": "agent.api_server:START_WAIT_SECONDS",
+    "cluster.watchSeconds": "cluster.reflector:WATCH_SECONDS",
+    "cluster.watchSilenceSeconds": "cluster.api:WATCH_SILENCE_SECONDS",
     "configReloadSeconds": "agent.reload:RELOAD_SECONDS",
     "kubelet.coalesceSeconds": "kubelet.server:COALESCE_SECONDS",
     "kubelet.drainSeconds": "kubelet.server:DRAIN_SECONDS",

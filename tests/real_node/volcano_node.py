@@ -13,6 +13,7 @@ from collections.abc import Collection, Mapping
 from http import HTTPStatus
 from typing import Any
 
+from tests import constants
 from tests.real_node.agents import QUICK, QUICK_CONSTANTS, NodeAgent, wait_allocatable
 from tests.real_node.rig import Rig
 from tests.real_node.rig.api import ApiError
@@ -30,11 +31,12 @@ hamiCore: {hostDirectory: FOLDER/hook}
 """
 # everything that is no path as on a node whose admin has set nothing
 PLAIN_CONFIG = f"version: v1\n{_VGPU}"
-VGPU_CONFIG = (
-    f"{QUICK}{_VGPU}cluster: {{backoffMinSeconds: 0.2, backoffMaxSeconds: 1, handshakeMinSeconds: "
-    "1}\n"
-)
-VGPU_CONSTANTS = QUICK_CONSTANTS
+VGPU_CONFIG = f"{QUICK}{_VGPU}"
+VGPU_CONSTANTS = QUICK_CONSTANTS | {
+    constants.API_BACKOFF_MIN: 0.2,
+    constants.API_BACKOFF_MAX: 1,
+    constants.HANDSHAKE: 1,
+}
 # Where many pods ask for memory and its unit is not what matters: kubelet keeps each unit as an id,
 # in a file that it writes anew for each pod.
 UNIT_MIB = 64

@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from vgpu_agent import __version__, concurrency, log
+from vgpu_agent.agent import api_server
 from vgpu_agent.agent.api_server import ClusterAccess
 from vgpu_agent.agent.devices.cdi import CdiController
 from vgpu_agent.agent.devices.mig import MigDivider
@@ -374,7 +375,7 @@ class Agent:
             lists=self._offering.lists,
             withdrawn=self._ledger.withdrawn,
         )
-        await self._cluster.written_once(settings.cluster.start_wait_seconds)
+        await self._cluster.written_once(api_server.START_WAIT_SECONDS)
         self._mps.start()
         await self._offering.sync()
         self._supervisor.start(

@@ -19,6 +19,7 @@ import asyncio
 import dataclasses
 from typing import TYPE_CHECKING
 
+from vgpu_agent.cluster import api as cluster_api
 from vgpu_agent.cluster.api import node_path
 from vgpu_agent.cluster.node_difference import same_quantity
 from vgpu_agent.cluster.retrying import Backoff, Complaints, lasting
@@ -31,7 +32,6 @@ if TYPE_CHECKING:
 
     from vgpu_agent.cluster.api import Api
     from vgpu_agent.concurrency import Latest, Revision
-    from vgpu_agent.config.binding import Cluster
     from vgpu_agent.journal import Journal
     from vgpu_agent.nodes import Node, SentCounts
 
@@ -83,7 +83,6 @@ class AllocatableWriter:
         sent: Callable[[], Mapping[str, SentCounts]],
         lists: Revision,
         withdrawn: Revision,
-        settings: Cluster,
         journal: Journal,
     ) -> None:
         """Build it.
@@ -95,11 +94,10 @@ class AllocatableWriter:
             sent: resource → the last list that the kubelet was sent over a stream that is open.
             lists: moves on when that changes.
             withdrawn: moves on when schedulers must see fewer ids than the kubelet has.
-            settings: the pauses.
             journal: a lasting refusal is recorded there.
         """
         self._api, self._path, self._node = api, f"{node_path(node_name)}/status", node
-        self._sent, self._lists, self._withdrawn, self._settings = sent, lists, withdrawn, settings
+        self._sent, self._lists, self._withdrawn = sent, lists, withdrawn
         self._complaints = Complaints(journal, "allocatable")
         self._uid = ""
         self._writes: dict[str, _Write] = {}
@@ -159,7 +157,7 @@ class AllocatableWriter:
             last.shown = (
                 last.shown
                 or same_quantity(allocatable, str(last.healthy))
-                or age_seconds > self._settings.request_timeout_seconds
+                or age_seconds > cluster_api.REQUEST_TIMEOUT_SECONDS
             )
         if (last is None or last.shown) and same_quantity(allocatable, str(sent.offered)):
             self._note(resource, sent, shown=True)
@@ -184,7 +182,7 @@ class AllocatableWriter:
         )
 
     def _backoff(self, resource: str) -> Backoff:
-        return self._backoffs.setdefault(resource, Backoff(self._settings))
+        return self._backoffs.setdefault(resource, Backoff())
 
     async def _write(self, due: Mapping[str, SentCounts]) -> None:
         """One merge patch for all counts, or one for each when one of them spoils it."""

@@ -5,7 +5,19 @@ a key and goes on without it.
 """
 
 FORMER_KEYS = {
+    "binding.allocateWaitSeconds": "an early Allocate waits 0.8 s for a pod that is not seen yet",
+    "binding.podWaitSeconds": "a start waits 2 s for a pod that is not seen yet",
+    "binding.refusedEventSeconds": "the pod gets an event after 30 s of refusals",
+    "binding.startSeconds": "the proof of one start may take 20 s",
     "cdi.generateTimeoutSeconds": "the program that makes the spec may take 30 s",
+    "cluster.backoffMaxSeconds": "failed requests and watches are tried again after at most 30 s",
+    "cluster.backoffMinSeconds": "failed requests and watches are tried again after 0.8 s at first",
+    "cluster.connectTimeoutSeconds": "a connection to the API server may take 5 s",
+    "cluster.handshakeMinSeconds": "the handshake of old schedulers is answered every 15 s at most",
+    "cluster.requestTimeoutSeconds": "a request to the API server may take 15 s",
+    "cluster.startWaitSeconds": "the start waits 5 s for the first list of Node and pods",
+    "cluster.watchSeconds": "a watch is asked to last 240 s to twice as long",
+    "cluster.watchSilenceSeconds": "a watch may be silent for 60 s beyond its time",
     "configReloadSeconds": "the agent looks for new content every 2 s",
     "hamiCore.lockDirectory": (
         "containers share no lock directory of the node; a library that wants one gets its own in "

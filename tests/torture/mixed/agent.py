@@ -31,7 +31,7 @@ from vgpu_agent.allocation.refusals import Refusals
 from vgpu_agent.cluster.allocatable import AllocatableWriter
 from vgpu_agent.cluster.api import Api
 from vgpu_agent.concurrency import Latest, Revision, first_of
-from vgpu_agent.config.binding import Binding, Cluster
+from vgpu_agent.config.binding import Binding
 from vgpu_agent.config.settings import Kubelet
 from vgpu_agent.device_ids import ListedDevice
 from vgpu_agent.errors import ClusterError
@@ -216,7 +216,6 @@ class MixedAgent:
             self._counts,
             self._lists,
             self.ledger.withdrawn,
-            Cluster(),
             journal,
         )
 

@@ -19,7 +19,9 @@ import os
 from typing import TYPE_CHECKING, NamedTuple
 
 from vgpu_agent import log
+from vgpu_agent.agent import api_server
 from vgpu_agent.agent.devices.named_devices import opens_another, places, shape
+from vgpu_agent.allocation import identification
 from vgpu_agent.cdi import nvidia_ctk, toolkit_specs
 from vgpu_agent.cdi.generated_specs import GPU_KIND, GeneratedSpecs, Wanted
 from vgpu_agent.cdi.imex import Channels, find_channels
@@ -178,7 +180,7 @@ class CdiController:
         if self._needed() and _namable(inventory):
             # a tool that hangs must not keep the agent from starting
             with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(settings.cluster.start_wait_seconds):
+                async with asyncio.timeout(api_server.START_WAIT_SECONDS):
                     await self._source.settled.wait()
             self._keep_back()
         # what is built from now on knows of all until here
@@ -240,7 +242,7 @@ class CdiController:
             CarrierError: the names do not resolve now.
         """
         with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(self._settings.binding.pod_wait_seconds):
+            async with asyncio.timeout(identification.POD_WAIT_SECONDS):
                 while not self._can_resolve(names):
                     await self._source.revision.newer_than(self._source.revision.version)
                     self._keep_back()
