@@ -145,7 +145,15 @@ async def test_a_name_that_two_families_would_have_is_found_for_an_added_one(
 
     async def check(more: str) -> tuple[int | None, str]:
         stage.config.write_text(f"version: v1\n{more}")
-        words = ("-m", "tests.families.slot", "config", "check", str(stage.config))
+        words = (
+            "-m",
+            "tests.families.slot",
+            "{}",
+            "vgpu_agent",
+            "config",
+            "check",
+            str(stage.config),
+        )
         process = await asyncio.create_subprocess_exec(
             sys.executable, *words, stderr=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE
         )
