@@ -316,10 +316,8 @@ async def test_a_hung_driver_stops_neither_allocate_nor_http(stage: Stage) -> No
     """NVML does not return: pods are admitted, /readyz and /debug/tasks name the call,
     and it is over when the driver answers.
     """
-    agent = await stage.ready_agent(
-        QUICK.replace("gpu: {", "gpu: {callTimeoutSeconds: 0.5, hungUnhealthySeconds: 60, ")
-        + SHARED
-    )
+    stage.constants |= {constants.NVML_CALL_TIMEOUT: 0.5, constants.GPU_HUNG_UNHEALTHY: 60}
+    agent = await stage.ready_agent(QUICK + SHARED)
     stage.node.fault("nvmlDeviceGetTemperature", times=1, delay_ms=int(FOR_EVER_SECONDS * 1000))
     await agent.until("/debug/tasks", lambda answer: answer["nvml"]["state"] == "hung")
     await stage.admit("during")

@@ -39,14 +39,16 @@ nodeName: {node}
 kubeconfig: {folder}/cluster/kubeconfig
 stateDirectory: {folder}/state
 gpu:
-  {{pollSeconds: 0.2, usageSeconds: 1, initRetrySeconds: 0.2,
-    recovery: {{quietSeconds: 0.5, maxQuietSeconds: 5}}}}
+  {{usageSeconds: 1, recovery: {{quietSeconds: 0.5, maxQuietSeconds: 5}}}}
 cluster: {{startsFirstSeconds: {starts_first_seconds}}}
 binding: {{cdiDirectory: {folder}/cluster/cdi}}
 hamiCore: {{hostDirectory: {folder}/vgpu}}
 """
 QUICK_CONSTANTS = {
     constants.RELOAD: 0.1,
+    constants.GPU_POLL: 0.2,
+    constants.GPU_INIT_RETRY: 0.2,
+    constants.SPEC_LOOK: 0.2,
     constants.SHUTDOWN: 3,
     constants.WEB_SHUTDOWN: 3,
     constants.VERIFY: 1,

@@ -32,9 +32,14 @@ GPU = "nvidia.com/gpu"
 # Pauses as short as a test wants them; everything else as on a node.
 QUICK = """\
 version: v1
-gpu: {pollSeconds: 0.5, recovery: {quietSeconds: 1}}
+gpu: {recovery: {quietSeconds: 1}}
 """
-QUICK_CONSTANTS = {constants.RELOAD: 0.2, constants.VERIFY: 2}
+QUICK_CONSTANTS = {
+    constants.RELOAD: 0.2,
+    constants.VERIFY: 2,
+    constants.GPU_POLL: 0.5,
+    constants.SPEC_LOOK: 0.5,
+}
 
 
 def shared(replicas: int) -> str:

@@ -49,6 +49,8 @@ from vgpu_agent.allocation.refusals import Refusals
 from vgpu_agent.concurrency import Supervisor, first_of, unless
 from vgpu_agent.errors import CarrierError, SimulationError
 from vgpu_agent.families.registry import FAMILIES
+from vgpu_agent.gpu import thread as nvml_thread
+from vgpu_agent.gpu import watch as gpu_watch
 from vgpu_agent.gpu.discovery import BY_NVML, Discovery, discover
 from vgpu_agent.gpu.source import source
 from vgpu_agent.isolation import hami_region
@@ -390,7 +392,7 @@ class Agent:
         )
         self._supervisor.start("cdi names", functools.partial(self._cdi.follow, self._look_again))
         nodes = functools.partial(
-            self._families.watch_nodes, self._look_again, pause_seconds=settings.gpu.poll_seconds
+            self._families.watch_nodes, self._look_again, pause_seconds=gpu_watch.POLL_SECONDS
         )
         self._supervisor.start("device nodes", nodes)
         self._supervisor.start("vanished devices", self._vanished.run)
@@ -458,7 +460,7 @@ class Agent:
         await self._cluster.close()
         self._pod_resources.close()
         with contextlib.suppress(TimeoutError):
-            await self._watch.stop(self._loaded.settings.gpu.event_wait_milliseconds / 1000 * 2)
+            await self._watch.stop(2 * nvml_thread.EVENT_WAIT_SECONDS)
 
     async def _simulate(self, directory: Path) -> None:
         try:
@@ -549,8 +551,7 @@ class Agent:
 
     @property
     def _stuck_seconds(self) -> float:
-        """Longest silence allowed to a loop: its own longest pause plus the configured limit."""
-        settings = self._loaded.settings
+        """Longest silence allowed to a loop: its own longest pause plus the limit of all."""
         return concurrency.STUCK_SECONDS + max(
-            settings.gpu.poll_seconds, kubelet_directory.POLL_SECONDS
+            gpu_watch.POLL_SECONDS, kubelet_directory.POLL_SECONDS
         )

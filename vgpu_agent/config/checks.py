@@ -19,10 +19,7 @@ if TYPE_CHECKING:
     from vgpu_agent.config.settings import Settings
 
 # The first of a pair must not be above the second.
-_ORDERED = (
-    ("gpu.callTimeoutSeconds", "gpu.hungUnhealthySeconds"),
-    ("gpu.recovery.quietSeconds", "gpu.recovery.maxQuietSeconds"),
-)
+_ORDERED = (("gpu.recovery.quietSeconds", "gpu.recovery.maxQuietSeconds"),)
 _XID_PATHS = ("gpu.disableHealthChecks", "gpu.enableHealthChecks")
 
 

@@ -19,6 +19,11 @@ FORMER_KEYS = {
     "cluster.watchSeconds": "a watch is asked to last 240 s to twice as long",
     "cluster.watchSilenceSeconds": "a watch may be silent for 60 s beyond its time",
     "configReloadSeconds": "the agent looks for new content every 2 s",
+    "gpu.callTimeoutSeconds": "an NVML call that takes longer than 5 s is reported as hung",
+    "gpu.eventWaitMilliseconds": "NVML events are waited for 0.5 s at a time",
+    "gpu.hungUnhealthySeconds": "a GPU whose NVML call hangs for longer than 15 s is Unhealthy",
+    "gpu.initRetrySeconds": "a driver that is missing is looked for every 30 s",
+    "gpu.pollSeconds": "every GPU is asked for its state every 5 s, besides its events",
     "hamiCore.lockDirectory": (
         "containers share no lock directory of the node; a library that wants one gets its own in "
         "each container"

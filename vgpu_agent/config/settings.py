@@ -186,43 +186,6 @@ class Gpu(msgspec.Struct, frozen=True, rename="camel", forbid_unknown_fields=Tru
             )
         ),
     ] = True
-    init_retry_seconds: Annotated[
-        Seconds,
-        Meta(description="Pause between two tries to find a driver, with failOnInitError: false."),
-    ] = 30.0
-    poll_seconds: Annotated[
-        Seconds,
-        Meta(
-            description=(
-                "How often every GPU is asked for its state besides waiting for events; a card can "
-                "vanish silently."
-            )
-        ),
-    ] = 5.0
-    event_wait_milliseconds: Annotated[
-        int,
-        Meta(
-            ge=50,
-            le=500,
-            description=(
-                "Longest single wait for NVML events. All NVML calls share one thread, so other "
-                "calls wait this long at worst."
-            ),
-        ),
-    ] = 500
-    call_timeout_seconds: Annotated[
-        Seconds,
-        Meta(
-            description=(
-                "An NVML call that takes longer is reported as hung (`/debug/tasks`, metric, "
-                "readiness)."
-            )
-        ),
-    ] = 5.0
-    hung_unhealthy_seconds: Annotated[
-        Seconds,
-        Meta(description="A GPU whose NVML call hangs for longer than this is reported Unhealthy."),
-    ] = 15.0
     disable_health_checks: Annotated[
         str,
         Meta(

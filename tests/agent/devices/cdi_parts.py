@@ -54,7 +54,7 @@ class Side:
             settings_of(
                 simulate=str(self.node.directory),
                 binding=Binding(cdi_directory=str(self.cdi)),
-                gpu=GpuSettings(driver_root=str(self.node.directory), poll_seconds=0.05),
+                gpu=GpuSettings(driver_root=str(self.node.directory)),
                 plugin=BY_NAME,
             ),
             **sections,

@@ -50,6 +50,8 @@ if TYPE_CHECKING:
     from vgpu_agent.ledger import Ledger
     from vgpu_agent.model import Inventory, Resource
 
+# How often specs are looked at, which others can change or remove.
+LOOK_SECONDS = 5.0
 # Pauses after a spec could not be made.
 RETRY_MIN_SECONDS = 0.5
 RETRY_MAX_SECONDS = 30.0
@@ -115,13 +117,13 @@ class CdiController:
         self._source: GeneratedSpecs | ToolkitSpecs
         if settings.cdi.source == "toolkit":
             self._source = ToolkitSpecs(
-                (STATIC_DIRECTORY, directory), journal, look_seconds=settings.gpu.poll_seconds
+                (STATIC_DIRECTORY, directory), journal, look_seconds=LOOK_SECONDS
             )
         else:
             self._source = GeneratedSpecs(
                 directory,
                 journal,
-                look_seconds=settings.gpu.poll_seconds,
+                look_seconds=LOOK_SECONDS,
                 retry_min_seconds=RETRY_MIN_SECONDS,
                 retry_max_seconds=RETRY_MAX_SECONDS,
             )
