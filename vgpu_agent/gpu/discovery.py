@@ -127,11 +127,7 @@ async def names_by_nvml(settings: GpuSettings) -> tuple[str, ...] | None:
         proc_root=Path(settings.proc_root),
         report=_ignore,
     )
-    thread = NvmlThread(
-        nvml,
-        session,
-        Listener(_ignore, _ignore, _ignore, _ignore),
-    )
+    thread = NvmlThread(nvml, session, Listener(_ignore, _ignore, _ignore, _ignore))
     thread.start()
     try:
         return await thread.call("look for integrated GPUs", session.names)

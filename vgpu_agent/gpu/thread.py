@@ -74,12 +74,7 @@ class NvmlThread:
     Everything but `pass_on`, `_main` and their callees belongs to the event loop.
     """
 
-    def __init__(
-        self,
-        nvml: Nvml,
-        session: Session,
-        listener: Listener,
-    ) -> None:
+    def __init__(self, nvml: Nvml, session: Session, listener: Listener) -> None:
         self._nvml, self._session, self._listener = nvml, session, listener
         self._jobs: queue.SimpleQueue[_Job[Any] | None] = queue.SimpleQueue()
         self._waiting: set[asyncio.Future[Any]] = set()
