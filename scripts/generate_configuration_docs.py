@@ -82,7 +82,7 @@ agent does not follow, where it would have had an effect.
 * `version: v1` must be there; an empty file is refused, because it may be a write that was cut
   short.
 * A key that does not exist is an error, with a suggestion. A key that stands twice is an error,
-  too.
+  too. A key of an earlier version is a warning, which says what the agent does instead.
 * Plain values are what JSON would call them: `true`, `false`, `null`, numbers, else text. So `yes`,
   `on`, `012` and `1:30` are text, and a key that wants true or false refuses `yes`.
 * Anchors, aliases, tags, a second document, and more than 1 MiB are refused.
@@ -98,7 +98,7 @@ config.yaml:12: sharing.timeSlicing.resources[0].replicas: expected an integer â
 
 ## Changes while the agent runs
 
-The content of the files is looked at every `configReloadSeconds`. It makes no difference whether
+The content of the files is looked at every two seconds. It makes no difference whether
 one was edited, replaced, or swapped by a ConfigMap (mount the ConfigMap as a directory: Kubernetes
 never updates a `subPath` mount). Keys marked *live* below take effect at once; a change of another
 key is logged and waits for a restart. A file that cannot be used is logged line by line and the

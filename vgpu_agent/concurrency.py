@@ -25,6 +25,10 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
+# A loop that gives no sign of life for this long beyond its promise is stuck, and ``/livez`` fails;
+# what a resource still waits for after this long is an error in the log.
+STUCK_SECONDS = 30.0
+
 _logger = log.get(__name__)
 
 

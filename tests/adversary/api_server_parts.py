@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 
+import pytest
+
+from tests import constants
 from tests.cluster.scripted import QUICK
 from vgpu_agent.cluster.client import ApiClient
 from vgpu_agent.cluster.credentials import Access, Credentials
-from vgpu_agent.config.binding import Cluster
 
 Answer = Callable[[asyncio.StreamWriter, bytes], Awaitable[None]]
 
@@ -66,18 +68,19 @@ async def served(answers: Answer) -> AsyncIterator[str]:
 
 @contextlib.asynccontextmanager
 async def asked(
-    answers: Answer, *, settings: Cluster = QUICK, token: str = ""
+    answers: Answer, *, others: Mapping[str, float] = QUICK, token: str = ""
 ) -> AsyncIterator[ApiClient]:
-    """A client of such a server."""
-    async with served(answers) as url:
-        client = ApiClient(
-            Credentials(lambda: Access(url, authorization=token and f"Bearer {token}"), "test"),
-            settings,
-        )
-        try:
-            yield client
-        finally:
-            await client.close()
+    """A client of such a server, with other values of constants."""
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        constants.use(monkeypatch, others)
+        async with served(answers) as url:
+            client = ApiClient(
+                Credentials(lambda: Access(url, authorization=token and f"Bearer {token}"), "test"),
+            )
+            try:
+                yield client
+            finally:
+                await client.close()
 
 
 def always(body: bytes) -> Answer:

@@ -21,6 +21,7 @@ from vgpu_agent.cluster.credentials import Access, Credentials
 from vgpu_agent.cluster.watching import PodWatch
 from vgpu_agent.journal import Journal
 from vgpu_agent.pods import PodCache
+from vgpu_agent.sim import with_constants
 
 
 def _resident_bytes() -> int:
@@ -42,11 +43,11 @@ class _Peak(threading.Thread):
 
 async def _measure(url: str, pods: int) -> dict[str, object]:
     api, book, journal = (
-        ApiClient(Credentials(lambda: Access(url), "test"), QUICK),
+        ApiClient(Credentials(lambda: Access(url), "test")),
         PodCache(),
         Journal(),
     )
-    watch = PodWatch(api, "n1", book, settings=QUICK, journal=journal)
+    watch = PodWatch(api, "n1", book, journal=journal)
     gc.collect()
     before, peak = _resident_bytes(), _Peak()
     peak.start()
@@ -69,4 +70,5 @@ async def _measure(url: str, pods: int) -> dict[str, object]:
 
 
 if __name__ == "__main__":
+    with_constants.set_constants(QUICK)
     sys.stdout.write(json.dumps(asyncio.run(_measure(sys.argv[1], int(sys.argv[2])))) + "\n")

@@ -65,6 +65,7 @@ class StormStage(VolcanoStage):
             simulate=self.gpus.directory,
             config=self.config,
             through=self.cgroup.command,
+            constants=self.constants,
         )
         return self.agent
 

@@ -25,7 +25,7 @@ from tests.adversary.api_server_parts import (
     asked,
     send_chunk,
 )
-from tests.cluster.scripted import IMPATIENT, QUICK, json_event, json_pod, running, until
+from tests.cluster.scripted import IMPATIENT, json_event, json_pod, running, until
 from vgpu_agent.cluster import client as client_module
 from vgpu_agent.cluster import decode
 from vgpu_agent.cluster.client import LONGEST_LINE_BYTES, ApiClient
@@ -172,7 +172,7 @@ async def test_no_endless_header_fills_the_memory() -> None:
     for answers in (one, many):
         tracemalloc.start()
         try:
-            await _refused(answers, settings=IMPATIENT)
+            await _refused(answers, others=IMPATIENT)
             _, peak = tracemalloc.get_traced_memory()
         finally:
             tracemalloc.stop()
@@ -182,7 +182,7 @@ async def test_no_endless_header_fills_the_memory() -> None:
 async def _trouble_of_list(answers: Answer) -> tuple[PodWatch, float]:
     """The watch of pods after its first failure, and the peak of what it took."""
     async with asked(answers) as api:
-        watch = PodWatch(api, "n1", PodCache(), settings=QUICK, journal=Journal())
+        watch = PodWatch(api, "n1", PodCache(), journal=Journal())
         tracemalloc.start()
         try:
             async with running(watch.run):
@@ -331,7 +331,7 @@ async def test_no_flood_of_tiny_events_starves_the_agent() -> None:
             await send_chunk(writer, line * 1000)
 
     async with asked(_watched(stream)) as api:
-        watch = PodWatch(api, "n1", PodCache(), settings=QUICK, journal=Journal())
+        watch = PodWatch(api, "n1", PodCache(), journal=Journal())
         beats: list[float] = []
         task = asyncio.ensure_future(watch.run(lambda: beats.append(time.monotonic())))
         await until(lambda: len(beats) > 200)
@@ -429,7 +429,7 @@ async def test_no_node_of_megabytes_is_kept() -> None:
     labels = {f"label-{number}": "x" * 63 for number in range(100_000)}
     node = {"metadata": {"name": "n1", "uid": "u", "resourceVersion": "7", "labels": labels}}
     async with asked(always(answer(msgspec.json.encode(node)))) as api:
-        watch = NodeWatch(api, "n1", settings=QUICK, journal=Journal())
+        watch = NodeWatch(api, "n1", journal=Journal())
         async with running(watch.run):
             await until(lambda: watch.status.unreadable > 0)
     assert watch.node.value is None

@@ -15,6 +15,7 @@ from pathlib import Path
 import aiohttp
 import pytest
 
+from tests import constants
 from tests.component.conftest import QUICK, SHARED, Stage
 from tests.patience import PATIENCE_SECONDS
 from vgpu_agent.sim.agent_process import AgentProcess
@@ -143,7 +144,8 @@ async def test_a_header_that_never_ends_is_cut_off(stage: Stage) -> None:
     """A byte now and then keeps no connection beyond the time that a request may take,
     and neither do endless header lines.
     """
-    agent = await _agent(stage, QUICK + SHARED + "web: {requestTimeoutSeconds: 0.5}\n")
+    stage.constants[constants.WEB_REQUEST_TIMEOUT] = 0.5
+    agent = await _agent(stage)
     host, _, port = agent.public_address.rpartition(":")
     reader, writer = await asyncio.open_connection(host, int(port))
     writer.write(b"GET /livez HTTP/1.1\r\nHost: a\r\n")

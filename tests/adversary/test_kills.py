@@ -55,6 +55,7 @@ class MortalStage(VolcanoStage):
             simulate=self.gpus.directory,
             config=self.config,
             through=launcher if self.killed_before else (),
+            constants=self.constants,
         )
         return self.agent
 

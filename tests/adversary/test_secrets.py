@@ -19,6 +19,7 @@ import msgspec
 import pytest
 from blockbuster import BlockBuster
 
+from tests import constants
 from tests.adversary.api_server_parts import (
     CHUNKED,
     Answer,
@@ -39,6 +40,7 @@ from vgpu_agent.cluster.node_publisher import NodePublisher
 from vgpu_agent.cluster.pod_publisher import PodPublisher
 from vgpu_agent.cluster.watching import NodeWatch, PodWatch
 from vgpu_agent.concurrency import Latest, Revision, Supervisor
+from vgpu_agent.config.binding import Cluster
 from vgpu_agent.errors import ClusterError
 from vgpu_agent.journal import Journal
 from vgpu_agent.nodes import DesiredNode, Node
@@ -48,6 +50,11 @@ from vgpu_agent.web import debug
 
 CANARY = "canary-5a1f9c-of-the-token"
 NODE = "/api/v1/nodes/n1"
+
+
+@pytest.fixture(autouse=True)
+def _impatient(monkeypatch: pytest.MonkeyPatch) -> None:
+    constants.use(monkeypatch, IMPATIENT)
 
 
 @pytest.fixture(params=["json", "console"])
@@ -162,13 +169,13 @@ class Agent:
         node, book = Node("n1", "uid"), PodCache()
         book.put(Pod("uid-a", "default", "a", node="n1"))
         nodes: Latest[Node | None] = Latest(node)
-        watches = [PodWatch(self.api, "n1", PodCache(), settings=IMPATIENT, journal=self.journal)]
+        watches = [PodWatch(self.api, "n1", PodCache(), journal=self.journal)]
         pods = PodPublisher(
             self.api,
             book,
             lambda: {"uid-a": DesiredPod({"a": "b"})},
             Revision(),
-            IMPATIENT,
+            Cluster(),
             self.journal,
         )
         conditions = {"Vgpu": ("True", "r", "m")}
@@ -176,11 +183,11 @@ class Agent:
             annotations={"a": "b", "c": None}, capacity={"volcano.sh/x": "1"}, conditions=conditions
         )
         publisher = NodePublisher(
-            self.api, "n1", nodes, lambda *_: desired_state, Revision(), IMPATIENT, self.journal
+            self.api, "n1", nodes, lambda *_: desired_state, Revision(), self.journal
         )
-        events = Events(self.api, "vgpu-agent", "n1", IMPATIENT, self.journal)
+        events = Events(self.api, "vgpu-agent", "n1", self.journal)
         events.raise_event(node, "Reason", "message")
-        node_watch = NodeWatch(self.api, "n1", settings=IMPATIENT, journal=self.journal)
+        node_watch = NodeWatch(self.api, "n1", journal=self.journal)
         async with running(watches[0].run), running(node_watch.run), running(pods.run):
             await publisher.publish_once()
             await events.write_once()
@@ -223,7 +230,7 @@ async def test_no_error_of_the_api_server_shows_the_token(
     async with served(ANSWERS[case]) as url:
         access = Access(url, authorization=f"Bearer {CANARY}")
         conceal(access.authorization)  # as `_access` does with whatever it has read
-        api = ApiClient(credentials_module.Credentials(lambda: access, "test"), IMPATIENT)
+        api = ApiClient(credentials_module.Credentials(lambda: access, "test"))
         agent = Agent(api)
         try:
             await agent.drive()
@@ -245,7 +252,7 @@ async def test_no_silence_or_broken_connection_shows_the_token(lines: io.StringI
         writer.transport.abort()
 
     for answers in (silent, reset):
-        async with asked(answers, settings=IMPATIENT, token=CANARY) as api:
+        async with asked(answers, others=IMPATIENT, token=CANARY) as api:
             with pytest.raises(ClusterError) as caught:
                 await api.get(NODE)
             log.get("x").error("failed", exc_info=caught.value)
@@ -261,10 +268,7 @@ async def test_no_silence_or_broken_connection_shows_the_token(lines: io.StringI
                 proxy=f"http://user:{CANARY}@127.0.0.1:1",
             )
             # mypy knows no default of a lambda
-            api = ApiClient(
-                credentials_module.Credentials(lambda access=access: access, "test"),  # type: ignore[misc]
-                IMPATIENT,
-            )
+            api = ApiClient(credentials_module.Credentials(lambda access=access: access, "test"))  # type: ignore[misc]
             with pytest.raises(ClusterError) as caught:
                 await api.get(NODE)
             await api.close()
@@ -361,7 +365,7 @@ def test_no_kubeconfig_that_is_no_good_shows_what_is_in_it(
     assert found is not None
 
     async def ask() -> ClusterError:
-        api = ApiClient(found, IMPATIENT)
+        api = ApiClient(found)
         with pytest.raises(ClusterError) as caught:
             await api.get(NODE)
         await api.close()
@@ -390,7 +394,7 @@ async def test_no_service_account_shows_its_token(
         lambda: credentials(settings_of(), environment=environment, service_account=service_account)
     )
     assert found is not None
-    api = ApiClient(found, IMPATIENT)
+    api = ApiClient(found)
     with pytest.raises(ClusterError) as caught:
         await api.get(NODE)
     await api.close()

@@ -15,9 +15,11 @@ import msgspec
 import pytest
 from blockbuster import BlockBuster
 
-from tests.agent.volcano_parts import NODE, volcano_settings
+from tests import constants
+from tests.agent.volcano_parts import NODE, QUICK, volcano_settings
 from tests.patience import FOR_EVER_SECONDS, PATIENCE_SECONDS
 from tests.settings import switches
+from vgpu_agent.agent import api_server
 from vgpu_agent.agent.api_server import ClusterAccess
 from vgpu_agent.agent.named_configuration import NamedConfiguration
 from vgpu_agent.concurrency import Revision, Supervisor
@@ -37,6 +39,11 @@ def _library_reads_files(_no_blocked_loop: BlockBuster | None) -> None:
     """
     assert _no_blocked_loop is not None
     _no_blocked_loop.deactivate()
+
+
+@pytest.fixture(autouse=True)
+def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    constants.use(monkeypatch, QUICK)
 
 
 @pytest.fixture
@@ -103,7 +110,7 @@ async def test_without_families_and_without_named_configurations_nobody_is_asked
 
 
 async def test_the_label_outlives_a_restart_during_an_outage(
-    tmp_path: Path, server: ApiServer
+    tmp_path: Path, server: ApiServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The label is remembered with the configuration that it chose,
     and the time already waited counts.
@@ -116,10 +123,8 @@ async def test_the_label_outlives_a_restart_during_an_outage(
         await cluster.remember()
     await server.down()
     began = time.monotonic()
-    patient = msgspec.structs.replace(
-        quick, cluster=msgspec.structs.replace(quick.cluster, start_wait_seconds=FOR_EVER_SECONDS)
-    )
-    async with connected(patient, waited_seconds=FOR_EVER_SECONDS) as cluster:
+    monkeypatch.setattr(api_server, "START_WAIT_SECONDS", FOR_EVER_SECONDS)
+    async with connected(quick, waited_seconds=FOR_EVER_SECONDS) as cluster:
         assert time.monotonic() - began < PATIENCE_SECONDS
         assert cluster.remembered is not None
         assert (cluster.remembered.config_label, cluster.remembered.named_config) == (
@@ -140,7 +145,7 @@ async def test_what_could_not_be_remembered_is_remembered_once_the_disk_takes_it
     async with connected(quick) as cluster:
         following = asyncio.ensure_future(cluster.follow(_nothing))
         try:
-            await asyncio.sleep(quick.cluster.backoff_max_seconds)
+            await asyncio.sleep(QUICK[constants.API_BACKOFF_MAX])
             await asyncio.to_thread(state.unlink)
             await asyncio.to_thread(_until_there, state / "remembered.json")
         finally:

@@ -5,19 +5,19 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import pytest
 from blockbuster import BlockBuster
 
-from tests.agent.volcano_parts import NODE, QUICK, Wired, volcano_settings, wired
+from tests.agent.volcano_parts import NODE, Wired, volcano_settings, wired
 from tests.patience import PATIENCE_SECONDS
 from vgpu_agent.allocation.overcommits import Overcommits
 from vgpu_agent.concurrency import Revision
+from vgpu_agent.config.binding import Cluster
 from vgpu_agent.sim.api.faults import Fault, FaultKind
 from vgpu_agent.sim.api.server import ApiServer
 
 REGISTER, HANDSHAKE = "volcano.sh/node-vgpu-register", "volcano.sh/node-vgpu-handshake"
-LEAVES = msgspec.structs.replace(QUICK, withdraw_at_stop=True)
+LEAVES = Cluster(withdraw_at_stop=True)
 
 
 @pytest.fixture(autouse=True)
@@ -133,7 +133,7 @@ async def test_an_agent_that_comes_back_leaves_everything(
     tmp_path: Path, server: ApiServer
 ) -> None:
     """An update must not make schedulers forget the node."""
-    async with wired(await volcano_settings(tmp_path, server, cluster=QUICK)) as parts:
+    async with wired(await volcano_settings(tmp_path, server)) as parts:
         await published(parts)
         before = on_the_node(server)
         await parts.cluster.withdraw(PATIENCE_SECONDS)

@@ -44,7 +44,6 @@ stateDirectory: {folder}/state
 binding: {{cdiDirectory: {folder}/cdi}}
 kubelet: {{directory: {folder}/kubelet}}
 cluster: {{enabled: never}}
-gpu: {{eventWaitMilliseconds: 50}}
 """
     loaded = await asyncio.to_thread(
         load_contents, Sources({}, {}, "config.yaml"), Contents(text.encode())

@@ -14,7 +14,9 @@ from typing import Any
 import pytest
 from blockbuster import BlockBuster
 
+from tests import constants
 from tests.patience import PATIENCE_SECONDS
+from vgpu_agent.agent import api_server
 from vgpu_agent.agent.named_configuration import (
     InForce,
     NamedConfiguration,
@@ -39,6 +41,14 @@ def _kubeconfig_is_read_in_a_loop_of_its_own(_no_blocked_loop: BlockBuster) -> N
     the agent runs that in a loop of its own, in a thread.
     """
     _no_blocked_loop.deactivate()
+
+
+@pytest.fixture(autouse=True)
+def _patient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A busy machine is no server that does not answer."""
+    constants.use(
+        monkeypatch, {constants.API_START_WAIT: 60.0, constants.API_REQUEST_TIMEOUT: 60.0}
+    )
 
 
 @pytest.fixture
@@ -77,18 +87,15 @@ async def own(
     server: ApiServer | None,
     *,
     more: str = "",
-    cluster: str = "",
-    wait_seconds: float = 60.0,
+    cluster: str = "{}",
 ) -> Loaded:
-    """The agent's own configuration, which names the directory; ``wait_seconds`` is how long a
-    start waits for the API server.
-    """
+    """The agent's own configuration, which names the directory."""
     lines = [
         "version: v1",
         f"nodeName: {NODE}",
         f"stateDirectory: {tmp_path}/state",
         f"namedConfig: {{directory: {tmp_path}/available-configs{more}}}",
-        f"cluster: {{{cluster}startWaitSeconds: {wait_seconds}, requestTimeoutSeconds: 60}}",
+        f"cluster: {cluster}",
     ]
     if server is not None:
         lines.append(
@@ -246,22 +253,26 @@ async def test_a_wrong_label_on_a_node_without_a_past_counts_as_none(
 
 
 async def test_without_an_answer_the_start_goes_by_what_was_read_before(
-    tmp_path: Path, shelf: Path, server: ApiServer
+    tmp_path: Path, shelf: Path, server: ApiServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The start waits no longer than cluster.startWaitSeconds,
+    """The start waits no longer than five seconds,
     which NVIDIA's init container does (its issue 1540).
     """
     await remember(tmp_path, config_label="four")
-    settings = await own(tmp_path, server, wait_seconds=0.3)
+    monkeypatch.setattr(api_server, "START_WAIT_SECONDS", 0.3)
+    settings = await own(tmp_path, server)
     await server.down()
     loaded, named = await asyncio.wait_for(with_named_configuration(settings), PATIENCE_SECONDS)
     assert named is not None
     assert (replicas(loaded), named.problem) == (4, "")
 
 
-async def test_a_server_that_hangs_is_not_waited_for(tmp_path: Path, shelf: Path) -> None:
+async def test_a_server_that_hangs_is_not_waited_for(
+    tmp_path: Path, shelf: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """It takes the connection and never answers."""
-    settings = await own(tmp_path, None, wait_seconds=0.3)
+    monkeypatch.setattr(api_server, "START_WAIT_SECONDS", 0.3)
+    settings = await own(tmp_path, None)
     async with ApiServer() as server:
         kubeconfig = await asyncio.to_thread(server.kubeconfig, tmp_path / "kubeconfig")
     with socket.create_server(("127.0.0.1", 0)) as hung:  # only the kernel takes the connection
@@ -290,7 +301,7 @@ async def test_who_wants_no_api_server_has_default_and_fallbacks(
 ) -> None:
     """With cluster.enabled: never there is no label, and nothing to complain of."""
     loaded, named = await with_named_configuration(
-        await own(tmp_path, None, more=", default: two", cluster="enabled: never, ")
+        await own(tmp_path, None, more=", default: two", cluster="{enabled: never}")
     )
     assert named is not None
     assert (replicas(loaded), named.problem) == (2, "")

@@ -113,15 +113,15 @@ async def test_what_needs_a_restart_is_named_until_it_is_taken_back(applied: App
 
 
 async def test_only_what_takes_effect_at_once_is_applied(applied: Applied) -> None:
-    """A new pace of polling is named as needing a restart,
+    """A new pace of readings is named as needing a restart,
     so it must not be half in force before.
     """
     reload = Reload(loaded(), apply=applied, journal=Journal())
-    await reload.take(loaded("gpu: {pollSeconds: 1, recovery: {quietSeconds: 7}}\n"))
+    await reload.take(loaded("gpu: {usageSeconds: 1, recovery: {quietSeconds: 7}}\n"))
     (settings,) = applied.settings
-    assert settings.gpu.poll_seconds == settings_of().gpu.poll_seconds
+    assert settings.gpu.usage_seconds == settings_of().gpu.usage_seconds
     assert settings.gpu.recovery.quiet_seconds == 7
-    assert reload.needs_restart == ("gpu.pollSeconds",)
+    assert reload.needs_restart == ("gpu.usageSeconds",)
 
 
 async def test_a_new_log_level_is_in_force_at_once(applied: Applied) -> None:

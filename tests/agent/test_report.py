@@ -32,7 +32,6 @@ from vgpu_agent.allocation.refusals import Refusals
 from vgpu_agent.cluster.config_map import ConfigMapWatch
 from vgpu_agent.cluster.watching import NodeWatch, PodWatch
 from vgpu_agent.concurrency import Latest, Supervisor
-from vgpu_agent.config.binding import Cluster
 from vgpu_agent.config.load import Contents, Sources, load_contents
 from vgpu_agent.device_ids import DeviceId, IdBlock, NumberedIds
 from vgpu_agent.families.nvidia.family import NvidiaFamily
@@ -413,7 +412,6 @@ def _config_map(expected_in: str = "") -> ConfigMapWatch:
         "volcano-vgpu-device-config",
         "device-config.yaml",
         namespaces=namespaces,
-        settings=Cluster(),
         journal=Journal(),
         expected_in=expected_in,
     )
@@ -444,11 +442,9 @@ async def test_watches_and_memory_are_reported(tmp_path: Path) -> None:
     and that an earlier agent's memory stands in for the Node.
     """
     async with parts(tmp_path) as node:
-        cluster, journal, settings = node.cluster, Journal(), Cluster()
-        cluster.pods = PodWatch(
-            Source(), "node-a", cluster.book, settings=settings, journal=journal
-        )
-        cluster.nodes = NodeWatch(Source(), "node-a", settings=settings, journal=journal)
+        cluster, journal = node.cluster, Journal()
+        cluster.pods = PodWatch(Source(), "node-a", cluster.book, journal=journal)
+        cluster.nodes = NodeWatch(Source(), "node-a", journal=journal)
         cluster.config_maps["device-config.yaml"] = _config_map()
         cluster.config_maps["device-config.yaml"].statuses["kube-system"].lists = 1
         cluster.remembered = Remembered(

@@ -12,17 +12,23 @@ import msgspec
 import pytest
 from blockbuster import BlockBuster
 
+from tests import constants
 from tests.agent.volcano_parts import NODE, Wired, volcano_settings, wired
 from tests.golden import U1
 from tests.patience import PATIENCE_SECONDS
 from tests.settings import switches
-from vgpu_agent.config.binding import Cluster
 from vgpu_agent.config.hami_core import HamiCore
 from vgpu_agent.families.volcano_gpushare.settings import VolcanoGpushare
 from vgpu_agent.families.volcano_vgpu.files import CONFIG_MAP as NAME
 from vgpu_agent.families.volcano_vgpu.files import DEVICE_CONFIG as KEY
 from vgpu_agent.families.volcano_vgpu.settings import VolcanoVgpu
 from vgpu_agent.sim.api.server import ApiServer
+
+IMPATIENT = {
+    constants.API_START_WAIT: 0.1,
+    constants.API_BACKOFF_MIN: 0.05,
+    constants.API_BACKOFF_MAX: 0.1,
+}
 
 
 @pytest.fixture(autouse=True)
@@ -199,8 +205,7 @@ async def test_what_two_wrong_edits_have_left_in_force_stays_over_a_restart(tmp_
             assert parts.offered == before
             await parts.cluster.remember()
         await server.down()
-        quick = Cluster(start_wait_seconds=0.1, backoff_min_seconds=0.05, backoff_max_seconds=0.1)
-        async with wired(msgspec.structs.replace(settings, cluster=quick)) as parts:
+        async with wired(settings, others=IMPATIENT) as parts:
             await parts.families.apply(parts.settings)
             assert parts.offered == before
             await asyncio.to_thread(own.unlink)
@@ -230,20 +235,15 @@ async def test_a_restart_during_an_outage_offers_the_same(tmp_path: Path) -> Non
             before = parts.offered
             await parts.cluster.remember()
         await server.down()
-        impatient = msgspec.structs.replace(
-            settings,
-            cluster=Cluster(
-                start_wait_seconds=0.1, backoff_min_seconds=0.05, backoff_max_seconds=0.1
-            ),
-        )
-        async with wired(impatient) as parts:
-            await parts.families.apply(impatient)
+        async with wired(settings, others=IMPATIENT) as parts:
+            await parts.families.apply(settings)
             assert parts.offered == before
             assert parts.offering.blocked == {}
             assert parts.allocator.mode is not None
             assert not parts.allocator.mode.late
         async with wired(
-            msgspec.structs.replace(impatient, state_directory=str(tmp_path / "empty"))
+            msgspec.structs.replace(settings, state_directory=str(tmp_path / "empty")),
+            others=IMPATIENT,
         ) as parts:
             await parts.families.apply(parts.settings)
             assert "has not been read yet" in parts.offering.blocked["volcano-vgpu"]

@@ -6,11 +6,13 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from pathlib import Path
 
 import msgspec
+import pytest
 
+from tests import constants
 from tests.golden import golden_inventory
 from tests.patience import PATIENCE_SECONDS
 from tests.settings import settings as settings_of
@@ -24,7 +26,6 @@ from vgpu_agent.allocation.identification import KubeletEvidence
 from vgpu_agent.allocation.refusals import Refusals
 from vgpu_agent.concurrency import Supervisor
 from vgpu_agent.config import settings as schema
-from vgpu_agent.config.binding import Cluster
 from vgpu_agent.families.volcano_vgpu.settings import VolcanoVgpu
 from vgpu_agent.journal import Journal
 from vgpu_agent.kubelet.directory import DirectoryWatch
@@ -35,12 +36,12 @@ from vgpu_agent.sim.api.server import ApiServer
 from vgpu_agent.status import KubeletStatus
 
 NODE = "node-a"
-QUICK = Cluster(
-    start_wait_seconds=PATIENCE_SECONDS,
-    backoff_min_seconds=0.05,
-    backoff_max_seconds=0.2,
-    request_timeout_seconds=PATIENCE_SECONDS,
-)
+QUICK = {
+    constants.API_START_WAIT: PATIENCE_SECONDS,
+    constants.API_BACKOFF_MIN: 0.05,
+    constants.API_BACKOFF_MAX: 0.2,
+    constants.API_REQUEST_TIMEOUT: PATIENCE_SECONDS,
+}
 
 
 async def volcano_settings(
@@ -56,7 +57,6 @@ async def volcano_settings(
         state_directory=str(folder / "state"),
         families=switches(nvidia=False, volcano_vgpu=True),
         volcano_vgpu=VolcanoVgpu(isolation="none", node_config_file=str(folder / "config.json")),
-        cluster=QUICK,
         kubelet=schema.Kubelet(directory=str(folder / "kubelet")),
         gpu=schema.Gpu(dev_root=str(folder)),
     )
@@ -140,9 +140,21 @@ class Wired:
 
 @contextlib.asynccontextmanager
 async def wired(
-    settings: schema.Settings, inventory: Inventory | None = None
+    settings: schema.Settings,
+    inventory: Inventory | None = None,
+    others: Mapping[str, float] = QUICK,
 ) -> AsyncIterator[Wired]:
-    """The parts, connected; closed in the end."""
+    """The parts, connected, with other values of constants; closed in the end."""
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        constants.use(monkeypatch, others)
+        async with _connected(settings, inventory) as parts:
+            yield parts
+
+
+@contextlib.asynccontextmanager
+async def _connected(
+    settings: schema.Settings, inventory: Inventory | None
+) -> AsyncIterator[Wired]:
     async with Supervisor(backoff_min_seconds=0.05, backoff_max_seconds=0.2) as supervisor:
         parts = Wired(settings, supervisor, inventory)
         await parts.cluster.connect()

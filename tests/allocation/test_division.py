@@ -13,6 +13,7 @@ import pytest
 from tests.allocation.binding_parts import Place
 from tests.families.volcano_vgpu.golden import MEMORY, NODE, NUMBER, U0, U1, decided
 from tests.families.volcano_vgpu.mig.parts import GEOMETRIES, GROUP2, a_gpu
+from vgpu_agent.allocation import identification
 from vgpu_agent.allocation.allocator import Allocator
 from vgpu_agent.allocation.carrier import grant_token
 from vgpu_agent.allocation.context import Context, Families
@@ -37,9 +38,7 @@ class MigPlace(Place):
     when it likes.
     """
 
-    def __init__(
-        self, *, divider: bool = True, late: bool = True, start_seconds: float = 20.0
-    ) -> None:
+    def __init__(self, *, divider: bool = True, late: bool = True) -> None:
         super().__init__()
         self.inventory = Inventory(version=1, gpus=(a_gpu(U0), a_gpu(U1, index=1)))
         self.asked: list[MigLayout] = []
@@ -62,7 +61,7 @@ class MigPlace(Place):
                 fetch=self.fetch,
                 carrier=self.carrier,
                 refusals=self.refusals,
-                settings=Binding(start_seconds=start_seconds),
+                settings=Binding(),
                 divider=self if divider else None,
             )
         )
@@ -276,11 +275,14 @@ async def test_a_gpu_that_somebody_has_is_not_divided_whatever_a_family_says() -
 
 
 @pytest.mark.looptime
-async def test_a_change_that_takes_longer_than_a_start_may_goes_on() -> None:
+async def test_a_change_that_takes_longer_than_a_start_may_goes_on(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """The kubelet is answered in time and asks again.
     The GPU is divided once, and is held by no pod meanwhile.
     """
-    place = MigPlace(start_seconds=5)
+    monkeypatch.setattr(identification, "START_SECONDS", 5.0)
+    place = MigPlace()
     ids = await place.admitted("p", f"{U1}[group2-0]")
     with pytest.raises(MigError, match="is still being divided into"):
         await place.allocator.pre_start(NUMBER, ids)
@@ -316,9 +318,10 @@ async def test_instances_that_nobody_may_have_yet_are_waited_for() -> None:
 
 
 @pytest.mark.looptime
-async def test_instances_that_stay_kept_back_are_named() -> None:
+async def test_instances_that_stay_kept_back_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
     """The start is refused in time, with the reason of the part that keeps them."""
-    place = MigPlace(start_seconds=5)
+    monkeypatch.setattr(identification, "START_SECONDS", 5.0)
+    place = MigPlace()
     ids = await place.admitted("p", f"{U1}[group2-0]")
     start = await place.begin(ids)
     place.ledger.cordon("MIG-2-0", "no CDI spec has its name yet")

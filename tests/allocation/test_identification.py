@@ -136,7 +136,7 @@ async def test_nobody_else_starts_from_a_spec(checkpoint: list[Owner], listed: O
 
 @pytest.mark.looptime
 async def test_a_start_that_takes_too_long_is_refused_before_kubelet_gives_up() -> None:
-    """binding.startSeconds: our own text in the pod's status instead
+    """Our own text in the pod's status instead
     of kubelet's "deadline exceeded".
     """
     place = SilentPlace()

@@ -23,9 +23,8 @@ from tests.allocation.binding_parts import (
 )
 from tests.golden import U0, U1
 from vgpu_agent.allocation.carrier import cdi_name, grant_token
-from vgpu_agent.allocation.identification import NotProvenError
+from vgpu_agent.allocation.identification import START_SECONDS, NotProvenError
 from vgpu_agent.allocation.mode import BindingMode
-from vgpu_agent.config.binding import Binding
 from vgpu_agent.errors import CapacityError, CarrierError, RequestRefusedError, UnknownDeviceError
 from vgpu_agent.isolation.edits import Edits
 from vgpu_agent.model import GrantState, Holding, KubeletRecords, Owner, Share
@@ -331,7 +330,7 @@ async def test_a_start_without_room_is_answered_before_kubelet_gives_up() -> Non
         match=r"default/second, container main: no room, and kubelet has not said within 20 s",
     ):
         await place.start(IDS[1:2])
-    assert loop.time() - began == pytest.approx(Binding().start_seconds, abs=0.1)
+    assert loop.time() - began == pytest.approx(START_SECONDS, abs=0.1)
 
 
 async def test_a_full_disk_refuses_the_start_and_names_itself() -> None:

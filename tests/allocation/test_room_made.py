@@ -209,7 +209,7 @@ async def test_a_start_waits_for_the_watch_where_kubelet_has_let_go_of_a_pod() -
 @pytest.mark.looptime
 async def test_a_start_does_not_wait_for_what_will_not_come() -> None:
     """A GPU that is full of pods that run is refused at once.
-    One that kubelet has let go of, after `podWaitSeconds`.
+    One that kubelet has let go of, after `POD_WAIT_SECONDS`.
     """
     place = UnhurriedPlace()
     place.book.replace([])

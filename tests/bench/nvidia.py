@@ -18,7 +18,7 @@ import grpc
 from tests.bench.allocate import timed_calls
 from tests.bench.figures import Figure, percentile
 from tests.bench.processors import seconds_of
-from vgpu_agent.config.settings import Kubelet
+from vgpu_agent.agent.records import verification
 from vgpu_agent.sim.agent_process import AgentProcess
 from vgpu_agent.sim.kubelet.kubelet import SimulatedKubelet
 from vgpu_agent.sim.protocol import deviceplugin_pb2 as messages
@@ -200,7 +200,7 @@ async def resident(node: Node) -> list[Figure]:
     """Memory after all of the above, once the next look at kubelet's records has given back what
     large messages had taken.
     """
-    await asyncio.sleep(Kubelet().verify_seconds + 1)
+    await asyncio.sleep(verification.VERIFY_SECONDS + 1)
     status = await asyncio.to_thread(Path(f"/proc/{node.agent.pid}/status").read_text)
     rss_kib = next(int(line.split()[1]) for line in status.splitlines() if line.startswith("VmRSS"))
     return [

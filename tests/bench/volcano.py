@@ -22,7 +22,7 @@ from tests.bench import processors
 from tests.bench.allocate import timed_calls
 from tests.bench.figures import Figure, percentile
 from tests.bench.volcano_node import MEMORY, NODE, NUMBER, PODS, RESOURCES, VolcanoNode
-from vgpu_agent.config.settings import Kubelet
+from vgpu_agent.agent.records import verification
 from vgpu_agent.sim.kubelet.endpoint import Timing
 
 BURST, ROUNDS, BURSTS, EARLY_ROUNDS = 40, 60, 5, 5
@@ -158,7 +158,7 @@ async def resident(node: VolcanoNode) -> list[Figure]:
     """Memory after all of the above, once the next look at kubelet's records has given back what
     large messages had taken.
     """
-    await asyncio.sleep(Kubelet().verify_seconds + 1)
+    await asyncio.sleep(verification.VERIFY_SECONDS + 1)
     return [
         Figure(
             "RSS",

@@ -20,7 +20,6 @@ from vgpu_agent.concurrency import Supervisor
 from vgpu_agent.config.binding import Binding
 from vgpu_agent.config.device_answers import Plugin
 from vgpu_agent.config.settings import Gpu as GpuSettings
-from vgpu_agent.config.settings import Tasks
 from vgpu_agent.device_ids import DeviceId
 from vgpu_agent.journal import Journal
 from vgpu_agent.ledger import Ledger
@@ -54,9 +53,8 @@ class Side:
         self.settings = msgspec.structs.replace(
             settings_of(
                 simulate=str(self.node.directory),
-                binding=Binding(cdi_directory=str(self.cdi), pod_wait_seconds=0.2),
-                gpu=GpuSettings(driver_root=str(self.node.directory), poll_seconds=0.05),
-                tasks=Tasks(backoff_min_seconds=0.02, backoff_max_seconds=0.1),
+                binding=Binding(cdi_directory=str(self.cdi)),
+                gpu=GpuSettings(driver_root=str(self.node.directory)),
                 plugin=BY_NAME,
             ),
             **sections,

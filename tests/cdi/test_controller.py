@@ -12,8 +12,8 @@ import pytest
 from tests.cdi.controller_parts import GPUS, SHARES, VENDOR, Side
 from tests.golden import U0, U1
 from tests.patience import FOR_EVER_SECONDS, PATIENCE_SECONDS
+from vgpu_agent.agent import api_server
 from vgpu_agent.concurrency import Supervisor
-from vgpu_agent.config.binding import Cluster
 from vgpu_agent.config.device_answers import Cdi, Plugin
 from vgpu_agent.device_ids import DeviceId
 from vgpu_agent.errors import CarrierError
@@ -77,12 +77,11 @@ async def test_trouble_is_the_reason_and_ends_by_itself(
 
 
 async def test_a_tool_that_hangs_does_not_keep_the_agent_from_starting(
-    tmp_path: Path, supervisor: Supervisor
+    tmp_path: Path, supervisor: Supervisor, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The start goes on, and says what it waits for."""
-    side = await asyncio.to_thread(
-        lambda: Side(tmp_path, supervisor, cluster=Cluster(start_wait_seconds=0.2))
-    )
+    monkeypatch.setattr(api_server, "START_WAIT_SECONDS", 0.2)
+    side = await asyncio.to_thread(lambda: Side(tmp_path, supervisor))
     await asyncio.to_thread(side.tool.misbehave, hang_seconds=FOR_EVER_SECONDS)
     async with asyncio.timeout(PATIENCE_SECONDS):
         await side.begin()

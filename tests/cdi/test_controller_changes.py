@@ -14,8 +14,8 @@ import pytest
 from tests.cdi.controller_parts import GPUS, VENDOR, Side, nothing
 from tests.golden import U0, U1, golden_inventory
 from tests.patience import PATIENCE_SECONDS
+from vgpu_agent.allocation import identification
 from vgpu_agent.concurrency import Latest, Supervisor
-from vgpu_agent.config.binding import Binding
 from vgpu_agent.config.device_answers import Plugin
 from vgpu_agent.device_ids import DeviceId
 from vgpu_agent.errors import CarrierError
@@ -157,13 +157,13 @@ async def test_after_a_restart_a_lost_gpu_keeps_back_only_itself(
 
 
 async def test_a_start_waits_a_moment_for_a_spec_that_is_being_made(
-    tmp_path: Path, supervisor: Supervisor
+    tmp_path: Path, supervisor: Supervisor, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A GPU was cut for the container that is about to start.
     The kubelet would ask again after a quarter of a minute only.
     """
-    binding = Binding(cdi_directory=str(tmp_path / "cdi"), pod_wait_seconds=PATIENCE_SECONDS)
-    side = await asyncio.to_thread(lambda: Side(tmp_path, supervisor, binding=binding))
+    monkeypatch.setattr(identification, "POD_WAIT_SECONDS", PATIENCE_SECONDS)
+    side = await asyncio.to_thread(lambda: Side(tmp_path, supervisor))
     await side.begin()
     await asyncio.to_thread(side.node.set_mig, 1, ["1g.5gb"])
     (uuid,) = side.node.mig_uuids(1)

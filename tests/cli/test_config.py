@@ -141,7 +141,7 @@ def test_show_as_json_is_for_programs(command: Command, capsys: pytest.CaptureFi
 
     shown = json.loads(capsys.readouterr().out)
     assert shown["log.level"] == {"value": "debug", "origin": "config.yaml:3"}
-    assert shown["gpu.pollSeconds"] == {"value": 5.0, "origin": "default"}
+    assert shown["gpu.usageSeconds"] == {"value": 5.0, "origin": "default"}
     assert shown["sharing.timeSlicing.resources"] == {"value": [], "origin": "default"}
 
 

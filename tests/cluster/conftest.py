@@ -6,6 +6,7 @@ from collections.abc import AsyncIterator
 
 import pytest
 
+from tests import constants
 from tests.cluster.scripted import IMPATIENT, QUICK
 from vgpu_agent.cluster.client import ApiClient
 from vgpu_agent.cluster.credentials import Access, Credentials
@@ -27,16 +28,23 @@ async def server() -> AsyncIterator[ApiServer]:
 
 
 @pytest.fixture
-async def client(server: ApiServer) -> AsyncIterator[ApiClient]:
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Short pauses, and time limits for a busy machine."""
+    constants.use(monkeypatch, QUICK)
+
+
+@pytest.fixture
+async def client(server: ApiServer, quick: None) -> AsyncIterator[ApiClient]:
     """A client of it."""
-    api = ApiClient(Credentials(lambda: Access(server.url), "test"), QUICK)
+    api = ApiClient(Credentials(lambda: Access(server.url), "test"))
     yield api
     await api.close()
 
 
 @pytest.fixture
-async def impatient(server: ApiServer) -> AsyncIterator[ApiClient]:
+async def impatient(server: ApiServer, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[ApiClient]:
     """A client of it that gives up at once."""
-    api = ApiClient(Credentials(lambda: Access(server.url), "test"), IMPATIENT)
+    constants.use(monkeypatch, IMPATIENT)
+    api = ApiClient(Credentials(lambda: Access(server.url), "test"))
     yield api
     await api.close()

@@ -11,7 +11,6 @@ from typing import Any
 from tests.cluster.fake_api import NODE, FakeApi, WatchedNode, node
 from vgpu_agent.cluster.node_publisher import NodePublisher
 from vgpu_agent.concurrency import Revision
-from vgpu_agent.config.binding import Cluster
 from vgpu_agent.journal import Journal
 from vgpu_agent.nodes import DesiredNode, Node
 
@@ -45,14 +44,12 @@ class World:
 
     def another(self) -> NodePublisher:
         """A publisher as a new process would build it."""
-        settings = Cluster()
         return NodePublisher(
             self.api,
             "n1",
             self.watched.latest,
             self.ask,
             self.wake,
-            settings,
             self.journal,
             lambda: 1000 + asyncio.get_running_loop().time(),
         )

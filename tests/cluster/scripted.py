@@ -12,22 +12,22 @@ from typing import Any
 
 import msgspec
 
+from tests import constants
 from tests.patience import PATIENCE_SECONDS
-from vgpu_agent.config.binding import Cluster
 from vgpu_agent.errors import ClusterError
 
-QUICK = Cluster(
-    connect_timeout_seconds=PATIENCE_SECONDS,
-    request_timeout_seconds=PATIENCE_SECONDS,
-    watch_seconds=60.0,
-    watch_silence_seconds=PATIENCE_SECONDS,
-    backoff_min_seconds=0.01,
-    backoff_max_seconds=0.05,
-)
+QUICK = {
+    constants.API_CONNECT_TIMEOUT: PATIENCE_SECONDS,
+    constants.API_REQUEST_TIMEOUT: PATIENCE_SECONDS,
+    constants.API_WATCH: 60.0,
+    constants.API_WATCH_SILENCE: PATIENCE_SECONDS,
+    constants.API_BACKOFF_MIN: 0.01,
+    constants.API_BACKOFF_MAX: 0.05,
+}
 
 
 # Does not wait for an answer; only for tests in which none comes.
-IMPATIENT = msgspec.structs.replace(QUICK, request_timeout_seconds=0.2, watch_silence_seconds=0.1)
+IMPATIENT = QUICK | {constants.API_REQUEST_TIMEOUT: 0.2, constants.API_WATCH_SILENCE: 0.1}
 
 
 def json_pod(name: str, version: int = 1, **more: Any) -> dict[str, Any]:

@@ -13,7 +13,6 @@ import pytest
 from tests.cluster.fake_api import NODE, FakeApi, WatchedNode, node, running, unavailable
 from vgpu_agent.cluster.allocatable import AllocatableWriter
 from vgpu_agent.concurrency import Revision
-from vgpu_agent.config.binding import Cluster
 from vgpu_agent.errors import ClusterError
 from vgpu_agent.journal import Journal
 from vgpu_agent.nodes import SentCounts
@@ -44,7 +43,6 @@ class World:
             self.lists,
             self.withdrawn,
             self.counted.append,
-            Cluster(),
             self.journal,
         )
         self.api.put(NODE, node())

@@ -5,10 +5,9 @@ from __future__ import annotations
 import asyncio
 import contextlib
 
-import msgspec
 import pytest
 
-from tests.cluster.scripted import QUICK, until
+from tests.cluster.scripted import until
 from vgpu_agent.cluster import client as client_module
 from vgpu_agent.cluster.client import ApiClient
 from vgpu_agent.cluster.credentials import Access, Credentials
@@ -158,10 +157,9 @@ async def test_the_time_that_a_busy_server_asks_for_is_handed_on(
 
 async def test_a_server_that_is_away_and_a_name_that_does_not_resolve() -> None:
     """Both are named, with the address."""
-    nobody = ApiClient(Credentials(lambda: Access("http://127.0.0.1:9"), "test"), QUICK)
+    nobody = ApiClient(Credentials(lambda: Access("http://127.0.0.1:9"), "test"))
     nowhere = ApiClient(
         Credentials(lambda: Access("http://no-such-host.invalid:6443"), "test"),
-        msgspec.structs.replace(QUICK, connect_timeout_seconds=5.0),
     )
     with pytest.raises(ClusterError, match=r"http://127.0.0.1:9 cannot be reached: .*refused"):
         await nobody.get(_NODE)
@@ -228,7 +226,7 @@ async def test_a_token_that_was_rotated_is_read_again_and_the_request_repeated(
     """401 leads to a fresh look at the file. The caller does not notice."""
     server.objects.create("nodes", {"metadata": {"name": "n1"}})
     server.tokens, tokens = {"new"}, ["Bearer old", "Bearer new"]
-    client = ApiClient(Credentials(lambda: Access(server.url, tokens.pop(0)), "test"), QUICK)
+    client = ApiClient(Credentials(lambda: Access(server.url, tokens.pop(0)), "test"))
     assert b'"n1"' in await client.get(_NODE)
     assert [request.status for request in server.requests] == [401, 200]
     await client.close()
@@ -239,7 +237,7 @@ async def test_a_token_that_stays_refused_is_an_error_at_once(server: ApiServer)
     The message says where to look, and never the token.
     """
     server.tokens = {"right"}
-    client = ApiClient(Credentials(lambda: Access(server.url, "Bearer wr0ng"), "test"), QUICK)
+    client = ApiClient(Credentials(lambda: Access(server.url, "Bearer wr0ng"), "test"))
     with pytest.raises(ClusterError, match="service account") as raised:
         await client.get(_NODE)
     assert raised.value.status == 401
@@ -257,7 +255,7 @@ async def test_other_tls_files_lead_to_new_connections_and_leave_running_watches
     server.objects.create("nodes", {"metadata": {"name": "n1"}})
     reads = iter(["old", "new", "new"])
     credentials = Credentials(lambda: Access(server.url, tls_fingerprint=next(reads)), "test")
-    client = ApiClient(credentials, QUICK)
+    client = ApiClient(credentials)
     async with contextlib.aclosing(
         client.lines("/api/v1/nodes", _WATCH | {"timeoutSeconds": "60"})
     ) as lines:

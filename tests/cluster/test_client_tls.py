@@ -10,16 +10,19 @@ from pathlib import Path
 
 import pytest
 
-from tests.cluster.scripted import QUICK, until
+from tests.cluster.scripted import until
 from vgpu_agent.cluster.client import ApiClient
 from vgpu_agent.cluster.credentials import Access, Credentials
 from vgpu_agent.errors import ClusterError
 from vgpu_agent.sim.api.server import ApiServer
 
-pytestmark = pytest.mark.skipif(
-    shutil.which("openssl") is None,
-    reason="certificates are made with the openssl command, which is not here",
-)
+pytestmark = [
+    pytest.mark.usefixtures("quick"),
+    pytest.mark.skipif(
+        shutil.which("openssl") is None,
+        reason="certificates are made with the openssl command, which is not here",
+    ),
+]
 
 
 def _certificate(directory: Path, name: str) -> tuple[Path, Path]:
@@ -67,7 +70,7 @@ async def test_a_ca_that_was_rotated_is_read_again_and_the_request_repeated(tmp_
     await asyncio.to_thread(context.load_cert_chain, *first)
     async with ApiServer(ssl_context=context) as server:
         server.objects.create("nodes", {"metadata": {"name": "n1"}})
-        client = ApiClient(_credentials(server, ca), QUICK)
+        client = ApiClient(_credentials(server, ca))
         assert await client.get("/api/v1/nodes/n1")
         await asyncio.to_thread(context.load_cert_chain, *second)
         server.cut()
@@ -86,7 +89,7 @@ async def test_a_ca_file_that_holds_no_certificate_is_one_clear_error(tmp_path: 
     """It names the file."""
     await asyncio.to_thread((tmp_path / "ca.crt").write_text, "no certificate")
     access = Access("https://127.0.0.1:9", ca_file=str(tmp_path / "ca.crt"))
-    client = ApiClient(Credentials(lambda: access, "test"), QUICK)
+    client = ApiClient(Credentials(lambda: access, "test"))
     with pytest.raises(
         ClusterError, match=r"TLS files for the API server \(.*ca.crt\) cannot be used"
     ):
@@ -98,7 +101,7 @@ async def test_a_server_without_tls_is_one_clear_error() -> None:
     """HTTPS spoken to a port that speaks HTTP."""
     async with ApiServer() as server:
         access = Access(server.url.replace("http:", "https:"))
-        client = ApiClient(Credentials(lambda: access, "test"), QUICK)
+        client = ApiClient(Credentials(lambda: access, "test"))
         with pytest.raises(ClusterError, match=r"TLS with https://127\.0\.0\.1"):
             await client.get("/api/v1/nodes/n1")
         await client.close()

@@ -10,7 +10,6 @@ import pytest
 
 from tests.cluster.fake_api import FakeApi, running, unavailable
 from vgpu_agent.cluster.events import Events
-from vgpu_agent.config.binding import Cluster
 from vgpu_agent.errors import ClusterError
 from vgpu_agent.journal import Journal
 from vgpu_agent.nodes import Node
@@ -32,7 +31,6 @@ class World:
             self.api,
             "vgpu-agent",
             "n1",
-            Cluster(),
             self.journal,
             lambda: 1000 + asyncio.get_running_loop().time(),
             longest_queue=longest_queue,

@@ -14,7 +14,6 @@ from tests.cluster.fake_api import FakeApi, running
 from tests.cluster.node_world import ignore
 from vgpu_agent.cluster.events import Events
 from vgpu_agent.cluster.failed_pods import REASON, FailedPods
-from vgpu_agent.config.binding import Cluster
 from vgpu_agent.errors import ClusterError
 from vgpu_agent.journal import Journal
 from vgpu_agent.nodes import Node
@@ -55,14 +54,13 @@ class Start:
     def __init__(self, *pods: Any, rest: str = "") -> None:
         self.api, self.journal = FakeApi(), Journal()
         self.api.put("/api/v1/pods", {"metadata": {"continue": rest}, "items": list(pods)})
-        self.events = Events(self.api, "vgpu-agent", "n1", Cluster(), self.journal)
+        self.events = Events(self.api, "vgpu-agent", "n1", self.journal)
         self.failed = FailedPods(
             self.api,
             "n1",
             lambda: Node("n1", uid="u"),
             lambda: {NUMBER},
             self.events,
-            Cluster(),
             self.journal,
             lambda: NOW,
         )

@@ -11,7 +11,6 @@ import pytest
 from tests.cluster.scripted import Script, json_event, json_list, json_pod, running
 from vgpu_agent.cluster import decode
 from vgpu_agent.cluster.reflector import Reflector, Scope
-from vgpu_agent.config.binding import Cluster
 from vgpu_agent.errors import ClusterError
 from vgpu_agent.journal import Journal
 from vgpu_agent.pods import Pod, PodCache
@@ -38,7 +37,6 @@ class Node1:
             scope,
             decode.pod,
             self.book,
-            settings=Cluster(),
             journal=journal,
             uniform=_largest,
         )

@@ -15,7 +15,7 @@ from vgpu_agent.allocation.refusals import Refusals
 from vgpu_agent.cluster.events import Events
 from vgpu_agent.cluster.reschedule import Reschedule
 from vgpu_agent.concurrency import Revision
-from vgpu_agent.config.binding import Binding, Cluster
+from vgpu_agent.config.binding import Binding
 from vgpu_agent.errors import ClusterError
 from vgpu_agent.journal import Journal
 from vgpu_agent.ledger.accounting import Overcommit
@@ -38,14 +38,13 @@ class World:
         self.api, self.journal, self.overcommits = FakeApi(), Journal(), Overcommits()
         self.set_back_seconds = 0.0
         self.refusals = Refusals(lambda: _now() - self.set_back_seconds)
-        self.events = Events(self.api, "vgpu-agent", "n1", Cluster(), self.journal, _now)
+        self.events = Events(self.api, "vgpu-agent", "n1", self.journal, _now)
         self.reschedule = Reschedule(
             self.api,
             self.events,
             lambda: self.refusals.current,
             self.refusals.revision,
-            Binding(refused_event_seconds=30, refused_evict_seconds=evict_seconds),
-            Cluster(),
+            Binding(refused_evict_seconds=evict_seconds),
             self.journal,
             overcommits=self.overcommits,
         )

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from tests.cluster.scripted import QUICK, running, until
+from tests.cluster.scripted import running, until
 from vgpu_agent.cluster.client import ApiClient
 from vgpu_agent.cluster.config_map import ConfigMapWatch
 from vgpu_agent.cluster.watching import NodeWatch, PodWatch
@@ -37,13 +37,13 @@ def book() -> PodCache:
 @pytest.fixture
 def pods(client: ApiClient, book: PodCache, journal: Journal) -> PodWatch:
     """Return the watch of node n1's pods."""
-    return PodWatch(client, "n1", book, settings=QUICK, journal=journal)
+    return PodWatch(client, "n1", book, journal=journal)
 
 
 @pytest.fixture
 def node(client: ApiClient, journal: Journal) -> NodeWatch:
     """Return the watch of node n1."""
-    return NodeWatch(client, "n1", settings=QUICK, journal=journal)
+    return NodeWatch(client, "n1", journal=journal)
 
 
 @pytest.fixture
@@ -54,7 +54,6 @@ def config_map(client: ApiClient, journal: Journal) -> ConfigMapWatch:
         NAME,
         KEY,
         namespaces=("kube-system", "volcano-system"),
-        settings=QUICK,
         journal=journal,
     )
 
@@ -203,7 +202,7 @@ async def test_each_annotation_has_the_time_at_which_its_value_was_first_seen(
     and is another lock.
     """
     now = 100.0
-    watch = NodeWatch(client, "n1", settings=QUICK, journal=journal, clock=lambda: now)
+    watch = NodeWatch(client, "n1", journal=journal, clock=lambda: now)
 
     def annotate(**annotations: str | None) -> None:
         server.objects.patch("nodes", "n1", {"metadata": {"annotations": annotations}})
@@ -284,7 +283,7 @@ async def test_a_namespace_of_the_operators_own_is_looked_at_first(
     the two known ones come after it, as there.
     """
     config_map = ConfigMapWatch(
-        client, NAME, KEY, namespaces=("volcano", "kube-system"), settings=QUICK, journal=journal
+        client, NAME, KEY, namespaces=("volcano", "kube-system"), journal=journal
     )
     server.objects.create("configmaps", _config("kube-system", "second"))
     async with running(config_map.run):

@@ -8,9 +8,10 @@ from typing import Any
 
 import pytest
 
-from tests.cluster.scripted import QUICK, running, until
+from tests.cluster.scripted import running, until
 from vgpu_agent.allocation.overcommits import Overcommits
 from vgpu_agent.allocation.refusals import Refusals
+from vgpu_agent.cluster import reschedule
 from vgpu_agent.cluster.client import ApiClient
 from vgpu_agent.cluster.events import Events
 from vgpu_agent.cluster.node_publisher import NodePublisher
@@ -18,7 +19,7 @@ from vgpu_agent.cluster.pod_publisher import PodPublisher
 from vgpu_agent.cluster.reschedule import Reschedule
 from vgpu_agent.cluster.watching import NodeWatch, PodWatch
 from vgpu_agent.concurrency import Revision
-from vgpu_agent.config.binding import Binding
+from vgpu_agent.config.binding import Binding, Cluster
 from vgpu_agent.errors import ClusterError
 from vgpu_agent.journal import Journal
 from vgpu_agent.nodes import DesiredNode
@@ -54,9 +55,9 @@ async def test_the_desired_state_outlives_a_deletion_of_the_node(
         conditions={"GpuReady": ("True", "AllGpus", "2 GPUs")},
         guarded=frozenset({LOCK}),
     )
-    watch = NodeWatch(client, "n1", settings=QUICK, journal=journal)
+    watch = NodeWatch(client, "n1", journal=journal)
     publisher = NodePublisher(
-        client, "n1", watch.node, lambda _node, _now: desired_state, Revision(), QUICK, journal
+        client, "n1", watch.node, lambda _node, _now: desired_state, Revision(), journal
     )
 
     def stands() -> bool:
@@ -95,8 +96,8 @@ async def test_a_pods_annotations_stand_after_an_outage(
     """
     book, wake = PodCache(), Revision()
     desired_state: dict[str, DesiredPod] = {}
-    watch = PodWatch(client, "n1", book, settings=QUICK, journal=journal)
-    publisher = PodPublisher(client, book, lambda: desired_state, wake, QUICK, journal)
+    watch = PodWatch(client, "n1", book, journal=journal)
+    publisher = PodPublisher(client, book, lambda: desired_state, wake, Cluster(), journal)
     pod = server.objects.create("pods", _pod("a"))
     async with running(watch.run), running(publisher.run):
         await until(lambda: len(book.pods) == 1)
@@ -112,31 +113,31 @@ async def test_a_pods_annotations_stand_after_an_outage(
 
 
 async def test_a_refused_pod_is_told_of_and_evicted(
-    server: ApiServer, client: ApiClient, journal: Journal
+    server: ApiServer, client: ApiClient, journal: Journal, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The event is the pod's, the eviction carries its UID."""
     book, refusals = PodCache(), Refusals()
-    watch = PodWatch(client, "n1", book, settings=QUICK, journal=journal)
-    events = Events(client, "vgpu-agent", "n1", QUICK, journal)
-    binding = Binding(refused_event_seconds=0.05, refused_evict_seconds=0.1)
-    reschedule = Reschedule(
+    watch = PodWatch(client, "n1", book, journal=journal)
+    events = Events(client, "vgpu-agent", "n1", journal)
+    monkeypatch.setattr(reschedule, "REFUSED_EVENT_SECONDS", 0.05)
+    binding = Binding(refused_evict_seconds=0.1)
+    check = Reschedule(
         client,
         events,
         lambda: refusals.current,
         refusals.revision,
         binding,
-        QUICK,
         journal,
         overcommits=Overcommits(),
     )
     server.objects.create("pods", _pod("a"))
-    async with running(watch.run), running(events.run), running(reschedule.run):
+    async with running(watch.run), running(events.run), running(check.run):
         await until(lambda: len(book.pods) == 1)
         uid = book.pods[0].uid
         refusals.refuse(book.pods[0], "main", "volcano.sh/vgpu-number", "no GPU has 8000 MiB left")
         await until(
             lambda: (
-                reschedule.evictions["evicted"] == 1
+                check.evictions["evicted"] == 1
                 and len(server.objects.list("events", "default")) == 2
             )
         )

@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 
+from tests import constants
 from tests.golden import U0, U1
 from tests.patience import PATIENCE_SECONDS
 from tests.replacing import replace_text
@@ -27,11 +28,18 @@ GPU = "nvidia.com/gpu"
 # Short pauses everywhere, so that a test sees in a second what a node sees in minutes.
 QUICK = """\
 version: v1
-configReloadSeconds: 0.1
-gpu: {pollSeconds: 0.2, usageSeconds: 0.5, initRetrySeconds: 0.2, \
-recovery: {quietSeconds: 0.5, maxQuietSeconds: 5}}
-kubelet: {verifySeconds: 1, reservationSeconds: 3, retryMaxSeconds: 1, socketPollSeconds: 1}
+gpu: {usageSeconds: 0.5, recovery: {quietSeconds: 0.5, maxQuietSeconds: 5}}
 """
+QUICK_CONSTANTS = {
+    constants.RELOAD: 0.1,
+    constants.GPU_POLL: 0.2,
+    constants.GPU_INIT_RETRY: 0.2,
+    constants.SPEC_LOOK: 0.2,
+    constants.VERIFY: 1,
+    constants.RESERVATION: 3,
+    constants.REGISTER_RETRY_MAX: 1,
+    constants.SOCKET_POLL: 1,
+}
 SHARED = "sharing: {timeSlicing: {resources: [{name: nvidia.com/gpu, replicas: 4}]}}\n"
 
 
@@ -43,7 +51,11 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 class Stage:
-    """One node of a test: its folder, GPUs, kubelet and agents."""
+    """One node of a test: its folder, GPUs, kubelet and agents.
+
+    Attributes:
+        constants: the agent's constants that have other values; see `AgentProcess`.
+    """
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -53,6 +65,7 @@ class Stage:
         self.kubelet = SimulatedKubelet(folder / "kubelet")
         self.config = folder / "config.yaml"
         self.agents: list[AgentProcess] = []
+        self.constants: dict[str, float] = dict(QUICK_CONSTANTS)
 
     def agent(
         self,
@@ -69,6 +82,7 @@ class Stage:
             simulate=self.node.directory if simulate else None,
             config=self.config,
             environment=environment,
+            constants=self.constants,
         )
         self.agents.append(agent)
         return agent

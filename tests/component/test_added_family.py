@@ -41,7 +41,8 @@ def new_agent(stage: VolcanoStage) -> AgentProcess:
         kubelet=stage.cluster.kubelet_directory,
         simulate=stage.gpus.directory,
         config=stage.config,
-        module="tests.families.slot",
+        constants=stage.constants,
+        launcher="tests.families.slot",
     )
     return stage.agent
 
@@ -188,7 +189,15 @@ async def test_a_name_that_two_families_would_have_is_found_for_an_added_one(
 
     async def check(more: str) -> tuple[int | None, str]:
         stage.config.write_text(f"version: v1\n{more}")
-        words = ("-m", "tests.families.slot", "config", "check", str(stage.config))
+        words = (
+            "-m",
+            "tests.families.slot",
+            "{}",
+            "vgpu_agent",
+            "config",
+            "check",
+            str(stage.config),
+        )
         process = await asyncio.create_subprocess_exec(
             sys.executable, *words, stderr=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE
         )

@@ -39,10 +39,10 @@ async def test_a_wrong_configuration_is_refused_before_anything_is_registered(st
     assert status == 2
     assert sorted(lines) == [
         (
-            f"{stage.config}:5: sharing.timeSlicing.resources[0].replicas: expected an integer ≥ "
+            f"{stage.config}:3: sharing.timeSlicing.resources[0].replicas: expected an integer ≥ "
             '1, got "four"'
         ),
-        f"{stage.config}:6: lissten: unknown key, did you mean listen?",
+        f"{stage.config}:4: lissten: unknown key, did you mean listen?",
     ]
     assert stage.kubelet.called("Register") == []
 

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from tests import constants
 from tests.component.conftest import QUICK, Stage
 from tests.golden import U0, U1
 from tests.patience import FOR_EVER_SECONDS
@@ -143,9 +144,8 @@ async def test_a_tool_that_is_missing_withholds_the_resource_until_it_is_there(
     The agent serves, and tries again by itself.
     """
     tool = stage.folder / "nvidia-ctk"
-    agent = stage.agent(
-        config(stage, more=f"cdi: {{nvidiaCtk: {tool}}}\ntasks: {{backoffMaxSeconds: 0.5}}\n")
-    )
+    stage.constants[constants.SPEC_RETRY_MAX] = 0.5
+    agent = stage.agent(config(stage, more=f"cdi: {{nvidiaCtk: {tool}}}\n"))
     text = await withheld(stage, agent)
     assert f"cannot run {tool}: No such file or directory" in text
     assert "cdi.nvidiaCtk" in text
@@ -159,8 +159,8 @@ async def test_a_tool_that_hangs_or_prints_nonsense_stops_nothing_else(stage: St
     """The agent starts and answers. The resource waits for a tool that works."""
     faulty = StandInCtk(stage.node.directory)
     await asyncio.to_thread(faulty.misbehave, hang_seconds=FOR_EVER_SECONDS)
-    more = "cdi: {generateTimeoutSeconds: 3}\ntasks: {backoffMaxSeconds: 0.5}\n"
-    agent = stage.agent(config(stage, more=more))
+    stage.constants |= {constants.SPEC_RETRY_MAX: 0.5, constants.CTK_TIMEOUT: 3}
+    agent = stage.agent(config(stage))
     assert "did not end within 3 s" in await withheld(stage, agent)
     await asyncio.to_thread(faulty.misbehave, print_text="GPU 0: A100")
     await agent.until(
@@ -174,7 +174,8 @@ async def test_a_tool_that_hangs_or_prints_nonsense_stops_nothing_else(stage: St
 async def test_a_directory_that_cannot_be_written_withholds_the_resource(stage: Stage) -> None:
     """Reason with the path and what to do, and all is well once it can be written."""
     await asyncio.to_thread((stage.folder / "cdi").write_text, "in the way")
-    agent = stage.agent(config(stage, more="tasks: {backoffMaxSeconds: 0.5}\n"))
+    stage.constants[constants.SPEC_RETRY_MAX] = 0.5
+    agent = stage.agent(config(stage))
     assert f"cannot write {stage.folder}/cdi/{GPU_FILE}" in await withheld(stage, agent)
     await asyncio.to_thread(os.unlink, stage.folder / "cdi")
     await agent.until_ready()

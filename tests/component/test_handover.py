@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from tests import constants
 from tests.component.volcano import NUMBER, VolcanoStage, asks, volcano_stage
 
 GPU = "nvidia.com/gpu"
@@ -24,7 +25,7 @@ async def stage(folder: Path) -> AsyncIterator[VolcanoStage]:
     and reads kubelet's records as seldom as by default.
     """
     async with volcano_stage(folder) as stage:
-        stage.verify_seconds = 30.0
+        stage.constants[constants.VERIFY] = 30
         yield stage
 
 
@@ -79,7 +80,7 @@ async def test_without_the_api_server_kubelets_records_alone_free_a_gpu(
     stage: VolcanoStage,
 ) -> None:
     """No event reports the end then. Two regular readings without the pod are enough, as ever."""
-    stage.verify_seconds = 2.0
+    stage.constants[constants.VERIFY] = 2
     await stage.start_agent(BOTH, offers=(GPU, NUMBER))
     await serve(stage, "pod", GPU)
     await until_kept_from(stage, NUMBER)

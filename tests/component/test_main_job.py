@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from tests import constants
 from tests.component.conftest import GPU, QUICK, SHARED, Stage, until_not_ready
 from tests.golden import U0, U1
 from tests.patience import FOR_EVER_SECONDS
@@ -16,8 +17,6 @@ from tests.replacing import replace_text
 from vgpu_agent.sim.kubelet.faults import AdmissionError
 from vgpu_agent.sim.kubelet.kubelet import Container
 
-# only inotify tells of a kubelet
-RARE_POLLS = QUICK.replace("socketPollSeconds: 1", "socketPollSeconds: 60")
 LASTING = QUICK.replace(
     "quietSeconds: 0.5, maxQuietSeconds: 5", "quietSeconds: 60, maxQuietSeconds: 60"
 )
@@ -194,7 +193,8 @@ async def test_v2_kubelet_restarts_under_running_pods(stage: Stage) -> None:
     """kubelet V2: a new socket of our own, one Register, the full list, and the same grants;
     long before the next poll.
     """
-    agent = await stage.ready_agent(RARE_POLLS + SHARED)
+    stage.constants[constants.SOCKET_POLL] = 60
+    agent = await stage.ready_agent(QUICK + SHARED)
     await stage.admit("train")
     await agent.until(
         "/debug/ledger",
@@ -215,7 +215,8 @@ async def test_v14_without_kubelet_the_agent_waits(folder: Path) -> None:
     Register comes before any poll.
     """
     stage = await asyncio.to_thread(Stage, folder)
-    agent = stage.agent(RARE_POLLS + SHARED)
+    stage.constants[constants.SOCKET_POLL] = 60
+    agent = stage.agent(QUICK + SHARED)
     await agent.start()
     await until_not_ready(agent, "waiting for kubelet: there is no")
     await stage.kubelet.start()
@@ -315,10 +316,8 @@ async def test_a_hung_driver_stops_neither_allocate_nor_http(stage: Stage) -> No
     """NVML does not return: pods are admitted, /readyz and /debug/tasks name the call,
     and it is over when the driver answers.
     """
-    agent = await stage.ready_agent(
-        QUICK.replace("gpu: {", "gpu: {callTimeoutSeconds: 0.5, hungUnhealthySeconds: 60, ")
-        + SHARED
-    )
+    stage.constants |= {constants.NVML_CALL_TIMEOUT: 0.5, constants.GPU_HUNG_UNHEALTHY: 60}
+    agent = await stage.ready_agent(QUICK + SHARED)
     stage.node.fault("nvmlDeviceGetTemperature", times=1, delay_ms=int(FOR_EVER_SECONDS * 1000))
     await agent.until("/debug/tasks", lambda answer: answer["nvml"]["state"] == "hung")
     await stage.admit("during")
@@ -364,8 +363,8 @@ async def test_a_new_list_is_held_against_the_budget_in_force(stage: Stage) -> N
     """A larger budget needs a restart, so a list that only fits the new one is refused
     and the old one goes on being served.
     """
-    budget = QUICK.replace("kubelet: {", "kubelet: {messageBudgetBytes: 4096, ")
-    agent = await stage.ready_agent(budget + SHARED)
+    budget = "kubelet: {messageBudgetBytes: 4096}\n"
+    agent = await stage.ready_agent(QUICK + budget + SHARED)
     replace_text(stage.config, QUICK + SHARED.replace("replicas: 4", "replicas: 100"))
     line = await agent.until_logged("config.refused")
     assert any("replicas: at most" in text for text in line["problems"])

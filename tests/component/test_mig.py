@@ -8,6 +8,7 @@ import asyncio
 import time
 from pathlib import Path
 
+from tests import constants
 from tests.component.conftest import GPU, QUICK, SHARED, Stage
 from tests.golden import U0, U1
 from tests.patience import quickest
@@ -17,7 +18,7 @@ from vgpu_agent.sim.state import SimulatedNode
 
 MIXED = "plugin: {migStrategy: mixed}\n"
 # With the default intervals.
-DEFAULTS = "version: v1\nkubelet: {verifySeconds: 1, reservationSeconds: 3}\n" + MIXED
+DEFAULTS = "version: v1\n" + MIXED
 FIVE, TEN, TWENTY = "nvidia.com/mig-1g.5gb", "nvidia.com/mig-2g.10gb", "nvidia.com/mig-3g.20gb"
 LIMIT_SECONDS = 2.0
 
@@ -47,6 +48,7 @@ async def test_a_change_of_geometry_reaches_kubelet_in_two_seconds(stage: Stage)
     The old name goes to 0, the new one comes, the whole GPU stays as it is.
     """
     await _cut(stage, 1, *["1g.5gb"] * 7)
+    stage.constants = {constants.VERIFY: 1, constants.RESERVATION: 3}
     agent = await stage.ready_agent(DEFAULTS)
 
     async def changed() -> float:

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from tests import constants
 from tests.component.conftest import GPU, QUICK, Stage, until_not_ready
 from tests.golden import U0
 from vgpu_agent.sim.agent_process import AgentProcess
@@ -25,6 +26,11 @@ class Mps:
 
     def __init__(self, stage: Stage) -> None:
         self.stage = stage
+        stage.constants |= {
+            constants.MPS_PROBE: 0.1,
+            constants.MPS_BACKOFF_MIN: 0.1,
+            constants.MPS_BACKOFF_MAX: 0.5,
+        }
         self.tools = MpsTools.install(stage.folder / "tools", stage.node.directory)
         self.root = stage.folder / "mps"
         self.pipe = self.root / GPU / "pipe"
@@ -34,9 +40,6 @@ mps:
   containerRoot: {self.root}
   controlBinary: {self.tools.control}
   smiBinary: {self.tools.smi}
-  probeSeconds: 0.1
-  backoffMinSeconds: 0.1
-  backoffMaxSeconds: 0.5
   shmSizeMib: 1
 """
 

@@ -10,6 +10,7 @@ import socket
 import time
 from pathlib import Path
 
+from tests import constants
 from tests.component.conftest import QUICK, Stage
 from tests.patience import PATIENCE_SECONDS
 from tests.replacing import replace_text
@@ -32,6 +33,12 @@ async def _shelf(stage: Stage, **replicas: int) -> None:
 
 async def _config(stage: Stage, server: ApiServer, *, url: str = "") -> str:
     """The agent's own; ``url`` takes the place of the server's."""
+    stage.constants |= {
+        constants.API_START_WAIT: WAIT_SECONDS,
+        constants.API_REQUEST_TIMEOUT: 20,
+        constants.API_BACKOFF_MIN: 0.1,
+        constants.API_BACKOFF_MAX: 0.5,
+    }
     kubeconfig = await asyncio.to_thread(server.kubeconfig, stage.folder / "kubeconfig")
     text = (await asyncio.to_thread(kubeconfig.read_text)).replace(server.url, url or server.url)
     await asyncio.to_thread(replace_text, kubeconfig, text)
@@ -39,8 +46,6 @@ async def _config(stage: Stage, server: ApiServer, *, url: str = "") -> str:
         f"{QUICK}nodeName: {NODE}\nkubeconfig: {kubeconfig}\n"
         f"stateDirectory: {stage.folder}/state\nnamedConfig: {{directory: "
         f"{stage.folder}/available-configs, default: two}}\n"
-        f"cluster: {{startWaitSeconds: {WAIT_SECONDS}, requestTimeoutSeconds: 20, "
-        "backoffMinSeconds: 0.1, backoffMaxSeconds: 0.5}\n"
     )
 
 

@@ -21,6 +21,7 @@ async def _second(stage: Stage, gpus: Path | None = None) -> AgentProcess:
             kubelet=stage.folder / "kubelet",
             simulate=gpus,
             config=stage.config,
+            constants=stage.constants,
         )
         stage.agents.append(second)
     before = len(stage.kubelet.called("list", GPU))

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from tests import constants
 from tests.component.conftest import until_not_ready
 from tests.component.volcano import GPUSHARE, IDS, U0, U1, VGPU, VolcanoStage, asks, volcano_stage
 from tests.replacing import replace_text
@@ -125,7 +126,8 @@ async def test_without_the_tool_nothing_is_offered_and_nobody_is_started(
     """
     tool = StandInCtk(stage.gpus.directory)
     await asyncio.to_thread(tool.misbehave, fail="Driver Not Loaded")
-    stage.configure(VGPU + INLINE + "tasks: {backoffMaxSeconds: 0.5}\n")
+    stage.configure(VGPU + INLINE)
+    stage.constants[constants.SPEC_RETRY_MAX] = 0.5
     stage.deliver_library()
     await stage.new_agent().start()
     await until_not_ready(stage.agent, "Driver Not Loaded")

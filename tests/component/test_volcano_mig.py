@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from tests import constants
 from tests.component.volcano import IDS, NODE, REGISTER, U0, U1, VolcanoStage, asks, volcano_stage
 from tests.families.volcano_vgpu.golden import decided
 from tests.families.volcano_vgpu.mig.parts import DEVICE_CONFIG, GROUP2
@@ -56,12 +57,8 @@ class MigStage(VolcanoStage):
     def configure(self, more: str = "", *, factor: int = 64, mig: str = "") -> None:
         """Write the agent's configuration."""
         super().configure(more, factor=factor)
-        text = (
-            self.config.read_text()
-            .replace("nodeConfigFile: ''", mig)
-            .replace("podWaitSeconds: 0.5", "podWaitSeconds: 10")
-        )
-        replace_text(self.config, text)
+        self.constants[constants.POD_WAIT] = 10
+        replace_text(self.config, self.config.read_text().replace("nodeConfigFile: ''", mig))
 
     @property
     def register(self) -> str:

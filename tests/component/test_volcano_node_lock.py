@@ -14,8 +14,8 @@ from pathlib import Path
 
 import pytest
 
+from tests import constants
 from tests.component.volcano import VGPU, VolcanoStage, asks, volcano_stage
-from tests.replacing import replace_text
 from vgpu_agent.sim.volcano.scheduler import VolcanoSettings
 
 LOCK = "hamivgpu"
@@ -33,10 +33,7 @@ class _Hurried(VolcanoStage):
 
     def configure(self, more: str = VGPU, *, factor: int = 512) -> None:
         super().configure(more, factor=factor)
-        text = self.config.read_text()
-        quick = "backoffMinSeconds: 0.1, backoffMaxSeconds: 0.5, "
-        assert quick in text
-        replace_text(self.config, text.replace(quick, ""))
+        del self.constants[constants.API_BACKOFF_MIN], self.constants[constants.API_BACKOFF_MAX]
 
 
 @pytest.fixture

@@ -12,6 +12,7 @@ from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from tests import constants
 from tests.patience import PATIENCE_SECONDS
 from tests.replacing import replace_text
 from vgpu_agent.errors import SimulationError
@@ -37,21 +38,32 @@ version: v1
 nodeName: {node}
 kubeconfig: {folder}/cluster/kubeconfig
 stateDirectory: {folder}/state
-configReloadSeconds: 0.1
-shutdownSeconds: 3
 gpu:
-  {{pollSeconds: 0.2, usageSeconds: 1, initRetrySeconds: 0.2,
-    recovery: {{quietSeconds: 0.5, maxQuietSeconds: 5}}}}
-kubelet:
-  {{verifySeconds: {verify_seconds}, reservationSeconds: 5, retryMaxSeconds: 1,
-    socketPollSeconds: 1, drainSeconds: 0.5}}
-cluster:
-  {{backoffMinSeconds: 0.1, backoffMaxSeconds: 0.5, connectTimeoutSeconds: 5,
-    requestTimeoutSeconds: 10, startWaitSeconds: 1, handshakeMinSeconds: 0.2,
-    startsFirstSeconds: {starts_first_seconds}}}
-binding: {{cdiDirectory: {folder}/cluster/cdi, podWaitSeconds: 0.5, refusedEventSeconds: 1}}
+  {{usageSeconds: 1, recovery: {{quietSeconds: 0.5, maxQuietSeconds: 5}}}}
+cluster: {{startsFirstSeconds: {starts_first_seconds}}}
+binding: {{cdiDirectory: {folder}/cluster/cdi}}
 hamiCore: {{hostDirectory: {folder}/vgpu}}
 """
+QUICK_CONSTANTS = {
+    constants.RELOAD: 0.1,
+    constants.GPU_POLL: 0.2,
+    constants.GPU_INIT_RETRY: 0.2,
+    constants.SPEC_LOOK: 0.2,
+    constants.SHUTDOWN: 3,
+    constants.WEB_SHUTDOWN: 3,
+    constants.VERIFY: 1,
+    constants.RESERVATION: 5,
+    constants.REGISTER_RETRY_MAX: 1,
+    constants.SOCKET_POLL: 1,
+    constants.DRAIN: 0.5,
+    constants.API_BACKOFF_MIN: 0.1,
+    constants.API_BACKOFF_MAX: 0.5,
+    constants.API_REQUEST_TIMEOUT: 10,
+    constants.API_START_WAIT: 1,
+    constants.HANDSHAKE: 0.2,
+    constants.POD_WAIT: 0.5,
+    constants.REFUSED_EVENT: 1,
+}
 VGPU = "families: {nvidia: false, volcanoVgpu: true}\n"
 GPUSHARE = "families: {nvidia: false, volcanoGpushare: true}\n"
 
@@ -71,7 +83,7 @@ class VolcanoStage:
         agent: the agent's process; `start_agent` makes the first.
         starts_first_seconds: how long the agent does not write how far a pod has come while others
             are being started.
-        verify_seconds: how often it compares its ledger with kubelet's records.
+        constants: the agent's constants that have other values; see `AgentProcess`.
     """
 
     def __init__(self, folder: Path, *, model: str = "A10", **cluster: Any) -> None:
@@ -84,7 +96,7 @@ class VolcanoStage:
         self.log = folder / "agent.log"
         self.agent: AgentProcess
         self.starts_first_seconds = 2.0
-        self.verify_seconds = 1.0
+        self.constants: dict[str, float] = dict(QUICK_CONSTANTS)
         self.factor = FACTOR
 
     def configure(self, more: str = VGPU, *, factor: int = FACTOR) -> None:
@@ -94,7 +106,6 @@ class VolcanoStage:
             node=NODE,
             folder=self.folder,
             starts_first_seconds=self.starts_first_seconds,
-            verify_seconds=self.verify_seconds,
         )
         text += more
         replace_text(
@@ -112,6 +123,7 @@ class VolcanoStage:
             kubelet=self.cluster.kubelet_directory,
             simulate=self.gpus.directory,
             config=self.config,
+            constants=self.constants,
         )
         return self.agent
 

@@ -46,11 +46,11 @@ RESOURCES = (
         ),
         (
             "",
-            "gpu: {pollSeconds: 1, recovery: {quietSeconds: 1}}",
+            "gpu: {usageSeconds: 1, recovery: {quietSeconds: 1}}",
             ["gpu.recovery.quietSeconds"],
-            ["gpu.pollSeconds"],
+            ["gpu.usageSeconds"],
         ),
-        ("", "kubelet: {retryMinSeconds: 1}", [], ["kubelet.retryMinSeconds"]),
+        ("", "kubelet: {directory: /k}", [], ["kubelet.directory"]),
     ],
 )
 def test_a_change_takes_effect_at_once_or_waits_for_a_restart(

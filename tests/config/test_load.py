@@ -82,40 +82,40 @@ VALUES = [
         "config.yaml:3: gpu.failOnInitError: expected true or false, got 1",
     ),
     (
-        "gpu:\n  pollSeconds: true",
-        "config.yaml:3: gpu.pollSeconds: expected a number from 0.01 to 86400, got true",
+        "gpu:\n  usageSeconds: true",
+        "config.yaml:3: gpu.usageSeconds: expected a number from 0.01 to 86400, got true",
     ),
     (
-        "gpu:\n  pollSeconds: 0",
-        "config.yaml:3: gpu.pollSeconds: expected a number from 0.01 to 86400, got 0",
+        "gpu:\n  usageSeconds: 0",
+        "config.yaml:3: gpu.usageSeconds: expected a number from 0.01 to 86400, got 0",
     ),
     (
-        "gpu:\n  pollSeconds: -5",
-        "config.yaml:3: gpu.pollSeconds: expected a number from 0.01 to 86400, got -5",
+        "gpu:\n  usageSeconds: -5",
+        "config.yaml:3: gpu.usageSeconds: expected a number from 0.01 to 86400, got -5",
     ),
     (
-        "gpu:\n  pollSeconds: .nan",
-        'config.yaml:3: gpu.pollSeconds: expected a number from 0.01 to 86400, got ".nan"',
+        "gpu:\n  usageSeconds: .nan",
+        'config.yaml:3: gpu.usageSeconds: expected a number from 0.01 to 86400, got ".nan"',
     ),
     (
-        "gpu:\n  pollSeconds: 1e999",
-        "config.yaml:3: gpu.pollSeconds: expected a number from 0.01 to 86400, got Infinity",
+        "gpu:\n  usageSeconds: 1e999",
+        "config.yaml:3: gpu.usageSeconds: expected a number from 0.01 to 86400, got Infinity",
     ),
     (
-        "gpu:\n  pollSeconds: 5s",
-        'config.yaml:3: gpu.pollSeconds: expected a number from 0.01 to 86400, got "5s"',
+        "gpu:\n  usageSeconds: 5s",
+        'config.yaml:3: gpu.usageSeconds: expected a number from 0.01 to 86400, got "5s"',
     ),
     (
-        "gpu:\n  eventWaitMilliseconds: 49",
-        "config.yaml:3: gpu.eventWaitMilliseconds: expected an integer from 50 to 500, got 49",
+        "mps:\n  shmSizeMib: -1",
+        "config.yaml:3: mps.shmSizeMib: expected an integer from 0 to 16777216, got -1",
     ),
     (
-        "gpu:\n  eventWaitMilliseconds: 501",
-        "config.yaml:3: gpu.eventWaitMilliseconds: expected an integer from 50 to 500, got 501",
+        "mps:\n  shmSizeMib: 16777217",
+        "config.yaml:3: mps.shmSizeMib: expected an integer from 0 to 16777216, got 16777217",
     ),
     (
-        "gpu:\n  eventWaitMilliseconds: 99.5",
-        "config.yaml:3: gpu.eventWaitMilliseconds: expected an integer from 50 to 500, got 99.5",
+        "mps:\n  shmSizeMib: 99.5",
+        "config.yaml:3: mps.shmSizeMib: expected an integer from 0 to 16777216, got 99.5",
     ),
     (
         "gpu:\n  disableHealthChecks: 31",
@@ -130,15 +130,8 @@ VALUES = [
         'config.yaml:4: gpu.recovery.mode: expected auto or never, got "always"',
     ),
     (
-        "kubelet:\n  messageBudgetBytes: 4194305",
-        (
-            "config.yaml:3: kubelet.messageBudgetBytes: expected an integer from 4096 to 4194304, "
-            "got 4194305"
-        ),
-    ),
-    (
-        "kubelet:\n  messageBudgetBytes: " + "9" * 90,
-        "config.yaml:3: kubelet.messageBudgetBytes: expected an integer from 4096 to 4194304, got "
+        "mps:\n  shmSizeMib: " + "9" * 90,
+        "config.yaml:3: mps.shmSizeMib: expected an integer from 0 to 16777216, got "
         + "9" * 60
         + "…",
     ),
@@ -338,36 +331,24 @@ KEYS = [
         "config.yaml:3: plugin.deviceIDStrategy: unknown key, did you mean deviceIdStrategy?",
     ),
     (
-        "web:\n  colour: red",
-        (
-            "config.yaml:3: web.colour: unknown key, expected maxBodyBytes, requestTimeoutSeconds, "
-            "podNames"
-        ),
+        "log:\n  colour: red",
+        "config.yaml:3: log.colour: unknown key, expected format, level",
     ),
     (
-        "web:\n  1: red",
-        "config.yaml:3: web.1: unknown key, expected maxBodyBytes, requestTimeoutSeconds, podNames",
+        "log:\n  1: red",
+        "config.yaml:3: log.1: unknown key, expected format, level",
     ),
     (
-        'web:\n  "a b": 1',
-        (
-            'config.yaml:3: web."a b": unknown key, expected maxBodyBytes, requestTimeoutSeconds, '
-            "podNames"
-        ),
+        'log:\n  "a b": 1',
+        'config.yaml:3: log."a b": unknown key, expected format, level',
     ),
     (
-        "web:\n  <<: {}",
-        (
-            "config.yaml:3: web.<<: unknown key, expected maxBodyBytes, requestTimeoutSeconds, "
-            "podNames"
-        ),
+        "log:\n  <<: {}",
+        "config.yaml:3: log.<<: unknown key, expected format, level",
     ),
     (
-        "web:\n  ? " + "maxBodyBytes" * 100 + "\n  : 1",
-        (
-            f'config.yaml:3: web."{"maxBodyBytes" * 5}…": unknown key, expected maxBodyBytes, '
-            "requestTimeoutSeconds, podNames"
-        ),
+        "log:\n  ? " + "format" * 100 + "\n  : 1",
+        f'config.yaml:3: log."{"format" * 10}…": unknown key, expected format, level',
     ),
     (
         "sharing:\n  renameByDefault: true",
@@ -388,28 +369,10 @@ KEYS = [
 
 PAIRS = [
     (
-        "kubelet:\n  retryMinSeconds: 60",
+        "gpu:\n  recovery:\n    quietSeconds: 7200",
         (
-            "config.yaml:3: kubelet.retryMinSeconds: expected at most kubelet.retryMaxSeconds "
-            "(30), got 60"
-        ),
-    ),
-    (
-        "kubelet:\n  retryMaxSeconds: 0.1",
-        (
-            "config.yaml:3: kubelet.retryMaxSeconds: expected at least kubelet.retryMinSeconds "
-            "(0.2), got 0.1"
-        ),
-    ),
-    (
-        "kubelet:\n  drainSeconds: 11",
-        "config.yaml:3: kubelet.drainSeconds: expected at most shutdownSeconds (10), got 11",
-    ),
-    (
-        "gpu:\n  callTimeoutSeconds: 20",
-        (
-            "config.yaml:3: gpu.callTimeoutSeconds: expected at most gpu.hungUnhealthySeconds "
-            "(15), got 20"
+            "config.yaml:4: gpu.recovery.quietSeconds: expected at most "
+            "gpu.recovery.maxQuietSeconds (3600), got 7200"
         ),
     ),
     (
@@ -417,13 +380,6 @@ PAIRS = [
         (
             "config.yaml:4: gpu.recovery.maxQuietSeconds: expected at least "
             "gpu.recovery.quietSeconds (60), got 5"
-        ),
-    ),
-    (
-        "tasks:\n  backoffMaxSeconds: 0.1",
-        (
-            "config.yaml:3: tasks.backoffMaxSeconds: expected at least tasks.backoffMinSeconds "
-            "(0.5), got 0.1"
         ),
     ),
     (
@@ -503,8 +459,8 @@ sharing:
       - name: gpu
         replicas: 2
         replicas: 3
-kubelet:
-  retryMinSeconds: 60
+gpu:
+  recovery: {quietSeconds: 7200}
 """
 
     assert problems_of(
@@ -528,8 +484,8 @@ kubelet:
             "14; keep one of them"
         ),
         (
-            "config.yaml:17: kubelet.retryMinSeconds: expected at most kubelet.retryMaxSeconds "
-            "(30), got 60"
+            "config.yaml:17: gpu.recovery.quietSeconds: expected at most "
+            "gpu.recovery.maxQuietSeconds (3600), got 7200"
         ),
         'environment variable PASS_DEVICE_SPECS: expected true or false, got "maybe"',
         '--listen: expected an address HOST:PORT or :PORT, port 0 to 65535, got "x"',
@@ -550,19 +506,25 @@ def test_of_very_many_mistakes_the_first_are_shown_and_the_others_counted(
 
 
 def test_a_value_that_was_refused_is_not_blamed_for_a_pair_as_well(problems_of: Problems) -> None:
-    """Without retryMaxSeconds it is unknown whether retryMinSeconds is too large."""
+    """Without maxQuietSeconds it is unknown whether quietSeconds is too large."""
     assert problems_of(
-        "version: v1\nkubelet:\n  retryMinSeconds: 60\n  retryMaxSeconds: lots\n"
+        "version: v1\ngpu:\n  recovery:\n    quietSeconds: 7200\n    maxQuietSeconds: lots\n"
     ) == [
-        'config.yaml:4: kubelet.retryMaxSeconds: expected a number from 0.01 to 86400, got "lots"'
+        (
+            "config.yaml:5: gpu.recovery.maxQuietSeconds: expected a number from 0.01 to 86400, "
+            'got "lots"'
+        )
     ]
 
 
 def test_a_section_that_was_refused_is_not_blamed_for_a_pair_as_well(problems_of: Problems) -> None:
     """The content of a section that is no mapping is unknown."""
-    assert problems_of("version: v1\nshutdownSeconds: 1\nkubelet: [1]\n") == [
-        "config.yaml:3: kubelet: expected a mapping, got a list"
-    ]
+    assert problems_of(
+        "version: v1\n"
+        "nvidiaConfig: {version: v1, flags: {migStrategy: mixed}}\n"
+        "sharing: {mps: {resources: [{name: gpu, replicas: 2}]}}\n"
+        "plugin: [1]\n"
+    ) == ["config.yaml:4: plugin: expected a mapping, got a list"]
 
 
 @pytest.mark.parametrize("text", [b"", b"\n# nothing yet\n", b"---\n"])

@@ -130,8 +130,7 @@ def test_a_key_of_an_earlier_version_does_not_keep_the_agent_from_starting(load_
     )
     (warning,) = loaded.warnings
     assert (
-        "config.yaml:4: hamiCore.lockDirectory: has no effect any more; containers share no lock "
-        "directory"
+        "config.yaml:4: hamiCore.lockDirectory: is gone: containers share no lock directory"
     ) in warning
     assert loaded.settings.hami_core.host_directory == "/opt/vgpu"
 

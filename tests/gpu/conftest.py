@@ -10,10 +10,18 @@ from pathlib import Path
 import pynvml
 import pytest
 
+from tests import constants
+from tests.gpu.watched import QUICK
 from tests.simulated import simulated_node
 from vgpu_agent.gpu.nvml import Nvml
 from vgpu_agent.sim.preload import preload
 from vgpu_agent.sim.state import SimulatedNode
+
+
+@pytest.fixture(autouse=True)
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Short pauses, and time limits for a busy machine."""
+    constants.use(monkeypatch, QUICK)
 
 
 @pytest.fixture

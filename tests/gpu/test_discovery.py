@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from tests import constants
 from tests.gpu.watched import SOON_HUNG
 from tests.gpu.watched import settings as quick_settings
 from tests.patience import FOR_EVER_SECONDS
@@ -164,11 +165,14 @@ async def test_nvml_tells_the_names_and_is_let_go_of(node: SimulatedNode) -> Non
     assert await names_by_nvml(quick_settings(node)) == ("NVIDIA A100-SXM4-80GB",) * 4
 
 
-async def test_an_nvml_that_hangs_is_given_up(node: SimulatedNode) -> None:
+async def test_an_nvml_that_hangs_is_given_up(
+    node: SimulatedNode, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The agent starts all the same, and its watch says what hangs."""
+    constants.use(monkeypatch, SOON_HUNG)
     node.fault("nvmlDeviceGetName", delay_ms=FOR_EVER_MS, times=1)
     with pytest.raises(NvmlHungError, match="hangs in nvmlDeviceGetName"):
-        await names_by_nvml(quick_settings(node, **SOON_HUNG))
+        await names_by_nvml(quick_settings(node))
 
 
 async def test_the_source_is_chosen_once_by_what_was_found(tmp_path: Path) -> None:
@@ -185,7 +189,7 @@ async def test_there_is_one_gpu_of_which_nothing_is_known(tmp_path: Path) -> Non
     no health but that it is there.
     """
     journal = Journal()
-    gpus = IntegratedGpu(GpuSettings(driver_root=str(tmp_path)), journal)
+    gpus = IntegratedGpu(journal)
     await gpus.start()
 
     (gpu,) = gpus.inventory.value.gpus

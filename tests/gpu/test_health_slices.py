@@ -9,6 +9,7 @@ import dataclasses
 
 import pytest
 
+from tests import constants
 from tests.gpu.watched import Watched, found, settings, watching
 from vgpu_agent.gpu.health import Healths, Probe, RecoveryPolicy
 from vgpu_agent.gpu.nvml import DeviceEvent
@@ -210,7 +211,7 @@ async def test_an_xid_of_a_slice_is_published_for_that_slice(node: SimulatedNode
     The GPU and the other six stay, and the journal has the ids.
     """
     await _seven(node)
-    async with watching(node, quiet=60, poll_seconds=30.0) as watched:
+    async with watching(node, quiet=60, others={constants.GPU_POLL: 30.0}) as watched:
         node.xid(0, 48, gpu_instance=10, compute_instance=0)
         await watched.until(
             lambda inventory: not found(inventory, node.uuids[0]).mig_instances[3].health.ok

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from tests import constants
 from tests.gpu.watched import found, settings, watching
 from tests.patience import FOR_EVER_SECONDS, PATIENCE_SECONDS, eventually
 from vgpu_agent.errors import DriverMissingError
@@ -80,7 +81,7 @@ async def test_a_gpu_that_was_lost_at_the_start_joins_when_it_answers(node: Simu
 
 async def test_an_xid_makes_the_gpu_unhealthy_at_once(node: SimulatedNode) -> None:
     """XID 79 is published long before the next poll, and hits only its GPU."""
-    async with watching(node, poll_seconds=FOR_EVER_SECONDS) as watched:
+    async with watching(node, others={constants.GPU_POLL: FOR_EVER_SECONDS}) as watched:
         node.xid(1, 79)
         gpu = await watched.unhealthy(node.uuids[1])
 
@@ -176,7 +177,7 @@ async def test_recovery_comes_when_the_quiet_time_ends_and_not_at_the_next_regul
     does not prolong a short quiet time.
     """
     began = time.monotonic()
-    async with watching(node, quiet=0.3, poll_seconds=10.0) as watched:
+    async with watching(node, quiet=0.3, others={constants.GPU_POLL: 10.0}) as watched:
         node.xid(0, 79)
         await watched.unhealthy(node.uuids[0])
         await watched.healthy(node.uuids[0])
@@ -342,7 +343,7 @@ async def test_the_driver_asks_for_a_look_without_an_xid(node: SimulatedNode) ->
     """
     node.state.gpus[0].event_types |= RECOVERY_ACTION_EVENT
     began = time.monotonic()
-    async with watching(node, poll_seconds=10.0) as watched:
+    async with watching(node, others={constants.GPU_POLL: 10.0}) as watched:
         node.recovery_action(0, "reset")
         node.event(0, RECOVERY_ACTION_EVENT)
         gpu = await watched.unhealthy(node.uuids[0])

@@ -12,9 +12,11 @@ import time
 
 import pytest
 
+from tests import constants
 from tests.gpu.watched import SOON_HUNG, Watched, settings, watching
 from tests.patience import FOR_EVER_SECONDS, PATIENCE_SECONDS, eventually
 from vgpu_agent.errors import NvmlHungError
+from vgpu_agent.gpu import thread
 from vgpu_agent.gpu.watch import GpuWatch
 from vgpu_agent.journal import Journal
 from vgpu_agent.sim.state import SimulatedNode
@@ -27,7 +29,7 @@ async def test_a_hang_is_named_and_the_gpu_goes_and_comes_back(node: SimulatedNo
     """The call and its GPU are named once, only that GPU is Unhealthy,
     and it returns by the normal way.
     """
-    async with watching(node, **SOON_HUNG) as watched:
+    async with watching(node, SOON_HUNG) as watched:
         before = time.time()
         node.fault("nvmlDeviceGetTemperature", gpu=1, times=1, delay_ms=FOR_EVER_MS)
         entry = await watched.recorded("nvml.hung")
@@ -65,7 +67,7 @@ async def test_the_loop_stays_responsive_during_a_hang(node: SimulatedNode) -> N
     """Most that wait on the event loop get their turn within 50 ms.
     The machine itself may be busy now and then.
     """
-    async with watching(node, **SOON_HUNG) as watched:
+    async with watching(node, SOON_HUNG) as watched:
         lags = []
         node.fault("nvmlDeviceGetMemoryInfo", gpu=0, times=1, delay_ms=FOR_EVER_MS)
         await watched.recorded("nvml.hung")
@@ -80,8 +82,8 @@ async def test_the_loop_stays_responsive_during_a_hang(node: SimulatedNode) -> N
 
 
 async def test_a_short_hang_leaves_the_gpu_alone(node: SimulatedNode) -> None:
-    """Shorter than hungUnhealthySeconds: reported, and no pod is touched by it."""
-    async with watching(node, call_timeout_seconds=0.2) as watched:
+    """Shorter than ``HUNG_UNHEALTHY_SECONDS``: reported, and no pod is touched by it."""
+    async with watching(node, {constants.NVML_CALL_TIMEOUT: 0.2}) as watched:
         node.fault("nvmlDeviceGetTemperature", gpu=1, times=1, delay_ms=FOR_EVER_MS)
         await watched.recorded("nvml.hung")
         node.clear_faults()
@@ -92,7 +94,7 @@ async def test_a_short_hang_leaves_the_gpu_alone(node: SimulatedNode) -> None:
 
 async def test_a_hang_while_waiting_for_events_names_the_wait(node: SimulatedNode) -> None:
     """It belongs to no GPU, so none is marked. XIDs are received again afterwards."""
-    async with watching(node, **SOON_HUNG) as watched:
+    async with watching(node, SOON_HUNG) as watched:
         node.fault("nvmlEventSetWait", times=1, delay_ms=FOR_EVER_MS)
         entry = await watched.recorded("nvml.hung")
         node.clear_faults()
@@ -108,7 +110,7 @@ async def test_nothing_piles_up_during_a_hang(node: SimulatedNode) -> None:
     """Questions while the driver hangs are refused at once,
     with the call and the GPU in the text.
     """
-    async with watching(node, **SOON_HUNG) as watched:
+    async with watching(node, SOON_HUNG) as watched:
         node.fault("nvmlDeviceGetTemperature", gpu=2, times=1, delay_ms=FOR_EVER_MS)
         await watched.recorded("nvml.hung")
         ran = []
@@ -125,7 +127,7 @@ async def test_nothing_piles_up_during_a_hang(node: SimulatedNode) -> None:
 
 
 async def test_a_caller_gets_its_deadline_and_the_thread_goes_on(node: SimulatedNode) -> None:
-    """A caller with less patience than callTimeoutSeconds leaves alone.
+    """A caller with less patience than ``CALL_TIMEOUT_SECONDS`` leaves alone.
     Its job does not disturb the ones after it.
     """
     async with watching(node) as watched:
@@ -163,12 +165,15 @@ async def test_an_exception_of_a_job_reaches_its_caller(node: SimulatedNode) -> 
         assert await watched.watch._thread.call("next job", lambda: 42) == 42
 
 
-async def test_a_driver_that_hangs_at_the_start_is_an_error(node: SimulatedNode) -> None:
-    """failOnInitError true: start gives up after callTimeoutSeconds,
+async def test_a_driver_that_hangs_at_the_start_is_an_error(
+    node: SimulatedNode, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """failOnInitError true: start gives up after ``CALL_TIMEOUT_SECONDS``,
     though the thread is still inside nvmlInit.
     """
+    constants.use(monkeypatch, SOON_HUNG)
     node.fault("nvmlInit", times=1, delay_ms=FOR_EVER_MS)
-    watch = GpuWatch(settings(node, **SOON_HUNG), Journal())
+    watch = GpuWatch(settings(node), Journal())
 
     with pytest.raises(NvmlHungError, match="hangs in nvmlInit"):
         await watch.start()
@@ -182,7 +187,7 @@ async def test_a_driver_that_hangs_at_the_start_can_be_waited_for(node: Simulate
     """failOnInitError false: the GPUs are there when nvmlInit comes back."""
     node.fault("nvmlInit", times=1, delay_ms=FOR_EVER_MS)
 
-    async with watching(node, fail_on_init_error=False, **SOON_HUNG) as watched:
+    async with watching(node, SOON_HUNG, fail_on_init_error=False) as watched:
         assert watched.watch.status.state is NvmlState.HUNG
         node.clear_faults()
         await watched.until(lambda inventory: len(inventory.gpus) == 4)
@@ -198,15 +203,16 @@ async def test_calls_to_a_stopped_watch_are_refused(node: SimulatedNode) -> None
             await watched.watch._thread.call("too late", lambda: None)
 
 
-async def test_an_xid_does_not_wait_for_the_end_of_a_slow_reading(node: SimulatedNode) -> None:
+async def test_an_xid_does_not_wait_for_the_end_of_a_slow_reading(
+    node: SimulatedNode, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A driver that takes long for each GPU answers all the same; events come through between two
     GPUs, and the loop shows life.
     """
+    monkeypatch.setattr(thread, "CALL_TIMEOUT_SECONDS", 1.5)
     beats: list[int] = []
     journal = Journal()
-    watch = GpuWatch(
-        settings(node, call_timeout_seconds=1.5), journal, beat=lambda: beats.append(1)
-    )
+    watch = GpuWatch(settings(node), journal, beat=lambda: beats.append(1))
     await watch.start()
     watched, slow = Watched(watch, journal), node.state.faults
     for gpu in (0, 1):
@@ -233,12 +239,14 @@ import asyncio, sys
 from pathlib import Path
 from vgpu_agent.config.settings import Gpu
 from vgpu_agent.errors import NvmlHungError
+from vgpu_agent.gpu import thread
 from vgpu_agent.gpu.watch import GpuWatch
 from vgpu_agent.journal import Journal
 from vgpu_agent.sim.preload import preload
 preload(Path(sys.argv[1]))
+thread.CALL_TIMEOUT_SECONDS = 0.1
 try:
-    asyncio.run(GpuWatch(Gpu(call_timeout_seconds=0.1), Journal()).start())
+    asyncio.run(GpuWatch(Gpu(), Journal()).start())
 except NvmlHungError:
     sys.exit(7)
 """

@@ -8,6 +8,7 @@ import asyncio
 
 import pytest
 
+from tests import constants
 from tests.gpu.watched import SOON_HUNG, found, watching
 from tests.patience import FOR_EVER_SECONDS, eventually
 from vgpu_agent.errors import NvmlHungError
@@ -34,7 +35,7 @@ async def test_a_new_layout_is_published_between_polls(node: SimulatedNode) -> N
     """
     await asyncio.to_thread(node.set_mig, 3, ["7g.80gb"])
     before = node.mig_uuids(3)
-    async with watching(node, poll_seconds=FOR_EVER_SECONDS) as watched:
+    async with watching(node, others={constants.GPU_POLL: FOR_EVER_SECONDS}) as watched:
         polled_at = watched.watch._polled_at
         await asyncio.to_thread(node.set_mig, 3, ["2g.20gb", "3g.40gb"])
         await watched.until(
@@ -54,7 +55,7 @@ async def test_a_new_layout_is_published_between_polls(node: SimulatedNode) -> N
 @pytest.mark.usefixtures("often")
 async def test_mode_on_and_off_is_a_change(node: SimulatedNode) -> None:
     """nvidia:D9: from a whole GPU to slices and back."""
-    async with watching(node, poll_seconds=FOR_EVER_SECONDS) as watched:
+    async with watching(node, others={constants.GPU_POLL: FOR_EVER_SECONDS}) as watched:
         await asyncio.to_thread(node.set_mig, 0, ["7g.80gb"])
         await watched.until(lambda inventory: found(inventory, node.uuids[0]).mig_enabled)
         await asyncio.to_thread(node.set_mig, 0, [])
@@ -75,7 +76,7 @@ async def test_an_event_of_the_driver_brings_the_look_forward(
     whenever the next regular look would be.
     """
     monkeypatch.setattr("vgpu_agent.gpu.watch._MIG_LOOK_SECONDS", FOR_EVER_SECONDS)
-    async with watching(node, poll_seconds=FOR_EVER_SECONDS) as watched:
+    async with watching(node, others={constants.GPU_POLL: FOR_EVER_SECONDS}) as watched:
         await asyncio.to_thread(node.set_mig, 1, ["1g.10gb"])
         node.event(1, MIG_EVENT)
         await watched.until(lambda inventory: found(inventory, node.uuids[1]).mig_enabled)
@@ -87,7 +88,7 @@ async def test_an_event_of_the_driver_brings_the_look_forward(
 async def test_a_quiet_node_is_looked_at_and_told_nothing(node: SimulatedNode) -> None:
     """Looks that find the same publish nothing, and do not turn into readings."""
     await asyncio.to_thread(node.set_mig, 0, ["1g.10gb"] * 7)
-    async with watching(node, poll_seconds=FOR_EVER_SECONDS) as watched:
+    async with watching(node, others={constants.GPU_POLL: FOR_EVER_SECONDS}) as watched:
         read_at = watched.watch.read_at
         for _ in range(3):
             looked_at = watched.watch._looked_at
@@ -161,7 +162,7 @@ async def test_a_lost_gpu_keeps_its_slices(node: SimulatedNode) -> None:
 async def test_a_slow_driver_is_looked_at_less_often(node: SimulatedNode) -> None:
     """The one thread that talks to the driver has four times as long for everything else."""
     async with watching(
-        node, poll_seconds=FOR_EVER_SECONDS, usage_seconds=FOR_EVER_SECONDS
+        node, others={constants.GPU_POLL: FOR_EVER_SECONDS}, usage_seconds=FOR_EVER_SECONDS
     ) as watched:
         node.fault("nvmlDeviceGetMigMode", delay_ms=40)
         await eventually(
@@ -190,7 +191,9 @@ async def test_errors_in_two_slices_are_two_lines_of_the_journal(node: Simulated
 async def test_a_look_that_hangs_is_a_hang_like_any_other(node: SimulatedNode) -> None:
     """The call is named, the loop goes on, and the GPU becomes Unhealthy after its time."""
     async with watching(
-        node, poll_seconds=FOR_EVER_SECONDS, usage_seconds=FOR_EVER_SECONDS, **SOON_HUNG
+        node,
+        others={constants.GPU_POLL: FOR_EVER_SECONDS, **SOON_HUNG},
+        usage_seconds=FOR_EVER_SECONDS,
     ) as watched:
         node.fault(
             "nvmlDeviceGetMigMode",

@@ -6,9 +6,12 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Mapping
 from typing import Any
 
+import pytest
+
+from tests import constants
 from tests.patience import PATIENCE_SECONDS, eventually
 from vgpu_agent.config.settings import Gpu as GpuSettings
 from vgpu_agent.config.settings import Recovery
@@ -19,7 +22,14 @@ from vgpu_agent.sim.state import SimulatedNode
 
 # For tests of hangs. Elsewhere a machine that stands still for half a second must not look like a
 # driver that does.
-SOON_HUNG = {"call_timeout_seconds": 0.4, "hung_unhealthy_seconds": 0.5}
+SOON_HUNG = {constants.NVML_CALL_TIMEOUT: 0.4, constants.GPU_HUNG_UNHEALTHY: 0.5}
+QUICK = {
+    constants.GPU_POLL: 0.1,
+    constants.GPU_INIT_RETRY: 0.1,
+    constants.GPU_HUNG_UNHEALTHY: PATIENCE_SECONDS,
+    constants.NVML_CALL_TIMEOUT: PATIENCE_SECONDS,
+    constants.NVML_EVENT_WAIT: 0.05,
+}
 
 
 class Watched:
@@ -79,12 +89,7 @@ def settings(
     values: dict[str, Any] = {
         "sysfs_root": str(node.directory / "sys"),
         "proc_root": str(node.directory / "proc"),
-        "poll_seconds": 0.1,
         "usage_seconds": 0.1,
-        "event_wait_milliseconds": 50,
-        "call_timeout_seconds": PATIENCE_SECONDS,
-        "hung_unhealthy_seconds": PATIENCE_SECONDS,
-        "init_retry_seconds": 0.1,
         "recovery": Recovery(
             mode=mode, quiet_seconds=quiet, flap_window_seconds=60, max_quiet_seconds=60
         ),
@@ -93,10 +98,20 @@ def settings(
 
 
 @contextlib.asynccontextmanager
-async def watching(node: SimulatedNode, **changes: Any) -> AsyncIterator[Watched]:
-    """A started watch whose loop runs; at the end the driver is closed,
-    so that the next test opens its own.
+async def watching(
+    node: SimulatedNode, others: Mapping[str, float] = QUICK, **changes: Any
+) -> AsyncIterator[Watched]:
+    """A started watch whose loop runs, with other values of constants; at the end the driver is
+    closed, so that the next test opens its own.
     """
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        constants.use(monkeypatch, {**QUICK, **others})
+        async with _watching(node, **changes) as watched:
+            yield watched
+
+
+@contextlib.asynccontextmanager
+async def _watching(node: SimulatedNode, **changes: Any) -> AsyncIterator[Watched]:
     journal = Journal()
     watch = GpuWatch(settings(node, **changes), journal)
     await watch.start()

@@ -14,6 +14,7 @@ from tests.patience import PATIENCE_SECONDS
 from vgpu_agent.concurrency import Supervisor
 from vgpu_agent.config.settings import Kubelet
 from vgpu_agent.journal import Journal
+from vgpu_agent.kubelet import server
 from vgpu_agent.kubelet.directory import DirectoryWatch
 from vgpu_agent.kubelet.server import DevicePlugin
 from vgpu_agent.model import Resource
@@ -37,22 +38,26 @@ class Node:
     a directory watch and plugins, supervised as in the agent.
     """
 
-    def __init__(self, directory: Path, supervisor: Supervisor, **settings: float) -> None:
-        # Nothing but inotify explains what a test sees, and a busy kubelet is no silent one.
-        patience = {
-            "socket_poll_seconds": 60.0,
-            "stream_open_timeout_seconds": 60.0,
-            "drain_seconds": PATIENCE_SECONDS,
-        }
-        quick = {"retry_min_seconds": 0.05, "coalesce_seconds": 0.02}
-        # all are seconds
-        self.settings = Kubelet(directory=str(directory), **{**patience, **quick, **settings})  # type: ignore[arg-type]
+    def __init__(
+        self,
+        directory: Path,
+        supervisor: Supervisor,
+        monkeypatch: pytest.MonkeyPatch,
+        **constants: float,
+    ) -> None:
+        """Build it, with other constants of `server` as long as the test runs."""
+        # A busy kubelet is no silent one.
+        patience = {"STREAM_OPEN_TIMEOUT_SECONDS": 60.0, "DRAIN_SECONDS": PATIENCE_SECONDS}
+        quick = {"RETRY_MIN_SECONDS": 0.05, "COALESCE_SECONDS": 0.02}
+        for name, seconds in {**patience, **quick, **constants}.items():
+            monkeypatch.setattr(server, name, seconds)
+        self.settings = Kubelet(directory=str(directory))
         self.journal = Journal()
         self.status = KubeletStatus()
         self.supervisor = supervisor
         self.watch = DirectoryWatch(
             self.settings.device_plugin_directory,
-            poll_seconds=self.settings.socket_poll_seconds,
+            poll_seconds=60.0,  # nothing but inotify explains what a test sees
             journal=self.journal,
             status=self.status,
         )
@@ -64,7 +69,7 @@ class Node:
 
     def offer(self, resource: Resource, backend: FakeBackend) -> DevicePlugin:
         """Run a plugin for the resource."""
-        plugin = DevicePlugin(resource, backend, self.settings, self.watch, self.journal)
+        plugin = DevicePlugin(resource, backend, self.watch, self.journal)
         self.plugins.append(plugin)
         self.supervisor.start(f"plugin {resource.name} {len(self.plugins)}", plugin.run)
         return plugin
@@ -75,10 +80,10 @@ class Node:
 
 
 @pytest.fixture
-async def node(directory: Path) -> AsyncIterator[Node]:
+async def node(directory: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Node]:
     """A node that is watched; its loops end with the test."""
     async with Supervisor(backoff_min_seconds=0.05, backoff_max_seconds=1.0) as supervisor:
-        built = Node(directory, supervisor)
+        built = Node(directory, supervisor, monkeypatch)
         built.watch_directory()
         yield built
         await asyncio.wait_for(

@@ -22,7 +22,6 @@ from tests.kubelet.backend import FakeBackend, shared_resource
 from tests.kubelet.conftest import Node
 from tests.patience import PATIENCE_SECONDS, eventually
 from vgpu_agent.concurrency import Latest, Supervisor
-from vgpu_agent.config.settings import Kubelet
 from vgpu_agent.errors import KubeletError
 from vgpu_agent.grpc.sockets import SocketIdentity
 from vgpu_agent.journal import Journal
@@ -90,9 +89,8 @@ def at_once(monkeypatch: pytest.MonkeyPatch, _no_blocked_loop: BlockBuster) -> N
 
 def _plugin(directory: Directory, journal: Journal | None = None) -> DevicePlugin:
     resource = shared_resource()
-    settings = Kubelet(directory=str(directory.directory))
     # its state is all that is used
-    return DevicePlugin(resource, FakeBackend(resource), settings, directory, journal or Journal())  # type: ignore[arg-type]
+    return DevicePlugin(resource, FakeBackend(resource), directory, journal or Journal())  # type: ignore[arg-type]
 
 
 @pytest.mark.looptime
@@ -210,7 +208,9 @@ async def test_the_same_reason_of_another_kubelet_is_recorded_again(
     await run
 
 
-async def test_a_kubelet_that_makes_its_socket_and_listens_later(directory: Path) -> None:
+async def test_a_kubelet_that_makes_its_socket_and_listens_later(
+    directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """With real sockets: bound, not listening, then a kubelet; every plugin is there within moments
     of that, and on one socket each.
     """
@@ -220,7 +220,7 @@ async def test_a_kubelet_that_makes_its_socket_and_listens_later(directory: Path
     bound = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     bound.bind(str(path))
     async with Supervisor(backoff_min_seconds=0.05, backoff_max_seconds=1.0) as supervisor:
-        node = Node(directory, supervisor)
+        node = Node(directory, supervisor, monkeypatch)
         node.watch_directory()
         plugin = node.offer(shared_resource(), FakeBackend(shared_resource()))
         await eventually(lambda: plugin.status.registration_failures > 5)

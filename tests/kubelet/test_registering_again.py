@@ -8,6 +8,8 @@ import asyncio
 import itertools
 from pathlib import Path
 
+import pytest
+
 from tests.kubelet.backend import U0, FakeBackend, shared_resource
 from tests.kubelet.conftest import Node
 from tests.patience import PATIENCE_SECONDS
@@ -197,12 +199,12 @@ async def test_a_failing_kubelet_is_tried_again_with_growing_pauses(
 
 
 async def test_a_kubelet_that_opens_no_stream_is_registered_with_again(
-    directory: Path, kubelet: SimulatedKubelet
+    directory: Path, kubelet: SimulatedKubelet, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A registration without a stream is worth nothing."""
     kubelet.faults.open_no_stream = True
     async with Supervisor(backoff_min_seconds=0.05, backoff_max_seconds=1.0) as supervisor:
-        node = Node(directory, supervisor, stream_open_timeout_seconds=0.1)
+        node = Node(directory, supervisor, monkeypatch, STREAM_OPEN_TIMEOUT_SECONDS=0.1)
         node.watch_directory()
         plugin = node.offer(shared_resource(), FakeBackend(shared_resource()))
         await kubelet.until(lambda: len(kubelet.called("Register")) >= 2)

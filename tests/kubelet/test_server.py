@@ -114,13 +114,19 @@ async def test_kubelets_return_is_a_new_socket_and_one_register(
 
 
 async def test_register_follows_kubelet_sock_and_not_the_end_of_a_pause(
-    directory: Path, kubelet: SimulatedKubelet
+    directory: Path, kubelet: SimulatedKubelet, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """kubelet was away for a while, and the pauses between tries have become long; scripts/bench
     holds the way to Register to 300 ms.
     """
     async with Supervisor(backoff_min_seconds=0.05, backoff_max_seconds=1.0) as supervisor:
-        node = Node(directory, supervisor, retry_min_seconds=60.0, retry_max_seconds=60.0)
+        node = Node(
+            directory,
+            supervisor,
+            monkeypatch,
+            RETRY_MIN_SECONDS=60.0,
+            RETRY_MAX_SECONDS=60.0,
+        )
         node.watch_directory()
         plugin = node.offer(shared_resource(), FakeBackend(shared_resource()))
         await _all_offered(kubelet)

@@ -33,7 +33,7 @@ def test_asking_twice_with_the_same_ids_gives_the_same_grant(clock: Clock) -> No
 
 def test_a_repeated_allocate_is_waited_for_as_long_as_the_first(clock: Clock) -> None:
     """An admission that failed left the reservation.
-    The next pod that gets the ids has all of reservationSeconds.
+    The next pod that gets the ids has all of the time for it.
     """
     ledger = make(clock, WHOLE)
     book(ledger, U0)

@@ -10,6 +10,7 @@ import pytest
 
 from tests.manifests.documents import DEFAULTS, HOST_FOLDERS, MANIFESTS, NAME, documents_of
 from vgpu_agent import __version__
+from vgpu_agent.agent import composition, late_web
 from vgpu_agent.cli import main as command_line
 from vgpu_agent.config import load
 from vgpu_agent.config.settings import split_address
@@ -203,10 +204,9 @@ def test_readiness_can_never_restart_anything(container: Any) -> None:
 
 
 def test_the_agent_has_time_to_stop_in_order(pod: Any) -> None:
-    """Draining and the web server's last answers are each bounded by shutdownSeconds.
-    Both fit before SIGKILL.
-    """
-    assert pod["terminationGracePeriodSeconds"] > 2 * DEFAULTS.shutdown_seconds
+    """Draining and the web server's last answers are each bounded. Both fit before SIGKILL."""
+    bounded = composition.SHUTDOWN_SECONDS + late_web.SHUTDOWN_SECONDS
+    assert pod["terminationGracePeriodSeconds"] > bounded
 
 
 def test_the_container_has_the_least_that_works(container: Any) -> None:

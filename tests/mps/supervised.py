@@ -60,10 +60,6 @@ class Node:
             container_root=str(self.root),
             control_binary=str(self.tools.control),
             smi_binary=str(self.tools.smi),
-            command_timeout_seconds=5.0,
-            probe_seconds=0.05,
-            backoff_min_seconds=0.05,
-            backoff_max_seconds=0.2,
         )
 
     @property

@@ -13,6 +13,7 @@ import msgspec
 import pytest
 
 from tests.mps.supervised import Node
+from vgpu_agent.mps import host_tools
 from vgpu_agent.mps.host_daemon import HostDaemon
 from vgpu_agent.sim.mps_tools import end_daemon
 
@@ -60,12 +61,13 @@ async def test_without_a_control_binary_the_pipe_is_what_can_be_proven(
     assert await host.why_not() == ""
 
 
-async def test_a_daemon_that_hangs_is_told_with_the_tools_words(node: Node, pipe: Path) -> None:
+async def test_a_daemon_that_hangs_is_told_with_the_tools_words(
+    node: Node, pipe: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """It may serve its clients all the same. This cannot be known."""
     await asyncio.to_thread(_daemon_of_the_host, node, pipe)
     node.tools.misbehave(get_default_active_thread_percentage="hang")
-    reason = await HostDaemon(
-        str(pipe), msgspec.structs.replace(node.settings, command_timeout_seconds=0.3)
-    ).why_not()
+    monkeypatch.setattr(host_tools, "COMMAND_TIMEOUT_SECONDS", 0.3)
+    reason = await HostDaemon(str(pipe), node.settings).why_not()
     assert reason.startswith(f"the MPS control daemon at {pipe} does not answer: ")
     assert "has not ended after 0.3 s" in reason

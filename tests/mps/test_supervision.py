@@ -13,6 +13,7 @@ import msgspec
 import pytest
 
 from tests.mps.supervised import RESOURCE, Node, until, until_running
+from vgpu_agent.mps import host_tools
 from vgpu_agent.sim.mps_tools import daemon_pid, end_daemon
 from vgpu_agent.status import MpsState, NotYet
 
@@ -203,11 +204,13 @@ async def test_a_daemon_that_nobody_wants_ends_with_its_last_holder(node: Node) 
         await until_running(supervision)
 
 
-async def test_a_daemon_that_does_not_answer_is_left_alone_while_pods_run(node: Node) -> None:
+async def test_a_daemon_that_does_not_answer_is_left_alone_while_pods_run(
+    node: Node, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Stopped by a signal it may still serve its clients: the resource is withheld, and the daemon
     replaced once the pods have ended.
     """
-    node.settings = msgspec.structs.replace(node.settings, command_timeout_seconds=1.0)
+    monkeypatch.setattr(host_tools, "COMMAND_TIMEOUT_SECONDS", 1.0)
     node.pods = ("team/train-0",)
     async with node.agent() as supervision:
         supervision.want({RESOURCE: (node.plan(), NOBODY)})
@@ -248,14 +251,13 @@ async def test_a_daemon_that_does_not_answer_is_left_alone_while_pods_run(node: 
     ids=str,
 )
 async def test_tools_that_fail_withhold_the_resource_with_the_reason(
-    node: Node, faults: dict[str, str], reason: str
+    node: Node, faults: dict[str, str], reason: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Refusing, dying, hanging and babbling each give one sentence,
     which stays as long as the tool is ill.
     """
-    node.settings = msgspec.structs.replace(
-        node.settings, command_timeout_seconds=1.0 if "start" in faults else 10.0
-    )
+    seconds = 1.0 if "start" in faults else 10.0
+    monkeypatch.setattr(host_tools, "COMMAND_TIMEOUT_SECONDS", seconds)
     node.tools.misbehave(**faults)
     async with node.agent() as supervision:
         supervision.want({RESOURCE: (node.plan(), NOBODY)})

@@ -18,6 +18,7 @@ from typing import Any, TypeVar
 
 import grpc
 
+from tests import constants
 from tests.real_node.rig import Rig
 from tests.real_node.rig.manifests import quantity
 from tests.replacing import replace_text
@@ -31,10 +32,14 @@ GPU = "nvidia.com/gpu"
 # Pauses as short as a test wants them; everything else as on a node.
 QUICK = """\
 version: v1
-configReloadSeconds: 0.2
-gpu: {pollSeconds: 0.5, recovery: {quietSeconds: 1}}
-kubelet: {verifySeconds: 2}
+gpu: {recovery: {quietSeconds: 1}}
 """
+QUICK_CONSTANTS = {
+    constants.RELOAD: 0.2,
+    constants.VERIFY: 2,
+    constants.GPU_POLL: 0.5,
+    constants.SPEC_LOOK: 0.5,
+}
 
 
 def shared(replicas: int) -> str:
@@ -63,9 +68,11 @@ class NodeAgent:
         model: str = "A100-SXM4-40GB",
         uuids: Sequence[str] | None = None,
         in_cluster: bool = False,
+        constants: Mapping[str, float] = QUICK_CONSTANTS,
     ) -> None:
         """Make the GPUs; ``in_cluster`` lets the agent live in the rig's network
-        and reach the API server as cluster admin.
+        and reach the API server as cluster admin; ``constants`` are those of the agent that have
+        other values, see `AgentProcess`.
 
         In ``config``, ``FOLDER`` stands for the agent's own folder, which has the same path on the
         node.
@@ -92,6 +99,7 @@ class NodeAgent:
             ],
             through=rig.in_network() if in_cluster else (),
             opener=_opener_into(rig) if in_cluster else None,
+            constants=constants,
         )
 
     def run(self, work: Coroutine[Any, Any, T]) -> T:

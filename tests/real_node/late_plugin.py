@@ -25,6 +25,7 @@ from vgpu_agent.device_ids import DeviceId, ListedDevice
 from vgpu_agent.errors import RequestRefusedError
 from vgpu_agent.isolation.edits import Edits
 from vgpu_agent.journal import Journal
+from vgpu_agent.kubelet import directory
 from vgpu_agent.kubelet.directory import DirectoryWatch
 from vgpu_agent.kubelet.pod_resources import PodResources
 from vgpu_agent.kubelet.records import read_records
@@ -126,12 +127,12 @@ async def serve(kubelet_directory: str, cdi_directory: str, name: str, count: st
     journal = Journal()
     watch = DirectoryWatch(
         settings.device_plugin_directory,
-        poll_seconds=settings.socket_poll_seconds,
+        poll_seconds=directory.POLL_SECONDS,
         journal=journal,
         status=KubeletStatus(),
     )
     plugin = DevicePlugin(
-        resource, LateBackend(resource, settings, Path(cdi_directory)), settings, watch, journal
+        resource, LateBackend(resource, settings, Path(cdi_directory)), watch, journal
     )
     stop = asyncio.Event()
     asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, stop.set)

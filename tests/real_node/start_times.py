@@ -250,7 +250,7 @@ def with_units_of_a_mib(rig: Rig, *, most_later: float, least_rounds: int = 5) -
 @contextlib.contextmanager
 def _agent(rig: Rig, config: str) -> Iterator[NodeAgent]:
     """An agent of its own, not started."""
-    made = volcano_agent(rig, config)
+    made = volcano_agent(rig, config, constants={})
     try:
         yield made
     finally:

@@ -11,11 +11,17 @@ from typing import Any
 
 import pytest
 
+from tests import constants
 from tests.real_node.agents import GPU, NodeAgent, allocatable
 from tests.real_node.rig import Options, Rig
 from tests.real_node.rig.manifests import pod
 from tests.real_node.volcano import VGPU
-from tests.real_node.volcano_node import COARSE_CONFIG, volcano_agent, wait_running
+from tests.real_node.volcano_node import (
+    COARSE_CONFIG,
+    VGPU_CONSTANTS,
+    volcano_agent,
+    wait_running,
+)
 
 pytestmark = [pytest.mark.timeout(300), pytest.mark.alone]
 
@@ -32,10 +38,8 @@ Report = Callable[[str, object], None]
 def agent(start_rig: Callable[..., Rig]) -> Iterator[NodeAgent]:
     """An agent with two families and kubelet's defaults, on a kubelet with its own."""
     rig = start_rig(Options(kubelet={"nodeStatusUpdateFrequency": f"{KUBELETS_SECONDS}s"}))
-    config = COARSE_CONFIG.replace("nvidia: false", "nvidia: true").replace(
-        "kubelet: {verifySeconds: 2}\n", ""
-    )
-    agent = volcano_agent(rig, config)
+    config = COARSE_CONFIG.replace("nvidia: false", "nvidia: true")
+    agent = volcano_agent(rig, config, constants={**VGPU_CONSTANTS, constants.VERIFY: 30})
     try:
         agent.start()
         for resource, number in ALL.items():

@@ -11,10 +11,12 @@ from typing import Any
 
 import pytest
 
+from tests import constants
 from tests.patience import quickest_call
 from tests.real_node.agents import (
     GPU,
     QUICK,
+    QUICK_CONSTANTS,
     NodeAgent,
     allocatable,
     kubelets_view,
@@ -39,9 +41,15 @@ def start_agent() -> Iterator[StartAgent]:
     agents: list[NodeAgent] = []
 
     def start(
-        rig: Rig, config: str = QUICK, *, gpus: int = 2, numa: Sequence[int] | None = None
+        rig: Rig,
+        config: str = QUICK,
+        *,
+        gpus: int = 2,
+        numa: Sequence[int] | None = None,
+        coalesce_seconds: float = 0.1,
     ) -> NodeAgent:
-        agent = NodeAgent(rig, config, gpus=gpus, numa=numa)
+        others = QUICK_CONSTANTS | {constants.COALESCE: coalesce_seconds}
+        agent = NodeAgent(rig, config, gpus=gpus, numa=numa, constants=others)
         agents.append(agent)
         agent.start()
         return agent
@@ -212,9 +220,7 @@ def test_3g_an_unhealthy_id_fails_that_pod_only_with_our_message(
     """3g: the kubelet has not received the fault yet and hands out the ill GPU:
     the pod's status says why. The next pod runs.
     """
-    agent = start_agent(
-        rig, QUICK.replace("verifySeconds: 2", "verifySeconds: 2, coalesceSeconds: 8")
-    )
+    agent = start_agent(rig, coalesce_seconds=8)
     wait_allocatable(rig, 2)
     agent.simulated.xid(0, 79)
     agent.until("/debug/devices", lambda answer: answer["gpus"][0]["health"] == "Unhealthy")
@@ -234,9 +240,7 @@ def test_3g_an_unknown_id_fails_that_pod_only_with_our_message(
     """3g: replicas were taken away and the kubelet has not received it yet: unknown device, in the
     pod's status. The next pod runs.
     """
-    agent = start_agent(
-        rig, shared(4).replace("verifySeconds: 2", "verifySeconds: 2, coalesceSeconds: 8")
-    )
+    agent = start_agent(rig, shared(4), coalesce_seconds=8)
     wait_allocatable(rig, 8)
     replace_text(agent.config, agent.config.read_text().replace("replicas: 4", "replicas: 1"))
     agent.run(agent.process.until_logged("config.applied"))

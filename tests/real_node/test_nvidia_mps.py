@@ -11,7 +11,15 @@ from http import HTTPStatus
 
 import pytest
 
-from tests.real_node.agents import GPU, QUICK, NodeAgent, allocatable, wait_allocatable
+from tests import constants
+from tests.real_node.agents import (
+    GPU,
+    QUICK,
+    QUICK_CONSTANTS,
+    NodeAgent,
+    allocatable,
+    wait_allocatable,
+)
 from tests.real_node.nvidia import containers_of, gpu_pod, printed, running, wait_running
 from tests.real_node.rig import Rig
 from vgpu_agent.sim.mps_tools import MpsTools, daemon_pid, end_daemon
@@ -23,17 +31,21 @@ mps:
   containerRoot: FOLDER/mps
   controlBinary: FOLDER/tools/nvidia-cuda-mps-control
   smiBinary: FOLDER/tools/nvidia-smi
-  probeSeconds: 0.2
-  backoffMinSeconds: 0.2
-  backoffMaxSeconds: 1
   shmSizeMib: 16
 """
+
+
+CONSTANTS = QUICK_CONSTANTS | {
+    constants.MPS_PROBE: 0.2,
+    constants.MPS_BACKOFF_MIN: 0.2,
+    constants.MPS_BACKOFF_MAX: 1,
+}
 
 
 @pytest.fixture
 def agent(rig: Rig) -> Iterator[NodeAgent]:
     """An agent with the stand-in tools, not started yet; what it has mounted goes with the test."""
-    made = NodeAgent(rig, CONFIG, gpus=2)
+    made = NodeAgent(rig, CONFIG, gpus=2, constants=CONSTANTS)
     MpsTools.install(made.folder / "tools", made.simulated.directory)
     yield made
     with contextlib.suppress(FileNotFoundError):

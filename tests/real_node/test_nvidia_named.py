@@ -10,7 +10,14 @@ from pathlib import Path
 
 import pytest
 
-from tests.real_node.agents import QUICK, NodeAgent, kubelets_view, wait_allocatable
+from tests import constants
+from tests.real_node.agents import (
+    QUICK,
+    QUICK_CONSTANTS,
+    NodeAgent,
+    kubelets_view,
+    wait_allocatable,
+)
 from tests.real_node.nvidia import containers_of, gpu_pod, running, wait_running
 from tests.real_node.rig import Rig
 
@@ -19,7 +26,7 @@ CONFIG = QUICK + (
     "namedConfig: {directory: FOLDER/available-configs, default: two}\n"
     "stateDirectory: FOLDER/state\n"
 )
-CONFIG += "cluster: {backoffMinSeconds: 0.2, backoffMaxSeconds: 1}\n"
+CONSTANTS = QUICK_CONSTANTS | {constants.API_BACKOFF_MIN: 0.2, constants.API_BACKOFF_MAX: 1}
 FAILED = "vgpu_agent_config_reload_failed"
 
 
@@ -53,7 +60,7 @@ class MountedConfigMap:
 @pytest.fixture
 def agent(rig: Rig) -> Iterator[NodeAgent]:
     """An agent in the cluster that has not been started, on a node without the label."""
-    yield NodeAgent(rig, CONFIG, gpus=2, in_cluster=True)
+    yield NodeAgent(rig, CONFIG, gpus=2, in_cluster=True, constants=CONSTANTS)
     label(rig, None)
 
 

@@ -13,7 +13,8 @@ from collections.abc import Collection, Mapping
 from http import HTTPStatus
 from typing import Any
 
-from tests.real_node.agents import QUICK, NodeAgent, wait_allocatable
+from tests import constants
+from tests.real_node.agents import QUICK, QUICK_CONSTANTS, NodeAgent, wait_allocatable
 from tests.real_node.rig import Rig
 from tests.real_node.rig.api import ApiError
 from tests.real_node.rig.manifests import container
@@ -30,10 +31,12 @@ hamiCore: {hostDirectory: FOLDER/hook}
 """
 # everything that is no path as on a node whose admin has set nothing
 PLAIN_CONFIG = f"version: v1\n{_VGPU}"
-VGPU_CONFIG = (
-    f"{QUICK}{_VGPU}cluster: {{backoffMinSeconds: 0.2, backoffMaxSeconds: 1, handshakeMinSeconds: "
-    "1}\n"
-)
+VGPU_CONFIG = f"{QUICK}{_VGPU}"
+VGPU_CONSTANTS = QUICK_CONSTANTS | {
+    constants.API_BACKOFF_MIN: 0.2,
+    constants.API_BACKOFF_MAX: 1,
+    constants.HANDSHAKE: 1,
+}
 # Where many pods ask for memory and its unit is not what matters: kubelet keeps each unit as an id,
 # in a file that it writes anew for each pod.
 UNIT_MIB = 64
@@ -75,7 +78,13 @@ class Seen:
         return self.environment.get("NVIDIA_VISIBLE_DEVICES", "")
 
 
-def volcano_agent(rig: Rig, config: str = VGPU_CONFIG, *, cdi: bool = True) -> NodeAgent:
+def volcano_agent(
+    rig: Rig,
+    config: str = VGPU_CONFIG,
+    *,
+    cdi: bool = True,
+    constants: Mapping[str, float] = VGPU_CONSTANTS,
+) -> NodeAgent:
     """An agent for the golden node, two A10, not started yet;
     ``cdi`` binds late, in the rig's directory of CDI specs.
     """
@@ -84,7 +93,15 @@ def volcano_agent(rig: Rig, config: str = VGPU_CONFIG, *, cdi: bool = True) -> N
         if cdi
         else "binding: {mode: early}\n"
     )
-    agent = NodeAgent(rig, config + binding, gpus=2, model=MODEL, uuids=[U0, U1], in_cluster=True)
+    agent = NodeAgent(
+        rig,
+        config + binding,
+        gpus=2,
+        model=MODEL,
+        uuids=[U0, U1],
+        in_cluster=True,
+        constants=constants,
+    )
     hook = agent.folder / "hook"
     hook.mkdir()
     deliver_stand_in_library(hook)

@@ -200,7 +200,7 @@ def node() -> AgentStatus:
         ),
         loop_lag_seconds=0.001,
         loop_lag_max_seconds=0.25,
-        config={"listen": (":9394", "default"), "gpu.pollSeconds": (5.0, "config.yaml:3")},
+        config={"listen": (":9394", "default"), "gpu.usageSeconds": (5.0, "config.yaml:3")},
     )
 
 

@@ -223,7 +223,7 @@ def test_a_limit_that_makes_no_sense_is_refused(node: AgentStatus, limit: str) -
 def test_config_says_where_each_value_came_from(node: AgentStatus) -> None:
     """By key, so that two nodes can be compared."""
     assert answer(node, "config")["values"] == {
-        "gpu.pollSeconds": {"value": 5.0, "from": "config.yaml:3"},
+        "gpu.usageSeconds": {"value": 5.0, "from": "config.yaml:3"},
         "listen": {"value": ":9394", "from": "default"},
     }
 

@@ -14,7 +14,9 @@ import importlib
 import time
 from typing import TYPE_CHECKING
 
+from vgpu_agent import concurrency
 from vgpu_agent.agent.remembered import Memory, Remembered
+from vgpu_agent.cluster import api, retrying
 from vgpu_agent.cluster.allocatable import AllocatableWriter
 from vgpu_agent.cluster.config_map import ConfigMapWatch
 from vgpu_agent.cluster.credentials import credentials
@@ -48,6 +50,9 @@ if TYPE_CHECKING:
     from vgpu_agent.pods import Pod
     from vgpu_agent.status import WatchStatus
 
+# How long the start waits for the first list of Node and pods before it goes on with what it
+# knows.
+START_WAIT_SECONDS = 5.0
 _COMPONENT = "vgpu-agent"
 _NODE_TASK = "writes to this node"
 
@@ -239,7 +244,7 @@ class ClusterAccess:
                 "cluster.without_credentials", level="warning", remedy=self.without
             )
             return
-        name, cluster = self._settings.node_name_or_hostname, self._settings.cluster
+        name = self._settings.node_name_or_hostname
         self.remembered = await self._memory.recall(name)
         if self.remembered is not None:
             self._texts = {
@@ -251,20 +256,19 @@ class ClusterAccess:
         # aiohttp, which most nodes need for metrics only
         from vgpu_agent.cluster.client import ApiClient  # noqa: PLC0415
 
-        self.client = client = ApiClient(found, cluster)
-        self.nodes = NodeWatch(client, name, settings=cluster, journal=self._journal)
+        self.client = client = ApiClient(found)
+        self.nodes = NodeWatch(client, name, journal=self._journal)
         watches: list[tuple[str, PodWatch | NodeWatch | ConfigMapWatch]] = [
             ("watch of this node", self.nodes)
         ]
         if self.needed:  # a label is read without reading any pods
-            self.pods = PodWatch(client, name, self.book, settings=cluster, journal=self._journal)
+            self.pods = PodWatch(client, name, self.book, journal=self._journal)
             watches.append(("watch of pods", self.pods))
         for file in _config_map_files(self._settings):
             config_map = ConfigMapWatch(
                 client,
                 file.config_map,
                 file.name,
-                settings=cluster,
                 journal=self._journal,
                 namespaces=file.namespaces(self._settings),
                 expected_in=file.asked_namespace(self._settings),
@@ -274,7 +278,7 @@ class ClusterAccess:
         for task, watch in watches:
             self._loop(task, watch.run, watch.longest_silence_seconds)
         self.connected, self.without = True, ""
-        await self._first_answers(max(0.0, cluster.start_wait_seconds - waited_seconds))
+        await self._first_answers(max(0.0, START_WAIT_SECONDS - waited_seconds))
 
     def write(
         self,
@@ -310,7 +314,6 @@ class ClusterAccess:
                 else allocator.desired_node(node, now)
             ),
             wake,
-            settings.cluster,
             self._journal,
         )
         self.pod_publisher = PodPublisher(
@@ -324,16 +327,13 @@ class ClusterAccess:
             starting=starting,
             progress=frozenset().union(*(family.progress for family in FAMILIES)),
         )
-        self.events = Events(
-            self.client, _COMPONENT, settings.node_name_or_hostname, settings.cluster, self._journal
-        )
+        self.events = Events(self.client, _COMPONENT, settings.node_name_or_hostname, self._journal)
         self.reschedule = Reschedule(
             self.client,
             self.events,
             lambda: refusals.current,
             refusals.revision,
             settings.binding,
-            settings.cluster,
             self._journal,
             overcommits=overcommits,
         )
@@ -345,7 +345,6 @@ class ClusterAccess:
             lists or Revision(),
             withdrawn or Revision(),
             counted,
-            settings.cluster,
             self._journal,
         )
         self._loop("allocatable", self.allocatable.run)
@@ -359,7 +358,6 @@ class ClusterAccess:
             lambda: self.node,
             resources,
             self.events,
-            settings.cluster,
             self._journal,
         )
         self._loop("pods failed while away", self.failed_pods.run)
@@ -401,7 +399,7 @@ class ClusterAccess:
                 self.nodes.node.newer_than(versions[0]),
                 *(watch.text.newer_than(version) for watch, version in versions[1]),
                 *([self._named.revision.newer_than(versions[2])] if self._named else []),
-                timeout_seconds=self._settings.cluster.backoff_max_seconds,
+                timeout_seconds=retrying.BACKOFF_MAX_SECONDS,
             )
 
     async def remember(self) -> None:
@@ -468,7 +466,7 @@ class ClusterAccess:
             self._journal.record(
                 "cluster.slow_start",
                 level="warning",
-                waited_seconds=self._settings.cluster.start_wait_seconds,
+                waited_seconds=START_WAIT_SECONDS,
                 continues_with=(
                     "what was remembered"
                     if self.remembered
@@ -482,15 +480,12 @@ class ClusterAccess:
         run: Callable[[Callable[[], None]], Awaitable[None]],
         silence_seconds: float = 0.0,
     ) -> None:
-        cluster = self._settings.cluster
         self._tasks.append(name)
-        longest = max(
-            silence_seconds, cluster.request_timeout_seconds + cluster.backoff_max_seconds
-        )
+        longest = max(silence_seconds, api.REQUEST_TIMEOUT_SECONDS + retrying.BACKOFF_MAX_SECONDS)
         self._supervisor.start(
             name,
             functools.partial(run, functools.partial(self._supervisor.beat, name)),
-            stuck_after_seconds=longest + self._settings.tasks.stuck_seconds,
+            stuck_after_seconds=longest + concurrency.STUCK_SECONDS,
         )
 
 

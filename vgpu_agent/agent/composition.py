@@ -20,7 +20,8 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from vgpu_agent import __version__, log
+from vgpu_agent import __version__, concurrency, log
+from vgpu_agent.agent import api_server
 from vgpu_agent.agent.api_server import ClusterAccess
 from vgpu_agent.agent.devices.mig import MigDivider
 from vgpu_agent.agent.devices.mps import MpsController
@@ -30,6 +31,7 @@ from vgpu_agent.agent.memory import keep_small, settle
 from vgpu_agent.agent.named_configuration import with_named_configuration
 from vgpu_agent.agent.offers.families import FamiliesInForce
 from vgpu_agent.agent.offers.servers import Offering
+from vgpu_agent.agent.records import verification
 from vgpu_agent.agent.records.grant_files import GrantKeeping
 from vgpu_agent.agent.records.limits import LimitsWatch
 from vgpu_agent.agent.records.missing_devices import MissingDevices
@@ -47,12 +49,15 @@ from vgpu_agent.cdi.controller import CdiController
 from vgpu_agent.concurrency import Supervisor, first_of, unless
 from vgpu_agent.errors import CarrierError, SimulationError
 from vgpu_agent.families.registry import FAMILIES
+from vgpu_agent.gpu import thread as nvml_thread
+from vgpu_agent.gpu import watch as gpu_watch
 from vgpu_agent.gpu.discovery import BY_NVML, Discovery, discover
 from vgpu_agent.gpu.source import source
 from vgpu_agent.isolation import hami_region
 from vgpu_agent.isolation.hami_core import containers_directory, directory_before
 from vgpu_agent.journal import Journal
-from vgpu_agent.kubelet import sockets
+from vgpu_agent.kubelet import directory as kubelet_directory
+from vgpu_agent.kubelet import pod_resources, sockets
 from vgpu_agent.kubelet.directory import DirectoryWatch
 from vgpu_agent.kubelet.pod_resources import PodResources
 from vgpu_agent.ledger import Ledger
@@ -71,6 +76,11 @@ if TYPE_CHECKING:
 
 _logger = log.get(__name__)
 
+# Pauses before a loop that failed is started again.
+TASK_BACKOFF_MIN_SECONDS = 0.5
+TASK_BACKOFF_MAX_SECONDS = 30.0
+# The longest time that plugin servers, and then the MPS daemons and the API server, have to stop.
+SHUTDOWN_SECONDS = 10.0
 _SETTLES_AFTER_SECONDS = 2.0
 # a storm of pods changes the cache a hundred times in a row, and starts look at the claims
 # themselves
@@ -123,22 +133,22 @@ class Agent:
         settings, kubelet = loaded.settings, loaded.settings.kubelet
         self._journal = named.journal if named else Journal()
         self._supervisor = Supervisor(
-            backoff_min_seconds=settings.tasks.backoff_min_seconds,
-            backoff_max_seconds=settings.tasks.backoff_max_seconds,
+            backoff_min_seconds=TASK_BACKOFF_MIN_SECONDS,
+            backoff_max_seconds=TASK_BACKOFF_MAX_SECONDS,
         )
         self._kubelet = KubeletStatus()
         self._ledger = Ledger()
         self._watch = source(discovery, settings.gpu, self._journal, beat=self._beat("gpu watch"))
         self._directory = DirectoryWatch(
             kubelet.device_plugin_directory,
-            poll_seconds=kubelet.socket_poll_seconds,
+            poll_seconds=kubelet_directory.POLL_SECONDS,
             journal=self._journal,
             status=self._kubelet,
         )
         self._cluster = ClusterAccess(settings, self._journal, self._supervisor, named)
         self._refusals, self._overcommits = Refusals(), Overcommits()
         self._pod_resources = PodResources(
-            kubelet.pod_resources_socket, timeout_seconds=kubelet.pod_resources_timeout_seconds
+            kubelet.pod_resources_socket, timeout_seconds=pod_resources.TIMEOUT_SECONDS
         )
         self._cdi = CdiController(
             settings,
@@ -207,7 +217,7 @@ class Agent:
             directory=self._directory,
             supervisor=self._supervisor,
             journal=self._journal,
-            patience_seconds=settings.tasks.stuck_seconds,
+            patience_seconds=concurrency.STUCK_SECONDS,
         )
         self._offering.gates.append(self._cdi.why_withheld)
         self._mps = MpsController(
@@ -234,7 +244,7 @@ class Agent:
             ledger=self._ledger,
             book=self._cluster.book,
             directories=grants_in,
-            pause_seconds=kubelet.verify_seconds,
+            pause_seconds=verification.VERIFY_SECONDS,
             refresh=self._look_again,
         )
         self._verification = Verification(
@@ -369,7 +379,7 @@ class Agent:
             withdrawn=self._ledger.withdrawn,
             counted=self._ledger.counted,
         )
-        await self._cluster.written_once(settings.cluster.start_wait_seconds)
+        await self._cluster.written_once(api_server.START_WAIT_SECONDS)
         self._mps.start()
         await self._offering.sync()
         self._supervisor.start(
@@ -384,20 +394,19 @@ class Agent:
         )
         self._supervisor.start("cdi names", functools.partial(self._cdi.follow, self._look_again))
         nodes = functools.partial(
-            self._families.watch_nodes, self._look_again, pause_seconds=settings.gpu.poll_seconds
+            self._families.watch_nodes, self._look_again, pause_seconds=gpu_watch.POLL_SECONDS
         )
         self._supervisor.start("device nodes", nodes)
         self._supervisor.start("vanished devices", self._vanished.run)
         self._supervisor.start("remembered slices", self._vanished.remember)
-        kubelet = settings.kubelet
         self._supervisor.start(
             "verification",
             functools.partial(self._verification.run, self._beat("verification")),
             # Its longest pause, and the two calls of a pass.
             stuck_after_seconds=(
-                settings.tasks.stuck_seconds
-                + kubelet.verify_seconds
-                + 2 * kubelet.pod_resources_timeout_seconds
+                concurrency.STUCK_SECONDS
+                + verification.VERIFY_SECONDS
+                + 2 * pod_resources.TIMEOUT_SECONDS
             ),
         )
         self._supervisor.start("configuration", self._reload.run)
@@ -408,7 +417,7 @@ class Agent:
             self._supervisor.start(
                 "grants",
                 functools.partial(self._grants.run, self._beat("grants")),
-                stuck_after_seconds=settings.tasks.stuck_seconds + kubelet.verify_seconds,
+                stuck_after_seconds=concurrency.STUCK_SECONDS + verification.VERIFY_SECONDS,
             )
             if any(family.library and family.is_on(settings) for family in FAMILIES):
                 # It gives no sign of life: a restart of the agent does not repair a disk that
@@ -434,11 +443,10 @@ class Agent:
         return frozenset(resource.name for resource in self._ledger.resources)
 
     async def _stop(self) -> None:
-        seconds = self._loaded.settings.shutdown_seconds
         self._report.starting = "the agent is stopping"
         _logger.info("agent.stopping")
         try:
-            async with asyncio.timeout(seconds):
+            async with asyncio.timeout(SHUTDOWN_SECONDS):
                 # The last registration lets containers start without us: from specs, which must be
                 # their own.
                 await self._grants.withdraw_strangers()
@@ -447,14 +455,14 @@ class Agent:
             _logger.error("agent.stale_spec", error=str(err))
             await self._offering.stop()
         except TimeoutError:
-            _logger.warning("agent.drain_incomplete", after_seconds=seconds)
-        await self._mps.stop(seconds)
+            _logger.warning("agent.drain_incomplete", after_seconds=SHUTDOWN_SECONDS)
+        await self._mps.stop(SHUTDOWN_SECONDS)
         await self._cdi.withdraw()
-        await self._cluster.withdraw(seconds)
+        await self._cluster.withdraw(SHUTDOWN_SECONDS)
         await self._cluster.close()
         self._pod_resources.close()
         with contextlib.suppress(TimeoutError):
-            await self._watch.stop(self._loaded.settings.gpu.event_wait_milliseconds / 1000 * 2)
+            await self._watch.stop(2 * nvml_thread.EVENT_WAIT_SECONDS)
 
     async def _simulate(self, directory: Path) -> None:
         try:
@@ -545,10 +553,9 @@ class Agent:
 
     @property
     def _stuck_seconds(self) -> float:
-        """Longest silence allowed to a loop: its own longest pause plus the configured limit."""
-        settings = self._loaded.settings
-        return settings.tasks.stuck_seconds + max(
-            settings.gpu.poll_seconds, settings.kubelet.socket_poll_seconds
+        """Longest silence allowed to a loop: its own longest pause plus the limit of all."""
+        return concurrency.STUCK_SECONDS + max(
+            gpu_watch.POLL_SECONDS, kubelet_directory.POLL_SECONDS
         )
 
 

@@ -24,6 +24,11 @@ if TYPE_CHECKING:
     from vgpu_agent.status import AgentStatus
     from vgpu_agent.web.server import WebServer
 
+MAX_BODY_BYTES = 65536
+# How long one request may take before it is answered with an error.
+REQUEST_TIMEOUT_SECONDS = 10.0
+# How long a stop waits for answers under way.
+SHUTDOWN_SECONDS = 10.0
 _LONGEST_SECONDS = 1.0
 _LOOK_SECONDS = 0.01
 
@@ -75,9 +80,9 @@ class LateWeb:
             self._status,
             listen=settings.listen,
             debug_listen=settings.debug_listen,
-            max_body_bytes=settings.web.max_body_bytes,
-            request_timeout_seconds=settings.web.request_timeout_seconds,
+            max_body_bytes=MAX_BODY_BYTES,
+            request_timeout_seconds=REQUEST_TIMEOUT_SECONDS,
             pod_names_everywhere=settings.web.pod_names == "all",
-            shutdown_seconds=settings.shutdown_seconds,
+            shutdown_seconds=SHUTDOWN_SECONDS,
         )
         await self._server.start()

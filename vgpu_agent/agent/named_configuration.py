@@ -17,6 +17,7 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from vgpu_agent.agent import api_server
 from vgpu_agent.agent.remembered import Memory
 from vgpu_agent.cluster import decode
 from vgpu_agent.cluster.credentials import credentials
@@ -95,7 +96,7 @@ class NamedConfiguration:
         self._read = read
 
     async def begin(self) -> Loaded:
-        """Wait for the label, not longer than ``cluster.startWaitSeconds``, choose,
+        """Wait for the label, not longer than ``START_WAIT_SECONDS``, choose,
         and read the chosen file.
 
         Raises:
@@ -200,11 +201,11 @@ class NamedConfiguration:
             self.label = ""
             return
         try:
-            async with asyncio.timeout(self._settings.cluster.start_wait_seconds):
+            async with asyncio.timeout(api_server.START_WAIT_SECONDS):
                 self.label = await self._ask(node)
         except (ClusterError, TimeoutError) as err:
             why = str(err) or (
-                f"no answer from the API server in {self._settings.cluster.start_wait_seconds:g} s"
+                f"no answer from the API server in {api_server.START_WAIT_SECONDS:g} s"
             )
             self._unread = (
                 f"label {self._shelf.label} of this node has not been read: {why}; until then it "
@@ -233,7 +234,7 @@ class NamedConfiguration:
         # aiohttp, which most nodes need for metrics only
         from vgpu_agent.cluster.client import ApiClient  # noqa: PLC0415
 
-        client = ApiClient(found, self._settings.cluster)
+        client = ApiClient(found)
         try:
             return decode.node(await client.get(f"/api/v1/nodes/{node}")).labels.get(
                 self._shelf.label, ""

@@ -22,6 +22,9 @@ if TYPE_CHECKING:
     from vgpu_agent.config.settings import Settings
     from vgpu_agent.journal import Journal
 
+# How often the files are looked at for new content.
+RELOAD_SECONDS = 2.0
+
 _logger = log.get(__name__)
 
 
@@ -62,7 +65,7 @@ class Reload:
         sources = self.named.sources if self.named else None
         async for outcome in changes(
             self.loaded,
-            interval_seconds=self.loaded.settings.config_reload_seconds,
+            interval_seconds=RELOAD_SECONDS,
             sources=sources,
         ):
             await self.take(outcome)

@@ -13,6 +13,7 @@ import contextlib
 import dataclasses
 from typing import TYPE_CHECKING, TypeVar
 
+from vgpu_agent.allocation import identification
 from vgpu_agent.allocation.identification import NotProvenError
 from vgpu_agent.errors import CapacityError, UnhealthyDeviceError
 from vgpu_agent.pods import ContainerKind
@@ -105,7 +106,7 @@ class EndedPods:
             except _NO_ROOM as err:
                 raise NotProvenError(
                     "no room, and kubelet has not said within "
-                    f"{self._context.settings.start_seconds:g} s which pods have ended; kubelet "
+                    f"{identification.START_SECONDS:g} s which pods have ended; kubelet "
                     f"will ask again ({err})"
                 ) from err
         return await self._tried_again(start, attempt, kubelet_evidence, before)
@@ -123,7 +124,7 @@ class EndedPods:
         pod is waited for.
         """
         now = asyncio.get_running_loop().time
-        until = min(start.until, now() + self._context.settings.pod_wait_seconds)
+        until = min(start.until, now() + identification.POD_WAIT_SECONDS)
         listed, pods = (
             self._listed(start, kubelet_evidence.pod_resources),
             self._context.pods.revision,

@@ -32,6 +32,10 @@ if TYPE_CHECKING:
     from vgpu_agent.pods import Pod, PodCache
 
 # kubelet writes its records before it calls us; once in a while a reader is quicker than the disk
+# How long the proof of one start may take in all; the kubelet itself waits for 30 seconds.
+START_SECONDS = 20.0
+# How long a start waits for a pod that the watch has not shown yet, before it asks the API server.
+POD_WAIT_SECONDS = 2.0
 _REREAD_SECONDS = 0.05
 
 
@@ -146,7 +150,7 @@ class Identification:
         Raises:
             NotProvenError: it is not certain (yet).
         """
-        seconds = self._context.settings.start_seconds
+        seconds = START_SECONDS
         until = asyncio.get_running_loop().time() + seconds
         try:
             async with asyncio.timeout_at(until):
@@ -166,7 +170,7 @@ class Identification:
         self, resource: str, ids: Sequence[str], token: str
     ) -> tuple[Pod, Owner, IdRecords, KubeletEvidence] | GrantRecord:
         loop, pods = asyncio.get_running_loop(), self._context.pods
-        until = loop.time() + self._context.settings.pod_wait_seconds
+        until = loop.time() + POD_WAIT_SECONDS
         fetched: Pod | None = None
         while True:
             version = pods.revision.version
@@ -212,7 +216,7 @@ class Identification:
 
     async def _ask_for(self, found: IdRecords) -> Pod:
         """The pod from the API server itself, because our watch does not know it."""
-        seconds, pods = self._context.settings.pod_wait_seconds, self._context.pods
+        seconds, pods = POD_WAIT_SECONDS, self._context.pods
         known = next((pod for uid in found.uids if (pod := pods.get(uid))), None)
         name = found.named or ((known.namespace, known.name) if known else None)
         missing = f"pod {'/'.join(name)}" if name else f"the pod with UID {' or '.join(found.uids)}"

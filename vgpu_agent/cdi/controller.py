@@ -19,6 +19,8 @@ import os
 from typing import TYPE_CHECKING, NamedTuple
 
 from vgpu_agent import log
+from vgpu_agent.allocation import identification
+from vgpu_agent.cdi import nvidia_ctk
 from vgpu_agent.cdi.generated_specs import GeneratedSpecs, Wanted
 from vgpu_agent.cdi.imex import Channels, find_channels
 from vgpu_agent.cdi.inlining import inlined
@@ -46,6 +48,14 @@ if TYPE_CHECKING:
     from vgpu_agent.journal import Journal
     from vgpu_agent.ledger import Ledger
     from vgpu_agent.model import Inventory, Resource
+
+# How long a start waits for the first specs.
+START_WAIT_SECONDS = 5.0
+# How often specs are looked at, which others can change or remove.
+LOOK_SECONDS = 5.0
+# Pauses after a spec could not be made.
+RETRY_MIN_SECONDS = 0.5
+RETRY_MAX_SECONDS = 30.0
 
 _logger = log.get(__name__)
 
@@ -112,15 +122,15 @@ class CdiController:
         self._source: GeneratedSpecs | ToolkitSpecs
         if settings.cdi.source == "toolkit":
             self._source = ToolkitSpecs(
-                (STATIC_DIRECTORY, directory), journal, look_seconds=settings.gpu.poll_seconds
+                (STATIC_DIRECTORY, directory), journal, look_seconds=LOOK_SECONDS
             )
         else:
             self._source = GeneratedSpecs(
                 directory,
                 journal,
-                look_seconds=settings.gpu.poll_seconds,
-                retry_min_seconds=settings.tasks.backoff_min_seconds,
-                retry_max_seconds=settings.tasks.backoff_max_seconds,
+                look_seconds=LOOK_SECONDS,
+                retry_min_seconds=RETRY_MIN_SECONDS,
+                retry_max_seconds=RETRY_MAX_SECONDS,
             )
         self._kind = TOOLKIT_KIND if settings.cdi.source == "toolkit" else GENERATED_KIND
         self._roots: Roots | None = None
@@ -177,7 +187,7 @@ class CdiController:
         if self._needed() and _namable(inventory):
             # a tool that hangs must not keep the agent from starting
             with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(settings.cluster.start_wait_seconds):
+                async with asyncio.timeout(START_WAIT_SECONDS):
                     await self._source.settled.wait()
             self._keep_back()
         # what is built from now on knows of all until here
@@ -239,7 +249,7 @@ class CdiController:
             CarrierError: the names do not resolve now.
         """
         with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(self._settings.binding.pod_wait_seconds):
+            async with asyncio.timeout(identification.POD_WAIT_SECONDS):
                 while not self._can_resolve(names):
                     await self._source.revision.newer_than(self._source.revision.version)
                     self._keep_back()
@@ -312,7 +322,7 @@ class CdiController:
             cdi = self._settings.cdi
             ctk = CtkOptions(
                 self._command(),
-                cdi.generate_timeout_seconds,
+                nvidia_ctk.TIMEOUT_SECONDS,
                 self._roots,
                 cdi.hook_path,
                 cdi.feature_flags,

@@ -37,6 +37,8 @@ _EVERY_HOOK = "all"
 _VOID = "NVIDIA_VISIBLE_DEVICES=void"
 # the tool's text on a node without GDS, GDRCopy or Mellanox devices
 _NOTHING_TO_INJECT = "empty device edits"
+# How long the program may take on a node.
+TIMEOUT_SECONDS = 30.0
 _KEPT_STDERR = 64 * 1024
 # how long a killed tool may take to disappear; one that waits for the driver in the kernel does not
 _KILL_SECONDS = 1.0
@@ -242,9 +244,8 @@ async def _run(
         ended = True
     except TimeoutError:
         raise CdiError(
-            f"{shown} cdi generate did not end within {options.timeout_seconds:g} s "
-            "(cdi.generateTimeoutSeconds); it was ended; a driver that hangs shows in nvidia-smi "
-            "as well"
+            f"{shown} cdi generate did not end within {options.timeout_seconds:g} s; it was "
+            "ended; a driver that hangs shows in nvidia-smi as well"
         ) from None
     finally:
         if not ended:  # perhaps it has, and one of its children holds its output open

@@ -20,6 +20,7 @@ import asyncio
 import dataclasses
 from typing import TYPE_CHECKING
 
+from vgpu_agent.cluster import api as cluster_api
 from vgpu_agent.cluster.api import node_path
 from vgpu_agent.cluster.node_difference import same_quantity
 from vgpu_agent.cluster.quantities import whole_number
@@ -33,7 +34,6 @@ if TYPE_CHECKING:
 
     from vgpu_agent.cluster.api import Api
     from vgpu_agent.concurrency import Latest, Revision
-    from vgpu_agent.config.binding import Cluster
     from vgpu_agent.journal import Journal
     from vgpu_agent.nodes import Node, SentCounts
 
@@ -86,7 +86,6 @@ class AllocatableWriter:
         lists: Revision,
         withdrawn: Revision,
         counted: Callable[[int | None], None],
-        settings: Cluster,
         journal: Journal,
     ) -> None:
         """Build it.
@@ -100,11 +99,10 @@ class AllocatableWriter:
             withdrawn: moves on when schedulers must see fewer ids than the kubelet has.
             counted: is told up to which value of ``withdrawn`` the Node has the counts, or None
                 when the API server refuses them for good.
-            settings: the pauses.
             journal: a lasting refusal is recorded there.
         """
         self._api, self._path, self._node = api, f"{node_path(node_name)}/status", node
-        self._sent, self._lists, self._withdrawn, self._settings = sent, lists, withdrawn, settings
+        self._sent, self._lists, self._withdrawn = sent, lists, withdrawn
         self._counted = counted
         self._complaints = Complaints(journal, "allocatable")
         self._uid = ""
@@ -177,7 +175,7 @@ class AllocatableWriter:
             last.shown = (
                 last.shown
                 or same_quantity(allocatable, str(last.healthy))
-                or age_seconds > self._settings.request_timeout_seconds
+                or age_seconds > cluster_api.REQUEST_TIMEOUT_SECONDS
             )
         if (last is None or last.shown) and same_quantity(allocatable, str(sent.offered)):
             self._note(resource, sent, shown=True)
@@ -202,7 +200,7 @@ class AllocatableWriter:
         )
 
     def _backoff(self, resource: str) -> Backoff:
-        return self._backoffs.setdefault(resource, Backoff(self._settings))
+        return self._backoffs.setdefault(resource, Backoff())
 
     async def _write(self, due: Mapping[str, SentCounts]) -> bool:
         """One merge patch for all counts, or one for each when one of them spoils it;

@@ -104,8 +104,7 @@ def failures(
         ) from err
     except aiohttp.ConnectionTimeoutError as err:
         raise ClusterError(
-            f"{method} {path}: {server} did not accept a connection in time "
-            "(cluster.connectTimeoutSeconds)"
+            f"{method} {path}: {server} did not accept a connection in time"
         ) from err
     except TimeoutError as err:
         raise ClusterError(

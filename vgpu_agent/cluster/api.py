@@ -15,8 +15,14 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
 
+# How long one request may take; a watch is not one of them.
+REQUEST_TIMEOUT_SECONDS = 15.0
+# How long beyond its time a watch may be silent before the connection counts as dead.
+WATCH_SILENCE_SECONDS = 60.0
+
+
 class Api(Protocol):
-    """The API server. Every call has a time limit of its own (`Cluster.request_timeout_seconds`).
+    """The API server. Every call has a time limit of its own (`REQUEST_TIMEOUT_SECONDS`).
 
     All methods raise `ClusterError`: status 409 for a failed precondition (422 for another UID in a
     patch), 404 for an object that is gone, 403 for a missing permission, 429 with

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 import aiohttp
 import msgspec
 
-from vgpu_agent.cluster import answers
+from vgpu_agent.cluster import answers, api
 from vgpu_agent.cluster.connections import Connections
 from vgpu_agent.cluster.lists import LONGEST_OBJECT_BYTES
 from vgpu_agent.errors import ClusterError
@@ -30,8 +30,9 @@ if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, AsyncIterator, Mapping
 
     from vgpu_agent.cluster.credentials import Access, Credentials
-    from vgpu_agent.config.binding import Cluster
 
+# How long a connection to the API server may take.
+CONNECT_TIMEOUT_SECONDS = 5.0
 LONGEST_LINE_BYTES = LONGEST_OBJECT_BYTES
 # Of one list, which is never in memory as a whole: 500 pods of the largest size, with room.
 LONGEST_LIST_BYTES = 2 * 1024 * 1024 * 1024
@@ -53,10 +54,9 @@ class ApiClient:
             resource (``pods``, ``nodes/status``) and outcome: the HTTP status, or ``no answer``.
     """
 
-    def __init__(self, credentials: Credentials, settings: Cluster) -> None:
+    def __init__(self, credentials: Credentials) -> None:
         self.requests: collections.Counter[tuple[str, str, str]] = collections.Counter()
         self._credentials = credentials
-        self._settings = settings
         self._connections: Connections | None = None
         self._connecting = asyncio.Lock()
 
@@ -97,10 +97,10 @@ class ApiClient:
             ClusterError: anything else than success, a pause as long as the time limit of a
                 request, or more than `LONGEST_LIST_BYTES`.
         """
-        seconds = self._settings.request_timeout_seconds
+        seconds = api.REQUEST_TIMEOUT_SECONDS
         timeout = aiohttp.ClientTimeout(
             total=_LIST_TIMES * seconds,
-            sock_connect=self._settings.connect_timeout_seconds,
+            sock_connect=CONNECT_TIMEOUT_SECONDS,
             sock_read=seconds,
         )
         async with self._answered("GET", path, timeout, params=params) as response:
@@ -124,12 +124,9 @@ class ApiClient:
             ClusterError: it could not begin, broke off, was silent for too long, or a line is
                 longer than `LONGEST_LINE_BYTES`.
         """
-        silence = (
-            float(params.get("timeoutSeconds") or _WATCH_SECONDS)
-            + self._settings.watch_silence_seconds
-        )
+        silence = float(params.get("timeoutSeconds") or _WATCH_SECONDS) + api.WATCH_SILENCE_SECONDS
         timeout = aiohttp.ClientTimeout(
-            total=None, sock_connect=self._settings.connect_timeout_seconds, sock_read=silence
+            total=None, sock_connect=CONNECT_TIMEOUT_SECONDS, sock_read=silence
         )
         async with self._answered("GET", path, timeout, params=params) as response:
             yield b""
@@ -153,10 +150,8 @@ class ApiClient:
         body: Mapping[str, Any] | None = None,
         content_type: str = "",
     ) -> bytes:
-        seconds = self._settings.request_timeout_seconds
-        timeout = aiohttp.ClientTimeout(
-            total=seconds, sock_connect=self._settings.connect_timeout_seconds
-        )
+        seconds = api.REQUEST_TIMEOUT_SECONDS
+        timeout = aiohttp.ClientTimeout(total=seconds, sock_connect=CONNECT_TIMEOUT_SECONDS)
         encoded = None if body is None else msgspec.json.encode(body)
         async with self._answered(
             method, path, timeout, params=params, data=encoded, content_type=content_type
@@ -187,7 +182,7 @@ class ApiClient:
             if content_type:
                 headers["Content-Type"] = content_type
             try:
-                seconds = self._settings.request_timeout_seconds
+                seconds = api.REQUEST_TIMEOUT_SECONDS
                 response = await connections.request(
                     method, path, limits, seconds, params=params, data=data, headers=headers
                 )

@@ -24,7 +24,6 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
 
     from vgpu_agent.cluster.reflector import Source
-    from vgpu_agent.config.binding import Cluster
     from vgpu_agent.journal import Journal
     from vgpu_agent.status import WatchStatus
 
@@ -50,7 +49,6 @@ class ConfigMapWatch:
         key: str,
         *,
         namespaces: Sequence[str],
-        settings: Cluster,
         journal: Journal,
         expected_in: str = "",
     ) -> None:
@@ -61,9 +59,7 @@ class ConfigMapWatch:
         self.expected_in = expected_in
         self._journal = journal
         self._changes = ChangeFilter()
-        self._places = [
-            _Place(source, namespace, name, settings, journal) for namespace in namespaces
-        ]
+        self._places = [_Place(source, namespace, name, journal) for namespace in namespaces]
         for place in self._places:
             # In one of the usual namespaces the role may be missing; in the one that was asked for
             # that is a mistake.
@@ -175,9 +171,7 @@ class _Place:
     ``found`` is None before the first answer, and an empty mapping when there is no such ConfigMap.
     """
 
-    def __init__(
-        self, source: Source, namespace: str, name: str, settings: Cluster, journal: Journal
-    ) -> None:
+    def __init__(self, source: Source, namespace: str, name: str, journal: Journal) -> None:
         self.namespace = namespace
         self.found: Latest[Mapping[str, str] | None] = Latest(None)
         path = f"/api/v1/namespaces/{namespace}/configmaps"
@@ -189,7 +183,6 @@ class _Place:
             scope,
             decode.config_map,
             self,
-            settings=settings,
             journal=journal,
             expected=(_FORBIDDEN,),
         )

@@ -25,7 +25,6 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from vgpu_agent.cluster.api import Api
-    from vgpu_agent.config.binding import Cluster
     from vgpu_agent.journal import Journal
     from vgpu_agent.nodes import Node
 
@@ -77,7 +76,6 @@ class Events:
         api: Api,
         component: str,
         node_name: str,
-        settings: Cluster,
         journal: Journal,
         clock: Callable[[], float] = time.time,
         *,
@@ -90,7 +88,6 @@ class Events:
             api: the API server.
             component: the source of the events, e.g. ``vgpu-agent``.
             node_name: our Node's name.
-            settings: the pauses.
             journal: troubles and their end are recorded there.
             clock: unix seconds, for the time stamps.
             longest_queue: how many may wait; the oldest goes when there are more.
@@ -102,7 +99,7 @@ class Events:
         # by object, reason and message; the one that began first comes first
         self._said: dict[tuple[str, str, str], _Event] = {}
         self._queue: collections.deque[_Event] = collections.deque()
-        self._backoff = Backoff(settings)
+        self._backoff = Backoff()
         self._raised = Revision()
         self.counts = WriterStatus("events")
 

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from vgpu_agent.cluster import decode
+from vgpu_agent.cluster import decode, retrying
 from vgpu_agent.cluster.retrying import Backoff, lasting
 from vgpu_agent.errors import ClusterError
 
@@ -26,7 +26,6 @@ if TYPE_CHECKING:
 
     from vgpu_agent.cluster.api import Api
     from vgpu_agent.cluster.events import Events
-    from vgpu_agent.config.binding import Cluster
     from vgpu_agent.journal import Journal
     from vgpu_agent.nodes import Node
 
@@ -96,7 +95,6 @@ class FailedPods:
         node: Callable[[], Node | None],
         resources: Callable[[], Collection[str]],
         events: Events,
-        settings: Cluster,
         journal: Journal,
         clock: Callable[[], float] = time.time,
     ) -> None:
@@ -108,19 +106,18 @@ class FailedPods:
             node: our Node, under which the event will be shown.
             resources: the names of this agent's resources.
             events: where the event goes.
-            settings: the pauses.
             journal: the pods are named there.
             clock: unix seconds.
         """
         self._api, self._node_name, self._node, self._resources = api, node_name, node, resources
-        self._events, self._settings, self._journal = events, settings, journal
+        self._events, self._journal = events, journal
         self._since = clock() - _BEFORE_START_SECONDS
         self.found = 0
 
     async def run(self, beat: Callable[[], None]) -> None:
         """Ask until there is an answer, a few times at most; then this is over."""
         await asyncio.sleep(_SETTLING_SECONDS)
-        backoff = Backoff(self._settings)
+        backoff = Backoff()
         for _ in range(_TRIES):
             beat()
             try:
@@ -134,7 +131,7 @@ class FailedPods:
                 )
                 if lasting(err):
                     return
-                await asyncio.sleep(min(backoff.seconds_left, self._settings.backoff_max_seconds))
+                await asyncio.sleep(min(backoff.seconds_left, retrying.BACKOFF_MAX_SECONDS))
             else:
                 self._say(names, more=more)
                 return

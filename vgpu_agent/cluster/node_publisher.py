@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
+from vgpu_agent.cluster import api as cluster_api
 from vgpu_agent.cluster.api import node_path
 from vgpu_agent.cluster.node_difference import (
     DesiredEntry,
@@ -37,7 +38,6 @@ if TYPE_CHECKING:
 
     from vgpu_agent.cluster.api import Api
     from vgpu_agent.concurrency import Latest, Revision
-    from vgpu_agent.config.binding import Cluster
     from vgpu_agent.journal import Journal
     from vgpu_agent.nodes import DesiredNode, Node
 
@@ -92,7 +92,6 @@ class NodePublisher:
         node: Latest[Node | None],
         desired_state: Callable[[Node, float], DesiredNode],
         wake: Revision,
-        settings: Cluster,
         journal: Journal,
         clock: Callable[[], float] = time.time,
         *,
@@ -106,7 +105,6 @@ class NodePublisher:
             node: our Node as the watch shows it; None while there is none.
             desired_state: the desired Node, given the Node as it is and unix seconds.
             wake: moves on whenever the desired state may have changed.
-            settings: the pauses.
             journal: troubles and their end are recorded there.
             clock: unix seconds.
             look_seconds: how often the desired state is computed without a change, as it may depend
@@ -119,12 +117,12 @@ class NodePublisher:
             desired_state,
             wake,
         )
-        self._settings, self._clock, self._look_seconds = settings, clock, look_seconds
+        self._clock, self._look_seconds = clock, look_seconds
         self._complaints = Complaints(journal, "node")
         self._journal = journal
-        self._written = Written(settings)
+        self._written = Written()
         self._backoffs = {
-            kind: Backoff(settings) for kind in ("guarded", "metadata", "quantities", "conditions")
+            kind: Backoff() for kind in ("guarded", "metadata", "quantities", "conditions")
         }
         # entry → value that the API server does not accept, until when it is left alone
         self._refused: dict[str, tuple[Any, float]] = {}
@@ -328,7 +326,7 @@ class NodePublisher:
         (entry,) = desired_state
         self._refused[entry.name] = (
             entry.desired,
-            asyncio.get_running_loop().time() + slow_seconds(self._settings),
+            asyncio.get_running_loop().time() + slow_seconds(),
         )
         self._complaints.failed(entry.name, err, permission, key=entry.name)
         return desired_state
@@ -351,7 +349,7 @@ class NodePublisher:
             self._conflicts = 0
             self._outdated = (
                 node.resource_version,
-                loop.time() + self._settings.request_timeout_seconds,
+                loop.time() + cluster_api.REQUEST_TIMEOUT_SECONDS,
             )
             self._removed = frozenset(entry.name for entry in desired_state)
             self._done("guarded", desired_state)
@@ -363,7 +361,7 @@ class NodePublisher:
             self._removed = frozenset()
             self._outdated = (
                 node.resource_version,
-                loop.time() + self._settings.request_timeout_seconds,
+                loop.time() + cluster_api.REQUEST_TIMEOUT_SECONDS,
             )
         else:
             self._failed("guarded", "patch nodes", err)

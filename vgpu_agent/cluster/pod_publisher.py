@@ -108,7 +108,7 @@ class PodPublisher:
             book: our pods as the watch shows them.
             desired_state: the kubelet's UID of a pod → its desired state.
             wake: moves on whenever the desired state may have changed.
-            settings: the pauses.
+            settings: how long annotations wait for starts.
             journal: troubles and their end are recorded there, and that a pod has all its
                 annotations.
             tokens: kubelet's UID of a pod → the tokens of its grants, which are in all records
@@ -125,7 +125,7 @@ class PodPublisher:
         self._starting, self._progress = starting, frozenset((ANNOTATIONS, key) for key in progress)
         self._complaints = Complaints(journal, "pods")
         self._writings: dict[str, _Writing] = {}
-        self._outage = Backoff(settings)  # shared by all pods, beside the one of each
+        self._outage = Backoff()  # shared by all pods, beside the one of each
         self._done = Revision()  # requests that have ended
         self._backlog = False  # whether some are due that were not begun
         self.counts = WriterStatus("pods")
@@ -196,9 +196,7 @@ class PodPublisher:
         pause, due = self._look_seconds, []
         starting = functools.cache(self._starting)
         for pod, desired in present:
-            writing = self._writings.setdefault(
-                pod.uid, _Writing(Written(self._settings), Backoff(self._settings))
-            )
+            writing = self._writings.setdefault(pod.uid, _Writing(Written(), Backoff()))
             seconds, changes = self._compared(pod, desired, writing)
             if changes and not seconds and changes.keys() <= self._progress and starting():
                 seconds = self._seconds_held_back(writing)

@@ -26,7 +26,7 @@ import random
 import time
 from typing import TYPE_CHECKING, Generic, Protocol, TypeVar
 
-from vgpu_agent.cluster import decode
+from vgpu_agent.cluster import api, decode
 from vgpu_agent.cluster.lists import ListReader
 from vgpu_agent.cluster.retrying import Backoff, slow_seconds
 from vgpu_agent.concurrency import Latest
@@ -39,12 +39,13 @@ if TYPE_CHECKING:
 
     import msgspec
 
-    from vgpu_agent.config.binding import Cluster
     from vgpu_agent.journal import Journal
 
 T = TypeVar("T")
 Seen_contra = TypeVar("Seen_contra", contravariant=True)
 
+# How long a watch is asked to last; the real time is drawn between this and its double.
+WATCH_SECONDS = 240.0
 _PAGE = "500"  # items; an API server that answers from its cache sends all
 # A node has some hundred objects of a kind, each page has at least one, and each sink has bounds of
 # its own (`trim`).
@@ -137,7 +138,6 @@ class Reflector(Generic[T]):
         decoder: Callable[[msgspec.Raw | bytes], T],
         sink: Sink[T],
         *,
-        settings: Cluster,
         journal: Journal,
         uniform: Callable[[float, float], float] = random.uniform,
         expected: Collection[int] = (),
@@ -150,7 +150,6 @@ class Reflector(Generic[T]):
             scope: the objects.
             decoder: makes an object of the API server's JSON.
             sink: receives the objects.
-            settings: times.
             journal: failures are recorded there.
             uniform: draws a time between two.
             expected: HTTP statuses that are not logged, because the caller reports them.
@@ -163,7 +162,7 @@ class Reflector(Generic[T]):
         self.trouble: Latest[ClusterError | None] = Latest(None)
         self.scope = scope
         self._source, self._decoder, self._sink = source, decoder, sink
-        self._settings, self._journal = settings, journal
+        self._journal = journal
         self._uniform = uniform
         self._expected = frozenset(expected)
         self._version = ""
@@ -174,12 +173,11 @@ class Reflector(Generic[T]):
     @property
     def longest_silence_seconds(self) -> float:
         """The longest healthy silence of `run`."""
-        settings = self._settings
         return (
-            2 * settings.watch_seconds
-            + settings.watch_silence_seconds
-            + slow_seconds(settings)
-            + settings.request_timeout_seconds
+            2 * WATCH_SECONDS
+            + api.WATCH_SILENCE_SECONDS
+            + slow_seconds()
+            + api.REQUEST_TIMEOUT_SECONDS
         )
 
     def forget(self) -> None:
@@ -193,7 +191,7 @@ class Reflector(Generic[T]):
         Args:
             beat: called with every sign of life.
         """
-        backoff, loop = Backoff(self._settings, self._uniform), asyncio.get_running_loop()
+        backoff, loop = Backoff(self._uniform), asyncio.get_running_loop()
         while True:
             beat()
             began, failure = loop.time(), None
@@ -279,7 +277,7 @@ class Reflector(Generic[T]):
         return page.end()
 
     async def _watch(self, beat: Callable[[], None]) -> None:
-        seconds = self._uniform(self._settings.watch_seconds, 2 * self._settings.watch_seconds)
+        seconds = self._uniform(WATCH_SECONDS, 2 * WATCH_SECONDS)
         params = {
             "watch": "true",
             "fieldSelector": self.scope.field_selector,

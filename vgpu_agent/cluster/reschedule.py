@@ -28,12 +28,14 @@ if TYPE_CHECKING:
     from vgpu_agent.cluster.api import Api
     from vgpu_agent.cluster.events import Events
     from vgpu_agent.concurrency import Revision
-    from vgpu_agent.config.binding import Binding, Cluster
+    from vgpu_agent.config.binding import Binding
     from vgpu_agent.journal import Journal
     from vgpu_agent.pods import Pod
 
 REFUSED, EVICTED, OVERCOMMITTED = "VgpuStartRefused", "VgpuEvicted", "VgpuOvercommitted"
 PERMISSION = "create pods/eviction"
+# How long a start must have been refused before the pod gets an event that says why.
+REFUSED_EVENT_SECONDS = 30.0
 _SHORTEST_WAIT_SECONDS = 0.01
 _HOUR_SECONDS = 3600.0  # after which the API server forgets an event
 
@@ -52,7 +54,6 @@ class Reschedule:
         refusals: Callable[[], Iterable[Refusal]],
         wake: Revision,
         binding: Binding,
-        settings: Cluster,
         journal: Journal,
         *,
         overcommits: Overcommits,
@@ -66,7 +67,6 @@ class Reschedule:
             refusals: the current refusals.
             wake: moves on with each change of ``refusals``.
             binding: the times of events and evictions.
-            settings: the pauses.
             journal: evictions and troubles are recorded there.
             overcommits: starts on GPUs that a scheduler has overcommitted; their pods get an event.
             look_seconds: how often the loop gives a sign of life, and how long such an event may
@@ -74,7 +74,7 @@ class Reschedule:
         """
         self._overcommits = overcommits
         self._api, self._events, self._refusals, self._wake = api, events, refusals, wake
-        self._binding, self._settings, self._journal = binding, settings, journal
+        self._binding, self._journal = binding, journal
         self._look_seconds = look_seconds
         self._complaints = Complaints(journal, "reschedule")
         # Both in seconds of the event loop: a clock that is set while the node boots makes no
@@ -122,9 +122,7 @@ class Reschedule:
         elif refusal.final:
             left = 0.0
         else:  # a reason with numbers in it may change with each try
-            left = (
-                max(self._seen[_key(refusal)], told_at) + self._binding.refused_event_seconds - now
-            )
+            left = max(self._seen[_key(refusal)], told_at) + REFUSED_EVENT_SECONDS - now
         if left > 0:
             return left
         self._told[key] = (refusal.reason, now)
@@ -149,7 +147,7 @@ class Reschedule:
             or pod.uid in self._evicted
         ):
             return self._look_seconds
-        backoff = self._backoffs.setdefault(pod.uid, Backoff(self._settings))
+        backoff = self._backoffs.setdefault(pod.uid, Backoff())
         if refusal.final:  # waiting would not help
             after = 0.0
         wait = max(after - self._seconds(refusal), backoff.seconds_left)

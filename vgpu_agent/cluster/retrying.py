@@ -15,10 +15,12 @@ from vgpu_agent.log import ChangeFilter
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from vgpu_agent.config.binding import Cluster
     from vgpu_agent.errors import ClusterError
     from vgpu_agent.journal import Journal
 
+# Pauses after a failed request or watch.
+BACKOFF_MIN_SECONDS = 0.8
+BACKOFF_MAX_SECONDS = 30.0
 # Answers that the same request would get again: malformed, forbidden, too large, invalid.
 _LASTING = (400, 403, 405, 413, 422)
 # A lasting failure is tried again this many longest pauses later: permissions can be granted while
@@ -31,9 +33,9 @@ def lasting(err: ClusterError) -> bool:
     return err.status in _LASTING
 
 
-def slow_seconds(settings: Cluster) -> float:
+def slow_seconds() -> float:
     """Return how long to pause after a lasting refusal."""
-    return settings.backoff_max_seconds * _LASTING_PAUSES
+    return BACKOFF_MAX_SECONDS * _LASTING_PAUSES
 
 
 class Backoff:
@@ -42,10 +44,7 @@ class Backoff:
     State: failures in a row and the end of the pause, on the event loop's clock.
     """
 
-    def __init__(
-        self, settings: Cluster, jitter: Callable[[float, float], float] = random.uniform
-    ) -> None:
-        self._settings = settings
+    def __init__(self, jitter: Callable[[float, float], float] = random.uniform) -> None:
         # so that the agents of a whole cluster do not come back in one moment
         self._jitter = jitter
         self._until = 0.0
@@ -63,12 +62,8 @@ class Backoff:
         asked for.
         """
         # A forbidden request stays forbidden until the role changes, and asking is a request, too.
-        longest = (
-            slow_seconds(self._settings)
-            if err is not None and lasting(err)
-            else self._settings.backoff_max_seconds
-        )
-        shortest = self._settings.backoff_min_seconds
+        longest = slow_seconds() if err is not None and lasting(err) else BACKOFF_MAX_SECONDS
+        shortest = BACKOFF_MIN_SECONDS
         pause = min(
             shortest * 2.0 ** min(self.failures, 30), max(shortest, longest)
         ) * self._jitter(0.5, 1.0)
@@ -81,7 +76,7 @@ class Backoff:
         """
         pause = self.pause(err)
         if lasting(err):
-            pause = max(slow_seconds(self._settings), err.retry_after_seconds)
+            pause = max(slow_seconds(), err.retry_after_seconds)
         self._until = asyncio.get_running_loop().time() + pause
 
     def succeeded(self) -> None:

@@ -23,7 +23,6 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
     from vgpu_agent.cluster.reflector import Source
-    from vgpu_agent.config.binding import Cluster
     from vgpu_agent.journal import Journal
     from vgpu_agent.nodes import Node
     from vgpu_agent.pods import Pod, PodCache
@@ -61,9 +60,7 @@ class PodWatch(_Watch):
     nothing here needs them: they hold nothing.
     """
 
-    def __init__(
-        self, source: Source, node_name: str, book: PodCache, *, settings: Cluster, journal: Journal
-    ) -> None:
+    def __init__(self, source: Source, node_name: str, book: PodCache, *, journal: Journal) -> None:
         self._source = source
         scope = Scope(
             "pods of this node", "/api/v1/pods", f"spec.nodeName={node_name},{_NOT_ENDED}"
@@ -73,7 +70,6 @@ class PodWatch(_Watch):
             scope,
             decode.pod,
             _Living(book),
-            settings=settings,
             journal=journal,
             trim=book.fitting,
         )
@@ -133,7 +129,6 @@ class NodeWatch(_Watch):
         source: Source,
         node_name: str,
         *,
-        settings: Cluster,
         journal: Journal,
         clock: Callable[[], float] = time.time,
     ) -> None:
@@ -141,7 +136,7 @@ class NodeWatch(_Watch):
         self.node: Latest[Node | None] = Latest(None)
         scope = Scope.single("this node", "/api/v1/nodes", node_name)
         self._reflector = Reflector(
-            source, scope, decode.node, _Only(self.node, clock), settings=settings, journal=journal
+            source, scope, decode.node, _Only(self.node, clock), journal=journal
         )
         self.synced: asyncio.Event = self._reflector.synced
 

@@ -9,10 +9,8 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
-from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    from vgpu_agent.config.binding import Cluster
+from vgpu_agent.cluster import api, retrying
 
 # Undone this often within its growing pauses, a value is contested and not just repaired.
 _CONTESTED = 3
@@ -37,8 +35,7 @@ class Written:
     must not depend on it, only the pace of writes.
     """
 
-    def __init__(self, settings: Cluster) -> None:
-        self._settings = settings
+    def __init__(self) -> None:
         self._writes: dict[str, _Write] = {}
 
     def seconds_until_due(
@@ -62,9 +59,7 @@ class Written:
         wait = apart_seconds
         if write.value == desired:
             unseen = not write.shown and shown == write.before
-            wait = max(
-                wait, write.pause_seconds, self._settings.request_timeout_seconds if unseen else 0.0
-            )
+            wait = max(wait, write.pause_seconds, api.REQUEST_TIMEOUT_SECONDS if unseen else 0.0)
         return max(0.0, write.at + wait - asyncio.get_running_loop().time())
 
     def why_later(self, key: str, shown: object, desired: object) -> str:
@@ -91,7 +86,7 @@ class Written:
         """
         now = asyncio.get_running_loop().time()
         last = self._writes.get(key)
-        shortest, longest = self._settings.backoff_min_seconds, self._settings.backoff_max_seconds
+        shortest, longest = retrying.BACKOFF_MIN_SECONDS, retrying.BACKOFF_MAX_SECONDS
         write = self._writes[key] = _Write(before, value, now, shortest, since=now)
         if last is not None and last.value == value and now - last.at < 2 * longest:
             write.pause_seconds = min(last.pause_seconds * 2, longest)

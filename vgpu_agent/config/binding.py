@@ -13,7 +13,7 @@ from typing import Annotated, Literal
 import msgspec
 from msgspec import Meta
 
-from vgpu_agent.config.types import Directory, OptionalSeconds, Seconds
+from vgpu_agent.config.types import Directory, OptionalSeconds
 
 
 class Families(msgspec.Struct, frozen=True, rename="camel", forbid_unknown_fields=True):
@@ -48,44 +48,6 @@ class Binding(msgspec.Struct, frozen=True, rename="camel", forbid_unknown_fields
             )
         ),
     ] = "/var/run/cdi"
-    pod_wait_seconds: Annotated[
-        Seconds,
-        Meta(
-            description=(
-                "How long PreStartContainer waits for a pod that the watch has not shown yet, "
-                "before it asks the API server."
-            )
-        ),
-    ] = 2.0
-    allocate_wait_seconds: Annotated[
-        Seconds,
-        Meta(
-            description=(
-                "How long an early Allocate waits for an unseen pod; the kubelet admits nothing "
-                "else meanwhile."
-            )
-        ),
-    ] = 0.8
-    start_seconds: Annotated[
-        float,
-        Meta(
-            ge=1,
-            le=29,
-            description=(
-                "How long the proof of one start may take in all; the kubelet itself waits for 30 "
-                "seconds."
-            ),
-        ),
-    ] = 20.0
-    refused_event_seconds: Annotated[
-        Seconds,
-        Meta(
-            description=(
-                "How long a start must have been refused before the pod gets an event that says "
-                "why."
-            )
-        ),
-    ] = 30.0
     refused_evict_seconds: Annotated[
         OptionalSeconds,
         Meta(
@@ -148,46 +110,6 @@ class Cluster(msgspec.Struct, frozen=True, rename="camel", forbid_unknown_fields
             )
         ),
     ] = "auto"
-    connect_timeout_seconds: Annotated[
-        Seconds, Meta(description="How long a connection to the API server may take.")
-    ] = 5.0
-    request_timeout_seconds: Annotated[
-        Seconds, Meta(description="How long one request may take; a watch is not one of them.")
-    ] = 15.0
-    watch_seconds: Annotated[
-        Seconds,
-        Meta(
-            description=(
-                "How long a watch is asked to last; the real time is drawn between this and its "
-                "double."
-            )
-        ),
-    ] = 240.0
-    watch_silence_seconds: Annotated[
-        Seconds,
-        Meta(
-            description=(
-                "How long beyond its time a watch may be silent before the connection counts as "
-                "dead."
-            )
-        ),
-    ] = 60.0
-    backoff_min_seconds: Annotated[
-        Seconds,
-        Meta(description="First pause after a failed request or watch; it doubles each time."),
-    ] = 0.8
-    backoff_max_seconds: Annotated[
-        Seconds, Meta(description="Longest pause after a failed request or watch.")
-    ] = 30.0
-    start_wait_seconds: Annotated[
-        Seconds,
-        Meta(
-            description=(
-                "How long the start waits for the first list of Node and pods, before it goes on "
-                "with what it knows."
-            )
-        ),
-    ] = 5.0
     starts_first_seconds: Annotated[
         float,
         Meta(
@@ -211,12 +133,3 @@ class Cluster(msgspec.Struct, frozen=True, rename="camel", forbid_unknown_fields
             )
         ),
     ] = False
-    handshake_min_seconds: Annotated[
-        Seconds,
-        Meta(
-            description=(
-                "Shortest time between two answers to the handshake annotation of old Volcano "
-                "schedulers."
-            )
-        ),
-    ] = 15.0

@@ -19,14 +19,7 @@ if TYPE_CHECKING:
     from vgpu_agent.config.settings import Settings
 
 # The first of a pair must not be above the second.
-_ORDERED = (
-    ("kubelet.retryMinSeconds", "kubelet.retryMaxSeconds"),
-    ("kubelet.drainSeconds", "shutdownSeconds"),
-    ("gpu.callTimeoutSeconds", "gpu.hungUnhealthySeconds"),
-    ("gpu.recovery.quietSeconds", "gpu.recovery.maxQuietSeconds"),
-    ("mps.backoffMinSeconds", "mps.backoffMaxSeconds"),
-    ("tasks.backoffMinSeconds", "tasks.backoffMaxSeconds"),
-)
+_ORDERED = (("gpu.recovery.quietSeconds", "gpu.recovery.maxQuietSeconds"),)
 _XID_PATHS = ("gpu.disableHealthChecks", "gpu.enableHealthChecks")
 
 

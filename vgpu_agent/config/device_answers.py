@@ -12,7 +12,7 @@ from typing import Annotated, Literal, get_args
 import msgspec
 from msgspec import Meta
 
-from vgpu_agent.config.types import Directory, Seconds, enabled_modes
+from vgpu_agent.config.types import Directory, enabled_modes
 
 ListStrategy = Literal["envvar", "volume-mounts", "cdi-annotations", "cdi-cri"]
 CdiFeatureFlag = Literal[
@@ -183,9 +183,6 @@ class Cdi(msgspec.Struct, frozen=True, rename="camel", forbid_unknown_fields=Tru
             ),
         ),
     ] = ()
-    generate_timeout_seconds: Annotated[
-        Seconds, Meta(description="How long the program that makes the spec may take.")
-    ] = 30.0
     inline: Annotated[
         bool,
         Meta(

@@ -150,7 +150,7 @@ def load_contents(sources: Sources, contents: Contents) -> Loaded:
     return Loaded(
         settings=settings,
         origins=reading.origins(settings),
-        warnings=(*theirs, *reading.retired, *_warnings(settings, sources, contents)),
+        warnings=(*theirs, *reading.former, *_warnings(settings, sources, contents)),
         sources=sources,
         contents=contents,
         collisions=reading.collisions(settings),

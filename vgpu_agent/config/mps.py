@@ -12,7 +12,7 @@ from typing import Annotated
 import msgspec
 from msgspec import Meta
 
-from vgpu_agent.config.types import Directory, OptionalPath, Program, Seconds
+from vgpu_agent.config.types import Directory, OptionalPath, Program
 
 # MPS serves at most so many clients on one GPU (nvidia §11.2; aws §II.1).
 MOST_MPS_CLIENTS = 48
@@ -54,30 +54,6 @@ class Mps(msgspec.Struct, frozen=True, rename="camel", forbid_unknown_fields=Tru
             )
         ),
     ] = False
-    command_timeout_seconds: Annotated[
-        Seconds,
-        Meta(
-            description=(
-                "How long one command of the control daemon or of nvidia-smi may take before it "
-                "counts as hung."
-            )
-        ),
-    ] = 10.0
-    probe_seconds: Annotated[
-        Seconds, Meta(description="How often each control daemon is asked whether it lives.")
-    ] = 5.0
-    backoff_min_seconds: Annotated[
-        Seconds,
-        Meta(
-            description=(
-                "First pause before a daemon that ended or hung is started again; it doubles each "
-                "time."
-            )
-        ),
-    ] = 1.0
-    backoff_max_seconds: Annotated[
-        Seconds, Meta(description="Longest pause before a daemon is started again.")
-    ] = 30.0
     shm_size_mib: Annotated[
         int,
         Meta(

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from vgpu_agent.config import checks, collisions, families, options, schema, yaml
+from vgpu_agent.config.former_keys import FORMER_KEYS
 from vgpu_agent.config.problems import Problems, shown, shown_key, shown_list
 from vgpu_agent.config.suggestions import suggestion
 
@@ -25,13 +26,6 @@ if TYPE_CHECKING:
 
 VERSION = "v1"
 DEFAULT_ORIGIN = "default"
-# Keys of an earlier version; a node that still sets one must start nevertheless.
-_RETIRED = {
-    "hamiCore.lockDirectory": (
-        "containers share no lock directory of the node; a library that wants one gets its own in "
-        "each container"
-    )
-}
 SIMULATE_ORIGIN = "derived from simulate"
 
 
@@ -67,16 +61,16 @@ class Reading:
         self._places: dict[str, Place] = {}
         self._refused: set[str] = set()
         self._problems = Problems()
-        self._retired: list[str] = []
+        self._former: list[str] = []
         # About the document that is being taken: its name, and how it calls our keys where it is
         # one of NVIDIA's plugin.
         self._file = ""
         self._keys: Mapping[str, str] | None = None
 
     @property
-    def retired(self) -> Sequence[str]:
-        """A sentence for each key that our file still has and that means nothing any more."""
-        return self._retired
+    def former(self) -> Sequence[str]:
+        """A sentence for each key of an earlier version that our file still has."""
+        return self._former
 
     def take_nvidia(self, file: str, document: Translation) -> None:
         """Accept the values of a configuration of NVIDIA's plugin;
@@ -226,12 +220,9 @@ class Reading:
         known = schema.keys(section)
         accepted: dict[str, Any] = {}
         for name, node in members.items():
-            if (instead := _RETIRED.get(prefix + name)) and self._keys is None:
-                self._retired.append(
-                    f"{self._file}:{node.line}: {prefix}{name}: has no effect any more; {instead}"
-                )
-                continue
             if name not in known:
+                if self._keys is None and self._is_former(node, prefix + name):
+                    continue
                 advice = "" if self._problems.enough else f", {_advice(name, known, prefix)}"
                 self._problem(node.line, prefix + shown_key(name), f"unknown key{advice}")
                 continue
@@ -239,6 +230,28 @@ class Reading:
             if found is not None:
                 accepted[name] = found
         return accepted
+
+    def _is_former(self, node: yaml.Node, path: str) -> bool:
+        """Tell whether ``path`` is a key of an earlier version, or a section of nothing else;
+        note a sentence for each.
+        """
+        if instead := FORMER_KEYS.get(path):
+            self._former.append(
+                f"{self._file}:{node.line}: {path}: is gone: {instead}; remove the line"
+            )
+            return True
+        former = {key.removeprefix(f"{path}.") for key in FORMER_KEYS if key.startswith(f"{path}.")}
+        members = {} if node.value is None else node.value
+        if not former or not isinstance(members, dict):
+            return False
+        for name, member in members.items():
+            if not self._is_former(member, f"{path}.{name}"):
+                self._problem(
+                    member.line,
+                    f"{path}.{shown_key(name)}",
+                    f"unknown key, {suggestion(name, former)}",
+                )
+        return True
 
     def _value(self, key: schema.Key, node: yaml.Node, path: str) -> Any:
         """The accepted value, None when it was refused."""

@@ -66,84 +66,6 @@ class Kubelet(msgspec.Struct, frozen=True, rename="camel", forbid_unknown_fields
             )
         ),
     ] = "/var/lib/kubelet"
-    register_timeout_seconds: Annotated[
-        Seconds,
-        Meta(
-            description=(
-                "How long one Register call may take. A kubelet that has just started answers "
-                "late, not never."
-            )
-        ),
-    ] = 15.0
-    stream_open_timeout_seconds: Annotated[
-        Seconds,
-        Meta(
-            description=(
-                "How long after a successful Register the kubelet may take to open ListAndWatch, "
-                "before we register again."
-            )
-        ),
-    ] = 5.0
-    retry_min_seconds: Annotated[
-        Seconds,
-        Meta(
-            description=(
-                "First pause after a failed registration; it doubles each time. Short, because "
-                "pods wait for it."
-            )
-        ),
-    ] = 0.2
-    retry_max_seconds: Annotated[
-        Seconds, Meta(description="Longest pause between two tries to register.")
-    ] = 30.0
-    socket_poll_seconds: Annotated[
-        Seconds,
-        Meta(
-            description=(
-                "How often kubelet.sock is looked at besides inotify, in case the kernel's notice "
-                "was lost."
-            )
-        ),
-    ] = 5.0
-    coalesce_seconds: Annotated[
-        Seconds,
-        Meta(
-            description=(
-                "Quiet time before a changed device list is sent, so that a burst of changes "
-                "becomes one message."
-            )
-        ),
-    ] = 0.1
-    pod_resources_timeout_seconds: Annotated[
-        Seconds, Meta(description="How long one call to the pod-resources socket may take.")
-    ] = 5.0
-    verify_seconds: Annotated[
-        Seconds,
-        Meta(
-            description=(
-                "How often the ledger is compared with the kubelet's own records; drift is counted "
-                "and corrected."
-            )
-        ),
-    ] = 30.0
-    reservation_seconds: Annotated[
-        Seconds,
-        Meta(
-            description=(
-                "How long device ids stay booked after an Allocate that the kubelet never confirms "
-                "in its records."
-            )
-        ),
-    ] = 60.0
-    drain_seconds: Annotated[
-        Seconds,
-        Meta(
-            description=(
-                "How long a stopping agent waits for calls in flight; the kubelet keeps its "
-                "connection open by itself."
-            )
-        ),
-    ] = 3.0
     message_budget_bytes: Annotated[
         int,
         Meta(
@@ -264,43 +186,6 @@ class Gpu(msgspec.Struct, frozen=True, rename="camel", forbid_unknown_fields=Tru
             )
         ),
     ] = True
-    init_retry_seconds: Annotated[
-        Seconds,
-        Meta(description="Pause between two tries to find a driver, with failOnInitError: false."),
-    ] = 30.0
-    poll_seconds: Annotated[
-        Seconds,
-        Meta(
-            description=(
-                "How often every GPU is asked for its state besides waiting for events; a card can "
-                "vanish silently."
-            )
-        ),
-    ] = 5.0
-    event_wait_milliseconds: Annotated[
-        int,
-        Meta(
-            ge=50,
-            le=500,
-            description=(
-                "Longest single wait for NVML events. All NVML calls share one thread, so other "
-                "calls wait this long at worst."
-            ),
-        ),
-    ] = 500
-    call_timeout_seconds: Annotated[
-        Seconds,
-        Meta(
-            description=(
-                "An NVML call that takes longer is reported as hung (`/debug/tasks`, metric, "
-                "readiness)."
-            )
-        ),
-    ] = 5.0
-    hung_unhealthy_seconds: Annotated[
-        Seconds,
-        Meta(description="A GPU whose NVML call hangs for longer than this is reported Unhealthy."),
-    ] = 15.0
     disable_health_checks: Annotated[
         str,
         Meta(
@@ -335,40 +220,9 @@ class Gpu(msgspec.Struct, frozen=True, rename="camel", forbid_unknown_fields=Tru
         return Path(self.dev_root or self.driver_root)
 
 
-class Tasks(msgspec.Struct, frozen=True, rename="camel", forbid_unknown_fields=True):
-    """The supervision of the agent's own loops."""
-
-    backoff_min_seconds: Annotated[
-        Seconds,
-        Meta(
-            description="First pause before a failed loop is started again; it doubles each time."
-        ),
-    ] = 0.5
-    backoff_max_seconds: Annotated[
-        Seconds, Meta(description="Longest pause before a failed loop is started again.")
-    ] = 30.0
-    stuck_seconds: Annotated[
-        Seconds,
-        Meta(
-            description=(
-                "A loop that gives no sign of life for this long beyond its promise is stuck, and "
-                "`/livez` fails. What a resource still waits for after this long is an error in "
-                "the log."
-            )
-        ),
-    ] = 30.0
-
-
 class Web(msgspec.Struct, frozen=True, rename="camel", forbid_unknown_fields=True):
-    """Limits of the HTTP servers."""
+    """What the HTTP servers show."""
 
-    max_body_bytes: Annotated[
-        int, Meta(ge=1024, le=64 * 1024 * 1024, description="Largest request body that is read.")
-    ] = 65536
-    request_timeout_seconds: Annotated[
-        Seconds,
-        Meta(description="How long one request may take before it is answered with an error."),
-    ] = 10.0
     pod_names: Annotated[
         Literal["all", "debug"],
         Meta(
@@ -457,18 +311,6 @@ class Settings(msgspec.Struct, frozen=True, rename="camel", forbid_unknown_field
             )
         ),
     ] = ""
-    config_reload_seconds: Annotated[
-        Seconds,
-        Meta(description="How often the configuration files are looked at for new content."),
-    ] = 2.0
-    shutdown_seconds: Annotated[
-        Seconds,
-        Meta(
-            description=(
-                "Longest time an orderly stop may take before the agent leaves whatever still runs."
-            )
-        ),
-    ] = 10.0
     log: Log = msgspec.field(default_factory=Log)
     kubelet: Kubelet = msgspec.field(default_factory=Kubelet)
     gpu: Gpu = msgspec.field(default_factory=Gpu)
@@ -479,7 +321,6 @@ class Settings(msgspec.Struct, frozen=True, rename="camel", forbid_unknown_field
     binding: Binding = msgspec.field(default_factory=Binding)
     cluster: Cluster = msgspec.field(default_factory=Cluster)
     hami_core: HamiCore = msgspec.field(default_factory=HamiCore)
-    tasks: Tasks = msgspec.field(default_factory=Tasks)
     web: Web = msgspec.field(default_factory=Web)
 
     def section(self, kind: type[Section]) -> Section:

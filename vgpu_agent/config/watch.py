@@ -42,7 +42,7 @@ async def changes(
 
     Args:
         loaded: the settings in force.
-        interval_seconds: how often the files are read, ``configReloadSeconds``.
+        interval_seconds: how often the files are read, ``RELOAD_SECONDS`` of `agent.reload`.
         sources: returns the current sources before each look at the files, where they change
             (another configuration of NVIDIA's plugin, chosen by a label); see `load.Sources`. Other
             flags than before are a change, too.

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING
 
 from vgpu_agent import log
 from vgpu_agent.errors import AgentError, DriverMissingError
+from vgpu_agent.gpu import thread as nvml_thread
 from vgpu_agent.gpu.library import SONAME
 from vgpu_agent.gpu.nvml import Nvml
 from vgpu_agent.gpu.session import Session
@@ -126,13 +127,7 @@ async def names_by_nvml(settings: GpuSettings) -> tuple[str, ...] | None:
         proc_root=Path(settings.proc_root),
         report=_ignore,
     )
-    thread = NvmlThread(
-        nvml,
-        session,
-        Listener(_ignore, _ignore, _ignore, _ignore),
-        event_wait_seconds=settings.event_wait_milliseconds / 1000,
-        call_timeout_seconds=settings.call_timeout_seconds,
-    )
+    thread = NvmlThread(nvml, session, Listener(_ignore, _ignore, _ignore, _ignore))
     thread.start()
     try:
         return await thread.call("look for integrated GPUs", session.names)
@@ -142,7 +137,7 @@ async def names_by_nvml(settings: GpuSettings) -> tuple[str, ...] | None:
         return None
     finally:
         thread.stop()
-        await thread.stopped(settings.call_timeout_seconds)
+        await thread.stopped(nvml_thread.CALL_TIMEOUT_SECONDS)
 
 
 def _sign_of_tegra(settings: GpuSettings) -> str:

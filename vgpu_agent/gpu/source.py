@@ -57,5 +57,5 @@ def source(
 ) -> GpuSource:
     """The source that was found to fit this node."""
     if discovery.integrated:
-        return IntegratedGpu(settings, journal, beat=beat)
+        return IntegratedGpu(journal, beat=beat)
     return GpuWatch(settings, journal, beat=beat)

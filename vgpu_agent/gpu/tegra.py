@@ -24,17 +24,18 @@ if TYPE_CHECKING:
     from vgpu_agent.model import GpuUsage
 
 
+# How often the loop gives a sign of life.
+BEAT_SECONDS = 5.0
+
+
 class IntegratedGpu:
     """A `GpuSource` with the one GPU. State: none that changes after `start`."""
 
-    def __init__(
-        self, settings: GpuSettings, journal: Journal, *, beat: Callable[[], None] = lambda: None
-    ) -> None:
+    def __init__(self, journal: Journal, *, beat: Callable[[], None] = lambda: None) -> None:
         self.inventory: Latest[Inventory] = Latest(Inventory())
         self.usage: Latest[tuple[GpuUsage, ...]] = Latest(())
         self.read_at = self.measured_at = 0.0  # nothing is ever read
         self.status = NvmlStatus(state=NvmlState.UNUSED)
-        self._settings = settings
         self._journal = journal
         self._beat = beat
 
@@ -50,14 +51,13 @@ class IntegratedGpu:
         """Give signs of life, for ever; there is nothing to watch."""
         while True:
             self._beat()
-            await asyncio.sleep(self._settings.poll_seconds)
+            await asyncio.sleep(BEAT_SECONDS)
 
     def look_now(self) -> None:
         """Nothing can be seen."""
 
     def apply(self, settings: GpuSettings) -> None:
-        """Take over the interval of the signs of life."""
-        self._settings = settings
+        """Nothing follows from settings."""
 
     async def stop(self, timeout_seconds: float) -> bool:
         """Nothing is open."""

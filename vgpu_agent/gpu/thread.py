@@ -60,6 +60,12 @@ class _Job(Generic[T]):
         self.name, self.function, self.future = name, function, future
 
 
+# A call that takes longer is reported as hung.
+CALL_TIMEOUT_SECONDS = 5.0
+# The longest single wait for events. All calls share one thread, so others wait this long at worst.
+EVENT_WAIT_SECONDS = 0.5
+
+
 class NvmlThread:
     """The owner of NVML.
 
@@ -68,18 +74,8 @@ class NvmlThread:
     Everything but `pass_on`, `_main` and their callees belongs to the event loop.
     """
 
-    def __init__(
-        self,
-        nvml: Nvml,
-        session: Session,
-        listener: Listener,
-        *,
-        event_wait_seconds: float,
-        call_timeout_seconds: float,
-    ) -> None:
+    def __init__(self, nvml: Nvml, session: Session, listener: Listener) -> None:
         self._nvml, self._session, self._listener = nvml, session, listener
-        self.event_wait_seconds = event_wait_seconds
-        self.call_timeout_seconds = call_timeout_seconds
         self._jobs: queue.SimpleQueue[_Job[Any] | None] = queue.SimpleQueue()
         self._waiting: set[asyncio.Future[Any]] = set()
         self._hang: CallInFlight | None = None
@@ -141,7 +137,7 @@ class NvmlThread:
         if (
             self._hang is None
             and running is not None
-            and time.monotonic() - running.started > self.call_timeout_seconds
+            and time.monotonic() - running.started > CALL_TIMEOUT_SECONDS
         ):
             self._hang = running
             for future in self._waiting:
@@ -167,9 +163,9 @@ class NvmlThread:
         now = time.monotonic()
         running = self._nvml.in_flight
         until_hung = (
-            self.call_timeout_seconds
+            CALL_TIMEOUT_SECONDS
             if running is None
-            else running.started + self.call_timeout_seconds - now
+            else running.started + CALL_TIMEOUT_SECONDS - now
         )
         # a call that began a moment after the look is caught by the next one
         return max(until_hung, 0.01)
@@ -208,7 +204,7 @@ class NvmlThread:
         """Pass the time until the next job: in the driver's event queue if there is one,
         else in ours.
         """
-        tick = min(self.event_wait_seconds, _LONGEST_TICK_SECONDS)
+        tick = min(EVENT_WAIT_SECONDS, _LONGEST_TICK_SECONDS)
         if self._session.listening:
             try:
                 event = self._session.wait(tick)

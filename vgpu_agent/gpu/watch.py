@@ -25,6 +25,7 @@ from vgpu_agent.concurrency import Latest
 from vgpu_agent.errors import AgentError, DriverMissingError, NvmlError, NvmlHungError
 from vgpu_agent.gpu import changes
 from vgpu_agent.gpu import inventory as inventories
+from vgpu_agent.gpu import thread as nvml_thread
 from vgpu_agent.gpu.health import Healths, Probe, RecoveryPolicy
 from vgpu_agent.gpu.nvml import Nvml
 from vgpu_agent.gpu.reopening import Reopening
@@ -46,6 +47,12 @@ if TYPE_CHECKING:
 
 _logger = log.get(__name__)
 
+# How often every GPU is asked for its state besides waiting for events; a card can vanish silently.
+POLL_SECONDS = 5.0
+# The pause between two tries to find a driver, where one that is missing does not end the agent.
+INIT_RETRY_SECONDS = 30.0
+# A GPU whose call hangs for longer than this is Unhealthy.
+HUNG_UNHEALTHY_SECONDS = 15.0
 # A poll that something calls for comes no sooner than this part of the regular interval after the
 # one before: a card may send a thousand events a second.
 _SHORTEST_INTERVAL = 0.1
@@ -89,12 +96,10 @@ class GpuWatch:
             self._nvml,
             self._session,
             Listener(self._on_event, self._on_wait_failed, self._on_hung, self._on_answering, beat),
-            event_wait_seconds=settings.event_wait_milliseconds / 1000,
-            call_timeout_seconds=settings.call_timeout_seconds,
         )
         self._healths = Healths(_recovery_policy(settings.recovery), wall=time.time)
         self._links: dict[tuple[str, str], Link] = {}
-        self._reopening = Reopening(settings.poll_seconds)
+        self._reopening = Reopening(POLL_SECONDS)
         # when last recorded (monotonic), and how many of the same since
         self._xids: dict[DeviceEvent, tuple[float, int]] = {}
         self._changes = log.ChangeFilter()
@@ -180,9 +185,6 @@ class GpuWatch:
                 meaning="gpu.disableHealthChecks: no XID makes a GPU Unhealthy",
             )
         self._healths.follow(_recovery_policy(settings.recovery))
-        self._thread.event_wait_seconds = settings.event_wait_milliseconds / 1000
-        self._thread.call_timeout_seconds = settings.call_timeout_seconds
-        self._reopening.interval_seconds = settings.poll_seconds
         self.look_now()
 
     @property
@@ -206,7 +208,7 @@ class GpuWatch:
             AgentError: nothing could be read; the inventory shows it already.
         """
         now = self._polled_at = time.monotonic()
-        self._next_poll = now + self._settings.init_retry_seconds
+        self._next_poll = now + INIT_RETRY_SECONDS
         try:
             reopened = self._reopening.due(now)
             await self._read(reopen=reopened)
@@ -418,7 +420,7 @@ class GpuWatch:
         done here, since the thread cannot report anything.
         """
         call = self._thread.hang
-        if call is None or time.monotonic() - call.started < self._settings.hung_unhealthy_seconds:
+        if call is None or time.monotonic() - call.started < HUNG_UNHEALTHY_SECONDS:
             return
         gpu = self.inventory.value.gpu(call.gpu)
         if gpu is not None and self._healths.hung(
@@ -444,24 +446,20 @@ class GpuWatch:
     # ---- time
 
     def _want_poll(self) -> None:
-        self._next_poll = min(
-            self._next_poll, self._polled_at + self._settings.poll_seconds * _SHORTEST_INTERVAL
-        )
+        self._next_poll = min(self._next_poll, self._polled_at + POLL_SECONDS * _SHORTEST_INTERVAL)
         self._wake.set()
 
     def _schedule_poll(self) -> None:
         """The regular interval, or sooner when a GPU could recover before."""
         now = time.monotonic()
-        soonest = now + self._settings.poll_seconds * _SHORTEST_INTERVAL
-        self._next_poll = max(
-            soonest, min([now + self._settings.poll_seconds, *self._healths.recoveries])
-        )
+        soonest = now + POLL_SECONDS * _SHORTEST_INTERVAL
+        self._next_poll = max(soonest, min([now + POLL_SECONDS, *self._healths.recoveries]))
 
     async def _sleep(self, seconds: float) -> None:
         """Until something happens, and never so long that a hang goes unseen."""
         self._wake.clear()
         with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(min(seconds, self._settings.call_timeout_seconds / 4)):
+            async with asyncio.timeout(min(seconds, nvml_thread.CALL_TIMEOUT_SECONDS / 4)):
                 await self._wake.wait()
 
 

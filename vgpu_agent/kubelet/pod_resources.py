@@ -33,6 +33,9 @@ if TYPE_CHECKING:
     from vgpu_agent.kubelet.held_ids import SeenNumbers
     from vgpu_agent.model import Holding
 
+# How long one call may take.
+TIMEOUT_SECONDS = 5.0
+
 _LIST = "/v1.PodResourcesLister/List"
 _GET = "/v1.PodResourcesLister/Get"
 _ALLOCATABLE = "/v1.PodResourcesLister/GetAllocatableResources"

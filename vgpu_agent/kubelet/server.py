@@ -26,12 +26,23 @@ if TYPE_CHECKING:
     import socket
 
     from vgpu_agent.concurrency import Revision
-    from vgpu_agent.config.settings import Kubelet
     from vgpu_agent.grpc.sockets import SocketIdentity
     from vgpu_agent.journal import Journal
     from vgpu_agent.kubelet.directory import DirectoryWatch
     from vgpu_agent.kubelet.plugin import Backend, SentList
     from vgpu_agent.model import Resource
+
+# How long one Register call may take; a kubelet that has just started answers late, not never.
+REGISTER_TIMEOUT_SECONDS = 15.0
+# How long after a Register that succeeded the kubelet may take to open ListAndWatch.
+STREAM_OPEN_TIMEOUT_SECONDS = 5.0
+# Pauses after a failed registration; the first is short, because pods wait for it.
+RETRY_MIN_SECONDS = 0.2
+RETRY_MAX_SECONDS = 30.0
+# Quiet time before a changed device list is sent, so that a burst of changes becomes one message.
+COALESCE_SECONDS = 0.1
+# How long a stop waits for calls in flight; the kubelet keeps its connection open by itself.
+DRAIN_SECONDS = 3.0
 
 _logger = log.get(__name__)
 
@@ -57,7 +68,6 @@ class DevicePlugin:
         self,
         resource: Resource,
         backend: Backend,
-        settings: Kubelet,
         directory: DirectoryWatch,
         journal: Journal,
         lists: Revision | None = None,
@@ -68,7 +78,6 @@ class DevicePlugin:
         self.resource = resource
         self.status = PluginStatus(resource.name, resource.family)
         self._backend = backend
-        self._settings = settings
         self._directory = directory
         self._journal = journal
         self._lists = lists
@@ -76,7 +85,7 @@ class DevicePlugin:
         self._ended = asyncio.Event()
         self._ended.set()
         self._registered: _Instance | None = None
-        self._listening = ListenBackoff(settings.retry_max_seconds)
+        self._listening = ListenBackoff(RETRY_MAX_SECONDS)
         self._changes = log.ChangeFilter(again_seconds=_SAID_AGAIN_SECONDS)
 
     @property
@@ -100,7 +109,7 @@ class DevicePlugin:
         until there is another kubelet.
         """
         self._ended.clear()
-        backoff = Backoff(self._settings.retry_min_seconds, self._settings.retry_max_seconds)
+        backoff = Backoff(RETRY_MIN_SECONDS, RETRY_MAX_SECONDS)
         last_kubelet: SocketIdentity | None = None
         try:
             while not self._stopping.is_set():
@@ -158,10 +167,7 @@ class DevicePlugin:
             reason = str(err)
             healthy = False
         else:
-            healthy = (
-                asyncio.get_running_loop().time() - began
-                > self._settings.stream_open_timeout_seconds
-            )
+            healthy = asyncio.get_running_loop().time() - began > STREAM_OPEN_TIMEOUT_SECONDS
         if self._stopping.is_set():
             return
         self.status.state = PluginState.WAITING
@@ -196,7 +202,7 @@ class DevicePlugin:
         """
         while True:
             try:
-                await instance.register(self._settings.register_timeout_seconds)
+                await instance.register(REGISTER_TIMEOUT_SECONDS)
             except NotListeningError as err:
                 self.status.registration_failures += 1
                 self.status.state = PluginState.WAITING
@@ -222,7 +228,6 @@ class DevicePlugin:
             self.resource,
             self._backend,
             self.status,
-            self._settings,
             self._directory,
             lists=self._lists,
         )
@@ -266,13 +271,12 @@ class DevicePlugin:
             self.resource,
             self._backend,
             self.status,
-            self._settings,
             self._directory,
             pre_start_required=False,
         )
         try:
             await last.start()
-            await last.register(self._settings.drain_seconds)
+            await last.register(DRAIN_SECONDS)
             await last.until_first_list()
             self._journal.record("plugin.retired", resource=self.resource.name)
         except (KubeletError, ListenError) as err:
@@ -323,7 +327,6 @@ class _Instance:
         resource: Resource,
         backend: Backend,
         status: PluginStatus,
-        settings: Kubelet,
         directory: DirectoryWatch,
         *,
         pre_start_required: bool | None = None,
@@ -331,7 +334,6 @@ class _Instance:
     ) -> None:
         self.name = sockets.unused_name(resource.name)
         self._resource = resource
-        self._settings = settings
         self._directory = directory
         self._path = directory.directory / self.name
         self._listener: socket.socket | None = None
@@ -345,7 +347,7 @@ class _Instance:
             resource,
             backend,
             status,
-            coalesce_seconds=settings.coalesce_seconds,
+            coalesce_seconds=COALESCE_SECONDS,
             pre_start_required=self._pre_start_required,
             lists=lists,
         )
@@ -394,7 +396,7 @@ class _Instance:
         """Wait until kubelet can no longer be served by this instance (kubelet V2, V3, V4), or
         until ``stopping``; the reason.
         """
-        deadline = asyncio.get_running_loop().time() + self._settings.stream_open_timeout_seconds
+        deadline = asyncio.get_running_loop().time() + STREAM_OPEN_TIMEOUT_SECONDS
         while not stopping.is_set():
             activity, state = self._service.activity.version, self._directory.state.version
             if reason := self._lost(kubelet):
@@ -407,7 +409,7 @@ class _Instance:
             if left is not None and left <= 0:
                 return (
                     "kubelet registered us but opened no stream within "
-                    f"{self._settings.stream_open_timeout_seconds:g} s"
+                    f"{STREAM_OPEN_TIMEOUT_SECONDS:g} s"
                 )
             await first_of(
                 self._service.activity.newer_than(activity),
@@ -419,7 +421,7 @@ class _Instance:
 
     async def until_first_list(self) -> None:
         """Wait until kubelet has got a list, at most as long as draining may take."""
-        deadline = asyncio.get_running_loop().time() + self._settings.drain_seconds
+        deadline = asyncio.get_running_loop().time() + DRAIN_SECONDS
         while (
             not self._service.lists_sent
             and (left := deadline - asyncio.get_running_loop().time()) > 0
@@ -435,7 +437,7 @@ class _Instance:
         """
         self._service.end_streams()
         try:
-            await self._server.drain(self._settings.drain_seconds)
+            await self._server.drain(DRAIN_SECONDS)
         finally:
             if self._listener is not None:
                 self._listener.close()

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Protocol
 from vgpu_agent import log
 from vgpu_agent.concurrency import Backoff
 from vgpu_agent.errors import MpsDaemonGoneError, MpsError
-from vgpu_agent.mps import directories, processes
+from vgpu_agent.mps import directories, host_tools, processes
 from vgpu_agent.mps.compute_mode import Claims, ComputeModes
 from vgpu_agent.mps.control import Control
 from vgpu_agent.mps.host_tools import HostTool
@@ -36,6 +36,11 @@ if TYPE_CHECKING:
 
 _logger = log.get(__name__)
 
+# How often each control daemon is asked whether it lives.
+PROBE_SECONDS = 5.0
+# Pauses before a daemon that ended or hung is started again.
+BACKOFF_MIN_SECONDS = 1.0
+BACKOFF_MAX_SECONDS = 30.0
 # One late answer on a busy node is no reason to keep new pods away.
 _MOST_MISSES = 2
 
@@ -70,12 +75,12 @@ class Daemon:
     def __init__(
         self, plan: DaemonPlan, settings: Mps, journal: Journal, dependencies: Dependencies
     ) -> None:
-        self._settings, self._journal, self._dependencies = settings, journal, dependencies
+        self._journal, self._dependencies = journal, dependencies
         self._plan = plan  # of the daemon that runs or is about to
         self._wanted: DaemonPlan | None = plan
         self._lent: frozenset[str] = frozenset()
         self._news = asyncio.Event()
-        seconds = settings.command_timeout_seconds
+        seconds = host_tools.COMMAND_TIMEOUT_SECONDS
         self._control_binary = HostTool(
             settings.control_binary, "mps.controlBinary", timeout_seconds=seconds
         )
@@ -114,7 +119,7 @@ class Daemon:
         return when none is and the last holder is gone.
         """
         clock = asyncio.get_running_loop().time
-        backoff = Backoff(self._settings.backoff_min_seconds, self._settings.backoff_max_seconds)
+        backoff = Backoff(BACKOFF_MIN_SECONDS, BACKOFF_MAX_SECONDS)
         while True:
             began = clock()
             try:
@@ -133,7 +138,7 @@ class Daemon:
                         return
             except MpsError as err:
                 await self._fail(err)
-                if clock() - began > self._settings.backoff_max_seconds:
+                if clock() - began > BACKOFF_MAX_SECONDS:
                     backoff.reset()
                 await self._pause(backoff.pause())
 
@@ -206,7 +211,7 @@ class Daemon:
 
     def _control(self) -> Control:
         return Control(
-            self._plan, self._control_binary, timeout_seconds=self._settings.command_timeout_seconds
+            self._plan, self._control_binary, timeout_seconds=host_tools.COMMAND_TIMEOUT_SECONDS
         )
 
     # -- coming up ---------------------------------------------------------------------------------
@@ -348,7 +353,7 @@ class Daemon:
         """
         misses = turn = 0
         while True:
-            await self._pause(self._settings.probe_seconds)
+            await self._pause(PROBE_SECONDS)
             try:
                 await self._prove(turn)
                 misses, turn = 0, turn + 1

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 
 from vgpu_agent.errors import MpsDaemonGoneError, MpsError
 from vgpu_agent.isolation.mps import PROBE, DaemonPlan
+from vgpu_agent.mps import host_tools
 from vgpu_agent.mps.control import Control
 from vgpu_agent.mps.host_tools import HostTool
 
@@ -28,7 +29,7 @@ class HostDaemon:
 
     def __init__(self, pipe: str, settings: Mps) -> None:
         self._pipe, self._binary = pipe, settings.control_binary
-        seconds = settings.command_timeout_seconds
+        seconds = host_tools.COMMAND_TIMEOUT_SECONDS
         tool = HostTool(self._binary, "mps.controlBinary", timeout_seconds=seconds)
         self._control = Control(DaemonPlan("", pipe, pipe, (), 0), tool, timeout_seconds=seconds)
 

@@ -19,6 +19,8 @@ from vgpu_agent.errors import MpsError
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
 
+# How long one command of the control daemon or of nvidia-smi may take before it counts as hung.
+COMMAND_TIMEOUT_SECONDS = 10.0
 _LONGEST_OUTPUT = 65536  # bytes; a list of all processes of a node is shorter
 _SHOWN_CHARACTERS = 200
 # How long a killed program may take to disappear; one that waits for the driver in the kernel does

@@ -20,6 +20,7 @@ import urllib.request
 from typing import TYPE_CHECKING, Any
 
 from vgpu_agent.errors import SimulationError
+from vgpu_agent.sim import with_constants
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -53,6 +54,8 @@ class AgentProcess:
         environment: Mapping[str, str] | None = None,
         through: Sequence[str] = (),
         module: str = "vgpu_agent",
+        constants: Mapping[str, float] | None = None,
+        launcher: str = with_constants.MODULE,
         opener: urllib.request.OpenerDirector | None = None,
     ) -> None:
         """Build it.
@@ -68,11 +71,17 @@ class AgentProcess:
             environment: its variables besides ours.
             through: a command that becomes the one behind it, such as ``nsenter``, for an agent in
                 another network.
-            module: the Python module that is run: the agent, or one that adds to it.
+            module: the Python module that is run: the agent, or one that changes it.
+            constants: other values for constants of the package, such as shorter pauses; see
+                `with_constants`.
+            launcher: the Python module that sets them, and then runs ``module``.
             opener: how its HTTP servers are reached from here; directly by default.
         """
         self.log_path = log_path
-        self._through, self._module, self._opener = tuple(through), module, opener or _DIRECT
+        self._through, self._opener = tuple(through), opener or _DIRECT
+        self._program = [module]
+        if constants:
+            self._program = [launcher, json.dumps(dict(constants)), module]
         self.public_address = self.debug_address = ""
         self._listen, self._debug_listen = listen, debug_listen
         self._flags = ["--kubelet-dir", str(kubelet), "--log-format", "json", *flags]
@@ -105,7 +114,7 @@ class AgentProcess:
                 *self._through,
                 sys.executable,
                 "-m",
-                self._module,
+                *self._program,
                 "run",
                 *self._flags,
                 *listen,

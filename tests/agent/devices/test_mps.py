@@ -33,7 +33,7 @@ from vgpu_agent.families.aws.settings import Aws
 from vgpu_agent.families.device_lists import ListOptions
 from vgpu_agent.families.nvidia.settings import Sharing
 from vgpu_agent.model import Resource, Share, SharingMode
-from vgpu_agent.mps import directories
+from vgpu_agent.mps import daemon, directories
 from vgpu_agent.mps.host_tools import HostTool
 from vgpu_agent.sim.mps_tools import MpsTools, end_daemon
 from vgpu_agent.sim.state import SimulatedNode
@@ -49,6 +49,12 @@ pytestmark = pytest.mark.component  # each test starts dozens of processes
 def _nothing_blocks() -> Iterator[None]:
     with no_blocked_loop():
         yield
+
+
+@pytest.fixture(autouse=True)
+def _short_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(daemon, "PROBE_SECONDS", 0.05)
+    monkeypatch.setattr(daemon, "BACKOFF_MIN_SECONDS", 0.05)
 
 
 @pytest.fixture(autouse=True)
@@ -70,8 +76,6 @@ class Node:
             container_root=str(self.root),
             control_binary=str(self.tools.control),
             smi_binary=str(self.tools.smi),
-            probe_seconds=0.05,
-            backoff_min_seconds=0.05,
         )
         self.settings = settings_of(mps=mps, aws=Aws(mps="supervised"))
         self.side = self._side()

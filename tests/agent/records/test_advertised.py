@@ -10,7 +10,6 @@ import pytest
 
 from tests.agent.offers.fake_server import GPU, FakeServer
 from vgpu_agent.agent.records.advertised import ListedIds
-from vgpu_agent.config.settings import Kubelet
 from vgpu_agent.device_ids import DeviceId
 from vgpu_agent.errors import KubeletError
 from vgpu_agent.journal import Journal
@@ -34,7 +33,6 @@ class Compared:
         self.ids = ListedIds(
             servers=lambda: self.servers,
             pod_resources=cast("PodResources", self),
-            settings=Kubelet(),
             kubelet=self.kubelet,
             journal=self.journal,
         )
@@ -122,7 +120,7 @@ async def test_a_list_that_was_just_sent_is_not_compared() -> None:
 
 @pytest.mark.looptime
 async def test_registrations_that_do_not_help_come_less_and_less_often() -> None:
-    """Pauses from 2 s to retryMaxSeconds, and one line in the journal."""
+    """Pauses from 2 s to ``RETRY_MAX_SECONDS``, and one line in the journal."""
     compared = Compared()
     compared.listed = {}
     await compared.look(150, pause_seconds=1.0)

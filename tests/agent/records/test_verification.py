@@ -178,7 +178,7 @@ async def test_a_burst_of_pods_is_verified_when_it_is_over(records: Records) -> 
 async def test_an_admission_that_failed_is_asked_after_less_and_less_often_until_it_expires(
     records: Records,
 ) -> None:
-    """1, 2, 4, 8… s, and after reservationSeconds the ids are free."""
+    """1, 2, 4, 8… s, and after ``RESERVATION_SECONDS`` the ids are free."""
     async with verifying(records) as parts:
         await asyncio.sleep(5)
         await parts.allocator.allocate(GPU, [U0])
@@ -244,7 +244,7 @@ async def test_a_pod_that_ended_is_confirmed_soon_after_it_was_missed(records: R
 
 @pytest.mark.looptime
 async def test_a_kubelet_that_has_just_come_back_takes_nothing_away(records: Records) -> None:
-    """It lists no pods until it has received them again; grants stay for reservationSeconds."""
+    """It lists no pods until it has received them again; grants stay as reservations do."""
     async with verifying(records) as parts:
         records.now = HELD
         await asyncio.sleep(2)

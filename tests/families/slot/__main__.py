@@ -1,6 +1,4 @@
-"""The agent's real command line, with one more family."""
-
-import sys
+"""The agent's real command line, with one more family and other values for constants."""
 
 from tests.families.slot.spec import SPEC
 from vgpu_agent.families import registry
@@ -8,6 +6,6 @@ from vgpu_agent.families import registry
 registry.register(SPEC)
 
 # the family comes before everything that is made from the families
-from vgpu_agent.cli.main import main  # noqa: E402
+from vgpu_agent.sim.with_constants import main  # noqa: E402
 
-sys.exit(main())
+main()

@@ -66,7 +66,15 @@ def mixed_agent(rig: Rig, volcano: str) -> Iterator[NodeAgent]:
     """
     key = "volcanoGpushare" if volcano == GPUSHARE else "volcanoVgpu"
     config = _CONFIG.format(volcano=key, replicas=REPLICAS, unit_mib=UNIT_MIB, cdi=rig.cdi_dir())
-    agent = NodeAgent(rig, config, gpus=GPUS, model=MODEL, numa=[0, 0, 1, 1], in_cluster=True)
+    agent = NodeAgent(
+        rig,
+        config,
+        gpus=GPUS,
+        model=MODEL,
+        numa=[0, 0, 1, 1],
+        in_cluster=True,
+        constants={},
+    )
     with contextlib.closing(agent):
         hook = agent.folder / "hook"
         hook.mkdir()

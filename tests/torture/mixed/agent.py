@@ -21,6 +21,7 @@ from tests.torture.mixed.judge import Waits
 from tests.torture.mixed.plan import AWS, NVIDIA, REPLICAS, RESOURCES, VOLCANO, gpus_behind
 from tests.torture.mixed.schedulers import NodeStatus
 from tests.torture.plan import MEMORY_FACTOR_MIB, SPLIT
+from vgpu_agent.agent.records import verification
 from vgpu_agent.agent.records.verification import Verification
 from vgpu_agent.allocation.allocator import Allocator
 from vgpu_agent.allocation.carrier import GrantRecord
@@ -30,7 +31,7 @@ from vgpu_agent.allocation.refusals import Refusals
 from vgpu_agent.cluster.allocatable import AllocatableWriter
 from vgpu_agent.cluster.api import Api
 from vgpu_agent.concurrency import Latest, Revision, first_of
-from vgpu_agent.config.binding import Binding, Cluster
+from vgpu_agent.config.binding import Binding
 from vgpu_agent.config.settings import Kubelet
 from vgpu_agent.device_ids import ListedDevice
 from vgpu_agent.errors import ClusterError
@@ -41,6 +42,7 @@ from vgpu_agent.families.volcano_vgpu.family import VolcanoVgpuFamily, VolcanoVg
 from vgpu_agent.families.volcano_vgpu.node_state import REGISTER
 from vgpu_agent.isolation.hami_core import HamiCore
 from vgpu_agent.journal import Journal
+from vgpu_agent.kubelet import server
 from vgpu_agent.kubelet.pod_resources import PodResources
 from vgpu_agent.kubelet.records import join
 from vgpu_agent.ledger import Ledger
@@ -176,12 +178,11 @@ class MixedAgent:
             )
         )
         self.allocator.use_mode(choose(settings.mode, None))
-        self._settings = Kubelet()
         self._kubelet = KubeletStatus()
         self._verification = Verification(
             allocator=self.allocator,
             ledger=self.ledger,
-            settings=self._settings,
+            settings=Kubelet(),
             kubelet=self._kubelet,
             pod_resources=cast(PodResources, world),
             book=self._book,
@@ -203,7 +204,6 @@ class MixedAgent:
             self._lists,
             self.ledger.withdrawn,
             self.ledger.counted,
-            Cluster(),
             journal,
         )
 
@@ -322,7 +322,7 @@ class MixedAgent:
                 elif resource == RESOURCES[VOLCANO]:
                     world.waits.reached(VOLCANO, gpus_behind(ids), loop.time())
             await revision.newer_than(version)
-            await asyncio.sleep(self._settings.coalesce_seconds)
+            await asyncio.sleep(server.COALESCE_SECONDS)
 
     async def _publish(self) -> None:
         """Write the register annotation, as the publisher of `vgpu_agent.cluster` does, as soon as
@@ -339,7 +339,7 @@ class MixedAgent:
 
     async def _collect(self) -> None:
         while True:
-            await asyncio.sleep(self._settings.verify_seconds)
+            await asyncio.sleep(verification.VERIFY_SECONDS)
             await self._world.files.collect(self._is_kept)
 
     def _is_kept(self, record: GrantRecord) -> bool:

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING
 from vgpu_agent import log
 from vgpu_agent.errors import MigError
 from vgpu_agent.families.registry import FAMILIES
+from vgpu_agent.gpu import thread as nvml_thread
 from vgpu_agent.mig.parted import MigParted
 
 if TYPE_CHECKING:
@@ -82,7 +83,7 @@ class MigDivider:
             timeout_seconds=tool.timeout_seconds,
             setting=tool.setting,
         )
-        return cls(parted, watch, tool, call_timeout_seconds=settings.gpu.call_timeout_seconds)
+        return cls(parted, watch, tool, call_timeout_seconds=nvml_thread.CALL_TIMEOUT_SECONDS)
 
     def divide(self, layout: MigLayout, done: Callable[[str], None]) -> None:
         """See `allocation.dependencies.Divider`."""

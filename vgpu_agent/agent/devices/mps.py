@@ -18,7 +18,7 @@ from vgpu_agent.families.registry import FAMILIES
 from vgpu_agent.isolation import mps as isolation
 from vgpu_agent.isolation.mps import daemon_plan, why_not
 from vgpu_agent.model import SharingMode
-from vgpu_agent.mps import directories
+from vgpu_agent.mps import daemon, directories
 from vgpu_agent.mps.host_daemon import HostDaemon
 from vgpu_agent.mps.supervision import Supervision
 
@@ -87,10 +87,7 @@ class MpsController:
             family.name: family.mps(settings) for family in FAMILIES if family.mps
         }
         self._exposed = collisions.exposed_mps_directory(settings)
-        self._of_host, self._probe_seconds = (
-            HostDaemon(isolation.DEFAULT_PIPE_DIRECTORY, settings.mps),
-            settings.mps.probe_seconds,
-        )
+        self._of_host = HostDaemon(isolation.DEFAULT_PIPE_DIRECTORY, settings.mps)
         if self._started:  # the ledger need not change with it
             self._refresh()
 
@@ -165,7 +162,7 @@ class MpsController:
                 )
             found = set() if reason else set(names)
             if names:
-                await asyncio.sleep(self._probe_seconds)
+                await asyncio.sleep(daemon.PROBE_SECONDS)
             else:
                 await self._ledger.revision.newer_than(version)
 

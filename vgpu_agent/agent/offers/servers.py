@@ -215,7 +215,6 @@ class Offering:
             plugin = self._plugins[name] = DevicePlugin(
                 wanted[name],
                 self._allocator,
-                self._settings,
                 self._directory,
                 self._journal,
                 self.lists,

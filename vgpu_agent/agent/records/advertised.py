@@ -21,12 +21,12 @@ from typing import TYPE_CHECKING, Protocol
 from vgpu_agent import log
 from vgpu_agent.concurrency import Backoff
 from vgpu_agent.errors import KubeletError
+from vgpu_agent.kubelet import server
 from vgpu_agent.kubelet.pod_resources import AllocatableUnsupportedError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterable
 
-    from vgpu_agent.config.settings import Kubelet
     from vgpu_agent.journal import Journal
     from vgpu_agent.kubelet.held_ids import SeenNumbers
     from vgpu_agent.kubelet.plugin import SentList
@@ -86,13 +86,12 @@ class ListedIds:
         *,
         servers: Callable[[], Iterable[Server]],
         pod_resources: PodResources,
-        settings: Kubelet,
         kubelet: KubeletStatus,
         journal: Journal,
     ) -> None:
         self._servers = servers
         self._pod_resources = pod_resources
-        self._longest_pause_seconds = max(settings.retry_max_seconds, _SHORTEST_PAUSE_SECONDS)
+        self._longest_pause_seconds = max(server.RETRY_MAX_SECONDS, _SHORTEST_PAUSE_SECONDS)
         self._kubelet = kubelet
         self._journal = journal
         self._courses: dict[str, _Course] = {}

@@ -1,5 +1,5 @@
 """Compare the ledger with the kubelet's records: at start, soon after each Allocate or end of a
-pod, and every ``kubelet.verifySeconds``.
+pod, and every ``VERIFY_SECONDS``.
 
 The kubelet reports neither the owner of the ids it has just allocated nor the end of a pod. Its
 checkpoint and its pod-resources socket do. The watch of pods decides when to look for ended pods.
@@ -37,6 +37,10 @@ if TYPE_CHECKING:
     from vgpu_agent.pods import PodCache
     from vgpu_agent.status import KubeletStatus
 
+# How often the ledger is compared with the kubelet's records.
+VERIFY_SECONDS = 30.0
+# How long device ids stay booked after an Allocate that the kubelet never confirms in its records.
+RESERVATION_SECONDS = 60.0
 # pod-resources allows bursts of 10 calls; one a second leaves it to others (kubelet §13).
 _SHORTEST_PAUSE_SECONDS = 1.0
 # While pods keep coming a pass would only slow down their starts: with 50,000 ids it takes a fifth
@@ -92,7 +96,6 @@ class Verification:
         self._listed = ListedIds(
             servers=servers,
             pod_resources=self._pod_resources,
-            settings=settings,
             kubelet=kubelet,
             journal=journal,
         )
@@ -134,9 +137,9 @@ class Verification:
             if differs or self._ledger.in_doubt:
                 pause = 2 * _SHORTEST_PAUSE_SECONDS  # the second look decides, so there is no third
             elif self._allocator.unconfirmed():
-                pause = min(pause * 2, self._settings.verify_seconds)
+                pause = min(pause * 2, VERIFY_SECONDS)
             else:
-                pause = self._settings.verify_seconds
+                pause = VERIFY_SECONDS
             if self._unlisted and (left := self._lists_all_at - self._clock()) > 0:
                 pause = min(pause, max(left, _SHORTEST_PAUSE_SECONDS))
 
@@ -177,9 +180,7 @@ class Verification:
         Where it is not, looks become rare soon.
         """
         ended = self._ends.pending()
-        if not ended or (
-            ended <= self._looked_for and self._end_pause >= self._settings.verify_seconds
-        ):
+        if not ended or (ended <= self._looked_for and self._end_pause >= VERIFY_SECONDS):
             return math.inf
         pause = self._end_pause if ended <= self._looked_for else _BETWEEN_ENDS_SECONDS
         return (
@@ -229,12 +230,12 @@ class Verification:
             self._restarts_seen, self._restarted_at = self._kubelet.restarts_seen, now
         drift = self._allocator.confirm(
             records,
-            reservation_seconds=self._settings.reservation_seconds,
+            reservation_seconds=RESERVATION_SECONDS,
             newest=newest,
             initial=initial,
             # A kubelet that has just come back does not list its pods until it has received them
             # again.
-            may_release=now - self._restarted_at > self._settings.reservation_seconds,
+            may_release=now - self._restarted_at > RESERVATION_SECONDS,
             has_ended=lambda grant: self._ends.has_ended(grant, records),
             ended_only=ended_only,
             kept=self._kept(records, now),

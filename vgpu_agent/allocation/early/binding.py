@@ -47,6 +47,9 @@ if TYPE_CHECKING:
 
 # With no answer at all, the runtime of many nodes would go by the variable of the image, and images
 # for GPUs ask for all of them.
+# How long Allocate waits for a pod that the watch has not shown yet; the kubelet admits nothing
+# else meanwhile.
+ALLOCATE_WAIT_SECONDS = 0.8
 _NOTHING = Edits({"NVIDIA_VISIBLE_DEVICES": "void"})
 
 
@@ -150,7 +153,7 @@ class EarlyBinding:
     async def _guess(
         self, offered: Resource, ids: Sequence[str], family: PodFamily
     ) -> _Guess | None:
-        """Return the candidate to decide for; wait up to ``binding.allocateWaitSeconds`` for a pod
+        """Return the candidate to decide for; wait up to ``ALLOCATE_WAIT_SECONDS`` for a pod
         that the watch has not shown yet.
 
         The kubelet may have rejected a pod and gone on to the next one; the status follows within
@@ -158,7 +161,7 @@ class EarlyBinding:
         has placed it while others fit as well.
         """
         pods, now = self._context.pods, asyncio.get_running_loop().time
-        until = now() + self._context.settings.allocate_wait_seconds
+        until = now() + ALLOCATE_WAIT_SECONDS
         existing = {offer.name: len(offer.ids) for offer in self._ledger.resources}
         while True:
             version = pods.revision.version

@@ -46,7 +46,7 @@ class Aws(msgspec.Struct, frozen=True, rename="camel", forbid_unknown_fields=Tru
         Meta(
             description=(
                 "none: the agent does nothing about MPS. host: a daemon that somebody else runs at "
-                "`/tmp/nvidia-mps`, with hostIPC; the agent looks for it every `mps.probeSeconds`. "
+                "`/tmp/nvidia-mps`, with hostIPC; the agent looks for it every 5 s. "
                 "supervised: the agent runs the daemon, containers need no hostIPC."
             )
         ),

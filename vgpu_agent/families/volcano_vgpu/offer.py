@@ -31,6 +31,8 @@ if TYPE_CHECKING:
     from vgpu_agent.families.volcano_vgpu.settings import VolcanoVgpu
     from vgpu_agent.model import Gpu, Inventory
 
+# The shortest time between two answers to the handshake of an old scheduler.
+HANDSHAKE_SECONDS = 15.0
 _SETTINGS = "volcanoVgpu"
 
 # The replaced plugin asks for all that there may be.
@@ -138,7 +140,7 @@ class VolcanoVgpuOptions:
             hidden_uuids=node_config.hidden_uuids if node_config else frozenset(),
             hidden_indices=node_config.hidden_indices if node_config else frozenset(),
             policy=settings.binding.policy,
-            handshake_seconds=settings.cluster.handshake_min_seconds,
+            handshake_seconds=HANDSHAKE_SECONDS,
             message_budget_bytes=settings.kubelet.message_budget_bytes,
             lists=dataclasses.replace(lists, enabled=vgpu.device_modes),
             mode=vgpu.operating_mode,

@@ -192,7 +192,7 @@ class VolcanoVgpu(msgspec.Struct, frozen=True, rename="camel", forbid_unknown_fi
         Meta(
             description=(
                 "How long one call of that program may take before it is ended. A pod waits no "
-                "longer than `binding.startSeconds`, and finds the GPU divided when the kubelet "
+                "longer than 20 s, and finds the GPU divided when the kubelet "
                 "asks again."
             )
         ),

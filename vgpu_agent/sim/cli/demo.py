@@ -49,7 +49,6 @@ sharing:
       - name: {_GPU}
         replicas: {_REPLICAS}
 gpu:
-  pollSeconds: 1
   recovery:
     quietSeconds: {_QUIET_SECONDS}   # a minute by default; the demo is in a hurry
 """
@@ -142,6 +141,7 @@ class _Demo:
             config=config,
             listen=_address(_PUBLIC_PORT, ephemeral=self._check),
             debug_listen=_address(_DEBUG_PORT, ephemeral=self._check),
+            constants={"vgpu_agent.gpu.watch:POLL_SECONDS": 1.0},
         )
         try:
             await self._scenes()

@@ -36,9 +36,12 @@ mps:
   containerRoot: {directory}/mps
   controlBinary: {tools.control}
   smiBinary: {tools.smi}
-  probeSeconds: 0.2
-  backoffMinSeconds: 0.2
 """
+# the demo is in a hurry
+_CONSTANTS = {
+    "vgpu_agent.mps.daemon:PROBE_SECONDS": 0.2,
+    "vgpu_agent.mps.daemon:BACKOFF_MIN_SECONDS": 0.2,
+}
 
 
 async def play_mps(directory: Path, narrator: Narrator) -> None:
@@ -71,6 +74,7 @@ async def play_mps(directory: Path, narrator: Narrator) -> None:
         kubelet=directory / "kubelet",
         simulate=directory / "gpus",
         config=config,
+        constants=_CONSTANTS,
     )
     story = _Story(kubelet, agent, tools, directory / "mps" / _GPU / "pipe", narrator)
     try:
