@@ -20,18 +20,15 @@ from vgpu_agent.cluster.client import ApiClient
 from vgpu_agent.cluster.credentials import Access, Credentials
 from vgpu_agent.cluster.reflector import Reflector, Scope
 from vgpu_agent.concurrency import Supervisor
-from vgpu_agent.config.binding import Cluster
 from vgpu_agent.journal import Journal
 from vgpu_agent.pods import PodCache
 
 async def main(url):
-    settings, journal, pods = Cluster(), Journal(), PodCache()
-    client = ApiClient(Credentials(lambda: Access(url), "test"), settings)
+    journal, pods = Journal(), PodCache()
+    client = ApiClient(Credentials(lambda: Access(url), "test"))
     everywhere = Scope("all pods", "/api/v1/pods", "status.phase!=Failed")
-    reflector = Reflector(
-        client, everywhere, decode.pod, pods, settings=settings, journal=journal
-    )
-    async with Supervisor(backoff_min_seconds=1, backoff_max_seconds=9) as supervisor:
+    reflector = Reflector(client, everywhere, decode.pod, pods, journal=journal)
+    async with Supervisor() as supervisor:
         supervisor.start("watch", lambda: reflector.run(lambda: supervisor.beat("watch")))
         await reflector.synced.wait()
         for pod in pods.pods:
