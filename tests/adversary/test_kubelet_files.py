@@ -191,7 +191,7 @@ class _PodResources(grpc.GenericRpcHandler):  # type: ignore[type-arg]  # generi
 
 
 async def test_an_answer_of_100_mib_from_pod_resources_is_broken_off(folder: Path) -> None:
-    """It is refused while it comes, so that it is never in memory as a whole."""
+    """The error names the limit of 32 MiB, and no part of the answer is decoded."""
     server = grpc.aio.server(options=[("grpc.max_send_message_length", -1)])
     server.add_generic_rpc_handlers((_PodResources(bytes(100 * _MIB)),))
     path = folder / "kubelet.sock"

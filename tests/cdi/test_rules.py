@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from typing import Any
 
-import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -121,6 +120,7 @@ def test_junk_never_raises_anything_else(content: bytes, is_yaml: bool) -> None:
         decode(content, is_yaml=is_yaml)
 
 
-def test_a_spec_is_encoded_the_same_each_time() -> None:
-    """An unchanged spec is then not written again."""
-    assert encode(_spec()) == encode(msgspec.structs.replace(_spec()))
+def test_the_order_of_keys_and_the_spacing_do_not_change_the_file() -> None:
+    """A tool may print an unchanged spec in another form. Its file is then not written again."""
+    printed = json.dumps(dict(reversed(GOOD.items())), indent=4).encode()
+    assert encode(decode(printed)) == encode(_spec())
