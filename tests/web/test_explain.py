@@ -208,9 +208,9 @@ def test_a_pod_whose_name_only_the_watch_knows_is_found_by_its_uid(
 
 
 def test_a_resource_that_is_not_served_says_why(volcano_node: AgentStatus) -> None:
-    """The words of the readiness, but for the resource's name, which the sentence has already."""
+    """The sentence has the reason of the readiness."""
     status = shown(volcano_node, a_pod("new", wants_vgpus("main")))
-    status.not_ready = (Problem(ProblemKind.RESOURCE, VGPU, f"{VGPU}: libvgpu.so is missing"),)
+    status.not_ready = (Problem(ProblemKind.RESOURCE, VGPU, "libvgpu.so is missing"),)
     assert (
         "Container main asks for volcano.sh/vgpu-number, which is not served now: libvgpu.so is "
         "missing."
@@ -329,7 +329,7 @@ def test_what_is_wrong_with_what_it_has_is_told_without_the_api_server_too(
         Problem(
             ProblemKind.RESOURCE,
             "nvidia.com/gpu",
-            "nvidia.com/gpu: there is no MPS control daemon at /mps",
+            "there is no MPS control daemon at /mps",
         ),
     )
     text = sentences(node, "train-0")

@@ -162,11 +162,11 @@ def test_a_lost_gpu_is_gone_and_explained(node: AgentStatus) -> None:
     ("change", "sentence"),
     [
         (
-            {"config_problem": "config.yaml:3: no"},
+            {"config_problems": ("config.yaml:3: no",)},
             "the newest configuration is not in force: config.yaml:3: no",
         ),
         (
-            {"config_problem": "config.yaml:3: no\nconfig.yaml:4: nor"},
+            {"config_problems": ("config.yaml:3: no", "config.yaml:4: nor")},
             "  config  the newest configuration is not in force: config.yaml:4: nor",
         ),
         (

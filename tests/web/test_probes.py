@@ -68,7 +68,7 @@ def test_verbose_marks_what_is_odd_without_deciding_by_it(node: AgentStatus) -> 
     node.plugins = (
         dataclasses.replace(node.plugins[0], state=PluginState.WAITING, stream_open=False),
     )
-    node.config_problem = "config.yaml:3: no\nlabel a/b: nor"
+    node.config_problems = ("config.yaml:3: no", "label a/b: nor")
     node.tasks = (
         TaskReport("health", last_heartbeat_at=NOW - 15, stuck_after_seconds=5),
         TaskReport("watch", state=TaskState.BACKING_OFF, last_error="OSError: gone"),

@@ -208,7 +208,7 @@ class Agent:
             journal=self._journal,
             patience_seconds=settings.tasks.stuck_seconds,
         )
-        self._offering.gates.append(self._cdi.why_withheld)
+        self._offering.gates.append(self._cdi.withheld)
         self._mps = MpsController(
             settings,
             ledger=self._ledger,

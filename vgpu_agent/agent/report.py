@@ -115,7 +115,7 @@ class Report:
                 path: (value, loaded.origins[path])
                 for path, value in schema.values(loaded.settings)
             },
-            config_problem=self.reload.problem,
+            config_problems=self.reload.problems,
             config_needs_restart=self.reload.needs_restart,
             config_collisions=self.reload.loaded.collisions,
             config_named=self.reload.named.report if self.reload.named else {},

@@ -25,7 +25,7 @@ from vgpu_agent.mps.compute_mode import Claims, ComputeModes
 from vgpu_agent.mps.control import Control
 from vgpu_agent.mps.host_tools import HostTool
 from vgpu_agent.mps.log_tail import LogTail
-from vgpu_agent.status import MpsState, MpsStatus, NotYet
+from vgpu_agent.status import MpsState, MpsStatus, Withheld
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection
@@ -97,17 +97,13 @@ class Daemon:
             self._wanted, self._lent = plan, lent
             self._news.set()
 
-    def why_not(self, plan: DaemonPlan) -> str:
-        """Explain why a resource with that plan must not be offered now,
-        a `NotYet` while this starts; empty when it may.
-        """
+    def withheld(self, plan: DaemonPlan) -> Withheld | None:
+        """Explain why a resource with that plan must not be offered now; None when it may."""
         if trouble := self.status.trouble:
-            return NotYet(trouble) if self.status.state is MpsState.STARTING else trouble
-        return (
-            ""
-            if self._plan.covers(plan)
-            else NotYet("its MPS control daemon is about to be told other limits")
-        )
+            return Withheld(trouble, temporary=self.status.state is MpsState.STARTING)
+        if self._plan.covers(plan):
+            return None
+        return Withheld("its MPS control daemon is about to receive other limits", temporary=True)
 
     async def run(self) -> None:
         """Keep a daemon as long as one is wanted;

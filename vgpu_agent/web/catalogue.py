@@ -50,7 +50,7 @@ CATALOGUE: tuple[Metric, ...] = (
         _G,
         (),
         "1 while the newest configuration file is refused and the previous one stays in force.",
-        readings.one(lambda moment: bool(moment.status.config_problem)),
+        readings.one(lambda moment: bool(moment.status.config_problems)),
     ),
     Metric(
         "vgpu_agent_config_restart_needed",

@@ -265,7 +265,7 @@ def _limit(text: str | None) -> int | None:
 
 def _config(asked: Question) -> dict[str, Any]:
     return {
-        "problem": asked.status.config_problem,
+        "problem": "\n".join(asked.status.config_problems),
         "needs_restart": asked.status.config_needs_restart,
         "named": asked.status.config_named,
         "binding": binding.binding_view(asked.status.binding, asked.now),

@@ -260,11 +260,9 @@ def _held(grant: AllocationView, container: PodContainer) -> Iterator[str]:
 
 
 def _unserved(status: AgentStatus, resource: str) -> Iterator[str]:
-    """Explain why nothing of ``resource`` is granted now.
-    Most reasons begin with its name, so it is removed.
-    """
+    """Explain why nothing of ``resource`` is granted now."""
     if reason := status.not_served.get(resource):
-        yield f"is not served now: {reason.removeprefix(f'{resource}: ')}."
+        yield f"is not served now: {reason}."
 
 
 def _ill(status: AgentStatus, grant: AllocationView) -> Iterator[str]:

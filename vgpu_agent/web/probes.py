@@ -87,13 +87,13 @@ def _node_checks(status: AgentStatus) -> tuple[Check, ...]:
         )
         for plugin in status.plugins
     )
-    refused = "; ".join(status.config_problem.splitlines())
+    refused = "; ".join(status.config_problems)
     config = f"the newest configuration is not in force: {refused}" if refused else "in force"
     return (
         Check("nvml", nvml.state in {NvmlState.ANSWERING, NvmlState.UNUSED}, state),
         Check("kubelet", status.kubelet.socket_present, kubelet),
         *plugins,
-        Check("config", not status.config_problem, config),
+        Check("config", not status.config_problems, config),
     )
 
 

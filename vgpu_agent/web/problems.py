@@ -110,8 +110,7 @@ def _api_server(cluster: ClusterStatus, now: float) -> Iterator[Problem]:
 
 def _config(status: AgentStatus) -> Iterator[Problem]:
     refused = (
-        f"the newest configuration is not in force: {line}"
-        for line in status.config_problem.splitlines()
+        f"the newest configuration is not in force: {problem}" for problem in status.config_problems
     )
     for text in (
         *status.binding.file_problems,

@@ -140,7 +140,7 @@ async def test_a_shared_resource_is_served_once_its_limits_are_in_force(tmp_path
             await node.offers.offer(
                 _shared(), Resource("nvidia.com/other", "nvidia", (DeviceId("GPU-x", "GPU-x"),))
             )
-            assert node.withheld == {GPU: f"{GPU}: its MPS control daemon is about to be started"}
+            assert node.withheld == {GPU: "its MPS control daemon is about to be started"}
             assert node.offers.served == ["nvidia.com/other"]
             await node.until(lambda: GPU in node.offers.served)
         # the ordinary start is no trouble
@@ -304,8 +304,7 @@ async def test_daemons_whose_files_containers_could_change_are_not_started(tmp_p
         )
         await node.offers.offer(_shared())
         assert node.withheld[GPU].startswith(
-            f'{GPU}: mps.root: "/tmp/nvidia-mps/ours" lies in /tmp/nvidia-mps, which aws.mps: '
-            "supervised"
+            'mps.root: "/tmp/nvidia-mps/ours" lies in /tmp/nvidia-mps, which aws.mps: supervised'
         )
         assert node.tools.calls == []
 

@@ -21,6 +21,7 @@ from vgpu_agent.model import SharingMode
 from vgpu_agent.mps import directories
 from vgpu_agent.mps.host_daemon import HostDaemon
 from vgpu_agent.mps.supervision import Supervision
+from vgpu_agent.status import Withheld
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -74,7 +75,7 @@ class MpsController:
             share_memory=_share_nothing if settings.simulate else directories.share_memory,
         )
         self.apply(settings)
-        offering.gates.append(self._why_not)
+        offering.gates.append(self._withheld)
 
     @property
     def statuses(self) -> tuple[MpsStatus, ...]:
@@ -169,10 +170,12 @@ class MpsController:
             else:
                 await self._ledger.revision.newer_than(version)
 
-    def _why_not(self, resource: Resource) -> str:
+    def _withheld(self, resource: Resource) -> Withheld | None:
         if resource.sharing is not SharingMode.MPS:
-            return ""
-        return self._unfit(resource) or self._supervision.why_not(self._plan(resource))
+            return None
+        if reason := self._unfit(resource):
+            return Withheld(reason)
+        return self._supervision.withheld(self._plan(resource))
 
     def _unfit(self, resource: Resource) -> str:
         """Explain why no daemon can run for the resource, regardless of the other resources."""
