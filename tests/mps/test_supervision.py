@@ -92,7 +92,7 @@ async def test_nothing_is_offered_before_the_limits_are_read_back(node: Node) ->
         refused = supervision.withheld(node.plan())
         assert refused is not None
         assert not refused.temporary
-        assert "was told its limits and has 100 % of compute instead of 25 %" in refused.reason
+        assert "received its limits but has 100 % of compute instead of 25 %" in refused.reason
         node.tools.behave()
         await until_running(supervision)
         assert supervision.withheld(node.plan()) is None
@@ -302,7 +302,7 @@ async def test_a_server_that_outlives_its_daemon_is_waited_for(node: Node) -> No
         end_daemon(node.pipe)
         await until(
             lambda: (
-                "lives on, and no other can be started beside it"
+                "still runs, and no other can be started beside it"
                 in why_not(supervision, node.plan())
             )
         )

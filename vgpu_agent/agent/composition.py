@@ -322,7 +322,7 @@ class Agent:
             resources=[plugin.resource.name for plugin in self._offering.plugins],
         )
         for plugin in self._offering.plugins:
-            plugin.register_again("somebody sent SIGHUP")
+            plugin.register_again("SIGHUP received")
 
     async def _start_all(self) -> None:
         """Start, and the web server beside it; what keeps either
@@ -460,8 +460,8 @@ class Agent:
             from vgpu_agent.sim.preload import preload  # noqa: PLC0415
         except ModuleNotFoundError as err:
             raise SimulationError(
-                "--simulate: the simulator is part of a checkout only, not of the image; leave the "
-                "flag out"
+                "--simulate: the image does not contain the simulator; leave the flag out, or "
+                "run the agent from a checkout"
             ) from err
         _logger.warning(
             "agent.simulated",

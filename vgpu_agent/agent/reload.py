@@ -101,5 +101,5 @@ class Reload:
             "config.refused",
             level="error",
             problems=err.problems,
-            in_force="the settings from before",
+            in_force="the previous settings",
         )

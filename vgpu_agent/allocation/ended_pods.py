@@ -104,9 +104,9 @@ class EndedPods:
                 return attempt()
             except _NO_ROOM as err:
                 raise NotProvenError(
-                    "no room, and kubelet has not said within "
-                    f"{self._context.settings.start_seconds:g} s which pods have ended; kubelet "
-                    f"will ask again ({err})"
+                    "no room, and the kubelet has not reported within "
+                    f"{self._context.settings.start_seconds:g} s which pods have ended; the "
+                    f"kubelet will retry ({err})"
                 ) from err
         return await self._tried_again(start, attempt, kubelet_evidence, before)
 

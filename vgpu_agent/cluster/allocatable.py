@@ -219,7 +219,7 @@ class AllocatableWriter:
             if lasting(err):
                 text = (
                     f"the API server refuses the count of {resource} in this Node's status "
-                    f"({err}), so kubelet alone writes it, every ten seconds; apply the "
+                    f"({err}), so the kubelet alone writes it, every ten seconds; apply the "
                     "ClusterRole and the policy in manifests/ of this version"
                 )
                 self._complaints.say(

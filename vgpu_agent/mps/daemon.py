@@ -262,7 +262,7 @@ class Daemon:
         await self._tell_limits(control)
         if difference := await control.difference():
             raise MpsError(
-                f"its MPS control daemon was told its limits and has {difference}; see "
+                f"its MPS control daemon received its limits but has {difference}; see "
                 f"{self._plan.log}/control.log"
             )
         await self._up(adopted=False)
@@ -293,8 +293,8 @@ class Daemon:
         orphans = await asyncio.to_thread(processes.living, self._servers)
         if orphans and (pods := self._dependencies.holders(self._plan.resource)):
             raise MpsError(
-                f"the MPS server of the lost daemon (process {orphans[0]}) lives on, and no other "
-                "can be started beside it; there is a new daemon once these have ended: "
+                f"the MPS server of the lost daemon (process {orphans[0]}) still runs, and no "
+                "other can be started beside it; a new daemon starts once these have ended: "
                 f"{', '.join(pods)}"
             )
         if strangers := await asyncio.to_thread(processes.end, orphans, self._plan.pipe):

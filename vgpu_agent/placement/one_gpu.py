@@ -51,7 +51,9 @@ def choose_on_one(
     fitting = [device for device in (bound or free) if len(free[device]) >= wanted]
     if not fitting:
         most = max((len(free[device]) for device in (bound or free)), default=0) + len(required)
-        raise CapacityError(f"{size} ids of one device are wanted, no device has more than {most}")
+        raise CapacityError(
+            f"{size} ids of one device are requested, no device has more than {most}"
+        )
     return [
         *required,
         *free[min(fitting, key=lambda device: (rank(device), len(free[device])))][:wanted],

@@ -66,7 +66,7 @@ def choose(policy: str, request: IdRequest) -> list[str]:
             simple pick.
     """
     if unknown := [id_ for id_ in request.required if id_ not in request.device_of]:
-        raise CapacityError(f"{', '.join(unknown)} cannot be had")
+        raise CapacityError(f"not available: {', '.join(unknown)}")
     return POLICIES[policy](request)
 
 

@@ -46,10 +46,10 @@ def choose_spread(
     """
     order = {id_: place for place, id_ in enumerate(available)}
     if missing := [id_ for id_ in required if id_ not in order]:
-        raise CapacityError(f"{', '.join(missing)} cannot be had")
+        raise CapacityError(f"not available: {', '.join(missing)}")
     if not len(required) <= size <= len(order):
         raise CapacityError(
-            f"{size} ids are wanted, {len(required)} of them by name, {len(order)} can be had"
+            f"{size} ids are requested, {len(required)} of them by name, {len(order)} available"
         )
     free: dict[str, collections.deque[str]] = {}
     for id_ in order:

@@ -120,9 +120,7 @@ def _loop_checks(status: AgentStatus, now: float) -> tuple[Check, ...]:
 def _task_checks(status: AgentStatus, now: float) -> Iterator[Check]:
     for task in status.tasks:
         stuck = task.stuck_for(now)
-        text = (
-            f"no sign of life for {stuck:.0f} s longer than promised" if stuck else task.state.value
-        )
+        text = f"no heartbeat for {stuck:.0f} s longer than allowed" if stuck else task.state.value
         if task.last_error and task.state is not TaskState.RUNNING:
             text += f" ({task.last_error})"
         yield Check(

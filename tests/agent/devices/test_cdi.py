@@ -69,7 +69,7 @@ async def test_trouble_is_the_reason_and_ends_by_itself(
     assert "Driver Not Loaded" in side.withheld()
     assert not side.is_temporary()
     assert side.healthy == []
-    with pytest.raises(CarrierError, match="kubelet will ask again"):
+    with pytest.raises(CarrierError, match="the kubelet will retry"):
         await side.side.inline([f"{VENDOR}/gpu={U1}"])
     await asyncio.to_thread(side.tool.behave)
     await side.until_offered()
@@ -177,5 +177,5 @@ async def test_the_gpu_of_a_tegra_processor_has_no_cdi_name_and_nothing_waits_fo
             version=1, gpus=(Gpu(INTEGRATED, index=0, minor=-1, name=INTEGRATED, memory_mib=0),)
         ),
     )
-    assert "take cdi-cri and cdi-annotations out" in side.withheld(resource)
+    assert "remove cdi-cri and cdi-annotations" in side.withheld(resource)
     assert not await asyncio.to_thread(side.cdi.exists)

@@ -180,7 +180,7 @@ async def test_the_pods_of_a_lost_daemon_are_named(tmp_path: Path) -> None:
         (lost,) = (
             entry for entry in node.offers.journal.entries if entry.event == "mps.daemon_lost"
         )
-        assert lost.facts["pods"] == ["a pod that starts"]
+        assert lost.facts["pods"] == ["a starting pod"]
         node.offers.ledger.release(1)
 
 

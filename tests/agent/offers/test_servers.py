@@ -287,5 +287,5 @@ async def test_counts_are_told_for_schedulers_where_several_families_are_on(
             "nvidia.com/gpu": fewer,
             "k8s.amazonaws.com/vgpu": all_of_them,
         }
-        node.offering.plugins[0].status.not_listed = "kubelet does not list our ids"
+        node.offering.plugins[0].status.not_listed = "kubelet does not list the agent's ids"
         assert node.offering.sent_to_several_families.keys() == {"k8s.amazonaws.com/vgpu"}

@@ -55,7 +55,7 @@ _KEEPER = "cdi"  # of cordons in the ledger
 # NVIDIA's plugin does not even start so (nvidia §1).
 _NO_NAME_OF_INTEGRATED = (
     "plugin.deviceListStrategy: the GPU of this node is part of its processor, and CDI names of "
-    "GPUs are made through NVML; take cdi-cri and cdi-annotations out, envvar and volume-mounts "
+    "GPUs are made through NVML; remove cdi-cri and cdi-annotations, envvar and volume-mounts "
     "work with the NVIDIA runtime in CSV mode"
 )
 
@@ -241,8 +241,8 @@ class CdiController:
                     self._keep_back()
         if wrong := self._wrong_names.intersection(names):
             raise CarrierError(
-                f"the CDI spec of this node does not have {', '.join(sorted(wrong))} as it is now; "
-                "kubelet will ask again"
+                f"the CDI spec of this node does not have {', '.join(sorted(wrong))} as it is "
+                "now; the kubelet will retry"
             )
         return inlined(names, self._source.specs)
 
@@ -350,7 +350,7 @@ class CdiController:
         names, error = self._source.names, self._source.error
         if self._settings.cdi.source == "toolkit":
             error = error or (
-                "the container toolkit must make its spec anew (service nvidia-cdi-refresh, or "
+                "let the container toolkit write its spec again (service nvidia-cdi-refresh, or "
                 "nvidia-ctk cdi generate)"
             )
         why = f"no CDI spec has its name yet{': ' if error else ''}{error}"

@@ -194,8 +194,8 @@ class MpsController:
                 break
             if common := devices.intersection(entry.device for entry in other.ids):
                 return (
-                    f"{min(common)} has an MPS control daemon for {other.name} already, and takes "
-                    f"one only; {collisions.by_one_of_two()}"
+                    f"{min(common)} has an MPS control daemon for {other.name} already, and can "
+                    f"have only one; {collisions.by_one_of_two()}"
                 )
         return ""
 
@@ -209,11 +209,11 @@ class MpsController:
 
     def _holders(self, resource: str) -> tuple[str, ...]:
         if not self._ledger.rebuilt:
-            return ("pods that kubelet has not told of yet",)
+            return ("pods that the kubelet has not reported yet",)
         grants = (grant for grant in self._ledger.grants if grant.resource == resource)
         return tuple(
             dict.fromkeys(
-                grant.owner.pod_name if grant.owner else "a pod that starts" for grant in grants
+                grant.owner.pod_name if grant.owner else "a starting pod" for grant in grants
             )
         )
 
@@ -240,7 +240,7 @@ def _without_host(reason: str, family: str) -> str:
     key = next(each.settings.mps for each in FAMILIES if each.name == family)
     return (
         f"{reason}, so its containers may take turns without limits although {key} is host; run "
-        "the daemon on this node, and let the agent see its pipe (components/mps-host), or set "
+        "the daemon on this node and mount its pipe into the agent (components/mps-host), or set "
         f"{key} to supervised, or to none"
     )
 

@@ -52,10 +52,9 @@ class SliceMemory:
             "slices.json",
             tuple[RememberedSlice, ...],
             when_unreadable=(
-                "it is written anew; pods on MIG instances that were cut away hold up nothing "
-                "until then"
+                "it will be written again; until then pods on removed MIG instances block nothing"
             ),
-            when_not_written="a restart forgets of which GPU a MIG instance was that is gone",
+            when_not_written="a restart loses the GPUs of removed MIG instances",
         )
         self._written: frozenset[str] = frozenset()  # UUIDs; what an instance was never changes
 
