@@ -28,12 +28,18 @@ if TYPE_CHECKING:
     from vgpu_agent.pods import Pod
 
 
-class NotYet(str):
-    """A reason that passes by itself within seconds, as a daemon that is being started;
-    any other is trouble.
+@dataclasses.dataclass(frozen=True, slots=True)
+class Withheld:
+    """The reason why a resource is not offered.
+
+    Attributes:
+        reason: one sentence, without the name of the resource.
+        temporary: it ends by itself within seconds, such as the start of a daemon. It is an error
+            only when it lasts.
     """
 
-    __slots__ = ()
+    reason: str
+    temporary: bool = False
 
 
 class PluginState(enum.StrEnum):
@@ -414,7 +420,7 @@ class AgentStatus:
     loop_lag_max_seconds: float = 0.0
     # key path → (value, where it came from)
     config: dict[str, tuple[Any, str]] = dataclasses.field(default_factory=dict)
-    config_problem: str = ""  # why the newest configuration file is not in force
+    config_problems: tuple[str, ...] = ()  # why the newest configuration file is not in force
     config_needs_restart: tuple[str, ...] = ()
     config_collisions: tuple[str, ...] = ()  # families that take something from each other
     # the named configuration, empty where there are none

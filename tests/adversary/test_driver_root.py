@@ -35,9 +35,9 @@ FAKES: dict[str, tuple[Callable[[Path], object], str]] = {
     # it can be turned between two looks
     "a link to a node of NVIDIA's": (_link_to_a_real_one, "is a symbolic link"),
     "a dangling link": (lambda path: path.symlink_to("/nonexistent"), "is a symbolic link"),
-    "a FIFO": (os.mkfifo, "is no device node"),
-    "a directory": (Path.mkdir, "is no device node"),
-    "a file": (Path.touch, "is no device node"),
+    "a FIFO": (os.mkfifo, "is not a device node"),
+    "a directory": (Path.mkdir, "is not a device node"),
+    "a file": (Path.touch, "is not a device node"),
     "a disk": (_disk, "has the major number 8, which is none of NVIDIA's"),
 }
 

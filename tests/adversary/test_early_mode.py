@@ -137,7 +137,7 @@ async def test_where_nobody_can_tell_nothing_is_refused_for_good() -> None:
     for pod in (placed_by_its_owner("nonsense", annotations={}), stranger()):
         place.book.put(pod)
     assert await place.admit(stranger(), "main", IDS[:1]) == NOTHING
-    with pytest.raises(WrongPodError, match="delete the pod, so that it is created anew"):
+    with pytest.raises(WrongPodError, match="delete the pod, so that a new one is created"):
         await place.start(IDS[:1])
 
 

@@ -150,7 +150,7 @@ async def test_a_tenant_cannot_pose_as_a_static_pod_that_has_no_mirror_yet() -> 
     assert place.checkpoint is not None
     await place.allocator.allocate(NUMBER, IDS[:1])
     place.checkpoint.append(Holding(NUMBER, IDS[:1], Owner("prepare", STATIC)))
-    with pytest.raises(NotProvenError, match="kubelet will ask again"):
+    with pytest.raises(NotProvenError, match="the kubelet will retry"):
         await place.start(IDS[:1])
     assert place.carrier.specs == {}
 

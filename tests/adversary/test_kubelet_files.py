@@ -59,7 +59,7 @@ async def test_a_fifo_in_place_of_the_checkpoint_cannot_hang_a_reader(tmp_path: 
     path = tmp_path / "kubelet_internal_checkpoint"
     os.mkfifo(path)
     async with asyncio.timeout(_PATIENCE_SECONDS):
-        with pytest.raises(CheckpointError, match="is no regular file"):
+        with pytest.raises(CheckpointError, match="is not a regular file"):
             await read_checkpoint(path)
 
 
@@ -83,7 +83,7 @@ async def test_an_endless_device_in_place_of_the_checkpoint_is_not_read(tmp_path
     path = tmp_path / "kubelet_internal_checkpoint"
     path.symlink_to("/dev/zero")
     outcome, peak_mib = await _read_elsewhere(path)
-    assert "is no regular file" in outcome
+    assert "is not a regular file" in outcome
     assert peak_mib < 80
 
 
@@ -191,7 +191,7 @@ class _PodResources(grpc.GenericRpcHandler):  # type: ignore[type-arg]  # generi
 
 
 async def test_an_answer_of_100_mib_from_pod_resources_is_broken_off(folder: Path) -> None:
-    """It is refused while it comes, so that it is never in memory as a whole."""
+    """The error names the limit of 32 MiB, and no part of the answer is decoded."""
     server = grpc.aio.server(options=[("grpc.max_send_message_length", -1)])
     server.add_generic_rpc_handlers((_PodResources(bytes(100 * _MIB)),))
     path = folder / "kubelet.sock"

@@ -274,7 +274,7 @@ def test_no_huge_file_is_read(tmp_path: Path) -> None:
     tracemalloc.stop()
     source.unlink()
     os.mkfifo(source)
-    with pytest.raises(CarrierError, match="is no file"):
+    with pytest.raises(CarrierError, match="is not a file"):
         HamiLibrary(str(tmp_path / "host"), str(source), Journal(), instead=INSTEAD)._install()
 
 

@@ -487,7 +487,7 @@ async def test_a_source_that_others_could_replace_is_never_mounted(what: str, no
         (node.folder / "open" / "library").symlink_to(node.library)
         node.backend = HamiCore(str(node.host), str(node.folder / "open" / "library"))
     with pytest.raises(
-        CarrierError, match=r"is not mounted into containers: .*(chmod go-w|give it to root)"
+        CarrierError, match=r"is not mounted into containers: .*(chmod go-w|make root its owner)"
     ):
         await node.mounts_at_start()
     assert not list(node.cdi.glob("*.json"))

@@ -214,8 +214,8 @@ async def test_what_is_in_force_is_what_could_be_applied(
     named.follow(lambda: "typo")
     await named.sources()
     assert named.in_force.key == "two"
-    assert reload.problem.splitlines()[0] == "available-configs/four:1: no"
-    assert '"typo"' in reload.problem.splitlines()[1]
+    assert reload.problems[0] == "available-configs/four:1: no"
+    assert '"typo"' in reload.problems[1]
 
 
 async def test_a_directory_that_vanishes_changes_nothing(

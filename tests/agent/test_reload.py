@@ -49,7 +49,7 @@ async def test_good_settings_are_applied_and_shown(applied: Applied) -> None:
     await reload.take(new)
     assert applied.settings == [new.settings]  # all of it takes effect at once
     assert reload.loaded is new
-    assert (reload.problem, reload.needs_restart) == ("", ())
+    assert (reload.problems, reload.needs_restart) == ((), ())
 
 
 async def test_what_a_new_file_says_without_effect_is_told_once(applied: Applied) -> None:
@@ -85,11 +85,11 @@ async def test_bad_settings_change_nothing_until_a_good_file_comes(applied: Appl
     journal = Journal()
     reload = Reload(loaded(), apply=applied, journal=journal)
     await reload.take(ConfigError(["config.yaml:2: listen: …"]))
-    assert reload.problem == "config.yaml:2: listen: …"
+    assert reload.problems == ("config.yaml:2: listen: …",)
     assert applied.settings == []
     assert journal.entries[-1].event == "config.refused"
     await reload.take(loaded())
-    assert reload.problem == ""
+    assert not reload.problems
 
 
 async def test_settings_that_cannot_be_put_in_force_are_refused_whole(applied: Applied) -> None:
@@ -99,7 +99,7 @@ async def test_settings_that_cannot_be_put_in_force_are_refused_whole(applied: A
     applied.refusal = "nvidia.com/gpu: replicas: at most 5 would fit"
     await reload.take(loaded("plugin: {passDeviceSpecs: true}\n"))
     assert reload.loaded is first
-    assert "at most 5" in reload.problem
+    assert "at most 5" in reload.problems[0]
 
 
 async def test_what_needs_a_restart_is_named_until_it_is_taken_back(applied: Applied) -> None:

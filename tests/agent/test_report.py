@@ -160,7 +160,7 @@ async def test_a_resource_that_waits_for_kubelet_is_not_ready_and_says_so(tmp_pa
     async with parts(tmp_path) as node:
         assert node.not_ready == {
             "resource nvidia.com/gpu": (
-                f"waiting for kubelet: there is no {tmp_path}/device-plugins/kubelet.sock"
+                f"waiting for the kubelet: there is no {tmp_path}/device-plugins/kubelet.sock"
             )
         }
         assert node.not_alive == {}
@@ -211,10 +211,10 @@ async def test_a_refused_registration_stays_in_the_verdict(tmp_path: Path) -> No
         (status,) = node.offering.statuses
         status.state, status.last_error = (
             PluginState.FAILED,
-            "kubelet refuses to register nvidia.com/gpu",
+            "the kubelet refuses to register nvidia.com/gpu",
         )
         assert node.not_ready == {
-            "resource nvidia.com/gpu": "failed; kubelet refuses to register nvidia.com/gpu"
+            "resource nvidia.com/gpu": "failed; the kubelet refuses to register nvidia.com/gpu"
         }
         assert node.not_alive == {}
 
@@ -224,7 +224,7 @@ async def test_registered_without_a_stream_is_not_ready(tmp_path: Path) -> None:
     async with parts(tmp_path) as node:
         (status,) = node.offering.statuses
         status.state = PluginState.REGISTERED
-        assert "has not opened the list" in node.not_ready["resource nvidia.com/gpu"]
+        assert "has not opened the stream of the list" in node.not_ready["resource nvidia.com/gpu"]
         status.stream_open = True
         assert node.not_ready == {}
 
@@ -251,7 +251,7 @@ async def test_a_stuck_loop_is_named_with_the_time_it_has_been_silent(tmp_path: 
         assert node.not_alive == {}
         node.supervisor._beats["watch"] -= 9
         assert node.not_alive == {
-            "task watch": "no sign of life for 20 s; it will not come back by itself"
+            "task watch": "no heartbeat for 20 s; it will not recover by itself"
         }
 
 

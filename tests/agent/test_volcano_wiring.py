@@ -132,9 +132,9 @@ async def test_a_config_map_that_is_edited_wrongly_changes_nothing(tmp_path: Pat
                 == before
             )
             assert await edited(parts, "nvidia: {") == before
-            assert "what stood there before stays in force" in parts.families.problems[0]
+            assert "its previous content stays in force" in parts.families.problems[0]
             assert await edited(parts, None) == before  # the key is misspelt
-            assert "what stood there before stays in force" in parts.families.problems[0]
+            assert "its previous content stays in force" in parts.families.problems[0]
             await parts.cluster.remember()
         async with wired(settings) as parts:
             await parts.families.apply(settings)

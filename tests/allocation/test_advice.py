@@ -184,8 +184,9 @@ async def test_an_allocate_that_came_too_late_is_final_and_says_so() -> None:
         "returned. 1 pod of volcano-vgpu has shares of it, since "
     )
     assert text.endswith(
-        "The kubelet chose these ids by an older list and fails the pod for good: its controller "
-        "makes a new one, else create it anew. Room for it now: GPU 1, 2, 3."
+        "The kubelet chose these ids from an older list and fails the pod for good. Its "
+        "controller creates a new pod; a pod without a controller must be created again. Room "
+        "for it now: GPU 1, 2, 3."
     )
 
 

@@ -204,7 +204,7 @@ async def test_two_pods_that_want_different_divisions_of_one_gpu() -> None:
     second = await place.admitted("b", f"{U1}[group3-0]", number=1)
     start = await place.begin(first)
     with pytest.raises(
-        MigError, match=r"is just being divided into 3 × 2g.10gb, 1 × 1g.5gb for default/a"
+        MigError, match=r"is being divided into 3 × 2g.10gb, 1 × 1g.5gb for default/a"
     ):
         await place.allocator.pre_start(NUMBER, second)
     place.finish(U1, *GROUP2)
@@ -352,7 +352,7 @@ async def test_a_gpu_that_is_divided_otherwise_than_asked_serves_nobody_by_it() 
     ids = await place.admitted("p", f"{U1}[group2-0]")
     start = await place.begin(ids)
     place.finish(U1, *GROUP3)
-    with pytest.raises(MigError, match="divided for the container, and then otherwise"):
+    with pytest.raises(MigError, match="divided for the container and then differently"):
         await start
     assert place.carrier.specs == {}
 
@@ -453,7 +453,7 @@ async def test_early_an_answer_that_needs_a_gpu_divided_is_refused() -> None:
     The remedy is named.
     """
     place = MigPlace(late=False)
-    with pytest.raises(RequestRefusedError, match=r"takes binding\.mode late"):
+    with pytest.raises(RequestRefusedError, match=r"needs binding\.mode late"):
         await place.admitted("p", f"{U1}[group2-0]")
 
 
@@ -461,7 +461,7 @@ async def test_without_a_divider_nothing_is_divided() -> None:
     """An agent without a way to divide says so."""
     place = MigPlace(divider=False)
     ids = await place.admitted("p", f"{U1}[group2-0]")
-    with pytest.raises(MigError, match="nobody has told it how"):
+    with pytest.raises(MigError, match="only the operating mode mig does"):
         await place.allocator.pre_start(NUMBER, ids)
 
 

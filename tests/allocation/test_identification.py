@@ -129,7 +129,7 @@ async def test_nobody_else_starts_from_a_spec(checkpoint: list[Owner], listed: O
     place = await in_an_outage()
     place.checkpoint = [Holding(NUMBER, IDS[:1], owner) for owner in checkpoint]
     place.pod_resources = [Holding(NUMBER, IDS[:1], listed)]
-    with pytest.raises(NotProvenError, match="kubelet will ask again"):
+    with pytest.raises(NotProvenError, match="the kubelet will retry"):
         await place.start(IDS[:1])
     assert place.events("start.as_before") == []
 
@@ -145,7 +145,7 @@ async def test_a_start_that_takes_too_long_is_refused_before_kubelet_gives_up() 
     began = asyncio.get_running_loop().time()
     with pytest.raises(
         NotProvenError,
-        match="records and the API server have not answered within 20 s; kubelet will ask again",
+        match="records and the API server have not answered within 20 s; the kubelet will retry",
     ):
         await place.start(IDS[:1])
     assert asyncio.get_running_loop().time() - began == pytest.approx(20.0, abs=0.1)
@@ -166,7 +166,7 @@ async def test_whoever_cannot_be_told_apart_is_refused_by_name() -> None:
         ("serve", "main", False),
     }
     assert {refusal.reason.partition(", ")[0] for refusal in place.refusals.current} == {
-        f"kubelet lists ids of {NUMBER} in two pods at once"
+        f"the kubelet lists ids of {NUMBER} in two pods at once"
     }
     place.forget(SERVE)
     await place.start(IDS[:1])

@@ -180,7 +180,7 @@ async def test_without_any_kubelet_record_nothing_starts() -> None:
     place.book.replace([pod])
     await place.admit(pod, "main", IDS[:1])
     place.checkpoint = place.pod_resources = None
-    with pytest.raises(NotProvenError, match="neither of kubelet's records can be read"):
+    with pytest.raises(NotProvenError, match="neither of the kubelet's records can be read"):
         await place.start(IDS[:1])
 
 
@@ -204,6 +204,6 @@ async def test_two_pods_of_one_name_are_not_told_apart_without_the_checkpoint() 
     place.checkpoint = []
     await place.admit(new, "main", IDS[1:2])
     place.checkpoint = None
-    with pytest.raises(NotProvenError, match="kubelet lists two pods named default/web-0"):
+    with pytest.raises(NotProvenError, match="the kubelet lists two pods named default/web-0"):
         await place.start(IDS[:1])
     assert place.carrier.specs == {}

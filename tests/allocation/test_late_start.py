@@ -327,7 +327,7 @@ async def test_a_start_without_room_is_answered_before_kubelet_gives_up() -> Non
     began = loop.time()
     with pytest.raises(
         NotProvenError,
-        match=r"default/second, container main: no room, and kubelet has not said within 20 s",
+        match=r"second, container main: no room, and the kubelet has not reported within 20 s",
     ):
         await place.start(IDS[1:2])
     assert loop.time() - began == pytest.approx(START_SECONDS, abs=0.1)

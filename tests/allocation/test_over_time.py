@@ -333,7 +333,7 @@ async def test_nothing_new_is_decided_before_kubelet_has_told_who_holds_what() -
     await after.admit(second, "main", IDS[1:2])
     with pytest.raises(
         NotProvenError,
-        match="default/second, container main: kubelet has not told yet who held what",
+        match="second, container main: the holders of ids from before the start of this agent",
     ):
         await after.start(IDS[1:2])
     confirm(after)
@@ -358,7 +358,7 @@ async def test_nothing_is_decided_between_the_first_look_at_pods_and_the_next_at
     await after.start(IDS[2:3])  # what it was given, it keeps
     with pytest.raises(
         NotProvenError,
-        match="default/new, container main: pods that run on this node have only just become known",
+        match="new, container main: the agent has just learned of pods that run on this node",
     ):
         await after.start(IDS[1:2])
     confirm(after)

@@ -82,8 +82,14 @@ class Side:
         return [listed.id.id for listed in self.ledger.listing(GPUS.name) if listed.healthy]
 
     def withheld(self, resource: Resource = GPUS) -> str:
-        """Return the reason why a resource is not offered."""
-        return self.side.why_withheld(resource)
+        """Return the reason why a resource is not offered; empty when it is."""
+        found = self.side.withheld(resource)
+        return found.reason if found else ""
+
+    def is_temporary(self, resource: Resource = GPUS) -> bool:
+        """Tell whether the reason why a resource is not offered ends by itself."""
+        found = self.side.withheld(resource)
+        return found is not None and found.temporary
 
     async def until_offered(self) -> None:
         """Wait, some seconds at most."""

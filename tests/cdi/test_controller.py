@@ -19,7 +19,6 @@ from vgpu_agent.device_ids import DeviceId
 from vgpu_agent.errors import CarrierError
 from vgpu_agent.model import INTEGRATED, Gpu, Inventory, Resource
 from vgpu_agent.sim.nvidia_ctk import COMMAND
-from vgpu_agent.status import NotYet
 
 
 @pytest.fixture
@@ -68,9 +67,9 @@ async def test_trouble_is_the_reason_and_ends_by_itself(
     await asyncio.to_thread(side.tool.misbehave, fail="Driver Not Loaded")
     await side.begin()
     assert "Driver Not Loaded" in side.withheld()
-    assert not isinstance(side.withheld(), NotYet)
+    assert not side.is_temporary()
     assert side.healthy == []
-    with pytest.raises(CarrierError, match="kubelet will ask again"):
+    with pytest.raises(CarrierError, match="the kubelet will retry"):
         await side.side.inline([f"{VENDOR}/gpu={U1}"])
     await asyncio.to_thread(side.tool.behave)
     await side.until_offered()
@@ -86,7 +85,7 @@ async def test_a_tool_that_hangs_does_not_keep_the_agent_from_starting(
     async with asyncio.timeout(PATIENCE_SECONDS):
         await side.begin()
     assert side.withheld() == "the CDI spec of this node's GPUs is being made"
-    assert isinstance(side.withheld(), NotYet)
+    assert side.is_temporary()
     await supervisor.stop("cdi specs")
 
 
@@ -177,5 +176,5 @@ async def test_the_gpu_of_a_tegra_processor_has_no_cdi_name_and_nothing_waits_fo
             version=1, gpus=(Gpu(INTEGRATED, index=0, minor=-1, name=INTEGRATED, memory_mib=0),)
         ),
     )
-    assert "take cdi-cri and cdi-annotations out" in side.withheld(resource)
+    assert "remove cdi-cri and cdi-annotations" in side.withheld(resource)
     assert not await asyncio.to_thread(side.cdi.exists)

@@ -20,7 +20,6 @@ from vgpu_agent.config.device_answers import Plugin
 from vgpu_agent.device_ids import DeviceId
 from vgpu_agent.errors import CarrierError
 from vgpu_agent.model import Health, Inventory, MigInstance, Resource
-from vgpu_agent.status import NotYet
 
 
 @pytest.fixture
@@ -52,7 +51,7 @@ async def test_a_slice_is_kept_back_until_it_has_a_name(
     side.ledger.offer([dataclasses.replace(GPUS, ids=GPUS.ids[:1]), by_profile])
     assert [listed.healthy for listed in side.ledger.listing(by_profile.name)] == [False]
     assert "no CDI spec has its name yet" in side.withheld(by_profile)
-    assert isinstance(side.withheld(by_profile), NotYet)
+    assert side.is_temporary(by_profile)
     assert side.withheld() == ""
 
     task = asyncio.ensure_future(side.side.follow(nothing))

@@ -59,7 +59,9 @@ async def test_a_gpu_that_the_toolkits_spec_does_not_have_is_kept_back(
     await side.begin()
     assert side.healthy == [U0]
     (room,) = [room for room in side.ledger.rooms(GPUS.name) if room.device == U1]
-    assert "must make its spec anew (service nvidia-cdi-refresh" in room.trouble
+    assert (
+        "let the container toolkit write its spec again (service nvidia-cdi-refresh" in room.trouble
+    )
 
 
 async def test_offers_are_looked_at_again_only_when_names_have_changed(

@@ -281,7 +281,7 @@ async def test_a_directory_that_cannot_be_written_is_one_clear_error(
     async with running(cdi) as specs:
         await made(specs, Wanted(1, ctk=tool.options))
         assert f"cannot write {cdi / GPU_FILE}" in specs.error
-        assert "move away what stands in the place of a directory" in specs.error
+        assert "move away the file that is in the place of a directory" in specs.error
         assert not specs.names
         await asyncio.to_thread(os.unlink, cdi)
         await until(lambda: bool(specs.names))

@@ -261,9 +261,9 @@ def _spec(**changes: Any) -> str:
             ),
         ),
         (_hanging, r"did not end within 0\.5 s;"),
-        (_endless, r"prints without end"),
-        (_printing("GPU 0: A100"), r"is no CDI spec: .*check cdi\.nvidiaCtk"),
-        (_printing(""), r"is no CDI spec"),
+        (_endless, r"does not stop printing"),
+        (_printing("GPU 0: A100"), r"is not a CDI spec: .*check cdi\.nvidiaCtk"),
+        (_printing(""), r"is not a CDI spec"),
         (_printing(_spec(kind="vendor.com/gpu")), r"is of kind 'vendor\.com/gpu'"),
         (
             _printing(_spec(devices=[])),
@@ -273,7 +273,7 @@ def _spec(**changes: Any) -> str:
             _printing(_spec(devices=[{"name": "a/b", "containerEdits": {"env": ["A=b"]}}])),
             r"device name 'a/b'",
         ),
-        (_printing(_spec(surprise=1)), r"is no CDI spec: .*surprise"),
+        (_printing(_spec(surprise=1)), r"is not a CDI spec: .*surprise"),
     ],
 )
 async def test_a_tool_that_does_not_do_its_work_is_one_clear_error(
@@ -356,7 +356,7 @@ async def test_a_tool_that_not_even_a_signal_ends_holds_nobody_up(
     options = dataclasses.replace(tool.options, command=(str(path),), timeout_seconds=2.0)
     monkeypatch.setattr("vgpu_agent.cdi.nvidia_ctk.os.killpg", lambda *_: None)
     stuck = Stuck()
-    for said in ("did not end within 2 s", "an earlier .*waits .* does not even end when killed"):
+    for said in ("did not end within 2 s", "an earlier .*waits .* does not end even when killed"):
         began = time.monotonic()
         with pytest.raises(CdiError, match=said):
             await generate(

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from typing import Any
 
-import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -68,19 +67,19 @@ def test_a_good_spec_has_no_problems() -> None:
         ({"cdiVersion": "0.3.0"}, "does not know all that is used; it takes 0.5.0"),
         ({"kind": "gpu"}, "kind 'gpu' is not of the form"),
         ({"devices": []}, "there are no devices"),
-        ({"devices": [*GOOD["devices"], *GOOD["devices"]]}, "device 0 is there twice"),
+        ({"devices": [*GOOD["devices"], *GOOD["devices"]]}, "device 0 appears twice"),
         ({"devices": [{"name": "a b", "containerEdits": EDITS}]}, "device name 'a b'"),
         ({"devices": [{"name": "0", "containerEdits": {}}]}, "device 0 changes nothing"),
-        ({"annotations": {"a/b/c": "d"}}, "no annotation key"),
+        ({"annotations": {"a/b/c": "d"}}, "not an annotation key"),
         (_edited(env=["NOVALUE"]), "env 'NOVALUE' is not of the form"),
-        (_edited(deviceNodes=[{"path": "dev/a"}]), "device node 'dev/a' is no absolute path"),
+        (_edited(deviceNodes=[{"path": "dev/a"}]), "device node 'dev/a' is not an absolute path"),
         (_edited(deviceNodes=[{"path": "/dev/a", "type": "x"}]), "of type 'x'"),
         (_edited(deviceNodes=[{"path": "/dev/a", "permissions": "rx"}]), "permissions 'rx'"),
         (_edited(mounts=[{"hostPath": "", "containerPath": "/a"}]), "has no two paths"),
         (_edited(hooks=[{"hookName": "later", "path": "/a"}]), "hook 'later' is none of"),
         (
             _edited(hooks=[{"hookName": "poststop", "path": "a"}]),
-            "hook program 'a' is no absolute path",
+            "hook program 'a' is not an absolute path",
         ),
         (_edited(additionalGids=[44]), "it takes 0.7.0"),
     ],
@@ -121,6 +120,7 @@ def test_junk_never_raises_anything_else(content: bytes, is_yaml: bool) -> None:
         decode(content, is_yaml=is_yaml)
 
 
-def test_a_spec_is_encoded_the_same_each_time() -> None:
-    """An unchanged spec is then not written again."""
-    assert encode(_spec()) == encode(msgspec.structs.replace(_spec()))
+def test_the_order_of_keys_and_the_spacing_do_not_change_the_file() -> None:
+    """A tool may print an unchanged spec in another form. Its file is then not written again."""
+    printed = json.dumps(dict(reversed(GOOD.items())), indent=4).encode()
+    assert encode(decode(printed)) == encode(_spec())

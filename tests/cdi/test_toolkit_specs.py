@@ -73,7 +73,7 @@ async def test_a_broken_spec_is_named_with_its_file(tmp_path: Path) -> None:
     journal = Journal()
     specs = await _looked(ToolkitSpecs([str(tmp_path)], journal, look_seconds=1))
     await specs.look()
-    assert f"{tmp_path / 'nvidia.yaml'} is no CDI spec" in specs.error
+    assert f"{tmp_path / 'nvidia.yaml'} is not a CDI spec" in specs.error
     assert [entry.event for entry in journal.entries] == ["cdi.unusable_spec"]
 
 
@@ -114,7 +114,7 @@ async def test_a_name_in_two_files_of_one_directory_is_none(tmp_path: Path) -> N
     assert specs.names == {"nvidia.com/gds=all"}
     assert specs.error == (
         f"nvidia.com/gpu=GPU-1 is in {copy} and in {tmp_path / 'run/nvidia.yaml'}, so runtimes "
-        "take neither; remove one of them"
+        "use neither; remove one of them"
     )
     await asyncio.to_thread(os.unlink, copy)
     await specs.look()

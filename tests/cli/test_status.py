@@ -182,7 +182,7 @@ async def test_the_wrong_port_of_the_agent_is_recognised(agent: WebServer) -> No
         (b'HTTP/1.0 200 OK\r\n\r\n{"node": 7}', "something that is not an agent's status"),
         (
             b"SSH-2.0-OpenSSH_9.9\r\n",
-            r"what listens at .* does not speak HTTP \(BadStatusLine\); check --debug-listen",
+            r"the server at .* does not speak HTTP \(BadStatusLine\); check --debug-listen",
         ),
         (b"", r"does not speak HTTP \(RemoteDisconnected\)"),
     ],

@@ -50,8 +50,8 @@ async def test_a_second_writer_is_met_with_growing_pauses_and_one_warning() -> N
         (
             f"annotations/{REGISTER}",
             (
-                "it was written and stands no longer: somebody has changed it back, or the watch "
-                "is late"
+                "the API server no longer shows the written value: another client has changed "
+                "it, or the watch is late"
             ),
         ),
     ]

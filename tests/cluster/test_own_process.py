@@ -28,7 +28,7 @@ async def main(url):
     client = ApiClient(Credentials(lambda: Access(url), "test"))
     everywhere = Scope("all pods", "/api/v1/pods", "status.phase!=Failed")
     reflector = Reflector(client, everywhere, decode.pod, pods, journal=journal)
-    async with Supervisor() as supervisor:
+    async with Supervisor(backoff_min_seconds=1, backoff_max_seconds=9) as supervisor:
         supervisor.start("watch", lambda: reflector.run(lambda: supervisor.beat("watch")))
         await reflector.synced.wait()
         for pod in pods.pods:

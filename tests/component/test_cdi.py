@@ -164,7 +164,7 @@ async def test_a_tool_that_hangs_or_prints_nonsense_stops_nothing_else(stage: St
     assert "did not end within 3 s" in await withheld(stage, agent)
     await asyncio.to_thread(faulty.misbehave, print_text="GPU 0: A100")
     await agent.until(
-        "/debug/config", lambda answer: "is no CDI spec" in answer["cdi"]["specs"][0]["error"]
+        "/debug/config", lambda answer: "is not a CDI spec" in answer["cdi"]["specs"][0]["error"]
     )
     await asyncio.to_thread(faulty.behave)
     await agent.until_ready()

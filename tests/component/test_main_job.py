@@ -218,7 +218,7 @@ async def test_v14_without_kubelet_the_agent_waits(folder: Path) -> None:
     stage.constants[constants.SOCKET_POLL] = 60
     agent = stage.agent(QUICK + SHARED)
     await agent.start()
-    await until_not_ready(agent, "waiting for kubelet: there is no")
+    await until_not_ready(agent, "waiting for the kubelet: there is no")
     await stage.kubelet.start()
     await stage.kubelet.until(lambda: bool(stage.kubelet.called("Register")))
     await agent.until_ready()

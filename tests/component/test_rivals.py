@@ -67,7 +67,7 @@ async def test_a_rival_is_named_and_the_resource_comes_back_when_it_goes(stage: 
     said = await first.until_logged("plugin.rival")
     assert said["level"] == "error"
     assert (
-        "another plugin offers nvidia.com/gpu as well: 2 ids that are not ours, e.g. GPU-"
+        "another plugin offers nvidia.com/gpu as well: 2 ids that are not the agent's, e.g. GPU-"
         in said["reason"]
     )
     await rival.terminate()

@@ -87,7 +87,7 @@ async def send_sighup(stage: VolcanoStage) -> None:
 
 
 @pytest.mark.parametrize(
-    "disturb", [restart_kubelet, send_sighup], ids=["kubelet restarts", "SIGHUP"]
+    "disturb", [restart_kubelet, send_sighup], ids=["the kubelet restarts", "SIGHUP"]
 )
 async def test_loops_and_writes_do_not_multiply(
     stage: VolcanoStage, disturb: Callable[[VolcanoStage], Awaitable[None]]

@@ -387,8 +387,8 @@ ROWS = [
     ),
     Row(
         "nvidia §2, its text as a block",
-        'config.yaml:2: nvidiaConfig: expected keys such as version: v1, got "flags: {}\\n"; take '
-        "what stands behind nvidiaConfig: away",
+        'config.yaml:2: nvidiaConfig: expected keys such as version: v1, got "flags: {}\\n"; '
+        "remove the text after nvidiaConfig:",
         own="version: v1\nnvidiaConfig: |\n  flags: {}\n",
     ),
     Row(

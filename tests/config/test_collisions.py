@@ -44,7 +44,7 @@ def aws(name: str, more: str = "") -> str:
 
 def equal(name: str, one: str, other: str) -> str:
     """The sentence about two equal names."""
-    loss = f"the kubelet would take one for the other, so {other} offers nothing"
+    loss = f"the kubelet would confuse the two, so {other} offers nothing"
     return f'"{name}" is offered by {one} and by {other}; {loss}; {CHOOSE}'
 
 

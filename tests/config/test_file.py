@@ -51,7 +51,7 @@ def test_a_pipe_without_a_writer_does_not_hang_the_start() -> None:
     """Opening it as a file would wait for ever."""
     os.mkfifo("config.yaml")
 
-    assert _problems("config.yaml") == ["config.yaml: is no regular file; expected a YAML file"]
+    assert _problems("config.yaml") == ["config.yaml: is not a regular file; expected a YAML file"]
 
 
 def test_a_file_that_must_not_be_read_names_the_reason(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -80,10 +80,7 @@ def test_a_file_above_one_mebibyte_is_not_read() -> None:
     Path("config.yaml").write_bytes(b"#" * (LARGEST_FILE_BYTES + 1))
 
     assert _problems("config.yaml") == [
-        (
-            "config.yaml: is larger than 1048576 bytes; no configuration is, look whether it is "
-            "the right file"
-        )
+        ("config.yaml: is larger than 1048576 bytes; a configuration is smaller, so check the path")
     ]
 
 

@@ -161,7 +161,7 @@ def test_what_cannot_be_understood_is_one_clear_error(content: bytes, complaint:
     with pytest.raises(CheckpointError, match=complaint) as error:
         parse_checkpoint(content, name="/k/kubelet_internal_checkpoint")
 
-    assert str(error.value).startswith("kubelet's checkpoint /k/kubelet_internal_checkpoint ")
+    assert str(error.value).startswith("the kubelet's checkpoint /k/kubelet_internal_checkpoint ")
     assert "until then pods are known by name only" in str(error.value)
 
 

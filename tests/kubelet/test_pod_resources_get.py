@@ -137,7 +137,7 @@ async def test_a_busy_kubelet_is_not_asked_about_one_pod_either(
 
 async def test_without_a_kubelet_get_fails_like_any_call(tmp_path: Path) -> None:
     """No socket says nothing about what the next kubelet can do."""
-    with pytest.raises(KubeletError, match="is kubelet running"):
+    with pytest.raises(KubeletError, match="is the kubelet running"):
         await PodResources(tmp_path / "kubelet.sock", timeout_seconds=1).get(P)
 
 

@@ -226,7 +226,7 @@ async def test_without_either_there_is_an_empty_and_incomplete_picture(directory
 
     assert (records.holdings, records.complete) == ((), False)
     assert records.trouble.startswith("pod-resources: List: cannot connect to")
-    assert "is kubelet running, and is its pod-resources directory mounted?" in records.trouble
+    assert "is the kubelet running, and is its pod-resources directory mounted?" in records.trouble
     assert "is empty" in records.trouble
 
 
@@ -280,7 +280,7 @@ async def test_what_can_be_allocated_is_not_asked_of_a_busy_kubelet(
     with pytest.raises(KubeletBusyError):
         await pod_resources.list()
 
-    with pytest.raises(KubeletBusyError, match=r"^pod-resources: kubelet was asked too often"):
+    with pytest.raises(KubeletBusyError, match=r"^pod-resources: the kubelet was asked too often"):
         await pod_resources.allocatable({R: shared_resource().ids})
 
     assert kubelet.called("GetAllocatableResources") == []

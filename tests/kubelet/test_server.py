@@ -181,7 +181,7 @@ async def test_a_deleted_socket_leads_to_a_new_one(kubelet: SimulatedKubelet, no
 
     assert name not in _sockets(kubelet)
     assert [event["reason"] for event in node.events("plugin.registering_again")] == [
-        f"our socket {name} has been deleted or replaced"
+        f"the agent's socket {name} has been deleted or replaced"
     ]
 
 

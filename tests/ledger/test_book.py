@@ -136,9 +136,7 @@ def test_an_exclusive_holder_stays_alone(clock: Clock) -> None:
     """A share that is exclusive refuses every second holder of its device."""
     ledger = make(clock, replicated(4))
     ledger.reserve("nvidia.com/gpu", [f"{U0}::0"], [Share(U0, exclusive=True)])
-    with pytest.raises(
-        CapacityError, match=rf"^{U0}::1 has no room: a container has it for itself$"
-    ):
+    with pytest.raises(CapacityError, match=rf"^{U0}::1 has no room: a container holds all of it$"):
         book(ledger, f"{U0}::1")
 
 

@@ -131,7 +131,7 @@ def test_an_agent_without_the_simulator_says_so(tmp_path: Path) -> None:
     ran = _run(folder, "-m", "vgpu_agent", "run", *flags)
     assert ran.returncode == 1
     assert ran.stderr.splitlines()[-1].startswith(
-        "vgpu-agent: --simulate: the simulator is part of a checkout only"
+        "vgpu-agent: --simulate: the image does not contain the simulator"
     )
 
 

@@ -49,25 +49,25 @@ def test_all_means_every_gpu() -> None:
     ("text", "expected"),
     [
         ("", "is not YAML"),
-        ("nonsense", "has not one configuration"),
+        ("nonsense", "does not have exactly one configuration"),
         ("{", "is not YAML"),
-        ("mig-configs: {a: [], b: []}", "has not one configuration"),
-        ("mig-configs: {a: 7}", "an entry that is none"),
-        ("mig-configs: {a: [7]}", "an entry that is none: '7'"),
+        ("mig-configs: {a: [], b: []}", "does not have exactly one configuration"),
+        ("mig-configs: {a: 7}", "an invalid entry"),
+        ("mig-configs: {a: [7]}", "an invalid entry: '7'"),
         ("mig-configs: {a: [{devices: [0]}]}", "without devices, mig-enabled and mig-devices"),
-        ("mig-configs: {a: [{devices: [x], mig-enabled: true}]}", "numbers that cannot be"),
+        ("mig-configs: {a: [{devices: [x], mig-enabled: true}]}", "impossible numbers"),
         (
             "mig-configs: {a: [{devices: [0], mig-enabled: true, mig-devices: {1g.5gb: many}}]}",
-            "numbers that cannot be",
+            "impossible numbers",
         ),
         ("mig-configs: {a: [{devices: [0, 0], mig-enabled: true}]}", "has GPU 0 twice"),
         (
             "mig-configs: {a: [{devices: [5], mig-enabled: true}]}",
-            "has GPU 5 twice, or not at all among the node's 2",
+            "has GPU 5 twice, or it is not one of the node's 2",
         ),
         (
             "mig-configs: {a: [{devices: [0], mig-enabled: true}]}",
-            "exports 1 GPUs, and the driver shows 2",
+            "has 1 GPUs, and the driver shows 2",
         ),
     ],
 )

@@ -140,8 +140,8 @@ async def test_nonsense_is_no_export(node: SimulatedNode, parted: MigParted) -> 
     with pytest.raises(
         MigError,
         match=(
-            "export: what it exports has not one configuration below mig-configs: 'Segmentation "
-            "fault'"
+            "export: its output does not have exactly one configuration below mig-configs: "
+            "'Segmentation fault'"
         ),
     ):
         await parted.export(2)

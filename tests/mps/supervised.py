@@ -114,6 +114,12 @@ def _no_memory(root: str, **_: object) -> None:
     Path(root).mkdir(exist_ok=True)
 
 
+def why_not(supervision: Supervision, plan: DaemonPlan) -> str:
+    """Return the reason why the plan's resource is withheld; empty when it is not."""
+    found = supervision.withheld(plan)
+    return found.reason if found else ""
+
+
 async def until(condition: Callable[[], object], seconds: float = PATIENCE_SECONDS) -> None:
     """Wait for something that other processes do."""
     end = time.monotonic() + seconds

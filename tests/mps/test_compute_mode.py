@@ -8,7 +8,7 @@ import dataclasses
 
 import pytest
 
-from tests.mps.supervised import RESOURCE, Node, until, until_running
+from tests.mps.supervised import RESOURCE, Node, until, until_running, why_not
 from vgpu_agent.isolation.mps import DaemonPlan
 from vgpu_agent.sim.mps_tools import end_daemon
 from vgpu_agent.status import MpsState
@@ -82,7 +82,7 @@ async def test_a_daemon_that_ends_late_leaves_its_successors_gpus_exclusive(node
         old = await until_running(supervision)
         supervision.want({renamed.resource: (renamed, NOBODY)})
         await until(lambda: old.state is MpsState.STOPPED)
-        await until(lambda: supervision.why_not(renamed) == "")
+        await until(lambda: why_not(supervision, renamed) == "")
         assert node.compute_modes == [3, 3]
     end_daemon(renamed.pipe)
 

@@ -65,7 +65,7 @@ def test_a_directory_that_cannot_be_made_is_named_with_the_remedy(tmp_path: Path
         MpsError,
         match=(
             r"cannot prepare .*/nvidia.com.* for an MPS control daemon: Not a directory; move away "
-            r"what stands"
+            r"the file"
         ),
     ):
         directories.prepare(_plan(tmp_path))
@@ -87,7 +87,7 @@ def test_a_pipe_whose_socket_no_daemon_could_open_is_refused(tmp_path: Path) -> 
     with pytest.raises(
         MpsError,
         match=(
-            r"has a name of \d{3} bytes, and the kernel takes 107; set a shorter mps.containerRoot"
+            r"has a name of \d{3} bytes, and the kernel allows 107; set a shorter mps.containerRoot"
         ),
     ):
         directories.prepare(_plan(tmp_path / ("x" * 100)))
@@ -110,7 +110,9 @@ def test_a_directory_that_somebody_else_has_put_there_is_left_alone(
         pipe.mkdir(mode=0o700)
         monkeypatch.setattr(os, "geteuid", lambda: os.getuid() + 1)
     plan = dataclasses.replace(_plan(tmp_path), pipe=str(pipe))
-    with pytest.raises(MpsError, match=r"nvidia-mps .*remove it, so that the agent makes its own"):
+    with pytest.raises(
+        MpsError, match=r"nvidia-mps .*remove it, so that the agent creates its own"
+    ):
         directories.prepare(plan, sysfs_root=str(tmp_path))
     assert victim.stat().st_mode & 0o777 == 0o700
     assert pipe.stat().st_mode & 0o777 == 0o700

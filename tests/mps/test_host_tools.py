@@ -79,7 +79,7 @@ async def test_a_program_that_cannot_be_killed_is_not_started_again(
 
     with pytest.raises(MpsError, match=r"has not ended after 0\.05 s and was killed"):
         await tool.run()
-    with pytest.raises(MpsError, match=r"does not even end when killed; the driver hangs"):
+    with pytest.raises(MpsError, match=r"does not end even when killed; the driver hangs"):
         await tool.run()
     await end()
     with pytest.raises(MpsError, match="has not ended"):

@@ -12,10 +12,10 @@ import signal
 import msgspec
 import pytest
 
-from tests.mps.supervised import RESOURCE, Node, until, until_running
+from tests.mps.supervised import RESOURCE, Node, until, until_running, why_not
 from vgpu_agent.mps import host_tools
 from vgpu_agent.sim.mps_tools import daemon_pid, end_daemon
-from vgpu_agent.status import MpsState, NotYet
+from vgpu_agent.status import MpsState, Withheld
 
 NOBODY: frozenset[str] = frozenset()
 
@@ -40,7 +40,7 @@ async def test_a_daemon_is_started_with_the_golden_commands(node: Node) -> None:
     async with node.agent() as supervision:
         supervision.want({RESOURCE: (node.plan(), NOBODY)})
         await until_running(supervision)
-        assert supervision.why_not(node.plan()) == ""
+        assert supervision.withheld(node.plan()) is None
         assert node.compute_modes == [3, 3]
         await until((node.root / RESOURCE / ".started").exists)
         await until((node.root / ".ready").exists)
@@ -80,17 +80,17 @@ async def test_nothing_is_offered_before_the_limits_are_read_back(node: Node) ->
     node.tools.misbehave(set_default_active_thread_percentage="forget")
     async with node.agent() as supervision:
         supervision.want({RESOURCE: (node.plan(), NOBODY)})
-        assert supervision.why_not(node.plan()) == "its MPS control daemon is being started"
-        assert isinstance(supervision.why_not(node.plan()), NotYet)
-        await until(lambda: supervision.statuses[0].state is MpsState.FAILED)
-        assert (
-            "was told its limits and has 100 % of compute instead of 25 %"
-            in supervision.why_not(node.plan())
+        assert supervision.withheld(node.plan()) == Withheld(
+            "its MPS control daemon is being started", temporary=True
         )
-        assert not isinstance(supervision.why_not(node.plan()), NotYet)
+        await until(lambda: supervision.statuses[0].state is MpsState.FAILED)
+        refused = supervision.withheld(node.plan())
+        assert refused is not None
+        assert not refused.temporary
+        assert "received its limits but has 100 % of compute instead of 25 %" in refused.reason
         node.tools.behave()
         await until_running(supervision)
-        assert supervision.why_not(node.plan()) == ""
+        assert supervision.withheld(node.plan()) is None
 
 
 async def test_a_killed_daemon_is_noticed_and_comes_back(node: Node) -> None:
@@ -153,18 +153,18 @@ async def test_new_limits_wait_for_the_holders_of_the_old_ones(node: Node) -> No
         first = daemon_pid(node.pipe)
         supervision.want({RESOURCE: (node.plan(2), NOBODY)})
         assert (
-            supervision.why_not(node.plan(2))
-            == "its MPS control daemon is about to be told other limits"
+            why_not(supervision, node.plan(2))
+            == "its MPS control daemon is about to receive other limits"
         )
         await until(
             lambda: (
                 "gets its new limits once team/train-0 have ended"
-                in supervision.why_not(node.plan(2))
+                in why_not(supervision, node.plan(2))
             )
         )
         assert daemon_pid(node.pipe) == first
         node.pods = ()
-        await until(lambda: supervision.why_not(node.plan(2)) == "")
+        await until(lambda: why_not(supervision, node.plan(2)) == "")
         assert supervision.statuses[0].thread_percentage == 50
         assert daemon_pid(node.pipe) != first
 
@@ -178,7 +178,7 @@ async def test_another_agents_limits_wait_for_their_holders_too(node: Node) -> N
     first = daemon_pid(node.pipe)
     async with node.agent() as supervision:
         supervision.want({RESOURCE: (node.plan(2), NOBODY)})
-        await until(lambda: "25 % of compute instead of 50 %" in supervision.why_not(node.plan(2)))
+        await until(lambda: "25 % of compute instead of 50 %" in why_not(supervision, node.plan(2)))
         assert daemon_pid(node.pipe) == first
         node.pods = ()
         await until_running(supervision)
@@ -219,9 +219,9 @@ async def test_a_daemon_that_does_not_answer_is_left_alone_while_pods_run(
         assert first is not None
         os.kill(first, signal.SIGSTOP)
         await until(
-            lambda: "left alone while these run: team/train-0" in supervision.why_not(node.plan())
+            lambda: "left alone while these run: team/train-0" in why_not(supervision, node.plan())
         )
-        assert "has not ended after 1 s" in supervision.why_not(node.plan())
+        assert "has not ended after 1 s" in why_not(supervision, node.plan())
         assert daemon_pid(node.pipe) == first
         node.pods = ()
         await until_running(supervision)
@@ -264,7 +264,7 @@ async def test_tools_that_fail_withhold_the_resource_with_the_reason(
         await until(
             lambda: (
                 supervision.statuses[0].state is MpsState.FAILED
-                and reason in supervision.why_not(node.plan())
+                and reason in why_not(supervision, node.plan())
             )
         )
         node.tools.behave()
@@ -278,11 +278,10 @@ async def test_a_missing_control_binary_is_named_with_its_setting(node: Node) ->
     async with node.agent() as supervision:
         supervision.want({RESOURCE: (node.plan(), NOBODY)})
         await until(lambda: supervision.statuses[0].state is MpsState.FAILED)
-        assert (
-            "cannot run /nowhere/nvidia-cuda-mps-control: No such file or directory"
-            in supervision.why_not(node.plan())
+        assert "cannot run /nowhere/nvidia-cuda-mps-control: No such file or directory" in why_not(
+            supervision, node.plan()
         )
-        assert "mps.controlBinary" in supervision.why_not(node.plan())
+        assert "mps.controlBinary" in why_not(supervision, node.plan())
 
 
 async def test_a_server_that_outlives_its_daemon_is_waited_for(node: Node) -> None:
@@ -299,8 +298,8 @@ async def test_a_server_that_outlives_its_daemon_is_waited_for(node: Node) -> No
         end_daemon(node.pipe)
         await until(
             lambda: (
-                "lives on, and no other can be started beside it"
-                in supervision.why_not(node.plan())
+                "still runs, and no other can be started beside it"
+                in why_not(supervision, node.plan())
             )
         )
         assert supervision.statuses[0].clients_lost == 0
@@ -326,7 +325,7 @@ async def test_limits_that_somebody_changed_are_put_back(node: Node) -> None:
         assert (
             node.events("mps.limits_restored")[0]["previous"] == "81920M on GPU 1 instead of 20480M"
         )
-        assert supervision.why_not(node.plan()) == ""
+        assert supervision.withheld(node.plan()) is None
 
 
 async def test_a_gpu_that_serves_somebody_else_is_lent(node: Node) -> None:
@@ -357,7 +356,7 @@ async def test_one_daemon_that_fails_stops_no_other(node: Node) -> None:
     bad = dataclasses.replace(node.plan(), pipe="/proc/no/pipe")
     async with node.agent() as supervision:
         supervision.want({RESOURCE: (bad, NOBODY), other.resource: (other, NOBODY)})
-        await until(lambda: supervision.why_not(other) == "")
+        await until(lambda: why_not(supervision, other) == "")
         await until(lambda: supervision.statuses[0].state is MpsState.FAILED)
-        assert "cannot prepare /proc/no" in supervision.why_not(bad)
+        assert "cannot prepare /proc/no" in why_not(supervision, bad)
         assert not (node.root / ".ready").exists()

@@ -10,7 +10,7 @@ import msgspec
 import pytest
 from structlog.testing import capture_logs
 
-from tests.mps.supervised import RESOURCE, Node, until, until_running
+from tests.mps.supervised import RESOURCE, Node, until, until_running, why_not
 from vgpu_agent.isolation.mps import DeviceLimit
 from vgpu_agent.mps import directories, processes
 from vgpu_agent.sim.mps_tools import daemon_pid, end_daemon
@@ -75,7 +75,7 @@ async def test_a_daemon_that_nobody_wants_does_not_count_for_the_mark(node: Node
     other = node.plan(2, "nvidia.com/other")
     async with node.agent() as supervision:
         supervision.want({RESOURCE: (node.plan(), NOBODY), other.resource: (other, NOBODY)})
-        await until(lambda: supervision.why_not(other) == supervision.why_not(node.plan()) == "")
+        await until(lambda: why_not(supervision, other) == why_not(supervision, node.plan()) == "")
         supervision.want({RESOURCE: (node.plan(), NOBODY)})
         await until(lambda: supervision.statuses[1].state is MpsState.STOPPED)
         await until((node.root / ".ready").exists)

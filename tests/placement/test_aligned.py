@@ -142,8 +142,8 @@ def test_one_link_is_worth_more_than_the_next(closer: Link, farther: Link) -> No
 @pytest.mark.parametrize(
     ("required", "size", "text"),
     [
-        ((), 5, "5 GPUs are wanted"),
-        (("g09",), 2, "g09 cannot be had"),
+        ((), 5, "5 GPUs are requested"),
+        (("g09",), 2, "not available: g09"),
         (("g00", "g01"), 1, "1 GPUs are"),
     ],
 )

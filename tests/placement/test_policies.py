@@ -76,7 +76,7 @@ def test_a_gpu_that_the_container_has_comes_last_in_spreading() -> None:
 @pytest.mark.parametrize("policy", sorted(POLICIES))
 def test_an_id_that_nobody_knows_is_said(policy: str) -> None:
     """Instead of a KeyError, which would fail the pod for a preference."""
-    with pytest.raises(CapacityError, match="GPU-x cannot be had"):
+    with pytest.raises(CapacityError, match="not available: GPU-x"):
         choose(policy, request(2, 1, 1, required=("GPU-x",)))
 
 

@@ -81,14 +81,14 @@ def test_all_compute_needs_an_empty_device() -> None:
             _want(cores=50),
             "40 % of the compute free, 50 wanted",
         ),
-        (_room("GPU-0", cores=100, holders=1), _want(), "all of its compute is taken"),
+        (_room("GPU-0", cores=100, holders=1), _want(), "all of its compute is in use"),
         (
             _room("GPU-0", holders=1),
             _want(cores=100),
             "100 % of the compute needs it alone, and 1 share it",
         ),
         (_room("GPU-0", holders=10), _want(), "10 containers share it already"),
-        (dataclasses.replace(EMPTY, exclusive=True), _want(), "a container has it for itself"),
+        (dataclasses.replace(EMPTY, exclusive=True), _want(), "a container holds all of it"),
         (dataclasses.replace(EMPTY, trouble="XID 79"), _want(), "XID 79"),
     ],
 )

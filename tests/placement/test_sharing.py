@@ -96,7 +96,7 @@ def test_more_than_there_is_cannot_be_chosen(policy: str) -> None:
     """nvidia:§6.2-10: needed > candidates is an error, which names both numbers.
     The allocator then makes a simple pick.
     """
-    with pytest.raises(CapacityError, match="5 ids are wanted, 4 can be had"):
+    with pytest.raises(CapacityError, match="5 ids are requested, 4 available"):
         _choose(2, 2, None, 5, policy)
 
 

@@ -84,7 +84,7 @@ class LateBackend:
         ]
         if len(owners) != 1:
             raise RequestRefusedError(
-                f"kubelet's records name {len(owners)} holders of {', '.join(ids)}"
+                f"the kubelet's records name {len(owners)} holders of {', '.join(ids)}"
             )
         (owner,) = owners
         spec = {

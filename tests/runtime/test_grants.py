@@ -229,7 +229,7 @@ async def test_a_directory_that_cannot_be_read_is_an_error(
     refused = mock.Mock(side_effect=PermissionError(errno.EACCES, "Permission denied"))
     monkeypatch.setattr(os, "listdir", refused)
     with pytest.raises(
-        CarrierError, match=f"cannot read {tmp_path}/cdi: Permission denied; let the agent"
+        CarrierError, match=f"cannot read {tmp_path}/cdi: Permission denied; give the agent"
     ):
         await directory.load()
 
@@ -246,7 +246,9 @@ async def test_a_file_in_the_place_of_the_directory_holds_no_grants(
     )
     await directory.load()
     assert not directory.records
-    with pytest.raises(CarrierError, match="move away what stands in the place of a directory"):
+    with pytest.raises(
+        CarrierError, match="move away the file that is in the place of a directory"
+    ):
         await directory.deliver(*grant())
 
 

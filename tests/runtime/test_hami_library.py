@@ -166,11 +166,11 @@ async def test_a_missing_library_is_said_with_both_remedies(
     ("content", "said"),
     [
         (b"", "empty"),
-        (b"#!/bin/sh", "no ELF file"),
+        (b"#!/bin/sh", "not an ELF file"),
         (b"\x7fELF", "damaged"),
-        (b"junk" * 100, "no ELF file"),
+        (b"junk" * 100, "not an ELF file"),
         (elf(word=1), "not a 64-bit"),
-        (elf(kind=2), "no shared library"),
+        (elf(kind=2), "not a shared library"),
         (elf(machine=183), "another processor"),
         (elf(missing=10), "not complete"),
         (elf(size=2_008_984), r"of HAMi 2\.8\.1, whose shared region has another layout"),
@@ -277,7 +277,9 @@ async def test_a_host_directory_that_cannot_be_written_is_an_error(
     """With the path and what helps."""
     lay(tmp_path / "libvgpu.so", elf())
     lay(tmp_path / "file", b"")
-    with pytest.raises(CarrierError, match="move away what stands in the place of a directory"):
+    with pytest.raises(
+        CarrierError, match="move away the file that is in the place of a directory"
+    ):
         await HamiLibrary(
             str(tmp_path / "file"), str(tmp_path / "libvgpu.so"), journal, instead=INSTEAD
         ).install()

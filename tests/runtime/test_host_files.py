@@ -209,7 +209,7 @@ def test_a_pipe_in_the_place_of_a_file_hangs_nobody(tmp_path: Path, mounts: Moun
     [
         (errno.ENOSPC, "free some space"),
         (errno.EROFS, "writable"),
-        (errno.EACCES, "let the agent write"),
+        (errno.EACCES, "give the agent write access"),
         (errno.EBADF, "file system"),
     ],
 )

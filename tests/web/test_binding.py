@@ -204,8 +204,8 @@ def test_an_outage_is_a_problem_with_its_length_and_no_reason_to_be_unready(
     )
     (reason,) = known(volcano_node)
     assert reason.startswith(
-        "the watch of pods of this node has been failing for 75 s: no answer within 15 s; pods "
-        "seen before are served"
+        "the watch of pods of this node has been failing for 75 s: no answer within 15 s; known "
+        "pods are served"
     )
     assert views.overview(volcano_node, NOW).ready
 

@@ -94,7 +94,7 @@ def test_the_ledger_shows_its_grants_and_its_last_verification(node: AgentStatus
         ],
         "reserved": {"at": "2027-01-15T07:59:00.000Z", "seconds_ago": 60.0},
         "limit": "no limit",
-        "limit_reason": "the holders of the GPU take turns, and nothing limits any of them",
+        "limit_reason": "the containers on the GPU take turns without limits",
     }
 
 

@@ -94,7 +94,7 @@ def test_a_pod_on_an_overcommitted_gpu_is_told_why_it_may_be_slow(
     The node's problems and the debug page name the GPU, too.
     """
     volcano_node.ledger.overcommitted = (Overcommit(VGPU, "GPU-0", 111, 100, 3, 10),)
-    said = "of GPU-0 more is given out than it has: 111 % of the compute of 100, 3 containers of 10"
+    said = "of GPU-0 more is allocated than it has: 111 % of the compute of 100, 3 containers of 10"
     assert f"Scheduler overcommitted: {said}. Its containers share the compute" in sentences(
         volcano_node, "served"
     )
@@ -107,8 +107,8 @@ def test_a_refused_start_comes_first_with_its_reason(volcano_node: AgentStatus) 
     """The sentence says how often, since when, and whether waiting helps."""
     first, *others = explain.explain(volcano_node, NOW, "ml/refused").answer
     assert first == (
-        "Container main may not start: no GPU has 4096 MiB left. Refused 5 times, first 63 s ago; "
-        "kubelet tries again by itself."
+        "Container main may not start: no GPU has 4096 MiB left. Refused 5 times, first 63 s "
+        "ago; the kubelet tries again by itself."
     )
     assert others == ["The pod has UID uid-refused, phase Pending, and was placed by volcano."]
 
@@ -133,17 +133,17 @@ def test_memory_without_a_number_of_gpus_gets_none_and_is_told_why(
     lonely = PodContainer("main", limits={MEMORY: 3000}, started=True)
     status = shown(volcano_node, a_pod("lonely", lonely, phase="Running"))
     assert (
-        f"Container main asks for {MEMORY} and not for {VGPU}, so kubelet gives it no GPU: ask for "
-        f"{VGPU}, too."
+        f"Container main asks for {MEMORY} and not for {VGPU}, so the kubelet gives it no GPU: "
+        f"ask for {VGPU}, too."
     ) in sentences(status, "lonely")
-    assert "so kubelet gives it no GPU" not in sentences(status, "served")
+    assert "so the kubelet gives it no GPU" not in sentences(status, "served")
 
 
 def test_a_pod_that_is_not_admitted_yet_sends_to_kubectl(volcano_node: AgentStatus) -> None:
     """No Allocate, no reservation: the agent knows nothing but the pod."""
     status = shown(volcano_node, a_pod("new", wants_vgpus("main")))
     assert (
-        "kubelet has not asked for volcano.sh/vgpu-number for container main: the pod is not "
+        "the kubelet has not asked for volcano.sh/vgpu-number for container main: the pod is not "
         "admitted yet"
     ) in sentences(status, "new")
     assert MEMORY not in sentences(status, "new")
@@ -193,8 +193,8 @@ def test_ids_that_wait_for_the_start_are_promised(volcano_node: AgentStatus) -> 
     )
     status.ledger.grants = (*status.ledger.grants, granted)
     assert sentences(status, "new").startswith(
-        "Container main is promised 1 of volcano.sh/vgpu-number and has not started. What it gets "
-        "is decided when kubelet asks"
+        "Container main is promised 1 of volcano.sh/vgpu-number and has not started. Its devices "
+        "are chosen when the kubelet asks"
     )
 
 
@@ -208,9 +208,9 @@ def test_a_pod_whose_name_only_the_watch_knows_is_found_by_its_uid(
 
 
 def test_a_resource_that_is_not_served_says_why(volcano_node: AgentStatus) -> None:
-    """The words of the readiness, but for the resource's name, which the sentence has already."""
+    """The sentence has the reason of the readiness."""
     status = shown(volcano_node, a_pod("new", wants_vgpus("main")))
-    status.not_ready = (Problem(ProblemKind.RESOURCE, VGPU, f"{VGPU}: libvgpu.so is missing"),)
+    status.not_ready = (Problem(ProblemKind.RESOURCE, VGPU, "libvgpu.so is missing"),)
     assert (
         "Container main asks for volcano.sh/vgpu-number, which is not served now: libvgpu.so is "
         "missing."
@@ -234,7 +234,7 @@ def test_a_limit_that_cannot_be_read_is_quoted(volcano_node: AgentStatus) -> Non
     """Instead of being taken for 0."""
     pod = a_pod("new", PodContainer("main", unreadable={VGPU: "1.5"}))
     assert (
-        "Container main asks for volcano.sh/vgpu-number = '1.5', which is no whole number."
+        "Container main asks for volcano.sh/vgpu-number = '1.5', which is not a whole number."
         in sentences(shown(volcano_node, pod), "new")
     )
 
@@ -246,8 +246,8 @@ def test_a_limit_that_cannot_be_read_is_quoted(volcano_node: AgentStatus) -> Non
         (
             {"phase": "Failed"},
             (
-                "kubelet has most likely refused the pod before anything of volcano.sh/vgpu-number "
-                "was given to it"
+                "the kubelet has most likely refused the pod before anything of "
+                "volcano.sh/vgpu-number was given to it"
             ),
         ),
         ({"deleting": True}, "The pod is being deleted."),
@@ -283,8 +283,8 @@ def test_an_unknown_pod_is_told_where_it_was_looked_for(volcano_node: AgentStatu
         ),
     )
     assert told.sources == (
-        "the watch of pods: 2 pods, complete, last word 3 s ago",
-        "the ledger: 4 grants, compared with kubelet's records 12 s ago",
+        "the watch of pods: 2 pods, complete, last answer 3 s ago",
+        "the ledger: 4 grants, compared with the kubelet's records 12 s ago",
         "the refusals: 1",
         "the journal: 7 events, the oldest 10 min ago",
     )
@@ -308,7 +308,7 @@ def test_without_the_api_server_kubelets_records_answer(node: AgentStatus) -> No
             "Container main has GPU 0 (GPU-0) without a limit through nvidia.com/gpu; the grant is "
             "granted."
         ),
-        "The pod itself is known from kubelet's records only.",
+        "The pod itself is known from the kubelet's records only.",
     )
     assert (
         told.sources[0]
@@ -329,7 +329,7 @@ def test_what_is_wrong_with_what_it_has_is_told_without_the_api_server_too(
         Problem(
             ProblemKind.RESOURCE,
             "nvidia.com/gpu",
-            "nvidia.com/gpu: there is no MPS control daemon at /mps",
+            "there is no MPS control daemon at /mps",
         ),
     )
     text = sentences(node, "train-0")

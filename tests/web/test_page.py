@@ -29,18 +29,17 @@ def test_the_table_answers_who_holds_what(overview: Overview) -> None:
     """The whole page, as a person sees it."""
     assert page.as_text(overview) == (
         "node node-a · ready · vgpu-agent 0.1.0 (abc1234) · up 1h01m · driver 580.65.06, CUDA "
-        "13.0\n*** SIMULATED GPUs: nothing here is real hardware ***\n"
-        "\nGPUs\n  INDEX  NAME                   HEALTH     MEMORY (MiB)  USE   SHARES  UUID   "
-        "HELD BY\n  0      NVIDIA A100-SXM4-80GB  Healthy    1024/81920    55 %  1/10    GPU-0  "
-        "ml/train-0/main\n  1      NVIDIA A100-SXM4-80GB  Unhealthy  -/81920       -     1/10    "
-        "GPU-1  (not named yet)\n\nResources\n  NAME            STATE       IDS  HEALTHY  HELD  "
-        "FREE\n  nvidia.com/gpu  registered  20   10       2     9\n"
-        "\nPods\n  POD              CONTAINER  RESOURCE        GPU  STATE     LIMIT     KNOWN FOR\n"
-        "  (not named yet)  -          nvidia.com/gpu  1    reserved  in force  2m00s\n"
-        "  ml/train-0       main       nvidia.com/gpu  0    granted   no limit  1m00s\n"
-        "\nProblems\n  PART    REASON\n  gpu 1   GPU-1 is unhealthy: XID 79: the GPU has fallen "
-        "off the bus\n  gpu     a GPU did not answer: 2: GPU is lost\n"
-        "  ledger  kubelet's records hold ids that this node does not offer: GPU-9::0\n"
+        "13.0\n*** SIMULATED GPUs: nothing here is real hardware ***\n\nGPUs\n  INDEX  NAME      "
+        "             HEALTH     MEMORY (MiB)  USE   SHARES  UUID   HELD BY\n  0      NVIDIA "
+        "A100-SXM4-80GB  Healthy    1024/81920    55 %  1/10    GPU-0  ml/train-0/main\n  1      "
+        "NVIDIA A100-SXM4-80GB  Unhealthy  -/81920       -     1/10    GPU-1  (not named yet)\n\n"
+        "Resources\n  NAME            STATE       IDS  HEALTHY  HELD  FREE\n  nvidia.com/gpu  "
+        "registered  20   10       2     9\n\nPods\n  POD              CONTAINER  RESOURCE       "
+        " GPU  STATE     LIMIT     KNOWN FOR\n  (not named yet)  -          nvidia.com/gpu  1    "
+        "reserved  in force  2m00s\n  ml/train-0       main       nvidia.com/gpu  0    granted   "
+        "no limit  1m00s\n\nProblems\n  PART    REASON\n  gpu 1   GPU-1 is unhealthy: XID 79: "
+        "the GPU has fallen off the bus\n  gpu     a GPU did not answer: 2: GPU is lost\n  "
+        "ledger  the kubelet's records hold ids that this node does not offer: GPU-9::0\n"
     )
 
 
@@ -162,11 +161,11 @@ def test_a_lost_gpu_is_gone_and_explained(node: AgentStatus) -> None:
     ("change", "sentence"),
     [
         (
-            {"config_problem": "config.yaml:3: no"},
+            {"config_problems": ("config.yaml:3: no",)},
             "the newest configuration is not in force: config.yaml:3: no",
         ),
         (
-            {"config_problem": "config.yaml:3: no\nconfig.yaml:4: nor"},
+            {"config_problems": ("config.yaml:3: no", "config.yaml:4: nor")},
             "  config  the newest configuration is not in force: config.yaml:4: nor",
         ),
         (

@@ -40,11 +40,11 @@ def test_only_a_stuck_loop_makes_the_agent_not_alive(node: AgentStatus) -> None:
     """A restart mends no driver and no kubelet, so they must not cause one."""
     node.not_ready = (Problem(ProblemKind.NVML, "", "hung"),)
     assert probes.live(node, NOW, verbose=False).ok
-    node.not_alive = (Problem(ProblemKind.TASK, "health", "no sign of life for 40 s"),)
+    node.not_alive = (Problem(ProblemKind.TASK, "health", "no heartbeat for 40 s"),)
     verdict = probes.live(node, NOW, verbose=False)
     assert (verdict.ok, verdict.text) == (
         False,
-        "[-] task health: no sign of life for 40 s\nnot alive\n",
+        "[-] task health: no heartbeat for 40 s\nnot alive\n",
     )
 
 
@@ -68,7 +68,7 @@ def test_verbose_marks_what_is_odd_without_deciding_by_it(node: AgentStatus) -> 
     node.plugins = (
         dataclasses.replace(node.plugins[0], state=PluginState.WAITING, stream_open=False),
     )
-    node.config_problem = "config.yaml:3: no\nlabel a/b: nor"
+    node.config_problems = ("config.yaml:3: no", "label a/b: nor")
     node.tasks = (
         TaskReport("health", last_heartbeat_at=NOW - 15, stuck_after_seconds=5),
         TaskReport("watch", state=TaskState.BACKING_OFF, last_error="OSError: gone"),
@@ -81,7 +81,7 @@ def test_verbose_marks_what_is_odd_without_deciding_by_it(node: AgentStatus) -> 
         "[~] resource nvidia.com/gpu: waiting for kubelet, stream closed, 10 of 20 ids healthy",
         "[~] config: the newest configuration is not in force: config.yaml:3: no; label a/b: nor",
         "[+] event loop: 1.0 ms late (99th percentile), 250.0 ms at worst",
-        "[~] task health: no sign of life for 10 s longer than promised",
+        "[~] task health: no heartbeat for 10 s longer than allowed",
         "[~] task watch: backing off (OSError: gone)",
         "ready",
     ]

@@ -61,9 +61,9 @@ def test_an_instance_that_is_withheld_is_a_problem_of_the_node(node: AgentStatus
 
     said = [problem.reason for problem in problems.known(_with(node, withheld), NOW)]
 
-    assert "MIG instance MIG-1 (1g.10gb) is not given out: mig-minors line 4" in said
+    assert "MIG instance MIG-1 (1g.10gb) is not offered: mig-minors line 4" in said
     assert not any(
-        "MIG-1 (1g.10gb) is not given out" in problem.reason
+        "MIG-1 (1g.10gb) is not offered" in problem.reason
         for problem in problems.known(_with(node, _gpu(health=ILL)), NOW)
     )
 

@@ -422,10 +422,10 @@ class ClusterAccess:
                 "cluster.cleanup_failed",
                 level="warning",
                 gave_up_after_seconds=seconds,
-                error="the API server did not take it",
+                error="the API server accepted no request in that time",
                 remedy=(
-                    f"take annotations {', '.join(patterns)} and labels vgpu-agent.internal/* off "
-                    "the Node with kubectl"
+                    f"remove the annotations {', '.join(patterns)} and the labels "
+                    "vgpu-agent.internal/* from the Node with kubectl"
                 ),
             )
         else:
@@ -468,9 +468,9 @@ class ClusterAccess:
                 level="warning",
                 waited_seconds=START_WAIT_SECONDS,
                 continues_with=(
-                    "what was remembered"
+                    "the remembered state"
                     if self.remembered
-                    else "nothing; families that need the API server wait"
+                    else "no remembered state; families that need the API server wait"
                 ),
             )
 

@@ -219,7 +219,7 @@ class Agent:
             journal=self._journal,
             patience_seconds=concurrency.STUCK_SECONDS,
         )
-        self._offering.gates.append(self._cdi.why_withheld)
+        self._offering.gates.append(self._cdi.withheld)
         self._mps = MpsController(
             settings,
             ledger=self._ledger,
@@ -333,7 +333,7 @@ class Agent:
             resources=[plugin.resource.name for plugin in self._offering.plugins],
         )
         for plugin in self._offering.plugins:
-            plugin.register_again("somebody sent SIGHUP")
+            plugin.register_again("SIGHUP received")
 
     async def _start_all(self) -> None:
         """Start, and the web server beside it; what keeps either
@@ -470,8 +470,8 @@ class Agent:
             from vgpu_agent.sim.preload import preload  # noqa: PLC0415
         except ModuleNotFoundError as err:
             raise SimulationError(
-                "--simulate: the simulator is part of a checkout only, not of the image; leave the "
-                "flag out"
+                "--simulate: the image does not contain the simulator; leave the flag out, or "
+                "run the agent from a checkout"
             ) from err
         _logger.warning(
             "agent.simulated",

@@ -147,7 +147,7 @@ class NamedConfiguration:
                 "config.refused",
                 level="error",
                 problems=err.problems,
-                in_force="the settings from before the restart",
+                in_force="the settings in force before the restart",
             )
             named = Choice(before.key)
             own = None if sources.file is None else load.read(sources.file)

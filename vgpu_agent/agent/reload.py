@@ -47,18 +47,19 @@ class Reload:
         """
         self.loaded = loaded
         self.named = named
-        self._refused = ""
+        self._refused: tuple[str, ...] = ()
         self.needs_restart: tuple[str, ...] = ()
         self._at_start = loaded.settings
         self._apply = apply
         self._journal = journal
 
     @property
-    def problem(self) -> str:
-        """The fault in the newest files, or in what should name them;
+    def problems(self) -> tuple[str, ...]:
+        """The faults in the newest files, and in the choice of a named one;
         empty when all is in force.
         """
-        return "\n".join(filter(None, (self._refused, self.named.problem if self.named else "")))
+        named = (self.named.problem,) if self.named and self.named.problem else ()
+        return (*self._refused, *named)
 
     async def run(self) -> None:
         """Watch until cancelled; return at once when there is no file."""
@@ -88,7 +89,7 @@ class Reload:
         for collision in outcome.collisions:
             if collision not in self.loaded.collisions:
                 _logger.error("config.collision", problem=collision)
-        self.loaded, self._refused, self.needs_restart = outcome, "", tuple(later)
+        self.loaded, self._refused, self.needs_restart = outcome, (), tuple(later)
         if self.named is not None:
             self.named.applied(outcome)
         if "log.level" in at_once:
@@ -98,10 +99,10 @@ class Reload:
         )
 
     def _refuse(self, err: ConfigError) -> None:
-        self._refused = str(err)
+        self._refused = tuple(err.problems)
         self._journal.record(
             "config.refused",
             level="error",
             problems=err.problems,
-            in_force="the settings from before",
+            in_force="the previous settings",
         )

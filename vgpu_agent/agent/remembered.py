@@ -53,7 +53,7 @@ class Memory:
             directory,
             "remembered.json",
             Remembered,
-            when_unreadable="it is written anew from the API server",
+            when_unreadable="it will be written again from the API server's data",
             when_not_written=(
                 "a restart during an outage of the API server offers nothing that needs it"
             ),

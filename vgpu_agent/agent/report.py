@@ -115,7 +115,7 @@ class Report:
                 path: (value, loaded.origins[path])
                 for path, value in schema.values(loaded.settings)
             },
-            config_problem=self.reload.problem,
+            config_problems=self.reload.problems,
             config_needs_restart=self.reload.needs_restart,
             config_collisions=self.reload.loaded.collisions,
             config_named=self.reload.named.report if self.reload.named else {},
@@ -147,7 +147,7 @@ class Report:
         trouble = (
             ""
             if offered
-            else self.offering.blocked.get(name) or "the reason is that of its resources"
+            else self.offering.blocked.get(name) or "each of its resources has its own reason"
         )
         return FamilyStatus(name, by_pod, offered, trouble)
 
@@ -245,9 +245,9 @@ class Report:
 
     def _why_not_ready(self, plugin: PluginStatus) -> str:
         if plugin.state is PluginState.WAITING and not self.kubelet.socket_present:
-            return f"waiting for kubelet: there is no {self.kubelet.directory}/kubelet.sock"
+            return f"waiting for the kubelet: there is no {self.kubelet.directory}/kubelet.sock"
         state = (
-            "registered, but kubelet has not opened the list"
+            "registered, but the kubelet has not opened the stream of the list"
             if plugin.state is PluginState.REGISTERED
             else plugin.state.value
         )
@@ -261,7 +261,7 @@ class Report:
                 yield Problem(
                     ProblemKind.TASK,
                     report.name,
-                    f"no sign of life for {silent:.0f} s; it will not come back by itself",
+                    f"no heartbeat for {silent:.0f} s; it will not recover by itself",
                 )
 
 

@@ -89,8 +89,8 @@ def for_ids(err: LedgerError, ledger: Ledger, resource: Resource, inventory: Inv
         and room.device != err.device
     ]
     final = (
-        "The kubelet chose these ids by an older list and fails the pod for good: its controller "
-        "makes a new one, else create it anew."
+        "The kubelet chose these ids from an older list and fails the pod for good. Its "
+        "controller creates a new pod; a pod without a controller must be created again."
     )
     return " ".join([*_use(err, ledger, inventory), final, _alternatives(free, inventory)])
 

@@ -239,8 +239,8 @@ class Allocator:
             case Decider.POD:
                 if self._context.mode is None:
                     raise AgentError(
-                        f"{resource}: this node's Node object has not been read yet; kubelet will "
-                        "ask again"
+                        f"{resource}: this node's Node object has not been read yet; the kubelet "
+                        "will retry"
                     )
                 await self.late_start.start(
                     offered, ids, self._pod_family(offered), late=self._context.mode.late

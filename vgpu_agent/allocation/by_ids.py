@@ -81,8 +81,8 @@ class IdAllocator:
             if grant.resource == offered.name
         ):
             raise UnknownDeviceError(
-                f"{offered.name}: {listed(ids)} are not booked for any container; kubelet will ask "
-                "again"
+                f"{offered.name}: {listed(ids)} are not booked for any container; the kubelet "
+                "will retry"
             )
 
     def _family(self, offered: Resource) -> IdFamily:

@@ -66,7 +66,7 @@ class Division:
                 another pod, could not be divided, or not in this time.
         """
         if self._divider is None:
-            raise MigError("GPUs are not divided by this agent; nobody has told it how")
+            raise MigError("this agent does not divide GPUs; only the operating mode mig does")
         for layout in layouts:
             self._require_free(layout, family)
         changes = [
@@ -80,13 +80,13 @@ class Division:
         for change in changes:
             if change.outcome in waiting:
                 raise MigError(
-                    f"GPU {change.layout.gpu} is still being divided into {_shown(change.layout)}; "
-                    "kubelet will ask again"
+                    f"GPU {change.layout.gpu} is still being divided into "
+                    f"{_shown(change.layout)}; the kubelet will retry"
                 )
             if reason := change.outcome.result():
                 raise MigError(
                     f"GPU {change.layout.gpu} could not be divided into {_shown(change.layout)}: "
-                    f"{reason}; kubelet will ask again"
+                    f"{reason}; the kubelet will retry"
                 )
         await self._settled([layout.gpu for layout in layouts], until)
 
@@ -117,16 +117,17 @@ class Division:
         if change is not None:
             if sorted(change.layout.profiles) != sorted(layout.profiles):
                 raise MigError(
-                    f"GPU {layout.gpu} is to be divided into {_shown(layout)}, and is just being "
-                    f"divided into {_shown(change.layout)} for {change.pod}; kubelet will ask again"
+                    f"GPU {layout.gpu} is to be divided into {_shown(layout)}, and is being "
+                    f"divided into {_shown(change.layout)} for {change.pod}; the kubelet will "
+                    "retry"
                 )
             return
         gpu = self._inventory().gpu(layout.gpu)
         if gpu is None or not gpu.present or not gpu.health.ok:
             reason = (gpu.health.reason if gpu else "") or "it does not answer"
             raise MigError(
-                f"GPU {layout.gpu} cannot be divided into {_shown(layout)}: {reason}; kubelet will "
-                "ask again"
+                f"GPU {layout.gpu} cannot be divided into {_shown(layout)}: {reason}; the "
+                "kubelet will retry"
             )
         devices = {gpu.uuid, *(instance.uuid for instance in gpu.mig_instances)}
         for grant in self._ledger.grants:
@@ -135,13 +136,13 @@ class Division:
                     grant.owner.pod_name if grant.owner else f"a container with {listed(grant.ids)}"
                 )
                 raise MigError(
-                    f"GPU {gpu.uuid} cannot be divided into {_shown(layout)}: {holder} has a part "
-                    "of it; kubelet will ask again"
+                    f"GPU {gpu.uuid} cannot be divided into {_shown(layout)}: {holder} has a "
+                    "part of it; the kubelet will retry"
                 )
         if reason := self._ledger.why_kept(gpu.uuid, family):
             raise MigError(
-                f"GPU {gpu.uuid} cannot be divided into {_shown(layout)}: {reason}; kubelet will "
-                "ask again"
+                f"GPU {gpu.uuid} cannot be divided into {_shown(layout)}: {reason}; the kubelet "
+                "will retry"
             )
 
     def _begin(self, layout: MigLayout, pod: str, divider: Divider) -> _Change:

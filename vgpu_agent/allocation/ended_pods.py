@@ -105,9 +105,9 @@ class EndedPods:
                 return attempt()
             except _NO_ROOM as err:
                 raise NotProvenError(
-                    "no room, and kubelet has not said within "
-                    f"{identification.START_SECONDS:g} s which pods have ended; kubelet "
-                    f"will ask again ({err})"
+                    "no room, and the kubelet has not reported within "
+                    f"{identification.START_SECONDS:g} s which pods have ended; the kubelet will "
+                    f"retry ({err})"
                 ) from err
         return await self._tried_again(start, attempt, kubelet_evidence, before)
 

@@ -157,8 +157,8 @@ class Identification:
                 who = await self._identify(offered.name, ids, token)
         except TimeoutError:
             raise NotProvenError(
-                f"kubelet's records and the API server have not answered within {seconds:g} s; "
-                "kubelet will ask again"
+                f"the kubelet's records and the API server have not answered within {seconds:g} "
+                "s; the kubelet will retry"
             ) from None
         return (
             Start(offered, tuple(ids), token, family, until, *who)
@@ -222,19 +222,19 @@ class Identification:
         missing = f"pod {'/'.join(name)}" if name else f"the pod with UID {' or '.join(found.uids)}"
         if name is None:
             raise NotProvenError(
-                f"{missing} did not appear in the watch within {seconds:g} s; kubelet will ask "
-                "again"
+                f"{missing} did not appear in the watch within {seconds:g} s; the kubelet "
+                "will retry"
             )
         try:
             pod = await self._context.fetch(*name)
         except ClusterError as err:
             raise NotProvenError(
-                f"{missing} did not appear in the watch within {seconds:g} s, and {err}; kubelet "
-                "will ask again"
+                f"{missing} did not appear in the watch within {seconds:g} s, and {err}; the "
+                "kubelet will retry"
             ) from err
         if pod is None or pod.node != self._context.node:
             where = f"is bound to {pod.node or 'no node'}" if pod else "does not exist any more"
-            raise NotProvenError(f"{missing} {where}; kubelet will notice")
+            raise NotProvenError(f"{missing} {where}; the kubelet will notice")
         return pod
 
 
@@ -261,8 +261,8 @@ def records_about(
     wanted = set(ids)
     if kubelet_evidence.checkpoint is None and kubelet_evidence.pod_resources is None:
         raise NotProvenError(
-            f"neither of kubelet's records can be read ({kubelet_evidence.trouble}); kubelet will "
-            "ask again"
+            f"neither of the kubelet's records can be read ({kubelet_evidence.trouble}); the "
+            "kubelet will retry"
         )
     exact = [
         entry
@@ -278,7 +278,10 @@ def records_about(
     if len(live) > 1:
         pods = " and ".join(sorted("/".join(pod) for pod in live))
         raise NotProvenError(
-            f"kubelet lists ids of {resource} in two pods at once, {pods}; the start is refused",
+            (
+                f"the kubelet lists ids of {resource} in two pods at once, {pods}; the start is "
+                "refused"
+            ),
             ambiguous=True,
         )
     named = next(iter(live), None)
@@ -309,9 +312,9 @@ def records_about(
     if not containers:
         if kubelet_evidence.checkpoint is not None or not whole:
             raise NotProvenError(
-                f"kubelet's records do not say yet who holds {_some(ids)} of {resource}"
+                f"the kubelet's records do not say yet who holds {_some(ids)} of {resource}"
                 + (f" ({kubelet_evidence.trouble})" if kubelet_evidence.trouble else "")
-                + "; kubelet will ask again"
+                + "; the kubelet will retry"
             )
         _refuse_namesakes(resource, wanted, named, kubelet_evidence)
         containers = {"": tuple(whole)}
@@ -364,16 +367,16 @@ def holder(
             sorted([*(f"{pod.full_name} ({uid})" for uid, pod in candidates.items()), *strangers])
         )
         raise NotProvenError(
-            f"kubelet's checkpoint names several pods for the same ids: {several}; the start is "
-            "refused",
+            f"the kubelet's checkpoint names several pods for the same ids: {several}; the start "
+            "is refused",
             ambiguous=True,
         )
     if not candidates:
         if fetched is not None:
             raise NotProvenError(
-                f"kubelet starts pod {fetched.full_name} with UID {', '.join(found.uids)}, but the "
-                f"API server has UID {fetched.claimed_uid or fetched.uid} under that name; the pod "
-                "was replaced, kubelet will notice"
+                f"the kubelet starts pod {fetched.full_name} with UID {', '.join(found.uids)}, "
+                f"but the API server has UID {fetched.claimed_uid or fetched.uid} under that "
+                "name; the pod was replaced, the kubelet will notice"
             )
         return None
     uid, pod = next(iter(candidates.items()))
@@ -389,8 +392,8 @@ def _holder_by_name(found: IdRecords, pods: PodCache, fetched: Pod) -> tuple[Pod
     """
     if not pods.one_of_its_name(fetched):
         raise NotProvenError(
-            f"there has been another pod named {fetched.full_name}, and without kubelet's "
-            "checkpoint it is not certain which of them starts; kubelet will ask again"
+            f"there has been another pod named {fetched.full_name}, and without the kubelet's "
+            "checkpoint it is not certain which of them starts; the kubelet will retry"
         )
     # pod-resources names it, and kubelet runs no pod that claims to be a mirror, so it runs the
     # static pod of that name.
@@ -439,8 +442,8 @@ def _refuse_namesakes(
             and set(entry.ids) != wanted
         ):
             raise NotProvenError(
-                f"kubelet lists two pods named {'/'.join(named or ())}, and without its checkpoint "
-                "it is not certain which of them starts",
+                f"the kubelet lists two pods named {'/'.join(named or ())}, and without its "
+                "checkpoint it is not certain which of them starts",
                 ambiguous=True,
             )
 
@@ -481,8 +484,8 @@ def _owner(pod: Pod, names: Iterable[str], uid: str = "") -> Owner:
     known = [name for name in names if name in in_pod]
     if not known:
         raise NotProvenError(
-            f"pod {pod.full_name} has no container {', '.join(names)}, which kubelet names; the "
-            "start is refused"
+            f"pod {pod.full_name} has no container {', '.join(names)}, which the kubelet names; "
+            "the start is refused"
         )
     return Owner(
         max(known, key=lambda name: in_pod[name]), uid or pod.kubelet_uid, pod.namespace, pod.name

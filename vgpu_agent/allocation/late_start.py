@@ -229,8 +229,8 @@ class LateStart:
             decision, bound = await self._ended.with_room(start, attempt)
         if bound is None:
             raise MigError(
-                "a GPU was divided for the container, and then otherwise for another; kubelet will "
-                "ask again"
+                "a GPU was divided for the container and then differently for another one; the "
+                "kubelet will retry"
             )
         provision, grant = bound
         self._handed_out.discard(start.token)
@@ -289,7 +289,10 @@ class LateStart:
         """Let a container start again from the spec that is there;
         its pod cannot be asked about, and need not be.
         """
-        evidence = ("kubelet's records name the container that the spec was made for", record.by)
+        evidence = (
+            "the kubelet's records name the container that the spec was made for",
+            record.by,
+        )
         try:
             grant = self._context.ledger.decide(
                 offered.name,
@@ -369,8 +372,8 @@ class LateStart:
         """
         if not self._context.ledger.rebuilt:
             raise NotProvenError(
-                "kubelet has not told yet who held what when this agent was started, so nobody "
-                "knows what is free; kubelet will ask again"
+                "the holders of ids from before the start of this agent are not known yet, and "
+                "neither is the free room; the kubelet will retry"
             )
 
     def _refuse_before_pods_are_read(self) -> None:
@@ -380,8 +383,8 @@ class LateStart:
         # until then no pod can be read, and no start waits for that
         if self._pods_unread and self._context.pods.synced.is_set():
             raise NotProvenError(
-                "pods that run on this node have only just become known, and what they hold is "
-                "looked up before anything is given away; kubelet will ask again"
+                "the agent has just learned of pods that run on this node, and looks up their "
+                "devices before it grants others; the kubelet will retry"
             )
 
     def _refuse_two_families(self, start: Start) -> None:
@@ -393,8 +396,8 @@ class LateStart:
         )
         if others:
             raise RequestRefusedError(
-                f"the container asks for {start.offered.name} and for {', '.join(others)}, which "
-                "would tell it of different GPUs; ask for one of them"
+                f"the container asks for {start.offered.name} and for {', '.join(others)}, whose "
+                "answers would name different GPUs; ask for one of them"
             )
 
     # -- 3. book -----------------------------------------------------------------------------------

@@ -54,7 +54,7 @@ def choose(setting: str, node: Node | None) -> BindingMode | None:
     runtime, _, text = node.runtime_version.partition("://")
     version, needed = _version(text), _RUNTIMES.get(runtime)
     seen = (
-        f"the Node says {node.runtime_version or 'nothing about its runtime'} and kubelet "
+        f"the Node says {node.runtime_version or 'nothing about its runtime'} and the kubelet "
         f"{node.kubelet_version or 'unknown'}"
     )
     if needed is None or version is None:

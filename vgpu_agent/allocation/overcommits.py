@@ -81,6 +81,6 @@ def why_not(pod: Pod, binding: Binding) -> str:
     if pod.scheduler in {"", PLAIN_SCHEDULER}:
         return (
             f"the pod's schedulerName is {PLAIN_SCHEDULER}, which decides about no GPU, so its "
-            "annotations are no scheduler's word"
+            "annotations are not a scheduler's decision"
         )
     return ""

@@ -35,7 +35,7 @@ from vgpu_agent.families.device_lists import CDI_STRATEGIES, GENERATED_KIND, TOO
 from vgpu_agent.families.registry import FAMILIES
 from vgpu_agent.ledger.offers import Offers
 from vgpu_agent.model import Decider
-from vgpu_agent.status import CdiStatus, NotYet
+from vgpu_agent.status import CdiStatus, Withheld
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Iterator, Sequence
@@ -64,7 +64,7 @@ _KEEPER = "cdi"  # of cordons in the ledger
 # NVIDIA's plugin does not even start so (nvidia §1).
 _NO_NAME_OF_INTEGRATED = (
     "plugin.deviceListStrategy: the GPU of this node is part of its processor, and CDI names of "
-    "GPUs are made through NVML; take cdi-cri and cdi-annotations out, envvar and volume-mounts "
+    "GPUs are made through NVML; remove cdi-cri and cdi-annotations, envvar and volume-mounts "
     "work with the NVIDIA runtime in CSV mode"
 )
 
@@ -209,37 +209,36 @@ class CdiController:
             await changed()
             self._followed = version
 
-    def why_withheld(self, resource: Resource) -> str:
-        """Explain why ``resource`` must not be offered now, for `Offering.gates`; empty when it
-        may. A `NotYet` while specs are made.
+    def withheld(self, resource: Resource) -> Withheld | None:
+        """Explain why ``resource`` must not be offered now, for `Offering.gates`; None when it
+        may.
         """
         if self._channels.trouble and self._settings.plugin.imex_required:
-            return f"{self._channels.trouble}, or set plugin.imexRequired: false"
-        return self._why_unnamed(resource) if self._is_told_by_names(resource) else ""
+            return Withheld(f"{self._channels.trouble}, or set plugin.imexRequired: false")
+        return self._unnamed(resource) if self._is_told_by_names(resource) else None
 
-    def _why_unnamed(self, resource: Resource) -> str:
+    def _unnamed(self, resource: Resource) -> Withheld | None:
         if self._inventory is not None and any(gpu.integrated for gpu in self._inventory.gpus):
-            return _NO_NAME_OF_INTEGRATED
+            return Withheld(_NO_NAME_OF_INTEGRATED)
         names = self._source.names
         if not any(name.startswith(f"{self._kind}=") for name in names):
-            return self._source.error or NotYet("the CDI spec of this node's GPUs is being made")
+            if self._source.error:
+                return Withheld(self._source.error)
+            return Withheld("the CDI spec of this node's GPUs is being made", temporary=True)
         vendor = self._kind.partition("/")[0]
         for channel in self._channels.ids:
             if (name := f"{vendor}/imex-channel={channel}") not in names:
-                return (
-                    f"no CDI spec has the device {name}; let it be made, or take the channel out "
-                    "of plugin.imexChannelIds"
+                return Withheld(
+                    f"no CDI spec has the device {name}; create it with the container toolkit, or "
+                    "remove the channel from plugin.imexChannelIds"
                 )
         if resource.decided_by is Decider.IDS:
             devices = set(Offers.devices(resource))
             if devices <= self._nameless.keys():
                 reason = next((self._nameless[device] for device in sorted(devices)), "")
-                return (
-                    reason
-                    if self._source.error or isinstance(self._source, ToolkitSpecs)
-                    else NotYet(reason)
-                )
-        return ""
+                made_here = not isinstance(self._source, ToolkitSpecs)
+                return Withheld(reason, temporary=made_here and not self._source.error)
+        return None
 
     async def inline(self, names: Sequence[str]) -> Inlined:
         """Return the edits behind CDI names; wait a moment for a spec that is being made because a
@@ -255,8 +254,8 @@ class CdiController:
                     self._keep_back()
         if wrong := self._wrong_names.intersection(names):
             raise CarrierError(
-                f"the CDI spec of this node does not have {', '.join(sorted(wrong))} as it is now; "
-                "kubelet will ask again"
+                f"the CDI spec of this node does not have {', '.join(sorted(wrong))} as it is "
+                "now; the kubelet will retry"
             )
         return inlined(names, self._source.specs)
 
@@ -361,7 +360,7 @@ class CdiController:
         names, error = self._source.names, self._source.error
         if self._settings.cdi.source == "toolkit":
             error = error or (
-                "the container toolkit must make its spec anew (service nvidia-cdi-refresh, or "
+                "let the container toolkit write its spec again (service nvidia-cdi-refresh, or "
                 "nvidia-ctk cdi generate)"
             )
         why = f"no CDI spec has its name yet{': ' if error else ''}{error}"

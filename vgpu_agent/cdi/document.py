@@ -115,7 +115,7 @@ def decode(content: bytes, *, is_yaml: bool = False) -> Spec:
             return msgspec.convert(yaml.load(content, Loader=_Loader), Spec)  # noqa: S506
         return msgspec.json.decode(content, type=Spec)
     except (msgspec.MsgspecError, yaml.YAMLError, UnicodeError, RecursionError) as err:
-        raise CdiError(f"is no CDI spec: {' '.join(str(err).split())[:300]}") from err
+        raise CdiError(f"is not a CDI spec: {' '.join(str(err).split())[:300]}") from err
 
 
 def encode(spec: Spec) -> bytes:

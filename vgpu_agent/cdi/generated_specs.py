@@ -42,10 +42,10 @@ _TEMPORARY = ".vgpu-agent-{}.tmp"
 _REMEDIES = {
     errno.ENOSPC: "free some space on that file system",
     errno.EROFS: "mount it writable for the agent, or set another binding.cdiDirectory",
-    errno.EACCES: "let the agent write there (owner, mode, security policy)",
-    errno.EPERM: "let the agent write there (owner, mode, security policy)",
-    errno.ENOTDIR: "move away what stands in the place of a directory",
-    errno.EEXIST: "move away what stands in the place of a directory",
+    errno.EACCES: "give the agent write access (owner, mode, security policy)",
+    errno.EPERM: "give the agent write access (owner, mode, security policy)",
+    errno.ENOTDIR: "move away the file that is in the place of a directory",
+    errno.EEXIST: "move away the file that is in the place of a directory",
     errno.EISDIR: "move away the directory that stands in the place of the file",
     errno.ENOENT: "mount the directory into the agent under the same path",
 }
@@ -382,7 +382,7 @@ def _write(path: str, content: bytes) -> None:
     except OSError as err:
         raise CdiError(
             f"cannot write {path}: {err.strerror or err}; "
-            f"{_REMEDIES.get(err.errno or 0, 'look after that file system')}"
+            f"{_REMEDIES.get(err.errno or 0, 'check that file system')}"
         ) from err
 
 
@@ -399,5 +399,5 @@ def _remove(path: str) -> None:
     except OSError as err:
         raise CdiError(
             f"cannot remove {path}: {err.strerror or err}; remove it by hand, so that no runtime "
-            "goes by it"
+            "uses it"
         ) from err

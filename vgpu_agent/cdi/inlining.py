@@ -47,7 +47,7 @@ def inlined(names: Iterable[str], specs: Sequence[Spec]) -> Inlined:
         if name not in known:
             raise CarrierError(
                 f"no CDI spec of this node has the device {name} now; /debug/config, cdi, says "
-                "why; kubelet will ask again"
+                "why; the kubelet will retry"
             )
         spec, device = known[name]
         if spec.kind not in kinds:

@@ -79,7 +79,7 @@ class Stuck:
         """Raise `CdiError` as long as it is there."""
         if self.process is not None and self.process.returncode is None:
             raise CdiError(
-                f"an earlier {shown} (process {self.process.pid}) does not even end when killed; "
+                f"an earlier {shown} (process {self.process.pid}) does not end even when killed; "
                 "the driver hangs, see nvidia-smi and dmesg"
             )
         self.process = None
@@ -125,7 +125,7 @@ async def generate(
         spec = decode(out)
     except CdiError as problem:
         raise CdiError(
-            f"what {shown} cdi generate printed {problem}; check cdi.nvidiaCtk and the tool's "
+            f"the output of {shown} cdi generate {problem}; check cdi.nvidiaCtk and the tool's "
             "version"
         ) from problem
     return _finished(spec, options, f"{vendor}/{name}", shown)
@@ -154,7 +154,7 @@ def _finished(spec: Spec, options: CtkOptions, kind: str, shown: str) -> Spec:
     """The spec with paths of the node, checked."""
     if spec.kind != kind:
         raise CdiError(
-            f"what {shown} cdi generate printed is of kind {spec.kind!r}, not {kind}; check "
+            f"the output of {shown} cdi generate is of kind {spec.kind!r}, not {kind}; check "
             "cdi.nvidiaCtk"
         )
     spec = _without_hooks(on_the_node(spec, options.roots), options.disable_hooks)
@@ -167,7 +167,7 @@ def _finished(spec: Spec, options: CtkOptions, kind: str, shown: str) -> Spec:
     spec = rules.with_sufficient_version(spec)
     if found := rules.problems(spec):
         raise CdiError(
-            f"what {shown} cdi generate printed would be refused by container runtimes: "
+            f"the output of {shown} cdi generate would be refused by container runtimes: "
             f"{'; '.join(found[:3])}"
         )
     return spec
@@ -255,7 +255,7 @@ async def _run(
                 async with asyncio.timeout(_KILL_SECONDS):
                     await process.wait()
     if len(out) > LARGEST_BYTES:
-        raise CdiError(f"{shown} cdi generate prints without end; check cdi.nvidiaCtk")
+        raise CdiError(f"{shown} cdi generate does not stop printing; check cdi.nvidiaCtk")
     return status, out, err_bytes.decode(errors="replace")
 
 
@@ -282,4 +282,4 @@ def _reason(err: str) -> str:
         match[1].replace('\\"', '"') if (match := _MESSAGE.search(line)) else line.strip()
         for line in lines
     ]
-    return "; ".join(found)[:500] or "it said nothing"
+    return "; ".join(found)[:500] or "no output"

@@ -77,7 +77,7 @@ def _problems(spec: Spec) -> Iterator[str]:
         if not _NAME.fullmatch(device.name):
             yield f"device name {device.name!r} has characters that no name may have"
         if device.name in seen:
-            yield f"device {device.name} is there twice"
+            yield f"device {device.name} appears twice"
         seen.add(device.name)
         if is_empty(device.container_edits):
             yield f"device {device.name} changes nothing in a container"
@@ -111,7 +111,7 @@ def _least_version_of(spec: Spec) -> str:
 def _annotation_problems(where: str, annotations: dict[str, str]) -> Iterator[str]:
     for key in annotations:
         if not _ANNOTATION.fullmatch(key):
-            yield f"{where}: {key!r} is no annotation key"
+            yield f"{where}: {key!r} is not an annotation key"
 
 
 def _edit_problems(where: str, edits: ContainerEdits) -> Iterator[str]:
@@ -132,7 +132,7 @@ def _edit_problems(where: str, edits: ContainerEdits) -> Iterator[str]:
 
 def _node_problems(where: str, node: DeviceNode) -> Iterator[str]:
     if not node.path.startswith("/"):
-        yield f"{where}: device node {node.path!r} is no absolute path"
+        yield f"{where}: device node {node.path!r} is not an absolute path"
     if node.type not in _NODE_TYPES:
         yield f"{where}: device node {node.path} is of type {node.type!r}"
     if not _PERMISSIONS.issuperset(node.permissions):
@@ -143,4 +143,4 @@ def _hook_problems(where: str, hook: Hook) -> Iterator[str]:
     if hook.hook_name not in _HOOKS:
         yield f"{where}: hook {hook.hook_name!r} is none of {', '.join(_HOOKS)}"
     if not hook.path.startswith("/"):
-        yield f"{where}: hook program {hook.path!r} is no absolute path"
+        yield f"{where}: hook program {hook.path!r} is not an absolute path"

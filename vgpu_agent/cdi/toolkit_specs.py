@@ -85,7 +85,7 @@ class ToolkitSpecs:
         for name, paths in sorted(self._ambiguous.items()):
             if name.startswith(f"{GPU_KIND}="):
                 return (
-                    f"{name} is in {' and in '.join(paths)}, so runtimes take neither; remove one "
+                    f"{name} is in {' and in '.join(paths)}, so runtimes use neither; remove one "
                     "of them"
                 )
         if any(spec.kind == GPU_KIND for spec in self.specs):
@@ -94,9 +94,9 @@ class ToolkitSpecs:
             f"{path} {read.error}" for path, read in self._files.items() if read.error
         )
         return broken or (
-            f"there is no CDI spec of kind {GPU_KIND} in {' or '.join(self._directories)}; let the "
-            "container toolkit make it (service nvidia-cdi-refresh, or nvidia-ctk cdi generate), "
-            "or set cdi.source: generated"
+            f"there is no CDI spec of kind {GPU_KIND} in {' or '.join(self._directories)}; "
+            "create it with the container toolkit (service nvidia-cdi-refresh, or nvidia-ctk cdi "
+            "generate), or set cdi.source: generated"
         )
 
     @property

@@ -42,7 +42,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     commands = command.add_subparsers(metavar="COMMAND", required=True)
 
     check = commands.add_parser(
-        "check", help="say what is wrong with a configuration; exit 0 when nothing is, else 2"
+        "check", help="report the problems of a configuration; exit status 0 without any, else 2"
     )
     check.add_argument(
         "file", nargs="?", metavar="FILE", help="the file to check, the same as --config FILE"
@@ -50,7 +50,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     options.add_arguments(check)
     check.set_defaults(run=_check)
 
-    show = commands.add_parser("show", help="each value and where it comes from")
+    show = commands.add_parser("show", help="show each value and where it comes from")
     show.add_argument(
         "file", nargs="?", metavar="FILE", help="the file to show, the same as --config FILE"
     )
@@ -58,14 +58,16 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     options.add_arguments(show)
     show.set_defaults(run=_show)
 
-    write = commands.add_parser("example", help="a commented file with every key and its default")
+    write = commands.add_parser(
+        "example", help="write a commented file with every key and its default"
+    )
     write.set_defaults(run=_example)
 
     translate = commands.add_parser(
         "convert",
         help=(
-            "write a configuration of NVIDIA's device plugin as one of ours; exit 0, or 2 when it "
-            "is wrong"
+            "convert a configuration of NVIDIA's device plugin; exit status 0, or 2 when it is "
+            "wrong"
         ),
     )
     translate.add_argument(
@@ -107,9 +109,8 @@ def _convert(arguments: argparse.Namespace) -> int:
     if arguments.file == "-":
         file, content = "standard input", sys.stdin.buffer.read(load.LARGEST_FILE_BYTES + 1)
         if len(content) > load.LARGEST_FILE_BYTES:
-            raise ConfigError(
-                [f"{file}: is larger than {load.LARGEST_FILE_BYTES} bytes; no configuration is"]
-            )
+            most = load.LARGEST_FILE_BYTES
+            raise ConfigError([f"{file}: is larger than {most} bytes; a configuration is smaller"])
     else:
         file, content = arguments.file, load.read(arguments.file, "config convert")
     print(convert(file, content), end="")

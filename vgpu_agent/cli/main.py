@@ -27,14 +27,17 @@ FAILED, USAGE, INTERRUPTED = 1, 2, 130
 _SIMULATOR = "vgpu_agent.sim"
 _COMMANDS = {
     "run": ("vgpu_agent.cli.run", "run the agent on this node"),
-    "status": ("vgpu_agent.cli.status", "show what the running agent offers and who holds what"),
+    "status": (
+        "vgpu_agent.cli.status",
+        "show the GPUs, resources, pods and problems of the running agent",
+    ),
     "config": ("vgpu_agent.cli.config", "check, show, write or convert a configuration"),
     "mount-regions": (
         "vgpu_agent.cli.mount_regions",
         "mount the slots in which containers' regions cannot grow",
     ),
-    "sim": (f"{_SIMULATOR}.cli.sim", "create simulated GPUs and make things happen to them"),
-    "demo": (f"{_SIMULATOR}.cli.demo", "play the main job on a simulated node"),
+    "sim": (f"{_SIMULATOR}.cli.sim", "create and change simulated GPUs"),
+    "demo": (f"{_SIMULATOR}.cli.demo", "demonstrate the agent on a simulated node"),
     "version": ("vgpu_agent.cli.version", "print the version"),
 }
 

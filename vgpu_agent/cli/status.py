@@ -49,10 +49,9 @@ def add_parser(subparsers: Any) -> None:
     """
     parser: argparse.ArgumentParser = subparsers.add_parser(
         "status",
-        help="what the running agent knows: GPUs, resources, pods, problems",
+        help="show the GPUs, resources, pods and problems of the running agent",
         description=(
-            "Ask the running agent what it knows: GPUs, resources, who holds what, and what is "
-            "wrong."
+            "Show the GPUs, the resources, their holders and the problems of the running agent."
         ),
         epilog=_EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
@@ -121,16 +120,16 @@ def _fetch(address: Address, path: str, timeout_seconds: float) -> bytes:
     except ConnectionRefusedError as err:
         raise AgentError(
             f"cannot reach the agent at {address}: connection refused; is it running? If it "
-            "listens elsewhere, say so with --debug-listen"
+            "listens elsewhere, name its address with --debug-listen"
         ) from err
     except TimeoutError as err:
         raise AgentError(
-            f"the agent at {address} did not answer within {timeout_seconds:g} s; its log may say "
-            "what holds it up (--timeout waits longer)"
+            f"the agent at {address} did not answer within {timeout_seconds:g} s; look into its "
+            "log, or wait longer with --timeout"
         ) from err
     except http.client.HTTPException as err:
         raise AgentError(
-            f"what listens at {address} does not speak HTTP ({type(err).__name__}); check "
+            f"the server at {address} does not speak HTTP ({type(err).__name__}); check "
             "--debug-listen"
         ) from err
     except OSError as err:

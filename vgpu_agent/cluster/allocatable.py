@@ -241,7 +241,7 @@ class AllocatableWriter:
                 self._counted(None)
                 text = (
                     f"the API server refuses the count of {resource} in this Node's status "
-                    f"({err}), so kubelet alone writes it, every ten seconds; apply the "
+                    f"({err}), so the kubelet alone writes it, every ten seconds; apply the "
                     "ClusterRole and the policy in manifests/ of this version"
                 )
                 self._complaints.say(

@@ -108,8 +108,7 @@ def failures(
         ) from err
     except TimeoutError as err:
         raise ClusterError(
-            f"{method} {path}: {server} has been silent for {seconds:g} s; the connection is given "
-            "up"
+            f"{method} {path}: {server} has been silent for {seconds:g} s; the connection is closed"
         ) from err
     except aiohttp.ClientConnectorError as err:
         # asyncio writes its own text over the system's.

@@ -231,8 +231,7 @@ async def _limited(
         if read > most_bytes:
             text = f"the answer has more than {most_bytes >> 20} MiB; it is given up"
             raise ClusterError(
-                f"{method} {path}: {text}; look for what stands between this node and the API "
-                "server"
+                f"{method} {path}: {text}; look for a proxy between this node and the API server"
             )
         yield chunk
         await asyncio.sleep(0)  # an answer that never stops must not be all that this loop does

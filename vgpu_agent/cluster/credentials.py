@@ -226,7 +226,7 @@ def _why(err: Exception) -> str:
         )
     mark = getattr(err, "problem_mark", None)
     if mark is not None:  # of a YAML parser, whose text shows the line
-        return f"line {mark.line + 1}, column {mark.column + 1} is no YAML"
+        return f"line {mark.line + 1}, column {mark.column + 1} is not YAML"
     text = " ".join(str(err).split())
     if text.startswith("exec:"):
         return (

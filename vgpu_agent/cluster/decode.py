@@ -359,7 +359,8 @@ def page(raw: Json) -> tuple[Sequence[msgspec.Raw], str, str]:
             f"a resourceVersion of {len(version)} and a continue token of {len(token)} characters"
         )
         raise ClusterError(
-            f"the API server sent a list with {text}; something in between is not Kubernetes"
+            f"the API server sent a list with {text}; look for a proxy between this node and "
+            "the API server"
         )
     return read.items or (), version, token
 
@@ -400,7 +401,8 @@ def version(raw: Json) -> str:
             else "without metadata.resourceVersion"
         )
         raise ClusterError(
-            f"the API server sent an object {text}; something in between is not Kubernetes"
+            f"the API server sent an object {text}; look for a proxy between this node and "
+            "the API server"
         )
     return found
 

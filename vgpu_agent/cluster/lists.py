@@ -89,9 +89,7 @@ class ListReader:
         """
         self._outside(len(self._rest))
         if self._depth > 0:
-            raise ClusterError(
-                f"GET {self._path}: the list broke off in the middle; it is asked for again"
-            )
+            raise ClusterError(f"GET {self._path}: the list ended early; it is requested again")
         _, version, token = decode.page(bytes(self._envelope))
         return version, token
 
@@ -122,7 +120,7 @@ class ListReader:
         if self._depth > _DEEPEST:
             raise ClusterError(
                 f"GET {self._path}: the list has an object with more than {_DEEPEST} levels; "
-                "something in between is not Kubernetes"
+                "look for a proxy between this node and the API server"
             )
         if self._depth == 2:
             at = self._from - 1
@@ -135,8 +133,8 @@ class ListReader:
         self._depth -= 1
         if self._depth < 0:
             raise ClusterError(
-                f"GET {self._path}: the API server sent a list that cannot be read: a bracket too "
-                "many"
+                f"GET {self._path}: the API server sent a list that cannot be read: it has an "
+                "extra bracket"
             )
         if self._depth != 1:
             return None

@@ -425,8 +425,8 @@ class NodePublisher:
             )
             if contested and not entry.apart_seconds:
                 text = (
-                    f"somebody keeps changing {entry.name} of Node {self._name}; find out who else "
-                    "writes it (a second device plugin?)"
+                    f"another client keeps changing {entry.name} of Node {self._name}; find that "
+                    "client (a second device plugin?)"
                 )
                 self._complaints.say(
                     f"contest of {entry.name}",

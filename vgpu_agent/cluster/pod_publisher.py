@@ -275,13 +275,13 @@ class PodPublisher:
             section, key = entry
             if writing.written.note("/".join(entry), _present(pod, section).get(key), value):
                 text = (
-                    f"somebody keeps changing the annotation {key} of pod {pod.full_name}; find "
-                    "out who else writes it"
+                    f"another client keeps changing the annotation {key} of pod {pod.full_name}; "
+                    "find that client"
                 )
                 if section == LABELS:
                     text = (
-                        f"somebody keeps changing the label {key} of pod {pod.full_name}; find out "
-                        "who else writes it"
+                        f"another client keeps changing the label {key} of pod {pod.full_name}; "
+                        "find that client"
                     )
                 self._complaints.say(
                     f"contest of {pod.uid}/{key}",

@@ -241,15 +241,15 @@ class Reflector(Generic[T]):
                     "the same page again" if token in tokens else f"more than {_MOST_PAGES} pages"
                 )
                 raise ClusterError(
-                    f"GET {self.scope.path}: the list goes on for ever: {what}; something in "
-                    "between is not Kubernetes"
+                    f"GET {self.scope.path}: the list goes on for ever: {what}; look for a proxy "
+                    "between this node and the API server"
                 )
             tokens.add(token)
             more = {"continue": token}
         if not version:
             raise ClusterError(
-                f"GET {self.scope.path}: the list has no metadata.resourceVersion; something in "
-                "between is not Kubernetes"
+                f"GET {self.scope.path}: the list has no metadata.resourceVersion; look for a "
+                "proxy between this node and the API server"
             )
         return items, version
 
@@ -271,7 +271,8 @@ class Reflector(Generic[T]):
                             "no node has so many"
                         )
                         raise ClusterError(
-                            f"GET {self.scope.path}: {text}; something in between is not Kubernetes"
+                            f"GET {self.scope.path}: {text}; look for a proxy between this "
+                            "node and the API server"
                         )
                 beat()
         return page.end()

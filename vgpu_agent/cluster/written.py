@@ -68,12 +68,12 @@ class Written:
         if write is None or shown == desired:
             return ""
         if write.value != desired:
-            return "it was written a moment ago, and writes of it are kept apart"
+            return "it was written a moment ago, and writes of it are spaced out"
         if asyncio.get_running_loop().time() - write.at < _WATCH_IS_LATE_SECONDS:
             return ""  # usually the watch shows the write in a moment
         return (
-            "it was written and stands no longer: somebody has changed it back, or the watch is "
-            "late"
+            "the API server no longer shows the written value: another client has changed it, or "
+            "the watch is late"
         )
 
     def note(

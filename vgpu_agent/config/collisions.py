@@ -62,8 +62,8 @@ def without(family: str) -> str:
     and the remedy.
     """
     return (
-        f"the kubelet would take one for the other, so {family} offers nothing; choose another "
-        "name, or turn one of the families off"
+        f"the kubelet would confuse the two, so {family} offers nothing; choose another name, or "
+        "turn one of the families off"
     )
 
 

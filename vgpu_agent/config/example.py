@@ -20,7 +20,7 @@ from vgpu_agent.config.problems import shown
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-_WIDTH = 110
+_WIDTH = 100
 _COMMENTED_WIDTH = _WIDTH - len("  # ")
 _HEADER = """\
 Configuration of vgpu-agent, schema v1.

@@ -232,7 +232,7 @@ def read(file: str, named_by: str = options.CONFIG_FLAG) -> bytes:
         try:
             mode = os.fstat(descriptor).st_mode
             if not stat.S_ISREG(mode):
-                kind = "a directory" if stat.S_ISDIR(mode) else "no regular file"
+                kind = "a directory" if stat.S_ISDIR(mode) else "not a regular file"
                 raise ConfigError([f"{file}: is {kind}; expected a YAML file"])
             with open(descriptor, "rb", closefd=False) as stream:
                 content = stream.read(LARGEST_FILE_BYTES + 1)
@@ -247,8 +247,8 @@ def read(file: str, named_by: str = options.CONFIG_FLAG) -> bytes:
         raise ConfigError(
             [
                 (
-                    f"{file}: is larger than {LARGEST_FILE_BYTES} bytes; no configuration is, look "
-                    "whether it is the right file"
+                    f"{file}: is larger than {LARGEST_FILE_BYTES} bytes; a configuration is "
+                    "smaller, so check the path"
                 )
             ]
         )

@@ -123,7 +123,7 @@ class _Look:
             if before is None or not isinstance(err.__cause__, FileNotFoundError):
                 raise
             if self._changes.is_new(file):
-                _logger.warning("config.missing", file=file, in_force="the settings from before")
+                _logger.warning("config.missing", file=file, in_force="the previous settings")
             return before
         if self._changes.over(file):
             _logger.info("config.found", file=file)

@@ -253,8 +253,8 @@ def _explained(err: NvmlError) -> str:
     if err.code != NO_PERMISSION:
         return str(err)
     return (
-        f"{err}; the agent's container may not open this GPU, as it may none in MIG mode until it "
-        f"is told: {PERMISSION_REMEDY}"
+        f"{err}; the agent's container may not open this GPU, which needs a permission in MIG "
+        f"mode: {PERMISSION_REMEDY}"
     )
 
 

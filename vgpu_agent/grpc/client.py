@@ -135,7 +135,7 @@ async def _answer(
         ) from err
     if response is None:
         raise CallError(
-            f"{name} on {socket_path} was answered with nothing", status=Status.UNKNOWN.name
+            f"{name} on {socket_path} was answered with no message", status=Status.UNKNOWN.name
         )
     return response
 

@@ -97,7 +97,7 @@ class Connection(H2Protocol):
                 super().data_received(data[start : start + _FED_AT_ONCE_BYTES])
             except Exception as err:  # noqa: BLE001
                 # h2 and hpack raise arbitrary exceptions on some malformed input
-                self._end(f"what it sent cannot be understood ({type(err).__name__})")
+                self._end(f"its data cannot be decoded ({type(err).__name__})")
 
     def connection_lost(self, exc: BaseException | None) -> None:
         """See `asyncio.Protocol`."""
@@ -149,7 +149,7 @@ class Connection(H2Protocol):
         self._idle_frames += 1
         if self._idle_frames > _MOST_IDLE_FRAMES:
             self._end(
-                f"it sent more than {_MOST_IDLE_FRAMES} frames that say nothing within "
+                f"it sent more than {_MOST_IDLE_FRAMES} frames without content within "
                 f"{_IDLE_FRAMES_SECONDS:g} s"
             )
 

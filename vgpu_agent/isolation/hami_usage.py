@@ -123,11 +123,11 @@ def read_region(
 
 def _layout(size: int, read: Callable[[int, int], bytes]) -> _Layout | Unreadable | None:
     if 0 < size < _VERSION.size:
-        return Unreadable(f"it has {size} bytes, so it is no region of HAMi-core")
+        return Unreadable(f"it has {size} bytes, so it is not a region of HAMi-core")
     magic, major, minor = _VERSION.unpack(read(0, _VERSION.size)) if size else (0, 0, 0)
     if magic not in {0, MAGIC}:
         return Unreadable(
-            f"it begins with {magic} instead of {MAGIC}, so it is no region of HAMi-core"
+            f"it begins with {magic} instead of {MAGIC}, so it is not a region of HAMi-core"
         )
     layout = _BEFORE_VERSIONS if size == SIZE_BEFORE_VERSIONS else None
     if size == SIZE and major == _MAJOR and minor in _MINORS:

@@ -126,7 +126,7 @@ def _open(path: str, flags: int) -> int:
 
 def _check_file(status: os.stat_result) -> None:
     if not stat.S_ISREG(status.st_mode):
-        raise _UnfitError("is no regular file")
+        raise _UnfitError("is not a regular file")
     if status.st_uid not in (0, os.geteuid()):
         raise _UnfitError(f"belongs to user {status.st_uid} and not to root")
 
@@ -310,9 +310,9 @@ def _check_ids(lines: Iterable[_Line], wanted: Callable[[str], bool]) -> None:
 
 def _unusable(name: str, what: str) -> CheckpointError:
     return CheckpointError(
-        f"kubelet's checkpoint {name} {what}; kubelet writes it anew at the next change, until "
-        "then pods are known by name only. If kubelet restarts before that, it forgets who holds "
-        "which device"
+        f"the kubelet's checkpoint {name} {what}; the kubelet writes it anew at the next change, "
+        "until then pods are known by name only. If the kubelet restarts before that, it forgets "
+        "who holds which device"
     )
 
 
@@ -330,8 +330,8 @@ def _read(path: Path, wanted: Callable[[str], bool]) -> tuple[CheckpointEntry, .
         raise _unusable(str(path), str(err)) from err
     except OSError as err:
         if err.errno in (errno.ELOOP, errno.ENXIO, errno.ENODEV):
-            raise _unusable(str(path), "is no regular file") from err
+            raise _unusable(str(path), "is not a regular file") from err
         raise CheckpointError(
-            f"kubelet's checkpoint {path} cannot be read: {err.strerror or err}; the agent has to "
-            "run as root"
+            f"the kubelet's checkpoint {path} cannot be read: {err.strerror or err}; the agent "
+            "has to run as root"
         ) from err

@@ -168,7 +168,9 @@ class PodResources:
             )
         self._without_get = None
         if self._clock() < self._calm_at or not self._gets.take_all(len(pods)):
-            raise GetNotPossibleError("pod-resources: kubelet has been asked as often as it allows")
+            raise GetNotPossibleError(
+                "pod-resources: the kubelet has been asked as often as it allows"
+            )
         answers = [await self._get(*pod) for pod in pods]  # hardly ever more than one
         self.gets += len(answers)
         if self._reader is None or self._reader.wanted != wanted:
@@ -220,8 +222,8 @@ class PodResources:
             pause = self._backoff.pause()
             self._not_before = self._clock() + pause
             self._refusal = (
-                f"pod-resources: kubelet was asked too often ({err.text}); the next call is in "
-                f"{pause:g} s"
+                f"pod-resources: the kubelet was asked too often ({err.text}); the next call is "
+                f"in {pause:g} s"
             )
             return KubeletBusyError(self._refusal, pause)
         if method == _ALLOCATABLE and (
@@ -238,8 +240,8 @@ class PodResources:
             )
         if err.status == "UNAVAILABLE":
             return KubeletError(
-                f"pod-resources: {err}; is kubelet running, and is its pod-resources directory "
-                "mounted?"
+                f"pod-resources: {err}; is the kubelet running, and is its pod-resources "
+                "directory mounted?"
             )
         return KubeletError(f"pod-resources: {err}")
 
@@ -252,7 +254,9 @@ class PodResources:
             # Other programs ask too. List is the better use of the remaining calls.
             self._calm_at = self._clock() + _AFTER_A_REFUSED_GET_SECONDS
             self._gets.spend()
-            return GetNotPossibleError(f"pod-resources: kubelet was asked too often ({err.text})")
+            return GetNotPossibleError(
+                f"pod-resources: the kubelet was asked too often ({err.text})"
+            )
         return PodUnknownError(f"pod-resources: {err}") if err.text.endswith(_NO_SUCH_POD) else None
 
 

@@ -64,9 +64,9 @@ async def register(
             words in err.text.lower() for words in _FINAL_WORDS
         ):
             raise RegistrationRefusedError(
-                f"kubelet refuses to register {resource}: {err.text or err}; it will not change "
-                "its mind, so this resource stays away until another kubelet starts, or the agent "
-                "with another configuration"
+                f"the kubelet refuses to register {resource}: {err.text or err}. The resource is "
+                "not offered until the kubelet restarts, or the agent starts with another "
+                "configuration"
             ) from err
         raise KubeletError(str(err)) from err
 

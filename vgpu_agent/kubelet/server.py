@@ -408,7 +408,7 @@ class _Instance:
             )
             if left is not None and left <= 0:
                 return (
-                    "kubelet registered us but opened no stream within "
+                    "the kubelet accepted the registration but opened no stream within "
                     f"{STREAM_OPEN_TIMEOUT_SECONDS:g} s"
                 )
             await first_of(
@@ -449,11 +449,11 @@ class _Instance:
         state = self._directory.state.value
         now = state.kubelet_socket
         if now is not None and now != kubelet:
-            return "kubelet has restarted: there is a new kubelet.sock"
+            return "the kubelet has restarted: there is a new kubelet.sock"
         if self._service.streams_opened and not self._service.open_streams:
-            return "kubelet has ended the stream"
+            return "the kubelet has ended the stream"
         listed = state.sockets.get(self.name) == self._identity
         if self._listed and not listed:
-            return f"our socket {self.name} has been deleted or replaced"
+            return f"the agent's socket {self.name} has been deleted or replaced"
         self._listed = listed  # False at first: the watch needs a moment to see the new file
         return ""

@@ -98,9 +98,9 @@ class Excess(NamedTuple):
         """The reason to refuse ``wanted``, which is part of what would be booked."""
         if self.measure is Measure.COMPANY:
             return (
-                "it is wanted whole, and others have shares of it"
+                "the request is for the whole device, and other containers have shares of it"
                 if wanted.exclusive
-                else "a container has it for itself"
+                else "a container holds all of it"
             )
         more, unit = {
             Measure.MEMORY: (wanted.memory_mib, "MiB"),

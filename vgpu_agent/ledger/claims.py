@@ -73,8 +73,8 @@ def why_kept(gpu: str, family: str, oldest: Mapping[str, Claim]) -> str:
     # Without the pod's name: owners of refused pods read this, and they may be other tenants.
     if not claim.named:
         return (
-            f"the GPU is kept for a pod of {claim.family} that has been bound to this node, until "
-            "kubelet has admitted it"
+            f"the GPU is kept for a pod of {claim.family} that has been bound to this node, "
+            "until the kubelet has admitted it"
         )
     return (
         f"the GPU is kept for a pod to which a scheduler of {claim.family} has given it, until "

@@ -154,12 +154,12 @@ class Reconciliation:
                 "ledger.named",
                 drift=False,
                 grant=adopted,
-                reason="kubelet's records name the container",
+                reason="the kubelet's records name the container",
             )
         reason = (
-            "found in kubelet's records at start"
+            "found in the kubelet's records at start"
             if initial
-            else "kubelet's records name a holder that the ledger did not know"
+            else "the kubelet's records name a holder that the ledger did not know"
         )
         return Correction("ledger.adopted", drift=not initial, grant=adopted, reason=reason)
 
@@ -220,11 +220,11 @@ class Reconciliation:
                 "ledger.named",
                 drift=False,
                 grant=named,
-                reason="kubelet's records name the container",
+                reason="the kubelet's records name the container",
             )
         reason = (
             f"the ids belong to {owner.pod_name}, the ledger had "
-            f"{known.pod_name if known else 'nobody'}"
+            f"{known.pod_name if known else 'no owner'}"
         )
         return Correction("ledger.renamed", drift=True, grant=named, reason=reason)
 
@@ -245,7 +245,7 @@ class Reconciliation:
         if grant.owner is None:
             expired = self._clock() - grant.steady_at > reservation_seconds
             return (
-                f"kubelet did not confirm the reservation within {reservation_seconds:g} s"
+                f"the kubelet did not confirm the reservation within {reservation_seconds:g} s"
                 if expired
                 else ""
             )

@@ -54,12 +54,12 @@ def read_export(text: str, gpus: int) -> Mapping[int, Division]:
     root, faults = yaml.parse(text)
     if root is None or faults:
         where = f"line {faults[0].line}: {faults[0].text}" if faults else "it is empty"
-        raise MigError(f"what it exports is not YAML ({where}): {_shown(text)}")
+        raise MigError(f"its output is not YAML ({where}): {_shown(text)}")
     configurations = root.plain
     configurations = configurations.get("mig-configs") if isinstance(configurations, dict) else None
     if not isinstance(configurations, dict) or len(configurations) != 1:
         raise MigError(
-            f"what it exports has not one configuration below mig-configs: {_shown(text)}"
+            f"its output does not have exactly one configuration below mig-configs: {_shown(text)}"
         )
     (entries,) = configurations.values()
     found: dict[int, Division] = {}
@@ -68,17 +68,17 @@ def read_export(text: str, gpus: int) -> Mapping[int, Division]:
         for index in indices:
             if index in found or not 0 <= index < min(gpus, _MOST_GPUS):
                 raise MigError(
-                    f"what it exports has GPU {index} twice, or not at all among the node's {gpus}"
+                    f"its output has GPU {index} twice, or it is not one of the node's {gpus}"
                 )
             found[index] = division
     if len(found) != gpus:
-        raise MigError(f"it exports {len(found)} GPUs, and the driver shows {gpus}")
+        raise MigError(f"its output has {len(found)} GPUs, and the driver shows {gpus}")
     return found
 
 
 def _entry(entry: Any, gpus: int) -> tuple[list[int], Division]:
     if not isinstance(entry, dict):
-        raise MigError(f"what it exports has an entry that is none: {_shown(str(entry))}")
+        raise MigError(f"its output has an invalid entry: {_shown(str(entry))}")
     devices, enabled, instances = (
         entry.get("devices"),
         entry.get("mig-enabled"),
@@ -92,7 +92,7 @@ def _entry(entry: Any, gpus: int) -> tuple[list[int], Division]:
         or not isinstance(instances, dict)
     ):
         raise MigError(
-            "what it exports has an entry without devices, mig-enabled and mig-devices: "
+            "its output has an entry without devices, mig-enabled and mig-devices: "
             f"{_shown(str(entry))}"
         )
     numbers = (
@@ -100,7 +100,7 @@ def _entry(entry: Any, gpus: int) -> tuple[list[int], Division]:
         *((count, _MOST_INSTANCES) for count in instances.values()),
     )
     if not all(_is_number(value, most) for value, most in numbers):
-        raise MigError(f"what it exports has numbers that cannot be: {_shown(str(entry))}")
+        raise MigError(f"its output has impossible numbers: {_shown(str(entry))}")
     return devices, Division(enabled, {name: count for name, count in instances.items() if count})
 
 

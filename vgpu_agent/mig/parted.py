@@ -130,7 +130,7 @@ class MigParted:
             words = (complaints or output).decode(errors="replace").strip()
             raise MigError(
                 f"{self._program} {command} failed with status {status}: "
-                f"{_shown(words) or 'it says nothing'}"
+                f"{_shown(words) or 'no output'}"
             )
         if len(output) > _MOST_BYTES:
             raise MigError(f"{self._program} {command} printed more than {_MOST_BYTES} bytes")

@@ -51,7 +51,7 @@ class Control:
                         return
         except TimeoutError as err:
             raise MpsError(
-                "the daemon was started and does not answer; what it says is in "
+                "the daemon was started and does not answer; its messages are in "
                 f"{self._plan.log}/control.log"
             ) from err
 
@@ -133,8 +133,8 @@ class Control:
         if pid is None:
             path = processes.pid_path(self._plan.pipe)
             raise MpsError(
-                f"the MPS control daemon does not listen, and {path} does not say which process it "
-                "is; end it by hand"
+                f"the MPS control daemon does not listen, and {path} does not name its process; "
+                "end it by hand"
             )
         processes.end([pid], self._plan.pipe)
 
@@ -171,5 +171,5 @@ class Control:
     def _nonsense(self, command: str, answer: str, expected: str) -> str:
         return (
             f"the control binary answered {shown(answer)} to {command}, expected {expected}; "
-            "see that it is NVIDIA's own, of the installed driver's version"
+            "check that it is NVIDIA's own and belongs to the installed driver"
         )

@@ -25,7 +25,7 @@ from vgpu_agent.mps.compute_mode import Claims, ComputeModes
 from vgpu_agent.mps.control import Control
 from vgpu_agent.mps.host_tools import HostTool
 from vgpu_agent.mps.log_tail import LogTail
-from vgpu_agent.status import MpsState, MpsStatus, NotYet
+from vgpu_agent.status import MpsState, MpsStatus, Withheld
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection
@@ -102,17 +102,13 @@ class Daemon:
             self._wanted, self._lent = plan, lent
             self._news.set()
 
-    def why_not(self, plan: DaemonPlan) -> str:
-        """Explain why a resource with that plan must not be offered now,
-        a `NotYet` while this starts; empty when it may.
-        """
+    def withheld(self, plan: DaemonPlan) -> Withheld | None:
+        """Explain why a resource with that plan must not be offered now; None when it may."""
         if trouble := self.status.trouble:
-            return NotYet(trouble) if self.status.state is MpsState.STARTING else trouble
-        return (
-            ""
-            if self._plan.covers(plan)
-            else NotYet("its MPS control daemon is about to be told other limits")
-        )
+            return Withheld(trouble, temporary=self.status.state is MpsState.STARTING)
+        if self._plan.covers(plan):
+            return None
+        return Withheld("its MPS control daemon is about to receive other limits", temporary=True)
 
     async def run(self) -> None:
         """Keep a daemon as long as one is wanted;
@@ -271,7 +267,7 @@ class Daemon:
         await self._tell_limits(control)
         if difference := await control.difference():
             raise MpsError(
-                f"its MPS control daemon was told its limits and has {difference}; see "
+                f"its MPS control daemon received its limits but has {difference}; see "
                 f"{self._plan.log}/control.log"
             )
         await self._up(adopted=False)
@@ -302,8 +298,8 @@ class Daemon:
         orphans = await asyncio.to_thread(processes.living, self._servers)
         if orphans and (pods := self._dependencies.holders(self._plan.resource)):
             raise MpsError(
-                f"the MPS server of the lost daemon (process {orphans[0]}) lives on, and no other "
-                "can be started beside it; there is a new daemon once these have ended: "
+                f"the MPS server of the lost daemon (process {orphans[0]}) still runs, and no "
+                "other can be started beside it; a new daemon starts once these have ended: "
                 f"{', '.join(pods)}"
             )
         if strangers := await asyncio.to_thread(processes.end, orphans, self._plan.pipe):

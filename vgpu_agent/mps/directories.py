@@ -58,8 +58,8 @@ def prepare(plan: DaemonPlan, *, sysfs_root: str = "/sys") -> None:
     if (length := len(os.fsencode(f"{plan.pipe}/control"))) > _LONGEST_SOCKET:
         raise MpsError(
             f"the socket {plan.pipe}/control of an MPS control daemon has a name of {length} "
-            f"bytes, and the kernel takes {_LONGEST_SOCKET}; set a shorter mps.containerRoot, or a "
-            "shorter name for the resource"
+            f"bytes, and the kernel allows {_LONGEST_SOCKET}; set a shorter mps.containerRoot, "
+            "or a shorter name for the resource"
         )
     try:
         pipe.mkdir(mode=0o755, parents=True, exist_ok=True)
@@ -91,8 +91,8 @@ def _require_own(directory: Path) -> None:
     else:
         return
     raise MpsError(
-        f"{directory} {what}, and whoever has put it there would be between an MPS control daemon "
-        "and its clients; remove it, so that the agent makes its own"
+        f"{directory} {what}, and its owner could intercept the clients of an MPS control "
+        "daemon; remove it, so that the agent creates its own"
     )
 
 
@@ -235,9 +235,9 @@ def _remedy(err: OSError) -> str:
     if err.errno in (errno.EPERM, errno.EACCES):
         return "run the agent as root with the capability SYS_ADMIN"
     if err.errno in (errno.EEXIST, errno.ENOTDIR):
-        return "move away what stands in the place of a directory"
+        return "move away the file that is in the place of a directory"
     if err.errno == errno.EISDIR:
         return "move away the directory that stands in the place of the file"
     if err.errno in (errno.ENOSPC, errno.EDQUOT):
         return "free some space on that file system"
-    return "look after that file system, or set mps.root and mps.containerRoot"
+    return "check that file system, or set mps.root and mps.containerRoot"

@@ -60,7 +60,7 @@ class HostTool:
         said = self._name(arguments, text)
         if self._stuck is not None and self._stuck.returncode is None:
             raise MpsError(
-                f"an earlier {self._program} (process {self._stuck.pid}) does not even end when "
+                f"an earlier {self._program} (process {self._stuck.pid}) does not end even when "
                 "killed; the driver hangs, see dmesg"
             )
         self._stuck = None
@@ -71,8 +71,8 @@ class HostTool:
             except TimeoutError as err:
                 await self._kill(process)
                 raise MpsError(
-                    f"{said} has not ended after {self._timeout:g} s and was killed; see whether "
-                    "the driver answers (nvidia-smi, dmesg)"
+                    f"{said} has not ended after {self._timeout:g} s and was killed; check "
+                    "whether the driver answers (nvidia-smi, dmesg)"
                 ) from err
             except asyncio.CancelledError:
                 await self._kill(process)
@@ -130,7 +130,7 @@ class HostTool:
 def shown(text: str) -> str:
     """Put a program's output on one line, short enough for a message."""
     line = " ".join("".join(letter if letter.isprintable() else " " for letter in text).split())
-    return repr(line[:_SHOWN_CHARACTERS]) if line else "it said nothing"
+    return repr(line[:_SHOWN_CHARACTERS]) if line else "no output"
 
 
 @contextlib.contextmanager

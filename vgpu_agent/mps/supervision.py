@@ -2,7 +2,7 @@
 and no unneeded ones.
 
 With each change `agent` sets the desired daemons (`want`). It asks for each such resource whether
-it may be offered (`why_not`), and stops the whole when it ends (`stop`).
+it may be offered (`withheld`), and stops the whole when it ends (`stop`).
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from vgpu_agent.errors import MpsError
 from vgpu_agent.mps import directories
 from vgpu_agent.mps.compute_mode import Claims
 from vgpu_agent.mps.daemon import Daemon
-from vgpu_agent.status import MpsState, NotYet
+from vgpu_agent.status import MpsState, Withheld
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Mapping
@@ -41,7 +41,7 @@ class Supervision:
         supervisor: runs the loops.
         journal: gets every start, loss and end.
         holders: lists the pods with a share through a resource, ``namespace/pod`` each.
-        changed: called when `why_not` may have another answer.
+        changed: called when `withheld` may have another answer.
         gpus: the UUIDs of the node's GPUs.
         sysfs_root: where SELinux is seen.
         proc_root: where the node's memory is seen.
@@ -109,16 +109,11 @@ class Supervision:
         daemon.want(wanted, lent)
         self._supervisor.start(_task(plan.resource), daemon.run)
 
-    def why_not(self, plan: DaemonPlan) -> str:
-        """Explain why the plan's resource must not be offered now,
-        a `NotYet` while the daemon starts; empty when it may.
-        """
-        daemon = self._daemons.get(plan.resource)
-        return (
-            daemon.why_not(plan)
-            if daemon
-            else NotYet("its MPS control daemon is about to be started")
-        )
+    def withheld(self, plan: DaemonPlan) -> Withheld | None:
+        """Explain why the plan's resource must not be offered now; None when it may."""
+        if daemon := self._daemons.get(plan.resource):
+            return daemon.withheld(plan)
+        return Withheld("its MPS control daemon is about to be started", temporary=True)
 
     async def stop(self) -> None:
         """End the agent's part. Daemons with shares in use go on, and the next agent adopts them;

@@ -51,10 +51,11 @@ def choose_group(
         CapacityError: fewer are available than wanted, or a required one is not.
     """
     if missing := [uuid for uuid in required if uuid not in available]:
-        raise CapacityError(f"{', '.join(missing)} cannot be had")
+        raise CapacityError(f"not available: {', '.join(missing)}")
     if not len(required) <= size <= len(available):
         raise CapacityError(
-            f"{size} GPUs are wanted, {len(required)} of them by name, {len(available)} can be had"
+            f"{size} GPUs are requested, {len(required)} of them by name, {len(available)} "
+            "available"
         )
     if size in (0, len(available)):
         return list(available)[:size]

@@ -65,7 +65,7 @@ def choose(policy: str, request: IdRequest) -> list[str]:
             simple pick.
     """
     if unknown := [id_ for id_ in request.required if id_ not in request.device_of]:
-        raise CapacityError(f"{', '.join(unknown)} cannot be had")
+        raise CapacityError(f"not available: {', '.join(unknown)}")
     return POLICIES[policy](request)
 
 
@@ -128,11 +128,11 @@ def _spread(request: IdRequest) -> list[str]:
     """
     order = {id_: place for place, id_ in enumerate(request.available)}
     if missing := [id_ for id_ in request.required if id_ not in order]:
-        raise CapacityError(f"{', '.join(missing)} cannot be had")
+        raise CapacityError(f"not available: {', '.join(missing)}")
     if not len(request.required) <= request.size <= len(order):
         raise CapacityError(
-            f"{request.size} ids are wanted, {len(request.required)} of them by name, "
-            f"{len(order)} can be had"
+            f"{request.size} ids are requested, {len(request.required)} of them by name, "
+            f"{len(order)} available"
         )
     free: dict[str, collections.deque[str]] = {}
     for id_ in order:
@@ -177,7 +177,7 @@ def _on_one(request: IdRequest) -> list[str]:
     if not fitting:
         most = max((len(free[device]) for device in (bound or free)), default=0)
         raise CapacityError(
-            f"{request.size} ids of one device are wanted, no device has more than "
+            f"{request.size} ids of one device are requested, no device has more than "
             f"{most + len(request.required)}"
         )
     fullest = min(fitting, key=lambda device: (request.rank(device), len(free[device])))

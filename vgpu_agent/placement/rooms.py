@@ -95,7 +95,7 @@ def lack(room: DeviceRoom, want: Want) -> str:
     memory_mib, cores = want.memory_mib(room), want.cores_percent
     reasons = (
         (bool(room.trouble), room.trouble),
-        (room.exclusive, "a container has it for itself"),
+        (room.exclusive, "a container holds all of it"),
         (room.holders_free < 1, f"{room.holders} containers share it already, no more may"),
         (
             memory_mib > room.memory_free_mib,
@@ -109,7 +109,7 @@ def lack(room: DeviceRoom, want: Want) -> str:
             cores > room.cores_free_percent,
             f"{room.cores_free_percent} % of the compute free, {cores} wanted",
         ),
-        (room.cores_free_percent <= 0, "all of its compute is taken"),
+        (room.cores_free_percent <= 0, "all of its compute is in use"),
     )
     return next((text for applies, text in reasons if applies), "")
 
@@ -149,9 +149,9 @@ def uuid_refusal(uuid: str, *, wanted: str | None, unwanted: str | None) -> str:
     unwanted wins (volcano-vgpu §3.1).
     """
     if unwanted is not None and uuid in _entries(unwanted):
-        return "the pod does not want this GPU"
+        return "the pod excludes this GPU"
     if wanted is not None and uuid not in _entries(wanted):
-        return "the pod wants other GPUs"
+        return "the pod names other GPUs"
     return ""
 
 

@@ -56,7 +56,7 @@ def choose_replicas(
             free[device_of(id_)].append(id_)
     if sum(map(len, free.values())) < wanted:
         raise CapacityError(
-            f"{size} ids are wanted, {sum(map(len, free.values())) + len(required)} can be had"
+            f"{size} ids are requested, {sum(map(len, free.values())) + len(required)} available"
         )
 
     sign = 1 if policy == DISTRIBUTED else -1

@@ -67,7 +67,7 @@ class SharedObject:
     def __init__(self, content: bytes) -> None:
         self._content = content
         if not content.startswith(b"\x7fELF"):
-            raise ElfError("is no ELF file" if content else "is empty")
+            raise ElfError("is not an ELF file" if content else "is empty")
         (
             _,
             kind,
@@ -87,7 +87,7 @@ class SharedObject:
         if content[4:6] != _CLASS_AND_ORDER:
             raise ElfError("is not a 64-bit little-endian ELF file")
         if kind != _SHARED_OBJECT:
-            raise ElfError("is no shared library")
+            raise ElfError("is not a shared library")
         # The table of sections is the last thing in the file, so a copy that is under way is
         # recognised by it.
         self._require(

@@ -175,7 +175,7 @@ class HamiLibrary:
         except OSError as err:
             raise host_files.trouble("read", self._source, err) from err
         if not stat.S_ISREG(status.st_mode):
-            raise CarrierError(f"{self._source} is no file; {_REMEDY}, {self._instead}")
+            raise CarrierError(f"{self._source} is not a file; {_REMEDY}, {self._instead}")
         if max(len(content), status.st_size) > _LARGEST:
             raise CarrierError(
                 f"{self._source} is larger than {_LARGEST >> 20} MiB; {_REMEDY}, {self._instead}"

@@ -65,20 +65,20 @@ _REMEDIES = {
     errno.ENOSPC: "free some space on that file system",
     errno.EDQUOT: "raise the quota of that file system",
     errno.EROFS: "mount it writable for the agent, or set another directory",
-    errno.EACCES: "let the agent write there (owner, mode, security policy)",
-    errno.EPERM: "let the agent write there (owner, mode, security policy)",
-    errno.ENOTDIR: "move away what stands in the place of a directory",
-    errno.EEXIST: "move away what stands in the place of a directory",
+    errno.EACCES: "give the agent write access (owner, mode, security policy)",
+    errno.EPERM: "give the agent write access (owner, mode, security policy)",
+    errno.ENOTDIR: "move away the file that is in the place of a directory",
+    errno.EEXIST: "move away the file that is in the place of a directory",
     errno.EISDIR: "move away the directory that stands in the place of the file",
     errno.ELOOP: "replace the symbolic link by what it names",
     errno.ENOENT: "mount the directory into the agent under the same path",
-    errno.EIO: "look after the disk (see the kernel's log)",
+    errno.EIO: "check the disk (see the kernel's log)",
 }
 
 
 def trouble(action: str, path: str, err: OSError) -> CarrierError:
     """The error for an operator: what could not be done, to which path, why, and what helps."""
-    remedy = _REMEDIES.get(err.errno or 0, "look after that file system")
+    remedy = _REMEDIES.get(err.errno or 0, "check that file system")
     return CarrierError(f"cannot {action} {path}: {err.strerror or err}; {remedy}")
 
 
@@ -347,7 +347,7 @@ def _require_only_root(path: str, judged: set[str]) -> None:
         ):
             raise CarrierError(
                 f"{path} is not mounted into containers: {at}/{part} belongs to the user "
-                f"{status.st_uid}, who could put anything in its place; give it to root"
+                f"{status.st_uid}, who could replace it; make root its owner"
             )
         if not stat.S_ISLNK(status.st_mode):
             at = f"{at}/{part}"
@@ -367,8 +367,8 @@ def _require_unwritable(directory: str, source: str) -> None:
     status = os.stat(directory)
     if status.st_mode & _WRITABLE_BY_OTHERS and not status.st_mode & stat.S_ISVTX:
         raise CarrierError(
-            f"{source} is not mounted into containers: others than root may write to {directory} "
-            f"(mode {stat.S_IMODE(status.st_mode):o}), and could put anything in its place; chmod "
+            f"{source} is not mounted into containers: users other than root may write to "
+            f"{directory} (mode {stat.S_IMODE(status.st_mode):o}), and could replace it; chmod "
             f"go-w {directory}"
         )
 

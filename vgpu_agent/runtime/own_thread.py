@@ -30,7 +30,7 @@ class NotReturnedError(CarrierError):
 
     def __init__(self, what: str, how_long: str) -> None:
         self.what = what
-        super().__init__(f"work on {what} has not returned {how_long}; look after that file system")
+        super().__init__(f"work on {what} has not returned {how_long}; check that file system")
 
 
 _Job = tuple[asyncio.AbstractEventLoop, "asyncio.Future[Any]", "Callable[[], Any]"]

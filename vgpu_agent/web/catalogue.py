@@ -50,7 +50,7 @@ CATALOGUE: tuple[Metric, ...] = (
         _G,
         (),
         "1 while the newest configuration file is refused and the previous one stays in force.",
-        readings.one(lambda moment: bool(moment.status.config_problem)),
+        readings.one(lambda moment: bool(moment.status.config_problems)),
     ),
     Metric(
         "vgpu_agent_config_restart_needed",
@@ -84,7 +84,7 @@ CATALOGUE: tuple[Metric, ...] = (
         "vgpu_agent_task_stuck_seconds",
         _G,
         _TASK,
-        "By how much a loop is late with its sign of life; 0 when it is on time.",
+        "How late the heartbeat of a loop is; 0 when it is on time.",
         readings.each_task(lambda task, now: task.stuck_for(now)),
     ),
     # GPUs
@@ -146,7 +146,7 @@ CATALOGUE: tuple[Metric, ...] = (
         "vgpu_agent_gpu_memory_used_bytes",
         _G,
         _GPU,
-        "Memory in use on the GPU, by whomever; the last value that the driver gave.",
+        "Memory in use on the GPU by all processes; the last value from the driver.",
         readings.each_usage(lambda usage: readings.mib(usage.memory_used_mib)),
     ),
     Metric(
@@ -201,16 +201,16 @@ CATALOGUE: tuple[Metric, ...] = (
         _G,
         _GRANT_INFO,
         "A share that a container holds; 1, or the number of shares that have all labels in "
-        "common. namespace, pod and container are empty until kubelet's records name them; device "
-        "differs from gpu for a MIG instance.",
+        "common. namespace, pod and container are empty until the kubelet's records name them; "
+        "device differs from gpu for a MIG instance.",
         readings.grant_info,
     ),
     Metric(
         "vgpu_agent_grants_on_missing_devices",
         _G,
         _RESOURCE,
-        "Shares that containers hold of devices which this node no longer has, e.g. MIG instances "
-        "that were cut away; the event grant.device_missing names the pods.",
+        "Shares that containers hold of devices which this node no longer has, e.g. removed MIG "
+        "instances; the event grant.device_missing names the pods.",
         readings.grants_on_missing_devices,
     ),
     Metric(
@@ -231,9 +231,9 @@ CATALOGUE: tuple[Metric, ...] = (
         "vgpu_agent_gpu_serves_since_timestamp_seconds",
         _G,
         _GPU_FAMILY,
-        "Since when the GPU serves the family, in unix seconds: that of the oldest share that is "
-        "held; absent while none is. Shares that are known from kubelet's records alone count from "
-        "the restart of the agent that found them.",
+        "When the GPU began to serve the family, in unix seconds: the time of its oldest share; "
+        "absent while no share is held. Shares that are known from the kubelet's records alone "
+        "count from the restart of the agent that found them.",
         readings.gpu_serves_since,
     ),
     Metric(
@@ -255,21 +255,21 @@ CATALOGUE: tuple[Metric, ...] = (
         "vgpu_agent_resource_ids",
         _G,
         _RESOURCE,
-        "Device ids that kubelet was told of.",
+        "Device ids in the last list that the kubelet received.",
         readings.each_plugin(lambda plugin: plugin.ids_sent),
     ),
     Metric(
         "vgpu_agent_resource_ids_healthy",
         _G,
         _RESOURCE,
-        "Device ids that kubelet was told are healthy.",
+        "Healthy device ids in the last list that the kubelet received.",
         readings.each_plugin(lambda plugin: plugin.healthy_sent),
     ),
     Metric(
         "vgpu_agent_resource_ids_held",
         _G,
         _RESOURCE,
-        "Device ids in the hands of containers.",
+        "Device ids that containers hold.",
         readings.ids_held,
     ),
     Metric(
@@ -283,22 +283,22 @@ CATALOGUE: tuple[Metric, ...] = (
         "vgpu_agent_ledger_drift_total",
         _C,
         (),
-        "Differences from kubelet's records that verification found and corrected.",
+        "Differences from the kubelet's records that verification found and corrected.",
         readings.one(lambda moment: moment.status.ledger.drift_total),
     ),
     Metric(
         "vgpu_agent_ledger_unknown_ids",
         _G,
         (),
-        "Ids in kubelet's records of our resources that this node does not offer.",
+        "Ids in the kubelet's records of our resources that this node does not offer.",
         readings.one(lambda moment: len(moment.status.ledger.unknown_ids)),
     ),
     Metric(
         "vgpu_agent_ledger_verified_timestamp_seconds",
         _G,
         (),
-        "When the ledger was last compared with kubelet's records, in unix seconds; 0 before the "
-        "first time.",
+        "When the ledger was last compared with the kubelet's records, in unix seconds; 0 before "
+        "the first time.",
         readings.one(lambda moment: moment.status.ledger.verified_at),
     ),
     # kubelet
@@ -306,28 +306,28 @@ CATALOGUE: tuple[Metric, ...] = (
         "vgpu_agent_kubelet_up",
         _G,
         (),
-        "1 while kubelet's registration socket exists.",
+        "1 while the kubelet's registration socket exists.",
         readings.one(lambda moment: moment.status.kubelet.socket_present),
     ),
     Metric(
         "vgpu_agent_kubelet_restarts_total",
         _C,
         (),
-        "How often kubelet came back while the agent ran.",
+        "Restarts of the kubelet while the agent ran.",
         readings.one(lambda moment: moment.status.kubelet.restarts_seen),
     ),
     Metric(
         "vgpu_agent_plugin_registered",
         _G,
         _RESOURCE,
-        "1 when kubelet knows the resource and listens to it.",
+        "1 when the kubelet has registered the resource and reads its stream.",
         readings.each_plugin(lambda plugin: plugin.ready),
     ),
     Metric(
         "vgpu_agent_plugin_registered_timestamp_seconds",
         _G,
         _RESOURCE,
-        "When kubelet accepted the resource last, in unix seconds; 0 before the first time.",
+        "When the kubelet accepted the resource last, in unix seconds; 0 before the first time.",
         readings.each_plugin(lambda plugin: plugin.registered_at),
     ),
     Metric(
@@ -362,14 +362,14 @@ CATALOGUE: tuple[Metric, ...] = (
         "vgpu_agent_messages_sent_total",
         _C,
         _RESOURCE,
-        "Device lists sent to kubelet.",
+        "Device lists sent to the kubelet.",
         readings.each_plugin(lambda plugin: plugin.messages_sent),
     ),
     Metric(
         "vgpu_agent_sent_bytes_total",
         _C,
         _RESOURCE,
-        "Size of the device lists sent to kubelet.",
+        "Size of the device lists sent to the kubelet.",
         readings.each_plugin(lambda plugin: plugin.bytes_sent),
     ),
     Metric(
@@ -395,7 +395,7 @@ CATALOGUE: tuple[Metric, ...] = (
         "vgpu_agent_nvml_up",
         _G,
         (),
-        "1 while the driver answers; absent on a Tegra processor, where nobody asks it.",
+        "1 while the driver answers; absent on a Tegra processor, where NVML is not used.",
         readings.one(readings.nvml_up),
     ),
     Metric(

@@ -35,14 +35,17 @@ BINDING: tuple[Metric, ...] = (
         "vgpu_agent_grants",
         _G,
         ("family", "state"),
-        "Grants by family and state; identified says whose the share is, not that a limit holds.",
+        (
+            "Grants by family and state; identified means that the owner is known, not that a "
+            "limit is in force."
+        ),
         readings.grants,
     ),
     Metric(
         "vgpu_agent_limits",
         _G,
         ("family", "limit"),
-        "Grants by family and by how far their limit has come: whole device, no limit, configured, "
+        "Grants by family and by the state of their limit: whole device, no limit, configured, "
         "in force (seen from the host) or not in force. /debug/allocations says why.",
         readings.limits,
     ),
@@ -89,7 +92,7 @@ BINDING: tuple[Metric, ...] = (
         "vgpu_agent_ambiguous_starts_total",
         _C,
         (),
-        "Starts refused because kubelet's records named several holders of the same ids.",
+        "Starts refused because the kubelet's records named several holders of the same ids.",
         readings.one(lambda moment: moment.status.binding.ambiguities),
     ),
     Metric(
@@ -162,15 +165,14 @@ CLUSTER: tuple[Metric, ...] = (
         "vgpu_agent_watch_synced",
         _G,
         _WATCH,
-        "1 once a watch has been given a complete list.",
+        "1 once a watch has received a complete list.",
         readings.each_watch(lambda watch, _: watch.synced),
     ),
     Metric(
         "vgpu_agent_watch_age_seconds",
         _G,
         _WATCH,
-        "How long ago a watch last heard anything, bookmarks included; absent before the first "
-        "word.",
+        "Age of the last answer to a watch, bookmarks included; absent before the first one.",
         readings.each_watch(
             lambda watch, now: max(0.0, now - watch.last_event_at) if watch.last_event_at else None
         ),
@@ -195,7 +197,7 @@ CLUSTER: tuple[Metric, ...] = (
         "vgpu_agent_watch_events_total",
         _C,
         _WATCH,
-        "Changes that a watch was told of.",
+        "Changes that a watch has received.",
         readings.each_watch(lambda watch, _: watch.events),
     ),
     Metric(
@@ -251,7 +253,10 @@ MPS: tuple[Metric, ...] = (
         "vgpu_agent_mps_restarts_total",
         _C,
         _RESOURCE,
-        "How often the resource's MPS control daemon ended or went silent under the agent.",
+        (
+            "How often the resource's MPS control daemon ended or stopped answering while the "
+            "agent ran."
+        ),
         readings.each_daemon(lambda daemon: daemon.restarts),
     ),
     Metric(
@@ -265,7 +270,7 @@ MPS: tuple[Metric, ...] = (
         "vgpu_agent_mps_clients_lost_total",
         _C,
         _RESOURCE,
-        "Client processes whose daemon ended under them; /debug/events?event=mps names their pods.",
+        "Client processes whose daemon ended; /debug/events?event=mps names their pods.",
         readings.each_daemon(lambda daemon: daemon.clients_lost),
     ),
 )

@@ -265,7 +265,7 @@ def _limit(text: str | None) -> int | None:
 
 def _config(asked: Question) -> dict[str, Any]:
     return {
-        "problem": asked.status.config_problem,
+        "problem": "\n".join(asked.status.config_problems),
         "needs_restart": asked.status.config_needs_restart,
         "named": asked.status.config_named,
         "binding": binding.binding_view(asked.status.binding, asked.now),
@@ -332,14 +332,14 @@ PATHS: tuple[DebugPath, ...] = (
     ),
     DebugPath(
         "/debug/ledger",
-        "The book: grants, capacity, free ids, the family that each GPU serves, and what "
-        "verification against kubelet found.",
+        "The ledger: grants, capacity, free ids, the family that each GPU serves, and the "
+        "differences that verification against the kubelet's records found.",
         (),
         _ledger,
     ),
     DebugPath(
         "/debug/allocations",
-        "Every grant with its evidence, reservations nobody has claimed, refused starts; all, or "
+        "Every grant with its evidence, reservations without an owner, refused starts; all, or "
         "of one pod (pod=namespace/name).",
         ("pod",),
         _allocations,
@@ -358,7 +358,7 @@ PATHS: tuple[DebugPath, ...] = (
     ),
     DebugPath(
         "/debug/cluster",
-        "The API server: connection, watches, writers, requests, what was remembered.",
+        "The API server: connection, watches, writers, requests, the remembered state.",
         (),
         lambda asked: cluster.answer(asked.status, asked.now),
     ),
@@ -388,7 +388,7 @@ PATHS: tuple[DebugPath, ...] = (
     ),
     DebugPath(
         "/debug/tasks",
-        "The agent's loops: state, restarts, signs of life; and an NVML call that hangs.",
+        "The agent's loops: state, restarts, heartbeats; and an NVML call that hangs.",
         (),
         _tasks,
     ),

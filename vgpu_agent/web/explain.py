@@ -159,7 +159,7 @@ def _held_back(status: AgentStatus, resource: str) -> Iterator[str]:
             else ""
         )
         yield (
-            f"{resource} has {plugin.ids_sent} ids here{free}; not to be had: "
+            f"{resource} has {plugin.ids_sent} ids here{free}; not available: "
             f"{'; '.join(each.reason for each in found)}."
         )
 
@@ -177,8 +177,8 @@ def _container(
     for name, text in container.unreadable.items():
         if name in ours:
             yield (
-                f"Container {container.name} asks for {name} = {text[:60]!r}, which is no whole "
-                "number."
+                f"Container {container.name} asks for {name} = {text[:60]!r}, which is not a "
+                "whole number."
             )
     for resource in container.limits:
         yield from (
@@ -227,8 +227,8 @@ def _counted_alone(status: AgentStatus, container: PodContainer) -> Iterator[str
         if giving and giving.isdisjoint(container.limits):
             number = min(giving)
             yield (
-                f"Container {container.name} asks for {name} and not for {number}, so kubelet "
-                f"gives it no GPU: ask for {number}, too."
+                f"Container {container.name} asks for {name} and not for {number}, so the "
+                f"kubelet gives it no GPU: ask for {number}, too."
             )
             return
 
@@ -247,12 +247,12 @@ def _held(grant: AllocationView, container: PodContainer) -> Iterator[str]:
     elif container.started:
         yield (
             f"Container {grant.container} holds {grant.ids_total} of {grant.resource} and runs, "
-            "but what it was given is not known here."
+            "but its devices are not known here."
         )
     else:
         yield (
             f"Container {grant.container} is promised {grant.ids_total} of {grant.resource} and "
-            "has not started. What it gets is decided when kubelet asks for its start, after "
+            "has not started. Its devices are chosen when the kubelet asks for its start, after "
             "images are pulled and earlier init containers have ended."
         )
     if grant.evidence:
@@ -260,11 +260,9 @@ def _held(grant: AllocationView, container: PodContainer) -> Iterator[str]:
 
 
 def _unserved(status: AgentStatus, resource: str) -> Iterator[str]:
-    """Explain why nothing of ``resource`` is granted now.
-    Most reasons begin with its name, so it is removed.
-    """
+    """Explain why nothing of ``resource`` is granted now."""
     if reason := status.not_served.get(resource):
-        yield f"is not served now: {reason.removeprefix(f'{resource}: ')}."
+        yield f"is not served now: {reason}."
 
 
 def _ill(status: AgentStatus, grant: AllocationView) -> Iterator[str]:
@@ -295,9 +293,9 @@ def _overcommitted(status: AgentStatus, grant: AllocationView) -> Iterator[str]:
             share.device == each.device for share in grant.shares
         ):
             yield (
-                f"Scheduler overcommitted: of {each.device} more is given out than it has: "
-                f"{each.text}. Its containers share the compute; each keeps its memory and its own "
-                "limits."
+                f"Scheduler overcommitted: of {each.device} more is allocated than it has: "
+                f"{each.text}. Its containers share the compute; each keeps its memory and its "
+                "own limits."
             )
 
 
@@ -324,9 +322,9 @@ def _not_asked(
         )
     elif waiting:
         yield (
-            f"kubelet has asked for {resource} {_ago(waiting[0].reserved_at, now)} and its records "
-            f"do not say yet for which container; it may be {container.name} ({len(waiting)} such "
-            "reservations)."
+            f"the kubelet has asked for {resource} {_ago(waiting[0].reserved_at, now)} and its "
+            f"records do not say yet for which container; it may be {container.name} "
+            f"({len(waiting)} such reservations)."
         )
     elif container.started:
         yield (
@@ -335,13 +333,13 @@ def _not_asked(
         )
     elif pod.phase == _FAILED:
         yield (
-            f"kubelet has most likely refused the pod before anything of {resource} was given to "
-            "it: kubectl describe pod says why."
+            f"the kubelet has most likely refused the pod before anything of {resource} was "
+            "given to it: kubectl describe pod says why."
         )
     elif not pod.ended:
         yield (
-            f"kubelet has not asked for {resource} for container {container.name}: the pod is not "
-            "admitted yet, or was refused before; kubectl describe pod says which."
+            f"the kubelet has not asked for {resource} for container {container.name}: the pod "
+            "is not admitted yet, or was refused before; kubectl describe pod says which."
         )
         yield from _held_back(status, resource)
 
@@ -353,7 +351,7 @@ def _refused(refusal: RefusalView) -> str:
         if refusal.final
         else ""
         if refusal.advice
-        else "; kubelet tries again by itself"
+        else "; the kubelet tries again by itself"
     )
     return (
         f"Container {refusal.container} may not start: {refusal.text.rstrip('.')}. "
@@ -382,7 +380,7 @@ def _unknown(
     for resource in dict.fromkeys(grant.resource for grant in grants):
         yield from (f"{resource} {why}" for why in _unserved(status, resource))
     if grants:
-        shown = "known from kubelet's records only"
+        shown = "known from the kubelet's records only"
         if status.cluster.pods_synced:
             shown = "not shown by the watch: it has ended, or the watch is behind"
         yield f"The pod itself is {shown}."
@@ -406,7 +404,9 @@ def _sources(status: AgentStatus, now: float) -> Iterator[str]:
     else:
         watch = known.watches[0] if known.watches else None
         heard = (
-            f", last word {_ago(watch.last_event_at, now)}" if watch and watch.last_event_at else ""
+            f", last answer {_ago(watch.last_event_at, now)}"
+            if watch and watch.last_event_at
+            else ""
         )
         failing = (
             f", failing for {_seconds(now - watch.failing_since)}: {watch.last_error}"
@@ -418,7 +418,7 @@ def _sources(status: AgentStatus, now: float) -> Iterator[str]:
             f"{'complete' if known.pods_synced else 'not complete yet'}{heard}{failing}"
         )
     verified = (
-        f"compared with kubelet's records {_ago(status.ledger.verified_at, now)}"
+        f"compared with the kubelet's records {_ago(status.ledger.verified_at, now)}"
         if status.ledger.verified_at
         else "never verified"
     )

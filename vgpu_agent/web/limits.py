@@ -70,7 +70,7 @@ class Limits:
         if grant.family in _LIMITED:
             return self._of_region(grant)
         if all(share.exclusive for share in grant.shares):
-            return Limit(LimitState.WHOLE, "nobody else has a share of it")
+            return Limit(LimitState.WHOLE, "no other container has a share of it")
         return self._of_sharing(grant.resource)
 
     def _of_sharing(self, resource: str) -> Limit:
@@ -80,11 +80,9 @@ class Limits:
         if sharing == SharingMode.MPS_OF_HOST:
             return Limit(
                 LimitState.NONE,
-                "the MPS daemon is somebody else's, and its limits are not known here",
+                "the host runs the MPS daemon, and its limits are not known here",
             )
-        return Limit(
-            LimitState.NONE, "the holders of the GPU take turns, and nothing limits any of them"
-        )
+        return Limit(LimitState.NONE, "the containers on the GPU take turns without limits")
 
     def _of_daemon(self, resource: str) -> Limit:
         daemon = self._mps.get(resource)

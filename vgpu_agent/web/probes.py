@@ -87,13 +87,13 @@ def _node_checks(status: AgentStatus) -> tuple[Check, ...]:
         )
         for plugin in status.plugins
     )
-    refused = "; ".join(status.config_problem.splitlines())
+    refused = "; ".join(status.config_problems)
     config = f"the newest configuration is not in force: {refused}" if refused else "in force"
     return (
         Check("nvml", nvml.state in {NvmlState.ANSWERING, NvmlState.UNUSED}, state),
         Check("kubelet", status.kubelet.socket_present, kubelet),
         *plugins,
-        Check("config", not status.config_problem, config),
+        Check("config", not status.config_problems, config),
     )
 
 
@@ -120,9 +120,7 @@ def _loop_checks(status: AgentStatus, now: float) -> tuple[Check, ...]:
 def _task_checks(status: AgentStatus, now: float) -> Iterator[Check]:
     for task in status.tasks:
         stuck = task.stuck_for(now)
-        text = (
-            f"no sign of life for {stuck:.0f} s longer than promised" if stuck else task.state.value
-        )
+        text = f"no heartbeat for {stuck:.0f} s longer than allowed" if stuck else task.state.value
         if task.last_error and task.state is not TaskState.RUNNING:
             text += f" ({task.last_error})"
         yield Check(

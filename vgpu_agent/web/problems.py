@@ -67,7 +67,7 @@ def _gpus(inventory: Inventory) -> Iterator[Problem]:
             for instance in gpu.mig_instances:
                 if reason := slices.why_withheld(gpu, instance):
                     text = (
-                        f"MIG instance {instance.uuid} ({instance.profile}) is not given out: "
+                        f"MIG instance {instance.uuid} ({instance.profile}) is not offered: "
                         f"{reason}"
                     )
                     yield Problem(ProblemKind.GPU, str(gpu.index), text)
@@ -94,8 +94,7 @@ def _api_server(cluster: ClusterStatus, now: float) -> Iterator[Problem]:
             ProblemKind.API_SERVER,
             "",
             f"the watch of {longest.name} has been failing for {now - longest.failing_since:.0f} "
-            f"s: {longest.last_error}; pods seen before are served, and what is to be written "
-            "waits",
+            f"s: {longest.last_error}; known pods are served, and writes wait",
         )
     for writer in cluster.writers:
         if writer.oldest_pending_seconds >= _LATE_SECONDS:
@@ -110,8 +109,7 @@ def _api_server(cluster: ClusterStatus, now: float) -> Iterator[Problem]:
 
 def _config(status: AgentStatus) -> Iterator[Problem]:
     refused = (
-        f"the newest configuration is not in force: {line}"
-        for line in status.config_problem.splitlines()
+        f"the newest configuration is not in force: {problem}" for problem in status.config_problems
     )
     for text in (
         *status.binding.file_problems,
@@ -131,7 +129,7 @@ def _config(status: AgentStatus) -> Iterator[Problem]:
 def _ledger(ledger: LedgerStatus) -> Iterator[Problem]:
     for each in ledger.overcommitted:
         text = (
-            f"scheduler overcommitted: of {each.device} more is given out than it has: {each.text}"
+            f"scheduler overcommitted: of {each.device} more is allocated than it has: {each.text}"
         )
         yield Problem(ProblemKind.RESOURCE, each.resource, text)
     if ledger.unknown_ids:
@@ -144,7 +142,7 @@ def _ledger(ledger: LedgerStatus) -> Iterator[Problem]:
         yield Problem(
             ProblemKind.LEDGER,
             "",
-            f"kubelet's records hold ids that this node does not offer: {ids}{more}",
+            f"the kubelet's records hold ids that this node does not offer: {ids}{more}",
         )
 
 
@@ -160,7 +158,11 @@ def _left_over(status: AgentStatus) -> Iterator[Problem]:
 
 def _vanished(status: AgentStatus) -> Iterator[Problem]:
     for grant, device in slices.on_missing_devices(status):
-        who = grant.owner.pod_name if grant.owner else "a container that kubelet has not named yet"
+        who = (
+            grant.owner.pod_name
+            if grant.owner
+            else "a container that the kubelet has not named yet"
+        )
         yield Problem(
             ProblemKind.RESOURCE,
             grant.resource,

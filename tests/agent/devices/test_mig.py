@@ -110,9 +110,7 @@ async def test_a_gpu_on_which_somebody_works_is_not_touched(tmp_path: Path) -> N
     """
     async with dividing(tmp_path, retry_seconds=60) as side:
         slot = await asyncio.to_thread(side.node.add_process, 1, 4711, ProcessUse(memory_mib=100))
-        assert (
-            await side.divide() == "processes that hold no share of it work on it (host pids 4711)"
-        )
+        assert await side.divide() == "processes without a share of it use it (host pids 4711)"
         assert await side.runs() == []
         await asyncio.to_thread(side.node.remove_process, 1, slot)
         assert await side.divide() == ""
@@ -148,15 +146,15 @@ async def test_a_gpu_whose_instances_cannot_be_read_is_not_touched(tmp_path: Pat
         ),
         (
             Misbehaviour(command="export", prints="{}"),
-            "has not one configuration below mig-configs",
+            "does not have exactly one configuration below mig-configs",
         ),
         (
             Misbehaviour(command="apply", divides=("7g.40gb",)),
-            "and 0.3 s later the driver shows 7g.40gb",
+            "but 0.3 s later the driver shows 7g.40gb",
         ),
         (
             Misbehaviour(command="apply", divides=()),
-            "and 0.3 s later the driver shows no instances",
+            "but 0.3 s later the driver shows no instances",
         ),
         (Misbehaviour(hangs=True), "has not ended after 0.5 s and was ended"),
     ],
@@ -211,5 +209,5 @@ async def test_a_driver_that_does_not_answer_is_waited_for_by_no_tool(tmp_path: 
     """Nothing is divided that cannot be looked at."""
     async with dividing(tmp_path) as side:
         await asyncio.to_thread(side.node.lose, 1)
-        assert await side.divide() == "the driver does not say what it is doing"
+        assert await side.divide() == "the driver does not report its state"
         assert await side.runs() == []

@@ -144,7 +144,7 @@ async def test_a_shared_resource_is_served_once_its_limits_are_in_force(tmp_path
             await node.offers.offer(
                 _shared(), Resource("nvidia.com/other", "nvidia", (DeviceId("GPU-x", "GPU-x"),))
             )
-            assert node.withheld == {GPU: f"{GPU}: its MPS control daemon is about to be started"}
+            assert node.withheld == {GPU: "its MPS control daemon is about to be started"}
             assert node.offers.served == ["nvidia.com/other"]
             await node.until(lambda: GPU in node.offers.served)
         # the ordinary start is no trouble
@@ -184,7 +184,7 @@ async def test_the_pods_of_a_lost_daemon_are_named(tmp_path: Path) -> None:
         (lost,) = (
             entry for entry in node.offers.journal.entries if entry.event == "mps.daemon_lost"
         )
-        assert lost.facts["pods"] == ["a pod that starts"]
+        assert lost.facts["pods"] == ["a starting pod"]
         node.offers.ledger.release(1)
 
 
@@ -308,8 +308,7 @@ async def test_daemons_whose_files_containers_could_change_are_not_started(tmp_p
         )
         await node.offers.offer(_shared())
         assert node.withheld[GPU].startswith(
-            f'{GPU}: mps.root: "/tmp/nvidia-mps/ours" lies in /tmp/nvidia-mps, which aws.mps: '
-            "supervised"
+            'mps.root: "/tmp/nvidia-mps/ours" lies in /tmp/nvidia-mps, which aws.mps: supervised'
         )
         assert node.tools.calls == []
 

@@ -188,7 +188,7 @@ async def test_what_one_resource_cannot_offer_withholds_that_resource(tmp_path: 
         await parts.offering.sync()
         assert parts.offered == {GPU: 1}
         assert parts.offering.withheld[MIG].startswith(
-            f"{MIG}: sharing using MPS is not supported for MIG devices"
+            "sharing using MPS is not supported for MIG devices"
         )
 
 
@@ -277,7 +277,7 @@ async def test_a_library_that_is_spoilt_later_is_said_and_withholds_only_when_no
             await look_again(parts)
             assert parts.offering.blocked == {}
             assert [
-                "is no ELF file" in caution and "installed before" in caution
+                "is not an ELF file" in caution and "installed before" in caution
                 for caution in parts.families.cautions
             ] == [True]
             assert len(parts.journalled("config.caution")) == 1
@@ -286,7 +286,7 @@ async def test_a_library_that_is_spoilt_later_is_said_and_withholds_only_when_no
             )
             await asyncio.to_thread(installed.unlink)
             await look_again(parts)
-            assert "is no ELF file" in parts.offering.blocked["volcano-vgpu"]
+            assert "is not an ELF file" in parts.offering.blocked["volcano-vgpu"]
             assert parts.families.cautions == ()
 
 
@@ -338,8 +338,7 @@ async def test_two_families_that_name_one_resource_are_not_offered_both(tmp_path
         await parts.offering.sync()
         assert parts.offered == {GPU: 1, MIG: 7}
         assert parts.offering.withheld[MIG] == (
-            f"{MIG}: {MIG} is offered by nvidia and by volcano-vgpu-mig; "
-            f"{without('volcano-vgpu-mig')}"
+            f"{MIG} is offered by nvidia and by volcano-vgpu-mig; {without('volcano-vgpu-mig')}"
         )
         parts.families._families = dataclasses.replace(parts.families._families, by_ids=both[:1])
         await look_again(parts)
@@ -373,9 +372,9 @@ async def test_one_family_with_two_equal_names_is_withheld_and_says_so(tmp_path:
         await look_again(parts)
         assert parts.offered == {}
         assert parts.offering.withheld["volcano.sh/vgpu-number"] == (
-            "volcano.sh/vgpu-number: volcano.sh/vgpu-number is offered by volcano-vgpu and by "
-            "volcano-vgpu; the kubelet would take one for the other, so volcano-vgpu offers "
-            "nothing; choose another name, or turn one of the families off"
+            "volcano.sh/vgpu-number is offered by volcano-vgpu and by volcano-vgpu; the kubelet "
+            "would confuse the two, so volcano-vgpu offers nothing; choose another name, or turn "
+            "one of the families off"
         )
 
 

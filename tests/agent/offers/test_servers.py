@@ -28,7 +28,7 @@ from vgpu_agent.kubelet.server import DevicePlugin
 from vgpu_agent.ledger import Ledger
 from vgpu_agent.model import Inventory, Resource
 from vgpu_agent.nodes import SentCounts
-from vgpu_agent.status import KubeletStatus, NotYet
+from vgpu_agent.status import KubeletStatus, Withheld
 
 
 def resource(name: str, ids: int = 1) -> Resource:
@@ -133,14 +133,12 @@ async def test_a_gate_withholds_one_resource_until_it_opens(tmp_path: Path) -> N
     that one waits with the reason, the others are offered.
     """
     async with running(tmp_path) as node:
-        missing = {"nvidia.com/gpu.shared": "the MPS daemon does not answer"}
-        node.offering.gates.append(lambda resource: missing.get(resource.name, ""))
+        missing = {"nvidia.com/gpu.shared": Withheld("the MPS daemon does not answer")}
+        node.offering.gates.append(lambda resource: missing.get(resource.name))
         whole = Resource("nvidia.com/gpu", "nvidia", (DeviceId("GPU-2", "GPU-2"),))
         await node.offer(whole, resource("nvidia.com/gpu.shared"))
         assert node.served == ["nvidia.com/gpu"]
-        assert node.offering.withheld == {
-            "nvidia.com/gpu.shared": "nvidia.com/gpu.shared: the MPS daemon does not answer"
-        }
+        assert node.offering.withheld == {"nvidia.com/gpu.shared": "the MPS daemon does not answer"}
         missing.clear()
         await node.offering.sync()
         assert (node.served, node.offering.withheld) == (
@@ -153,17 +151,15 @@ async def test_a_gate_withholds_one_resource_until_it_opens(tmp_path: Path) -> N
 async def test_waiting_for_what_is_on_its_way_is_no_error(tmp_path: Path) -> None:
     """The ordinary start of a daemon: shown in the readiness, and logged as information."""
     async with running(tmp_path) as node:
-        reasons = [NotYet("the daemon is being started")]
+        reasons: list[Withheld | None] = [Withheld("the daemon is being started", temporary=True)]
         node.offering.gates.append(lambda _: reasons[0])
         with capture_logs() as lines:
             await node.offer(resource("nvidia.com/gpu"))
-            assert node.offering.withheld == {
-                "nvidia.com/gpu": "nvidia.com/gpu: the daemon is being started"
-            }
-            reasons[0] = NotYet("")
+            assert node.offering.withheld == {"nvidia.com/gpu": "the daemon is being started"}
+            reasons[0] = None
             await node.offering.sync()
             await asyncio.sleep(9)
-        assert withheld(lines) == [("info", "nvidia.com/gpu: the daemon is being started")]
+        assert withheld(lines) == [("info", "the daemon is being started")]
         assert (node.served, node.offering.withheld) == (["nvidia.com/gpu"], {})
 
 
@@ -173,16 +169,16 @@ async def test_a_wait_that_fails_is_an_error_at_once(tmp_path: Path) -> None:
     and the wait is not reported again.
     """
     async with running(tmp_path, seconds=100) as node:
-        reasons: list[str] = [NotYet("the daemon is being started")]
+        reasons = [Withheld("the daemon is being started", temporary=True)]
         node.offering.gates.append(lambda _: reasons[0])
         with capture_logs() as lines:
             await node.offer(resource("nvidia.com/gpu"))
-            reasons[:] = ["no permission"]
+            reasons[:] = [Withheld("no permission")]
             await node.offering.sync()
             await asyncio.sleep(40)
         assert withheld(lines) == [
-            ("info", "nvidia.com/gpu: the daemon is being started"),
-            ("error", "nvidia.com/gpu: no permission"),
+            ("info", "the daemon is being started"),
+            ("error", "no permission"),
         ]
 
 
@@ -192,28 +188,28 @@ async def test_a_wait_that_does_not_end_is_an_error(tmp_path: Path) -> None:
     The readiness has shown it all the time.
     """
     async with running(tmp_path, seconds=100) as node:
-        reasons = [NotYet("the daemon is about to be started")]
+        reasons = [Withheld("the daemon is about to be started", temporary=True)]
         node.offering.gates.append(lambda _: reasons[0])
         with capture_logs() as lines:
             await node.offer(resource("nvidia.com/gpu"))
             await asyncio.sleep(20)
-            reasons[:] = [NotYet("the daemon is being started")]
+            reasons[:] = [Withheld("the daemon is being started", temporary=True)]
             await node.offering.sync()
             await asyncio.sleep(60)
             await node.offering.sync()
         assert [line for line in withheld(lines) if line[0] == "error"] == [
-            ("error", "nvidia.com/gpu: the daemon is being started, for 30 s by now")
+            ("error", "the daemon is being started, for 30 s now")
         ]
-        assert node.offering.withheld == {
-            "nvidia.com/gpu": "nvidia.com/gpu: the daemon is being started"
-        }
+        assert node.offering.withheld == {"nvidia.com/gpu": "the daemon is being started"}
 
 
 @pytest.mark.looptime
 async def test_a_wait_for_what_is_no_longer_offered_ends_silently(tmp_path: Path) -> None:
     """Sharing was switched off while the daemon started."""
     async with running(tmp_path, seconds=100) as node:
-        node.offering.gates.append(lambda _: NotYet("the daemon is being started"))
+        node.offering.gates.append(
+            lambda _: Withheld("the daemon is being started", temporary=True)
+        )
         with capture_logs() as lines:
             await node.offer(resource("nvidia.com/gpu"))
             await node.offer()
@@ -291,5 +287,5 @@ async def test_counts_are_told_for_schedulers_where_several_families_are_on(
             "nvidia.com/gpu": fewer,
             "k8s.amazonaws.com/vgpu": all_of_them,
         }
-        node.offering.plugins[0].status.not_listed = "kubelet does not list our ids"
+        node.offering.plugins[0].status.not_listed = "kubelet does not list the agent's ids"
         assert node.offering.sent_to_several_families.keys() == {"k8s.amazonaws.com/vgpu"}

@@ -87,7 +87,7 @@ async def test_missing_ids_are_registered_again_at_the_second_look(listed: froze
     assert compared.events() == [("plugin.not_listed", 2 - len(listed))]
     assert status.last_error == compared.servers[0].again[0] == status.not_listed
     assert status.last_error.startswith(
-        "kubelet does not list our ids: another plugin registered this resource"
+        "the kubelet does not list the agent's ids: another plugin registered this resource"
     )
     compared.listed = dict(OURS)
     await compared.look()
@@ -137,8 +137,8 @@ async def test_a_rival_is_named_once_and_fought_at_the_longest_pause_only() -> N
     assert [event for event, _ in compared.events()] == ["plugin.not_listed", "plugin.rival"]
     status = compared.servers[0].status
     assert status.rival == (
-        "another plugin offers nvidia.com/gpu as well: 2 ids that are not ours, e.g. x; remove one "
-        "of the two"
+        "another plugin offers nvidia.com/gpu as well: 2 ids that are not the agent's, e.g. x; "
+        "remove one of the two"
     )
     assert status.last_error.endswith(status.rival)
     assert compared.again() == 3

@@ -492,7 +492,7 @@ async def test_records_that_are_incomplete_release_no_ended_pod(records: Records
     As soon as pod-resources answers, the pod goes.
     """
     async with holding(records, TRAIN) as parts:
-        records.now = KubeletRecords(complete=False, trouble="kubelet was asked too often")
+        records.now = KubeletRecords(complete=False, trouble="the kubelet was asked too often")
         parts.book.end(TRAIN)
         await asyncio.sleep(0.4)
         assert holders(parts) == ["pod-1"]

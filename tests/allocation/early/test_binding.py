@@ -93,7 +93,7 @@ async def test_a_wrong_guess_never_starts() -> None:
     await place.admit(serve, "main", IDS[:1])
     await place.admit(train, "main", IDS[1:2])
     for ids in (IDS[:1], IDS[1:2]):
-        with pytest.raises(WrongPodError, match="delete the pod, so that it is created anew"):
+        with pytest.raises(WrongPodError, match="delete the pod, so that a new one is created"):
             await place.start(ids)
     assert {(refusal.pod.name, refusal.final) for refusal in place.refusals.current} == {
         ("train", True),

@@ -313,5 +313,5 @@ def test_replicas_of_slices_are_spread_over_slices() -> None:
 def test_a_required_id_that_is_not_ours_is_said(inventory: Inventory) -> None:
     """The caller answers with a simple pick then."""
     family, resource = NvidiaFamily(shared_by(4)), only_resource(shared_by(4), inventory)
-    with pytest.raises(CapacityError, match="GPU-x cannot be had"):
+    with pytest.raises(CapacityError, match="not available: GPU-x"):
         family.prefer(resource, [f"{U0}::0"], ["GPU-x"], 2, inventory)

@@ -354,7 +354,7 @@ def test_units_of_memory_of_two_gpus_are_refused(inventory: Inventory) -> None:
     """iktos:D12: kubelet had no eight on one GPU. The text says what can be asked for."""
     family, resource = NvidiaFamily(K2), only_resource(K2, inventory)
     with pytest.raises(
-        CapacityError, match="81 ids of one device are wanted, no device has more than 40"
+        CapacityError, match="81 ids of one device are requested, no device has more than 40"
     ):
         family.prefer(resource, [entry.id for entry in resource.ids], [], 81, inventory)
     with pytest.raises(RequestRefusedError) as refusal:

@@ -307,22 +307,22 @@ def test_a_section_and_a_file_at_once_are_refused() -> None:
         (
             "resources: {gpus: [{pattern: A100*, name: big}]}\n",
             (
-                "v1.yaml:1: resources.gpus[0]: NVIDIA's plugin drops this, here it counts; take it "
-                "out to keep the resources as they were"
+                "v1.yaml:1: resources.gpus[0]: NVIDIA's plugin ignores this and the agent "
+                "applies it; remove it to keep the resources as they were"
             ),
         ),
         (
             SHARED + "    - {name: gpu, replicas: 2, rename: small}\n",
             (
-                "v1.yaml:4: sharing.timeSlicing.resources[0].rename: NVIDIA's plugin drops this, "
-                "here it counts; take it out to keep the resources as they were"
+                "v1.yaml:4: sharing.timeSlicing.resources[0].rename: NVIDIA's plugin ignores "
+                "this and the agent applies it; remove it to keep the resources as they were"
             ),
         ),
         (
             SHARED + "    - {name: gpu, replicas: 2, devices: [0]}\n",
             (
-                "v1.yaml:4: sharing.timeSlicing.resources[0].devices: NVIDIA's plugin drops this, "
-                "here it counts; take it out to keep the resources as they were"
+                "v1.yaml:4: sharing.timeSlicing.resources[0].devices: NVIDIA's plugin ignores "
+                "this and the agent applies it; remove it to keep the resources as they were"
             ),
         ),
         (

@@ -36,7 +36,7 @@ def test_an_unreadable_limit_is_refused() -> None:
     """A limit that is no whole number is named with its text."""
     container = PodContainer("c0", unreadable={MEMORY: "1.5k"})
     with pytest.raises(
-        RequestRefusedError, match=r"limit volcano.sh/gpu-memory: '1.5k' is no whole number"
+        RequestRefusedError, match=r"limit volcano.sh/gpu-memory: '1.5k' is not a whole number"
     ):
         family_of().decide(question_of(dataclasses.replace(pod_of(), containers=(container,))))
 

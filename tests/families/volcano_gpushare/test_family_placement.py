@@ -120,7 +120,8 @@ def test_too_few_idle_cards_are_refused_with_the_reason() -> None:
         pod_of(2, resource=NUMBER), options=BY_NUMBER, rooms=ledger.rooms(NUMBER)
     )
     with pytest.raises(
-        CapacityError, match=r"2 idle GPUs are wanted, 1 can be had: .*deviceshare.GPUNumberEnable"
+        CapacityError,
+        match=r"2 idle GPUs are requested, 1 available: .*deviceshare.GPUNumberEnable",
     ):
         family_of(BY_NUMBER).decide(question)
 

@@ -28,7 +28,7 @@ def test_no_room_says_what_each_device_has() -> None:
     with pytest.raises(CapacityError) as refused:
         first_with_room(ROOMS, 101)
     assert str(refused.value) == (
-        "no GPU has 101 MiB for the whole pod: ill: XID 79; alone: a container has it for itself; "
+        "no GPU has 101 MiB for the whole pod: ill: XID 79; alone: a container holds all of it; "
         "half: 50 MiB free of 100; empty: 100 MiB free of 100"
     )
 
@@ -44,8 +44,8 @@ def test_too_few_idle_devices_say_why() -> None:
     with pytest.raises(CapacityError) as refused:
         first_idle(ROOMS, 2)
     assert str(refused.value) == (
-        "2 idle GPUs are wanted, 1 can be had: ill: XID 79; alone: a container has it for itself; "
-        "half: containers on it: 1; empty: idle"
+        "2 idle GPUs are requested, 1 available: ill: XID 79; alone: a container holds all of "
+        "it; half: containers on it: 1; empty: idle"
     )
 
 

@@ -159,7 +159,7 @@ def test_what_nobody_wrote_down_is_not_recalled() -> None:
             f"node node-a offers no GPU 'GPU-elsewhere'; it offers {U0}, {U1}",
         ),
         ("GPU-1[group2-0],NVIDIA,3000,50:", "is a MIG instance"),
-        (f"{G3};{G3}", "it speaks of 2 containers, and 1 of the pod ask for GPUs"),
+        (f"{G3};{G3}", "it has entries for 2 containers, and 1 of the pod ask for GPUs"),
         (f"{U1},NVIDIA,3000", "has 3 fields"),
         ("\x00", "has 1 fields"),
         (f"{U1},NVIDIA,{'9' * 100_000},50:", "expected a whole number"),

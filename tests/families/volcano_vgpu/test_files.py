@@ -151,7 +151,7 @@ def test_a_key_without_effect_that_asks_for_nothing_is_no_problem(key: str) -> N
         (
             "passDeviceSpecs",
             "true",
-            "true has no effect, as in volcano-vgpu-device-plugin; take the key out",
+            "true has no effect, as in volcano-vgpu-device-plugin; remove the key",
         ),
         ("overwriteEnv", "true", "has no effect"),
         ("defaultMemory", "4096", "4096 has no effect, as in volcano-vgpu-device-plugin"),
@@ -421,7 +421,7 @@ def test_a_config_map_that_cannot_be_read_changes_nothing(text: str) -> None:
     before, now = read_device_config(GOOD), read_device_config(text)
     assert now.after(before).values == before.values
     assert now.after(before).problems == now.problems
-    assert "what stood there before stays in force" in now.problems[-1]
+    assert "its previous content stays in force" in now.problems[-1]
     assert not now.sound
 
 

@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 _logger = log.get(__name__)
 
 _PAUSE_SECONDS = 0.1  # between two looks at whether the driver has answered
-_OWN_ERROR = "an error of the agent's own, which its log has"
+_OWN_ERROR = "an internal error; the agent's log has the details"
 
 
 class MigDivider:
@@ -129,12 +129,12 @@ class MigDivider:
         gpu = self._watch.inventory.value.gpu(layout.gpu)
         usage = next((usage for usage in self._watch.usage.value if usage.uuid == layout.gpu), None)
         if gpu is None or not gpu.present or usage is None:
-            raise _NotNowError("the driver does not say what it is doing")
+            raise _NotNowError("the driver does not report its state")
         if gpu.mig_trouble:
             raise _NotNowError(f"its instances cannot be read: {gpu.mig_trouble}")
         if usage.processes:
             pids = ", ".join(str(pid) for pid, _ in usage.processes[:5])
-            raise _NotNowError(f"processes that hold no share of it work on it (host pids {pids})")
+            raise _NotNowError(f"processes without a share of it use it (host pids {pids})")
         return gpu
 
     async def _change(self, gpu: Gpu, layout: MigLayout) -> None:
@@ -152,8 +152,8 @@ class MigDivider:
         if found is None or not _is_divided(found, layout):
             shown = ", ".join(instance.profile for instance in found.mig_instances) if found else ""
             raise MigError(
-                f"nvidia-mig-parted says that it is done, and {self._tool.settle_seconds:g} s "
-                f"later the driver shows {shown or 'no instances'}; see `nvidia-smi -L` and dmesg"
+                f"nvidia-mig-parted reported success, but {self._tool.settle_seconds:g} s later "
+                f"the driver shows {shown or 'no instances'}; see `nvidia-smi -L` and dmesg"
             )
 
     async def _settled(self, layout: MigLayout) -> None:
@@ -215,6 +215,6 @@ def _require_same_sight(inventory: Inventory, exported: Mapping[int, Division]) 
         ):
             raise MigError(
                 f"nvidia-mig-parted shows another division of GPU {gpu.index} ({gpu.uuid}) than "
-                "the driver does, so it may count the GPUs otherwise; compare `nvidia-mig-parted "
+                "the driver, so it may number the GPUs differently; compare `nvidia-mig-parted "
                 "export` with `nvidia-smi -L`"
             )

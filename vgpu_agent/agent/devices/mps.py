@@ -21,6 +21,7 @@ from vgpu_agent.model import SharingMode
 from vgpu_agent.mps import daemon, directories
 from vgpu_agent.mps.host_daemon import HostDaemon
 from vgpu_agent.mps.supervision import Supervision
+from vgpu_agent.status import Withheld
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -74,7 +75,7 @@ class MpsController:
             share_memory=_share_nothing if settings.simulate else directories.share_memory,
         )
         self.apply(settings)
-        offering.gates.append(self._why_not)
+        offering.gates.append(self._withheld)
 
     @property
     def statuses(self) -> tuple[MpsStatus, ...]:
@@ -166,10 +167,12 @@ class MpsController:
             else:
                 await self._ledger.revision.newer_than(version)
 
-    def _why_not(self, resource: Resource) -> str:
+    def _withheld(self, resource: Resource) -> Withheld | None:
         if resource.sharing is not SharingMode.MPS:
-            return ""
-        return self._unfit(resource) or self._supervision.why_not(self._plan(resource))
+            return None
+        if reason := self._unfit(resource):
+            return Withheld(reason)
+        return self._supervision.withheld(self._plan(resource))
 
     def _unfit(self, resource: Resource) -> str:
         """Explain why no daemon can run for the resource, regardless of the other resources."""
@@ -188,8 +191,8 @@ class MpsController:
                 break
             if common := devices.intersection(entry.device for entry in other.ids):
                 return (
-                    f"{min(common)} has an MPS control daemon for {other.name} already, and takes "
-                    f"one only; {collisions.by_one_of_two()}"
+                    f"{min(common)} has an MPS control daemon for {other.name} already, and can "
+                    f"have only one; {collisions.by_one_of_two()}"
                 )
         return ""
 
@@ -203,11 +206,11 @@ class MpsController:
 
     def _holders(self, resource: str) -> tuple[str, ...]:
         if not self._ledger.rebuilt:
-            return ("pods that kubelet has not told of yet",)
+            return ("pods that the kubelet has not reported yet",)
         grants = (grant for grant in self._ledger.grants if grant.resource == resource)
         return tuple(
             dict.fromkeys(
-                grant.owner.pod_name if grant.owner else "a pod that starts" for grant in grants
+                grant.owner.pod_name if grant.owner else "a starting pod" for grant in grants
             )
         )
 
@@ -234,7 +237,7 @@ def _without_host(reason: str, family: str) -> str:
     key = next(each.settings.mps for each in FAMILIES if each.name == family)
     return (
         f"{reason}, so its containers may take turns without limits although {key} is host; run "
-        "the daemon on this node, and let the agent see its pipe (components/mps-host), or set "
+        "the daemon on this node and mount its pipe into the agent (components/mps-host), or set "
         f"{key} to supervised, or to none"
     )
 

@@ -93,11 +93,11 @@ def _fault(path: str, majors: frozenset[int]) -> str:
     try:
         status = os.lstat(path)
     except OSError as err:
-        return f"{path} cannot be looked at ({err.strerror or err})"
+        return f"{path} cannot be read ({err.strerror or err})"
     if stat.S_ISLNK(status.st_mode):
-        return f"{path} is a symbolic link, and a container would get what it leads to"
+        return f"{path} is a symbolic link, and a container would get its target"
     if not stat.S_ISCHR(status.st_mode):
-        return f"{path} is no device node"
+        return f"{path} is not a device node"
     if os.major(status.st_rdev) not in majors:
         return f"{path} has the major number {os.major(status.st_rdev)}, which is none of NVIDIA's"
     return ""

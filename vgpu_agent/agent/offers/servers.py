@@ -16,7 +16,7 @@ from vgpu_agent.errors import OfferError
 from vgpu_agent.kubelet.codec import check_budget
 from vgpu_agent.kubelet.server import DevicePlugin
 from vgpu_agent.nodes import SentCounts
-from vgpu_agent.status import NotYet
+from vgpu_agent.status import Withheld
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
@@ -81,10 +81,10 @@ class Offering:
         self._closed = False
         # moves on with each list that kubelet is sent, and each stream that ends
         self.lists = Revision()
-        self.withheld: dict[str, str] = {}
+        self.withheld: dict[str, str] = {}  # resource → why it is not offered
         self.blocked: dict[str, str] = {}  # family → why its resources must not be served now
-        # each returns why a resource must not be served now, or ""; `sync` asks again
-        self.gates: list[Callable[[Resource], str]] = []
+        # each returns why a resource must not be served now; `sync` asks again
+        self.gates: list[Callable[[Resource], Withheld | None]] = []
         self._refused: dict[str, str] = {}
         # what is odd about resources that are served all the same
         self.cautions: dict[str, str] = {}
@@ -130,34 +130,28 @@ class Offering:
             if not self._closed:
                 await self._sync()
 
-    def withhold(self, resource: str, reason: str, *, not_yet: bool = False) -> None:
+    def withhold(self, resource: str, why: Withheld) -> None:
         """Log once, and show in the readiness, why ``resource`` is not offered,
         until a `sync` finds that it can be.
-
-        Args:
-            resource: its name.
-            reason: one sentence.
-            not_yet: nothing is wrong, what is missing is on its way; an error only when it does not
-                come.
         """
-        if not not_yet:
+        if not why.temporary:
             self._end_wait(resource)
         elif resource not in self._waiting:
             self._waiting[resource] = asyncio.get_running_loop().call_later(
                 self._patience_seconds, self._complain, resource
             )
-        if self.withheld.get(resource) != reason:
-            self.withheld[resource] = reason
+        if self.withheld.get(resource) != why.reason:
+            self.withheld[resource] = why.reason
             self._journal.record(
                 "plugin.withheld",
-                level="info" if not_yet else "error",
+                level="info" if why.temporary else "error",
                 resource=resource,
-                reason=reason,
+                reason=why.reason,
             )
 
     def _complain(self, resource: str) -> None:
         """Log that a resource is still withheld although what it waits for should have come."""
-        reason = f"{self.withheld[resource]}, for {self._patience_seconds:g} s by now"
+        reason = f"{self.withheld[resource]}, for {self._patience_seconds:g} s now"
         self._journal.record("plugin.withheld", level="error", resource=resource, reason=reason)
 
     def _end_wait(self, resource: str) -> None:
@@ -176,8 +170,8 @@ class Offering:
 
     def refuse(self, resource: str, reason: str) -> None:
         """Withhold a resource that cannot even be offered, until it is accepted."""
-        self._refused[resource] = f"{resource}: {reason}"
-        self.withhold(resource, self._refused[resource])
+        self._refused[resource] = reason
+        self.withhold(resource, Withheld(reason))
 
     def accept(self, resources: Iterable[str]) -> None:
         """These can be offered (again)."""
@@ -231,17 +225,15 @@ class Offering:
 
     def _fits(self, resource: Resource) -> bool:
         if reason := self.blocked.get(resource.family):
-            self.withhold(resource.name, f"{resource.name}: {reason}")
+            self.withhold(resource.name, Withheld(reason))
             return False
-        if reason := next((reason for gate in self.gates if (reason := gate(resource))), ""):
-            self.withhold(
-                resource.name, f"{resource.name}: {reason}", not_yet=isinstance(reason, NotYet)
-            )
+        if why := next((why for gate in self.gates if (why := gate(resource))), None):
+            self.withhold(resource.name, why)
             return False
         try:
             check_budget(resource, self._settings.message_budget_bytes)
         except OfferError as err:
-            self.withhold(resource.name, str(err))
+            self.withhold(resource.name, Withheld(err.reasons[resource.name]))
             return False
         self.withheld.pop(resource.name, None)
         self._end_wait(resource.name)

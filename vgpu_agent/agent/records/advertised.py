@@ -39,8 +39,8 @@ _logger = log.get(__name__)
 _SETTLING_SECONDS = 3.0
 _SHORTEST_PAUSE_SECONDS = 2.0
 _NOT_LISTED = (
-    "kubelet does not list our ids: another plugin registered this resource, or its own connection "
-    "was lost"
+    "the kubelet does not list the agent's ids: another plugin registered this resource, or the "
+    "connection was lost"
 )
 
 
@@ -177,7 +177,7 @@ class ListedIds:
         if strangers:
             rival = (
                 f"another plugin offers {status.resource} as well: {len(strangers)} ids that are "
-                f"not ours, e.g. {min(strangers)}; remove one of the two"
+                f"not the agent's, e.g. {min(strangers)}; remove one of the two"
             )
         if rival and rival != status.rival:
             self._journal.record(

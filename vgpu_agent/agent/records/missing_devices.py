@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
+from vgpu_agent import log
 from vgpu_agent.agent.state_file import StateFile
 from vgpu_agent.ledger.accounting import Device
 
@@ -51,10 +52,9 @@ class SliceMemory:
             "slices.json",
             tuple[RememberedSlice, ...],
             when_unreadable=(
-                "it is written anew; pods on MIG instances that were cut away hold up nothing "
-                "until then"
+                "it will be written again; until then pods on removed MIG instances block nothing"
             ),
-            when_not_written="a restart forgets of which GPU a MIG instance was that is gone",
+            when_not_written="a restart loses the GPUs of removed MIG instances",
         )
         self._written: frozenset[str] = frozenset()  # UUIDs; what an instance was never changes
 
@@ -80,8 +80,8 @@ class SliceMemory:
 class MissingDevices:
     """The watch for grants whose device is gone.
 
-    State: what was reported, so that each pod is named once for each device; after a restart it is
-    reported again.
+    State: the reported pairs of grant and device, so that each is reported once. A restart reports
+    them again.
     """
 
     def __init__(
@@ -96,7 +96,7 @@ class MissingDevices:
         self._ledger = ledger
         self._inventory = inventory
         self._journal = journal
-        self._told: dict[tuple[int, str], str] = {}  # (number of the grant, device) → pod
+        self._reported = log.ChangeFilter()  # by number of the grant and device
 
     async def recall(self) -> None:
         """Give the ledger the MIG instances from before the agent's start;
@@ -122,8 +122,7 @@ class MissingDevices:
         vanished = dict(self._vanished(live.values()))
         for (number, device), grant in vanished.items():
             # the holder is known a second later at the latest
-            if (number, device) not in self._told and grant.owner is not None:
-                self._told[number, device] = grant.owner.pod_name
+            if grant.owner is not None and self._reported.is_new((number, device)):
                 known = self._ledger.slices.get(device)
                 self._journal.record(
                     "grant.device_missing",
@@ -140,10 +139,17 @@ class MissingDevices:
                         "work has failed"
                     ),
                 )
-        for number, device in [key for key in self._told if key not in vanished]:
-            pod = self._told.pop((number, device))
-            if number in live:
-                self._journal.record("grant.device_returned", pod=pod, device=device, grant=number)
+        for grant in live.values():
+            for device in {share.device for share in grant.shares}:
+                key = grant.number, device
+                if key not in vanished and self._reported.over(key) and grant.owner is not None:
+                    self._journal.record(
+                        "grant.device_returned",
+                        pod=grant.owner.pod_name,
+                        device=device,
+                        grant=grant.number,
+                    )
+        self._reported.keep_only(vanished)
 
     def _vanished(self, grants: Iterable[Grant]) -> Iterator[tuple[tuple[int, str], Grant]]:
         inventory = self._inventory()

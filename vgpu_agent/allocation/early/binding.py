@@ -200,7 +200,7 @@ class EarlyBinding:
             return type(err)(f"pod {pod.full_name}, container {candidate.container.name}: {err}")
         if decision.layouts:
             return RequestRefusedError(
-                f"pod {pod.full_name}: a GPU has to be divided for it, which takes binding.mode "
+                f"pod {pod.full_name}: a GPU has to be divided for it, which needs binding.mode "
                 "late"
             )
         if decision.by_agent and candidate.container.kind is ContainerKind.INIT:
@@ -245,7 +245,7 @@ class EarlyBinding:
             decision = decide(start)
             if decision.layouts:
                 raise RequestRefusedError(
-                    "a GPU would have to be divided for the container, which takes binding.mode "
+                    "a GPU would have to be divided for the container, which needs binding.mode "
                     "late"
                 )
             return decision, *self._prove(start, decision.shares)
@@ -295,9 +295,9 @@ class EarlyBinding:
         match self._answers.judge(start.token, evidence, self._is_gone):
             case Verdict.LATER:
                 raise NotProvenError(
-                    f"{start.pod.full_name}, container {start.owner.container}: it is not clear "
-                    "yet whether the answer that kubelet keeps for it is its own (binding.mode "
-                    "early); kubelet will ask again"
+                    f"{start.pod.full_name}, container {start.owner.container}: it is not known "
+                    "yet whether the answer that the kubelet keeps was made for it (binding.mode "
+                    "early); the kubelet will retry"
                 )
             case Verdict.WRONG:
                 self._refute(start)
@@ -374,7 +374,7 @@ class EarlyBinding:
         if not own:
             raise NotProvenError(
                 f"{start.pod.full_name}: the ids of its container {container} are not known yet; "
-                "kubelet will ask again"
+                "the kubelet will retry"
             )
         for grant in own:
             if not grant.shares:
@@ -400,9 +400,9 @@ class EarlyBinding:
             else "another container"
         )
         raise WrongPodError(
-            f"kubelet's answer for this container was made for {whose}, because Allocate does not "
-            "say whose it is and this node's runtime cannot be told later (binding.mode early); "
-            "delete the pod, so that it is created anew"
+            f"the kubelet's answer for this container was made for {whose}, because Allocate "
+            "does not name the pod and this node's runtime takes no later answer (binding.mode "
+            "early); delete the pod, so that a new one is created"
         )
 
     def _provision(self, start: Start, container: str, shares: tuple[Share, ...]) -> Provision:
@@ -465,7 +465,7 @@ def _refuse_own_variables(start: Start, expected: Mapping[str, Provision]) -> No
         if own := sorted(container.environment & decisive):
             raise RequestRefusedError(
                 f"the pod sets {', '.join(own)} for container {name} itself, and with early "
-                "binding its value beats the agent's: the container could take another GPU or "
-                "leave its limit; take it out of the pod, bind late (binding.mode), or set "
+                "binding its value overrides the agent's: the container could use another GPU or "
+                "escape its limit; remove it from the pod, bind late (binding.mode), or set "
                 "binding.podVariables to allow"
             )

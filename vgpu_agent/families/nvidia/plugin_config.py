@@ -123,7 +123,7 @@ class _Translator:
         """The whole document."""
         if root.value is not None and not isinstance(root.value, dict):
             block = (
-                f"; take what stands behind {SECTION}: away"
+                f"; remove the text after {SECTION}:"
                 if self._prefix and isinstance(root.value, str)
                 else ""
             )
@@ -221,8 +221,8 @@ class _Translator:
         so that a file which is moved over may publish other names than it did.
         """
         counts = (
-            "NVIDIA's plugin drops this, here it counts; take it out to keep the resources as they "
-            "were"
+            "NVIDIA's plugin ignores this and the agent applies it; remove it to keep the "
+            "resources as they were"
         )
         plain = {name: node.value for name, node in members.items()}
         for name in ("rename", "devices"):

@@ -358,7 +358,7 @@ class VolcanoGpushareFamily:
             for number, gpu in numbered.items()
         )
         problem = (
-            f"the GPUs differ in size and the scheduler takes them for equal: {cards}; set "
+            f"the GPUs differ in size and the scheduler treats them as equal: {cards}; set "
             "volcanoGpushare.unequalGpus: minimum to offer the smallest size of each, or "
             "volcanoGpushare.strategy: number to offer whole GPUs"
         )
@@ -419,19 +419,19 @@ class VolcanoGpushareFamily:
         container = pod.container(question.container)
         if container is None:
             raise RequestRefusedError(
-                f"pod {pod.full_name} has no container {question.container}, for which kubelet "
-                f"names {name}"
+                f"pod {pod.full_name} has no container {question.container}, for which the "
+                f"kubelet names {name}"
             )
         if name in container.unreadable:
             shown = _shown(container.unreadable[name])
             raise RequestRefusedError(
-                f"pod {pod.full_name}, container {container.name}: limit {name}: {shown} is no "
-                "whole number"
+                f"pod {pod.full_name}, container {container.name}: limit {name}: {shown} is not "
+                "a whole number"
             )
         if (limit := container.limits.get(name, 0)) != len(question.ids):
             raise RequestRefusedError(
                 f"pod {pod.full_name}, container {container.name}: limit {name} is {limit} and "
-                f"kubelet has counted {len(question.ids)}; {_ANEW}"
+                f"the kubelet has counted {len(question.ids)}; {_ANEW}"
             )
 
     def _named(self, question: Question, text: str) -> tuple[Gpu, ...]:

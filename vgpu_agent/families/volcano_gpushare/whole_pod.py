@@ -83,7 +83,7 @@ def first_idle(rooms: Sequence[DeviceRoom], count: int) -> tuple[DeviceRoom, ...
     idle = [room for room in rooms if not room.trouble and not room.holders]
     if len(idle) < count:
         raise CapacityError(
-            f"{count} idle GPUs are wanted, {len(idle)} can be had: "
+            f"{count} idle GPUs are requested, {len(idle)} available: "
             f"{_explained(rooms, free_memory=False)}"
         )
     return tuple(idle[:count])
@@ -94,7 +94,7 @@ def _explained(rooms: Sequence[DeviceRoom], *, free_memory: bool) -> str:
         if room.trouble:
             return room.trouble
         if room.exclusive:
-            return "a container has it for itself"
+            return "a container holds all of it"
         if free_memory:
             return f"{room.memory_free_mib} MiB free of {room.memory_mib}"
         return f"containers on it: {room.holders}" if room.holders else "idle"

@@ -176,7 +176,10 @@ def _segments(pod: Pod, names: Names) -> tuple[tuple[Segment, ...], tuple[PodCon
             pod,
             IDS,
             text,
-            f"it speaks of {len(segments)} containers, and {len(counted)} of the pod ask for GPUs",
+            (
+                f"it has entries for {len(segments)} containers, and {len(counted)} of the pod "
+                "ask for GPUs"
+            ),
         )
     return segments, counted
 

@@ -162,9 +162,7 @@ class _Reading:
     def unreadable(self, path: str, text: str) -> None:
         """The file as a whole is no such file."""
         self._readable = False
-        self.problem(
-            path, f"{text}; nothing of it counts, and what stood there before stays in force"
-        )
+        self.problem(path, f"{text}; it is not used, and its previous content stays in force")
 
     def take(self, path: str, attribute: str, value: Any) -> None:
         """Accept a value as the settings would, or record its fault."""
@@ -269,7 +267,7 @@ def read_node_config(text: str, node: str) -> Overlay:
     try:
         root = msgspec.json.decode(text)
     except (msgspec.DecodeError, UnicodeError, RecursionError) as err:
-        reading.unreadable("", f"is no JSON: {err}")
+        reading.unreadable("", f"is not JSON: {err}")
         return reading.overlay()
     entries = next((value for name, value in _members(root) if name == _NODES), None)
     if not isinstance(entries, list):
@@ -318,7 +316,7 @@ def _take_of_devices(reading: _Reading, path: str, name: str, value: Any) -> Non
         if value is not None and value != _WITHOUT_EFFECT[name]:
             reading.problem(
                 path,
-                f"{shown(value)} has no effect, as in volcano-vgpu-device-plugin; take the key out",
+                f"{shown(value)} has no effect, as in volcano-vgpu-device-plugin; remove the key",
             )
     elif name not in _DEVICE_KEYS:
         reading.problem(

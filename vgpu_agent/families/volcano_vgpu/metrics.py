@@ -83,7 +83,10 @@ METRICS = (
     FamilyMetric(
         "HostGPUMemoryUsage",
         _CARD,
-        "Bytes in use on the card; with families.volcanoVgpu, as all names without vgpu_agent.",
+        (
+            "Bytes in use on the card. Only with families.volcanoVgpu, as all names without the "
+            "prefix vgpu_agent."
+        ),
         _each_card(_memory_used),
     ),
     FamilyMetric(

@@ -171,7 +171,7 @@ def _files(settings: Settings, facts: NodeFacts) -> _Files:
         problems += node_config.problems
     if trouble := facts.unreadable.get(NODE_CONFIG):
         problems.append(
-            f"{NODE_CONFIG}: cannot be read: {trouble}; what stood there before stays in force"
+            f"{NODE_CONFIG}: cannot be read: {trouble}; its previous content stays in force"
         )
     return _Files(vgpu, device_config, node_config, origins, tuple(problems))
 

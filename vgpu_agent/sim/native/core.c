@@ -48,7 +48,8 @@ uint64_t sim_realtime_us(void)
 
 void sim_sleep_ns(uint64_t nanoseconds)
 {
-    struct timespec left = {(time_t)(nanoseconds / 1000000000ull), (long)(nanoseconds % 1000000000ull)};
+    struct timespec left = {(time_t)(nanoseconds / 1000000000ull),
+                            (long)(nanoseconds % 1000000000ull)};
     while (nanosleep(&left, &left) != 0 && errno == EINTR) continue;
 }
 
@@ -68,7 +69,8 @@ static struct sim_node *map_file(int fd)
     void *memory = mmap(NULL, sizeof(struct sim_node), PROT_READ | PROT_WRITE, MAP_SHARED, fd, 0);
     if (memory == MAP_FAILED) return NULL;
     struct sim_node *found = memory;
-    if (found->magic != SIM_MAGIC || found->layout != SIM_LAYOUT || found->bytes != sizeof(struct sim_node)) {
+    if (found->magic != SIM_MAGIC || found->layout != SIM_LAYOUT ||
+        found->bytes != sizeof(struct sim_node)) {
         munmap(memory, sizeof(struct sim_node));
         return NULL;
     }
@@ -77,15 +79,18 @@ static struct sim_node *map_file(int fd)
     return found;
 }
 
-/* Maps the file that the environment names now. A file that was mapped before stays mapped: a thread may still be inside a
- * call on it, and a few hundred sparse kilobytes for each test of a test run are cheaper than a lock around every call. */
+/* Maps the file that the environment names now. A file that was mapped before stays mapped: a
+ * thread may still be inside a call on it, and a few hundred sparse kilobytes for each test of a
+ * test run are cheaper than a lock around every call. */
 static bool map_node(void)
 {
     const char *path = getenv("VGPU_AGENT_SIM_STATE");
     struct stat status;
     if (path == NULL || path[0] == '\0' || stat(path, &status) != 0) return false;
-    /* The same file is not opened again: closing a second descriptor would drop this process's byte locks on it (POSIX). */
-    if (node != NULL && status.st_dev == mapped_device && status.st_ino == mapped_inode) return node->magic == SIM_MAGIC;
+    /* The same file is not opened again: closing a second descriptor would drop this process's byte
+     * locks on it (POSIX). */
+    if (node != NULL && status.st_dev == mapped_device && status.st_ino == mapped_inode)
+        return node->magic == SIM_MAGIC;
     int fd = open(path, O_RDWR | O_CLOEXEC);
     if (fd < 0) return false;
     struct sim_node *found = map_file(fd);
@@ -102,12 +107,13 @@ static bool map_node(void)
 int sim_descriptor(void) { return descriptor; }
 bool sim_initialized(void) { return __atomic_load_n(&references, __ATOMIC_ACQUIRE) > 0; }
 
-/* ---- tracing: one line a call into the file of VGPU_AGENT_SIM_TRACE, for whoever wonders what a client asks ---- */
+/* ---- tracing: one line for each call, in the file that VGPU_AGENT_SIM_TRACE names ---- */
 
 static void open_trace(void)
 {
     const char *path = getenv("VGPU_AGENT_SIM_TRACE");
-    if (path != NULL && path[0] != '\0') trace_descriptor = open(path, O_WRONLY | O_CREAT | O_APPEND | O_CLOEXEC, 0666);
+    if (path != NULL && path[0] != '\0')
+        trace_descriptor = open(path, O_WRONLY | O_CREAT | O_APPEND | O_CLOEXEC, 0666);
 }
 
 static void trace(const char *function, uint32_t gpu, nvmlReturn_t result)
@@ -116,7 +122,8 @@ static void trace(const char *function, uint32_t gpu, nvmlReturn_t result)
     pthread_once(&once, open_trace);
     if (trace_descriptor < 0) return;
     char line[160];
-    int length = snprintf(line, sizeof line, "%d %s gpu=%d -> %d\n", (int)getpid(), function, (int)gpu, result);
+    int length = snprintf(line, sizeof line, "%d %s gpu=%d -> %d\n", (int)getpid(), function,
+                          (int)gpu, result);
     if (write(trace_descriptor, line, (size_t)length) < 0) trace_descriptor = -1;
 }
 
@@ -130,7 +137,8 @@ static bool fault_names(const char *row, const char *function)
     if (row[length - 1] == '*') return strncmp(row, function, length - 1) == 0;
     if (strncmp(row, function, length) != 0) return false;
     const char *rest = function + length;
-    return rest[0] == '\0' || (rest[0] == '_' && rest[1] == 'v' && rest[2] >= '1' && rest[2] <= '9' && rest[3] == '\0');
+    return rest[0] == '\0' ||
+        (rest[0] == '_' && rest[1] == 'v' && rest[2] >= '1' && rest[2] <= '9' && rest[3] == '\0');
 }
 
 /* Uses up one of the times a row has left, exactly once among all processes. */
@@ -138,12 +146,15 @@ static bool take_one(struct sim_fault *fault)
 {
     int32_t left = __atomic_load_n(&fault->times_left, __ATOMIC_ACQUIRE);
     while (left > 0) {
-        if (__atomic_compare_exchange_n(&fault->times_left, &left, left - 1, false, __ATOMIC_ACQ_REL, __ATOMIC_ACQUIRE)) return true;
+        if (__atomic_compare_exchange_n(&fault->times_left, &left, left - 1, false,
+                                        __ATOMIC_ACQ_REL, __ATOMIC_ACQUIRE))
+            return true;
     }
     return left < 0;
 }
 
-/* Sleeps in pieces, so that forgetting the fault ends a delay of any length, and a test of a hang decides when it is over. */
+/* Sleeps in pieces, so that forgetting the fault ends a delay of any length, and a test of a hang
+ * decides when it is over. */
 static void delay(const struct sim_fault *fault)
 {
     uint64_t end = sim_monotonic_ns() + (uint64_t)fault->delay_ms * 1000000ull;
@@ -188,8 +199,14 @@ static void make_handles(void)
 
 struct sim_handle *sim_gpu_handle(uint32_t gpu) { return &gpu_handles[gpu]; }
 struct sim_handle *sim_mig_handle(uint32_t gpu, uint32_t mig) { return &mig_handles[gpu][mig]; }
-struct sim_handle *sim_gpu_instance_handle(uint32_t gpu, uint32_t mig) { return &gpu_instance_handles[gpu][mig]; }
-struct sim_handle *sim_compute_instance_handle(uint32_t gpu, uint32_t mig) { return &compute_instance_handles[gpu][mig]; }
+struct sim_handle *sim_gpu_instance_handle(uint32_t gpu, uint32_t mig)
+{
+    return &gpu_instance_handles[gpu][mig];
+}
+struct sim_handle *sim_compute_instance_handle(uint32_t gpu, uint32_t mig)
+{
+    return &compute_instance_handles[gpu][mig];
+}
 
 uint32_t sim_gpu_of(const void *handle)
 {
@@ -240,7 +257,8 @@ NVML_API nvmlReturn_t nvmlInit_v2(void) { return initialise(); }
 
 NVML_API nvmlReturn_t nvmlInitWithFlags(unsigned flags)
 {
-    (void)flags; /* NVML_INIT_FLAG_NO_GPUS and _NO_ATTACH change what the driver touches, not what it answers */
+    /* NVML_INIT_FLAG_NO_GPUS and _NO_ATTACH change what the driver touches, not what it answers */
+    (void)flags;
     return initialise();
 }
 
@@ -256,12 +274,14 @@ NVML_API nvmlReturn_t nvmlShutdown(void)
 
 /* ---- the way into and out of a call ---- */
 
-/* What the library read when the GPU was still there; a handle held since then answers it from memory (lost = 1). */
+/* What the library read when the GPU was still there; a handle held since then answers it from
+ * memory (lost = 1). */
 static bool is_identity(const char *function)
 {
     static const char *const names[] = {
-        "nvmlDeviceGetUUID",        "nvmlDeviceGetName",  "nvmlDeviceGetPciInfo_v3", "nvmlDeviceGetPciInfo_v2", "nvmlDeviceGetPciInfo",
-        "nvmlDeviceGetMinorNumber", "nvmlDeviceGetIndex", "nvmlDeviceGetBrand",      "nvmlDeviceGetSerial",
+        "nvmlDeviceGetUUID",       "nvmlDeviceGetName",    "nvmlDeviceGetPciInfo_v3",
+        "nvmlDeviceGetPciInfo_v2", "nvmlDeviceGetPciInfo", "nvmlDeviceGetMinorNumber",
+        "nvmlDeviceGetIndex",      "nvmlDeviceGetBrand",   "nvmlDeviceGetSerial",
     };
     for (size_t i = 0; i < sizeof names / sizeof names[0]; i++) {
         if (strcmp(names[i], function) == 0) return true;
@@ -283,20 +303,23 @@ nvmlReturn_t sim_begin_lookup(struct sim_call *call, const char *function, bool 
     return arguments_ok ? NVML_SUCCESS : NVML_ERROR_INVALID_ARGUMENT;
 }
 
-nvmlReturn_t sim_begin(struct sim_call *call, const char *function, const void *handle, uint32_t kinds, bool arguments_ok)
+nvmlReturn_t sim_begin(struct sim_call *call, const char *function, const void *handle,
+                       uint32_t kinds, bool arguments_ok)
 {
     nvmlReturn_t result = sim_begin_lookup(call, function, arguments_ok);
     if (result != NVML_SUCCESS) return result;
     if (kinds != NO_HANDLE) {
         const struct sim_handle *known = handle;
-        if (sim_gpu_of(handle) == SIM_NONE || (known->kind & kinds) == 0) return NVML_ERROR_INVALID_ARGUMENT;
+        if (sim_gpu_of(handle) == SIM_NONE || (known->kind & kinds) == 0)
+            return NVML_ERROR_INVALID_ARGUMENT;
         call->gpu = known->gpu;
         call->device = &node->gpus[known->gpu];
         if (known->kind != GPU) call->mig = &call->device->mig_devices[known->mig];
     }
     result = apply_faults(call->node, function, call->gpu);
     if (result == NVML_SUCCESS && call->device != NULL) result = loss(call->device, function);
-    if (result == NVML_SUCCESS && call->mig != NULL && !call->mig->used) result = NVML_ERROR_NOT_FOUND;
+    if (result == NVML_SUCCESS && call->mig != NULL && !call->mig->used)
+        result = NVML_ERROR_NOT_FOUND;
     return result;
 }
 

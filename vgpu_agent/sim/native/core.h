@@ -1,6 +1,7 @@
 /* What every NVML entry point of the simulator shares: the mapped node, handles, faults, tracing.
  *
- * An entry point reads: ENTER (or ENTER_LOOKUP) with its handle and a check of its arguments, its answer, LEAVE.
+ * An entry point reads: ENTER (or ENTER_LOOKUP) with its handle and a check of its arguments, its
+ * answer, LEAVE.
  */
 #ifndef VGPU_AGENT_SIM_CORE_H
 #define VGPU_AGENT_SIM_CORE_H
@@ -32,7 +33,14 @@ enum {
 };
 
 /* What a handle stands for; an entry point names the kinds it takes. */
-enum { NO_HANDLE = 0, GPU = 1, MIG = 2, GPU_INSTANCE = 4, COMPUTE_INSTANCE = 8, ANY_DEVICE = GPU | MIG };
+enum {
+    NO_HANDLE = 0,
+    GPU = 1,
+    MIG = 2,
+    GPU_INSTANCE = 4,
+    COMPUTE_INSTANCE = 8,
+    ANY_DEVICE = GPU | MIG,
+};
 
 /* Handles point at memory of ours that outlives nvmlShutdown, because clients keep them. */
 struct sim_handle {
@@ -51,7 +59,8 @@ struct sim_call {
     struct sim_mig_device *mig; /* NULL unless the handle is of a MIG device or instance */
 };
 
-nvmlReturn_t sim_begin(struct sim_call *call, const char *function, const void *handle, uint32_t kinds, bool arguments_ok);
+nvmlReturn_t sim_begin(struct sim_call *call, const char *function, const void *handle,
+                       uint32_t kinds, bool arguments_ok);
 nvmlReturn_t sim_begin_lookup(struct sim_call *call, const char *function, bool arguments_ok);
 nvmlReturn_t sim_found(struct sim_call *call, uint32_t gpu, struct sim_handle *handle, void **out);
 nvmlReturn_t sim_end(const struct sim_call *call, nvmlReturn_t result);
@@ -64,7 +73,8 @@ nvmlReturn_t sim_end(const struct sim_call *call, nvmlReturn_t result);
         if (refused != NVML_SUCCESS) return sim_end(&call, refused);                          \
     } while (0)
 
-/* Starts a call that finds a device: faults and loss are decided by sim_found, once it is known which GPU is meant. */
+/* Starts a call that finds a device: faults and loss are decided by sim_found, once it is known
+ * which GPU is meant. */
 #define ENTER_LOOKUP(arguments_ok)                                                \
     struct sim_call call;                                                         \
     do {                                                                          \
@@ -74,7 +84,8 @@ nvmlReturn_t sim_end(const struct sim_call *call, nvmlReturn_t result);
 
 #define LEAVE(result) return sim_end(&call, (result))
 
-/* An entry point that answers with one number, or with NVML_ERROR_NOT_SUPPORTED where `supported` is false. */
+/* An entry point that answers with one number, or with NVML_ERROR_NOT_SUPPORTED where `supported`
+ * is false. */
 #define NUMBER(name, kinds, type, supported, expression)   \
     NVML_API nvmlReturn_t name(void *handle, type *value)  \
     {                                                      \
@@ -104,7 +115,8 @@ uint64_t sim_monotonic_ns(void);
 uint64_t sim_realtime_us(void);
 void sim_sleep_ns(uint64_t nanoseconds);
 
-/* Sizes that NVML writes into the `version` member: the struct's size and its version in the top byte. */
+/* Sizes that NVML writes into the `version` member: the struct's size and its version in the top
+ * byte. */
 #define STRUCT_VERSION(type, number) ((uint32_t)(sizeof(type) | ((uint32_t)(number) << 24)))
 
 #endif

@@ -1,4 +1,5 @@
-/* Whether a GPU's memory can be trusted: ECC, row remapping, retired pages, and what the driver wants done about it. */
+/* Whether a GPU's memory can be trusted: ECC, row remapping, retired pages, and what the driver
+ * wants done about it. */
 #include "core.h"
 
 #include <string.h>
@@ -7,13 +8,16 @@ enum { CORRECTED = 0, UNCORRECTED = 1, VOLATILE = 0, AGGREGATE = 1, LOCATION_DEV
 
 /* ---- ECC ---- */
 
-static nvmlReturn_t ecc_errors(const struct sim_gpu *device, unsigned type, unsigned counter, unsigned long long *count)
+static nvmlReturn_t ecc_errors(const struct sim_gpu *device, unsigned type, unsigned counter,
+                               unsigned long long *count)
 {
     if (!device->ecc_supported || !device->ecc_current) return NVML_ERROR_NOT_SUPPORTED;
     if (type == UNCORRECTED) {
-        *count = counter == AGGREGATE ? device->ecc_aggregate_uncorrected : device->ecc_volatile_uncorrected;
+        *count = counter == AGGREGATE ? device->ecc_aggregate_uncorrected
+            : device->ecc_volatile_uncorrected;
     } else {
-        *count = counter == AGGREGATE ? device->ecc_aggregate_corrected : device->ecc_volatile_corrected;
+        *count = counter == AGGREGATE ? device->ecc_aggregate_corrected
+            : device->ecc_volatile_corrected;
     }
     return NVML_SUCCESS;
 }
@@ -27,14 +31,15 @@ NVML_API nvmlReturn_t nvmlDeviceGetEccMode(void *handle, unsigned *current, unsi
     LEAVE(NVML_SUCCESS);
 }
 
-NVML_API nvmlReturn_t nvmlDeviceGetTotalEccErrors(void *handle, unsigned type, unsigned counter, unsigned long long *count)
+NVML_API nvmlReturn_t nvmlDeviceGetTotalEccErrors(void *handle, unsigned type, unsigned counter,
+                                                  unsigned long long *count)
 {
     ENTER(handle, GPU, count != NULL && type <= UNCORRECTED && counter <= AGGREGATE);
     LEAVE(ecc_errors(call.device, type, counter, count));
 }
 
-NVML_API nvmlReturn_t nvmlDeviceGetMemoryErrorCounter(void *handle, unsigned type, unsigned counter, unsigned location,
-                                                      unsigned long long *count)
+NVML_API nvmlReturn_t nvmlDeviceGetMemoryErrorCounter(void *handle, unsigned type, unsigned counter,
+                                                      unsigned location, unsigned long long *count)
 {
     ENTER(handle, GPU, count != NULL && type <= UNCORRECTED && counter <= AGGREGATE);
     nvmlReturn_t result = ecc_errors(call.device, type, counter, count);
@@ -44,10 +49,12 @@ NVML_API nvmlReturn_t nvmlDeviceGetMemoryErrorCounter(void *handle, unsigned typ
 
 /* ---- row remapping (Ampere and later) ---- */
 
-NVML_API nvmlReturn_t nvmlDeviceGetRemappedRows(void *handle, unsigned *corrected, unsigned *uncorrected, unsigned *pending,
+NVML_API nvmlReturn_t nvmlDeviceGetRemappedRows(void *handle, unsigned *corrected,
+                                                unsigned *uncorrected, unsigned *pending,
                                                 unsigned *failed)
 {
-    ENTER(handle, GPU, corrected != NULL && uncorrected != NULL && pending != NULL && failed != NULL);
+    ENTER(handle, GPU,
+          corrected != NULL && uncorrected != NULL && pending != NULL && failed != NULL);
     if (!call.device->remap_supported) LEAVE(NVML_ERROR_NOT_SUPPORTED);
     *corrected = call.device->remap_corrected;
     *uncorrected = call.device->remap_uncorrected;
@@ -66,13 +73,15 @@ NVML_API nvmlReturn_t nvmlDeviceGetRowRemapperHistogram(void *handle, unsigned h
 
 /* ---- page retirement (before Ampere) ---- */
 
-static nvmlReturn_t retired_pages(const char *function, void *handle, unsigned cause, unsigned *count, unsigned long long *addresses,
+static nvmlReturn_t retired_pages(const char *function, void *handle, unsigned cause,
+                                  unsigned *count, unsigned long long *addresses,
                                   unsigned long long *timestamps)
 {
     struct sim_call call;
     nvmlReturn_t refused = sim_begin(&call, function, handle, GPU, count != NULL && cause < 2);
     if (refused != NVML_SUCCESS) return sim_end(&call, refused);
-    if (call.device->remap_supported || !call.device->ecc_supported) return sim_end(&call, NVML_ERROR_NOT_SUPPORTED);
+    if (call.device->remap_supported || !call.device->ecc_supported)
+        return sim_end(&call, NVML_ERROR_NOT_SUPPORTED);
     unsigned room = addresses != NULL ? *count : 0;
     *count = call.device->retired_count[cause];
     if (*count > room) return sim_end(&call, NVML_ERROR_INSUFFICIENT_SIZE);
@@ -83,18 +92,21 @@ static nvmlReturn_t retired_pages(const char *function, void *handle, unsigned c
     return sim_end(&call, NVML_SUCCESS);
 }
 
-NVML_API nvmlReturn_t nvmlDeviceGetRetiredPages(void *handle, unsigned cause, unsigned *count, unsigned long long *addresses)
+NVML_API nvmlReturn_t nvmlDeviceGetRetiredPages(void *handle, unsigned cause, unsigned *count,
+                                                unsigned long long *addresses)
 {
     return retired_pages(__func__, handle, cause, count, addresses, NULL);
 }
 
-NVML_API nvmlReturn_t nvmlDeviceGetRetiredPages_v2(void *handle, unsigned cause, unsigned *count, unsigned long long *addresses,
+NVML_API nvmlReturn_t nvmlDeviceGetRetiredPages_v2(void *handle, unsigned cause, unsigned *count,
+                                                   unsigned long long *addresses,
                                                    unsigned long long *timestamps)
 {
     return retired_pages(__func__, handle, cause, count, addresses, timestamps);
 }
 
-NUMBER(nvmlDeviceGetRetiredPagesPendingStatus, GPU, unsigned, !call.device->remap_supported && call.device->ecc_supported,
+NUMBER(nvmlDeviceGetRetiredPagesPendingStatus, GPU, unsigned,
+       !call.device->remap_supported && call.device->ecc_supported,
        call.device->retired_pending)
 
 /* ---- field values: the only way to the recovery action ---- */
@@ -161,12 +173,24 @@ static void answer_field(const struct sim_gpu *device, struct field_value *field
     switch (field->field) {
     case FIELD_ECC_CURRENT: answer_small(field, device->ecc_supported, device->ecc_current); break;
     case FIELD_ECC_PENDING: answer_small(field, device->ecc_supported, device->ecc_pending); break;
-    case FIELD_ECC_VOLATILE_CORRECTED: answer_large(field, ecc, device->ecc_volatile_corrected); break;
-    case FIELD_ECC_VOLATILE_UNCORRECTED: answer_large(field, ecc, device->ecc_volatile_uncorrected); break;
-    case FIELD_ECC_AGGREGATE_CORRECTED: answer_large(field, ecc, device->ecc_aggregate_corrected); break;
-    case FIELD_ECC_AGGREGATE_UNCORRECTED: answer_large(field, ecc, device->ecc_aggregate_uncorrected); break;
-    case FIELD_RETIRED_CORRECTED: answer_small(field, retires, device->retired_count[CORRECTED]); break;
-    case FIELD_RETIRED_UNCORRECTED: answer_small(field, retires, device->retired_count[UNCORRECTED]); break;
+    case FIELD_ECC_VOLATILE_CORRECTED:
+        answer_large(field, ecc, device->ecc_volatile_corrected);
+        break;
+    case FIELD_ECC_VOLATILE_UNCORRECTED:
+        answer_large(field, ecc, device->ecc_volatile_uncorrected);
+        break;
+    case FIELD_ECC_AGGREGATE_CORRECTED:
+        answer_large(field, ecc, device->ecc_aggregate_corrected);
+        break;
+    case FIELD_ECC_AGGREGATE_UNCORRECTED:
+        answer_large(field, ecc, device->ecc_aggregate_uncorrected);
+        break;
+    case FIELD_RETIRED_CORRECTED:
+        answer_small(field, retires, device->retired_count[CORRECTED]);
+        break;
+    case FIELD_RETIRED_UNCORRECTED:
+        answer_small(field, retires, device->retired_count[UNCORRECTED]);
+        break;
     case FIELD_RETIRED_PENDING: answer_small(field, retires, device->retired_pending); break;
     case FIELD_TOTAL_ENERGY: answer_large(field, true, device->energy_mj); break;
     case FIELD_NVLINK_COUNT: answer_small(field, true, device->link_count); break;
@@ -175,7 +199,9 @@ static void answer_field(const struct sim_gpu *device, struct field_value *field
     case FIELD_REMAPPED_UNCORRECTED: answer_small(field, remaps, device->remap_uncorrected); break;
     case FIELD_REMAPPED_PENDING: answer_small(field, remaps, device->remap_pending); break;
     case FIELD_REMAPPED_FAILED: answer_small(field, remaps, device->remap_failed); break;
-    case FIELD_RECOVERY_ACTION: answer_small(field, device->recovery_action != SIM_NONE, device->recovery_action); break;
+    case FIELD_RECOVERY_ACTION:
+        answer_small(field, device->recovery_action != SIM_NONE, device->recovery_action);
+        break;
     default: answer_large(field, false, 0);
     }
 }

@@ -28,7 +28,10 @@ TEXT(nvmlDeviceGetSerial, serial)
 TEXT(nvmlDeviceGetVbiosVersion, vbios)
 TEXT(nvmlDeviceGetBoardPartNumber, board_part)
 
-static uint32_t cores_of(const struct sim_gpu *gpu) { return gpu->multiprocessors * gpu->cores_per_multiprocessor; }
+static uint32_t cores_of(const struct sim_gpu *gpu)
+{
+    return gpu->multiprocessors * gpu->cores_per_multiprocessor;
+}
 
 /* A MIG handle answers with its own number within the parent. */
 NUMBER(nvmlDeviceGetIndex, ANY_DEVICE, unsigned, true,
@@ -56,18 +59,27 @@ NVML_API nvmlReturn_t nvmlDeviceGetCudaComputeCapability(void *handle, int *majo
 
 /* ---- PCI ---- */
 
-struct sim_pci_info sim_pci_info(uint32_t domain, uint32_t bus, uint32_t device, uint32_t pci_device_id, uint32_t pci_subsystem_id)
+struct sim_pci_info sim_pci_info(uint32_t domain, uint32_t bus, uint32_t device,
+                                 uint32_t pci_device_id, uint32_t pci_subsystem_id)
 {
     struct sim_pci_info info = {
-        .domain = domain, .bus = bus, .device = device, .pci_device_id = pci_device_id, .pci_subsystem_id = pci_subsystem_id};
-    snprintf(info.bus_id, sizeof info.bus_id, "%08X:%02X:%02X.0", domain, bus & 0xff, device & 0xff);
-    snprintf(info.bus_id_legacy, sizeof info.bus_id_legacy, "%04X:%02X:%02X.0", domain & 0xffff, bus & 0xff, device & 0xff);
+        .domain = domain,
+        .bus = bus,
+        .device = device,
+        .pci_device_id = pci_device_id,
+        .pci_subsystem_id = pci_subsystem_id,
+    };
+    snprintf(info.bus_id, sizeof info.bus_id, "%08X:%02X:%02X.0", domain, bus & 0xff,
+             device & 0xff);
+    snprintf(info.bus_id_legacy, sizeof info.bus_id_legacy, "%04X:%02X:%02X.0", domain & 0xffff,
+             bus & 0xff, device & 0xff);
     return info;
 }
 
 static struct sim_pci_info own_pci_info(const struct sim_gpu *gpu)
 {
-    return sim_pci_info(gpu->domain, gpu->bus, gpu->device, gpu->pci_device_id, gpu->pci_subsystem_id);
+    return sim_pci_info(gpu->domain, gpu->bus, gpu->device, gpu->pci_device_id,
+                        gpu->pci_subsystem_id);
 }
 
 NVML_API nvmlReturn_t nvmlDeviceGetPciInfo_v3(void *handle, struct sim_pci_info *info)
@@ -97,8 +109,14 @@ static nvmlReturn_t pci_info_v2(const char *function, void *handle, struct pci_i
     return sim_end(&call, NVML_SUCCESS);
 }
 
-NVML_API nvmlReturn_t nvmlDeviceGetPciInfo(void *handle, struct pci_info_v2 *info) { return pci_info_v2(__func__, handle, info); }
-NVML_API nvmlReturn_t nvmlDeviceGetPciInfo_v2(void *handle, struct pci_info_v2 *info) { return pci_info_v2(__func__, handle, info); }
+NVML_API nvmlReturn_t nvmlDeviceGetPciInfo(void *handle, struct pci_info_v2 *info)
+{
+    return pci_info_v2(__func__, handle, info);
+}
+NVML_API nvmlReturn_t nvmlDeviceGetPciInfo_v2(void *handle, struct pci_info_v2 *info)
+{
+    return pci_info_v2(__func__, handle, info);
+}
 
 NUMBER(nvmlDeviceGetCurrPcieLinkGeneration, GPU, unsigned, true, call.device->pcie_generation)
 NUMBER(nvmlDeviceGetMaxPcieLinkGeneration, GPU, unsigned, true, call.device->pcie_generation_max)

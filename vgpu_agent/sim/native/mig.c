@@ -1,4 +1,5 @@
-/* MIG: which instances a GPU is cut into, and into which it could be. Instances are set in the state file, not through NVML. */
+/* MIG: which instances a GPU is cut into, and into which it could be. Instances are set in the
+ * state file, not through NVML. */
 #include "core.h"
 
 #include <stdio.h>
@@ -15,7 +16,8 @@ NVML_API nvmlReturn_t nvmlDeviceGetMigMode(void *handle, unsigned *current, unsi
 
 enum { MAXIMUM_INSTANCES = 7 };
 
-NUMBER(nvmlDeviceGetMaxMigDeviceCount, GPU, unsigned, true, call.device->mig_capable ? MAXIMUM_INSTANCES : 0)
+NUMBER(nvmlDeviceGetMaxMigDeviceCount, GPU, unsigned, true,
+       call.device->mig_capable ? MAXIMUM_INSTANCES : 0)
 NUMBER(nvmlDeviceIsMigDeviceHandle, ANY_DEVICE, unsigned, true, call.mig != NULL)
 NUMBER(nvmlDeviceGetGpuInstanceId, MIG, unsigned, true, call.mig->gpu_instance)
 NUMBER(nvmlDeviceGetComputeInstanceId, MIG, unsigned, true, call.mig->compute_instance)
@@ -25,7 +27,8 @@ NVML_API nvmlReturn_t nvmlDeviceGetMigDeviceHandleByIndex(void *handle, unsigned
     ENTER(handle, GPU, mig != NULL);
     if (!call.device->mig_capable) LEAVE(NVML_ERROR_NOT_SUPPORTED);
     if (index >= MAXIMUM_INSTANCES) LEAVE(NVML_ERROR_INVALID_ARGUMENT);
-    if (!call.device->mig_current || !call.device->mig_devices[index].used) LEAVE(NVML_ERROR_NOT_FOUND);
+    if (!call.device->mig_current || !call.device->mig_devices[index].used)
+        LEAVE(NVML_ERROR_NOT_FOUND);
     *mig = sim_mig_handle(call.gpu, index);
     LEAVE(NVML_SUCCESS);
 }
@@ -38,7 +41,8 @@ NVML_API nvmlReturn_t nvmlDeviceGetDeviceHandleFromMigDeviceHandle(void *mig, vo
 }
 
 struct attributes {
-    unsigned multiprocessors, copy_engines, decoders, encoders, jpegs, ofas, gpu_instance_slices, compute_instance_slices;
+    unsigned multiprocessors, copy_engines, decoders, encoders, jpegs, ofas, gpu_instance_slices,
+        compute_instance_slices;
     unsigned long long memory_mib;
 };
 
@@ -62,8 +66,14 @@ static nvmlReturn_t attributes_of(const char *function, void *handle, struct att
     return sim_end(&call, NVML_SUCCESS);
 }
 
-NVML_API nvmlReturn_t nvmlDeviceGetAttributes(void *handle, struct attributes *out) { return attributes_of(__func__, handle, out); }
-NVML_API nvmlReturn_t nvmlDeviceGetAttributes_v2(void *handle, struct attributes *out) { return attributes_of(__func__, handle, out); }
+NVML_API nvmlReturn_t nvmlDeviceGetAttributes(void *handle, struct attributes *out)
+{
+    return attributes_of(__func__, handle, out);
+}
+NVML_API nvmlReturn_t nvmlDeviceGetAttributes_v2(void *handle, struct attributes *out)
+{
+    return attributes_of(__func__, handle, out);
+}
 
 /* ---- instances ---- */
 
@@ -87,20 +97,23 @@ NVML_API nvmlReturn_t nvmlDeviceGetGpuInstanceById(void *handle, unsigned id, vo
 {
     ENTER(handle, GPU, instance != NULL);
     for (uint32_t mig = 0; mig < SIM_MIG_DEVICES; mig++) {
-        if (!call.device->mig_devices[mig].used || call.device->mig_devices[mig].gpu_instance != id) continue;
+        if (!call.device->mig_devices[mig].used || call.device->mig_devices[mig].gpu_instance != id)
+            continue;
         *instance = sim_gpu_instance_handle(call.gpu, mig);
         LEAVE(NVML_SUCCESS);
     }
     LEAVE(NVML_ERROR_NOT_FOUND);
 }
 
-NVML_API nvmlReturn_t nvmlDeviceGetGpuInstances(void *handle, unsigned profile, void **instances, unsigned *count)
+NVML_API nvmlReturn_t nvmlDeviceGetGpuInstances(void *handle, unsigned profile, void **instances,
+                                                unsigned *count)
 {
     ENTER(handle, GPU, instances != NULL && count != NULL);
     *count = 0;
     for (uint32_t mig = 0; mig < SIM_MIG_DEVICES; mig++) {
         const struct sim_mig_device *device = &call.device->mig_devices[mig];
-        if (device->used && device->gpu_instance_profile == profile) instances[(*count)++] = sim_gpu_instance_handle(call.gpu, mig);
+        if (device->used && device->gpu_instance_profile == profile)
+            instances[(*count)++] = sim_gpu_instance_handle(call.gpu, mig);
     }
     LEAVE(NVML_SUCCESS);
 }
@@ -118,9 +131,13 @@ NVML_API nvmlReturn_t nvmlGpuInstanceGetInfo(void *instance, struct gpu_instance
 }
 
 /* Each GPU instance here holds one compute instance, in the same slot. */
-static uint32_t slot_of(const struct sim_call *call) { return (uint32_t)(call->mig - call->device->mig_devices); }
+static uint32_t slot_of(const struct sim_call *call)
+{
+    return (uint32_t)(call->mig - call->device->mig_devices);
+}
 
-NVML_API nvmlReturn_t nvmlGpuInstanceGetComputeInstanceById(void *instance, unsigned id, void **compute_instance)
+NVML_API nvmlReturn_t nvmlGpuInstanceGetComputeInstanceById(void *instance, unsigned id,
+                                                            void **compute_instance)
 {
     ENTER(instance, GPU_INSTANCE, compute_instance != NULL);
     if (call.mig->compute_instance != id) LEAVE(NVML_ERROR_NOT_FOUND);
@@ -128,7 +145,8 @@ NVML_API nvmlReturn_t nvmlGpuInstanceGetComputeInstanceById(void *instance, unsi
     LEAVE(NVML_SUCCESS);
 }
 
-NVML_API nvmlReturn_t nvmlGpuInstanceGetComputeInstances(void *instance, unsigned profile, void **instances, unsigned *count)
+NVML_API nvmlReturn_t nvmlGpuInstanceGetComputeInstances(void *instance, unsigned profile,
+                                                         void **instances, unsigned *count)
 {
     ENTER(instance, GPU_INSTANCE, instances != NULL && count != NULL);
     *count = 0;
@@ -139,7 +157,8 @@ NVML_API nvmlReturn_t nvmlGpuInstanceGetComputeInstances(void *instance, unsigne
     LEAVE(NVML_SUCCESS);
 }
 
-static nvmlReturn_t compute_instance_info(const char *function, void *instance, struct compute_instance_info *info)
+static nvmlReturn_t compute_instance_info(const char *function, void *instance,
+                                          struct compute_instance_info *info)
 {
     struct sim_call call;
     nvmlReturn_t refused = sim_begin(&call, function, instance, COMPUTE_INSTANCE, info != NULL);
@@ -159,7 +178,8 @@ NVML_API nvmlReturn_t nvmlComputeInstanceGetInfo(void *instance, struct compute_
     return compute_instance_info(__func__, instance, info);
 }
 
-NVML_API nvmlReturn_t nvmlComputeInstanceGetInfo_v2(void *instance, struct compute_instance_info *info)
+NVML_API nvmlReturn_t nvmlComputeInstanceGetInfo_v2(void *instance,
+                                                    struct compute_instance_info *info)
 {
     return compute_instance_info(__func__, instance, info);
 }
@@ -167,12 +187,14 @@ NVML_API nvmlReturn_t nvmlComputeInstanceGetInfo_v2(void *instance, struct compu
 /* ---- profiles ---- */
 
 struct profile_info {
-    unsigned id, p2p, slices, instances, multiprocessors, copy_engines, decoders, encoders, jpegs, ofas;
+    unsigned id, p2p, slices, instances, multiprocessors, copy_engines, decoders, encoders, jpegs,
+        ofas;
     unsigned long long memory_mib;
 };
 
 struct profile_info_v2 {
-    unsigned version, id, p2p, slices, instances, multiprocessors, copy_engines, decoders, encoders, jpegs, ofas;
+    unsigned version, id, p2p, slices, instances, multiprocessors, copy_engines, decoders, encoders,
+        jpegs, ofas;
     unsigned long long memory_mib;
     char name[96];
 };
@@ -186,7 +208,8 @@ static const struct sim_mig_profile *profile_of(const struct sim_call *call, uns
     return known->valid ? known : NULL;
 }
 
-NVML_API nvmlReturn_t nvmlDeviceGetGpuInstanceProfileInfo(void *handle, unsigned profile, struct profile_info *info)
+NVML_API nvmlReturn_t nvmlDeviceGetGpuInstanceProfileInfo(void *handle, unsigned profile,
+                                                          struct profile_info *info)
 {
     ENTER(handle, GPU, info != NULL && profile < GPU_INSTANCE_PROFILES);
     const struct sim_mig_profile *known = profile_of(&call, profile);
@@ -207,11 +230,13 @@ NVML_API nvmlReturn_t nvmlDeviceGetGpuInstanceProfileInfo(void *handle, unsigned
 }
 
 /* Version 3 replaces isP2pSupported by capability bits (0 here) and keeps the layout. */
-NVML_API nvmlReturn_t nvmlDeviceGetGpuInstanceProfileInfoV(void *handle, unsigned profile, struct profile_info_v2 *info)
+NVML_API nvmlReturn_t nvmlDeviceGetGpuInstanceProfileInfoV(void *handle, unsigned profile,
+                                                           struct profile_info_v2 *info)
 {
     ENTER(handle, GPU, info != NULL && profile < GPU_INSTANCE_PROFILES);
     unsigned version = info->version;
-    if (version != STRUCT_VERSION(struct profile_info_v2, 2) && version != STRUCT_VERSION(struct profile_info_v2, 3)) {
+    if (version != STRUCT_VERSION(struct profile_info_v2, 2) &&
+        version != STRUCT_VERSION(struct profile_info_v2, 3)) {
         LEAVE(NVML_ERROR_ARGUMENT_VERSION_MISMATCH);
     }
     const struct sim_mig_profile *known = profile_of(&call, profile);
@@ -233,7 +258,8 @@ NVML_API nvmlReturn_t nvmlDeviceGetGpuInstanceProfileInfoV(void *handle, unsigne
     LEAVE(NVML_SUCCESS);
 }
 
-static nvmlReturn_t possible_placements(const char *function, void *handle, unsigned id, struct placement *placements, unsigned *count)
+static nvmlReturn_t possible_placements(const char *function, void *handle, unsigned id,
+                                        struct placement *placements, unsigned *count)
 {
     struct sim_call call;
     nvmlReturn_t refused = sim_begin(&call, function, handle, GPU, count != NULL);
@@ -252,12 +278,14 @@ static nvmlReturn_t possible_placements(const char *function, void *handle, unsi
     return sim_end(&call, NVML_ERROR_NOT_SUPPORTED);
 }
 
-NVML_API nvmlReturn_t nvmlDeviceGetGpuInstancePossiblePlacements(void *handle, unsigned id, struct placement *out, unsigned *count)
+NVML_API nvmlReturn_t nvmlDeviceGetGpuInstancePossiblePlacements(
+    void *handle, unsigned id, struct placement *out, unsigned *count)
 {
     return possible_placements(__func__, handle, id, out, count);
 }
 
-NVML_API nvmlReturn_t nvmlDeviceGetGpuInstancePossiblePlacements_v2(void *handle, unsigned id, struct placement *out, unsigned *count)
+NVML_API nvmlReturn_t nvmlDeviceGetGpuInstancePossiblePlacements_v2(
+    void *handle, unsigned id, struct placement *out, unsigned *count)
 {
     return possible_placements(__func__, handle, id, out, count);
 }
@@ -277,7 +305,8 @@ struct compute_profile_info_v2 {
 enum { COMPUTE_INSTANCE_PROFILES = 9 };
 
 /* False when a GPU instance of this size cannot hold a compute instance of that profile. */
-static bool compute_profile(const struct sim_mig_device *mig, unsigned profile, struct compute_profile_info *info)
+static bool compute_profile(const struct sim_mig_device *mig, unsigned profile,
+                            struct compute_profile_info *info)
 {
     static const uint32_t slices_of[COMPUTE_INSTANCE_PROFILES] = {1, 2, 3, 4, 7, 8, 6};
     uint32_t slices = slices_of[profile];
@@ -296,18 +325,21 @@ static bool compute_profile(const struct sim_mig_device *mig, unsigned profile, 
     return true;
 }
 
-NVML_API nvmlReturn_t nvmlGpuInstanceGetComputeInstanceProfileInfo(void *instance, unsigned profile, unsigned engine,
-                                                                   struct compute_profile_info *info)
+NVML_API nvmlReturn_t nvmlGpuInstanceGetComputeInstanceProfileInfo(
+    void *instance, unsigned profile, unsigned engine, struct compute_profile_info *info)
 {
-    ENTER(instance, GPU_INSTANCE, info != NULL && profile < COMPUTE_INSTANCE_PROFILES && engine == 0);
+    ENTER(instance, GPU_INSTANCE,
+          info != NULL && profile < COMPUTE_INSTANCE_PROFILES && engine == 0);
     LEAVE(compute_profile(call.mig, profile, info) ? NVML_SUCCESS : NVML_ERROR_NOT_SUPPORTED);
 }
 
-NVML_API nvmlReturn_t nvmlGpuInstanceGetComputeInstanceProfileInfoV(void *instance, unsigned profile, unsigned engine,
-                                                                    struct compute_profile_info_v2 *info)
+NVML_API nvmlReturn_t nvmlGpuInstanceGetComputeInstanceProfileInfoV(
+    void *instance, unsigned profile, unsigned engine, struct compute_profile_info_v2 *info)
 {
-    ENTER(instance, GPU_INSTANCE, info != NULL && profile < COMPUTE_INSTANCE_PROFILES && engine == 0);
-    if (info->version != STRUCT_VERSION(struct compute_profile_info_v2, 2)) LEAVE(NVML_ERROR_ARGUMENT_VERSION_MISMATCH);
+    ENTER(instance, GPU_INSTANCE,
+          info != NULL && profile < COMPUTE_INSTANCE_PROFILES && engine == 0);
+    if (info->version != STRUCT_VERSION(struct compute_profile_info_v2, 2))
+        LEAVE(NVML_ERROR_ARGUMENT_VERSION_MISMATCH);
     if (!compute_profile(call.mig, profile, &info->profile)) LEAVE(NVML_ERROR_NOT_SUPPORTED);
     const char *whole = strstr(call.mig->name, "MIG ");
     snprintf(info->name, sizeof info->name, "%s", whole != NULL ? whole : call.mig->name);

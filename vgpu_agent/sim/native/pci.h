@@ -1,4 +1,5 @@
-/* A PCI device as NVML describes it: a GPU (identity.c), or what is at the other end of an NVLink (topology.c). */
+/* A PCI device as NVML describes it: a GPU (identity.c), or what is at the other end of an NVLink
+ * (topology.c). */
 #ifndef VGPU_AGENT_SIM_PCI_H
 #define VGPU_AGENT_SIM_PCI_H
 
@@ -11,6 +12,7 @@ struct sim_pci_info {
     char bus_id[32]; /* domain with eight digits */
 };
 
-struct sim_pci_info sim_pci_info(uint32_t domain, uint32_t bus, uint32_t device, uint32_t pci_device_id, uint32_t pci_subsystem_id);
+struct sim_pci_info sim_pci_info(uint32_t domain, uint32_t bus, uint32_t device,
+                                 uint32_t pci_device_id, uint32_t pci_subsystem_id);
 
 #endif

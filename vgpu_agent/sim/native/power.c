@@ -1,4 +1,5 @@
-/* Temperature, power, clocks: they follow the utilisation, so that a dashboard on simulated GPUs moves plausibly. */
+/* Temperature, power, clocks: they follow the utilisation, so that a dashboard on simulated GPUs
+ * moves plausibly. */
 #include "usage.h"
 
 /* ---- temperature, in degrees Celsius ---- */
@@ -18,15 +19,23 @@ struct temperature {
 NVML_API nvmlReturn_t nvmlDeviceGetTemperatureV(void *handle, struct temperature *temperature)
 {
     ENTER(handle, GPU, temperature != NULL);
-    if (temperature->version != STRUCT_VERSION(struct temperature, 1)) LEAVE(NVML_ERROR_ARGUMENT_VERSION_MISMATCH);
+    if (temperature->version != STRUCT_VERSION(struct temperature, 1))
+        LEAVE(NVML_ERROR_ARGUMENT_VERSION_MISMATCH);
     if (temperature->sensor != 0) LEAVE(NVML_ERROR_INVALID_ARGUMENT);
     temperature->celsius = (int)call.device->temperature;
     LEAVE(NVML_SUCCESS);
 }
 
-enum { THRESHOLD_SHUTDOWN = 0, THRESHOLD_SLOWDOWN = 1, THRESHOLD_MEMORY_MAX = 2, THRESHOLD_GPU_MAX = 3, THRESHOLDS = 8 };
+enum {
+    THRESHOLD_SHUTDOWN = 0,
+    THRESHOLD_SLOWDOWN = 1,
+    THRESHOLD_MEMORY_MAX = 2,
+    THRESHOLD_GPU_MAX = 3,
+    THRESHOLDS = 8,
+};
 
-NVML_API nvmlReturn_t nvmlDeviceGetTemperatureThreshold(void *handle, unsigned threshold, unsigned *celsius)
+NVML_API nvmlReturn_t nvmlDeviceGetTemperatureThreshold(void *handle, unsigned threshold,
+                                                        unsigned *celsius)
 {
     ENTER(handle, GPU, celsius != NULL && threshold < THRESHOLDS);
     uint32_t known = 0;
@@ -42,7 +51,8 @@ NVML_API nvmlReturn_t nvmlDeviceGetTemperatureThreshold(void *handle, unsigned t
     LEAVE(NVML_SUCCESS);
 }
 
-NUMBER(nvmlDeviceGetFanSpeed, GPU, unsigned, call.device->fan_percent != SIM_NONE, call.device->fan_percent)
+NUMBER(nvmlDeviceGetFanSpeed, GPU, unsigned, call.device->fan_percent != SIM_NONE,
+       call.device->fan_percent)
 
 /* ---- power, in milliwatts ---- */
 
@@ -59,7 +69,8 @@ NUMBER(nvmlDeviceGetPowerManagementDefaultLimit, GPU, unsigned, true, call.devic
 NUMBER(nvmlDeviceGetPowerManagementMode, GPU, unsigned, true, 1)
 NUMBER(nvmlDeviceGetTotalEnergyConsumption, GPU, unsigned long long, true, call.device->energy_mj)
 
-NVML_API nvmlReturn_t nvmlDeviceGetPowerManagementLimitConstraints(void *handle, unsigned *minimum, unsigned *maximum)
+NVML_API nvmlReturn_t nvmlDeviceGetPowerManagementLimitConstraints(
+    void *handle, unsigned *minimum, unsigned *maximum)
 {
     ENTER(handle, GPU, minimum != NULL && maximum != NULL);
     *minimum = call.device->power_min_mw;
@@ -70,17 +81,27 @@ NVML_API nvmlReturn_t nvmlDeviceGetPowerManagementLimitConstraints(void *handle,
 /* ---- clocks ---- */
 
 /* nvmlClocksEventReason* */
-enum { REASON_NONE = 0, REASON_GPU_IDLE = 0x1, REASON_SOFTWARE_THERMAL = 0x20, REASON_HARDWARE_THERMAL = 0x40, REASONS_KNOWN = 0x1ff };
+enum {
+    REASON_NONE = 0,
+    REASON_GPU_IDLE = 0x1,
+    REASON_SOFTWARE_THERMAL = 0x20,
+    REASON_HARDWARE_THERMAL = 0x40,
+    REASONS_KNOWN = 0x1ff,
+};
 
 static unsigned long long clocks_event_reasons(const struct sim_call *call)
 {
-    if (call->device->temperature >= call->device->temperature_slowdown) return REASON_HARDWARE_THERMAL;
-    if (call->device->temperature >= call->device->temperature_gpu_max) return REASON_SOFTWARE_THERMAL;
+    if (call->device->temperature >= call->device->temperature_slowdown)
+        return REASON_HARDWARE_THERMAL;
+    if (call->device->temperature >= call->device->temperature_gpu_max)
+        return REASON_SOFTWARE_THERMAL;
     return sim_utilisation(call) == 0 ? REASON_GPU_IDLE : REASON_NONE;
 }
 
-NUMBER(nvmlDeviceGetCurrentClocksEventReasons, GPU, unsigned long long, true, clocks_event_reasons(&call))
-NUMBER(nvmlDeviceGetCurrentClocksThrottleReasons, GPU, unsigned long long, true, clocks_event_reasons(&call))
+NUMBER(nvmlDeviceGetCurrentClocksEventReasons, GPU, unsigned long long, true,
+       clocks_event_reasons(&call))
+NUMBER(nvmlDeviceGetCurrentClocksThrottleReasons, GPU, unsigned long long, true,
+       clocks_event_reasons(&call))
 NUMBER(nvmlDeviceGetSupportedClocksEventReasons, GPU, unsigned long long, true, REASONS_KNOWN)
 NUMBER(nvmlDeviceGetSupportedClocksThrottleReasons, GPU, unsigned long long, true, REASONS_KNOWN)
 

@@ -1,8 +1,9 @@
 /* The state file of a simulated node: one fixed layout, mapped by every client.
  *
- * Written by vgpu_agent/sim/layout.py and state.py (the only authors), read by this library in as many processes as like to.
- * Fixed-width integers and explicit padding only, so that a C compiler and Python's ctypes agree on it; tests/sim/test_layout.py
- * compares both. Whoever changes a field raises SIM_LAYOUT: a client refuses a file of another layout instead of misreading it.
+ * Written by vgpu_agent/sim/layout.py and state.py (the only authors), read by this library in any
+ * number of processes. Fixed-width integers and explicit padding only, so that a C compiler
+ * and Python's ctypes agree on it; tests/sim/test_layout.py compares both. Whoever changes a field
+ * raises SIM_LAYOUT: a client refuses a file of another layout instead of misreading it.
  */
 #ifndef VGPU_AGENT_SIM_STATE_H
 #define VGPU_AGENT_SIM_STATE_H
@@ -10,8 +11,10 @@
 #include <stdint.h>
 
 #define SIM_MAGIC     0x314d495355504756ull /* "VGPUSIM1" as little-endian bytes */
-#define SIM_NONE      0xffffffffu           /* no NUMA node, no MIG instance, no return code, field not supported */
-#define SIM_LOCK_BASE 0x40000000l           /* process slots lock single bytes from here on, far beyond the end of the file */
+/* no NUMA node, no MIG instance, no return code, field not supported */
+#define SIM_NONE      0xffffffffu
+/* process slots lock single bytes from here on, far beyond the end of the file */
+#define SIM_LOCK_BASE 0x40000000l
 
 enum {
     SIM_LAYOUT = 1,
@@ -31,7 +34,11 @@ enum {
 enum { SIM_ANSWERS = 0, SIM_LOST_BUT_KNOWN = 1, SIM_LOST_ENTIRELY = 2 };
 
 /* sim_process.kind */
-enum { SIM_PROCESS_FREE = 0, SIM_PROCESS_FIXED = 1 /* a number somebody wrote */, SIM_PROCESS_LIVE = 2 /* holds its byte lock */ };
+enum {
+    SIM_PROCESS_FREE = 0,
+    SIM_PROCESS_FIXED = 1, /* its pid was written as a number */
+    SIM_PROCESS_LIVE = 2,  /* holds its byte lock */
+};
 
 struct sim_link {
     uint32_t up;
@@ -87,7 +94,8 @@ struct sim_mig_device {
 struct sim_process {
     uint32_t kind;
     uint32_t pid;  /* FIXED: as given; LIVE: the holder's pid in its own namespace */
-    uint32_t type; /* 0 compute, 1 graphics, 2 MPS: the modes of nvmlDeviceGetRunningProcessDetailList */
+    /* 0 compute, 1 graphics, 2 MPS: the modes of nvmlDeviceGetRunningProcessDetailList */
+    uint32_t type;
     uint32_t gpu_instance;
     uint32_t compute_instance;
     uint32_t sm_percent;
@@ -163,7 +171,8 @@ struct sim_gpu {
     uint32_t remap_pending;
     uint32_t remap_failed;
     uint32_t remap_histogram[5]; /* banks by spare rows left: max, high, partial, low, none */
-    uint32_t recovery_action;    /* NVML_GPU_RECOVERY_ACTION_*; SIM_NONE: this driver does not know the field */
+    /* NVML_GPU_RECOVERY_ACTION_*; SIM_NONE: this driver does not know the field */
+    uint32_t recovery_action;
     uint32_t retired_pending;
     uint32_t retired_count[2]; /* by cause: multiple single-bit errors, double-bit error */
     uint32_t padding;
@@ -217,7 +226,8 @@ struct sim_node {
     char driver_version[80];
     char nvml_version[80];
     char model[64];
-    uint64_t event_head; /* how many events were ever posted; the next goes to event_head % SIM_EVENTS */
+    /* how many events were ever posted; the next goes to event_head % SIM_EVENTS */
+    uint64_t event_head;
     struct sim_event events[SIM_EVENTS];
     struct sim_fault faults[SIM_FAULTS];
     uint32_t common_ancestor[SIM_GPUS][SIM_GPUS]; /* NVML_TOPOLOGY_* */

@@ -1,4 +1,5 @@
-/* Everything else that NVML clients look up: exported, because some die of a missing name, and answered "not supported".
+/* Everything else that NVML clients look up: exported, because some die of a missing name, and
+ * answered "not supported".
  *
  * stubs.inc is written by scripts/generate_nvml_stubs.py from the names that nvidia-ml-py looks up.
  */

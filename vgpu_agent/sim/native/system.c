@@ -1,4 +1,5 @@
-/* The driver itself and finding devices: versions, error texts, count, look-ups by index, UUID, serial and PCI bus id. */
+/* The driver itself and finding devices: versions, error texts, count, look-ups by index, UUID,
+ * serial and PCI bus id. */
 #define _GNU_SOURCE
 #include "core.h"
 
@@ -70,10 +71,17 @@ static nvmlReturn_t cuda_version(const char *function, int *version)
     return sim_end(&call, result);
 }
 
-NVML_API nvmlReturn_t nvmlSystemGetCudaDriverVersion(int *version) { return cuda_version(__func__, version); }
-NVML_API nvmlReturn_t nvmlSystemGetCudaDriverVersion_v2(int *version) { return cuda_version(__func__, version); }
+NVML_API nvmlReturn_t nvmlSystemGetCudaDriverVersion(int *version)
+{
+    return cuda_version(__func__, version);
+}
+NVML_API nvmlReturn_t nvmlSystemGetCudaDriverVersion_v2(int *version)
+{
+    return cuda_version(__func__, version);
+}
 
-/* The command line of a process, as the driver reports it: read from /proc, so only for processes this one may see. */
+/* The command line of a process, as the driver reports it: read from /proc, so only for processes
+ * this one may see. */
 NVML_API nvmlReturn_t nvmlSystemGetProcessName(unsigned pid, char *name, unsigned size)
 {
     ENTER(NULL, NO_HANDLE, name != NULL && size > 0);
@@ -100,19 +108,29 @@ static nvmlReturn_t device_count(const char *function, unsigned *count)
 }
 
 NVML_API nvmlReturn_t nvmlDeviceGetCount(unsigned *count) { return device_count(__func__, count); }
-NVML_API nvmlReturn_t nvmlDeviceGetCount_v2(unsigned *count) { return device_count(__func__, count); }
+NVML_API nvmlReturn_t nvmlDeviceGetCount_v2(unsigned *count)
+{
+    return device_count(__func__, count);
+}
 
 static nvmlReturn_t by_index(const char *function, unsigned index, void **handle)
 {
     struct sim_call call;
-    nvmlReturn_t refused = sim_begin_lookup(&call, function, handle != NULL && index < sim_visible_count());
+    nvmlReturn_t refused = sim_begin_lookup(&call, function,
+                                            handle != NULL && index < sim_visible_count());
     if (refused != NVML_SUCCESS) return sim_end(&call, refused);
     uint32_t gpu = sim_visible_gpu(index);
     return sim_found(&call, gpu, sim_gpu_handle(gpu), handle);
 }
 
-NVML_API nvmlReturn_t nvmlDeviceGetHandleByIndex(unsigned index, void **handle) { return by_index(__func__, index, handle); }
-NVML_API nvmlReturn_t nvmlDeviceGetHandleByIndex_v2(unsigned index, void **handle) { return by_index(__func__, index, handle); }
+NVML_API nvmlReturn_t nvmlDeviceGetHandleByIndex(unsigned index, void **handle)
+{
+    return by_index(__func__, index, handle);
+}
+NVML_API nvmlReturn_t nvmlDeviceGetHandleByIndex_v2(unsigned index, void **handle)
+{
+    return by_index(__func__, index, handle);
+}
 
 NVML_API nvmlReturn_t nvmlDeviceGetHandleByUUID(const char *uuid, void **handle)
 {
@@ -120,9 +138,11 @@ NVML_API nvmlReturn_t nvmlDeviceGetHandleByUUID(const char *uuid, void **handle)
     for (uint32_t index = 0; index < sim_visible_count(); index++) {
         uint32_t gpu = sim_visible_gpu(index);
         const struct sim_gpu *device = &call.node->gpus[gpu];
-        if (strcasecmp(device->uuid, uuid) == 0) return sim_found(&call, gpu, sim_gpu_handle(gpu), handle);
+        if (strcasecmp(device->uuid, uuid) == 0)
+            return sim_found(&call, gpu, sim_gpu_handle(gpu), handle);
         for (uint32_t mig = 0; mig < SIM_MIG_DEVICES; mig++) {
-            if (device->mig_devices[mig].used && strcasecmp(device->mig_devices[mig].uuid, uuid) == 0) {
+            if (device->mig_devices[mig].used &&
+                strcasecmp(device->mig_devices[mig].uuid, uuid) == 0) {
                 return sim_found(&call, gpu, sim_mig_handle(gpu, mig), handle);
             }
         }
@@ -135,7 +155,8 @@ NVML_API nvmlReturn_t nvmlDeviceGetHandleBySerial(const char *serial, void **han
     ENTER_LOOKUP(serial != NULL && handle != NULL);
     for (uint32_t index = 0; index < sim_visible_count(); index++) {
         uint32_t gpu = sim_visible_gpu(index);
-        if (strcmp(call.node->gpus[gpu].serial, serial) == 0) return sim_found(&call, gpu, sim_gpu_handle(gpu), handle);
+        if (strcmp(call.node->gpus[gpu].serial, serial) == 0)
+            return sim_found(&call, gpu, sim_gpu_handle(gpu), handle);
     }
     return sim_found(&call, SIM_NONE, NULL, handle);
 }
@@ -147,7 +168,8 @@ static nvmlReturn_t by_pci_bus_id(const char *function, const char *bus_id, void
     unsigned bus = 0;
     unsigned device = 0;
     bool readable = bus_id != NULL &&
-                    (sscanf(bus_id, "%x:%x:%x", &domain, &bus, &device) == 3 || (domain = 0, sscanf(bus_id, "%x:%x", &bus, &device) == 2));
+                    (sscanf(bus_id, "%x:%x:%x", &domain, &bus, &device) == 3 ||
+                     (domain = 0, sscanf(bus_id, "%x:%x", &bus, &device) == 2));
     struct sim_call call;
     nvmlReturn_t refused = sim_begin_lookup(&call, function, handle != NULL && readable);
     if (refused != NVML_SUCCESS) return sim_end(&call, refused);
@@ -161,5 +183,11 @@ static nvmlReturn_t by_pci_bus_id(const char *function, const char *bus_id, void
     return sim_found(&call, SIM_NONE, NULL, handle);
 }
 
-NVML_API nvmlReturn_t nvmlDeviceGetHandleByPciBusId(const char *id, void **handle) { return by_pci_bus_id(__func__, id, handle); }
-NVML_API nvmlReturn_t nvmlDeviceGetHandleByPciBusId_v2(const char *id, void **handle) { return by_pci_bus_id(__func__, id, handle); }
+NVML_API nvmlReturn_t nvmlDeviceGetHandleByPciBusId(const char *id, void **handle)
+{
+    return by_pci_bus_id(__func__, id, handle);
+}
+NVML_API nvmlReturn_t nvmlDeviceGetHandleByPciBusId_v2(const char *id, void **handle)
+{
+    return by_pci_bus_id(__func__, id, handle);
+}

@@ -8,7 +8,8 @@
 
 static void copy_cpus(const struct sim_gpu *device, unsigned words, unsigned long *set)
 {
-    for (unsigned word = 0; word < words; word++) set[word] = word < SIM_CPU_WORDS ? device->cpus[word] : 0;
+    for (unsigned word = 0; word < words; word++)
+        set[word] = word < SIM_CPU_WORDS ? device->cpus[word] : 0;
 }
 
 NVML_API nvmlReturn_t nvmlDeviceGetCpuAffinity(void *handle, unsigned words, unsigned long *set)
@@ -18,14 +19,16 @@ NVML_API nvmlReturn_t nvmlDeviceGetCpuAffinity(void *handle, unsigned words, uns
     LEAVE(NVML_SUCCESS);
 }
 
-NVML_API nvmlReturn_t nvmlDeviceGetCpuAffinityWithinScope(void *handle, unsigned words, unsigned long *set, unsigned scope)
+NVML_API nvmlReturn_t nvmlDeviceGetCpuAffinityWithinScope(void *handle, unsigned words,
+                                                          unsigned long *set, unsigned scope)
 {
     ENTER(handle, ANY_DEVICE, set != NULL && words > 0 && scope < 2);
     copy_cpus(call.device, words, set);
     LEAVE(NVML_SUCCESS);
 }
 
-NVML_API nvmlReturn_t nvmlDeviceGetMemoryAffinity(void *handle, unsigned words, unsigned long *set, unsigned scope)
+NVML_API nvmlReturn_t nvmlDeviceGetMemoryAffinity(void *handle, unsigned words, unsigned long *set,
+                                                  unsigned scope)
 {
     ENTER(handle, ANY_DEVICE, set != NULL && words > 0 && scope < 2);
     uint32_t numa = call.device->numa_node;
@@ -35,7 +38,8 @@ NVML_API nvmlReturn_t nvmlDeviceGetMemoryAffinity(void *handle, unsigned words, 
     LEAVE(NVML_SUCCESS);
 }
 
-/* Only boards that share memory with the CPU coherently (Grace) answer; the NUMA node of a PCIe or SXM card is in sysfs. */
+/* Only boards that share memory with the CPU coherently (Grace) answer; the NUMA node of a PCIe or
+ * SXM card is in sysfs. */
 NUMBER(nvmlDeviceGetNumaNodeId, GPU, unsigned, false, 0)
 
 NVML_API nvmlReturn_t nvmlSystemGetTopologyGpuSet(unsigned cpu, unsigned *count, void **handles)
@@ -44,7 +48,9 @@ NVML_API nvmlReturn_t nvmlSystemGetTopologyGpuSet(unsigned cpu, unsigned *count,
     unsigned found = 0;
     for (uint32_t index = 0; index < sim_visible_count(); index++) {
         uint32_t gpu = sim_visible_gpu(index);
-        if (cpu >= SIM_CPU_WORDS * 64 || (call.node->gpus[gpu].cpus[cpu / 64] >> (cpu % 64) & 1) == 0) continue;
+        if (cpu >= SIM_CPU_WORDS * 64 ||
+            (call.node->gpus[gpu].cpus[cpu / 64] >> (cpu % 64) & 1) == 0)
+            continue;
         if (handles != NULL && found < *count) handles[found] = sim_gpu_handle(gpu);
         found++;
     }
@@ -54,14 +60,16 @@ NVML_API nvmlReturn_t nvmlSystemGetTopologyGpuSet(unsigned cpu, unsigned *count,
 
 /* ---- distance between GPUs ---- */
 
-NVML_API nvmlReturn_t nvmlDeviceGetTopologyCommonAncestor(void *handle, void *other, unsigned *level)
+NVML_API nvmlReturn_t nvmlDeviceGetTopologyCommonAncestor(void *handle, void *other,
+                                                          unsigned *level)
 {
     ENTER(handle, GPU, level != NULL && sim_gpu_of(other) != SIM_NONE);
     *level = call.node->common_ancestor[call.gpu][sim_gpu_of(other)];
     LEAVE(NVML_SUCCESS);
 }
 
-NVML_API nvmlReturn_t nvmlDeviceGetTopologyNearestGpus(void *handle, unsigned level, unsigned *count, void **handles)
+NVML_API nvmlReturn_t nvmlDeviceGetTopologyNearestGpus(void *handle, unsigned level,
+                                                       unsigned *count, void **handles)
 {
     ENTER(handle, GPU, count != NULL);
     unsigned found = 0;
@@ -83,14 +91,19 @@ static bool linked(const struct sim_gpu *from, const struct sim_gpu *to)
     for (uint32_t link = 0; link < from->link_count; link++) {
         const struct sim_link *known = &from->links[link];
         if (!known->up) continue;
-        if (known->remote_type == LINK_TO_SWITCH && to->link_count > 0 && to->links[0].up) return true;
-        if (known->remote_type == LINK_TO_GPU && known->remote_domain == to->domain && known->remote_bus == to->bus) return true;
+        if (known->remote_type == LINK_TO_SWITCH && to->link_count > 0 && to->links[0].up)
+            return true;
+        if (known->remote_type == LINK_TO_GPU && known->remote_domain == to->domain &&
+            known->remote_bus == to->bus)
+            return true;
     }
     return false;
 }
 
-/* Over NVLink always, over PCIe within one NUMA node, never with a GPU that is cut into MIG instances. */
-NVML_API nvmlReturn_t nvmlDeviceGetP2PStatus(void *handle, void *other, unsigned index, unsigned *status)
+/* Over NVLink always, over PCIe within one NUMA node, never with a GPU that is cut into MIG
+ * instances. */
+NVML_API nvmlReturn_t nvmlDeviceGetP2PStatus(void *handle, void *other, unsigned index,
+                                             unsigned *status)
 {
     ENTER(handle, GPU, status != NULL && sim_gpu_of(other) != SIM_NONE && index <= P2P_LAST_INDEX);
     const struct sim_gpu *peer = &call.node->gpus[sim_gpu_of(other)];
@@ -106,7 +119,7 @@ NVML_API nvmlReturn_t nvmlDeviceGetP2PStatus(void *handle, void *other, unsigned
     LEAVE(NVML_SUCCESS);
 }
 
-/* ---- NVLink: a link number that the GPU does not have is an argument error only beyond NVML's own maximum ---- */
+/* ---- NVLink: a link that the GPU does not have is an argument error beyond NVML's maximum ---- */
 
 enum { NVML_NVLINK_MAX_LINKS = 36 };
 
@@ -124,7 +137,8 @@ LINK_NUMBER(nvmlDeviceGetNvLinkState, known->up)
 LINK_NUMBER(nvmlDeviceGetNvLinkVersion, known->version)
 LINK_NUMBER(nvmlDeviceGetNvLinkRemoteDeviceType, known->remote_type)
 
-NVML_API nvmlReturn_t nvmlDeviceGetNvLinkCapability(void *handle, unsigned link, unsigned capability, unsigned *value)
+NVML_API nvmlReturn_t nvmlDeviceGetNvLinkCapability(void *handle, unsigned link,
+                                                    unsigned capability, unsigned *value)
 {
     ENTER(handle, GPU, value != NULL && link < NVML_NVLINK_MAX_LINKS && capability < 6);
     if (link >= call.device->link_count) LEAVE(NVML_ERROR_NOT_SUPPORTED);
@@ -132,23 +146,29 @@ NVML_API nvmlReturn_t nvmlDeviceGetNvLinkCapability(void *handle, unsigned link,
     LEAVE(NVML_SUCCESS);
 }
 
-static nvmlReturn_t remote_pci_info(const char *function, void *handle, unsigned link, struct sim_pci_info *info)
+static nvmlReturn_t remote_pci_info(const char *function, void *handle, unsigned link,
+                                    struct sim_pci_info *info)
 {
     struct sim_call call;
-    nvmlReturn_t refused = sim_begin(&call, function, handle, GPU, info != NULL && link < NVML_NVLINK_MAX_LINKS);
+    nvmlReturn_t refused = sim_begin(&call, function, handle, GPU,
+                                     info != NULL && link < NVML_NVLINK_MAX_LINKS);
     if (refused != NVML_SUCCESS) return sim_end(&call, refused);
     const struct sim_link *known = &call.device->links[link < SIM_LINKS ? link : 0];
-    if (link >= call.device->link_count || !known->up) return sim_end(&call, NVML_ERROR_NOT_SUPPORTED);
-    *info = sim_pci_info(known->remote_domain, known->remote_bus, known->remote_device, known->remote_pci_device_id, 0);
+    if (link >= call.device->link_count || !known->up)
+        return sim_end(&call, NVML_ERROR_NOT_SUPPORTED);
+    *info = sim_pci_info(known->remote_domain, known->remote_bus, known->remote_device,
+                         known->remote_pci_device_id, 0);
     return sim_end(&call, NVML_SUCCESS);
 }
 
-NVML_API nvmlReturn_t nvmlDeviceGetNvLinkRemotePciInfo(void *handle, unsigned link, struct sim_pci_info *info)
+NVML_API nvmlReturn_t nvmlDeviceGetNvLinkRemotePciInfo(void *handle, unsigned link,
+                                                       struct sim_pci_info *info)
 {
     return remote_pci_info(__func__, handle, link, info);
 }
 
-NVML_API nvmlReturn_t nvmlDeviceGetNvLinkRemotePciInfo_v2(void *handle, unsigned link, struct sim_pci_info *info)
+NVML_API nvmlReturn_t nvmlDeviceGetNvLinkRemotePciInfo_v2(void *handle, unsigned link,
+                                                          struct sim_pci_info *info)
 {
     return remote_pci_info(__func__, handle, link, info);
 }

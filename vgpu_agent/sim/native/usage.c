@@ -1,8 +1,9 @@
 /* Who uses a GPU and how much: memory, running processes, utilisation.
  *
- * A live process holds a slot and a POSIX lock on one byte of the state file. Asking F_GETLK who is in the way makes the kernel
- * name the holder in the asker's own pid namespace (0 when it is not visible there), and the lock dies with its process. So pids
- * come translated as a real driver translates them, and a killed process leaves no ghost.
+ * A live process holds a slot and a POSIX lock on one byte of the state file. Asking F_GETLK who is
+ * in the way makes the kernel name the holder in the asker's own pid namespace (0 when it is not
+ * visible there), and the lock dies with its process. So pids come translated as a real driver
+ * translates them, and a killed process leaves no ghost.
  */
 #define _GNU_SOURCE
 #include "usage.h"
@@ -22,14 +23,19 @@ static uint64_t own_pid_namespace(void)
 
 enum { SLOT_EMPTY = -1, SLOT_NOT_VISIBLE = 0 };
 
-/* The slot's pid as this process sees it, SLOT_NOT_VISIBLE for one in another namespace, SLOT_EMPTY for a free or dead one. */
+/* The slot's pid as this process sees it, SLOT_NOT_VISIBLE for one in another namespace, SLOT_EMPTY
+ * for a free or dead one. */
 static int slot_pid(const struct sim_call *call, int slot)
 {
     const struct sim_process *process = &call->device->processes[slot];
     if (process->kind == SIM_PROCESS_FIXED) return (int)process->pid;
     if (process->kind != SIM_PROCESS_LIVE) return SLOT_EMPTY;
     struct flock lock = {
-        .l_type = F_WRLCK, .l_whence = SEEK_SET, .l_start = SIM_LOCK_BASE + (off_t)call->gpu * SIM_PROCESSES + slot, .l_len = 1};
+        .l_type = F_WRLCK,
+        .l_whence = SEEK_SET,
+        .l_start = SIM_LOCK_BASE + (off_t)call->gpu * SIM_PROCESSES + slot,
+        .l_len = 1,
+    };
     if (fcntl(sim_descriptor(), F_GETLK, &lock) != 0) return SLOT_EMPTY;
     if (lock.l_type != F_UNLCK) return lock.l_pid;
     /* A process's own locks are never in its way: then the slot is ours, or its holder is dead. */
@@ -40,7 +46,8 @@ static int slot_pid(const struct sim_call *call, int slot)
 static bool belongs(const struct sim_call *call, const struct sim_process *process)
 {
     return call->mig == NULL ||
-           (process->gpu_instance == call->mig->gpu_instance && process->compute_instance == call->mig->compute_instance);
+           (process->gpu_instance == call->mig->gpu_instance &&
+            process->compute_instance == call->mig->compute_instance);
 }
 
 /* ---- memory ---- */
@@ -59,7 +66,8 @@ static struct memory memory_of(const struct sim_call *call)
     for (int slot = 0; slot < SIM_PROCESSES; slot++) {
         const struct sim_process *process = &call->device->processes[slot];
         /* A process in another namespace is not listed, but its memory is gone all the same. */
-        if (belongs(call, process) && slot_pid(call, slot) != SLOT_EMPTY) memory.used += process->memory_bytes;
+        if (belongs(call, process) && slot_pid(call, slot) != SLOT_EMPTY)
+            memory.used += process->memory_bytes;
     }
     if (memory.used + memory.reserved > memory.total) memory.used = memory.total - memory.reserved;
     return memory;
@@ -74,7 +82,8 @@ struct memory_v2 {
     unsigned long long total, reserved, free, used;
 };
 
-/* Version 1 counts what the driver reserves as used, which is why an idle GPU shows hundreds of MiB there. */
+/* Version 1 counts what the driver reserves as used, which is why an idle GPU shows hundreds of MiB
+ * there. */
 NVML_API nvmlReturn_t nvmlDeviceGetMemoryInfo(void *handle, struct memory_v1 *info)
 {
     ENTER(handle, ANY_DEVICE, info != NULL);
@@ -88,7 +97,8 @@ NVML_API nvmlReturn_t nvmlDeviceGetMemoryInfo(void *handle, struct memory_v1 *in
 NVML_API nvmlReturn_t nvmlDeviceGetMemoryInfo_v2(void *handle, struct memory_v2 *info)
 {
     ENTER(handle, ANY_DEVICE, info != NULL);
-    if (info->version != STRUCT_VERSION(struct memory_v2, 2)) LEAVE(NVML_ERROR_ARGUMENT_VERSION_MISMATCH);
+    if (info->version != STRUCT_VERSION(struct memory_v2, 2))
+        LEAVE(NVML_ERROR_ARGUMENT_VERSION_MISMATCH);
     struct memory memory = memory_of(&call);
     info->total = memory.total;
     info->reserved = memory.reserved;
@@ -122,7 +132,8 @@ struct process_v2 {
 enum { COMPUTE = 0, GRAPHICS = 1, MPS = 2, EVERY_TYPE = 3 };
 
 /* Fills `rows` up to `room` and returns how many there are. */
-static unsigned visible_processes(const struct sim_call *call, uint32_t type, struct process_v2 *rows, unsigned room)
+static unsigned visible_processes(const struct sim_call *call, uint32_t type,
+                                  struct process_v2 *rows, unsigned room)
 {
     unsigned found = 0;
     for (int slot = 0; slot < SIM_PROCESSES; slot++) {
@@ -131,17 +142,20 @@ static unsigned visible_processes(const struct sim_call *call, uint32_t type, st
         int pid = slot_pid(call, slot);
         if (pid <= SLOT_NOT_VISIBLE) continue;
         if (found < room) {
-            rows[found] = (struct process_v2){(unsigned)pid, process->memory_bytes, process->gpu_instance, process->compute_instance};
+            rows[found] = (struct process_v2){(unsigned)pid, process->memory_bytes,
+                                              process->gpu_instance, process->compute_instance};
         }
         found++;
     }
     return found;
 }
 
-static nvmlReturn_t list_processes(const char *function, void *handle, uint32_t type, unsigned *count, void *out, bool with_instances)
+static nvmlReturn_t list_processes(const char *function, void *handle, uint32_t type,
+                                   unsigned *count, void *out, bool with_instances)
 {
     struct sim_call call;
-    nvmlReturn_t refused = sim_begin(&call, function, handle, ANY_DEVICE, count != NULL && (out != NULL || *count == 0));
+    nvmlReturn_t refused = sim_begin(&call, function, handle, ANY_DEVICE,
+                                     count != NULL && (out != NULL || *count == 0));
     if (refused != NVML_SUCCESS) return sim_end(&call, refused);
     struct process_v2 rows[SIM_PROCESSES];
     unsigned room = *count;
@@ -151,9 +165,11 @@ static nvmlReturn_t list_processes(const char *function, void *handle, uint32_t 
     if (with_instances) {
         if (found > 0) memcpy(out, rows, found * sizeof rows[0]);
     } else {
-        /* The unversioned call has 16-byte rows; writing the wider ones there garbles the caller's list. */
+        /* The unversioned call has 16-byte rows; writing the wider ones there garbles the caller's
+         * list. */
         struct process_v1 *narrow = out;
-        for (unsigned row = 0; row < found; row++) narrow[row] = (struct process_v1){rows[row].pid, rows[row].memory};
+        for (unsigned row = 0; row < found; row++)
+            narrow[row] = (struct process_v1){rows[row].pid, rows[row].memory};
     }
     return sim_end(&call, NVML_SUCCESS);
 }
@@ -186,17 +202,21 @@ struct process_detail_list {
     struct process_detail *rows;
 };
 
-NVML_API nvmlReturn_t nvmlDeviceGetRunningProcessDetailList(void *handle, struct process_detail_list *list)
+NVML_API nvmlReturn_t nvmlDeviceGetRunningProcessDetailList(void *handle,
+                                                            struct process_detail_list *list)
 {
     ENTER(handle, ANY_DEVICE, list != NULL && list->mode < EVERY_TYPE);
-    if (list->version != STRUCT_VERSION(struct process_detail_list, 1)) LEAVE(NVML_ERROR_ARGUMENT_VERSION_MISMATCH);
+    if (list->version != STRUCT_VERSION(struct process_detail_list, 1))
+        LEAVE(NVML_ERROR_ARGUMENT_VERSION_MISMATCH);
     struct process_v2 rows[SIM_PROCESSES];
     unsigned room = list->rows != NULL ? list->count : 0;
     unsigned found = visible_processes(&call, list->mode, rows, SIM_PROCESSES);
     list->count = found;
     if (found > room) LEAVE(NVML_ERROR_INSUFFICIENT_SIZE);
     for (unsigned row = 0; row < found; row++) {
-        list->rows[row] = (struct process_detail){rows[row].pid, rows[row].memory, rows[row].gpu_instance, rows[row].compute_instance, 0};
+        list->rows[row] = (struct process_detail){rows[row].pid, rows[row].memory,
+                                                  rows[row].gpu_instance,
+                                                  rows[row].compute_instance, 0};
     }
     LEAVE(NVML_SUCCESS);
 }
@@ -217,7 +237,8 @@ static struct load load_of(const struct sim_call *call)
         load.memory += process->memory_percent;
     }
     if (call->device->utilisation != SIM_NONE) load.sm = call->device->utilisation;
-    if (call->device->memory_utilisation != SIM_NONE) load.memory = call->device->memory_utilisation;
+    if (call->device->memory_utilisation != SIM_NONE)
+        load.memory = call->device->memory_utilisation;
     if (load.sm > 100) load.sm = 100;
     if (load.memory > 100) load.memory = 100;
     return load;
@@ -278,7 +299,9 @@ static unsigned samples_of(const struct sim_call *call, struct process_sample_v1
     uint64_t now = sim_realtime_us();
     for (int slot = 0; slot < SIM_PROCESSES; slot++) {
         const struct sim_process *process = &call->device->processes[slot];
-        if ((process->sm_percent | process->memory_percent | process->encoder_percent | process->decoder_percent) == 0) continue;
+        if ((process->sm_percent | process->memory_percent | process->encoder_percent |
+             process->decoder_percent) == 0)
+            continue;
         int pid = slot_pid(call, slot);
         if (pid <= SLOT_NOT_VISIBLE) continue;
         rows[found++] = (struct process_sample_v1){
@@ -293,7 +316,8 @@ static unsigned samples_of(const struct sim_call *call, struct process_sample_v1
     return found;
 }
 
-/* The answer's code, given what was found and what the caller has room for; sets `count` as NVML does. */
+/* The answer's code, given what was found and what the caller has room for; sets `count` as NVML
+ * does. */
 static nvmlReturn_t sample_count(unsigned found, const void *rows, unsigned *count)
 {
     unsigned room = *count;
@@ -303,11 +327,13 @@ static nvmlReturn_t sample_count(unsigned found, const void *rows, unsigned *cou
     return found > room ? NVML_ERROR_INSUFFICIENT_SIZE : NVML_SUCCESS;
 }
 
-NVML_API nvmlReturn_t nvmlDeviceGetProcessUtilization(void *handle, struct process_sample *rows, unsigned *count,
+NVML_API nvmlReturn_t nvmlDeviceGetProcessUtilization(void *handle, struct process_sample *rows,
+                                                      unsigned *count,
                                                       unsigned long long last_seen_us)
 {
     ENTER(handle, GPU, count != NULL);
-    (void)last_seen_us; /* shares of work are constant here, so every moment since then had the same */
+    /* shares of work are constant here, so every moment since then had the same */
+    (void)last_seen_us;
     if (call.device->mig_current) LEAVE(NVML_ERROR_NOT_SUPPORTED);
     struct process_sample_v1 found[SIM_PROCESSES];
     nvmlReturn_t result = sample_count(samples_of(&call, found), rows, count);
@@ -324,10 +350,12 @@ NVML_API nvmlReturn_t nvmlDeviceGetProcessUtilization(void *handle, struct proce
     LEAVE(result);
 }
 
-NVML_API nvmlReturn_t nvmlDeviceGetProcessesUtilizationInfo(void *handle, struct process_samples *samples)
+NVML_API nvmlReturn_t nvmlDeviceGetProcessesUtilizationInfo(void *handle,
+                                                            struct process_samples *samples)
 {
     ENTER(handle, GPU, samples != NULL);
-    if (samples->version != STRUCT_VERSION(struct process_samples, 1)) LEAVE(NVML_ERROR_ARGUMENT_VERSION_MISMATCH);
+    if (samples->version != STRUCT_VERSION(struct process_samples, 1))
+        LEAVE(NVML_ERROR_ARGUMENT_VERSION_MISMATCH);
     if (call.device->mig_current) LEAVE(NVML_ERROR_NOT_SUPPORTED);
     struct process_sample_v1 found[SIM_PROCESSES];
     nvmlReturn_t result = sample_count(samples_of(&call, found), samples->rows, &samples->count);

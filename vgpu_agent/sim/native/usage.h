@@ -1,4 +1,4 @@
-/* How busy a GPU is, for the files that report it (usage.c) and those that depend on it (power.c). */
+/* How busy a GPU is. usage.c reports it, power.c depends on it. */
 #ifndef VGPU_AGENT_SIM_USAGE_H
 #define VGPU_AGENT_SIM_USAGE_H
 

@@ -151,7 +151,7 @@ class VolcanoStaticMigFamily:
         left = sorted((id_ for id_ in available if id_ not in required), key=order)
         if len(chosen := [*required, *left][:size]) < size:
             raise CapacityError(
-                f"{size} of {resource.name} are asked for, and {len(chosen)} can be had"
+                f"{size} of {resource.name} are asked for, and {len(chosen)} available"
             )
         return chosen
 
