@@ -281,7 +281,7 @@ async def test_a_full_plugin_directory_is_named(stage: Stage) -> None:
     agent = stage.agent()
     with _unwritable(stage.kubelet.plugins, "full"):
         await agent.start()
-        await until_not_ready(agent, "waiting for kubelet")
+        await until_not_ready(agent, "waiting for the kubelet")
     await agent.until_ready()
 
 
