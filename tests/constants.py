@@ -4,9 +4,12 @@ in their own process with `use`, in the agent's by `vgpu_agent.sim.with_constant
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from typing import TYPE_CHECKING
 
-import pytest
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    import pytest  # the benchmark runs without it
 
 RELOAD = "vgpu_agent.agent.reload:RELOAD_SECONDS"
 SHUTDOWN = "vgpu_agent.agent.composition:SHUTDOWN_SECONDS"
