@@ -141,7 +141,7 @@ def test_pauses_double_up_to_a_limit_and_begin_again() -> None:
 
 
 async def test_a_silent_loop_counts_as_stuck_until_it_beats() -> None:
-    """A promise of a sign of life every 5 s is broken 2 s after the seventh second,
+    """A promise of a heartbeat every 5 s is broken 2 s after the seventh second,
     and kept again by a beat.
     """
     async with _supervisor() as supervisor:

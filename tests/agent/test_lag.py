@@ -18,7 +18,7 @@ def test_before_the_first_sample_there_is_no_lag() -> None:
 
 @pytest.mark.looptime
 async def test_an_idle_loop_is_in_time() -> None:
-    """On virtual time nothing is late, and the loop gives a sign of life each time."""
+    """On virtual time nothing is late, and the loop sends a heartbeat each time."""
     lag, beats = LoopLag(), []
     task = asyncio.ensure_future(lag.run(lambda: beats.append(1)))
     await asyncio.sleep(10.05)

@@ -242,7 +242,7 @@ async def test_a_hung_driver_is_named_and_no_reason_to_restart(tmp_path: Path) -
 
 
 async def test_a_stuck_loop_is_named_with_the_time_it_has_been_silent(tmp_path: Path) -> None:
-    """Counted from its last sign of life, not from the end of our patience."""
+    """Counted from its last heartbeat, not from the end of our patience."""
     async with parts(tmp_path) as node:
         # what it returns is ignored
         node.supervisor.start("watch", asyncio.Event().wait, stuck_after_seconds=12)  # type: ignore[arg-type]

@@ -81,4 +81,4 @@ class World:
 
 
 def ignore() -> None:
-    """A sign of life without a listener."""
+    """A heartbeat without a listener."""

@@ -76,7 +76,7 @@ class World:
 
 
 def beat() -> None:
-    """A sign of life without a listener."""
+    """A heartbeat without a listener."""
 
 
 async def test_a_count_that_kubelet_was_sent_stands_on_the_node_at_once() -> None:

@@ -47,7 +47,7 @@ class World:
 
 
 def _ignore() -> None:
-    """A sign of life without a listener."""
+    """A heartbeat without a listener."""
 
 
 async def test_an_event_of_a_pod_is_complete_and_in_its_namespace() -> None:

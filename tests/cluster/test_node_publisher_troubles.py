@@ -197,7 +197,7 @@ async def test_a_new_process_finishes_what_a_crash_left_between_two_writes() -> 
 
 
 async def test_a_desired_state_that_raises_is_reported_once_and_asked_for_again() -> None:
-    """A family's bug stops neither the loop nor its sign of life."""
+    """A family's bug stops neither the loop nor its heartbeat."""
     world = World()
     good, beats = world.publisher._desired_state, []
 

@@ -72,7 +72,7 @@ class World:
 
 
 def _ignore() -> None:
-    """A sign of life without a listener."""
+    """A heartbeat without a listener."""
 
 
 async def test_only_what_differs_is_written_and_only_to_that_pod() -> None:
@@ -535,7 +535,7 @@ async def test_a_loop_that_was_restarted_does_not_wait_for_requests_of_its_life_
 
 
 async def test_a_desired_state_that_raises_is_reported_once_and_asked_for_again() -> None:
-    """A family's bug stops neither the loop nor its sign of life."""
+    """A family's bug stops neither the loop nor its heartbeat."""
     world = World("a")
     beats: list[int] = []
 

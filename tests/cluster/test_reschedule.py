@@ -83,7 +83,7 @@ class World:
 
 
 def _ignore() -> None:
-    """A sign of life without a listener."""
+    """A heartbeat without a listener."""
 
 
 TOLD = (

@@ -189,7 +189,7 @@ class Reflector(Generic[T]):
         """List and watch for ever.
 
         Args:
-            beat: called with every sign of life.
+            beat: called with every heartbeat.
         """
         backoff, loop = Backoff(self._uniform), asyncio.get_running_loop()
         while True:

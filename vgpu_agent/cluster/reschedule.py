@@ -69,7 +69,7 @@ class Reschedule:
             binding: the times of events and evictions.
             journal: evictions and troubles are recorded there.
             overcommits: starts on GPUs that a scheduler has overcommitted; their pods get an event.
-            look_seconds: how often the loop gives a sign of life, and how long such an event may
+            look_seconds: how often the loop sends a heartbeat, and how long such an event may
                 wait.
         """
         self._overcommits = overcommits

@@ -47,7 +47,7 @@ FORMER_KEYS = {
     "shutdownSeconds": "an orderly stop takes at most 10 s, and answers under way 10 s more",
     "tasks.backoffMaxSeconds": "a failed loop is started again after at most 30 s",
     "tasks.backoffMinSeconds": "a failed loop is started again after 0.5 s at first",
-    "tasks.stuckSeconds": "a loop is stuck after 30 s without the sign of life that it promised",
+    "tasks.stuckSeconds": "a loop is stuck after 30 s without the heartbeat that it promised",
     "web.maxBodyBytes": "a request body has at most 65536 bytes",
     "web.requestTimeoutSeconds": "a request is answered with an error after 10 s",
 }
