@@ -245,7 +245,8 @@ async def test_a_stuck_loop_is_named_with_the_time_it_has_been_silent(tmp_path: 
     """Counted from its last heartbeat, not from the end of our patience."""
     async with parts(tmp_path) as node:
         # what it returns is ignored
-        node.supervisor.start("watch", asyncio.Event().wait, stuck_after_seconds=12)  # type: ignore[arg-type]
+        wait: Any = asyncio.Event().wait
+        node.supervisor.start("watch", wait, stuck_after_seconds=12)
         await asyncio.sleep(0)
         node.supervisor._beats["watch"] -= 11
         assert node.not_alive == {}
