@@ -7,7 +7,7 @@ that starts adopts the existing daemon.
 Anything that keeps the limits from being in force is the daemon's *trouble*. As long as there is
 one the resource is not offered (issue 1946: early pods without limits).
 
-Run by `supervision`, one loop a resource, under the agent's supervisor.
+Run by `supervision`, one loop for each resource, under the agent's supervisor.
 """
 
 from __future__ import annotations
