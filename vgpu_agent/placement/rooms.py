@@ -31,7 +31,7 @@ _WHOLE_PERCENT = 100  # a container that asks for all compute of a device shares
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Want:
+class DeviceDemand:
     """The demand of a container on each of its devices.
 
     Attributes:
@@ -50,17 +50,17 @@ class Want:
 
 def choose_rooms(
     rooms: Sequence[DeviceRoom],
-    want: Want,
+    demand: DeviceDemand,
     *,
     policy: str,
     refused: Mapping[str, str] | None = None,
     neighbours: Neighbours = ALONE,
 ) -> tuple[DeviceRoom, ...]:
-    """Choose ``want.count`` different devices that have room, in order of preference.
+    """Choose ``demand.count`` different devices that have room, in order of preference.
 
     Args:
         rooms: in the order of the devices' minor numbers, which breaks ties.
-        want: what is asked of each.
+        demand: what is asked of each.
         policy: `BINPACK` takes the device with the most booked memory first, `SPREAD` the one with
             the fewest containers.
         refused: device → the reason why this container must not get it, however much is free.
@@ -71,10 +71,12 @@ def choose_rooms(
     Raises:
         CapacityError: too few fit; the text names the demand and what each device lacks.
     """
-    lacks = {room.device: (refused or {}).get(room.device) or lack(room, want) for room in rooms}
+    lacks = {room.device: (refused or {}).get(room.device) or lack(room, demand) for room in rooms}
     fitting = [room for room in rooms if not lacks[room.device]]
-    if len(fitting) < want.count:
-        raise CapacityError(f"{want.text} cannot be placed on this node: {_reasons(rooms, lacks)}")
+    if len(fitting) < demand.count:
+        raise CapacityError(
+            f"{demand.text} cannot be placed on this node: {_reasons(rooms, lacks)}"
+        )
 
     def order(room: DeviceRoom) -> tuple[int, int]:
         rank = neighbours.rank(room.device)
@@ -85,12 +87,12 @@ def choose_rooms(
         )
 
     # sorted() is stable, so equal devices stay in the order of their minor numbers.
-    return tuple(sorted(fitting, key=order)[: want.count])
+    return tuple(sorted(fitting, key=order)[: demand.count])
 
 
-def lack(room: DeviceRoom, want: Want) -> str:
-    """Explain in a clause why ``want`` does not fit into ``room``; empty when it does."""
-    memory_mib, cores = want.memory_mib(room), want.cores_percent
+def lack(room: DeviceRoom, demand: DeviceDemand) -> str:
+    """Explain in a clause why ``demand`` does not fit into ``room``; empty when it does."""
+    memory_mib, cores = demand.memory_mib(room), demand.cores_percent
     reasons = (
         (bool(room.trouble), room.trouble),
         (room.exclusive, "a container holds all of it"),

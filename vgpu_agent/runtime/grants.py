@@ -76,10 +76,10 @@ class GrantDirectory:
         kept_directory: str,
         proc_root: str = "/proc",
         inline: Callable[[Sequence[str]], Awaitable[Inlined]] | None = None,
-        swept: Sequence[str] = (),
+        other_directories: Sequence[str] = (),
         make_room: Callable[[], None] = lambda: None,
-        made: Callable[[str], None] = lambda _: None,
-        earlier: str = "",
+        on_file_made: Callable[[str], None] = lambda _: None,
+        old_directory: str = "",
         slots: RegionSlots | None = None,
     ) -> None:
         """Use these directories.
@@ -92,12 +92,12 @@ class GrantDirectory:
             proc_root: the mount point of procfs, for the mounts of all processes.
             inline: returns the edits behind CDI names, because a spec cannot refer to another one;
                 raises CarrierError for a name without a spec.
-            swept: other directories of the agent, in which a killed agent may have left unfinished
-                files.
+            other_directories: directories of the agent, in which a killed agent may have left
+                unfinished files.
             make_room: called in a thread when the disk is full, before one more attempt.
-            made: called in a thread for each host file that was made for a container.
-            earlier: the directory in which earlier versions made directories that containers could
-                change.
+            on_file_made: called in a thread for each host file that was made for a container.
+            old_directory: the directory in which earlier versions made directories that containers
+                could change.
             slots: file systems of a fixed size for the directories of containers; None or no free
                 one means the disk.
         """
@@ -117,10 +117,10 @@ class GrantDirectory:
         # them
         self._unowned: set[str] = set()
         self._failures: dict[str, ChangeFilter] = {}  # by event
-        self._swept = tuple(swept)
+        self._other_directories = tuple(other_directories)
         self._make_room = make_room
-        self._made = made
-        self._earlier = earlier
+        self._on_file_made = on_file_made
+        self._old_directory = old_directory
         self._slots = slots
         self._own_thread = OwnThread("grant files")
         self._stuck: dict[str, str] = {}  # path → why it cannot be removed
@@ -388,7 +388,7 @@ class GrantDirectory:
         changes.keep_only(failed)
 
     def _is_outdated(self, record: GrantRecord) -> bool:
-        return bool(self._earlier) and record.collected.startswith(f"{self._earlier}/")
+        return bool(self._old_directory) and record.collected.startswith(f"{self._old_directory}/")
 
     def _path(self, token: str, directory: str = "") -> str:
         return os.path.join(directory or self._directory, f"vgpu-agent-{token}.json")
@@ -409,7 +409,7 @@ class GrantDirectory:
     def _load(self) -> list[tuple[str, dict[str, str]]]:
         notes: list[tuple[str, dict[str, str]]] = []
         records, kept = self._load_from(self._directory, notes), self._load_from(self._kept, notes)
-        for directory in self._swept:
+        for directory in self._other_directories:
             _remove_unfinished(directory)
         if self._slots is not None:
             self._slots.remove_orphans()
@@ -489,7 +489,7 @@ class GrantDirectory:
             self._make_room()
             host_files.make(self._placed(provision), self._mounts)
         for file in provision.files:
-            self._made(file.path)
+            self._on_file_made(file.path)
 
     def _placed(self, provision: Provision) -> Provision:
         """Return the provision for a slot if the container's directory gets one,
