@@ -44,9 +44,9 @@ _Named = tuple[tuple[str, str, tuple[str, ...]], ...]  # (family, container, UUI
 class Claims:
     """The source of the ledger's claims.
 
-    State: caches only. The GPUs that the annotations of each pod name are kept until pod, families
-    or GPUs change. The versions of all inputs are kept, so that `refresh` costs next to nothing
-    while they stay the same. It is called before every decision.
+    State: caches only. The GPUs that the annotations of each pod name are cached until pod,
+    families or GPUs change. `refresh` is called before every decision. It compares the versions of
+    all inputs first, so it costs next to nothing while they stay the same.
     """
 
     def __init__(self, context: Context) -> None:
@@ -54,8 +54,8 @@ class Claims:
         self._ledger = context.ledger
         self._made_from: tuple[object, ...] = ()
         # pod and named GPUs, by the kubelet's UID of the pod; valid for these families and GPUs
-        self._named: dict[str, tuple[Pod, _Named]] = {}
-        self._named_for: tuple[object, ...] = ()
+        self._cached: dict[str, tuple[Pod, _Named]] = {}
+        self._cached_for: tuple[object, ...] = ()
 
     def refresh(self) -> None:
         """Give the ledger new claims if any of their inputs has changed."""
@@ -122,12 +122,12 @@ class Claims:
         unserved = {family.name for family in families.unserved}
         by_pod = tuple(family for family in families.by_pod if family.name not in unserved)
         resources = self._ledger.resources
-        named_for = (by_pod, inventory.version, resources)
-        if named_for != self._named_for:
-            self._named_for, self._named = named_for, {}
+        cached_for = (by_pod, inventory.version, resources)
+        if cached_for != self._cached_for:
+            self._cached_for, self._cached = cached_for, {}
         cached, waiting = {}, []
         for pod in self._context.pods.pods if by_pod else ():
-            before = self._named.get(pod.kubelet_uid)
+            before = self._cached.get(pod.kubelet_uid)
             entry = (
                 before
                 if before is not None and before[0] is pod
@@ -136,7 +136,7 @@ class Claims:
             cached[pod.kubelet_uid] = entry
             if entry[1]:
                 waiting.append(entry)
-        self._named = cached
+        self._cached = cached
         return waiting
 
 

@@ -43,7 +43,7 @@ class _LivePods:
 
     Attributes:
         uids: the UIDs of those whose device ids have a known owner.
-        names: namespace and name of all others.
+        names: namespace and name of those with an id whose owner is not known, or without ids.
     """
 
     uids: frozenset[str]
@@ -79,8 +79,8 @@ class EndedPods:
         except _NO_ROOM:
             if (longest := self._ledger.turns_end_in_seconds) is None:
                 raise
-        # A GPU whose last share was returned is first offered to one other family after the other,
-        # for a short turn each (`ledger.turns`). The kubelet would retry much later than that.
+        # A GPU whose last share was returned is first offered to one family at a time, for a short
+        # turn each (`ledger.turns`). The kubelet would retry long after these turns.
         now = asyncio.get_running_loop().time
         until = min(start.until, now() + longest + _CLOCK_DIFFERENCE_SECONDS)
         while (left := until - now()) > 0 and (

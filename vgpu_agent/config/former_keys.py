@@ -1,7 +1,7 @@
 """Configuration keys of earlier versions that are no settings any more.
 
 An upgraded node still has its old configuration, and the agent must start with it. So `reading`
-ignores such a key and warns, with the text that tells the fixed behaviour.
+ignores such a key, and its warning says what the agent does now.
 """
 
 FORMER_KEYS = {
