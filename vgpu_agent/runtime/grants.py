@@ -3,7 +3,8 @@
 With late binding, the answer to `Allocate` is a CDI name without a spec. At `PreStartContainer`
 `allocation` decides the grant. Before it allows the start, it has this module write the spec of
 that name into the container runtime's directory (the `Carrier` protocol). With early binding the
-answer to `Allocate` is complete, so only a record of the grant is kept.
+answer to `Allocate` is complete, so there is no spec: only the host files and a record of the
+grant.
 
 `agent` loads the files at start, restores missing ones after a reboot, and removes those of pods
 that are gone. Removing the files of a grant is called *collecting* it.
@@ -320,7 +321,7 @@ class GrantDirectory:
                 except CarrierError as err:
                     failed[path] = {"path": path, "error": str(err)}
         self._journal_new(f"grants.not_swept {parent}", "warning", failed)
-        if parent not in failed:  # forget the trees that are gone by now
+        if parent not in failed:  # forget the trees that were removed by hand
             self._stuck = {
                 path: why
                 for path, why in self._stuck.items()
