@@ -404,7 +404,7 @@ async def test_killed_agents_leave_nothing_that_piles_up(tmp_path: Path) -> None
         str(tmp_path / "cdi"),
         Journal(),
         kept_directory=str(tmp_path / "kept"),
-        swept=[str(host), str(host / "regions"), str(state)],
+        other_directories=[str(host), str(host / "regions"), str(state)],
     )
     await grants.load()
     assert (names(host), names(host / "regions"), names(state)) == (

@@ -25,7 +25,7 @@ from vgpu_agent.families.volcano_vgpu.pod_devices import DevicesTextError, parse
 from vgpu_agent.families.volcano_vgpu.requests import Names, read_ask
 from vgpu_agent.journal import Journal
 from vgpu_agent.model import DeviceRoom
-from vgpu_agent.placement.rooms import BINPACK, Want, choose_rooms, type_refusal
+from vgpu_agent.placement.rooms import BINPACK, DeviceDemand, choose_rooms, type_refusal
 from vgpu_agent.pods import Pod, PodContainer
 
 LONG = "A" * 255_000
@@ -54,7 +54,7 @@ def test_a_tenant_cannot_have_its_annotation_quoted_once_for_each_gpu() -> None:
     with pytest.raises(CapacityError) as caught:
         choose_rooms(
             GPUS,
-            Want(1, lambda _: 1, 0, "1 × volcano.sh/vgpu-number"),
+            DeviceDemand(1, lambda _: 1, 0, "1 × volcano.sh/vgpu-number"),
             policy=BINPACK,
             refused=unwanted,
         )

@@ -162,7 +162,7 @@ async def test_a_start_that_succeeds_in_time_is_not_talked_about() -> None:
     assert world.api.requests == []
 
 
-async def test_a_final_refusal_is_told_at_once() -> None:
+async def test_a_final_refusal_is_reported_at_once() -> None:
     """A wrong early guess cannot mend itself."""
     world = World()
     async with world.run():

@@ -328,7 +328,7 @@ async def test_limits_that_somebody_changed_are_put_back(node: Node) -> None:
         assert supervision.withheld(node.plan()) is None
 
 
-async def test_a_gpu_that_serves_somebody_else_is_lent(node: Node) -> None:
+async def test_a_gpu_that_another_family_holds_takes_any_process(node: Node) -> None:
     """One family at a time: while another holds the GPU it takes any process,
     and becomes exclusive again afterwards.
     """

@@ -13,11 +13,11 @@ from hypothesis import strategies as st
 from vgpu_agent.model import DeviceRoom, Link
 from vgpu_agent.placement.mixing import ALONE, FREE, OTHERS, OWN, Neighbours, neighbours
 from vgpu_agent.placement.policies import ALIGNED, ONE_GPU, POLICIES, SPREAD, IdRequest, choose
-from vgpu_agent.placement.rooms import Want, choose_rooms
+from vgpu_agent.placement.rooms import DeviceDemand, choose_rooms
 from vgpu_agent.placement.sharing import DISTRIBUTED, PACKED
 
 ROOMS = tuple(DeviceRoom(str(gpu), "", 24576, 24576, 100, 0, 10) for gpu in range(4))
-WANT = Want(1, lambda _: 1000, 0, "1 share")
+WANT = DeviceDemand(1, lambda _: 1000, 0, "1 share")
 
 
 def request(

@@ -13,7 +13,7 @@ from vgpu_agent.model import DeviceRoom
 from vgpu_agent.placement.rooms import (
     BINPACK,
     SPREAD,
-    Want,
+    DeviceDemand,
     choose_rooms,
     type_refusal,
     uuid_refusal,
@@ -26,12 +26,12 @@ def _room(device: str, *, used_mib: int = 0, cores: int = 0, holders: int = 0) -
     return DeviceRoom(device, "", 24576, 24576 - used_mib, 100 - cores, holders, 10 - holders)
 
 
-def _want(count: int = 1, memory_mib: int = 3000, cores: int = 0) -> Want:
-    return Want(count, lambda _: memory_mib, cores, f"{count} × {memory_mib} MiB")
+def _demand(count: int = 1, memory_mib: int = 3000, cores: int = 0) -> DeviceDemand:
+    return DeviceDemand(count, lambda _: memory_mib, cores, f"{count} × {memory_mib} MiB")
 
 
-def _chosen(rooms: list[DeviceRoom], want: Want, policy: str) -> list[str]:
-    return [room.device for room in choose_rooms(rooms, want, policy=policy)]
+def _chosen(rooms: list[DeviceRoom], demand: DeviceDemand, policy: str) -> list[str]:
+    return [room.device for room in choose_rooms(rooms, demand, policy=policy)]
 
 
 def test_binpack_takes_the_fullest_that_fits() -> None:
@@ -41,67 +41,69 @@ def test_binpack_takes_the_fullest_that_fits() -> None:
         _room("GPU-1", used_mib=20000, holders=1),
         _room("GPU-2", used_mib=22000, holders=1),
     ]
-    assert _chosen(rooms, _want(), BINPACK) == ["GPU-1"]
+    assert _chosen(rooms, _demand(), BINPACK) == ["GPU-1"]
 
 
 def test_spread_takes_the_one_with_the_fewest_containers() -> None:
     """The memory that they use does not matter."""
     rooms = [_room("GPU-0", used_mib=1000, holders=2), _room("GPU-1", used_mib=20000, holders=1)]
-    assert _chosen(rooms, _want(), SPREAD) == ["GPU-1"]
+    assert _chosen(rooms, _demand(), SPREAD) == ["GPU-1"]
 
 
 @pytest.mark.parametrize("policy", [BINPACK, SPREAD])
 def test_on_equal_terms_the_lower_index_wins(policy: str) -> None:
     """``volcano-vgpu:G3``: with either policy the first pod goes to U0."""
-    assert _chosen([_room("GPU-0"), _room("GPU-1")], _want(), policy) == ["GPU-0"]
+    assert _chosen([_room("GPU-0"), _room("GPU-1")], _demand(), policy) == ["GPU-0"]
 
 
 def test_several_are_several_different_devices() -> None:
     """A count of two never gives one GPU twice, though it would have room for both."""
-    assert _chosen([_room("GPU-0"), _room("GPU-1")], _want(2), BINPACK) == ["GPU-0", "GPU-1"]
+    assert _chosen([_room("GPU-0"), _room("GPU-1")], _demand(2), BINPACK) == ["GPU-0", "GPU-1"]
     with pytest.raises(
         CapacityError, match=r"2 × 3000 MiB cannot be placed on this node: GPU-0: fits"
     ):
-        choose_rooms([_room("GPU-0")], _want(2), policy=BINPACK)
+        choose_rooms([_room("GPU-0")], _demand(2), policy=BINPACK)
 
 
 def test_all_compute_needs_an_empty_device() -> None:
     """100 percent goes to a GPU without other holders."""
-    assert _chosen([_room("GPU-0", holders=1), _room("GPU-1")], _want(cores=100), BINPACK) == [
+    assert _chosen([_room("GPU-0", holders=1), _room("GPU-1")], _demand(cores=100), BINPACK) == [
         "GPU-1"
     ]
 
 
 @pytest.mark.parametrize(
-    ("room", "want", "text"),
+    ("room", "demand", "text"),
     [
-        (_room("GPU-0", used_mib=22000), _want(), "2576 MiB free of 24576, 3000 wanted"),
+        (_room("GPU-0", used_mib=22000), _demand(), "2576 MiB free of 24576, 3000 wanted"),
         (
             _room("GPU-0", cores=60, holders=1),
-            _want(cores=50),
+            _demand(cores=50),
             "40 % of the compute free, 50 wanted",
         ),
-        (_room("GPU-0", cores=100, holders=1), _want(), "all of its compute is in use"),
+        (_room("GPU-0", cores=100, holders=1), _demand(), "all of its compute is in use"),
         (
             _room("GPU-0", holders=1),
-            _want(cores=100),
+            _demand(cores=100),
             "100 % of the compute needs it alone, and 1 share it",
         ),
-        (_room("GPU-0", holders=10), _want(), "10 containers share it already"),
-        (dataclasses.replace(EMPTY, exclusive=True), _want(), "a container holds all of it"),
-        (dataclasses.replace(EMPTY, trouble="XID 79"), _want(), "XID 79"),
+        (_room("GPU-0", holders=10), _demand(), "10 containers share it already"),
+        (dataclasses.replace(EMPTY, exclusive=True), _demand(), "a container holds all of it"),
+        (dataclasses.replace(EMPTY, trouble="XID 79"), _demand(), "XID 79"),
     ],
 )
-def test_the_error_says_what_each_device_lacks(room: DeviceRoom, want: Want, text: str) -> None:
+def test_the_error_says_what_each_device_lacks(
+    room: DeviceRoom, demand: DeviceDemand, text: str
+) -> None:
     """The pod's status says which of its requests does not fit, and by how much."""
     with pytest.raises(CapacityError, match=f"GPU-0: .*{text}"):
-        choose_rooms([room], want, policy=SPREAD)
+        choose_rooms([room], demand, policy=SPREAD)
 
 
 def test_a_node_without_devices_says_so() -> None:
     """There is nothing to list then."""
     with pytest.raises(CapacityError, match="it has no GPU to share"):
-        choose_rooms([], _want(), policy=SPREAD)
+        choose_rooms([], _demand(), policy=SPREAD)
 
 
 def test_a_device_that_the_pod_does_not_want_is_passed_over() -> None:
@@ -109,10 +111,10 @@ def test_a_device_that_the_pod_does_not_want_is_passed_over() -> None:
     rooms = [_room("GPU-0"), _room("GPU-1")]
     assert [
         room.device
-        for room in choose_rooms(rooms, _want(), policy=BINPACK, refused={"GPU-0": "no"})
+        for room in choose_rooms(rooms, _demand(), policy=BINPACK, refused={"GPU-0": "no"})
     ] == ["GPU-1"]
     with pytest.raises(CapacityError, match="GPU-0: not this one; GPU-1: fits"):
-        choose_rooms(rooms, _want(2), policy=BINPACK, refused={"GPU-0": "not this one"})
+        choose_rooms(rooms, _demand(2), policy=BINPACK, refused={"GPU-0": "not this one"})
 
 
 @pytest.mark.parametrize(
@@ -183,7 +185,7 @@ def test_what_is_chosen_has_room(
 ) -> None:
     """Any node gives as many different devices as wanted, each with room, or an error."""
     try:
-        chosen = choose_rooms(rooms, _want(count, memory, cores), policy=policy)
+        chosen = choose_rooms(rooms, _demand(count, memory, cores), policy=policy)
     except CapacityError:
         fit = [
             room

@@ -175,10 +175,14 @@ class Agent:
             kept_directory=f"{settings.state_directory}/grants",
             inline=self._cdi.inline,
             make_room=self._regions.make_room,
-            made=self._regions.take,
-            earlier=grants_in[1],
+            on_file_made=self._regions.take,
+            old_directory=grants_in[1],
             slots=RegionSlots(grants_in[0]),
-            swept=(settings.hami_core.host_directory, *grants_in, settings.state_directory),
+            other_directories=(
+                settings.hami_core.host_directory,
+                *grants_in,
+                settings.state_directory,
+            ),
         )
         self._mig = MigDivider.from_settings(settings, self._watch)
         self._starting = StartingPods(

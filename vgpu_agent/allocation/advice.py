@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 from vgpu_agent.errors import listed
 from vgpu_agent.ledger import availability
-from vgpu_agent.placement.rooms import Want, lack
+from vgpu_agent.placement.rooms import DeviceDemand, lack
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -48,11 +48,11 @@ def for_scheduled(
     ]
     sentences.append(waiting(binding))
     if share is not None:
-        want = Want(1, lambda _: share.memory_mib, share.cores_percent, "")
+        demand = DeviceDemand(1, lambda _: share.memory_mib, share.cores_percent, "")
         fitting = [
             room.device
             for room in ledger.rooms(resource.name)
-            if room.device != err.device and not lack(room, want)
+            if room.device != err.device and not lack(room, demand)
         ]
         sentences.append(_alternatives(fitting, inventory))
     return " ".join(sentences)

@@ -1,20 +1,20 @@
-"""The GPUs that are kept in `ledger` for pods of this node which have not been given anything yet.
+"""The claims: GPUs that the ledger keeps for bound pods of this node without shares yet.
 
-There are two kinds of claims. Where the pod decides (Volcano), its scheduler has named the GPU in
-the pod's annotations. Where ids name GPUs, a scheduler has only counted: a pod that it has bound
-and that the kubelet has not admitted yet is *demand* for so many ids. If the GPUs that serve its
-family do not cover the demand, free ones are kept for it until the kubelet has admitted it. A pod
-whose GPU is gone by then fails for good, while one of Volcano's only waits. So demand goes before
-claims by annotation that are as young.
+There are two kinds of claims. For families whose pods carry the decision (Volcano), the scheduler
+has named the GPU in an annotation of the pod. For families whose device ids name GPUs, the
+scheduler has only counted. A pod that it has bound is *demand* for so many ids, until the kubelet
+has admitted it. If the GPUs that serve its family do not cover the demand, free ones are kept for
+it. Without them the kubelet would fail that pod for good, while a pod of Volcano's only waits. So
+demand goes before claims by annotation of the same age.
 
-Made from the pods, the families and the grants alone, so a restart loses nothing. A claim begins
-when the watch shows the bound pod. It ends when the container is given its shares, when the pod
-ends or is deleted, when its start is refused for good, and when its family finds that the
-annotation cannot be followed. A pod whose image cannot be pulled keeps its claim, as it keeps all
-else that it was bound for.
+The claims follow from the pods, the families and the grants alone, so a restart loses nothing. A
+claim begins when the watch shows the bound pod. It ends when the container gets its shares, when
+the pod ends or is deleted, when its start is refused for good, or when its family finds that the
+annotation cannot be followed. A pod whose image cannot be pulled keeps its claim, just as it keeps
+its memory and processors on the node.
 
-Every user who may create pods can write annotations. A pod claims no more GPUs than the kubelet
-counts for it, and nothing before a scheduler has bound it or kubelet has admitted it.
+Every user who may create pods can write annotations. So a pod claims no more GPUs than the kubelet
+counts for it, and nothing before a scheduler has bound it or the kubelet has admitted it.
 """
 
 from __future__ import annotations
@@ -33,35 +33,38 @@ if TYPE_CHECKING:
     from vgpu_agent.model import Inventory, Resource
     from vgpu_agent.pods import Pod, PodContainer
 
-# more pods than a process ever sees: the claims of pods that have a part of what they need come
-# before all others
+# A claim's order is its pod's place in the order of binds (`Pod.bound`). This number is larger than
+# any place. It is subtracted for claims that go first: demand, and pods with a part of their
+# shares.
 _AHEAD = 2**40
 
 _Named = tuple[tuple[str, str, tuple[str, ...]], ...]  # (family, container, UUIDs of GPUs)
 
 
 class Claims:
-    """The claims of the ledger, brought in line with the pods.
+    """The source of the ledger's claims.
 
-    State: what the annotations of each pod mean, for as long as pod, families and GPUs stay the
-    same, and what the claims were made from last. `refresh` costs next to nothing when none of that
-    has changed, so it is called before every decision.
+    State: caches only. The GPUs that the annotations of each pod name are cached until pod,
+    families or GPUs change. `refresh` is called before every decision. It compares the versions of
+    all inputs first, so it costs next to nothing while they stay the same.
     """
 
     def __init__(self, context: Context) -> None:
         self._context = context
         self._ledger = context.ledger
         self._made_from: tuple[object, ...] = ()
-        self._known_with: tuple[object, ...] = ()
-        self._known: dict[str, tuple[Pod, _Named]] = {}  # by kubelet's UID
+        # pod and named GPUs, by the kubelet's UID of the pod; valid for these families and GPUs
+        self._cached: dict[str, tuple[Pod, _Named]] = {}
+        self._cached_for: tuple[object, ...] = ()
 
     def refresh(self) -> None:
-        """Make the claims anew if anything has changed that they are made from."""
+        """Give the ledger new claims if any of their inputs has changed."""
         made_from = self._versions()
         if made_from == self._made_from:
             return
         self._ledger.claim(self._claims())
-        self._made_from = self._versions()  # with the ledger's own step, if that was one
+        # read once more, because new claims advance the ledger's revision
+        self._made_from = self._versions()
 
     def _versions(self) -> tuple[object, ...]:
         return (
@@ -75,7 +78,7 @@ class Claims:
     def _claims(self) -> list[Claim]:
         named = self._named_claims()
         if not self._ledger.serves_several_families:
-            return named  # whatever is free is theirs
+            return named  # no other family can take a GPU, so demand needs no claim
         expected = [pod for pod in self._context.pods.pods if is_expected(pod)]
         if not expected:
             return named
@@ -92,16 +95,16 @@ class Claims:
         served = {
             grant.decided_for for grant in self._ledger.grants if grant.decided_for and grant.shares
         }
-        partly = {uid for uid, _ in served}
-        lost = {
+        partly_served = {uid for uid, _ in served}
+        refused_for_good = {
             refusal.pod.kubelet_uid for refusal in self._context.refusals.current if refusal.final
         }
         now, claims = self._context.clock(), []
         for pod, named in waiting:
             uid = pod.kubelet_uid
-            if uid in lost:
+            if uid in refused_for_good:
                 continue
-            order = pod.bound - _AHEAD if uid in partly else pod.bound
+            order = pod.bound - _AHEAD if uid in partly_served else pod.bound
             for family, container, gpus in named:
                 if (uid, container) in served:
                     continue
@@ -114,36 +117,34 @@ class Claims:
         return claims
 
     def _waiting(self) -> list[tuple[Pod, _Named]]:
-        """The pods that may claim something, with what their containers
-        that have not started are given.
-        """
+        """Return the pods whose annotations name GPUs for containers that have not started."""
         families, inventory = self._context.families, self._context.inventory()
         unserved = {family.name for family in families.unserved}
         by_pod = tuple(family for family in families.by_pod if family.name not in unserved)
         resources = self._ledger.resources
-        known_with = (by_pod, inventory.version, resources)
-        if known_with != self._known_with:
-            self._known_with, self._known = known_with, {}
-        known, waiting = {}, []
+        cached_for = (by_pod, inventory.version, resources)
+        if cached_for != self._cached_for:
+            self._cached_for, self._cached = cached_for, {}
+        cached, waiting = {}, []
         for pod in self._context.pods.pods if by_pod else ():
-            before = self._known.get(pod.kubelet_uid)
+            before = self._cached.get(pod.kubelet_uid)
             entry = (
                 before
                 if before is not None and before[0] is pod
                 else (pod, _named(pod, by_pod, inventory, resources))
             )
-            known[pod.kubelet_uid] = entry
+            cached[pod.kubelet_uid] = entry
             if entry[1]:
                 waiting.append(entry)
-        self._known = known
+        self._cached = cached
         return waiting
 
 
 def other_families(
     container: PodContainer, family: str, resources: Iterable[Resource]
 ) -> list[str]:
-    """List the resources of other families that the container asks for as well,
-    which would give it different GPUs.
+    """List the resources of other families that the container asks for as well.
+    Each would give it GPUs of its own.
     """
     foreign = (
         offer.name
@@ -156,12 +157,13 @@ def other_families(
 def _named(
     pod: Pod, by_pod: Iterable[PodFamily], inventory: Inventory, resources: tuple[Resource, ...]
 ) -> _Named:
-    # A pod that is being deleted starts nothing any more, and kubelet runs no pod that calls itself
-    # a mirror.
+    """Return the GPUs that the pod's annotations name for containers that have not started."""
+    # A pod that is being deleted starts no container any more, and the kubelet never
+    # runs a pod that claims to be the mirror of a static pod.
     if not pod.scheduled or pod.ended or pod.deleting or pod.mirror:
         return ()
     if all(container.started for container in pod.containers):
-        # most events are about pods that run, and reading annotations is most of the work
+        # Most pods run already. This spares reading their annotations, which is most of the work.
         return ()
     return tuple(
         (family.name, name, gpus)

@@ -1,9 +1,9 @@
-"""Release the room of ended pods in the ledger for a start that needs it now.
+"""Release the grants of ended pods in the ledger for a container that needs their room now.
 
-An ended pod is released a moment later, or up to a minute later without the API server. A start
-that is refused meanwhile would get an event and wait until the kubelet retries. So `late_start`
-decides and books through `EndedPods.with_room`, which asks the kubelet for the live pods, releases
-the others, and tries again.
+The grants of an ended pod are released a moment after its end, or up to a minute after it without
+the API server. A start that is refused meanwhile would get an event and wait until the kubelet
+retries. So `late_start` decides and books through `EndedPods.with_room`. If there is no room, it
+asks the kubelet for the live pods, releases the grants of the others, and tries again.
 """
 
 from __future__ import annotations
@@ -27,21 +27,23 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-# Events come in bursts, and each try is a whole booking.
+# Watch events of pods come in bursts, and each attempt is a whole booking.
 _PAUSE_SECONDS = 0.1
-_A_MOMENT_SECONDS = 0.01  # more than two clocks can differ by
+# more than the ledger's clock and the loop's can differ by
+_CLOCK_DIFFERENCE_SECONDS = 0.01
 
-# the second also where a GPU serves another family, whose last pod may have ended
+# UnhealthyDeviceError also stands for a GPU that serves another family, whose last pod may have
+# ended.
 _NO_ROOM = (CapacityError, UnhealthyDeviceError)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class _Listed:
-    """The pods that the kubelet lists.
+class _LivePods:
+    """The pods that the kubelet lists, which are the live ones.
 
     Attributes:
-        uids: of those that are known by their ids.
-        names: namespace and name of those whose UID is not known yet.
+        uids: the UIDs of those whose device ids have a known owner.
+        names: namespace and name of those with an id whose owner is not known, or without ids.
     """
 
     uids: frozenset[str]
@@ -56,15 +58,15 @@ class EndedPods:
         self._ledger = context.ledger
 
     async def with_room(self, start: Start, attempt: Callable[[], T]) -> T:
-        """Return the result of ``attempt``, which is repeated after ended pods were released.
+        """Return the result of ``attempt``, which is repeated after grants were released.
 
-        A refusal is raised in the same step as its attempt, or while the ledger is unchanged since.
-        So nothing is refused that has room at the time of the answer: of several starts that meet a
-        full GPU at once, one finds ended pods to release, and all of them try again.
+        A refusal is always current: the ledger has not changed between the attempt and the raise.
+        Of several starts that meet a full GPU at once, one finds ended pods, and all of them try
+        again.
 
         Args:
             start: the container that needs room.
-            attempt: decides and books, without waiting for anything.
+            attempt: decides and books, without any await.
 
         Raises:
             CapacityError: there is no room.
@@ -77,29 +79,27 @@ class EndedPods:
         except _NO_ROOM:
             if (longest := self._ledger.turns_end_in_seconds) is None:
                 raise
-        # A GPU that was returned is offered to another family first for a moment; kubelet would ask
-        # again much later than that.
+        # A GPU whose last share was returned is first offered to one family at a time, for a short
+        # turn each (`ledger.turns`). The kubelet would retry long after these turns.
         now = asyncio.get_running_loop().time
-        until = min(start.until, now() + longest + _A_MOMENT_SECONDS)
+        until = min(start.until, now() + longest + _CLOCK_DIFFERENCE_SECONDS)
         while (left := until - now()) > 0 and (
             seconds := self._ledger.turn_ends_in_seconds
         ) is not None:
-            await asyncio.sleep(min(left, max(seconds, _A_MOMENT_SECONDS)))
+            await asyncio.sleep(min(left, max(seconds, _CLOCK_DIFFERENCE_SECONDS)))
             self._ledger.end_turns()
             with contextlib.suppress(*_NO_ROOM):
                 return attempt()
         return attempt()
 
     async def _after_releases(self, start: Start, attempt: Callable[[], T]) -> T:
-        """Do the same as `with_room`, without waiting for GPUs
-        that another family is offered first.
-        """
+        """Do the same as `with_room`, without waiting for the turns of other families."""
         try:
             return attempt()
         except _NO_ROOM:
-            pass  # an error from before kubelet was asked may be wrong after it
+            pass  # This error may be out of date once the kubelet has answered.
         before = {grant.number: grant for grant in self._ledger.grants}
-        kubelet_evidence = await self._all_pods(start)
+        kubelet_evidence = await self._records(start)
         if kubelet_evidence is None:
             try:
                 return attempt()
@@ -109,28 +109,28 @@ class EndedPods:
                     f"{identification.START_SECONDS:g} s which pods have ended; the kubelet will "
                     f"retry ({err})"
                 ) from err
-        return await self._tried_again(start, attempt, kubelet_evidence, before)
+        return await self._try_again(start, attempt, kubelet_evidence, before)
 
-    async def _tried_again(
+    async def _try_again(
         self,
         start: Start,
         attempt: Callable[[], T],
         kubelet_evidence: KubeletEvidence,
         before: Mapping[int, Grant],
     ) -> T:
-        """The result of ``attempt`` after each release.
+        """Release grants and repeat ``attempt``, until it succeeds or no other pod is ending.
 
-        The API server may show the end of a pod a moment after kubelet has let go of it, so such a
-        pod is waited for.
+        The kubelet may drop a pod from its records a moment before the API server shows the pod's
+        end. Such a pod is *ending*, and the loop waits for the API server.
         """
         now = asyncio.get_running_loop().time
         until = min(start.until, now() + identification.POD_WAIT_SECONDS)
-        listed, pods = (
-            self._listed(start, kubelet_evidence.pod_resources),
+        live, pods = (
+            self._live_pods(start, kubelet_evidence.pod_resources),
             self._context.pods.revision,
         )
         while True:
-            version, ending = pods.version, self._release(listed, before)
+            version, ending = pods.version, self._release(live, before)
             try:
                 return attempt()
             except _NO_ROOM:
@@ -141,17 +141,20 @@ class EndedPods:
                     await pods.newer_than(version)
                     await asyncio.sleep(_PAUSE_SECONDS)
 
-    async def _all_pods(self, start: Start) -> KubeletEvidence | None:
-        """Kubelet's records about every pod, read now; None when it has not answered in time."""
+    async def _records(self, start: Start) -> KubeletEvidence | None:
+        """Read the kubelet's records of all pods; None when it has not answered in time."""
         try:
             async with asyncio.timeout_at(start.until):
                 return await self._context.read_records(start.offered.name, start.ids, whole=True)
         except TimeoutError:
             return None
 
-    def _listed(self, start: Start, entries: tuple[Holding, ...] | None) -> _Listed | None:
-        """Return the pods behind ``entries``. pod-resources gives names only;
-        the proof and the ledger know owners by UID.
+    def _live_pods(self, start: Start, entries: tuple[Holding, ...] | None) -> _LivePods | None:
+        """Return the pods of ``entries``, by UID where it is known.
+
+        The entries come from the kubelet's pod-resources API, which gives names only. A deleted pod
+        and its successor may share a name. The UID follows from the device ids: the ledger knows
+        their owners, and ``start`` is the owner of its own.
         """
         if entries is None:
             return None
@@ -165,20 +168,23 @@ class EndedPods:
                     for grant in self._ledger.holders(entry.resource, entry.ids)
                 }
             uids |= holders
-            if holders:  # none of a resource that is only there to be counted
+            if holders:  # empty for a resource that is only counted and has no grants
                 (unknown if "" in holders else known).add((entry.owner.namespace, entry.owner.pod))
         named = {(entry.owner.namespace, entry.owner.pod) for entry in entries}
-        return _Listed(frozenset(uids - {""}), frozenset(named - known | unknown))
+        return _LivePods(frozenset(uids - {""}), frozenset(named - known | unknown))
 
-    def _release(self, listed: _Listed | None, before: Mapping[int, Grant]) -> bool:
-        """Release the grants of pods that the kubelet does not list and that have ended or are gone
-        by the API server.
+    def _release(self, live: _LivePods | None, before: Mapping[int, Grant]) -> bool:
+        """Release the grants of pods that have ended by the kubelet and by the API server.
+
+        Args:
+            live: the pods that the kubelet lists; None when they are not known.
+            before: the grants at the time when the kubelet was asked, by number.
 
         Returns:
-            Whether there are pods that the kubelet does not list and whose end the API server has
-            not shown.
+            True while a pod is ending: the kubelet lists it no more, and the API server has not
+            shown its end yet.
         """
-        if listed is None or not self._context.pods.synced.is_set():
+        if live is None or not self._context.pods.synced.is_set():
             return False
         ending = False
         for grant in self._ledger.grants:
@@ -186,12 +192,12 @@ class EndedPods:
             if (
                 owner is None
                 or not owner.pod_uid
-                or owner.pod_uid in listed.uids
-                or (owner.namespace, owner.pod) in listed.names
+                or owner.pod_uid in live.uids
+                or (owner.namespace, owner.pod) in live.names
             ):
                 continue
             if before.get(grant.number) != grant:
-                # booked or proven since kubelet was asked, so its answer does not cover it
+                # changed since the kubelet was asked, so its answer does not cover this grant
                 continue
             pod = self._context.pods.get(owner.pod_uid)
             if pod is None and self._context.pods.may_have(owner.pod_uid):

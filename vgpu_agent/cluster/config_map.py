@@ -120,7 +120,7 @@ class ConfigMapWatch:
         found = place.found.value or {}
         text = found.get(self._key)
         self.namespace = place.namespace if found else ""
-        self._say()
+        self._report_place()
         if found and text is None:
             where = f"{self.namespace}/{self.name}"
             error = (
@@ -134,7 +134,7 @@ class ConfigMapWatch:
             self.text.publish(text)
         self.synced.set()
 
-    def _say(self) -> None:
+    def _report_place(self) -> None:
         """Report where the ConfigMap is, once and whenever it changes.
         Without one, report the places that may not be read.
         """

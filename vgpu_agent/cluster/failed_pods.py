@@ -133,7 +133,7 @@ class FailedPods:
                     return
                 await asyncio.sleep(min(backoff.seconds_left, retrying.BACKOFF_MAX_SECONDS))
             else:
-                self._say(names, more=more)
+                self._report(names, more=more)
                 return
 
     async def _names(self) -> tuple[list[str], bool]:
@@ -175,7 +175,7 @@ class FailedPods:
             >= self._since
         )
 
-    def _say(self, names: list[str], *, more: bool) -> None:
+    def _report(self, names: list[str], *, more: bool) -> None:
         self.found = len(names)
         if not names:
             return

@@ -82,7 +82,7 @@ class Reschedule:
         # pod, container and first refusal → when it was seen here
         self._seen: dict[tuple[str, str, float], float] = {}
         # pod and container → reason and time of the last event
-        self._raised: dict[tuple[str, str], tuple[str, float]] = {}
+        self._last_events: dict[tuple[str, str], tuple[str, float]] = {}
         self._evicted: set[str] = set()
         self._backoffs: dict[str, Backoff] = {}
         self._beat: Callable[[], None] = lambda: None
@@ -116,16 +116,16 @@ class Reschedule:
     def _raise_event(self, refusal: Refusal) -> float:
         """Raise the event if it is time; seconds until it is."""
         key, now = (refusal.pod.uid, refusal.container), asyncio.get_running_loop().time()
-        reason, raised_at = self._raised.get(key, ("", 0.0))
+        reason, reported_at = self._last_events.get(key, ("", 0.0))
         if refusal.reason == reason:
-            left = raised_at + _HOUR_SECONDS - now
+            left = reported_at + _HOUR_SECONDS - now
         elif refusal.final:
             left = 0.0
         else:  # a reason with numbers in it may change with each try
-            left = max(self._seen[_key(refusal)], raised_at) + REFUSED_EVENT_SECONDS - now
+            left = max(self._seen[_key(refusal)], reported_at) + REFUSED_EVENT_SECONDS - now
         if left > 0:
             return left
-        self._raised[key] = (refusal.reason, now)
+        self._last_events[key] = (refusal.reason, now)
         self._events.raise_event(
             refusal.pod,
             REFUSED,
@@ -195,7 +195,7 @@ class Reschedule:
             self._complaints.failed("eviction", err, PERMISSION, pod=pod.full_name)
 
     def _forget_absent(self, uids: set[str]) -> None:
-        self._raised = {key: raised for key, raised in self._raised.items() if key[0] in uids}
+        self._last_events = {key: last for key, last in self._last_events.items() if key[0] in uids}
         self._evicted &= uids
         for uid in self._backoffs.keys() - uids:
             self._complaints.forget(uid)

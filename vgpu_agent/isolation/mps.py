@@ -1,11 +1,12 @@
-"""The backend `mps`: several containers on one GPU at the same time,
-each held to its share by an MPS control daemon.
+"""The isolation backend `mps`: containers run on one GPU at the same time, and an MPS control
+daemon limits each to its share.
 
-Pure: the commands of a daemon, the edits of a container, and the reasons why a resource cannot be
-shared this way. `vgpu_agent.mps` runs the daemons by it, families add `mps_edits` to the answer of
-a resource whose sharing is MPS. One daemon serves one resource. Facts: nvidia §11 and §17.3;
-NVIDIA's guide to MPS for what a variable in a client can do (it narrows the daemon's limit, never
-widens it).
+Pure functions: the commands of a daemon, the edits of a container, and the reasons why a resource
+cannot be shared by MPS. `vgpu_agent.mps` runs the daemons by these plans. Families add `mps_edits`
+to the answer of a resource whose sharing is MPS. One daemon serves one resource.
+
+Facts: nvidia §11 and §17.3. By NVIDIA's guide to MPS a variable in a client can lower the daemon's
+limit and never raise it.
 """
 
 from __future__ import annotations
@@ -25,21 +26,22 @@ PIPE_VARIABLE = "CUDA_MPS_PIPE_DIRECTORY"
 LOG_VARIABLE = "CUDA_MPS_LOG_DIRECTORY"
 MEMORY_VARIABLE = "CUDA_MPS_PINNED_DEVICE_MEM_LIMIT"
 THREADS_VARIABLE = "CUDA_MPS_ACTIVE_THREAD_PERCENTAGE"
-# CUDA finds its shared memory segments here; daemon and clients must see the same ones.
-SHARED_MEMORY = "/dev/shm"  # noqa: S108 - the path that containers see, no file of ours
+# CUDA has its shared memory segments here; daemon and clients must see the same ones.
+SHARED_MEMORY = "/dev/shm"  # noqa: S108 - a path in containers, no file of the agent
 
-# Where CUDA looks for a daemon's pipe without the variable, and where a daemon puts it; so that of
-# a daemon of the host's.
-DEFAULT_PIPE_DIRECTORY = "/tmp/nvidia-mps"  # noqa: S108 - a path that others have chosen
+# CUDA's default of PIPE_VARIABLE, for daemons and clients alike. So a daemon that the host itself
+# runs most likely has its pipe here.
+DEFAULT_PIPE_DIRECTORY = "/tmp/nvidia-mps"  # noqa: S108 - NVIDIA has chosen the path
 
+# compute modes, for `nvidia-smi -c`
 EXCLUSIVE = "EXCLUSIVE_PROCESS"
 DEFAULT = "DEFAULT"
+# commands of the control daemon; the answer to the first shows that the daemon is alive
 PROBE = "get_default_active_thread_percentage"
 QUIT = "quit"
 
-# Processes that one MPS server takes: since Volta, and before it (nvidia §11.2; 7.0 is Volta,
-# nvidia D6).
-VOLTA = (7, 0)
+# The largest number of processes that one MPS server takes (nvidia §11.2, D6).
+VOLTA = (7, 0)  # compute capability
 MOST_CLIENTS = 48
 MOST_CLIENTS_BEFORE_VOLTA = 16
 
@@ -53,12 +55,12 @@ class MpsOptions:
     Attributes:
         root: the host's directory of pipes, logs and shared memory.
         container_root: the same directory in the agent, in the daemon and in containers.
-        per_container_limits: several replicas in one container are several shares, passed to the
-            container in variables. A daemon knows one limit for all of its clients, so it then
-            leaves them the whole GPU where a container may ask for more than one replica.
-        single: a container gets one replica only, so the daemon's own limit is that of one replica
-            in any case.
-        pipe_directory: another place for the pipe, under the same path on the host and in
+        per_container_limits: a container with several replicas gets as many shares, and its limits
+            in variables. A daemon has one limit for all of its clients. So that limit is the whole
+            GPU, unless ``single`` is set.
+        single: no container may ask for more than one replica, so the daemon's limit is always that
+            of one replica.
+        pipe_directory: the directory of the pipe, under the same path on the host and in
             containers; empty for one below the roots.
     """
 
@@ -70,8 +72,8 @@ class MpsOptions:
 
     @property
     def limits_in_containers(self) -> bool:
-        """Tell whether containers limit themselves by their variables,
-        below a daemon that allows each of them everything.
+        """Tell whether only variables in the containers set the limits;
+        the daemon then allows each container the whole GPU.
         """
         return self.per_container_limits and not self.single
 
@@ -84,7 +86,7 @@ class MpsOptions:
         return self.pipe_directory or f"{self.container_root}/{resource}/pipe"
 
     def host_pipe(self, resource: str) -> str:
-        """The same, as the host sees it."""
+        """The directory of the daemon's control pipe, as the host sees it."""
         return self.pipe_directory or f"{self.root}/{resource}/pipe"
 
     @property
@@ -95,13 +97,13 @@ class MpsOptions:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class DeviceLimit:
-    """One GPU of a daemon.
+    """One GPU of a daemon, and the memory limit of each client.
 
     Attributes:
-        uuid: for ``nvidia-smi``.
-        index: for the daemon, which counts GPUs as NVML does.
-        memory_mib: what each client may take; 0 when the GPU's memory is not known, then nothing
-            limits it.
+        uuid: the name of the GPU for ``nvidia-smi``.
+        index: the name of the GPU for the daemon, which counts as NVML does.
+        memory_mib: the largest amount for one client; 0 for no limit, when the GPU's memory is not
+            known.
     """
 
     uuid: str
@@ -115,10 +117,10 @@ class DaemonPlan:
     two equal plans are the same daemon.
 
     Attributes:
-        directory: its files, see `MpsOptions.directory`.
+        directory: the directory of its files, see `MpsOptions.directory`.
         pipe: the directory of its control pipe.
-        devices: its GPUs, by index.
-        thread_percentage: what each client may take of each GPU's compute.
+        devices: its GPUs, ordered by index.
+        thread_percentage: the largest part of each GPU's compute for one client.
     """
 
     resource: str
@@ -134,22 +136,24 @@ class DaemonPlan:
 
     @property
     def environment(self) -> dict[str, str]:
-        """All of the daemon's environment; a variable more could change which GPUs it serves."""
+        """All of the daemon's environment.
+        The agent's own variables are left out, because one of them could change the daemon's GPUs.
+        """
         return {PIPE_VARIABLE: self.pipe, LOG_VARIABLE: self.log}
 
     def covers(self, wanted: DaemonPlan) -> bool:
-        """Tell whether a daemon by this plan does all that ``wanted`` asks for.
-        An additional GPU, which is gone, does no harm.
+        """Tell whether a daemon that was started by this plan also fits ``wanted``.
+        It may have more GPUs: those have been lost since.
 
-        Indices do not count: the daemon has those of its start, and NVML moves them up when a card
-        is lost.
+        Indices are not compared. The daemon keeps those of its start, while NVML renumbers the GPUs
+        when one is lost.
         """
-        here, there = (
+        own_limits, wanted_limits = (
             {(limit.uuid, limit.memory_mib) for limit in plan.devices} for plan in (self, wanted)
         )
         return (
             dataclasses.replace(self, devices=()) == dataclasses.replace(wanted, devices=())
-            and there <= here
+            and wanted_limits <= own_limits
         )
 
     @property
@@ -163,8 +167,10 @@ class DaemonPlan:
         return (*memory, f"set_default_active_thread_percentage {self.thread_percentage}")
 
     def commands_for(self, server: int) -> tuple[str, ...]:
-        """The same for clients to come of a server that runs already, by its process id: it has the
-        defaults of when it was started.
+        """The same commands for the MPS server with the process id ``server``, which runs already.
+
+        A server keeps the defaults of its start, so it needs its own commands. They hold for
+        clients that connect later.
         """
         memory = (
             f"set_device_pinned_mem_limit {server} {limit.index} {limit.memory_mib}M"
@@ -175,7 +181,7 @@ class DaemonPlan:
 
 
 def most_clients(gpu: Gpu) -> int:
-    """Return how many processes one MPS server of that GPU takes (nvidia D6)."""
+    """Return the largest number of processes for one MPS server of that GPU (nvidia D6)."""
     return MOST_CLIENTS if gpu.compute_capability >= VOLTA else MOST_CLIENTS_BEFORE_VOLTA
 
 
@@ -192,7 +198,7 @@ def thread_share(replicas: int, count: int = 1) -> int:
 
 
 def replicas_of(resource: Resource) -> dict[str, int]:
-    """Return how many ids each device has, in the order of the ids."""
+    """Return the number of ids of each device, in the order of the ids."""
     return dict(collections.Counter(entry.device for entry in resource.ids))
 
 
@@ -228,8 +234,8 @@ def why_not(resource: Resource, inventory: Inventory) -> str:
 def daemon_plan(resource: Resource, inventory: Inventory, options: MpsOptions) -> DaemonPlan:
     """Return the settings for the daemon of ``resource``; GPUs that are gone are left out.
 
-    Where GPUs have different numbers of replicas, the daemon's one thread percentage is that of the
-    largest number, so that no container gets more than its share.
+    A daemon has one thread percentage for all of its GPUs. Where these have different numbers of
+    replicas, the largest number decides, so that no container gets more than its share.
     """
     replicas = replicas_of(resource)
     whole = options.limits_in_containers
@@ -256,15 +262,15 @@ def mps_edits(
 
     Args:
         resource: as it is offered; its ids show how many replicas a GPU has.
-        devices: UUID of the GPU behind each id that the container gets, one a id: a GPU twice is
-            two shares of it.
+        devices: for each id that the container gets, the UUID of its GPU; a GPU that occurs twice
+            is two shares of it.
         inventory: the node's GPUs.
-        options: where the daemon is, and whether shares add up.
+        options: the directories of the daemon, and where the limits are set.
     """
     pipe = options.pipe(resource.name)
     environment = {PIPE_VARIABLE: pipe}
     if options.per_container_limits:
-        environment |= _limits(replicas_of(resource), devices, inventory)
+        environment |= _limit_variables(replicas_of(resource), devices, inventory)
     return Edits(
         environment=environment,
         mounts=(
@@ -274,11 +280,13 @@ def mps_edits(
     )
 
 
-def _limits(
+def _limit_variables(
     replicas: dict[str, int], devices: Iterable[str], inventory: Inventory
 ) -> dict[str, str]:
-    """The container's own limits; it counts its GPUs from 0 in the node's order,
-    whichever order they were asked for in.
+    """Return the variables with the container's own limits.
+
+    CUDA numbers the GPUs of a container from 0 in the node's order, whatever the order of
+    ``devices``.
     """
     counts = collections.Counter(devices)
     gpus = sorted(
@@ -289,8 +297,8 @@ def _limits(
         for place, gpu in enumerate(gpus)
         if gpu.memory_mib
     ]
-    # One variable for all GPUs of the container: the least of them, so that no container gets more
-    # than its share.
+    # There is one variable for all GPUs of the container. The smallest share decides, so that no
+    # container gets more than its share.
     threads = min(
         (thread_share(replicas.get(gpu.uuid, 1), counts[gpu.uuid]) for gpu in gpus), default=100
     )

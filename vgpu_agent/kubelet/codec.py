@@ -1,9 +1,10 @@
-"""The translation between the model and the kubelet's bytes;
-the only user of the generated messages.
+"""The translation between the model and the protobuf messages of the kubelet.
 
-The plugin servers work with ids, `ListedDevice` and `Edits`; `grpc` moves bytes. Keeping the
-translation here means that another protobuf library is one file's work. Field numbers: kubelet §1
-and §13. Input is read by `wire`, because the generated decoder accepts nonsense.
+The plugin servers work with ids, `ListedDevice` and `Edits`; `grpc` moves bytes. Only this module
+uses the generated classes of messages, so another protobuf library means a change of one file. It
+reads input with `wire`, because the generated decoder accepts malformed bytes.
+
+Field numbers: kubelet §1 and §13.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ if TYPE_CHECKING:
     from vgpu_agent.model import Resource
 
 API_VERSION = "v1beta1"
-EMPTY = b""
+EMPTY = b""  # a message without any field
 IDS_IN_A_PART = 4096
 
 _MEBIBYTE = 1024 * 1024
@@ -39,7 +40,7 @@ _MEBIBYTE = 1024 * 1024
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class PreferenceRequest:
-    """One container's part of GetPreferredAllocation."""
+    """The request for one container in GetPreferredAllocation."""
 
     available: tuple[str, ...]
     must_include: tuple[str, ...]
@@ -47,25 +48,30 @@ class PreferenceRequest:
 
 
 class DeviceListEncoder:
-    """Encodes ListAndWatch messages of one resource.
+    """The encoder of ListAndWatch messages for one resource.
 
-    A message is the concatenation of its devices, so a health change costs one new piece and a join
-    (1 ms for 10,000 ids, where encoding the objects again takes 350 ms and holds up every
-    Allocate). The pieces kept are at most two for each id of the resource; of numbered ids, which
-    are far more, nothing is kept, because a block of them is encoded by joining its numbers (8 ms
-    for 50,000).
+    A message is the concatenation of its encoded devices. So after a health change only that device
+    is encoded anew, and the message takes 1 ms for 10,000 ids. To encode all objects again takes
+    350 ms, and every Allocate would wait for it.
+
+    Numbered ids are far more, and differ in their numbers only. A block of them is encoded by
+    joining its numbers (8 ms for 50,000).
+
+    State: a cache of the encoded devices, at most two for each id: healthy and unhealthy. Numbered
+    ids are not cached.
     """
 
     def __init__(self) -> None:
-        self._kept: dict[tuple[str, int | None, bool], bytes] = {}
+        # by id, NUMA node and health
+        self._encoded: dict[tuple[str, int | None, bool], bytes] = {}
         self._suffixes: dict[tuple[int | None, bool], bytes] = {}
 
     def encode(self, devices: Iterable[ListedDevice]) -> bytes:
-        """The complete ListAndWatchResponse."""
+        """Return the complete ListAndWatchResponse."""
         return b"".join(self.parts(devices))
 
     def parts(self, devices: Iterable[ListedDevice]) -> Iterator[bytes]:
-        """The same in order, at most `IDS_IN_A_PART` ids at a time,
+        """Yield the ListAndWatchResponse in parts of at most `IDS_IN_A_PART` ids,
         so that other calls can be answered in between.
         """
         if isinstance(devices, NumberedList):
@@ -75,33 +81,33 @@ class DeviceListEncoder:
         part: list[bytes] = []
         for device in devices:
             key = (device.id.id, device.id.numa_node, device.healthy)
-            piece = self._kept.get(key)
-            if piece is None:
-                piece = self._kept[key] = self._piece(*key)
-            part.append(piece)
+            encoded = self._encoded.get(key)
+            if encoded is None:
+                encoded = self._encoded[key] = self._device(*key)
+            part.append(encoded)
             if len(part) == IDS_IN_A_PART:
                 yield b"".join(part)
                 part = []
         yield b"".join(part)
 
     def _block(self, block: IdBlock, *, healthy: bool) -> Iterator[bytes]:
-        """Encode a block. Ids that are equally long differ only in the texts of their numbers, so
-        the bytes between two of these are constant.
+        """Encode a block. Ids of equal length differ only in the digits of their numbers,
+        so the bytes between two numbers are constant.
         """
         text = block.codec.text
         for smallest, largest in block.equally_long():
-            piece = self._piece(block.text(smallest), block.numa_node, healthy)
+            encoded = self._device(block.text(smallest), block.numa_node, healthy)
             suffix = self._suffix(block.numa_node, healthy=healthy)
-            # Latin-1 maps each byte to one character, so that numbers can be joined as text, which
-            # is the quickest way.
-            before = piece[: -len(suffix) - len(text(smallest))].decode("latin-1")
+            # Joining the numbers as text is the fastest way. Latin-1 maps each byte to one
+            # character, so the constant bytes survive it.
+            before = encoded[: -len(suffix) - len(text(smallest))].decode("latin-1")
             between = suffix.decode("latin-1") + before
             for start in range(smallest, largest, IDS_IN_A_PART):
                 numbers = between.join(map(text, range(start, min(start + IDS_IN_A_PART, largest))))
                 yield before.encode("latin-1") + numbers.encode("latin-1") + suffix
 
-    def _piece(self, device_id: str, numa_node: int | None, healthy: bool) -> bytes:
-        """One element of ListAndWatchResponse.devices, with its tag and length."""
+    def _device(self, device_id: str, numa_node: int | None, healthy: bool) -> bytes:
+        """Encode one element of ListAndWatchResponse.devices, with its tag and length."""
         encoded_id = device_id.encode()
         device = (
             b"\x0a"
@@ -120,11 +126,13 @@ class DeviceListEncoder:
 
 
 def check_budget(resource: Resource, budget_bytes: int) -> None:
-    """Make sure that the resource's list fits into one message,
-    before anything is registered (kubelet §10, V13).
+    """Check that the resource's list fits into one message of ``budget_bytes``.
+
+    The kubelet drops the connection for a message that is too long, so this is checked before
+    anything is registered (kubelet §10, V13).
 
     Raises:
-        OfferError: it does not; the message names the number of replicas that would fit, or the
+        OfferError: it does not fit; the error names the number of replicas that would, or the
             setting that reduces the ids.
     """
     size = list_size_bytes(resource.ids)
@@ -138,8 +146,7 @@ def check_budget(resource: Resource, budget_bytes: int) -> None:
         fewer = -(-size // budget_bytes)
         remedy = f"{resource.unit}: change it so that there are {fewer} times fewer ids"
         raise OfferError({resource.name: f"{len(resource.ids)} ids {too_long}; {remedy}"})
-    # Of numbered ids the last of each block is the longest; there may be too many to check them
-    # all.
+    # The last id of a block of numbered ids is its longest. There may be too many to measure each.
     ids = (
         [block.at(block.count - 1) for block in resource.ids.blocks if block.count]
         if isinstance(resource.ids, NumberedIds)
@@ -157,14 +164,14 @@ def check_budget(resource: Resource, budget_bytes: int) -> None:
 
 
 def encode_options(*, pre_start_required: bool, prefers: bool = True) -> bytes:
-    """DevicePluginOptions; ``prefers`` offers GetPreferredAllocation."""
+    """Encode DevicePluginOptions; ``prefers`` offers GetPreferredAllocation."""
     return bytes(_options(pre_start_required=pre_start_required, prefers=prefers))
 
 
 def encode_register(
     *, endpoint: str, resource: str, pre_start_required: bool, prefers: bool = True
 ) -> bytes:
-    """RegisterRequest for the socket ``endpoint``, a base name."""
+    """Encode a RegisterRequest for the socket ``endpoint``, a base name."""
     return bytes(
         v1beta1.RegisterRequest(
             version=API_VERSION,
@@ -176,16 +183,17 @@ def encode_register(
 
 
 def encode_get(namespace: str, name: str) -> bytes:
-    """GetPodResourcesRequest (kubelet §13); an empty name is not possible in Kubernetes."""
+    """Encode a GetPodResourcesRequest (kubelet §13).
+    Neither name is ever empty, so both fields are always written.
+    """
     return wire.delimited(1, name.encode()) + wire.delimited(2, namespace.encode())
 
 
 def decode_allocate(request: bytes) -> list[tuple[str, ...]]:
-    """The ids that each container of an AllocateRequest shall get.
+    """Decode an AllocateRequest to the ids of each container.
 
     Raises:
-        RequestRefusedError: the bytes are malformed, there is no container, or a container without
-            ids.
+        RequestRefusedError: the bytes are malformed, or name no container or one without ids.
     """
     with _refusing_malformed("Allocate"):
         containers = [wire.strings(container, 1) for container in wire.messages(request, 1)]
@@ -197,14 +205,14 @@ def decode_allocate(request: bytes) -> list[tuple[str, ...]]:
 
 
 def encode_allocate(answers: Iterable[Edits]) -> bytes:
-    """AllocateResponse with one element for each container, also where nothing is added to it:
-    kubelet reads the first element.
+    """Encode an AllocateResponse with one element for each container.
+    A container without edits has an element, too, because the kubelet always reads the first one.
     """
     edits = list(answers)
     if all(each == Edits(cdi_names=each.cdi_names) for each in edits):
-        # The answer of late binding, once for each resource of a container, while the kubelet
-        # admits no other pod. The generated code makes a message for each level and sets up
-        # Python's filters of warnings anew for each of their fields.
+        # Late binding answers with CDI names only. While it answers, the kubelet admits no other
+        # pod, so these bytes are written by hand. The generated code is slow: it makes an object
+        # for each level, and sets up Python's warning filters again for each field.
         return b"".join(
             wire.delimited(
                 1,
@@ -220,7 +228,7 @@ def encode_allocate(answers: Iterable[Edits]) -> bytes:
 
 
 def decode_preference(request: bytes) -> list[PreferenceRequest]:
-    """The containers of a PreferredAllocationRequest.
+    """Decode a PreferredAllocationRequest to the request for each container.
 
     Raises:
         RequestRefusedError: the bytes are malformed.
@@ -230,7 +238,7 @@ def decode_preference(request: bytes) -> list[PreferenceRequest]:
 
 
 def encode_preference(choices: Iterable[Sequence[str]]) -> bytes:
-    """PreferredAllocationResponse: the chosen ids of each container."""
+    """Encode a PreferredAllocationResponse with the chosen ids of each container."""
     return bytes(
         v1beta1.PreferredAllocationResponse(
             container_responses=[
@@ -242,8 +250,8 @@ def encode_preference(choices: Iterable[Sequence[str]]) -> bytes:
 
 
 def decode_answer(encoded: bytes) -> Edits:
-    """Our own ContainerAllocateResponse, as kubelet keeps it in its checkpoint; a field that a
-    later version added is passed over.
+    """Decode the agent's own ContainerAllocateResponse, which the kubelet keeps in its checkpoint.
+    A field that a later version of the agent has added is ignored.
 
     Raises:
         CheckpointError: it cannot be read.
@@ -278,7 +286,7 @@ def decode_answer(encoded: bytes) -> Edits:
 
 
 def decode_pre_start(request: bytes) -> tuple[str, ...]:
-    """The ids of the container that is about to start.
+    """Decode a PreStartContainerRequest to the ids of the container that is about to start.
 
     Raises:
         RequestRefusedError: the bytes are malformed, or there are no ids.
@@ -296,10 +304,10 @@ def _options(*, pre_start_required: bool, prefers: bool) -> v1beta1.DevicePlugin
 
 
 def _after_the_id(numa_node: int | None, *, healthy: bool) -> bytes:
-    """The encoded Device without its id, which is field 1 and comes first."""
+    """Encode a Device without its id, which is field 1 and so comes first."""
     message = v1beta1.Device(health=HEALTHY if healthy else UNHEALTHY)
-    # NUMA node 0 is an *empty* NumaNode element, not a missing one; a negative number means that
-    # the kernel does not know: no topology.
+    # An *empty* NumaNode element is NUMA node 0. A negative number means that the kernel does not
+    # know the node, so the device gets no topology.
     if numa_node is not None and numa_node >= 0:
         message.topology = v1beta1.TopologyInfo(nodes=[v1beta1.NumaNode(id=numa_node)])
     return bytes(message)

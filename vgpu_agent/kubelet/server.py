@@ -171,14 +171,14 @@ class DevicePlugin:
         if self._stopping.is_set():
             return
         self.status.state = PluginState.WAITING
-        self._say(reason, kubelet)
+        self._journal_reason(reason, kubelet)
         if healthy:
             backoff.reset()
         if self._directory.state.value.kubelet_socket != kubelet:
             return
         await self._while_kubelet_is(kubelet, backoff.pause())
 
-    def _say(self, reason: str, kubelet: SocketIdentity) -> None:
+    def _journal_reason(self, reason: str, kubelet: SocketIdentity) -> None:
         """Record why there is no registration: once for each kubelet, when the reason changes,
         and now and then while it lasts.
         """
@@ -208,7 +208,7 @@ class DevicePlugin:
                 self.status.state = PluginState.WAITING
                 pause = self._listening.pause()
                 if pause >= _WORTH_A_LINE_SECONDS:
-                    self._say(str(err), kubelet)
+                    self._journal_reason(str(err), kubelet)
                 self.status.last_error = str(err)
                 await self._while_kubelet_is(kubelet, pause)
                 if self._directory.state.value.kubelet_socket != kubelet:

@@ -120,9 +120,9 @@ def held_back(
             dict.fromkeys(devices[device].gpu if device in devices else device for device in held)
         )
         family = by_gpu[gpus[0]].family if gpus[0] in by_gpu else ""
-        lent = bool(family) and reason == availability.serves(family)
+        in_use = bool(family) and reason == availability.serves(family)
         found.append(
-            HeldBack(reason, family if lent else "", gpus, sum(counts[device] for device in held))
+            HeldBack(reason, family if in_use else "", gpus, sum(counts[device] for device in held))
         )
     return tuple(found)
 

@@ -1,10 +1,11 @@
-"""The compute mode of the GPUs of one daemon:
-exclusive while MPS shares them, so that no process exceeds its limit.
+"""The compute mode of the GPUs of one MPS control daemon.
 
-A GPU in that mode takes one process: the MPS server. While the GPU serves another family (one at a
-time) it must take others, so it is in the default mode until the last share of the other family is
-returned (``lent``). A GPU that has left the daemon's resource gets the default mode for good,
-unless another daemon has it by then. Called by `daemon`.
+While MPS shares a GPU, its mode is ``EXCLUSIVE_PROCESS``: it takes one process, the MPS server, so
+no process gets past its limit. While containers hold the GPU on other terms (through another
+resource, or under earlier settings), it must take any process. So it is in the ``DEFAULT`` mode
+until the last of them has returned it. A GPU that has left the daemon's resource gets the default
+mode for good, unless another daemon has it by then. Modes are set by ``nvidia-smi``. Called by
+`daemon`.
 """
 
 from __future__ import annotations
@@ -22,28 +23,32 @@ if TYPE_CHECKING:
     from vgpu_agent.mps.host_tools import HostTool
 
 
-class Claims:
-    """The daemon that made each GPU exclusive last: one that ends late must not undo the mode of
-    its successor under another name.
+class ModeOwners:
+    """The daemon that set the mode of each GPU last, shared by all daemons.
 
-    State: resource by GPU, and a lock by GPU, since two programs that set one mode at the same time
-    could end in either order.
+    A GPU may move to another resource, and so to another daemon. The old daemon may end later, and
+    must not undo the mode that the new one has set.
+
+    State: in memory only. `resources` has the resource of the daemon by GPU. `locks` has a lock by
+    GPU, since two runs of ``nvidia-smi`` for one GPU at the same time could end in either order.
     """
 
     def __init__(self) -> None:
-        self.resource: dict[str, str] = {}
-        self.lock: collections.defaultdict[str, asyncio.Lock] = collections.defaultdict(
+        self.resources: dict[str, str] = {}
+        self.locks: collections.defaultdict[str, asyncio.Lock] = collections.defaultdict(
             asyncio.Lock
         )
 
 
 class ComputeModes:
-    """The compute modes that were set, by GPU; empty where unsure.
-    Others may change them, so each daemon start sets them.
+    """The setter of the compute modes for one daemon.
+
+    State: the mode that was set last, by GPU, so that no mode is set twice; empty where it is not
+    known. Administrators may change modes as well, so the daemon calls `forget` when it starts.
     """
 
-    def __init__(self, smi: HostTool, resource: str, claims: Claims) -> None:
-        self._smi, self._resource, self._claims = smi, resource, claims
+    def __init__(self, smi: HostTool, resource: str, owners: ModeOwners) -> None:
+        self._smi, self._resource, self._owners = smi, resource, owners
         self._set: dict[str, str] = {}
 
     def forget(self) -> None:
@@ -51,47 +56,47 @@ class ComputeModes:
         self._set = dict.fromkeys(self._set, "")
 
     async def bring(
-        self, uuids: Iterable[str], lent: frozenset[str], others: Iterable[str] = ()
+        self, uuids: Iterable[str], in_use_by_others: frozenset[str], former: Iterable[str] = ()
     ) -> str:
-        """Make all of ``uuids`` but the ``lent`` exclusive,
-        and reset ``others`` and those that were exclusive before.
+        """Set the mode of each GPU of the daemon, and reset the GPUs that have left it.
 
         Args:
-            uuids: the GPUs of the daemon.
-            lent: those of them that are in use by another family now.
-            others: GPUs that get the default mode.
+            uuids: the GPUs of the daemon; they become exclusive.
+            in_use_by_others: those of them that containers hold on other terms; they get the
+                default mode.
+            former: further GPUs that get the default mode, besides those of earlier calls.
 
         Returns:
-            why one of the others could not be given back, which is tried again the next time; empty
-            when all are.
+            the reason why one of the former GPUs could not be reset, which is tried again at the
+            next call; empty when all are.
 
         Raises:
             MpsError: one of ``uuids`` cannot be set; all others are.
         """
-        wanted = {uuid: DEFAULT if uuid in lent else EXCLUSIVE for uuid in uuids}
-        kept = await self._each(
-            self._give_back(uuid)
-            for uuid in list(dict.fromkeys([*others, *self._set]))
-            if uuid not in wanted
+        modes = {uuid: DEFAULT if uuid in in_use_by_others else EXCLUSIVE for uuid in uuids}
+        not_reset = await self._each(
+            self._reset(uuid)
+            for uuid in list(dict.fromkeys([*former, *self._set]))
+            if uuid not in modes
         )
-        if errors := await self._each(self._bring_one(uuid, mode) for uuid, mode in wanted.items()):
+        if errors := await self._each(self._bring_one(uuid, mode) for uuid, mode in modes.items()):
             raise errors[0]
-        # one that is lost must not keep the others from being shared
-        return str(kept[0]) if kept else ""
+        # A former GPU may have fallen off the bus. That must not keep the others from being shared.
+        return str(not_reset[0]) if not_reset else ""
 
     async def release(self, uuids: Iterable[str]) -> None:
-        """The default mode for all of ``uuids``, and for those that were given to `bring` before.
+        """Set the default mode for all of ``uuids``, and for the GPUs of earlier calls.
 
         Raises:
             MpsError: a mode cannot be set; all others are.
         """
         if errors := await self._each(
-            self._give_back(uuid) for uuid in dict.fromkeys([*uuids, *self._set])
+            self._reset(uuid) for uuid in dict.fromkeys([*uuids, *self._set])
         ):
             raise errors[0]
 
     async def _each(self, changes: Iterable[Awaitable[None]]) -> list[MpsError]:
-        """Do all of them, whether or not one fails."""
+        """Await each of ``changes`` in turn, also after one has failed; return the errors."""
         errors: list[MpsError] = []
         for change in changes:
             try:
@@ -101,21 +106,21 @@ class ComputeModes:
         return errors
 
     async def _bring_one(self, uuid: str, mode: str) -> None:
-        if self._set.get(uuid) == mode and self._claims.resource.get(uuid) == self._resource:
+        if self._set.get(uuid) == mode and self._owners.resources.get(uuid) == self._resource:
             return
         self._set[uuid] = ""
-        async with self._claims.lock[uuid]:
-            self._claims.resource[uuid] = self._resource
+        async with self._owners.locks[uuid]:
+            self._owners.resources[uuid] = self._resource
             await self._smi.run("-i", uuid, "-c", mode)
         self._set[uuid] = mode
 
-    async def _give_back(self, uuid: str) -> None:
-        async with self._claims.lock[uuid]:
-            if self._claims.resource.get(uuid, self._resource) != self._resource:
-                self._set[uuid] = DEFAULT  # it is another daemon's, which sees to it
+    async def _reset(self, uuid: str) -> None:
+        async with self._owners.locks[uuid]:
+            if self._owners.resources.get(uuid, self._resource) != self._resource:
+                self._set[uuid] = DEFAULT  # nothing to do: another daemon sets this GPU's mode now
                 return
             if self._set.get(uuid) != DEFAULT:
                 self._set[uuid] = ""
                 await self._smi.run("-i", uuid, "-c", DEFAULT)
             self._set[uuid] = DEFAULT
-            self._claims.resource.pop(uuid, None)
+            self._owners.resources.pop(uuid, None)

@@ -7,7 +7,7 @@ that starts adopts the existing daemon.
 Anything that keeps the limits from being in force is the daemon's *trouble*. As long as there is
 one the resource is not offered (issue 1946: early pods without limits).
 
-Run by `supervision`, one loop a resource, under the agent's supervisor.
+Run by `supervision`, one loop for each resource, under the agent's supervisor.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from vgpu_agent import log
 from vgpu_agent.concurrency import Backoff
 from vgpu_agent.errors import MpsDaemonGoneError, MpsError
 from vgpu_agent.mps import directories, host_tools, processes
-from vgpu_agent.mps.compute_mode import Claims, ComputeModes
+from vgpu_agent.mps.compute_mode import ComputeModes, ModeOwners
 from vgpu_agent.mps.control import Control
 from vgpu_agent.mps.host_tools import HostTool
 from vgpu_agent.mps.log_tail import LogTail
@@ -48,7 +48,7 @@ _MOST_MISSES = 2
 class Dependencies(Protocol):
     """The dependencies of a daemon: facts about the node, and reports to the agent."""
 
-    claims: Claims
+    mode_owners: ModeOwners
     gpus: Callable[[], Collection[str]]
     """The UUIDs of the node's GPUs."""
 
@@ -78,7 +78,7 @@ class Daemon:
         self._journal, self._dependencies = journal, dependencies
         self._plan = plan  # of the daemon that runs or is about to
         self._wanted: DaemonPlan | None = plan
-        self._lent: frozenset[str] = frozenset()
+        self._in_use_by_others: frozenset[str] = frozenset()
         self._news = asyncio.Event()
         seconds = host_tools.COMMAND_TIMEOUT_SECONDS
         self._control_binary = HostTool(
@@ -87,19 +87,19 @@ class Daemon:
         self._modes = ComputeModes(
             HostTool(settings.smi_binary, "mps.smiBinary", timeout_seconds=seconds),
             plan.resource,
-            dependencies.claims,
+            dependencies.mode_owners,
         )
         self._tail: LogTail | None = None
         self._servers: tuple[int, ...] = ()
         self._changes = log.ChangeFilter()
         self.status = MpsStatus(plan.resource, trouble="its MPS control daemon is being started")
 
-    def want(self, plan: DaemonPlan | None, lent: frozenset[str] = frozenset()) -> None:
+    def want(self, plan: DaemonPlan | None, in_use_by_others: frozenset[str] = frozenset()) -> None:
         """Set the desired daemon to that of ``plan``, or none;
-        ``lent`` are GPUs in use by another family at the moment.
+        ``in_use_by_others`` are those of its GPUs that containers hold on other terms now.
         """
-        if (plan, lent) != (self._wanted, self._lent):
-            self._wanted, self._lent = plan, lent
+        if (plan, in_use_by_others) != (self._wanted, self._in_use_by_others):
+            self._wanted, self._in_use_by_others = plan, in_use_by_others
             self._news.set()
 
     def withheld(self, plan: DaemonPlan) -> Withheld | None:
@@ -316,7 +316,7 @@ class Daemon:
         wanted = set() if self._wanted is None else {limit.uuid for limit in self._wanted.devices}
         known = [limit.uuid for limit in self._plan.devices]
         trouble = await self._modes.bring(
-            [uuid for uuid in known if uuid in wanted], self._lent, known
+            [uuid for uuid in known if uuid in wanted], self._in_use_by_others, known
         )
         if not trouble:
             self._changes.over("modes")
@@ -330,7 +330,7 @@ class Daemon:
         status.running_since = status.limits_seen_at = time.time()
         status.thread_percentage = plan.thread_percentage
         status.memory_limit_mib = {limit.uuid: limit.memory_mib for limit in plan.devices}
-        status.in_use_by_others = tuple(sorted(self._lent))
+        status.in_use_by_others = tuple(sorted(self._in_use_by_others))
         await asyncio.to_thread(directories.mark, plan.directory, directories.STARTED)
         self._journal.record(
             "mps.daemon_adopted" if adopted else "mps.daemon_started",
@@ -362,7 +362,7 @@ class Daemon:
                 )
                 if misses >= _MOST_MISSES:
                     raise
-            await self._lend()
+            await self._admit_others()
             if await self._is_outdated():
                 return
 
@@ -389,15 +389,15 @@ class Daemon:
         for line in await asyncio.to_thread(self._tail.read) if self._tail else ():
             _logger.info("mps.control_log", resource=self._plan.resource, line=line)
 
-    async def _lend(self) -> None:
-        """Let lent GPUs take any process. A mode that cannot be set ends no daemon,
-        but is reported.
+    async def _admit_others(self) -> None:
+        """Let GPUs in use by others take any process.
+        A mode that cannot be set ends no daemon, but is reported.
         """
         try:
             await self._bring_modes()
         except MpsError as err:
             _logger.warning("mps.compute_mode_failed", resource=self._plan.resource, error=str(err))
-        self.status.in_use_by_others = tuple(sorted(self._lent))
+        self.status.in_use_by_others = tuple(sorted(self._in_use_by_others))
 
     async def _is_outdated(self) -> bool:
         """Tell whether this daemon must be replaced now.

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 from vgpu_agent import log
 from vgpu_agent.errors import MpsError
 from vgpu_agent.mps import directories
-from vgpu_agent.mps.compute_mode import Claims
+from vgpu_agent.mps.compute_mode import ModeOwners
 from vgpu_agent.mps.daemon import Daemon
 from vgpu_agent.status import MpsState, Withheld
 
@@ -67,7 +67,7 @@ class Supervision:
         self._sysfs_root, self._proc_root, self._share_memory = sysfs_root, proc_root, share_memory
         self._daemons: dict[str, Daemon] = {}
         self._preparing = asyncio.Lock()
-        self.claims = Claims()
+        self.mode_owners = ModeOwners()
 
     @property
     def statuses(self) -> tuple[MpsStatus, ...]:
@@ -85,11 +85,11 @@ class Supervision:
                 del self._daemons[resource]
             elif resource not in wanted:
                 daemon.want(None)
-        for resource, (plan, lent) in wanted.items():
+        for resource, (plan, in_use_by_others) in wanted.items():
             if known := self._daemons.get(resource):
-                known.want(plan, lent)
+                known.want(plan, in_use_by_others)
             else:
-                self._begin(plan, plan, lent)
+                self._begin(plan, plan, in_use_by_others)
 
     async def recall(self) -> None:
         """End an earlier agent's unwanted daemons:
@@ -103,10 +103,13 @@ class Supervision:
                 self._begin(plan, None)
 
     def _begin(
-        self, plan: DaemonPlan, wanted: DaemonPlan | None, lent: frozenset[str] = frozenset()
+        self,
+        plan: DaemonPlan,
+        wanted: DaemonPlan | None,
+        in_use_by_others: frozenset[str] = frozenset(),
     ) -> None:
         daemon = self._daemons[plan.resource] = Daemon(plan, self._settings, self._journal, self)
-        daemon.want(wanted, lent)
+        daemon.want(wanted, in_use_by_others)
         self._supervisor.start(_task(plan.resource), daemon.run)
 
     def withheld(self, plan: DaemonPlan) -> Withheld | None:

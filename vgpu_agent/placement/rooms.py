@@ -1,10 +1,10 @@
-"""Choose the devices of a container when no GPU scheduler has decided:
-the fullest that fit, or the emptiest.
+"""Choose the devices of a container when no GPU scheduler has decided.
 
-Called by the families whose pods ask for amounts (`volcano-vgpu`, …) under the plain
-kube-scheduler, which only counts. The rules of fit and of order are those of Volcano's scheduler
-(volcano-vgpu §8), so that a pod lands where that scheduler would have put it. Pure functions of the
-ledger's rest of each device.
+A *room* is the part of a device that is still free for new containers (`DeviceRoom`); the ledger
+computes it. Families whose pods ask for amounts of memory and compute (`volcano-vgpu`, …) call this
+module under the plain kube-scheduler, which only counts. The choice follows the rules of Volcano's
+scheduler (volcano-vgpu §8), so a pod gets the devices that it would have got from that scheduler.
+Pure functions.
 """
 
 from __future__ import annotations
@@ -24,22 +24,22 @@ if TYPE_CHECKING:
 BINPACK = "binpack"
 SPREAD = "spread"
 
-_MOST_QUOTED = 60  # characters of a pod's demand, which may be quoted for each GPU
-_MOST_DEVICES = 4  # that are named for one reason
+_MOST_QUOTED = 60  # characters of an annotation, which a message may quote once for each GPU
+_MOST_DEVICES = 4  # the most devices that a message names for one reason
 
-_WHOLE_PERCENT = 100  # a container that asks for all compute of a device gets it alone
+_WHOLE_PERCENT = 100  # a container that asks for all compute of a device shares it with no other
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Want:
+class DeviceDemand:
     """The demand of a container on each of its devices.
 
     Attributes:
-        count: how many different devices.
-        memory_mib: of a device with this room, how much; it may depend on the device (a percentage,
-            all of it).
-        cores_percent: compute, 0 for no claim.
-        text: the demand in the pod's own words, for the error.
+        count: the number of different devices.
+        memory_mib: returns the memory that is asked of a device, which may depend on the device (a
+            percentage, all of it).
+        cores_percent: the compute that is asked of a device; 0 for none.
+        text: the demand as the pod states it, for the error.
     """
 
     count: int
@@ -50,32 +50,32 @@ class Want:
 
 def choose_rooms(
     rooms: Sequence[DeviceRoom],
-    want: Want,
+    demand: DeviceDemand,
     *,
     policy: str,
     refused: Mapping[str, str] | None = None,
     neighbours: Neighbours = ALONE,
 ) -> tuple[DeviceRoom, ...]:
-    """Choose ``want.count`` different devices that have room, in order of preference.
+    """Choose ``demand.count`` different devices that have room, in order of preference.
 
     Args:
         rooms: in the order of the devices' minor numbers, which breaks ties.
-        want: what is asked of each.
+        demand: what is asked of each.
         policy: `BINPACK` takes the device with the most booked memory first, `SPREAD` the one with
-            the fewest holders.
-        refused: device → why this container must not have it, regardless of room.
-        neighbours: of the family. With `BINPACK` their ranks come first. With `SPREAD`, which an
-            operator has to ask for, only a GPU that another family has or waits for comes after all
-            others.
+            the fewest containers.
+        refused: device → the reason why this container must not get it, however much is free.
+        neighbours: the other families on the node, which give each GPU a rank. `BINPACK` orders by
+            rank first. An operator chooses `SPREAD` on purpose, so there the rank only puts those
+            GPUs last that another family has or waits for.
 
     Raises:
-        CapacityError: too few fit; the text names what was asked and what each device lacks.
+        CapacityError: too few fit; the text names the demand and what each device lacks.
     """
-    lacks = {room.device: (refused or {}).get(room.device) or lack(room, want) for room in rooms}
+    lacks = {room.device: (refused or {}).get(room.device) or lack(room, demand) for room in rooms}
     fitting = [room for room in rooms if not lacks[room.device]]
-    if len(fitting) < want.count:
+    if len(fitting) < demand.count:
         raise CapacityError(
-            f"{want.text} cannot be placed on this node: {_explained(rooms, lacks)}"
+            f"{demand.text} cannot be placed on this node: {_reasons(rooms, lacks)}"
         )
 
     def order(room: DeviceRoom) -> tuple[int, int]:
@@ -86,13 +86,13 @@ def choose_rooms(
             else (rank == OTHERS, _fewest_holders_first(room))
         )
 
-    # sorted() is stable, so devices on equal terms stay in their order.
-    return tuple(sorted(fitting, key=order)[: want.count])
+    # sorted() is stable, so equal devices stay in the order of their minor numbers.
+    return tuple(sorted(fitting, key=order)[: demand.count])
 
 
-def lack(room: DeviceRoom, want: Want) -> str:
-    """Explain why ``want`` does not fit into ``room``, as a half sentence; empty when it does."""
-    memory_mib, cores = want.memory_mib(room), want.cores_percent
+def lack(room: DeviceRoom, demand: DeviceDemand) -> str:
+    """Explain in a clause why ``demand`` does not fit into ``room``; empty when it does."""
+    memory_mib, cores = demand.memory_mib(room), demand.cores_percent
     reasons = (
         (bool(room.trouble), room.trouble),
         (room.exclusive, "a container holds all of it"),
@@ -115,8 +115,8 @@ def lack(room: DeviceRoom, want: Want) -> str:
 
 
 def by_reason(reasons: Iterable[tuple[str, str]]) -> str:
-    """Pairs of a device and its reason as half sentences, one for each different reason;
-    16 devices must not fill a message.
+    """Join the pairs of a device and its reason to one text.
+    Devices with the same reason are named together, so that 16 devices do not fill a message.
     """
     devices: dict[str, list[str]] = {}
     for device, reason in reasons:
@@ -129,9 +129,9 @@ def by_reason(reasons: Iterable[tuple[str, str]]) -> str:
 def type_refusal(name: str, *, wanted: str | None, unwanted: str | None) -> str:
     """Explain why a GPU of that type name must not be chosen; empty when it may.
 
-    Each list is separated by commas; an entry matches where it is part of the name, in any case
-    (``A10`` also matches ``A100``). When types are wanted, the unwanted ones are not looked at
-    (volcano-vgpu §3.1).
+    ``wanted`` and ``unwanted`` are lists separated by commas. An entry matches each name that
+    contains it, in upper or lower case (``A10`` also matches ``A100``). When types are wanted, the
+    unwanted ones are ignored (volcano-vgpu §3.1).
     """
     if wanted is not None:
         return (
@@ -145,8 +145,10 @@ def type_refusal(name: str, *, wanted: str | None, unwanted: str | None) -> str:
 
 
 def uuid_refusal(uuid: str, *, wanted: str | None, unwanted: str | None) -> str:
-    """Explain why the GPU of that UUID must not be chosen; empty when it may. Exact matches;
-    unwanted wins (volcano-vgpu §3.1).
+    """Explain why the GPU of that UUID must not be chosen; empty when it may.
+
+    Both are lists separated by commas. Entries match exactly, and a GPU on both lists is unwanted
+    (volcano-vgpu §3.1).
     """
     if unwanted is not None and uuid in _entries(unwanted):
         return "the pod excludes this GPU"
@@ -172,7 +174,7 @@ def _fewest_holders_first(room: DeviceRoom) -> int:
     return room.holders
 
 
-def _explained(rooms: Iterable[DeviceRoom], lacks: Mapping[str, str]) -> str:
+def _reasons(rooms: Iterable[DeviceRoom], lacks: Mapping[str, str]) -> str:
     return (
         by_reason((room.device, lacks[room.device] or "fits") for room in rooms)
         or "it has no GPU to share"

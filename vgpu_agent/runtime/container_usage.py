@@ -100,7 +100,7 @@ class ContainerUsages:
                 self._journal.record("region.read_hangs", level="warning", error=str(err))
             return
         self._changes.over(_HANGS)
-        self._say(
+        self._journal_unreadable(
             names,
             {
                 name: outcome.reason
@@ -130,7 +130,7 @@ class ContainerUsages:
             for container in pod.containers
         }
 
-    def _say(self, names: _Names, troubles: Mapping[str, str]) -> None:
+    def _journal_unreadable(self, names: _Names, troubles: Mapping[str, str]) -> None:
         """Log one line for each unreadable region of a live container.
         Later texts are the container's own choice.
         """

@@ -1,10 +1,13 @@
-"""The CDI specs of this node's grants, one file each, and the host files behind them,
-through which late binding takes effect.
+"""The files of this node's grants: a CDI spec for each, and the host files that it mounts.
 
-`Allocate` gives the kubelet a CDI name without a spec. `allocation` decides at `PreStartContainer`
-and has this carrier put the spec of that name into the runtime's directory, before it allows the
-start. `agent` loads the directory at start, restores it after a reboot, and collects the files of
-pods that are gone.
+With late binding, the answer to `Allocate` is a CDI name without a spec. At `PreStartContainer`
+`allocation` decides the grant. Before it allows the start, it has this module write the spec of
+that name into the container runtime's directory (the `Carrier` protocol). With early binding the
+answer to `Allocate` is complete, so there is no spec: only the host files and a record of the
+grant.
+
+`agent` loads the files at start, restores missing ones after a reboot, and removes those of pods
+that are gone. Removing the files of a grant is called *collecting* it.
 """
 
 from __future__ import annotations
@@ -40,29 +43,30 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 _SPEC_NAME = re.compile(r"vgpu-agent-([0-9a-f]{32})\.json")
-_LOCKS = 64
+_LOCK_COUNT = 64
 
-_MOST_LISTED = 4096  # names that one look at a directory of grants takes
-_SLICE_SECONDS = 0.25  # at one tree, before the next has its turn
-_ROUND_SECONDS = 5.0  # at all of them, before other work of the loop
-_DEADLINE_SECONDS = 30.0  # one piece of work that a disk has not answered by then is left behind
-# unfinished files of agents that gave them random names
-_EARLIER = (".remembered.json.", ".layout-")
-_PATIENCE_SECONDS = 600.0  # between two attempts at what could not be removed
+_MOST_LISTED = 4096  # the most names that `sweep` reads from a directory at once
+_SLICE_SECONDS = 0.25  # spent on removing one tree, before the next one
+_ROUND_SECONDS = 5.0  # spent on removing trees in one call, so that the agent's loop can go on
+_DEADLINE_SECONDS = 30.0  # for one job in the own thread; then the disk counts as hung
+_RETRY_SECONDS = 600.0  # between two attempts to remove the same tree
+# unfinished files of earlier versions, which gave them random names
+_OLD_TEMPORARY_PREFIXES = (".remembered.json.", ".layout-")
 
 
 class GrantDirectory:
-    """The grants of this node: a spec file each in ``cdi_directory``,
-    host files where their provisions place them.
+    """The files of the grants: a spec in ``cdi_directory`` for each,
+    and host files in the places that its `Provision` names.
 
-    State: the files; the state in memory is read from them by `load`. The agent can be killed
-    between any two lines: host files come first and the spec is renamed into place last, so an
-    existing spec has everything it mentions. A directory without a spec is found by `sweep`.
+    State: the files; `load` reads the state in memory from them. The agent can be killed between
+    any two lines. Host files are made first and the spec is renamed into place last, so all files
+    that an existing spec mentions are there. `sweep` finds directories without a spec.
 
-    All work is done in threads, and a thread finishes what it has begun even when the caller is
-    cancelled; work on one token is done by one thread at a time. A directory is collected by giving
-    it another name, at once. Its content is removed later, in slices and in a thread of its own,
-    for which no start waits.
+    All work is done in threads. A thread finishes its work even when the caller is cancelled, and
+    one thread at a time works on a token. Most grants have a directory of their own on the host
+    (`Provision.collected`). It is collected in two steps. At once it is renamed, so that its name
+    is free for a new grant. Later its content is removed, in slices and in a thread of its own, so
+    that no start waits for it.
     """
 
     def __init__(
@@ -73,28 +77,30 @@ class GrantDirectory:
         kept_directory: str,
         proc_root: str = "/proc",
         inline: Callable[[Sequence[str]], Awaitable[Inlined]] | None = None,
-        swept: Sequence[str] = (),
+        other_directories: Sequence[str] = (),
         make_room: Callable[[], None] = lambda: None,
-        made: Callable[[str], None] = lambda _: None,
-        earlier: str = "",
+        on_file_made: Callable[[str], None] = lambda _: None,
+        old_directory: str = "",
         slots: RegionSlots | None = None,
     ) -> None:
         """Use these directories.
 
         Args:
-            cdi_directory: where the runtime looks for specs.
-            journal: damaged files are recorded there.
-            kept_directory: where the records of grants without a spec are kept, those that were
+            cdi_directory: the directory in which the runtime looks for specs.
+            journal: gets an entry for each damaged file and each failure.
+            kept_directory: the directory for the records of grants without a spec, which were
                 answered in full in Allocate.
-            proc_root: where procfs is mounted, for the mounts of all processes.
-            swept: other directories of the agent's, in which a killed one may have left unfinished
-                files.
-            make_room: called, in a thread, when the disk is full, before it is tried once more.
-            earlier: where earlier agents have made directories that containers could change.
-            made: called, in a thread, for each file that containers are about to have.
-            slots: where the directories of containers are made, as far as there are any.
-            inline: returns the edits of CDI names, which a spec cannot refer to; raises
-                CarrierError where there are none.
+            proc_root: the mount point of procfs, for the mounts of all processes.
+            inline: returns the edits behind CDI names, because a spec cannot refer to another one;
+                raises CarrierError for a name without a spec.
+            other_directories: directories of the agent, in which a killed agent may have left
+                unfinished files.
+            make_room: called in a thread when the disk is full, before one more attempt.
+            on_file_made: called in a thread for each host file that was made for a container.
+            old_directory: the directory in which earlier versions made directories that containers
+                could change.
+            slots: file systems of a fixed size for the directories of containers; None or no free
+                one means the disk.
         """
         self._directory = cdi_directory
         self._kept = kept_directory
@@ -106,16 +112,16 @@ class GrantDirectory:
         self._records: dict[str, GrantRecord] = {}
         self._prepared: dict[str, GrantRecord] = {}
         self._changing = threading.Lock()
-        self._locks = tuple(threading.Lock() for _ in range(_LOCKS))
-        self._path_locks = tuple(threading.Lock() for _ in range(_LOCKS))
-        # directories of grants whose ids another container has got; `sweep` knows them after a
-        # restart
-        self._left: set[str] = set()
-        self._changes: dict[str, ChangeFilter] = {}  # by event
-        self._swept = tuple(swept)
+        self._locks = tuple(threading.Lock() for _ in range(_LOCK_COUNT))
+        self._path_locks = tuple(threading.Lock() for _ in range(_LOCK_COUNT))
+        # directories of grants whose ids went to another container; after a restart `sweep` finds
+        # them
+        self._unowned: set[str] = set()
+        self._failures: dict[str, ChangeFilter] = {}  # by event
+        self._other_directories = tuple(other_directories)
         self._make_room = make_room
-        self._made = made
-        self._earlier = earlier
+        self._on_file_made = on_file_made
+        self._old_directory = old_directory
         self._slots = slots
         self._own_thread = OwnThread("grant files")
         self._stuck: dict[str, str] = {}  # path → why it cannot be removed
@@ -125,14 +131,12 @@ class GrantDirectory:
 
     @property
     def records(self) -> Sequence[GrantRecord]:
-        """The grants whose specs are there now,
-        and those that were answered in full in Allocate.
-        """
+        """The grants with a spec, and those that were answered in full in Allocate."""
         return self._all()
 
     @property
     def outdated(self) -> bool:
-        """Tell whether a spec of an earlier agent exists.
+        """Tell whether a spec of an earlier version exists.
         It must be written anew before a container may start from it.
         """
         return any(self._is_outdated(record) for record in self._records.values())
@@ -143,8 +147,8 @@ class GrantDirectory:
         return self._stuck
 
     async def load(self) -> None:
-        """Read an earlier agent's files. Files of others are left alone. A damaged one of ours is
-        moved out of the runtime's way.
+        """Read the files of the agent's last run. Other programs' files are left alone.
+        A damaged spec of the agent's is renamed, so that the runtime does not read it.
 
         Raises:
             CarrierError: the directory is there and cannot be read.
@@ -153,8 +157,8 @@ class GrantDirectory:
             self._journal.record(event, level="warning", **facts)
 
     async def deliver(self, record: GrantRecord, provision: Provision) -> None:
-        """Make the host's files, then the spec, each whole or not at all.
-        The same content again changes nothing.
+        """Make the host files, then the spec, each atomically.
+        A second call with the same content changes nothing.
 
         Raises:
             CarrierError: something could not be written; the text names path, reason and remedy.
@@ -162,7 +166,8 @@ class GrantDirectory:
         await asyncio.to_thread(self._deliver, record, provision, await self._inlined(provision))
 
     async def prepare(self, record: GrantRecord, provision: Provision) -> None:
-        """The same without a spec: for answers that were complete in Allocate.
+        """Make the host files and keep the record, without a spec:
+        for a container whose answer in Allocate was complete.
 
         Raises:
             CarrierError: as for `deliver`.
@@ -170,10 +175,10 @@ class GrantDirectory:
         await asyncio.to_thread(self._prepare, record, provision)
 
     async def stands(self, token: str) -> bool:
-        """Tell whether the runtime finds the spec of that name and may start a container from it.
+        """Tell whether the spec of ``token`` exists and a container may start from it.
 
-        A spec of an earlier agent mounts files from a directory that the container could change. It
-        must be written anew first.
+        A spec of an earlier version mounts files from a directory that the container could change.
+        It must be written anew first.
         """
         record = self._records.get(token)
         return not (record is not None and self._is_outdated(record)) and not await self.missing(
@@ -181,8 +186,8 @@ class GrantDirectory:
         )
 
     async def missing(self, tokens: Iterable[str]) -> tuple[str, ...]:
-        """List those of ``tokens`` that have no spec file now:
-        it was never delivered or deleted, or the node was rebooted.
+        """List those of ``tokens`` without a spec file.
+        It was never written, was deleted, or was lost in a reboot.
         """
         return await asyncio.to_thread(
             lambda: tuple(token for token in tokens if not os.path.lexists(self._path(token)))
@@ -193,15 +198,16 @@ class GrantDirectory:
         provisions: Iterable[tuple[GrantRecord, Provision]],
         still: Callable[[GrantRecord], bool] = lambda _: True,
     ) -> int:
-        """Deliver each grant whose spec is missing, however many of them fail;
-        return the number restored.
+        """Deliver each grant whose spec is missing, also after one has failed;
+        return the number of restored specs.
 
-        A failure is journaled when it is new, because its cause will mostly last until the next
-        look. No file is removed, because the container may be running.
+        Only a new failure is journaled, because its cause usually lasts until the next call. No
+        file is removed, because the container may be running.
 
         Args:
-            provisions: all that should be there.
-            still: called just before a grant is delivered, since those before it took their time.
+            provisions: the grants that should have a spec, with their files.
+            still: tells whether a grant is still held; called just before it is delivered, because
+                those before it take time.
         """
         wanted = {record.token: (record, provision) for record, provision in provisions}
         restored, failed = 0, {}
@@ -221,16 +227,21 @@ class GrantDirectory:
                     "container": record.owner.container,
                     "error": str(err),
                 }
-        self._say("grants.not_restored", "error", failed)
+        self._journal_new("grants.not_restored", "error", failed)
         return restored
 
     async def collect(
         self, keep: Callable[[GrantRecord], bool], beat: Callable[[], None] = lambda: None
     ) -> tuple[GrantRecord, ...]:
         """Remove spec and directory of each grant that ``keep`` rejects.
-        Mounted directories wait for the next call.
+        A grant whose directory is still mounted waits for the next call.
 
-        Directories go, too, of grants that have lost their ids to others since the last time.
+        This also removes the directories of grants whose ids went to another container since the
+        last call.
+
+        Args:
+            keep: tells whether a grant stays.
+            beat: called between two steps, as the heartbeat of the caller's loop.
 
         Returns:
             the grants that were removed.
@@ -238,28 +249,30 @@ class GrantDirectory:
         removed: list[GrantRecord] = []
         failed: dict[str, dict[str, str]] = {}
         trees: list[str] = []
-        if self._left:
+        if self._unowned:
             with contextlib.suppress(CarrierError):  # `sweep` reports the files that stay
-                trees += await self._aside("the directories of ended containers", self._remove_left)
+                trees += await self._in_own_thread(
+                    "the directories of ended containers", self._free_unowned
+                )
         for record in self._all():
             if keep(record):
                 continue
             try:
-                freed = await self._aside(
+                renamed = await self._in_own_thread(
                     record.collected or record.token, functools.partial(self._collect, record)
                 )
-                if freed is not None:
+                if renamed is not None:
                     removed.append(record)
-                    trees += [freed] if freed else []
+                    trees += [renamed] if renamed else []
             except CarrierError as err:
                 failed[record.token] = {"pod": record.owner.pod_name, "error": str(err)}
-        self._say("grants.not_collected", "warning", failed)
+        self._journal_new("grants.not_collected", "warning", failed)
         await self._remove(trees, beat)
         return tuple(removed)
 
     async def withdraw(self, record: GrantRecord) -> None:
-        """Remove the spec of a grant whose ids another container has got;
-        its own directory is left to `sweep`.
+        """Remove the spec of a grant whose ids went to another container;
+        `sweep` removes its directory.
 
         Raises:
             CarrierError: the spec cannot be removed.
@@ -273,18 +286,24 @@ class GrantDirectory:
         Mounted ones stay.
 
         They were collected, or left behind by a reboot, by an agent that was killed, or by another
-        plugin. Trees take turns, and one that is not gone when the time is up is continued at the
-        next call. Those that cannot be removed are in `left_over`.
+        plugin. Several large trees are removed a slice at a time in turn. The next call continues
+        with those that are not gone after `_ROUND_SECONDS`. `left_over` has those that cannot be
+        removed.
+
+        Args:
+            parent: the directory that has the directories of grants.
+            keep: tells whether a name stays.
+            beat: called between two steps, as the heartbeat of the caller's loop.
 
         Returns:
-            the names that are free again.
+            the names that are free for new grants.
         """
         freed: list[str] = []
         failed: dict[str, dict[str, str]] = {}
         trees: list[str] = []
         names: list[str] = []
         try:
-            names = await self._aside(parent, functools.partial(_directories, parent))
+            names = await self._in_own_thread(parent, functools.partial(_directories, parent))
         except CarrierError as err:
             failed[parent] = {"path": parent, "error": str(err)}
         for name in names:
@@ -292,15 +311,17 @@ class GrantDirectory:
             if name.startswith(host_files.ASIDE_PREFIX):
                 trees.append(path)
             elif not keep(name) and not host_files.is_temporary(name):
-                # a start may be about to name it
+                # A temporary name belongs to a start that is about to make its directory.
                 try:
-                    if aside := await self._aside(path, functools.partial(self._sweep, path)):
+                    if renamed := await self._in_own_thread(
+                        path, functools.partial(self._sweep, path)
+                    ):
                         freed.append(name)
-                        trees.append(aside)
+                        trees.append(renamed)
                 except CarrierError as err:
                     failed[path] = {"path": path, "error": str(err)}
-        self._say(f"grants.not_swept {parent}", "warning", failed)
-        if parent not in failed:  # it was corrected meanwhile
+        self._journal_new(f"grants.not_swept {parent}", "warning", failed)
+        if parent not in failed:  # forget the trees that were removed by hand
             self._stuck = {
                 path: why
                 for path, why in self._stuck.items()
@@ -310,8 +331,8 @@ class GrantDirectory:
         return tuple(freed)
 
     async def _remove(self, trees: Sequence[str], beat: Callable[[], None]) -> None:
-        """Remove the renamed trees: each for a while, then the next,
-        until all are gone or the time of a round is up.
+        """Remove the renamed trees, a slice of each in turn,
+        until all are gone or `_ROUND_SECONDS` are over.
         """
         now = time.monotonic()
         waiting = [
@@ -325,16 +346,16 @@ class GrantDirectory:
             for path in tuple(waiting):
                 beat()
                 try:
-                    done = await self._aside(
+                    done = await self._in_own_thread(
                         path, functools.partial(removal.remove_tree, path, seconds=_SLICE_SECONDS)
                     )
                 except NotReturnedError as err:
                     self._hanging = err.what
-                    self._leave(err.what, str(err))
-                    return  # the others wait for the thread
+                    self._note_stuck(err.what, str(err))
+                    return  # the thread hangs on this tree, so the others wait for a later call
                 except CarrierError as err:
                     waiting.remove(path)
-                    self._leave(path, str(err))
+                    self._note_stuck(path, str(err))
                     continue
                 if done:
                     waiting.remove(path)
@@ -342,42 +363,43 @@ class GrantDirectory:
                         other: why for other, why in self._stuck.items() if other != path
                     }
 
-    def _leave(self, path: str, why: str) -> None:
-        """Remember that ``path`` cannot be removed for now; it is logged once."""
+    def _note_stuck(self, path: str, why: str) -> None:
+        """Remember that ``path`` cannot be removed now, and journal it once."""
         if path not in self._stuck:
             self._journal.record("grants.left_over", level="warning", path=path, error=why)
         self._stuck = {**self._stuck, path: why}
-        self._again_at[path] = time.monotonic() + _PATIENCE_SECONDS
+        self._again_at[path] = time.monotonic() + _RETRY_SECONDS
 
-    async def _aside(self, what: str, call: Callable[[], T]) -> T:
+    async def _in_own_thread(self, what: str, call: Callable[[], T]) -> T:
+        """Return the result of ``call`` from the own thread; ``what`` is its path, for errors."""
         result = await self._own_thread.run(what, call, seconds=_DEADLINE_SECONDS)
         if self._hanging:
             self._stuck = {path: why for path, why in self._stuck.items() if path != self._hanging}
             self._hanging = ""
         return result
 
-    def _say(self, event: str, level: str, failed: Mapping[str, Mapping[str, str]]) -> None:
-        """Journal what has failed otherwise than the last time: many pods would push all else out
-        of the journal within minutes.
+    def _journal_new(self, event: str, level: str, failed: Mapping[str, Mapping[str, str]]) -> None:
+        """Journal the failures that are new or have another error than last time.
+        On a node with many pods, repetitions would fill the journal within minutes.
         """
-        changes = self._changes.setdefault(event, ChangeFilter())
+        changes = self._failures.setdefault(event, ChangeFilter())
         for what, facts in failed.items():
             if changes.is_new(what, facts["error"]):
                 self._journal.record(event.partition(" ")[0], level=level, **facts)
         changes.keep_only(failed)
 
     def _is_outdated(self, record: GrantRecord) -> bool:
-        return bool(self._earlier) and record.collected.startswith(f"{self._earlier}/")
+        return bool(self._old_directory) and record.collected.startswith(f"{self._old_directory}/")
 
     def _path(self, token: str, directory: str = "") -> str:
         return os.path.join(directory or self._directory, f"vgpu-agent-{token}.json")
 
     def _lock(self, token: str) -> threading.Lock:
-        return self._locks[hash(token) % _LOCKS]
+        return self._locks[hash(token) % _LOCK_COUNT]
 
     def _lock_of(self, path: str) -> threading.Lock:
-        """Return the lock that keeps the making and the removal of a grant's directory apart."""
-        return self._path_locks[hash(path) % _LOCKS]
+        """Return the lock under which the directory ``path`` of a grant is made or removed."""
+        return self._path_locks[hash(path) % _LOCK_COUNT]
 
     def _owned(self) -> set[str]:
         return {record.collected for record in self._all()}
@@ -388,7 +410,7 @@ class GrantDirectory:
     def _load(self) -> list[tuple[str, dict[str, str]]]:
         notes: list[tuple[str, dict[str, str]]] = []
         records, kept = self._load_from(self._directory, notes), self._load_from(self._kept, notes)
-        for directory in self._swept:
+        for directory in self._other_directories:
             _remove_unfinished(directory)
         if self._slots is not None:
             self._slots.remove_orphans()
@@ -403,7 +425,7 @@ class GrantDirectory:
         try:
             names = sorted(os.listdir(directory))
         except (FileNotFoundError, NotADirectoryError):
-            # a wrong file in its place is reported by the writer
+            # The first write reports a file in the place of the directory.
             names = []
         except OSError as err:
             raise host_files.trouble("read", directory, err) from err
@@ -436,8 +458,8 @@ class GrantDirectory:
         *,
         only_missing: bool = False,
     ) -> bool:
-        """Deliver a grant; with ``only_missing`` return False where a start has put a spec of
-        that name meanwhile.
+        """Deliver a grant and return True.
+        With ``only_missing``, return False if a start has written the spec meanwhile.
         """
         content = grant_spec.spec_text(record, provision.edits, inlined)
         path = self._path(record.token)
@@ -451,10 +473,10 @@ class GrantDirectory:
             with self._changing:
                 self._records = {**self._records, record.token: record}
                 if before is not None and before.collected:
-                    # The ids have a new holder (after an init container or an ended pod). The
-                    # kubelet waits for this call, and to look for mounts takes a while on a node
-                    # with many containers.
-                    self._left = {*self._left, before.collected}
+                    # The ids went to a new container, after an init container or an ended pod. Its
+                    # predecessor's directory is removed later: the kubelet waits for this call, and
+                    # the search for mounts takes a while on a node with many containers.
+                    self._unowned = {*self._unowned, before.collected}
             return True
 
     def _make(self, provision: Provision) -> None:
@@ -468,14 +490,14 @@ class GrantDirectory:
             self._make_room()
             host_files.make(self._placed(provision), self._mounts)
         for file in provision.files:
-            self._made(file.path)
+            self._on_file_made(file.path)
 
     def _placed(self, provision: Provision) -> Provision:
-        """The provision, for the place that the container's own directory has:
-        a slot, or the disk.
+        """Return the provision for a slot if the container's directory gets one,
+        and unchanged if the directory is on the disk.
         """
-        # The mounts of the kubelet's old answer are made of links to the files, which stay on one
-        # file system.
+        # A remade directory of an earlier version has hard links to the files, so these must be on
+        # the same file system.
         if (
             self._slots is not None
             and provision.collected
@@ -495,25 +517,28 @@ class GrantDirectory:
             )
 
     def _collect(self, record: GrantRecord) -> str | None:
-        """Free the grant; return the path that is left to remove, "" for none,
-        and None when the grant stays.
+        """Remove the grant's spec and rename its directory.
+
+        Returns:
+            the new path of the directory, which is still to be removed; empty when there is none;
+            None when the grant stays.
         """
         with self._lock(record.token), self._lock_of(record.collected):
-            specced, prepared = (
+            has_spec, prepared = (
                 self._records.get(record.token) is record,
                 self._prepared.get(record.token) is record,
             )
-            if not specced and not prepared:
-                return None  # another container has got these ids meanwhile
+            if not has_spec and not prepared:
+                return None  # the ids went to another container meanwhile
             shared = any(
                 other.collected == record.collected for other in self._all() if other is not record
             )
-            freed: str | None = ""
+            renamed: str | None = ""
             if record.collected and not shared:
-                freed = self._free(record.collected)
-                if freed is None:
+                renamed = self._free(record.collected)
+                if renamed is None:
                     return None
-            if specced:
+            if has_spec:
                 self._unlink(record)
             with self._changing:
                 if prepared:
@@ -523,25 +548,25 @@ class GrantDirectory:
             if prepared:
                 with contextlib.suppress(FileNotFoundError):
                     os.unlink(self._path(record.token, self._kept))
-            return freed
+            return renamed
 
-    def _remove_left(self) -> list[str]:
-        """Free the directories whose grants have lost their ids; return the paths left to remove.
-        Mounted ones stay for later.
+    def _free_unowned(self) -> list[str]:
+        """Rename the directories of grants whose ids went to another container;
+        return the new paths, which are still to be removed. Mounted ones wait for the next call.
         """
         trees = []
-        for path in self._left:
+        for path in self._unowned:
             with self._lock_of(path):
-                freed: str | None = ""  # its container has started again
+                renamed: str | None = ""  # for a container that has started again and owns it
                 if path not in self._owned():
                     try:
-                        freed = self._free(path)
+                        renamed = self._free(path)
                     except CarrierError:
-                        freed = None
-            if freed is not None:
-                trees += [freed] if freed else []
+                        renamed = None
+            if renamed is not None:
+                trees += [renamed] if renamed else []
                 with self._changing:
-                    self._left = self._left - {path}
+                    self._unowned = self._unowned - {path}
         return trees
 
     def _sweep(self, path: str) -> str:
@@ -567,10 +592,14 @@ class GrantDirectory:
             }
 
     def _free(self, path: str) -> str | None:
-        """Take the name from a directory, and return the one that `sweep` removes it by, "" when it
-        is gone; None while it is mounted.
+        """Free the name of a directory by renaming it.
 
-        Where other mount tables cannot be seen, kubelet's word that the pod is gone must do.
+        Where the mount tables of other processes cannot be read, the kubelet's record that the pod
+        is gone must suffice.
+
+        Returns:
+            the new path, which is still to be removed; empty when there is no directory; None while
+            it is mounted.
         """
         return (
             None if self._mounts.mounted_below(path) is Use.MOUNTED else host_files.move_aside(path)
@@ -580,8 +609,8 @@ class GrantDirectory:
 def _in_slot(provision: Provision) -> Provision:
     """Return the provision of a container whose own directory is in a slot.
 
-    Nothing is taken in advance there: pages count for their first writer, and no other container
-    can use up the slot.
+    Its files are not allocated in advance. The kernel charges a page of memory to its first
+    writer, which should be the container, and no other container can use up the slot.
     """
     return dataclasses.replace(
         provision,
@@ -603,8 +632,8 @@ def _read(path: str) -> bytes:
 
 
 def _moved_away(path: str) -> str:
-    """Rename a damaged spec and return its new path;
-    the runtime reads only names that end in .json or .yaml.
+    """Rename a damaged spec and return its new path, or the reason why that failed.
+    The runtime reads only names that end in .json or .yaml.
     """
     try:
         os.rename(path, path + ".broken")
@@ -614,8 +643,8 @@ def _moved_away(path: str) -> str:
 
 
 def _directories(parent: str) -> list[str]:
-    """Names of directories in ``parent``, `_MOST_LISTED` at most;
-    the next round sees the others.
+    """List the names of directories in ``parent``, `_MOST_LISTED` at most.
+    The next `sweep` sees the others.
     """
     try:
         with os.scandir(parent) as entries:
@@ -632,7 +661,7 @@ def _remove_unfinished(directory: str) -> None:
         unfinished = [
             entry.name
             for entry in entries
-            if host_files.is_temporary(entry.name) or entry.name.startswith(_EARLIER)
+            if host_files.is_temporary(entry.name) or entry.name.startswith(_OLD_TEMPORARY_PREFIXES)
         ]
         for name in unfinished:
             path = os.path.join(directory, name)

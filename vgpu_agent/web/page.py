@@ -1,8 +1,7 @@
-"""The overview in words: the table that ``vgpu-agent status`` and ``curl :9394/`` print, and the
-read-only page that a browser gets.
+"""The overview of a node, as tables for a terminal and as a page for a browser.
 
-Pure functions on `views.Overview`. Imports no HTTP library, because the command line uses it as
-well.
+``vgpu-agent status`` and ``curl :9394/`` print the tables. Pure functions on `views.Overview`.
+Imports no HTTP library, because the command line uses this module as well.
 """
 
 from __future__ import annotations
@@ -17,13 +16,12 @@ if TYPE_CHECKING:
     from vgpu_agent.web.shapes import When
     from vgpu_agent.web.views import GpuView, Overview
 
-# in a line about a GPU; 80 of them would tear the table apart, and the pods have a table of their
-# own
+# The most holders in the row of a GPU. There may be 80, and the pods have a table of their own.
 _SHOWN_HOLDERS = 2
 
 SIMULATED = "SIMULATED GPUs: nothing here is real hardware"
 
-# title, columns, rows, the text when there are none
+# title, columns, rows, and the text that stands in for an empty table
 _Table = tuple[str, tuple[str, ...], list[tuple[str, ...]], str]
 
 _STYLE = (
@@ -35,19 +33,19 @@ _STYLE = (
 
 
 def as_text(overview: Overview) -> str:
-    """The overview as aligned columns, for a terminal."""
+    """Return the overview as aligned columns, for a terminal."""
     lines = [_headline(overview)]
     if overview.simulated:
         lines.append(f"*** {SIMULATED} ***")
-    for title, columns, rows, otherwise in _tables(overview):
+    for title, columns, rows, text_if_empty in _tables(overview):
         lines += ["", title]
-        lines += _columns((columns, *rows)) if rows else [f"  {otherwise}"]
+        lines += _columns((columns, *rows)) if rows else [f"  {text_if_empty}"]
     return "\n".join(lines) + "\n"
 
 
 def explained(explanation: Explanation) -> str:
-    """Sentences about one pod, where it was looked for, and the last decisions about it,
-    for a terminal.
+    """Return the answer of ``vgpu-agent status --pod``, for a terminal:
+    sentences, the sources that were searched, and the last events of the pod.
     """
     lines = [
         f"pod {explanation.pod}",
@@ -70,7 +68,7 @@ def _facts(facts: Mapping[str, object]) -> str:
 
 
 def as_html(overview: Overview) -> str:
-    """The overview as a page without scripts that reloads itself every five seconds."""
+    """Return the overview as a page without scripts that reloads itself every five seconds."""
     node = html.escape(overview.node)
     parts = [
         (
@@ -83,10 +81,11 @@ def as_html(overview: Overview) -> str:
         parts.append(f'<p class="loud">{SIMULATED}</p>')
     parts.append(f"<p{'' if overview.ready else _BAD}>{html.escape(_headline(overview))}</p>")
     *tables, problems = _tables(overview)
-    # Problems last in a terminal, where the end is what one sees, and first in a browser.
-    for title, columns, rows, otherwise in (problems, *tables):
+    # A terminal shows the end of the text, and a browser its beginning. So problems come last in a
+    # terminal and first here.
+    for title, columns, rows, text_if_empty in (problems, *tables):
         parts.append(f"<h2>{html.escape(title)}</h2>")
-        parts.append(_html_table(columns, rows) if rows else f"<p>{html.escape(otherwise)}</p>")
+        parts.append(_html_table(columns, rows) if rows else f"<p>{html.escape(text_if_empty)}</p>")
     parts.append(
         '<p><a href="metrics">/metrics</a> <a href="readyz?verbose">/readyz</a> <a '
         'href="livez?verbose">/livez</a></p></body></html>\n'
@@ -124,14 +123,14 @@ def _headline(overview: Overview) -> str:
 
 
 def _tables(overview: Overview) -> Iterator[_Table]:
-    given = ("GIVEN",) if _in_parts(overview) else ()
+    given = ("GIVEN",) if _gives_amounts(overview) else ()
     yield (
         "GPUs",
         ("INDEX", "NAME", "HEALTH", "MEMORY (MiB)", "USE", "SHARES", *given, "UUID", "HELD BY"),
         _gpu_rows(overview),
         "none",
     )
-    if _is_mixed(overview):
+    if _has_several_families(overview):
         yield (
             "GPUs by family",
             ("GPU", "SERVES", "FOR", "PODS", "WAITING", "FREED BY"),
@@ -186,7 +185,7 @@ def _gpu_rows(overview: Overview) -> list[tuple[str, ...]]:
                 )
             )
             + (f"/{gpu.max_holders}" if gpu.max_holders is not None else ""),
-            *((_given(overview, gpu),) if _in_parts(overview) else ()),
+            *((_given(overview, gpu),) if _gives_amounts(overview) else ()),
             gpu.uuid,
             _holders(gpu),
         )
@@ -194,14 +193,14 @@ def _gpu_rows(overview: Overview) -> list[tuple[str, ...]]:
     ]
 
 
-def _is_mixed(overview: Overview) -> bool:
-    """Tell whether GPUs may serve several families.
-    On other nodes a table of families by GPU adds nothing.
+def _has_several_families(overview: Overview) -> bool:
+    """Tell whether the node has several families.
+    With one family, a table of families by GPU adds nothing.
     """
-    on = {family.family for family in overview.binding.families}
-    # also those that have been switched off
+    configured = {family.family for family in overview.binding.families}
+    # A family that was switched off may still serve a GPU.
     serving = {gpu.use.family for gpu in overview.gpus if gpu.use.family}
-    return len(on | serving) > 1
+    return len(configured | serving) > 1
 
 
 def _use_rows(overview: Overview) -> list[tuple[str, ...]]:
@@ -234,9 +233,9 @@ def _held_back_rows(overview: Overview) -> list[tuple[str, ...]]:
     ]
 
 
-def _in_parts(overview: Overview) -> bool:
-    """Tell whether GPUs are granted by memory and compute.
-    Whole GPUs and turns have no such figure.
+def _gives_amounts(overview: Overview) -> bool:
+    """Tell whether a family of the node grants amounts of memory and compute.
+    Grants of whole GPUs and of time slices have no such figures.
     """
     return any(family.decided_by == "pod" for family in overview.binding.families)
 
@@ -256,7 +255,7 @@ def _given(overview: Overview, gpu: GpuView) -> str:
 
 
 def _health(gpu: GpuView) -> str:
-    # the reason is under Problems; a sentence would widen the column too much
+    # The reason is in the table of problems. A sentence would make this column too wide.
     return gpu.health if gpu.present else "Gone"
 
 
@@ -345,7 +344,7 @@ def _since(moment: When) -> str:
 
 
 def _duration(seconds: float) -> str:
-    """``42s``, ``5m``, ``3h20m``, ``12d4h``."""
+    """Format a duration: ``42s``, ``5m00s``, ``3h20m``, ``12d4h``."""
     whole = max(0, int(seconds))
     if whole < 60:
         return f"{whole}s"

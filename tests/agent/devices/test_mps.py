@@ -247,7 +247,7 @@ async def test_settings_that_change_no_offer_reach_the_daemon(tmp_path: Path) ->
         await node.until(lambda: node.side.statuses[0].thread_percentage == 100)
 
 
-async def test_a_gpu_that_another_resource_holds_is_lent(tmp_path: Path) -> None:
+async def test_a_gpu_that_another_resource_holds_is_in_use_by_others(tmp_path: Path) -> None:
     """aws:D8: EXCLUSIVE_PROCESS would keep the other family's programs out of the GPU
     that serves it now.
     """

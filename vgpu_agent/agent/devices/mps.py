@@ -122,7 +122,7 @@ class MpsController:
         if resources or self._supervision.statuses:
             self._supervision.want(
                 {
-                    resource.name: (self._plan(resource), self._lent(resource))
+                    resource.name: (self._plan(resource), self._in_use_by_others(resource))
                     for resource in resources
                     if not self._unfit(resource)
                 }
@@ -214,7 +214,7 @@ class MpsController:
             )
         )
 
-    def _lent(self, resource: Resource) -> frozenset[str]:
+    def _in_use_by_others(self, resource: Resource) -> frozenset[str]:
         """Return its GPUs in use on other terms:
         through another resource, or under earlier settings.
         """

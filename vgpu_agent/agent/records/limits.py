@@ -1,8 +1,8 @@
-"""Report containers whose limits are no longer those that were configured,
-from what the usage loop reads.
+"""Journal each container whose limit is no longer the configured one.
 
-A container's region is writable for it, so a hostile one can raise its own limit. `hami-core`
-cannot prevent that; it can be seen, and the journal names the pod once.
+`hami-core` keeps the limits and the usage of a container in a file, its *region*, which the
+container can write. So a hostile container can raise its own limit. The agent cannot prevent that,
+but it reads all regions for the usage figures, and the journal names such a pod once.
 """
 
 from __future__ import annotations
@@ -24,9 +24,8 @@ if TYPE_CHECKING:
 class LimitsWatch:
     """The comparison of the limits in regions with those of their grants.
 
-    State: the numbers of the grants that were reported. Each is reported once for as long as it
-    lives: a container that changes its region every second must not fill the journal. A restart
-    reports again.
+    State: the numbers of the grants that were reported. Each is reported once, because a container
+    that changes its region every second must not fill the journal. A restarted agent reports again.
     """
 
     def __init__(
@@ -41,12 +40,12 @@ class LimitsWatch:
         self._changes = ChangeFilter()
 
     async def run(self) -> None:
-        """Compare after each change of the regions, until cancelled; a loop for the supervisor."""
+        """Compare whenever regions were read and have changed, until cancelled."""
         async for _ in self._usage.changes():
             self.look()
 
     def look(self) -> None:
-        """Record each limit that is not in force for the first time."""
+        """Journal each limit that is not in force and was not reported yet."""
         status = self._status()
         limits = Limits(status)
         self._changes.keep_only({grant.number for grant in status.ledger.grants})

@@ -105,7 +105,9 @@ class Answers:
         ):
             return (
                 Verdict.WRONG
-                if any(_told_of(evidence.expected[name], evidence.elsewhere) for name in answers)
+                if any(
+                    _has_answered(evidence.expected[name], evidence.elsewhere) for name in answers
+                )
                 else Verdict.RIGHT
             )
         if not answers and evidence.handed_on:
@@ -125,7 +127,7 @@ class Answers:
         """Judge another container's answer for a container with an equal share."""
         if not evidence.answers:
             return Verdict.LATER  # whether another container has this answer as well is not known
-        if _told_of(given.provision, evidence.elsewhere):
+        if _has_answered(given.provision, evidence.elsewhere):
             return Verdict.WRONG  # two containers would share what is one container's own
         for other, each in self.given.items():
             if other != token and each.decided_for == evidence.key:
@@ -194,11 +196,11 @@ class Answers:
         self.answered.add(key)
 
 
-def _told_of(provision: Provision, answers: Collection[Edits]) -> bool:
-    """Tell whether any of ``answers`` leads into the directory that is one container's own.
+def _has_answered(provision: Provision, answers: Collection[Edits]) -> bool:
+    """Tell whether any of ``answers`` mounts the own directory of the provision's container.
 
-    The rest of them may differ: an agent that has forgotten its guesses can answer for the same
-    container again, with another GPU.
+    Other parts of the answer may differ: an agent that has forgotten its guesses can answer for the
+    same container again, with another GPU.
     """
     return any(
         answer == provision.edits

@@ -49,7 +49,7 @@ from vgpu_agent.isolation.backend import Target
 from vgpu_agent.isolation.edits import Provision
 from vgpu_agent.model import Share
 from vgpu_agent.nodes import DesiredNode
-from vgpu_agent.placement.rooms import Want, choose_rooms, type_refusal, uuid_refusal
+from vgpu_agent.placement.rooms import DeviceDemand, choose_rooms, type_refusal, uuid_refusal
 from vgpu_agent.pods import DesiredPod
 
 if TYPE_CHECKING:
@@ -163,7 +163,7 @@ class VolcanoVgpuFamily:
             len(question.ids),
             [room for room in question.rooms if room.device in offer.units],
         )
-        want = Want(
+        demand = DeviceDemand(
             count,
             memory_mib,
             ask.cores_percent,
@@ -171,7 +171,7 @@ class VolcanoVgpuFamily:
         )
         chosen = choose_rooms(
             rooms,
-            want,
+            demand,
             policy=self._options.policy,
             refused=self._unwanted(question),
             neighbours=question.neighbours,

@@ -42,8 +42,8 @@ def register_text(
     available: Mapping[str, bool],
     mode: str,
 ) -> str:
-    """The register annotation: one entry a GPU, in the order of ``gpus``, which is the order in
-    which schedulers count (volcano-vgpu §2.1).
+    """The register annotation: one entry for each GPU, in the order of ``gpus``, which is the order
+    in which schedulers count (volcano-vgpu §2.1).
 
     Every entry has the same ``mode``, of which schedulers read the last.
 
