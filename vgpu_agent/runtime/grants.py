@@ -32,7 +32,7 @@ from vgpu_agent.runtime.own_thread import NotReturnedError, OwnThread
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 
-    from vgpu_agent.allocation.carrier import GrantRecord, Inlined
+    from vgpu_agent.allocation.carrier import GrantRecord, InlinedEdits
     from vgpu_agent.isolation.edits import Provision
     from vgpu_agent.journal import Journal
     from vgpu_agent.runtime.region_slots import RegionSlots
@@ -72,7 +72,7 @@ class GrantDirectory:
         *,
         kept_directory: str,
         proc_root: str = "/proc",
-        inline: Callable[[Sequence[str]], Awaitable[Inlined]] | None = None,
+        inline: Callable[[Sequence[str]], Awaitable[InlinedEdits]] | None = None,
         swept: Sequence[str] = (),
         make_room: Callable[[], None] = lambda: None,
         made: Callable[[str], None] = lambda _: None,
@@ -424,7 +424,7 @@ class GrantDirectory:
                     )
         return records
 
-    async def _inlined(self, provision: Provision) -> Inlined | None:
+    async def _inlined(self, provision: Provision) -> InlinedEdits | None:
         names = grant_spec.other_names(provision.edits)
         return await self._inline(names) if names and self._inline is not None else None
 
@@ -432,7 +432,7 @@ class GrantDirectory:
         self,
         record: GrantRecord,
         provision: Provision,
-        inlined: Inlined | None = None,
+        inlined: InlinedEdits | None = None,
         *,
         only_missing: bool = False,
     ) -> bool:
