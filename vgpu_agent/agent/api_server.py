@@ -372,7 +372,7 @@ class ClusterAccess:
                     await self.node_publisher.first.wait()
 
     async def fetch(self, namespace: str, name: str) -> Pod | None:
-        """See `allocation.dependencies.Fetch`."""
+        """See `allocation.context.Fetch`."""
         if self.pods is None:
             raise ClusterError(self.without)
         return await self.pods.fetch(namespace, name)
