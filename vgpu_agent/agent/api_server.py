@@ -138,9 +138,9 @@ class ClusterAccess:
         for file in _config_map_files(self._settings):
             watch = self.config_maps.get(file.name)
             if watch is not None and watch.synced.is_set():
-                is_sound = functools.partial(file.is_sound, self._settings)
+                is_valid = functools.partial(file.is_valid, self._settings)
                 self._texts[file.name] = texts_in_force(
-                    self._texts.get(file.name, ()), watch.text.value, is_sound
+                    self._texts.get(file.name, ()), watch.text.value, is_valid
                 )
         return self._texts
 

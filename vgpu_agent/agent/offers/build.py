@@ -113,7 +113,7 @@ async def look(
             found[file.name] = (
                 before
                 if trouble
-                else texts_in_force(before, text, functools.partial(file.is_sound, settings))
+                else texts_in_force(before, text, functools.partial(file.is_valid, settings))
             )
             unreadable |= {file.name: trouble} if trouble else {}
     facts = NodeFacts(
