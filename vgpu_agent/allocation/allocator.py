@@ -291,7 +291,7 @@ class Allocator:
             # from before our start can go.
             for offer in self._ledger.resources:
                 self.allocated_at[offer.name] = self._context.clock()
-        records = self._interpretation.sorted_out(records)
+        records = self._interpretation.with_single_holders(records)
         corrections = self._ledger.reconcile(
             records,
             self._interpretation,
