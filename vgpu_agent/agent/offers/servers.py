@@ -109,7 +109,7 @@ class Offering:
             )
             for name, plugin in self._plugins.items()
             # kubelet may have another list
-            if plugin.last_sent is not None and not plugin.status.complaint
+            if plugin.last_sent is not None and not plugin.status.list_fault
         }
 
     @property
