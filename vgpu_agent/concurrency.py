@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-# A loop that gives no sign of life for this long beyond its promise is stuck, and ``/livez`` fails;
+# A loop that sends no heartbeat for this long beyond its promise is stuck, and ``/livez`` fails;
 # what a resource still waits for after this long is an error in the log.
 STUCK_SECONDS = 30.0
 
@@ -197,7 +197,7 @@ class TaskReport:
     stuck_after_seconds: float | None = None
 
     def stuck_for(self, now: float) -> float:
-        """Seconds by which the loop is late with its sign of life;
+        """Seconds by which the loop is late with its heartbeat;
         0 when it is on time or gives none.
         """
         if self.stuck_after_seconds is None or self.state is not TaskState.RUNNING:
@@ -279,7 +279,7 @@ class Supervisor:
         self._tasks[name] = self._group.create_task(self._look_after(report, loop), name=name)
 
     def beat(self, name: str) -> None:
-        """Give a sign of life for the loop ``name``."""
+        """Send the heartbeat of the loop ``name``."""
         if name in self._beats:
             self._beats[name] = time.monotonic()
 

@@ -520,8 +520,8 @@ class PodCache:
             for pod in self._pods.values():
                 claimed = pod.claimed_uid if pod.reported and MIRROR_POD in pod.annotations else ""
                 if claimed and claimed not in self._pods:
-                    # A mirror that was made anew has the same hash and another UID of the API
-                    # server's; both may be there for a moment.
+                    # A mirror pod that was created again has the same hash and another UID of the
+                    # API server's. Both may be there for a moment.
                     known = found.get(claimed)
                     if known is None or known.bound < pod.bound:
                         found[claimed] = pod.as_static(claimed)

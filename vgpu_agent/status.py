@@ -114,7 +114,7 @@ class NvmlState(enum.StrEnum):
     ANSWERING = "answering"
     MISSING = "driver missing"
     HUNG = "hung"
-    UNUSED = "not used"  # NVML does not support a GPU that is part of the processor (Tegra)
+    UNUSED = "not used"  # the GPU is part of the processor (Tegra)
 
 
 @dataclasses.dataclass
@@ -349,7 +349,7 @@ class ClusterStatus:
     remembered: dict[str, Any] = dataclasses.field(default_factory=dict)
     pods: tuple[Pod, ...] = ()
     pods_synced: bool = False
-    # pods that failed on the node while no agent ran
+    # pods that the kubelet failed because no agent ran before this start
     failed_while_away: int = 0
 
 

@@ -420,7 +420,7 @@ class Agent:
                 stuck_after_seconds=concurrency.STUCK_SECONDS + verification.VERIFY_SECONDS,
             )
             if any(family.library and family.is_on(settings) for family in FAMILIES):
-                # It gives no sign of life: a restart of the agent does not repair a disk that
+                # It sends no heartbeat: a restart of the agent does not repair a disk that
                 # hangs.
                 self._supervisor.start("container usage", self._usages.run)
                 self._supervisor.start("region sizes", self._regions.run)

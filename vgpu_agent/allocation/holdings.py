@@ -100,11 +100,10 @@ def is_outdated(record: GrantRecord, records: Iterable[GrantRecord], pod: Pod) -
 
 
 def ended_before(grants: Iterable[Grant], pod: Pod, starting: Owner) -> list[int]:
-    """Numbers of the grants of containers of ``pod`` that cannot run when ``starting`` starts.
+    """The numbers of the grants of containers of ``pod`` that cannot run when ``starting`` starts.
 
-    Init containers that come before it have ended. Before an init container nothing else runs but
-    sidecars: when the sandbox is made anew all start again, each is decided for again, and gets the
-    same.
+    Init containers that come before it have ended. While an init container starts, only sidecars
+    run beside it: a new sandbox starts all containers again, and each gets the same shares again.
     """
     kinds = {
         container.name: (place, container.kind) for place, container in enumerate(pod.containers)

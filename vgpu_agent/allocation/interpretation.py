@@ -40,7 +40,7 @@ class Interpretation:
     """The interpretation of the kubelet's lines (`Holding`) with the help of families, pods and
     grant records.
 
-    State: an index of the grant records, made anew when they change.
+    State: an index of the grant records, rebuilt when they change.
     """
 
     def __init__(self, context: Context) -> None:

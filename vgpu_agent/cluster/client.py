@@ -209,7 +209,7 @@ class ApiClient:
             await connections.leave(response)
 
     async def _connections_for(self, access: Access) -> Connections:
-        """Connections that suit ``access``; made anew when it leads elsewhere than before."""
+        """Connections that suit ``access``; new ones when it leads elsewhere than before."""
         async with self._connecting:
             current = self._connections
             if current is None or not current.suits(access):

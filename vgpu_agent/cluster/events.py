@@ -91,7 +91,7 @@ class Events:
             journal: troubles and their end are recorded there.
             clock: unix seconds, for the time stamps.
             longest_queue: how many may wait; the oldest goes when there are more.
-            look_seconds: how often the loop gives a sign of life.
+            look_seconds: how often the loop sends a heartbeat.
         """
         self._api, self._component, self._node_name, self._clock = api, component, node_name, clock
         self._complaints = Complaints(journal, "events")
@@ -134,7 +134,7 @@ class Events:
         self._count()
 
     async def run(self, beat: Callable[[], None]) -> None:
-        """Write for ever; a sign of life at least every ``look_seconds`` and
+        """Write until cancelled; send a heartbeat at least every ``look_seconds`` and
         before each request.
         """
         while True:

@@ -117,7 +117,7 @@ class PodPublisher:
             progress: the annotations that show a pod's progress; where nothing else differs, pods
                 that are being started go first.
             at_once: how many pods are written to at the same time.
-            look_seconds: how often the loop gives a sign of life.
+            look_seconds: how often the loop sends a heartbeat.
         """
         self._api, self._book, self._desired_state, self._wake = api, book, desired_state, wake
         self._settings, self._journal = settings, journal
@@ -131,7 +131,7 @@ class PodPublisher:
         self.counts = WriterStatus("pods")
 
     async def run(self, beat: Callable[[], None]) -> None:
-        """Publish for ever; a sign of life at least every ``look_seconds``."""
+        """Publish until cancelled; send a heartbeat at least every ``look_seconds``."""
         self._writings.clear()
         self._outage.succeeded()
         async with asyncio.TaskGroup() as requests:

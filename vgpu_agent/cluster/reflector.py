@@ -186,10 +186,10 @@ class Reflector(Generic[T]):
         self.synced.clear()
 
     async def run(self, beat: Callable[[], None]) -> None:
-        """List and watch for ever.
+        """List and watch until cancelled.
 
         Args:
-            beat: called with every sign of life.
+            beat: called with every heartbeat.
         """
         backoff, loop = Backoff(self._uniform), asyncio.get_running_loop()
         while True:

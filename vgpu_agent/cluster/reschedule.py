@@ -69,7 +69,7 @@ class Reschedule:
             binding: the times of events and evictions.
             journal: evictions and troubles are recorded there.
             overcommits: starts on GPUs that a scheduler has overcommitted; their pods get an event.
-            look_seconds: how often the loop gives a sign of life, and how long such an event may
+            look_seconds: how often the loop sends a heartbeat, and how long such an event may
                 wait.
         """
         self._overcommits = overcommits
@@ -89,7 +89,9 @@ class Reschedule:
         self.evictions = {"evicted": 0, "postponed": 0, "failed": 0}
 
     async def run(self, beat: Callable[[], None]) -> None:
-        """Look for ever; a sign of life at least every ``look_seconds`` and before each request."""
+        """Poll until cancelled; send a heartbeat at least every ``look_seconds`` and before each
+        request.
+        """
         self._beat = beat
         while True:
             beat()

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from vgpu_agent.model import GpuUsage
 
 
-# How often the loop gives a sign of life.
+# How often the loop sends a heartbeat.
 BEAT_SECONDS = 5.0
 
 

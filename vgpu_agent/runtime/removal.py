@@ -125,7 +125,7 @@ class _Tree:
                         os.unlink(entry.name, dir_fd=directory)
                         self._progress = True
                 except FileNotFoundError:
-                    self._progress = True  # the container is at work in there, too
+                    self._progress = True  # the container deletes files there, too
                 except OSError as err:
                     self._trouble = err
 

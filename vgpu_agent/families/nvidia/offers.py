@@ -56,7 +56,7 @@ class _Part:
 
 
 def offers(options: NvidiaOptions, inventory: Inventory) -> Offers:
-    """Return what this node offers; deterministic, and never an error."""
+    """Return what this node offers. Deterministic; never raises."""
     plan = _Plan(options, named_devices(inventory, options))
     for entry in options.shared:
         plan.share(entry)

@@ -63,7 +63,7 @@ _CONFIG_MAPS = {DEVICE_CONFIG: CONFIG_MAP, NODE_CONFIG: NODE_CONFIG_MAP}
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Files:
-    """The settings with the files of the replaced plugin laid over them.
+    """The settings with the files of the replaced plugin applied to them.
 
     Attributes:
         settings: the result.
