@@ -337,7 +337,7 @@ class ClusterStatus:
     connected: bool = False
     disconnected_reason: str = ""  # why there is no connection
     needed: bool = False  # a family that needs the API server is switched on
-    origin: str = ""  # where the credentials are from; never the credentials themselves
+    origin: str = ""  # where the credentials come from; they themselves are never shown
     waiting_for: str = ""  # what must be read before such a family is offered
     # (verb, resource, outcome) → how many
     requests: dict[tuple[str, str, str], int] = dataclasses.field(default_factory=dict)

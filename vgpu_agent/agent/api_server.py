@@ -68,7 +68,7 @@ class ClusterAccess:
         changed: moves on when Node or ConfigMap have changed.
         connected: there are credentials.
         disconnected_reason: why there is no connection; empty when there is one.
-        origin: where the credentials are from, for people; empty without any.
+        origin: where the credentials come from; empty without any.
         remembered: what the agent before this one had read; None when there is nothing.
     """
 

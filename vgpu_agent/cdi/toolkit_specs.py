@@ -120,7 +120,7 @@ class ToolkitSpecs:
         return f"{_VENDOR}/{mode}=all" in self.names
 
     async def run(self, beat: Callable[[], None]) -> None:
-        """Poll until cancelled."""
+        """Read the directories at intervals, until cancelled."""
         while True:
             beat()
             await self.look()
