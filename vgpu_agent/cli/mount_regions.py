@@ -18,7 +18,7 @@ from vgpu_agent.errors import ConfigError
 from vgpu_agent.families import registry  # noqa: F401 - the import adds the families' settings and flags
 from vgpu_agent.isolation.hami_core import containers_directory
 from vgpu_agent.mps.directories import mount_tmpfs
-from vgpu_agent.runtime.region_slots import MOST_SLOTS, directory_beside, mount_slots
+from vgpu_agent.runtime.region_slots import MAX_SLOTS, directory_beside, mount_slots
 
 _DESCRIPTION = """\
 Mounts slots below hamiCore.hostDirectory. A slot is a small file system in memory for the region of
@@ -43,7 +43,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         metavar="N",
         help=(
             "the number of slots: how many containers limited by hami-core may run at once, up to "
-            f"{MOST_SLOTS} (default: 128)"
+            f"{MAX_SLOTS} (default: 128)"
         ),
     )
     options.add_arguments(parser)
@@ -51,8 +51,8 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
 
 
 def _run(arguments: argparse.Namespace) -> int:
-    if not 1 <= arguments.count <= MOST_SLOTS:
-        raise ConfigError([f"--count {arguments.count}: give a number from 1 to {MOST_SLOTS}"])
+    if not 1 <= arguments.count <= MAX_SLOTS:
+        raise ConfigError([f"--count {arguments.count}: give a number from 1 to {MAX_SLOTS}"])
     loaded = load.load(options.given(arguments), os.environ)
     regions = containers_directory(loaded.settings.hami_core.host_directory)
     mounted = mount_slots(regions, arguments.count, mount_tmpfs)

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from vgpu_agent.config.settings import Settings
 
 # How many wrong edits in a row are kept apart, see `texts_in_force`.
-_MOST_TEXTS = 8
+_MAX_TEXTS = 8
 
 
 def _nowhere(_: Settings) -> str:
@@ -63,4 +63,4 @@ def texts_in_force(
         return ()
     if before and before[-1] == text:
         return tuple(before)
-    return (text,) if is_valid(text) else (*before[:1], *before[1:][2 - _MOST_TEXTS :], text)
+    return (text,) if is_valid(text) else (*before[:1], *before[1:][2 - _MAX_TEXTS :], text)

@@ -40,8 +40,8 @@ QUIT = "quit"
 # Processes that one MPS server takes: since Volta, and before it (nvidia §11.2; 7.0 is Volta,
 # nvidia D6).
 VOLTA = (7, 0)
-MOST_CLIENTS = 48
-MOST_CLIENTS_BEFORE_VOLTA = 16
+MAX_CLIENTS = 48
+MAX_CLIENTS_BEFORE_VOLTA = 16
 
 NOT_FOR_MIG = "sharing using MPS is not supported for MIG devices"
 
@@ -176,7 +176,7 @@ class DaemonPlan:
 
 def most_clients(gpu: Gpu) -> int:
     """Return how many processes one MPS server of that GPU takes (nvidia D6)."""
-    return MOST_CLIENTS if gpu.compute_capability >= VOLTA else MOST_CLIENTS_BEFORE_VOLTA
+    return MAX_CLIENTS if gpu.compute_capability >= VOLTA else MAX_CLIENTS_BEFORE_VOLTA
 
 
 def memory_share_mib(memory_mib: int, replicas: int, count: int = 1) -> int:

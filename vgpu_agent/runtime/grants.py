@@ -42,7 +42,7 @@ T = TypeVar("T")
 _SPEC_NAME = re.compile(r"vgpu-agent-([0-9a-f]{32})\.json")
 _LOCKS = 64
 
-_MOST_LISTED = 4096  # names that one look at a directory of grants takes
+_MAX_LISTED = 4096  # names that one look at a directory of grants takes
 _SLICE_SECONDS = 0.25  # at one tree, before the next has its turn
 _ROUND_SECONDS = 5.0  # at all of them, before other work of the loop
 _DEADLINE_SECONDS = 30.0  # one piece of work that a disk has not answered by then is left behind
@@ -614,13 +614,13 @@ def _moved_away(path: str) -> str:
 
 
 def _directories(parent: str) -> list[str]:
-    """Names of directories in ``parent``, `_MOST_LISTED` at most;
+    """Names of directories in ``parent``, `_MAX_LISTED` at most;
     the next round sees the others.
     """
     try:
         with os.scandir(parent) as entries:
             found = (entry.name for entry in entries if entry.is_symlink() or entry.is_dir())
-            return sorted(itertools.islice(found, _MOST_LISTED))
+            return sorted(itertools.islice(found, _MAX_LISTED))
     except FileNotFoundError:
         return []
     except OSError as err:

@@ -38,8 +38,8 @@ GEOMETRIES = "knownMigGeometries"
 _TOP = "nvidia"
 _NODES = "nodeconfig"
 # A megabyte of junk in a file must not become a megabyte of log.
-_MOST_PROBLEMS = 20
-_MOST_HIDDEN = 256
+_MAX_PROBLEMS = 20
+_MAX_HIDDEN = 256
 
 # Key of the file → attribute of the settings.
 _DEVICE_KEYS = {
@@ -159,7 +159,7 @@ class _Reader:
 
     def report(self, path: str, text: str) -> None:
         self._count += 1
-        if self._count <= _MOST_PROBLEMS:
+        if self._count <= _MAX_PROBLEMS:
             self._problems.append(": ".join(part for part in (self._file, path, text) if part))
 
     def reject(self, path: str, text: str) -> None:
@@ -207,7 +207,7 @@ class _Reader:
             elif member is not None and not isinstance(member, list):
                 self.report(f"{path}.{name}", f"expected a list, got {shown(member)}")
             else:
-                self._hide_each(f"{path}.{name}", name.lower(), (member or [])[:_MOST_HIDDEN])
+                self._hide_each(f"{path}.{name}", name.lower(), (member or [])[:_MAX_HIDDEN])
 
     def _hide_each(self, path: str, kind: str, members: list[Any]) -> None:
         for place, member in enumerate(members):
