@@ -6,7 +6,7 @@ the ids name the devices, and nothing else is needed. In the others the pod deci
 or, for a container that has started, from its pod. For other containers it is made at
 PreStartContainer.
 
-A line is never dropped because the current settings do not have its resource.
+A line keeps its meaning when the current settings no longer have its resource.
 """
 
 from __future__ import annotations
@@ -63,44 +63,6 @@ class Interpretation:
             ),
         )
 
-    def _running_inits(self) -> set[tuple[str, str]]:
-        """Return the last started init container of each pod (pod's UID, container). It may run,
-        with all its shares, until a later container starts.
-
-        A restart of an earlier sidecar does not show that it has ended: sidecars run beside it.
-        """
-        _, by_uid = self._indexed(self._context.carrier.records)
-        found = set()
-        for uid, records in by_uid.items():
-            if (pod := self._context.pods.get(uid)) is None:
-                continue
-            inits = {
-                container.name
-                for container in pod.containers
-                if container.kind is ContainerKind.INIT
-            }
-            starts = [record for record in records if record.owner.container in inits]
-            last = max(starts, key=lambda record: record.decided_at, default=None)
-            if last is not None and not self._is_over(pod, last.owner.container):
-                found.add((uid, last.owner.container))
-        return found
-
-    def _with_recorded_container(self, holding: Holding) -> Holding:
-        """``holding`` with the container that has the grant record for these ids.
-
-        Containers of one pod may share ids. The kubelet's records do not show which one uses them.
-        """
-        if not holding.owner.pod_uid:
-            return holding
-        by_token, _ = self._indexed(self._context.carrier.records)
-        for record in by_token.get(grant_token(holding.resource, holding.ids), ()):
-            if record.owner.pod_uid == holding.owner.pod_uid:
-                return dataclasses.replace(
-                    holding,
-                    owner=dataclasses.replace(holding.owner, container=record.owner.container),
-                )
-        return holding
-
     def __call__(self, holding: Holding) -> Meaning | None:
         """Interpret one line, for `Ledger.reconcile`; None when the resource is not ours, or is one
         that is counted but never granted.
@@ -138,6 +100,44 @@ class Interpretation:
         if pod is None or container is None or pod.ended:
             return False
         return container.kind is ContainerKind.INIT and not self._is_over(pod, container.name)
+
+    def _running_inits(self) -> set[tuple[str, str]]:
+        """Return the last started init container of each pod (pod's UID, container). It may run,
+        with all its shares, until a later container starts.
+
+        A restart of an earlier sidecar does not show that it has ended: sidecars run beside it.
+        """
+        _, by_uid = self._indexed(self._context.carrier.records)
+        found = set()
+        for uid, records in by_uid.items():
+            if (pod := self._context.pods.get(uid)) is None:
+                continue
+            inits = {
+                container.name
+                for container in pod.containers
+                if container.kind is ContainerKind.INIT
+            }
+            starts = [record for record in records if record.owner.container in inits]
+            last = max(starts, key=lambda record: record.decided_at, default=None)
+            if last is not None and not self._is_over(pod, last.owner.container):
+                found.add((uid, last.owner.container))
+        return found
+
+    def _with_recorded_container(self, holding: Holding) -> Holding:
+        """``holding`` with the container that has the grant record for these ids.
+
+        Containers of one pod may share ids. The kubelet's records do not show which one uses them.
+        """
+        if not holding.owner.pod_uid:
+            return holding
+        by_token, _ = self._indexed(self._context.carrier.records)
+        for record in by_token.get(grant_token(holding.resource, holding.ids), ()):
+            if record.owner.pod_uid == holding.owner.pod_uid:
+                return dataclasses.replace(
+                    holding,
+                    owner=dataclasses.replace(holding.owner, container=record.owner.container),
+                )
+        return holding
 
     def _by_pod(self, family: PodFamily, holding: Holding) -> Meaning | None:
         offered = next(

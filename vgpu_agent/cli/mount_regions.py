@@ -15,7 +15,7 @@ import os
 
 from vgpu_agent.config import load, options
 from vgpu_agent.errors import ConfigError
-from vgpu_agent.families import registry  # noqa: F401 - the import adds the families' settings and flags
+from vgpu_agent.families import registry  # noqa: F401 - adds the families' flags
 from vgpu_agent.isolation.hami_core import containers_directory
 from vgpu_agent.mps.directories import mount_tmpfs
 from vgpu_agent.runtime.region_slots import MAX_SLOTS, directory_beside, mount_slots
