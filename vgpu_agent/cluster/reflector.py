@@ -186,7 +186,7 @@ class Reflector(Generic[T]):
         self.synced.clear()
 
     async def run(self, beat: Callable[[], None]) -> None:
-        """List and watch until cancelled.
+        """List and watch, until cancelled.
 
         Args:
             beat: called with every heartbeat.

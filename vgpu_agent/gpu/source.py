@@ -40,7 +40,7 @@ class GpuSource(Protocol):
         """Find the GPUs; afterwards ``inventory`` is filled."""
 
     async def run(self) -> None:
-        """Watch them until cancelled."""
+        """Watch the GPUs, until cancelled."""
 
     def refresh(self) -> None:
         """Read and measure them at once instead of at the next turn."""
