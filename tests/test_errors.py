@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from vgpu_agent.errors import MOST_QUOTED, quoted
+from vgpu_agent.errors import MAX_QUOTED, quoted
 
 
 def test_a_short_value_is_quoted_whole_and_on_one_line() -> None:
@@ -13,5 +13,5 @@ def test_a_short_value_is_quoted_whole_and_on_one_line() -> None:
 def test_a_long_value_is_cut_and_its_length_given() -> None:
     """A pod may carry an annotation of 256 KiB, and each refusal quotes it."""
     text = quoted("x" * 255_000)
-    assert len(text) < MOST_QUOTED + 50
+    assert len(text) < MAX_QUOTED + 50
     assert text.endswith("… (255000 characters)")

@@ -59,7 +59,7 @@ def test_a_name_that_was_used_again_is_remembered(monkeypatch: pytest.MonkeyPatc
     assert book.one_of_its_name(pod("web", "old"))
     book.replace([pod("web", "new")])
     assert not book.one_of_its_name(pod("web", "new"))
-    monkeypatch.setattr(pods, "_MOST_NAMES", 1)
+    monkeypatch.setattr(pods, "_MAX_NAMES", 1)
     book.put(pod("other"))
     assert book.one_of_its_name(pod("web", "new"))
 
@@ -93,7 +93,7 @@ def test_a_pod_that_was_left_out_is_not_taken_for_one_that_ended(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Its share would be given to another pod while it runs."""
-    monkeypatch.setattr(pods, "MOST_PODS", 1)
+    monkeypatch.setattr(pods, "MAX_PODS", 1)
     book = PodCache()
     book.replace(
         [Pod("a", "default", "a", scheduled=True), Pod("b", "default", "b", scheduled=True)]
@@ -113,7 +113,7 @@ def test_a_pod_that_is_displaced_in_vain_is_gone_everywhere(
     book = PodCache()
     book.replace([Pod("a", "default", "a", scheduled=False)])
     before = book.revision.version
-    monkeypatch.setattr(pods, "MOST_BYTES", 1)
+    monkeypatch.setattr(pods, "MAX_BYTES", 1)
     book.put(Pod("large", "default", "large", scheduled=True))
     assert (book.get("a"), book.pods) == (None, ())
     assert book.revision.version > before
@@ -138,7 +138,7 @@ def test_a_pod_has_ended_when_the_api_server_says_so_and_not_before_it_was_asked
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Grants are released by it, so an absent pod counts only where it would have been seen."""
-    monkeypatch.setattr(pods, "MOST_PODS", 2)
+    monkeypatch.setattr(pods, "MAX_PODS", 2)
     uids = [f"0e6e9a8c-1111-4222-8333-00000000000{number}" for number in range(5)]
     book = PodCache()
     assert not book.has_ended(uids[0])

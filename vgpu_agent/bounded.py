@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
 LONGEST_TEXT = 2048  # characters of one text
-MOST_ITEMS = 64  # of one list or mapping
+MAX_ITEMS = 64  # of one list or mapping
 DEEPEST = 6
 _LONGEST_SECRET = 8192  # characters
 _ITEM_BYTES = 64  # what an item costs besides its own size
@@ -83,7 +83,7 @@ class _Budget:
     def _mapping(self, value: dict[Any, Any], depth: int) -> dict[Any, Any]:
         kept: dict[Any, Any] = {}
         for number, (key, item) in enumerate(value.items()):
-            if number >= MOST_ITEMS or self.spent >= self._most_bytes:
+            if number >= MAX_ITEMS or self.spent >= self._most_bytes:
                 kept["…"] = f"{len(value) - number} more"
                 break
             kept[key if isinstance(key, int | float) else self._text(str(key))] = self.cut(
@@ -96,7 +96,7 @@ class _Budget:
     ) -> list[Any] | tuple[Any, ...]:
         kept: list[Any] = []
         for number, item in enumerate(value):
-            if number >= MOST_ITEMS or self.spent >= self._most_bytes:
+            if number >= MAX_ITEMS or self.spent >= self._most_bytes:
                 kept.append(f"… ({len(value) - number} more)")
                 break
             kept.append(self.cut(item, depth + 1))

@@ -279,7 +279,7 @@ class Supervisor:
         self._tasks[name] = self._group.create_task(self._look_after(report, loop), name=name)
 
     def beat(self, name: str) -> None:
-        """Note a heartbeat for the loop ``name``."""
+        """Send the heartbeat of the loop ``name``."""
         if name in self._beats:
             self._beats[name] = time.monotonic()
 

@@ -58,7 +58,7 @@ class IdCodec(Protocol):
 
 
 # more than any count has; a hostile id cannot make us read a number of a million digits
-_MOST_DIGITS = 18
+_MAX_DIGITS = 18
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -69,7 +69,7 @@ class Decimal:
 
     def number(self, text: str) -> int | None:
         """See `IdCodec`."""
-        if len(text) > _MOST_DIGITS or not text.isdecimal() or not text.isascii():
+        if len(text) > _MAX_DIGITS or not text.isdecimal() or not text.isascii():
             return None
         return int(text) if text[0] != "0" or text == "0" else None
 

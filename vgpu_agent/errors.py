@@ -15,10 +15,10 @@ from vgpu_agent.redaction import redacted
 if TYPE_CHECKING:
     from collections.abc import Collection, Mapping, Sequence
 
-MOST_QUOTED = 200  # characters of a foreign value in one message
+MAX_QUOTED = 200  # characters of a foreign value in one message
 
 
-def quoted(value: str, most: int = MOST_QUOTED) -> str:
+def quoted(value: str, most: int = MAX_QUOTED) -> str:
     """Quote ``value`` for a message, on one line and in ASCII;
     longer ones are cut and their length given.
 
@@ -37,7 +37,7 @@ def listed(values: Collection[str], most: int = 16) -> str:
     """List the first ``most`` of ``values`` for a message, each cut like `quoted`, and how many
     there are when that is not all.
     """
-    shown = ", ".join(shortened(value, MOST_QUOTED) for value in itertools.islice(values, most))
+    shown = ", ".join(shortened(value, MAX_QUOTED) for value in itertools.islice(values, most))
     return shown if len(values) <= most else f"{shown}, … ({len(values)} in all)"
 
 

@@ -20,8 +20,8 @@ if TYPE_CHECKING:
 
 _logger = log.get(__name__)
 
-MOST_ENTRY_BYTES = 16 * 1024
-MOST_BYTES = 4 * 1024 * 1024
+MAX_ENTRY_BYTES = 16 * 1024
+MAX_BYTES = 4 * 1024 * 1024
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -37,7 +37,7 @@ class Journal:
     """A ring of entries; the oldest goes when ``size`` is reached.
 
     State: memory only, about ``most_bytes`` at most. The facts of an entry are cut when it is
-    recorded (`MOST_ENTRY_BYTES`), because a pod may have written them.
+    recorded (`MAX_ENTRY_BYTES`), because a pod may have written them.
     """
 
     def __init__(
@@ -45,7 +45,7 @@ class Journal:
         size: int = 1000,
         clock: Callable[[], float] = time.time,
         *,
-        most_bytes: int = MOST_BYTES,
+        most_bytes: int = MAX_BYTES,
     ) -> None:
         self._entries: collections.deque[tuple[Entry, int]] = collections.deque()
         self._size, self._most_bytes = size, most_bytes
@@ -54,7 +54,7 @@ class Journal:
 
     def record(self, event: str, /, *, level: str = "info", **facts: Any) -> None:
         """Keep the decision and log it at ``level`` under the same name."""
-        kept, size = bounded(facts, most_bytes=MOST_ENTRY_BYTES)
+        kept, size = bounded(facts, most_bytes=MAX_ENTRY_BYTES)
         self._entries.append((Entry(self._clock(), event, kept), size))
         self._bytes += size
         while len(self._entries) > self._size or self._bytes > self._most_bytes:

@@ -27,10 +27,10 @@ if TYPE_CHECKING:
     from structlog.typing import EventDict, ExcInfo, FilteringBoundLogger
 
 # Of one line, besides its traceback; the journal's entries are smaller already.
-_MOST_LINE_BYTES = 32 * 1024
-_MOST_TRACEBACK_CHARACTERS = 32 * 1024
-_MOST_FRAMES = 40  # of one traceback
-_MOST_CAUSES = 8  # exceptions that led to one
+_MAX_LINE_BYTES = 32 * 1024
+_MAX_TRACEBACK_CHARACTERS = 32 * 1024
+_MAX_FRAMES = 40  # of one traceback
+_MAX_CAUSES = 8  # exceptions that led to one
 
 LEVELS = ("debug", "info", "warning", "error")
 
@@ -48,8 +48,8 @@ _QUIET_LIBRARIES = {
 
 _WINDOW_SECONDS = 60.0
 # 110 pods start, stop or are adopted at once, with several lines each that are worth having.
-_MOST_OF_AN_EVENT = 600
-_MOST_OF_A_LIBRARY = 20
+_MAX_OF_AN_EVENT = 600
+_MAX_OF_A_LIBRARY = 20
 # Events that any client of a socket can cause as often as it likes.
 _AT_WILL = frozenset(
     {
@@ -60,8 +60,8 @@ _AT_WILL = frozenset(
         "grpc.connection_closed",
     }
 )
-_MOST_AT_WILL = 20
-_MOST_KINDS = 512
+_MAX_AT_WILL = 20
+_MAX_KINDS = 512
 _LONGEST_TEMPLATE = 200
 _SUPPRESSED = "log.suppressed"
 
@@ -160,16 +160,16 @@ class _WithoutSecrets(logging.Formatter):
 
 
 # Locals of frames hold request headers and file contents, so they are never shown.
-_frames = structlog.tracebacks.ExceptionDictTransformer(show_locals=False, max_frames=_MOST_FRAMES)
+_frames = structlog.tracebacks.ExceptionDictTransformer(show_locals=False, max_frames=_MAX_FRAMES)
 
 
 def _traceback(exc_info: ExcInfo) -> list[dict[str, Any]]:
     """Return an exception as JSON, without locals, and with its texts cut."""
-    stacks = _frames(exc_info)[:_MOST_CAUSES]
+    stacks = _frames(exc_info)[:_MAX_CAUSES]
     for stack in stacks:
         for key in ("exc_value", "exc_notes"):
             if key in stack:
-                stack[key] = bounded({key: stack[key]}, most_bytes=_MOST_LINE_BYTES)[0][key]
+                stack[key] = bounded({key: stack[key]}, most_bytes=_MAX_LINE_BYTES)[0][key]
     return stacks
 
 
@@ -180,12 +180,12 @@ def _bound(_: Any, __: str, event: EventDict) -> EventDict:
     if event.get("logger") == "journal":
         return event
     traceback = {key: event.pop(key) for key in ("exception",) if key in event}
-    kept, _size = bounded(event, most_bytes=_MOST_LINE_BYTES)
+    kept, _size = bounded(event, most_bytes=_MAX_LINE_BYTES)
     if (
         isinstance(text := traceback.get("exception"), str)
-        and len(text) > _MOST_TRACEBACK_CHARACTERS
+        and len(text) > _MAX_TRACEBACK_CHARACTERS
     ):
-        half = _MOST_TRACEBACK_CHARACTERS // 2
+        half = _MAX_TRACEBACK_CHARACTERS // 2
         traceback["exception"] = f"{text[:half]}\n… ({len(text)} characters)\n{text[-half:]}"
     return {**kept, **traceback}
 
@@ -221,7 +221,7 @@ class RepeatedLines(logging.Filter):
         kind, most = _kind(record)
         window = self._windows.get(kind)
         if window is None:
-            if len(self._windows) >= _MOST_KINDS:
+            if len(self._windows) >= _MAX_KINDS:
                 self._tell_ended(float("inf"))
             window = self._windows[kind] = _Window(now + _WINDOW_SECONDS)
             self._ends_at = min(self._ends_at, window.ends_at)
@@ -266,12 +266,12 @@ def _kind(record: logging.LogRecord) -> tuple[tuple[str, ...], int]:
             record.name,
             event,
             record.levelname,
-        ), _MOST_AT_WILL if event in _AT_WILL else _MOST_OF_AN_EVENT
+        ), _MAX_AT_WILL if event in _AT_WILL else _MAX_OF_AN_EVENT
     # asyncio puts sockets with their numbers into further lines of one message.
     template = str(record.msg).partition("\n")[0][:_LONGEST_TEMPLATE]
     error = record.exc_info[1] if record.exc_info else None
     about = "" if error is None else f"{type(error).__name__} {getattr(error, 'errno', '')}"
-    return (record.name, template, record.levelname, about), _MOST_OF_A_LIBRARY
+    return (record.name, template, record.levelname, about), _MAX_OF_A_LIBRARY
 
 
 class ChangeFilter:

@@ -36,15 +36,15 @@ MIRROR_POD = "kubernetes.io/config.mirror"
 
 # kubelet admits 110 pods by default and hardly ever more than 500; of each some KiB are kept, and
 # 100 KiB of a hostile one.
-MOST_PODS = 2000
-MOST_BYTES = 32 * 1024 * 1024
-_MOST_NAMES = 4000  # that a cache remembers, of present and earlier pods
+MAX_PODS = 2000
+MAX_BYTES = 32 * 1024 * 1024
+_MAX_NAMES = 4000  # that a cache remembers, of present and earlier pods
 # UIDs that are remembered of one name; two are enough to know that there was another
-_MOST_OF_A_NAME = 4
+_MAX_OF_A_NAME = 4
 # How long and how many of those that have ended are remembered: what was served to them is still to
 # be written into their annotations.
 _ENDED_SECONDS = 600.0
-_MOST_ENDED = 256
+_MAX_ENDED = 256
 
 ENDED = "Ended"
 """The phase of a pod that ended while we watched: the API server no longer shows which way."""
@@ -251,7 +251,7 @@ class PodCache:
     State: replaced by `replace` after each list, changed by `put`, `end` and `remove` with each
     event. `revision` moves on with every change. Only the event loop's thread may change it.
 
-    Bounds: `MOST_PODS` and about `MOST_BYTES`. What is beyond is left out and counted: first pods
+    Bounds: `MAX_PODS` and about `MAX_BYTES`. What is beyond is left out and counted: first pods
     that no scheduler has bound, then the largest. A pod that is left out is requested when it
     starts, and does not count as ended.
 
@@ -418,7 +418,7 @@ class PodCache:
         chose the node, the largest first.
         """
         needed = pod.size_bytes - self._sizes.get(pod.uid, 0)
-        while self._bytes + needed > MOST_BYTES or len(self._pods) + (known is None) > MOST_PODS:
+        while self._bytes + needed > MAX_BYTES or len(self._pods) + (known is None) > MAX_PODS:
             others = (
                 [other for other in self._pods.values() if not other.scheduled]
                 if pod.scheduled
@@ -441,9 +441,9 @@ class PodCache:
 
         Pods whose owners chose the node displace none that a scheduler has bound.
         """
-        left = MOST_BYTES
+        left = MAX_BYTES
         fitting = set[str]()
-        for pod in sorted(pods, key=lambda pod: (not pod.scheduled, pod.size_bytes))[:MOST_PODS]:
+        for pod in sorted(pods, key=lambda pod: (not pod.scheduled, pod.size_bytes))[:MAX_PODS]:
             left -= pod.size_bytes
             if left < 0:
                 break
@@ -462,15 +462,15 @@ class PodCache:
             _logger.error(
                 "pods.left_out",
                 pod=pods[0].full_name,
-                most_pods=MOST_PODS,
-                most_bytes=MOST_BYTES,
+                most_pods=MAX_PODS,
+                most_bytes=MAX_BYTES,
                 remedy=remedy,
             )
         self.left_out += len(pods)
         for pod in pods:
             self._beyond.pop(pod.uid, None)
             self._beyond[pod.uid] = None
-            if len(self._beyond) > _MOST_NAMES:
+            if len(self._beyond) > _MAX_NAMES:
                 del self._beyond[next(iter(self._beyond))]
 
     def _forget_ended(self, uid: str) -> bool:
@@ -503,10 +503,10 @@ class PodCache:
     def _placed(self, pod: Pod) -> Pod:
         name = (pod.namespace, pod.name)
         of_name = self._uids.setdefault(name, set())
-        if len(of_name) < _MOST_OF_A_NAME:
+        if len(of_name) < _MAX_OF_A_NAME:
             of_name.add(pod.claimed_uid or pod.uid)
         self._uids.move_to_end(name)
-        if len(self._uids) > _MOST_NAMES:
+        if len(self._uids) > _MAX_NAMES:
             self._uids.popitem(last=False)
         if pod.uid not in self._bound:
             self._last_bound += 1
@@ -520,8 +520,8 @@ class PodCache:
             for pod in self._pods.values():
                 claimed = pod.claimed_uid if pod.reported and MIRROR_POD in pod.annotations else ""
                 if claimed and claimed not in self._pods:
-                    # A mirror that was made anew has the same hash and another UID of the API
-                    # server's; both may be there for a moment.
+                    # A mirror pod that was created again has the same hash and another UID of the
+                    # API server's. Both may be there for a moment.
                     known = found.get(claimed)
                     if known is None or known.bound < pod.bound:
                         found[claimed] = pod.as_static(claimed)
@@ -537,7 +537,7 @@ class PodCache:
     def _changed(self) -> None:
         now = self._clock()
         while self._ended and (
-            len(self._ended) > _MOST_ENDED
+            len(self._ended) > _MAX_ENDED
             or now - next(iter(self._ended.values()))[1] > _ENDED_SECONDS
         ):
             self._ended.popitem(last=False)

@@ -13,7 +13,7 @@ import threading
 HIDDEN = "(hidden)"
 
 # A token lives an hour, so a few generations are enough for answers that come late.
-_MOST_SECRETS = 16
+_MAX_SECRETS = 16
 # Shorter texts are words, and replacing them would garble messages.
 _SHORTEST_SECRET = 8
 
@@ -39,7 +39,7 @@ def conceal(secret: str) -> None:
     global _secrets  # noqa: PLW0603 - of the process, as its credentials are
     texts = {text for text in (secret, *secret.split()) if len(text) >= _SHORTEST_SECRET}
     with _adding:
-        _secrets = (*(known for known in _secrets if known not in texts), *texts)[-_MOST_SECRETS:]
+        _secrets = (*(known for known in _secrets if known not in texts), *texts)[-_MAX_SECRETS:]
 
 
 def _may_match(text: str) -> bool:

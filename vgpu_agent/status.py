@@ -1,8 +1,8 @@
-"""The state of the running parts as plain data, written by each package about itself,
-read by `web` and the command line.
+"""The status of every part of the agent as plain data.
 
-`web` may not look into `kubelet` or `gpu`; `agent` collects these reports into one `AgentStatus` on
-request. Collecting must stay cheap and must never block: every field is already in memory. Times
+Each package keeps its own status object up to date. On request `agent` collects these objects into
+one `AgentStatus`, which `web` and the command line read. So `web` needs no import of `kubelet` or
+`gpu`. Collecting must stay cheap and must never block, so every field is already in memory. Times
 are unix seconds.
 """
 
@@ -34,8 +34,8 @@ class Withheld:
 
     Attributes:
         reason: one sentence, without the name of the resource.
-        temporary: it ends by itself within seconds, such as the start of a daemon. It is an error
-            only when it lasts.
+        temporary: the reason usually goes away within seconds, such as a daemon that starts. It is
+            reported as an error only when it lasts.
     """
 
     reason: str
@@ -43,7 +43,7 @@ class Withheld:
 
 
 class PluginState(enum.StrEnum):
-    """The state of a plugin server towards the kubelet."""
+    """The state of a plugin server and of its registration at the kubelet."""
 
     WAITING = "waiting for kubelet"
     SERVING = "serving, not registered"
@@ -55,7 +55,7 @@ class PluginState(enum.StrEnum):
 
 @dataclasses.dataclass
 class PluginStatus:
-    """One device plugin server: one resource."""
+    """One device plugin server, which offers one resource."""
 
     resource: str
     family: str
@@ -79,14 +79,15 @@ class PluginStatus:
     pre_starts_refused: int = 0
     pre_start_seconds_sum: float = 0.0
     last_error: str = ""
-    # why kubelet's own list lacks ids that we sent; empty while it has them all
+    # why the kubelet's list of allocatable devices lacks ids that we sent; empty while none is
+    # missing
     not_listed: str = ""
-    # which ids of this resource kubelet has from another plugin; empty while there are none
+    # a text about ids of this resource that the kubelet has from another plugin; empty without
     rival: str = ""
 
     @property
-    def complaint(self) -> str:
-        """The fault in the kubelet's list of this resource, in words."""
+    def list_fault(self) -> str:
+        """The fault in the kubelet's list of this resource's ids; empty when nothing is."""
         return "; ".join(filter(None, (self.not_listed, self.rival)))
 
     @property
@@ -113,7 +114,7 @@ class NvmlState(enum.StrEnum):
     ANSWERING = "answering"
     MISSING = "driver missing"
     HUNG = "hung"
-    UNUSED = "not used"  # the GPU is part of the processor
+    UNUSED = "not used"  # the GPU is part of the processor (Tegra)
 
 
 @dataclasses.dataclass
@@ -121,8 +122,8 @@ class NvmlStatus:
     """The NVML owner thread."""
 
     state: NvmlState = NvmlState.STARTING
-    call: str = ""  # the call in flight longest, while HUNG
-    gpu: str = ""  # its GPU's UUID, when it has one
+    call: str = ""  # while HUNG, the oldest call without an answer
+    gpu: str = ""  # the UUID of that call's GPU, for a call about one GPU
     since: float = 0.0
     calls: int = 0
     errors: int = 0
@@ -140,22 +141,24 @@ class LedgerStatus:
     drift_total: int = 0
     drift_last: tuple[str, ...] = ()
     verified_at: float = 0.0
-    unknown_ids: tuple[str, ...] = ()  # ids in kubelet's records that this node does not offer
-    capacity: dict[str, int] = dataclasses.field(default_factory=dict)  # holders allowed, by device
-    # ids free and healthy, by resource
+    # ids in the kubelet's records that this node does not offer
+    unknown_ids: tuple[str, ...] = ()
+    # device → how many containers may share it
+    capacity: dict[str, int] = dataclasses.field(default_factory=dict)
+    # resource → how many of its ids are free and healthy
     free: dict[str, int] = dataclasses.field(default_factory=dict)
-    # resources whose ids are neither booked nor answered
+    # resources that only the scheduler counts: their ids get no grants and no edits
     only_counted: frozenset[str] = frozenset()
-    # what each device has left, by resource
+    # resource → what new containers can still get of each device
     rooms: dict[str, tuple[DeviceRoom, ...]] = dataclasses.field(default_factory=dict)
-    # resources of which Allocate does not decide what the holder gets
+    # resources where the pod, not the ids in Allocate, decides on the devices (`Decider.POD`)
     decided_by_pod: frozenset[str] = frozenset()
-    # how a device is shared (`SharingMode`), by the other resources
+    # resource → how its devices are shared (`SharingMode`), where the ids name the devices
     sharing: dict[str, str] = dataclasses.field(default_factory=dict)
-    # devices of which schedulers have given out more compute or places than there are
+    # devices for which schedulers have promised more compute, or to more containers, than there is
     overcommitted: tuple[Overcommit, ...] = ()
     uses: tuple[GpuUse, ...] = ()  # which family each GPU serves, and which pods wait for it
-    # ids that are not given out, by resource
+    # resource → ids that are not granted now, and why
     held_back: dict[str, tuple[HeldBack, ...]] = dataclasses.field(default_factory=dict)
 
 
@@ -170,16 +173,16 @@ class MpsState(enum.StrEnum):
 
 @dataclasses.dataclass
 class MpsStatus:
-    """One MPS control daemon: one resource.
+    """One MPS control daemon, which serves one resource.
 
     Attributes:
-        trouble: why new containers must not be sent to it, with the remedy; empty while its limits
-            were seen to be in force.
+        trouble: why new containers must not use it, with the remedy; empty while its limits are
+            known to be in force.
         adopted: it was running already when this agent started.
-        limits_seen_at: when its limits were read back last, unix seconds.
-        memory_limit_mib: MiB of each GPU that a client may take, of the daemon that runs.
-        clients: process ids of its clients at the last query.
-        clients_lost: how many clients ended with a daemon, since the agent started.
+        limits_seen_at: when its limits were last read back.
+        memory_limit_mib: GPU → how much of its memory one client may use.
+        clients: the process ids of its clients at the last query.
+        clients_lost: how many clients ended together with a failed daemon since the agent started.
         in_use_by_others: GPUs in use by another resource now and therefore not in exclusive mode.
     """
 
@@ -202,35 +205,38 @@ class FamilyStatus:
     """One family that is switched on."""
 
     name: str
-    by_pod: bool = False  # its pods decide what they get, so its grants are bound
+    by_pod: bool = False  # its pods decide on the devices, so each grant must be bound to a pod
     offered: bool = True
     trouble: str = ""  # why it is not offered
 
 
 @dataclasses.dataclass
 class BindingStatus:
-    """The matching of containers with their pods, and its failures since the start."""
+    """The binding of grants to pods, and its failures since the start."""
 
     mode: BindingMode | None = None  # None while it depends on a Node that has not been read
     families: tuple[FamilyStatus, ...] = ()
     refusals: tuple[Refusal, ...] = ()
-    ambiguities: int = 0  # starts that were refused because kubelet's records name several holders
-    wrong_guesses: int = 0  # early answers that were another pod's, and whose start was refused
-    # early answers that were another pod's with an equal share, and were exchanged
+    # starts that were refused because the kubelet's records name several holders
+    ambiguities: int = 0
+    # answers to Allocate that were meant for another pod, so that the container's start was refused
+    wrong_guesses: int = 0
+    # answers to Allocate that two pods with equal shares got from each other; their grants were
+    # exchanged
     exchanges: int = 0
-    # containers that were started on a device of which a scheduler had given out too much
+    # containers that were started on a device of which a scheduler had promised too much
     overcommitted_starts: int = 0
-    # Of families with files of a replaced plugin, the settings after those were laid over them, and
-    # of those set by a file which it was.
+    # For families that read the configuration files of the plugin that they replace: family →
+    # the settings in force, files included; and family → setting → the file that set it.
     in_force: Mapping[str, Mapping[str, Any]] = dataclasses.field(default_factory=dict)
     origins: Mapping[str, Mapping[str, str]] = dataclasses.field(default_factory=dict)
-    # of families that the library of hami-core limits
+    # for families whose limits the library of HAMi-core enforces
     limits: Mapping[str, LibraryLimits] = dataclasses.field(default_factory=dict)
-    file_problems: tuple[str, ...] = ()  # what is wrong with those files
-    cautions: tuple[str, ...] = ()  # what will go wrong for some pods with what is offered
+    file_problems: tuple[str, ...] = ()  # errors in those configuration files
+    cautions: tuple[str, ...] = ()  # problems that some pods will have with the offered resources
     # directories of ended containers that cannot be removed → why
     left_over: dict[str, str] = dataclasses.field(default_factory=dict)
-    # how often a region that its container had made larger was cut back to its size
+    # how often a region (HAMi-core's file of limits) that a container had enlarged was truncated
     regions_cut: int = 0
 
 
@@ -242,9 +248,9 @@ class CdiSpecStatus:
         kind: vendor and class, e.g. ``nvidia.com/gpu``.
         path: its file.
         devices: their names.
-        made_at: unix seconds when its content was made (or last changed, where other software keeps
-            it); 0 when it never was.
-        error: why it is not as it should be; empty when it is.
+        made_at: when the agent made its content, or when other software last changed it; 0 when
+            there is none yet.
+        error: why it is missing or wrong; empty when it is in order.
     """
 
     kind: str
@@ -259,9 +265,10 @@ class CdiStatus:
     """The CDI specs and names by which containers get devices.
 
     Attributes:
-        source: ``generated``, ``toolkit``, or empty where no CDI names are needed.
-        strategies: how containers get their devices.
-        specs: those that this node's devices have.
+        source: ``generated`` by the agent, by NVIDIA's ``toolkit``, or empty where no CDI names are
+            needed.
+        strategies: the device list strategies, e.g. ``envvar`` or ``cdi-cri``.
+        specs: the specs of this node's devices.
         names: the qualified names that runtimes can resolve now.
     """
 
@@ -277,16 +284,16 @@ class WatchStatus:
 
     Attributes:
         name: what is watched.
-        synced: there was a first complete list.
-        failing_since: time of the first of the failures in a row; 0 while all is well.
-        essential: binding waits for what it shows.
-        lists: complete lists that were taken over.
-        watches: watches that were begun.
-        events: additions, changes and deletions that came.
-        errors: failures of lists and watches; 410 and a clean end are none.
-        unreadable: objects that could not be read.
+        synced: a first complete list has arrived.
+        failing_since: time of the first of the latest failures in a row; 0 while there is none.
+        essential: binding waits for its objects.
+        lists: how many complete lists have arrived.
+        watches: how many watches were started.
+        events: how many additions, changes and deletions have arrived.
+        errors: how many lists and watches failed. Status 410 and a regular end are no failures.
+        unreadable: how many objects could not be decoded.
         last_event_at: time of the last answer of the API server, bookmarks and lists included.
-        last_error: of the last failure; stays when it is over.
+        last_error: the text of the last failure; it stays after the failure is over.
     """
 
     name: str
@@ -307,12 +314,12 @@ class WriterStatus:
     """The counts of one writer to the API server since the start.
 
     Attributes:
-        name: what it writes about.
+        name: the kind of writes.
         written: requests that the API server has accepted.
-        failed: requests that it has not, or that had no answer.
-        dropped: things given up for good.
-        pending: things that are not yet written, now.
-        oldest_pending_seconds: age of the oldest of them; 0 when there is none.
+        failed: requests that it has refused or not answered.
+        dropped: writes that were given up.
+        pending: writes that are waiting now.
+        oldest_pending_seconds: age of the oldest pending write; 0 when there is none.
     """
 
     name: str
@@ -325,12 +332,12 @@ class WriterStatus:
 
 @dataclasses.dataclass
 class ClusterStatus:
-    """The API server as this agent uses it, and the pods that it has reported."""
+    """The connection to the API server, and the pods that it has reported."""
 
     connected: bool = False
-    without: str = ""  # why there is no connection
-    needed: bool = False  # a family is on that cannot do without
-    origin: str = ""  # what the credentials are; never they themselves
+    disconnected_reason: str = ""  # why there is no connection
+    needed: bool = False  # a family that needs the API server is switched on
+    origin: str = ""  # where the credentials come from; they themselves are never shown
     waiting_for: str = ""  # what must be read before such a family is offered
     # (verb, resource, outcome) → how many
     requests: dict[tuple[str, str, str], int] = dataclasses.field(default_factory=dict)
@@ -338,11 +345,11 @@ class ClusterStatus:
     writers: tuple[WriterStatus, ...] = ()
     evictions: dict[str, int] = dataclasses.field(default_factory=dict)  # by outcome
     config_map: str = ""  # namespace/name of the ConfigMap that was read
-    # what stands in while the API server has not answered
+    # what the previous agent read from the API server; in use until the API server answers
     remembered: dict[str, Any] = dataclasses.field(default_factory=dict)
     pods: tuple[Pod, ...] = ()
     pods_synced: bool = False
-    # pods that the kubelet failed before this start because no agent was there
+    # pods that the kubelet failed because no agent ran before this start
     failed_while_away: int = 0
 
 
@@ -354,7 +361,7 @@ class ProblemKind(enum.StrEnum):
     CONFIG = "config"
     FILES = "files"
     GPU = "gpu"
-    GPUS = "gpus"  # all of them
+    GPUS = "gpus"  # all GPUs of the node
     KUBELET = "kubelet"
     LEDGER = "ledger"
     NVML = "nvml"
@@ -364,15 +371,16 @@ class ProblemKind(enum.StrEnum):
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Problem:
-    """Something that an operator should know; as well a reason why ``/readyz`` or ``/livez`` fails.
+    """A problem that an operator should know about, such as a reason why ``/readyz`` or ``/livez``
+    fails.
 
     Attributes:
-        kind: the part that has it.
-        subject: which of several such parts: the name of a resource or a task, the index of a GPU;
-            empty where there is one only.
+        kind: the part that has the problem.
+        subject: the name of the resource or task, or the index of the GPU; empty for a kind of
+            which there is only one.
         text: what is wrong.
-        remedy: what mends it, or where more is known; empty where ``text`` says so, or nothing is
-            to be done.
+        remedy: what to do, or where to find more; empty when ``text`` has it, or when there is
+            nothing to do.
     """
 
     kind: ProblemKind
@@ -393,7 +401,7 @@ class Problem:
 
 @dataclasses.dataclass
 class AgentStatus:
-    """Everything at one moment."""
+    """The status of the whole agent at one moment."""
 
     node: str = ""
     version: str = ""
@@ -402,9 +410,9 @@ class AgentStatus:
     started_at: float = 0.0
     inventory: Inventory = dataclasses.field(default_factory=Inventory)
     usage: tuple[GpuUsage, ...] = ()
-    # of those whose limits are in a region of HAMi-core
+    # the use by containers whose limits are in a region of HAMi-core
     containers: tuple[ContainerUsage, ...] = ()
-    inventory_at: float = 0.0  # when the GPUs were last read, whether anything had changed or not
+    inventory_at: float = 0.0  # when the GPUs were last read, even if nothing changed
     usage_at: float = 0.0
     nvml: NvmlStatus = dataclasses.field(default_factory=NvmlStatus)
     kubelet: KubeletStatus = dataclasses.field(default_factory=KubeletStatus)
@@ -422,15 +430,15 @@ class AgentStatus:
     config: dict[str, tuple[Any, str]] = dataclasses.field(default_factory=dict)
     config_problems: tuple[str, ...] = ()  # why the newest configuration file is not in force
     config_needs_restart: tuple[str, ...] = ()
-    config_collisions: tuple[str, ...] = ()  # families that take something from each other
-    # the named configuration, empty where there are none
+    config_collisions: tuple[str, ...] = ()  # conflicts between families that are switched on
+    # the choice among the named configurations and its reason; empty where there are none
     config_named: dict[str, str] = dataclasses.field(default_factory=dict)
     not_ready: tuple[Problem, ...] = ()
     not_alive: tuple[Problem, ...] = ()
 
     @property
-    def not_served(self) -> dict[str, str]:
-        """The resources of which nothing is granted now, and why."""
+    def unavailable(self) -> dict[str, str]:
+        """The resources that cannot be granted now, with the reason."""
         return {
             problem.subject: problem.reason
             for problem in self.not_ready

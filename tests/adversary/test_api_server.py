@@ -209,7 +209,7 @@ async def test_no_list_goes_on_for_ever_with_the_same_page() -> None:
 
 async def test_no_list_goes_on_for_ever_with_new_pages(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each page brings a pod and another token."""
-    monkeypatch.setattr("vgpu_agent.cluster.reflector._MOST_PAGES", 100)
+    monkeypatch.setattr("vgpu_agent.cluster.reflector._MAX_PAGES", 100)
     numbers = itertools.count()
 
     async def more(writer: asyncio.StreamWriter, _: bytes) -> None:
@@ -223,7 +223,7 @@ async def test_no_list_goes_on_for_ever_with_new_pages(monkeypatch: pytest.Monke
 
 async def test_no_list_goes_on_for_ever_with_empty_pages(monkeypatch: pytest.MonkeyPatch) -> None:
     """Without a pod, so that no number of pods ends it."""
-    monkeypatch.setattr("vgpu_agent.cluster.reflector._MOST_PAGES", 20)
+    monkeypatch.setattr("vgpu_agent.cluster.reflector._MAX_PAGES", 20)
     numbers = itertools.count()
 
     async def more(writer: asyncio.StreamWriter, _: bytes) -> None:
@@ -264,7 +264,7 @@ async def test_no_endless_list_fills_the_memory(
     """The API server ignores ``limit`` when it answers from its cache, so a page may be as long as
     it likes. It is read piece by piece.
     """
-    monkeypatch.setattr("vgpu_agent.cluster.reflector._MOST_ITEMS", 2000)
+    monkeypatch.setattr("vgpu_agent.cluster.reflector._MAX_ITEMS", 2000)
 
     async def write(writer: asyncio.StreamWriter, _: bytes) -> None:
         writer.write(CHUNKED)

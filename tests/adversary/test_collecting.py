@@ -380,7 +380,7 @@ async def test_more_directories_than_pods_are_taken_in_parts(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """No list has more entries than a fixed bound."""
-    monkeypatch.setattr(grants_module, "_MOST_LISTED", 10)
+    monkeypatch.setattr(grants_module, "_MAX_LISTED", 10)
     containers = tmp_path / "containers"
     for number in range(25):
         (containers / f"uid-{number:02}_main").mkdir(parents=True)

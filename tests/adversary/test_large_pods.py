@@ -17,11 +17,11 @@ from tests.adversary.api_server_parts import CHUNKED, send_chunk, served
 from tests.cluster.scripted import json_event, json_pod
 from vgpu_agent.cluster import decode
 from vgpu_agent.families.pod_annotations import ANNOTATIONS
-from vgpu_agent.pods import MOST_BYTES, Pod, PodCache, PodContainer
+from vgpu_agent.pods import MAX_BYTES, Pod, PodCache, PodContainer
 
 PODS, ENDED = 110, 200
-MOST_GROWN_MIB = 40
-MOST_MEMORY_BYTES = 4 << 30
+MAX_GROWN_MIB = 40
+MAX_MEMORY_BYTES = 4 << 30
 
 
 def _large(name: str, kind: int) -> bytes:
@@ -108,7 +108,7 @@ async def test_a_tenant_cannot_kill_the_agent_with_110_pods_of_the_largest_size(
             str(PODS),
             stdout=asyncio.subprocess.PIPE,
             preexec_fn=lambda: resource.setrlimit(
-                resource.RLIMIT_AS, (MOST_MEMORY_BYTES, MOST_MEMORY_BYTES)
+                resource.RLIMIT_AS, (MAX_MEMORY_BYTES, MAX_MEMORY_BYTES)
             ),
         )
         out, _ = await child.communicate()
@@ -116,7 +116,7 @@ async def test_a_tenant_cannot_kill_the_agent_with_110_pods_of_the_largest_size(
     found = json.loads(out)
     assert found["as_expected"], found
     assert found["unreadable"] == 0
-    assert found["grown_mib"] < MOST_GROWN_MIB, found
+    assert found["grown_mib"] < MAX_GROWN_MIB, found
     assert b"status.phase!%3DSucceeded" in asked[0] or b"status.phase!=Succeeded" in asked[0]
 
 
@@ -182,12 +182,12 @@ def test_a_tenant_cannot_push_others_out_of_the_book() -> None:
     book = PodCache()
     book.replace([*large, *small])
     assert all(book.get(each.uid) for each in small)
-    assert sum(each.size_bytes for each in book.pods) <= MOST_BYTES
+    assert sum(each.size_bytes for each in book.pods) <= MAX_BYTES
     assert book.left_out > 0
     book.replace(small)
     for each in large:
         book.put(each)
-    assert sum(each.size_bytes for each in book.pods) <= MOST_BYTES
+    assert sum(each.size_bytes for each in book.pods) <= MAX_BYTES
     for each in [*small, *large]:
         book.end(each)
     assert len(book.pods) <= 256

@@ -7,7 +7,7 @@ import dataclasses
 import pytest
 
 from tests.allocation.binding_parts import NUMBER, a_pod, init
-from vgpu_agent.allocation.holdings import ended_before, is_over, told_apart
+from vgpu_agent.allocation.holdings import ended_before, is_over, with_single_holders
 from vgpu_agent.model import Grant, Holding, KubeletRecords, Owner
 from vgpu_agent.pods import ContainerKind, Pod, PodCache, PodContainer
 
@@ -33,7 +33,7 @@ def book(*pods: Pod) -> PodCache:
 
 def held(records: KubeletRecords, known: PodCache) -> dict[tuple[str, str], tuple[str, ...]]:
     """(UID, container) → ids, after they were separated."""
-    found = told_apart(records, {NUMBER}, known)
+    found = with_single_holders(records, {NUMBER}, known)
     assert [holding for holding in found.holdings if holding.resource != NUMBER] == [OTHER]
     return {
         (holding.owner.pod_uid, holding.owner.container): holding.ids
@@ -90,7 +90,7 @@ def test_without_a_checkpoint_the_records_stay_as_they_are() -> None:
     """There is nothing to sort out."""
     pod = a_pod("train")
     records = KubeletRecords((OTHER, listed(pod, "main", "a")))
-    assert told_apart(records, {NUMBER}, book(pod)) is records
+    assert with_single_holders(records, {NUMBER}, book(pod)) is records
 
 
 def test_an_init_container_is_over_once_a_later_one_has_started() -> None:

@@ -24,7 +24,7 @@ from tests.real_node.start_times import (
     with_units_of_a_mib,
 )
 
-_MOST_LATER = 1.2
+_MAX_LATER = 1.2
 
 
 def _figures(rounds: Rounds, unit: str, than: str) -> list[Figure]:
@@ -36,7 +36,7 @@ def _figures(rounds: Rounds, unit: str, than: str) -> list[Figure]:
         how = f"last of {PODS} Running, the best of {len(rounds.seconds[kind])} rounds in turn"
         figures.append(Figure(f"{unit}: {kind}", min(rounds.seconds[kind]), None, "s", how))
     for other, kind in itertools.combinations(kinds, 2):
-        limit = _MOST_LATER if (kind, other) == (WITH, than) else None
+        limit = _MAX_LATER if (kind, other) == (WITH, than) else None
         figures.append(
             Figure(
                 f"{unit}: {kind} / {other}",
@@ -58,8 +58,8 @@ def _figures(rounds: Rounds, unit: str, than: str) -> list[Figure]:
 def _measure() -> list[Figure]:
     with Rig() as rig:
         coarse, fine = (
-            with_coarse_units(rig, most_later=_MOST_LATER),
-            with_units_of_a_mib(rig, most_later=_MOST_LATER),
+            with_coarse_units(rig, most_later=_MAX_LATER),
+            with_units_of_a_mib(rig, most_later=_MAX_LATER),
         )
     return [*_figures(coarse, "64 MiB", WITHOUT), *_figures(fine, "1 MiB", NOTHING)]
 

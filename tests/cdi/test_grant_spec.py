@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from tests.cdi.cdi_schema import SCHEMA
 from tests.runtime.conftest import MakeGrant
-from vgpu_agent.allocation.carrier import Inlined, cdi_name
+from vgpu_agent.allocation.carrier import InlinedEdits, cdi_name
 from vgpu_agent.cdi import grant_spec
 from vgpu_agent.errors import CarrierError
 from vgpu_agent.isolation.edits import DeviceNode, Edits, Mount
@@ -146,7 +146,9 @@ def test_names_are_replaced_by_what_stands_behind_them(named: Edits, grant: Make
         (Mount("/l", "/l"),),
         (DeviceNode("/dev/nvidia0", "/dev/nvidia0"),),
     )
-    spec = json.loads(grant_spec.spec_text(grant()[0], own.joined(named), Inlined("0.5.0", behind)))
+    spec = json.loads(
+        grant_spec.spec_text(grant()[0], own.joined(named), InlinedEdits("0.5.0", behind))
+    )
     jsonschema.validate(spec, SCHEMA)
     assert grant_spec.other_names(named) == ("vendor.com/gpu=a", "vendor.com/channel=0")
     assert spec["cdiVersion"] == "0.6.0"
@@ -164,7 +166,7 @@ def test_what_is_inlined_may_take_a_newer_version(grant: MakeGrant) -> None:
     text = grant_spec.spec_text(
         grant()[0],
         Edits(cdi_names=("vendor.com/gpu=a",)),
-        Inlined("0.7.0", {"additionalGids": [44]}),
+        InlinedEdits("0.7.0", {"additionalGids": [44]}),
     )
     spec = json.loads(text)
     assert spec["cdiVersion"] == "0.7.0"

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from vgpu_agent.cdi.document import Spec, decode
-from vgpu_agent.cdi.inlining import inlined
+from vgpu_agent.cdi.inlining import resolve_edits
 from vgpu_agent.errors import CarrierError
 
 
@@ -39,7 +39,7 @@ CHANNELS = _spec(
 
 def test_common_edits_come_once_and_each_device_adds_its_own() -> None:
     """Two GPUs: the control node and the hook once, both GPUs' nodes, in order."""
-    assert inlined(
+    assert resolve_edits(
         ["vendor.com/gpu=a", "vendor.com/gpu=b", "vendor.com/gpu=a"], [GPUS, CHANNELS]
     ) == (
         "0.6.0",
@@ -65,13 +65,13 @@ def test_what_a_device_sets_over_the_common_edits_stays() -> None:
         a={"deviceNodes": [{"path": "/dev/nvidiactl", "permissions": "rwm"}]},
         b={"env": ["A=b"]},
     )
-    _, edits = inlined(["vendor.com/gpu=a", "vendor.com/gpu=b"], [spec])
+    _, edits = resolve_edits(["vendor.com/gpu=a", "vendor.com/gpu=b"], [spec])
     assert edits["deviceNodes"] == [{"path": "/dev/nvidiactl", "permissions": "rwm"}]
 
 
 def test_the_version_is_what_the_edits_take() -> None:
     """Groups are known from CDI 0.7 on."""
-    version, edits = inlined(["vendor.com/channel=c"], [GPUS, CHANNELS])
+    version, edits = resolve_edits(["vendor.com/channel=c"], [GPUS, CHANNELS])
     assert version == "0.7.0"
     assert edits["additionalGids"] == [44]
 
@@ -81,4 +81,4 @@ def test_a_name_that_nothing_stands_behind_is_refused() -> None:
     with pytest.raises(
         CarrierError, match=r"no CDI spec of this node has the device vendor\.com/gpu=z"
     ):
-        inlined(["vendor.com/gpu=z"], [GPUS])
+        resolve_edits(["vendor.com/gpu=z"], [GPUS])

@@ -369,8 +369,8 @@ def test_only_so_many_files_wait_to_be_closed(
     try:
         for _ in range(20):
             with memory.content(path, whole=False):
-                assert len(open_now) <= checkpoint._MOST_TO_CLOSE + 1
-        assert len(open_now) == checkpoint._MOST_TO_CLOSE
+                assert len(open_now) <= checkpoint._MAX_TO_CLOSE + 1
+        assert len(open_now) == checkpoint._MAX_TO_CLOSE
     finally:
         closing.set()
         memory._closing.shutdown()

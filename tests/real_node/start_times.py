@@ -5,7 +5,7 @@ round creates 20 pods and ends when the last of them is Running for the API serv
 the same image, command and scheduler, with a pause between rounds. The **best round of each kind**
 counts: starting 20 pods keeps both cores of a small machine busy from beginning to end, so any
 other work of the machine makes a round longer, and nothing makes it shorter. Rounds go on until the
-verdict is good, at most `MOST_ROUNDS` and always as many of each kind: more of them bring both
+verdict is good, at most `MAX_ROUNDS` and always as many of each kind: more of them bring both
 bests nearer to what the node itself needs, and a plugin that is too slow stays too slow.
 """
 
@@ -48,7 +48,7 @@ from tests.real_node.volcano_node import (
 
 PODS = 20
 MEMORY = [64 * (15 + each) for each in range(PODS)]  # MiB
-MOST_ROUNDS = 15
+MAX_ROUNDS = 15
 WITHOUT, NOTHING, WITH = "without vGPU", "with a plugin that does nothing", "with vGPU"
 
 _PAUSE_SECONDS = 2  # kubelet and containerd still clear up when the API server has forgotten a pod
@@ -126,7 +126,7 @@ class Rounds:
     def enough(self, kind: str, than: str) -> bool:
         """Tell whether there is nothing to gain from more rounds."""
         rounds = min(map(len, self.seconds.values()))
-        return rounds >= MOST_ROUNDS or (
+        return rounds >= MAX_ROUNDS or (
             rounds >= self._least_rounds and self.later(kind, than) <= self._most_later
         )
 

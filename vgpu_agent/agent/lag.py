@@ -1,8 +1,8 @@
-"""The delay of the event loop: everything this agent promises rests on it being in time.
+"""Measure how late the event loop wakes its tasks. A late loop delays every answer of the agent.
 
-Run by `composition` as a supervised loop; `report` shows the figures. The measure is the delay of a
-short sleep, so it counts whatever held the loop: a blocking call, a long computation, or a machine
-without a free processor.
+`composition` runs this as a supervised loop, and `report` shows the figures. The measure is how
+much later than planned a short sleep ends. So it covers every cause: a blocking call, a long
+computation or a machine without a free processor.
 """
 
 from __future__ import annotations
@@ -15,28 +15,28 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
 _INTERVAL_SECONDS = 0.1
-_SAMPLES = 600  # one minute
+_SAMPLES = 600  # of one minute
 
 
 class LoopLag:
-    """The lateness of the last minute."""
+    """The delays of the event loop in the last minute."""
 
     def __init__(self) -> None:
         self._samples: collections.deque[float] = collections.deque(maxlen=_SAMPLES)
 
     @property
     def percentile_99_seconds(self) -> float:
-        """99 of 100 wake-ups of the last minute were at most this late."""
+        """The delay that 99 % of the wake-ups of the last minute did not exceed."""
         ordered = sorted(self._samples)
         return ordered[(len(ordered) * 99 - 1) // 100] if ordered else 0.0
 
     @property
     def max_seconds(self) -> float:
-        """The latest wake-up of the last minute."""
+        """The longest delay of the last minute."""
         return max(self._samples, default=0.0)
 
     async def run(self, beat: Callable[[], None]) -> None:
-        """Measure until cancelled."""
+        """Measure until cancelled. ``beat`` tells the supervisor that the loop runs."""
         loop = asyncio.get_running_loop()
         while True:
             due = loop.time() + _INTERVAL_SECONDS

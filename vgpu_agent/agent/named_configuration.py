@@ -271,7 +271,7 @@ def keys_in(directory: str) -> frozenset[str]:
 
 
 async def with_named_configuration(loaded: Loaded) -> tuple[Loaded, NamedConfiguration | None]:
-    """``loaded`` with the named configuration of this node laid over it;
+    """``loaded`` with the named configuration of this node applied to it;
     as it is where no directory is set.
 
     Raises:

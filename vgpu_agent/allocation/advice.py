@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from vgpu_agent.ledger.uses import GpuUse
     from vgpu_agent.model import Inventory, Resource, Share
 
-_MOST_GPUS = 8  # in one sentence
+_MAX_GPUS = 8  # in one sentence
 
 
 def for_scheduled(
@@ -126,4 +126,4 @@ def _alternatives(devices: Iterable[str], inventory: Inventory) -> str:
         gpus[str(found[0].index) if found else device] = None
     if not gpus:
         return "No other GPU of this node has room for it now."
-    return f"Room for it now: GPU {listed(gpus, _MOST_GPUS)}."
+    return f"Room for it now: GPU {listed(gpus, _MAX_GPUS)}."

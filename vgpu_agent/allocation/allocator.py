@@ -139,8 +139,8 @@ class Allocator:
     def preferred(
         self, resource: str, available: Sequence[str], must_include: Sequence[str], size: int
     ) -> list[str]:
-        """Return the ids that suit best; never an error, for which kubelet would fail the pod
-        (kubelet §6), but then a simple pick.
+        """Return the ids that suit best. Never raises, because the kubelet would fail the pod
+        (kubelet §6). Where no ids suit, the first available ones are returned.
         """
         try:
             offered = self._ledger.resource(resource)
@@ -291,7 +291,7 @@ class Allocator:
             # from before our start can go.
             for offer in self._ledger.resources:
                 self.allocated_at[offer.name] = self._context.clock()
-        records = self._interpretation.sorted_out(records)
+        records = self._interpretation.with_single_holders(records)
         corrections = self._ledger.reconcile(
             records,
             self._interpretation,

@@ -27,8 +27,8 @@ class IdAllocator:
     def prefer(
         self, offered: Resource, available: Sequence[str], must_include: Sequence[str], size: int
     ) -> list[str]:
-        """Return the ids that suit best; never an error, for which kubelet would fail the pod
-        (kubelet §6), but then a simple pick.
+        """Return the ids that suit best. Never raises, because the kubelet would fail the pod
+        (kubelet §6). Where no ids suit, the first available ones are returned.
         """
         # kubelet's view of health can be a moment older than ours; what Allocate would refuse is
         # not recommended.

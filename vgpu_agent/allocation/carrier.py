@@ -78,12 +78,12 @@ class GrantRecord:
     may_overcommit: bool = False
 
 
-class Inlined(NamedTuple):
+class InlinedEdits(NamedTuple):
     """The edits behind CDI names, to be written into the spec of a grant.
 
     Attributes:
-        version: of CDI that it takes.
-        container_edits: in CDI's own form.
+        version: the lowest CDI version that knows all of these edits.
+        container_edits: the JSON object ``containerEdits`` of a CDI spec.
     """
 
     version: str

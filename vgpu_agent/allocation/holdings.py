@@ -24,24 +24,24 @@ if TYPE_CHECKING:
     from vgpu_agent.pods import Pod, PodCache
 
 
-def told_apart(
+def with_single_holders(
     records: KubeletRecords,
     resources: Collection[str],
     book: PodCache,
-    at_work: Collection[tuple[str, str]] = (),
+    running_inits: Collection[tuple[str, str]] = (),
 ) -> KubeletRecords:
-    """``records`` with the holders of ``resources`` sorted out;
-    unchanged where the checkpoint was not read.
+    """``records`` with one holder for each id of ``resources``; unchanged where the checkpoint was
+    not read.
 
-    ``at_work`` names init containers (pod's UID, container) that were let start last of their pod:
-    they have their ids before all others.
+    ``running_inits`` names the last started init container (pod's UID, container) of each pod. It
+    has its ids before all other containers.
     """
     if records.entries is None:
         return records
     others = [holding for holding in records.holdings if holding.resource not in resources]
     listed = [holding for holding in records.holdings if holding.resource in resources]
     alive = {holding.owner.pod_uid: holding.owner for holding in listed if holding.owner.pod_uid}
-    # Without a UID the checkpoint does not know them; their own ids are theirs.
+    # Without a UID the checkpoint does not have them, so they keep the ids of their own lines.
     found = [holding for holding in listed if not holding.owner.pod_uid]
     taken = {(holding.resource, id_) for holding in found for id_ in holding.ids}
     entries = [
@@ -55,7 +55,7 @@ def told_apart(
         if records.complete
     }
     for entry in sorted(
-        entries, key=lambda entry: _rank(entry, book.get(entry.owner.pod_uid), shown, at_work)
+        entries, key=lambda entry: _rank(entry, book.get(entry.owner.pod_uid), shown, running_inits)
     ):
         left = tuple(id_ for id_ in entry.ids if (entry.resource, id_) not in taken)
         taken.update((entry.resource, id_) for id_ in left)
@@ -100,11 +100,10 @@ def is_outdated(record: GrantRecord, records: Iterable[GrantRecord], pod: Pod) -
 
 
 def ended_before(grants: Iterable[Grant], pod: Pod, starting: Owner) -> list[int]:
-    """Numbers of the grants of containers of ``pod`` that cannot run when ``starting`` starts.
+    """The numbers of the grants of containers of ``pod`` that cannot run when ``starting`` starts.
 
-    Init containers that come before it have ended. Before an init container nothing else runs but
-    sidecars: when the sandbox is made anew all start again, each is decided for again, and gets the
-    same.
+    Init containers that come before it have ended. While an init container starts, only sidecars
+    run beside it: a new sandbox starts all containers again, and each gets the same shares again.
     """
     kinds = {
         container.name: (place, container.kind) for place, container in enumerate(pod.containers)
@@ -141,14 +140,14 @@ def _rank(
     entry: Holding,
     pod: Pod | None,
     shown: Collection[tuple[str, str, str]],
-    at_work: Collection[tuple[str, str]],
+    running_inits: Collection[tuple[str, str]],
 ) -> tuple[int, int, str]:
-    """Rank the entries of an id: it is for the container that comes last;
-    in an unknown pod for the smaller entry.
+    """Rank the entries that have the same id; the lowest rank holds it.
 
-    While an init container runs it comes first: the others have nothing yet of what it has.
+    That is the container that runs last in its pod, or, in an unknown pod, the smaller entry. An
+    init container that runs comes first: the containers after it have not started.
     """
-    if (entry.owner.pod_uid, entry.owner.container) in at_work:
+    if (entry.owner.pod_uid, entry.owner.container) in running_inits:
         return -1, 0, entry.owner.container
     container = pod.container(entry.owner.container) if pod else None
     if container is None:

@@ -463,8 +463,8 @@ def _known(
     if fetched.uid == uid:
         return fetched
     name = (fetched.namespace, fetched.name)
-    # A mirror that was made anew has another UID of the API server's, and the name of the one
-    # before.
+    # A mirror pod that was created again has another UID of the API server's, and the name of the
+    # one before.
     believed = known is not None and known.uid != uid and (known.namespace, known.name) == name
     return (
         fetched.as_static(uid)

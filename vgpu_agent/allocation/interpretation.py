@@ -1,10 +1,12 @@
-"""The meaning of a line of the kubelet's records:
-the family of the ids, their holder, and what was decided for it.
+"""Interpret the kubelet's records: the family, the holder and the shares of each line.
 
-`allocator` hands this to the ledger whenever that follows the records. Ids that name devices are
-enough. Where the pod decides, the decision is known from the record beside the container's CDI
-spec, or from the pod itself for a container that has started. What has not started is decided at
-PreStartContainer. What the kubelet lists is never dropped because today's settings do not know it.
+`allocator` passes this to the ledger, which is brought in line with the records. In some families
+the ids name the devices, and nothing else is needed. In the others the pod decides on the devices
+(`Decider.POD`). There the decision is known from the grant record beside the container's CDI spec,
+or, for a container that has started, from its pod. For other containers it is made at
+PreStartContainer.
+
+A line keeps its meaning when the current settings no longer have its resource.
 """
 
 from __future__ import annotations
@@ -13,7 +15,7 @@ import dataclasses
 from typing import TYPE_CHECKING
 
 from vgpu_agent.allocation.carrier import grant_token
-from vgpu_agent.allocation.holdings import is_outdated, is_over, told_apart
+from vgpu_agent.allocation.holdings import is_outdated, is_over, with_single_holders
 from vgpu_agent.allocation.questions import question
 from vgpu_agent.families.family import Ownership
 from vgpu_agent.ledger.reconciliation import Meaning
@@ -30,12 +32,15 @@ if TYPE_CHECKING:
     from vgpu_agent.pods import Pod
 
 
+# grant records by token, and by the pod's UID
 _Index = tuple["dict[str, list[GrantRecord]]", "dict[str, list[GrantRecord]]"]
 
 
 class Interpretation:
-    """The reading of holdings with the facts of families, pods and grant records.
-    Its only state is an index of the records.
+    """The interpretation of the kubelet's lines (`Holding`) with the help of families, pods and
+    grant records.
+
+    State: an index of the grant records, rebuilt when they change.
     """
 
     def __init__(self, context: Context) -> None:
@@ -43,26 +48,64 @@ class Interpretation:
         self._ledger = context.ledger
         self._index: tuple[tuple[GrantRecord, ...], _Index] | None = None
 
-    def sorted_out(self, records: KubeletRecords) -> KubeletRecords:
-        """``records`` with one holder for each id, see `holdings.told_apart`."""
+    def with_single_holders(self, records: KubeletRecords) -> KubeletRecords:
+        """``records`` with one holder for each id, see `holdings.with_single_holders`."""
         names = {offer.name for offer in self._ledger.resources if offer.decided_by is Decider.POD}
         names |= {grant.resource for grant in self._ledger.grants if grant.decided_for} | {
             record.resource for record in self._context.carrier.records
         }
-        found = told_apart(records, names, self._context.pods, self._at_work())
+        found = with_single_holders(records, names, self._context.pods, self._running_inits())
         return dataclasses.replace(
             found,
             holdings=tuple(
-                self._named(holding) if holding.resource in names else holding
+                self._with_recorded_container(holding) if holding.resource in names else holding
                 for holding in found.holdings
             ),
         )
 
-    def _at_work(self) -> set[tuple[str, str]]:
-        """Return the init containers that were started last in their pod; until a later one starts
-        they may run, with all their shares.
+    def __call__(self, holding: Holding) -> Meaning | None:
+        """Interpret one line, for `Ledger.reconcile`; None when the resource is not ours, or is one
+        that is counted but never granted.
+        """
+        families = self._context.families
+        offered_by = next(
+            (offer.family for offer in self._ledger.resources if offer.name == holding.resource), ""
+        )
+        for ownership in (Ownership.CERTAIN, Ownership.POSSIBLE):
+            for by_ids in (*families.by_ids, *families.idle):
+                # A family also owns names that it may have offered under earlier settings. A name
+                # that another family offers now is that family's.
+                if (
+                    offered_by in ("", by_ids.name)
+                    and _owns(by_ids, holding.resource, offered_by) is ownership
+                ):
+                    shares = by_ids.shares(holding.resource, holding.ids, self._context.inventory())
+                    if shares or offered_by:
+                        return Meaning(by_ids.name, shares)
+            for by_pod in (*families.by_pod, *families.unserved):
+                if _owns(by_pod, holding.resource, offered_by) is ownership:
+                    return self._by_pod(by_pod, holding)
+        return None
 
-        A restart of an earlier sidecar proves nothing: it runs beside them.
+    def may_be_hidden(self, grant: Grant) -> bool:
+        """Tell whether the grant's container may run although the kubelet's records lack it:
+        pod-resources does not list plain init containers.
+        """
+        if grant.owner is None or not grant.shares:
+            return False
+        pod = self._context.pods.get(grant.owner.pod_uid)
+        if pod is None and self._context.pods.may_have(grant.owner.pod_uid):
+            return True
+        container = pod.container(grant.owner.container) if pod else None
+        if pod is None or container is None or pod.ended:
+            return False
+        return container.kind is ContainerKind.INIT and not self._is_over(pod, container.name)
+
+    def _running_inits(self) -> set[tuple[str, str]]:
+        """Return the last started init container of each pod (pod's UID, container). It may run,
+        with all its shares, until a later container starts.
+
+        A restart of an earlier sidecar does not show that it has ended: sidecars run beside it.
         """
         _, by_uid = self._indexed(self._context.carrier.records)
         found = set()
@@ -80,9 +123,10 @@ class Interpretation:
                 found.add((uid, last.owner.container))
         return found
 
-    def _named(self, holding: Holding) -> Holding:
-        """``holding`` in the hands of the container that the spec of its ids was made for,
-        where a pod's containers share them.
+    def _with_recorded_container(self, holding: Holding) -> Holding:
+        """``holding`` with the container that has the grant record for these ids.
+
+        Containers of one pod may share ids. The kubelet's records do not show which one uses them.
         """
         if not holding.owner.pod_uid:
             return holding
@@ -94,44 +138,6 @@ class Interpretation:
                     owner=dataclasses.replace(holding.owner, container=record.owner.container),
                 )
         return holding
-
-    def __call__(self, holding: Holding) -> Meaning | None:
-        """See `Ledger.reconcile`; None when the resource is not ours,
-        or is only there to be counted.
-        """
-        families = self._context.families
-        served_by = next(
-            (offer.family for offer in self._ledger.resources if offer.name == holding.resource), ""
-        )
-        for ownership in (Ownership.CERTAIN, Ownership.POSSIBLE):
-            for by_ids in (*families.by_ids, *families.idle):
-                # A family owns names that it may have offered before; what another offers by that
-                # name today is not meant.
-                if (
-                    served_by in ("", by_ids.name)
-                    and _owns(by_ids, holding.resource, served_by) is ownership
-                ):
-                    shares = by_ids.shares(holding.resource, holding.ids, self._context.inventory())
-                    if shares or served_by:
-                        return Meaning(by_ids.name, shares)
-            for by_pod in (*families.by_pod, *families.unserved):
-                if _owns(by_pod, holding.resource, served_by) is ownership:
-                    return self._by_pod(by_pod, holding)
-        return None
-
-    def may_be_hidden(self, grant: Grant) -> bool:
-        """Tell whether the grant's container may run unseen in the kubelet's records:
-        pod-resources hides plain init containers.
-        """
-        if grant.owner is None or not grant.shares:
-            return False
-        pod = self._context.pods.get(grant.owner.pod_uid)
-        if pod is None and self._context.pods.may_have(grant.owner.pod_uid):
-            return True
-        container = pod.container(grant.owner.container) if pod else None
-        if pod is None or container is None or pod.ended:
-            return False
-        return container.kind is ContainerKind.INIT and not self._is_over(pod, container.name)
 
     def _by_pod(self, family: PodFamily, holding: Holding) -> Meaning | None:
         offered = next(
@@ -146,7 +152,9 @@ class Interpretation:
         ):
             return Meaning(family.name, (), by_pod=True, over=True)
         if record is not None:
-            if pod is not None and is_outdated(record, self._of_pod(record.owner.pod_uid), pod):
+            if pod is not None and is_outdated(
+                record, self._records_of_pod(record.owner.pod_uid), pod
+            ):
                 return Meaning(family.name, (), by_pod=True)
             key = (record.owner.pod_uid, record.owner.container)
             return Meaning(
@@ -158,24 +166,23 @@ class Interpretation:
                 decided_at=record.decided_at,
             )
         if offered is None:
-            # Renamed, hidden or refused since: what it has, it keeps; a name that never had a grant
-            # is only there to be counted.
-            held = self._ledger.find(holding.resource, holding.ids)
-            return _as_held(held) if held else None
-        return self._recalled(family, offered, pod, holding)
+            # The resource was renamed, hidden or refused meanwhile, and the container keeps its
+            # shares. Without a grant, the resource is one that is only counted.
+            grant = self._ledger.find(holding.resource, holding.ids)
+            return _from_grant(grant) if grant else None
+        return self._from_pod(family, offered, pod, holding)
 
-    def _recalled(
+    def _from_pod(
         self, family: PodFamily, offered: Resource, pod: Pod | None, holding: Holding
     ) -> Meaning:
-        """Return what a container that has started must have got;
-        undecided for others, which PreStartContainer decides.
+        """Return the shares of a container that has started, as its pod shows them. For other
+        containers there are none yet: PreStartContainer decides on them.
         """
         name = holding.owner.container
         container = pod.container(name) if pod else None
         if pod is None or container is None or not container.started:
             return Meaning(family.name, (), by_pod=True)
-        asked = question(self._context, offered, pod, name, holding.ids)
-        decision = family.recall(asked)
+        decision = family.recall(question(self._context, offered, pod, name, holding.ids))
         if decision is None:
             return Meaning(family.name, (), by_pod=True)
         key = (pod.kubelet_uid, name)
@@ -188,36 +195,40 @@ class Interpretation:
         )
 
     def _record(self, holding: Holding, pod: Pod | None) -> GrantRecord | None:
-        """The record of the container that holds ``holding``.
+        """The grant record of the container in ``holding``.
 
-        By the ids where it has all of them; a container that shares its ids with another is found
-        by its name. The youngest counts: a static pod keeps its UID when it is made anew.
+        A record with the same ids is found by these. A container that shares its ids with another
+        one may have a record with more ids, which is found by the container's name. The newest
+        record counts: a static pod keeps its UID when it is created again.
         """
         owner, token = holding.owner, grant_token(holding.resource, holding.ids)
         by_token, by_uid = self._indexed(self._context.carrier.records)
-        whole = [record for record in by_token.get(token, ()) if record.owner.may_be(owner)]
-        parts = [
+        same_ids = [record for record in by_token.get(token, ()) if record.owner.may_be(owner)]
+        more_ids = [
             record
             for record in by_uid.get(owner.pod_uid, ())
-            if record.ids > len(holding.ids) and _alike(pod, record.owner, owner)
+            if record.ids > len(holding.ids) and _may_share_ids(pod, record.owner, owner)
         ]
-        fitting = [record for record in (*whole, *parts) if record.resource == holding.resource]
+        candidates = [
+            record for record in (*same_ids, *more_ids) if record.resource == holding.resource
+        ]
         return max(
-            fitting, key=lambda record: (record.token == token, record.decided_at), default=None
+            candidates, key=lambda record: (record.token == token, record.decided_at), default=None
         )
 
     def _is_over(self, pod: Pod, name: str) -> bool:
-        """Tell whether an init container has ended: one that comes after it was started after it.
+        """Tell whether the container is an init container that has ended, because a later container
+        of the pod was started after it.
 
-        The records of their starts decide. The pod's status follows later, and after a reboot it is
-        wrong for a while. It only counts for a container that has no record.
+        The times in the grant records decide. The pod's status follows later, and after a reboot it
+        is wrong for a while. It counts only for a container without a record.
         """
         container = pod.container(name)
         if container is None or container.kind is not ContainerKind.INIT:
             return False
         _, by_uid = self._indexed(self._context.carrier.records)
         started: dict[str, float] = {}
-        for record in by_uid.get(pod.kubelet_uid, ()):  # the youngest counts, see `_record`
+        for record in by_uid.get(pod.kubelet_uid, ()):  # the newest counts, see `_record`
             started[record.owner.container] = max(
                 record.decided_at, started.get(record.owner.container, 0.0)
             )
@@ -228,11 +239,13 @@ class Interpretation:
             started.get(later, 0.0) > started[name] for later in names[names.index(name) + 1 :]
         )
 
-    def _of_pod(self, uid: str) -> Sequence[GrantRecord]:
+    def _records_of_pod(self, uid: str) -> Sequence[GrantRecord]:
         return self._indexed(self._context.carrier.records)[1].get(uid, ())
 
     def _indexed(self, records: Sequence[GrantRecord]) -> _Index:
-        """The records by token and by UID; a hundred holdings ask in a row."""
+        """The records by token and by the pod's UID. The index is kept, because a hundred holdings
+        may be interpreted in a row.
+        """
         if (
             self._index is None
             or len(self._index[0]) != len(records)
@@ -256,26 +269,26 @@ class Interpretation:
         )
 
 
-def _owns(family: Family, resource: str, served_by: str) -> Ownership:
-    """Return how surely the name is the family's;
-    the names that it offers today are, whatever they are.
+def _owns(family: Family, resource: str, offered_by: str) -> Ownership:
+    """Return how certain it is that the resource is the family's. It is certain for resources that
+    the family offers now, whatever their names.
     """
-    return Ownership.CERTAIN if family.name == served_by else family.owns(resource)
+    return Ownership.CERTAIN if family.name == offered_by else family.owns(resource)
 
 
-def _as_held(held: Grant) -> Meaning:
+def _from_grant(grant: Grant) -> Meaning:
     return Meaning(
-        held.family,
-        held.shares,
+        grant.family,
+        grant.shares,
         by_pod=True,
-        decided_for=held.decided_for,
-        may_overcommit=held.may_overcommit,
+        decided_for=grant.decided_for,
+        may_overcommit=grant.may_overcommit,
     )
 
 
-def _alike(pod: Pod | None, recorded: Owner, holder: Owner) -> bool:
-    """Tell whether part of the ids of ``recorded`` may be of ``holder``:
-    one container, or two init containers that share them.
+def _may_share_ids(pod: Pod | None, recorded: Owner, holder: Owner) -> bool:
+    """Tell whether ``holder`` may have a part of the ids of ``recorded``: the two are one
+    container, or two init containers of the pod, which share ids.
     """
     if recorded.container == holder.container:
         return True

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from vgpu_agent.pods import Pod
 
 PLAIN_SCHEDULER = "default-scheduler"  # Kubernetes' own, which knows no GPUs of a node
-_MOST_UNTOLD = 256
+_MAX_UNTOLD = 256
 
 
 class Notice(NamedTuple):
@@ -43,7 +43,7 @@ class Overcommits:
     def __init__(self) -> None:
         self.revision = Revision()
         self.total = 0
-        self._untold: collections.deque[Notice] = collections.deque(maxlen=_MOST_UNTOLD)
+        self._untold: collections.deque[Notice] = collections.deque(maxlen=_MAX_UNTOLD)
 
     def add(self, pod: Pod, container: str, devices: Iterable[Overcommit]) -> str:
         """Write down that ``container`` was started on ``devices``; the text for its owner."""

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 # Far more than a node has containers at a time, and longer than any text without foreign values: 8
 # MiB in all.
-MOST_REFUSALS = 1000
+MAX_REFUSALS = 1000
 LONGEST_REASON = 2048
 
 
@@ -62,7 +62,7 @@ class Refusals:
 
     State: memory only. kubelet asks again about every quarter of a minute, so after a restart the
     list fills by itself, with younger times. `revision` moves on with every change. Only the event
-    loop's thread may change it. At most `MOST_REFUSALS` are kept, those refused last, each with a
+    loop's thread may change it. At most `MAX_REFUSALS` are kept, those refused last, each with a
     reason and an advice of `LONGEST_REASON` characters.
     """
 
@@ -102,7 +102,7 @@ class Refusals:
             self._refusals[key] = Refusal(
                 pod, container, resource, reason, before.since, before.count + 1, final, advice
             )
-        if len(self._refusals) > MOST_REFUSALS:
+        if len(self._refusals) > MAX_REFUSALS:
             del self._refusals[next(iter(self._refusals))]
         self._changed()
 

@@ -23,7 +23,7 @@ from vgpu_agent.allocation import identification
 from vgpu_agent.cdi import nvidia_ctk
 from vgpu_agent.cdi.generated_specs import GeneratedSpecs, Wanted
 from vgpu_agent.cdi.imex import Channels, find_channels
-from vgpu_agent.cdi.inlining import inlined
+from vgpu_agent.cdi.inlining import resolve_edits
 from vgpu_agent.cdi.named_devices import opens_another, places, shape
 from vgpu_agent.cdi.nvidia_ctk import CtkOptions
 from vgpu_agent.cdi.roots import find_roots
@@ -40,7 +40,7 @@ from vgpu_agent.status import CdiStatus, Withheld
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Iterator, Sequence
 
-    from vgpu_agent.allocation.carrier import Inlined
+    from vgpu_agent.allocation.carrier import InlinedEdits
     from vgpu_agent.cdi.named_devices import Place
     from vgpu_agent.cdi.roots import Roots
     from vgpu_agent.concurrency import Latest, Supervisor
@@ -240,7 +240,7 @@ class CdiController:
                 return Withheld(reason, temporary=made_here and not self._source.error)
         return None
 
-    async def inline(self, names: Sequence[str]) -> Inlined:
+    async def inline(self, names: Sequence[str]) -> InlinedEdits:
         """Return the edits behind CDI names; wait a moment for a spec that is being made because a
         slice was cut for this container.
 
@@ -257,7 +257,7 @@ class CdiController:
                 f"the CDI spec of this node does not have {', '.join(sorted(wrong))} as it is "
                 "now; the kubelet will retry"
             )
-        return inlined(names, self._source.specs)
+        return resolve_edits(names, self._source.specs)
 
     def _can_resolve(self, names: Sequence[str]) -> bool:
         return not self._wrong_names.intersection(names) and self._source.names.issuperset(names)

@@ -56,7 +56,7 @@ class Wanted:
     """The desired content of the generated specs.
 
     Attributes:
-        devices: all that the GPUs' spec depends on: the spec is made anew when it differs.
+        devices: all that the GPUs' spec depends on: the spec is made again when it differs.
         driver_version: of the driver that runs now; empty when unknown.
         id_strategy: ``uuid`` or ``index``: how GPUs and slices are named.
         modes: of `config.types.DEVICE_MODES`.
@@ -320,7 +320,7 @@ def _read_earlier(path: str, kind: str, driver_version: str) -> _EarlierSpec | N
 
     NVIDIA's tool describes all GPUs or none, so one that is lost would keep a restarted agent from
     offering the others. A sound spec of the current driver, which the names of its libraries show,
-    is used for as long as none can be made anew. `controller` checks, as for any spec, that each
+    is used for as long as no new one can be made. `controller` checks, as for any spec, that each
     name in it still opens its device.
     """
     try:

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from vgpu_agent.allocation.carrier import CDI_KIND, GrantRecord, Inlined
+from vgpu_agent.allocation.carrier import CDI_KIND, GrantRecord, InlinedEdits
 from vgpu_agent.errors import CarrierError, quoted
 from vgpu_agent.model import Owner, Share
 from vgpu_agent.pods import is_container_name, is_uid
@@ -73,7 +73,7 @@ def other_names(edits: Edits) -> tuple[str, ...]:
     return tuple(dict.fromkeys([*edits.cdi_names, *annotated]))
 
 
-def spec_text(record: GrantRecord, edits: Edits, inlined: Inlined | None = None) -> bytes:
+def spec_text(record: GrantRecord, edits: Edits, inlined: InlinedEdits | None = None) -> bytes:
     """Make the content of the grant's spec file; the same for the same grant.
 
     Args:
@@ -89,7 +89,7 @@ def spec_text(record: GrantRecord, edits: Edits, inlined: Inlined | None = None)
             f"a CDI spec cannot carry other CDI names ({', '.join(names)}); choose the device list "
             "strategy envvar, or binding.mode early"
         )
-    inlined = inlined or Inlined(CDI_VERSION, {})
+    inlined = inlined or InlinedEdits(CDI_VERSION, {})
     spec = {
         "cdiVersion": inlined.version if inlined.version in _NEWER else CDI_VERSION,
         "kind": CDI_KIND,

@@ -120,7 +120,7 @@ class ToolkitSpecs:
         return f"{_VENDOR}/{mode}=all" in self.names
 
     async def run(self, beat: Callable[[], None]) -> None:
-        """Look for ever."""
+        """Read the directories at intervals, until cancelled."""
         while True:
             beat()
             await self.look()

@@ -1,8 +1,11 @@
-"""``vgpu-agent mount-regions``: mounts the slots in which the regions
-of containers cannot grow (`runtime.region_slots`).
+"""The command ``vgpu-agent mount-regions``, which mounts the slots for region files.
 
-An init container of the DaemonSet runs it with the privilege to mount, which the agent itself does
-without (manifests/components/region-slots).
+A region is the file in which HAMi-core keeps a container's limits. The container can write to it. A
+slot is a small file system in memory for one region, so that the container cannot fill the node's
+disk (`runtime.region_slots`).
+
+An init container of the DaemonSet runs this command, because mounting takes a privilege that the
+agent itself does not have (manifests/components/region-slots).
 """
 
 from __future__ import annotations
@@ -12,15 +15,16 @@ import os
 
 from vgpu_agent.config import load, options
 from vgpu_agent.errors import ConfigError
-from vgpu_agent.families import registry  # noqa: F401 - the families bring their sections and flags
+from vgpu_agent.families import registry  # noqa: F401 - adds the families' flags
 from vgpu_agent.isolation.hami_core import containers_directory
 from vgpu_agent.mps.directories import mount_tmpfs
-from vgpu_agent.runtime.region_slots import MOST_SLOTS, directory_beside, mount_slots
+from vgpu_agent.runtime.region_slots import MAX_SLOTS, directory_beside, mount_slots
 
 _DESCRIPTION = """\
-Mounts a small file system in memory for the region of each container, below
-hamiCore.hostDirectory. What is mounted already stays. It takes the privilege to mount. The agent
-uses the slots that it finds.
+Mounts slots below hamiCore.hostDirectory. A slot is a small file system in memory for the region of
+one container: the file in which HAMi-core keeps its limits. So a container cannot fill the node's
+disk. Slots that are mounted already stay. Mounting takes a privileged container. The agent uses
+the slots that it finds.
 """
 
 
@@ -28,7 +32,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     """Add the command ``mount-regions``."""
     parser = subparsers.add_parser(
         "mount-regions",
-        help="mount the slots in which containers' regions cannot grow",
+        help="mount small file systems in memory for the regions of containers",
         description=_DESCRIPTION,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
@@ -38,8 +42,8 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         default=128,
         metavar="N",
         help=(
-            f"how many containers with a limit by hami-core run at most, up to {MOST_SLOTS} "
-            "(default: 128)"
+            "the number of slots: how many containers limited by hami-core may run at once, up to "
+            f"{MAX_SLOTS} (default: 128)"
         ),
     )
     options.add_arguments(parser)
@@ -47,8 +51,8 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
 
 
 def _run(arguments: argparse.Namespace) -> int:
-    if not 1 <= arguments.count <= MOST_SLOTS:
-        raise ConfigError([f"--count {arguments.count}: give a number from 1 to {MOST_SLOTS}"])
+    if not 1 <= arguments.count <= MAX_SLOTS:
+        raise ConfigError([f"--count {arguments.count}: give a number from 1 to {MAX_SLOTS}"])
     loaded = load.load(options.given(arguments), os.environ)
     regions = containers_directory(loaded.settings.hami_core.host_directory)
     mounted = mount_slots(regions, arguments.count, mount_tmpfs)

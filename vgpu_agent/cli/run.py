@@ -38,7 +38,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
 
 # More would be nothing but memory for a table in the kernel; 110 pods and full HTTP servers take
 # below 2,000.
-_MOST_DESCRIPTORS = 65536
+_MAX_DESCRIPTORS = 65536
 
 
 def _raise_descriptor_limit() -> None:
@@ -46,7 +46,7 @@ def _raise_descriptor_limit() -> None:
     the soft limit is 1,024 in many, for programs that use select(2).
     """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    wanted = _MOST_DESCRIPTORS if hard == resource.RLIM_INFINITY else min(hard, _MOST_DESCRIPTORS)
+    wanted = _MAX_DESCRIPTORS if hard == resource.RLIM_INFINITY else min(hard, _MAX_DESCRIPTORS)
     if soft != resource.RLIM_INFINITY and soft < wanted:
         # a sandbox may forbid it; then the listeners take fewer connections
         with contextlib.suppress(OSError, ValueError):

@@ -209,7 +209,9 @@ class ApiClient:
             await connections.leave(response)
 
     async def _connections_for(self, access: Access) -> Connections:
-        """Connections that suit ``access``; made anew when it leads elsewhere than before."""
+        """Return connections for ``access``: the current ones, or new ones when server or TLS
+        files differ.
+        """
         async with self._connecting:
             current = self._connections
             if current is None or not current.suits(access):

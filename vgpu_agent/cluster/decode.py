@@ -47,8 +47,8 @@ _LONGEST_NAME = 253
 _LONGEST_VERSION = 256
 _LONGEST_RESOURCE = 317  # DNS subdomain, slash, 63 characters
 _LONGEST_AMOUNT = 64
-_MOST_CONTAINERS = 64
-_MOST_RESOURCES = 128  # of all containers together
+_MAX_CONTAINERS = 64
+_MAX_RESOURCES = 128  # of all containers together
 _ANNOTATION_BYTES = 32 * 1024  # of all values that are kept
 _LONGEST_SAID = 1000  # characters of a Status
 _LONGEST_TOKEN = 8 * 1024  # of the next page of a list
@@ -459,9 +459,9 @@ def _containers(spec: _PodSpec, started: set[str]) -> tuple[PodContainer, ...]:
         for one in spec.init_containers or ()
     ]
     kinds += [(one, ContainerKind.MAIN) for one in spec.containers or ()]
-    if len(kinds) > _MOST_CONTAINERS:
-        kinds = [(one, kind) for one, kind in kinds if _asked(one)][:_MOST_CONTAINERS]
-    containers, left = [], _MOST_RESOURCES
+    if len(kinds) > _MAX_CONTAINERS:
+        kinds = [(one, kind) for one, kind in kinds if _asked(one)][:_MAX_CONTAINERS]
+    containers, left = [], _MAX_RESOURCES
     for one, kind in kinds:
         container = _container(one, kind, started, most_resources=left)
         left -= len(container.limits) + len(container.unreadable)
@@ -518,9 +518,9 @@ def _extended(amounts: _Amounts | None) -> dict[str, str]:
         for name, amount in (amounts or {}).items()
         if "/" in name and len(name) <= _LONGEST_RESOURCE
     ]
-    if len(found) > _MOST_RESOURCES:
+    if len(found) > _MAX_RESOURCES:
         found.sort(key=lambda each: not each[0].startswith(RESOURCE_PREFIXES))
-    return {name: _amount(value) for name, value in found[:_MOST_RESOURCES]}
+    return {name: _amount(value) for name, value in found[:_MAX_RESOURCES]}
 
 
 def _amount(value: str | float) -> str:

@@ -37,8 +37,8 @@ _BEFORE_START_SECONDS = 600.0
 # Pods that are admitted between our start and our registration fail as well.
 _SETTLING_SECONDS = 5.0
 _TRIES = 8
-_MOST_PODS = 500
-_MOST_NAMES = 20
+_MAX_PODS = 500
+_MAX_NAMES = 20
 _LONGEST_NAME = 128
 
 _ADMISSION_ERROR = "UnexpectedAdmissionError"
@@ -144,7 +144,7 @@ class FailedPods:
         """
         selector = f"spec.nodeName={self._node_name},status.phase=Failed"
         answer = await self._api.get(
-            "/api/v1/pods", {"fieldSelector": selector, "limit": str(_MOST_PODS)}
+            "/api/v1/pods", {"fieldSelector": selector, "limit": str(_MAX_PODS)}
         )
         items, _, rest = decode.page(answer)
         ours = frozenset(self._resources())
@@ -179,7 +179,7 @@ class FailedPods:
         self.found = len(names)
         if not names:
             return
-        named = names[:_MOST_NAMES]
+        named = names[:_MAX_NAMES]
         number, which = (
             f"{'at least ' if more else ''}{len(names)}",
             "among them " if len(names) > len(named) else "",

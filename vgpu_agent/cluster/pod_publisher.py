@@ -131,7 +131,7 @@ class PodPublisher:
         self.counts = WriterStatus("pods")
 
     async def run(self, beat: Callable[[], None]) -> None:
-        """Publish for ever; a heartbeat at least every ``look_seconds``."""
+        """Publish until cancelled; send a heartbeat at least every ``look_seconds``."""
         self._writings.clear()
         self._outage.succeeded()
         async with asyncio.TaskGroup() as requests:

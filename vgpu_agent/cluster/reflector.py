@@ -49,9 +49,9 @@ WATCH_SECONDS = 240.0
 _PAGE = "500"  # items; an API server that answers from its cache sends all
 # A node has some hundred objects of a kind, each page has at least one, and each sink has bounds of
 # its own (`trim`).
-_MOST_ITEMS = 50_000
+_MAX_ITEMS = 50_000
 _TRIMMED_EACH = 100  # items
-_MOST_PAGES = 1000
+_MAX_PAGES = 1000
 # A watch is followed no faster than this for long; a node with 500 pods has some hundred changes a
 # second at its worst.
 _BURST = 200  # lines
@@ -186,7 +186,7 @@ class Reflector(Generic[T]):
         self.synced.clear()
 
     async def run(self, beat: Callable[[], None]) -> None:
-        """List and watch for ever.
+        """List and watch, until cancelled.
 
         Args:
             beat: called with every heartbeat.
@@ -236,10 +236,8 @@ class Reflector(Generic[T]):
             version, token = await self._get_page(params | more, items, beat)
             if not token:
                 break
-            if token in tokens or len(tokens) > _MOST_PAGES:
-                what = (
-                    "the same page again" if token in tokens else f"more than {_MOST_PAGES} pages"
-                )
+            if token in tokens or len(tokens) > _MAX_PAGES:
+                what = "the same page again" if token in tokens else f"more than {_MAX_PAGES} pages"
                 raise ClusterError(
                     f"GET {self.scope.path}: the list goes on for ever: {what}; look for a proxy "
                     "between this node and the API server"
@@ -265,9 +263,9 @@ class Reflector(Generic[T]):
                     seen += 1
                     if self._trim is not None and items and len(items) % _TRIMMED_EACH == 0:
                         items[:] = self._trim(items)
-                    if seen > _MOST_ITEMS:
+                    if seen > _MAX_ITEMS:
                         text = (
-                            f"the list has more than {_MOST_ITEMS} objects; it is given up, since "
+                            f"the list has more than {_MAX_ITEMS} objects; it is given up, since "
                             "no node has so many"
                         )
                         raise ClusterError(

@@ -15,7 +15,7 @@ from msgspec import Meta
 from vgpu_agent.config.types import Directory, OptionalPath, Program
 
 # MPS serves at most so many clients on one GPU (nvidia §11.2; aws §II.1).
-MOST_MPS_CLIENTS = 48
+MAX_MPS_CLIENTS = 48
 
 
 class Mps(msgspec.Struct, frozen=True, rename="camel", forbid_unknown_fields=True):

@@ -24,7 +24,7 @@ Scalar = str | int | float | bool | None
 # Our schema is five levels deep and has some sixty keys; the bounds keep a megabyte of junk from
 # taking seconds and a hundred MiB.
 _DEEPEST = 32
-_MOST_VALUES = 10_000
+_MAX_VALUES = 10_000
 # Characters that YAML forbids in a text, NUL among them.
 _FORBIDDEN = re.compile("[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x84\x86-\x9f\ud800-\udfff\ufffe\uffff]")
 _INTEGER = re.compile(r"-?(0|[1-9][0-9]*)\Z")
@@ -155,9 +155,9 @@ def _read(events: Iterator[Any], faults: list[Fault]) -> Node | None:
     documents = 0
     for number, event in enumerate(events):
         line = event.start_mark.line + 1
-        if number > _MOST_VALUES:
+        if number > _MAX_VALUES:
             raise _RefusedError(
-                line, "", f"more than {_MOST_VALUES} keys and values; no configuration has so many"
+                line, "", f"more than {_MAX_VALUES} keys and values; no configuration has so many"
             )
         match event:
             case yaml.DocumentStartEvent():

@@ -243,7 +243,7 @@ class PodFamily(Family, Protocol):
 
     def named(self, pod: Pod, inventory: Inventory) -> Mapping[str, tuple[str, ...]]:
         """Return the GPUs that a scheduler has given to containers of the pod, by container: UUIDs.
-        Never an error.
+        Never raises.
 
         These GPUs are claimed for them. Where the resource has ``prefers``, the kubelet is advised
         to give ids of them.
@@ -256,7 +256,7 @@ class PodFamily(Family, Protocol):
 
     def recall(self, question: Question) -> Decision | None:
         """Return what a running container must have got, read from its pod alone;
-        None when the pod does not say. Never an error.
+        None when the pod does not say. Never raises.
         """
         ...
 

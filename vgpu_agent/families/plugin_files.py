@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from vgpu_agent.config.settings import Settings
 
 # How many wrong edits in a row are kept apart, see `texts_in_force`.
-_MOST_TEXTS = 8
+_MAX_TEXTS = 8
 
 
 def _nowhere(_: Settings) -> str:
@@ -35,7 +35,7 @@ class PluginFile:
 
     Attributes:
         name: the file's name, which is also its key in a ConfigMap.
-        is_sound: tells whether the part of the text for this node has no error.
+        is_valid: tells whether the part of the text for this node has no error.
         path: where it is mounted on the node; empty for nowhere.
         config_map: the name of the ConfigMap; empty for a file on the node.
         namespaces: where the ConfigMap is searched, in order; none where it is not read.
@@ -43,7 +43,7 @@ class PluginFile:
     """
 
     name: str
-    is_sound: Callable[[Settings, str], bool]
+    is_valid: Callable[[Settings, str], bool]
     path: Callable[[Settings], str] = _nowhere
     config_map: str = ""
     namespaces: Callable[[Settings], tuple[str, ...]] = _in_none
@@ -51,7 +51,7 @@ class PluginFile:
 
 
 def texts_in_force(
-    before: Sequence[str], text: str | None, is_sound: Callable[[str], bool]
+    before: Sequence[str], text: str | None, is_valid: Callable[[str], bool]
 ) -> tuple[str, ...]:
     """List the texts of a file that count when the newest is ``text``, oldest first;
     none where there is no file.
@@ -63,4 +63,4 @@ def texts_in_force(
         return ()
     if before and before[-1] == text:
         return tuple(before)
-    return (text,) if is_sound(text) else (*before[:1], *before[1:][2 - _MOST_TEXTS :], text)
+    return (text,) if is_valid(text) else (*before[:1], *before[1:][2 - _MAX_TEXTS :], text)

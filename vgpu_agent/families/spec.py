@@ -69,7 +69,7 @@ class BuiltFamily:
         idle: what is not offered. Ids from before it was switched off are still read, because
             containers hold them.
         problems: faults of the files of the replaced plugin, one sentence each.
-        in_force: attribute of its settings → value, after the files were laid over them; empty
+        in_force: attribute of its settings → value, after the files were applied; empty
             where there are no such files.
         origins: of those that a file has set, attribute → the file.
         blocked: why its pods must not be served now; empty when they can be.
@@ -163,8 +163,8 @@ class FamilySpec:
 
     Attributes:
         settings: its part in the configuration, which has its name.
-        build: builds it; called whether it is on or off. Never an error: problems of foreign files
-            are named.
+        build: builds it; called whether it is on or off. Never raises: problems in the files of the
+            replaced plugin are reported.
         needs_api_server: it cannot be offered before the API server was read, so pods are watched
             and Node and pods are written.
         files: the configuration files of the plugin that it replaces.

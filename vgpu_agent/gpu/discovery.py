@@ -62,7 +62,7 @@ BY_NVML = Discovery()
 async def discover(
     settings: GpuSettings, *, simulated: bool, names: Names | None = None
 ) -> Discovery:
-    """Discover, and log anything unusual; never an error.
+    """Discover, and log anything unusual. Never raises.
 
     Args:
         settings: where to look, and the operator's choice.

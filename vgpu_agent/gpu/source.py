@@ -40,10 +40,10 @@ class GpuSource(Protocol):
         """Find the GPUs; afterwards ``inventory`` is filled."""
 
     async def run(self) -> None:
-        """Watch them, for ever."""
+        """Watch the GPUs, until cancelled."""
 
-    def look_now(self) -> None:
-        """Look at them at once."""
+    def refresh(self) -> None:
+        """Read and measure them at once instead of at the next turn."""
 
     def apply(self, settings: GpuSettings) -> None:
         """Use other settings from now on."""

@@ -48,16 +48,16 @@ class IntegratedGpu:
         self.inventory.publish(found)
 
     async def run(self) -> None:
-        """Give signs of life, for ever; there is nothing to watch."""
+        """Report to the supervisor until cancelled; this GPU has nothing to watch."""
         while True:
             self._beat()
             await asyncio.sleep(BEAT_SECONDS)
 
-    def look_now(self) -> None:
-        """Nothing can be seen."""
+    def refresh(self) -> None:
+        """Do nothing: this GPU has nothing to read."""
 
     def apply(self, settings: GpuSettings) -> None:
-        """Nothing follows from settings."""
+        """Do nothing: no setting applies to this GPU."""
 
     async def stop(self, timeout_seconds: float) -> bool:
         """Nothing is open."""

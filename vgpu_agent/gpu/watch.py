@@ -136,7 +136,7 @@ class GpuWatch:
             raise
 
     async def run(self) -> None:
-        """Poll, measure and watch for hangs, for ever;
+        """Poll, measure and watch for hangs, until cancelled;
         a loop for the supervisor, which may start it again.
         """
         while True:
@@ -155,7 +155,7 @@ class GpuWatch:
             else:
                 await self._sleep(min(self._next_poll, self._next_look, self._next_usage) - now)
 
-    def look_now(self) -> None:
+    def refresh(self) -> None:
         """Read and measure every GPU at once instead of at the next turn; `read_at` and
         `measured_at` show when it was done.
         """
@@ -185,7 +185,7 @@ class GpuWatch:
                 meaning="gpu.disableHealthChecks: no XID makes a GPU Unhealthy",
             )
         self._healths.follow(_recovery_policy(settings.recovery))
-        self.look_now()
+        self.refresh()
 
     @property
     def status(self) -> NvmlStatus:

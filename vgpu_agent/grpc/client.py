@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from grpclib.protocol import H2Protocol
 
 # Of one connection, in answers that are not complete. The largest of pod-resources has below 15.
-_MOST_ANSWER_BYTES = 32 * 1024 * 1024
+_MAX_ANSWER_BYTES = 32 * 1024 * 1024
 
 
 class CallError(AgentError):
@@ -144,4 +144,4 @@ class _Channel(Channel):
     """grpclib's client, over such a connection."""
 
     def _protocol_factory(self) -> H2Protocol:
-        return Connection(super()._protocol_factory(), _MOST_ANSWER_BYTES)
+        return Connection(super()._protocol_factory(), _MAX_ANSWER_BYTES)

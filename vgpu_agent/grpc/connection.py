@@ -31,8 +31,8 @@ _logger = log.get(__name__)
 _FRAME_COSTS_BYTES = 512  # of memory, besides its content
 # Frames that cost us work and the peer nothing. A kubelet pings once for some ten KiB of a list,
 # and breaks off a call now and then.
-_MOST_IDLE_FRAMES, _IDLE_FRAMES_SECONDS = 10_000, 10.0
-_MOST_RESETS = 200  # in the same time
+_MAX_IDLE_FRAMES, _IDLE_FRAMES_SECONDS = 10_000, 10.0
+_MAX_RESETS = 200  # in the same time
 _FED_AT_ONCE_BYTES = 16 * 1024  # h2 makes events of all its input before they can be checked
 
 
@@ -136,9 +136,9 @@ class Connection(H2Protocol):
     def _count_reset(self, event: StreamReset) -> None:
         self._resets += 1
         self._count_idle(event)
-        if self._resets > _MOST_RESETS:
+        if self._resets > _MAX_RESETS:
             self._end(
-                f"it opened and reset more than {_MOST_RESETS} streams within "
+                f"it opened and reset more than {_MAX_RESETS} streams within "
                 f"{_IDLE_FRAMES_SECONDS:g} s"
             )
 
@@ -147,9 +147,9 @@ class Connection(H2Protocol):
         if now - self._counted_from > _IDLE_FRAMES_SECONDS:
             self._counted_from, self._idle_frames, self._resets = now, 0, min(self._resets, 1)
         self._idle_frames += 1
-        if self._idle_frames > _MOST_IDLE_FRAMES:
+        if self._idle_frames > _MAX_IDLE_FRAMES:
             self._end(
-                f"it sent more than {_MOST_IDLE_FRAMES} frames without content within "
+                f"it sent more than {_MAX_IDLE_FRAMES} frames without content within "
                 f"{_IDLE_FRAMES_SECONDS:g} s"
             )
 

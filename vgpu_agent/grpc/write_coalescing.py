@@ -12,7 +12,7 @@ from typing import Any
 
 # More than this is passed on at once: it fills a send anyway, and what waits here is not seen by
 # the flow control.
-_MOST_BYTES = 32 * 1024
+_MAX_BYTES = 32 * 1024
 
 
 class CoalescingTransport(asyncio.Transport):
@@ -35,7 +35,7 @@ class CoalescingTransport(asyncio.Transport):
             self._call_soon(self._pass_on)
         self._pieces.append(data)
         self._bytes += len(data)
-        if self._bytes > _MOST_BYTES:
+        if self._bytes > _MAX_BYTES:
             self._pass_on()
 
     def close(self) -> None:

@@ -110,7 +110,7 @@ class Provision:
             is gone and nothing in it is mounted.
         before: the directory that an earlier agent gave to this container, and that its specs and
             answers still mount.
-        remade: whether the kubelet keeps such an answer. Then `before` is made anew at each start,
+        remade: whether the kubelet keeps such an answer. Then `before` is replaced at each start,
             with the files of `collected` in it, because a container has written to the old one.
         removed: files in `collected` that the container must not find when it starts, such as those
             of its life before; as paths within it. ``files`` are made after that.

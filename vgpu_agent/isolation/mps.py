@@ -42,8 +42,8 @@ QUIT = "quit"
 
 # The largest number of processes that one MPS server takes (nvidia §11.2, D6).
 VOLTA = (7, 0)  # compute capability
-MOST_CLIENTS = 48
-MOST_CLIENTS_BEFORE_VOLTA = 16
+MAX_CLIENTS = 48
+MAX_CLIENTS_BEFORE_VOLTA = 16
 
 NOT_FOR_MIG = "sharing using MPS is not supported for MIG devices"
 
@@ -182,7 +182,7 @@ class DaemonPlan:
 
 def most_clients(gpu: Gpu) -> int:
     """Return the largest number of processes for one MPS server of that GPU (nvidia D6)."""
-    return MOST_CLIENTS if gpu.compute_capability >= VOLTA else MOST_CLIENTS_BEFORE_VOLTA
+    return MAX_CLIENTS if gpu.compute_capability >= VOLTA else MAX_CLIENTS_BEFORE_VOLTA
 
 
 def memory_share_mib(memory_mib: int, replicas: int, count: int = 1) -> int:

@@ -103,15 +103,15 @@ _ids_decoder: msgspec.json.Decoder[dict[str, list[str] | None] | list[str] | Non
 # every start of a container waits for a reading.
 _DEVICES, _CLOSING = b',"RegisteredDevices":', b"}}"
 _PART_BYTES = 256 * 1024
-_MOST_TO_CLOSE = 8
+_MAX_TO_CLOSE = 8
 
 # Real ones have below 15 MB, most of it the list of all devices. The decoded text takes several
 # times its size for a moment, and the agent has 256 MiB: entries and ids of a few characters, or
 # none, would take the most.
-_MOST_BYTES = 24 * 1024 * 1024
-_MOST_ENTRIES = 20_000
-_MOST_IDS = 500_000
-_MOST_ID_BYTES_UNCOUNTED = 1024 * 1024
+_MAX_BYTES = 24 * 1024 * 1024
+_MAX_ENTRIES = 20_000
+_MAX_IDS = 500_000
+_MAX_ID_BYTES_UNCOUNTED = 1024 * 1024
 _ENTRY = b'"PodUID"'
 
 
@@ -150,7 +150,7 @@ class _Memory:
         self._closing = concurrent.futures.ThreadPoolExecutor(
             max_workers=1, thread_name_prefix="close kubelet's checkpoint"
         )
-        self._may_wait = threading.BoundedSemaphore(_MOST_TO_CLOSE)
+        self._may_wait = threading.BoundedSemaphore(_MAX_TO_CLOSE)
 
     @contextlib.contextmanager
     def content(self, path: Path, *, whole: bool) -> Iterator[memoryview]:
@@ -188,7 +188,7 @@ class _Memory:
         """Read ``file`` into the memory; how much of it counts."""
         status = os.fstat(file.fileno())
         _check_file(status)
-        size, filled = min(status.st_size, _MOST_BYTES), 0
+        size, filled = min(status.st_size, _MAX_BYTES), 0
         if size >= len(self._memory):
             self._memory = bytearray(size + size // 4)
         most = len(self._memory) if whole else self._entries_bytes + _PART_BYTES
@@ -199,16 +199,16 @@ class _Memory:
                 self._check_entries(end)
                 return end + len(_CLOSING)
             filled += count
-            if filled > _MOST_BYTES:
-                raise _UnfitError(f"has more than {_MOST_BYTES} bytes that would have to be read")
+            if filled > _MAX_BYTES:
+                raise _UnfitError(f"has more than {_MAX_BYTES} bytes that would have to be read")
             if filled == len(self._memory):
                 self._memory = self._memory + bytearray(filled)
         self._check_entries(filled)
         return filled
 
     def _check_entries(self, filled: int) -> None:
-        if (count := self._memory.count(_ENTRY, 0, filled)) > _MOST_ENTRIES:
-            raise _UnfitError(f"has {count} entries; at most {_MOST_ENTRIES} are read")
+        if (count := self._memory.count(_ENTRY, 0, filled)) > _MAX_ENTRIES:
+            raise _UnfitError(f"has {count} entries; at most {_MAX_ENTRIES} are read")
 
     def _end_of_entries(self, begin: int, end: int) -> int:
         """Find the beginning of the list of all devices in the part between ``begin`` and ``end``;
@@ -302,10 +302,10 @@ def parse_checkpoint(
 
 def _check_ids(lines: Iterable[_Line], wanted: Callable[[str], bool]) -> None:
     raw = [line.device_ids for line in lines if wanted(line.resource_name)]
-    if sum(len(memoryview(ids)) for ids in raw) > _MOST_ID_BYTES_UNCOUNTED:
+    if sum(len(memoryview(ids)) for ids in raw) > _MAX_ID_BYTES_UNCOUNTED:
         count = sum(bytes(ids).count(b",") + 1 for ids in raw)
-        if count > _MOST_IDS:
-            raise _UnfitError(f"has {count} ids; at most {_MOST_IDS} are read")
+        if count > _MAX_IDS:
+            raise _UnfitError(f"has {count} ids; at most {_MAX_IDS} are read")
 
 
 def _unusable(name: str, what: str) -> CheckpointError:

@@ -24,12 +24,12 @@ if TYPE_CHECKING:
 
 # Ids of one resource differ in length by their digits; more kinds of entries than this are walked
 # one by one.
-_MOST_KINDS = 64
-_MOST_STRANGERS = 1000
+_MAX_KINDS = 64
+_MAX_STRANGERS = 1000
 # Entries that are matched at once. Without a bound each of tens of thousands would be kept to come
 # back to. A possessive quantifier would keep none, but Python before 3.11.5 matches too little with
 # it (CPython issue 106052), and Debian 12 has 3.11.2.
-_MOST_AT_ONCE = b"{1,1000}"
+_MAX_AT_ONCE = b"{1,1000}"
 
 
 class SeenNumbers:
@@ -49,7 +49,7 @@ class SeenNumbers:
         self._likely = list(kinds.values())
         pattern = b"|".join(kinds) or rb"(?!)"
         self._one = re.compile(pattern)
-        self._run = re.compile(b"(?:" + pattern + b")" + _MOST_AT_ONCE)
+        self._run = re.compile(b"(?:" + pattern + b")" + _MAX_AT_ONCE)
 
     def note_run(self, message: bytes, position: int) -> int:
         """Note the entries with one id of ours each in a row from ``position``;
@@ -81,7 +81,7 @@ class SeenNumbers:
         )
 
     def _note_stranger(self, id_: str) -> None:
-        if len(self.strangers) < _MOST_STRANGERS:
+        if len(self.strangers) < _MAX_STRANGERS:
             self.strangers.add(id_)
 
 
@@ -198,7 +198,7 @@ class _Entries:
     @property
     def full(self) -> bool:
         """Tell whether it has no room for further forms of entries."""
-        return max(len(self._kinds), len(self._singles), len(self._names)) >= _MOST_KINDS
+        return max(len(self._kinds), len(self._singles), len(self._names)) >= _MAX_KINDS
 
     def walk(
         self, message: bytes
@@ -253,16 +253,16 @@ class _Entries:
     def _learn(self, element: bytes, entry: bytes) -> None:
         """Pass over the next ones that begin like ``element``, and are as long."""
         number, _, name, following = wire.field(entry, 0) if entry else (0, 0, 0, 0)
-        if number != 1 or isinstance(name, int) or len(self._kinds) >= _MOST_KINDS:
+        if number != 1 or isinstance(name, int) or len(self._kinds) >= _MAX_KINDS:
             return
         head = element[: len(element) - len(entry) + following]
         self._kinds.add((head, len(element) - len(head)))
         kinds = b"|".join(re.escape(head) + b".{%d}" % rest for head, rest in sorted(self._kinds))
-        self._run = re.compile(b"(?:" + kinds + b")" + _MOST_AT_ONCE, re.DOTALL)
+        self._run = re.compile(b"(?:" + kinds + b")" + _MAX_AT_ONCE, re.DOTALL)
 
     def _learn_single(self, element: bytes, resource: str, ids: Sequence[str]) -> None:
         """Read the next ones at once that have one id of the same length, and nothing else."""
-        if len(ids) != 1 or len(self._singles) >= _MOST_KINDS:
+        if len(ids) != 1 or len(self._singles) >= _MAX_KINDS:
             return
         id_ = ids[0].encode()
         content = wire.delimited(1, resource.encode()) + b"\x12" + wire.varint(len(id_))
@@ -276,7 +276,7 @@ class _Entries:
         self._singles[re.escape(head) + b"(.{%d})" % len(id_)] = resource
         pattern = b"|".join(self._singles)
         self._single = re.compile(pattern, re.DOTALL)
-        self._single_run = re.compile(b"(?:" + pattern + b")" + _MOST_AT_ONCE, re.DOTALL)
+        self._single_run = re.compile(b"(?:" + pattern + b")" + _MAX_AT_ONCE, re.DOTALL)
 
 
 def _end_of_run(run: re.Pattern[bytes] | None, message: bytes, position: int) -> int:

@@ -12,7 +12,7 @@ from vgpu_agent.errors import quoted
 from vgpu_agent.pods import is_container_name, is_object_name, is_uid
 
 _logger = log.get(__name__)
-_MOST_LOGGED = 32
+_MAX_LOGGED = 32
 _changes = log.ChangeFilter()  # the file is read before every start
 
 
@@ -30,7 +30,7 @@ def is_listed(namespace: str, pod: str, container: str) -> bool:
 
 
 def _skip(record: str, pod: str, container: str) -> bool:
-    if len(_changes) < _MOST_LOGGED and _changes.is_new((record, pod[:256], container[:256])):
+    if len(_changes) < _MAX_LOGGED and _changes.is_new((record, pod[:256], container[:256])):
         _logger.warning(
             "kubelet.entry_skipped", record=record, pod=quoted(pod), container=quoted(container)
         )

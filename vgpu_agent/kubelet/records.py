@@ -45,7 +45,7 @@ async def read_records(
     pod_resources: PodResources, checkpoint: Path, wanted: Callable[[str], bool] = lambda _: True
 ) -> KubeletRecords:
     """Read the picture of the ``wanted`` resources now;
-    never an error, because the agent continues with its ledger.
+    never raises, because the agent continues with its ledger.
     """
     trouble = []
     listed: tuple[Holding, ...] | None = None

@@ -238,7 +238,7 @@ class DevicePlugin:
                 return "the agent stops"
             self.status.state, self.status.registered_at = PluginState.REGISTERED, time.time()
             self.status.registrations += 1
-            self.status.last_error = self.status.complaint
+            self.status.last_error = self.status.list_fault
             self._changes.over("registration")
             ids = len(self._backend.listing(self.resource.name))
             self._journal.record(

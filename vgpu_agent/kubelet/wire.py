@@ -1,8 +1,9 @@
-"""A strict reader of the kubelet's protobuf bytes.
+"""Decode the protobuf messages that the kubelet sends, strictly and fast.
 
-The generated code encodes byte for byte like Google's, but its decoder silently accepts truncated
-messages and wrong wire types, fails on others with arbitrary exceptions, and is slow. The messages
-that we read are few and flat, so `codec` reads them with this instead.
+The generated code encodes byte for byte like Google's. But its decoder silently accepts truncated
+messages and wrong wire types, raises arbitrary exceptions for other malformed messages, and is
+slow. The agent reads few kinds of messages, with little nesting, so `codec` decodes them with this
+module instead.
 
 Format: https://protobuf.dev/programming-guides/encoding/.
 """
@@ -16,17 +17,16 @@ if TYPE_CHECKING:
 
 
 class MalformedError(ValueError):
-    """The bytes are no protobuf message, or a field is not of the kind
-    that its message prescribes.
-    """
+    """The bytes are no protobuf message, or a field does not have the type that it must have."""
 
 
+# Wire types
 VARINT, FIXED64, LENGTH_DELIMITED, FIXED32 = 0, 1, 2, 5
 
 
 def fields(encoded: bytes) -> Iterator[tuple[int, int, int | bytes]]:
-    """Field number, wire type and value of each field, in order;
-    the value is bytes for anything but a varint.
+    """The number, wire type and value of each field, in order. The value of a varint is an int, any
+    other value is bytes.
 
     Raises:
         MalformedError: the bytes are no protobuf message.
@@ -41,10 +41,10 @@ def field(encoded: bytes, position: int) -> tuple[int, int, int | bytes, int]:
     """Field number, wire type and value of the field at ``position``, and the position after it.
 
     Raises:
-        MalformedError: there is no field.
+        MalformedError: the bytes there are no field.
     """
     tag = encoded[position]
-    if tag < 0x80:  # one-byte tags are nearly all there is
+    if tag < 0x80:  # nearly all tags are one byte long
         position += 1
     else:
         tag, position = _varint(encoded, position)
@@ -58,10 +58,10 @@ def field(encoded: bytes, position: int) -> tuple[int, int, int | bytes, int]:
         length = 4 if wire_type == FIXED32 else 8
     else:
         raise MalformedError(f"unknown wire type {wire_type} at byte {position}")
-    following = position + length
-    if number == 0 or following > len(encoded):
+    end = position + length
+    if number == 0 or end > len(encoded):
         raise MalformedError(f"field {number} at byte {position} is longer than the message")
-    return number, wire_type, encoded[position:following], following
+    return number, wire_type, encoded[position:end], end
 
 
 def messages(encoded: bytes, number: int) -> Iterator[bytes]:
@@ -70,41 +70,42 @@ def messages(encoded: bytes, number: int) -> Iterator[bytes]:
 
 
 def string(encoded: bytes, number: int) -> str:
-    """A string field that should be there once, of which the last one counts;
-    empty when it is missing.
+    """The value of a string field that is not repeated; empty when it is missing. Where it occurs
+    more than once, the last one counts, as protobuf demands.
     """
     return next(iter(strings(encoded, number)[-1:]), "")
 
 
 def strings(encoded: bytes, number: int) -> tuple[str, ...]:
     """The values of a repeated string field."""
-    found, position, end = [], 0, len(encoded)
+    values, position, end = [], 0, len(encoded)
     tag = number << 3 | LENGTH_DELIMITED if number < 16 else None
-    # A request has hundreds of ids, all of them fields of this number, ASCII, and shorter than 128
-    # bytes; then a byte is a character.
+    # A request may have hundreds of ids. They are ASCII and shorter than 128 bytes, so a fast path
+    # decodes the message once and cuts the ids out of the text: a byte is a character, and each
+    # length is one byte.
     characters = encoded.decode("ascii") if encoded.isascii() else ""
     while position < end:
-        following = position + 2
+        start = position + 2  # after the tag and the length
         if (
             characters
             and encoded[position] == tag
-            and following < end
-            and following + encoded[position + 1] <= end
+            and start < end
+            and start + encoded[position + 1] <= end
         ):
-            position = following + encoded[position + 1]
-            found.append(characters[following:position])
+            position = start + encoded[position + 1]
+            values.append(characters[start:position])
             continue
-        this, _, value, position = field(encoded, position)
-        if this == number:
-            found.append(text(value))
-    return tuple(found)
+        found, _, value, position = field(encoded, position)
+        if found == number:
+            values.append(text(value))
+    return tuple(values)
 
 
 def text(value: int | bytes) -> str:
     """The value of a string field.
 
     Raises:
-        MalformedError: it is a number, or not UTF-8.
+        MalformedError: the field holds a number, or its bytes are not UTF-8.
     """
     try:
         return nested(value).decode()
@@ -124,7 +125,8 @@ def nested(value: int | bytes) -> bytes:
 
 
 def integer(value: int | bytes) -> int:
-    """The value of an int32 or int64 field; negative numbers come as their 64-bit complement.
+    """The value of an int32 or int64 field. A negative number is encoded as its 64-bit two's
+    complement.
 
     Raises:
         MalformedError: the field holds no number.
@@ -135,12 +137,12 @@ def integer(value: int | bytes) -> int:
 
 
 def delimited(number: int, encoded: bytes) -> bytes:
-    """Text, or a message, as the field of that number, which is below 16."""
+    """Encode a field that holds a text or a message, already encoded. Its number is below 16."""
     return bytes([number << 3 | LENGTH_DELIMITED]) + varint(len(encoded)) + encoded
 
 
 def varint(value: int) -> bytes:
-    """``value``, not negative, as protobuf writes lengths and tags."""
+    """Encode ``value``, which must not be negative, as a varint."""
     out = bytearray()
     while value > 0x7F:
         out.append(value & 0x7F | 0x80)

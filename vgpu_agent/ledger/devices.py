@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 # Those of 8 GPUs in a dozen divisions; a node that is divided more often forgets those without a
 # holder.
-_MOST_SLICES_KNOWN = 1000
+_MAX_SLICES_KNOWN = 1000
 
 
 def devices_of(inventory: Inventory) -> dict[str, Device]:
@@ -75,7 +75,7 @@ def with_gone(
         if device.uuid != device.gpu:
             slices.pop(device.uuid, None)  # the newest are last
             slices[device.uuid] = Device(device.uuid, device.gpu, device.memory_mib)
-    surplus = max(0, len(slices) - _MOST_SLICES_KNOWN)
+    surplus = max(0, len(slices) - _MAX_SLICES_KNOWN)
     for uuid in [uuid for uuid in slices if uuid not in held and uuid not in seen][:surplus]:
         del slices[uuid]
     return {**seen, **gone((uuid for uuid in held if uuid not in seen), slices | dict(before))}

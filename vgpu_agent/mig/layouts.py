@@ -20,9 +20,9 @@ if TYPE_CHECKING:
 
 CURRENT = "current"  # what an export calls its only configuration
 
-_MOST_GPUS = 64
-_MOST_INSTANCES = 8  # of one GPU, by NVML
-_MOST_SHOWN = 200
+_MAX_GPUS = 64
+_MAX_INSTANCES = 8  # of one GPU, by NVML
+_MAX_SHOWN = 200
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -66,7 +66,7 @@ def read_export(text: str, gpus: int) -> Mapping[int, Division]:
     for entry in entries if isinstance(entries, list) else [None]:
         indices, division = _entry(entry, gpus)
         for index in indices:
-            if index in found or not 0 <= index < min(gpus, _MOST_GPUS):
+            if index in found or not 0 <= index < min(gpus, _MAX_GPUS):
                 raise MigError(
                     f"its output has GPU {index} twice, or it is not one of the node's {gpus}"
                 )
@@ -96,8 +96,8 @@ def _entry(entry: Any, gpus: int) -> tuple[list[int], Division]:
             f"{_shown(str(entry))}"
         )
     numbers = (
-        *((index, _MOST_GPUS) for index in devices),
-        *((count, _MOST_INSTANCES) for count in instances.values()),
+        *((index, _MAX_GPUS) for index in devices),
+        *((count, _MAX_INSTANCES) for count in instances.values()),
     )
     if not all(_is_number(value, most) for value, most in numbers):
         raise MigError(f"its output has impossible numbers: {_shown(str(entry))}")
@@ -109,4 +109,4 @@ def _is_number(value: Any, most: int) -> bool:
 
 
 def _shown(text: str) -> str:
-    return ascii(text if len(text) <= _MOST_SHOWN else text[:_MOST_SHOWN] + "…")
+    return ascii(text if len(text) <= _MAX_SHOWN else text[:_MAX_SHOWN] + "…")

@@ -26,8 +26,8 @@ if TYPE_CHECKING:
 
     from vgpu_agent.mig.layouts import Division
 
-_MOST_BYTES = 256 * 1024  # of an export; sixteen GPUs take less than four KiB
-_MOST_SHOWN = 400
+_MAX_BYTES = 256 * 1024  # of an export; sixteen GPUs take less than four KiB
+_MAX_SHOWN = 400
 _END_SECONDS = 2.0  # between asking the tool to end and making it end
 
 
@@ -132,8 +132,8 @@ class MigParted:
                 f"{self._program} {command} failed with status {status}: "
                 f"{_shown(words) or 'no output'}"
             )
-        if len(output) > _MOST_BYTES:
-            raise MigError(f"{self._program} {command} printed more than {_MOST_BYTES} bytes")
+        if len(output) > _MAX_BYTES:
+            raise MigError(f"{self._program} {command} printed more than {_MAX_BYTES} bytes")
         return output.decode(errors="replace")
 
     @contextlib.asynccontextmanager
@@ -191,7 +191,7 @@ async def _read(stream: asyncio.StreamReader | None) -> bytes:
     """
     kept = b""
     while stream is not None and (chunk := await stream.read(65536)):
-        if len(kept) <= _MOST_BYTES:
+        if len(kept) <= _MAX_BYTES:
             kept += chunk
     return kept
 
@@ -210,4 +210,4 @@ async def _end(process: asyncio.subprocess.Process) -> None:
 
 
 def _shown(words: str) -> str:
-    return words if len(words) <= _MOST_SHOWN else "…" + words[-_MOST_SHOWN:]
+    return words if len(words) <= _MAX_SHOWN else "…" + words[-_MAX_SHOWN:]

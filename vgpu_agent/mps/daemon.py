@@ -42,7 +42,7 @@ PROBE_SECONDS = 5.0
 BACKOFF_MIN_SECONDS = 1.0
 BACKOFF_MAX_SECONDS = 30.0
 # One late answer on a busy node is no reason to keep new pods away.
-_MOST_MISSES = 2
+_MAX_MISSES = 2
 
 
 class Dependencies(Protocol):
@@ -360,7 +360,7 @@ class Daemon:
                 _logger.warning(
                     "mps.probe_failed", resource=self._plan.resource, misses=misses, error=str(err)
                 )
-                if misses >= _MOST_MISSES:
+                if misses >= _MAX_MISSES:
                     raise
             await self._admit_others()
             if await self._is_outdated():

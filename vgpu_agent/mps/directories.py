@@ -33,7 +33,7 @@ READY = ".ready"
 _LABEL = b"system_u:object_r:container_file_t:s0\0"
 _LONGEST_SOCKET = 107  # bytes of a socket's path: sun_path of unix(7) without its end
 _FALLBACK_KIB = 65536  # NVIDIA's, where the node's memory is not known
-_MOST_LABELLED = 256
+_MAX_LABELLED = 256
 # What a daemon makes in the directory of its pipe.
 _PIPE_FILES = (
     "control",
@@ -70,7 +70,7 @@ def prepare(plan: DaemonPlan, *, sysfs_root: str = "/sys") -> None:
             with os.scandir(pipe) as entries:
                 # The daemon's files lie here, side by side. Clients may write there, too, and no
                 # more is read than a daemon makes.
-                for entry in itertools.islice(entries, _MOST_LABELLED):
+                for entry in itertools.islice(entries, _MAX_LABELLED):
                     with contextlib.suppress(FileNotFoundError):
                         os.setxattr(entry.path, "security.selinux", _LABEL, follow_symlinks=False)
         log.mkdir(mode=0o755, parents=True, exist_ok=True)

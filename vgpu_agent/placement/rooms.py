@@ -24,8 +24,8 @@ if TYPE_CHECKING:
 BINPACK = "binpack"
 SPREAD = "spread"
 
-_MOST_QUOTED = 60  # characters of an annotation, which a message may quote once for each GPU
-_MOST_DEVICES = 4  # the most devices that a message names for one reason
+_MAX_QUOTED = 60  # characters of an annotation, which a message may quote once for each GPU
+_MAX_DEVICES = 4  # the most devices that a message names for one reason
 
 _WHOLE_PERCENT = 100  # a container that asks for all compute of a device shares it with no other
 
@@ -122,7 +122,7 @@ def by_reason(reasons: Iterable[tuple[str, str]]) -> str:
     for device, reason in reasons:
         devices.setdefault(reason, []).append(device)
     return "; ".join(
-        f"{listed(found, _MOST_DEVICES)}: {reason}" for reason, found in devices.items()
+        f"{listed(found, _MAX_DEVICES)}: {reason}" for reason, found in devices.items()
     )
 
 
@@ -137,10 +137,10 @@ def type_refusal(name: str, *, wanted: str | None, unwanted: str | None) -> str:
         return (
             ""
             if _is_named(name, wanted)
-            else f"its type {name} is none of {quoted(wanted, _MOST_QUOTED)}"
+            else f"its type {name} is none of {quoted(wanted, _MAX_QUOTED)}"
         )
     if unwanted is not None and _is_named(name, unwanted):
-        return f"its type {name} is among the unwanted {quoted(unwanted, _MOST_QUOTED)}"
+        return f"its type {name} is among the unwanted {quoted(unwanted, _MAX_QUOTED)}"
     return ""
 
 

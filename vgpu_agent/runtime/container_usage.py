@@ -83,7 +83,7 @@ class ContainerUsages:
         self._own_thread = OwnThread("container usage")
 
     async def run(self) -> None:
-        """Look for ever."""
+        """Look at intervals, until cancelled."""
         while True:
             await self.look()
             await asyncio.sleep(self._pause_seconds)

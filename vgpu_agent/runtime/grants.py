@@ -35,7 +35,7 @@ from vgpu_agent.runtime.own_thread import NotReturnedError, OwnThread
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 
-    from vgpu_agent.allocation.carrier import GrantRecord, Inlined
+    from vgpu_agent.allocation.carrier import GrantRecord, InlinedEdits
     from vgpu_agent.isolation.edits import Provision
     from vgpu_agent.journal import Journal
     from vgpu_agent.runtime.region_slots import RegionSlots
@@ -45,7 +45,7 @@ T = TypeVar("T")
 _SPEC_NAME = re.compile(r"vgpu-agent-([0-9a-f]{32})\.json")
 _LOCK_COUNT = 64
 
-_MOST_LISTED = 4096  # the most names that `sweep` reads from a directory at once
+_MAX_LISTED = 4096  # the most names that `sweep` reads from a directory at once
 _SLICE_SECONDS = 0.25  # spent on removing one tree, before the next one
 _ROUND_SECONDS = 5.0  # spent on removing trees in one call, so that the agent's loop can go on
 _DEADLINE_SECONDS = 30.0  # for one job in the own thread; then the disk counts as hung
@@ -76,7 +76,7 @@ class GrantDirectory:
         *,
         kept_directory: str,
         proc_root: str = "/proc",
-        inline: Callable[[Sequence[str]], Awaitable[Inlined]] | None = None,
+        inline: Callable[[Sequence[str]], Awaitable[InlinedEdits]] | None = None,
         other_directories: Sequence[str] = (),
         make_room: Callable[[], None] = lambda: None,
         on_file_made: Callable[[str], None] = lambda _: None,
@@ -446,7 +446,7 @@ class GrantDirectory:
                     )
         return records
 
-    async def _inlined(self, provision: Provision) -> Inlined | None:
+    async def _inlined(self, provision: Provision) -> InlinedEdits | None:
         names = grant_spec.other_names(provision.edits)
         return await self._inline(names) if names and self._inline is not None else None
 
@@ -454,7 +454,7 @@ class GrantDirectory:
         self,
         record: GrantRecord,
         provision: Provision,
-        inlined: Inlined | None = None,
+        inlined: InlinedEdits | None = None,
         *,
         only_missing: bool = False,
     ) -> bool:
@@ -643,13 +643,13 @@ def _moved_away(path: str) -> str:
 
 
 def _directories(parent: str) -> list[str]:
-    """List the names of directories in ``parent``, `_MOST_LISTED` at most.
+    """List the names of directories in ``parent``, `_MAX_LISTED` at most.
     The next `sweep` sees the others.
     """
     try:
         with os.scandir(parent) as entries:
             found = (entry.name for entry in entries if entry.is_symlink() or entry.is_dir())
-            return sorted(itertools.islice(found, _MOST_LISTED))
+            return sorted(itertools.islice(found, _MAX_LISTED))
     except FileNotFoundError:
         return []
     except OSError as err:

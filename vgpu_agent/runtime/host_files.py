@@ -38,7 +38,7 @@ _PASSABLE = 0o755
 _WRITABLE_BY_OTHERS = 0o022
 
 _NEAR_BYTES = 4096  # a page is written, and takes its space, as a whole
-_MOST_LINKS = 40  # followed in one path, as the kernel does
+_MAX_LINKS = 40  # followed in one path, as the kernel does
 
 # Once, without following a link, and without waiting: for a FIFO's other end, or for a lease that a
 # container has taken (fcntl(2)).
@@ -50,7 +50,7 @@ _STEP = os.O_PATH | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 
 # The prefix of a directory that was moved aside, within its parent, to be removed.
 ASIDE_PREFIX = f"{TEMPORARY_PREFIX}gone-"
-_MOST_ASIDE = 16
+_MAX_ASIDE = 16
 
 
 class _State(enum.Enum):
@@ -126,7 +126,7 @@ def move_aside(path: str) -> str:
         CarrierError: it cannot be renamed.
     """
     parent, name = os.path.split(path)
-    for number in range(_MOST_ASIDE):
+    for number in range(_MAX_ASIDE):
         aside = os.path.join(parent, f"{ASIDE_PREFIX}{_digest(f'{name}/{number}')}")
         if os.path.lexists(aside):
             continue
@@ -138,7 +138,7 @@ def move_aside(path: str) -> str:
             raise trouble("move aside", path, err) from err
         return aside
     raise CarrierError(
-        f"cannot move aside {path}: {_MOST_ASIDE} earlier ones are still beside it; remove "
+        f"cannot move aside {path}: {_MAX_ASIDE} earlier ones are still beside it; remove "
         f"{parent}/{ASIDE_PREFIX}* by hand"
     )
 
@@ -353,9 +353,9 @@ def _require_only_root(path: str, judged: set[str]) -> None:
             at = f"{at}/{part}"
             continue
         links += 1
-        if links > _MOST_LINKS:
+        if links > _MAX_LINKS:
             raise CarrierError(
-                f"{path} is not mounted into containers: it is named by more than {_MOST_LINKS} "
+                f"{path} is not mounted into containers: it is named by more than {_MAX_LINKS} "
                 "links; name it directly"
             )
         target = os.readlink(f"{at}/{part}")

@@ -42,7 +42,7 @@ _EVENT = struct.Struct("iIII")
 _READ_AT_ONCE = 64 * 1024
 
 _PAUSE_SECONDS = 0.001  # between two looks at files that are being written, however often they are
-_MOST_FILES = 4096
+_MAX_FILES = 4096
 _DEADLINE_SECONDS = 30.0
 _ROOM_SECONDS = 0.5
 _REST_SECONDS = 10.0  # after a region could not be cut to its size
@@ -186,7 +186,7 @@ class RegionGuard:
         found: list[str] = []
         try:
             with os.scandir(self._directory) as owners:
-                for owner in itertools.islice(owners, _MOST_FILES):
+                for owner in itertools.islice(owners, _MAX_FILES):
                     # or a link into a slot, which only the agent makes
                     if not owner.name.startswith(".") and owner.is_dir():
                         with os.scandir(owner.path) as files:

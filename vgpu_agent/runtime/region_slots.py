@@ -35,7 +35,7 @@ _logger = log.get(__name__)
 # for their first writer, which is the container.
 SLOT_KIB = 4096
 _SLOT_FILES = 16
-MOST_SLOTS = 999
+MAX_SLOTS = 999
 
 # Beside the directory of the containers' directories; see `directory_beside`.
 _NAME = "slots"
@@ -70,7 +70,7 @@ def mount_slots(regions: str, count: int, mount: Callable[[str, str], None]) -> 
 
     Args:
         regions: the directory of the containers' directories.
-        count: how many there shall be; `MOST_SLOTS` at most.
+        count: how many there shall be; `MAX_SLOTS` at most.
         mount: mounts a tmpfs at a path with options.
 
     Returns:

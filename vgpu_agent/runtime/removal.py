@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 _ENTER = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
 _NAME_ONLY = os.O_PATH | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 _LIFTED = ".vgpu-agent-lifted-"
-_MOST_TRIES = 64  # names that a container has taken before us
+_MAX_TRIES = 64  # names that a container has taken before us
 _NOT_EMPTY = {errno.ENOTEMPTY, errno.EEXIST}
 
 
@@ -125,7 +125,7 @@ class _Tree:
                         os.unlink(entry.name, dir_fd=directory)
                         self._progress = True
                 except FileNotFoundError:
-                    self._progress = True  # the container is at work in there, too
+                    self._progress = True  # the container deletes files there, too
                 except OSError as err:
                     self._trouble = err
 
@@ -150,7 +150,7 @@ class _Tree:
         self._progress = True
 
     def _lift(self, name: str, directory: int, top: int) -> None:
-        for attempt in range(_MOST_TRIES):
+        for attempt in range(_MAX_TRIES):
             self._lifted += 1
             try:
                 os.rename(name, f"{_LIFTED}{self._lifted}", src_dir_fd=directory, dst_dir_fd=top)

@@ -36,7 +36,7 @@ def answer(status: AgentStatus, now: float) -> dict[str, Any]:
     cluster = status.cluster
     return {
         "connected": cluster.connected,
-        "disconnected_reason": cluster.without,
+        "disconnected_reason": cluster.disconnected_reason,
         "needed": cluster.needed,
         "credentials": cluster.origin,
         "waiting_for": cluster.waiting_for,
@@ -72,7 +72,7 @@ def book(status: AgentStatus, now: float) -> dict[str, Any]:
 def our_resources(status: AgentStatus) -> frozenset[str]:
     """The resources that this node offers, or would offer if nothing was in the way."""
     return frozenset(
-        (*status.ledger.free, *(plugin.resource for plugin in status.plugins), *status.not_served)
+        (*status.ledger.free, *(plugin.resource for plugin in status.plugins), *status.unavailable)
     )
 
 

@@ -1,9 +1,12 @@
-"""``/livez``, ``/healthz`` and ``/readyz``:
-whether kubelet should restart us, and whether the node's resources can be had.
+"""The probes ``/livez``, ``/healthz`` and ``/readyz``.
 
-`agent` decides (`AgentStatus.not_alive` and `not_ready`); this module only words it: plain text,
-one line a reason. The two must not be mixed up: a missing kubelet or a hung driver makes the agent
-not ready, but no restart would mend it, so only a truly stuck loop makes it not alive.
+``/livez`` (and its old name ``/healthz``) fails when the kubelet should restart the agent.
+``/readyz`` fails when the agent cannot offer the node's resources. A missing kubelet or a hung
+driver makes the agent not ready, but a restart would not help. So only a stuck event loop or task
+makes it not alive.
+
+`agent` decides both (`AgentStatus.not_alive` and `not_ready`). This module writes the answers:
+plain text, one line for each reason.
 """
 
 from __future__ import annotations
@@ -20,8 +23,11 @@ if TYPE_CHECKING:
 
 
 class Verdict(NamedTuple):
-    """The answer of a probe: whether it succeeds (200) or not (503), and for each part a line with
-    its name and its state or fault.
+    """The answer of a probe.
+
+    Attributes:
+        ok: the probe succeeds (HTTP status 200); otherwise it fails (503).
+        lines: the name of each part with its state or fault.
     """
 
     ok: bool
@@ -34,14 +40,12 @@ class Verdict(NamedTuple):
 
     @property
     def without_reasons(self) -> str:
-        """The answer with the names of the affected parts alone,
-        because a reason may name a pod.
-        """
+        """The answer without states and faults, for readers who may not see the names of pods."""
         return "".join(f"{name}\n" for name, _ in self.lines)
 
 
 class Check(NamedTuple):
-    """One line of ``?verbose``: informational, the verdict is `agent`'s."""
+    """One line of ``?verbose``. It informs only; the verdict does not depend on it."""
 
     part: str
     ok: bool
@@ -49,12 +53,14 @@ class Check(NamedTuple):
 
 
 def live(status: AgentStatus, now: float, *, verbose: bool) -> Verdict:
-    """``/livez``: fails only when the event loop or an owner task is stuck."""
+    """Answer ``/livez``, which fails only when the event loop or a task of the agent is stuck."""
     return _verdict("alive", status.not_alive, _loop_checks(status, now), verbose=verbose)
 
 
 def ready(status: AgentStatus, now: float, *, verbose: bool) -> Verdict:
-    """``/readyz``: fails while a resource is not registered or the GPUs cannot be asked."""
+    """Answer ``/readyz``, which fails while a resource is not registered or the driver does not
+    answer.
+    """
     checks = (*_node_checks(status), *_api_checks(status, now), *_loop_checks(status, now))
     return _verdict("ready", status.not_ready, checks, verbose=verbose)
 
@@ -66,8 +72,8 @@ def _verdict(
     if verbose:
         # "~" marks a fault that is no reason for this probe to fail.
         lines += [("+" if check.ok else "~", check.part, check.state) for check in checks]
-    shown = ((f"[{mark}] {_one_line(part)}", _one_line(state)) for mark, part, state in lines)
-    return Verdict(not problems, (*shown, (f"not {word}" if problems else word, "")))
+    printed = ((f"[{mark}] {_one_line(part)}", _one_line(state)) for mark, part, state in lines)
+    return Verdict(not problems, (*printed, (f"not {word}" if problems else word, "")))
 
 
 def _node_checks(status: AgentStatus) -> tuple[Check, ...]:
@@ -98,8 +104,10 @@ def _node_checks(status: AgentStatus) -> tuple[Check, ...]:
 
 
 def _api_checks(status: AgentStatus, now: float) -> Iterator[Check]:
-    """Check the watches that binding waits for.
-    An outage is no reason to be unready, because known objects are still served.
+    """Check the watches that the matching of containers with pods depends on.
+
+    An outage of the API server does not make the agent unready: the objects that are already known
+    stay in use.
     """
     for watch in status.cluster.watches:
         if watch.essential:
@@ -131,5 +139,7 @@ def _task_checks(status: AgentStatus, now: float) -> Iterator[Check]:
 
 
 def _one_line(text: str) -> str:
-    """Reasons quote foreign messages, which may have line breaks."""
+    """Join the lines of ``text``: reasons quote messages of other software, which may have line
+    breaks.
+    """
     return " ".join(text.split())

@@ -79,8 +79,8 @@ def _kubelet(status: AgentStatus) -> Iterator[Problem]:
     if status.kubelet.records_trouble:
         yield Problem(ProblemKind.KUBELET, "", status.kubelet.records_trouble)
     for plugin in status.plugins:
-        if plugin.complaint:
-            yield Problem(ProblemKind.RESOURCE, plugin.resource, plugin.complaint)
+        if plugin.list_fault:
+            yield Problem(ProblemKind.RESOURCE, plugin.resource, plugin.list_fault)
 
 
 def _api_server(cluster: ClusterStatus, now: float) -> Iterator[Problem]:

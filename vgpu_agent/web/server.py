@@ -41,18 +41,18 @@ Answer = TypeVar("Answer")
 _logger = log.get(__name__)
 _PUBLIC_PATHS = ("/", "/healthz", "/livez", "/metrics", "/readyz")
 _LONGEST_ECHO = 120  # characters of a wrong path that an error repeats
-_MOST_CONNECTIONS, _MOST_DEBUG_CONNECTIONS = 256, 32
+_MAX_CONNECTIONS, _MAX_DEBUG_CONNECTIONS = 256, 32
 # Requests over one connection: some at once, then so many a second. A scraper that keeps its
 # connection sends one in seconds.
 _REQUESTS_AT_ONCE, _REQUESTS_A_SECOND = 20, 10.0
-_MOST_REQUESTS = 1000  # of one connection, which is closed then
+_MAX_REQUESTS = 1000  # of one connection, which is closed then
 _LONGEST_LINE_BYTES = 8190  # of a request line or a header; paths and queries of ours are short
-_MOST_HEADERS = 64
+_MAX_HEADERS = 64
 # Answers for any client on the network, which may ask for /metrics in a loop.
 _PART_OF_TIME = 0.05  # of the event loop's, for making answers
 _SPARE_SECONDS = 0.5  # of computing at once: dozens of answers
 _KEPT_SECONDS = 5.0
-_MOST_KEPT = 16
+_MAX_KEPT = 16
 
 
 class WebServer:
@@ -129,13 +129,13 @@ class WebServer:
                 self._debug_application(),
                 self._debug_listen,
                 flag="--debug-listen",
-                most_connections=_MOST_DEBUG_CONNECTIONS,
+                most_connections=_MAX_DEBUG_CONNECTIONS,
             )
             self._public_address = await self._serve(
                 self._public_application(),
                 self._listen,
                 flag="--listen",
-                most_connections=_MOST_CONNECTIONS,
+                most_connections=_MAX_CONNECTIONS,
             )
         except BaseException:
             await self.stop()
@@ -163,7 +163,7 @@ class WebServer:
             shutdown_timeout=self._shutdown_seconds,
             max_line_size=_LONGEST_LINE_BYTES,
             max_field_size=_LONGEST_LINE_BYTES,
-            max_headers=_MOST_HEADERS,
+            max_headers=_MAX_HEADERS,
         )
         wanted = parse(listen)
         sock = await bind(wanted, flag=flag)
@@ -301,7 +301,7 @@ class WebServer:
         self, request: web.Request, response: web.StreamResponse
     ) -> web.StreamResponse:
         transport = request.transport
-        if transport is not None and self._paces[transport].requests >= _MOST_REQUESTS:
+        if transport is not None and self._paces[transport].requests >= _MAX_REQUESTS:
             response.force_close()
         return response
 
@@ -374,7 +374,7 @@ class KeptAnswers:
             return last  # type: ignore[no-any-return]
         made = make()
         self._spare -= self._clock() - began
-        if question not in self._last and len(self._last) >= _MOST_KEPT:
+        if question not in self._last and len(self._last) >= _MAX_KEPT:
             self._last.clear()
         self._last[question] = (began, made)
         return made

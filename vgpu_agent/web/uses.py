@@ -21,10 +21,10 @@ if TYPE_CHECKING:
     from vgpu_agent.ledger.uses import GpuUse, HeldBack
     from vgpu_agent.status import AgentStatus
 
-_MOST_PODS = 64  # in a view
+_MAX_PODS = 64  # in a view
 _NAMED_PODS = 3  # in a sentence
-_MOST_CLAIMS = 64
-_MOST_REASONS = 8
+_MAX_CLAIMS = 64
+_MAX_REASONS = 8
 
 
 class ClaimView(msgspec.Struct, frozen=True):
@@ -74,9 +74,9 @@ def use_view(use: GpuUse, now: float) -> UseView:
         UseView,
         use,
         now,
-        pods=use.pods[:_MOST_PODS],
+        pods=use.pods[:_MAX_PODS],
         pods_total=use.holders,
-        waiting=tuple(view(ClaimView, claim, now) for claim in use.claims[:_MOST_CLAIMS]),
+        waiting=tuple(view(ClaimView, claim, now) for claim in use.claims[:_MAX_CLAIMS]),
         waiting_total=len(use.claims),
         freed_by=freed_by(use),
     )
@@ -104,9 +104,9 @@ def held_back(status: AgentStatus, resource: str) -> tuple[HeldBackView, ...]:
     """
     found = sorted(status.ledger.held_back.get(resource, ()), key=lambda each: -each.ids)
     views = [
-        HeldBackView(each.ids, reason(status, each), each.gpus) for each in found[:_MOST_REASONS]
+        HeldBackView(each.ids, reason(status, each), each.gpus) for each in found[:_MAX_REASONS]
     ]
-    if rest := found[_MOST_REASONS:]:
+    if rest := found[_MAX_REASONS:]:
         gpus = tuple(dict.fromkeys(gpu for each in rest for gpu in each.gpus))
         views.append(
             HeldBackView(

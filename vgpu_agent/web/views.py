@@ -374,7 +374,9 @@ def withheld(status: AgentStatus) -> dict[str, str]:
     """The resources that have no plugin server, and why not."""
     served = {plugin.resource for plugin in status.plugins}
     return {
-        resource: reason for resource, reason in status.not_served.items() if resource not in served
+        resource: reason
+        for resource, reason in status.unavailable.items()
+        if resource not in served
     }
 
 

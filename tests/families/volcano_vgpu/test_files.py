@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from vgpu_agent.families.plugin_files import texts_in_force
 from vgpu_agent.families.volcano_vgpu.files import (
     Overlay,
-    come_to,
+    merge_texts,
     read_device_config,
     read_node_config,
 )
@@ -53,7 +53,7 @@ def test_the_shipped_config_map_is_read_whole() -> None:
     """The file that comes with the replaced plugin has no problem, and its factor of 1 counts."""
     overlay = read_device_config(SHIPPED)
     assert overlay.problems == ()
-    assert overlay.over(VolcanoVgpu()) == VolcanoVgpu(gpu_memory_factor=1)
+    assert overlay.applied_to(VolcanoVgpu()) == VolcanoVgpu(gpu_memory_factor=1)
     assert overlay.geometries == (
         ModelGeometries(("A30",), (MigGroup("group1", (MigProfile("1g.6gb", 6144, 4),)),)),
     )
@@ -75,7 +75,7 @@ def test_the_shipped_node_config_is_read_whole() -> None:
         "node-a",
     )
     assert overlay.problems == ()
-    assert overlay.over(VolcanoVgpu()) == VolcanoVgpu(
+    assert overlay.applied_to(VolcanoVgpu()) == VolcanoVgpu(
         device_memory_scaling=1.8, device_split_count=4
     )
     assert overlay.hidden_uuids == {"GPU-1"}
@@ -85,7 +85,7 @@ def test_the_shipped_node_config_is_read_whole() -> None:
 def test_memory_scaling_has_its_effect() -> None:
     """``volcano-vgpu:D8``: what the files promise is what the settings say."""
     overlay = read_device_config("nvidia: {deviceMemoryScaling: 1.8, disableCoreLimit: true}")
-    assert overlay.over(VolcanoVgpu()) == VolcanoVgpu(
+    assert overlay.applied_to(VolcanoVgpu()) == VolcanoVgpu(
         device_memory_scaling=1.8, disable_core_limit=True
     )
 
@@ -170,7 +170,7 @@ def test_a_wrong_value_costs_that_value_only(key: str, value: str, expected: str
     (problem,) = overlay.problems
     assert problem.startswith(f"device-config.yaml: nvidia.{key}: ")
     assert expected in problem
-    assert overlay.over(VolcanoVgpu()) == VolcanoVgpu(device_memory_scaling=2)
+    assert overlay.applied_to(VolcanoVgpu()) == VolcanoVgpu(device_memory_scaling=2)
 
 
 @pytest.mark.parametrize(
@@ -238,7 +238,7 @@ def test_a_wrong_value_in_the_node_config_costs_that_value_only(
     (problem,) = overlay.problems
     assert problem.startswith(f"config.json: nodeconfig[0]{place}: ")
     assert expected in problem
-    assert overlay.over(VolcanoVgpu()) == VolcanoVgpu(device_core_scaling=2)
+    assert overlay.applied_to(VolcanoVgpu()) == VolcanoVgpu(device_core_scaling=2)
 
 
 def test_the_shipped_strategy_asks_for_nothing() -> None:
@@ -254,7 +254,9 @@ def test_the_node_config_chooses_the_mode_and_the_static_strategy() -> None:
     """
     overlay = read_node_config(_node_config(operatingmode="mig", migstrategy="mixed"), "node-a")
     assert overlay.problems == ()
-    assert overlay.over(VolcanoVgpu()) == VolcanoVgpu(operating_mode="mig", mig_strategy="mixed")
+    assert overlay.applied_to(VolcanoVgpu()) == VolcanoVgpu(
+        operating_mode="mig", mig_strategy="mixed"
+    )
 
 
 GEOMETRY = "nvidia:\n  deviceSplitCount: 7\n  knownMigGeometries: {}\n"
@@ -336,8 +338,8 @@ def test_geometries_that_make_no_sense_are_named_and_none_of_them_counts(
         overlay.problems
     )
     assert overlay.geometries == ()
-    assert overlay.after(before).geometries == before.geometries != ()
-    assert overlay.over(VolcanoVgpu()).device_split_count == 7
+    assert overlay.falling_back_to(before).geometries == before.geometries != ()
+    assert overlay.applied_to(VolcanoVgpu()).device_split_count == 7
 
 
 def test_the_last_entry_of_our_name_counts() -> None:
@@ -403,9 +405,9 @@ def test_a_flag_beats_the_config_map_and_the_node_beats_both() -> None:
     with_flag = VolcanoVgpu(device_split_count=3, gpu_memory_factor=8)
     config_map = read_device_config("nvidia: {deviceSplitCount: 20, gpuMemoryFactor: 2}")
     node = read_node_config(_node_config(devicesplitcount=5), "node-a")
-    layered = config_map.over(with_flag, but={"gpu_memory_factor"})
+    layered = config_map.applied_to(with_flag, keep={"gpu_memory_factor"})
     assert layered == VolcanoVgpu(device_split_count=20, gpu_memory_factor=8)
-    assert node.over(layered) == VolcanoVgpu(device_split_count=5, gpu_memory_factor=8)
+    assert node.applied_to(layered) == VolcanoVgpu(device_split_count=5, gpu_memory_factor=8)
 
 
 GOOD = "nvidia: {deviceSplitCount: 20, gpuMemoryFactor: 64, deviceMemoryScaling: 2}"
@@ -419,21 +421,21 @@ def test_a_config_map_that_cannot_be_read_changes_nothing(text: str) -> None:
     running pods.
     """
     before, now = read_device_config(GOOD), read_device_config(text)
-    assert now.after(before).values == before.values
-    assert now.after(before).problems == now.problems
+    assert now.falling_back_to(before).values == before.values
+    assert now.falling_back_to(before).problems == now.problems
     assert "its previous content stays in force" in now.problems[-1]
-    assert not now.sound
+    assert not now.is_valid
 
 
 def test_a_wrong_value_leaves_what_stood_there_before() -> None:
     """The others count at once, and a key that was taken out is out."""
     now = read_device_config("nvidia: {deviceSplitCount: 30, gpuMemoryFactor: 64MiB}")
-    assert now.after(read_device_config(GOOD)).values == {
+    assert now.falling_back_to(read_device_config(GOOD)).values == {
         "device_split_count": 30,
         "gpu_memory_factor": 64,
     }
-    assert now.after(Overlay()).values == {"device_split_count": 30}
-    assert not now.sound
+    assert now.falling_back_to(Overlay()).values == {"device_split_count": 30}
+    assert not now.is_valid
 
 
 def test_wrong_edits_in_a_row_are_remembered_back_to_the_last_right_one() -> None:
@@ -441,8 +443,8 @@ def test_wrong_edits_in_a_row_are_remembered_back_to_the_last_right_one() -> Non
     however often the file changes.
     """
 
-    def is_sound(text: str) -> bool:
-        return read_device_config(text).sound
+    def is_valid(text: str) -> bool:
+        return read_device_config(text).is_valid
 
     texts: tuple[str, ...] = ()
     for text in (
@@ -453,21 +455,21 @@ def test_wrong_edits_in_a_row_are_remembered_back_to_the_last_right_one() -> Non
         ),
         "nvidia: 3",
     ):
-        texts = texts_in_force(texts, text, is_sound)
-        assert texts_in_force(texts, text, is_sound) == texts
+        texts = texts_in_force(texts, text, is_valid)
+        assert texts_in_force(texts, text, is_valid) == texts
     assert (texts[0], texts[-1], len(texts)) == (GOOD, "nvidia: 3", 8)
-    overlay = come_to(texts, read_device_config)
+    overlay = merge_texts(texts, read_device_config)
     assert overlay.values == {"device_split_count": 59, "gpu_memory_factor": 64}
     assert overlay.problems == read_device_config("nvidia: 3").problems
-    assert texts_in_force(texts, GOOD, is_sound) == (GOOD,)
-    assert texts_in_force(texts, None, is_sound) == ()
+    assert texts_in_force(texts, GOOD, is_valid) == (GOOD,)
+    assert texts_in_force(texts, None, is_valid) == ()
 
 
 def test_a_right_file_owes_nothing_to_the_one_before() -> None:
     """Unknown keys and those without effect spoil nothing that counts."""
     now = read_device_config("nvidia: {deviceSplitCount: 30, unknown: 1, defaultMemory: 7}")
-    assert now.after(read_device_config(GOOD)) == now
-    assert now.sound
+    assert now.falling_back_to(read_device_config(GOOD)) == now
+    assert now.is_valid
 
 
 @pytest.mark.parametrize(
@@ -487,7 +489,9 @@ def test_a_gpu_that_was_hidden_does_not_come_back_by_mistake(
     """
     before = read_node_config(_node_config(filterdevices={"uuid": ["GPU-1"]}), "node-a")
     assert (
-        read_node_config(_node_config(filterdevices=filtered), "node-a").after(before).hidden_uuids
+        read_node_config(_node_config(filterdevices=filtered), "node-a")
+        .falling_back_to(before)
+        .hidden_uuids
         == hidden
     )
 
@@ -541,14 +545,14 @@ def test_any_node_entry_leads_to_settings_that_hold(entry: dict[str, Any]) -> No
     overlay = read_node_config(
         json.dumps({"nodeconfig": [entry, {**entry, "name": "node-a"}]}), "node-a"
     )
-    settings = overlay.over(VolcanoVgpu())
+    settings = overlay.applied_to(VolcanoVgpu())
     assert msgspec.convert(msgspec.to_builtins(settings), VolcanoVgpu) == settings
 
 
 @given(members=st.dictionaries(DEVICE_KEYS, JSON))
 def test_any_device_config_leads_to_settings_that_hold(members: dict[str, Any]) -> None:
     """The same for the ConfigMap; JSON is YAML."""
-    settings = read_device_config(json.dumps({"nvidia": members})).over(VolcanoVgpu())
+    settings = read_device_config(json.dumps({"nvidia": members})).applied_to(VolcanoVgpu())
     assert msgspec.convert(msgspec.to_builtins(settings), VolcanoVgpu) == settings
 
 

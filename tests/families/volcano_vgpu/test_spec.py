@@ -46,4 +46,4 @@ def test_the_config_map_is_not_read_where_the_settings_say_so() -> None:
 )
 def test_a_mounted_file_is_judged_by_this_nodes_part(text: str, sound: bool) -> None:
     """A text with an error needs the one before it."""
-    assert MOUNTED.is_sound(settings_of(node_name="n1"), text) is sound
+    assert MOUNTED.is_valid(settings_of(node_name="n1"), text) is sound

@@ -43,7 +43,7 @@ TROUBLED = Faults(
     kubelet=900.0, agent=700.0, reboot=6000.0, api=900.0, pod_resources=1500.0, checkpoint=1500.0
 )
 
-_MOST_PENDING = 12  # of a family that does not flood
+_MAX_PENDING = 12  # of a family that does not flood
 _SOUND_AFTER_SECONDS = 150.0
 _LONGEST_WAIT_SECONDS = 1800.0
 _LONGEST_DAY_SECONDS = 400_000.0
@@ -166,7 +166,7 @@ class _Day:
             missing = arrival.flood - len(self._pending[flooding])
             for pod in (*arrival.pods, *(self._planner.pod(flooding) for _ in range(missing))):
                 waiting = self._pending[family_of(pod)]
-                if len(waiting) < _MOST_PENDING:
+                if len(waiting) < _MAX_PENDING:
                     waiting.append((pod, asyncio.get_running_loop().time()))
                     self._waits.figures.pods += 1
                     self._left -= 1

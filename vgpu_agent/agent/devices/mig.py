@@ -1,11 +1,12 @@
-"""Divide GPUs one after the other: the checks before, the host tool,
-and what the driver must show afterwards.
+"""Divide GPUs into MIG instances, one GPU at a time: check the GPU, run the host tool, check the
+result.
 
-The loop behind `allocation.dependencies.Divider`. `composition` starts it. It owns the changes, so
-that a call of the kubelet's that ends early ends none of them. By then the ledger has kept the
-whole GPU free. This module checks what the ledger cannot know: whether other processes than our
-containers work on the GPU, whether the tool numbers the GPUs as the driver does, and whether the
-GPU was divided as requested.
+This implements `allocation.context.Divider`. `composition` starts the loop. The changes run in this
+loop, so a call from the kubelet that ends early does not interrupt a change.
+
+Before a change is requested, the ledger has made sure that no container holds a part of the GPU.
+This module checks the rest: that no other process uses the GPU, that the tool numbers the GPUs as
+the driver does, and that the GPU ends up divided as requested.
 """
 
 from __future__ import annotations
@@ -34,27 +35,27 @@ if TYPE_CHECKING:
 
 _logger = log.get(__name__)
 
-_PAUSE_SECONDS = 0.1  # between two looks at whether the driver has answered
-_OWN_ERROR = "an internal error; the agent's log has the details"
+_POLL_SECONDS = 0.1
+_INTERNAL_ERROR = "an internal error; the agent's log has the details"
 
 
 class MigDivider:
-    """The divider of GPUs.
+    """The divider of GPUs into MIG instances.
 
-    State: the changes that wait for their turn, and which GPU's last change failed when. A change
-    that was cut short by the end of the agent is forgotten: the next container that needs it finds
-    the GPU in that state.
+    State: the queue of requested changes; and, for each layout whose last change failed, the time
+    and the reason. All of it is lost when the agent ends. The next container that needs the layout
+    finds the GPU as an interrupted change left it, and has it divided again.
     """
 
     def __init__(
         self, parted: MigParted, watch: GpuSource, tool: MigTool, *, call_timeout_seconds: float
     ) -> None:
-        """Build it.
+        """Build the divider.
 
         Args:
-            parted: runs it.
-            watch: shows the GPUs.
-            tool: how long to wait for what.
+            parted: the runner of the host tool.
+            watch: the node's GPUs and the processes on them.
+            tool: the tool's time limits.
             call_timeout_seconds: how long the driver may take to answer.
         """
         self._parted = parted
@@ -66,7 +67,7 @@ class MigDivider:
 
     @classmethod
     def from_settings(cls, settings: Settings, watch: GpuSource) -> MigDivider | None:
-        """Return the divider that the configuration asks for; None where no family needs one."""
+        """Return the divider for the families that are switched on; None when none needs one."""
         tool = next(
             (
                 family.mig_tool(settings)
@@ -86,29 +87,29 @@ class MigDivider:
         return cls(parted, watch, tool, call_timeout_seconds=nvml_thread.CALL_TIMEOUT_SECONDS)
 
     def divide(self, layout: MigLayout, done: Callable[[str], None]) -> None:
-        """See `allocation.dependencies.Divider`."""
+        """See `allocation.context.Divider`."""
         self._waiting.put_nowait((layout, done))
 
     async def run(self) -> None:
-        """Make the requested changes until cancelled;
-        a loop for the supervisor, which may start it again.
+        """Make the requested changes until cancelled. After an error the supervisor starts this
+        loop again.
         """
         while True:
             layout, done = await self._waiting.get()
-            reason = _OWN_ERROR
+            reason = _INTERNAL_ERROR
             try:
-                reason = await self._outcome(layout)
+                reason = await self._divide(layout)
             finally:
                 done(reason)
 
-    async def _outcome(self, layout: MigLayout) -> str:
-        """Divide the GPU; return why that failed, empty when it is divided so."""
-        failed_at, before = self._failed.get(layout, (0.0, ""))
-        left = failed_at + self._tool.retry_seconds - time.monotonic()
-        if before and left > 0:
-            return f"{before} (tried again in {left:.0f} s at the earliest)"
+    async def _divide(self, layout: MigLayout) -> str:
+        """Divide the GPU; return why that failed, or an empty text when it has the layout."""
+        failed_at, reason = self._failed.get(layout, (0.0, ""))
+        wait_seconds = failed_at + self._tool.retry_seconds - time.monotonic()
+        if reason and wait_seconds > 0:
+            return f"{reason} (tried again in {wait_seconds:.0f} s at the earliest)"
         try:
-            gpu = await self._idle(layout)
+            gpu = await self._idle_gpu(layout)
             if not _is_divided(gpu, layout):
                 await self._change(gpu, layout)
         except _NotNowError as err:
@@ -119,13 +120,14 @@ class MigDivider:
         self._failed.pop(layout, None)
         return ""
 
-    async def _idle(self, layout: MigLayout) -> Gpu:
-        """Return the GPU as the driver shows it now.
+    async def _idle_gpu(self, layout: MigLayout) -> Gpu:
+        """Return the current state of the GPU, which no process uses.
 
         Raises:
-            _NotNowError: it does not answer or hides its instances, or a process works on it.
+            _NotNowError: the driver does not answer or does not show the GPU's instances, or a
+                process uses the GPU.
         """
-        await self._look()
+        await self._refresh()
         gpu = self._watch.inventory.value.gpu(layout.gpu)
         usage = next((usage for usage in self._watch.usage.value if usage.uuid == layout.gpu), None)
         if gpu is None or not gpu.present or usage is None:
@@ -138,16 +140,16 @@ class MigDivider:
         return gpu
 
     async def _change(self, gpu: Gpu, layout: MigLayout) -> None:
-        """Have the tool do it.
+        """Run the tool and wait until the driver shows the result.
 
         Raises:
-            MigError: it failed, or the driver shows another division afterwards.
+            MigError: the tool failed, or the driver shows another division afterwards.
         """
         inventory = self._watch.inventory.value
-        _require_same_sight(inventory, await self._parted.export(len(inventory.gpus)))
+        _require_same_view(inventory, await self._parted.export(len(inventory.gpus)))
         _logger.info("mig.applying", gpu=gpu.uuid, index=gpu.index, profiles=list(layout.profiles))
         await self._parted.apply(gpu.index, layout.profiles)
-        await self._settled(layout)
+        await self._wait_for_layout(layout)
         found = self._watch.inventory.value.gpu(gpu.uuid)
         if found is None or not _is_divided(found, layout):
             shown = ", ".join(instance.profile for instance in found.mig_instances) if found else ""
@@ -156,41 +158,40 @@ class MigDivider:
                 f"the driver shows {shown or 'no instances'}; see `nvidia-smi -L` and dmesg"
             )
 
-    async def _settled(self, layout: MigLayout) -> None:
-        """Look at the GPUs until the change is seen, or for as long as the settings say."""
-        until = time.monotonic() + self._tool.settle_seconds
+    async def _wait_for_layout(self, layout: MigLayout) -> None:
+        """Wait until the driver shows the layout, at most for the tool's ``settle_seconds``."""
+        deadline = time.monotonic() + self._tool.settle_seconds
         while True:
             try:
-                await self._look()
+                await self._refresh()
             except _NotNowError as err:
                 _logger.info("mig.waiting", gpu=layout.gpu, reason=str(err))
             gpu = self._watch.inventory.value.gpu(layout.gpu)
-            if time.monotonic() >= until or (gpu is not None and _is_divided(gpu, layout)):
+            if time.monotonic() >= deadline or (gpu is not None and _is_divided(gpu, layout)):
                 return
-            await asyncio.sleep(_PAUSE_SECONDS)
+            await asyncio.sleep(_POLL_SECONDS)
 
-    async def _look(self) -> None:
-        """Wait until the driver has been asked for GPUs and processes after now.
+    async def _refresh(self) -> None:
+        """Have the GPUs and the processes on them read again, and wait for the result.
 
         Raises:
-            _NotNowError: it does not answer in time.
+            _NotNowError: the driver does not answer in time.
         """
         read_at, measured_at = self._watch.read_at, self._watch.measured_at
-        self._watch.look_now()
+        self._watch.refresh()
         try:
             async with asyncio.timeout(2 * self._call_timeout_seconds):
                 while True:
-                    # Not compared with the time of asking: the wall clock may be set back between
-                    # the two.
+                    # Compare for inequality only: the wall clock may have been set back.
                     if self._watch.read_at != read_at and self._watch.measured_at != measured_at:
                         return
-                    await asyncio.sleep(_PAUSE_SECONDS)
+                    await asyncio.sleep(_POLL_SECONDS)
         except TimeoutError:
             raise _NotNowError("the NVIDIA driver does not answer") from None
 
 
 class _NotNowError(MigError):
-    """Nothing was tried, so it may be tried again at any time."""
+    """The change was not tried, so a retry needs no waiting time."""
 
 
 def _is_divided(gpu: Gpu, layout: MigLayout) -> bool:
@@ -199,11 +200,14 @@ def _is_divided(gpu: Gpu, layout: MigLayout) -> bool:
     ) == collections.Counter(layout.profiles)
 
 
-def _require_same_sight(inventory: Inventory, exported: Mapping[int, Division]) -> None:
-    """The tool knows GPUs by their index only; it must mean the same by it as the driver does.
+def _require_same_view(inventory: Inventory, exported: Mapping[int, Division]) -> None:
+    """Check that the tool and the driver show the same division of each GPU.
+
+    The tool knows GPUs by their index only. If it numbered them differently from the driver, it
+    would divide another GPU.
 
     Raises:
-        MigError: it does not.
+        MigError: they differ.
     """
     for gpu in inventory.gpus:
         seen = exported.get(gpu.index)

@@ -113,7 +113,7 @@ async def look(
             found[file.name] = (
                 before
                 if trouble
-                else texts_in_force(before, text, functools.partial(file.is_sound, settings))
+                else texts_in_force(before, text, functools.partial(file.is_valid, settings))
             )
             unreadable |= {file.name: trouble} if trouble else {}
     facts = NodeFacts(
@@ -134,7 +134,7 @@ async def look(
 
 def build(settings: Settings, found: Found) -> Built:
     """Build the families that the settings ask for;
-    never an error, problems of foreign files are named.
+    never raises: problems in the files of replaced plugins are reported.
     """
     lists, pod_lists = list_options(settings, found), _of_pods(settings, found)
     facts = dataclasses.replace(found.facts, lists=lists, pod_lists=pod_lists)

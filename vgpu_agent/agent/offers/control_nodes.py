@@ -1,15 +1,15 @@
-"""NVIDIA's control device nodes: which of them this node has,
-and whether containers can do without those that are missing.
+"""Find NVIDIA's control device nodes (``/dev/nvidiactl`` and others), which all GPUs share.
 
-With ``plugin.passDeviceSpecs`` each answer names device nodes by their path on the node. The agent
-sees the node's tree under another path (``cdi.containerDriverRoot``), or only what NVIDIA's runtime
-puts into its own ``/dev``. NVIDIA's plugin looks into its own ``/dev`` alone, and leaves out what
-it does not find there (nvidia §7). Without `_NEEDED` no CUDA program starts, so resources are
-withheld instead.
+With ``plugin.passDeviceSpecs`` each answer to Allocate names device nodes by their path on the
+node. The agent itself sees the node's file system under another path (``cdi.containerDriverRoot``),
+or only the device nodes that NVIDIA's runtime puts into the agent's own ``/dev``. NVIDIA's plugin
+looks into its own ``/dev`` alone, and leaves out what it does not find there (nvidia §7). But
+without the nodes in `_NEEDED` no CUDA program starts. So where one is missing, the agent withholds
+the resources.
 
-The runtime on the node follows links. So a path counts only where the device node itself lies, and
-only if its number is one of NVIDIA's. Nothing is opened: a FIFO cannot block the agent. Called by
-`build`.
+The container runtime follows symbolic links. So a path counts only when the file there is itself a
+device node with one of NVIDIA's major numbers. No file is opened, because opening a FIFO could
+block the agent. Called by `build`.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ from vgpu_agent.families.device_lists import CONTROL_NODES, WSL_NODE
 if TYPE_CHECKING:
     from vgpu_agent.config.settings import Settings
 
-# CUDA opens these two; /dev/nvidia-uvm-tools is for debuggers and /dev/nvidia-modeset for displays.
+# CUDA opens these two. /dev/nvidia-uvm-tools is for debuggers and /dev/nvidia-modeset for displays.
 _NEEDED = ("/dev/nvidiactl", "/dev/nvidia-uvm")
-# of nvidiactl and nvidia-modeset; the kernel gives nvidia-uvm another one at each boot
+# The major number of nvidiactl and nvidia-modeset. That of nvidia-uvm may change at each boot.
 _NVIDIA_MAJOR = 195
 
 
@@ -35,10 +35,10 @@ class ControlNodes(NamedTuple):
     """The control device nodes found on the node.
 
     Attributes:
-        paths: those of `CONTROL_NODES` that the node has.
-        trouble: why containers that are given device nodes could not use a GPU; empty when they
+        paths: the members of `CONTROL_NODES` that the node has.
+        trouble: why containers that get device nodes by path could not use a GPU; empty when they
             can.
-        wsl: the node has no device node for each GPU, but `WSL_NODE` for all.
+        wsl: the node runs under WSL: it has the one device node `WSL_NODE` for all GPUs.
     """
 
     paths: tuple[str, ...] = ()
@@ -50,8 +50,8 @@ NONE_FOUND = ControlNodes()
 
 
 def find_control_nodes(settings: Settings) -> ControlNodes:
-    """Look at the file system: below the driver's root as it is mounted here,
-    below its path on the node, then below ``/``.
+    """Search the file system: below the mounted driver root, then below the driver root's path on
+    the node, then below ``/``. For a simulated node ``/`` is left out.
     """
     simulated = bool(settings.simulate)
     on_node = str(settings.gpu.device_node_root).rstrip("/")

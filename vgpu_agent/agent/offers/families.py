@@ -52,7 +52,7 @@ class FamiliesInForce:
     one change at a time.
 
     Attributes:
-        in_force: family → its settings after the files of the replaced plugin were laid over them,
+        in_force: family → its settings after the files of the replaced plugin were applied to them,
             for ``/debug/config``.
         origins: family → of those that one of the files has set, the file.
         limits: family → how the library of the limits limits its containers.

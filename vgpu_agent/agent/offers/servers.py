@@ -108,8 +108,8 @@ class Offering:
                 min(plugin.status.healthy_sent, self._ledger.offered_ids(name)),
             )
             for name, plugin in self._plugins.items()
-            # kubelet may have another list
-            if plugin.last_sent is not None and not plugin.status.complaint
+            # The kubelet may have another list
+            if plugin.last_sent is not None and not plugin.status.list_fault
         }
 
     @property

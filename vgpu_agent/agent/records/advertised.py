@@ -158,12 +158,12 @@ class ListedIds:
             course.backoff.pause(),
             False,
         )
-        server.register_again(server.status.complaint)
+        server.register_again(server.status.list_fault)
 
     def _note_difference(
         self, status: PluginStatus, missing: int, strangers: Collection[str]
     ) -> None:
-        before, was_listed = status.complaint, not status.not_listed
+        before, was_listed = status.list_fault, not status.not_listed
         status.not_listed = _NOT_LISTED if missing else ""
         if missing and was_listed:
             self._journal.record(
@@ -194,7 +194,7 @@ class ListedIds:
         course.doubted = False
         if course.fine_since is None:
             course.fine_since = now
-        before, status.not_listed = status.complaint, ""
+        before, status.not_listed = status.list_fault, ""
         if now - course.fine_since >= self._longest_pause_seconds:
             status.rival = ""
             course.pause_seconds = 0.0
@@ -203,8 +203,8 @@ class ListedIds:
 
 
 def _show(status: PluginStatus, before: str) -> None:
-    """Make the complaint the last error; ``before``, the complaint so far, is removed,
-    while an error of another kind stays.
+    """Make the fault in the kubelet's list the last error. When the fault is over, an error of
+    another kind stays; ``before``, the fault so far, is removed.
     """
-    if status.complaint != before and (status.complaint or status.last_error == before):
-        status.last_error = status.complaint
+    if status.list_fault != before and (status.list_fault or status.last_error == before):
+        status.last_error = status.list_fault

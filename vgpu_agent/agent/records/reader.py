@@ -134,7 +134,7 @@ class _Listed:
 
 
 class KubeletRecordsReader:
-    """The reader of both records; see `allocation.dependencies.RecordsReader`."""
+    """The reader of both records; see `allocation.context.RecordsReader`."""
 
     def __init__(
         self,

@@ -12,7 +12,7 @@ from msgspec import Meta
 from vgpu_agent.config.checks import Conflict
 from vgpu_agent.config.collisions import by_one_of_two
 from vgpu_agent.config.families import FamilySettings, OfferedName, switched_on
-from vgpu_agent.config.mps import MOST_MPS_CLIENTS
+from vgpu_agent.config.mps import MAX_MPS_CLIENTS
 from vgpu_agent.config.options import Option
 from vgpu_agent.config.settings import Settings
 
@@ -35,7 +35,7 @@ class Aws(msgspec.Struct, frozen=True, rename="camel", forbid_unknown_fields=Tru
         int,
         Meta(
             ge=1,
-            le=MOST_MPS_CLIENTS,
+            le=MAX_MPS_CLIENTS,
             description=(
                 "How many containers may share one GPU; MPS serves no more than 48 clients."
             ),

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
 AUTOMATIC: Final = -1  # one replica for each unit of the device's memory
-_MOST_REPLICAS: Final = 2**31 - 1  # the replaced plugin reads an int32
+_MAX_REPLICAS: Final = 2**31 - 1  # the replaced plugin reads an int32
 _ORIGINAL = re.compile(r"(gpu|mig-[0-9a-z][-0-9a-z.]*)\Z")
 _NUMBER = re.compile(r"[+-]?[0-9]{1,10}\Z")
 
@@ -91,7 +91,7 @@ def _entry(word: str) -> IktosEntry | str:
             f"{shown(new)}"
         )
     number = int(replicas) if _NUMBER.match(replicas) else 0
-    if number != AUTOMATIC and not 1 <= number <= _MOST_REPLICAS:
+    if number != AUTOMATIC and not 1 <= number <= _MAX_REPLICAS:
         return (
             "expected replicas of 1 or more, or -1 for one per unit of memory, got "
             f"{shown(replicas)}"

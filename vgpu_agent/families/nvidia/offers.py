@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 # More ids than any list that kubelet takes could hold (kubelet §10): such a list is only counted,
 # and then refused by its length.
-_MOST_IDS = 200_000
+_MAX_IDS = 200_000
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -56,7 +56,7 @@ class _Part:
 
 
 def offers(options: NvidiaOptions, inventory: Inventory) -> Offers:
-    """Return what this node offers; deterministic, and never an error."""
+    """Return what this node offers. Deterministic; never raises."""
     plan = _Plan(options, named_devices(inventory, options))
     for entry in options.shared:
         plan.share(entry)
@@ -232,7 +232,7 @@ def _ids(parts: Sequence[_Part], options: NvidiaOptions) -> Sequence[DeviceId]:
         for part in parts
         if numbered(part)
     )
-    if sum(block.count for block in blocks) > _MOST_IDS:
+    if sum(block.count for block in blocks) > _MAX_IDS:
         return NumberedIds(blocks)
     replicas = {block.device: NumberedIds((block,)) for block in blocks}
     whole = {

@@ -85,7 +85,7 @@ _SWITCH_WORDS: Final = {
     for word in (plain, plain.capitalize(), plain.upper())
 }
 _KNOWN: Final = (*_VALUES, *_WITHOUT_EFFECT)
-_MOST_WARNINGS = 20
+_MAX_WARNINGS = 20
 # Values as they are compared with those in the file; tuples, because those may be lists.
 _VERSIONS: Final = (None, "", VERSION)  # upstream: nothing means v1
 _UNSHARED: Final = (None, "", "all")  # a rename and devices that upstream does not drop
@@ -144,10 +144,10 @@ class _Translator:
             self._sections.update(_sections_of(members))
             self._section(members, "")
         self._warnings.sort(key=lambda warning: warning.line)
-        more = len(self._warnings) - _MOST_WARNINGS
+        more = len(self._warnings) - _MAX_WARNINGS
         if more > 0:
-            self._warnings[_MOST_WARNINGS:] = [
-                yaml.Fault(self._warnings[_MOST_WARNINGS].line, "", f"and {more} more like these")
+            self._warnings[_MAX_WARNINGS:] = [
+                yaml.Fault(self._warnings[_MAX_WARNINGS].line, "", f"and {more} more like these")
             ]
         return Translation(self._members, self._keys, tuple(self._faults), tuple(self._warnings))
 
@@ -255,7 +255,7 @@ class _Translator:
 
     def _where_it_counts(self, section: str, written: str, known: list[str]) -> str:
         # only counted; a megabyte of junk needs no advice
-        if len(self._warnings) >= _MOST_WARNINGS:
+        if len(self._warnings) >= _MAX_WARNINGS:
             return "unknown key, it has no effect"
         places = _places_by_name()
         if found := places.get(written.lower()):

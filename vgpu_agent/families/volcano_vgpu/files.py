@@ -1,11 +1,13 @@
-"""The configuration files of volcano-vgpu-device-plugin, read as they are,
-so that they need no rewriting to change over.
+"""Read the configuration files of volcano-vgpu-device-plugin, the plugin that this family replaces.
 
-Two texts: ``device-config.yaml`` from the ConfigMap ``volcano-vgpu-device-config``, and the mounted
-``config.json`` of ``volcano-vgpu-node-config`` (volcano-vgpu §5). Each becomes an `Overlay` over
-`settings.VolcanoVgpu`, and a list of its problems. The replaced plugin silently drops a whole file
-for one wrong type (volcano-vgpu D23). Here a wrong value costs that value only, and is named with
-its key. Called by `agent` at start and whenever a text has changed.
+They are read unchanged, so that operators need not rewrite them when they switch over. There are
+two: ``device-config.yaml`` from the ConfigMap ``volcano-vgpu-device-config``, and ``config.json``,
+mounted from the ConfigMap ``volcano-vgpu-node-config`` (volcano-vgpu §5).
+
+Each text becomes an `Overlay`: values that replace those of `settings.VolcanoVgpu`, and a list of
+the problems in the text. The replaced plugin silently drops a whole file for one wrong type
+(volcano-vgpu D23). Here only the wrong value is ignored, and it is reported with its key. Called by
+`agent` at start and whenever a text has changed.
 """
 
 from __future__ import annotations
@@ -25,9 +27,9 @@ if TYPE_CHECKING:
 
 DEVICE_CONFIG = "device-config.yaml"
 NODE_CONFIG = "config.json"
-CONFIG_MAP = "volcano-vgpu-device-config"  # with the first of the two (volcano-vgpu §5.1)
-NODE_CONFIG_MAP = "volcano-vgpu-node-config"  # from which the second is mounted
-# the second one is where Volcano's own manifests put the ConfigMap
+CONFIG_MAP = "volcano-vgpu-device-config"  # has device-config.yaml (volcano-vgpu §5.1)
+NODE_CONFIG_MAP = "volcano-vgpu-node-config"  # has config.json
+# Volcano's own manifests put the ConfigMap into volcano-system.
 NAMESPACES = ("kube-system", "volcano-system")
 
 HIDDEN = "filterdevices"
@@ -35,9 +37,9 @@ GEOMETRIES = "knownMigGeometries"
 
 _TOP = "nvidia"
 _NODES = "nodeconfig"
-# As many problems as a log line can carry; a megabyte of junk must not become a megabyte of log.
-_MOST_PROBLEMS = 20
-_MOST_HIDDEN = 256
+# A megabyte of junk in a file must not become a megabyte of log.
+_MAX_PROBLEMS = 20
+_MAX_HIDDEN = 256
 
 # Key of the file → attribute of the settings.
 _DEVICE_KEYS = {
@@ -51,7 +53,7 @@ _DEVICE_KEYS = {
     "gpuMemoryFactor": "gpu_memory_factor",
     "disableCoreLimit": "disable_core_limit",
 }
-# Names that the replaced plugin's documentation has for keys that its code calls otherwise.
+# Misspelt keys in the replaced plugin's documentation → the keys that its code reads.
 _DOCUMENTED_AS = {"disablecorelimit": "disableCoreLimit", "defaultMem": "defaultMemory"}
 _NODE_KEYS = {
     "devicesplitcount": "device_split_count",
@@ -60,7 +62,8 @@ _NODE_KEYS = {
     "operatingmode": "operating_mode",
     "migstrategy": "mig_strategy",
 }
-# The replaced plugin does nothing with them either. Its own defaults, or none, are no request.
+# Keys that the replaced plugin ignores, too → their default there. A key with its default, or with
+# no value, is not reported.
 _WITHOUT_EFFECT: dict[str, Any] = {
     "overwriteEnv": False,
     "defaultMemory": 0,
@@ -68,7 +71,7 @@ _WITHOUT_EFFECT: dict[str, Any] = {
     "defaultGPUNum": 1,
     "resourcePriorityName": "",
     "passDeviceSpecs": False,
-    "migstrategy": "none",  # of the ConfigMap; the node's is followed
+    "migstrategy": "none",  # ignored in the ConfigMap only; the one in config.json counts
 }
 _ATTRIBUTES = {key.attribute: key for key in schema.keys(VolcanoVgpu).values()}
 
@@ -78,14 +81,14 @@ class Overlay:
     """The values that one file sets.
 
     Attributes:
-        values: attribute of `VolcanoVgpu` → value that it accepts.
-        hidden_uuids: GPUs that are not to be offered.
-        hidden_indices: the same by NVML index.
+        values: attribute of `VolcanoVgpu` → value.
+        hidden_uuids: the UUIDs of GPUs that must not be offered.
+        hidden_indices: the NVML indices of GPUs that must not be offered.
         geometries: ``knownMigGeometries``: how GPUs may be divided in the operating mode mig.
-        problems: one sentence each, with key, value and expectation; the rest of the file counts.
-        spoilt: attributes with a value that is wrong; `HIDDEN` for ``filterdevices``, `GEOMETRIES`
-            for those.
-        readable: the file could be read at all.
+        problems: one sentence for each, with the key, the value and what was expected.
+        wrong: attributes with a wrong value; `HIDDEN` stands for ``filterdevices``, `GEOMETRIES`
+            for ``knownMigGeometries``.
+        readable: the file as a whole could be read.
     """
 
     values: Mapping[str, Any] = dataclasses.field(default_factory=dict)
@@ -93,118 +96,118 @@ class Overlay:
     hidden_indices: frozenset[int] = frozenset()
     geometries: tuple[ModelGeometries, ...] = ()
     problems: tuple[str, ...] = ()
-    spoilt: frozenset[str] = frozenset()
+    wrong: frozenset[str] = frozenset()
     readable: bool = True
 
     @property
-    def sound(self) -> bool:
-        """Tell whether all values of the file are right,
-        so that it can replace a later one that is wrong.
+    def is_valid(self) -> bool:
+        """Tell whether the file has no wrong value. A later text with a wrong value then falls back
+        to this one.
         """
-        return self.readable and not self.spoilt
+        return self.readable and not self.wrong
 
-    def after(self, before: Overlay) -> Overlay:
-        """Return this file where it is right, and ``before`` where it is wrong.
+    def falling_back_to(self, previous: Overlay) -> Overlay:
+        """Return this overlay with the values of ``previous`` for the keys that are wrong here.
 
-        A mistake in an edited ConfigMap must not give every node another memory unit, or GPUs that
-        were hidden, under running pods.
+        A mistake in an edited ConfigMap must not change the memory unit of every node, or offer
+        GPUs that were hidden, while pods run.
         """
         if not self.readable:
-            return dataclasses.replace(before, problems=self.problems)
+            return dataclasses.replace(previous, problems=self.problems)
         values = {
-            **{name: value for name, value in before.values.items() if name in self.spoilt},
+            **{name: value for name, value in previous.values.items() if name in self.wrong},
             **self.values,
         }
-        # Positions in an annotation count through a group, so half of the geometries would be other
-        # geometries.
-        geometries = before.geometries if GEOMETRIES in self.spoilt else self.geometries
-        if HIDDEN not in self.spoilt:
+        # A pod's annotation names a MIG instance by its position in a group of geometries. Without
+        # the wrong entries, the positions in the group would mean other instances.
+        geometries = previous.geometries if GEOMETRIES in self.wrong else self.geometries
+        if HIDDEN not in self.wrong:
             return dataclasses.replace(self, values=values, geometries=geometries)
         uuids, indices = (
-            self.hidden_uuids | before.hidden_uuids,
-            self.hidden_indices | before.hidden_indices,
+            self.hidden_uuids | previous.hidden_uuids,
+            self.hidden_indices | previous.hidden_indices,
         )
         return dataclasses.replace(
             self, values=values, geometries=geometries, hidden_uuids=uuids, hidden_indices=indices
         )
 
-    def over(self, settings: VolcanoVgpu, *, but: Collection[str] = ()) -> VolcanoVgpu:
-        """Return ``settings`` with the values of this file, except for the attributes in ``but``.
+    def applied_to(self, settings: VolcanoVgpu, *, keep: Collection[str] = ()) -> VolcanoVgpu:
+        """Return ``settings`` with the values of this file, except for the attributes in ``keep``.
 
-        The order of the replaced plugin (volcano-vgpu §5.2) is ConfigMap, then given flags, then
-        the node's entry. So for the ConfigMap ``but`` has the attributes that a flag or a variable
-        has set.
+        In the replaced plugin, flags override the ConfigMap, and the node's entry overrides both
+        (volcano-vgpu §5.2). So for the ConfigMap, ``keep`` names the attributes that a flag or an
+        environment variable has set.
         """
         return msgspec.structs.replace(
-            settings, **{name: value for name, value in self.values.items() if name not in but}
+            settings, **{name: value for name, value in self.values.items() if name not in keep}
         )
 
 
-class _Reading:
-    """One file while it is read."""
+class _Reader:
+    """The values and problems of one file, collected while it is read."""
 
     def __init__(self, file: str) -> None:
         self._file = file
         self._count = 0
         self._problems: list[str] = []
         self._readable = True
-        self.spoilt: set[str] = set()
+        self.wrong: set[str] = set()
         self.values: dict[str, Any] = {}
         self.hidden_uuids: set[str] = set()
         self.hidden_indices: set[int] = set()
         self.geometries: tuple[ModelGeometries, ...] = ()
 
-    def problem(self, path: str, text: str) -> None:
+    def report(self, path: str, text: str) -> None:
         self._count += 1
-        if self._count <= _MOST_PROBLEMS:
+        if self._count <= _MAX_PROBLEMS:
             self._problems.append(": ".join(part for part in (self._file, path, text) if part))
 
-    def unreadable(self, path: str, text: str) -> None:
-        """The file as a whole is no such file."""
+    def reject(self, path: str, text: str) -> None:
+        """Ignore the whole file, because it is not the expected kind of file."""
         self._readable = False
-        self.problem(path, f"{text}; it is not used, and its previous content stays in force")
+        self.report(path, f"{text}; it is not used, and its previous content stays in force")
 
     def take(self, path: str, attribute: str, value: Any) -> None:
         """Accept a value as the settings would, or record its fault."""
         key = _ATTRIBUTES[attribute]
-        truth = isinstance(key.default, bool)
-        integral = (
+        is_bool = isinstance(key.default, bool)
+        is_whole = (
             isinstance(value, float)
             and value.is_integer()
             and isinstance(key.default, int)
-            and not truth
+            and not is_bool
         )
         try:
-            # The replaced plugin documents a truth value as a text, so it is in quotes in many a
-            # ConfigMap.
+            # The replaced plugin's documentation has boolean values in quotes, and so have many
+            # ConfigMaps.
             accepted = (
                 key.accept_text(value)
-                if truth and isinstance(value, str)
-                else key.accept(int(value) if integral else value)
+                if is_bool and isinstance(value, str)
+                else key.accept(int(value) if is_whole else value)
             )
             self.values[attribute] = accepted
         except schema.NotAcceptedError as err:
-            self.spoilt.add(attribute)
-            self.problem(path, f"expected {err}, got {shown(value)}; it is left as it was")
+            self.wrong.add(attribute)
+            self.report(path, f"expected {err}, got {shown(value)}; it is left as it was")
 
     def hide(self, path: str, value: Any) -> None:
-        """``filterdevices``: GPUs that vanish from the list and from the annotation."""
+        """Read ``filterdevices``, the GPUs that must not be offered."""
         count = self._count
         self._hide(path, value)
         if self._count != count:
-            self.spoilt.add(HIDDEN)
+            self.wrong.add(HIDDEN)
 
     def _hide(self, path: str, value: Any) -> None:
         if not isinstance(value, dict):
-            self.problem(path, f"expected a mapping of uuid and index, got {shown(value)}")
+            self.report(path, f"expected a mapping of uuid and index, got {shown(value)}")
             return
         for name, member in value.items():
             if name.lower() not in ("uuid", "index"):
-                self.problem(f"{path}.{shown_key(name)}", "unknown key; expected uuid or index")
+                self.report(f"{path}.{shown_key(name)}", "unknown key; expected uuid or index")
             elif member is not None and not isinstance(member, list):
-                self.problem(f"{path}.{name}", f"expected a list, got {shown(member)}")
+                self.report(f"{path}.{name}", f"expected a list, got {shown(member)}")
             else:
-                self._hide_each(f"{path}.{name}", name.lower(), (member or [])[:_MOST_HIDDEN])
+                self._hide_each(f"{path}.{name}", name.lower(), (member or [])[:_MAX_HIDDEN])
 
     def _hide_each(self, path: str, kind: str, members: list[Any]) -> None:
         for place, member in enumerate(members):
@@ -219,14 +222,14 @@ class _Reading:
                 self.hidden_indices.add(member)
             else:
                 expected = "the UUID of a GPU" if kind == "uuid" else "an integer ≥ 0"
-                self.problem(f"{path}[{place}]", f"expected {expected}, got {shown(member)}")
+                self.report(f"{path}[{place}]", f"expected {expected}, got {shown(member)}")
 
-    def divide(self, path: str, value: Any) -> None:
-        """``knownMigGeometries``, all of them or, where something is wrong, none."""
+    def take_geometries(self, path: str, value: Any) -> None:
+        """Read ``knownMigGeometries``: all of them, or none where one is wrong."""
         count = self._count
-        found = read_geometries(path, value, self.problem)
+        found = read_geometries(path, value, self.report)
         if self._count != count:
-            self.spoilt.add(GEOMETRIES)
+            self.wrong.add(GEOMETRIES)
         else:
             self.geometries = found
 
@@ -239,109 +242,114 @@ class _Reading:
             frozenset(self.hidden_indices),
             self.geometries,
             tuple(self._problems),
-            frozenset(self.spoilt),
+            frozenset(self.wrong),
             self._readable,
         )
 
 
 def read_device_config(text: str) -> Overlay:
-    """Read the values of ``device-config.yaml``; never an error."""
-    reading = _Reading(DEVICE_CONFIG)
+    """Read the values of ``device-config.yaml``. Never raises: the overlay has the problems."""
+    reader = _Reader(DEVICE_CONFIG)
     root, faults = yaml.parse(text)
     for fault in faults:
-        say = reading.unreadable if root is None else reading.problem
-        say(f"line {fault.line}", ": ".join(part for part in (fault.path, fault.text) if part))
+        report = reader.reject if root is None else reader.report
+        report(f"line {fault.line}", ": ".join(part for part in (fault.path, fault.text) if part))
     if root is not None or not faults:
-        for name, value in _device_members(reading, root.plain if root else None):
-            _take_of_devices(reading, f"{_TOP}.{shown_key(name)}", name, value)
-    return reading.overlay()
+        for name, value in _device_members(reader, root.plain if root else None):
+            _read_device_key(reader, f"{_TOP}.{shown_key(name)}", name, value)
+    return reader.overlay()
 
 
 def read_node_config(text: str, node: str) -> Overlay:
-    """Read the values of ``config.json`` for the node of that name; never an error.
+    """Read the values of ``config.json`` for the node ``node``. Never raises: the overlay has the
+    problems.
 
-    The last entry of that name counts, keys are read in any case, and 0 means "not set", as the
-    replaced plugin does it.
+    As in the replaced plugin, the last entry of the node counts, the case of keys does not matter,
+    and 0 means "not set".
     """
-    reading = _Reading(NODE_CONFIG)
+    reader = _Reader(NODE_CONFIG)
     try:
         root = msgspec.json.decode(text)
     except (msgspec.DecodeError, UnicodeError, RecursionError) as err:
-        reading.unreadable("", f"is not JSON: {err}")
-        return reading.overlay()
-    entries = next((value for name, value in _members(root) if name == _NODES), None)
+        reader.reject("", f"is not JSON: {err}")
+        return reader.overlay()
+    entries = next((value for name, value in _lower_case_members(root) if name == _NODES), None)
     if not isinstance(entries, list):
-        reading.unreadable(
+        reader.reject(
             "", f'expected {{"{_NODES}": [ … ]}}, got {shown(root if entries is None else entries)}'
         )
-        return reading.overlay()
+        return reader.overlay()
     ours: list[tuple[str, Any]] = []
     for place, entry in enumerate(entries):
         path = f"{_NODES}[{place}]"
-        members = dict(_members(entry))
+        members = dict(_lower_case_members(entry))
         if not isinstance(members.get("name"), str):
-            reading.problem(path, f"expected a mapping with a name, got {shown(entry)}")
+            reader.report(path, f"expected a mapping with a name, got {shown(entry)}")
         elif members["name"] == node:
             ours = [(path, members)]
     for path, members in ours:
         for name, value in members.items():
-            _take_of_node(reading, f"{path}.{shown_key(name)}", name, value)
-    return reading.overlay()
+            _read_node_key(reader, f"{path}.{shown_key(name)}", name, value)
+    return reader.overlay()
 
 
-def come_to(texts: Sequence[str], read: Callable[[str], Overlay]) -> Overlay:
-    """Join the values of the texts of `plugin_files.texts_in_force`,
-    and the problems of the newest.
+def merge_texts(texts: Sequence[str], read: Callable[[str], Overlay]) -> Overlay:
+    """Return the overlay of the newest of ``texts``, with a value from an older text where the
+    newer one is wrong.
+
+    Args:
+        texts: oldest first, see `plugin_files.texts_in_force`.
+        read: makes an overlay of one text.
     """
     overlay = Overlay()
     for text in texts:
-        overlay = read(text).after(overlay)
+        overlay = read(text).falling_back_to(overlay)
     return overlay
 
 
-def _device_members(reading: _Reading, root: Any) -> Iterator[tuple[str, Any]]:
+def _device_members(reader: _Reader, root: Any) -> Iterator[tuple[str, Any]]:
     if not isinstance(root, dict) or _TOP not in root:
-        reading.unreadable("", f"has no key {_TOP}")
+        reader.reject("", f"has no key {_TOP}")
     elif isinstance(root[_TOP], dict):
         yield from root[_TOP].items()
     else:
-        reading.unreadable(_TOP, f"expected a mapping, got {shown(root[_TOP])}")
+        reader.reject(_TOP, f"expected a mapping, got {shown(root[_TOP])}")
 
 
-def _take_of_devices(reading: _Reading, path: str, name: str, value: Any) -> None:
+def _read_device_key(reader: _Reader, path: str, name: str, value: Any) -> None:
     name = _DOCUMENTED_AS.get(name, name)
     if name == GEOMETRIES:
-        reading.divide(path, value)
+        reader.take_geometries(path, value)
     elif name in _WITHOUT_EFFECT:
         if value is not None and value != _WITHOUT_EFFECT[name]:
-            reading.problem(
+            reader.report(
                 path,
                 f"{shown(value)} has no effect, as in volcano-vgpu-device-plugin; remove the key",
             )
     elif name not in _DEVICE_KEYS:
-        reading.problem(
+        reader.report(
             path, f"unknown key; expected one of {', '.join([*_DEVICE_KEYS, GEOMETRIES])}"
         )
     elif value is not None:
-        reading.take(path, _DEVICE_KEYS[name], value)
+        reader.take(path, _DEVICE_KEYS[name], value)
 
 
-def _take_of_node(reading: _Reading, path: str, name: str, value: Any) -> None:
+def _read_node_key(reader: _Reader, path: str, name: str, value: Any) -> None:
     if name == "name" or value is None or (name == "migstrategy" and value == "none"):
-        # the strategy is shipped as none, and the replaced plugin follows its flag in any case
+        # The shipped file has the strategy none, which the replaced plugin ignores.
         return
     if name in _NODE_KEYS:
-        # 0 or nothing means that it is not set
+        # 0 and an empty text mean "not set".
         if isinstance(value, bool) or value not in (0, ""):
-            reading.take(path, _NODE_KEYS[name], value)
+            reader.take(path, _NODE_KEYS[name], value)
     elif name == "filterdevices":
-        reading.hide(path, value)
+        reader.hide(path, value)
     else:
         expected = ", ".join(["name", *_NODE_KEYS, "filterdevices"])
-        reading.problem(path, f"unknown key; expected one of {expected}")
+        reader.report(path, f"unknown key; expected one of {expected}")
 
 
-def _members(value: Any) -> Iterator[tuple[str, Any]]:
-    """The members of a JSON object with their keys in lower case, none of anything else."""
+def _lower_case_members(value: Any) -> Iterator[tuple[str, Any]]:
+    """The members of a JSON object, with their keys in lower case; none for other values."""
     if isinstance(value, dict):
         yield from ((name.lower(), member) for name, member in value.items())

@@ -24,9 +24,9 @@ if TYPE_CHECKING:
 # at would tear it apart.
 _GROUP = re.compile(r"[^-\[\],;:\s]{1,63}\Z")
 _PROFILE = re.compile(r"([0-9]+c\.)?[0-9]+g\.[0-9]+gb(\+[a-z0-9.]+)*\Z", re.ASCII)
-_MOST_INSTANCES = 8  # of one GPU, by NVML
+_MAX_INSTANCES = 8  # of one GPU, by NVML
 _LARGEST_MIB = 2**31 - 1
-_MOST_ENTRIES = 256  # of any list; the API server takes a megabyte
+_MAX_ENTRIES = 256  # of any list; the API server takes a megabyte
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -112,10 +112,10 @@ def _group(path: str, entry: Any, problem: Problem) -> MigGroup:
             _list(f"{path}.geometries", members.get("geometries"), problem)
         )
     )
-    if sum(profile.count for profile in profiles) > _MOST_INSTANCES:
+    if sum(profile.count for profile in profiles) > _MAX_INSTANCES:
         problem(
             f"{path}.geometries",
-            f"expected instances, at most {_MOST_INSTANCES}, got "
+            f"expected instances, at most {_MAX_INSTANCES}, got "
             f"{sum(profile.count for profile in profiles)}",
         )
     return MigGroup(str(name), profiles)
@@ -132,7 +132,7 @@ def _profile(path: str, entry: Any, problem: Problem) -> MigProfile:
     return MigProfile(
         str(name),
         memory,
-        _number(f"{path}.count", members.get("count"), _MOST_INSTANCES, "instances", problem),
+        _number(f"{path}.count", members.get("count"), _MAX_INSTANCES, "instances", problem),
     )
 
 
@@ -144,9 +144,9 @@ def _number(path: str, value: Any, most: int, what: str, problem: Problem) -> in
 
 
 def _list(path: str, value: Any, problem: Problem) -> list[Any]:
-    if isinstance(value, list) and value and len(value) <= _MOST_ENTRIES:
+    if isinstance(value, list) and value and len(value) <= _MAX_ENTRIES:
         return value
-    problem(path, f"expected a list of 1 to {_MOST_ENTRIES} entries, got {shown(value)}")
+    problem(path, f"expected a list of 1 to {_MAX_ENTRIES} entries, got {shown(value)}")
     return []
 
 

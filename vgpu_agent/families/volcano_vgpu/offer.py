@@ -117,8 +117,8 @@ class VolcanoVgpuOptions:
 
         Args:
             settings: those of the agent.
-            vgpu: the family's own, with the files of the replaced plugin already laid over them
-                (`Overlay.over`).
+            vgpu: the family's own, with the files of the replaced plugin already applied to them
+                (`Overlay.applied_to`).
             lists: as for every family; this family's own settings choose which further devices the
                 NVIDIA runtime is asked for.
             node_config: the node's own file, for the GPUs that it hides.

@@ -23,7 +23,7 @@ _DEVICE_END = ":"
 _TYPE = "NVIDIA"  # what was asked for, not what the card is
 
 # As many as no pod has; the API server takes 256 KiB of annotations.
-_MOST_DEVICES = 4096
+_MAX_DEVICES = 4096
 _INTEGER = re.compile(r"-?[0-9]{1,18}\Z", re.ASCII)
 _SHOWN = 80
 
@@ -64,8 +64,8 @@ def parse_pod_devices(text: str) -> tuple[Segment, ...]:
     Raises:
         DevicesTextError: an entry has another form; the message shows it.
     """
-    if text.count(_DEVICE_END) + text.count(SEGMENT_END) > _MOST_DEVICES:
-        raise DevicesTextError(f"more than {_MOST_DEVICES} entries")
+    if text.count(_DEVICE_END) + text.count(SEGMENT_END) > _MAX_DEVICES:
+        raise DevicesTextError(f"more than {_MAX_DEVICES} entries")
     return tuple(_segment(segment) for segment in text.split(SEGMENT_END))
 
 

@@ -229,7 +229,7 @@ def static_mig_strategy(settings: Settings, vgpu: VolcanoVgpu) -> tuple[str, str
 
     Args:
         settings: of the other families.
-        vgpu: with the files of the replaced plugin already laid over it.
+        vgpu: with the files of the replaced plugin already applied to it.
     """
     other = mig_family(settings)
     strategy = vgpu.mig_strategy or ("none" if other else settings.plugin.mig_strategy)

@@ -27,7 +27,7 @@ from vgpu_agent.families.volcano_vgpu.files import (
     NAMESPACES,
     NODE_CONFIG,
     NODE_CONFIG_MAP,
-    come_to,
+    merge_texts,
     read_device_config,
     read_node_config,
 )
@@ -63,7 +63,7 @@ _CONFIG_MAPS = {DEVICE_CONFIG: CONFIG_MAP, NODE_CONFIG: NODE_CONFIG_MAP}
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Files:
-    """The settings with the files of the replaced plugin laid over them.
+    """The settings with the files of the replaced plugin applied to them.
 
     Attributes:
         settings: the result.
@@ -155,18 +155,18 @@ def _files(settings: Settings, facts: NodeFacts) -> _Files:
     origins: dict[str, str] = {}
     vgpu, device_config, node_config = settings.section(VolcanoVgpu), None, None
     if texts := facts.texts.get(DEVICE_CONFIG):
-        device_config = come_to(texts, read_device_config)
+        device_config = merge_texts(texts, read_device_config)
         prefix = "volcanoVgpu."
         attributes = {field.encode_name: field.name for field in msgspec.structs.fields(type(vgpu))}
         given = {
             attributes[path.removeprefix(prefix)] for path in facts.given if path.startswith(prefix)
         }
-        vgpu = device_config.over(vgpu, but=given)
+        vgpu = device_config.applied_to(vgpu, keep=given)
         origins |= dict.fromkeys(device_config.values.keys() - given, DEVICE_CONFIG)
         problems += device_config.problems
     if texts := facts.texts.get(NODE_CONFIG):
-        node_config = come_to(texts, functools.partial(_read_node_config, settings))
-        vgpu = node_config.over(vgpu)
+        node_config = merge_texts(texts, functools.partial(_read_node_config, settings))
+        vgpu = node_config.applied_to(vgpu)
         origins |= dict.fromkeys(node_config.values, NODE_CONFIG)
         problems += node_config.problems
     if trouble := facts.unreadable.get(NODE_CONFIG):
@@ -260,14 +260,14 @@ SPEC = FamilySpec(
     files=(
         PluginFile(
             DEVICE_CONFIG,
-            lambda _, text: read_device_config(text).sound,
+            lambda _, text: read_device_config(text).is_valid,
             config_map=CONFIG_MAP,
             namespaces=_namespaces,
             asked_namespace=_asked_namespace,
         ),
         PluginFile(
             NODE_CONFIG,
-            lambda settings, text: _read_node_config(settings, text).sound,
+            lambda settings, text: _read_node_config(settings, text).is_valid,
             path=_node_config_path,
         ),
     ),

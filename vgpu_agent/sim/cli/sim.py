@@ -21,7 +21,7 @@ from vgpu_agent.sim.processes import ProcessUse
 from vgpu_agent.sim.state import RECOVERY_ACTIONS, GpuDescription, SimulatedNode
 
 _LONGEST_SECONDS: Final = 86400
-_MOST_TIMES: Final = 1_000_000
+_MAX_TIMES: Final = 1_000_000
 _EXAMPLES: Final = """\
 examples:
   vgpu-agent sim create /tmp/node --gpus 8 --model A100-SXM4-80GB --numa-nodes 2
@@ -115,9 +115,9 @@ def _seconds(text: str) -> float:
 
 
 def _times(text: str) -> int:
-    if text != "-1" and not (text.isdecimal() and 1 <= int(text) <= _MOST_TIMES):
+    if text != "-1" and not (text.isdecimal() and 1 <= int(text) <= _MAX_TIMES):
         raise argparse.ArgumentTypeError(
-            f"expected 1 to {_MOST_TIMES}, or -1 for ever, got {text!r}"
+            f"expected 1 to {_MAX_TIMES}, or -1 for ever, got {text!r}"
         )
     return int(text)
 

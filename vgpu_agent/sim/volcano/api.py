@@ -219,7 +219,7 @@ class Collection:
         self._doubted = asyncio.Event()
 
     async def run(self) -> None:
-        """List, watch, and begin anew for ever."""
+        """List and watch, again and again, until cancelled."""
         while True:
             self.synced = False
             self._doubted.clear()
