@@ -79,9 +79,9 @@ class PluginStatus:
     pre_starts_refused: int = 0
     pre_start_seconds_sum: float = 0.0
     last_error: str = ""
-    # why kubelet's own list lacks ids that we sent; empty while it has them all
+    # why the kubelet's own list lacks ids that we sent; empty while it has them all
     not_listed: str = ""
-    # which ids of this resource kubelet has from another plugin; empty while there are none
+    # which ids of this resource the kubelet has from another plugin; empty while there are none
     rival: str = ""
 
     @property
@@ -140,7 +140,7 @@ class LedgerStatus:
     drift_total: int = 0
     drift_last: tuple[str, ...] = ()
     verified_at: float = 0.0
-    unknown_ids: tuple[str, ...] = ()  # ids in kubelet's records that this node does not offer
+    unknown_ids: tuple[str, ...] = ()  # ids in the kubelet's records that this node does not offer
     capacity: dict[str, int] = dataclasses.field(default_factory=dict)  # holders allowed, by device
     # ids free and healthy, by resource
     free: dict[str, int] = dataclasses.field(default_factory=dict)
@@ -214,7 +214,8 @@ class BindingStatus:
     mode: BindingMode | None = None  # None while it depends on a Node that has not been read
     families: tuple[FamilyStatus, ...] = ()
     refusals: tuple[Refusal, ...] = ()
-    ambiguities: int = 0  # starts that were refused because kubelet's records name several holders
+    # starts that were refused because the kubelet's records name several holders
+    ambiguities: int = 0
     wrong_guesses: int = 0  # early answers that were another pod's, and whose start was refused
     # early answers that were another pod's with an equal share, and were exchanged
     exchanges: int = 0

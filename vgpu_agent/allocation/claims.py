@@ -14,7 +14,7 @@ annotation cannot be followed. A pod whose image cannot be pulled keeps its clai
 else that it was bound for.
 
 Every user who may create pods can write annotations. A pod claims no more GPUs than the kubelet
-counts for it, and nothing before a scheduler has bound it or kubelet has admitted it.
+counts for it, and nothing before a scheduler has bound it or the kubelet has admitted it.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class Claims:
         self._ledger = context.ledger
         self._made_from: tuple[object, ...] = ()
         self._known_with: tuple[object, ...] = ()
-        self._known: dict[str, tuple[Pod, _Named]] = {}  # by kubelet's UID
+        self._known: dict[str, tuple[Pod, _Named]] = {}  # by the kubelet's UID
 
     def refresh(self) -> None:
         """Make the claims anew if anything has changed that they are made from."""
@@ -156,8 +156,8 @@ def other_families(
 def _named(
     pod: Pod, by_pod: Iterable[PodFamily], inventory: Inventory, resources: tuple[Resource, ...]
 ) -> _Named:
-    # A pod that is being deleted starts nothing any more, and kubelet runs no pod that calls itself
-    # a mirror.
+    # A pod that is being deleted starts nothing any more, and the kubelet runs no pod that calls
+    # itself a mirror.
     if not pod.scheduled or pod.ended or pod.deleting or pod.mirror:
         return ()
     if all(container.started for container in pod.containers):

@@ -77,8 +77,8 @@ class EndedPods:
         except _NO_ROOM:
             if (longest := self._ledger.turns_end_in_seconds) is None:
                 raise
-        # A GPU that was returned is offered to another family first for a moment; kubelet would ask
-        # again much later than that.
+        # A GPU that was returned is offered to another family first for a moment; the kubelet would
+        # ask again much later than that.
         now = asyncio.get_running_loop().time
         until = min(start.until, now() + longest + _A_MOMENT_SECONDS)
         while (left := until - now()) > 0 and (
@@ -97,7 +97,7 @@ class EndedPods:
         try:
             return attempt()
         except _NO_ROOM:
-            pass  # an error from before kubelet was asked may be wrong after it
+            pass  # an error from before the kubelet was asked may be wrong after it
         before = {grant.number: grant for grant in self._ledger.grants}
         kubelet_evidence = await self._all_pods(start)
         if kubelet_evidence is None:
@@ -120,8 +120,8 @@ class EndedPods:
     ) -> T:
         """The result of ``attempt`` after each release.
 
-        The API server may show the end of a pod a moment after kubelet has let go of it, so such a
-        pod is waited for.
+        The API server may show the end of a pod a moment after the kubelet has let go of it, so
+        such a pod is waited for.
         """
         now = asyncio.get_running_loop().time
         until = min(start.until, now() + identification.POD_WAIT_SECONDS)
@@ -191,7 +191,7 @@ class EndedPods:
             ):
                 continue
             if before.get(grant.number) != grant:
-                # booked or proven since kubelet was asked, so its answer does not cover it
+                # booked or proven since the kubelet was asked, so its answer does not cover it
                 continue
             pod = self._context.pods.get(owner.pod_uid)
             if pod is None and self._context.pods.may_have(owner.pod_uid):

@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from vgpu_agent.nodes import Node, SentCounts
 
 _LOOK_SECONDS = 10.0
-# kubelet takes over a list in milliseconds, and the lists of several resources change together.
+# The kubelet takes over a list in milliseconds, and the lists of several resources change together.
 _COALESCING_SECONDS = 0.1
 # A Node is a large object that every scheduler and kubelet proxy of the cluster watches. A handover
 # is a few writes within seconds.
@@ -70,8 +70,8 @@ class _Write:
 class AllocatableWriter:
     """The writer of ``status.allocatable`` for resources with a changed list.
 
-    State: the last count written of each resource. A new agent sends kubelet new lists, and leaves
-    all before to kubelet.
+    State: the last count written of each resource. A new agent sends the kubelet new lists, and
+    leaves all before to the kubelet.
 
     Attributes:
         counts: for metrics.

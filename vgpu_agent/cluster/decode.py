@@ -255,8 +255,8 @@ def pod(raw: Json) -> Pod:
             f"({metadata.namespace}/{metadata.name}); it is ignored"
         )
     _check_names(metadata, spec)
-    # The API server empties the status of a pod that is made, and afterwards kubelet alone writes
-    # when it has accepted the pod.
+    # The API server empties the status of a pod that is made, and afterwards the kubelet alone
+    # writes when it has accepted the pod.
     reported = bool(status.start_time)
     started = _started(status.init_container_statuses) | _started(status.container_statuses)
     return Pod(
@@ -274,7 +274,7 @@ def pod(raw: Json) -> Pod:
         resource_version=metadata.resource_version[:_LONGEST_VERSION],
         reported=reported,
         # A Binding sets this condition; a pod that was made with spec.nodeName has it only from
-        # kubelet.
+        # the kubelet.
         scheduled=(
             reported
             or any(

@@ -47,8 +47,8 @@ _SHORTEST_WAIT_SECONDS = 0.01
 _WORTH_A_LINE_SECONDS = 1.0
 _SAID_AGAIN_SECONDS = 600.0
 _KUBELET_FORGETS_SECONDS = 360.0
-"""kubelet goes on writing the quantities of a resource for five minutes after its plugin has gone,
-and forgets them with its next look.
+"""The kubelet goes on writing the quantities of a resource for five minutes after its plugin has
+gone, and forgets them with its next look.
 """
 _COALESCING_SECONDS = 0.1
 """The coalescing time of changes. Each call of the kubelet changes the desired state,

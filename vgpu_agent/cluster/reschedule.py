@@ -137,7 +137,7 @@ class Reschedule:
     async def _evict(self, refusal: Refusal) -> float:
         """Evict the pod if it is time and may be; seconds until there is something to do."""
         pod, after = refusal.pod, self._binding.refused_evict_seconds
-        # The mirror of a static pod can be evicted as little as the file that kubelet reads it
+        # The mirror of a static pod can be evicted as little as the file that the kubelet reads it
         # from.
         if (
             after <= 0

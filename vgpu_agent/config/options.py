@@ -24,8 +24,8 @@ PREFIX = "VGPU_AGENT_"
 CONFIG_FLAG, CONFIG_VARIABLE = "--config", "VGPU_AGENT_CONFIG"
 NVIDIA_CONFIG_FLAG, NVIDIA_CONFIG_VARIABLE = "--config-file", "CONFIG_FILE"
 
-# kubelet puts variables about each Service into every container; a Service named vgpu-agent… would
-# look like a misspelt option.
+# The kubelet puts variables about each Service into every container; a Service named vgpu-agent…
+# would look like a misspelt option.
 _SERVICE_LINK = re.compile(
     r"VGPU_AGENT_(\w+_)?(SERVICE_HOST|SERVICE_PORT(_\w+)?|PORT(_\d+_(TCP|UDP|SCTP)(_(PROTO|PORT|"
     r"ADDR))?)?)\Z"

@@ -27,8 +27,8 @@ from vgpu_agent.config.types import NODE_NAME, Address, Directory, OptionalPath,
 
 Section = TypeVar("Section", bound=msgspec.Struct)
 
-# kubelet refuses a message above 4 MiB (the default limit of its gRPC library) and drops the stream
-# that carried it.
+# The kubelet refuses a message above 4 MiB (the default limit of its gRPC library) and drops the
+# stream that carried it.
 MESSAGE_LIMIT_BYTES = 4 * 1024 * 1024
 
 

@@ -198,7 +198,7 @@ def decode_allocate(request: bytes) -> list[tuple[str, ...]]:
 
 def encode_allocate(answers: Iterable[Edits]) -> bytes:
     """AllocateResponse with one element for each container, also where nothing is added to it:
-    kubelet reads the first element.
+    the kubelet reads the first element.
     """
     edits = list(answers)
     if all(each == Edits(cdi_names=each.cdi_names) for each in edits):
@@ -242,7 +242,7 @@ def encode_preference(choices: Iterable[Sequence[str]]) -> bytes:
 
 
 def decode_answer(encoded: bytes) -> Edits:
-    """Our own ContainerAllocateResponse, as kubelet keeps it in its checkpoint; a field that a
+    """Our own ContainerAllocateResponse, as the kubelet keeps it in its checkpoint; a field that a
     later version added is passed over.
 
     Raises:

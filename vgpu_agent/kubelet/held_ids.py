@@ -67,7 +67,7 @@ class SeenNumbers:
         return end
 
     def note(self, id_: str) -> None:
-        """kubelet has this id."""
+        """The kubelet has this id."""
         for block, seen in self._seen:
             if (number := block.number(id_)) is not None:
                 seen[number] = 1

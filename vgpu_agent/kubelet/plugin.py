@@ -1,9 +1,9 @@
-"""The device plugin service of one resource: what each of kubelet's five calls is answered.
+"""The device plugin service of one resource: what each of the kubelet's five calls is answered.
 
 `server` puts it on a socket. It decides nothing itself: a `Backend` knows the devices and books the
-ids; here are kubelet's rules of the game, which are unforgiving (kubelet §4, §6): complete lists
-only, never an error from GetPreferredAllocation, an answer within a second, and one element for
-each container.
+ids; here are the kubelet's rules of the game, which are unforgiving (kubelet §4, §6): complete
+lists only, never an error from GetPreferredAllocation, an answer within a second, and one element
+for each container.
 """
 
 from __future__ import annotations
@@ -62,13 +62,13 @@ class Backend(Protocol):
 
     async def pre_start(self, resource: str, ids: Sequence[str]) -> None:
         """Return when the container may start; an error refuses the start for now,
-        and kubelet asks again.
+        and the kubelet asks again.
         """
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class SentList:
-    """The list that kubelet was last sent, and how long ago in seconds."""
+    """The list that the kubelet was last sent, and how long ago in seconds."""
 
     devices: Sequence[ListedDevice]
     seconds_ago: float
@@ -206,7 +206,7 @@ class PluginService:
                 sent = devices
                 self._count_list(devices, size)
             await first_of(revision.newer_than(version), self._ending.wait())
-            # A burst of changes becomes one message: kubelet rewrites its checkpoint for each.
+            # A burst of changes becomes one message: the kubelet rewrites its checkpoint for each.
             await first_of(self._ending.wait(), timeout_seconds=self._coalesce_seconds)
 
     async def _send_list(self, devices: Sequence[ListedDevice], send: Send) -> int:

@@ -32,7 +32,7 @@ class Context(NamedTuple):
         claims: GPU → the oldest claim on it, as far as claims count for what is asked.
         why_waits: GPU, family → why another family is offered the GPU first, empty where none is;
             as far as that counts.
-        lasts: GPU, family → whether kubelet may still give out what is kept for others since a
+        lasts: GPU, family → whether the kubelet may still give out what is kept for others since a
             moment; as far as that counts.
     """
 

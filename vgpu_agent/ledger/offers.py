@@ -66,8 +66,8 @@ class Offers:
         ``held``, wider limits are remembered.
 
         Raises:
-            ValueError: a name, or within one family an id (kubelet V17), is offered twice: kubelet
-                would mix their health up.
+            ValueError: a name, or within one family an id (kubelet V17), is offered twice: the
+                kubelet would mix their health up.
         """
         offered: dict[str, Resource] = {}
         for resource in resources:

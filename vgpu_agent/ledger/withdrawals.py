@@ -1,5 +1,5 @@
 """GPUs that a family is no longer offered,
-and that kubelet may still give to its pods for a moment.
+and that the kubelet may still give to its pods for a moment.
 
 A scheduler reads the Node, and the Node is a moment behind: some time passes between the decision
 that a family gets no more of a GPU and the last pod that was bound by an older count. The kubelet
@@ -19,7 +19,9 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Collection
 
 WITHDRAWAL_SECONDS = 0.4
-"""A scheduler that was about to bind when the Node changed, and the pod on its way to kubelet."""
+"""Time for a scheduler that was about to bind when the Node changed, and for its pod to reach the
+kubelet.
+"""
 
 LONGEST_WITHDRAWAL_SECONDS = 3.0
 """The longest wait for the write to the Node. An API server that takes longer binds no pods."""
@@ -27,7 +29,7 @@ LONGEST_WITHDRAWAL_SECONDS = 3.0
 
 class Withdrawals:
     """State: what each family was offered last,
-    and until when kubelet may give out what it is offered no longer.
+    and until when the kubelet may give out what it is offered no longer.
 
     Each call of `follow` that withdraws something begins a new round, and their numbers grow.
     """

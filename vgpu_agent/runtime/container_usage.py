@@ -120,8 +120,8 @@ class ContainerUsages:
             self.usage.publish(shown)
 
     def _live(self) -> _Names:
-        # The replaced plugin names a static pod by the API server's UID, kubelet by the hash of its
-        # file.
+        # The replaced plugin names a static pod by the API server's UID, the kubelet by the hash of
+        # its file.
         return {
             f"{uid}_{container.name}": (pod, container.name)
             for pod in self._book.pods

@@ -570,7 +570,7 @@ class GrantDirectory:
         """Take the name from a directory, and return the one that `sweep` removes it by, "" when it
         is gone; None while it is mounted.
 
-        Where other mount tables cannot be seen, kubelet's word that the pod is gone must do.
+        Where other mount tables cannot be seen, the kubelet's word that the pod is gone must do.
         """
         return (
             None if self._mounts.mounted_below(path) is Use.MOUNTED else host_files.move_aside(path)

@@ -205,7 +205,7 @@ def _container(
             yield from _overcommitted(status, grant)
     yield from _counted_alone(status, container)
     if refused:
-        return  # kubelet has asked for all of it, or it would not have come to that
+        return  # the kubelet has asked for all of it, or it would not have come to that
     counted = status.ledger.rooms  # resources that only schedulers count have no room of their own
     for name in sorted(
         container.limits.keys() & counted.keys() - {grant.resource for grant in held}

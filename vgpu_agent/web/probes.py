@@ -1,5 +1,5 @@
 """``/livez``, ``/healthz`` and ``/readyz``:
-whether kubelet should restart us, and whether the node's resources can be had.
+whether the kubelet should restart us, and whether the node's resources can be had.
 
 `agent` decides (`AgentStatus.not_alive` and `not_ready`); this module only words it: plain text,
 one line a reason. The two must not be mixed up: a missing kubelet or a hung driver makes the agent

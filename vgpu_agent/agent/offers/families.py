@@ -111,7 +111,7 @@ class FamiliesInForce:
         """Put ``settings`` in force.
 
         Raises:
-            OfferError: the `nvidia` family would offer more than kubelet takes; nothing has
+            OfferError: the `nvidia` family would offer more than the kubelet takes; nothing has
                 changed.
         """
         async with self._changing:

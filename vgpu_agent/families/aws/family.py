@@ -90,7 +90,7 @@ class AwsFamily:
         self._options = options
 
     def owns(self, resource: str) -> Ownership:
-        """AWS's name, and the one that is set; the first may be in kubelet's records from
+        """AWS's name, and the one that is set; the first may be in the kubelet's records from
         before a change of settings.
         """
         return (

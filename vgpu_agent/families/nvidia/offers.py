@@ -29,8 +29,8 @@ if TYPE_CHECKING:
     from vgpu_agent.model import Inventory
 
 
-# More ids than any list that kubelet takes could hold (kubelet §10): such a list is only counted,
-# and then refused by its length.
+# More ids than any list that the kubelet takes could hold (kubelet §10): such a list is only
+# counted, and then refused by its length.
 _MOST_IDS = 200_000
 
 
