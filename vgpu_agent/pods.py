@@ -249,7 +249,7 @@ class PodCache:
     pod that it runs. A UID that a pod really has is never another's.
 
     State: replaced by `replace` after each list, changed by `put`, `end` and `remove` with each
-    event. `revision` moves on with every change. Only the event loop's thread may change it.
+    event. `revision` advances with every change. Only the event loop's thread may change it.
 
     Bounds: `MOST_PODS` and about `MOST_BYTES`. What is beyond is left out and counted: first pods
     that no scheduler has bound, then the largest. A pod that is left out is requested when it

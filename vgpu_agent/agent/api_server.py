@@ -65,7 +65,7 @@ class ClusterAccess:
 
     Attributes:
         book: the pods of this node.
-        changed: moves on when Node or ConfigMap have changed.
+        changed: advances when Node or ConfigMap have changed.
         connected: there are credentials.
         without: why there is no connection; empty when there is one.
         origin: what the credentials are, for people; empty without any.

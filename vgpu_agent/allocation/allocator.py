@@ -77,7 +77,7 @@ class Allocator:
 
     @property
     def revision(self) -> Revision:
-        """Moves on whenever a list that the kubelet should see may have changed."""
+        """Advances whenever a list that the kubelet should see may have changed."""
         return self._ledger.revision
 
     @property

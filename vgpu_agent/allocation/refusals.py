@@ -61,7 +61,7 @@ class Refusals:
     """The refusals of this node that still hold, one for each container.
 
     State: memory only. The kubelet asks again about every quarter of a minute, so after a restart
-    the list fills by itself, with younger times. `revision` moves on with every change. Only the
+    the list fills by itself, with younger times. `revision` advances with every change. Only the
     event loop's thread may change it. At most `MOST_REFUSALS` are kept, those refused last, each
     with a reason and an advice of `LONGEST_REASON` characters.
     """

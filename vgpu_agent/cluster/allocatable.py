@@ -95,8 +95,8 @@ class AllocatableWriter:
             node_name: our Node's name.
             node: our Node as the watch shows it; None while there is none.
             sent: resource → the last list that the kubelet was sent over a stream that is open.
-            lists: moves on when that changes.
-            withdrawn: moves on when schedulers must see fewer ids than the kubelet has.
+            lists: advances when that changes.
+            withdrawn: advances when schedulers must see fewer ids than the kubelet has.
             counted: is told up to which value of ``withdrawn`` the Node has the counts, or None
                 when the API server refuses them for good.
             journal: a lasting refusal is recorded there.

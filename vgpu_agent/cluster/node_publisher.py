@@ -104,7 +104,7 @@ class NodePublisher:
             node_name: our Node's name.
             node: our Node as the watch shows it; None while there is none.
             desired_state: the desired Node, given the Node as it is and unix seconds.
-            wake: moves on whenever the desired state may have changed.
+            wake: advances whenever the desired state may have changed.
             journal: troubles and their end are recorded there.
             clock: unix seconds.
             look_seconds: how often the desired state is computed without a change, as it may depend

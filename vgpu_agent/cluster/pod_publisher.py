@@ -107,7 +107,7 @@ class PodPublisher:
             api: the API server.
             book: our pods as the watch shows them.
             desired_state: the kubelet's UID of a pod → its desired state.
-            wake: moves on whenever the desired state may have changed.
+            wake: advances whenever the desired state may have changed.
             settings: how long annotations wait for starts.
             journal: troubles and their end are recorded there, and that a pod has all its
                 annotations.

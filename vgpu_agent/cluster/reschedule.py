@@ -65,7 +65,7 @@ class Reschedule:
             api: the API server.
             events: for the owners.
             refusals: the current refusals.
-            wake: moves on with each change of ``refusals``.
+            wake: advances with each change of ``refusals``.
             binding: the times of events and evictions.
             journal: evictions and troubles are recorded there.
             overcommits: starts on GPUs that a scheduler has overcommitted; their pods get an event.

@@ -72,7 +72,7 @@ class DevicePlugin:
         journal: Journal,
         lists: Revision | None = None,
     ) -> None:
-        """Build it; ``lists`` is moved on with each list that the kubelet is sent,
+        """Build it; ``lists`` is advanced with each list that the kubelet is sent,
         and with the end of each stream.
         """
         self.resource = resource

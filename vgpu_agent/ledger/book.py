@@ -65,11 +65,11 @@ class Ledger:
     """Devices, offers and grants.
 
     State: everything is rebuilt after a restart from NVML and from the kubelet's records, but for
-    `slices`, the MIG instances that were ever seen, which `agent` keeps. `revision` moves on when a
+    `slices`, the MIG instances that were ever seen, which `agent` keeps. `revision` advances when a
     list that the kubelet should see, a grant or a claim has changed.
 
     Attributes:
-        withdrawn: moves on when a family is offered less than before, because of another one.
+        withdrawn: advances when a family is offered less than before, because of another one.
     """
 
     def __init__(

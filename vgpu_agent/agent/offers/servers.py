@@ -79,7 +79,7 @@ class Offering:
         self._plugins: dict[str, DevicePlugin] = {}
         self._changing = asyncio.Lock()
         self._closed = False
-        # moves on with each list that the kubelet is sent, and each stream that ends
+        # advances with each list that the kubelet is sent, and each stream that ends
         self.lists = Revision()
         self.withheld: dict[str, str] = {}  # resource → why it is not offered
         self.blocked: dict[str, str] = {}  # family → why its resources must not be served now
