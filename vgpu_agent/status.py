@@ -280,7 +280,7 @@ class WatchStatus:
         name: what is watched.
         synced: there was a first complete list.
         failing_since: time of the first of the failures in a row; 0 while all is well.
-        essential: binding waits for what it shows.
+        essential: readiness depends on it.
         lists: complete lists that were taken over.
         watches: watches that were begun.
         events: additions, changes and deletions that came.
@@ -329,17 +329,17 @@ class ClusterStatus:
     """The API server as this agent uses it, and the pods that it has reported."""
 
     connected: bool = False
-    without: str = ""  # why there is no connection
-    needed: bool = False  # a family is on that cannot do without
-    origin: str = ""  # what the credentials are; never they themselves
-    waiting_for: str = ""  # what must be read before such a family is offered
+    disconnected_reason: str = ""
+    needed: bool = False  # a family is on that needs the API server
+    origin: str = ""  # where the credentials come from; they themselves are never shown
+    waiting_for: str = ""  # the objects that must be read before such a family is offered
     # (verb, resource, outcome) → how many
     requests: dict[tuple[str, str, str], int] = dataclasses.field(default_factory=dict)
     watches: tuple[WatchStatus, ...] = ()
     writers: tuple[WriterStatus, ...] = ()
     evictions: dict[str, int] = dataclasses.field(default_factory=dict)  # by outcome
     config_map: str = ""  # namespace/name of the ConfigMap that was read
-    # what stands in while the API server has not answered
+    # the objects from before a restart, used until the API server has answered
     remembered: dict[str, Any] = dataclasses.field(default_factory=dict)
     pods: tuple[Pod, ...] = ()
     pods_synced: bool = False

@@ -381,7 +381,7 @@ async def test_without_credentials_the_cluster_side_says_why(tmp_path: Path) -> 
     async with parts(tmp_path) as node:
         await node.cluster.connect()
         cluster = node.report.status().cluster
-    assert (cluster.connected, cluster.without, cluster.waiting_for) == (
+    assert (cluster.connected, cluster.disconnected_reason, cluster.waiting_for) == (
         False,
         "no family that needs the API server is on",
         "",

@@ -301,7 +301,7 @@ def test_a_pod_that_is_gone_leaves_its_events(volcano_node: AgentStatus) -> None
 
 def test_without_the_api_server_kubelets_records_answer(node: AgentStatus) -> None:
     """A node that offers nvidia.com/gpu alone needs no credentials."""
-    node.cluster = ClusterStatus(without="no family that needs the API server is on")
+    node.cluster = ClusterStatus(disconnected_reason="no family that needs the API server is on")
     told = explain.explain(node, NOW, "ml/train-0")
     assert told.answer == (
         (

@@ -67,8 +67,8 @@ class ClusterAccess:
         book: the pods of this node.
         changed: advances when Node or ConfigMap have changed.
         connected: there are credentials.
-        without: why there is no connection; empty when there is one.
-        origin: what the credentials are, for people; empty without any.
+        disconnected_reason: why there is no connection; empty when there is one.
+        origin: where the credentials come from; empty without any.
         remembered: what the agent before this one had read; None when there is nothing.
     """
 
@@ -83,7 +83,7 @@ class ClusterAccess:
         self.book = PodCache()
         self.changed = Revision()
         self.connected = False
-        self.without = "the agent is starting"
+        self.disconnected_reason = "the agent is starting"
         self.origin = ""
         self.pods: PodWatch | None = None
         self.nodes: NodeWatch | None = None
@@ -154,7 +154,7 @@ class ClusterAccess:
         empty when it is all there.
         """
         if not self.connected:
-            return self.without
+            return self.disconnected_reason
         unread = [watch.name for watch in self.config_maps.values() if not watch.synced.is_set()]
         if self.remembered is None and unread:
             return (
@@ -173,7 +173,7 @@ class ClusterAccess:
         failed_pods, remembered = self.failed_pods, self.remembered
         return ClusterStatus(
             connected=self.connected,
-            without=self.without,
+            disconnected_reason=self.disconnected_reason,
             needed=self.needed,
             origin=self.origin,
             waiting_for=self.waiting_for if self.needed else "",
@@ -232,16 +232,16 @@ class ClusterAccess:
         ``waited_seconds`` of that are over already.
         """
         if not self.needed and not self._shelf.directory:
-            self.without = "no family that needs the API server is on"
+            self.disconnected_reason = "no family that needs the API server is on"
             return
         found = await asyncio.to_thread(credentials, self._settings)
         if found is None:
-            self.without = (
+            self.disconnected_reason = (
                 "there are no credentials for the API server: run with a service account, or set "
                 "kubeconfig"
             )
             self._journal.record(
-                "cluster.without_credentials", level="warning", remedy=self.without
+                "cluster.without_credentials", level="warning", remedy=self.disconnected_reason
             )
             return
         name = self._settings.node_name_or_hostname
@@ -277,7 +277,7 @@ class ClusterAccess:
             watches.append((f"watch of {file.config_map}", config_map))
         for task, watch in watches:
             self._loop(task, watch.run, watch.longest_silence_seconds)
-        self.connected, self.without = True, ""
+        self.connected, self.disconnected_reason = True, ""
         await self._first_answers(max(0.0, START_WAIT_SECONDS - waited_seconds))
 
     def write(
@@ -374,7 +374,7 @@ class ClusterAccess:
     async def fetch(self, namespace: str, name: str) -> Pod | None:
         """See `allocation.dependencies.Fetch`."""
         if self.pods is None:
-            raise ClusterError(self.without)
+            raise ClusterError(self.disconnected_reason)
         return await self.pods.fetch(namespace, name)
 
     async def follow(self, apply: Callable[[], Awaitable[None]]) -> None:

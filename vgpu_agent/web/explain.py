@@ -398,9 +398,8 @@ def _unknown(
 def _sources(status: AgentStatus, now: float) -> Iterator[str]:
     known = status.cluster
     if not known.connected:
-        yield (
-            f"the watch of pods: there is none, because {known.without or 'the agent is starting'}"
-        )
+        reason = known.disconnected_reason or "the agent is starting"
+        yield f"the watch of pods: there is none, because {reason}"
     else:
         watch = known.watches[0] if known.watches else None
         heard = (
