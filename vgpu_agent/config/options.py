@@ -296,8 +296,8 @@ def options() -> tuple[Option, ...]:
     return (*_OPTIONS, *(option for family in families.DECLARED for option in family.options))
 
 
-def also(path: str) -> tuple[str, ...]:
-    """List the keys that an option for the key ``path`` sets as well."""
+def keys_set_with(path: str) -> tuple[str, ...]:
+    """List the further keys that an option for the key ``path`` sets."""
     return tuple(
         key
         for family in families.DECLARED
