@@ -78,7 +78,7 @@ class ConfigMapWatch:
         return self._places[0].reflector.longest_silence_seconds
 
     async def run(self, beat: Callable[[], None]) -> None:
-        """Keep ``text`` true, for ever."""
+        """Keep ``text`` up to date, until cancelled."""
         async with asyncio.TaskGroup() as group:
             tasks: dict[str, asyncio.Task[None]] = {}
             while True:

@@ -134,7 +134,7 @@ class Events:
         self._count()
 
     async def run(self, beat: Callable[[], None]) -> None:
-        """Write for ever; a sign of life at least every ``look_seconds`` and
+        """Write until cancelled; a sign of life at least every ``look_seconds`` and
         before each request.
         """
         while True:

@@ -141,7 +141,7 @@ class NodePublisher:
         self.counts = WriterStatus("node")
 
     async def run(self, beat: Callable[[], None]) -> None:
-        """Publish for ever; a sign of life at least every ``look_seconds`` and
+        """Publish until cancelled; a sign of life at least every ``look_seconds`` and
         before each request.
         """
         self._beat = beat

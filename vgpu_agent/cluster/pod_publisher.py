@@ -131,7 +131,7 @@ class PodPublisher:
         self.counts = WriterStatus("pods")
 
     async def run(self, beat: Callable[[], None]) -> None:
-        """Publish for ever; a sign of life at least every ``look_seconds``."""
+        """Publish until cancelled; a sign of life at least every ``look_seconds``."""
         self._writings.clear()
         self._outage.succeeded()
         async with asyncio.TaskGroup() as requests:

@@ -186,7 +186,7 @@ class Reflector(Generic[T]):
         self.synced.clear()
 
     async def run(self, beat: Callable[[], None]) -> None:
-        """List and watch for ever.
+        """List and watch, until cancelled.
 
         Args:
             beat: called with every sign of life.

@@ -89,7 +89,9 @@ class Reschedule:
         self.evictions = {"evicted": 0, "postponed": 0, "failed": 0}
 
     async def run(self, beat: Callable[[], None]) -> None:
-        """Look for ever; a sign of life at least every ``look_seconds`` and before each request."""
+        """Look until cancelled; a sign of life at least every ``look_seconds`` and
+        before each request.
+        """
         self._beat = beat
         while True:
             beat()

@@ -40,7 +40,7 @@ class GpuSource(Protocol):
         """Find the GPUs; afterwards ``inventory`` is filled."""
 
     async def run(self) -> None:
-        """Watch them, for ever."""
+        """Watch the GPUs, until cancelled."""
 
     def look_now(self) -> None:
         """Look at them at once."""

@@ -48,7 +48,7 @@ class IntegratedGpu:
         self.inventory.publish(found)
 
     async def run(self) -> None:
-        """Give signs of life, for ever; there is nothing to watch."""
+        """Give signs of life, until cancelled; there is nothing to watch."""
         while True:
             self._beat()
             await asyncio.sleep(BEAT_SECONDS)

@@ -136,7 +136,7 @@ class GpuWatch:
             raise
 
     async def run(self) -> None:
-        """Poll, measure and watch for hangs, for ever;
+        """Poll, measure and watch for hangs, until cancelled;
         a loop for the supervisor, which may start it again.
         """
         while True:

@@ -59,7 +59,7 @@ def trouble(device: str, resource: Resource, known: Context) -> str:
     """
     return (
         own_trouble(device, resource, known.devices, known.cordons)
-        or _somebody_in_the_way(device, resource, known)
+        or _conflicting_holder(device, resource, known)
         or _kept(known.devices[device].gpu, resource, known)
     )
 
@@ -79,7 +79,7 @@ def own_trouble(
     return ""
 
 
-def _somebody_in_the_way(device: str, resource: Resource, known: Context) -> str:
+def _conflicting_holder(device: str, resource: Resource, known: Context) -> str:
     gpu = known.devices[device].gpu
     by_ids = resource.decided_by is Decider.IDS
     for grant in known.grants:

@@ -38,7 +38,7 @@ class Withdrawals:
         self._clock = clock
         self._offered: frozenset[tuple[str, str]] = frozenset()
         self._until: dict[tuple[str, str], float] = {}
-        # whether somebody writes the counts to the Node, and tells `counted`
+        # whether the agent writes the counts to the Node, and calls `counted` after it
         self._are_written = False
         # of each whose count the Node does not show yet: its round, and when that began
         self._unwritten: dict[tuple[str, str], tuple[int, float]] = {}
@@ -67,7 +67,7 @@ class Withdrawals:
 
     def counted(self, number: int | None) -> bool:
         """Take note that the Node has the counts of all rounds up to ``number``, or, with None,
-        that nobody can write them; whether that changed the end of any.
+        that the agent cannot write them. Return whether a withdrawal ends earlier for it.
 
         A scheduler's bind that was under way takes as long as that write did.
         """

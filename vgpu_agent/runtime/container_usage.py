@@ -83,7 +83,7 @@ class ContainerUsages:
         self._own_thread = OwnThread("container usage")
 
     async def run(self) -> None:
-        """Look for ever."""
+        """Look at intervals, until cancelled."""
         while True:
             await self.look()
             await asyncio.sleep(self._pause_seconds)
@@ -149,7 +149,7 @@ class ContainerUsages:
 
     def _read(self, names: _Names) -> dict[str, RegionUse | Unreadable]:
         """Runs in a thread."""
-        is_alive = self._processes.is_alive if self._processes.visible else _anybody
+        is_alive = self._processes.is_alive if self._processes.visible else _any_process
         found: dict[str, RegionUse | Unreadable] = {}
         for directory in self._directories:
             for name in names:
@@ -208,7 +208,7 @@ class HostProcesses:
         return {name: value.strip() for name, _, value in (line.partition(":") for line in lines)}
 
 
-def _anybody(_hostpid: int, _pid: int) -> bool:
+def _any_process(_hostpid: int, _pid: int) -> bool:
     return True
 
 
