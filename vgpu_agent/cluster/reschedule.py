@@ -81,8 +81,8 @@ class Reschedule:
         # refusal an hour old.
         # pod, container and first refusal → when it was seen here
         self._seen: dict[tuple[str, str, float], float] = {}
-        # pod and container → reason and when
-        self._told: dict[tuple[str, str], tuple[str, float]] = {}
+        # pod and container → reason and time of the last event
+        self._raised: dict[tuple[str, str], tuple[str, float]] = {}
         self._evicted: set[str] = set()
         self._backoffs: dict[str, Backoff] = {}
         self._beat: Callable[[], None] = lambda: None
@@ -110,24 +110,24 @@ class Reschedule:
             self._events.raise_event(notice.pod, OVERCOMMITTED, notice.text)
         pause = self._look_seconds
         for refusal in refusals:
-            pause = min(pause, self._tell(refusal))
+            pause = min(pause, self._raise_event(refusal))
         for refusal in refusals:
             pause = min(pause, await self._evict(refusal))
         return max(pause, _SHORTEST_WAIT_SECONDS)
 
-    def _tell(self, refusal: Refusal) -> float:
-        """Raise the event if it is time; seconds until it is."""
+    def _raise_event(self, refusal: Refusal) -> float:
+        """Raise the event if it is due; return the seconds until then."""
         key, now = (refusal.pod.uid, refusal.container), asyncio.get_running_loop().time()
-        reason, told_at = self._told.get(key, ("", 0.0))
+        reason, raised_at = self._raised.get(key, ("", 0.0))
         if refusal.reason == reason:
-            left = told_at + _HOUR_SECONDS - now
+            left = raised_at + _HOUR_SECONDS - now
         elif refusal.final:
             left = 0.0
         else:  # a reason with numbers in it may change with each try
-            left = max(self._seen[_key(refusal)], told_at) + REFUSED_EVENT_SECONDS - now
+            left = max(self._seen[_key(refusal)], raised_at) + REFUSED_EVENT_SECONDS - now
         if left > 0:
             return left
-        self._told[key] = (refusal.reason, now)
+        self._raised[key] = (refusal.reason, now)
         self._events.raise_event(
             refusal.pod,
             REFUSED,
@@ -197,7 +197,7 @@ class Reschedule:
             self._complaints.failed("eviction", err, PERMISSION, pod=pod.full_name)
 
     def _forget_absent(self, uids: set[str]) -> None:
-        self._told = {key: told for key, told in self._told.items() if key[0] in uids}
+        self._raised = {key: last for key, last in self._raised.items() if key[0] in uids}
         self._evicted &= uids
         for uid in self._backoffs.keys() - uids:
             self._complaints.forget(uid)

@@ -48,7 +48,7 @@ _logger = log.get(__name__)
 
 # A kubelet that has just made its socket listens before this.
 _WORTH_A_LINE_SECONDS = 0.1
-_SAID_AGAIN_SECONDS = 600.0
+_LOG_AGAIN_SECONDS = 600.0
 
 # The kubelet has one connection to each of our sockets, and one stream of lists over it. The
 # largest Allocate has below 4 MiB.
@@ -86,7 +86,7 @@ class DevicePlugin:
         self._ended.set()
         self._registered: _Instance | None = None
         self._listening = ListenBackoff(RETRY_MAX_SECONDS)
-        self._changes = log.ChangeFilter(again_seconds=_SAID_AGAIN_SECONDS)
+        self._changes = log.ChangeFilter(again_seconds=_LOG_AGAIN_SECONDS)
 
     @property
     def last_sent(self) -> SentList | None:

@@ -221,14 +221,14 @@ def _is_of(answer: Edits, provision: Provision) -> bool:
         leads_into(provision.collected, answer) or leads_into(provision.before, answer)
     ):
         return answer == wanted
-    told = answer.environment.items() <= wanted.environment.items()
+    environment_known = answer.environment.items() <= wanted.environment.items()
     same = dataclasses.replace(
         answer,
         environment=wanted.environment,
         mounts=wanted.mounts,
         memory_mounts=wanted.memory_mounts,
     )
-    return told and same == wanted
+    return environment_known and same == wanted
 
 
 def leads_into(directory: str, answer: Edits) -> bool:

@@ -93,7 +93,7 @@ class EarlyBinding:
         """Note that the kubelet has allocated ``count`` ids of a resource that is only counted,
         which tells of whom it asks next.
         """
-        self._siblings.heard(resource, count)
+        self._siblings.allocated(resource, count)
 
     async def allocate(
         self, offered: Resource, ids: Sequence[str], family: PodFamily

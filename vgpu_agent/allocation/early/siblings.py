@@ -25,8 +25,8 @@ class Siblings:
         self._since: list[tuple[str, int]] = []
         self._open: dict[str, int] = {}
 
-    def heard(self, resource: str, count: int) -> None:
-        """The kubelet has allocated ``count`` ids of a counted resource."""
+    def allocated(self, resource: str, count: int) -> None:
+        """Note that the kubelet has allocated ``count`` ids of a counted resource."""
         self._since.append((resource, count))
 
     def decided(self, limits: Mapping[str, int], counted: Collection[str]) -> None:
