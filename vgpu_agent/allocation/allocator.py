@@ -77,7 +77,7 @@ class Allocator:
 
     @property
     def revision(self) -> Revision:
-        """Advances whenever a list that the kubelet should see may have changed."""
+        """The revision of the lists; it advances whenever one may have changed."""
         return self._ledger.revision
 
     @property

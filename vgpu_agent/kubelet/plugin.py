@@ -42,7 +42,7 @@ class Backend(Protocol):
 
     @property
     def revision(self) -> Revision:
-        """Advances whenever a list may have changed."""
+        """The revision of the lists; it advances whenever one may have changed."""
 
     def listing(self, resource: str) -> Sequence[ListedDevice]:
         """List all offered ids, and ids of lost devices that containers still hold."""
@@ -68,7 +68,7 @@ class Backend(Protocol):
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class SentList:
-    """The list that the kubelet was last sent, and how long ago in seconds."""
+    """The list that the kubelet was sent last, and its age in seconds."""
 
     devices: Sequence[ListedDevice]
     seconds_ago: float
