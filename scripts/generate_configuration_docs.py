@@ -130,7 +130,7 @@ def _options() -> Iterator[str]:
     for option in options.options():
         yield (
             f"| {_names(option.flags)} | {_names(option.variables)} | "
-            f"{_names((option.path, *options.also(option.path)))} |\n"
+            f"{_names((option.path, *options.keys_set_with(option.path)))} |\n"
         )
 
 

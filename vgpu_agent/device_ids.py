@@ -1,4 +1,4 @@
-"""The ids that a resource offers to kubelet, few or very many.
+"""The ids that a resource offers to the kubelet, few or very many.
 
 A whole GPU or a replica is one id each. Memory is counted in ids too, one for each MiB of every
 card in the worst case, so that a node has a hundred thousand; those are `NumberedIds`, which make
@@ -18,10 +18,10 @@ if TYPE_CHECKING:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class DeviceId:
-    """One opaque id that a resource offers to kubelet, and the device behind it.
+    """One opaque id that a resource offers to the kubelet, and the device behind it.
 
     Attributes:
-        id: what kubelet hands back; unique across all resources of a family (kubelet §11, V17).
+        id: what the kubelet hands back; unique across all resources of a family (kubelet §11, V17).
         device: UUID of the GPU or MIG instance.
         numa_node: NUMA node reported to the kubelet, or None for no topology.
     """

@@ -246,13 +246,13 @@ class Resource:
             decides, how many containers.
         holders: the same by device, where devices differ; ``holders_per_device`` is then the
             largest of them.
-        prefers: kubelet is to ask which ids suit best (GetPreferredAllocation). Where the pod
+        prefers: the kubelet is to ask which ids suit best (GetPreferredAllocation). Where the pod
             decides, those of the GPUs that `PodFamily.named` returns do.
         unit: what fewer ids would take, for the error when there are too many, e.g.
             ``volcanoVgpu.gpuMemoryFactor``; empty for replicas.
         memory_scaling: how many times a device's memory may be booked; 1.0 never exceeds it.
         cores_scaling: the same for compute.
-        pre_start_required: kubelet is to call PreStartContainer before each start.
+        pre_start_required: the kubelet is to call PreStartContainer before each start.
         sharing: how the holders of one device share it.
         undivided: only parts of the undivided GPU are given out, so nothing while it is in MIG
             mode.
@@ -303,7 +303,7 @@ class Owner:
     """The container that holds a grant, as far as it is known.
 
     Attributes:
-        pod_uid: from kubelet's checkpoint; empty when only pod-resources knew the container.
+        pod_uid: from the kubelet's checkpoint; empty when only pod-resources knew the container.
         namespace: from pod-resources; empty when only the checkpoint knew it.
         pod: the pod's name; same.
         container: the container's name.
@@ -347,9 +347,9 @@ class Grant:
 
     Attributes:
         number: unique in this process; the correlation id of its log lines.
-        ids: the device ids kubelet gave, in kubelet's order.
+        ids: the device ids the kubelet gave, in the kubelet's order.
         shares: one for each distinct device behind the ids.
-        owner: None until kubelet's records name it.
+        owner: None until the kubelet's records name it.
         reserved_at: unix seconds of the Allocate call, or of the rebuild that found it; to be
             shown, since the wall clock may be set.
         decided_for: (UID of the pod, container) that ``shares`` were decided for, where the pod
@@ -359,7 +359,7 @@ class Grant:
         steady_at: the same moment as ``reserved_at`` by the ledger's own clock, which only grows.
         may_overcommit: a scheduler decided it, so its compute and its place on a device count
             beyond what the device has.
-        found: it was found in kubelet's records, so it is older than ``reserved_at``.
+        found: it was found in the kubelet's records, so it is older than ``reserved_at``.
     """
 
     number: int
@@ -407,7 +407,7 @@ class DeviceRoom:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Holding:
-    """One line of kubelet's own records: this container holds these ids of this resource."""
+    """One line of the kubelet's own records: this container holds these ids of this resource."""
 
     resource: str
     ids: tuple[str, ...]

@@ -46,7 +46,7 @@ class SentCounts:
     all, Healthy, and those that schedulers are to know.
 
     Attributes:
-        offered: ``healthy``, less the ids that kubelet is to have for a moment longer than
+        offered: ``healthy``, less the ids that the kubelet is to have for a moment longer than
             schedulers.
     """
 

@@ -29,13 +29,13 @@ if TYPE_CHECKING:
 
 _logger = log.get(__name__)
 
-# kubelet keeps a static pod under the hash of its file; the API server's mirror of it has a UID of
-# its own and names the hash here.
+# The kubelet keeps a static pod under the hash of its file; the API server's mirror of it has a UID
+# of its own and names the hash here.
 STATIC_POD_HASH = "kubernetes.io/config.hash"
 MIRROR_POD = "kubernetes.io/config.mirror"
 
-# kubelet admits 110 pods by default and hardly ever more than 500; of each some KiB are kept, and
-# 100 KiB of a hostile one.
+# The kubelet admits 110 pods by default and hardly ever more than 500; of each some KiB are kept,
+# and 100 KiB of a hostile one.
 MAX_PODS = 2000
 MAX_BYTES = 32 * 1024 * 1024
 _MAX_NAMES = 4000  # that a cache remembers, of present and earlier pods
@@ -50,7 +50,7 @@ ENDED = "Ended"
 """The phase of a pod that ended while we watched: the API server no longer shows which way."""
 _ENDED = ("Succeeded", "Failed", ENDED)
 
-# The API server makes UUIDs (RFC 4122), kubelet makes 32 hexadecimal digits, and the file of a
+# The API server makes UUIDs (RFC 4122), the kubelet makes 32 hexadecimal digits, and the file of a
 # static pod may name any other. An underscore is in none of them, so that ``<UID>_<container>`` can
 # be read back; the length leaves room for that in a file name of 255 characters.
 _UID = re.compile(r"[A-Za-z0-9][A-Za-z0-9.-]{0,127}")
@@ -93,7 +93,7 @@ def container_directory(pod_uid: str, container: str) -> str:
 class ContainerKind(enum.StrEnum):
     """The kind of a container in its pod, which decides when it runs."""
 
-    # ends before the next one starts; kubelet gives its device ids to later containers
+    # ends before the next one starts; the kubelet gives its device ids to later containers
     INIT = "init"
     SIDECAR = "sidecar"  # an init container with restartPolicy Always: keeps its ids
     MAIN = "main"
@@ -160,10 +160,10 @@ class Pod:
         scheduler: ``spec.schedulerName``.
         reported: the kubelet has written its status, which only the kubelet may. It never does so
             for a pod that imitates a mirror pod.
-        scheduled: a scheduler has bound it, or kubelet has reported it; otherwise its author has
-            chosen the node (``spec.nodeName``).
-        static_uid: of the mirror of a static pod, kubelet's UID of that pod; set by `PodCache` once
-            the mirror is confirmed.
+        scheduled: a scheduler has bound it, or the kubelet has reported it; otherwise its author
+            has chosen the node (``spec.nodeName``).
+        static_uid: of the mirror of a static pod, the kubelet's UID of that pod; set by `PodCache`
+            once the mirror is confirmed.
         labels: those that families read or write.
     """
 
@@ -215,7 +215,7 @@ class Pod:
         return claimed if is_uid(claimed) and not _API_SERVER_UID.fullmatch(claimed) else ""
 
     def as_static(self, uid: str) -> Pod:
-        """The same as the mirror of the static pod that kubelet knows as ``uid``."""
+        """The same as the mirror of the static pod that the kubelet knows as ``uid``."""
         return self if self.static_uid == uid else dataclasses.replace(self, static_uid=uid)
 
     @property
@@ -249,7 +249,7 @@ class PodCache:
     pod that it runs. A UID that a pod really has is never another's.
 
     State: replaced by `replace` after each list, changed by `put`, `end` and `remove` with each
-    event. `revision` moves on with every change. Only the event loop's thread may change it.
+    event. `revision` advances with every change. Only the event loop's thread may change it.
 
     Bounds: `MAX_PODS` and about `MAX_BYTES`. What is beyond is left out and counted: first pods
     that no scheduler has bound, then the largest. A pod that is left out is requested when it
@@ -270,11 +270,11 @@ class PodCache:
         self._bytes = 0  # the sum of those
         # the UIDs of those that were left out, the latest at the end
         self._beyond: dict[str, None] = {}
-        # by kubelet's UID, and since when
+        # by the kubelet's UID, and since when
         self._ended: collections.OrderedDict[str, tuple[Pod, float]] = collections.OrderedDict()
         # `pods`, asked for many times between two changes
         self._in_order: tuple[Pod, ...] | None = None
-        self._static: dict[str, Pod] | None = None  # the confirmed mirrors, by kubelet's UID
+        self._static: dict[str, Pod] | None = None  # the confirmed mirrors, by the kubelet's UID
         self._static_before: dict[str, Pod] = {}
         self._bound: dict[str, int] = {}
         self._last_bound = 0
@@ -296,7 +296,7 @@ class PodCache:
         return self._in_order
 
     def get(self, kubelet_uid: str) -> Pod | None:
-        """The pod that kubelet knows under that UID."""
+        """The pod that the kubelet knows under that UID."""
         known = self._pods.get(kubelet_uid) or self._believed().get(kubelet_uid)
         return known or self._ended.get(kubelet_uid, (None, 0.0))[0]
 
@@ -332,8 +332,8 @@ class PodCache:
         return _API_SERVER_UID.fullmatch(kubelet_uid) is not None if pod is None else pod.ended
 
     def static(self, kubelet_uid: str, namespace: str, name: str) -> Pod | None:
-        """The mirror of the static pod that kubelet knows under that UID, when kubelet itself has
-        named namespace and name of that pod.
+        """The mirror of the static pod that the kubelet knows under that UID, when the kubelet
+        itself has named namespace and name of that pod.
         """
         pod = self.named(namespace, name)
         return (
@@ -514,7 +514,7 @@ class PodCache:
         return dataclasses.replace(pod, bound=self._bound[pod.uid], static_uid="")
 
     def _believed(self) -> Mapping[str, Pod]:
-        """The mirrors of static pods, by kubelet's UID."""
+        """The mirrors of static pods, by the kubelet's UID."""
         if self._static is None:
             found: dict[str, Pod] = {}
             for pod in self._pods.values():

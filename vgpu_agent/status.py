@@ -286,7 +286,7 @@ class WatchStatus:
         name: what is watched.
         synced: a first complete list has arrived.
         failing_since: time of the first of the latest failures in a row; 0 while there is none.
-        essential: binding waits for its objects.
+        essential: readiness depends on it.
         lists: how many complete lists have arrived.
         watches: how many watches were started.
         events: how many additions, changes and deletions have arrived.

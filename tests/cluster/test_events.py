@@ -199,7 +199,7 @@ async def test_what_was_said_does_not_fill_the_memory() -> None:
     world = World(longest_queue=10)
     for number in range(10_000):
         world.events.raise_event(POD, REFUSED, f"message {number}")
-    assert len(world.events._said) <= 41
+    assert len(world.events._events) <= 41
 
 
 async def test_an_answer_that_was_lost_does_not_make_a_second_event() -> None:

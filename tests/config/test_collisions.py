@@ -306,7 +306,7 @@ def test_every_name_that_nvidia_offers_is_known_beforehand(
     assert [
         name
         for name in offered
-        if not any(each.meets(OfferedName(name, "aws", "")) for each in known)
+        if not any(each.overlaps(OfferedName(name, "aws", "")) for each in known)
     ] == []
 
 

@@ -136,7 +136,7 @@ def test_every_flag_has_a_key_and_a_variable_of_its_own() -> None:
         path
         for option in options.options()
         if option.taken_from is None
-        for path in (option.path, *options.also(option.path))
+        for path in (option.path, *options.keys_set_with(option.path))
     ]
 
     assert set(paths) <= set(schema.value_paths())

@@ -9,7 +9,7 @@ import pytest
 from tests.config.conftest import Load, Problems
 from vgpu_agent.config import schema
 from vgpu_agent.config.load import Contents, load
-from vgpu_agent.config.options import Option, also, options
+from vgpu_agent.config.options import Option, keys_set_with, options
 from vgpu_agent.families.volcano_vgpu.settings import VolcanoVgpu
 
 FILE = "version: v1\nlog:\n  level: warning\n"
@@ -107,7 +107,7 @@ def test_every_variable_reaches_its_key(load_text: Load, option: Option, variabl
     assert loaded.origins[option.path] == f"environment {variable}"
     assert {
         path for path, origin in loaded.origins.items() if origin.startswith("environment")
-    } == {option.path, *also(option.path)}
+    } == {option.path, *keys_set_with(option.path)}
 
 
 def test_the_kubelets_socket_says_where_its_directory_is(

@@ -174,7 +174,7 @@ def test_what_kubelet_lists_is_compared_by_number(
     seen = _seen(_allocatable(*sorted(ours | strangers, key=hash), topology=topology))
 
     assert sum(seen.missing(block) for block in IDS.blocks) == len(IDS) - len(ours)
-    assert seen.strangers == strangers
+    assert seen.unknown == strangers
 
 
 def test_ids_of_ill_devices_need_not_be_listed() -> None:

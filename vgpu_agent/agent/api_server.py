@@ -65,7 +65,7 @@ class ClusterAccess:
 
     Attributes:
         book: the pods of this node.
-        changed: moves on when Node or ConfigMap have changed.
+        changed: advances when Node or ConfigMap have changed.
         connected: there are credentials.
         disconnected_reason: why there is no connection; empty when there is one.
         origin: where the credentials come from; empty without any.

@@ -1,10 +1,10 @@
 """Build the agent; start it so that nothing false is ever advertised,
 and stop it so that no call is cut off.
 
-Start: the GPUs; what this node offers, checked against kubelet's limits; kubelet's records into the
-ledger; only then the plugin servers, which register. The web server starts as soon as they have, or
-after a second, so that a waiting start is visible. Stop: the plugin servers drain, then the loops
-end, then the driver is closed, then the web server goes.
+Start: the GPUs; what this node offers, checked against the kubelet's limits; the kubelet's records
+into the ledger; only then the plugin servers, which register. The web server starts as soon as they
+have, or after a second, so that a waiting start is visible. Stop: the plugin servers drain, then
+the loops end, then the driver is closed, then the web server goes.
 
 Called by the command line (`run`); tests build `Agent` with settings of their own.
 """
@@ -93,7 +93,7 @@ async def run(loaded: Loaded) -> None:
     SIGHUP makes a service register anew, as the plugins do that it replaces (volcano-vgpu §1.3).
 
     Raises:
-        AgentError: it cannot start: no driver, an address in use, a list that kubelet would not
+        AgentError: it cannot start: no driver, an address in use, a list that the kubelet would not
             take, a named configuration that is wrong.
     """
     keep_small()
@@ -331,7 +331,7 @@ class Agent:
         _logger.info("agent.stopped")
 
     def register_again(self) -> None:
-        """Let every plugin server begin anew with kubelet; all else goes on."""
+        """Let every plugin server begin anew with the kubelet; all else goes on."""
         _logger.info(
             "agent.registering_again",
             resources=[plugin.resource.name for plugin in self._offering.plugins],
@@ -488,7 +488,7 @@ class Agent:
         """Put new settings in force as far as that works without a restart.
 
         Raises:
-            ConfigError: they would offer more than kubelet takes; nothing has changed.
+            ConfigError: they would offer more than the kubelet takes; nothing has changed.
         """
         await self._families.apply(settings)
         self._mps.apply(settings)
@@ -512,7 +512,7 @@ class Agent:
         await self._offering.sync()
 
     async def _know_holders(self) -> None:
-        """Read kubelet's records again before something is offered whose holders could not be
+        """Read the kubelet's records again before something is offered whose holders could not be
         understood before.
         """
         known = (

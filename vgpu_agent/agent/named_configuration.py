@@ -57,7 +57,7 @@ class NamedConfiguration:
         problem: why the label or the directory is not followed as it is now; empty when it is.
         in_force: the configuration that runs; not what was chosen, where that is wrong. None before
             `begin`.
-        revision: moves on with that.
+        revision: advances with that.
         label: the label's value as it was read last, empty where the Node has none; None when it
             never was.
         waited_seconds: how long the API server was waited for at the start.

@@ -1,9 +1,9 @@
 """Answer the kubelet's calls for all resources of the node,
 and keep the ledger in line with its records.
 
-The plugin servers call `Allocator` as their backend; `agent` calls `confirm` with kubelet's records
-at start, shortly after each Allocate and every 30 seconds. An Allocate costs no API call, no NVML
-call and no file (the kubelet delays every pod of the node while it runs).
+The plugin servers call `Allocator` as their backend; `agent` calls `confirm` with the kubelet's
+records at start, shortly after each Allocate and every 30 seconds. An Allocate costs no API call,
+no NVML call and no file (the kubelet delays every pod of the node while it runs).
 
 Where ids name devices, the answer is complete in Allocate (`by_ids`). Where the pod decides,
 Allocate answers with a CDI name that stands for the ids (`late_start`), or for the likeliest pod
@@ -77,7 +77,7 @@ class Allocator:
 
     @property
     def revision(self) -> Revision:
-        """Moves on whenever a list that kubelet should see may have changed."""
+        """The revision of the lists; it advances whenever one may have changed."""
         return self._ledger.revision
 
     @property
@@ -278,7 +278,7 @@ class Allocator:
         ended_only: bool = False,
         kept: Collection[int] = (),
     ) -> list[Correction]:
-        """Bring the ledger in line with kubelet's records (see `Ledger.reconcile`);
+        """Bring the ledger in line with the kubelet's records (see `Ledger.reconcile`);
         each correction is journalled.
 
         ``kept`` are numbers of grants that stay although the records do not show them.

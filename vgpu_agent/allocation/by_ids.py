@@ -30,8 +30,8 @@ class IdAllocator:
         """Return the ids that suit best. Never raises, because the kubelet would fail the pod
         (kubelet §6). Where no ids suit, the first available ones are returned.
         """
-        # kubelet's view of health can be a moment older than ours; what Allocate would refuse is
-        # not recommended.
+        # The kubelet's view of health can be a moment older than ours; what Allocate would refuse
+        # is not recommended.
         usable = {entry.id.id for entry in self._ledger.listing(offered.name) if entry.healthy}
         healthy = [id_ for id_ in available if id_ in usable]
         around = neighbours_of(self._ledger, offered.family, self._ledger.grants)

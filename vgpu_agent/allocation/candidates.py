@@ -24,7 +24,7 @@ class Candidate:
 
     @property
     def key(self) -> tuple[str, str]:
-        """(kubelet's UID of the pod, container)."""
+        """(the kubelet's UID of the pod, container)."""
         return self.pod.kubelet_uid, self.container.name
 
 
@@ -41,8 +41,8 @@ def candidates(
     """List the containers that may be asking for ``count`` ids of ``resource`` now,
     the likeliest first.
 
-    kubelet admits the containers of a pod one after the other, so only the first one that has not
-    been served can be it. It never asks for a pod that claims to be a mirror, nor for one that
+    The kubelet admits the containers of a pod one after the other, so only the first one that has
+    not been served can be it. It never asks for a pod that claims to be a mirror, nor for one that
     wants more than exists. A pod whose owner has placed it (``spec.nodeName``) and that has been
     overtaken was turned away; it comes last.
 

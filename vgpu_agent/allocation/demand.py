@@ -1,6 +1,6 @@
 """The free GPUs kept for bound pods whose ids name GPUs, until the kubelet has admitted them.
 
-Their scheduler has counted ids and named no GPU. So a pod that kubelet has not admitted yet is
+Their scheduler has counted ids and named no GPU. So a pod that the kubelet has not admitted yet is
 demand for so many ids. The GPUs that serve its family cover it first; what is missing is kept of
 the free ones. A pod claims nothing that the kubelet cannot give it, and nothing after admission.
 Pure; `claims` asks it.
@@ -107,7 +107,7 @@ class Demand:
         missing = count - given - left.serving
         chosen = self._choose(pod, family, left.free, missing)
         if missing > sum(chosen.values()):
-            return []  # kubelet cannot admit it in any case
+            return []  # the kubelet cannot admit it in any case
         left.serving = max(0, -missing)
         for gpu, ids in chosen.items():
             left.free[gpu] -= ids

@@ -62,7 +62,7 @@ class DesiredPods:
     """
 
     def __init__(self) -> None:
-        self._said: dict[str, tuple[tuple[object, ...], DesiredPod]] = {}
+        self._known: dict[str, tuple[tuple[object, ...], DesiredPod]] = {}
 
     def __call__(
         self, context: Context, served_before: Collection[Grant], failed: Collection[str]
@@ -84,20 +84,20 @@ class DesiredPods:
             if grant.decided_for:
                 uid, container = grant.decided_for
                 served.setdefault(uid, {})[grant.family, container] = grant
-        said: dict[str, tuple[tuple[object, ...], DesiredPod]] = {}
+        desired: dict[str, tuple[tuple[object, ...], DesiredPod]] = {}
         for uid in served.keys() | set(failed):
             if (pod := context.pods.get(uid)) is None:
                 continue
             grants = served.get(uid, {})
             facts: tuple[object, ...] = (families, pod, uid in failed, *grants.values())
-            known = self._said.get(uid)
-            said[uid] = (
+            known = self._known.get(uid)
+            desired[uid] = (
                 known
                 if known and _same(known[0], facts)
-                else (facts, _said_of(families, pod, grants, failed=uid in failed))
+                else (facts, _desired_pod(families, pod, grants, failed=uid in failed))
             )
-        self._said = said
-        return {uid: desired_state for uid, (_, desired_state) in said.items()}
+        self._known = desired
+        return {uid: desired_state for uid, (_, desired_state) in desired.items()}
 
 
 def _same(before: tuple[object, ...], now: tuple[object, ...]) -> bool:
@@ -105,7 +105,7 @@ def _same(before: tuple[object, ...], now: tuple[object, ...]) -> bool:
     return len(before) == len(now) and all(map(operator.is_, before, now))
 
 
-def _said_of(
+def _desired_pod(
     families: Families, pod: Pod, served: Mapping[tuple[str, str], Grant], *, failed: bool
 ) -> DesiredPod:
     desired_state = DesiredPod()

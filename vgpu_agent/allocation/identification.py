@@ -31,11 +31,11 @@ if TYPE_CHECKING:
     from vgpu_agent.model import Holding, Resource
     from vgpu_agent.pods import Pod, PodCache
 
-# kubelet writes its records before it calls us; once in a while a reader is quicker than the disk
 # How long the proof of one start may take in all; the kubelet itself waits for 30 seconds.
 START_SECONDS = 20.0
 # How long a start waits for a pod that the watch has not shown yet, before it asks the API server.
 POD_WAIT_SECONDS = 2.0
+# The kubelet writes its records before it calls us, but a reader may be quicker than the disk.
 _REREAD_SECONDS = 0.05
 
 
@@ -82,8 +82,8 @@ class IdRecords:
     """The records about one set of ids.
 
     Attributes:
-        uids: the pods that may be meant, by kubelet's UID; several only when the checkpoint still
-            names ended pods.
+        uids: the pods that may be meant, by the kubelet's UID; several only when the checkpoint
+            still names ended pods.
         named: (namespace, name) from pod-resources; None when it does not list these ids (an init
             container's) or did not answer.
         containers: by UID, the containers that have exactly these ids, in the order of the records;
@@ -201,7 +201,7 @@ class Identification:
                 raise
 
     def _before(self, found: IdRecords, token: str) -> GrantRecord | None:
-        """The record of the very container that kubelet's records name for these ids,
+        """The record of the very container that the kubelet's records name for these ids,
         from an earlier start of it.
         """
         for record in self._context.carrier.records:
@@ -395,7 +395,7 @@ def _holder_by_name(found: IdRecords, pods: PodCache, fetched: Pod) -> tuple[Pod
             f"there has been another pod named {fetched.full_name}, and without the kubelet's "
             "checkpoint it is not certain which of them starts; the kubelet will retry"
         )
-    # pod-resources names it, and kubelet runs no pod that claims to be a mirror, so it runs the
+    # pod-resources names it, and the kubelet runs no pod that claims to be a mirror, so it runs the
     # static pod of that name.
     pod = fetched.as_static(fetched.claimed_uid)
     return pod, _owner(pod, found.containers[""])

@@ -92,7 +92,8 @@ class LateStart:
         # by token, of deliveries that cannot be made; they are tried again and again
         self._unmade = log.ChangeFilter()
         self._handed_out: set[str] = set()
-        self._pods_unread = False  # the pods of some holders in kubelet's records are not known yet
+        # the pods of some holders in the kubelet's records are not known yet
+        self._pods_unread = False
         # number of a grant → its ids, and the token of these
         self._tokens: dict[int, tuple[tuple[str, ...], str]] = {}
         # the ledger's version, and its grants then
@@ -499,8 +500,8 @@ class LateStart:
         )
 
     def _tell(self, event: str, token: str, reason: str, **facts: Any) -> None:
-        """Journal why a start is refused; kubelet asks again every quarter of a minute, and once is
-        enough while the reason stays.
+        """Journal why a start is refused; the kubelet asks again every quarter of a minute, and
+        once is enough while the reason stays.
         """
         if self._changes.is_new(token, reason):
             self._context.journal.record(
@@ -510,8 +511,8 @@ class LateStart:
     # -- after a start -----------------------------------------------------------------------------
 
     def confirmed(self) -> None:
-        """Follow the ledger, which has been brought in line with kubelet's records: drop what is
-        remembered about pods that are gone.
+        """Follow the ledger, which has been brought in line with the kubelet's records: drop what
+        is remembered about pods that are gone.
         """
         ledger, pods = self._context.ledger, self._context.pods
         if not pods.synced.is_set():

@@ -37,7 +37,7 @@ class Overcommits:
     """The starts in this process that went beyond a device.
 
     State: memory only: how many there were (`total`), and those whose pods were not notified yet.
-    `revision` moves on with each.
+    `revision` advances with each.
     """
 
     def __init__(self) -> None:

@@ -33,7 +33,7 @@ class Refusal:
     Attributes:
         pod: as the watch showed it last.
         resource: the resource of the ids in question.
-        reason: the text of the last refusal; kubelet shows the same in the pod's status.
+        reason: the text of the last refusal; the kubelet shows the same in the pod's status.
         advice: the remedies, and the state at the last refusal, in sentences; the kubelet shows it
             after the reason.
         since: unix seconds of the first refusal in a row.
@@ -60,16 +60,16 @@ class Refusal:
 class Refusals:
     """The refusals of this node that still hold, one for each container.
 
-    State: memory only. kubelet asks again about every quarter of a minute, so after a restart the
-    list fills by itself, with younger times. `revision` moves on with every change. Only the event
-    loop's thread may change it. At most `MAX_REFUSALS` are kept, those refused last, each with a
-    reason and an advice of `LONGEST_REASON` characters.
+    State: memory only. The kubelet asks again about every quarter of a minute, so after a restart
+    the list fills by itself, with younger times. `revision` advances with every change. Only the
+    event loop's thread may change it. At most `MAX_REFUSALS` are kept, those refused last, each
+    with a reason and an advice of `LONGEST_REASON` characters.
     """
 
     def __init__(self, clock: Callable[[], float] = time.time) -> None:
         self.revision = Revision()
         self._clock = clock
-        self._refusals: dict[tuple[str, str], Refusal] = {}  # by kubelet's UID and container
+        self._refusals: dict[tuple[str, str], Refusal] = {}  # by the kubelet's UID and container
 
     @property
     def current(self) -> tuple[Refusal, ...]:
@@ -107,7 +107,7 @@ class Refusals:
         self._changed()
 
     def clear(self, pod_uid: str, container: str) -> None:
-        """Strike out ``container`` of the pod that kubelet knows as ``pod_uid``,
+        """Strike out ``container`` of the pod that the kubelet knows as ``pod_uid``,
         because it may start; unknown ones are fine.
         """
         if self._refusals.pop((pod_uid, container), None) is not None:

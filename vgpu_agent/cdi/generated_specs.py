@@ -114,7 +114,7 @@ class GeneratedSpecs:
         Args:
             directory: where runtimes look for specs.
             journal: each spec that is made and each new trouble are recorded there.
-            look_seconds: how often the files' existence is checked.
+            look_seconds: the interval between two checks of the files' existence.
             retry_min_seconds: first pause after trouble; it doubles each time.
             retry_max_seconds: longest pause.
             clock: unix seconds.

@@ -139,8 +139,8 @@ def _container_edits(record: GrantRecord, edits: Edits) -> dict[str, Any]:
             for node in edits.device_nodes
         ]
     if edits.mounts or edits.memory_mounts:
-        # The options that kubelet's own mounts have; without (r)bind the runtime would look for a
-        # file system to mount.
+        # The options that the kubelet's own mounts have; without (r)bind the runtime would look for
+        # a file system to mount.
         made["mounts"] = [
             {
                 "hostPath": mount.host_path,

@@ -1,8 +1,9 @@
-"""The specs of another program on this node, and their names, looked at again and again.
+"""The CDI specs that NVIDIA's container toolkit keeps on this node, read at intervals.
 
-With ``cdi.source: toolkit`` containers refer to the spec of NVIDIA's container toolkit, which its
-own service keeps up to date. We write nothing. We only make sure that a name exists before the
-kubelet may give it out. Same shape as `generated_specs` towards `agent`.
+With ``cdi.source: toolkit`` containers refer to the spec of the toolkit, which its own service
+keeps up to date. The agent writes none. It only makes sure that a name exists before a resource
+that needs the name is offered. `controller` uses this module or `generated_specs`, through the same
+interface.
 """
 
 from __future__ import annotations
@@ -27,14 +28,15 @@ if TYPE_CHECKING:
     from vgpu_agent.journal import Journal
 
 _VENDOR = GPU_KIND.partition("/")[0]
-STATIC_DIRECTORY = "/etc/cdi"  # besides the directory of the settings; runtimes look into both
-_ENDS = (".json", ".yaml", ".yml")
-_OURS = (".", "vgpu-agent-")  # specs of grants, of which there may be a thousand
+STATIC_DIRECTORY = "/etc/cdi"  # runtimes read this directory and the one of the settings
+_SUFFIXES = (".json", ".yaml", ".yml")
+# Hidden files, and our own specs of grants, of which there may be a thousand.
+_SKIPPED_PREFIXES = (".", "vgpu-agent-")
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class _Read:
-    """One file: its change marks, its spec, or its error."""
+class _SpecFile:
+    """One file as it was last read: inode, size and time of change, and its spec or an error."""
 
     signature: tuple[int, int, int]
     changed_at: float
@@ -45,7 +47,7 @@ class _Read:
 class ToolkitSpecs:
     """The specs of vendor ``nvidia.com`` in some directories.
 
-    State: the last reading, by path; a file is read again when it has changed.
+    State: the files as they were last read, by path. A file is read again when it has changed.
     """
 
     def __init__(
@@ -54,17 +56,17 @@ class ToolkitSpecs:
         """Build it.
 
         Args:
-            directories: where runtimes look for specs, the one that wins last.
-            journal: files that cannot be used are recorded there.
-            look_seconds: how often they are looked at.
+            directories: where runtimes look for specs, in ascending priority.
+            journal: records files that cannot be used.
+            look_seconds: the interval between two readings.
         """
         self._directories = tuple(dict.fromkeys(directories))
         self._journal = journal
         self._look_seconds = look_seconds
-        self._files: dict[str, _Read] = {}
-        # names that files of one directory both have
+        self._files: dict[str, _SpecFile] = {}
+        # qualified name → the files of one directory that both define it
         self._ambiguous: dict[str, tuple[str, ...]] = {}
-        self.settled = asyncio.Event()  # they were looked at
+        self.settled = asyncio.Event()  # set after the first reading
         self.revision = Revision()
 
     @property
@@ -76,12 +78,12 @@ class ToolkitSpecs:
 
     @property
     def specs(self) -> tuple[Spec, ...]:
-        """The specs that a runtime would take."""
-        return tuple(read.spec for read in self._files.values() if read.spec is not None)
+        """The specs that a runtime would accept."""
+        return tuple(file.spec for file in self._files.values() if file.spec is not None)
 
     @property
     def error(self) -> str:
-        """The reason why the GPUs have no names; empty when there is a spec of them."""
+        """The reason why the GPUs have no usable names; empty when they have some."""
         for name, paths in sorted(self._ambiguous.items()):
             if name.startswith(f"{GPU_KIND}="):
                 return (
@@ -91,7 +93,7 @@ class ToolkitSpecs:
         if any(spec.kind == GPU_KIND for spec in self.specs):
             return ""
         broken = "; ".join(
-            f"{path} {read.error}" for path, read in self._files.items() if read.error
+            f"{path} {file.error}" for path, file in self._files.items() if file.error
         )
         return broken or (
             f"there is no CDI spec of kind {GPU_KIND} in {' or '.join(self._directories)}; "
@@ -101,22 +103,22 @@ class ToolkitSpecs:
 
     @property
     def statuses(self) -> tuple[CdiSpecStatus, ...]:
-        """One for each file."""
+        """The status of each file, or of the missing one."""
         found = [
             CdiSpecStatus(
-                read.spec.kind if read.spec else _VENDOR,
+                file.spec.kind if file.spec else _VENDOR,
                 path,
-                tuple(device.name for device in read.spec.devices) if read.spec else (),
-                read.changed_at,
-                read.error,
+                tuple(device.name for device in file.spec.devices) if file.spec else (),
+                file.changed_at,
+                file.error,
             )
-            for path, read in self._files.items()
-            if read.spec is not None or read.error
+            for path, file in self._files.items()
+            if file.spec is not None or file.error
         ]
         return tuple(found) or (CdiSpecStatus(GPU_KIND, self._directories[-1], error=self.error),)
 
     def knows(self, mode: str) -> bool:
-        """Tell whether a mode has a spec on this node."""
+        """Tell whether a mode, such as ``gds``, has a spec on this node."""
         return f"{_VENDOR}/{mode}=all" in self.names
 
     async def run(self, beat: Callable[[], None]) -> None:
@@ -127,13 +129,13 @@ class ToolkitSpecs:
             await asyncio.sleep(self._look_seconds)
 
     async def look(self) -> None:
-        """Look at the directories once."""
-        files = await asyncio.to_thread(self._look)
-        for path, read in files.items():
+        """Read the directories once."""
+        files = await asyncio.to_thread(self._read_all)
+        for path, file in files.items():
             before = self._files.get(path)
-            if read.error and (before is None or before.error != read.error):
+            if file.error and (before is None or before.error != file.error):
                 self._journal.record(
-                    "cdi.unusable_spec", level="warning", path=path, error=read.error
+                    "cdi.unusable_spec", level="warning", path=path, error=file.error
                 )
         changed = files != self._files
         self._files, self._ambiguous = files, _ambiguous(files)
@@ -141,21 +143,21 @@ class ToolkitSpecs:
         if changed:
             self.revision.advance()
 
-    def _look(self) -> dict[str, _Read]:
-        files: dict[str, _Read] = {}
+    def _read_all(self) -> dict[str, _SpecFile]:
+        files: dict[str, _SpecFile] = {}
         for directory in self._directories:
             names: list[str] = []
             with contextlib.suppress(OSError):
                 names = sorted(os.listdir(directory))
             for name in names:
-                if name.endswith(_ENDS) and not name.startswith(_OURS):
+                if name.endswith(_SUFFIXES) and not name.startswith(_SKIPPED_PREFIXES):
                     path = os.path.join(directory, name)
                     with contextlib.suppress(FileNotFoundError):
-                        files[path] = self._file(path)
+                        files[path] = self._read(path)
         return files
 
-    def _file(self, path: str) -> _Read:
-        """Read the file. Return nothing at all where it is another vendor's.
+    def _read(self, path: str) -> _SpecFile:
+        """Read the file unless it is unchanged. The spec of another vendor is left out.
 
         Raises:
             FileNotFoundError: it is gone.
@@ -171,24 +173,24 @@ class ToolkitSpecs:
         except FileNotFoundError:
             raise
         except OSError as err:
-            return _Read((0, 0, 0), 0.0, error=f"cannot be read: {err.strerror or err}")
+            return _SpecFile((0, 0, 0), 0.0, error=f"cannot be read: {err.strerror or err}")
         spec, error = _spec(content, is_yaml=not path.endswith(".json"))
-        return _Read(signature, status.st_mtime, spec, error)
+        return _SpecFile(signature, status.st_mtime, spec, error)
 
 
-def _ambiguous(files: Mapping[str, _Read]) -> dict[str, tuple[str, ...]]:
-    """Names that two files of one directory have, with the files: neither directory wins, and a
-    runtime resolves them not at all.
+def _ambiguous(files: Mapping[str, _SpecFile]) -> dict[str, tuple[str, ...]]:
+    """The names that two files of one directory define, with these files.
+    Neither file has priority, so runtimes cannot resolve such a name.
     """
     paths: collections.defaultdict[tuple[str, str], list[str]] = collections.defaultdict(list)
-    for path, read in files.items():
-        for name in read.spec.names if read.spec else ():
+    for path, file in files.items():
+        for name in file.spec.names if file.spec else ():
             paths[os.path.dirname(path), name].append(path)
     return {name: tuple(found) for (_, name), found in paths.items() if len(found) > 1}
 
 
 def _spec(content: bytes, *, is_yaml: bool) -> tuple[Spec | None, str]:
-    """Return the spec, if it is one of NVIDIA's, and its error."""
+    """Return the spec if its vendor is NVIDIA, or the error that makes it unusable."""
     if f"{_VENDOR}/".encode() not in content:
         return None, ""
     try:

@@ -38,10 +38,10 @@ if TYPE_CHECKING:
     from vgpu_agent.nodes import Node, SentCounts
 
 _LOOK_SECONDS = 10.0
-# kubelet takes over a list in milliseconds, and the lists of several resources change together.
+# The kubelet takes over a list in milliseconds, and the lists of several resources change together.
 _COALESCING_SECONDS = 0.1
 # A Node is a large object that every scheduler and kubelet proxy of the cluster watches. A handover
-# is a few writes within seconds.
+# is a few writes within seconds. Counts that go down do not wait.
 _APART_SECONDS = 1.0
 _AT_ONCE = 4
 # Writes of the kubelet later than this are counted with the new list.
@@ -70,8 +70,8 @@ class _Write:
 class AllocatableWriter:
     """The writer of ``status.allocatable`` for resources with a changed list.
 
-    State: the last count written of each resource. A new agent sends kubelet new lists, and leaves
-    all before to kubelet.
+    State: the last count written of each resource. A new agent sends the kubelet new lists, and
+    leaves all before to the kubelet.
 
     Attributes:
         counts: for metrics.
@@ -95,8 +95,8 @@ class AllocatableWriter:
             node_name: our Node's name.
             node: our Node as the watch shows it; None while there is none.
             sent: resource → the last list that the kubelet was sent over a stream that is open.
-            lists: moves on when that changes.
-            withdrawn: moves on when schedulers must see fewer ids than the kubelet has.
+            lists: advances when that changes.
+            withdrawn: advances when schedulers must see fewer ids than the kubelet has.
             counted: is told up to which value of ``withdrawn`` the Node has the counts, or None
                 when the API server refuses them for good.
             journal: a lasting refusal is recorded there.
@@ -206,7 +206,11 @@ class AllocatableWriter:
         """One merge patch for all counts, or one for each when one of them spoils it;
         whether all are written.
         """
-        self._next_at = max(self._next_at, asyncio.get_running_loop().time()) + _APART_SECONDS
+        now = asyncio.get_running_loop().time()
+        # Writes that could not wait put off the next one by a second, however many they were.
+        self._next_at = min(
+            max(self._next_at, now) + _APART_SECONDS, now + _APART_SECONDS * _AT_ONCE
+        )
         err = await self._send(due)
         if err is not None and lasting(err) and len(due) > 1:
             written = [

@@ -150,11 +150,11 @@ async def check(response: aiohttp.ClientResponse, method: str, path: str) -> Non
     if status.kind == "Status":
         # Without our own header, which a server may repeat, before it is cut: half a token could
         # not be recognised.
-        said = redacted(" ".join(": ".join(filter(None, (status.reason, status.message))).split()))[
-            :_LONGEST_MESSAGE
-        ]
+        reply = redacted(
+            " ".join(": ".join(filter(None, (status.reason, status.message))).split())
+        )[:_LONGEST_MESSAGE]
         remedy = f"; {_REMEDIES[response.status]}" if response.status in _REMEDIES else ""
-        text = f"{method} {path}: the API server answered {response.status} {said}{remedy}"
+        text = f"{method} {path}: the API server answered {response.status} {reply}{remedy}"
     else:
         quote = redacted(
             " ".join(re.sub(rb"<[^>]*>", b" ", body).decode(errors="replace").split())

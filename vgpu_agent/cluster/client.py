@@ -1,14 +1,17 @@
-"""Requests to the API server: bytes in, bytes out,
-every failure one `ClusterError` with one clear sentence.
+"""The HTTP client for the API server. It sends and returns bytes, and turns each failure into a
+`ClusterError` of one sentence.
 
-Built by `agent` when there are `credentials`. The watchers and writers of this package ask through
-it (`api.Api`), and nothing else in the agent uses an HTTP client. Its additions to aiohttp: a time
-limit on everything, tokens and CAs that change while we run, a limit on the bytes of each answer
-and of each line of a watch, no compression, no redirects, no proxy from the environment, and a
-count of requests.
+Built by `agent` when there are `credentials`. The watchers and writers of this package use it as
+`api.Api`. No other code in the agent has an HTTP client. It adds to aiohttp:
 
-Nothing is tried again here, except once with fresh credentials when the API server refuses ours.
-Callers decide when to ask again.
+* a time limit on everything,
+* tokens and CAs that change while the agent runs,
+* a limit on the bytes of each answer and of each line of a watch,
+* no compression, no redirects, no proxy from the environment,
+* a count of requests.
+
+A request is repeated only once, with fresh credentials, when the API server has refused the old
+ones. Callers decide about all other retries.
 """
 
 from __future__ import annotations
@@ -31,12 +34,12 @@ if TYPE_CHECKING:
 
     from vgpu_agent.cluster.credentials import Access, Credentials
 
-# How long a connection to the API server may take.
+# How long connecting to the API server may take.
 CONNECT_TIMEOUT_SECONDS = 5.0
 LONGEST_LINE_BYTES = LONGEST_OBJECT_BYTES
-# Of one list, which is never in memory as a whole: 500 pods of the largest size, with room.
+# Largest list, which is never in memory as a whole: 500 pods of the largest size, and some more.
 LONGEST_LIST_BYTES = 2 * 1024 * 1024 * 1024
-# How many time limits of an ordinary request a list may take that keeps arriving.
+# A list may take as long as this many other requests, while it keeps arriving.
 _LIST_TIMES = 8
 
 _WATCH_SECONDS = 1800.0  # the API server's limit for a watch without a timeout of its own
@@ -45,12 +48,12 @@ _WATCH_SECONDS = 1800.0  # the API server's limit for a watch without a timeout 
 class ApiClient:
     """The API server, as one HTTP client.
 
-    State: the connections, made for one set of credentials; when server or TLS files have changed,
-    new requests get new connections, and the old ones are closed when the last request on them has
-    ended.
+    State: the connections, made for one set of credentials. When the server's address or TLS files
+    have changed, new requests get new connections. The old ones are closed when the last request on
+    them has ended.
 
     Attributes:
-        requests: how many were made, by verb (``get``, ``list``, ``watch``, ``patch``, ``create``),
+        requests: their number by verb (``get``, ``list``, ``watch``, ``patch``, ``create``),
             resource (``pods``, ``nodes/status``) and outcome: the HTTP status, or ``no answer``.
     """
 
@@ -61,10 +64,10 @@ class ApiClient:
         self._connecting = asyncio.Lock()
 
     async def get(self, path: str, params: Mapping[str, str] | None = None) -> bytes:
-        """The object or the list at ``path``, as JSON.
+        """Return the object or the list at ``path``, as JSON.
 
         Raises:
-            ClusterError: anything else than success, or more than `LONGEST_OBJECT_BYTES`.
+            ClusterError: anything but success, or more than `LONGEST_OBJECT_BYTES`.
         """
         return await self._ask("GET", path, params=params)
 
@@ -94,7 +97,7 @@ class ApiClient:
         """Yield the list at ``path``, in pieces as they arrive, to save memory.
 
         Raises:
-            ClusterError: anything else than success, a pause as long as the time limit of a
+            ClusterError: anything but success, a pause as long as the time limit of a
                 request, or more than `LONGEST_LIST_BYTES`.
         """
         seconds = api.REQUEST_TIMEOUT_SECONDS
@@ -112,17 +115,17 @@ class ApiClient:
         """Yield the lines of a watch, until the API server ends it; close the iterator
         (``contextlib.aclosing``) to end it earlier.
 
-        The first line is empty and ours: the API server has accepted the watch, though it may send
-        nothing for a minute.
+        The first line is empty and does not come from the API server: it tells the caller that the
+        watch was accepted, since the first event may take minutes.
 
         Args:
             path: of the collection.
-            params: of the query; ``timeoutSeconds`` among them is the silence after which the
-                connection counts as dead.
+            params: of the query; the connection counts as dead after a silence of
+                ``timeoutSeconds`` and one minute.
 
         Raises:
-            ClusterError: it could not begin, broke off, was silent for too long, or a line is
-                longer than `LONGEST_LINE_BYTES`.
+            ClusterError: the watch could not begin, broke off, was silent for too long, or sent a
+                line longer than `LONGEST_LINE_BYTES`.
         """
         silence = float(params.get("timeoutSeconds") or _WATCH_SECONDS) + api.WATCH_SILENCE_SECONDS
         timeout = aiohttp.ClientTimeout(
@@ -173,7 +176,7 @@ class ApiClient:
         data: bytes | None = None,
         content_type: str = "",
     ) -> AsyncIterator[aiohttp.ClientResponse]:
-        """Yield a successful response, until the caller is done with it."""
+        """Send a request and yield its successful response; release the connection at the end."""
         verb, resource = answers.verb_and_resource(method, path, params or {})
 
         async def ask(access: Access) -> tuple[Connections, aiohttp.ClientResponse]:
@@ -226,7 +229,7 @@ class ApiClient:
 async def _limited(
     content: aiohttp.StreamReader, method: str, path: str, most_bytes: int
 ) -> AsyncGenerator[bytes, None]:
-    """The pieces of a body that is not longer than ``most_bytes``."""
+    """Yield the pieces of a body, and fail when it is longer than ``most_bytes``."""
     read = 0
     async for chunk in content.iter_any():
         read += len(chunk)
@@ -236,17 +239,17 @@ async def _limited(
                 f"{method} {path}: {text}; look for a proxy between this node and the API server"
             )
         yield chunk
-        await asyncio.sleep(0)  # an answer that never stops must not be all that this loop does
+        await asyncio.sleep(0)  # lets other tasks run during an endless answer
 
 
 async def _split(content: aiohttp.StreamReader, path: str) -> AsyncGenerator[bytes, None]:
-    """The lines of a body, without their ends and without empty ones."""
+    """Yield the lines of a body without line ends; skip empty lines."""
     rest = bytearray()
     async for chunk in content.iter_any():
         first, *others = chunk.split(b"\n")
         rest += first
         for part in others:
-            # nothing is kept twice while the line is looked at
+            # A line may be large, so no second copy is kept while the caller reads it.
             line, rest = bytes(rest), bytearray(part)
             if line.strip():
                 yield line

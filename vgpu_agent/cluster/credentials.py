@@ -29,12 +29,12 @@ if TYPE_CHECKING:
 
     from vgpu_agent.config.settings import Settings
 
-# Where kubelet mounts a pod's service account: a path of the Kubernetes API, the same on every
+# Where the kubelet mounts a pod's service account: a path of the Kubernetes API, the same on every
 # node.
 SERVICE_ACCOUNT = Path("/var/run/secrets/kubernetes.io/serviceaccount")
 
-# kubelet renews a token when a fifth of its life is left, twelve minutes of an hour; a minute is
-# far inside that.
+# The kubelet renews a token when a fifth of its life is left, twelve minutes of an hour; a minute
+# is far inside that.
 _REREAD_SECONDS = 60.0
 _LONGEST_REASON = 300  # characters
 

@@ -1,12 +1,11 @@
-"""The decoder of the API server's JSON into `Pod`, `Node` and plain text,
-through structs of the used fields only.
+"""The decoder of the API server's JSON: pods, Nodes, ConfigMaps, lists and watch events.
 
-Called by `reflector` and the watches for each object. A node's pods are some hundred objects of
-which 98 % is of no interest here; msgspec skips that without building it. Of a pod only the
-annotations and variables are kept that families name (`families.pod_annotations`), and of those a
-bounded amount, about 100 KiB a pod at most: a tenant may send 1.5 MiB. An unreadable object raises
-a `ClusterError` that names it as far as possible, and no other exception: one unreadable pod must
-not cost the others.
+Called by `reflector` and the watches for each object. The structs have the used fields only, and
+msgspec skips all others without building them, which is 98 % of a pod. Of a pod's annotations and
+variables only those are kept that families name (`families.pod_annotations`). A user may send
+1.5 MiB of them, so at most about 100 KiB a pod are kept. An unreadable object raises a
+`ClusterError` that names it if its name can be read. No other exception leaves this module, so one
+unreadable pod does not hide the others.
 
 Fields are those of core/v1 (https://kubernetes.io/docs/reference/kubernetes-api/), which may be
 missing or null wherever Go omits them.
@@ -41,36 +40,35 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-# Of one pod. Names are as long as Kubernetes allows; a real pod has a few containers, and each a
-# few extended resources.
+# Limits for what is kept of one pod. Names may be as long as Kubernetes allows. A real pod has a
+# few containers, and each of them a few extended resources.
 _LONGEST_NAME = 253
 _LONGEST_VERSION = 256
 _LONGEST_RESOURCE = 317  # DNS subdomain, slash, 63 characters
 _LONGEST_AMOUNT = 64
 _MAX_CONTAINERS = 64
 _MAX_RESOURCES = 128  # of all containers together
-_ANNOTATION_BYTES = 32 * 1024  # of all values that are kept
-_LONGEST_SAID = 1000  # characters of a Status
-_LONGEST_TOKEN = 8 * 1024  # of the next page of a list
-# A Node or a ConfigMap; etcd takes 1.5 MiB.
+_ANNOTATION_BYTES = 32 * 1024  # of all values together
+_LONGEST_MESSAGE = 1000  # characters of a Status
+_LONGEST_TOKEN = 8 * 1024  # the continue token of a list
+# Largest Node or ConfigMap that is read; etcd takes 1.5 MiB.
 _LONGEST_OTHER_BYTES = 4 * 1024 * 1024
 
 _Amounts = dict[str, str | int | float]
 
 
 class _Struct(msgspec.Struct, rename="camel"):
-    """Kubernetes writes camelCase."""
+    """The base of all structs here: their keys are in camelCase."""
 
 
-# Fields are called by their place, because keys are no identifiers; other fields are skipped
-# unread.
+# Annotation and label keys are no Python identifiers, so the fields are numbered: a0, a1, …
 _Annotations = msgspec.defstruct(
     "_Annotations",
     [
         (f"a{place}", str | None, msgspec.field(default=None, name=key))
         for place, key in enumerate(ANNOTATIONS)
     ],
-    namespace={"__doc__": "The annotations of a pod that are of use to anybody here."},
+    namespace={"__doc__": "The annotations of a pod that a family reads."},
 )
 _Labels = msgspec.defstruct(
     "_Labels",
@@ -78,7 +76,7 @@ _Labels = msgspec.defstruct(
         (f"a{place}", str | None, msgspec.field(default=None, name=key))
         for place, key in enumerate(LABELS)
     ],
-    namespace={"__doc__": "The same of its labels."},
+    namespace={"__doc__": "The labels of a pod that a family reads."},
 )
 
 
@@ -87,9 +85,9 @@ class _PodMetadata(_Struct):
     namespace: str = ""
     uid: str = ""
     resource_version: str = ""
-    # made above from the families' keys
+    # mypy takes the two structs, which are built at import, for variables.
     annotations: _Annotations | None = None  # type: ignore[valid-type]
-    labels: _Labels | None = None  # type: ignore[valid-type]  # the same
+    labels: _Labels | None = None  # type: ignore[valid-type]
     creation_timestamp: str | None = None
     deletion_timestamp: str | None = None
 
@@ -209,14 +207,14 @@ class _Named(_Struct):
 
 
 class List(_Struct):
-    """One page of a list; items are not yet decoded."""
+    """One page of a list, its items undecoded."""
 
     metadata: _Metadata
     items: list[msgspec.Raw] | None = None
 
 
 class Event(_Struct):
-    """One line of a watch."""
+    """One line of a watch, its object undecoded."""
 
     type: str
     object: msgspec.Raw
@@ -241,7 +239,7 @@ _named = msgspec.json.Decoder(_Named)
 
 
 def pod(raw: Json) -> Pod:
-    """A pod.
+    """Decode a pod.
 
     Raises:
         ClusterError: it cannot be read, has no name or no UID, or has names that Kubernetes does
@@ -255,8 +253,8 @@ def pod(raw: Json) -> Pod:
             f"({metadata.namespace}/{metadata.name}); it is ignored"
         )
     _check_names(metadata, spec)
-    # The API server empties the status of a pod that is made, and afterwards kubelet alone writes
-    # when it has accepted the pod.
+    # Only the kubelet writes startTime, when it has accepted the pod. The API server empties the
+    # status of a new pod.
     reported = bool(status.start_time)
     started = _started(status.init_container_statuses) | _started(status.container_statuses)
     return Pod(
@@ -273,7 +271,7 @@ def pod(raw: Json) -> Pod:
         scheduler=(spec.scheduler_name or "")[:_LONGEST_NAME],
         resource_version=metadata.resource_version[:_LONGEST_VERSION],
         reported=reported,
-        # A Binding sets this condition; a pod that was made with spec.nodeName has it only from
+        # A Binding sets this condition. A pod that was created with spec.nodeName gets it from the
         # kubelet.
         scheduled=(
             reported
@@ -286,10 +284,10 @@ def pod(raw: Json) -> Pod:
 
 
 def _check_names(metadata: _PodMetadata, spec: _PodSpec) -> None:
-    """Names become parts of paths, on the host and in requests.
+    """Check the names of a pod, because they become parts of paths on the host and in requests.
 
     Raises:
-        ClusterError: one of them is not what Kubernetes allows.
+        ClusterError: Kubernetes does not allow one of them.
     """
     names = [
         ("name", metadata.name, is_object_name),
@@ -307,7 +305,7 @@ def _check_names(metadata: _PodMetadata, spec: _PodSpec) -> None:
 
 
 def node(raw: Json) -> Node:
-    """A Node.
+    """Decode a Node.
 
     Raises:
         ClusterError: it cannot be read, or has no name.
@@ -336,7 +334,7 @@ def node(raw: Json) -> Node:
 
 
 def config_map(raw: Json) -> Mapping[str, str]:
-    """The texts of a ConfigMap.
+    """Decode a ConfigMap into its texts by key.
 
     Raises:
         ClusterError: it cannot be read.
@@ -346,8 +344,8 @@ def config_map(raw: Json) -> Mapping[str, str]:
 
 
 def page(raw: Json) -> tuple[Sequence[msgspec.Raw], str, str]:
-    """Decode one page of a list into its items, undecoded, its resource version, and the next
-    page's token, empty on the last.
+    """Decode one page of a list: its items, still undecoded, its resource version, and the token
+    of the next page, which is empty on the last one.
 
     Raises:
         ClusterError: it is no list.
@@ -366,7 +364,7 @@ def page(raw: Json) -> tuple[Sequence[msgspec.Raw], str, str]:
 
 
 def event(raw: Json) -> Event:
-    """One line of a watch.
+    """Decode one line of a watch.
 
     Raises:
         ClusterError: it is no event.
@@ -375,20 +373,20 @@ def event(raw: Json) -> Event:
 
 
 def failure(raw: Json) -> ClusterError:
-    """Translate an ERROR event; never raises."""
+    """Decode the Status of an ERROR event into an error to raise; never raises itself."""
     try:
         read = _decoded(_failures, raw, "a Status")
     except ClusterError as err:
         return err
-    said = (
-        shortened(": ".join(filter(None, (read.reason, read.message))), _LONGEST_SAID)
+    text = (
+        shortened(": ".join(filter(None, (read.reason, read.message))), _LONGEST_MESSAGE)
         or "it did not say why"
     )
-    return ClusterError(f"the API server ended the watch: {read.code} {said}", status=read.code)
+    return ClusterError(f"the API server ended the watch: {read.code} {text}", status=read.code)
 
 
 def version(raw: Json) -> str:
-    """The resource version of any object.
+    """Decode only the resource version of an object.
 
     Raises:
         ClusterError: it has none.
@@ -410,17 +408,17 @@ def version(raw: Json) -> str:
 def _decoded(decoder: msgspec.json.Decoder[T], raw: Json, what: str) -> T:
     try:
         return decoder.decode(raw)
-    # RecursionError: nested deeper than any object of Kubernetes; ValueError: numbers and
-    # characters that are none.
+    # RecursionError: nested deeper than any object of Kubernetes. ValueError: an invalid number or
+    # character.
     except (msgspec.MsgspecError, ValueError, RecursionError) as err:
         raise ClusterError(
             f"the API server sent {what}{_name_of(raw)} that cannot be read: "
-            f"{shortened(str(err), _LONGEST_SAID)}"
+            f"{shortened(str(err), _LONGEST_MESSAGE)}"
         ) from err
 
 
 def _name_of(raw: Json) -> str:
-    """`` namespace/name``, where at least that can be read."""
+    """Return ``" namespace/name"`` for a message; empty when not even that can be read."""
     try:
         metadata = _named.decode(raw).metadata
     except (msgspec.MsgspecError, ValueError, RecursionError):
@@ -437,12 +435,12 @@ def _refuse_large(raw: Json, what: str) -> None:
         )
 
 
-def _kept(keys: Sequence[str], texts: Any) -> dict[str, str]:
-    """Those of ``keys`` that are there, as much of their texts as a pod may have."""
+def _kept(keys: Sequence[str], fields: Any) -> dict[str, str]:
+    """The values of ``keys`` that the pod has, cut where they exceed `_ANNOTATION_BYTES`."""
     kept: dict[str, str] = {}
     left = _ANNOTATION_BYTES
-    for place, key in enumerate(keys if texts is not None else ()):
-        text: str | None = getattr(texts, f"a{place}")
+    for place, key in enumerate(keys if fields is not None else ()):
+        text: str | None = getattr(fields, f"a{place}")
         if text is None:
             continue
         if sys.getsizeof(text) > left:
@@ -453,14 +451,16 @@ def _kept(keys: Sequence[str], texts: Any) -> dict[str, str]:
 
 
 def _containers(spec: _PodSpec, started: set[str]) -> tuple[PodContainer, ...]:
-    """Return all of a usual pod; of one with very many, those that ask for extended resources."""
+    """Return the containers of a pod;
+    of very many, only those that ask for extended resources.
+    """
     kinds = [
         (one, ContainerKind.SIDECAR if one.restart_policy == "Always" else ContainerKind.INIT)
         for one in spec.init_containers or ()
     ]
     kinds += [(one, ContainerKind.MAIN) for one in spec.containers or ()]
     if len(kinds) > _MAX_CONTAINERS:
-        kinds = [(one, kind) for one, kind in kinds if _asked(one)][:_MAX_CONTAINERS]
+        kinds = [(one, kind) for one, kind in kinds if _requested(one)][:_MAX_CONTAINERS]
     containers, left = [], _MAX_RESOURCES
     for one, kind in kinds:
         container = _container(one, kind, started, most_resources=left)
@@ -469,11 +469,11 @@ def _containers(spec: _PodSpec, started: set[str]) -> tuple[PodContainer, ...]:
     return tuple(containers)
 
 
-def _asked(one: _Container) -> dict[str, str]:
-    """Return the resources that the container requests: resource → amount."""
+def _requested(one: _Container) -> dict[str, str]:
+    """Return the extended resources that the container requests: resource → amount."""
     resources = one.resources or _Resources()
-    # The API server sees to it that limits of extended resources equal their requests; one of the
-    # two may be all that there is.
+    # The API server enforces that limits and requests of extended resources are equal where both
+    # are set.
     return _extended(resources.requests) | _extended(resources.limits)
 
 
@@ -482,7 +482,7 @@ def _container(
 ) -> PodContainer:
     limits: dict[str, int] = {}
     unreadable: dict[str, str] = {}
-    for name, text in itertools.islice(_asked(one).items(), most_resources):
+    for name, text in itertools.islice(_requested(one).items(), most_resources):
         number = whole_number(text)
         if number is None:
             unreadable[name] = shortened(text, _LONGEST_AMOUNT)
@@ -497,7 +497,7 @@ def _container(
 
 
 def _started(statuses: Sequence[_ContainerStatus] | None) -> set[str]:
-    """Names of the containers that run, or ran before."""
+    """The names of containers that run, or have run before."""
 
     def ran(state: _State | None) -> bool:
         return state is not None and (state.running is not None or state.terminated is not None)
@@ -510,8 +510,8 @@ def _started(statuses: Sequence[_ContainerStatus] | None) -> set[str]:
 
 
 def _extended(amounts: _Amounts | None) -> dict[str, str]:
-    """Those with a slash in their name, the names of GPU vendors and schedulers first,
-    so that junk cannot displace them.
+    """The extended resources among ``amounts``: those with a slash in their name.
+    Of very many, keep those of the families first, so that made-up names cannot displace them.
     """
     found = [
         (name, amount)
@@ -526,7 +526,7 @@ def _extended(amounts: _Amounts | None) -> dict[str, str]:
 def _amount(value: str | float) -> str:
     try:
         return str(value)
-    except ValueError:  # Python writes no number of more than 4,300 digits
+    except ValueError:  # Python refuses to print a number of more than 4,300 digits
         return "a number of thousands of digits"
 
 
@@ -534,4 +534,4 @@ def _unix_seconds(timestamp: str | None) -> float:
     try:
         return dt.datetime.fromisoformat(timestamp).timestamp() if timestamp else 0.0
     except (ValueError, OverflowError, OSError):
-        return 0.0  # only orders pods whose binding was not seen
+        return 0.0  # the time only orders pods whose binding the watch has not shown

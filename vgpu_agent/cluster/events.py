@@ -97,7 +97,7 @@ class Events:
         self._complaints = Complaints(journal, "events")
         self._longest_queue, self._look_seconds = longest_queue, look_seconds
         # by object, reason and message; the one that began first comes first
-        self._said: dict[tuple[str, str, str], _Event] = {}
+        self._events: dict[tuple[str, str, str], _Event] = {}
         self._queue: collections.deque[_Event] = collections.deque()
         self._backoff = Backoff()
         self._raised = Revision()
@@ -122,9 +122,9 @@ class Events:
         message = _cut(message, _MESSAGE_BYTES)
         key = (regarding.uid or regarding.name, reason, message)
         self._forget_old(now)
-        known = self._said.get(key)
+        known = self._events.get(key)
         if known is None:
-            known = self._said[key] = self._new(regarding, reason, message, kind, now)
+            known = self._events[key] = self._new(regarding, reason, message, kind, now)
             self._put(known)
         else:
             known.count += 1
@@ -232,14 +232,14 @@ class Events:
 
     def _forget_old(self, now: float) -> None:
         """Forget events after an hour, so that the same text is raised anew."""
-        spare = len(self._said) - 4 * self._longest_queue
+        spare = len(self._events) - 4 * self._longest_queue
         old = [
             key
-            for key, event in self._said.items()
+            for key, event in self._events.items()
             if (now - event.began >= _HOUR_SECONDS or spare > 0) and not event.queued
         ]
         for key in old:
-            del self._said[key]
+            del self._events[key]
 
     def _new(
         self, regarding: Pod | Node, reason: str, message: str, kind: str, now: float

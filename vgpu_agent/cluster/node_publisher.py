@@ -45,10 +45,10 @@ if TYPE_CHECKING:
 _CONFLICTS = 3
 _SHORTEST_WAIT_SECONDS = 0.01
 _WORTH_A_LINE_SECONDS = 1.0
-_SAID_AGAIN_SECONDS = 600.0
+_LOG_AGAIN_SECONDS = 600.0
 _KUBELET_FORGETS_SECONDS = 360.0
-"""kubelet goes on writing the quantities of a resource for five minutes after its plugin has gone,
-and forgets them with its next look.
+"""The kubelet goes on writing the quantities of a resource for five minutes after its plugin has
+gone, and forgets them with its next look.
 """
 _COALESCING_SECONDS = 0.1
 """The coalescing time of changes. Each call of the kubelet changes the desired state,
@@ -104,7 +104,7 @@ class NodePublisher:
             node_name: our Node's name.
             node: our Node as the watch shows it; None while there is none.
             desired_state: the desired Node, given the Node as it is and unix seconds.
-            wake: moves on whenever the desired state may have changed.
+            wake: advances whenever the desired state may have changed.
             journal: troubles and their end are recorded there.
             clock: unix seconds.
             look_seconds: how often the desired state is computed without a change, as it may depend
@@ -132,7 +132,7 @@ class NodePublisher:
         self._outdated = ("", 0.0)
         self._removed: frozenset[str] = frozenset()  # the keys that we removed from that version
         # by entry, of why its write waits
-        self._changes = ChangeFilter(again_seconds=_SAID_AGAIN_SECONDS)
+        self._changes = ChangeFilter(again_seconds=_LOG_AGAIN_SECONDS)
         self._conflicts = 0
         self._pending_since: float | None = None
         self._all_written = False

@@ -107,13 +107,13 @@ class PodPublisher:
             api: the API server.
             book: our pods as the watch shows them.
             desired_state: the kubelet's UID of a pod → its desired state.
-            wake: moves on whenever the desired state may have changed.
+            wake: advances whenever the desired state may have changed.
             settings: how long annotations wait for starts.
             journal: troubles and their end are recorded there, and that a pod has all its
                 annotations.
-            tokens: kubelet's UID of a pod → the tokens of its grants, which are in all records
+            tokens: the kubelet's UID of a pod → the tokens of its grants, which are in all records
                 about its start.
-            starting: whether kubelet is starting pods now.
+            starting: whether the kubelet is starting pods now.
             progress: the annotations that show a pod's progress; where nothing else differs, pods
                 that are being started go first.
             at_once: how many pods are written to at the same time.

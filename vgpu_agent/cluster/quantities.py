@@ -2,8 +2,8 @@
 read as the whole number that a device plugin needs.
 
 Used by `decode`. The API server has already refused fractions and negative numbers for resources
-that kubelet knows as extended, but it keeps each user's spelling of the number (``"10k"``), and a
-stand-in, a webhook or a mirror pod may show anything.
+that the kubelet knows as extended, but it keeps each user's spelling of the number (``"10k"``), and
+a stand-in, a webhook or a mirror pod may show anything.
 """
 
 from __future__ import annotations

@@ -65,7 +65,7 @@ class Reschedule:
             api: the API server.
             events: for the owners.
             refusals: the current refusals.
-            wake: moves on with each change of ``refusals``.
+            wake: advances with each change of ``refusals``.
             binding: the times of events and evictions.
             journal: evictions and troubles are recorded there.
             overcommits: starts on GPUs that a scheduler has overcommitted; their pods get an event.
@@ -139,7 +139,7 @@ class Reschedule:
     async def _evict(self, refusal: Refusal) -> float:
         """Evict the pod if it is time and may be; seconds until there is something to do."""
         pod, after = refusal.pod, self._binding.refused_evict_seconds
-        # The mirror of a static pod can be evicted as little as the file that kubelet reads it
+        # The mirror of a static pod can be evicted as little as the file that the kubelet reads it
         # from.
         if (
             after <= 0

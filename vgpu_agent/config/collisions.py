@@ -1,11 +1,10 @@
-"""Conflicts of families and MPS control daemons: over one resource name, one directory, one GPU.
+"""Conflicts between families: over a resource name, a directory, or a GPU's MPS control daemon.
 
-Each such rule concerns several families, of which one can be served. So an agent starts
-nevertheless, withholds the resources in conflict and logs the sentences from here, and
-``config check`` refuses the configuration with the same sentences. What a family can offer, and its
-own rules beside others, it declares itself (`families`). Conflicts that depend on the node's GPUs
-or on files of replaced plugins are found while the agent runs (`agent.offers.families`,
-`agent.devices.mps`).
+In each conflict one family can still be offered. So the agent starts, withholds the resources of
+the other family and logs the sentence from here. ``config check`` refuses the configuration with
+the same sentence. Each family declares its names and its own rules in `families`. Conflicts that
+depend on the node's GPUs or on files of replaced plugins are found while the agent runs
+(`agent.offers.families`, `agent.devices.mps`).
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ if TYPE_CHECKING:
 
 
 def collisions(settings: Settings) -> Iterator[Conflict]:
-    """Every rule that ``settings`` breaks."""
+    """A conflict for each rule that ``settings`` break."""
     yield from _equal_names(settings)
     if exposed := exposed_mps_directory(settings):
         yield Conflict((exposed,))
@@ -34,9 +33,9 @@ def collisions(settings: Settings) -> Iterator[Conflict]:
         yield from family.collisions(settings)
 
 
-def crowding(settings: Settings) -> Iterator[str]:
-    """A sentence for each setting by which one family begins more GPUs than it needs,
-    while others are on that could use them.
+def spreading_warnings(settings: Settings) -> Iterator[str]:
+    """A sentence for each setting by which one family takes more GPUs than it needs,
+    while other families are on that could use them.
     """
     on = switched_on(settings)
     values = dict(schema.values(settings))
@@ -51,15 +50,15 @@ def crowding(settings: Settings) -> Iterator[str]:
                 )
 
 
-def by_one_of_two() -> str:
-    """The remedy where two MPS control daemons would meet on a GPU, as the end of a sentence."""
+def two_daemons_remedy() -> str:
+    """The remedy where a GPU would get two MPS control daemons, as the end of a sentence."""
     keys = ", ".join(["families", *sorted(family.mps for family in DECLARED if family.mps)])
     return f"offer it by one of the two ({keys})"
 
 
-def without(family: str) -> str:
-    """The consequence of two equal names or ids for the family that comes second,
-    and the remedy.
+def duplicate_remedy(family: str) -> str:
+    """The consequence of two equal names or ids for the second ``family``, and the remedy,
+    as the end of a sentence.
     """
     return (
         f"the kubelet would confuse the two, so {family} offers nothing; choose another name, or "
@@ -68,11 +67,11 @@ def without(family: str) -> str:
 
 
 def exposed_mps_directory(settings: Settings) -> tuple[str, str] | None:
-    """The path of a directory of MPS control daemons that containers of a family could change,
-    with a sentence; None in order.
+    """The setting that puts files of MPS control daemons where a family's containers could change
+    them, with a sentence; None where no setting does.
     """
     for family in switched_on(settings):
-        directory, by = family.exposed(settings)
+        directory, by = family.mounted_mps_directory(settings)
         for path, value in (
             ("mps.root", settings.mps.root),
             ("mps.containerRoot", settings.mps.container_root),
@@ -87,25 +86,28 @@ def exposed_mps_directory(settings: Settings) -> tuple[str, str] | None:
 
 
 def _equal_names(settings: Settings) -> Iterator[Conflict]:
-    """Every name with an earlier one that is the same;
-    the families in the order in which the agent offers them.
+    """A conflict for each name that an earlier one equals or overlaps.
+    Families come in the order in which the agent offers them.
     """
     names: list[OfferedName] = []
     for name in (name for family in switched_on(settings) for name in family.names(settings)):
-        if (twin := next((earlier for earlier in names if name.meets(earlier)), None)) is not None:
-            text = shown(name.text if twin.prefix else twin.text)
+        earlier = next((each for each in names if name.overlaps(each)), None)
+        if earlier is not None:
+            text = shown(name.text if earlier.prefix else earlier.text)
             sentence = (
-                f"{text} is offered by {twin.family} and by {name.family}; {without(name.family)}"
+                f"{text} is offered by {earlier.family} and by {name.family}; "
+                f"{duplicate_remedy(name.family)}"
             )
             if name.counted:
                 sentence = (
-                    f"{text} is offered by {twin.family}, and {name.family} counts GPUs under it "
-                    "in the Node's capacity; choose another name, or turn one of the families off"
+                    f"{text} is offered by {earlier.family}, and {name.family} counts GPUs under "
+                    "it in the Node's capacity; choose another name, or turn one of the families "
+                    "off"
                 )
             yield Conflict(
                 tuple(
                     (each.path, sentence)
-                    for each in sorted((twin, name), key=lambda each: each.choice)
+                    for each in sorted((earlier, name), key=lambda each: each.change_order)
                 )
             )
         names.append(name)

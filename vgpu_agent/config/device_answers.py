@@ -1,11 +1,11 @@
-"""Settings of the answers to a container that gets devices: the sections ``plugin`` and ``cdi``.
+"""Settings of how containers get devices: the sections ``plugin`` and ``cdi``.
 
-Part of the schema in `settings`; `plugin` is read by every family, `cdi` by the package that writes
-specs. Defaults: nvidia §1.
+Part of the schema in `settings`. Every family reads `Plugin`, the package `cdi` reads `Cdi`.
+Defaults: nvidia §1.
 """
 
-# Without `from __future__ import annotations`: msgspec would evaluate each annotation, a text then,
-# twice at each start.
+# Without `from __future__ import annotations`, which makes each annotation a string that msgspec
+# evaluates twice at each start.
 
 from typing import Annotated, Literal, get_args
 
@@ -25,8 +25,8 @@ CdiFeatureFlag = Literal[
 ]
 # A Kubernetes label prefix with its slash; annotations are named
 # <prefix>nvidia-device-plugin_<uuid>.
-_PREFIX = r"\A[a-z0-9]([-a-z0-9.]{0,251}[a-z0-9])?/\Z"
-_HOOK = r"\A[a-z0-9][a-z0-9-]{0,62}\Z"
+_ANNOTATION_PREFIX = r"\A[a-z0-9]([-a-z0-9.]{0,251}[a-z0-9])?/\Z"
+_HOOK_NAME = r"\A[a-z0-9][a-z0-9-]{0,62}\Z"
 
 
 class Plugin(msgspec.Struct, frozen=True, rename="camel", forbid_unknown_fields=True):
@@ -49,7 +49,7 @@ class Plugin(msgspec.Struct, frozen=True, rename="camel", forbid_unknown_fields=
             min_length=1,
             extra={"expected": "a list of envvar, volume-mounts, cdi-annotations and cdi-cri"},
             description=(
-                "How the container runtime is told which devices; several at once are possible. "
+                "How the container runtime gets the list of devices; several at once are possible. "
                 "The two cdi strategies need no NVIDIA runtime, and a CDI spec (section `cdi`)."
             ),
         ),
@@ -74,7 +74,7 @@ class Plugin(msgspec.Struct, frozen=True, rename="camel", forbid_unknown_fields=
         Literal["none", "single", "mixed"],
         Meta(
             description=(
-                "none: MIG is not looked at. single: slices are offered as `nvidia.com/gpu`, all "
+                "none: ignore MIG. single: slices are offered as `nvidia.com/gpu`, all "
                 "must be alike. mixed: each profile is a resource, `nvidia.com/mig-<profile>`."
             )
         ),
@@ -82,7 +82,7 @@ class Plugin(msgspec.Struct, frozen=True, rename="camel", forbid_unknown_fields=
     cdi_annotation_prefix: Annotated[
         str,
         Meta(
-            pattern=_PREFIX,
+            pattern=_ANNOTATION_PREFIX,
             extra={"expected": "a DNS name with a slash behind it"},
             description=(
                 "What the name of the annotation of cdi-annotations begins with; runtimes look for "
@@ -122,7 +122,7 @@ class Plugin(msgspec.Struct, frozen=True, rename="camel", forbid_unknown_fields=
 
     @property
     def device_modes(self) -> tuple[str, ...]:
-        """The kinds of other devices that are switched on, of `types.DEVICE_MODES`."""
+        """The enabled ones of `types.DEVICE_MODES`: kinds of devices that are no GPUs."""
         return enabled_modes(
             gdrcopy=self.gdrcopy_enabled, gds=self.gds_enabled, mofed=self.mofed_enabled
         )
@@ -171,7 +171,7 @@ class Cdi(msgspec.Struct, frozen=True, rename="camel", forbid_unknown_fields=Tru
         ),
     ] = ()
     disable_hooks: Annotated[
-        tuple[Annotated[str, Meta(pattern=_HOOK)], ...],
+        tuple[Annotated[str, Meta(pattern=_HOOK_NAME)], ...],
         Meta(
             extra={"expected": "a list of hook names such as enable-cuda-compat"},
             description=(

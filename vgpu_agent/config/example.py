@@ -1,8 +1,8 @@
-"""The commented example configuration, written from the schema,
-so that it can neither lack a key nor lie about a default.
+"""The commented example configuration. It is written from the schema, so it has every key and the
+true defaults.
 
-Called by ``config example`` and by the documentation generator; a test loads it and gets the
-defaults.
+Called by ``config example`` and by the documentation generator. A test loads it and compares it
+with the defaults.
 """
 
 from __future__ import annotations
@@ -25,24 +25,24 @@ _COMMENTED_WIDTH = _WIDTH - len("  # ")
 _HEADER = """\
 Configuration of vgpu-agent, schema v1.
 Every value here is the default; keep the lines that you change.
-A flag beats an environment variable, which beats this file; (in brackets) what they are called.
-A configuration of NVIDIA's device plugin may stand in it as it is, below a key nvidiaConfig;
-what is said here beats it.
-[live]: a running agent follows a change of this file; the rest needs a restart."""
-# Text that YAML and we read as the same text without quotes.
+A flag beats an environment variable, which beats this file. Their names are in (brackets).
+A configuration of NVIDIA's device plugin may be pasted unchanged below the key nvidiaConfig.
+The other keys of this file beat it.
+[live]: a change takes effect in a running agent. Changes of other keys need a restart."""
+# Text that needs no quotes in YAML.
 _UNQUOTED = re.compile(r"[A-Za-z/][A-Za-z0-9_./-]*\Z")
-# we read the last four as text, others do not
+# Our reader takes the last four for text, other YAML parsers do not.
 _NOT_TEXT = {"null", "true", "false", "yes", "no", "on", "off"}
 
 
 def example() -> str:
-    """A complete YAML file that loads to the defaults."""
+    """Write a complete YAML file that loads to the defaults."""
     lines = [*_comment(_HEADER, ""), "version: v1", *_section(schema.root(), "", "")]
     return "\n".join(lines) + "\n"
 
 
 def yaml_value(value: Any) -> str:
-    """Write ``value`` in the form of the file."""
+    """Write ``value`` as YAML."""
     if isinstance(value, str):
         return value if _UNQUOTED.match(value) and value not in _NOT_TEXT else json.dumps(value)
     if isinstance(value, tuple | list):
@@ -56,22 +56,22 @@ def _section(section: schema.Struct, path: str, indent: str) -> Iterator[str]:
         if number or not path:
             yield ""
         if key.section is None:
-            yield from _comment(key.text + _outside(key_path), indent)
+            yield from _comment(key.text + _other_sources(key_path), indent)
             yield f"{indent}{key.name}: {yaml_value(key.default)}"
-        elif _has_list(key.section):
+        elif _has_required_list(key.section):
             yield from _comment(f"{key.text} To share, remove the first # of each line.", indent)
-            yield from (f"{indent}# {line}".rstrip() for line in _sharing(key, key_path))
+            yield from (f"{indent}# {line}".rstrip() for line in _commented_section(key, key_path))
         else:
             yield from _comment(key.text, indent)
             yield f"{indent}{key.name}:"
             yield from _section(key.section, key_path, indent + "  ")
 
 
-def _sharing(sharing: schema.Key, path: str) -> Iterator[str]:
-    """Show the block that has no valid default, because its list must not be empty."""
-    yield f"{sharing.name}:"
-    for key in schema.keys(sharing.section).values() if sharing.section else ():
-        yield from _comment(key.text + _outside(f"{path}.{key.name}"), "  ", _COMMENTED_WIDTH)
+def _commented_section(parent: schema.Key, path: str) -> Iterator[str]:
+    """Write a section that has no valid default, because its list must not be empty."""
+    yield f"{parent.name}:"
+    for key in schema.keys(parent.section).values() if parent.section else ():
+        yield from _comment(key.text + _other_sources(f"{path}.{key.name}"), "  ", _COMMENTED_WIDTH)
         if key.items is None:
             yield f"  {key.name}: {yaml_value(key.default)}"
         else:
@@ -90,19 +90,19 @@ def _item(items: schema.Struct) -> Iterator[str]:
         dash = "  "
 
 
-def _outside(path: str) -> str:
-    """Name the flags and variables of the key, and tell whether a change takes effect at once."""
+def _other_sources(path: str) -> str:
+    """The flags and variables that set the key, and a mark if a change takes effect at once."""
     live = " [live]" if difference.takes_effect_at_once(path) else ""
     names = [
         name
         for option in options.options()
-        if path in (option.path, *options.also(option.path))
+        if path in (option.path, *options.keys_set_with(option.path))
         for name in (*option.flags, *option.variables)
     ]
     return f" ({', '.join(names)}){live}" if names else live
 
 
-def _has_list(section: schema.Struct) -> bool:
+def _has_required_list(section: schema.Struct) -> bool:
     return any(key.required for key in schema.keys(section).values())
 
 

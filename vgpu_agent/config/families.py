@@ -29,11 +29,11 @@ class OfferedName(NamedTuple):
         text: the name.
         family: the family, in words for people.
         path: the setting that it comes from.
-        prefix: all names that begin so are meant.
+        prefix: ``text`` stands for all names that begin with it.
         counted: the family does not offer it, and writes a number under it into the Node's
             capacity.
-        choice: how freely an operator can choose it, 0 is the freest. Of two equal names, the freer
-            one is to be changed.
+        change_order: of two equal names, the operator is asked to change the one with the lower
+            number.
     """
 
     text: str
@@ -41,9 +41,9 @@ class OfferedName(NamedTuple):
     path: str
     prefix: bool = False
     counted: bool = False
-    choice: int = 3
+    change_order: int = 3
 
-    def meets(self, other: OfferedName) -> bool:
+    def overlaps(self, other: OfferedName) -> bool:
         """Tell whether one resource can have both names."""
         if self.prefix and other.prefix:
             return self.text.startswith(other.text) or other.text.startswith(self.text)
@@ -54,11 +54,11 @@ class OfferedName(NamedTuple):
 
 
 class Spreading(NamedTuple):
-    """A setting by which a family begins more GPUs than it needs.
+    """A setting by which a family takes more GPUs than it needs.
 
     Attributes:
         path: the key.
-        value: its value that does so.
+        value: the value that does so.
         instead: the value that keeps the family on few GPUs.
     """
 
@@ -83,7 +83,7 @@ def _no_daemons(_: Settings) -> bool:
     return False
 
 
-def _nothing_exposed(_: Settings) -> tuple[str, str]:
+def _no_directory(_: Settings) -> tuple[str, str]:
     return "", ""
 
 
@@ -107,11 +107,11 @@ class FamilySettings:
         names: the names of its resources. Asked only while it is on, as the rest is.
         collisions: the rules about this family beside others that the settings break. An agent
             starts, and withholds what is in conflict.
-        spreading: see there.
+        spreading: its settings that spread pods over more GPUs than they need.
         mps: the key by which its GPUs are shared with MPS; empty where they never are.
         daemons: the settings → whether the agent runs MPS control daemons on its GPUs.
-        exposed: the directory for MPS that its containers have mounted, and the setting with its
-            value that says so; empty for none.
+        mounted_mps_directory: the directory for MPS that its containers have mounted, and the
+            setting with its value that causes it; empty for none.
         document: the document that the replaced plugin is configured by, where it has values for
             the whole agent. One family has one.
         offers_mig: it offers existing MIG instances, as ``plugin.migStrategy`` says.
@@ -132,7 +132,7 @@ class FamilySettings:
     spreading: tuple[Spreading, ...] = ()
     mps: str = ""
     daemons: Callable[[Settings], bool] = _no_daemons
-    exposed: Callable[[Settings], tuple[str, str]] = _nothing_exposed
+    mounted_mps_directory: Callable[[Settings], tuple[str, str]] = _no_directory
     document: PluginDocument | None = None
     offers_mig: bool = False
 

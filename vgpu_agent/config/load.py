@@ -272,7 +272,7 @@ def _warnings(settings: Settings, sources: Sources, contents: Contents) -> Itera
             '"xids"'
         )
     yield from checks.without_effect(settings)
-    yield from collisions.crowding(settings)
+    yield from collisions.spreading_warnings(settings)
     for family in families.DECLARED:
         for flag in (
             flag for option in family.options for flag in option.flags if flag in sources.flags

@@ -4,8 +4,8 @@ Part of the schema in `settings`. Which resources are shared with MPS is a setti
 the way of sharing is here. Paths: nvidia §11.1; counts: aws §II.1.
 """
 
-# Without `from __future__ import annotations`: msgspec would evaluate each annotation, a text then,
-# twice at each start.
+# Without `from __future__ import annotations`, which makes each annotation a string that msgspec
+# evaluates twice at each start.
 
 from typing import Annotated
 

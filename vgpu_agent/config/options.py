@@ -24,8 +24,8 @@ PREFIX = "VGPU_AGENT_"
 CONFIG_FLAG, CONFIG_VARIABLE = "--config", "VGPU_AGENT_CONFIG"
 NVIDIA_CONFIG_FLAG, NVIDIA_CONFIG_VARIABLE = "--config-file", "CONFIG_FILE"
 
-# kubelet puts variables about each Service into every container; a Service named vgpu-agent… would
-# look like a misspelt option.
+# The kubelet puts variables about each Service into every container; a Service named vgpu-agent…
+# would look like a misspelt option.
 _SERVICE_LINK = re.compile(
     r"VGPU_AGENT_(\w+_)?(SERVICE_HOST|SERVICE_PORT(_\w+)?|PORT(_\d+_(TCP|UDP|SCTP)(_(PROTO|PORT|"
     r"ADDR))?)?)\Z"
@@ -296,8 +296,8 @@ def options() -> tuple[Option, ...]:
     return (*_OPTIONS, *(option for family in families.DECLARED for option in family.options))
 
 
-def also(path: str) -> tuple[str, ...]:
-    """List the keys that an option for the key ``path`` sets as well."""
+def keys_set_with(path: str) -> tuple[str, ...]:
+    """List the further keys that an option for the key ``path`` sets."""
     return tuple(
         key
         for family in families.DECLARED

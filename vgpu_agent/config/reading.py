@@ -1,8 +1,7 @@
-"""One pass over all sources of the configuration:
-the accepted values, their places, and the errors.
+"""The reading of all configuration sources into settings, the place of each value, and the errors.
 
-`load` makes a `Reading`, passes it the sources from the weakest to the strongest, and takes the
-settings and the origin of each value.
+`load` makes a `Reading`, passes it the sources in ascending priority (NVIDIA's file, our file,
+environment variables, flags), and takes the settings and the origin of each value.
 """
 
 from __future__ import annotations
@@ -31,10 +30,12 @@ SIMULATE_ORIGIN = "derived from simulate"
 
 @dataclasses.dataclass(frozen=True)
 class Place:
-    """The place of a value: for `Loaded.origins`, for the beginning of a sentence,
-    and its line when it is in a file.
+    """The place in a source that a value comes from.
 
     Attributes:
+        origin: as in `Loaded.origins`.
+        prefix: the same as the beginning of an error message.
+        line: in a file; 0 elsewhere.
         key: the key's name in the file, where that is not our dotted path.
         replaced_plugin: the file is one of NVIDIA's plugin.
     """
@@ -47,14 +48,15 @@ class Place:
 
     @property
     def names_the_key(self) -> bool:
-        """Tell whether the sentence needs no dotted path,
-        because the flag or the variable identifies the key.
-        """
+        """Tell whether ``prefix`` is a flag or a variable, which names the key well enough."""
         return self.line == 0
 
 
 class Reading:
-    """One pass over all sources. State: the accepted values, their places, and the errors."""
+    """One pass over all sources.
+
+    State: the accepted values, their places, the paths whose values were refused, and the errors.
+    """
 
     def __init__(self) -> None:
         self._accepted: dict[str, Any] = {}
@@ -62,55 +64,55 @@ class Reading:
         self._refused: set[str] = set()
         self._problems = Problems()
         self._former: list[str] = []
-        # About the document that is being taken: its name, and how it calls our keys where it is
-        # one of NVIDIA's plugin.
+        # The document that is being taken: its path, and, if it is one of NVIDIA's plugin, our
+        # path of a key → the key's path in that document.
         self._file = ""
-        self._keys: Mapping[str, str] | None = None
+        self._plugin_keys: Mapping[str, str] | None = None
 
     @property
     def former(self) -> Sequence[str]:
-        """A sentence for each key of an earlier version that our file still has."""
+        """A message for each key of an earlier version that our file still has."""
         return self._former
 
     def take_nvidia(self, file: str, document: Translation) -> None:
-        """Accept the values of a configuration of NVIDIA's plugin;
-        sentences name its keys, not ours.
+        """Accept the values of a configuration of NVIDIA's plugin.
+        Messages about it name its keys, not ours.
         """
-        self._file, self._keys = file, document.keys
+        self._file, self._plugin_keys = file, document.keys
         for fault in document.faults:
             self._problems.add(f"{file}:{fault.line}", fault.path, fault.text, line=fault.line)
         self._accepted = self._section(schema.root(), document.members, "")
-        self._keys = None
+        self._plugin_keys = None
 
     def take_file(self, file: str, root: yaml.Node | None, faults: Sequence[yaml.Fault]) -> None:
-        """Accept the values of our file; a document of NVIDIA's plugin below it is left out."""
+        """Accept the values of our file, except a document of NVIDIA's plugin in it."""
         self._file = file
         for fault in faults:
-            self._problem(fault.line, fault.path, fault.text)
+            self._report(fault.line, fault.path, fault.text)
         if root is None:
-            # Not "all defaults": a write that was cut short must not switch sharing off under
-            # running pods.
+            # An empty file is an error and does not mean all defaults: it may be a write that was
+            # cut short, and defaults would switch sharing off under running pods.
             if not faults:
-                self._problem(
+                self._report(
                     1, "version", f"missing, the file is empty; add the line version: {VERSION}"
                 )
             return
         if not isinstance(root.value, dict):
-            self._problem(
+            self._report(
                 root.line, "", f"expected keys such as version: {VERSION}, got {shown(root.value)}"
             )
             return
         if whole_object := yaml.kubernetes_object(root):
-            self._problem(*whole_object)
+            self._report(*whole_object)
             return
         members = {
             name: node for name, node in root.value.items() if name != families.document().section
         }
         self._check_version(members.pop("version", None), root.line)
-        _lay_over(self._accepted, self._section(schema.root(), members, ""))
+        _merge(self._accepted, self._section(schema.root(), members, ""))
 
     def take_environment(self, environment: Mapping[str, str]) -> None:
-        """Accept the variables of `options.options`; an empty one counts as not set."""
+        """Accept the variables of `options.options`; empty ones count as not set."""
         for option in options.options():
             if name := option.given_in(environment):
                 self._take_option(
@@ -120,28 +122,30 @@ class Reading:
                 )
 
     def take_flags(self, flags: Mapping[str, str]) -> None:
-        """Accept the flags that were given, the empty ones too."""
+        """Accept the flags that were given, also empty ones."""
         for option in options.options():
             for name in option.flags:
                 if name in flags:
                     self._take_option(option, flags[name], Place(f"flag {name}", name))
 
-    def refuse(self, who: str, text: str) -> None:
-        """Note an error in a flag or a variable without a key."""
-        self._problems.add(who, "", text)
+    def refuse(self, source: str, text: str) -> None:
+        """Note an error in a flag or a variable that belongs to no key."""
+        self._problems.add(source, "", text)
 
     def derive_from_simulate(self) -> None:
-        """Put the roots that are not set into the directory of simulated GPUs."""
+        """Set the roots of driver, devices, sysfs and procfs, unless they are set, to the directory
+        of simulated GPUs.
+        """
         directory = self._accepted.get("simulate", "")
         if not directory:
             return
         for path, value in (
             ("gpu.driverRoot", directory),
-            *((path, "") for path in ("gpu.devRoot",) if self._says_nothing(path)),
+            *((path, "") for path in ("gpu.devRoot",) if self._is_listed_default(path)),
             ("gpu.sysfsRoot", os.path.join(directory, "sys")),
             ("gpu.procRoot", os.path.join(directory, "proc")),
         ):
-            if path not in self._places or self._says_nothing(path):
+            if path not in self._places or self._is_listed_default(path):
                 self._set(
                     path,
                     value,
@@ -153,24 +157,24 @@ class Reading:
                 )
 
     def finish(self) -> Settings:
-        """The settings.
+        """Return the settings.
 
         Raises:
-            ConfigError: anything was wrong.
+            ConfigError: a source has an error, or values conflict.
         """
         settings = msgspec.convert(self._accepted, schema.root())
         for conflict in checks.conflicts(settings):
-            # one mistake, one sentence
+            # A refused value has its message already.
             if not any(path in self._refused for path, _ in conflict.blame):
                 path, text = self._blamed(conflict)
-                self._complain(
+                self._report_at(
                     path, self._places.get(path, Place(DEFAULT_ORIGIN, DEFAULT_ORIGIN)), text
                 )
         self._problems.raise_if_any()
         return settings
 
     def collisions(self, settings: Settings) -> tuple[str, ...]:
-        """A sentence for each rule of `collisions` that ``settings`` break,
+        """A message for each conflict between families in ``settings``,
         with the place of the setting to change.
         """
         found = Problems()
@@ -193,14 +197,14 @@ class Reading:
         }
 
     def _blamed(self, conflict: checks.Conflict) -> tuple[str, str]:
-        """Return the likeliest path that was set, with its sentence."""
+        """Return the first path of the conflict that was set, with its message."""
         return next(
             (blamed for blamed in conflict.blame if blamed[0] in self._places), conflict.blame[0]
         )
 
-    def _says_nothing(self, path: str) -> bool:
-        """Tell whether the root ``path`` is "/" only because a file
-        for NVIDIA's plugin lists its defaults, as most do.
+    def _is_listed_default(self, path: str) -> bool:
+        """Tell whether the root ``path`` is "/" only because a file of NVIDIA's plugin lists the
+        defaults, as most such files do.
         """
         place = self._places.get(path)
         section, _, name = path.partition(".")
@@ -208,11 +212,9 @@ class Reading:
 
     def _check_version(self, version: yaml.Node | None, first_line: int) -> None:
         if version is None:
-            self._problem(first_line, "version", f"missing, add the line version: {VERSION}")
+            self._report(first_line, "version", f"missing, add the line version: {VERSION}")
         elif version.value != VERSION:
-            self._problem(
-                version.line, "version", f"expected {VERSION}, got {shown(version.value)}"
-            )
+            self._report(version.line, "version", f"expected {VERSION}, got {shown(version.value)}")
 
     def _section(
         self, section: schema.Struct, members: Mapping[str, yaml.Node], prefix: str
@@ -221,10 +223,10 @@ class Reading:
         accepted: dict[str, Any] = {}
         for name, node in members.items():
             if name not in known:
-                if self._keys is None and self._is_former(node, prefix + name):
+                if self._plugin_keys is None and self._is_former(node, prefix + name):
                     continue
                 advice = "" if self._problems.enough else f", {_advice(name, known, prefix)}"
-                self._problem(node.line, prefix + shown_key(name), f"unknown key{advice}")
+                self._report(node.line, prefix + shown_key(name), f"unknown key{advice}")
                 continue
             found = self._value(known[name], node, prefix + name)
             if found is not None:
@@ -232,8 +234,8 @@ class Reading:
         return accepted
 
     def _is_former(self, node: yaml.Node, path: str) -> bool:
-        """Tell whether ``path`` is a key of an earlier version, or a section of nothing else;
-        note a sentence for each.
+        """Tell whether ``path`` is a key of an earlier version, or a section of such keys only;
+        note a message for each key.
         """
         if instead := FORMER_KEYS.get(path):
             self._former.append(
@@ -246,7 +248,7 @@ class Reading:
             return False
         for name, member in members.items():
             if not self._is_former(member, f"{path}.{name}"):
-                self._problem(
+                self._report(
                     member.line,
                     f"{path}.{shown_key(name)}",
                     f"unknown key, {suggestion(name, former)}",
@@ -254,7 +256,7 @@ class Reading:
         return True
 
     def _value(self, key: schema.Key, node: yaml.Node, path: str) -> Any:
-        """The accepted value, None when it was refused."""
+        """Return the accepted value; None when it was refused."""
         if key.section is not None:
             return self._subsection(key.section, node, path)
         if key.items is not None:
@@ -276,7 +278,7 @@ class Reading:
     def _subsection(
         self, section: schema.Struct, node: yaml.Node, path: str
     ) -> dict[str, Any] | None:
-        # a section whose keys are all commented out is an empty one
+        # A section whose keys are all commented out has the value null.
         members = {} if node.value is None else node.value
         if not isinstance(members, dict):
             self._refuse_below(path, node, f"expected a mapping, got {shown(node.value)}")
@@ -287,7 +289,7 @@ class Reading:
                 and key.name not in members
                 and f"{path}.{key.name}[0].name" not in self._places
             ):
-                self._problem(
+                self._report(
                     node.line,
                     f"{path}.{key.name}",
                     f"missing; list what is shared, or leave {key.required} out",
@@ -301,9 +303,9 @@ class Reading:
             self._refuse_below(path, node, f"expected a list, got {shown(node.value)}")
             return None
         for stale in [known for known in self._places if known.startswith(f"{path}[")]:
-            del self._places[stale]  # a list replaces the one of a weaker source
+            del self._places[stale]  # a list replaces the list of a source with lower priority
         if not node.value and key.required:
-            self._problem(
+            self._report(
                 node.line,
                 path,
                 f"expected at least one resource, got an empty list; leave {key.required} out to "
@@ -324,9 +326,7 @@ class Reading:
         return [item for item in found if all(name in item for name in needed)]
 
     def _item(self, items: schema.Struct, node: yaml.Node, path: str) -> dict[str, Any]:
-        """Return the accepted part of one item.
-        It is incomplete when something was missing or wrong.
-        """
+        """Return the accepted keys of one item; without those that are missing or wrong."""
         needed = [key for key in schema.keys(items).values() if key.default is msgspec.NODEFAULT]
         if not isinstance(node.value, dict):
             self._refuse_below(
@@ -357,7 +357,7 @@ class Reading:
         for index, entry in enumerate(found):
             if other := repeated(entry, found[:index]):
                 line = _line_of(nodes[index], other.key)
-                self._problem(
+                self._report(
                     line,
                     f"{path}[{index}].{other.key}",
                     other.text.format(line=lines[other.position]),
@@ -370,16 +370,16 @@ class Reading:
         found: dict[str, Any],
         path: str,
     ) -> None:
-        """Complete the resource names in ``found``, and refuse those that cannot be any."""
+        """Complete the resource names in ``found``, and refuse invalid ones."""
         for key in schema.keys(items).values():
             if key.completed is None or key.name not in found:
                 continue
             if found[key.name]:
                 found[key.name], problem = key.completed(found[key.name])
                 if problem:
-                    self._problem(members[key.name].line, f"{path}.{key.name}", problem)
+                    self._report(members[key.name].line, f"{path}.{key.name}", problem)
             elif key.default is msgspec.NODEFAULT:
-                self._problem(
+                self._report(
                     members[key.name].line,
                     f"{path}.{key.name}",
                     f'expected {key.expectation}, got ""',
@@ -391,14 +391,14 @@ class Reading:
             self._refuse(option.path, place, f"expected {option.expected}, got {shown(text)}")
             return
         self._refused.discard(option.path)
-        for path in (option.path, *options.also(option.path)):
-            if option.path not in self._refused:  # one mistake, one sentence
+        for path in (option.path, *options.keys_set_with(option.path)):
+            if option.path not in self._refused:  # it has its message already
                 self._take_text(path, taken, place)
 
     def _take_text(self, path: str, text: str, place: Place) -> None:
         key = schema.value_paths()[path]
         if key.is_path and text and "\0" not in text:
-            text = os.path.abspath(text)  # a person on the command line means "from here"
+            text = os.path.abspath(text)  # relative to the current directory
         try:
             self._set(path, key.accept_text(text), place)
         except schema.NotAcceptedError as err:
@@ -415,23 +415,23 @@ class Reading:
 
     def _refuse(self, path: str, place: Place, text: str) -> None:
         self._refused.add(path)
-        self._complain(path, place, text)
+        self._report_at(path, place, text)
 
     def _refuse_below(self, path: str, node: yaml.Node, text: str) -> None:
-        """Refuse a whole section; values that lie in it are not to be blamed for anything else."""
+        """Refuse a whole section; its values get no further messages."""
         self._refused.update(
             known for known in schema.value_paths() if known.startswith(f"{path}.")
         )
         self._refused.add(path)
-        self._problem(node.line, path, text)
+        self._report(node.line, path, text)
 
-    def _complain(self, path: str, place: Place, text: str) -> None:
+    def _report_at(self, path: str, place: Place, text: str) -> None:
         self._problems.add(
             place.prefix, "" if place.names_the_key else place.key or path, text, line=place.line
         )
 
-    def _problem(self, line: int, path: str, text: str) -> None:
-        self._complain(path, self._place(line, path), text)
+    def _report(self, line: int, path: str, text: str) -> None:
+        self._report_at(path, self._place(line, path), text)
 
     def _place(self, line: int, path: str) -> Place:
         """Return the place of the key ``path`` in the current document."""
@@ -440,8 +440,8 @@ class Reading:
             where,
             where,
             line,
-            "" if self._keys is None else _their_key(self._keys, path),
-            self._keys is not None,
+            "" if self._plugin_keys is None else _plugin_key(self._plugin_keys, path),
+            self._plugin_keys is not None,
         )
 
 
@@ -458,8 +458,8 @@ def _advice(name: str, known: Iterable[str], prefix: str) -> str:
 
 
 def _plain(node: yaml.Node) -> Any:
-    """The value without lines; what lies in a list of plain values must be plain itself,
-    so anything deeper stays a node.
+    """Return the value without line numbers. Nested lists and mappings in a list stay nodes,
+    because no key accepts them there.
     """
     if isinstance(node.value, list):
         return [item if isinstance(item.value, dict | list) else item.value for item in node.value]
@@ -467,15 +467,15 @@ def _plain(node: yaml.Node) -> Any:
 
 
 def _line_of(node: yaml.Node, name: str) -> int:
-    """The line of a member of ``node``, or where ``node`` begins."""
+    """Return the line of a member of ``node``, or else the first line of ``node``."""
     return (
         node.value[name].line if isinstance(node.value, dict) and name in node.value else node.line
     )
 
 
-def _their_key(keys: Mapping[str, str], path: str) -> str:
-    """Return ``path`` with the names of another document by ``keys``;
-    the longest part that is known there is replaced.
+def _plugin_key(keys: Mapping[str, str], path: str) -> str:
+    """Translate our ``path`` into one of NVIDIA's document: replace the longest beginning of it
+    that ``keys`` has.
     """
     known, rest = path, ""
     while known and known not in keys:
@@ -484,10 +484,10 @@ def _their_key(keys: Mapping[str, str], path: str) -> str:
     return keys.get(known, "") + rest
 
 
-def _lay_over(below: dict[str, Any], above: Mapping[str, Any]) -> None:
-    """Put what ``above`` sets into ``below``, section by section; a list is replaced as a whole."""
+def _merge(below: dict[str, Any], above: Mapping[str, Any]) -> None:
+    """Set the values of ``above`` in ``below``, section by section; a list replaces a list."""
     for name, value in above.items():
         if isinstance(value, dict) and isinstance(below.get(name), dict):
-            _lay_over(below[name], value)
+            _merge(below[name], value)
         else:
             below[name] = value

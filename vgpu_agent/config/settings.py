@@ -9,8 +9,8 @@ A Struct does not check itself when it is built by hand (a test may use any numb
 every value against the types here.
 """
 
-# Without `from __future__ import annotations`: msgspec would evaluate each annotation, a text then,
-# twice at each start.
+# Without `from __future__ import annotations`, which makes each annotation a string that msgspec
+# evaluates twice at each start.
 
 import os
 from pathlib import Path
@@ -27,8 +27,8 @@ from vgpu_agent.config.types import NODE_NAME, Address, Directory, OptionalPath,
 
 Section = TypeVar("Section", bound=msgspec.Struct)
 
-# kubelet refuses a message above 4 MiB (the default limit of its gRPC library) and drops the stream
-# that carried it.
+# The kubelet refuses a message above 4 MiB (the default limit of its gRPC library) and drops the
+# stream that carried it.
 MESSAGE_LIMIT_BYTES = 4 * 1024 * 1024
 
 

@@ -2,5 +2,5 @@
 `family` defines their interface.
 
 A family is pure translation between its vocabulary and the model. It does no I/O, keeps no state
-beyond its options and never sees kubelet.
+beyond its options and never sees the kubelet.
 """

@@ -135,7 +135,7 @@ class Question:
     """The question what a container gets.
 
     Attributes:
-        container: the one that kubelet's records name; an init container only when no later
+        container: the one that the kubelet's records name; an init container only when no later
             container has the same ids.
         node: our node's name.
         rooms: what the devices have left, by inventory order; a grant that this container already

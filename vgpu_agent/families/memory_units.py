@@ -2,7 +2,7 @@
 so that the list of all of them fits into one message to the kubelet.
 
 Memory is counted in ids, so a node with eight 80 GB cards would have 650,000 of them at one MiB
-each, and kubelet drops the connection at 4 MiB (kubelet §10). Called by the families that offer
+each, and the kubelet drops the connection at 4 MiB (kubelet §10). Called by the families that offer
 memory, before anything is registered.
 """
 

@@ -22,7 +22,7 @@ class Target:
     """The container that is to keep to its shares.
 
     Attributes:
-        pod_uid: kubelet's UID of the pod.
+        pod_uid: the kubelet's UID of the pod.
         grant: a name that stays the same over restarts of the container and differs from every
             other grant's.
         environment: names of the variables that the pod's specification sets.

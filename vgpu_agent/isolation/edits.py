@@ -2,7 +2,7 @@
 
 Families and isolation backends build them, a carrier takes them to the container: the plugin
 servers in the ``Allocate`` answer (early), or a CDI spec of the grant's own (late). The fields are
-those of kubelet's ContainerAllocateResponse (kubelet §1).
+those of the kubelet's ContainerAllocateResponse (kubelet §1).
 """
 
 from __future__ import annotations

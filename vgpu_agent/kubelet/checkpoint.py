@@ -2,9 +2,9 @@
 and our own answer.
 
 Read by `records` at start, for verification, and when a container is about to start. The format is
-kubelet's own affair and has changed before (a flat id list became a map by NUMA node in 1.20), so
-both forms are understood, unknown keys are ignored, and anything else is one clear error. Its
-checksum covers a dump that only Go can make; it is not checked. Read only: kubelet is the owner
+the kubelet's own affair and has changed before (a flat id list became a map by NUMA node in 1.20),
+so both forms are understood, unknown keys are ignored, and anything else is one clear error. Its
+checksum covers a dump that only Go can make; it is not checked. Read only: the kubelet is the owner
 (kubelet §9).
 """
 
@@ -36,7 +36,7 @@ class CheckpointEntry(msgspec.Struct, frozen=True):
     """Ids of one resource that one container holds.
 
     An init container and the container that takes over its ids both have an entry. Entries of ended
-    pods stay until kubelet writes the file for another reason.
+    pods stay until the kubelet writes the file for another reason.
     """
 
     pod_uid: str
@@ -320,7 +320,7 @@ def _read(path: Path, wanted: Callable[[str], bool]) -> tuple[CheckpointEntry, .
     try:
         with contextlib.suppress(CheckpointError), _memory.content(path, whole=False) as content:
             return parse_checkpoint(content, name=str(path), wanted=wanted)
-        # Not as kubelet writes it today: then all of it counts.
+        # Not as the kubelet writes it today: then all of it counts.
         with _memory.content(path, whole=True) as content:
             return parse_checkpoint(content, name=str(path), wanted=wanted)
     except FileNotFoundError:

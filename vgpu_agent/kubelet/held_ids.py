@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 # Ids of one resource differ in length by their digits; more kinds of entries than this are walked
 # one by one.
 _MAX_KINDS = 64
-_MAX_STRANGERS = 1000
+_MAX_UNKNOWN = 1000
 # Entries that are matched at once. Without a bound each of tens of thousands would be kept to come
 # back to. A possessive quantifier would keep none, but Python before 3.11.5 matches too little with
 # it (CPython issue 106052), and Debian 12 has 3.11.2.
@@ -36,11 +36,11 @@ class SeenNumbers:
     """The `NumberedIds` of a resource that the kubelet has, one byte for each, and its other ids.
 
     Attributes:
-        strangers: ids that are not among ours, at most a thousand of them.
+        unknown: ids that are not among ours, at most a thousand of them.
     """
 
     def __init__(self, resource: str, ids: NumberedIds) -> None:
-        self.strangers: set[str] = set()
+        self.unknown: set[str] = set()
         self._seen = [(block, bytearray(block.count)) for block in ids.blocks]
         kinds: dict[bytes, tuple[Callable[[str], int | None], bytearray]] = {}
         for block, seen in self._seen:
@@ -67,12 +67,12 @@ class SeenNumbers:
         return end
 
     def note(self, id_: str) -> None:
-        """kubelet has this id."""
+        """The kubelet has this id."""
         for block, seen in self._seen:
             if (number := block.number(id_)) is not None:
                 seen[number] = 1
                 return
-        self._note_stranger(id_)
+        self._note_unknown(id_)
 
     def missing(self, block: IdBlock) -> int:
         """Count the ids of ``block`` that the kubelet does not have."""
@@ -80,9 +80,9 @@ class SeenNumbers:
             (seen.count(1) for known, seen in self._seen if known == block), 0
         )
 
-    def _note_stranger(self, id_: str) -> None:
-        if len(self.strangers) < _MAX_STRANGERS:
-            self.strangers.add(id_)
+    def _note_unknown(self, id_: str) -> None:
+        if len(self.unknown) < _MAX_UNKNOWN:
+            self.unknown.add(id_)
 
 
 def decode_pod_resources(

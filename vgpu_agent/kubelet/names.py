@@ -1,4 +1,4 @@
-"""Names in kubelet's records, checked before anything is made of them:
+"""Names in the kubelet's records, checked before anything is made of them:
 they end up in paths and in log lines.
 
 `checkpoint` and `held_ids` ask for each entry. Kubernetes lets no other names come about, so an

@@ -1,9 +1,9 @@
-"""The device plugin service of one resource: what each of kubelet's five calls is answered.
+"""The device plugin service of one resource: the answers to the kubelet's five calls.
 
 `server` puts it on a socket. It decides nothing itself: a `Backend` knows the devices and books the
-ids; here are kubelet's rules of the game, which are unforgiving (kubelet §4, §6): complete lists
-only, never an error from GetPreferredAllocation, an answer within a second, and one element for
-each container.
+ids. This module keeps the kubelet's rules (kubelet §4, §6). Each list is complete,
+GetPreferredAllocation never fails, an answer takes less than a second and has one element for each
+container.
 """
 
 from __future__ import annotations
@@ -42,15 +42,15 @@ class Backend(Protocol):
 
     @property
     def revision(self) -> Revision:
-        """Moves on whenever a list may have changed."""
+        """The revision of the lists; it advances whenever one may have changed."""
 
     def listing(self, resource: str) -> Sequence[ListedDevice]:
-        """List all ids, also those of lost devices that containers hold."""
+        """List all offered ids, and ids of lost devices that containers still hold."""
 
     def preferred(
         self, resource: str, available: Sequence[str], must_include: Sequence[str], size: int
     ) -> list[str]:
-        """The ``size`` ids that suit best, the ``must_include`` ones among them."""
+        """The ``size`` best ids of ``available``, all of ``must_include`` among them."""
 
     async def allocate(self, resource: str, ids: Sequence[str]) -> Edits:
         """Book the ids and return the container's edits;
@@ -58,37 +58,37 @@ class Backend(Protocol):
         """
 
     def may_start_unasked(self, resource: str) -> bool:
-        """Tell whether containers may start without `pre_start` while the agent is away."""
+        """Tell whether containers may start without `pre_start` while the agent is stopped."""
 
     async def pre_start(self, resource: str, ids: Sequence[str]) -> None:
-        """Return when the container may start; an error refuses the start for now,
-        and kubelet asks again.
+        """Return as soon as the container may start.
+        An error refuses the start, and the kubelet asks again.
         """
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class SentList:
-    """The list that kubelet was last sent, and how long ago in seconds."""
+    """The list that the kubelet was sent last, and its age in seconds."""
 
     devices: Sequence[ListedDevice]
     seconds_ago: float
 
     @property
     def offered(self) -> Sequence[DeviceId]:
-        """The ids that are offered, as `NumberedIds` where they are."""
+        """The offered ids, still as compact `NumberedIds` where the list was built from such."""
         if isinstance(self.devices, NumberedList):
             return NumberedIds(tuple(block for block, _ in self.devices.blocks))
         return [device.id for device in self.devices]
 
     def differences(self, listed: frozenset[str] | SeenNumbers) -> tuple[int, Collection[str]]:
-        """Return how many healthy ids the kubelet does not list,
-        and which ids it lists that were never sent.
+        """Compare with the ids that the kubelet lists: the number of healthy ids that it lacks,
+        and the ids that were never sent to it.
         """
         if isinstance(listed, SeenNumbers) and isinstance(self.devices, NumberedList):
             missing = sum(
                 listed.missing(block) for block, healthy in self.devices.blocks if healthy
             )
-            return missing, listed.strangers - {device.id.id for device in self.devices.others}
+            return missing, listed.unknown - {device.id.id for device in self.devices.others}
         ids = listed if isinstance(listed, frozenset) else frozenset[str]()
         healthy = {device.id.id for device in self.devices if device.healthy}
         return len(healthy - ids), ids - {device.id.id for device in self.devices}
@@ -97,9 +97,9 @@ class SentList:
 class PluginService:
     """The answers to the kubelet for one resource on one server instance.
 
-    State: the open streams, and `PluginStatus`, which outlives the instance. Streams share nothing
-    but the cache of encoded devices: each remembers its own last list, because two may be open at
-    once (kubelet V5). Lists are remembered as devices, not as bytes.
+    State: the number of open streams, and `PluginStatus`, which outlives the instance. Two streams
+    may be open at once (kubelet V5), so each remembers the list that it sent last. They share only
+    the cache of encoded devices.
     """
 
     def __init__(
@@ -118,9 +118,9 @@ class PluginService:
             resource: the served resource.
             backend: knows its devices.
             status: kept up to date.
-            coalesce_seconds: how long changes of the list are coalesced.
+            coalesce_seconds: how long changes of the list are collected into one message.
             pre_start_required: overrides the resource's own setting, see `DevicePlugin.stop`.
-            lists: moved on with each list that is sent, and with the end of each stream.
+            lists: advanced with each list that is sent, and with the end of each stream.
         """
         self._resource = resource
         self._backend = backend
@@ -135,7 +135,7 @@ class PluginService:
         # the last list, and when (monotonic)
         self._sent: tuple[Sequence[ListedDevice], float] | None = None
         self._lists = lists
-        self.activity = Revision()  # moves on when a stream is opened, sends a list, or ends
+        self.activity = Revision()  # advances when a stream opens, sends a list, or ends
         self.streams_opened = 0
         self.lists_sent = 0
 
@@ -206,11 +206,13 @@ class PluginService:
                 sent = devices
                 self._count_list(devices, size)
             await first_of(revision.newer_than(version), self._ending.wait())
-            # A burst of changes becomes one message: kubelet rewrites its checkpoint for each.
+            # A burst of changes becomes one message: the kubelet rewrites its checkpoint for each.
             await first_of(self._ending.wait(), timeout_seconds=self._coalesce_seconds)
 
     async def _send_list(self, devices: Sequence[ListedDevice], send: Send) -> int:
-        """Send the complete list, letting other calls in while it is encoded; its size in bytes."""
+        """Send the complete list and return its size in bytes.
+        Other calls are answered between its parts.
+        """
         parts = []
         for part in self._encoder.parts(devices):
             parts.append(part)
@@ -238,8 +240,8 @@ class PluginService:
             self._lists.advance()
 
     async def _prefer(self, request: bytes) -> bytes:
-        # An error here would fail the pod's admission (kubelet §6), while a poor choice only costs
-        # some speed.
+        # An error here would fail the pod's admission (kubelet §6). A poor choice only costs some
+        # speed.
         self._status.preferred_calls += 1
         try:
             containers = codec.decode_preference(request)
@@ -248,28 +250,28 @@ class PluginService:
             return codec.encode_preference([])
         return codec.encode_preference([self._choice(container) for container in containers])
 
-    def _choice(self, asked: PreferenceRequest) -> list[str]:
+    def _choice(self, request: PreferenceRequest) -> list[str]:
         try:
             choice = self._backend.preferred(
-                self._resource.name, asked.available, asked.must_include, asked.size
+                self._resource.name, request.available, request.must_include, request.size
             )
-        except Exception as err:  # whatever is wrong with the choice, the pod must not fail for it
+        except Exception as err:  # a bug in the choice must not fail the pod
             _logger.error("preferred.failed", resource=self._resource.name, exc_info=err)
-            return simple_choice(asked)
+            return simple_choice(request)
         chosen = set(choice)
         if (
-            len(chosen) == asked.size
-            and chosen.issuperset(asked.must_include)
-            and chosen.issubset(asked.available)
+            len(chosen) == request.size
+            and chosen.issuperset(request.must_include)
+            and chosen.issubset(request.available)
         ):
             return choice
         _logger.warning(
             "preferred.unsuitable",
             resource=self._resource.name,
-            size=asked.size,
+            size=request.size,
             chosen=len(choice),
         )
-        return simple_choice(asked)
+        return simple_choice(request)
 
     async def _allocate(self, request: bytes) -> bytes:
         began = time.perf_counter()
@@ -302,6 +304,8 @@ class PluginService:
         return codec.EMPTY
 
 
-def simple_choice(asked: PreferenceRequest) -> list[str]:
-    """Kubelet's own rule: what must be included, then the first available ones."""
-    return list(dict.fromkeys([*asked.must_include, *asked.available]))[: max(0, asked.size)]
+def simple_choice(request: PreferenceRequest) -> list[str]:
+    """Choose as the kubelet does without a preference: what must be included, then the first
+    available ids.
+    """
+    return list(dict.fromkeys([*request.must_include, *request.available]))[: max(0, request.size)]

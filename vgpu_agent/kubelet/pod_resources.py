@@ -52,9 +52,9 @@ _NO_SUCH_POD = " not found"
 # pauses are enough.
 _SHORTEST_PAUSE_SECONDS, _LONGEST_PAUSE_SECONDS = 1.0, 30.0
 
-# Of kubelet's 10 calls at once and 100 a second, Get leaves some to List and to other programs.
+# Of the kubelet's 10 calls at once and 100 a second, Get leaves some to List and to other programs.
 _GETS_AT_ONCE, _GETS_A_SECOND = 8, 80.0
-# kubelet allows another call 10 ms after a refusal.
+# The kubelet allows another call 10 ms after a refusal.
 _AFTER_A_REFUSED_GET_SECONDS = 0.02
 
 # Starts come in bursts, and each of them asks.
@@ -62,11 +62,11 @@ _KEPT_SECONDS = 1.0
 
 
 class KubeletBusyError(KubeletError):
-    """kubelet has refused to answer because it was asked too often.
+    """The kubelet has refused to answer because it was asked too often.
 
     Attributes:
         retry_in_seconds: how long it is left alone; calls before that fail with this error at once,
-            without reaching kubelet.
+            without reaching the kubelet.
     """
 
     def __init__(self, message: str, retry_in_seconds: float) -> None:
@@ -93,14 +93,14 @@ class GetNotPossibleError(KubeletError):
 
 
 class PodUnknownError(KubeletError):
-    """kubelet has no pod of that name."""
+    """The kubelet has no pod of that name."""
 
 
 class PodResources:
     """The client of ``socket_path``.
 
-    State: a connection for a second after each call; when kubelet may be asked again; which socket
-    file has no Get behind it (its device, number and time of change).
+    State: a connection for a second after each call; when the kubelet may be asked again; which
+    socket file has no Get behind it (its device, number and time of change).
 
     Attributes:
         lists: how often List was answered since the start.
@@ -187,7 +187,8 @@ class PodResources:
             return b""
         except GetNotPossibleError as err:
             if err.for_good:
-                # kubelet makes its socket anew when it starts, so another one there may have it.
+                # The kubelet makes its socket anew when it starts, so another one there may have
+                # it.
                 self._without_get = await asyncio.to_thread(_identity, self._socket_path)
             raise
 
@@ -205,7 +206,7 @@ class PodResources:
 
     async def _call(self, method: str, request: bytes = codec.EMPTY) -> bytes:
         if (left := self._not_before - self._clock()) > 0:
-            # kubelet's refusal once more, word for word: trouble that reads the same is logged
+            # The kubelet's refusal once more, word for word: trouble that reads the same is logged
             # once.
             raise KubeletBusyError(self._refusal, left)
         try:

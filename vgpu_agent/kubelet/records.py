@@ -55,8 +55,8 @@ async def read_records(
         trouble.append(str(err))
     entries: tuple[CheckpointEntry, ...] | None = None
     try:
-        # After List, which makes kubelet forget ended pods, so that fewer of them are still in the
-        # file.
+        # After List, which makes the kubelet forget ended pods, so that fewer of them are still in
+        # the file.
         entries = await read_checkpoint(checkpoint, wanted)
     except CheckpointError as err:
         trouble.append(str(err))

@@ -1,8 +1,8 @@
-"""Telling kubelet about a resource: the Register call,
+"""Telling the kubelet about a resource: the Register call,
 and which of its failures are worth another try.
 
-Called by `server` when the resource is already being served, because kubelet calls back *during*
-Register (kubelet §2, V1).
+Called by `server` when the resource is already being served, because the kubelet calls back
+*during* Register (kubelet §2, V1).
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _METHOD = "/v1beta1.Registration/Register"
 _SHORTEST_LOOK_SECONDS = 0.01
 _LOOK_SHARE = 0.2
 
-# kubelet has no status codes for its refusals; these words are its own since the API exists
+# The kubelet has no status codes for its refusals; these words are its own since the API exists
 # (pkg/kubelet/cm/devicemanager: errUnsupportedVersion, errInvalidResourceName).
 _FINAL_WORDS = ("is not supported by kubelet", "the resourcename")
 
@@ -43,7 +43,7 @@ async def register(
     prefers: bool = True,
 ) -> None:
     """Announce that ``resource`` is served on the socket ``endpoint``,
-    a base name beside kubelet's socket.
+    a base name beside the kubelet's socket.
 
     Raises:
         RegistrationRefusedError: the kubelet refuses this API version or this resource name for
@@ -76,8 +76,8 @@ class ListenBackoff:
 
     Between making its socket and listening on it a kubelet needs microseconds, or a second on a
     node that is busy booting. A dead one leaves a socket on which nothing will ever listen. So each
-    pause is a part of the time that has been waited already: whenever kubelet begins to listen, it
-    is seen within that part, and a dead one costs few looks.
+    pause is a part of the time that has been waited already: whenever the kubelet begins to listen,
+    it is seen within that part, and a dead one costs few looks.
 
     State: since when it is waited, on the event loop's clock.
     """

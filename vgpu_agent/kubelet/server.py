@@ -1,9 +1,9 @@
 """The life of one resource's device plugin:
-serve, register, notice that kubelet has lost us, begin again.
+serve, register, notice that the kubelet has lost us, begin again.
 
 `agent` runs one `DevicePlugin` for each resource under the supervisor, all of them beside one
-`DirectoryWatch`. Each round is a fresh server on a fresh socket: kubelet's bookkeeping of endpoints
-is too racy to reuse anything (kubelet §3).
+`DirectoryWatch`. Each round is a fresh server on a fresh socket: the kubelet's bookkeeping of
+endpoints is too racy to reuse anything (kubelet §3).
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ _logger = log.get(__name__)
 
 # A kubelet that has just made its socket listens before this.
 _WORTH_A_LINE_SECONDS = 0.1
-_SAID_AGAIN_SECONDS = 600.0
+_LOG_AGAIN_SECONDS = 600.0
 
 # The kubelet has one connection to each of our sockets, and one stream of lists over it. The
 # largest Allocate has below 4 MiB.
@@ -56,7 +56,7 @@ LIMITS = Limits(connections=8, streams=4, request_bytes=16 * 1024 * 1024)
 
 
 class DevicePlugin:
-    """One resource, offered to kubelet for as long as `run` runs.
+    """One resource, offered to the kubelet for as long as `run` runs.
 
     Its ids may come and go meanwhile: the list is the backend's. Only pre-start is fixed, because a
     registration states it once. A resource whose pre-start changes is a new `DevicePlugin`.
@@ -72,7 +72,7 @@ class DevicePlugin:
         journal: Journal,
         lists: Revision | None = None,
     ) -> None:
-        """Build it; ``lists`` is moved on with each list that kubelet is sent,
+        """Build it; ``lists`` is advanced with each list that the kubelet is sent,
         and with the end of each stream.
         """
         self.resource = resource
@@ -86,7 +86,7 @@ class DevicePlugin:
         self._ended.set()
         self._registered: _Instance | None = None
         self._listening = ListenBackoff(RETRY_MAX_SECONDS)
-        self._changes = log.ChangeFilter(again_seconds=_SAID_AGAIN_SECONDS)
+        self._changes = log.ChangeFilter(again_seconds=_LOG_AGAIN_SECONDS)
 
     @property
     def last_sent(self) -> SentList | None:
@@ -144,7 +144,7 @@ class DevicePlugin:
         """End gracefully: streams return, sockets go,
         and containers of ours can be restarted while we are away.
 
-        The last is for resources with pre-start: kubelet would refuse to restart a crashed
+        The last is for resources with pre-start: the kubelet would refuse to restart a crashed
         container while the plugin that must be asked is gone, so the very last act is a
         registration without pre-start. Returns when `run` has ended.
         """
@@ -378,7 +378,7 @@ class _Instance:
         self._identity = await asyncio.to_thread(identity, self._path)
 
     async def register(self, timeout_seconds: float) -> None:
-        """Announce the socket to kubelet.
+        """Announce the socket to the kubelet.
 
         Raises:
             KubeletError: see `registration.register`.
@@ -393,7 +393,7 @@ class _Instance:
         )
 
     async def until_lost(self, kubelet: SocketIdentity, stopping: asyncio.Event) -> str:
-        """Wait until kubelet can no longer be served by this instance (kubelet V2, V3, V4), or
+        """Wait until the kubelet can no longer be served by this instance (kubelet V2, V3, V4), or
         until ``stopping``; the reason.
         """
         deadline = asyncio.get_running_loop().time() + STREAM_OPEN_TIMEOUT_SECONDS
@@ -420,7 +420,7 @@ class _Instance:
         return "the agent stops"
 
     async def until_first_list(self) -> None:
-        """Wait until kubelet has got a list, at most as long as draining may take."""
+        """Wait until the kubelet has got a list, at most as long as draining may take."""
         deadline = asyncio.get_running_loop().time() + DRAIN_SECONDS
         while (
             not self._service.lists_sent

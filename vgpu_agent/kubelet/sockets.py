@@ -1,10 +1,10 @@
 """Socket files in the kubelet's plugin directory:
-ours, kubelet's, and the ones that an earlier life of this agent left behind.
+ours, the kubelet's, and the ones that an earlier life of this agent left behind.
 
 Called by `directory` and `server`, always through ``asyncio.to_thread``, because a directory may be
-slow or gone. A path is never used twice: kubelet may end the client of a new registration when the
-stream of an old one on the same path ends (kubelet §3), so each server instance gets a name of its
-own. Process ids do not help here, since in a container ours is 1 in every life.
+slow or gone. A path is never used twice: the kubelet may end the client of a new registration when
+the stream of an old one on the same path ends (kubelet §3), so each server instance gets a name of
+its own. Process ids do not help here, since in a container ours is 1 in every life.
 """
 
 from __future__ import annotations

@@ -127,7 +127,8 @@ class Arbitration:
 
     def counted(self, number: int | None) -> bool:
         """Take note that the Node has the counts of all rounds of withdrawals up to ``number``, or,
-        with None, that nobody can write them; return whether a withdrawal ends earlier for it.
+        with None, that the agent cannot write them. Return whether a withdrawal ends earlier for
+        it.
         """
         return self._withdrawals.counted(number)
 

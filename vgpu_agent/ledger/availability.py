@@ -32,7 +32,7 @@ class Context(NamedTuple):
         claims: GPU → the oldest claim on it, as far as claims count for what is asked.
         why_waits: GPU, family → why another family is offered the GPU first, empty where none is;
             as far as that counts.
-        lasts: GPU, family → whether kubelet may still give out what is kept for others since a
+        lasts: GPU, family → whether the kubelet may still give out what is kept for others since a
             moment; as far as that counts.
     """
 
@@ -59,7 +59,7 @@ def trouble(device: str, resource: Resource, known: Context) -> str:
     """
     return (
         own_trouble(device, resource, known.devices, known.cordons)
-        or _somebody_in_the_way(device, resource, known)
+        or _conflicting_holder(device, resource, known)
         or _kept(known.devices[device].gpu, resource, known)
     )
 
@@ -79,7 +79,7 @@ def own_trouble(
     return ""
 
 
-def _somebody_in_the_way(device: str, resource: Resource, known: Context) -> str:
+def _conflicting_holder(device: str, resource: Resource, known: Context) -> str:
     gpu = known.devices[device].gpu
     by_ids = resource.decided_by is Decider.IDS
     for grant in known.grants:

@@ -2,8 +2,8 @@
 and the containers that hold them.
 
 One instance lives on the event loop and is changed by synchronous methods only, so every change is
-atomic without a lock. It is a cache of the truth, never the only copy: kubelet's records win every
-disagreement (`reconcile`), at start as well as every 30 seconds.
+atomic without a lock. It is a cache of the truth, never the only copy: the kubelet's records win
+every disagreement (`reconcile`), at start as well as every 30 seconds.
 
 Called by `allocation` (book, release), by `agent` (new inventory, new offers, verification) and
 read by the plugin servers and `web`.
@@ -64,12 +64,12 @@ _HOLDERS_UNKNOWN = (
 class Ledger:
     """Devices, offers and grants.
 
-    State: everything is rebuilt after a restart from NVML and from kubelet's records, but for
-    `slices`, the MIG instances that were ever seen, which `agent` keeps. `revision` moves on when a
-    list that kubelet should see, a grant or a claim has changed.
+    State: everything is rebuilt after a restart from NVML and from the kubelet's records, but for
+    `slices`, the MIG instances that were ever seen, which `agent` keeps. `revision` advances when a
+    list that the kubelet should see, a grant or a claim has changed.
 
     Attributes:
-        withdrawn: moves on when a family is offered less than before, because of another one.
+        withdrawn: advances when a family is offered less than before, because of another one.
     """
 
     def __init__(
@@ -96,9 +96,9 @@ class Ledger:
         self._arbitration = Arbitration(self._offers, self._grants, self._cordons, clock)
         self._listed = False
         self._passes = 0
-        # the first look at kubelet's records has shown nothing, and none since has
+        # the first look at the kubelet's records has shown nothing, and none since has
         self._holders_unknown = False
-        # whether kubelet has reported all that was held when this process started
+        # whether the kubelet has reported all that was held when this process started
         self.rebuilt = False
 
     # -- facts -------------------------------------------------------------------------------------
@@ -289,7 +289,7 @@ class Ledger:
         )
 
     def listing(self, name: str) -> Sequence[ListedDevice]:
-        """The complete list that kubelet must see now:
+        """The complete list that the kubelet must see now:
         every offered id, and held ids of devices that went away (kubelet V16).
         """
         resource = self.resource(name)
@@ -451,7 +451,7 @@ class Ledger:
         *,
         may_overcommit: bool = False,
     ) -> Grant:
-        """Book ``ids`` of resource ``name`` for a container that kubelet has not named yet.
+        """Book ``ids`` of resource ``name`` for a container that the kubelet has not named yet.
 
         The kubelet decides on the holder of an id, so an id that another grant holds moves to this
         one: its pod has ended and the kubelet has not reported it, or an init container made room
@@ -478,8 +478,8 @@ class Ledger:
             raise CapacityError(f"invalid request: an id is named twice in {listed(ids)}")
         # Where the pod decides, the ids' own devices mean nothing: the pod names its GPU.
         booked = behind if by_ids else {share.device: share.device for share in shares}
-        # Where ids name devices, kubelet fails the pod for a refusal, so a claim waits for a pod
-        # that it came too late to keep away.
+        # Where ids name devices, the kubelet fails the pod for a refusal, so a claim waits for a
+        # pod that it came too late to keep away.
         claims = not by_ids and (decided_for is None or not self._is_partly_served(decided_for[0]))
         self._refuse_troubled(resource, booked, claims=claims)
 
@@ -668,7 +668,8 @@ class Ledger:
             newest: `newest` from before the records were read; they do not cover ids that were
                 booked since.
             initial: the ledger is being rebuilt at start, so adopting is no drift.
-            may_release: False while kubelet itself is still finding its pods again after a restart.
+            may_release: False while the kubelet itself is still finding its pods again after a
+                restart.
             still_runs: whether a grant stays although the records do not show it.
             has_ended: whether the pod of a grant has ended according to the API server.
             ended_only: take away nothing but what ended pods had, and count this as no pass for the
@@ -676,8 +677,8 @@ class Ledger:
 
         Returns:
             What was changed. A grant leaves after two passes in a row that do not know it, because
-            one alone may be kubelet's own gap. For
-            an ended pod one pass is enough: kubelet and the API server are two independent sources.
+            one alone may be the kubelet's own gap. For an ended pod one pass is enough: the kubelet
+            and the API server are two independent sources.
         """
         corrections = self._reconciliation.run(
             records,

@@ -31,7 +31,7 @@ class Claim:
         gpu: UUID.
         family: the family whose pod it is.
         pod: ``namespace/name``.
-        pod_uid: kubelet's UID of the pod.
+        pod_uid: the kubelet's UID of the pod.
         since: unix seconds of the moment at which the claim was first seen.
         order: its place among the claims of the node; smaller is older, and alike for the claims of
             one pod.

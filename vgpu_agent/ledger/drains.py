@@ -3,7 +3,7 @@ so that it becomes free and another family gets its turn.
 
 A family with a steady stream of short pods never returns a GPU, because each share that ends is
 taken by the next pod. Pods that no scheduler can place are not visible on the node. The evidence
-that somebody waits is a family that had pods here lately and has none now. When many pods of other
+that such pods wait is a family that had pods here lately and has none now. When many pods of other
 families have ended since then, the GPU on which pods end fastest is drained. When it is free, its
 round begins (`turns`), and its family comes last.
 

@@ -29,16 +29,16 @@ Saved = dict[int, Grant]
 class Grants:
     """All grants that are not released.
 
-    State: the grants, the index of their ids, and how often in a row kubelet's records did not know
-    a grant (`misses`). One container can hold thousands of ids, so what is asked about them again
-    and again is remembered by grant.
+    State: the grants, the index of their ids, and how often in a row the kubelet's records did not
+    know a grant (`misses`). One container can hold thousands of ids, so what is asked about them
+    again and again is remembered by grant.
     """
 
     def __init__(self, offers: Offers) -> None:
         self._offers = offers
         self.by_number: dict[int, Grant] = {}
         # Resource → id → number of its grant; by resource, since one that was renamed keeps its
-        # ids, and kubelet counts anew.
+        # ids, and the kubelet counts anew.
         self.holder: dict[str, dict[str, int]] = {}
         # grant → offers' version, its ids, those not offered
         self._foreign: dict[int, tuple[int, tuple[str, ...], tuple[str, ...]]] = {}

@@ -58,7 +58,7 @@ class Offers:
         self.in_order: tuple[Resource, ...] = ()  # by name
         # as they were when some of today's grants were made, where the pod decides
         self._wider: dict[str, Resource] = {}
-        self.version = 0  # moves on when what is offered has changed
+        self.version = 0  # advances when what is offered has changed
         self._devices: dict[str, dict[str, str]] = {}  # resource → id → device
 
     def replace(self, resources: Iterable[Resource], held: Collection[str] = ()) -> bool:
@@ -66,8 +66,8 @@ class Offers:
         ``held``, wider limits are remembered.
 
         Raises:
-            ValueError: a name, or within one family an id (kubelet V17), is offered twice: kubelet
-                would mix their health up.
+            ValueError: a name, or within one family an id (kubelet V17), is offered twice: the
+                kubelet would mix their health up.
         """
         offered: dict[str, Resource] = {}
         for resource in resources:

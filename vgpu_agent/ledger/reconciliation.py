@@ -45,7 +45,7 @@ class Meaning(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Correction:
-    """One thing that the ledger changed because of kubelet's records.
+    """One thing that the ledger changed because of the kubelet's records.
 
     Attributes:
         event: a fixed name for the journal (``ledger.adopted``, ``ledger.released``…).
@@ -98,7 +98,7 @@ class Reconciliation:
             for grant in list(self._grants.by_number.values()):
                 if grant.number in confirmed or still_runs(grant):
                     continue
-                # Where kubelet and the API server agree, no second reading is needed.
+                # Where the kubelet and the API server agree, no second reading is needed.
                 # What was booked while they were read is in none of them.
                 reason = _ENDED if grant.number <= newest and has_ended(grant) else ""
                 if reason or (

@@ -76,7 +76,7 @@ class Turns:
 
         Args:
             clock: seconds that only grow.
-            withdrawn_for_seconds: GPU → how long kubelet may still give it to a family that is
+            withdrawn_for_seconds: GPU → how long the kubelet may still give it to a family that is
                 not offered it any more; the next turn does not begin before.
         """
         self._clock, self._withdrawn_for_seconds = clock, withdrawn_for_seconds

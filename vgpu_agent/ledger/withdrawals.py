@@ -1,5 +1,5 @@
 """GPUs that a family is no longer offered,
-and that kubelet may still give to its pods for a moment.
+and that the kubelet may still give to its pods for a moment.
 
 A scheduler reads the Node, and the Node is a moment behind: some time passes between the decision
 that a family gets no more of a GPU and the last pod that was bound by an older count. The kubelet
@@ -19,7 +19,9 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Collection
 
 WITHDRAWAL_SECONDS = 0.4
-"""A scheduler that was about to bind when the Node changed, and the pod on its way to kubelet."""
+"""Time for a scheduler that was about to bind when the Node changed, and for its pod to reach the
+kubelet.
+"""
 
 LONGEST_WITHDRAWAL_SECONDS = 3.0
 """The longest wait for the write to the Node. An API server that takes longer binds no pods."""
@@ -27,7 +29,7 @@ LONGEST_WITHDRAWAL_SECONDS = 3.0
 
 class Withdrawals:
     """State: what each family was offered last,
-    and until when kubelet may give out what it is offered no longer.
+    and until when the kubelet may give out what it is offered no longer.
 
     Each call of `follow` that withdraws something begins a new round, and their numbers grow.
     """
@@ -36,7 +38,7 @@ class Withdrawals:
         self._clock = clock
         self._offered: frozenset[tuple[str, str]] = frozenset()
         self._until: dict[tuple[str, str], float] = {}
-        # whether somebody writes the counts to the Node, and tells `counted`
+        # whether the agent writes the counts to the Node, and calls `counted` after it
         self._are_written = False
         # of each whose count the Node does not show yet: its round, and when that began
         self._unwritten: dict[tuple[str, str], tuple[int, float]] = {}
@@ -65,7 +67,7 @@ class Withdrawals:
 
     def counted(self, number: int | None) -> bool:
         """Take note that the Node has the counts of all rounds up to ``number``, or, with None,
-        that nobody can write them; whether that changed the end of any.
+        that the agent cannot write them. Return whether a withdrawal ends earlier for it.
 
         A scheduler's bind that was under way takes as long as that write did.
         """

@@ -57,7 +57,7 @@ class HostTool:
             MpsError: it cannot be started, does not end in time, or fails; the message has its
                 output and the remedy.
         """
-        said = self._name(arguments, text)
+        command = self._name(arguments, text)
         if self._stuck is not None and self._stuck.returncode is None:
             raise MpsError(
                 f"an earlier {self._program} (process {self._stuck.pid}) does not end even when "
@@ -71,7 +71,7 @@ class HostTool:
             except TimeoutError as err:
                 await self._kill(process)
                 raise MpsError(
-                    f"{said} has not ended after {self._timeout:g} s and was killed; check "
+                    f"{command} has not ended after {self._timeout:g} s and was killed; check "
                     "whether the driver answers (nvidia-smi, dmesg)"
                 ) from err
             except asyncio.CancelledError:
@@ -84,7 +84,7 @@ class HostTool:
                 if process.returncode > 0
                 else f"was ended by signal {-process.returncode}"
             )
-            raise MpsError(f"{said} {how}: {shown(complained or printed)}")
+            raise MpsError(f"{command} {how}: {shown(complained or printed)}")
         return printed
 
     async def _start(
@@ -123,8 +123,8 @@ class HostTool:
             self._stuck = process
 
     def _name(self, arguments: Sequence[str], text: str) -> str:
-        told = f" ({text.strip()})" if text.strip() else ""
-        return " ".join([self._program, *arguments]) + told
+        stdin = f" ({text.strip()})" if text.strip() else ""
+        return " ".join([self._program, *arguments]) + stdin
 
 
 def shown(text: str) -> str:

@@ -120,8 +120,8 @@ class ContainerUsages:
             self.usage.publish(shown)
 
     def _live(self) -> _Names:
-        # The replaced plugin names a static pod by the API server's UID, kubelet by the hash of its
-        # file.
+        # The replaced plugin names a static pod by the API server's UID, the kubelet by the hash of
+        # its file.
         return {
             f"{uid}_{container.name}": (pod, container.name)
             for pod in self._book.pods
@@ -149,7 +149,7 @@ class ContainerUsages:
 
     def _read(self, names: _Names) -> dict[str, RegionUse | Unreadable]:
         """Runs in a thread."""
-        is_alive = self._processes.is_alive if self._processes.visible else _anybody
+        is_alive = self._processes.is_alive if self._processes.visible else _any_process
         found: dict[str, RegionUse | Unreadable] = {}
         for directory in self._directories:
             for name in names:
@@ -208,7 +208,7 @@ class HostProcesses:
         return {name: value.strip() for name, _, value in (line.partition(":") for line in lines)}
 
 
-def _anybody(_hostpid: int, _pid: int) -> bool:
+def _any_process(_hostpid: int, _pid: int) -> bool:
     return True
 
 

@@ -89,7 +89,7 @@ def of_pod(status: AgentStatus, now: float, pod: str) -> tuple[AllocationView, .
 
 
 def unclaimed(status: AgentStatus) -> Iterable[Grant]:
-    """Grants that kubelet's records do not name a container for, the oldest first."""
+    """Grants that the kubelet's records do not name a container for, the oldest first."""
     waiting = (
         grant
         for grant in views.live_grants(status)

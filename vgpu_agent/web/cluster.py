@@ -1,8 +1,7 @@
-"""``/debug/cluster`` and the pods in ``/debug/pods``:
-the data from the API server, and the state of the connection.
+"""The answers of ``/debug/cluster`` and the watched pods in ``/debug/pods``.
 
-Used by `debug`. Nothing here is secret: credentials are named by their origin, annotations are
-those that families read or write.
+Used by `debug`. The answers contain no secrets: of credentials only the origin is shown, and of
+annotations only those that families or the agent own.
 """
 
 from __future__ import annotations
@@ -19,8 +18,8 @@ if TYPE_CHECKING:
     from vgpu_agent.pods import Pod, PodContainer
     from vgpu_agent.status import AgentStatus, WatchStatus
 
-# The domains of all keys that the families' vocabularies have, and the agent's own.
-_ANNOTATIONS_OF = (
+# The domains of the annotations that are shown: those of the families, and the agent's own.
+_SHOWN_DOMAINS = (
     *{
         key.partition("/")[0]
         for family in FAMILIES
@@ -28,11 +27,11 @@ _ANNOTATIONS_OF = (
     },
     "vgpu-agent.internal",
 )
-_LONGEST_VALUE = 400  # characters of an annotation; a pod may bring 256 KiB of them
+_LONGEST_VALUE = 400  # characters of an annotation; all of a pod may have 256 KiB
 
 
 def answer(status: AgentStatus, now: float) -> dict[str, Any]:
-    """Show the connection, the watches, the writers, and the remembered objects."""
+    """Show the connection, the watches, the writers, and the objects restored after a restart."""
     cluster = status.cluster
     return {
         "connected": cluster.connected,
@@ -52,13 +51,13 @@ def answer(status: AgentStatus, now: float) -> dict[str, Any]:
     }
 
 
-def watch(one: WatchStatus, now: float) -> dict[str, Any]:
-    """One watch."""
-    return {name: value for name, value in shown(one, now).items() if name != "essential"}
+def watch(status: WatchStatus, now: float) -> dict[str, Any]:
+    """Show the status of one watch, without ``essential``, which only the code needs."""
+    return {name: value for name, value in shown(status, now).items() if name != "essential"}
 
 
-def book(status: AgentStatus, now: float) -> dict[str, Any]:
-    """The pods of this node as the watch shows them, in the order in which they were seen bound."""
+def watched_pods(status: AgentStatus, now: float) -> dict[str, Any]:
+    """Show the pods of this node as the watch has them, in the order in which they were bound."""
     watching = next(
         (one for one in status.cluster.watches if one.name == "pods of this node"), None
     )
@@ -70,7 +69,7 @@ def book(status: AgentStatus, now: float) -> dict[str, Any]:
 
 
 def our_resources(status: AgentStatus) -> frozenset[str]:
-    """The resources that this node offers, or would offer if nothing was in the way."""
+    """The resources that this node offers, and those that it withholds for a reason."""
     return frozenset(
         (*status.ledger.free, *(plugin.resource for plugin in status.plugins), *status.unavailable)
     )
@@ -89,7 +88,7 @@ def _pod(status: AgentStatus, pod: Pod, now: float) -> dict[str, Any]:
         "annotations": {
             key: shortened(value, _LONGEST_VALUE)
             for key, value in sorted(pod.annotations.items())
-            if key.partition("/")[0].endswith(_ANNOTATIONS_OF)
+            if key.partition("/")[0].endswith(_SHOWN_DOMAINS)
         },
         "containers": [_container(status, pod, container) for container in pod.containers],
     }
@@ -112,9 +111,9 @@ def _container(status: AgentStatus, pod: Pod, container: PodContainer) -> dict[s
         ),
         "refused": next(
             (
-                one.reason
-                for one in status.binding.refusals
-                if (one.pod.kubelet_uid, one.container) == key
+                refusal.reason
+                for refusal in status.binding.refusals
+                if (refusal.pod.kubelet_uid, refusal.container) == key
             ),
             "",
         ),

@@ -189,7 +189,10 @@ def _pod_asked_for(asked: Question) -> str:
 
 
 def _pods(asked: Question) -> dict[str, Any]:
-    return {"pods": views.pods(asked.status, asked.now), **cluster.book(asked.status, asked.now)}
+    return {
+        "pods": views.pods(asked.status, asked.now),
+        **cluster.watched_pods(asked.status, asked.now),
+    }
 
 
 def _mps(asked: Question) -> dict[str, Any]:

@@ -205,7 +205,7 @@ def _container(
             yield from _overcommitted(status, grant)
     yield from _counted_alone(status, container)
     if refused:
-        return  # kubelet has asked for all of it, or it would not have come to that
+        return  # the kubelet has asked for all of it, or it would not have come to that
     counted = status.ledger.rooms  # resources that only schedulers count have no room of their own
     for name in sorted(
         container.limits.keys() & counted.keys() - {grant.resource for grant in held}
@@ -402,7 +402,7 @@ def _sources(status: AgentStatus, now: float) -> Iterator[str]:
         yield f"the watch of pods: there is none, because {reason}"
     else:
         watch = known.watches[0] if known.watches else None
-        heard = (
+        last_answer = (
             f", last answer {_ago(watch.last_event_at, now)}"
             if watch and watch.last_event_at
             else ""
@@ -414,7 +414,7 @@ def _sources(status: AgentStatus, now: float) -> Iterator[str]:
         )
         yield (
             f"the watch of pods: {len(known.pods)} pods, "
-            f"{'complete' if known.pods_synced else 'not complete yet'}{heard}{failing}"
+            f"{'complete' if known.pods_synced else 'not complete yet'}{last_answer}{failing}"
         )
     verified = (
         f"compared with the kubelet's records {_ago(status.ledger.verified_at, now)}"

@@ -84,7 +84,7 @@ class ShareView(msgspec.Struct, frozen=True):
 
 class GrantView(msgspec.Struct, frozen=True):
     """The shares that one container holds through one resource;
-    its names are empty until kubelet's records tell them.
+    its names are empty until the kubelet's records tell them.
     """
 
     number: int
@@ -105,7 +105,7 @@ class GrantView(msgspec.Struct, frozen=True):
     @property
     def pod_name(self) -> str:
         """``namespace/name``; the UID, or a word for "not known yet",
-        until kubelet has named the pod.
+        until the kubelet has named the pod.
         """
         return f"{self.namespace}/{self.pod}" if self.pod else self.pod_uid or "(not named yet)"
 

@@ -25,7 +25,7 @@ from tests.settings import switches
 from tests.simulated import simulated_node
 from vgpu_agent.agent.devices.mps import MpsController
 from vgpu_agent.concurrency import Supervisor
-from vgpu_agent.config.collisions import by_one_of_two
+from vgpu_agent.config.collisions import two_daemons_remedy
 from vgpu_agent.config.mps import Mps
 from vgpu_agent.device_ids import DeviceId
 from vgpu_agent.families.aws.family import AwsFamily, AwsOptions
@@ -276,7 +276,7 @@ async def test_one_gpu_has_one_daemon(tmp_path: Path) -> None:
         await node.until(lambda: GPU in node.offers.served)
         reason = node.withheld["nvidia.com/gpu.shared"]
         assert f"{U0} has an MPS control daemon for {GPU} already" in reason
-        assert reason.endswith(by_one_of_two())  # the same words as `config check`
+        assert reason.endswith(two_daemons_remedy())  # the same words as `config check`
 
 
 async def test_what_cannot_be_shared_by_mps_is_withheld_for_good(tmp_path: Path) -> None:

@@ -19,7 +19,7 @@ from tests.golden import SLICES, U1, golden_inventory, golden_slices, with_slice
 from tests.settings import switches
 from vgpu_agent.allocation.context import Families as AllFamilies
 from vgpu_agent.config import settings as schema
-from vgpu_agent.config.collisions import without
+from vgpu_agent.config.collisions import duplicate_remedy
 from vgpu_agent.config.hami_core import HamiCore
 from vgpu_agent.errors import ConfigError
 from vgpu_agent.families.nvidia.settings import MpsSharing, SharedResource, Sharing, TimeSlicing
@@ -338,7 +338,8 @@ async def test_two_families_that_name_one_resource_are_not_offered_both(tmp_path
         await parts.offering.sync()
         assert parts.offered == {GPU: 1, MIG: 7}
         assert parts.offering.withheld[MIG] == (
-            f"{MIG} is offered by nvidia and by volcano-vgpu-mig; {without('volcano-vgpu-mig')}"
+            f"{MIG} is offered by nvidia and by volcano-vgpu-mig; "
+            f"{duplicate_remedy('volcano-vgpu-mig')}"
         )
         parts.families._families = dataclasses.replace(parts.families._families, by_ids=both[:1])
         await look_again(parts)

@@ -274,10 +274,10 @@ def test_sizes_of_sibling_calls_speak_for_a_candidate() -> None:
     found = candidates([small, large], set(), NUMBER, 1, NODE)
     siblings = Siblings()
     assert likeliest(found, siblings) == found[0]
-    siblings.heard(MEMORY, 2000)
+    siblings.allocated(MEMORY, 2000)
     assert likeliest(found, siblings) == found[1]
     siblings.decided({NUMBER: 1, MEMORY: 2000}, [MEMORY])
-    siblings.heard(MEMORY, 1000)
+    siblings.allocated(MEMORY, 1000)
     assert likeliest(found[:1], siblings) == found[0]
 
 
@@ -288,9 +288,9 @@ def test_a_sibling_call_of_the_container_before_says_nothing() -> None:
     found = candidates([large], set(), NUMBER, 1, NODE)
     siblings = Siblings()
     siblings.decided(small.containers[0].limits, [MEMORY])
-    siblings.heard(MEMORY, 1000)
+    siblings.allocated(MEMORY, 1000)
     assert siblings.fits(found[0])
-    siblings.heard(MEMORY, 500)
+    siblings.allocated(MEMORY, 500)
     assert not siblings.fits(found[0])
 
 

@@ -110,7 +110,7 @@ def test_twenty_thousand_ids_are_served(ledger: Ledger) -> None:
     seen = decode_allocatable(allocatable.SerializeToString(), {RESOURCE: resource.ids})[RESOURCE]
     assert isinstance(seen, SeenNumbers)
     assert [seen.missing(block) for block in resource.ids.blocks] == [5, 0]
-    assert seen.strangers == {"gAA"}
+    assert seen.unknown == {"gAA"}
 
 
 def test_ids_that_are_given_out_are_those_of_their_gpu(ledger: Ledger) -> None:

@@ -192,7 +192,7 @@ class MpsController:
             if common := devices.intersection(entry.device for entry in other.ids):
                 return (
                     f"{min(common)} has an MPS control daemon for {other.name} already, and can "
-                    f"have only one; {collisions.by_one_of_two()}"
+                    f"have only one; {collisions.two_daemons_remedy()}"
                 )
         return ""
 

@@ -18,7 +18,7 @@ from vgpu_agent.agent.offers.servers import check_offer
 from vgpu_agent.allocation.context import Families
 from vgpu_agent.allocation.mode import choose
 from vgpu_agent.cdi.controller import NO_CDI
-from vgpu_agent.config.collisions import without
+from vgpu_agent.config.collisions import duplicate_remedy
 from vgpu_agent.device_ids import NumberedIds
 from vgpu_agent.errors import CarrierError, OfferError
 from vgpu_agent.families.registry import FAMILIES
@@ -111,7 +111,7 @@ class FamiliesInForce:
         """Put ``settings`` in force.
 
         Raises:
-            OfferError: the `nvidia` family would offer more than kubelet takes; nothing has
+            OfferError: the `nvidia` family would offer more than the kubelet takes; nothing has
                 changed.
         """
         async with self._changing:
@@ -346,7 +346,7 @@ def _check_distinct(offered: Sequence[Resource], more: Sequence[Resource]) -> No
         Offers().replace([*offered, *more])
     except ValueError as err:
         raise OfferError(
-            {resource.name: f"{err}; {without(resource.family)}" for resource in more}
+            {resource.name: f"{err}; {duplicate_remedy(resource.family)}" for resource in more}
         ) from err
 
 

@@ -2,8 +2,8 @@
 started and stopped as resources come and go.
 
 Called by `composition` at start, on every new inventory and at the end; by `reload` after a change
-of settings. A resource whose list would not fit into kubelet's message is withheld with a reason
-instead of being registered and dropped again and again (kubelet §10).
+of settings. A resource whose list would not fit into the kubelet's message is withheld with a
+reason instead of being registered and dropped again and again (kubelet §10).
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ class Offering:
         self._plugins: dict[str, DevicePlugin] = {}
         self._changing = asyncio.Lock()
         self._closed = False
-        # moves on with each list that kubelet is sent, and each stream that ends
+        # advances with each list that the kubelet is sent, and each stream that ends
         self.lists = Revision()
         self.withheld: dict[str, str] = {}  # resource → why it is not offered
         self.blocked: dict[str, str] = {}  # family → why its resources must not be served now
@@ -96,7 +96,7 @@ class Offering:
 
     @property
     def sent_to_several_families(self) -> dict[str, SentCounts]:
-        """Resource → what kubelet was last sent over a stream that is open; nothing where one
+        """Resource → what the kubelet was last sent over a stream that is open; nothing where one
         family has all GPUs for itself.
         """
         if len({plugin.resource.family for plugin in self._plugins.values()}) < 2:

@@ -78,8 +78,8 @@ class GrantKeeping:
         """Remove specs under a name that the kubelet has given to another container by now.
 
         The next holder's PreStartContainer would replace such a spec, but that call is not certain:
-        kubelet leaves it out before we have registered again after its restart, and after the last
-        registration of an orderly stop.
+        the kubelet leaves it out before we have registered again after its restart, and after the
+        last registration of an orderly stop.
         """
         for record in self._directory.records:
             if self._allocator.late_start.is_foreign(record):

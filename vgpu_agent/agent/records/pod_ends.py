@@ -1,7 +1,7 @@
 """Pods that have ended according to the API server while the ledger still has something for them.
 
-`verification` asks when to look at kubelet's records for them, and, with the records at hand, which
-grants were theirs.
+`verification` asks when to look at the kubelet's records for them, and, with the records at hand,
+which grants were theirs.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from vgpu_agent.model import Grant, KubeletRecords
     from vgpu_agent.pods import Pod, PodCache
 
-# kubelet lists a container's ids as soon as Allocate is answered; the watch may show the pod a
+# The kubelet lists a container's ids as soon as Allocate is answered; the watch may show the pod a
 # moment later.
 _LISTED_SECONDS = 1.0
 
@@ -27,7 +27,7 @@ class PodEnds:
     """The ends of pods, joined with the grants.
 
     State: how many pods had ended when every grant was last known by its pod. After a restart all
-    grants come from kubelet's records, with their pods.
+    grants come from the kubelet's records, with their pods.
     """
 
     def __init__(

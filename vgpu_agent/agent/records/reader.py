@@ -147,8 +147,8 @@ class KubeletRecordsReader:
         """Build it.
 
         Args:
-            pod_resources: the client of kubelet's socket.
-            checkpoint: the path of kubelet's file.
+            pod_resources: the client of the kubelet's socket.
+            checkpoint: the path of the kubelet's file.
             with_answers: whether all stored answers are needed (early binding), not only those for
                 the ids in question.
             pods: knows their names, the likely next start, and the resources of interest; the ids
@@ -260,8 +260,8 @@ class KubeletRecordsReader:
             listed = _Listed(await self._pod_resources.list(self._pods.resources.__contains__))
         except KubeletError as err:
             listed = _Listed(None, str(err))
-        # After List, which makes kubelet forget ended pods, so that fewer of them are still in the
-        # file.
+        # After List, which makes the kubelet forget ended pods, so that fewer of them are still in
+        # the file.
         return await self._read_checkpoint(), listed
 
     async def _read_checkpoint(self) -> _Checkpoint:

@@ -90,8 +90,8 @@ class StartingPods:
         return any(now - since < self._longest_seconds for since in self._pending_since.values())
 
     def name(self, pod_uid: str, *, live: bool = False) -> tuple[str, str] | None:
-        """(namespace, name) of the pod that kubelet knows under a UID; None when we do not know it,
-        or with ``live`` when it has ended.
+        """(namespace, name) of the pod that the kubelet knows under a UID; None when we do not know
+        it, or with ``live`` when it has ended.
         """
         pod = self._book.get(pod_uid)
         return (pod.namespace, pod.name) if pod and not (live and pod.ended) else None
@@ -103,8 +103,8 @@ class StartingPods:
         """Yield (namespace, name) of the pod to which a start with ``count`` ids probably belongs;
         None when none suits.
 
-        It is the one bound first of those that wait for as many, since kubelet admits pods in about
-        that order. Until the ``with`` is left, no other caller expects that container.
+        It is the one bound first of those that wait for as many, since the kubelet admits pods in
+        about that order. Until the ``with`` is left, no other caller expects that container.
 
         Args:
             resource: of which the ids are.

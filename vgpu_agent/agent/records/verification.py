@@ -63,8 +63,8 @@ _COALESCING_SECONDS = 0.1
 class Verification:
     """The loop that keeps the ledger true to the kubelet's records.
 
-    State: when the records were last read, which ended pods kubelet still had then, and how much
-    drift was ever found; nothing that a restart would miss.
+    State: when the records were last read, which ended pods the kubelet still had then, and how
+    much drift was ever found; nothing that a restart would miss.
     """
 
     def __init__(
@@ -114,7 +114,7 @@ class Verification:
         self.verified_at = 0.0
 
     async def rebuild(self) -> None:
-        """Fill the ledger with what kubelet knows, before anything new is offered."""
+        """Fill the ledger with what the kubelet knows, before anything new is offered."""
         await self._verify(initial=True)
         self._journal.record(
             "ledger.rebuilt", grants=len(self._ledger.grants), trouble=self._kubelet.records_trouble

@@ -1,9 +1,9 @@
 """The answers of early Allocates, the containers they were meant for, and whether an answer is
 right for the container that has it.
 
-The proof is the answer that kubelet itself keeps: it must be the answer that the proven container
-should have got. Of two containers with equal shares that got each other's answers, each may keep
-what it got.
+The proof is the answer that the kubelet itself keeps: it must be the answer that the proven
+container should have got. Of two containers with equal shares that got each other's answers, each
+may keep what it got.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from vgpu_agent.model import Grant, Share
     from vgpu_agent.pods import Pod
 
-Key = tuple[str, str]  # (kubelet's UID of the pod, container)
+Key = tuple[str, str]  # (the kubelet's UID of the pod, container)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -68,8 +68,8 @@ class Answers:
     """The answers of this process.
 
     State: `given`, by token, and `answered`, the containers that an answer was meant for or that
-    have one, right or wrong; a restart derives the second from kubelet's records and does without
-    the first.
+    have one, right or wrong; a restart derives the second from the kubelet's records and does
+    without the first.
 
     Attributes:
         admitted_up_to: the latest place, in the order in which pods were bound, of which kubelet is
@@ -80,7 +80,8 @@ class Answers:
         self.given: dict[str, Given] = {}
         self.answered: set[Key] = set()
         self.admitted_up_to = 0
-        # those of `answered` that have ids in kubelet's records, and so are not asked about again
+        # those of `answered` that have ids in the kubelet's records, and so are not asked about
+        # again
         self._holders: set[Key] = set()
 
     def made(self, token: str, given: Given) -> None:
@@ -89,7 +90,7 @@ class Answers:
         self.answered.add(given.decided_for)
 
     def admitted(self, pod: Pod) -> None:
-        """kubelet has given ids to ``pod``; of those bound before it,
+        """The kubelet has given ids to ``pod``; of those bound before it,
         it has admitted or turned away all but a few.
         """
         self.admitted_up_to = max(self.admitted_up_to, pod.bound)
@@ -133,8 +134,8 @@ class Answers:
             if other != token and each.decided_for == evidence.key:
                 # The holder of that one keeps it as its own, so its share must be equal as well.
                 return Verdict.EXCHANGE if each.shares == given.shares else Verdict.WRONG
-        # A pod that is gone for kubelet and the API server may leave a container that has not ended
-        # yet, in the very directory.
+        # A pod that is gone for the kubelet and the API server may leave a container that has not
+        # ended yet, in the very directory.
         return Verdict.WRONG if gone else Verdict.LATER
 
     def exchange(self, token: str, key: Key) -> Key:
@@ -222,14 +223,14 @@ def _is_of(answer: Edits, provision: Provision) -> bool:
         leads_into(provision.collected, answer) or leads_into(provision.before, answer)
     ):
         return answer == wanted
-    told = answer.environment.items() <= wanted.environment.items()
+    environment_known = answer.environment.items() <= wanted.environment.items()
     same = dataclasses.replace(
         answer,
         environment=wanted.environment,
         mounts=wanted.mounts,
         memory_mounts=wanted.memory_mounts,
     )
-    return told and same == wanted
+    return environment_known and same == wanted
 
 
 def leads_into(directory: str, answer: Edits) -> bool:

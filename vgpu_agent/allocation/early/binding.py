@@ -54,7 +54,7 @@ _NOTHING = Edits({"NVIDIA_VISIBLE_DEVICES": "void"})
 
 
 class WrongPodError(RequestRefusedError):
-    """The answer that kubelet keeps for this container is another pod's;
+    """The answer that the kubelet keeps for this container is another pod's;
     the pod must be created anew.
     """
 
@@ -93,7 +93,7 @@ class EarlyBinding:
         """Note that the kubelet has allocated ``count`` ids of a resource that is only counted,
         which tells of whom it asks next.
         """
-        self._siblings.heard(resource, count)
+        self._siblings.allocated(resource, count)
 
     async def allocate(
         self, offered: Resource, ids: Sequence[str], family: PodFamily
@@ -119,7 +119,7 @@ class EarlyBinding:
             if guess.alone:
                 raise decision
             # Another pod may be meant, and an error would fail it for good. At the start the pod is
-            # known, and kubelet asks again.
+            # known, and the kubelet asks again.
             self._context.journal.record(
                 "allocate.unanswered",
                 level="warning",
@@ -252,8 +252,8 @@ class EarlyBinding:
 
         decision, provisions, exchanged = await self._ended.with_room(start, prove)
         by = decision.by
-        # The answer that kubelet keeps is proven for these shares, so only their booking is tried
-        # again.
+        # The answer that the kubelet keeps is proven for these shares, so only their booking is
+        # tried again.
         grant = await self._ended.with_room(
             start, lambda: book(start, decision, f"{by}; {exchanged}" if exchanged else by)
         )
@@ -430,7 +430,7 @@ class EarlyBinding:
     # -- after a start -----------------------------------------------------------------------------
 
     def confirmed(self, records: KubeletRecords) -> None:
-        """Follow kubelet's records, with which the ledger has been brought in line;
+        """Follow the kubelet's records, with which the ledger has been brought in line;
         forget pods that are gone.
         """
         holders = (

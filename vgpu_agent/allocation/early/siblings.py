@@ -16,17 +16,17 @@ if TYPE_CHECKING:
 class Siblings:
     """The sizes of the calls for the resources that are only counted, as further evidence.
 
-    kubelet allocates a container's resources one after the other, in any order. What was allocated
-    since the last decision belongs to the container that was decided for then, or else to the
-    present one.
+    The kubelet allocates a container's resources one after the other, in any order. What was
+    allocated since the last decision belongs to the container that was decided for then, or else to
+    the present one.
     """
 
     def __init__(self) -> None:
         self._since: list[tuple[str, int]] = []
         self._open: dict[str, int] = {}
 
-    def heard(self, resource: str, count: int) -> None:
-        """kubelet has allocated ``count`` ids of a counted resource."""
+    def allocated(self, resource: str, count: int) -> None:
+        """Note that the kubelet has allocated ``count`` ids of a counted resource."""
         self._since.append((resource, count))
 
     def decided(self, limits: Mapping[str, int], counted: Collection[str]) -> None:

@@ -90,7 +90,7 @@ class AwsFamily:
         self._options = options
 
     def owns(self, resource: str) -> Ownership:
-        """AWS's name, and the one that is set; the first may be in kubelet's records from
+        """AWS's name, and the one that is set; the first may be in the kubelet's records from
         before a change of settings.
         """
         return (
@@ -237,7 +237,7 @@ def _devices(ids: Iterable[str]) -> list[str]:
     return [found[1] for id_ in ids if (found := _ID.fullmatch(id_))]
 
 
-def _join_nobody(
+def _join_none(
     resource: Resource, devices: Sequence[str], inventory: Inventory, paths: MpsOptions
 ) -> Edits:
     """Add nothing, like upstream: the pod sets up MPS itself."""
@@ -265,7 +265,7 @@ _SHARING: Mapping[str, SharingMode] = {
     "supervised": SharingMode.MPS,
 }
 _JOINING: Mapping[str, Callable[[Resource, Sequence[str], Inventory, MpsOptions], Edits]] = {
-    "none": _join_nobody,
+    "none": _join_none,
     "host": _join_host,
     "supervised": mps_edits,
 }

@@ -1,7 +1,7 @@
 """The settings of the family `aws`: its section, its flag, its rules. Counts: aws §II.1."""
 
-# Without `from __future__ import annotations`: msgspec would evaluate each annotation, a text then,
-# twice at each start.
+# Without `from __future__ import annotations`, which makes each annotation a string that msgspec
+# evaluates twice at each start.
 
 from collections.abc import Iterator
 from typing import Annotated, Literal
@@ -10,7 +10,7 @@ import msgspec
 from msgspec import Meta
 
 from vgpu_agent.config.checks import Conflict
-from vgpu_agent.config.collisions import by_one_of_two
+from vgpu_agent.config.collisions import two_daemons_remedy
 from vgpu_agent.config.families import FamilySettings, OfferedName, switched_on
 from vgpu_agent.config.mps import MAX_MPS_CLIENTS
 from vgpu_agent.config.options import Option
@@ -54,7 +54,9 @@ class Aws(msgspec.Struct, frozen=True, rename="camel", forbid_unknown_fields=Tru
 
 
 def _names(settings: Settings) -> Iterator[OfferedName]:
-    yield OfferedName(settings.section(Aws).resource_name, FAMILY, "aws.resourceName", choice=0)
+    yield OfferedName(
+        settings.section(Aws).resource_name, FAMILY, "aws.resourceName", change_order=0
+    )
 
 
 def _collisions(settings: Settings) -> Iterator[Conflict]:
@@ -66,13 +68,12 @@ def _collisions(settings: Settings) -> Iterator[Conflict]:
             text = (
                 f"host needs somebody else's MPS control daemon on GPUs that {other} starts one for"
             )
-        yield Conflict((("aws.mps", f"{text}, and a GPU takes one only; {by_one_of_two()}"),))
+        yield Conflict((("aws.mps", f"{text}, and a GPU takes one only; {two_daemons_remedy()}"),))
 
 
-def _exposed(settings: Settings) -> tuple[str, str]:
+def _mounted_mps_directory(settings: Settings) -> tuple[str, str]:
     mps = settings.section(Aws).mps
-    # The default place of MPS's pipes.
-    # a path that others have chosen
+    # The default directory of MPS's pipes, so not a predictable name of ours (S108).
     return ("", "") if mps == "none" else ("/tmp/nvidia-mps", f"aws.mps: {mps}")  # noqa: S108
 
 
@@ -93,5 +94,5 @@ SETTINGS = FamilySettings(
     names=_names,
     mps="aws.mps",
     collisions=_collisions,
-    exposed=_exposed,
+    mounted_mps_directory=_mounted_mps_directory,
 )

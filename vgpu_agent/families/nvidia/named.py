@@ -6,8 +6,8 @@ one of them (nvidia §13). `agent` follows label and directory, and asks `choose
 them may have changed.
 """
 
-# Without `from __future__ import annotations`: msgspec would evaluate each annotation, a text then,
-# twice at each start.
+# Without `from __future__ import annotations`, which makes each annotation a string that msgspec
+# evaluates twice at each start.
 
 from collections.abc import Callable, Collection
 from typing import Annotated, Literal

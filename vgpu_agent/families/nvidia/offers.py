@@ -1,10 +1,10 @@
-"""The offers of a node with these GPUs under NVIDIA's names:
-the resources with their ids, and what is withheld and why.
+"""The resources that a node offers under NVIDIA's names, with their ids, and the withheld ones with
+the reasons.
 
-From the devices of each name (`devices`) and the entries about sharing to `Resource`s: whole
-devices, replicas of all of them or of some, each device in one resource only, so that it is never
-twice in the ledger (nvidia G1–G16, D15; iktos K1–K9). A fault in one resource withholds only that
-one. Called by `family`; pure.
+Input are the devices of each name (`devices`) and the sharing entries of the configuration. A
+`Resource` has whole devices, or replicas of all or some of them. Each device is in one resource
+only, so that the ledger has it once (nvidia G1–G16, D15; iktos K1–K9). A fault in one resource
+withholds only that one. Called by `family`; pure.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ if TYPE_CHECKING:
     from vgpu_agent.model import Inventory
 
 
-# More ids than any list that kubelet takes could hold (kubelet §10): such a list is only counted,
-# and then refused by its length.
+# More ids than any list that the kubelet takes could hold (kubelet §10): such a list is only
+# counted, and then refused by its length.
 _MAX_IDS = 200_000
 
 
@@ -48,7 +48,7 @@ class Offers:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Part:
-    """One device in a resource: how often it is offered, and whether by an entry about sharing."""
+    """One device in a resource: how often it is offered, and whether a sharing entry names it."""
 
     device: Device
     replicas: int = 1
@@ -56,17 +56,17 @@ class _Part:
 
 
 def offers(options: NvidiaOptions, inventory: Inventory) -> Offers:
-    """Return what this node offers. Deterministic; never raises."""
+    """Return the offers of this node; deterministic; never raises."""
     plan = _Plan(options, named_devices(inventory, options))
     for entry in options.shared:
         plan.share(entry)
-    plan.leave_the_rest_whole()
+    plan.offer_the_rest_whole()
     return plan.offers(inventory)
 
 
 class _Plan:
-    """The devices of each resource, filled entry by entry;
-    the first entry that names a device has it.
+    """The devices of each resource, filled entry by entry.
+    A device belongs to the first entry that names it.
     """
 
     def __init__(self, options: NvidiaOptions, named: Named) -> None:
@@ -75,7 +75,7 @@ class _Plan:
         self._refused = dict(named.refused)
         self._cautions = list(named.cautions)
         self._parts: dict[str, list[_Part]] = {}
-        self._taken: dict[str, str] = {}  # UUID → the resource that has it
+        self._taken: dict[str, str] = {}  # UUID → resource of the first entry that names it
 
     def share(self, entry: SharedEntry) -> None:
         """Offer the devices of the entry with its replicas."""
@@ -85,8 +85,8 @@ class _Plan:
                 self._refused.pop(entry.name, None)  # it would not be offered under this name
             self._refused[name] = reason
         if (devices := self._named.devices.get(entry.name)) is None:
-            # One configuration serves nodes with and without such devices, but GPUs may only be
-            # called otherwise.
+            # One configuration serves nodes with and without such devices, so this is no fault. But
+            # the node's GPUs may have another name, which the operator should know.
             if entry.name == GPU_RESOURCE and not reason and (names := self._names_of_gpus()):
                 self._cautions.append(
                     f"{name}: no GPU is shared by the entry about {entry.name}, because "
@@ -106,20 +106,20 @@ class _Plan:
         self._taken |= {device.uuid: self._taken.get(device.uuid, name) for device in chosen}
         self._parts.setdefault(name, []).extend(self._part(entry, device) for device in chosen)
 
-    def leave_the_rest_whole(self) -> None:
+    def offer_the_rest_whole(self) -> None:
         """Offer what no entry has taken, each device once."""
         for name, devices in self._named.devices.items():
             if whole := [_Part(device) for device in devices if device.uuid not in self._taken]:
                 self._parts.setdefault(name, []).extend(whole)
 
     def offers(self, inventory: Inventory) -> Offers:
-        """The resources that can be served, and why the others cannot."""
+        """The resources that can be offered, and why the others cannot."""
         resources = []
         for name, parts in self._parts.items():
             if name in self._refused:
                 continue
             resource = _resource(name, parts, self._options)
-            if reason := _why_not(resource, parts, inventory):
+            if reason := _why_not_offered(resource, parts, inventory):
                 self._refused[name] = reason
             elif resource.ids:
                 resources.append(resource)
@@ -135,7 +135,7 @@ class _Plan:
     def _part(self, entry: SharedEntry, device: Device) -> _Part:
         if entry.replicas != AUTOMATIC:
             return _Part(device, entry.replicas, shared=True)
-        # of its own memory (iktos K2, D7)
+        # A slice counts its own memory, not that of its GPU (iktos K2, D7).
         replicas, unit_mib = device.memory_mib // self._options.unit_mib, self._options.unit_mib
         if device.gpu.integrated:
             self._refused[entry.published] = (
@@ -151,8 +151,8 @@ class _Plan:
 
 
 def _chosen(entry: SharedEntry, devices: Sequence[Device]) -> tuple[list[Device], list[str]]:
-    """The devices that an entry means, in node order,
-    and the words in it that name none of them.
+    """The devices that an entry selects, in node order,
+    and the texts in it that match no device.
     """
     if entry.devices == ALL:
         return list(devices), []
@@ -160,19 +160,19 @@ def _chosen(entry: SharedEntry, devices: Sequence[Device]) -> tuple[list[Device]
         return list(devices[: entry.devices]), [] if entry.devices <= len(devices) else [
             str(entry.devices)
         ]
-    words = {
-        word: device
+    by_text = {
+        text: device
         for device in devices
-        for word in (device.index, device.uuid, *_old_name(device))
+        for text in (device.index, device.uuid, *_old_mig_name(device))
     }
-    meant = {words[word].uuid for word in entry.devices if word in words}
-    return [device for device in devices if device.uuid in meant], [
-        word for word in entry.devices if word not in words
+    selected = {by_text[text].uuid for text in entry.devices if text in by_text}
+    return [device for device in devices if device.uuid in selected], [
+        text for text in entry.devices if text not in by_text
     ]
 
 
-def _old_name(device: Device) -> tuple[str, ...]:
-    """A slice as drivers before 470 name it (nvidia §4)."""
+def _old_mig_name(device: Device) -> tuple[str, ...]:
+    """The name of a slice before driver 470 (nvidia §4); none for a whole GPU."""
     slice_ = device.instance
     return (
         (f"MIG-{device.gpu.uuid}/{slice_.gpu_instance_id}/{slice_.compute_instance_id}",)
@@ -242,7 +242,7 @@ def _ids(parts: Sequence[_Part], options: NvidiaOptions) -> Sequence[DeviceId]:
     return tuple(itertools.chain.from_iterable(replicas.get(uuid, whole[uuid]) for uuid in whole))
 
 
-def _why_not(resource: Resource, members: Sequence[_Part], inventory: Inventory) -> str:
+def _why_not_offered(resource: Resource, members: Sequence[_Part], inventory: Inventory) -> str:
     """Explain why a resource cannot be offered as planned; empty when it can."""
     if resource.sharing is not SharingMode.MPS:
         return ""

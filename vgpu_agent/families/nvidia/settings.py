@@ -5,8 +5,8 @@ Defaults and meaning: nvidia §2 and §3, iktos §I.2. What NVIDIA's plugin pars
 (renames, patterns, `devices`) is honoured here.
 """
 
-# Without `from __future__ import annotations`: msgspec would evaluate each annotation, a text then,
-# twice at each start.
+# Without `from __future__ import annotations`, which makes each annotation a string that msgspec
+# evaluates twice at each start.
 
 import functools
 from collections.abc import Iterator, Mapping, Sequence

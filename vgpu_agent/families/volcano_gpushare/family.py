@@ -75,7 +75,7 @@ class VolcanoGpushareOptions:
             scheduler takes for equal.
         lists: how the container gets its card; by index, as the replaced plugin does, unless the
             operator wants UUIDs.
-        message_budget_bytes: largest device list that is sent to kubelet.
+        message_budget_bytes: largest device list that is sent to the kubelet.
     """
 
     strategy: str = SHARE
@@ -122,7 +122,7 @@ class VolcanoGpushareFamily:
     # -- what is offered ---------------------------------------------------------------------------
 
     def owns(self, resource: str) -> Ownership:
-        """Both names: the other one may be in kubelet's records after a change of strategy."""
+        """Both names: the other one may be in the kubelet's records after a change of strategy."""
         return (
             Ownership.CERTAIN if resource in (MEMORY_RESOURCE, NUMBER_RESOURCE) else Ownership.NONE
         )
@@ -133,7 +133,7 @@ class VolcanoGpushareFamily:
 
         Raises:
             OfferError: the cards differ in size, or the list of ids would not fit into a message of
-                kubelet, or a unit into a card.
+                the kubelet, or a unit into a card.
         """
         numbered = inventory.numbered
         self._numbers = {gpu.uuid: number for number, gpu in numbered.items()}

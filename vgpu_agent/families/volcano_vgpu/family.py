@@ -99,7 +99,7 @@ class VolcanoVgpuFamily:
         """Return what the node offers (volcano-vgpu G2); see `resources_of`.
 
         Raises:
-            ConfigError: a list would not fit into a message of kubelet.
+            ConfigError: a list would not fit into a message of the kubelet.
         """
         resources = resources_of(inventory, self._options)
         self._factor = offer_of(inventory, self._options).factor

@@ -1,7 +1,7 @@
 """The offers of a node in the words of `volcano-vgpu`:
 three resources, or four, and the unit in which memory is counted.
 
-Ids are those of the replaced plugin, because kubelet's checkpoint holds them for running pods
+Ids are those of the replaced plugin, because the kubelet's checkpoint holds them for running pods
 (volcano-vgpu §1.2). Its memory list outgrows the kubelet's message on large cards (volcano-vgpu
 D9). Here the unit grows instead, or the start reports which one would fit. Called by `family` with
 each inventory.
@@ -73,7 +73,7 @@ class VolcanoVgpuOptions:
         hidden_indices: the same, by NVML index.
         policy: ``binpack`` or ``spread``, for pods that no GPU scheduler has placed.
         handshake_seconds: shortest time between two answers to an old scheduler's handshake.
-        message_budget_bytes: largest device list that is sent to kubelet.
+        message_budget_bytes: largest device list that is sent to the kubelet.
         lists: how containers get their devices.
         mode: `HAMI_CORE`, or `MIG` for shares that are MIG instances.
         geometries: how GPUs may be divided in the mode `MIG`, from the ConfigMap.
@@ -198,7 +198,7 @@ def resources_of(inventory: Inventory, options: VolcanoVgpuOptions) -> tuple[Res
     (volcano-vgpu §1, §4).
 
     Raises:
-        OfferError: a list would not fit into a message of kubelet; the text names what would
+        OfferError: a list would not fit into a message of the kubelet; the text names what would
             (kubelet V13). Or no geometry is known for any of the GPUs.
     """
     gpus, names = shared_gpus(inventory, options), options.names

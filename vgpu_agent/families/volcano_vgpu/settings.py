@@ -4,8 +4,8 @@ Defaults are those of the plugin that is replaced (volcano-vgpu §5). Its own co
 read by `files` and beat this section.
 """
 
-# Without `from __future__ import annotations`: msgspec would evaluate each annotation, a text then,
-# twice at each start.
+# Without `from __future__ import annotations`, which makes each annotation a string that msgspec
+# evaluates twice at each start.
 
 from collections.abc import Iterator
 from typing import Annotated, Literal
@@ -253,17 +253,21 @@ def _names(settings: Settings) -> Iterator[OfferedName]:
     if strategy != "none":
         text = f"{vgpu.mig_resource_prefix}/{'gpu' if strategy == 'single' else 'mig-'}"
         yield OfferedName(
-            text, MIG_FAMILY, "volcanoVgpu.migResourcePrefix", prefix=strategy == "mixed", choice=2
+            text,
+            MIG_FAMILY,
+            "volcanoVgpu.migResourcePrefix",
+            prefix=strategy == "mixed",
+            change_order=2,
         )
-    yield OfferedName(vgpu.number_resource, FAMILY, "volcanoVgpu.numberResource", choice=1)
-    yield OfferedName(vgpu.memory_resource, FAMILY, "volcanoVgpu.memoryResource", choice=1)
-    yield OfferedName(vgpu.cores_resource, FAMILY, "volcanoVgpu.coresResource", choice=1)
+    yield OfferedName(vgpu.number_resource, FAMILY, "volcanoVgpu.numberResource", change_order=1)
+    yield OfferedName(vgpu.memory_resource, FAMILY, "volcanoVgpu.memoryResource", change_order=1)
+    yield OfferedName(vgpu.cores_resource, FAMILY, "volcanoVgpu.coresResource", change_order=1)
     if vgpu.offer_memory_percentage:
         yield OfferedName(
             vgpu.memory_percentage_resource,
             FAMILY,
             "volcanoVgpu.memoryPercentageResource",
-            choice=1,
+            change_order=1,
         )
 
 

@@ -62,7 +62,9 @@ class VolcanoStaticMigFamily:
         self._options = options
 
     def owns(self, resource: str) -> Ownership:
-        """The names of both strategies: one may be in kubelet's records from before a change."""
+        """The names of both strategies: one may be in the kubelet's records since before a
+        change.
+        """
         ours = resource == f"{self._options.prefix}/gpu" or resource.startswith(
             f"{self._options.prefix}/mig-"
         )
