@@ -208,7 +208,7 @@ async def test_no_container_is_started_from_a_spec_of_before(node: Node) -> None
     await node.grants.deliver(record, node.provision())
     earlier = str(node.host / "vgpu" / "containers")
     after = GrantDirectory(
-        str(node.cdi), node.journal, kept_directory=str(node.folder / "kept"), earlier=earlier
+        str(node.cdi), node.journal, kept_directory=str(node.folder / "kept"), old_directory=earlier
     )
     await after.load()
     assert not await after.stands(record.token)
@@ -349,7 +349,7 @@ async def test_no_region_escapes_the_guard_by_being_new_or_made_anew(node: Node)
     task = asyncio.create_task(guard.run())
     try:
         await eventually(lambda: guard._thread is not None)
-        node.grants._made = guard.take
+        node.grants._on_file_made = guard.take
         for times in (1, 2):
             await node.mounts_at_start()
             with node.region.open("r+b") as file:

@@ -93,7 +93,7 @@ def test_a_long_list_is_encoded_in_parts_without_keeping_any() -> None:
 
     assert len(sizes) >= 50_000 / codec.IDS_IN_A_PART
     assert max(sizes) <= codec.IDS_IN_A_PART * 80
-    assert encoder._kept == {}
+    assert encoder._encoded == {}
 
 
 async def test_other_calls_are_let_in_while_a_long_list_is_made() -> None:
