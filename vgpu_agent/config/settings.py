@@ -221,7 +221,7 @@ class Gpu(msgspec.Struct, frozen=True, rename="camel", forbid_unknown_fields=Tru
 
 
 class Web(msgspec.Struct, frozen=True, rename="camel", forbid_unknown_fields=True):
-    """What the HTTP servers show."""
+    """The contents of the HTTP servers."""
 
     pod_names: Annotated[
         Literal["all", "debug"],
