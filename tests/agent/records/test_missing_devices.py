@@ -133,6 +133,20 @@ def test_a_driver_that_has_not_answered_says_nothing_about_devices() -> None:
     assert node.told("grant.device_missing") == []
 
 
+def test_a_driver_that_shows_no_gpu_for_a_moment_brings_no_device_back() -> None:
+    """A driver that is opened again has an empty inventory first. The device is missing before and
+    after, and is reported once.
+    """
+    node = _held()
+    node.change(_cut("MIG-b"))
+
+    node.change(dataclasses.replace(golden_inventory(), gpus=()))
+    node.change(_cut("MIG-b"))
+
+    assert len(node.told("grant.device_missing")) == 1
+    assert node.told("grant.device_returned") == []
+
+
 def test_a_device_that_comes_back_to_its_pod_is_told() -> None:
     """MIG UUIDs are the same for the same layout, so the change has been undone."""
     node = _held()

@@ -117,7 +117,12 @@ class MissingDevices:
             await self._memory.keep(self._ledger.slices)
 
     def look(self) -> None:
-        """Report what is new: a pod that lost its device, or a device that came back to its pod."""
+        """Report what is new: a pod that lost its device, or a device that came back to its pod.
+
+        While the driver shows no GPU, nothing is known about any device.
+        """
+        if not self._inventory().gpus:
+            return
         live = {grant.number: grant for grant in self._ledger.grants}
         vanished = dict(self._vanished(live.values()))
         for (number, device), grant in vanished.items():
@@ -152,11 +157,7 @@ class MissingDevices:
         self._reported.keep_only(vanished)
 
     def _vanished(self, grants: Iterable[Grant]) -> Iterator[tuple[tuple[int, str], Grant]]:
-        inventory = self._inventory()
-        # the driver has not answered yet, so nothing is known about any device
-        if not inventory.gpus:
-            return
-        present = inventory.devices
+        present = self._inventory().devices
         for grant in grants:
             yield from (
                 ((grant.number, share.device), grant)
