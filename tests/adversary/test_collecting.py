@@ -355,7 +355,7 @@ async def test_what_was_helped_by_hand_goes(
     """It is tried again now and then, in every directory,
     and is no problem any more when it is gone.
     """
-    monkeypatch.setattr(grants_module, "_PATIENCE_SECONDS", 0.0)
+    monkeypatch.setattr(grants_module, "_RETRY_SECONDS", 0.0)
     really, locked = removal.remove_tree, [True]
 
     def remove(path: str, *, seconds: float) -> bool:
