@@ -175,6 +175,21 @@ def test_memory_of_gpu_share_is_read_in_mib(tmp_path: Path) -> None:
     assert folder.faults() == []
 
 
+def test_a_handover_counts_from_the_end_that_the_api_server_shows(tmp_path: Path) -> None:
+    """Of a deleted pod pod-resources forgets the ids two seconds before anybody is told that the
+    pod has ended. These are the kubelet's seconds, not the agent's.
+    """
+    folder = _Folder(tmp_path, [_job("n", NVIDIA)])
+    folder.start("n", 1.0)
+    folder.end("n", 10.0)
+    assert folder.checker.released_by == {"n"}
+    folder.checker.see_healthy({}, [], 12.0, shown=["n"])
+    folder.checker.see_healthy({RESOURCES[AWS]: frozenset(_UUIDS)}, [], 12.25)
+    assert folder.checker.report.handovers == [2.25]
+    assert folder.checker.report.after_kubelet == [0.25]
+    assert folder.faults() == []
+
+
 def test_a_handover_ends_with_healthy_ids_of_another_family(tmp_path: Path) -> None:
     """Those of the same family were healthy all the time."""
     folder = _Folder(tmp_path, [_job("n", NVIDIA)])

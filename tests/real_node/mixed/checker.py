@@ -88,8 +88,8 @@ class Report:
             that is too long.
         handovers: seconds from the end of a GPU's last container to healthy ids of another family
             at kubelet.
-        after_kubelet: the part of them after pod-resources has listed the last holder for the last
-            time, rounded up to a look.
+        after_kubelet: the part of them after pod-resources has listed the last holder, and the API
+            server has shown it running, for the last time; rounded up to a look.
         unfinished: pods that had not ended when the day was over → their status.
     """
 
@@ -169,7 +169,8 @@ def _is_insufficient(pod: Mapping[str, Any]) -> bool:
 @dataclasses.dataclass
 class _Released:
     """A GPU whose last container has ended:
-    when, which pod's it was, and when pod-resources listed that pod for the last time.
+    when, which pod's it was, and when the kubelet spoke of that pod as alive for the last time, in
+    pod-resources or to the API server.
     """
 
     at: float
@@ -324,15 +325,28 @@ class Checker:
         """
         return bool(self._released)
 
+    @property
+    def released_by(self) -> frozenset[str]:
+        """The last holders of those GPUs."""
+        return frozenset(released.pod for released in self._released.values())
+
     def see_healthy(
-        self, healthy: Mapping[str, frozenset[str]], listed: Collection[str], now: float
+        self,
+        healthy: Mapping[str, frozenset[str]],
+        listed: Collection[str],
+        now: float,
+        *,
+        shown: Collection[str] = (),
     ) -> None:
         """Take in the GPUs that have healthy ids at kubelet, by resource,
         and the pods that pod-resources lists.
+
+        Of a pod that was deleted pod-resources forgets the ids before the kubelet reports the end;
+        ``shown`` are the pods whose end the API server does not show yet.
         """
         for uuid, released in list(self._released.items()):
             family = released.family
-            if released.pod in listed:
+            if released.pod in listed or released.pod in shown:
                 released.listed_at = now
             offered = any(
                 uuid in gpus

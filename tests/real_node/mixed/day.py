@@ -12,7 +12,7 @@ import contextlib
 import datetime as dt
 import re
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -119,7 +119,8 @@ class _Day:
             self._checker.read_views()
             if self._checker.handing_over:
                 healthy = _healthy(self._rig, self._uuids)
-                self._checker.see_healthy(healthy, _holdings(self._rig), _uptime())
+                listed, shown = _holdings(self._rig), self._shown_alive(self._checker.released_by)
+                self._checker.see_healthy(healthy, listed, _uptime(), shown=shown)
             if _uptime() - looked_at >= _PODS_SECONDS:
                 looked_at = _uptime()
                 left = self._look_at_pods()
@@ -162,6 +163,15 @@ class _Day:
             self._note_admitted(pod)
         self._checker.see_pods(pods, _holdings(self._rig), _uptime())
         return bool(pods)
+
+    def _shown_alive(self, names: Collection[str]) -> list[str]:
+        """Return those pods whose end the API server does not show."""
+        found = {name: self._rig.pod(name) for name in names}
+        return [
+            name
+            for name, pod in found.items()
+            if pod is not None and pod["status"].get("phase") not in ("Succeeded", "Failed")
+        ]
 
     def _note_admitted(self, pod: Mapping[str, Any]) -> None:
         if at := pod["status"].get("startTime"):
