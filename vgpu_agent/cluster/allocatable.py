@@ -41,9 +41,9 @@ _LOOK_SECONDS = 10.0
 # The kubelet takes over a list in milliseconds, and the lists of several resources change together.
 _COALESCING_SECONDS = 0.1
 # A Node is a large object that every scheduler and kubelet proxy of the cluster watches. A handover
-# is a few writes within seconds. Counts that go down do not wait.
-_APART_SECONDS = 1.0
-_AT_ONCE = 4
+# is a few writes within seconds, and a turn lasts one. Counts that go down do not wait.
+_APART_SECONDS = 0.5
+_AT_ONCE = 8
 # Writes of the kubelet later than this are counted with the new list.
 _CROSSES_SECONDS = 1.0
 
@@ -207,7 +207,7 @@ class AllocatableWriter:
         whether all are written.
         """
         now = asyncio.get_running_loop().time()
-        # Writes that could not wait put off the next one by a second, however many they were.
+        # However many writes did not wait, the next one waits no longer than this.
         self._next_at = min(
             max(self._next_at, now) + _APART_SECONDS, now + _APART_SECONDS * _AT_ONCE
         )
