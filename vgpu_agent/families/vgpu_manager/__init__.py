@@ -1,0 +1,1 @@
+"""`vgpu-manager`: shares of GPUs as coldzerofear/vgpu-manager gives them out."""

@@ -1,0 +1,180 @@
+"""The names that vgpu-manager uses in a cluster: resources, annotations and labels of pods and
+Nodes.
+
+Almost all of them are in one domain, which the operator may replace (``--domain``, vgpu-manager
+§1.2). The version labels of the Node and the keys below ``vgpu-manager.io/`` are in a domain of
+their own.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+DEFAULT_DOMAIN = "nvidia.com"
+
+# Keys that no domain replaces (vgpu-manager §1.2, §3, §4.1).
+DRIVER_VERSION_LABEL = "nvidia.com/node-driver-version"
+CUDA_VERSION_LABEL = "nvidia.com/node-cuda-version"
+CUDA_MAJOR_LABEL = "nvidia.com/node-cuda-major"
+CUDA_MINOR_LABEL = "nvidia.com/node-cuda-minor"
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Keys:
+    """All keys in one domain."""
+
+    domain: str = DEFAULT_DOMAIN
+
+    def _key(self, name: str) -> str:
+        return f"{self.domain}/{name}"
+
+    # -- resources (vgpu-manager §2) ---------------------------------------------------------------
+
+    @property
+    def number(self) -> str:
+        """Cards, one id a slot; the only resource that decides anything."""
+        return self._key("vgpu-number")
+
+    @property
+    def cores(self) -> str:
+        """Percent of each card's compute."""
+        return self._key("vgpu-cores")
+
+    @property
+    def memory(self) -> str:
+        """Units of ``deviceMemoryFactor`` MiB of each card."""
+        return self._key("vgpu-memory")
+
+    def mig(self, profile: str) -> str:
+        """The resource of MIG instances of a profile, e.g. ``1g.10gb``."""
+        return self._key(f"mig-{profile.replace('+', '.')}")
+
+    # -- annotations of the Node (vgpu-manager §3) -------------------------------------------------
+
+    @property
+    def node_config(self) -> str:
+        """The node's scaling and split count, as JSON."""
+        return self._key("node-config-info")
+
+    @property
+    def node_register(self) -> str:
+        """The node's GPUs, as JSON."""
+        return self._key("node-device-register")
+
+    @property
+    def node_topology(self) -> str:
+        """The links between the node's GPUs, as JSON."""
+        return self._key("node-device-topology")
+
+    @property
+    def node_heartbeat(self) -> str:
+        """Deprecated: only taken away."""
+        return self._key("node-device-heartbeat")
+
+    @property
+    def node_gpu_domain(self) -> str:
+        """The rail of each GPU, by UUID; the operator's."""
+        return self._key("node-gpu-domain")
+
+    # -- what users write on pods, and operators on Nodes (vgpu-manager §4.1) ----------------------
+
+    @property
+    def compute_policy(self) -> str:
+        """``fixed``, ``balance`` or ``none``; the pod's beats the Node's."""
+        return self._key("vgpu-compute-policy")
+
+    @property
+    def node_policy(self) -> str:
+        """``binpack``, ``spread`` or ``none``, over nodes; only for schedulers."""
+        return self._key("node-scheduler-policy")
+
+    @property
+    def device_policy(self) -> str:
+        """``binpack``, ``spread`` or ``none``, over the cards of a node."""
+        return self._key("device-scheduler-policy")
+
+    @property
+    def memory_policy(self) -> str:
+        """``virtual`` or ``physical``: whether the node may have oversold its memory."""
+        return self._key("memory-scheduler-policy")
+
+    @property
+    def topology_mode(self) -> str:
+        """``none``, ``numa``, ``numa-strict``, ``link`` or ``link-strict``."""
+        return self._key("device-topology-mode")
+
+    @property
+    def include_uuid(self) -> str:
+        """Texts, separated by commas, of which the card's UUID must contain one."""
+        return self._key("include-gpu-uuid")
+
+    @property
+    def exclude_uuid(self) -> str:
+        """Texts, separated by commas, of which the card's UUID must contain none."""
+        return self._key("exclude-gpu-uuid")
+
+    @property
+    def include_type(self) -> str:
+        """Texts, separated by commas, of which the card's product name must contain one."""
+        return self._key("include-gpu-type")
+
+    @property
+    def exclude_type(self) -> str:
+        """Texts, separated by commas, of which the card's product name must contain none."""
+        return self._key("exclude-gpu-type")
+
+    # -- state of pods (vgpu-manager §4.2) ---------------------------------------------------------
+
+    @property
+    def predicate_node(self) -> str:
+        """The node that the extender has chosen."""
+        return self._key("predicate-node")
+
+    @property
+    def predicate_time(self) -> str:
+        """Unix nanoseconds of that, or `FINISHED` once the pod has its shares or has failed."""
+        return self._key("predicate-time")
+
+    @property
+    def pre_allocated(self) -> str:
+        """The claims of the pod's containers, as the extender wrote them."""
+        return self._key("pre-allocated")
+
+    @property
+    def real_allocated(self) -> str:
+        """The claims of those containers that have their shares."""
+        return self._key("real-allocated")
+
+    @property
+    def phase(self) -> str:
+        """A label: ``filtering``, ``allocating``, ``succeed`` or ``failed``."""
+        return self._key("assigned-phase")
+
+    @property
+    def metrics_node(self) -> str:
+        """A label: the node on which the pod's use is measured."""
+        return self._key("metrics-node")
+
+    @property
+    def user_annotations(self) -> tuple[str, ...]:
+        """The annotations of pods that users write and the agent reads."""
+        return (
+            self.compute_policy,
+            self.device_policy,
+            self.memory_policy,
+            self.topology_mode,
+            self.include_uuid,
+            self.exclude_uuid,
+            self.include_type,
+            self.exclude_type,
+        )
+
+    @property
+    def state_annotations(self) -> tuple[str, ...]:
+        """The annotations of pods that schedulers and the agent write, the most important first."""
+        return (self.pre_allocated, self.real_allocated, self.predicate_node, self.predicate_time)
+
+    @property
+    def state_labels(self) -> tuple[str, ...]:
+        """The labels of pods that schedulers and the agent write."""
+        return (self.phase, self.metrics_node)
