@@ -378,6 +378,7 @@ class Agent:
             self._tokens,
             starting=self._starting.any,
             resources=self._resources,
+            owned=lambda: {each.name: each.family for each in self._ledger.resources},
             sent=lambda: self._offering.sent_to_several_families,
             lists=self._offering.lists,
             withdrawn=self._ledger.withdrawn,

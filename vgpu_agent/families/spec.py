@@ -157,6 +157,10 @@ class FamilyMetric:
     rows: Callable[[Readings], Iterable[tuple[tuple[str, ...], float]]]
 
 
+def _nothing(_: Settings) -> Iterable[str]:
+    return ()
+
+
 @dataclasses.dataclass(frozen=True, slots=True)
 class FamilySpec:
     """The facts about a family that the agent has to know.
@@ -185,6 +189,10 @@ class FamilySpec:
             get it. Where they may, what they use is read.
         node_annotations: annotations of the Node that are taken back at the agent's removal, as
             patterns for people.
+        stale_keys: the settings → annotations and labels of pods that schedulers and the agent have
+            written about one pod; they are taken off when it is created anew.
+        reschedules: the settings → whether its failed pods get another chance, although
+            ``binding.rescheduleFailed`` is off; None where only that decides.
         progress: annotations of pods that only show how far a start has come; others, by which
             schedulers count, are written first.
     """
@@ -204,6 +212,8 @@ class FamilySpec:
     library: LibraryUse | None = None
     node_annotations: tuple[str, ...] = ()
     progress: frozenset[str] = frozenset()
+    stale_keys: Callable[[Settings], Iterable[str]] = _nothing
+    reschedules: Callable[[Settings], bool] | None = None
 
     @property
     def name(self) -> str:
