@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.families.vgpu_manager.node import INVENTORY, U0, U1, cards
+from tests.families.vgpu_manager.node import CORES, INVENTORY, MEMORY, U0, U1, cards
 from tests.golden import golden_slices
 from vgpu_agent.families.family import NodeView
 from vgpu_agent.families.vgpu_manager.keys import Keys
@@ -39,6 +39,7 @@ REGISTERED = (
     '"capability":8.6,"healthy":true}]'
 )
 OPTIONS = VgpuManagerOptions(topology=True)
+GPU_NODE = Node("gpu-node-1")
 
 
 def desired(
@@ -46,9 +47,13 @@ def desired(
     *,
     trouble: dict[str, str] | None = None,
     offered: bool = True,
+    node: Node = GPU_NODE,
+    others: frozenset[str] = frozenset(),
     **options: object,
 ) -> DesiredNode:
-    """The desired Node; ``trouble`` is why a GPU cannot be had."""
+    """The desired Node; ``trouble`` is why a GPU cannot be had, ``others`` what other families
+    offer.
+    """
     rooms = tuple(
         DeviceRoom(gpu.uuid, (trouble or {}).get(gpu.uuid, ""))
         for gpu in inventory.gpus
@@ -56,7 +61,12 @@ def desired(
     )
     chosen = dataclasses.replace(OPTIONS, **options)  # type: ignore[arg-type]
     view = NodeView(
-        Node("gpu-node-1"), inventory, {chosen.keys.number: rooms} if offered else {}, {}, 0.0
+        node,
+        inventory,
+        {chosen.keys.number: rooms} if offered else {},
+        {},
+        0.0,
+        offered=others,
     )
     return desired_node(view, chosen)
 
@@ -281,7 +291,9 @@ def test_nothing_is_touched_before_the_driver_has_answered() -> None:
 
 def test_a_node_whose_gpus_are_gone_is_no_gpu_node() -> None:
     """An empty list would be an error for schedulers."""
-    assert desired(Inventory(2)) == cleanup(OPTIONS)
+    left = desired(Inventory(2))
+    assert left.annotations == cleanup(OPTIONS).annotations
+    assert left.labels == cleanup(OPTIONS).labels
 
 
 def test_operators_keep_what_is_theirs() -> None:
@@ -294,6 +306,45 @@ def test_operators_keep_what_is_theirs() -> None:
     operators = {keys.node_gpu_domain, keys.compute_policy}
     assert operators.isdisjoint(left.annotations)
     assert operators.isdisjoint(desired().annotations)
+
+
+def test_a_quota_whose_gate_is_off_leaves_the_node() -> None:
+    """``vgpu-manager §2.2``: the kubelet would keep it at 0 for ever. Slots stay: a pod that asks
+    for a resource that its Node does not have is started without it.
+    """
+    assert desired().capacity == {CORES: None, MEMORY: None}
+    assert desired(offer_cores=True).capacity == {MEMORY: None}
+    assert desired(offer_cores=True, offer_memory=True).capacity == {}
+    assert desired(Inventory(2)).capacity == {CORES: None, MEMORY: None}
+    assert desired(keys=Keys("example.com")).capacity == {
+        "example.com/vgpu-cores": None,
+        "example.com/vgpu-memory": None,
+    }
+
+
+def test_a_quota_that_is_too_long_to_offer_leaves_the_node_as_well() -> None:
+    """What the kubelet has of it is from before the memory was scaled."""
+    assert desired(cards(8), offer_cores=True, offer_memory=True).capacity == {MEMORY: None}
+
+
+def test_kinds_of_instances_that_are_gone_leave_the_node() -> None:
+    """Only at 0, and none that a family of this node offers: another plugin may have the name."""
+    counts = {
+        "nvidia.com/mig-1g.10gb": "0",
+        "nvidia.com/mig-2g.20gb": "0",
+        "nvidia.com/mig-3g.40gb": "7",
+        "nvidia.com/gpu": "0",
+        "example.com/mig-1g.10gb": "0",
+    }
+    node = Node("gpu-node-1", capacity=counts, allocatable=counts)
+    gone = desired(node=node, others=frozenset({"nvidia.com/mig-2g.20gb"})).capacity
+    assert gone == {"nvidia.com/mig-1g.10gb": None, CORES: None, MEMORY: None}
+    draining = Node(
+        "gpu-node-1",
+        capacity={"nvidia.com/mig-1g.10gb": "3"},
+        allocatable={"nvidia.com/mig-1g.10gb": "0"},
+    )
+    assert desired(node=draining).capacity == {CORES: None, MEMORY: None}
 
 
 def test_texts_stay_within_what_a_node_may_have() -> None:

@@ -19,7 +19,12 @@ from vgpu_agent.families.vgpu_manager.keys import (
     CUDA_VERSION_LABEL,
     DRIVER_VERSION_LABEL,
 )
-from vgpu_agent.families.vgpu_manager.offer import cores_percent, memory_mib, withheld
+from vgpu_agent.families.vgpu_manager.offer import (
+    cores_percent,
+    memory_mib,
+    offered_names,
+    withheld,
+)
 from vgpu_agent.nodes import DesiredNode
 
 if TYPE_CHECKING:
@@ -57,8 +62,9 @@ def desired_node(view: NodeView, options: VgpuManagerOptions) -> DesiredNode:
     inventory, keys = view.inventory, options.keys
     if not inventory.version:
         return DesiredNode()  # the values from before the agent's restart are still the best ones
+    stale = DesiredNode(capacity=_stale(view, options))
     if not inventory.numbered:
-        return cleanup(options)
+        return cleanup(options).joined(stale)
     free = {room.device: not room.trouble for room in view.rooms.get(keys.number, ())}
     never = withheld(inventory, options)
 
@@ -79,7 +85,25 @@ def desired_node(view: NodeView, options: VgpuManagerOptions) -> DesiredNode:
             keys.node_heartbeat: None,
         },
         labels=_labels(inventory),
-    )
+    ).joined(stale)
+
+
+def _stale(view: NodeView, options: VgpuManagerOptions) -> dict[str, None]:
+    """Return the resources that the Node must not have, because the kubelet would keep them for
+    ever (vgpu-manager §2.2): quotas whose gate is off, and kinds of MIG instances that are gone.
+
+    Other plugins may have instances by the same names, so of those only what is at 0 goes. Slots
+    stay at 0: the kubelet starts a pod without asking for a resource that its Node does not have.
+    """
+    keys, node = options.keys, view.node
+    offered = view.offered | offered_names(view.inventory, options)
+    gone = {
+        name
+        for name in (*node.capacity, *node.allocatable)
+        if name.startswith(keys.mig(""))
+        and node.capacity.get(name, "0") == node.allocatable.get(name, "0") == "0"
+    }
+    return dict.fromkeys(sorted({keys.cores, keys.memory, *gone} - offered))
 
 
 def cleanup(options: VgpuManagerOptions) -> DesiredNode:

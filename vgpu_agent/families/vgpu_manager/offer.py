@@ -87,6 +87,14 @@ def resources_of(inventory: Inventory, options: VgpuManagerOptions) -> tuple[Res
     return (number, *fitting)
 
 
+def offered_names(inventory: Inventory, options: VgpuManagerOptions) -> frozenset[str]:
+    """Return the names of `resources_of`; none where it cannot be offered as configured."""
+    try:
+        return frozenset(resource.name for resource in resources_of(inventory, options))
+    except OfferError:
+        return frozenset()
+
+
 def cautions_of(inventory: Inventory, options: VgpuManagerOptions) -> tuple[str, ...]:
     """Return a sentence for each list that is too long to be offered, and for cards that the
     library cannot limit.
