@@ -111,7 +111,7 @@ async def test_a_resource_that_is_offered_no_more_leaves_the_node(
 
     def is_gone() -> bool:
         status = server.objects.get("nodes", "n1")["status"]
-        return status["capacity"] == status["allocatable"] == kept
+        return bool(status["capacity"] == status["allocatable"] == kept)
 
     async with running(watch.run), running(publisher.run):
         await until(is_gone)
