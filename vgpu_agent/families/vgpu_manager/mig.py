@@ -14,12 +14,14 @@ from vgpu_agent.families.family import Ownership
 from vgpu_agent.families.mig_instances import MIXED, SINGLE, MigInstancesFamily
 from vgpu_agent.families.vgpu_manager.keys import Keys
 from vgpu_agent.families.vgpu_manager.offer import why_excluded
-from vgpu_agent.families.vgpu_manager.settings import MIG_FAMILY
 
 if TYPE_CHECKING:
     from vgpu_agent.families.device_lists import ListOptions
     from vgpu_agent.families.vgpu_manager.options import VgpuManagerOptions
     from vgpu_agent.model import Gpu, Inventory, MigInstance
+
+
+MIG_FAMILY = "vgpu-manager-mig"
 
 
 class VgpuManagerMigFamily(MigInstancesFamily):

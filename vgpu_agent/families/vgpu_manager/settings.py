@@ -16,7 +16,6 @@ from vgpu_agent.config.settings import Settings
 from vgpu_agent.families.vgpu_manager.keys import DEFAULT_DOMAIN, Keys
 
 FAMILY = "vgpu-manager"
-MIG_FAMILY = "vgpu-manager-mig"
 
 
 class VgpuManager(msgspec.Struct, frozen=True, rename="camel", forbid_unknown_fields=True):
