@@ -208,6 +208,7 @@ class NodeView:
         allocated_at: resource → unix seconds of the last Allocate; missing when there was none.
         now: unix seconds.
         locks: what is remembered of the schedulers' locks of this node.
+        offered: the names of all resources of this node, of any family.
     """
 
     node: Node
@@ -216,6 +217,7 @@ class NodeView:
     allocated_at: Mapping[str, float]
     now: float
     locks: NodeLocks = dataclasses.field(default_factory=NodeLocks)
+    offered: frozenset[str] = frozenset()
 
 
 class PodFamily(Family, Protocol):
