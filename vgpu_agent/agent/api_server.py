@@ -124,6 +124,12 @@ class ClusterAccess:
         return self.remembered.as_node if self.remembered else None
 
     @property
+    def node_annotations(self) -> Mapping[str, str]:
+        """The annotations of our Node; empty while it has not been read."""
+        node = self.node
+        return node.annotations if node else {}
+
+    @property
     def config_label(self) -> str | None:
         """The value of the label that names this node's configuration, empty where it has none;
         None while the Node is not to be read.
