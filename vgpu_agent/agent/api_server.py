@@ -374,7 +374,7 @@ class ClusterAccess:
         self._loop("writes to pods", self.pod_publisher.run)
         self._loop("events", self.events.run)
         self._loop("refused starts", self.reschedule.run)
-        if any(_rescues(family, settings) for family in FAMILIES):
+        if any(rescues(family, settings) for family in FAMILIES):
             self.rescue = Rescue(
                 self.client,
                 settings.node_name_or_hostname,
@@ -382,7 +382,7 @@ class ClusterAccess:
                 lambda: self._rescued(owned()),
                 lambda: refusals.current,
                 refusals.revision,
-                _stale(settings),
+                stale_keys(settings),
                 self.events,
                 PodCopies(settings.state_directory),
                 self._journal,
@@ -402,7 +402,7 @@ class ClusterAccess:
         """Return those of the resources whose failed pods get another chance; ``owned`` has the
         family of each.
         """
-        families = {family.name for family in FAMILIES if _rescues(family, self._settings)}
+        families = {family.name for family in FAMILIES if rescues(family, self._settings)}
         return frozenset(name for name, family in owned.items() if family in families)
 
     async def written_once(self, seconds: float) -> None:
@@ -536,13 +536,13 @@ class ClusterAccess:
         )
 
 
-def _rescues(family: FamilySpec, settings: Settings) -> bool:
+def rescues(family: FamilySpec, settings: Settings) -> bool:
     """Tell whether the family's failed pods get another chance."""
     asked = family.reschedules is not None and family.reschedules(settings)
     return family.is_on(settings) and (asked or settings.binding.reschedule_failed)
 
 
-def _stale(settings: Settings) -> frozenset[str]:
+def stale_keys(settings: Settings) -> frozenset[str]:
     """Return the annotations and labels that a pod must not have when it is created anew."""
     return frozenset(key for family in FAMILIES for key in family.stale_keys(settings))
 

@@ -90,6 +90,11 @@ def _renamed(settings: Settings) -> Vocabulary:
     return _vocabulary(Keys(settings.section(VgpuManager).domain))
 
 
+def _stale_keys(settings: Settings) -> tuple[str, ...]:
+    keys = Keys(settings.section(VgpuManager).domain)
+    return (*keys.state_annotations, *keys.state_labels)
+
+
 def _node_config_path(settings: Settings) -> str:
     return settings.section(VgpuManager).node_config_file if settings.is_on(FAMILY) else ""
 
@@ -116,4 +121,6 @@ SPEC = FamilySpec(
     node_annotations=_BY_DEFAULT.node_annotations,
     progress=_BY_DEFAULT.progress,
     renamed=_renamed,
+    stale_keys=_stale_keys,
+    reschedules=lambda settings: settings.section(VgpuManager).gates.reschedule,
 )
