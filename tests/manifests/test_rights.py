@@ -9,6 +9,7 @@ from typing import Any
 
 from tests.manifests.documents import DEFAULTS, MANIFESTS, NAME, documents_of, rights_of
 from vgpu_agent.cluster.made_anew import TRIES
+from vgpu_agent.cluster.reviews import ACCESS_REVIEWS, TOKEN_REVIEWS
 from vgpu_agent.families.volcano_gpushare import family as volcano_gpushare
 from vgpu_agent.families.volcano_gpushare.settings import MEMORY_RESOURCE, NUMBER_RESOURCE
 from vgpu_agent.families.volcano_vgpu import decisions, node_state, pod_state
@@ -81,6 +82,16 @@ def test_making_pods_anew_must_be_asked_for_and_is_held_to_the_own_node() -> Non
     }
 
 
+def test_asking_who_a_scraper_is_must_be_asked_for() -> None:
+    """Two questions and nothing else; they change nothing."""
+    (role, _) = documents_of("components/scrape-reviews/rbac.yaml")
+    asked = [path.split("/") for path in (TOKEN_REVIEWS, ACCESS_REVIEWS)]
+    assert role["rules"] == [
+        {"apiGroups": [group], "resources": [resource], "verbs": ["create"]}
+        for _, _, group, _, resource in asked
+    ]
+
+
 def test_only_the_agents_pod_gets_the_token(objects: dict[str, Any], pod: Any) -> None:
     """The pod asks for it. Another pod under the same account would have to ask, too."""
     assert pod["automountServiceAccountToken"] is True
@@ -96,7 +107,7 @@ def test_every_role_is_bound_to_the_pods_account(objects: dict[str, Any], pod: A
     }
     assert pod["serviceAccountName"] == account["name"]
     files = [path.relative_to(MANIFESTS) for path in MANIFESTS.rglob("rbac.yaml")]
-    assert len(files) == 4
+    assert len(files) == 5
     for file in files:
         documents = documents_of(str(file))
         for role, binding in zip(documents[::2], documents[1::2], strict=True):

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 
 from vgpu_agent import concurrency
 from vgpu_agent.agent.remembered import Memory, Remembered
-from vgpu_agent.cluster import api, decode, retrying
+from vgpu_agent.cluster import api, decode, retrying, reviews
 from vgpu_agent.cluster.allocatable import AllocatableWriter
 from vgpu_agent.cluster.config_map import ConfigMapWatch
 from vgpu_agent.cluster.credentials import credentials
@@ -419,6 +419,16 @@ class ClusterAccess:
         if self.pods is None:
             raise ClusterError(self.disconnected_reason)
         return await self.pods.fetch(namespace, name)
+
+    async def may_get(self, token: str, path: str) -> bool:
+        """Tell whether whoever has ``token`` may get ``path`` of this agent.
+
+        Raises:
+            ClusterError: the API server cannot be asked.
+        """
+        if self.client is None:
+            raise ClusterError(self.disconnected_reason)
+        return await reviews.may_get(self.client, token, path)
 
     async def follow(self, apply: Callable[[], Awaitable[None]]) -> None:
         """Remember what was read, and call ``apply`` on each change, until cancelled."""

@@ -300,7 +300,7 @@ class Agent:
             cdi=self._cdi.status,
             mps=lambda: self._mps.statuses,
         )
-        self.web = LateWeb(self._report.status, settings)
+        self.web = LateWeb(self._report.status, settings, self._cluster.may_get)
 
     async def run(
         self, stop: asyncio.Event, *, started: Callable[[], object] = lambda: None

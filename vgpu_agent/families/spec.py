@@ -8,7 +8,7 @@ Each family has one `FamilySpec`, in the module `spec` of its package; `registry
 from __future__ import annotations
 
 import dataclasses
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from vgpu_agent.families.device_lists import ListOptions
 
@@ -131,6 +131,10 @@ class Readings:
         usage: of each GPU that could be read.
         containers: the use that containers make of their devices.
         now: unix seconds.
+        node: the Node's name.
+        version: of the agent.
+        commit: of the agent; empty where it is not known.
+        in_force: see `BuiltFamily`.
     """
 
     grants: Sequence[Grant]
@@ -138,6 +142,10 @@ class Readings:
     usage: Sequence[GpuUsage]
     containers: Sequence[ContainerUsage]
     now: float
+    node: str = ""
+    version: str = ""
+    commit: str = ""
+    in_force: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -180,6 +188,40 @@ class Vocabulary:
     progress: frozenset[str] = frozenset()
 
 
+@dataclasses.dataclass(frozen=True, slots=True)
+class ExporterOptions:
+    """How the metrics of a replaced program are served.
+
+    Attributes:
+        listen: where, e.g. ``:3456``.
+        flag: what an operator changes when the address is taken.
+        min_interval_seconds: who asks more often gets the last answer.
+        authorised: scrapers must show a token that the API server allows to get the path.
+        certificate_file: PEM; empty for plain HTTP.
+        key_file: its key.
+    """
+
+    listen: str
+    flag: str
+    min_interval_seconds: float = 1.0
+    authorised: bool = False
+    certificate_file: str = ""
+    key_file: str = ""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class FamilyExporter:
+    """Metrics that a family serves at an address of their own, as the program that it replaces did.
+
+    Attributes:
+        metrics: all of them.
+        options: the settings → where and how; None while they are off.
+    """
+
+    metrics: tuple[FamilyMetric, ...]
+    options: Callable[[Settings], ExporterOptions | None]
+
+
 def _nothing(_: Settings) -> Iterable[str]:
     return ()
 
@@ -201,6 +243,7 @@ class FamilySpec:
         variables: a pattern of the variables of containers that it has to know of; empty for none.
             Names and not prefixes: a tenant could invent any number below a prefix.
         metrics: its own metrics.
+        exporter: metrics at an address of their own; None where there are none.
         mps: the settings → where its containers meet the MPS control daemons that it has; None
             where it shares nothing by MPS.
         mig_tool: the settings → how GPUs are divided for its pods; None where none is.
@@ -227,6 +270,7 @@ class FamilySpec:
     labels: tuple[str, ...] = ()
     variables: str = ""
     metrics: tuple[FamilyMetric, ...] = ()
+    exporter: FamilyExporter | None = None
     mps: Callable[[Settings], MpsOptions] | None = None
     mig_tool: Callable[[Settings], MigTool] | None = None
     device_modes: Callable[[Settings], tuple[str, ...]] | None = None

@@ -9,7 +9,13 @@ import msgspec
 from vgpu_agent.config.types import DEVICE_MODES
 from vgpu_agent.families.mig_instances import NONE
 from vgpu_agent.families.plugin_files import PluginFile
-from vgpu_agent.families.spec import BuiltFamily, FamilySpec, Vocabulary
+from vgpu_agent.families.spec import (
+    BuiltFamily,
+    ExporterOptions,
+    FamilyExporter,
+    FamilySpec,
+    Vocabulary,
+)
 from vgpu_agent.families.vgpu_manager import node_config
 from vgpu_agent.families.vgpu_manager.family import NoControl, VgpuManagerFamily
 from vgpu_agent.families.vgpu_manager.keys import (
@@ -19,6 +25,7 @@ from vgpu_agent.families.vgpu_manager.keys import (
     DRIVER_VERSION_LABEL,
     Keys,
 )
+from vgpu_agent.families.vgpu_manager.metrics import METRICS
 from vgpu_agent.families.vgpu_manager.mig import VgpuManagerMigFamily
 from vgpu_agent.families.vgpu_manager.options import VgpuManagerOptions
 from vgpu_agent.families.vgpu_manager.settings import (
@@ -95,6 +102,20 @@ def _stale_keys(settings: Settings) -> tuple[str, ...]:
     return (*keys.state_annotations, *keys.state_labels)
 
 
+def _exporter(settings: Settings) -> ExporterOptions | None:
+    exporter = settings.section(VgpuManager).exporter
+    if not exporter.address or not settings.is_on(FAMILY):
+        return None
+    return ExporterOptions(
+        exporter.address,
+        f"{SECTION}.exporter.address",
+        exporter.min_scrape_interval_seconds,
+        authorised=exporter.authorised,
+        certificate_file=exporter.certificate_file,
+        key_file=exporter.key_file,
+    )
+
+
 def _node_config_path(settings: Settings) -> str:
     return settings.section(VgpuManager).node_config_file if settings.is_on(FAMILY) else ""
 
@@ -121,6 +142,7 @@ SPEC = FamilySpec(
     node_annotations=_BY_DEFAULT.node_annotations,
     progress=_BY_DEFAULT.progress,
     renamed=_renamed,
+    exporter=FamilyExporter(METRICS, _exporter),
     stale_keys=_stale_keys,
     reschedules=lambda settings: settings.section(VgpuManager).gates.reschedule,
 )
