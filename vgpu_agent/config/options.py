@@ -311,12 +311,17 @@ def options() -> tuple[Option, ...]:
     return (*_OPTIONS, *(option for family in families.DECLARED for option in family.options))
 
 
-def keys_set_with(path: str) -> tuple[str, ...]:
-    """List the further keys that an option for the key ``path`` sets."""
+def keys_set_with(path: str, *, in_file: bool = False) -> tuple[str, ...]:
+    """List the further keys that an option for the key ``path`` sets; with ``in_file`` those that
+    its place in NVIDIA's file sets.
+    """
     return tuple(
         key
         for family in families.DECLARED
-        for key, followed in family.follows.items()
+        for key, followed in (
+            *family.follows.items(),
+            *(() if in_file else family.follows_flags.items()),
+        )
         if followed == path
     )
 

@@ -176,8 +176,10 @@ def _names(settings: Settings) -> Iterator[OfferedName]:
     strategy, _ = static_mig_strategy(settings, vgpu)
     offered = [(keys.number, strategy != "single")]
     offered += [(keys.cores, gates.offer_cores), (keys.memory, gates.offer_memory)]
+    # The key that an operator has set, and may change.
+    path = "families.vgpuManager" if vgpu.domain == DEFAULT_DOMAIN else f"{SECTION}.domain"
     for name in (name for name, is_offered in offered if is_offered):
-        yield OfferedName(name, FAMILY, f"{SECTION}.domain")
+        yield OfferedName(name, FAMILY, path)
     if strategy != "none":
         yield OfferedName(keys.mig(""), FAMILY, f"{SECTION}.migStrategy", prefix=True)
 
@@ -222,7 +224,7 @@ SETTINGS = FamilySettings(
         _own("nodeConfigFile", "--node-config-path", "FILE", "vgpu-manager's node configuration"),
         _own("openKernelModules", "--open-kernel-modules", "BOOL", "the driver's open modules"),
     ),
-    follows={f"{SECTION}.migStrategy": "plugin.migStrategy"},
+    follows_flags={f"{SECTION}.migStrategy": "plugin.migStrategy"},
     ignored=(ForeignVariable("CGROUP_DRIVER", _found, _FOUND),),
     ignored_flags=(
         ForeignFlag("--master", "name the API server in the kubeconfig"),
