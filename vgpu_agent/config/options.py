@@ -352,7 +352,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
                 group, option.flags, metavar=option.metavar, help=text, repeats=key.is_list, **alone
             )
     for name in foreign_settings.flags():
-        _add(group, (name,), nargs="?", const="", help=argparse.SUPPRESS)
+        _add(group, (name,), nargs="?", const="true", help=argparse.SUPPRESS)
 
 
 class _Given(argparse.Action):

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import argparse
 from typing import Any
 
 import pytest
 
 from tests.settings import settings as settings_of
 from tests.settings import switches
-from vgpu_agent.config import collisions
+from vgpu_agent.config import collisions, options
 from vgpu_agent.config.device_answers import Plugin
 from vgpu_agent.config.families import OfferedName
 from vgpu_agent.config.load import Contents, Loaded, Sources, load_contents
@@ -90,7 +91,7 @@ def test_the_defaults_are_those_of_the_replaced_plugin() -> None:
 def test_a_flag_that_means_nothing_here_is_accepted_and_named() -> None:
     """vgpu-manager §1.2, §1.4: with the reason, so that nobody relies on it."""
     loaded = load(
-        {"--kube-api-qps": "50", "--cgroup-driver": "systemd", "--v": "4", "--log_dir": ""},
+        {"--kube-api-qps": "50", "--cgroup-driver": "systemd", "--v": "4", "--logtostderr": "true"},
         CGROUP_DRIVER="systemd",
     )
     assert loaded.warnings == (
@@ -104,7 +105,58 @@ def test_a_flag_that_means_nothing_here_is_accepted_and_named() -> None:
             "by itself, with either driver"
         ),
         '--v: "4" has no effect here; set log.level and log.format',
-        "--log_dir has no effect here; set log.level and log.format",
+        '--logtostderr: "true" has no effect here; set log.level and log.format',
+    )
+
+
+def test_the_arguments_that_the_chart_writes_are_accepted() -> None:
+    """Those of its device plugin with the shipped values: pasted into our DaemonSet, only the log
+    level is named.
+    """
+    parser = argparse.ArgumentParser()
+    options.add_arguments(parser)
+    words = [
+        "--domain=nvidia.com",
+        "--kube-api-qps=20",
+        "--kube-api-burst=30",
+        "--device-list-strategy=envvar",
+        "--device-split-count=10",
+        "--device-cores-scaling=1",
+        "--device-memory-scaling=1",
+        "--device-memory-factor=1",
+        "--pprof-bind-port=0",
+        "--cgroup-driver=",
+        "--feature-gates=VirtualMemoryTracking=true,SharedSMUtilizationWatcher=true",
+        "--feature-gates=TopologyAwareGPUAllocation=true,HonorPreAllocatedDeviceIDs=true",
+        "--mofed-enabled=false",
+        "--gds-enabled=false",
+        "--gdrcopy-enabled=false",
+        "--open-kernel-modules=false",
+        "--mig-strategy=mixed",
+        "--cdi-annotation-prefix=cdi.k8s.io/",
+        "--host-driver-root=/",
+        "--container-driver-root=/driver-root",
+        "--node-config-path=/config/nodeConfig.yaml",
+        "--v=3",
+    ]
+    loaded = load(options.given(parser.parse_args(words)), HOST_MANAGER_DIR="/data/vgpu-manager")
+    assert loaded.warnings == ('--v: "3" has no effect here; set log.level and log.format',)
+    assert loaded.collisions == ()
+    assert options_of(loaded.settings) == VgpuManagerOptions(
+        topology=True, prefer_claimed=True, sm_watcher=True, memory_ledger=True
+    )
+    assert loaded.settings.vgpu_control.host_directory == "/data/vgpu-manager"
+
+
+def test_the_gate_of_client_mode_is_named_where_it_is_ruled_out() -> None:
+    """By default processes register anyway, and nothing need be said."""
+    gate = {"--feature-gates": "ClientMode=true"}
+    assert load(gate).warnings == ()
+    assert load(gate, f"{ON}vgpuControl: {{processes: host-proc}}\n").warnings == (
+        (
+            "vgpuManager.featureGates: DevicePluginClientMode has no effect beside "
+            "vgpuControl.processes: host-proc; set that to client"
+        ),
     )
 
 
