@@ -13,6 +13,7 @@ missing or null wherever Go omits them.
 
 from __future__ import annotations
 
+import dataclasses
 import datetime as dt
 import itertools
 import sys
@@ -28,6 +29,7 @@ from vgpu_agent.pods import (
     ContainerKind,
     Pod,
     PodContainer,
+    is_container_id,
     is_container_name,
     is_object_name,
     is_uid,
@@ -137,6 +139,7 @@ class _State(_Struct):
 class _ContainerStatus(_Struct):
     name: str = ""
     restart_count: int = 0
+    container_id: str | None = msgspec.field(default=None, name="containerID")
     state: _State | None = None
     last_state: _State | None = None
 
@@ -256,7 +259,8 @@ def pod(raw: Json) -> Pod:
     # Only the kubelet writes startTime, when it has accepted the pod. The API server empties the
     # status of a new pod.
     reported = bool(status.start_time)
-    started = _started(status.init_container_statuses) | _started(status.container_statuses)
+    statuses = (*(status.init_container_statuses or ()), *(status.container_statuses or ()))
+    started, ids = _started(statuses), _container_ids(statuses)
     return Pod(
         uid=metadata.uid,
         namespace=metadata.namespace,
@@ -265,7 +269,7 @@ def pod(raw: Json) -> Pod:
         phase=(status.phase or "Pending")[:_LONGEST_NAME],
         annotations=_kept(ANNOTATIONS, metadata.annotations),
         labels=_kept(LABELS, metadata.labels),
-        containers=_containers(spec, started),
+        containers=_containers(spec, started, ids),
         deleting=bool(metadata.deletion_timestamp),
         created_at=_unix_seconds(metadata.creation_timestamp),
         scheduler=(spec.scheduler_name or "")[:_LONGEST_NAME],
@@ -450,7 +454,9 @@ def _kept(keys: Sequence[str], fields: Any) -> dict[str, str]:
     return kept
 
 
-def _containers(spec: _PodSpec, started: set[str]) -> tuple[PodContainer, ...]:
+def _containers(
+    spec: _PodSpec, started: set[str], ids: Mapping[str, str]
+) -> tuple[PodContainer, ...]:
     """Return the containers of a pod;
     of very many, only those that ask for extended resources.
     """
@@ -464,6 +470,8 @@ def _containers(spec: _PodSpec, started: set[str]) -> tuple[PodContainer, ...]:
     containers, left = [], _MAX_RESOURCES
     for one, kind in kinds:
         container = _container(one, kind, started, most_resources=left)
+        if one.name in ids:
+            container = dataclasses.replace(container, container_id=ids[one.name])
         left -= len(container.limits) + len(container.unreadable)
         containers.append(container)
     return tuple(containers)
@@ -496,7 +504,13 @@ def _container(
     )
 
 
-def _started(statuses: Sequence[_ContainerStatus] | None) -> set[str]:
+def _container_ids(statuses: Sequence[_ContainerStatus]) -> dict[str, str]:
+    """The ids of containers by name, without the name of the runtime before them."""
+    ids = {one.name: (one.container_id or "").rpartition("://")[2] for one in statuses}
+    return {name: each for name, each in ids.items() if is_container_id(each)}
+
+
+def _started(statuses: Sequence[_ContainerStatus]) -> set[str]:
     """The names of containers that run, or have run before."""
 
     def ran(state: _State | None) -> bool:
@@ -504,7 +518,7 @@ def _started(statuses: Sequence[_ContainerStatus] | None) -> set[str]:
 
     return {
         one.name
-        for one in statuses or ()
+        for one in statuses
         if one.restart_count > 0 or ran(one.state) or ran(one.last_state)
     }
 
