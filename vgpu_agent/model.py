@@ -130,10 +130,13 @@ class Link:
         pci: NVML's common-ancestor level: 0 same board, 10 single switch, 20 multi switch, 30 host
             bridge, 40 same CPU, 50 cross-CPU.
         nvlinks: number of active direct NVLink connections.
+        switch_links: number of active NVLinks to NVSwitches that both have; 0 unless both have
+            some.
     """
 
     pci: int
     nvlinks: int = 0
+    switch_links: int = 0
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -256,6 +259,7 @@ class Resource:
         sharing: how the holders of one device share it.
         undivided: only parts of the undivided GPU are given out, so nothing while it is in MIG
             mode.
+        withheld: device → why nothing of it is ever given out, although its ids are listed.
     """
 
     name: str
@@ -271,6 +275,7 @@ class Resource:
     sharing: SharingMode = SharingMode.NONE
     undivided: bool = False
     holders: Mapping[str, int] = dataclasses.field(default_factory=dict)
+    withheld: Mapping[str, str] = dataclasses.field(default_factory=dict)
 
     def holders_of(self, device: str) -> int:
         """Return how many ids of ``device`` may be held at once."""

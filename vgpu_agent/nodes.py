@@ -63,7 +63,8 @@ class DesiredNode:
         annotations: key → value; None for a key that must not be there.
         labels: the same for labels.
         capacity: resource → quantity, in ``status.capacity`` as well as ``status.allocatable``
-            (status subresource).
+            (status subresource); None for a resource that must not be there. The kubelet goes on
+            writing one for minutes after its plugin has gone, and leaves it at 0 for ever.
         conditions: type → (status, reason, message).
         unhurried: annotation → seconds that must lie between two writes of it by us.
         guarded: annotations whose removal must fail when the Node has changed since it was read (a
@@ -72,7 +73,7 @@ class DesiredNode:
 
     annotations: Mapping[str, str | None] = dataclasses.field(default_factory=dict)
     labels: Mapping[str, str | None] = dataclasses.field(default_factory=dict)
-    capacity: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    capacity: Mapping[str, str | None] = dataclasses.field(default_factory=dict)
     conditions: Mapping[str, tuple[str, str, str]] = dataclasses.field(default_factory=dict)
     unhurried: Mapping[str, float] = dataclasses.field(default_factory=dict)
     guarded: frozenset[str] = frozenset()

@@ -197,3 +197,57 @@ async def test_a_desired_state_that_depends_on_the_time_is_noticed_without_any_e
         assert LOCK in world.annotations
         await asyncio.sleep(12)
     assert LOCK not in world.annotations
+
+
+async def test_a_resource_that_must_go_is_removed_until_it_stays_away() -> None:
+    """vgpu-manager §2.2: for five minutes the kubelet writes what it had, then 0, and then leaves
+    it alone. Each of its writes is undone with growing pauses, the last one too, and nothing is
+    asked after that.
+    """
+    world = World(DesiredNode(capacity={GPUS: None, "volcano.sh/other": None}))
+    counts = {GPUS: "0", "cpu": "8"}
+    world.api.change(NODE, {"status": {"capacity": counts, "allocatable": counts}})
+
+    async def kubelet() -> None:
+        for count in [*["20"] * 30, "0"]:
+            await asyncio.sleep(10)
+            world.api.change(NODE, {"status": {"capacity": {GPUS: count}}})
+
+    async with running(world.publisher.run(ignore), kubelet()):
+        await asyncio.sleep(5)
+        status = world.api.objects[NODE]["status"]
+        assert (status["capacity"], status["allocatable"]) == ({"cpu": "8"}, {"cpu": "8"})
+        assert world.patches == [
+            {"status": {"capacity": {GPUS: None}, "allocatable": {GPUS: None}}}
+        ]
+        await asyncio.sleep(600)
+        assert world.api.objects[NODE]["status"]["capacity"] == {"cpu": "8"}
+        written = len(world.patches)
+        assert written < 20
+        await asyncio.sleep(600)
+    assert len(world.patches) == written
+    assert world.events("node.contested") == []
+
+
+async def test_a_resource_that_is_not_there_needs_no_removal() -> None:
+    """The usual case costs no request, also in a new process."""
+    world = World(DesiredNode(capacity={GPUS: None}))
+    async with running(world.publisher.run(ignore)):
+        await asyncio.wait_for(world.publisher.first.wait(), 5)
+        await asyncio.sleep(600)
+    assert world.patches == []
+
+
+async def test_a_second_plugin_that_offers_what_must_go_is_named() -> None:
+    """The DaemonSet of the replaced plugin was not removed: it would go on for ever."""
+    world = World(DesiredNode(capacity={GPUS: None}))
+
+    async def plugin() -> None:
+        while True:
+            world.api.change(NODE, {"status": {"capacity": {GPUS: "20"}}})
+            await asyncio.sleep(10)
+
+    async with running(world.publisher.run(ignore), plugin()):
+        await asyncio.sleep(1200)
+    (contested,) = world.events("node.contested")
+    assert "a second device plugin?" in contested["error"]

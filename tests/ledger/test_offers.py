@@ -130,3 +130,18 @@ def test_a_resource_offers_an_id_once() -> None:
     """Such a list would be nonsense to kubelet."""
     with pytest.raises(ValueError, match=r"example.com/number offers a device id twice"):
         Offers().replace([dataclasses.replace(WIDE, ids=(*WIDE.ids, *WIDE.ids))])
+
+
+def test_lists_that_are_only_counted_may_have_ids_alike() -> None:
+    """vgpu-manager §2.2: compute and memory of one card have the same texts. Nobody holds anything
+    through them, so no health can be mixed up.
+    """
+    counted = dataclasses.replace(
+        WIDE, ids=NumberedIds((IdBlock("", 2, "GPU-1"),)), decided_by=Decider.NOBODY
+    )
+    more = dataclasses.replace(counted, name="example.com/memory")
+    Offers().replace(
+        [WIDE, counted := dataclasses.replace(counted, name="example.com/cores"), more]
+    )
+    with pytest.raises(ValueError, match=r"device id 0 is offered by"):
+        Offers().replace([counted, dataclasses.replace(more, decided_by=Decider.POD)])

@@ -212,6 +212,7 @@ class Agent:
                 settings=settings.binding,
                 divider=self._mig,
                 overcommits=self._overcommits,
+                node_annotations=lambda: self._cluster.node_annotations,
             ),
         )
         self._offering = Offering(

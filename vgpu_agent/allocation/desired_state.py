@@ -33,6 +33,7 @@ def desired_node(
     families, ledger, inventory = context.families, context.ledger, context.inventory()
     desired_state = DesiredNode()
     unserved = {family.name for family in families.unserved}
+    offered = frozenset(offer.name for offer in ledger.resources)
     for name, family in {
         family.name: family for family in (*families.unserved, *families.by_pod)
     }.items():
@@ -43,7 +44,7 @@ def desired_node(
         ]
         rooms = {offer: ledger.rooms(offer) for offer in offers}
         desired_state = desired_state.joined(
-            family.desired_node(NodeView(node, inventory, rooms, allocated_at, now, locks))
+            family.desired_node(NodeView(node, inventory, rooms, allocated_at, now, locks, offered))
         )
     return desired_state
 

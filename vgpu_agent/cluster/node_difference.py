@@ -150,5 +150,7 @@ def same_quantity(one: str, other: str) -> bool:
     return number is not None and number == whole_number(other)
 
 
-def _as_desired(shown: str | None, desired: str) -> str | None:
-    return desired if shown is not None and same_quantity(shown, desired) else shown
+def _as_desired(shown: str | None, desired: str | None) -> str | None:
+    if shown is None or desired is None:
+        return shown
+    return desired if same_quantity(shown, desired) else shown

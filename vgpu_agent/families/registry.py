@@ -11,13 +11,14 @@ from typing import TYPE_CHECKING
 from vgpu_agent.config import schema
 from vgpu_agent.families.aws.spec import SPEC as AWS
 from vgpu_agent.families.nvidia.spec import SPEC as NVIDIA
+from vgpu_agent.families.vgpu_manager.spec import SPEC as VGPU_MANAGER
 from vgpu_agent.families.volcano_gpushare.spec import SPEC as VOLCANO_GPUSHARE
 from vgpu_agent.families.volcano_vgpu.spec import SPEC as VOLCANO_VGPU
 
 if TYPE_CHECKING:
     from vgpu_agent.families.spec import FamilySpec
 
-FAMILIES: list[FamilySpec] = [NVIDIA, AWS, VOLCANO_VGPU, VOLCANO_GPUSHARE]
+FAMILIES: list[FamilySpec] = [NVIDIA, AWS, VOLCANO_VGPU, VOLCANO_GPUSHARE, VGPU_MANAGER]
 
 for _family in FAMILIES:
     schema.declare(_family.settings)

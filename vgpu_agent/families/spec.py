@@ -158,6 +158,29 @@ class FamilyMetric:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
+class Vocabulary:
+    """The keys and names that a family has in the cluster.
+
+    Attributes:
+        resource_prefixes: the beginnings of the names of its resources, as they are without
+            renaming.
+        annotations: those of pods that it reads or writes, the most important first. All others are
+            skipped unread.
+        labels: the same of pods' labels.
+        node_annotations: annotations of the Node that are taken back at the agent's removal, as
+            patterns for people.
+        progress: annotations of pods that only show how far a start has come; others, by which
+            schedulers count, are written first.
+    """
+
+    resource_prefixes: tuple[str, ...] = ()
+    annotations: tuple[str, ...] = ()
+    labels: tuple[str, ...] = ()
+    node_annotations: tuple[str, ...] = ()
+    progress: frozenset[str] = frozenset()
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
 class FamilySpec:
     """The facts about a family that the agent has to know.
 
@@ -168,11 +191,9 @@ class FamilySpec:
         needs_api_server: it cannot be offered before the API server was read, so pods are watched
             and Node and pods are written.
         files: the configuration files of the plugin that it replaces.
-        resource_prefixes: the beginnings of the names of its resources, as they are without
-            renaming.
-        annotations: those of pods that it reads or writes, the most important first. All others are
-            skipped unread.
-        labels: the same of pods' labels.
+        resource_prefixes: see `Vocabulary`, as are the next two.
+        annotations: those of pods.
+        labels: those of pods.
         variables: a pattern of the variables of containers that it has to know of; empty for none.
             Names and not prefixes: a tenant could invent any number below a prefix.
         metrics: its own metrics.
@@ -183,10 +204,10 @@ class FamilySpec:
             `config.types.DEVICE_MODES`.
         library: its use of the library of `isolation.hami_core`; None where its containers never
             get it. Where they may, what they use is read.
-        node_annotations: annotations of the Node that are taken back at the agent's removal, as
-            patterns for people.
-        progress: annotations of pods that only show how far a start has come; others, by which
-            schedulers count, are written first.
+        node_annotations: see `Vocabulary`.
+        progress: see `Vocabulary`.
+        renamed: the settings → its keys and names; None where no setting changes them. It is asked
+            once, at the start.
     """
 
     settings: FamilySettings
@@ -204,11 +225,24 @@ class FamilySpec:
     library: LibraryUse | None = None
     node_annotations: tuple[str, ...] = ()
     progress: frozenset[str] = frozenset()
+    renamed: Callable[[Settings], Vocabulary] | None = None
 
     @property
     def name(self) -> str:
         """The glossary's name, e.g. ``volcano-vgpu``."""
         return self.settings.name
+
+    def vocabulary(self, settings: Settings | None = None) -> Vocabulary:
+        """Return its keys and names under ``settings``; without, those that it has by default."""
+        if settings is not None and self.renamed is not None:
+            return self.renamed(settings)
+        return Vocabulary(
+            self.resource_prefixes,
+            self.annotations,
+            self.labels,
+            self.node_annotations,
+            self.progress,
+        )
 
     def is_on(self, settings: Settings) -> bool:
         """Tell whether the settings offer it on this node."""

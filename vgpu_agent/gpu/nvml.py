@@ -25,7 +25,7 @@ from vgpu_agent.gpu import library, return_codes
 from vgpu_agent.gpu.health import RecoveryAction
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Collection, Iterator
     from pathlib import Path
 
 # A handle of a GPU or MIG device; valid until the next shutdown. An event set likewise.
@@ -33,6 +33,8 @@ Handle = NewType("Handle", object)
 EventSet = NewType("EventSet", object)
 
 _MIB = 1024 * 1024
+# of calls about one NVLink: the card does not have it
+_NO_LINK = frozenset({return_codes.NOT_SUPPORTED, return_codes.INVALID_ARGUMENT})
 _NO_INSTANCE = 0xFFFFFFFF
 # the kernel's own limit; drivers of another struct layout have reported memory sizes as pids
 _LARGEST_PID = 1 << 22
@@ -73,6 +75,19 @@ class DeviceEvent:
     xid: int | None
     gpu_instance: int | None = None
     compute_instance: int | None = None
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class NvLinks:
+    """The active NVLinks of one GPU.
+
+    Attributes:
+        peers: the sysfs PCI address of the GPU at the far end, one entry a link.
+        switches: number of links that lead to an NVSwitch.
+    """
+
+    peers: tuple[str, ...] = ()
+    switches: int = 0
 
 
 class Nvml:
@@ -264,22 +279,37 @@ class Nvml:
         level = self._optional("nvmlDeviceGetTopologyCommonAncestor", one, other)
         return None if level is None else int(level)
 
-    def nvlink_peers(self, handle: Handle) -> list[str]:
-        """The sysfs PCI address at the far end of each active NVLink, one entry a link;
-        switches are among them.
+    def nvlinks(self, handle: Handle, gpus: Collection[str]) -> NvLinks:
+        """The far ends of the active NVLinks; a link that the card does not have is left out.
+
+        Args:
+            handle: the GPU.
+            gpus: the sysfs PCI addresses of all GPUs; only of other ends is asked what they are.
         """
         peers: list[str] = []
+        switches = 0
         for link in range(pynvml.NVML_NVLINK_MAX_LINKS):
-            try:
-                if not self._call("nvmlDeviceGetNvLinkState", handle, link):
-                    continue
-                remote = self._call("nvmlDeviceGetNvLinkRemotePciInfo", handle, link)
-            except NvmlError as err:
-                if err.code == return_codes.GPU_IS_LOST:
-                    raise
-                break  # the first link that the card does not have ends the list
-            peers.append(sysfs_address(remote.busId))
-        return peers
+            if not self._link_fact("nvmlDeviceGetNvLinkState", handle, link):
+                continue
+            remote = self._link_fact("nvmlDeviceGetNvLinkRemotePciInfo", handle, link)
+            address = sysfs_address(remote.busId) if remote is not None else ""
+            if address in gpus:
+                peers.append(address)
+                continue
+            kind = self._link_fact("nvmlDeviceGetNvLinkRemoteDeviceType", handle, link)
+            switches += kind == pynvml.NVML_NVLINK_DEVICE_TYPE_SWITCH
+        return NvLinks(tuple(peers), switches)
+
+    def _link_fact(self, name: str, handle: Handle, link: int) -> Any:
+        """Return what the driver tells of a link; None where the card, or this driver, does not
+        know the link.
+        """
+        try:
+            return self._call(name, handle, link, normal=_NO_LINK)
+        except NvmlError as err:
+            if err.code in _NO_LINK or err.code in return_codes.ABSENT:
+                return None
+            raise
 
     # ---- how it is
 
@@ -417,8 +447,16 @@ class Nvml:
                 return None
             raise
 
-    def _call(self, name: str, /, *arguments: Any, gpu: str | None = None) -> Any:
-        """Call one NVML function, counted and named while it runs.
+    def _call(
+        self,
+        name: str,
+        /,
+        *arguments: Any,
+        gpu: str | None = None,
+        normal: frozenset[int] = frozenset(),
+    ) -> Any:
+        """Call one NVML function, counted and named while it runs. Codes in ``normal`` are no
+        errors of this call, besides those that never are.
 
         Raises:
             NvmlError: it answered anything but success.
@@ -431,7 +469,7 @@ class Nvml:
             try:
                 return getattr(pynvml, name)(*arguments)
             except pynvml.NVMLError as err:
-                raise self._failed(name, err.value, str(err)) from err
+                raise self._failed(name, err.value, str(err), normal) from err
             except pynvml.NVMLLibraryMismatchError as err:
                 raise self._failed(
                     name, return_codes.FUNCTION_NOT_FOUND, "Function Not Found"
@@ -441,9 +479,11 @@ class Nvml:
                     name, pynvml.NVML_ERROR_UNKNOWN, "answered with a text that is not UTF-8"
                 ) from err
 
-    def _failed(self, name: str, code: int, text: str) -> NvmlError:
+    def _failed(
+        self, name: str, code: int, text: str, normal: frozenset[int] = frozenset()
+    ) -> NvmlError:
         error = NvmlError(name, code, text)
-        if code not in return_codes.NORMAL:
+        if code not in normal | return_codes.NORMAL:
             self.errors += 1
             self.last_error = str(error)
         return error

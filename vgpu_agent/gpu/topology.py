@@ -1,4 +1,5 @@
-"""The distance between GPUs: the PCI level and the number of direct NVLinks of each pair.
+"""The distance between GPUs: the PCI level and the number of NVLinks of each pair, direct ones or
+through NVSwitches.
 
 Read by `session` once per change of the set of GPUs, because nothing else changes it and it takes a
 few calls for each pair. A GPU that is lost while it is read leaves its own pairs out and no others.
@@ -16,7 +17,7 @@ from vgpu_agent.model import Link
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from vgpu_agent.gpu.nvml import Handle, Nvml
+    from vgpu_agent.gpu.nvml import Handle, NvLinks, Nvml
     from vgpu_agent.model import Gpu
 
 Links = dict[tuple[str, str], Link]
@@ -27,13 +28,17 @@ def read_links(nvml: Nvml, cards: Sequence[tuple[Gpu, Handle]]) -> tuple[Links, 
     and a sentence for each GPU or pair that could not be read.
     """
     troubles: list[str] = []
-    peers: dict[str, list[str]] = {}
+    ends: dict[str, NvLinks] = {}
+    addresses = {gpu.uuid: gpu.pci_bus_id for gpu, _ in cards}
+    known = frozenset(addresses.values())
     for gpu, handle in cards:
         try:
-            peers[gpu.uuid] = nvml.nvlink_peers(handle)
+            ends[gpu.uuid] = nvml.nvlinks(handle, known)
         except NvmlError as err:
             troubles.append(f"NVLinks of {gpu.uuid}: {err}")
-    nvlinks = count_nvlinks({gpu.uuid: gpu.pci_bus_id for gpu, _ in cards}, peers)
+    nvlinks = count_nvlinks(addresses, {uuid: found.peers for uuid, found in ends.items()})
+    # All GPUs of a node that have links to switches meet there, at the width of the narrower one.
+    widths = {uuid: found.switches for uuid, found in ends.items()}
     links: Links = {}
     for (one, one_handle), (other, other_handle) in itertools.combinations(cards, 2):
         try:
@@ -42,7 +47,11 @@ def read_links(nvml: Nvml, cards: Sequence[tuple[Gpu, Handle]]) -> tuple[Links, 
             troubles.append(f"PCI distance of {one.uuid} and {other.uuid}: {err}")
             continue
         if level is not None:
-            link = Link(pci=level, nvlinks=nvlinks[frozenset((one.uuid, other.uuid))])
+            link = Link(
+                pci=level,
+                nvlinks=nvlinks[frozenset((one.uuid, other.uuid))],
+                switch_links=min(widths.get(one.uuid, 0), widths.get(other.uuid, 0)),
+            )
             links[one.uuid, other.uuid] = links[other.uuid, one.uuid] = link
     return links, troubles
 

@@ -200,6 +200,7 @@ class Arbitration:
                 known = (
                     device
                     for uuid in self._offers.devices(resource)
+                    if uuid not in resource.withheld
                     if (device := self._devices.get(uuid))
                 )
                 gpus.setdefault(resource.family, set()).update(

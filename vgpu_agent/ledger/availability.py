@@ -76,7 +76,7 @@ def own_trouble(
         return f"cordoned: {reason}"
     if resource.undivided and devices[device].divided:
         return "the GPU is in MIG mode, and this resource gives out GPUs that are not divided"
-    return ""
+    return resource.withheld.get(device, "")
 
 
 def _conflicting_holder(device: str, resource: Resource, known: Context) -> str:

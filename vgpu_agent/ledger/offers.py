@@ -23,8 +23,11 @@ def alike(resources: Iterable[Resource]) -> Iterator[tuple[Resource, Resource, s
 
     The replaced plugins never ran on one node, and some give their ids the same form. A device
     serves one family at a time, so at most one of the two has a holder whose health an id reports.
+    Of two resources that are only counted neither has one, so they may have ids in common.
     """
     for one, other in itertools.combinations(resources, 2):
+        if one.decided_by is Decider.NOBODY is other.decided_by:
+            continue
         few, many = sorted((one, other), key=lambda each: isinstance(each.ids, NumberedIds))
         if (id_ := _common(few.ids, many.ids)) is not None:
             yield one, other, id_

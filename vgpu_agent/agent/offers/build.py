@@ -110,10 +110,13 @@ async def look(
         before = found.pop(file.name, ())
         if path := file.path(settings):
             text, trouble = await asyncio.to_thread(_text, Path(path))
+            # A thread also for the judgement: it may take as long as the file is large.
             found[file.name] = (
                 before
                 if trouble
-                else texts_in_force(before, text, functools.partial(file.is_valid, settings))
+                else await asyncio.to_thread(
+                    texts_in_force, before, text, functools.partial(file.is_valid, settings)
+                )
             )
             unreadable |= {file.name: trouble} if trouble else {}
     facts = NodeFacts(

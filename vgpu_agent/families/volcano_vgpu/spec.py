@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
+from vgpu_agent.families.mig_instances import MIXED
 from vgpu_agent.families.plugin_files import PluginFile
 from vgpu_agent.families.spec import BuiltFamily, FamilySpec, LibraryUse, MigTool
 from vgpu_agent.families.volcano_vgpu.decisions import IDS, NODE, TO_ALLOCATE
@@ -33,11 +34,7 @@ from vgpu_agent.families.volcano_vgpu.files import (
 )
 from vgpu_agent.families.volcano_vgpu.metrics import METRICS
 from vgpu_agent.families.volcano_vgpu.mig.family import VolcanoVgpuMigFamily
-from vgpu_agent.families.volcano_vgpu.mig.static import (
-    MIXED,
-    StaticMigOptions,
-    VolcanoStaticMigFamily,
-)
+from vgpu_agent.families.volcano_vgpu.mig.static import StaticMigOptions, VolcanoStaticMigFamily
 from vgpu_agent.families.volcano_vgpu.offer import VolcanoVgpuOptions
 from vgpu_agent.families.volcano_vgpu.pod_state import PHASE, TIME
 from vgpu_agent.families.volcano_vgpu.settings import (

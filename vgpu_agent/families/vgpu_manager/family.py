@@ -1,0 +1,257 @@
+"""The `vgpu-manager` family: ``nvidia.com/vgpu-number``, ``-cores`` and ``-memory``, as
+coldzerofear/vgpu-manager offers them.
+
+Names, ids, annotations and environment are those of vgpu-manager §2 to §7, so a cluster can switch
+without touching a pod or its scheduler. The ids are only counted: what a container gets,
+vgpu-manager's extender writes into its pod, and under the plain kube-scheduler the agent itself
+places the container on its node.
+
+This file is the interface for `allocation` and `agent`. Each part of the vocabulary has a file of
+its own: the offer (`offer`), a container's request (`requests`), the claims (`claims`,
+`decisions`), the pod's annotations afterwards (`pod_state`), and the state of the Node
+(`node_state`).
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from vgpu_agent.errors import RequestRefusedError, UnhealthyDeviceError
+from vgpu_agent.families.device_lists import answer_number, edits_of, visible_device
+from vgpu_agent.families.family import Decision, Ownership, Question
+from vgpu_agent.families.vgpu_manager import node_state, pod_state
+from vgpu_agent.families.vgpu_manager.claims import MOST_CARDS
+from vgpu_agent.families.vgpu_manager.decisions import (
+    asking_container,
+    claimed_cards,
+    disagreement,
+)
+from vgpu_agent.families.vgpu_manager.keys import Keys
+from vgpu_agent.families.vgpu_manager.offer import (
+    cautions_of,
+    memory_mib,
+    resources_of,
+    shared_gpus,
+)
+from vgpu_agent.families.vgpu_manager.requests import asks, read_request
+from vgpu_agent.families.vgpu_manager.settings import FAMILY
+from vgpu_agent.isolation.edits import Provision
+from vgpu_agent.isolation.vgpu_control import CardLimit, ControlTarget
+from vgpu_agent.model import Resource, Share
+from vgpu_agent.placement.rooms import DeviceDemand, choose_rooms
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from vgpu_agent.families.family import NodeView
+    from vgpu_agent.families.vgpu_manager.options import VgpuManagerOptions
+    from vgpu_agent.isolation.vgpu_control import ControlBackend
+    from vgpu_agent.model import DeviceRoom, Gpu, Grant, Inventory
+    from vgpu_agent.nodes import DesiredNode
+    from vgpu_agent.pods import DesiredPod, Pod
+
+
+class NoControl:
+    """The backend `none`: nothing limits what a container uses."""
+
+    name = "none"
+
+    def provision(self, target: ControlTarget) -> Provision:
+        """Nothing."""
+        del target
+        return Provision()
+
+
+class VgpuManagerFamily:
+    """Shares of GPUs by memory and compute under vgpu-manager's names.
+
+    State: the indices of the cards that were offered last, because pods' annotations name them.
+    """
+
+    name = FAMILY
+
+    def __init__(self, options: VgpuManagerOptions, backend: ControlBackend) -> None:
+        self._options = options
+        self._backend = backend
+        self._indices: dict[str, int] = {}
+
+    # -- what is offered ---------------------------------------------------------------------------
+
+    def owns(self, resource: str) -> Ownership:
+        """Today's names and those of the default domain, which the kubelet's records may have from
+        before a change.
+        """
+        names = {
+            name
+            for keys in (self._options.keys, Keys())
+            for name in (keys.number, keys.cores, keys.memory)
+        }
+        return Ownership.CERTAIN if resource in names else Ownership.NONE
+
+    def resources(self, inventory: Inventory) -> tuple[Resource, ...]:
+        """Return what the node offers, see `resources_of`.
+
+        Raises:
+            OfferError: a list would not fit into a message of the kubelet.
+        """
+        self._indices = {gpu.uuid: number for number, gpu in inventory.numbered.items()}
+        return resources_of(inventory, self._options)
+
+    def cautions(self, inventory: Inventory) -> tuple[str, ...]:
+        """See `cautions_of`."""
+        return cautions_of(inventory, self._options)
+
+    def check(self, resource: Resource, ids: Sequence[str]) -> None:
+        """A number of k means k different GPUs, so more than the node has can never be had."""
+        if resource.name != self._options.keys.number:
+            return
+        most = min(MOST_CARDS, len({entry.device for entry in resource.ids}))
+        if len(ids) > most:
+            raise RequestRefusedError(
+                f"{resource.name}: {len(ids)} are asked for, and each must be another GPU; a "
+                f"container gets at most {most} on this node"
+            )
+
+    # -- what a container gets ---------------------------------------------------------------------
+
+    def decide(self, question: Question) -> Decision:
+        """Follow a scheduler's claim in the pod's annotations; without one, place the container."""
+        claim = claimed_cards(question, self._options)
+        if claim is None:
+            return self._place(question)
+        return Decision(
+            tuple(Share(card.uuid, card.memory_mib, card.cores_percent) for card in claim.cards),
+            f"the scheduler, in {self._options.keys.pre_allocated}",
+            second_best=disagreement(claim, question),
+            by_scheduler=True,
+        )
+
+    def named(self, pod: Pod, inventory: Inventory) -> Mapping[str, tuple[str, ...]]:
+        """Return the cards of each container's claim, without claims that could not start."""
+        named = {}
+        for container in pod.containers:
+            count = container.limits.get(self._options.keys.number, 0)
+            if not asks(container, self._options.keys) or not 0 < count <= MOST_CARDS:
+                continue
+            number = Resource(self._options.keys.number, FAMILY, ())
+            asked = Question(number, pod, container.name, ("",) * count, pod.node, inventory, ())
+            try:
+                claim = claimed_cards(asked, self._options)
+            except RequestRefusedError:
+                continue
+            if claim is not None:
+                named[container.name] = tuple(card.uuid for card in claim.cards)
+        return named
+
+    def recall(self, question: Question) -> Decision | None:
+        """Return the claim in the pod's annotations, as `decide` would read it."""
+        try:
+            claim = claimed_cards(question, self._options)
+        except RequestRefusedError:
+            return None
+        if claim is None:
+            return None
+        return Decision(
+            tuple(Share(card.uuid, card.memory_mib, card.cores_percent) for card in claim.cards),
+            f"the annotation {self._options.keys.pre_allocated}",
+            by_scheduler=True,
+        )
+
+    def _place(self, question: Question) -> Decision:
+        pod, container = question.pod, asking_container(question)
+        request = read_request(pod, container, self._options.keys, self._options.memory_factor)
+        cards = {gpu.uuid: gpu for gpu in shared_gpus(question.inventory, self._options)}
+
+        def memory_on(room: DeviceRoom) -> int:
+            return request.memory_on(memory_mib(cards[room.device], self._options))
+
+        demand = DeviceDemand(
+            len(question.ids),
+            memory_on,
+            request.cores_percent,
+            f"{len(question.ids)} × {question.resource.name} ({request.text()})",
+        )
+        chosen = choose_rooms(
+            [room for room in question.rooms if room.device in cards],
+            demand,
+            policy="binpack",
+            refused={},
+            neighbours=question.neighbours,
+        )
+        shares = tuple(
+            Share(room.device, memory_on(room), request.cores_percent) for room in chosen
+        )
+        return Decision(shares, "the agent, binpack")
+
+    # -- what puts it in force ---------------------------------------------------------------------
+
+    def provision(self, question: Question, shares: tuple[Share, ...]) -> Provision:
+        """Name the GPUs to the container by the list strategies; the isolation backend adds its
+        part (vgpu-manager §7.3, §7.4).
+
+        Raises:
+            UnhealthyDeviceError: a GPU of the decision is gone.
+        """
+        pod, options = question.pod, self._options
+        held = tuple((_present(share.device, question.inventory), share) for share in shares)
+        devices = [
+            device
+            for share in shares
+            if (device := visible_device(share.device, question.inventory))
+        ]
+        numbers = {gpu.uuid: number for number, gpu in question.inventory.numbered.items()}
+        target = ControlTarget(
+            pod_uid=pod.kubelet_uid,
+            pod=pod.name,
+            namespace=pod.namespace,
+            container=question.container,
+            ids=question.ids,
+            cards=tuple(
+                CardLimit(
+                    numbers[gpu.uuid],
+                    gpu.uuid,
+                    share.cores_percent,
+                    share.memory_mib,
+                    int(100 * options.cores_scaling),
+                    memory_mib(gpu, options),
+                )
+                for gpu, share in held
+            ),
+            memory_ratio=options.memory_scaling,
+            driver_version=question.inventory.driver_version,
+            cuda_version=question.inventory.cuda_version,
+        )
+        number = answer_number(question.resource.name, question.ids)
+        return Provision(edits_of(devices, options.lists, number=number)).joined(
+            self._backend.provision(target)
+        )
+
+    # -- state in the cluster ----------------------------------------------------------------------
+
+    def desired_pod(self, pod: Pod, grants: Mapping[str, Grant], *, failed: bool) -> DesiredPod:
+        """Return the state after a start or a failure, see `pod_state`."""
+        keys = self._options.keys
+        ours = {
+            container: grant
+            for container, grant in grants.items()
+            if grant.resource == keys.number and grant.shares
+        }
+        return pod_state.desired_pod(pod, ours, keys, indices=self._indices, failed=failed)
+
+    def desired_node(self, view: NodeView) -> DesiredNode:
+        """Return the Node's annotations and labels, see `node_state`."""
+        return node_state.desired_node(view, self._options)
+
+    def cleanup(self, now: float) -> DesiredNode:
+        """Return nothing that makes a scheduler send pods."""
+        del now
+        return node_state.cleanup(self._options)
+
+
+def _present(uuid: str, inventory: Inventory) -> Gpu:
+    if gpu := inventory.gpu(uuid):
+        return gpu
+    raise UnhealthyDeviceError(
+        f"GPU {uuid} was decided for the container and is gone; it is tried again when the GPU "
+        "answers"
+    )

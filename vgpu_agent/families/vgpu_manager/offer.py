@@ -1,0 +1,233 @@
+"""The offer of a node in the words of `vgpu-manager`: cards by slots, and for quotas their compute
+and memory (vgpu-manager §2.1, §2.2).
+
+Only ``vgpu-number`` is booked and answered. Compute and memory are lists of ids that schedulers and
+quotas count. Called by `family` with each inventory.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import TYPE_CHECKING
+
+from vgpu_agent.device_ids import IdBlock, NumberedIds, list_size_bytes
+from vgpu_agent.errors import OfferError, listed
+from vgpu_agent.families.memory_units import smallest_fitting_factor
+from vgpu_agent.families.mig_instances import SINGLE
+from vgpu_agent.families.vgpu_manager.ids import CARDS, PackedIds
+from vgpu_agent.families.vgpu_manager.settings import FAMILY
+from vgpu_agent.model import Decider, Resource
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable
+
+    from vgpu_agent.families.vgpu_manager.options import VgpuManagerOptions
+    from vgpu_agent.model import Gpu, Inventory
+
+LIBRARY_CARDS = 16
+"""How many cards of a node libvgpu-control.so can limit: its tables have one row for each
+(vgpu-manager §7.7).
+"""
+
+_SETTINGS = "vgpuManager"
+
+
+def shared_gpus(inventory: Inventory, options: VgpuManagerOptions) -> tuple[Gpu, ...]:
+    """Return the GPUs that ``vgpu-number`` offers slots of, by number.
+
+    Excluded ones are among them: they are advertised as unhealthy and not hidden (vgpu-manager
+    §2.1). With the strategy `SINGLE` all GPUs are divided, and there are none.
+    """
+    if options.mig_strategy == SINGLE:
+        return ()
+    return tuple(gpu for gpu in inventory.numbered.values() if not gpu.mig_enabled)
+
+
+def withheld(inventory: Inventory, options: VgpuManagerOptions) -> dict[str, str]:
+    """Map each GPU that no container may ever get to the reason."""
+    reasons = {}
+    for number, gpu in inventory.numbered.items():
+        if why := _why_excluded(number, gpu, options):
+            reasons[gpu.uuid] = why
+        elif number >= LIBRARY_CARDS:
+            reasons[gpu.uuid] = (
+                f"libvgpu-control.so knows {LIBRARY_CARDS} GPUs of a node, and this is number "
+                f"{number}, counted from 0"
+            )
+    return reasons
+
+
+def why_excluded(gpu: Gpu, inventory: Inventory, options: VgpuManagerOptions) -> str:
+    """Tell that the operator has excluded the GPU; empty when not."""
+    numbers = (number for number, each in inventory.numbered.items() if each.uuid == gpu.uuid)
+    return next((_why_excluded(number, gpu, options) for number in numbers), "")
+
+
+def _why_excluded(number: int, gpu: Gpu, options: VgpuManagerOptions) -> str:
+    excluded = gpu.uuid in options.excluded_uuids or number in options.excluded_indices
+    return f"excluded by {_SETTINGS}.excludeDevices" if excluded else ""
+
+
+def memory_mib(gpu: Gpu, options: VgpuManagerOptions) -> int:
+    """Return the memory that the card is offered with, which may be more than it has."""
+    return int(options.memory_scaling * gpu.memory_mib)
+
+
+def cores_percent(options: VgpuManagerOptions) -> int:
+    """Return the compute that each card is offered with."""
+    return int(options.cores_scaling * 100)
+
+
+def resources_of(inventory: Inventory, options: VgpuManagerOptions) -> tuple[Resource, ...]:
+    """Return ``vgpu-number``, and the lists for quotas that are on; nothing on a node without GPUs
+    to share.
+
+    A list for quotas that is too long for the kubelet is left out, see `cautions_of`.
+
+    Raises:
+        OfferError: the slots alone do not fit into a message of the kubelet.
+    """
+    gpus = shared_gpus(inventory, options)
+    if not gpus:
+        return ()
+    number = _number(gpus, inventory, options)
+    if too_long := _too_long(number, options):
+        raise OfferError({number.name: f"{too_long}; {number.unit}: choose less"})
+    fitting = (each for each in _counted(inventory, options) if not _too_long(each, options))
+    return (number, *fitting)
+
+
+def offered_names(inventory: Inventory, options: VgpuManagerOptions) -> frozenset[str]:
+    """Return the names of `resources_of`; none where it cannot be offered as configured."""
+    try:
+        return frozenset(resource.name for resource in resources_of(inventory, options))
+    except OfferError:
+        return frozenset()
+
+
+def cautions_of(inventory: Inventory, options: VgpuManagerOptions) -> tuple[str, ...]:
+    """Return a sentence for each list that is too long to be offered, and for cards that the
+    library cannot limit.
+    """
+    cautions = []
+    beyond = [
+        f"GPU {number} ({gpu.uuid})"
+        for number, gpu in inventory.numbered.items()
+        if number >= LIBRARY_CARDS and not gpu.mig_enabled
+    ]
+    if beyond:
+        cautions.append(
+            f"{listed(beyond)}: published as unhealthy and given to no container of {FAMILY}, "
+            f"because libvgpu-control.so knows {LIBRARY_CARDS} GPUs of a node; offer such GPUs by "
+            "another family"
+        )
+    cautions += [
+        f"{resource.name} is not offered: {too_long}; {_remedy(resource, inventory, options)}. "
+        "Until then pods that ask for it wait, unless their scheduler ignores it as vgpu-manager's "
+        "does"
+        for resource in _counted(inventory, options)
+        if (too_long := _too_long(resource, options))
+    ]
+    return tuple(cautions)
+
+
+def _number(gpus: Iterable[Gpu], inventory: Inventory, options: VgpuManagerOptions) -> Resource:
+    slots = NumberedIds(
+        tuple(IdBlock(f"{gpu.uuid}::", options.split, gpu.uuid, gpu.numa_node) for gpu in gpus)
+    )
+    return Resource(
+        options.keys.number,
+        FAMILY,
+        slots,
+        holders_per_device=options.split,
+        memory_scaling=options.memory_scaling,
+        cores_scaling=options.cores_scaling,
+        pre_start_required=True,
+        decided_by=Decider.POD,
+        prefers=options.prefer_claimed,
+        unit=f"{_SETTINGS}.deviceSplitCount",
+        undivided=True,
+        withheld=withheld(inventory, options),
+    )
+
+
+def _counted(inventory: Inventory, options: VgpuManagerOptions) -> list[Resource]:
+    """Return the lists for quotas that are on, however long."""
+    resources = []
+    if options.offer_cores:
+        resources.append(
+            _quota(
+                options.keys.cores,
+                lambda _: cores_percent(options),
+                "deviceCoresScaling",
+                inventory,
+                options,
+            )
+        )
+    if options.offer_memory:
+        resources.append(
+            _quota(
+                options.keys.memory,
+                lambda gpu: memory_mib(gpu, options) // options.memory_factor,
+                "deviceMemoryFactor",
+                inventory,
+                options,
+            )
+        )
+    return resources
+
+
+def _quota(
+    name: str,
+    count: Callable[[Gpu], int],
+    setting: str,
+    inventory: Inventory,
+    options: VgpuManagerOptions,
+) -> Resource:
+    shared = {gpu.uuid for gpu in shared_gpus(inventory, options)}
+    blocks = tuple(
+        IdBlock("", count(gpu), gpu.uuid, codec=PackedIds(number))
+        for number, gpu in inventory.numbered.items()
+        if gpu.uuid in shared and number < CARDS and count(gpu) > 0
+    )
+    return Resource(
+        name,
+        FAMILY,
+        NumberedIds(blocks),
+        decided_by=Decider.NOBODY,
+        prefers=False,
+        unit=f"{_SETTINGS}.{setting}",
+        undivided=True,
+        withheld=withheld(inventory, options),
+    )
+
+
+def _too_long(resource: Resource, options: VgpuManagerOptions) -> str:
+    """Explain by how much the list exceeds a message of the kubelet; empty when it fits."""
+    size = list_size_bytes(resource.ids)
+    if size <= options.message_budget_bytes:
+        return ""
+    return (
+        f"{len(resource.ids)} ids make a device list of {size} bytes, and "
+        f"kubelet.messageBudgetBytes allows {options.message_budget_bytes}"
+    )
+
+
+def _remedy(resource: Resource, inventory: Inventory, options: VgpuManagerOptions) -> str:
+    if resource.name != options.keys.memory:
+        return f"{resource.unit}: choose less"
+
+    def size_bytes(factor: int) -> int:
+        changed = dataclasses.replace(options, memory_factor=factor)
+        return sum(
+            list_size_bytes(each.ids)
+            for each in _counted(inventory, changed)
+            if each.name == resource.name
+        )
+
+    fitting = smallest_fitting_factor(size_bytes, options.message_budget_bytes)
+    if fitting is None:
+        return f"no {resource.unit} makes it short enough; leave it out"
+    return (
+        f"{resource.unit}: {fitting} would fit, and is then the MiB in a unit of every pod's limit"
+    )

@@ -1,0 +1,88 @@
+"""The request of a container in vgpu-manager's words: its limits, read once and checked
+(vgpu-manager §5.3).
+
+Called by `decisions` to hold a scheduler's claim against what the pod really asked, and by `family`
+to place a container that no scheduler has placed. Two defaults surprise: cores without memory take
+all of the card's memory, and memory without cores is not limited in compute. Schedulers count by
+them, so they stay.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import TYPE_CHECKING
+
+from vgpu_agent.errors import RequestRefusedError, quoted
+from vgpu_agent.families.vgpu_manager.claims import MOST_CARDS
+
+if TYPE_CHECKING:
+    from vgpu_agent.families.vgpu_manager.keys import Keys
+    from vgpu_agent.pods import Pod, PodContainer
+
+_MOST_MIB = 2**40  # more than any card has
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Request:
+    """The request of a container on each of its cards.
+
+    Attributes:
+        number: of cards.
+        cores_percent: of each card's compute; 0 for no limit.
+        memory_mib: of each card's memory; None for all that the card is offered with.
+    """
+
+    number: int
+    cores_percent: int
+    memory_mib: int | None
+
+    def memory_on(self, card_mib: int) -> int:
+        """Return the memory on a card that is offered with ``card_mib``."""
+        return card_mib if self.memory_mib is None else self.memory_mib
+
+    def text(self) -> str:
+        """Return what each card is to have, for people."""
+        memory = "all of the memory" if self.memory_mib is None else f"{self.memory_mib} MiB"
+        compute = f"{self.cores_percent} %" if self.cores_percent else "no limit"
+        return f"{memory} and {compute} of the compute"
+
+
+def asks(container: PodContainer, keys: Keys) -> bool:
+    """Tell whether schedulers give the container a claim: it names a number of cards."""
+    return container.limits.get(keys.number, 0) > 0 or keys.number in container.unreadable
+
+
+def read_request(pod: Pod, container: PodContainer, keys: Keys, factor: int) -> Request:
+    """Return the request in the container's limits.
+
+    Args:
+        pod: of the container, for messages.
+        container: the one that asks.
+        keys: the names of the resources.
+        factor: MiB in one unit of memory.
+
+    Raises:
+        RequestRefusedError: a limit is no whole number, or outside what can be meant; the text
+            names pod, container, key and value.
+    """
+
+    def limit(name: str, *, most: int, expected: str) -> int:
+        text = container.unreadable.get(name)
+        value = container.limits.get(name, 0)
+        if text is None and 0 <= value <= most:
+            return value
+        raise RequestRefusedError(
+            f"pod {pod.full_name}, container {container.name}: {name} is "
+            f"{quoted(text or str(value), 40)}; expected {expected}"
+        )
+
+    number = limit(keys.number, most=MOST_CARDS, expected=f"a number of GPUs, at most {MOST_CARDS}")
+    cores = limit(keys.cores, most=100, expected="percent of each GPU's compute, 0 to 100")
+    memory = limit(
+        keys.memory,
+        most=_MOST_MIB // factor,
+        expected=f"a plain number of {factor} MiB on each GPU, such as 3000, without Mi or Gi",
+    )
+    if not cores and not memory:
+        cores = 100
+    return Request(number, cores, memory * factor or None)
