@@ -8,14 +8,18 @@ import asyncio
 import math
 import struct
 import time
+from pathlib import Path
 
 import pytest
 
 from tests.gpu.watched import SOON_HUNG, watching
-from tests.patience import FOR_EVER_SECONDS, PATIENCE_SECONDS, eventually
+from tests.patience import FOR_EVER_SECONDS, PATIENCE_SECONDS, eventually, quickest_call
+from tests.simulated import simulated_node
 from vgpu_agent.gpu import return_codes, sampling
-from vgpu_agent.gpu.nvml import Nvml
+from vgpu_agent.gpu.nvml import Handle, Nvml
 from vgpu_agent.gpu.sampling import MOST_ROWS, ProcessSampler, batches
+from vgpu_agent.runtime.sm_util import SmUtilFile
+from vgpu_agent.sim.preload import preload
 from vgpu_agent.sim.processes import ProcessUse
 from vgpu_agent.sim.state import SimulatedNode
 
@@ -55,7 +59,7 @@ def _sampler(node: SimulatedNode, nvml: Nvml) -> ProcessSampler:
     return ProcessSampler(nvml, handles.get)
 
 
-def _handles(nvml: Nvml) -> list[tuple[int, object]]:
+def _handles(nvml: Nvml) -> list[tuple[int, Handle]]:
     return [(index, nvml.handle(index)) for index in range(nvml.count())]
 
 
@@ -234,3 +238,30 @@ def test_a_slot_has_as_many_rows_as_the_contract_says() -> None:
     """vgpu-manager §7.7: 1,024 each."""
     assert MOST_ROWS == 1024
     assert (SAMPLE.size, PROCESS.size) == (sampling.SAMPLE_BYTES, sampling.PROCESS_BYTES)
+
+
+def test_eight_gpus_with_forty_processes_take_two_percent_of_a_core(tmp_path: Path) -> None:
+    """The budget of the watcher, with the file that it writes: a second's samples in 20 ms."""
+    node = simulated_node(tmp_path, gpus=8)
+    preload(node.directory)
+    nvml = Nvml()
+    nvml.load(Path("/"))
+    try:
+        for process in range(40):
+            use = ProcessUse(memory_mib=1, sm_percent=2)
+            node.add_process(process % 8, 1000 + process, use)
+        sampler = _sampler(node, nvml)
+        file = SmUtilFile(str(tmp_path / "watcher"), lambda _: None)
+        sampler.aim(list(enumerate(node.uuids)), file)
+
+        def a_second() -> None:
+            for _ in range(round(2 / sampling.INTERVAL_SECONDS)):
+                sampler._due = 0.0
+                sampler.sample()
+
+        taken = sampler.taken
+        assert quickest_call(a_second, within_seconds=0.02) < 0.02
+        assert (sampler.taken - taken) % 100 == 0
+        file.close()
+    finally:
+        nvml.shutdown()

@@ -53,7 +53,12 @@ class Stage:
         self.book.replace(())
         self.journal = Journal()
         self.registry = ProcessRegistry(
-            folder, self.book, self.journal, proc_root="/proc", cgroup_root=str(cgroup_root)
+            folder / "registry",
+            folder,
+            self.book,
+            self.journal,
+            proc_root="/proc",
+            cgroup_root=str(cgroup_root),
         )
         self._pods: dict[str, Pod] = {}
 

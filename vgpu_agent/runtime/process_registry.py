@@ -58,7 +58,7 @@ T = TypeVar("T")
 _logger = log.get(__name__)
 
 METHOD = "/registry.VDeviceRegistry/RegisterContainerDevice"
-DIRECTORY, SOCKET = "registry", "socket.sock"
+SOCKET = "socket.sock"
 _CONFIG = "config"  # within a container's directory
 _DIRECTORY_MODE, _SOCKET_MODE = 0o711, 0o666
 
@@ -139,8 +139,8 @@ class ProcessRegistry:
     new agent finds them again.
 
     Args:
-        host_directory: with the directories of containers, ``<pod UID>_<container>``; the
-            directory of the socket lies beside them, and containers have it mounted read-only.
+        directory: of the socket; containers have it mounted read-only.
+        containers: the parent of the containers' directories, ``<pod UID>_<container>``.
         pods: the pods of this node.
         journal: lists that cannot be kept are recorded there.
         proc_root: where the host's processes are seen.
@@ -149,16 +149,16 @@ class ProcessRegistry:
 
     def __init__(
         self,
-        host_directory: Path,
+        directory: Path,
+        containers: Path,
         pods: PodCache,
         journal: Journal,
         *,
         proc_root: str,
         cgroup_root: str,
     ) -> None:
-        self._host_directory = host_directory
-        self._directory = host_directory / DIRECTORY
-        self._path = self._directory / SOCKET
+        self._directory, self._containers = directory, containers
+        self._path = directory / SOCKET
         self._pods, self._journal, self._proc_root = pods, journal, proc_root
         self._cgroups = PodCgroups(cgroup_root)
         self._files = OwnThread("container processes")
@@ -461,10 +461,10 @@ class ProcessRegistry:
             await asyncio.sleep(_LOCK_PAUSE_SECONDS)
 
     def _list_directory(self, owner: tuple[str, str]) -> str:
-        return f"{self._host_directory}/{container_directory(*owner)}/{_CONFIG}"
+        return f"{self._containers}/{container_directory(*owner)}/{_CONFIG}"
 
     async def _work(self, thread: OwnThread, call: Callable[[], T]) -> T:
-        return await thread.run(str(self._host_directory), call, seconds=_WORK_SECONDS)
+        return await thread.run(str(self._containers), call, seconds=_WORK_SECONDS)
 
 
 def _is(pod: Pod, name: str, container_id: str) -> bool:

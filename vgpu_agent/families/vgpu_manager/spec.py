@@ -44,10 +44,12 @@ def _build(settings: Settings, facts: NodeFacts) -> BuiltFamily:
         lists=facts.pod_lists,
         message_budget_bytes=settings.kubelet.message_budget_bytes,
     )
+    control = control_backend(settings, options, facts)
     return BuiltFamily(
-        by_pod=(VgpuManagerFamily(options, control_backend(settings, options, facts)),),
+        by_pod=(VgpuManagerFamily(options, control),),
         blocked=why_blocked(settings, facts),
         uses_library=LIBRARY_USE.backend if is_limited(settings) else "",
+        services=control.services,
     )
 
 
