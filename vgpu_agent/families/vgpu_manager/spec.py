@@ -21,6 +21,7 @@ from vgpu_agent.families.vgpu_manager.keys import (
     Keys,
 )
 from vgpu_agent.families.vgpu_manager.options import VgpuManagerOptions
+from vgpu_agent.families.vgpu_manager.requests import DISABLED, OVERSOLD
 from vgpu_agent.families.vgpu_manager.settings import FAMILY, SETTINGS, VgpuManager
 
 if TYPE_CHECKING:
@@ -58,6 +59,7 @@ SPEC = FamilySpec(
     resource_prefixes=(_KEYS.number, _KEYS.cores, _KEYS.memory),
     annotations=(*_KEYS.state_annotations, *_KEYS.user_annotations),
     labels=_KEYS.state_labels,
+    values=f"{OVERSOLD}|{DISABLED}",  # without metacharacters
     variables=(
         f"CUDA_MEM_(LIMIT(_\\d{{1,2}})?|RATIO|OVERSOLD)|DISABLE_VGPU_CONTROL|{DECISIVE_VARIABLES}"
     ),
