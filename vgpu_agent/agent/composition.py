@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING
 from vgpu_agent import __version__, concurrency, log
 from vgpu_agent.agent import api_server
 from vgpu_agent.agent.api_server import ClusterAccess
+from vgpu_agent.agent.devices.library_services import LibraryServicesInForce
 from vgpu_agent.agent.devices.mig import MigDivider
 from vgpu_agent.agent.devices.mps import MpsController
 from vgpu_agent.agent.lag import LoopLag
@@ -276,6 +277,16 @@ class Agent:
             pause_seconds=settings.gpu.usage_seconds,
             proc_root=settings.gpu.proc_root,
         )
+        self._services = LibraryServicesInForce(
+            self._families.services,
+            ledger=self._ledger,
+            watch=self._watch,
+            pods=self._cluster.book,
+            supervisor=self._supervisor,
+            journal=self._journal,
+            proc_root=settings.gpu.proc_root,
+            sysfs_root=settings.gpu.sysfs_root,
+        )
         self._reload = Reload(loaded, apply=self._apply, journal=self._journal, named=named)
         self._understood: tuple[frozenset[str], bool] | None = None
         self._lag = LoopLag()
@@ -425,6 +436,7 @@ class Agent:
                 functools.partial(self._grants.run, self._beat("grants")),
                 stuck_after_seconds=concurrency.STUCK_SECONDS + verification.VERIFY_SECONDS,
             )
+            self._supervisor.start("library services", self._services.run)
             if any(family.library and family.is_on(settings) for family in FAMILIES):
                 # It sends no heartbeat: a restart of the agent does not repair a disk that
                 # hangs.

@@ -11,7 +11,7 @@ import dataclasses
 from typing import TYPE_CHECKING, Any
 
 from vgpu_agent.families.device_lists import ListOptions
-from vgpu_agent.isolation.backend import InstalledLibrary
+from vgpu_agent.isolation.backend import NO_SERVICES, InstalledLibrary, LibraryServices
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -80,6 +80,7 @@ class BuiltFamily:
         blocked: why its pods must not be served now; empty when they can be.
         uses_library: the backend whose library its containers get; empty for none.
         limits: how that library limits them; None where it never does.
+        services: the services of the agent that the library relies on.
     """
 
     by_ids: tuple[IdFamily, ...] = ()
@@ -91,6 +92,7 @@ class BuiltFamily:
     blocked: str = ""
     uses_library: str = ""
     limits: LibraryLimits | None = None
+    services: LibraryServices = NO_SERVICES
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

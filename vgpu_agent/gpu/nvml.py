@@ -376,6 +376,20 @@ class Nvml:
                     )
         return tuple(sorted(memory.items()))
 
+    def raw(self, name: str, handle: Handle, /, *arguments: Any) -> int:
+        """Call a function of NVML's with buffers of the caller's; return its code as it is.
+
+        Raises:
+            NvmlError: the library does not have it.
+        """
+        self.calls += 1
+        try:
+            function = getattr(pynvml.nvmlLib, name)
+        except AttributeError as err:
+            raise self._failed(name, return_codes.FUNCTION_NOT_FOUND, "Function Not Found") from err
+        with self.watched(name, self._uuids.get(_address(handle), "")):
+            return int(function(handle, *arguments))
+
     # ---- events
 
     def create_event_set(self) -> EventSet:

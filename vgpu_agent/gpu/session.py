@@ -163,6 +163,10 @@ class Session:
                 usages.append(self._usage(uuid, handle))
         return tuple(usages)
 
+    def handle(self, uuid: str) -> Handle | None:
+        """The handle of a GPU that answered last time."""
+        return self._handles.get(uuid)
+
     def wait(self, timeout_seconds: float) -> DeviceEvent | None:
         """The next event of any GPU; None when none came in time.
 

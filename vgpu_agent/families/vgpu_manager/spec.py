@@ -66,9 +66,10 @@ def _build(settings: Settings, facts: NodeFacts) -> BuiltFamily:
     options = VgpuManagerOptions.from_settings(settings, vgpu, lists=lists)
     instances = _instances(settings, vgpu, config.lists(facts.lists, plugin))
     offers_instances = options.mig_strategy != NONE
+    control = control_backend(settings, options, facts)
     return BuiltFamily(
         by_ids=(instances,) if offers_instances else (),
-        by_pod=(VgpuManagerFamily(options, control_backend(settings, options, facts)),),
+        by_pod=(VgpuManagerFamily(options, control),),
         # Existing instances that are not offered may still be held.
         idle=() if offers_instances else (instances,),
         problems=tuple(problems),
@@ -76,6 +77,7 @@ def _build(settings: Settings, facts: NodeFacts) -> BuiltFamily:
         origins=dict.fromkeys(config.own, node_config.FILE),
         blocked=why_blocked(settings, facts),
         uses_library=LIBRARY_USE.backend if is_limited(settings) else "",
+        services=control.services,
     )
 
 
