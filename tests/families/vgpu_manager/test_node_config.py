@@ -179,14 +179,14 @@ def test_what_has_no_effect_is_named() -> None:
     """With its line, and the rest of the entry counts."""
     config = read(
         f"version: v1\nconfigs:\n- nodeName: {NODE}\n  cgroupDriver: systemd\n"
-        "  deviceSplitCuont: 2\n  deviceMemoryOverride: 7\n  gdsEnabled: true\n"
+        "  deviceSplitCuont: 2\n  frobnicate: 7\n  gdsEnabled: true\n"
     )
     assert config.notes == (
         (
             f"{YAML}:5: configs[0].deviceSplitCuont: unknown key, it has no effect; did you mean "
             "deviceSplitCount?"
         ),
-        f"{YAML}:6: configs[0].deviceMemoryOverride: unknown key, it has no effect; remove it",
+        f"{YAML}:6: configs[0].frobnicate: unknown key, it has no effect; remove it",
         (
             f"{YAML}:4: configs[0].cgroupDriver: has no effect; the agent finds a container's "
             "cgroup with either driver; remove the key"
@@ -198,7 +198,7 @@ def test_what_has_no_effect_is_named() -> None:
 MANY = "\n".join(f"- nodeName: n{number}\n  gdsEnabled: 7" for number in range(30))
 TABLE = [
     ("", "1: is empty; expected entries with a nodeName"),
-    ("{", "1: not YAML: did not find expected node content, while parsing a flow node"),
+    ("{", "2: not YAML: did not find expected node content, while parsing a flow node"),
     ("7", "1: expected a list of entries with a nodeName, got 7"),
     ("configs: 7", "1: configs: expected a list of entries with a nodeName, got 7"),
     ("version: v1", "1: configs: expected a list of entries with a nodeName, got null"),
@@ -467,5 +467,5 @@ def test_grants_with_specs_of_their_own_need_no_strategy() -> None:
     """With ``cdi.inline`` a late-bound container needs no NVIDIA runtime; an entry that names one
     must not change that.
     """
-    settings = settings_of(cdi=Cdi(inline=True))
+    settings = settings_of(cdi=Cdi(inline=True), plugin=Plugin(imex_channel_ids=(0,)))
     assert lists(entry(deviceListStrategy="envvar"), settings, late=True)[0] == LISTS
