@@ -13,8 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.settings import settings as settings_of
-from vgpu_agent.config.device_answers import Cdi, Plugin
-from vgpu_agent.config.settings import Settings
+from vgpu_agent.config.device_answers import Plugin
 from vgpu_agent.families.device_lists import ListOptions
 from vgpu_agent.families.plugin_files import texts_in_force
 from vgpu_agent.families.spec import NodeFacts
@@ -84,7 +83,8 @@ def test_every_key_is_read() -> None:
         mig_strategy="none",
         open_kernel_modules=True,
     )
-    assert (vgpu.excluded.indices, vgpu.excluded.uuids) == ({0, 2, 4, 5, 7, 8}, {UUID})
+    assert vgpu.excluded.indices == {0, 2, 4, 5, 7, 8}
+    assert vgpu.excluded.uuids == {UUID}
     assert config.plugin == {
         "device_list_strategy": ("envvar", "volume-mounts"),
         "gds_enabled": True,
@@ -270,7 +270,7 @@ TABLE = [
     ),
     (
         "- nodeName: a\n  migStrategy: double",
-        '2: [0].migStrategy: expected , none, single or mixed, got "double"',
+        '2: [0].migStrategy: expected "", none, single or mixed, got "double"',
     ),
     (
         "- nodeName: a\n  deviceListStrategy: env",
@@ -416,38 +416,29 @@ def test_a_file_that_cannot_be_read_keeps_its_effect() -> None:
 LISTS = ListOptions(strategies=("envvar",), imex_channels=(0,), cdi_modes=("gds",))
 
 
-def lists(text: str, settings: Settings, **found: Any) -> tuple[ListOptions, tuple[str, ...]]:
-    """How containers get their devices with this file."""
-    return read(text).lists(settings, NodeFacts(pod_lists=LISTS, **found))
-
-
 def test_the_way_of_devices_is_the_nodes_own() -> None:
     """Strategies, further devices and channels of the entry beat those of the agent."""
-    settings = settings_of(plugin=Plugin(gds_enabled=True, imex_channel_ids=(0,)))
-    assert lists(
+    plugin = Plugin(gds_enabled=True, imex_channel_ids=(0,))
+    config = read(
         entry(
             deviceListStrategy="volume-mounts",
             gdsEnabled=False,
             gdrcopyEnabled=True,
             imex={"channelIDs": []},
-        ),
-        settings,
-    ) == (
-        dataclasses.replace(
-            LISTS, strategies=("volume-mounts",), enabled=("gdrcopy",), imex_channels=()
-        ),
-        (),
+        )
     )
+    assert config.lists(LISTS, plugin) == dataclasses.replace(
+        LISTS, strategies=("volume-mounts",), enabled=("gdrcopy",), imex_channels=()
+    )
+    assert config.ruled_out(plugin) == ()
+    assert read(entry()).lists(LISTS, plugin) == dataclasses.replace(LISTS, enabled=("gds",))
 
 
 def test_what_needs_the_whole_agent_is_named() -> None:
     """CDI specs are made, and channels are looked for, as the agent's own settings say."""
-    found, problems = lists(
-        entry(deviceListStrategy="cdi-cri", imex={"channelIDs": [0], "required": True}),
-        settings_of(),
-    )
-    assert found.strategies == ("envvar",)
-    assert problems == (
+    config = read(entry(deviceListStrategy="cdi-cri", imex={"channelIDs": [0], "required": True}))
+    assert config.lists(LISTS, Plugin()).strategies == ("envvar",)
+    assert config.ruled_out(Plugin()) == (
         (
             "configs[0].deviceListStrategy: the CDI specs of a node are made as "
             "plugin.deviceListStrategy says; set that to a cdi strategy, too"
@@ -461,11 +452,5 @@ def test_what_needs_the_whole_agent_is_named() -> None:
             "plugin.imexRequired says; set that, too"
         ),
     )
-
-
-def test_grants_with_specs_of_their_own_need_no_strategy() -> None:
-    """With ``cdi.inline`` a late-bound container needs no NVIDIA runtime; an entry that names one
-    must not change that.
-    """
-    settings = settings_of(cdi=Cdi(inline=True), plugin=Plugin(imex_channel_ids=(0,)))
-    assert lists(entry(deviceListStrategy="envvar"), settings, late=True)[0] == LISTS
+    both = Plugin(device_list_strategy=("envvar", "cdi-annotations"))
+    assert read(entry(deviceListStrategy="cdi-cri")).lists(LISTS, both).strategies == ("cdi-cri",)

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from vgpu_agent.config.types import DEVICE_MODES
+from vgpu_agent.families.mig_instances import NONE
 from vgpu_agent.families.plugin_files import PluginFile
 from vgpu_agent.families.spec import BuiltFamily, FamilySpec, Vocabulary
 from vgpu_agent.families.vgpu_manager import node_config
@@ -18,6 +19,7 @@ from vgpu_agent.families.vgpu_manager.keys import (
     DRIVER_VERSION_LABEL,
     Keys,
 )
+from vgpu_agent.families.vgpu_manager.mig import VgpuManagerMigFamily
 from vgpu_agent.families.vgpu_manager.options import VgpuManagerOptions
 from vgpu_agent.families.vgpu_manager.settings import (
     FAMILY,
@@ -29,25 +31,40 @@ from vgpu_agent.families.vgpu_manager.settings import (
 
 if TYPE_CHECKING:
     from vgpu_agent.config.settings import Settings
+    from vgpu_agent.families.device_lists import ListOptions
     from vgpu_agent.families.spec import NodeFacts
 
 
 def _build(settings: Settings, facts: NodeFacts) -> BuiltFamily:
+    given = settings.section(VgpuManager)
     if not settings.is_on(FAMILY):
-        return BuiltFamily()
+        return BuiltFamily(idle=(_instances(settings, given, facts.lists),))
     config = node_config.in_force(settings, facts)
-    vgpu = config.applied_to(settings.section(VgpuManager))
-    lists, ruled_out = config.lists(settings, facts)
+    vgpu, plugin = config.applied_to(given), settings.plugin
     _, elsewhere = static_mig_strategy(settings, vgpu)
     problems = [*config.problems, *config.notes]
-    problems += [f"{vgpu.node_config_file}: {problem}" for problem in ruled_out]
+    problems += [f"{given.node_config_file}: {problem}" for problem in config.ruled_out(plugin)]
     problems += [f"{SECTION}.migStrategy: {elsewhere}"] if elsewhere else []
+    # A grant's own spec needs no NVIDIA runtime, and an entry that names one must not change that.
+    own_specs = settings.cdi.inline and facts.late
+    lists = facts.pod_lists if own_specs else config.lists(facts.pod_lists, plugin)
     options = VgpuManagerOptions.from_settings(settings, vgpu, lists=lists)
+    instances = _instances(settings, vgpu, config.lists(facts.lists, plugin))
+    offers_instances = options.mig_strategy != NONE
     return BuiltFamily(
+        by_ids=(instances,) if offers_instances else (),
         by_pod=(VgpuManagerFamily(options, NoControl()),),
+        # Existing instances that are not offered may still be held.
+        idle=() if offers_instances else (instances,),
         problems=tuple(problems),
         in_force=msgspec.structs.asdict(vgpu),
         origins=dict.fromkeys(config.own, node_config.FILE),
+    )
+
+
+def _instances(settings: Settings, vgpu: VgpuManager, lists: ListOptions) -> VgpuManagerMigFamily:
+    return VgpuManagerMigFamily(
+        VgpuManagerOptions.from_settings(settings, vgpu, lists=lists), lists
     )
 
 
