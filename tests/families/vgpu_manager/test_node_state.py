@@ -297,8 +297,8 @@ def test_a_node_whose_gpus_are_gone_is_no_gpu_node() -> None:
 
 
 def test_operators_keep_what_is_theirs() -> None:
-    """``vgpu-manager:D30``: at the agent's removal all else is taken back. The rails and the compute
-    policy are never written or taken away.
+    """``vgpu-manager:D30``: at the agent's removal all else is taken back. The rails and the
+    compute policy are never written or taken away.
     """
     left = cleanup(OPTIONS)
     assert left.annotations == dict.fromkeys((CONFIG, REGISTER, TOPOLOGY, HEARTBEAT))

@@ -141,15 +141,21 @@ class SimulatedKubelet:
         """Devices of a resource; empty when it was never registered,
         or its plugin has been gone for five minutes.
         """
+        return (
+            ResourceDevices()
+            if self.has_forgotten(name)
+            else self._records.devices.get(name, ResourceDevices())
+        )
+
+    def has_forgotten(self, name: str) -> bool:
+        """Tell whether the resource's plugin has been gone for five minutes. The next status of the
+        Node has it at 0, and later ones leave it as it is.
+        """
         endpoint = self._endpoints.get(name)
         gone_for = (
             time.monotonic() - endpoint.stopped_at if endpoint and endpoint.stopped_at else 0.0
         )
-        return (
-            ResourceDevices()
-            if gone_for > _STOP_GRACE_SECONDS
-            else self._records.devices.get(name, ResourceDevices())
-        )
+        return gone_for > _STOP_GRACE_SECONDS
 
     async def until(self, condition: Callable[[], bool], *, timeout_seconds: float = 30.0) -> None:
         """Return when ``condition`` holds; it is called after every change of this kubelet, and
