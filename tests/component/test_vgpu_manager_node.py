@@ -13,7 +13,6 @@ import pytest
 from tests.component.vgpu_manager import (
     CORES,
     MEMORY,
-    NODE,
     NUMBER,
     ON,
     U0,
@@ -21,6 +20,7 @@ from tests.component.vgpu_manager import (
     ManagerStage,
     manager_stage,
 )
+from tests.component.volcano import NODE
 from vgpu_agent.sim.kubelet import kubelet
 
 REGISTER, TOPOLOGY = "nvidia.com/node-device-register", "nvidia.com/node-device-topology"
@@ -41,14 +41,14 @@ async def stage(folder: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[
         yield stage
 
 
-def annotations(stage: ManagerStage) -> dict[str, str]:
-    """Those of the Node."""
+def written(stage: ManagerStage) -> dict[str, str]:
+    """The Node's annotations."""
     return dict(stage.cluster.node_object()["metadata"].get("annotations") or {})
 
 
 def registered(stage: ManagerStage) -> list[dict[str, Any]]:
     """The GPUs as a scheduler reads them."""
-    found: list[dict[str, Any]] = json.loads(annotations(stage).get(REGISTER, "[]"))
+    found: list[dict[str, Any]] = json.loads(written(stage).get(REGISTER, "[]"))
     return found
 
 
@@ -71,7 +71,7 @@ async def test_what_schedulers_read_is_there_and_follows_the_gpus(stage: Manager
         (0, U0, 0),
         (1, U1, 1),
     ]
-    assert json.loads(annotations(stage)[TOPOLOGY]) == [
+    assert json.loads(written(stage)[TOPOLOGY]) == [
         {"index": 0, "links": {"1": [1]}},
         {"index": 1, "links": {"0": [1]}},
     ]
@@ -85,13 +85,13 @@ async def test_what_schedulers_read_is_there_and_follows_the_gpus(stage: Manager
         ),
         "cores and memory",
     )
-    before = annotations(stage)
+    before = written(stage)
     stage.gpus.xid(U1, 79)
     await stage.cluster.until(
         lambda: [gpu["healthy"] for gpu in registered(stage)] == [True, False], "an ill GPU"
     )
     await stage.cluster.until(lambda: stage.slots == 10, "ten slots")
-    await stage.cluster.until(lambda: annotations(stage) == before, "both GPUs again")
+    await stage.cluster.until(lambda: written(stage) == before, "both GPUs again")
     await stage.cluster.until(lambda: stage.slots == 20, "all slots")
     done = len(stage.cluster.api.writes)
     await asyncio.sleep(3)
@@ -124,5 +124,5 @@ async def test_gates_that_go_off_take_their_resources_along(stage: ManagerStage)
     await asyncio.sleep(1.5)
     await stage.cluster.until(is_gone, "cores and memory gone for good")
     assert quantity(stage, "capacity", NUMBER) == "20"
-    assert TOPOLOGY not in annotations(stage)
-    assert json.loads(annotations(stage)[CONFIG])["memoryFactor"] == 1
+    assert TOPOLOGY not in written(stage)
+    assert json.loads(written(stage)[CONFIG])["memoryFactor"] == 1
