@@ -22,9 +22,11 @@ from tests.component.vgpu_manager import (
 )
 from tests.component.volcano import NODE
 from vgpu_agent.sim.kubelet import kubelet
+from vgpu_agent.sim.state import SimulatedNode
 
 REGISTER, TOPOLOGY = "nvidia.com/node-device-register", "nvidia.com/node-device-topology"
 CONFIG = "nvidia.com/node-config-info"
+SMALL, LARGE = "nvidia.com/mig-1g.5gb", "nvidia.com/mig-3g.20gb"
 GATED = (
     ON + "vgpuManager:\n"
     "  deviceMemoryFactor: 64\n"
@@ -126,3 +128,41 @@ async def test_gates_that_go_off_take_their_resources_along(stage: ManagerStage)
     assert quantity(stage, "capacity", NUMBER) == "20"
     assert TOPOLOGY not in written(stage)
     assert json.loads(written(stage)[CONFIG])["memoryFactor"] == 1
+
+
+async def test_instances_come_and_go_beside_shared_gpus(stage: ManagerStage) -> None:
+    """vgpu-manager §2.3: one GPU is divided and marked, the other one shared. An instance is given
+    out by its UUID, and a kind that is gone leaves the Node.
+    """
+    stage.gpus = await asyncio.to_thread(
+        lambda: SimulatedNode.create(
+            stage.folder / "ampere", model="A100-SXM4-40GB", gpus=2, uuids=[U0, U1]
+        )
+    )
+    await asyncio.to_thread(stage.gpus.set_mig, 0, ["1g.5gb"] * 7)
+    await stage.start_agent()
+    await stage.cluster.until(
+        lambda: quantity(stage, "allocatable", SMALL) == "7" and stage.slots == 10,
+        "seven instances and ten slots",
+    )
+    await stage.cluster.until(
+        lambda: (
+            [(gpu["mig"], gpu["healthy"]) for gpu in registered(stage)]
+            == [(True, True), (False, True)]
+        ),
+        "a divided and a shared GPU",
+    )
+    stage.cluster.create_pod("on-a-slice", {SMALL: 1}, scheduler="default-scheduler")
+    await stage.cluster.running("on-a-slice")
+    came = stage.cluster.starts("on-a-slice")[-1]
+    assert came.environment["NVIDIA_VISIBLE_DEVICES"] in stage.gpus.mig_uuids(0)
+    stage.cluster.delete_pod("on-a-slice")
+    await asyncio.to_thread(stage.gpus.set_mig, 0, ["3g.20gb"] * 2)
+    await stage.cluster.until(
+        lambda: (
+            quantity(stage, "allocatable", LARGE) == "2"
+            and quantity(stage, "capacity", SMALL) is None
+            and quantity(stage, "allocatable", SMALL) is None
+        ),
+        "the new instances alone",
+    )
