@@ -62,7 +62,6 @@ class Reading:
         self._accepted: dict[str, Any] = {}
         self._places: dict[str, Place] = {}
         self._refused: set[str] = set()
-        self._refused_places: set[Place] = set()
         self._problems = Problems()
         self._former: list[str] = []
         # The document that is being taken: its path, and, if it is one of NVIDIA's plugin, our
@@ -267,10 +266,6 @@ class Reading:
         try:
             accepted = key.accept(value)
         except schema.NotAcceptedError as err:
-            if place.replaced_plugin and place in self._refused_places:
-                self._refused.add(path)  # a key of theirs may set several of ours
-                return None
-            self._refused_places.add(place)
             self._refuse(
                 path,
                 place,
