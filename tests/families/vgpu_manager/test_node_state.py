@@ -88,7 +88,7 @@ def changed(place: int, **facts: object) -> Inventory:
 
 
 def test_the_golden_node() -> None:
-    """``vgpu-manager:13.1``: byte for byte, annotations and labels."""
+    """``vgpu-manager:§13.1``: byte for byte, annotations and labels."""
     node = desired()
     assert node.annotations == {
         CONFIG: '{"deviceSplit":10,"coresScaling":1,"memoryFactor":1,"memoryScaling":1}',
@@ -106,7 +106,7 @@ def test_the_golden_node() -> None:
 
 
 def test_four_nvlinks_behind_one_switch() -> None:
-    """``vgpu-manager:13.1``: the bus and the links, in this order."""
+    """``vgpu-manager:§13.1``: the bus and the links, in this order."""
     link = Link(10, 4)
     inventory = dataclasses.replace(INVENTORY, links={(U0, U1): link, (U1, U0): link})
     assert topology_text(inventory) == (
@@ -115,7 +115,7 @@ def test_four_nvlinks_behind_one_switch() -> None:
 
 
 def test_scaled_memory() -> None:
-    """``vgpu-manager:13.1``: twice the memory is 49152."""
+    """``vgpu-manager:§13.1``: twice the memory is 49152."""
     node = desired(memory_scaling=2.0)
     assert node.annotations[REGISTER] == REGISTERED.replace("24576", "49152")
     assert node.annotations[CONFIG] == (

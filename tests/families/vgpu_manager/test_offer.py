@@ -42,7 +42,7 @@ def ledger(inventory: Inventory, **options: object) -> Ledger:
 
 
 def test_ids_are_those_of_the_contract() -> None:
-    """``vgpu-manager:13.2``: ten slots of each card, and its compute and memory in packed ids."""
+    """``vgpu-manager:§13.2``: ten slots of each card, and its compute and memory in packed ids."""
     found = offered()
     assert [entry.id for entry in found[NUMBER].ids] == [
         f"{uuid}::{number}" for uuid in (U0, U1) for number in range(10)

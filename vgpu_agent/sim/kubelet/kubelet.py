@@ -278,7 +278,11 @@ class SimulatedKubelet:
 
     async def _register(self, request: messages.RegisterRequest, context: Any) -> messages.Empty:
         await self._note(
-            "Register", request.resource_name, endpoint=request.endpoint, version=request.version
+            "Register",
+            request.resource_name,
+            endpoint=request.endpoint,
+            version=request.version,
+            **_shown(request.options),
         )
         await asyncio.sleep(self.faults.register_delay_seconds)
         if self.faults.failing_registrations:
@@ -306,7 +310,12 @@ class SimulatedKubelet:
                 grpc.StatusCode.UNKNOWN,
                 f"failed to dial device plugin with socketPath {endpoint.socket_path}: {err}",
             )
-        await self._note("GetDevicePluginOptions", request.resource_name, endpoint=request.endpoint)
+        await self._note(
+            "GetDevicePluginOptions",
+            request.resource_name,
+            endpoint=request.endpoint,
+            **_shown(endpoint.options),
+        )
         if before := self._endpoints.get(request.resource_name):
             self._retired.append(before)
         self._endpoints[request.resource_name] = endpoint  # the last registration wins
@@ -510,3 +519,10 @@ def _encoded(message: Any) -> bytes:
 
 def _rejected(text: str) -> str:
     return f"Pod was rejected: Allocate failed due to {text}, which is unexpected"
+
+
+def _shown(options: messages.DevicePluginOptions | None) -> dict[str, bool]:
+    return {
+        "pre_start": options is not None and options.pre_start_required,
+        "preferred": options is not None and options.get_preferred_allocation_available,
+    }
