@@ -33,7 +33,14 @@ from vgpu_agent.families.vgpu_manager.offer import (
     resources_of,
     shared_gpus,
 )
-from vgpu_agent.families.vgpu_manager.requests import asks, read_request
+from vgpu_agent.families.vgpu_manager.requests import (
+    DISABLED,
+    OVERSOLD,
+    asks,
+    compute_policy,
+    read_request,
+    sets,
+)
 from vgpu_agent.families.vgpu_manager.settings import FAMILY
 from vgpu_agent.isolation.edits import Provision
 from vgpu_agent.isolation.vgpu_control import CardLimit, ControlTarget
@@ -196,6 +203,7 @@ class VgpuManagerFamily:
             UnhealthyDeviceError: a GPU of the decision is gone.
         """
         pod, options = question.pod, self._options
+        container = pod.container(question.container)
         held = tuple((_present(share.device, question.inventory), share) for share in shares)
         devices = [
             device
@@ -220,7 +228,10 @@ class VgpuManagerFamily:
                 )
                 for gpu, share in held
             ),
+            policy=compute_policy(pod, question.node_annotations, options.keys),
             memory_ratio=options.memory_scaling,
+            oversold=sets(container, OVERSOLD),
+            disabled=sets(container, DISABLED),
             driver_version=question.inventory.driver_version,
             cuda_version=question.inventory.cuda_version,
         )

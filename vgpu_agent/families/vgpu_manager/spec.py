@@ -21,6 +21,7 @@ from vgpu_agent.families.vgpu_manager.keys import (
 )
 from vgpu_agent.families.vgpu_manager.mig import VgpuManagerMigFamily
 from vgpu_agent.families.vgpu_manager.options import VgpuManagerOptions
+from vgpu_agent.families.vgpu_manager.requests import DISABLED, OVERSOLD
 from vgpu_agent.families.vgpu_manager.settings import (
     FAMILY,
     SECTION,
@@ -111,6 +112,7 @@ SPEC = FamilySpec(
     resource_prefixes=_BY_DEFAULT.resource_prefixes,
     annotations=_BY_DEFAULT.annotations,
     labels=_BY_DEFAULT.labels,
+    values=f"{OVERSOLD}|{DISABLED}",  # without metacharacters
     variables="CUDA_MEM_(LIMIT(_\\d{1,2})?|RATIO|OVERSOLD)|DISABLE_VGPU_CONTROL",
     device_modes=_device_modes,
     node_annotations=_BY_DEFAULT.node_annotations,
