@@ -105,8 +105,11 @@ class VgpuManagerFamily:
         return resources_of(inventory, self._options)
 
     def cautions(self, inventory: Inventory) -> tuple[str, ...]:
-        """See `cautions_of`."""
-        return cautions_of(inventory, self._options)
+        """See `cautions_of` and `too_long_texts`."""
+        return (
+            *cautions_of(inventory, self._options),
+            *node_state.too_long_texts(inventory, self._options),
+        )
 
     def check(self, resource: Resource, ids: Sequence[str]) -> None:
         """A number of k means k different GPUs, so more than the node has can never be had."""
