@@ -9,6 +9,7 @@ import shutil
 import stat
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -19,8 +20,10 @@ from vgpu_agent.concurrency import Supervisor
 from vgpu_agent.device_ids import DeviceId
 from vgpu_agent.errors import UnknownDeviceError
 from vgpu_agent.grpc.server import GrpcServer
+from vgpu_agent.kubelet import server
 from vgpu_agent.kubelet.pod_resources import PodResources
 from vgpu_agent.kubelet.records import read_records
+from vgpu_agent.kubelet.registration import register
 from vgpu_agent.model import Resource
 from vgpu_agent.sim.kubelet.faults import AdmissionError
 from vgpu_agent.sim.kubelet.kubelet import Container, SimulatedKubelet
@@ -183,6 +186,33 @@ async def test_a_deleted_socket_leads_to_a_new_one(kubelet: SimulatedKubelet, no
     assert [event["reason"] for event in node.events("plugin.registering_again")] == [
         f"the agent's socket {name} has been deleted or replaced"
     ]
+
+
+async def test_a_socket_that_a_new_kubelet_has_deleted_is_not_registered(
+    kubelet: SimulatedKubelet, node: Node, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A kubelet that comes back deletes all sockets before it listens. Had it been told of a
+    deleted one, it would have failed every pod until somebody noticed.
+    """
+    deleted = list[str]()
+
+    async def delete_first(socket: Path, *, endpoint: str, **others: Any) -> None:
+        if not deleted:
+            deleted.append(endpoint)
+            await asyncio.to_thread((kubelet.plugins / endpoint).unlink)
+        await register(socket, endpoint=endpoint, **others)
+
+    monkeypatch.setattr(server, "register", delete_first)
+    node.offer(shared_resource(), FakeBackend(shared_resource()))
+    await _all_offered(kubelet)
+
+    (registered,) = kubelet.called("Register")
+    assert deleted[0] not in str(registered)
+    (again,) = node.events("plugin.registering_again")
+    assert again["reason"] == (
+        f"the agent's socket {deleted[0]} was deleted while it was registered: the kubelet has "
+        "restarted"
+    )
 
 
 async def test_two_agents_with_one_resource_do_not_disturb_each_other(
