@@ -16,6 +16,7 @@ from vgpu_agent.errors import SimulationError
 from vgpu_agent.sim.agent_process import AgentProcess
 from vgpu_agent.sim.cdi_reader import Received
 from vgpu_agent.sim.cluster import SimulatedCluster
+from vgpu_agent.sim.stand_in_library import deliver_stand_in_control_library
 from vgpu_agent.sim.state import SimulatedNode
 
 U0, U1 = "GPU-49aa2e6a-33f3-99dd-e08b-ea4beb0e0d28", "GPU-7f1c2a90-5b64-4d1e-9c3f-2f8e6d7b1a45"
@@ -47,13 +48,16 @@ class ManagerStage:
             folder / "gpus", model="A10", gpus=2, numa=[0, 1], uuids=[U0, U1]
         )
         self.cluster = SimulatedCluster(folder / "cluster", node=NODE, **cluster)
+        # as an operator delivers the library
+        deliver_stand_in_control_library(folder / "manager")
         self.config, self.log = folder / "config.yaml", folder / "agent.log"
         self.agent: AgentProcess
 
     async def start_agent(self, more: str = ON) -> AgentProcess:
         """Configure, start, and wait until the Node shows slots."""
         text = QUICK.format(node=NODE, folder=self.folder, starts_first_seconds=0.2)
-        replace_text(self.config, text + more)
+        control = f"vgpuControl: {{hostDirectory: {self.folder / 'manager'}}}\n"
+        replace_text(self.config, text + control + more)
         self.agent = AgentProcess(
             self.log,
             kubelet=self.cluster.kubelet_directory,

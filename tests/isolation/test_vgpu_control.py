@@ -222,6 +222,8 @@ def test_a_start_begins_without_what_the_life_before_has_left() -> None:
         "config/pids.config",
         "vmem_node/vmem_node.config",
         "sm_node/sm_node.config",
+        "sm_node/sm_node.lock",
+        "vgpu_lock/vgpu_0.lock",
     }
 
 

@@ -112,6 +112,15 @@ class VgpuManager(msgspec.Struct, frozen=True, rename="camel", forbid_unknown_fi
             )
         ),
     ] = False
+    isolation: Annotated[
+        Literal["vgpu-control", "none"],
+        Meta(
+            description=(
+                "vgpu-control: libvgpu-control.so limits memory and compute in the container. "
+                "none: sharing without any limit."
+            )
+        ),
+    ] = "vgpu-control"
     mig_strategy: Annotated[
         Literal["", "none", "single", "mixed"],
         Meta(

@@ -11,7 +11,14 @@ from vgpu_agent.families.mig_instances import NONE
 from vgpu_agent.families.plugin_files import PluginFile
 from vgpu_agent.families.spec import BuiltFamily, FamilySpec, Vocabulary
 from vgpu_agent.families.vgpu_manager import node_config
-from vgpu_agent.families.vgpu_manager.family import NoControl, VgpuManagerFamily
+from vgpu_agent.families.vgpu_manager.control import (
+    DECISIVE_VARIABLES,
+    LIBRARY_USE,
+    control_backend,
+    is_limited,
+    why_blocked,
+)
+from vgpu_agent.families.vgpu_manager.family import VgpuManagerFamily
 from vgpu_agent.families.vgpu_manager.keys import (
     CUDA_MAJOR_LABEL,
     CUDA_MINOR_LABEL,
@@ -54,12 +61,14 @@ def _build(settings: Settings, facts: NodeFacts) -> BuiltFamily:
     offers_instances = options.mig_strategy != NONE
     return BuiltFamily(
         by_ids=(instances,) if offers_instances else (),
-        by_pod=(VgpuManagerFamily(options, NoControl()),),
+        by_pod=(VgpuManagerFamily(options, control_backend(settings, options, facts)),),
         # Existing instances that are not offered may still be held.
         idle=() if offers_instances else (instances,),
         problems=tuple(problems),
         in_force=msgspec.structs.asdict(vgpu),
         origins=dict.fromkeys(config.own, node_config.FILE),
+        blocked=why_blocked(settings, facts),
+        uses_library=LIBRARY_USE.backend if is_limited(settings) else "",
     )
 
 
@@ -113,7 +122,10 @@ SPEC = FamilySpec(
     annotations=_BY_DEFAULT.annotations,
     labels=_BY_DEFAULT.labels,
     values=f"{OVERSOLD}|{DISABLED}",  # without metacharacters
-    variables="CUDA_MEM_(LIMIT(_\\d{1,2})?|RATIO|OVERSOLD)|DISABLE_VGPU_CONTROL",
+    variables=(
+        f"CUDA_MEM_(LIMIT(_\\d{{1,2}})?|RATIO|OVERSOLD)|DISABLE_VGPU_CONTROL|{DECISIVE_VARIABLES}"
+    ),
+    library=LIBRARY_USE,
     device_modes=_device_modes,
     node_annotations=_BY_DEFAULT.node_annotations,
     progress=_BY_DEFAULT.progress,
