@@ -1,4 +1,4 @@
-"""The request of a container (vgpu-manager §5.3), and what it sets itself (§4.1)."""
+"""The request of a container (vgpu-manager §5.3), and what it sets itself (vgpu-manager §4.1)."""
 
 from __future__ import annotations
 
