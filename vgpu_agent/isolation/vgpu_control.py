@@ -1,5 +1,16 @@
 """The isolation backend `vgpu-control`: it makes vgpu-manager's libvgpu-control.so hold a container
 to its shares.
+
+The library is preloaded into every process of the container and finds its limits in
+``vgpu.config`` (`vgpu_config`), which the agent makes before the first process exists. Environment
+and mounts are those of the replaced plugin (vgpu-manager §7.3, §7.4), with two differences that a
+program does not notice. Containers are not shown the host's ``/proc``, unless the operator wants
+that. And the three directories of the host that containers could write are none any more: the files
+that the library makes there are made by the agent, and each is mounted by itself (docs/security.md
+says why). Families call it through `ControlBackend`; `runtime` makes the files and installs the
+library itself.
+
+It is a quota for cooperative programs, not a security boundary (vgpu-manager §12.4).
 """
 
 from __future__ import annotations
@@ -8,8 +19,72 @@ import dataclasses
 import enum
 from typing import TYPE_CHECKING, Protocol
 
+from vgpu_agent.errors import RequestRefusedError, UnhealthyDeviceError, quoted
+from vgpu_agent.isolation.edits import Edits, HostDirectory, HostFile, Mount, Provision
+from vgpu_agent.isolation.vgpu_config import (
+    MAX_CARDS,
+    SIZE,
+    Owner,
+    SlotLimit,
+    config_parts,
+    devices_json,
+)
+from vgpu_agent.isolation.vgpu_tables import SM_NODE_SIZE, VMEM_SIZE, sm_node_head, vmem_head
+from vgpu_agent.pods import container_directory
+
 if TYPE_CHECKING:
-    from vgpu_agent.isolation.edits import Provision
+    from collections.abc import Iterator
+
+# Paths inside the container.
+LIBRARY = "/etc/vgpu-manager/driver/libvgpu-control.so"
+PRELOAD = "/etc/ld.so.preload"
+CONFIG_DIRECTORY = "/etc/vgpu-manager/config"
+WATCHER_DIRECTORY = "/etc/vgpu-manager/watcher"
+REGISTRY_DIRECTORY = "/etc/vgpu-manager/registry"
+HOST_PROC = "/etc/vgpu-manager/.host_proc"
+# the paths are part of the library's contract
+LOCK_DIRECTORY = "/tmp/.vgpu_lock"  # noqa: S108
+VMEM_DIRECTORY = "/tmp/.vmem_node"  # noqa: S108
+SM_NODE_DIRECTORY = "/tmp/.sm_node"  # noqa: S108
+
+# Names of files and directories of a container on the host.
+CONFIG_FILE = "config/vgpu.config"
+PIDS_FILE = "config/pids.config"
+VMEM_FILE = "vmem_node/vmem_node.config"
+SM_NODE_FILE = "sm_node/sm_node.config"
+_SM_NODE_LOCK = "sm_node/sm_node.lock"
+_LOCKS = "vgpu_lock"
+# the directories in which a container has files, for who guards their size
+FOLDERS = ("config", "vmem_node", "sm_node", _LOCKS)
+_LOCK_SUFFIX = ".lock"
+_LOCK_SIZE = 4096  # a page, for what a library may write there; they are made empty
+
+# A pod sets this variable, to any value, to run without the library.
+DISABLED_BY = "DISABLE_VGPU_CONTROL"
+
+SLOTS_VARIABLE = "MANAGER_VISIBLE_DEVICES"
+_MODE_VARIABLE = "MANAGER_COMPATIBILITY_MODE"
+_BUCKET_VARIABLE = "CUDA_SM_SHARED_BUCKET"
+_WATCHER_VARIABLE = "EXTERNAL_SM_WATCHER_ENABLED"
+_LEDGER_VARIABLE = "VMEMORY_NODE_ENABLED"
+# What a pod could set to leave its limits. The limits themselves are not among it: the library
+# reads them from the file (vgpu-manager §8.2).
+DECISIVE = frozenset(
+    {SLOTS_VARIABLE, _MODE_VARIABLE, _BUCKET_VARIABLE, _WATCHER_VARIABLE, _LEDGER_VARIABLE}
+)
+_NO_CARD = "GPU-00000000-0000-0000-0000-000000000000"
+
+# Pods have none; a container registers by its own names (vgpu-manager §9).
+REGISTER_UUID = ""
+
+# of `registry_directory`: its two files are reached by name, and nobody lists it
+REGISTRY_MODE = 0o711
+
+CLIENT, HOST_PROC_MODE = "client", "host-proc"
+# How the library tells the container's processes from others (vgpu-manager §7.6).
+_COMPATIBILITY_CLIENT = 200
+_OPEN_KERNEL_MODULES = 100
+_ALL_CORES = 100
 
 
 class ComputePolicy(enum.StrEnum):
@@ -90,3 +165,268 @@ class ControlBackend(Protocol):
             RequestRefusedError: the container cannot be limited; with the reason and the remedy.
         """
         ...
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class VgpuControl:
+    """libvgpu-control.so on this node.
+
+    Attributes:
+        host_directory: the settings' ``vgpuControl.hostDirectory``, the same on the host and in the
+            agent.
+        library_path: the installed library.
+        processes: the settings' ``vgpuControl.processes``: `CLIENT` or `HOST_PROC_MODE`.
+        cgroup_version: of the node, 1 or 2; a hybrid one is 2.
+        open_kernel_modules: the driver's kernel modules are the open ones.
+        disable_variable: the settings' ``vgpuControl.disableVariable``: for which pods
+            `DISABLED_BY` counts.
+        sm_watcher: the agent samples the use of compute for all containers.
+        memory_ledger: containers keep a ledger of spilled memory.
+    """
+
+    host_directory: str
+    library_path: str
+    processes: str = CLIENT
+    cgroup_version: int = 2
+    open_kernel_modules: bool = False
+    disable_variable: str = "whole-gpus"
+    sm_watcher: bool = False
+    memory_ledger: bool = False
+
+    @property
+    def name(self) -> str:
+        """The glossary's name."""
+        return "vgpu-control"
+
+    @property
+    def compatibility(self) -> int:
+        """How the library tells the container's processes from others (vgpu-manager §7.6)."""
+        mode = _COMPATIBILITY_CLIENT if self.processes == CLIENT else self.cgroup_version
+        return mode | _OPEN_KERNEL_MODULES if self.open_kernel_modules else mode
+
+    def provision(self, target: ControlTarget) -> Provision:
+        """Return the edits of the container and the files that must be on the host.
+
+        Raises:
+            RequestRefusedError: a card that the library has no place for or that is claimed twice,
+                or names that are no part of a path.
+            UnhealthyDeviceError: the memory of a claimed card is not known yet; a limit of 0 would
+                let nothing run.
+        """
+        _require_places(target)
+        name = container_directory(target.pod_uid, target.container)
+        directory = f"{containers_directory(self.host_directory)}/{name}"
+        limits = {card.index: _slot(card, target) for card in target.cards}
+        written = tuple(self._written(target))
+        return Provision(
+            Edits(
+                environment=self._environment(target),
+                mounts=(*self._shared_mounts(target, directory), *_file_mounts(written, directory)),
+            ),
+            directories=(
+                *self._shared_directories(),
+                HostDirectory(directory),
+                *(
+                    HostDirectory(f"{directory}/{folder}")
+                    for folder in dict.fromkeys(["config", *map(_folder, written)])
+                ),
+            ),
+            files=(
+                HostFile(
+                    f"{directory}/devices.json",
+                    len(ids := devices_json(target.ids)),
+                    ((0, ids),),
+                ),
+                HostFile(
+                    f"{directory}/{CONFIG_FILE}", SIZE, config_parts(self._owner(target), limits)
+                ),
+                *(_writable(directory, path) for path in written),
+            ),
+            collected=directory,
+            removed=(PIDS_FILE, VMEM_FILE, SM_NODE_FILE),
+        )
+
+    def _written(self, target: ControlTarget) -> Iterator[str]:
+        """The files of the container that it writes, within its directory."""
+        for card in sorted(target.cards, key=lambda card: card.index):
+            yield f"{_LOCKS}/vgpu_{card.index}{_LOCK_SUFFIX}"
+        if self.memory_ledger:
+            yield VMEM_FILE
+        yield SM_NODE_FILE
+        yield _SM_NODE_LOCK
+
+    def _environment(self, target: ControlTarget) -> dict[str, str]:
+        environment = {
+            "VGPU_POD_NAME": target.pod,
+            "VGPU_POD_NAMESPACE": target.namespace,
+            "VGPU_POD_UID": target.pod_uid,
+            "VGPU_CONTAINER_NAME": target.container,
+            "CUDA_MEM_RATIO": f"{target.memory_ratio:.2f}",
+            # empty, so that an image's own values do not count
+            "CUDA_CORE_LIMIT": "",
+            "CUDA_CORE_SOFT_LIMIT": "",
+            "MANAGER_CLIENT_REGISTER_UUID": REGISTER_UUID,
+            _MODE_VARIABLE: str(self.compatibility),
+            _BUCKET_VARIABLE: "true",
+            _WATCHER_VARIABLE: str(self.sm_watcher).lower(),
+            _LEDGER_VARIABLE: str(self.memory_ledger).lower(),
+        }
+        slots = [_NO_CARD] * MAX_CARDS
+        for card in target.cards:
+            slots[card.index] = card.uuid
+            environment[f"CUDA_MEM_LIMIT_{card.index}"] = f"{card.memory_mib}m"
+            hard = soft = ""
+            if _limits_cores(card, target):
+                hard = str(card.cores_percent)
+                soft = hard if target.policy is ComputePolicy.FIXED else str(_ALL_CORES)
+            environment[f"CUDA_CORE_LIMIT_{card.index}"] = hard
+            environment[f"CUDA_CORE_SOFT_LIMIT_{card.index}"] = soft
+        environment[SLOTS_VARIABLE] = ",".join(slots)
+        return environment
+
+    def _shared_mounts(self, target: ControlTarget, directory: str) -> Iterator[Mount]:
+        """The mounts that a container only reads."""
+        if self.processes == CLIENT:
+            yield Mount(REGISTRY_DIRECTORY, registry_directory(self.host_directory), read_only=True)
+        else:
+            yield Mount(HOST_PROC, "/proc", read_only=True)
+        if self.sm_watcher:
+            yield Mount(WATCHER_DIRECTORY, watcher_directory(self.host_directory), read_only=True)
+        yield Mount(LIBRARY, self.library_path, read_only=True)
+        yield Mount(CONFIG_DIRECTORY, f"{directory}/config", read_only=True)
+        if not (target.disabled and may_be_disabled(self.disable_variable, target)):
+            yield Mount(PRELOAD, f"{self.host_directory}/ld.so.preload", read_only=True)
+
+    def _shared_directories(self) -> Iterator[HostDirectory]:
+        yield HostDirectory(containers_directory(self.host_directory))
+        if self.processes == CLIENT:
+            yield HostDirectory(registry_directory(self.host_directory), REGISTRY_MODE)
+        if self.sm_watcher:
+            yield HostDirectory(watcher_directory(self.host_directory))
+
+    def _owner(self, target: ControlTarget) -> Owner:
+        return Owner(
+            target.pod_uid,
+            target.pod,
+            target.namespace,
+            target.container,
+            REGISTER_UUID,
+            self.compatibility,
+            self.sm_watcher,
+            self.memory_ledger,
+            target.driver_version,
+            target.cuda_version,
+        )
+
+
+def containers_directory(host_directory: str) -> str:
+    """The parent of the containers' own directories, ``<pod UID>_<container>``,
+    which only root can change.
+    """
+    return f"{host_directory}/containers"
+
+
+def registry_directory(host_directory: str) -> str:
+    """The directory of the registry's socket and of the program that containers speak to it by."""
+    return f"{host_directory}/registry"
+
+
+def watcher_directory(host_directory: str) -> str:
+    """The directory of the agent's samples of the use of compute."""
+    return f"{host_directory}/watcher"
+
+
+def allowed_size(name: str) -> int | None:
+    """How large a container may make its file of that name;
+    None for a name that no container writes to.
+    """
+    if name.endswith(_LOCK_SUFFIX):
+        return _LOCK_SIZE
+    return {"vgpu.config": SIZE, "vmem_node.config": VMEM_SIZE, "sm_node.config": SM_NODE_SIZE}.get(
+        name
+    )
+
+
+def may_be_disabled(setting: str, target: ControlTarget) -> bool:
+    """Tell whether a container may run without the library:
+    always, never, or when it has all memory of its cards, so that nobody else has a share.
+    """
+    if setting != "whole-gpus":
+        return setting == "honor"
+    return all(0 < card.card_memory_mib <= card.memory_mib for card in target.cards)
+
+
+def slot_limit(
+    card: CardLimit, policy: ComputePolicy, *, memory_ratio: float = 1.0, oversold: bool = False
+) -> SlotLimit:
+    """The limits of one card of a container, as the library obeys them (vgpu-manager §7.7)."""
+    total = card.memory_mib << 20
+    limited = policy is not ComputePolicy.NONE and 0 < card.cores_percent < _ALL_CORES
+    balanced = limited and policy is ComputePolicy.BALANCE
+    return SlotLimit(
+        card.uuid,
+        total,
+        int(total / memory_ratio) if memory_ratio > 1 else total,
+        card.cores_percent,
+        card.card_cores_percent if balanced else card.cores_percent,
+        core_limit=limited,
+        hard_limit=limited and (not balanced or card.cores_percent >= card.card_cores_percent),
+        memory_limit=not (memory_ratio == 1 and card.memory_mib == card.card_memory_mib),
+        oversold=oversold or memory_ratio > 1,
+    )
+
+
+def _slot(card: CardLimit, target: ControlTarget) -> SlotLimit:
+    return slot_limit(
+        card, target.policy, memory_ratio=target.memory_ratio, oversold=target.oversold
+    )
+
+
+def _limits_cores(card: CardLimit, target: ControlTarget) -> bool:
+    return target.policy is not ComputePolicy.NONE and 0 < card.cores_percent < _ALL_CORES
+
+
+def _require_places(target: ControlTarget) -> None:
+    seen: set[int] = set()
+    for card in target.cards:
+        if not 0 <= card.index < MAX_CARDS:
+            raise RequestRefusedError(
+                f"container {target.container} is to have {quoted(card.uuid)}, the GPU with index "
+                f"{card.index}, and vgpu-control has places for the indices 0 to {MAX_CARDS - 1}; "
+                "claim another GPU, or exclude this one on the node"
+            )
+        if card.index in seen:
+            raise RequestRefusedError(
+                f"container {target.container} is to have the GPU with index {card.index} twice, "
+                "and vgpu-control has one place for each; claim it once, with the sum"
+            )
+        if card.memory_mib <= 0:
+            raise UnhealthyDeviceError(
+                f"the memory of {quoted(card.uuid)} is not known yet, so container "
+                f"{target.container} has no limit of memory; it is tried again, and the agent's "
+                "log says why the driver does not answer"
+            )
+        seen.add(card.index)
+
+
+def _folder(path: str) -> str:
+    return path.partition("/")[0]
+
+
+def _writable(directory: str, path: str) -> HostFile:
+    """A file as the first process of the container would have made it, for any of its users.
+
+    Its space is taken beforehand, and its begin is that of an initialised table, so that the
+    library takes it as it is.
+    """
+    sizes = {VMEM_FILE: (VMEM_SIZE, vmem_head()), SM_NODE_FILE: (SM_NODE_SIZE, sm_node_head())}
+    size, head = sizes.get(path, (0, b""))
+    parts = ((0, head),) if head else ()
+    return HostFile(f"{directory}/{path}", size, parts, 0o666, renewed=parts, allocated=size > 0)
+
+
+def _file_mounts(paths: tuple[str, ...], directory: str) -> Iterator[Mount]:
+    places = {"vmem_node": VMEM_DIRECTORY, "sm_node": SM_NODE_DIRECTORY, _LOCKS: LOCK_DIRECTORY}
+    for path in paths:
+        folder, _, name = path.partition("/")
+        yield Mount(f"{places[folder]}/{name}", f"{directory}/{path}")

@@ -1,0 +1,178 @@
+"""The file ``vgpu.config`` of vgpu-manager's libvgpu-control.so, as bytes:
+the one place of a container's limits.
+
+The library maps it read-only and obeys it; from the environment it builds limits only where there
+is no file with the right magic, version and size (vgpu-manager §8.2). So the agent writes the file
+before any process exists. The layout is that of v1.0.0, which is the first with a magic
+(vgpu-manager §7.7). Called by `vgpu_control`; `runtime.live_limits` changes a slot of a file that
+containers have mapped.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import struct
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+SIZE = 8192
+MAX_CARDS = 16
+
+MAGIC = 0x56474346
+VERSION = 1
+_USED = 2560  # of the file's bytes
+
+SLOTS = 512
+SLOT_SIZE = 128
+SLOT_SEQUENCE = struct.Struct("<I")  # at the begin of a slot; odd while the rest is changed
+
+_HEAD = struct.Struct("<4I2i32s")
+_OWNER = struct.Struct("<48s64s64s64s48s3i")  # from `_OWNER_AT` on
+_OWNER_AT = 128
+# From 8 bytes behind the slot's begin on: UUID, total and real bytes, then hard_core, soft_core,
+# core_limit, hard_limit, memory_limit, memory_oversold, activate.
+_LIMITS = struct.Struct("<48s2Q7i")
+_LIMITS_AT = 8
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class SlotLimit:
+    """The limits of one card, as the library obeys them.
+
+    Attributes:
+        uuid: of the card.
+        total_bytes: what the container may allocate.
+        real_bytes: what of that may lie in the card's own memory; more spills into the host's.
+        hard_core: percent of compute that it always has.
+        soft_core: percent that it may reach while others leave the card idle.
+        core_limit: compute is limited at all.
+        hard_limit: to ``hard_core``, and never more.
+        memory_limit: memory is limited.
+        oversold: allocations may spill.
+    """
+
+    uuid: str
+    total_bytes: int
+    real_bytes: int
+    hard_core: int
+    soft_core: int
+    core_limit: bool
+    hard_limit: bool
+    memory_limit: bool
+    oversold: bool
+
+    def packed(self) -> bytes:
+        """The slot without its sequence number, as it lies in the file from `limits_offset` on."""
+        return _LIMITS.pack(
+            _text(self.uuid, 48),
+            self.total_bytes,
+            self.real_bytes,
+            self.hard_core,
+            self.soft_core,
+            self.core_limit,
+            self.hard_limit,
+            self.memory_limit,
+            self.oversold,
+            1,
+        )
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Owner:
+    """What the file says about its container.
+
+    Attributes:
+        pod_uid: of its pod.
+        pod: its name.
+        namespace: its namespace.
+        container: the container's name.
+        register_uuid: by which it registers, besides its names; empty where pods have none.
+        compatibility: how the library tells its processes from others (vgpu-manager §7.6).
+        sm_watcher: the library takes the use of compute from the agent's samples.
+        memory_ledger: it keeps a ledger of spilled memory.
+        driver_version: e.g. ``570.86.10``.
+        cuda_version: e.g. ``12.8``; empty when it is not known.
+    """
+
+    pod_uid: str
+    pod: str
+    namespace: str
+    container: str
+    register_uuid: str
+    compatibility: int
+    sm_watcher: bool
+    memory_ledger: bool
+    driver_version: str = ""
+    cuda_version: str = ""
+
+
+def config_parts(owner: Owner, limits: Mapping[int, SlotLimit]) -> tuple[tuple[int, bytes], ...]:
+    """(offset, bytes) of the whole file; what they leave out is zero.
+
+    Args:
+        owner: the container.
+        limits: by the card's index on the host, below `MAX_CARDS`.
+    """
+    major, minor = _version(owner.cuda_version)
+    return (
+        (
+            0,
+            _HEAD.pack(
+                MAGIC,
+                VERSION,
+                _USED,
+                MAX_CARDS,
+                major,
+                minor,
+                _text(owner.driver_version, 32),
+            ),
+        ),
+        (
+            _OWNER_AT,
+            _OWNER.pack(
+                _text(owner.pod_uid, 48),
+                _text(owner.pod, 64),
+                _text(owner.namespace, 64),
+                _text(owner.container, 64),
+                _text(owner.register_uuid, 48),
+                owner.compatibility,
+                owner.sm_watcher,
+                owner.memory_ledger,
+            ),
+        ),
+        *((limits_offset(index), limit.packed()) for index, limit in sorted(limits.items())),
+    )
+
+
+def slot_offset(index: int) -> int:
+    """Where the slot of the card with that index begins, and with it its sequence number."""
+    if not 0 <= index < MAX_CARDS:
+        raise ValueError(f"there is no slot {index}")
+    return SLOTS + index * SLOT_SIZE
+
+
+def limits_offset(index: int) -> int:
+    """Where the limits begin within that slot."""
+    return slot_offset(index) + _LIMITS_AT
+
+
+def devices_json(ids: Sequence[str]) -> bytes:
+    """The file ``devices.json``: the kubelet's ids of the container."""
+    return json.dumps(list(ids), separators=(",", ":"), ensure_ascii=False).encode()
+
+
+def _text(text: str, size: int) -> bytes:
+    """The text with a zero behind it; cut between two characters when it does not fit."""
+    return text.encode()[: size - 1].decode(errors="ignore").encode()
+
+
+def _version(text: str) -> tuple[int, int]:
+    major, _, minor = text.partition(".")
+    return (int(major), int(minor)) if _is_number(major) and _is_number(minor) else (0, 0)
+
+
+def _is_number(text: str) -> bool:
+    return text.isascii() and text.isdecimal() and len(text) <= 4
