@@ -255,9 +255,7 @@ def _read(node: Object, keys: Words) -> tuple[Sequence[Card], int] | Reason:
     for failed, reason in failures:
         if failed:
             return reason
-    assert cards is not None
-    assert known is not None
-    return cards, known.memory_factor
+    return cards or (), known.memory_factor if known else 0
 
 
 def claims_of(pod: Object, keys: Words) -> Claims:
