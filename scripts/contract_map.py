@@ -11,9 +11,10 @@ usage: scripts/contract_map.py [--all] [FOLDER]
 
 The contracts are the pages of docs/contracts. Its README says how a line gets its label and how a
 reference is written. Each labelled line needs a test if its page says so (`HELD`): a test whose
-docstring quotes the label as `volcano-vgpu:G3`. Only the docstring of a test function counts. Tests
-that are skipped or expected to fail do not count, nor do those of the simulator: a stand-in that is
-right says nothing about the agent.
+docstring quotes the label as `volcano-vgpu:G3`. Lines in a section that says why they have no test
+(`NOT_HELD`) are left out. Only the docstring of a test function counts. Tests that are skipped or
+expected to fail do not count, nor do those of the simulator: a stand-in that is right says nothing
+about the agent.
 
 Exit 1 when a line has no test, a test claims a line that does not exist, or a reference leads
 nowhere. scripts/test makes the map, and scripts/lint checks the references.
@@ -39,6 +40,8 @@ FOLDERS = ("vgpu_agent", "tests", "scripts", "docs", "manifests", "protos")
 FILES = ("README.md", "CHANGELOG.md", "SECURITY.md", "Containerfile", "pyproject.toml")
 
 HELD = "Every labelled line of this page is held by a test."
+# Up to the next heading; the lines can be cited like all others.
+NOT_HELD = "The rows of this section have no test; each says why."
 
 # Texts that are no contract of ours and whose sections may be cited all the same.
 OUTSIDE = r"RFC \d+|CDI"
@@ -74,16 +77,19 @@ def page_of(text: str) -> Page:
     """Read one page of docs/contracts."""
     anchors: set[str] = set()
     lines: dict[str, str] = {}
-    section = ""
+    section, held = "", True
     for line in text.splitlines():
         if heading := _HEADING.match(line):
-            section = f"§{heading[1]}"
+            section, held = f"§{heading[1]}", True
             anchors.add(section)
+        elif line == NOT_HELD:
+            held = False
         elif (listed := _LISTED.match(line)) and section:
             anchors.add(f"{section}.{listed[1]}")
         elif labelled := _LINE.match(line):
             anchors.add(labelled[1])
-            lines[labelled[1]] = labelled[2] or ""
+            if held:
+                lines[labelled[1]] = labelled[2] or ""
     return Page(frozenset(anchors), lines if HELD in text else {})
 
 

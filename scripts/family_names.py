@@ -31,6 +31,9 @@ EXCEPTIONS = {
     "families": "the families themselves",
     "sim": "the simulator plays the schedulers of certain families",
     "protocol": "generated",
+    "isolation/vgpu_control.py": "the library's own paths in containers",
+    "config/vgpu_control.py": "the default of the directory on the node, which has such a name",
+    "runtime/control_library.py": "the product that is to be delivered, for people",
 }
 
 

@@ -111,6 +111,17 @@ def test_a_line_that_does_not_exist_is_an_error(
     assert f"there is no {no_such_row}" in capsys.readouterr().err
 
 
+def test_rows_that_say_why_need_no_test(script: dict[str, Any]) -> None:
+    """They can be cited, and the heading after them ends the section."""
+    page = PAGE.format(held=script["HELD"]) + (
+        f"\n## 8. Apart\n\n{script['NOT_HELD']}\n\n| D3 a library's own | why |\n"
+        "\n## 9. Others\n\n| D4 an id too many | refused |\n"
+    )
+    found = script["page_of"](page)
+    assert {"D3", "D4"} <= found.anchors
+    assert [label for label in found.lines if label.startswith("D")] == ["D2", "D4"]
+
+
 def test_lines_for_later_may_be_quoted(script: dict[str, Any], run: Run) -> None:
     """MIG rows are neither wanted nor wrong."""
     assert run(*_all_labels(script), "volcano-vgpu:D15 is for later") == 0

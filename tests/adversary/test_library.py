@@ -14,9 +14,12 @@ from pathlib import Path
 import pytest
 
 from tests.component.volcano import NUMBER, asks, volcano_stage
+from vgpu_agent.config.hami_core import HamiCore
+from vgpu_agent.config.settings import Settings
 from vgpu_agent.errors import CarrierError
 from vgpu_agent.journal import Journal
-from vgpu_agent.runtime.hami_library import HamiLibrary
+from vgpu_agent.runtime import hami_library
+from vgpu_agent.runtime.delivered_library import DeliveredLibrary
 from vgpu_agent.sim.build import compiler
 from vgpu_agent.sim.stand_in_library import (
     FUNCTIONS,
@@ -48,11 +51,17 @@ long open_region(int file) {{
 INSTEAD = "or set volcanoVgpu.isolation to none"
 
 
+def installer(host: Path, source: Path | str) -> DeliveredLibrary:
+    """Return an installer of HAMi-core's library."""
+    settings = Settings(hami_core=HamiCore(host_directory=str(host), library=str(source)))
+    return DeliveredLibrary(hami_library.RECOGNITION, settings, Journal(), instead=INSTEAD)
+
+
 def refusal(content: bytes, folder: Path) -> str:
     """The reason for which a library of this content is not installed."""
     source = folder / "libvgpu.so"
     source.write_bytes(content)
-    library = HamiLibrary(str(folder / "host"), str(source), Journal(), instead=INSTEAD)
+    library = installer(folder / "host", source)
     with pytest.raises(CarrierError) as refused:
         asyncio.run(library.install())
     assert library.path == ""
@@ -86,9 +95,7 @@ def test_a_library_from_a_real_linker_is_understood(style: str, tmp_path: Path) 
     (tmp_path / "libvgpu.so").write_bytes(
         compiled(HOOKS + REGION, tmp_path, f"-Wl,--hash-style={style}")
     )
-    library = HamiLibrary(
-        str(tmp_path / "host"), str(tmp_path / "libvgpu.so"), Journal(), instead=INSTEAD
-    )
+    library = installer(tmp_path / "host", tmp_path / "libvgpu.so")
     assert asyncio.run(library.install()).startswith(f"{tmp_path}/host/libvgpu.so.")
 
 
@@ -239,11 +246,7 @@ def test_no_damaged_file_costs_more_than_a_line(damage: str, tmp_path: Path) -> 
             assert "deliver HAMi-core's libvgpu.so there" in refusal(content, tmp_path)
         else:
             (tmp_path / "libvgpu.so").write_bytes(content)
-            asyncio.run(
-                HamiLibrary(
-                    str(tmp_path / "host"), str(tmp_path / "libvgpu.so"), Journal(), instead=INSTEAD
-                ).install()
-            )
+            asyncio.run(installer(tmp_path / "host", tmp_path / "libvgpu.so").install())
         assert tracemalloc.get_traced_memory()[1] < 32 << 20
     finally:
         tracemalloc.stop()
@@ -254,7 +257,7 @@ def test_no_bit_that_is_flipped_raises_anything_else(tmp_path: Path) -> None:
     source = tmp_path / "libvgpu.so"
     for place in range(len(GOOD)):
         source.write_bytes(GOOD[:place] + bytes([GOOD[place] ^ 0xFF]) + GOOD[place + 1 :])
-        library = HamiLibrary(str(tmp_path / "host"), str(source), Journal(), instead=INSTEAD)
+        library = installer(tmp_path / "host", source)
         try:
             library._install()
         except CarrierError:
@@ -269,13 +272,13 @@ def test_no_huge_file_is_read(tmp_path: Path) -> None:
         file.truncate(64 << 30)
     tracemalloc.start()
     with pytest.raises(CarrierError, match="larger than 16 MiB"):
-        HamiLibrary(str(tmp_path / "host"), str(source), Journal(), instead=INSTEAD)._install()
+        installer(tmp_path / "host", source)._install()
     assert tracemalloc.get_traced_memory()[1] < 1 << 20
     tracemalloc.stop()
     source.unlink()
     os.mkfifo(source)
     with pytest.raises(CarrierError, match="is not a file"):
-        HamiLibrary(str(tmp_path / "host"), str(source), Journal(), instead=INSTEAD)._install()
+        installer(tmp_path / "host", source)._install()
 
 
 @pytest.mark.component

@@ -25,7 +25,7 @@ from vgpu_agent.journal import Journal
 from vgpu_agent.model import Gpu, Owner, Share
 from vgpu_agent.mps.directories import mount_tmpfs
 from vgpu_agent.runtime.grants import GrantDirectory
-from vgpu_agent.runtime.region_guard import RegionGuard
+from vgpu_agent.runtime.region_guard import GuardedPlace, RegionGuard
 from vgpu_agent.runtime.region_slots import SLOT_KIB, RegionSlots, behind, mount_slots
 
 pytestmark = pytest.mark.skipif(os.geteuid() != 0, reason="only root can mount")
@@ -50,7 +50,9 @@ class Node:
     def start_agent(self) -> None:
         """An agent that knows nothing but what lies on the disk."""
         self.guard = RegionGuard(
-            self.regions, self.journal, size=hami_region.SIZE, pause_seconds=300
+            [GuardedPlace(self.regions, [""], lambda _: hami_region.SIZE)],
+            self.journal,
+            pause_seconds=300,
         )
         self.grants = GrantDirectory(
             str(self.folder / "cdi"),
@@ -58,7 +60,7 @@ class Node:
             kept_directory=str(self.folder / "kept"),
             proc_root=str(self.folder / "proc"),
             make_room=self.guard.look,
-            slots=RegionSlots(self.regions),
+            slots=[RegionSlots(self.regions)],
         )
 
     def provision(self, uid: str) -> Provision:

@@ -34,7 +34,7 @@ from vgpu_agent.runtime import container_usage, host_files
 from vgpu_agent.runtime.container_usage import ContainerUsages
 from vgpu_agent.runtime.grants import GrantDirectory
 from vgpu_agent.runtime.mounts import MountTables
-from vgpu_agent.runtime.region_guard import RegionGuard
+from vgpu_agent.runtime.region_guard import GuardedPlace, RegionGuard
 
 GPU = Gpu("GPU-11111111-aaaa-bbbb-cccc-000000000001", 0, 0, "NVIDIA A10", 24576, "0000:07:00.0")
 TENANT = 1000
@@ -320,7 +320,9 @@ async def test_a_tenant_cannot_fill_the_disk_with_its_region(how: str, node: Nod
     """
     await node.mounts_at_start()
     guard = RegionGuard(
-        str(node.host / "vgpu" / "regions"), node.journal, size=hami_region.SIZE, pause_seconds=300
+        [GuardedPlace(str(node.host / "vgpu" / "regions"), [""], lambda _: hami_region.SIZE)],
+        node.journal,
+        pause_seconds=300,
     )
     task = asyncio.create_task(guard.run())
     try:
@@ -344,7 +346,9 @@ async def test_no_region_escapes_the_guard_by_being_new_or_made_anew(node: Node)
     container's, waits for the next look.
     """
     guard = RegionGuard(
-        str(node.host / "vgpu" / "regions"), node.journal, size=hami_region.SIZE, pause_seconds=300
+        [GuardedPlace(str(node.host / "vgpu" / "regions"), [""], lambda _: hami_region.SIZE)],
+        node.journal,
+        pause_seconds=300,
     )
     task = asyncio.create_task(guard.run())
     try:

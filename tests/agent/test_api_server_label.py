@@ -85,7 +85,9 @@ async def test_only_the_node_is_watched(tmp_path: Path, server: ApiServer) -> No
     async with connected(await settings(tmp_path, server)) as cluster:
         assert (cluster.connected, cluster.needed, cluster.config_label) == (True, False, "four")
         assert [watch.name for watch in cluster.status().watches] == ["this node"]
-        server.objects.patch("nodes", NODE, {"metadata": {"labels": {LABEL: None}}})
+        assert cluster.node_annotations == {}
+        changes = {"labels": {LABEL: None}, "annotations": {"example.com/policy": "none"}}
+        server.objects.patch("nodes", NODE, {"metadata": changes})
         nobody: Any = None
         cluster.write(nobody, nobody, nobody, Revision(), lambda _: ())
         assert (cluster.node_publisher, cluster.pod_publisher, cluster.reschedule) == (
@@ -97,6 +99,7 @@ async def test_only_the_node_is_watched(tmp_path: Path, server: ApiServer) -> No
         async with asyncio.timeout(PATIENCE_SECONDS):
             await cluster.nodes.node.newer_than(cluster.nodes.node.version)
         assert cluster.config_label == ""
+        assert cluster.node_annotations == {"example.com/policy": "none"}
     assert server.writes == []
 
 
@@ -107,6 +110,7 @@ async def test_without_families_and_without_named_configurations_nobody_is_asked
     plain = msgspec.structs.replace(await settings(tmp_path, server), named_config=NamedConfig())
     async with connected(plain) as cluster:
         assert (cluster.connected, cluster.config_label) == (False, None)
+        assert cluster.node_annotations == {}
 
 
 async def test_the_label_outlives_a_restart_during_an_outage(

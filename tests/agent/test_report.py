@@ -92,7 +92,7 @@ class Parts:
             journal=journal,
         )
         self.grants = GrantDirectory("/nowhere/cdi", journal, kept_directory="/nowhere/grants")
-        self.regions = RegionGuard("/nowhere/regions", journal, size=1, pause_seconds=1)
+        self.regions = RegionGuard([], journal, pause_seconds=1)
         self.report = Report(
             ledger=self.ledger,
             watch=self.watch,

@@ -74,3 +74,22 @@ def test_an_init_container_that_has_ended_is_not_in_the_way() -> None:
     asked = _ask(ledger, "a", 1)
     assert (asked.taken, asked.siblings) == ({}, {"setup": setup.shares})
     assert _used(asked)[U0] == 1000
+
+
+def test_a_question_has_the_nodes_annotations_of_now() -> None:
+    """Operators set defaults for the pods of a node there (vgpu-manager §3), and may change them at
+    any time.
+    """
+    ledger, _ = _node()
+    annotations: dict[str, str] = {}
+    context = without_pods(
+        ledger=ledger,
+        inventory=golden_inventory,
+        journal=Journal(),
+        node_annotations=lambda: annotations,
+    )
+    resource = ledger.resource(NUMBER)
+    assert question(context, resource, POD, "a", [IDS[0]]).node_annotations == {}
+    annotations = {"example.com/policy": "balance"}
+    assert question(context, resource, POD, "a", [IDS[0]]).node_annotations == annotations
+    assert _ask(ledger, "a", 0).node_annotations == {}  # where nobody reads the Node

@@ -10,6 +10,9 @@ import pytest
 
 from vgpu_agent.cli import main as command_line
 
+CONFIG = "version: v1\nfamilies: {{volcanoVgpu: true}}\nhamiCore: {{hostDirectory: {}}}\n"
+OTHERS = "vgpu-control: no family that is on uses it, so it needs no slots\n"
+
 
 @pytest.mark.parametrize("count", ["0", "1000"])
 def test_a_number_that_makes_no_sense_is_refused(
@@ -26,20 +29,46 @@ def test_what_is_mounted_stays(tmp_path: Path, capsys: pytest.CaptureFixture[str
     while containers have their regions in the slots.
     """
     config = tmp_path / "config.yaml"
-    config.write_text(f"version: v1\nhamiCore: {{hostDirectory: {tmp_path}}}\n")
+    config.write_text(CONFIG.format(tmp_path))
     slots = tmp_path / "vgpu" / "slots"
     try:
         assert command_line.main(["mount-regions", "--config", str(config), "--count", "2"]) == 0
         (slots / "001" / "file").write_text("in use")
         assert command_line.main(["mount-regions", "--config", str(config), "--count", "3"]) == 0
         assert (slots / "001" / "file").read_text() == "in use"
-        assert (
-            capsys.readouterr().out
-            == f"{slots}: 2 slots, 2 of them mounted now\n{slots}: 3 slots, 1 of them mounted now\n"
+        assert capsys.readouterr().out == (
+            f"{slots}: 2 slots, 2 of them mounted now\n{OTHERS}"
+            f"{slots}: 3 slots, 1 of them mounted now\n{OTHERS}"
         )
     finally:
         for slot in sorted(slots.iterdir()):
             subprocess.run(["umount", str(slot)], check=True)
+
+
+@pytest.mark.parametrize(
+    ("families", "only"), [("{}", []), ("{volcanoVgpu: true}", ["--backend", "vgpu-control"])]
+)
+def test_nothing_is_mounted_for_a_backend_that_is_not_asked_for(
+    families: str,
+    only: list[str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """A family that is off needs no slots, and a container that mounts for one backend has no
+    directory of the others.
+    """
+    monkeypatch.setattr(
+        "vgpu_agent.cli.mount_regions.mount_tmpfs", lambda *_: pytest.fail("mounts")
+    )
+    config = tmp_path / "config.yaml"
+    config.write_text(
+        f"version: v1\nfamilies: {families}\nhamiCore: {{hostDirectory: {tmp_path}/vgpu}}\n"
+        f"vgpuControl: {{hostDirectory: {tmp_path}/manager}}\n"
+    )
+    assert command_line.main(["mount-regions", "--config", str(config), *only]) == 0
+    assert capsys.readouterr().out.endswith(OTHERS)
+    assert os.listdir(tmp_path) == ["config.yaml"]
 
 
 def test_who_may_not_mount_is_told_what_it_takes(
@@ -52,7 +81,7 @@ def test_who_may_not_mount_is_told_what_it_takes(
 
     monkeypatch.setattr("vgpu_agent.cli.mount_regions.mount_tmpfs", refuse)
     config = tmp_path / "config.yaml"
-    config.write_text(f"version: v1\nhamiCore: {{hostDirectory: {tmp_path}}}\n")
+    config.write_text(CONFIG.format(tmp_path))
     assert command_line.main(["mount-regions", "--config", str(config)]) == command_line.FAILED
     said = capsys.readouterr().err
     assert (

@@ -88,6 +88,38 @@ async def test_the_desired_state_outlives_a_deletion_of_the_node(
         await until(stands)
 
 
+async def test_a_resource_that_is_offered_no_more_leaves_the_node(
+    server: ApiServer, client: ApiClient, journal: Journal
+) -> None:
+    """vgpu-manager §2.2: the patch removes it from capacity and allocatable, again when the kubelet
+    writes it once more, and leaves the kubelet's other quantities alone.
+    """
+    stale, kept = "nvidia.com/vgpu-cores", {"cpu": "8", "nvidia.com/vgpu-number": "20"}
+    quantities = {**kept, stale: "200"}
+    server.objects.create(
+        "nodes",
+        {
+            "metadata": {"name": "n1"},
+            "status": {"capacity": quantities, "allocatable": quantities, "conditions": [READY]},
+        },
+    )
+    watch = NodeWatch(client, "n1", journal=journal)
+    desired_state = DesiredNode(capacity={stale: None})
+    publisher = NodePublisher(
+        client, "n1", watch.node, lambda _node, _now: desired_state, Revision(), journal
+    )
+
+    def is_gone() -> bool:
+        status = server.objects.get("nodes", "n1")["status"]
+        return bool(status["capacity"] == status["allocatable"] == kept)
+
+    async with running(watch.run), running(publisher.run):
+        await until(is_gone)
+        zero = {"status": {"capacity": {stale: "0"}, "allocatable": {stale: "0"}}}
+        await client.patch("/api/v1/nodes/n1/status", zero)
+        await until(is_gone)
+
+
 async def test_a_pods_annotations_stand_after_an_outage(
     server: ApiServer, client: ApiClient, journal: Journal
 ) -> None:

@@ -70,6 +70,7 @@ def test_every_flag_that_was_promised_is_there(parser: argparse.ArgumentParser) 
             "--mig-strategy",
             "--fail-on-init-error",
             "--nvidia-driver-root",
+            "--host-driver-root",
             "--dev-root",
             "--nvidia-dev-root",
             "--pass-device-specs",
@@ -96,6 +97,7 @@ def test_every_flag_that_was_promised_is_there(parser: argparse.ArgumentParser) 
             "--imex-required",
         ),
         *("--kubelet-socket", "--config-file", "--cdi-feature-flags", "--cdi-disable-hooks"),
+        "--device-plugin-path",  # vgpu-manager §1.2
         "--resource-config",  # iktos §I.1
         "--vgpu",  # aws §II.1
     }

@@ -60,6 +60,16 @@ def test_every_value_has_an_origin(load_text: Load) -> None:
 
 
 TEXTS = {
+    "KUBELET_SOCKET": "/k/device-plugins/kubelet.sock",
+    "VGPU_AGENT_DEVICE_PLUGIN_PATH": "/k/device-plugins/",
+    "vgpuManager.domain": "example.com",
+    "vgpuManager.deviceSplitCount": "4",
+    "vgpuManager.deviceCoresScaling": "1.5",
+    "vgpuManager.deviceMemoryScaling": "2",
+    "vgpuManager.deviceMemoryFactor": "1024",
+    "vgpuManager.excludeDevices": "0-2,4..5,7",
+    "vgpuManager.featureGates": "GPUCoreResourcePlugin=true,SMWatcher=1",
+    "vgpuManager.openKernelModules": "true",
     "gpu.failOnInitError": "false",
     "gpu.discovery": "tegra",
     "plugin.passDeviceSpecs": "true",
@@ -96,11 +106,7 @@ TEXTS = {
 )
 def test_every_variable_reaches_its_key(load_text: Load, option: Option, variable: str) -> None:
     """The table of options names keys that exist, and each can be given as text."""
-    text = (
-        "/k/device-plugins/kubelet.sock"
-        if option.taken_from
-        else TEXTS.get(option.path, "/some/where")
-    )
+    text = TEXTS.get(variable, TEXTS.get(option.path, "/some/where"))
 
     loaded = load_text(environment={variable: text})
 
@@ -108,6 +114,21 @@ def test_every_variable_reaches_its_key(load_text: Load, option: Option, variabl
     assert {
         path for path, origin in loaded.origins.items() if origin.startswith("environment")
     } == {option.path, *keys_set_with(option.path)}
+
+
+def test_the_directory_of_plugin_sockets_says_where_the_kubelets_directory_is(
+    load_text: Load, problems_of: Problems
+) -> None:
+    """vgpu-manager §1.2: with and without the slash of its default."""
+    for flag in ("/data/kubelet/device-plugins/", "/data/kubelet/device-plugins"):
+        loaded = load_text(flags={"--device-plugin-path": flag})
+        assert loaded.settings.kubelet.directory == "/data/kubelet"
+    assert problems_of(flags={"--device-plugin-path": "/plugins"}) == [
+        (
+            "--device-plugin-path: expected the kubelet's directory with /device-plugins behind "
+            'it, got "/plugins"'
+        )
+    ]
 
 
 def test_the_kubelets_socket_says_where_its_directory_is(

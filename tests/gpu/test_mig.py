@@ -6,6 +6,7 @@ import concurrent.futures
 import threading
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -44,11 +45,11 @@ class CutDuring(Nvml):
         super().__init__()
         self._before, self._cut, self._times = before, cut, times
 
-    def _call(self, name: str, /, *arguments: object, gpu: str | None = None) -> object:
+    def _call(self, name: str, /, *arguments: Any, **about: Any) -> Any:
         if name == self._before and self._times:
             self._times -= 1
             self._cut()
-        return super()._call(name, *arguments, gpu=gpu)
+        return super()._call(name, *arguments, **about)
 
 
 def test_the_facts_of_instances(node: SimulatedNode, nvml: Nvml) -> None:

@@ -9,12 +9,21 @@ from pathlib import Path
 import pytest
 
 from tests.runtime.conftest import names
+from vgpu_agent.config.hami_core import HamiCore
+from vgpu_agent.config.settings import Settings
 from vgpu_agent.errors import CarrierError
 from vgpu_agent.journal import Journal
-from vgpu_agent.runtime.hami_library import HamiLibrary
+from vgpu_agent.runtime import hami_library
+from vgpu_agent.runtime.delivered_library import DeliveredLibrary
 from vgpu_agent.sim.stand_in_library import FUNCTIONS, REGION_VARIABLE, region_code, shared_object
 
 INSTEAD = "or set volcanoVgpu.isolation to none"
+
+
+def installer(host: Path, source: Path | str, journal: Journal) -> DeliveredLibrary:
+    """Return an installer of HAMi-core's library."""
+    settings = Settings(hami_core=HamiCore(host_directory=str(host), library=str(source)))
+    return DeliveredLibrary(hami_library.RECOGNITION, settings, journal, instead=INSTEAD)
 
 
 def elf(
@@ -59,13 +68,13 @@ def host(tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def library(host: Path, tmp_path: Path, journal: Journal) -> HamiLibrary:
+def library(host: Path, tmp_path: Path, journal: Journal) -> DeliveredLibrary:
     """Return an installer of the library that the operator delivers."""
-    return HamiLibrary(str(host), str(tmp_path / "libvgpu.so"), journal, instead=INSTEAD)
+    return installer(host, tmp_path / "libvgpu.so", journal)
 
 
 async def test_a_library_is_installed_under_a_name_made_of_its_content(
-    library: HamiLibrary, host: Path, tmp_path: Path, journal: Journal
+    library: DeliveredLibrary, host: Path, tmp_path: Path, journal: Journal
 ) -> None:
     """volcano-vgpu:D21; and the file that preloads it says the path in the container,
     without a newline.
@@ -77,7 +86,7 @@ async def test_a_library_is_installed_under_a_name_made_of_its_content(
     assert os.path.basename(path).removeprefix("libvgpu.so.").isalnum()
     assert (read(path), read(host / "ld.so.preload")) == (elf(), b"/usr/local/vgpu/libvgpu.so")
     assert [(entry.event, entry.facts["layout"]) for entry in journal.entries] == [
-        ("hami.library_installed", "1.1 or 1.2")
+        ("library.installed", "1.1 or 1.2")
     ]
 
 
@@ -86,43 +95,36 @@ async def test_without_a_setting_it_is_taken_from_the_host_directory(
 ) -> None:
     """The replaced plugin's image copies the library there."""
     lay(host / "libvgpu.so", elf())
-    assert (await HamiLibrary(str(host), "", journal, instead=INSTEAD).install()).startswith(
-        f"{host}/libvgpu.so."
-    )
+    assert (await installer(host, "", journal).install()).startswith(f"{host}/libvgpu.so.")
 
 
 async def test_installing_again_writes_nothing(
-    library: HamiLibrary, tmp_path: Path, host: Path, journal: Journal
+    library: DeliveredLibrary, tmp_path: Path, host: Path, journal: Journal
 ) -> None:
     """Neither in this agent nor in the next."""
     lay(tmp_path / "libvgpu.so", elf())
     path = await library.install()
     os.utime(path, (1, 1))
     os.utime(host / "ld.so.preload", (1, 1))
-    assert await library.refresh() == path
-    assert (
-        await HamiLibrary(
-            str(host), str(tmp_path / "libvgpu.so"), journal, instead=INSTEAD
-        ).install()
-        == path
-    )
+    assert await library.install() == path
+    assert await installer(host, tmp_path / "libvgpu.so", journal).install() == path
     assert (os.stat(path).st_mtime, os.stat(host / "ld.so.preload").st_mtime) == (1, 1)
 
 
 async def test_a_newer_library_lies_beside_the_old_one(
-    library: HamiLibrary, tmp_path: Path
+    library: DeliveredLibrary, tmp_path: Path
 ) -> None:
     """volcano-vgpu:D21: containers that run have the old one mapped, and it stays as it is."""
     lay(tmp_path / "libvgpu.so", elf(b"old"))
     old = await library.install()
     lay(tmp_path / "libvgpu.so", elf(b"new"), time=2)
-    new = await library.refresh()
+    new = await library.install()
     assert (read(old), read(new), library.path) == (elf(b"old"), elf(b"new"), new)
 
 
 @pytest.mark.parametrize("name", ["library", "ld.so.preload"])
 async def test_what_somebody_deleted_or_changed_comes_back(
-    name: str, library: HamiLibrary, tmp_path: Path, host: Path
+    name: str, library: DeliveredLibrary, tmp_path: Path, host: Path
 ) -> None:
     """A container without it would not start, or run without a limit."""
     lay(tmp_path / "libvgpu.so", elf())
@@ -130,7 +132,7 @@ async def test_what_somebody_deleted_or_changed_comes_back(
     lost = path if name == "library" else str(host / name)
     before = read(lost)
     os.unlink(lost)
-    await library.refresh()
+    await library.install()
     assert read(lost) == before
 
 
@@ -139,16 +141,14 @@ async def test_an_installed_library_that_was_damaged_is_replaced(
 ) -> None:
     """Its name promises its content."""
     lay(tmp_path / "libvgpu.so", elf())
-    path = await HamiLibrary(
-        str(host), str(tmp_path / "libvgpu.so"), journal, instead=INSTEAD
-    ).install()
+    path = await installer(host, tmp_path / "libvgpu.so", journal).install()
     lay(Path(path), b"damaged")
-    await HamiLibrary(str(host), str(tmp_path / "libvgpu.so"), journal, instead=INSTEAD).install()
+    await installer(host, tmp_path / "libvgpu.so", journal).install()
     assert read(path) == elf()
 
 
 async def test_a_missing_library_is_said_with_both_remedies(
-    library: HamiLibrary, tmp_path: Path
+    library: DeliveredLibrary, tmp_path: Path
 ) -> None:
     """The resource is not offered, and this is what /readyz says."""
     with pytest.raises(
@@ -189,7 +189,7 @@ async def test_a_missing_library_is_said_with_both_remedies(
     ],
 )
 async def test_a_library_that_would_not_limit_is_refused(
-    content: bytes, said: str, library: HamiLibrary, tmp_path: Path, host: Path
+    content: bytes, said: str, library: DeliveredLibrary, tmp_path: Path, host: Path
 ) -> None:
     """It is not installed either; hami-core §0.3.10 about layouts."""
     lay(tmp_path / "libvgpu.so", content)
@@ -201,28 +201,28 @@ async def test_a_library_that_would_not_limit_is_refused(
 
 
 async def test_a_bad_delivery_leaves_the_good_library_in_use(
-    library: HamiLibrary, tmp_path: Path
+    library: DeliveredLibrary, tmp_path: Path
 ) -> None:
     """It may be one that is still being copied. The next refresh finds it whole."""
     lay(tmp_path / "libvgpu.so", elf())
     good = await library.install()
     lay(tmp_path / "libvgpu.so", elf(b"new", missing=1), time=2)
     with pytest.raises(CarrierError, match="still being copied"):
-        await library.refresh()
+        await library.install()
     assert library.path == good
     lay(tmp_path / "libvgpu.so", elf(b"new"), time=3)
-    assert await library.refresh() != good
+    assert await library.install() != good
 
 
 async def test_a_library_that_is_gone_with_its_source_is_no_longer_named(
-    library: HamiLibrary, tmp_path: Path
+    library: DeliveredLibrary, tmp_path: Path
 ) -> None:
     """A runtime cannot create a container that mounts it, and says less about the reason."""
     lay(tmp_path / "libvgpu.so", elf())
     os.unlink(await library.install())
     (tmp_path / "libvgpu.so").unlink()
     with pytest.raises(CarrierError, match="no usable library"):
-        await library.refresh()
+        await library.install()
     assert library.path == ""
 
 
@@ -235,7 +235,7 @@ async def test_a_library_that_is_gone_with_its_source_is_no_longer_named(
     ],
 )
 async def test_the_layout_is_read_on_aarch64_too(
-    code: str, library: HamiLibrary, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    code: str, library: DeliveredLibrary, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """There a number takes two instructions, so its four bytes need not be together."""
     monkeypatch.setattr(platform, "machine", lambda: "aarch64")
@@ -258,7 +258,7 @@ async def test_the_layout_is_read_on_aarch64_too(
     ],
 )
 async def test_other_instructions_of_aarch64_are_not_the_size(
-    code: str, library: HamiLibrary, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    code: str, library: DeliveredLibrary, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """One half, halves of two registers, of no instruction, or in the wrong order."""
     monkeypatch.setattr(platform, "machine", lambda: "aarch64")
@@ -280,9 +280,7 @@ async def test_a_host_directory_that_cannot_be_written_is_an_error(
     with pytest.raises(
         CarrierError, match="move away the file that is in the place of a directory"
     ):
-        await HamiLibrary(
-            str(tmp_path / "file"), str(tmp_path / "libvgpu.so"), journal, instead=INSTEAD
-        ).install()
+        await installer(tmp_path / "file", tmp_path / "libvgpu.so", journal).install()
 
 
 def read(path: str | Path) -> bytes:

@@ -294,7 +294,10 @@ def volcano_node(node: AgentStatus) -> AgentStatus:
                 setup,
                 started,
                 phase="Running",
-                annotations={"volcano.sh/bind-phase": "success", "a.b/c": "d"},
+                annotations={
+                    "volcano.sh/bind-phase": "success",
+                    "kubernetes.io/config.source": "api",
+                },
                 bound=1,
             ),
             refused,

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 
 from vgpu_agent import concurrency
 from vgpu_agent.agent.remembered import Memory, Remembered
-from vgpu_agent.cluster import api, retrying
+from vgpu_agent.cluster import api, decode, retrying
 from vgpu_agent.cluster.allocatable import AllocatableWriter
 from vgpu_agent.cluster.config_map import ConfigMapWatch
 from vgpu_agent.cluster.credentials import credentials
@@ -30,6 +30,7 @@ from vgpu_agent.concurrency import Revision, first_of
 from vgpu_agent.config.families import document
 from vgpu_agent.errors import ClusterError
 from vgpu_agent.families.plugin_files import texts_in_force
+from vgpu_agent.families.pod_annotations import pod_keys
 from vgpu_agent.families.registry import FAMILIES
 from vgpu_agent.pods import PodCache
 from vgpu_agent.status import ClusterStatus
@@ -121,6 +122,12 @@ class ClusterAccess:
         if self.nodes is not None and self.nodes.node.value is not None:
             return self.nodes.node.value
         return self.remembered.as_node if self.remembered else None
+
+    @property
+    def node_annotations(self) -> Mapping[str, str]:
+        """The annotations of our Node; empty while it has not been read."""
+        node = self.node
+        return node.annotations if node else {}
 
     @property
     def config_label(self) -> str | None:
@@ -262,7 +269,13 @@ class ClusterAccess:
             ("watch of this node", self.nodes)
         ]
         if self.needed:  # a label is read without reading any pods
-            self.pods = PodWatch(client, name, self.book, journal=self._journal)
+            self.pods = PodWatch(
+                client,
+                name,
+                self.book,
+                journal=self._journal,
+                decode_pod=decode.pods_with(pod_keys(self._settings)),
+            )
             watches.append(("watch of pods", self.pods))
         for file in _config_map_files(self._settings):
             config_map = ConfigMapWatch(
@@ -325,7 +338,9 @@ class ClusterAccess:
             self._journal,
             tokens=tokens,
             starting=starting,
-            progress=frozenset().union(*(family.progress for family in FAMILIES)),
+            progress=frozenset().union(
+                *(family.vocabulary(settings).progress for family in FAMILIES)
+            ),
         )
         self.events = Events(self.client, _COMPONENT, settings.node_name_or_hostname, self._journal)
         self.reschedule = Reschedule(
@@ -417,7 +432,11 @@ class ClusterAccess:
             async with asyncio.timeout(seconds):
                 await self.node_publisher.publish_all()
         except TimeoutError:
-            patterns = (pattern for family in FAMILIES for pattern in family.node_annotations)
+            patterns = (
+                pattern
+                for family in FAMILIES
+                for pattern in family.vocabulary(self._settings).node_annotations
+            )
             self._journal.record(
                 "cluster.cleanup_failed",
                 level="warning",

@@ -53,8 +53,7 @@ from vgpu_agent.gpu import thread as nvml_thread
 from vgpu_agent.gpu import watch as gpu_watch
 from vgpu_agent.gpu.discovery import BY_NVML, Discovery, discover
 from vgpu_agent.gpu.source import source
-from vgpu_agent.isolation import hami_region
-from vgpu_agent.isolation.hami_core import containers_directory, directory_before
+from vgpu_agent.isolation.registry import BACKENDS, HAMI_CORE
 from vgpu_agent.journal import Journal
 from vgpu_agent.kubelet import directory as kubelet_directory
 from vgpu_agent.kubelet import pod_resources, sockets
@@ -63,7 +62,7 @@ from vgpu_agent.kubelet.pod_resources import PodResources
 from vgpu_agent.ledger import Ledger
 from vgpu_agent.runtime.container_usage import DIRECTORY_BEFORE_1_12, ContainerUsages
 from vgpu_agent.runtime.grants import GrantDirectory
-from vgpu_agent.runtime.region_guard import RegionGuard
+from vgpu_agent.runtime.region_guard import GuardedPlace, RegionGuard
 from vgpu_agent.runtime.region_slots import RegionSlots
 from vgpu_agent.status import KubeletStatus
 
@@ -158,14 +157,15 @@ class Agent:
             is_late=lambda: self._allocator.is_late,
             simulated_tool=_simulated_ctk if settings.simulate else None,
         )
-        grants_in = (
-            containers_directory(settings.hami_core.host_directory),
-            directory_before(settings.hami_core.host_directory),
-        )
+        containers_in = [backend.containers_directory(settings) for backend in BACKENDS]
+        before = HAMI_CORE.directory_before(settings)
+        grants_in = (*containers_in, before)
         self._regions = RegionGuard(
-            grants_in[0],
+            [
+                GuardedPlace(directory, backend.folders, backend.allowed_size)
+                for backend, directory in zip(BACKENDS, containers_in, strict=True)
+            ],
             self._journal,
-            size=hami_region.SIZE,
             pause_seconds=settings.gpu.usage_seconds,
         )
         directory = GrantDirectory(
@@ -176,10 +176,10 @@ class Agent:
             inline=self._cdi.inline,
             make_room=self._regions.make_room,
             on_file_made=self._regions.take,
-            old_directory=grants_in[1],
-            slots=RegionSlots(grants_in[0]),
+            old_directory=before,
+            slots=[RegionSlots(directory) for directory in containers_in],
             other_directories=(
-                settings.hami_core.host_directory,
+                *(backend.host_directory(settings) for backend in BACKENDS),
                 *grants_in,
                 settings.state_directory,
             ),
@@ -212,6 +212,7 @@ class Agent:
                 settings=settings.binding,
                 divider=self._mig,
                 overcommits=self._overcommits,
+                node_annotations=lambda: self._cluster.node_annotations,
             ),
         )
         self._offering = Offering(
@@ -270,7 +271,7 @@ class Agent:
         )
         self._usages = ContainerUsages(
             self._cluster.book,
-            (*grants_in, DIRECTORY_BEFORE_1_12),
+            (HAMI_CORE.containers_directory(settings), before, DIRECTORY_BEFORE_1_12),
             self._journal,
             pause_seconds=settings.gpu.usage_seconds,
             proc_root=settings.gpu.proc_root,

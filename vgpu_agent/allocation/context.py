@@ -13,7 +13,7 @@ from vgpu_agent.allocation.carrier import GrantRecord
 from vgpu_agent.allocation.overcommits import Overcommits
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
     from vgpu_agent.allocation.carrier import Carrier
     from vgpu_agent.allocation.identification import KubeletEvidence
@@ -109,6 +109,8 @@ class Context:
         settings: section ``binding``.
         divider: divides GPUs; None where that is not possible.
         overcommits: the starts that went beyond a device.
+        node_annotations: returns those of our Node as the API server has them; empty while it has
+            not been read.
         clock: the wall clock, unix seconds.
         families: the families in force; `Allocator.use_families` replaces them.
         mode: the binding mode; None until this node's Node was read. `Allocator.use_mode` sets it.
@@ -126,6 +128,7 @@ class Context:
     settings: Binding
     divider: Divider | None = None
     overcommits: Overcommits = dataclasses.field(default_factory=Overcommits)
+    node_annotations: Callable[[], Mapping[str, str]] = dict
     clock: Callable[[], float] = time.time
     families: Families = Families()
     mode: BindingMode | None = None

@@ -67,6 +67,7 @@ def question(
         siblings,
         taken,
         around,
+        context.node_annotations(),
     )
 
 

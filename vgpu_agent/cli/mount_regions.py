@@ -1,8 +1,8 @@
 """The command ``vgpu-agent mount-regions``, which mounts the slots for region files.
 
-A region is the file in which HAMi-core keeps a container's limits. The container can write to it. A
-slot is a small file system in memory for one region, so that the container cannot fill the node's
-disk (`runtime.region_slots`).
+A region is a file in which the library of an isolation backend keeps a container's limits or use.
+The container can write to it. A slot is a small file system in memory for the regions of one
+container, so that it cannot fill the node's disk (`runtime.region_slots`).
 
 An init container of the DaemonSet runs this command, because mounting takes a privilege that the
 agent itself does not have (manifests/components/region-slots).
@@ -16,15 +16,16 @@ import os
 from vgpu_agent.config import load, options
 from vgpu_agent.errors import ConfigError
 from vgpu_agent.families import registry  # noqa: F401 - adds the families' flags
-from vgpu_agent.isolation.hami_core import containers_directory
+from vgpu_agent.isolation.registry import BACKENDS
 from vgpu_agent.mps.directories import mount_tmpfs
+from vgpu_agent.runtime.libraries import used_backends
 from vgpu_agent.runtime.region_slots import MAX_SLOTS, directory_beside, mount_slots
 
 _DESCRIPTION = """\
-Mounts slots below hamiCore.hostDirectory. A slot is a small file system in memory for the region of
-one container: the file in which HAMi-core keeps its limits. So a container cannot fill the node's
-disk. Slots that are mounted already stay. Mounting takes a privileged container. The agent uses
-the slots that it finds.
+Mounts slots below the host directory of each isolation backend that a family uses, such as
+hamiCore.hostDirectory. A slot is a small file system in memory for the files that one container
+writes its use to. So a container cannot fill the node's disk. Slots that are mounted already stay.
+Mounting takes a privileged container. The agent uses the slots that it finds.
 """
 
 
@@ -42,9 +43,14 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         default=128,
         metavar="N",
         help=(
-            "the number of slots: how many containers limited by hami-core may run at once, up to "
-            f"{MAX_SLOTS} (default: 128)"
+            "the number of slots: how many containers limited by one backend may run at once, up "
+            f"to {MAX_SLOTS} (default: 128)"
         ),
+    )
+    parser.add_argument(
+        "--backend",
+        choices=[backend.name for backend in BACKENDS],
+        help="only for this backend; for a container that has no other one's directory",
     )
     options.add_arguments(parser)
     parser.set_defaults(run=_run)
@@ -54,7 +60,16 @@ def _run(arguments: argparse.Namespace) -> int:
     if not 1 <= arguments.count <= MAX_SLOTS:
         raise ConfigError([f"--count {arguments.count}: give a number from 1 to {MAX_SLOTS}"])
     loaded = load.load(options.given(arguments), os.environ)
-    regions = containers_directory(loaded.settings.hami_core.host_directory)
-    mounted = mount_slots(regions, arguments.count, mount_tmpfs)
-    print(f"{directory_beside(regions)}: {arguments.count} slots, {mounted} of them mounted now")
+    used = used_backends(loaded.settings)
+    for backend in BACKENDS:
+        if arguments.backend not in {None, backend.name}:
+            continue
+        if backend.name not in used:
+            print(f"{backend.name}: no family that is on uses it, so it needs no slots")
+            continue
+        regions = backend.containers_directory(loaded.settings)
+        mounted = mount_slots(regions, arguments.count, mount_tmpfs)
+        print(
+            f"{directory_beside(regions)}: {arguments.count} slots, {mounted} of them mounted now"
+        )
     return 0

@@ -14,15 +14,16 @@ missing or null wherever Go omits them.
 from __future__ import annotations
 
 import datetime as dt
+import functools
 import itertools
 import sys
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import msgspec
 
 from vgpu_agent.cluster.quantities import whole_number
 from vgpu_agent.errors import ClusterError, quoted, shortened
-from vgpu_agent.families.pod_annotations import ANNOTATIONS, LABELS, RESOURCE_PREFIXES, VARIABLES
+from vgpu_agent.families.pod_annotations import BY_DEFAULT, VARIABLES
 from vgpu_agent.nodes import Node
 from vgpu_agent.pods import (
     ContainerKind,
@@ -34,7 +35,9 @@ from vgpu_agent.pods import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Callable, Mapping, Sequence
+
+    from vgpu_agent.families.pod_annotations import PodKeys
 
     Json = bytes | msgspec.Raw
 
@@ -61,33 +64,15 @@ class _Struct(msgspec.Struct, rename="camel"):
     """The base of all structs here: their keys are in camelCase."""
 
 
-# Annotation and label keys are no Python identifiers, so the fields are numbered: a0, a1, …
-_Annotations = msgspec.defstruct(
-    "_Annotations",
-    [
-        (f"a{place}", str | None, msgspec.field(default=None, name=key))
-        for place, key in enumerate(ANNOTATIONS)
-    ],
-    namespace={"__doc__": "The annotations of a pod that a family reads."},
-)
-_Labels = msgspec.defstruct(
-    "_Labels",
-    [
-        (f"a{place}", str | None, msgspec.field(default=None, name=key))
-        for place, key in enumerate(LABELS)
-    ],
-    namespace={"__doc__": "The labels of a pod that a family reads."},
-)
-
-
 class _PodMetadata(_Struct):
+    """Without annotations and labels, which `_pod_type` adds."""
+
     name: str = ""
     namespace: str = ""
     uid: str = ""
     resource_version: str = ""
-    # mypy takes the two structs, which are built at import, for variables.
-    annotations: _Annotations | None = None  # type: ignore[valid-type]
-    labels: _Labels | None = None  # type: ignore[valid-type]
+    annotations: Any = None
+    labels: Any = None
     creation_timestamp: str | None = None
     deletion_timestamp: str | None = None
 
@@ -228,7 +213,6 @@ class Failure(_Struct):
     message: str | None = None
 
 
-_pods = msgspec.json.Decoder(_Pod)
 _nodes = msgspec.json.Decoder(_Node)
 _config_maps = msgspec.json.Decoder(_ConfigMap)
 _lists = msgspec.json.Decoder(List)
@@ -238,14 +222,43 @@ _versioned = msgspec.json.Decoder(_Versioned)
 _named = msgspec.json.Decoder(_Named)
 
 
+@functools.cache
+def pods_with(keys: PodKeys) -> Callable[[Json], Pod]:
+    """Return the decoder of pods that keeps just these annotations and labels; it raises as `pod`
+    does.
+    """
+    return functools.partial(_pod, keys, msgspec.json.Decoder(_pod_type(keys)))
+
+
 def pod(raw: Json) -> Pod:
-    """Decode a pod.
+    """Decode a pod with the keys that families have by default.
 
     Raises:
         ClusterError: it cannot be read, has no name or no UID, or has names that Kubernetes does
             not allow.
     """
-    read = _decoded(_pods, raw, "a pod")
+    return pods_with(BY_DEFAULT)(raw)
+
+
+def _pod_type(keys: PodKeys) -> type[_Pod]:
+    """Build the struct of a pod with these annotations and labels and no others."""
+    # Keys are no Python identifiers, so the fields are numbered: a0, a1, …
+    metadata: list[tuple[str, Any, Any]] = []
+    for name, of_pods in (("annotations", keys.annotations), ("labels", keys.labels)):
+        fields: list[Any] = [
+            (f"a{place}", str | None, msgspec.field(default=None, name=key))
+            for place, key in enumerate(of_pods)
+        ]
+        metadata.append((name, msgspec.defstruct(f"_{name.title()}", fields) | None, None))
+    whole = msgspec.defstruct("_WholeMetadata", metadata, bases=(_PodMetadata,), kw_only=True)
+    return cast(
+        "type[_Pod]",
+        msgspec.defstruct("_WholePod", [("metadata", whole)], bases=(_Pod,), kw_only=True),
+    )
+
+
+def _pod(keys: PodKeys, decoder: msgspec.json.Decoder[_Pod], raw: Json) -> Pod:
+    read = _decoded(decoder, raw, "a pod")
     metadata, spec, status = read.metadata, read.spec or _PodSpec(), read.status or _PodStatus()
     if not metadata.name or not metadata.uid:
         raise ClusterError(
@@ -263,9 +276,9 @@ def pod(raw: Json) -> Pod:
         name=metadata.name,
         node=(spec.node_name or "")[:_LONGEST_NAME],
         phase=(status.phase or "Pending")[:_LONGEST_NAME],
-        annotations=_kept(ANNOTATIONS, metadata.annotations),
-        labels=_kept(LABELS, metadata.labels),
-        containers=_containers(spec, started),
+        annotations=_kept(keys.annotations, metadata.annotations),
+        labels=_kept(keys.labels, metadata.labels),
+        containers=_containers(spec, started, keys.resource_prefixes),
         deleting=bool(metadata.deletion_timestamp),
         created_at=_unix_seconds(metadata.creation_timestamp),
         scheduler=(spec.scheduler_name or "")[:_LONGEST_NAME],
@@ -450,7 +463,9 @@ def _kept(keys: Sequence[str], fields: Any) -> dict[str, str]:
     return kept
 
 
-def _containers(spec: _PodSpec, started: set[str]) -> tuple[PodContainer, ...]:
+def _containers(
+    spec: _PodSpec, started: set[str], prefixes: tuple[str, ...]
+) -> tuple[PodContainer, ...]:
     """Return the containers of a pod;
     of very many, only those that ask for extended resources.
     """
@@ -460,29 +475,34 @@ def _containers(spec: _PodSpec, started: set[str]) -> tuple[PodContainer, ...]:
     ]
     kinds += [(one, ContainerKind.MAIN) for one in spec.containers or ()]
     if len(kinds) > _MAX_CONTAINERS:
-        kinds = [(one, kind) for one, kind in kinds if _requested(one)][:_MAX_CONTAINERS]
+        kinds = [(one, kind) for one, kind in kinds if _requested(one, prefixes)][:_MAX_CONTAINERS]
     containers, left = [], _MAX_RESOURCES
     for one, kind in kinds:
-        container = _container(one, kind, started, most_resources=left)
+        container = _container(one, kind, started, prefixes, most_resources=left)
         left -= len(container.limits) + len(container.unreadable)
         containers.append(container)
     return tuple(containers)
 
 
-def _requested(one: _Container) -> dict[str, str]:
+def _requested(one: _Container, prefixes: tuple[str, ...]) -> dict[str, str]:
     """Return the extended resources that the container requests: resource → amount."""
     resources = one.resources or _Resources()
     # The API server enforces that limits and requests of extended resources are equal where both
     # are set.
-    return _extended(resources.requests) | _extended(resources.limits)
+    return _extended(resources.requests, prefixes) | _extended(resources.limits, prefixes)
 
 
 def _container(
-    one: _Container, kind: ContainerKind, started: set[str], *, most_resources: int
+    one: _Container,
+    kind: ContainerKind,
+    started: set[str],
+    prefixes: tuple[str, ...],
+    *,
+    most_resources: int,
 ) -> PodContainer:
     limits: dict[str, int] = {}
     unreadable: dict[str, str] = {}
-    for name, text in itertools.islice(_requested(one).items(), most_resources):
+    for name, text in itertools.islice(_requested(one, prefixes).items(), most_resources):
         number = whole_number(text)
         if number is None:
             unreadable[name] = shortened(text, _LONGEST_AMOUNT)
@@ -509,7 +529,9 @@ def _started(statuses: Sequence[_ContainerStatus] | None) -> set[str]:
     }
 
 
-def _extended(amounts: _Amounts | None) -> dict[str, str]:
+def _extended(
+    amounts: _Amounts | None, prefixes: tuple[str, ...] = BY_DEFAULT.resource_prefixes
+) -> dict[str, str]:
     """The extended resources among ``amounts``: those with a slash in their name.
     Of very many, keep those of the families first, so that made-up names cannot displace them.
     """
@@ -519,7 +541,7 @@ def _extended(amounts: _Amounts | None) -> dict[str, str]:
         if "/" in name and len(name) <= _LONGEST_RESOURCE
     ]
     if len(found) > _MAX_RESOURCES:
-        found.sort(key=lambda each: not each[0].startswith(RESOURCE_PREFIXES))
+        found.sort(key=lambda each: not each[0].startswith(prefixes))
     return {name: _amount(value) for name, value in found[:_MAX_RESOURCES]}
 
 

@@ -22,6 +22,8 @@ if TYPE_CHECKING:
     import asyncio
     from collections.abc import Callable, Iterable
 
+    import msgspec
+
     from vgpu_agent.cluster.reflector import Source
     from vgpu_agent.journal import Journal
     from vgpu_agent.nodes import Node
@@ -60,15 +62,25 @@ class PodWatch(_Watch):
     nothing here needs them: they hold nothing.
     """
 
-    def __init__(self, source: Source, node_name: str, book: PodCache, *, journal: Journal) -> None:
+    def __init__(
+        self,
+        source: Source,
+        node_name: str,
+        book: PodCache,
+        *,
+        journal: Journal,
+        decode_pod: Callable[[bytes | msgspec.Raw], Pod] = decode.pod,
+    ) -> None:
+        """Fill ``book``; ``decode_pod`` is one of `decode.pods_with`."""
         self._source = source
+        self._decode = decode_pod
         scope = Scope(
             "pods of this node", "/api/v1/pods", f"spec.nodeName={node_name},{_NOT_ENDED}"
         )
         self._reflector = Reflector(
             source,
             scope,
-            decode.pod,
+            decode_pod,
             _Living(book),
             journal=journal,
             trim=book.fitting,
@@ -84,7 +96,7 @@ class PodWatch(_Watch):
             ClusterError: no answer, or one that cannot be read.
         """
         try:
-            return decode.pod(await self._source.get(pod_path(namespace, name)))
+            return self._decode(await self._source.get(pod_path(namespace, name)))
         except ClusterError as err:
             if err.status == _NOT_FOUND:
                 return None

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
     from vgpu_agent.config.checks import Conflict
     from vgpu_agent.config.documents import PluginDocument
-    from vgpu_agent.config.foreign_variables import ForeignVariable
+    from vgpu_agent.config.foreign_settings import ForeignFlag, ForeignVariable
     from vgpu_agent.config.options import Option
     from vgpu_agent.config.settings import Settings
 
@@ -101,6 +101,7 @@ class FamilySettings:
         follows: key of its own → the key whose flag, variable and place in NVIDIA's file set it as
             well.
         ignored: variables of the replaced plugin that are not followed.
+        ignored_flags: flags of the replaced plugin that are accepted and not followed.
         conflicts: the rules that the settings break, while it is on or off. An agent does not start
             with them.
         without_effect: a sentence for each setting that another one takes the effect from.
@@ -125,6 +126,7 @@ class FamilySettings:
     options: tuple[Option, ...] = ()
     follows: Mapping[str, str] = dataclasses.field(default_factory=dict)
     ignored: tuple[ForeignVariable, ...] = ()
+    ignored_flags: tuple[ForeignFlag, ...] = ()
     conflicts: Callable[[Settings], Iterable[Conflict]] = _no_conflicts
     without_effect: Callable[[Settings], Iterable[str]] = _no_sentences
     names: Callable[[Settings], Iterable[OfferedName]] = _no_names

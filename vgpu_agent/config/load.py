@@ -13,7 +13,7 @@ import os
 import stat
 from typing import TYPE_CHECKING
 
-from vgpu_agent.config import checks, collisions, families, foreign_variables, options, yaml
+from vgpu_agent.config import checks, collisions, families, foreign_settings, options, yaml
 from vgpu_agent.config.documents import Translation
 from vgpu_agent.config.problems import shown
 from vgpu_agent.config.reading import Reading
@@ -265,7 +265,8 @@ def _warnings(settings: Settings, sources: Sources, contents: Contents) -> Itera
         yield f"environment variable {name}: unknown and ignored" + (
             f", did you mean {guess}?" if guess else ""
         )
-    yield from foreign_variables.without_effect(settings, sources.environment)
+    yield from foreign_settings.without_effect(settings, sources.environment)
+    yield from foreign_settings.flags_without_effect(sources.flags)
     for path, word in checks.doubtful_xids(settings):
         yield (
             f'{path}: {shown(word)} is ignored; expected XID numbers separated by commas, "all" or '

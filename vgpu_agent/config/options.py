@@ -15,7 +15,7 @@ import dataclasses
 import re
 from typing import TYPE_CHECKING, Any
 
-from vgpu_agent.config import families, foreign_variables, schema
+from vgpu_agent.config import families, foreign_settings, schema
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -35,7 +35,8 @@ _SIMULATION = "VGPU_AGENT_SIM_"
 # Set in the image to name the build; no configuration either.
 _COMMIT = "VGPU_AGENT_COMMIT"
 _DESTINATION = "settings_given"  # of the parsed arguments
-_KUBELET_SOCKET = "/device-plugins/kubelet.sock"
+_PLUGIN_DIRECTORY = "/device-plugins"
+_KUBELET_SOCKET = f"{_PLUGIN_DIRECTORY}/kubelet.sock"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -89,6 +90,11 @@ def _kubelet_directory(socket: str) -> str | None:
     )
 
 
+def _above_plugin_directory(directory: str) -> str | None:
+    """The kubelet's root directory where ``directory`` is its usual one for plugins."""
+    return _kubelet_directory(f"{directory.rstrip('/')}/kubelet.sock")
+
+
 _OPTIONS: tuple[Option, ...] = (
     Option(
         "nodeName",
@@ -105,6 +111,15 @@ _OPTIONS: tuple[Option, ...] = (
         "the kubelet's registration socket, as NVIDIA's plugin calls for it",
         taken_from=_kubelet_directory,
         expected="the kubelet's directory with /device-plugins/kubelet.sock behind it",
+    ),
+    Option(
+        "kubelet.directory",
+        "--device-plugin-path",
+        "VGPU_AGENT_DEVICE_PLUGIN_PATH",
+        "DIR",
+        "the kubelet's directory for plugin sockets, as some plugins call for it",
+        taken_from=_above_plugin_directory,
+        expected=f"the kubelet's directory with {_PLUGIN_DIRECTORY} behind it",
     ),
     Option(
         "kubelet.directory",
@@ -132,7 +147,7 @@ _OPTIONS: tuple[Option, ...] = (
         "VGPU_AGENT_DRIVER_ROOT",
         "DIR",
         "where the NVIDIA driver is installed",
-        other_flags=("--nvidia-driver-root",),
+        other_flags=("--nvidia-driver-root", "--host-driver-root"),
         other_variables=("NVIDIA_DRIVER_ROOT",),
     ),
     Option(
@@ -331,6 +346,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
             _add(
                 group, option.flags, metavar=option.metavar, help=text, repeats=key.is_list, **alone
             )
+    for name in foreign_settings.flags():
+        _add(group, (name,), nargs="?", const="", help=argparse.SUPPRESS)
 
 
 class _Given(argparse.Action):
@@ -414,7 +431,7 @@ def relevant(environment: Mapping[str, str]) -> dict[str, str]:
     """Return the variables of `options`, those that look like ours,
     and the replaced plugins' ones with warnings in `load`.
     """
-    ours = _known_variables() | foreign_variables.names()
+    ours = _known_variables() | foreign_settings.names()
     return {
         name: value
         for name, value in environment.items()

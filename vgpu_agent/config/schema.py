@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import itertools
+import re
 import typing
 from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple, cast
 
@@ -28,6 +29,7 @@ Struct = type[msgspec.Struct]
 _TRUE, _FALSE = {"1", "t", "T", "true", "TRUE", "True"}, {"0", "f", "F", "false", "FALSE", "False"}
 # Longer ones are no number that any key takes.
 _LONGEST_NUMBER = 20
+_DECIMAL = re.compile(r"[+-]?([0-9]{1,20}(\.[0-9]{0,20})?|\.[0-9]{1,20})\Z", re.ASCII)
 
 
 class NotAcceptedError(ValueError):
@@ -125,6 +127,8 @@ class Key:
             )
         if _bare(self.annotation) is int:
             return self.accept(_number(text))
+        if _bare(self.annotation) is float:
+            return self.accept(_decimal(text))
         return self.accept(text)
 
     @property
@@ -282,6 +286,11 @@ def _number(text: str) -> Any:
         )
     except ValueError:
         return text
+
+
+def _decimal(text: str) -> Any:
+    """Return ``text`` as a number that may have a fraction, or unchanged when it is none."""
+    return float(text) if _DECIMAL.match(text) else text
 
 
 def _is_struct(bare: Any) -> bool:

@@ -24,6 +24,7 @@ from vgpu_agent.config.device_answers import Cdi, Plugin
 from vgpu_agent.config.hami_core import HamiCore
 from vgpu_agent.config.mps import Mps
 from vgpu_agent.config.types import NODE_NAME, Address, Directory, OptionalPath, Seconds
+from vgpu_agent.config.vgpu_control import VgpuControl
 
 Section = TypeVar("Section", bound=msgspec.Struct)
 
@@ -321,6 +322,7 @@ class Settings(msgspec.Struct, frozen=True, rename="camel", forbid_unknown_field
     binding: Binding = msgspec.field(default_factory=Binding)
     cluster: Cluster = msgspec.field(default_factory=Cluster)
     hami_core: HamiCore = msgspec.field(default_factory=HamiCore)
+    vgpu_control: VgpuControl = msgspec.field(default_factory=VgpuControl)
     web: Web = msgspec.field(default_factory=Web)
 
     def section(self, kind: type[Section]) -> Section:

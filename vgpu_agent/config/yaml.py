@@ -93,9 +93,13 @@ def read(content: bytes) -> tuple[Node | None, list[Fault]]:
         ]
 
 
-def parse(text: str) -> tuple[Node | None, list[Fault]]:
+def parse(text: str, *, most: int = _MAX_VALUES) -> tuple[Node | None, list[Fault]]:
     """The one document in ``text``, None when there is nothing in it or it cannot be read, and
     everything that is wrong with its form.
+
+    Args:
+        text: of the document.
+        most: how many keys and values it may have.
     """
     if forbidden := _FORBIDDEN.search(text):
         line = text.count("\n", 0, forbidden.start()) + 1
@@ -108,7 +112,7 @@ def parse(text: str) -> tuple[Node | None, list[Fault]]:
         ]
     faults: list[Fault] = []
     try:
-        return _read(_events(text), faults), faults
+        return _read(_events(text), faults, most), faults
     except _RefusedError as refused:
         return None, [*faults, refused.fault]
 
@@ -149,15 +153,15 @@ def _sentence(err: yaml.MarkedYAMLError) -> str:
     )
 
 
-def _read(events: Iterator[Any], faults: list[Fault]) -> Node | None:
+def _read(events: Iterator[Any], faults: list[Fault], most: int) -> Node | None:
     root: Node | None = None
     stack: list[_Open] = []
     documents = 0
     for number, event in enumerate(events):
         line = event.start_mark.line + 1
-        if number > _MAX_VALUES:
+        if number > most:
             raise _RefusedError(
-                line, "", f"more than {_MAX_VALUES} keys and values; no configuration has so many"
+                line, "", f"more than {most} keys and values; no configuration has so many"
             )
         match event:
             case yaml.DocumentStartEvent():

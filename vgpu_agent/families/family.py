@@ -145,6 +145,8 @@ class Question:
         taken: device → a grant with a part of it, of any family, besides this container and those
             that have ended before it.
         neighbours: which GPUs other families may use or have, for the agent's own placement.
+        node_annotations: those of our Node now, where operators set defaults for its pods; empty
+            while the Node has not been read.
     """
 
     resource: Resource
@@ -157,6 +159,7 @@ class Question:
     siblings: Mapping[str, tuple[Share, ...]] = dataclasses.field(default_factory=dict)
     taken: Mapping[str, Grant] = dataclasses.field(default_factory=dict)
     neighbours: Neighbours = ALONE
+    node_annotations: Mapping[str, str] = dataclasses.field(default_factory=dict)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -9,22 +9,45 @@ from __future__ import annotations
 
 import itertools
 import re
+from typing import TYPE_CHECKING, NamedTuple
 
 from vgpu_agent.families.registry import FAMILIES
 from vgpu_agent.pods import MIRROR_POD, STATIC_POD_HASH
 
-_IN_TURNS = itertools.zip_longest(*(family.annotations for family in FAMILIES))
+if TYPE_CHECKING:
+    from vgpu_agent.config.settings import Settings
 
-# The most important first, of each family in turn: where a pod has more text than is kept, the last
-# ones are cut.
-ANNOTATIONS = (
-    MIRROR_POD,
-    STATIC_POD_HASH,
-    "kubernetes.io/config.source",
-    *dict.fromkeys(key for turn in _IN_TURNS for key in turn if key),
-)
 
-LABELS = tuple(dict.fromkeys(key for family in FAMILIES for key in family.labels))
+class PodKeys(NamedTuple):
+    """The keys and names of all families.
+
+    Attributes:
+        annotations: those of pods. The most important first, of each family in turn: where a pod
+            has more text than is kept, the last ones are cut.
+        labels: those of pods.
+        resource_prefixes: the beginnings of the names of resources, as they are without renaming.
+    """
+
+    annotations: tuple[str, ...]
+    labels: tuple[str, ...]
+    resource_prefixes: tuple[str, ...]
+
+
+def pod_keys(settings: Settings | None = None) -> PodKeys:
+    """Return the keys under ``settings``; without, those that the families have by default."""
+    every = [family.vocabulary(settings) for family in FAMILIES]
+    in_turns = itertools.zip_longest(*(family.annotations for family in every))
+    return PodKeys(
+        (*OF_KUBERNETES, *dict.fromkeys(key for turn in in_turns for key in turn if key)),
+        tuple(dict.fromkeys(key for family in every for key in family.labels)),
+        tuple(prefix for family in every for prefix in family.resource_prefixes),
+    )
+
+
+OF_KUBERNETES = (MIRROR_POD, STATIC_POD_HASH, "kubernetes.io/config.source")
+
+BY_DEFAULT = pod_keys()
+ANNOTATIONS = BY_DEFAULT.annotations
 
 _OF_THE_DRIVER = (
     (
@@ -44,6 +67,3 @@ VARIABLES = re.compile(
     "|".join((*_OF_THE_DRIVER, *(family.variables for family in FAMILIES if family.variables))),
     re.ASCII,
 )
-
-RESOURCE_PREFIXES = tuple(prefix for family in FAMILIES for prefix in family.resource_prefixes)
-"""The beginnings of the names of all families' resources, as they are without renaming."""

@@ -11,6 +11,7 @@ import dataclasses
 from typing import TYPE_CHECKING
 
 from vgpu_agent.families.device_lists import ListOptions
+from vgpu_agent.isolation.backend import InstalledLibrary
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -24,6 +25,9 @@ if TYPE_CHECKING:
     from vgpu_agent.model import ContainerUsage, GpuUsage, Grant, Inventory
 
 
+_NO_LIBRARY = InstalledLibrary()
+
+
 @dataclasses.dataclass(frozen=True, slots=True)
 class NodeFacts:
     """The facts, besides the settings, from which families are built.
@@ -34,10 +38,8 @@ class NodeFacts:
             stand for (`cdi.inline`).
         late: grants of families whose pods decide are bound late.
         wsl: the node is a Windows subsystem.
-        library_path: the installed libvgpu.so; empty when there is none.
-        library_trouble: why the one that was delivered last could not be installed; empty when it
-            was, or is not needed.
-        library_locks: whether that library makes a lock file, see `isolation.hami_core.uses_lock`.
+        libraries: isolation backend → its library, where a family uses it.
+        cgroup_version: of the node, 1 or 2; a hybrid one is 2.
         divides: the program that divides GPUs is there.
         given: dotted paths of settings that a flag or a variable has set; they beat the files of a
             replaced plugin.
@@ -50,13 +52,16 @@ class NodeFacts:
     pod_lists: ListOptions = dataclasses.field(default_factory=ListOptions)
     late: bool = False
     wsl: bool = False
-    library_path: str = ""
-    library_trouble: str = ""
-    library_locks: bool = False
+    libraries: Mapping[str, InstalledLibrary] = dataclasses.field(default_factory=dict)
+    cgroup_version: int = 2
     divides: bool = True
     given: frozenset[str] = frozenset()
     texts: Mapping[str, tuple[str, ...]] = dataclasses.field(default_factory=dict)
     unreadable: Mapping[str, str] = dataclasses.field(default_factory=dict)
+
+    def library(self, backend: str) -> InstalledLibrary:
+        """The library of that backend; an empty one where no family uses it."""
+        return self.libraries.get(backend, _NO_LIBRARY)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -73,7 +78,7 @@ class BuiltFamily:
             where there are no such files.
         origins: of those that a file has set, attribute → the file.
         blocked: why its pods must not be served now; empty when they can be.
-        uses_library: its containers get the library of `NodeFacts`.
+        uses_library: the backend whose library its containers get; empty for none.
         limits: how that library limits them; None where it never does.
     """
 
@@ -84,7 +89,7 @@ class BuiltFamily:
     in_force: Mapping[str, object] = dataclasses.field(default_factory=dict)
     origins: Mapping[str, str] = dataclasses.field(default_factory=dict)
     blocked: str = ""
-    uses_library: bool = False
+    uses_library: str = ""
     limits: LibraryLimits | None = None
 
 
@@ -110,13 +115,15 @@ class MigTool:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class LibraryUse:
-    """The use that a family makes of the library of `isolation.hami_core`.
+    """The use that a family makes of the library of an isolation backend.
 
     Attributes:
+        backend: the backend, one of `isolation.registry`.
         is_wanted: the settings → whether its containers get the library.
         instead: what else can be done where there is none, as the end of a sentence.
     """
 
+    backend: str
     is_wanted: Callable[[Settings], bool]
     instead: str
 
@@ -158,6 +165,29 @@ class FamilyMetric:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
+class Vocabulary:
+    """The keys and names that a family has in the cluster.
+
+    Attributes:
+        resource_prefixes: the beginnings of the names of its resources, as they are without
+            renaming.
+        annotations: those of pods that it reads or writes, the most important first. All others are
+            skipped unread.
+        labels: the same of pods' labels.
+        node_annotations: annotations of the Node that are taken back at the agent's removal, as
+            patterns for people.
+        progress: annotations of pods that only show how far a start has come; others, by which
+            schedulers count, are written first.
+    """
+
+    resource_prefixes: tuple[str, ...] = ()
+    annotations: tuple[str, ...] = ()
+    labels: tuple[str, ...] = ()
+    node_annotations: tuple[str, ...] = ()
+    progress: frozenset[str] = frozenset()
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
 class FamilySpec:
     """The facts about a family that the agent has to know.
 
@@ -168,11 +198,9 @@ class FamilySpec:
         needs_api_server: it cannot be offered before the API server was read, so pods are watched
             and Node and pods are written.
         files: the configuration files of the plugin that it replaces.
-        resource_prefixes: the beginnings of the names of its resources, as they are without
-            renaming.
-        annotations: those of pods that it reads or writes, the most important first. All others are
-            skipped unread.
-        labels: the same of pods' labels.
+        resource_prefixes: see `Vocabulary`, as are the next two.
+        annotations: those of pods.
+        labels: those of pods.
         variables: a pattern of the variables of containers that it has to know of; empty for none.
             Names and not prefixes: a tenant could invent any number below a prefix.
         metrics: its own metrics.
@@ -181,12 +209,12 @@ class FamilySpec:
         mig_tool: the settings → how GPUs are divided for its pods; None where none is.
         device_modes: the settings → the kinds of other devices that its containers get, of
             `config.types.DEVICE_MODES`.
-        library: its use of the library of `isolation.hami_core`; None where its containers never
-            get it. Where they may, what they use is read.
-        node_annotations: annotations of the Node that are taken back at the agent's removal, as
-            patterns for people.
-        progress: annotations of pods that only show how far a start has come; others, by which
-            schedulers count, are written first.
+        library: its use of an isolation backend's library; None where its containers never get
+            one. Where they may, what they use is read.
+        node_annotations: see `Vocabulary`.
+        progress: see `Vocabulary`.
+        renamed: the settings → its keys and names; None where no setting changes them. It is asked
+            once, at the start.
     """
 
     settings: FamilySettings
@@ -204,11 +232,24 @@ class FamilySpec:
     library: LibraryUse | None = None
     node_annotations: tuple[str, ...] = ()
     progress: frozenset[str] = frozenset()
+    renamed: Callable[[Settings], Vocabulary] | None = None
 
     @property
     def name(self) -> str:
         """The glossary's name, e.g. ``volcano-vgpu``."""
         return self.settings.name
+
+    def vocabulary(self, settings: Settings | None = None) -> Vocabulary:
+        """Return its keys and names under ``settings``; without, those that it has by default."""
+        if settings is not None and self.renamed is not None:
+            return self.renamed(settings)
+        return Vocabulary(
+            self.resource_prefixes,
+            self.annotations,
+            self.labels,
+            self.node_annotations,
+            self.progress,
+        )
 
     def is_on(self, settings: Settings) -> bool:
         """Tell whether the settings offer it on this node."""

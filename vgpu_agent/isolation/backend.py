@@ -43,6 +43,23 @@ class Target:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
+class InstalledLibrary:
+    """The library of one backend on this node.
+
+    Attributes:
+        path: where it is installed; empty when there is none.
+        trouble: why the one that was delivered last could not be installed, or nothing can be
+            limited by it on this node; empty when it can, or is not needed.
+        locks: it makes a lock file that containers would have to share, see
+            `hami_core.uses_lock`.
+    """
+
+    path: str = ""
+    trouble: str = ""
+    locks: bool = False
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
 class LibraryLimits:
     """The limits that the library of `hami_core` sets a family's containers,
     by the settings in force.

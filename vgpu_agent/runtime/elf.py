@@ -2,14 +2,15 @@
 
 Symbols are looked up as the dynamic linker looks them up: by the hash table that the dynamic
 segment names. Section headers do not count, because loading the file does not need them. Only what
-`hami_library` asks for is read, so a table that claims billions of entries costs nothing. Layouts:
-elf(5), and the gABI's chapter on dynamic linking. Not pyelftools: importing it costs 7 MiB of the
-agent's memory, and it answers damaged files with a dozen kinds of exceptions.
+`delivered_library` asks for is read, so a table that claims billions of entries costs nothing.
+Layouts: elf(5), and the gABI's chapter on dynamic linking. Not pyelftools: importing it costs 7 MiB
+of the agent's memory, and it answers damaged files with a dozen kinds of exceptions.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import re
 import struct
 from typing import TYPE_CHECKING, Any
 
@@ -223,6 +224,49 @@ class SharedObject:
                 f"is damaged: {part} goes on at {offset:#x}, and it has {len(self._content)} bytes"
             )
         return layout.unpack_from(self._content, offset)
+
+
+def loads(library: SharedObject, content: bytes, number: int) -> bool:
+    """Tell whether the library's code has an instruction that loads the number."""
+    # on x86-64 an operand, elsewhere a constant among the code
+    plain = number.to_bytes(4, "little")
+    return any(
+        content.find(plain, begin, end) >= 0
+        or (library.machine == AARCH64 and _loads_in_halves(content[begin:end], number))
+        for begin, end in library.code
+    )
+
+
+# On aarch64 a number takes two instructions on one register, which compilers leave together or a
+# few instructions apart: mov for its lower half, and movk for its upper half. Both end with the
+# register's number, and their first bit is its width.
+_MOVE, _KEEP = 0x52800000, 0x72A00000
+_REGISTER, _WIDE = 0x1F, 1 << 31
+_APART_BYTES = 32
+
+
+def _loads_in_halves(code: bytes, number: int) -> bool:
+    first, second, third, fourth = (_MOVE | (number & 0xFFFF) << 5).to_bytes(4, "little")
+    parts = (
+        bytes([first]),
+        bytes([first | _REGISTER]),
+        bytes([second, third]),
+        bytes([fourth]),
+        bytes([fourth | 0x80]),
+    )
+    # also where two overlap
+    move = re.compile(b"(?=([%b-%b]%b[%b%b]))" % tuple(map(re.escape, parts)), re.DOTALL)
+    for found in move.finditer(code):
+        at = found.start()
+        if at % 4:
+            continue
+        own = int.from_bytes(found[1], "little") & (_REGISTER | _WIDE)
+        keep = (_KEEP | number >> 16 << 5 | own).to_bytes(4, "little")
+        if any(
+            code[place : place + 4] == keep for place in range(at + 4, at + 4 + _APART_BYTES, 4)
+        ):
+            return True
+    return False
 
 
 def _hash(name: bytes) -> int:

@@ -81,7 +81,7 @@ class GrantDirectory:
         make_room: Callable[[], None] = lambda: None,
         on_file_made: Callable[[str], None] = lambda _: None,
         old_directory: str = "",
-        slots: RegionSlots | None = None,
+        slots: Sequence[RegionSlots] = (),
     ) -> None:
         """Use these directories.
 
@@ -99,8 +99,8 @@ class GrantDirectory:
             on_file_made: called in a thread for each host file that was made for a container.
             old_directory: the directory in which earlier versions made directories that containers
                 could change.
-            slots: file systems of a fixed size for the directories of containers; None or no free
-                one means the disk.
+            slots: file systems of a fixed size for the directories of containers, those of each
+                backend; none or no free one means the disk.
         """
         self._directory = cdi_directory
         self._kept = kept_directory
@@ -122,7 +122,7 @@ class GrantDirectory:
         self._make_room = make_room
         self._on_file_made = on_file_made
         self._old_directory = old_directory
-        self._slots = slots
+        self._slots = tuple(slots)
         self._own_thread = OwnThread("grant files")
         self._stuck: dict[str, str] = {}  # path → why it cannot be removed
         # path → when it is tried again, by the monotonic clock
@@ -412,8 +412,8 @@ class GrantDirectory:
         records, kept = self._load_from(self._directory, notes), self._load_from(self._kept, notes)
         for directory in self._other_directories:
             _remove_unfinished(directory)
-        if self._slots is not None:
-            self._slots.remove_orphans()
+        for slots in self._slots:
+            slots.remove_orphans()
         with self._changing:
             self._records, self._prepared = records, kept
         return notes
@@ -499,10 +499,9 @@ class GrantDirectory:
         # A remade directory of an earlier version has hard links to the files, so these must be on
         # the same file system.
         if (
-            self._slots is not None
-            and provision.collected
+            provision.collected
             and not provision.remade
-            and self._slots.take(provision.collected)
+            and any(slots.take(provision.collected) for slots in self._slots)
         ):
             return _in_slot(provision)
         return provision

@@ -1,4 +1,4 @@
-"""Keeps the region files of containers at their size.
+"""Keeps the region files of containers, and what else backends mount writable, at their size.
 
 A container has its region mounted writable, so it can make the file grow until the node's disk is
 full. No file that an unprivileged agent can make has a size that only the agent may change: seals
@@ -14,6 +14,7 @@ would wait.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import ctypes
 import itertools
 import os
@@ -22,14 +23,14 @@ import stat
 import struct
 import threading
 import time
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from vgpu_agent import log
 from vgpu_agent.errors import CarrierError
 from vgpu_agent.runtime.own_thread import OwnThread
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator, Sequence
 
     from vgpu_agent.journal import Journal
 
@@ -43,6 +44,7 @@ _READ_AT_ONCE = 64 * 1024
 
 _PAUSE_SECONDS = 0.001  # between two looks at files that are being written, however often they are
 _MAX_FILES = 4096
+_MAX_FILES_EACH = 32  # of one container, in one of its directories
 _DEADLINE_SECONDS = 30.0
 _ROOM_SECONDS = 0.5
 _REST_SECONDS = 10.0  # after a region could not be cut to its size
@@ -52,27 +54,40 @@ _SLACK_BYTES = 128 << 10  # what a file system adds to a file for itself
 _libc = ctypes.CDLL(None, use_errno=True)
 
 
+class GuardedPlace(NamedTuple):
+    """The files that the containers of one backend write to.
+
+    Attributes:
+        directory: where each container has a directory of its own.
+        folders: the directories within that, which have the files; "" for itself.
+        allowed_size: a file's name → how large it may be, in bytes; None for a file that is left
+            alone.
+    """
+
+    directory: str
+    folders: Sequence[str]
+    allowed_size: Callable[[str], int | None]
+
+
 class RegionGuard:
-    """The watch over the regions in one directory of grants.
+    """The watch over the regions in the directories of grants.
 
     State: a descriptor and a watch for each region, and the containers that let one grow. The truth
     is in the files, so a new agent begins anew.
 
     Args:
-        directory: where each container has a directory with its region.
-        size: of a region in bytes; other files are left alone.
+        places: where the regions are.
         journal: each region that grew is recorded there once.
         pause_seconds: between two looks for new regions, and at all sizes where the kernel gives no
             inotify.
     """
 
     def __init__(
-        self, directory: str, journal: Journal, *, size: int, pause_seconds: float
+        self, places: Sequence[GuardedPlace], journal: Journal, *, pause_seconds: float
     ) -> None:
         self.cuts = 0
-        self._directory = directory
+        self._places = tuple(places)
         self._journal = journal
-        self._size = size
         self._pause_seconds = pause_seconds
         self._own_thread = OwnThread("region files")
         self._regions: dict[str, int] = {}  # path → descriptor
@@ -93,13 +108,14 @@ class RegionGuard:
         self._loop = asyncio.get_running_loop()
         if self._thread is None:
             self._begin()
+        directories = " and ".join(place.directory for place in self._places)
         while True:
             try:
-                await self._own_thread.run(self._directory, self.look, seconds=_DEADLINE_SECONDS)
+                await self._own_thread.run(directories, self.look, seconds=_DEADLINE_SECONDS)
                 self._changes.over("read")
             except CarrierError as err:
                 if self._changes.is_new("read"):
-                    _logger.warning("regions.not_read", directory=self._directory, error=str(err))
+                    _logger.warning("regions.not_read", directory=directories, error=str(err))
             await asyncio.sleep(self._pause_seconds)
 
     def look(self) -> None:
@@ -119,7 +135,11 @@ class RegionGuard:
         self.cut_all()
 
     def take(self, path: str) -> None:
-        """Take one region into care, also one that has taken the place of another. Blocks."""
+        """Take one region into care, also one that has taken the place of another. Any other file
+        is left alone. Blocks.
+        """
+        if self._allowed_size(path) is None:
+            return
         with self._changing:
             known = self._regions.get(path)
             try:
@@ -182,22 +202,36 @@ class RegionGuard:
         self._thread = threading.Thread(target=self._follow, name="region sizes", daemon=True)
         self._thread.start()
 
-    def _found(self) -> list[str]:
-        found: list[str] = []
-        try:
-            with os.scandir(self._directory) as owners:
-                for owner in itertools.islice(owners, _MAX_FILES):
-                    # or a link into a slot, which only the agent makes
-                    if not owner.name.startswith(".") and owner.is_dir():
-                        with os.scandir(owner.path) as files:
-                            found += [
-                                file.path
-                                for file in itertools.islice(files, 2)
-                                if file.is_file(follow_symlinks=False)
-                            ]
-        except OSError:  # a grant is being collected, or there has been none yet
-            return found
-        return found
+    def _found(self) -> Iterator[str]:
+        for place in self._places:
+            try:
+                with os.scandir(place.directory) as owners:
+                    for owner in itertools.islice(owners, _MAX_FILES):
+                        # or a link into a slot, which only the agent makes
+                        if not owner.name.startswith(".") and owner.is_dir():
+                            yield from self._found_in(owner.path, place)
+            except OSError:  # a grant is being collected, or there has been none yet
+                continue
+
+    @staticmethod
+    def _found_in(owner: str, place: GuardedPlace) -> Iterator[str]:
+        for folder in place.folders:
+            with (
+                contextlib.suppress(FileNotFoundError),
+                os.scandir(os.path.join(owner, folder)) as files,
+            ):
+                for file in itertools.islice(files, _MAX_FILES_EACH):
+                    if (
+                        file.is_file(follow_symlinks=False)
+                        and place.allowed_size(file.name) is not None
+                    ):
+                        yield file.path
+
+    def _allowed_size(self, path: str) -> int | None:
+        for place in self._places:
+            if path.startswith(f"{place.directory}/"):
+                return place.allowed_size(os.path.basename(path))
+        return None
 
     def _let_go(self, path: str) -> None:
         """Close the region's descriptor and watch; only while `_changing` is held."""
@@ -234,7 +268,8 @@ class RegionGuard:
             return [self._watches[watch] for watch in watches if watch in self._watches]
 
     def _cut(self, path: str) -> None:
-        if time.monotonic() < self._rests_until.get(path, 0.0):
+        size = self._allowed_size(path)
+        if size is None or time.monotonic() < self._rests_until.get(path, 0.0):
             return
         try:
             with self._changing:
@@ -243,18 +278,18 @@ class RegionGuard:
                     return
                 descriptor = os.dup(known)  # the file may go meanwhile, and to cut it may take long
             try:
-                if not _has_grown(descriptor, self._size):
+                if not _has_grown(descriptor, size):
                     return
-                os.ftruncate(descriptor, self._size)
-                if _has_grown(descriptor, self._size):
+                os.ftruncate(descriptor, size)
+                if _has_grown(descriptor, size):
                     # Space behind the end, or in attributes, which the size does not show. The byte
                     # before the end is unused.
                     for name in os.listxattr(descriptor):
                         if name.startswith("user."):
                             os.removexattr(descriptor, name)
-                    os.ftruncate(descriptor, self._size - 1)
-                    os.ftruncate(descriptor, self._size)
-                if _has_grown(descriptor, self._size):
+                    os.ftruncate(descriptor, size - 1)
+                    os.ftruncate(descriptor, size)
+                if _has_grown(descriptor, size):
                     # Nothing helps, and each attempt is a change that the kernel would tell of at
                     # once.
                     self._rests_until[path] = time.monotonic() + _REST_SECONDS
@@ -264,6 +299,12 @@ class RegionGuard:
             _logger.warning("region.not_cut", path=path, error=err.strerror or str(err))
             return
         self._call(self._note, path)
+
+    def _owner(self, path: str) -> str:
+        for place in self._places:
+            if path.startswith(f"{place.directory}/"):
+                return path.removeprefix(f"{place.directory}/").partition("/")[0]
+        return ""
 
     def _call(self, call: Callable[[str], None], path: str) -> None:
         try:
@@ -279,9 +320,10 @@ class RegionGuard:
                 "region.cut",
                 level="warning",
                 path=path,
-                container=os.path.basename(os.path.dirname(path)),
+                container=self._owner(path),
                 reason=(
-                    f"its container made it larger than {self._size} bytes, to fill the disk or by "
+                    f"its container made it larger than {self._allowed_size(path)} bytes, to fill "
+                    "the disk or by "
                     "mistake"
                 ),
             )

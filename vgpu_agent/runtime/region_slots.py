@@ -19,6 +19,7 @@ import contextlib
 import errno
 import os
 import re
+import shutil
 import threading
 from typing import TYPE_CHECKING
 
@@ -34,7 +35,8 @@ _logger = log.get(__name__)
 # Room for two regions of 2 MB: the old one stays until the new one has taken its place. Pages count
 # for their first writer, which is the container.
 SLOT_KIB = 4096
-_SLOT_FILES = 16
+# directories, and a file for each of 16 cards besides
+_SLOT_FILES = 64
 MAX_SLOTS = 999
 
 # Beside the directory of the containers' directories; see `directory_beside`.
@@ -212,11 +214,10 @@ def _names(directory: str) -> list[str]:
 
 
 def _remove(directory: str) -> None:
-    """Remove a directory in a slot with the region in it, which no container has mounted."""
-    with contextlib.suppress(OSError):
-        for name in os.listdir(directory):
-            os.unlink(os.path.join(directory, name))
-        os.rmdir(directory)
+    """Remove a directory in a slot with its few files, which no container has mounted. What is in
+    it was made by the agent: containers write to files, and to no directory.
+    """
+    shutil.rmtree(directory, ignore_errors=True)
 
 
 def _is_unused(slot: str) -> bool:

@@ -1,10 +1,12 @@
-"""A file that passes for HAMi's libvgpu.so as far as the agent looks at it,
-where the real one is not to be had.
+"""Files that pass for HAMi's libvgpu.so and for vgpu-manager's libvgpu-control.so as far as the
+agent looks at them, where the real ones are not to be had.
 
-The demo and component tests deliver it as an operator would deliver the real one. It is a shared
-object for this machine that exports the functions of HAMi-core, has the size of the shared region
-in its code as a compiler leaves it there, and names the variable with the region's path. It limits
-nothing: each function is one trap instruction, so a program that loads it and calls one ends.
+The demo and component tests deliver them as an operator would deliver the real ones. Each is a
+shared object for this machine that exports the functions of the library, and has in it what the
+library is recognised by: of HAMi-core the size of the shared region, in the code as a compiler
+leaves it there, and the variable with the region's path; of the other its magic numbers and a
+variable. It limits nothing: each function is one trap instruction, so a program that loads it and
+calls one ends.
 """
 
 from __future__ import annotations
@@ -38,6 +40,12 @@ FUNCTIONS = (
     "nvmlDeviceGetMemoryInfo",
 )
 
+# The same of libvgpu-control.so, its magic numbers, and the variable by which it is recognised
+# (vgpu-manager §7.6, §7.7, §8.1).
+CONTROL_FUNCTIONS = (*FUNCTIONS, "cuMemCreate")
+CONTROL_MAGICS = (0x56474346, 0x564D4E44, 0x534D4E44)
+CONTROL_VARIABLE = b"MANAGER_COMPATIBILITY_MODE"
+
 _SHARED_OBJECT, _LOAD, _DYNAMIC = 3, 1, 2
 _READ_EXECUTE, _READ = 5, 4
 _HEAD = 64 + 3 * 56  # the header and three program headers
@@ -53,6 +61,27 @@ def deliver_stand_in_library(host_directory: Path) -> Path:
         shared_object(FUNCTIONS, code=region_code(REGION_BYTES), strings=REGION_VARIABLE + b"\0")
     )
     return path
+
+
+def deliver_stand_in_control_library(host_directory: Path) -> Path:
+    """Write ``libvgpu-control.so``, and beside it a ``device-client``, into a directory, which is
+    made if need be, and return the library's path.
+    """
+    host_directory.mkdir(parents=True, exist_ok=True)
+    (host_directory / "device-client").write_bytes(b"\x7fELF, and no program")
+    path = host_directory / "libvgpu-control.so"
+    path.write_bytes(control_library())
+    return path
+
+
+def control_library(*, machine: int | None = None) -> bytes:
+    """The content of that library, for the given machine; by default for this one."""
+    return shared_object(
+        CONTROL_FUNCTIONS,
+        code=b"".join(region_code(magic, machine).ljust(8, b"\x90") for magic in CONTROL_MAGICS),
+        strings=CONTROL_VARIABLE + b"\0",
+        machine=machine,
+    )
 
 
 def region_code(size: int, machine: int | None = None) -> bytes:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from vgpu_agent.errors import shortened
-from vgpu_agent.families.registry import FAMILIES
+from vgpu_agent.families.pod_annotations import OF_KUBERNETES
 from vgpu_agent.model import GrantState
 from vgpu_agent.web import views
 from vgpu_agent.web.shapes import shown, when
@@ -18,15 +18,6 @@ if TYPE_CHECKING:
     from vgpu_agent.pods import Pod, PodContainer
     from vgpu_agent.status import AgentStatus, WatchStatus
 
-# The domains of the annotations that are shown: those of the families, and the agent's own.
-_SHOWN_DOMAINS = (
-    *{
-        key.partition("/")[0]
-        for family in FAMILIES
-        for key in (*family.resource_prefixes, *family.annotations)
-    },
-    "vgpu-agent.internal",
-)
 _LONGEST_VALUE = 400  # characters of an annotation; all of a pod may have 256 KiB
 
 
@@ -88,7 +79,7 @@ def _pod(status: AgentStatus, pod: Pod, now: float) -> dict[str, Any]:
         "annotations": {
             key: shortened(value, _LONGEST_VALUE)
             for key, value in sorted(pod.annotations.items())
-            if key.partition("/")[0].endswith(_SHOWN_DOMAINS)
+            if key not in OF_KUBERNETES
         },
         "containers": [_container(status, pod, container) for container in pod.containers],
     }

@@ -11,9 +11,10 @@ import asyncio
 import dataclasses
 import functools
 import itertools
+import os
 import shutil
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 from vgpu_agent.agent.offers.control_nodes import NONE_FOUND, find_control_nodes
 from vgpu_agent.allocation.context import Families
@@ -29,15 +30,7 @@ if TYPE_CHECKING:
     from vgpu_agent.agent.offers.control_nodes import ControlNodes
     from vgpu_agent.cdi.controller import CdiFound
     from vgpu_agent.config.settings import Settings
-    from vgpu_agent.isolation.backend import LibraryLimits
-
-
-class Library(NamedTuple):
-    """The library of the limits on this node; see `NodeFacts` for each."""
-
-    path: str = ""
-    trouble: str = ""
-    locks: bool = False
+    from vgpu_agent.isolation.backend import InstalledLibrary, LibraryLimits
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -68,7 +61,7 @@ class Built:
         without_nodes: families whose containers would lack a device node that they need, see
             `ControlNodes.trouble`.
         blocked: family → why its pods must not be served now.
-        uses_library: some containers get the library of `NodeFacts`.
+        uses_libraries: the backends whose libraries some containers get.
     """
 
     families: Families
@@ -80,14 +73,14 @@ class Built:
     nodes: ControlNodes = NONE_FOUND
     without_nodes: frozenset[str] = frozenset()
     blocked: Mapping[str, str] = dataclasses.field(default_factory=dict)
-    uses_library: bool = False
+    uses_libraries: frozenset[str] = frozenset()
 
 
 async def look(
     settings: Settings,
     *,
     texts: Mapping[str, tuple[str, ...]],
-    library: Library,
+    libraries: Mapping[str, InstalledLibrary],
     origins: Mapping[str, str],
     cdi: CdiFound,
     late: bool,
@@ -98,7 +91,7 @@ async def look(
         settings: what is asked for.
         texts: `NodeFacts.texts` of the ConfigMaps, and of the last look at files on the node, also
             that of the agent before this one.
-        library: the library of the limits.
+        libraries: isolation backend → its library, where a family uses it.
         origins: dotted path → where a setting came from.
         cdi: see `Found`.
         late: see `NodeFacts`.
@@ -110,18 +103,20 @@ async def look(
         before = found.pop(file.name, ())
         if path := file.path(settings):
             text, trouble = await asyncio.to_thread(_text, Path(path))
+            # A thread also for the judgement: it may take as long as the file is large.
             found[file.name] = (
                 before
                 if trouble
-                else texts_in_force(before, text, functools.partial(file.is_valid, settings))
+                else await asyncio.to_thread(
+                    texts_in_force, before, text, functools.partial(file.is_valid, settings)
+                )
             )
             unreadable |= {file.name: trouble} if trouble else {}
     facts = NodeFacts(
         late=late,
         wsl=nodes.wsl,
-        library_path=library.path,
-        library_trouble=library.trouble,
-        library_locks=library.locks,
+        libraries=libraries,
+        cgroup_version=await asyncio.to_thread(_cgroup_version, settings.gpu.sysfs_root),
         divides=await asyncio.to_thread(_divides, settings),
         given=frozenset(
             path for path, origin in origins.items() if origin.startswith(("flag ", "environment "))
@@ -163,7 +158,7 @@ def build(settings: Settings, found: Found) -> Built:
         found.nodes,
         without_nodes,
         {family.name: part.blocked for part in parts for family in part.by_pod if part.blocked},
-        any(part.uses_library for part in parts),
+        frozenset(part.uses_library for part in parts if part.uses_library),
     )
 
 
@@ -203,6 +198,14 @@ def _divides(settings: Settings) -> bool:
     return any(
         shutil.which(family.mig_tool(settings).program) for family in FAMILIES if family.mig_tool
     )
+
+
+def _cgroup_version(sysfs_root: str) -> int:
+    """The version of the node's cgroups; a hybrid of both counts as 2, as runtimes have it."""
+    controllers = ("cgroup.controllers", "unified/cgroup.controllers")
+    root = f"{sysfs_root}/fs/cgroup"
+    unified = any(os.path.exists(f"{root}/{name}") for name in controllers)
+    return 2 if unified or not os.path.isdir(root) else 1
 
 
 def _text(path: Path) -> tuple[str | None, str]:

@@ -12,7 +12,7 @@ import math
 import re
 from typing import TYPE_CHECKING
 
-from vgpu_agent.agent.offers.build import Library, build, look
+from vgpu_agent.agent.offers.build import build, look
 from vgpu_agent.agent.offers.control_nodes import NONE_FOUND, find_control_nodes
 from vgpu_agent.agent.offers.servers import check_offer
 from vgpu_agent.allocation.context import Families
@@ -20,10 +20,10 @@ from vgpu_agent.allocation.mode import choose
 from vgpu_agent.cdi.controller import NO_CDI
 from vgpu_agent.config.collisions import duplicate_remedy
 from vgpu_agent.device_ids import NumberedIds
-from vgpu_agent.errors import CarrierError, OfferError
+from vgpu_agent.errors import OfferError
 from vgpu_agent.families.registry import FAMILIES
 from vgpu_agent.ledger.offers import Offers, alike
-from vgpu_agent.runtime.hami_library import HamiLibrary
+from vgpu_agent.runtime.libraries import Libraries
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from vgpu_agent.cdi.controller import CdiController
     from vgpu_agent.config.settings import Settings
     from vgpu_agent.families.family import Family, PodFamily
-    from vgpu_agent.isolation.backend import LibraryLimits
+    from vgpu_agent.isolation.backend import InstalledLibrary, LibraryLimits
     from vgpu_agent.journal import Journal
     from vgpu_agent.model import Inventory, Resource
 
@@ -82,10 +82,7 @@ class FamiliesInForce:
         self._inventory = inventory
         self._journal = journal
         self._cdi = cdi
-        instead = next((family.library.instead for family in FAMILIES if family.library), "")
-        self._library = HamiLibrary(
-            settings.hami_core.host_directory, settings.hami_core.library, journal, instead=instead
-        )
+        self._libraries = Libraries(settings, journal)
         self._changing = asyncio.Lock()
         self._families = Families()
         self.in_force: Mapping[str, Mapping[str, object]] = {}
@@ -96,7 +93,8 @@ class FamiliesInForce:
         self._nodes = NONE_FOUND  # those that the families in force were built with
         # resources that could not be offered the last time
         self._refused: frozenset[str] = frozenset()
-        self._outdated = ""  # why the library in use is not the one that was delivered last
+        # why a library in use is not the one that was delivered last
+        self._outdated: tuple[str, ...] = ()
 
     @property
     def on(self) -> tuple[tuple[str, bool], ...]:
@@ -115,10 +113,10 @@ class FamiliesInForce:
                 changed.
         """
         async with self._changing:
-            built, library = await self._build(settings)
+            built, libraries = await self._build(settings)
             self._check(built.families.by_ids)  # before anything changes
             self._settings = settings
-            self._take_over(built, library)
+            self._take_over(built, libraries)
             self._offer()
 
     async def again(self) -> None:
@@ -128,8 +126,8 @@ class FamiliesInForce:
         async with self._changing:
             # Not `apply`: a list that GPUs of later have made too long is withheld by itself, and
             # stops no other family.
-            built, library = await self._build(self._settings)
-            self._take_over(built, library)
+            built, libraries = await self._build(self._settings)
+            self._take_over(built, libraries)
             self.refresh()
 
     async def watch_nodes(
@@ -152,21 +150,21 @@ class FamiliesInForce:
         """
         self._offer()
 
-    async def _build(self, settings: Settings) -> tuple[Built, Library]:
-        """The families of ``settings``, and the library; nothing changes yet."""
-        library = await self._install(settings)
+    async def _build(self, settings: Settings) -> tuple[Built, Mapping[str, InstalledLibrary]]:
+        """The families of ``settings``, and the libraries; nothing changes yet."""
+        libraries = await self._libraries.install(settings)
         mode = choose(settings.binding.mode, self._cluster.node) or self._allocator.mode
         found = await look(
             settings,
             texts=self._cluster.texts,
-            library=library,
+            libraries=libraries,
             origins=self._origins,
             cdi=await self._cdi.look(settings) if self._cdi is not None else NO_CDI,
             late=mode is not None and mode.late,
         )
-        return build(settings, found), library
+        return build(settings, found), libraries
 
-    def _take_over(self, built: Built, library: Library) -> None:
+    def _take_over(self, built: Built, libraries: Mapping[str, InstalledLibrary]) -> None:
         self._families = built.families
         if built.problems != self.problems:
             for problem in built.problems:
@@ -185,11 +183,10 @@ class FamiliesInForce:
         self._nodes = built.nodes
         self._choose_mode()
         self._offering.blocked = self._blocked(built)
-        outdated = built.uses_library and library.trouble
-        self._outdated = (
+        self._outdated = tuple(
             f"{library.trouble}; until then {library.path} is used, installed before"
-            if outdated
-            else ""
+            for backend, library in libraries.items()
+            if backend in built.uses_libraries and library.trouble
         )
 
     def _offer(self) -> None:
@@ -264,7 +261,7 @@ class FamiliesInForce:
             "may refresh the status of the other one's pod"
             for one, other, _ in alike(offered)
         )
-        library = (self._outdated,) if self._outdated and not self._offering.blocked else ()
+        library = () if self._offering.blocked else self._outdated
         found = (
             *long_status_cautions(offered, node.kubelet_version if node else ""),
             *others,
@@ -309,20 +306,6 @@ class FamiliesInForce:
         )
         blocked |= built.blocked
         return blocked | ({family.name: waits for family in self._families.by_pod} if waits else {})
-
-    async def _install(self, settings: Settings) -> Library:
-        """Install the library where it is needed, and return it."""
-        if not any(
-            family.library and family.is_on(settings) and family.library.is_wanted(settings)
-            for family in FAMILIES
-        ):
-            return Library()
-        trouble = ""
-        try:
-            await self._library.install()
-        except CarrierError as err:
-            trouble = str(err)
-        return Library(self._library.path, trouble, self._library.locks)
 
 
 def _why_unfit(family: PodFamily, inventory: Inventory) -> dict[str, str]:

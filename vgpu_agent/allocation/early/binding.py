@@ -29,7 +29,7 @@ from vgpu_agent.errors import (
 )
 from vgpu_agent.families.device_lists import VISIBLE_DEVICES
 from vgpu_agent.isolation.edits import Edits, Provision
-from vgpu_agent.isolation.hami_core import DECISIVE, REGION_VARIABLE
+from vgpu_agent.isolation.registry import decisive_variables
 from vgpu_agent.model import Decider
 from vgpu_agent.pods import ContainerKind
 
@@ -459,9 +459,7 @@ def _refuse_own_variables(start: Start, expected: Mapping[str, Provision]) -> No
         if container is None or container.started:
             continue
         answered = provision.edits.environment.keys()
-        decisive = answered & {VISIBLE_DEVICES} | (
-            DECISIVE if REGION_VARIABLE in answered else frozenset()
-        )
+        decisive = answered & {VISIBLE_DEVICES} | decisive_variables(answered)
         if own := sorted(container.environment & decisive):
             raise RequestRefusedError(
                 f"the pod sets {', '.join(own)} for container {name} itself, and with early "

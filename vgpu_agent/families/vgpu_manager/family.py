@@ -51,17 +51,6 @@ if TYPE_CHECKING:
     from vgpu_agent.pods import DesiredPod, Pod
 
 
-class NoControl:
-    """The backend `none`: nothing limits what a container uses."""
-
-    name = "none"
-
-    def provision(self, target: ControlTarget) -> Provision:
-        """Nothing."""
-        del target
-        return Provision()
-
-
 class VgpuManagerFamily:
     """Shares of GPUs by memory and compute under vgpu-manager's names.
 

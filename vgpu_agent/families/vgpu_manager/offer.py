@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 from vgpu_agent.device_ids import IdBlock, NumberedIds, list_size_bytes
 from vgpu_agent.errors import OfferError, listed
 from vgpu_agent.families.memory_units import smallest_fitting_factor
+from vgpu_agent.families.mig_instances import SINGLE
 from vgpu_agent.families.vgpu_manager.ids import CARDS, PackedIds
 from vgpu_agent.families.vgpu_manager.settings import FAMILY
 from vgpu_agent.model import Decider, Resource
@@ -27,8 +28,6 @@ LIBRARY_CARDS = 16
 """How many cards of a node libvgpu-control.so can limit: its tables have one row for each
 (vgpu-manager §7.7).
 """
-
-SINGLE, NONE = "single", "none"  # strategies for MIG instances
 
 _SETTINGS = "vgpuManager"
 
@@ -48,14 +47,25 @@ def withheld(inventory: Inventory, options: VgpuManagerOptions) -> dict[str, str
     """Map each GPU that no container may ever get to the reason."""
     reasons = {}
     for number, gpu in inventory.numbered.items():
-        if gpu.uuid in options.excluded_uuids or number in options.excluded_indices:
-            reasons[gpu.uuid] = f"excluded by {_SETTINGS}.excludeDevices"
+        if why := _why_excluded(number, gpu, options):
+            reasons[gpu.uuid] = why
         elif number >= LIBRARY_CARDS:
             reasons[gpu.uuid] = (
                 f"libvgpu-control.so knows {LIBRARY_CARDS} GPUs of a node, and this is number "
                 f"{number}, counted from 0"
             )
     return reasons
+
+
+def why_excluded(gpu: Gpu, inventory: Inventory, options: VgpuManagerOptions) -> str:
+    """Tell that the operator has excluded the GPU; empty when not."""
+    numbers = (number for number, each in inventory.numbered.items() if each.uuid == gpu.uuid)
+    return next((_why_excluded(number, gpu, options) for number in numbers), "")
+
+
+def _why_excluded(number: int, gpu: Gpu, options: VgpuManagerOptions) -> str:
+    excluded = gpu.uuid in options.excluded_uuids or number in options.excluded_indices
+    return f"excluded by {_SETTINGS}.excludeDevices" if excluded else ""
 
 
 def memory_mib(gpu: Gpu, options: VgpuManagerOptions) -> int:

@@ -3,9 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import TYPE_CHECKING
 
 from vgpu_agent.families.device_lists import ListOptions
 from vgpu_agent.families.vgpu_manager.keys import Keys
+from vgpu_agent.families.vgpu_manager.settings import static_mig_strategy
+
+if TYPE_CHECKING:
+    from vgpu_agent.config.settings import Settings
+    from vgpu_agent.families.vgpu_manager.settings import VgpuManager
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -32,6 +38,7 @@ class VgpuManagerOptions:
             (SharedSMUtilizationWatcher).
         memory_ledger: containers keep a ledger of spilled memory (VirtualMemoryTracking).
         mig_strategy: ``none``, ``single`` or ``mixed``.
+        open_kernel_modules: the node runs NVIDIA's open kernel modules.
         lists: how containers get their devices.
         message_budget_bytes: largest device list that is sent to the kubelet.
     """
@@ -51,5 +58,41 @@ class VgpuManagerOptions:
     sm_watcher: bool = False
     memory_ledger: bool = False
     mig_strategy: str = "mixed"
+    open_kernel_modules: bool = False
     lists: ListOptions = dataclasses.field(default_factory=ListOptions)
     message_budget_bytes: int = 3_670_016
+
+    @classmethod
+    def from_settings(
+        cls, settings: Settings, vgpu: VgpuManager, *, lists: ListOptions
+    ) -> VgpuManagerOptions:
+        """Return the configured options.
+
+        Args:
+            settings: those of the agent.
+            vgpu: the family's own, with the node configuration already applied to them
+                (`node_config.NodeConfig.applied_to`).
+            lists: how containers get their devices, with the node configuration
+                (`node_config.NodeConfig.lists`).
+        """
+        gates, excluded = vgpu.gates, vgpu.excluded
+        return cls(
+            keys=Keys(vgpu.domain),
+            split=vgpu.device_split_count,
+            cores_scaling=vgpu.device_cores_scaling,
+            memory_scaling=vgpu.device_memory_scaling,
+            memory_factor=vgpu.device_memory_factor,
+            excluded_uuids=excluded.uuids,
+            excluded_indices=excluded.indices,
+            offer_cores=gates.offer_cores,
+            offer_memory=gates.offer_memory,
+            topology=gates.topology,
+            prefer_claimed=gates.prefer_claimed,
+            reschedule=gates.reschedule,
+            sm_watcher=gates.sm_watcher,
+            memory_ledger=gates.memory_ledger,
+            mig_strategy=static_mig_strategy(settings, vgpu)[0],
+            open_kernel_modules=vgpu.open_kernel_modules,
+            lists=lists,
+            message_budget_bytes=settings.kubelet.message_budget_bytes,
+        )

@@ -1,5 +1,7 @@
-"""The settings of the family `vgpu-manager`: its section and its rules. Defaults: vgpu-manager
-§1.2, §1.7.
+"""The settings of the family `vgpu-manager`: its section, its flags and its rules.
+
+Defaults are those of the plugin that is replaced (vgpu-manager §1.2, §1.7). Its node configuration
+is read by `node_config` and beats this section.
 """
 
 # Without `from __future__ import annotations`, which makes each annotation a string that msgspec
@@ -11,36 +13,51 @@ from typing import Annotated, Literal
 import msgspec
 from msgspec import Meta
 
-from vgpu_agent.config.families import FamilySettings, OfferedName
+from vgpu_agent.config.checks import Conflict
+from vgpu_agent.config.families import FamilySettings, OfferedName, mig_family
+from vgpu_agent.config.foreign_settings import ForeignFlag, ForeignVariable
+from vgpu_agent.config.options import Option
 from vgpu_agent.config.settings import Settings
+from vgpu_agent.config.types import Factor, OptionalPath
+from vgpu_agent.families.vgpu_manager import exclusion
+from vgpu_agent.families.vgpu_manager.exclusion import Excluded, read_excluded
+from vgpu_agent.families.vgpu_manager.gates import Gates, read_gates
 from vgpu_agent.families.vgpu_manager.keys import DEFAULT_DOMAIN, Keys
 
 FAMILY = "vgpu-manager"
+SECTION = "vgpuManager"
+# The longest that Kubernetes takes before the slash of an annotation or a label.
+_LONGEST_DOMAIN = 253
 
 
 class VgpuManager(msgspec.Struct, frozen=True, rename="camel", forbid_unknown_fields=True):
-    """The family `vgpu-manager`."""
+    """The family `vgpu-manager`. The node configuration of vgpu-manager, where there is one,
+    beats this.
+    """
 
     domain: Annotated[
         str,
         Meta(
-            pattern=r"\A[a-z0-9]([-a-z0-9.]{0,251}[a-z0-9])?\Z",
-            extra={"expected": "a DNS name"},
-            description="The domain of its resources, annotations and labels.",
+            pattern=(
+                r"\A[a-z0-9]([-a-z0-9]{0,61}[a-z0-9])?(\.[a-z0-9]([-a-z0-9]{0,61}[a-z0-9])?)*\Z"
+            ),
+            max_length=_LONGEST_DOMAIN,
+            extra={"expected": "a DNS name such as nvidia.com"},
+            description=(
+                "The domain of its resources, annotations and labels. Schedulers, quotas and pods "
+                "must have the same."
+            ),
         ),
     ] = DEFAULT_DOMAIN
     device_split_count: Annotated[
         int, Meta(ge=1, le=65536, description="How many containers may share one GPU.")
     ] = 10
     device_cores_scaling: Annotated[
-        float,
-        Meta(ge=0.01, le=100, description="How many times a GPU's compute is offered."),
+        Factor, Meta(description="How many times a GPU's compute is offered.")
     ] = 1.0
     device_memory_scaling: Annotated[
-        float,
+        Factor,
         Meta(
-            ge=0.01,
-            le=100,
             description=(
                 "How many times a GPU's memory is offered. Above 1, containers spill into the "
                 "host's memory."
@@ -50,21 +67,208 @@ class VgpuManager(msgspec.Struct, frozen=True, rename="camel", forbid_unknown_fi
     device_memory_factor: Annotated[
         int, Meta(ge=1, le=65536, description="MiB in one unit of the memory resource.")
     ] = 1
+    exclude_devices: Annotated[
+        tuple[Annotated[str, Meta(pattern=exclusion.PATTERN)], ...],
+        Meta(
+            extra={"expected": f"a list of {exclusion.EXPECTED}", "words": True},
+            description=(
+                "GPUs that no container gets through this family: indices, ranges (`0-2`, `0..2`) "
+                "and UUIDs. They are advertised as unhealthy."
+            ),
+        ),
+    ] = ()
+    feature_gates: Annotated[
+        tuple[str, ...],
+        Meta(
+            extra={"expected": "a list such as [GPUCoreResourcePlugin=true]"},
+            description=(
+                "The feature gates of vgpu-manager's device plugin, by their new or old names; all "
+                "are off by default. `GPUCoreResourcePlugin` and `GPUMemoryResourcePlugin` also "
+                "offer `vgpu-cores` and `vgpu-memory`, for quotas. `TopologyAwareGPUAllocation` "
+                "writes the links between GPUs on the Node. `HonorPreAllocatedDeviceIDs` asks the "
+                "kubelet for ids of the GPUs that a scheduler has chosen. "
+                "`AllocationFailureReschedule` evicts pods that failed here, or makes them anew. "
+                "`SharedSMUtilizationWatcher` measures compute once for all containers. "
+                "`VirtualMemoryTracking` keeps account of spilled memory. `DevicePluginClientMode` "
+                "has containers register their processes."
+            ),
+        ),
+    ] = ()
+    node_config_file: Annotated[
+        OptionalPath,
+        Meta(
+            description=(
+                "The mounted node configuration of vgpu-manager, YAML or JSON. It is watched for "
+                "changes. Empty: none."
+            )
+        ),
+    ] = ""
+    open_kernel_modules: Annotated[
+        bool,
+        Meta(
+            description=(
+                "The node runs NVIDIA's open kernel modules, with which the library must recognise "
+                "a container's processes in another way."
+            )
+        ),
+    ] = False
+    isolation: Annotated[
+        Literal["vgpu-control", "none"],
+        Meta(
+            description=(
+                "vgpu-control: libvgpu-control.so limits memory and compute in the container. "
+                "none: sharing without any limit."
+            )
+        ),
+    ] = "vgpu-control"
     mig_strategy: Annotated[
-        Literal["none", "single", "mixed"],
-        Meta(description="Which existing MIG instances are offered, as `mig-<profile>`."),
-    ] = "mixed"
+        Literal["", "none", "single", "mixed"],
+        Meta(
+            description=(
+                "Existing MIG instances, as `<domain>/mig-<profile>`. mixed: beside shares of "
+                "other GPUs. single: every GPU must be divided alike, and there are no shares. "
+                "none: not offered. Empty: mixed, and none beside the family nvidia, which offers "
+                "them itself."
+            )
+        ),
+    ] = ""
+
+    @property
+    def gates(self) -> Gates:
+        """The feature gates that have an effect."""
+        return read_gates(self.feature_gates)
+
+    @property
+    def excluded(self) -> Excluded:
+        """The GPUs that no container gets."""
+        return read_excluded(self.exclude_devices)
+
+
+def static_mig_strategy(settings: Settings, vgpu: VgpuManager) -> tuple[str, str]:
+    """Return how existing MIG instances are offered, and why not as requested; empty where it is.
+
+    Where another family offers the same instances by the same names and ids, they are left to it,
+    and nobody misses anything.
+
+    Args:
+        settings: of the other families.
+        vgpu: with the node configuration already applied to it.
+    """
+    other, theirs = mig_family(settings), settings.plugin.mig_strategy
+    strategy = vgpu.mig_strategy or ("none" if other else "mixed")
+    if strategy == "none" or not other or theirs == "none":
+        return strategy, ""
+    if vgpu.domain == DEFAULT_DOMAIN and strategy == theirs == "mixed":
+        return "none", ""
+    return "none", (
+        f"{strategy}: the family {other} offers the same instances (plugin.migStrategy); turn one "
+        "of the two off"
+    )
+
+
+def _conflicts(settings: Settings) -> Iterator[Conflict]:
+    vgpu = settings.section(VgpuManager)
+    for problem in vgpu.gates.problems:
+        yield Conflict(((f"{SECTION}.featureGates", problem),))
+    for problem in vgpu.excluded.problems:
+        yield Conflict(((f"{SECTION}.excludeDevices", problem),))
+
+
+def _without_effect(settings: Settings) -> Iterator[str]:
+    for sentence in settings.section(VgpuManager).gates.without_effect:
+        yield f"{SECTION}.featureGates: {sentence}"
 
 
 def _names(settings: Settings) -> Iterator[OfferedName]:
-    keys = Keys(settings.section(VgpuManager).domain)
-    for name in (keys.number, keys.cores, keys.memory):
-        yield OfferedName(name, FAMILY, "vgpuManager.domain")
+    vgpu = settings.section(VgpuManager)
+    keys, gates = Keys(vgpu.domain), vgpu.gates
+    strategy, _ = static_mig_strategy(settings, vgpu)
+    offered = [(keys.number, strategy != "single")]
+    offered += [(keys.cores, gates.offer_cores), (keys.memory, gates.offer_memory)]
+    for name in (name for name, is_offered in offered if is_offered):
+        yield OfferedName(name, FAMILY, f"{SECTION}.domain")
+    if strategy != "none":
+        yield OfferedName(keys.mig(""), FAMILY, f"{SECTION}.migStrategy", prefix=True)
+
+
+def _collisions(settings: Settings) -> Iterator[Conflict]:
+    """Yield the settings by which one MIG instance is offered twice."""
+    _, problem = static_mig_strategy(settings, settings.section(VgpuManager))
+    if problem:
+        yield Conflict(
+            ((f"{SECTION}.migStrategy", problem), ("plugin.migStrategy", problem)),
+        )
+
+
+def _own(key: str, flag: str, metavar: str, text: str) -> Option:
+    """An option of the section. The replaced plugin has flags only, so the variables are ours."""
+    name = flag.removeprefix("--").replace("-", "_").upper()
+    return Option(f"{SECTION}.{key}", flag, f"VGPU_AGENT_{name}", metavar, text)
+
+
+_LOG = "set log.level and log.format"
+_FOUND = "the agent finds a container's cgroup by itself, with either driver"
+
+
+def _found(_: Settings) -> str:
+    return ""
 
 
 SETTINGS = FamilySettings(
     FAMILY,
     "`nvidia.com/vgpu-number`, `-cores` and `-memory`, as vgpu-manager offers them.",
     sections={"vgpu_manager": VgpuManager},
+    # As vgpu-manager's device plugin and its monitor name them (vgpu-manager §1.2, §1.4); those
+    # that NVIDIA's plugin has as well are options of the whole agent.
+    options=(
+        _own("domain", "--domain", "NAME", "the domain of vgpu-manager's keys"),
+        _own("deviceSplitCount", "--device-split-count", "N", "vGPUs of each GPU"),
+        _own("deviceCoresScaling", "--device-cores-scaling", "X", "times a GPU's compute"),
+        _own("deviceMemoryScaling", "--device-memory-scaling", "X", "times a GPU's memory"),
+        _own("deviceMemoryFactor", "--device-memory-factor", "MIB", "MiB in a unit of memory"),
+        _own("excludeDevices", "--exclude-devices", "GPUS", "GPUs not given out: 0-2, 0..2, UUIDs"),
+        _own("featureGates", "--feature-gates", "GATES", "vgpu-manager's gates: A=true,B=false"),
+        _own("nodeConfigFile", "--node-config-path", "FILE", "vgpu-manager's node configuration"),
+        _own("openKernelModules", "--open-kernel-modules", "BOOL", "the driver's open modules"),
+    ),
+    follows={f"{SECTION}.migStrategy": "plugin.migStrategy"},
+    ignored=(ForeignVariable("CGROUP_DRIVER", _found, _FOUND),),
+    ignored_flags=(
+        ForeignFlag("--master", "name the API server in the kubeconfig"),
+        *(
+            ForeignFlag(f"--kube-{name}", "the agent writes what has changed, and only that")
+            for name in ("api-qps", "api-burst")
+        ),
+        ForeignFlag("--kube-timeout", "a request may take 15 s"),
+        ForeignFlag("--cgroup-driver", _FOUND),
+        ForeignFlag("--pprof-bind-port", "debugListen serves /debug"),
+        ForeignFlag(
+            "--stuck-grace-period", "how long a claim waits for its pod is the scheduler's"
+        ),
+        ForeignFlag("--enable-dra-monitor", "the agent gives nothing out through DRA"),
+        # klog's
+        *(
+            ForeignFlag(flag, _LOG)
+            for name in (
+                "--v",
+                "--vmodule",
+                "--logtostderr",
+                "--alsologtostderr",
+                "--stderrthreshold",
+                "--log-backtrace-at",
+                "--log-dir",
+                "--log-file",
+                "--log-file-max-size",
+                "--one-output",
+                "--add-dir-header",
+                "--skip-headers",
+                "--skip-log-headers",
+            )
+            for flag in dict.fromkeys((name, f"--{name[2:].replace('-', '_')}"))
+        ),
+    ),
+    conflicts=_conflicts,
+    without_effect=_without_effect,
     names=_names,
+    collisions=_collisions,
 )

@@ -5,7 +5,14 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from vgpu_agent.families.spec import BuiltFamily, FamilySpec
-from vgpu_agent.families.vgpu_manager.family import NoControl, VgpuManagerFamily
+from vgpu_agent.families.vgpu_manager.control import (
+    DECISIVE_VARIABLES,
+    LIBRARY_USE,
+    control_backend,
+    is_limited,
+    why_blocked,
+)
+from vgpu_agent.families.vgpu_manager.family import VgpuManagerFamily
 from vgpu_agent.families.vgpu_manager.keys import (
     CUDA_MAJOR_LABEL,
     CUDA_MINOR_LABEL,
@@ -37,7 +44,11 @@ def _build(settings: Settings, facts: NodeFacts) -> BuiltFamily:
         lists=facts.pod_lists,
         message_budget_bytes=settings.kubelet.message_budget_bytes,
     )
-    return BuiltFamily(by_pod=(VgpuManagerFamily(options, NoControl()),))
+    return BuiltFamily(
+        by_pod=(VgpuManagerFamily(options, control_backend(settings, options, facts)),),
+        blocked=why_blocked(settings, facts),
+        uses_library=LIBRARY_USE.backend if is_limited(settings) else "",
+    )
 
 
 SPEC = FamilySpec(
@@ -47,7 +58,10 @@ SPEC = FamilySpec(
     resource_prefixes=(_KEYS.number, _KEYS.cores, _KEYS.memory),
     annotations=(*_KEYS.state_annotations, *_KEYS.user_annotations),
     labels=_KEYS.state_labels,
-    variables="CUDA_MEM_(LIMIT(_\\d{1,2})?|RATIO|OVERSOLD)|DISABLE_VGPU_CONTROL",
+    variables=(
+        f"CUDA_MEM_(LIMIT(_\\d{{1,2}})?|RATIO|OVERSOLD)|DISABLE_VGPU_CONTROL|{DECISIVE_VARIABLES}"
+    ),
+    library=LIBRARY_USE,
     node_annotations=(
         _KEYS.node_config,
         _KEYS.node_register,

@@ -12,7 +12,7 @@ import msgspec
 from msgspec import Meta
 
 from vgpu_agent.config.families import FamilySettings, OfferedName
-from vgpu_agent.config.foreign_variables import ForeignVariable
+from vgpu_agent.config.foreign_settings import ForeignVariable
 from vgpu_agent.config.settings import Settings
 
 FAMILY = "volcano-gpushare"

@@ -15,7 +15,7 @@ from msgspec import Meta
 
 from vgpu_agent.config.checks import Conflict
 from vgpu_agent.config.families import FamilySettings, OfferedName, Spreading, mig_family
-from vgpu_agent.config.foreign_variables import ForeignVariable
+from vgpu_agent.config.foreign_settings import ForeignVariable
 from vgpu_agent.config.hami_core import HamiCore
 from vgpu_agent.config.options import Option
 from vgpu_agent.config.problems import shown

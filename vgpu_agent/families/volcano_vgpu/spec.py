@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
+from vgpu_agent.families.mig_instances import MIXED
 from vgpu_agent.families.plugin_files import PluginFile
 from vgpu_agent.families.spec import BuiltFamily, FamilySpec, LibraryUse, MigTool
 from vgpu_agent.families.volcano_vgpu.decisions import IDS, NODE, TO_ALLOCATE
@@ -33,11 +34,7 @@ from vgpu_agent.families.volcano_vgpu.files import (
 )
 from vgpu_agent.families.volcano_vgpu.metrics import METRICS
 from vgpu_agent.families.volcano_vgpu.mig.family import VolcanoVgpuMigFamily
-from vgpu_agent.families.volcano_vgpu.mig.static import (
-    MIXED,
-    StaticMigOptions,
-    VolcanoStaticMigFamily,
-)
+from vgpu_agent.families.volcano_vgpu.mig.static import StaticMigOptions, VolcanoStaticMigFamily
 from vgpu_agent.families.volcano_vgpu.offer import VolcanoVgpuOptions
 from vgpu_agent.families.volcano_vgpu.pod_state import PHASE, TIME
 from vgpu_agent.families.volcano_vgpu.settings import (
@@ -122,11 +119,11 @@ def _build(settings: Settings, facts: NodeFacts) -> BuiltFamily:
         )
     backend: Backend = NoIsolation()
     if vgpu.isolation == HAMI_CORE:
-        hami = settings.hami_core
+        hami, library = settings.hami_core, facts.library(HAMI_CORE)
         backend = HamiCore(
             hami.host_directory,
-            facts.library_path,
-            facts.library_locks,
+            library.path,
+            library.locks,
             hami.disable_variable,
             late=facts.late,
         )
@@ -143,7 +140,9 @@ def _build(settings: Settings, facts: NodeFacts) -> BuiltFamily:
         origins=files.origins,
         blocked=_blocked(vgpu, facts),
         limits=_limits(vgpu),
-        uses_library=vgpu.isolation == HAMI_CORE and vgpu.operating_mode != MIG,
+        uses_library=HAMI_CORE
+        if vgpu.isolation == HAMI_CORE and vgpu.operating_mode != MIG
+        else "",
     )
 
 
@@ -241,11 +240,12 @@ def _blocked(vgpu: VolcanoVgpu, facts: NodeFacts) -> str:
         )
     if vgpu.isolation != HAMI_CORE:
         return ""
-    if not facts.library_path and facts.library_trouble:
-        return facts.library_trouble
-    if facts.library_locks and not facts.late:
+    library = facts.library(HAMI_CORE)
+    if not library.path and library.trouble:
+        return library.trouble
+    if library.locks and not facts.late:
         return (
-            f"{facts.library_path} makes a lock file in /tmp/vgpulock, which containers would have "
+            f"{library.path} makes a lock file in /tmp/vgpulock, which containers would have "
             "to share, and one could stop all others; deliver the library of HAMi 2.8.2 or newer, "
             "or let containers be bound late (a runtime that resolves CDI names, binding.mode: "
             "late), where each gets a place of its own"
@@ -293,7 +293,9 @@ SPEC = FamilySpec(
     mig_tool=_mig_tool,
     device_modes=_device_modes,
     library=LibraryUse(
-        _wants_library, "or set volcanoVgpu.isolation to none, which shares without any limit"
+        HAMI_CORE,
+        _wants_library,
+        "or set volcanoVgpu.isolation to none, which shares without any limit",
     ),
     metrics=METRICS,
     node_annotations=("volcano.sh/node-vgpu-*",),

@@ -1,9 +1,10 @@
-"""Environment variables of the replaced plugins that ask for something this agent does not do.
+"""Environment variables and flags of the replaced plugins that ask for something this agent does
+not do.
 
-A DaemonSet that is moved over with its environment keeps those variables. Some mean the same here
-and are `options`, the others are ignored. An ignored variable must not remain unnoticed. So each
-that would have had an effect is named once at the start, with the remedy. Each family declares its
-own. Called by `load` for its warnings.
+A DaemonSet that is moved over with its environment and its arguments keeps them. Some mean the same
+here and are `options`, the others are ignored. What is ignored must not remain unnoticed. So each
+variable that would have had an effect, and each such flag, is named once at the start, with the
+remedy. Each family declares its own. Called by `load` for its warnings, and by `options`.
 """
 
 from __future__ import annotations
@@ -44,9 +45,27 @@ class ForeignVariable:
     concerns: Callable[[Settings], bool] = _always
 
 
+@dataclasses.dataclass(frozen=True, slots=True)
+class ForeignFlag:
+    """One flag that is accepted and not followed.
+
+    Attributes:
+        name: the flag, with two dashes.
+        instead: why it is not needed, or the remedy, as the end of the sentence.
+    """
+
+    name: str
+    instead: str
+
+
 def names() -> set[str]:
     """List the variables of all families that are not followed."""
     return {variable.name for family in families.DECLARED for variable in family.ignored}
+
+
+def flags() -> dict[str, ForeignFlag]:
+    """Return the flags of all families that are not followed, by name."""
+    return {flag.name: flag for family in families.DECLARED for flag in family.ignored_flags}
 
 
 def without_effect(settings: Settings, environment: Mapping[str, str]) -> Iterator[str]:
@@ -66,6 +85,15 @@ def without_effect(settings: Settings, environment: Mapping[str, str]) -> Iterat
                 f"environment variable {variable.name}: {shown(value)} has no effect here; "
                 f"{variable.instead}"
             )
+
+
+def flags_without_effect(given: Mapping[str, str]) -> Iterator[str]:
+    """Yield a sentence for each flag of `flags` among those that were ``given``."""
+    known = flags()
+    for name, value in given.items():
+        if name in known:
+            shown_value = f": {shown(value)}" if value else ""
+            yield f"{name}{shown_value} has no effect here; {known[name].instead}"
 
 
 def _plain(value: str) -> str:

@@ -1,0 +1,181 @@
+"""A family that offers existing MIG instances, one id for each, named by its UUID.
+
+Nothing about an instance is shared, so the ids name devices and the answer is complete in Allocate.
+Families differ in the names of their resources and in the GPUs whose instances they offer. Each of
+them derives from `MigInstancesFamily`.
+"""
+
+from __future__ import annotations
+
+import abc
+from typing import TYPE_CHECKING
+
+from vgpu_agent.device_ids import DeviceId
+from vgpu_agent.errors import CapacityError
+from vgpu_agent.families.device_lists import answer_number, edits_of, visible_device
+from vgpu_agent.families.family import Shortfall
+from vgpu_agent.model import Resource, Share
+from vgpu_agent.placement.mixing import ALONE
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from vgpu_agent.families.device_lists import ListOptions
+    from vgpu_agent.families.family import Ownership
+    from vgpu_agent.isolation.edits import Edits
+    from vgpu_agent.model import Gpu, Inventory, MigInstance
+    from vgpu_agent.placement.mixing import Neighbours
+
+SINGLE, MIXED, NONE = "single", "mixed", "none"
+"""The strategies that replaced plugins know: all instances of the node are alike, they may differ,
+or they are not offered.
+"""
+
+_ALL_CORES = 100
+
+
+class MigInstancesFamily(abc.ABC):
+    """The parts that all such families have in common; an `IdFamily`."""
+
+    name: str
+
+    def __init__(self, lists: ListOptions) -> None:
+        """Make it; ``lists`` is how containers get their devices."""
+        self._lists = lists
+
+    # -- what a family says about itself -----------------------------------------------------------
+
+    @abc.abstractmethod
+    def owns(self, resource: str) -> Ownership:
+        """See `Family`."""
+
+    @abc.abstractmethod
+    def resource_name(self, instance: MigInstance) -> str:
+        """Return the resource that offers the instance."""
+
+    @abc.abstractmethod
+    def divided_gpus(self, inventory: Inventory) -> Sequence[Gpu]:
+        """Return the GPUs in MIG mode whose instances are listed."""
+
+    @abc.abstractmethod
+    def refusals(self, inventory: Inventory) -> Mapping[str, str]:
+        """Return resources that cannot be offered, and why; nothing is offered if there are any."""
+
+    def withheld(self, gpu: Gpu, inventory: Inventory) -> str:
+        """Explain why the instances of ``gpu`` are listed and never given out; empty where they
+        are.
+        """
+        del gpu, inventory
+        return ""
+
+    # -- what is the same for all ------------------------------------------------------------------
+
+    def resources(self, inventory: Inventory) -> tuple[Resource, ...]:
+        """The instances by name, in the order of their GPUs;
+        what `shortfall` refuses is left out.
+        """
+        offered: dict[str, list[DeviceId]] = {}
+        withheld: dict[str, dict[str, str]] = {}
+        for gpu, instance in () if self.refusals(inventory) else self.offered(inventory):
+            name = self.resource_name(instance)
+            offered.setdefault(name, []).append(
+                DeviceId(instance.uuid, instance.uuid, gpu.numa_node)
+            )
+            if why := self.withheld(gpu, inventory):
+                withheld.setdefault(name, {})[instance.uuid] = why
+        return tuple(
+            Resource(name, self.name, tuple(ids), withheld=withheld.get(name, {}))
+            for name, ids in sorted(offered.items())
+        )
+
+    def shortfall(self, inventory: Inventory) -> Shortfall:
+        """What is refused, and the instances that are left out: they share theirs, or cannot be
+        read.
+        """
+        odd = tuple(
+            f"MIG instance {instance.uuid} of GPU {gpu.uuid} is a {instance.profile}: it has a "
+            "part of a GPU instance only, whose memory nothing divides, so it is not offered; make "
+            "one compute instance in each GPU instance"
+            for gpu, instance in self._instances(inventory)
+            if instance.compute_slices != instance.gpu_slices
+        )
+        unread = tuple(
+            f"slices of GPU {gpu.index} ({gpu.uuid}) cannot be read, so they are not offered: "
+            f"{gpu.mig_trouble}"
+            for gpu in self.divided_gpus(inventory)
+            if gpu.mig_trouble
+        )
+        return Shortfall(self.refusals(inventory), (*odd, *unread))
+
+    def check(self, resource: Resource, ids: Sequence[str]) -> None:
+        """Any number of instances makes sense."""
+        del resource, ids
+
+    def shares(self, resource: str, ids: Sequence[str], inventory: Inventory) -> tuple[Share, ...]:
+        """Return all of each instance, for its holder alone;
+        an instance that is gone is still held, as an empty share.
+        """
+        del resource  # every name of such a family means the same
+        return tuple(
+            Share(uuid, _memory_mib(uuid, inventory), _ALL_CORES, exclusive=True)
+            for uuid in dict.fromkeys(ids)
+        )
+
+    def edits(self, resource: Resource, ids: Sequence[str], inventory: Inventory) -> Edits:
+        """The instances by the list strategies of the node,
+        by UUID unless indices are asked for.
+        """
+        devices = [
+            device for uuid in dict.fromkeys(ids) if (device := visible_device(uuid, inventory))
+        ]
+        return edits_of(devices, self._lists, number=answer_number(resource.name, ids))
+
+    def prefer(
+        self,
+        resource: Resource,
+        available: Sequence[str],
+        required: Sequence[str],
+        size: int,
+        inventory: Inventory,
+        neighbours: Neighbours = ALONE,
+    ) -> list[str]:
+        """Choose on GPUs of the lowest rank, and there on those that have a holder;
+        in node order else.
+        """
+        place = {entry.id: number for number, entry in enumerate(resource.ids)}
+        gpu_of = {instance.uuid: gpu.uuid for gpu, instance in self.offered(inventory)}
+        free = [gpu_of.get(id_, "") for id_ in available]
+        in_use = {
+            gpu for gpu in gpu_of.values() if free.count(gpu) < list(gpu_of.values()).count(gpu)
+        }
+
+        def order(id_: str) -> tuple[int, bool, int]:
+            gpu = gpu_of.get(id_, "")
+            return neighbours.rank(gpu), gpu not in in_use, place.get(id_, 0)
+
+        left = sorted((id_ for id_ in available if id_ not in required), key=order)
+        if len(chosen := [*required, *left][:size]) < size:
+            raise CapacityError(
+                f"{size} of {resource.name} are asked for, and {len(chosen)} available"
+            )
+        return chosen
+
+    def offered(self, inventory: Inventory) -> list[tuple[Gpu, MigInstance]]:
+        """Return the instances that have a GPU instance to themselves, each with its GPU."""
+        return [
+            (gpu, each)
+            for gpu, each in self._instances(inventory)
+            if each.compute_slices == each.gpu_slices
+        ]
+
+    def _instances(self, inventory: Inventory) -> list[tuple[Gpu, MigInstance]]:
+        return [
+            (gpu, instance)
+            for gpu in self.divided_gpus(inventory)
+            for instance in sorted(gpu.mig_instances, key=lambda each: each.index)
+        ]
+
+
+def _memory_mib(uuid: str, inventory: Inventory) -> int:
+    found = inventory.device(uuid)
+    return found[1].memory_mib if found is not None and found[1] is not None else 0

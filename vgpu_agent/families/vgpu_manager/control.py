@@ -1,0 +1,68 @@
+"""The isolation backend of vgpu-manager's containers, by the settings and what the node has."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from vgpu_agent.families.spec import LibraryUse
+from vgpu_agent.families.vgpu_manager.settings import VgpuManager
+from vgpu_agent.isolation.edits import Provision
+from vgpu_agent.isolation.registry import VGPU_CONTROL
+from vgpu_agent.isolation.vgpu_control import DECISIVE, VgpuControl
+
+if TYPE_CHECKING:
+    from vgpu_agent.config.settings import Settings
+    from vgpu_agent.families.spec import NodeFacts
+    from vgpu_agent.families.vgpu_manager.options import VgpuManagerOptions
+    from vgpu_agent.isolation.vgpu_control import ControlBackend, ControlTarget
+
+
+class NoControl:
+    """The backend `none`: nothing limits what a container uses."""
+
+    name = "none"
+
+    def provision(self, target: ControlTarget) -> Provision:
+        """Nothing."""
+        del target
+        return Provision()
+
+
+def is_limited(settings: Settings) -> bool:
+    """Tell whether the settings have the library limit containers."""
+    return settings.section(VgpuManager).isolation == VGPU_CONTROL.name
+
+
+LIBRARY_USE = LibraryUse(
+    VGPU_CONTROL.name,
+    is_limited,
+    "or set vgpuManager.isolation to none, which shares without any limit",
+)
+
+# a pattern of the variables by which a pod could leave its limits
+DECISIVE_VARIABLES = "|".join(sorted(DECISIVE))
+
+
+def control_backend(
+    settings: Settings, options: VgpuManagerOptions, facts: NodeFacts
+) -> ControlBackend:
+    """Return the backend that the settings ask for."""
+    if not is_limited(settings):
+        return NoControl()
+    control = settings.vgpu_control
+    return VgpuControl(
+        control.host_directory,
+        facts.library(VGPU_CONTROL.name).path,
+        processes=control.processes,
+        cgroup_version=facts.cgroup_version,
+        open_kernel_modules=options.open_kernel_modules,
+        disable_variable=control.disable_variable,
+        sm_watcher=options.sm_watcher,
+        memory_ledger=options.memory_ledger,
+    )
+
+
+def why_blocked(settings: Settings, facts: NodeFacts) -> str:
+    """Explain why pods must not be served now; empty when they can be."""
+    library = facts.library(VGPU_CONTROL.name)
+    return library.trouble if is_limited(settings) and not library.path else ""

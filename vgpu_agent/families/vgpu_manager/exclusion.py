@@ -1,0 +1,51 @@
+"""The GPUs that an operator keeps from containers: indices, ranges and UUIDs (vgpu-manager §1.2,
+§1.6).
+
+The replaced plugin understands ``0..2`` and not the ``0-2`` of its own help text, which excludes
+nothing there (vgpu-manager D1). Here both are ranges.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import TYPE_CHECKING, NamedTuple
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+PATTERN = r"\A([0-9]{1,4}((\.\.|-)[0-9]{1,4})?|(GPU|MIG)-[0-9A-Fa-f-]{36})\Z"
+EXPECTED = "indices (0), ranges (0-2 or 0..2) and UUIDs (GPU-…)"
+
+_RANGE = re.compile(r"([0-9]{1,4})(?:\.\.|-)([0-9]{1,4})\Z")
+
+
+class Excluded(NamedTuple):
+    """The GPUs that are kept from containers.
+
+    Attributes:
+        uuids: theirs.
+        indices: those that are named by their NVML index.
+        problems: one sentence for each range without a member.
+    """
+
+    uuids: frozenset[str] = frozenset()
+    indices: frozenset[int] = frozenset()
+    problems: tuple[str, ...] = ()
+
+
+def read_excluded(words: Iterable[str]) -> Excluded:
+    """Read words that match `PATTERN`."""
+    uuids: set[str] = set()
+    indices: set[int] = set()
+    problems = []
+    for word in words:
+        if match := _RANGE.match(word):
+            first, last = int(match[1]), int(match[2])
+            if first > last:
+                problems.append(f"{word}: expected the smaller index first, as in {last}-{first}")
+            indices.update(range(first, last + 1))
+        elif word.isdecimal():
+            indices.add(int(word))
+        else:
+            uuids.add(word)
+    return Excluded(frozenset(uuids), frozenset(indices), tuple(problems))

@@ -1,0 +1,129 @@
+"""The feature gates of vgpu-manager: ``Gate=true,Other=false``, by their names and by those that
+they had before v1.0.0 (vgpu-manager §1.7).
+
+The replaced programs have two registries, and each refuses the gates of the other. Here all are
+known: those of its device plugin count, the others are named as without effect.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import TYPE_CHECKING
+
+from vgpu_agent.config.problems import shown
+from vgpu_agent.config.suggestions import nearest
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+_OF_THE_SCHEDULER = "is a gate of the scheduler extender, it has no effect on a node"
+_OF_DRA = "is a gate of the DRA driver, which this agent does not have; it has no effect"
+
+# Gate → attribute of `Gates`.
+_EFFECTS = {
+    "GPUCoreResourcePlugin": "offer_cores",
+    "GPUMemoryResourcePlugin": "offer_memory",
+    "AllocationFailureReschedule": "reschedule",
+    "TopologyAwareGPUAllocation": "topology",
+    "SharedSMUtilizationWatcher": "sm_watcher",
+    "VirtualMemoryTracking": "memory_ledger",
+    "DevicePluginClientMode": "client_mode",
+    "HonorPreAllocatedDeviceIDs": "prefer_claimed",
+}
+_WITHOUT_EFFECT = {
+    "SerializedNodeBind": _OF_THE_SCHEDULER,
+    "SerializedNodeFilter": _OF_THE_SCHEDULER,
+    **dict.fromkeys(
+        (
+            "ConsumableShares",
+            "DRAListTypeAttributes",
+            "DeviceMetadata",
+            "DynamicMIG",
+            "FabricManagerPartitioning",
+            "IMEXDaemonsWithDNSNames",
+            "MPSSupport",
+            "NRISupport",
+            "NVMLDeviceHealthCheck",
+            "PassthroughSupport",
+            "TimeSlicingSettings",
+            "TopologyDeviceAttributes",
+            "VGPUSupport",
+        ),
+        _OF_DRA,
+    ),
+}
+_FORMER = {
+    "CorePlugin": "GPUCoreResourcePlugin",
+    "MemoryPlugin": "GPUMemoryResourcePlugin",
+    "Reschedule": "AllocationFailureReschedule",
+    "GPUTopology": "TopologyAwareGPUAllocation",
+    "SMWatcher": "SharedSMUtilizationWatcher",
+    "VMemoryNode": "VirtualMemoryTracking",
+    "ClientMode": "DevicePluginClientMode",
+    "SerialBindNode": "SerializedNodeBind",
+    "SerialFilterNode": "SerializedNodeFilter",
+}
+_KNOWN = (*_EFFECTS, *_WITHOUT_EFFECT, *_FORMER)
+# Go's strconv.ParseBool.
+_VALUES = {
+    **dict.fromkeys(("1", "t", "T", "true", "TRUE", "True"), True),
+    **dict.fromkeys(("0", "f", "F", "false", "FALSE", "False"), False),
+}
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Gates:
+    """The gates that have an effect here; all are off by default.
+
+    Attributes:
+        offer_cores: GPUCoreResourcePlugin.
+        offer_memory: GPUMemoryResourcePlugin.
+        reschedule: AllocationFailureReschedule.
+        topology: TopologyAwareGPUAllocation.
+        sm_watcher: SharedSMUtilizationWatcher.
+        memory_ledger: VirtualMemoryTracking.
+        client_mode: DevicePluginClientMode.
+        prefer_claimed: HonorPreAllocatedDeviceIDs.
+        problems: one sentence for each word that is no gate.
+        without_effect: one sentence for each gate of another program.
+    """
+
+    offer_cores: bool = False
+    offer_memory: bool = False
+    reschedule: bool = False
+    topology: bool = False
+    sm_watcher: bool = False
+    memory_ledger: bool = False
+    client_mode: bool = False
+    prefer_claimed: bool = False
+    problems: tuple[str, ...] = ()
+    without_effect: tuple[str, ...] = ()
+
+
+def read_gates(words: Sequence[str]) -> Gates:
+    """Read words such as ``GPUCoreResourcePlugin=true``; the last word about a gate counts.
+    Never raises.
+    """
+    values: dict[str, bool] = {}
+    problems: list[str] = []
+    idle: dict[str, str] = {}
+    for word in words:
+        written, equals, value = (part.strip() for part in word.partition("="))
+        name = _FORMER.get(written, written)
+        if name not in _EFFECTS and name not in _WITHOUT_EFFECT:
+            problems.append(_unknown(written))
+        elif value not in _VALUES:
+            got = f"got {shown(value)}" if equals else "got no value"
+            problems.append(f"{written}: expected {written}=true or {written}=false, {got}")
+        elif name in _WITHOUT_EFFECT:
+            idle[name] = f"{written} {_WITHOUT_EFFECT[name]}; leave it out"
+        else:
+            values[_EFFECTS[name]] = _VALUES[value]
+    return Gates(**values, problems=tuple(problems), without_effect=tuple(idle.values()))
+
+
+def _unknown(written: str) -> str:
+    guess = nearest(written, _KNOWN)
+    return f"unknown feature gate {shown(written)}, " + (
+        f"did you mean {guess}?" if guess else f"expected one of {', '.join(_EFFECTS)}"
+    )

@@ -1,0 +1,79 @@
+"""MIG instances that an administrator has made, under vgpu-manager's names:
+``nvidia.com/mig-1g.10gb`` (vgpu-manager §2.3).
+
+The ids name the instances, and no scheduler decides anything about them: they are counted like any
+resource. A family of its own beside `vgpu_manager`, so that the ledger keeps both apart: whole GPUs
+are shared there, divided ones given out here.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from vgpu_agent.families.family import Ownership
+from vgpu_agent.families.mig_instances import MIXED, SINGLE, MigInstancesFamily
+from vgpu_agent.families.vgpu_manager.keys import Keys
+from vgpu_agent.families.vgpu_manager.offer import why_excluded
+
+if TYPE_CHECKING:
+    from vgpu_agent.families.device_lists import ListOptions
+    from vgpu_agent.families.vgpu_manager.options import VgpuManagerOptions
+    from vgpu_agent.model import Gpu, Inventory, MigInstance
+
+
+MIG_FAMILY = "vgpu-manager-mig"
+
+
+class VgpuManagerMigFamily(MigInstancesFamily):
+    """The instances under one name for each profile."""
+
+    name = MIG_FAMILY
+
+    def __init__(self, options: VgpuManagerOptions, lists: ListOptions) -> None:
+        """Make it.
+
+        Args:
+            options: those of the family; its strategy is `SINGLE` or `MIXED`.
+            lists: how containers get devices that ids name.
+        """
+        super().__init__(lists)
+        self._options = options
+
+    def owns(self, resource: str) -> Ownership:
+        """Today's names and those of the default domain, which the kubelet's records may have from
+        before a change.
+        """
+        prefixes = (self._options.keys.mig(""), Keys().mig(""))
+        return Ownership.CERTAIN if resource.startswith(prefixes) else Ownership.NONE
+
+    def resource_name(self, instance: MigInstance) -> str:
+        """See `MigInstancesFamily`."""
+        return self._options.keys.mig(instance.profile)
+
+    def divided_gpus(self, inventory: Inventory) -> list[Gpu]:
+        """All of them."""
+        return [gpu for gpu in inventory.gpus if gpu.mig_enabled]
+
+    def withheld(self, gpu: Gpu, inventory: Inventory) -> str:
+        """Excluded GPUs are advertised as unhealthy, and their instances with them."""
+        return why_excluded(gpu, inventory, self._options)
+
+    def refusals(self, inventory: Inventory) -> dict[str, str]:
+        """With `SINGLE` all GPUs are divided, and alike."""
+        if self._options.mig_strategy != SINGLE or not inventory.gpus:
+            return {}
+        whole = [f"GPU {gpu.index} ({gpu.uuid})" for gpu in inventory.gpus if not gpu.mig_enabled]
+        profiles = sorted({instance.profile for _, instance in self.offered(inventory)})
+        if not whole and len(profiles) < 2:
+            return {}
+        found = (
+            f"{', '.join(whole)} is not in MIG mode"
+            if whole
+            else f"this node has instances of {', '.join(profiles)}"
+        )
+        why = (
+            f"the MIG strategy is {SINGLE}, and {found}; divide all GPUs alike, or choose {MIXED} "
+            "(vgpuManager.migStrategy)"
+        )
+        names = [self._options.keys.mig(profile) for profile in profiles]
+        return dict.fromkeys(names or [self._options.keys.number], why)

@@ -1,0 +1,99 @@
+"""The isolation backends that put limits in force by a library of the operator's, in order.
+
+The agent installs their libraries, guards and collects their containers' files, and mounts slots
+for them, by iterating over `BACKENDS`; only the families that use a backend know it by its name.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import TYPE_CHECKING
+
+from vgpu_agent.isolation import hami_core, hami_region, vgpu_control
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Collection
+
+    from vgpu_agent.config.settings import Settings
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class LibraryBackend:
+    """The facts about a backend that the agent has to know.
+
+    Attributes:
+        name: the glossary's name, e.g. ``hami-core``.
+        host_directory: the settings → where the library and the containers' directories are.
+        delivered: the settings → where the operator delivers the library; empty for ``file`` in
+            the host directory.
+        setting: the key of that place, for messages.
+        file: the library's name.
+        library: its path in containers.
+        containers: the host directory → the parent of the containers' own directories.
+        before: the same of an earlier version, whose directories containers could write to; None
+            where there was none.
+        folders: the directories of a container that have files which it writes; "" for its own.
+        allowed_size: the name of a file there → how large it may be; None when containers do not
+            write to it.
+        marker: a variable that every container of this backend is given.
+        decisive: variables by which a pod could leave its limits.
+    """
+
+    name: str
+    host_directory: Callable[[Settings], str]
+    delivered: Callable[[Settings], str]
+    setting: str
+    file: str
+    library: str
+    containers: Callable[[str], str]
+    folders: tuple[str, ...]
+    allowed_size: Callable[[str], int | None]
+    marker: str
+    decisive: frozenset[str]
+    before: Callable[[str], str] | None = None
+
+    def containers_directory(self, settings: Settings) -> str:
+        """The parent of the containers' own directories, as the settings have it."""
+        return self.containers(self.host_directory(settings))
+
+    def directory_before(self, settings: Settings) -> str:
+        """That of an earlier version; empty where there was none."""
+        return self.before(self.host_directory(settings)) if self.before else ""
+
+
+def decisive_variables(answered: Collection[str]) -> frozenset[str]:
+    """The variables by which a pod could leave the limits of an answer that has these variables."""
+    found: frozenset[str] = frozenset()
+    return found.union(*(backend.decisive for backend in BACKENDS if backend.marker in answered))
+
+
+HAMI_CORE = LibraryBackend(
+    "hami-core",
+    host_directory=lambda settings: settings.hami_core.host_directory,
+    delivered=lambda settings: settings.hami_core.library,
+    setting="hamiCore.library",
+    file="libvgpu.so",
+    library=hami_core.LIBRARY,
+    containers=hami_core.containers_directory,
+    folders=("",),
+    allowed_size=lambda _: hami_region.SIZE,
+    marker=hami_core.REGION_VARIABLE,
+    decisive=hami_core.DECISIVE,
+    before=hami_core.directory_before,
+)
+
+VGPU_CONTROL = LibraryBackend(
+    "vgpu-control",
+    host_directory=lambda settings: settings.vgpu_control.host_directory,
+    delivered=lambda settings: settings.vgpu_control.library,
+    setting="vgpuControl.library",
+    file="libvgpu-control.so",
+    library=vgpu_control.LIBRARY,
+    containers=vgpu_control.containers_directory,
+    folders=vgpu_control.FOLDERS,
+    allowed_size=vgpu_control.allowed_size,
+    marker=vgpu_control.SLOTS_VARIABLE,
+    decisive=vgpu_control.DECISIVE,
+)
+
+BACKENDS = (HAMI_CORE, VGPU_CONTROL)

@@ -1,0 +1,254 @@
+"""The installation of an operator's library for mounts into containers,
+and of ``ld.so.preload`` beside it.
+
+A library is installed only when its backend recognises it (`libraries`): it exports the functions
+in which it limits a program, and reads the files that the agent writes. Any other file limits
+nothing, whatever its name.
+
+A library that is overwritten in place crashes every process that has it mapped (hami-core §0.3.6;
+volcano-vgpu D21). So the content gets a name of its own, ``<name>.<12 hexadecimal digits of its
+SHA-256>``, and stays as it is for good; a newer one lies beside it and is mounted by grants made
+from then on. Old ones are left: each is some hundred KiB, and a container that still runs may need
+it.
+
+`agent` installs at start, before it offers a resource with the backend, and refreshes now and then.
+An exception of `install` is the reason why such a resource is not offered. A bad delivery does not
+displace the library that this agent has installed: new containers get that one.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import hashlib
+import os
+import platform
+import stat
+from typing import TYPE_CHECKING
+
+from vgpu_agent.errors import CarrierError
+from vgpu_agent.runtime import host_files
+from vgpu_agent.runtime.elf import AARCH64, X86_64, ElfError, SharedObject
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from vgpu_agent.config.settings import Settings
+    from vgpu_agent.isolation.registry import LibraryBackend
+    from vgpu_agent.journal import Journal
+
+_LARGEST = 16 << 20  # bytes; the real ones have one to a few MiB
+
+_MACHINES = {"x86_64": X86_64, "aarch64": AARCH64}  # by the output of `uname -m`
+
+_Signature = tuple[int, int, int, int]
+
+
+def _no_companions(_settings: Settings, _library: DeliveredLibrary) -> None:
+    """Nothing is installed beside most libraries."""
+
+
+def _no_locks(_content: bytes) -> bool:
+    return False
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Recognition:
+    """The knowledge of one library.
+
+    Attributes:
+        backend: the backend that it is of.
+        product: what is to be delivered, for people.
+        functions: without one of these the library limits nothing; each line is met by any of its
+            names.
+        layout: the library and its content → the layout of the files that it reads. Raises
+            CarrierError with what is wrong with it, which continues a sentence that begins with its
+            path, and what to deliver instead.
+        locks: its content → whether containers would share a lock file of it.
+        install_companions: installs what else containers need of it, by the settings, and looks
+            whether the node has what it needs; raises CarrierError.
+    """
+
+    backend: LibraryBackend
+    product: str
+    functions: tuple[tuple[str, ...], ...]
+    layout: Callable[[SharedObject, bytes], str]
+    locks: Callable[[bytes], bool] = _no_locks
+    install_companions: Callable[[Settings, DeliveredLibrary], None] = _no_companions
+
+
+class DeliveredLibrary:
+    """One library on this node.
+
+    State: the files in ``host_directory``. In memory only the path of the installed one, and how
+    its source looked then, so that a refresh without news costs a few system calls.
+
+    Args:
+        recognition: what is known of the library.
+        settings: have the backend's directory, which is the same path on the host and in the agent,
+            and where the operator delivers the library.
+        journal: where an installation is recorded.
+        instead: what else can be done, as the end of a sentence.
+    """
+
+    def __init__(
+        self,
+        recognition: Recognition,
+        settings: Settings,
+        journal: Journal,
+        *,
+        instead: str,
+    ) -> None:
+        backend = recognition.backend
+        self._recognition = recognition
+        self._settings = settings
+        self.host_directory = backend.host_directory(settings)
+        self.source = backend.delivered(settings) or os.path.join(self.host_directory, backend.file)
+        self._journal = journal
+        self._instead = instead
+        self._installed: tuple[_Signature, str] | None = None
+        self._locks = False
+
+    @property
+    def path(self) -> str:
+        """The installed library, which grants mount from now on; empty while there is none."""
+        return self._installed[1] if self._installed else ""
+
+    @property
+    def locks(self) -> bool:
+        """The installed library makes a lock file that containers would share."""
+        return self._locks
+
+    async def install(self) -> str:
+        """Install the operator's library and ``ld.so.preload``, and return the library's path.
+        Existing files stay. A library that was delivered anew is installed beside the old one, and
+        files that were deleted are made again.
+
+        Raises:
+            CarrierError: there is no library, it cannot be used on this node, or it cannot be
+                written; has the remedy. The library installed before stays in use, as long as it is
+                there.
+        """
+        before = self.path
+        try:
+            path, layout = await asyncio.to_thread(self._install)
+        except CarrierError:
+            if before and not await asyncio.to_thread(os.path.isfile, before):
+                self._installed = None  # no container could be created that mounts it
+            raise
+        if path != before:
+            self._journal.record(
+                "library.installed",
+                backend=self._recognition.backend.name,
+                path=path,
+                source=self.source,
+                layout=layout,
+            )
+        return path
+
+    def read(self, path: str, *, product: str) -> bytes:
+        """Return the content of a delivered file.
+
+        Raises:
+            CarrierError: it cannot be read, is no file, or is too large.
+        """
+        remedy = f"deliver {product} there, {self._instead}"
+        try:
+            # Not blocking: a pipe in its place would hold up every family.
+            descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+            with open(descriptor, "rb") as file:
+                status = os.fstat(descriptor)
+                readable = stat.S_ISREG(status.st_mode) and status.st_size <= _LARGEST
+                content = file.read(_LARGEST + 1) if readable else b""
+        except OSError as err:
+            raise host_files.trouble("read", path, err) from err
+        if not stat.S_ISREG(status.st_mode):
+            raise CarrierError(f"{path} is not a file; {remedy}")
+        if max(len(content), status.st_size) > _LARGEST:
+            raise CarrierError(f"{path} is larger than {_LARGEST >> 20} MiB; {remedy}")
+        return content
+
+    def trouble(self, path: str, what: str, remedy: str) -> CarrierError:
+        """The error for a delivered file that cannot be used: what is wrong, and what helps."""
+        return CarrierError(f"{path} {what}; {remedy}, {self._instead}")
+
+    def _install(self) -> tuple[str, str]:
+        preload = os.path.join(self.host_directory, "ld.so.preload")
+        # Without a newline, as the replaced plugins write it.
+        write_if_different(preload, self._recognition.backend.library.encode())
+        # else each start would be refused, on a node that offers shares
+        host_files.require_only_root([preload])
+        signature = self._signature()
+        path, layout = self._in_place(signature), ""
+        if not path:
+            content = self.read(self.source, product=self._recognition.product)
+            layout = self._checked(content)
+            name = self._recognition.backend.file
+            digest = hashlib.sha256(content).hexdigest()[:12]
+            path = os.path.join(self.host_directory, f"{name}.{digest}")
+            write_if_different(path, content)
+        self._recognition.install_companions(self._settings, self)
+        if layout:
+            self._installed = signature, path
+            self._locks = self._recognition.locks(content)
+        return path, layout
+
+    def _in_place(self, signature: _Signature) -> str:
+        """The installed library, where it still is that of the delivered file."""
+        if self._installed is None or self._installed[0] != signature:
+            return ""
+        return self._installed[1] if os.path.isfile(self._installed[1]) else ""
+
+    def _signature(self) -> _Signature:
+        try:
+            status = os.stat(self.source)
+        except OSError as err:
+            raise CarrierError(
+                f"no usable library at {self.source}: {err.strerror}; deliver "
+                f"{self._recognition.product} there ({self._recognition.backend.setting} names the "
+                f"place), {self._instead}"
+            ) from err
+        return status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns
+
+    def _checked(self, content: bytes) -> str:
+        """The layout of the files that the library reads.
+
+        Raises:
+            CarrierError: it is no shared library for this machine, it is not all there, it is
+                another one, or its layout is another than that of the agent's files, or cannot be
+                read.
+        """
+        deliver = f"deliver {self._recognition.product} there"
+        try:
+            library = SharedObject(content)
+            missing = [
+                " or ".join(names)
+                for names in self._recognition.functions
+                if not any(map(library.exports, names))
+            ]
+        except ElfError as err:
+            raise self.trouble(self.source, str(err), deliver) from err
+        here = platform.machine()
+        if library.machine != _MACHINES.get(here, library.machine):
+            raise self.trouble(
+                self.source,
+                f"is built for another processor (ELF machine {library.machine}) than this "
+                f"node's, {here}",
+                deliver,
+            )
+        if missing:
+            raise self.trouble(
+                self.source,
+                f"does not export {', '.join(missing)}, so it limits nothing",
+                deliver,
+            )
+        try:
+            return self._recognition.layout(library, content)
+        except CarrierError as err:
+            raise CarrierError(f"{self.source} {err}, {self._instead}") from err
+
+
+def write_if_different(path: str, content: bytes, mode: int = 0o644) -> None:
+    """Put ``content`` under ``path``, unless it is there; see `host_files.replace_file`."""
+    if not host_files.has(path, content):
+        host_files.replace_file(path, content, mode)

@@ -1,0 +1,77 @@
+"""The libraries of the isolation backends on this node, each installed while a family uses it.
+
+Called by `agent` whenever it builds the families.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from vgpu_agent.errors import CarrierError
+from vgpu_agent.families.registry import FAMILIES
+from vgpu_agent.isolation.backend import InstalledLibrary
+from vgpu_agent.runtime import control_library, hami_library
+from vgpu_agent.runtime.delivered_library import DeliveredLibrary
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from vgpu_agent.config.settings import Settings
+    from vgpu_agent.journal import Journal
+
+RECOGNITIONS = (hami_library.RECOGNITION, control_library.RECOGNITION)
+
+
+class Libraries:
+    """The libraries that families use.
+
+    State: those that were installed; the files are on the node.
+
+    Args:
+        settings: of the agent's start; the directories stay while it runs.
+        journal: where installations are recorded.
+    """
+
+    def __init__(self, settings: Settings, journal: Journal) -> None:
+        self._delivered = {
+            recognition.backend.name: DeliveredLibrary(
+                recognition,
+                settings,
+                journal,
+                instead=next(
+                    (
+                        family.library.instead
+                        for family in FAMILIES
+                        if family.library and family.library.backend == recognition.backend.name
+                    ),
+                    "",
+                ),
+            )
+            for recognition in RECOGNITIONS
+        }
+
+    async def install(self, settings: Settings) -> Mapping[str, InstalledLibrary]:
+        """Install each library that these settings call for, and return them by backend."""
+        installed = {}
+        for name in used_backends(settings):
+            library, trouble = self._delivered[name], ""
+            try:
+                await library.install()
+            except CarrierError as err:
+                trouble = str(err)
+            installed[name] = InstalledLibrary(library.path, trouble, library.locks)
+        return installed
+
+
+def used_backends(settings: Settings) -> tuple[str, ...]:
+    """The backends whose library some family that is on wants, in their order."""
+    wanted = {
+        family.library.backend
+        for family in FAMILIES
+        if family.library and family.is_on(settings) and family.library.is_wanted(settings)
+    }
+    return tuple(
+        recognition.backend.name
+        for recognition in RECOGNITIONS
+        if recognition.backend.name in wanted
+    )

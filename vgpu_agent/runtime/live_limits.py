@@ -1,0 +1,129 @@
+"""The change of a limit under a container that runs, by the protocol of ``vgpu.config``.
+
+The library has the file mapped and reads a card's slot without a lock: it takes what it has read
+when the slot's sequence number was even and the same before and after, and tries again otherwise.
+A writer locks the slot's bytes, makes the number odd, writes, and makes it even (vgpu-manager
+§7.7). So a reader never acts on one half of the old limits and one half of the new.
+
+The agent writes to the file and does not map it. Each write takes and gives back the file's lock
+in the kernel, so the three become visible in their order on every processor. A killed agent leaves
+an odd number at worst, on which readers give up and keep the limits that they have; the next change
+goes on from there. Called in a thread.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import os
+import stat
+import struct
+import threading
+import time
+from typing import TYPE_CHECKING
+
+from vgpu_agent.errors import CarrierError
+from vgpu_agent.isolation.vgpu_config import (
+    MAGIC,
+    SIZE,
+    SLOT_SEQUENCE,
+    SLOT_SIZE,
+    VERSION,
+    limits_offset,
+    slot_offset,
+)
+from vgpu_agent.runtime import host_files
+
+if TYPE_CHECKING:
+    from vgpu_agent.isolation.vgpu_config import SlotLimit
+
+# struct flock of fcntl(2) on 64-bit Linux: type, whence, start, length, pid
+_FLOCK = struct.Struct("<hhxxxxqqixxxx")
+_LOCK_SECONDS = 1.0
+_PAUSE_SECONDS = 0.005
+_HEAD = struct.Struct("<2I")
+_WRAP = 0xFFFFFFFF
+# Once, without following a link, and without waiting for a lease that a container has taken.
+_ONCE = os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+
+_changing = threading.Lock()  # for where a reader keeps the lock on the file from us
+
+
+def change_limit(path: str, index: int, limit: SlotLimit) -> None:
+    """Put ``limit`` in force for the card ``index`` of the container with this ``vgpu.config``.
+    Readers see the old limit or the new one.
+
+    Raises:
+        CarrierError: the file is none of ours, or somebody else is changing that slot.
+    """
+    try:
+        descriptor = os.open(path, _ONCE)
+    except OSError as err:
+        raise host_files.trouble("open", path, err) from err
+    try:
+        _require_ours(descriptor, path)
+        with _changing:
+            _lock(descriptor, path, slot_offset(index))
+            _write(descriptor, slot_offset(index), limits_offset(index), limit.packed())
+    except OSError as err:
+        raise host_files.trouble("write", path, err) from err
+    finally:
+        os.close(descriptor)  # and with it the lock
+
+
+def _require_ours(descriptor: int, path: str) -> None:
+    status = os.fstat(descriptor)
+    if not stat.S_ISREG(status.st_mode) or status.st_size != SIZE:
+        raise CarrierError(
+            f"{path} is no file of {SIZE} bytes, so it has no limits to change; recreate the pod"
+        )
+    if os.pread(descriptor, _HEAD.size, 0) != _HEAD.pack(MAGIC, VERSION):
+        raise CarrierError(
+            f"{path} has another layout than this agent writes, so its limits are left as they "
+            "are; recreate the pod"
+        )
+
+
+def _lock(descriptor: int, path: str, start: int) -> None:
+    """Lock the slot against other writers.
+
+    A container has the file open for reading and may hold a lock for reading on it for ever. Only a
+    writer's lock is waited for, and a container can have none.
+    """
+    until = time.monotonic() + _LOCK_SECONDS
+    while True:
+        try:
+            fcntl.fcntl(descriptor, fcntl.F_OFD_SETLK, _lock_of(fcntl.F_WRLCK, start))
+        except OSError as err:
+            if err.errno not in {errno.EAGAIN, errno.EACCES}:
+                raise
+        else:
+            return
+        held = fcntl.fcntl(descriptor, fcntl.F_OFD_GETLK, _lock_of(fcntl.F_WRLCK, start))
+        if _FLOCK.unpack(held)[0] == fcntl.F_RDLCK and not _is_written(descriptor, start):
+            return
+        if time.monotonic() > until:
+            raise CarrierError(
+                f"another program is changing {path} and has not ended within "
+                f"{_LOCK_SECONDS:g} s; see who has it open"
+            )
+        time.sleep(_PAUSE_SECONDS)
+
+
+def _is_written(descriptor: int, start: int) -> bool:
+    """Tell whether a writer has a lock behind that of a reader: the kernel names one of them."""
+    read_lock = _lock_of(fcntl.F_RDLCK, start)
+    held = fcntl.fcntl(descriptor, fcntl.F_OFD_GETLK, read_lock)
+    return bool(_FLOCK.unpack(held)[0] != fcntl.F_UNLCK)
+
+
+def _lock_of(kind: int, start: int) -> bytes:
+    return _FLOCK.pack(kind, os.SEEK_SET, start, SLOT_SIZE, 0)
+
+
+def _write(descriptor: int, at: int, limits_at: int, limits: bytes) -> None:
+    (sequence,) = SLOT_SEQUENCE.unpack(os.pread(descriptor, SLOT_SEQUENCE.size, at))
+    odd = sequence | 1
+    os.pwrite(descriptor, SLOT_SEQUENCE.pack(odd), at)
+    os.pwrite(descriptor, limits, limits_at)
+    os.pwrite(descriptor, SLOT_SEQUENCE.pack((odd + 1) & _WRAP), at)
