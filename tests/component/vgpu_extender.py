@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import collections
 import contextlib
+import re
 from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ from tests.replacing import replace_text
 from vgpu_agent.errors import SimulationError
 from vgpu_agent.sim.agent_process import AgentProcess
 from vgpu_agent.sim.cdi_reader import Received
+from vgpu_agent.sim.stand_in_library import deliver_stand_in_control_library
 from vgpu_agent.sim.vgpu_manager.ledger import Use, footprint
 from vgpu_agent.sim.vgpu_manager.words import FOREVER, Claim, Claims, read_claims
 
@@ -38,7 +40,13 @@ def asks(number: int = 1, cores: int = 0, memory: int = 0) -> dict[str, int]:
 
 
 class ExtenderStage(VolcanoStage):
-    """One node in one cluster, with two A10."""
+    """One node in one cluster, with two A10.
+
+    Attributes:
+        withdraws: at its end the agent takes back what it has written on the Node.
+    """
+
+    withdraws = False
 
     def configure(self, more: str = FAMILY, *, factor: int = 1) -> None:
         """Write the agent's configuration; ``factor`` is MiB in a unit of memory."""
@@ -47,16 +55,24 @@ class ExtenderStage(VolcanoStage):
             node=NODE, folder=self.folder, starts_first_seconds=self.starts_first_seconds
         )
         unit = f"vgpuManager: {{deviceMemoryFactor: {factor}}}\n" if factor != 1 else ""
-        replace_text(self.config, text + more + unit)
+        if self.withdraws:
+            text = text.replace("cluster: {", "cluster: {withdrawAtStop: true, ")
+        control = f"vgpuControl: {{hostDirectory: {self.folder}/control}}\n"
+        replace_text(self.config, text + more + unit + control)
 
     async def start_agent(
         self, more: str = FAMILY, *, factor: int = 1, offers: Sequence[str] = ()
     ) -> AgentProcess:
-        """Configure, start, and wait until the Node shows what is offered."""
+        """Configure, deliver the library, start, and wait until the Node shows what is offered."""
         self.configure(more, factor=factor)
+        self.deliver_library()
         await self.new_agent().start()
         await self.offered(*offers)
         return self.agent
+
+    def deliver_library(self) -> None:
+        """Put libvgpu-control.so where the operator would."""
+        deliver_stand_in_control_library(self.folder / "control")
 
     async def offered(self, *names: str) -> None:
         """Wait until the Node shows these resources, the number of vGPUs when none is named."""
@@ -106,22 +122,39 @@ class ExtenderStage(VolcanoStage):
                 starts = self.cluster.starts(name, container)
                 assert starts, f"{name} runs, and {container} has not started"
                 for came in starts:
-                    self.check_cards(came, cards)
+                    check_cards(came, item["metadata"]["uid"], container, cards)
             for uuid, use in footprint(item, claims).items():
                 used[uuid] += use
         for uuid, use in used.items():
             assert use.memory <= CARD_MIB, (uuid, use)
             assert use.cores <= 100, (uuid, use)
 
-    def check_cards(self, came: Received, cards: Sequence[Claim]) -> None:
-        """One start of a container, against its claim."""
-        wanted = ",".join(card.uuid for card in cards)
-        assert came.environment["NVIDIA_VISIBLE_DEVICES"] == wanted
-
     def _claiming(self, item: dict[str, Any]) -> list[str]:
         spec = item["spec"]
         containers = [*(spec.get("initContainers") or ()), *spec["containers"]]
         return [each["name"] for each in containers if NUMBER in each["resources"]["limits"]]
+
+
+def check_cards(came: Received, uid: str, container: str, cards: Sequence[Claim]) -> None:
+    """One start of a container, against its claim: cards, limits, and whose they are
+    (vgpu-manager §7.3).
+    """
+    environment = came.environment
+    limits = {
+        key: value
+        for key, value in environment.items()
+        if re.fullmatch(r"CUDA_(MEM|CORE)_LIMIT_\d+", key)
+    }
+    wanted = {f"CUDA_MEM_LIMIT_{card.index}": f"{card.memory}m" for card in cards} | {
+        f"CUDA_CORE_LIMIT_{card.index}": str(card.cores) if 0 < card.cores < 100 else ""
+        for card in cards
+    }
+    assert limits == wanted
+    assert environment["NVIDIA_VISIBLE_DEVICES"] == ",".join(card.uuid for card in cards)
+    assert (environment["VGPU_POD_UID"], environment["VGPU_CONTAINER_NAME"]) == (uid, container)
+    source, read_only = came.mounts["/etc/vgpu-manager/config"]
+    assert read_only
+    assert Path(source).parent.name == f"{uid}_{container}"
 
 
 @contextlib.asynccontextmanager
