@@ -13,7 +13,6 @@ import pytest
 from tests.component.vgpu_extender import (
     DOMAIN,
     METRICS_NODE,
-    NODE,
     NUMBER,
     PHASE,
     PLANNED,
@@ -25,7 +24,7 @@ from tests.component.vgpu_extender import (
     asks,
     extender_stage,
 )
-from tests.component.volcano import U0, U1
+from tests.component.volcano import NODE, U0, U1
 from vgpu_agent.sim.vgpu_manager.words import FOREVER, Claim, parse_register
 
 
