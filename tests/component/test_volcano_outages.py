@@ -9,16 +9,17 @@ import contextlib
 import os
 import signal
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
 
 from tests.component.conftest import until_not_ready
+from tests.component.killer import Killer, by_agent
 from tests.component.volcano import NODE, NUMBER, REGISTER, VolcanoStage, asks, volcano_stage
 from tests.patience import PATIENCE_SECONDS, eventually
 from vgpu_agent.errors import SimulationError
-from vgpu_agent.sim.api.faults import Fault, FaultKind, Request
+from vgpu_agent.sim.api.faults import Fault, FaultKind
 from vgpu_agent.sim.volcano.scheduler import VolcanoSettings
 
 LOCK = "hamivgpu"
@@ -29,39 +30,6 @@ async def stage(folder: Path) -> AsyncIterator[VolcanoStage]:
     """A node with two A10 in a cluster with Volcano."""
     async with volcano_stage(folder) as stage:
         yield stage
-
-
-def _by_agent(request: Request) -> bool:
-    """The agent's writes, and not the scheduler's."""
-    return request.is_write and request.user_agent.startswith("vgpu-agent")
-
-
-class Killer:
-    """Kills the agent at one of its writes, before or after it is done."""
-
-    def __init__(self, stage: VolcanoStage) -> None:
-        self._stage = stage
-        self.counts: Callable[[Request], bool] = _by_agent
-        self.at = -1  # kill when so many writes have come; -1 never
-        self.seen = 0
-        self.killed = False
-
-    def arm(self, at: int, *, before: bool) -> None:
-        """Kill at the write number ``at`` from now, counted from 0."""
-        self.at, self.seen, self.killed = at, 0, False
-        self._stage.cluster.api.before_write = self._hook if before else None
-        self._stage.cluster.api.after_write = None if before else self._hook
-        self._before = before
-
-    def _hook(self, request: Request) -> None:
-        if self.killed or not self.counts(request):
-            return
-        self.killed = self.seen == self.at
-        self.seen += 1
-        if self.killed:
-            os.kill(self._stage.agent.pid, signal.SIGKILL)
-            if self._before:
-                raise SimulationError("the connection is gone before anything was done")
 
 
 async def _restart_after_death(stage: VolcanoStage) -> None:
@@ -125,7 +93,7 @@ async def test_killed_while_an_old_scheduler_waits(stage: VolcanoStage) -> None:
     # An answer to the handshake may be under way during Allocate, and a kill then fails a pod for
     # good.
     killer.counts = lambda request: (
-        _by_agent(request) and (request.resource == "pods" or LOCK in str(request.body))
+        by_agent(request) and (request.resource == "pods" or LOCK in str(request.body))
     )
     for at in range(2):
         # a lock as young as the agent itself would be given back before the Allocate, and the kill

@@ -1,9 +1,9 @@
 """Real Kubernetes clusters as fixtures:
 started when first asked for, ended with the test run however that ends.
 
-`rig`, `numa_rig` and `volcano_rig` live for the whole session, since a start takes seconds; after
-every test that used one, its pods are removed and whatever was stopped is started again. A test
-that needs another kind, or wants to break one for good, takes `start_rig`.
+`rig`, `numa_rig`, `volcano_rig` and `extender_rig` live for the whole session, since a start takes
+seconds; after every test that used one, its pods are removed and whatever was stopped is started
+again. A test that needs another kind, or wants to break one for good, takes `start_rig`.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 _HERE = Path(__file__).resolve().parent
 _INSIST = "REQUIRE_CLUSTER"
 _TIMEOUT_SECONDS = 300
-_SESSION_RIGS = ("rig", "numa_rig", "volcano_rig")
+_SESSION_RIGS = ("rig", "numa_rig", "volcano_rig", "extender_rig")
 _unavailable = pytest.StashKey[str]()
 _started = pytest.StashKey[list[Rig]]()
 
@@ -120,6 +120,15 @@ def numa_rig(cluster_available: None) -> Iterator[Rig]:
 @pytest.fixture(scope="session")
 def volcano_rig(cluster_available: None) -> Iterator[Rig]:
     """One Kubernetes node for Volcano's resources,
+    of which others would find traces on their Node.
+    """
+    with Rig() as running:
+        yield running
+
+
+@pytest.fixture(scope="session")
+def extender_rig(cluster_available: None) -> Iterator[Rig]:
+    """One Kubernetes node for vgpu-manager's resources,
     of which others would find traces on their Node.
     """
     with Rig() as running:

@@ -34,6 +34,9 @@ class VolcanoScheduler:
     State: the process, and its log in a folder that goes with the context.
     """
 
+    module = "vgpu_agent.sim.volcano.scheduler"
+    started = "sim.volcano.started"
+
     def __init__(
         self,
         rig: Rig,
@@ -86,7 +89,7 @@ class VolcanoScheduler:
         command = [
             sys.executable,
             "-m",
-            "vgpu_agent.sim.volcano.scheduler",
+            self.module,
             "--kubeconfig",
             str(self._rig.layout.kubeconfig()),
             *self._flags,
@@ -102,7 +105,7 @@ class VolcanoScheduler:
             )
         try:
             self._rig.wait_for(
-                lambda: "sim.volcano.started" in self.events() or None,
+                lambda: self.started in self.events() or None,
                 what="the scheduler to start",
             )
         except TimeoutError as err:

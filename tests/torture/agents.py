@@ -15,6 +15,7 @@ from typing import Any, Protocol
 
 from tests.torture.api_model import ApiModel
 from tests.torture.device_manager import Endpoint
+from tests.torture.dialects import VOLCANO, Dialect
 from tests.torture.kubelet_model import KubeletModel
 from tests.torture.node_files import NodeFiles
 from tests.torture.plan import MEMORY_FACTOR_MIB, NUMBER, Card
@@ -40,6 +41,7 @@ class World:
     files: NodeFiles
     early: bool
     resources: tuple[str, ...] = (NUMBER,)
+    dialect: Dialect = VOLCANO
     pod_resources_silent: bool = False
     checkpoint_unreadable: bool = False
 

@@ -14,12 +14,12 @@ import random
 
 from tests.torture.agents import AgentFactory, World
 from tests.torture.api_model import NODE, ApiModel, LivePod
+from tests.torture.dialects import VOLCANO, Dialect
 from tests.torture.faults import Faults, Machine
 from tests.torture.judge import Judge
 from tests.torture.kubelet_model import KubeletModel
 from tests.torture.node_files import NodeFiles
 from tests.torture.plan import Card, Ending, Kind, Mix, Origin, PlannedPod, Planner
-from tests.torture.scheduler_model import SchedulerModel
 from tests.torture.story import Story
 from tests.torture.virtual_time import run
 
@@ -66,6 +66,7 @@ def play(
     mix: Mix | None = None,
     faults: Faults | None = None,
     overlapping: bool = True,
+    dialect: Dialect = VOLCANO,
 ) -> Outcome:
     """Run the episode of that seed.
 
@@ -77,11 +78,19 @@ def play(
         mix: which; drawn when not given.
         faults: how often what fails; drawn when not given.
         overlapping: the scheduler counts pods that are being deleted as gone, although they still
-            run (volcano-vgpu:D17).
+            run, where its dialect has it so (volcano-vgpu:D17).
+        dialect: the family's.
     """
     return run(
         _Episode(
-            seed, make, early=early, pods=pods, mix=mix, faults=faults, overlapping=overlapping
+            seed,
+            make,
+            early=early,
+            pods=pods,
+            mix=mix,
+            faults=faults,
+            overlapping=overlapping and dialect.overlapping,
+            dialect=dialect,
         ).play()
     )
 
@@ -97,6 +106,7 @@ class _Episode:
         mix: Mix | None,
         faults: Faults | None,
         overlapping: bool,
+        dialect: Dialect,
     ) -> None:
         self._seed = seed
         self._rng = rng = random.Random(seed)
@@ -105,13 +115,28 @@ class _Episode:
         faults = Faults.draw(rng) if faults is None else faults
         self._story = story = Story()
         cards = tuple(Card(f"GPU-{place}", rng.choice((12, 16, 24))) for place in range(4))
-        self._planner = Planner(rng, mix or Mix.draw(rng))
-        self._scheduler = SchedulerModel(rng, cards, node=NODE)
-        self._judge = Judge(cards, story, early=early)
+        self._planner = Planner(
+            rng,
+            mix or Mix.draw(rng),
+            resource=dialect.number,
+            claims_all=dialect.claims_all,
+        )
+        self._scheduler = dialect.scheduler(rng, cards, NODE)
+        self._judge = Judge(cards, story, early=early, dialect=dialect)
         api, files = ApiModel(rng, story), NodeFiles(rng, story)
         kubelet = KubeletModel(rng, api=api, files=files, judge=self._judge, story=story)
         kubelet.on_end = self._ended
-        self._world = World(rng, cards, story, api, kubelet, files, early)
+        self._world = World(
+            rng,
+            cards,
+            story,
+            api,
+            kubelet,
+            files,
+            early,
+            resources=(dialect.number,),
+            dialect=dialect,
+        )
         self._machine = Machine(self._world, make, faults)
         self._pending: list[PlannedPod] = []
         self._live: dict[str, LivePod] = {}

@@ -1,24 +1,22 @@
 """Was that the right share? Compares what a container really got with what was meant for it.
 
-From what a container sees and nothing else: the variables of volcano-vgpu §4.1, numbered as CUDA
-numbers cards inside a container, and the mount of its own directory, whose name identifies the
-grant. Asked by `kubelet_model` at each container start.
+From what a container sees and nothing else: its variables, in the words of its family (`dialects`),
+and the mount of its own directory, whose name identifies the grant. Asked by `kubelet_model` at
+each container start.
 """
 
 from __future__ import annotations
 
 import collections
 import dataclasses
-import os.path
 from collections.abc import Iterable, Sequence
 
 from tests.torture.api_model import LivePod
-from tests.torture.plan import MEMORY_FACTOR_MIB, SPLIT, Card, Kind, PlannedContainer, Request
+from tests.torture.dialects import VOLCANO, Dialect
+from tests.torture.plan import SPLIT, Card, Kind, PlannedContainer, Request
 from tests.torture.scheduler_model import Slice
 from tests.torture.story import Story
 from vgpu_agent.isolation.edits import Edits
-
-REGION = "/tmp/cudevshr.cache"
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -31,33 +29,13 @@ class Got:
     slices: frozenset[Slice]
 
     @classmethod
-    def read(cls, edits: Edits, order: Sequence[str]) -> Got:
+    def read(cls, edits: Edits, order: Sequence[str], dialect: Dialect = VOLCANO) -> Got:
         """Read it as the container's libraries would; ``order`` is that of the PCI bus.
 
         Raises:
             ValueError: the variables make no sense.
         """
-        environment = edits.environment
-        uuids = [uuid for uuid in environment.get("NVIDIA_VISIBLE_DEVICES", "").split(",") if uuid]
-        if len(set(uuids)) != len(uuids) or not set(uuids) <= set(order):
-            raise ValueError(f"it is shown the cards {uuids}")
-        cores = int(environment.get("CUDA_DEVICE_SM_LIMIT", "0"))
-        slices = []
-        for place, uuid in enumerate(sorted(uuids, key=order.index)):
-            limit = environment.get(f"CUDA_DEVICE_MEMORY_LIMIT_{place}", "")
-            mib = int(limit.removesuffix("m"))
-            if not limit.endswith("m") or mib % MEMORY_FACTOR_MIB:
-                raise ValueError(f"{limit!r} is no memory limit that anybody asked for")
-            slices.append(Slice(uuid, mib // MEMORY_FACTOR_MIB, cores))
-        directories = [
-            os.path.dirname(mount.host_path)
-            for mount in edits.mounts
-            if mount.container_path == REGION
-        ]
-        uid, _, container = (
-            os.path.basename(directories[0]).partition("_") if directories else ("nobody", "", "")
-        )
-        return cls((uid, container), frozenset(slices))
+        return cls(dialect.owner(edits), frozenset(dialect.slices(edits, order)))
 
 
 class Judge:
@@ -67,11 +45,14 @@ class Judge:
     start looks right.
     """
 
-    def __init__(self, cards: Iterable[Card], story: Story, *, early: bool) -> None:
+    def __init__(
+        self, cards: Iterable[Card], story: Story, *, early: bool, dialect: Dialect = VOLCANO
+    ) -> None:
         self._units = {card.uuid: card.units for card in cards}
         self._order = list(self._units)
         self._story = story
         self._early = early
+        self._dialect = dialect
         self._running: dict[tuple[str, str], Got] = {}
         self._scheduled: set[tuple[str, str]] = set()  # those of them with a scheduler's decision
         self.judged: set[tuple[str, str]] = set()
@@ -90,14 +71,14 @@ class Judge:
         """
         self.judged.add((pod.uid, container.name))
         try:
-            got = Got.read(edits, self._order)
+            got = Got.read(edits, self._order, self._dialect)
             problem = self._problem(pod, container, got)
         except ValueError as err:
             got, problem = Got(("", ""), frozenset()), str(err)
         self._running[pod.uid, container.name] = dataclasses.replace(
             got, slices=_booked(pod, container, got.slices)
         )
-        if pod.slices and container.kind is not Kind.SIDECAR:
+        if pod.slices and (container.name in pod.slices or container.kind is not Kind.SIDECAR):
             self._scheduled.add((pod.uid, container.name))
         problem = problem or self._crowded(got)
         if problem and unasked and self._early:
@@ -131,7 +112,9 @@ class Judge:
         if served.kind is Kind.INIT and pod.slices:
             right = self._of_its_pod(pod, served, got.slices)
         else:
-            right = _as_large(served.request, got.slices, self._units)
+            right = _as_large(
+                served.request and self._dialect.effective(served.request), got.slices, self._units
+            )
         return (
             ""
             if right

@@ -17,7 +17,7 @@ from typing import Protocol
 from tests.torture.api_model import ApiModel, LivePod
 from tests.torture.device_manager import AdmissionError, DeviceManager, StartError
 from tests.torture.node_files import NodeFiles
-from tests.torture.plan import NUMBER, Ending, Kind, PlannedContainer
+from tests.torture.plan import Ending, Kind, PlannedContainer
 from tests.torture.story import Story
 from vgpu_agent.isolation.edits import Edits
 
@@ -323,7 +323,7 @@ class KubeletModel:
         if endpoint is None:
             raise StartError(f"endpoint not found in cache for a registered resource: {resource}")
         if not endpoint.pre_start:
-            if resource == NUMBER and endpoint.plugin is None:
+            if resource.endswith("vgpu-number") and endpoint.plugin is None:
                 self._story.tell("start unasked", pod.uid, container.name, entry.ids)
                 self.unasked.add((pod.uid, container.name))
             return

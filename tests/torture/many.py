@@ -15,22 +15,27 @@ import multiprocessing
 import os
 from collections.abc import Iterator
 
+from tests.torture.dialects import DIALECTS, VOLCANO
 from tests.torture.episode import Outcome, play
 from tests.torture.real_agent import RealAgent
 from vgpu_agent import log
 
 
-def one_by_one(*, early: bool, first_seed: int, containers: int) -> Iterator[Outcome]:
+def one_by_one(
+    *, early: bool, first_seed: int, containers: int, family: str = VOLCANO.name
+) -> Iterator[Outcome]:
     """Here and now."""
     for seed in itertools.count(first_seed):
-        outcome = _play(seed, early)
+        outcome = _play(seed, early, family)
         yield outcome
         containers -= outcome.containers
         if containers <= 0:
             return
 
 
-def on_all_cores(*, early: bool, first_seed: int, containers: int) -> Iterator[Outcome]:
+def on_all_cores(
+    *, early: bool, first_seed: int, containers: int, family: str = VOLCANO.name
+) -> Iterator[Outcome]:
     """In as many processes as there are cores."""
     seeds = itertools.count(first_seed)
     cores = os.cpu_count() or 1
@@ -39,18 +44,18 @@ def on_all_cores(*, early: bool, first_seed: int, containers: int) -> Iterator[O
         cores, mp_context=context, initializer=_log_into_nothing
     ) as pool:
         playing = collections.deque(
-            pool.submit(_play, seed, early) for seed in itertools.islice(seeds, 2 * cores)
+            pool.submit(_play, seed, early, family) for seed in itertools.islice(seeds, 2 * cores)
         )
         while playing:
             outcome = playing.popleft().result()
             yield outcome
             containers -= outcome.containers
             if containers > 0:
-                playing.append(pool.submit(_play, next(seeds), early))
+                playing.append(pool.submit(_play, next(seeds), early, family))
 
 
-def _play(seed: int, early: bool) -> Outcome:
-    return play(seed, RealAgent, early=early)
+def _play(seed: int, early: bool, family: str) -> Outcome:
+    return play(seed, RealAgent, early=early, dialect=DIALECTS[family])
 
 
 def _log_into_nothing() -> None:

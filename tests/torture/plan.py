@@ -75,9 +75,9 @@ class Request:
         """Return the limits as the pod has them."""
         limits = {self.resource: self.number}
         if self.memory is not None:
-            limits[MEMORY] = self.memory
+            limits[self.resource.replace("number", "memory")] = self.memory
         if self.cores:
-            limits[CORES] = self.cores
+            limits[self.resource.replace("number", "cores")] = self.cores
         return limits
 
 
@@ -155,8 +155,14 @@ class Mix:
 class Planner:
     """Draws pods; the same ``rng`` draws the same pods."""
 
-    def __init__(self, rng: random.Random, mix: Mix) -> None:
+    def __init__(
+        self, rng: random.Random, mix: Mix, *, resource: str = NUMBER, claims_all: bool = False
+    ) -> None:
+        """Build it; the scheduler of the family with that resource gives cards to sidecars too
+        where it ``claims_all``.
+        """
         self._rng, self._mix = rng, mix
+        self._resource, self._claims_all = resource, claims_all
         self._drawn = 0
 
     def bursts(self, pods: int) -> Iterator[tuple[float, list[PlannedPod]]]:
@@ -223,8 +229,8 @@ class Planner:
                 )
         if rng.random() < mix.sidecar:
             request = (
-                Request(1, 1, 0)
-                if gpu and origin is not Origin.VOLCANO and rng.random() < 0.2
+                self._asking(1, 1, 0)
+                if gpu and (origin is not Origin.VOLCANO or self._claims_all) and rng.random() < 0.2
                 else None
             )
             yield PlannedContainer(
@@ -243,7 +249,7 @@ class Planner:
                 request = first if place == 0 else self._request()
                 if origin is not Origin.VOLCANO and several > 1:
                     # small, so that two half-started pods never wait for each other's rest
-                    request = Request(1, 1, 0)
+                    request = self._asking(1, 1, 0)
                 crashes = rng.choice((0, 0, 0, 0, 0, 1, 2, 5))
                 yield PlannedContainer(
                     f"work-{place}", Kind.MAIN, request, self._pull(), self._short(20.0), crashes
@@ -255,13 +261,17 @@ class Planner:
         rng = self._rng
         number = number or rng.choices((1, 2, 3), (85, 12, 3))[0]
         memory = None if rng.random() < 0.02 else rng.choice((1, 2, 2, 3, 3, 4, 5, 6))
-        return Request(number, memory, rng.choice((0, 0, 0, 0, 10, 25, 30, 50)))
+        return self._asking(number, memory, rng.choice((0, 0, 0, 0, 10, 25, 30, 50)))
 
     def _init_request(self, main: Request) -> Request:
         """Return a request as large as the main container's, smaller, or larger."""
         rng = self._rng
         number = rng.choice((main.number, main.number, max(1, main.number - 1), main.number + 1))
-        return Request(number, rng.choice((main.memory or 1, 1, 2)), rng.choice((0, main.cores)))
+        memory = rng.choice((main.memory or 1, 1, 2))
+        return self._asking(number, memory, rng.choice((0, main.cores)))
+
+    def _asking(self, number: int, memory: int | None, cores: int) -> Request:
+        return Request(number, memory, cores, self._resource)
 
     def _pull(self) -> float:
         return self._rng.random() * self._rng.choices((0.0, 2.0, 30.0, 300.0), (30, 40, 24, 6))[0]

@@ -8,19 +8,25 @@ sockets.
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable, Mapping
 from typing import Any
 
+from tests.torture import dialects
 from tests.torture.agents import Life, Offer, World, register
 from tests.torture.api_model import NODE
-from tests.torture.plan import MEMORY_FACTOR_MIB, NUMBER, SPLIT
+from tests.torture.plan import MEMORY_FACTOR_MIB, SPLIT
 from vgpu_agent.allocation.allocator import Allocator
 from vgpu_agent.allocation.carrier import GrantRecord
 from vgpu_agent.allocation.context import Context, Families
 from vgpu_agent.allocation.mode import choose
 from vgpu_agent.allocation.refusals import Refusals
 from vgpu_agent.config.binding import Binding
+from vgpu_agent.families.family import PodFamily
+from vgpu_agent.families.vgpu_manager.family import VgpuManagerFamily
+from vgpu_agent.families.vgpu_manager.options import VgpuManagerOptions
 from vgpu_agent.families.volcano_vgpu.family import VolcanoVgpuFamily, VolcanoVgpuOptions
 from vgpu_agent.isolation.hami_core import HamiCore
+from vgpu_agent.isolation.vgpu_control import VgpuControl
 from vgpu_agent.journal import Journal
 from vgpu_agent.kubelet.records import join
 from vgpu_agent.ledger import Ledger
@@ -48,6 +54,25 @@ class _QuietJournal(Journal):
         self._world.story.tell(event, "", facts)
 
 
+def _volcano(settings: Binding) -> PodFamily:
+    options = VolcanoVgpuOptions(split=SPLIT, factor=MEMORY_FACTOR_MIB, policy=settings.policy)
+    return VolcanoVgpuFamily(options, HamiCore("/usr/local/vgpu", "/usr/local/vgpu/libvgpu.so"))
+
+
+def _vgpu_manager(settings: Binding) -> PodFamily:
+    del settings  # it packs by itself
+    options = VgpuManagerOptions(
+        split=SPLIT, memory_factor=MEMORY_FACTOR_MIB, offer_cores=True, offer_memory=True
+    )
+    return VgpuManagerFamily(options, VgpuControl("/h", "/h/libvgpu-control.so"))
+
+
+_FAMILIES: Mapping[str, Callable[[Binding], PodFamily]] = {
+    dialects.VOLCANO.name: _volcano,
+    dialects.VGPU_MANAGER.name: _vgpu_manager,
+}
+
+
 class RealAgent:
     """One life of the agent."""
 
@@ -65,10 +90,7 @@ class RealAgent:
         settings = Binding(
             mode="early" if world.early else "late", policy=world.rng.choice(("binpack", "spread"))
         )
-        options = VolcanoVgpuOptions(split=SPLIT, factor=MEMORY_FACTOR_MIB, policy=settings.policy)
-        family = VolcanoVgpuFamily(
-            options, HamiCore("/usr/local/vgpu", "/usr/local/vgpu/libvgpu.so")
-        )
+        family = _FAMILIES[world.dialect.name](settings)
         self.allocator = Allocator(
             Context(
                 ledger=self.ledger,
@@ -151,7 +173,7 @@ class RealAgent:
         newest = self.ledger.newest
         kubelet_evidence = await self._world.read_records()
         entries = (
-            self._world.kubelet.devices.checkpoint_entries(NUMBER)
+            self._world.kubelet.devices.checkpoint_entries(self._world.dialect.number)
             if kubelet_evidence.checkpoint is not None
             else ()
         )

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from tests.torture.agents import Life, Offer, World, register
-from tests.torture.judge import REGION
+from tests.torture.dialects import REGION
 from tests.torture.plan import CORES, MEMORY, MEMORY_FACTOR_MIB, NUMBER, SPLIT
 from vgpu_agent.allocation.carrier import GrantRecord, cdi_name, grant_token
 from vgpu_agent.isolation.edits import Edits, Mount, Provision

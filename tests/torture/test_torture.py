@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
+from tests.torture.dialects import VGPU_MANAGER, VOLCANO
 from tests.torture.episode import Outcome
 from tests.torture.many import on_all_cores, one_by_one
 
@@ -26,7 +27,12 @@ _QUICK = 1_000
 
 
 def _torture(
-    containers: int, *, early: bool, first_seed: int, play_many: PlayMany = one_by_one
+    containers: int,
+    *,
+    early: bool,
+    first_seed: int,
+    play_many: PlayMany = one_by_one,
+    family: str = VOLCANO.name,
 ) -> collections.Counter[str]:
     """Play episodes until kubelet has admitted that many containers with GPUs.
 
@@ -38,7 +44,9 @@ def _torture(
     began, total, started, counts = time.perf_counter(), 0, 0, collections.Counter[str]()
     failed: list[Outcome] = []
     last = first_seed
-    for outcome in play_many(early=early, first_seed=first_seed, containers=containers):
+    for outcome in play_many(
+        early=early, first_seed=first_seed, containers=containers, family=family
+    ):
         total, started, counts, last = (
             total + outcome.containers,
             started + outcome.started,
@@ -75,6 +83,33 @@ def test_some_hundred_containers_bound_early_never_start_with_anothers_share() -
     counts = _torture(_QUICK // 2, early=True, first_seed=0)
     assert counts["started"]
     assert counts["start refused"]
+
+
+def test_some_hundred_containers_of_vgpu_manager_all_get_their_own_claims() -> None:
+    """The same model with the claims of vgpu-manager's extender, which init containers and sidecars
+    have too; bound late, and early.
+    """
+    late = _torture(_QUICK // 2, early=False, first_seed=500, family=VGPU_MANAGER.name)
+    assert late["started"] > _QUICK // 2
+    early = _torture(_QUICK // 4, early=True, first_seed=500, family=VGPU_MANAGER.name)
+    assert early["started"]
+
+
+@pytest.mark.torture
+@pytest.mark.timeout(2400)
+@pytest.mark.parametrize("early", [False, True], ids=["late", "early"])
+def test_a_hundred_thousand_containers_of_vgpu_manager_get_their_own_claims(early: bool) -> None:
+    """The long run of the family: 0 wrong, nothing left over. ``TORTURE_CONTAINERS`` plays
+    another number of them.
+    """
+    containers = int(os.environ.get("TORTURE_CONTAINERS", str(_FULL)))
+    _torture(
+        containers,
+        early=early,
+        first_seed=2000,
+        play_many=on_all_cores,
+        family=VGPU_MANAGER.name,
+    )
 
 
 @pytest.mark.torture

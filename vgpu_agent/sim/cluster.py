@@ -28,6 +28,7 @@ from vgpu_agent.sim.kubelet.faults import AdmissionError, ContainerStartError
 from vgpu_agent.sim.kubelet.kubelet import Container, SimulatedKubelet
 from vgpu_agent.sim.kubelet.pod_status import Containers
 from vgpu_agent.sim.plain_scheduler import run_plain_scheduler
+from vgpu_agent.sim.vgpu_manager.extender import ExtenderSettings, VgpuExtender
 from vgpu_agent.sim.volcano.api import ApiAccess
 from vgpu_agent.sim.volcano.scheduler import VolcanoScheduler, VolcanoSettings
 
@@ -136,6 +137,18 @@ class SimulatedCluster:
     async def stop_volcano(self) -> None:
         """Stop it; it has no state to lose."""
         await self._supervisor.stop("volcano")
+
+    async def start_extender(self, settings: ExtenderSettings | None = None) -> None:
+        """Run the stand-in for vgpu-manager's scheduler, in place of the current one."""
+        await self.stop_extender()
+        extender = VgpuExtender(
+            ApiAccess(self.api.url), settings or ExtenderSettings(retry_seconds=0.2)
+        )
+        self._supervisor.start("extender", extender.run)
+
+    async def stop_extender(self) -> None:
+        """Stop it; it has no state to lose."""
+        await self._supervisor.stop("extender")
 
     async def reboot(self) -> None:
         """Lose what a reboot loses: processes, kubelet's connections and all CDI specs.
