@@ -47,7 +47,7 @@ _PLAIN_NAME = re.compile(r"[A-Za-z0-9-]+\Z")
 # Strings, comments and tabs of JSON. An end of the text ends a string or comment, so that no part
 # of the text is read twice.
 _JSON_PARTS = re.compile(
-    r"""(?P<string>"(?:[^"\\]|\\.)*+(?:"|\\?\Z))|//[^\n]*|/\*.*?(?:\*/|\Z)|\t""", re.DOTALL
+    r"""(?P<string>"(?:[^"\\]|\\.)*(?:"|\\?\Z))|//[^\n]*|/\*.*?(?:\*/|\Z)|\t""", re.DOTALL
 )
 
 _PLUGIN_KEYS = {
