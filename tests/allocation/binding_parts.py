@@ -183,6 +183,7 @@ class Place:
         self.family = NumberFamily()
         self.resource = resource  # of which kubelet gives out ids
         self.overcommits = Overcommits()
+        self.api_well_seconds = 3600.0
         self.allocator = Allocator(
             Context(
                 ledger=self.ledger,
@@ -197,6 +198,7 @@ class Place:
                 refusals=self.refusals,
                 settings=binding or Binding(),
                 overcommits=self.overcommits,
+                api_well_seconds=lambda: self.api_well_seconds,
             )
         )
         self.allocator.use_mode(BindingMode(late=late, by_annotation=False, reason="a test"))

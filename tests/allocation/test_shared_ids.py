@@ -145,6 +145,25 @@ async def test_nothing_starts_while_it_is_not_known_whose_turn_it_is(
         await place.start(IDS[:1])
 
 
+async def test_soon_after_an_outage_a_status_without_an_end_proves_nothing(
+    pod: Pod, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The init container may have ended meanwhile: the kubelet writes what it could not write at
+    its next round.
+    """
+    monkeypatch.setattr(identification, "POD_WAIT_SECONDS", 0.01)
+    place = a_place()
+    await admitted(place, pod)
+    await place.start(IDS[:1])
+    place.on_server["default", "train"] = pod
+    place.api_well_seconds = 5.0
+    with pytest.raises(NotProvenError, match="the API server was away a moment ago"):
+        await place.start(IDS[:1])
+    place.on_server["default", "train"] = over(pod)
+    await place.start(IDS[:1])
+    assert given(place) == "1000"
+
+
 async def test_without_the_checkpoint_no_container_of_such_a_pod_starts(pod: Pod) -> None:
     """Pod-resources hides init containers, so their ids look like those of the main one."""
     place = a_place()

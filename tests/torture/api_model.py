@@ -38,6 +38,7 @@ class LivePod:
         active: kubelet counts it among its pods, so its ids are in use.
         running: containers that run now.
         finished: plain init containers that have ended well.
+        ended: container → when it ended last, in seconds of the loop.
         pulled: containers whose image is there.
         starts: how often each container has started.
     """
@@ -56,6 +57,7 @@ class LivePod:
     admitted: bool = False
     running: set[str] = dataclasses.field(default_factory=set)
     finished: set[str] = dataclasses.field(default_factory=set)
+    ended: dict[str, float] = dataclasses.field(default_factory=dict)
     pulled: set[str] = dataclasses.field(default_factory=set)
     starts: dict[str, int] = dataclasses.field(default_factory=dict)
     refusal: str = ""
@@ -105,6 +107,12 @@ class LivePod:
                     _KINDS[each.kind],
                     each.request.limits if each.request else {},
                     started=each.name in self.starts,
+                    completed=each.name in self.finished,
+                    ended_at=(
+                        float(int(EPOCH + self.ended[each.name]))
+                        if each.name in self.ended
+                        else 0.0
+                    ),
                 )
                 for each in self.plan.containers
             ),
@@ -118,6 +126,7 @@ class LivePod:
 
 
 NODE = "node-a"
+EPOCH = 1_800_000_000.0
 
 
 class ApiModel:

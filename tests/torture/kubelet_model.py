@@ -159,6 +159,7 @@ class KubeletModel:
 
     def _stopped(self, pod: LivePod, container: str) -> None:
         pod.running.discard(container)
+        pod.ended[container] = asyncio.get_running_loop().time()
         self._judge.ends(pod, container)
 
     @property
@@ -218,6 +219,7 @@ class KubeletModel:
                 await asyncio.sleep(container.run_seconds)
                 self._stopped(pod, container.name)
                 pod.finished.add(container.name)
+                self._api.show(pod)  # before the next container starts
             elif container.kind is Kind.SIDECAR and container.name not in pod.running:
                 await self._start_all(pod, [container])
         await self._start_all(

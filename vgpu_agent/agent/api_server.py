@@ -420,6 +420,10 @@ class ClusterAccess:
             raise ClusterError(self.disconnected_reason)
         return await self.pods.fetch(namespace, name)
 
+    def well_seconds(self) -> float:
+        """See `allocation.context.Context`."""
+        return self.pods.well_seconds if self.pods is not None else 0.0
+
     async def may_get(self, token: str, path: str) -> bool:
         """Tell whether whoever has ``token`` may get ``path`` of this agent.
 

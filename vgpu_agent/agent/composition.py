@@ -215,6 +215,7 @@ class Agent:
                 divider=self._mig,
                 overcommits=self._overcommits,
                 node_annotations=lambda: self._cluster.node_annotations,
+                api_well_seconds=self._cluster.well_seconds,
             ),
         )
         self._offering = Offering(

@@ -111,6 +111,8 @@ class Context:
         overcommits: the starts that went beyond a device.
         node_annotations: returns those of our Node as the API server has them; empty while it has
             not been read.
+        api_well_seconds: returns for how many seconds the API server has answered without a
+            failure.
         clock: the wall clock, unix seconds.
         families: the families in force; `Allocator.use_families` replaces them.
         mode: the binding mode; None until this node's Node was read. `Allocator.use_mode` sets it.
@@ -129,6 +131,7 @@ class Context:
     divider: Divider | None = None
     overcommits: Overcommits = dataclasses.field(default_factory=Overcommits)
     node_annotations: Callable[[], Mapping[str, str]] = dict
+    api_well_seconds: Callable[[], float] = lambda: math.inf
     clock: Callable[[], float] = time.time
     families: Families = Families()
     mode: BindingMode | None = None

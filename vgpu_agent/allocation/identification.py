@@ -23,7 +23,7 @@ from vgpu_agent.model import Owner
 from vgpu_agent.pods import ContainerKind
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping, Sequence
+    from collections.abc import Collection, Iterable, Mapping, Sequence
 
     from vgpu_agent.allocation.carrier import GrantRecord
     from vgpu_agent.allocation.context import Context
@@ -36,6 +36,9 @@ if TYPE_CHECKING:
 START_SECONDS = 20.0
 # How long a start waits for a pod that the watch has not shown yet, before it asks the API server.
 POD_WAIT_SECONDS = 2.0
+# How long after an outage of the API server a pod's status may be old: the kubelet writes what it
+# could not write at its next round, every 10 seconds.
+STATUS_SECONDS = 20.0
 # The kubelet writes its records before it calls us, but a reader may be quicker than the disk.
 _REREAD_SECONDS = 0.05
 
@@ -246,10 +249,19 @@ class Identification:
                 break
             if not await _newer(pods, version, until - loop.time()):
                 pod = await self._as_it_is_now(pod)
-                name = starting_container(pod, names, last, settled=True) or start.owner.container
+                name = self._settled(pod, names, last) or start.owner.container
                 break
         owner = dataclasses.replace(start.owner, container=name)
         return dataclasses.replace(start, pod=pod, owner=owner)
+
+    def _settled(self, pod: Pod, names: Collection[str], last: GrantRecord | None) -> str | None:
+        found = starting_container(pod, names, last, settled=False)
+        if found is None and self._context.api_well_seconds() < STATUS_SECONDS:
+            raise NotProvenError(
+                f"the API server was away a moment ago, and the status of pod {pod.full_name} may "
+                "not say yet which of its containers have ended; the kubelet will retry"
+            )
+        return found or starting_container(pod, names, last, settled=True)
 
     async def _as_it_is_now(self, pod: Pod) -> Pod:
         unknown = f"whether the last container of pod {pod.full_name} with these ids has ended"

@@ -166,6 +166,7 @@ class Reflector(Generic[T]):
         self._uniform = uniform
         self._expected = frozenset(expected)
         self._version = ""
+        self._well_since: float | None = None
         self._changes = ChangeFilter()
         # of objects, so that a pod that changes every second is no flood
         self._unreadable = ChangeFilter()
@@ -179,6 +180,13 @@ class Reflector(Generic[T]):
             + slow_seconds()
             + api.REQUEST_TIMEOUT_SECONDS
         )
+
+    @property
+    def well_seconds(self) -> float:
+        """The seconds for which lists and watches have not failed; 0 while they fail."""
+        if self._well_since is None:
+            return 0.0
+        return asyncio.get_running_loop().time() - self._well_since
 
     def forget(self) -> None:
         """Begin with a list when `run` is started the next time; `run` must have ended."""
@@ -304,6 +312,7 @@ class Reflector(Generic[T]):
             self._heard()
             # whether the watch lasts is known, and logged, with its first event
             self.status.failing_since = 0.0
+            self._begin_well()
             return
         try:
             event = decode.event(line)
@@ -359,6 +368,7 @@ class Reflector(Generic[T]):
             self._version = ""
             return
         self.status.errors += 1
+        self._well_since = None
         self.status.failing_since = self.status.failing_since or time.time()
         self.status.last_error = shortened(str(err), _LONGEST_ERROR)
         self.trouble.publish(err)
@@ -368,8 +378,13 @@ class Reflector(Generic[T]):
                 "cluster.watch_failed", level="warning", watch=self.scope.what, error=str(err)
             )
 
+    def _begin_well(self) -> None:
+        if self._well_since is None:
+            self._well_since = asyncio.get_running_loop().time()
+
     def _well(self) -> None:
         self.status.failing_since = 0.0
+        self._begin_well()
         if self.trouble.value is not None:
             self.trouble.publish(None)
         if self._changes.over("watch"):

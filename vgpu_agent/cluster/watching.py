@@ -86,6 +86,11 @@ class PodWatch(_Watch):
             trim=book.fitting,
         )
 
+    @property
+    def well_seconds(self) -> float:
+        """The seconds for which the API server has answered without a failure."""
+        return self._reflector.well_seconds
+
     async def fetch(self, namespace: str, name: str) -> Pod | None:
         """Ask the API server for one pod; None when there is none.
 
