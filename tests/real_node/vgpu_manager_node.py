@@ -260,4 +260,5 @@ def environment(
         return lines if "READY" in lines else None
 
     lines = rig.wait_for(printed, timeout, what=f"the output of {name}/{container_name}")
-    return dict(line.split("=", 1) for line in lines if "=" in line)
+    pairs = (line.split("=", 1) for line in lines if "=" in line)
+    return {name: value.strip() for name, value in pairs}
