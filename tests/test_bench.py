@@ -5,6 +5,10 @@ from __future__ import annotations
 import subprocess
 import sys
 
+import pytest
+
+pytestmark = pytest.mark.component  # it starts programs
+
 
 def test_the_benchmark_needs_no_test_tools() -> None:
     """It has an environment of its own, so that it measures the agent as the image has it."""

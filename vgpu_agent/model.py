@@ -259,6 +259,8 @@ class Resource:
         sharing: how the holders of one device share it.
         undivided: only parts of the undivided GPU are given out, so nothing while it is in MIG
             mode.
+        init_shares: init containers have shares of their own; otherwise they use those of the
+            containers after them.
         withheld: device → why nothing of it is ever given out, although its ids are listed.
     """
 
@@ -274,6 +276,7 @@ class Resource:
     unit: str = ""
     sharing: SharingMode = SharingMode.NONE
     undivided: bool = False
+    init_shares: bool = False
     holders: Mapping[str, int] = dataclasses.field(default_factory=dict)
     withheld: Mapping[str, str] = dataclasses.field(default_factory=dict)
 

@@ -107,9 +107,13 @@ class PodContainer:
         limits: resource → whole number, for extended resources only (those with a slash in their
             name); what is no whole number is in ``unreadable`` instead.
         unreadable: resource → the text that could not be read as a whole number.
-        environment: names of the variables that the specification sets and that touch GPUs (not
-            their values).
+        environment: names of the variables that the specification sets and that touch GPUs.
         started: the pod's status says that it runs now or ran before.
+        values: variable → the text that the specification has for it, of the few whose value counts
+            and where it is short.
+        completed: the pod's status says that it has ended with success and has not started again.
+        ended_at: unix seconds at which it ended last, by the pod's status, which leaves out
+            fractions; 0 when it never did.
     """
 
     name: str
@@ -118,6 +122,9 @@ class PodContainer:
     unreadable: Mapping[str, str] = dataclasses.field(default_factory=dict)
     environment: frozenset[str] = frozenset()
     started: bool = False
+    values: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    completed: bool = False
+    ended_at: float = 0.0
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -142,6 +149,7 @@ class DesiredPod:
 _POD_BYTES = 2048  # a pod without annotations and containers
 _CONTAINER_BYTES = 400
 _RESOURCE_BYTES = 500
+_VALUE_BYTES = 300
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -165,6 +173,8 @@ class Pod:
         static_uid: of the mirror of a static pod, the kubelet's UID of that pod; set by `PodCache`
             once the mirror is confirmed.
         labels: those that families read or write.
+        in_new_sandbox: the kubelet was about to make a sandbox for it, so none of its containers
+            ran, when it last wrote the pod's status.
     """
 
     uid: str
@@ -183,6 +193,7 @@ class Pod:
     scheduled: bool = False
     static_uid: str = ""
     labels: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    in_new_sandbox: bool = False
 
     @property
     def full_name(self) -> str:
@@ -223,11 +234,13 @@ class Pod:
         """About what it takes in memory."""
         texts = sum(map(sys.getsizeof, (*self.annotations.values(), *self.labels.values())))
         resources = sum([len(one.limits) + len(one.unreadable) for one in self.containers])
+        values = sum([len(one.values) for one in self.containers])
         return (
             _POD_BYTES
             + texts
             + _CONTAINER_BYTES * len(self.containers)
             + _RESOURCE_BYTES * resources
+            + _VALUE_BYTES * values
         )
 
     @property

@@ -96,6 +96,7 @@ class MixedNode:
         self.kubelet, self.book, self.carrier = Kubelet(rng), PodCache(), MemoryCarrier()
         self.book.replace(())
         self._pods = 0
+        self._shown: tuple[Ledger, int] | None = None
         self.now = 0.0
         self.start_agent()
 
@@ -227,6 +228,9 @@ class MixedNode:
         """
         self.allocator.refresh_offer()
         self.allocator.refresh_claims()
+        if (shown := (self.ledger, self.ledger.revision.version)) == self._shown:
+            return  # as the agent, which sends a list when the ledger has changed
+        self._shown = shown
         offered = {resource.name for resource in self.ledger.resources}
         for resource in offered | self.kubelet.lists.keys():
             self.kubelet.listed(

@@ -15,6 +15,7 @@ import random
 from collections.abc import Callable, Coroutine, Sequence
 from typing import Any
 
+import looptime
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
@@ -123,7 +124,7 @@ class MixedFamilies(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self._runner = asyncio.Runner()
+        self._runner = asyncio.Runner(loop_factory=looptime.new_event_loop)
         self.ill: set[int] = set()
         self.profiles: tuple[str, ...] = ()
         self.cuts = 0

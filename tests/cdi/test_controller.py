@@ -20,6 +20,8 @@ from vgpu_agent.errors import CarrierError
 from vgpu_agent.model import INTEGRATED, Gpu, Inventory, Resource
 from vgpu_agent.sim.nvidia_ctk import COMMAND
 
+pytestmark = pytest.mark.component  # it starts programs
+
 
 @pytest.fixture
 async def supervisor() -> AsyncIterator[Supervisor]:

@@ -21,6 +21,8 @@ from vgpu_agent.device_ids import DeviceId
 from vgpu_agent.errors import CarrierError
 from vgpu_agent.model import Health, Inventory, MigInstance, Resource
 
+pytestmark = pytest.mark.component  # it starts programs
+
 
 @pytest.fixture
 async def supervisor() -> AsyncIterator[Supervisor]:

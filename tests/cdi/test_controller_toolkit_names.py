@@ -20,6 +20,8 @@ from vgpu_agent.config.device_answers import Cdi
 from vgpu_agent.device_ids import DeviceId
 from vgpu_agent.model import Resource
 
+pytestmark = pytest.mark.component  # it starts programs
+
 
 @pytest.fixture
 async def supervisor() -> AsyncIterator[Supervisor]:

@@ -22,6 +22,8 @@ from vgpu_agent.cdi.nvidia_ctk import CtkOptions, Stuck, generate
 from vgpu_agent.cdi.roots import Roots
 from vgpu_agent.errors import CdiError
 
+pytestmark = pytest.mark.component  # it starts programs
+
 Prepare = Callable[[Tool], Awaitable[CtkOptions]]
 VENDOR = "k8s.device-plugin.nvidia.com"
 

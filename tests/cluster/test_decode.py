@@ -316,3 +316,60 @@ def test_no_pod_with_a_name_breaks_the_decoder(spec: Any, status: Any) -> None:
     """Its specification and its status may hold anything."""
     _try_all(_pod(spec, status))
     _try_all(_pod({"containers": [spec], "initContainers": status}, {"containerStatuses": spec}))
+
+
+def test_the_value_of_a_variable_is_kept_where_it_counts() -> None:
+    """vgpu-manager §4.1: literal values only; of two with one name the kubelet takes the later.
+    Long ones are dropped unread, since a tenant may write a megabyte.
+    """
+    variables: list[dict[str, Any]] = [
+        {"name": "DISABLE_VGPU_CONTROL", "value": "true"},
+        {"name": "CUDA_MEM_OVERSOLD", "value": "1"},
+        {"name": "CUDA_MEM_OVERSOLD", "valueFrom": {"fieldRef": {"fieldPath": "metadata.name"}}},
+        {"name": "LD_PRELOAD", "value": "/x.so"},
+    ]
+    (container,) = decode.pod(_pod({"containers": [{"name": "main", "env": variables}]})).containers
+    assert container.values == {"DISABLE_VGPU_CONTROL": "true"}
+    assert "CUDA_MEM_OVERSOLD" in container.environment
+    for value in ("x" * 63, "x" * 1_000_000, 7, None, {"a": 1}):
+        variables = [{"name": "DISABLE_VGPU_CONTROL", "value": value}]
+        pod = decode.pod(_pod({"containers": [{"name": "main", "env": variables}]}))
+        assert pod.containers[0].values == {}
+        assert pod.containers[0].environment == {"DISABLE_VGPU_CONTROL"}
+
+
+MINUTE = "1970-01-01T00:01:00Z"
+
+
+@pytest.mark.parametrize(
+    ("status", "completed", "ended_at"),
+    [
+        ({}, False, 0.0),
+        ({"state": {"running": {}}}, False, 0.0),
+        ({"state": {"terminated": {"exitCode": 0, "finishedAt": MINUTE}}}, True, 60),
+        ({"state": {"terminated": {"exitCode": 3, "finishedAt": MINUTE}}}, False, 60),
+        ({"state": {"terminated": {"finishedAt": "never"}}}, False, 0.0),
+        (
+            {
+                "state": {"waiting": {}},
+                "lastState": {"terminated": {"exitCode": 0, "finishedAt": MINUTE}},
+            },
+            False,
+            60,
+        ),
+    ],
+)  # fmt: skip
+def test_a_status_tells_how_and_when_a_container_has_ended(
+    status: dict[str, Any], *, completed: bool, ended_at: float
+) -> None:
+    """An init container that has succeeded makes way for the next one."""
+    spec = {"initContainers": [{"name": "prepare"}], "containers": [{"name": "main"}]}
+    read = decode.pod(_pod(spec, {"initContainerStatuses": [{"name": "prepare", **status}]}))
+    assert (read.containers[0].completed, read.containers[0].ended_at) == (completed, ended_at)
+
+
+@pytest.mark.parametrize(("status", "anew"), [("False", True), ("True", False), ("", False)])
+def test_a_pod_without_a_sandbox_begins_anew(status: str, *, anew: bool) -> None:
+    """The kubelet says so in a condition since 1.29."""
+    conditions = [{"type": "PodReadyToStartContainers", "status": status}]
+    assert decode.pod(_pod({}, {"conditions": conditions})).in_new_sandbox is anew

@@ -9,8 +9,12 @@ import asyncio
 import json
 import sys
 
+import pytest
+
 from tests.patience import PATIENCE_SECONDS
 from vgpu_agent.sim.api.server import ApiServer
+
+pytestmark = pytest.mark.component  # it starts programs
 
 _PROCESS = """
 import asyncio, json, sys

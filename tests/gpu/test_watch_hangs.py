@@ -143,14 +143,20 @@ async def test_a_caller_gets_its_deadline_and_the_thread_goes_on(node: Simulated
 async def test_a_job_that_nobody_waits_for_is_not_begun(node: SimulatedNode) -> None:
     """Its caller gave up while it stood in the queue."""
     async with watching(node) as watched:
-        thread, returning, ran = watched.watch._thread, threading.Event(), []
-        with pytest.raises(TimeoutError):
-            async with asyncio.timeout(0.05):
-                await thread.call("blocking", lambda: returning.wait(PATIENCE_SECONDS))
+        thread, began, returning = watched.watch._thread, threading.Event(), threading.Event()
+        ran: list[int] = []
+
+        def block() -> None:
+            began.set()
+            returning.wait(PATIENCE_SECONDS)
+
+        blocking = asyncio.create_task(thread.call("blocking", block))
+        assert await asyncio.to_thread(began.wait, PATIENCE_SECONDS)
         with pytest.raises(TimeoutError):
             async with asyncio.timeout(0.05):
                 await thread.call("given up", lambda: ran.append(1))
         returning.set()
+        await blocking
         await thread.call("after both", lambda: None)
 
         assert ran == []

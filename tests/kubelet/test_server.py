@@ -5,10 +5,12 @@ refuses and dawdles (kubelet V1 to V17).
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import shutil
 import stat
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -19,8 +21,10 @@ from vgpu_agent.concurrency import Supervisor
 from vgpu_agent.device_ids import DeviceId
 from vgpu_agent.errors import UnknownDeviceError
 from vgpu_agent.grpc.server import GrpcServer
+from vgpu_agent.kubelet import server
 from vgpu_agent.kubelet.pod_resources import PodResources
 from vgpu_agent.kubelet.records import read_records
+from vgpu_agent.kubelet.registration import register
 from vgpu_agent.model import Resource
 from vgpu_agent.sim.kubelet.faults import AdmissionError
 from vgpu_agent.sim.kubelet.kubelet import Container, SimulatedKubelet
@@ -80,6 +84,20 @@ async def test_a_resource_is_served_registered_and_listed(
         plugin.status.last_error,
     ) == (1, 0, "")
     assert plugin.status.endpoint == register.facts["endpoint"]
+
+
+@pytest.mark.parametrize("pre_start", [True, False])
+@pytest.mark.parametrize("prefers", [True, False])
+async def test_both_places_have_the_same_options(
+    kubelet: SimulatedKubelet, node: Node, pre_start: bool, prefers: bool
+) -> None:
+    """``vgpu-manager:D5``: a kubelet that trusts Register alone must call PreStartContainer too."""
+    resource = dataclasses.replace(shared_resource(pre_start_required=pre_start), prefers=prefers)
+    node.offer(resource, FakeBackend(resource))
+    await _all_offered(kubelet)
+    for call in ("Register", "GetDevicePluginOptions"):
+        (facts,) = (asked.facts for asked in kubelet.called(call))
+        assert (facts["pre_start"], facts["preferred"]) == (pre_start, prefers)
 
 
 async def test_the_socket_is_for_root_alone(kubelet: SimulatedKubelet, node: Node) -> None:
@@ -183,6 +201,33 @@ async def test_a_deleted_socket_leads_to_a_new_one(kubelet: SimulatedKubelet, no
     assert [event["reason"] for event in node.events("plugin.registering_again")] == [
         f"the agent's socket {name} has been deleted or replaced"
     ]
+
+
+async def test_a_socket_that_a_new_kubelet_has_deleted_is_not_registered(
+    kubelet: SimulatedKubelet, node: Node, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A kubelet that comes back deletes all sockets before it listens. Had it been told of a
+    deleted one, it would have failed every pod until somebody noticed.
+    """
+    deleted = list[str]()
+
+    async def delete_first(socket: Path, *, endpoint: str, **others: Any) -> None:
+        if not deleted:
+            deleted.append(endpoint)
+            await asyncio.to_thread((kubelet.plugins / endpoint).unlink)
+        await register(socket, endpoint=endpoint, **others)
+
+    monkeypatch.setattr(server, "register", delete_first)
+    node.offer(shared_resource(), FakeBackend(shared_resource()))
+    await _all_offered(kubelet)
+
+    (registered,) = kubelet.called("Register")
+    assert deleted[0] not in str(registered)
+    (again,) = node.events("plugin.registering_again")
+    assert again["reason"] == (
+        f"the agent's socket {deleted[0]} was deleted while it was registered: the kubelet has "
+        "restarted"
+    )
 
 
 async def test_two_agents_with_one_resource_do_not_disturb_each_other(

@@ -68,6 +68,41 @@ def test_the_init_container_has_no_more_rights_than_the_agent(
     assert f"{mount['mountPath']}/incoming/libvgpu.so" in delivering["command"][-1]
 
 
+def test_what_vgpu_control_needs_lies_where_the_agent_looks() -> None:
+    """The folder under its own path; the host's processes and cgroups, only to be read; and no
+    right besides.
+    """
+    patched = documents_of("components/vgpu-control/daemonset.yaml")[0]["spec"]["template"]["spec"]
+    (agent,) = patched["containers"]
+    folders = {volume["name"]: volume["hostPath"]["path"] for volume in patched["volumes"]}
+    places = {
+        folders[mount["name"]]: (mount["mountPath"], mount.get("readOnly", False))
+        for mount in agent["volumeMounts"]
+    }
+    host_directory = DEFAULTS.vgpu_control.host_directory
+    cgroups = f"{DEFAULTS.gpu.sysfs_root}/fs/cgroup"
+    assert places == {host_directory: (host_directory, False), cgroups: (cgroups, True)}
+    assert (patched["hostPID"], DEFAULTS.vgpu_control.processes) == (True, "client")
+    assert "securityContext" not in agent
+
+
+def test_what_delivers_vgpu_control_s_files_has_no_more_rights_than_the_agent(
+    container: Any,
+) -> None:
+    """It sees one folder, and leaves both files where the comment has the setting point."""
+    component = COMPONENTS / "vgpu-control-library"
+    patched = documents_of("components/vgpu-control-library/daemonset.yaml")[0]
+    (delivering,) = patched["spec"]["template"]["spec"]["initContainers"]
+    assert delivering["securityContext"] == container["securityContext"]
+    (mount,) = delivering["volumeMounts"]
+    assert mount["mountPath"] == DEFAULTS.vgpu_control.host_directory
+    script = delivering["command"][-1]
+    assert f"cd {mount['mountPath']}; mkdir -p incoming; cd incoming;" in script
+    assert script.count("mv -f") == script.count("cp ") == 2
+    library = f"{mount['mountPath']}/incoming/libvgpu-control.so"
+    assert f"library: {library}" in (component / "kustomization.yaml").read_text()
+
+
 def test_what_cdi_needs_lies_where_the_agent_looks() -> None:
     """The node's tree under the path that the settings have for it,
     and the other directory of specs, both only to be read.
@@ -181,6 +216,19 @@ def test_named_configurations_are_mounted_whole_where_the_agent_looks() -> None:
     assert volume["configMap"]["name"] in guide
 
 
+def test_the_node_configuration_is_mounted_whole_where_the_guide_says() -> None:
+    """vgpuManager.nodeConfigFile. A key mounted alone would never change under the agent."""
+    folder = "components/vgpu-manager-config"
+    patched = documents_of(f"{folder}/daemonset.yaml")[0]["spec"]["template"]["spec"]
+    (agent,), (volume,) = patched["containers"], patched["volumes"]
+    (mount,) = agent["volumeMounts"]
+    assert mount == {"name": volume["name"], "mountPath": mount["mountPath"], "readOnly": True}
+    assert set(volume["configMap"]) == {"name"}
+    guide = (ROOT / "docs" / "coming-from-vgpu-manager.md").read_text()
+    assert f"create configmap {volume['configMap']['name']} --from-file=nodeConfig.yaml" in guide
+    assert f"vgpuManager.nodeConfigFile: {mount['mountPath']}/nodeConfig.yaml" in guide
+
+
 def test_only_the_monitoring_reaches_the_metrics_port(
     objects: dict[str, Any], pod: Any, container: Any
 ) -> None:
@@ -200,20 +248,30 @@ def test_only_the_monitoring_reaches_the_metrics_port(
     assert not pod.get("hostNetwork")
 
 
-def test_slots_for_regions_are_mounted_before_the_agent_and_reach_the_node() -> None:
+@pytest.mark.parametrize(
+    ("component", "backend", "host_directory"),
+    [
+        ("region-slots", "hami-core", DEFAULTS.hami_core.host_directory),
+        ("vgpu-control-slots", "vgpu-control", DEFAULTS.vgpu_control.host_directory),
+    ],
+)
+def test_slots_for_regions_are_mounted_before_the_agent_and_reach_the_node(
+    component: str, backend: str, host_directory: str
+) -> None:
     """Only the init container is privileged. What it mounts is seen by node and agent: else a
-    region would lie where it is not found.
+    region would lie where it is not found. It mounts for the one backend whose folder it has.
     """
-    patched = documents_of("components/region-slots/daemonset.yaml")[0]["spec"]["template"]["spec"]
+    patched = documents_of(f"components/{component}/daemonset.yaml")[0]["spec"]["template"]["spec"]
     (slots,), (agent,) = patched["initContainers"], patched["containers"]
     assert slots["securityContext"]["privileged"] is True
     assert "securityContext" not in agent
-    base = documents_of("components/hami-core/daemonset.yaml")[0]["spec"]["template"]["spec"]
-    (folder,) = base["containers"][0]["volumeMounts"]
+    base = documents_of(f"components/{backend}/daemonset.yaml")[0]["spec"]["template"]["spec"]
+    folder = base["containers"][0]["volumeMounts"][0]
+    assert slots["args"][-2:] == ["--backend", backend]
     shared = {mount["name"]: mount for mount in slots["volumeMounts"]}
     assert shared[folder["name"]] == {**folder, "mountPropagation": "Bidirectional"}
     assert agent["volumeMounts"] == [{**folder, "mountPropagation": "HostToContainer"}]
-    assert folder["mountPath"] == DEFAULTS.hami_core.host_directory
+    assert folder["mountPath"] == host_directory
     with pytest.raises(SystemExit) as ended:
         command_line.main([*slots["args"], "--help"])
     assert ended.value.code == 0

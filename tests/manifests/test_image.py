@@ -11,8 +11,12 @@ import zipfile
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from tests.manifests.documents import ROOT
 from vgpu_agent import __version__
+
+pytestmark = pytest.mark.component  # it starts programs
 
 
 def test_the_image_is_of_this_version_and_knows_its_commit() -> None:

@@ -20,6 +20,8 @@ from vgpu_agent.mig.parted import MigParted
 from vgpu_agent.sim.mig_parted import Misbehaviour, calls, deliver, misbehave
 from vgpu_agent.sim.state import ProcessUse, SimulatedNode
 
+pytestmark = pytest.mark.component  # it starts programs
+
 SETTING = "volcanoVgpu.migParted"
 
 

@@ -16,6 +16,8 @@ import pytest
 from vgpu_agent.errors import SimulationError
 from vgpu_agent.sim import build as building
 
+pytestmark = pytest.mark.component  # it starts programs
+
 
 @pytest.fixture
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:

@@ -20,6 +20,8 @@ from vgpu_agent.sim.mps_control import PID_FILE
 from vgpu_agent.sim.mps_tools import MpsTools, daemon_pid, end_daemon
 from vgpu_agent.sim.state import SimulatedNode
 
+pytestmark = pytest.mark.component  # it starts programs
+
 
 class _Node:
     def __init__(self, tmp_path: Path) -> None:

@@ -21,12 +21,14 @@ def _check(problems: list[str], figures: Figures) -> None:
     assert not problems, f"{'; '.join(problems)}\n{figures.text()}\n{stories}"
 
 
+@pytest.mark.torture
 def test_the_bounds_hold_on_a_quiet_mixed_day() -> None:
     """The short run, with the unit tests."""
     figures, _ = days(1, first_seed=0, faults=QUIET, on_all_cores=False)
     _check([*figures.violations(), *figures.starvation()], figures)
 
 
+@pytest.mark.torture
 def test_nobody_starves_on_a_troubled_mixed_day() -> None:
     """Agent, kubelet and API server come and go.
     What waits is still served in a number of holders' ends.

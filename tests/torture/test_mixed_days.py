@@ -97,6 +97,7 @@ def many_days(faults: Faults) -> tuple[Figures, list[Outcome]]:
     )
 
 
+@pytest.mark.torture
 def test_a_mixed_day_never_gives_a_wrong_share_or_a_gpu_to_two_families() -> None:
     """The short run on a node on which nothing fails."""
     figures, failed = days(_QUICK_DAYS, first_seed=0, faults=QUIET, on_all_cores=False)
@@ -104,6 +105,7 @@ def test_a_mixed_day_never_gives_a_wrong_share_or_a_gpu_to_two_families() -> Non
     assert figures.started > 0.9 * _PODS_OF_A_DAY * _QUICK_DAYS
 
 
+@pytest.mark.torture
 def test_lists_to_kubelet_are_few_on_a_mixed_day() -> None:
     """The kubelet rewrites its checkpoint for each list, and a burst of changes is one."""
     figures, _ = days(_QUICK_DAYS, first_seed=0, faults=QUIET, on_all_cores=False)
@@ -113,6 +115,7 @@ def test_lists_to_kubelet_are_few_on_a_mixed_day() -> None:
     )
 
 
+@pytest.mark.torture
 def test_a_mixed_day_stays_right_while_agent_kubelet_and_api_server_come_and_go() -> None:
     """The short run with restarts: what is held is rebuilt before anything is offered."""
     figures, failed = days(_QUICK_DAYS, first_seed=0, faults=TROUBLED, on_all_cores=False)

@@ -67,6 +67,7 @@ def _torture(
     return counts
 
 
+@pytest.mark.torture
 def test_a_thousand_containers_bound_late_all_get_their_own_share() -> None:
     """The short run: restarts, outages and image pulls of minutes,
     and not one container with another's share.
@@ -75,6 +76,7 @@ def test_a_thousand_containers_bound_late_all_get_their_own_share() -> None:
     assert counts["started"] > _QUICK
 
 
+@pytest.mark.torture
 def test_some_hundred_containers_bound_early_never_start_with_anothers_share() -> None:
     """The short run: a wrong guess of Allocate is refused before the container starts."""
     # each costs more than twice as much, because many are refused again and again

@@ -23,6 +23,7 @@ from vgpu_agent.allocation.early.binding import EarlyBinding
 from vgpu_agent.allocation.ended_pods import EndedPods
 from vgpu_agent.allocation.interpretation import Interpretation
 from vgpu_agent.allocation.late_start import LateStart
+from vgpu_agent.allocation.shared_ids import wait_for_init_containers
 from vgpu_agent.errors import (
     AgentError,
     LedgerError,
@@ -252,11 +253,14 @@ class Allocator:
 
         That holds for ids that name their device and for a CDI name, but not for an early answer
         that has not been proven, nor while there are specs of an agent whose containers could
-        change what is mounted.
+        change what is mounted, nor while a container would find the spec of an init container that
+        had its ids before and other shares.
         """
         offered = next((offer for offer in self._ledger.resources if offer.name == resource), None)
         if offered is None or offered.decided_by is not Decider.POD:
             return True
+        if offered.init_shares and wait_for_init_containers(self._context.pods.pods, resource):
+            return False
         return self.is_late and not self._context.carrier.outdated
 
     def _pod_family(self, offered: Resource) -> PodFamily:

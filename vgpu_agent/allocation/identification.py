@@ -17,6 +17,7 @@ import asyncio
 import dataclasses
 from typing import TYPE_CHECKING
 
+from vgpu_agent.allocation.shared_ids import starting_container
 from vgpu_agent.errors import AgentError, ClusterError
 from vgpu_agent.model import Owner
 from vgpu_agent.pods import ContainerKind
@@ -154,7 +155,7 @@ class Identification:
         until = asyncio.get_running_loop().time() + seconds
         try:
             async with asyncio.timeout_at(until):
-                who = await self._identify(offered.name, ids, token)
+                who = await self._identify(offered, ids, token)
         except TimeoutError:
             raise NotProvenError(
                 f"the kubelet's records and the API server have not answered within {seconds:g} "
@@ -167,9 +168,9 @@ class Identification:
         )
 
     async def _identify(
-        self, resource: str, ids: Sequence[str], token: str
+        self, offered: Resource, ids: Sequence[str], token: str
     ) -> tuple[Pod, Owner, IdRecords, KubeletEvidence] | GrantRecord:
-        loop, pods = asyncio.get_running_loop(), self._context.pods
+        loop, pods, resource = asyncio.get_running_loop(), self._context.pods, offered.name
         until = loop.time() + POD_WAIT_SECONDS
         fetched: Pod | None = None
         while True:
@@ -187,7 +188,7 @@ class Identification:
                 if named := holder(found, pods, fetched):
                     return *named, found, kubelet_evidence
                 if fetched is None:
-                    record = self._before(found, token)
+                    record = self._before(found, token, alone=offered.init_shares)
                     # While the first list is read, which takes seconds with the largest pods, this
                     # one may appear at any time.
                     reading = record is None and not pods.synced.is_set()
@@ -200,9 +201,74 @@ class Identification:
                 err.suspects = suspects(resource, ids, kubelet_evidence, pods)
                 raise
 
-    def _before(self, found: IdRecords, token: str) -> GrantRecord | None:
+    async def in_turn(self, start: Start) -> Start:
+        """Return ``start`` with the container whose turn it is, of those of its pod that have the
+        same ids. What the pod's status does not tell is waited for a moment, and then asked for.
+
+        Raises:
+            NotProvenError: it is not known (yet).
+        """
+        pod, pods = start.pod, self._context.pods
+        uid = start.owner.pod_uid
+        names = start.found.containers.get(uid)
+        if names is None:
+            # Without the checkpoint, init containers with these ids are hidden.
+            resource = start.offered.name
+            if any(
+                each.kind is ContainerKind.INIT and each.limits.get(resource) == len(start.ids)
+                for each in pod.containers
+            ):
+                raise NotProvenError(
+                    f"pod {pod.full_name} has init containers with as many of {resource} and other "
+                    "shares, and without the kubelet's checkpoint it is not known which container "
+                    "starts; the kubelet will retry"
+                )
+            return start
+        if len(names) == 1:
+            return start
+        last = max(
+            (
+                record
+                for record in self._context.carrier.records
+                if record.token == start.token and record.owner.pod_uid == uid
+            ),
+            key=lambda record: record.decided_at,
+            default=None,
+        )
+        loop = asyncio.get_running_loop()
+        until = min(loop.time() + POD_WAIT_SECONDS, start.until)
+        while True:
+            version = pods.revision.version
+            pod = pods.get(uid) or pod
+            found = starting_container(pod, names, last, settled=False)
+            if found is not None:
+                name = found
+                break
+            if not await _newer(pods, version, until - loop.time()):
+                pod = await self._as_it_is_now(pod)
+                name = starting_container(pod, names, last, settled=True) or start.owner.container
+                break
+        owner = dataclasses.replace(start.owner, container=name)
+        return dataclasses.replace(start, pod=pod, owner=owner)
+
+    async def _as_it_is_now(self, pod: Pod) -> Pod:
+        unknown = (
+            f"it is not known whether the last container of pod {pod.full_name} with these ids has "
+            "ended"
+        )
+        try:
+            now = await self._context.fetch(pod.namespace, pod.name)
+        except ClusterError as err:
+            raise NotProvenError(f"{unknown}, and {err}; the kubelet will retry") from err
+        if now is None or now.uid != pod.uid:
+            raise NotProvenError(
+                f"{unknown}: the pod does not exist any more; the kubelet will notice"
+            )
+        return now.as_static(pod.static_uid)
+
+    def _before(self, found: IdRecords, token: str, *, alone: bool) -> GrantRecord | None:
         """The record of the very container that the kubelet's records name for these ids,
-        from an earlier start of it.
+        from an earlier start of it; with ``alone`` only if no other container has them.
         """
         for record in self._context.carrier.records:
             owner = record.owner
@@ -210,6 +276,7 @@ class Identification:
                 record.token == token
                 and found.uids == (owner.pod_uid,)
                 and owner.container in found.containers[owner.pod_uid]
+                and not (alone and len(found.containers[owner.pod_uid]) > 1)
             ):
                 return record if found.named in {None, (owner.namespace, owner.pod)} else None
         return None

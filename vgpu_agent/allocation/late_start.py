@@ -156,9 +156,12 @@ class LateStart:
                 return
             try:
                 self._refuse_before_rebuilt()
+                is_late = self._is_late(start, late=late)
+                if is_late and offered.init_shares:
+                    start = await self._identification.in_turn(start)
                 grant = await (
                     self._bind(start)
-                    if self._is_late(start, late=late)
+                    if is_late
                     else self._early.prove(start, self._decide, self._book)
                 )
             except (

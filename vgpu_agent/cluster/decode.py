@@ -13,6 +13,7 @@ missing or null wherever Go omits them.
 
 from __future__ import annotations
 
+import contextlib
 import datetime as dt
 import functools
 import itertools
@@ -23,7 +24,7 @@ import msgspec
 
 from vgpu_agent.cluster.quantities import whole_number
 from vgpu_agent.errors import ClusterError, quoted, shortened
-from vgpu_agent.families.pod_annotations import BY_DEFAULT, VARIABLES
+from vgpu_agent.families.pod_annotations import BY_DEFAULT, VALUES, VARIABLES
 from vgpu_agent.nodes import Node
 from vgpu_agent.pods import (
     ContainerKind,
@@ -49,6 +50,7 @@ _LONGEST_NAME = 253
 _LONGEST_VERSION = 256
 _LONGEST_RESOURCE = 317  # DNS subdomain, slash, 63 characters
 _LONGEST_AMOUNT = 64
+_LONGEST_VALUE_BYTES = 64  # of a variable, in JSON
 _MAX_CONTAINERS = 64
 _MAX_RESOURCES = 128  # of all containers together
 _ANNOTATION_BYTES = 32 * 1024  # of all values together
@@ -89,6 +91,7 @@ class _Metadata(_Struct):
 
 class _Variable(_Struct):
     name: str = ""
+    value: msgspec.Raw = msgspec.Raw()  # most are long and no concern of ours
 
 
 class _Resources(_Struct):
@@ -114,9 +117,14 @@ class _Present(_Struct):
     """A field of which only the presence matters."""
 
 
+class _Terminated(_Struct):
+    exit_code: int = -1
+    finished_at: str | None = None
+
+
 class _State(_Struct):
     running: _Present | None = None
-    terminated: _Present | None = None
+    terminated: _Terminated | None = None
 
 
 class _ContainerStatus(_Struct):
@@ -269,7 +277,10 @@ def _pod(keys: PodKeys, decoder: msgspec.json.Decoder[_Pod], raw: Json) -> Pod:
     # Only the kubelet writes startTime, when it has accepted the pod. The API server empties the
     # status of a new pod.
     reported = bool(status.start_time)
-    started = _started(status.init_container_statuses) | _started(status.container_statuses)
+    statuses = {
+        one.name: one
+        for one in (*(status.init_container_statuses or ()), *(status.container_statuses or ()))
+    }
     return Pod(
         uid=metadata.uid,
         namespace=metadata.namespace,
@@ -278,7 +289,7 @@ def _pod(keys: PodKeys, decoder: msgspec.json.Decoder[_Pod], raw: Json) -> Pod:
         phase=(status.phase or "Pending")[:_LONGEST_NAME],
         annotations=_kept(keys.annotations, metadata.annotations),
         labels=_kept(keys.labels, metadata.labels),
-        containers=_containers(spec, started, keys.resource_prefixes),
+        containers=_containers(spec, statuses, keys.resource_prefixes),
         deleting=bool(metadata.deletion_timestamp),
         created_at=_unix_seconds(metadata.creation_timestamp),
         scheduler=(spec.scheduler_name or "")[:_LONGEST_NAME],
@@ -292,6 +303,10 @@ def _pod(keys: PodKeys, decoder: msgspec.json.Decoder[_Pod], raw: Json) -> Pod:
                 one.type == "PodScheduled" and one.status == "True"
                 for one in status.conditions or ()
             )
+        ),
+        in_new_sandbox=any(
+            one.type == "PodReadyToStartContainers" and one.status == "False"
+            for one in status.conditions or ()
         ),
     )
 
@@ -464,7 +479,7 @@ def _kept(keys: Sequence[str], fields: Any) -> dict[str, str]:
 
 
 def _containers(
-    spec: _PodSpec, started: set[str], prefixes: tuple[str, ...]
+    spec: _PodSpec, statuses: Mapping[str, _ContainerStatus], prefixes: tuple[str, ...]
 ) -> tuple[PodContainer, ...]:
     """Return the containers of a pod;
     of very many, only those that ask for extended resources.
@@ -478,7 +493,8 @@ def _containers(
         kinds = [(one, kind) for one, kind in kinds if _requested(one, prefixes)][:_MAX_CONTAINERS]
     containers, left = [], _MAX_RESOURCES
     for one, kind in kinds:
-        container = _container(one, kind, started, prefixes, most_resources=left)
+        status = statuses.get(one.name) or _ContainerStatus()
+        container = _container(one, kind, status, prefixes, most_resources=left)
         left -= len(container.limits) + len(container.unreadable)
         containers.append(container)
     return tuple(containers)
@@ -495,7 +511,7 @@ def _requested(one: _Container, prefixes: tuple[str, ...]) -> dict[str, str]:
 def _container(
     one: _Container,
     kind: ContainerKind,
-    started: set[str],
+    status: _ContainerStatus,
     prefixes: tuple[str, ...],
     *,
     most_resources: int,
@@ -511,22 +527,34 @@ def _container(
     environment = frozenset(
         variable.name for variable in one.env or () if VARIABLES.fullmatch(variable.name)
     )
+    state, last_state = status.state or _State(), status.last_state or _State()
+    ends = [each.terminated for each in (state, last_state) if each.terminated is not None]
     return PodContainer(
-        one.name[:_LONGEST_NAME], kind, limits, unreadable, environment, started=one.name in started
+        one.name[:_LONGEST_NAME],
+        kind,
+        limits,
+        unreadable,
+        environment,
+        started=bool(status.restart_count > 0 or state.running or last_state.running or ends),
+        values=_values(one),
+        completed=state.terminated is not None and state.terminated.exit_code == 0,
+        ended_at=max((_unix_seconds(end.finished_at) for end in ends), default=0.0),
     )
 
 
-def _started(statuses: Sequence[_ContainerStatus] | None) -> set[str]:
-    """The names of containers that run, or have run before."""
-
-    def ran(state: _State | None) -> bool:
-        return state is not None and (state.running is not None or state.terminated is not None)
-
-    return {
-        one.name
-        for one in statuses or ()
-        if one.restart_count > 0 or ran(one.state) or ran(one.last_state)
-    }
+def _values(one: _Container) -> dict[str, str]:
+    """The values of those variables whose value counts; longer ones mean nothing to anybody.
+    Of two variables with one name, the later one counts for the container, too.
+    """
+    values: dict[str, str] = {}
+    for variable in one.env or ():
+        if not VALUES.fullmatch(variable.name):
+            continue
+        values.pop(variable.name, None)
+        if 2 < memoryview(variable.value).nbytes <= _LONGEST_VALUE_BYTES:
+            with contextlib.suppress(msgspec.MsgspecError, ValueError):
+                values[variable.name] = msgspec.json.decode(variable.value, type=str)
+    return values
 
 
 def _extended(

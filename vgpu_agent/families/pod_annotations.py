@@ -67,3 +67,6 @@ VARIABLES = re.compile(
     "|".join((*_OF_THE_DRIVER, *(family.variables for family in FAMILIES if family.variables))),
     re.ASCII,
 )
+
+# Those of them of which the value counts; empty for none.
+VALUES = re.compile("|".join(family.values for family in FAMILIES if family.values), re.ASCII)

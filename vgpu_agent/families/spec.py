@@ -203,6 +203,7 @@ class FamilySpec:
         labels: those of pods.
         variables: a pattern of the variables of containers that it has to know of; empty for none.
             Names and not prefixes: a tenant could invent any number below a prefix.
+        values: those of them whose value counts as well, in the same way.
         metrics: its own metrics.
         mps: the settings → where its containers meet the MPS control daemons that it has; None
             where it shares nothing by MPS.
@@ -225,6 +226,7 @@ class FamilySpec:
     annotations: tuple[str, ...] = ()
     labels: tuple[str, ...] = ()
     variables: str = ""
+    values: str = ""
     metrics: tuple[FamilyMetric, ...] = ()
     mps: Callable[[Settings], MpsOptions] | None = None
     mig_tool: Callable[[Settings], MigTool] | None = None

@@ -14,6 +14,7 @@ from vgpu_agent.errors import AgentError
 from vgpu_agent.grpc.connection import Bytes, Connection
 
 if TYPE_CHECKING:
+    from collections.abc import Awaitable, Callable
     from pathlib import Path
 
     from grpclib.protocol import H2Protocol
@@ -36,8 +37,23 @@ class CallError(AgentError):
         self.status, self.text = status, text
 
 
-async def call(socket_path: Path, method: str, request: bytes, *, timeout_seconds: float) -> bytes:
+async def call(
+    socket_path: Path,
+    method: str,
+    request: bytes,
+    *,
+    timeout_seconds: float,
+    connected: Callable[[], Awaitable[None]] | None = None,
+) -> bytes:
     """Make one unary call over a connection of its own.
+
+    Args:
+        socket_path: of the server.
+        method: ``/package.Service/Method``.
+        request: the message.
+        timeout_seconds: for all of it.
+        connected: awaited once the connection stands and before the message is sent; the call is
+            not made when it raises.
 
     Raises:
         CallError: the socket has no listener, the answer is an error, or it did not come within
@@ -45,7 +61,7 @@ async def call(socket_path: Path, method: str, request: bytes, *, timeout_second
     """
     channel = _Channel(path=str(socket_path), codec=Bytes())
     try:
-        return await _answer(channel, socket_path, method, request, timeout_seconds)
+        return await _answer(channel, socket_path, method, request, timeout_seconds, connected)
     finally:
         channel.close()
 
@@ -103,7 +119,12 @@ class Caller:
 
 
 async def _answer(
-    channel: Channel, socket_path: Path, method: str, request: bytes, timeout_seconds: float
+    channel: Channel,
+    socket_path: Path,
+    method: str,
+    request: bytes,
+    timeout_seconds: float,
+    connected: Callable[[], Awaitable[None]] | None = None,
 ) -> bytes:
     name = method.rpartition("/")[2]
     try:
@@ -113,6 +134,9 @@ async def _answer(
                 method, Cardinality.UNARY_UNARY, bytes, bytes, timeout=timeout_seconds
             ) as stream,
         ):
+            if connected is not None:
+                await stream.send_request()  # connects; a server waits for the message
+                await connected()
             await stream.send_message(request, end=True)
             response = await stream.recv_message()
     except grpclib.GRPCError as err:

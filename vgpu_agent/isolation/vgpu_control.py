@@ -243,7 +243,8 @@ class VgpuControl:
                 *(_writable(directory, path) for path in written),
             ),
             collected=directory,
-            removed=(PIDS_FILE, VMEM_FILE, SM_NODE_FILE),
+            # also a ledger from before it was switched off
+            removed=tuple(dict.fromkeys([PIDS_FILE, VMEM_FILE, *written])),
         )
 
     def _written(self, target: ControlTarget) -> Iterator[str]:

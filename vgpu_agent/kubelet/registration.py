@@ -15,6 +15,7 @@ from vgpu_agent.grpc.client import CallError, call
 from vgpu_agent.kubelet import codec
 
 if TYPE_CHECKING:
+    from collections.abc import Awaitable, Callable
     from pathlib import Path
 
 _METHOD = "/v1beta1.Registration/Register"
@@ -41,9 +42,12 @@ async def register(
     pre_start_required: bool,
     timeout_seconds: float,
     prefers: bool = True,
+    connected: Callable[[], Awaitable[None]] | None = None,
 ) -> None:
     """Announce that ``resource`` is served on the socket ``endpoint``,
     a base name beside the kubelet's socket.
+
+    ``connected`` is awaited once a kubelet has accepted the connection, and may raise.
 
     Raises:
         RegistrationRefusedError: the kubelet refuses this API version or this resource name for
@@ -56,7 +60,13 @@ async def register(
         endpoint=endpoint, resource=resource, pre_start_required=pre_start_required, prefers=prefers
     )
     try:
-        await call(kubelet_socket, _METHOD, request, timeout_seconds=timeout_seconds)
+        await call(
+            kubelet_socket,
+            _METHOD,
+            request,
+            timeout_seconds=timeout_seconds,
+            connected=connected,
+        )
     except CallError as err:
         if isinstance(err.__cause__, ConnectionRefusedError):
             raise NotListeningError(str(err)) from err

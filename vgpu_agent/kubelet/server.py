@@ -390,7 +390,24 @@ class _Instance:
             pre_start_required=self._pre_start_required,
             prefers=self._resource.prefers,
             timeout_seconds=timeout_seconds,
+            connected=self._confirm_socket,
         )
+
+    async def _confirm_socket(self) -> None:
+        """Make sure that our socket is still there, now that a kubelet has accepted a connection.
+
+        A kubelet deletes all sockets before it listens. One that came back since `start` would
+        take the registration of a socket that it has deleted, and fail every pod until its stream
+        was found to be missing.
+
+        Raises:
+            KubeletError: it is gone, or another one.
+        """
+        if await asyncio.to_thread(identity, self._path) != self._identity:
+            raise KubeletError(
+                f"the agent's socket {self.name} was deleted while it was registered: the kubelet "
+                "has restarted"
+            )
 
     async def until_lost(self, kubelet: SocketIdentity, stopping: asyncio.Event) -> str:
         """Wait until the kubelet can no longer be served by this instance (kubelet V2, V3, V4), or

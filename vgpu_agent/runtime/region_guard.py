@@ -199,6 +199,9 @@ class RegionGuard:
                 ),
                 pause_seconds=self._pause_seconds,
             )
+        with self._changing:  # taken before there was anything to watch them by
+            for path in tuple(self._regions):
+                self._let_go(path)
         self._thread = threading.Thread(target=self._follow, name="region sizes", daemon=True)
         self._thread.start()
 

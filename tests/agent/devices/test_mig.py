@@ -21,6 +21,8 @@ from vgpu_agent.sim.mig_parted import Misbehaviour, calls, deliver, misbehave
 from vgpu_agent.sim.preload import preload
 from vgpu_agent.sim.state import ProcessUse, SimulatedNode
 
+pytestmark = pytest.mark.component  # it starts programs
+
 GROUP = ("3g.20gb", "2g.10gb", "1g.5gb")
 
 

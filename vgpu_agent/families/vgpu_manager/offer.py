@@ -147,6 +147,7 @@ def _number(gpus: Iterable[Gpu], inventory: Inventory, options: VgpuManagerOptio
         prefers=options.prefer_claimed,
         unit=f"{_SETTINGS}.deviceSplitCount",
         undivided=True,
+        init_shares=True,
         withheld=withheld(inventory, options),
     )
 

@@ -9,15 +9,23 @@ them, so they stay.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 from typing import TYPE_CHECKING
 
 from vgpu_agent.errors import RequestRefusedError, quoted
 from vgpu_agent.families.vgpu_manager.claims import MOST_CARDS
+from vgpu_agent.isolation.vgpu_control import ComputePolicy
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from vgpu_agent.families.vgpu_manager.keys import Keys
     from vgpu_agent.pods import Pod, PodContainer
+
+# What a container sets itself, as literal values (vgpu-manager §4.1).
+OVERSOLD, DISABLED = "CUDA_MEM_OVERSOLD", "DISABLE_VGPU_CONTROL"
+_TRUE = ("1", "true", "enabled")
 
 _MOST_MIB = 2**40  # more than any card has
 
@@ -50,6 +58,21 @@ class Request:
 def asks(container: PodContainer, keys: Keys) -> bool:
     """Tell whether schedulers give the container a claim: it names a number of cards."""
     return container.limits.get(keys.number, 0) > 0 or keys.number in container.unreadable
+
+
+def sets(container: PodContainer | None, variable: str) -> bool:
+    """Tell whether the container's specification switches ``variable`` on."""
+    return container is not None and container.values.get(variable, "").lower() in _TRUE
+
+
+def compute_policy(pod: Pod, node_annotations: Mapping[str, str], keys: Keys) -> ComputePolicy:
+    """Return how the compute of the pod's containers is limited: the pod's word beats the Node's,
+    and a word that means nothing counts as none (vgpu-manager §4.1).
+    """
+    for texts in (pod.annotations, node_annotations):
+        with contextlib.suppress(ValueError):
+            return ComputePolicy(texts.get(keys.compute_policy, "").strip().lower())
+    return ComputePolicy.FIXED
 
 
 def read_request(pod: Pod, container: PodContainer, keys: Keys, factor: int) -> Request:

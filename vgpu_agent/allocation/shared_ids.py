@@ -1,0 +1,80 @@
+"""Tell which of a pod's containers starts, where several of them have the same ids.
+
+The kubelet hands the ids of an init container on to the containers after it and announces each
+start by the ids alone. Where all of them have the same shares that makes no difference. Where init
+containers have shares of their own (`Resource.init_shares`), each must get its own, so the order
+of starts has to be known: it follows from the last start that was served, and from what the pod's
+status says about the end of that container. The kubelet writes the status before it starts the
+next container. Pure functions.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING
+
+from vgpu_agent.pods import ContainerKind
+
+if TYPE_CHECKING:
+    from collections.abc import Collection, Iterable
+
+    from vgpu_agent.allocation.carrier import GrantRecord
+    from vgpu_agent.pods import Pod
+
+
+def starting_container(
+    pod: Pod, names: Collection[str], last: GrantRecord | None, *, settled: bool
+) -> str | None:
+    """Return which of the containers ``names``, which have the same ids, starts now; None while
+    the pod's status cannot tell.
+
+    Args:
+        pod: with a status that may be a moment old.
+        names: containers of it.
+        last: the record of the last start with these ids in this pod, also of one that has failed
+            after we let it happen.
+        settled: the status is as new as it gets. What it does not tell then has not happened.
+    """
+    order = [each for each in pod.containers if each.name in names]
+    first = order[0]
+    places = {each.name: place for place, each in enumerate(order)}
+    if last is None or last.owner.container not in places:
+        return first.name
+    place = places[last.owner.container]
+    served = order[place]
+    # The status has whole seconds.
+    succeeded = served.completed and served.ended_at >= math.floor(last.decided_at)
+    if pod.in_new_sandbox or (place and _ended_since(pod, first.name, last)):
+        # All containers start anew; or this is the sandbox of that very start.
+        known = place or succeeded or settled
+        return first.name if known else None
+    if served.kind is not ContainerKind.INIT or place + 1 == len(order):
+        return served.name
+    if succeeded:
+        return order[place + 1].name
+    failed = served.ended_at > last.decided_at and not served.completed
+    return served.name if settled or failed else None
+
+
+def wait_for_init_containers(pods: Iterable[Pod], resource: str) -> bool:
+    """Tell whether a pod has an init container with ``resource``, and later containers with it that
+    have not started: these may find the spec of the one before under the name of their ids.
+    """
+    for pod in pods:
+        asking = [each for each in pod.containers if each.limits.get(resource, 0) > 0]
+        waiting = any(not each.started for each in asking[1:])
+        if not pod.ended and waiting and asking[0].kind is ContainerKind.INIT:
+            return True
+    return False
+
+
+def _ended_since(pod: Pod, first: str, last: GrantRecord) -> bool:
+    """Tell whether an init container before ``first`` has ended after the start of ``last``. Init
+    containers run again in a new sandbox only.
+    """
+    for each in pod.containers:
+        if each.name == first:
+            return False
+        if each.kind is ContainerKind.INIT and each.ended_at > last.decided_at:
+            return True
+    return False
