@@ -16,6 +16,7 @@ from vgpu_agent.families.vgpu_manager.control import (
     LIBRARY_USE,
     control_backend,
     is_limited,
+    library_limits,
     why_blocked,
 )
 from vgpu_agent.families.vgpu_manager.family import VgpuManagerFamily
@@ -69,6 +70,7 @@ def _build(settings: Settings, facts: NodeFacts) -> BuiltFamily:
         origins=dict.fromkeys(config.own, node_config.FILE),
         blocked=why_blocked(settings, facts),
         uses_library=LIBRARY_USE.backend if is_limited(settings) else "",
+        limits=library_limits(settings, options),
     )
 
 
