@@ -18,7 +18,7 @@ from vgpu_agent.config.families import FamilySettings, OfferedName, mig_family
 from vgpu_agent.config.foreign_settings import ForeignFlag, ForeignVariable
 from vgpu_agent.config.options import Option
 from vgpu_agent.config.settings import Settings
-from vgpu_agent.config.types import Factor, OptionalPath
+from vgpu_agent.config.types import HOST, PORT, Factor, OptionalPath
 from vgpu_agent.families.vgpu_manager import exclusion
 from vgpu_agent.families.vgpu_manager.exclusion import Excluded, read_excluded
 from vgpu_agent.families.vgpu_manager.gates import Gates, read_gates
@@ -28,6 +28,53 @@ FAMILY = "vgpu-manager"
 SECTION = "vgpuManager"
 # The longest that Kubernetes takes before the slash of an annotation or a label.
 _LONGEST_DOMAIN = 253
+
+
+class Exporter(msgspec.Struct, frozen=True, rename="camel", forbid_unknown_fields=True):
+    """The metrics of vgpu-manager's device-monitor, under their own names."""
+
+    address: Annotated[
+        str,
+        Meta(
+            pattern=rf"\A({HOST}:{PORT})?\Z",
+            extra={"expected": 'an address HOST:PORT or :PORT, or ""'},
+            description=(
+                "Where they are served, at `/metrics`, with `/healthz` and `/readyz`; device-"
+                "monitor listens on :3456. Empty: not at all."
+            ),
+        ),
+    ] = ""
+    min_scrape_interval_seconds: Annotated[
+        float,
+        Meta(
+            ge=0,
+            le=3600,
+            description=(
+                "Who asks again within that time gets the last answer, with the header "
+                "`X-Rate-Limited: true`."
+            ),
+        ),
+    ] = 1.0
+    authorised: Annotated[
+        bool,
+        Meta(
+            description=(
+                "A scraper must show a token of a user or a service account that may get the path "
+                "`/metrics`. The API server is asked (TokenReview, SubjectAccessReview), which "
+                "takes `components/scrape-reviews`."
+            )
+        ),
+    ] = False
+    certificate_file: Annotated[
+        OptionalPath,
+        Meta(
+            description=(
+                "A certificate with its chain, in PEM. A renewed one is served within five "
+                "seconds. Empty: plain HTTP."
+            )
+        ),
+    ] = ""
+    key_file: Annotated[OptionalPath, Meta(description="Its private key, in PEM.")] = ""
 
 
 class VgpuManager(msgspec.Struct, frozen=True, rename="camel", forbid_unknown_fields=True):
@@ -133,6 +180,8 @@ class VgpuManager(msgspec.Struct, frozen=True, rename="camel", forbid_unknown_fi
         ),
     ] = ""
 
+    exporter: Exporter = msgspec.field(default_factory=Exporter)
+
     @property
     def gates(self) -> Gates:
         """The feature gates that have an effect."""
@@ -170,6 +219,15 @@ def _conflicts(settings: Settings) -> Iterator[Conflict]:
     vgpu = settings.section(VgpuManager)
     for problem in vgpu.gates.problems:
         yield Conflict(((f"{SECTION}.featureGates", problem),))
+    exporter = vgpu.exporter
+    if bool(exporter.certificate_file) != bool(exporter.key_file):
+        problem = "a certificate and its key are given together, or neither"
+        yield Conflict(
+            (
+                (f"{SECTION}.exporter.certificateFile", problem),
+                (f"{SECTION}.exporter.keyFile", problem),
+            )
+        )
     for problem in vgpu.excluded.problems:
         yield Conflict(((f"{SECTION}.excludeDevices", problem),))
 
