@@ -87,12 +87,20 @@ class LibraryLimits:
         cores: it limits compute.
         oversubscribed: as for `Target`.
         unit_mib: the same.
+        told: the library keeps its limits in a region, in which they can be seen; otherwise it
+            reads a file of the agent's and says nothing.
+        disabled_by: the variable with which a container may ask to run without it, where ``told``
+            is false.
+        disable_setting: the key of the setting that decides whether that counts.
     """
 
     missing: str = ""
     cores: bool = True
     oversubscribed: bool = False
     unit_mib: int = 1
+    told: bool = True
+    disabled_by: str = ""
+    disable_setting: str = ""
 
 
 class Backend(Protocol):

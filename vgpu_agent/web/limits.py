@@ -23,12 +23,14 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
     from vgpu_agent.model import ContainerUsage, Grant, Share
+    from vgpu_agent.pods import PodContainer
     from vgpu_agent.status import AgentStatus
 
 # families whose shares the library may limit
 _LIMITED = frozenset(family.name for family in FAMILIES if family.library)
 _OFF = LibraryLimits("the family is switched off")
 _MIG = "MIG-"
+_SWITCHED_ON = ("1", "true", "enabled")
 
 
 class LimitState(enum.StrEnum):
@@ -68,7 +70,8 @@ class Limits:
         if all(share.device.startswith(_MIG) for share in grant.shares):
             return Limit(LimitState.IN_FORCE, "the hardware limits a MIG instance")
         if grant.family in _LIMITED:
-            return self._of_region(grant)
+            limits = self._status.binding.limits.get(grant.family, _OFF)
+            return (self._of_region if limits.told else self._of_file)(grant, limits)
         if all(share.exclusive for share in grant.shares):
             return Limit(LimitState.WHOLE, "no other container has a share of it")
         return self._of_sharing(grant.resource)
@@ -91,10 +94,9 @@ class Limits:
             return Limit(LimitState.NOT_IN_FORCE, trouble)
         return Limit(LimitState.IN_FORCE, "the limits were read back from the MPS control daemon")
 
-    def _of_region(self, grant: Grant) -> Limit:
+    def _of_region(self, grant: Grant, limits: LibraryLimits) -> Limit:
         owner = grant.owner
         used = self._used.get((owner.namespace, owner.pod, owner.container), []) if owner else []
-        limits = self._status.binding.limits.get(grant.family, _OFF)
         if not used and limits.missing:
             return Limit(LimitState.NONE, limits.missing)
         if self._is_disabled(grant, limits):
@@ -115,6 +117,43 @@ class Limits:
         return Limit(
             LimitState.IN_FORCE,
             "a process in the container has the library open, and its region holds these limits",
+        )
+
+    def _of_file(self, grant: Grant, limits: LibraryLimits) -> Limit:
+        """Return the limit of a container whose library reads a file of the agent's."""
+        if limits.missing:
+            return Limit(LimitState.NONE, limits.missing)
+        container = self._container(grant)
+        asked = container is not None and (
+            container.values.get(limits.disabled_by, "").lower() in _SWITCHED_ON
+        )
+        setting, _ = self._status.config.get(limits.disable_setting, ("", ""))
+        rooms = {
+            room.device: room.memory_mib
+            for room in self._status.ledger.rooms.get(grant.resource, ())
+        }
+        whole = all(0 < rooms.get(share.device, 0) <= share.memory_mib for share in grant.shares)
+        if asked and (setting == "honor" or (setting == "whole-gpus" and whole)):
+            return Limit(
+                LimitState.NONE,
+                f"the pod sets {limits.disabled_by}, and {limits.disable_setting} lets it",
+            )
+        return Limit(
+            LimitState.CONFIGURED,
+            "the library reads it from a file of the agent's, and does not tell whether it has",
+        )
+
+    def _container(self, grant: Grant) -> PodContainer | None:
+        owner = grant.owner
+        return next(
+            (
+                container
+                for pod in self._status.cluster.pods
+                if owner and pod.kubelet_uid == owner.pod_uid
+                for container in pod.containers
+                if container.name == owner.container
+            ),
+            None,
         )
 
     def _weaker(
@@ -148,17 +187,7 @@ class Limits:
 
     def _is_disabled(self, grant: Grant, limits: LibraryLimits) -> bool:
         """Tell whether the pod has switched its limit off, by the current settings."""
-        owner = grant.owner
-        container = next(
-            (
-                container
-                for pod in self._status.cluster.pods
-                if owner and pod.kubelet_uid == owner.pod_uid
-                for container in pod.containers
-                if container.name == owner.container
-            ),
-            None,
-        )
+        owner, container = grant.owner, self._container(grant)
         if owner is None or container is None or DISABLED_BY not in container.environment:
             return False
         pairs = tuple(

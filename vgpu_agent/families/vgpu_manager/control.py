@@ -6,10 +6,10 @@ from typing import TYPE_CHECKING
 
 from vgpu_agent.families.spec import LibraryUse
 from vgpu_agent.families.vgpu_manager.settings import VgpuManager
-from vgpu_agent.isolation.backend import NO_SERVICES
+from vgpu_agent.isolation.backend import NO_SERVICES, LibraryLimits
 from vgpu_agent.isolation.edits import Provision
 from vgpu_agent.isolation.registry import VGPU_CONTROL
-from vgpu_agent.isolation.vgpu_control import DECISIVE, VgpuControl
+from vgpu_agent.isolation.vgpu_control import DECISIVE, DISABLED_BY, VgpuControl
 
 if TYPE_CHECKING:
     from vgpu_agent.config.settings import Settings
@@ -33,6 +33,16 @@ class NoControl:
 def is_limited(settings: Settings) -> bool:
     """Tell whether the settings have the library limit containers."""
     return settings.section(VgpuManager).isolation == VGPU_CONTROL.name
+
+
+def library_limits(settings: Settings) -> LibraryLimits:
+    """Return how the library limits containers, for whoever shows it."""
+    return LibraryLimits(
+        "" if is_limited(settings) else "vgpuManager.isolation is none",
+        told=False,
+        disabled_by=DISABLED_BY,
+        disable_setting="vgpuControl.disableVariable",
+    )
 
 
 LIBRARY_USE = LibraryUse(
