@@ -91,7 +91,7 @@ def _instances(settings: Settings, vgpu: VgpuManager, lists: ListOptions) -> Vgp
 
 def _vocabulary(keys: Keys) -> Vocabulary:
     return Vocabulary(
-        resource_prefixes=(keys.number, keys.cores, keys.memory),
+        resource_prefixes=(keys.number, keys.cores, keys.memory, keys.mig("")),
         annotations=(*keys.state_annotations, *keys.user_annotations),
         labels=keys.state_labels,
         node_annotations=(
