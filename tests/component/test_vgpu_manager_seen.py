@@ -5,6 +5,7 @@ the monitor that is replaced, with a real agent process.
 from __future__ import annotations
 
 import asyncio
+import os
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -130,6 +131,36 @@ async def test_the_dashboards_of_the_replaced_monitor_go_on(stage: ManagerStage)
     assert 'pod_name="p",pod_namespace="default"' in limit
     assert f'device_uuid="{U0}"' in text
     assert "physical_gpu_device_health_status" not in await _text(stage, "/metrics")
+
+
+async def test_a_containers_directory_goes_with_its_pod_and_not_by_age_or_labels(
+    stage: ManagerStage,
+) -> None:
+    """device-monitor deletes that of a living container once it is two minutes old and a label is
+    lost, or while an image is pulled slowly; vgpu-manager:D27. Here the kubelet's records decide.
+    """
+    await stage.start_agent()
+    for name in ("stays", "goes"):
+        await stage.serve(name, asks(1, 1024, 10), f"main[1_{U1}_10_1024]")
+    kept, gone = (_directory(stage, name) for name in ("stays", "goes"))
+    for directory in (kept, gone):
+        assert list(directory.iterdir())
+        os.utime(directory, (0, 0))
+    lost = {"nvidia.com/metrics-node": None, "nvidia.com/assigned-phase": "failed"}
+    metadata = {"labels": lost, "annotations": {"nvidia.com/real-allocated": None}}
+    stage.cluster.objects.patch("pods", "stays", {"metadata": metadata}, "default")
+    stage.cluster.delete_pod("goes")
+    await stage.cluster.until(lambda: not gone.exists(), "a collection")
+    assert list(kept.iterdir())
+    await stage.cluster.crash("stays")  # a restart needs it
+    assert list(kept.iterdir())
+
+
+def _directory(stage: ManagerStage, name: str) -> Path:
+    """Return the directory on the host of the container ``main`` of a pod."""
+    uid = stage.cluster.pod(name)["metadata"]["uid"]
+    (found,) = stage.folder.rglob(f"{uid}_main")
+    return found
 
 
 async def test_a_pod_that_the_kubelet_has_failed_is_made_anew(stage: ManagerStage) -> None:
