@@ -212,12 +212,10 @@ class EarlyBinding:
                 f"pod {pod.full_name}: an init container that asks for {offered.name} needs a "
                 "scheduler that decides for the pod, or binding.mode late"
             )
-        if offered.init_shares and (
-            gpu := self._beyond_the_pod(offered, candidate, decision, family)
-        ):
+        if beyond:
             return RequestRefusedError(
                 f"pod {pod.full_name}: init container {candidate.container.name} has more of GPU "
-                f"{gpu} than the containers after it, and hands its ids on to them, which needs "
+                f"{beyond} than the containers after it, and hands its ids on to them, which needs "
                 "binding.mode late"
             )
         return decision
