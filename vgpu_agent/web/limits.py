@@ -13,9 +13,11 @@ import enum
 from typing import TYPE_CHECKING
 
 from vgpu_agent.families.registry import FAMILIES
+from vgpu_agent.isolation import vgpu_control
 from vgpu_agent.isolation.backend import LibraryLimits, Target
 from vgpu_agent.isolation.hami_core import DISABLED_BY, may_be_disabled
 from vgpu_agent.isolation.hami_region import NO_CORES_LIMIT
+from vgpu_agent.isolation.registry import VGPU_CONTROL
 from vgpu_agent.model import GrantState, SharingMode
 from vgpu_agent.status import MpsState
 
@@ -30,7 +32,6 @@ if TYPE_CHECKING:
 _LIMITED = frozenset(family.name for family in FAMILIES if family.library)
 _OFF = LibraryLimits("the family is switched off")
 _MIG = "MIG-"
-_SWITCHED_ON = ("1", "true", "enabled")
 
 
 class LimitState(enum.StrEnum):
@@ -71,7 +72,9 @@ class Limits:
             return Limit(LimitState.IN_FORCE, "the hardware limits a MIG instance")
         if grant.family in _LIMITED:
             limits = self._status.binding.limits.get(grant.family, _OFF)
-            return (self._of_region if limits.told else self._of_file)(grant, limits)
+            if limits.backend == VGPU_CONTROL.name:
+                return self._of_file(grant, limits)
+            return self._of_region(grant, limits)
         if all(share.exclusive for share in grant.shares):
             return Limit(LimitState.WHOLE, "no other container has a share of it")
         return self._of_sharing(grant.resource)
@@ -93,6 +96,19 @@ class Limits:
             trouble = (daemon.trouble if daemon else "") or "its control daemon does not run"
             return Limit(LimitState.NOT_IN_FORCE, trouble)
         return Limit(LimitState.IN_FORCE, "the limits were read back from the MPS control daemon")
+
+    def _of_file(self, grant: Grant, limits: LibraryLimits) -> Limit:
+        if limits.missing:
+            return Limit(LimitState.NONE, limits.missing)
+        if self._runs_free(grant, limits):
+            return Limit(
+                LimitState.NONE,
+                f"the pod sets {vgpu_control.DISABLED_BY}, and vgpuControl.disableVariable lets it",
+            )
+        return Limit(
+            LimitState.CONFIGURED,
+            "its vgpu.config holds these limits, and no process says whether it has the library",
+        )
 
     def _of_region(self, grant: Grant, limits: LibraryLimits) -> Limit:
         owner = grant.owner
@@ -117,43 +133,6 @@ class Limits:
         return Limit(
             LimitState.IN_FORCE,
             "a process in the container has the library open, and its region holds these limits",
-        )
-
-    def _of_file(self, grant: Grant, limits: LibraryLimits) -> Limit:
-        """Return the limit of a container whose library reads a file of the agent's."""
-        if limits.missing:
-            return Limit(LimitState.NONE, limits.missing)
-        container = self._container(grant)
-        asked = container is not None and (
-            container.values.get(limits.disabled_by, "").lower() in _SWITCHED_ON
-        )
-        setting, _ = self._status.config.get(limits.disable_setting, ("", ""))
-        rooms = {
-            room.device: room.memory_mib
-            for room in self._status.ledger.rooms.get(grant.resource, ())
-        }
-        whole = all(0 < rooms.get(share.device, 0) <= share.memory_mib for share in grant.shares)
-        if asked and (setting == "honor" or (setting == "whole-gpus" and whole)):
-            return Limit(
-                LimitState.NONE,
-                f"the pod sets {limits.disabled_by}, and {limits.disable_setting} lets it",
-            )
-        return Limit(
-            LimitState.CONFIGURED,
-            "the library reads it from a file of the agent's, and does not tell whether it has",
-        )
-
-    def _container(self, grant: Grant) -> PodContainer | None:
-        owner = grant.owner
-        return next(
-            (
-                container
-                for pod in self._status.cluster.pods
-                if owner and pod.kubelet_uid == owner.pod_uid
-                for container in pod.containers
-                if container.name == owner.container
-            ),
-            None,
         )
 
     def _weaker(
@@ -206,3 +185,39 @@ class Limits:
         )
         setting, _ = self._status.config.get("hamiCore.disableVariable", ("whole-gpus", ""))
         return may_be_disabled(str(setting), target)
+
+    def _runs_free(self, grant: Grant, limits: LibraryLimits) -> bool:
+        """The same for the other library."""
+        container = self._container(grant)
+        if container is None or not vgpu_control.is_switched_on(
+            container.values.get(vgpu_control.DISABLED_BY, "")
+        ):
+            return False
+        cards = tuple(
+            vgpu_control.CardLimit(
+                0,
+                gpu.uuid,
+                share.cores_percent,
+                share.memory_mib,
+                card_memory_mib=int(limits.memory_scaling * gpu.memory_mib),
+            )
+            for share in grant.shares
+            if (gpu := self._status.inventory.gpu(share.device))
+        )
+        setting, _ = self._status.config.get("vgpuControl.disableVariable", ("whole-gpus", ""))
+        return vgpu_control.may_be_disabled(
+            str(setting), vgpu_control.ControlTarget("", "", "", container.name, (), cards)
+        )
+
+    def _container(self, grant: Grant) -> PodContainer | None:
+        owner = grant.owner
+        return next(
+            (
+                container
+                for pod in self._status.cluster.pods
+                if owner and pod.kubelet_uid == owner.pod_uid
+                for container in pod.containers
+                if container.name == owner.container
+            ),
+            None,
+        )

@@ -9,7 +9,7 @@ from vgpu_agent.families.vgpu_manager.settings import VgpuManager
 from vgpu_agent.isolation.backend import NO_SERVICES, LibraryLimits
 from vgpu_agent.isolation.edits import Provision
 from vgpu_agent.isolation.registry import VGPU_CONTROL
-from vgpu_agent.isolation.vgpu_control import DECISIVE, DISABLED_BY, VgpuControl
+from vgpu_agent.isolation.vgpu_control import DECISIVE, VgpuControl
 
 if TYPE_CHECKING:
     from vgpu_agent.config.settings import Settings
@@ -33,16 +33,6 @@ class NoControl:
 def is_limited(settings: Settings) -> bool:
     """Tell whether the settings have the library limit containers."""
     return settings.section(VgpuManager).isolation == VGPU_CONTROL.name
-
-
-def library_limits(settings: Settings) -> LibraryLimits:
-    """Return how the library limits containers, for whoever shows it."""
-    return LibraryLimits(
-        "" if is_limited(settings) else "vgpuManager.isolation is none",
-        told=False,
-        disabled_by=DISABLED_BY,
-        disable_setting="vgpuControl.disableVariable",
-    )
 
 
 LIBRARY_USE = LibraryUse(
@@ -71,6 +61,15 @@ def control_backend(
         disable_variable=control.disable_variable,
         sm_watcher=options.sm_watcher,
         memory_ledger=options.memory_ledger,
+    )
+
+
+def library_limits(settings: Settings, options: VgpuManagerOptions) -> LibraryLimits:
+    """Return how the library limits the containers."""
+    return LibraryLimits(
+        "" if is_limited(settings) else "vgpuManager.isolation is none",
+        backend=VGPU_CONTROL.name,
+        memory_scaling=options.memory_scaling,
     )
 
 

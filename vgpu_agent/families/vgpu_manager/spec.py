@@ -75,11 +75,11 @@ def _build(settings: Settings, facts: NodeFacts) -> BuiltFamily:
         idle=() if offers_instances else (instances,),
         problems=tuple(problems),
         in_force=msgspec.structs.asdict(vgpu),
-        limits=library_limits(settings),
         origins=dict.fromkeys(config.own, node_config.FILE),
         blocked=why_blocked(settings, facts),
         uses_library=LIBRARY_USE.backend if is_limited(settings) else "",
         services=control.services,
+        limits=library_limits(settings, options),
     )
 
 
