@@ -20,6 +20,7 @@ import enum
 from typing import TYPE_CHECKING, Protocol
 
 from vgpu_agent.errors import RequestRefusedError, UnhealthyDeviceError, quoted
+from vgpu_agent.isolation.backend import LibraryServices
 from vgpu_agent.isolation.edits import Edits, HostDirectory, HostFile, Mount, Provision
 from vgpu_agent.isolation.vgpu_config import (
     MAX_CARDS,
@@ -59,8 +60,9 @@ FOLDERS = ("config", "vmem_node", "sm_node", _LOCKS)
 _LOCK_SUFFIX = ".lock"
 _LOCK_SIZE = 4096  # a page, for what a library may write there; they are made empty
 
-# A pod sets this variable, to any value, to run without the library.
+# A pod sets this variable to run without the library.
 DISABLED_BY = "DISABLE_VGPU_CONTROL"
+_TRUE = ("1", "true", "enabled")  # as the replaced plugin reads its switches (vgpu-manager §4.1)
 
 SLOTS_VARIABLE = "MANAGER_VISIBLE_DEVICES"
 _MODE_VARIABLE = "MANAGER_COMPATIBILITY_MODE"
@@ -204,6 +206,15 @@ class VgpuControl:
         mode = _COMPATIBILITY_CLIENT if self.processes == CLIENT else self.cgroup_version
         return mode | _OPEN_KERNEL_MODULES if self.open_kernel_modules else mode
 
+    @property
+    def services(self) -> LibraryServices:
+        """What the library asks of the agent."""
+        return LibraryServices(
+            containers_directory(self.host_directory),
+            registry_directory(self.host_directory) if self.processes == CLIENT else "",
+            watcher_directory(self.host_directory) if self.sm_watcher else "",
+        )
+
     def provision(self, target: ControlTarget) -> Provision:
         """Return the edits of the container and the files that must be on the host.
 
@@ -346,6 +357,11 @@ def allowed_size(name: str) -> int | None:
     return {"vgpu.config": SIZE, "vmem_node.config": VMEM_SIZE, "sm_node.config": SM_NODE_SIZE}.get(
         name
     )
+
+
+def is_switched_on(value: str) -> bool:
+    """Tell whether a variable of a container has a value that means yes."""
+    return value.lower() in _TRUE
 
 
 def may_be_disabled(setting: str, target: ControlTarget) -> bool:
