@@ -20,7 +20,7 @@ import tempfile
 import time
 from pathlib import Path
 
-from tests.bench import drop_in, mixed, nvidia, real_node, storm, volcano
+from tests.bench import drop_in, mixed, nvidia, real_node, storm, vgpu_manager, volcano
 from tests.real_node.rig.host import missing_requirement
 
 REAL_NODE = "node"
@@ -36,6 +36,10 @@ PARTS = {
             "its own"
         ),
         volcano.measure,
+    ),
+    "vgpu-manager": (
+        "nvidia.com/vgpu-number, 110 pods on 2 GPUs, API server 20 ms away; processors of its own",
+        vgpu_manager.measure,
     ),
     "mixed": (
         (

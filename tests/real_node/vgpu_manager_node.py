@@ -41,25 +41,26 @@ vgpuControl: {{hostDirectory: FOLDER/control}}
 vgpuManager: {{deviceSplitCount: {SPLIT}}}
 """
 _CONSTANTS = QUICK_CONSTANTS | {constants.API_BACKOFF_MIN: 0.2, constants.API_BACKOFF_MAX: 1}
-# The file that the library reads (vgpu-manager §7.7): pod UID, container, and of the first two slots
-# the memory in bytes and percent of compute.
+# The file that the library reads (vgpu-manager §7.7): pod UID, container, and of the first two
+# slots the memory in bytes and percent of compute.
 _FILE = "/etc/vgpu-manager/config/vgpu.config"
-_READ = (
-    f"if test -e {_FILE}; then "
-    + "".join(
-        [
-            f"echo {name}=$(dd if={_FILE} bs=1 skip={at} count={size} 2>/dev/null | tr -d '\\000'); "
-            for name, at, size in (("OWNER_POD", 128, 48), ("OWNER_CONTAINER", 304, 64))
-        ]
-        + [
-            f"echo {name}_{slot}=$(od -An -v -t u{size} -j {512 + 128 * slot + at} -N {size} {_FILE}); "
-            for slot in range(2)
-            for name, at, size in (("SLOT_BYTES", 56, 8), ("SLOT_CORES", 72, 4))
-        ]
-    )
-    + "fi"
+_TEXTS = (("OWNER_POD", 128, 48), ("OWNER_CONTAINER", 304, 64))
+_NUMBERS = tuple(
+    (f"{name}_{slot}", 512 + 128 * slot + at, size)
+    for slot in range(2)
+    for name, at, size in (("SLOT_BYTES", 56, 8), ("SLOT_CORES", 72, 4))
 )
-_SHOW = f"env; {_READ}; echo READY"
+_READ = "; ".join(
+    [
+        f"echo {name}=$(dd if={_FILE} bs=1 skip={at} count={size} 2>/dev/null | tr -d '\\000')"
+        for name, at, size in _TEXTS
+    ]
+    + [
+        f"echo {name}=$(od -An -v -t u{size} -j {at} -N {size} {_FILE})"
+        for name, at, size in _NUMBERS
+    ]
+)
+_SHOW = f"env; test ! -e {_FILE} || {{ {_READ}; }}; echo READY"
 
 
 class Extender(VolcanoScheduler):
@@ -259,4 +260,5 @@ def environment(
         return lines if "READY" in lines else None
 
     lines = rig.wait_for(printed, timeout, what=f"the output of {name}/{container_name}")
-    return dict(line.split("=", 1) for line in lines if "=" in line)
+    pairs = (line.split("=", 1) for line in lines if "=" in line)
+    return {name: value.strip() for name, value in pairs}

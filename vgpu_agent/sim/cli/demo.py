@@ -2,7 +2,8 @@
 
 A story in five scenes: pods get their shares; a GPU breaks and recovers; the agent is killed and
 restarted under running pods; the kubelet restarts; a wrong request is refused. Then shorter ones
-about Volcano (`demo_volcano`) and MPS (`demo_mps`). Each scene states what it proves and checks it.
+about Volcano (`demo_volcano`), vgpu-manager (`demo_vgpu_manager`) and MPS (`demo_mps`). Each scene
+states what it proves and checks it.
 With ``--check`` the demo does not wait for a person and the exit status is the verdict. Without it
 the node stays up, with the addresses to curl, until Ctrl-C. However it ends short of SIGKILL, it
 ends the agents and removes the temporary directory.
@@ -26,6 +27,7 @@ from typing import TYPE_CHECKING, Any, cast
 from vgpu_agent.errors import AgentError, SimulationError
 from vgpu_agent.sim.agent_process import AgentProcess
 from vgpu_agent.sim.cli.demo_mps import play_mps
+from vgpu_agent.sim.cli.demo_vgpu_manager import play_vgpu_manager
 from vgpu_agent.sim.cli.demo_volcano import play_volcano
 from vgpu_agent.sim.cli.narrator import Narrator
 
@@ -146,6 +148,7 @@ class _Demo:
         try:
             await self._scenes()
             await play_volcano(self._directory / "volcano", self._tell)
+            await play_vgpu_manager(self._directory / "manager", self._tell)
             await play_mps(self._directory / "mps", self._tell)
             self._tell.say(
                 f"\n{self._tell.proofs} things checked in {time.monotonic() - began:.1f} s."
