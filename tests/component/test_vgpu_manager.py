@@ -111,7 +111,7 @@ async def test_an_agent_that_stops_lets_no_container_start_with_anothers_claim(
 
 
 async def test_a_lost_patch_never_gives_a_claim_twice(stage: ManagerStage) -> None:
-    """vgpu-manager §12.3-2: what the containers have is in the ledger and in the kubelet's records;
+    """vgpu-manager §12.3: what the containers have is in the ledger and in the kubelet's records;
     the annotation follows them when the API server takes it.
     """
     await stage.start_agent()

@@ -24,6 +24,8 @@ FEATURES = (
     "enable-coherent-annotations, disable-multiple-csv-devices, "
     "no-additional-gids-for-device-nodes, disable-ipc-discoverer"
 )
+DOMAIN = "a DNS name such as nvidia.com"
+EXCLUDED = "a list of indices (0), ranges (0-2 or 0..2) and UUIDs (GPU-…)"
 NAME = "expected up to 63 lower case letters, digits, '-' and '.' after the slash"
 DEVICES = '"all", a number of devices, or a list of indices and UUIDs'
 OBJECT = (
@@ -169,6 +171,88 @@ ROWS = [
         '/run/nvidia/mps, got ""',
         text=MPS,
         words=("--mps-root=",),
+    ),
+    # vgpu-manager §1.2 and §1.7: flags, and our keys of the same meaning.
+    *(
+        flag("vgpu-manager §1.2", f"--domain={name}", f'expected {DOMAIN}, got "{name}"')
+        for name in ("Example.com", "a..b", "", "nvidia.com/", "-a")
+    ),
+    flag(
+        "vgpu-manager §1.2",
+        "--device-split-count=0",
+        'expected an integer from 1 to 65536, got "0"',
+    ),
+    *(
+        flag(
+            "vgpu-manager §1.2",
+            f"--device-{kind}-scaling={text}",
+            f'expected a number from 0.01 to 100, got "{text}"',
+        )
+        for kind, text in (("cores", "lots"), ("memory", "0"), ("memory", "1e3"), ("cores", "nan"))
+    ),
+    flag(
+        "vgpu-manager §1.2",
+        "--device-memory-factor=65537",
+        'expected an integer from 1 to 65536, got "65537"',
+    ),
+    *(
+        flag("vgpu-manager §1.2", f"--exclude-devices={text}", f'expected {EXCLUDED}, got "{text}"')
+        for text in ("0-2,4...7", "-1", "GPU-1", "all")
+    ),
+    flag(
+        "vgpu-manager §1.2",
+        "--exclude-devices=7..4",
+        "7..4: expected the smaller index first, as in 4-7",
+    ),
+    variable(
+        "vgpu-manager §1.2",
+        "VGPU_AGENT_EXCLUDE_DEVICES",
+        "GPU-1",
+        f'expected {EXCLUDED}, got "GPU-1"',
+    ),
+    flag("vgpu-manager §1.2", "--open-kernel-modules=2", 'expected true or false, got "2"'),
+    flag(
+        "vgpu-manager §1.2",
+        "--device-plugin-path=/var/lib/kubelet/plugins",
+        "expected the kubelet's directory with /device-plugins behind it, got "
+        '"/var/lib/kubelet/plugins"',
+    ),
+    flag(
+        "vgpu-manager §1.7",
+        "--feature-gates=CorePlugin=true,SMWatch=true",
+        'unknown feature gate "SMWatch", did you mean SMWatcher?',
+    ),
+    flag(
+        "vgpu-manager §1.7",
+        "--feature-gates=MemoryPlugin=on",
+        'MemoryPlugin: expected MemoryPlugin=true or MemoryPlugin=false, got "on"',
+    ),
+    flag(
+        "vgpu-manager §1.7",
+        "--feature-gates=Reschedule",
+        "Reschedule: expected Reschedule=true or Reschedule=false, got no value",
+    ),
+    Row(
+        "vgpu-manager §1.7",
+        "config.yaml:2: vgpuManager.featureGates: expected a list such as "
+        '[GPUCoreResourcePlugin=true], got "CorePlugin=true"',
+        own="version: v1\nvgpuManager: {featureGates: CorePlugin=true}\n",
+    ),
+    Row(
+        "vgpu-manager §1.7",
+        (
+            *(
+                f'config.yaml:3: vgpuManager.featureGates: unknown feature gate "{written}", did '
+                f"you mean {meant}?"
+                for written, meant in (("GpuTopologie", "GPUTopology"), ("ClientMod", "ClientMode"))
+            ),
+        ),
+        own="version: v1\nvgpuManager:\n  featureGates: [GpuTopologie=true, ClientMod=false]\n",
+    ),
+    Row(
+        "vgpu-manager §2.3",
+        'config.yaml:2: vgpuManager.migStrategy: expected "", none, single or mixed, got "all"',
+        own="version: v1\nvgpuManager: {migStrategy: all}\n",
     ),
     # nvidia §2: the file.
     Row("nvidia §2", 'v1.yaml:1: version: expected v1, got "v2"', text="version: v2\n"),

@@ -6,7 +6,7 @@ import argparse
 
 import pytest
 
-from vgpu_agent.config import options, schema
+from vgpu_agent.config import foreign_settings, options, schema
 
 
 @pytest.fixture
@@ -97,7 +97,20 @@ def test_every_flag_that_was_promised_is_there(parser: argparse.ArgumentParser) 
             "--imex-required",
         ),
         *("--kubelet-socket", "--config-file", "--cdi-feature-flags", "--cdi-disable-hooks"),
-        "--device-plugin-path",  # vgpu-manager §1.2
+        # vgpu-manager §1.2
+        *(
+            "--device-plugin-path",
+            "--domain",
+            "--device-split-count",
+            "--device-cores-scaling",
+            "--device-memory-scaling",
+            "--device-memory-factor",
+            "--exclude-devices",
+            "--feature-gates",
+            "--node-config-path",
+            "--open-kernel-modules",
+        ),
+        *foreign_settings.flags(),
         "--resource-config",  # iktos §I.1
         "--vgpu",  # aws §II.1
     }

@@ -180,7 +180,7 @@ async def test_a_failing_kubelet_is_tried_again_with_growing_pauses(
     kubelet: SimulatedKubelet, node: Node
 ) -> None:
     """Each pause is longer than the one before, and one line of journal says it (iktos:D10,
-    aws:D4).
+    aws:D4, vgpu-manager:D2).
     """
     kubelet.faults.failing_registrations = 4
     plugin = node.offer(shared_resource(), FakeBackend(shared_resource()))

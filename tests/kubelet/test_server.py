@@ -5,6 +5,7 @@ refuses and dawdles (kubelet V1 to V17).
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import shutil
 import stat
 import time
@@ -83,6 +84,20 @@ async def test_a_resource_is_served_registered_and_listed(
         plugin.status.last_error,
     ) == (1, 0, "")
     assert plugin.status.endpoint == register.facts["endpoint"]
+
+
+@pytest.mark.parametrize("pre_start", [True, False])
+@pytest.mark.parametrize("prefers", [True, False])
+async def test_both_places_have_the_same_options(
+    kubelet: SimulatedKubelet, node: Node, pre_start: bool, prefers: bool
+) -> None:
+    """``vgpu-manager:D5``: a kubelet that trusts Register alone must call PreStartContainer too."""
+    resource = dataclasses.replace(shared_resource(pre_start_required=pre_start), prefers=prefers)
+    node.offer(resource, FakeBackend(resource))
+    await _all_offered(kubelet)
+    for call in ("Register", "GetDevicePluginOptions"):
+        (facts,) = (asked.facts for asked in kubelet.called(call))
+        assert (facts["pre_start"], facts["preferred"]) == (pre_start, prefers)
 
 
 async def test_the_socket_is_for_root_alone(kubelet: SimulatedKubelet, node: Node) -> None:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from vgpu_agent.ledger.accounting import Device
-from vgpu_agent.ledger.availability import strangers
-from vgpu_agent.model import Share
+from vgpu_agent.ledger.availability import own_trouble, strangers
+from vgpu_agent.ledger.cordons import Cordons
+from vgpu_agent.model import Resource, Share
 
 GPU, OTHER, SLICE = "GPU-1", "GPU-2", "MIG-1"
 DEVICES = {
@@ -26,3 +27,12 @@ def test_other_devices_are_strangers() -> None:
         SLICE,
         "MIG-9",
     ]
+
+
+def test_a_device_may_be_listed_and_never_given_out() -> None:
+    """Its own fault comes first, because that is what an operator can mend."""
+    resource = Resource("example.com/gpu", "example", (), withheld={GPU: "excluded by an operator"})
+    assert own_trouble(GPU, resource, DEVICES, Cordons()) == "excluded by an operator"
+    assert own_trouble(OTHER, resource, DEVICES, Cordons()) == ""
+    ill = {**DEVICES, GPU: Device(GPU, GPU, 40960, "XID 79")}
+    assert own_trouble(GPU, resource, ill, Cordons()) == "XID 79"

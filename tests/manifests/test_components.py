@@ -216,6 +216,19 @@ def test_named_configurations_are_mounted_whole_where_the_agent_looks() -> None:
     assert volume["configMap"]["name"] in guide
 
 
+def test_the_node_configuration_is_mounted_whole_where_the_guide_says() -> None:
+    """vgpuManager.nodeConfigFile. A key mounted alone would never change under the agent."""
+    folder = "components/vgpu-manager-config"
+    patched = documents_of(f"{folder}/daemonset.yaml")[0]["spec"]["template"]["spec"]
+    (agent,), (volume,) = patched["containers"], patched["volumes"]
+    (mount,) = agent["volumeMounts"]
+    assert mount == {"name": volume["name"], "mountPath": mount["mountPath"], "readOnly": True}
+    assert set(volume["configMap"]) == {"name"}
+    guide = (ROOT / "docs" / "coming-from-vgpu-manager.md").read_text()
+    assert f"create configmap {volume['configMap']['name']} --from-file=nodeConfig.yaml" in guide
+    assert f"vgpuManager.nodeConfigFile: {mount['mountPath']}/nodeConfig.yaml" in guide
+
+
 def test_only_the_monitoring_reaches_the_metrics_port(
     objects: dict[str, Any], pod: Any, container: Any
 ) -> None:

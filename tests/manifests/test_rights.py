@@ -8,6 +8,7 @@ import re
 from typing import Any
 
 from tests.manifests.documents import DEFAULTS, MANIFESTS, NAME, documents_of, rights_of
+from vgpu_agent.families.vgpu_manager import keys as vgpu_manager
 from vgpu_agent.families.volcano_gpushare import family as volcano_gpushare
 from vgpu_agent.families.volcano_gpushare.settings import MEMORY_RESOURCE, NUMBER_RESOURCE
 from vgpu_agent.families.volcano_vgpu import decisions, node_state, pod_state
@@ -118,7 +119,9 @@ def test_the_policy_allows_the_keys_that_families_write_and_no_other() -> None:
     def listed(name: str) -> list[str]:
         return re.findall(r'"([^"]+/[^"]+|hamivgpu|gpu)"', variables[name])
 
+    keys = vgpu_manager.Keys()
     on_node = [node_state.REGISTER, node_state.HANDSHAKE, volcano_gpushare.UNHEALTHY_IDS]
+    on_node += [keys.node_config, keys.node_register, keys.node_topology]
     on_pods = [
         pod_state.PHASE,
         pod_state.TIME,
@@ -131,9 +134,24 @@ def test_the_policy_allows_the_keys_that_families_write_and_no_other() -> None:
         volcano_gpushare.PREDICATE_TIME,
         volcano_gpushare.GPU_ASSIGNED,
     ]
+    on_pods += keys.state_annotations
     assert listed("ownAnnotations") == on_node + on_pods
-    assert listed("removedAnnotations") == [node_state.LOCK, volcano_gpushare.NODE_LOCK]
-    assert listed("ownLabels") == [volcano_vgpu.UNIT_LABEL, volcano_vgpu.ISOLATION_LABEL]
+    assert listed("removedAnnotations") == [
+        node_state.LOCK,
+        volcano_gpushare.NODE_LOCK,
+        keys.node_heartbeat,
+    ]
+    assert listed("ownLabels") == [
+        volcano_vgpu.UNIT_LABEL,
+        volcano_vgpu.ISOLATION_LABEL,
+        vgpu_manager.DRIVER_VERSION_LABEL,
+        vgpu_manager.CUDA_VERSION_LABEL,
+        vgpu_manager.CUDA_MAJOR_LABEL,
+        vgpu_manager.CUDA_MINOR_LABEL,
+        *keys.state_labels,
+    ]
     assert listed("ownCapacity") == [NUMBER_RESOURCE, MEMORY_RESOURCE]
+    assert listed("removedCapacity") == [keys.cores, keys.memory]
+    assert f'startsWith("{keys.mig("")}")' in variables["removableCapacity"]
     assert "removedAnnotations" not in variables["foreignLabels"]
     assert not re.search(r"startsWith", variables["foreignLabels"])

@@ -100,6 +100,7 @@ class FamilySettings:
         options: its own flags and environment variables.
         follows: key of its own → the key whose flag, variable and place in NVIDIA's file set it as
             well.
+        follows_flags: the same, except that NVIDIA's file does not set it.
         ignored: variables of the replaced plugin that are not followed.
         ignored_flags: flags of the replaced plugin that are accepted and not followed.
         conflicts: the rules that the settings break, while it is on or off. An agent does not start
@@ -125,6 +126,7 @@ class FamilySettings:
     live: tuple[str, ...] = ()
     options: tuple[Option, ...] = ()
     follows: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    follows_flags: Mapping[str, str] = dataclasses.field(default_factory=dict)
     ignored: tuple[ForeignVariable, ...] = ()
     ignored_flags: tuple[ForeignFlag, ...] = ()
     conflicts: Callable[[Settings], Iterable[Conflict]] = _no_conflicts

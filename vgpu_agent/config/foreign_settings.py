@@ -52,10 +52,12 @@ class ForeignFlag:
     Attributes:
         name: the flag, with two dashes.
         instead: why it is not needed, or the remedy, as the end of the sentence.
+        asks_nothing: the value with which it asks for nothing; an empty one does so, too.
     """
 
     name: str
     instead: str
+    asks_nothing: str = ""
 
 
 def names() -> set[str]:
@@ -91,9 +93,8 @@ def flags_without_effect(given: Mapping[str, str]) -> Iterator[str]:
     """Yield a sentence for each flag of `flags` among those that were ``given``."""
     known = flags()
     for name, value in given.items():
-        if name in known:
-            shown_value = f": {shown(value)}" if value else ""
-            yield f"{name}{shown_value} has no effect here; {known[name].instead}"
+        if name in known and value not in ("", known[name].asks_nothing):
+            yield f"{name}: {shown(value)} has no effect here; {known[name].instead}"
 
 
 def _plain(value: str) -> str:

@@ -311,12 +311,17 @@ def options() -> tuple[Option, ...]:
     return (*_OPTIONS, *(option for family in families.DECLARED for option in family.options))
 
 
-def keys_set_with(path: str) -> tuple[str, ...]:
-    """List the further keys that an option for the key ``path`` sets."""
+def keys_set_with(path: str, *, in_file: bool = False) -> tuple[str, ...]:
+    """List the further keys that an option for the key ``path`` sets; with ``in_file`` those that
+    its place in NVIDIA's file sets.
+    """
     return tuple(
         key
         for family in families.DECLARED
-        for key, followed in family.follows.items()
+        for key, followed in (
+            *family.follows.items(),
+            *(() if in_file else family.follows_flags.items()),
+        )
         if followed == path
     )
 
@@ -347,7 +352,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
                 group, option.flags, metavar=option.metavar, help=text, repeats=key.is_list, **alone
             )
     for name in foreign_settings.flags():
-        _add(group, (name,), nargs="?", const="", help=argparse.SUPPRESS)
+        _add(group, (name,), nargs="?", const="true", help=argparse.SUPPRESS)
 
 
 class _Given(argparse.Action):

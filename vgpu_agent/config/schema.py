@@ -321,7 +321,7 @@ def _expectation(annotation: Any) -> str:
         if meta.extra and "expected" in meta.extra:
             return str(meta.extra["expected"])
     if typing.get_origin(bare) is Literal:
-        *others, last = typing.get_args(bare)
+        *others, last = (word if word != "" else '""' for word in typing.get_args(bare))
         return f"{', '.join(others)} or {last}"
     if typing.get_origin(bare) is tuple:
         return "a list"

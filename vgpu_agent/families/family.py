@@ -254,8 +254,8 @@ class PodFamily(Family, Protocol):
         to give ids of them.
 
         Only containers that could start by the pod's annotations; empty where these are not for
-        this node or cannot be followed at all. Init containers are left out: they work on GPUs of
-        the containers after them.
+        this node or cannot be followed at all. Init containers are left out where they work on
+        GPUs of the containers after them.
         """
         ...
 

@@ -40,12 +40,15 @@ class DeviceDemand:
             percentage, all of it).
         cores_percent: the compute that is asked of a device; 0 for none.
         text: the demand as the pod states it, for the error.
+        whole_is_alone: a container that asks for all compute of a device shares it with no other,
+            also where the others ask for none.
     """
 
     count: int
     memory_mib: Callable[[DeviceRoom], int]
     cores_percent: int
     text: str
+    whole_is_alone: bool = True
 
 
 def choose_rooms(
@@ -71,12 +74,6 @@ def choose_rooms(
     Raises:
         CapacityError: too few fit; the text names the demand and what each device lacks.
     """
-    lacks = {room.device: (refused or {}).get(room.device) or lack(room, demand) for room in rooms}
-    fitting = [room for room in rooms if not lacks[room.device]]
-    if len(fitting) < demand.count:
-        raise CapacityError(
-            f"{demand.text} cannot be placed on this node: {_reasons(rooms, lacks)}"
-        )
 
     def order(room: DeviceRoom) -> tuple[int, int]:
         rank = neighbours.rank(room.device)
@@ -87,7 +84,25 @@ def choose_rooms(
         )
 
     # sorted() is stable, so equal devices stay in the order of their minor numbers.
+    fitting = fitting_rooms(rooms, demand, refused=refused)
     return tuple(sorted(fitting, key=order)[: demand.count])
+
+
+def fitting_rooms(
+    rooms: Sequence[DeviceRoom], demand: DeviceDemand, *, refused: Mapping[str, str] | None = None
+) -> list[DeviceRoom]:
+    """Return the devices that have room, at least ``demand.count``.
+
+    Raises:
+        CapacityError: too few fit; the text names the demand and what each device lacks.
+    """
+    lacks = {room.device: (refused or {}).get(room.device) or lack(room, demand) for room in rooms}
+    fitting = [room for room in rooms if not lacks[room.device]]
+    if len(fitting) < demand.count:
+        raise CapacityError(
+            f"{demand.text} cannot be placed on this node: {_reasons(rooms, lacks)}"
+        )
+    return fitting
 
 
 def lack(room: DeviceRoom, demand: DeviceDemand) -> str:
@@ -102,7 +117,7 @@ def lack(room: DeviceRoom, demand: DeviceDemand) -> str:
             f"{room.memory_free_mib} MiB free of {room.memory_mib}, {memory_mib} wanted",
         ),
         (
-            cores >= _WHOLE_PERCENT and room.holders > 0,
+            demand.whole_is_alone and cores >= _WHOLE_PERCENT and room.holders > 0,
             f"{cores} % of the compute needs it alone, and {room.holders} share it",
         ),
         (

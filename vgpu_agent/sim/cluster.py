@@ -323,11 +323,18 @@ class SimulatedCluster:
 
     async def _publish(self) -> None:
         """Keep the Node's numbers equal to the plugins' lists."""
+        forgotten: set[str] = set()
         while True:
             with contextlib.suppress(ApiRefusalError):  # the Node was deleted
                 status = self.node_object().get("status") or {}
                 wanted: dict[str, dict[str, str]] = {"capacity": {}, "allocatable": {}}
                 for name in self.kubelet.resources:
+                    if not self.kubelet.has_forgotten(name):
+                        forgotten.discard(name)
+                    elif name in forgotten:
+                        continue
+                    else:
+                        forgotten.add(name)
                     devices = self.kubelet.resource(name)
                     wanted["capacity"][name], wanted["allocatable"][name] = (
                         str(devices.capacity),

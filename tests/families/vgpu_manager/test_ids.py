@@ -25,7 +25,7 @@ from vgpu_agent.families.vgpu_manager.ids import CARDS, PackedIds
     ],
 )
 def test_ids_are_those_of_the_contract(card: int, number: int, text: str) -> None:
-    """``vgpu-manager:13.2``: the kubelet's checkpoint may hold them for running pods."""
+    """``vgpu-manager:§13.2``: the kubelet's checkpoint may hold them for running pods."""
     assert PackedIds(card).text(number) == text
     assert PackedIds(card).number(text) == number
     assert PackedIds(card + 1).number(text) is None

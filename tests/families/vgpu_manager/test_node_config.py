@@ -13,8 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.settings import settings as settings_of
-from vgpu_agent.config.device_answers import Cdi, Plugin
-from vgpu_agent.config.settings import Settings
+from vgpu_agent.config.device_answers import Plugin
 from vgpu_agent.families.device_lists import ListOptions
 from vgpu_agent.families.plugin_files import texts_in_force
 from vgpu_agent.families.spec import NodeFacts
@@ -84,7 +83,8 @@ def test_every_key_is_read() -> None:
         mig_strategy="none",
         open_kernel_modules=True,
     )
-    assert (vgpu.excluded.indices, vgpu.excluded.uuids) == ({0, 2, 4, 5, 7, 8}, {UUID})
+    assert vgpu.excluded.indices == {0, 2, 4, 5, 7, 8}
+    assert vgpu.excluded.uuids == {UUID}
     assert config.plugin == {
         "device_list_strategy": ("envvar", "volume-mounts"),
         "gds_enabled": True,
@@ -179,14 +179,14 @@ def test_what_has_no_effect_is_named() -> None:
     """With its line, and the rest of the entry counts."""
     config = read(
         f"version: v1\nconfigs:\n- nodeName: {NODE}\n  cgroupDriver: systemd\n"
-        "  deviceSplitCuont: 2\n  deviceMemoryOverride: 7\n  gdsEnabled: true\n"
+        "  deviceSplitCuont: 2\n  frobnicate: 7\n  gdsEnabled: true\n"
     )
     assert config.notes == (
         (
             f"{YAML}:5: configs[0].deviceSplitCuont: unknown key, it has no effect; did you mean "
             "deviceSplitCount?"
         ),
-        f"{YAML}:6: configs[0].deviceMemoryOverride: unknown key, it has no effect; remove it",
+        f"{YAML}:6: configs[0].frobnicate: unknown key, it has no effect; remove it",
         (
             f"{YAML}:4: configs[0].cgroupDriver: has no effect; the agent finds a container's "
             "cgroup with either driver; remove the key"
@@ -198,7 +198,7 @@ def test_what_has_no_effect_is_named() -> None:
 MANY = "\n".join(f"- nodeName: n{number}\n  gdsEnabled: 7" for number in range(30))
 TABLE = [
     ("", "1: is empty; expected entries with a nodeName"),
-    ("{", "1: not YAML: did not find expected node content, while parsing a flow node"),
+    ("{", "2: not YAML: did not find expected node content, while parsing a flow node"),
     ("7", "1: expected a list of entries with a nodeName, got 7"),
     ("configs: 7", "1: configs: expected a list of entries with a nodeName, got 7"),
     ("version: v1", "1: configs: expected a list of entries with a nodeName, got null"),
@@ -270,7 +270,7 @@ TABLE = [
     ),
     (
         "- nodeName: a\n  migStrategy: double",
-        '2: [0].migStrategy: expected , none, single or mixed, got "double"',
+        '2: [0].migStrategy: expected "", none, single or mixed, got "double"',
     ),
     (
         "- nodeName: a\n  deviceListStrategy: env",
@@ -416,38 +416,29 @@ def test_a_file_that_cannot_be_read_keeps_its_effect() -> None:
 LISTS = ListOptions(strategies=("envvar",), imex_channels=(0,), cdi_modes=("gds",))
 
 
-def lists(text: str, settings: Settings, **found: Any) -> tuple[ListOptions, tuple[str, ...]]:
-    """How containers get their devices with this file."""
-    return read(text).lists(settings, NodeFacts(pod_lists=LISTS, **found))
-
-
 def test_the_way_of_devices_is_the_nodes_own() -> None:
     """Strategies, further devices and channels of the entry beat those of the agent."""
-    settings = settings_of(plugin=Plugin(gds_enabled=True, imex_channel_ids=(0,)))
-    assert lists(
+    plugin = Plugin(gds_enabled=True, imex_channel_ids=(0,))
+    config = read(
         entry(
             deviceListStrategy="volume-mounts",
             gdsEnabled=False,
             gdrcopyEnabled=True,
             imex={"channelIDs": []},
-        ),
-        settings,
-    ) == (
-        dataclasses.replace(
-            LISTS, strategies=("volume-mounts",), enabled=("gdrcopy",), imex_channels=()
-        ),
-        (),
+        )
     )
+    assert config.lists(LISTS, plugin) == dataclasses.replace(
+        LISTS, strategies=("volume-mounts",), enabled=("gdrcopy",), imex_channels=()
+    )
+    assert config.ruled_out(plugin) == ()
+    assert read(entry()).lists(LISTS, plugin) == dataclasses.replace(LISTS, enabled=("gds",))
 
 
 def test_what_needs_the_whole_agent_is_named() -> None:
     """CDI specs are made, and channels are looked for, as the agent's own settings say."""
-    found, problems = lists(
-        entry(deviceListStrategy="cdi-cri", imex={"channelIDs": [0], "required": True}),
-        settings_of(),
-    )
-    assert found.strategies == ("envvar",)
-    assert problems == (
+    config = read(entry(deviceListStrategy="cdi-cri", imex={"channelIDs": [0], "required": True}))
+    assert config.lists(LISTS, Plugin()).strategies == ("envvar",)
+    assert config.ruled_out(Plugin()) == (
         (
             "configs[0].deviceListStrategy: the CDI specs of a node are made as "
             "plugin.deviceListStrategy says; set that to a cdi strategy, too"
@@ -461,11 +452,5 @@ def test_what_needs_the_whole_agent_is_named() -> None:
             "plugin.imexRequired says; set that, too"
         ),
     )
-
-
-def test_grants_with_specs_of_their_own_need_no_strategy() -> None:
-    """With ``cdi.inline`` a late-bound container needs no NVIDIA runtime; an entry that names one
-    must not change that.
-    """
-    settings = settings_of(cdi=Cdi(inline=True))
-    assert lists(entry(deviceListStrategy="envvar"), settings, late=True)[0] == LISTS
+    both = Plugin(device_list_strategy=("envvar", "cdi-annotations"))
+    assert read(entry(deviceListStrategy="cdi-cri")).lists(LISTS, both).strategies == ("cdi-cri",)

@@ -88,7 +88,7 @@ def changed(place: int, **facts: object) -> Inventory:
 
 
 def test_the_golden_node() -> None:
-    """``vgpu-manager:13.1``: byte for byte, annotations and labels."""
+    """``vgpu-manager:§13.1``: byte for byte, annotations and labels."""
     node = desired()
     assert node.annotations == {
         CONFIG: '{"deviceSplit":10,"coresScaling":1,"memoryFactor":1,"memoryScaling":1}',
@@ -106,7 +106,7 @@ def test_the_golden_node() -> None:
 
 
 def test_four_nvlinks_behind_one_switch() -> None:
-    """``vgpu-manager:13.1``: the bus and the links, in this order."""
+    """``vgpu-manager:§13.1``: the bus and the links, in this order."""
     link = Link(10, 4)
     inventory = dataclasses.replace(INVENTORY, links={(U0, U1): link, (U1, U0): link})
     assert topology_text(inventory) == (
@@ -115,7 +115,7 @@ def test_four_nvlinks_behind_one_switch() -> None:
 
 
 def test_scaled_memory() -> None:
-    """``vgpu-manager:13.1``: twice the memory is 49152."""
+    """``vgpu-manager:§13.1``: twice the memory is 49152."""
     node = desired(memory_scaling=2.0)
     assert node.annotations[REGISTER] == REGISTERED.replace("24576", "49152")
     assert node.annotations[CONFIG] == (
@@ -137,7 +137,7 @@ def test_fractions_are_printed_as_by_go(scaling: float, text: str) -> None:
     ("capability", "text"), [((8, 6), "8.6"), ((9, 0), "9"), ((12, 1), "12.1"), ((0, 0), "0")]
 )
 def test_the_compute_capability_is_a_number(capability: tuple[int, int], text: str) -> None:
-    """``vgpu-manager §3``: float32, without a fraction where there is none."""
+    """``vgpu-manager:D33``: as a float32 is printed, without a fraction where there is none."""
     register = desired(changed(0, compute_capability=capability)).annotations[REGISTER]
     assert f'"capability":{text},"healthy"' in (register or "")
 
@@ -163,8 +163,8 @@ def test_names_are_escaped_as_by_go() -> None:
     ["XID 79", "the GPU serves nvidia until its last share is returned", "cordoned: maintenance"],
 )
 def test_a_card_that_cannot_be_had_is_unhealthy_until_it_can(trouble: str) -> None:
-    """``vgpu-manager §12.3``, row 6: the replaced plugin's never recover. One that serves another
-    family attracts no pods either.
+    """``vgpu-manager:D9``: the replaced plugin's never recover. One that serves another family
+    attracts no pods either.
     """
     assert [entry["healthy"] for entry in entries(desired(trouble={U0: trouble}))] == [False, True]
     assert desired().annotations[REGISTER] == REGISTERED
@@ -206,7 +206,7 @@ def test_a_lost_card_keeps_its_place() -> None:
 
 
 def test_a_card_that_never_answered_leaves_no_gap() -> None:
-    """``vgpu-manager §3``: a gap ends the whole scheduler. What stands for the card can be given
+    """``vgpu-manager:D11``: a gap ends the whole scheduler. What stands for the card can be given
     to nobody, and has a UUID of its own.
     """
     inventory = dataclasses.replace(
@@ -229,7 +229,7 @@ def test_a_card_that_never_answered_leaves_no_gap() -> None:
 
 
 def test_more_cards_than_the_library_knows() -> None:
-    """``vgpu-manager §12.3``, row 11: they are published, and unhealthy."""
+    """``vgpu-manager:D32``: they are published, and unhealthy."""
     found = entries(desired(cards(18)))
     assert [entry["healthy"] for entry in found] == [True] * 16 + [False] * 2
 
@@ -297,7 +297,9 @@ def test_a_node_whose_gpus_are_gone_is_no_gpu_node() -> None:
 
 
 def test_operators_keep_what_is_theirs() -> None:
-    """``vgpu-manager §3``: the rails and the compute policy are never written or taken away."""
+    """``vgpu-manager:D30``: at the agent's removal all else is taken back. The rails and the
+    compute policy are never written or taken away.
+    """
     left = cleanup(OPTIONS)
     assert left.annotations == dict.fromkeys((CONFIG, REGISTER, TOPOLOGY, HEARTBEAT))
     assert set(left.labels.values()) == {None}

@@ -17,7 +17,7 @@ from vgpu_agent.families.vgpu_manager.keys import Keys
 from vgpu_agent.families.vgpu_manager.offer import cautions_of, resources_of, shared_gpus
 from vgpu_agent.families.vgpu_manager.options import VgpuManagerOptions
 from vgpu_agent.ledger import Ledger
-from vgpu_agent.model import Decider, Gpu, Inventory, Resource, Share
+from vgpu_agent.model import Decider, Gpu, Health, Inventory, Resource, Share
 
 ALL = VgpuManagerOptions(offer_cores=True, offer_memory=True)
 
@@ -42,7 +42,7 @@ def ledger(inventory: Inventory, **options: object) -> Ledger:
 
 
 def test_ids_are_those_of_the_contract() -> None:
-    """``vgpu-manager:13.2``: ten slots of each card, and its compute and memory in packed ids."""
+    """``vgpu-manager:§13.2``: ten slots of each card, and its compute and memory in packed ids."""
     found = offered()
     assert [entry.id for entry in found[NUMBER].ids] == [
         f"{uuid}::{number}" for uuid in (U0, U1) for number in range(10)
@@ -151,6 +151,18 @@ def test_an_excluded_card_stays_with_other_families() -> None:
     assert book.shared_gpus("other") == {U0}
 
 
+def test_an_ill_card_loses_its_slots_at_once_and_gets_them_back() -> None:
+    """``vgpu-manager:D8``, ``vgpu-manager:D9``: the replaced plugin ends, and forgets it."""
+    book = ledger(INVENTORY)
+    well = book.listing(NUMBER)
+    ill = dataclasses.replace(INVENTORY.gpus[0], health=Health(ok=False, reason="XID 79"))
+    book.observe(dataclasses.replace(INVENTORY, gpus=(ill, INVENTORY.gpus[1])))
+    assert [entry.healthy for entry in book.listing(NUMBER)] == [False] * 10 + [True] * 10
+    assert book.offered_ids(NUMBER) == 10
+    book.observe(INVENTORY)
+    assert book.listing(NUMBER) == well
+
+
 def test_a_divided_card_has_no_slots() -> None:
     """Its instances have a resource of their own."""
     divided = dataclasses.replace(
@@ -178,7 +190,7 @@ def test_a_lost_card_keeps_its_number() -> None:
 
 
 def test_a_list_that_is_too_long_is_left_out_with_the_unit_that_fits() -> None:
-    """``vgpu-manager §2.2``: 655,360 ids are three times what the kubelet takes, and the slots are
+    """``vgpu-manager:D7``: 655,360 ids are three times what the kubelet takes, and the slots are
     offered all the same.
     """
     inventory = cards(8)
@@ -207,7 +219,7 @@ def test_slots_that_are_too_many_offer_nothing() -> None:
 
 
 def test_cards_beyond_the_library_are_listed_and_given_to_nobody() -> None:
-    """``vgpu-manager §12.3``, row 11: a claim on such a card ends the replaced plugin."""
+    """``vgpu-manager:D32``: a claim on such a card ends the replaced plugin."""
     inventory = cards(18, 4096)
     book = ledger(inventory)
     assert book.offered_ids(NUMBER) == 160

@@ -194,7 +194,7 @@ class _Translator:
             node = yaml.Node([yaml.Node(node.value, node.line)], node.line)
         elif key.is_switch and isinstance(node.value, str):
             node = yaml.Node(_SWITCH_WORDS.get(node.value, node.value), node.line)
-        for ours in (_VALUES[path], *options.keys_set_with(_VALUES[path])):
+        for ours in (_VALUES[path], *options.keys_set_with(_VALUES[path], in_file=True)):
             self._put(ours, path, node)
 
     def _items(self, path: str, items: schema.Struct, node: yaml.Node) -> yaml.Node:

@@ -84,8 +84,8 @@ def claimed_cards(question: Question, options: VgpuManagerOptions) -> ContainerC
 
 
 def disagreement(claim: ContainerClaim, question: Question) -> str:
-    """Explain that a claim's indices are not those of its cards, which then count by UUID; empty
-    when they are.
+    """Explain, as the end of a sentence, that a claim's indices are not those of its cards, which
+    count by UUID; empty when they are.
     """
     numbers = {gpu.uuid: number for number, gpu in question.inventory.numbered.items()}
     wrong = [
@@ -93,7 +93,7 @@ def disagreement(claim: ContainerClaim, question: Question) -> str:
         for card in claim.cards
         if numbers.get(card.uuid, card.index) != card.index
     ]
-    return f"the scheduler wrote index {listed(wrong)}; the UUID counts" if wrong else ""
+    return f", which has index {listed(wrong)}; the UUID counts" if wrong else ""
 
 
 def refused(

@@ -14,6 +14,7 @@ its own: the offer (`offer`), a container's request (`requests`), the claims (`c
 
 from __future__ import annotations
 
+import collections
 from typing import TYPE_CHECKING
 
 from vgpu_agent.errors import RequestRefusedError, UnhealthyDeviceError
@@ -31,29 +32,28 @@ from vgpu_agent.families.vgpu_manager.offer import (
     cautions_of,
     memory_mib,
     resources_of,
-    shared_gpus,
 )
+from vgpu_agent.families.vgpu_manager.placing import place
 from vgpu_agent.families.vgpu_manager.requests import (
     DISABLED,
     OVERSOLD,
-    asks,
     compute_policy,
-    read_request,
     sets,
 )
 from vgpu_agent.families.vgpu_manager.settings import FAMILY
 from vgpu_agent.isolation.edits import Provision
 from vgpu_agent.isolation.vgpu_control import CardLimit, ControlTarget
 from vgpu_agent.model import Resource, Share
-from vgpu_agent.placement.rooms import DeviceDemand, choose_rooms
+from vgpu_agent.pods import ContainerKind
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from vgpu_agent.families.family import NodeView
+    from vgpu_agent.families.vgpu_manager.claims import ContainerClaim
     from vgpu_agent.families.vgpu_manager.options import VgpuManagerOptions
     from vgpu_agent.isolation.vgpu_control import ControlBackend
-    from vgpu_agent.model import DeviceRoom, Gpu, Grant, Inventory
+    from vgpu_agent.model import Gpu, Grant, Inventory
     from vgpu_agent.nodes import DesiredNode
     from vgpu_agent.pods import DesiredPod, Pod
 
@@ -94,8 +94,11 @@ class VgpuManagerFamily:
         return resources_of(inventory, self._options)
 
     def cautions(self, inventory: Inventory) -> tuple[str, ...]:
-        """See `cautions_of`."""
-        return cautions_of(inventory, self._options)
+        """See `cautions_of` and `too_long_texts`."""
+        return (
+            *cautions_of(inventory, self._options),
+            *node_state.too_long_texts(inventory, self._options),
+        )
 
     def check(self, resource: Resource, ids: Sequence[str]) -> None:
         """A number of k means k different GPUs, so more than the node has can never be had."""
@@ -115,19 +118,16 @@ class VgpuManagerFamily:
         claim = claimed_cards(question, self._options)
         if claim is None:
             return self._place(question)
-        return Decision(
-            tuple(Share(card.uuid, card.memory_mib, card.cores_percent) for card in claim.cards),
-            f"the scheduler, in {self._options.keys.pre_allocated}",
-            second_best=disagreement(claim, question),
-            by_scheduler=True,
-        )
+        by = f"the scheduler, in {self._options.keys.pre_allocated}"
+        return Decision(_shares(claim), by + disagreement(claim, question), by_scheduler=True)
 
     def named(self, pod: Pod, inventory: Inventory) -> Mapping[str, tuple[str, ...]]:
         """Return the cards of each container's claim, without claims that could not start."""
         named = {}
+        memory = collections.Counter[str]()
         for container in pod.containers:
             count = container.limits.get(self._options.keys.number, 0)
-            if not asks(container, self._options.keys) or not 0 < count <= MOST_CARDS:
+            if not 0 < count <= MOST_CARDS:  # also a bound: users may write any number there
                 continue
             number = Resource(self._options.keys.number, FAMILY, ())
             asked = Question(number, pod, container.name, ("",) * count, pod.node, inventory, ())
@@ -135,8 +135,14 @@ class VgpuManagerFamily:
                 claim = claimed_cards(asked, self._options)
             except RequestRefusedError:
                 continue
-            if claim is not None:
-                named[container.name] = tuple(card.uuid for card in claim.cards)
+            if claim is None:
+                continue
+            named[container.name] = tuple(card.uuid for card in claim.cards)
+            if container.kind is not ContainerKind.INIT:
+                memory.update({card.uuid: card.memory_mib for card in claim.cards})
+        offered = {gpu.uuid: memory_mib(gpu, self._options) for gpu in inventory.gpus}
+        if any(booked > offered[uuid] for uuid, booked in memory.items()):
+            return {}  # together they are more than the card has, so the pod never starts whole
         return named
 
     def recall(self, question: Question) -> Decision | None:
@@ -147,37 +153,12 @@ class VgpuManagerFamily:
             return None
         if claim is None:
             return None
-        return Decision(
-            tuple(Share(card.uuid, card.memory_mib, card.cores_percent) for card in claim.cards),
-            f"the annotation {self._options.keys.pre_allocated}",
-            by_scheduler=True,
-        )
+        by = f"the annotation {self._options.keys.pre_allocated}"
+        return Decision(_shares(claim), by, by_scheduler=True)
 
     def _place(self, question: Question) -> Decision:
-        pod, container = question.pod, asking_container(question)
-        request = read_request(pod, container, self._options.keys, self._options.memory_factor)
-        cards = {gpu.uuid: gpu for gpu in shared_gpus(question.inventory, self._options)}
-
-        def memory_on(room: DeviceRoom) -> int:
-            return request.memory_on(memory_mib(cards[room.device], self._options))
-
-        demand = DeviceDemand(
-            len(question.ids),
-            memory_on,
-            request.cores_percent,
-            f"{len(question.ids)} × {question.resource.name} ({request.text()})",
-        )
-        chosen = choose_rooms(
-            [room for room in question.rooms if room.device in cards],
-            demand,
-            policy="binpack",
-            refused={},
-            neighbours=question.neighbours,
-        )
-        shares = tuple(
-            Share(room.device, memory_on(room), request.cores_percent) for room in chosen
-        )
-        return Decision(shares, "the agent, binpack")
+        placed = place(question, asking_container(question), self._options)
+        return Decision(placed.shares, f"the agent, {placed.rules}")
 
     # -- what puts it in force ---------------------------------------------------------------------
 
@@ -246,6 +227,10 @@ class VgpuManagerFamily:
         """Return nothing that makes a scheduler send pods."""
         del now
         return node_state.cleanup(self._options)
+
+
+def _shares(claim: ContainerClaim) -> tuple[Share, ...]:
+    return tuple(Share(card.uuid, card.memory_mib, card.cores_percent) for card in claim.cards)
 
 
 def _present(uuid: str, inventory: Inventory) -> Gpu:

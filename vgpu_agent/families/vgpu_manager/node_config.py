@@ -102,39 +102,45 @@ class NodeConfig:
         """Return ``vgpu`` with the values of this file."""
         return msgspec.structs.replace(vgpu, **self.own)
 
-    def lists(self, settings: Settings, facts: NodeFacts) -> tuple[ListOptions, tuple[str, ...]]:
-        """Return how containers get their devices with this file, and a sentence for each value of
-        it that the settings of the whole agent rule out.
+    def lists(self, lists: ListOptions, plugin: Plugin) -> ListOptions:
+        """Return ``lists``, how containers get their devices, with the values of this file.
+
+        Args:
+            lists: as the settings of the whole agent say.
+            plugin: those settings.
         """
-        lists, plugin = facts.pod_lists, settings.plugin
+        wanted = msgspec.structs.replace(plugin, **self.plugin)
+        strategies = lists.strategies
+        if "device_list_strategy" in self.plugin and not self._lacks_specs(plugin):
+            strategies = wanted.device_list_strategy
+        return dataclasses.replace(
+            lists,
+            strategies=strategies,
+            enabled=wanted.device_modes,
+            imex_channels=lists.imex_channels if wanted.imex_channel_ids else (),
+        )
+
+    def ruled_out(self, plugin: Plugin) -> tuple[str, ...]:
+        """Return a sentence for each value that the settings of the whole agent rule out."""
         wanted = msgspec.structs.replace(plugin, **self.plugin)
         problems = []
-        strategies = lists.strategies
-        if not (settings.cdi.inline and facts.late):  # the strategy is then the agent's own
-            strategies = wanted.device_list_strategy
-            if _names_cdi(strategies) and not _names_cdi(plugin.device_list_strategy):
-                strategies = lists.strategies
-                problems.append(
-                    "deviceListStrategy: the CDI specs of a node are made as "
-                    "plugin.deviceListStrategy says; set that to a cdi strategy, too"
-                )
-        channels = lists.imex_channels if wanted.imex_channel_ids else ()
+        if self._lacks_specs(plugin):
+            problems.append(
+                "deviceListStrategy: the CDI specs of a node are made as plugin.deviceListStrategy "
+                "says; set that to a cdi strategy, too"
+            )
         for attribute, key in (("imex_channel_ids", "channelIDs"), ("imex_required", "required")):
             if getattr(wanted, attribute) and not getattr(plugin, attribute):
-                ours = _PLUGIN[attribute].name
                 problems.append(
-                    f"imex.{key}: the channels of a node are looked for as plugin.{ours} says; set "
-                    "that, too"
+                    f"imex.{key}: the channels of a node are looked for as "
+                    f"plugin.{_PLUGIN[attribute].name} says; set that, too"
                 )
-        return (
-            dataclasses.replace(
-                lists,
-                strategies=strategies,
-                enabled=wanted.device_modes,
-                imex_channels=channels,
-            ),
-            tuple(f"{self.entry}.{problem}" for problem in problems),
-        )
+        return tuple(f"{self.entry}.{problem}" for problem in problems)
+
+    def _lacks_specs(self, plugin: Plugin) -> bool:
+        """Tell whether it wants CDI names, for which nothing makes specs."""
+        wanted = self.plugin.get("device_list_strategy", ())
+        return _names_cdi(wanted) and not _names_cdi(plugin.device_list_strategy)
 
 
 def in_force(settings: Settings, facts: NodeFacts) -> NodeConfig:

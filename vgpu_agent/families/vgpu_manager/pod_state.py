@@ -13,15 +13,15 @@ import re
 from typing import TYPE_CHECKING
 
 from vgpu_agent.families.vgpu_manager.claims import (
-    Claims,
     ClaimsTextError,
     ContainerClaim,
     DeviceClaim,
+    by_container,
     parse_claims,
     write_claims,
 )
 from vgpu_agent.families.vgpu_manager.requests import asks
-from vgpu_agent.pods import DesiredPod
+from vgpu_agent.pods import ContainerKind, DesiredPod
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -80,44 +80,33 @@ def _failed(pod: Pod, keys: Keys) -> DesiredPod:
 def _served(
     pod: Pod, grants: Mapping[str, Grant], keys: Keys, indices: Mapping[str, int]
 ) -> DesiredPod:
-    asking = [each.name for each in pod.containers if asks(each, keys)]
-    served = [name for name in asking if name in grants]
-    if not served:
-        return DesiredPod()
+    asking = [each for each in pod.containers if asks(each, keys)]
     given = {
-        name: ContainerClaim(
-            name,
-            tuple(
-                DeviceClaim(
-                    indices.get(share.device, 0),
-                    share.device,
-                    share.cores_percent,
-                    share.memory_mib,
-                )
-                for share in grants[name].shares
-            ),
-        )
-        for name in served
+        each.name: _claim(each.name, grants[each.name], indices)
+        for each in asking
+        if each.name in grants
     }
+    if not given:
+        return DesiredPod()
     claimed = _readable(pod.annotations.get(keys.pre_allocated, ""))
-    named = {each.container for each in claimed}
-    order = [each.container for each in claimed]
+    whole = {**given, **claimed}
+    order = [each.name for each in asking if each.name in whole]
     annotations: dict[str, str | None] = {}
-    if missing := [name for name in asking if name in given and name not in named]:
-        # In the order of the pod, as a scheduler writes it.
-        standing = {each.container: each for each in claimed}
-        whole = standing | {name: given[name] for name in missing}
-        order = [name for name in asking if name in whole]
+    if given.keys() - claimed.keys():
         annotations[keys.pre_allocated] = write_claims(whole[name] for name in order)
         annotations[keys.predicate_node] = pod.node
-    earlier = {
-        each.container: each
-        for each in _readable(pod.annotations.get(keys.real_allocated, ""))
-        if each.container in order
-    }
-    real = earlier | given
+    # A user may have written it, so it counts for nothing but what a scheduler has claimed.
+    written = _readable(pod.annotations.get(keys.real_allocated, ""))
+    real = {name: claim for name, claim in written.items() if claimed.get(name) == claim}
+    last = max(place for place, each in enumerate(asking) if each.name in given)
+    real |= {
+        each.name: claimed[each.name]
+        for each in asking[:last]
+        if each.kind is ContainerKind.INIT and each.name in claimed and each.name not in real
+    }  # it must have ended, so nothing else is left of it
+    real |= given
     annotations[keys.real_allocated] = write_claims(real[name] for name in order if name in real)
-    complete = all(name in real for name in asking)
+    complete = all(each.name in real for each in asking)
     if complete:
         annotations[keys.predicate_time] = FINISHED
     return DesiredPod(
@@ -129,8 +118,21 @@ def _served(
     )
 
 
-def _readable(text: str) -> Claims:
+def _claim(name: str, grant: Grant, indices: Mapping[str, int]) -> ContainerClaim:
+    return ContainerClaim(
+        name,
+        tuple(
+            DeviceClaim(
+                indices.get(share.device, 0), share.device, share.cores_percent, share.memory_mib
+            )
+            for share in grant.shares
+        ),
+    )
+
+
+def _readable(text: str) -> Mapping[str, ContainerClaim]:
+    """The claims in an annotation; none where a user has made something else of it."""
     try:
-        return parse_claims(text)
+        return by_container(parse_claims(text))
     except ClaimsTextError:
-        return ()
+        return {}

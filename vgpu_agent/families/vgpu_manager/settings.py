@@ -175,8 +175,15 @@ def _conflicts(settings: Settings) -> Iterator[Conflict]:
 
 
 def _without_effect(settings: Settings) -> Iterator[str]:
-    for sentence in settings.section(VgpuManager).gates.without_effect:
+    gates = settings.section(VgpuManager).gates
+    for sentence in gates.without_effect:
         yield f"{SECTION}.featureGates: {sentence}"
+    processes = settings.vgpu_control.processes
+    if gates.client_mode and processes != "client":
+        yield (
+            f"{SECTION}.featureGates: DevicePluginClientMode has no effect beside "
+            f"vgpuControl.processes: {processes}; set that to client"
+        )
 
 
 def _names(settings: Settings) -> Iterator[OfferedName]:
@@ -185,8 +192,10 @@ def _names(settings: Settings) -> Iterator[OfferedName]:
     strategy, _ = static_mig_strategy(settings, vgpu)
     offered = [(keys.number, strategy != "single")]
     offered += [(keys.cores, gates.offer_cores), (keys.memory, gates.offer_memory)]
+    # The key that an operator has set, and may change.
+    path = "families.vgpuManager" if vgpu.domain == DEFAULT_DOMAIN else f"{SECTION}.domain"
     for name in (name for name, is_offered in offered if is_offered):
-        yield OfferedName(name, FAMILY, f"{SECTION}.domain")
+        yield OfferedName(name, FAMILY, path)
     if strategy != "none":
         yield OfferedName(keys.mig(""), FAMILY, f"{SECTION}.migStrategy", prefix=True)
 
@@ -206,7 +215,7 @@ def _own(key: str, flag: str, metavar: str, text: str) -> Option:
     return Option(f"{SECTION}.{key}", flag, f"VGPU_AGENT_{name}", metavar, text)
 
 
-_LOG = "set log.level and log.format"
+_FEW_REQUESTS = "the agent writes what has changed, and only that"
 _FOUND = "the agent finds a container's cgroup by itself, with either driver"
 
 
@@ -230,25 +239,25 @@ SETTINGS = FamilySettings(
         _own("featureGates", "--feature-gates", "GATES", "vgpu-manager's gates: A=true,B=false"),
         _own("nodeConfigFile", "--node-config-path", "FILE", "vgpu-manager's node configuration"),
         _own("openKernelModules", "--open-kernel-modules", "BOOL", "the driver's open modules"),
+        Option("vgpuControl.hostDirectory", "", "HOST_MANAGER_DIR"),
     ),
-    follows={f"{SECTION}.migStrategy": "plugin.migStrategy"},
+    follows_flags={f"{SECTION}.migStrategy": "plugin.migStrategy"},
     ignored=(ForeignVariable("CGROUP_DRIVER", _found, _FOUND),),
     ignored_flags=(
         ForeignFlag("--master", "name the API server in the kubeconfig"),
-        *(
-            ForeignFlag(f"--kube-{name}", "the agent writes what has changed, and only that")
-            for name in ("api-qps", "api-burst")
-        ),
-        ForeignFlag("--kube-timeout", "a request may take 15 s"),
+        # The chart gives these two with their defaults.
+        ForeignFlag("--kube-api-qps", _FEW_REQUESTS, "20"),
+        ForeignFlag("--kube-api-burst", _FEW_REQUESTS, "30"),
+        ForeignFlag("--kube-timeout", "a request may take 15 s", "0"),
         ForeignFlag("--cgroup-driver", _FOUND),
-        ForeignFlag("--pprof-bind-port", "debugListen serves /debug"),
+        ForeignFlag("--pprof-bind-port", "debugListen serves /debug", "0"),
+        ForeignFlag("--enable-dra-monitor", "the agent gives nothing out through DRA", "false"),
         ForeignFlag(
-            "--stuck-grace-period", "how long a claim waits for its pod is the scheduler's"
+            "--stuck-grace-period", "how long a claim waits for its pod is the scheduler's", "30s"
         ),
-        ForeignFlag("--enable-dra-monitor", "the agent gives nothing out through DRA"),
-        # klog's
+        # klog's, with the dashes of newer and the underscores of older versions
         *(
-            ForeignFlag(flag, _LOG)
+            ForeignFlag(flag, "set log.level and log.format")
             for name in (
                 "--v",
                 "--vmodule",

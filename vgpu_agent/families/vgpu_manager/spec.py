@@ -4,7 +4,13 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from vgpu_agent.families.spec import BuiltFamily, FamilySpec
+import msgspec
+
+from vgpu_agent.config.types import DEVICE_MODES
+from vgpu_agent.families.mig_instances import NONE
+from vgpu_agent.families.plugin_files import PluginFile
+from vgpu_agent.families.spec import BuiltFamily, FamilySpec, Vocabulary
+from vgpu_agent.families.vgpu_manager import node_config
 from vgpu_agent.families.vgpu_manager.control import (
     DECISIVE_VARIABLES,
     LIBRARY_USE,
@@ -20,60 +26,110 @@ from vgpu_agent.families.vgpu_manager.keys import (
     DRIVER_VERSION_LABEL,
     Keys,
 )
+from vgpu_agent.families.vgpu_manager.mig import VgpuManagerMigFamily
 from vgpu_agent.families.vgpu_manager.options import VgpuManagerOptions
 from vgpu_agent.families.vgpu_manager.requests import DISABLED, OVERSOLD
-from vgpu_agent.families.vgpu_manager.settings import FAMILY, SETTINGS, VgpuManager
+from vgpu_agent.families.vgpu_manager.settings import (
+    FAMILY,
+    SECTION,
+    SETTINGS,
+    VgpuManager,
+    static_mig_strategy,
+)
 
 if TYPE_CHECKING:
     from vgpu_agent.config.settings import Settings
+    from vgpu_agent.families.device_lists import ListOptions
     from vgpu_agent.families.spec import NodeFacts
-
-_KEYS = Keys()
 
 
 def _build(settings: Settings, facts: NodeFacts) -> BuiltFamily:
+    given = settings.section(VgpuManager)
     if not settings.is_on(FAMILY):
-        return BuiltFamily()
-    vgpu = settings.section(VgpuManager)
-    options = VgpuManagerOptions(
-        keys=Keys(vgpu.domain),
-        split=vgpu.device_split_count,
-        cores_scaling=vgpu.device_cores_scaling,
-        memory_scaling=vgpu.device_memory_scaling,
-        memory_factor=vgpu.device_memory_factor,
-        mig_strategy=vgpu.mig_strategy,
-        lists=facts.pod_lists,
-        message_budget_bytes=settings.kubelet.message_budget_bytes,
-    )
+        return BuiltFamily(idle=(_instances(settings, given, facts.lists),))
+    config = node_config.in_force(settings, facts)
+    vgpu, plugin = config.applied_to(given), settings.plugin
+    _, elsewhere = static_mig_strategy(settings, vgpu)
+    problems = [*config.problems, *config.notes]
+    problems += [f"{given.node_config_file}: {problem}" for problem in config.ruled_out(plugin)]
+    problems += [f"{SECTION}.migStrategy: {elsewhere}"] if elsewhere else []
+    # A grant's own spec needs no NVIDIA runtime, and an entry that names one must not change that.
+    own_specs = settings.cdi.inline and facts.late
+    lists = facts.pod_lists if own_specs else config.lists(facts.pod_lists, plugin)
+    options = VgpuManagerOptions.from_settings(settings, vgpu, lists=lists)
+    instances = _instances(settings, vgpu, config.lists(facts.lists, plugin))
+    offers_instances = options.mig_strategy != NONE
     control = control_backend(settings, options, facts)
     return BuiltFamily(
+        by_ids=(instances,) if offers_instances else (),
         by_pod=(VgpuManagerFamily(options, control),),
+        # Existing instances that are not offered may still be held.
+        idle=() if offers_instances else (instances,),
+        problems=tuple(problems),
+        in_force=msgspec.structs.asdict(vgpu),
+        origins=dict.fromkeys(config.own, node_config.FILE),
         blocked=why_blocked(settings, facts),
         uses_library=LIBRARY_USE.backend if is_limited(settings) else "",
         services=control.services,
     )
 
 
+def _instances(settings: Settings, vgpu: VgpuManager, lists: ListOptions) -> VgpuManagerMigFamily:
+    return VgpuManagerMigFamily(
+        VgpuManagerOptions.from_settings(settings, vgpu, lists=lists), lists
+    )
+
+
+def _vocabulary(keys: Keys) -> Vocabulary:
+    return Vocabulary(
+        resource_prefixes=(keys.number, keys.cores, keys.memory, keys.mig("")),
+        annotations=(*keys.state_annotations, *keys.user_annotations),
+        labels=keys.state_labels,
+        node_annotations=(
+            keys.node_config,
+            keys.node_register,
+            keys.node_topology,
+            DRIVER_VERSION_LABEL,
+            CUDA_VERSION_LABEL,
+            CUDA_MAJOR_LABEL,
+            CUDA_MINOR_LABEL,
+        ),
+        progress=frozenset({keys.predicate_time, keys.real_allocated}),
+    )
+
+
+def _renamed(settings: Settings) -> Vocabulary:
+    return _vocabulary(Keys(settings.section(VgpuManager).domain))
+
+
+def _node_config_path(settings: Settings) -> str:
+    return settings.section(VgpuManager).node_config_file if settings.is_on(FAMILY) else ""
+
+
+def _device_modes(settings: Settings) -> tuple[str, ...]:
+    """The kinds of devices that a node configuration may ask for; nobody knows before it is read,
+    and a CDI spec that is not used does no harm.
+    """
+    return DEVICE_MODES if settings.section(VgpuManager).node_config_file else ()
+
+
+_BY_DEFAULT = _vocabulary(Keys())
+
 SPEC = FamilySpec(
     SETTINGS,
     _build,
     needs_api_server=True,
-    resource_prefixes=(_KEYS.number, _KEYS.cores, _KEYS.memory),
-    annotations=(*_KEYS.state_annotations, *_KEYS.user_annotations),
-    labels=_KEYS.state_labels,
+    files=(PluginFile(node_config.FILE, node_config.is_valid, path=_node_config_path),),
+    resource_prefixes=_BY_DEFAULT.resource_prefixes,
+    annotations=_BY_DEFAULT.annotations,
+    labels=_BY_DEFAULT.labels,
     values=f"{OVERSOLD}|{DISABLED}",  # without metacharacters
     variables=(
         f"CUDA_MEM_(LIMIT(_\\d{{1,2}})?|RATIO|OVERSOLD)|DISABLE_VGPU_CONTROL|{DECISIVE_VARIABLES}"
     ),
     library=LIBRARY_USE,
-    node_annotations=(
-        _KEYS.node_config,
-        _KEYS.node_register,
-        _KEYS.node_topology,
-        DRIVER_VERSION_LABEL,
-        CUDA_VERSION_LABEL,
-        CUDA_MAJOR_LABEL,
-        CUDA_MINOR_LABEL,
-    ),
-    progress=frozenset({_KEYS.predicate_time, _KEYS.real_allocated}),
+    device_modes=_device_modes,
+    node_annotations=_BY_DEFAULT.node_annotations,
+    progress=_BY_DEFAULT.progress,
+    renamed=_renamed,
 )

@@ -141,15 +141,21 @@ class SimulatedKubelet:
         """Devices of a resource; empty when it was never registered,
         or its plugin has been gone for five minutes.
         """
+        return (
+            ResourceDevices()
+            if self.has_forgotten(name)
+            else self._records.devices.get(name, ResourceDevices())
+        )
+
+    def has_forgotten(self, name: str) -> bool:
+        """Tell whether the resource's plugin has been gone for five minutes. The next status of the
+        Node has it at 0, and later ones leave it as it is.
+        """
         endpoint = self._endpoints.get(name)
         gone_for = (
             time.monotonic() - endpoint.stopped_at if endpoint and endpoint.stopped_at else 0.0
         )
-        return (
-            ResourceDevices()
-            if gone_for > _STOP_GRACE_SECONDS
-            else self._records.devices.get(name, ResourceDevices())
-        )
+        return gone_for > _STOP_GRACE_SECONDS
 
     async def until(self, condition: Callable[[], bool], *, timeout_seconds: float = 30.0) -> None:
         """Return when ``condition`` holds; it is called after every change of this kubelet, and
@@ -272,7 +278,11 @@ class SimulatedKubelet:
 
     async def _register(self, request: messages.RegisterRequest, context: Any) -> messages.Empty:
         await self._note(
-            "Register", request.resource_name, endpoint=request.endpoint, version=request.version
+            "Register",
+            request.resource_name,
+            endpoint=request.endpoint,
+            version=request.version,
+            **_shown(request.options),
         )
         await asyncio.sleep(self.faults.register_delay_seconds)
         if self.faults.failing_registrations:
@@ -300,7 +310,12 @@ class SimulatedKubelet:
                 grpc.StatusCode.UNKNOWN,
                 f"failed to dial device plugin with socketPath {endpoint.socket_path}: {err}",
             )
-        await self._note("GetDevicePluginOptions", request.resource_name, endpoint=request.endpoint)
+        await self._note(
+            "GetDevicePluginOptions",
+            request.resource_name,
+            endpoint=request.endpoint,
+            **_shown(endpoint.options),
+        )
         if before := self._endpoints.get(request.resource_name):
             self._retired.append(before)
         self._endpoints[request.resource_name] = endpoint  # the last registration wins
@@ -504,3 +519,10 @@ def _encoded(message: Any) -> bytes:
 
 def _rejected(text: str) -> str:
     return f"Pod was rejected: Allocate failed due to {text}, which is unexpected"
+
+
+def _shown(options: messages.DevicePluginOptions | None) -> dict[str, bool]:
+    return {
+        "pre_start": options is not None and options.pre_start_required,
+        "preferred": options is not None and options.get_preferred_allocation_available,
+    }

@@ -1,0 +1,92 @@
+"""docs/coming-from-vgpu-manager.md: its tables are complete, and what they say is what the agent
+does.
+"""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from vgpu_agent.config import foreign_settings, options, schema
+from vgpu_agent.config.load import Contents, Sources, load_contents
+from vgpu_agent.families.vgpu_manager.gates import read_gates
+from vgpu_agent.families.vgpu_manager.node_config import _KEYS
+from vgpu_agent.families.vgpu_manager.settings import SETTINGS
+
+DOCS = Path(__file__).resolve().parents[1] / "docs"
+PAGE = (DOCS / "coming-from-vgpu-manager.md").read_text()
+CONTRACT = (DOCS / "contracts" / "vgpu-manager.md").read_text()
+
+
+def section(heading: str) -> str:
+    """The text of one section of the contract."""
+    return CONTRACT.partition(f"### {heading} ")[2].partition("\n### ")[0]
+
+
+def named(text: str) -> set[str]:
+    """The flags that a text names."""
+    return set(re.findall(r"--[a-z][a-z0-9-]+", text))
+
+
+def accepted() -> set[str]:
+    """The flags that the agent takes, with an effect or without."""
+    every = {flag for option in options.options() for flag in option.flags}
+    return every | foreign_settings.flags().keys()
+
+
+def test_each_flag_of_the_device_plugin_is_on_the_page_and_accepted() -> None:
+    """vgpu-manager §1.2: what the page leaves out, an admin has to guess."""
+    flags = named(section("1.2")) - {"--version"}
+    assert len(flags) > 25
+    assert flags - accepted() == set()
+    assert flags - named(PAGE) == set()
+
+
+def test_each_flag_that_the_page_names_is_accepted() -> None:
+    """Those behind kubectl and helm aside."""
+    table = "\n".join(line for line in PAGE.splitlines() if line.startswith("| `--"))
+    assert named(table) - accepted() == set()
+
+
+def test_each_gate_is_on_the_page_and_known() -> None:
+    """vgpu-manager §1.7, in both spellings."""
+    rows = [line for line in section("1.7").splitlines() if line.startswith("| `")]
+    gates = {name for row in rows for name in re.findall(r"`([A-Z][A-Za-z]+)`", row.split("|")[1])}
+    assert len(gates) == 19
+    for gate in gates:
+        assert f"`{gate}`" in PAGE, gate
+        assert read_gates([f"{gate}=true"]).problems == (), gate
+
+
+def test_each_key_of_a_node_configuration_is_known() -> None:
+    """vgpu-manager §1.6."""
+    keys = set(re.findall(r"`([a-z][A-Za-z]+)`", section("1.6"))) - {"version", "configs"}
+    assert {key for key in keys if key not in _KEYS} <= {"configs", "version"}
+    assert "gdrcopyEnabled" in keys
+
+
+def test_each_setting_of_the_page_exists() -> None:
+    """A setting that was renamed would send an operator looking for it."""
+    paths = schema.value_paths()
+    sections = {path.partition(".")[0] for path in paths if "." in path}
+    words = set(re.findall(r"`([a-z][A-Za-z]*\.[a-z][A-Za-z.]*)(?::[^`]*)?`", PAGE))
+    words = {word for word in words if word.partition(".")[0] in sections}
+    assert {"vgpuManager.nodeConfigFile", "vgpuControl.hostDirectory"} <= words
+    assert {word for word in words if word not in paths} == set()
+
+
+def test_the_settings_of_the_page_are_a_configuration() -> None:
+    """It is what an operator copies first."""
+    block = PAGE.partition("In `manifests/configmap.yaml`:\n\n```yaml\n")[2].partition("```")[0]
+    text = "version: v1\n" + "".join(f"{line[4:]}\n" for line in block.splitlines())
+    loaded = load_contents(Sources({}, {}, "c.yaml"), Contents(text.encode()))
+    assert loaded.settings.is_on(SETTINGS.name)
+    assert (loaded.warnings, loaded.collisions) == ((), ())
+
+
+@pytest.mark.parametrize("label", ["vgpu-manager=device-plugin", "vgpu-manager-enable=enable"])
+def test_the_labels_of_old_and_new_charts_are_on_the_page(label: str) -> None:
+    """Nodes have one of them, and the agent asks for another."""
+    assert label in PAGE

@@ -1,0 +1,121 @@
+"""Choose devices that are linked well to each other.
+
+Families that place pods by the links between GPUs (vgpu-manager §5.6) say how good the link of a
+pair is; this module finds the devices that hang together and, among them, the best set. Pure
+functions with bounded work: beyond `MOST_SETS` sets the search takes one device after the other.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping, Sequence
+
+MOST_SETS = 50_000
+
+
+def components(
+    devices: Sequence[str], linked: Callable[[str, str], bool]
+) -> tuple[tuple[str, ...], ...]:
+    """Return the groups of devices that are linked directly or through others of ``devices``; all
+    in the order of ``devices``.
+    """
+    groups: list[tuple[str, ...]] = []
+    left = list(devices)
+    while left:
+        found, seen = [left[0]], {left[0]}
+        for device in found:  # grows meanwhile
+            for other in left:
+                if other not in seen and linked(device, other):
+                    seen.add(other)
+                    found.append(other)
+        groups.append(tuple(device for device in left if device in seen))
+        left = [device for device in left if device not in seen]
+    return tuple(groups)
+
+
+def quality(devices: Sequence[str], score: Callable[[str, str], int]) -> int:
+    """Return the sum of the scores of all pairs."""
+    return sum(
+        score(device, other)
+        for place, device in enumerate(devices)
+        for other in devices[place + 1 :]
+    )
+
+
+def best_set(
+    devices: Sequence[str],
+    count: int,
+    score: Callable[[str, str], int],
+    *,
+    beside: Sequence[str] = (),
+) -> tuple[str, ...]:
+    """Return the ``count`` of ``devices`` with the best links to each other and to ``beside``, in
+    their order.
+
+    Of equal ones it is the set that leaves the better links to the others, then the first.
+    """
+    if not 0 < count < len(devices):
+        return tuple(devices[:count])
+    scores = {
+        one: {other: score(one, other) for other in devices if other != one} for one in devices
+    }
+    fixed = {one: sum(score(one, other) for other in beside) for one in devices}
+    different = {worth for by_other in scores.values() for worth in by_other.values()}
+    if len(different) == 1 and len(set(fixed.values())) == 1:
+        return tuple(devices[:count])
+    if math.comb(len(devices), count) > MOST_SETS:
+        return _one_after_the_other(devices, count, scores, fixed)
+    return _best_of_all(devices, count, scores, fixed)
+
+
+def _best_of_all(
+    devices: Sequence[str],
+    count: int,
+    scores: Mapping[str, Mapping[str, int]],
+    fixed: Mapping[str, int],
+) -> tuple[str, ...]:
+    sums = {one: sum(scores[one].values()) for one in devices}
+    best: tuple[tuple[int, int], tuple[str, ...]] | None = None
+
+    def extend(chosen: tuple[str, ...], first: int, reached: int, within: int) -> None:
+        nonlocal best
+        if len(chosen) == count:
+            # What is left has all links but those that one of the chosen has.
+            lost = sum(sums[one] for one in chosen) - within
+            rank = (reached, -lost)
+            if best is None or rank > best[0]:
+                best = rank, chosen
+            return
+        for place in range(first, len(devices) - (count - len(chosen)) + 1):
+            device = devices[place]
+            gained = sum(scores[device][one] for one in chosen)
+            extend((*chosen, device), place + 1, reached + gained + fixed[device], within + gained)
+
+    extend((), 0, 0, 0)
+    return best[1] if best else ()
+
+
+def _one_after_the_other(
+    devices: Sequence[str],
+    count: int,
+    scores: Mapping[str, Mapping[str, int]],
+    fixed: Mapping[str, int],
+) -> tuple[str, ...]:
+    def grown_from(first: str) -> tuple[int, set[str]]:
+        chosen, reached = {first}, fixed[first]
+        while len(chosen) < count:
+            gains = {
+                device: fixed[device] + sum(scores[device][one] for one in chosen)
+                for device in devices
+                if device not in chosen
+            }
+            device = max(gains, key=gains.__getitem__)
+            chosen.add(device)
+            reached += gains[device]
+        return reached, chosen
+
+    _, chosen = max(map(grown_from, devices), key=lambda grown: grown[0])
+    return tuple(device for device in devices if device in chosen)
