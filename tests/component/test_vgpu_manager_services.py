@@ -11,6 +11,7 @@ import struct
 import time
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -67,7 +68,7 @@ async def test_a_container_registers_its_processes(stage: ManagerStage, pods: Ku
     await asyncio.wait([calling], timeout=0.2)
     assert not calling.done()
     named = {"name": "main", "containerID": f"containerd://{container.member.container_id}"}
-    status = {"status": {"containerStatuses": [named | {"state": {"running": {}}}]}}
+    status: dict[str, Any] = {"status": {"containerStatuses": [named | {"state": {"running": {}}}]}}
     stage.cluster.objects.patch("pods", "gpu-pod", status, "default", subresource="status")
     assert await calling == b""
     path = stage.folder / "manager" / "containers" / f"{uid}_main" / "config" / "pids.config"
