@@ -6,7 +6,9 @@ import asyncio
 import dataclasses
 import time
 
+import hypothesis
 import pytest
+from hypothesis import strategies as st
 
 from tests.allocation.binding_parts import (
     IDS,
@@ -23,6 +25,7 @@ from vgpu_agent.allocation import identification
 from vgpu_agent.allocation.carrier import GrantRecord, grant_token
 from vgpu_agent.allocation.identification import NotProvenError
 from vgpu_agent.allocation.shared_ids import starting_container, wait_for_init_containers
+from vgpu_agent.errors import RequestRefusedError
 from vgpu_agent.model import Inventory, Owner, Resource, Share
 from vgpu_agent.pods import Pod, PodContainer
 
@@ -183,13 +186,36 @@ async def test_without_the_pod_the_record_of_a_shared_spec_is_no_proof(
         await after.start(IDS[:1])
 
 
-async def test_early_answers_go_on_as_they_are(pod: Pod) -> None:
-    """The answer was complete in Allocate, where the kubelet asks for each container."""
+async def test_early_answers_are_each_containers_own() -> None:
+    """They are complete in Allocate, where the kubelet asks for each container."""
+    pod = a_pod(
+        "train",
+        init("prepare"),
+        "main",
+        annotations=wants(prepare=f"{U0} 500", main=f"{U0} 1000"),
+    )
     place = a_place(late=False)
     place.book.replace([pod])
     first = await place.admit(pod, "prepare", IDS[:1], listed=False)
     second = await place.admit(pod, "main", IDS[:1])
     assert (first.environment["MIB"], second.environment["MIB"]) == ("500", "1000")
+    await place.start(IDS[:1])
+    await place.start(IDS[:1])
+    assert place.ledger.audit() == []
+
+
+@pytest.mark.parametrize("prepare", [f"{U1} 500", f"{U0} 1001"])
+async def test_early_an_init_container_gets_no_more_than_its_pod_has(prepare: str) -> None:
+    """The ledger has one grant for the ids of both, that of the container after it, so what the
+    init container has beyond that could be given away while it runs.
+    """
+    pod = a_pod(
+        "train", init("prepare"), "main", annotations=wants(prepare=prepare, main=f"{U0} 1000")
+    )
+    place = a_place(late=False)
+    place.book.replace([pod])
+    with pytest.raises(RequestRefusedError, match=r"prepare has more of GPU .* binding\.mode late"):
+        await place.admit(pod, "prepare", IDS[:1], listed=False)
 
 
 async def test_a_spec_that_is_still_to_change_hands_lets_nothing_start_unasked(pod: Pod) -> None:
@@ -257,6 +283,41 @@ def test_a_new_sandbox_begins_with_the_first_container() -> None:
     anew = dataclasses.replace(pod, in_new_sandbox=True)
     assert starting_container(anew, ORDER, record("main"), settled=False) == "first"
     assert starting_container(anew, ORDER, record("first"), settled=True) == "first"
+
+
+@hypothesis.given(
+    st.lists(
+        st.tuples(
+            st.sampled_from(
+                ["ends", "ends", "fails", "is not created", "is killed", "ends with the pod"]
+            ),
+            st.floats(0.05, 3.0),
+        ),
+        max_size=25,
+    )
+)
+def test_whatever_happens_each_start_is_known(steps: list[tuple[str, float]]) -> None:
+    """Failures, containers that could not be created, and sandboxes made anew, in any order; the
+    status is as the kubelet writes it before each start.
+    """
+    pod = a_pod("train", init("first"), init("second"), "main")
+    last, turn, now = None, 0, START
+    for what, seconds in steps:
+        expected = ORDER[turn]
+        told_at_once = starting_container(pod, ORDER, last, settled=False)
+        assert told_at_once in {None, expected}
+        assert starting_container(pod, ORDER, last, settled=True) == expected
+        last = dataclasses.replace(record(expected), decided_at=now)
+        now += seconds
+        if what == "is not created":
+            continue
+        well = what.startswith("ends") and expected != "main"
+        if what != "is killed":
+            pod = told(pod, expected, completed=well, ended_at=float(int(now)), started=True)
+        anew = what in {"is killed", "ends with the pod"}
+        pod = dataclasses.replace(pod, in_new_sandbox=anew)
+        turn = 0 if anew else turn + well
+        now += 1.0  # between the end of a container and the next start
 
 
 def test_an_init_container_without_gpu_tells_of_a_new_sandbox_too() -> None:

@@ -34,7 +34,7 @@ def test_a_device_says_its_health_its_use_and_its_holders(node: AgentStatus) -> 
         10,
     )
     assert first["usage"]["processes"] == [{"pid": 4711, "memory_mib": 512}]
-    assert first["links"] == {"GPU-1": {"pci": 20, "nvlinks": 12}}
+    assert first["links"] == {"GPU-1": {"pci": 20, "nvlinks": 12, "switch_links": 0}}
     assert (second["health"], second["health_reason"]) == (
         "Unhealthy",
         "XID 79: the GPU has fallen off the bus",

@@ -323,7 +323,11 @@ def _gpu(
             slices.instance_view(gpu, instance, now) for instance in gpu.mig_instances
         ),
         links={
-            far: {"pci": link.pci, "nvlinks": link.nvlinks}
+            far: {
+                "pci": link.pci,
+                "nvlinks": link.nvlinks,
+                "switch_links": link.switch_links,
+            }
             for (near, far), link in status.inventory.links.items()
             if near == gpu.uuid
         },

@@ -215,6 +215,7 @@ def test_a_card_that_never_answered_leaves_no_gap() -> None:
             dataclasses.replace(INVENTORY.gpus[0], index=1),
             dataclasses.replace(INVENTORY.gpus[1], index=3),
         ),
+        failures=("0: no answer", "2: GPU is lost", "4: GPU is lost"),
     )
     found = entries(desired(inventory))
     assert [(entry["uuid"], entry["memory"], entry["healthy"]) for entry in found] == [
@@ -222,6 +223,7 @@ def test_a_card_that_never_answered_leaves_no_gap() -> None:
         (U0, 24576, True),
         ("GPU-00000000-0000-0000-0000-000000000002", 0, False),
         (U1, 24576, True),
+        ("GPU-00000000-0000-0000-0000-000000000004", 0, False),
     ]
     assert topology_text(inventory) == (
         '[{"index":1,"links":{"3":[1]}},{"index":3,"links":{"1":[1]}}]'

@@ -142,9 +142,15 @@ def register_text(
             _entry(number, numbered[number], options, healthy=healthy[numbered[number].uuid])
             if number in numbered
             else _silent_entry(number, options)
-            for number in range(max(numbered) + 1)
+            for number in range(max(*numbered, *_silent(inventory), 0) + 1)
         ]
     )
+
+
+def _silent(inventory: Inventory) -> list[int]:
+    """Return NVML's indices of the cards that did not answer when they were enumerated."""
+    indices = (failure.partition(":")[0] for failure in inventory.failures)
+    return [int(index) for index in indices if index.isdecimal()]
 
 
 def _entry(number: int, gpu: Gpu, options: VgpuManagerOptions, *, healthy: bool) -> dict[str, Any]:
