@@ -317,7 +317,7 @@ class Agent:
             cdi=self._cdi.status,
             mps=lambda: self._mps.statuses,
         )
-        self.web = LateWeb(self._report.status, settings)
+        self.web = LateWeb(self._report.status, settings, self._cluster.may_get)
 
     async def run(
         self, stop: asyncio.Event, *, started: Callable[[], object] = lambda: None
@@ -396,6 +396,7 @@ class Agent:
             self._tokens,
             starting=self._starting.any,
             resources=self._resources,
+            owned=lambda: {each.name: each.family for each in self._ledger.resources},
             sent=lambda: self._offering.sent_to_several_families,
             lists=self._offering.lists,
             withdrawn=self._ledger.withdrawn,

@@ -158,6 +158,10 @@ class Nvml:
         """The loaded library is the simulation's: it exports a symbol that no driver has."""
         return pynvml.nvmlLib is not None and hasattr(pynvml.nvmlLib, "vgpusim_layout")
 
+    def nvml_version(self) -> str:
+        """The version of the library, e.g. ``13.580.65.06``; empty when it does not say."""
+        return str(self._optional("nvmlSystemGetNVMLVersion") or "")
+
     def driver_version(self) -> str:
         """Return ``580.65.06``; empty when the driver reports none."""
         return str(self._optional("nvmlSystemGetDriverVersion") or "")

@@ -313,6 +313,7 @@ class GpuWatch:
                 links=self._links,
                 failures=snapshot.reading.failures,
                 driver_version=snapshot.driver_version,
+                nvml_version=snapshot.nvml_version,
                 cuda_version=snapshot.cuda_version,
                 simulated=snapshot.simulated,
             )

@@ -9,13 +9,20 @@ import msgspec
 from vgpu_agent.config.types import DEVICE_MODES
 from vgpu_agent.families.mig_instances import NONE
 from vgpu_agent.families.plugin_files import PluginFile
-from vgpu_agent.families.spec import BuiltFamily, FamilySpec, Vocabulary
+from vgpu_agent.families.spec import (
+    BuiltFamily,
+    ExporterOptions,
+    FamilyExporter,
+    FamilySpec,
+    Vocabulary,
+)
 from vgpu_agent.families.vgpu_manager import node_config
 from vgpu_agent.families.vgpu_manager.control import (
     DECISIVE_VARIABLES,
     LIBRARY_USE,
     control_backend,
     is_limited,
+    library_limits,
     why_blocked,
 )
 from vgpu_agent.families.vgpu_manager.family import VgpuManagerFamily
@@ -26,7 +33,8 @@ from vgpu_agent.families.vgpu_manager.keys import (
     DRIVER_VERSION_LABEL,
     Keys,
 )
-from vgpu_agent.families.vgpu_manager.mig import VgpuManagerMigFamily
+from vgpu_agent.families.vgpu_manager.metrics import METRICS
+from vgpu_agent.families.vgpu_manager.mig import MIG_FAMILY, VgpuManagerMigFamily
 from vgpu_agent.families.vgpu_manager.options import VgpuManagerOptions
 from vgpu_agent.families.vgpu_manager.requests import DISABLED, OVERSOLD
 from vgpu_agent.families.vgpu_manager.settings import (
@@ -71,6 +79,7 @@ def _build(settings: Settings, facts: NodeFacts) -> BuiltFamily:
         blocked=why_blocked(settings, facts),
         uses_library=LIBRARY_USE.backend if is_limited(settings) else "",
         services=control.services,
+        limits=library_limits(settings, options),
     )
 
 
@@ -100,6 +109,25 @@ def _vocabulary(keys: Keys) -> Vocabulary:
 
 def _renamed(settings: Settings) -> Vocabulary:
     return _vocabulary(Keys(settings.section(VgpuManager).domain))
+
+
+def _stale_keys(settings: Settings) -> tuple[str, ...]:
+    keys = Keys(settings.section(VgpuManager).domain)
+    return (*keys.state_annotations, *keys.state_labels)
+
+
+def _exporter(settings: Settings) -> ExporterOptions | None:
+    exporter = settings.section(VgpuManager).exporter
+    if not exporter.address or not settings.is_on(FAMILY):
+        return None
+    return ExporterOptions(
+        exporter.address,
+        f"{SECTION}.exporter.address",
+        exporter.min_scrape_interval_seconds,
+        authorised=exporter.authorised,
+        certificate_file=exporter.certificate_file,
+        key_file=exporter.key_file,
+    )
 
 
 def _node_config_path(settings: Settings) -> str:
@@ -132,4 +160,8 @@ SPEC = FamilySpec(
     node_annotations=_BY_DEFAULT.node_annotations,
     progress=_BY_DEFAULT.progress,
     renamed=_renamed,
+    parts=(MIG_FAMILY,),
+    exporter=FamilyExporter(METRICS, _exporter),
+    stale_keys=_stale_keys,
+    reschedules=lambda settings: settings.section(VgpuManager).gates.reschedule,
 )
