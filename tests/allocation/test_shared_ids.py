@@ -23,6 +23,7 @@ from vgpu_agent.allocation import identification
 from vgpu_agent.allocation.carrier import GrantRecord, grant_token
 from vgpu_agent.allocation.identification import NotProvenError
 from vgpu_agent.allocation.shared_ids import starting_container, wait_for_init_containers
+from vgpu_agent.errors import RequestRefusedError
 from vgpu_agent.model import Inventory, Owner, Resource, Share
 from vgpu_agent.pods import Pod, PodContainer
 
@@ -183,13 +184,36 @@ async def test_without_the_pod_the_record_of_a_shared_spec_is_no_proof(
         await after.start(IDS[:1])
 
 
-async def test_early_answers_go_on_as_they_are(pod: Pod) -> None:
-    """The answer was complete in Allocate, where the kubelet asks for each container."""
+async def test_early_answers_are_each_containers_own() -> None:
+    """They are complete in Allocate, where the kubelet asks for each container."""
+    pod = a_pod(
+        "train",
+        init("prepare"),
+        "main",
+        annotations=wants(prepare=f"{U0} 500", main=f"{U0} 1000"),
+    )
     place = a_place(late=False)
     place.book.replace([pod])
     first = await place.admit(pod, "prepare", IDS[:1], listed=False)
     second = await place.admit(pod, "main", IDS[:1])
     assert (first.environment["MIB"], second.environment["MIB"]) == ("500", "1000")
+    await place.start(IDS[:1])
+    await place.start(IDS[:1])
+    assert place.ledger.audit() == []
+
+
+@pytest.mark.parametrize("prepare", [f"{U1} 500", f"{U0} 1001"])
+async def test_early_an_init_container_gets_no_more_than_its_pod_has(prepare: str) -> None:
+    """The ledger has one grant for the ids of both, that of the container after it, so what the
+    init container has beyond that could be given away while it runs.
+    """
+    pod = a_pod(
+        "train", init("prepare"), "main", annotations=wants(prepare=prepare, main=f"{U0} 1000")
+    )
+    place = a_place(late=False)
+    place.book.replace([pod])
+    with pytest.raises(RequestRefusedError, match=r"prepare has more of GPU .* binding\.mode late"):
+        await place.admit(pod, "prepare", IDS[:1], listed=False)
 
 
 async def test_a_spec_that_is_still_to_change_hands_lets_nothing_start_unasked(pod: Pod) -> None:

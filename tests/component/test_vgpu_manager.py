@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.component.vgpu_manager import (
+    EXTENDER,
     PHASE,
     PRE,
     REAL,
@@ -33,7 +34,7 @@ async def stage(folder: Path) -> AsyncIterator[ManagerStage]:
 
 
 async def test_from_claim_to_container_and_back(stage: ManagerStage) -> None:
-    """vgpu-manager §13.3: the pod ends as after the replaced plugin's Allocate, and what its
+    """vgpu-manager:§13.3: the pod ends as after the replaced plugin's Allocate, and what its
     scheduler has written stays.
     """
     await stage.start_agent()
@@ -111,7 +112,7 @@ async def test_an_agent_that_stops_lets_no_container_start_with_anothers_claim(
 
 
 async def test_a_lost_patch_never_gives_a_claim_twice(stage: ManagerStage) -> None:
-    """vgpu-manager §12.3: what the containers have is in the ledger and in the kubelet's records;
+    """vgpu-manager:D17: what the containers have is in the ledger and in the kubelet's records;
     the annotation follows them when the API server takes it.
     """
     await stage.start_agent()
@@ -144,3 +145,29 @@ async def test_a_forged_claim_gives_nothing(stage: ManagerStage, claims: str, to
     await stage.cluster.until(lambda: bool(stage.cluster.refusals), "a start to be refused")
     assert told in stage.cluster.refusals[0][2]
     assert stage.cluster.starts("forged") == []
+
+
+async def test_a_storm_of_unequal_pods_gets_its_claims_without_a_request(
+    stage: ManagerStage,
+) -> None:
+    """vgpu-manager:D28, vgpu-manager:D29: bound in one second, with times in the wrong order. The
+    agent lists pods once, at its start.
+    """
+    await stage.start_agent()
+    names = [f"burst-{number:02}" for number in range(18)]
+    for number, name in enumerate(names):
+        card, memory, cores = number % 2, 500 + number, 1 + number % 5
+        claims = f"main[{card}_{(U0, U1)[card]}_{cores}_{memory}]"
+        stage.cluster.create_pod(name, asks(1, memory, cores), scheduler=EXTENDER)
+        stage.bind(name, claims, **{TIME: str(1787331600123456789 - number)})
+    await stage.cluster.running(*names)
+    for number, name in enumerate(names):
+        gpu = (U0, U1)[number % 2]
+        assert await stage.shares(name) == {"main": [(gpu, 500 + number, 1 + number % 5)]}
+        (came,) = stage.cluster.starts(name)
+        assert came.environment["NVIDIA_VISIBLE_DEVICES"] == gpu
+        await stage.phase(name, "succeed")
+    assert stage.cluster.refusals == []
+    asked = [one for one in stage.cluster.api.requests if one.resource == "pods"]
+    assert len([one for one in asked if one.verb == "list"]) <= 1
+    assert [one for one in asked if one.verb == "get"] == []

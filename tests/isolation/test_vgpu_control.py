@@ -52,7 +52,7 @@ def content(provision: Provision, path: str) -> bytes:
 
 
 def test_the_golden_environment() -> None:
-    """vgpu-manager:13.4: every variable, those that are empty included, because they override an
+    """vgpu-manager:§13.4: every variable, those that are empty included, because they override an
     image's own. What names the cards to the runtime is the family's affair.
     """
     assert AS_REPLACED.provision(TARGET).edits.environment == {
@@ -80,7 +80,7 @@ def test_the_golden_environment() -> None:
     [("fixed", "10", "10"), ("balance", "10", "100"), ("none", "", "")],
 )
 def test_the_policy_decides_about_both_values_of_compute(policy: str, hard: str, soft: str) -> None:
-    """vgpu-manager:13.4, below the mounts."""
+    """vgpu-manager:§13.4, below the mounts."""
     target = dataclasses.replace(TARGET, policy=ComputePolicy(policy))
     environment = AS_REPLACED.provision(target).edits.environment
     assert (environment["CUDA_CORE_LIMIT_0"], environment["CUDA_CORE_SOFT_LIMIT_0"]) == (hard, soft)
@@ -104,7 +104,7 @@ def test_variables_are_numbered_by_the_host_s_index() -> None:
 
 
 def test_the_golden_mounts_with_each_file_mounted_by_itself() -> None:
-    """vgpu-manager:13.4, except that what a container can write is never a directory of the host:
+    """vgpu-manager:§13.4, except that what a container can write is never a directory of the host:
     the files that the library makes in the three directories below /tmp are there already, and each
     is mounted. Containers' directories are below one that only root can change.
     """
@@ -122,7 +122,7 @@ def test_the_golden_mounts_with_each_file_mounted_by_itself() -> None:
 
 
 def test_the_host_s_processes_are_not_shown_unless_the_operator_asks() -> None:
-    """vgpu-manager:12.4: the replaced plugin shows every tenant the host's whole /proc. By default
+    """vgpu-manager:D18: the replaced plugin shows every tenant the host's whole /proc. By default
     a container registers its processes instead, by which the library is told the mode 200.
     """
     provision = VgpuControl(H, INSTALLED).provision(TARGET)
@@ -173,7 +173,7 @@ def test_what_is_off_is_not_mounted() -> None:
     ],
 )
 def test_the_golden_file_of_limits(gates: bool, sha256: str) -> None:
-    """vgpu-manager:13.5: byte for byte."""
+    """vgpu-manager:§13.5: byte for byte."""
     backend = dataclasses.replace(AS_REPLACED, sm_watcher=gates, memory_ledger=gates)
     whole = content(backend.provision(TARGET), "config/vgpu.config")
     assert len(whole) == 8192
@@ -185,7 +185,7 @@ def test_the_golden_file_of_limits(gates: bool, sha256: str) -> None:
 
 
 def test_the_golden_files_beside_it() -> None:
-    """vgpu-manager:13.5: the ids without a newline; directories that only root can change."""
+    """vgpu-manager:§13.5: the ids without a newline; directories that only root can change."""
     provision = BACKEND.provision(TARGET)
     assert content(provision, "devices.json") == f'["{UUID}::3"]'.encode()
     assert {directory.mode for directory in provision.directories} == {0o755, 0o711}
@@ -239,7 +239,7 @@ def test_a_start_begins_without_what_the_life_before_has_left() -> None:
 def test_a_container_leaves_the_library_only_where_the_operator_lets_it(
     setting: str, memory: int, runs_free: bool
 ) -> None:
-    """vgpu-manager:12.3-13: the variable is the tenant's; whether it counts is the operator's."""
+    """vgpu-manager:D13: the variable is the tenant's; whether it counts is the operator's."""
     target = dataclasses.replace(
         TARGET, cards=(dataclasses.replace(CARD, memory_mib=memory),), disabled=True
     )
@@ -259,7 +259,7 @@ def test_a_card_whose_memory_nobody_knows_is_not_taken_for_a_whole_one() -> None
 
 @pytest.mark.parametrize("index", [-1, 16, 4096])
 def test_a_card_without_a_place_is_refused_with_the_reason(index: int) -> None:
-    """vgpu-manager:12.3-11: the replaced plugin panics."""
+    """vgpu-manager:D32: the replaced plugin panics."""
     target = dataclasses.replace(TARGET, cards=(dataclasses.replace(CARD, index=index),))
     with pytest.raises(RequestRefusedError, match=rf"index {index}, .* indices 0 to 15; claim ano"):
         AS_REPLACED.provision(target)

@@ -70,7 +70,7 @@ def delivery(tmp_path: Path) -> Delivery:
 
 
 async def test_the_library_and_its_program_are_installed(delivery: Delivery) -> None:
-    """vgpu-manager:13.5 has the text of ld.so.preload; the program lies where the library in the
+    """vgpu-manager:§13.5 has the text of ld.so.preload; the program lies where the library in the
     container looks for it, in a directory that nobody can list.
     """
     path = await delivery.library().install()
@@ -137,7 +137,7 @@ async def test_the_layout_is_recognised_on_both_processors(
 async def test_a_library_that_would_not_limit_is_refused(
     change: tuple[bytes, bytes], said: str, delivery: Delivery, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """vgpu-manager §7.7: a library before v1.0.0 reads another layout, so nothing would be
+    """vgpu-manager:D20: a library before v1.0.0 reads another layout, so nothing would be
     limited.
     """
     monkeypatch.setattr(platform, "machine", lambda: "x86_64")

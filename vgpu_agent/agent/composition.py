@@ -62,6 +62,7 @@ from vgpu_agent.kubelet.pod_resources import PodResources
 from vgpu_agent.ledger import Ledger
 from vgpu_agent.runtime.container_usage import DIRECTORY_BEFORE_1_12, ContainerUsages
 from vgpu_agent.runtime.grants import GrantDirectory
+from vgpu_agent.runtime.libraries import used_backends
 from vgpu_agent.runtime.region_guard import GuardedPlace, RegionGuard
 from vgpu_agent.runtime.region_slots import RegionSlots
 from vgpu_agent.status import KubeletStatus
@@ -249,6 +250,11 @@ class Agent:
             ledger=self._ledger,
             book=self._cluster.book,
             directories=grants_in,
+            shared_directories=[
+                backend.replaced(backend.host_directory(settings))
+                for backend in BACKENDS
+                if backend.replaced and backend.name in used_backends(settings)
+            ],
             pause_seconds=verification.VERIFY_SECONDS,
             refresh=self._look_again,
         )

@@ -32,6 +32,8 @@ class LibraryBackend:
         containers: the host directory → the parent of the containers' own directories.
         before: the same of an earlier version, whose directories containers could write to; None
             where there was none.
+        replaced: the host directory → where the replaced plugin made the containers' directories,
+            among other things; None where that is one of the other two.
         folders: the directories of a container that have files which it writes; "" for its own.
         allowed_size: the name of a file there → how large it may be; None when containers do not
             write to it.
@@ -51,6 +53,7 @@ class LibraryBackend:
     marker: str
     decisive: frozenset[str]
     before: Callable[[str], str] | None = None
+    replaced: Callable[[str], str] | None = None
 
     def containers_directory(self, settings: Settings) -> str:
         """The parent of the containers' own directories, as the settings have it."""
@@ -94,6 +97,7 @@ VGPU_CONTROL = LibraryBackend(
     allowed_size=vgpu_control.allowed_size,
     marker=vgpu_control.SLOTS_VARIABLE,
     decisive=vgpu_control.DECISIVE,
+    replaced=lambda host_directory: host_directory,
 )
 
 BACKENDS = (HAMI_CORE, VGPU_CONTROL)

@@ -5,6 +5,8 @@ chosen by settings, discovery and the way grants are bound.
 from __future__ import annotations
 
 import dataclasses
+import os
+from pathlib import Path
 
 import msgspec
 import pytest
@@ -13,7 +15,7 @@ from tests.families.volcano_vgpu.golden import INVENTORY, U1, decided, main, pod
 from tests.golden import SLICES
 from tests.settings import settings as settings_of
 from tests.settings import switches
-from vgpu_agent.agent.offers.build import Found, build, list_options
+from vgpu_agent.agent.offers.build import Found, _text, build, list_options
 from vgpu_agent.cdi.controller import CdiFound
 from vgpu_agent.cdi.imex import Channels
 from vgpu_agent.config.device_answers import Cdi, Plugin
@@ -101,3 +103,20 @@ def test_what_ids_name_is_read_whichever_families_are_on(
     assert [
         [share.device for share in family.shares(resource, [id_], INVENTORY)] for family in readers
     ] == [[device]]
+
+
+def test_a_plugins_file_that_is_none_is_named_and_hangs_nothing(tmp_path: Path) -> None:
+    """Whoever writes to the folder could put anything under its name: a pipe that nobody fills, a
+    device without an end, or a gigabyte.
+    """
+    pipe, large = tmp_path / "pipe", tmp_path / "large"
+    os.mkfifo(pipe)
+    with large.open("wb") as stream:
+        stream.truncate(1 << 30)
+    assert _text(pipe) == (None, "it is no regular file")
+    assert _text(Path("/dev/zero")) == (None, "it is no regular file")
+    assert _text(large) == (None, "it is larger than 1048576 bytes")
+    assert _text(tmp_path) == (None, "Is a directory")
+    assert _text(tmp_path / "none") == (None, "")
+    (tmp_path / "file").write_bytes(b"a\xff")
+    assert _text(tmp_path / "file") == ("a\ufffd", "")

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import os
 import shutil
 from collections.abc import Sequence
 from pathlib import Path
@@ -50,6 +51,7 @@ class Kept:
 
     def __init__(self, folder: Path) -> None:
         self.cdi, self.containers = folder / "cdi", folder / "containers"
+        self.shared = folder / "shared"
         self.directory = GrantDirectory(
             str(self.cdi),
             Journal(),
@@ -63,6 +65,7 @@ class Kept:
             ledger=self.place.ledger,
             book=self.place.book,
             directories=[str(self.containers)],
+            shared_directories=[str(self.shared)],
             pause_seconds=30,
             refresh=self._nothing,
         )
@@ -108,6 +111,22 @@ async def test_a_rebooted_node_has_its_specs_before_anything_is_offered(tmp_path
     assert await asyncio.to_thread(lambda: kept.specs) == [
         f"vgpu-agent-{grant_token(NUMBER, IDS[:1])}.json"
     ]
+
+
+async def test_directories_of_a_replaced_plugin_go_by_who_lives(tmp_path: Path) -> None:
+    """vgpu-manager:D27: neither age nor labels say that a container has ended. What lies beside
+    such directories is left alone.
+    """
+    kept, pod = Kept(tmp_path), a_running_pod()
+    uid = "6d0f1c3e-52a4-4c0b-9f2c-1f6f2b3a4d5e"
+    pod = dataclasses.replace(pod, uid=uid, labels={"vgpu": "relabelled"})
+    others = ["registry", "watcher", "not-a-uid_main", uid]
+    gone = "7d0f1c3e-52a4-4c0b-9f2c-1f6f2b3a4d5e_main"
+    for name in (*others, f"{uid}_main", gone):
+        (kept.shared / name / "config").mkdir(parents=True)
+    kept.place.book.replace([pod])
+    await kept.keeping.collect()
+    assert sorted(os.listdir(kept.shared)) == sorted([*others, f"{uid}_main"])
 
 
 async def test_a_spec_stays_as_long_as_anybody_knows_its_pod(tmp_path: Path) -> None:

@@ -25,7 +25,7 @@ TWO = f"init[0_{U0}_100_24576];train[0_{U0}_50_8192,1_{U1}_50_8192]"
 
 
 def test_the_golden_claim_is_read_and_written_byte_for_byte() -> None:
-    """vgpu-manager §13.3."""
+    """vgpu-manager:§13.3."""
     assert parse_claims(CLAIM) == GOLDEN
     assert write_claims(GOLDEN) == CLAIM
     assert write_claims(parse_claims(TWO)) == TWO

@@ -26,13 +26,13 @@ BY = "the scheduler, in nvidia.com/pre-allocated"
 
 
 def test_the_golden_claim_is_followed() -> None:
-    """vgpu-manager §13.3, whatever ids the kubelet has chosen."""
+    """vgpu-manager:§13.3, whatever ids the kubelet has chosen."""
     decision = family().decide(question(pod(annotations=written())))
     assert decision == Decision((Share(U0, 1024, 10),), BY, by_scheduler=True)
 
 
 def test_each_container_has_the_claim_of_its_name() -> None:
-    """Neither order nor predicate-time decides anything (vgpu-manager §12.3)."""
+    """vgpu-manager:D28: neither order nor predicate-time decides anything."""
     about = pod(
         container("init", ContainerKind.INIT, number=1),
         container("side", ContainerKind.SIDECAR, number=1, memory=100),
@@ -112,7 +112,7 @@ REMEDY = "delete the pod, so that its owner makes a new one that is scheduled an
     ],
 )
 def test_a_claim_that_cannot_be_is_refused_with_one_sentence(claims: str, told: str) -> None:
-    """Every user who may edit pods can write annotations; they give no more than the limits."""
+    """vgpu-manager:D16: every user can write annotations; they give no more than the limits."""
     _refused(pod(annotations=written(claims)), told)
 
 

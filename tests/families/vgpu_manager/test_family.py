@@ -45,7 +45,7 @@ def test_the_golden_container_reaches_the_backend() -> None:
 
 
 def test_what_pod_and_node_say_reaches_the_backend() -> None:
-    """Policy, oversubscription, and the container's own switches."""
+    """vgpu-manager:D34: the Node as it was read; and the container's own switches."""
     backend = Targets()
     of = family(backend, memory_scaling=2.0, cores_scaling=1.5)
     values = {"CUDA_MEM_OVERSOLD": "Enabled", "DISABLE_VGPU_CONTROL": "0"}

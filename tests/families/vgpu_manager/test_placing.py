@@ -135,7 +135,7 @@ def test_a_whole_card_of_compute_may_stand_beside_memory_alone() -> None:
 def test_cards_are_selected_by_a_part_of_type_or_uuid(
     annotations: dict[str, Any], numbers: list[int]
 ) -> None:
-    """vgpu-manager §4.1: include and exclude both count."""
+    """vgpu-manager:D12: include and exclude both count, and A10 finds A100, as there."""
     gpus = (INVENTORY.gpus[0], dataclasses.replace(INVENTORY.gpus[1], name="NVIDIA A100-SXM4"))
     node = dataclasses.replace(INVENTORY, gpus=gpus)
     asking = container(number=len(numbers) or 1, memory=1)

@@ -49,7 +49,7 @@ def after(about: Pod, state: DesiredPod) -> Pod:
 
 
 def test_the_golden_pod_ends_as_after_the_replaced_allocate() -> None:
-    """vgpu-manager §13.3: phase, time and real-allocated; the rest stays."""
+    """vgpu-manager:§13.3: phase, time and real-allocated; the rest stays."""
     about, given = pod(annotations=written(), labels=BOUND), grants(default=(Share(U0, 1024, 10),))
     state = desired(about, given)
     assert state == DesiredPod(
@@ -102,7 +102,7 @@ def test_an_init_container_that_has_ended_is_not_waited_for() -> None:
     "forged", [f"a[0_{U0}_100_24576]", f"x[0_{U0}_1_1]", "a[", f"{A};{A}", ";" * 10_000]
 )
 def test_what_a_user_writes_as_given_counts_for_nothing(forged: str) -> None:
-    """Schedulers count by it."""
+    """vgpu-manager:D16: schedulers count by it."""
     about = pod(ASK_A, ASK_B, annotations=written(f"{A};{B}", real_allocated=forged), labels=BOUND)
     assert desired(about, grants(b=GIVEN_B)).annotations == {KEYS.real_allocated: B}
 
@@ -132,7 +132,7 @@ def test_a_failure_keeps_the_claim() -> None:
 
 
 def test_a_long_node_name_is_no_label() -> None:
-    """A label has 63 characters and a node's name 253: the patch must not fail for that."""
+    """vgpu-manager:D14: labels have 63 characters, nodes' names 253; the patch must not fail."""
     name = "n" * 64
     about = pod(annotations=written(predicate_node=name), node=name)
     state = desired(about, grants(default=(Share(U0, 1024, 10),)))

@@ -37,7 +37,7 @@ from vgpu_agent.pods import PodContainer
 def test_the_limits_are_what_schedulers_read(
     limits: dict[str, Any], factor: int, request_: Request
 ) -> None:
-    """vgpu-manager §5.3: cores alone take all memory; memory alone is not limited in compute."""
+    """vgpu-manager:D15: cores alone take all memory; memory alone is not limited in compute."""
     read = read_request(pod(), container(**limits), KEYS, factor)
     assert read == request_
     assert read.memory_on(24576) == (request_.memory_mib or 24576)

@@ -6,6 +6,8 @@ import argparse
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from tests.settings import settings as settings_of
 from tests.settings import switches
@@ -14,6 +16,7 @@ from vgpu_agent.config.device_answers import Plugin
 from vgpu_agent.config.families import OfferedName
 from vgpu_agent.config.load import Contents, Loaded, Sources, load_contents
 from vgpu_agent.config.settings import Settings
+from vgpu_agent.errors import ConfigError
 from vgpu_agent.families.device_lists import ListOptions
 from vgpu_agent.families.vgpu_manager.keys import Keys
 from vgpu_agent.families.vgpu_manager.options import VgpuManagerOptions
@@ -158,6 +161,25 @@ def test_the_gate_of_client_mode_is_named_where_it_is_ruled_out() -> None:
             "vgpuControl.processes: host-proc; set that to client"
         ),
     )
+
+
+OWN_FLAGS = [flag for option in SETTINGS.options for flag in option.flags]
+
+
+@given(
+    st.dictionaries(
+        st.sampled_from([*OWN_FLAGS, "--device-plugin-path"]),
+        st.text(max_size=200) | st.from_regex(r"[A-Z]{1,30}=(true|false|)") | st.just("9" * 5000),
+    )
+)
+def test_no_text_of_a_flag_ends_in_anything_but_its_sentence(flags: dict[str, str]) -> None:
+    """Each problem begins with the flag that was typed, and none is long."""
+    try:
+        load(flags)
+    except ConfigError as err:
+        for problem in err.problems:
+            assert problem.partition(":")[0] in flags
+            assert len(problem) < 500
 
 
 def test_a_gate_of_another_program_is_named() -> None:

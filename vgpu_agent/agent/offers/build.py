@@ -13,12 +13,14 @@ import functools
 import itertools
 import os
 import shutil
+import stat
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from vgpu_agent.agent.offers.control_nodes import NONE_FOUND, find_control_nodes
 from vgpu_agent.allocation.context import Families
 from vgpu_agent.cdi.controller import NO_CDI
+from vgpu_agent.config.load import LARGEST_FILE_BYTES
 from vgpu_agent.families.device_lists import GENERATED_KIND, TOOLKIT_KIND, ListOptions
 from vgpu_agent.families.plugin_files import texts_in_force
 from vgpu_agent.families.registry import FAMILIES
@@ -213,8 +215,22 @@ def _text(path: Path) -> tuple[str | None, str]:
     characters that the reader complains of.
     """
     try:
-        return path.read_bytes().decode(errors="replace"), ""
+        # O_NONBLOCK: a FIFO without a writer must not hang us
+        descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     except (FileNotFoundError, NotADirectoryError):
         return None, ""
     except OSError as err:
         return None, err.strerror or str(err)
+    try:
+        mode = os.fstat(descriptor).st_mode
+        if not stat.S_ISREG(mode) and not stat.S_ISDIR(mode):  # a directory has an error of its own
+            return None, "it is no regular file"
+        with open(descriptor, "rb", closefd=False) as stream:
+            content = stream.read(LARGEST_FILE_BYTES + 1)
+    except OSError as err:
+        return None, err.strerror or str(err)
+    finally:
+        os.close(descriptor)
+    if len(content) > LARGEST_FILE_BYTES:
+        return None, f"it is larger than {LARGEST_FILE_BYTES} bytes"
+    return content.decode(errors="replace"), ""

@@ -8,6 +8,7 @@ is offered.
 from __future__ import annotations
 
 import asyncio
+import re
 from typing import TYPE_CHECKING
 
 from vgpu_agent.concurrency import first_of
@@ -23,6 +24,9 @@ if TYPE_CHECKING:
 
 _SETTLING_SECONDS = 1.0
 
+# ``<pod UID>_<container>``, by the API server's UIDs
+_OF_A_CONTAINER = re.compile(r"[0-9a-f]{8}(?:-[0-9a-f]{4}){3}-[0-9a-f]{12}_[a-z0-9-]{1,63}")
+
 
 class GrantKeeping:
     """The comparison of the files on the disk with the ledger and the pods."""
@@ -35,6 +39,7 @@ class GrantKeeping:
         ledger: Ledger,
         book: PodCache,
         directories: Sequence[str],
+        shared_directories: Sequence[str] = (),
         pause_seconds: float,
         refresh: Callable[[], Awaitable[None]],
     ) -> None:
@@ -47,6 +52,8 @@ class GrantKeeping:
             book: knows which pods there are.
             directories: where each container has a directory of its own, or had one from an earlier
                 agent.
+            shared_directories: where a replaced plugin has made such directories, among other
+                things.
             pause_seconds: the longest pause between two looks.
             refresh: looks for a library that was delivered anew.
         """
@@ -55,6 +62,7 @@ class GrantKeeping:
         self._ledger = ledger
         self._book = book
         self._directories = tuple(directories)
+        self._shared_directories = tuple(shared_directories)
         self._pause_seconds = pause_seconds
         self._refresh = refresh
 
@@ -121,6 +129,14 @@ class GrantKeeping:
         for directory in self._directories:
             await self._directory.sweep(
                 directory, lambda name: self._lives(name.partition("_")[0]), beat
+            )
+        for directory in self._shared_directories:
+            await self._directory.sweep(
+                directory,
+                lambda name: (
+                    not _OF_A_CONTAINER.fullmatch(name) or self._lives(name.partition("_")[0])
+                ),
+                beat,
             )
 
     def _still_wanted(self, record: GrantRecord) -> bool:

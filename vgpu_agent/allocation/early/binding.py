@@ -9,6 +9,7 @@ container's answer and both shares are equal (`answers`).
 from __future__ import annotations
 
 import asyncio
+import collections
 import dataclasses
 from typing import TYPE_CHECKING, NamedTuple, NoReturn
 
@@ -196,6 +197,7 @@ class EarlyBinding:
         pod = candidate.pod
         try:
             decision = family.decide(self._question(offered, pod, candidate.container.name, ids))
+            beyond = self._beyond_the_pod(offered, candidate, decision, family)
         except (RequestRefusedError, LedgerError) as err:
             return type(err)(f"pod {pod.full_name}, container {candidate.container.name}: {err}")
         if decision.layouts:
@@ -210,7 +212,51 @@ class EarlyBinding:
                 f"pod {pod.full_name}: an init container that asks for {offered.name} needs a "
                 "scheduler that decides for the pod, or binding.mode late"
             )
+        if beyond:
+            return RequestRefusedError(
+                f"pod {pod.full_name}: init container {candidate.container.name} has more of GPU "
+                f"{beyond} than the containers after it, and hands its ids on to them, which needs "
+                "binding.mode late"
+            )
         return decision
+
+    def _beyond_the_pod(
+        self, offered: Resource, candidate: Candidate, decision: Decision, family: PodFamily
+    ) -> str:
+        """Return a device of which an init container with shares of its own gets more than the
+        containers after it have together, where one of these may have its ids; empty without one.
+
+        While it runs, the ledger has their shares under these ids (`_make_room_for_init`).
+        """
+        pod, container, name = candidate.pod, candidate.container, offered.name
+        lasting = [
+            each
+            for each in pod.containers
+            if each.kind is not ContainerKind.INIT and each.limits.get(name, 0) > 0
+        ]
+        count = container.limits[name]
+        if (
+            not offered.init_shares
+            or container.kind is not ContainerKind.INIT
+            or all(each.limits[name] != count for each in lasting)
+        ):
+            return ""
+        memory, cores = collections.Counter[str](), collections.Counter[str]()
+        for each in lasting:
+            ids = ("",) * min(each.limits[name], len(offered.ids))
+            asked = self._question(offered, pod, each.name, ids)
+            for share in family.decide(asked).shares:
+                memory[share.device] += share.memory_mib
+                cores[share.device] += share.cores_percent
+        return next(
+            (
+                share.device
+                for share in decision.shares
+                if share.memory_mib > memory[share.device]
+                or share.cores_percent > cores[share.device]
+            ),
+            "",
+        )
 
     # -- PreStartContainer -------------------------------------------------------------------------
 

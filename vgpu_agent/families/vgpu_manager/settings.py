@@ -216,6 +216,7 @@ def _own(key: str, flag: str, metavar: str, text: str) -> Option:
 
 
 _FEW_REQUESTS = "the agent writes what has changed, and only that"
+_WHO_MAY_SCRAPE = "confine who may reach listen by components/network-policy"
 _FOUND = "the agent finds a container's cgroup by itself, with either driver"
 
 
@@ -252,6 +253,14 @@ SETTINGS = FamilySettings(
         ForeignFlag("--cgroup-driver", _FOUND),
         ForeignFlag("--pprof-bind-port", "debugListen serves /debug", "0"),
         ForeignFlag("--enable-dra-monitor", "the agent gives nothing out through DRA", "false"),
+        # the monitor's
+        ForeignFlag("--server-bind-port", "listen serves the metrics", "3456"),
+        ForeignFlag("--enable-rbac", _WHO_MAY_SCRAPE, "false"),
+        ForeignFlag("--enable-tls", _WHO_MAY_SCRAPE, "false"),
+        ForeignFlag("--tls-key-file", _WHO_MAY_SCRAPE),
+        ForeignFlag("--tls-cert-file", _WHO_MAY_SCRAPE),
+        ForeignFlag("--cert-refresh-interval", _WHO_MAY_SCRAPE, "5"),
+        ForeignFlag("--min-scrape-interval", "a scrape reads what is in memory already", "1"),
         ForeignFlag(
             "--stuck-grace-period", "how long a claim waits for its pod is the scheduler's", "30s"
         ),
