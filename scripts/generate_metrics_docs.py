@@ -15,8 +15,9 @@ import sys
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
+from vgpu_agent.families.registry import FAMILIES  # noqa: E402 - the path is set above
 from vgpu_agent.web.metric import Kind, Metric  # noqa: E402 - likewise
-from vgpu_agent.web.metrics import catalogue  # noqa: E402 - the checkout need not be installed
+from vgpu_agent.web.metrics import catalogue, exported  # noqa: E402 - the checkout need not be installed
 
 DOCUMENT = ROOT / "docs" / "metrics.md"
 
@@ -68,12 +69,41 @@ TAIL = """
 | Are GPUs simulated where they should not be? | `vgpu_agent_simulated == 1` |
 """
 
+EXPORTER = """
+## Under the names of vgpu-manager's device-monitor
+
+Served at an address of their own while `vgpuManager.exporter.address` is set (device-monitor's is
+`:3456`), at `/metrics`, beside `/healthz` and `/readyz`. All are gauges with the constant label
+`service="vGPU"`. What is given out comes from the agent's ledger and not from annotations, so it is
+there without the API server.
+
+* Who asks again within `minScrapeIntervalSeconds` gets the last answer, with the header
+  `X-Rate-Limited: true`.
+* With `authorised`, a scraper sends a token (`Authorization: Bearer …`) of an account that may `get`
+  the non-resource URL `/metrics`. With `certificateFile` and `keyFile`, HTTPS.
+* `assigned_…` counts shares from the moment they are booked at the container's start;
+  device-monitor counts a claim from its annotation on.
+* What is not known is absent, not 0. So are the `container_vgpu_device_…` of use where the library
+  of a container tells nothing.
+* `container_vgpu_device_physical_memory_usage_in_bytes` is left out: NVML tells it by process, and
+  the agent sees no other pods' processes without `hostPID`. `branch` and `date` of
+  `exporter_build_info` are empty, because the agent's builds have neither.
+* MIG instances and whole MIG GPUs have the `device_idx` `GPU:instance`, as in NVIDIA's tools.
+* The metrics of `--enable-dra-monitor` do not exist: the agent gives nothing out through DRA.
+"""
+
 
 def row(metric: Metric) -> str:
     """One line of the table."""
     labels = ", ".join(f"`{label}`" for label in metric.labels) or "–"
     text = metric.help + (" Scraped as `_sum` and `_count`." if metric.kind is Kind.SUMMARY else "")
     return f"| `{metric.name}` | {metric.kind} | {labels} | {text} |"
+
+
+def exported_row(metric: Metric) -> str:
+    """One line of the other table, without the label that all of them have."""
+    labels = ", ".join(f"`{label}`" for label in metric.labels if label != "service")
+    return f"| `{metric.name}` | {labels} | {metric.help} |"
 
 
 def document() -> str:
@@ -84,6 +114,10 @@ def document() -> str:
             "| name | type | labels | meaning |",
             "|---|---|---|---|",
             *map(row, catalogue()),
+            EXPORTER,
+            "| name | labels | meaning |",
+            "|---|---|---|",
+            *(exported_row(metric) for family in FAMILIES for metric in exported(family)),
             TAIL,
         ]
     )

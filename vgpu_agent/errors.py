@@ -145,6 +145,10 @@ class RequestRefusedError(AgentError):
     """
 
 
+class NotItsOwnError(AgentError):
+    """A process asks for something that belongs to another container."""
+
+
 class UnusableNameError(RequestRefusedError):
     """A UID or a container's name that is not what Kubernetes allows,
     and so must not become part of a path.

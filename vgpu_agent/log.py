@@ -58,6 +58,7 @@ _AT_WILL = frozenset(
         "web.failed",
         "web.not_accepted",
         "grpc.connection_closed",
+        "registry.not_accepted",
     }
 )
 _MAX_AT_WILL = 20

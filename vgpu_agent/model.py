@@ -150,6 +150,7 @@ class Inventory:
         links: by pair of UUIDs, both directions.
         driver_version: e.g. ``580.65.06``; empty before the driver answered.
         cuda_version: e.g. ``13.0``.
+        nvml_version: e.g. ``13.580.65.06``; empty where the driver does not say.
         simulated: the library under NVML is `sim`'s.
         failures: cards that did not answer at enumeration: ``index: text``.
     """
@@ -161,6 +162,7 @@ class Inventory:
     cuda_version: str = ""
     simulated: bool = False
     failures: tuple[str, ...] = ()
+    nvml_version: str = ""
 
     def gpu(self, uuid: str) -> Gpu | None:
         """The GPU of that UUID, or None."""
@@ -214,6 +216,7 @@ class GpuUsage:
     power_watts: float | None = None
     ecc_uncorrected_total: int | None = None
     processes: tuple[tuple[int, int], ...] = ()  # (host pid, MiB)
+    instances_used_mib: tuple[tuple[str, int], ...] = ()  # MIG instance and memory in use
 
 
 class Decider(enum.StrEnum):

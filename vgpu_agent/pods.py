@@ -56,6 +56,7 @@ _ENDED = ("Succeeded", "Failed", ENDED)
 _UID = re.compile(r"[A-Za-z0-9][A-Za-z0-9.-]{0,127}")
 _API_SERVER_UID = re.compile(r"[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}", re.IGNORECASE)
 _LABEL = re.compile(r"[a-z0-9]([-a-z0-9]{0,61}[a-z0-9])?")  # DNS-1123
+_CONTAINER_ID = re.compile(r"[A-Za-z0-9]{8,128}")  # 64 hexadecimal digits, of all that are in use
 _SUBDOMAIN = re.compile(r"[a-z0-9]([-a-z0-9.]{0,251}[a-z0-9])?")
 
 
@@ -67,6 +68,11 @@ def is_uid(text: str) -> bool:
 def is_container_name(text: str) -> bool:
     """Tell whether ``text`` can be a container's name, and so the end of a file name."""
     return _LABEL.fullmatch(text) is not None
+
+
+def is_container_id(text: str) -> bool:
+    """Tell whether ``text`` can be a container runtime's id of a container."""
+    return _CONTAINER_ID.fullmatch(text) is not None
 
 
 def is_object_name(text: str) -> bool:
@@ -109,6 +115,8 @@ class PodContainer:
         unreadable: resource → the text that could not be read as a whole number.
         environment: names of the variables that the specification sets and that touch GPUs.
         started: the pod's status says that it runs now or ran before.
+        container_id: the runtime's id of it, as the kubelet has written it into the pod's status;
+            empty before.
         values: variable → the text that the specification has for it, of the few whose value counts
             and where it is short.
         completed: the pod's status says that it has ended with success and has not started again.
@@ -122,6 +130,7 @@ class PodContainer:
     unreadable: Mapping[str, str] = dataclasses.field(default_factory=dict)
     environment: frozenset[str] = frozenset()
     started: bool = False
+    container_id: str = ""
     values: Mapping[str, str] = dataclasses.field(default_factory=dict)
     completed: bool = False
     ended_at: float = 0.0
@@ -147,7 +156,7 @@ class DesiredPod:
 
 
 _POD_BYTES = 2048  # a pod without annotations and containers
-_CONTAINER_BYTES = 400
+_CONTAINER_BYTES = 520
 _RESOURCE_BYTES = 500
 _VALUE_BYTES = 300
 

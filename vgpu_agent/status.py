@@ -344,6 +344,7 @@ class ClusterStatus:
     watches: tuple[WatchStatus, ...] = ()
     writers: tuple[WriterStatus, ...] = ()
     evictions: dict[str, int] = dataclasses.field(default_factory=dict)  # by outcome
+    rescued: dict[str, int] = dataclasses.field(default_factory=dict)  # the same of failed pods
     config_map: str = ""  # namespace/name of the ConfigMap that was read
     # what the previous agent read from the API server; in use until the API server answers
     remembered: dict[str, Any] = dataclasses.field(default_factory=dict)

@@ -18,12 +18,12 @@ from vgpu_agent.allocation.carrier import GrantRecord
 from vgpu_agent.cdi import grant_spec
 from vgpu_agent.cluster import decode
 from vgpu_agent.errors import CarrierError, ClusterError, UnusableNameError
+from vgpu_agent.grpc.wire import delimited
 from vgpu_agent.isolation.backend import Target
 from vgpu_agent.isolation.edits import Edits
 from vgpu_agent.isolation.hami_core import HamiCore
 from vgpu_agent.kubelet.checkpoint import parse_checkpoint
 from vgpu_agent.kubelet.held_ids import decode_pod_resources
-from vgpu_agent.kubelet.wire import delimited
 from vgpu_agent.model import Owner, Share
 from vgpu_agent.pods import container_directory
 

@@ -40,6 +40,7 @@ class FakeApi:
         self.requests: list[Request] = []
         self.fault: Fault | None = None
         self.request_seconds = 0.02
+        self.grace_seconds = 0.0  # of deletions
         self.under_way = 0
         self.most_under_way = 0
         self.watchers: list[Callable[[str, dict[str, Any] | None], None]] = []
@@ -58,7 +59,7 @@ class FakeApi:
         """Change an object by a merge patch, as another client would."""
         self.put(path, _merged(self.objects[path], patch))
 
-    def delete(self, path: str) -> None:
+    def remove(self, path: str) -> None:
         """Delete an object, as another client would."""
         del self.objects[path]
         self._tell(path)
@@ -97,13 +98,25 @@ class FakeApi:
                     != self._found(pod)["metadata"]["uid"]
                 ):
                     raise ClusterError(f"POST {path}: uid is another one", status=409)
-                self.delete(pod)
+                self.remove(pod)
                 return b"{}"
             name = f"{path}/{body['metadata']['name']}"
             if name in self.objects:
                 raise ClusterError(f"POST {path}: exists", status=409)
             self.put(name, copy.deepcopy(dict(body)))
             return json.dumps(self.objects[name]).encode()
+
+    async def delete(self, path: str, *, uid: str) -> bytes:
+        async with self._request("delete", path, {"uid": uid}):
+            pod = self._found(path)
+            if pod["metadata"]["uid"] != uid:
+                raise ClusterError(f"DELETE {path}: uid is another one", status=409)
+            if self.grace_seconds:  # until then it is there, with a time of its deletion
+                self.change(path, {"metadata": {"deletionTimestamp": "2026-01-01T00:00:00Z"}})
+                asyncio.get_running_loop().call_later(self.grace_seconds, self.remove, path)
+            else:
+                self.remove(path)
+            return b"{}"
 
     def below(self, path: str) -> list[dict[str, Any]]:
         """The objects of a collection, oldest first."""

@@ -36,6 +36,20 @@ async def test_a_patch_is_a_merge_patch(server: ApiServer, client: ApiClient) ->
     assert b'"new":"2"' in answer
 
 
+async def test_a_deletion_is_of_one_pod_and_not_of_another_with_its_name(
+    server: ApiServer, client: ApiClient
+) -> None:
+    """The UID is a precondition: meanwhile the name may be another pod's."""
+    path = "/api/v1/namespaces/default/pods/a"
+    server.objects.create("pods", {"metadata": {"name": "a", "uid": "new"}}, "default")
+    with pytest.raises(ClusterError) as caught:
+        await client.delete(path, uid="old")
+    assert caught.value.status == 409
+    await client.delete(path, uid="new")
+    assert server.objects.list("pods") == []
+    assert client.requests == {("delete", "pods", "409"): 1, ("delete", "pods", "200"): 1}
+
+
 async def test_a_proxy_of_the_environment_is_not_asked(
     server: ApiServer, client: ApiClient, monkeypatch: pytest.MonkeyPatch
 ) -> None:

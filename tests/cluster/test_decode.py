@@ -318,6 +318,28 @@ def test_no_pod_with_a_name_breaks_the_decoder(spec: Any, status: Any) -> None:
     _try_all(_pod({"containers": [spec], "initContainers": status}, {"containerStatuses": spec}))
 
 
+def test_a_container_is_known_by_the_id_that_the_kubelet_has_written() -> None:
+    """Without the runtime's name; what no runtime makes is left out, as is the id of the life
+    before.
+    """
+    pod = decode.pod(
+        msgspec.json.encode(
+            {
+                "metadata": {"name": "a", "namespace": "b", "uid": "c"},
+                "spec": {"containers": [{"name": name} for name in ("one", "two", "three")]},
+                "status": {
+                    "containerStatuses": [
+                        {"name": "one", "containerID": f"containerd://{'ab' * 32}"},
+                        {"name": "two", "containerID": "cri-o://../../etc"},
+                        {"name": "three", "containerID": None},
+                    ]
+                },
+            }
+        )
+    )
+    assert [one.container_id for one in pod.containers] == ["ab" * 32, "", ""]
+
+
 def test_the_value_of_a_variable_is_kept_where_it_counts() -> None:
     """vgpu-manager §4.1: literal values only; of two with one name the kubelet takes the later.
     Long ones are dropped unread, since a tenant may write a megabyte.

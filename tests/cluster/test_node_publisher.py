@@ -122,7 +122,7 @@ async def test_a_node_that_was_deleted_and_made_anew_gets_everything_again_at_on
     )
     async with running(world.publisher.run(ignore)):
         await asyncio.sleep(5)
-        world.api.delete(NODE)
+        world.api.remove(NODE)
         await asyncio.sleep(30)
         world.api.put(NODE, node(uid="another"))
         await asyncio.sleep(1)
@@ -134,7 +134,7 @@ async def test_while_there_is_no_node_nothing_is_requested() -> None:
     """The Node may be registered long after the agent has started."""
     world = World()
     await asyncio.sleep(1)
-    world.api.delete(NODE)
+    world.api.remove(NODE)
     await asyncio.sleep(1)
     async with running(world.publisher.run(ignore)):
         await asyncio.sleep(60)

@@ -355,7 +355,7 @@ async def test_a_pod_that_is_gone_is_given_up() -> None:
     world = World("a")
     await asyncio.sleep(1)
     world.watched.delay_seconds = 1000
-    world.api.delete(pod_at("a"))
+    world.api.remove(pod_at("a"))
     async with running(world.publisher.run(_ignore)):
         await asyncio.sleep(300)
     assert len(world.api.requests) == 1
@@ -462,7 +462,7 @@ async def test_a_refused_pod_that_goes_leaves_nothing_behind() -> None:
     world.api.fault = lambda *_: ClusterError("mirror pods are kubelet's", status=422)
     async with running(world.publisher.run(_ignore)):
         await asyncio.sleep(5)
-        world.api.delete(pod_at("a"))
+        world.api.remove(pod_at("a"))
         await asyncio.sleep(5)
     assert not world.publisher._complaints._changes
     assert world.publisher._writings == {}

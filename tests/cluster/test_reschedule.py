@@ -34,7 +34,7 @@ def _now() -> float:
 class World:
     """An API server with the pods a and b, their refusals, and the part under test."""
 
-    def __init__(self, *, evict_seconds: float = 0.0) -> None:
+    def __init__(self, *, evict_seconds: float = 0.0, rescued: bool = False) -> None:
         self.api, self.journal, self.overcommits = FakeApi(), Journal(), Overcommits()
         self.set_back_seconds = 0.0
         self.refusals = Refusals(lambda: _now() - self.set_back_seconds)
@@ -47,6 +47,7 @@ class World:
             Binding(refused_evict_seconds=evict_seconds),
             self.journal,
             overcommits=self.overcommits,
+            rescued=lambda _resource: rescued,
         )
         for name in "ab":
             self.api.put(pod_at(name), pod(name))
@@ -181,6 +182,15 @@ async def test_a_pod_whose_refusal_is_final_is_given_back_at_once_under_eviction
             world.refuse(final=True)
             await asyncio.sleep(15)
         assert len(world.evictions) == evicted
+
+
+async def test_a_final_refusal_is_left_to_whoever_makes_pods_anew() -> None:
+    """Evicted here, a bare pod would be gone for good."""
+    world = World(evict_seconds=600, rescued=True)
+    async with world.run():
+        world.refuse(final=True)
+        await asyncio.sleep(1200)
+    assert world.evictions == []
 
 
 async def test_a_refusal_that_becomes_final_is_told_again_at_once() -> None:

@@ -217,6 +217,27 @@ ROWS = [
         "expected the kubelet's directory with /device-plugins behind it, got "
         '"/var/lib/kubelet/plugins"',
     ),
+    *(
+        flag(
+            "vgpu-manager §1.4",
+            f"--server-bind-port={text}",
+            f'expected a port from 1 to 65535, got "{text}"',
+        )
+        for text in ("", "0", "65536", ":3456", "http", "9" * 50)
+    ),
+    *(
+        flag(
+            "vgpu-manager §1.4",
+            f"--min-scrape-interval={text}",
+            f'expected a time such as 1s or 500ms, got "{text}"',
+        )
+        for text in ("", "-1s", "1 s", "fast", "1d")
+    ),
+    flag(
+        "vgpu-manager §1.4",
+        "--tls-cert-file=/certs/tls.crt",
+        "a certificate and its key are given together, or neither",
+    ),
     flag(
         "vgpu-manager §1.7",
         "--feature-gates=CorePlugin=true,SMWatch=true",

@@ -110,6 +110,14 @@ def test_every_flag_that_was_promised_is_there(parser: argparse.ArgumentParser) 
             "--node-config-path",
             "--open-kernel-modules",
         ),
+        # vgpu-manager §1.4
+        *(
+            "--server-bind-port",
+            "--min-scrape-interval",
+            "--enable-rbac",
+            "--tls-cert-file",
+            "--tls-key-file",
+        ),
         *foreign_settings.flags(),
         "--resource-config",  # iktos §I.1
         "--vgpu",  # aws §II.1

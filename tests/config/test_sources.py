@@ -59,9 +59,15 @@ def test_every_value_has_an_origin(load_text: Load) -> None:
     assert loaded.origins["sharing.timeSlicing.renameByDefault"] == "default"
 
 
+# Each of the two needs the other.
+PAIR = "version: v1\nvgpuManager: {exporter: {certificateFile: /tls.crt, keyFile: /tls.key}}\n"
+
 TEXTS = {
     "KUBELET_SOCKET": "/k/device-plugins/kubelet.sock",
     "VGPU_AGENT_DEVICE_PLUGIN_PATH": "/k/device-plugins/",
+    "vgpuManager.exporter.address": "3456",
+    "vgpuManager.exporter.minScrapeIntervalSeconds": "500ms",
+    "vgpuManager.exporter.authorised": "true",
     "vgpuManager.domain": "example.com",
     "vgpuManager.deviceSplitCount": "4",
     "vgpuManager.deviceCoresScaling": "1.5",
@@ -108,7 +114,7 @@ def test_every_variable_reaches_its_key(load_text: Load, option: Option, variabl
     """The table of options names keys that exist, and each can be given as text."""
     text = TEXTS.get(variable, TEXTS.get(option.path, "/some/where"))
 
-    loaded = load_text(environment={variable: text})
+    loaded = load_text(PAIR, environment={variable: text})
 
     assert loaded.origins[option.path] == f"environment {variable}"
     assert {

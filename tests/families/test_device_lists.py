@@ -20,8 +20,9 @@ from vgpu_agent.families.device_lists import (
     edits_of,
     visible_device,
 )
+from vgpu_agent.grpc import wire
 from vgpu_agent.isolation.edits import DeviceNode, Edits, Mount
-from vgpu_agent.kubelet import codec, wire
+from vgpu_agent.kubelet import codec
 from vgpu_agent.model import Gpu, Inventory, MigInstance
 
 M3 = "MIG-cccccccc-0000-5000-8000-000000000003"

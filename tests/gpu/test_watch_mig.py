@@ -13,7 +13,7 @@ from tests.gpu.watched import SOON_HUNG, found, watching
 from tests.patience import FOR_EVER_SECONDS, eventually
 from vgpu_agent.errors import NvmlHungError
 from vgpu_agent.model import Inventory
-from vgpu_agent.sim.state import SimulatedNode
+from vgpu_agent.sim.state import ProcessUse, SimulatedNode
 
 MIG_EVENT = 0x100
 UNKNOWN = 999
@@ -156,6 +156,27 @@ async def test_a_lost_gpu_keeps_its_slices(node: SimulatedNode) -> None:
         node.restore(1)
         gpu = await watched.healthy(node.uuids[1])
         assert [instance.health.ok for instance in gpu.mig_instances] == [True, True]
+
+
+async def test_the_memory_of_each_slice_is_measured(node: SimulatedNode) -> None:
+    """A process counts where it runs, and not for the slice beside it."""
+    await asyncio.to_thread(node.set_mig, 0, ["3g.40gb", "2g.20gb"])
+    async with watching(node) as watched:
+        inventory = await watched.until(lambda inventory: bool(inventory.version))
+        assert inventory.nvml_version
+        first, second = found(inventory, node.uuids[0]).mig_instances
+        used = ProcessUse(
+            memory_mib=512,
+            gpu_instance=second.gpu_instance_id,
+            compute_instance=second.compute_instance_id,
+        )
+        node.add_process(0, 4321, used)
+
+        def measured() -> dict[str, int]:
+            usage = watched.watch.usage.value
+            return dict(usage[0].instances_used_mib) if usage else {}
+
+        await eventually(lambda: measured() == {first.uuid: 0, second.uuid: 512})
 
 
 @pytest.mark.usefixtures("often")

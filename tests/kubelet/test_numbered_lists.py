@@ -22,7 +22,8 @@ from vgpu_agent.device_ids import (
     list_size_bytes,
 )
 from vgpu_agent.errors import ConfigError, KubeletError
-from vgpu_agent.kubelet import codec, wire
+from vgpu_agent.grpc import wire
+from vgpu_agent.kubelet import codec
 from vgpu_agent.kubelet.held_ids import (
     PodResourcesReader,
     SeenNumbers,

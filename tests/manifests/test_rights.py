@@ -8,6 +8,8 @@ import re
 from typing import Any
 
 from tests.manifests.documents import DEFAULTS, MANIFESTS, NAME, documents_of, rights_of
+from vgpu_agent.cluster.made_anew import TRIES
+from vgpu_agent.cluster.reviews import ACCESS_REVIEWS, TOKEN_REVIEWS
 from vgpu_agent.families.vgpu_manager import keys as vgpu_manager
 from vgpu_agent.families.volcano_gpushare import family as volcano_gpushare
 from vgpu_agent.families.volcano_gpushare.settings import MEMORY_RESOURCE, NUMBER_RESOURCE
@@ -54,6 +56,43 @@ def test_evicting_must_be_asked_for() -> None:
     assert DEFAULTS.binding.refused_evict_seconds == 0
 
 
+def test_making_pods_anew_must_be_asked_for_and_is_held_to_the_own_node() -> None:
+    """Creating a pod is the largest right of all, so the base is without it;
+    vgpu-manager:D35.
+    """
+    (role, _) = documents_of("components/reschedule/rbac.yaml")
+    assert rights_of(role) == {
+        ("pods/eviction", "create"),
+        ("pods", "create"),
+        ("pods", "delete"),
+    }
+    assert DEFAULTS.binding.reschedule_failed is False
+    policy, binding = documents_of("components/reschedule/policy.yaml")
+    own_node_only = documents_of("components/own-node-only/policy.yaml")[0]["spec"]
+    (rule,) = policy["spec"]["matchConstraints"]["resourceRules"]
+    assert (rule["resources"], rule["operations"]) == (["pods"], ["CREATE", "DELETE"])
+    assert policy["spec"]["failurePolicy"] == "Fail"
+    assert policy["spec"]["matchConditions"] == own_node_only["matchConditions"]
+    assert policy["spec"]["variables"][0] == own_node_only["variables"][0]
+    deletes, creates = (each["expression"] for each in policy["spec"]["validations"])
+    assert "oldObject.spec.nodeName == variables.node" in deletes
+    assert f'"{TRIES}" in' in creates
+    assert binding["spec"] == {
+        "policyName": policy["metadata"]["name"],
+        "validationActions": ["Deny"],
+    }
+
+
+def test_asking_who_a_scraper_is_must_be_asked_for() -> None:
+    """Two questions and nothing else; they change nothing."""
+    (role, _) = documents_of("components/scrape-reviews/rbac.yaml")
+    asked = [path.split("/") for path in (TOKEN_REVIEWS, ACCESS_REVIEWS)]
+    assert role["rules"] == [
+        {"apiGroups": [group], "resources": [resource], "verbs": ["create"]}
+        for _, _, group, _, resource in asked
+    ]
+
+
 def test_only_the_agents_pod_gets_the_token(objects: dict[str, Any], pod: Any) -> None:
     """The pod asks for it. Another pod under the same account would have to ask, too."""
     assert pod["automountServiceAccountToken"] is True
@@ -69,7 +108,7 @@ def test_every_role_is_bound_to_the_pods_account(objects: dict[str, Any], pod: A
     }
     assert pod["serviceAccountName"] == account["name"]
     files = [path.relative_to(MANIFESTS) for path in MANIFESTS.rglob("rbac.yaml")]
-    assert len(files) == 3
+    assert len(files) == 5
     for file in files:
         documents = documents_of(str(file))
         for role, binding in zip(documents[::2], documents[1::2], strict=True):

@@ -16,15 +16,17 @@ from typing import TYPE_CHECKING
 
 from vgpu_agent import concurrency
 from vgpu_agent.agent.remembered import Memory, Remembered
-from vgpu_agent.cluster import api, decode, retrying
+from vgpu_agent.cluster import api, decode, retrying, reviews
 from vgpu_agent.cluster.allocatable import AllocatableWriter
 from vgpu_agent.cluster.config_map import ConfigMapWatch
 from vgpu_agent.cluster.credentials import credentials
 from vgpu_agent.cluster.events import Events
 from vgpu_agent.cluster.failed_pods import FailedPods
 from vgpu_agent.cluster.node_publisher import NodePublisher
+from vgpu_agent.cluster.pod_copies import PodCopies
 from vgpu_agent.cluster.pod_publisher import PodPublisher
 from vgpu_agent.cluster.reschedule import Reschedule
+from vgpu_agent.cluster.rescue import Rescue
 from vgpu_agent.cluster.watching import NodeWatch, PodWatch
 from vgpu_agent.concurrency import Revision, first_of
 from vgpu_agent.config.families import document
@@ -46,6 +48,7 @@ if TYPE_CHECKING:
     from vgpu_agent.concurrency import Supervisor
     from vgpu_agent.config.settings import Settings
     from vgpu_agent.families.plugin_files import PluginFile
+    from vgpu_agent.families.spec import FamilySpec
     from vgpu_agent.journal import Journal
     from vgpu_agent.nodes import Node, SentCounts
     from vgpu_agent.pods import Pod
@@ -94,6 +97,7 @@ class ClusterAccess:
         self.pod_publisher: PodPublisher | None = None
         self.allocatable: AllocatableWriter | None = None
         self.reschedule: Reschedule | None = None
+        self.rescue: Rescue | None = None
         self.events: Events | None = None
         self.failed_pods: FailedPods | None = None
         self.client: ApiClient | None = None
@@ -202,6 +206,7 @@ class ClusterAccess:
                 if writer is not None
             ),
             evictions=self.reschedule.evictions if self.reschedule else {},
+            rescued=self.rescue.counts if self.rescue else {},
             config_map=", ".join(
                 f"{found.namespace}/{found.name}"
                 for found in self.config_maps.values()
@@ -308,6 +313,7 @@ class ClusterAccess:
         *,
         starting: Callable[[], bool] = lambda: False,
         resources: Callable[[], Collection[str]] = lambda: (),
+        owned: Callable[[], Mapping[str, str]] = dict,
         sent: Callable[[], Mapping[str, SentCounts]] = dict,
         lists: Revision | None = None,
         withdrawn: Revision | None = None,
@@ -316,8 +322,8 @@ class ClusterAccess:
         """Start to keep Node and pods in the families' desired state;
         ``tokens`` and ``starting`` as for `PodPublisher`.
 
-        ``resources`` are the names of what this agent offers; ``sent``, ``lists``, ``withdrawn``
-        and ``counted`` as for `AllocatableWriter`.
+        ``resources`` are the names of what this agent offers, ``owned`` their families; ``sent``,
+        ``lists``, ``withdrawn`` and ``counted`` as for `AllocatableWriter`.
         """
         if self.client is None or self.nodes is None or not self.needed:
             return
@@ -356,6 +362,7 @@ class ClusterAccess:
             settings.binding,
             self._journal,
             overcommits=overcommits,
+            rescued=lambda resource: resource in self._rescued(owned()),
         )
         self.allocatable = AllocatableWriter(
             self.client,
@@ -372,6 +379,20 @@ class ClusterAccess:
         self._loop("writes to pods", self.pod_publisher.run)
         self._loop("events", self.events.run)
         self._loop("refused starts", self.reschedule.run)
+        if any(rescues(family, settings) for family in FAMILIES):
+            self.rescue = Rescue(
+                self.client,
+                settings.node_name_or_hostname,
+                self.book,
+                lambda: self._rescued(owned()),
+                lambda: refusals.current,
+                refusals.revision,
+                stale_keys(settings),
+                self.events,
+                PodCopies(settings.state_directory),
+                self._journal,
+            )
+            self._loop("failed pods", self.rescue.run)
         self.failed_pods = FailedPods(
             self.client,
             settings.node_name_or_hostname,
@@ -381,6 +402,13 @@ class ClusterAccess:
             self._journal,
         )
         self._loop("pods failed while away", self.failed_pods.run)
+
+    def _rescued(self, owned: Mapping[str, str]) -> frozenset[str]:
+        """Return those of the resources whose failed pods get another chance; ``owned`` has the
+        family of each.
+        """
+        families = {family.name for family in FAMILIES if rescues(family, self._settings)}
+        return frozenset(name for name, family in owned.items() if family in families)
 
     async def written_once(self, seconds: float) -> None:
         """Wait, but not longer than ``seconds``,
@@ -396,6 +424,16 @@ class ClusterAccess:
         if self.pods is None:
             raise ClusterError(self.disconnected_reason)
         return await self.pods.fetch(namespace, name)
+
+    async def may_get(self, token: str, path: str) -> bool:
+        """Tell whether whoever has ``token`` may get ``path`` of this agent.
+
+        Raises:
+            ClusterError: the API server cannot be asked.
+        """
+        if self.client is None:
+            raise ClusterError(self.disconnected_reason)
+        return await reviews.may_get(self.client, token, path)
 
     async def follow(self, apply: Callable[[], Awaitable[None]]) -> None:
         """Remember what was read, and call ``apply`` on each change, until cancelled."""
@@ -517,6 +555,17 @@ class ClusterAccess:
             functools.partial(run, functools.partial(self._supervisor.beat, name)),
             stuck_after_seconds=longest + concurrency.STUCK_SECONDS,
         )
+
+
+def rescues(family: FamilySpec, settings: Settings) -> bool:
+    """Tell whether the family's failed pods get another chance."""
+    asked = family.reschedules is not None and family.reschedules(settings)
+    return family.is_on(settings) and (asked or settings.binding.reschedule_failed)
+
+
+def stale_keys(settings: Settings) -> frozenset[str]:
+    """Return the annotations and labels that a pod must not have when it is created anew."""
+    return frozenset(key for family in FAMILIES for key in family.stale_keys(settings))
 
 
 def _read_files(settings: Settings) -> list[PluginFile]:

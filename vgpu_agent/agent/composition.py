@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING
 from vgpu_agent import __version__, concurrency, log
 from vgpu_agent.agent import api_server
 from vgpu_agent.agent.api_server import ClusterAccess
+from vgpu_agent.agent.devices.library_services import LibraryServicesInForce
 from vgpu_agent.agent.devices.mig import MigDivider
 from vgpu_agent.agent.devices.mps import MpsController
 from vgpu_agent.agent.lag import LoopLag
@@ -282,6 +283,16 @@ class Agent:
             pause_seconds=settings.gpu.usage_seconds,
             proc_root=settings.gpu.proc_root,
         )
+        self._services = LibraryServicesInForce(
+            self._families.services,
+            ledger=self._ledger,
+            watch=self._watch,
+            pods=self._cluster.book,
+            supervisor=self._supervisor,
+            journal=self._journal,
+            proc_root=settings.gpu.proc_root,
+            sysfs_root=settings.gpu.sysfs_root,
+        )
         self._reload = Reload(loaded, apply=self._apply, journal=self._journal, named=named)
         self._understood: tuple[frozenset[str], bool] | None = None
         self._lag = LoopLag()
@@ -306,7 +317,7 @@ class Agent:
             cdi=self._cdi.status,
             mps=lambda: self._mps.statuses,
         )
-        self.web = LateWeb(self._report.status, settings)
+        self.web = LateWeb(self._report.status, settings, self._cluster.may_get)
 
     async def run(
         self, stop: asyncio.Event, *, started: Callable[[], object] = lambda: None
@@ -385,6 +396,7 @@ class Agent:
             self._tokens,
             starting=self._starting.any,
             resources=self._resources,
+            owned=lambda: {each.name: each.family for each in self._ledger.resources},
             sent=lambda: self._offering.sent_to_several_families,
             lists=self._offering.lists,
             withdrawn=self._ledger.withdrawn,
@@ -430,6 +442,7 @@ class Agent:
                 functools.partial(self._grants.run, self._beat("grants")),
                 stuck_after_seconds=concurrency.STUCK_SECONDS + verification.VERIFY_SECONDS,
             )
+            self._supervisor.start("library services", self._services.run)
             if any(family.library and family.is_on(settings) for family in FAMILIES):
                 # It sends no heartbeat: a restart of the agent does not repair a disk that
                 # hangs.

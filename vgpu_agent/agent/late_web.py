@@ -15,6 +15,7 @@ import contextlib
 import importlib
 from typing import TYPE_CHECKING, Self
 
+from vgpu_agent.families.registry import FAMILIES
 from vgpu_agent.web.address import bind, parse
 
 if TYPE_CHECKING:
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
 
     from vgpu_agent.config.settings import Settings
     from vgpu_agent.status import AgentStatus
+    from vgpu_agent.web.exporter import Reviews
     from vgpu_agent.web.server import WebServer
 
 MAX_BODY_BYTES = 65536
@@ -39,13 +41,25 @@ class LateWeb:
     State: the server, None before `start`.
     """
 
-    def __init__(self, status: Callable[[], AgentStatus], settings: Settings) -> None:
+    def __init__(
+        self,
+        status: Callable[[], AgentStatus],
+        settings: Settings,
+        reviews: Reviews | None = None,
+    ) -> None:
         self._status = status
+        self._reviews = reviews
+        self._exporters = [
+            (family, options)
+            for family in FAMILIES
+            if family.exporter is not None
+            and (options := family.exporter.options(settings)) is not None
+        ]
         self._settings = settings
         self._server: WebServer | None = None
 
     async def __aenter__(self) -> Self:
-        """Make sure, before anything is registered, that both addresses can be listened on.
+        """Make sure, before anything is registered, that all addresses can be listened on.
 
         Raises:
             ListenError: one cannot.
@@ -53,6 +67,7 @@ class LateWeb:
         for listen, flag in (
             (self._settings.debug_listen, "--debug-listen"),
             (self._settings.listen, "--listen"),
+            *((options.listen, options.flag) for _, options in self._exporters),
         ):
             (await bind(parse(listen), flag=flag)).close()
         return self
@@ -73,7 +88,9 @@ class LateWeb:
                 while not registered():  # noqa: ASYNC110
                     await asyncio.sleep(_LOOK_SECONDS)
         await asyncio.to_thread(importlib.import_module, "vgpu_agent.web.server")
-        from vgpu_agent.web.server import WebServer  # noqa: PLC0415 - see above
+        # see above
+        from vgpu_agent.web.exporter import nobody_knows  # noqa: PLC0415
+        from vgpu_agent.web.server import WebServer  # noqa: PLC0415
 
         settings = self._settings
         self._server = WebServer(
@@ -84,5 +101,7 @@ class LateWeb:
             request_timeout_seconds=REQUEST_TIMEOUT_SECONDS,
             pod_names_everywhere=settings.web.pod_names == "all",
             shutdown_seconds=SHUTDOWN_SECONDS,
+            exporters=self._exporters,
+            reviews=self._reviews or nobody_knows,
         )
         await self._server.start()

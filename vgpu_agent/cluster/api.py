@@ -1,9 +1,9 @@
 """The API server as every writer and watcher of this package needs it,
 and the paths of the objects that may be touched.
 
-The writers (`node_publisher`, `pod_publisher`, `events`, `reschedule`) know the API server only
-through `Api`, so they are tested against a few lines of memory. `client` is the real one. Paths are
-those of core/v1 and policy/v1 as every Kubernetes since 1.22 serves them.
+The writers (`node_publisher`, `pod_publisher`, `events`, `reschedule`, `rescue`) know the API
+server only through `Api`, so they are tested against a few lines of memory. `client` is the real
+one. Paths are those of core/v1 and policy/v1 as every Kubernetes since 1.22 serves them.
 """
 
 from __future__ import annotations
@@ -43,6 +43,10 @@ class Api(Protocol):
         """Create ``body`` in the collection or subresource at ``path``; return the answer."""
         ...
 
+    async def delete(self, path: str, *, uid: str) -> bytes:
+        """Delete the object at ``path``, if it has that UID; return the answer."""
+        ...
+
 
 def node_path(name: str) -> str:
     """The Node object of that name."""
@@ -52,6 +56,11 @@ def node_path(name: str) -> str:
 def pod_path(namespace: str, name: str) -> str:
     """The pod of that name."""
     return f"/api/v1/namespaces/{namespace}/pods/{name}"
+
+
+def pods_path(namespace: str) -> str:
+    """The pods of a namespace."""
+    return f"/api/v1/namespaces/{namespace}/pods"
 
 
 def events_path(namespace: str) -> str:

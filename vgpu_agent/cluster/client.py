@@ -93,6 +93,19 @@ class ApiClient:
         """
         return await self._ask("POST", path, body=body, content_type="application/json")
 
+    async def delete(self, path: str, *, uid: str) -> bytes:
+        """Delete the object at ``path``, if it has that UID; return the answer.
+
+        Raises:
+            ClusterError: anything but success; 409 when it has another UID.
+        """
+        options = {
+            "apiVersion": "v1",
+            "kind": "DeleteOptions",
+            "preconditions": {"uid": uid},
+        }
+        return await self._ask("DELETE", path, body=options, content_type="application/json")
+
     async def chunks(self, path: str, params: Mapping[str, str]) -> AsyncGenerator[bytes, None]:
         """Yield the list at ``path``, in pieces as they arrive, to save memory.
 

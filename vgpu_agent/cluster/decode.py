@@ -30,6 +30,7 @@ from vgpu_agent.pods import (
     ContainerKind,
     Pod,
     PodContainer,
+    is_container_id,
     is_container_name,
     is_object_name,
     is_uid,
@@ -130,6 +131,7 @@ class _State(_Struct):
 class _ContainerStatus(_Struct):
     name: str = ""
     restart_count: int = 0
+    container_id: str | None = msgspec.field(default=None, name="containerID")
     state: _State | None = None
     last_state: _State | None = None
 
@@ -528,6 +530,7 @@ def _container(
         variable.name for variable in one.env or () if VARIABLES.fullmatch(variable.name)
     )
     state, last_state = status.state or _State(), status.last_state or _State()
+    container_id = (status.container_id or "").rpartition("://")[2]  # the runtime is before it
     ends = [each.terminated for each in (state, last_state) if each.terminated is not None]
     return PodContainer(
         one.name[:_LONGEST_NAME],
@@ -539,6 +542,7 @@ def _container(
         values=_values(one),
         completed=state.terminated is not None and state.terminated.exit_code == 0,
         ended_at=max((_unix_seconds(end.finished_at) for end in ends), default=0.0),
+        container_id=container_id if is_container_id(container_id) else "",
     )
 
 

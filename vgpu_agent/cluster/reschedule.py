@@ -58,6 +58,7 @@ class Reschedule:
         *,
         overcommits: Overcommits,
         look_seconds: float = 10.0,
+        rescued: Callable[[str], bool] = lambda _resource: False,
     ) -> None:
         """Build it.
 
@@ -71,7 +72,9 @@ class Reschedule:
             overcommits: starts on GPUs that a scheduler has overcommitted; their pods get an event.
             look_seconds: how often the loop sends a heartbeat, and how long such an event may
                 wait.
+            rescued: a resource → whether `rescue` deals with its final refusals.
         """
+        self._rescued = rescued
         self._overcommits = overcommits
         self._api, self._events, self._refusals, self._wake = api, events, refusals, wake
         self._binding, self._journal = binding, journal
@@ -152,12 +155,14 @@ class Reschedule:
         backoff = self._backoffs.setdefault(pod.uid, Backoff())
         if refusal.final:  # waiting would not help
             after = 0.0
+            if self._rescued(refusal.resource):
+                return self._look_seconds
         wait = max(after - self._seconds(refusal), backoff.seconds_left)
         if wait > 0:
             return wait
         self._beat()
         try:
-            await self._api.post(pod_path(pod.namespace, pod.name) + "/eviction", _eviction(pod))
+            await self._api.post(pod_path(pod.namespace, pod.name) + "/eviction", eviction(pod))
         except ClusterError as err:
             self._postponed(pod, err, backoff)
             return backoff.seconds_left
@@ -208,7 +213,7 @@ def _key(refusal: Refusal) -> tuple[str, str, float]:
     return refusal.pod.uid, refusal.container, refusal.since
 
 
-def _eviction(pod: Pod) -> dict[str, object]:
+def eviction(pod: Pod) -> dict[str, object]:
     """policy/v1 Eviction of this very pod and not of another that took its name."""
     return {
         "apiVersion": "policy/v1",

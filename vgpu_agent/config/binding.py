@@ -60,6 +60,19 @@ class Binding(msgspec.Struct, frozen=True, rename="camel", forbid_unknown_fields
             )
         ),
     ] = 0.0
+    reschedule_failed: Annotated[
+        bool,
+        Meta(
+            description=(
+                "Give pods another chance that the kubelet has failed at admission "
+                "(`UnexpectedAdmissionError`), or whose start can never succeed here: a pod with a "
+                "controller is evicted, a bare one is deleted and created anew, a critical one is "
+                "left alone. A pod that fails again waits for longer each time, and is left alone "
+                "after five times. It takes `components/reschedule`. vgpu-manager's gate "
+                "`AllocationFailureReschedule` switches it on for that family."
+            )
+        ),
+    ] = False
     pod_variables: Annotated[
         Literal["refuse", "allow"],
         Meta(

@@ -11,15 +11,15 @@ from typing import Annotated
 from msgspec import Meta
 
 # 0 to 65535
-_PORT = r"(0|[1-9][0-9]{0,3}|[1-5][0-9]{4}|6[0-4][0-9]{3}|65[0-4][0-9]{2}|655[0-2][0-9]|6553[0-5])"
+PORT = r"(0|[1-9][0-9]{0,3}|[1-5][0-9]{4}|6[0-4][0-9]{3}|65[0-4][0-9]{2}|655[0-2][0-9]|6553[0-5])"
 # [IPv6], IPv4, a name, or nothing
-_HOST = r"(\[[0-9A-Fa-f:.]+(%[0-9A-Za-z._-]+)?\]|[0-9A-Za-z._-]*)"
+HOST = r"(\[[0-9A-Fa-f:.]+(%[0-9A-Za-z._-]+)?\]|[0-9A-Za-z._-]*)"
 NODE_NAME = r"[a-z0-9]([-a-z0-9.]{0,251}[a-z0-9])?"
 
 Address = Annotated[
     str,
     Meta(
-        pattern=rf"\A{_HOST}:{_PORT}\Z",
+        pattern=rf"\A{HOST}:{PORT}\Z",
         extra={"expected": "an address HOST:PORT or :PORT, port 0 to 65535"},
     ),
 ]

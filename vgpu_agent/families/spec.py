@@ -8,10 +8,10 @@ Each family has one `FamilySpec`, in the module `spec` of its package; `registry
 from __future__ import annotations
 
 import dataclasses
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from vgpu_agent.families.device_lists import ListOptions
-from vgpu_agent.isolation.backend import InstalledLibrary
+from vgpu_agent.isolation.backend import NO_SERVICES, InstalledLibrary, LibraryServices
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -80,6 +80,7 @@ class BuiltFamily:
         blocked: why its pods must not be served now; empty when they can be.
         uses_library: the backend whose library its containers get; empty for none.
         limits: how that library limits them; None where it never does.
+        services: the services of the agent that the library relies on.
     """
 
     by_ids: tuple[IdFamily, ...] = ()
@@ -91,6 +92,7 @@ class BuiltFamily:
     blocked: str = ""
     uses_library: str = ""
     limits: LibraryLimits | None = None
+    services: LibraryServices = NO_SERVICES
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -138,6 +140,10 @@ class Readings:
         usage: of each GPU that could be read.
         containers: the use that containers make of their devices.
         now: unix seconds.
+        node: the Node's name.
+        version: of the agent.
+        commit: of the agent; empty where it is not known.
+        in_force: see `BuiltFamily`.
     """
 
     grants: Sequence[Grant]
@@ -145,6 +151,10 @@ class Readings:
     usage: Sequence[GpuUsage]
     containers: Sequence[ContainerUsage]
     now: float
+    node: str = ""
+    version: str = ""
+    commit: str = ""
+    in_force: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -188,6 +198,44 @@ class Vocabulary:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
+class ExporterOptions:
+    """How the metrics of a replaced program are served.
+
+    Attributes:
+        listen: where, e.g. ``:3456``.
+        flag: what an operator changes when the address is taken.
+        min_interval_seconds: who asks more often gets the last answer.
+        authorised: scrapers must show a token that the API server allows to get the path.
+        certificate_file: PEM; empty for plain HTTP.
+        key_file: its key.
+    """
+
+    listen: str
+    flag: str
+    min_interval_seconds: float = 1.0
+    authorised: bool = False
+    certificate_file: str = ""
+    key_file: str = ""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class FamilyExporter:
+    """Metrics that a family serves at an address of their own, as the program that it replaces did.
+
+    Attributes:
+        metrics: all of them.
+        options: the settings → where and how; None while they are off.
+    """
+
+    metrics: tuple[FamilyMetric, ...]
+    options: Callable[[Settings], ExporterOptions | None]
+
+
+def _nothing(_: Settings) -> Iterable[str]:
+    return ()
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
 class FamilySpec:
     """The facts about a family that the agent has to know.
 
@@ -205,6 +253,7 @@ class FamilySpec:
             Names and not prefixes: a tenant could invent any number below a prefix.
         values: those of them whose value counts as well, in the same way.
         metrics: its own metrics.
+        exporter: metrics at an address of their own; None where there are none.
         mps: the settings → where its containers meet the MPS control daemons that it has; None
             where it shares nothing by MPS.
         mig_tool: the settings → how GPUs are divided for its pods; None where none is.
@@ -212,6 +261,10 @@ class FamilySpec:
             `config.types.DEVICE_MODES`.
         library: its use of an isolation backend's library; None where its containers never get
             one. Where they may, what they use is read.
+        stale_keys: the settings → annotations and labels of pods that schedulers and the agent have
+            written about one pod; they are taken off when it is created anew.
+        reschedules: the settings → whether its failed pods get another chance, although
+            ``binding.rescheduleFailed`` is off; None where only that decides.
         node_annotations: see `Vocabulary`.
         progress: see `Vocabulary`.
         renamed: the settings → its keys and names; None where no setting changes them. It is asked
@@ -228,12 +281,15 @@ class FamilySpec:
     variables: str = ""
     values: str = ""
     metrics: tuple[FamilyMetric, ...] = ()
+    exporter: FamilyExporter | None = None
     mps: Callable[[Settings], MpsOptions] | None = None
     mig_tool: Callable[[Settings], MigTool] | None = None
     device_modes: Callable[[Settings], tuple[str, ...]] | None = None
     library: LibraryUse | None = None
     node_annotations: tuple[str, ...] = ()
     progress: frozenset[str] = frozenset()
+    stale_keys: Callable[[Settings], Iterable[str]] = _nothing
+    reschedules: Callable[[Settings], bool] | None = None
     renamed: Callable[[Settings], Vocabulary] | None = None
 
     @property

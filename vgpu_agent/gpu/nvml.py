@@ -158,6 +158,10 @@ class Nvml:
         """The loaded library is the simulation's: it exports a symbol that no driver has."""
         return pynvml.nvmlLib is not None and hasattr(pynvml.nvmlLib, "vgpusim_layout")
 
+    def nvml_version(self) -> str:
+        """The version of the library, e.g. ``13.580.65.06``; empty when it does not say."""
+        return str(self._optional("nvmlSystemGetNVMLVersion") or "")
+
     def driver_version(self) -> str:
         """Return ``580.65.06``; empty when the driver reports none."""
         return str(self._optional("nvmlSystemGetDriverVersion") or "")
@@ -371,6 +375,20 @@ class Nvml:
                         memory.get(process.pid, 0) + (process.usedGpuMemory or 0) // _MIB
                     )
         return tuple(sorted(memory.items()))
+
+    def raw(self, name: str, handle: Handle, /, *arguments: Any) -> int:
+        """Call a function of NVML's with buffers of the caller's; return its code as it is.
+
+        Raises:
+            NvmlError: the library does not have it.
+        """
+        self.calls += 1
+        try:
+            function = getattr(pynvml.nvmlLib, name)
+        except AttributeError as err:
+            raise self._failed(name, return_codes.FUNCTION_NOT_FOUND, "Function Not Found") from err
+        with self.watched(name, self._uuids.get(_address(handle), "")):
+            return int(function(handle, *arguments))
 
     # ---- events
 

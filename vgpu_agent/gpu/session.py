@@ -20,7 +20,7 @@ from vgpu_agent.gpu.capabilities import Capabilities
 from vgpu_agent.model import GpuUsage
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
     from pathlib import Path
 
     from vgpu_agent.gpu.nvml import DeviceEvent, EventSet, Handle, Nvml
@@ -44,6 +44,7 @@ class Snapshot:
         driver_version: as in `Inventory`.
         cuda_version: same.
         simulated: same.
+        nvml_version: same.
     """
 
     reading: inventory.Reading
@@ -53,6 +54,7 @@ class Snapshot:
     driver_version: str
     cuda_version: str
     simulated: bool
+    nvml_version: str = ""
 
 
 class Session:
@@ -125,6 +127,7 @@ class Session:
             bound=self._bound_cards(),
             warnings=tuple(warnings),
             driver_version=self._nvml.driver_version(),
+            nvml_version=self._nvml.nvml_version(),
             cuda_version=self._nvml.cuda_version(),
             simulated=self._nvml.simulated,
         )
@@ -159,6 +162,10 @@ class Session:
             with contextlib.suppress(NvmlError):  # the next poll finds the error
                 usages.append(self._usage(uuid, handle))
         return tuple(usages)
+
+    def handle(self, uuid: str) -> Handle | None:
+        """The handle of a GPU that answered last time."""
+        return self._handles.get(uuid)
 
     def wait(self, timeout_seconds: float) -> DeviceEvent | None:
         """The next event of any GPU; None when none came in time.
@@ -296,4 +303,16 @@ class Session:
             power_watts=self._nvml.power_watts(handle),
             ecc_uncorrected_total=self._nvml.ecc_uncorrected_total(handle),
             processes=self._nvml.processes(handle),
+            instances_used_mib=tuple(self._instances_used_mib(uuid, handle)),
         )
+
+    def _instances_used_mib(self, uuid: str, handle: Handle) -> Iterator[tuple[str, int]]:
+        """Yield the instances of the GPU as they were read last, each with its memory in use; one
+        that is gone, or does not say, is left out.
+        """
+        layout = self._layouts.get(uuid)
+        for slot in layout.slots if layout is not None else ():
+            with contextlib.suppress(NvmlError):
+                mig = self._nvml.mig_handle(handle, slot.index)
+                if mig is not None and self._nvml.uuid(mig) == slot.uuid:
+                    yield slot.uuid, self._nvml.memory_mib(mig)[1]

@@ -14,11 +14,12 @@ from vgpu_agent.gpu.tegra import IntegratedGpu
 from vgpu_agent.gpu.watch import GpuWatch
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
     from vgpu_agent.concurrency import Latest
     from vgpu_agent.config.settings import Gpu as GpuSettings
     from vgpu_agent.gpu.discovery import Discovery
+    from vgpu_agent.gpu.sampling import Sink
     from vgpu_agent.journal import Journal
     from vgpu_agent.model import GpuUsage, Inventory
     from vgpu_agent.status import NvmlStatus
@@ -47,6 +48,9 @@ class GpuSource(Protocol):
 
     def apply(self, settings: GpuSettings) -> None:
         """Use other settings from now on."""
+
+    def sample(self, gpus: Sequence[tuple[int, str]], sink: Sink) -> None:
+        """Have the processes on these GPUs sampled from now on."""
 
     async def stop(self, timeout_seconds: float) -> bool:
         """Release them; return whether that was done in time."""

@@ -17,9 +17,10 @@ from vgpu_agent.model import INTEGRATED, Gpu, Inventory
 from vgpu_agent.status import NvmlState, NvmlStatus
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
     from vgpu_agent.config.settings import Gpu as GpuSettings
+    from vgpu_agent.gpu.sampling import Sink
     from vgpu_agent.journal import Journal
     from vgpu_agent.model import GpuUsage
 
@@ -58,6 +59,9 @@ class IntegratedGpu:
 
     def apply(self, settings: GpuSettings) -> None:
         """Do nothing: no setting applies to this GPU."""
+
+    def sample(self, gpus: Sequence[tuple[int, str]], sink: Sink) -> None:
+        """Do nothing: nobody reports the processes of this GPU."""
 
     async def stop(self, timeout_seconds: float) -> bool:
         """Nothing is open."""

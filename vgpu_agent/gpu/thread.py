@@ -7,6 +7,8 @@ between. When a call does not return in time the loop reports the call and the G
 waiting jobs, and refuses new ones until the thread is back.
 A daemon thread never keeps the process from ending.
 
+While somebody needs them, samples of processes are taken in between as well (`sampling`).
+
 Used by `watch`, which also calls `look` regularly, so that a hang is noticed without a waiting job.
 """
 
@@ -21,6 +23,7 @@ import time
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from vgpu_agent.errors import AgentError, NvmlHungError
+from vgpu_agent.gpu.sampling import ProcessSampler
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -32,6 +35,7 @@ T = TypeVar("T")
 
 # A job that arrives while the thread waits for events starts after this long at worst.
 _LONGEST_TICK_SECONDS = 0.2
+_SHORTEST_TICK_SECONDS = 0.001  # the driver waits for whole milliseconds
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -44,6 +48,7 @@ class Listener:
         hung: a call does not return; once for each hang.
         answering: the call that hung has returned, after this many seconds.
         waiting: a job takes long, and its caller is alive; at least once in every call timeout.
+        not_sampled: samples of processes failed with this text.
     """
 
     event: Callable[[DeviceEvent], None]
@@ -51,6 +56,7 @@ class Listener:
     hung: Callable[[CallInFlight], None]
     answering: Callable[[CallInFlight, float], None]
     waiting: Callable[[], None] = lambda: None
+    not_sampled: Callable[[str], None] = lambda _: None
 
 
 class _Job(Generic[T]):
@@ -75,6 +81,7 @@ class NvmlThread:
     """
 
     def __init__(self, nvml: Nvml, session: Session, listener: Listener) -> None:
+        self.sampler = ProcessSampler(nvml, session.handle)
         self._nvml, self._session, self._listener = nvml, session, listener
         self._jobs: queue.SimpleQueue[_Job[Any] | None] = queue.SimpleQueue()
         self._waiting: set[asyncio.Future[Any]] = set()
@@ -194,6 +201,7 @@ class NvmlThread:
                     job = self._wait()
                 if job is not None:
                     self._run(job)
+                self._sample()
                 if self._hang is not None:
                     self._report(self.look)
             self._session.close()
@@ -204,7 +212,8 @@ class NvmlThread:
         """Pass the time until the next job: in the driver's event queue if there is one,
         else in ours.
         """
-        tick = min(EVENT_WAIT_SECONDS, _LONGEST_TICK_SECONDS)
+        tick = min(EVENT_WAIT_SECONDS, _LONGEST_TICK_SECONDS, self.sampler.wait_seconds())
+        tick = max(tick, _SHORTEST_TICK_SECONDS)
         if self._session.listening:
             try:
                 event = self._session.wait(tick)
@@ -217,6 +226,13 @@ class NvmlThread:
         with contextlib.suppress(queue.Empty):
             return self._jobs.get(timeout=tick)
         return None
+
+    def _sample(self) -> None:
+        try:
+            self.sampler.sample()
+        except Exception as err:  # noqa: BLE001
+            # health is watched in this thread, so nothing about samples may end it
+            self._report(self._listener.not_sampled, f"{type(err).__name__}: {err}")
 
     def _run(self, job: _Job[Any]) -> None:
         if job.future.cancelled():

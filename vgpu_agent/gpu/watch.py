@@ -36,11 +36,12 @@ from vgpu_agent.model import GpuUsage, Inventory
 from vgpu_agent.status import NvmlState, NvmlStatus
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
     from vgpu_agent.config.settings import Gpu as GpuSettings
     from vgpu_agent.config.settings import Recovery
     from vgpu_agent.gpu.nvml import CallInFlight, DeviceEvent
+    from vgpu_agent.gpu.sampling import Sink
     from vgpu_agent.gpu.session import Snapshot
     from vgpu_agent.journal import Journal
     from vgpu_agent.model import Gpu, Link
@@ -95,7 +96,14 @@ class GpuWatch:
         self._thread = NvmlThread(
             self._nvml,
             self._session,
-            Listener(self._on_event, self._on_wait_failed, self._on_hung, self._on_answering, beat),
+            Listener(
+                self._on_event,
+                self._on_wait_failed,
+                self._on_hung,
+                self._on_answering,
+                beat,
+                self._on_not_sampled,
+            ),
         )
         self._healths = Healths(_recovery_policy(settings.recovery), wall=time.time)
         self._links: dict[tuple[str, str], Link] = {}
@@ -161,6 +169,12 @@ class GpuWatch:
         """
         self._next_poll = self._next_usage = 0.0
         self._wake.set()
+
+    def sample(self, gpus: Sequence[tuple[int, str]], sink: Sink) -> None:
+        """Have the processes on these GPUs sampled into ``sink``, by index and UUID, until this is
+        called again; see `sampling`.
+        """
+        self._thread.sampler.aim(gpus, sink)
 
     async def stop(self, timeout_seconds: float) -> bool:
         """Close the driver; False when a call still hangs after ``timeout_seconds``,
@@ -299,6 +313,7 @@ class GpuWatch:
                 links=self._links,
                 failures=snapshot.reading.failures,
                 driver_version=snapshot.driver_version,
+                nvml_version=snapshot.nvml_version,
                 cuda_version=snapshot.cuda_version,
                 simulated=snapshot.simulated,
             )
@@ -390,6 +405,10 @@ class GpuWatch:
             self._reopening.queue_broken = True
             self._journal.record("nvml.events_failed", level="warning", problem=problem)
             self._want_poll()
+
+    def _on_not_sampled(self, problem: str) -> None:
+        if self._changes.is_new("samples", problem):
+            self._journal.record("gpu.not_sampled", level="warning", problem=problem)
 
     def _on_hung(self, call: CallInFlight) -> None:
         self._status.state, self._status.call, self._status.gpu = (

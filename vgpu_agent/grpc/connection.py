@@ -65,20 +65,35 @@ class Connection(H2Protocol):
     messages is counted. So are frames that cost only the agent something: pings, settings,
     priorities, empty data, and streams that are reset at once.
 
-    State: besides grpclib's, the counts.
+    State: besides grpclib's, the counts, and once lost what is called then.
     """
 
     transport: asyncio.Transport
 
-    def __init__(self, plain: H2Protocol, most_bytes: int) -> None:
-        """Take the place of ``plain``; ``most_bytes`` is for the data of unfinished messages."""
+    def __init__(
+        self,
+        plain: H2Protocol,
+        most_bytes: int,
+        *,
+        caller: object = None,
+        lost: Callable[[], None] = lambda: None,
+    ) -> None:
+        """Take the place of ``plain``.
+
+        Args:
+            plain: what grpclib has made.
+            most_bytes: for the data of unfinished messages.
+            caller: who has connected, for methods that ask for it.
+            lost: called when the connection has ended.
+        """
         super().__init__(plain.handler, plain.config, plain.h2_config)
         self._most_bytes = most_bytes
+        self._caller, self._lost = caller, lost
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         """See `asyncio.Protocol`."""
         self.transport = cast("asyncio.Transport", transport)
-        super().connection_made(CoalescingTransport(self.transport))
+        super().connection_made(CoalescingTransport(self.transport, self._caller))
         processors: dict[Any, Any] = self.processor.processors
         for event in (UnknownFrameReceived, AlternativeServiceAvailable):
             processors[event] = lambda _: None
@@ -103,6 +118,7 @@ class Connection(H2Protocol):
         """See `asyncio.Protocol`."""
         super().connection_lost(exc)
         self.resume_writing()
+        self._lost()
 
     def _counters(self) -> dict[type[Any], Callable[[Any], None]]:
         counters: dict[type[Any], Callable[[Any], None]] = {
@@ -129,8 +145,8 @@ class Connection(H2Protocol):
         )
         if sum(self._costs.values()) > self._most_bytes:
             self._end(
-                f"it sent more than {self._most_bytes // 1024 // 1024} MiB in messages that are "
-                "not complete"
+                f"it sent more than {self._most_bytes // 1024} KiB in messages that are not "
+                "complete"
             )
 
     def _count_reset(self, event: StreamReset) -> None:

@@ -22,6 +22,7 @@ from vgpu_agent.errors import (
     AgentError,
     CapacityError,
     LedgerError,
+    NotItsOwnError,
     RequestRefusedError,
     UnhealthyDeviceError,
     UnknownDeviceError,
@@ -38,6 +39,9 @@ _logger = log.get(__name__)
 
 UnaryMethod: TypeAlias = "Callable[[bytes], Awaitable[bytes]]"
 """Takes the encoded request and returns the encoded response."""
+
+CallerMethod: TypeAlias = "Callable[[bytes, Any], Awaitable[bytes]]"
+"""The same, with the caller that `GrpcServer.take` was told."""
 
 StreamMethod: TypeAlias = "Callable[[bytes, Send], Awaitable[None]]"
 """Takes the encoded request and sends as many encoded responses as it likes;
@@ -84,8 +88,12 @@ class GrpcServer:
         unary: Mapping[str, UnaryMethod],
         streams: Mapping[str, StreamMethod],
         limits: Limits,
+        by_caller: Mapping[str, CallerMethod] | None = None,
     ) -> None:
-        """Serve the methods of ``unary`` and ``streams``, by gRPC path."""
+        """Serve the methods of ``unary``, ``streams`` and ``by_caller``, by gRPC path.
+
+        Those of the last are for connections that are taken over one by one.
+        """
         self._most_streams = limits.streams
         self._running = self._streaming = 0
         self._idle = asyncio.Event()
@@ -98,11 +106,35 @@ class GrpcServer:
             handlers[path] = Handler(
                 self._stream(path, method), Cardinality.UNARY_STREAM, bytes, bytes
             )
+        for path, call in (by_caller or {}).items():
+            handlers[path] = Handler(
+                self._called(path, call), Cardinality.UNARY_UNARY, bytes, bytes
+            )
         self._server = _ClosableServer(handlers, limits)
 
     async def start(self, listener: socket.socket) -> None:
         """Serve on ``listener``, a bound socket, which the server owns from now on."""
         await self._server.start(sock=listener)
+
+    async def take(
+        self, connection: socket.socket, caller: object, lost: Callable[[], None]
+    ) -> Callable[[], None]:
+        """Serve an accepted connection, which the server owns from now on.
+
+        Args:
+            connection: does not block.
+            caller: handed to the methods that ask for it.
+            lost: called when the connection has ended.
+
+        Returns:
+            What ends it at once.
+        """
+        return await self._server.take(connection, caller, lost)
+
+    def abort(self) -> None:
+        """End all methods and connections that were taken over, at once."""
+        self._server.cancel_methods()
+        self._server.abort_connections()
 
     async def drain(self, grace_seconds: float) -> None:
         """Accept nothing new, let running methods return for up to ``grace_seconds``,
@@ -128,6 +160,14 @@ class GrpcServer:
         async def serve(stream: _ByteStream) -> None:
             async with self._counted(path):
                 await stream.send_message(await method(await _request(stream)))
+
+        return serve
+
+    def _called(self, path: str, call: CallerMethod) -> Callable[[_ByteStream], Awaitable[None]]:
+        async def serve(stream: _ByteStream) -> None:
+            async with self._counted(path):
+                caller = stream.peer.addr()
+                await stream.send_message(await call(await _request(stream), caller))
 
         return serve
 
@@ -202,13 +242,27 @@ class _ClosableServer(Server):
         self._connections.append(connection)
         return connection
 
-    def _make_room(self) -> None:
-        """Close the oldest connection over which nothing is asked."""
+    async def take(
+        self, connection: socket.socket, caller: object, lost: Callable[[], None]
+    ) -> Callable[[], None]:
+        """Serve an accepted connection; return what ends it."""
+        plain = super()._protocol_factory()
+        made = Connection(plain, self._limits.request_bytes, caller=caller, lost=lost)
+        self._forget_closed()
+        self._connections.append(made)
+        await self._loop.connect_accepted_socket(lambda: made, connection)
+        return made.transport.abort
+
+    def _forget_closed(self) -> None:
         self._connections[:] = [
             one
             for one in self._connections
             if not hasattr(one, "connection") or not one.connection.is_closing()
         ]
+
+    def _make_room(self) -> None:
+        """Close the oldest connection over which nothing is asked."""
+        self._forget_closed()
         if len(self._connections) < self._limits.connections:
             return
         made = self._made()
@@ -232,6 +286,11 @@ class _ClosableServer(Server):
         """Close the listening socket and keep the connections."""
         if self._server is not None:
             self._server.close()
+
+    def cancel_methods(self) -> None:
+        """Cancel what runs."""
+        for handler in self._handlers:
+            handler.close()
 
     def close_connections(self) -> None:
         """Close the remaining connections, once their last bytes have been written."""
@@ -301,5 +360,7 @@ def _status_of(err: AgentError) -> Status:
             return Status.RESOURCE_EXHAUSTED
         case UnhealthyDeviceError() | LedgerError():
             return Status.FAILED_PRECONDITION
+        case NotItsOwnError():
+            return Status.PERMISSION_DENIED
         case _:
             return Status.UNAVAILABLE

@@ -22,9 +22,13 @@ class CoalescingTransport(asyncio.Transport):
     State: the data that was not passed on yet; nothing between turns.
     """
 
-    def __init__(self, transport: asyncio.Transport) -> None:
+    def __init__(self, transport: asyncio.Transport, caller: object = None) -> None:
+        """Write to ``transport``; ``caller`` is shown as the name of the peer, which a unix socket
+        does not have.
+        """
         super().__init__()
         self._transport = transport
+        self._caller = caller
         self._call_soon = asyncio.get_running_loop().call_soon
         self._pieces: list[Any] = []
         self._bytes = 0
@@ -49,6 +53,8 @@ class CoalescingTransport(asyncio.Transport):
 
     def get_extra_info(self, name: str, default: Any = None) -> Any:
         """See `asyncio.BaseTransport.get_extra_info`."""
+        if name == "peername" and self._caller is not None:
+            return self._caller
         return self._transport.get_extra_info(name, default)
 
     def _pass_on(self) -> None:

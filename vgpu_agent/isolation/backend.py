@@ -60,6 +60,24 @@ class InstalledLibrary:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
+class LibraryServices:
+    """The services of the running agent that a library relies on, besides files.
+
+    Attributes:
+        containers: the parent of the containers' own directories, ``<pod UID>_<container>``.
+        registry: directory of the socket by which processes register; empty where none do.
+        watcher: directory of the samples of the use of compute; empty where nobody reads them.
+    """
+
+    containers: str = ""
+    registry: str = ""
+    watcher: str = ""
+
+
+NO_SERVICES = LibraryServices()
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
 class LibraryLimits:
     """The limits that the library of `hami_core` sets a family's containers,
     by the settings in force.

@@ -20,6 +20,7 @@ import enum
 from typing import TYPE_CHECKING, Protocol
 
 from vgpu_agent.errors import RequestRefusedError, UnhealthyDeviceError, quoted
+from vgpu_agent.isolation.backend import LibraryServices
 from vgpu_agent.isolation.edits import Edits, HostDirectory, HostFile, Mount, Provision
 from vgpu_agent.isolation.vgpu_config import (
     MAX_CARDS,
@@ -203,6 +204,15 @@ class VgpuControl:
         """How the library tells the container's processes from others (vgpu-manager §7.6)."""
         mode = _COMPATIBILITY_CLIENT if self.processes == CLIENT else self.cgroup_version
         return mode | _OPEN_KERNEL_MODULES if self.open_kernel_modules else mode
+
+    @property
+    def services(self) -> LibraryServices:
+        """What the library asks of the agent."""
+        return LibraryServices(
+            containers_directory(self.host_directory),
+            registry_directory(self.host_directory) if self.processes == CLIENT else "",
+            watcher_directory(self.host_directory) if self.sm_watcher else "",
+        )
 
     def provision(self, target: ControlTarget) -> Provision:
         """Return the edits of the container and the files that must be on the host.

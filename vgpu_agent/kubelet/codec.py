@@ -20,8 +20,8 @@ from vgpu_agent.device_ids import (
     list_size_bytes,
 )
 from vgpu_agent.errors import CheckpointError, OfferError, RequestRefusedError
+from vgpu_agent.grpc import wire
 from vgpu_agent.isolation.edits import DeviceNode, Edits, Mount
-from vgpu_agent.kubelet import wire
 from vgpu_agent.model import HEALTHY, UNHEALTHY
 from vgpu_agent.protocol import v1beta1
 

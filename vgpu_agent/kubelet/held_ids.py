@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 from vgpu_agent.device_ids import NumberedIds
 from vgpu_agent.errors import KubeletError
-from vgpu_agent.kubelet import wire
+from vgpu_agent.grpc import wire
 from vgpu_agent.kubelet.names import is_listed
 from vgpu_agent.model import Holding, Owner
 

@@ -237,6 +237,14 @@ CLUSTER: tuple[Metric, ...] = (
         "or failed.",
         readings.evictions,
     ),
+    Metric(
+        "vgpu_agent_failed_pods_total",
+        _C,
+        ("result",),
+        "Pods that failed here and were given another chance (evicted, recreated), or left_alone. "
+        "Only with binding.rescheduleFailed.",
+        readings.rescued,
+    ),
 )
 
 MPS: tuple[Metric, ...] = (

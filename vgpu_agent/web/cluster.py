@@ -33,6 +33,7 @@ def answer(status: AgentStatus, now: float) -> dict[str, Any]:
         "watches": [watch(one, now) for one in cluster.watches],
         "writers": cluster.writers,
         "evictions": cluster.evictions,
+        "rescued": cluster.rescued,
         "requests": [
             {"verb": verb, "resource": resource, "outcome": outcome, "count": count}
             for (verb, resource, outcome), count in sorted(cluster.requests.items())

@@ -22,6 +22,8 @@ from vgpu_agent import log
 
 if TYPE_CHECKING:
     import socket
+    import ssl
+    from collections.abc import Awaitable, Callable
 
     from aiohttp import web
 
@@ -33,6 +35,8 @@ _ACCEPTED_AT_ONCE = 16  # then other work on the event loop has a turn
 _ACCEPTED_A_SECOND = 400.0
 BACKLOG = 800
 _WITHOUT_DESCRIPTORS_SECONDS = 0.2
+# A client that does not finish the beginning of TLS in that time is let go.
+HANDSHAKE_SECONDS = 5.0
 # Of the descriptors of the process one listener may have this part.
 _PART_OF_DESCRIPTORS = 8
 
@@ -54,13 +58,22 @@ def bounded(most: int) -> int:
 
 
 class Connections:
-    """Accepts the connections of ``listener`` for ``server``, at most ``most`` at a time.
+    """Accepts the connections of ``listener`` for ``server``, at most ``most`` at a time; with
+    ``tls``, by the context that it returns at that moment.
 
     State: the connections, oldest first, until aiohttp's server has forgotten them; how many may be
     accepted now.
     """
 
-    def __init__(self, listener: socket.socket, server: web.Server, *, most: int) -> None:
+    def __init__(
+        self,
+        listener: socket.socket,
+        server: web.Server,
+        *,
+        most: int,
+        tls: Callable[[], Awaitable[ssl.SSLContext]] | None = None,
+    ) -> None:
+        self._tls = tls
         self._listener = listener
         self._server = server
         self._most = most
@@ -96,7 +109,11 @@ class Connections:
         )
         self._counted_at = now
         # New connections cannot make room yet, so a burst must not push out all others.
-        for _ in range(min(_ACCEPTED_AT_ONCE, self._most // 4 - len(self._starting))):
+        room = self._most // 4 - len(self._starting)
+        if room <= 0:  # beginnings of TLS that do not come to an end
+            self._pause(_ACCEPTED_AT_ONCE / _ACCEPTED_A_SECOND)
+            return
+        for _ in range(min(_ACCEPTED_AT_ONCE, room)):
             if self._allowed < 1:
                 self._pause(_ACCEPTED_AT_ONCE / _ACCEPTED_A_SECOND)
                 return
@@ -123,7 +140,16 @@ class Connections:
 
     async def _connect(self, accepted: socket.socket, host: str) -> None:
         try:
-            transport, protocol = await self._loop.connect_accepted_socket(self._server, accepted)
+            if self._tls is None:
+                connecting = self._loop.connect_accepted_socket(self._server, accepted)
+            else:
+                connecting = self._loop.connect_accepted_socket(
+                    self._server,
+                    accepted,
+                    ssl=await self._tls(),
+                    ssl_handshake_timeout=HANDSHAKE_SECONDS,
+                )
+            transport, protocol = await connecting
         except OSError:
             accepted.close()  # gone before it began
             return

@@ -28,13 +28,16 @@ from vgpu_agent.web.readings import Moment, ProcessFacts
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
 
-    from vgpu_agent.families.spec import FamilyMetric
+    from vgpu_agent.families.spec import FamilyMetric, FamilySpec
     from vgpu_agent.status import AgentStatus
     from vgpu_agent.web.readings import Row
 
 
-# In our metrics and in those of volcano-vgpu-device-plugin's monitor.
-_POD_LABELS = frozenset({"namespace", "pod", "container", "podnamespace", "podname", "ctrname"})
+# In our metrics and in those of replaced monitors.
+_POD_LABELS = frozenset(
+    {"namespace", "pod", "container", "podnamespace", "podname", "ctrname"}
+    | {"pod_namespace", "pod_name", "container_name"}
+)
 
 
 class Exposition(Collector):
@@ -48,11 +51,12 @@ class Exposition(Collector):
         *,
         pod_names: bool = True,
         clock: Callable[[], float] = time.time,
+        metrics: Iterable[Metric] | None = None,
     ) -> None:
         self._status = status
         self._metrics = tuple(
             metric
-            for metric in catalogue()
+            for metric in (catalogue() if metrics is None else metrics)
             if pod_names or not _POD_LABELS.intersection(metric.labels)
         )
         self._clock = clock
@@ -104,15 +108,24 @@ def catalogue() -> tuple[Metric, ...]:
     return (*CATALOGUE, *_of_families())
 
 
+def exported(family: FamilySpec) -> tuple[Metric, ...]:
+    """Return the metrics that the family has at an address of its own."""
+    return tuple(_of(family, family.exporter.metrics)) if family.exporter is not None else ()
+
+
 def _of_families() -> Iterator[Metric]:
     """Make a line of the catalogue of each metric that a family declares.
     It exists only while its family is on.
     """
     for family in FAMILIES:
-        for metric in family.metrics:
-            yield Metric(
-                metric.name, Kind.GAUGE, metric.labels, metric.help, _reading(family.name, metric)
-            )
+        yield from _of(family, family.metrics)
+
+
+def _of(family: FamilySpec, metrics: Iterable[FamilyMetric]) -> Iterator[Metric]:
+    for metric in metrics:
+        yield Metric(
+            metric.name, Kind.GAUGE, metric.labels, metric.help, _reading(family.name, metric)
+        )
 
 
 def _reading(family: str, metric: FamilyMetric) -> Callable[[Moment], Iterable[Row]]:
@@ -122,7 +135,17 @@ def _reading(family: str, metric: FamilyMetric) -> Callable[[Moment], Iterable[R
             return ()
         grants = [grant for grant in views.live_grants(status) if grant.family == family]
         return metric.rows(
-            Readings(grants, status.inventory, status.usage, status.containers, moment.now)
+            Readings(
+                grants,
+                status.inventory,
+                status.usage,
+                status.containers,
+                moment.now,
+                node=status.node,
+                version=status.version,
+                commit=status.commit,
+                in_force=status.binding.in_force.get(family, {}),
+            )
         )
 
     return read

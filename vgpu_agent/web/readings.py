@@ -334,6 +334,11 @@ def evictions(moment: Moment) -> Iterator[Row]:
     return (((result,), count) for result, count in moment.status.cluster.evictions.items())
 
 
+def rescued(moment: Moment) -> Iterator[Row]:
+    """Pods that failed here, by what became of them."""
+    return (((result,), count) for result, count in moment.status.cluster.rescued.items())
+
+
 def each_daemon(value: Callable[[MpsStatus], float]) -> Callable[[Moment], Iterator[Row]]:
     """One series for each MPS control daemon;
     none on a node without a resource that is shared with MPS.

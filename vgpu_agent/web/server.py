@@ -1,5 +1,5 @@
-"""The two HTTP servers: metrics and probes for every client (:9394),
-debug for clients on the node (127.0.0.1:9395).
+"""The HTTP servers: metrics and probes for every client (:9394), debug for clients on the node
+(127.0.0.1:9395), and the metrics of replaced programs at the addresses that these had.
 
 Built by `agent`, which starts it first (so that probes answer while everything else still comes up)
 and stops it last. It owns its sockets and nothing else. Every answer is rendered from one
@@ -25,12 +25,16 @@ from vgpu_agent import log
 from vgpu_agent.web import debug, page, probes, views
 from vgpu_agent.web.address import Address, bind, parse
 from vgpu_agent.web.connections import Connections, bounded
-from vgpu_agent.web.metrics import Exposition
+from vgpu_agent.web.exporter import SCRAPED, Exporter, Scrapes, certificate, nobody_knows
+from vgpu_agent.web.metrics import Exposition, exported
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable, Hashable
+    import ssl
+    from collections.abc import Awaitable, Callable, Hashable, Sequence
 
+    from vgpu_agent.families.spec import ExporterOptions, FamilySpec
     from vgpu_agent.status import AgentStatus
+    from vgpu_agent.web.exporter import Reviews
     from vgpu_agent.web.probes import Verdict
 
     Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
@@ -69,6 +73,8 @@ class WebServer:
         pod_names_everywhere: the public address shows names of pods, too; otherwise only the debug
             address does.
         clock: unix seconds; a test passes its own.
+        exporters: families that have metrics at an address of their own, and where.
+        reviews: asked about scrapers of those.
     """
 
     def __init__(
@@ -82,6 +88,8 @@ class WebServer:
         shutdown_seconds: float,
         pod_names_everywhere: bool = True,
         clock: Callable[[], float] = time.time,
+        exporters: Sequence[tuple[FamilySpec, ExporterOptions]] = (),
+        reviews: Reviews = nobody_knows,
     ) -> None:
         self._status = status
         self._listen, self._debug_listen = listen, debug_listen
@@ -92,6 +100,17 @@ class WebServer:
         self._pod_names_everywhere = pod_names_everywhere
         self._exposition = Exposition(status, clock=clock)
         self._public_exposition = Exposition(status, pod_names=pod_names_everywhere, clock=clock)
+        self._exporters = [
+            Exporter(
+                options,
+                Exposition(
+                    status, pod_names=pod_names_everywhere, clock=clock, metrics=exported(family)
+                ),
+            )
+            for family, options in exporters
+        ]
+        self._reviews = reviews
+        self.exporter_addresses: list[str] = []
         self._kept = KeptAnswers()
         self._paces: weakref.WeakKeyDictionary[asyncio.Transport, _Pace] = (
             weakref.WeakKeyDictionary()
@@ -137,10 +156,24 @@ class WebServer:
                 flag="--listen",
                 most_connections=_MAX_CONNECTIONS,
             )
+            for exporter in self._exporters:
+                address = await self._serve(
+                    self._exporter_application(exporter),
+                    exporter.options.listen,
+                    flag=exporter.options.flag,
+                    most_connections=_MAX_DEBUG_CONNECTIONS,
+                    tls=await asyncio.to_thread(certificate, exporter.options),
+                )
+                self.exporter_addresses.append(str(address))
         except BaseException:
             await self.stop()
             raise
-        _logger.info("web.listening", listen=self.public_address, debug_listen=self.debug_address)
+        _logger.info(
+            "web.listening",
+            listen=self.public_address,
+            debug_listen=self.debug_address,
+            exporters=self.exporter_addresses,
+        )
 
     async def stop(self) -> None:
         """Stop listening, finish answers under way (at most ``shutdown_seconds``),
@@ -152,7 +185,13 @@ class WebServer:
             await runner.cleanup()
 
     async def _serve(
-        self, application: web.Application, listen: str, *, flag: str, most_connections: int
+        self,
+        application: web.Application,
+        listen: str,
+        *,
+        flag: str,
+        most_connections: int,
+        tls: Callable[[], Awaitable[ssl.SSLContext]] | None = None,
     ) -> Address:
         runner = web.AppRunner(
             application,
@@ -181,7 +220,7 @@ class WebServer:
             sock.close()
             raise
         connections = Connections(
-            sock, cast("web.Server", runner.server), most=bounded(most_connections)
+            sock, cast("web.Server", runner.server), most=bounded(most_connections), tls=tls
         )
         self._listening.append((runner, connections))
         connections.start()
@@ -202,6 +241,14 @@ class WebServer:
         application.router.add_get("/metrics", self._metrics(self._public_exposition))
         application.router.add_get("/healthz", self._probe(probes.live))
         application.router.add_get("/livez", self._probe(probes.live))
+        application.router.add_get("/readyz", self._probe(probes.ready))
+        return application
+
+    def _exporter_application(self, exporter: Exporter) -> web.Application:
+        application = self._application()
+        scrapes = Scrapes(exporter, self._reviews, time.monotonic)
+        application.router.add_get(SCRAPED, scrapes.answer)
+        application.router.add_get("/healthz", self._probe(probes.live))
         application.router.add_get("/readyz", self._probe(probes.ready))
         return application
 

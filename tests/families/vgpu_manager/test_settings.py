@@ -20,7 +20,12 @@ from vgpu_agent.errors import ConfigError
 from vgpu_agent.families.device_lists import ListOptions
 from vgpu_agent.families.vgpu_manager.keys import Keys
 from vgpu_agent.families.vgpu_manager.options import VgpuManagerOptions
-from vgpu_agent.families.vgpu_manager.settings import SETTINGS, VgpuManager, static_mig_strategy
+from vgpu_agent.families.vgpu_manager.settings import (
+    SETTINGS,
+    Exporter,
+    VgpuManager,
+    static_mig_strategy,
+)
 
 UUID = "GPU-49aa2e6a-33f3-99dd-e08b-ea4beb0e0d28"
 ON = "version: v1\nfamilies: {nvidia: false, vgpuManager: true}\n"
@@ -149,6 +154,30 @@ def test_the_arguments_that_the_chart_writes_are_accepted() -> None:
         topology=True, prefer_claimed=True, sm_watcher=True, memory_ledger=True
     )
     assert loaded.settings.vgpu_control.host_directory == "/data/vgpu-manager"
+
+
+def test_the_arguments_of_the_monitor_become_its_exporter() -> None:
+    """vgpu-manager §1.4: with TLS, as the chart writes them; Go's times and plain seconds."""
+    loaded = load(
+        {
+            "--server-bind-port": "3456",
+            "--enable-rbac": "true",
+            "--enable-tls": "true",
+            "--tls-key-file": "/certs/tls.key",
+            "--tls-cert-file": "/certs/tls.crt",
+            "--cert-refresh-interval": "5",
+            "--min-scrape-interval": "1",
+            "--stuck-grace-period": "30s",
+            "--pprof-bind-port": "0",
+        }
+    )
+    assert loaded.settings.section(VgpuManager).exporter == Exporter(
+        ":3456", 1.0, True, "/certs/tls.crt", "/certs/tls.key"
+    )
+    assert loaded.warnings == ()
+    for text, seconds in (("1s", 1.0), ("500ms", 0.5), ("1.5m", 90.0), ("0", 0.0)):
+        exporter = load({"--min-scrape-interval": text}).settings.section(VgpuManager).exporter
+        assert exporter.min_scrape_interval_seconds == seconds
 
 
 def test_the_gate_of_client_mode_is_named_where_it_is_ruled_out() -> None:

@@ -25,6 +25,7 @@ from vgpu_agent.families.device_lists import GENERATED_KIND, TOOLKIT_KIND, ListO
 from vgpu_agent.families.plugin_files import texts_in_force
 from vgpu_agent.families.registry import FAMILIES
 from vgpu_agent.families.spec import NodeFacts
+from vgpu_agent.isolation.backend import NO_SERVICES
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -32,7 +33,7 @@ if TYPE_CHECKING:
     from vgpu_agent.agent.offers.control_nodes import ControlNodes
     from vgpu_agent.cdi.controller import CdiFound
     from vgpu_agent.config.settings import Settings
-    from vgpu_agent.isolation.backend import InstalledLibrary, LibraryLimits
+    from vgpu_agent.isolation.backend import InstalledLibrary, LibraryLimits, LibraryServices
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -64,6 +65,7 @@ class Built:
             `ControlNodes.trouble`.
         blocked: family → why its pods must not be served now.
         uses_libraries: the backends whose libraries some containers get.
+        services: family → what the library of its containers asks of the agent.
     """
 
     families: Families
@@ -76,6 +78,7 @@ class Built:
     without_nodes: frozenset[str] = frozenset()
     blocked: Mapping[str, str] = dataclasses.field(default_factory=dict)
     uses_libraries: frozenset[str] = frozenset()
+    services: Mapping[str, LibraryServices] = dataclasses.field(default_factory=dict)
 
 
 async def look(
@@ -161,6 +164,7 @@ def build(settings: Settings, found: Found) -> Built:
         without_nodes,
         {family.name: part.blocked for part in parts for family in part.by_pod if part.blocked},
         frozenset(part.uses_library for part in parts if part.uses_library),
+        {name: part.services for name, part in named.items() if part.services != NO_SERVICES},
     )
 
 

@@ -18,6 +18,7 @@ from vgpu_agent.agent.offers.servers import check_offer
 from vgpu_agent.allocation.context import Families
 from vgpu_agent.allocation.mode import choose
 from vgpu_agent.cdi.controller import NO_CDI
+from vgpu_agent.concurrency import Latest
 from vgpu_agent.config.collisions import duplicate_remedy
 from vgpu_agent.device_ids import NumberedIds
 from vgpu_agent.errors import OfferError
@@ -35,7 +36,7 @@ if TYPE_CHECKING:
     from vgpu_agent.cdi.controller import CdiController
     from vgpu_agent.config.settings import Settings
     from vgpu_agent.families.family import Family, PodFamily
-    from vgpu_agent.isolation.backend import InstalledLibrary, LibraryLimits
+    from vgpu_agent.isolation.backend import InstalledLibrary, LibraryLimits, LibraryServices
     from vgpu_agent.journal import Journal
     from vgpu_agent.model import Inventory, Resource
 
@@ -58,6 +59,7 @@ class FamiliesInForce:
         limits: family → how the library of the limits limits its containers.
         problems: what is wrong with the files of the plugins that are replaced.
         cautions: what will go wrong for some pods with what is offered.
+        services: family → what the library of its containers asks of the agent.
     """
 
     def __init__(
@@ -88,6 +90,7 @@ class FamiliesInForce:
         self.in_force: Mapping[str, Mapping[str, object]] = {}
         self.origins: Mapping[str, Mapping[str, str]] = {}
         self.limits: Mapping[str, LibraryLimits] = {}
+        self.services: Latest[Mapping[str, LibraryServices]] = Latest({})
         self.problems: tuple[str, ...] = ()
         self.cautions: tuple[str, ...] = ()
         self._nodes = NONE_FOUND  # those that the families in force were built with
@@ -181,6 +184,8 @@ class FamiliesInForce:
         self.in_force, self.origins, self.limits = built.in_force, built.origins, built.limits
         self._cluster.keep_texts(built.texts)
         self._nodes = built.nodes
+        if built.services != self.services.value:
+            self.services.publish(built.services)
         self._choose_mode()
         self._offering.blocked = self._blocked(built)
         self._outdated = tuple(

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 from vgpu_agent.families.spec import LibraryUse
 from vgpu_agent.families.vgpu_manager.settings import VgpuManager
+from vgpu_agent.isolation.backend import NO_SERVICES
 from vgpu_agent.isolation.edits import Provision
 from vgpu_agent.isolation.registry import VGPU_CONTROL
 from vgpu_agent.isolation.vgpu_control import DECISIVE, VgpuControl
@@ -14,13 +15,14 @@ if TYPE_CHECKING:
     from vgpu_agent.config.settings import Settings
     from vgpu_agent.families.spec import NodeFacts
     from vgpu_agent.families.vgpu_manager.options import VgpuManagerOptions
-    from vgpu_agent.isolation.vgpu_control import ControlBackend, ControlTarget
+    from vgpu_agent.isolation.vgpu_control import ControlTarget
 
 
 class NoControl:
     """The backend `none`: nothing limits what a container uses."""
 
     name = "none"
+    services = NO_SERVICES
 
     def provision(self, target: ControlTarget) -> Provision:
         """Nothing."""
@@ -45,7 +47,7 @@ DECISIVE_VARIABLES = "|".join(sorted(DECISIVE))
 
 def control_backend(
     settings: Settings, options: VgpuManagerOptions, facts: NodeFacts
-) -> ControlBackend:
+) -> VgpuControl | NoControl:
     """Return the backend that the settings ask for."""
     if not is_limited(settings):
         return NoControl()

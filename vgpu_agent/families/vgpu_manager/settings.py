@@ -7,6 +7,7 @@ is read by `node_config` and beats this section.
 # Without `from __future__ import annotations`, which makes each annotation a string that msgspec
 # evaluates twice at each start.
 
+import re
 from collections.abc import Iterator
 from typing import Annotated, Literal
 
@@ -18,7 +19,7 @@ from vgpu_agent.config.families import FamilySettings, OfferedName, mig_family
 from vgpu_agent.config.foreign_settings import ForeignFlag, ForeignVariable
 from vgpu_agent.config.options import Option
 from vgpu_agent.config.settings import Settings
-from vgpu_agent.config.types import Factor, OptionalPath
+from vgpu_agent.config.types import HOST, PORT, Factor, OptionalPath
 from vgpu_agent.families.vgpu_manager import exclusion
 from vgpu_agent.families.vgpu_manager.exclusion import Excluded, read_excluded
 from vgpu_agent.families.vgpu_manager.gates import Gates, read_gates
@@ -28,6 +29,53 @@ FAMILY = "vgpu-manager"
 SECTION = "vgpuManager"
 # The longest that Kubernetes takes before the slash of an annotation or a label.
 _LONGEST_DOMAIN = 253
+
+
+class Exporter(msgspec.Struct, frozen=True, rename="camel", forbid_unknown_fields=True):
+    """The metrics of vgpu-manager's device-monitor, under their own names."""
+
+    address: Annotated[
+        str,
+        Meta(
+            pattern=rf"\A({HOST}:{PORT})?\Z",
+            extra={"expected": 'an address HOST:PORT or :PORT, or ""'},
+            description=(
+                "Where they are served, at `/metrics`, with `/healthz` and `/readyz`; device-"
+                "monitor listens on :3456. Empty: not at all."
+            ),
+        ),
+    ] = ""
+    min_scrape_interval_seconds: Annotated[
+        float,
+        Meta(
+            ge=0,
+            le=3600,
+            description=(
+                "Who asks again within that time gets the last answer, with the header "
+                "`X-Rate-Limited: true`."
+            ),
+        ),
+    ] = 1.0
+    authorised: Annotated[
+        bool,
+        Meta(
+            description=(
+                "A scraper must show a token of a user or a service account that may get the path "
+                "`/metrics`. The API server is asked (TokenReview, SubjectAccessReview), which "
+                "takes `components/scrape-reviews`."
+            )
+        ),
+    ] = False
+    certificate_file: Annotated[
+        OptionalPath,
+        Meta(
+            description=(
+                "A certificate with its chain, in PEM. A renewed one is served within five "
+                "seconds. Empty: plain HTTP."
+            )
+        ),
+    ] = ""
+    key_file: Annotated[OptionalPath, Meta(description="Its private key, in PEM.")] = ""
 
 
 class VgpuManager(msgspec.Struct, frozen=True, rename="camel", forbid_unknown_fields=True):
@@ -133,6 +181,8 @@ class VgpuManager(msgspec.Struct, frozen=True, rename="camel", forbid_unknown_fi
         ),
     ] = ""
 
+    exporter: Exporter = msgspec.field(default_factory=Exporter)
+
     @property
     def gates(self) -> Gates:
         """The feature gates that have an effect."""
@@ -170,6 +220,15 @@ def _conflicts(settings: Settings) -> Iterator[Conflict]:
     vgpu = settings.section(VgpuManager)
     for problem in vgpu.gates.problems:
         yield Conflict(((f"{SECTION}.featureGates", problem),))
+    exporter = vgpu.exporter
+    if bool(exporter.certificate_file) != bool(exporter.key_file):
+        problem = "a certificate and its key are given together, or neither"
+        yield Conflict(
+            (
+                (f"{SECTION}.exporter.certificateFile", problem),
+                (f"{SECTION}.exporter.keyFile", problem),
+            )
+        )
     for problem in vgpu.excluded.problems:
         yield Conflict(((f"{SECTION}.excludeDevices", problem),))
 
@@ -209,6 +268,21 @@ def _collisions(settings: Settings) -> Iterator[Conflict]:
         )
 
 
+_GO_DURATION = re.compile(r"(?P<number>[0-9]{1,9}(\.[0-9]{1,9})?)(?P<unit>ms|s|m|h)?\Z", re.ASCII)
+_UNIT_SECONDS = {None: 1.0, "ms": 0.001, "s": 1.0, "m": 60.0, "h": 3600.0}
+
+
+def _address_of(port: str) -> str | None:
+    """The address on which all of the node's addresses have this port."""
+    return f":{port}" if port.isascii() and port.isdecimal() and 0 < int(port[:6]) < 65536 else None
+
+
+def _seconds_of(duration: str) -> str | None:
+    """A time as Go writes it, or in seconds, as the seconds that our key has."""
+    found = _GO_DURATION.match(duration)
+    return f"{float(found['number']) * _UNIT_SECONDS[found['unit']]:.9f}" if found else None
+
+
 def _own(key: str, flag: str, metavar: str, text: str) -> Option:
     """An option of the section. The replaced plugin has flags only, so the variables are ours."""
     name = flag.removeprefix("--").replace("-", "_").upper()
@@ -216,7 +290,6 @@ def _own(key: str, flag: str, metavar: str, text: str) -> Option:
 
 
 _FEW_REQUESTS = "the agent writes what has changed, and only that"
-_WHO_MAY_SCRAPE = "confine who may reach listen by components/network-policy"
 _FOUND = "the agent finds a container's cgroup by itself, with either driver"
 
 
@@ -241,6 +314,28 @@ SETTINGS = FamilySettings(
         _own("nodeConfigFile", "--node-config-path", "FILE", "vgpu-manager's node configuration"),
         _own("openKernelModules", "--open-kernel-modules", "BOOL", "the driver's open modules"),
         Option("vgpuControl.hostDirectory", "", "HOST_MANAGER_DIR"),
+        # the monitor's
+        Option(
+            f"{SECTION}.exporter.address",
+            "--server-bind-port",
+            "VGPU_AGENT_SERVER_BIND_PORT",
+            "PORT",
+            "the port of vgpu-manager's metrics, under their own names",
+            taken_from=_address_of,
+            expected="a port from 1 to 65535",
+        ),
+        Option(
+            f"{SECTION}.exporter.minScrapeIntervalSeconds",
+            "--min-scrape-interval",
+            "VGPU_AGENT_MIN_SCRAPE_INTERVAL",
+            "TIME",
+            "the time within which a scrape is answered from the last one: 1s, 500ms, or seconds",
+            taken_from=_seconds_of,
+            expected="a time such as 1s or 500ms",
+        ),
+        _own("exporter.authorised", "--enable-rbac", "BOOL", "ask the API server who may scrape"),
+        _own("exporter.certificateFile", "--tls-cert-file", "FILE", "certificate of the metrics"),
+        _own("exporter.keyFile", "--tls-key-file", "FILE", "its private key"),
     ),
     follows_flags={f"{SECTION}.migStrategy": "plugin.migStrategy"},
     ignored=(ForeignVariable("CGROUP_DRIVER", _found, _FOUND),),
@@ -254,13 +349,10 @@ SETTINGS = FamilySettings(
         ForeignFlag("--pprof-bind-port", "debugListen serves /debug", "0"),
         ForeignFlag("--enable-dra-monitor", "the agent gives nothing out through DRA", "false"),
         # the monitor's
-        ForeignFlag("--server-bind-port", "listen serves the metrics", "3456"),
-        ForeignFlag("--enable-rbac", _WHO_MAY_SCRAPE, "false"),
-        ForeignFlag("--enable-tls", _WHO_MAY_SCRAPE, "false"),
-        ForeignFlag("--tls-key-file", _WHO_MAY_SCRAPE),
-        ForeignFlag("--tls-cert-file", _WHO_MAY_SCRAPE),
-        ForeignFlag("--cert-refresh-interval", _WHO_MAY_SCRAPE, "5"),
-        ForeignFlag("--min-scrape-interval", "a scrape reads what is in memory already", "1"),
+        ForeignFlag("--enable-tls", "a certificate is served where one is given", "true"),
+        ForeignFlag(
+            "--cert-refresh-interval", "a renewed certificate is served within five seconds", "5"
+        ),
         ForeignFlag(
             "--stuck-grace-period", "how long a claim waits for its pod is the scheduler's", "30s"
         ),

@@ -9,7 +9,13 @@ import msgspec
 from vgpu_agent.config.types import DEVICE_MODES
 from vgpu_agent.families.mig_instances import NONE
 from vgpu_agent.families.plugin_files import PluginFile
-from vgpu_agent.families.spec import BuiltFamily, FamilySpec, Vocabulary
+from vgpu_agent.families.spec import (
+    BuiltFamily,
+    ExporterOptions,
+    FamilyExporter,
+    FamilySpec,
+    Vocabulary,
+)
 from vgpu_agent.families.vgpu_manager import node_config
 from vgpu_agent.families.vgpu_manager.control import (
     DECISIVE_VARIABLES,
@@ -26,6 +32,7 @@ from vgpu_agent.families.vgpu_manager.keys import (
     DRIVER_VERSION_LABEL,
     Keys,
 )
+from vgpu_agent.families.vgpu_manager.metrics import METRICS
 from vgpu_agent.families.vgpu_manager.mig import VgpuManagerMigFamily
 from vgpu_agent.families.vgpu_manager.options import VgpuManagerOptions
 from vgpu_agent.families.vgpu_manager.requests import DISABLED, OVERSOLD
@@ -59,9 +66,10 @@ def _build(settings: Settings, facts: NodeFacts) -> BuiltFamily:
     options = VgpuManagerOptions.from_settings(settings, vgpu, lists=lists)
     instances = _instances(settings, vgpu, config.lists(facts.lists, plugin))
     offers_instances = options.mig_strategy != NONE
+    control = control_backend(settings, options, facts)
     return BuiltFamily(
         by_ids=(instances,) if offers_instances else (),
-        by_pod=(VgpuManagerFamily(options, control_backend(settings, options, facts)),),
+        by_pod=(VgpuManagerFamily(options, control),),
         # Existing instances that are not offered may still be held.
         idle=() if offers_instances else (instances,),
         problems=tuple(problems),
@@ -69,6 +77,7 @@ def _build(settings: Settings, facts: NodeFacts) -> BuiltFamily:
         origins=dict.fromkeys(config.own, node_config.FILE),
         blocked=why_blocked(settings, facts),
         uses_library=LIBRARY_USE.backend if is_limited(settings) else "",
+        services=control.services,
     )
 
 
@@ -98,6 +107,25 @@ def _vocabulary(keys: Keys) -> Vocabulary:
 
 def _renamed(settings: Settings) -> Vocabulary:
     return _vocabulary(Keys(settings.section(VgpuManager).domain))
+
+
+def _stale_keys(settings: Settings) -> tuple[str, ...]:
+    keys = Keys(settings.section(VgpuManager).domain)
+    return (*keys.state_annotations, *keys.state_labels)
+
+
+def _exporter(settings: Settings) -> ExporterOptions | None:
+    exporter = settings.section(VgpuManager).exporter
+    if not exporter.address or not settings.is_on(FAMILY):
+        return None
+    return ExporterOptions(
+        exporter.address,
+        f"{SECTION}.exporter.address",
+        exporter.min_scrape_interval_seconds,
+        authorised=exporter.authorised,
+        certificate_file=exporter.certificate_file,
+        key_file=exporter.key_file,
+    )
 
 
 def _node_config_path(settings: Settings) -> str:
@@ -130,4 +158,7 @@ SPEC = FamilySpec(
     node_annotations=_BY_DEFAULT.node_annotations,
     progress=_BY_DEFAULT.progress,
     renamed=_renamed,
+    exporter=FamilyExporter(METRICS, _exporter),
+    stale_keys=_stale_keys,
+    reschedules=lambda settings: settings.section(VgpuManager).gates.reschedule,
 )

@@ -44,4 +44,5 @@ SPEC = FamilySpec(
     annotations=(GPU_INDEX, PREDICATE_TIME, GPU_ASSIGNED),
     variables="VOLCANO_GPU_(ALLOCATED|MEMORY_TOTAL)",
     progress=frozenset({GPU_ASSIGNED}),
+    stale_keys=lambda _: (GPU_INDEX, PREDICATE_TIME, GPU_ASSIGNED),
 )

@@ -300,4 +300,5 @@ SPEC = FamilySpec(
     metrics=METRICS,
     node_annotations=("volcano.sh/node-vgpu-*",),
     progress=frozenset({PHASE, TIME, TO_ALLOCATE}),
+    stale_keys=lambda _: (NODE, PHASE, TIME, IDS, TO_ALLOCATE, "volcano.sh/bind-time"),
 )

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from vgpu_agent.kubelet import wire
+from vgpu_agent.grpc import wire
 from vgpu_agent.sim.protocol import deviceplugin_pb2 as google
 
 

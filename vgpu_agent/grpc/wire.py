@@ -1,9 +1,9 @@
-"""Decode the protobuf messages that the kubelet sends, strictly and fast.
+"""Decode protobuf messages of other programs, strictly and fast.
 
 The generated code encodes byte for byte like Google's. But its decoder silently accepts truncated
 messages and wrong wire types, raises arbitrary exceptions for other malformed messages, and is
-slow. The agent reads few kinds of messages, with little nesting, so `codec` decodes them with this
-module instead.
+slow. The agent reads few kinds of messages, with little nesting, so they are decoded with this
+module instead: by `kubelet.codec` and by `runtime.process_registry`.
 
 Format: https://protobuf.dev/programming-guides/encoding/.
 """

@@ -1,0 +1,196 @@
+"""The services that the libraries of containers rely on: the registry of their processes, and the
+samples of the use of compute. Both run only where a family's containers get such a library, and
+samples are taken only of GPUs on which somebody's compute is limited.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import functools
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from vgpu_agent.concurrency import Versions
+from vgpu_agent.errors import CarrierError
+from vgpu_agent.log import ChangeFilter
+from vgpu_agent.runtime.container_usage import HostProcesses
+from vgpu_agent.runtime.own_thread import OwnThread
+from vgpu_agent.runtime.process_registry import ProcessRegistry
+from vgpu_agent.runtime.sm_util import SmUtilFile
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from vgpu_agent.concurrency import Latest, Supervisor
+    from vgpu_agent.gpu.source import GpuSource
+    from vgpu_agent.isolation.backend import LibraryServices
+    from vgpu_agent.journal import Journal
+    from vgpu_agent.ledger import Ledger
+    from vgpu_agent.pods import PodCache
+
+_REGISTRY, _LISTS = "process registry", "process lists"
+# Changes come in bursts; a container takes longer than this to start.
+_COALESCING_SECONDS = 0.05
+_RETRY_SECONDS = 30.0  # after the file of samples could not be made
+_DEADLINE_SECONDS = 10.0
+_ALL_CORES = 100
+
+
+class LibraryServicesInForce:
+    """The services, as far as they are wanted.
+
+    State: the registry that runs, the open file of samples, and the GPUs that are sampled.
+
+    Args:
+        services: family → what the library of its containers asks of the agent.
+        ledger: who holds what.
+        watch: the GPUs.
+        pods: those of this node.
+        supervisor: runs the registry.
+        journal: what stands in the way is recorded there.
+        proc_root: where the host's processes are seen.
+        sysfs_root: where sysfs is mounted, and cgroups below it.
+    """
+
+    def __init__(
+        self,
+        services: Latest[Mapping[str, LibraryServices]],
+        *,
+        ledger: Ledger,
+        watch: GpuSource,
+        pods: PodCache,
+        supervisor: Supervisor,
+        journal: Journal,
+        proc_root: str,
+        sysfs_root: str,
+    ) -> None:
+        self._services, self._ledger, self._watch, self._pods = services, ledger, watch, pods
+        self._supervisor, self._journal = supervisor, journal
+        self._proc_root, self._cgroup_root = proc_root, f"{sysfs_root}/fs/cgroup"
+        self._own_thread = OwnThread("samples file")
+        self._changes = ChangeFilter()
+        self._registry_in = ""
+        self._file: tuple[str, SmUtilFile] | None = None
+        self._sampled: tuple[tuple[int, str], ...] = ()
+
+    async def run(self) -> None:
+        """Follow settings, grants and GPUs until cancelled."""
+        try:
+            while True:
+                versions = Versions(self._services, self._ledger.revision, self._watch.inventory)
+                await self._serve_registry()
+                await self._serve_samples()
+                await versions.passed(timeout_seconds=_RETRY_SECONDS)
+                await asyncio.sleep(_COALESCING_SECONDS)
+        finally:
+            await self._stop()
+
+    async def _serve_registry(self) -> None:
+        wanted = next((one for one in self._services.value.values() if one.registry), None)
+        directory = wanted.registry if wanted is not None else ""
+        if directory == self._registry_in:
+            return
+        self._registry_in = ""
+        for name in (_REGISTRY, _LISTS):
+            await self._supervisor.stop(name)
+        if wanted is None:
+            return
+        await self._warn_of_blindness()
+        registry = ProcessRegistry(
+            Path(wanted.registry),
+            Path(wanted.containers),
+            self._pods,
+            self._journal,
+            proc_root=self._proc_root,
+            cgroup_root=self._cgroup_root,
+        )
+        self._supervisor.start(_REGISTRY, registry.run)
+        self._supervisor.start(_LISTS, registry.keep)
+        self._registry_in = directory
+
+    async def _warn_of_blindness(self) -> None:
+        visible = await asyncio.to_thread(lambda: HostProcesses(self._proc_root).visible)
+        if not visible:
+            self._journal.record(
+                "registry.blind",
+                level="warning",
+                reason="the agent does not see the host's processes, so none can register",
+                remedy="give its pod hostPID, or set vgpuControl.processes to host-proc",
+            )
+
+    async def _serve_samples(self) -> None:
+        limited = self._limited()
+        directories = {
+            one.watcher for family, one in self._services.value.items() if family in limited
+        }
+        directory = next(iter(sorted(directories - {""})), "")
+        gpus = set().union(*limited.values()) if directory else set()
+        found = tuple(
+            (gpu.index, gpu.uuid)
+            for gpu in self._watch.inventory.value.gpus
+            if gpu.uuid in gpus and gpu.present and gpu.health.ok and not gpu.mig_enabled
+        )
+        if found == self._sampled and (not found or self._file_in == directory):
+            return
+        file = await self._opened(directory) if found else self._file and self._file[1]
+        if file is None:
+            return
+        self._watch.sample(found, file)
+        self._sampled = found
+
+    def _limited(self) -> Mapping[str, set[str]]:
+        """Family → the devices of which its containers may use a part of the compute only."""
+        limited: dict[str, set[str]] = {}
+        for grant in self._ledger.grants:
+            services = self._services.value.get(grant.family)
+            if services is not None and services.watcher:
+                limited.setdefault(grant.family, set()).update(
+                    share.device for share in grant.shares if 0 < share.cores_percent < _ALL_CORES
+                )
+        return limited
+
+    @property
+    def _file_in(self) -> str:
+        return self._file[0] if self._file is not None else ""
+
+    async def _opened(self, directory: str) -> SmUtilFile | None:
+        """The file of samples; None when it cannot be made now."""
+        if self._file is not None and self._file[0] == directory:
+            return self._file[1]
+        loop = asyncio.get_running_loop()
+
+        def kept_locked(index: int) -> None:
+            with contextlib.suppress(RuntimeError):  # the event loop has ended
+                loop.call_soon_threadsafe(self._on_kept_locked, index)
+
+        try:
+            opened = await self._own_thread.run(
+                directory,
+                functools.partial(SmUtilFile, directory, kept_locked),
+                seconds=_DEADLINE_SECONDS,
+            )
+        except CarrierError as err:
+            if self._changes.is_new("file", str(err)):
+                self._journal.record("samples.not_written", level="warning", error=str(err))
+            return None
+        self._changes.over("file")
+        self._file = directory, opened
+        return opened
+
+    def _on_kept_locked(self, index: int) -> None:
+        if self._changes.is_new(index):
+            self._journal.record(
+                "samples.locked",
+                level="warning",
+                index=index,
+                reason="a container keeps a lock on the samples of this GPU; they are written "
+                "without it, so readers may see half of one",
+            )
+
+    async def _stop(self) -> None:
+        if self._file is not None:
+            self._watch.sample((), self._file[1])
+        self._sampled, self._registry_in = (), ""
+        for name in (_REGISTRY, _LISTS):
+            await self._supervisor.stop(name)

@@ -1,0 +1,113 @@
+"""The pod that is created in the place of one that this node has failed, as plain JSON.
+
+Pure functions for `rescue`: who looks after a pod, and what of it is true of that one pod only.
+"""
+
+from __future__ import annotations
+
+import datetime as dt
+from typing import TYPE_CHECKING, Any
+
+from vgpu_agent.pods import MIRROR_POD
+
+if TYPE_CHECKING:
+    from collections.abc import Collection, Mapping
+
+    Json = dict[str, Any]
+
+# How often a pod has been made anew, and when last: it may fail on another node next, whose agent
+# must not begin to count at zero.
+TRIES = "vgpu-agent.internal/recreated"
+_LONGEST_TRIES = 40
+# From this priority on a pod is critical to the kubelet.
+_CRITICAL_PRIORITY = 2_000_000_000
+_CRITICAL_CLASSES = ("system-node-critical", "system-cluster-critical")
+# What the API server sets, and what it refuses or takes amiss in a new pod.
+_OF_ONE_POD = (
+    "uid",
+    "resourceVersion",
+    "generation",
+    "creationTimestamp",
+    "deletionTimestamp",
+    "deletionGracePeriodSeconds",
+    "selfLink",
+    "managedFields",
+    "ownerReferences",
+)
+# Chosen or computed at the creation, from what stays: classes may have other values by now.
+_CHOSEN = ("nodeName", "priority", "preemptionPolicy", "ephemeralContainers")
+
+
+def is_critical(pod: Json) -> bool:
+    """Tell whether the cluster depends on the pod, so that nobody but its owner may end it."""
+    spec = _part(pod, "spec")
+    priority = spec.get("priority")
+    return (
+        MIRROR_POD in _part(_part(pod, "metadata"), "annotations")
+        or spec.get("priorityClassName") in _CRITICAL_CLASSES
+        or (isinstance(priority, int) and priority >= _CRITICAL_PRIORITY)
+    )
+
+
+def owners(pod: Json) -> tuple[Json | None, list[Json]]:
+    """Return the controller that makes another pod in the place of this one, None where there is
+    none; and all owners.
+
+    A pod is no such controller.
+    """
+    listed = _part(pod, "metadata").get("ownerReferences")
+    every = [one for one in listed if isinstance(one, dict)] if isinstance(listed, list) else []
+    controller = next(
+        (one for one in every if one.get("controller") is True and one.get("kind") != "Pod"), None
+    )
+    return controller, every
+
+
+def copy_of(pod: Json, stale: Collection[str]) -> Json:
+    """Return what creates the pod anew: the same name, specification and metadata, without a node,
+    a status and an identity; and without the annotations and labels in ``stale``, which would send
+    it back to the shares that it could not get.
+    """
+    metadata = {
+        key: value for key, value in _part(pod, "metadata").items() if key not in _OF_ONE_POD
+    }
+    for kind in ("annotations", "labels"):
+        if kind in metadata:
+            kept = _part(metadata, kind)
+            metadata[kind] = {key: text for key, text in kept.items() if key not in stale}
+    spec = {key: value for key, value in _part(pod, "spec").items() if key not in _CHOSEN}
+    if spec.get("runtimeClassName"):
+        spec.pop("overhead", None)
+    return {"apiVersion": "v1", "kind": "Pod", "metadata": metadata, "spec": spec}
+
+
+def with_tries(pod: Json, tries: int, now: float) -> Json:
+    """Return the pod with a note that it is made anew for the ``tries``-th time."""
+    metadata = _part(pod, "metadata")
+    annotations = {**_part(metadata, "annotations"), TRIES: f"{tries} {int(now)}"}
+    return {**pod, "metadata": {**metadata, "annotations": annotations}}
+
+
+def tries_of(pod: Json) -> tuple[int, float]:
+    """Return how often the pod has been made anew, and the unix seconds of the last time;
+    zeros where no agent has.
+    """
+    text = _part(_part(pod, "metadata"), "annotations").get(TRIES)
+    if not isinstance(text, str) or len(text) > _LONGEST_TRIES or not text.isascii():
+        return 0, 0.0
+    number, _, at = text.partition(" ")
+    return (int(number), float(int(at))) if number.isdigit() and at.isdigit() else (0, 0.0)
+
+
+def created_at(pod: Json) -> float:
+    """Return the unix seconds of the pod's creation; 0 where they cannot be read."""
+    try:
+        return dt.datetime.fromisoformat(_part(pod, "metadata")["creationTimestamp"]).timestamp()
+    except (KeyError, TypeError, ValueError, OverflowError, OSError):
+        return 0.0
+
+
+def _part(thing: Mapping[str, Any], key: str) -> Json:
+    """Return the object under ``key``, an empty one where there is none."""
+    part = thing.get(key)
+    return part if isinstance(part, dict) else {}

@@ -1,0 +1,141 @@
+"""The file with the pods that are on their way: deleted, or about to be, and not yet created anew.
+
+Unlike the caches in ``stateDirectory`` this is the only place where such a pod still is, so each
+change is on the disk before anything is deleted, and a file that is damaged is kept for a person.
+Used by `rescue`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import os
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from vgpu_agent import log
+
+_logger = log.get(__name__)
+
+_NAME = "rescued-pods.json"
+# As many copies as there may be, each of the largest size.
+_LONGEST_BYTES = 64 * 1024 * 1024
+
+
+class Copy(msgspec.Struct):
+    """One pod that will be created anew.
+
+    Attributes:
+        uid: of the pod that is deleted for it.
+        namespace: of both.
+        name: of both.
+        since: unix seconds of its first deletion.
+        body: the pod to be created.
+        reason: why, for its owner.
+    """
+
+    uid: str
+    namespace: str
+    name: str
+    since: float
+    body: dict[str, Any]
+    reason: str = ""
+
+
+class Tries(msgspec.Struct):
+    """How often the pods of one owner, or of one name, were given another chance.
+
+    Attributes:
+        number: in a row.
+        last: unix seconds of the last one.
+        created: unix seconds of the creation of the pod that it was for.
+    """
+
+    number: int
+    last: float
+    created: float = 0.0
+
+
+class State(msgspec.Struct):
+    """The content of the file.
+
+    Attributes:
+        copies: by the UID of the deleted pod.
+        tries: by owner or name.
+    """
+
+    copies: dict[str, Copy] = msgspec.field(default_factory=dict)
+    tries: dict[str, Tries] = msgspec.field(default_factory=dict)
+
+
+class PodCopies:
+    """The file: a checksum in the first line, JSON behind it, replaced as a whole."""
+
+    def __init__(self, directory: str) -> None:
+        """Name it; ``directory`` is ``stateDirectory`` and made when it is missing."""
+        self._path = Path(directory) / _NAME
+
+    async def read(self) -> State:
+        """Read what was written last; empty where there is no file, or a damaged one, which is
+        moved aside.
+        """
+        return await asyncio.to_thread(self._read)
+
+    async def write(self, state: State) -> None:
+        """Write ``state``; it is on the disk when this returns.
+
+        Raises:
+            OSError: it could not be written; the file has what it had.
+        """
+        await asyncio.to_thread(self._write, msgspec.json.encode(state))
+
+    def _read(self) -> State:
+        try:
+            with self._path.open("rb") as file:
+                checksum, _, content = file.read(_LONGEST_BYTES).partition(b"\n")
+            if checksum.decode() != _checksum(content):
+                return self._damaged("its checksum does not fit")
+            return msgspec.json.decode(content, type=State)
+        except FileNotFoundError:
+            return State()
+        except (OSError, ValueError, msgspec.MsgspecError, RecursionError) as err:
+            return self._damaged(str(err))
+
+    def _damaged(self, why: str) -> State:
+        aside = self._path.with_suffix(".damaged")
+        try:
+            os.replace(self._path, aside)
+        except OSError as err:
+            why = f"{why}; it could not be moved to {aside}: {err}"
+        _logger.error(
+            "rescue.copies_unreadable",
+            path=str(self._path),
+            error=why,
+            remedy=f"if pods are missing, create them from what is left in {aside}",
+        )
+        return State()
+
+    def _write(self, content: bytes) -> None:
+        self._path.parent.mkdir(parents=True, exist_ok=True)
+        unfinished = self._path.with_suffix(".new")
+        # Pods' variables may hold secrets.
+        with open(unfinished, "wb", opener=_private) as file:
+            file.write(_checksum(content).encode() + b"\n" + content)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(unfinished, self._path)
+        folder = os.open(self._path.parent, os.O_RDONLY | os.O_DIRECTORY)
+        try:
+            os.fsync(folder)
+        finally:
+            os.close(folder)
+
+
+def _private(path: str, flags: int) -> int:
+    return os.open(path, flags, 0o600)
+
+
+def _checksum(content: bytes) -> str:
+    return hashlib.sha256(content).hexdigest()

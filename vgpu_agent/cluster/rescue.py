@@ -1,0 +1,596 @@
+"""Another chance for pods that this node has failed, where the operator asks for it.
+
+The kubelet fails a pod for good when its admission goes wrong (`UnexpectedAdmissionError`), and
+refuses a start again and again that trying again cannot mend. Such a pod is lost although another
+node, or the same one a moment later, would have room:
+
+* one whose controller makes another is evicted, so PodDisruptionBudgets hold;
+* one that nobody looks after is created anew. Between its deletion and its creation it is nowhere
+  but in a file of ours (`pod_copies`), which a restart goes on with;
+* one that is critical, or has an owner that makes no other, is left alone. An event says so.
+
+A pod that fails again waits for longer each time, and is left alone after `MOST_TRIES`.
+
+Built and run by `agent`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import time
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import msgspec
+
+from vgpu_agent.cluster import decode, made_anew
+from vgpu_agent.cluster.api import pod_path, pods_path
+from vgpu_agent.cluster.pod_copies import Copy, State, Tries
+from vgpu_agent.cluster.reschedule import EVICTED, PERMISSION, eviction
+from vgpu_agent.cluster.retrying import Backoff, Complaints
+from vgpu_agent.concurrency import Versions
+from vgpu_agent.errors import ClusterError
+from vgpu_agent.pods import Pod
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Collection, Iterable
+
+    from vgpu_agent.allocation.refusals import Refusal
+    from vgpu_agent.cluster.api import Api
+    from vgpu_agent.cluster.events import Events
+    from vgpu_agent.cluster.pod_copies import PodCopies
+    from vgpu_agent.concurrency import Revision
+    from vgpu_agent.journal import Journal
+    from vgpu_agent.pods import PodCache
+
+DELETED, RECREATED, LEFT_ALONE = "VgpuDeleted", "VgpuRecreated", "VgpuNotRescheduled"
+DELETE_PERMISSION, CREATE_PERMISSION = "delete pods", "create pods"
+# How often in a row the pods of one owner, or of one name, get another chance.
+MOST_TRIES = 5
+# The second one waits that long, each further one twice as long.
+PAUSE_SECONDS = 10.0
+# A pod that fails after that time begins to count anew.
+FORGET_SECONDS = 3600.0
+# A pod that cannot be created for that long is given up.
+GIVE_UP_SECONDS = 24 * 3600.0
+
+_ADMISSION_ERROR = "UnexpectedAdmissionError"
+_PAGE, _MOST_PAGES = 50, 10
+_MOST_COPIES = 16
+_LONGEST_BODY_BYTES = 2 * 1024 * 1024
+_MOST_KEYS, _MOST_DONE = 512, 2000
+# How soon the old object is looked for again; it doubles up to the longest.
+_LOOK_AGAIN_SECONDS, _LOOK_AGAIN_MAX_SECONDS = 0.5, 5.0
+# Ended pods are listed as often as that, at most.
+_LIST_SECONDS = 5.0
+# Pods whose creations lie so close together were not made because of each other's end.
+_TOGETHER_SECONDS = 2.0
+_NO_TRIES = Tries(0, 0.0)
+
+_Key = TypeVar("_Key")
+
+
+@dataclasses.dataclass(slots=True)
+class _Case:
+    """A pod that failed, and has not been dealt with.
+
+    Attributes:
+        why: it cannot run, for its owner.
+        failed: the kubelet has given it up; otherwise it is refused again and again.
+    """
+
+    pod: Pod
+    why: str
+    failed: bool
+    backoff: Backoff = dataclasses.field(default_factory=Backoff)
+    due: float = 0.0  # the event loop's clock
+
+
+@dataclasses.dataclass(slots=True)
+class _Return:
+    """When a copy is looked at again."""
+
+    backoff: Backoff = dataclasses.field(default_factory=Backoff)
+    pause: float = _LOOK_AGAIN_SECONDS
+    due: float = 0.0
+
+
+class Rescue:
+    """The check of failed and refused pods whenever there are new ones.
+
+    State: the file of `PodCopies`. Everything else is in memory, and found again by a list of this
+    node's failed pods after a restart.
+
+    Attributes:
+        counts: pods by what became of them, for metrics.
+    """
+
+    def __init__(
+        self,
+        api: Api,
+        node_name: str,
+        book: PodCache,
+        resources: Callable[[], Collection[str]],
+        refusals: Callable[[], Iterable[Refusal]],
+        wake: Revision,
+        stale: Collection[str],
+        events: Events,
+        copies: PodCopies,
+        journal: Journal,
+        *,
+        clock: Callable[[], float] = time.time,
+        look_seconds: float = 10.0,
+    ) -> None:
+        """Build it.
+
+        Args:
+            api: the API server.
+            node_name: our Node's name.
+            book: the pods of this node; an end in it makes this look for failed ones.
+            resources: the names of the resources whose pods get another chance.
+            refusals: the starts that are refused at the moment; those that are final count.
+            wake: advances with each change of ``refusals``.
+            stale: annotations and labels that are taken off a pod before it is created anew.
+            events: for the owners.
+            copies: where pods are kept between deletion and creation.
+            journal: what is done, and troubles, are recorded there.
+            clock: unix seconds.
+            look_seconds: how often the loop sends a heartbeat.
+        """
+        self._api, self._node_name, self._book, self._wake = api, node_name, book, wake
+        self._resources, self._refusals, self._stale = resources, refusals, frozenset(stale)
+        self._events, self._copies, self._journal, self._clock = events, copies, journal, clock
+        self._look_seconds = look_seconds
+        self._complaints = Complaints(journal, "rescue")
+        self._state = State()
+        self._cases: dict[str, _Case] = {}  # by UID
+        self._returns: dict[str, _Return] = {}  # of copies, by UID
+        self._done: dict[str, None] = {}  # UIDs; the latest at the end
+        self._seen_ends = -1
+        self._listing, self._list_due = Backoff(), 0.0
+        self._beat: Callable[[], None] = lambda: None
+        self.counts = {"evicted": 0, "recreated": 0, "left_alone": 0}
+
+    async def run(self, beat: Callable[[], None]) -> None:
+        """Go on with what an earlier life has left, and look until cancelled."""
+        self._beat = beat
+        self._state = await self._copies.read()
+        while True:
+            beat()
+            versions = Versions(self._wake, self._book.revision)
+            pause = await self.look_once()
+            await versions.passed(timeout_seconds=pause)
+
+    async def look_once(self) -> float:
+        """Do what is due; return the seconds after which to look again, if nothing happens."""
+        pause = min(self._look_seconds, await self._find_failed())
+        self._find_refused()
+        for uid, case in tuple(self._cases.items()):
+            if (left := case.due - _now()) <= 0:
+                self._beat()
+                left = await self._help(uid, case)
+            pause = min(pause, left)
+        for copy in tuple(self._state.copies.values()):
+            again = self._returns.setdefault(copy.uid, _Return())
+            if (left := again.due - _now()) <= 0:
+                self._beat()
+                left = await self._bring_back(copy, again)
+            pause = min(pause, left)
+        return max(pause, 0.01)
+
+    # -- whom it concerns --------------------------------------------------------------------------
+
+    async def _find_failed(self) -> float:
+        """List the failed pods once any pod has ended; seconds until that is due."""
+        if self._seen_ends == self._book.ends:
+            return self._look_seconds
+        if (left := max(self._list_due - _now(), self._listing.seconds_left)) > 0:
+            return left
+        ends = self._book.ends
+        try:
+            await self._list_failed()
+        except ClusterError as err:
+            self._listing.failed(err)
+            self._complaints.failed("list", err, "list pods")
+            return self._listing.seconds_left
+        self._complaints.over("list")
+        self._listing.succeeded()
+        self._seen_ends, self._list_due = ends, _now() + _LIST_SECONDS
+        return self._look_seconds
+
+    async def _list_failed(self) -> None:
+        selector = f"spec.nodeName={self._node_name},status.phase=Failed"
+        params = {"fieldSelector": selector, "limit": str(_PAGE)}
+        ours = frozenset(self._resources())
+        for _ in range(_MOST_PAGES):
+            self._beat()
+            items, _, token = decode.page(await self._api.get("/api/v1/pods", params))
+            for item in items:
+                if (pod := _readable(item)) is not None and _failed_admission(pod, ours):
+                    status = pod["status"]
+                    self._add(pod, f"{_ADMISSION_ERROR}: {status.get('message', '')}", failed=True)
+            if not token:
+                return
+            params = {**params, "continue": token}
+
+    def _find_refused(self) -> None:
+        ours, refused = frozenset(self._resources()), set[str]()
+        for refusal in self._refusals():
+            pod = refusal.pod
+            if not refusal.final or refusal.resource not in ours or pod.deleting or pod.ended:
+                continue
+            refused.add(pod.uid)
+            if pod.uid not in self._cases and not self._is_done(pod.uid):
+                why = f"container {refusal.container} may not start: {refusal.reason}"
+                self._cases[pod.uid] = _Case(pod, why, failed=False)
+        for uid in [uid for uid, case in self._cases.items() if not case.failed]:
+            if uid not in refused:  # it has started after all, or is gone
+                self._drop(uid)
+
+    def _add(self, pod: dict[str, Any], why: str, *, failed: bool) -> None:
+        try:
+            known = decode.pod(msgspec.json.encode(pod))
+        except ClusterError:
+            return  # names that Kubernetes does not allow
+        if known.uid not in self._cases and not self._is_done(known.uid):
+            self._cases[known.uid] = _Case(known, why, failed)
+
+    def _is_done(self, uid: str) -> bool:
+        return uid in self._done or uid in self._state.copies
+
+    # -- what becomes of it ------------------------------------------------------------------------
+
+    async def _help(self, uid: str, case: _Case) -> float:
+        """Give the pod another chance, or leave it alone; seconds until there is more to do."""
+        case.due = 0.0
+        try:
+            pod = await self._present(case)
+            if pod is None:
+                self._drop(uid)
+                return self._look_seconds
+            left = await self._give(case, pod)
+        except ClusterError as err:
+            case.backoff.failed(err)
+            case.due = _now() + case.backoff.seconds_left
+            if err.status in (404, 409):  # gone, or another pod has its name
+                self._drop(uid)
+            elif err.status == 429:
+                self._say_postponed(case, err)
+            else:
+                self._complaints.failed("pods", err, _permission(err), pod=case.pod.full_name)
+            left = case.backoff.seconds_left
+        return left
+
+    async def _give(self, case: _Case, pod: dict[str, Any]) -> float:
+        """Do what becomes the pod; seconds until there is more to do.
+
+        Raises:
+            ClusterError: the API server did not do it.
+        """
+        controller, owners = made_anew.owners(pod)
+        key = _key(case.pod, controller)
+        wait = self._wait(key, pod, counts_each=controller is None)
+        if why := _why_not(pod, controller, owners, wait):
+            return self._leave(case, why)
+        if wait:
+            case.due = _now() + wait
+            return wait
+        if controller is not None:
+            return await self._evict(case, key, made_anew.created_at(pod), controller)
+        return await self._delete(case, key, pod)
+
+    async def _present(self, case: _Case) -> dict[str, Any] | None:
+        """Return the pod as it is now, None where it needs no help any more.
+
+        Raises:
+            ClusterError: no answer.
+        """
+        pod = _readable(await self._api.get(pod_path(case.pod.namespace, case.pod.name)))
+        if (
+            pod is None
+            or pod["metadata"].get("uid") != case.pod.uid
+            or pod["metadata"].get("deletionTimestamp")
+            or _of(pod, "spec").get("nodeName") != self._node_name
+        ):
+            return None
+        failed = _failed_admission(pod, frozenset(self._resources()))
+        return pod if failed or not case.failed else None
+
+    async def _evict(
+        self, case: _Case, key: str, created: float, controller: dict[str, Any]
+    ) -> float:
+        pod = case.pod
+        await self._api.post(pod_path(pod.namespace, pod.name) + "/eviction", eviction(pod))
+        if created > self._state.tries.get(key, _NO_TRIES).created + _TOGETHER_SECONDS:
+            self._count(key, created)
+        await self._keep_tries()
+        self.counts["evicted"] += 1
+        text = f"evicted, so that {_named(controller)} makes another: {case.why}"
+        self._record("rescue.evicted", case, EVICTED, text)
+        return self._look_seconds
+
+    async def _delete(self, case: _Case, key: str, pod: dict[str, Any]) -> float:
+        """Store the pod and delete it; `_bring_back` does the rest."""
+        if len(self._state.copies) >= _MOST_COPIES:
+            case.due = _now() + _LOOK_AGAIN_MAX_SECONDS
+            return _LOOK_AGAIN_MAX_SECONDS
+        before = self._state.tries.get(key)
+        tries = self._count(key, made_anew.created_at(pod))
+        body = made_anew.with_tries(made_anew.copy_of(pod, self._stale), tries, self._clock())
+        if len(msgspec.json.encode(body)) > _LONGEST_BODY_BYTES:
+            return self._leave(case, "it is too large to be kept while it is created anew")
+        copy = Copy(
+            case.pod.uid, case.pod.namespace, case.pod.name, self._clock(), body, reason=case.why
+        )
+        self._state.copies[copy.uid] = copy
+        try:
+            await self._copies.write(self._state)
+        except OSError as err:
+            del self._state.copies[copy.uid]
+            self._uncount(key, before)
+            self._say_not_stored(err)
+            case.due = _now() + PAUSE_SECONDS
+            return PAUSE_SECONDS
+        self._complaints.over("copies")
+        try:
+            await self._api.delete(pod_path(copy.namespace, copy.name), uid=copy.uid)
+        except ClusterError as err:
+            if 400 <= err.status < 500:  # it was not deleted by us, and maybe by its owner
+                self._uncount(key, before)
+                await self._forget(copy)
+                raise
+            # It may have been deleted all the same: `_bring_back` finds out.
+        self._record(
+            "rescue.deleted", case, DELETED, f"deleted, and will be created anew: {case.why}"
+        )
+        return 0.0
+
+    async def _bring_back(self, copy: Copy, again: _Return) -> float:
+        """Create the pod once the old one is gone; seconds until there is more to do."""
+        pod = Pod(copy.uid, copy.namespace, copy.name)
+        if self._clock() - copy.since > GIVE_UP_SECONDS:
+            await self._forget(copy)
+            self._tell_left_alone(pod, "the agent has tried to create it anew for a day; create it")
+            return self._look_seconds
+        path = pod_path(copy.namespace, copy.name)
+        try:
+            found = await self._found(path)
+            if found is None:
+                made = _readable(await self._api.post(pods_path(copy.namespace), copy.body))
+                await self._forget(copy)
+                self._tell_recreated(copy, made)
+                return self._look_seconds
+            metadata = found["metadata"]
+            if metadata.get("uid") != copy.uid:  # somebody has created it, maybe we
+                await self._forget(copy)
+                return self._look_seconds
+            if not metadata.get("deletionTimestamp"):
+                await self._api.delete(path, uid=copy.uid)
+            again.backoff.succeeded()
+            pause, again.pause = again.pause, min(2 * again.pause, _LOOK_AGAIN_MAX_SECONDS)
+        except ClusterError as err:
+            again.backoff.failed(err)
+            if err.status not in (404, 409):
+                self._complaints.failed("pods", err, _permission(err), pod=pod.full_name)
+            pause = again.backoff.seconds_left
+        again.due = _now() + pause
+        return pause
+
+    async def _found(self, path: str) -> dict[str, Any] | None:
+        """Return the object at ``path``, None where there is none.
+
+        Raises:
+            ClusterError: no answer.
+        """
+        try:
+            found = _readable(await self._api.get(path))
+        except ClusterError as err:
+            if err.status == 404:
+                return None
+            raise
+        if found is None:
+            raise ClusterError(f"GET {path}: the API server sent no pod")
+        return found
+
+    # -- never in a loop ---------------------------------------------------------------------------
+
+    def _wait(self, key: str, pod: dict[str, Any], *, counts_each: bool) -> float | None:
+        """Return the seconds until the pod's next chance, None when it has had them all.
+
+        Pods of one owner that were created together, or before, are one failure
+        (``counts_each`` is false): none of them was made because another was evicted.
+        """
+        now, known = self._clock(), self._state.tries.get(key, _NO_TRIES)
+        number, last = made_anew.tries_of(pod) if counts_each else (0, 0.0)
+        if number > known.number and 0 <= now - last <= FORGET_SECONDS:  # on other nodes
+            known = self._state.tries[key] = Tries(number, last)
+        if not 0 <= now - known.last <= FORGET_SECONDS:
+            self._state.tries.pop(key, None)
+            return 0.0
+        if not counts_each and made_anew.created_at(pod) <= known.created + _TOGETHER_SECONDS:
+            return 0.0
+        if known.number >= MOST_TRIES:
+            return None
+        return max(0.0, known.last + PAUSE_SECONDS * 2.0 ** (known.number - 1) - now)
+
+    def _count(self, key: str, created: float) -> int:
+        known = self._state.tries.pop(key, _NO_TRIES)
+        self._state.tries[key] = Tries(known.number + 1, self._clock(), created)
+        _shorten(self._state.tries, _MOST_KEYS)
+        return known.number + 1
+
+    def _uncount(self, key: str, before: Tries | None) -> None:
+        if before is None:
+            self._state.tries.pop(key, None)
+        else:
+            self._state.tries[key] = before
+
+    async def _keep_tries(self) -> None:
+        try:
+            await self._copies.write(self._state)
+        except OSError as err:
+            self._say_not_stored(err)
+
+    async def _forget(self, copy: Copy) -> None:
+        """Drop the copy. Where that cannot be written, the next start finds the pod under another
+        UID and drops it then.
+        """
+        self._state.copies.pop(copy.uid, None)
+        self._returns.pop(copy.uid, None)
+        await self._keep_tries()
+
+    # -- what is said ------------------------------------------------------------------------------
+
+    def _leave(self, case: _Case, why: str) -> float:
+        self._finish(case.pod.uid)
+        self._tell_left_alone(case.pod, f"{why}. It cannot run here: {case.why}")
+        return self._look_seconds
+
+    def _tell_left_alone(self, pod: Pod, text: str) -> None:
+        self.counts["left_alone"] += 1
+        self._journal.record(
+            "rescue.left_alone", level="warning", pod=pod.full_name, uid=pod.uid, reason=text
+        )
+        self._events.raise_event(pod, LEFT_ALONE, f"left alone: {text}")
+
+    def _tell_recreated(self, copy: Copy, made: dict[str, Any] | None) -> None:
+        self.counts["recreated"] += 1
+        self._complaints.over("pods")
+        uid = str(made["metadata"].get("uid", "")) if made else ""
+        text = f"created in the place of {copy.uid}, which failed: {copy.reason}"
+        self._journal.record(
+            "rescue.recreated",
+            level="warning",
+            pod=f"{copy.namespace}/{copy.name}",
+            uid=uid,
+            reason=text,
+        )
+        self._events.raise_event(Pod(uid, copy.namespace, copy.name), RECREATED, text, "Normal")
+
+    def _record(self, event: str, case: _Case, reason: str, text: str) -> None:
+        """Note that the pod has been dealt with."""
+        pod = case.pod
+        self._finish(pod.uid)
+        self._complaints.over("pods")
+        if event == "rescue.evicted":
+            self._journal.record(
+                "rescue.evicted", level="warning", pod=pod.full_name, uid=pod.uid, reason=text
+            )
+        else:
+            self._journal.record(
+                "rescue.deleted", level="warning", pod=pod.full_name, uid=pod.uid, reason=text
+            )
+        self._events.raise_event(pod, reason, text)
+
+    def _say_postponed(self, case: _Case, err: ClusterError) -> None:
+        self._complaints.say(
+            f"budget {case.pod.uid}",
+            "rescue.postponed",
+            "429",
+            level="info",
+            pod=case.pod.full_name,
+            error=str(err),
+        )
+
+    def _say_not_stored(self, err: OSError) -> None:
+        self._complaints.say(
+            "copies",
+            "rescue.not_stored",
+            "write",
+            level="error",
+            error=str(err),
+            remedy="make stateDirectory a directory with room in which the agent can write; until "
+            "then no pod is deleted to be created anew",
+        )
+
+    def _finish(self, uid: str) -> None:
+        self._drop(uid)
+        self._done[uid] = None
+        _shorten(self._done, _MOST_DONE)
+
+    def _drop(self, uid: str) -> None:
+        self._cases.pop(uid, None)
+        self._complaints.forget(uid)
+
+
+def _now() -> float:
+    return asyncio.get_running_loop().time()
+
+
+def _shorten(kept: dict[str, _Key], most: int) -> None:
+    """Remove the oldest of more than ``most`` entries."""
+    while len(kept) > most:
+        del kept[next(iter(kept))]
+
+
+def _readable(raw: bytes | msgspec.Raw) -> dict[str, Any] | None:
+    """Return the pod, None where it is no object with metadata."""
+    try:
+        pod = msgspec.json.decode(raw)
+    except (msgspec.MsgspecError, ValueError, RecursionError):
+        return None
+    return pod if isinstance(pod, dict) and isinstance(pod.get("metadata"), dict) else None
+
+
+def _failed_admission(pod: dict[str, Any], ours: frozenset[str]) -> bool:
+    """Tell whether the kubelet has failed the pod at its admission, and it asks for our resources;
+    init containers may be the ones that do.
+    """
+    status, spec = _of(pod, "status"), _of(pod, "spec")
+    if (status.get("phase"), status.get("reason")) != ("Failed", _ADMISSION_ERROR):
+        return False
+    containers = (*(spec.get("initContainers") or ()), *(spec.get("containers") or ()))
+    return any(
+        not ours.isdisjoint(_of(_of(one, "resources"), "limits"))
+        for one in containers
+        if isinstance(one, dict)
+    )
+
+
+def _why_not(
+    pod: dict[str, Any],
+    controller: dict[str, Any] | None,
+    owners: list[dict[str, Any]],
+    wait: float | None,
+) -> str:
+    """Say why the pod is left alone, with the remedy; empty where it is not."""
+    if made_anew.is_critical(pod):
+        return "it is critical, so the agent does not end it"
+    if controller is None and owners:
+        named = ", ".join(map(_named, owners[:3]))
+        return (
+            f"its owner {named} is not its controller, so nobody may make another; delete the pod "
+            "to let its owner act"
+        )
+    if wait is None:
+        return (
+            f"it had {MOST_TRIES} other chances and failed each time; find out why, and create it "
+            "again"
+        )
+    return ""
+
+
+def _of(thing: dict[str, Any], key: str) -> dict[str, Any]:
+    part = thing.get(key)
+    return part if isinstance(part, dict) else {}
+
+
+def _key(pod: Pod, controller: dict[str, Any] | None) -> str:
+    """Name what must not be tried without end: a controller, or a pod's name."""
+    return (
+        f"{pod.namespace}/{pod.name}"
+        if controller is None
+        else f"{pod.namespace} {str(controller.get('uid', ''))[:64]}"
+    )
+
+
+def _named(owner: dict[str, Any]) -> str:
+    return f"{str(owner.get('kind', ''))[:63]} {str(owner.get('name', ''))[:253]}"
+
+
+def _permission(err: ClusterError) -> str:
+    """Return the right that the failed request takes."""
+    text = str(err)
+    if "/eviction" in text:
+        return PERMISSION
+    return DELETE_PERMISSION if text.startswith("DELETE") else CREATE_PERMISSION

@@ -1,0 +1,240 @@
+"""Samples of the processes on GPUs, many times a second, while somebody needs them.
+
+A library that limits compute has to know how busy each process keeps a GPU. If every process asked
+the driver itself, that would cost more than the agent as a whole. So the agent asks for all of them
+(vgpu-manager §8.6): which processes there are, and how much of the GPU each has used in the last
+second.
+
+It is done in the NVML thread, between the waits for events, a few GPUs at a time: NVML may be
+opened anew only when nobody else has it open, so there is one user. A card that hangs stops the
+samples, as it stops everything that asks NVML; it is noticed in the same way, and whoever reads the
+samples sees that they are old. What the driver writes is passed on as it is, in buffers that are
+made once, because pynvml's objects would take most of the time.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import math
+import time
+from typing import TYPE_CHECKING, Protocol
+
+from vgpu_agent.errors import NvmlError
+from vgpu_agent.gpu import return_codes
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from vgpu_agent.gpu.nvml import Handle, Nvml
+
+# Each GPU is asked so often; as many GPUs at a time as the contract's watcher has in a batch.
+INTERVAL_SECONDS = 0.08
+BATCH = 4
+# NVML answers with what it has seen since then.
+SINCE_MICROSECONDS = 1_000_000
+# Of the processes of a GPU; the rest is cut.
+MOST_ROWS = 1024
+_MOST_ROOM = 16 * MOST_ROWS  # a driver with more of them is not asked for all
+
+SAMPLE_BYTES, PROCESS_BYTES = 32, 24
+# nvmlProcessesUtilizationInfo_t, version 1, and its rows: for drivers without the older call
+_EXTENDED_VERSION, _EXTENDED_ROW_BYTES = 1, 40
+
+
+class Sink(Protocol):
+    """The place for samples; called in the NVML thread, so it may wait for nothing."""
+
+    def write(
+        self,
+        index: int,
+        since: int,
+        samples: memoryview | None,
+        compute: memoryview,
+        graphics: memoryview,
+    ) -> None:
+        """Take the rows of one GPU, as NVML lays them out.
+
+        Args:
+            index: of the GPU.
+            since: unix microseconds; the samples are not older.
+            samples: of use; None when the driver has no newer ones than last time.
+            compute: processes that compute.
+            graphics: processes that draw.
+        """
+
+
+class ProcessSampler:
+    """The sampler of some GPUs.
+
+    State: which GPUs, when the next of them are due, and the buffers. `aim` may be called on the
+    event loop at any time; all else belongs to the NVML thread.
+    """
+
+    def __init__(self, nvml: Nvml, handle: Callable[[str], Handle | None]) -> None:
+        """Begin with no GPU; ``handle`` has the present one of a GPU's UUID."""
+        self._nvml, self._handle = nvml, handle
+        self._aim: tuple[tuple[tuple[tuple[int, str], ...], ...], Sink | None] = ((), None)
+        self._turn = 0
+        self._due = 0.0
+        self._samples = _Rows(SAMPLE_BYTES)
+        self._compute, self._graphics = _Rows(PROCESS_BYTES), _Rows(PROCESS_BYTES)
+        self._extended = _Rows(_EXTENDED_ROW_BYTES)
+        self._names = {
+            "compute": "nvmlDeviceGetComputeRunningProcesses_v3",
+            "graphics": "nvmlDeviceGetGraphicsRunningProcesses_v3",
+        }
+        self._by_extended = False
+        self.taken = 0  # samples of one GPU, for tests and measurements
+
+    def aim(self, gpus: Sequence[tuple[int, str]], sink: Sink) -> None:
+        """Sample these GPUs, by index and UUID, from now on; none when there are none."""
+        self._aim = batches(gpus), sink
+
+    def wait_seconds(self) -> float:
+        """How long until the next GPUs are due; infinite without any."""
+        return max(self._due - time.monotonic(), 0.0) if self._aim[0] else math.inf
+
+    def sample(self) -> None:
+        """Sample the next batch if it is due."""
+        groups, sink = self._aim
+        now = time.monotonic()
+        if not groups or sink is None or now < self._due:
+            return
+        # on a grid; one that was missed is left out
+        pause = INTERVAL_SECONDS / len(groups)
+        self._due = max(self._due + pause, now + pause / 2)
+        self._turn = (self._turn + 1) % len(groups)
+        for index, uuid in groups[self._turn]:
+            handle = self._handle(uuid)
+            if handle is not None:
+                with contextlib.suppress(NvmlError):  # the next poll finds the error
+                    self._sample(index, handle, sink)
+                    self.taken += 1
+
+    def _sample(self, index: int, handle: Handle, sink: Sink) -> None:
+        since = time.time_ns() // 1000 - SINCE_MICROSECONDS
+        compute = self._processes("compute", self._compute, handle)
+        graphics = self._processes("graphics", self._graphics, handle)
+        samples = self._use(handle, since)
+        sink.write(index, since, samples, compute, graphics)
+
+    def _processes(self, kind: str, rows: _Rows, handle: Handle) -> memoryview:
+        try:
+            return self._filled(self._names[kind], handle, rows) or memoryview(b"")
+        except NvmlError as err:
+            name = self._names[kind]
+            if err.code != return_codes.FUNCTION_NOT_FOUND or name.endswith("_v2"):
+                raise
+            self._names[kind] = name.removesuffix("_v3") + "_v2"  # has the same rows
+            return self._processes(kind, rows, handle)
+
+    def _use(self, handle: Handle, since: int) -> memoryview | None:
+        """The rows of use since then; None without newer ones."""
+        if not self._by_extended:
+            try:
+                return self._filled("nvmlDeviceGetProcessUtilization", handle, self._samples, since)
+            except NvmlError as err:
+                if err.code not in return_codes.ABSENT:
+                    raise
+                self._by_extended = True
+        found = self._filled_extended(handle, since)
+        return None if found is None else self._samples.take(map(_narrowed, found))
+
+    def _filled(
+        self, name: str, handle: Handle, rows: _Rows, since: int | None = None
+    ) -> memoryview | None:
+        """Call a function of NVML's that fills rows; None when it has nothing new."""
+        while True:
+            rows.count.value = rows.room
+            pointer = ctypes.byref(rows.count)
+            if since is None:
+                code = self._nvml.raw(name, handle, pointer, rows.buffer)
+            else:
+                code = self._nvml.raw(name, handle, rows.buffer, pointer, ctypes.c_ulonglong(since))
+            if code == 0:
+                return rows.view(rows.count.value)
+            if code != return_codes.INSUFFICIENT_SIZE or not rows.grow():
+                _accept(name, code)
+                return None
+
+    def _filled_extended(self, handle: Handle, since: int) -> list[bytes] | None:
+        name, rows = "nvmlDeviceGetProcessesUtilizationInfo", self._extended
+        while True:
+            asked = _Extended(count=rows.room, since=since)
+            asked.version = ctypes.sizeof(_Extended) | _EXTENDED_VERSION << 24
+            asked.rows = ctypes.addressof(rows.buffer)
+            code = self._nvml.raw(name, handle, ctypes.byref(asked))
+            if code == 0:
+                view = bytes(rows.view(asked.count))
+                return [
+                    view[at : at + _EXTENDED_ROW_BYTES]
+                    for at in range(0, len(view), _EXTENDED_ROW_BYTES)
+                ]
+            if code != return_codes.INSUFFICIENT_SIZE or not rows.grow():
+                _accept(name, code)
+                return None
+
+
+class _Extended(ctypes.Structure):
+    """``nvmlProcessesUtilizationInfo_t``."""
+
+    _fields_ = (
+        ("version", ctypes.c_uint),
+        ("count", ctypes.c_uint),
+        ("since", ctypes.c_ulonglong),
+        ("rows", ctypes.c_void_p),
+    )
+
+
+class _Rows:
+    """A buffer for rows, and the word for their number."""
+
+    def __init__(self, size: int) -> None:
+        self._size = size
+        self.count = ctypes.c_uint(0)
+        self.room = MOST_ROWS
+        self._make()
+
+    def _make(self) -> None:
+        self.buffer = (ctypes.c_char * (self.room * self._size))()
+        self._view = memoryview(self.buffer).cast("B")
+
+    def grow(self) -> bool:
+        """Make more room; tell whether that was possible."""
+        if self.room >= _MOST_ROOM:
+            return False
+        self.room *= 2
+        self._make()
+        return True
+
+    def view(self, number: int) -> memoryview:
+        """The first rows, at most `MOST_ROWS`."""
+        return self._view[: min(number, MOST_ROWS) * self._size]
+
+    def take(self, rows: map[bytes]) -> memoryview:
+        """Copy rows into the buffer."""
+        joined = b"".join(rows)[: MOST_ROWS * self._size]
+        self._view[: len(joined)] = joined
+        return self._view[: len(joined)]
+
+
+def batches(gpus: Sequence[tuple[int, str]]) -> tuple[tuple[tuple[int, str], ...], ...]:
+    """The GPUs in groups of at most `BATCH`, as even as possible."""
+    number = -(-len(gpus) // BATCH)
+    return tuple(tuple(gpus[place::number]) for place in range(number))
+
+
+def _narrowed(row: bytes) -> bytes:
+    """A row of the newer call (time, process, use …) in the shape of the older one's."""
+    return row[8:12] + bytes(4) + row[:8] + row[12:28]
+
+
+def _accept(name: str, code: int) -> None:
+    """Accept the codes for "nothing new" and "too many".
+
+    Raises:
+        NvmlError: any other.
+    """
+    if code not in {return_codes.NOT_FOUND, return_codes.INSUFFICIENT_SIZE}:
+        raise NvmlError(name, code, "failed")

@@ -1,0 +1,44 @@
+"""The process at the other end of a unix socket, as the kernel knows it.
+
+The kernel notes who connects (unix(7), SO_PEERCRED), and nobody can forge that. The number is that
+of the process which called connect(2), in our own PID namespace; it ends with that process and may
+be given to another one, so a user of it compares when the process began.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import socket
+import struct
+import time
+
+_CREDENTIALS = struct.Struct("iII")
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Peer:
+    """The process that has connected.
+
+    Attributes:
+        pid: as this process sees it; 0 where it cannot see it.
+        uid: its user.
+        gid: its group.
+        seen_at: seconds since the boot at which the connection was accepted; a process that began
+            later is another one with the same number.
+    """
+
+    pid: int
+    uid: int
+    gid: int
+    seen_at: float
+
+
+def peer_of(connection: socket.socket) -> Peer:
+    """Return the peer of a connected unix socket.
+
+    Raises:
+        OSError: it is no unix socket, or not connected.
+    """
+    found = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
+    pid, uid, gid = _CREDENTIALS.unpack(found)
+    return Peer(pid, uid, gid, time.clock_gettime(time.CLOCK_BOOTTIME))

@@ -1,0 +1,483 @@
+"""The registry of containers' processes (vgpu-manager §9).
+
+The library of `isolation.vgpu_control` has to know which processes of a GPU belong to its own
+container. In client mode it does not look into the host's /proc, which would show every tenant's
+processes to every other. Instead each process that uses a GPU calls this service on a unix socket,
+and the agent writes the numbers of *all* processes of its container into the container's own list.
+
+Nobody is believed: the kernel says which process calls and which container that is (`cgroups`), and
+the kubelet's status of the pod says what that container is called. The call only names what both
+must agree on. What it causes is the truth about the caller's own container, so a forged call gains
+nothing. A list is kept current for as long as its container lives, because a process that never
+loads the library calls nobody.
+
+Sees the host's processes and cgroups, so the agent needs ``hostPID`` for it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import functools
+import os
+import secrets
+import time
+from typing import TYPE_CHECKING, TypeVar
+
+from vgpu_agent import log
+from vgpu_agent.concurrency import first_of
+from vgpu_agent.errors import (
+    AgentError,
+    CapacityError,
+    CarrierError,
+    ListenError,
+    NotItsOwnError,
+    RequestRefusedError,
+    quoted,
+)
+from vgpu_agent.grpc import sockets, wire
+from vgpu_agent.grpc.server import GrpcServer, Limits
+from vgpu_agent.pods import container_directory
+from vgpu_agent.runtime import process_list
+from vgpu_agent.runtime.cgroups import Member, PodCgroups
+from vgpu_agent.runtime.host_files import make_directory, trouble
+from vgpu_agent.runtime.own_thread import OwnThread
+from vgpu_agent.runtime.registry_door import Allowance, Caller, Door
+
+if TYPE_CHECKING:
+    import socket
+    from collections.abc import Callable
+    from pathlib import Path
+
+    from vgpu_agent.grpc.sockets import SocketIdentity
+    from vgpu_agent.journal import Journal
+    from vgpu_agent.pods import Pod, PodCache
+
+T = TypeVar("T")
+
+_logger = log.get(__name__)
+
+METHOD = "/registry.VDeviceRegistry/RegisterContainerDevice"
+SOCKET = "socket.sock"
+_CONFIG = "config"  # within a container's directory
+_DIRECTORY_MODE, _SOCKET_MODE = 0o711, 0o666
+
+# How long a call waits until the pod's status names the container. Its client gives up earlier, by
+# default after 12 s.
+WAIT_SECONDS = 60.0
+# How often lists are compared with the cgroups; the contract's registry never looked again. A
+# process begins to use a GPU some time after it has begun.
+REFRESH_SECONDS = 1.0
+_GUARD_SECONDS = 5.0
+_LOCK_SECONDS, _LOCK_PAUSE_SECONDS = 1.0, 0.01
+_WORK_SECONDS = 10.0  # the longest that one piece of work on files may take
+_SILENT_SECONDS = 15.0  # a connection over which nothing is asked
+_MAX_CONNECTIONS, _MAX_OF_A_CONTAINER = 256, 64
+_BACKLOG = 128
+_MAX_MESSAGE_BYTES = 16 * 1024
+_LONGEST_TOKEN = 128
+
+_LIMITS = Limits(connections=_MAX_CONNECTIONS, streams=0, request_bytes=64 * 1024)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Request:
+    """A call, as the library's client sends it. The token is that of another way to give out
+    devices; nothing is looked up by it.
+    """
+
+    pod_uid: str
+    container: str
+    token: str = ""
+
+    @classmethod
+    def decode(cls, encoded: bytes) -> Request:
+        """Read a ``ContainerDeviceRequest``.
+
+        Raises:
+            CapacityError: it is too long.
+            RequestRefusedError: it is no such message, or names what cannot be.
+        """
+        if len(encoded) > _MAX_MESSAGE_BYTES:
+            raise CapacityError(
+                f"the message has {len(encoded)} bytes and {_MAX_MESSAGE_BYTES} are the most"
+            )
+        try:
+            uid, name, token = (wire.string(encoded, number) for number in (1, 2, 3))
+        except (wire.MalformedError, IndexError) as err:
+            raise RequestRefusedError(f"the message cannot be read: {err}") from err
+        if len(token) > _LONGEST_TOKEN:
+            raise RequestRefusedError(
+                f"register_uuid has {len(token)} characters and {_LONGEST_TOKEN} are the most"
+            )
+        container_directory(uid, name)
+        return cls(uid, name, token)
+
+
+@dataclasses.dataclass(slots=True)
+class _Registered:
+    """A container whose list is kept current: its id, and what was written last."""
+
+    member: Member
+    written: bytes = b""
+
+
+class _Connection:
+    """A connection that was let in: what ends it, and what is going on over it."""
+
+    def __init__(self, caller: Caller) -> None:
+        self.caller = caller
+        self.calls = 0
+        self.end: Callable[[], None] = lambda: None
+        self.silence: asyncio.TimerHandle | None = None
+
+
+class ProcessRegistry:
+    """The service, its socket, and the lists that it keeps.
+
+    State: the connections, and the containers that have registered. The truth is in the lists, so a
+    new agent finds them again.
+
+    Args:
+        directory: of the socket; containers have it mounted read-only.
+        containers: the parent of the containers' directories, ``<pod UID>_<container>``.
+        pods: the pods of this node.
+        journal: lists that cannot be kept are recorded there.
+        proc_root: where the host's processes are seen.
+        cgroup_root: where the host's cgroups are mounted.
+    """
+
+    def __init__(
+        self,
+        directory: Path,
+        containers: Path,
+        pods: PodCache,
+        journal: Journal,
+        *,
+        proc_root: str,
+        cgroup_root: str,
+    ) -> None:
+        self._directory, self._containers = directory, containers
+        self._path = directory / SOCKET
+        self._pods, self._journal, self._proc_root = pods, journal, proc_root
+        self._cgroups = PodCgroups(cgroup_root)
+        self._files = OwnThread("container processes")
+        self._socket_files = OwnThread("registry socket")
+        self._arrived: asyncio.Queue[tuple[socket.socket, Caller]] = asyncio.Queue()
+        self._connections: list[_Connection] = []  # oldest first
+        self._calls = Allowance()
+        self._registered: dict[tuple[str, str], _Registered] = {}
+        self._any = asyncio.Event()
+        self._changes = log.ChangeFilter()
+
+    @property
+    def registered(self) -> dict[tuple[str, str], Member]:
+        """The containers whose lists are kept, by the kubelet's UID of the pod and by name."""
+        return {owner: one.member for owner, one in self._registered.items()}
+
+    # ---- the socket
+
+    async def run(self) -> None:
+        """Serve until cancelled; a loop for the supervisor."""
+        server = GrpcServer(
+            unary={}, streams={}, limits=_LIMITS, by_caller={METHOD: self._register}
+        )
+        door: Door | None = None
+        identity: SocketIdentity | None = None
+        try:
+            while True:
+                found = await self._work(self._socket_files, lambda: sockets.identity(self._path))
+                if identity is None or found != identity:
+                    if door is not None:
+                        self._journal.record(
+                            "registry.socket_replaced", level="warning", path=str(self._path)
+                        )
+                        door.close()
+                    listener, identity = await self._work(self._socket_files, self._listen)
+                    door = Door(listener, self._arrive, proc_root=self._proc_root)
+                await self._serve(server, until=time.monotonic() + _GUARD_SECONDS)
+        finally:
+            if door is not None:
+                door.close()
+            while not self._arrived.empty():
+                self._arrived.get_nowait()[0].close()
+            server.abort()
+
+    async def _serve(self, server: GrpcServer, *, until: float) -> None:
+        """Take over what is let in, until it is time to look at the socket."""
+        while (left := until - time.monotonic()) > 0:
+            try:
+                async with asyncio.timeout(left):
+                    connection, caller = await self._arrived.get()
+            except TimeoutError:
+                return
+            await self._take(server, connection, caller)
+
+    def _arrive(self, connection: socket.socket, caller: Caller) -> None:
+        if self._arrived.qsize() >= _MAX_CONNECTIONS:
+            connection.close()
+            return
+        self._arrived.put_nowait((connection, caller))
+
+    async def _take(self, server: GrpcServer, accepted: socket.socket, caller: Caller) -> None:
+        of_its_own = [one for one in self._connections if one.caller.member == caller.member]
+        if len(of_its_own) >= _MAX_OF_A_CONTAINER:
+            accepted.close()
+            return
+        if len(self._connections) >= _MAX_CONNECTIONS:
+            self._busiest().end()
+        made = _Connection(caller)
+
+        def lost() -> None:
+            if made in self._connections:
+                self._connections.remove(made)
+            if made.silence is not None:
+                made.silence.cancel()
+
+        self._connections.append(made)
+        try:
+            made.end = await server.take(accepted, made, lost)
+        except BaseException:
+            lost()
+            accepted.close()
+            raise
+        made.silence = asyncio.get_running_loop().call_later(_SILENT_SECONDS, self._is_silent, made)
+
+    def _busiest(self) -> _Connection:
+        """The oldest connection of the container that has the most."""
+        members = [one.caller.member for one in self._connections]
+        most = max(members, key=members.count)
+        return next(one for one in self._connections if one.caller.member == most)
+
+    def _is_silent(self, connection: _Connection) -> None:
+        if not connection.calls:
+            connection.end()
+            return
+        connection.silence = asyncio.get_running_loop().call_later(
+            _SILENT_SECONDS, self._is_silent, connection
+        )
+
+    def _listen(self) -> tuple[socket.socket, SocketIdentity]:
+        """Make the socket under another name and rename it, so that whoever sees it can connect."""
+        make_directory(str(self._directory), _DIRECTORY_MODE)
+        unfinished = self._directory / f".{secrets.token_hex(4)}"
+        for name in os.listdir(self._directory):
+            if name.startswith(".") and len(name) == len(unfinished.name):
+                sockets.remove(self._directory / name)  # one that a killed agent has left
+        listener = sockets.bind(unfinished, "vgpuControl.hostDirectory")
+        try:
+            listener.listen(_BACKLOG)
+            os.chmod(unfinished, _SOCKET_MODE)
+            os.rename(unfinished, self._path)
+        except OSError as err:
+            listener.close()
+            sockets.remove(unfinished)
+            raise trouble("write", str(self._path), err) from err
+        made = sockets.identity(self._path)
+        if made is None:
+            listener.close()
+            raise ListenError(f"the socket {self._path} was removed at once; who does that?")
+        return listener, made
+
+    # ---- a call
+
+    async def _register(self, encoded: bytes, connection: _Connection) -> bytes:
+        caller = connection.caller
+        if not self._calls.take(caller.member):
+            connection.end()
+            raise CapacityError("this container has called too often; try again later")
+        calls = sum(one.calls for one in self._connections if one.caller.member == caller.member)
+        if calls >= _MAX_OF_A_CONTAINER:
+            raise CapacityError(
+                f"{calls} calls of this container wait and {_MAX_OF_A_CONTAINER} are the most"
+            )
+        connection.calls += 1
+        try:
+            await self._registered_by(Request.decode(encoded), caller)
+        finally:
+            connection.calls -= 1
+        return b""
+
+    async def _registered_by(self, request: Request, caller: Caller) -> None:
+        member = caller.member
+        if not caller.peer.pid:
+            raise AgentError(
+                "the agent does not see the host's processes; run it with hostPID, or set another "
+                "vgpuControl.processes"
+            )
+        if member is None:
+            raise NotItsOwnError(f"process {caller.peer.pid} does not run in a pod's container")
+        if member.pod_uid != request.pod_uid:
+            raise NotItsOwnError(
+                f"the caller belongs to pod {quoted(member.pod_uid)} and asks for "
+                f"{quoted(request.pod_uid)}"
+            )
+        await self._confirmed(request, member)
+        owner = (request.pod_uid, request.container)
+        known = self._registered.get(owner)
+        if known is None or known.member != member:
+            known = _Registered(member)
+        await self._write(owner, known, must_have=caller.peer.pid)
+        if owner not in self._registered:
+            _logger.info(
+                "registry.registered",
+                pod_uid=request.pod_uid,
+                container=request.container,
+                container_id=member.container_id,
+            )
+        self._registered[owner] = known
+        self._any.set()
+
+    async def _confirmed(self, request: Request, member: Member) -> None:
+        """Wait until the kubelet has written that the container of that name is the caller's.
+
+        Raises:
+            NotItsOwnError: it is another one.
+            AgentError: nobody knows in time.
+        """
+        until = time.monotonic() + WAIT_SECONDS
+        while True:
+            seen = self._pods.revision.version
+            pod = self._pods.get(request.pod_uid)
+            if pod is not None and _is(pod, request.container, member.container_id):
+                return
+            if (left := until - time.monotonic()) <= 0:
+                missing = (
+                    "the API server has not shown this pod"
+                    if pod is None
+                    else "its status does not name the caller's container id"
+                )
+                raise AgentError(
+                    f"container {quoted(request.container)} of pod {request.pod_uid} cannot be "
+                    f"confirmed within {WAIT_SECONDS:g} s: {missing}; try again"
+                )
+            await first_of(self._pods.revision.newer_than(seen), timeout_seconds=left)
+
+    # ---- the lists
+
+    async def keep(self) -> None:
+        """Keep the lists current until cancelled; a loop for the supervisor. It sleeps while no
+        container has registered.
+        """
+        await self._pods.synced.wait()
+        await self._find_again()
+        while True:
+            await self._any.wait()
+            await self.refresh()
+            await asyncio.sleep(REFRESH_SECONDS)
+
+    async def refresh(self) -> None:
+        """Compare every list with the container's cgroup once."""
+        owners = dict(self._registered)
+        try:
+            outcomes = await self._work(self._files, functools.partial(self._look, owners))
+        except CarrierError as err:
+            if self._changes.is_new("keeps"):
+                self._journal.record("registry.not_kept", level="warning", error=str(err))
+            return
+        self._changes.over("keeps")
+        for owner, outcome in outcomes.items():
+            if self._registered.get(owner) is not owners[owner]:
+                continue
+            if outcome is None:
+                del self._registered[owner]
+            elif outcome and self._changes.is_new(owner):
+                self._journal.record(
+                    "registry.list_not_written", level="warning", pod_uid=owner[0],
+                    container=owner[1], error=outcome,
+                )  # fmt: skip
+            elif not outcome:
+                self._changes.over(owner)
+        self._changes.keep_only({"keeps", *self._registered})
+        if not self._registered:
+            self._any.clear()
+
+    def _look(
+        self, owners: dict[tuple[str, str], _Registered]
+    ) -> dict[tuple[str, str], str | None]:
+        """Why a list could not be written, or nothing; None where the container has ended."""
+        outcomes: dict[tuple[str, str], str | None] = {}
+        for owner, one in owners.items():
+            new = process_list.content(self._cgroups.processes(one.member))
+            outcomes[owner] = "" if new else None
+            if not new or new == one.written:
+                continue
+            try:
+                process_list.write(self._list_directory(owner), new)
+                one.written = new
+            except CarrierError as err:
+                outcomes[owner] = str(err)
+        return outcomes
+
+    async def _find_again(self) -> None:
+        """Take up the lists of a former agent."""
+        owners = {
+            (pod.kubelet_uid, container.name): _Registered(
+                Member(pod.kubelet_uid, container.container_id)
+            )
+            for pod in self._pods.pods
+            if not pod.ended
+            for container in pod.containers
+            if container.container_id
+        }
+
+        def found() -> list[tuple[str, str]]:
+            return [owner for owner in owners if process_list.exists(self._list_directory(owner))]
+
+        for owner in await self._work(self._files, found):
+            self._registered.setdefault(owner, owners[owner])
+        if self._registered:
+            self._any.set()
+
+    async def _write(self, owner: tuple[str, str], one: _Registered, *, must_have: int) -> None:
+        """Write the list of a container, which has the caller in it.
+
+        Raises:
+            NotItsOwnError: the caller is not in the container's cgroup.
+            CarrierError: it cannot be written.
+        """
+
+        def write() -> None:
+            processes = self._cgroups.processes(one.member)
+            if must_have not in processes:
+                raise NotItsOwnError(
+                    f"process {must_have} is not among those of container {quoted(owner[1])}; has "
+                    "it ended, and does the agent see the host's cgroups?"
+                )
+            new = process_list.content(processes)
+            if new != one.written:
+                process_list.write(self._list_directory(owner), new)
+                one.written = new
+
+        until = time.monotonic() + _LOCK_SECONDS
+        while True:
+            try:
+                await self._work(self._files, write)
+            except process_list.LockedError:
+                if time.monotonic() > until:
+                    raise
+            else:
+                return
+            await asyncio.sleep(_LOCK_PAUSE_SECONDS)
+
+    def _list_directory(self, owner: tuple[str, str]) -> str:
+        return f"{self._containers}/{container_directory(*owner)}/{_CONFIG}"
+
+    async def _work(self, thread: OwnThread, call: Callable[[], T]) -> T:
+        return await thread.run(str(self._containers), call, seconds=_WORK_SECONDS)
+
+
+def _is(pod: Pod, name: str, container_id: str) -> bool:
+    """Tell whether the container of that id has that name.
+
+    Raises:
+        NotItsOwnError: it has another one, or there is none of that name.
+    """
+    for container in pod.containers:
+        if container.container_id == container_id and container.name != name:
+            raise NotItsOwnError(
+                f"the caller is container {quoted(container.name)} and asks for {quoted(name)}"
+            )
+    if pod.container(name) is None:
+        raise NotItsOwnError(f"pod {pod.full_name} has no container {quoted(name)}")
+    return any(one.name == name and one.container_id == container_id for one in pod.containers)

@@ -1,0 +1,213 @@
+"""The metrics of a replaced program, at the address where that program had them.
+
+`web.server` serves one for each family that has such metrics and whose settings ask for it. Scrapes
+that come too soon get the last answer. Where scrapers must be allowed, the API server is asked
+about each token once a minute, and not more often than `_REVIEWS_A_SECOND` in all.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import hashlib
+import ssl
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Protocol
+
+from aiohttp import hdrs, web
+
+from vgpu_agent import log
+from vgpu_agent.errors import ClusterError, ListenError
+
+if TYPE_CHECKING:
+    from collections.abc import Awaitable, Callable
+
+    from vgpu_agent.families.spec import ExporterOptions
+    from vgpu_agent.web.metrics import Exposition
+
+_logger = log.get(__name__)
+
+SCRAPED = "/metrics"
+# How long the API server's answer about a token counts.
+_KNOWN_SECONDS, _REFUSED_SECONDS = 60.0, 10.0
+_MAX_TOKENS = 64
+_LONGEST_TOKEN = 8192
+# Anybody on the network may send tokens that nobody knows.
+_REVIEWS_AT_ONCE, _REVIEWS_A_SECOND = 10.0, 2.0
+CERTIFICATE_SECONDS = 5.0
+
+
+class Reviews(Protocol):
+    """The API server's word on a scraper."""
+
+    async def __call__(self, token: str, path: str) -> bool:
+        """Tell whether whoever has ``token`` may get ``path``.
+
+        Raises:
+            ClusterError: nobody knows at the moment.
+        """
+        ...
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Exporter:
+    """One address, and what it serves.
+
+    Attributes:
+        options: where and how.
+        exposition: the metrics.
+    """
+
+    options: ExporterOptions
+    exposition: Exposition
+
+
+class Scrapes:
+    """Answers for one exporter.
+
+    State: the last answer by content type, and what the API server has said about tokens, each for
+    a short time.
+    """
+
+    def __init__(self, exporter: Exporter, reviews: Reviews, clock: Callable[[], float]) -> None:
+        self._options, self._exposition = exporter.options, exporter.exposition
+        self._reviews, self._clock = reviews, clock
+        self._last: dict[str, tuple[float, bytes]] = {}
+        # by the hash of the token: until when, and whether it is allowed
+        self._known: dict[bytes, tuple[float, bool]] = {}
+        self._spare, self._counted_at = _REVIEWS_AT_ONCE, clock()
+        self._asking = asyncio.Lock()
+
+    async def answer(self, request: web.Request) -> web.Response:
+        """Answer one scrape."""
+        if self._options.authorised and (refusal := await self._refusal(request)) is not None:
+            return refusal
+        accept = ",".join(request.headers.getall(hdrs.ACCEPT, []))
+        content_type, render = self._exposition.chosen(accept)
+        now = self._clock()
+        made_at, body = self._last.get(content_type, (float("-inf"), b""))
+        headers = {str(hdrs.CONTENT_TYPE): content_type}
+        if now - made_at < self._options.min_interval_seconds:
+            headers["X-Rate-Limited"] = "true"
+        else:
+            body = render()
+            self._last[content_type] = (now, body)
+        return web.Response(body=body, headers=headers)
+
+    async def _refusal(self, request: web.Request) -> web.Response | None:
+        """Return the answer to a scraper who may not have the metrics; None for one who may."""
+        scheme, _, token = request.headers.get(hdrs.AUTHORIZATION, "").partition(" ")
+        token = token.strip()
+        if scheme.lower() != "bearer" or not token or len(token) > _LONGEST_TOKEN:
+            return _refused(401, "send the token of a service account: Authorization: Bearer TOKEN")
+        key = hashlib.sha256(token.encode()).digest()
+        async with self._asking:  # a second question about the same token finds the answer
+            allowed = self._remembered(key)
+            if allowed is None:
+                if not self._may_ask():
+                    return _refused(429, "too many unknown tokens; try again in a few seconds")
+                try:
+                    allowed = await self._reviews(token, SCRAPED)
+                except ClusterError as err:
+                    _logger.info("web.scraper_unknown", error=str(err))
+                    return _refused(503, "the API server cannot be asked about the token now")
+                self._remember(key, allowed=allowed)
+        return None if allowed else _refused(403, f"this token may not get {SCRAPED}")
+
+    def _remembered(self, key: bytes) -> bool | None:
+        until, allowed = self._known.get(key, (0.0, False))
+        return allowed if self._clock() < until else None
+
+    def _remember(self, key: bytes, *, allowed: bool) -> None:
+        self._known.pop(key, None)
+        seconds = _KNOWN_SECONDS if allowed else _REFUSED_SECONDS
+        self._known[key] = (self._clock() + seconds, allowed)
+        while len(self._known) > _MAX_TOKENS:
+            refused = (each for each, (_, allowed) in self._known.items() if not allowed)
+            del self._known[next(refused, next(iter(self._known)))]
+
+    def _may_ask(self) -> bool:
+        now = self._clock()
+        gained = (now - self._counted_at) * _REVIEWS_A_SECOND
+        self._spare, self._counted_at = min(_REVIEWS_AT_ONCE, self._spare + gained), now
+        if self._spare < 1:
+            return False
+        self._spare -= 1
+        return True
+
+
+class Certificate:
+    """The TLS context of a certificate that may be renewed while it is served.
+
+    State: the context, and the versions of both files that it was made of.
+    """
+
+    def __init__(self, options: ExporterOptions, clock: Callable[[], float]) -> None:
+        self._files = (Path(options.certificate_file), Path(options.key_file))
+        self._clock = clock
+        self._looked_at = clock()
+        self._trouble = ""
+        try:
+            self._version = self._present()
+            self._context = self._loaded()
+        except (OSError, ValueError) as err:
+            raise ListenError(
+                f"cannot serve {options.listen} with TLS: {self._files[0]} and {self._files[1]} "
+                f"cannot be used: {err}; mount a certificate with its key in PEM"
+            ) from err
+
+    async def context(self) -> ssl.SSLContext:
+        """Return the context for the next connection; of a pair that cannot be used, the one before
+        stays.
+        """
+        now = self._clock()
+        if now - self._looked_at >= CERTIFICATE_SECONDS:
+            self._looked_at = now
+            await asyncio.to_thread(self._look)
+        return self._context
+
+    def _look(self) -> None:
+        try:
+            version = self._present()
+            if version != self._version:
+                self._context, self._version = self._loaded(), version
+                _logger.info("web.certificate_renewed", file=str(self._files[0]))
+            self._trouble = ""
+        except (OSError, ValueError) as err:
+            if str(err) != self._trouble:
+                self._trouble = str(err)
+                _logger.warning(
+                    "web.certificate_unusable",
+                    file=str(self._files[0]),
+                    error=str(err),
+                    remedy="the one before stays in use; mount a certificate with its key",
+                )
+
+    def _present(self) -> tuple[tuple[int, int], ...]:
+        found = [file.stat() for file in self._files]
+        return tuple((one.st_ino, one.st_mtime_ns) for one in found)
+
+    def _loaded(self) -> ssl.SSLContext:
+        context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
+        context.load_cert_chain(*self._files)
+        return context
+
+
+def certificate(options: ExporterOptions) -> Callable[[], Awaitable[ssl.SSLContext]] | None:
+    """Return what gives each connection its TLS context; None for plain HTTP.
+
+    Raises:
+        ListenError: the certificate cannot be used.
+    """
+    return Certificate(options, time.monotonic).context if options.certificate_file else None
+
+
+async def nobody_knows(token: str, path: str) -> bool:
+    """Be the `Reviews` of an agent without an API server."""
+    del token, path
+    raise ClusterError("there is no API server to ask")
+
+
+def _refused(status: int, text: str) -> web.Response:
+    return web.json_response({"error": text}, status=status)
