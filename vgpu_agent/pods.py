@@ -280,10 +280,11 @@ class PodCache:
     Attributes:
         left_out: pods that are not in the cache because there are too many or they are too large.
         ends: how many pods were seen to end or to go.
+        lists: how often all pods were listed; others may have come and gone in between.
     """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
-        self.left_out = self.ends = 0
+        self.left_out = self.ends = self.lists = 0
         self._clock = clock
         self.revision = Revision()
         self.synced = asyncio.Event()
@@ -388,6 +389,7 @@ class PodCache:
             self._keep(self._placed(pod))
             self._forget_ended(pod.uid)
         self.ends += len(before.keys() - listed.keys())
+        self.lists += 1
         if self._pods != before or not self.synced.is_set():
             self._changed()
         self.synced.set()

@@ -275,7 +275,7 @@ async def test_pods_of_others_are_none_of_ours(world: World) -> None:
 
 
 async def test_nothing_is_asked_while_no_pod_ends(world: World) -> None:
-    """One list at the start, one after pods have ended, and none in between."""
+    """One list at the start, one after pods have ended or may have, and none in between."""
     async with world.life():
         await asyncio.sleep(600)
         assert world.requests("list", "/pods") == 1
@@ -283,6 +283,9 @@ async def test_nothing_is_asked_while_no_pod_ends(world: World) -> None:
             world.end(name)
         await asyncio.sleep(600)
         assert world.requests("list", "/pods") == 2
+        world.book.replace([])  # after an outage of the watch
+        await asyncio.sleep(600)
+        assert world.requests("list", "/pods") == 3
 
 
 # -- made anew ------------------------------------------------------------------------------------

@@ -25,6 +25,7 @@ from vgpu_agent.errors import ClusterError, ListenError
 from vgpu_agent.families.spec import ExporterOptions
 from vgpu_agent.families.vgpu_manager.settings import Exporter, VgpuManager
 from vgpu_agent.families.vgpu_manager.spec import SPEC
+from vgpu_agent.model import Grant, GrantState, Owner, Share
 from vgpu_agent.status import AgentStatus, FamilyStatus, Problem, ProblemKind
 from vgpu_agent.web import exporter as exporter_module
 from vgpu_agent.web.exporter import Reviews, nobody_knows
@@ -299,3 +300,21 @@ def test_the_address_is_the_switch(on: bool, address: str, expected: bool) -> No
     )
     assert SPEC.exporter is not None
     assert (SPEC.exporter.options(settings) is not None) == expected
+
+
+async def test_a_slice_of_the_family_has_its_holder(status: AgentStatus) -> None:
+    """Slices are a family of their own in the ledger, and the same one to a dashboard."""
+    owner = Owner("main", "uid-a", "ml", "a")
+    grant = Grant(
+        *(9, "vgpu-manager-mig", "nvidia.com/mig-1g.10gb", ("MIG-1",), (Share("MIG-1"),)),
+        *(GrantState.PROVEN, owner),
+    )
+    status.ledger.grants = (*status.ledger.grants, grant)
+    async with serving(status) as address:
+        _, _, text = await get(address)
+    (line,) = (
+        line
+        for line in text.splitlines()
+        if line.startswith("container_mig_device_allocation_info{")
+    )
+    assert 'device_uuid="MIG-1",node="node-a",parent_uuid="GPU-1",pod_name="a"' in line

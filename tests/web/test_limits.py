@@ -12,7 +12,7 @@ from vgpu_agent.model import ContainerUsage, Grant, Share, SharingMode
 from vgpu_agent.pods import Pod, PodContainer
 from vgpu_agent.status import AgentStatus, MpsState, MpsStatus
 from vgpu_agent.web import allocations
-from vgpu_agent.web.limits import Limit, Limits
+from vgpu_agent.web.limits import Limit, Limits, LimitState
 
 GIB = 1 << 30
 
@@ -115,6 +115,44 @@ def test_without_isolation_there_is_no_limit(volcano_node: AgentStatus) -> None:
     """This holds also where the shares say how many MiB were booked."""
     volcano_node.binding.limits = {"volcano-vgpu": LibraryLimits("volcanoVgpu.isolation is none")}
     assert limit_of(dataclasses.replace(volcano_node, containers=())).state == "no limit"
+
+
+@pytest.mark.parametrize(
+    ("value", "setting", "memory", "state"),
+    [
+        ("", "whole-gpus", 4096, "configured"),
+        ("true", "whole-gpus", 4096, "configured"),
+        ("true", "honor", 4096, "no limit"),
+        ("0", "honor", 4096, "configured"),
+        ("true", "ignore", 1 << 30, "configured"),
+        ("true", "whole-gpus", 1 << 30, "no limit"),
+    ],
+)
+def test_a_limit_of_vgpu_control_is_configured_and_no_more(
+    volcano_node: AgentStatus, value: str, setting: str, memory: int, state: str
+) -> None:
+    """No process reports that it has the library. vgpu-manager:D13 a pod that switches it off is
+    shown as what it is, where the operator lets it.
+    """
+    status = volcano_node
+    status.binding.limits = {"volcano-vgpu": LibraryLimits(backend="vgpu-control")}
+    status = dataclasses.replace(status, config={"vgpuControl.disableVariable": (setting, "file")})
+    (pod,) = [
+        pod
+        for pod in status.cluster.pods
+        if any(
+            grant.owner and grant.owner.pod_uid == pod.kubelet_uid
+            for grant in status.ledger.grants
+            if grant.resource == VGPU
+        )
+    ]
+    containers = tuple(
+        dataclasses.replace(one, values={"DISABLE_VGPU_CONTROL": value}) for one in pod.containers
+    )
+    status.cluster.pods = (dataclasses.replace(pod, containers=containers),)
+    assert limit_of(status, Share("GPU-0", memory, 30)).state == state
+    status.binding.limits = {"volcano-vgpu": LibraryLimits("it is off", backend="vgpu-control")}
+    assert limit_of(status) == Limit(LimitState.NONE, "it is off")
 
 
 @pytest.mark.parametrize(

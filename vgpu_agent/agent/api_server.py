@@ -407,7 +407,8 @@ class ClusterAccess:
         """Return those of the resources whose failed pods get another chance; ``owned`` has the
         family of each.
         """
-        families = {family.name for family in FAMILIES if rescues(family, self._settings)}
+        asking = (family.names for family in FAMILIES if rescues(family, self._settings))
+        families = frozenset().union(*asking)
         return frozenset(name for name, family in owned.items() if family in families)
 
     async def written_once(self, seconds: float) -> None:

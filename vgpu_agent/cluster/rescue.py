@@ -146,7 +146,7 @@ class Rescue:
         self._cases: dict[str, _Case] = {}  # by UID
         self._returns: dict[str, _Return] = {}  # of copies, by UID
         self._done: dict[str, None] = {}  # UIDs; the latest at the end
-        self._seen_ends = -1
+        self._seen = (-1, -1)
         self._listing, self._list_due = Backoff(), 0.0
         self._beat: Callable[[], None] = lambda: None
         self.counts = {"evicted": 0, "recreated": 0, "left_alone": 0}
@@ -181,12 +181,12 @@ class Rescue:
     # -- whom it concerns --------------------------------------------------------------------------
 
     async def _find_failed(self) -> float:
-        """List the failed pods once any pod has ended; seconds until that is due."""
-        if self._seen_ends == self._book.ends:
+        """List the failed pods once any pod has ended, or may have; seconds until that is due."""
+        if self._seen == (self._book.ends, self._book.lists):
             return self._look_seconds
         if (left := max(self._list_due - _now(), self._listing.seconds_left)) > 0:
             return left
-        ends = self._book.ends
+        seen = self._book.ends, self._book.lists
         try:
             await self._list_failed()
         except ClusterError as err:
@@ -195,7 +195,7 @@ class Rescue:
             return self._listing.seconds_left
         self._complaints.over("list")
         self._listing.succeeded()
-        self._seen_ends, self._list_due = ends, _now() + _LIST_SECONDS
+        self._seen, self._list_due = seen, _now() + _LIST_SECONDS
         return self._look_seconds
 
     async def _list_failed(self) -> None:

@@ -252,6 +252,7 @@ class FamilySpec:
         variables: a pattern of the variables of containers that it has to know of; empty for none.
             Names and not prefixes: a tenant could invent any number below a prefix.
         values: those of them whose value counts as well, in the same way.
+        parts: the names of further families of `BuiltFamily`, as grants and resources have them.
         metrics: its own metrics.
         exporter: metrics at an address of their own; None where there are none.
         mps: the settings → where its containers meet the MPS control daemons that it has; None
@@ -280,6 +281,7 @@ class FamilySpec:
     labels: tuple[str, ...] = ()
     variables: str = ""
     values: str = ""
+    parts: tuple[str, ...] = ()
     metrics: tuple[FamilyMetric, ...] = ()
     exporter: FamilyExporter | None = None
     mps: Callable[[Settings], MpsOptions] | None = None
@@ -296,6 +298,11 @@ class FamilySpec:
     def name(self) -> str:
         """The glossary's name, e.g. ``volcano-vgpu``."""
         return self.settings.name
+
+    @property
+    def names(self) -> frozenset[str]:
+        """Its name, and those of its parts."""
+        return frozenset((self.name, *self.parts))
 
     def vocabulary(self, settings: Settings | None = None) -> Vocabulary:
         """Return its keys and names under ``settings``; without, those that it has by default."""

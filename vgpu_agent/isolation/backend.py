@@ -79,20 +79,23 @@ NO_SERVICES = LibraryServices()
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class LibraryLimits:
-    """The limits that the library of `hami_core` sets a family's containers,
-    by the settings in force.
+    """The limits that a backend's library sets a family's containers, by the settings in force.
 
     Attributes:
         missing: why it does not; empty where it does.
         cores: it limits compute.
         oversubscribed: as for `Target`.
         unit_mib: the same.
+        backend: whose library it is.
+        memory_scaling: how many times a device's memory is offered.
     """
 
     missing: str = ""
     cores: bool = True
     oversubscribed: bool = False
     unit_mib: int = 1
+    backend: str = "hami-core"
+    memory_scaling: float = 1.0
 
 
 class Backend(Protocol):

@@ -60,8 +60,9 @@ FOLDERS = ("config", "vmem_node", "sm_node", _LOCKS)
 _LOCK_SUFFIX = ".lock"
 _LOCK_SIZE = 4096  # a page, for what a library may write there; they are made empty
 
-# A pod sets this variable, to any value, to run without the library.
+# A pod sets this variable to run without the library.
 DISABLED_BY = "DISABLE_VGPU_CONTROL"
+_TRUE = ("1", "true", "enabled")  # as the replaced plugin reads its switches (vgpu-manager §4.1)
 
 SLOTS_VARIABLE = "MANAGER_VISIBLE_DEVICES"
 _MODE_VARIABLE = "MANAGER_COMPATIBILITY_MODE"
@@ -356,6 +357,11 @@ def allowed_size(name: str) -> int | None:
     return {"vgpu.config": SIZE, "vmem_node.config": VMEM_SIZE, "sm_node.config": SM_NODE_SIZE}.get(
         name
     )
+
+
+def is_switched_on(value: str) -> bool:
+    """Tell whether a variable of a container has a value that means yes."""
+    return value.lower() in _TRUE
 
 
 def may_be_disabled(setting: str, target: ControlTarget) -> bool:

@@ -13,9 +13,11 @@ import enum
 from typing import TYPE_CHECKING
 
 from vgpu_agent.families.registry import FAMILIES
+from vgpu_agent.isolation import vgpu_control
 from vgpu_agent.isolation.backend import LibraryLimits, Target
 from vgpu_agent.isolation.hami_core import DISABLED_BY, may_be_disabled
 from vgpu_agent.isolation.hami_region import NO_CORES_LIMIT
+from vgpu_agent.isolation.registry import VGPU_CONTROL
 from vgpu_agent.model import GrantState, SharingMode
 from vgpu_agent.status import MpsState
 
@@ -23,6 +25,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
     from vgpu_agent.model import ContainerUsage, Grant, Share
+    from vgpu_agent.pods import PodContainer
     from vgpu_agent.status import AgentStatus
 
 # families whose shares the library may limit
@@ -68,7 +71,10 @@ class Limits:
         if all(share.device.startswith(_MIG) for share in grant.shares):
             return Limit(LimitState.IN_FORCE, "the hardware limits a MIG instance")
         if grant.family in _LIMITED:
-            return self._of_region(grant)
+            limits = self._status.binding.limits.get(grant.family, _OFF)
+            if limits.backend == VGPU_CONTROL.name:
+                return self._of_file(grant, limits)
+            return self._of_region(grant, limits)
         if all(share.exclusive for share in grant.shares):
             return Limit(LimitState.WHOLE, "no other container has a share of it")
         return self._of_sharing(grant.resource)
@@ -91,10 +97,22 @@ class Limits:
             return Limit(LimitState.NOT_IN_FORCE, trouble)
         return Limit(LimitState.IN_FORCE, "the limits were read back from the MPS control daemon")
 
-    def _of_region(self, grant: Grant) -> Limit:
+    def _of_file(self, grant: Grant, limits: LibraryLimits) -> Limit:
+        if limits.missing:
+            return Limit(LimitState.NONE, limits.missing)
+        if self._runs_free(grant, limits):
+            return Limit(
+                LimitState.NONE,
+                f"the pod sets {vgpu_control.DISABLED_BY}, and vgpuControl.disableVariable lets it",
+            )
+        return Limit(
+            LimitState.CONFIGURED,
+            "its vgpu.config holds these limits, and no process says whether it has the library",
+        )
+
+    def _of_region(self, grant: Grant, limits: LibraryLimits) -> Limit:
         owner = grant.owner
         used = self._used.get((owner.namespace, owner.pod, owner.container), []) if owner else []
-        limits = self._status.binding.limits.get(grant.family, _OFF)
         if not used and limits.missing:
             return Limit(LimitState.NONE, limits.missing)
         if self._is_disabled(grant, limits):
@@ -148,17 +166,7 @@ class Limits:
 
     def _is_disabled(self, grant: Grant, limits: LibraryLimits) -> bool:
         """Tell whether the pod has switched its limit off, by the current settings."""
-        owner = grant.owner
-        container = next(
-            (
-                container
-                for pod in self._status.cluster.pods
-                if owner and pod.kubelet_uid == owner.pod_uid
-                for container in pod.containers
-                if container.name == owner.container
-            ),
-            None,
-        )
+        owner, container = grant.owner, self._container(grant)
         if owner is None or container is None or DISABLED_BY not in container.environment:
             return False
         pairs = tuple(
@@ -177,3 +185,39 @@ class Limits:
         )
         setting, _ = self._status.config.get("hamiCore.disableVariable", ("whole-gpus", ""))
         return may_be_disabled(str(setting), target)
+
+    def _runs_free(self, grant: Grant, limits: LibraryLimits) -> bool:
+        """The same for the other library."""
+        container = self._container(grant)
+        if container is None or not vgpu_control.is_switched_on(
+            container.values.get(vgpu_control.DISABLED_BY, "")
+        ):
+            return False
+        cards = tuple(
+            vgpu_control.CardLimit(
+                0,
+                gpu.uuid,
+                share.cores_percent,
+                share.memory_mib,
+                card_memory_mib=int(limits.memory_scaling * gpu.memory_mib),
+            )
+            for share in grant.shares
+            if (gpu := self._status.inventory.gpu(share.device))
+        )
+        setting, _ = self._status.config.get("vgpuControl.disableVariable", ("whole-gpus", ""))
+        return vgpu_control.may_be_disabled(
+            str(setting), vgpu_control.ControlTarget("", "", "", container.name, (), cards)
+        )
+
+    def _container(self, grant: Grant) -> PodContainer | None:
+        owner = grant.owner
+        return next(
+            (
+                container
+                for pod in self._status.cluster.pods
+                if owner and pod.kubelet_uid == owner.pod_uid
+                for container in pod.containers
+                if container.name == owner.container
+            ),
+            None,
+        )

@@ -123,17 +123,15 @@ def _of_families() -> Iterator[Metric]:
 
 def _of(family: FamilySpec, metrics: Iterable[FamilyMetric]) -> Iterator[Metric]:
     for metric in metrics:
-        yield Metric(
-            metric.name, Kind.GAUGE, metric.labels, metric.help, _reading(family.name, metric)
-        )
+        yield Metric(metric.name, Kind.GAUGE, metric.labels, metric.help, _reading(family, metric))
 
 
-def _reading(family: str, metric: FamilyMetric) -> Callable[[Moment], Iterable[Row]]:
+def _reading(family: FamilySpec, metric: FamilyMetric) -> Callable[[Moment], Iterable[Row]]:
     def read(moment: Moment) -> Iterable[Row]:
         status = moment.status
-        if not any(each.name == family for each in status.binding.families):
+        if not any(each.name in family.names for each in status.binding.families):
             return ()
-        grants = [grant for grant in views.live_grants(status) if grant.family == family]
+        grants = [grant for grant in views.live_grants(status) if grant.family in family.names]
         return metric.rows(
             Readings(
                 grants,
@@ -144,7 +142,7 @@ def _reading(family: str, metric: FamilyMetric) -> Callable[[Moment], Iterable[R
                 node=status.node,
                 version=status.version,
                 commit=status.commit,
-                in_force=status.binding.in_force.get(family, {}),
+                in_force=status.binding.in_force.get(family.name, {}),
             )
         )
 

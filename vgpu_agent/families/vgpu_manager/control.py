@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from vgpu_agent.families.spec import LibraryUse
 from vgpu_agent.families.vgpu_manager.settings import VgpuManager
-from vgpu_agent.isolation.backend import NO_SERVICES
+from vgpu_agent.isolation.backend import NO_SERVICES, LibraryLimits
 from vgpu_agent.isolation.edits import Provision
 from vgpu_agent.isolation.registry import VGPU_CONTROL
 from vgpu_agent.isolation.vgpu_control import DECISIVE, VgpuControl
@@ -61,6 +61,15 @@ def control_backend(
         disable_variable=control.disable_variable,
         sm_watcher=options.sm_watcher,
         memory_ledger=options.memory_ledger,
+    )
+
+
+def library_limits(settings: Settings, options: VgpuManagerOptions) -> LibraryLimits:
+    """Return how the library limits the containers."""
+    return LibraryLimits(
+        "" if is_limited(settings) else "vgpuManager.isolation is none",
+        backend=VGPU_CONTROL.name,
+        memory_scaling=options.memory_scaling,
     )
 
 

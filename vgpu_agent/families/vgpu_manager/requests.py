@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 from vgpu_agent.errors import RequestRefusedError, quoted
 from vgpu_agent.families.vgpu_manager.claims import MOST_CARDS
-from vgpu_agent.isolation.vgpu_control import ComputePolicy
+from vgpu_agent.isolation.vgpu_control import DISABLED_BY, ComputePolicy, is_switched_on
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -24,8 +24,7 @@ if TYPE_CHECKING:
     from vgpu_agent.pods import Pod, PodContainer
 
 # What a container sets itself, as literal values (vgpu-manager §4.1).
-OVERSOLD, DISABLED = "CUDA_MEM_OVERSOLD", "DISABLE_VGPU_CONTROL"
-_TRUE = ("1", "true", "enabled")
+OVERSOLD, DISABLED = "CUDA_MEM_OVERSOLD", DISABLED_BY
 
 _MOST_MIB = 2**40  # more than any card has
 
@@ -62,7 +61,7 @@ def asks(container: PodContainer, keys: Keys) -> bool:
 
 def sets(container: PodContainer | None, variable: str) -> bool:
     """Tell whether the container's specification switches ``variable`` on."""
-    return container is not None and container.values.get(variable, "").lower() in _TRUE
+    return container is not None and is_switched_on(container.values.get(variable, ""))
 
 
 def compute_policy(pod: Pod, node_annotations: Mapping[str, str], keys: Keys) -> ComputePolicy:

@@ -22,6 +22,7 @@ from vgpu_agent.families.vgpu_manager.control import (
     LIBRARY_USE,
     control_backend,
     is_limited,
+    library_limits,
     why_blocked,
 )
 from vgpu_agent.families.vgpu_manager.family import VgpuManagerFamily
@@ -33,7 +34,7 @@ from vgpu_agent.families.vgpu_manager.keys import (
     Keys,
 )
 from vgpu_agent.families.vgpu_manager.metrics import METRICS
-from vgpu_agent.families.vgpu_manager.mig import VgpuManagerMigFamily
+from vgpu_agent.families.vgpu_manager.mig import MIG_FAMILY, VgpuManagerMigFamily
 from vgpu_agent.families.vgpu_manager.options import VgpuManagerOptions
 from vgpu_agent.families.vgpu_manager.requests import DISABLED, OVERSOLD
 from vgpu_agent.families.vgpu_manager.settings import (
@@ -78,6 +79,7 @@ def _build(settings: Settings, facts: NodeFacts) -> BuiltFamily:
         blocked=why_blocked(settings, facts),
         uses_library=LIBRARY_USE.backend if is_limited(settings) else "",
         services=control.services,
+        limits=library_limits(settings, options),
     )
 
 
@@ -158,6 +160,7 @@ SPEC = FamilySpec(
     node_annotations=_BY_DEFAULT.node_annotations,
     progress=_BY_DEFAULT.progress,
     renamed=_renamed,
+    parts=(MIG_FAMILY,),
     exporter=FamilyExporter(METRICS, _exporter),
     stale_keys=_stale_keys,
     reschedules=lambda settings: settings.section(VgpuManager).gates.reschedule,

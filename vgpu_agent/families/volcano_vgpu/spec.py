@@ -41,6 +41,7 @@ from vgpu_agent.families.volcano_vgpu.settings import (
     FAMILY,
     HAMI_CORE,
     MIG,
+    MIG_FAMILY,
     SETTINGS,
     VolcanoVgpu,
     static_mig_strategy,
@@ -300,5 +301,6 @@ SPEC = FamilySpec(
     metrics=METRICS,
     node_annotations=("volcano.sh/node-vgpu-*",),
     progress=frozenset({PHASE, TIME, TO_ALLOCATE}),
+    parts=(MIG_FAMILY,),
     stale_keys=lambda _: (NODE, PHASE, TIME, IDS, TO_ALLOCATE, "volcano.sh/bind-time"),
 )
