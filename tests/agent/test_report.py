@@ -187,7 +187,7 @@ async def test_a_resource_that_waits_for_kubelet_is_not_ready_and_says_so(tmp_pa
             golden_inventory(),
             (
                 "no family of resources is on; set one of families.nvidia, aws, volcanoVgpu, "
-                "volcanoGpushare to true"
+                "volcanoGpushare, vgpuManager to true"
             ),
         ),
     ],

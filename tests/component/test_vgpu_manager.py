@@ -171,3 +171,29 @@ async def test_a_storm_of_unequal_pods_gets_its_claims_without_a_request(
     asked = [one for one in stage.cluster.api.requests if one.resource == "pods"]
     assert len([one for one in asked if one.verb == "list"]) <= 1
     assert [one for one in asked if one.verb == "get"] == []
+
+
+async def test_early_answers_carry_the_claims_too(folder: Path) -> None:
+    """Runtimes that resolve no CDI names get everything in Allocate, and the start proves it."""
+    async with manager_stage(folder, runtime_version="containerd://1.7.20") as stage:
+        await stage.start_agent()
+        claims = f"init0[0_{U0}_5_500];c0[0_{U0}_30_3000];c1[1_{U1}_20_2000]"
+        stage.create(
+            "train",
+            [asks(1, 3000, 30), asks(1, 2000, 20)],
+            claims,
+            init=[(asks(1, 500, 5), False)],
+        )
+        await stage.cluster.running("train")
+        visible = {
+            name: stage.cluster.starts("train", name)[0].environment["NVIDIA_VISIBLE_DEVICES"]
+            for name in ("init0", "c0", "c1")
+        }
+        assert visible == {"init0": U0, "c0": U0, "c1": U1}
+        await stage.phase("train", "succeed")
+        assert await stage.shares("train") == {"c0": [(U0, 3000, 30)], "c1": [(U1, 2000, 20)]}
+        assert stage.cluster.annotations("train")[REAL] == claims
+        claims = f"init0[1_{U1}_5_500];main[0_{U0}_30_3000]"
+        stage.create("odd", asks(1, 3000, 30), claims, init=[(asks(1, 500, 5), False)])
+        await stage.cluster.until(lambda: stage.cluster.phase("odd") == "Failed", "odd to fail")
+        assert "which needs binding.mode late" in stage.cluster.pod("odd")["status"]["message"]

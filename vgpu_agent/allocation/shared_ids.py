@@ -37,23 +37,23 @@ def starting_container(
     """
     order = [each for each in pod.containers if each.name in names]
     first = order[0]
-    place = next(
-        (number for number, each in enumerate(order) if last and each.name == last.owner.container),
-        None,
-    )
-    if last is None or place is None:
+    places = {each.name: place for place, each in enumerate(order)}
+    if last is None or last.owner.container not in places:
         return first.name
+    place = places[last.owner.container]
     served = order[place]
-    if served is not first and (pod.in_new_sandbox or _ended_since(pod, first.name, last)):
-        return first.name  # all containers start anew
+    # The status has whole seconds.
+    succeeded = served.completed and served.ended_at >= math.floor(last.decided_at)
+    if pod.in_new_sandbox or (place and _ended_since(pod, first.name, last)):
+        # All containers start anew; or this is the sandbox of that very start.
+        known = place or succeeded or settled
+        return first.name if known else None
     if served.kind is not ContainerKind.INIT or place + 1 == len(order):
         return served.name
-    # The status has whole seconds.
-    if served.completed and served.ended_at >= math.floor(last.decided_at):
+    if succeeded:
         return order[place + 1].name
-    if settled or (served.ended_at > last.decided_at and not served.completed):
-        return served.name
-    return None
+    failed = served.ended_at > last.decided_at and not served.completed
+    return served.name if settled or failed else None
 
 
 def wait_for_init_containers(pods: Iterable[Pod], resource: str) -> bool:

@@ -68,8 +68,8 @@ class Binding(msgspec.Struct, frozen=True, rename="camel", forbid_unknown_fields
                 "(`UnexpectedAdmissionError`), or whose start can never succeed here: a pod with a "
                 "controller is evicted, a bare one is deleted and created anew, a critical one is "
                 "left alone. A pod that fails again waits for longer each time, and is left alone "
-                "after five times. It takes `components/reschedule`. A family's own settings may "
-                "switch it on for its pods."
+                "after five times. It takes `components/reschedule`. A family may have a switch of "
+                "its own for it, such as a feature gate."
             )
         ),
     ] = False
