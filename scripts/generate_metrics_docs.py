@@ -83,11 +83,10 @@ there without the API server.
   the non-resource URL `/metrics`. With `certificateFile` and `keyFile`, HTTPS.
 * `assigned_…` counts shares from the moment they are booked at the container's start;
   device-monitor counts a claim from its annotation on.
-* What is not known is absent, not 0. So are the `container_vgpu_device_…` of use where the library
-  of a container tells nothing.
-* `container_vgpu_device_physical_memory_usage_in_bytes` is left out: NVML tells it by process, and
-  the agent sees no other pods' processes without `hostPID`. `branch` and `date` of
-  `exporter_build_info` are empty, because the agent's builds have neither.
+* What is not known is absent, not 0. The memory that a container uses is known where its processes
+  are listed, as with `DevicePluginClientMode`; what `VirtualMemoryTracking` counts is added. Its
+  compute is known once its library has sampled it.
+* `branch` and `date` of `exporter_build_info` are empty, because the agent's builds have neither.
 * MIG instances and whole MIG GPUs have the `device_idx` `GPU:instance`, as in NVIDIA's tools.
 * The metrics of `--enable-dra-monitor` do not exist: the agent gives nothing out through DRA.
 """

@@ -473,3 +473,22 @@ class ContainerUsage:
     cores_limit_percent: int = 100
     processes: int = 0
     limits_cores: bool = True
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class ControlledUse:
+    """The use that one container makes of its cards, as far as its library and the list of its
+    processes tell. Cards are numbered as NVML does.
+
+    Attributes:
+        pids: the host's numbers of its processes; None where nobody lists them.
+        spilled_bytes: card → memory of it that lies in the host's.
+        cores_percent: card → compute in use, by the library's own samples.
+    """
+
+    namespace: str
+    pod: str
+    container: str
+    pids: tuple[int, ...] | None = None
+    spilled_bytes: tuple[tuple[int, int], ...] = ()
+    cores_percent: tuple[tuple[int, int], ...] = ()

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from vgpu_agent.journal import Entry
     from vgpu_agent.ledger.accounting import Overcommit
     from vgpu_agent.ledger.uses import GpuUse, HeldBack
-    from vgpu_agent.model import ContainerUsage, DeviceRoom, GpuUsage, Grant
+    from vgpu_agent.model import ContainerUsage, ControlledUse, DeviceRoom, GpuUsage, Grant
     from vgpu_agent.pods import Pod
 
 
@@ -412,6 +412,7 @@ class AgentStatus:
     inventory: Inventory = dataclasses.field(default_factory=Inventory)
     usage: tuple[GpuUsage, ...] = ()
     # the use by containers whose limits are in a region of HAMi-core
+    controlled: tuple[ControlledUse, ...] = ()
     containers: tuple[ContainerUsage, ...] = ()
     inventory_at: float = 0.0  # when the GPUs were last read, even if nothing changed
     usage_at: float = 0.0

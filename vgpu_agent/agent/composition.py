@@ -54,7 +54,7 @@ from vgpu_agent.gpu import thread as nvml_thread
 from vgpu_agent.gpu import watch as gpu_watch
 from vgpu_agent.gpu.discovery import BY_NVML, Discovery, discover
 from vgpu_agent.gpu.source import source
-from vgpu_agent.isolation.registry import BACKENDS, HAMI_CORE
+from vgpu_agent.isolation.registry import BACKENDS, HAMI_CORE, VGPU_CONTROL
 from vgpu_agent.journal import Journal
 from vgpu_agent.kubelet import directory as kubelet_directory
 from vgpu_agent.kubelet import pod_resources, sockets
@@ -62,6 +62,7 @@ from vgpu_agent.kubelet.directory import DirectoryWatch
 from vgpu_agent.kubelet.pod_resources import PodResources
 from vgpu_agent.ledger import Ledger
 from vgpu_agent.runtime.container_usage import DIRECTORY_BEFORE_1_12, ContainerUsages
+from vgpu_agent.runtime.control_usage import ControlledUses
 from vgpu_agent.runtime.grants import GrantDirectory
 from vgpu_agent.runtime.libraries import used_backends
 from vgpu_agent.runtime.region_guard import GuardedPlace, RegionGuard
@@ -284,6 +285,12 @@ class Agent:
             pause_seconds=settings.gpu.usage_seconds,
             proc_root=settings.gpu.proc_root,
         )
+        self._controlled = ControlledUses(
+            self._cluster.book,
+            VGPU_CONTROL.containers_directory(settings),
+            self._journal,
+            pause_seconds=settings.gpu.usage_seconds,
+        )
         self._services = LibraryServicesInForce(
             self._families.services,
             ledger=self._ledger,
@@ -315,6 +322,7 @@ class Agent:
             journal=self._journal,
             lag=self._lag,
             containers=self._usages.usage,
+            controlled=self._controlled.uses,
             cdi=self._cdi.status,
             mps=lambda: self._mps.statuses,
         )
@@ -448,6 +456,8 @@ class Agent:
                 # It sends no heartbeat: a restart of the agent does not repair a disk that
                 # hangs.
                 self._supervisor.start("container usage", self._usages.run)
+                if self.web.exports:
+                    self._supervisor.start("use of controlled containers", self._controlled.run)
                 self._supervisor.start("region sizes", self._regions.run)
                 self._supervisor.start(
                     "limits",

@@ -58,6 +58,11 @@ class LateWeb:
         self._settings = settings
         self._server: WebServer | None = None
 
+    @property
+    def exports(self) -> bool:
+        """Tell whether metrics of replaced programs are served, too."""
+        return bool(self._exporters)
+
     async def __aenter__(self) -> Self:
         """Make sure, before anything is registered, that all addresses can be listened on.
 

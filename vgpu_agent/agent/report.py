@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from vgpu_agent import __version__
+from vgpu_agent.concurrency import Latest
 from vgpu_agent.config import schema
 from vgpu_agent.device_ids import NumberedIds
 from vgpu_agent.model import Decider
@@ -42,11 +43,11 @@ if TYPE_CHECKING:
     from vgpu_agent.allocation.allocator import Allocator
     from vgpu_agent.allocation.overcommits import Overcommits
     from vgpu_agent.allocation.refusals import Refusals
-    from vgpu_agent.concurrency import Latest, Supervisor
+    from vgpu_agent.concurrency import Supervisor
     from vgpu_agent.gpu.source import GpuSource
     from vgpu_agent.journal import Journal
     from vgpu_agent.ledger import Ledger
-    from vgpu_agent.model import ContainerUsage, Resource
+    from vgpu_agent.model import ContainerUsage, ControlledUse, Resource
     from vgpu_agent.runtime.grants import GrantDirectory
     from vgpu_agent.runtime.region_guard import RegionGuard
     from vgpu_agent.status import KubeletStatus, MpsStatus, PluginStatus
@@ -75,6 +76,9 @@ class Report:
     journal: Journal
     lag: LoopLag
     containers: Latest[tuple[ContainerUsage, ...]]
+    controlled: Latest[tuple[ControlledUse, ...]] = dataclasses.field(
+        default_factory=lambda: Latest(())
+    )
     mps: Callable[[], tuple[MpsStatus, ...]] = tuple
     cdi: Callable[[], CdiStatus] = CdiStatus
     # why nothing is offered yet; empty once everything has been started
@@ -99,6 +103,7 @@ class Report:
             usage=self.watch.usage.value,
             usage_at=self.watch.measured_at,
             containers=self.containers.value,
+            controlled=self.controlled.value,
             nvml=self.watch.status,
             kubelet=self.kubelet,
             plugins=self.offering.statuses,

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from vgpu_agent.families.plugin_files import PluginFile
     from vgpu_agent.isolation.backend import LibraryLimits
     from vgpu_agent.isolation.mps import MpsOptions
-    from vgpu_agent.model import ContainerUsage, GpuUsage, Grant, Inventory
+    from vgpu_agent.model import ContainerUsage, ControlledUse, GpuUsage, Grant, Inventory
 
 
 _NO_LIBRARY = InstalledLibrary()
@@ -139,6 +139,7 @@ class Readings:
         inventory: the GPUs.
         usage: of each GPU that could be read.
         containers: the use that containers make of their devices.
+        controlled: the same of containers whose library tells other things.
         now: unix seconds.
         node: the Node's name.
         version: of the agent.
@@ -155,6 +156,7 @@ class Readings:
     version: str = ""
     commit: str = ""
     in_force: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    controlled: Sequence[ControlledUse] = ()
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -142,6 +142,7 @@ def _reading(family: FamilySpec, metric: FamilyMetric) -> Callable[[Moment], Ite
                 node=status.node,
                 version=status.version,
                 commit=status.commit,
+                controlled=status.controlled,
                 in_force=status.binding.in_force.get(family.name, {}),
             )
         )

@@ -12,7 +12,7 @@ from vgpu_agent.families.spec import Readings
 from vgpu_agent.families.vgpu_manager.metrics import METRICS
 from vgpu_agent.families.vgpu_manager.settings import VgpuManager
 from vgpu_agent.model import (
-    ContainerUsage,
+    ControlledUse,
     Gpu,
     GpuUsage,
     Grant,
@@ -70,6 +70,7 @@ DOCUMENTED |= {
     for name in (
         *("memory_limit_in_bytes", "physical_memory_limit_in_bytes", "memory_usage_in_bytes"),
         *("memory_utilization_percent", "core_utilization_percent"),
+        "physical_memory_usage_in_bytes",
     )
 }
 DOCUMENTED |= {
@@ -116,10 +117,23 @@ NODE = Readings(
         nvml_version="12.570.86.10",
     ),
     usage=(
-        GpuUsage(U0, memory_used_mib=6144, utilisation_percent=55),
+        GpuUsage(
+            *(U0, 6144),
+            utilisation_percent=55,
+            processes=((11, 256), (12, 256), (99, 4096)),
+        ),
         GpuUsage(U1, instances_used_mib=(("MIG-1", 1536),)),
     ),
-    containers=(ContainerUsage("ml", "a", "main", 0, U0, 1 * GIB, 4 * GIB, cores_percent=25),),
+    containers=(),
+    controlled=(
+        ControlledUse(
+            *("ml", "a", "main"),
+            pids=(11, 12),
+            spilled_bytes=((0, 512 * MIB), (5, 1)),
+            cores_percent=((0, 25),),
+        ),
+        ControlledUse("ml", "b", "main"),
+    ),
     now=1e9,
     node="n1",
     version="0.1.0",
@@ -140,10 +154,7 @@ def read(name: str, readings: Readings = NODE) -> dict[tuple[str, ...], float]:
 
 
 def test_names_and_labels_are_those_of_the_replaced_monitor() -> None:
-    """A dashboard asks for them by name; every one has ``service`` as well (vgpu-manager §10.1).
-
-    `container_vgpu_device_physical_memory_usage_in_bytes` is left out: see docs/metrics.md.
-    """
+    """A dashboard asks for them by name; every one has ``service`` as well (vgpu-manager §10.1)."""
     found = {metric.name: list(metric.labels) for metric in METRICS}
     assert found == {name: [*labels, "service"] for name, labels in DOCUMENTED.items()}
 
@@ -202,6 +213,7 @@ def test_what_containers_may_use_and_use() -> None:
     assert read(f"{container}memory_limit_in_bytes") == {A: 4 * GIB, B: 2 * GIB}
     assert read(f"{container}physical_memory_limit_in_bytes") == {A: 2 * GIB, B: 1 * GIB}
     assert read(f"{container}memory_usage_in_bytes") == {A: GIB}
+    assert read(f"{container}physical_memory_usage_in_bytes") == {A: GIB // 2}
     assert read(f"{container}memory_utilization_percent") == {A: 25}
     assert read(f"{container}core_utilization_percent") == {A: 25}
 

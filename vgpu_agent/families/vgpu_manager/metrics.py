@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
 
     from vgpu_agent.families.spec import Readings
-    from vgpu_agent.model import ContainerUsage, Gpu, GpuUsage, Grant, MigInstance, Share
+    from vgpu_agent.model import ControlledUse, Gpu, GpuUsage, Grant, MigInstance, Share
 
     _Row = tuple[tuple[str, ...], float]
     _Rows = Callable[[Readings], Iterable[_Row]]
@@ -208,46 +208,61 @@ _MEMORY_SUMS = (
 # -- containers -----------------------------------------------------------------------------------
 
 
-def _container(
-    value: Callable[[Readings, Share, ContainerUsage | None], float | None],
-) -> _Rows:
+def _container(value: Callable[[Readings, Share], float | None]) -> _Rows:
     """Make a reading with one series for each share of a card whose holder is known by name."""
+    return _container_using(lambda readings, share, _: value(readings, share))
+
+
+def _container_using(
+    value: Callable[[Readings, Share, ControlledUse | None], float | None],
+) -> _Rows:
+    """Make the same of what the container uses."""
 
     def rows(readings: Readings) -> Iterator[_Row]:
-        usage = {
-            (one.namespace, one.pod, one.container, one.uuid): one for one in readings.containers
-        }
+        uses = {(one.namespace, one.pod, one.container): one for one in readings.controlled}
         for grant, place, share in _held(readings):
             owner = grant.owner
             if owner is None or not owner.pod:
                 continue
             names = (owner.namespace, owner.pod, owner.container)
-            found = value(readings, share, usage.get((*names, share.device)))
-            if found is not None:
+            if (found := value(readings, share, uses.get(names))) is not None:
                 yield (*names, str(place), share.device, readings.node), found
 
     return rows
 
 
-def _used(_: Readings, __: Share, usage: ContainerUsage | None) -> float | None:
-    return None if usage is None else usage.used_bytes
-
-
-def _used_percent(_: Readings, share: Share, usage: ContainerUsage | None) -> float | None:
-    limit = share.memory_mib << 20
-    return None if usage is None or not limit else 100 * usage.used_bytes / limit
-
-
-def _compute(_: Readings, __: Share, usage: ContainerUsage | None) -> float | None:
-    return None if usage is None else usage.cores_percent
-
-
-def _limit(_: Readings, share: Share, __: ContainerUsage | None) -> float | None:
+def _limit(_: Readings, share: Share) -> float | None:
     return share.memory_mib << 20 if share.memory_mib else None
 
 
-def _physical_limit(readings: Readings, share: Share, _: ContainerUsage | None) -> float | None:
+def _physical_limit(readings: Readings, share: Share) -> float | None:
     return _physical_bytes(readings, share.memory_mib) if share.memory_mib else None
+
+
+def _physical_used(readings: Readings, share: Share, use: ControlledUse | None) -> float | None:
+    """Return the memory that the container's processes have on the card."""
+    on_card = next((one for one in readings.usage if one.uuid == share.device), None)
+    if use is None or use.pids is None or on_card is None:
+        return None
+    own = frozenset(use.pids)
+    return sum(mib for pid, mib in on_card.processes if pid in own) << 20
+
+
+def _used(readings: Readings, share: Share, use: ControlledUse | None) -> float | None:
+    physical, gpu = _physical_used(readings, share, use), readings.inventory.gpu(share.device)
+    if use is None or physical is None or gpu is None:
+        return None
+    return physical + dict(use.spilled_bytes).get(gpu.index, 0)
+
+
+def _used_percent(readings: Readings, share: Share, use: ControlledUse | None) -> float | None:
+    used, limit = _used(readings, share, use), share.memory_mib << 20
+    return None if used is None or not limit else 100 * used / limit
+
+
+def _compute(readings: Readings, share: Share, use: ControlledUse | None) -> float | None:
+    gpu = readings.inventory.gpu(share.device)
+    return None if use is None or gpu is None else dict(use.cores_percent).get(gpu.index)
 
 
 # -- MIG ------------------------------------------------------------------------------------------
@@ -413,19 +428,25 @@ METRICS = (
         "container_vgpu_device_memory_usage_in_bytes",
         _CONTAINER,
         "Bytes that the container uses of the card; absent while they cannot be read.",
-        _container(_used),
+        _container_using(_used),
+    ),
+    _metric(
+        "container_vgpu_device_physical_memory_usage_in_bytes",
+        _CONTAINER,
+        "Bytes of the card's own memory among them.",
+        _container_using(_physical_used),
     ),
     _metric(
         "container_vgpu_device_memory_utilization_percent",
         _CONTAINER,
-        "The same in percent of its limit.",
-        _container(_used_percent),
+        "The memory in use in percent of the limit.",
+        _container_using(_used_percent),
     ),
     _metric(
         "container_vgpu_device_core_utilization_percent",
         _CONTAINER,
         "Percent of the card's compute that the container uses; absent while it cannot be read.",
-        _container(_compute),
+        _container_using(_compute),
     ),
     _metric(
         "mig_device_total_memory_in_bytes",
