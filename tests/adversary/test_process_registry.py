@@ -8,6 +8,9 @@ import asyncio
 import contextlib
 import fcntl
 import socket
+import statistics
+import subprocess
+import sys
 import time
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
@@ -329,3 +332,55 @@ async def test_more_waiting_calls_of_a_container_than_it_may_have_are_refused(
         await stage.register(process, container)
     stage.add(container)
     assert await asyncio.gather(*calls) == [b""] * 3
+
+
+_FLOOD = """
+import socket, sys
+print(flush=True)
+while True:
+    with socket.socket(socket.AF_UNIX) as connection:
+        try:
+            connection.connect(sys.argv[1])
+        except OSError:
+            pass
+"""
+
+
+def _started(command: list[str]) -> subprocess.Popen[bytes]:
+    return subprocess.Popen(command, stdout=subprocess.PIPE)
+
+
+async def test_a_flood_of_connections_leaves_the_loop_and_others_their_time(
+    stage: Stage, pods: Kubepods
+) -> None:
+    """The loop also answers the kubelet. Most of the flood is closed in the thread that accepts,
+    which takes no more than so many a second.
+    """
+    attacker, victim = pods.container(), pods.container()
+    stage.add(attacker)
+    path = stage.add(victim)
+    honest = victim.start()
+    enters = 'echo $$ > "$0/cgroup.procs" && exec "$@"'
+    program = [sys.executable, "-S", "-E", "-c", _FLOOD, str(stage.path)]
+    command = ["/bin/sh", "-c", enters, str(attacker.directory), *program]
+    floods = [_started(command) for _ in range(4)]
+    try:
+        for flood in floods:
+            assert flood.stdout is not None
+            assert await asyncio.to_thread(flood.stdout.readline) == b"\n"
+        lags: list[float] = []
+        for _ in range(100):
+            began = time.monotonic()
+            await asyncio.sleep(0.005)
+            lags.append(time.monotonic() - began - 0.005)
+        assert statistics.median(lags) < 0.05
+        began = time.monotonic()
+        await stage.register(honest, victim)
+        assert time.monotonic() - began < PATIENCE_SECONDS / 4
+        assert path.read_text() == f"{honest.pid}\n"
+    finally:
+        for flood in floods:
+            flood.kill()
+            flood.wait()
+            if flood.stdout is not None:
+                flood.stdout.close()
