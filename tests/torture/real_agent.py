@@ -13,7 +13,7 @@ from typing import Any
 
 from tests.torture import dialects
 from tests.torture.agents import Life, Offer, World, register
-from tests.torture.api_model import NODE
+from tests.torture.api_model import EPOCH, NODE
 from tests.torture.plan import MEMORY_FACTOR_MIB, SPLIT
 from vgpu_agent.allocation.allocator import Allocator
 from vgpu_agent.allocation.carrier import GrantRecord
@@ -33,7 +33,6 @@ from vgpu_agent.ledger import Ledger
 from vgpu_agent.model import KubeletRecords
 from vgpu_agent.pods import PodCache
 
-_EPOCH = 1_800_000_000.0
 _RESERVATION_SECONDS = 60.0
 _VERIFY_SECONDS = 30.0
 _START_WAIT_SECONDS = 5.0
@@ -80,7 +79,7 @@ class RealAgent:
         loop = asyncio.get_running_loop()
 
         def clock() -> float:
-            return _EPOCH + loop.time()
+            return EPOCH + loop.time()
 
         self._world = world
         self.life = Life()
