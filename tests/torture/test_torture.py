@@ -85,6 +85,7 @@ def test_some_hundred_containers_bound_early_never_start_with_anothers_share() -
     assert counts["start refused"]
 
 
+@pytest.mark.torture
 def test_some_hundred_containers_of_vgpu_manager_all_get_their_own_claims() -> None:
     """The same model with the claims of vgpu-manager's extender, which init containers and sidecars
     have too; bound late, and early.
