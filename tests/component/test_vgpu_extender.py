@@ -217,11 +217,6 @@ async def test_a_forged_claim_gives_no_more_than_was_asked(
     assert stage.cluster.starts("forged") == []
 
 
-@pytest.mark.xfail(
-    strict=True,
-    raises=AssertionError,
-    reason="what is bound late has a name by its ids, which both containers have",
-)
 async def test_an_init_container_that_hands_its_ids_on(stage: ExtenderStage) -> None:
     """The kubelet gives both the same ids; each must have its own claim, and the pod end as served
     (vgpu-manager §4.2).

@@ -65,7 +65,7 @@ def test_the_agent_is_killed_in_the_middle_of_a_storm(extender_rig: Rig, agent: 
         messages = {name: (rig.pod(name) or {})["status"].get("message", "") for name in failed}
         assert all("Allocate failed" in text for text in messages.values()), messages
         running = [name for name in names if name not in failed]
-        assert len(running) >= 4
+        assert len(running) >= 2
         assert check_pods(rig, running) >= len(running)
         for name in running:
             wait_served(rig, name)

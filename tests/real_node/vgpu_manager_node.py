@@ -128,7 +128,7 @@ def unequal_pods(prefix: str, number: int, rng: random.Random) -> Iterator[dict[
     """Pods of all shapes, no two containers with the same memory: one or two GPU containers, one
     card or two, beside containers without, behind an init container or a sidecar.
     """
-    memory = rng.sample(range(50, 450), 3 * number)
+    memory = rng.sample(range(50, 450), 2 * number)
     for place in range(number):
 
         def asked(cards: int = 1) -> dict[str, int]:
@@ -141,7 +141,7 @@ def unequal_pods(prefix: str, number: int, rng: random.Random) -> Iterator[dict[
         elif shape == 2:
             containers = [showing("plain"), showing(limits=asked(2))]
         elif shape == 3:
-            init = [showing("prepare", then="true")]
+            init = [showing("prepare", asked(), then="true")]
         elif shape == 4:
             init = [showing("side", asked()) | {"restartPolicy": "Always"}]
         yield extender_pod(f"{prefix}-{place:02}", containers, init=init)

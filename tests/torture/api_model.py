@@ -27,6 +27,10 @@ _KINDS = {
 }
 
 
+EPOCH = 1_800_000_000.0
+"""The unix time at which an episode begins."""
+
+
 @dataclasses.dataclass(eq=False)
 class LivePod:
     """One pod with a UID: what the API server shows of it, and what kubelet has done with it.
@@ -38,7 +42,7 @@ class LivePod:
         active: kubelet counts it among its pods, so its ids are in use.
         running: containers that run now.
         finished: plain init containers that have ended well.
-        ended: container → when it ended last, in seconds of the loop.
+        ended: when each container ended last.
         pulled: containers whose image is there.
         starts: how often each container has started.
     """
@@ -108,11 +112,9 @@ class LivePod:
                     each.request.limits if each.request else {},
                     started=each.name in self.starts,
                     completed=each.name in self.finished,
-                    ended_at=(
-                        float(int(EPOCH + self.ended[each.name]))
-                        if each.name in self.ended
-                        else 0.0
-                    ),
+                    ended_at=float(int(EPOCH + self.ended[each.name]))
+                    if each.name in self.ended
+                    else 0.0,
                 )
                 for each in self.plan.containers
             ),

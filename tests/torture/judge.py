@@ -96,11 +96,13 @@ class Judge:
 
     def _problem(self, pod: LivePod, container: PlannedContainer, got: Got) -> str:
         uid, name = got.owner
-        if uid != pod.uid or (name != container.name and container.kind is not Kind.INIT):
+        handed_on = container.kind is Kind.INIT and (self._early or not self._dialect.claims_all)
+        if uid != pod.uid or (name != container.name and not handed_on):
             if not (self._early and self._alone_in_directory(got)):
                 return f"its grant is that of {uid} {name}"
             self._story.tell("started with an equal share", pod.uid, container.name, uid, name)
-        # An init container whose ids go on to a later container gets what that one will have.
+        # An init container whose ids go on to a later container gets what that one will have, where
+        # it has no claim of its own.
         served = pod.container(name) if uid == pod.uid else container
         if served.name in pod.slices:
             meant = pod.slices[served.name]

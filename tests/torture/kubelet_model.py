@@ -219,7 +219,9 @@ class KubeletModel:
                 await asyncio.sleep(container.run_seconds)
                 self._stopped(pod, container.name)
                 pod.finished.add(container.name)
-                self._api.show(pod)  # before the next container starts
+                pod.ended[container.name] = asyncio.get_running_loop().time()
+                # The real one writes the status before it starts the next container.
+                self._api.show(pod)
             elif container.kind is Kind.SIDECAR and container.name not in pod.running:
                 await self._start_all(pod, [container])
         await self._start_all(
