@@ -95,8 +95,7 @@ class PodCgroups:
         """The processes of a container, by number; none when it has no cgroup any more."""
         directory = self._container(wanted)
         if directory is None:
-            self._pods = dict(self._found())
-            directory = self._container(wanted)
+            directory = self._search(wanted)
         return _processes(directory) if directory is not None else ()
 
     def _container(self, wanted: Member) -> str | None:
@@ -109,16 +108,16 @@ class PodCgroups:
                 return entry
         return None
 
-    def _found(self) -> Iterator[tuple[str, str]]:
-        """The pods of the first hierarchy that has any."""
+    def _search(self, wanted: Member) -> str | None:
+        """Read the pods anew, from the first hierarchy that has the container."""
         for hierarchy in _HIERARCHIES:
             base = os.path.join(self._root, hierarchy)
             if not os.path.exists(f"{base}/cgroup.procs"):
                 continue
-            found = list(_pods_below(base))
-            if found:
-                yield from found
-                return
+            self._pods = dict(_pods_below(base))
+            if directory := self._container(wanted):
+                return directory
+        return None
 
 
 def _named_by(components: list[str]) -> Member | None:
