@@ -26,6 +26,7 @@ from vgpu_agent.concurrency import Revision, Supervisor
 from vgpu_agent.config.load import load, load_sources
 from vgpu_agent.config.settings import Settings
 from vgpu_agent.families.nvidia.named import NamedConfig
+from vgpu_agent.families.vgpu_manager.keys import Keys
 from vgpu_agent.journal import Journal
 from vgpu_agent.sim.api.server import ApiServer
 
@@ -136,6 +137,29 @@ async def test_the_label_outlives_a_restart_during_an_outage(
             "four",
         )
         assert cluster.remembered.named_text == "version: v1\n"
+
+
+async def test_defaults_for_pods_outlive_a_restart_during_an_outage(
+    tmp_path: Path, server: ApiServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """``vgpu-manager:D34``: the node's compute policy is what the Node said when it was last read,
+    never what an empty cache has. Before it was ever read, nothing starts.
+    """
+    quick = await settings(tmp_path, server)
+    policy = Keys().compute_policy
+    said = {policy: "balance", "example.com/else": "x", Keys().device_policy: "x" * 10_000}
+    server.objects.patch("nodes", NODE, {"metadata": {"annotations": said}})
+    async with connected(quick) as cluster:
+        assert cluster.node_annotations == said
+        await cluster.remember()
+    await server.down()
+    async with connected(quick, waited_seconds=FOR_EVER_SECONDS) as cluster:
+        assert cluster.node_annotations == {policy: "balance"}
+    await asyncio.to_thread((tmp_path / "state" / "remembered.json").unlink)
+    monkeypatch.setattr(api_server, "START_WAIT_SECONDS", 0.1)
+    async with connected(quick, waited_seconds=FOR_EVER_SECONDS) as cluster:
+        assert cluster.node_annotations == {}
+        assert "Node object has not been read yet" in cluster.waiting_for
 
 
 async def test_what_could_not_be_remembered_is_remembered_once_the_disk_takes_it(

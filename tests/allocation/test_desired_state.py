@@ -7,10 +7,22 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping
 
-from tests.allocation.binding_parts import IDS, NumberFamily, Place, a_pod, wants
+from tests.allocation.binding_parts import (
+    IDS,
+    MEMORY,
+    NODE,
+    NUMBER,
+    NumberFamily,
+    Place,
+    a_pod,
+    wants,
+)
 from tests.golden import U0, U1
 from vgpu_agent.allocation.context import Families
-from vgpu_agent.model import Grant
+from vgpu_agent.device_ids import DeviceId
+from vgpu_agent.families.family import NodeView
+from vgpu_agent.model import Grant, Resource
+from vgpu_agent.nodes import DesiredNode, Node
 from vgpu_agent.pods import DesiredPod, Pod
 
 TRAIN, SERVE = (
@@ -110,3 +122,24 @@ async def test_a_pod_that_is_gone_has_no_desired_state() -> None:
     place.book.remove(TRAIN)
     assert place.allocator.desired_pods().keys() == {"uid-serve"}
     assert family.news == []
+
+
+class Counted(NumberFamily):
+    """Remembers which resources it was told that the node offers."""
+
+    offered: frozenset[str] = frozenset()
+
+    def desired_node(self, view: NodeView) -> DesiredNode:
+        self.offered = view.offered
+        return DesiredNode()
+
+
+def test_a_family_knows_the_resources_of_all_families() -> None:
+    """It may take a resource off the Node that nobody offers, and none of another family's."""
+    family = Counted()
+    place = Place(family=family)
+    place.ledger.offer(
+        [*place.ledger.resources, Resource("example.org/other", "other", (DeviceId("a", U0),))]
+    )
+    place.allocator.desired_node(Node(NODE), 0.0)
+    assert family.offered == {NUMBER, MEMORY, "example.org/other"}

@@ -44,6 +44,23 @@ class _Over(Channel):
         return protocol
 
 
+async def call(
+    path: Path, process: Contained, message: bytes, *, seconds: float = PATIENCE_SECONDS
+) -> bytes:
+    """Call the registry at ``path`` as ``process``."""
+    channel = _Over(await asyncio.to_thread(process.connect, path))
+    try:
+        async with channel.request(
+            METHOD, Cardinality.UNARY_UNARY, bytes, bytes, timeout=seconds
+        ) as stream:
+            await stream.send_message(message, end=True)
+            answer = await stream.recv_message()
+            assert answer is not None
+            return bytes(answer)
+    finally:
+        channel.close()
+
+
 class Stage:
     """The registry of one node."""
 
@@ -108,17 +125,7 @@ class Stage:
         self, process: Contained, message: bytes, *, seconds: float = PATIENCE_SECONDS
     ) -> bytes:
         """Call as ``process``."""
-        channel = _Over(await asyncio.to_thread(process.connect, self.path))
-        try:
-            async with channel.request(
-                METHOD, Cardinality.UNARY_UNARY, bytes, bytes, timeout=seconds
-            ) as stream:
-                await stream.send_message(message, end=True)
-                answer = await stream.recv_message()
-                assert answer is not None
-                return bytes(answer)
-        finally:
-            channel.close()
+        return await call(self.path, process, message, seconds=seconds)
 
     async def register(self, process: Contained, container: Container, **more: Any) -> bytes:
         """Register as the library does."""

@@ -93,8 +93,8 @@ async def test_the_client_that_the_library_executes_is_answered(
 
 
 async def test_a_list_follows_the_processes_of_its_container(stage: Stage, pods: Kubepods) -> None:
-    """vgpu-manager §9 trap: there it is written only when somebody registers. It never becomes
-    empty, because the library ends its process then.
+    """vgpu-manager:D26: there it is written only when somebody registers. It never becomes empty
+    (vgpu-manager:D21), because the library ends its process then.
     """
     container = pods.container()
     path = stage.add(container)

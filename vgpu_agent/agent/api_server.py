@@ -58,6 +58,8 @@ if TYPE_CHECKING:
 # knows.
 START_WAIT_SECONDS = 5.0
 _COMPONENT = "vgpu-agent"
+# Characters of an annotation of the Node that is remembered; defaults are single words.
+_LONGEST_DEFAULT = 256
 _NODE_TASK = "writes to this node"
 
 
@@ -129,7 +131,10 @@ class ClusterAccess:
 
     @property
     def node_annotations(self) -> Mapping[str, str]:
-        """The annotations of our Node; empty while it has not been read."""
+        """The annotations of our Node, or those that are remembered while it has not been read: the
+        defaults that operators set for its pods. Empty before it was ever read; then families that
+        need the API server serve no pod, see `waiting_for`.
+        """
         node = self.node
         return node.annotations if node else {}
 
@@ -510,6 +515,12 @@ class ClusterAccess:
             ),
             named_config=named.key if named else None,
             named_text=named.text if named else "",
+            annotations={
+                key: value
+                for key in pod_keys(self._settings).annotations
+                if node and (value := node.annotations.get(key))
+                if len(value) <= _LONGEST_DEFAULT
+            },
         )
 
     async def _first_answers(self, seconds: float) -> None:

@@ -27,6 +27,8 @@ class Remembered(msgspec.Struct, frozen=True, rename="camel"):
         named_config: the named configuration that was in force, empty for none; None when none was
             ever chosen.
         named_text: its content.
+        annotations: the Node's annotations that families read on pods as well: defaults that
+            operators set for the pods of a node.
     """
 
     node: str = ""
@@ -36,12 +38,16 @@ class Remembered(msgspec.Struct, frozen=True, rename="camel"):
     config_label: str | None = None
     named_config: str | None = None
     named_text: str = ""
+    annotations: dict[str, str] = {}
 
     @property
     def as_node(self) -> Node:
         """The Node as far as it is remembered."""
         return Node(
-            self.node, kubelet_version=self.kubelet_version, runtime_version=self.runtime_version
+            self.node,
+            annotations=self.annotations,
+            kubelet_version=self.kubelet_version,
+            runtime_version=self.runtime_version,
         )
 
 

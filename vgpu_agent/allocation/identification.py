@@ -252,17 +252,16 @@ class Identification:
         return dataclasses.replace(start, pod=pod, owner=owner)
 
     async def _as_it_is_now(self, pod: Pod) -> Pod:
-        unknown = (
-            f"it is not known whether the last container of pod {pod.full_name} with these ids has "
-            "ended"
-        )
         try:
             now = await self._context.fetch(pod.namespace, pod.name)
         except ClusterError as err:
-            raise NotProvenError(f"{unknown}, and {err}; the kubelet will retry") from err
+            raise NotProvenError(
+                f"it is not known whether the last container of pod {pod.full_name} with these ids "
+                f"has ended, and {err}; the kubelet will retry"
+            ) from err
         if now is None or now.uid != pod.uid:
             raise NotProvenError(
-                f"{unknown}: the pod does not exist any more; the kubelet will notice"
+                f"pod {pod.full_name} does not exist any more; the kubelet will notice"
             )
         return now.as_static(pod.static_uid)
 

@@ -124,16 +124,6 @@ async def test_the_registry_runs_while_processes_register(stage: Stage) -> None:
     await eventually(lambda: stage.tasks == {"process registry", "process lists"})
 
 
-async def test_an_agent_that_does_not_see_the_hosts_processes_says_so(
-    stage: Stage, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Without it every program of such a container would end, and nobody would know why."""
-    monkeypatch.setattr(stage.parts, "_proc_root", str(stage.folder))
-    stage.want(registry=True)
-    await eventually(lambda: [entry.event for entry in stage.journal.entries] == ["registry.blind"])
-    assert "hostPID" in stage.journal.entries[0].facts["remedy"]
-
-
 async def test_only_gpus_are_sampled_on_which_compute_is_limited(stage: Stage) -> None:
     """From the booking of the first such container to the end of the last."""
     stage.want(watcher=True)

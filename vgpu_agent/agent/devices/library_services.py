@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING
 from vgpu_agent.concurrency import Versions
 from vgpu_agent.errors import CarrierError
 from vgpu_agent.log import ChangeFilter
-from vgpu_agent.runtime.container_usage import HostProcesses
 from vgpu_agent.runtime.own_thread import OwnThread
 from vgpu_agent.runtime.process_registry import ProcessRegistry
 from vgpu_agent.runtime.sm_util import SmUtilFile
@@ -96,7 +95,6 @@ class LibraryServicesInForce:
             await self._supervisor.stop(name)
         if wanted is None:
             return
-        await self._warn_of_blindness()
         registry = ProcessRegistry(
             Path(wanted.registry),
             Path(wanted.containers),
@@ -108,16 +106,6 @@ class LibraryServicesInForce:
         self._supervisor.start(_REGISTRY, registry.run)
         self._supervisor.start(_LISTS, registry.keep)
         self._registry_in = directory
-
-    async def _warn_of_blindness(self) -> None:
-        visible = await asyncio.to_thread(lambda: HostProcesses(self._proc_root).visible)
-        if not visible:
-            self._journal.record(
-                "registry.blind",
-                level="warning",
-                reason="the agent does not see the host's processes, so none can register",
-                remedy="give its pod hostPID, or set vgpuControl.processes to host-proc",
-            )
 
     async def _serve_samples(self) -> None:
         limited = self._limited()
