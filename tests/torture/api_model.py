@@ -43,6 +43,7 @@ class LivePod:
         running: containers that run now.
         finished: plain init containers that have ended well.
         ended: when each container ended last.
+        in_new_sandbox: no container has started since the node was started.
         pulled: containers whose image is there.
         starts: how often each container has started.
     """
@@ -62,6 +63,7 @@ class LivePod:
     running: set[str] = dataclasses.field(default_factory=set)
     finished: set[str] = dataclasses.field(default_factory=set)
     ended: dict[str, float] = dataclasses.field(default_factory=dict)
+    in_new_sandbox: bool = False
     pulled: set[str] = dataclasses.field(default_factory=set)
     starts: dict[str, int] = dataclasses.field(default_factory=dict)
     refusal: str = ""
@@ -123,6 +125,7 @@ class LivePod:
             scheduler="volcano" if self.plan.origin is Origin.VOLCANO else "default-scheduler",
             resource_version=str(self.version),
             reported=self.admitted or bool(self.starts),
+            in_new_sandbox=self.in_new_sandbox,
             scheduled=not static or self.admitted,
         )
 

@@ -108,6 +108,9 @@ class KubeletModel:
         for pod in self.pods.values():
             for container in sorted(pod.running):
                 self._stopped(pod, container)
+            # A new sandbox, in which all init containers run again.
+            pod.finished.clear()
+            pod.in_new_sandbox = True
 
     def _nothing_to_start(self, pod: LivePod) -> bool:
         return all(
@@ -212,7 +215,13 @@ class KubeletModel:
 
     # -- a pod's worker ----------------------------------------------------------------------------
 
+    def _tell_of_new_sandbox(self, pod: LivePod) -> None:
+        """Write the status, as the real one does before it makes a sandbox."""
+        if pod.in_new_sandbox:
+            self._api.show(pod)
+
     async def _live(self, pod: LivePod) -> None:
+        self._tell_of_new_sandbox(pod)
         for container in pod.plan.containers:
             if container.kind is Kind.INIT and container.name not in pod.finished:
                 await self._start_all(pod, [container])
@@ -313,6 +322,9 @@ class KubeletModel:
         pod.running.add(container.name)
         pod.starts[container.name] = pod.starts.get(container.name, 0) + 1
         pod.refusal, pod.stuck_since = "", 0.0
+        if pod.in_new_sandbox:
+            pod.in_new_sandbox = False
+            self._api.show(pod)
         if container.request is not None:
             self._story.tell("started", pod.uid, container.name, ids)
             self._judge.starts(
