@@ -205,6 +205,31 @@ async def test_a_loop_cancelled_while_it_stops_another_ends_as_well() -> None:
 
 
 @pytest.mark.looptime
+@pytest.mark.parametrize("by_name", [True, False])
+async def test_a_loop_that_loses_a_cancellation_ends_all_the_same(*, by_name: bool) -> None:
+    """A library that swallows one, in a race with its own timeout, must not keep a stop from
+    ending.
+    """
+    lost = 0
+
+    async def lose_one() -> None:
+        nonlocal lost
+        try:
+            await _forever()
+        except asyncio.CancelledError:
+            lost += 1
+        await _forever()
+
+    async with asyncio.timeout(60):
+        async with _supervisor() as supervisor:
+            supervisor.start("loop", lose_one)
+            await asyncio.sleep(1)
+            if by_name:
+                await supervisor.stop("loop")
+        assert lost == 1
+
+
+@pytest.mark.looptime
 async def test_a_loop_whose_wait_was_cancelled_by_somebody_else_is_started_again() -> None:
     """A future that is cancelled under a loop is a failure of the loop, not its end:
     it would never be seen again.

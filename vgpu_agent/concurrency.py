@@ -29,6 +29,10 @@ T = TypeVar("T")
 # what a resource still waits for after this long is an error in the log.
 STUCK_SECONDS = 30.0
 
+# A loop that has not ended so long after its cancellation is cancelled again. Its own cleanup takes
+# less.
+CANCEL_AGAIN_SECONDS = 10.0
+
 _logger = log.get(__name__)
 
 
@@ -236,9 +240,10 @@ class Supervisor:
     async def __aexit__(self, *exc: object) -> None:
         if self._group is None:  # pragma: no cover - __aenter__ always ran
             return
-        for task in self._tasks.values():
-            task.cancel()
-        await self._group.__aexit__(None, None, None)
+        try:
+            await _cancel({task for task in self._tasks.values() if not task.done()})
+        finally:
+            await self._group.__aexit__(None, None, None)
 
     @property
     def reports(self) -> list[TaskReport]:
@@ -289,10 +294,7 @@ class Supervisor:
         self._reports.pop(name, None)
         self._beats.pop(name, None)
         if task is not None:
-            task.cancel()
-            # `wait` does not pass the task's own end on, so a cancellation that arrives here is the
-            # caller's and must reach it.
-            await asyncio.wait({task})
+            await _cancel({task})
 
     async def _look_after(self, report: TaskReport, loop: Callable[[], Awaitable[None]]) -> None:
         backoff = self._new_backoff()
@@ -326,6 +328,16 @@ class Supervisor:
             else:
                 report.state = TaskState.ENDED
                 return
+
+
+async def _cancel(tasks: set[asyncio.Task[None]]) -> None:
+    """Cancel tasks and wait for their end, again where a library has swallowed a cancellation."""
+    while tasks:
+        for task in tasks:
+            task.cancel()
+        # `wait` does not pass a task's own end on, so a cancellation that arrives here is the
+        # caller's and must reach it.
+        _, tasks = await asyncio.wait(tasks, timeout=CANCEL_AGAIN_SECONDS)
 
 
 def _is_being_cancelled() -> bool:

@@ -304,6 +304,19 @@ def test_a_new_sandbox_begins_with_the_first_container() -> None:
     assert starting_container(anew, ORDER, record("first"), settled=True) == "first"
 
 
+def test_without_the_records_the_status_tells_who_is_through(pod: Pod) -> None:
+    """Somebody has emptied the directory of the specs under running pods. After a boot it is empty,
+    too, and then everything begins anew.
+    """
+    through = told(pod, "prepare", completed=True, ended_at=90.0, started=True)
+    names = ("prepare", "main")
+    assert starting_container(through, names, None, settled=False, booted_at=50.0) == "main"
+    assert starting_container(through, names, None, settled=False, booted_at=95.0) == "prepare"
+    anew = dataclasses.replace(through, in_new_sandbox=True)
+    assert starting_container(anew, names, None, settled=False, booted_at=50.0) == "prepare"
+    assert starting_container(pod, names, None, settled=False, booted_at=50.0) == "prepare"
+
+
 @hypothesis.given(
     st.lists(
         st.tuples(

@@ -44,6 +44,7 @@ class World:
     dialect: Dialect = VOLCANO
     pod_resources_silent: bool = False
     checkpoint_unreadable: bool = False
+    booted_at: float = 0.0  # seconds of the loop
 
     @property
     def inventory(self) -> Inventory:

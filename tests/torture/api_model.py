@@ -131,7 +131,6 @@ class LivePod:
 
 
 NODE = "node-a"
-EPOCH = 1_800_000_000.0
 
 
 class ApiModel:

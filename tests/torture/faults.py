@@ -169,6 +169,7 @@ class Machine:
         self._kill_agent()
         kubelet.reboot()
         self._world.files.reboot()
+        self._world.booted_at = asyncio.get_running_loop().time()
         await asyncio.sleep(self._rng.random() * 30.0)
         if self._rng.random() < 0.5:
             await self._start_agent()

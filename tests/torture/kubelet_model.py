@@ -228,7 +228,6 @@ class KubeletModel:
                 await asyncio.sleep(container.run_seconds)
                 self._stopped(pod, container.name)
                 pod.finished.add(container.name)
-                pod.ended[container.name] = asyncio.get_running_loop().time()
                 # The real one writes the status before it starts the next container.
                 self._api.show(pod)
             elif container.kind is Kind.SIDECAR and container.name not in pod.running:

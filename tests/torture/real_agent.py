@@ -97,6 +97,7 @@ class RealAgent:
                 inventory=lambda: self._inventory,
                 journal=_QuietJournal(world),
                 clock=clock,
+                booted_at=lambda: EPOCH + world.booted_at,
                 node=NODE,
                 pods=self._book,
                 read_records=world.read_records,

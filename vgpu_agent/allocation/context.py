@@ -92,6 +92,10 @@ class Divider(Protocol):
         ...
 
 
+def _booted_at() -> float:
+    return time.time() - time.clock_gettime(time.CLOCK_BOOTTIME)
+
+
 @dataclasses.dataclass(slots=True)
 class Context:
     """The facts and services that the parts of `allocation` share.
@@ -114,6 +118,7 @@ class Context:
         api_well_seconds: returns for how many seconds the API server has answered without a
             failure.
         clock: the wall clock, unix seconds.
+        booted_at: returns the unix seconds of the host's last boot.
         families: the families in force; `Allocator.use_families` replaces them.
         mode: the binding mode; None until this node's Node was read. `Allocator.use_mode` sets it.
     """
@@ -133,6 +138,7 @@ class Context:
     node_annotations: Callable[[], Mapping[str, str]] = dict
     api_well_seconds: Callable[[], float] = lambda: math.inf
     clock: Callable[[], float] = time.time
+    booted_at: Callable[[], float] = _booted_at
     families: Families = Families()
     mode: BindingMode | None = None
 

@@ -243,7 +243,7 @@ class Identification:
         while True:
             version = pods.revision.version
             pod = pods.get(uid) or pod
-            found = starting_container(pod, names, last, settled=False)
+            found = self._turn(pod, names, last, settled=False)
             if found is not None:
                 name = found
                 break
@@ -255,13 +255,19 @@ class Identification:
         return dataclasses.replace(start, pod=pod, owner=owner)
 
     def _settled(self, pod: Pod, names: Collection[str], last: GrantRecord | None) -> str | None:
-        found = starting_container(pod, names, last, settled=False)
+        found = self._turn(pod, names, last, settled=False)
         if found is None and self._context.api_well_seconds() < STATUS_SECONDS:
             raise NotProvenError(
                 f"the API server was away a moment ago, and the status of pod {pod.full_name} may "
                 "not say yet which of its containers have ended; the kubelet will retry"
             )
-        return found or starting_container(pod, names, last, settled=True)
+        return found or self._turn(pod, names, last, settled=True)
+
+    def _turn(
+        self, pod: Pod, names: Collection[str], last: GrantRecord | None, *, settled: bool
+    ) -> str | None:
+        booted_at = self._context.booted_at()
+        return starting_container(pod, names, last, settled=settled, booted_at=booted_at)
 
     async def _as_it_is_now(self, pod: Pod) -> Pod:
         try:

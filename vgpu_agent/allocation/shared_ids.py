@@ -19,11 +19,16 @@ if TYPE_CHECKING:
     from collections.abc import Collection, Iterable
 
     from vgpu_agent.allocation.carrier import GrantRecord
-    from vgpu_agent.pods import Pod
+    from vgpu_agent.pods import Pod, PodContainer
 
 
 def starting_container(
-    pod: Pod, names: Collection[str], last: GrantRecord | None, *, settled: bool
+    pod: Pod,
+    names: Collection[str],
+    last: GrantRecord | None,
+    *,
+    settled: bool,
+    booted_at: float = 0.0,
 ) -> str | None:
     """Return which of the containers ``names``, which have the same ids, starts now; None while
     the pod's status cannot tell.
@@ -34,12 +39,13 @@ def starting_container(
         last: the record of the last start with these ids in this pod, also of one that has failed
             after we let it happen.
         settled: the status is as new as it gets. What it does not tell then has not happened.
+        booted_at: unix seconds of the host's last boot.
     """
     order = [each for each in pod.containers if each.name in names]
     first = order[0]
     places = {each.name: place for place, each in enumerate(order)}
     if last is None or last.owner.container not in places:
-        return first.name
+        return _first_after_loss(pod, order, booted_at).name
     place = places[last.owner.container]
     served = order[place]
     # The status has whole seconds.
@@ -66,6 +72,19 @@ def wait_for_init_containers(pods: Iterable[Pod], resource: str) -> bool:
         if not pod.ended and waiting and asking[0].kind is ContainerKind.INIT:
             return True
     return False
+
+
+def _first_after_loss(pod: Pod, order: list[PodContainer], booted_at: float) -> PodContainer:
+    """Return the container that starts without a record of a start before: the first one, unless
+    the records were lost under a pod whose init containers have done their work. A boot, or a new
+    sandbox, begins with the first one again.
+    """
+    if not pod.in_new_sandbox:
+        for each in order:
+            done = each.kind is ContainerKind.INIT and each.completed
+            if not done or each.ended_at <= booted_at:
+                return each
+    return order[0]
 
 
 def _ended_since(pod: Pod, first: str, last: GrantRecord) -> bool:
