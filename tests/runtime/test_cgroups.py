@@ -16,6 +16,8 @@ from tests.runtime.contained import CGROUPS, bases, kubepods
 from vgpu_agent.runtime import cgroups
 from vgpu_agent.runtime.cgroups import Member, PodCgroups, member, member_of
 
+pytestmark = pytest.mark.component  # it starts programs
+
 UID = "6d0f3a1c-2b4e-4f7a-9c8d-1e2f3a4b4d5e"
 OTHER = "11111111-2b4e-4f7a-9c8d-1e2f3a4b4d5e"
 HASH = "0123456789abcdef0123456789abcdef"

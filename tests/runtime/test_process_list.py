@@ -14,6 +14,8 @@ from vgpu_agent.errors import CarrierError
 from vgpu_agent.runtime import process_list
 from vgpu_agent.runtime.process_list import LockedError
 
+pytestmark = pytest.mark.component  # it starts programs
+
 
 def test_numbers_are_ascending_one_a_line(tmp_path: Path) -> None:
     """vgpu-manager §7.7: mode 0644, and nothing else in the file."""

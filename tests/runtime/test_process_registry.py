@@ -24,6 +24,8 @@ from vgpu_agent.pods import container_directory
 from vgpu_agent.runtime import process_registry
 from vgpu_agent.runtime.cgroups import Member
 
+pytestmark = pytest.mark.component  # it starts programs
+
 __all__ = ["directory"]
 
 _CLIENT = """
