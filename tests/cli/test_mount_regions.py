@@ -71,6 +71,22 @@ def test_nothing_is_mounted_for_a_backend_that_is_not_asked_for(
     assert os.listdir(tmp_path) == ["config.yaml"]
 
 
+def test_a_named_backend_gets_its_slots_while_no_family_uses_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The family may be switched on later, when nobody mounts any more."""
+    mounted: list[str] = []
+    monkeypatch.setattr(
+        "vgpu_agent.cli.mount_regions.mount_tmpfs", lambda path, _: mounted.append(path)
+    )
+    config = tmp_path / "config.yaml"
+    config.write_text(f"version: v1\nhamiCore: {{hostDirectory: {tmp_path}}}\n")
+    arguments = ["mount-regions", "--config", str(config), "--count", "2", "--backend", "hami-core"]
+    assert command_line.main(arguments) == 0
+    assert mounted == [f"{tmp_path}/vgpu/slots/000", f"{tmp_path}/vgpu/slots/001"]
+    assert "2 slots, 2 of them mounted now" in capsys.readouterr().out
+
+
 def test_who_may_not_mount_is_told_what_it_takes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -50,7 +50,10 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     parser.add_argument(
         "--backend",
         choices=[backend.name for backend in BACKENDS],
-        help="only for this backend; for a container that has no other one's directory",
+        help=(
+            "only for this backend, also while no family uses it; for a container that has no "
+            "other one's directory"
+        ),
     )
     options.add_arguments(parser)
     parser.set_defaults(run=_run)
@@ -64,7 +67,10 @@ def _run(arguments: argparse.Namespace) -> int:
     for backend in BACKENDS:
         if arguments.backend not in {None, backend.name}:
             continue
-        if backend.name not in used:
+        # A family may be switched on while the agent runs, by its file or by a label of the Node.
+        named = arguments.backend is not None
+        prepared = named and os.path.isdir(backend.host_directory(loaded.settings))
+        if backend.name not in used and not prepared:
             print(f"{backend.name}: no family that is on uses it, so it needs no slots")
             continue
         regions = backend.containers_directory(loaded.settings)
