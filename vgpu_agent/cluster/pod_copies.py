@@ -45,7 +45,7 @@ class Copy(msgspec.Struct):
 
 
 class Tries(msgspec.Struct):
-    """How often the pods of one owner, or of one name, were given another chance.
+    """The chances that the pods of one owner, or of one name, were given.
 
     Attributes:
         number: in a row.

@@ -89,8 +89,8 @@ class MigInstancesFamily(abc.ABC):
         )
 
     def shortfall(self, inventory: Inventory) -> Shortfall:
-        """What is refused, and the instances that are left out: they share theirs, or cannot be
-        read.
+        """List what is refused, and the instances that are left out, which share theirs or cannot
+        be read.
         """
         odd = tuple(
             f"MIG instance {instance.uuid} of GPU {gpu.uuid} is a {instance.profile}: it has a "

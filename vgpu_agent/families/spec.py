@@ -201,7 +201,7 @@ class Vocabulary:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class ExporterOptions:
-    """How the metrics of a replaced program are served.
+    """The metrics of a replaced program, and how they are served.
 
     Attributes:
         listen: where, e.g. ``:3456``.

@@ -92,7 +92,7 @@ class ProcessSampler:
         self._aim = batches(gpus), sink
 
     def wait_seconds(self) -> float:
-        """How long until the next GPUs are due; infinite without any."""
+        """The seconds until the next GPUs are due; infinite without any."""
         return max(self._due - time.monotonic(), 0.0) if self._aim[0] else math.inf
 
     def sample(self) -> None:

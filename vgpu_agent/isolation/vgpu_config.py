@@ -82,7 +82,7 @@ class SlotLimit:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Owner:
-    """What the file says about its container.
+    """The facts about its container in the file.
 
     Attributes:
         pod_uid: of its pod.

@@ -90,7 +90,7 @@ _ALL_CORES = 100
 
 
 class ComputePolicy(enum.StrEnum):
-    """How a container's compute is limited (vgpu-manager §4.1, §7.7)."""
+    """The limit of a container's compute (vgpu-manager §4.1, §7.7)."""
 
     FIXED = "fixed"  # never more than its share
     BALANCE = "balance"  # more while the card is idle
@@ -153,7 +153,7 @@ class ControlTarget:
 
 
 class ControlBackend(Protocol):
-    """What the family asks to put limits in force: `VgpuControl`, or nothing."""
+    """The interface by which the family puts limits in force: `VgpuControl`, or nothing."""
 
     @property
     def name(self) -> str:
@@ -202,13 +202,13 @@ class VgpuControl:
 
     @property
     def compatibility(self) -> int:
-        """How the library tells the container's processes from others (vgpu-manager §7.6)."""
+        """The library's way to tell the container's processes from others (vgpu-manager §7.6)."""
         mode = _COMPATIBILITY_CLIENT if self.processes == CLIENT else self.cgroup_version
         return mode | _OPEN_KERNEL_MODULES if self.open_kernel_modules else mode
 
     @property
     def services(self) -> LibraryServices:
-        """What the library asks of the agent."""
+        """The services that the library needs of the agent."""
         return LibraryServices(
             containers_directory(self.host_directory),
             registry_directory(self.host_directory) if self.processes == CLIENT else "",
@@ -349,8 +349,8 @@ def watcher_directory(host_directory: str) -> str:
 
 
 def allowed_size(name: str) -> int | None:
-    """How large a container may make its file of that name;
-    None for a name that no container writes to.
+    """Return how large a container may make its file of that name, in bytes; None for a name that
+    no container writes to.
     """
     if name.endswith(_LOCK_SUFFIX):
         return _LOCK_SIZE

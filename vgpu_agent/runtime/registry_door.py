@@ -50,7 +50,7 @@ class Caller:
 
 
 class Allowance:
-    """How often each caller may still do something. State: a bucket for each of the latest callers.
+    """The calls that each caller may still make. State: a bucket for each of the latest callers.
 
     Any one thread may use it, and only one.
     """

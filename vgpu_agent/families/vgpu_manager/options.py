@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class VgpuManagerOptions:
-    """How this node offers its GPUs.
+    """The settings by which this node offers its GPUs.
 
     Attributes:
         keys: the names in the configured domain.

@@ -32,7 +32,7 @@ Reason = str
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Use:
-    """What is taken of one card."""
+    """The part of one card that is taken."""
 
     seats: int = 0
     memory: int = 0
