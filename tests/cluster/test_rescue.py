@@ -462,7 +462,7 @@ async def test_a_bare_pod_that_fails_again_and_again_is_left_after_five_times(
     async with world.life():
         await asyncio.sleep(1800)
         at = [one.at for one in world.api.requests if one.verb == "delete"]
-    assert len(at) == rescue.MOST_TRIES
+    assert len(at) == rescue.MAX_TRIES
     pauses = [later - earlier for earlier, later in itertools.pairwise(at)]
     assert pauses == sorted(pauses)
     assert pauses[0] >= rescue.PAUSE_SECONDS - 1
@@ -479,11 +479,11 @@ async def test_a_restart_does_not_begin_to_count_anew(world: World) -> None:
     async with world.life():
         await asyncio.sleep(45)
     tried = world.requests("delete", "/pods/a")
-    assert 1 < tried < rescue.MOST_TRIES
+    assert 1 < tried < rescue.MAX_TRIES
     (world.directory / "rescued-pods.json").unlink()  # another node's agent has another file
     async with world.life():
         await asyncio.sleep(1800)
-    assert world.requests("delete", "/pods/a") == rescue.MOST_TRIES
+    assert world.requests("delete", "/pods/a") == rescue.MAX_TRIES
 
 
 async def test_ten_pods_of_one_owner_that_fail_together_are_one_failure(world: World) -> None:
@@ -502,7 +502,7 @@ async def test_an_owner_whose_new_pods_fail_here_is_left_after_five_times(world:
             world.put(failed(f"p{number}", controller="train", created=_now()))
             world.end("other")
             await asyncio.sleep(20)
-    assert world.requests("post", "/eviction") == rescue.MOST_TRIES
+    assert world.requests("post", "/eviction") == rescue.MAX_TRIES
 
 
 # -- refused starts -------------------------------------------------------------------------------

@@ -17,7 +17,7 @@ from tests.patience import FOR_EVER_SECONDS, PATIENCE_SECONDS, eventually, quick
 from tests.simulated import simulated_node
 from vgpu_agent.gpu import return_codes, sampling
 from vgpu_agent.gpu.nvml import Handle, Nvml
-from vgpu_agent.gpu.sampling import MOST_ROWS, ProcessSampler, batches
+from vgpu_agent.gpu.sampling import MAX_ROWS, ProcessSampler, batches
 from vgpu_agent.runtime.sm_util import SmUtilFile
 from vgpu_agent.sim.preload import preload
 from vgpu_agent.sim.processes import ProcessUse
@@ -131,7 +131,7 @@ def test_more_processes_than_a_slot_has_rows_are_cut(
     node: SimulatedNode, nvml: Nvml, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """vgpu-manager §8.6. The driver itself refuses a buffer that is too small."""
-    monkeypatch.setattr(sampling, "MOST_ROWS", 4)
+    monkeypatch.setattr(sampling, "MAX_ROWS", 4)
     for pid in range(100, 110):
         node.add_process(0, pid, ProcessUse(memory_mib=1, sm_percent=1))
     used, compute = _sampled(_sampler(node, nvml), node, 0).rows[0]
@@ -236,7 +236,7 @@ async def test_events_and_polls_are_as_quick_beside_samples(node: SimulatedNode)
 
 def test_a_slot_has_as_many_rows_as_the_contract_says() -> None:
     """vgpu-manager §7.7: 1,024 each."""
-    assert MOST_ROWS == 1024
+    assert MAX_ROWS == 1024
     assert (SAMPLE.size, PROCESS.size) == (sampling.SAMPLE_BYTES, sampling.PROCESS_BYTES)
 
 

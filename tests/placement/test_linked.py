@@ -8,7 +8,7 @@ import time
 from hypothesis import given
 from hypothesis import strategies as st
 
-from vgpu_agent.placement.linked import MOST_SETS, best_set, components, quality
+from vgpu_agent.placement.linked import MAX_SETS, best_set, components, quality
 
 DEVICES = tuple("abcdefgh")
 
@@ -78,7 +78,7 @@ def test_a_search_over_very_many_sets_takes_one_after_the_other() -> None:
     chosen = best_set(many, 8, score)
     assert time.process_time() - began < 1
     assert len({int(device) % 4 for device in chosen}) == 1
-    assert MOST_SETS == 50_000
+    assert MAX_SETS == 50_000
 
 
 @given(st.integers(1, 5), st.lists(st.integers(0, 5), min_size=15, max_size=15))

@@ -9,7 +9,7 @@ node, or the same one a moment later, would have room:
   but in a file of ours (`pod_copies`), which a restart goes on with;
 * one that is critical, or has an owner that makes no other, is left alone. An event says so.
 
-A pod that fails again waits for longer each time, and is left alone after `MOST_TRIES`.
+A pod that fails again waits for longer each time, and is left alone after `MAX_TRIES`.
 
 Built and run by `agent`.
 """
@@ -46,7 +46,7 @@ if TYPE_CHECKING:
 DELETED, RECREATED, LEFT_ALONE = "VgpuDeleted", "VgpuRecreated", "VgpuNotRescheduled"
 DELETE_PERMISSION, CREATE_PERMISSION = "delete pods", "create pods"
 # How often in a row the pods of one owner, or of one name, get another chance.
-MOST_TRIES = 5
+MAX_TRIES = 5
 # The second one waits that long, each further one twice as long.
 PAUSE_SECONDS = 10.0
 # A pod that fails after that time begins to count anew.
@@ -55,10 +55,10 @@ FORGET_SECONDS = 3600.0
 GIVE_UP_SECONDS = 24 * 3600.0
 
 _ADMISSION_ERROR = "UnexpectedAdmissionError"
-_PAGE, _MOST_PAGES = 50, 10
-_MOST_COPIES = 16
+_PAGE, _MAX_PAGES = 50, 10
+_MAX_COPIES = 16
 _LONGEST_BODY_BYTES = 2 * 1024 * 1024
-_MOST_KEYS, _MOST_DONE = 512, 2000
+_MAX_KEYS, _MAX_DONE = 512, 2000
 # How soon the old object is looked for again; it doubles up to the longest.
 _LOOK_AGAIN_SECONDS, _LOOK_AGAIN_MAX_SECONDS = 0.5, 5.0
 # Ended pods are listed as often as that, at most.
@@ -202,7 +202,7 @@ class Rescue:
         selector = f"spec.nodeName={self._node_name},status.phase=Failed"
         params = {"fieldSelector": selector, "limit": str(_PAGE)}
         ours = frozenset(self._resources())
-        for _ in range(_MOST_PAGES):
+        for _ in range(_MAX_PAGES):
             self._beat()
             items, _, token = decode.page(await self._api.get("/api/v1/pods", params))
             for item in items:
@@ -311,7 +311,7 @@ class Rescue:
 
     async def _delete(self, case: _Case, key: str, pod: dict[str, Any]) -> float:
         """Store the pod and delete it; `_bring_back` does the rest."""
-        if len(self._state.copies) >= _MOST_COPIES:
+        if len(self._state.copies) >= _MAX_COPIES:
             case.due = _now() + _LOOK_AGAIN_MAX_SECONDS
             return _LOOK_AGAIN_MAX_SECONDS
         before = self._state.tries.get(key)
@@ -409,14 +409,14 @@ class Rescue:
             return 0.0
         if not counts_each and made_anew.created_at(pod) <= known.created + _TOGETHER_SECONDS:
             return 0.0
-        if known.number >= MOST_TRIES:
+        if known.number >= MAX_TRIES:
             return None
         return max(0.0, known.last + PAUSE_SECONDS * 2.0 ** (known.number - 1) - now)
 
     def _count(self, key: str, created: float) -> int:
         known = self._state.tries.pop(key, _NO_TRIES)
         self._state.tries[key] = Tries(known.number + 1, self._clock(), created)
-        _shorten(self._state.tries, _MOST_KEYS)
+        _shorten(self._state.tries, _MAX_KEYS)
         return known.number + 1
 
     def _uncount(self, key: str, before: Tries | None) -> None:
@@ -506,7 +506,7 @@ class Rescue:
     def _finish(self, uid: str) -> None:
         self._drop(uid)
         self._done[uid] = None
-        _shorten(self._done, _MOST_DONE)
+        _shorten(self._done, _MAX_DONE)
 
     def _drop(self, uid: str) -> None:
         self._cases.pop(uid, None)
@@ -564,7 +564,7 @@ def _why_not(
         )
     if wait is None:
         return (
-            f"it had {MOST_TRIES} other chances and failed each time; find out why, and create it "
+            f"it had {MAX_TRIES} other chances and failed each time; find out why, and create it "
             "again"
         )
     return ""

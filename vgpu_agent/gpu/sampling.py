@@ -34,8 +34,8 @@ BATCH = 4
 # NVML answers with what it has seen since then.
 SINCE_MICROSECONDS = 1_000_000
 # Of the processes of a GPU; the rest is cut.
-MOST_ROWS = 1024
-_MOST_ROOM = 16 * MOST_ROWS  # a driver with more of them is not asked for all
+MAX_ROWS = 1024
+_MAX_ROOM = 16 * MAX_ROWS  # a driver with more of them is not asked for all
 
 SAMPLE_BYTES, PROCESS_BYTES = 32, 24
 # nvmlProcessesUtilizationInfo_t, version 1, and its rows: for drivers without the older call
@@ -193,7 +193,7 @@ class _Rows:
     def __init__(self, size: int) -> None:
         self._size = size
         self.count = ctypes.c_uint(0)
-        self.room = MOST_ROWS
+        self.room = MAX_ROWS
         self._make()
 
     def _make(self) -> None:
@@ -202,19 +202,19 @@ class _Rows:
 
     def grow(self) -> bool:
         """Make more room; tell whether that was possible."""
-        if self.room >= _MOST_ROOM:
+        if self.room >= _MAX_ROOM:
             return False
         self.room *= 2
         self._make()
         return True
 
     def view(self, number: int) -> memoryview:
-        """The first rows, at most `MOST_ROWS`."""
-        return self._view[: min(number, MOST_ROWS) * self._size]
+        """The first rows, at most `MAX_ROWS`."""
+        return self._view[: min(number, MAX_ROWS) * self._size]
 
     def take(self, rows: map[bytes]) -> memoryview:
         """Copy rows into the buffer."""
-        joined = b"".join(rows)[: MOST_ROWS * self._size]
+        joined = b"".join(rows)[: MAX_ROWS * self._size]
         self._view[: len(joined)] = joined
         return self._view[: len(joined)]
 

@@ -2,7 +2,7 @@
 
 Families that place pods by the links between GPUs (vgpu-manager §5.6) say how good the link of a
 pair is; this module finds the devices that hang together and, among them, the best set. Pure
-functions with bounded work: beyond `MOST_SETS` sets the search takes one device after the other.
+functions with bounded work: beyond `MAX_SETS` sets the search takes one device after the other.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
-MOST_SETS = 50_000
+MAX_SETS = 50_000
 
 
 def components(
@@ -66,7 +66,7 @@ def best_set(
     different = {worth for by_other in scores.values() for worth in by_other.values()}
     if len(different) == 1 and len(set(fixed.values())) == 1:
         return tuple(devices[:count])
-    if math.comb(len(devices), count) > MOST_SETS:
+    if math.comb(len(devices), count) > MAX_SETS:
         return _one_after_the_other(devices, count, scores, fixed)
     return _best_of_all(devices, count, scores, fixed)
 

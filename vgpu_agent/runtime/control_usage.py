@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from vgpu_agent.pods import PodCache
 
 _DEADLINE_SECONDS = 30.0
-_LONGEST_LIST_BYTES = process_list.MOST_READ * 11
+_LONGEST_LIST_BYTES = process_list.MAX_READ * 11
 _FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 _FILE = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
 

@@ -18,7 +18,7 @@ from vgpu_agent.runtime.host_files import replace_file, trouble
 
 NAME = "pids.config"
 # The library reads so many and no more.
-MOST_READ = 1024
+MAX_READ = 1024
 
 _MODE = 0o644
 _DIRECTORY = os.O_PATH | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC

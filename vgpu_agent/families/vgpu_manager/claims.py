@@ -18,11 +18,11 @@ from vgpu_agent.errors import AgentError, quoted
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
 
-MOST_CARDS = 16
+MAX_CARDS = 16
 """How many cards one container may have (vgpu-manager §5.2)."""
 
 # As many as no pod has; the API server takes 256 KiB of annotations.
-_MOST_ENTRIES = 4096
+_MAX_ENTRIES = 4096
 _INTEGER = re.compile(r"[-+]?[0-9]{1,18}", re.ASCII)
 _SHOWN = 80
 
@@ -69,8 +69,8 @@ def parse_claims(text: str) -> Claims:
     Raises:
         ClaimsTextError: an entry has another form; the message shows it.
     """
-    if text.count(",") + text.count(";") > _MOST_ENTRIES:
-        raise ClaimsTextError(f"more than {_MOST_ENTRIES} entries")
+    if text.count(",") + text.count(";") > _MAX_ENTRIES:
+        raise ClaimsTextError(f"more than {_MAX_ENTRIES} entries")
     segments = [segment for segment in text.replace(" ", "").split(";") if segment]
     if not segments:
         raise ClaimsTextError("it names no container, expected <container>[<claim>,…]")

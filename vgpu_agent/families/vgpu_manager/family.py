@@ -21,7 +21,7 @@ from vgpu_agent.errors import RequestRefusedError, UnhealthyDeviceError
 from vgpu_agent.families.device_lists import answer_number, edits_of, visible_device
 from vgpu_agent.families.family import Decision, Ownership, Question
 from vgpu_agent.families.vgpu_manager import node_state, pod_state
-from vgpu_agent.families.vgpu_manager.claims import MOST_CARDS
+from vgpu_agent.families.vgpu_manager.claims import MAX_CARDS
 from vgpu_agent.families.vgpu_manager.decisions import (
     asking_container,
     claimed_cards,
@@ -104,7 +104,7 @@ class VgpuManagerFamily:
         """A number of k means k different GPUs, so more than the node has can never be had."""
         if resource.name != self._options.keys.number:
             return
-        most = min(MOST_CARDS, len({entry.device for entry in resource.ids}))
+        most = min(MAX_CARDS, len({entry.device for entry in resource.ids}))
         if len(ids) > most:
             raise RequestRefusedError(
                 f"{resource.name}: {len(ids)} are asked for, and each must be another GPU; a "
@@ -127,7 +127,7 @@ class VgpuManagerFamily:
         memory = collections.Counter[str]()
         for container in pod.containers:
             count = container.limits.get(self._options.keys.number, 0)
-            if not 0 < count <= MOST_CARDS:  # also a bound: users may write any number there
+            if not 0 < count <= MAX_CARDS:  # also a bound: users may write any number there
                 continue
             number = Resource(self._options.keys.number, FAMILY, ())
             asked = Question(number, pod, container.name, ("",) * count, pod.node, inventory, ())

@@ -42,7 +42,7 @@ the texts grow with the GPUs.
 # NVML's levels of the common ancestor of two GPUs → link types of vgpu-manager §3.
 _PCI_LINKS = {0: 6, 10: 5, 20: 4, 30: 3, 40: 2, 50: 1}
 _NVLINKS_BASE = 6  # one NVLink is type 7
-_MOST_NVLINKS = 18  # more are published as that many
+_MAX_NVLINKS = 18  # more are published as that many
 
 _LABEL_VALUE = re.compile(r"[A-Za-z0-9]([-A-Za-z0-9_.]{0,61}[A-Za-z0-9])?")
 _CUDA_VERSION = re.compile(r"(\d{1,4})\.(\d{1,4})")
@@ -213,7 +213,7 @@ def link_types(link: Link) -> list[int]:
     """Return the types of a link, that of the PCIe bus first (vgpu-manager §3)."""
     nvlinks = link.nvlinks or link.switch_links
     types = [_PCI_LINKS[link.pci]] if link.pci in _PCI_LINKS else []
-    return [*types, _NVLINKS_BASE + min(nvlinks, _MOST_NVLINKS)] if nvlinks else types
+    return [*types, _NVLINKS_BASE + min(nvlinks, _MAX_NVLINKS)] if nvlinks else types
 
 
 def too_long_texts(inventory: Inventory, options: VgpuManagerOptions) -> tuple[str, ...]:

@@ -14,7 +14,7 @@ import dataclasses
 from typing import TYPE_CHECKING
 
 from vgpu_agent.errors import RequestRefusedError, quoted
-from vgpu_agent.families.vgpu_manager.claims import MOST_CARDS
+from vgpu_agent.families.vgpu_manager.claims import MAX_CARDS
 from vgpu_agent.isolation.vgpu_control import DISABLED_BY, ComputePolicy, is_switched_on
 
 if TYPE_CHECKING:
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 # What a container sets itself, as literal values (vgpu-manager §4.1).
 OVERSOLD, DISABLED = "CUDA_MEM_OVERSOLD", DISABLED_BY
 
-_MOST_MIB = 2**40  # more than any card has
+_MAX_MIB = 2**40  # more than any card has
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -98,11 +98,11 @@ def read_request(pod: Pod, container: PodContainer, keys: Keys, factor: int) -> 
             f"{quoted(text or str(value), 40)}; expected {expected}"
         )
 
-    number = limit(keys.number, most=MOST_CARDS, expected=f"a number of GPUs, at most {MOST_CARDS}")
+    number = limit(keys.number, most=MAX_CARDS, expected=f"a number of GPUs, at most {MAX_CARDS}")
     cores = limit(keys.cores, most=100, expected="percent of each GPU's compute, 0 to 100")
     memory = limit(
         keys.memory,
-        most=_MOST_MIB // factor,
+        most=_MAX_MIB // factor,
         expected=f"a plain number of {factor} MiB on each GPU, such as 3000, without Mi or Gi",
     )
     if not cores and not memory:

@@ -30,7 +30,7 @@ from vgpu_agent import log
 from vgpu_agent.errors import ClusterError, SimulationError
 from vgpu_agent.sim.vgpu_manager import words
 from vgpu_agent.sim.vgpu_manager.ledger import (
-    MOST_CARDS,
+    MAX_CARDS,
     NodeLedger,
     asked_by,
     holds_claim,
@@ -57,7 +57,7 @@ SCHEDULER_NAME = "vgpu-scheduler"
 POLICIES = ("none", "binpack", "spread")
 
 _PERIOD_SECONDS = 0.02
-_MOST_CORES = 100
+_MAX_CORES = 100
 _REFUSALS = (400, 403, 404, 409, 422)
 _logger = log.get(__name__)
 
@@ -170,7 +170,7 @@ class VgpuExtender:
         pods = self._seen_pods()
         asked = asked_by(pod, keys)
         if any(
-            each.cores > _MOST_CORES or each.number > MOST_CARDS
+            each.cores > _MAX_CORES or each.number > MAX_CARDS
             for each in (*asked.init, *asked.sidecars, *asked.apps)
         ):
             return _Chosen(why="a container asks for more than 100 cores or 16 GPUs")

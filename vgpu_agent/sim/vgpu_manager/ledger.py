@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from vgpu_agent.sim.volcano.resources import Object
 
 STUCK_SECONDS = 30.0
-MOST_CARDS = 16
+MAX_CARDS = 16
 _WHOLE_CORES = 100
 _ANNOTATIONS = ("device-register", "config-info")
 
