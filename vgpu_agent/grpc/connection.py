@@ -145,8 +145,7 @@ class Connection(H2Protocol):
         )
         if sum(self._costs.values()) > self._most_bytes:
             self._end(
-                f"it sent more than {self._most_bytes // 1024} KiB in messages that are not "
-                "complete"
+                f"it sent more than {_size(self._most_bytes)} in messages that are not complete"
             )
 
     def _count_reset(self, event: StreamReset) -> None:
@@ -182,3 +181,8 @@ def _both(first: Callable[[Any], None], second: Callable[[Any], None]) -> Callab
         second(event)
 
     return process
+
+
+def _size(count: int) -> str:
+    mib, rest = divmod(count, 1024 * 1024)
+    return f"{count // 1024} KiB" if rest else f"{mib} MiB"
