@@ -6,6 +6,7 @@ a start.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
 import subprocess
@@ -18,6 +19,7 @@ from tests.real_node.rig.errors import RequirementError
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+_INSTANCES, _ENOUGH_INSTANCES = Path("/proc/sys/fs/inotify/max_user_instances"), 1024
 CNI_PLUGINS = Path("/usr/lib/cni")
 BUSYBOX = Path("/bin/busybox")
 _SYSTEM_PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
@@ -87,6 +89,17 @@ def ensure_packages(say: Callable[[str], None]) -> None:
             f"apt-get could not install {', '.join(still)}: "
             f"{' '.join(result.stderr.strip().splitlines()[-3:])}"
         )
+
+
+def allow_watches() -> None:
+    """Raise how many inotify instances this machine's root may have, where that is little.
+
+    A rig has 17 and each further node 10, and several rigs are up at once; many systems allow 128.
+    Where it may not be raised, a kubelet that finds none left says so.
+    """
+    with contextlib.suppress(OSError):
+        if int(_INSTANCES.read_text()) < _ENOUGH_INSTANCES:
+            _INSTANCES.write_text(str(_ENOUGH_INSTANCES))
 
 
 def _apt(command: list[str]) -> subprocess.CompletedProcess[str]:

@@ -45,6 +45,7 @@ def prepare(say: Callable[[str], None]) -> tuple[Path, Path, Path]:
         RigError: a build fails.
     """
     host.ensure_packages(say)
+    host.allow_watches()
     return build.ensure(build.KUBERNETES, say), build.ensure(build.CONTAINERD, say), images.ensure()
 
 
