@@ -300,7 +300,9 @@ def test_a_new_sandbox_begins_with_the_first_container() -> None:
     pod = a_pod("train", init("first"), init("second"), "main")
     pod = told(pod, "first", completed=True, ended_at=90.0)
     anew = dataclasses.replace(pod, in_new_sandbox=True)
-    assert starting_container(anew, ORDER, record("main"), settled=False) == "first"
+    assert starting_container(anew, ORDER, record("main"), settled=True) == "first"
+    over = told(anew, "main", ended_at=101.0)
+    assert starting_container(over, ORDER, record("main"), settled=False) == "first"
     assert starting_container(anew, ORDER, record("first"), settled=True) == "first"
 
 
@@ -350,6 +352,19 @@ def test_whatever_happens_each_start_is_known(steps: list[tuple[str, float]]) ->
         pod = dataclasses.replace(pod, in_new_sandbox=anew)
         turn = 0 if anew else turn + well
         now += 1.0  # between the end of a container and the next start
+
+
+def test_a_status_from_before_the_last_start_is_not_of_a_new_sandbox(pod: Pod) -> None:
+    """A watch may be behind: after a reboot it still shows that there is no sandbox when the second
+    container has started in it.
+    """
+    pod = a_pod("train", init("first"), init("second"), "main")
+    pod = told(pod, "first", completed=True, ended_at=90.0)
+    pod = told(pod, "second", completed=True, ended_at=95.0)
+    behind = dataclasses.replace(pod, in_new_sandbox=True)
+    assert starting_container(behind, ORDER, record("second"), settled=False) is None
+    now = told(pod, "second", completed=True, ended_at=101.0)
+    assert starting_container(now, ORDER, record("second"), settled=False) == "main"
 
 
 def test_an_init_container_without_gpu_tells_of_a_new_sandbox_too() -> None:

@@ -49,14 +49,15 @@ def starting_container(
     place = places[last.owner.container]
     served = order[place]
     # The status has whole seconds.
-    succeeded = served.completed and served.ended_at >= math.floor(last.decided_at)
-    if pod.in_new_sandbox or (place and _ended_since(pod, first.name, last)):
-        # All containers start anew; or this is the sandbox of that very start.
-        known = place or succeeded or settled
-        return first.name if known else None
+    ended = served.ended_at >= math.floor(last.decided_at)
+    if place and _ended_since(pod, first.name, last):
+        return first.name  # all containers start anew
+    if pod.in_new_sandbox:
+        # They do; or the status is older than that start, and this is its sandbox.
+        return first.name if ended or settled else None
     if served.kind is not ContainerKind.INIT or place + 1 == len(order):
         return served.name
-    if succeeded:
+    if served.completed and ended:
         return order[place + 1].name
     failed = served.ended_at > last.decided_at and not served.completed
     return served.name if settled or failed else None
