@@ -117,7 +117,7 @@ async def test_a_cgroup_named_like_another_container_changes_nothing(
 async def test_a_process_that_moves_on_between_connection_and_call_is_refused(
     stage: Stage, pods: Kubepods
 ) -> None:
-    """What counts is where it is when the list is written."""
+    """It counts where it is when the list is written."""
     before, after = pods.container(), pods.container()
     lists = stage.add(before, known=False), stage.add(after)
     process, keeps = before.start(), before.start()

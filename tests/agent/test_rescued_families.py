@@ -1,4 +1,4 @@
-"""Whose failed pods get another chance, and what is taken off them."""
+"""The families whose failed pods get another chance, and the keys that are taken off them."""
 
 from __future__ import annotations
 

@@ -28,7 +28,7 @@ async def stage(folder: Path) -> AsyncIterator[ManagerStage]:
 
 
 def seen_by_the_library(came: Received, folder: Path, *words: object) -> list[str]:
-    """What our client says inside the container."""
+    """The output of our client inside the container."""
     root = folder / "container"
     if not root.exists():
         mounts = [Mount(at, source, ro) for at, (source, ro) in came.mounts.items()]

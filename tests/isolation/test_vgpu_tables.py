@@ -49,12 +49,12 @@ def filled(size: int, head: bytes, changes: tuple[tuple[int, bytes], ...]) -> by
 
 
 def read_ledger(table: bytearray) -> tuple[Spilled, ...] | Unreadable:
-    """What the agent reads in a ledger."""
+    """The rows that the agent reads in a ledger."""
     return read_vmem(len(table), lambda at, size: bytes(table[at : at + size]))
 
 
 def read_compute(table: bytearray) -> tuple[SmUse, ...] | Unreadable:
-    """What the agent reads in a table of compute."""
+    """The values that the agent reads in a table of compute."""
     return read_sm_node(len(table), lambda at, size: bytes(table[at : at + size]))
 
 

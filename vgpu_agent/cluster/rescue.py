@@ -88,7 +88,7 @@ class _Case:
 
 @dataclasses.dataclass(slots=True)
 class _Return:
-    """When a copy is looked at again."""
+    """The time at which a copy is looked at again."""
 
     backoff: Backoff = dataclasses.field(default_factory=Backoff)
     pause: float = _LOOK_AGAIN_SECONDS

@@ -15,6 +15,7 @@ import dataclasses
 import enum
 from typing import TYPE_CHECKING, Protocol
 
+from vgpu_agent.errors import RequestRefusedError
 from vgpu_agent.families.node_lock import NodeLocks
 from vgpu_agent.placement.mixing import ALONE
 
@@ -25,7 +26,7 @@ if TYPE_CHECKING:
     from vgpu_agent.model import DeviceRoom, Grant, Inventory, Resource, Share
     from vgpu_agent.nodes import DesiredNode, Node
     from vgpu_agent.placement.mixing import Neighbours
-    from vgpu_agent.pods import DesiredPod, Pod
+    from vgpu_agent.pods import DesiredPod, Pod, PodContainer
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -160,6 +161,21 @@ class Question:
     taken: Mapping[str, Grant] = dataclasses.field(default_factory=dict)
     neighbours: Neighbours = ALONE
     node_annotations: Mapping[str, str] = dataclasses.field(default_factory=dict)
+
+
+def asking_container(question: Question) -> PodContainer:
+    """The container of the question as the pod specifies it.
+
+    Raises:
+        RequestRefusedError: the pod has no such container.
+    """
+    if container := question.pod.container(question.container):
+        return container
+    raise RequestRefusedError(
+        f"pod {question.pod.full_name}: the kubelet gave {len(question.ids)} × "
+        f"{question.resource.name} to container {question.container}, and the pod's specification "
+        "has no container of that name"
+    )
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

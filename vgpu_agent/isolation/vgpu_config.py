@@ -155,7 +155,7 @@ def slot_offset(index: int) -> int:
 
 
 def limits_offset(index: int) -> int:
-    """Where the limits begin within that slot."""
+    """The offset of the limits within that slot."""
     return slot_offset(index) + _LIMITS_AT
 
 

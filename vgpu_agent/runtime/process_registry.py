@@ -396,7 +396,7 @@ class ProcessRegistry:
     def _look(
         self, owners: dict[tuple[str, str], _Registered]
     ) -> dict[tuple[str, str], str | None]:
-        """Why a list could not be written, or nothing; None where the container has ended."""
+        """Return why a list could not be written, or ""; None where the container has ended."""
         outcomes: dict[tuple[str, str], str | None] = {}
         for owner, one in owners.items():
             new = process_list.content(self._cgroups.processes(one.member))

@@ -90,7 +90,7 @@ def test_each_key_of_the_vocabulary_is_in_the_domain(domain: str) -> None:
 
 
 def test_resources_and_the_node_are_in_the_domain() -> None:
-    """What the kubelet, quotas and schedulers see."""
+    """The kubelet, quotas and schedulers see the same names."""
     family = family_in(THEIRS.domain)
     assert [resource.name for resource in family.resources(INVENTORY)] == [THEIRS.number]
     desired = family.desired_node(NodeView(Node("n"), INVENTORY, {}, {}, 0.0))

@@ -22,7 +22,7 @@ def test_a_range_is_a_range_in_either_spelling(word: str) -> None:
 
 
 def test_indices_ranges_and_uuids_may_be_mixed() -> None:
-    """As one list."""
+    """Together they are one list."""
     assert read_excluded(["7", "0-0", UUID]) == Excluded(frozenset({UUID}), frozenset({0, 7}), ())
 
 

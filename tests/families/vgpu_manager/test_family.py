@@ -1,4 +1,6 @@
-"""What a container gets of the family, and how its limits reach the backend (vgpu-manager §7)."""
+"""The shares that a container gets of the family, and the limits that its backend is given
+(vgpu-manager §7).
+"""
 
 from __future__ import annotations
 

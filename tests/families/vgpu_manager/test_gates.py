@@ -34,7 +34,7 @@ def test_a_gate_is_known_by_its_name_and_by_the_one_before(new: str, old: str, f
 
 
 def test_all_gates_are_off_by_default() -> None:
-    """As in the replaced plugin; its Helm chart turns some of them on."""
+    """The defaults are those of the replaced plugin; its Helm chart turns some of them on."""
     assert read_gates([]) == Gates()
     assert on(Gates()) == set()
 

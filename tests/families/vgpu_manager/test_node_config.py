@@ -33,7 +33,7 @@ PATH = {"vgpu_manager": VgpuManager(node_config_file=YAML), "node_name": NODE}
 
 
 def read(text: str, *, file: str = YAML, node: str = NODE) -> NodeConfig:
-    """What a text means for one node."""
+    """The meaning of a text for one node."""
     return read_node_config(text, node, file)
 
 
@@ -121,7 +121,7 @@ def test_a_name_is_exact_or_a_whole_regular_expression(name: str, matches: bool)
 
 
 def test_the_first_entry_that_matches_counts_alone() -> None:
-    """What a later one says is not added to it."""
+    """The values of a later one are not added to it."""
     text = json.dumps(
         [
             {"nodeName": "gpu-.*", "deviceSplitCount": 4},

@@ -224,7 +224,7 @@ def test_a_gate_of_another_program_is_named() -> None:
 
 
 def test_a_flag_of_the_family_says_so_while_it_is_off() -> None:
-    """As for the other families."""
+    """The same holds for the other families."""
     assert load({"--device-split-count": "3"}, "version: v1\n").warnings == (
         "--device-split-count: has no effect without the family; set families.vgpuManager: true",
     )

@@ -51,7 +51,7 @@ async def started(node: Place, pod: Pod, *ids: str) -> None:
 
 
 def shares(node: Place) -> dict[tuple[str, str] | None, tuple[Share, ...]]:
-    """What the ledger has, by container."""
+    """The grants in the ledger, by container."""
     return {grant.decided_for: grant.shares for grant in node.ledger.grants}
 
 

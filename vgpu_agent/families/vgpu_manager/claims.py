@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
 
 MAX_CARDS = 16
-"""How many cards one container may have (vgpu-manager §5.2)."""
+"""The most cards that one container may have (vgpu-manager §5.2)."""
 
 # As many as no pod has; the API server takes 256 KiB of annotations.
 _MAX_ENTRIES = 4096

@@ -13,6 +13,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from vgpu_agent.errors import RequestRefusedError, listed, quoted
+from vgpu_agent.families.family import asking_container
 from vgpu_agent.families.vgpu_manager.claims import (
     ClaimsTextError,
     ContainerClaim,
@@ -27,25 +28,10 @@ if TYPE_CHECKING:
     from vgpu_agent.families.vgpu_manager.claims import DeviceClaim
     from vgpu_agent.families.vgpu_manager.options import VgpuManagerOptions
     from vgpu_agent.families.vgpu_manager.requests import Request
-    from vgpu_agent.pods import Pod, PodContainer
+    from vgpu_agent.pods import Pod
 
 _REMEDY = "delete the pod, so that its owner makes a new one that is scheduled anew"
 _COPIED = f"{_REMEDY}, without this annotation in its template"
-
-
-def asking_container(question: Question) -> PodContainer:
-    """The container of the question as the pod specifies it.
-
-    Raises:
-        RequestRefusedError: the pod has no such container.
-    """
-    if container := question.pod.container(question.container):
-        return container
-    raise RequestRefusedError(
-        f"pod {question.pod.full_name}: the kubelet gave {len(question.ids)} × "
-        f"{question.resource.name} to container {question.container}, and the pod's specification "
-        "has no container of that name"
-    )
 
 
 def claimed_cards(question: Question, options: VgpuManagerOptions) -> ContainerClaim | None:

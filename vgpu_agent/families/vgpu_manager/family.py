@@ -19,11 +19,10 @@ from typing import TYPE_CHECKING
 
 from vgpu_agent.errors import RequestRefusedError, UnhealthyDeviceError
 from vgpu_agent.families.device_lists import answer_number, edits_of, visible_device
-from vgpu_agent.families.family import Decision, Ownership, Question
+from vgpu_agent.families.family import Decision, Ownership, Question, asking_container
 from vgpu_agent.families.vgpu_manager import node_state, pod_state
 from vgpu_agent.families.vgpu_manager.claims import MAX_CARDS
 from vgpu_agent.families.vgpu_manager.decisions import (
-    asking_container,
     claimed_cards,
     disagreement,
 )

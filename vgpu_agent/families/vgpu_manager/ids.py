@@ -11,7 +11,7 @@ import binascii
 import dataclasses
 
 CARDS = 256
-"""How many cards of a node ids can tell apart: the number takes one byte of the packed value."""
+"""The most cards that ids can tell apart: the number takes one byte of the packed value."""
 
 _LONGEST = 14  # characters of a varint of ten bytes, the longest that protobuf has
 _TO_URL = bytes.maketrans(b"+/", b"-_")

@@ -14,7 +14,7 @@ import collections
 from typing import TYPE_CHECKING
 
 from vgpu_agent.errors import RequestRefusedError, quoted
-from vgpu_agent.families.family import Question
+from vgpu_agent.families.family import Question, asking_container
 from vgpu_agent.families.volcano_vgpu.pod_devices import (
     SEGMENT_END,
     Assigned,
@@ -41,21 +41,6 @@ TO_ALLOCATE = "volcano.sh/devices-to-allocate"
 
 _REMEDY = "delete the pod, so that its owner makes a new one that is scheduled anew"
 _COPIED = f"{_REMEDY}, without this annotation in its template"
-
-
-def asking_container(question: Question) -> PodContainer:
-    """The container of the question as the pod specifies it.
-
-    Raises:
-        RequestRefusedError: the pod has no such container.
-    """
-    if container := question.pod.container(question.container):
-        return container
-    raise RequestRefusedError(
-        f"pod {question.pod.full_name}: the kubelet gave {len(question.ids)} × "
-        f"{question.resource.name} to container {question.container}, and the pod's specification "
-        "has no container of that name"
-    )
 
 
 def decided_shares(question: Question, offer: Offer) -> tuple[Share, ...] | None:

@@ -18,10 +18,9 @@ from typing import TYPE_CHECKING
 
 from vgpu_agent.errors import RequestRefusedError, UnhealthyDeviceError
 from vgpu_agent.families.device_lists import answer_number, edits_of, visible_device
-from vgpu_agent.families.family import Decision, Ownership
+from vgpu_agent.families.family import Decision, Ownership, asking_container
 from vgpu_agent.families.volcano_vgpu.decisions import (
     IDS,
-    asking_container,
     decided_gpus,
     decided_shares,
     refused,

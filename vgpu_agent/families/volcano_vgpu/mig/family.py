@@ -18,8 +18,8 @@ from typing import TYPE_CHECKING
 
 from vgpu_agent.errors import RequestRefusedError, UnhealthyDeviceError
 from vgpu_agent.families.device_lists import answer_number, edits_of, visible_device
-from vgpu_agent.families.family import Decision
-from vgpu_agent.families.volcano_vgpu.decisions import IDS, asking_container, decided_segment
+from vgpu_agent.families.family import Decision, asking_container
+from vgpu_agent.families.volcano_vgpu.decisions import IDS, decided_segment
 from vgpu_agent.families.volcano_vgpu.family import VolcanoVgpuFamily
 from vgpu_agent.families.volcano_vgpu.mig.decisions import followed, placed, remembered
 from vgpu_agent.families.volcano_vgpu.mig.layouts import (
