@@ -189,7 +189,7 @@ class Agent:
         )
         self._mig = MigDivider.from_settings(settings, self._watch)
         self._starting = StartingPods(
-            self._cluster.book,
+            self._cluster.pod_cache,
             self._ledger,
             served=lambda: self._allocator.late_start.served,
             longest_seconds=settings.cluster.starts_first_seconds,
@@ -200,7 +200,7 @@ class Agent:
                 inventory=lambda: self._watch.inventory.value,
                 journal=self._journal,
                 node=settings.node_name_or_hostname,
-                pods=self._cluster.book,
+                pods=self._cluster.pod_cache,
                 read_records=KubeletRecordsReader(
                     self._pod_resources,
                     kubelet.checkpoint_path,
@@ -251,7 +251,7 @@ class Agent:
             directory=directory,
             allocator=self._allocator,
             ledger=self._ledger,
-            book=self._cluster.book,
+            pod_cache=self._cluster.pod_cache,
             directories=grants_in,
             shared_directories=[
                 backend.replaced(backend.host_directory(settings))
@@ -267,7 +267,7 @@ class Agent:
             settings=kubelet,
             kubelet=self._kubelet,
             pod_resources=self._pod_resources,
-            book=self._cluster.book,
+            pod_cache=self._cluster.pod_cache,
             journal=self._journal,
             servers=lambda: self._offering.plugins,
             kubelet_age=functools.partial(sockets.age_seconds, kubelet.kubelet_socket),
@@ -279,14 +279,14 @@ class Agent:
             journal=self._journal,
         )
         self._usages = ContainerUsages(
-            self._cluster.book,
+            self._cluster.pod_cache,
             (HAMI_CORE.containers_directory(settings), before, DIRECTORY_BEFORE_1_12),
             self._journal,
             pause_seconds=settings.gpu.usage_seconds,
             proc_root=settings.gpu.proc_root,
         )
         self._controlled = ControlledUses(
-            self._cluster.book,
+            self._cluster.pod_cache,
             VGPU_CONTROL.containers_directory(settings),
             self._journal,
             pause_seconds=settings.gpu.usage_seconds,
@@ -295,7 +295,7 @@ class Agent:
             self._families.services,
             ledger=self._ledger,
             watch=self._watch,
-            pods=self._cluster.book,
+            pods=self._cluster.pod_cache,
             supervisor=self._supervisor,
             journal=self._journal,
             proc_root=settings.gpu.proc_root,
@@ -430,7 +430,7 @@ class Agent:
         )
         self._supervisor.start("device nodes", nodes)
         self._supervisor.start("vanished devices", self._vanished.run)
-        self._supervisor.start("remembered slices", self._vanished.remember)
+        self._supervisor.start("remembered MIG instances", self._vanished.remember)
         self._supervisor.start(
             "verification",
             functools.partial(self._verification.run, self._beat("verification")),
@@ -548,7 +548,7 @@ class Agent:
         """
         known = (
             frozenset(offer.name for offer in self._ledger.resources),
-            self._cluster.book.synced.is_set(),
+            self._cluster.pod_cache.synced.is_set(),
         )
         if known != self._understood:
             self._understood = known
@@ -561,11 +561,11 @@ class Agent:
         all when their first turn is over.
         """
         while True:
-            pods, ledger = self._cluster.book.revision.version, self._ledger.revision.version
+            pods, ledger = self._cluster.pod_cache.revision.version, self._ledger.revision.version
             self._ledger.end_turns()
             self._allocator.refresh_claims()
             await first_of(
-                self._cluster.book.revision.newer_than(pods),
+                self._cluster.pod_cache.revision.newer_than(pods),
                 self._ledger.revision.newer_than(ledger),
                 self._refusals.revision.newer_than(self._refusals.revision.version),
                 timeout_seconds=self._ledger.turn_ends_in_seconds,

@@ -242,7 +242,7 @@ class CdiController:
 
     async def inline(self, names: Sequence[str]) -> InlinedEdits:
         """Return the edits behind CDI names; wait a moment for a spec that is being made because a
-        slice was cut for this container.
+        MIG instance was cut for this container.
 
         Raises:
             CarrierError: the names do not resolve now.

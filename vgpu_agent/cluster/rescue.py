@@ -109,7 +109,7 @@ class Rescue:
         self,
         api: Api,
         node_name: str,
-        book: PodCache,
+        pod_cache: PodCache,
         resources: Callable[[], Collection[str]],
         refusals: Callable[[], Iterable[Refusal]],
         wake: Revision,
@@ -126,7 +126,7 @@ class Rescue:
         Args:
             api: the API server.
             node_name: our Node's name.
-            book: the pods of this node; an end in it makes this look for failed ones.
+            pod_cache: the pods of this node; an end in it makes this look for failed ones.
             resources: the names of the resources whose pods get another chance.
             refusals: the starts that are refused at the moment; those that are final count.
             wake: advances with each change of ``refusals``.
@@ -137,7 +137,7 @@ class Rescue:
             clock: unix seconds.
             look_seconds: how often the loop sends a heartbeat.
         """
-        self._api, self._node_name, self._book, self._wake = api, node_name, book, wake
+        self._api, self._node_name, self._pod_cache, self._wake = api, node_name, pod_cache, wake
         self._resources, self._refusals, self._stale = resources, refusals, frozenset(stale)
         self._events, self._copies, self._journal, self._clock = events, copies, journal, clock
         self._look_seconds = look_seconds
@@ -157,7 +157,7 @@ class Rescue:
         self._state = await self._copies.read()
         while True:
             beat()
-            versions = Versions(self._wake, self._book.revision)
+            versions = Versions(self._wake, self._pod_cache.revision)
             pause = await self.look_once()
             await versions.passed(timeout_seconds=pause)
 
@@ -182,11 +182,11 @@ class Rescue:
 
     async def _find_failed(self) -> float:
         """List the failed pods once any pod has ended, or may have; seconds until that is due."""
-        if self._seen == (self._book.ends, self._book.lists):
+        if self._seen == (self._pod_cache.ends, self._pod_cache.lists):
             return self._look_seconds
         if (left := max(self._list_due - _now(), self._listing.seconds_left)) > 0:
             return left
-        seen = self._book.ends, self._book.lists
+        seen = self._pod_cache.ends, self._pod_cache.lists
         try:
             await self._list_failed()
         except ClusterError as err:

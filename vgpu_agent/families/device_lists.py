@@ -220,7 +220,7 @@ def _id_of(device: VisibleDevice, strategy: str) -> str:
 
 def _device_nodes(devices: Sequence[VisibleDevice], options: ListOptions) -> tuple[DeviceNode, ...]:
     """Control nodes, then those of the devices, then IMEX channels; each once, also where two
-    slices have one GPU's node (nvidia D13).
+    MIG instances have one GPU's node (nvidia D13).
     """
     root = options.device_root.rstrip("/")
     paths = (*options.control_nodes, *(node for device in devices for node in device.nodes))

@@ -100,8 +100,8 @@ class MigInstancesFamily(abc.ABC):
             if instance.compute_slices != instance.gpu_slices
         )
         unread = tuple(
-            f"slices of GPU {gpu.index} ({gpu.uuid}) cannot be read, so they are not offered: "
-            f"{gpu.mig_trouble}"
+            f"MIG instances of GPU {gpu.index} ({gpu.uuid}) cannot be read, so they are not "
+            f"offered: {gpu.mig_trouble}"
             for gpu in self.divided_gpus(inventory)
             if gpu.mig_trouble
         )

@@ -257,7 +257,7 @@ class Nvml:
             if err.code in {return_codes.NOT_FOUND, return_codes.NOT_SUPPORTED}:
                 return None
             raise
-        # a call about a slice is a call about its GPU
+        # a call about a MIG instance is a call about its GPU
         self._uuids[_address(mig)] = self._uuids.get(_address(handle), "")
         return mig
 

@@ -94,8 +94,11 @@ def _conflicting_holder(device: str, resource: Resource, known: Context) -> str:
                     "" if not by_ids and known.lasts(gpu, resource.family) else serves(grant.family)
                 )
             if by_ids and share.device != device and gpu in (share.device, device):
-                # From before MIG mode was switched: a GPU and its slices are never both given out.
-                whole = "the whole GPU" if share.device == gpu else f"the slice {share.device}"
+                # From before MIG mode was switched: a GPU and its MIG instances are never both
+                # given out.
+                whole = (
+                    "the whole GPU" if share.device == gpu else f"the MIG instance {share.device}"
+                )
                 return f"a container still holds {whole} ({listed(grant.ids)})"
             # Ids from before a change of replicas: whole and shared holders never mix on one
             # device.

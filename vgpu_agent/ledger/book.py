@@ -65,8 +65,8 @@ class Ledger:
     """Devices, offers and grants.
 
     State: everything is rebuilt after a restart from NVML and from the kubelet's records, but for
-    `slices`, the MIG instances that were ever seen, which `agent` keeps. `revision` advances when a
-    list that the kubelet should see, a grant or a claim has changed.
+    `mig_instances`, the MIG instances that were ever seen, which `agent` keeps. `revision` advances
+    when a list that the kubelet should see, a grant or a claim has changed.
 
     Attributes:
         withdrawn: advances when a family is offered less than before, because of another one.
@@ -88,7 +88,7 @@ class Ledger:
         self.withdrawn = Revision()
         self._clock, self._wall_clock = clock, wall_clock
         self._devices: dict[str, Device] = {}
-        self.slices: dict[str, Device] = {}
+        self.mig_instances: dict[str, Device] = {}
         self._cordons = Cordons()
         self._offers = Offers()
         self._grants = Grants(self._offers)
@@ -110,7 +110,7 @@ class Ledger:
         seen = with_gone(
             devices_of(inventory),
             before=self._devices,
-            slices=self.slices,
+            mig_instances=self.mig_instances,
             held=self._grants.held_devices(),
         )
         if seen != self._devices:
@@ -701,7 +701,9 @@ class Ledger:
             not self.rebuilt and (initial or self._holders_unknown),
         )
         if corrections:
-            self._devices |= gone(self._grants.held_devices() - self._devices.keys(), self.slices)
+            self._devices |= gone(
+                self._grants.held_devices() - self._devices.keys(), self.mig_instances
+            )
         if corrections or self._holders_unknown != unknown_before:
             self._changed()
         return corrections

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from vgpu_agent.status import Problem, ProblemKind
-from vgpu_agent.web import slices
+from vgpu_agent.web import mig
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -65,7 +65,7 @@ def _gpus(inventory: Inventory) -> Iterator[Problem]:
             )
         else:
             for instance in gpu.mig_instances:
-                if reason := slices.why_withheld(gpu, instance):
+                if reason := mig.why_withheld(gpu, instance):
                     text = (
                         f"MIG instance {instance.uuid} ({instance.profile}) is not offered: "
                         f"{reason}"
@@ -157,7 +157,7 @@ def _left_over(status: AgentStatus) -> Iterator[Problem]:
 
 
 def _vanished(status: AgentStatus) -> Iterator[Problem]:
-    for grant, device in slices.on_missing_devices(status):
+    for grant, device in mig.on_missing_devices(status):
         who = (
             grant.owner.pod_name
             if grant.owner

@@ -13,7 +13,7 @@ import platform
 from typing import TYPE_CHECKING
 
 from vgpu_agent.status import NvmlState
-from vgpu_agent.web import binding, slices, views
+from vgpu_agent.web import binding, mig, views
 from vgpu_agent.web.limits import Limits
 
 if TYPE_CHECKING:
@@ -128,14 +128,14 @@ def mig_instances_healthy(moment: Moment) -> Iterator[Row]:
         for instance in gpu.mig_instances:
             yield (
                 (gpu.uuid, instance.uuid, instance.profile),
-                not slices.why_withheld(gpu, instance),
+                not mig.why_withheld(gpu, instance),
             )
 
 
 def grants_on_missing_devices(moment: Moment) -> Iterator[Row]:
     """By resource, also for one that is no longer offered because its devices are gone."""
     counts = collections.Counter(
-        grant.resource for grant, _ in slices.on_missing_devices(moment.status)
+        grant.resource for grant, _ in mig.on_missing_devices(moment.status)
     )
     names = {plugin.resource for plugin in moment.status.plugins} | counts.keys()
     return (((name,), counts[name]) for name in sorted(names))

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 _COALESCING_SECONDS = 0.1
 
 
-class RememberedSlice(msgspec.Struct, frozen=True, rename="camel"):
+class RememberedInstance(msgspec.Struct, frozen=True, rename="camel"):
     """One MIG instance that this node has or had: its UUID, its GPU's, and its memory."""
 
     uuid: str
@@ -39,7 +39,7 @@ class RememberedSlice(msgspec.Struct, frozen=True, rename="camel"):
     memory_mib: int
 
 
-class SliceMemory:
+class InstanceMemory:
     """The file in ``directory`` with the GPU of each MIG instance.
 
     The kubelet's records name an instance by its UUID only, and its GPU may be divided anew while a
@@ -49,8 +49,8 @@ class SliceMemory:
     def __init__(self, directory: str) -> None:
         self._file = StateFile(
             directory,
-            "slices.json",
-            tuple[RememberedSlice, ...],
+            "mig-instances.json",
+            tuple[RememberedInstance, ...],
             when_unreadable=(
                 "it will be written again; until then pods on removed MIG instances block nothing"
             ),
@@ -66,12 +66,12 @@ class SliceMemory:
         self._written = frozenset(each.uuid for each in found)
         return {each.uuid: Device(each.uuid, each.gpu, each.memory_mib) for each in found}
 
-    async def keep(self, slices: Mapping[str, Device]) -> None:
-        """Write ``slices``, when they differ from what was written last."""
-        if slices.keys() == self._written:
+    async def keep(self, instances: Mapping[str, Device]) -> None:
+        """Write ``instances``, when they differ from what was written last."""
+        if instances.keys() == self._written:
             return
         facts = tuple(
-            RememberedSlice(each.uuid, each.gpu, each.memory_mib) for each in slices.values()
+            RememberedInstance(each.uuid, each.gpu, each.memory_mib) for each in instances.values()
         )
         if await self._file.write(facts):
             self._written = frozenset(each.uuid for each in facts)
@@ -92,7 +92,7 @@ class MissingDevices:
         inventory: Callable[[], Inventory],
         journal: Journal,
     ) -> None:
-        self._memory = SliceMemory(settings.state_directory)
+        self._memory = InstanceMemory(settings.state_directory)
         self._ledger = ledger
         self._inventory = inventory
         self._journal = journal
@@ -102,7 +102,7 @@ class MissingDevices:
         """Give the ledger the MIG instances from before the agent's start;
         call this before anything is offered.
         """
-        self._ledger.slices.update(await self._memory.recall())
+        self._ledger.mig_instances.update(await self._memory.recall())
 
     async def run(self) -> None:
         """Look at every change of devices or grants, until cancelled; a loop for the supervisor."""
@@ -114,7 +114,7 @@ class MissingDevices:
         a loop of its own, because a disk may hang.
         """
         async for _ in self._ledger.revision.changes(coalesce_seconds=_COALESCING_SECONDS):
-            await self._memory.keep(self._ledger.slices)
+            await self._memory.keep(self._ledger.mig_instances)
 
     def look(self) -> None:
         """Report what is new: a pod that lost its device, or a device that came back to its pod.
@@ -128,7 +128,7 @@ class MissingDevices:
         for (number, device), grant in vanished.items():
             # the holder is known a second later at the latest
             if grant.owner is not None and self._reported.is_new((number, device)):
-                known = self._ledger.slices.get(device)
+                known = self._ledger.mig_instances.get(device)
                 self._journal.record(
                     "grant.device_missing",
                     level="warning",

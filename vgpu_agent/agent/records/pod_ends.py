@@ -31,10 +31,10 @@ class PodEnds:
     """
 
     def __init__(
-        self, ledger: Ledger, book: PodCache, clock: Callable[[], float] = time.monotonic
+        self, ledger: Ledger, pod_cache: PodCache, clock: Callable[[], float] = time.monotonic
     ) -> None:
         """Build it; ``clock`` is the ledger's."""
-        self._ledger, self._book, self._clock = ledger, book, clock
+        self._ledger, self._pod_cache, self._clock = ledger, pod_cache, clock
         self._ends_known = 0
 
     def pending(self) -> frozenset[str]:
@@ -45,11 +45,11 @@ class PodEnds:
         it may be any pod's end.
         """
         holders = {grant.owner.pod_uid for grant in self._ledger.grants if grant.owner is not None}
-        found = {uid for uid in holders if uid and self._book.has_ended(uid)}
+        found = {uid for uid in holders if uid and self._pod_cache.has_ended(uid)}
         if not any(self._is_unnamed(grant) for grant in self._ledger.grants):
-            self._ends_known = self._book.ends
-        elif self._book.ends != self._ends_known:
-            found.add(f"end {self._book.ends}")
+            self._ends_known = self._pod_cache.ends
+        elif self._pod_cache.ends != self._ends_known:
+            found.add(f"end {self._pod_cache.ends}")
         return frozenset(found)
 
     def has_ended(self, grant: Grant, records: KubeletRecords) -> bool:
@@ -61,13 +61,13 @@ class PodEnds:
         A pod on its way to the kubelet has none yet, and a plain init container's are hidden.
         """
         if grant.owner is not None:
-            return bool(grant.owner.pod_uid) and self._book.has_ended(grant.owner.pod_uid)
+            return bool(grant.owner.pod_uid) and self._pod_cache.has_ended(grant.owner.pod_uid)
         if not self._is_unnamed(grant) or self._clock() - grant.steady_at < _LISTED_SECONDS:
             return False
         if (
-            not self._book.synced.is_set()
-            or self._book.left_out
-            or self._book.ends == self._ends_known
+            not self._pod_cache.synced.is_set()
+            or self._pod_cache.left_out
+            or self._pod_cache.ends == self._ends_known
         ):
             return False
         if records.entries is None:
@@ -78,7 +78,7 @@ class PodEnds:
             for entry in records.entries
             if entry.resource == grant.resource and not wanted.isdisjoint(entry.ids)
         )
-        if not all(self._book.has_ended(entry.owner.pod_uid) for entry in entries):
+        if not all(self._pod_cache.has_ended(entry.owner.pod_uid) for entry in entries):
             return False
         listed = {
             (held.owner.namespace, held.owner.pod)
@@ -87,7 +87,7 @@ class PodEnds:
         }
         return not any(
             _asks(pod, grant.resource) and (pod.namespace, pod.name) not in listed
-            for pod in self._book.pods
+            for pod in self._pod_cache.pods
         )
 
     def _is_unnamed(self, grant: Grant) -> bool:

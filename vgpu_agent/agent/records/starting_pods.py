@@ -36,24 +36,24 @@ class StartingPods:
 
     def __init__(
         self,
-        book: PodCache,
+        pod_cache: PodCache,
         ledger: Ledger,
         *,
         served: Callable[[], Container[tuple[str, str, str]]],
         longest_seconds: float,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """Use ``book``.
+        """Use ``pod_cache``.
 
         Args:
-            book: the pods of this node.
+            pod_cache: the pods of this node.
             ledger: knows which resources are of interest.
             served: UID, container and resource of what has been put in force already.
             longest_seconds: how long a start takes; a pod that `any` has seen pending for longer
                 waits for something else.
             clock: seconds that only grow.
         """
-        self._book = book
+        self._pod_cache = pod_cache
         self._ledger = ledger
         self._served = served
         self._longest_seconds = longest_seconds
@@ -81,7 +81,7 @@ class StartingPods:
         wanted, now = self.resources, self._clock()
         pending = [
             pod.kubelet_uid
-            for pod in self._book.pods
+            for pod in self._pod_cache.pods
             if pod.phase == _PENDING
             and not pod.deleting
             and any(not wanted.isdisjoint(container.limits) for container in pod.containers)
@@ -93,7 +93,7 @@ class StartingPods:
         """(namespace, name) of the pod that the kubelet knows under a UID; None when we do not know
         it, or with ``live`` when it has ended.
         """
-        pod = self._book.get(pod_uid)
+        pod = self._pod_cache.get(pod_uid)
         return (pod.namespace, pod.name) if pod and not (live and pod.ended) else None
 
     @contextlib.contextmanager
@@ -126,7 +126,7 @@ class StartingPods:
     ) -> tuple[str, str] | None:
         """UID and container."""
         served = self._served()
-        for pod in self._book.pods:
+        for pod in self._pod_cache.pods:
             for container in pod.containers:
                 if container.limits.get(resource) != count or container.started or pod.ended:
                     continue

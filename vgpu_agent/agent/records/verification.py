@@ -75,7 +75,7 @@ class Verification:
         settings: Kubelet,
         kubelet: KubeletStatus,
         pod_resources: PodResources,
-        book: PodCache,
+        pod_cache: PodCache,
         journal: Journal,
         servers: Callable[[], Iterable[Server]],
         kubelet_age: Callable[[], float],
@@ -86,7 +86,7 @@ class Verification:
         """
         self._allocator = allocator
         self._ledger = ledger
-        self._book = book
+        self._pod_cache = pod_cache
         self._settings = settings
         self._kubelet = kubelet
         self._journal = journal
@@ -101,7 +101,7 @@ class Verification:
         )
         self._restarts_seen = 0
         self._restarted_at = -math.inf  # by a clock that only grows, and may begin at 0
-        self._ends = PodEnds(ledger, book, clock)
+        self._ends = PodEnds(ledger, pod_cache, clock)
         # grants from the checkpoint at our start that pod-resources has not listed yet
         self._unlisted: set[int] = set()
         self._lists_all_at = math.inf  # when pod-resources may be expected to list every pod
@@ -156,7 +156,7 @@ class Verification:
         revision: Revision = self._ledger.revision
         newest, woken = self._ledger.newest, False
         while (left := until - loop.time()) > 0:
-            version, pods = revision.version, self._book.revision.version
+            version, pods = revision.version, self._pod_cache.revision.version
             if (ends_in := self._seconds_to_ends()) <= 0:
                 beat()
                 await self._verify(ended_only=True)
@@ -164,7 +164,7 @@ class Verification:
                 woken = False
                 await asyncio.sleep(min(_COALESCING_SECONDS, left, ends_in))
             else:
-                changes = revision.newer_than(version), self._book.revision.newer_than(pods)
+                changes = revision.newer_than(version), self._pod_cache.revision.newer_than(pods)
                 woken = await first_of(*changes, timeout_seconds=min(left, ends_in))
             if self._ledger.newest > newest:
                 newest, now = self._ledger.newest, loop.time()
@@ -265,9 +265,9 @@ class Verification:
         """
         for holding in holdings:
             uid = holding.owner.pod_uid
-            if self._book.has_ended(uid):
+            if self._pod_cache.has_ended(uid):
                 continue
-            pod = self._book.get(uid)
+            pod = self._pod_cache.get(uid)
             owner = (
                 Owner(holding.owner.container, uid, pod.namespace, pod.name)
                 if pod is not None

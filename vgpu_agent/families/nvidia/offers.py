@@ -135,7 +135,7 @@ class _Plan:
     def _part(self, entry: SharedEntry, device: Device) -> _Part:
         if entry.replicas != AUTOMATIC:
             return _Part(device, entry.replicas, shared=True)
-        # A slice counts its own memory, not that of its GPU (iktos K2, D7).
+        # A MIG instance counts its own memory, not that of its GPU (iktos K2, D7).
         replicas, unit_mib = device.memory_mib // self._options.unit_mib, self._options.unit_mib
         if device.gpu.integrated:
             self._refused[entry.published] = (
@@ -172,11 +172,11 @@ def _chosen(entry: SharedEntry, devices: Sequence[Device]) -> tuple[list[Device]
 
 
 def _old_mig_name(device: Device) -> tuple[str, ...]:
-    """The name of a slice before driver 470 (nvidia §4); none for a whole GPU."""
-    slice_ = device.instance
+    """The name of a MIG instance before driver 470 (nvidia §4); none for a whole GPU."""
+    instance = device.instance
     return (
-        (f"MIG-{device.gpu.uuid}/{slice_.gpu_instance_id}/{slice_.compute_instance_id}",)
-        if slice_
+        (f"MIG-{device.gpu.uuid}/{instance.gpu_instance_id}/{instance.compute_instance_id}",)
+        if instance
         else ()
     )
 
