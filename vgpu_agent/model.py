@@ -260,11 +260,11 @@ class Resource:
         cores_scaling: the same for compute.
         pre_start_required: the kubelet is to call PreStartContainer before each start.
         sharing: how the holders of one device share it.
-        undivided: only parts of the undivided GPU are given out, so nothing while it is in MIG
+        undivided: only parts of the undivided GPU are granted, so nothing while it is in MIG
             mode.
         init_shares: init containers have shares of their own; otherwise they use those of the
             containers after them.
-        withheld: device → why nothing of it is ever given out, although its ids are listed.
+        withheld: device → why nothing of it is ever granted, although its ids are listed.
     """
 
     name: str

@@ -431,7 +431,7 @@ class ClusterAccess:
         return self.pods.well_seconds if self.pods is not None else 0.0
 
     async def may_get(self, token: str, path: str) -> bool:
-        """Tell whether whoever has ``token`` may get ``path`` of this agent.
+        """Tell whether the owner of ``token`` may get ``path`` of this agent.
 
         Raises:
             ClusterError: the API server cannot be asked.
@@ -569,7 +569,7 @@ def rescues(family: FamilySpec, settings: Settings) -> bool:
 
 
 def stale_keys(settings: Settings) -> frozenset[str]:
-    """Return the annotations and labels that a pod must not have when it is created anew."""
+    """Return the annotations and labels that a pod must not have when it is recreated."""
     return frozenset(key for family in FAMILIES for key in family.stale_keys(settings))
 
 

@@ -92,7 +92,7 @@ _COALESCING_SECONDS = 0.02
 async def run(loaded: Loaded) -> None:
     """Run the agent until SIGTERM or SIGINT.
 
-    SIGHUP makes a service register anew, as the plugins do that it replaces (volcano-vgpu §1.3).
+    SIGHUP makes a service register again, as the plugins do that it replaces (volcano-vgpu §1.3).
 
     Raises:
         AgentError: it cannot start: no driver, an address in use, a list that the kubelet would not
@@ -191,7 +191,7 @@ class Agent:
         self._starting = StartingPods(
             self._cluster.pod_cache,
             self._ledger,
-            served=lambda: self._allocator.late_start.served,
+            started=lambda: self._allocator.late_start.started,
             longest_seconds=settings.cluster.starts_first_seconds,
         )
         self._allocator = Allocator(
@@ -358,7 +358,7 @@ class Agent:
         _logger.info("agent.stopped")
 
     def register_again(self) -> None:
-        """Let every plugin server begin anew with the kubelet; all else goes on."""
+        """Let every plugin server begin again with the kubelet; all else goes on."""
         _logger.info(
             "agent.registering_again",
             resources=[plugin.resource.name for plugin in self._offering.plugins],
@@ -531,14 +531,14 @@ class Agent:
         """The tokens of a pod's grants, also of those that ended
         before its annotations were written.
         """
-        served = self._allocator.late_start.served.values()
-        return tokens_of(pod_uid, (*self._ledger.grants, *served))
+        started = self._allocator.late_start.started.values()
+        return tokens_of(pod_uid, (*self._ledger.grants, *started))
 
     async def _look_again(self) -> None:
         """React to a possible change outside the configuration:
         the Node, a ConfigMap, a library.
         """
-        await self._families.again()
+        await self._families.rebuild()
         await self._know_holders()
         await self._offering.sync()
 

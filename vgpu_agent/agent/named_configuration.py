@@ -157,7 +157,7 @@ class NamedConfiguration:
             )
 
     def _choose(self, keys: frozenset[str]) -> None:
-        """Choose anew; what cannot be followed is a problem, and the choice before stays."""
+        """Choose again; what cannot be followed is a problem, and the choice before stays."""
         read = self._read()
         self.label = self.label if read is None else read
         found = self._shelf.choose(self.label or "", keys)

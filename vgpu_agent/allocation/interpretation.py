@@ -82,7 +82,7 @@ class Interpretation:
                     shares = by_ids.shares(holding.resource, holding.ids, self._context.inventory())
                     if shares or offered_by:
                         return Meaning(by_ids.name, shares)
-            for by_pod in (*families.by_pod, *families.unserved):
+            for by_pod in (*families.by_pod, *families.paused):
                 if _owns(by_pod, holding.resource, offered_by) is ownership:
                     return self._by_pod(by_pod, holding)
         return None

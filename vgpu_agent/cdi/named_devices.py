@@ -2,8 +2,8 @@
 the device that it is read as.
 
 A UUID is one device for ever. But the device nodes beside it in a spec open another device once the
-driver was reloaded without a card that it had before, and has numbered the cards anew. An index is
-another device as soon as a GPU was unplugged or divided anew. A container with such a name would
+driver was reloaded without a card that it had before, and has numbered the cards again. An index is
+another device as soon as a GPU was unplugged or divided again. A container with such a name would
 get a device that was not granted, so `controller` compares each device with the present spec.
 """
 

@@ -5,7 +5,7 @@ refuses a start again and again that trying again cannot mend. Such a pod is los
 node, or the same one a moment later, would have room:
 
 * one whose controller makes another is evicted, so PodDisruptionBudgets hold;
-* one that nobody looks after is created anew. Between its deletion and its creation it is nowhere
+* one that nobody looks after is recreated. Between its deletion and its creation it is nowhere
   but in a file of ours (`pod_copies`), which a restart goes on with;
 * one that is critical, or has an owner that makes no other, is left alone. An event says so.
 
@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import msgspec
 
-from vgpu_agent.cluster import decode, made_anew
+from vgpu_agent.cluster import decode, recreation
 from vgpu_agent.cluster.api import pod_path, pods_path
 from vgpu_agent.cluster.pod_copies import Copy, State, Tries
 from vgpu_agent.cluster.reschedule import EVICTED, PERMISSION, eviction
@@ -49,7 +49,7 @@ DELETE_PERMISSION, CREATE_PERMISSION = "delete pods", "create pods"
 MAX_TRIES = 5
 # The second one waits that long, each further one twice as long.
 PAUSE_SECONDS = 10.0
-# A pod that fails after that time begins to count anew.
+# A pod that fails after that time begins to count again.
 FORGET_SECONDS = 3600.0
 # A pod that cannot be created for that long is given up.
 GIVE_UP_SECONDS = 24 * 3600.0
@@ -130,7 +130,7 @@ class Rescue:
             resources: the names of the resources whose pods get another chance.
             refusals: the starts that are refused at the moment; those that are final count.
             wake: advances with each change of ``refusals``.
-            stale: annotations and labels that are taken off a pod before it is created anew.
+            stale: annotations and labels that are taken off a pod before it is recreated.
             events: for the owners.
             copies: where pods are kept between deletion and creation.
             journal: what is done, and troubles, are recorded there.
@@ -267,7 +267,7 @@ class Rescue:
         Raises:
             ClusterError: the API server did not do it.
         """
-        controller, owners = made_anew.owners(pod)
+        controller, owners = recreation.owners(pod)
         key = _key(case.pod, controller)
         wait = self._wait(key, pod, counts_each=controller is None)
         if why := _why_not(pod, controller, owners, wait):
@@ -276,7 +276,7 @@ class Rescue:
             case.due = _now() + wait
             return wait
         if controller is not None:
-            return await self._evict(case, key, made_anew.created_at(pod), controller)
+            return await self._evict(case, key, recreation.created_at(pod), controller)
         return await self._delete(case, key, pod)
 
     async def _present(self, case: _Case) -> dict[str, Any] | None:
@@ -315,8 +315,8 @@ class Rescue:
             case.due = _now() + _LOOK_AGAIN_MAX_SECONDS
             return _LOOK_AGAIN_MAX_SECONDS
         before = self._state.tries.get(key)
-        tries = self._count(key, made_anew.created_at(pod))
-        body = made_anew.with_tries(made_anew.copy_of(pod, self._stale), tries, self._clock())
+        tries = self._count(key, recreation.created_at(pod))
+        body = recreation.with_tries(recreation.copy_of(pod, self._stale), tries, self._clock())
         if len(msgspec.json.encode(body)) > _LONGEST_BODY_BYTES:
             return self._leave(case, "it is too large to be kept while it is created anew")
         copy = Copy(
@@ -401,13 +401,13 @@ class Rescue:
         (``counts_each`` is false): none of them was made because another was evicted.
         """
         now, known = self._clock(), self._state.tries.get(key, _NO_TRIES)
-        number, last = made_anew.tries_of(pod) if counts_each else (0, 0.0)
+        number, last = recreation.tries_of(pod) if counts_each else (0, 0.0)
         if number > known.number and 0 <= now - last <= FORGET_SECONDS:  # on other nodes
             known = self._state.tries[key] = Tries(number, last)
         if not 0 <= now - known.last <= FORGET_SECONDS:
             self._state.tries.pop(key, None)
             return 0.0
-        if not counts_each and made_anew.created_at(pod) <= known.created + _TOGETHER_SECONDS:
+        if not counts_each and recreation.created_at(pod) <= known.created + _TOGETHER_SECONDS:
             return 0.0
         if known.number >= MAX_TRIES:
             return None
@@ -554,7 +554,7 @@ def _why_not(
     wait: float | None,
 ) -> str:
     """Say why the pod is left alone, with the remedy; empty where it is not."""
-    if made_anew.is_critical(pod):
+    if recreation.is_critical(pod):
         return "it is critical, so the agent does not end it"
     if controller is None and owners:
         named = ", ".join(map(_named, owners[:3]))

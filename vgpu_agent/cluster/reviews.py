@@ -47,7 +47,7 @@ class _AccessReview(msgspec.Struct):
 
 
 async def may_get(api: Api, token: str, path: str) -> bool:
-    """Tell whether whoever has ``token`` may get the non-resource URL ``path``.
+    """Tell whether the owner of ``token`` may get the non-resource URL ``path``.
 
     Raises:
         ClusterError: no answer, or one that cannot be read.

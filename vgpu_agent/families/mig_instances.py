@@ -62,7 +62,7 @@ class MigInstancesFamily(abc.ABC):
         """Return resources that cannot be offered, and why; nothing is offered if there are any."""
 
     def withheld(self, gpu: Gpu, inventory: Inventory) -> str:
-        """Explain why the instances of ``gpu`` are listed and never given out; empty where they
+        """Explain why the instances of ``gpu`` are listed and never granted; empty where they
         are.
         """
         del gpu, inventory

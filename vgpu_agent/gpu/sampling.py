@@ -6,7 +6,7 @@ the driver itself, that would cost more than the agent as a whole. So the agent 
 second.
 
 It is done in the NVML thread, between the waits for events, a few GPUs at a time: NVML may be
-opened anew only when nobody else has it open, so there is one user. A card that hangs stops the
+reopened only when nobody else has it open, so there is one user. A card that hangs stops the
 samples, as it stops everything that asks NVML; it is noticed in the same way, and whoever reads the
 samples sees that they are old. What the driver writes is passed on as it is, in buffers that are
 made once, because pynvml's objects would take most of the time.

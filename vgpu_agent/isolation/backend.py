@@ -61,7 +61,7 @@ class InstalledLibrary:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class LibraryServices:
-    """The services of the running agent that a library relies on, besides files.
+    """The services of the running agent that a library relies on, in addition to files.
 
     Attributes:
         containers: the parent of the containers' own directories, ``<pod UID>_<container>``.

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Device:
-    """A GPU or a MIG instance in the ledger; ``trouble`` is why it must not be given out now
+    """A GPU or a MIG instance in the ledger; ``trouble`` is why it must not be granted now
     (health, or gone), ``divided`` is MIG mode.
     """
 
@@ -112,7 +112,7 @@ class Excess(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Overcommit:
-    """A device of which schedulers have given out more compute, or more places, than it has."""
+    """A device of which schedulers have assigned more compute, or more places, than it has."""
 
     resource: str
     device: str

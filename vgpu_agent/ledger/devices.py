@@ -1,5 +1,5 @@
 """The devices of an inventory as the ledger keeps them,
-each with its GPU and the reason why it must not be given out.
+each with its GPU and the reason why it must not be granted.
 
 Called by `book` for each inventory that `gpu` publishes, and when holders become known. There is no
 state here.

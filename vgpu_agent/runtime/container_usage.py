@@ -164,7 +164,7 @@ class ContainerUsages:
 
 class HostProcesses:
     """The processes of the host as ``proc_root`` shows them, or no knowledge at all. Nothing is
-    kept: every question is asked anew.
+    kept: every question is asked again.
 
     A process that is killed leaves its entry in the region behind, with all the memory it had
     (hami-core §2.4). So entries are checked before they are counted.

@@ -83,7 +83,7 @@ _LIMITS = Limits(connections=_MAX_CONNECTIONS, streams=0, request_bytes=64 * 102
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Request:
-    """A call, as the library's client sends it. The token is that of another way to give out
+    """A call, as the library's client sends it. The token is that of another way to grant
     devices; nothing is looked up by it.
     """
 
@@ -334,7 +334,7 @@ class ProcessRegistry:
 
         Raises:
             NotItsOwnError: it is another one.
-            AgentError: nobody knows in time.
+            AgentError: there is no answer in time.
         """
         until = time.monotonic() + WAIT_SECONDS
         while True:

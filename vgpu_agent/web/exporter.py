@@ -42,10 +42,10 @@ class Reviews(Protocol):
     """The API server's word on a scraper."""
 
     async def __call__(self, token: str, path: str) -> bool:
-        """Tell whether whoever has ``token`` may get ``path``.
+        """Tell whether the owner of ``token`` may get ``path``.
 
         Raises:
-            ClusterError: nobody knows at the moment.
+            ClusterError: there is no answer at the moment.
         """
         ...
 

@@ -61,7 +61,7 @@ class UseView(msgspec.Struct, frozen=True):
 
 
 class HeldBackView(msgspec.Struct, frozen=True):
-    """Ids of a resource that are not given out, for one reason; ``gpus`` are UUIDs."""
+    """Ids of a resource that are not granted, for one reason; ``gpus`` are UUIDs."""
 
     ids: int
     reason: str

@@ -76,7 +76,7 @@ async def look_again(parts: Wired) -> None:
     """Look again, as `composition` does when something outside the configuration may have
     changed.
     """
-    await parts.families.again()
+    await parts.families.rebuild()
     await parts.offering.sync()
 
 

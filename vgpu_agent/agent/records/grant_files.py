@@ -55,7 +55,7 @@ class GrantKeeping:
             shared_directories: where a replaced plugin has made such directories, among other
                 things.
             pause_seconds: the longest pause between two looks.
-            refresh: looks for a library that was delivered anew.
+            refresh: looks for a library that was delivered again.
         """
         self._directory = directory
         self._allocator = allocator

@@ -56,7 +56,7 @@ _NOTHING = Edits({"NVIDIA_VISIBLE_DEVICES": "void"})
 
 class WrongPodError(RequestRefusedError):
     """The answer that the kubelet keeps for this container is another pod's;
-    the pod must be created anew.
+    the pod must be recreated.
     """
 
 
@@ -104,7 +104,7 @@ class EarlyBinding:
 
         Raises:
             RequestRefusedError: no pod fits, or the only one that does cannot get what it asks for.
-            LedgerError: the ids cannot be given out.
+            LedgerError: the ids cannot be granted.
         """
         guess = await self._guess(offered, ids, family)
         if guess is None:
