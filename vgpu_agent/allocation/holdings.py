@@ -3,9 +3,9 @@
 Called by `allocator` before the ledger follows the records. The kubelet's records alone do not
 distinguish an init container that has ended from one that runs, nor a pod that has ended from one
 whose only holder is an init container: pod-resources hides those. The checkpoint keeps every
-container that was ever admitted, with ids that containers of one pod hand on to each other. The
-pods show the kind of each container and which has started. With them each id has one holder: the
-container that it is for.
+container that was ever admitted, and containers of one pod may have the same ids. The pods show the
+kind of each container and which has started. With them each id has one holder: the container that
+it is for.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ def with_single_holders(
     pod_cache: PodCache,
     running_inits: Collection[tuple[str, str]] = (),
 ) -> KubeletRecords:
-    """``records`` with one holder for each id of ``resources``; unchanged where the checkpoint was
-    not read.
+    """Return ``records`` with one holder for each id of ``resources``; unchanged when the
+    checkpoint was not read.
 
     ``running_inits`` names the last started init container (pod's UID, container) of each pod. It
     has its ids before all other containers.
@@ -103,7 +103,8 @@ def is_outdated(record: GrantRecord, records: Iterable[GrantRecord], pod: Pod) -
 
 
 def ended_before(grants: Iterable[Grant], pod: Pod, starting: Owner) -> list[int]:
-    """The numbers of the grants of containers of ``pod`` that cannot run when ``starting`` starts.
+    """Return the numbers of the grants of containers of ``pod`` that cannot run when ``starting``
+    starts.
 
     Init containers that come before it have ended. While an init container starts, only sidecars
     run beside it: a new sandbox starts all containers again, and each gets the same shares again.

@@ -37,8 +37,7 @@ class Overcommits:
     """The starts since the agent's start that exceeded a device.
 
     State: in memory only. Their number (`total`), and the notices that were not sent yet.
-        `revision`
-    advances with each start.
+    `revision` advances with each start.
     """
 
     def __init__(self) -> None:

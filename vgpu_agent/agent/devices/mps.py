@@ -41,8 +41,7 @@ class MpsController:
     """The controller of the MPS daemons.
 
     State: that of `Supervision`, and the settings in force. The daemons outlive the agent; a new
-        one
-    adopts them.
+    one adopts them.
     """
 
     def __init__(

@@ -65,8 +65,7 @@ class Verification:
     """The loop that corrects the ledger by the kubelet's records.
 
     State: in memory only. When the records were last read, the ended pods that the kubelet still
-        had
-    then, and the number of corrections so far.
+    had then, and the number of corrections so far.
     """
 
     def __init__(
