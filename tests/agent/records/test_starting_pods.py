@@ -49,10 +49,10 @@ def starting(
 
 
 def expected(
-    pods: StartingPods, count: int = 1, besides: Collection[tuple[str, str]] = ()
+    pods: StartingPods, count: int = 1, excluding: Collection[tuple[str, str]] = ()
 ) -> tuple[str, str] | None:
     """Return the container that is expected now."""
-    with pods.expected(NUMBER, count, excluding=besides) as found:
+    with pods.expected(NUMBER, count, excluding=excluding) as found:
         return found
 
 
