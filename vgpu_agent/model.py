@@ -481,7 +481,7 @@ class ControlledUse:
     processes tell. Cards are numbered as NVML does.
 
     Attributes:
-        pids: the host's numbers of its processes; None where nobody lists them.
+        pids: the host's numbers of its processes; None when the processes are not listed.
         spilled_bytes: card → memory of it that lies in the host's.
         cores_percent: card → compute in use, by the library's own samples.
     """

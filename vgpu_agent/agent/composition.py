@@ -28,7 +28,7 @@ from vgpu_agent.agent.devices.mig import MigDivider
 from vgpu_agent.agent.devices.mps import MpsController
 from vgpu_agent.agent.lag import LoopLag
 from vgpu_agent.agent.late_web import LateWeb
-from vgpu_agent.agent.memory import keep_small, settle
+from vgpu_agent.agent.memory import freeze_objects, limit_heaps
 from vgpu_agent.agent.named_configuration import with_named_configuration
 from vgpu_agent.agent.offers.families import FamiliesInForce
 from vgpu_agent.agent.offers.servers import Offering
@@ -83,7 +83,7 @@ TASK_BACKOFF_MIN_SECONDS = 0.5
 TASK_BACKOFF_MAX_SECONDS = 30.0
 # The longest time that plugin servers, and then the MPS daemons and the API server, have to stop.
 SHUTDOWN_SECONDS = 10.0
-_SETTLES_AFTER_SECONDS = 2.0
+_FREEZE_AFTER_SECONDS = 2.0
 # a storm of pods changes the cache a hundred times in a row, and starts look at the claims
 # themselves
 _COALESCING_SECONDS = 0.02
@@ -98,7 +98,7 @@ async def run(loaded: Loaded) -> None:
         AgentError: it cannot start: no driver, an address in use, a list that the kubelet would not
             take, a named configuration that is wrong.
     """
-    keep_small()
+    limit_heaps()
     # before all else: some settings hold for as long as the process lives
     loaded, named = await with_named_configuration(loaded)
     stop = asyncio.Event()
@@ -115,7 +115,7 @@ async def run(loaded: Loaded) -> None:
     # Not at once: it holds the loop for some ten milliseconds, while the plugin servers are about
     # to register.
     await agent.run(
-        stop, started=functools.partial(loop.call_later, _SETTLES_AFTER_SECONDS, settle)
+        stop, started=functools.partial(loop.call_later, _FREEZE_AFTER_SECONDS, freeze_objects)
     )
 
 

@@ -39,7 +39,7 @@ _CHOSEN = ("nodeName", "priority", "preemptionPolicy", "ephemeralContainers")
 
 
 def is_critical(pod: Json) -> bool:
-    """Tell whether the cluster depends on the pod, so that nobody but its owner may end it."""
+    """Tell whether the cluster depends on the pod, so that only its owner may end it."""
     spec = _part(pod, "spec")
     priority = spec.get("priority")
     return (

@@ -5,7 +5,7 @@ refuses a start again and again that trying again cannot mend. Such a pod is los
 node, or the same one a moment later, would have room:
 
 * one whose controller makes another is evicted, so PodDisruptionBudgets hold;
-* one that nobody looks after is recreated. Between its deletion and its creation it is nowhere
+* one without an owner is recreated. Between its deletion and its creation it is nowhere
   but in a file of ours (`pod_copies`), which a restart goes on with;
 * one that is critical, or has an owner that makes no other, is left alone. An event says so.
 
@@ -178,7 +178,7 @@ class Rescue:
             pause = min(pause, left)
         return max(pause, 0.01)
 
-    # -- whom it concerns --------------------------------------------------------------------------
+    # -- the failed pods ---------------------------------------------------------------------------
 
     async def _find_failed(self) -> float:
         """List the failed pods once any pod has ended, or may have; seconds until that is due."""
@@ -238,7 +238,7 @@ class Rescue:
     def _is_done(self, uid: str) -> bool:
         return uid in self._done or uid in self._state.copies
 
-    # -- what becomes of it ------------------------------------------------------------------------
+    # -- eviction and recreation -------------------------------------------------------------------
 
     async def _help(self, uid: str, case: _Case) -> float:
         """Give the pod another chance, or leave it alone; seconds until there is more to do."""
@@ -361,7 +361,7 @@ class Rescue:
                 self._tell_recreated(copy, made)
                 return self._look_seconds
             metadata = found["metadata"]
-            if metadata.get("uid") != copy.uid:  # somebody has created it, maybe we
+            if metadata.get("uid") != copy.uid:  # it was created meanwhile, perhaps by this agent
                 await self._forget(copy)
                 return self._look_seconds
             if not metadata.get("deletionTimestamp"):
@@ -392,7 +392,7 @@ class Rescue:
             raise ClusterError(f"GET {path}: the API server sent no pod")
         return found
 
-    # -- never in a loop ---------------------------------------------------------------------------
+    # -- limits on repetition ----------------------------------------------------------------------
 
     def _wait(self, key: str, pod: dict[str, Any], *, counts_each: bool) -> float | None:
         """Return the seconds until the pod's next chance, None when it has had them all.
@@ -439,7 +439,8 @@ class Rescue:
         self._returns.pop(copy.uid, None)
         await self._keep_tries()
 
-    # -- what is said ------------------------------------------------------------------------------
+    # -- events
+    # -------------------------------------------------------------------------------------
 
     def _leave(self, case: _Case, why: str) -> float:
         self._finish(case.pod.uid)

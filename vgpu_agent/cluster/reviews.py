@@ -1,5 +1,5 @@
-"""The API server's word on somebody who asks this agent for something: who a token is, and what he
-may do (TokenReview, SubjectAccessReview).
+"""The identity and the rights of a client, by its token, as the API server reports them
+(TokenReview, SubjectAccessReview).
 
 Used by `agent` for scrapers.
 """

@@ -66,7 +66,8 @@ class LibraryServices:
     Attributes:
         containers: the parent of the containers' own directories, ``<pod UID>_<container>``.
         registry: directory of the socket by which processes register; empty where none do.
-        watcher: directory of the samples of the use of compute; empty where nobody reads them.
+        watcher: directory of the samples of the use of compute; empty when the library does not
+            read them.
     """
 
     containers: str = ""

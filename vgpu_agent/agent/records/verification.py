@@ -20,7 +20,7 @@ from vgpu_agent.agent import memory
 from vgpu_agent.agent.records.advertised import ListedIds
 from vgpu_agent.agent.records.pod_ends import PodEnds
 from vgpu_agent.concurrency import first_of
-from vgpu_agent.kubelet.checkpoint import let_go_of_memory
+from vgpu_agent.kubelet.checkpoint import release_memory
 from vgpu_agent.kubelet.records import read_records, unlisted
 from vgpu_agent.model import Decider, Holding, Owner
 
@@ -315,5 +315,5 @@ def _release_memory() -> None:
     """Return memory to the system after a burst of starts,
     up to 8 MB on a node that counts memory in ids.
     """
-    let_go_of_memory()
-    memory.give_back()
+    release_memory()
+    memory.release_free_pages()
