@@ -20,14 +20,14 @@ if TYPE_CHECKING:
 
 LONGEST_TEXT = 2048  # characters of one text
 MAX_ITEMS = 64  # of one list or mapping
-DEEPEST = 6
+DEEPEST = 6  # levels of nesting
 _LONGEST_SECRET = 8192  # characters
-_ITEM_BYTES = 64  # what an item costs besides its own size
+_ITEM_BYTES = 64  # memory of an item in addition to the size of its value
 
 
 def bounded(facts: Mapping[str, Any], *, most_bytes: int) -> tuple[dict[str, Any], int]:
-    """``facts`` as plain values that take about ``most_bytes`` of memory at most, without secrets;
-    and what they take.
+    """Return ``facts`` as plain values without secrets, and the bytes of memory that they take:
+    about ``most_bytes`` at most.
 
     Values that fit stay as they are. Nothing that is returned refers to an object that may grow or
     live long: dataclasses and structs become mappings, everything unknown its text.
@@ -44,7 +44,7 @@ class _Budget:
         self._most_bytes = most_bytes
 
     def cut(self, value: Any, depth: int) -> Any:
-        """``value`` within what is left."""
+        """Return ``value``, cut down to the bytes that are left."""
         self.spent += _ITEM_BYTES
         if value is None or isinstance(value, bool | float):
             return value

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
     from structlog.typing import EventDict, ExcInfo, FilteringBoundLogger
 
-# Of one line, besides its traceback; the journal's entries are smaller already.
+# Of one line, in addition to its traceback; the journal's entries are smaller already.
 _MAX_LINE_BYTES = 32 * 1024
 _MAX_TRACEBACK_CHARACTERS = 32 * 1024
 _MAX_FRAMES = 40  # of one traceback
@@ -199,7 +199,7 @@ class RepeatedLines(logging.Filter):
     of one kind never hides another kind.
 
     State: what passed and what did not in the current window of each kind; forgotten kinds begin
-    anew.
+    again.
     """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:

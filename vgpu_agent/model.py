@@ -48,7 +48,7 @@ class Health:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class MigInstance:
-    """A hardware slice of a GPU (NVML: one compute instance inside one GPU instance).
+    """A hardware partition of a GPU (NVML: one compute instance inside one GPU instance).
 
     Attributes:
         uuid: ``MIG-…``.
@@ -56,14 +56,14 @@ class MigInstance:
         gpu_instance_id: NVML's GI id.
         compute_instance_id: NVML's CI id.
         profile: e.g. ``1g.10gb``, as NVML names it.
-        memory_mib: memory of the slice.
+        memory_mib: memory of the MIG instance.
         gpu_slices: compute slices of its GPU instance, the ``1`` of ``1g``.
         compute_slices: those of its compute instance; fewer where the GPU instance is divided
             (``1c.2g.20gb``).
         capability_nodes: device nodes below ``/dev/nvidia-caps`` that open it, of the GPU instance
             and of the compute instance; empty while ``trouble`` says why they are not known.
         trouble: why its device nodes are not known.
-        health: of the slice; that of its GPU counts as well.
+        health: of the MIG instance; that of its GPU counts as well.
     """
 
     uuid: str
@@ -191,7 +191,7 @@ class Inventory:
 
     def device(self, uuid: str) -> tuple[Gpu, MigInstance | None] | None:
         """The device of that UUID: a GPU (and no instance), or a MIG instance with the GPU that it
-        is a slice of; None when unknown.
+        is part of; None when unknown.
         """
         for gpu in self.gpus:
             if gpu.uuid == uuid:
@@ -260,11 +260,11 @@ class Resource:
         cores_scaling: the same for compute.
         pre_start_required: the kubelet is to call PreStartContainer before each start.
         sharing: how the holders of one device share it.
-        undivided: only parts of the undivided GPU are given out, so nothing while it is in MIG
+        undivided: only parts of the undivided GPU are granted, so nothing while it is in MIG
             mode.
         init_shares: init containers have shares of their own; otherwise they use those of the
             containers after them.
-        withheld: device → why nothing of it is ever given out, although its ids are listed.
+        withheld: device → why nothing of it is ever granted, although its ids are listed.
     """
 
     name: str
@@ -481,7 +481,7 @@ class ControlledUse:
     processes tell. Cards are numbered as NVML does.
 
     Attributes:
-        pids: the host's numbers of its processes; None where nobody lists them.
+        pids: the host's numbers of its processes; None when the processes are not listed.
         spilled_bytes: card → memory of it that lies in the host's.
         cores_percent: card → compute in use, by the library's own samples.
     """

@@ -68,7 +68,7 @@ class DesiredNode:
         conditions: type → (status, reason, message).
         unhurried: annotation → seconds that must lie between two writes of it by us.
         guarded: annotations whose removal must fail when the Node has changed since it was read (a
-            lock that was just taken anew).
+            lock that was just taken again).
     """
 
     annotations: Mapping[str, str | None] = dataclasses.field(default_factory=dict)

@@ -33,8 +33,8 @@ _adding = threading.Lock()
 
 
 def conceal(secret: str) -> None:
-    """Never show ``secret`` from now on; very short texts are ignored,
-    and of many only the latest are remembered.
+    """Redact ``secret`` from now on. Very short texts are ignored, and only the latest secrets are
+    kept.
     """
     global _secrets  # noqa: PLW0603 - of the process, as its credentials are
     texts = {text for text in (secret, *secret.split()) if len(text) >= _SHORTEST_SECRET}

@@ -29,7 +29,7 @@ def test_the_agent_loads_nothing_heavy_and_no_simulator() -> None:
 
 _BIG_BLOCKS = """
 import threading
-from vgpu_agent.agent.memory import keep_small
+from vgpu_agent.agent.memory import limit_heaps
 def kib():
     lines = open("/proc/self/status")
     return next(int(line.split()[1]) for line in lines if line.startswith("VmRSS"))
@@ -59,11 +59,11 @@ def _kept_kib(first: str) -> int:
 
 def test_big_blocks_go_back_to_the_system() -> None:
     """After 40 MB of messages that are gone, no more is held than before, but for a little."""
-    assert _kept_kib("keep_small()") < 2048
+    assert _kept_kib("limit_heaps()") < 2048
 
 
 def test_the_c_library_still_keeps_big_blocks_by_itself() -> None:
-    """The day on which this fails, `keep_small` has become needless and can go.
+    """The day on which this fails, `limit_heaps` has become needless and can go.
 
     A block of 8 MB that was freed makes glibc take smaller ones from its heap, and keep twice as
     much at the heap's end.
@@ -86,23 +86,23 @@ print(kib() - before)
 
 
 def test_what_lies_between_blocks_in_use_goes_back_too() -> None:
-    """Freed blocks between blocks in use go back only when `give_back` is called.
+    """Freed blocks between blocks in use go back only when `release_free_pages` is called.
 
     Of 20 MB in blocks of 4,000 bytes all but every fiftieth are freed. Hardly anything goes back
     before the call, nearly all after it.
     """
     program = """
-from vgpu_agent.agent.memory import give_back, keep_small
+from vgpu_agent.agent.memory import release_free_pages, limit_heaps
 def kib():
     lines = open("/proc/self/status")
     return next(int(line.split()[1]) for line in lines if line.startswith("VmRSS"))
-keep_small()
+limit_heaps()
 before = kib()
 blocks = [bytes(4000) for _ in range(5000)]
 pinned = blocks[::50]
 del blocks
 kept = kib() - before
-give_back()
+release_free_pages()
 print(kept, kib() - before)
 """
     ran = subprocess.run(
@@ -119,10 +119,10 @@ def test_what_the_start_has_made_is_not_searched_again() -> None:
     """
     program = """
 import gc, weakref
-from vgpu_agent.agent.memory import settle
+from vgpu_agent.agent.memory import freeze_objects
 class Thing: pass
 there = [Thing() for _ in range(5000)]
-settle()
+freeze_objects()
 thing = Thing(); thing.itself = thing; gone = weakref.ref(thing); del thing
 gc.collect()
 print(gc.get_freeze_count() > 5000, len(gc.get_objects()) < 5000, gone() is None)

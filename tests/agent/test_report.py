@@ -113,7 +113,7 @@ class Parts:
                 pod_resources=PodResources(
                     settings.kubelet.pod_resources_socket, timeout_seconds=1
                 ),
-                book=PodCache(),
+                pod_cache=PodCache(),
                 journal=journal,
                 servers=tuple,
                 kubelet_age=lambda: 0.0,
@@ -444,7 +444,7 @@ async def test_watches_and_memory_are_reported(tmp_path: Path) -> None:
     """
     async with parts(tmp_path) as node:
         cluster, journal = node.cluster, Journal()
-        cluster.pods = PodWatch(Source(), "node-a", cluster.book, journal=journal)
+        cluster.pods = PodWatch(Source(), "node-a", cluster.pod_cache, journal=journal)
         cluster.nodes = NodeWatch(Source(), "node-a", journal=journal)
         cluster.config_maps["device-config.yaml"] = _config_map()
         cluster.config_maps["device-config.yaml"].statuses["kube-system"].lists = 1

@@ -117,7 +117,7 @@ async def test_a_config_map_that_is_edited_wrongly_changes_nothing(tmp_path: Pat
             version = seen.version
             server.objects.patch("configmaps", NAME, {"data": {KEY: text}}, "kube-system")
             await asyncio.wait_for(seen.newer_than(version), PATIENCE_SECONDS)
-            await parts.families.again()
+            await parts.families.rebuild()
             return parts.offered
 
         async with wired(settings) as parts:
@@ -194,9 +194,9 @@ async def test_what_two_wrong_edits_have_left_in_force_stays_over_a_restart(tmp_
                 version = seen.version
                 server.objects.patch("configmaps", NAME, {"data": {KEY: text}}, "kube-system")
                 await asyncio.wait_for(seen.newer_than(version), PATIENCE_SECONDS)
-                await parts.families.again()
+                await parts.families.rebuild()
             await asyncio.to_thread(own.write_bytes, b"{")
-            await parts.families.again()
+            await parts.families.rebuild()
             before = parts.offered
             assert (before[NUMBER], before[MEMORY]) == (6, memory)
             await parts.cluster.remember()
@@ -210,11 +210,11 @@ async def test_what_two_wrong_edits_have_left_in_force_stays_over_a_restart(tmp_
             assert parts.offered == before
             await asyncio.to_thread(own.unlink)
             await asyncio.to_thread(own.mkdir)  # there is something, and it cannot be read
-            await parts.families.again()
+            await parts.families.rebuild()
             assert parts.offered == before
             assert "config.json: cannot be read: Is a directory" in parts.families.problems[-1]
             await asyncio.to_thread(own.rmdir)
-            await parts.families.again()
+            await parts.families.rebuild()
             assert parts.offered[NUMBER] == 12
 
 

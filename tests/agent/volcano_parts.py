@@ -89,7 +89,7 @@ class Wired:
                 inventory=lambda: self.inventory,
                 journal=self.journal,
                 node=NODE,
-                pods=self.cluster.book,
+                pods=self.cluster.pod_cache,
                 read_records=self._nothing,
                 fetch=self.cluster.fetch,
                 carrier=self.directory,

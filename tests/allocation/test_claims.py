@@ -220,9 +220,7 @@ def test_a_family_that_is_not_served_now_keeps_nothing(node: Node) -> None:
     and the GPUs would be idle until it is delivered.
     """
     node.bind(VGPU_LIMITS, vgpu_on(U0))
-    node.allocator.use_families(
-        dataclasses.replace(node.families, unserved=node.families.by_pod[:1])
-    )
+    node.allocator.use_families(dataclasses.replace(node.families, paused=node.families.by_pod[:1]))
     node.look()
     assert node.ledger.claims == ()
 

@@ -168,7 +168,7 @@ async def test_what_kubelet_counted_during_late_binding_says_nothing_of_early_gu
 
 @pytest.mark.parametrize(
     "families",
-    [Families(by_pod=(RenamedFamily(),)), Families(unserved=(NumberFamily(),))],
+    [Families(by_pod=(RenamedFamily(),)), Families(paused=(NumberFamily(),))],
     ids=["renamed", "not served now"],
 )
 async def test_a_running_container_keeps_its_share_whatever_is_offered_now(

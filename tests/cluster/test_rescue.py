@@ -20,8 +20,8 @@ from tests.cluster.node_world import ignore
 from vgpu_agent.allocation.refusals import Refusals
 from vgpu_agent.cluster import rescue
 from vgpu_agent.cluster.events import Events
-from vgpu_agent.cluster.made_anew import TRIES
 from vgpu_agent.cluster.pod_copies import PodCopies
+from vgpu_agent.cluster.recreation import TRIES
 from vgpu_agent.cluster.rescue import Rescue
 from vgpu_agent.errors import ClusterError
 from vgpu_agent.journal import Journal

@@ -222,7 +222,7 @@ async def test_garbage_in_the_capability_file_costs_what_it_describes(stage: Sta
     minors.unlink()
     await agent.until("/debug/resources", lambda answer: FIVE in answer["withheld"])
     _, readiness = await agent.get_text("/readyz")
-    assert "the device nodes of no slice are known: cannot read" in readiness
+    assert "the device nodes of no MIG instance are known: cannot read" in readiness
     await stage.allocatable(1)
     replace_text(minors, whole)
     await stage.allocatable(7, resource=FIVE)

@@ -148,14 +148,14 @@ ROWS = [
     ),
     Row(
         "nvidia §1, G13",
-        "v1.yaml:6: flags.migStrategy: MPS cannot share MIG slices; expected none or single with "
-        'sharing.mps, got "mixed"',
+        "v1.yaml:6: flags.migStrategy: MPS cannot share MIG instances; expected none or single "
+        'with sharing.mps, got "mixed"',
         text=f"{MPS}flags:\n  migStrategy: mixed\n",
     ),
     Row(
         "nvidia §1, G13",
-        "environment variable MIG_STRATEGY: MPS cannot share MIG slices; expected none or single "
-        'with sharing.mps, got "mixed"',
+        "environment variable MIG_STRATEGY: MPS cannot share MIG instances; expected none or "
+        'single with sharing.mps, got "mixed"',
         text=MPS,
         environment={"MIG_STRATEGY": "mixed"},
     ),

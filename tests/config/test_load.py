@@ -294,7 +294,7 @@ TIME_SLICING = [
         RESOURCES.replace("timeSlicing", "mps")
         + "    - {name: gpu, replicas: 2}\nplugin:\n  migStrategy: mixed",
         (
-            "config.yaml:7: plugin.migStrategy: MPS cannot share MIG slices; expected none or "
+            "config.yaml:7: plugin.migStrategy: MPS cannot share MIG instances; expected none or "
             'single with sharing.mps, got "mixed"'
         ),
     ),

@@ -164,7 +164,7 @@ def test_a_slice_that_stays_away_is_forgotten_once_it_would_have_recovered() -> 
     machines.healths.probed(without, GOOD, 10.0)
 
     assert machines.healths.recoveries == []
-    assert set(machines.healths._slices["GPU-1"]) == {"B", "C", "D"}
+    assert set(machines.healths._instances["GPU-1"]) == {"B", "C", "D"}
 
 
 def test_a_hang_takes_the_slices_along() -> None:
@@ -216,7 +216,7 @@ async def test_an_xid_of_a_slice_is_published_for_that_slice(node: SimulatedNode
         await watched.until(
             lambda inventory: not found(inventory, node.uuids[0]).mig_instances[3].health.ok
         )
-        entry = await watched.recorded("gpu.slice_unhealthy")
+        entry = await watched.recorded("gpu.mig_instance_unhealthy")
 
         assert _slices(watched, node) == [True, True, True, False, True, True, True]
         assert watched.gpu(node.uuids[0]).health.ok
@@ -239,7 +239,11 @@ async def test_an_xid_without_ids_is_published_for_gpu_and_slices(node: Simulate
 
         assert _slices(watched, node) == [True] * 7
         assert watched.count("gpu.unhealthy") == watched.count("gpu.recovered") == 1
-        assert watched.count("gpu.slice_unhealthy") == watched.count("gpu.slice_recovered") == 0
+        assert (
+            watched.count("gpu.mig_instance_unhealthy")
+            == watched.count("gpu.mig_instance_recovered")
+            == 0
+        )
 
 
 async def test_a_slice_recovers_and_says_so(node: SimulatedNode) -> None:
@@ -247,7 +251,7 @@ async def test_a_slice_recovers_and_says_so(node: SimulatedNode) -> None:
     await _seven(node)
     async with watching(node, quiet=0.2) as watched:
         node.xid(0, 48, gpu_instance=7, compute_instance=0)
-        entry = await watched.recorded("gpu.slice_recovered")
+        entry = await watched.recorded("gpu.mig_instance_recovered")
 
         assert entry.facts["was"].startswith("XID 48")
         assert _slices(watched, node) == [True] * 7
@@ -305,7 +309,7 @@ async def test_an_instance_whose_nodes_are_not_known_is_told(node: SimulatedNode
         path.write_text, whole.replace("gpu0/gi8/access 75", "gpu0/gi8/access ??")
     )
     async with watching(node) as watched:
-        entry = await watched.recorded("gpu.slice_withheld")
+        entry = await watched.recorded("gpu.mig_instance_withheld")
         assert entry.facts["instance"] == node.mig_uuids(0)[1]
         assert "mig-minors line" in entry.facts["reason"]
         assert [
@@ -318,7 +322,7 @@ async def test_an_instance_whose_nodes_are_not_known_is_told(node: SimulatedNode
                 not any(one.trouble for one in found(inventory, node.uuids[0]).mig_instances)
             )
         )
-        assert watched.count("gpu.slice_withheld") == 1
+        assert watched.count("gpu.mig_instance_withheld") == 1
 
 
 def test_health_of_a_slice_is_part_of_the_value() -> None:

@@ -117,7 +117,7 @@ async def test_a_layout_that_changes_without_pause_costs_no_gpu(node: SimulatedN
             == watched.count("gpu.not_answering")
             == 0
         )
-        assert watched.count("gpu.slice_unhealthy") == 0
+        assert watched.count("gpu.mig_instance_unhealthy") == 0
 
 
 async def test_a_slice_that_does_not_answer_is_unhealthy_until_it_does(node: SimulatedNode) -> None:

@@ -20,9 +20,9 @@ from vgpu_agent.errors import CheckpointError
 from vgpu_agent.kubelet import checkpoint
 from vgpu_agent.kubelet.checkpoint import (
     CheckpointEntry,
-    let_go_of_memory,
     parse_checkpoint,
     read_checkpoint,
+    release_memory,
 )
 
 SAMPLE = {
@@ -255,19 +255,19 @@ async def test_files_of_any_size_are_read_one_after_the_other_and_at_once(tmp_pa
 
 
 async def test_the_memory_of_a_long_reading_is_let_go(tmp_path: Path) -> None:
-    """A reading keeps memory of the file's size for the next, `let_go_of_memory` gives it back,
+    """A reading keeps memory of the file's size for the next, `release_memory` gives it back,
     and reading goes on.
     """
     path = tmp_path / "checkpoint"
     path.write_text(
         json.dumps(_entry(DeviceIDs={"-1": [f"GPU-{each}" for each in range(100_000)]}))
     )
-    let_go_of_memory()
+    release_memory()
     tracemalloc.start()
     try:
         await read_checkpoint(path)
         kept, _ = tracemalloc.get_traced_memory()
-        let_go_of_memory()
+        release_memory()
         left, _ = tracemalloc.get_traced_memory()
     finally:
         tracemalloc.stop()

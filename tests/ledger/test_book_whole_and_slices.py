@@ -55,7 +55,7 @@ def test_a_gpu_of_which_somebody_has_a_slice_is_not_given_whole(clock: Clock) ->
         ledger.observe(inventory)
         ledger.offer([WHOLE])
         assert words(ledger, WHOLE.name) == {U0: True, U1: False}
-        with pytest.raises(UnhealthyDeviceError, match=f"still holds the slice {M0}"):
+        with pytest.raises(UnhealthyDeviceError, match=f"still holds the MIG instance {M0}"):
             ledger.reserve(WHOLE.name, [U1], whole_shares([U1]))
     ledger.release(grant.number)
     ledger.observe(golden_inventory())
@@ -70,7 +70,7 @@ def test_a_restart_does_not_forget_whose_part_a_held_slice_was(
     remembers. Lost, it holds up nothing.
     """
     ledger = Ledger(clock=clock)
-    ledger.slices.update(divided(clock).slices if remembers else {})
+    ledger.mig_instances.update(divided(clock).mig_instances if remembers else {})
     records = KubeletRecords((Holding(MIG.name, (M0,), TRAIN),))
 
     ledger.observe(golden_inventory())
@@ -108,10 +108,10 @@ def test_only_so_many_slices_are_remembered(clock: Clock) -> None:
     ledger.reserve(MIG.name, [M0], [slice_share(M0)])
     for number in range(150):
         ledger.observe(with_slices(golden_inventory(), U1=golden_slices(letter=f"{number:03}")))
-    assert len(ledger.slices) == 1000
-    assert M0 in ledger.slices
-    assert M1 not in ledger.slices
-    assert list(ledger.slices)[-7:] == [each.uuid for each in golden_slices(letter="149")]
+    assert len(ledger.mig_instances) == 1000
+    assert M0 in ledger.mig_instances
+    assert M1 not in ledger.mig_instances
+    assert list(ledger.mig_instances)[-7:] == [each.uuid for each in golden_slices(letter="149")]
 
 
 def test_slices_of_one_gpu_have_holders_of_their_own(clock: Clock) -> None:

@@ -125,9 +125,9 @@ class SlicesAgainstKubelet(RuleBasedStateMachine):
     @rule()
     def agent_restarts(self) -> None:
         """A new process knows what kubelet knows, and which slices there were."""
-        slices = self.ledger.slices
+        slices = self.ledger.mig_instances
         self.ledger = Ledger(clock=self.clock)
-        self.ledger.slices.update(slices)
+        self.ledger.mig_instances.update(slices)
         self._look()
         self._reconcile(initial=True)
         assert self._booked() == self._held()

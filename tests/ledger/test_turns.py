@@ -113,7 +113,7 @@ def test_a_node_with_one_family_never_waits(clock: Clock) -> None:
 def test_no_family_waits_for_one_that_is_not_served_now(clock: Clock) -> None:
     """Its library is missing, say, so its resources are not offered to the kubelet."""
     ledger = make(clock, counted(VGPU), counted(SHARE))
-    ledger.offer([counted(VGPU), counted(SHARE)], unserved=["volcano-gpushare"])
+    ledger.offer([counted(VGPU), counted(SHARE)], paused=["volcano-gpushare"])
     served(ledger, VGPU, U0)
     assert VGPU in offered_to(ledger, U0)
     assert ledger.turn_ends_in_seconds is None
@@ -121,7 +121,7 @@ def test_no_family_waits_for_one_that_is_not_served_now(clock: Clock) -> None:
 
 def test_a_family_that_is_not_served_now_is_never_the_first(ledger: Ledger, clock: Clock) -> None:
     """The two others would wait in vain."""
-    ledger.offer(ledger.resources, unserved=["volcano-gpushare"])
+    ledger.offer(ledger.resources, paused=["volcano-gpushare"])
     for _ in range(6):
         served(ledger, VGPU, U0)
         assert offered_to(ledger, U0) <= {"nvidia.com/gpu", VGPU}

@@ -8,7 +8,7 @@ import re
 from typing import Any
 
 from tests.manifests.documents import DEFAULTS, MANIFESTS, NAME, documents_of, rights_of
-from vgpu_agent.cluster.made_anew import TRIES
+from vgpu_agent.cluster.recreation import TRIES
 from vgpu_agent.cluster.reviews import ACCESS_REVIEWS, TOKEN_REVIEWS
 from vgpu_agent.families.vgpu_manager import keys as vgpu_manager
 from vgpu_agent.families.volcano_gpushare import family as volcano_gpushare

@@ -74,7 +74,7 @@ async def test_a_container_that_has_ended_is_not_shown(
 ) -> None:
     """Its directory may be there for a while longer."""
     pod = Pod(UID, "ml", "train", containers=(PodContainer("main"),))
-    uses._book.end(pod)
+    uses._pod_cache.end(pod)
     await uses.look()
     assert uses.uses.value == ()
 

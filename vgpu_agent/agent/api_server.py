@@ -66,11 +66,11 @@ _NODE_TASK = "writes to this node"
 class ClusterAccess:
     """Client, watches and writers.
 
-    State: `book` and `changed` exist from the beginning, everything else from `connect` on.
+    State: `pod_cache` and `changed` exist from the beginning, everything else from `connect` on.
     Remembered data replaces what the API server has not reported yet.
 
     Attributes:
-        book: the pods of this node.
+        pod_cache: the pods of this node.
         changed: advances when Node or ConfigMap have changed.
         connected: there are credentials.
         disconnected_reason: why there is no connection; empty when there is one.
@@ -86,7 +86,7 @@ class ClusterAccess:
         named: NamedConfiguration | None = None,
     ) -> None:
         """Build it without any request; ``named`` gets the label, and its choice is remembered."""
-        self.book = PodCache()
+        self.pod_cache = PodCache()
         self.changed = Revision()
         self.connected = False
         self.disconnected_reason = "the agent is starting"
@@ -222,8 +222,8 @@ class ClusterAccess:
                     "in_use": self.nodes is None or self.nodes.node.value is None,
                 }
             ),
-            pods=self.book.pods,
-            pods_synced=self.book.synced.is_set(),
+            pods=self.pod_cache.pods,
+            pods_synced=self.pod_cache.synced.is_set(),
             failed_while_away=failed_pods.found if failed_pods else 0,
         )
 
@@ -282,7 +282,7 @@ class ClusterAccess:
             self.pods = PodWatch(
                 client,
                 name,
-                self.book,
+                self.pod_cache,
                 journal=self._journal,
                 decode_pod=decode.pods_with(pod_keys(self._settings)),
             )
@@ -342,7 +342,7 @@ class ClusterAccess:
         )
         self.pod_publisher = PodPublisher(
             self.client,
-            self.book,
+            self.pod_cache,
             allocator.desired_pods,
             wake,
             settings.cluster,
@@ -383,7 +383,7 @@ class ClusterAccess:
             self.rescue = Rescue(
                 self.client,
                 settings.node_name_or_hostname,
-                self.book,
+                self.pod_cache,
                 lambda: self._rescued(owned()),
                 lambda: refusals.current,
                 refusals.revision,
@@ -431,7 +431,7 @@ class ClusterAccess:
         return self.pods.well_seconds if self.pods is not None else 0.0
 
     async def may_get(self, token: str, path: str) -> bool:
-        """Tell whether whoever has ``token`` may get ``path`` of this agent.
+        """Tell whether the owner of ``token`` may get ``path`` of this agent.
 
         Raises:
             ClusterError: the API server cannot be asked.
@@ -528,7 +528,7 @@ class ClusterAccess:
         )
 
     async def _first_answers(self, seconds: float) -> None:
-        waiting = [self.book.synced.wait()] if self.pods is not None else []
+        waiting = [self.pod_cache.synced.wait()] if self.pods is not None else []
         if self.nodes is not None:
             waiting.append(self.nodes.synced.wait())
         waiting += [watch.synced.wait() for watch in self.config_maps.values()]
@@ -569,7 +569,7 @@ def rescues(family: FamilySpec, settings: Settings) -> bool:
 
 
 def stale_keys(settings: Settings) -> frozenset[str]:
-    """Return the annotations and labels that a pod must not have when it is created anew."""
+    """Return the annotations and labels that a pod must not have when it is recreated."""
     return frozenset(key for family in FAMILIES for key in family.stale_keys(settings))
 
 

@@ -28,7 +28,7 @@ from vgpu_agent.agent.devices.mig import MigDivider
 from vgpu_agent.agent.devices.mps import MpsController
 from vgpu_agent.agent.lag import LoopLag
 from vgpu_agent.agent.late_web import LateWeb
-from vgpu_agent.agent.memory import keep_small, settle
+from vgpu_agent.agent.memory import freeze_objects, limit_heaps
 from vgpu_agent.agent.named_configuration import with_named_configuration
 from vgpu_agent.agent.offers.families import FamiliesInForce
 from vgpu_agent.agent.offers.servers import Offering
@@ -83,7 +83,7 @@ TASK_BACKOFF_MIN_SECONDS = 0.5
 TASK_BACKOFF_MAX_SECONDS = 30.0
 # The longest time that plugin servers, and then the MPS daemons and the API server, have to stop.
 SHUTDOWN_SECONDS = 10.0
-_SETTLES_AFTER_SECONDS = 2.0
+_FREEZE_AFTER_SECONDS = 2.0
 # a storm of pods changes the cache a hundred times in a row, and starts look at the claims
 # themselves
 _COALESCING_SECONDS = 0.02
@@ -92,13 +92,13 @@ _COALESCING_SECONDS = 0.02
 async def run(loaded: Loaded) -> None:
     """Run the agent until SIGTERM or SIGINT.
 
-    SIGHUP makes a service register anew, as the plugins do that it replaces (volcano-vgpu §1.3).
+    SIGHUP makes a service register again, as the plugins do that it replaces (volcano-vgpu §1.3).
 
     Raises:
         AgentError: it cannot start: no driver, an address in use, a list that the kubelet would not
             take, a named configuration that is wrong.
     """
-    keep_small()
+    limit_heaps()
     # before all else: some settings hold for as long as the process lives
     loaded, named = await with_named_configuration(loaded)
     stop = asyncio.Event()
@@ -115,7 +115,7 @@ async def run(loaded: Loaded) -> None:
     # Not at once: it holds the loop for some ten milliseconds, while the plugin servers are about
     # to register.
     await agent.run(
-        stop, started=functools.partial(loop.call_later, _SETTLES_AFTER_SECONDS, settle)
+        stop, started=functools.partial(loop.call_later, _FREEZE_AFTER_SECONDS, freeze_objects)
     )
 
 
@@ -189,9 +189,9 @@ class Agent:
         )
         self._mig = MigDivider.from_settings(settings, self._watch)
         self._starting = StartingPods(
-            self._cluster.book,
+            self._cluster.pod_cache,
             self._ledger,
-            served=lambda: self._allocator.late_start.served,
+            started=lambda: self._allocator.late_start.started,
             longest_seconds=settings.cluster.starts_first_seconds,
         )
         self._allocator = Allocator(
@@ -200,7 +200,7 @@ class Agent:
                 inventory=lambda: self._watch.inventory.value,
                 journal=self._journal,
                 node=settings.node_name_or_hostname,
-                pods=self._cluster.book,
+                pods=self._cluster.pod_cache,
                 read_records=KubeletRecordsReader(
                     self._pod_resources,
                     kubelet.checkpoint_path,
@@ -251,7 +251,7 @@ class Agent:
             directory=directory,
             allocator=self._allocator,
             ledger=self._ledger,
-            book=self._cluster.book,
+            pod_cache=self._cluster.pod_cache,
             directories=grants_in,
             shared_directories=[
                 backend.replaced(backend.host_directory(settings))
@@ -267,7 +267,7 @@ class Agent:
             settings=kubelet,
             kubelet=self._kubelet,
             pod_resources=self._pod_resources,
-            book=self._cluster.book,
+            pod_cache=self._cluster.pod_cache,
             journal=self._journal,
             servers=lambda: self._offering.plugins,
             kubelet_age=functools.partial(sockets.age_seconds, kubelet.kubelet_socket),
@@ -279,14 +279,14 @@ class Agent:
             journal=self._journal,
         )
         self._usages = ContainerUsages(
-            self._cluster.book,
+            self._cluster.pod_cache,
             (HAMI_CORE.containers_directory(settings), before, DIRECTORY_BEFORE_1_12),
             self._journal,
             pause_seconds=settings.gpu.usage_seconds,
             proc_root=settings.gpu.proc_root,
         )
         self._controlled = ControlledUses(
-            self._cluster.book,
+            self._cluster.pod_cache,
             VGPU_CONTROL.containers_directory(settings),
             self._journal,
             pause_seconds=settings.gpu.usage_seconds,
@@ -295,7 +295,7 @@ class Agent:
             self._families.services,
             ledger=self._ledger,
             watch=self._watch,
-            pods=self._cluster.book,
+            pods=self._cluster.pod_cache,
             supervisor=self._supervisor,
             journal=self._journal,
             proc_root=settings.gpu.proc_root,
@@ -358,7 +358,7 @@ class Agent:
         _logger.info("agent.stopped")
 
     def register_again(self) -> None:
-        """Let every plugin server begin anew with the kubelet; all else goes on."""
+        """Let every plugin server begin again with the kubelet; all else goes on."""
         _logger.info(
             "agent.registering_again",
             resources=[plugin.resource.name for plugin in self._offering.plugins],
@@ -430,7 +430,7 @@ class Agent:
         )
         self._supervisor.start("device nodes", nodes)
         self._supervisor.start("vanished devices", self._vanished.run)
-        self._supervisor.start("remembered slices", self._vanished.remember)
+        self._supervisor.start("remembered MIG instances", self._vanished.remember)
         self._supervisor.start(
             "verification",
             functools.partial(self._verification.run, self._beat("verification")),
@@ -531,14 +531,14 @@ class Agent:
         """The tokens of a pod's grants, also of those that ended
         before its annotations were written.
         """
-        served = self._allocator.late_start.served.values()
-        return tokens_of(pod_uid, (*self._ledger.grants, *served))
+        started = self._allocator.late_start.started.values()
+        return tokens_of(pod_uid, (*self._ledger.grants, *started))
 
     async def _look_again(self) -> None:
         """React to a possible change outside the configuration:
         the Node, a ConfigMap, a library.
         """
-        await self._families.again()
+        await self._families.rebuild()
         await self._know_holders()
         await self._offering.sync()
 
@@ -548,7 +548,7 @@ class Agent:
         """
         known = (
             frozenset(offer.name for offer in self._ledger.resources),
-            self._cluster.book.synced.is_set(),
+            self._cluster.pod_cache.synced.is_set(),
         )
         if known != self._understood:
             self._understood = known
@@ -561,11 +561,11 @@ class Agent:
         all when their first turn is over.
         """
         while True:
-            pods, ledger = self._cluster.book.revision.version, self._ledger.revision.version
+            pods, ledger = self._cluster.pod_cache.revision.version, self._ledger.revision.version
             self._ledger.end_turns()
             self._allocator.refresh_claims()
             await first_of(
-                self._cluster.book.revision.newer_than(pods),
+                self._cluster.pod_cache.revision.newer_than(pods),
                 self._ledger.revision.newer_than(ledger),
                 self._refusals.revision.newer_than(self._refusals.revision.version),
                 timeout_seconds=self._ledger.turn_ends_in_seconds,

@@ -40,14 +40,14 @@ _FILE_FLAG = "--config-file"
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class InForce:
-    """A configuration that was good: its name, empty for none, and its text."""
+    """A valid configuration: its text, and its name, empty for none."""
 
     key: str
     text: str
 
 
 class NamedConfiguration:
-    """The choice in force, and why the newest label or directory may not be followed.
+    """The chosen configuration, and the reason why a newer choice is not in force.
 
     State: the last choice that could be made. It survives a restart by `remembered` (written by
     `api_server`).
@@ -115,7 +115,7 @@ class NamedConfiguration:
         return loaded
 
     def applied(self, loaded: Loaded) -> None:
-        """``loaded`` is in force from now on, and what a restart falls back upon."""
+        """Note that ``loaded`` is in force, and keep it as the fallback of a restart."""
         named, content = loaded.contents.nvidia_file, loaded.contents.nvidia or b""
         self.in_force = InForce(os.path.basename(named), content.decode(errors="replace"))
         self.revision.advance()
@@ -157,7 +157,9 @@ class NamedConfiguration:
             )
 
     def _choose(self, keys: frozenset[str]) -> None:
-        """Choose anew; what cannot be followed is a problem, and the choice before stays."""
+        """Choose again. If the new choice is invalid, report a problem and keep the previous
+        one.
+        """
         read = self._read()
         self.label = self.label if read is None else read
         found = self._shelf.choose(self.label or "", keys)

@@ -1,6 +1,6 @@
 """JSON files in ``stateDirectory``: what a restart would otherwise have forgotten.
 
-Each is a cache. A file that is lost or damaged is logged once and written anew; nothing else
+Each is a cache. A file that is lost or damaged is logged once and written again; nothing else
 depends on it. Used by `remembered` and by `records.missing_devices`.
 """
 

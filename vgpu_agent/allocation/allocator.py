@@ -23,7 +23,7 @@ from vgpu_agent.allocation.early.binding import EarlyBinding
 from vgpu_agent.allocation.ended_pods import EndedPods
 from vgpu_agent.allocation.interpretation import Interpretation
 from vgpu_agent.allocation.late_start import LateStart
-from vgpu_agent.allocation.shared_ids import wait_for_init_containers
+from vgpu_agent.allocation.shared_ids import has_waiting_init_containers
 from vgpu_agent.errors import (
     AgentError,
     LedgerError,
@@ -118,9 +118,7 @@ class Allocator:
             family = by_ids.get(grant.family)
             return family.shares(grant.resource, grant.ids, inventory) if family else grant.shares
 
-        self._ledger.offer(
-            resources, stand_for, unserved=[family.name for family in families.unserved]
-        )
+        self._ledger.offer(resources, stand_for, paused=[family.name for family in families.paused])
 
     def refresh_claims(self) -> None:
         """Bring the ledger's claims in line with the pods that schedulers have bound to this node;
@@ -259,7 +257,7 @@ class Allocator:
         offered = next((offer for offer in self._ledger.resources if offer.name == resource), None)
         if offered is None or offered.decided_by is not Decider.POD:
             return True
-        if offered.init_shares and wait_for_init_containers(self._context.pods.pods, resource):
+        if offered.init_shares and has_waiting_init_containers(self._context.pods.pods, resource):
             return False
         return self.is_late and not self._context.carrier.outdated
 
@@ -352,7 +350,7 @@ class Allocator:
         failed = {
             refusal.pod.kubelet_uid for refusal in self._context.refusals.current if refusal.final
         }
-        return self._desired_pods(self._context, self.late_start.served.values(), failed)
+        return self._desired_pods(self._context, self.late_start.started.values(), failed)
 
 
 def _devices(grant: Grant) -> list[str]:

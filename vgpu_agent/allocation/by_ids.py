@@ -53,7 +53,7 @@ class IdAllocator:
         """Book the ids and return what the container gets.
 
         Raises:
-            LedgerError: they cannot be given out; the text has the remedies.
+            LedgerError: they cannot be granted; the text has the remedies.
         """
         inventory = self._context.inventory()
         self._ledger.observe(inventory)  # a MIG instance may be gone since the last offer

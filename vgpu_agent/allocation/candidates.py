@@ -30,7 +30,7 @@ class Candidate:
 
 def candidates(
     pods: Iterable[Pod],
-    served: Collection[tuple[str, str]],
+    answered: Collection[tuple[str, str]],
     resource: str,
     count: int,
     node: str,
@@ -42,13 +42,13 @@ def candidates(
     the likeliest first.
 
     The kubelet admits the containers of a pod one after the other, so only the first one that has
-    not been served can be it. It never asks for a pod that claims to be a mirror, nor for one that
-    wants more than exists. A pod whose owner has placed it (``spec.nodeName``) and that has been
-    overtaken was turned away; it comes last.
+    not been answered can be it. It never asks for a pod that claims to be a mirror, nor for one
+    that wants more than exists. A pod whose owner has placed it (``spec.nodeName``) and that has
+    been overtaken was turned away; it comes last.
 
     Args:
         pods: in the order in which they were bound.
-        served: containers that have been answered.
+        answered: containers that have been answered.
         resource: what is allocated.
         count: how many ids.
         node: the node's name.
@@ -72,7 +72,7 @@ def candidates(
             for container in pod.containers
             if container.limits.get(resource, 0) > 0
             and not container.started
-            and (pod.kubelet_uid, container.name) not in served
+            and (pod.kubelet_uid, container.name) not in answered
         ]
         if waiting and waiting[0].limits[resource] == count:
             late = not pod.scheduled and pod.bound < admitted_up_to

@@ -92,10 +92,10 @@ class Claims:
         since = {
             (claim.pod_uid, claim.family, claim.gpu): claim.since for claim in self._ledger.claims
         }
-        served = {
+        started = {
             grant.decided_for for grant in self._ledger.grants if grant.decided_for and grant.shares
         }
-        partly_served = {uid for uid, _ in served}
+        partly_started = {uid for uid, _ in started}
         refused_for_good = {
             refusal.pod.kubelet_uid for refusal in self._context.refusals.current if refusal.final
         }
@@ -104,9 +104,9 @@ class Claims:
             uid = pod.kubelet_uid
             if uid in refused_for_good:
                 continue
-            order = pod.bound - _AHEAD if uid in partly_served else pod.bound
+            order = pod.bound - _AHEAD if uid in partly_started else pod.bound
             for family, container, gpus in named:
-                if (uid, container) in served:
+                if (uid, container) in started:
                     continue
                 claims += [
                     Claim(
@@ -119,8 +119,8 @@ class Claims:
     def _waiting(self) -> list[tuple[Pod, _Named]]:
         """Return the pods whose annotations name GPUs for containers that have not started."""
         families, inventory = self._context.families, self._context.inventory()
-        unserved = {family.name for family in families.unserved}
-        by_pod = tuple(family for family in families.by_pod if family.name not in unserved)
+        paused = {family.name for family in families.paused}
+        by_pod = tuple(family for family in families.by_pod if family.name not in paused)
         resources = self._ledger.resources
         cached_for = (by_pod, inventory.version, resources)
         if cached_for != self._cached_for:

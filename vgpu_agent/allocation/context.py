@@ -35,20 +35,20 @@ class Families:
     Attributes:
         by_ids: families whose ids name devices.
         by_pod: families whose pods decide.
-        unserved: those of ``by_pod``, or besides them, that serve no container now: their
-            schedulers see that nothing is free.
-        idle: families whose ids name devices and that are not offered now, or are switched off;
-            their holders keep what they have.
+        paused: families whose pods decide and that start no container now; their schedulers are
+            shown no free GPU. Some of them may be in ``by_pod``.
+        idle: families whose ids name devices and whose resources are not offered now. Containers
+            that run keep their grants.
     """
 
     by_ids: tuple[IdFamily, ...] = ()
     by_pod: tuple[PodFamily, ...] = ()
-    unserved: tuple[PodFamily, ...] = ()
+    paused: tuple[PodFamily, ...] = ()
     idle: tuple[IdFamily, ...] = ()
 
     @property
     def all(self) -> tuple[Family, ...]:
-        """Both kinds."""
+        """The families in ``by_ids`` and ``by_pod``."""
         return (*self.by_ids, *self.by_pod)
 
 
@@ -58,8 +58,8 @@ class RecordsReader(Protocol):
     async def __call__(
         self, resource: str, ids: Sequence[str], *, whole: bool = False
     ) -> KubeletEvidence:
-        """Return the records about these ids, read after this call began; with ``whole`` of every
-        pod, else possibly of more ids.
+        """Return the records about these ids, read after this call began. They may contain other
+        ids as well; with ``whole`` they contain every pod.
         """
         ...
 
@@ -82,12 +82,12 @@ class Divider(Protocol):
     """
 
     def divide(self, layout: MigLayout, done: Callable[[str], None]) -> None:
-        """Begin the division; it goes on whether or not a caller waits for it.
+        """Begin the division. It is not interrupted when the caller stops waiting.
 
         Args:
-            layout: of a GPU without any holder.
-            done: called once, on the event loop: with "" when the inventory shows the GPU divided
-                so, else with the reason.
+            layout: the GPU, which must have no holder, and the instances to create.
+            done: called once, on the event loop: with "" when the inventory shows the layout, else
+                with the reason of the failure.
         """
         ...
 
@@ -102,9 +102,9 @@ class Context:
 
     Attributes:
         node: this node's name.
-        ledger: the bookings.
-        inventory: returns the GPUs as they are now.
-        journal: for what happened.
+        ledger: the ledger of devices and grants.
+        inventory: returns the current inventory of the GPUs.
+        journal: receives the events.
         pods: the pods of this node.
         read_records: see `RecordsReader`.
         fetch: see `Fetch`.
@@ -112,9 +112,9 @@ class Context:
         refusals: the starts that are refused now.
         settings: section ``binding``.
         divider: divides GPUs; None where that is not possible.
-        overcommits: the starts that went beyond a device.
-        node_annotations: returns those of our Node as the API server has them; empty while it has
-            not been read.
+        overcommits: the starts that exceeded a device.
+        node_annotations: returns the annotations of this node's Node in the API server; empty while
+            the Node has not been read.
         api_well_seconds: returns for how many seconds the API server has answered without a
             failure.
         clock: the wall clock, unix seconds.
@@ -147,9 +147,9 @@ class Context:
     ) -> GrantRecord:
         """Return the record of a decision that is made now, for the carrier.
 
-        Its time is always after that of every record: their order shows which containers of a pod
-        have ended. The records outlive reboots, so only the wall clock serves, and it may be set
-        back.
+        Its time is later than that of every other record, because the order of the records shows
+        which containers of a pod have ended. The records outlive reboots, so their time is wall
+        time; and the wall clock may have been set back since the latest record.
         """
         latest = max((record.decided_at for record in self.carrier.records), default=0.0)
         return GrantRecord(

@@ -72,7 +72,7 @@ class Demand:
             (self._named if young else self._older).setdefault(claim.gpu, set()).add(claim.family)
         self._taken: dict[str, str] = {}  # GPU → the family that older demand keeps it for
         self._left: dict[str, _Left] = {}
-        # ids that were given out a moment ago, to pods that are not known yet
+        # ids that were granted a moment ago, to pods that are not known yet
         self._unnamed = collections.Counter[str]()
         # (resource, UID of the pod, or its namespace and name)
         self._holders = set[tuple[str, str]]()

@@ -32,15 +32,13 @@ def desired_node(
     """
     families, ledger, inventory = context.families, context.ledger, context.inventory()
     desired_state = DesiredNode()
-    unserved = {family.name for family in families.unserved}
+    paused = {family.name for family in families.paused}
     offered = frozenset(offer.name for offer in ledger.resources)
     for name, family in {
-        family.name: family for family in (*families.unserved, *families.by_pod)
+        family.name: family for family in (*families.paused, *families.by_pod)
     }.items():
         offers = [
-            offer.name
-            for offer in ledger.resources
-            if offer.family == name and name not in unserved
+            offer.name for offer in ledger.resources if offer.family == name and name not in paused
         ]
         rooms = {offer: ledger.rooms(offer) for offer in offers}
         desired_state = desired_state.joined(
@@ -52,7 +50,7 @@ def desired_node(
 def cleanup(families: Families, now: float) -> DesiredNode:
     """Return the desired state of our Node after the agent has left it for good."""
     desired_state = DesiredNode()
-    for family in (*families.unserved, *families.by_pod):
+    for family in (*families.paused, *families.by_pod):
         desired_state = desired_state.joined(family.cleanup(now))
     return desired_state
 
@@ -77,19 +75,19 @@ class DesiredPods:
             failed: UIDs of pods that will never start here.
         """
         families = context.families
-        served: dict[str, dict[tuple[str, str], Grant]] = {}
+        started: dict[str, dict[tuple[str, str], Grant]] = {}
         for grant in (
             *served_before,
             *(grant for grant in context.ledger.grants if grant.proven and grant.shares),
         ):
             if grant.decided_for:
                 uid, container = grant.decided_for
-                served.setdefault(uid, {})[grant.family, container] = grant
+                started.setdefault(uid, {})[grant.family, container] = grant
         desired: dict[str, tuple[tuple[object, ...], DesiredPod]] = {}
-        for uid in served.keys() | set(failed):
+        for uid in started.keys() | set(failed):
             if (pod := context.pods.get(uid)) is None:
                 continue
-            grants = served.get(uid, {})
+            grants = started.get(uid, {})
             facts: tuple[object, ...] = (families, pod, uid in failed, *grants.values())
             known = self._known.get(uid)
             desired[uid] = (
@@ -107,12 +105,12 @@ def _same(before: tuple[object, ...], now: tuple[object, ...]) -> bool:
 
 
 def _desired_pod(
-    families: Families, pod: Pod, served: Mapping[tuple[str, str], Grant], *, failed: bool
+    families: Families, pod: Pod, started: Mapping[tuple[str, str], Grant], *, failed: bool
 ) -> DesiredPod:
     desired_state = DesiredPod()
     for family in families.by_pod:
         grants = {
-            container: grant for (name, container), grant in served.items() if name == family.name
+            container: grant for (name, container), grant in started.items() if name == family.name
         }
         if grants or failed:
             desired_state = desired_state.joined(family.desired_pod(pod, grants, failed=failed))

@@ -3,9 +3,9 @@
 Called by `allocator` before the ledger follows the records. The kubelet's records alone do not
 distinguish an init container that has ended from one that runs, nor a pod that has ended from one
 whose only holder is an init container: pod-resources hides those. The checkpoint keeps every
-container that was ever admitted, with ids that containers of one pod hand on to each other. The
-pods show the kind of each container and which has started. With them each id has one holder: the
-container that it is for.
+container that was ever admitted, and containers of one pod may have the same ids. The pods show the
+kind of each container and which has started. With them each id has one holder: the container that
+it is for.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ if TYPE_CHECKING:
 def with_single_holders(
     records: KubeletRecords,
     resources: Collection[str],
-    book: PodCache,
+    pod_cache: PodCache,
     running_inits: Collection[tuple[str, str]] = (),
 ) -> KubeletRecords:
-    """``records`` with one holder for each id of ``resources``; unchanged where the checkpoint was
-    not read.
+    """Return ``records`` with one holder for each id of ``resources``; unchanged when the
+    checkpoint was not read.
 
     ``running_inits`` names the last started init container (pod's UID, container) of each pod. It
     has its ids before all other containers.
@@ -47,7 +47,7 @@ def with_single_holders(
     entries = [
         entry
         for entry in records.entries
-        if entry.resource in resources and _lives(entry.owner.pod_uid, alive, records, book)
+        if entry.resource in resources and _lives(entry.owner.pod_uid, alive, records, pod_cache)
     ]
     shown = {
         (holding.resource, holding.owner.pod_uid, holding.owner.container)
@@ -55,7 +55,8 @@ def with_single_holders(
         if records.complete
     }
     for entry in sorted(
-        entries, key=lambda entry: _rank(entry, book.get(entry.owner.pod_uid), shown, running_inits)
+        entries,
+        key=lambda entry: _rank(entry, pod_cache.get(entry.owner.pod_uid), shown, running_inits),
     ):
         left = tuple(id_ for id_ in entry.ids if (entry.resource, id_) not in taken)
         taken.update((entry.resource, id_) for id_ in left)
@@ -65,7 +66,9 @@ def with_single_holders(
                     entry.resource,
                     left,
                     _named(
-                        entry.owner, alive.get(entry.owner.pod_uid), book.get(entry.owner.pod_uid)
+                        entry.owner,
+                        alive.get(entry.owner.pod_uid),
+                        pod_cache.get(entry.owner.pod_uid),
                     ),
                 )
             )
@@ -100,7 +103,8 @@ def is_outdated(record: GrantRecord, records: Iterable[GrantRecord], pod: Pod) -
 
 
 def ended_before(grants: Iterable[Grant], pod: Pod, starting: Owner) -> list[int]:
-    """The numbers of the grants of containers of ``pod`` that cannot run when ``starting`` starts.
+    """Return the numbers of the grants of containers of ``pod`` that cannot run when ``starting``
+    starts.
 
     Init containers that come before it have ended. While an init container starts, only sidecars
     run beside it: a new sandbox starts all containers again, and each gets the same shares again.
@@ -125,15 +129,15 @@ def ended_before(grants: Iterable[Grant], pod: Pod, starting: Owner) -> list[int
     return ended
 
 
-def _lives(uid: str, alive: Collection[str], records: KubeletRecords, book: PodCache) -> bool:
+def _lives(uid: str, alive: Collection[str], records: KubeletRecords, pod_cache: PodCache) -> bool:
     if uid in alive:
         return True
-    pod = book.get(uid)
+    pod = pod_cache.get(uid)
     if pod is not None:
         return not pod.ended
     # An entry without further evidence: without pod-resources it may be a live pod that we have not
     # seen.
-    return not records.complete and not book.synced.is_set()
+    return not records.complete and not pod_cache.synced.is_set()
 
 
 def _rank(

@@ -1,12 +1,11 @@
-"""Interpret the kubelet's records: the family, the holder and the shares of each line.
+"""Interpret the kubelet's records: the family, the holder and the shares of each holding.
 
-`allocator` passes this to the ledger, which is brought in line with the records. In some families
-the ids name the devices, and nothing else is needed. In the others the pod decides on the devices
-(`Decider.POD`). There the decision is known from the grant record beside the container's CDI spec,
-or, for a container that has started, from its pod. For other containers it is made at
-PreStartContainer.
+`allocator` passes this to the ledger, which follows the records. In some families the ids name the
+devices, and nothing else is needed. In the others the pod decides on the devices (`Decider.POD`).
+There the decision is known from the grant record in the container's CDI spec, or, for a container
+that has started, from its pod. For other containers it is made at PreStartContainer.
 
-A line keeps its meaning when the current settings no longer have its resource.
+A holding keeps its meaning when the current settings no longer have its resource.
 """
 
 from __future__ import annotations
@@ -37,8 +36,7 @@ _Index = tuple["dict[str, list[GrantRecord]]", "dict[str, list[GrantRecord]]"]
 
 
 class Interpretation:
-    """The interpretation of the kubelet's lines (`Holding`) with the help of families, pods and
-    grant records.
+    """The interpreter of the kubelet's holdings. It uses families, pods and grant records.
 
     State: an index of the grant records, rebuilt when they change.
     """
@@ -49,7 +47,7 @@ class Interpretation:
         self._index: tuple[tuple[GrantRecord, ...], _Index] | None = None
 
     def with_single_holders(self, records: KubeletRecords) -> KubeletRecords:
-        """``records`` with one holder for each id, see `holdings.with_single_holders`."""
+        """Return ``records`` with one holder for each id, see `holdings.with_single_holders`."""
         names = {offer.name for offer in self._ledger.resources if offer.decided_by is Decider.POD}
         names |= {grant.resource for grant in self._ledger.grants if grant.decided_for} | {
             record.resource for record in self._context.carrier.records
@@ -64,8 +62,8 @@ class Interpretation:
         )
 
     def __call__(self, holding: Holding) -> Meaning | None:
-        """Interpret one line, for `Ledger.reconcile`; None when the resource is not ours, or is one
-        that is counted but never granted.
+        """Interpret one holding, for `Ledger.reconcile`. Return None when the resource is not one
+        of the agent's, or is only counted and never granted.
         """
         families = self._context.families
         offered_by = next(
@@ -82,7 +80,7 @@ class Interpretation:
                     shares = by_ids.shares(holding.resource, holding.ids, self._context.inventory())
                     if shares or offered_by:
                         return Meaning(by_ids.name, shares)
-            for by_pod in (*families.by_pod, *families.unserved):
+            for by_pod in (*families.by_pod, *families.paused):
                 if _owns(by_pod, holding.resource, offered_by) is ownership:
                     return self._by_pod(by_pod, holding)
         return None
@@ -124,7 +122,7 @@ class Interpretation:
         return found
 
     def _with_recorded_container(self, holding: Holding) -> Holding:
-        """``holding`` with the container that has the grant record for these ids.
+        """Return ``holding`` with the container that has the grant record for these ids.
 
         Containers of one pod may share ids. The kubelet's records do not show which one uses them.
         """
@@ -195,7 +193,7 @@ class Interpretation:
         )
 
     def _record(self, holding: Holding, pod: Pod | None) -> GrantRecord | None:
-        """The grant record of the container in ``holding``.
+        """Return the grant record of the container in ``holding``; None without one.
 
         A record with the same ids is found by these. A container that shares its ids with another
         one may have a record with more ids, which is found by the container's name. The newest

@@ -68,12 +68,12 @@ MIG_PREFIX = "MIG-"  # of the UUIDs of MIG instances, by NVML
 class LateStart:
     """The binding of ids to containers whose pods decide.
 
-    State: the containers put in force (`served`) until their pods are gone, and the names that
-    Allocate has given since they were last put in force. A restart derives both anew from the
+    State: the containers put in force (`started`) until their pods are gone, and the names that
+    Allocate has given since they were last put in force. A restart derives both again from the
     kubelet's checkpoint and from the ledger.
 
     Attributes:
-        served: (UID, container, resource) → the grant.
+        started: (UID, container, resource) → the grant.
         ambiguities: how many starts were refused since the kubelet's records named two holders.
     """
 
@@ -87,18 +87,18 @@ class LateStart:
         self._identification = Identification(context)
         self._division = Division(context)
         # token → its lock, and how many hold it or wait for it
-        self._turns: dict[str, tuple[asyncio.Lock, int]] = {}
+        self._locks: dict[str, tuple[asyncio.Lock, int]] = {}
         self._changes = log.ChangeFilter()  # by token, of starts that are refused again and again
         # by token, of deliveries that cannot be made; they are tried again and again
-        self._unmade = log.ChangeFilter()
-        self._handed_out: set[str] = set()
+        self._failed_deliveries = log.ChangeFilter()
+        self._answered_tokens: set[str] = set()
         # the pods of some holders in the kubelet's records are not known yet
         self._pods_unread = False
         # number of a grant → its ids, and the token of these
         self._tokens: dict[int, tuple[tuple[str, ...], str]] = {}
         # the ledger's version, and its grants then
         self._by_token: tuple[int, dict[str, Grant]] = -1, {}
-        self.served: dict[tuple[str, str, str], Grant] = {}
+        self.started: dict[tuple[str, str, str], Grant] = {}
         self.ambiguities = 0
 
     # -- Allocate ----------------------------------------------------------------------------------
@@ -116,11 +116,11 @@ class LateStart:
                 annotation.
 
         Raises:
-            LedgerError: the ids cannot be given out.
+            LedgerError: the ids cannot be granted.
         """
         grant = self._context.ledger.reserve(offered.name, ids, ())
         token = grant_token(offered.name, ids)
-        self._handed_out.add(token)
+        self._answered_tokens.add(token)
         if by_annotation:
             return grant, Edits(
                 annotations={f"cdi.k8s.io/vgpu-agent_{token}": f"{CDI_KIND}={token}"}
@@ -174,7 +174,7 @@ class LateStart:
                 raise self._refused(start, err) from err
             self._context.refusals.clear(*start.key)
             self._changes.over(token)
-            self.served[*start.key, offered.name] = grant
+            self.started[*start.key, offered.name] = grant
             self._context.journal.record(
                 "start.bound",
                 grant=grant.number,
@@ -194,15 +194,15 @@ class LateStart:
     @contextlib.asynccontextmanager
     async def _turn(self, token: str) -> AsyncIterator[None]:
         """Admit one start at a time for the same ids."""
-        lock, users = self._turns.get(token, (asyncio.Lock(), 0))
-        self._turns[token] = (lock, users + 1)
+        lock, users = self._locks.get(token, (asyncio.Lock(), 0))
+        self._locks[token] = (lock, users + 1)
         try:
             async with lock:
                 yield
         finally:
-            _, users = self._turns.pop(token)
+            _, users = self._locks.pop(token)
             if users > 1:
-                self._turns[token] = (lock, users - 1)
+                self._locks[token] = (lock, users - 1)
 
     async def _bind(self, start: Start) -> Grant:
         """Decide, book and deliver, after ended pods made room and GPUs were divided,
@@ -237,7 +237,7 @@ class LateStart:
                 "kubelet will retry"
             )
         provision, grant = bound
-        self._handed_out.discard(start.token)
+        self._answered_tokens.discard(start.token)
         if decision.second_best:
             self._context.journal.record(
                 "start.second_best",
@@ -447,7 +447,7 @@ class LateStart:
 
     def _note_overcommit(self, start: Start, grant: Grant) -> None:
         """Record, for the pod's owner and for the operator,
-        that ``grant`` is on a GPU of which too much was given out.
+        that ``grant`` is on a GPU of which too much was granted.
         """
         devices = {share.device for share in grant.shares}
         beyond = [
@@ -526,14 +526,14 @@ class LateStart:
             return
         self._pods_unread = False
         uids = {pod.kubelet_uid for pod in pods.pods}
-        self.served = {key: grant for key, grant in self.served.items() if key[0] in uids}
+        self.started = {key: grant for key, grant in self.started.items() if key[0] in uids}
         tokens = (
             {grant_token(grant.resource, grant.ids) for grant in ledger.grants}
-            if self._changes or self._handed_out
+            if self._changes or self._answered_tokens
             else set()
         )
         self._changes.keep_only(tokens)
-        self._handed_out &= tokens
+        self._answered_tokens &= tokens
 
     def deliveries(self) -> list[tuple[GrantRecord, Provision]]:
         """Return what the carrier should hold for late grants whose pods are known, and does not:
@@ -564,7 +564,7 @@ class LateStart:
                 )
             except AgentError as err:  # one that cannot be made must not stop the others
                 unmade.add(token)
-                if self._unmade.is_new(token, str(err)):
+                if self._failed_deliveries.is_new(token, str(err)):
                     _logger.warning(
                         "grants.not_restored",
                         pod=pod.full_name,
@@ -576,7 +576,7 @@ class LateStart:
             wanted.append(
                 (context.record(token, len(grant.ids), owner, grant, by, provision), provision)
             )
-        self._unmade.keep_only(unmade)
+        self._failed_deliveries.keep_only(unmade)
         return wanted
 
     def is_current(self, record: GrantRecord) -> bool:
@@ -591,7 +591,7 @@ class LateStart:
         """Tell whether the ids of ``record`` were given to another pod,
         or to one that the kubelet has not named yet.
         """
-        if record.token in self._handed_out:
+        if record.token in self._answered_tokens:
             # also when the ids are part of what was booked for an init container before it
             return True
         grant = self._grants_by_token().get(record.token)
@@ -610,7 +610,7 @@ class LateStart:
         version = self._context.ledger.revision.version
         if self._by_token[0] != version:
             families = self._context.families
-            by_pod = {family.name for family in (*families.by_pod, *families.unserved)}
+            by_pod = {family.name for family in (*families.by_pod, *families.paused)}
             tokens, grants = {}, {}
             for grant in self._context.ledger.grants:
                 if grant.family in by_pod:

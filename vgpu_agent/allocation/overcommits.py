@@ -1,9 +1,9 @@
-"""Starts on a GPU of which a scheduler has given out more compute, or more places, than it has.
+"""Starts on a GPU of which a scheduler has assigned more compute, or more places, than it has.
 
-Volcano's scheduler forgets a second container of a pod on the same GPU, in compute and in slots,
-never in memory. It counts such a pod as placed, so a refusal would never end. `late_start` asks
-here whether a decision may go beyond the device, and records each start that does. `cluster`
-notifies the pods, `web` counts.
+Volcano's scheduler does not count the compute and the slot of a second container of a pod on the
+same GPU. It does count its memory. For the scheduler such a pod is placed, so the agent would
+refuse it forever. `late_start` asks here whether a decision may exceed the device, and records each
+start that does. `cluster` raises an event on the pod, and `web` counts the starts.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ if TYPE_CHECKING:
     from vgpu_agent.ledger.accounting import Overcommit
     from vgpu_agent.pods import Pod
 
-PLAIN_SCHEDULER = "default-scheduler"  # Kubernetes' own, which knows no GPUs of a node
-_MAX_UNTOLD = 256
+PLAIN_SCHEDULER = "default-scheduler"  # Kubernetes' own, which places pods by numbers, not on GPUs
+_MAX_UNSENT = 256
 
 
 class Notice(NamedTuple):
@@ -34,33 +34,33 @@ class Notice(NamedTuple):
 
 
 class Overcommits:
-    """The starts in this process that went beyond a device.
+    """The starts since the agent's start that exceeded a device.
 
-    State: memory only: how many there were (`total`), and those whose pods were not notified yet.
-    `revision` advances with each.
+    State: in memory only. Their number (`total`), and the notices that were not sent yet.
+    `revision` advances with each start.
     """
 
     def __init__(self) -> None:
         self.revision = Revision()
         self.total = 0
-        self._untold: collections.deque[Notice] = collections.deque(maxlen=_MAX_UNTOLD)
+        self._unsent: collections.deque[Notice] = collections.deque(maxlen=_MAX_UNSENT)
 
     def add(self, pod: Pod, container: str, devices: Iterable[Overcommit]) -> str:
-        """Write down that ``container`` was started on ``devices``; the text for its owner."""
+        """Record that ``container`` was started on ``devices``; return the text for its owner."""
         what = " and ".join(f"of GPU {each.device} than it has: {each.text}" for each in devices)
         text = (
             f"container {container} was started although its scheduler has given out more {what}. "
             "Memory is not overcommitted. See binding.schedulerOvercommit"
         )
-        self._untold.append(Notice(pod, container, text))
+        self._unsent.append(Notice(pod, container, text))
         self.total += 1
         self.revision.publish(self.total)
         return text
 
     def take(self) -> tuple[Notice, ...]:
-        """Return the notices that were not sent yet; they count as sent from now on."""
-        taken = tuple(self._untold)
-        self._untold.clear()
+        """Return the notices that were not sent yet, and forget them."""
+        taken = tuple(self._unsent)
+        self._unsent.clear()
         return taken
 
 
@@ -70,7 +70,7 @@ def may_overcommit(decision: Decision, pod: Pod, binding: Binding) -> bool:
 
 
 def why_not(pod: Pod, binding: Binding) -> str:
-    """Explain why a decision in the annotations of ``pod`` may not go beyond a device;
+    """Explain why a decision in the annotations of ``pod`` may not exceed a device;
     empty when it may.
 
     Every user who may create pods can write such annotations. In a pod of the plain scheduler they

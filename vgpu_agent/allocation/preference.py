@@ -49,14 +49,14 @@ def _likeliest(
 ) -> tuple[str, ...]:
     """Return the GPUs of the container that was bound first of those that wait for ``size`` ids."""
     grants = [grant for grant in context.ledger.grants if grant.resource == offered.name]
-    served = {grant.decided_for for grant in grants if grant.decided_for}
-    served |= {(grant.owner.pod_uid, grant.owner.container) for grant in grants if grant.owner}
+    started = {grant.decided_for for grant in grants if grant.decided_for}
+    started |= {(grant.owner.pod_uid, grant.owner.container) for grant in grants if grant.owner}
     inventory = context.inventory()
     waiting = [
         family.named(candidate.pod, inventory).get(candidate.container.name, ())
         for candidate in candidates(
             context.pods.pods,
-            served,
+            started,
             offered.name,
             size,
             context.node,

@@ -1,7 +1,7 @@
-"""The question to a family about one container,
-with the facts about the other families on the node.
+"""The question to a family: what does this container get? With all facts that the answer needs.
 
-The same for a start, an early Allocate and `recall`.
+The question is the same at a start, in an early Allocate, and when grants are restored after a
+restart of the agent.
 """
 
 from __future__ import annotations
@@ -25,12 +25,13 @@ if TYPE_CHECKING:
 def question(
     context: Context, offered: Resource, pod: Pod, container: str, ids: Sequence[str]
 ) -> Question:
-    """Return the question to a family about one container;
-    what it or its ids hold now is not counted against it.
+    """Return the question to a family about one container.
+
+    Grants that the container or its ids already have count as free room.
     """
     ledger = context.ledger
     uid, wanted, name = pod.kubelet_uid, set(ids), offered.name
-    holding, besides, of_pod = [], [], []
+    holding, own, of_pod = [], [], []
     for grant in ledger.grants:  # hundreds, most of them of other pods
         if grant.shares:
             holding.append(grant)
@@ -39,23 +40,23 @@ def question(
             if decided_for and decided_for[0] == uid:
                 of_pod.append(grant)
             if decided_for == (uid, container) or not wanted.isdisjoint(grant.ids):
-                besides.append(grant.number)
+                own.append(grant.number)
     siblings = {
         grant.decided_for[1]: grant.shares for grant in of_pod if grant.decided_for and grant.shares
     }
     siblings.pop(container, None)
-    rooms = ledger.rooms(name, besides=besides, pod_uid=uid)
-    gone = {
-        *besides,
+    rooms = ledger.rooms(name, excluding=own, pod_uid=uid)
+    ended = {
+        *own,
         *(ended_before(of_pod, pod, Owner(container, uid)) if pod.container(container) else ()),
     }
     taken = {
         share.device: grant
         for grant in holding
-        if grant.number not in gone
+        if grant.number not in ended
         for share in grant.shares
     }
-    around = neighbours_of(ledger, offered.family, taken.values())
+    other_families = neighbours_of(ledger, offered.family, taken.values())
     return Question(
         offered,
         pod,
@@ -66,14 +67,15 @@ def question(
         rooms,
         siblings,
         taken,
-        around,
+        other_families,
         context.node_annotations(),
     )
 
 
 def neighbours_of(ledger: Ledger, family: str, grants: Iterable[Grant]) -> Neighbours:
-    """Return the GPUs that other families are offered, have by ``grants`` or wait for, which
-    ``family`` considers when it chooses.
+    """Return the GPUs that other families are offered, hold through ``grants`` or claim.
+
+    ``family`` considers them when it chooses a GPU.
     """
     if not (shared := ledger.shared_gpus(family)):
         return ALONE

@@ -73,7 +73,7 @@ class Refusals:
 
     @property
     def current(self) -> tuple[Refusal, ...]:
-        """All of them, the longest refused first."""
+        """The refusals, the oldest first."""
         return tuple(sorted(self._refusals.values(), key=lambda refusal: refusal.since))
 
     def refuse(
@@ -86,7 +86,7 @@ class Refusals:
         advice: str = "",
         final: bool = False,
     ) -> None:
-        """Write down that ``container`` was refused now; once final, it stays final."""
+        """Record that ``container`` was refused now. A refusal that was final stays final."""
         key = (pod.kubelet_uid, container)
         before, reason, advice = (
             self._refusals.pop(key, None),
@@ -107,8 +107,9 @@ class Refusals:
         self._changed()
 
     def clear(self, pod_uid: str, container: str) -> None:
-        """Strike out ``container`` of the pod that the kubelet knows as ``pod_uid``,
-        because it may start; unknown ones are fine.
+        """Remove the refusal of ``container`` because it may start; do nothing without one.
+
+        ``pod_uid`` is the kubelet's UID of the pod.
         """
         if self._refusals.pop((pod_uid, container), None) is not None:
             self._changed()

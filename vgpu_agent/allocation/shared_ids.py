@@ -1,11 +1,10 @@
-"""Tell which of a pod's containers starts, where several of them have the same ids.
+"""Find the container of a pod that starts, where several of its containers have the same ids.
 
-The kubelet hands the ids of an init container on to the containers after it and announces each
-start by the ids alone. Where all of them have the same shares that makes no difference. Where init
-containers have shares of their own (`Resource.init_shares`), each must get its own, so the order
-of starts has to be known: it follows from the last start that was served, and from what the pod's
-status says about the end of that container. The kubelet writes the status before it starts the
-next container. Pure functions.
+The kubelet reuses the ids of an init container for the containers after it, and announces each
+start by the ids alone. If all of them have the same shares, that makes no difference. If init
+containers have shares of their own (`Resource.init_shares`), each start needs the right ones. The
+starting container follows from the last recorded start, and from the end of that container in the
+pod's status. The kubelet writes the status before it starts the next container. Pure functions.
 """
 
 from __future__ import annotations
@@ -30,15 +29,14 @@ def starting_container(
     settled: bool,
     booted_at: float = 0.0,
 ) -> str | None:
-    """Return which of the containers ``names``, which have the same ids, starts now; None while
-    the pod's status cannot tell.
+    """Return the one of ``names`` that starts now; None while the pod's status does not show it.
 
     Args:
-        pod: with a status that may be a moment old.
-        names: containers of it.
-        last: the record of the last start with these ids in this pod, also of one that has failed
-            after we let it happen.
-        settled: the status is as new as it gets. What it does not tell then has not happened.
+        pod: the pod; its status may be out of date.
+        names: the containers of the pod that have the same ids.
+        last: the record of the last start with these ids in this pod. That start may have failed
+            after the agent had accepted it.
+        settled: the status is up to date, so that an event that it does not show has not happened.
         booted_at: unix seconds of the host's last boot.
     """
     order = [each for each in pod.containers if each.name in names]
@@ -47,25 +45,25 @@ def starting_container(
     if last is None or last.owner.container not in places:
         return _first_after_loss(pod, order, booted_at).name
     place = places[last.owner.container]
-    served = order[place]
+    previous = order[place]
     # The status has whole seconds.
-    ended = served.ended_at >= math.floor(last.decided_at)
+    ended = previous.ended_at >= math.floor(last.decided_at)
     if place and _ended_since(pod, first.name, last):
-        return first.name  # all containers start anew
+        return first.name  # all containers start again
     if pod.in_new_sandbox:
-        # They do; or the status is older than that start, and this is its sandbox.
+        # Either all containers start again, or the status is older than the last start.
         return first.name if ended or settled else None
-    if served.kind is not ContainerKind.INIT or place + 1 == len(order):
-        return served.name
-    if served.completed and ended:
+    if previous.kind is not ContainerKind.INIT or place + 1 == len(order):
+        return previous.name
+    if previous.completed and ended:
         return order[place + 1].name
-    failed = served.ended_at > last.decided_at and not served.completed
-    return served.name if settled or failed else None
+    failed = previous.ended_at > last.decided_at and not previous.completed
+    return previous.name if settled or failed else None
 
 
-def wait_for_init_containers(pods: Iterable[Pod], resource: str) -> bool:
-    """Tell whether a pod has an init container with ``resource``, and later containers with it that
-    have not started: these may find the spec of the one before under the name of their ids.
+def has_waiting_init_containers(pods: Iterable[Pod], resource: str) -> bool:
+    """Tell whether a pod has an init container with ``resource``, followed by containers with it
+    that have not started. Under the CDI name of their ids these may find the init container's spec.
     """
     for pod in pods:
         asking = [each for each in pod.containers if each.limits.get(resource, 0) > 0]
@@ -76,9 +74,10 @@ def wait_for_init_containers(pods: Iterable[Pod], resource: str) -> bool:
 
 
 def _first_after_loss(pod: Pod, order: list[PodContainer], booted_at: float) -> PodContainer:
-    """Return the container that starts without a record of a start before: the first one, unless
-    the records were lost under a pod whose init containers have done their work. A boot, or a new
-    sandbox, begins with the first one again.
+    """Return the container that starts when there is no record of an earlier start.
+
+    That is the first one, unless init containers of the pod have completed: then the records were
+    lost while the pod ran. After a boot, and in a new sandbox, the first container starts again.
     """
     if not pod.in_new_sandbox:
         for each in order:

@@ -2,7 +2,7 @@
 the source of their specs, and what must wait until a runtime can resolve them.
 
 A container whose device name no spec has does not start. So a resource is not offered before there
-are names for it, and a device that has none yet (it was cut a moment ago) is not given out. IMEX
+are names for it, and a device that has none yet (it was cut a moment ago) is not granted. IMEX
 channels are here as well, because they are looked for below the same roots and a node that lacks
 one that is required offers nothing.
 
@@ -70,7 +70,7 @@ _NO_NAME_OF_INTEGRATED = (
 
 
 class CdiFound(NamedTuple):
-    """The things besides devices that containers of this node can get.
+    """Everything apart from GPUs that containers of this node can get.
 
     Attributes:
         channels: IMEX channels.
@@ -172,7 +172,7 @@ class CdiController:
 
     def observe(self, inventory: Inventory) -> None:
         """Take note of possibly changed devices:
-        those without a name are not given out until they have one.
+        those without a name are not granted until they have one.
         """
         self._inventory = inventory
         self._want()
@@ -242,7 +242,7 @@ class CdiController:
 
     async def inline(self, names: Sequence[str]) -> InlinedEdits:
         """Return the edits behind CDI names; wait a moment for a spec that is being made because a
-        slice was cut for this container.
+        MIG instance was cut for this container.
 
         Raises:
             CarrierError: the names do not resolve now.

@@ -15,7 +15,8 @@ import yaml
 
 from vgpu_agent.errors import CdiError
 
-# A spec of eight GPUs in seven slices each is below 200 KiB; a larger file is something else.
+# A spec of eight GPUs in seven MIG instances each is below 200 KiB; a larger file is something
+# else.
 LARGEST_BYTES = 8 * 1024 * 1024
 
 _Loader: type = getattr(yaml, "CSafeLoader", yaml.SafeLoader)

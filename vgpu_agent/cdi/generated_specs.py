@@ -58,7 +58,7 @@ class Wanted:
     Attributes:
         devices: all that the GPUs' spec depends on: the spec is made again when it differs.
         driver_version: of the driver that runs now; empty when unknown.
-        id_strategy: ``uuid`` or ``index``: how GPUs and slices are named.
+        id_strategy: ``uuid`` or ``index``: how GPUs and MIG instances are named.
         modes: of `config.types.DEVICE_MODES`.
         channels: IMEX channels.
         channel_root: directory on the node below which their device nodes are.

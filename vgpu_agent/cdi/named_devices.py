@@ -2,8 +2,8 @@
 the device that it is read as.
 
 A UUID is one device for ever. But the device nodes beside it in a spec open another device once the
-driver was reloaded without a card that it had before, and has numbered the cards anew. An index is
-another device as soon as a GPU was unplugged or divided anew. A container with such a name would
+driver was reloaded without a card that it had before, and has numbered the cards again. An index is
+another device as soon as a GPU was unplugged or divided again. A container with such a name would
 get a device that was not granted, so `controller` compares each device with the present spec.
 """
 
@@ -25,7 +25,7 @@ class Place(NamedTuple):
     """The place of a device: its index and its device nodes.
 
     Attributes:
-        position: its index, ``0`` of a GPU, ``1:3`` of a slice.
+        position: its index, ``0`` of a GPU, ``1:3`` of a MIG instance.
         nodes: the device nodes that open it.
     """
 
@@ -34,7 +34,7 @@ class Place(NamedTuple):
 
 
 class Card(NamedTuple):
-    """A GPU as far as a spec goes; of each slice UUID, index and capability nodes.
+    """A GPU as far as a spec goes; of each MIG instance UUID, index and capability nodes.
     Health and use do not matter to a spec.
     """
 
@@ -42,7 +42,7 @@ class Card(NamedTuple):
     number: int
     minor: int
     in_mig_mode: bool
-    slices: tuple[tuple[str, int, tuple[str, ...]], ...]
+    instances: tuple[tuple[str, int, tuple[str, ...]], ...]
 
 
 def shape(inventory: Inventory) -> tuple[Card, ...]:
@@ -62,13 +62,13 @@ def shape(inventory: Inventory) -> tuple[Card, ...]:
 
 def places(cards: Iterable[Card]) -> Iterator[tuple[str, Place]]:
     """UUID and place of each device that containers can be given:
-    a GPU that is not in MIG mode, or a slice.
+    a GPU that is not in MIG mode, or a MIG instance.
     """
     for card in cards:
         own = (f"/dev/nvidia{card.minor}",) if card.minor >= 0 else ()
         if not card.in_mig_mode:
             yield card.uuid, Place(str(card.number), own)
-        for uuid, number, nodes in card.slices:
+        for uuid, number, nodes in card.instances:
             yield uuid, Place(f"{card.number}:{number}", (*own, *nodes))
 
 

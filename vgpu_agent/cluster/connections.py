@@ -75,7 +75,7 @@ class Connections:
 
     def suits(self, access: Access) -> bool:
         """Tell whether these connections lead to where ``access`` leads.
-        The token is sent anew with each request.
+        The token is sent again with each request.
         """
         return dataclasses.replace(access, authorization="") == dataclasses.replace(
             self._access, authorization=""
@@ -101,7 +101,7 @@ class Connections:
             seconds: the time within which at least the headers must arrive.
             params: of the query.
             data: the body.
-            headers: besides those of every request.
+            headers: in addition to those of every request.
 
         Raises:
             ClusterError: no answer, or no success.

@@ -231,7 +231,7 @@ class Events:
             self._queue.remove(event)
 
     def _forget_old(self, now: float) -> None:
-        """Forget events after an hour, so that the same text is raised anew."""
+        """Forget events after an hour, so that the same text is raised again."""
         spare = len(self._events) - 4 * self._longest_queue
         old = [
             key

@@ -1,4 +1,4 @@
-"""The file with the pods that are on their way: deleted, or about to be, and not yet created anew.
+"""The file with the pods that are on their way: deleted, or about to be, and not yet recreated.
 
 Unlike the caches in ``stateDirectory`` this is the only place where such a pod still is, so each
 change is on the disk before anything is deleted, and a file that is damaged is kept for a person.
@@ -25,7 +25,7 @@ _LONGEST_BYTES = 64 * 1024 * 1024
 
 
 class Copy(msgspec.Struct):
-    """One pod that will be created anew.
+    """One pod that will be recreated.
 
     Attributes:
         uid: of the pod that is deleted for it.

@@ -89,7 +89,7 @@ class PodPublisher:
     def __init__(
         self,
         api: Api,
-        book: PodCache,
+        pod_cache: PodCache,
         desired_state: Callable[[], Mapping[str, DesiredPod]],
         wake: Revision,
         settings: Cluster,
@@ -105,7 +105,7 @@ class PodPublisher:
 
         Args:
             api: the API server.
-            book: our pods as the watch shows them.
+            pod_cache: our pods as the watch shows them.
             desired_state: the kubelet's UID of a pod → its desired state.
             wake: advances whenever the desired state may have changed.
             settings: how long annotations wait for starts.
@@ -119,7 +119,12 @@ class PodPublisher:
             at_once: how many pods are written to at the same time.
             look_seconds: how often the loop sends a heartbeat.
         """
-        self._api, self._book, self._desired_state, self._wake = api, book, desired_state, wake
+        self._api, self._pod_cache, self._desired_state, self._wake = (
+            api,
+            pod_cache,
+            desired_state,
+            wake,
+        )
         self._settings, self._journal = settings, journal
         self._tokens, self._at_once, self._look_seconds = tokens, at_once, look_seconds
         self._starting, self._progress = starting, frozenset((ANNOTATIONS, key) for key in progress)
@@ -137,7 +142,7 @@ class PodPublisher:
         async with asyncio.TaskGroup() as requests:
             while True:
                 beat()
-                versions = Versions(self._book.revision, self._wake, self._done)
+                versions = Versions(self._pod_cache.revision, self._wake, self._done)
                 pause = self._begin(requests)
                 await versions.passed(timeout_seconds=pause)
                 await self._gather(beat)
@@ -189,7 +194,7 @@ class PodPublisher:
         self._complaints.over("wishes")
         present = [
             (pod, desired_state[pod.kubelet_uid])
-            for pod in self._book.pods
+            for pod in self._pod_cache.pods
             if pod.kubelet_uid in desired_state
         ]
         self._forget_absent({pod.uid for pod, _ in present})

@@ -7,7 +7,7 @@ watches do not keep:
 
 * A watch that ends is normal. It goes on from the same version, after a pause that doubles while
   nothing but endings come.
-* 410 in any form means that history was lost: list anew. Any other failure keeps the version, so
+* 410 in any form means that history was lost: list again. Any other failure keeps the version, so
   that no event is lost or seen twice.
 * Bookmarks move the version only. Versions are compared for equality alone, as the API asks of its
   clients.

@@ -4,7 +4,7 @@ an event for the owner, and an eviction where the operator asks for it.
 The plain kube-scheduler only counts, so it can send a pod to a node whose cards have room in sum
 and not on one of them. The kubelet would try again for ever. A container that `allocation` has
 refused for long enough gets an event, and after a longer time an eviction, which lets its
-controller create it anew elsewhere. Evictions go through the API, so PodDisruptionBudgets hold.
+controller create it again elsewhere. Evictions go through the API, so PodDisruptionBudgets hold.
 
 Built and run by `agent`.
 """

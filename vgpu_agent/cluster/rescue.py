@@ -5,7 +5,7 @@ refuses a start again and again that trying again cannot mend. Such a pod is los
 node, or the same one a moment later, would have room:
 
 * one whose controller makes another is evicted, so PodDisruptionBudgets hold;
-* one that nobody looks after is created anew. Between its deletion and its creation it is nowhere
+* one without an owner is recreated. Between its deletion and its creation it is nowhere
   but in a file of ours (`pod_copies`), which a restart goes on with;
 * one that is critical, or has an owner that makes no other, is left alone. An event says so.
 
@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import msgspec
 
-from vgpu_agent.cluster import decode, made_anew
+from vgpu_agent.cluster import decode, recreation
 from vgpu_agent.cluster.api import pod_path, pods_path
 from vgpu_agent.cluster.pod_copies import Copy, State, Tries
 from vgpu_agent.cluster.reschedule import EVICTED, PERMISSION, eviction
@@ -49,7 +49,7 @@ DELETE_PERMISSION, CREATE_PERMISSION = "delete pods", "create pods"
 MAX_TRIES = 5
 # The second one waits that long, each further one twice as long.
 PAUSE_SECONDS = 10.0
-# A pod that fails after that time begins to count anew.
+# A pod that fails after that time begins to count again.
 FORGET_SECONDS = 3600.0
 # A pod that cannot be created for that long is given up.
 GIVE_UP_SECONDS = 24 * 3600.0
@@ -109,7 +109,7 @@ class Rescue:
         self,
         api: Api,
         node_name: str,
-        book: PodCache,
+        pod_cache: PodCache,
         resources: Callable[[], Collection[str]],
         refusals: Callable[[], Iterable[Refusal]],
         wake: Revision,
@@ -126,18 +126,18 @@ class Rescue:
         Args:
             api: the API server.
             node_name: our Node's name.
-            book: the pods of this node; an end in it makes this look for failed ones.
+            pod_cache: the pods of this node; an end in it makes this look for failed ones.
             resources: the names of the resources whose pods get another chance.
             refusals: the starts that are refused at the moment; those that are final count.
             wake: advances with each change of ``refusals``.
-            stale: annotations and labels that are taken off a pod before it is created anew.
+            stale: annotations and labels that are taken off a pod before it is recreated.
             events: for the owners.
             copies: where pods are kept between deletion and creation.
             journal: what is done, and troubles, are recorded there.
             clock: unix seconds.
             look_seconds: how often the loop sends a heartbeat.
         """
-        self._api, self._node_name, self._book, self._wake = api, node_name, book, wake
+        self._api, self._node_name, self._pod_cache, self._wake = api, node_name, pod_cache, wake
         self._resources, self._refusals, self._stale = resources, refusals, frozenset(stale)
         self._events, self._copies, self._journal, self._clock = events, copies, journal, clock
         self._look_seconds = look_seconds
@@ -157,7 +157,7 @@ class Rescue:
         self._state = await self._copies.read()
         while True:
             beat()
-            versions = Versions(self._wake, self._book.revision)
+            versions = Versions(self._wake, self._pod_cache.revision)
             pause = await self.look_once()
             await versions.passed(timeout_seconds=pause)
 
@@ -178,15 +178,15 @@ class Rescue:
             pause = min(pause, left)
         return max(pause, 0.01)
 
-    # -- whom it concerns --------------------------------------------------------------------------
+    # -- the failed pods ---------------------------------------------------------------------------
 
     async def _find_failed(self) -> float:
         """List the failed pods once any pod has ended, or may have; seconds until that is due."""
-        if self._seen == (self._book.ends, self._book.lists):
+        if self._seen == (self._pod_cache.ends, self._pod_cache.lists):
             return self._look_seconds
         if (left := max(self._list_due - _now(), self._listing.seconds_left)) > 0:
             return left
-        seen = self._book.ends, self._book.lists
+        seen = self._pod_cache.ends, self._pod_cache.lists
         try:
             await self._list_failed()
         except ClusterError as err:
@@ -238,7 +238,7 @@ class Rescue:
     def _is_done(self, uid: str) -> bool:
         return uid in self._done or uid in self._state.copies
 
-    # -- what becomes of it ------------------------------------------------------------------------
+    # -- eviction and recreation -------------------------------------------------------------------
 
     async def _help(self, uid: str, case: _Case) -> float:
         """Give the pod another chance, or leave it alone; seconds until there is more to do."""
@@ -267,7 +267,7 @@ class Rescue:
         Raises:
             ClusterError: the API server did not do it.
         """
-        controller, owners = made_anew.owners(pod)
+        controller, owners = recreation.owners(pod)
         key = _key(case.pod, controller)
         wait = self._wait(key, pod, counts_each=controller is None)
         if why := _why_not(pod, controller, owners, wait):
@@ -276,7 +276,7 @@ class Rescue:
             case.due = _now() + wait
             return wait
         if controller is not None:
-            return await self._evict(case, key, made_anew.created_at(pod), controller)
+            return await self._evict(case, key, recreation.created_at(pod), controller)
         return await self._delete(case, key, pod)
 
     async def _present(self, case: _Case) -> dict[str, Any] | None:
@@ -315,8 +315,8 @@ class Rescue:
             case.due = _now() + _LOOK_AGAIN_MAX_SECONDS
             return _LOOK_AGAIN_MAX_SECONDS
         before = self._state.tries.get(key)
-        tries = self._count(key, made_anew.created_at(pod))
-        body = made_anew.with_tries(made_anew.copy_of(pod, self._stale), tries, self._clock())
+        tries = self._count(key, recreation.created_at(pod))
+        body = recreation.with_tries(recreation.copy_of(pod, self._stale), tries, self._clock())
         if len(msgspec.json.encode(body)) > _LONGEST_BODY_BYTES:
             return self._leave(case, "it is too large to be kept while it is created anew")
         copy = Copy(
@@ -361,7 +361,7 @@ class Rescue:
                 self._tell_recreated(copy, made)
                 return self._look_seconds
             metadata = found["metadata"]
-            if metadata.get("uid") != copy.uid:  # somebody has created it, maybe we
+            if metadata.get("uid") != copy.uid:  # it was created meanwhile, perhaps by this agent
                 await self._forget(copy)
                 return self._look_seconds
             if not metadata.get("deletionTimestamp"):
@@ -392,7 +392,7 @@ class Rescue:
             raise ClusterError(f"GET {path}: the API server sent no pod")
         return found
 
-    # -- never in a loop ---------------------------------------------------------------------------
+    # -- limits on repetition ----------------------------------------------------------------------
 
     def _wait(self, key: str, pod: dict[str, Any], *, counts_each: bool) -> float | None:
         """Return the seconds until the pod's next chance, None when it has had them all.
@@ -401,13 +401,13 @@ class Rescue:
         (``counts_each`` is false): none of them was made because another was evicted.
         """
         now, known = self._clock(), self._state.tries.get(key, _NO_TRIES)
-        number, last = made_anew.tries_of(pod) if counts_each else (0, 0.0)
+        number, last = recreation.tries_of(pod) if counts_each else (0, 0.0)
         if number > known.number and 0 <= now - last <= FORGET_SECONDS:  # on other nodes
             known = self._state.tries[key] = Tries(number, last)
         if not 0 <= now - known.last <= FORGET_SECONDS:
             self._state.tries.pop(key, None)
             return 0.0
-        if not counts_each and made_anew.created_at(pod) <= known.created + _TOGETHER_SECONDS:
+        if not counts_each and recreation.created_at(pod) <= known.created + _TOGETHER_SECONDS:
             return 0.0
         if known.number >= MAX_TRIES:
             return None
@@ -439,7 +439,8 @@ class Rescue:
         self._returns.pop(copy.uid, None)
         await self._keep_tries()
 
-    # -- what is said ------------------------------------------------------------------------------
+    # -- events
+    # -------------------------------------------------------------------------------------
 
     def _leave(self, case: _Case, why: str) -> float:
         self._finish(case.pod.uid)
@@ -554,7 +555,7 @@ def _why_not(
     wait: float | None,
 ) -> str:
     """Say why the pod is left alone, with the remedy; empty where it is not."""
-    if made_anew.is_critical(pod):
+    if recreation.is_critical(pod):
         return "it is critical, so the agent does not end it"
     if controller is None and owners:
         named = ", ".join(map(_named, owners[:3]))

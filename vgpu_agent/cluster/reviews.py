@@ -1,5 +1,5 @@
-"""The API server's word on somebody who asks this agent for something: who a token is, and what he
-may do (TokenReview, SubjectAccessReview).
+"""The identity and the rights of a client, by its token, as the API server reports them
+(TokenReview, SubjectAccessReview).
 
 Used by `agent` for scrapers.
 """
@@ -47,7 +47,7 @@ class _AccessReview(msgspec.Struct):
 
 
 async def may_get(api: Api, token: str, path: str) -> bool:
-    """Tell whether whoever has ``token`` may get the non-resource URL ``path``.
+    """Tell whether the owner of ``token`` may get the non-resource URL ``path``.
 
     Raises:
         ClusterError: no answer, or one that cannot be read.

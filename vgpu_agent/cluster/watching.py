@@ -66,12 +66,12 @@ class PodWatch(_Watch):
         self,
         source: Source,
         node_name: str,
-        book: PodCache,
+        pod_cache: PodCache,
         *,
         journal: Journal,
         decode_pod: Callable[[bytes | msgspec.Raw], Pod] = decode.pod,
     ) -> None:
-        """Fill ``book``; ``decode_pod`` is one of `decode.pods_with`."""
+        """Fill ``pod_cache``; ``decode_pod`` is one of `decode.pods_with`."""
         self._source = source
         self._decode = decode_pod
         scope = Scope(
@@ -81,9 +81,9 @@ class PodWatch(_Watch):
             source,
             scope,
             decode_pod,
-            _Living(book),
+            _Living(pod_cache),
             journal=journal,
-            trim=book.fitting,
+            trim=pod_cache.fitting,
         )
 
     @property
@@ -94,8 +94,8 @@ class PodWatch(_Watch):
     async def fetch(self, namespace: str, name: str) -> Pod | None:
         """Ask the API server for one pod; None when there is none.
 
-        One GET, for a pod that the watch has not shown yet. The book is left alone: the answer may
-        be older than the watch's next event.
+        One GET, for a pod that the watch has not shown yet. The pod cache is left alone: the answer
+        may be older than the watch's next event.
 
         Raises:
             ClusterError: no answer, or one that cannot be read.
@@ -111,25 +111,25 @@ class PodWatch(_Watch):
 class _Living:
     """A sink for pods under a selection that they leave when they end."""
 
-    def __init__(self, book: PodCache) -> None:
-        self._book = book
+    def __init__(self, pod_cache: PodCache) -> None:
+        self._pod_cache = pod_cache
 
     def replace(self, items: Iterable[Pod]) -> None:
-        self._book.replace(pod for pod in items if not pod.ended)
+        self._pod_cache.replace(pod for pod in items if not pod.ended)
 
     def put(self, item: Pod) -> None:
         if item.ended:  # a server that does not know the selector
-            self._book.end(item)
+            self._pod_cache.end(item)
         else:
-            self._book.put(item)
+            self._pod_cache.put(item)
 
     def remove(self, item: Pod) -> None:
         # The event shows the pod as it was before it left. One that was not being deleted has
         # ended, and still exists.
         if item.deleting:
-            self._book.remove(item)
+            self._pod_cache.remove(item)
         else:
-            self._book.end(item)
+            self._pod_cache.end(item)
 
 
 class NodeWatch(_Watch):

@@ -95,5 +95,5 @@ class Written:
         return write.undone >= _CONTESTED and now - write.since >= patience_seconds
 
     def forget(self) -> None:
-        """Begin anew: the object of this name is another one now."""
+        """Begin again: the object of this name is another one now."""
         self._writes.clear()

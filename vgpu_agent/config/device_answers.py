@@ -74,7 +74,7 @@ class Plugin(msgspec.Struct, frozen=True, rename="camel", forbid_unknown_fields=
         Literal["none", "single", "mixed"],
         Meta(
             description=(
-                "none: ignore MIG. single: slices are offered as `nvidia.com/gpu`, all "
+                "none: ignore MIG. single: MIG instances are offered as `nvidia.com/gpu`, all "
                 "must be alike. mixed: each profile is a resource, `nvidia.com/mig-<profile>`."
             )
         ),

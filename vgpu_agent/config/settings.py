@@ -295,10 +295,10 @@ class Settings(msgspec.Struct, frozen=True, rename="camel", forbid_unknown_field
             description=(
                 "Directory on the node for what a restart needs: `remembered.json`, the last good "
                 "copy of what was read from the API server, so that a restart during an outage "
-                "offers the same resources; `slices.json`, of which GPU each MIG instance was, for "
-                "pods that still hold one that was cut away; and, with early binding, `grants/`, "
-                "what each container was told. It may be lost at any time while the API server "
-                "answers."
+                "offers the same resources; `mig-instances.json`, the GPU of each MIG instance, "
+                "for pods that still hold an instance that was removed; and, with early binding, "
+                "`grants/`, the answer for each container. The directory may be lost at any time "
+                "while the API server answers."
             )
         ),
     ] = "/var/lib/vgpu-agent"

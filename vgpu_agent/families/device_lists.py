@@ -1,7 +1,7 @@
 """The ways in which a container gets its devices:
 the list strategies of NVIDIA's device plugin, one entry each.
 
-Every family that gives out devices calls `edits_of` with them, and gets the variables, mounts,
+Every family that grants devices calls `edits_of` with them, and gets the variables, mounts,
 device nodes, annotations and CDI names of the strategies that the operator has chosen (nvidia §7,
 A1 to A18 and A25; volcano-vgpu §4.2). Upstream's errors are not copied: a device node is listed
 once, and paths of IMEX channels on the host are below the host's device root.
@@ -220,7 +220,7 @@ def _id_of(device: VisibleDevice, strategy: str) -> str:
 
 def _device_nodes(devices: Sequence[VisibleDevice], options: ListOptions) -> tuple[DeviceNode, ...]:
     """Control nodes, then those of the devices, then IMEX channels; each once, also where two
-    slices have one GPU's node (nvidia D13).
+    MIG instances have one GPU's node (nvidia D13).
     """
     root = options.device_root.rstrip("/")
     paths = (*options.control_nodes, *(node for device in devices for node in device.nodes))

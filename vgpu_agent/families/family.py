@@ -143,8 +143,8 @@ class Question:
             has is not counted.
         siblings: container → shares that were decided for it, for the other containers of this pod:
             some vocabularies place whole pods.
-        taken: device → a grant with a part of it, of any family, besides this container and those
-            that have ended before it.
+        taken: device → a grant with a part of it, of any family; without the grants of this
+            container and of containers that have ended before it.
         neighbours: which GPUs other families may use or have, for the agent's own placement.
         node_annotations: those of our Node now, where operators set defaults for its pods; empty
             while the Node has not been read.

@@ -62,7 +62,7 @@ class MigInstancesFamily(abc.ABC):
         """Return resources that cannot be offered, and why; nothing is offered if there are any."""
 
     def withheld(self, gpu: Gpu, inventory: Inventory) -> str:
-        """Explain why the instances of ``gpu`` are listed and never given out; empty where they
+        """Explain why the instances of ``gpu`` are listed and never granted; empty where they
         are.
         """
         del gpu, inventory
@@ -100,8 +100,8 @@ class MigInstancesFamily(abc.ABC):
             if instance.compute_slices != instance.gpu_slices
         )
         unread = tuple(
-            f"slices of GPU {gpu.index} ({gpu.uuid}) cannot be read, so they are not offered: "
-            f"{gpu.mig_trouble}"
+            f"MIG instances of GPU {gpu.index} ({gpu.uuid}) cannot be read, so they are not "
+            f"offered: {gpu.mig_trouble}"
             for gpu in self.divided_gpus(inventory)
             if gpu.mig_trouble
         )

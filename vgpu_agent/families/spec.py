@@ -30,7 +30,7 @@ _NO_LIBRARY = InstalledLibrary()
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class NodeFacts:
-    """The facts, besides the settings, from which families are built.
+    """The facts, in addition to the settings, from which families are built.
 
     Attributes:
         lists: how containers get their devices, where ids name them.
@@ -77,7 +77,7 @@ class BuiltFamily:
         in_force: attribute of its settings → value, after the files were applied; empty
             where there are no such files.
         origins: of those that a file has set, attribute → the file.
-        blocked: why its pods must not be served now; empty when they can be.
+        blocked: why its pods must not be started now; empty when they can be.
         uses_library: the backend whose library its containers get; empty for none.
         limits: how that library limits them; None where it never does.
         services: the services of the agent that the library relies on.
@@ -265,7 +265,7 @@ class FamilySpec:
         library: its use of an isolation backend's library; None where its containers never get
             one. Where they may, what they use is read.
         stale_keys: the settings → annotations and labels of pods that schedulers and the agent have
-            written about one pod; they are taken off when it is created anew.
+            written about one pod; they are taken off when it is recreated.
         reschedules: the settings → whether its failed pods get another chance, although
             ``binding.rescheduleFailed`` is off; None where only that decides.
         node_annotations: see `Vocabulary`.

@@ -30,7 +30,7 @@ def record(journal: Journal, old: Inventory, new: Inventory) -> None:
         before = old.gpu(gpu.uuid)
         _record_gpu(journal, before, gpu)
         _record_layout(journal, before, gpu)
-        _record_slices(journal, before, gpu)
+        _record_instances(journal, before, gpu)
 
 
 def _record_gpu(journal: Journal, old: Gpu | None, new: Gpu) -> None:
@@ -65,8 +65,8 @@ def _record_layout(journal: Journal, old: Gpu | None, new: Gpu) -> None:
         )
 
 
-def _record_slices(journal: Journal, old: Gpu | None, new: Gpu) -> None:
-    """Record the changes of single slices, except those of their whole GPU."""
+def _record_instances(journal: Journal, old: Gpu | None, new: Gpu) -> None:
+    """Record the changes of single MIG instances, except those of their whole GPU."""
     before = _by_uuid(old.mig_instances if old else ())
     gpu_was_ok = old is None or old.health.ok
     for instance in new.mig_instances:
@@ -79,12 +79,16 @@ def _record_slices(journal: Journal, old: Gpu | None, new: Gpu) -> None:
         was_ok, had_trouble = (known.health.ok, known.trouble) if known else (True, "")
         if new.health.ok and was_ok and not instance.health.ok:
             journal.record(
-                "gpu.slice_unhealthy", level="error", **facts, reason=instance.health.reason
+                "gpu.mig_instance_unhealthy", level="error", **facts, reason=instance.health.reason
             )
         if gpu_was_ok and instance.health.ok and not was_ok:
-            journal.record("gpu.slice_recovered", **facts, was=known.health.reason if known else "")
+            journal.record(
+                "gpu.mig_instance_recovered", **facts, was=known.health.reason if known else ""
+            )
         if instance.trouble and instance.trouble != had_trouble:
-            journal.record("gpu.slice_withheld", level="error", **facts, reason=instance.trouble)
+            journal.record(
+                "gpu.mig_instance_withheld", level="error", **facts, reason=instance.trouble
+            )
 
 
 def _by_uuid(instances: Iterable[MigInstance]) -> dict[str, MigInstance]:

@@ -7,11 +7,11 @@ the driver asks for no reset or reboot, no row remap is pending, and it has been
 A GPU that fails again soon must be quiet for twice as long each time, so that a flapping card does
 not fail one pod after another.
 
-`Healths` has one machine for each GPU and one for each MIG slice beside it, and chooses those that
-an error, an answer or a hang concerns. A report about a whole GPU also counts for all its slices.
-An error that names a slice counts for that slice alone (nvidia §10.7; the original marks one
-replica at random, or the wrong slice, or none). An error that names an unknown slice counts for the
-whole GPU, because an error that counts must not get lost.
+`Healths` has one machine for each GPU and one for each MIG instance beside it, and chooses those
+that an error, an answer or a hang concerns. A report about a whole GPU also counts for all its MIG
+instances. An error that names a MIG instance counts for that MIG instance alone (nvidia §10.7; the
+original marks one replica at random, or the wrong MIG instance, or none). An error that names an
+unknown MIG instance counts for the whole GPU, because an error that counts must not get lost.
 
 Called by `watch`, on the event loop. Reads no clock but the one it is given.
 """
@@ -243,16 +243,16 @@ class Healths:
     """All state machines.
 
     State: in memory only. They outlive everything but the process: plugin servers, streams, the
-    kubelet and the configuration may come and go. A slice that vanishes while it is Unhealthy is
-    remembered until it would have recovered, so that it is not healthy for having been away for a
-    moment.
+    kubelet and the configuration may come and go. A MIG instance that vanishes while it is
+    Unhealthy is remembered until it would have recovered, so that it is not healthy for having been
+    away for a moment.
     """
 
     def __init__(self, policy: RecoveryPolicy, *, wall: Callable[[], float]) -> None:
         self._policy = policy
         self._wall = wall
         self._gpus: dict[str, GpuHealth] = {}
-        self._slices: dict[str, dict[str, GpuHealth]] = {}  # GPU → MIG UUID → machine
+        self._instances: dict[str, dict[str, GpuHealth]] = {}  # GPU → MIG UUID → machine
 
     def follow(self, policy: RecoveryPolicy) -> None:
         """Recover by another policy from now on."""
@@ -273,20 +273,20 @@ class Healths:
         """The GPU was asked how it is.
 
         Args:
-            gpu: with the slices that it has now.
-            probe: its answer, which is its slices' too.
+            gpu: with the MIG instances that it has now.
+            probe: its answer, which is its MIG instances' too.
             now: monotonic seconds.
-            silent: what slices answered that did worse than their GPU, by UUID.
+            silent: what MIG instances answered that did worse than their GPU, by UUID.
         """
         self._machine(gpu.uuid).probed(probe, now)
-        slices = self._slices_of(gpu)
-        for uuid, machine in slices.items():
+        machines = self._instances_of(gpu)
+        for uuid, machine in machines.items():
             machine.probed(probe if probe.failure else (silent or {}).get(uuid, probe), now)
         here = {instance.uuid for instance in gpu.mig_instances}
         for uuid in [
-            uuid for uuid, machine in slices.items() if uuid not in here and machine.health.ok
+            uuid for uuid, machine in machines.items() if uuid not in here and machine.health.ok
         ]:
-            del slices[uuid]
+            del machines[uuid]
 
     def reported(
         self,
@@ -310,9 +310,9 @@ class Healths:
             for instance in gpu.mig_instances
             if _is_in(instance, gpu_instance, compute_instance)
         ]
-        slices = self._slices_of(gpu)
-        for uuid in [instance.uuid for instance in hit] or list(slices):
-            slices[uuid].reported(reason, now)
+        machines = self._instances_of(gpu)
+        for uuid in [instance.uuid for instance in hit] or list(machines):
+            machines[uuid].reported(reason, now)
         if not hit:
             self._machine(gpu.uuid).reported(reason, now)
 
@@ -321,7 +321,7 @@ class Healths:
         return whether that changed anything.
         """
         changed = self._machine(gpu.uuid).hung(reason, now)
-        for machine in self._slices_of(gpu).values():
+        for machine in self._instances_of(gpu).values():
             changed = machine.hung(reason, now) or changed
         return changed
 
@@ -331,26 +331,28 @@ class Healths:
             machine.answering(now)
 
     def applied(self, gpus: Sequence[Gpu]) -> tuple[Gpu, ...]:
-        """The same GPUs with their health, and their slices with theirs."""
+        """The same GPUs with their health, and their MIG instances with theirs."""
         return tuple(self._with_health(gpu) for gpu in gpus)
 
     def _with_health(self, gpu: Gpu) -> Gpu:
-        slices = self._slices_of(gpu)
+        machines = self._instances_of(gpu)
         instances = tuple(
-            dataclasses.replace(instance, health=slices[instance.uuid].health)
+            dataclasses.replace(instance, health=machines[instance.uuid].health)
             for instance in gpu.mig_instances
         )
         return dataclasses.replace(
             gpu, health=self._machine(gpu.uuid).health, mig_instances=instances
         )
 
-    def _slices_of(self, gpu: Gpu) -> dict[str, GpuHealth]:
-        """The machines of the GPU's slices; those it has now and those that are remembered."""
-        slices = self._slices.setdefault(gpu.uuid, {})
+    def _instances_of(self, gpu: Gpu) -> dict[str, GpuHealth]:
+        """The machines of the GPU's MIG instances; those it has now and those that are
+        remembered.
+        """
+        machines = self._instances.setdefault(gpu.uuid, {})
         for instance in gpu.mig_instances:
-            if instance.uuid not in slices:
-                slices[instance.uuid] = GpuHealth(self._policy, wall=self._wall)
-        return slices
+            if instance.uuid not in machines:
+                machines[instance.uuid] = GpuHealth(self._policy, wall=self._wall)
+        return machines
 
     def _machine(self, uuid: str) -> GpuHealth:
         if uuid not in self._gpus:
@@ -359,8 +361,8 @@ class Healths:
 
     def _all(self) -> Iterator[GpuHealth]:
         yield from self._gpus.values()
-        for slices in self._slices.values():
-            yield from slices.values()
+        for machines in self._instances.values():
+            yield from machines.values()
 
 
 def _is_in(instance: MigInstance, gpu_instance: int | None, compute_instance: int | None) -> bool:

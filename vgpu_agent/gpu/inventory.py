@@ -182,7 +182,7 @@ def _joined(known: Gpu | None, card: Card) -> Gpu:
     """Merge a card's GPU with the facts to keep of the known one."""
     if known is None:
         return card.gpu
-    # it is being divided anew: the old instances are nearer to the truth than half of the new ones
+    # it is being divided again: the old instances are nearer to the truth than half of the new ones
     if not card.mig.settled:
         return dataclasses.replace(
             card.gpu,

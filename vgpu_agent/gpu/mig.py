@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from vgpu_agent.gpu.nvml import Handle, Nvml
 
 _TRIES = 3
-# between two tries; a tool that cuts a GPU anew takes longer, and the next look comes soon
+# between two tries; a tool that divides a GPU takes longer, and the next look comes soon
 _PAUSE_SECONDS = 0.002
 
 # What a call about an instance answers that has just been destroyed.

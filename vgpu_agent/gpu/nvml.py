@@ -39,8 +39,8 @@ _NO_INSTANCE = 0xFFFFFFFF
 # the kernel's own limit; drivers of another struct layout have reported memory sizes as pids
 _LARGEST_PID = 1 << 22
 
-# Events that tell of a card's trouble, or that it was cut anew; all but XIDs only call for a look
-# at the card.
+# Events that tell of a card's trouble, or that it was divided again; all but XIDs only call for a
+# look at the card.
 XID_EVENT = pynvml.nvmlEventTypeXidCriticalError
 _LOOK_EVENTS = (
     pynvml.nvmlEventMigConfigChange
@@ -257,7 +257,7 @@ class Nvml:
             if err.code in {return_codes.NOT_FOUND, return_codes.NOT_SUPPORTED}:
                 return None
             raise
-        # a call about a slice is a call about its GPU
+        # a call about a MIG instance is a call about its GPU
         self._uuids[_address(mig)] = self._uuids.get(_address(handle), "")
         return mig
 
@@ -438,7 +438,7 @@ class Nvml:
 
     @contextlib.contextmanager
     def watched(self, name: str, gpu: str = "") -> Iterator[None]:
-        """Count the block as a call in flight; for the few things besides NVML
+        """Count the block as a call in flight; for the few things in addition to NVML
         that could block this thread.
         """
         self.in_flight = CallInFlight(name, gpu, time.monotonic())
@@ -474,7 +474,7 @@ class Nvml:
         normal: frozenset[int] = frozenset(),
     ) -> Any:
         """Call one NVML function, counted and named while it runs. Codes in ``normal`` are no
-        errors of this call, besides those that never are.
+        errors of this call, in addition to those that never are.
 
         Raises:
             NvmlError: it answered anything but success.
@@ -518,7 +518,7 @@ def sysfs_address(bus_id: str | bytes) -> str:
 
 def _address(handle: object) -> int:
     """The pointer behind a handle, 0 for anything else:
-    NVML gives one card one pointer, pynvml wraps it anew in each answer.
+    NVML gives one card one pointer, pynvml wraps it again in each answer.
     """
     return (
         ctypes.cast(handle, ctypes.c_void_p).value or 0

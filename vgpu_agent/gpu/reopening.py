@@ -1,4 +1,4 @@
-"""The decision when to open the driver anew, which is the only way to see cards that came or went.
+"""The decision when to reopen the driver, which is the only way to see cards that came or went.
 
 Opening takes the driver seconds on some nodes, so it is done when there is a reason and not at
 every poll: cards do not answer, answer again, or the kernel module drives other cards than before.
@@ -38,7 +38,7 @@ class Reopening:
         self._bound: frozenset[str] | None = None
 
     def due(self, now: float) -> bool:
-        """The next reading should open the driver anew (``now``: monotonic seconds)."""
+        """The next reading should reopen the driver (``now``: monotonic seconds)."""
         return (self._wanted or self.queue_broken) and now >= self._not_before
 
     def read(self, snapshot: Snapshot, known: Iterable[str], *, reopened: bool, now: float) -> None:
@@ -47,7 +47,7 @@ class Reopening:
         Args:
             snapshot: the reading.
             known: UUIDs of the inventory before it.
-            reopened: the driver was opened anew for it.
+            reopened: the driver was reopened for it.
             now: monotonic seconds.
         """
         answering = frozenset(card.gpu.uuid for card in snapshot.reading.cards)

@@ -1,15 +1,14 @@
-"""Samples of the processes on GPUs, many times a second, while somebody needs them.
+"""Samples of the processes on GPUs, many times a second, while a container needs them.
 
-A library that limits compute has to know how busy each process keeps a GPU. If every process asked
-the driver itself, that would cost more than the agent as a whole. So the agent asks for all of them
-(vgpu-manager §8.6): which processes there are, and how much of the GPU each has used in the last
-second.
+A library that limits compute needs the GPU usage of each process. If every process asked the driver
+itself, that would cost more than the whole agent. So the agent reads the usage of all processes in
+the last second (vgpu-manager §8.6), and the libraries read it from a file.
 
-It is done in the NVML thread, between the waits for events, a few GPUs at a time: NVML may be
-opened anew only when nobody else has it open, so there is one user. A card that hangs stops the
-samples, as it stops everything that asks NVML; it is noticed in the same way, and whoever reads the
-samples sees that they are old. What the driver writes is passed on as it is, in buffers that are
-made once, because pynvml's objects would take most of the time.
+The samples are taken in the NVML thread, between the waits for events, a few GPUs at a time. One
+thread is the only user of NVML, because NVML can only be reopened when it has no other user in the
+process. A call that hangs stops the samples together with all other uses of NVML. It is detected in
+the same way, and readers of the samples see their age. The driver's rows are passed on unchanged,
+in buffers that are allocated once, because pynvml's objects would take most of the time.
 """
 
 from __future__ import annotations

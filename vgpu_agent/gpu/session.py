@@ -92,7 +92,7 @@ class Session:
         self._events: EventSet | None = None
         self._heard: dict[str, bool] = {}  # by UUID: registered for events, or known to have none
         self._handles: dict[str, Handle] = {}
-        # of the last reading, by UUID; None for a GPU that was being cut anew
+        # of the last reading, by UUID; None for a GPU that was being divided again
         self._layouts: dict[str, mig.Layout | None] = {}
         self._mig_troubles: dict[str, tuple[str, ...]] = {}
         self._links_of: frozenset[tuple[str, str]] | None = None

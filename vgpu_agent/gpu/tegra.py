@@ -61,7 +61,7 @@ class IntegratedGpu:
         """Do nothing: no setting applies to this GPU."""
 
     def sample(self, gpus: Sequence[tuple[int, str]], sink: Sink) -> None:
-        """Do nothing: nobody reports the processes of this GPU."""
+        """Do nothing: the processes of this GPU are not reported."""
 
     async def stop(self, timeout_seconds: float) -> bool:
         """Nothing is open."""

@@ -7,7 +7,7 @@ between. When a call does not return in time the loop reports the call and the G
 waiting jobs, and refuses new ones until the thread is back.
 A daemon thread never keeps the process from ending.
 
-While somebody needs them, samples of processes are taken in between as well (`sampling`).
+While a container needs them, samples of processes are taken in between as well (`sampling`).
 
 Used by `watch`, which also calls `look` regularly, so that a hang is noticed without a waiting job.
 """

@@ -48,7 +48,8 @@ if TYPE_CHECKING:
 
 _logger = log.get(__name__)
 
-# How often every GPU is asked for its state besides waiting for events; a card can vanish silently.
+# How often every GPU is asked for its state in addition to waiting for events; a card can vanish
+# silently.
 POLL_SECONDS = 5.0
 # The pause between two tries to find a driver, where one that is missing does not end the agent.
 INIT_RETRY_SECONDS = 30.0
@@ -70,7 +71,7 @@ class GpuWatch:
     """The agent's knowledge of its GPUs.
 
     State: the health of each GPU seen since the start, in memory only; after a restart the first
-    reading judges anew. All methods belong to the event loop; the driver itself is touched by the
+    reading judges again. All methods belong to the event loop; the driver itself is touched by the
     owner thread alone.
     """
 
@@ -216,7 +217,7 @@ class GpuWatch:
     # ---- reading
 
     async def _poll(self) -> None:
-        """Read every GPU; when cards came or went, once more with the driver opened anew.
+        """Read every GPU; when cards came or went, once more with the driver reopened.
 
         Raises:
             AgentError: nothing could be read; the inventory shows it already.
@@ -242,7 +243,7 @@ class GpuWatch:
         self._schedule_poll()
 
     async def _look(self) -> None:
-        """Read the GPUs if one was cut anew.
+        """Read the GPUs if one was divided again.
 
         Raises:
             AgentError: nothing could be read.

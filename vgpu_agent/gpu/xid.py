@@ -61,7 +61,7 @@ class XidPolicy:
 
     Attributes:
         disable_all: every XID is ignored that is not enabled.
-        disabled: ignored besides `IGNORED_BY_DEFAULT`.
+        disabled: ignored in addition to `IGNORED_BY_DEFAULT`.
         enable_all: every XID counts, whatever the other lists contain.
         enabled: count although they are ignored by default or disabled.
         warnings: one sentence for each word of the lists that is neither a number nor ``all``.

@@ -70,8 +70,8 @@ class Caller:
     """Unary calls over one connection while they follow each other closely;
     making one costs as much as a call.
 
-    State: the idle connection, closed ``kept_seconds`` after it was last used. A server that starts
-    anew makes its socket anew, so a call that a kept connection breaks off is made again over a new
+    State: the idle connection, closed ``kept_seconds`` after it was last used. A server that
+    restarts creates a new socket, so a call that fails on a kept connection is repeated over a new
     one.
     """
 

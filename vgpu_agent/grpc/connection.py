@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 _logger = log.get(__name__)
 
-_FRAME_COSTS_BYTES = 512  # of memory, besides its content
+_FRAME_COSTS_BYTES = 512  # of memory, in addition to its content
 # Frames that cost us work and the peer nothing. A kubelet pings once for some ten KiB of a list,
 # and breaks off a call now and then.
 _MAX_IDLE_FRAMES, _IDLE_FRAMES_SECONDS = 10_000, 10.0
@@ -65,7 +65,7 @@ class Connection(H2Protocol):
     messages is counted. So are frames that cost only the agent something: pings, settings,
     priorities, empty data, and streams that are reset at once.
 
-    State: besides grpclib's, the counts, and once lost what is called then.
+    State: in addition to grpclib's, the counts, and once lost what is called then.
     """
 
     transport: asyncio.Transport

@@ -1,6 +1,6 @@
 """The process at the other end of a unix socket, as the kernel knows it.
 
-The kernel notes who connects (unix(7), SO_PEERCRED), and nobody can forge that. The number is that
+The kernel notes who connects (unix(7), SO_PEERCRED), which cannot be forged. The number is that
 of the process which called connect(2), in our own PID namespace; it ends with that process and may
 be given to another one, so a user of it compares when the process began.
 """

@@ -61,12 +61,13 @@ class InstalledLibrary:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class LibraryServices:
-    """The services of the running agent that a library relies on, besides files.
+    """The services of the running agent that a library relies on, in addition to files.
 
     Attributes:
         containers: the parent of the containers' own directories, ``<pod UID>_<container>``.
         registry: directory of the socket by which processes register; empty where none do.
-        watcher: directory of the samples of the use of compute; empty where nobody reads them.
+        watcher: directory of the samples of the use of compute; empty when the library does not
+            read them.
     """
 
     containers: str = ""

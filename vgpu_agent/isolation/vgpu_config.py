@@ -89,7 +89,7 @@ class Owner:
         pod: its name.
         namespace: its namespace.
         container: the container's name.
-        register_uuid: by which it registers, besides its names; empty where pods have none.
+        register_uuid: by which it registers, in addition to its names; empty where pods have none.
         compatibility: how the library tells its processes from others (vgpu-manager §7.6).
         sm_watcher: the library takes the use of compute from the agent's samples.
         memory_ledger: it keeps a ledger of spilled memory.

@@ -227,7 +227,7 @@ class _Memory:
             )
         )
 
-    def let_go(self) -> None:
+    def release(self) -> None:
         """Give the memory back; the next reading takes fresh one."""
         with self._lock:
             self._memory, self._entries_bytes = bytearray(4096), 0
@@ -261,11 +261,12 @@ async def read_checkpoint(
     return await asyncio.to_thread(_read, path, wanted)
 
 
-def let_go_of_memory() -> None:
-    """Give back the memory that readings in quick succession share; waits for one that is under
-    way, so not for the event loop's thread.
+def release_memory() -> None:
+    """Release the buffer that readings in quick succession share.
+
+    Blocks while a reading is in progress, so do not call it in the event loop's thread.
     """
-    _memory.let_go()
+    _memory.release()
 
 
 def parse_checkpoint(
@@ -326,7 +327,7 @@ def _read(path: Path, wanted: Callable[[str], bool]) -> tuple[CheckpointEntry, .
     except FileNotFoundError:
         return ()
     except _UnfitError as err:
-        _memory.let_go()  # megabytes that no later reading needs
+        _memory.release()  # megabytes that no later reading needs
         raise _unusable(str(path), str(err)) from err
     except OSError as err:
         if err.errno in (errno.ELOOP, errno.ENXIO, errno.ENODEV):

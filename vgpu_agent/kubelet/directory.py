@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 _logger = log.get(__name__)
 
-# How often the agent looks besides inotify, in case the kernel's notice was lost.
+# How often the agent looks in addition to inotify, in case the kernel's notice was lost.
 POLL_SECONDS = 5.0
 _SOCKET = ".sock"
 

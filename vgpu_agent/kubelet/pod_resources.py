@@ -187,7 +187,7 @@ class PodResources:
             return b""
         except GetNotPossibleError as err:
             if err.for_good:
-                # The kubelet makes its socket anew when it starts, so another one there may have
+                # The kubelet makes its socket again when it starts, so another one there may have
                 # it.
                 self._without_get = await asyncio.to_thread(_identity, self._socket_path)
             raise

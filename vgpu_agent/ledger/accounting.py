@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Device:
-    """A GPU or a MIG instance in the ledger; ``trouble`` is why it must not be given out now
+    """A GPU or a MIG instance in the ledger; ``trouble`` is why it must not be granted now
     (health, or gone), ``divided`` is MIG mode.
     """
 
@@ -112,7 +112,7 @@ class Excess(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Overcommit:
-    """A device of which schedulers have given out more compute, or more places, than it has."""
+    """A device of which schedulers have assigned more compute, or more places, than it has."""
 
     resource: str
     device: str
@@ -256,7 +256,7 @@ def unsound(
     """List what must never be, whatever is offered:
     a shared exclusive device, two families on one GPU, an id with two holders.
 
-    A slice shares with the holder of its whole GPU. Two slices of a GPU do not share.
+    A MIG instance shares with the holder of its whole GPU. Two MIG instances of a GPU do not share.
     """
     grants = tuple(grants)
     problems = []
@@ -270,12 +270,12 @@ def unsound(
     for uuid, shares in sorted(by_device.items()):
         if not any(share.exclusive for share in shares):
             continue
-        slices = (
+        mig_instances = (
             each
             for each in by_device
             if each != uuid and each in devices and devices[each].gpu == uuid
         )
-        if company := len(shares) - 1 + sum(len(by_device[each]) for each in slices):
+        if company := len(shares) - 1 + sum(len(by_device[each]) for each in mig_instances):
             problems.append(f"{uuid} has an exclusive holder and {company} more")
     problems += [
         f"{uuid} serves several families at once"

@@ -50,16 +50,16 @@ class Arbitration:
         self._devices: Mapping[str, Device] = {}
         self.claims: tuple[Claim, ...] = ()
         self.oldest_claims: Mapping[str, Claim] = {}
-        self._served: frozenset[str] = frozenset()
+        self._active_families: frozenset[str] = frozenset()
         self._withheld: frozenset[str] = frozenset()
-        self._begin_anew()
+        self._reset()
         # offers, devices → GPUs
         self._offered_gpus: tuple[int, Mapping[str, Device], dict[str, frozenset[str]]] | None = (
             None
         )
         self._gpus_of_grants: dict[int, tuple[Sequence[Share], tuple[str, frozenset[str]]]] = {}
 
-    def _begin_anew(self) -> None:
+    def _reset(self) -> None:
         self._withdrawals = Withdrawals(self._clock)
         self._turns = Turns(self._clock, self._withdrawals.lasts_seconds)
         self._drains = Drains(self._clock)
@@ -67,14 +67,14 @@ class Arbitration:
 
     # -- changes -----------------------------------------------------------------------------------
 
-    def serve(self, unserved: Collection[str]) -> None:
-        """Go by the families that offer something now, but for those of ``unserved``."""
+    def serve(self, paused: Collection[str]) -> None:
+        """Go by the families that offer something now, but for those of ``paused``."""
         able = {
             resource.family
             for resource in self._offers.in_order
             if resource.decided_by is not Decider.NOBODY
         }
-        self._served = frozenset(able.difference(unserved))
+        self._active_families = frozenset(able.difference(paused))
 
     def withhold(self, families: Iterable[str]) -> bool:
         """Give no turns to ``families``; return whether these are others than before."""
@@ -108,16 +108,16 @@ class Arbitration:
         # grants.
         if not self.serves_several_families:
             if not self._is_new:
-                self._begin_anew()
+                self._reset()
             return False
         self._is_new = False
-        served = self.served()
-        in_use = {gpu: claim.family for gpu, claim in self.oldest_claims.items()} | served
+        holding = self.families_by_gpu()
+        in_use = {gpu: claim.family for gpu, claim in self.oldest_claims.items()} | holding
         self._turns.follow(in_use, self._candidates)
         self._drains.follow(
-            self._held_gpus(), served, self._able_families, lambda: self._offered_free(in_use)
+            self._held_gpus(), holding, self._able_families, lambda: self._offered_free(in_use)
         )
-        offered = [] if holders_unknown else self._offered_to(served)
+        offered = [] if holders_unknown else self._offered_to(holding)
         return self._withdrawals.follow(offered, number, listed=listed)
 
     def move_on(self) -> bool:
@@ -137,7 +137,7 @@ class Arbitration:
     @property
     def serves_several_families(self) -> bool:
         """Tell whether families may race for a GPU."""
-        return len(self._served) > 1
+        return len(self._active_families) > 1
 
     @property
     def seconds_left(self) -> float | None:
@@ -178,7 +178,7 @@ class Arbitration:
         """Tell whether ``family`` alone is offered the GPU now, because it is its turn."""
         return self._turns.is_first(gpu, family)
 
-    def served(self) -> dict[str, str]:
+    def families_by_gpu(self) -> dict[str, str]:
         """Map each GPU of which something is held to the family that has it."""
         return {
             self._gpu_of(share.device): grant.family
@@ -220,13 +220,13 @@ class Arbitration:
     @property
     def _able_families(self) -> frozenset[str]:
         """Return the families whose pods can start now."""
-        return self._served - self._withheld
+        return self._active_families - self._withheld
 
     def _gpu_of(self, device: str) -> str:
         return known.gpu if (known := self._devices.get(device)) else device
 
     def _candidates(self, gpu: str) -> list[str]:
-        """Return the families that could give out something of a free GPU."""
+        """Return the families that could grant something of a free GPU."""
         able = (
             resource.family
             for resource in self._offers.in_order
@@ -239,7 +239,7 @@ class Arbitration:
 
     def _held_gpus(self) -> dict[int, tuple[str, frozenset[str]]]:
         """Return the family and the GPUs of each grant that has something, by number;
-        read anew for changed grants only.
+        read again for changed grants only.
         """
         known = self._gpus_of_grants
         self._gpus_of_grants = {
@@ -264,13 +264,13 @@ class Arbitration:
             if not self._turns.why_waits(gpu, family)
         }
 
-    def _offered_to(self, served: Mapping[str, str]) -> list[tuple[str, str]]:
+    def _offered_to(self, holding: Mapping[str, str]) -> list[tuple[str, str]]:
         """Each GPU and each family that is offered it, as far as the other families go."""
         return [
             (gpu, family)
             for gpu in {device.gpu for device in self._devices.values()}
-            for family in self._served
-            if served.get(gpu, family) == family
+            for family in self._active_families
+            if holding.get(gpu, family) == family
             and not self.why_kept(gpu, family)
             and not self.why_waits(gpu, family)
         ]

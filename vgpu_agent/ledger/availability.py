@@ -1,5 +1,5 @@
-"""The reasons against giving out a device through a resource now:
-its health, a cordon, a holder on other terms, or a claim.
+"""The reasons against granting a device through a resource now:
+its health, a cordon, a holder through another resource, or a claim.
 
 `book` asks before each list and each booking. Pure functions of the ledger's state.
 """
@@ -32,7 +32,7 @@ class Context(NamedTuple):
         claims: GPU → the oldest claim on it, as far as claims count for what is asked.
         why_waits: GPU, family → why another family is offered the GPU first, empty where none is;
             as far as that counts.
-        lasts: GPU, family → whether the kubelet may still give out what is kept for others since a
+        lasts: GPU, family → whether the kubelet may still grant what is kept for others since a
             moment; as far as that counts.
     """
 
@@ -54,7 +54,7 @@ def in_the_way(resource: Resource, grants: Iterable[Grant]) -> list[Grant]:
 
 
 def trouble(device: str, resource: Resource, known: Context) -> str:
-    """Explain why nothing of ``device`` may be given out through ``resource`` now;
+    """Explain why nothing of ``device`` may be granted through ``resource`` now;
     empty when it may.
     """
     return (
@@ -67,7 +67,7 @@ def trouble(device: str, resource: Resource, known: Context) -> str:
 def own_trouble(
     device: str, resource: Resource, devices: Mapping[str, Device], cordons: Cordons
 ) -> str:
-    """Explain why ``resource`` gives out nothing of ``device`` even if nothing of it is held;
+    """Explain why ``resource`` grants nothing of ``device`` even if nothing of it is held;
     empty when it does.
     """
     if ill := illness(devices, device):
@@ -94,8 +94,11 @@ def _conflicting_holder(device: str, resource: Resource, known: Context) -> str:
                     "" if not by_ids and known.lasts(gpu, resource.family) else serves(grant.family)
                 )
             if by_ids and share.device != device and gpu in (share.device, device):
-                # From before MIG mode was switched: a GPU and its slices are never both given out.
-                whole = "the whole GPU" if share.device == gpu else f"the slice {share.device}"
+                # From before MIG mode was switched: a GPU and its MIG instances are never both
+                # granted.
+                whole = (
+                    "the whole GPU" if share.device == gpu else f"the MIG instance {share.device}"
+                )
                 return f"a container still holds {whole} ({listed(grant.ids)})"
             # Ids from before a change of replicas: whole and shared holders never mix on one
             # device.

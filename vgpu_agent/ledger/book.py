@@ -65,8 +65,8 @@ class Ledger:
     """Devices, offers and grants.
 
     State: everything is rebuilt after a restart from NVML and from the kubelet's records, but for
-    `slices`, the MIG instances that were ever seen, which `agent` keeps. `revision` advances when a
-    list that the kubelet should see, a grant or a claim has changed.
+    `mig_instances`, the MIG instances that were ever seen, which `agent` keeps. `revision` advances
+    when a list that the kubelet should see, a grant or a claim has changed.
 
     Attributes:
         withdrawn: advances when a family is offered less than before, because of another one.
@@ -88,7 +88,7 @@ class Ledger:
         self.withdrawn = Revision()
         self._clock, self._wall_clock = clock, wall_clock
         self._devices: dict[str, Device] = {}
-        self.slices: dict[str, Device] = {}
+        self.mig_instances: dict[str, Device] = {}
         self._cordons = Cordons()
         self._offers = Offers()
         self._grants = Grants(self._offers)
@@ -110,7 +110,7 @@ class Ledger:
         seen = with_gone(
             devices_of(inventory),
             before=self._devices,
-            slices=self.slices,
+            mig_instances=self.mig_instances,
             held=self._grants.held_devices(),
         )
         if seen != self._devices:
@@ -122,7 +122,7 @@ class Ledger:
         resources: Iterable[Resource],
         stand_for: Callable[[Grant], tuple[Share, ...]] = lambda grant: grant.shares,
         *,
-        unserved: Collection[str] = (),
+        paused: Collection[str] = (),
     ) -> None:
         """Replace what this node offers.
 
@@ -135,7 +135,7 @@ class Ledger:
         """
         held = {grant.resource for grant in self._grants.by_number.values() if grant.decided_for}
         changed = self._offers.replace(resources, held)
-        self._arbitration.serve(unserved)
+        self._arbitration.serve(paused)
         if self._grants.restate(stand_for) or changed:
             self._changed()
 
@@ -256,7 +256,7 @@ class Ledger:
         return self._arbitration.turns_over_in_seconds
 
     def free_ids(self, resource: str) -> int:
-        """Return how many ids of ``resource`` could be given out now."""
+        """Return how many ids of ``resource`` could be granted now."""
         offered, held = self.resource(resource), self._grants.holder.get(resource, {})
         trouble = self._troubles(offered)
         if isinstance(offered.ids, NumberedIds):
@@ -316,18 +316,18 @@ class Ledger:
         Raises:
             UnknownDeviceError: the resource is not offered.
         """
-        resource, served = self.resource(name), self._arbitration.served()
+        resource, holding = self.resource(name), self._arbitration.families_by_gpu()
         held, trouble = self._grants.holder.get(name, {}), self._troubles(resource, turns=False)
         serving, free = dict[str, int](), dict[str, int]()
         for device in self._offers.devices(resource):
-            if self.gpu_of(device) not in served:
+            if self.gpu_of(device) not in holding:
                 trouble[device] = availability.own_trouble(
                     device, resource, self._devices, self._cordons
                 )
         for entry in resource.ids:
             if entry.id not in held and not trouble[entry.device]:
                 gpu = self.gpu_of(entry.device)
-                by_gpu = serving if gpu in served else free
+                by_gpu = serving if gpu in holding else free
                 by_gpu[gpu] = by_gpu.get(gpu, 0) + 1
         return serving, free
 
@@ -360,26 +360,26 @@ class Ledger:
         return known.gpu if (known := self._devices.get(device)) else device
 
     def rooms(
-        self, name: str, *, besides: Iterable[int] = (), pod_uid: str = ""
+        self, name: str, *, excluding: Iterable[int] = (), pod_uid: str = ""
     ) -> tuple[DeviceRoom, ...]:
         """Return what each device of resource ``name`` has left, in the order of its ids.
 
         Args:
             name: the resource.
-            besides: numbers of grants that are not counted, because they are about to be decided
-                anew.
+            excluding: numbers of grants that are not counted, because they are about to be decided
+                again.
             pod_uid: the kubelet's UID of the asking pod, if there is one; a pod that has a part of
                 what it needs gets the rest before others.
 
         Raises:
             UnknownDeviceError: the resource is not offered.
         """
-        resource, left_out = self.resource(name), set(besides)
+        resource, left_out = self.resource(name), set(excluding)
         grants = [
             grant for grant in self._grants.by_number.values() if grant.number not in left_out
         ]
         booked = accounting.usage(resource, grants, self._offers.device)
-        trouble = self._troubles(resource, claims=not self._is_partly_served(pod_uid))
+        trouble = self._troubles(resource, claims=not self._has_part_of_its_shares(pod_uid))
         return tuple(
             accounting.room(
                 resource, booked, self._devices.get(uuid) or Device(uuid, uuid, 0), trouble[uuid]
@@ -402,7 +402,7 @@ class Ledger:
 
     @property
     def overcommitted(self) -> tuple[Overcommit, ...]:
-        """The devices of which schedulers have given out more compute
+        """The devices of which schedulers have assigned more compute
         or more places than there are.
         """
         return tuple(
@@ -420,7 +420,7 @@ class Ledger:
         return uses(self._devices, self.grants, self.claims)
 
     def held_back(self, name: str) -> tuple[HeldBack, ...]:
-        """The ids of resource ``name`` that are not given out now, by reason.
+        """The ids of resource ``name`` that are not granted now, by reason.
 
         Raises:
             UnknownDeviceError: the resource is not offered.
@@ -462,8 +462,8 @@ class Ledger:
 
         Raises:
             UnknownDeviceError: the resource or an id is not offered; nothing is booked.
-            UnhealthyDeviceError: a device is unhealthy, cordoned, or in use on other terms; nothing
-                is booked.
+            UnhealthyDeviceError: a device is unhealthy, cordoned, or in use through another
+                resource; nothing is booked.
             CapacityError: an id is named twice, or a device would hold more than it has; nothing is
                 booked.
         """
@@ -480,7 +480,9 @@ class Ledger:
         booked = behind if by_ids else {share.device: share.device for share in shares}
         # Where ids name devices, the kubelet fails the pod for a refusal, so a claim waits for a
         # pod that it came too late to keep away.
-        claims = not by_ids and (decided_for is None or not self._is_partly_served(decided_for[0]))
+        claims = not by_ids and (
+            decided_for is None or not self._has_part_of_its_shares(decided_for[0])
+        )
         self._refuse_troubled(resource, booked, claims=claims)
 
         holders = self._grants.holders(name, ids)
@@ -583,7 +585,7 @@ class Ledger:
             )
         wanted = {share.device: share.device for share in shares}
         self._refuse_troubled(
-            resource, wanted, claims=not known and not self._is_partly_served(owner.pod_uid)
+            resource, wanted, claims=not known and not self._has_part_of_its_shares(owner.pod_uid)
         )
 
         before = self._grants.saved()
@@ -606,7 +608,7 @@ class Ledger:
         may_overcommit: bool = False,
     ) -> None:
         """Book ``shares`` for a reservation that had none,
-        because there was no room for them when its ids were given out.
+        because there was no room for them when its ids were granted.
 
         ``may_overcommit`` is as for `decide`.
 
@@ -618,7 +620,9 @@ class Ledger:
         grant = self._grants.by_number[number]
         resource = self.resource(grant.resource)
         wanted = {share.device: share.device for share in shares}
-        self._refuse_troubled(resource, wanted, claims=not self._is_partly_served(decided_for[0]))
+        self._refuse_troubled(
+            resource, wanted, claims=not self._has_part_of_its_shares(decided_for[0])
+        )
         before = self._grants.saved()
         filled = dataclasses.replace(
             grant, shares=tuple(shares), decided_for=decided_for, may_overcommit=may_overcommit
@@ -701,7 +705,9 @@ class Ledger:
             not self.rebuilt and (initial or self._holders_unknown),
         )
         if corrections:
-            self._devices |= gone(self._grants.held_devices() - self._devices.keys(), self.slices)
+            self._devices |= gone(
+                self._grants.held_devices() - self._devices.keys(), self.mig_instances
+            )
         if corrections or self._holders_unknown != unknown_before:
             self._changed()
         return corrections
@@ -717,7 +723,7 @@ class Ledger:
         turns: bool = True,
         at_kubelet: bool = False,
     ) -> dict[str, str]:
-        """Explain why nothing of ``devices``, or of all that ``resource`` offers, may be given out
+        """Explain why nothing of ``devices``, or of all that ``resource`` offers, may be granted
         now; empty when it may, in order.
 
         Without ``claims``, claims of pods do not count. Without ``turns``, turns of other families
@@ -740,7 +746,7 @@ class Ledger:
         )
         return {device: availability.trouble(device, resource, known) for device in asked}
 
-    def _is_partly_served(self, pod_uid: str) -> bool:
+    def _has_part_of_its_shares(self, pod_uid: str) -> bool:
         """Tell whether a container of the pod has shares.
 
         Such a pod does not wait for claims: the claim could wait for it, and neither would ever
@@ -755,7 +761,7 @@ class Ledger:
         self, resource: Resource, wanted: Mapping[str, str], *, claims: bool
     ) -> None:
         """Raise for the first device of ``wanted`` (device → what the message calls it) of
-        which nothing may be given out.
+        which nothing may be granted.
         """
         for device, trouble in (
             self._troubles(resource, wanted, claims=claims, turns=False).items() if wanted else ()
@@ -842,7 +848,7 @@ def _never(_gpu: str, _family: str) -> str:
 
 
 def _no(_gpu: str, _family: str) -> bool:
-    """Nothing is given out longer than it is offered."""
+    """Nothing is granted longer than it is offered."""
     return False
 
 

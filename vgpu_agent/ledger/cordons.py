@@ -27,7 +27,7 @@ class Cordons:
         return lifted
 
     def reason(self, device: str) -> str:
-        """Return why nothing of ``device`` may be given out, for all of its cordons;
+        """Return why nothing of ``device`` may be granted, for all of its cordons;
         empty when there is none.
         """
         return "; ".join(self._reasons.get(device, {}).values())

@@ -1,5 +1,5 @@
 """The devices of an inventory as the ledger keeps them,
-each with its GPU and the reason why it must not be given out.
+each with its GPU and the reason why it must not be granted.
 
 Called by `book` for each inventory that `gpu` publishes, and when holders become known. There is no
 state here.
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 # Those of 8 GPUs in a dozen divisions; a node that is divided more often forgets those without a
 # holder.
-_MAX_SLICES_KNOWN = 1000
+_MAX_INSTANCES_KNOWN = 1000
 
 
 def devices_of(inventory: Inventory) -> dict[str, Device]:
@@ -58,7 +58,7 @@ def with_gone(
     seen: Mapping[str, Device],
     *,
     before: Mapping[str, Device],
-    slices: dict[str, Device],
+    mig_instances: dict[str, Device],
     held: Collection[str],
 ) -> dict[str, Device]:
     """Return the devices of the ledger once ``seen`` are there:
@@ -67,18 +67,21 @@ def with_gone(
     Args:
         seen: of the newest inventory.
         before: the devices of the ledger until now.
-        slices: every MIG instance that was ever seen; those of ``seen`` are added, and the oldest
-            that are neither there nor held dropped.
+        mig_instances: every MIG instance that was ever seen; those of ``seen`` are added, and the
+            oldest that are neither there nor held dropped.
         held: devices that have a holder.
     """
     for device in seen.values():
         if device.uuid != device.gpu:
-            slices.pop(device.uuid, None)  # the newest are last
-            slices[device.uuid] = Device(device.uuid, device.gpu, device.memory_mib)
-    surplus = max(0, len(slices) - _MAX_SLICES_KNOWN)
-    for uuid in [uuid for uuid in slices if uuid not in held and uuid not in seen][:surplus]:
-        del slices[uuid]
-    return {**seen, **gone((uuid for uuid in held if uuid not in seen), slices | dict(before))}
+            mig_instances.pop(device.uuid, None)  # the newest are last
+            mig_instances[device.uuid] = Device(device.uuid, device.gpu, device.memory_mib)
+    surplus = max(0, len(mig_instances) - _MAX_INSTANCES_KNOWN)
+    for uuid in [uuid for uuid in mig_instances if uuid not in held and uuid not in seen][:surplus]:
+        del mig_instances[uuid]
+    return {
+        **seen,
+        **gone((uuid for uuid in held if uuid not in seen), mig_instances | dict(before)),
+    }
 
 
 def _trouble(gpu: Gpu) -> str:

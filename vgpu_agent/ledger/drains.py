@@ -37,7 +37,7 @@ class Drains:
     """The drained GPU, if any.
 
     State: the grants of before, since when each family has nothing, and the pods of others that
-    have ended since. It begins anew with the process.
+    have ended since. It begins again with the process.
     """
 
     def __init__(self, clock: Callable[[], float]) -> None:

@@ -38,7 +38,7 @@ class Grants:
         self._offers = offers
         self.by_number: dict[int, Grant] = {}
         # Resource → id → number of its grant; by resource, since one that was renamed keeps its
-        # ids, and the kubelet counts anew.
+        # ids, and the kubelet counts again.
         self.holder: dict[str, dict[str, int]] = {}
         # grant → offers' version, its ids, those not offered
         self._foreign: dict[int, tuple[int, tuple[str, ...], tuple[str, ...]]] = {}

@@ -89,7 +89,7 @@ class Turns:
 
         Args:
             in_use: GPU → the family that has it or claims it.
-            candidates: GPU → the families that could give out something of it now.
+            candidates: GPU → the families that could grant something of it now.
         """
         now = self._clock()
         for gpu in self._rounds.keys() & in_use.keys():
@@ -109,7 +109,7 @@ class Turns:
         self._in_use = in_use
 
     def _leave_out(self, gpu: str, waiting: _Round, able: Sequence[str], now: float) -> None:
-        """Give the turns of families that can give out nothing (any more) to those after them;
+        """Give the turns of families that can grant nothing (any more) to those after them;
         so none is lost.
         """
         gone = waiting.turn + waiting.pausing

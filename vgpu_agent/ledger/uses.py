@@ -52,7 +52,7 @@ class GpuUse:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class HeldBack:
-    """Ids of one resource that are not given out, for one reason.
+    """Ids of one resource that are not granted, for one reason.
 
     Attributes:
         reason: the same for all of them.
@@ -100,11 +100,11 @@ def held_back(
     devices: Mapping[str, Device],
     by_gpu: Mapping[str, GpuUse],
 ) -> tuple[HeldBack, ...]:
-    """The ids of ``resource`` that are not given out, by reason.
+    """The ids of ``resource`` that are not granted, by reason.
 
     Args:
         resource: an offered one.
-        troubles: device → why nothing of it may be given out through the resource; empty where it
+        troubles: device → why nothing of it may be granted through the resource; empty where it
             may.
         devices: by UUID.
         by_gpu: the use of each GPU.

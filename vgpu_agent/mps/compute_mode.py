@@ -1,9 +1,9 @@
 """The compute mode of the GPUs of one MPS control daemon.
 
 While MPS shares a GPU, its mode is ``EXCLUSIVE_PROCESS``: it takes one process, the MPS server, so
-no process gets past its limit. While containers hold the GPU on other terms (through another
-resource, or under earlier settings), it must take any process. So it is in the ``DEFAULT`` mode
-until the last of them has returned it. A GPU that has left the daemon's resource gets the default
+no process gets past its limit. While containers hold the GPU through another resource or under
+earlier settings, it must take any process. So it is in the ``DEFAULT`` mode until the last of them
+has returned it. A GPU that has left the daemon's resource gets the default
 mode for good, unless another daemon has it by then. Modes are set by ``nvidia-smi``. Called by
 `daemon`.
 """
@@ -62,9 +62,9 @@ class ComputeModes:
 
         Args:
             uuids: the GPUs of the daemon; they become exclusive.
-            in_use_by_others: those of them that containers hold on other terms; they get the
-                default mode.
-            former: further GPUs that get the default mode, besides those of earlier calls.
+            in_use_by_others: those of them that containers hold through another resource; they get
+                the default mode.
+            former: further GPUs that get the default mode, in addition to those of earlier calls.
 
         Returns:
             the reason why one of the former GPUs could not be reset, which is tried again at the

@@ -94,7 +94,7 @@ class Control:
         ]
         return ", ".join(differences)
 
-    async def served(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    async def process_ids(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
         """Process ids of the daemon's servers and of their clients, as the daemon sees them.
 
         Raises:

@@ -68,7 +68,7 @@ class Dependencies(Protocol):
 class Daemon:
     """One control daemon.
 
-    State: that of the daemon itself. After a restart of the agent everything here is read anew.
+    State: that of the daemon itself. After a restart of the agent everything here is read again.
     `status` has the last result.
     """
 
@@ -96,7 +96,8 @@ class Daemon:
 
     def want(self, plan: DaemonPlan | None, in_use_by_others: frozenset[str] = frozenset()) -> None:
         """Set the desired daemon to that of ``plan``, or none;
-        ``in_use_by_others`` are those of its GPUs that containers hold on other terms now.
+        ``in_use_by_others`` are those of its GPUs that containers hold through another resource
+        now.
         """
         if (plan, in_use_by_others) != (self._wanted, self._in_use_by_others):
             self._wanted, self._in_use_by_others = plan, in_use_by_others
@@ -256,7 +257,7 @@ class Daemon:
         await self._start(control)
 
     async def _count(self, control: Control) -> None:
-        self._servers, self.status.clients = await control.served()
+        self._servers, self.status.clients = await control.process_ids()
 
     async def _start(self, control: Control) -> None:
         self.status.clients = ()
@@ -368,7 +369,7 @@ class Daemon:
 
     async def _prove(self, turn: int) -> None:
         """Ask for the compute limit and, GPU by GPU in turn, for a memory limit;
-        a changed one is set anew.
+        a changed one is set again.
         """
         control, devices = self._control(), self._plan.devices
         one = (devices[turn % len(devices)],) if devices else ()

@@ -1,8 +1,8 @@
 """All MPS control daemons of the node: one for each resource that is shared with MPS,
 and no unneeded ones.
 
-With each change `agent` sets the desired daemons (`want`). It asks for each such resource whether
-it may be offered (`withheld`), and stops the whole when it ends (`stop`).
+After each change `agent` sets the desired daemons (`want`). `withheld` tells it whether a resource
+may be offered. At the agent's end, `stop` ends the daemons without clients.
 """
 
 from __future__ import annotations
@@ -33,8 +33,9 @@ _logger = log.get(__name__)
 class Supervision:
     """The daemons, and their common parts.
 
-    State: one `Daemon` and one supervised task a resource, from the first time that it is wanted
-    until it has ended.
+    State: for each resource one `Daemon` and one supervised task, from the first call of `want` for
+        it
+    until the daemon has ended.
 
     Args:
         settings: paths and times.
@@ -43,9 +44,9 @@ class Supervision:
         holders: lists the pods with a share through a resource, ``namespace/pod`` each.
         changed: called when `withheld` may have another answer.
         gpus: the UUIDs of the node's GPUs.
-        sysfs_root: where SELinux is seen.
-        proc_root: where the node's memory is seen.
-        share_memory: makes the shared memory; tests without the right to mount give another.
+        sysfs_root: the directory with the state of SELinux.
+        proc_root: the directory with the node's ``meminfo``.
+        share_memory: mounts the shared memory; replaced where the process must not mount.
     """
 
     def __init__(
@@ -71,14 +72,14 @@ class Supervision:
 
     @property
     def statuses(self) -> tuple[MpsStatus, ...]:
-        """One for each daemon, by resource."""
+        """The status of each daemon, in the order of their resources."""
         return tuple(self._daemons[name].status for name in sorted(self._daemons))
 
     def want(self, wanted: Mapping[str, tuple[DaemonPlan, frozenset[str]]]) -> None:
-        """Have exactly these daemons: resource → its plan,
-        and those of its GPUs that serve another family now.
+        """Set the desired daemons: resource → plan, and the GPUs of it that serve another family
+        now.
 
-        One that is no longer wanted ends when its last holder has gone.
+        A daemon that is no longer desired ends when its last holder has ended.
         """
         for resource, daemon in list(self._daemons.items()):
             if daemon.status.state is MpsState.STOPPED:
@@ -92,8 +93,8 @@ class Supervision:
                 self._begin(plan, plan, in_use_by_others)
 
     async def recall(self) -> None:
-        """End an earlier agent's unwanted daemons:
-        it may have been killed, and sharing switched off before the next start.
+        """End daemons of a previous agent that are not desired any more. The previous agent may
+        have been killed, and sharing switched off before this start.
         """
         for plan in await asyncio.to_thread(directories.remembered, self._settings.container_root):
             if plan.resource not in self._daemons:
@@ -119,9 +120,7 @@ class Supervision:
         return Withheld("its MPS control daemon is about to be started", temporary=True)
 
     async def stop(self) -> None:
-        """End the agent's part. Daemons with shares in use go on, and the next agent adopts them;
-        the others end.
-        """
+        """Stop all tasks, and end the daemons without holders. The next agent adopts the others."""
         for resource, daemon in self._daemons.items():
             await self._supervisor.stop(_task(resource))
             if daemon.status.state is MpsState.STOPPED:
@@ -156,7 +155,7 @@ class Supervision:
             )
 
     async def changed(self) -> None:
-        """A daemon has come up, failed or ended."""
+        """Report that a daemon has started, failed or ended."""
         states = [daemon.status.state for daemon in self._daemons.values() if daemon.is_wanted]
         up = bool(states) and all(state is MpsState.RUNNING for state in states)
         put = directories.mark if up else directories.unmark

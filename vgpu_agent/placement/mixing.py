@@ -1,8 +1,8 @@
 """The order in which a family takes GPUs on a node that several families share.
 
-A GPU serves one family at a time. A family that begins a free GPU while one that serves it already
-has room keeps all other families from that GPU. So every choice goes by rank first, and by the
-policy of the resource among GPUs of one rank. Pure functions on plain data: `allocation` collects
+A GPU serves one family at a time. A family should not occupy a free GPU while it has room on a GPU
+that already serves it. So every choice goes by rank first, and by the policy of the resource among
+GPUs of one rank. Pure functions on plain data: `allocation` collects
 the facts about the GPUs, the families pass them to `policies` and `rooms`.
 """
 
@@ -19,7 +19,7 @@ OWN, FREE, OTHERS = range(3)
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Neighbours:
-    """The GPUs of the node as one family finds them; without any other family on the node, nothing.
+    """The GPUs of the node by their use, for one family; empty when it is the only one on the node.
 
     Attributes:
         shared: GPUs that another family is offered as well.
@@ -34,9 +34,9 @@ class Neighbours:
     def rank(self, gpu: str) -> int:
         """Return the rank of a GPU by its UUID; the lowest is taken first.
 
-        `OWN`: taking it locks no family out, because it serves the family already or is offered to
-        no other. `FREE`: taking it locks the other families out. `OTHERS`: another family has it,
-        or waits for it.
+        `OWN`: the GPU serves the family already, or is offered to no other family. `FREE`: no
+        family has the GPU, and other families could use it. `OTHERS`: another family has it or
+        waits for it.
         """
         if gpu in self.others:
             return OTHERS
@@ -59,7 +59,7 @@ def neighbours(
     """Return the neighbours of ``family``; `ALONE` where it shares no GPU.
 
     Args:
-        family: the one that chooses.
+        family: the family that chooses a GPU.
         shared: GPUs that another family is offered as well.
         held: GPU and family of each share.
         claimed: GPU and family of each claim.

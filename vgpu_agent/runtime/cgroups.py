@@ -109,7 +109,7 @@ class PodCgroups:
         return None
 
     def _search(self, wanted: Member) -> str | None:
-        """Read the pods anew, from the first hierarchy that has the container."""
+        """Read the pods again, from the first hierarchy that has the container."""
         for hierarchy in _HIERARCHIES:
             base = os.path.join(self._root, hierarchy)
             if not os.path.exists(f"{base}/cgroup.procs"):

@@ -56,7 +56,7 @@ class ContainerUsages:
 
     def __init__(
         self,
-        book: PodCache,
+        pod_cache: PodCache,
         directories: Sequence[str],
         journal: Journal,
         *,
@@ -66,7 +66,7 @@ class ContainerUsages:
         """Build it.
 
         Args:
-            book: the pods that live.
+            pod_cache: the pods that live.
             directories: where containers have a directory of their own, ``<pod UID>_<container>``;
                 the first that has one counts.
             journal: regions that cannot be read are recorded there.
@@ -74,7 +74,7 @@ class ContainerUsages:
             proc_root: where the host's processes are seen, if they are.
         """
         self.usage: Latest[tuple[ContainerUsage, ...]] = Latest(())
-        self._book = book
+        self._pod_cache = pod_cache
         self._directories = tuple(dict.fromkeys(directories))
         self._journal = journal
         self._pause_seconds = pause_seconds
@@ -124,7 +124,7 @@ class ContainerUsages:
         # its file.
         return {
             f"{uid}_{container.name}": (pod, container.name)
-            for pod in self._book.pods
+            for pod in self._pod_cache.pods
             if not pod.ended
             for uid in (pod.uid, pod.kubelet_uid)
             for container in pod.containers
@@ -164,7 +164,7 @@ class ContainerUsages:
 
 class HostProcesses:
     """The processes of the host as ``proc_root`` shows them, or no knowledge at all. Nothing is
-    kept: every question is asked anew.
+    kept: every question is asked again.
 
     A process that is killed leaves its entry in the region behind, with all the memory it had
     (hami-core §2.4). So entries are checked before they are counted.

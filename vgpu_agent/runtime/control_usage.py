@@ -45,11 +45,11 @@ class ControlledUses:
     """
 
     def __init__(
-        self, book: PodCache, directory: str, journal: Journal, *, pause_seconds: float
+        self, pod_cache: PodCache, directory: str, journal: Journal, *, pause_seconds: float
     ) -> None:
         """Build it; ``directory`` has the containers' directories."""
         self.uses: Latest[tuple[ControlledUse, ...]] = Latest(())
-        self._book, self._directory, self._journal = book, directory, journal
+        self._pod_cache, self._directory, self._journal = pod_cache, directory, journal
         self._pause_seconds = pause_seconds
         self._changes = ChangeFilter()
         self._own_thread = OwnThread("use of controlled containers")
@@ -64,7 +64,7 @@ class ControlledUses:
         """Read the files of every live container once, and publish what has changed."""
         names = [
             (f"{pod.kubelet_uid}_{one.name}", pod.namespace, pod.name, one.name)
-            for pod in self._book.pods
+            for pod in self._pod_cache.pods
             if not pod.ended
             for one in pod.containers
         ]

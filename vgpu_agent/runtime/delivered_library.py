@@ -121,7 +121,7 @@ class DeliveredLibrary:
 
     async def install(self) -> str:
         """Install the operator's library and ``ld.so.preload``, and return the library's path.
-        Existing files stay. A library that was delivered anew is installed beside the old one, and
+        Existing files stay. A library that was delivered again is installed beside the old one, and
         files that were deleted are made again.
 
         Raises:

@@ -137,7 +137,7 @@ class GrantDirectory:
     @property
     def outdated(self) -> bool:
         """Tell whether a spec of an earlier version exists.
-        It must be written anew before a container may start from it.
+        It must be written again before a container may start from it.
         """
         return any(self._is_outdated(record) for record in self._records.values())
 
@@ -178,7 +178,7 @@ class GrantDirectory:
         """Tell whether the spec of ``token`` exists and a container may start from it.
 
         A spec of an earlier version mounts files from a directory that the container could change.
-        It must be written anew first.
+        It must be written again first.
         """
         record = self._records.get(token)
         return not (record is not None and self._is_outdated(record)) and not await self.missing(

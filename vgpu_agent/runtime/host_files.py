@@ -308,7 +308,7 @@ def _make_parents(path: str) -> None:
 
 
 def _remake(provision: Provision) -> None:
-    """Make `Provision.before` anew, with the files of the grant under the names that they have
+    """Make `Provision.before` again, with the files of the grant under the names that they have
     in its own directory.
     """
     move_aside(provision.before)

@@ -54,7 +54,7 @@ def change_limit(path: str, index: int, limit: SlotLimit) -> None:
     Readers see the old limit or the new one.
 
     Raises:
-        CarrierError: the file is none of ours, or somebody else is changing that slot.
+        CarrierError: the file is not one of the agent's, or another process is changing that slot.
     """
     try:
         descriptor = os.open(path, _ONCE)

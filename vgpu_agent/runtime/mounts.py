@@ -42,7 +42,7 @@ class _Mount:
 
 class MountTables:
     """The mount tables of all processes below ``proc_root``. Nothing is kept:
-    every question reads them anew.
+    every question reads them again.
     """
 
     def __init__(self, proc_root: str = "/proc") -> None:

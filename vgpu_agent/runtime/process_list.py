@@ -4,7 +4,7 @@
 Ascending numbers, one a line. It is written in place, under a lock, because the library reads it at
 any moment and ends its process when it finds no number: first the new content, then the end. The
 container has the directory mounted read-only, but it may take a lock on a file that it can only
-read. So nobody waits for the lock here.
+read. So this code never waits for the lock.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _ONCE = os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
 
 
 class LockedError(CarrierError):
-    """Somebody holds the lock of the list at this moment."""
+    """Another process holds the lock of the list at this moment."""
 
 
 def content(processes: tuple[int, ...]) -> bytes:

@@ -5,13 +5,13 @@ container. In client mode it does not look into the host's /proc, which would sh
 processes to every other. Instead each process that uses a GPU calls this service on a unix socket,
 and the agent writes the numbers of *all* processes of its container into the container's own list.
 
-Nobody is believed: the kernel says which process calls and which container that is (`cgroups`), and
-the kubelet's status of the pod says what that container is called. The call only names what both
-must agree on. What it causes is the truth about the caller's own container, so a forged call gains
-nothing. A list is kept current for as long as its container lives, because a process that never
-loads the library calls nobody.
+The claims of the caller are not used. The kernel names the calling process and its container
+(`cgroups`), and the kubelet's status of the pod has the container's name. The call must name the
+same. A call only updates the list of the caller's own container with its real processes, so a
+forged call gains nothing. A list is kept up to date while its container lives, because a process
+that does not load the library makes no call.
 
-Sees the host's processes and cgroups, so the agent needs ``hostPID`` for it.
+The agent needs ``hostPID`` for this, and the host's cgroups.
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ _LIMITS = Limits(connections=_MAX_CONNECTIONS, streams=0, request_bytes=64 * 102
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Request:
-    """A call, as the library's client sends it. The token is that of another way to give out
+    """A call, as the library's client sends it. The token is that of another way to grant
     devices; nothing is looked up by it.
     """
 
@@ -259,7 +259,9 @@ class ProcessRegistry:
         )
 
     def _listen(self) -> tuple[socket.socket, SocketIdentity]:
-        """Make the socket under another name and rename it, so that whoever sees it can connect."""
+        """Make the socket under another name and rename it, so that it accepts connections as soon
+        as it is visible.
+        """
         make_directory(str(self._directory), _DIRECTORY_MODE)
         unfinished = self._directory / f".{secrets.token_hex(4)}"
         for name in os.listdir(self._directory):
@@ -334,7 +336,7 @@ class ProcessRegistry:
 
         Raises:
             NotItsOwnError: it is another one.
-            AgentError: nobody knows in time.
+            AgentError: there is no answer in time.
         """
         until = time.monotonic() + WAIT_SECONDS
         while True:

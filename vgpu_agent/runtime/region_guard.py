@@ -73,7 +73,7 @@ class RegionGuard:
     """The watch over the regions in the directories of grants.
 
     State: a descriptor and a watch for each region, and the containers that let one grow. The truth
-    is in the files, so a new agent begins anew.
+    is in the files, so a new agent begins again.
 
     Args:
         places: where the regions are.

@@ -35,7 +35,7 @@ _logger = log.get(__name__)
 # Room for two regions of 2 MB: the old one stays until the new one has taken its place. Pages count
 # for their first writer, which is the container.
 SLOT_KIB = 4096
-# directories, and a file for each of 16 cards besides
+# directories, and a file for each of 16 cards
 _SLOT_FILES = 64
 MAX_SLOTS = 999
 

@@ -56,7 +56,7 @@ class SmUtilFile:
 
     Args:
         directory: is made when it is missing; containers mount it.
-        kept_locked: called with the index of a GPU whose lock somebody keeps.
+        kept_locked: called with the index of a GPU whose lock another process keeps.
 
     Raises:
         CarrierError: the file cannot be made.

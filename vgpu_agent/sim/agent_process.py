@@ -68,7 +68,7 @@ class AgentProcess:
             listen: the value of the flag ``--listen``.
             debug_listen: the value of the flag ``--debug-listen``.
             flags: more flags of `run`.
-            environment: its variables besides ours.
+            environment: its variables in addition to ours.
             through: a command that becomes the one behind it, such as ``nsenter``, for an agent in
                 another network.
             module: the Python module that is run: the agent, or one that changes it.

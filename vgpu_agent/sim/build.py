@@ -1,9 +1,9 @@
 """Compiling the simulated libnvidia-ml.so.1 at first use,
 so that the wheel stays pure Python and real nodes need no compiler.
 
-`preload` calls it. The library lies in the user's cache under the hash of everything it is made
-from; so a changed source is a new library, an old one is never replaced under a running process,
-and two processes that build at once do no harm.
+`preload` calls it. The library is stored in the user's cache, in a directory named by the hash of
+its sources and options. So a changed source makes a new file, a library is never replaced while a
+process uses it, and two processes may build at the same time.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ _FLAGS: Final = (
     f"-Wl,-soname,{LIBRARY}",
     "-pthread",
 )
-_SHOWN_ERROR: Final = 2000  # characters of a compiler's complaint that help
+_SHOWN_ERROR: Final = 2000  # characters of the compiler's error output in a message
 
 
 def build(*, timeout_seconds: float = 120.0) -> Path:
@@ -99,7 +99,7 @@ def sources() -> list[Path]:
 
 def _content_hash() -> str:
     """Hash the library's sources and target.
-    The compiler is left out, so that a library brought along needs none.
+    The compiler is left out, so that a library that was built elsewhere can be used without one.
     """
     digest = hashlib.sha256()
     for word in (*_FLAGS, platform.machine(), platform.libc_ver()[0]):

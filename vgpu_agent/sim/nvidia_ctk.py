@@ -199,8 +199,8 @@ def _spec(
 def _devices(
     node: SimulatedNode, strategy: str, dev: Path
 ) -> Iterator[tuple[str, list[dict[str, Any]]]]:
-    """Name and device nodes of each GPU that is not in MIG mode, and of each slice; like the driver
-    it answers for all GPUs or for none.
+    """Name and device nodes of each GPU that is not in MIG mode, and of each MIG instance; like the
+    driver it answers for all GPUs or for none.
     """
     present = [gpu for gpu in node.state.gpus[: node.state.gpu_count] if gpu.present]
     for index, gpu in enumerate(present):

@@ -3,9 +3,9 @@ NUMA nodes in sysfs, MIG capabilities in procfs, device nodes.
 
 An agent that is pointed at a simulated node reads them below ``DIR/sys``, ``DIR/proc`` and
 ``DIR/dev`` as it reads /sys, /proc and /dev of a real one. `SimulatedNode` writes them when it is
-created and when MIG instances change, while agents read: each file is renamed into place, and one
-that stays right is left alone. So no reader finds half of a file or misses one that describes an
-instance that stayed.
+created and when MIG instances change, while agents read. Each file is renamed into place, and
+unchanged files are not touched. So no reader finds a partial file, or misses the file of an
+instance that stays.
 """
 
 from __future__ import annotations

@@ -44,12 +44,12 @@ def answer(status: AgentStatus, now: float) -> dict[str, Any]:
 
 
 def watch(status: WatchStatus, now: float) -> dict[str, Any]:
-    """Show the status of one watch, without ``essential``, which only the code needs."""
+    """Show the status of one watch, without the internal field ``essential``."""
     return {name: value for name, value in shown(status, now).items() if name != "essential"}
 
 
 def watched_pods(status: AgentStatus, now: float) -> dict[str, Any]:
-    """Show the pods of this node as the watch has them, in the order in which they were bound."""
+    """Show the pods of this node in the pod cache, in the order in which they were bound."""
     watching = next(
         (one for one in status.cluster.watches if one.name == "pods of this node"), None
     )

@@ -49,7 +49,7 @@ class Question:
 
 
 class DebugPath(NamedTuple):
-    """One line of the index: where, what in one sentence, which parameters (besides ``pretty``),
+    """One line of the index: path, description in one sentence, parameters (except ``pretty``),
     and the answer.
     """
 

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from vgpu_agent.pods import ENDED
-from vgpu_agent.web import allocations, binding, cluster, slices, uses
+from vgpu_agent.web import allocations, binding, cluster, mig, uses
 from vgpu_agent.web.shapes import When, when
 
 if TYPE_CHECKING:
@@ -278,7 +278,7 @@ def _ill(status: AgentStatus, grant: AllocationView) -> Iterator[str]:
             )
             continue
         gpu, instance = found
-        reason = slices.why_withheld(gpu, instance) if instance is not None else gpu.health.reason
+        reason = mig.why_withheld(gpu, instance) if instance is not None else gpu.health.reason
         if reason or not gpu.present or not gpu.health.ok:
             yield (
                 f"{_called(share)} is Unhealthy: {reason or 'it no longer answers'}. What runs on "

@@ -33,7 +33,7 @@ SCRAPED = "/metrics"
 _KNOWN_SECONDS, _REFUSED_SECONDS = 60.0, 10.0
 _MAX_TOKENS = 64
 _LONGEST_TOKEN = 8192
-# Anybody on the network may send tokens that nobody knows.
+# Every client on the network may send unknown tokens.
 _REVIEWS_AT_ONCE, _REVIEWS_A_SECOND = 10.0, 2.0
 CERTIFICATE_SECONDS = 5.0
 
@@ -42,10 +42,10 @@ class Reviews(Protocol):
     """The API server's word on a scraper."""
 
     async def __call__(self, token: str, path: str) -> bool:
-        """Tell whether whoever has ``token`` may get ``path``.
+        """Tell whether the owner of ``token`` may get ``path``.
 
         Raises:
-            ClusterError: nobody knows at the moment.
+            ClusterError: there is no answer at the moment.
         """
         ...
 

@@ -235,7 +235,7 @@ def _held_back_rows(overview: Overview) -> list[tuple[str, ...]]:
 
 def _gives_amounts(overview: Overview) -> bool:
     """Tell whether a family of the node grants amounts of memory and compute.
-    Grants of whole GPUs and of time slices have no such figures.
+    Grants of whole GPUs and of time-slicing replicas have no such figures.
     """
     return any(family.decided_by == "pod" for family in overview.binding.families)
 

@@ -1,8 +1,8 @@
 """The node's problems in sentences, the worst first:
 the last table of ``vgpu-agent status`` and of the overview page.
 
-Collected from the snapshot by `views.overview`. What `agent` calls not alive or not ready comes
-first, then what stops nothing yet.
+`views.overview` collects them from the snapshot. Problems that fail the liveness or readiness probe
+come first, then problems that stop nothing yet.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from vgpu_agent.status import Problem, ProblemKind
-from vgpu_agent.web import slices
+from vgpu_agent.web import mig
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -21,12 +21,12 @@ if TYPE_CHECKING:
     from vgpu_agent.status import AgentStatus, ClusterStatus, LedgerStatus
 
 _SHOWN_IDS = 5
-# until then a write that waits is the normal course, e.g. while the API server restarts
+# a shorter wait of a write is normal, e.g. while the API server restarts
 _LATE_SECONDS = 60.0
 
 
 class ProblemView(msgspec.Struct, frozen=True):
-    """A problem; ``part`` and ``reason`` are kind and subject, and text and remedy, in words."""
+    """A problem as JSON. ``part`` is kind and subject in words, ``reason`` is text and remedy."""
 
     part: str
     reason: str
@@ -36,7 +36,7 @@ class ProblemView(msgspec.Struct, frozen=True):
 
 
 def known(status: AgentStatus, now: float) -> tuple[Problem, ...]:
-    """Every problem once."""
+    """Return every problem of the node, each once, the worst first."""
     found = [
         *status.not_alive,
         *status.not_ready,
@@ -65,7 +65,7 @@ def _gpus(inventory: Inventory) -> Iterator[Problem]:
             )
         else:
             for instance in gpu.mig_instances:
-                if reason := slices.why_withheld(gpu, instance):
+                if reason := mig.why_withheld(gpu, instance):
                     text = (
                         f"MIG instance {instance.uuid} ({instance.profile}) is not offered: "
                         f"{reason}"
@@ -84,9 +84,7 @@ def _kubelet(status: AgentStatus) -> Iterator[Problem]:
 
 
 def _api_server(cluster: ClusterStatus, now: float) -> Iterator[Problem]:
-    """Yield an outage of the API server. It stops nothing that is known already,
-    so it is no reason to be unready.
-    """
+    """Yield an outage of the API server. Known pods still start, so the agent stays ready."""
     failing = [watch for watch in cluster.watches if watch.failing_since and watch.essential]
     if failing:
         longest = min(failing, key=lambda watch: watch.failing_since)
@@ -157,7 +155,7 @@ def _left_over(status: AgentStatus) -> Iterator[Problem]:
 
 
 def _vanished(status: AgentStatus) -> Iterator[Problem]:
-    for grant, device in slices.on_missing_devices(status):
+    for grant, device in mig.on_missing_devices(status):
         who = (
             grant.owner.pod_name
             if grant.owner

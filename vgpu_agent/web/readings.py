@@ -1,8 +1,8 @@
-"""The readings of metrics: small functions that turn one `Moment` into rows of label values
-and a number.
+"""The values of the metrics: small functions from one `Moment` to rows of label values and a
+number.
 
-Used by the table in `catalogue` only, and kept apart so that the table reads as a table. A row
-exists while the thing that it describes exists.
+Used by the table in `catalogue` only. A row exists while the GPU, resource or other object that it
+describes exists.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import platform
 from typing import TYPE_CHECKING
 
 from vgpu_agent.status import NvmlState
-from vgpu_agent.web import binding, slices, views
+from vgpu_agent.web import binding, mig, views
 from vgpu_agent.web.limits import Limits
 
 if TYPE_CHECKING:
@@ -123,19 +123,19 @@ def gpu_memory_total(moment: Moment) -> Iterator[Row]:
 
 
 def mig_instances_healthy(moment: Moment) -> Iterator[Row]:
-    """Tell of each MIG instance whether it may be granted."""
+    """Yield 1 for each MIG instance that may be granted, else 0."""
     for gpu in moment.status.inventory.gpus:
         for instance in gpu.mig_instances:
             yield (
                 (gpu.uuid, instance.uuid, instance.profile),
-                not slices.why_withheld(gpu, instance),
+                not mig.why_withheld(gpu, instance),
             )
 
 
 def grants_on_missing_devices(moment: Moment) -> Iterator[Row]:
-    """By resource, also for one that is no longer offered because its devices are gone."""
+    """Grants by resource, including resources that are no longer offered."""
     counts = collections.Counter(
-        grant.resource for grant, _ in slices.on_missing_devices(moment.status)
+        grant.resource for grant, _ in mig.on_missing_devices(moment.status)
     )
     names = {plugin.resource for plugin in moment.status.plugins} | counts.keys()
     return (((name,), counts[name]) for name in sorted(names))
@@ -178,15 +178,15 @@ def _claims(moment: Moment) -> dict[tuple[str, str], list[float]]:
 
 
 def gpu_grants_allowed(moment: Moment) -> Iterator[Row]:
-    """Shares that each GPU may give."""
+    """The maximum number of holders of each GPU."""
     for gpu in moment.status.inventory.gpus:
         if (allowed := views.max_holders(gpu, moment.status)) is not None:
             yield (gpu.uuid,), allowed
 
 
 def grant_info(moment: Moment) -> Iterator[Row]:
-    """Counted rather than 1: two grants may share every label (both unnamed,
-    or a StatefulSet pod beside its predecessor).
+    """Shares by their labels. The value is a count, because two grants may have equal labels:
+    grants without an owner, or of a StatefulSet pod and its predecessor.
     """
     devices = views.gpu_of_devices(moment.status)
     counts: collections.Counter[tuple[str, ...]] = collections.Counter()
@@ -210,7 +210,7 @@ def ids_held(moment: Moment) -> Iterator[Row]:
 
 
 def ids_free(moment: Moment) -> Iterator[Row]:
-    """Ids to be had, by resource."""
+    """Free ids by resource."""
     return (((resource,), free) for resource, free in moment.status.ledger.free.items())
 
 
@@ -244,18 +244,18 @@ def usage_age(moment: Moment) -> float | None:
 
 
 def binding_info(moment: Moment) -> Iterator[Row]:
-    """Late or early, where a family is on whose grants are bound."""
+    """The binding mode, while a family whose pods decide is on."""
     if any(family.by_pod for family in moment.status.binding.families):
         yield (binding.mode_word(moment.status.binding) or "unknown",), 1
 
 
 def family_offered(moment: Moment) -> Iterator[Row]:
-    """Tell of each family whether it is offered."""
+    """Yield 1 for each family that is offered, else 0."""
     return (((family.name,), family.offered) for family in moment.status.binding.families)
 
 
 def grants(moment: Moment) -> Iterator[Row]:
-    """Grants that hold something, counted."""
+    """Live grants by family and state."""
     counts = collections.Counter(
         (grant.family, grant.state.value) for grant in views.live_grants(moment.status)
     )
@@ -280,7 +280,7 @@ def pre_starts(moment: Moment) -> Iterator[Row]:
 
 
 def refused_starts(moment: Moment) -> Iterator[Row]:
-    """Both series always, so that an alert can be written on them."""
+    """Refused starts, final and not. Both series always exist, so that an alert can use them."""
     final = sum(refusal.final for refusal in moment.status.binding.refusals)
     yield ("true",), final
     yield ("false",), len(moment.status.binding.refusals) - final
@@ -335,7 +335,7 @@ def evictions(moment: Moment) -> Iterator[Row]:
 
 
 def rescued(moment: Moment) -> Iterator[Row]:
-    """Pods that failed here, by what became of them."""
+    """Failed pods of this node by result: evicted, recreated, or left alone."""
     return (((result,), count) for result, count in moment.status.cluster.rescued.items())
 
 
@@ -347,5 +347,5 @@ def each_daemon(value: Callable[[MpsStatus], float]) -> Callable[[Moment], Itera
 
 
 def mib(value: int | None) -> float | None:
-    """Bytes of so many MiB."""
+    """Convert MiB to bytes; None stays None."""
     return None if value is None else value * MIB

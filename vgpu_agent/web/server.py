@@ -398,8 +398,8 @@ class WebServer:
 
 
 class KeptAnswers:
-    """The last answers by question. One is made anew while that takes a small part of time; who
-    asks more often gets the last one.
+    """The last answer to each question. A new one is computed only while computing takes a small
+    part of the time; a caller that asks more often gets the last one.
 
     State: the last answer to each question, for a few seconds; the computing time that may be
     spent.

@@ -61,7 +61,7 @@ class UseView(msgspec.Struct, frozen=True):
 
 
 class HeldBackView(msgspec.Struct, frozen=True):
-    """Ids of a resource that are not given out, for one reason; ``gpus`` are UUIDs."""
+    """Ids of a resource that are not granted, for one reason; ``gpus`` are UUIDs."""
 
     ids: int
     reason: str
@@ -69,7 +69,7 @@ class HeldBackView(msgspec.Struct, frozen=True):
 
 
 def use_view(use: GpuUse, now: float) -> UseView:
-    """One GPU."""
+    """Return the view of the use of one GPU."""
     return view(
         UseView,
         use,
@@ -99,8 +99,8 @@ def pods(use: GpuUse) -> str:
 
 
 def held_back(status: AgentStatus, resource: str) -> tuple[HeldBackView, ...]:
-    """Explain why fewer ids of ``resource`` are granted than exist:
-    one view a reason, the most ids first.
+    """Explain why ids of ``resource`` are held back: one view for each reason, the most ids
+    first.
     """
     found = sorted(status.ledger.held_back.get(resource, ()), key=lambda each: -each.ids)
     views = [
@@ -140,7 +140,7 @@ def reason(status: AgentStatus, each: HeldBack) -> str:
 
 
 def waiting_for(status: AgentStatus, claim: Claim, use: GpuUse) -> Iterator[str]:
-    """Sentences about a pod that has been bound for a GPU and has nothing of it yet."""
+    """Yield sentences about a bound pod that claims a GPU and has no share of it yet."""
     ahead = [
         other for other in use.claims if other.family != claim.family and other.order < claim.order
     ]
@@ -183,7 +183,7 @@ def called(status: AgentStatus, gpus: Sequence[str]) -> str:
 
 
 def moment(use: GpuUse) -> str:
-    """Since when the GPU serves its family."""
+    """Return the time since which the GPU serves its family, as text."""
     return f"{_text(use.since)}{' or earlier' if use.or_earlier else ''}"
 
 
@@ -197,7 +197,7 @@ def _text(unix_seconds: float) -> str:
 
 
 def _first(names: Sequence[str], total: int) -> str:
-    """The first of ``names``, and how many there are beside them."""
+    """Return the first of ``names``, and the number of the others."""
     shown = listed(names[:_NAMED_PODS])
     return f"{shown} and {total - _NAMED_PODS} more" if total > _NAMED_PODS else shown
 

@@ -19,7 +19,7 @@ import msgspec
 from vgpu_agent.model import GrantState
 from vgpu_agent.status import NvmlState
 from vgpu_agent.web import binding as how_bound
-from vgpu_agent.web import problems, slices, uses
+from vgpu_agent.web import mig, problems, uses
 from vgpu_agent.web.binding import BindingView, RefusalView
 from vgpu_agent.web.limits import Limits
 from vgpu_agent.web.shapes import When, view, when
@@ -66,7 +66,7 @@ class GpuView(msgspec.Struct, frozen=True):
     holders: tuple[str, ...] = ()
     max_holders: int | None = None
     mig_enabled: bool = False
-    mig_instances: tuple[slices.MigView, ...] = ()
+    mig_instances: tuple[mig.MigView, ...] = ()
     links: dict[str, dict[str, int]] = {}
     use: UseView = UseView()
 
@@ -320,7 +320,7 @@ def _gpu(
         holders=holders,
         max_holders=max_holders(gpu, status),
         mig_instances=tuple(
-            slices.instance_view(gpu, instance, now) for instance in gpu.mig_instances
+            mig.instance_view(gpu, instance, now) for instance in gpu.mig_instances
         ),
         links={
             far: {

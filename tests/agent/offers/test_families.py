@@ -76,7 +76,7 @@ async def look_again(parts: Wired) -> None:
     """Look again, as `composition` does when something outside the configuration may have
     changed.
     """
-    await parts.families.again()
+    await parts.families.rebuild()
     await parts.offering.sync()
 
 
@@ -231,7 +231,7 @@ async def test_what_is_odd_is_said_once(tmp_path: Path) -> None:
     async with wired(settings, with_slices(golden_inventory(), U1=())) as parts:
         await parts.families.apply(settings)
         await look_again(parts)
-        assert ["has no slices" in caution for caution in parts.families.cautions] == [True]
+        assert ["has no MIG instances" in caution for caution in parts.families.cautions] == [True]
         assert len(parts.journalled("config.caution")) == 1
         parts.inventory = in_mig_mode(both=False)
         await look_again(parts)

@@ -63,7 +63,7 @@ class Kept:
             directory=self.directory,
             allocator=self.place.allocator,
             ledger=self.place.ledger,
-            book=self.place.book,
+            pod_cache=self.place.book,
             directories=[str(self.containers)],
             shared_directories=[str(self.shared)],
             pause_seconds=30,

@@ -11,7 +11,7 @@ import pytest
 from tests.golden import U0, U1, golden_inventory
 from tests.patience import PATIENCE_SECONDS
 from tests.settings import settings as settings_of
-from vgpu_agent.agent.records.missing_devices import MissingDevices, SliceMemory
+from vgpu_agent.agent.records.missing_devices import InstanceMemory, MissingDevices
 from vgpu_agent.device_ids import DeviceId
 from vgpu_agent.journal import Entry, Journal
 from vgpu_agent.ledger import Ledger
@@ -178,7 +178,7 @@ async def test_after_a_restart_the_gpu_of_an_instance_that_is_gone_is_known(tmp_
     remembering = asyncio.ensure_future(before.vanished.remember())
     async with asyncio.timeout(PATIENCE_SECONDS):
         # a file has no event to wait for
-        while len(await SliceMemory(str(tmp_path)).recall()) < 2:  # noqa: ASYNC110
+        while len(await InstanceMemory(str(tmp_path)).recall()) < 2:  # noqa: ASYNC110
             await asyncio.sleep(0.01)
     remembering.cancel()
 

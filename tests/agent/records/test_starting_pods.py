@@ -44,15 +44,15 @@ def starting(
         ]
     )
     return StartingPods(
-        book, ledger, served=lambda: served or set(), longest_seconds=10, clock=clock
+        book, ledger, started=lambda: served or set(), longest_seconds=10, clock=clock
     )
 
 
 def expected(
-    pods: StartingPods, count: int = 1, besides: Collection[tuple[str, str]] = ()
+    pods: StartingPods, count: int = 1, excluding: Collection[tuple[str, str]] = ()
 ) -> tuple[str, str] | None:
     """Return the container that is expected now."""
-    with pods.expected(NUMBER, count, besides=besides) as found:
+    with pods.expected(NUMBER, count, excluding=excluding) as found:
         return found
 
 
@@ -91,7 +91,7 @@ def test_a_container_that_has_other_ids_is_not_expected() -> None:
     """It was admitted before and waits for its image, maybe for long.
     The next call is another pod's.
     """
-    assert expected(starting(pod("a"), pod("b")), besides={("uid-a", "main")}) == ("ns", "b")
+    assert expected(starting(pod("a"), pod("b")), excluding={("uid-a", "main")}) == ("ns", "b")
 
 
 def test_those_who_ask_at_the_same_time_expect_different_pods() -> None:
@@ -144,7 +144,7 @@ def test_the_resources_are_the_same_until_others_are_offered() -> None:
     to begin anew.
     """
     ledger = Ledger()
-    pods = StartingPods(PodCache(), ledger, served=set, longest_seconds=10)
+    pods = StartingPods(PodCache(), ledger, started=set, longest_seconds=10)
     ledger.offer([Resource(NUMBER, "volcano-vgpu", (), decided_by=Decider.POD)])
     before = pods.resources
     assert before == {NUMBER}

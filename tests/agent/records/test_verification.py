@@ -90,7 +90,7 @@ class Parts:
             settings=Kubelet(),
             kubelet=self.kubelet,
             pod_resources=PodResources(Kubelet().pod_resources_socket, timeout_seconds=1),
-            book=self.book,
+            pod_cache=self.book,
             journal=self.journal,
             servers=lambda: self.servers,
             kubelet_age=lambda: kubelet_age_seconds,

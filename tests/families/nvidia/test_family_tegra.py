@@ -155,7 +155,7 @@ def test_a_mig_strategy_has_no_effect_and_says_so(strategy: str) -> None:
     assert cautions(options, NODE) == (
         (
             f"plugin.migStrategy: {strategy} has no effect here: GPU 0 (tegra) is part of the "
-            "processor and cannot be cut into slices"
+            "processor and cannot be cut into MIG instances"
         ),
     )
 

@@ -103,7 +103,7 @@ def test_g5_single_refuses_slices_of_two_kinds() -> None:
         "nvidia.com/gpu: more than one MIG device type present on node: "
         "MIG device 0:0 (MIG-dddddddd-0000-5000-8000-000000000000) is 1g.5gb of 4864 MiB and "
         "MIG device 1:1 (MIG-eeeeeeee-0000-5000-8000-000000000000) is 2g.10gb of 9856 MiB; "
-        "make all slices alike, or set plugin.migStrategy: mixed"
+        "make all MIG instances alike, or set plugin.migStrategy: mixed"
     )
 
 
@@ -119,7 +119,10 @@ def test_g7_mixed_leaves_out_a_gpu_without_slices() -> None:
     """nvidia:G7: GPU 0 is offered, GPU 1 only warned about."""
     assert offered(MIXED, EMPTY) == {GPU: [U0]}
     assert cautions(MIXED, EMPTY) == (
-        f"GPU 1 ({U1}) is in MIG mode and has no slices, so nothing of it is offered; create some",
+        (
+            f"GPU 1 ({U1}) is in MIG mode and has no MIG instances, so it is not offered; create "
+            "MIG instances, or switch its MIG mode off"
+        ),
     )
 
 
@@ -138,7 +141,10 @@ def test_a_gpu_whose_slices_cannot_be_read_is_not_said_to_have_none() -> None:
     """nvidia:G7: creating some would not help. The caution has the driver's word and the remedy."""
     assert offered(MIXED, UNREAD) == {GPU: [U0]}
     assert cautions(MIXED, UNREAD) == (
-        f"slices of GPU 1 ({U1}) cannot be read, so they are not offered: not allowed; do this",
+        (
+            f"MIG instances of GPU 1 ({U1}) cannot be read, so they are not offered: not allowed; "
+            "do this"
+        ),
     )
 
 
@@ -147,8 +153,8 @@ def test_one_name_for_all_slices_waits_for_those_that_cannot_be_read() -> None:
     assert offered(SINGLE, UNREAD) == {}
     assert refused(SINGLE, UNREAD) == (
         (
-            f"{GPU}: slices of GPU 1 ({U1}) cannot be read, so they are not offered: not allowed; "
-            "do this"
+            f"{GPU}: MIG instances of GPU 1 ({U1}) cannot be read, so they are not offered: "
+            "not allowed; do this"
         ),
     )
 
@@ -158,7 +164,7 @@ def test_slices_that_can_be_read_are_offered_beside_those_that_cannot() -> None:
     partly = _troubled(GPU_1_DIVIDED, "Unknown Error")
     assert offered(MIXED, partly) == offered(MIXED, GPU_1_DIVIDED)
     assert cautions(MIXED, partly) == (
-        f"slices of GPU 1 ({U1}) cannot be read, so they are not offered: Unknown Error",
+        f"MIG instances of GPU 1 ({U1}) cannot be read, so they are not offered: Unknown Error",
     )
 
 
@@ -239,9 +245,9 @@ def test_single_withholds_what_a_gpu_without_slices_would_be() -> None:
     (problem,) = refused(SINGLE, both)
     assert problem.startswith(
         f"nvidia.com/gpu: device 1 has no MIG devices configured: GPU 1 ({U1}) is in MIG mode "
-        "without a slice"
+        "without a MIG instance"
     )
-    assert "create its slices" in problem
+    assert "create its MIG instances" in problem
 
 
 def test_single_without_mig_is_as_none(inventory: Inventory) -> None:
@@ -267,7 +273,7 @@ def test_slices_whose_nodes_nobody_knows_are_withheld() -> None:
     )
     assert offered(MIXED, garbage) == {GPU: [U0]}
     assert refused(MIXED, garbage) == (
-        f"{MIG}: the device nodes of no slice are known: mig-minors line 1: 'x'",
+        f"{MIG}: the device nodes of no MIG instance are known: mig-minors line 1: 'x'",
     )
 
 

@@ -185,7 +185,7 @@ class MixedAgent:
             settings=Kubelet(),
             kubelet=self._kubelet,
             pod_resources=cast(PodResources, world),
-            book=self._book,
+            pod_cache=self._book,
             journal=journal,
             servers=lambda: (),
             kubelet_age=lambda: world.kubelet.age_seconds,

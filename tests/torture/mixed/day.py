@@ -75,7 +75,9 @@ class Outcome:
 
 def play(seed: int, *, pods: int = 300, faults: Faults = QUIET) -> Outcome:
     """Run the day of that seed."""
-    with mock.patch.multiple(verification, read_records=read_model_records, _give_back=_nothing):
+    with mock.patch.multiple(
+        verification, read_records=read_model_records, _release_memory=_nothing
+    ):
         return run(_Day(seed, pods=pods, faults=faults).play())
 
 

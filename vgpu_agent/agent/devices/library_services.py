@@ -1,6 +1,6 @@
-"""The services that the libraries of containers rely on: the registry of their processes, and the
-samples of the use of compute. Both run only where a family's containers get such a library, and
-samples are taken only of GPUs on which somebody's compute is limited.
+"""The services for the libraries that limit containers: the registry of processes, and the samples
+of compute usage. Both run only while a family that is on gives its containers such a library.
+Samples are taken only of GPUs with a container whose compute is limited.
 """
 
 from __future__ import annotations
@@ -31,25 +31,26 @@ if TYPE_CHECKING:
 _REGISTRY, _LISTS = "process registry", "process lists"
 # Changes come in bursts; a container takes longer than this to start.
 _COALESCING_SECONDS = 0.05
-_RETRY_SECONDS = 30.0  # after the file of samples could not be made
+_RETRY_SECONDS = 30.0  # after a failure to create the file of samples
 _DEADLINE_SECONDS = 10.0
 _ALL_CORES = 100
 
 
 class LibraryServicesInForce:
-    """The services, as far as they are wanted.
+    """The controller that starts and stops these services.
 
-    State: the registry that runs, the open file of samples, and the GPUs that are sampled.
+    State: the running registry, the open file of samples, and the sampled GPUs. All of it is built
+    again after a restart.
 
     Args:
-        services: family → what the library of its containers asks of the agent.
-        ledger: who holds what.
+        services: family → the services that the library of its containers needs.
+        ledger: the grants.
         watch: the GPUs.
-        pods: those of this node.
+        pods: the pods of this node.
         supervisor: runs the registry.
-        journal: what stands in the way is recorded there.
-        proc_root: where the host's processes are seen.
-        sysfs_root: where sysfs is mounted, and cgroups below it.
+        journal: receives failures.
+        proc_root: the directory with the host's processes.
+        sysfs_root: the mount point of sysfs, with the cgroups below it.
     """
 
     def __init__(
@@ -121,14 +122,14 @@ class LibraryServicesInForce:
         )
         if found == self._sampled and (not found or self._file_in == directory):
             return
-        file = await self._opened(directory) if found else self._file and self._file[1]
+        file = await self._open_file(directory) if found else self._file and self._file[1]
         if file is None:
             return
         self._watch.sample(found, file)
         self._sampled = found
 
     def _limited(self) -> Mapping[str, set[str]]:
-        """Family → the devices of which its containers may use a part of the compute only."""
+        """Return family → UUIDs of the devices on which the compute of a container is limited."""
         limited: dict[str, set[str]] = {}
         for grant in self._ledger.grants:
             services = self._services.value.get(grant.family)
@@ -142,20 +143,20 @@ class LibraryServicesInForce:
     def _file_in(self) -> str:
         return self._file[0] if self._file is not None else ""
 
-    async def _opened(self, directory: str) -> SmUtilFile | None:
-        """The file of samples; None when it cannot be made now."""
+    async def _open_file(self, directory: str) -> SmUtilFile | None:
+        """Return the file of samples in ``directory``; None when it cannot be created now."""
         if self._file is not None and self._file[0] == directory:
             return self._file[1]
         loop = asyncio.get_running_loop()
 
-        def kept_locked(index: int) -> None:
+        def on_locked(index: int) -> None:
             with contextlib.suppress(RuntimeError):  # the event loop has ended
-                loop.call_soon_threadsafe(self._on_kept_locked, index)
+                loop.call_soon_threadsafe(self._report_lock, index)
 
         try:
             opened = await self._own_thread.run(
                 directory,
-                functools.partial(SmUtilFile, directory, kept_locked),
+                functools.partial(SmUtilFile, directory, on_locked),
                 seconds=_DEADLINE_SECONDS,
             )
         except CarrierError as err:
@@ -166,7 +167,7 @@ class LibraryServicesInForce:
         self._file = directory, opened
         return opened
 
-    def _on_kept_locked(self, index: int) -> None:
+    def _report_lock(self, index: int) -> None:
         if self._changes.is_new(index):
             self._journal.record(
                 "samples.locked",

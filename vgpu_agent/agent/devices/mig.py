@@ -43,8 +43,8 @@ class MigDivider:
     """The divider of GPUs into MIG instances.
 
     State: the queue of requested changes; and, for each layout whose last change failed, the time
-    and the reason. All of it is lost when the agent ends. The next container that needs the layout
-    finds the GPU as an interrupted change left it, and has it divided again.
+    and the reason. All of it is lost when the agent ends. After an interrupted change, the
+    next container that needs the layout has the GPU divided again.
     """
 
     def __init__(

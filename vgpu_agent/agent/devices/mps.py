@@ -1,9 +1,8 @@
-"""The MPS control daemons for what this node offers:
-which are desired, and whether their resources may be offered yet.
+"""The MPS control daemons that this node's resources need.
 
-The ledger has the offers and holders, and `vgpu_agent.mps` runs the daemons. This module connects
-the two. Built by `composition`. A gate of `Offering` asks before each resource is offered, `report`
-for the daemons.
+The ledger has the resources and their holders, and `vgpu_agent.mps` runs the daemons. This module
+connects the two: it derives the desired daemons from the ledger, and withholds a resource from the
+kubelet until its daemon is ready. Built by `composition`.
 """
 
 from __future__ import annotations
@@ -39,9 +38,10 @@ _logger = log.get(__name__)
 
 
 class MpsController:
-    """The daemons, as the ledger's offers call for them.
+    """The controller of the MPS daemons.
 
-    State: none but the supervision's and where daemons are by the settings in force.
+    State: that of `Supervision`, and the settings in force. The daemons outlive the agent; a new
+    one adopts them.
     """
 
     def __init__(
@@ -61,49 +61,49 @@ class MpsController:
             supervisor,
         )
         self._journal = journal
-        self._news = Revision()
+        self._changes = Revision()
         self._started = False
         self._supervision = Supervision(
             settings.mps,
             supervisor,
             journal,
             holders=self._holders,
-            changed=lambda: self._news.publish(self._news.version + 1),
+            changed=lambda: self._changes.publish(self._changes.version + 1),
             gpus=lambda: [gpu.uuid for gpu in inventory().gpus],
             sysfs_root=settings.gpu.sysfs_root,
             proc_root=settings.gpu.proc_root,
-            share_memory=_share_nothing if settings.simulate else directories.share_memory,
+            share_memory=_skip_shared_memory if settings.simulate else directories.share_memory,
         )
         self.apply(settings)
         offering.gates.append(self._withheld)
 
     @property
     def statuses(self) -> tuple[MpsStatus, ...]:
-        """Return one status for each daemon, by resource."""
+        """Return the status of each daemon, in the order of their resources."""
         return self._supervision.statuses
 
     def apply(self, settings: Settings) -> None:
-        """Go by these settings from the next look on."""
+        """Put ``settings`` in force."""
         self._options: dict[str, MpsOptions] = {
             family.name: family.mps(settings) for family in FAMILIES if family.mps
         }
         self._exposed = collisions.exposed_mps_directory(settings)
         self._of_host = HostDaemon(isolation.DEFAULT_PIPE_DIRECTORY, settings.mps)
-        if self._started:  # the ledger need not change with it
+        if self._started:  # the ledger may stay the same, so `_follow` may not be woken
             self._refresh()
 
     def start(self) -> None:
-        """Begin, once the ledger knows all holders:
-        a daemon with other limits is replaced when its GPUs have none.
+        """Start the loops. Call this once the ledger is rebuilt, because a daemon with outdated
+        limits is replaced when its GPUs have no holder.
         """
         self._started = True
         self._refresh()
         self._supervisor.start("mps", self._follow)
-        self._supervisor.start("mps offering", self._tell)
+        self._supervisor.start("mps offering", self._sync_offering)
         self._supervisor.start("mps of the host", self._watch_host)
 
     async def stop(self, seconds: float) -> None:
-        """End the daemons without clients, within so many seconds; the others go on without us."""
+        """End the daemons without clients within ``seconds``. Daemons with clients keep running."""
         self._started = False
         await self._supervisor.stop("mps")
         await self._supervisor.stop("mps offering")
@@ -115,16 +115,14 @@ class MpsController:
             _logger.warning("mps.stop_incomplete", after_seconds=seconds)
 
     def _refresh(self) -> None:
-        """Run the daemons that the present offers need,
-        and release their GPUs that other resources use.
-        """
+        """Set the desired daemons, and for each its GPUs that are in use by other resources."""
         resources = list(self._shared())
         if resources or self._supervision.statuses:
             self._supervision.want(
                 {
                     resource.name: (self._plan(resource), self._in_use_by_others(resource))
                     for resource in resources
-                    if not self._unfit(resource)
+                    if not self._why_unsupported(resource)
                 }
             )
 
@@ -133,13 +131,13 @@ class MpsController:
         async for _ in self._ledger.revision.changes():
             self._refresh()
 
-    async def _tell(self) -> None:
-        async for _ in self._news.changes():
+    async def _sync_offering(self) -> None:
+        async for _ in self._changes.changes():
             await self._offering.sync()
 
     async def _watch_host(self) -> None:
-        """Check every few seconds, while a resource is shared through it,
-        whether the host's daemon runs.
+        """Check every few seconds whether the host's daemon runs, while a resource depends on
+        it.
         """
         found: set[str] = set()
         while True:
@@ -170,11 +168,11 @@ class MpsController:
     def _withheld(self, resource: Resource) -> Withheld | None:
         if resource.sharing is not SharingMode.MPS:
             return None
-        if reason := self._unfit(resource):
+        if reason := self._why_unsupported(resource):
             return Withheld(reason)
         return self._supervision.withheld(self._plan(resource))
 
-    def _unfit(self, resource: Resource) -> str:
+    def _why_unsupported(self, resource: Resource) -> str:
         """Explain why no daemon can run for the resource, regardless of the other resources."""
         if not self._options[resource.family].root:
             return (
@@ -215,18 +213,18 @@ class MpsController:
         )
 
     def _in_use_by_others(self, resource: Resource) -> frozenset[str]:
-        """Return its GPUs in use on other terms:
-        through another resource, or under earlier settings.
+        """Return the GPUs of ``resource`` that containers hold through another resource, or with
+        ids of earlier settings.
         """
         ids, inventory = {entry.id for entry in resource.ids}, self._inventory()
-        strangers = (
+        others = (
             grant
             for grant in self._ledger.grants
             if grant.resource != resource.name or not ids.issuperset(grant.ids)
         )
         held = {
             found[0].uuid
-            for grant in strangers
+            for grant in others
             for share in grant.shares
             if (found := inventory.device(share.device))
         }
@@ -242,12 +240,12 @@ def _without_host(reason: str, family: str) -> str:
     )
 
 
-def _share_nothing(root: str, *, size_mib: int, proc_root: str) -> None:
-    """Do nothing: simulated GPUs run no CUDA program that needs the shared memory,
-    and this way a test needs no root.
+def _skip_shared_memory(root: str, *, size_mib: int, proc_root: str) -> None:
+    """Log the mount of shared memory instead of making it. Simulated GPUs run no CUDA program that
+    needs it, and a mount would need root.
     """
 
-    def leave(target: str, options: str) -> None:
+    def log_only(target: str, options: str) -> None:
         _logger.info(
             "mps.shared_memory_left_out",
             target=target,
@@ -255,4 +253,4 @@ def _share_nothing(root: str, *, size_mib: int, proc_root: str) -> None:
             reason="the GPUs are simulated",
         )
 
-    directories.share_memory(root, size_mib=size_mib, proc_root=proc_root, mount=leave)
+    directories.share_memory(root, size_mib=size_mib, proc_root=proc_root, mount=log_only)

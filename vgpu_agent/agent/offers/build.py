@@ -63,7 +63,7 @@ class Built:
         nodes: as in `Found`.
         without_nodes: families whose containers would lack a device node that they need, see
             `ControlNodes.trouble`.
-        blocked: family → why its pods must not be served now.
+        blocked: family → why its pods must not be started now.
         uses_libraries: the backends whose libraries some containers get.
         services: family → what the library of its containers asks of the agent.
     """

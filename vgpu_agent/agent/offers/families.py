@@ -1,8 +1,8 @@
-"""The families in force, how their grants are bound, and why some of them may not be offered now.
+"""The families in force, their binding mode, and the reasons why some are not offered now.
 
-One place for everything that can change it while the agent runs: a reloaded configuration, a
-ConfigMap, the Node, a delivered library, GPUs that come and go. Called by `composition`, by
-`reload` and by the loops that watch those.
+All of it can change while the agent runs: by a reloaded configuration, a ConfigMap, the Node, a
+delivered library, or a changed set of GPUs. `composition`, `reload` and the loops that watch these
+call this module.
 """
 
 from __future__ import annotations
@@ -42,24 +42,26 @@ if TYPE_CHECKING:
 
 _IDS_IN_STATUS_SINCE = (1, 36)
 _KUBELET_VERSION = re.compile(r"v?(\d{1,6})\.(\d{1,6})")
-# The part of etcd's 1.5 MiB that the rest of a pod leaves to ids, and what each takes besides
-# itself: lengths, tags and the word "Healthy".
+# The part of etcd's limit of 1.5 MiB for ids, the rest being for other fields of the pod; and the
+# bytes of an entry in addition to the id: lengths, tags and the word "Healthy".
 _STATUS_ROOM_BYTES = 1_400_000
-_BESIDES_AN_ID_BYTES = 13
+_ENTRY_OVERHEAD_BYTES = 13
 
 
 class FamiliesInForce:
-    """The families in force; brings allocator and offering in line with settings and node,
-    one change at a time.
+    """The controller of the families in force. It applies settings and facts of the node to the
+    allocator and the plugin servers, one change at a time.
+
+    State: in memory only; built again at the start.
 
     Attributes:
-        in_force: family → its settings after the files of the replaced plugin were applied to them,
-            for ``/debug/config``.
-        origins: family → of those that one of the files has set, the file.
-        limits: family → how the library of the limits limits its containers.
-        problems: what is wrong with the files of the plugins that are replaced.
-        cautions: what will go wrong for some pods with what is offered.
-        services: family → what the library of its containers asks of the agent.
+        in_force: family → its settings, with the files of the replaced plugin applied, for
+            ``/debug/config``.
+        origins: family → setting → the file of the replaced plugin that has set it.
+        limits: family → the limits that its library enforces on containers.
+        problems: errors in files of replaced plugins.
+        cautions: problems that some pods will have with the offered resources.
+        services: family → the services that the library of its containers needs.
     """
 
     def __init__(
@@ -76,7 +78,7 @@ class FamiliesInForce:
     ) -> None:
         self._settings = settings
         self._origins = origins
-        # of the start, also at a reload: it is the one that `Offering` uses
+        # from the settings of the start, also after a reload, because `Offering` uses that one
         self._budget_bytes = settings.kubelet.message_budget_bytes
         self._allocator = allocator
         self._offering = offering
@@ -93,15 +95,15 @@ class FamiliesInForce:
         self.services: Latest[Mapping[str, LibraryServices]] = Latest({})
         self.problems: tuple[str, ...] = ()
         self.cautions: tuple[str, ...] = ()
-        self._nodes = NONE_FOUND  # those that the families in force were built with
-        # resources that could not be offered the last time
+        self._nodes = NONE_FOUND  # the control device nodes that the families were built with
+        # resources that the last call of `_offer` could not offer
         self._refused: frozenset[str] = frozenset()
-        # why a library in use is not the one that was delivered last
+        # the reasons why a library in use is older than the one that was delivered last
         self._outdated: tuple[str, ...] = ()
 
     @property
     def on(self) -> tuple[tuple[str, bool], ...]:
-        """The families that are switched on, and of each whether its pods decide what they get."""
+        """The families that are switched on, each with whether it is a pod family."""
         families = self._families
         return (
             *((family.name, False) for family in families.by_ids),
@@ -122,13 +124,13 @@ class FamiliesInForce:
             self._take_over(built, libraries)
             self._offer()
 
-    async def again(self) -> None:
-        """Rebuild with the same settings: the Node,
-        the ConfigMap or the library may have changed.
+    async def rebuild(self) -> None:
+        """Build the families again with the same settings, after a change of the Node, the
+        ConfigMap or a delivered library.
         """
         async with self._changing:
-            # Not `apply`: a list that GPUs of later have made too long is withheld by itself, and
-            # stops no other family.
+            # Without the check of `apply`: a list that has become too long, because GPUs were
+            # added, withholds only its own resource.
             built, libraries = await self._build(self._settings)
             self._take_over(built, libraries)
             self.refresh()
@@ -136,8 +138,8 @@ class FamiliesInForce:
     async def watch_nodes(
         self, changed: Callable[[], Awaitable[None]], *, pause_seconds: float
     ) -> None:
-        """Poll until cancelled: call ``changed``
-        when other control nodes are there than the families in force know of.
+        """Poll the control device nodes until cancelled;
+        call ``changed`` when they differ from those that the families were built with.
         """
         while True:
             await asyncio.sleep(pause_seconds)
@@ -148,13 +150,13 @@ class FamiliesInForce:
                 await changed()
 
     def refresh(self) -> None:
-        """Offer other GPUs through the same families;
-        the readiness shows what is wrong with an offer.
-        """
+        """Offer the present GPUs through the same families; the readiness probe shows problems."""
         self._offer()
 
     async def _build(self, settings: Settings) -> tuple[Built, Mapping[str, InstalledLibrary]]:
-        """The families of ``settings``, and the libraries; nothing changes yet."""
+        """Build the families of ``settings``, and install their libraries. The families in force
+        stay.
+        """
         libraries = await self._libraries.install(settings)
         mode = choose(settings.binding.mode, self._cluster.node) or self._allocator.mode
         found = await look(
@@ -195,12 +197,10 @@ class FamiliesInForce:
         )
 
     def _offer(self) -> None:
-        """Offer what can be offered; what cannot stops nothing else,
-        and is withheld with its reason.
-        """
+        """Offer every resource that can be offered, and withhold each other one with its reason."""
         inventory = self._inventory()
         if self._cdi is not None:
-            self._cdi.observe(inventory)  # before anything of it can be given out
+            self._cdi.observe(inventory)  # before the allocator can grant its devices
         offered: list[Resource] = []
         cautions: list[str] = []
         refused: dict[str, str] = {}
@@ -212,9 +212,9 @@ class FamiliesInForce:
             refused |= {**short.refused, **problems}
             by_ids += [] if problems else [family]
         for pod_family in self._families.by_pod:
-            unfit = _why_unfit(pod_family, inventory)
-            cautions += () if unfit else pod_family.cautions(inventory)
-            problems = unfit or self._add(pod_family, inventory, offered, self._budget_bytes)
+            unsupported = _why_unsupported(pod_family, inventory)
+            cautions += () if unsupported else pod_family.cautions(inventory)
+            problems = unsupported or self._add(pod_family, inventory, offered, self._budget_bytes)
             refused |= problems
             by_pod += [] if problems else [pod_family]
         self._offering.accept(
@@ -223,7 +223,7 @@ class FamiliesInForce:
         self._refused = frozenset(refused)
         for name, reason in refused.items():
             self._offering.refuse(name, reason)
-        unserved = [
+        paused = [
             family
             for family in self._families.by_pod
             if family not in by_pod or family.name in self._offering.blocked
@@ -233,7 +233,7 @@ class FamiliesInForce:
             *(family for family in self._families.by_ids if family not in by_ids),
         ]
         self._allocator.use_families(
-            Families(tuple(by_ids), tuple(by_pod), tuple(unserved), tuple(idle))
+            Families(tuple(by_ids), tuple(by_pod), tuple(paused), tuple(idle))
         )
         self._allocator.refresh_offer()
         self._caution(offered, cautions)
@@ -245,8 +245,8 @@ class FamiliesInForce:
         offered: list[Resource],
         budget_bytes: int | None = None,
     ) -> Mapping[str, str]:
-        """Add to ``offered`` what the family offers;
-        why nothing was added, empty when something could be.
+        """Add the resources of the family to ``offered``. If they cannot be offered, add none and
+        return resource → reason.
         """
         try:
             resources = family.resources(inventory)
@@ -292,11 +292,11 @@ class FamiliesInForce:
             self._journal.record(
                 "binding.mode", mode=how, by_annotation=mode.by_annotation, reason=mode.reason
             )
-        # Once chosen, a mode stays while the Node is not to be read.
+        # A chosen mode stays while the Node cannot be read.
         self._allocator.use_mode(mode or self._allocator.mode)
 
     def _blocked(self, built: Built) -> dict[str, str]:
-        """Families that must not be served now, and why."""
+        """Return family → the reason why its containers must not be started now."""
         waits = self._cluster.waiting_for
         if not waits and self._allocator.mode is None:
             waits = (
@@ -313,10 +313,8 @@ class FamiliesInForce:
         return blocked | ({family.name: waits for family in self._families.by_pod} if waits else {})
 
 
-def _why_unfit(family: PodFamily, inventory: Inventory) -> dict[str, str]:
-    """Explain why the family, which shares memory, cannot serve any of these GPUs;
-    empty when it can.
-    """
+def _why_unsupported(family: PodFamily, inventory: Inventory) -> dict[str, str]:
+    """Return family → reason when the family, which shares memory, cannot use these GPUs."""
     if not any(gpu.integrated for gpu in inventory.gpus):
         return {}
     why = (
@@ -327,8 +325,10 @@ def _why_unfit(family: PodFamily, inventory: Inventory) -> dict[str, str]:
 
 
 def _check_distinct(offered: Sequence[Resource], more: Sequence[Resource]) -> None:
-    """Raise when something of ``more`` has a name or an id of what is ``offered`` by others,
-    or of one another.
+    """Check that the resources in ``more`` have names and ids of their own.
+
+    Raises:
+        OfferError: one of them has a name or an id of another one, or of one in ``offered``.
     """
     try:
         Offers().replace([*offered, *more])
@@ -339,17 +339,17 @@ def _check_distinct(offered: Sequence[Resource], more: Sequence[Resource]) -> No
 
 
 def long_status_cautions(resources: Iterable[Resource], kubelet_version: str) -> Iterator[str]:
-    """A sentence for each resource of which a single GPU has more ids than a pod's status can hold.
+    """Yield a caution for each resource of which one GPU has more ids than a pod's status can hold.
 
     From 1.36 on the kubelet writes each device id that a container holds into the pod's status
-    (feature ResourceHealthStatus, on by default), and etcd takes requests of 1.5 MiB. Under any
-    device plugin such a pod runs and never shows Ready, and one that may not start cannot even be
-    deleted, because the kubelet cannot write that it has ended. Seen on a kubelet 1.36.3: 22,000
-    ids of 53 bytes are written, 23,028 are not.
+    (feature ResourceHealthStatus, on by default), and etcd accepts requests of 1.5 MiB. With any
+    device plugin, a pod with more ids runs but never shows Ready. A pod that failed to start cannot
+    even be deleted, because the kubelet cannot write its end. Measured on a kubelet 1.36.3: a
+    status with 22,000 ids of 53 bytes is written, one with 23,028 is not.
 
     Args:
-        resources: those that are offered.
-        kubelet_version: ``status.nodeInfo.kubeletVersion``; an unknown one is taken for an old one.
+        resources: the offered resources.
+        kubelet_version: ``status.nodeInfo.kubeletVersion``; without a number, no caution is made.
     """
     found = _KUBELET_VERSION.match(kubelet_version)
     if found is None or (int(found[1]), int(found[2])) < _IDS_IN_STATUS_SINCE:
@@ -358,7 +358,7 @@ def long_status_cautions(resources: Iterable[Resource], kubelet_version: str) ->
         if not isinstance(resource.ids, NumberedIds) or not resource.ids.blocks:
             continue
         block = max(resource.ids.blocks, key=lambda block: block.count)
-        fits = _STATUS_ROOM_BYTES // (len(block.text(block.count - 1)) + _BESIDES_AN_ID_BYTES)
+        fits = _STATUS_ROOM_BYTES // (len(block.text(block.count - 1)) + _ENTRY_OVERHEAD_BYTES)
         if block.count > fits:
             yield (
                 f"{resource.name}: a GPU has {block.count} ids, and a pod that asks for more than "

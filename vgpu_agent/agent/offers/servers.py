@@ -82,8 +82,8 @@ class Offering:
         # advances with each list that the kubelet is sent, and each stream that ends
         self.lists = Revision()
         self.withheld: dict[str, str] = {}  # resource → why it is not offered
-        self.blocked: dict[str, str] = {}  # family → why its resources must not be served now
-        # each returns why a resource must not be served now; `sync` asks again
+        self.blocked: dict[str, str] = {}  # family → why its resources must not be started now
+        # each returns why a resource must not be started now; `sync` asks again
         self.gates: list[Callable[[Resource], Withheld | None]] = []
         self._refused: dict[str, str] = {}
         # what is odd about resources that are served all the same

@@ -37,7 +37,7 @@ class GrantKeeping:
         directory: GrantDirectory,
         allocator: Allocator,
         ledger: Ledger,
-        book: PodCache,
+        pod_cache: PodCache,
         directories: Sequence[str],
         shared_directories: Sequence[str] = (),
         pause_seconds: float,
@@ -49,18 +49,18 @@ class GrantKeeping:
             directory: the files.
             allocator: knows what should be there.
             ledger: knows the holders of ids.
-            book: knows which pods there are.
+            pod_cache: knows which pods there are.
             directories: where each container has a directory of its own, or had one from an earlier
                 agent.
             shared_directories: where a replaced plugin has made such directories, among other
                 things.
             pause_seconds: the longest pause between two looks.
-            refresh: looks for a library that was delivered anew.
+            refresh: looks for a library that was delivered again.
         """
         self._directory = directory
         self._allocator = allocator
         self._ledger = ledger
-        self._book = book
+        self._pod_cache = pod_cache
         self._directories = tuple(directories)
         self._shared_directories = tuple(shared_directories)
         self._pause_seconds = pause_seconds
@@ -107,14 +107,14 @@ class GrantKeeping:
         return when the pods have changed, or after a while.
         """
         loop = asyncio.get_running_loop()
-        until, pods = loop.time() + seconds, self._book.revision.version
-        while (left := until - loop.time()) > 0 and self._book.revision.version == pods:
+        until, pods = loop.time() + seconds, self._pod_cache.revision.version
+        while (left := until - loop.time()) > 0 and self._pod_cache.revision.version == pods:
             ledger = self._ledger.revision.version
             beat()
             await self.withdraw_strangers()
             await first_of(
                 self._ledger.revision.newer_than(ledger),
-                self._book.revision.newer_than(pods),
+                self._pod_cache.revision.newer_than(pods),
                 timeout_seconds=left,
             )
         await asyncio.sleep(min(_SETTLING_SECONDS, self._pause_seconds))
@@ -123,7 +123,7 @@ class GrantKeeping:
         """Remove the files of pods that are gone;
         without a complete picture of the pods, none counts as gone.
         """
-        if not self._book.synced.is_set():
+        if not self._pod_cache.synced.is_set():
             return
         await self._directory.collect(self._still_wanted, beat)
         for directory in self._directories:
@@ -143,7 +143,7 @@ class GrantKeeping:
         return self._lives(record.owner.pod_uid)
 
     def _lives(self, uid: str) -> bool:
-        pod = self._book.get(uid)
+        pod = self._pod_cache.get(uid)
         if pod is not None and not pod.ended:
             return True
         return any(

@@ -1,12 +1,12 @@
 """Report pods that run on a device that the node no longer has, e.g.
 because its GPU was divided into other MIG instances.
 
-Nothing is taken from such a pod: its work fails or ends by itself, and the kubelet keeps its ids
-until then. But the operator who changed the geometry should see the affected pods. A loop of
-`composition`; the number of such grants is a metric of its own.
+Such a pod keeps its ids in the kubelet until it ends. The report names the affected pods to the
+operator who changed the MIG layout. A metric counts the grants. `composition` runs the loops.
 
-As long as the pod exists, its GPU is not given out on other terms. That is the ledger's rule. This
-module writes down what the ledger needs for that after a restart.
+As long as the pod exists, the ledger does not grant its GPU through another resource. For that it
+needs the GPU of a MIG instance that is gone, also after a restart of the agent. This module keeps a
+file with the GPU of each MIG instance.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ if TYPE_CHECKING:
     from vgpu_agent.ledger import Ledger
     from vgpu_agent.model import Grant, Inventory
 
-# a start of a container books several times, and nothing waits for these reports
+# The start of a container changes the ledger several times, and these reports are not urgent.
 _COALESCING_SECONDS = 0.1
 
 
-class RememberedSlice(msgspec.Struct, frozen=True, rename="camel"):
+class RememberedInstance(msgspec.Struct, frozen=True, rename="camel"):
     """One MIG instance that this node has or had: its UUID, its GPU's, and its memory."""
 
     uuid: str
@@ -39,46 +39,47 @@ class RememberedSlice(msgspec.Struct, frozen=True, rename="camel"):
     memory_mib: int
 
 
-class SliceMemory:
+class InstanceMemory:
     """The file in ``directory`` with the GPU of each MIG instance.
 
-    The kubelet's records name an instance by its UUID only, and its GPU may be divided anew while a
-    pod holds it. If the file is lost, an instance that is gone blocks nothing.
+    The kubelet's records name an instance by its UUID only, and its GPU may be divided again while
+    a pod holds it. If the file is lost, the GPU of an instance that is gone may be granted to
+    others.
     """
 
     def __init__(self, directory: str) -> None:
         self._file = StateFile(
             directory,
-            "slices.json",
-            tuple[RememberedSlice, ...],
+            "mig-instances.json",
+            tuple[RememberedInstance, ...],
             when_unreadable=(
                 "it will be written again; until then pods on removed MIG instances block nothing"
             ),
             when_not_written="a restart loses the GPUs of removed MIG instances",
         )
-        self._written: frozenset[str] = frozenset()  # UUIDs; what an instance was never changes
+        self._written: frozenset[str] = frozenset()  # UUIDs; the facts of a UUID never change
 
     async def recall(self) -> dict[str, Device]:
-        """Read the instances that were written last, the newest last;
-        none where there is no file or it is damaged.
+        """Read the instances that were written last, by UUID, the newest last.
+        Return none without a file, or when the file is damaged.
         """
         found = await self._file.read() or ()
         self._written = frozenset(each.uuid for each in found)
         return {each.uuid: Device(each.uuid, each.gpu, each.memory_mib) for each in found}
 
-    async def keep(self, slices: Mapping[str, Device]) -> None:
-        """Write ``slices``, when they differ from what was written last."""
-        if slices.keys() == self._written:
+    async def keep(self, instances: Mapping[str, Device]) -> None:
+        """Write ``instances``, unless the file has exactly these."""
+        if instances.keys() == self._written:
             return
         facts = tuple(
-            RememberedSlice(each.uuid, each.gpu, each.memory_mib) for each in slices.values()
+            RememberedInstance(each.uuid, each.gpu, each.memory_mib) for each in instances.values()
         )
         if await self._file.write(facts):
             self._written = frozenset(each.uuid for each in facts)
 
 
 class MissingDevices:
-    """The watch for grants whose device is gone.
+    """The reporter of grants whose device is gone.
 
     State: the reported pairs of grant and device, so that each is reported once. A restart reports
     them again.
@@ -92,7 +93,7 @@ class MissingDevices:
         inventory: Callable[[], Inventory],
         journal: Journal,
     ) -> None:
-        self._memory = SliceMemory(settings.state_directory)
+        self._memory = InstanceMemory(settings.state_directory)
         self._ledger = ledger
         self._inventory = inventory
         self._journal = journal
@@ -102,24 +103,23 @@ class MissingDevices:
         """Give the ledger the MIG instances from before the agent's start;
         call this before anything is offered.
         """
-        self._ledger.slices.update(await self._memory.recall())
+        self._ledger.mig_instances.update(await self._memory.recall())
 
     async def run(self) -> None:
-        """Look at every change of devices or grants, until cancelled; a loop for the supervisor."""
+        """Report after every change of devices or grants, until cancelled."""
         async for _ in self._ledger.revision.changes(coalesce_seconds=_COALESCING_SECONDS):
             self.look()
 
     async def remember(self) -> None:
-        """Write down the MIG instances until cancelled;
-        a loop of its own, because a disk may hang.
+        """Write the MIG instances to the file after every change, until cancelled.
+        This is a separate loop from `run`, because a disk may hang.
         """
         async for _ in self._ledger.revision.changes(coalesce_seconds=_COALESCING_SECONDS):
-            await self._memory.keep(self._ledger.slices)
+            await self._memory.keep(self._ledger.mig_instances)
 
     def look(self) -> None:
-        """Report what is new: a pod that lost its device, or a device that came back to its pod.
-
-        While the driver shows no GPU, nothing is known about any device.
+        """Report each pod that has lost its device since the last call, and each device that has
+        come back. Do nothing while the driver shows no GPU, because then no device is known.
         """
         if not self._inventory().gpus:
             return
@@ -128,7 +128,7 @@ class MissingDevices:
         for (number, device), grant in vanished.items():
             # the holder is known a second later at the latest
             if grant.owner is not None and self._reported.is_new((number, device)):
-                known = self._ledger.slices.get(device)
+                known = self._ledger.mig_instances.get(device)
                 self._journal.record(
                     "grant.device_missing",
                     level="warning",

@@ -1,7 +1,7 @@
-"""Pods that have ended according to the API server while the ledger still has something for them.
+"""Pods that have ended according to the API server, but still have grants in the ledger.
 
-`verification` asks when to look at the kubelet's records for them, and, with the records at hand,
-which grants were theirs.
+`verification` calls `pending` to decide when to read the kubelet's records, and then `has_ended` to
+find the grants of the ended pods.
 """
 
 from __future__ import annotations
@@ -18,56 +18,55 @@ if TYPE_CHECKING:
     from vgpu_agent.model import Grant, KubeletRecords
     from vgpu_agent.pods import Pod, PodCache
 
-# The kubelet lists a container's ids as soon as Allocate is answered; the watch may show the pod a
-# moment later.
+# How long a grant must have been unchanged: the kubelet lists ids right after Allocate, but the
+# watch may show the pod later.
 _LISTED_SECONDS = 1.0
 
 
 class PodEnds:
     """The ends of pods, joined with the grants.
 
-    State: how many pods had ended when every grant was last known by its pod. After a restart all
-    grants come from the kubelet's records, with their pods.
+    State: the number of pods that had ended when the pod of every grant was last known. It is lost
+    with the process, without harm: after a restart all grants come with their pods.
     """
 
     def __init__(
-        self, ledger: Ledger, book: PodCache, clock: Callable[[], float] = time.monotonic
+        self, ledger: Ledger, pod_cache: PodCache, clock: Callable[[], float] = time.monotonic
     ) -> None:
-        """Build it; ``clock`` is the ledger's."""
-        self._ledger, self._book, self._clock = ledger, book, clock
+        """Join ``ledger`` and ``pod_cache``; ``clock`` is the ledger's."""
+        self._ledger, self._pod_cache, self._clock = ledger, pod_cache, clock
         self._ends_known = 0
 
     def pending(self) -> frozenset[str]:
-        """Return one text for each end that the ledger does not show yet;
-        a new end always makes a new text.
+        """Return a key for each end of a pod that the ledger may not have followed yet.
 
-        That is the UID of an ended pod with grants. While there are grants whose pod is not known,
-        it may be any pod's end.
+        The key is the UID of an ended pod with grants. While the pod of some grant is not known,
+        any end may be the end of that pod, so a further key changes with every end.
         """
         holders = {grant.owner.pod_uid for grant in self._ledger.grants if grant.owner is not None}
-        found = {uid for uid in holders if uid and self._book.has_ended(uid)}
+        found = {uid for uid in holders if uid and self._pod_cache.has_ended(uid)}
         if not any(self._is_unnamed(grant) for grant in self._ledger.grants):
-            self._ends_known = self._book.ends
-        elif self._book.ends != self._ends_known:
-            found.add(f"end {self._book.ends}")
+            self._ends_known = self._pod_cache.ends
+        elif self._pod_cache.ends != self._ends_known:
+            found.add(f"end {self._pod_cache.ends}")
         return frozenset(found)
 
     def has_ended(self, grant: Grant, records: KubeletRecords) -> bool:
-        """Tell whether, by the API server, the pod of ``grant`` has ended;
-        ``records`` do not show it alive.
+        """Tell whether the pod of ``grant`` has ended according to the API server.
 
-        A pod may end before the kubelet's records have named it. Its grant is found by exclusion:
-        the ids have no holder, and every pod that asked for such ids and has not ended has others.
-        A pod on its way to the kubelet has none yet, and a plain init container's are hidden.
+        A pod may end before the kubelet's records have named it. Then its grant is found by
+        exclusion: the records show no live holder of the ids, and show other ids for every live pod
+        that asks for the resource. A pod without ids in the records may be the holder: the kubelet
+        may be admitting it, or only a plain init container has the ids, which are not listed.
         """
         if grant.owner is not None:
-            return bool(grant.owner.pod_uid) and self._book.has_ended(grant.owner.pod_uid)
+            return bool(grant.owner.pod_uid) and self._pod_cache.has_ended(grant.owner.pod_uid)
         if not self._is_unnamed(grant) or self._clock() - grant.steady_at < _LISTED_SECONDS:
             return False
         if (
-            not self._book.synced.is_set()
-            or self._book.left_out
-            or self._book.ends == self._ends_known
+            not self._pod_cache.synced.is_set()
+            or self._pod_cache.left_out
+            or self._pod_cache.ends == self._ends_known
         ):
             return False
         if records.entries is None:
@@ -78,7 +77,7 @@ class PodEnds:
             for entry in records.entries
             if entry.resource == grant.resource and not wanted.isdisjoint(entry.ids)
         )
-        if not all(self._book.has_ended(entry.owner.pod_uid) for entry in entries):
+        if not all(self._pod_cache.has_ended(entry.owner.pod_uid) for entry in entries):
             return False
         listed = {
             (held.owner.namespace, held.owner.pod)
@@ -87,7 +86,7 @@ class PodEnds:
         }
         return not any(
             _asks(pod, grant.resource) and (pod.namespace, pod.name) not in listed
-            for pod in self._book.pods
+            for pod in self._pod_cache.pods
         )
 
     def _is_unnamed(self, grant: Grant) -> bool:

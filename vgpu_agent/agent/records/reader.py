@@ -217,7 +217,7 @@ class KubeletRecordsReader:
         expected_now = (
             contextlib.nullcontext(had)
             if had
-            else self._pods.expected(resource, len(ids), besides=holders)
+            else self._pods.expected(resource, len(ids), excluding=holders)
         )
         with expected_now as expected:
             asked: asyncio.Task[tuple[Holding, ...] | None] | None = None

@@ -1,12 +1,12 @@
 """The pods that the kubelet is starting:
 their names, the probable pod of a start, and whether there are any.
 
-`reader` asks for names. Reading the kubelet's checkpoint takes as long as asking pod-resources
-about one pod, so both begin at the same time, and the pod must be known before the checkpoint names
-it. The expectation decides nothing: pod-resources' answer about a pod counts only if the
-checkpoint, read in the same question, names that very pod.
+Used by `reader`. To read the kubelet's checkpoint takes as long as to ask pod-resources about one
+pod, so `reader` does both at the same time. For that it needs the probable pod before the
+checkpoint names it. A wrong guess does no harm: the answer about a pod counts only if the
+checkpoint, read at the same time, names the same pod.
 
-`cluster`'s writer of annotations waits while pods are being started.
+The publisher of pods' annotations in `cluster` waits while pods are being started.
 """
 
 from __future__ import annotations
@@ -28,45 +28,45 @@ _PENDING = "Pending"  # a pod's phase until its first container runs
 
 
 class StartingPods:
-    """The view of the pod cache on pods that are starting.
+    """The pods of the pod cache that are starting.
 
     State: the containers that callers expect now, so that simultaneous callers expect different
-    ones; since when pods have been seen pending.
+    ones; and since when each pod has been pending. Lost with the process, without harm.
     """
 
     def __init__(
         self,
-        book: PodCache,
+        pod_cache: PodCache,
         ledger: Ledger,
         *,
-        served: Callable[[], Container[tuple[str, str, str]]],
+        started: Callable[[], Container[tuple[str, str, str]]],
         longest_seconds: float,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """Use ``book``.
+        """Observe the pods in ``pod_cache``.
 
         Args:
-            book: the pods of this node.
-            ledger: knows which resources are of interest.
-            served: UID, container and resource of what has been put in force already.
-            longest_seconds: how long a start takes; a pod that `any` has seen pending for longer
+            pod_cache: the pods of this node.
+            ledger: has the offered resources.
+            started: returns (UID, container, resource) of the containers that have their shares.
+            longest_seconds: the longest time that a start takes; a pod that is pending for longer
                 waits for something else.
-            clock: seconds that only grow.
+            clock: monotonic seconds.
         """
-        self._book = book
+        self._pod_cache = pod_cache
         self._ledger = ledger
-        self._served = served
+        self._started = started
         self._longest_seconds = longest_seconds
         self._clock = clock
         self._offered: tuple[Resource, ...] = ()
-        # those of `_offered`, and the same object until others are offered
+        # computed from `_offered`; the same object until the offer changes
         self._resources = frozenset[str]()
         self._asked_about: set[tuple[str, str]] = set()
         self._pending_since: dict[str, float] = {}
 
     @property
     def resources(self) -> frozenset[str]:
-        """The resources of which the pod decides what an id stands for."""
+        """The resources whose ids get their meaning from the pod, e.g. from its annotations."""
         if self._offered is not self._ledger.resources:
             self._offered = self._ledger.resources
             self._resources = frozenset(
@@ -76,12 +76,12 @@ class StartingPods:
 
     def any(self) -> bool:
         """Tell whether the kubelet is starting pods that ask for one of `resources`.
-        Those that take too long do not count.
+        Pods that have been pending for longer than ``longest_seconds`` do not count.
         """
         wanted, now = self.resources, self._clock()
         pending = [
             pod.kubelet_uid
-            for pod in self._book.pods
+            for pod in self._pod_cache.pods
             if pod.phase == _PENDING
             and not pod.deleting
             and any(not wanted.isdisjoint(container.limits) for container in pod.containers)
@@ -90,28 +90,28 @@ class StartingPods:
         return any(now - since < self._longest_seconds for since in self._pending_since.values())
 
     def name(self, pod_uid: str, *, live: bool = False) -> tuple[str, str] | None:
-        """(namespace, name) of the pod that the kubelet knows under a UID; None when we do not know
-        it, or with ``live`` when it has ended.
+        """Return (namespace, name) of the pod that has this UID in the kubelet; None when it is not
+        in the cache, or with ``live`` when it has ended.
         """
-        pod = self._book.get(pod_uid)
+        pod = self._pod_cache.get(pod_uid)
         return (pod.namespace, pod.name) if pod and not (live and pod.ended) else None
 
     @contextlib.contextmanager
     def expected(
-        self, resource: str, count: int, *, besides: Container[tuple[str, str]] = frozenset()
+        self, resource: str, count: int, *, excluding: Container[tuple[str, str]] = frozenset()
     ) -> Iterator[tuple[str, str] | None]:
         """Yield (namespace, name) of the pod to which a start with ``count`` ids probably belongs;
-        None when none suits.
+        None when no pod waits for so many ids.
 
-        It is the one bound first of those that wait for as many, since the kubelet admits pods in
-        about that order. Until the ``with`` is left, no other caller expects that container.
+        Of several pods it is the one that was bound first, since the kubelet admits pods in about
+        that order. Inside the ``with`` block, no other caller expects the same container.
 
         Args:
-            resource: of which the ids are.
-            count: of the ids.
-            besides: UID and container of those that have other ids already.
+            resource: the resource of the ids.
+            count: the number of ids.
+            excluding: (UID, container) of containers that hold other ids already.
         """
-        found = self._longest_waiting(resource, count, besides)
+        found = self._longest_waiting(resource, count, excluding)
         if found is None:
             yield None
             return
@@ -122,19 +122,19 @@ class StartingPods:
             self._asked_about.discard(found)
 
     def _longest_waiting(
-        self, resource: str, count: int, besides: Container[tuple[str, str]]
+        self, resource: str, count: int, excluding: Container[tuple[str, str]]
     ) -> tuple[str, str] | None:
-        """UID and container."""
-        served = self._served()
-        for pod in self._book.pods:
+        """Return (UID, container) of the container that has waited longest; None without any."""
+        started = self._started()
+        for pod in self._pod_cache.pods:
             for container in pod.containers:
                 if container.limits.get(resource) != count or container.started or pod.ended:
                     continue
                 found = (pod.kubelet_uid, container.name)
                 if (
                     found not in self._asked_about
-                    and found not in besides
-                    and (*found, resource) not in served
+                    and found not in excluding
+                    and (*found, resource) not in started
                 ):
                     return found
         return None

@@ -1,10 +1,11 @@
 """Compare the ledger with the kubelet's records: at start, soon after each Allocate or end of a
 pod, and every ``VERIFY_SECONDS``.
 
-The kubelet reports neither the owner of the ids it has just allocated nor the end of a pod. Its
-checkpoint and its pod-resources socket do. The watch of pods decides when to look for ended pods.
-Each regular pass also checks that the kubelet still lists what it received (`advertised`). Run by
-`composition`: `rebuild` before the first registration (kubelet V10), `run` as a supervised loop.
+The kubelet reports neither the owner of the ids that it has just allocated nor the end of a pod to
+a plugin. Its records show both: its checkpoint and its pod-resources socket. An ended pod in the
+watch triggers an additional reading. Each regular pass also checks that the kubelet lists the ids
+that it was sent (`advertised`). `composition` runs `rebuild` before the first registration (kubelet
+V10), and `run` as a supervised loop.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from vgpu_agent.agent import memory
 from vgpu_agent.agent.records.advertised import ListedIds
 from vgpu_agent.agent.records.pod_ends import PodEnds
 from vgpu_agent.concurrency import first_of
-from vgpu_agent.kubelet.checkpoint import let_go_of_memory
+from vgpu_agent.kubelet.checkpoint import release_memory
 from vgpu_agent.kubelet.records import read_records, unlisted
 from vgpu_agent.model import Decider, Holding, Owner
 
@@ -43,28 +44,28 @@ VERIFY_SECONDS = 30.0
 RESERVATION_SECONDS = 60.0
 # pod-resources allows bursts of 10 calls; one a second leaves it to others (kubelet §13).
 _SHORTEST_PAUSE_SECONDS = 1.0
-# While pods keep coming a pass would only slow down their starts: with 50,000 ids it takes a fifth
-# of a second.
+# The longest time that a pass is deferred while pods keep starting: with 50,000 ids a pass takes
+# 0.2 s, which would delay their starts.
 _LONGEST_BURST_SECONDS = 10.0
-# Pods that end together are looked for together. Where a look takes long, looks for them take a
-# tenth of the time at most.
+# The shortest pause between two readings for ended pods, so that one reading covers pods that end
+# together. The pause is at least nine times the duration of a reading, so readings take at most a
+# tenth of the time.
 _BETWEEN_ENDS_SECONDS = 0.25
 _REST_AFTER_LOOK = 9
-# While the same ends are looked for, a look is late by no more than a quarter of the time that the
-# kubelet takes.
+# The factor by which the pause grows while the kubelet still has the same ended pods. So the
+# reading that finds them gone comes late by at most a quarter of the time that the kubelet took.
 _END_PAUSE_GROWTH = 1.25
-# A kubelet that starts admits its pods one after the other, and lists each from then on.
+# How long a kubelet that has started may take until it has admitted, and lists, all its pods.
 _LISTS_ALL_SECONDS = 10.0
-# A start changes its pod and the ledger ten times in a row, and whether something has ended is
-# asked after each change.
+# A start changes its pod and the ledger ten times in a row. One check for ended pods covers all.
 _COALESCING_SECONDS = 0.1
 
 
 class Verification:
-    """The loop that keeps the ledger true to the kubelet's records.
+    """The loop that corrects the ledger by the kubelet's records.
 
-    State: when the records were last read, which ended pods the kubelet still had then, and how
-    much drift was ever found; nothing that a restart would miss.
+    State: in memory only. When the records were last read, the ended pods that the kubelet still
+    had then, and the number of corrections so far.
     """
 
     def __init__(
@@ -75,18 +76,20 @@ class Verification:
         settings: Kubelet,
         kubelet: KubeletStatus,
         pod_resources: PodResources,
-        book: PodCache,
+        pod_cache: PodCache,
         journal: Journal,
         servers: Callable[[], Iterable[Server]],
         kubelet_age: Callable[[], float],
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """Build it; ``kubelet_age`` returns the seconds since the kubelet started, and may block;
-        ``clock`` is the ledger's.
+        """Build the loop.
+
+        ``kubelet_age`` returns the seconds since the kubelet started; it may block. ``clock`` is
+        the ledger's.
         """
         self._allocator = allocator
         self._ledger = ledger
-        self._book = book
+        self._pod_cache = pod_cache
         self._settings = settings
         self._kubelet = kubelet
         self._journal = journal
@@ -100,31 +103,33 @@ class Verification:
             journal=journal,
         )
         self._restarts_seen = 0
-        self._restarted_at = -math.inf  # by a clock that only grows, and may begin at 0
-        self._ends = PodEnds(ledger, book, clock)
-        # grants from the checkpoint at our start that pod-resources has not listed yet
+        self._restarted_at = -math.inf  # monotonic seconds; the clock may begin at 0
+        self._ends = PodEnds(ledger, pod_cache, clock)
+        # numbers of grants that the checkpoint had at the agent's start, and that pod-resources has
+        # not listed yet
         self._unlisted: set[int] = set()
-        self._lists_all_at = math.inf  # when pod-resources may be expected to list every pod
-        self._looked_for: frozenset[str] = frozenset()  # the ends that were known at the last look
-        # how long that took, and when it was over (loop time)
+        self._lists_all_at = math.inf  # when pod-resources should list every pod
+        # the ends of pods that were known at the last reading
+        self._looked_for: frozenset[str] = frozenset()
+        # the duration of the last reading, and when it was over (loop time)
         self._look_seconds = self._looked_at = -math.inf
-        self._end_pause = _BETWEEN_ENDS_SECONDS  # until the next look for the same ends
+        self._end_pause = _BETWEEN_ENDS_SECONDS  # until the next reading for the same ends
         self.drift_total = 0
         self.drift_last: tuple[str, ...] = ()
         self.verified_at = 0.0
 
     async def rebuild(self) -> None:
-        """Fill the ledger with what the kubelet knows, before anything new is offered."""
+        """Fill the ledger from the kubelet's records, before any resource is offered."""
         await self._verify(initial=True)
         self._journal.record(
             "ledger.rebuilt", grants=len(self._ledger.grants), trouble=self._kubelet.records_trouble
         )
 
     async def run(self, beat: Callable[[], None]) -> None:
-        """Verify until cancelled.
+        """Verify until cancelled, at least every ``VERIFY_SECONDS``.
 
-        A pass follows a second after bookings have paused, or while in doubt, less and less often
-        while it stays so; else regularly.
+        After a booking, the next pass comes one second after the last booking. While the kubelet
+        does not confirm a booking, the pause until the next pass doubles each time.
         """
         pause = _SHORTEST_PAUSE_SECONDS
         while True:
@@ -133,9 +138,9 @@ class Verification:
                 pause = _SHORTEST_PAUSE_SECONDS
             pod_resources_answer = await self._verify()
             differs = pod_resources_answer and await self._listed.compare()
-            await asyncio.to_thread(_give_back)
+            await asyncio.to_thread(_release_memory)
             if differs or self._ledger.in_doubt:
-                pause = 2 * _SHORTEST_PAUSE_SECONDS  # the second look decides, so there is no third
+                pause = 2 * _SHORTEST_PAUSE_SECONDS  # the next pass settles the difference
             elif self._allocator.unconfirmed():
                 pause = min(pause * 2, VERIFY_SECONDS)
             else:
@@ -144,11 +149,10 @@ class Verification:
                 pause = min(pause, max(left, _SHORTEST_PAUSE_SECONDS))
 
     async def _pause(self, seconds: float, beat: Callable[[], None]) -> bool:
-        """Wait, but not much longer than until something new is booked, and that booking has
-        paused; whether something was.
+        """Wait for ``seconds``, or until one second after new bookings; tell whether there were
+        any.
 
-        Ended pods are looked for meanwhile. That moves the next regular pass neither forward nor
-        back.
+        Meanwhile the records are read for ended pods. That does not change when the wait ends.
         """
         loop = asyncio.get_running_loop()
         until = loop.time() + seconds
@@ -156,7 +160,7 @@ class Verification:
         revision: Revision = self._ledger.revision
         newest, woken = self._ledger.newest, False
         while (left := until - loop.time()) > 0:
-            version, pods = revision.version, self._book.revision.version
+            version, pods = revision.version, self._pod_cache.revision.version
             if (ends_in := self._seconds_to_ends()) <= 0:
                 beat()
                 await self._verify(ended_only=True)
@@ -164,7 +168,7 @@ class Verification:
                 woken = False
                 await asyncio.sleep(min(_COALESCING_SECONDS, left, ends_in))
             else:
-                changes = revision.newer_than(version), self._book.revision.newer_than(pods)
+                changes = revision.newer_than(version), self._pod_cache.revision.newer_than(pods)
                 woken = await first_of(*changes, timeout_seconds=min(left, ends_in))
             if self._ledger.newest > newest:
                 newest, now = self._ledger.newest, loop.time()
@@ -173,11 +177,11 @@ class Verification:
         return first_at is not None
 
     def _seconds_to_ends(self) -> float:
-        """Return when to look for ended pods: 0 or less for now,
-        infinity for no sooner than the next pass.
+        """Return the seconds until the records should be read for ended pods: 0 or less for now,
+        infinity when the next regular pass is soon enough.
 
-        The kubelet drops a pod before it reports the end, so one look is nearly always enough.
-        Where it is not, looks become rare soon.
+        The kubelet drops a pod from its records before it reports the end to the API server, so one
+        reading is nearly always enough. If it is not, the pause until the next one grows.
         """
         ended = self._ends.pending()
         if not ended or (ended <= self._looked_for and self._end_pause >= VERIFY_SECONDS):
@@ -190,11 +194,11 @@ class Verification:
         )
 
     async def _verify(self, *, initial: bool = False, ended_only: bool = False) -> bool:
-        """Compare once with the ledger; tell whether pod-resources answered.
+        """Compare the ledger with the records once; tell whether pod-resources answered.
 
         Args:
             initial: the ledger is being rebuilt.
-            ended_only: look for ended pods, between two passes.
+            ended_only: only release the grants of ended pods, between two regular passes.
         """
         began, newest, ended = (
             asyncio.get_running_loop().time(),
@@ -260,14 +264,15 @@ class Verification:
         return records.complete
 
     def _of_live_pods(self, holdings: Iterable[Holding]) -> Iterator[Holding]:
-        """Leave out what ended pods have left in the checkpoint,
-        and name the others as far as the watch knows them.
+        """Yield the holdings of pods that have not ended, with names for pods that the watch has.
+
+        The checkpoint may still have holdings of ended pods.
         """
         for holding in holdings:
             uid = holding.owner.pod_uid
-            if self._book.has_ended(uid):
+            if self._pod_cache.has_ended(uid):
                 continue
-            pod = self._book.get(uid)
+            pod = self._pod_cache.get(uid)
             owner = (
                 Owner(holding.owner.container, uid, pod.namespace, pod.name)
                 if pod is not None
@@ -276,12 +281,12 @@ class Verification:
             yield Holding(holding.resource, holding.ids, owner)
 
     def _kept(self, records: KubeletRecords, now: float) -> frozenset[int]:
-        """Return the grants that stay although pod-resources has never listed them.
+        """Return the numbers of grants that stay although pod-resources has never listed them.
 
-        A kubelet that starts together with the agent, after a reboot say, lists its pods one after
-        the other. Until it may have listed all, what the checkpoint showed at the agent's start
-        counts, unless the API server says that the pod has ended. Later it shows no more than what
-        ended pods have left there.
+        A kubelet that starts together with the agent, e.g. after a reboot, lists its pods one after
+        the other. Until it should list all, grants that the checkpoint had at the agent's start
+        stay, unless the API server has reported the end of the pod. After that, a grant that only
+        the checkpoint has belongs to an ended pod.
         """
         if now >= self._lists_all_at:
             return frozenset()
@@ -291,7 +296,7 @@ class Verification:
         )
 
     def _note_look(self, ended: frozenset[str], began: float) -> None:
-        """Take note of a look for the ends ``ended`` that began at ``began`` (loop time)."""
+        """Note a reading for the ends ``ended`` that began at ``began`` (loop time)."""
         self._end_pause = (
             _END_PAUSE_GROWTH * self._end_pause
             if ended and ended <= self._looked_for
@@ -306,9 +311,9 @@ def _is_in(grant: Grant, listed: Collection[tuple[str, str]]) -> bool:
     return any((grant.resource, id_) in listed for id_ in grant.ids)
 
 
-def _give_back() -> None:
-    """Return a burst's memory to the system once it is over,
+def _release_memory() -> None:
+    """Return memory to the system after a burst of starts,
     up to 8 MB on a node that counts memory in ids.
     """
-    let_go_of_memory()
-    memory.give_back()
+    release_memory()
+    memory.release_free_pages()

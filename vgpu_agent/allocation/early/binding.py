@@ -1,9 +1,9 @@
 """Answer in Allocate by a guess, and prove the answer at PreStartContainer.
 
-The kubelet does not name the pod in Allocate, so the likeliest container is answered
-(`candidates`). At PreStartContainer the container is known. It must have got the right answer: a
-wrong one cannot be changed any more, so it is refused for good, unless its owner has this
-container's answer and both shares are equal (`answers`).
+The kubelet does not name the pod in Allocate, so the answer is made for the likeliest container
+(`candidates`). At PreStartContainer the container is known. A wrong answer cannot be changed any
+more, so the start is refused permanently, with one exception: two containers with equal shares may
+have each other's answers (`answers`).
 """
 
 from __future__ import annotations
@@ -46,8 +46,8 @@ if TYPE_CHECKING:
     from vgpu_agent.model import Grant, KubeletRecords, Resource, Share
     from vgpu_agent.pods import Pod
 
-# With no answer at all, the runtime of many nodes would go by the variable of the image, and images
-# for GPUs ask for all of them.
+# The answer without a GPU. Without any answer, many runtimes would follow the variable of the
+# image, and images for GPUs ask for all GPUs.
 # How long Allocate waits for a pod that the watch has not shown yet; the kubelet admits nothing
 # else meanwhile.
 ALLOCATE_WAIT_SECONDS = 0.8
@@ -56,7 +56,7 @@ _NOTHING = Edits({"NVIDIA_VISIBLE_DEVICES": "void"})
 
 class WrongPodError(RequestRefusedError):
     """The answer that the kubelet keeps for this container is another pod's;
-    the pod must be created anew.
+    the pod must be recreated.
     """
 
 
@@ -70,12 +70,13 @@ class _Guess(NamedTuple):
 class EarlyBinding:
     """The answers of early mode, and their proof.
 
-    State: the answers of this process and the containers that they were meant for; a restart
-    derives the latter from the kubelet's records and does without the former.
+    State: the answers of this process, and the container for which each was made. After a restart
+        the
+    containers are derived from the kubelet's records, and the answers are not needed.
 
     Attributes:
-        wrong_guesses: how many starts were refused for good.
-        exchanges: how many containers keep each other's answers.
+        wrong_guesses: the number of starts that were refused permanently.
+        exchanges: the number of containers that keep each other's answers.
     """
 
     def __init__(self, context: Context, *, claims: Claims, ended: EndedPods) -> None:
@@ -91,20 +92,20 @@ class EarlyBinding:
     # -- Allocate ----------------------------------------------------------------------------------
 
     def counted(self, resource: str, count: int) -> None:
-        """Note that the kubelet has allocated ``count`` ids of a resource that is only counted,
-        which tells of whom it asks next.
+        """Note that the kubelet has allocated ``count`` ids of a resource that is only counted.
+        This is evidence of the container of the next call.
         """
         self._siblings.allocated(resource, count)
 
     async def allocate(
         self, offered: Resource, ids: Sequence[str], family: PodFamily
     ) -> tuple[Grant, Edits]:
-        """Book the ids for the likeliest container, and return its whole answer; wait a moment for
-        a pod that has not been seen yet.
+        """Book the ids for the likeliest container, and return its complete answer. Wait up to
+        ``ALLOCATE_WAIT_SECONDS`` for a pod that the watch has not shown yet.
 
         Raises:
             RequestRefusedError: no pod fits, or the only one that does cannot get what it asks for.
-            LedgerError: the ids cannot be given out.
+            LedgerError: the ids cannot be granted.
         """
         guess = await self._guess(offered, ids, family)
         if guess is None:
@@ -193,7 +194,7 @@ class EarlyBinding:
     def _decide_for(
         self, offered: Resource, candidate: Candidate, ids: Sequence[str], family: PodFamily
     ) -> Decision | AgentError:
-        """Return what a candidate would get, or why it cannot get anything."""
+        """Return the decision for a candidate, or the error that prevents one."""
         pod = candidate.pod
         try:
             decision = family.decide(self._question(offered, pod, candidate.container.name, ids))
@@ -274,15 +275,15 @@ class EarlyBinding:
 
         Args:
             start: the container, proven.
-            decide: decides what it should have.
-            book: books that; the last argument says who decided it.
+            decide: makes the decision for the container.
+            book: books the decision; the last argument names the decider.
 
         Raises:
             WrongPodError: the answer is another container's.
             RequestRefusedError: its pod sets variables that the answer depends on, or cannot get
                 what it asks for.
-            NotProvenError: that is not certain yet.
-            LedgerError: what it should have cannot be booked now.
+            NotProvenError: the kubelet's records are not complete yet.
+            LedgerError: the decision cannot be booked now.
             CarrierError: a file could not be put into place.
         """
         self._answers.admitted(start.pod)
@@ -311,8 +312,8 @@ class EarlyBinding:
         return grant
 
     def _prove(self, start: Start, shares: tuple[Share, ...]) -> tuple[list[Provision], str]:
-        """Return what must be on the host for the kept answers, and the container that exchanged
-        its answer with this one, if any.
+        """Return the provisions that the kept answers need on the host, and a text about the
+        container that has exchanged its answer with this one, if any.
         """
         # Without the checkpoint only this container is known to have the ids.
         names = start.found.containers.get(start.owner.pod_uid, (start.owner.container,))
@@ -452,9 +453,7 @@ class EarlyBinding:
         )
 
     def _provision(self, start: Start, container: str, shares: tuple[Share, ...]) -> Provision:
-        """Return the answer that a container with these ids should have got;
-        one before the last decides by itself.
-        """
+        """Return the right answer for a container with these ids and shares."""
         asked = self._question(start.offered, start.pod, container, start.ids)
         own = shares if container == start.owner.container else start.family.decide(asked).shares
         return start.family.provision(asked, own)
@@ -497,8 +496,8 @@ def _refuse_own_variables(start: Start, expected: Mapping[str, Provision]) -> No
     """Refuse a container that overrides its answer: the kubelet puts the pod's own variables after
     the device plugin's, so they win.
 
-    A container that has run before goes on: an agent that is newer than its pods must not stop them
-    from restarting.
+    A container that has run before may start again: an upgrade of the agent must not stop running
+    pods from restarting.
     """
     for name, provision in expected.items():
         container = start.pod.container(name)

@@ -1,6 +1,7 @@
-"""Decide between the candidates for an Allocate by the sizes of the calls around it.
+"""Choose between the containers that an Allocate may be for, by the other Allocate calls.
 
-A wrong guess is exchanged or refused at PreStartContainer, never started.
+The container asks for several resources, and the kubelet calls Allocate for each. A wrong choice
+is corrected or refused at PreStartContainer, before the container starts.
 """
 
 from __future__ import annotations
@@ -14,38 +15,47 @@ if TYPE_CHECKING:
 
 
 class Siblings:
-    """The sizes of the calls for the resources that are only counted, as further evidence.
+    """The Allocate calls for resources that are only counted, as evidence of the container.
 
-    The kubelet allocates a container's resources one after the other, in any order. What was
-    allocated since the last decision belongs to the container that was decided for then, or else to
-    the present one.
+    The kubelet allocates a container's resources one after the other, in any order. A call since
+    the last decision belongs to the container of that decision, or to the present one.
+
+    State: the calls since the last decision, and the resources that its container still lacked.
     """
 
     def __init__(self) -> None:
         self._since: list[tuple[str, int]] = []
-        self._open: dict[str, int] = {}
+        self._still_lacking: dict[str, int] = {}  # resource → number of ids
 
     def allocated(self, resource: str, count: int) -> None:
         """Note that the kubelet has allocated ``count`` ids of a counted resource."""
         self._since.append((resource, count))
 
     def decided(self, limits: Mapping[str, int], counted: Collection[str]) -> None:
-        """A container with these limits was decided for; what it still waits for may follow."""
-        own = self._own()
-        self._open = {
+        """Note the decision for a container with these limits.
+
+        Calls for those of its ``counted`` resources that were not allocated yet may follow.
+        """
+        own = self._of_present_container()
+        self._still_lacking = {
             name: limits[name] for name in counted if limits.get(name) and name not in own
         }
         self._since = []
 
     def fits(self, candidate: Candidate) -> bool:
-        """Tell whether no received Allocate speaks against this candidate."""
+        """Tell whether the candidate asks for exactly what was allocated to the present
+        container.
+        """
         return all(
-            candidate.container.limits.get(name, 0) == count for name, count in self._own().items()
+            candidate.container.limits.get(name, 0) == count
+            for name, count in self._of_present_container().items()
         )
 
-    def _own(self) -> dict[str, int]:
-        """Return the received amounts that cannot belong to the container before."""
-        left, own = dict(self._open), {}
+    def _of_present_container(self) -> dict[str, int]:
+        """Return resource → number of ids, for calls that cannot belong to the previous
+        container.
+        """
+        left, own = dict(self._still_lacking), {}
         for name, count in self._since:
             if left.get(name) == count:
                 del left[name]
@@ -55,7 +65,7 @@ class Siblings:
 
 
 def likeliest(found: list[Candidate], siblings: Siblings) -> Candidate | None:
-    """The candidate to decide for; None when there is none."""
+    """Return the first candidate that fits the calls, else the first one; None without any."""
     return next(
         (candidate for candidate in found if siblings.fits(candidate)), found[0] if found else None
     )

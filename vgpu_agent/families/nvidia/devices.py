@@ -2,8 +2,8 @@
 the MIG strategies and the patterns.
 
 Names and the table of what is valid are those of nvidia §3 and G1 to G7, without its defects. What
-cannot be offered under one name does not stop the other names. A slice whose compute instance is
-smaller than its GPU instance has a name like any other (nvidia D8). Called by `offers`.
+cannot be offered under one name does not stop the other names. A MIG instance whose compute
+instance is smaller than its GPU instance has a name like any other (nvidia D8). Called by `offers`.
 """
 
 from __future__ import annotations
@@ -27,9 +27,7 @@ _NAME = re.compile(r"[A-Za-z0-9]([A-Za-z0-9._-]{0,61}[A-Za-z0-9])?", re.ASCII)
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Device:
-    """A whole GPU, or the slice ``instance`` of it;
-    with ``every`` it is named for all GPUs of the node.
-    """
+    """A whole GPU, or its MIG instance ``instance``. With ``every`` its ids stand for all GPUs."""
 
     gpu: Gpu
     instance: MigInstance | None = None
@@ -37,7 +35,7 @@ class Device:
 
     @property
     def id(self) -> str:
-        """The beginning of its ids."""
+        """The text with which the device's ids begin."""
         return EVERY_GPU if self.every else self.uuid
 
     @property
@@ -47,17 +45,17 @@ class Device:
 
     @property
     def index(self) -> str:
-        """``0``, or ``0:1`` of a slice."""
+        """``0``, or ``0:1`` of a MIG instance."""
         return f"{self.gpu.index}:{self.instance.index}" if self.instance else str(self.gpu.index)
 
     @property
     def memory_mib(self) -> int:
-        """Its own memory; for a slice that of the slice, not of its GPU (iktos D7)."""
+        """The device's memory; of a MIG instance its own, not that of its GPU (iktos D7)."""
         return self.instance.memory_mib if self.instance else self.gpu.memory_mib
 
     @property
     def kind(self) -> tuple[str, int]:
-        """The kind that makes two slices alike; all whole GPUs are alike."""
+        """The kind that makes two MIG instances alike; all whole GPUs are alike."""
         return (self.instance.profile, self.instance.memory_mib) if self.instance else ("", 0)
 
     @property
@@ -86,26 +84,27 @@ class MigStrategy:
     """The way in which GPUs in MIG mode are offered.
 
     Attributes:
-        slices: by their slices, instead of whole.
-        slice_name: the name of slices that no pattern names; ``{}`` stands for the profile.
+        divided: the GPU's MIG instances are offered, instead of the whole GPU.
+        instance_name: the resource of MIG instances that match no pattern; ``{}`` stands for the
+            profile.
         alike: all devices under one name must be of one kind, and no GPU in MIG mode may be without
-            slices.
+            MIG instances.
     """
 
-    slices: bool
-    slice_name: str = ""
+    divided: bool
+    instance_name: str = ""
     alike: bool = False
 
 
 MIG_STRATEGIES: Mapping[str, MigStrategy] = {
-    "none": MigStrategy(slices=False),
-    "single": MigStrategy(slices=True, slice_name=GPU_RESOURCE, alike=True),
-    "mixed": MigStrategy(slices=True, slice_name=DOMAIN + "mig-{}"),
+    "none": MigStrategy(divided=False),
+    "single": MigStrategy(divided=True, instance_name=GPU_RESOURCE, alike=True),
+    "mixed": MigStrategy(divided=True, instance_name=DOMAIN + "mig-{}"),
 }
 
 
 def named_devices(inventory: Inventory, options: NvidiaOptions) -> Named:
-    """Every GPU or slice of the node under the one name that it has."""
+    """Return the devices of the node by resource name; each device has exactly one."""
     strategy = MIG_STRATEGIES[options.mig_strategy]
     named = Named()
     if options.wsl:
@@ -115,19 +114,19 @@ def named_devices(inventory: Inventory, options: NvidiaOptions) -> Named:
     for number, known in inventory.numbered.items():
         # as the entries of `devices` mean it, also when a card before it is lost
         gpu = dataclasses.replace(known, index=number)
-        if gpu.mig_enabled and strategy.slices:
-            _name_slices(gpu, strategy, options, named)
+        if gpu.mig_enabled and strategy.divided:
+            _name_instances(gpu, strategy, options, named)
             continue
         if gpu.mig_enabled:
             named.cautions.append(
                 f"{Device(gpu).shown} is in MIG mode and offered whole, because plugin.migStrategy "
-                "is none; work on it fails or sees one slice: set plugin.migStrategy to single or "
-                "mixed, or switch its MIG mode off"
+                "is none; work on it fails or sees one MIG instance: set plugin.migStrategy to "
+                "single or mixed, or switch its MIG mode off"
             )
-        if gpu.integrated and strategy.slices:
+        if gpu.integrated and strategy.divided:
             named.cautions.append(
                 f"plugin.migStrategy: {options.mig_strategy} has no effect here: "
-                f"{Device(gpu).shown} is part of the processor and cannot be cut into slices"
+                f"{Device(gpu).shown} is part of the processor and cannot be cut into MIG instances"
             )
         named.devices.setdefault(
             _first_match(options.gpu_patterns, gpu.name) or GPU_RESOURCE, []
@@ -140,33 +139,35 @@ def named_devices(inventory: Inventory, options: NvidiaOptions) -> Named:
     return named
 
 
-def _name_slices(gpu: Gpu, strategy: MigStrategy, options: NvidiaOptions, named: Named) -> None:
+def _name_instances(gpu: Gpu, strategy: MigStrategy, options: NvidiaOptions, named: Named) -> None:
     for instance in gpu.mig_instances:
-        default = strategy.slice_name.format(instance.profile.replace("+", "."))
+        default = strategy.instance_name.format(instance.profile.replace("+", "."))
         name = _first_match(options.mig_patterns, instance.profile) or default
         named.devices.setdefault(name, []).append(Device(gpu, instance))
     device = Device(gpu)
     if gpu.mig_trouble:
         unread = (
-            f"slices of {device.shown} cannot be read, so they are not offered: {gpu.mig_trouble}"
+            f"MIG instances of {device.shown} cannot be read, so they are not offered: "
+            f"{gpu.mig_trouble}"
         )
         if strategy.alike and gpu.present and not gpu.mig_instances:
-            named.refused[strategy.slice_name] = unread
+            named.refused[strategy.instance_name] = unread
         else:
             named.cautions.append(unread)
         return
     if gpu.mig_instances:
         return
     if strategy.alike and gpu.present:
-        named.refused[strategy.slice_name] = (
+        named.refused[strategy.instance_name] = (
             f"device {device.index} has no MIG devices configured: {device.shown} is in MIG mode "
-            "without a slice, and with plugin.migStrategy: single all devices must be alike; "
-            "create its slices, switch its MIG mode off, or set plugin.migStrategy: mixed"
+            "without a MIG instance, and with plugin.migStrategy: single all devices must be "
+            "alike; create its MIG instances, switch its MIG mode off, or set plugin.migStrategy: "
+            "mixed"
         )
     else:
         named.cautions.append(
-            f"{device.shown} is in MIG mode and has no slices, so nothing of it is offered; create "
-            "some"
+            f"{device.shown} is in MIG mode and has no MIG instances, so it is not offered; create "
+            "MIG instances, or switch its MIG mode off"
         )
 
 
@@ -183,7 +184,7 @@ def _why_not(name: str, devices: Sequence[Device], strategy: MigStrategy) -> str
         )
     if all(device.instance and device.instance.trouble for device in devices):
         first = devices[0].instance
-        return f"the device nodes of no slice are known: {first.trouble}" if first else ""
+        return f"the device nodes of no MIG instance are known: {first.trouble}" if first else ""
     return _unlike(devices) if strategy.alike else ""
 
 
@@ -195,19 +196,19 @@ def _unlike(devices: Sequence[Device]) -> str:
     first: dict[tuple[str, int], Device] = {}
     for device in devices:
         first.setdefault(device.kind, device)
-    slices = [device for device in first.values() if device.instance]
+    instances = [device for device in first.values() if device.instance]
     whole = next((device for device in first.values() if device.instance is None), None)
-    if whole and slices:
-        gpu = Device(slices[0].gpu)
+    if whole and instances:
+        gpu = Device(instances[0].gpu)
         return (
             "all devices on the node must be configured with the same migEnabled value: "
             f"{gpu.shown} is in MIG mode and {whole.shown} is not; switch MIG mode alike on all "
             "GPUs, or set plugin.migStrategy: mixed"
         )
-    if len(slices) > 1:
+    if len(instances) > 1:
         return (
             "more than one MIG device type present on node: "
-            f"{' and '.join(map(_described, slices[:2]))}; make all slices alike, or set "
+            f"{' and '.join(map(_described, instances[:2]))}; make all MIG instances alike, or set "
             "plugin.migStrategy: mixed"
         )
     return ""

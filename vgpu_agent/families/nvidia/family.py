@@ -1,5 +1,5 @@
-"""The `nvidia` family: GPUs and MIG slices under NVIDIA's names, whole or shared, as its own device
-plugin and iktos's fork offer them.
+"""The `nvidia` family: GPUs and MIG instances under NVIDIA's names, whole or shared, as its own
+device plugin and iktos's fork offer them.
 
 Names, ids and answers are NVIDIA's and iktos's (nvidia §3, §4, §6, §7; iktos §I.2 to §I.5), so a
 cluster can switch without touching a pod. The ids name the device, so `Allocate` can answer
@@ -45,7 +45,7 @@ _EVERY = {EVERY_GPU: VisibleDevice(EVERY_GPU, EVERY_GPU, (WSL_NODE,))}
 
 
 class NvidiaFamily:
-    """GPUs and slices under NVIDIA's names.
+    """GPUs and MIG instances under NVIDIA's names.
 
     State: none that matters; what the last inventory came to is kept, because a burst of pods asks
     about one inventory.
@@ -78,7 +78,7 @@ class NvidiaFamily:
         return self._offers(inventory).resources
 
     def shortfall(self, inventory: Inventory) -> Shortfall:
-        """Return what cannot be offered as it is configured, or as the node's MIG slices are."""
+        """Return what cannot be offered as it is configured, or as the node's MIG instances are."""
         return self._offers(inventory).shortfall
 
     def check(self, resource: Resource, ids: Sequence[str]) -> None:
@@ -141,11 +141,11 @@ class NvidiaFamily:
         gpu_of = {
             instance.uuid: gpu.uuid for gpu in inventory.gpus for instance in gpu.mig_instances
         }
-        if all(map(_is_slice, device_of.values())) and len(set(device_of.values())) == len(
+        if all(map(_is_mig_instance, device_of.values())) and len(set(device_of.values())) == len(
             device_of
         ):
-            # Whole slices: packed and distributed mean their GPUs, of which one without a holder
-            # can serve another family.
+            # Whole MIG instances: packed and distributed mean their GPUs, of which one without a
+            # holder can serve another family.
             device_of = {id_: gpu_of.get(device, device) for id_, device in device_of.items()}
         totals, policy = collections.Counter(device_of.values()), self._policy(resource)
         as_set = self._options.policy_is_set and policy == self._options.policy
@@ -186,7 +186,7 @@ class NvidiaFamily:
         if resource.name in self._options.automatic:
             return ONE_GPU
         if resource.holders_per_device == 1 and not any(
-            _is_slice(entry.device) for entry in resource.ids
+            _is_mig_instance(entry.device) for entry in resource.ids
         ):
             return ALIGNED
         return (
@@ -226,12 +226,12 @@ def _uuid(device: VisibleDevice) -> tuple[int | str, ...]:
     return (device.uuid,)
 
 
-def _is_slice(uuid: str) -> bool:
+def _is_mig_instance(uuid: str) -> bool:
     return uuid.startswith("MIG-")
 
 
 def _memory_mib(uuid: str, inventory: Inventory) -> int:
-    """Return the memory of a GPU or slice; 0 when the driver does not show it any more."""
+    """Return the memory of a GPU or MIG instance; 0 when the driver does not show it any more."""
     found = inventory.device(uuid)
     if found is None:
         return 0

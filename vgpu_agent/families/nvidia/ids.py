@@ -22,8 +22,8 @@ NVIDIA_SEPARATOR = "::"
 IKTOS_SEPARATOR = "-replica-"
 EVERY_GPU = "all"
 
-# A GPU, a slice, a slice as drivers before 470 name it (MIG-GPU-<uuid>/<gi>/<ci>). Nothing else:
-# other plugins' ids begin with a UUID, too.
+# A GPU, a MIG instance, a MIG instance as drivers before 470 name it (MIG-GPU-<uuid>/<gi>/<ci>).
+# Nothing else: other plugins' ids begin with a UUID, too.
 _UUID = r"[0-9A-Fa-f]{8}-(?:[0-9A-Fa-f]{4}-){3}[0-9A-Fa-f]{12}"
 _WORDS = f"{EVERY_GPU}|{INTEGRATED}"
 _ID = re.compile(

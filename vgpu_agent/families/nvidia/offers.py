@@ -1,10 +1,10 @@
 """The resources that a node offers under NVIDIA's names, with their ids, and the withheld ones with
 the reasons.
 
-Input are the devices of each name (`devices`) and the sharing entries of the configuration. A
-`Resource` has whole devices, or replicas of all or some of them. Each device is in one resource
-only, so that the ledger has it once (nvidia G1–G16, D15; iktos K1–K9). A fault in one resource
-withholds only that one. Called by `family`; pure.
+The input is the devices of each name (`devices`) and the sharing entries of the configuration. A
+`Resource` has whole devices, or replicas of all or some of them. Each device belongs to one
+resource only (nvidia G1–G16, D15; iktos K1–K9). A fault in one resource withholds only that one.
+Called by `family`; pure functions.
 """
 
 from __future__ import annotations
@@ -29,20 +29,20 @@ if TYPE_CHECKING:
     from vgpu_agent.model import Inventory
 
 
-# More ids than any list that the kubelet takes could hold (kubelet §10): such a list is only
-# counted, and then refused by its length.
+# A list with more ids is larger than the kubelet accepts (kubelet §10). Its ids are only counted,
+# so that it can be refused with its length.
 _MAX_IDS = 200_000
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Offers:
-    """The offered resources, and those that are not offered."""
+    """The offered resources, and the reasons why others are not offered."""
 
     resources: tuple[Resource, ...]
     shortfall: Shortfall
 
     def resource(self, name: str) -> Resource | None:
-        """The resource of that name, None when it is not offered."""
+        """Return the resource of that name; None when it is not offered."""
         return next((resource for resource in self.resources if resource.name == name), None)
 
 
@@ -95,7 +95,7 @@ class _Plan:
             return
         chosen, missing = _chosen(entry, devices)
         if missing:
-            self._cautions.append(f"{name}: {_about_missing(entry, devices, missing)}")
+            self._cautions.append(f"{name}: {_missing_caution(entry, devices, missing)}")
         for device in chosen:
             if other := self._taken.get(device.uuid):
                 self._refused[name] = (
@@ -113,7 +113,7 @@ class _Plan:
                 self._parts.setdefault(name, []).extend(whole)
 
     def offers(self, inventory: Inventory) -> Offers:
-        """The resources that can be offered, and why the others cannot."""
+        """Return the resources that can be offered, and the reasons why the others cannot."""
         resources = []
         for name, parts in self._parts.items():
             if name in self._refused:
@@ -135,7 +135,7 @@ class _Plan:
     def _part(self, entry: SharedEntry, device: Device) -> _Part:
         if entry.replicas != AUTOMATIC:
             return _Part(device, entry.replicas, shared=True)
-        # A slice counts its own memory, not that of its GPU (iktos K2, D7).
+        # For a MIG instance its own memory counts, not that of its GPU (iktos K2, D7).
         replicas, unit_mib = device.memory_mib // self._options.unit_mib, self._options.unit_mib
         if device.gpu.integrated:
             self._refused[entry.published] = (
@@ -151,8 +151,8 @@ class _Plan:
 
 
 def _chosen(entry: SharedEntry, devices: Sequence[Device]) -> tuple[list[Device], list[str]]:
-    """The devices that an entry selects, in node order,
-    and the texts in it that match no device.
+    """Return the devices that an entry selects, in node order, and its texts that match no
+    device.
     """
     if entry.devices == ALL:
         return list(devices), []
@@ -172,16 +172,16 @@ def _chosen(entry: SharedEntry, devices: Sequence[Device]) -> tuple[list[Device]
 
 
 def _old_mig_name(device: Device) -> tuple[str, ...]:
-    """The name of a slice before driver 470 (nvidia §4); none for a whole GPU."""
-    slice_ = device.instance
+    """Return the name of a MIG instance under drivers before 470 (nvidia §4); none for a GPU."""
+    instance = device.instance
     return (
-        (f"MIG-{device.gpu.uuid}/{slice_.gpu_instance_id}/{slice_.compute_instance_id}",)
-        if slice_
+        (f"MIG-{device.gpu.uuid}/{instance.gpu_instance_id}/{instance.compute_instance_id}",)
+        if instance
         else ()
     )
 
 
-def _about_missing(entry: SharedEntry, devices: Sequence[Device], missing: Iterable[str]) -> str:
+def _missing_caution(entry: SharedEntry, devices: Sequence[Device], missing: Iterable[str]) -> str:
     have = ", ".join(device.index for device in devices)
     if isinstance(entry.devices, int):
         return (

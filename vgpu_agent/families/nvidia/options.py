@@ -68,7 +68,7 @@ class NvidiaOptions:
     Attributes:
         mig_strategy: a name in `devices.MIG_STRATEGIES`.
         gpu_patterns: other names for whole GPUs; the first that matches counts.
-        mig_patterns: the same for slices, by profile.
+        mig_patterns: the same for instances, by profile.
         sharing: how the holders of a device that is offered several times share it.
         shared: what is offered several times; the first entry that names a device has it.
         separator: between a device's UUID and the number of a replica, of `ids`.

@@ -48,7 +48,7 @@ ResourceName = Annotated[
         }
     ),
 ]
-# An index "0", a slice "1:0", or a UUID. `load` reads 0 without quotes as the text "0".
+# An index "0", a MIG instance "1:0", or a UUID. `load` reads 0 without quotes as the text "0".
 DeviceWord = Annotated[
     str,
     Meta(
@@ -334,7 +334,7 @@ def _conflicts(settings: Settings) -> Iterator[Conflict]:
     """
     if settings.section(Sharing).mps.resources:
         if settings.plugin.mig_strategy == "mixed":
-            text = "MPS cannot share MIG slices"
+            text = "MPS cannot share MIG instances"
             yield Conflict(
                 (
                     (

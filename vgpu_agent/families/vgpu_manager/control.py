@@ -74,6 +74,6 @@ def library_limits(settings: Settings, options: VgpuManagerOptions) -> LibraryLi
 
 
 def why_blocked(settings: Settings, facts: NodeFacts) -> str:
-    """Explain why pods must not be served now; empty when they can be."""
+    """Explain why pods must not be started now; empty when they can be."""
     library = facts.library(VGPU_CONTROL.name)
     return library.trouble if is_limited(settings) and not library.path else ""

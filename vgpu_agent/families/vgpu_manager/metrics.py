@@ -2,7 +2,7 @@
 dashboards go on working (vgpu-manager §10.1).
 
 They are served at an address of their own while ``vgpuManager.exporter.address`` is set: a cluster
-may scrape port 3456 of all its nodes, whichever agent a node has. What is given out comes from the
+may scrape port 3456 of all its nodes, whichever agent a node has. What is granted comes from the
 ledger, and not from annotations, so it is there before the API server has it. A value that is not
 known is absent.
 """
@@ -111,7 +111,7 @@ def _memory_percent(gpu: Gpu, usage: GpuUsage | None) -> float | None:
 
 
 def _shared(readings: Readings) -> Iterator[tuple[int, Gpu]]:
-    """Yield the cards that are given out in shares."""
+    """Yield the cards that are granted in shares."""
     for number, gpu in readings.inventory.numbered.items():
         if not gpu.mig_enabled:
             yield number, gpu
@@ -143,7 +143,7 @@ def _physical_bytes(readings: Readings, mib: int) -> float:
 
 
 def _each_shared(value: Callable[[Readings, Gpu, list[Share]], float]) -> _Rows:
-    """Make a reading with one series for each card that is given out in shares."""
+    """Make a reading with one series for each card that is granted in shares."""
 
     def rows(readings: Readings) -> Iterator[_Row]:
         if not readings.in_force:

@@ -3,7 +3,7 @@
 
 The ids name the instances, and no scheduler decides anything about them: they are counted like any
 resource. A family of its own beside `vgpu_manager`, so that the ledger keeps both apart: whole GPUs
-are shared there, divided ones given out here.
+are shared there, divided ones granted here.
 """
 
 from __future__ import annotations

@@ -134,7 +134,7 @@ def register_text(
     """Return the node's GPUs, one entry for each number from 0 on.
 
     A gap in the numbers ends vgpu-manager's extender (vgpu-manager §3). So a GPU that is lost keeps
-    its entry, and one that has never answered has one without anything that could be given out.
+    its entry, and one that has never answered has one without anything that could be granted.
     """
     numbered = inventory.numbered
     return _json(

@@ -32,7 +32,7 @@ class VgpuManagerOptions:
         topology: the links between GPUs are written on the Node (TopologyAwareGPUAllocation).
         prefer_claimed: the kubelet is advised which ids suit a scheduler's claim
             (HonorPreAllocatedDeviceIDs).
-        reschedule: pods that this node has failed are evicted or made anew
+        reschedule: pods that this node has failed are evicted or recreated
             (AllocationFailureReschedule).
         sm_watcher: the agent samples the use of compute for all containers
             (SharedSMUtilizationWatcher).

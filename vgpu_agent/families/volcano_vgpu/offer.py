@@ -166,7 +166,7 @@ def shared_gpus(inventory: Inventory, options: VolcanoVgpuOptions) -> tuple[Gpu,
     which is how schedulers count them (volcano-vgpu §2.1).
 
     Those in MIG mode cannot run anything as a whole, so they are left out like hidden ones. Where
-    instances are given out, GPUs without known geometries are left out.
+    instances are granted, GPUs without known geometries are left out.
     """
     offered = (
         gpu

@@ -75,34 +75,34 @@ def _served(
     names: Names,
     segments: Mapping[str, str],
 ) -> dict[str, str]:
-    served = [container.name in grants for container in counted]
-    if not any(served):
+    started = [container.name in grants for container in counted]
+    if not any(started):
         return {}
     desired_state = dict(segments)
     # The kubelet does not call Allocate for containers without a number of GPUs, so they are not
     # waited for.
     complete = all(
         done or container.limits.get(names.number, 0) < 1
-        for done, container in zip(served, counted, strict=True)
+        for done, container in zip(started, counted, strict=True)
     )
     if TO_ALLOCATE in pod.annotations:
-        desired_state[TO_ALLOCATE] = _left(pod.annotations[TO_ALLOCATE], served, complete=complete)
+        desired_state[TO_ALLOCATE] = _left(pod.annotations[TO_ALLOCATE], started, complete=complete)
     if complete:
         desired_state |= {PHASE: SUCCESS, TIME: NEVER}
     return desired_state
 
 
-def _left(text: str, served: Sequence[bool], *, complete: bool) -> str:
+def _left(text: str, started: Sequence[bool], *, complete: bool) -> str:
     """Return what is still to be allocated:
-    the segments of served containers are empty (volcano-vgpu G5, G8).
+    the segments of started containers are empty (volcano-vgpu G5, G8).
     """
     if complete:
-        return SEGMENT_END * (len(served) - 1)
+        return SEGMENT_END * (len(started) - 1)
     segments = text.split(SEGMENT_END)
-    if len(segments) != len(served):
-        return text  # not a scheduler's; it is replaced when all are served
+    if len(segments) != len(started):
+        return text  # not a scheduler's; it is replaced when all are started
     return SEGMENT_END.join(
-        "" if done else segment for done, segment in zip(served, segments, strict=True)
+        "" if done else segment for done, segment in zip(started, segments, strict=True)
     )
 
 

@@ -230,7 +230,7 @@ def _wants_library(settings: Settings) -> bool:
 
 
 def _blocked(vgpu: VolcanoVgpu, facts: NodeFacts) -> str:
-    """Explain why pods must not be served now; empty when they can be."""
+    """Explain why pods must not be started now; empty when they can be."""
     if vgpu.operating_mode == MIG:
         if facts.late:
             return ""

@@ -310,7 +310,7 @@ class ObjectStore:
 
     def compact(self) -> None:
         """Forget the history, as etcd does every few minutes:
-        a watch from an earlier version must list anew.
+        a watch from an earlier version must list again.
         """
         self._history.clear()
         self._forgotten = self.version

@@ -158,8 +158,8 @@ class SimulatedKubelet:
         return gone_for > _STOP_GRACE_SECONDS
 
     async def until(self, condition: Callable[[], bool], *, timeout_seconds: float = 30.0) -> None:
-        """Return when ``condition`` holds; it is called after every change of this kubelet, and
-        twenty times a second besides.
+        """Return when ``condition`` holds; it is called after every change of this kubelet,
+        and twenty times a second.
 
         Raises:
             TimeoutError: it does not come true in time; the message has the events so far.

@@ -1,8 +1,7 @@
 """The simulated kubelet's pod-resources service:
 the devices of each container, as kubelet §13 describes it.
 
-Made by `kubelet` in this package, which listens on the socket; it answers from the same records and
-pods.
+`kubelet` in this package creates it and listens on the socket. Both use the same records and pods.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ _CALLS_A_SECOND, _BURST = 100.0, 10.0
 class PodResources:
     """List, Get and GetAllocatableResources.
 
-    State: the rest of the rate limit, and every pod's last encoded entry.
+    State: the calls that the rate limit still allows, and every pod's last encoded entry.
     """
 
     def __init__(
@@ -41,7 +40,7 @@ class PodResources:
         note: Callable[..., Awaitable[None]],
     ) -> None:
         """Answer about ``pods`` (by UID) from ``records``;
-        ``resource`` returns the current offer, ``note`` gets every call.
+        ``resource`` returns the current offer, ``note`` is called with every request.
         """
         self._records, self._pods, self._faults = records, pods, faults
         self._resource, self._note = resource, note
@@ -50,7 +49,7 @@ class PodResources:
         self._limiter, self._asked_at = _BURST, 0.0
 
     def methods(self) -> dict[str, tuple[Any, Any]]:
-        """The service's methods by name, each with its kind of request."""
+        """Return the service's methods by name, each with the type of its request."""
         return {
             "List": (self._list, messages.ListPodResourcesRequest),
             "GetAllocatableResources": (self._allocatable, messages.AllocatableResourcesRequest),
@@ -68,8 +67,8 @@ class PodResources:
         return b"".join(self._listed_pod(pod) for pod in self._pods.values() if not pod.ended)
 
     async def _get(self, request: messages.GetPodResourcesRequest, context: Any) -> bytes:
-        """Unlike List it cleans nothing up, and finds pods that have ended;
-        the errors have no status code of their own.
+        """Answer Get. Unlike List, it removes no records and finds pods that have ended.
+        Its errors have the status code UNKNOWN.
         """
         await self._note("Get", "", pod=f"{request.pod_namespace}/{request.pod_name}")
         if self._faults.no_get:
@@ -105,8 +104,8 @@ class PodResources:
         )
 
     async def _limit(self, context: Any) -> None:
-        """A bucket of 10 calls that is filled up by 100 a second,
-        for all callers together (kubelet §13).
+        """Apply the rate limit of all callers together: a token bucket of 10 calls that gains 100
+        calls a second (kubelet §13).
         """
         now = time.monotonic()
         self._limiter = min(_BURST, self._limiter + (now - self._asked_at) * _CALLS_A_SECOND)
@@ -116,8 +115,8 @@ class PodResources:
         self._limiter -= 1
 
     def _listed_pod(self, pod: Pod) -> bytes:
-        """A ListPodResourcesResponse with this pod alone; several of them, one behind the other,
-        are one. So is GetPodResourcesResponse.
+        """Encode a ListPodResourcesResponse with this pod alone. Concatenated, several of them are
+        the response with all these pods. The bytes are a valid GetPodResourcesResponse, too.
         """
         held = [self._records.of_container(pod.uid, each.name) for each in pod.containers]
         key = tuple(allocation for allocations in held for allocation in allocations)

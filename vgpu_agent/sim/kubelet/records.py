@@ -132,7 +132,7 @@ class Allocation:
 class Records:
     """Allocations and devices of the node, written through to the checkpoint in ``directory``.
 
-    State: besides `allocations`, the valid results of frequent calls.
+    State: in addition to `allocations`, the valid results of frequent calls.
     """
 
     def __init__(self, directory: Path) -> None:

@@ -73,7 +73,7 @@ class ExtenderSettings:
         bind_seconds: how long a Binding keeps the next one to its node waiting.
         retry_seconds: the pause after a failure, and the longest one between two looks.
         request_timeout_seconds: of one request to the API server.
-        watch_seconds: after which a watch is begun anew.
+        watch_seconds: after which a watch is begun again.
     """
 
     scheduler_name: str = SCHEDULER_NAME
@@ -153,7 +153,7 @@ class VgpuExtender:
                 else:
                     await self._tell(pod, chosen.why)
             except ClusterError as err:
-                # Whether it was done is not known, so nothing is until it was listed anew.
+                # Whether it was done is not known, so nothing is until it was listed again.
                 _logger.warning("sim.vgpu_extender.broken", error=str(err))
                 self._pods.doubt()
                 self._nodes.doubt()

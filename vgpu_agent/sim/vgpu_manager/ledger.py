@@ -1,7 +1,7 @@
 """The simulated extender's ledger: how much of each card of one node is planned, and where a pod
 fits.
 
-Made anew from the Node's and the pods' annotations for each pod that is filtered, as the real one
+Made again from the Node's and the pods' annotations for each pod that is filtered, as the real one
 does (vgpu-manager §4.4, §5.2, §5.3, §5.5). Topology modes and the choice among nodes by policy are
 left out: neither changes what a claim looks like. Called by `extender`.
 """

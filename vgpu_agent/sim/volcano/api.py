@@ -237,7 +237,7 @@ class Collection:
                 await asyncio.sleep(self._retry_seconds)
 
     def doubt(self) -> None:
-        """Take nothing for true until it was listed anew."""
+        """Take nothing for true until it was listed again."""
         self.synced = False
         self._doubted.set()
 

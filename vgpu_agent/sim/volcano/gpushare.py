@@ -1,7 +1,7 @@
 """The GPU-share ledger of the simulated Volcano scheduler:
 whole pods on one card by memory, or whole cards by number.
 
-Made anew for every round of `scheduler` from the node's capacity and the pods' `gpu-index`. Rules:
+Made again for every round of `scheduler` from the node's capacity and the pods' `gpu-index`. Rules:
 volcano-gpushare §2, §3 and §8, golden vectors volcano-gpushare S2, S5, S6 and S7. Where the real
 one walks its cards in random order, this one goes by index.
 """

@@ -1,7 +1,7 @@
 """The vGPU ledger of the simulated Volcano scheduler:
 the owner of each card's shares, and the place of the next pod.
 
-Made anew from the register annotation and the pods' `vgpu-ids-new` for every round of `scheduler`,
+Made again from the register annotation and the pods' `vgpu-ids-new` for every round of `scheduler`,
 so all its state is in the API server. Rules: volcano-vgpu §8, golden vectors volcano-vgpu G3, G6,
 G7, G8 and G13; for cards in the mode ``mig`` whose geometry is known, `mig`. The reference's
 accounting mistakes (volcano-vgpu D17) are not imitated.

@@ -76,7 +76,7 @@ class VolcanoSettings:
         period_seconds: shortest time between two rounds.
         retry_seconds: longest time between two rounds, and the pause after a failure.
         request_timeout_seconds: of one request to the API server.
-        watch_seconds: after which a watch is begun anew.
+        watch_seconds: after which a watch is begun again.
     """
 
     scheduler_name: str = "volcano"
@@ -160,7 +160,7 @@ class VolcanoScheduler:
                 try:
                     await self._round()
                 except ClusterError as err:
-                    # Whether it was done is not known, so nothing is until it was listed anew.
+                    # Whether it was done is not known, so nothing is until it was listed again.
                     _logger.warning("sim.volcano.round_broken", error=str(err))
                     self._bound.clear()
                     self._pods.doubt()

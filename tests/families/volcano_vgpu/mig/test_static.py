@@ -97,8 +97,8 @@ def test_instances_that_cannot_be_read_are_told_and_those_that_can_be_are_offere
     assert set(names(mixed(), inventory)) == {"volcano.sh/mig-1g.5gb", "volcano.sh/mig-2g.10gb"}
     assert mixed().shortfall(inventory).cautions == (
         (
-            f"slices of GPU {u1.index} ({u1.uuid}) cannot be read, so they are not offered: not "
-            "allowed; do this"
+            f"MIG instances of GPU {u1.index} ({u1.uuid}) cannot be read, so they are not "
+            "offered: not allowed; do this"
         ),
     )
 

@@ -132,7 +132,7 @@ def placed(
 
     The rules of fit are the scheduler's (volcano-vgpu §4.3): the smallest instance that is large
     enough, and no other group on a GPU that has a holder. GPUs that have such an instance already
-    come before those that would have to be divided anew, and within each the lowest rank comes
+    come before those that would have to be divided again, and within each the lowest rank comes
     first. A GPU that another family has or waits for comes last.
 
     Args:

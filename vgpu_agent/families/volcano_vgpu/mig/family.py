@@ -4,7 +4,7 @@ the same names, ids and annotations, but each share is a MIG instance.
 Volcano's scheduler chooses GPU, group and position; a GPU is divided when the first pod of a group
 comes (volcano-vgpu §4.3). A container gets its instance and nothing else: the hardware limits an
 instance, so there is no library and no ``CUDA_…`` variable. The replaced plugin's errors are not
-copied: no instance is given twice (volcano-vgpu D15), a whole GPU is never given out (volcano-vgpu
+copied: no instance is given twice (volcano-vgpu D15), a whole GPU is never granted (volcano-vgpu
 D16), and a failure here affects one pod only.
 
 Chosen by `agent` instead of `VolcanoVgpuFamily` where the node is in that mode; `decisions`

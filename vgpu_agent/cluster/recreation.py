@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
     Json = dict[str, Any]
 
-# How often a pod has been made anew, and when last: it may fail on another node next, whose agent
+# How often a pod has been recreated, and when last: it may fail on another node next, whose agent
 # must not begin to count at zero.
 TRIES = "vgpu-agent.internal/recreated"
 _LONGEST_TRIES = 40
@@ -39,7 +39,7 @@ _CHOSEN = ("nodeName", "priority", "preemptionPolicy", "ephemeralContainers")
 
 
 def is_critical(pod: Json) -> bool:
-    """Tell whether the cluster depends on the pod, so that nobody but its owner may end it."""
+    """Tell whether the cluster depends on the pod, so that only its owner may end it."""
     spec = _part(pod, "spec")
     priority = spec.get("priority")
     return (
@@ -64,7 +64,7 @@ def owners(pod: Json) -> tuple[Json | None, list[Json]]:
 
 
 def copy_of(pod: Json, stale: Collection[str]) -> Json:
-    """Return what creates the pod anew: the same name, specification and metadata, without a node,
+    """Return what creates the pod again: the same name, specification and metadata, without a node,
     a status and an identity; and without the annotations and labels in ``stale``, which would send
     it back to the shares that it could not get.
     """
@@ -82,14 +82,14 @@ def copy_of(pod: Json, stale: Collection[str]) -> Json:
 
 
 def with_tries(pod: Json, tries: int, now: float) -> Json:
-    """Return the pod with a note that it is made anew for the ``tries``-th time."""
+    """Return the pod with a note that it is recreated for the ``tries``-th time."""
     metadata = _part(pod, "metadata")
     annotations = {**_part(metadata, "annotations"), TRIES: f"{tries} {int(now)}"}
     return {**pod, "metadata": {**metadata, "annotations": annotations}}
 
 
 def tries_of(pod: Json) -> tuple[int, float]:
-    """Return how often the pod has been made anew, and the unix seconds of the last time;
+    """Return how often the pod has been recreated, and the unix seconds of the last time;
     zeros where no agent has.
     """
     text = _part(_part(pod, "metadata"), "annotations").get(TRIES)

@@ -10,14 +10,14 @@ from tests.web.conftest import NOW, a_gpu, a_grant
 from tests.web.test_metrics import scrape
 from vgpu_agent.model import Gpu, GrantState, Health, Inventory, MigInstance
 from vgpu_agent.status import AgentStatus, Problem, ProblemKind
-from vgpu_agent.web import problems, slices, views
+from vgpu_agent.web import mig, problems, views
 
 ILL = Health(ok=False, reason="XID 48")
 NODES = ("/dev/nvidia-caps/nvidia-cap66", "/dev/nvidia-caps/nvidia-cap67")
-SLICE = MigInstance("MIG-1", 0, 7, 0, "1g.10gb", 9856, 1, 1, NODES)
+INSTANCE = MigInstance("MIG-1", 0, 7, 0, "1g.10gb", 9856, 1, 1, NODES)
 
 
-def _gpu(instance: MigInstance = SLICE, **changes: object) -> Gpu:
+def _gpu(instance: MigInstance = INSTANCE, **changes: object) -> Gpu:
     # fields of Gpu
     return dataclasses.replace(a_gpu(0), mig_enabled=True, mig_instances=(instance,), **changes)  # type: ignore[arg-type]
 
@@ -30,8 +30,8 @@ def _with(node: AgentStatus, *gpus: Gpu) -> AgentStatus:
     ("gpu", "reason"),
     [
         (_gpu(), ""),
-        (_gpu(dataclasses.replace(SLICE, health=ILL)), "XID 48"),
-        (_gpu(dataclasses.replace(SLICE, trouble="mig-minors line 4")), "mig-minors line 4"),
+        (_gpu(dataclasses.replace(INSTANCE, health=ILL)), "XID 48"),
+        (_gpu(dataclasses.replace(INSTANCE, trouble="mig-minors line 4")), "mig-minors line 4"),
         (_gpu(health=ILL), "XID 48"),
         (_gpu(present=False), "its GPU no longer answers"),
     ],
@@ -40,7 +40,7 @@ def test_an_instance_says_whether_it_may_be_given_away(
     node: AgentStatus, gpu: Gpu, reason: str
 ) -> None:
     """Metric and debug JSON agree. Its own health counts, its GPU's, and its device nodes."""
-    view = slices.instance_view(gpu, gpu.mig_instances[0], NOW)
+    view = mig.instance_view(gpu, gpu.mig_instances[0], NOW)
 
     assert (view.health, view.health_reason) == ("Unhealthy" if reason else "Healthy", reason)
     assert view.device_nodes == NODES
@@ -57,7 +57,7 @@ def test_an_instance_that_is_withheld_is_a_problem_of_the_node(node: AgentStatus
     """`vgpu-agent status` and the overview name instance and reason.
     What befell the whole GPU is shown once.
     """
-    withheld = _gpu(dataclasses.replace(SLICE, trouble="mig-minors line 4"))
+    withheld = _gpu(dataclasses.replace(INSTANCE, trouble="mig-minors line 4"))
 
     said = [problem.reason for problem in problems.known(_with(node, withheld), NOW)]
 
@@ -88,7 +88,7 @@ def test_before_the_driver_has_answered_no_device_is_gone(node: AgentStatus) -> 
     """An agent that waits for its driver would count every held device."""
     waiting = dataclasses.replace(node, inventory=Inventory())
 
-    assert list(slices.on_missing_devices(waiting)) == []
+    assert list(mig.on_missing_devices(waiting)) == []
 
 
 def test_a_resource_without_a_plugin_server_says_why(node: AgentStatus) -> None:
@@ -97,12 +97,14 @@ def test_a_resource_without_a_plugin_server_says_why(node: AgentStatus) -> None:
     """
     node.not_ready = (
         Problem(
-            ProblemKind.RESOURCE, "nvidia.com/mig-1g.5gb", "the device nodes of no slice are known"
+            ProblemKind.RESOURCE,
+            "nvidia.com/mig-1g.5gb",
+            "the device nodes of no MIG instance are known",
         ),
         Problem(ProblemKind.RESOURCE, "nvidia.com/gpu", "serving, not registered"),
         Problem(ProblemKind.NVML, "", "the driver is missing"),
     )
 
     assert views.withheld(node) == {
-        "nvidia.com/mig-1g.5gb": "the device nodes of no slice are known"
+        "nvidia.com/mig-1g.5gb": "the device nodes of no MIG instance are known"
     }
