@@ -11,6 +11,7 @@ import asyncio
 import collections
 import dataclasses
 import random
+from uuid import UUID
 
 from tests.torture.agents import AgentFactory, World
 from tests.torture.api_model import NODE, ApiModel, LivePod
@@ -237,7 +238,13 @@ class _Episode:
             return False
         now = asyncio.get_running_loop().time()
         self._last_uid += 1
-        pod = LivePod(plan, f"uid-{self._last_uid}", "ns", now)
+        # The kubelet makes the UIDs of static pods, in a form that the API server never gives.
+        uid = (
+            f"{self._last_uid:032x}"
+            if plan.origin is Origin.STATIC
+            else str(UUID(int=self._last_uid, version=4))
+        )
+        pod = LivePod(plan, uid, "ns", now)
         if plan.origin is Origin.VOLCANO:
             placement = self._scheduler.place(pod.uid, plan, now=now)
             if placement is None:

@@ -230,8 +230,8 @@ async def test_a_container_without_any_stored_answer_does_not_start() -> None:
 
 
 async def test_a_refused_container_keeps_no_room_for_its_life_before() -> None:
-    """It ran before the node rebooted, and its pod's status still says so. What it had then, another
-    container may have by now.
+    """It ran before the node rebooted, and its pod's status still says so. Another container may
+    have by now what it had then.
     """
     place = Place(late=False)
     container = PodContainer("main", limits={NUMBER: 1}, started=True)

@@ -146,7 +146,9 @@ class _QuietJournal(Journal):
     def record(self, event: str, /, *, level: str = "info", **facts: Any) -> None:
         """Tell it of the pod that is meant, if there is one."""
         del level
-        if event not in ("allocate.reserved", "start.bound"):
+        if event == "ledger.unsound":
+            self._world.story.accuse(f"{event}: {facts['problem']}", "")
+        elif event not in ("allocate.reserved", "start.bound"):
             self._world.story.tell(event, "", facts)
 
 
