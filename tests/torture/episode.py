@@ -11,7 +11,6 @@ import asyncio
 import collections
 import dataclasses
 import random
-from uuid import UUID
 
 from tests.torture.agents import AgentFactory, World
 from tests.torture.api_model import NODE, ApiModel, LivePod
@@ -242,7 +241,7 @@ class _Episode:
         uid = (
             f"{self._last_uid:032x}"
             if plan.origin is Origin.STATIC
-            else str(UUID(int=self._last_uid, version=4))
+            else f"{self._last_uid:08x}-0000-4000-8000-000000000000"
         )
         pod = LivePod(plan, uid, "ns", now)
         if plan.origin is Origin.VOLCANO:

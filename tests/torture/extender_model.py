@@ -27,6 +27,7 @@ class ExtenderModel:
         self._policy = rng.choice(("binpack", "spread", "none"))
         self._cards = tuple(cards)
         self._taken: dict[str, dict[str, _Use]] = {}
+        self._used = dict.fromkeys((card.uuid for card in self._cards), _NOTHING)  # all together
 
     def place(
         self, uid: str, pod: PlannedPod, *, now: float, usable: Collection[str] | None = None
@@ -36,11 +37,9 @@ class ExtenderModel:
         ``usable`` are the cards that are healthy by the Node, all of them when not given.
         """
         cards = [card for card in self._cards if usable is None or card.uuid in usable]
-        used = dict.fromkeys((card.uuid for card in self._cards), _NOTHING)
-        for taken in self._taken.values():
-            _add(used, taken.items())
-        beside, chosen, sums = (
-            dict(used),
+        used, beside, chosen, sums = (
+            dict(self._used),
+            dict(self._used),
             dict[str, tuple[Slice, ...]](),
             dict[Kind, dict[str, _Use]](),
         )
@@ -68,6 +67,7 @@ class ExtenderModel:
         _larger(together, sums[Kind.INIT].items())
         _add(together, sums[Kind.SIDECAR].items())
         self._taken[uid] = together
+        _add(self._used, together.items())
         slices = {each.name: chosen[each.name] for each in asking}
         return Placement(
             {name: tuple(map(_as_seen, parts)) for name, parts in slices.items()},
@@ -81,7 +81,8 @@ class ExtenderModel:
 
     def take_back(self, uid: str) -> None:
         """Forget a pod that has ended."""
-        self._taken.pop(uid, None)
+        for uuid, use in self._taken.pop(uid, {}).items():
+            self._used[uuid] = _joined(operator.sub, self._used[uuid], use)
 
     def _choose(
         self, request: Request, cards: Iterable[Card], used: dict[str, _Use]
