@@ -358,10 +358,11 @@ class MixedAgent:
                 world.kubelet.devices.listed(resource, ids)
                 self._note_sent(resource, devices)
                 sent = devices
-                family = _FAMILY_OF.get(resource)
-                if family in BY_IDS:
+                if (family := _FAMILY_OF.get(resource)) is None:
+                    pass  # it is only counted
+                elif family in BY_IDS:
                     world.waits.listed(resource, family, gpus_behind(ids), loop.time())
-                elif family is not None:
+                else:
                     world.waits.reached(family, gpus_behind(ids), loop.time())
             await revision.newer_than(version)
             await asyncio.sleep(server.COALESCE_SECONDS)

@@ -132,7 +132,7 @@ class Figures:
             f"{day}/{pod}": seconds for pod, seconds in other.refused_although_free.items()
         }
         self.ends_before_bound += other.ends_before_bound
-        for family in other.ends_before_family.keys() | other.waited_seconds.keys():
+        for family in sorted(other.ends_before_family.keys() | other.waited_seconds.keys()):
             self.ends_before_family[family] = max(
                 self.ends_before_family.get(family, 0), other.ends_before_family.get(family, 0)
             )

@@ -64,7 +64,7 @@ def family_of(plan: PlannedPod) -> str:
 
 
 def gpus_behind(ids: Iterable[str]) -> frozenset[str]:
-    """The GPUs that ids name, by UUID or by number; nobody goes by those of `BY_POD`."""
+    """The GPUs that ids name, by UUID or by number; those of `BY_POD` decide nothing."""
     ids = tuple(ids)
     named = {found[1] for id_ in ids if (found := _ID.fullmatch(id_))}
     numbers = {int(found[1]) for id_ in ids if (found := _NUMBERED_ID.fullmatch(id_))}
