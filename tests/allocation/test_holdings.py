@@ -74,6 +74,36 @@ def test_an_unseen_pod_counts_only_where_nobody_could_speak_for_it(
     assert held(records, PodCache()) == expected
 
 
+API_UID = "0d3e3f1c-8f0a-4f6e-9a53-5a1f8a3f9b01"
+
+
+@pytest.mark.parametrize(
+    ("uid", "is_held"), [(API_UID, False), ("9c8a2b4e0f1d4c7a8e6b5d3f2a1c0b9d", True)]
+)
+def test_the_checkpoint_alone_brings_back_no_pod_that_is_gone(uid: str, *, is_held: bool) -> None:
+    """The file keeps the lines of ended pods until the kubelet writes it again, and pod-resources
+    does not answer. A static pod may run without a mirror.
+    """
+    gone = dataclasses.replace(a_pod("gone"), uid=uid)
+    entries = (line(gone, "main", "a"),)
+    records = KubeletRecords((OTHER, *entries), complete=False, entries=entries)
+    assert held(records, book()) == ({(uid, "main"): ("a",)} if is_held else {})
+    assert held(records, PodCache()) == {(uid, "main"): ("a",)}
+    ended = book(dataclasses.replace(gone, phase="Succeeded"))
+    assert held(records, ended) == {}
+
+
+def test_the_checkpoint_alone_brings_back_no_pod_whose_ids_name_devices() -> None:
+    """The same line in a family whose ids name devices: another container may have the GPU whole
+    by now.
+    """
+    line_of_gone = Holding("nvidia.com/gpu", ("g",), Owner("main", API_UID))
+    records = KubeletRecords((line_of_gone,), complete=False, entries=(line_of_gone,))
+    assert with_single_holders(records, {NUMBER}, book()).holdings == ()
+    complete = dataclasses.replace(records, complete=True)
+    assert with_single_holders(complete, {NUMBER}, book()).holdings == (line_of_gone,)
+
+
 def test_the_smaller_entry_of_an_unknown_pod_is_the_later_one() -> None:
     """Without the pod the init container is unknown.
     One that asks for more is likelier to be it.

@@ -11,10 +11,11 @@ import dataclasses
 import os.path
 import random
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Protocol
 
 from tests.torture.extender_model import ExtenderModel
+from tests.torture.gpushare_model import GpushareModel
 from tests.torture.plan import MEMORY_FACTOR_MIB, NUMBER, Card, PlannedPod, Request
 from tests.torture.scheduler_model import Placement, SchedulerModel, Slice
 from vgpu_agent.isolation.edits import Edits
@@ -26,8 +27,10 @@ CONTROL = "/etc/vgpu-manager/config"
 class Scheduler(Protocol):
     """A model of a family's scheduler."""
 
-    def place(self, uid: str, pod: PlannedPod, *, now: float) -> Placement | None:
-        """Choose cards; None when they do not fit now."""
+    def place(
+        self, uid: str, pod: PlannedPod, *, now: float, usable: Collection[str] | None = None
+    ) -> Placement | None:
+        """Choose among the cards that are ``usable``; None when they do not fit now."""
 
     def take_back(self, uid: str) -> None:
         """Forget a pod."""
@@ -45,7 +48,8 @@ class Dialect:
             run (volcano-vgpu:D17).
         scheduler: makes the model.
         slices: reads a container's cards and limits; ``order`` is that of the PCI bus.
-        directory: path in the container of a mount whose source says whose grant it is.
+        directory: path in the container of a mount whose source says whose grant it is; empty where
+            nothing in the container says so.
         effective: the request as the family understands it.
     """
 
@@ -114,6 +118,16 @@ def _manager_slices(edits: Edits, order: Sequence[str]) -> list[Slice]:
     ]
 
 
+def _gpushare_slices(edits: Edits, order: Sequence[str]) -> list[Slice]:
+    """Read volcano-gpushare §4: one card, by its number, and a budget of its memory."""
+    environment = edits.environment
+    number = environment.get("NVIDIA_VISIBLE_DEVICES", "")
+    if not number.isdecimal() or int(number) >= len(order):
+        raise ValueError(f"it is shown the cards {number!r}")
+    units = _units(f"{environment.get('VOLCANO_GPU_ALLOCATED', '')}m")
+    return [Slice(order[int(number)], units, 0)]
+
+
 VOLCANO = Dialect(
     "volcano-vgpu",
     NUMBER,
@@ -133,5 +147,14 @@ VGPU_MANAGER = Dialect(
     directory=CONTROL,
     # A container's variable is empty for all of the compute as for no limit.
     effective=lambda request: dataclasses.replace(request, cores=request.cores % 100),
+)
+GPUSHARE = Dialect(
+    "volcano-gpushare",
+    "volcano.sh/gpu-memory",
+    claims_all=True,
+    overlapping=False,
+    scheduler=lambda _, cards, __: GpushareModel(cards),
+    slices=_gpushare_slices,
+    directory="",
 )
 DIALECTS = {dialect.name: dialect for dialect in (VOLCANO, VGPU_MANAGER)}

@@ -237,7 +237,13 @@ class _Episode:
             return False
         now = asyncio.get_running_loop().time()
         self._last_uid += 1
-        pod = LivePod(plan, f"uid-{self._last_uid}", "ns", now)
+        # The kubelet makes the UIDs of static pods, in a form that the API server never gives.
+        uid = (
+            f"{self._last_uid:032x}"
+            if plan.origin is Origin.STATIC
+            else f"{self._last_uid:08x}-0000-4000-8000-000000000000"
+        )
+        pod = LivePod(plan, uid, "ns", now)
         if plan.origin is Origin.VOLCANO:
             placement = self._scheduler.place(pod.uid, plan, now=now)
             if placement is None:

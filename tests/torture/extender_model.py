@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import operator
 import random
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 
 from tests.torture.plan import MEMORY_FACTOR_MIB, SPLIT, Card, Kind, PlannedPod, Request
 from tests.torture.scheduler_model import Placement, Slice
@@ -27,14 +27,19 @@ class ExtenderModel:
         self._policy = rng.choice(("binpack", "spread", "none"))
         self._cards = tuple(cards)
         self._taken: dict[str, dict[str, _Use]] = {}
+        self._used = dict.fromkeys((card.uuid for card in self._cards), _NOTHING)  # all together
 
-    def place(self, uid: str, pod: PlannedPod, *, now: float) -> Placement | None:
-        """Choose cards for all containers of the pod; None when they do not fit now."""
-        used = dict.fromkeys((card.uuid for card in self._cards), _NOTHING)
-        for taken in self._taken.values():
-            _add(used, taken.items())
-        beside, chosen, sums = (
-            dict(used),
+    def place(
+        self, uid: str, pod: PlannedPod, *, now: float, usable: Collection[str] | None = None
+    ) -> Placement | None:
+        """Choose cards for all containers of the pod; None when they do not fit now.
+
+        ``usable`` are the cards that are healthy by the Node, all of them when not given.
+        """
+        cards = [card for card in self._cards if usable is None or card.uuid in usable]
+        used, beside, chosen, sums = (
+            dict(self._used),
+            dict(self._used),
             dict[str, tuple[Slice, ...]](),
             dict[Kind, dict[str, _Use]](),
         )
@@ -44,7 +49,9 @@ class ExtenderModel:
             for container in asking:
                 if container.kind is not kind or container.request is None:
                     continue
-                parts = self._choose(container.request, beside if kind is Kind.INIT else used)
+                parts = self._choose(
+                    container.request, cards, beside if kind is Kind.INIT else used
+                )
                 if not parts:
                     return None
                 chosen[container.name] = parts
@@ -60,6 +67,7 @@ class ExtenderModel:
         _larger(together, sums[Kind.INIT].items())
         _add(together, sums[Kind.SIDECAR].items())
         self._taken[uid] = together
+        _add(self._used, together.items())
         slices = {each.name: chosen[each.name] for each in asking}
         return Placement(
             {name: tuple(map(_as_seen, parts)) for name, parts in slices.items()},
@@ -73,9 +81,12 @@ class ExtenderModel:
 
     def take_back(self, uid: str) -> None:
         """Forget a pod that has ended."""
-        self._taken.pop(uid, None)
+        for uuid, use in self._taken.pop(uid, {}).items():
+            self._used[uuid] = _joined(operator.sub, self._used[uuid], use)
 
-    def _choose(self, request: Request, used: dict[str, _Use]) -> tuple[Slice, ...]:
+    def _choose(
+        self, request: Request, cards: Iterable[Card], used: dict[str, _Use]
+    ) -> tuple[Slice, ...]:
         cores = request.cores or (100 if request.memory is None else 0)
 
         def fits(card: Card) -> bool:
@@ -84,7 +95,7 @@ class ExtenderModel:
             free = 100 - taken
             return units + asked <= card.units and free >= max(1, cores) and holders < SPLIT
 
-        found = sorted(filter(fits, self._cards), key=self._order(used))[: request.number]
+        found = sorted(filter(fits, cards), key=self._order(used))[: request.number]
         if len(found) < request.number:
             return ()
         return tuple(

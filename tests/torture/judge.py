@@ -95,7 +95,7 @@ class Judge:
         self._scheduled.discard((pod.uid, container))
 
     def _problem(self, pod: LivePod, container: PlannedContainer, got: Got) -> str:
-        uid, name = got.owner
+        uid, name = got.owner if self._dialect.directory else (pod.uid, container.name)
         handed_on = container.kind is Kind.INIT and (self._early or not self._dialect.claims_all)
         if uid != pod.uid or (name != container.name and not handed_on):
             if not (self._early and self._alone_in_directory(got)):

@@ -195,7 +195,7 @@ class RealAgent:
             may_release=settled,
         )
         for problem in self.ledger.audit():
-            self._world.story.tell("ledger.unsound", "", problem)
+            self._world.story.accuse(f"ledger.unsound: {problem}", "")
 
     def _is_kept(self, record: GrantRecord) -> bool:
         """A spec stays as long as its pod may start a container with it."""

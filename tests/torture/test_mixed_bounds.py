@@ -1,8 +1,8 @@
 """The bounds of a mixed day hold: no pod is lost to a race, no family starves,
 and the kubelet receives little about it.
 
-The days are those of `tests.torture.test_mixed_days`, and so are the variables that make them
-longer. A failure names the seed and tells the story of the pods that were lost;
+The days are those of three families of `tests.torture.test_mixed_days`, and so are the variables
+that make them longer. A failure names the seed and tells the story of the pods that were lost;
 ``TORTURE_SEED=<n>`` plays that day again.
 """
 
@@ -13,6 +13,7 @@ import pytest
 from tests.torture.mixed import bounds
 from tests.torture.mixed.day import QUIET, TROUBLED
 from tests.torture.mixed.judge import Figures
+from tests.torture.mixed.plan import FAMILIES
 from tests.torture.test_mixed_days import days, many_days
 
 
@@ -24,7 +25,7 @@ def _check(problems: list[str], figures: Figures) -> None:
 @pytest.mark.torture
 def test_the_bounds_hold_on_a_quiet_mixed_day() -> None:
     """The short run, with the unit tests."""
-    figures, _ = days(1, first_seed=0, faults=QUIET, on_all_cores=False)
+    figures, _ = days(1, first_seed=0, faults=QUIET, on_all_cores=False, families=FAMILIES)
     _check([*figures.violations(), *figures.starvation()], figures)
 
 
@@ -33,7 +34,7 @@ def test_nobody_starves_on_a_troubled_mixed_day() -> None:
     """Agent, kubelet and API server come and go.
     What waits is still served in a number of holders' ends.
     """
-    figures, _ = days(1, first_seed=0, faults=TROUBLED, on_all_cores=False)
+    figures, _ = days(1, first_seed=0, faults=TROUBLED, on_all_cores=False, families=FAMILIES)
     _check(figures.starvation(bounds.ENDS_BEFORE_A_FAMILY_IN_TROUBLE), figures)
 
 

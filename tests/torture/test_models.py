@@ -12,6 +12,7 @@ import pytest
 from tests.torture.agents import Life
 from tests.torture.episode import play
 from tests.torture.faults import Faults
+from tests.torture.gpushare_model import GpushareModel
 from tests.torture.judge import Got
 from tests.torture.plan import (
     MEMORY,
@@ -90,6 +91,40 @@ def test_kubelet_needs_no_more_ids_for_init_containers_that_come_before() -> Non
         NUMBER: 2,
         MEMORY: 4,
     }
+
+
+def test_gpushares_scheduler_gives_a_pod_the_first_card_with_room_for_all_of_it() -> None:
+    """volcano-gpushare:S2, volcano-gpushare:S7, volcano-gpushare §8: no binpack, and containers of
+    a pod are never apart.
+    """
+
+    def pod(*units: int) -> PlannedPod:
+        containers = tuple(
+            PlannedContainer(
+                f"main-{place}",
+                Kind.MAIN,
+                Request(number, None, 0, "volcano.sh/gpu-memory"),
+                0.0,
+                0.0,
+            )
+            for place, number in enumerate(units)
+        )
+        return PlannedPod("p", Origin.VOLCANO, containers, 1.0, Ending.COMPLETES)
+
+    model = GpushareModel((Card("A", 24), Card("B", 24)))
+    placed = [model.place(str(uid), pod(units), now=2.5) for uid, units in enumerate((3, 20, 3))]
+    assert [each and each.slices["main-0"][0].uuid for each in placed] == ["A", "A", "B"]
+    assert placed[0] is not None
+    assert placed[0].annotations == {
+        "volcano.sh/gpu-index": "0",
+        "volcano.sh/predicate-time": "2500000000",
+    }
+    assert model.place("two", pod(2, 20), now=0.0) is None
+    model.take_back("1")
+    assert model.place("two", pod(1, 20), now=0.0, usable={"C"}) is None
+    both = model.place("two", pod(1, 20), now=0.0)
+    assert both is not None
+    assert both.slices == {"main-0": (Slice("A", 1, 0),), "main-1": (Slice("A", 20, 0),)}
 
 
 def test_what_a_container_got_is_read_in_the_order_of_the_bus() -> None:

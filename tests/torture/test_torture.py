@@ -24,6 +24,7 @@ PlayMany = Callable[..., Iterator[Outcome]]
 
 _FULL = 100_000
 _QUICK = 1_000
+_OF_VGPU_MANAGER = int(os.environ.get("TORTURE_CONTAINERS", str(_FULL // 10)))
 
 
 def _torture(
@@ -97,15 +98,14 @@ def test_some_hundred_containers_of_vgpu_manager_all_get_their_own_claims() -> N
 
 
 @pytest.mark.torture
-@pytest.mark.timeout(2400)
+@pytest.mark.timeout(max(2400, _OF_VGPU_MANAGER // 10))
 @pytest.mark.parametrize("early", [False, True], ids=["late", "early"])
 def test_ten_thousand_containers_of_vgpu_manager_get_their_own_claims(early: bool) -> None:
     """The long run of the family: 0 wrong, nothing left over. ``TORTURE_CONTAINERS=100000`` makes
     it as long as a release needs.
     """
-    containers = int(os.environ.get("TORTURE_CONTAINERS", str(_FULL // 10)))
     _torture(
-        containers,
+        _OF_VGPU_MANAGER,
         early=early,
         first_seed=2000,
         play_many=on_all_cores,

@@ -30,16 +30,21 @@ def with_single_holders(
     pod_cache: PodCache,
     running_inits: Collection[tuple[str, str]] = (),
 ) -> KubeletRecords:
-    """Return ``records`` with one holder for each id of ``resources``; unchanged when the
-    checkpoint was not read.
+    """Return ``records`` with one holder for each id of ``resources``, and without pods that the
+    checkpoint alone shows and that have ended; unchanged when the checkpoint was not read.
 
     ``running_inits`` names the last started init container (pod's UID, container) of each pod. It
     has its ids before all other containers.
     """
     if records.entries is None:
         return records
-    others = [holding for holding in records.holdings if holding.resource not in resources]
-    listed = [holding for holding in records.holdings if holding.resource in resources]
+    holdings = (
+        records.holdings
+        if records.complete
+        else [each for each in records.holdings if not pod_cache.has_ended(each.owner.pod_uid)]
+    )
+    others = [holding for holding in holdings if holding.resource not in resources]
+    listed = [holding for holding in holdings if holding.resource in resources]
     alive = {holding.owner.pod_uid: holding.owner for holding in listed if holding.owner.pod_uid}
     # Without a UID the checkpoint does not have them, so they keep the ids of their own lines.
     found = [holding for holding in listed if not holding.owner.pod_uid]
@@ -130,14 +135,11 @@ def ended_before(grants: Iterable[Grant], pod: Pod, starting: Owner) -> list[int
 
 
 def _lives(uid: str, alive: Collection[str], records: KubeletRecords, pod_cache: PodCache) -> bool:
-    if uid in alive:
-        return True
+    if not records.complete:
+        # The checkpoint itself shows no ends, and the pod may be one that was never seen.
+        return not pod_cache.has_ended(uid)
     pod = pod_cache.get(uid)
-    if pod is not None:
-        return not pod.ended
-    # An entry without further evidence: without pod-resources it may be a live pod that we have not
-    # seen.
-    return not records.complete and not pod_cache.synced.is_set()
+    return uid in alive or (pod is not None and not pod.ended)
 
 
 def _rank(

@@ -192,12 +192,10 @@ class Reconciliation:
                 meaning.may_overcommit,
             )
         elif (
-            not any(share.memory_mib for share in shares)
-            and meaning.shares
-            and grant.evidence != HANDED_ON
+            not any(share.memory_mib for share in shares) and meaning.shares and not grant.evidence
         ):
             # A GPU that did not answer when its grant was made may be known by now, or a pod that
-            # had not been seen.
+            # had not been seen. A decision stands, also one that gives nothing.
             shares, decided_for, may_overcommit = (
                 meaning.shares,
                 meaning.decided_for,

@@ -229,6 +229,34 @@ async def test_a_container_without_any_stored_answer_does_not_start() -> None:
         await place.start(IDS[:1])
 
 
+async def test_a_refused_container_keeps_no_room_for_its_life_before() -> None:
+    """It ran before the node rebooted, and its pod's status still says so. Another container may
+    have by now what it had then.
+    """
+    place = Place(late=False)
+    container = PodContainer("main", limits={NUMBER: 1}, started=True)
+    train = a_pod("train", container, annotations=wants(main=f"{U0} 30000"))
+    serve = a_pod("serve", annotations=wants(main=f"{U0} 30000"))
+    place.book.put(dataclasses.replace(train, containers=(a_pod("train").containers[0],)))
+    await place.admit(train, "main", IDS[:1])
+    place.allocator.early._answers.given.clear()  # of the agent from before the reboot
+    place.answers.clear()
+    with pytest.raises(WrongPodError):
+        await place.start(IDS[:1])
+    place.book.put(serve)
+    await place.admit(serve, "main", IDS[1:2])
+    await place.start(IDS[1:2])
+
+    place.book.put(dataclasses.replace(train, in_new_sandbox=True))
+    holdings = tuple(
+        Holding(NUMBER, ids, Owner("main", pod.uid, "default", pod.name))
+        for pod, ids in ((train, IDS[:1]), (serve, IDS[1:2]))
+    )
+    place.allocator.confirm(KubeletRecords(holdings), reservation_seconds=60)
+    assert place.ledger.audit() == []
+    assert [grant.shares for grant in place.ledger.grants] == [(), (Share(U0, 30000),)]
+
+
 async def test_every_container_that_has_the_ids_must_have_been_answered_rightly() -> None:
     """Init container first, then the one that takes its ids:
     both answers must be the right ones.

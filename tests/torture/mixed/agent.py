@@ -18,7 +18,19 @@ from tests.torture.agents import BackendPlugin, Life, World
 from tests.torture.api_model import NODE
 from tests.torture.device_manager import Endpoint
 from tests.torture.mixed.judge import Waits
-from tests.torture.mixed.plan import AWS, NVIDIA, REPLICAS, RESOURCES, VOLCANO, gpus_behind
+from tests.torture.mixed.plan import (
+    AWS,
+    BY_IDS,
+    BY_POD,
+    FAMILIES,
+    GPUSHARE,
+    MANAGER,
+    NVIDIA,
+    REPLICAS,
+    RESOURCES,
+    VOLCANO,
+    gpus_behind,
+)
 from tests.torture.mixed.schedulers import NodeStatus
 from tests.torture.plan import MEMORY_FACTOR_MIB, SPLIT
 from vgpu_agent.agent.records import verification
@@ -36,11 +48,18 @@ from vgpu_agent.config.settings import Kubelet
 from vgpu_agent.device_ids import ListedDevice
 from vgpu_agent.errors import ClusterError
 from vgpu_agent.families.aws.family import AwsFamily, AwsOptions
+from vgpu_agent.families.family import IdFamily, PodFamily
 from vgpu_agent.families.nvidia.family import NvidiaFamily
 from vgpu_agent.families.nvidia.options import NvidiaOptions, SharedEntry
+from vgpu_agent.families.vgpu_manager.family import VgpuManagerFamily
+from vgpu_agent.families.vgpu_manager.options import VgpuManagerOptions
+from vgpu_agent.families.volcano_gpushare.family import (
+    VolcanoGpushareFamily,
+    VolcanoGpushareOptions,
+)
 from vgpu_agent.families.volcano_vgpu.family import VolcanoVgpuFamily, VolcanoVgpuOptions
-from vgpu_agent.families.volcano_vgpu.node_state import REGISTER
 from vgpu_agent.isolation.hami_core import HamiCore
+from vgpu_agent.isolation.vgpu_control import VgpuControl
 from vgpu_agent.journal import Journal
 from vgpu_agent.kubelet import server
 from vgpu_agent.kubelet.pod_resources import PodResources
@@ -53,7 +72,7 @@ from vgpu_agent.status import KubeletStatus
 
 _EPOCH = 1_800_000_000.0
 _START_WAIT_SECONDS = 5.0
-_FAMILY_OF = {RESOURCES[family]: family for family in (NVIDIA, AWS)}
+_FAMILY_OF = {resource: family for family, resource in RESOURCES.items()}
 
 
 @dataclasses.dataclass
@@ -63,10 +82,12 @@ class MixedWorld(World):
     Attributes:
         node: the Node object.
         waits: receives each list that reaches the kubelet.
+        families: those that the agent offers.
     """
 
     node: NodeStatus = dataclasses.field(default_factory=NodeStatus)
     waits: Waits = dataclasses.field(default_factory=Waits)
+    families: Sequence[str] = FAMILIES
 
 
 async def read_model_records(
@@ -125,12 +146,44 @@ class _QuietJournal(Journal):
     def record(self, event: str, /, *, level: str = "info", **facts: Any) -> None:
         """Tell it of the pod that is meant, if there is one."""
         del level
-        if event not in ("allocate.reserved", "start.bound"):
+        if event == "ledger.unsound":
+            self._world.story.accuse(f"{event}: {facts['problem']}", "")
+        elif event not in ("allocate.reserved", "start.bound"):
             self._world.story.tell(event, "", facts)
 
 
+def _nvidia() -> IdFamily:
+    shared = SharedEntry(RESOURCES[NVIDIA], REPLICAS, RESOURCES[NVIDIA])
+    return NvidiaFamily(NvidiaOptions(shared=(shared,)))
+
+
+def _volcano(settings: Binding) -> PodFamily:
+    options = VolcanoVgpuOptions(split=SPLIT, factor=MEMORY_FACTOR_MIB, policy=settings.policy)
+    return VolcanoVgpuFamily(options, HamiCore("/usr/local/vgpu", "/usr/local/vgpu/libvgpu.so"))
+
+
+def _manager(_: Binding) -> PodFamily:
+    options = VgpuManagerOptions(split=SPLIT, memory_factor=MEMORY_FACTOR_MIB)
+    return VgpuManagerFamily(options, VgpuControl("/h", "/h/libvgpu-control.so"))
+
+
+def _gpushare(_: Binding) -> PodFamily:
+    return VolcanoGpushareFamily(VolcanoGpushareOptions(factor=MEMORY_FACTOR_MIB))
+
+
+_BY_IDS: Mapping[str, Callable[[], IdFamily]] = {
+    NVIDIA: _nvidia,
+    AWS: lambda: AwsFamily(AwsOptions(vgpus=REPLICAS)),
+}
+_BY_POD: Mapping[str, Callable[[Binding], PodFamily]] = {
+    VOLCANO: _volcano,
+    MANAGER: _manager,
+    GPUSHARE: _gpushare,
+}
+
+
 class MixedAgent:
-    """One life of the agent on a node that offers two families by ids and one of Volcano's."""
+    """One life of the agent on a node that offers several families."""
 
     def __init__(self, world: MixedWorld) -> None:
         loop = asyncio.get_running_loop()
@@ -144,21 +197,9 @@ class MixedAgent:
         self._book, self._refusals = PodCache(clock), Refusals(clock)
         self.ledger = Ledger(clock=clock, wall_clock=clock)
         settings = Binding(mode="late")
-        volcano = VolcanoVgpuOptions(split=SPLIT, factor=MEMORY_FACTOR_MIB, policy=settings.policy)
         families = Families(
-            by_ids=(
-                NvidiaFamily(
-                    NvidiaOptions(
-                        shared=(SharedEntry(RESOURCES[NVIDIA], REPLICAS, RESOURCES[NVIDIA]),)
-                    )
-                ),
-                AwsFamily(AwsOptions(vgpus=REPLICAS)),
-            ),
-            by_pod=(
-                VolcanoVgpuFamily(
-                    volcano, HamiCore("/usr/local/vgpu", "/usr/local/vgpu/libvgpu.so")
-                ),
-            ),
+            by_ids=tuple(_BY_IDS[name]() for name in BY_IDS if name in world.families),
+            by_pod=tuple(_BY_POD[name](settings) for name in BY_POD if name in world.families),
         )
         journal = _QuietJournal(world)
         self.allocator = Allocator(
@@ -317,25 +358,25 @@ class MixedAgent:
                 world.kubelet.devices.listed(resource, ids)
                 self._note_sent(resource, devices)
                 sent = devices
-                if family := _FAMILY_OF.get(resource):
+                if (family := _FAMILY_OF.get(resource)) is None:
+                    pass  # it is only counted
+                elif family in BY_IDS:
                     world.waits.listed(resource, family, gpus_behind(ids), loop.time())
-                elif resource == RESOURCES[VOLCANO]:
-                    world.waits.reached(VOLCANO, gpus_behind(ids), loop.time())
+                else:
+                    world.waits.reached(family, gpus_behind(ids), loop.time())
             await revision.newer_than(version)
             await asyncio.sleep(server.COALESCE_SECONDS)
 
     async def _publish(self) -> None:
-        """Write the register annotation, as the publisher of `vgpu_agent.cluster` does, as soon as
-        the API server can be reached.
+        """Write what schedulers read, as the publisher of `vgpu_agent.cluster` does, as soon as the
+        API server can be reached.
         """
         world = self._world
         async for _ in self.ledger.revision.changes(coalesce_seconds=0.1):
             await asyncio.sleep(world.rng.random() * 0.05)
             while world.api.away:  # noqa: ASYNC110 - time is virtual
                 await asyncio.sleep(1.0)
-            text = self.allocator.desired_node(Node(NODE), self._clock()).annotations.get(REGISTER)
-            if text is not None:
-                world.node.register = text
+            world.node.take(self.allocator.desired_node(Node(NODE), self._clock()))
 
     async def _collect(self) -> None:
         while True:

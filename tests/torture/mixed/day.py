@@ -12,7 +12,7 @@ import asyncio
 import collections
 import dataclasses
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from unittest import mock
 from uuid import UUID
 
@@ -23,10 +23,10 @@ from tests.torture.mixed.agent import MixedAgent, MixedWorld, read_model_records
 from tests.torture.mixed.judge import Figures, MixedJudge, Seen, Waits, named_by_scheduler
 from tests.torture.mixed.plan import (
     BY_IDS,
+    BY_POD,
     CARDS,
     FAMILIES,
     RESOURCES,
-    VOLCANO,
     Planner,
     family_of,
     gpus_behind,
@@ -73,22 +73,24 @@ class Outcome:
         )
 
 
-def play(seed: int, *, pods: int = 300, faults: Faults = QUIET) -> Outcome:
-    """Run the day of that seed."""
+def play(
+    seed: int, *, pods: int = 300, faults: Faults = QUIET, families: Sequence[str] = FAMILIES
+) -> Outcome:
+    """Run the day of that seed on a node that offers ``families``."""
     with mock.patch.multiple(
         verification, read_records=read_model_records, _release_memory=_nothing
     ):
-        return run(_Day(seed, pods=pods, faults=faults).play())
+        return run(_Day(seed, pods=pods, faults=faults, families=families).play())
 
 
 class _Day:
-    def __init__(self, seed: int, *, pods: int, faults: Faults) -> None:
+    def __init__(self, seed: int, *, pods: int, faults: Faults, families: Sequence[str]) -> None:
         self._seed, self._left = seed, pods
         self._rng = rng = random.Random(seed)
         self._story = story = Story()
-        self._planner = Planner(rng)
+        self._planner = Planner(rng, families)
         self._judge, self._waits, node = MixedJudge(story), Waits(), NodeStatus()
-        self._schedulers = Schedulers(rng, node)
+        self._schedulers = Schedulers(rng, node, families)
         api, files = ApiModel(rng, story), NodeFiles(rng, story)
         if faults == QUIET:
             api.longest_delays_seconds = (0.03, 0.2, 1.0)  # a watch that lags by seconds is a fault
@@ -102,13 +104,14 @@ class _Day:
             kubelet,
             files,
             early=False,
-            resources=tuple(RESOURCES.values()),
+            resources=tuple(RESOURCES[family] for family in families),
             node=node,
             waits=self._waits,
+            families=tuple(families),
         )
         self._machine = Machine(world, lambda _: MixedAgent(world), faults)
         self._pending: dict[str, list[tuple[PlannedPod, float]]] = {
-            family: [] for family in FAMILIES
+            family: [] for family in families
         }
         self._live: dict[str, LivePod] = {}
         self._begun: set[str] = set()
@@ -278,7 +281,7 @@ class _Day:
             family = family_of(pod.plan)
             for uuid in self._gpus_of(pod):
                 holders[uuid].add(family)
-            if family == VOLCANO:
+            if family in BY_POD:
                 claimed |= named_by_scheduler(pod)  # also between a crash and the next start
                 if pod.uid not in self._judge.started and pod.refusal and not pod.deleting:
                     refused.append(pod)
@@ -325,7 +328,7 @@ class _Day:
             yield from (
                 f"{pod.name} is never placed" for pods in self._pending.values() for pod, _ in pods
             )
-            self._pending = {family: [] for family in FAMILIES}
+            self._pending = {family: [] for family in self._pending}
 
 
 _CAUSES = {

@@ -15,7 +15,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from tests.torture.api_model import LivePod
 from tests.torture.judge import Judge
 from tests.torture.mixed import bounds
-from tests.torture.mixed.plan import CARDS, FAMILIES, VOLCANO, family_of, gpus_behind
+from tests.torture.mixed.plan import BY_POD, CARDS, family_of, gpus_behind
 from tests.torture.plan import PlannedContainer
 from tests.torture.story import Story
 from vgpu_agent.isolation.edits import Edits
@@ -31,7 +31,10 @@ class MixedJudge:
 
     def __init__(self, story: Story) -> None:
         self._story = story
-        self._of_volcano = Judge(CARDS, story, early=False)
+        self._by_pod = {
+            family: Judge(CARDS, story, early=False, dialect=dialect)
+            for family, dialect in BY_POD.items()
+        }
         self._running: dict[tuple[str, str], tuple[str, frozenset[str]]] = {}
         self.started: set[str] = set()
 
@@ -46,11 +49,9 @@ class MixedJudge:
     ) -> None:
         """A container of any family has been created."""
         family = family_of(pod.plan)
-        told = frozenset(
-            uuid for uuid in edits.environment.get("NVIDIA_VISIBLE_DEVICES", "").split(",") if uuid
-        )
-        if family == VOLCANO:
-            self._of_volcano.starts(pod, container, edits, ids, unasked=unasked)
+        told = _told(edits)
+        if (judge := self._by_pod.get(family)) is not None:
+            judge.starts(pod, container, edits, ids, unasked=unasked)
         elif told != gpus_behind(ids) or not told:
             self._accuse(pod, f"its ids are {ids}, it was told of {sorted(told)}", ids)
         strangers = {
@@ -70,7 +71,8 @@ class MixedJudge:
 
     def ends(self, pod: LivePod, container: str) -> None:
         """The container runs no more."""
-        self._of_volcano.ends(pod, container)
+        for judge in self._by_pod.values():
+            judge.ends(pod, container)
         self._running.pop((pod.uid, container), None)
 
     def gpus_of(self, uid: str) -> frozenset[str]:
@@ -130,7 +132,7 @@ class Figures:
             f"{day}/{pod}": seconds for pod, seconds in other.refused_although_free.items()
         }
         self.ends_before_bound += other.ends_before_bound
-        for family in FAMILIES:
+        for family in sorted(other.ends_before_family.keys() | other.waited_seconds.keys()):
             self.ends_before_family[family] = max(
                 self.ends_before_family.get(family, 0), other.ends_before_family.get(family, 0)
             )
@@ -254,7 +256,7 @@ class Seen:
     Attributes:
         holders: GPU → family → whether any pod of it has a share, by kubelet's records and by what
             runs.
-        claimed: GPUs that Volcano's scheduler has named for bound pods that have not ended.
+        claimed: GPUs that schedulers have named for bound pods that have not ended.
         pending: family → created_at of the pods that no scheduler has placed, the oldest first.
         refused: bound pods whose start is refused.
         sound: nothing of the node has failed for a while.
@@ -379,5 +381,15 @@ class Waits:
 
 
 def named_by_scheduler(pod: LivePod) -> frozenset[str]:
-    """The GPUs that Volcano's scheduler has named for the pod."""
+    """The GPUs that a scheduler has named for the pod."""
     return frozenset(part.uuid for parts in pod.slices.values() for part in parts)
+
+
+def _told(edits: Edits) -> frozenset[str]:
+    """The GPUs of which a container is told, by UUID or by number."""
+    named = edits.environment.get("NVIDIA_VISIBLE_DEVICES", "").split(",")
+    return frozenset(
+        CARDS[int(name)].uuid if name.isdecimal() and int(name) < len(CARDS) else name
+        for name in named
+        if name
+    )

@@ -8,24 +8,36 @@ import asyncio
 from collections.abc import Callable
 
 from tests.torture.api_model import LivePod
+from tests.torture.dialects import CONTROL
 from tests.torture.mixed import bounds
 from tests.torture.mixed.day import TROUBLED, play
 from tests.torture.mixed.judge import MixedJudge, Seen, Waits
-from tests.torture.mixed.plan import AWS, CARDS, NVIDIA, RESOURCES, VOLCANO
+from tests.torture.mixed.plan import (
+    ALL_FAMILIES,
+    AWS,
+    BY_POD,
+    CARDS,
+    GPUSHARE,
+    MANAGER,
+    NVIDIA,
+    RESOURCES,
+    VOLCANO,
+)
 from tests.torture.plan import Ending, Kind, Origin, PlannedContainer, PlannedPod, Request
 from tests.torture.scheduler_model import Slice
 from tests.torture.story import Story
-from vgpu_agent.isolation.edits import Edits
+from vgpu_agent.isolation.edits import Edits, Mount
 
 _U1, _U2 = CARDS[0].uuid, CARDS[1].uuid
 
 
 def _pod(family: str, name: str = "p", gpu: str = "") -> LivePod:
-    request = Request(1, 4, 0) if family == VOLCANO else Request(1, None, 0, RESOURCES[family])
+    number, memory = (4, None) if family == GPUSHARE else (1, 4 if family in BY_POD else None)
+    request = Request(number, memory, 0, RESOURCES[family])
     container = PlannedContainer("main", Kind.MAIN, request, 0.0, 1.0)
     plan = PlannedPod(
         name,
-        Origin.VOLCANO if family == VOLCANO else Origin.PLAIN,
+        Origin.VOLCANO if family in BY_POD else Origin.PLAIN,
         (container,),
         1.0,
         Ending.COMPLETES,
@@ -60,6 +72,42 @@ def test_a_container_that_is_told_of_another_gpu_is_found() -> None:
     )
 
 
+def test_a_container_of_gpushare_with_anothers_card_or_budget_is_found() -> None:
+    """Nothing in it names its pod, so its card and its budget are compared with its pod's."""
+
+    def start(number: str, mib: int) -> list[str]:
+        edits = Edits({"NVIDIA_VISIBLE_DEVICES": number, "VOLCANO_GPU_ALLOCATED": str(mib)})
+        pod = _pod(GPUSHARE, gpu=_U2)
+        return _accusations(
+            lambda judge: judge.starts(pod, pod.container("main"), edits, (), unasked=False)
+        )
+
+    assert start("1", 4096) == []
+    assert "meant was" in start("0", 4096)[0]
+    assert "meant was" in start("1", 5120)[0]
+    assert "is shown the cards" in start("9", 4096)[0]
+
+
+def test_a_container_of_vgpu_manager_with_anothers_claim_is_found() -> None:
+    """Its directory names the container that the claim is for."""
+
+    def start(owner: str, card: int) -> list[str]:
+        pod = _pod(MANAGER, gpu=_U2)
+        environment = {
+            "NVIDIA_VISIBLE_DEVICES": CARDS[card].uuid,
+            f"CUDA_MEM_LIMIT_{card}": "4096m",
+            f"CUDA_CORE_LIMIT_{card}": "",
+        }
+        edits = Edits(environment, (Mount(CONTROL, f"/h/{owner}/config"),))
+        return _accusations(
+            lambda judge: judge.starts(pod, pod.container("main"), edits, (), unasked=False)
+        )
+
+    assert start("uid-p_main", 1) == []
+    assert "its grant is that of uid-q" in start("uid-q_main", 1)[0]
+    assert "meant was" in start("uid-p_main", 0)[0]
+
+
 def test_two_families_on_a_gpu_are_found() -> None:
     """One after the other is right, both at once is not."""
 
@@ -73,6 +121,18 @@ def test_two_families_on_a_gpu_are_found() -> None:
     found = _accusations(scene)
     assert len(found) == 1
     assert "two families on a GPU" in found[0]
+
+
+def test_a_family_that_names_gpus_by_number_is_found_beside_one_that_names_uuids() -> None:
+    """volcano-gpushare tells its containers of a number."""
+
+    def scene(judge: MixedJudge) -> None:
+        _start(judge, _pod(NVIDIA, "a"), _U2, f"{_U2}::0")
+        edits = Edits({"NVIDIA_VISIBLE_DEVICES": "1", "VOLCANO_GPU_ALLOCATED": "4096"})
+        pod = _pod(GPUSHARE, "b", gpu=_U2)
+        judge.starts(pod, pod.container("main"), edits, ("0-7",), unasked=False)
+
+    assert "two families on a GPU" in _accusations(scene)[0]
 
 
 def test_a_pod_that_waits_beside_an_idle_gpu_is_noted_after_five_seconds() -> None:
@@ -116,7 +176,7 @@ def test_a_handover_lasts_until_kubelet_may_give_the_gpu_to_another_family() -> 
 
 def test_the_same_seed_tells_the_same_mixed_day() -> None:
     """A seed that fails can be played again."""
-    first, second = (play(7, pods=60, faults=TROUBLED) for _ in range(2))
+    first, second = (play(7, pods=60, faults=TROUBLED, families=ALL_FAMILIES) for _ in range(2))
     assert (first.counts, first.virtual_seconds, first.figures) == (
         second.counts,
         second.virtual_seconds,
