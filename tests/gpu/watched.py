@@ -90,9 +90,7 @@ def settings(
         "sysfs_root": str(node.directory / "sys"),
         "proc_root": str(node.directory / "proc"),
         "usage_seconds": 0.1,
-        "recovery": Recovery(
-            mode=mode, quiet_seconds=quiet, flap_window_seconds=60, max_quiet_seconds=60
-        ),
+        "recovery": Recovery(mode=mode, quiet_seconds=quiet),
     }
     return GpuSettings(**{**values, **changes})
 

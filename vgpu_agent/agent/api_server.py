@@ -345,7 +345,6 @@ class ClusterAccess:
             self.book,
             allocator.desired_pods,
             wake,
-            settings.cluster,
             self._journal,
             tokens=tokens,
             starting=starting,

@@ -192,7 +192,6 @@ class Agent:
             self._cluster.book,
             self._ledger,
             served=lambda: self._allocator.late_start.served,
-            longest_seconds=settings.cluster.starts_first_seconds,
         )
         self._allocator = Allocator(
             Context(

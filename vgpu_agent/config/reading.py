@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from vgpu_agent.config import checks, collisions, families, options, schema, yaml
-from vgpu_agent.config.former_keys import FORMER_KEYS
+from vgpu_agent.config.former_keys import former_keys
 from vgpu_agent.config.problems import Problems, shown, shown_key, shown_list
 from vgpu_agent.config.suggestions import suggestion
 
@@ -237,12 +237,13 @@ class Reading:
         """Tell whether ``path`` is a key of an earlier version, or a section of such keys only;
         note a message for each key.
         """
-        if instead := FORMER_KEYS.get(path):
+        all_former = former_keys()
+        if instead := all_former.get(path):
             self._former.append(
                 f"{self._file}:{node.line}: {path}: is gone: {instead}; remove the line"
             )
             return True
-        former = {key.removeprefix(f"{path}.") for key in FORMER_KEYS if key.startswith(f"{path}.")}
+        former = {key.removeprefix(f"{path}.") for key in all_former if key.startswith(f"{path}.")}
         members = {} if node.value is None else node.value
         if not former or not isinstance(members, dict):
             return False

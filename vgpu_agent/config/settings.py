@@ -28,10 +28,6 @@ from vgpu_agent.config.vgpu_control import VgpuControl
 
 Section = TypeVar("Section", bound=msgspec.Struct)
 
-# The kubelet refuses a message above 4 MiB (the default limit of its gRPC library) and drops the
-# stream that carried it.
-MESSAGE_LIMIT_BYTES = 4 * 1024 * 1024
-
 
 class Log(msgspec.Struct, frozen=True, rename="camel", forbid_unknown_fields=True):
     """The agent's log on stderr."""
@@ -67,17 +63,6 @@ class Kubelet(msgspec.Struct, frozen=True, rename="camel", forbid_unknown_fields
             )
         ),
     ] = "/var/lib/kubelet"
-    message_budget_bytes: Annotated[
-        int,
-        Meta(
-            ge=4096,
-            le=MESSAGE_LIMIT_BYTES,
-            description=(
-                "Largest device list that is sent. The kubelet refuses 4 MiB; the default leaves "
-                "room for ids that grow."
-            ),
-        ),
-    ] = 3670016
 
     @property
     def device_plugin_directory(self) -> Path:
@@ -118,18 +103,6 @@ class Recovery(msgspec.Struct, frozen=True, rename="camel", forbid_unknown_field
             description="How long a GPU must answer without a new fault before it is offered again."
         ),
     ] = 60.0
-    flap_window_seconds: Annotated[
-        Seconds,
-        Meta(
-            description=(
-                "A GPU that fails again within this time must be quiet for twice as long as the "
-                "time before."
-            )
-        ),
-    ] = 3600.0
-    max_quiet_seconds: Annotated[
-        Seconds, Meta(description="The longest quiet time that flapping can lead to.")
-    ] = 3600.0
 
 
 class Gpu(msgspec.Struct, frozen=True, rename="camel", forbid_unknown_fields=True):

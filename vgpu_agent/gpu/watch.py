@@ -486,8 +486,6 @@ def _recovery_policy(settings: Recovery) -> RecoveryPolicy:
     return RecoveryPolicy(
         automatic=settings.mode == "auto",
         quiet_seconds=settings.quiet_seconds,
-        flap_window_seconds=settings.flap_window_seconds,
-        max_quiet_seconds=settings.max_quiet_seconds,
     )
 
 

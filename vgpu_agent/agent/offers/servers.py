@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from vgpu_agent.status import PluginStatus
 
 
-def check_offer(resources: Iterable[Resource], budget_bytes: int) -> None:
+def check_offer(resources: Iterable[Resource]) -> None:
     """Make sure that every resource's list fits into one message.
 
     Raises:
@@ -41,7 +41,7 @@ def check_offer(resources: Iterable[Resource], budget_bytes: int) -> None:
     reasons: dict[str, str] = {}
     for resource in resources:
         try:
-            check_budget(resource, budget_bytes)
+            check_budget(resource)
         except OfferError as err:
             reasons |= err.reasons
     if reasons:
@@ -231,7 +231,7 @@ class Offering:
             self.withhold(resource.name, why)
             return False
         try:
-            check_budget(resource, self._settings.message_budget_bytes)
+            check_budget(resource)
         except OfferError as err:
             self.withhold(resource.name, Withheld(err.reasons[resource.name]))
             return False

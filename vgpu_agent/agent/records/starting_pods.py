@@ -15,6 +15,7 @@ import contextlib
 import time
 from typing import TYPE_CHECKING
 
+from vgpu_agent.cluster import pod_publisher
 from vgpu_agent.model import Decider
 
 if TYPE_CHECKING:
@@ -40,7 +41,6 @@ class StartingPods:
         ledger: Ledger,
         *,
         served: Callable[[], Container[tuple[str, str, str]]],
-        longest_seconds: float,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """Use ``book``.
@@ -49,14 +49,11 @@ class StartingPods:
             book: the pods of this node.
             ledger: knows which resources are of interest.
             served: UID, container and resource of what has been put in force already.
-            longest_seconds: how long a start takes; a pod that `any` has seen pending for longer
-                waits for something else.
             clock: seconds that only grow.
         """
         self._book = book
         self._ledger = ledger
         self._served = served
-        self._longest_seconds = longest_seconds
         self._clock = clock
         self._offered: tuple[Resource, ...] = ()
         # those of `_offered`, and the same object until others are offered
@@ -87,7 +84,10 @@ class StartingPods:
             and any(not wanted.isdisjoint(container.limits) for container in pod.containers)
         ]
         self._pending_since = {uid: self._pending_since.get(uid, now) for uid in pending}
-        return any(now - since < self._longest_seconds for since in self._pending_since.values())
+        return any(
+            now - since < pod_publisher.STARTS_FIRST_SECONDS
+            for since in self._pending_since.values()
+        )
 
     def name(self, pod_uid: str, *, live: bool = False) -> tuple[str, str] | None:
         """(namespace, name) of the pod that the kubelet knows under a UID; None when we do not know
