@@ -234,11 +234,13 @@ def list_size_bytes(ids: Iterable[DeviceId]) -> int:
 
 
 def too_long(size_bytes: int) -> str:
-    """Explain by how much a device list of that size exceeds a message; empty when it fits."""
+    """Explain by how much a device list of that size exceeds a message, as the end of a sentence
+    about its ids; empty when it fits.
+    """
     if size_bytes <= MESSAGE_BUDGET_BYTES:
         return ""
     return (
-        f"a device list of {size_bytes / _MEBIBYTE:.2f} MiB, and the agent sends at most "
+        f"make a device list of {size_bytes / _MEBIBYTE:.2f} MiB, and the agent sends at most "
         f"{MESSAGE_BUDGET_BYTES / _MEBIBYTE:.2f} MiB, because the kubelet refuses 4 MiB"
     )
 

@@ -66,7 +66,7 @@ class Stage:
         self.kubelet = SimulatedKubelet(folder / "kubelet")
         self.config = folder / "config.yaml"
         self.agents: list[AgentProcess] = []
-        self.constants: dict[str, float] = dict(QUICK_CONSTANTS)
+        self.constants: dict[str, float | str] = dict(QUICK_CONSTANTS)
 
     def agent(
         self,

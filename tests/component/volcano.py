@@ -94,7 +94,7 @@ class VolcanoStage:
         self.config = folder / "config.yaml"
         self.log = folder / "agent.log"
         self.agent: AgentProcess
-        self.constants: dict[str, float] = dict(QUICK_CONSTANTS)
+        self.constants: dict[str, float | str] = dict(QUICK_CONSTANTS)
         self.factor = FACTOR
 
     def configure(self, more: str = VGPU, *, factor: int = FACTOR) -> None:

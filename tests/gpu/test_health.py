@@ -229,6 +229,8 @@ _PROBES = st.builds(
     recovery_action=st.sampled_from(RecoveryAction),
     remap_pending=st.booleans(),
 )
+
+
 def test_a_quiet_time_above_the_longest_is_kept() -> None:
     """The operator's number counts as it is; only flapping has a limit."""
     machine = _machine(RecoveryPolicy(quiet_seconds=2 * MAX_QUIET_SECONDS))

@@ -55,7 +55,12 @@ FORMER_KEYS = {
     "mps.backoffMaxSeconds": "an MPS control daemon is started again after at most 30 s",
     "mps.backoffMinSeconds": "an MPS control daemon is started again after 1 s at first",
     "mps.commandTimeoutSeconds": "a command of the control daemon or of nvidia-smi may take 10 s",
+    "mps.containerRoot": (
+        "the directory of MPS is /mps in the agent's container and in those of its clients"
+    ),
+    "mps.controlBinary": "nvidia-cuda-mps-control is looked for in the agent's PATH",
     "mps.probeSeconds": "each MPS control daemon is checked every 5 s",
+    "mps.smiBinary": "nvidia-smi is looked for in the agent's PATH",
     "shutdownSeconds": "an orderly stop takes at most 10 s, and open HTTP requests get 10 s more",
     "tasks.backoffMaxSeconds": "a failed loop is started again after at most 30 s",
     "tasks.backoffMinSeconds": "a failed loop is started again after 0.5 s at first",

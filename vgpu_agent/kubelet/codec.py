@@ -142,7 +142,7 @@ def check_budget(resource: Resource) -> None:
     if resource.unit:
         fewer = -(-size // device_ids.MESSAGE_BUDGET_BYTES)
         remedy = f"{resource.unit}: change it so that there are {fewer} times fewer ids"
-        raise OfferError({resource.name: f"{len(resource.ids)} ids make {problem}; {remedy}"})
+        raise OfferError({resource.name: f"{len(resource.ids)} ids {problem}; {remedy}"})
     # The last id of a block of numbered ids is its longest. There may be too many to measure each.
     ids = (
         [block.at(block.count - 1) for block in resource.ids.blocks if block.count]
@@ -157,11 +157,7 @@ def check_budget(resource: Resource) -> None:
         f"{len(resource.ids) // devices} are configured"
     )
     raise OfferError(
-        {
-            resource.name: (
-                f"{len(resource.ids)} ids of up to {largest} bytes make {problem}; {remedy}"
-            )
-        }
+        {resource.name: (f"{len(resource.ids)} ids of up to {largest} bytes {problem}; {remedy}")}
     )
 
 

@@ -88,7 +88,7 @@ class MpsController:
             family.name: family.mps(settings) for family in FAMILIES if family.mps
         }
         self._exposed = collisions.exposed_mps_directory(settings)
-        self._of_host = HostDaemon(isolation.DEFAULT_PIPE_DIRECTORY, settings.mps)
+        self._of_host = HostDaemon(isolation.DEFAULT_PIPE_DIRECTORY)
         if self._started:  # the ledger need not change with it
             self._refresh()
 

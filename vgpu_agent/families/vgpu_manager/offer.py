@@ -206,7 +206,7 @@ def _quota(
 def _excess(resource: Resource) -> str:
     """Explain by how much the list exceeds a message of the kubelet; empty when it fits."""
     problem = too_long(list_size_bytes(resource.ids))
-    return f"{len(resource.ids)} ids make {problem}" if problem else ""
+    return f"{len(resource.ids)} ids {problem}" if problem else ""
 
 
 def _remedy(resource: Resource, inventory: Inventory, options: VgpuManagerOptions) -> str:

@@ -379,7 +379,7 @@ class VolcanoGpushareFamily:
                 if fitting
                 else "volcanoGpushare.strategy: number offers whole GPUs"
             )
-            ids_made = f"{len(ids)} ids of {factor} MiB make"
+            ids_made = f"{len(ids)} ids of {factor} MiB"
             raise OfferError({MEMORY_RESOURCE: f"{ids_made} {problem}; {remedy}"})
 
     def _factor(self, inventory: Inventory) -> int:

@@ -303,6 +303,6 @@ def _check_lists(
         remedy = f"{resource.unit}: choose less"
         if resource.name == options.names.memory and (fitting := _fitting_factor(gpus, options)):
             remedy = f"{resource.unit}: {fitting} would fit, or 0 to have it chosen"
-        problems[resource.name] = f"{len(ids)} ids make {problem}; {remedy}"
+        problems[resource.name] = f"{len(ids)} ids {problem}; {remedy}"
     if problems:
         raise OfferError(problems)
