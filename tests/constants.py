@@ -52,6 +52,7 @@ MIG_RETRY = "vgpu_agent.agent.devices.mig:RETRY_SECONDS"
 MPS_CONTAINER_ROOT = "vgpu_agent.isolation.mps:CONTAINER_ROOT"
 MPS_CONTROL_BINARY = "vgpu_agent.mps.host_tools:CONTROL_BINARY"
 MPS_SMI_BINARY = "vgpu_agent.mps.host_tools:SMI_BINARY"
+SYSFS_ROOT = "vgpu_agent.config.settings:SYSFS_ROOT"
 SOCKET_POLL = "vgpu_agent.kubelet.directory:POLL_SECONDS"
 
 

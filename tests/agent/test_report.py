@@ -61,7 +61,10 @@ class Parts:
         )
         settings = loaded.settings
         journal, self.ledger, self.kubelet = Journal(), Ledger(), KubeletStatus()
-        self.supervisor, self.watch = supervisor, GpuWatch(settings.gpu, journal)
+        self.supervisor, self.watch = (
+            supervisor,
+            GpuWatch(settings.gpu, journal, sysfs_root=settings.sysfs_root),
+        )
         self.allocator = Allocator(
             without_pods(
                 ledger=self.ledger,

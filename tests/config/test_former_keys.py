@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import argparse
 import importlib
 
 import pytest
 
 from tests.config.conftest import Load, Problems
-from vgpu_agent.config import schema
+from vgpu_agent.config import options, schema
 from vgpu_agent.config.former_keys import former_keys
 
 # The constants that took the place of keys.
@@ -96,3 +97,17 @@ def test_a_key_that_never_was_is_an_error_in_a_former_section(problems_of: Probl
 def test_a_former_section_without_keys_is_nothing(load_text: Load) -> None:
     """As it remains of a copied example in which every key is a comment."""
     assert load_text("version: v1\ntasks:\n").warnings == ()
+
+
+@pytest.mark.parametrize(("value", "warned"), [("/sys", False), ("/host/sys", True)])
+def test_a_former_flag_is_accepted_and_named(load_text: Load, value: str, warned: bool) -> None:
+    """A DaemonSet that still passes it must come up."""
+    parser = argparse.ArgumentParser()
+    options.add_arguments(parser)
+    given = options.given(parser.parse_args([f"--sysfs-root={value}"]))
+
+    loaded = load_text("version: v1\n", flags=given)
+
+    sentence = f'--sysfs-root: "{value}" has no effect here; sysfs is read at /sys; remove the flag'
+    assert loaded.warnings == ((sentence,) if warned else ())
+    assert loaded.settings.sysfs_root == "/sys"

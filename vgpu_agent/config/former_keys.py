@@ -33,6 +33,7 @@ FORMER_KEYS = {
         "a GPU that fails again within 3600 s must be quiet for twice as long as before"
     ),
     "gpu.recovery.maxQuietSeconds": "flapping leads to a quiet time of 3600 s at most",
+    "gpu.sysfsRoot": "sysfs is read at /sys, where every container has the node's",
     "hamiCore.lockDirectory": (
         "containers share no lock directory of the node; a library that wants one gets its own in "
         "each container"

@@ -133,7 +133,7 @@ class Reading:
         self._problems.add(source, "", text)
 
     def derive_from_simulate(self) -> None:
-        """Set the roots of driver, devices, sysfs and procfs, unless they are set, to the directory
+        """Set the roots of driver, devices and procfs, unless they are set, to the directory
         of simulated GPUs.
         """
         directory = self._accepted.get("simulate", "")
@@ -142,7 +142,6 @@ class Reading:
         for path, value in (
             ("gpu.driverRoot", directory),
             *((path, "") for path in ("gpu.devRoot",) if self._is_listed_default(path)),
-            ("gpu.sysfsRoot", os.path.join(directory, "sys")),
             ("gpu.procRoot", os.path.join(directory, "proc")),
         ):
             if path not in self._places or self._is_listed_default(path):

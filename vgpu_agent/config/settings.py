@@ -26,6 +26,10 @@ from vgpu_agent.config.mps import Mps
 from vgpu_agent.config.types import NODE_NAME, Address, Directory, OptionalPath, Seconds
 from vgpu_agent.config.vgpu_control import VgpuControl
 
+# Where sysfs is mounted, in a container as on the node; NUMA nodes, PCI paths and cgroups are read
+# from it.
+SYSFS_ROOT = "/sys"
+
 Section = TypeVar("Section", bound=msgspec.Struct)
 
 
@@ -138,16 +142,13 @@ class Gpu(msgspec.Struct, frozen=True, rename="camel", forbid_unknown_fields=Tru
             )
         ),
     ] = ""
-    sysfs_root: Annotated[
-        Directory,
-        Meta(description="Where sysfs is mounted; NUMA nodes and PCI paths are read from it."),
-    ] = "/sys"
     proc_root: Annotated[
         Directory,
         Meta(
             description=(
                 "Where procfs is mounted: which folders of grants are in use, and, where it shows "
-                "the host, which processes live."
+                "the host, which processes live. A mount of the host's /proc elsewhere shows that "
+                "without `hostPID`."
             )
         ),
     ] = "/proc"
@@ -257,7 +258,7 @@ class Settings(msgspec.Struct, frozen=True, rename="camel", forbid_unknown_field
         Meta(
             description=(
                 "Directory of simulated GPUs (`vgpu-agent sim create`) to run on instead of a "
-                "driver. driverRoot, sysfsRoot and procRoot then lie in it, unless they are set. "
+                "driver. Its sysfs is used, and driverRoot and procRoot lie in it, unless they are "
                 "Empty: real GPUs."
             )
         ),
@@ -308,6 +309,11 @@ class Settings(msgspec.Struct, frozen=True, rename="camel", forbid_unknown_field
     def is_on(self, family: str) -> bool:
         """Tell whether ``families`` switches that family on; false for one that was not added."""
         return bool(getattr(self.families, family.replace("-", "_"), False))
+
+    @property
+    def sysfs_root(self) -> str:
+        """The root of sysfs: the node's, or that of the simulated GPUs."""
+        return os.path.join(self.simulate, "sys") if self.simulate else SYSFS_ROOT
 
     @property
     def node_name_or_hostname(self) -> str:

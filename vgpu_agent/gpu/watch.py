@@ -75,7 +75,12 @@ class GpuWatch:
     """
 
     def __init__(
-        self, settings: GpuSettings, journal: Journal, *, beat: Callable[[], None] = lambda: None
+        self,
+        settings: GpuSettings,
+        journal: Journal,
+        *,
+        sysfs_root: str,
+        beat: Callable[[], None] = lambda: None,
     ) -> None:
         self.inventory: Latest[Inventory] = Latest(Inventory())
         self.usage: Latest[tuple[GpuUsage, ...]] = Latest(())
@@ -89,7 +94,7 @@ class GpuWatch:
         self._session = Session(
             self._nvml,
             driver_root=Path(settings.driver_root),
-            sysfs_root=Path(settings.sysfs_root),
+            sysfs_root=Path(sysfs_root),
             proc_root=Path(settings.proc_root),
             report=self._pass_on,
         )

@@ -70,7 +70,7 @@ class MpsController:
             holders=self._holders,
             changed=lambda: self._news.publish(self._news.version + 1),
             gpus=lambda: [gpu.uuid for gpu in inventory().gpus],
-            sysfs_root=settings.gpu.sysfs_root,
+            sysfs_root=settings.sysfs_root,
             proc_root=settings.gpu.proc_root,
             share_memory=_share_nothing if settings.simulate else directories.share_memory,
         )
