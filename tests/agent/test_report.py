@@ -77,7 +77,6 @@ class Parts:
         self.offering = Offering(
             ledger=self.ledger,
             allocator=self.allocator,
-            settings=settings.kubelet,
             directory=DirectoryWatch(path, poll_seconds=5, journal=journal, status=self.kubelet),
             supervisor=supervisor,
             journal=journal,

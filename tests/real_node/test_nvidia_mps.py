@@ -32,7 +32,8 @@ mps:
 """
 
 
-CONSTANTS = QUICK_CONSTANTS | {
+CONSTANTS: dict[str, float | str] = {
+    **QUICK_CONSTANTS,
     constants.MPS_CONTAINER_ROOT: "FOLDER/mps",
     constants.MPS_CONTROL_BINARY: "FOLDER/tools/nvidia-cuda-mps-control",
     constants.MPS_SMI_BINARY: "FOLDER/tools/nvidia-smi",

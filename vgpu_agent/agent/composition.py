@@ -229,7 +229,6 @@ class Agent:
         self._offering = Offering(
             ledger=self._ledger,
             allocator=self._allocator,
-            settings=kubelet,
             directory=self._directory,
             supervisor=self._supervisor,
             journal=self._journal,

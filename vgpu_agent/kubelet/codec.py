@@ -157,7 +157,7 @@ def check_budget(resource: Resource) -> None:
         f"{len(resource.ids) // devices} are configured"
     )
     raise OfferError(
-        {resource.name: (f"{len(resource.ids)} ids of up to {largest} bytes {problem}; {remedy}")}
+        {resource.name: f"{len(resource.ids)} ids of up to {largest} bytes {problem}; {remedy}"}
     )
 
 

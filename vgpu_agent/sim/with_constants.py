@@ -35,8 +35,9 @@ def set_constants(constants: Mapping[str, float | str]) -> None:
             module = importlib.import_module(module_name)
         except (ImportError, ValueError) as err:
             raise SimulationError(f"{name}: there is no module {module_name}: {err}") from err
-        kind, word = (str, "text") if isinstance(value, str) else (int | float, "number")
-        if not constant.isupper() or not isinstance(getattr(module, constant, None), kind):
+        before = getattr(module, constant, None) if constant.isupper() else None
+        word = "text" if isinstance(value, str) else "number"
+        if not isinstance(before, str if word == "text" else int | float):
             raise SimulationError(f"{name}: {module_name} has no constant {word} {constant}")
         setattr(module, constant, value)
 

@@ -68,7 +68,7 @@ async def dividing(
 
     node, program = await asyncio.to_thread(prepared)
     quick = {constants.MIG_SETTLE: PATIENCE_SECONDS, constants.MIG_RETRY: 0.01}
-    async with watching(node, quick | (others or {})) as watched:
+    async with watching(node, {**quick, **(others or {})}) as watched:
         parted = MigParted(
             program,
             folder / "mig",

@@ -58,7 +58,6 @@ class Node:
                     journal=self.journal,
                 )
             ),
-            settings=settings,
             directory=DirectoryWatch(
                 settings.device_plugin_directory,
                 poll_seconds=5,

@@ -23,7 +23,6 @@ if TYPE_CHECKING:
 
     from vgpu_agent.allocation.allocator import Allocator
     from vgpu_agent.concurrency import Supervisor
-    from vgpu_agent.config.settings import Kubelet
     from vgpu_agent.journal import Journal
     from vgpu_agent.kubelet.directory import DirectoryWatch
     from vgpu_agent.ledger import Ledger
@@ -62,7 +61,6 @@ class Offering:
         *,
         ledger: Ledger,
         allocator: Allocator,
-        settings: Kubelet,
         directory: DirectoryWatch,
         supervisor: Supervisor,
         journal: Journal,
@@ -70,7 +68,6 @@ class Offering:
     ) -> None:
         self._ledger = ledger
         self._allocator = allocator
-        self._settings = settings
         self._directory = directory
         self._supervisor = supervisor
         self._journal = journal
