@@ -258,8 +258,8 @@ class Settings(msgspec.Struct, frozen=True, rename="camel", forbid_unknown_field
         Meta(
             description=(
                 "Directory of simulated GPUs (`vgpu-agent sim create`) to run on instead of a "
-                "driver. Its sysfs is used, and driverRoot and procRoot lie in it, unless they are "
-                "Empty: real GPUs."
+                "driver. Its sysfs is read, and driverRoot and procRoot lie in it, unless they are "
+                "set. Empty: real GPUs."
             )
         ),
     ] = ""
