@@ -85,7 +85,7 @@ def test_what_vgpu_control_needs_lies_where_the_agent_looks() -> None:
         for mount in agent["volumeMounts"]
     }
     host_directory = DEFAULTS.vgpu_control.host_directory
-    cgroups = f"{DEFAULTS.gpu.sysfs_root}/fs/cgroup"
+    cgroups = f"{DEFAULTS.sysfs_root}/fs/cgroup"
     assert places == {host_directory: (host_directory, False), cgroups: (cgroups, True)}
     assert (patched["hostPID"], DEFAULTS.vgpu_control.processes) == (True, "client")
     assert "securityContext" not in agent
