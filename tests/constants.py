@@ -43,10 +43,20 @@ RESERVATION = "vgpu_agent.agent.records.verification:RESERVATION_SECONDS"
 REGISTER_RETRY_MAX = "vgpu_agent.kubelet.server:RETRY_MAX_SECONDS"
 COALESCE = "vgpu_agent.kubelet.server:COALESCE_SECONDS"
 DRAIN = "vgpu_agent.kubelet.server:DRAIN_SECONDS"
+MESSAGE_BUDGET = "vgpu_agent.device_ids:MESSAGE_BUDGET_BYTES"
+FLAP_WINDOW = "vgpu_agent.gpu.health:FLAP_WINDOW_SECONDS"
+MAX_QUIET = "vgpu_agent.gpu.health:MAX_QUIET_SECONDS"
+STARTS_FIRST = "vgpu_agent.cluster.pod_publisher:STARTS_FIRST_SECONDS"
+MIG_SETTLE = "vgpu_agent.agent.devices.mig:SETTLE_SECONDS"
+MIG_RETRY = "vgpu_agent.agent.devices.mig:RETRY_SECONDS"
+MPS_CONTAINER_ROOT = "vgpu_agent.isolation.mps:CONTAINER_ROOT"
+MPS_CONTROL_BINARY = "vgpu_agent.mps.host_tools:CONTROL_BINARY"
+MPS_SMI_BINARY = "vgpu_agent.mps.host_tools:SMI_BINARY"
+SYSFS_ROOT = "vgpu_agent.config.settings:SYSFS_ROOT"
 SOCKET_POLL = "vgpu_agent.kubelet.directory:POLL_SECONDS"
 
 
-def use(monkeypatch: pytest.MonkeyPatch, constants: Mapping[str, float]) -> None:
+def use(monkeypatch: pytest.MonkeyPatch, constants: Mapping[str, float | str]) -> None:
     """Set constants in this process until ``monkeypatch`` takes it back."""
     for name, value in constants.items():
         monkeypatch.setattr(name.replace(":", "."), value)

@@ -211,6 +211,10 @@ class NumberedList(Sequence[ListedDevice]):
         return self.others[place]
 
 
+# Largest device list that is sent. The kubelet refuses a message of 4 MiB (the default limit of its
+# gRPC library) and drops the stream that carried it; this leaves room for ids that grow.
+MESSAGE_BUDGET_BYTES = 3_670_016
+_MEBIBYTE = 1024 * 1024
 _HEALTH_FIELD_BYTES = 11  # tag, length and the longer of the two words, "Unhealthy"
 
 
@@ -226,6 +230,18 @@ def list_size_bytes(ids: Iterable[DeviceId]) -> int:
         (end - start) * element_size_bytes(block.at(start))
         for block in ids.blocks
         for start, end in block.equally_long()
+    )
+
+
+def too_long(size_bytes: int) -> str:
+    """Explain by how much a device list of that size exceeds a message, as the end of a sentence
+    about its ids; empty when it fits.
+    """
+    if size_bytes <= MESSAGE_BUDGET_BYTES:
+        return ""
+    return (
+        f"make a device list of {size_bytes / _MEBIBYTE:.2f} MiB, and the agent sends at most "
+        f"{MESSAGE_BUDGET_BYTES / _MEBIBYTE:.2f} MiB, because the kubelet refuses 4 MiB"
     )
 
 

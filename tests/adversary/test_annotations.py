@@ -122,7 +122,7 @@ async def test_thousands_of_pods_that_never_start_do_not_delay_a_neighbours_star
     """
     place = Place()
     place.book.replace([placed_by_its_owner(f"never-{number}") for number in range(5000)])
-    starting = StartingPods(place.book, place.ledger, started=dict, longest_seconds=10)
+    starting = StartingPods(place.book, place.ledger, started=dict)
     place.book.put(stranger())
     began = time.process_time()
     holders = frozenset((f"uid-never-{number}", "main") for number in range(5000))

@@ -40,7 +40,6 @@ from vgpu_agent.cluster.node_publisher import NodePublisher
 from vgpu_agent.cluster.pod_publisher import PodPublisher
 from vgpu_agent.cluster.watching import NodeWatch, PodWatch
 from vgpu_agent.concurrency import Latest, Revision, Supervisor
-from vgpu_agent.config.binding import Cluster
 from vgpu_agent.errors import ClusterError
 from vgpu_agent.journal import Journal
 from vgpu_agent.nodes import DesiredNode, Node
@@ -175,7 +174,6 @@ class Agent:
             book,
             lambda: {"uid-a": DesiredPod({"a": "b"})},
             Revision(),
-            Cluster(),
             self.journal,
         )
         conditions = {"Vgpu": ("True", "r", "m")}

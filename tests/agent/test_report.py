@@ -61,7 +61,10 @@ class Parts:
         )
         settings = loaded.settings
         journal, self.ledger, self.kubelet = Journal(), Ledger(), KubeletStatus()
-        self.supervisor, self.watch = supervisor, GpuWatch(settings.gpu, journal)
+        self.supervisor, self.watch = (
+            supervisor,
+            GpuWatch(settings.gpu, journal, sysfs_root=settings.sysfs_root),
+        )
         self.allocator = Allocator(
             without_pods(
                 ledger=self.ledger,
@@ -74,7 +77,6 @@ class Parts:
         self.offering = Offering(
             ledger=self.ledger,
             allocator=self.allocator,
-            settings=settings.kubelet,
             directory=DirectoryWatch(path, poll_seconds=5, journal=journal, status=self.kubelet),
             supervisor=supervisor,
             journal=journal,

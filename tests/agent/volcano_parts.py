@@ -101,7 +101,6 @@ class Wired:
         self.offering = Offering(
             ledger=self.ledger,
             allocator=self.allocator,
-            settings=kubelet,
             directory=DirectoryWatch(
                 kubelet.device_plugin_directory,
                 poll_seconds=5,

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from tests import constants
 from tests.allocation.mixed_node import Container, MixedNode
 from tests.families.nvidia.parts import shared_by
 from tests.families.volcano_vgpu.golden import U0, U1, main, pod
@@ -212,11 +213,15 @@ async def test_a_pod_that_no_scheduler_placed_keeps_off_gpus_that_another_family
     ("others", "serving", "expected"), [((), (), 0), ((), (1,), 1), ((0,), (), 1)]
 )
 def test_an_instance_is_taken_of_a_gpu_that_serves_the_family(
-    others: tuple[int, ...], serving: tuple[int, ...], expected: int
+    others: tuple[int, ...],
+    serving: tuple[int, ...],
+    expected: int,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Both GPUs have a MIG instance that fits.
     One of a GPU that another family has or waits for is not taken.
     """
+    constants.use(monkeypatch, {constants.MESSAGE_BUDGET: 10**9})
     asked = ask(pod(main(number=1, memory=4000)), divided(*GROUP2, of_u1=GROUP2))
     used, wanted = (
         frozenset(CARDS_40GB[place] for place in places) for places in (serving, others)

@@ -121,7 +121,6 @@ def test_show_lists_each_value_and_where_it_came_from(
         ["simulate", "/sim", "flag --simulate"],
         ["log.level", "debug", "config.yaml:3"],
         ["gpu.driverRoot", "/sim", "derived from simulate"],
-        ["gpu.sysfsRoot", "/sim/sys", "derived from simulate"],
         ["gpu.procRoot", "/sim/proc", "derived from simulate"],
     ]
     assert len({line.rindex("default") for line in lines if line.endswith("default")}) == 1

@@ -12,10 +12,10 @@ from typing import Any
 
 import pytest
 
+from tests import constants
 from tests.cluster.fake_api import FakeApi, WatchedPods, pod, pod_at, running, unavailable
 from vgpu_agent.cluster.pod_publisher import PodPublisher
 from vgpu_agent.concurrency import Revision
-from vgpu_agent.config.binding import Cluster
 from vgpu_agent.errors import ClusterError
 from vgpu_agent.journal import Journal
 from vgpu_agent.pods import MIRROR_POD, STATIC_POD_HASH, DesiredPod, Pod
@@ -50,7 +50,6 @@ class World:
             self.watched.book,
             lambda: self.desired_state,
             self.wake,
-            Cluster(),
             self.journal,
         )
 
@@ -153,7 +152,6 @@ async def test_the_last_line_about_a_start_bears_the_tokens_of_the_pods_grants()
         world.watched.book,
         lambda: world.desired_state,
         world.wake,
-        Cluster(),
         world.journal,
         tokens=lambda uid: [f"token of {uid}"],
     )
@@ -224,17 +222,20 @@ async def test_several_pods_are_written_at_once_and_not_too_many() -> None:
     assert world.publisher.counts.written == 40
 
 
+@pytest.fixture(autouse=True)
+def _short_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+    constants.use(monkeypatch, {constants.STARTS_FIRST: 3})
+
+
 def patient(world: World, starting: Callable[[], bool]) -> PodPublisher:
     """A publisher that knows that pods are being started, for 3 s at most,
     and the annotations that only report progress.
     """
-    desired_state, settings = (lambda: world.desired_state), Cluster(starts_first_seconds=3)
     return PodPublisher(
         world.api,
         world.watched.book,
-        desired_state,
+        lambda: world.desired_state,
         world.wake,
-        settings,
         world.journal,
         starting=starting,
         progress={PHASE, TIME, TODO},
@@ -259,7 +260,7 @@ async def test_what_only_says_how_far_a_pod_has_come_waits_while_pods_are_being_
 
 
 async def test_writes_wait_for_starts_only_for_seconds() -> None:
-    """`cluster.startsFirstSeconds`: an image may take minutes.
+    """`STARTS_FIRST_SECONDS`: an image may take minutes.
     The loop gives signs of life meanwhile.
     """
     world, beats = World("a"), list[float]()

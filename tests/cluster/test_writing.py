@@ -19,7 +19,7 @@ from vgpu_agent.cluster.pod_publisher import PodPublisher
 from vgpu_agent.cluster.reschedule import Reschedule
 from vgpu_agent.cluster.watching import NodeWatch, PodWatch
 from vgpu_agent.concurrency import Revision
-from vgpu_agent.config.binding import Binding, Cluster
+from vgpu_agent.config.binding import Binding
 from vgpu_agent.errors import ClusterError
 from vgpu_agent.journal import Journal
 from vgpu_agent.nodes import DesiredNode
@@ -129,7 +129,7 @@ async def test_a_pods_annotations_stand_after_an_outage(
     book, wake = PodCache(), Revision()
     desired_state: dict[str, DesiredPod] = {}
     watch = PodWatch(client, "n1", book, journal=journal)
-    publisher = PodPublisher(client, book, lambda: desired_state, wake, Cluster(), journal)
+    publisher = PodPublisher(client, book, lambda: desired_state, wake, journal)
     pod = server.objects.create("pods", _pod("a"))
     async with running(watch.run), running(publisher.run):
         await until(lambda: len(book.pods) == 1)

@@ -28,12 +28,13 @@ GPU = "nvidia.com/gpu"
 # Short pauses everywhere, so that a test sees in a second what a node sees in minutes.
 QUICK = """\
 version: v1
-gpu: {usageSeconds: 0.5, recovery: {quietSeconds: 0.5, maxQuietSeconds: 5}}
+gpu: {usageSeconds: 0.5, recovery: {quietSeconds: 0.5}}
 """
 QUICK_CONSTANTS = {
     constants.RELOAD: 0.1,
     constants.GPU_POLL: 0.2,
     constants.GPU_INIT_RETRY: 0.2,
+    constants.MAX_QUIET: 5,
     constants.SPEC_LOOK: 0.2,
     constants.VERIFY: 1,
     constants.RESERVATION: 3,
@@ -65,7 +66,7 @@ class Stage:
         self.kubelet = SimulatedKubelet(folder / "kubelet")
         self.config = folder / "config.yaml"
         self.agents: list[AgentProcess] = []
-        self.constants: dict[str, float] = dict(QUICK_CONSTANTS)
+        self.constants: dict[str, float | str] = dict(QUICK_CONSTANTS)
 
     def agent(
         self,

@@ -33,13 +33,15 @@ class Mps:
         }
         self.tools = MpsTools.install(stage.folder / "tools", stage.node.directory)
         self.root = stage.folder / "mps"
+        stage.constants |= {
+            constants.MPS_CONTAINER_ROOT: str(self.root),
+            constants.MPS_CONTROL_BINARY: str(self.tools.control),
+            constants.MPS_SMI_BINARY: str(self.tools.smi),
+        }
         self.pipe = self.root / GPU / "pipe"
         self.config = f"""{QUICK}
 mps:
   root: /run/nvidia/mps
-  containerRoot: {self.root}
-  controlBinary: {self.tools.control}
-  smiBinary: {self.tools.smi}
   shmSizeMib: 1
 """
 
@@ -141,7 +143,7 @@ async def test_a_bad_control_binary_withholds_its_resource_only(mps: Mps, binary
     stage = mps.stage
     config = mps.shared + "families: {aws: true}\n"
     if binary == "missing":
-        config = config.replace(str(mps.tools.control), "/nowhere/mps-control")
+        stage.constants[constants.MPS_CONTROL_BINARY] = "/nowhere/mps-control"
         said = "cannot run /nowhere/mps-control: No such file or directory"
     else:
         mps.tools.misbehave(get_default_active_thread_percentage="nonsense")

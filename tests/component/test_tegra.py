@@ -7,6 +7,7 @@ from __future__ import annotations
 import asyncio
 import re
 
+from tests import constants
 from tests.component.conftest import GPU, QUICK, SHARED, Stage
 from vgpu_agent.sim.agent_process import AgentProcess
 
@@ -16,7 +17,8 @@ def on_tegra(stage: Stage, config: str = "", **environment: str) -> AgentProcess
     release = stage.folder / "host" / "etc" / "nv_tegra_release"
     release.parent.mkdir(parents=True)
     release.write_text("# R35 (release), REVISION: 4.1\n")
-    root = f"gpu: {{driverRoot: {stage.folder / 'host'}, sysfsRoot: {stage.folder / 'sys'}, "
+    root = f"gpu: {{driverRoot: {stage.folder / 'host'}, "
+    stage.constants[constants.SYSFS_ROOT] = str(stage.folder / "sys")
     return stage.agent(
         QUICK.replace("gpu: {", root) + config, simulate=False, environment=environment
     )

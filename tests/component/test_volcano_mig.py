@@ -43,8 +43,6 @@ class MigStage(VolcanoStage):
         keys = {
             "operatingMode": "mig",
             "migParted": program,
-            "migSettleSeconds": 10,
-            "migRetrySeconds": 0.3,
             "nodeConfigFile": "''",
         }
         keys |= settings
@@ -57,7 +55,7 @@ class MigStage(VolcanoStage):
     def configure(self, more: str = "", *, factor: int = 64, mig: str = "") -> None:
         """Write the agent's configuration."""
         super().configure(more, factor=factor)
-        self.constants[constants.POD_WAIT] = 10
+        self.constants |= {constants.POD_WAIT: 10, constants.MIG_RETRY: 0.3}
         replace_text(self.config, self.config.read_text().replace("nodeConfigFile: ''", mig))
 
     @property

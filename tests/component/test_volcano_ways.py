@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from tests import constants
 from tests.component.volcano import IDS, VolcanoStage, asks, volcano_stage
 from vgpu_agent.sim.volcano.scheduler import VolcanoSettings
 
@@ -79,7 +80,7 @@ async def _held_back(stage: VolcanoStage) -> Callable[[], None]:
     """Pod ``quick`` runs, which is not written to it because ``slow`` waits for its image,
     until what is returned is called.
     """
-    stage.starts_first_seconds = 30.0
+    stage.constants[constants.STARTS_FIRST] = 30
     await stage.start_agent()
     pulled = stage.cluster.pull("c0")
     stage.cluster.create_pod("slow", [asks(1, 20), {}])

@@ -51,12 +51,10 @@ class ExtenderStage(VolcanoStage):
     def configure(self, more: str = FAMILY, *, factor: int = 1) -> None:
         """Write the agent's configuration; ``factor`` is MiB in a unit of memory."""
         self.factor = factor
-        text = QUICK.format(
-            node=NODE, folder=self.folder, starts_first_seconds=self.starts_first_seconds
-        )
+        text = QUICK.format(node=NODE, folder=self.folder)
         unit = f"vgpuManager: {{deviceMemoryFactor: {factor}}}\n" if factor != 1 else ""
         if self.withdraws:
-            text = text.replace("cluster: {", "cluster: {withdrawAtStop: true, ")
+            text += "cluster: {withdrawAtStop: true}\n"
         control = f"vgpuControl: {{hostDirectory: {self.folder}/control}}\n"
         replace_text(self.config, text + more + unit + control)
 

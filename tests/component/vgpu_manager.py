@@ -10,6 +10,7 @@ from collections.abc import AsyncIterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from tests import constants
 from tests.component.volcano import NODE, QUICK, QUICK_CONSTANTS
 from tests.replacing import replace_text
 from vgpu_agent.errors import SimulationError
@@ -55,7 +56,7 @@ class ManagerStage:
 
     async def start_agent(self, more: str = ON) -> AgentProcess:
         """Configure, start, and wait until the Node shows slots."""
-        text = QUICK.format(node=NODE, folder=self.folder, starts_first_seconds=0.2)
+        text = QUICK.format(node=NODE, folder=self.folder)
         control = f"vgpuControl: {{hostDirectory: {self.folder / 'manager'}}}\n"
         replace_text(self.config, text + control + more)
         self.agent = AgentProcess(
@@ -63,7 +64,7 @@ class ManagerStage:
             kubelet=self.cluster.kubelet_directory,
             simulate=self.gpus.directory,
             config=self.config,
-            constants=QUICK_CONSTANTS,
+            constants={**QUICK_CONSTANTS, constants.STARTS_FIRST: 0.2},
         )
         await self.agent.start()
         await self.offered()

@@ -39,8 +39,7 @@ nodeName: {node}
 kubeconfig: {folder}/cluster/kubeconfig
 stateDirectory: {folder}/state
 gpu:
-  {{usageSeconds: 1, recovery: {{quietSeconds: 0.5, maxQuietSeconds: 5}}}}
-cluster: {{startsFirstSeconds: {starts_first_seconds}}}
+  {{usageSeconds: 1, recovery: {{quietSeconds: 0.5}}}}
 binding: {{cdiDirectory: {folder}/cluster/cdi}}
 hamiCore: {{hostDirectory: {folder}/vgpu}}
 """
@@ -48,6 +47,8 @@ QUICK_CONSTANTS = {
     constants.RELOAD: 0.1,
     constants.GPU_POLL: 0.2,
     constants.GPU_INIT_RETRY: 0.2,
+    constants.MAX_QUIET: 5,
+    constants.STARTS_FIRST: 2,
     constants.SPEC_LOOK: 0.2,
     constants.SHUTDOWN: 3,
     constants.WEB_SHUTDOWN: 3,
@@ -81,8 +82,6 @@ class VolcanoStage:
         cluster: API server, kubelet, runtime, schedulers.
         gpus: the simulated GPUs.
         agent: the agent's process; `start_agent` makes the first.
-        starts_first_seconds: how long the agent does not write how far a pod has come while others
-            are being started.
         constants: the agent's constants that have other values; see `AgentProcess`.
     """
 
@@ -95,18 +94,13 @@ class VolcanoStage:
         self.config = folder / "config.yaml"
         self.log = folder / "agent.log"
         self.agent: AgentProcess
-        self.starts_first_seconds = 2.0
-        self.constants: dict[str, float] = dict(QUICK_CONSTANTS)
+        self.constants: dict[str, float | str] = dict(QUICK_CONSTANTS)
         self.factor = FACTOR
 
     def configure(self, more: str = VGPU, *, factor: int = FACTOR) -> None:
         """Write the agent's configuration."""
         self.factor = factor
-        text = QUICK.format(
-            node=NODE,
-            folder=self.folder,
-            starts_first_seconds=self.starts_first_seconds,
-        )
+        text = QUICK.format(node=NODE, folder=self.folder)
         text += more
         replace_text(
             self.config, text + f"volcanoVgpu: {{gpuMemoryFactor: {factor}, nodeConfigFile: ''}}\n"

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import argparse
 import importlib
 
 import pytest
 
 from tests.config.conftest import Load, Problems
-from vgpu_agent.config import schema
-from vgpu_agent.config.former_keys import FORMER_KEYS
+from vgpu_agent.config import options, schema
+from vgpu_agent.config.former_keys import former_keys
 
 # The constants that took the place of keys.
 CONSTANTS = {
@@ -23,6 +24,7 @@ CONSTANTS = {
     "cluster.handshakeMinSeconds": "families.volcano_vgpu.offer:HANDSHAKE_SECONDS",
     "cluster.requestTimeoutSeconds": "cluster.api:REQUEST_TIMEOUT_SECONDS",
     "cluster.startWaitSeconds": "agent.api_server:START_WAIT_SECONDS",
+    "cluster.startsFirstSeconds": "cluster.pod_publisher:STARTS_FIRST_SECONDS",
     "cluster.watchSeconds": "cluster.reflector:WATCH_SECONDS",
     "cluster.watchSilenceSeconds": "cluster.api:WATCH_SILENCE_SECONDS",
     "configReloadSeconds": "agent.reload:RELOAD_SECONDS",
@@ -31,8 +33,11 @@ CONSTANTS = {
     "gpu.hungUnhealthySeconds": "gpu.watch:HUNG_UNHEALTHY_SECONDS",
     "gpu.initRetrySeconds": "gpu.watch:INIT_RETRY_SECONDS",
     "gpu.pollSeconds": "gpu.watch:POLL_SECONDS",
+    "gpu.recovery.flapWindowSeconds": "gpu.health:FLAP_WINDOW_SECONDS",
+    "gpu.recovery.maxQuietSeconds": "gpu.health:MAX_QUIET_SECONDS",
     "kubelet.coalesceSeconds": "kubelet.server:COALESCE_SECONDS",
     "kubelet.drainSeconds": "kubelet.server:DRAIN_SECONDS",
+    "kubelet.messageBudgetBytes": "device_ids:MESSAGE_BUDGET_BYTES",
     "kubelet.podResourcesTimeoutSeconds": "kubelet.pod_resources:TIMEOUT_SECONDS",
     "kubelet.registerTimeoutSeconds": "kubelet.server:REGISTER_TIMEOUT_SECONDS",
     "kubelet.reservationSeconds": "agent.records.verification:RESERVATION_SECONDS",
@@ -49,12 +54,14 @@ CONSTANTS = {
     "tasks.backoffMaxSeconds": "agent.composition:TASK_BACKOFF_MAX_SECONDS",
     "tasks.backoffMinSeconds": "agent.composition:TASK_BACKOFF_MIN_SECONDS",
     "tasks.stuckSeconds": "concurrency:STUCK_SECONDS",
+    "volcanoVgpu.migRetrySeconds": "agent.devices.mig:RETRY_SECONDS",
+    "volcanoVgpu.migSettleSeconds": "agent.devices.mig:SETTLE_SECONDS",
     "web.maxBodyBytes": "agent.late_web:MAX_BODY_BYTES",
     "web.requestTimeoutSeconds": "agent.late_web:REQUEST_TIMEOUT_SECONDS",
 }
 
 
-@pytest.mark.parametrize("key", sorted(FORMER_KEYS))
+@pytest.mark.parametrize("key", sorted(former_keys()))
 def test_each_former_key_gets_its_sentence(load_text: Load, key: str) -> None:
     """The agent starts, in force is what stands beside it, and the line to remove is named."""
     *sections, name = key.split(".")
@@ -64,13 +71,13 @@ def test_each_former_key_gets_its_sentence(load_text: Load, key: str) -> None:
     loaded = load_text(text + "\n")
 
     where = f"config.yaml:{len(lines) + 1}: {key}: is gone: "
-    assert loaded.warnings == (f"{where}{FORMER_KEYS[key]}; remove the line",)
+    assert loaded.warnings == (f"{where}{former_keys()[key]}; remove the line",)
     assert loaded.settings.log.level == "debug"
 
 
 def test_no_former_key_is_a_present_one() -> None:
     """A key that came back would be read, and its sentence would be wrong."""
-    assert not set(FORMER_KEYS) & set(schema.value_paths())
+    assert not set(former_keys()) & set(schema.value_paths())
 
 
 @pytest.mark.parametrize("key", sorted(CONSTANTS))
@@ -78,7 +85,7 @@ def test_a_sentence_quotes_the_number_of_the_code(key: str) -> None:
     """Another number would be a promise that nothing keeps."""
     module, _, name = CONSTANTS[key].partition(":")
     number = getattr(importlib.import_module(f"vgpu_agent.{module}"), name)
-    assert f" {number:g} " in f" {FORMER_KEYS[key]} "
+    assert f" {number:.10g} " in f" {former_keys()[key]} "
 
 
 def test_a_key_that_never_was_is_an_error_in_a_former_section(problems_of: Problems) -> None:
@@ -90,3 +97,17 @@ def test_a_key_that_never_was_is_an_error_in_a_former_section(problems_of: Probl
 def test_a_former_section_without_keys_is_nothing(load_text: Load) -> None:
     """As it remains of a copied example in which every key is a comment."""
     assert load_text("version: v1\ntasks:\n").warnings == ()
+
+
+@pytest.mark.parametrize(("value", "warned"), [("/sys", False), ("/host/sys", True)])
+def test_a_former_flag_is_accepted_and_named(load_text: Load, value: str, warned: bool) -> None:
+    """A DaemonSet that still passes it must come up."""
+    parser = argparse.ArgumentParser()
+    options.add_arguments(parser)
+    given = options.given(parser.parse_args([f"--sysfs-root={value}"]))
+
+    loaded = load_text("version: v1\n", flags=given)
+
+    sentence = f'--sysfs-root: "{value}" has no effect here; sysfs is read at /sys; remove the flag'
+    assert loaded.warnings == ((sentence,) if warned else ())
+    assert loaded.settings.sysfs_root == "/sys"

@@ -59,7 +59,6 @@ def test_every_flag_that_was_promised_is_there(parser: argparse.ArgumentParser) 
         ),
         *(
             "--driver-root",
-            "--sysfs-root",
             "--proc-root",
             "--simulate",
             "--log-format",

@@ -259,7 +259,7 @@ def test_with_simulate_the_roots_lie_in_its_directory(load_text: Load) -> None:
 
     assert (
         loaded.settings.gpu.driver_root,
-        loaded.settings.gpu.sysfs_root,
+        loaded.settings.sysfs_root,
         loaded.settings.gpu.proc_root,
     ) == (
         "/sim",
@@ -270,7 +270,6 @@ def test_with_simulate_the_roots_lie_in_its_directory(load_text: Load) -> None:
         path for path, origin in loaded.origins.items() if origin == "derived from simulate"
     ] == [
         "gpu.driverRoot",
-        "gpu.sysfsRoot",
         "gpu.procRoot",
     ]
 
@@ -278,20 +277,20 @@ def test_with_simulate_the_roots_lie_in_its_directory(load_text: Load) -> None:
 def test_with_simulate_a_root_that_somebody_set_stays(load_text: Load) -> None:
     """This holds even for a root that was set to the default."""
     loaded = load_text(
-        "version: v1\nsimulate: /sim\ngpu:\n  sysfsRoot: /sys\n",
+        "version: v1\nsimulate: /sim\ngpu:\n  driverRoot: /\n",
         environment={"VGPU_AGENT_PROC_ROOT": "/host/proc"},
     )
 
     assert (
         loaded.settings.gpu.driver_root,
-        loaded.settings.gpu.sysfs_root,
+        loaded.settings.sysfs_root,
         loaded.settings.gpu.proc_root,
     ) == (
-        "/sim",
-        "/sys",
+        "/",
+        "/sim/sys",
         "/host/proc",
     )
-    assert loaded.origins["gpu.sysfsRoot"] == "config.yaml:4"
+    assert loaded.origins["gpu.driverRoot"] == "config.yaml:4"
 
 
 def test_an_empty_simulate_flag_switches_the_simulation_of_the_file_off(load_text: Load) -> None:

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import pytest
+
+from tests import constants
 from vgpu_agent.families.memory_units import smallest_fitting_factor
 
 
-def test_the_smallest_power_of_two_is_found() -> None:
+@pytest.mark.parametrize(("budget", "factor"), [(4000, 1), (999, 8), (0, None)])
+def test_the_smallest_power_of_two_is_found(
+    monkeypatch: pytest.MonkeyPatch, budget: int, factor: int | None
+) -> None:
     """One where it fits, the next power where it does not, None where nothing does."""
-    assert smallest_fitting_factor(lambda factor: 4000 // factor, 4000) == 1
-    assert smallest_fitting_factor(lambda factor: 4000 // factor, 999) == 8
-    assert smallest_fitting_factor(lambda _: 2, 1) is None
+    constants.use(monkeypatch, {constants.MESSAGE_BUDGET: budget})
+    assert smallest_fitting_factor(lambda factor: max(1, 4000 // factor)) == factor

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from tests import constants
-from tests.gpu.watched import SOON_HUNG
+from tests.gpu.watched import SOON_HUNG, sysfs_of
 from tests.gpu.watched import settings as quick_settings
 from tests.patience import FOR_EVER_SECONDS
 from vgpu_agent.config.settings import Gpu as GpuSettings
@@ -41,7 +41,7 @@ def tree(root: Path, **files: str) -> GpuSettings:
         if key in files:
             (root / path).parent.mkdir(parents=True, exist_ok=True)
             (root / path).write_text(files[key])
-    return GpuSettings(driver_root=str(root), sysfs_root=str(root / "sys"))
+    return GpuSettings(driver_root=str(root))
 
 
 def lists(*names: str) -> Names:
@@ -86,7 +86,7 @@ async def test_auto_goes_by_the_files_of_the_node_and_then_by_nvml(
     The rest is NVML's.
     """
     settings = await asyncio.to_thread(lambda: tree(tmp_path, **files))
-    found = await discover(settings, simulated=False, names=names)
+    found = await discover(settings, sysfs_root=f"{tmp_path}/sys", simulated=False, names=names)
     assert (found.integrated, found.doubt) == (integrated, "")
 
 
@@ -94,15 +94,21 @@ async def test_a_directory_is_no_sign(tmp_path: Path) -> None:
     """nvidia §9: files are meant. What a failed mount leaves behind is a directory."""
     await asyncio.to_thread((tmp_path / RELEASE).mkdir, parents=True)
     await asyncio.to_thread((tmp_path / SOC).mkdir, parents=True)
-    assert not (await discover(tree(tmp_path), simulated=False, names=never_asked)).integrated
+    assert not (
+        await discover(
+            tree(tmp_path), sysfs_root=f"{tmp_path}/sys", simulated=False, names=never_asked
+        )
+    ).integrated
 
 
 async def test_a_root_that_cannot_be_looked_into_is_no_sign(tmp_path: Path) -> None:
     """It is the first thing that is looked at: an agent on an ordinary node must not end over it. A
     name that is too long represents it.
     """
-    odd = GpuSettings(driver_root=str(tmp_path / ("x" * 300)), sysfs_root=str(tmp_path))
-    assert not (await discover(odd, simulated=False, names=never_asked)).integrated
+    odd = GpuSettings(driver_root=str(tmp_path / ("x" * 300)))
+    assert not (
+        await discover(odd, sysfs_root=str(tmp_path), simulated=False, names=never_asked)
+    ).integrated
 
 
 @pytest.mark.parametrize(
@@ -116,7 +122,9 @@ async def test_a_driver_that_does_not_answer_is_waited_for_and_named_with_the_wa
     async def fails(_: GpuSettings) -> tuple[str, ...] | None:
         raise error
 
-    found = await discover(tree(tmp_path, release="# R36"), simulated=False, names=fails)
+    found = await discover(
+        tree(tmp_path, release="# R36"), sysfs_root=f"{tmp_path}/sys", simulated=False, names=fails
+    )
     assert not found.integrated
     assert found.doubt == (
         f"there is {tmp_path}/{RELEASE}, but its NVML does not list GPUs: {error}; "
@@ -136,7 +144,11 @@ async def test_nvml_that_was_asked_for_and_simulated_gpus_are_not_looked_into(
     """
     tree(tmp_path, release="# R36")
     settings = GpuSettings(driver_root=str(tmp_path), **changes)
-    assert not (await discover(settings, simulated=simulated, names=never_asked)).integrated
+    assert not (
+        await discover(
+            settings, sysfs_root=f"{tmp_path}/sys", simulated=simulated, names=never_asked
+        )
+    ).integrated
 
 
 async def test_tegra_that_was_asked_for_is_offered_and_doubted_where_nothing_shows_it(
@@ -145,24 +157,29 @@ async def test_tegra_that_was_asked_for_is_offered_and_doubted_where_nothing_sho
     """nvidia §1: ``tegra`` needs no files, as upstream;
     but a node without them is probably none, and the log should say so.
     """
-    settings = GpuSettings(
-        discovery="tegra", driver_root=str(tmp_path), sysfs_root=str(tmp_path / "sys")
+    settings = GpuSettings(discovery="tegra", driver_root=str(tmp_path))
+    doubtful = await discover(
+        settings, sysfs_root=f"{tmp_path}/sys", simulated=False, names=never_asked
     )
-    doubtful = await discover(settings, simulated=False, names=never_asked)
     tree(tmp_path, soc="Tegra\n")
-    certain = await discover(settings, simulated=False, names=never_asked)
+    certain = await discover(
+        settings, sysfs_root=f"{tmp_path}/sys", simulated=False, names=never_asked
+    )
 
     assert (doubtful.integrated, certain.integrated, certain.doubt) == (True, True, "")
     assert doubtful.doubt == (
         f"gpu.discovery is tegra, but there is no {tmp_path}/{RELEASE} and {tmp_path}/{SOC} does "
         "not say Tegra; containers would find no GPU here, so set gpu.discovery: auto, unless the "
-        "node is one and the agent cannot see its files (gpu.driverRoot, gpu.sysfsRoot)"
+        "node is one and the agent cannot see its files (gpu.driverRoot, /sys)"
     )
 
 
 async def test_nvml_tells_the_names_and_is_let_go_of(node: SimulatedNode) -> None:
     """In a thread that ends; the watch that comes afterwards opens the driver for itself."""
-    assert await names_by_nvml(quick_settings(node)) == ("NVIDIA A100-SXM4-80GB",) * 4
+    assert (
+        await names_by_nvml(quick_settings(node), sysfs_root=sysfs_of(node))
+        == ("NVIDIA A100-SXM4-80GB",) * 4
+    )
 
 
 async def test_an_nvml_that_hangs_is_given_up(
@@ -172,16 +189,22 @@ async def test_an_nvml_that_hangs_is_given_up(
     constants.use(monkeypatch, SOON_HUNG)
     node.fault("nvmlDeviceGetName", delay_ms=FOR_EVER_MS, times=1)
     with pytest.raises(NvmlHungError, match="hangs in nvmlDeviceGetName"):
-        await names_by_nvml(quick_settings(node))
+        await names_by_nvml(quick_settings(node), sysfs_root=sysfs_of(node))
 
 
 async def test_the_source_is_chosen_once_by_what_was_found(tmp_path: Path) -> None:
     """The rest of the agent does not ask which of them it has."""
     settings = tree(tmp_path, release="# R36")
-    found = await discover(settings, simulated=False, names=no_library)
-    other = await discover(settings, simulated=True)
-    assert isinstance(source(found, settings, Journal(), beat=lambda: None), IntegratedGpu)
-    assert isinstance(source(other, settings, Journal(), beat=lambda: None), GpuWatch)
+    found = await discover(
+        settings, sysfs_root=f"{tmp_path}/sys", simulated=False, names=no_library
+    )
+    other = await discover(settings, sysfs_root=f"{tmp_path}/sys", simulated=True)
+    assert isinstance(
+        source(found, settings, Journal(), sysfs_root="/sys", beat=lambda: None), IntegratedGpu
+    )
+    assert isinstance(
+        source(other, settings, Journal(), sysfs_root="/sys", beat=lambda: None), GpuWatch
+    )
 
 
 async def test_there_is_one_gpu_of_which_nothing_is_known(tmp_path: Path) -> None:

@@ -3,17 +3,29 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Iterator
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests import constants
 from vgpu_agent.gpu.health import GpuHealth, Probe, RecoveryAction, RecoveryPolicy
 from vgpu_agent.model import Health
 
 GOOD = Probe()
 LOST = Probe(trouble="GPU is lost")
-POLICY = RecoveryPolicy(quiet_seconds=10, flap_window_seconds=100, max_quiet_seconds=35)
+POLICY = RecoveryPolicy(quiet_seconds=10)
+MAX_QUIET_SECONDS = 35
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _short_times() -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        constants.use(
+            monkeypatch, {constants.FLAP_WINDOW: 100, constants.MAX_QUIET: MAX_QUIET_SECONDS}
+        )
+        yield
 
 
 def _machine(policy: RecoveryPolicy = POLICY) -> GpuHealth:
@@ -217,6 +229,16 @@ _PROBES = st.builds(
     recovery_action=st.sampled_from(RecoveryAction),
     remap_pending=st.booleans(),
 )
+
+
+def test_a_quiet_time_above_the_longest_is_kept() -> None:
+    """The operator's number counts as it is; only flapping has a limit."""
+    machine = _machine(RecoveryPolicy(quiet_seconds=2 * MAX_QUIET_SECONDS))
+    machine.reported("XID 79", 0)
+    assert not machine.probed(GOOD, 2 * MAX_QUIET_SECONDS - 1)
+    assert machine.probed(GOOD, 2 * MAX_QUIET_SECONDS)
+
+
 _STEPS = st.lists(
     st.tuples(
         st.floats(0, 50),
@@ -259,4 +281,4 @@ def test_the_promises_hold_in_every_order_of_events(
         assert machine.health.ok == (machine.health.reason == "")
         assert not (hung and machine.health.ok)
         assert not (ever_bad and not automatic and machine.health.ok)
-        assert machine.quiet_needed_seconds <= POLICY.max_quiet_seconds
+        assert machine.quiet_needed_seconds <= MAX_QUIET_SECONDS

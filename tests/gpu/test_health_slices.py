@@ -17,7 +17,7 @@ from vgpu_agent.model import Gpu, Health, MigInstance
 from vgpu_agent.sim.state import SimulatedNode
 
 GOOD, LOST, RESET = Probe(), Probe(trouble="GPU is lost"), Probe(remap_pending=True)
-POLICY = RecoveryPolicy(quiet_seconds=10, flap_window_seconds=100, max_quiet_seconds=35)
+POLICY = RecoveryPolicy(quiet_seconds=10)
 # Two slices alone in their GPU instances, and a GPU instance that two compute instances share.
 IDS = {"A": (7, 0), "B": (8, 0), "C": (3, 0), "D": (3, 1)}
 GPU = Gpu(

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests import constants
-from tests.gpu.watched import found, settings, watching
+from tests.gpu.watched import found, settings, sysfs_of, watching
 from tests.patience import FOR_EVER_SECONDS, PATIENCE_SECONDS, eventually
 from vgpu_agent.errors import DriverMissingError
 from vgpu_agent.gpu.nvml import DeviceEvent
@@ -376,7 +376,7 @@ async def test_usage_is_measured_and_published_when_it_changes(node: SimulatedNo
 async def test_no_driver_is_an_error_where_the_operator_wants_one(node: SimulatedNode) -> None:
     """failOnInitError true: start raises, and the text has NVML's answer and a remedy."""
     node.fault("nvmlInit", code=DRIVER_NOT_LOADED)
-    watch = GpuWatch(settings(node), Journal())
+    watch = GpuWatch(settings(node), Journal(), sysfs_root=sysfs_of(node))
 
     with pytest.raises(DriverMissingError, match="Driver Not Loaded") as caught:
         await watch.start()

@@ -13,7 +13,7 @@ import time
 import pytest
 
 from tests import constants
-from tests.gpu.watched import SOON_HUNG, Watched, settings, watching
+from tests.gpu.watched import SOON_HUNG, Watched, settings, sysfs_of, watching
 from tests.patience import FOR_EVER_SECONDS, PATIENCE_SECONDS, eventually
 from vgpu_agent.errors import NvmlHungError
 from vgpu_agent.gpu import thread
@@ -179,7 +179,7 @@ async def test_a_driver_that_hangs_at_the_start_is_an_error(
     """
     constants.use(monkeypatch, SOON_HUNG)
     node.fault("nvmlInit", times=1, delay_ms=FOR_EVER_MS)
-    watch = GpuWatch(settings(node), Journal())
+    watch = GpuWatch(settings(node), Journal(), sysfs_root=sysfs_of(node))
 
     with pytest.raises(NvmlHungError, match="hangs in nvmlInit"):
         await watch.start()
@@ -218,7 +218,9 @@ async def test_an_xid_does_not_wait_for_the_end_of_a_slow_reading(
     monkeypatch.setattr(thread, "CALL_TIMEOUT_SECONDS", 1.5)
     beats: list[int] = []
     journal = Journal()
-    watch = GpuWatch(settings(node), journal, beat=lambda: beats.append(1))
+    watch = GpuWatch(
+        settings(node), journal, sysfs_root=sysfs_of(node), beat=lambda: beats.append(1)
+    )
     await watch.start()
     watched, slow = Watched(watch, journal), node.state.faults
     for gpu in (0, 1):
@@ -252,7 +254,7 @@ from vgpu_agent.sim.preload import preload
 preload(Path(sys.argv[1]))
 thread.CALL_TIMEOUT_SECONDS = 0.1
 try:
-    asyncio.run(GpuWatch(Gpu(), Journal()).start())
+    asyncio.run(GpuWatch(Gpu(), Journal(), sysfs_root="/sys").start())
 except NvmlHungError:
     sys.exit(7)
 """

@@ -87,14 +87,16 @@ def settings(
 ) -> GpuSettings:
     """Times short enough for a test; ``changes`` are keys of `GpuSettings`."""
     values: dict[str, Any] = {
-        "sysfs_root": str(node.directory / "sys"),
         "proc_root": str(node.directory / "proc"),
         "usage_seconds": 0.1,
-        "recovery": Recovery(
-            mode=mode, quiet_seconds=quiet, flap_window_seconds=60, max_quiet_seconds=60
-        ),
+        "recovery": Recovery(mode=mode, quiet_seconds=quiet),
     }
     return GpuSettings(**{**values, **changes})
+
+
+def sysfs_of(node: SimulatedNode) -> str:
+    """The root of the simulated node's sysfs."""
+    return str(node.directory / "sys")
 
 
 @contextlib.asynccontextmanager
@@ -111,9 +113,12 @@ async def watching(
 
 
 @contextlib.asynccontextmanager
-async def _watching(node: SimulatedNode, **changes: Any) -> AsyncIterator[Watched]:
+async def _watching(
+    node: SimulatedNode, *, sysfs_root: str = "", **changes: Any
+) -> AsyncIterator[Watched]:
     journal = Journal()
-    watch = GpuWatch(settings(node, **changes), journal)
+    root = sysfs_root or sysfs_of(node)
+    watch = GpuWatch(settings(node, **changes), journal, sysfs_root=root)
     await watch.start()
     async with asyncio.TaskGroup() as group:
         loop = group.create_task(watch.run())

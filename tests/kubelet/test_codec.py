@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests import constants
 from tests.kubelet.backend import U0, U1, shared_resource
 from vgpu_agent.device_ids import DeviceId, ListedDevice, list_size_bytes
 from vgpu_agent.errors import ConfigError, KubeletError, RequestRefusedError
@@ -291,24 +292,26 @@ def test_a_list_above_the_budget_is_refused_with_the_factor_that_fits() -> None:
     resource = Resource("nvidia.com/gpu", "nvidia", _ids_of_65_bytes(8750))
 
     with pytest.raises(ConfigError) as refusal:
-        codec.check_budget(resource, 3_670_016)
+        codec.check_budget(resource)
 
     assert str(refusal.value) == (
-        "nvidia.com/gpu: 70000 ids of up to 67 bytes make a device list of 4.47 MiB, and "
-        "kubelet.messageBudgetBytes allows 3.50 MiB; replicas: at most 6847 for each of the 8 "
-        "devices would fit, 8750 are configured"
+        "nvidia.com/gpu: 70000 ids of up to 67 bytes make a device list of 4.47 MiB, and the agent "
+        "sends at most 3.50 MiB, because the kubelet refuses 4 MiB; replicas: at most 6847 for "
+        "each of the 8 devices would fit, 8750 are configured"
     )
-    codec.check_budget(Resource("nvidia.com/gpu", "nvidia", _ids_of_65_bytes(6847)), 3_670_016)
+    codec.check_budget(Resource("nvidia.com/gpu", "nvidia", _ids_of_65_bytes(6847)))
 
 
-def test_a_list_within_the_budget_passes() -> None:
+def test_a_list_within_the_budget_passes(monkeypatch: pytest.MonkeyPatch) -> None:
     """The size itself is allowed, one byte less is not."""
     resource = shared_resource()
     size = list_size_bytes(resource.ids)
 
-    codec.check_budget(resource, size)
+    constants.use(monkeypatch, {constants.MESSAGE_BUDGET: size})
+    codec.check_budget(resource)
+    constants.use(monkeypatch, {constants.MESSAGE_BUDGET: size - 1})
     with pytest.raises(ConfigError):
-        codec.check_budget(resource, size - 1)
+        codec.check_budget(resource)
 
 
 def test_an_allocate_request_is_one_tuple_of_ids_for_each_container() -> None:

@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests import constants
 from tests.families.slot.ids import Packed
 from tests.kubelet.backend import U0, U1, FakeBackend
 from vgpu_agent.device_ids import (
@@ -129,7 +130,7 @@ async def test_other_calls_are_let_in_while_a_long_list_is_made() -> None:
     assert (len(sent), turns > 50_000 // codec.IDS_IN_A_PART) == (1, True)
 
 
-def test_too_many_numbered_ids_name_the_setting() -> None:
+def test_too_many_numbered_ids_name_the_setting(monkeypatch: pytest.MonkeyPatch) -> None:
     """kubelet V13 in the words of the setting of the unit, instead of replicas."""
     resource = Resource(
         MEMORY,
@@ -138,8 +139,9 @@ def test_too_many_numbered_ids_name_the_setting() -> None:
         unit="volcanoVgpu.gpuMemoryFactor",
     )
 
+    constants.use(monkeypatch, {constants.MESSAGE_BUDGET: 600_000})
     with pytest.raises(ConfigError) as refusal:
-        codec.check_budget(resource, 600_000)
+        codec.check_budget(resource)
     assert "50000 ids make a device list of" in str(refusal.value)
     assert str(refusal.value).endswith(
         "volcanoVgpu.gpuMemoryFactor: change it so that there are 2 times fewer ids"
@@ -159,7 +161,7 @@ def test_more_ids_than_can_be_looked_at_are_refused_at_once() -> None:
             r"devices would fit"
         ),
     ):
-        codec.check_budget(Resource("nvidia.com/gpu", "nvidia", NumberedIds(blocks)), 3_670_016)
+        codec.check_budget(Resource("nvidia.com/gpu", "nvidia", NumberedIds(blocks)))
 
 
 @pytest.mark.parametrize("topology", [False, True])

@@ -16,7 +16,12 @@ from vgpu_agent.cdi.toolkit_specs import STATIC_DIRECTORY
 from vgpu_agent.cli import main as command_line
 from vgpu_agent.config import load
 from vgpu_agent.families.nvidia.named import NamedConfig
-from vgpu_agent.isolation.mps import DEFAULT_PIPE_DIRECTORY, SHARED_MEMORY, MpsOptions
+from vgpu_agent.isolation.mps import (
+    CONTAINER_ROOT,
+    DEFAULT_PIPE_DIRECTORY,
+    SHARED_MEMORY,
+    MpsOptions,
+)
 
 
 def test_the_kustomization_offers_every_component(kustomization: Any) -> None:
@@ -80,7 +85,7 @@ def test_what_vgpu_control_needs_lies_where_the_agent_looks() -> None:
         for mount in agent["volumeMounts"]
     }
     host_directory = DEFAULTS.vgpu_control.host_directory
-    cgroups = f"{DEFAULTS.gpu.sysfs_root}/fs/cgroup"
+    cgroups = f"{DEFAULTS.sysfs_root}/fs/cgroup"
     assert places == {host_directory: (host_directory, False), cgroups: (cgroups, True)}
     assert (patched["hostPID"], DEFAULTS.vgpu_control.processes) == (True, "client")
     assert "securityContext" not in agent
@@ -132,9 +137,9 @@ def test_what_mps_needs_lies_where_daemons_and_containers_look(container: Any) -
         for mount in agent["volumeMounts"]
     }
     folders = {volume["name"]: volume["hostPath"]["path"] for volume in patched["volumes"]}
-    mps = MpsOptions(DEFAULTS.mps.root, DEFAULTS.mps.container_root)
+    mps = MpsOptions(DEFAULTS.mps.root)
     assert {folders[name]: place for name, place in places.items()} == {
-        mps.root: (mps.container_root, "Bidirectional"),
+        mps.root: (CONTAINER_ROOT, "Bidirectional"),
         mps.host_shared_memory: (SHARED_MEMORY, "HostToContainer"),
         DEFAULT_PIPE_DIRECTORY: (DEFAULT_PIPE_DIRECTORY, None),
     }

@@ -24,7 +24,7 @@ def node(monkeypatch: pytest.MonkeyPatch) -> Iterator[Node]:
     with tempfile.TemporaryDirectory(
         prefix="vgm", dir="/tmp", ignore_cleanup_errors=True
     ) as folder:
-        made = Node(Path(folder))
+        made = Node(Path(folder), monkeypatch)
         yield made
         made.end()
 

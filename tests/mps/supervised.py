@@ -11,8 +11,10 @@ from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import pytest
 from blockbuster import blockbuster_ctx
 
+from tests import constants
 from tests.patience import PATIENCE_SECONDS
 from tests.simulated import simulated_node
 from vgpu_agent.concurrency import Supervisor
@@ -49,18 +51,24 @@ class Node:
     ``changes`` counts how often the offer had to be looked at again.
     """
 
-    def __init__(self, tmp_path: Path) -> None:
+    def __init__(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        self._monkeypatch = monkeypatch
         self.gpus = simulated_node(tmp_path)
         self.tools = MpsTools.install(tmp_path / "tools", self.gpus.directory)
         self.root = tmp_path / "mps"
         self.pods: tuple[str, ...] = ()
         self.changes = 0
         self.journal = Journal()
-        self.settings = Mps(
-            container_root=str(self.root),
-            control_binary=str(self.tools.control),
-            smi_binary=str(self.tools.smi),
-        )
+        constants.use(monkeypatch, {constants.MPS_CONTAINER_ROOT: str(self.root)})
+        self.use_programs()
+
+    def use_programs(self, *, control: str = "", smi: str = "") -> None:
+        """Let the agent run other programs than the stand-ins; without arguments those again."""
+        programs = {
+            constants.MPS_CONTROL_BINARY: control or str(self.tools.control),
+            constants.MPS_SMI_BINARY: smi or str(self.tools.smi),
+        }
+        constants.use(self._monkeypatch, programs)
 
     @property
     def pipe(self) -> Path:
@@ -87,7 +95,7 @@ class Node:
         """A supervision as one run of the agent has it; it stops in order."""
         async with Supervisor(backoff_min_seconds=0.1, backoff_max_seconds=1.0) as supervisor:
             supervision = Supervision(
-                self.settings,
+                Mps(),
                 supervisor,
                 self.journal,
                 holders=lambda _: self.pods,

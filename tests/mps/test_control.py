@@ -38,7 +38,7 @@ exit {status}
     await asyncio.to_thread(path.chmod, 0o755)
     return Control(
         PLAN,
-        HostTool(str(path), "mps.controlBinary", timeout_seconds=PATIENCE_SECONDS),
+        HostTool(str(path), timeout_seconds=PATIENCE_SECONDS),
         timeout_seconds=PATIENCE_SECONDS,
     )
 

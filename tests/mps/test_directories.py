@@ -86,9 +86,7 @@ def test_a_pipe_whose_socket_no_daemon_could_open_is_refused(tmp_path: Path) -> 
     """
     with pytest.raises(
         MpsError,
-        match=(
-            r"has a name of \d{3} bytes, and the kernel allows 107; set a shorter mps.containerRoot"
-        ),
+        match=(r"has a name of \d{3} bytes, and the kernel allows 107; choose a shorter name"),
     ):
         directories.prepare(_plan(tmp_path / ("x" * 100)))
     assert list(tmp_path.iterdir()) == []

@@ -9,7 +9,6 @@ import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 
-import msgspec
 import pytest
 
 from tests.mps.supervised import Node
@@ -38,7 +37,7 @@ def _daemon_of_the_host(node: Node, pipe: Path) -> None:
 
 async def test_a_daemon_that_answers_is_there(node: Node, pipe: Path) -> None:
     """The control binary is asked, so that a pipe which a dead daemon has left proves nothing."""
-    host = HostDaemon(str(pipe), node.settings)
+    host = HostDaemon(str(pipe))
     assert await host.why_not() == f"the agent sees no directory {pipe}"
     await asyncio.to_thread(_daemon_of_the_host, node, pipe)
     assert await host.why_not() == ""
@@ -51,10 +50,8 @@ async def test_without_a_control_binary_the_pipe_is_what_can_be_proven(
     node: Node, pipe: Path
 ) -> None:
     """The agent's container has NVIDIA's programs only where it asks for them."""
-    host = HostDaemon(
-        str(pipe),
-        msgspec.structs.replace(node.settings, control_binary="/nowhere/nvidia-cuda-mps-control"),
-    )
+    node.use_programs(control="/nowhere/nvidia-cuda-mps-control")
+    host = HostDaemon(str(pipe))
     await asyncio.to_thread(pipe.mkdir, parents=True)
     assert await host.why_not() == f"there is no control pipe in {pipe}"
     await asyncio.to_thread((pipe / "control").touch)
@@ -68,6 +65,6 @@ async def test_a_daemon_that_hangs_is_told_with_the_tools_words(
     await asyncio.to_thread(_daemon_of_the_host, node, pipe)
     node.tools.misbehave(get_default_active_thread_percentage="hang")
     monkeypatch.setattr(host_tools, "COMMAND_TIMEOUT_SECONDS", 0.3)
-    reason = await HostDaemon(str(pipe), node.settings).why_not()
+    reason = await HostDaemon(str(pipe)).why_not()
     assert reason.startswith(f"the MPS control daemon at {pipe} does not answer: ")
     assert "has not ended after 0.3 s" in reason

@@ -18,7 +18,7 @@ def _tool(tmp_path: Path, script: str, *, seconds: float = PATIENCE_SECONDS) -> 
     path = tmp_path / "tool"
     path.write_text(f"#!/bin/sh\n{script}\n")
     path.chmod(0o755)
-    return HostTool(str(path), "mps.controlBinary", timeout_seconds=seconds)
+    return HostTool(str(path), timeout_seconds=seconds)
 
 
 async def test_stdin_environment_and_output_go_through(tmp_path: Path) -> None:
@@ -34,9 +34,7 @@ async def test_a_program_is_found_by_the_agents_own_path(
     await asyncio.to_thread(_tool, tmp_path, "echo here")
     monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
     assert (
-        await HostTool("tool", "mps.controlBinary", timeout_seconds=PATIENCE_SECONDS).run(
-            environment={"ONLY": "this"}
-        )
+        await HostTool("tool", timeout_seconds=PATIENCE_SECONDS).run(environment={"ONLY": "this"})
         == "here\n"
     )
 

@@ -9,7 +9,6 @@ import dataclasses
 import os
 import signal
 
-import msgspec
 import pytest
 
 from tests.mps.supervised import RESOURCE, Node, until, until_running, why_not
@@ -270,18 +269,16 @@ async def test_tools_that_fail_withhold_the_resource_with_the_reason(
         node.tools.behave()
 
 
-async def test_a_missing_control_binary_is_named_with_its_setting(node: Node) -> None:
-    """The reason says which program is missing, where it comes from, and which key names it."""
-    node.settings = msgspec.structs.replace(
-        node.settings, control_binary="/nowhere/nvidia-cuda-mps-control"
-    )
+async def test_a_missing_control_binary_is_named_with_its_remedy(node: Node) -> None:
+    """The reason says which program is missing, where it comes from, and where it is looked for."""
+    node.use_programs(control="/nowhere/nvidia-cuda-mps-control")
     async with node.agent() as supervision:
         supervision.want({RESOURCE: (node.plan(), NOBODY)})
         await until(lambda: supervision.statuses[0].state is MpsState.FAILED)
         assert "cannot run /nowhere/nvidia-cuda-mps-control: No such file or directory" in why_not(
             supervision, node.plan()
         )
-        assert "mps.controlBinary" in why_not(supervision, node.plan())
+        assert "add the program's directory to its PATH" in why_not(supervision, node.plan())
 
 
 async def test_a_server_that_outlives_its_daemon_is_waited_for(node: Node) -> None:

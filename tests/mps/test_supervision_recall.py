@@ -6,7 +6,6 @@ import asyncio
 import dataclasses
 from pathlib import Path
 
-import msgspec
 import pytest
 from structlog.testing import capture_logs
 
@@ -94,10 +93,8 @@ async def test_an_agent_without_mps_clears_away_what_a_dead_daemon_has_left(
         await until_running(supervision)
     end_daemon(node.pipe)
     await until(lambda: daemon_pid(node.pipe) is None)  # a killed process is there for a moment
-    node.pods, node.settings = (
-        pods,
-        msgspec.structs.replace(node.settings, control_binary="no-such-program"),
-    )
+    node.pods = pods
+    node.use_programs(control="no-such-program")
     async with node.agent() as supervision:
         supervision.want({})
         await supervision.recall()
@@ -115,10 +112,8 @@ async def test_a_gpu_that_cannot_be_given_back_is_left_to_an_agent_that_can(node
         supervision.want({RESOURCE: (node.plan(), NOBODY)})
         await until_running(supervision)
     end_daemon(node.pipe)
-    node.pods, before = (), node.settings
-    node.settings = msgspec.structs.replace(
-        before, control_binary="no-such-program", smi_binary="no-such-program"
-    )
+    node.pods = ()
+    node.use_programs(control="no-such-program", smi="no-such-program")
     async with node.agent() as supervision:
         with capture_logs() as lines:
             await supervision.recall()
@@ -126,7 +121,7 @@ async def test_a_gpu_that_cannot_be_given_back_is_left_to_an_agent_that_can(node
     assert [line["log_level"] for line in lines if line["event"] == "mps.gpu_not_given_back"] == [
         "warning"
     ]
-    node.settings = before
+    node.use_programs()
     async with node.agent() as supervision:
         await supervision.recall()
         await until(lambda: supervision.statuses[0].state is MpsState.STOPPED)
@@ -139,9 +134,7 @@ async def test_gpus_of_another_node_need_not_be_given_back(node: Node) -> None:
     plan = dataclasses.replace(node.plan(), devices=(DeviceLimit("GPU-gone", 0, 1024),))
     await asyncio.to_thread(directories.prepare, plan)
     await asyncio.to_thread(directories.remember, plan)
-    node.settings = msgspec.structs.replace(
-        node.settings, control_binary="no-such-program", smi_binary="no-such-program"
-    )
+    node.use_programs(control="no-such-program", smi="no-such-program")
     async with node.agent() as supervision:
         await supervision.recall()
         await until(lambda: supervision.statuses[0].state is MpsState.STOPPED)
@@ -157,7 +150,7 @@ async def test_a_daemon_that_lives_is_never_taken_for_a_dead_one(node: Node) -> 
     await asyncio.to_thread(
         Path(processes.pid_path(str(node.pipe))).rename, node.pipe / "elsewhere"
     )
-    node.settings = msgspec.structs.replace(node.settings, control_binary="no-such-program")
+    node.use_programs(control="no-such-program")
     async with node.agent() as supervision:
         await supervision.recall()
         await until(lambda: supervision.statuses[0].state is MpsState.FAILED)

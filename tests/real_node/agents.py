@@ -68,14 +68,14 @@ class NodeAgent:
         model: str = "A100-SXM4-40GB",
         uuids: Sequence[str] | None = None,
         in_cluster: bool = False,
-        constants: Mapping[str, float] = QUICK_CONSTANTS,
+        constants: Mapping[str, float | str] = QUICK_CONSTANTS,
     ) -> None:
         """Make the GPUs; ``in_cluster`` lets the agent live in the rig's network
         and reach the API server as cluster admin; ``constants`` are those of the agent that have
         other values, see `AgentProcess`.
 
-        In ``config``, ``FOLDER`` stands for the agent's own folder, which has the same path on the
-        node.
+        In ``config`` and ``constants``, ``FOLDER`` stands for the agent's own folder, which has the
+        same path on the node.
         """
         self.rig = rig
         self.folder = Path(tempfile.mkdtemp(prefix="vga", dir="/tmp"))
@@ -99,7 +99,10 @@ class NodeAgent:
             ],
             through=rig.in_network() if in_cluster else (),
             opener=_opener_into(rig) if in_cluster else None,
-            constants=constants,
+            constants={
+                name: value.replace("FOLDER", str(self.folder)) if isinstance(value, str) else value
+                for name, value in constants.items()
+            },
         )
 
     def run(self, work: Coroutine[Any, Any, T]) -> T:

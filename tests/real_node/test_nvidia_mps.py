@@ -28,14 +28,15 @@ CONFIG = f"""{QUICK}
 sharing: {{mps: {{resources: [{{name: {GPU}, replicas: 4}}]}}}}
 mps:
   root: FOLDER/mps
-  containerRoot: FOLDER/mps
-  controlBinary: FOLDER/tools/nvidia-cuda-mps-control
-  smiBinary: FOLDER/tools/nvidia-smi
   shmSizeMib: 16
 """
 
 
-CONSTANTS = QUICK_CONSTANTS | {
+CONSTANTS: dict[str, float | str] = {
+    **QUICK_CONSTANTS,
+    constants.MPS_CONTAINER_ROOT: "FOLDER/mps",
+    constants.MPS_CONTROL_BINARY: "FOLDER/tools/nvidia-cuda-mps-control",
+    constants.MPS_SMI_BINARY: "FOLDER/tools/nvidia-smi",
     constants.MPS_PROBE: 0.2,
     constants.MPS_BACKOFF_MIN: 0.2,
     constants.MPS_BACKOFF_MAX: 1,

@@ -169,7 +169,7 @@ def wait_served(rig: Rig, pod: str, timeout: float = 30) -> dict[str, str]:
     that all its containers are served (volcano-vgpu:G5).
 
     It does not while other pods are being started, ten seconds at most
-    (`cluster.startsFirstSeconds`).
+    (`STARTS_FIRST_SECONDS`).
     """
 
     def served() -> dict[str, str] | None:

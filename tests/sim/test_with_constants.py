@@ -11,6 +11,7 @@ import pytest
 
 from vgpu_agent import concurrency
 from vgpu_agent.errors import SimulationError
+from vgpu_agent.isolation import mps
 from vgpu_agent.sim import with_constants
 
 STUCK = "vgpu_agent.concurrency:STUCK_SECONDS"
@@ -38,6 +39,7 @@ def test_a_constant_has_the_other_value_in_the_program(tmp_path: Path) -> None:
         ("vgpu_agent.concurrency:STUCK", "vgpu_agent.concurrency has no constant number STUCK"),
         ("vgpu_agent.concurrency:Backoff", "has no constant number Backoff"),
         ("vgpu_agent.concurrency", "has no constant number"),
+        ("vgpu_agent.isolation.mps:CONTAINER_ROOT", "has no constant number CONTAINER_ROOT"),
         ("vgpu_agent.nowhere:STUCK_SECONDS", "there is no module vgpu_agent.nowhere"),
     ],
 )
@@ -48,3 +50,12 @@ def test_a_name_that_is_no_constant_is_an_error(name: str, problem: str) -> None
         with_constants.set_constants({name: 1.0})
     assert problem in str(refused.value)
     assert before == concurrency.STUCK_SECONDS
+
+
+def test_a_text_takes_the_place_of_a_text_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A path where a number is read would fail far from here."""
+    monkeypatch.setattr(mps, "CONTAINER_ROOT", mps.CONTAINER_ROOT)  # taken back after the test
+    with_constants.set_constants({"vgpu_agent.isolation.mps:CONTAINER_ROOT": "/elsewhere"})
+    assert mps.MpsOptions().directory("r") == "/elsewhere/r"
+    with pytest.raises(SimulationError, match="has no constant text STUCK_SECONDS"):
+        with_constants.set_constants({"vgpu_agent.concurrency:STUCK_SECONDS": "long"})

@@ -345,7 +345,6 @@ class ClusterAccess:
             self.pod_cache,
             allocator.desired_pods,
             wake,
-            settings.cluster,
             self._journal,
             tokens=tokens,
             starting=starting,

@@ -105,9 +105,11 @@ async def run(loaded: Loaded) -> None:
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, stop.set)
-    agent = Agent(
-        loaded, named, await discover(loaded.settings.gpu, simulated=bool(loaded.settings.simulate))
+    settings = loaded.settings
+    discovery = await discover(
+        settings.gpu, sysfs_root=settings.sysfs_root, simulated=bool(settings.simulate)
     )
+    agent = Agent(loaded, named, discovery)
     # For a process with a terminal it means that the terminal is closed.
     loop.add_signal_handler(
         signal.SIGHUP, stop.set if sys.stderr.isatty() else agent.register_again
@@ -140,7 +142,13 @@ class Agent:
         )
         self._kubelet = KubeletStatus()
         self._ledger = Ledger()
-        self._watch = source(discovery, settings.gpu, self._journal, beat=self._beat("gpu watch"))
+        self._watch = source(
+            discovery,
+            settings.gpu,
+            self._journal,
+            sysfs_root=settings.sysfs_root,
+            beat=self._beat("gpu watch"),
+        )
         self._directory = DirectoryWatch(
             kubelet.device_plugin_directory,
             poll_seconds=kubelet_directory.POLL_SECONDS,
@@ -192,7 +200,6 @@ class Agent:
             self._cluster.pod_cache,
             self._ledger,
             started=lambda: self._allocator.late_start.started,
-            longest_seconds=settings.cluster.starts_first_seconds,
         )
         self._allocator = Allocator(
             Context(
@@ -222,7 +229,6 @@ class Agent:
         self._offering = Offering(
             ledger=self._ledger,
             allocator=self._allocator,
-            settings=kubelet,
             directory=self._directory,
             supervisor=self._supervisor,
             journal=self._journal,
@@ -299,7 +305,7 @@ class Agent:
             supervisor=self._supervisor,
             journal=self._journal,
             proc_root=settings.gpu.proc_root,
-            sysfs_root=settings.gpu.sysfs_root,
+            sysfs_root=settings.sysfs_root,
         )
         self._reload = Reload(loaded, apply=self._apply, journal=self._journal, named=named)
         self._understood: tuple[frozenset[str], bool] | None = None

@@ -10,7 +10,7 @@ in a pod's status.
 For each annotation the API server then reads, stores and sends out all of that, and the kubelet
 looks at its pod once more and writes its status again: 75 ms of processor time, measured on a real
 node, while other pods wait to be started. So annotations that only show a pod's progress wait for
-the end of that, `cluster.startsFirstSeconds` at most. Annotations by which schedulers count do not.
+the end of that, `STARTS_FIRST_SECONDS` at most. Annotations by which schedulers count do not.
 Those held back when the agent stops are written by the next process, except to a pod that has ended
 by then: only this process knew its shares, and it stays as it is.
 
@@ -37,7 +37,6 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 
     from vgpu_agent.cluster.api import Api
-    from vgpu_agent.config.binding import Cluster
     from vgpu_agent.journal import Journal
     from vgpu_agent.pods import DesiredPod, Pod, PodCache
 
@@ -47,6 +46,11 @@ PERMISSION = "patch pods"
 ANNOTATIONS, LABELS = "annotations", "labels"  # the parts of ``metadata`` that are written
 
 Entry = tuple[str, str]  # one of them, and a key in it
+# How long annotations that only say how far a pod has come wait, at most, while pods are being
+# started: each of these writes costs API server and kubelet as much as a start when a pod holds
+# thousands of ids. A pod that does not run after that long waits for something else, its image
+# maybe, and holds nothing up.
+STARTS_FIRST_SECONDS = 10.0
 _SHORTEST_WAIT_SECONDS = 0.01
 # The wait for the next change of a burst, or before looking again whether pods are being started;
 # and for a burst's end.
@@ -92,7 +96,6 @@ class PodPublisher:
         pod_cache: PodCache,
         desired_state: Callable[[], Mapping[str, DesiredPod]],
         wake: Revision,
-        settings: Cluster,
         journal: Journal,
         *,
         tokens: Callable[[str], Sequence[str]] = lambda _: (),
@@ -108,7 +111,6 @@ class PodPublisher:
             pod_cache: our pods as the watch shows them.
             desired_state: the kubelet's UID of a pod → its desired state.
             wake: advances whenever the desired state may have changed.
-            settings: how long annotations wait for starts.
             journal: troubles and their end are recorded there, and that a pod has all its
                 annotations.
             tokens: the kubelet's UID of a pod → the tokens of its grants, which are in all records
@@ -125,7 +127,7 @@ class PodPublisher:
             desired_state,
             wake,
         )
-        self._settings, self._journal = settings, journal
+        self._journal = journal
         self._tokens, self._at_once, self._look_seconds = tokens, at_once, look_seconds
         self._starting, self._progress = starting, frozenset((ANNOTATIONS, key) for key in progress)
         self._complaints = Complaints(journal, "pods")
@@ -218,7 +220,7 @@ class PodPublisher:
         """
         now = asyncio.get_running_loop().time()
         since = now if writing.pending_since is None else writing.pending_since
-        return max(0.0, min(_COALESCING_SECONDS, since + self._settings.starts_first_seconds - now))
+        return max(0.0, min(_COALESCING_SECONDS, since + STARTS_FIRST_SECONDS - now))
 
     def _compared(
         self, pod: Pod, desired_state: DesiredPod, writing: _Writing

@@ -123,20 +123,6 @@ class Cluster(msgspec.Struct, frozen=True, rename="camel", forbid_unknown_fields
             )
         ),
     ] = "auto"
-    starts_first_seconds: Annotated[
-        float,
-        Meta(
-            ge=0,
-            le=30,
-            description=(
-                "How long annotations that only say how far a pod has come wait, at most, while "
-                "pods are being started: each of these writes costs API server and kubelet as much "
-                "as a start when a pod holds thousands of ids. A pod that does not run after that "
-                "long waits for something else, its image maybe, and holds nothing up. 0: they "
-                "never wait."
-            ),
-        ),
-    ] = 10.0
     withdraw_at_stop: Annotated[
         bool,
         Meta(

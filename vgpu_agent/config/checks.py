@@ -18,8 +18,6 @@ if TYPE_CHECKING:
 
     from vgpu_agent.config.settings import Settings
 
-# The first of a pair must not be above the second.
-_ORDERED = (("gpu.recovery.quietSeconds", "gpu.recovery.maxQuietSeconds"),)
 _XID_PATHS = ("gpu.disableHealthChecks", "gpu.enableHealthChecks")
 
 
@@ -33,27 +31,6 @@ class Conflict(NamedTuple):
 
 def conflicts(settings: Settings) -> Iterator[Conflict]:
     """Every rule that ``settings`` breaks as a whole."""
-    values = dict(schema.values(settings))
-    for low, high in _ORDERED:
-        if values[low] > values[high]:
-            yield Conflict(
-                (
-                    (
-                        low,
-                        (
-                            f"expected at most {high} ({shown(values[high])}), got "
-                            f"{shown(values[low])}"
-                        ),
-                    ),
-                    (
-                        high,
-                        (
-                            f"expected at least {low} ({shown(values[low])}), got "
-                            f"{shown(values[high])}"
-                        ),
-                    ),
-                )
-            )
     for family in families.DECLARED:
         yield from family.conflicts(settings)
     if _collide(settings.listen, settings.debug_listen):

@@ -72,16 +72,13 @@ def exposed_mps_directory(settings: Settings) -> tuple[str, str] | None:
     """
     for family in switched_on(settings):
         directory, by = family.mounted_mps_directory(settings)
-        for path, value in (
-            ("mps.root", settings.mps.root),
-            ("mps.containerRoot", settings.mps.container_root),
-        ):
-            if directory and value and PurePosixPath(value).is_relative_to(directory):
-                return path, (
-                    f"{shown(value)} lies in {directory}, which {by} mounts into containers, so "
-                    "that they could change the files of other MPS control daemons; choose another "
-                    "directory such as /run/nvidia/mps"
-                )
+        root = settings.mps.root
+        if directory and root and PurePosixPath(root).is_relative_to(directory):
+            return "mps.root", (
+                f"{shown(root)} lies in {directory}, which {by} mounts into containers, so that "
+                "they could change the files of other MPS control daemons; choose another "
+                "directory such as /run/nvidia/mps"
+            )
     return None
 
 

@@ -96,6 +96,7 @@ class FamilySettings:
         switch: the text of its switch in ``families``.
         on: the default of the switch.
         sections: its own sections, by their names in Python.
+        former: keys of earlier versions that are no settings any more → what the agent does now.
         live: beginnings of the paths of which a running agent follows a change.
         options: its own flags and environment variables.
         follows: key of its own → the key whose flag, variable and place in NVIDIA's file set it as
@@ -123,6 +124,7 @@ class FamilySettings:
     switch: str
     on: bool = False
     sections: Mapping[str, type[msgspec.Struct]] = dataclasses.field(default_factory=dict)
+    former: Mapping[str, str] = dataclasses.field(default_factory=dict)
     live: tuple[str, ...] = ()
     options: tuple[Option, ...] = ()
     follows: Mapping[str, str] = dataclasses.field(default_factory=dict)

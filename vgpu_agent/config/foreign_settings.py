@@ -60,14 +60,21 @@ class ForeignFlag:
     asks_nothing: str = ""
 
 
+# Our own flags of earlier versions, which an upgraded DaemonSet may still have.
+_FORMER_FLAGS = (
+    ForeignFlag("--sysfs-root", "sysfs is read at /sys; remove the flag", asks_nothing="/sys"),
+)
+
+
 def names() -> set[str]:
     """List the variables of all families that are not followed."""
     return {variable.name for family in families.DECLARED for variable in family.ignored}
 
 
 def flags() -> dict[str, ForeignFlag]:
-    """Return the flags of all families that are not followed, by name."""
-    return {flag.name: flag for family in families.DECLARED for flag in family.ignored_flags}
+    """Return the flags of all families that are not followed, and our own former ones, by name."""
+    ignored = (flag for family in families.DECLARED for flag in family.ignored_flags)
+    return {flag.name: flag for flag in (*_FORMER_FLAGS, *ignored)}
 
 
 def without_effect(settings: Settings, environment: Mapping[str, str]) -> Iterator[str]:

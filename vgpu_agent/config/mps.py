@@ -12,7 +12,7 @@ from typing import Annotated
 import msgspec
 from msgspec import Meta
 
-from vgpu_agent.config.types import Directory, OptionalPath, Program
+from vgpu_agent.config.types import OptionalPath
 
 # MPS serves at most so many clients on one GPU (nvidia §11.2; aws §II.1).
 MAX_MPS_CLIENTS = 48
@@ -30,21 +30,6 @@ class Mps(msgspec.Struct, frozen=True, rename="camel", forbid_unknown_fields=Tru
             )
         ),
     ] = "/run/nvidia/mps"
-    container_root: Annotated[
-        Directory,
-        Meta(
-            description=(
-                "Where that directory is mounted in the agent's container, and what containers see "
-                "it as."
-            )
-        ),
-    ] = "/mps"
-    control_binary: Annotated[Program, Meta(description="NVIDIA's control daemon.")] = (
-        "nvidia-cuda-mps-control"
-    )
-    smi_binary: Annotated[
-        Program, Meta(description="The program that sets the compute mode of a GPU.")
-    ] = "nvidia-smi"
     per_container_limits: Annotated[
         bool,
         Meta(

@@ -159,9 +159,6 @@ _OPTIONS: tuple[Option, ...] = (
         other_flags=("--nvidia-dev-root",),
     ),
     Option(
-        "gpu.sysfsRoot", "--sysfs-root", "VGPU_AGENT_SYSFS_ROOT", "DIR", "where sysfs is mounted"
-    ),
-    Option(
         "gpu.procRoot",
         "--proc-root",
         "VGPU_AGENT_PROC_ROOT",

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from vgpu_agent.config import checks, collisions, families, options, schema, yaml
-from vgpu_agent.config.former_keys import FORMER_KEYS
+from vgpu_agent.config.former_keys import former_keys
 from vgpu_agent.config.problems import Problems, shown, shown_key, shown_list
 from vgpu_agent.config.suggestions import suggestion
 
@@ -133,7 +133,7 @@ class Reading:
         self._problems.add(source, "", text)
 
     def derive_from_simulate(self) -> None:
-        """Set the roots of driver, devices, sysfs and procfs, unless they are set, to the directory
+        """Set the roots of driver, devices and procfs, unless they are set, to the directory
         of simulated GPUs.
         """
         directory = self._accepted.get("simulate", "")
@@ -142,7 +142,6 @@ class Reading:
         for path, value in (
             ("gpu.driverRoot", directory),
             *((path, "") for path in ("gpu.devRoot",) if self._is_listed_default(path)),
-            ("gpu.sysfsRoot", os.path.join(directory, "sys")),
             ("gpu.procRoot", os.path.join(directory, "proc")),
         ):
             if path not in self._places or self._is_listed_default(path):
@@ -237,12 +236,13 @@ class Reading:
         """Tell whether ``path`` is a key of an earlier version, or a section of such keys only;
         note a message for each key.
         """
-        if instead := FORMER_KEYS.get(path):
+        all_former = former_keys()
+        if instead := all_former.get(path):
             self._former.append(
                 f"{self._file}:{node.line}: {path}: is gone: {instead}; remove the line"
             )
             return True
-        former = {key.removeprefix(f"{path}.") for key in FORMER_KEYS if key.startswith(f"{path}.")}
+        former = {key.removeprefix(f"{path}.") for key in all_former if key.startswith(f"{path}.")}
         members = {} if node.value is None else node.value
         if not former or not isinstance(members, dict):
             return False

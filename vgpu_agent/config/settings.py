@@ -26,11 +26,11 @@ from vgpu_agent.config.mps import Mps
 from vgpu_agent.config.types import NODE_NAME, Address, Directory, OptionalPath, Seconds
 from vgpu_agent.config.vgpu_control import VgpuControl
 
-Section = TypeVar("Section", bound=msgspec.Struct)
+# Where sysfs is mounted, in a container as on the node; NUMA nodes, PCI paths and cgroups are read
+# from it.
+SYSFS_ROOT = "/sys"
 
-# The kubelet refuses a message above 4 MiB (the default limit of its gRPC library) and drops the
-# stream that carried it.
-MESSAGE_LIMIT_BYTES = 4 * 1024 * 1024
+Section = TypeVar("Section", bound=msgspec.Struct)
 
 
 class Log(msgspec.Struct, frozen=True, rename="camel", forbid_unknown_fields=True):
@@ -67,17 +67,6 @@ class Kubelet(msgspec.Struct, frozen=True, rename="camel", forbid_unknown_fields
             )
         ),
     ] = "/var/lib/kubelet"
-    message_budget_bytes: Annotated[
-        int,
-        Meta(
-            ge=4096,
-            le=MESSAGE_LIMIT_BYTES,
-            description=(
-                "Largest device list that is sent. The kubelet refuses 4 MiB; the default leaves "
-                "room for ids that grow."
-            ),
-        ),
-    ] = 3670016
 
     @property
     def device_plugin_directory(self) -> Path:
@@ -118,18 +107,6 @@ class Recovery(msgspec.Struct, frozen=True, rename="camel", forbid_unknown_field
             description="How long a GPU must answer without a new fault before it is offered again."
         ),
     ] = 60.0
-    flap_window_seconds: Annotated[
-        Seconds,
-        Meta(
-            description=(
-                "A GPU that fails again within this time must be quiet for twice as long as the "
-                "time before."
-            )
-        ),
-    ] = 3600.0
-    max_quiet_seconds: Annotated[
-        Seconds, Meta(description="The longest quiet time that flapping can lead to.")
-    ] = 3600.0
 
 
 class Gpu(msgspec.Struct, frozen=True, rename="camel", forbid_unknown_fields=True):
@@ -165,16 +142,13 @@ class Gpu(msgspec.Struct, frozen=True, rename="camel", forbid_unknown_fields=Tru
             )
         ),
     ] = ""
-    sysfs_root: Annotated[
-        Directory,
-        Meta(description="Where sysfs is mounted; NUMA nodes and PCI paths are read from it."),
-    ] = "/sys"
     proc_root: Annotated[
         Directory,
         Meta(
             description=(
                 "Where procfs is mounted: which folders of grants are in use, and, where it shows "
-                "the host, which processes live."
+                "the host, which processes live. A mount of the host's /proc elsewhere shows that "
+                "without `hostPID`."
             )
         ),
     ] = "/proc"
@@ -284,8 +258,8 @@ class Settings(msgspec.Struct, frozen=True, rename="camel", forbid_unknown_field
         Meta(
             description=(
                 "Directory of simulated GPUs (`vgpu-agent sim create`) to run on instead of a "
-                "driver. driverRoot, sysfsRoot and procRoot then lie in it, unless they are set. "
-                "Empty: real GPUs."
+                "driver. Its sysfs is read, and driverRoot and procRoot lie in it, unless they are "
+                "set. Empty: real GPUs."
             )
         ),
     ] = ""
@@ -335,6 +309,11 @@ class Settings(msgspec.Struct, frozen=True, rename="camel", forbid_unknown_field
     def is_on(self, family: str) -> bool:
         """Tell whether ``families`` switches that family on; false for one that was not added."""
         return bool(getattr(self.families, family.replace("-", "_"), False))
+
+    @property
+    def sysfs_root(self) -> str:
+        """The root of sysfs: the node's, or that of the simulated GPUs."""
+        return os.path.join(self.simulate, "sys") if self.simulate else SYSFS_ROOT
 
     @property
     def node_name_or_hostname(self) -> str:

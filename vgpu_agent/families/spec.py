@@ -104,15 +104,11 @@ class MigTool:
         setting: the key of the program, for messages; that of the timeout has ``TimeoutSeconds``
             behind it.
         timeout_seconds: how long one call of the program may take.
-        settle_seconds: how long after its success the driver may take to show the new instances.
-        retry_seconds: for how long a change that has failed is not tried again.
     """
 
     program: str
     setting: str
     timeout_seconds: float
-    settle_seconds: float
-    retry_seconds: float
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

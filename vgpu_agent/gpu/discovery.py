@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import functools
 import os
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -60,27 +61,30 @@ BY_NVML = Discovery()
 
 
 async def discover(
-    settings: GpuSettings, *, simulated: bool, names: Names | None = None
+    settings: GpuSettings, *, sysfs_root: str, simulated: bool, names: Names | None = None
 ) -> Discovery:
     """Discover, and log anything unusual. Never raises.
 
     Args:
         settings: where to look, and the operator's choice.
+        sysfs_root: where sysfs is mounted.
         simulated: the agent runs on simulated GPUs, which have an NVML.
         names: asks NVML for the names of all GPUs; None where there is no library. `names_by_nvml`
             when left out.
     """
     if simulated or settings.discovery == "nvml":
         return BY_NVML
-    sign = await asyncio.to_thread(_sign_of_tegra, settings)
+    sign = await asyncio.to_thread(_sign_of_tegra, settings, sysfs_root)
     if settings.discovery == "tegra":
         found = Discovery(
             integrated=True,
             reason="gpu.discovery is tegra",
-            doubt="" if sign else _no_sign(settings),
+            doubt="" if sign else _no_sign(settings, sysfs_root),
         )
     elif sign:
-        found = await _on_tegra(sign, settings, names or names_by_nvml)
+        found = await _on_tegra(
+            sign, settings, names or functools.partial(names_by_nvml, sysfs_root=sysfs_root)
+        )
     else:
         return BY_NVML
     _logger.info("gpu.discovery", integrated=found.integrated, reason=found.reason)
@@ -112,7 +116,7 @@ async def _on_tegra(sign: str, settings: GpuSettings, names: Names) -> Discovery
     return Discovery(reason=f"{sign}, but NVML lists {', '.join(listed) or 'no GPU'}")
 
 
-async def names_by_nvml(settings: GpuSettings) -> tuple[str, ...] | None:
+async def names_by_nvml(settings: GpuSettings, *, sysfs_root: str) -> tuple[str, ...] | None:
     """The product names of all GPUs, None where there is no library;
     in a thread of its own, because a driver may hang.
 
@@ -123,7 +127,7 @@ async def names_by_nvml(settings: GpuSettings) -> tuple[str, ...] | None:
     session = Session(
         nvml,
         driver_root=Path(settings.driver_root),
-        sysfs_root=Path(settings.sysfs_root),
+        sysfs_root=Path(sysfs_root),
         proc_root=Path(settings.proc_root),
         report=_ignore,
     )
@@ -140,11 +144,11 @@ async def names_by_nvml(settings: GpuSettings) -> tuple[str, ...] | None:
         await thread.stopped(nvml_thread.CALL_TIMEOUT_SECONDS)
 
 
-def _sign_of_tegra(settings: GpuSettings) -> str:
+def _sign_of_tegra(settings: GpuSettings, sysfs_root: str) -> str:
     """Describe the sign of a Tegra processor; empty when there is none.
     Looks at the file system.
     """
-    release, family = _places(settings)
+    release, family = _places(settings, sysfs_root)
     if os.path.isfile(release):  # Path.is_file would fail over a root that cannot be looked into
         return f"there is {release}"
     try:
@@ -155,17 +159,17 @@ def _sign_of_tegra(settings: GpuSettings) -> str:
     return f"{family} says {text}" if text.lower().startswith(_FAMILY_BEGINS) else ""
 
 
-def _no_sign(settings: GpuSettings) -> str:
-    release, family = _places(settings)
+def _no_sign(settings: GpuSettings, sysfs_root: str) -> str:
+    release, family = _places(settings, sysfs_root)
     return (
         f"gpu.discovery is tegra, but there is no {release} and {family} does not say Tegra; "
         "containers would find no GPU here, so set gpu.discovery: auto, unless the node is one and "
-        "the agent cannot see its files (gpu.driverRoot, gpu.sysfsRoot)"
+        "the agent cannot see its files (gpu.driverRoot, /sys)"
     )
 
 
-def _places(settings: GpuSettings) -> tuple[Path, Path]:
-    return Path(settings.driver_root) / _RELEASE, Path(settings.sysfs_root) / _FAMILY
+def _places(settings: GpuSettings, sysfs_root: str) -> tuple[Path, Path]:
+    return Path(settings.driver_root) / _RELEASE, Path(sysfs_root) / _FAMILY
 
 
 def _ignore(*_: object) -> None:

@@ -29,6 +29,12 @@ if TYPE_CHECKING:
 
     from vgpu_agent.model import Gpu, MigInstance
 
+# A GPU that fails again within this time of its last recovery must be quiet for twice as long as
+# the time before, up to the longest quiet time. A longer `gpu.recovery.quietSeconds` counts as it
+# is.
+FLAP_WINDOW_SECONDS = 3600.0
+MAX_QUIET_SECONDS = 3600.0
+
 
 class RecoveryAction(enum.IntEnum):
     """The action that the driver requires before a GPU is used again (NVML:
@@ -111,19 +117,15 @@ class Probe:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class RecoveryPolicy:
-    """The rules by which an Unhealthy GPU comes back (settings ``gpu.recovery``); times in seconds.
+    """The rules by which an Unhealthy GPU comes back (settings ``gpu.recovery``).
 
     Attributes:
         automatic: False for mode ``never``: only a restart of the agent forgives.
         quiet_seconds: how long the GPU must be without errors.
-        flap_window_seconds: a relapse within this time of the last recovery doubles the quiet time.
-        max_quiet_seconds: where the doubling ends.
     """
 
     automatic: bool = True
     quiet_seconds: float = 60.0
-    flap_window_seconds: float = 3600.0
-    max_quiet_seconds: float = 3600.0
 
 
 class GpuHealth:
@@ -153,7 +155,7 @@ class GpuHealth:
     @property
     def quiet_needed_seconds(self) -> float:
         """Return how long it must be quiet this time."""
-        longest = max(self.policy.quiet_seconds, self.policy.max_quiet_seconds)
+        longest = max(self.policy.quiet_seconds, MAX_QUIET_SECONDS)
         doublings = min(self._relapses, 64)  # far beyond any limit, and still a float
         return float(min(self.policy.quiet_seconds * 2.0**doublings, longest))
 
@@ -213,8 +215,7 @@ class GpuHealth:
         if not self._health.ok:
             return self._explain()
         within_window = (
-            self._recovered_at is not None
-            and now - self._recovered_at < self.policy.flap_window_seconds
+            self._recovered_at is not None and now - self._recovered_at < FLAP_WINDOW_SECONDS
         )
         self._relapses = self._relapses + 1 if within_window else 0
         self._health = Health(ok=False, reason=self._reason(), since=self._wall())

@@ -87,9 +87,7 @@ class NumaNodes:
             with path.open(errors="replace") as file:
                 text = file.read(_NUMA_FILE_LIMIT + 1).strip()
         except OSError as err:
-            trouble = (
-                f"{path}: {err.strerror or err}; the GPU gets no NUMA node, check gpu.sysfsRoot"
-            )
+            trouble = f"{path}: {err.strerror or err}; the GPU has no NUMA node; check /sys"
         else:
             digits = text.removeprefix("-")
             if not (digits.isascii() and digits.isdigit() and len(text) <= _NUMA_FILE_LIMIT):

@@ -57,9 +57,14 @@ class GpuSource(Protocol):
 
 
 def source(
-    discovery: Discovery, settings: GpuSettings, journal: Journal, *, beat: Callable[[], None]
+    discovery: Discovery,
+    settings: GpuSettings,
+    journal: Journal,
+    *,
+    sysfs_root: str,
+    beat: Callable[[], None],
 ) -> GpuSource:
     """The source that was found to fit this node."""
     if discovery.integrated:
         return IntegratedGpu(journal, beat=beat)
-    return GpuWatch(settings, journal, beat=beat)
+    return GpuWatch(settings, journal, sysfs_root=sysfs_root, beat=beat)

@@ -76,7 +76,12 @@ class GpuWatch:
     """
 
     def __init__(
-        self, settings: GpuSettings, journal: Journal, *, beat: Callable[[], None] = lambda: None
+        self,
+        settings: GpuSettings,
+        journal: Journal,
+        *,
+        sysfs_root: str,
+        beat: Callable[[], None] = lambda: None,
     ) -> None:
         self.inventory: Latest[Inventory] = Latest(Inventory())
         self.usage: Latest[tuple[GpuUsage, ...]] = Latest(())
@@ -90,7 +95,7 @@ class GpuWatch:
         self._session = Session(
             self._nvml,
             driver_root=Path(settings.driver_root),
-            sysfs_root=Path(settings.sysfs_root),
+            sysfs_root=Path(sysfs_root),
             proc_root=Path(settings.proc_root),
             report=self._pass_on,
         )
@@ -487,8 +492,6 @@ def _recovery_policy(settings: Recovery) -> RecoveryPolicy:
     return RecoveryPolicy(
         automatic=settings.mode == "auto",
         quiet_seconds=settings.quiet_seconds,
-        flap_window_seconds=settings.flap_window_seconds,
-        max_quiet_seconds=settings.max_quiet_seconds,
     )
 
 

@@ -42,6 +42,9 @@ QUIT = "quit"
 
 # The largest number of processes that one MPS server takes (nvidia §11.2, D6).
 VOLTA = (7, 0)  # compute capability
+# Where the host's directory of pipes, logs and shared memory is mounted in the agent's container,
+# and what the containers of clients see it as; the name that NVIDIA's plugin gives it.
+CONTAINER_ROOT = "/mps"
 MAX_CLIENTS = 48
 MAX_CLIENTS_BEFORE_VOLTA = 16
 
@@ -54,7 +57,6 @@ class MpsOptions:
 
     Attributes:
         root: the host's directory of pipes, logs and shared memory.
-        container_root: the same directory in the agent, in the daemon and in containers.
         per_container_limits: a container with several replicas gets as many shares, and its limits
             in variables. A daemon has one limit for all of its clients. So that limit is the whole
             GPU, unless ``single`` is set.
@@ -65,7 +67,6 @@ class MpsOptions:
     """
 
     root: str = "/run/nvidia/mps"
-    container_root: str = "/mps"
     per_container_limits: bool = False
     single: bool = False
     pipe_directory: str = ""
@@ -79,11 +80,11 @@ class MpsOptions:
 
     def directory(self, resource: str) -> str:
         """Return the directory with the files of that resource's daemon, as the daemon sees it."""
-        return f"{self.container_root}/{resource}"
+        return f"{CONTAINER_ROOT}/{resource}"
 
     def pipe(self, resource: str) -> str:
         """The directory of the daemon's control pipe, as daemon and containers see it."""
-        return self.pipe_directory or f"{self.container_root}/{resource}/pipe"
+        return self.pipe_directory or f"{CONTAINER_ROOT}/{resource}/pipe"
 
     def host_pipe(self, resource: str) -> str:
         """The directory of the daemon's control pipe, as the host sees it."""

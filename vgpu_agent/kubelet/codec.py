@@ -13,11 +13,13 @@ import contextlib
 import dataclasses
 from typing import TYPE_CHECKING
 
+from vgpu_agent import device_ids
 from vgpu_agent.device_ids import (
     NumberedIds,
     NumberedList,
     element_size_bytes,
     list_size_bytes,
+    too_long,
 )
 from vgpu_agent.errors import CheckpointError, OfferError, RequestRefusedError
 from vgpu_agent.grpc import wire
@@ -34,8 +36,6 @@ if TYPE_CHECKING:
 API_VERSION = "v1beta1"
 EMPTY = b""  # a message without any field
 IDS_IN_A_PART = 4096
-
-_MEBIBYTE = 1024 * 1024
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -125,8 +125,8 @@ class DeviceListEncoder:
         return suffix
 
 
-def check_budget(resource: Resource, budget_bytes: int) -> None:
-    """Check that the resource's list fits into one message of ``budget_bytes``.
+def check_budget(resource: Resource) -> None:
+    """Check that the resource's list fits into one message.
 
     The kubelet drops the connection for a message that is too long, so this is checked before
     anything is registered (kubelet §10, V13).
@@ -136,16 +136,13 @@ def check_budget(resource: Resource, budget_bytes: int) -> None:
             setting that reduces the ids.
     """
     size = list_size_bytes(resource.ids)
-    if size <= budget_bytes:
+    problem = too_long(size)
+    if not problem:
         return
-    too_long = (
-        f"make a device list of {size / _MEBIBYTE:.2f} MiB, and kubelet.messageBudgetBytes allows "
-        f"{budget_bytes / _MEBIBYTE:.2f} MiB"
-    )
     if resource.unit:
-        fewer = -(-size // budget_bytes)
+        fewer = -(-size // device_ids.MESSAGE_BUDGET_BYTES)
         remedy = f"{resource.unit}: change it so that there are {fewer} times fewer ids"
-        raise OfferError({resource.name: f"{len(resource.ids)} ids {too_long}; {remedy}"})
+        raise OfferError({resource.name: f"{len(resource.ids)} ids {problem}; {remedy}"})
     # The last id of a block of numbered ids is its longest. There may be too many to measure each.
     ids = (
         [block.at(block.count - 1) for block in resource.ids.blocks if block.count]
@@ -154,13 +151,14 @@ def check_budget(resource: Resource, budget_bytes: int) -> None:
     )
     largest = max(element_size_bytes(device) for device in ids)
     devices = len({device.device for device in ids})
-    fitting = budget_bytes // (largest * devices)
-    problem = (
-        f"{len(resource.ids)} ids of up to {largest} bytes {too_long}; replicas: at most {fitting} "
-        f"for each of the {devices} devices would fit, {len(resource.ids) // devices} are "
-        "configured"
+    fitting = device_ids.MESSAGE_BUDGET_BYTES // (largest * devices)
+    remedy = (
+        f"replicas: at most {fitting} for each of the {devices} devices would fit, "
+        f"{len(resource.ids) // devices} are configured"
     )
-    raise OfferError({resource.name: problem})
+    raise OfferError(
+        {resource.name: f"{len(resource.ids)} ids of up to {largest} bytes {problem}; {remedy}"}
+    )
 
 
 def encode_options(*, pre_start_required: bool, prefers: bool = True) -> bytes:

@@ -30,7 +30,6 @@ from vgpu_agent.status import MpsState, MpsStatus, Withheld
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection
 
-    from vgpu_agent.config.mps import Mps
     from vgpu_agent.isolation.mps import DaemonPlan
     from vgpu_agent.journal import Journal
 
@@ -72,20 +71,16 @@ class Daemon:
     `status` has the last result.
     """
 
-    def __init__(
-        self, plan: DaemonPlan, settings: Mps, journal: Journal, dependencies: Dependencies
-    ) -> None:
+    def __init__(self, plan: DaemonPlan, journal: Journal, dependencies: Dependencies) -> None:
         self._journal, self._dependencies = journal, dependencies
         self._plan = plan  # of the daemon that runs or is about to
         self._wanted: DaemonPlan | None = plan
         self._in_use_by_others: frozenset[str] = frozenset()
         self._news = asyncio.Event()
         seconds = host_tools.COMMAND_TIMEOUT_SECONDS
-        self._control_binary = HostTool(
-            settings.control_binary, "mps.controlBinary", timeout_seconds=seconds
-        )
+        self._control_binary = HostTool(host_tools.CONTROL_BINARY, timeout_seconds=seconds)
         self._modes = ComputeModes(
-            HostTool(settings.smi_binary, "mps.smiBinary", timeout_seconds=seconds),
+            HostTool(host_tools.SMI_BINARY, timeout_seconds=seconds),
             plan.resource,
             dependencies.mode_owners,
         )

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from vgpu_agent.errors import MpsError
-from vgpu_agent.isolation.mps import DaemonPlan
+from vgpu_agent.isolation.mps import CONTAINER_ROOT, DaemonPlan
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -58,8 +58,8 @@ def prepare(plan: DaemonPlan, *, sysfs_root: str = "/sys") -> None:
     if (length := len(os.fsencode(f"{plan.pipe}/control"))) > _LONGEST_SOCKET:
         raise MpsError(
             f"the socket {plan.pipe}/control of an MPS control daemon has a name of {length} "
-            f"bytes, and the kernel allows {_LONGEST_SOCKET}; set a shorter mps.containerRoot, "
-            "or a shorter name for the resource"
+            f"bytes, and the kernel allows {_LONGEST_SOCKET}; choose a shorter "
+            "name for the resource"
         )
     try:
         pipe.mkdir(mode=0o755, parents=True, exist_ok=True)
@@ -231,7 +231,7 @@ def _has_selinux(sysfs_root: str) -> bool:
 
 def _remedy(err: OSError) -> str:
     if err.errno == errno.EROFS:
-        return "mount mps.root writable into the agent at mps.containerRoot"
+        return f"mount mps.root writable into the agent at {CONTAINER_ROOT}"
     if err.errno in (errno.EPERM, errno.EACCES):
         return "run the agent as root with the capability SYS_ADMIN"
     if err.errno in (errno.EEXIST, errno.ENOTDIR):
@@ -240,4 +240,4 @@ def _remedy(err: OSError) -> str:
         return "move away the directory that stands in the place of the file"
     if err.errno in (errno.ENOSPC, errno.EDQUOT):
         return "free some space on that file system"
-    return "check that file system, or set mps.root and mps.containerRoot"
+    return f"check that file system, or set mps.root and mount it at {CONTAINER_ROOT}"

@@ -10,7 +10,6 @@ from __future__ import annotations
 import asyncio
 import os
 import shutil
-from typing import TYPE_CHECKING
 
 from vgpu_agent.errors import MpsDaemonGoneError, MpsError
 from vgpu_agent.isolation.mps import PROBE, DaemonPlan
@@ -18,19 +17,16 @@ from vgpu_agent.mps import host_tools
 from vgpu_agent.mps.control import Control
 from vgpu_agent.mps.host_tools import HostTool
 
-if TYPE_CHECKING:
-    from vgpu_agent.config.mps import Mps
-
 
 class HostDaemon:
     """The daemon whose control pipe lies in the directory ``pipe``;
     nothing of it is ours, so it is only asked how it is.
     """
 
-    def __init__(self, pipe: str, settings: Mps) -> None:
-        self._pipe, self._binary = pipe, settings.control_binary
+    def __init__(self, pipe: str) -> None:
+        self._pipe = pipe
         seconds = host_tools.COMMAND_TIMEOUT_SECONDS
-        tool = HostTool(self._binary, "mps.controlBinary", timeout_seconds=seconds)
+        tool = HostTool(host_tools.CONTROL_BINARY, timeout_seconds=seconds)
         self._control = Control(DaemonPlan("", pipe, pipe, (), 0), tool, timeout_seconds=seconds)
 
     async def why_not(self) -> str:
@@ -57,4 +53,4 @@ class HostDaemon:
             return f"the agent sees no directory {self._pipe}", False
         if not os.path.exists(os.path.join(self._pipe, "control")):
             return f"there is no control pipe in {self._pipe}", False
-        return "", shutil.which(self._binary) is not None
+        return "", shutil.which(host_tools.CONTROL_BINARY) is not None

@@ -19,6 +19,10 @@ from vgpu_agent.errors import MpsError
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
 
+# NVIDIA's control daemon, and the program that sets the compute mode of a GPU; looked for in the
+# agent's PATH.
+CONTROL_BINARY = "nvidia-cuda-mps-control"
+SMI_BINARY = "nvidia-smi"
 # How long one command of the control daemon or of nvidia-smi may take before it counts as hung.
 COMMAND_TIMEOUT_SECONDS = 10.0
 _LONGEST_OUTPUT = 65536  # bytes; a list of all processes of a node is shorter
@@ -35,8 +39,8 @@ class HostTool:
     driver would collect processes.
     """
 
-    def __init__(self, program: str, setting: str, *, timeout_seconds: float) -> None:
-        self._program, self._setting, self._timeout = program, setting, timeout_seconds
+    def __init__(self, program: str, *, timeout_seconds: float) -> None:
+        self._program, self._timeout = program, timeout_seconds
         self._stuck: asyncio.subprocess.Process | None = None
 
     async def is_there(self) -> bool:
@@ -110,8 +114,8 @@ class HostTool:
         except OSError as err:
             raise MpsError(
                 f"cannot run {self._program}: {err.strerror}; it comes with NVIDIA's driver: give "
-                "the agent's container the capabilities compute,utility, or name the program in "
-                f"{self._setting}"
+                "the agent's container the capabilities compute,utility, or add the program's "
+                "directory to its PATH"
             ) from err
 
     async def _kill(self, process: asyncio.subprocess.Process) -> None:

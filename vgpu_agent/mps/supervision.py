@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 
 from vgpu_agent import log
 from vgpu_agent.errors import MpsError
+from vgpu_agent.isolation import mps
 from vgpu_agent.mps import directories
 from vgpu_agent.mps.compute_mode import ModeOwners
 from vgpu_agent.mps.daemon import Daemon
@@ -96,7 +97,7 @@ class Supervision:
         """End daemons of a previous agent that are not desired any more. The previous agent may
         have been killed, and sharing switched off before this start.
         """
-        for plan in await asyncio.to_thread(directories.remembered, self._settings.container_root):
+        for plan in await asyncio.to_thread(directories.remembered, mps.CONTAINER_ROOT):
             if plan.resource not in self._daemons:
                 _logger.info(
                     "mps.daemon_recalled", resource=plan.resource, directory=plan.directory
@@ -109,7 +110,7 @@ class Supervision:
         wanted: DaemonPlan | None,
         in_use_by_others: frozenset[str] = frozenset(),
     ) -> None:
-        daemon = self._daemons[plan.resource] = Daemon(plan, self._settings, self._journal, self)
+        daemon = self._daemons[plan.resource] = Daemon(plan, self._journal, self)
         daemon.want(wanted, in_use_by_others)
         self._supervisor.start(_task(plan.resource), daemon.run)
 
@@ -146,7 +147,7 @@ class Supervision:
         async with self._preparing:
             await asyncio.to_thread(
                 self._share_memory,
-                self._settings.container_root,
+                mps.CONTAINER_ROOT,
                 size_mib=self._settings.shm_size_mib,
                 proc_root=self._proc_root,
             )
@@ -159,7 +160,7 @@ class Supervision:
         states = [daemon.status.state for daemon in self._daemons.values() if daemon.is_wanted]
         up = bool(states) and all(state is MpsState.RUNNING for state in states)
         put = directories.mark if up else directories.unmark
-        await asyncio.to_thread(put, self._settings.container_root, directories.READY)
+        await asyncio.to_thread(put, mps.CONTAINER_ROOT, directories.READY)
         self._changed()
 
 

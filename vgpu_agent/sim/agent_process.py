@@ -54,7 +54,7 @@ class AgentProcess:
         environment: Mapping[str, str] | None = None,
         through: Sequence[str] = (),
         module: str = "vgpu_agent",
-        constants: Mapping[str, float] | None = None,
+        constants: Mapping[str, float | str] | None = None,
         launcher: str = with_constants.MODULE,
         opener: urllib.request.OpenerDirector | None = None,
     ) -> None:

@@ -1,7 +1,7 @@
 """The installation of stand-ins for ``nvidia-cuda-mps-control`` and ``nvidia-smi`` in a directory,
 and their faults.
 
-Called by tests and the demo, which set ``mps.controlBinary`` and ``mps.smiBinary`` to the two
+Called by tests and the demo, which set the names of the two programs in `mps.host_tools` to their
 paths. Everything about one installation lies in its directory, so several nodes can stand beside
 each other.
 """

@@ -23,11 +23,11 @@ if TYPE_CHECKING:
 MODULE = "vgpu_agent.sim.with_constants"
 
 
-def set_constants(constants: Mapping[str, float]) -> None:
+def set_constants(constants: Mapping[str, float | str]) -> None:
     """Set constants, named ``module:NAME``, in this process.
 
     Raises:
-        SimulationError: a module has no number of that name.
+        SimulationError: a module has no number, or no text, of that name.
     """
     for name, value in constants.items():
         module_name, _, constant = name.partition(":")
@@ -35,8 +35,10 @@ def set_constants(constants: Mapping[str, float]) -> None:
             module = importlib.import_module(module_name)
         except (ImportError, ValueError) as err:
             raise SimulationError(f"{name}: there is no module {module_name}: {err}") from err
-        if not constant.isupper() or not isinstance(getattr(module, constant, None), int | float):
-            raise SimulationError(f"{name}: {module_name} has no constant number {constant}")
+        before = getattr(module, constant, None) if constant.isupper() else None
+        word = "text" if isinstance(value, str) else "number"
+        if not isinstance(before, str if word == "text" else int | float):
+            raise SimulationError(f"{name}: {module_name} has no constant {word} {constant}")
         setattr(module, constant, value)
 
 

@@ -4,18 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import dataclasses
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 import pytest
 
+from tests import constants
 from tests.gpu.watched import Watched, watching
 from tests.patience import PATIENCE_SECONDS
 from vgpu_agent.agent.devices.mig import MigDivider
 from vgpu_agent.families.family import MigLayout
-from vgpu_agent.families.spec import MigTool
 from vgpu_agent.mig.parted import MigParted
 from vgpu_agent.sim.mig_parted import Misbehaviour, calls, deliver, misbehave
 from vgpu_agent.sim.preload import preload
@@ -55,7 +53,12 @@ class Dividing:
 
 
 @contextlib.asynccontextmanager
-async def dividing(folder: Path, **changes: Any) -> AsyncIterator[Dividing]:
+async def dividing(
+    folder: Path,
+    others: Mapping[str, float] | None = None,
+    *,
+    timeout_seconds: float = PATIENCE_SECONDS,
+) -> AsyncIterator[Dividing]:
     """A node of two A100, watched, and a side that is quick about everything."""
 
     def prepared() -> tuple[SimulatedNode, str]:
@@ -64,13 +67,15 @@ async def dividing(folder: Path, **changes: Any) -> AsyncIterator[Dividing]:
         return node, str(deliver(node.directory, folder / "nvidia-mig-parted"))
 
     node, program = await asyncio.to_thread(prepared)
-    tool = MigTool(program, "volcanoVgpu.migParted", PATIENCE_SECONDS, PATIENCE_SECONDS, 0.01)
-    tool = dataclasses.replace(tool, **changes)
-    async with watching(node) as watched:
+    quick = {constants.MIG_SETTLE: PATIENCE_SECONDS, constants.MIG_RETRY: 0.01}
+    async with watching(node, {**quick, **(others or {})}) as watched:
         parted = MigParted(
-            program, folder / "mig", timeout_seconds=tool.timeout_seconds, setting=tool.setting
+            program,
+            folder / "mig",
+            timeout_seconds=timeout_seconds,
+            setting="volcanoVgpu.migParted",
         )
-        side = MigDivider(parted, watched.watch, tool, call_timeout_seconds=PATIENCE_SECONDS)
+        side = MigDivider(parted, watched.watch, call_timeout_seconds=PATIENCE_SECONDS)
         async with asyncio.TaskGroup() as group:
             loop = group.create_task(side.run())
             try:
@@ -110,7 +115,7 @@ async def test_a_gpu_on_which_somebody_works_is_not_touched(tmp_path: Path) -> N
     """A process that no share explains: its pids are named,
     and the tool is asked again at once when it has gone.
     """
-    async with dividing(tmp_path, retry_seconds=60) as side:
+    async with dividing(tmp_path, {constants.MIG_RETRY: 60}) as side:
         slot = await asyncio.to_thread(side.node.add_process, 1, 4711, ProcessUse(memory_mib=100))
         assert await side.divide() == "processes without a share of it use it (host pids 4711)"
         assert await side.runs() == []
@@ -122,7 +127,7 @@ async def test_a_gpu_whose_instances_cannot_be_read_is_not_touched(tmp_path: Pat
     """It may be divided already, and in use:
     the pod's status has the driver's word and the remedy.
     """
-    async with dividing(tmp_path, retry_seconds=60) as side:
+    async with dividing(tmp_path, {constants.MIG_RETRY: 60}) as side:
         await asyncio.to_thread(side.node.set_mig, 1, ["7g.40gb"])
         await asyncio.to_thread(side.node.fault, "nvmlDeviceGetMaxMigDeviceCount", gpu=1, code=4)
         reason = await side.divide()
@@ -166,8 +171,9 @@ async def test_d16_whatever_goes_wrong_is_a_reason(
 ) -> None:
     """volcano-vgpu:D16: the cost falls on the pod that asked, and nothing ends."""
     monkeypatch.setattr("vgpu_agent.mig.parted._END_SECONDS", 0.1)
-    times = {"timeout_seconds": 0.5} if what.hangs else {"settle_seconds": 0.3}
-    async with dividing(tmp_path, **times) as side:
+    timeout = 0.5 if what.hangs else PATIENCE_SECONDS
+    quick = {constants.MIG_SETTLE: 0.3}
+    async with dividing(tmp_path, quick, timeout_seconds=timeout) as side:
         await side.misbehave(what)
         assert expected in await side.divide()
 
@@ -196,7 +202,7 @@ async def test_a_change_that_has_failed_is_not_tried_again_at_once(tmp_path: Pat
     """The kubelet asks every quarter of a minute. A GPU is not reset as often.
     Another division of it is tried at once.
     """
-    async with dividing(tmp_path, retry_seconds=60) as side:
+    async with dividing(tmp_path, {constants.MIG_RETRY: 60}) as side:
         await side.misbehave(Misbehaviour(command="apply", fails="Insufficient Resources"))
         await side.divide()
         again = await side.divide()

@@ -16,6 +16,7 @@ import msgspec
 import pytest
 from structlog.testing import capture_logs
 
+from tests import constants
 from tests.agent.offers.test_servers import Node as Offers
 from tests.golden import U0, U1, golden_inventory
 from tests.mps.supervised import no_blocked_loop
@@ -26,7 +27,6 @@ from tests.simulated import simulated_node
 from vgpu_agent.agent.devices.mps import MpsController
 from vgpu_agent.concurrency import Supervisor
 from vgpu_agent.config.collisions import two_daemons_remedy
-from vgpu_agent.config.mps import Mps
 from vgpu_agent.device_ids import DeviceId
 from vgpu_agent.families.aws.family import AwsFamily, AwsOptions
 from vgpu_agent.families.aws.settings import Aws
@@ -58,6 +58,17 @@ def _short_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture(autouse=True)
+def _paths_of_the_test(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tools = MpsTools(tmp_path / "tools")
+    paths = {
+        constants.MPS_CONTAINER_ROOT: str(tmp_path / "mps"),
+        constants.MPS_CONTROL_BINARY: str(tools.control),
+        constants.MPS_SMI_BINARY: str(tools.smi),
+    }
+    constants.use(monkeypatch, paths)
+
+
+@pytest.fixture(autouse=True)
 def _nobody_mounts(monkeypatch: pytest.MonkeyPatch) -> None:
     """A test has no business in the mount table of the machine."""
     monkeypatch.setattr(directories, "share_memory", lambda *_, **__: None)
@@ -72,12 +83,7 @@ class Node:
         self.root = tmp_path / "mps"
         self.inventory = golden_inventory()
         self.offers = offers
-        mps = Mps(
-            container_root=str(self.root),
-            control_binary=str(self.tools.control),
-            smi_binary=str(self.tools.smi),
-        )
-        self.settings = settings_of(mps=mps, aws=Aws(mps="supervised"))
+        self.settings = settings_of(aws=Aws(mps="supervised"))
         self.side = self._side()
         offers.ledger.observe(self.inventory)
         offers.ledger.rebuilt = True
@@ -356,7 +362,7 @@ async def test_virtual_gpus_with_a_daemon_of_the_host_are_served_and_cautioned_w
         assert (node.offers.served, node.side.statuses) == ([name], ())
 
         await asyncio.to_thread(pipe.mkdir, parents=True)
-        tool = HostTool(str(node.tools.control), "mps.controlBinary", timeout_seconds=20)
+        tool = HostTool(str(node.tools.control), timeout_seconds=20)
         await tool.run(
             "-d",
             environment={"CUDA_MPS_PIPE_DIRECTORY": str(pipe), "CUDA_MPS_LOG_DIRECTORY": str(pipe)},

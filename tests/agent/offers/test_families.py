@@ -13,6 +13,7 @@ import msgspec
 import pytest
 from blockbuster import BlockBuster
 
+from tests import constants
 from tests.agent.volcano_parts import NODE, Wired, volcano_settings, wired
 from tests.families.volcano_vgpu.mig.parts import a_gpu, mig_family
 from tests.golden import SLICES, U1, golden_inventory, golden_slices, with_slices
@@ -52,11 +53,11 @@ def shared(replicas: int) -> Sharing:
     return Sharing(TimeSlicing(resources=(SharedResource(name=GPU, replicas=replicas),)))
 
 
-async def one_gpu_fits(folder: Path) -> schema.Settings:
+async def one_gpu_fits(folder: Path, monkeypatch: pytest.MonkeyPatch) -> schema.Settings:
     """A budget for the list of one shared GPU, but not of two."""
+    constants.use(monkeypatch, {constants.MESSAGE_BUDGET: 4096})
     settings = await volcano_settings(folder, None, families=switches())
-    kubelet = msgspec.structs.replace(settings.kubelet, message_budget_bytes=4096)
-    return msgspec.structs.replace(settings, sharing=shared(REPLICAS), kubelet=kubelet)
+    return msgspec.structs.replace(settings, sharing=shared(REPLICAS))
 
 
 def first_gpu() -> Inventory:
@@ -81,10 +82,10 @@ async def look_again(parts: Wired) -> None:
 
 
 async def test_a_gpu_that_makes_the_list_too_long_withholds_it_instead_of_raising(
-    tmp_path: Path,
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The look comes from the loop of the watch or of the grants, which must go on."""
-    settings = await one_gpu_fits(tmp_path)
+    settings = await one_gpu_fits(tmp_path, monkeypatch)
     async with wired(settings, first_gpu()) as parts:
         await parts.families.apply(settings)
         await look_again(parts)
@@ -94,9 +95,11 @@ async def test_a_gpu_that_makes_the_list_too_long_withholds_it_instead_of_raisin
         assert "replicas: at most" in parts.offering.withheld[GPU]
 
 
-async def test_it_is_offered_again_once_it_fits(tmp_path: Path) -> None:
+async def test_it_is_offered_again_once_it_fits(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The second GPU is taken out of the node."""
-    settings = await one_gpu_fits(tmp_path)
+    settings = await one_gpu_fits(tmp_path, monkeypatch)
     async with wired(settings, first_gpu()) as parts:
         await parts.families.apply(settings)
         parts.inventory = golden_inventory()
@@ -107,11 +110,13 @@ async def test_it_is_offered_again_once_it_fits(tmp_path: Path) -> None:
         assert parts.offered == {GPU: REPLICAS}
 
 
-async def test_whoever_asks_for_it_by_a_configuration_hears_at_once(tmp_path: Path) -> None:
+async def test_whoever_asks_for_it_by_a_configuration_hears_at_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A reloaded file that asks for too much is refused as a whole.
     That is the reader's to say, not the readiness's.
     """
-    settings = await one_gpu_fits(tmp_path)
+    settings = await one_gpu_fits(tmp_path, monkeypatch)
     async with wired(settings) as parts:
         with pytest.raises(ConfigError, match="replicas: at most"):
             await parts.families.apply(settings)
@@ -147,11 +152,13 @@ async def test_one_familys_list_that_is_too_long_does_not_hold_up_the_others(
             assert parts.offered["volcano.sh/vgpu-number"] == 6
 
 
-async def test_a_look_during_a_reload_does_not_put_the_old_settings_back(tmp_path: Path) -> None:
+async def test_a_look_during_a_reload_does_not_put_the_old_settings_back(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Both come from loops of their own. The look waits for the reload
     and then uses its settings.
     """
-    settings = await one_gpu_fits(tmp_path)
+    settings = await one_gpu_fits(tmp_path, monkeypatch)
     async with wired(settings, first_gpu()) as parts:
         await parts.families.apply(settings)
         reloading = asyncio.ensure_future(

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 from structlog.testing import capture_logs
 
+from tests import constants
 from tests.allocation.without_pods import without_pods
 from vgpu_agent.agent.offers.servers import Offering
 from vgpu_agent.allocation.allocator import Allocator
@@ -46,7 +47,7 @@ class Node:
 
     def __init__(self, supervisor: Supervisor, directory: Path) -> None:
         self.supervisor, self.ledger, self.journal = supervisor, Ledger(), Journal()
-        settings = Kubelet(directory=str(directory), message_budget_bytes=4096)
+        settings = Kubelet(directory=str(directory))
         self.offering = Offering(
             ledger=self.ledger,
             allocator=Allocator(
@@ -57,7 +58,6 @@ class Node:
                     journal=self.journal,
                 )
             ),
-            settings=settings,
             directory=DirectoryWatch(
                 settings.device_plugin_directory,
                 poll_seconds=5,
@@ -90,6 +90,11 @@ def withheld(lines: Iterable[Mapping[str, Any]]) -> list[tuple[str, str]]:
     return [
         (line["log_level"], line["reason"]) for line in lines if line["event"] == "plugin.withheld"
     ]
+
+
+@pytest.fixture(autouse=True)
+def _small_budget(monkeypatch: pytest.MonkeyPatch) -> None:
+    constants.use(monkeypatch, {constants.MESSAGE_BUDGET: 4096})
 
 
 @contextlib.asynccontextmanager

@@ -117,7 +117,7 @@ def make(
         )
     ledger = Ledger()
     ledger.offer([Resource(RESOURCE, "volcano-vgpu", (), decided_by=Decider.POD)])
-    pods = StartingPods(book, ledger, started=set[tuple[str, str, str]], longest_seconds=10)
+    pods = StartingPods(book, ledger, started=set[tuple[str, str, str]])
     return KubeletRecordsReader(lister, checkpoint, with_answers=lambda: answers, pods=pods)
 
 

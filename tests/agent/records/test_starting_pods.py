@@ -43,9 +43,7 @@ def starting(
             Resource(CORES, "volcano-vgpu", (), decided_by=Decider.NOBODY),
         ]
     )
-    return StartingPods(
-        book, ledger, started=lambda: served or set(), longest_seconds=10, clock=clock
-    )
+    return StartingPods(book, ledger, started=lambda: served or set(), clock=clock)
 
 
 def expected(
@@ -144,7 +142,7 @@ def test_the_resources_are_the_same_until_others_are_offered() -> None:
     to begin anew.
     """
     ledger = Ledger()
-    pods = StartingPods(PodCache(), ledger, started=set, longest_seconds=10)
+    pods = StartingPods(PodCache(), ledger, started=set)
     ledger.offer([Resource(NUMBER, "volcano-vgpu", (), decided_by=Decider.POD)])
     before = pods.resources
     assert before == {NUMBER}

@@ -101,7 +101,7 @@ def test_twenty_thousand_ids_are_served(ledger: Ledger) -> None:
     (resource,) = ledger.resources
     ill = NumberedList(tuple((block, False) for block, _ in listing.blocks))
     assert len(DeviceListEncoder().encode(ill)) == list_size_bytes(resource.ids)
-    check_budget(resource, 3_670_016)
+    check_budget(resource)
 
     allocatable = google_resources.AllocatableResourcesResponse()
     for device in [*sent[5:], google.Device(id="gAA")]:

@@ -9,9 +9,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests import constants
 from tests.families.vgpu_manager.node import CORES, INVENTORY, MEMORY, NUMBER, U0, U1, cards
 from tests.golden import golden_slices
-from vgpu_agent.device_ids import NumberedIds, list_size_bytes
+from vgpu_agent.device_ids import MESSAGE_BUDGET_BYTES, NumberedIds, list_size_bytes
 from vgpu_agent.errors import OfferError, UnhealthyDeviceError
 from vgpu_agent.families.vgpu_manager.keys import Keys
 from vgpu_agent.families.vgpu_manager.offer import cautions_of, resources_of, shared_gpus
@@ -204,9 +205,10 @@ def test_a_list_that_is_too_long_is_left_out_with_the_unit_that_fits() -> None:
     assert cautions(inventory, memory_factor=4) == ()
 
 
-def test_compute_that_is_too_much_says_so() -> None:
+def test_compute_that_is_too_much_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     """There is no unit to change."""
-    (caution,) = cautions(INVENTORY, offer_memory=False, message_budget_bytes=2000)
+    constants.use(monkeypatch, {constants.MESSAGE_BUDGET: 2000})
+    (caution,) = cautions(INVENTORY, offer_memory=False)
     assert caution.startswith("nvidia.com/vgpu-cores is not offered: 200 ids")
     assert "vgpuManager.deviceCoresScaling: choose less" in caution
 
@@ -262,7 +264,7 @@ def test_any_node_is_offered_within_the_budget(
     assert time.perf_counter() - began < 5
     for resource in found.values():
         assert isinstance(resource.ids, NumberedIds)
-        assert list_size_bytes(resource.ids) <= ALL.message_budget_bytes
+        assert list_size_bytes(resource.ids) <= MESSAGE_BUDGET_BYTES
     if any(not mig for _, mig in sizes):
         left_out = {CORES, MEMORY} - found.keys()
         assert {name for name in (CORES, MEMORY) if any(name in text for text in sentences)} == (

@@ -32,7 +32,7 @@ from tests.families.volcano_gpushare.parts import (
     view_of,
 )
 from vgpu_agent.config.load import Contents, Sources, load_contents
-from vgpu_agent.device_ids import IdBlock, NumberedIds, list_size_bytes
+from vgpu_agent.device_ids import MESSAGE_BUDGET_BYTES, IdBlock, NumberedIds, list_size_bytes
 from vgpu_agent.errors import CapacityError, ConfigError, RequestRefusedError
 from vgpu_agent.families.device_lists import ListOptions
 from vgpu_agent.families.volcano_gpushare.family import VolcanoGpushareOptions
@@ -336,7 +336,7 @@ def test_the_agent_chooses_the_factor_that_fits() -> None:
     automatic = VolcanoGpushareOptions(factor=0)
     resource = offer_of(automatic, _eight_large())
     assert len(resource.ids) == 8 * (81559 // 4)
-    assert list_size_bytes(resource.ids) <= automatic.message_budget_bytes
+    assert list_size_bytes(resource.ids) <= MESSAGE_BUDGET_BYTES
     question = question_of(
         pod_of(100, annotations=SCHEDULED), options=automatic, inventory=_eight_large()
     )

@@ -8,6 +8,7 @@ import dataclasses
 
 import pytest
 
+from tests import constants
 from tests.families.volcano_gpushare.parts import (
     MEMORY,
     NUMBER,
@@ -40,15 +41,17 @@ def test_a_node_without_cards_offers_nothing() -> None:
     assert family.desired_node(dataclasses.replace(empty, node=Node("node-a"))).capacity == {}
 
 
-def test_the_size_of_the_list_is_exact() -> None:
+def test_the_size_of_the_list_is_exact(monkeypatch: pytest.MonkeyPatch) -> None:
     """The sum that decides about the factor is, to the byte,
     what the encoder would need for the ill list.
     """
     resource = offer_of()
     size = list_size_bytes(resource.ids)
-    assert offer_of(VolcanoGpushareOptions(message_budget_bytes=size)) == resource
+    constants.use(monkeypatch, {constants.MESSAGE_BUDGET: size})
+    assert offer_of() == resource
+    constants.use(monkeypatch, {constants.MESSAGE_BUDGET: size - 1})
     with pytest.raises(ConfigError):
-        offer_of(VolcanoGpushareOptions(message_budget_bytes=size - 1))
+        offer_of()
 
 
 def test_both_names_are_claimed() -> None:

@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests import constants
 from tests.families.volcano_vgpu.golden import (
     CORES,
     INVENTORY,
@@ -227,9 +228,9 @@ def test_whatever_the_node_the_chosen_unit_fits(count: int, memory_mib: int, bud
     """The same inventory gives the same unit, and the list is never too long."""
     inventory = _node(count, memory_mib)
     try:
-        memory = _offered(
-            inventory, factor=0, split=1, cores_scaling=0.1, message_budget_bytes=budget
-        )[MEMORY]
+        with pytest.MonkeyPatch.context() as monkeypatch:
+            constants.use(monkeypatch, {constants.MESSAGE_BUDGET: budget})
+            memory = _offered(inventory, factor=0, split=1, cores_scaling=0.1)[MEMORY]
     except ConfigError:
         assert budget < 4 * 10 * 70  # not even the ten ids of the cores
         return

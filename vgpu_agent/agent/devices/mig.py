@@ -28,13 +28,16 @@ if TYPE_CHECKING:
 
     from vgpu_agent.config.settings import Settings
     from vgpu_agent.families.family import MigLayout
-    from vgpu_agent.families.spec import MigTool
     from vgpu_agent.gpu.source import GpuSource
     from vgpu_agent.mig.layouts import Division
     from vgpu_agent.model import Gpu, Inventory
 
 _logger = log.get(__name__)
 
+# How long after the tool's success the driver may take to show the new instances.
+SETTLE_SECONDS = 10.0
+# For how long a change that has failed is not tried again.
+RETRY_SECONDS = 60.0
 _POLL_SECONDS = 0.1
 _INTERNAL_ERROR = "an internal error; the agent's log has the details"
 
@@ -47,20 +50,16 @@ class MigDivider:
     next container that needs the layout has the GPU divided again.
     """
 
-    def __init__(
-        self, parted: MigParted, watch: GpuSource, tool: MigTool, *, call_timeout_seconds: float
-    ) -> None:
+    def __init__(self, parted: MigParted, watch: GpuSource, *, call_timeout_seconds: float) -> None:
         """Build the divider.
 
         Args:
             parted: the runner of the host tool.
             watch: the node's GPUs and the processes on them.
-            tool: the tool's time limits.
             call_timeout_seconds: how long the driver may take to answer.
         """
         self._parted = parted
         self._watch = watch
-        self._tool = tool
         self._call_timeout_seconds = call_timeout_seconds
         self._waiting: asyncio.Queue[tuple[MigLayout, Callable[[str], None]]] = asyncio.Queue()
         self._failed: dict[MigLayout, tuple[float, str]] = {}
@@ -84,7 +83,7 @@ class MigDivider:
             timeout_seconds=tool.timeout_seconds,
             setting=tool.setting,
         )
-        return cls(parted, watch, tool, call_timeout_seconds=nvml_thread.CALL_TIMEOUT_SECONDS)
+        return cls(parted, watch, call_timeout_seconds=nvml_thread.CALL_TIMEOUT_SECONDS)
 
     def divide(self, layout: MigLayout, done: Callable[[str], None]) -> None:
         """See `allocation.context.Divider`."""
@@ -105,7 +104,7 @@ class MigDivider:
     async def _divide(self, layout: MigLayout) -> str:
         """Divide the GPU; return why that failed, or an empty text when it has the layout."""
         failed_at, reason = self._failed.get(layout, (0.0, ""))
-        wait_seconds = failed_at + self._tool.retry_seconds - time.monotonic()
+        wait_seconds = failed_at + RETRY_SECONDS - time.monotonic()
         if reason and wait_seconds > 0:
             return f"{reason} (tried again in {wait_seconds:.0f} s at the earliest)"
         try:
@@ -154,13 +153,13 @@ class MigDivider:
         if found is None or not _is_divided(found, layout):
             shown = ", ".join(instance.profile for instance in found.mig_instances) if found else ""
             raise MigError(
-                f"nvidia-mig-parted reported success, but {self._tool.settle_seconds:g} s later "
+                f"nvidia-mig-parted reported success, but {SETTLE_SECONDS:g} s later "
                 f"the driver shows {shown or 'no instances'}; see `nvidia-smi -L` and dmesg"
             )
 
     async def _wait_for_layout(self, layout: MigLayout) -> None:
-        """Wait until the driver shows the layout, at most for the tool's ``settle_seconds``."""
-        deadline = time.monotonic() + self._tool.settle_seconds
+        """Wait until the driver shows the layout, at most for `SETTLE_SECONDS`."""
+        deadline = time.monotonic() + SETTLE_SECONDS
         while True:
             try:
                 await self._refresh()

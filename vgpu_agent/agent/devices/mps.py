@@ -70,7 +70,7 @@ class MpsController:
             holders=self._holders,
             changed=lambda: self._changes.publish(self._changes.version + 1),
             gpus=lambda: [gpu.uuid for gpu in inventory().gpus],
-            sysfs_root=settings.gpu.sysfs_root,
+            sysfs_root=settings.sysfs_root,
             proc_root=settings.gpu.proc_root,
             share_memory=_skip_shared_memory if settings.simulate else directories.share_memory,
         )
@@ -88,7 +88,7 @@ class MpsController:
             family.name: family.mps(settings) for family in FAMILIES if family.mps
         }
         self._exposed = collisions.exposed_mps_directory(settings)
-        self._of_host = HostDaemon(isolation.DEFAULT_PIPE_DIRECTORY, settings.mps)
+        self._of_host = HostDaemon(isolation.DEFAULT_PIPE_DIRECTORY)
         if self._started:  # the ledger may stay the same, so `_follow` may not be woken
             self._refresh()
 

@@ -121,7 +121,7 @@ async def look(
         late=late,
         wsl=nodes.wsl,
         libraries=libraries,
-        cgroup_version=await asyncio.to_thread(_cgroup_version, settings.gpu.sysfs_root),
+        cgroup_version=await asyncio.to_thread(_cgroup_version, settings.sysfs_root),
         divides=await asyncio.to_thread(_divides, settings),
         given=frozenset(
             path for path, origin in origins.items() if origin.startswith(("flag ", "environment "))

@@ -78,8 +78,6 @@ class FamiliesInForce:
     ) -> None:
         self._settings = settings
         self._origins = origins
-        # from the settings of the start, also after a reload, because `Offering` uses that one
-        self._budget_bytes = settings.kubelet.message_budget_bytes
         self._allocator = allocator
         self._offering = offering
         self._cluster = cluster
@@ -214,7 +212,7 @@ class FamiliesInForce:
         for pod_family in self._families.by_pod:
             unsupported = _why_unsupported(pod_family, inventory)
             cautions += () if unsupported else pod_family.cautions(inventory)
-            problems = unsupported or self._add(pod_family, inventory, offered, self._budget_bytes)
+            problems = unsupported or self._add(pod_family, inventory, offered, checked=True)
             refused |= problems
             by_pod += [] if problems else [pod_family]
         self._offering.accept(
@@ -243,15 +241,16 @@ class FamiliesInForce:
         family: Family,
         inventory: Inventory,
         offered: list[Resource],
-        budget_bytes: int | None = None,
+        *,
+        checked: bool = False,
     ) -> Mapping[str, str]:
         """Add the resources of the family to ``offered``. If they cannot be offered, add none and
         return resource → reason.
         """
         try:
             resources = family.resources(inventory)
-            if budget_bytes is not None:
-                check_offer(resources, budget_bytes)
+            if checked:
+                check_offer(resources)
             _check_distinct(offered, resources)
         except OfferError as err:
             return err.reasons
@@ -280,10 +279,7 @@ class FamiliesInForce:
 
     def _check(self, families: tuple[Family, ...]) -> None:
         inventory = self._inventory()
-        check_offer(
-            (resource for family in families for resource in family.resources(inventory)),
-            self._budget_bytes,
-        )
+        check_offer(resource for family in families for resource in family.resources(inventory))
 
     def _choose_mode(self) -> None:
         mode = choose(self._settings.binding.mode, self._cluster.node)

@@ -23,7 +23,6 @@ if TYPE_CHECKING:
 
     from vgpu_agent.allocation.allocator import Allocator
     from vgpu_agent.concurrency import Supervisor
-    from vgpu_agent.config.settings import Kubelet
     from vgpu_agent.journal import Journal
     from vgpu_agent.kubelet.directory import DirectoryWatch
     from vgpu_agent.ledger import Ledger
@@ -31,7 +30,7 @@ if TYPE_CHECKING:
     from vgpu_agent.status import PluginStatus
 
 
-def check_offer(resources: Iterable[Resource], budget_bytes: int) -> None:
+def check_offer(resources: Iterable[Resource]) -> None:
     """Make sure that every resource's list fits into one message.
 
     Raises:
@@ -41,7 +40,7 @@ def check_offer(resources: Iterable[Resource], budget_bytes: int) -> None:
     reasons: dict[str, str] = {}
     for resource in resources:
         try:
-            check_budget(resource, budget_bytes)
+            check_budget(resource)
         except OfferError as err:
             reasons |= err.reasons
     if reasons:
@@ -62,7 +61,6 @@ class Offering:
         *,
         ledger: Ledger,
         allocator: Allocator,
-        settings: Kubelet,
         directory: DirectoryWatch,
         supervisor: Supervisor,
         journal: Journal,
@@ -70,7 +68,6 @@ class Offering:
     ) -> None:
         self._ledger = ledger
         self._allocator = allocator
-        self._settings = settings
         self._directory = directory
         self._supervisor = supervisor
         self._journal = journal
@@ -231,7 +228,7 @@ class Offering:
             self.withhold(resource.name, why)
             return False
         try:
-            check_budget(resource, self._settings.message_budget_bytes)
+            check_budget(resource)
         except OfferError as err:
             self.withhold(resource.name, Withheld(err.reasons[resource.name]))
             return False

@@ -15,6 +15,7 @@ import contextlib
 import time
 from typing import TYPE_CHECKING
 
+from vgpu_agent.cluster import pod_publisher
 from vgpu_agent.model import Decider
 
 if TYPE_CHECKING:
@@ -40,7 +41,6 @@ class StartingPods:
         ledger: Ledger,
         *,
         started: Callable[[], Container[tuple[str, str, str]]],
-        longest_seconds: float,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """Observe the pods in ``pod_cache``.
@@ -49,14 +49,11 @@ class StartingPods:
             pod_cache: the pods of this node.
             ledger: has the offered resources.
             started: returns (UID, container, resource) of the containers that have their shares.
-            longest_seconds: the longest time that a start takes; a pod that is pending for longer
-                waits for something else.
             clock: monotonic seconds.
         """
         self._pod_cache = pod_cache
         self._ledger = ledger
         self._started = started
-        self._longest_seconds = longest_seconds
         self._clock = clock
         self._offered: tuple[Resource, ...] = ()
         # computed from `_offered`; the same object until the offer changes
@@ -87,7 +84,10 @@ class StartingPods:
             and any(not wanted.isdisjoint(container.limits) for container in pod.containers)
         ]
         self._pending_since = {uid: self._pending_since.get(uid, now) for uid in pending}
-        return any(now - since < self._longest_seconds for since in self._pending_since.values())
+        return any(
+            now - since < pod_publisher.STARTS_FIRST_SECONDS
+            for since in self._pending_since.values()
+        )
 
     def name(self, pod_uid: str, *, live: bool = False) -> tuple[str, str] | None:
         """Return (namespace, name) of the pod that has this UID in the kubelet; None when it is not

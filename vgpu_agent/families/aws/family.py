@@ -75,9 +75,7 @@ class AwsOptions:
         aws, roots = settings.section(Aws), settings.mps
         # pods written for AWS's plugin mount them from there (aws §II.3)
         pipes = mps.DEFAULT_PIPE_DIRECTORY
-        paths = MpsOptions(
-            roots.root, roots.container_root, roots.per_container_limits, pipe_directory=pipes
-        )
+        paths = MpsOptions(roots.root, roots.per_container_limits, pipe_directory=pipes)
         return cls(aws.resource_name, aws.vgpus, aws.mps, lists, paths)
 
 

@@ -148,7 +148,6 @@ class NvidiaOptions:
             lists=lists,
             mps=MpsOptions(
                 root=settings.mps.root,
-                container_root=settings.mps.container_root,
                 per_container_limits=settings.mps.per_container_limits,
                 single=sharing.mps.fail_requests_greater_than_one,
             ),

@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 from typing import TYPE_CHECKING
 
-from vgpu_agent.device_ids import IdBlock, NumberedIds, list_size_bytes
+from vgpu_agent.device_ids import IdBlock, NumberedIds, list_size_bytes, too_long
 from vgpu_agent.errors import OfferError, listed
 from vgpu_agent.families.memory_units import smallest_fitting_factor
 from vgpu_agent.families.mig_instances import SINGLE
@@ -91,9 +91,9 @@ def resources_of(inventory: Inventory, options: VgpuManagerOptions) -> tuple[Res
     if not gpus:
         return ()
     number = _number(gpus, inventory, options)
-    if too_long := _too_long(number, options):
-        raise OfferError({number.name: f"{too_long}; {number.unit}: choose less"})
-    fitting = (each for each in _counted(inventory, options) if not _too_long(each, options))
+    if excess := _excess(number):
+        raise OfferError({number.name: f"{excess}; {number.unit}: choose less"})
+    fitting = (each for each in _counted(inventory, options) if not _excess(each))
     return (number, *fitting)
 
 
@@ -122,11 +122,11 @@ def cautions_of(inventory: Inventory, options: VgpuManagerOptions) -> tuple[str,
             "another family"
         )
     cautions += [
-        f"{resource.name} is not offered: {too_long}; {_remedy(resource, inventory, options)}. "
+        f"{resource.name} is not offered: {excess}; {_remedy(resource, inventory, options)}. "
         "Until then pods that ask for it wait, unless their scheduler ignores it as vgpu-manager's "
         "does"
         for resource in _counted(inventory, options)
-        if (too_long := _too_long(resource, options))
+        if (excess := _excess(resource))
     ]
     return tuple(cautions)
 
@@ -203,15 +203,10 @@ def _quota(
     )
 
 
-def _too_long(resource: Resource, options: VgpuManagerOptions) -> str:
+def _excess(resource: Resource) -> str:
     """Explain by how much the list exceeds a message of the kubelet; empty when it fits."""
-    size = list_size_bytes(resource.ids)
-    if size <= options.message_budget_bytes:
-        return ""
-    return (
-        f"{len(resource.ids)} ids make a device list of {size} bytes, and "
-        f"kubelet.messageBudgetBytes allows {options.message_budget_bytes}"
-    )
+    problem = too_long(list_size_bytes(resource.ids))
+    return f"{len(resource.ids)} ids {problem}" if problem else ""
 
 
 def _remedy(resource: Resource, inventory: Inventory, options: VgpuManagerOptions) -> str:
@@ -226,7 +221,7 @@ def _remedy(resource: Resource, inventory: Inventory, options: VgpuManagerOption
             if each.name == resource.name
         )
 
-    fitting = smallest_fitting_factor(size_bytes, options.message_budget_bytes)
+    fitting = smallest_fitting_factor(size_bytes)
     if fitting is None:
         return f"no {resource.unit} makes it short enough; leave it out"
     return (

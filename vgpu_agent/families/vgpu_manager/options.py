@@ -40,7 +40,6 @@ class VgpuManagerOptions:
         mig_strategy: ``none``, ``single`` or ``mixed``.
         open_kernel_modules: the node runs NVIDIA's open kernel modules.
         lists: how containers get their devices.
-        message_budget_bytes: largest device list that is sent to the kubelet.
     """
 
     keys: Keys = dataclasses.field(default_factory=Keys)
@@ -60,7 +59,6 @@ class VgpuManagerOptions:
     mig_strategy: str = "mixed"
     open_kernel_modules: bool = False
     lists: ListOptions = dataclasses.field(default_factory=ListOptions)
-    message_budget_bytes: int = 3_670_016
 
     @classmethod
     def from_settings(
@@ -94,5 +92,4 @@ class VgpuManagerOptions:
             mig_strategy=static_mig_strategy(settings, vgpu)[0],
             open_kernel_modules=vgpu.open_kernel_modules,
             lists=lists,
-            message_budget_bytes=settings.kubelet.message_budget_bytes,
         )

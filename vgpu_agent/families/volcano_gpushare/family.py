@@ -18,7 +18,7 @@ import contextlib
 import dataclasses
 from typing import TYPE_CHECKING
 
-from vgpu_agent.device_ids import DeviceId, IdBlock, NumberedIds, list_size_bytes
+from vgpu_agent.device_ids import DeviceId, IdBlock, NumberedIds, list_size_bytes, too_long
 from vgpu_agent.errors import CapacityError, OfferError, RequestRefusedError, listed, quoted
 from vgpu_agent.families.device_lists import ListOptions, answer_number, edits_of, visible_device
 from vgpu_agent.families.family import Decision, Ownership, Question
@@ -75,14 +75,12 @@ class VolcanoGpushareOptions:
             scheduler takes for equal.
         lists: how the container gets its card; by index, as the replaced plugin does, unless the
             operator wants UUIDs.
-        message_budget_bytes: largest device list that is sent to the kubelet.
     """
 
     strategy: str = SHARE
     factor: int = 1
     unequal_gpus: str = "refuse"
     lists: ListOptions = BY_INDEX
-    message_budget_bytes: int = 3_670_016
 
     @classmethod
     def from_settings(cls, settings: Settings, *, lists: ListOptions) -> VolcanoGpushareOptions:
@@ -101,7 +99,6 @@ class VolcanoGpushareOptions:
                 cdi_annotation_prefix=lists.cdi_annotation_prefix,
                 cdi_kind=lists.cdi_kind,
             ),
-            message_budget_bytes=settings.kubelet.message_budget_bytes,
         )
 
 
@@ -365,7 +362,6 @@ class VolcanoGpushareFamily:
         raise OfferError({MEMORY_RESOURCE: problem})
 
     def _refuse_unfitting(self, numbered: Mapping[int, Gpu], ids: NumberedIds, factor: int) -> None:
-        budget = self._options.message_budget_bytes
         if not ids.blocks[0].count:
             size = _size_mib(numbered)
             problem = f"a unit of {factor} MiB is more than a GPU has, {size} MiB"
@@ -376,18 +372,15 @@ class VolcanoGpushareFamily:
                     )
                 }
             )
-        if (size := list_size_bytes(ids)) > budget:
+        if problem := too_long(list_size_bytes(ids)):
             fitting = self._fitting_factor(numbered)
             remedy = (
                 f"volcanoGpushare.gpuMemoryFactor: {fitting} would fit (0: chosen by the agent)"
                 if fitting
-                else "raise the budget"
+                else "volcanoGpushare.strategy: number offers whole GPUs"
             )
-            problem = (
-                f"{len(ids)} ids of {factor} MiB make a device list of {size} bytes, and "
-                f"kubelet.messageBudgetBytes allows {budget}"
-            )
-            raise OfferError({MEMORY_RESOURCE: f"{problem}; {remedy}"})
+            ids_made = f"{len(ids)} ids of {factor} MiB"
+            raise OfferError({MEMORY_RESOURCE: f"{ids_made} {problem}; {remedy}"})
 
     def _factor(self, inventory: Inventory) -> int:
         """MiB in one id. Whole cards are counted by the same rule, as the replaced plugin does."""
@@ -401,8 +394,7 @@ class VolcanoGpushareFamily:
 
     def _fitting_factor(self, numbered: Mapping[int, Gpu]) -> int | None:
         return smallest_fitting_factor(
-            lambda factor: list_size_bytes(_memory_ids(numbered, factor)),
-            self._options.message_budget_bytes,
+            lambda factor: list_size_bytes(_memory_ids(numbered, factor))
         )
 
     def _most_units(self, inventory: Inventory) -> int:

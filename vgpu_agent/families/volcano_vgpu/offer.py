@@ -13,7 +13,7 @@ import dataclasses
 from typing import TYPE_CHECKING
 
 from vgpu_agent.config.types import DEVICE_MODES
-from vgpu_agent.device_ids import IdBlock, NumberedIds, list_size_bytes
+from vgpu_agent.device_ids import IdBlock, NumberedIds, list_size_bytes, too_long
 from vgpu_agent.errors import OfferError
 from vgpu_agent.families.device_lists import ListOptions
 from vgpu_agent.families.memory_units import LARGEST_FACTOR, smallest_fitting_factor
@@ -73,7 +73,6 @@ class VolcanoVgpuOptions:
         hidden_indices: the same, by NVML index.
         policy: ``binpack`` or ``spread``, for pods that no GPU scheduler has placed.
         handshake_seconds: shortest time between two answers to an old scheduler's handshake.
-        message_budget_bytes: largest device list that is sent to the kubelet.
         lists: how containers get their devices.
         mode: `HAMI_CORE`, or `MIG` for shares that are MIG instances.
         geometries: how GPUs may be divided in the mode `MIG`, from the ConfigMap.
@@ -92,7 +91,6 @@ class VolcanoVgpuOptions:
     hidden_indices: frozenset[int] = frozenset()
     policy: str = "binpack"
     handshake_seconds: float = 15.0
-    message_budget_bytes: int = 3_670_016
     lists: ListOptions = ALL_MODES
     mode: str = HAMI_CORE
     geometries: tuple[ModelGeometries, ...] = ()
@@ -141,7 +139,6 @@ class VolcanoVgpuOptions:
             hidden_indices=node_config.hidden_indices if node_config else frozenset(),
             policy=settings.binding.policy,
             handshake_seconds=HANDSHAKE_SECONDS,
-            message_budget_bytes=settings.kubelet.message_budget_bytes,
             lists=dataclasses.replace(lists, enabled=vgpu.device_modes),
             mode=vgpu.operating_mode,
             geometries=geometries,
@@ -291,7 +288,7 @@ def _fitting_factor(gpus: Sequence[Gpu], options: VolcanoVgpuOptions) -> int | N
             _ids(gpus, "-memory-", lambda gpu: _units(gpu, options.memory_scaling, factor))
         )
 
-    return smallest_fitting_factor(size_bytes, options.message_budget_bytes)
+    return smallest_fitting_factor(size_bytes)
 
 
 def _check_lists(
@@ -300,15 +297,12 @@ def _check_lists(
     problems = {}
     for resource in resources:
         ids = resource.ids
-        size = list_size_bytes(ids) if isinstance(ids, NumberedIds) else 0
-        if size <= options.message_budget_bytes:
+        problem = too_long(list_size_bytes(ids) if isinstance(ids, NumberedIds) else 0)
+        if not problem:
             continue
         remedy = f"{resource.unit}: choose less"
         if resource.name == options.names.memory and (fitting := _fitting_factor(gpus, options)):
             remedy = f"{resource.unit}: {fitting} would fit, or 0 to have it chosen"
-        problems[resource.name] = (
-            f"{len(ids)} ids make a device list of {size} bytes, and kubelet.messageBudgetBytes "
-            f"allows {options.message_budget_bytes}; {remedy}"
-        )
+        problems[resource.name] = f"{len(ids)} ids {problem}; {remedy}"
     if problems:
         raise OfferError(problems)

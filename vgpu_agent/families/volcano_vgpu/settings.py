@@ -197,23 +197,6 @@ class VolcanoVgpu(msgspec.Struct, frozen=True, rename="camel", forbid_unknown_fi
             )
         ),
     ] = 120.0
-    mig_settle_seconds: Annotated[
-        Seconds,
-        Meta(
-            description=(
-                "How long after that program's success the driver may take to show the new "
-                "instances."
-            )
-        ),
-    ] = 10.0
-    mig_retry_seconds: Annotated[
-        Seconds,
-        Meta(
-            description=(
-                "For how long a change of a GPU's division that has failed is not tried again."
-            )
-        ),
-    ] = 60.0
 
     @property
     def device_modes(self) -> tuple[str, ...]:
@@ -319,6 +302,14 @@ SETTINGS = FamilySettings(
     FAMILY,
     "`volcano.sh/vgpu-number`, `-memory` and `-cores`, as volcano-vgpu-device-plugin offers them.",
     sections={"volcano_vgpu": VolcanoVgpu},
+    former={
+        "volcanoVgpu.migRetrySeconds": (
+            "a division of a GPU that has failed is tried again after 60 s at the earliest"
+        ),
+        "volcanoVgpu.migSettleSeconds": (
+            "the driver has 10 s to show the instances that nvidia-mig-parted has made"
+        ),
+    },
     # As volcano-vgpu-device-plugin names it.
     options=(Option("volcanoVgpu.configMapNamespace", "", "DEVICE_CONFIG_NAMESPACE"),),
     # Both plugins read the same variables, with different defaults.

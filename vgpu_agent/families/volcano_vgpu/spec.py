@@ -216,8 +216,6 @@ def _mig_tool(settings: Settings) -> MigTool:
         vgpu.mig_parted,
         "volcanoVgpu.migParted",
         vgpu.mig_parted_timeout_seconds,
-        vgpu.mig_settle_seconds,
-        vgpu.mig_retry_seconds,
     )
 
 

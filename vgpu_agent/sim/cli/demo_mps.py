@@ -32,10 +32,6 @@ sharing:
     resources:
       - name: nvidia.com/gpu
         replicas: 4
-mps:
-  containerRoot: {directory}/mps
-  controlBinary: {tools.control}
-  smiBinary: {tools.smi}
 """
 # the demo is in a hurry
 _CONSTANTS = {
@@ -66,7 +62,7 @@ async def play_mps(directory: Path, narrator: Narrator) -> None:
     )
     tools = await asyncio.to_thread(MpsTools.install, directory / "tools", directory / "gpus")
     config = directory / "config.yaml"
-    await asyncio.to_thread(config.write_text, _CONFIG.format(directory=directory, tools=tools))
+    await asyncio.to_thread(config.write_text, _CONFIG)
     kubelet = SimulatedKubelet(directory / "kubelet")
     await kubelet.start()
     agent = AgentProcess(
@@ -74,7 +70,12 @@ async def play_mps(directory: Path, narrator: Narrator) -> None:
         kubelet=directory / "kubelet",
         simulate=directory / "gpus",
         config=config,
-        constants=_CONSTANTS,
+        constants=_CONSTANTS
+        | {
+            "vgpu_agent.isolation.mps:CONTAINER_ROOT": f"{directory}/mps",
+            "vgpu_agent.mps.host_tools:CONTROL_BINARY": str(tools.control),
+            "vgpu_agent.mps.host_tools:SMI_BINARY": str(tools.smi),
+        },
     )
     story = _Story(kubelet, agent, tools, directory / "mps" / _GPU / "pipe", narrator)
     try:

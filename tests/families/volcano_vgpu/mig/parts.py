@@ -83,10 +83,8 @@ def node(*of_u0: str, of_u1: Sequence[str] = ()) -> Inventory:
 
 
 def mig_family(**options: Any) -> VolcanoVgpuMigFamily:
-    """The family on that node, with every MiB as an id and a kubelet that takes as many."""
-    known = VolcanoVgpuOptions(
-        factor=1, mode=MIG, geometries=GEOMETRIES, message_budget_bytes=10**9
-    )
+    """The family on that node, with every MiB as an id."""
+    known = VolcanoVgpuOptions(factor=1, mode=MIG, geometries=GEOMETRIES)
     return VolcanoVgpuMigFamily(dataclasses.replace(known, **options))
 
 
