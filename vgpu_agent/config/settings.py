@@ -269,7 +269,7 @@ class Settings(msgspec.Struct, frozen=True, rename="camel", forbid_unknown_field
             description=(
                 "Directory on the node for what a restart needs: `remembered.json`, the last good "
                 "copy of what was read from the API server, so that a restart during an outage "
-                "offers the same resources; `mig-instances.json`, the GPU of each MIG instance, "
+                "offers the same resources; `slices.json`, the GPU of each MIG instance, "
                 "for pods that still hold an instance that was removed; and, with early binding, "
                 "`grants/`, the answer for each container. The directory may be lost at any time "
                 "while the API server answers."

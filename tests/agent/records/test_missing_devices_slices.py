@@ -23,7 +23,7 @@ async def test_what_was_kept_is_recalled_by_the_next_process(tmp_path: Path) -> 
     recalled = await InstanceMemory(str(tmp_path / "state")).recall()
 
     assert list(recalled.items()) == list(SLICES.items())
-    assert await asyncio.to_thread(os.listdir, tmp_path / "state") == ["mig-instances.json"]
+    assert await asyncio.to_thread(os.listdir, tmp_path / "state") == ["slices.json"]
 
 
 async def test_a_node_without_instances_has_no_file(tmp_path: Path) -> None:
@@ -39,7 +39,7 @@ async def test_what_has_not_changed_is_not_written_again(tmp_path: Path) -> None
     """The ledger changes with every pod, and the instances with a division only."""
     memory = InstanceMemory(str(tmp_path))
     await memory.keep(SLICES)
-    await asyncio.to_thread((tmp_path / "mig-instances.json").unlink)
+    await asyncio.to_thread((tmp_path / "slices.json").unlink)
     await memory.keep(dict(SLICES))
     assert await asyncio.to_thread(os.listdir, tmp_path) == []
     await memory.keep({"MIG-a": SLICES["MIG-a"]})
@@ -49,7 +49,7 @@ async def test_what_has_not_changed_is_not_written_again(tmp_path: Path) -> None
 @pytest.mark.parametrize("content", [b"", b"{", b"{}", b'[{"uuid": 7}]', b"\xff\xfe"])
 async def test_a_damaged_memory_is_none(tmp_path: Path, content: bytes) -> None:
     """It is a cache. An instance of which nothing is known holds up nothing."""
-    (tmp_path / "mig-instances.json").write_bytes(content)
+    (tmp_path / "slices.json").write_bytes(content)
     assert await InstanceMemory(str(tmp_path)).recall() == {}
 
 

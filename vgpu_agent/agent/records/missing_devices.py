@@ -50,7 +50,7 @@ class InstanceMemory:
     def __init__(self, directory: str) -> None:
         self._file = StateFile(
             directory,
-            "mig-instances.json",
+            "slices.json",  # the name of earlier versions, so that an upgrade reads it
             tuple[RememberedInstance, ...],
             when_unreadable=(
                 "it will be written again; until then pods on removed MIG instances block nothing"
