@@ -411,9 +411,9 @@ class AgentStatus:
     started_at: float = 0.0
     inventory: Inventory = dataclasses.field(default_factory=Inventory)
     usage: tuple[GpuUsage, ...] = ()
-    # the use by containers whose limits are in a region of HAMi-core
-    controlled: tuple[ControlledUse, ...] = ()
+    # the use by containers whose limits are in a region of HAMi-core, and by those of vgpu-control
     containers: tuple[ContainerUsage, ...] = ()
+    controlled: tuple[ControlledUse, ...] = ()
     inventory_at: float = 0.0  # when the GPUs were last read, even if nothing changed
     usage_at: float = 0.0
     nvml: NvmlStatus = dataclasses.field(default_factory=NvmlStatus)

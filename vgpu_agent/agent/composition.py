@@ -62,7 +62,7 @@ from vgpu_agent.kubelet.directory import DirectoryWatch
 from vgpu_agent.kubelet.pod_resources import PodResources
 from vgpu_agent.ledger import Ledger
 from vgpu_agent.runtime.container_usage import DIRECTORY_BEFORE_1_12, ContainerUsages
-from vgpu_agent.runtime.control_usage import ControlledUses
+from vgpu_agent.runtime.control_usage import ControlledUses, Measured
 from vgpu_agent.runtime.grants import GrantDirectory
 from vgpu_agent.runtime.libraries import used_backends
 from vgpu_agent.runtime.region_guard import GuardedPlace, RegionGuard
@@ -178,7 +178,7 @@ class Agent:
             kept_directory=f"{settings.state_directory}/grants",
             inline=self._cdi.inline,
             make_room=self._regions.make_room,
-            on_file_made=self._regions.take,
+            on_file_made=self._on_file_made,
             old_directory=before,
             slots=[RegionSlots(directory) for directory in containers_in],
             other_directories=(
@@ -287,8 +287,14 @@ class Agent:
         )
         self._controlled = ControlledUses(
             self._cluster.book,
-            VGPU_CONTROL.containers_directory(settings),
+            # also where the replaced plugin has made those of the pods that run on
+            (
+                VGPU_CONTROL.containers_directory(settings),
+                VGPU_CONTROL.host_directory(settings),
+            ),
             self._journal,
+            measured=lambda: Measured(self._watch.usage.value, self._watch.measured_at),
+            proc_root=settings.gpu.proc_root,
             pause_seconds=settings.gpu.usage_seconds,
         )
         self._services = LibraryServicesInForce(
@@ -456,12 +462,16 @@ class Agent:
                 # It sends no heartbeat: a restart of the agent does not repair a disk that
                 # hangs.
                 self._supervisor.start("container usage", self._usages.run)
-                if self.web.exports:
+                if self.web.exports or VGPU_CONTROL.name in used_backends(settings):
                     self._supervisor.start("use of controlled containers", self._controlled.run)
                 self._supervisor.start("region sizes", self._regions.run)
                 self._supervisor.start(
                     "limits",
-                    LimitsWatch(self._usages.usage, self._report.status, self._journal).run,
+                    LimitsWatch(
+                        (self._usages.usage, self._controlled.uses),
+                        self._report.status,
+                        self._journal,
+                    ).run,
                 )
         self._report.starting = ""
         inventory = self._watch.inventory.value
@@ -473,6 +483,10 @@ class Agent:
             resources={resource.name: len(resource.ids) for resource in self._ledger.resources},
             grants=len(self._ledger.grants),
         )
+
+    def _on_file_made(self, path: str) -> None:
+        self._regions.take(path)
+        self._controlled.made(path)
 
     def _resources(self) -> frozenset[str]:
         return frozenset(resource.name for resource in self._ledger.resources)
