@@ -27,6 +27,7 @@ from vgpu_agent.agent.report import Report
 from vgpu_agent.allocation.allocator import Allocator
 from vgpu_agent.allocation.context import Families
 from vgpu_agent.allocation.mode import BindingMode
+from vgpu_agent.allocation.notices import Notices
 from vgpu_agent.allocation.overcommits import Overcommits
 from vgpu_agent.allocation.refusals import Refusals
 from vgpu_agent.cluster.config_map import ConfigMapWatch
@@ -101,7 +102,7 @@ class Parts:
             families=self.families,
             offering=self.offering,
             refusals=self.refusals,
-            overcommits=Overcommits(),
+            overcommits=Overcommits(Notices()),
             grants=self.grants,
             regions=self.regions,
             cluster=self.cluster,

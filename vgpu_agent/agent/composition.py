@@ -44,6 +44,7 @@ from vgpu_agent.agent.report import Report
 from vgpu_agent.allocation.allocator import Allocator
 from vgpu_agent.allocation.carrier import tokens_of
 from vgpu_agent.allocation.context import Context
+from vgpu_agent.allocation.notices import Notices
 from vgpu_agent.allocation.overcommits import Overcommits
 from vgpu_agent.allocation.refusals import Refusals
 from vgpu_agent.cdi.controller import CdiController
@@ -148,7 +149,8 @@ class Agent:
             status=self._kubelet,
         )
         self._cluster = ClusterAccess(settings, self._journal, self._supervisor, named)
-        self._refusals, self._overcommits = Refusals(), Overcommits()
+        self._refusals, self._notices = Refusals(), Notices()
+        self._overcommits = Overcommits(self._notices)
         self._pod_resources = PodResources(
             kubelet.pod_resources_socket, timeout_seconds=pod_resources.TIMEOUT_SECONDS
         )
@@ -214,6 +216,7 @@ class Agent:
                 refusals=self._refusals,
                 settings=settings.binding,
                 divider=self._mig,
+                notices=self._notices,
                 overcommits=self._overcommits,
                 node_annotations=lambda: self._cluster.node_annotations,
                 api_well_seconds=self._cluster.well_seconds,
@@ -406,7 +409,7 @@ class Agent:
         self._cluster.write(
             self._allocator,
             self._refusals,
-            self._overcommits,
+            self._notices,
             self._ledger.revision,
             self._tokens,
             starting=self._starting.any,

@@ -2,48 +2,39 @@
 
 Volcano's scheduler forgets a second container of a pod on the same GPU, in compute and in slots,
 never in memory. It counts such a pod as placed, so a refusal would never end. `late_start` asks
-here whether a decision may go beyond the device, and records each start that does. `cluster`
-notifies the pods, `web` counts.
+here whether a decision may go beyond the device, and records each start that does. The pods are
+notified (`notices`), `web` counts.
 """
 
 from __future__ import annotations
 
-import collections
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 from vgpu_agent.concurrency import Revision
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
+    from vgpu_agent.allocation.notices import Notices
     from vgpu_agent.config.binding import Binding
     from vgpu_agent.families.family import Decision
     from vgpu_agent.ledger.accounting import Overcommit
     from vgpu_agent.pods import Pod
 
 PLAIN_SCHEDULER = "default-scheduler"  # Kubernetes' own, which knows no GPUs of a node
-_MAX_UNTOLD = 256
-
-
-class Notice(NamedTuple):
-    """A message to a pod's owner about one of its containers."""
-
-    pod: Pod
-    container: str
-    text: str
+OVERCOMMITTED = "VgpuOvercommitted"  # the reason of the event
 
 
 class Overcommits:
     """The starts in this process that went beyond a device.
 
-    State: memory only: how many there were (`total`), and those whose pods were not notified yet.
-    `revision` advances with each.
+    State: memory only: how many there were (`total`); `revision` advances with each.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, notices: Notices) -> None:
         self.revision = Revision()
         self.total = 0
-        self._untold: collections.deque[Notice] = collections.deque(maxlen=_MAX_UNTOLD)
+        self._notices = notices
 
     def add(self, pod: Pod, container: str, devices: Iterable[Overcommit]) -> str:
         """Write down that ``container`` was started on ``devices``; the text for its owner."""
@@ -52,16 +43,10 @@ class Overcommits:
             f"container {container} was started although its scheduler has given out more {what}. "
             "Memory is not overcommitted. See binding.schedulerOvercommit"
         )
-        self._untold.append(Notice(pod, container, text))
+        self._notices.add(pod, container, OVERCOMMITTED, text)
         self.total += 1
         self.revision.publish(self.total)
         return text
-
-    def take(self) -> tuple[Notice, ...]:
-        """Return the notices that were not sent yet; they count as sent from now on."""
-        taken = tuple(self._untold)
-        self._untold.clear()
-        return taken
 
 
 def may_overcommit(decision: Decision, pod: Pod, binding: Binding) -> bool:
