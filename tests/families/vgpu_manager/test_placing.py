@@ -315,8 +315,8 @@ def test_a_topology_that_could_not_be_kept_is_told_to_the_pods_owner() -> None:
     ((reason, text),) = remarks(TWO, apart, topology_mode="numa")
     assert reason == "TopologyFallback"
     assert text == (
-        f"annotation {KEYS.topology_mode}=numa could not be followed with the GPUs that had room on "
-        "this node: it got GPU 0, 1, which are not on one NUMA node"
+        f"annotation {KEYS.topology_mode}=numa could not be followed with the GPUs that had room "
+        "on this node: it got GPU 0, 1, which are not on one NUMA node"
     )
     ((reason, text),) = remarks(TWO, apart, topology_mode="link")
     assert (reason, text.endswith("which are joined by no NVLinks")) == ("TopologyFallback", True)
