@@ -295,9 +295,9 @@ _VGPU_MANAGER_OTHERS: list[tuple[str, str, tuple[str, ...]]] = [
     (
         "pod",
         "annotations",
-        ("vgpu-compute-policy", "include-gpu-uuid", "exclude-gpu-type", "device-topology-mode")
-        + ("device-scheduler-policy", "stuck-grace-period", "node-device-register"),
+        ("vgpu-compute-policy", "include-gpu-uuid", "exclude-gpu-type", "device-topology-mode"),
     ),
+    ("pod", "annotations", ("device-scheduler-policy", "stuck-grace-period", "node-config-info")),
     ("pod", "labels", ("pre-allocated", "node-driver-version")),
     ("other node", "annotations", ("node-config-info", "node-device-register")),
     ("other node", "labels", ("node-cuda-major",)),
@@ -635,7 +635,7 @@ _LEFT = {
     "nvidia.com/mig-2g.10gb": "1",
 }
 _STATUS_PATCHES: list[tuple[dict[str, str | None], dict[str, str | None], bool]] = [
-    # (capacity, allocatable, allowed)
+    # what is set as the capacity, what as allocatable, and whether that is allowed
     ({}, {"nvidia.com/vgpu-number": "10"}, True),
     ({}, {"nvidia.com/vgpu-number": "20"}, True),
     ({}, {"nvidia.com/vgpu-number": "21"}, False),
