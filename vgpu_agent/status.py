@@ -208,6 +208,7 @@ class FamilyStatus:
     by_pod: bool = False  # its pods decide on the devices, so each grant must be bound to a pod
     offered: bool = True
     trouble: str = ""  # why it is not offered
+    idle: bool = False  # that is no fault: this node has no device for it
 
 
 @dataclasses.dataclass

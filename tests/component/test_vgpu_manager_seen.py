@@ -94,7 +94,11 @@ async def test_the_status_and_the_page_speak_of_the_family(stage: ManagerStage) 
     await stage.serve("p", asks(1, 1024, 10), f"main[1_{U1}_10_1024]")
     config = await stage.agent.get("/debug/config")
     offered = {one["family"]: one["offered"] for one in config["binding"]["families"]}
-    assert offered == {"vgpu-manager": True, "vgpu-manager-mig": False}  # no GPU is divided
+    assert offered == {"vgpu-manager": True, "vgpu-manager-mig": False}
+    reasons = {one["family"]: one["trouble"] for one in config["binding"]["families"]}
+    assert reasons["vgpu-manager-mig"] == (
+        "this node has no device for it: of its 2 GPUs none in MIG mode"
+    )
     page = await _text(stage, "/")
     assert NUMBER in page
     assert "default/p" in page

@@ -634,7 +634,8 @@ _LEFT = {
     "nvidia.com/mig-1g.5gb": "0",
     "nvidia.com/mig-2g.10gb": "1",
 }
-_STATUS_PATCHES: list[tuple[dict[str, str | None], dict[str, str | None], bool]] = [
+_Counts = dict[str, str | None]
+_STATUS_PATCHES: list[tuple[_Counts, _Counts, bool]] = [
     # what is set as the capacity, what as allocatable, and whether that is allowed
     ({}, {"nvidia.com/vgpu-number": "10"}, True),
     ({}, {"nvidia.com/vgpu-number": "20"}, True),
@@ -643,10 +644,9 @@ _STATUS_PATCHES: list[tuple[dict[str, str | None], dict[str, str | None], bool]]
     ({"nvidia.com/vgpu-number": None}, {"nvidia.com/vgpu-number": None}, False),
     ({"nvidia.com/mig-2g.10gb": None}, {"nvidia.com/mig-2g.10gb": None}, False),
     ({"nvidia.com/vgpu-cores": "100"}, {}, False),
-    *(
-        ({name: None}, {name: None}, True)
-        for name in ("nvidia.com/vgpu-cores", "nvidia.com/vgpu-memory", "nvidia.com/mig-1g.5gb")
-    ),
+    ({"nvidia.com/vgpu-cores": None}, {"nvidia.com/vgpu-cores": None}, True),
+    ({"nvidia.com/vgpu-memory": None}, {"nvidia.com/vgpu-memory": None}, True),
+    ({"nvidia.com/mig-1g.5gb": None}, {"nvidia.com/mig-1g.5gb": None}, True),
 ]
 
 

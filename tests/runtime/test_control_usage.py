@@ -337,13 +337,17 @@ async def test_processes_on_a_card_are_those_that_the_kernel_counts_to_the_conta
     uses = ControlledUses(
         book, [str(directory.parent)], Journal(), pause_seconds=1, measured=lambda: measured
     )
+
+    def on_cards() -> tuple[tuple[str, int, int], ...]:
+        return uses.uses.value[0].on_cards
+
     await uses.look()
-    assert uses.uses.value[0].on_cards == ((CARD, own.pid, 100),)
+    assert on_cards() == ((CARD, own.pid, 100),)
     measured = Measured((on,), time.time() - 3600)
     await uses.look()
-    assert uses.uses.value[0].on_cards == ()
+    assert on_cards() == ()
     gone = await asyncio.to_thread(subprocess.Popen, ["true"])
     await asyncio.to_thread(gone.wait)
     measured = Measured((GpuUsage(CARD, processes=((gone.pid, 1),)),), time.time())
     await uses.look()
-    assert uses.uses.value[0].on_cards == ()
+    assert on_cards() == ()
