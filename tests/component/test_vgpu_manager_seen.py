@@ -221,7 +221,7 @@ async def test_the_owner_is_told_which_wish_was_not_followed(stage: ManagerStage
         "container main: annotation nvidia.com/device-scheduler-policy='packed' means nothing"
     )
     assert told(stage, "wishes")["TopologyFallback"].endswith(
-        "it got GPU 0, 1, which are not on one NUMA node"
+        "it got GPU 0, 1: not on one NUMA node"
     )
     await stage.cluster.crash("wishes")
     await stage.serve("claimed", asks(1, 1024, 10), f"main[1_{U1}_10_1024]")

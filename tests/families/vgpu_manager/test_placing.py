@@ -316,13 +316,13 @@ def test_a_topology_that_could_not_be_kept_is_told_to_the_pods_owner() -> None:
     assert reason == "TopologyFallback"
     assert text == (
         f"annotation {KEYS.topology_mode}=numa could not be followed with the GPUs that had room "
-        "on this node: it got GPU 0, 1, which are not on one NUMA node"
+        "on this node: it got GPU 0, 1: not on one NUMA node"
     )
     ((reason, text),) = remarks(TWO, apart, topology_mode="link")
-    assert (reason, text.endswith("which are joined by no NVLinks")) == ("TopologyFallback", True)
+    assert (reason, text.endswith("GPU 0, 1: no NVLinks")) == ("TopologyFallback", True)
     unknown = dataclasses.replace(apart, links={})
     ((_, text),) = remarks(TWO, unknown, topology_mode="link")
-    assert text.endswith("whose links are not known")
+    assert text.endswith("GPU 0, 1: no links are known")
 
 
 def test_a_topology_that_is_kept_needs_no_remark() -> None:

@@ -45,9 +45,9 @@ _TIERS = (_NVLINK, 4, 2, 1)
 # What the cards of a tier have instead of NVLinks, for their pod's owner.
 _INSTEAD = {
     _NVLINK: "",
-    4: "which are joined by PCIe switches and by no NVLinks",
-    2: "which are on one NUMA node and joined by no NVLinks",
-    1: "which are joined by no NVLinks",
+    4: "no NVLinks, but a PCIe switch",
+    2: "no NVLinks, but one NUMA node",
+    1: "no NVLinks",
 }
 _OF_A_NVLINK, _OF_A_LEVEL = 100, 10  # in the score of a pair
 
@@ -127,7 +127,7 @@ def place(question: Question, container: PodContainer, options: VgpuManagerOptio
         numbers = ", ".join(str(card.number) for card in cards_by_number)
         text = (
             f"annotation {keys.topology_mode}={mode} could not be followed with the GPUs that had "
-            f"room on this node: it got GPU {numbers}, {chosen.instead}"
+            f"room on this node: it got GPU {numbers}: {chosen.instead}"
         )
         remarks.append(Remark(TOPOLOGY_FALLBACK, text))
     shares = tuple(
@@ -265,7 +265,7 @@ def _by_topology(
             f"{count} × {question.resource.name} cannot be placed on this node: the pod asks for "
             f"{mode}, and of the {len(candidates)} GPUs with room not {count} are {wanted}"
         )
-    instead = {NUMA: "which are not on one NUMA node", LINK: "whose links are not known"}
+    instead = {NUMA: "not on one NUMA node", LINK: "no links are known"}
     return found or _Chosen(candidates[:count], instead.get(mode, ""))
 
 
@@ -329,7 +329,7 @@ def _linked(
                 key=lambda group: (-len(group), -_mean_score([cards[uuid] for uuid in group])),
             )
             chosen = [cards[uuid] for uuid in itertools.chain.from_iterable(spanned)][:count]
-            return _Chosen(chosen, "which are not all linked")
+            return _Chosen(chosen, "not all of them linked")
     return None
 
 
