@@ -142,11 +142,9 @@ class EarlyBinding:
                 # A refusal here would be final; at the start it is not, and by then a pod that is
                 # ending may have made room.
                 grant = self._ledger.reserve(offered.name, ids, (), candidate.key)
-            self._context.notices.add_remarks(
-                candidate.pod, candidate.container.name, decision.remarks
-            )
             asked = self._question(offered, candidate.pod, candidate.container.name, ids)
-            given = Given(candidate.key, decision.shares, family.provision(asked, decision.shares))
+            provision = family.provision(asked, decision.shares)
+            given = Given(candidate.key, decision.shares, provision, decision.remarks)
         counted = [
             offer.name for offer in self._ledger.resources if offer.decided_by is Decider.NOBODY
         ]
@@ -311,8 +309,8 @@ class EarlyBinding:
                 start.token, len(start.ids), start.owner, grant, by, provision
             )
             await self._context.carrier.prepare(record, provision)
-        # those of a decision in Allocate were told then
-        self._context.notices.add_remarks(start.pod, start.owner.container, decision.remarks)
+        remarks = decision.remarks or self._answers.take_remarks(start.token, start.key)
+        self._context.notices.add_remarks(start.pod, start.owner.container, remarks)
         return grant
 
     def _prove(self, start: Start, shares: tuple[Share, ...]) -> tuple[list[Provision], str]:
