@@ -286,6 +286,19 @@ async def test_a_container_that_runs_without_its_files_is_named(directory: Path)
     assert (found.container, found.trouble) == ("gone", "it has no vgpu.config on this node")
 
 
+async def test_a_uid_that_is_cut_in_the_file_is_still_the_containers(tmp_path: Path) -> None:
+    """That of a static pod's file may be longer than the field."""
+    uid = "a" * 60
+    directory = tmp_path / f"{uid}_main"
+    (directory / "config").mkdir(parents=True)
+    write_config(directory, config(uid=uid))
+    book = PodCache()
+    book.put(Pod(uid, "ml", "train", containers=(PodContainer("main"),)))
+    uses = ControlledUses(book, [str(tmp_path)], Journal(), pause_seconds=1)
+    await uses.look()
+    assert [(use.trouble, len(use.limits)) for use in uses.uses.value] == [("", 1)]
+
+
 @pytest.mark.parametrize(("compatibility", "registers"), [(1, False), (102, False), (236, True)])
 async def test_the_file_says_whether_processes_register(
     uses: ControlledUses, directory: Path, compatibility: int, *, registers: bool

@@ -127,6 +127,13 @@ class ReadConfig:
     compatibility: int
     limits: Mapping[int, SlotLimit]
 
+    def is_of(self, pod_uid: str, container: str) -> bool:
+        """Tell whether it is that container's; long names are cut in the file."""
+        return (self.pod_uid.encode(), self.container.encode()) == (
+            _text(pod_uid, 48),
+            _text(container, 64),
+        )
+
 
 def read_config(size: int, read: Callable[[int, int], bytes]) -> ReadConfig | Unreadable:
     """Read the limits back out of a file;

@@ -217,7 +217,7 @@ class ControlledUses:
             return "its vgpu.config is missing"
         if isinstance(config, Unreadable):
             return f"its vgpu.config cannot be used: {config.reason}"
-        if (config.pod_uid, config.container) != (container.pod_uid, container.name):
+        if not config.is_of(container.pod_uid, container.name):
             return "its vgpu.config is that of another container"
         name = container.directory
         if not is_looser(config.limits, self._given.setdefault(name, config.limits)):
