@@ -109,7 +109,7 @@ class Versions:
     def __init__(self, *snapshots: Latest[Any]) -> None:
         self._snapshots = [(snapshot, snapshot.version) for snapshot in snapshots]
 
-    async def passed(self, *, timeout_seconds: float) -> bool:
+    async def passed(self, *, timeout_seconds: float | None = None) -> bool:
         """Wait until one of them is newer; return whether one is,
         before ``timeout_seconds`` were over.
         """

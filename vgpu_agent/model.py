@@ -476,14 +476,33 @@ class ContainerUsage:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
+class WrittenLimit:
+    """The limit of one card, as it is written for the library of a container.
+
+    Attributes:
+        memory_bytes: 0 when nothing limits memory.
+        cores_percent: the compute that the container always has; 100 when nothing limits it.
+    """
+
+    uuid: str
+    memory_bytes: int
+    cores_percent: int
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
 class ControlledUse:
     """The use that one container makes of its cards, as far as its library and the list of its
-    processes tell. Cards are numbered as NVML does.
+    processes tell, and its limits as they are written. Cards are numbered as NVML does.
 
     Attributes:
         pids: the host's numbers of its processes; None when the processes are not listed.
         spilled_bytes: card → memory of it that lies in the host's.
         cores_percent: card → compute in use, by the library's own samples.
+        limits: those in its file; empty where it has none that can be read.
+        trouble: why the file is not the one that limits this container; empty when it is.
+        registers: its library lets every process register with the agent, before it uses a card.
+        on_cards: its processes on cards as the driver and the kernel name them: (card's UUID,
+            number on the host, MiB).
     """
 
     namespace: str
@@ -492,3 +511,7 @@ class ControlledUse:
     pids: tuple[int, ...] | None = None
     spilled_bytes: tuple[tuple[int, int], ...] = ()
     cores_percent: tuple[tuple[int, int], ...] = ()
+    limits: tuple[WrittenLimit, ...] = ()
+    trouble: str = ""
+    registers: bool = False
+    on_cards: tuple[tuple[str, int, int], ...] = ()

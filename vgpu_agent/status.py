@@ -208,6 +208,7 @@ class FamilyStatus:
     by_pod: bool = False  # its pods decide on the devices, so each grant must be bound to a pod
     offered: bool = True
     trouble: str = ""  # why it is not offered
+    idle: bool = False  # that is no fault: this node has no device for it
 
 
 @dataclasses.dataclass
@@ -411,9 +412,9 @@ class AgentStatus:
     started_at: float = 0.0
     inventory: Inventory = dataclasses.field(default_factory=Inventory)
     usage: tuple[GpuUsage, ...] = ()
-    # the use by containers whose limits are in a region of HAMi-core
-    controlled: tuple[ControlledUse, ...] = ()
+    # the use by containers whose limits are in a region of HAMi-core, and by those of vgpu-control
     containers: tuple[ContainerUsage, ...] = ()
+    controlled: tuple[ControlledUse, ...] = ()
     inventory_at: float = 0.0  # when the GPUs were last read, even if nothing changed
     usage_at: float = 0.0
     nvml: NvmlStatus = dataclasses.field(default_factory=NvmlStatus)

@@ -219,10 +219,10 @@ async def test_a_crash_loop_on_an_overcommitted_card_floods_nobody() -> None:
     for _ in range(1000):
         await place.start(place.ids["uid-attacker", "c0"])
     assert place.overcommits.total == 1
-    assert len(place.overcommits.take()) == 1
+    assert len(place.notices.take()) == 1
     for _ in range(10_000):
         place.overcommits.add(attacker, "c0", place.ledger.overcommitted)
-    assert len(place.overcommits.take()) == 256
+    assert len(place.notices.take()) == 256
 
 
 _HOSTILE = st.one_of(

@@ -10,7 +10,7 @@ from blockbuster import BlockBuster
 
 from tests.agent.volcano_parts import NODE, Wired, volcano_settings, wired
 from tests.patience import PATIENCE_SECONDS
-from vgpu_agent.allocation.overcommits import Overcommits
+from vgpu_agent.allocation.notices import Notices
 from vgpu_agent.concurrency import Revision
 from vgpu_agent.config.binding import Cluster
 from vgpu_agent.sim.api.faults import Fault, FaultKind
@@ -43,7 +43,7 @@ def on_the_node(server: ApiServer) -> dict[str, Any]:
 async def published(parts: Wired) -> None:
     """The Node says what it offers."""
     await parts.families.apply(parts.settings)
-    parts.cluster.write(parts.allocator, parts.refusals, Overcommits(), Revision(), lambda _: ())
+    parts.cluster.write(parts.allocator, parts.refusals, Notices(), Revision(), lambda _: ())
     await parts.cluster.written_once(PATIENCE_SECONDS)
 
 

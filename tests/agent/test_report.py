@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
 from pathlib import Path
@@ -27,6 +28,7 @@ from vgpu_agent.agent.report import Report
 from vgpu_agent.allocation.allocator import Allocator
 from vgpu_agent.allocation.context import Families
 from vgpu_agent.allocation.mode import BindingMode
+from vgpu_agent.allocation.notices import Notices
 from vgpu_agent.allocation.overcommits import Overcommits
 from vgpu_agent.allocation.refusals import Refusals
 from vgpu_agent.cluster.config_map import ConfigMapWatch
@@ -46,7 +48,7 @@ from vgpu_agent.model import ContainerUsage, Decider, Inventory, Resource, Share
 from vgpu_agent.pods import Pod, PodCache
 from vgpu_agent.runtime.grants import GrantDirectory
 from vgpu_agent.runtime.region_guard import RegionGuard
-from vgpu_agent.status import FamilyStatus, KubeletStatus, NvmlState, PluginState
+from vgpu_agent.status import FamilyStatus, KubeletStatus, NvmlState, PluginState, Withheld
 
 VGPU = "volcano.sh/vgpu-number"
 
@@ -103,7 +105,7 @@ class Parts:
             families=self.families,
             offering=self.offering,
             refusals=self.refusals,
-            overcommits=Overcommits(),
+            overcommits=Overcommits(Notices()),
             grants=self.grants,
             regions=self.regions,
             cluster=self.cluster,
@@ -377,6 +379,46 @@ async def test_families_are_reported_with_what_keeps_them_from_being_offered(
         assert node.report.status().binding.families == (
             FamilyStatus("nvidia", offered=False, trouble="it is switched off"),
         )
+        node.offering.blocked = {}
+        node.offering.withhold("nvidia.com/gpu", Withheld("its CDI spec is missing"))
+        node.offering.withhold("example.com/other", Withheld("that of another family"))
+        assert node.report.status().binding.families == (
+            FamilyStatus(
+                "nvidia", offered=False, trouble="nvidia.com/gpu: its CDI spec is missing"
+            ),
+        )
+        node.offering.withhold("nvidia.com/gpu.shared", Withheld("the same"))
+        (family,) = node.report.status().binding.families
+        assert family.trouble == "nvidia.com/gpu: its CDI spec is missing; and 1 more resources"
+
+
+async def test_a_family_for_which_the_node_has_nothing_says_so(tmp_path: Path) -> None:
+    """Its resources are neither offered nor withheld: there are none. That is no fault."""
+    async with parts(tmp_path) as node:
+        await node.offering.stop()
+        plain = golden_inventory()
+        count = len(plain.gpus)
+        node.families._families = Families((NvidiaFamily(NvidiaOptions()),))
+        shown = [plain]
+        node.families._inventory = lambda: shown[-1]
+        for inventory, reason in (
+            (dataclasses.replace(plain, gpus=()), "this node has no GPU"),
+            (plain, f"of its {count} GPUs none in MIG mode"),
+            (
+                dataclasses.replace(
+                    plain,
+                    gpus=(
+                        dataclasses.replace(plain.gpus[0], mig_enabled=True),
+                        *plain.gpus[1:],
+                    ),
+                ),
+                f"of its {count} GPUs 1 in MIG mode",
+            ),
+        ):
+            shown.append(inventory)
+            (family,) = node.report.status().binding.families
+            assert (family.offered, family.idle) == (False, True)
+            assert family.trouble.endswith(reason)
 
 
 async def test_without_credentials_the_cluster_side_says_why(tmp_path: Path) -> None:

@@ -13,6 +13,7 @@ from vgpu_agent.allocation.carrier import GrantRecord
 from vgpu_agent.allocation.context import Context, Families
 from vgpu_agent.allocation.identification import KubeletEvidence
 from vgpu_agent.allocation.mode import BindingMode
+from vgpu_agent.allocation.notices import Notices
 from vgpu_agent.allocation.overcommits import Overcommits
 from vgpu_agent.allocation.refusals import Refusals
 from vgpu_agent.config.binding import Binding
@@ -182,7 +183,8 @@ class Place:
         self.readings = 0
         self.family = NumberFamily()
         self.resource = resource  # of which kubelet gives out ids
-        self.overcommits = Overcommits()
+        self.notices = Notices()
+        self.overcommits = Overcommits(self.notices)
         self.api_well_seconds = 3600.0
         self.allocator = Allocator(
             Context(
@@ -197,6 +199,7 @@ class Place:
                 carrier=self.carrier,
                 refusals=self.refusals,
                 settings=binding or Binding(),
+                notices=self.notices,
                 overcommits=self.overcommits,
                 api_well_seconds=lambda: self.api_well_seconds,
             )

@@ -180,8 +180,8 @@ async def test_the_pod_is_told_once_what_it_shares() -> None:
     await place.start(place.ids["uid-second", "c0"])
     (told,) = place.events("start.overcommitted")
     assert told["pod"] == "team/second"
-    ((pod, container, text),) = place.overcommits.take()
-    assert (pod.name, container) == ("second", "c0")
+    ((pod, container, reason, text),) = place.notices.take()
+    assert (pod.name, container, reason) == ("second", "c0", "VgpuOvercommitted")
     assert text == (
         f"container c0 was started although its scheduler has given out more of GPU {U0} than it "
         "has: 120 % of the compute of 100, 2 containers of 4. Memory is not overcommitted. See "

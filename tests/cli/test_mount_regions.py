@@ -9,6 +9,8 @@ from pathlib import Path
 import pytest
 
 from vgpu_agent.cli import main as command_line
+from vgpu_agent.config import schema
+from vgpu_agent.families.nvidia.plugin_config import translate_file
 
 CONFIG = "version: v1\nfamilies: {{volcanoVgpu: true}}\nhamiCore: {{hostDirectory: {}}}\n"
 OTHERS = "vgpu-control: no family that is on uses it, so it needs no slots\n"
@@ -104,3 +106,19 @@ def test_who_may_not_mount_is_told_what_it_takes(
         f"cannot mount a slot for a region at {tmp_path}/vgpu/slots/000: Operation not permitted; "
         "let the container"
     ) in said
+
+
+def test_no_configuration_that_a_label_chooses_decides_about_slots() -> None:
+    """The command reads none of them (namedConfig), so no key of theirs may be one of those by
+    which it knows families, backends and directories.
+    """
+    decisive = ("families", "hamiCore", "vgpuControl", "volcanoVgpu", "vgpuManager")
+    ours = {path for path in schema.value_paths() if path.startswith(decisive)}
+    assert {"families.vgpuManager", "vgpuControl.hostDirectory", "vgpuManager.isolation"} <= ours
+    for path in ours:
+        named = translate_file(f"version: v1\n{path.partition('.')[0]}: {{}}\n".encode())
+        assert not named.members, path
+    every = translate_file(
+        b"version: v1\nflags: {migStrategy: single, plugin: {passDeviceSpecs: true}}\n"
+    )
+    assert every.members.keys().isdisjoint(decisive)

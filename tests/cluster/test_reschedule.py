@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from tests.cluster.fake_api import FakeApi, pod, pod_at, running, unavailable
+from vgpu_agent.allocation.notices import Notices
 from vgpu_agent.allocation.overcommits import Overcommits
 from vgpu_agent.allocation.refusals import Refusals
 from vgpu_agent.cluster.events import Events
@@ -35,7 +36,8 @@ class World:
     """An API server with the pods a and b, their refusals, and the part under test."""
 
     def __init__(self, *, evict_seconds: float = 0.0, rescued: bool = False) -> None:
-        self.api, self.journal, self.overcommits = FakeApi(), Journal(), Overcommits()
+        self.api, self.journal, self.notices = FakeApi(), Journal(), Notices()
+        self.overcommits = Overcommits(self.notices)
         self.set_back_seconds = 0.0
         self.refusals = Refusals(lambda: _now() - self.set_back_seconds)
         self.events = Events(self.api, "vgpu-agent", "n1", self.journal, _now)
@@ -46,7 +48,7 @@ class World:
             self.refusals.revision,
             Binding(refused_evict_seconds=evict_seconds),
             self.journal,
-            overcommits=self.overcommits,
+            notices=self.notices,
             rescued=lambda _resource: rescued,
         )
         for name in "ab":

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from tests.cluster.scripted import running, until
-from vgpu_agent.allocation.overcommits import Overcommits
+from vgpu_agent.allocation.notices import Notices
 from vgpu_agent.allocation.refusals import Refusals
 from vgpu_agent.cluster import reschedule
 from vgpu_agent.cluster.client import ApiClient
@@ -160,7 +160,7 @@ async def test_a_refused_pod_is_told_of_and_evicted(
         refusals.revision,
         binding,
         journal,
-        overcommits=Overcommits(),
+        notices=Notices(),
     )
     server.objects.create("pods", _pod("a"))
     async with running(watch.run), running(events.run), running(check.run):

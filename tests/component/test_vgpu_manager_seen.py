@@ -14,6 +14,7 @@ import aiohttp
 import pytest
 
 from tests.component.vgpu_manager import NUMBER, ON, U0, U1, ManagerStage, asks, manager_stage
+from tests.component.volcano import NODE
 from vgpu_agent.errors import SimulationError
 
 EXPORTER = "vgpuManager: {exporter: {address: '127.0.0.1:0', minScrapeIntervalSeconds: 0}}\n"
@@ -93,7 +94,11 @@ async def test_the_status_and_the_page_speak_of_the_family(stage: ManagerStage) 
     await stage.serve("p", asks(1, 1024, 10), f"main[1_{U1}_10_1024]")
     config = await stage.agent.get("/debug/config")
     offered = {one["family"]: one["offered"] for one in config["binding"]["families"]}
-    assert offered == {"vgpu-manager": True, "vgpu-manager-mig": False}  # no GPU is divided
+    assert offered == {"vgpu-manager": True, "vgpu-manager-mig": False}
+    reasons = {one["family"]: one["trouble"] for one in config["binding"]["families"]}
+    assert reasons["vgpu-manager-mig"] == (
+        "this node has no device for it: of its 2 GPUs none in MIG mode"
+    )
     page = await _text(stage, "/")
     assert NUMBER in page
     assert "default/p" in page
@@ -197,3 +202,29 @@ async def test_a_pod_that_the_kubelet_has_failed_is_made_anew(stage: ManagerStag
         "/debug/cluster", lambda cluster: cluster["rescued"].get("recreated") == 1
     )
     assert set(told(stage, "bare")) >= {"VgpuDeleted"}
+
+
+async def test_the_owner_is_told_which_wish_was_not_followed(stage: ManagerStage) -> None:
+    """vgpu-manager §4.1, §5.6: the extender gives these events where it places the pod. Without one
+    the agent does, once a container has started, and not again for its next start.
+    """
+    await stage.start_agent()
+    wishes = {
+        "nvidia.com/device-scheduler-policy": "packed",
+        "nvidia.com/device-topology-mode": "numa",
+    }
+    stage.cluster.create_pod("wishes", asks(2, 1024, 10), annotations=wishes, node=NODE)
+    await stage.cluster.running("wishes")
+    reasons = {"PolicyInvalid", "TopologyFallback"}
+    await stage.cluster.until(lambda: reasons <= told(stage, "wishes").keys(), "both events")
+    assert told(stage, "wishes")["PolicyInvalid"].startswith(
+        "container main: annotation nvidia.com/device-scheduler-policy='packed' means nothing"
+    )
+    assert told(stage, "wishes")["TopologyFallback"].endswith(
+        "it got GPU 0, 1: not on one NUMA node"
+    )
+    await stage.cluster.crash("wishes")
+    await stage.serve("claimed", asks(1, 1024, 10), f"main[1_{U1}_10_1024]")
+    assert reasons.isdisjoint(told(stage, "claimed"))
+    events = stage.cluster.objects.list("events", "default")
+    assert sorted(one["reason"] for one in events if one["reason"] in reasons) == sorted(reasons)

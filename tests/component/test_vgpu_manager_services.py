@@ -17,7 +17,7 @@ import pytest
 
 from tests.component.vgpu_manager import ON, U1, ManagerStage, asks, manager_stage
 from tests.patience import eventually
-from tests.runtime.contained import CGROUPS, Contained, Kubepods, kubepods
+from tests.runtime.contained import CGROUPS, Contained, Container, Kubepods, kubepods
 from tests.runtime.registered import call, encoded
 from vgpu_agent.sim.processes import ProcessUse
 
@@ -50,6 +50,73 @@ def _show_process(stage: ManagerStage, process: Contained) -> None:
     (stage.gpus.directory / "proc" / str(process.pid)).symlink_to(f"/proc/{process.pid}")
 
 
+def _name_container(stage: ManagerStage, pod: str, container: Container) -> None:
+    """Do what the kubelet does once the container runs."""
+    named = {"name": "main", "containerID": f"containerd://{container.member.container_id}"}
+    status: dict[str, Any] = {"status": {"containerStatuses": [named | {"state": {"running": {}}}]}}
+    stage.cluster.objects.patch("pods", pod, status, "default", subresource="status")
+
+
+async def _limit(stage: ManagerStage, pod: str, wanted: str, reason: str) -> None:
+    """Wait until the one grant of the pod has that limit, for that reason."""
+    await stage.agent.until(
+        f"/debug/allocations?pod=default/{pod}",
+        lambda answer: (
+            [one["limit"] for one in answer["allocations"] if reason in one["limit_reason"]]
+            == [wanted]
+        ),
+    )
+
+
+async def test_a_limit_is_in_force_once_the_library_is_seen_and_not_while_it_is_not(
+    stage: ManagerStage, pods: Kubepods
+) -> None:
+    """Written, seen, changed: in the answers, for a person, and in the metrics. Nothing that the
+    container can write counts for it.
+    """
+    _show_cgroups(stage)
+    await stage.start_agent()
+    for name in ("kept", "left"):
+        await stage.serve(name, asks(1, 1024, 10), f"main[1_{U1}_10_1024]")
+    await _limit(stage, "kept", "configured", "no process in the container has registered")
+    explained = str(await stage.agent.get("/debug/explain?pod=default/kept"))
+    assert "Its limit is configured, and not seen in force: no process" in explained
+
+    uids = {name: stage.cluster.pod(name)["metadata"]["uid"] for name in ("kept", "left")}
+    containers = {name: pods.container(uid) for name, uid in uids.items()}
+    processes = {name: container.start() for name, container in containers.items()}
+    for name, container in containers.items():
+        _show_process(stage, processes[name])
+        _name_container(stage, name, container)
+    socket = stage.folder / "manager" / "registry" / "socket.sock"
+    await call(socket, processes["kept"], encoded(uids["kept"], "main"))
+    for process in processes.values():
+        stage.gpus.add_process(1, process.pid, ProcessUse(memory_mib=500))
+    await _limit(stage, "kept", "in force", "has registered, as the library does")
+    pid = processes["left"].pid
+    await _limit(stage, "left", "not in force", f"process {pid} of the container uses {U1} and has")
+    _, metrics = await stage.agent.get_text("/metrics")
+    for word in ("in force", "not in force"):
+        assert f'vgpu_agent_limits{{family="vgpu-manager",limit="{word}"}} 1.0' in metrics
+
+    file = stage.folder / "manager" / "containers" / f"{uids['kept']}_main" / "config/vgpu.config"
+    await asyncio.to_thread(_raise_limit, file, 1, 2048 << 20)
+    await _limit(stage, "kept", "not in force", "")
+    await stage.agent.kill()
+    await stage.start_agent()
+    await _limit(stage, "kept", "not in force", "allows 2048 MiB of")
+    told = await stage.agent.until(
+        "/debug/events?event=limit", lambda answer: len(answer["events"]) == 2
+    )
+    assert {entry["facts"]["pod"] for entry in told["events"]} == {"default/kept", "default/left"}
+
+
+def _raise_limit(file: Path, index: int, limit_bytes: int) -> None:
+    with file.open("r+b") as opened:
+        opened.seek(512 + 128 * index + 56)  # vgpu-manager §7.7
+        opened.write(struct.pack("<Q", limit_bytes))
+
+
 async def test_a_container_registers_its_processes(stage: ManagerStage, pods: Kubepods) -> None:
     """vgpu-manager §9: over the socket in the directory that its container has mounted, once the
     pod's status names it.
@@ -67,9 +134,7 @@ async def test_a_container_registers_its_processes(stage: ManagerStage, pods: Ku
     calling = asyncio.ensure_future(call(socket, process, encoded(uid, "main")))
     await asyncio.wait([calling], timeout=0.2)
     assert not calling.done()
-    named = {"name": "main", "containerID": f"containerd://{container.member.container_id}"}
-    status: dict[str, Any] = {"status": {"containerStatuses": [named | {"state": {"running": {}}}]}}
-    stage.cluster.objects.patch("pods", "gpu-pod", status, "default", subresource="status")
+    _name_container(stage, "gpu-pod", container)
     assert await calling == b""
     path = stage.folder / "manager" / "containers" / f"{uid}_main" / "config" / "pids.config"
     assert path.read_text().split() == sorted(map(str, (process.pid, other.pid)), key=int)

@@ -189,3 +189,35 @@ async def test_early_a_restart_under_running_pods(early: VolcanoStage) -> None:
     assert first == second
     await early.serve("q", asks(1, 50))
     early.check()
+
+
+async def test_a_pod_that_the_agent_has_placed_starts_again_with_a_larger_init_container(
+    stage: VolcanoStage,
+) -> None:
+    """Without Volcano's scheduler the agent writes vgpu-ids-new itself, once the last container
+    has started, and init containers have no segment there. When they run again, as after a reboot,
+    it is no scheduler's decision, which would give them no more than the containers after them.
+    """
+    await stage.start_agent()
+    cluster = stage.cluster
+    cluster.create_pod(
+        "placed", asks(1, 10), scheduler="default-scheduler", init=[(asks(2, 20), False)]
+    )
+    await cluster.running("placed")
+    await cluster.until(lambda: IDS in cluster.annotations("placed"), "the agent's annotation")
+    await stage.agent.kill()
+    await cluster.reboot()
+    await stage.restart_agent()
+    await cluster.until(
+        lambda: len(cluster.starts("placed")) == 2, "the pod to start again", timeout_seconds=15
+    )
+    first, again = cluster.starts("placed", "init0")
+    for came in (first, again):
+        assert came.environment["NVIDIA_VISIBLE_DEVICES"].count("GPU-") == 2
+        assert came.environment["CUDA_DEVICE_MEMORY_LIMIT_1"] == "1280m"
+    assert [
+        came.environment["CUDA_DEVICE_MEMORY_LIMIT_0"] for came in cluster.starts("placed")
+    ] == [
+        "640m",
+        "640m",
+    ]

@@ -8,6 +8,7 @@ import re
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 import yaml
 
@@ -16,6 +17,7 @@ from vgpu_agent.cdi.toolkit_specs import STATIC_DIRECTORY
 from vgpu_agent.cli import main as command_line
 from vgpu_agent.config import load
 from vgpu_agent.families.nvidia.named import NamedConfig
+from vgpu_agent.families.vgpu_manager.settings import VgpuManager
 from vgpu_agent.isolation.mps import (
     CONTAINER_ROOT,
     DEFAULT_PIPE_DIRECTORY,
@@ -237,8 +239,9 @@ def test_the_node_configuration_is_mounted_whole_where_the_guide_says() -> None:
 def test_only_the_monitoring_reaches_the_metrics_port(
     objects: dict[str, Any], pod: Any, container: Any
 ) -> None:
-    """The policy selects the DaemonSet's pods and opens their one port by its name. A pod on the
-    host's network would be beyond it.
+    """The policy selects the DaemonSet's pods and opens their ports by their names: that of the
+    agent's metrics, and that of the exporter where its component names one. A pod on the host's
+    network would be beyond it.
     """
     (policy,) = documents_of("components/network-policy/networkpolicy.yaml")
     template = objects["DaemonSet"]["spec"]["template"]
@@ -246,11 +249,31 @@ def test_only_the_monitoring_reaches_the_metrics_port(
     assert policy["spec"]["podSelector"]["matchLabels"] == template["metadata"]["labels"]
     assert policy["spec"]["policyTypes"] == ["Ingress"]
     (rule,) = policy["spec"]["ingress"]
-    assert rule["ports"] == [{"protocol": "TCP", "port": container["ports"][0]["name"]}]
+    patched = documents_of("components/vgpu-manager-exporter/daemonset.yaml")[0]["spec"]
+    (agent,) = patched["template"]["spec"]["containers"]
+    assert [port["name"] for port in container["ports"]] == ["metrics"]
+    assert rule["ports"] == [
+        {"protocol": "TCP", "port": port["name"]} for port in (*container["ports"], *agent["ports"])
+    ]
     assert rule["from"] == [
         {"namespaceSelector": {"matchLabels": {"kubernetes.io/metadata.name": "monitoring"}}}
     ]
     assert not pod.get("hostNetwork")
+
+
+def test_the_exporter_s_port_is_the_one_that_its_comments_set(container: Any) -> None:
+    """A Service for a port on which nothing listens would be silent."""
+    folder = COMPONENTS / "vgpu-manager-exporter"
+    patched = documents_of("components/vgpu-manager-exporter/daemonset.yaml")[0]["spec"]
+    (agent,) = patched["template"]["spec"]["containers"]
+    (port,) = agent["ports"]
+    assert agent.keys() == {"name", "ports"}
+    assert port["containerPort"] not in {each["containerPort"] for each in container["ports"]}
+    address = f":{port['containerPort']}"
+    # raises for what is no address
+    msgspec.convert({"exporter": {"address": address}}, VgpuManager)
+    for text in (folder / "kustomization.yaml", MANIFESTS / "kustomization.yaml"):
+        assert f'"{address}"' in text.read_text()
 
 
 @pytest.mark.parametrize(

@@ -269,6 +269,44 @@ _OUR_CAPACITY = {
     }
 }
 
+# vgpu-manager's keys (vgpu-manager §3, §4): what the agent writes, and what only users, operators
+# and schedulers do.
+_VGPU_MANAGER_OURS: list[tuple[str, str, tuple[str, ...]]] = [
+    ("node", "annotations", ("node-config-info", "node-device-register", "node-device-topology")),
+    (
+        "node",
+        "labels",
+        ("node-driver-version", "node-cuda-version", "node-cuda-major", "node-cuda-minor"),
+    ),
+    (
+        "pod",
+        "annotations",
+        ("pre-allocated", "real-allocated", "predicate-node", "predicate-time"),
+    ),
+    ("pod", "labels", ("assigned-phase", "metrics-node")),
+]
+_VGPU_MANAGER_OTHERS: list[tuple[str, str, tuple[str, ...]]] = [
+    (
+        "node",
+        "annotations",
+        ("node-gpu-domain", "vgpu-compute-policy", "node-device-heartbeat", "pre-allocated"),
+    ),
+    ("node", "labels", ("node-device-register", "assigned-phase", "remote-server")),
+    (
+        "pod",
+        "annotations",
+        ("vgpu-compute-policy", "include-gpu-uuid", "exclude-gpu-type", "device-topology-mode"),
+    ),
+    ("pod", "annotations", ("device-scheduler-policy", "stuck-grace-period", "node-config-info")),
+    ("pod", "labels", ("pre-allocated", "node-driver-version")),
+    ("other node", "annotations", ("node-config-info", "node-device-register")),
+    ("other node", "labels", ("node-cuda-major",)),
+    ("other node's pod", "annotations", ("pre-allocated", "real-allocated")),
+    ("other node's pod", "labels", ("assigned-phase",)),
+    ("unscheduled pod", "annotations", ("pre-allocated", "predicate-node")),
+    ("unscheduled pod", "labels", ("assigned-phase",)),
+]
+
 # Keys by which schedulers judge queues, overcommitment and locks.
 _SCHEDULERS = (
     "gpu",
@@ -377,6 +415,17 @@ _PATCHES: list[tuple[str, str, dict[str, Any], bool]] = [
     ("other node's pod", "", _OURS_ON_PODS, False),
     ("other node's pod", "", _OUR_LABEL, False),
     ("unscheduled pod", "", _OURS_ON_PODS, False),
+    *(
+        (what, "", {"metadata": {kind: {f"nvidia.com/{key}": value}}}, allowed)
+        for table, allowed in ((_VGPU_MANAGER_OURS, True), (_VGPU_MANAGER_OTHERS, False))
+        for what, kind, keys in table
+        for key in keys
+        for value in ("x", *((None,) if allowed else ()))  # written, and taken back
+    ),
+    ("node", "", {"metadata": {"labels": {"vgpu-manager": "device-plugin"}}}, False),
+    ("pod", "", {"metadata": {"labels": {"vgpu-manager.io/ignore-webhook": "true"}}}, False),
+    ("node", "/status", {"status": {"capacity": {"nvidia.com/vgpu-number": "64"}}}, False),
+    ("node", "/status", {"status": {"allocatable": {"nvidia.com/vgpu-number": "64"}}}, False),
 ]
 
 
@@ -575,3 +624,46 @@ def test_the_eviction_component_grants_evictions_and_nothing_else(
         assert _status(agent, "DELETE", path) == 403
     finally:
         rig.kubectl("delete", "-f", "-", "--wait=true", stdin=rights)
+
+
+# Resources of a node as the kubelet has left them, and what the token may do to each.
+_LEFT = {
+    "nvidia.com/vgpu-number": "20",
+    "nvidia.com/vgpu-cores": "0",
+    "nvidia.com/vgpu-memory": "0",
+    "nvidia.com/mig-1g.5gb": "0",
+    "nvidia.com/mig-2g.10gb": "1",
+}
+_Counts = dict[str, str | None]
+_STATUS_PATCHES: list[tuple[_Counts, _Counts, bool]] = [
+    # what is set as the capacity, what as allocatable, and whether that is allowed
+    ({}, {"nvidia.com/vgpu-number": "10"}, True),
+    ({}, {"nvidia.com/vgpu-number": "20"}, True),
+    ({}, {"nvidia.com/vgpu-number": "21"}, False),
+    ({"nvidia.com/vgpu-number": "21"}, {}, False),
+    ({"nvidia.com/vgpu-number": None}, {"nvidia.com/vgpu-number": None}, False),
+    ({"nvidia.com/mig-2g.10gb": None}, {"nvidia.com/mig-2g.10gb": None}, False),
+    ({"nvidia.com/vgpu-cores": "100"}, {}, False),
+    ({"nvidia.com/vgpu-cores": None}, {"nvidia.com/vgpu-cores": None}, True),
+    ({"nvidia.com/vgpu-memory": None}, {"nvidia.com/vgpu-memory": None}, True),
+    ({"nvidia.com/mig-1g.5gb": None}, {"nvidia.com/mig-1g.5gb": None}, True),
+]
+
+
+def test_the_policy_lets_counts_go_down_and_leftovers_go(deployed: Deployed, agent: Api) -> None:
+    """vgpu-manager §2.2: what is no longer offered leaves the Node's status. What the kubelet has
+    counted is never more for it, nor taken away.
+    """
+    api, path = deployed.rig.api, f"/api/v1/nodes/{deployed.rig.node_name()}/status"
+    api.patch(path, {"status": {"capacity": _LEFT, "allocatable": _LEFT}})
+    try:
+        wrong = []
+        for capacity, allocatable, allowed in _STATUS_PATCHES:
+            body = {"status": {"capacity": capacity, "allocatable": allocatable}}
+            answer = _status(agent, "PATCH", f"{path}?dryRun=All", body)
+            if answer != (200 if allowed else 403):
+                wrong.append((body, answer))
+        assert wrong == []
+    finally:
+        gone = dict.fromkeys(_LEFT)
+        api.patch(path, {"status": {"capacity": gone, "allocatable": gone}})

@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import os
 import struct
-from collections.abc import Callable
+import subprocess
+import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
+from tests.runtime.contained import Kubepods, kubepods
+from vgpu_agent.isolation.vgpu_config import SIZE, Owner, SlotLimit, config_parts
 from vgpu_agent.isolation.vgpu_tables import (
     SM_NODE_SIZE,
     SM_NODE_SLOT,
@@ -21,12 +26,47 @@ from vgpu_agent.isolation.vgpu_tables import (
     vmem_head,
 )
 from vgpu_agent.journal import Journal
-from vgpu_agent.model import ControlledUse
+from vgpu_agent.model import ControlledUse, GpuUsage, WrittenLimit
 from vgpu_agent.pods import Pod, PodCache, PodContainer
-from vgpu_agent.runtime.control_usage import ControlledUses
+from vgpu_agent.runtime.control_usage import ControlledUses, Measured
 
 UID = "6d0f1c3e-52a4-4c0b-9f2c-1f6f2b3a4d5e"
+CARD = "GPU-11111111-aaaa-bbbb-cccc-000000000001"
 _SLOTS = 128
+LIMIT = SlotLimit(
+    CARD,
+    total_bytes=3 << 30,
+    real_bytes=3 << 30,
+    hard_core=30,
+    soft_core=30,
+    core_limit=True,
+    hard_limit=True,
+    memory_limit=True,
+    oversold=False,
+)
+
+
+def config(limit: SlotLimit = LIMIT, *, uid: str = UID, compatibility: int = 200) -> bytes:
+    """A whole ``vgpu.config`` as the agent writes it."""
+    owner = Owner(
+        uid,
+        "train",
+        "ml",
+        "main",
+        "",
+        compatibility,
+        sm_watcher=False,
+        memory_ledger=True,
+    )
+    whole = bytearray(SIZE)
+    for offset, part in config_parts(owner, {1: limit}):
+        whole[offset : offset + len(part)] = part
+    return bytes(whole)
+
+
+def write_config(directory: Path, content: bytes) -> None:
+    """Write the container's file."""
+    (directory / "config/vgpu.config").write_bytes(content)
 
 
 @pytest.fixture
@@ -36,6 +76,7 @@ def directory(tmp_path: Path) -> Path:
     for folder in ("config", "vmem_node", "sm_node"):
         (made / folder).mkdir(parents=True)
     (made / "config/pids.config").write_text("11\n12\n")
+    write_config(made, config())
     spilled = bytearray(vmem_head().ljust(VMEM_SIZE, b"\0"))
     first = _SLOTS + VMEM_SLOT_SIZE  # of card 1
     for place, used in enumerate((512, 256)):
@@ -55,10 +96,19 @@ def uses(directory: Path) -> ControlledUses:
     """The reader on a node with that container's pod."""
     book = PodCache()
     book.put(Pod(UID, "ml", "train", containers=(PodContainer("main"),)))
-    return ControlledUses(book, str(directory.parent), Journal(), pause_seconds=1)
+    return ControlledUses(book, [str(directory.parent)], Journal(), pause_seconds=1)
 
 
-ALL = ControlledUse("ml", "train", "main", (11, 12), ((1, 768),), ((1, 25),))
+ALL = ControlledUse(
+    "ml",
+    "train",
+    "main",
+    (11, 12),
+    ((1, 768),),
+    ((1, 25),),
+    limits=(WrittenLimit(CARD, 3 << 30, 30),),
+    registers=True,
+)
 
 
 async def test_processes_spilled_memory_and_compute_are_read(uses: ControlledUses) -> None:
@@ -102,15 +152,9 @@ def _as_garbage(path: Path) -> None:
 @pytest.mark.parametrize(
     ("file", "known"),
     [
-        ("config/pids.config", ControlledUse("ml", "train", "main", None, ((1, 768),), ((1, 25),))),
-        (
-            "vmem_node/vmem_node.config",
-            ControlledUse("ml", "train", "main", (11, 12), (), ((1, 25),)),
-        ),
-        (
-            "sm_node/sm_node.config",
-            ControlledUse("ml", "train", "main", (11, 12), ((1, 768),), ()),
-        ),
+        ("config/pids.config", dataclasses.replace(ALL, pids=None)),
+        ("vmem_node/vmem_node.config", dataclasses.replace(ALL, spilled_bytes=())),
+        ("sm_node/sm_node.config", dataclasses.replace(ALL, cores_percent=())),
     ],
 )
 async def test_what_cannot_be_read_is_not_known_and_hides_nothing_else(
@@ -133,3 +177,190 @@ async def test_a_folder_that_is_a_link_is_not_entered(
     await asyncio.to_thread(_as_link, directory / "sm_node")
     await uses.look()
     assert uses.uses.value[0].cores_percent == ()
+
+
+@pytest.mark.parametrize(
+    ("spoil", "trouble"),
+    [
+        (Path.unlink, "its vgpu.config is missing"),
+        (_as_link, "its vgpu.config cannot be used: "),
+        (_as_pipe, "its vgpu.config cannot be used: it is no file"),
+        (_as_folder, "its vgpu.config cannot be used: it is no file"),
+        (_as_garbage, "its vgpu.config cannot be used: it does not begin like one"),
+        (lambda path: os.truncate(path, 100), "it has 100 bytes instead of 8192"),
+        (
+            lambda path: path.write_bytes(config(uid="another")),
+            "its vgpu.config is that of another container",
+        ),
+    ],
+)
+async def test_a_file_that_limits_nothing_is_named(
+    uses: ControlledUses, directory: Path, spoil: Callable[[Path], None], trouble: str
+) -> None:
+    """The library falls back to its environment, or to no limit."""
+    await asyncio.to_thread(spoil, directory / "config/vgpu.config")
+    await uses.look()
+    (found,) = uses.uses.value
+    assert trouble in found.trouble
+    assert (found.limits, found.pids) == ((), (11, 12)) or "another" in trouble
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"total_bytes": 4 << 30},
+        {"real_bytes": 4 << 30},
+        {"hard_core": 31},
+        {"soft_core": 31},
+        {"core_limit": False},
+        {"hard_limit": False},
+        {"memory_limit": False},
+        {"oversold": True},
+        {"uuid": "GPU-x"},
+    ],
+)
+async def test_a_file_that_allows_more_than_it_did_is_named(
+    uses: ControlledUses, directory: Path, changes: dict[str, object]
+) -> None:
+    """Also where only its compute policy has changed, of which the grant says nothing. It is told
+    at the second look: the file of a container's next start may be there a moment before the agent
+    has taken note of it.
+    """
+    changed = config(dataclasses.replace(LIMIT, **changes))  # type: ignore[arg-type]
+    await uses.look()
+    write_config(directory, changed)
+    await uses.look()
+    assert uses.uses.value[0].trouble == ""
+    await uses.look()
+    assert uses.uses.value[0].trouble == "its vgpu.config was changed after the agent wrote it"
+    await asyncio.to_thread(uses.made, str(directory / "config/vgpu.config"))  # it was the agent
+    await uses.look()
+    assert uses.uses.value[0].trouble == ""
+
+
+async def test_a_file_that_allows_less_holds_the_limit(
+    uses: ControlledUses, directory: Path
+) -> None:
+    """An operator may have lowered it."""
+    await uses.look()
+    less = dataclasses.replace(LIMIT, total_bytes=1 << 30, hard_core=5, soft_core=5)
+    write_config(directory, config(less))
+    await uses.look()
+    await uses.look()
+    assert (uses.uses.value[0].trouble, uses.uses.value[0].limits[0].memory_bytes) == ("", 1 << 30)
+
+
+async def test_the_limits_that_the_agent_has_made_are_those_that_count(
+    uses: ControlledUses, directory: Path
+) -> None:
+    """Not those of the first look, where somebody has changed them before."""
+    path = directory / "config/vgpu.config"
+    await asyncio.to_thread(uses.made, str(path))
+    await asyncio.to_thread(uses.made, str(directory / "vmem_node/vmem_node.config"))
+    await asyncio.to_thread(uses.made, "/elsewhere/config/vgpu.config")
+    write_config(directory, config(dataclasses.replace(LIMIT, core_limit=False)))
+    await uses.look()
+    await uses.look()
+    assert "changed" in uses.uses.value[0].trouble
+
+
+async def test_a_container_that_runs_without_its_files_is_named(directory: Path) -> None:
+    """One that has not been started yet, or has no share of anything, has none."""
+    book = PodCache()
+    asks = {"nvidia.com/vgpu-number": 1}
+    book.put(
+        Pod(
+            UID,
+            "ml",
+            "train",
+            containers=(
+                PodContainer("gone", limits=asks, started=True),
+                PodContainer("waits", limits=asks),
+                PodContainer("plain", started=True),
+            ),
+        )
+    )
+    uses = ControlledUses(book, [str(directory.parent)], Journal(), pause_seconds=1)
+    await uses.look()
+    (found,) = uses.uses.value
+    assert (found.container, found.trouble) == ("gone", "it has no vgpu.config on this node")
+
+
+async def test_a_uid_that_is_cut_in_the_file_is_still_the_containers(tmp_path: Path) -> None:
+    """That of a static pod's file may be longer than the field."""
+    uid = "a" * 60
+    directory = tmp_path / f"{uid}_main"
+    (directory / "config").mkdir(parents=True)
+    write_config(directory, config(uid=uid))
+    book = PodCache()
+    book.put(Pod(uid, "ml", "train", containers=(PodContainer("main"),)))
+    uses = ControlledUses(book, [str(tmp_path)], Journal(), pause_seconds=1)
+    await uses.look()
+    assert [(use.trouble, len(use.limits)) for use in uses.uses.value] == [("", 1)]
+
+
+@pytest.mark.parametrize(("compatibility", "registers"), [(1, False), (102, False), (236, True)])
+async def test_the_file_says_whether_processes_register(
+    uses: ControlledUses, directory: Path, compatibility: int, *, registers: bool
+) -> None:
+    """vgpu-manager §7.6; also of a container from before the setting was changed."""
+    write_config(directory, config(compatibility=compatibility))
+    await uses.look()
+    assert uses.uses.value[0].registers is registers
+
+
+async def test_the_replaced_plugins_containers_are_read_where_it_has_put_them(
+    uses: ControlledUses, directory: Path, tmp_path: Path
+) -> None:
+    """They run on while the agent takes over."""
+    below = tmp_path / "containers"
+    below.mkdir()
+    both = ControlledUses(
+        uses._pod_cache, [str(below), str(directory.parent)], Journal(), pause_seconds=1
+    )
+    await both.look()
+    assert both.uses.value == (ALL,)
+    await asyncio.to_thread(directory.rename, below / directory.name)
+    both._directories = (str(below), str(directory.parent))
+    await both.look()
+    assert both.uses.value == (ALL,)
+
+
+@pytest.fixture
+def pods() -> Iterator[Kubepods]:
+    """Cgroups of pods."""
+    with kubepods() as made:
+        yield made
+
+
+@pytest.mark.component  # it starts programs
+async def test_processes_on_a_card_are_those_that_the_kernel_counts_to_the_container(
+    directory: Path, pods: Kubepods
+) -> None:
+    """Whatever the container writes into its files: the driver names the process, and its cgroup
+    the container. A process that began after the driver's answer has only got the number.
+    """
+    container, other = pods.container(UID), pods.container()
+    own, strange = container.start(), other.start()
+    book = PodCache()
+    named = PodContainer("main", container_id=container.member.container_id)
+    book.put(Pod(UID, "ml", "train", containers=(named,)))
+    on = GpuUsage(CARD, processes=((own.pid, 100), (strange.pid, 200), (os.getpid(), 300)))
+    measured = Measured((on,), time.time())
+    uses = ControlledUses(
+        book, [str(directory.parent)], Journal(), pause_seconds=1, measured=lambda: measured
+    )
+
+    def on_cards() -> tuple[tuple[str, int, int], ...]:
+        return uses.uses.value[0].on_cards
+
+    await uses.look()
+    assert on_cards() == ((CARD, own.pid, 100),)
+    measured = Measured((on,), time.time() - 3600)
+    await uses.look()
+    assert on_cards() == ()
+    gone = await asyncio.to_thread(subprocess.Popen, ["true"])
+    await asyncio.to_thread(gone.wait)
+    measured = Measured((GpuUsage(CARD, processes=((gone.pid, 1),)),), time.time())
+    await uses.look()
+    assert on_cards() == ()

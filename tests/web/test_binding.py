@@ -176,6 +176,18 @@ def test_a_family_that_is_not_offered_is_loud(volcano_node: AgentStatus) -> None
     assert '<td class="bad">NOT OFFERED</td>' in page.as_html(overview)
 
 
+def test_a_family_for_which_the_node_has_no_device_is_no_alarm(volcano_node: AgentStatus) -> None:
+    """As the MIG instances of a family on a node whose GPUs are whole."""
+    volcano_node.binding.families = (
+        FamilyStatus("slices", offered=False, trouble="none of its GPUs is divided", idle=True),
+    )
+    overview = views.overview(volcano_node, NOW)
+    assert "  slices  nothing here  in Allocate  none of its GPUs is divided\n" in page.as_text(
+        overview
+    )
+    assert "NOT OFFERED" not in page.as_html(overview)
+
+
 @pytest.mark.parametrize("late", [True, False])
 def test_the_mode_is_one_word(volcano_node: AgentStatus, late: bool) -> None:
     """For scripts that compare nodes."""

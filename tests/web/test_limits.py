@@ -8,7 +8,14 @@ import pytest
 
 from tests.web.conftest import NOW, VGPU
 from vgpu_agent.isolation.backend import LibraryLimits
-from vgpu_agent.model import ContainerUsage, Grant, Share, SharingMode
+from vgpu_agent.model import (
+    ContainerUsage,
+    ControlledUse,
+    Grant,
+    Share,
+    SharingMode,
+    WrittenLimit,
+)
 from vgpu_agent.pods import Pod, PodContainer
 from vgpu_agent.status import AgentStatus, MpsState, MpsStatus
 from vgpu_agent.web import allocations
@@ -128,11 +135,11 @@ def test_without_isolation_there_is_no_limit(volcano_node: AgentStatus) -> None:
         ("true", "whole-gpus", 1 << 30, "no limit"),
     ],
 )
-def test_a_limit_of_vgpu_control_is_configured_and_no_more(
+def test_a_pod_that_runs_without_vgpu_control_has_no_limit(
     volcano_node: AgentStatus, value: str, setting: str, memory: int, state: str
 ) -> None:
-    """No process reports that it has the library. vgpu-manager:D13 a pod that switches it off is
-    shown as what it is, where the operator lets it.
+    """vgpu-manager:D13 a pod that switches the library off is shown as what it is, where the
+    operator lets it.
     """
     status = volcano_node
     status.binding.limits = {"volcano-vgpu": LibraryLimits(backend="vgpu-control")}
@@ -153,6 +160,116 @@ def test_a_limit_of_vgpu_control_is_configured_and_no_more(
     assert limit_of(status, Share("GPU-0", memory, 30)).state == state
     status.binding.limits = {"volcano-vgpu": LibraryLimits("it is off", backend="vgpu-control")}
     assert limit_of(status) == Limit(LimitState.NONE, "it is off")
+
+
+REGISTERED = ControlledUse(
+    "ml",
+    "served",
+    "main",
+    pids=(4711,),
+    limits=(WrittenLimit("GPU-0", 4 * GIB, 30),),
+    registers=True,
+    on_cards=(("GPU-0", 4711, 1000),),
+)
+
+
+def controlled(status: AgentStatus, **changes: object) -> AgentStatus:
+    """The node, whose container vgpu-control limits."""
+    status.binding.limits = {"volcano-vgpu": LibraryLimits(backend="vgpu-control")}
+    use = dataclasses.replace(REGISTERED, **changes)  # type: ignore[arg-type]
+    return dataclasses.replace(status, controlled=(use,))
+
+
+def test_a_limit_of_vgpu_control_is_in_force_once_a_process_has_registered(
+    volcano_node: AgentStatus,
+) -> None:
+    """The registry asks the kernel which container calls, and its list is a file that only the
+    agent writes. Before that the limit is written and no more.
+    """
+    assert limit_of(controlled(volcano_node)).state == "in force"
+    waits = limit_of(controlled(volcano_node, pids=None, on_cards=()))
+    assert waits.state == "configured"
+    assert "no process in the container has registered" in waits.reason
+    unread = limit_of(dataclasses.replace(controlled(volcano_node), controlled=()))
+    assert (unread.state, unread.reason) == (
+        "configured",
+        "its vgpu.config has not been read yet",
+    )
+
+
+def test_a_library_that_does_not_register_is_never_seen(volcano_node: AgentStatus) -> None:
+    """vgpuControl.processes host-proc. What its tables say is in files that the tenant writes."""
+    found = limit_of(controlled(volcano_node, registers=False, pids=None, cores_percent=((0, 5),)))
+    assert found.state == "configured"
+    assert "vgpuControl.processes client" in found.reason
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"trouble": "its vgpu.config is missing", "limits": ()}, "its vgpu.config is missing"),
+        ({"limits": ()}, "its vgpu.config does not name GPU-0"),
+        (
+            {"limits": (WrittenLimit("GPU-0", 5 * GIB, 30),)},
+            "its vgpu.config allows 5120 MiB of GPU-0 instead of 4096 MiB",
+        ),
+        (
+            {"limits": (WrittenLimit("GPU-0", 0, 30),)},
+            "its vgpu.config allows all memory of GPU-0 instead of 4096 MiB",
+        ),
+        (
+            {"limits": (WrittenLimit("GPU-0", 4 * GIB, 60),)},
+            "its vgpu.config allows 60 % of GPU-0 instead of 30 %",
+        ),
+        (
+            {"pids": None},
+            "process 4711 of the container uses GPU-0 and has not registered, so it runs without",
+        ),
+        (
+            {"on_cards": (("GPU-0", 4711, 3000), ("GPU-0", 4712, 3200))},
+            "processes of the container have 6200 MiB of GPU-0, and its limit is 4096 MiB",
+        ),
+    ],
+)
+def test_a_limit_of_vgpu_control_that_does_not_hold(
+    volcano_node: AgentStatus, changes: dict[str, object], reason: str
+) -> None:
+    """Its file, the driver and the kernel say so, and no file that the tenant writes."""
+    found = limit_of(controlled(volcano_node, **changes))
+    assert found.state == "not in force"
+    assert reason in found.reason
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"limits": (WrittenLimit("GPU-0", GIB, 5),)},
+        {"limits": (WrittenLimit("GPU-0", 4 * GIB, 100),)},  # its compute policy is none
+        {"on_cards": (("GPU-0", 4711, 4096 + 1024),)},  # its context is no allocation
+        {"on_cards": (("GPU-1", 4711, 9000),)},  # no part of this grant
+    ],
+)
+def test_a_limit_of_vgpu_control_that_holds(
+    volcano_node: AgentStatus, changes: dict[str, object]
+) -> None:
+    """A lower limit does no harm; neither does anything that the library does not count."""
+    assert limit_of(controlled(volcano_node, **changes)).state == "in force"
+
+
+def test_a_whole_card_needs_no_limit_of_memory(volcano_node: AgentStatus) -> None:
+    """vgpu-manager §7.7: memory_limit is 0 then."""
+    status = controlled(volcano_node, limits=(WrittenLimit("GPU-0", 0, 100),))
+    assert limit_of(status, Share("GPU-0", 81920, 100)).state == "in force"
+
+
+def test_a_container_of_before_keeps_its_limit_when_isolation_is_switched_off(
+    volcano_node: AgentStatus,
+) -> None:
+    """Its library still obeys its file."""
+    status = controlled(volcano_node)
+    off = LibraryLimits("vgpuManager.isolation is none", backend="vgpu-control")
+    status.binding.limits = {"volcano-vgpu": off}
+    assert limit_of(status).state == "in force"
 
 
 @pytest.mark.parametrize(

@@ -42,7 +42,7 @@ if TYPE_CHECKING:
 
     from vgpu_agent.agent.named_configuration import NamedConfiguration
     from vgpu_agent.allocation.allocator import Allocator
-    from vgpu_agent.allocation.overcommits import Overcommits
+    from vgpu_agent.allocation.notices import Notices
     from vgpu_agent.allocation.refusals import Refusals
     from vgpu_agent.cluster.client import ApiClient
     from vgpu_agent.concurrency import Supervisor
@@ -307,7 +307,7 @@ class ClusterAccess:
         self,
         allocator: Allocator,
         refusals: Refusals,
-        overcommits: Overcommits,
+        notices: Notices,
         wake: Revision,
         tokens: Callable[[str], Sequence[str]],
         *,
@@ -360,7 +360,7 @@ class ClusterAccess:
             refusals.revision,
             settings.binding,
             self._journal,
-            overcommits=overcommits,
+            notices=notices,
             rescued=lambda resource: resource in self._rescued(owned()),
         )
         self.allocatable = AllocatableWriter(

@@ -44,6 +44,7 @@ from vgpu_agent.agent.report import Report
 from vgpu_agent.allocation.allocator import Allocator
 from vgpu_agent.allocation.carrier import tokens_of
 from vgpu_agent.allocation.context import Context
+from vgpu_agent.allocation.notices import Notices
 from vgpu_agent.allocation.overcommits import Overcommits
 from vgpu_agent.allocation.refusals import Refusals
 from vgpu_agent.cdi.controller import CdiController
@@ -62,7 +63,7 @@ from vgpu_agent.kubelet.directory import DirectoryWatch
 from vgpu_agent.kubelet.pod_resources import PodResources
 from vgpu_agent.ledger import Ledger
 from vgpu_agent.runtime.container_usage import DIRECTORY_BEFORE_1_12, ContainerUsages
-from vgpu_agent.runtime.control_usage import ControlledUses
+from vgpu_agent.runtime.control_usage import ControlledUses, Measured
 from vgpu_agent.runtime.grants import GrantDirectory
 from vgpu_agent.runtime.libraries import used_backends
 from vgpu_agent.runtime.region_guard import GuardedPlace, RegionGuard
@@ -156,7 +157,8 @@ class Agent:
             status=self._kubelet,
         )
         self._cluster = ClusterAccess(settings, self._journal, self._supervisor, named)
-        self._refusals, self._overcommits = Refusals(), Overcommits()
+        self._refusals, self._notices = Refusals(), Notices()
+        self._overcommits = Overcommits(self._notices)
         self._pod_resources = PodResources(
             kubelet.pod_resources_socket, timeout_seconds=pod_resources.TIMEOUT_SECONDS
         )
@@ -186,7 +188,7 @@ class Agent:
             kept_directory=f"{settings.state_directory}/grants",
             inline=self._cdi.inline,
             make_room=self._regions.make_room,
-            on_file_made=self._regions.take,
+            on_file_made=self._on_file_made,
             old_directory=before,
             slots=[RegionSlots(directory) for directory in containers_in],
             other_directories=(
@@ -221,6 +223,7 @@ class Agent:
                 refusals=self._refusals,
                 settings=settings.binding,
                 divider=self._mig,
+                notices=self._notices,
                 overcommits=self._overcommits,
                 node_annotations=lambda: self._cluster.node_annotations,
                 api_well_seconds=self._cluster.well_seconds,
@@ -293,8 +296,14 @@ class Agent:
         )
         self._controlled = ControlledUses(
             self._cluster.pod_cache,
-            VGPU_CONTROL.containers_directory(settings),
+            # also where the replaced plugin has made those of the pods that run on
+            (
+                VGPU_CONTROL.containers_directory(settings),
+                VGPU_CONTROL.host_directory(settings),
+            ),
             self._journal,
+            measured=lambda: Measured(self._watch.usage.value, self._watch.measured_at),
+            proc_root=settings.gpu.proc_root,
             pause_seconds=settings.gpu.usage_seconds,
         )
         self._services = LibraryServicesInForce(
@@ -406,7 +415,7 @@ class Agent:
         self._cluster.write(
             self._allocator,
             self._refusals,
-            self._overcommits,
+            self._notices,
             self._ledger.revision,
             self._tokens,
             starting=self._starting.any,
@@ -462,12 +471,16 @@ class Agent:
                 # It sends no heartbeat: a restart of the agent does not repair a disk that
                 # hangs.
                 self._supervisor.start("container usage", self._usages.run)
-                if self.web.exports:
+                if self.web.exports or VGPU_CONTROL.name in used_backends(settings):
                     self._supervisor.start("use of controlled containers", self._controlled.run)
                 self._supervisor.start("region sizes", self._regions.run)
                 self._supervisor.start(
                     "limits",
-                    LimitsWatch(self._usages.usage, self._report.status, self._journal).run,
+                    LimitsWatch(
+                        (self._usages.usage, self._controlled.uses),
+                        self._report.status,
+                        self._journal,
+                    ).run,
                 )
         self._report.starting = ""
         inventory = self._watch.inventory.value
@@ -479,6 +492,10 @@ class Agent:
             resources={resource.name: len(resource.ids) for resource in self._ledger.resources},
             grants=len(self._ledger.grants),
         )
+
+    def _on_file_made(self, path: str) -> None:
+        self._regions.take(path)
+        self._controlled.made(path)
 
     def _resources(self) -> frozenset[str]:
         return frozenset(resource.name for resource in self._ledger.resources)

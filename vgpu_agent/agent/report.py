@@ -149,12 +149,8 @@ class Report:
 
     def _family(self, name: str, *, by_pod: bool) -> FamilyStatus:
         offered = any(plugin.family == name for plugin in self.offering.statuses)
-        trouble = (
-            ""
-            if offered
-            else self.offering.blocked.get(name) or "each of its resources has its own reason"
-        )
-        return FamilyStatus(name, by_pod, offered, trouble)
+        trouble, idle = ("", False) if offered else self.families.why_not_offered(name)
+        return FamilyStatus(name, by_pod, offered, trouble, idle)
 
     def _ledger_status(self) -> LedgerStatus:
         return dataclasses.replace(

@@ -10,6 +10,7 @@ import time
 from typing import TYPE_CHECKING, Protocol
 
 from vgpu_agent.allocation.carrier import GrantRecord
+from vgpu_agent.allocation.notices import Notices
 from vgpu_agent.allocation.overcommits import Overcommits
 
 if TYPE_CHECKING:
@@ -112,6 +113,7 @@ class Context:
         refusals: the starts that are refused now.
         settings: section ``binding``.
         divider: divides GPUs; None where that is not possible.
+        notices: messages to the owners of pods.
         overcommits: the starts that exceeded a device.
         node_annotations: returns the annotations of this node's Node in the API server; empty while
             the Node has not been read.
@@ -134,7 +136,8 @@ class Context:
     refusals: Refusals
     settings: Binding
     divider: Divider | None = None
-    overcommits: Overcommits = dataclasses.field(default_factory=Overcommits)
+    notices: Notices = dataclasses.field(default_factory=Notices)
+    overcommits: Overcommits = dataclasses.field(default_factory=lambda: Overcommits(Notices()))
     node_annotations: Callable[[], Mapping[str, str]] = dict
     api_well_seconds: Callable[[], float] = lambda: math.inf
     clock: Callable[[], float] = time.time

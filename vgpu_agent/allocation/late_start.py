@@ -251,6 +251,7 @@ class LateStart:
             ),
             provision,
         )
+        self._context.notices.add_remarks(start.pod, start.owner.container, decision.remarks)
         return grant
 
     def _is_late(self, start: Start, *, late: bool) -> bool:

@@ -3,47 +3,38 @@
 Volcano's scheduler does not count the compute and the slot of a second container of a pod on the
 same GPU. It does count its memory. For the scheduler such a pod is placed, so the agent would
 refuse it forever. `late_start` asks here whether a decision may exceed the device, and records each
-start that does. `cluster` raises an event on the pod, and `web` counts the starts.
+start that does. The pod's owner gets a notice (`notices`), and `web` counts the starts.
 """
 
 from __future__ import annotations
 
-import collections
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 from vgpu_agent.concurrency import Revision
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
+    from vgpu_agent.allocation.notices import Notices
     from vgpu_agent.config.binding import Binding
     from vgpu_agent.families.family import Decision
     from vgpu_agent.ledger.accounting import Overcommit
     from vgpu_agent.pods import Pod
 
 PLAIN_SCHEDULER = "default-scheduler"  # Kubernetes' own, which places pods by numbers, not on GPUs
-_MAX_UNSENT = 256
-
-
-class Notice(NamedTuple):
-    """A message to a pod's owner about one of its containers."""
-
-    pod: Pod
-    container: str
-    text: str
+OVERCOMMITTED = "VgpuOvercommitted"  # the reason of the event
 
 
 class Overcommits:
     """The starts since the agent's start that exceeded a device.
 
-    State: in memory only. Their number (`total`), and the notices that were not sent yet.
-    `revision` advances with each start.
+    State: in memory only: their number (`total`). `revision` advances with each start.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, notices: Notices) -> None:
         self.revision = Revision()
         self.total = 0
-        self._unsent: collections.deque[Notice] = collections.deque(maxlen=_MAX_UNSENT)
+        self._notices = notices
 
     def add(self, pod: Pod, container: str, devices: Iterable[Overcommit]) -> str:
         """Record that ``container`` was started on ``devices``; return the text for its owner."""
@@ -52,16 +43,10 @@ class Overcommits:
             f"container {container} was started although its scheduler has given out more {what}. "
             "Memory is not overcommitted. See binding.schedulerOvercommit"
         )
-        self._unsent.append(Notice(pod, container, text))
+        self._notices.add(pod, container, OVERCOMMITTED, text)
         self.total += 1
         self.revision.publish(self.total)
         return text
-
-    def take(self) -> tuple[Notice, ...]:
-        """Return the notices that were not sent yet, and forget them."""
-        taken = tuple(self._unsent)
-        self._unsent.clear()
-        return taken
 
 
 def may_overcommit(decision: Decision, pod: Pod, binding: Binding) -> bool:

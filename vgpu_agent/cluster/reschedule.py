@@ -23,7 +23,7 @@ from vgpu_agent.pods import MIRROR_POD
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
-    from vgpu_agent.allocation.overcommits import Overcommits
+    from vgpu_agent.allocation.notices import Notices
     from vgpu_agent.allocation.refusals import Refusal
     from vgpu_agent.cluster.api import Api
     from vgpu_agent.cluster.events import Events
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from vgpu_agent.journal import Journal
     from vgpu_agent.pods import Pod
 
-REFUSED, EVICTED, OVERCOMMITTED = "VgpuStartRefused", "VgpuEvicted", "VgpuOvercommitted"
+REFUSED, EVICTED = "VgpuStartRefused", "VgpuEvicted"
 PERMISSION = "create pods/eviction"
 # How long a start must have been refused before the pod gets an event that says why.
 REFUSED_EVENT_SECONDS = 30.0
@@ -56,7 +56,7 @@ class Reschedule:
         binding: Binding,
         journal: Journal,
         *,
-        overcommits: Overcommits,
+        notices: Notices,
         look_seconds: float = 10.0,
         rescued: Callable[[str], bool] = lambda _resource: False,
     ) -> None:
@@ -69,13 +69,13 @@ class Reschedule:
             wake: advances with each change of ``refusals``.
             binding: the times of events and evictions.
             journal: evictions and troubles are recorded there.
-            overcommits: starts on GPUs that a scheduler has overcommitted; their pods get an event.
+            notices: about containers that were started; their pods get an event for each.
             look_seconds: how often the loop sends a heartbeat, and how long such an event may
                 wait.
             rescued: a resource → whether `rescue` deals with its final refusals.
         """
         self._rescued = rescued
-        self._overcommits = overcommits
+        self._notices = notices
         self._api, self._events, self._refusals, self._wake = api, events, refusals, wake
         self._binding, self._journal = binding, journal
         self._look_seconds = look_seconds
@@ -109,8 +109,8 @@ class Reschedule:
         refusals, now = tuple(self._refusals()), asyncio.get_running_loop().time()
         self._forget_absent({refusal.pod.uid for refusal in refusals})
         self._seen = {key: self._seen.get(key, now) for key in map(_key, refusals)}
-        for notice in self._overcommits.take():
-            self._events.raise_event(notice.pod, OVERCOMMITTED, notice.text)
+        for notice in self._notices.take():
+            self._events.raise_event(notice.pod, notice.reason, notice.text)
         pause = self._look_seconds
         for refusal in refusals:
             pause = min(pause, self._raise_event(refusal))

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import dataclasses
 import enum
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 from vgpu_agent.errors import RequestRefusedError
 from vgpu_agent.families.node_lock import NodeLocks
@@ -188,6 +188,15 @@ class MigLayout:
     profiles: tuple[str, ...]
 
 
+class Remark(NamedTuple):
+    """A message of a family's to a pod's owner: an event's reason, and its text without the
+    container's name.
+    """
+
+    reason: str
+    text: str
+
+
 @dataclasses.dataclass(frozen=True, slots=True)
 class Decision:
     """The shares that a container gets.
@@ -202,6 +211,7 @@ class Decision:
         second_best: why it differs from what the scheduler has named; empty when it does not.
         by_scheduler: a scheduler decided, according to the pod.
         kept: it is what the container has had before.
+        remarks: wishes of the pod that were not followed; its owner is told once it has started.
     """
 
     shares: tuple[Share, ...]
@@ -210,6 +220,7 @@ class Decision:
     second_best: str = ""
     by_scheduler: bool = False
     kept: bool = False
+    remarks: tuple[Remark, ...] = ()
 
     @property
     def by_agent(self) -> bool:

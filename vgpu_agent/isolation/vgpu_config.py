@@ -15,8 +15,10 @@ import json
 import struct
 from typing import TYPE_CHECKING
 
+from vgpu_agent.isolation.hami_usage import Unreadable
+
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
 SIZE = 8192
 MAX_CARDS = 16
@@ -109,6 +111,73 @@ class Owner:
     cuda_version: str = ""
 
 
+@dataclasses.dataclass(frozen=True, slots=True)
+class ReadConfig:
+    """The content of a ``vgpu.config``, as far as the check of limits needs it.
+
+    Attributes:
+        pod_uid: of its container's pod.
+        container: the container's name.
+        compatibility: as for `Owner`.
+        limits: those of the slots in use, by the card's index.
+    """
+
+    pod_uid: str
+    container: str
+    compatibility: int
+    limits: Mapping[int, SlotLimit]
+
+    def is_of(self, pod_uid: str, container: str) -> bool:
+        """Tell whether it is that container's; long names are cut in the file."""
+        return (self.pod_uid.encode(), self.container.encode()) == (
+            _text(pod_uid, 48),
+            _text(container, 64),
+        )
+
+
+def read_config(size: int, read: Callable[[int, int], bytes]) -> ReadConfig | Unreadable:
+    """Read the limits back out of a file;
+    whatever it contains, the answer is a reading or a reason.
+
+    Args:
+        size: of the file.
+        read: the bytes at (offset, length); fewer, when the file has become shorter.
+    """
+    if size != SIZE:
+        return Unreadable(f"it has {size} bytes instead of {SIZE}")
+    content = read(0, _USED)
+    if len(content) != _USED:
+        return Unreadable("it became shorter while it was read")
+    if content[:16] != struct.pack("<4I", MAGIC, VERSION, _USED, MAX_CARDS):
+        return Unreadable("it does not begin like one")
+    uid, _, _, container, _, compatibility, _, _ = _OWNER.unpack_from(content, _OWNER_AT)
+    limits = {}
+    for index in range(MAX_CARDS):
+        uuid, total, real, *numbers, active = _LIMITS.unpack_from(content, limits_offset(index))
+        if active:
+            hard, soft, *switches = numbers
+            limits[index] = SlotLimit(
+                _read_text(uuid), total, real, hard, soft, *(bool(switch) for switch in switches)
+            )
+    return ReadConfig(_read_text(uid), _read_text(container), compatibility, limits)
+
+
+def is_looser(now: Mapping[int, SlotLimit], before: Mapping[int, SlotLimit]) -> bool:
+    """Tell whether the limits ``now`` allow a container anything more than those ``before``."""
+    return now.keys() != before.keys() or any(
+        one.uuid != was.uuid
+        or one.total_bytes > was.total_bytes
+        or one.real_bytes > was.real_bytes
+        or one.hard_core > was.hard_core
+        or one.soft_core > was.soft_core
+        or was.core_limit > one.core_limit
+        or was.hard_limit > one.hard_limit
+        or was.memory_limit > one.memory_limit
+        or one.oversold > was.oversold
+        for one, was in ((now[index], before[index]) for index in now)
+    )
+
+
 def config_parts(owner: Owner, limits: Mapping[int, SlotLimit]) -> tuple[tuple[int, bytes], ...]:
     """(offset, bytes) of the whole file; what they leave out is zero.
 
@@ -167,6 +236,10 @@ def devices_json(ids: Sequence[str]) -> bytes:
 def _text(text: str, size: int) -> bytes:
     """The text with a zero behind it; cut between two characters when it does not fit."""
     return text.encode()[: size - 1].decode(errors="ignore").encode()
+
+
+def _read_text(field: bytes) -> str:
+    return field.partition(b"\0")[0].decode("ascii", "replace")
 
 
 def _version(text: str) -> tuple[int, int]:

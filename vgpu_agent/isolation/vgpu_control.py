@@ -331,6 +331,11 @@ class VgpuControl:
         )
 
 
+def is_client(compatibility: int) -> bool:
+    """Tell whether a library in this mode registers every process with the agent."""
+    return compatibility in {_COMPATIBILITY_CLIENT, _COMPATIBILITY_CLIENT | _OPEN_KERNEL_MODULES}
+
+
 def containers_directory(host_directory: str) -> str:
     """The parent of the containers' own directories, ``<pod UID>_<container>``,
     which only root can change.

@@ -19,13 +19,15 @@ if TYPE_CHECKING:
 
 class FamilyView(msgspec.Struct, frozen=True):
     """A family that is switched on; ``decided_by`` is ``ids`` or ``pod``,
-    ``trouble`` gives the reason why it is not offered.
+    ``trouble`` gives the reason why it is not offered. ``idle``: that is no fault, because the node
+    has no device for it.
     """
 
     family: str
     decided_by: str = ""
     offered: bool = False
     trouble: str = ""
+    idle: bool = False
 
 
 class BindingView(msgspec.Struct, frozen=True):

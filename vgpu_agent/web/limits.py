@@ -24,7 +24,7 @@ from vgpu_agent.status import MpsState
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-    from vgpu_agent.model import ContainerUsage, Grant, Share
+    from vgpu_agent.model import ContainerUsage, ControlledUse, Grant, Share
     from vgpu_agent.pods import PodContainer
     from vgpu_agent.status import AgentStatus
 
@@ -32,6 +32,8 @@ if TYPE_CHECKING:
 _LIMITED = frozenset(family.name for family in FAMILIES if family.library)
 _OFF = LibraryLimits("the family is switched off")
 _MIG = "MIG-"
+# What a process has on a card besides its allocations, and no library counts: its context.
+_CONTEXT_MIB = 1024
 
 
 class LimitState(enum.StrEnum):
@@ -54,7 +56,7 @@ class Limit:
 
 class Limits:
     """The limits of a snapshot's grants. State:
-    the content of the containers' regions, by container.
+    the content of the containers' regions and files, by container.
     """
 
     def __init__(self, status: AgentStatus) -> None:
@@ -63,6 +65,9 @@ class Limits:
         self._used: dict[tuple[str, str, str], list[ContainerUsage]] = {}
         for usage in status.containers:
             self._used.setdefault((usage.namespace, usage.pod, usage.container), []).append(usage)
+        self._controlled = {
+            (use.namespace, use.pod, use.container): use for use in status.controlled
+        }
 
     def of(self, grant: Grant) -> Limit | None:
         """Return the grant's limit; None while the container's share is not decided."""
@@ -98,17 +103,54 @@ class Limits:
         return Limit(LimitState.IN_FORCE, "the limits were read back from the MPS control daemon")
 
     def _of_file(self, grant: Grant, limits: LibraryLimits) -> Limit:
-        if limits.missing:
+        owner = grant.owner
+        use = self._controlled.get((owner.namespace, owner.pod, owner.container)) if owner else None
+        if limits.missing and (use is None or not use.limits):
             return Limit(LimitState.NONE, limits.missing)
         if self._runs_free(grant, limits):
             return Limit(
                 LimitState.NONE,
                 f"the pod sets {vgpu_control.DISABLED_BY}, and vgpuControl.disableVariable lets it",
             )
-        return Limit(
-            LimitState.CONFIGURED,
-            "its vgpu.config holds these limits, and no process says whether it has the library",
-        )
+        if use is None:
+            return Limit(LimitState.CONFIGURED, "its vgpu.config has not been read yet")
+        if fault := next(self._faults(grant.shares, use, limits), ""):
+            return Limit(LimitState.NOT_IN_FORCE, fault)
+        return _seen(use)
+
+    def _faults(
+        self, shares: Sequence[Share], use: ControlledUse, limits: LibraryLimits
+    ) -> Iterator[str]:
+        """Describe why a limit by `vgpu_control` does not hold."""
+        if use.trouble:
+            yield use.trouble
+        for weaker in self._weaker_file(shares, use, limits):
+            yield f"{weaker}, so the container can take more than its share"
+        yield from _not_obeyed(shares, use)
+
+    def _weaker_file(
+        self, shares: Sequence[Share], use: ControlledUse, limits: LibraryLimits
+    ) -> Iterator[str]:
+        """Describe how the container's file allows more than was configured.
+
+        A file without a limit of compute is as its policy wants it. A change of that is noticed
+        where the file is read.
+        """
+        by_device = {limit.uuid: limit for limit in use.limits}
+        for device, memory_mib, cores in _sums(shares):
+            limit, gpu = by_device.get(device), self._status.inventory.gpu(device)
+            if limit is None:
+                yield f"its vgpu.config does not name {device}"
+                continue
+            card_mib = int(limits.memory_scaling * gpu.memory_mib) if gpu else memory_mib
+            if 0 < memory_mib < card_mib and not 0 < limit.memory_bytes <= memory_mib << 20:
+                allowed = f"{limit.memory_bytes >> 20} MiB" if limit.memory_bytes else "all memory"
+                yield f"its vgpu.config allows {allowed} of {device} instead of {memory_mib} MiB"
+            if 0 < cores < limit.cores_percent < NO_CORES_LIMIT:
+                yield (
+                    f"its vgpu.config allows {limit.cores_percent} % of {device} instead of "
+                    f"{cores} %"
+                )
 
     def _of_region(self, grant: Grant, limits: LibraryLimits) -> Limit:
         owner = grant.owner
@@ -140,14 +182,9 @@ class Limits:
     ) -> Iterator[str]:
         """Describe how the region allows more than was configured."""
         by_device = {usage.uuid: usage for usage in used}
-        for device in dict.fromkeys(share.device for share in shares):
-            own = [share for share in shares if share.device == device]
+        for device, shared_mib, cores in _sums(shares):
             gpu = self._status.inventory.gpu(device)
-            whole = any(share.memory_mib <= 0 for share in own)
-            memory_mib = (
-                (gpu.memory_mib if gpu else 0) if whole else sum(share.memory_mib for share in own)
-            )
-            cores = sum(share.cores_percent for share in own)
+            memory_mib = shared_mib or (gpu.memory_mib if gpu else 0)
             usage = by_device.get(device)
             if usage is None:
                 yield f"the region does not name {device}"
@@ -221,3 +258,50 @@ class Limits:
             ),
             None,
         )
+
+
+def _seen(use: ControlledUse) -> Limit:
+    """Return the limit of a container whose file holds it."""
+    if not use.registers:
+        return Limit(
+            LimitState.CONFIGURED,
+            "its vgpu.config holds these limits, and without vgpuControl.processes client no "
+            "process reports that it has the library",
+        )
+    if not use.pids:
+        return Limit(
+            LimitState.CONFIGURED,
+            "no process in the container has registered, as each does that has the library and "
+            "uses a GPU",
+        )
+    return Limit(
+        LimitState.IN_FORCE,
+        "a process in the container has registered, as the library does, and its vgpu.config "
+        "holds these limits",
+    )
+
+
+def _not_obeyed(shares: Sequence[Share], use: ControlledUse) -> Iterator[str]:
+    """Describe how the container's processes use cards in spite of the library."""
+    for device, memory_mib, _ in _sums(shares):
+        own = [(pid, used) for card, pid, used in use.on_cards if card == device]
+        if own and use.registers and not use.pids:
+            yield (
+                f"process {own[0][0]} of the container uses {device} and has not registered, so it "
+                "runs without the library"
+            )
+        used_mib = sum(used for _, used in own)
+        if 0 < memory_mib < used_mib - _CONTEXT_MIB * len(own):
+            yield (
+                f"processes of the container have {used_mib} MiB of {device}, and its limit is "
+                f"{memory_mib} MiB"
+            )
+
+
+def _sums(shares: Sequence[Share]) -> Iterator[tuple[str, int, int]]:
+    """Each device with the memory (MiB; 0 is all of it) and the compute (percent) of its shares."""
+    for device in dict.fromkeys(share.device for share in shares):
+        own = [share for share in shares if share.device == device]
+        whole = any(share.memory_mib <= 0 for share in own)
+        memory_mib = 0 if whole else sum(share.memory_mib for share in own)
+        yield device, memory_mib, sum(share.cores_percent for share in own)

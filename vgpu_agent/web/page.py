@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
 
+    from vgpu_agent.web.binding import FamilyView
     from vgpu_agent.web.explain import Explanation
     from vgpu_agent.web.shapes import When
     from vgpu_agent.web.views import GpuView, Overview
@@ -318,12 +319,18 @@ def _family_rows(overview: Overview) -> list[tuple[str, ...]]:
         rows.append(
             (
                 family.family,
-                "offered" if family.offered else "NOT OFFERED",
+                _state_of(family),
                 bound,
                 _one_line(family.trouble or why) or "-",
             )
         )
     return rows
+
+
+def _state_of(family: FamilyView) -> str:
+    if family.offered:
+        return "offered"
+    return "nothing here" if family.idle else "NOT OFFERED"
 
 
 def _refusal_rows(overview: Overview) -> list[tuple[str, ...]]:

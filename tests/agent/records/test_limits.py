@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import asyncio
 import dataclasses
 
+from tests.patience import eventually
 from vgpu_agent.agent.records.limits import LimitsWatch
 from vgpu_agent.concurrency import Latest
 from vgpu_agent.isolation.backend import LibraryLimits
 from vgpu_agent.journal import Journal
-from vgpu_agent.model import ContainerUsage, Grant, GrantState, Owner, Share
+from vgpu_agent.model import ContainerUsage, ControlledUse, Grant, GrantState, Owner, Share
 from vgpu_agent.status import AgentStatus, BindingStatus, LedgerStatus
 
 GRANT = Grant(
@@ -30,7 +32,7 @@ def test_a_limit_that_is_raised_is_told_once_for_each_grant() -> None:
         ledger=LedgerStatus(grants=(GRANT,)),
         binding=BindingStatus(limits={"volcano-vgpu": LibraryLimits()}),
     )
-    watch = LimitsWatch(Latest(()), lambda: status, journal)
+    watch = LimitsWatch([Latest(())], lambda: status, journal)
 
     def look(limit_mib: int) -> list[str]:
         status.containers = (
@@ -53,3 +55,25 @@ def test_a_limit_that_is_raised_is_told_once_for_each_grant() -> None:
     )
     assert look(2000) == ["limit.not_in_force"] * 2
     assert [entry.facts["grant"] for entry in journal.entries] == [1, 2]
+
+
+async def test_both_libraries_containers_are_followed() -> None:
+    """A change in what is read of either is enough."""
+    journal, read = Journal(), Latest[tuple[ControlledUse, ...]](())
+    status = AgentStatus(
+        ledger=LedgerStatus(grants=(GRANT,)),
+        binding=BindingStatus(limits={"volcano-vgpu": LibraryLimits(backend="vgpu-control")}),
+    )
+    watch = LimitsWatch([Latest(()), read], lambda: status, journal)
+    task = asyncio.create_task(watch.run())
+    try:
+        await asyncio.sleep(0)
+        assert not journal.entries
+        trouble = "its vgpu.config is missing"
+        status.controlled = (ControlledUse("team", "p", "main", trouble=trouble),)
+        read.publish(status.controlled)
+        await eventually(lambda: bool(journal.entries))
+    finally:
+        task.cancel()
+    (entry,) = journal.entries
+    assert (entry.event, entry.facts["reason"]) == ("limit.not_in_force", trouble)

@@ -29,7 +29,7 @@ from vgpu_agent.allocation.early.binding import WrongPodError
 from vgpu_agent.allocation.early.siblings import Siblings, likeliest
 from vgpu_agent.allocation.mode import BindingMode
 from vgpu_agent.errors import CapacityError, RequestRefusedError
-from vgpu_agent.families.family import Question
+from vgpu_agent.families.family import Decision, Question, Remark
 from vgpu_agent.isolation.edits import Edits, Provision
 from vgpu_agent.model import Holding, KubeletRecords, Owner, Share
 from vgpu_agent.pods import PodCache, PodContainer
@@ -436,3 +436,50 @@ async def test_an_answer_stays_an_early_one_when_the_mode_changes_and_no_record_
     await place.start(IDS[:1])
     assert place.carrier.specs == {}
     assert list(place.carrier.prepared) == [grant_token(NUMBER, IDS[:1])]
+
+
+class RemarkingFamily(NumberFamily):
+    """A family that remarks on each decision whose it is."""
+
+    def decide(self, question: Question) -> Decision:
+        remark = Remark("WishIgnored", f"it is for {question.pod.name}")
+        return dataclasses.replace(super().decide(question), remarks=(remark,))
+
+
+def told(place: Place) -> list[tuple[str, str, str]]:
+    """The messages to owners since the last look."""
+    return [(one.pod.name, one.reason, one.text) for one in place.notices.take()]
+
+
+@pytest.mark.parametrize("late", [True, False])
+async def test_remarks_of_a_decision_are_told_once_and_only_when_the_container_starts(
+    late: bool,
+) -> None:
+    """In early mode a decision in Allocate may be another pod's, so nothing is told before its
+    start is proven.
+    """
+    place = Place(late=late, family=RemarkingFamily())
+    place.book.replace([a_pod("train", annotations=wants(main=f"{U0} 1000"))])
+    await place.admit(place.book.pods[0], "main", IDS[:1])
+    assert told(place) == []
+    await place.start(IDS[:1])
+    assert told(place) == [("train", "WishIgnored", "container main: it is for train")]
+    await place.start(IDS[:1])
+    assert told(place) == []
+
+
+async def test_remarks_go_with_an_exchanged_answer() -> None:
+    """Each owner reads what was decided for his own pod, and no other's after a wrong guess."""
+    place = Place(late=False, family=RemarkingFamily())
+    train, serve = (
+        a_pod(name, annotations=wants(main=f"{U0} 1000")) for name in ("train", "serve")
+    )
+    place.book.replace([train, serve])
+    await place.admit(serve, "main", IDS[:1])
+    await place.admit(train, "main", IDS[1:2])
+    await place.start(IDS[:1])
+    await place.start(IDS[1:2])
+    assert [(name, text) for name, _, text in told(place)] == [
+        ("serve", "container main: it is for serve"),
+        ("train", "container main: it is for train"),
+    ]

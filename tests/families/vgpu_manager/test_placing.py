@@ -278,3 +278,56 @@ def test_a_node_of_sixteen_cards_is_searched_in_no_time() -> None:
     node = linked(16, nvlinks, numa=8)
     assert isinstance(node.gpus[0], Gpu)
     assert len(placed(container(number=8, memory=1), node, topology_mode="link")) == 8
+
+
+def remarks(
+    asking: PodContainer, inventory: Inventory = INVENTORY, **annotations: str
+) -> list[tuple[str, str]]:
+    """The events that the pod's owner gets, as (reason, text)."""
+    about = pod(asking, annotations={getattr(KEYS, key): text for key, text in annotations.items()})
+    asked = question(about, asking.name, inventory=inventory, rooms=rooms(inventory))
+    return [(one.reason, one.text) for one in family().decide(asked).remarks]
+
+
+@pytest.mark.parametrize("word", ["packed", "x" * 1000])
+def test_a_word_that_means_nothing_is_told_to_the_pods_owner(word: str) -> None:
+    """vgpu-manager §4.1: event PolicyInvalid, and treated as none. Also a topology mode, whose
+    mistyped ``-strict`` would be missed.
+    """
+    ((reason, text),) = remarks(ONE, device_policy=word)
+    assert reason == "PolicyInvalid"
+    assert f"annotation {KEYS.device_policy}=" in text
+    assert text.endswith("means nothing and counts as none; expected binpack, spread, none")
+    assert len(text) < 250
+    ((reason, text),) = remarks(ONE, topology_mode="numa-strct")
+    assert (reason, KEYS.topology_mode in text) == ("PolicyInvalid", True)
+
+
+def test_a_word_that_means_something_needs_no_remark() -> None:
+    """Also in capitals, and with no annotation at all."""
+    for policy in ("", "none", "Binpack", " spread "):
+        assert remarks(ONE, device_policy=policy) == []
+
+
+def test_a_topology_that_could_not_be_kept_is_told_to_the_pods_owner() -> None:
+    """vgpu-manager §5.6: strict modes refuse, the others give the event TopologyFallback."""
+    apart = linked(2, {}, numa=1)
+    ((reason, text),) = remarks(TWO, apart, topology_mode="numa")
+    assert reason == "TopologyFallback"
+    assert text == (
+        f"annotation {KEYS.topology_mode}=numa could not be followed with the GPUs that had room "
+        "on this node: it got GPU 0, 1: not on one NUMA node"
+    )
+    ((reason, text),) = remarks(TWO, apart, topology_mode="link")
+    assert (reason, text.endswith("GPU 0, 1: no NVLinks")) == ("TopologyFallback", True)
+    unknown = dataclasses.replace(apart, links={})
+    ((_, text),) = remarks(TWO, unknown, topology_mode="link")
+    assert text.endswith("GPU 0, 1: no links are known")
+
+
+def test_a_topology_that_is_kept_needs_no_remark() -> None:
+    """NVLinks for link, one NUMA node for numa."""
+    node = linked(4, {(0, 1): 4}, numa=2)
+    assert remarks(TWO, node, topology_mode="link") == []
+    assert remarks(TWO, node, topology_mode="numa") == []
+    assert remarks(TWO, node) == []

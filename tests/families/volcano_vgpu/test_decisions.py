@@ -341,6 +341,25 @@ def test_an_init_container_with_more_gpus_than_the_pod_is_refused() -> None:
     ) in text
 
 
+def test_what_the_agent_has_written_itself_decides_about_no_init_container() -> None:
+    """It writes no devices-to-allocate. The init container of a pod that it has placed runs again
+    after a reboot, and needs what it had: more than the containers after it, as well.
+    """
+    about = _with_init(G3, ONE, number=2, memory=9000)
+    annotations = dict(about.annotations)
+    del annotations["volcano.sh/devices-to-allocate"]
+    placed = dataclasses.replace(about, annotations=annotations)
+    asked = question(placed, "init", ids=2)
+    assert family().recall(asked) is None
+    decision = family().decide(asked)
+    assert decision.by_agent
+    assert {(share.device, share.memory_mib) for share in decision.shares} == {
+        (U0, 9000),
+        (U1, 9000),
+    }
+    assert _shares(placed) == (Share(U1, 3000, 50),)  # the other one keeps what it had
+
+
 def test_a_forged_decision_does_not_reach_an_init_container_either() -> None:
     """The decision for the other containers must make sense before an init container uses it."""
     assert "would mean no limit" in _refusal(

@@ -22,6 +22,7 @@ from vgpu_agent.concurrency import Latest
 from vgpu_agent.config.collisions import duplicate_remedy
 from vgpu_agent.device_ids import NumberedIds
 from vgpu_agent.errors import OfferError
+from vgpu_agent.families.family import Ownership
 from vgpu_agent.families.registry import FAMILIES
 from vgpu_agent.ledger.offers import Offers, alike
 from vgpu_agent.runtime.libraries import Libraries
@@ -107,6 +108,31 @@ class FamiliesInForce:
             *((family.name, False) for family in families.by_ids),
             *((family.name, True) for family in families.by_pod),
         )
+
+    def why_not_offered(self, name: str) -> tuple[str, bool]:
+        """Explain why nothing of a family that is on is offered, and tell whether that is no fault,
+        because this node has no device for it.
+        """
+        if reason := self._offering.blocked.get(name):
+            return reason, False
+        own = [
+            f"{resource}: {reason}"
+            for family in self._families.all
+            if family.name == name
+            for resource, reason in self._offering.withheld.items()
+            if family.owns(resource) is not Ownership.NONE
+        ]
+        if own:
+            more = f"; and {len(own) - 1} more resources" if own[1:] else ""
+            return f"{own[0]}{more}", False
+        gpus = self._inventory().gpus
+        if not gpus:
+            return "this node has no GPU", True
+        divided = sum(gpu.mig_enabled for gpu in gpus)
+        return (
+            f"this node has no device for it: of its {len(gpus)} GPUs {divided or 'none'} in MIG "
+            "mode"
+        ), True
 
     async def apply(self, settings: Settings) -> None:
         """Put ``settings`` in force.

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterable, Mapping
 
+    from vgpu_agent.families.family import Remark
     from vgpu_agent.isolation.edits import Edits, Provision
     from vgpu_agent.model import Grant, Share
     from vgpu_agent.pods import Pod
@@ -25,12 +26,13 @@ Key = tuple[str, str]  # (the kubelet's UID of the pod, container)
 @dataclasses.dataclass(frozen=True, slots=True)
 class Given:
     """An early Allocate's answer, the container it was meant for,
-    and what that container was to have.
+    what that container was to have, and what its pod's owner is to be told once it has started.
     """
 
     decided_for: Key
     shares: tuple[Share, ...]
     provision: Provision
+    remarks: tuple[Remark, ...] = ()
 
 
 class Verdict(enum.StrEnum):
@@ -143,12 +145,24 @@ class Answers:
         the container this was meant for.
         """
         given = self.given[token]
+        remarks: tuple[Remark, ...] = ()
         for other, each in list(self.given.items()):
             if each.decided_for == key:
-                self.given[other] = dataclasses.replace(each, decided_for=given.decided_for)
-        self.given[token] = dataclasses.replace(given, decided_for=key)
+                remarks = each.remarks
+                self.given[other] = dataclasses.replace(
+                    each, decided_for=given.decided_for, remarks=given.remarks
+                )
+        self.given[token] = dataclasses.replace(given, decided_for=key, remarks=remarks)
         self._has_ids(key)
         return given.decided_for
+
+    def take_remarks(self, token: str, key: Key) -> tuple[Remark, ...]:
+        """Return what the owner of the container ``key``, which has started, was not told yet."""
+        given = self.given.get(token)
+        if given is None or given.decided_for != key:
+            return ()
+        self.given[token] = dataclasses.replace(given, remarks=())
+        return given.remarks
 
     def refuted(self, token: str, key: Key) -> Given | None:
         """Note that the answer of ``token`` is not for its holder ``key``; the container it was

@@ -144,7 +144,8 @@ class EarlyBinding:
                 # ending may have made room.
                 grant = self._ledger.reserve(offered.name, ids, (), candidate.key)
             asked = self._question(offered, candidate.pod, candidate.container.name, ids)
-            given = Given(candidate.key, decision.shares, family.provision(asked, decision.shares))
+            provision = family.provision(asked, decision.shares)
+            given = Given(candidate.key, decision.shares, provision, decision.remarks)
         counted = [
             offer.name for offer in self._ledger.resources if offer.decided_by is Decider.NOBODY
         ]
@@ -309,6 +310,8 @@ class EarlyBinding:
                 start.token, len(start.ids), start.owner, grant, by, provision
             )
             await self._context.carrier.prepare(record, provision)
+        remarks = decision.remarks or self._answers.take_remarks(start.token, start.key)
+        self._context.notices.add_remarks(start.pod, start.owner.container, remarks)
         return grant
 
     def _prove(self, start: Start, shares: tuple[Share, ...]) -> tuple[list[Provision], str]:

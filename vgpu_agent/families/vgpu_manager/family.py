@@ -157,7 +157,7 @@ class VgpuManagerFamily:
 
     def _place(self, question: Question) -> Decision:
         placed = place(question, asking_container(question), self._options)
-        return Decision(placed.shares, f"the agent, {placed.rules}")
+        return Decision(placed.shares, f"the agent, {placed.rules}", remarks=placed.remarks)
 
     # -- what puts it in force ---------------------------------------------------------------------
 

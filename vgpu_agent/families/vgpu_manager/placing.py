@@ -11,7 +11,8 @@ import dataclasses
 import itertools
 from typing import TYPE_CHECKING
 
-from vgpu_agent.errors import CapacityError, RequestRefusedError, quoted
+from vgpu_agent.errors import CapacityError, RequestRefusedError, listed, quoted
+from vgpu_agent.families.family import Remark
 from vgpu_agent.families.vgpu_manager.node_state import link_types
 from vgpu_agent.families.vgpu_manager.offer import cores_percent, memory_mib, shared_gpus
 from vgpu_agent.families.vgpu_manager.requests import read_request
@@ -29,6 +30,9 @@ if TYPE_CHECKING:
     from vgpu_agent.model import DeviceRoom, Inventory
     from vgpu_agent.pods import Pod, PodContainer
 
+# Reasons of events on the pod; the extender gives them where it places it (vgpu-manager §5.2).
+POLICY_INVALID, TOPOLOGY_FALLBACK = "PolicyInvalid", "TopologyFallback"
+
 NONE = "none"
 NUMA, NUMA_STRICT, LINK, LINK_STRICT = "numa", "numa-strict", "link", "link-strict"
 
@@ -38,6 +42,13 @@ _LONGEST_LIST = 4096
 # Link types from which a tier begins, the best first (vgpu-manager §5.6).
 _NVLINK = 7
 _TIERS = (_NVLINK, 4, 2, 1)
+# What the cards of a tier have instead of NVLinks, for their pod's owner.
+_INSTEAD = {
+    _NVLINK: "",
+    4: "no NVLinks, but a PCIe switch",
+    2: "no NVLinks, but one NUMA node",
+    1: "no NVLinks",
+}
 _OF_A_NVLINK, _OF_A_LEVEL = 100, 10  # in the score of a pair
 
 
@@ -62,10 +73,21 @@ class _Card:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Placed:
-    """The cards of a container, and by which rules: ``binpack, link``."""
+    """The cards of a container, and by which rules: ``binpack, link``; and what of the pod's wishes
+    was not followed.
+    """
 
     shares: tuple[Share, ...]
     rules: str
+    remarks: tuple[Remark, ...] = ()
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Chosen:
+    """The cards, and where the topology mode was not followed, the links that they have instead."""
+
+    cards: list[_Card]
+    instead: str = ""
 
 
 def place(question: Question, container: PodContainer, options: VgpuManagerOptions) -> Placed:
@@ -95,21 +117,38 @@ def place(question: Question, container: PodContainer, options: VgpuManagerOptio
         room.device: room
         for room in fitting_rooms(rooms, demand, refused=_unwanted(pod, question, options))
     }
-    policy = _word(pod, keys.device_policy, (BINPACK, SPREAD))
-    mode = _word(pod, keys.topology_mode, (NUMA, NUMA_STRICT, LINK, LINK_STRICT))
+    remarks: list[Remark] = []
+    policy = _word(pod, keys.device_policy, (BINPACK, SPREAD), remarks)
+    mode = _word(pod, keys.topology_mode, (NUMA, NUMA_STRICT, LINK, LINK_STRICT), remarks)
     candidates = _in_order(question, fitting, policy, options)
     chosen = _chosen(question, candidates, container, policy, mode)
+    cards_by_number = sorted(chosen.cards, key=lambda card: card.number)
+    if chosen.instead:
+        numbers = ", ".join(str(card.number) for card in cards_by_number)
+        text = (
+            f"annotation {keys.topology_mode}={mode} could not be followed with the GPUs that had "
+            f"room on this node: it got GPU {numbers}: {chosen.instead}"
+        )
+        remarks.append(Remark(TOPOLOGY_FALLBACK, text))
     shares = tuple(
         Share(card.uuid, memory_on(fitting[card.uuid]), request.cores_percent)
-        for card in sorted(chosen, key=lambda card: card.number)
+        for card in cards_by_number
     )
     rules = (policy if policy != NONE else "in order", *(() if mode == NONE else (mode,)))
-    return Placed(shares, ", ".join(rules))
+    return Placed(shares, ", ".join(rules), tuple(remarks))
 
 
-def _word(pod: Pod, key: str, words: Sequence[str]) -> str:
-    """The word of an annotation; one that means nothing counts as none (vgpu-manager §4.1)."""
+def _word(pod: Pod, key: str, words: Sequence[str], remarks: list[Remark]) -> str:
+    """The word of an annotation; one that means nothing counts as none, and its pod's owner is told
+    (vgpu-manager §4.1).
+    """
     word = pod.annotations.get(key, "").strip().lower()
+    if word and word not in {*words, NONE}:
+        text = (
+            f"annotation {key}={quoted(word, 40)} means nothing and counts as {NONE}; expected "
+            f"{listed([*words, NONE])}"
+        )
+        remarks.append(Remark(POLICY_INVALID, text))
     return word if word in words else NONE
 
 
@@ -194,7 +233,7 @@ def _in_order(
 
 def _chosen(
     question: Question, candidates: list[_Card], container: PodContainer, policy: str, mode: str
-) -> list[_Card]:
+) -> _Chosen:
     """Choose among the cards that the pod has already, for an init container; then among those that
     no other family has or waits for; then among all.
     """
@@ -214,8 +253,8 @@ def _chosen(
 
 def _by_topology(
     question: Question, candidates: list[_Card], count: int, policy: str, mode: str
-) -> list[_Card]:
-    found: list[_Card] | None = None
+) -> _Chosen:
+    found: _Chosen | None = None
     if mode in {NUMA, NUMA_STRICT}:
         found = _on_one_numa_node(candidates, count, policy)
     elif mode in {LINK, LINK_STRICT}:
@@ -226,10 +265,11 @@ def _by_topology(
             f"{count} × {question.resource.name} cannot be placed on this node: the pod asks for "
             f"{mode}, and of the {len(candidates)} GPUs with room not {count} are {wanted}"
         )
-    return found or candidates[:count]
+    instead = {NUMA: "not on one NUMA node", LINK: "no links are known"}
+    return found or _Chosen(candidates[:count], instead.get(mode, ""))
 
 
-def _on_one_numa_node(candidates: list[_Card], count: int, policy: str) -> list[_Card] | None:
+def _on_one_numa_node(candidates: list[_Card], count: int, policy: str) -> _Chosen | None:
     groups: dict[int, list[_Card]] = {}
     for card in candidates:
         if card.numa is not None:
@@ -237,7 +277,8 @@ def _on_one_numa_node(candidates: list[_Card], count: int, policy: str) -> list[
     order = sorted(groups)
     if policy != NONE:
         order.sort(key=lambda numa: -_mean_score(groups[numa]))
-    return next((groups[numa][:count] for numa in order if len(groups[numa]) >= count), None)
+    fitting = (_Chosen(groups[numa][:count]) for numa in order if len(groups[numa]) >= count)
+    return next(fitting, None)
 
 
 def _mean_score(cards: Sequence[_Card]) -> float:
@@ -246,7 +287,7 @@ def _mean_score(cards: Sequence[_Card]) -> float:
 
 def _linked(
     inventory: Inventory, candidates: list[_Card], count: int, *, strict: bool
-) -> list[_Card] | None:
+) -> _Chosen | None:
     """Return cards of the best tier of links that has enough; None where no links are known, or,
     with ``strict``, not enough NVLinks.
     """
@@ -281,13 +322,14 @@ def _linked(
                     quality(best_set(group, count, score), score),
                 ),
             )
-            return _members([cards[uuid] for uuid in group], count, score)
+            return _Chosen(_members([cards[uuid] for uuid in group], count, score), _INSTEAD[tier])
         if tier == _TIERS[-1] and any(len(group) > 1 for group in groups):
             spanned = sorted(
                 groups,
                 key=lambda group: (-len(group), -_mean_score([cards[uuid] for uuid in group])),
             )
-            return [cards[uuid] for uuid in itertools.chain.from_iterable(spanned)][:count]
+            chosen = [cards[uuid] for uuid in itertools.chain.from_iterable(spanned)][:count]
+            return _Chosen(chosen, "not all of them linked")
     return None
 
 

@@ -59,9 +59,10 @@ def decided_segment(question: Question, offer: Offer) -> Segment | None:
     """Return a scheduler's decision for the container, in its order;
     None without one, so that the agent places the container.
 
-    An init container has no segment (volcano-vgpu D14); it works on the GPUs that were decided for
-    the containers after it. A sidecar has none either and keeps its GPUs beside theirs, so it is
-    placed by the agent.
+    An init container has no segment (volcano-vgpu D14); it works on the GPUs that a scheduler has
+    decided for the containers after it. Where the agent has placed those and written that down, it
+    places the init container again, as before its first start. A sidecar has no segment either and
+    keeps its GPUs beside theirs, so it is placed by the agent.
 
     Raises:
         RequestRefusedError: the decision is malformed, is not for this node, or claims what was not
@@ -70,6 +71,8 @@ def decided_segment(question: Question, offer: Offer) -> Segment | None:
     pod, container = question.pod, asking_container(question)
     text = pod.annotations.get(IDS, "")
     if not text.strip(SEGMENT_END) or container.kind is ContainerKind.SIDECAR:
+        return None
+    if container.kind is ContainerKind.INIT and not _is_schedulers(pod):
         return None
     if NODE not in pod.annotations:
         raise refused(
@@ -148,6 +151,13 @@ def refused(
     return RequestRefusedError(
         f"pod {pod.full_name}: annotation {key}={quoted(value)}: {problem}; {remedy}"
     )
+
+
+def _is_schedulers(pod: Pod) -> bool:
+    """Tell whether a scheduler has written the decision:
+    each writes the key of what is left to allocate beside it, and the agent never adds it.
+    """
+    return TO_ALLOCATE in pod.annotations
 
 
 def _segments(pod: Pod, names: Names) -> tuple[tuple[Segment, ...], tuple[PodContainer, ...]]:

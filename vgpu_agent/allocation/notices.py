@@ -1,0 +1,52 @@
+"""Messages to the owners of pods about containers that were started, and how.
+
+What was started with a reservation is noted here: a scheduler gave out too much (`overcommits`), or
+a family could not follow a wish of the pod's. `cluster` makes events of it, each rate-limited.
+"""
+
+from __future__ import annotations
+
+import collections
+from typing import TYPE_CHECKING, NamedTuple
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from vgpu_agent.families.family import Remark
+    from vgpu_agent.pods import Pod
+
+_MAX_WAITING = 256
+
+
+class Notice(NamedTuple):
+    """A message to a pod's owner about one of its containers; the reason is that of the event."""
+
+    pod: Pod
+    container: str
+    reason: str
+    text: str
+
+
+class Notices:
+    """The messages that were not sent yet.
+
+    State: memory only. The oldest goes when there are too many.
+    """
+
+    def __init__(self) -> None:
+        self._waiting: collections.deque[Notice] = collections.deque(maxlen=_MAX_WAITING)
+
+    def add(self, pod: Pod, container: str, reason: str, text: str) -> None:
+        """Have the owner told."""
+        self._waiting.append(Notice(pod, container, reason, text))
+
+    def add_remarks(self, pod: Pod, container: str, remarks: Iterable[Remark]) -> None:
+        """The same with what a family remarks on its decision."""
+        for reason, text in remarks:
+            self.add(pod, container, reason, f"container {container}: {text}")
+
+    def take(self) -> tuple[Notice, ...]:
+        """Return the messages that were not sent yet; they count as sent from now on."""
+        taken = tuple(self._waiting)
+        self._waiting.clear()
+        return taken
