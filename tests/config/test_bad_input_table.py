@@ -238,6 +238,20 @@ ROWS = [
         "--tls-cert-file=/certs/tls.crt",
         "a certificate and its key are given together, or neither",
     ),
+    Row(
+        "vgpu-manager §1.4",
+        "config.yaml:3: vgpuManager.exporter.address: expected another port than listen (:9394), "
+        'got ":9394"',
+        own="version: v1\nfamilies: {vgpuManager: true}\n"
+        'vgpuManager: {exporter: {address: ":9394"}}\n',
+    ),
+    Row(
+        "vgpu-manager §1.4",
+        "config.yaml:3: vgpuManager.exporter.address: expected another port than debugListen "
+        '(127.0.0.1:9395), got ":9395"',
+        own="version: v1\nfamilies: {vgpuManager: true}\n"
+        'vgpuManager: {exporter: {address: ":9395"}}\n',
+    ),
     flag(
         "vgpu-manager §1.7",
         "--feature-gates=CorePlugin=true,SMWatch=true",

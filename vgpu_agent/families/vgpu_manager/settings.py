@@ -14,7 +14,7 @@ from typing import Annotated, Literal
 import msgspec
 from msgspec import Meta
 
-from vgpu_agent.config.checks import Conflict
+from vgpu_agent.config.checks import Conflict, same_port
 from vgpu_agent.config.families import FamilySettings, OfferedName, mig_family
 from vgpu_agent.config.foreign_settings import ForeignFlag, ForeignVariable
 from vgpu_agent.config.options import Option
@@ -229,12 +229,26 @@ def _conflicts(settings: Settings) -> Iterator[Conflict]:
                 (f"{SECTION}.exporter.keyFile", problem),
             )
         )
+    if exporter.address and settings.is_on(FAMILY):
+        ours = (f"{SECTION}.exporter.address", exporter.address)
+        yield from same_port(ours, ("listen", settings.listen))
+        yield from same_port(ours, ("debugListen", settings.debug_listen))
     for problem in vgpu.excluded.problems:
         yield Conflict(((f"{SECTION}.excludeDevices", problem),))
 
 
 def _without_effect(settings: Settings) -> Iterator[str]:
-    gates = settings.section(VgpuManager).gates
+    vgpu = settings.section(VgpuManager)
+    gates, exporter = vgpu.gates, vgpu.exporter
+    for name, is_set in (
+        ("certificateFile", bool(exporter.certificate_file)),
+        ("authorised", exporter.authorised),
+    ):
+        if is_set and not exporter.address and settings.is_on(FAMILY):
+            yield (
+                f"{SECTION}.exporter.{name} has no effect without {SECTION}.exporter.address; set "
+                "that to :3456, where device-monitor listens"
+            )
     for sentence in gates.without_effect:
         yield f"{SECTION}.featureGates: {sentence}"
     processes = settings.vgpu_control.processes

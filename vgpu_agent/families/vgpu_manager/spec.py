@@ -127,6 +127,7 @@ def _exporter(settings: Settings) -> ExporterOptions | None:
         authorised=exporter.authorised,
         certificate_file=exporter.certificate_file,
         key_file=exporter.key_file,
+        tls_flags=f"{SECTION}.exporter.certificateFile and .keyFile",
     )
 
 
