@@ -377,6 +377,26 @@ async def test_families_are_reported_with_what_keeps_them_from_being_offered(
         )
 
 
+async def test_a_family_that_finds_nothing_on_the_node_sends_nobody_to_look_for_reasons(
+    tmp_path: Path,
+) -> None:
+    """MIG instances on a node without MIG: there is no resource that could have a reason."""
+    async with parts(tmp_path) as node:
+        node.families._families = Families((NvidiaFamily(NvidiaOptions()),))
+        await node.offering.stop()
+        assert node.report.status().binding.families[0].trouble == (
+            "each of its resources has its own reason"
+        )
+        node.ledger.offer(())
+        assert node.report.status().binding.families[0].trouble == (
+            "no GPU of this node has a resource of it"
+        )
+        node.offering.withheld = {"nvidia.com/mig-1g.10gb": "GPU 0 is not in MIG mode"}
+        assert node.report.status().binding.families[0].trouble == (
+            "each of its resources has its own reason"
+        )
+
+
 async def test_without_credentials_the_cluster_side_says_why(tmp_path: Path) -> None:
     """The agent then has neither watches nor writers."""
     async with parts(tmp_path) as node:

@@ -149,12 +149,16 @@ class Report:
 
     def _family(self, name: str, *, by_pod: bool) -> FamilyStatus:
         offered = any(plugin.family == name for plugin in self.offering.statuses)
-        trouble = (
-            ""
-            if offered
-            else self.offering.blocked.get(name) or "each of its resources has its own reason"
-        )
+        trouble = "" if offered else self.offering.blocked.get(name) or self._not_offered(name)
         return FamilyStatus(name, by_pod, offered, trouble)
+
+    def _not_offered(self, family: str) -> str:
+        """Say why no resource of a family is offered that nothing withholds as a whole."""
+        families = {resource.name: resource.family for resource in self.ledger.resources}
+        # A withheld resource that the ledger does not know may be this family's.
+        if family in families.values() or self.offering.withheld.keys() - families.keys():
+            return "each of its resources has its own reason"
+        return "no GPU of this node has a resource of it"
 
     def _ledger_status(self) -> LedgerStatus:
         return dataclasses.replace(
