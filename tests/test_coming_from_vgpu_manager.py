@@ -87,6 +87,43 @@ def test_the_settings_of_the_page_are_a_configuration() -> None:
     assert (loaded.warnings, loaded.collisions) == ((), ())
 
 
+def test_the_components_of_the_page_exist_and_none_that_the_family_needs_is_missing() -> None:
+    """Without components/vgpu-control there is no library, no cgroups and no host PIDs, and the
+    node offers nothing.
+    """
+    named = set(re.findall(r"`(?:manifests/)?components/([a-z-]+)", PAGE))
+    components = {path.name for path in (DOCS.parent / "manifests" / "components").iterdir()}
+    assert named - components == set()
+    assert named >= {
+        "vgpu-control",
+        "vgpu-control-library",
+        "vgpu-manager-config",
+        "reschedule",
+        "scrape-reviews",
+        "mig-monitor",
+        "cdi",
+        "own-node-only",
+    }
+
+
+def test_the_library_of_the_page_lies_where_the_component_delivers_it() -> None:
+    """And the variables that an admin is asked to set are those of the component."""
+    setting = re.search(r"vgpuControl:\n +library: (\S+)", PAGE)
+    component = DOCS.parent / "manifests" / "components" / "vgpu-control-library"
+    deployed = (component / "daemonset.yaml").read_text()
+    assert setting is not None
+    assert setting[1] in (component / "kustomization.yaml").read_text()
+    for variable in ("LIBRARY", "CLIENT"):
+        assert f"`{variable}`" in PAGE
+        assert f"- name: {variable}\n" in deployed
+
+
+@pytest.mark.parametrize("value", ["devicePlugin.enabled=false", "devicePlugin.enable`"])
+def test_the_values_of_old_and_new_charts_that_end_the_plugin_are_on_the_page(value: str) -> None:
+    """Helm takes a value that a chart does not have without a word, and both plugins would run."""
+    assert value in PAGE
+
+
 @pytest.mark.parametrize("label", ["vgpu-manager=device-plugin", "vgpu-manager-enable=enable"])
 def test_the_labels_of_old_and_new_charts_are_on_the_page(label: str) -> None:
     """Nodes have one of them, and the agent asks for another."""
