@@ -24,7 +24,7 @@ FEATURES = (
     "enable-coherent-annotations, disable-multiple-csv-devices, "
     "no-additional-gids-for-device-nodes, disable-ipc-discoverer"
 )
-DOMAIN = "a DNS name such as nvidia.com"
+DOMAIN = "a DNS name in lower case such as nvidia.com"
 EXCLUDED = "a list of indices (0), ranges (0-2 or 0..2) and UUIDs (GPU-…)"
 NAME = "expected up to 63 lower case letters, digits, '-' and '.' after the slash"
 DEVICES = '"all", a number of devices, or a list of indices and UUIDs'

@@ -90,7 +90,7 @@ class VgpuManager(msgspec.Struct, frozen=True, rename="camel", forbid_unknown_fi
                 r"\A[a-z0-9]([-a-z0-9]{0,61}[a-z0-9])?(\.[a-z0-9]([-a-z0-9]{0,61}[a-z0-9])?)*\Z"
             ),
             max_length=_LONGEST_DOMAIN,
-            extra={"expected": "a DNS name such as nvidia.com"},
+            extra={"expected": "a DNS name in lower case such as nvidia.com"},
             description=(
                 "The domain of its resources, annotations and labels. Schedulers, quotas and pods "
                 "must have the same."
