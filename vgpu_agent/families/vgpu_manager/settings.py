@@ -311,6 +311,10 @@ def _found(_: Settings) -> str:
     return ""
 
 
+def _tls(settings: Settings) -> str:
+    return "true" if settings.section(VgpuManager).exporter.certificate_file else "false"
+
+
 SETTINGS = FamilySettings(
     FAMILY,
     "`nvidia.com/vgpu-number`, `-cores` and `-memory`, as vgpu-manager offers them.",
@@ -363,7 +367,12 @@ SETTINGS = FamilySettings(
         ForeignFlag("--pprof-bind-port", "debugListen serves /debug", "0"),
         ForeignFlag("--enable-dra-monitor", "the agent gives nothing out through DRA", "false"),
         # the monitor's
-        ForeignFlag("--enable-tls", "a certificate is served where one is given", "true"),
+        ForeignFlag(
+            "--enable-tls",
+            "a certificate is served where one is given, and plain HTTP where none is "
+            "(--tls-cert-file, --tls-key-file)",
+            in_force=_tls,
+        ),
         ForeignFlag(
             "--cert-refresh-interval", "a renewed certificate is served within five seconds", "5"
         ),
