@@ -5,6 +5,8 @@ does.
 from __future__ import annotations
 
 import re
+import shlex
+import subprocess
 from pathlib import Path
 
 import pytest
@@ -12,6 +14,13 @@ import pytest
 from vgpu_agent.config import foreign_settings, options, schema
 from vgpu_agent.config.load import Contents, Sources, load_contents
 from vgpu_agent.families.vgpu_manager.gates import read_gates
+from vgpu_agent.families.vgpu_manager.keys import (
+    CUDA_MAJOR_LABEL,
+    CUDA_MINOR_LABEL,
+    CUDA_VERSION_LABEL,
+    DRIVER_VERSION_LABEL,
+    Keys,
+)
 from vgpu_agent.families.vgpu_manager.node_config import _KEYS
 from vgpu_agent.families.vgpu_manager.settings import SETTINGS
 
@@ -85,6 +94,66 @@ def test_the_settings_of_the_page_are_a_configuration() -> None:
     loaded = load_contents(Sources({}, {}, "c.yaml"), Contents(text.encode()))
     assert loaded.settings.is_on(SETTINGS.name)
     assert (loaded.warnings, loaded.collisions) == ((), ())
+
+
+def test_the_components_of_the_page_exist_and_none_that_the_family_needs_is_missing() -> None:
+    """Without components/vgpu-control there is no library, no cgroups and no host PIDs, and the
+    node offers nothing.
+    """
+    named = set(re.findall(r"`(?:manifests/)?components/([a-z-]+)", PAGE))
+    components = {path.name for path in (DOCS.parent / "manifests" / "components").iterdir()}
+    assert named - components == set()
+    assert named >= {
+        "vgpu-control",
+        "vgpu-control-library",
+        "vgpu-manager-config",
+        "reschedule",
+        "scrape-reviews",
+        "mig-monitor",
+        "cdi",
+        "own-node-only",
+    }
+
+
+def test_the_library_of_the_page_lies_where_the_component_delivers_it() -> None:
+    """And the variables that an admin is asked to set are those of the component."""
+    setting = re.search(r"vgpuControl:\n +library: (\S+)", PAGE)
+    component = DOCS.parent / "manifests" / "components" / "vgpu-control-library"
+    deployed = (component / "daemonset.yaml").read_text()
+    assert setting is not None
+    assert setting[1] in (component / "kustomization.yaml").read_text()
+    for variable in ("LIBRARY", "CLIENT"):
+        assert f"`{variable}`" in PAGE
+        assert f"- name: {variable}\n" in deployed
+
+
+def test_the_command_of_the_page_moves_the_policy_to_another_domain(tmp_path: Path) -> None:
+    """All keys that the agent writes, while the labels of versions and the counts of other families
+    stay allowed.
+    """
+    command = next(line for line in PAGE.splitlines() if line.startswith("$ sed -i -E '/node-"))
+    *words, file = shlex.split(command.removeprefix("$ "))
+    copy = tmp_path / "policy.yaml"
+    copy.write_text((DOCS.parent / file).read_text())
+    subprocess.run([*words, str(copy)], check=True, timeout=60)
+    keys, policy = Keys("gpu.example.com"), copy.read_text()
+    written = {*keys.state_annotations, *keys.state_labels, keys.node_config, keys.node_register}
+    written |= {keys.node_topology, keys.node_heartbeat, keys.cores, keys.memory, keys.mig("")}
+    assert {key for key in written if f'"{key}"' not in policy} == set()
+    assert {f"nvidia.com/{name}" for name in re.findall(r'"nvidia\.com/([^"]*)"', policy)} == {
+        DRIVER_VERSION_LABEL,
+        CUDA_VERSION_LABEL,
+        CUDA_MAJOR_LABEL,
+        CUDA_MINOR_LABEL,
+        "nvidia.com/",
+    }
+    assert '(key.startsWith("gpu.example.com/") || key.startsWith("nvidia.com/") ||' in policy
+
+
+@pytest.mark.parametrize("value", ["devicePlugin.enabled=false", "devicePlugin.enable`"])
+def test_the_values_of_old_and_new_charts_that_end_the_plugin_are_on_the_page(value: str) -> None:
+    """Helm takes a value that a chart does not have without a word, and both plugins would run."""
+    assert value in PAGE
 
 
 @pytest.mark.parametrize("label", ["vgpu-manager=device-plugin", "vgpu-manager-enable=enable"])

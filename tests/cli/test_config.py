@@ -72,6 +72,82 @@ def test_check_names_the_file_of_nvidias_plugin(
     assert capsys.readouterr().out == "config.yaml and v1.yaml: ok\n"
 
 
+@pytest.fixture
+def node_config(tmp_path: Path) -> str:
+    """A node configuration of vgpu-manager, and a configuration with the family."""
+    Path("config.yaml").write_text("version: v1\nfamilies: {nvidia: false, vgpuManager: true}\n")
+    (tmp_path / "nodeConfig.yaml").write_text(
+        "version: v1\nconfigs:\n- nodeName: gpu-.\n  deviceSplitCount: 4\n  splitCount: 5\n"
+    )
+    return str(tmp_path / "nodeConfig.yaml")
+
+
+@pytest.mark.parametrize(
+    ("node", "meaning"),
+    [
+        ("gpu-1", "configs[0] counts for node gpu-1"),
+        ("cpu-1", "no entry is for node cpu-1, so flags and settings count"),
+    ],
+)
+def test_check_says_what_a_node_configuration_means_for_a_node(
+    command: Command,
+    capsys: pytest.CaptureFixture[str],
+    node_config: str,
+    node: str,
+    meaning: str,
+) -> None:
+    """It is a file for all nodes, and a slip in it is found before any of them has it."""
+    flags = ("--node-name", node, "--node-config-path", node_config)
+    assert command("check", "config.yaml", *flags) == 0
+    written = capsys.readouterr()
+    assert written.out == f"config.yaml: ok\n{node_config}: ok, {meaning}\n"
+    assert written.err.startswith(f"warning: {node_config}:5: configs[0].splitCount: unknown key")
+
+
+def test_check_names_the_errors_of_a_node_configuration(command: Command, node_config: str) -> None:
+    """With exit status 2, as for the agent's own file; the agent would go on without it."""
+    Path(node_config).write_text("version: v1\nconfigs:\n- nodeName: a\n  deviceSplitCount: 0\n")
+    with pytest.raises(ConfigError) as raised:
+        command("check", "config.yaml", "--node-config-path", node_config)
+    assert raised.value.problems == [
+        f"{node_config}:4: configs[0].deviceSplitCount: expected an integer from 1 to 65536, got 0"
+    ]
+
+
+def test_check_says_that_a_named_file_was_not_there(
+    command: Command, capsys: pytest.CaptureFixture[str], node_config: str
+) -> None:
+    """It is mounted on the nodes; "ok" alone would look like a verdict on it."""
+    assert command("check", "config.yaml", "--node-config-path", f"{node_config}.gone") == 0
+    assert capsys.readouterr() == (
+        "config.yaml: ok\n",
+        f"warning: {node_config}.gone: is not here, so it was not checked\n",
+    )
+
+
+def test_check_asks_for_no_file_that_only_a_default_names(
+    command: Command, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """volcanoVgpu.nodeConfigFile has one, and most clusters have no such file."""
+    Path("config.yaml").write_text("version: v1\nfamilies: {nvidia: false, volcanoVgpu: true}\n")
+    assert command("check", "config.yaml") == 0
+    assert capsys.readouterr() == ("config.yaml: ok\n", "")
+
+
+def test_check_judges_the_node_configuration_of_volcano_vgpu(
+    command: Command, tmp_path: Path
+) -> None:
+    """Every file of a replaced plugin that a path names."""
+    file = tmp_path / "config.json"
+    file.write_text('{"nodeconfig": [{"name": "gpu-1", "devicesplitcount": "x"}]}')
+    Path("config.yaml").write_text(
+        "version: v1\nnodeName: gpu-1\nfamilies: {nvidia: false, volcanoVgpu: true}\n"
+        f"volcanoVgpu: {{nodeConfigFile: {file}}}\n"
+    )
+    with pytest.raises(ConfigError, match="devicesplitcount"):
+        command("check", "config.yaml")
+
+
 def test_check_refuses_two_different_files(command: Command) -> None:
     """It could only check one of them."""
     with pytest.raises(

@@ -63,6 +63,23 @@ def test_an_unknown_flag_points_at_the_help_of_its_command(
     )
 
 
+@pytest.mark.parametrize(
+    ("words", "meant"),
+    [
+        (["run", "--devices-split-count=2"], "--device-split-count"),
+        (["run", "-device-cores-scalling", "2"], "--device-cores-scaling"),
+        (["config", "check", "--feature_gate=CorePlugin=true"], "--feature-gates"),
+    ],
+)
+def test_an_unknown_flag_that_is_close_to_one_names_it(
+    words: list[str], meant: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Arguments of a DaemonSet were typed anew, and there are seventy flags to look through."""
+    with pytest.raises(SystemExit):
+        cli.main(words)
+    assert f"; did you mean {meant}? (see vgpu-agent {words[0]} --help)" in capsys.readouterr().err
+
+
 def test_wrong_configuration_is_a_line_a_problem_and_status_2(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

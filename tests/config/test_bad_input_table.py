@@ -24,7 +24,7 @@ FEATURES = (
     "enable-coherent-annotations, disable-multiple-csv-devices, "
     "no-additional-gids-for-device-nodes, disable-ipc-discoverer"
 )
-DOMAIN = "a DNS name such as nvidia.com"
+DOMAIN = "a DNS name in lower case such as nvidia.com"
 EXCLUDED = "a list of indices (0), ranges (0-2 or 0..2) and UUIDs (GPU-…)"
 NAME = "expected up to 63 lower case letters, digits, '-' and '.' after the slash"
 DEVICES = '"all", a number of devices, or a list of indices and UUIDs'
@@ -237,6 +237,20 @@ ROWS = [
         "vgpu-manager §1.4",
         "--tls-cert-file=/certs/tls.crt",
         "a certificate and its key are given together, or neither",
+    ),
+    Row(
+        "vgpu-manager §1.4",
+        "config.yaml:3: vgpuManager.exporter.address: expected another port than listen (:9394), "
+        'got ":9394"',
+        own="version: v1\nfamilies: {vgpuManager: true}\n"
+        'vgpuManager: {exporter: {address: ":9394"}}\n',
+    ),
+    Row(
+        "vgpu-manager §1.4",
+        "config.yaml:3: vgpuManager.exporter.address: expected another port than debugListen "
+        '(127.0.0.1:9395), got ":9395"',
+        own="version: v1\nfamilies: {vgpuManager: true}\n"
+        'vgpuManager: {exporter: {address: ":9395"}}\n',
     ),
     flag(
         "vgpu-manager §1.7",

@@ -157,3 +157,26 @@ def test_a_flag_of_a_family_that_is_off_is_named(
         for warning in load_text(text.format("true"), flags={flag: value}).warnings
         if family in warning
     ]
+
+
+@pytest.mark.parametrize(
+    ("exporter", "keys"),
+    [
+        ("authorised: true", ("authorised",)),
+        ("certificateFile: /tls.crt, keyFile: /tls.key", ("certificateFile",)),
+        ('address: ":3456", certificateFile: /tls.crt, keyFile: /tls.key, authorised: true', ()),
+        ("minScrapeIntervalSeconds: 2", ()),
+    ],
+)
+def test_what_protects_metrics_that_are_not_served_is_named(
+    load_text: Load, exporter: str, keys: tuple[str, ...]
+) -> None:
+    """The operator expects vgpu-manager's metrics there, and nothing listens."""
+    text = "version: v1\nfamilies: {nvidia: false, vgpuManager: true}\n"
+    loaded = load_text(f"{text}vgpuManager: {{exporter: {{{exporter}}}}}\n")
+    assert loaded.warnings == tuple(
+        f"vgpuManager.exporter.{key} has no effect without vgpuManager.exporter.address; set that "
+        "to :3456, where device-monitor listens"
+        for key in keys
+    )
+    assert load_text(f"version: v1\nvgpuManager: {{exporter: {{{exporter}}}}}\n").warnings == ()

@@ -268,6 +268,15 @@ async def test_a_certificate_that_cannot_be_used_is_said_at_the_start(
     with pytest.raises(ListenError, match=r"tls\.key cannot be used: .*; mount a certificate"):
         async with serving(status, options):
             pass
+    await asyncio.to_thread(Path(options.key_file).unlink)
+    named = dataclasses.replace(options, tls_flags="x.certificateFile and .keyFile")
+    with pytest.raises(ListenError) as raised:
+        async with serving(status, named):
+            pass
+    assert str(raised.value) == (
+        f"cannot serve {options.listen} with TLS: {options.key_file} does not exist; mount a "
+        "certificate with its key in PEM, as x.certificateFile and .keyFile name them"
+    )
 
 
 @CERTIFICATES

@@ -10,7 +10,7 @@ from __future__ import annotations
 import argparse
 import os
 import sys
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
@@ -18,12 +18,18 @@ from vgpu_agent.config import load, options, schema
 from vgpu_agent.config.convert import convert
 from vgpu_agent.config.example import example, yaml_value
 from vgpu_agent.errors import ConfigError
-from vgpu_agent.families import registry  # noqa: F401 - the families bring their sections and flags
+from vgpu_agent.families import registry
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from vgpu_agent.families.plugin_files import Findings
 
 _DESCRIPTION = """\
 examples:
   vgpu-agent config example > config.yaml
   vgpu-agent config check config.yaml
+  vgpu-agent config check config.yaml --node-name NODE --node-config-path $PWD/nodeConfig.yaml
   vgpu-agent config show config.yaml --log-level debug
   vgpu-agent config convert nvidia-device-plugin.yaml > config.yaml
 """
@@ -78,10 +84,40 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
 
 def _check(arguments: argparse.Namespace) -> int:
     loaded = _loaded(arguments)
-    if loaded.collisions:
-        raise ConfigError(list(loaded.collisions))
+    errors, meanings = list(loaded.collisions), list[str]()
+    for path, findings in _plugin_files(loaded):
+        errors += findings.errors
+        meanings += [f"{path}: ok{findings.meaning and ', '}{findings.meaning}"]
+        for note in findings.notes:
+            print(f"warning: {note}", file=sys.stderr)
+    if errors:
+        raise ConfigError(errors)
     print(f"{loaded.files or 'defaults, environment and flags (no file)'}: ok")
+    for meaning in meanings:
+        print(meaning)
     return 0
+
+
+def _plugin_files(loaded: load.Loaded) -> Iterator[tuple[str, Findings]]:
+    """Path and findings of each file of a replaced plugin that the configuration names. One that
+    is missing is warned of where it was asked for: it may be mounted on the nodes only.
+
+    Raises:
+        ConfigError: such a file cannot be read.
+    """
+    asked_for = {
+        value
+        for key, value in schema.values(loaded.settings)
+        if isinstance(value, str) and loaded.origins[key] != "default"
+    }
+    for file in (file for family in registry.FAMILIES for file in family.files):
+        if not (path := file.path(loaded.settings)):
+            continue
+        if os.path.exists(path):
+            text = load.read(path, file.name).decode(errors="replace")
+            yield path, file.findings(loaded.settings, text)
+        elif path in asked_for:
+            print(f"warning: {path}: is not here, so it was not checked", file=sys.stderr)
 
 
 def _show(arguments: argparse.Namespace) -> int:

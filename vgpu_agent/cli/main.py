@@ -41,6 +41,9 @@ _COMMANDS = {
     "version": ("vgpu_agent.cli.version", "print the version"),
 }
 
+# These take the flags of all settings, and know them once their module is imported.
+_WITH_SETTINGS = ("run", "config")
+
 _EXAMPLES = """\
 examples:
   vgpu-agent run --config /etc/vgpu-agent/config.yaml
@@ -68,7 +71,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         # argparse would send the reader to the top help, which does not know a command's flags
         if unknown:
             _Parser(prog=f"vgpu-agent {_command(words)}".strip()).error(
-                f"unrecognized arguments: {' '.join(unknown)}"
+                f"unrecognized arguments: {' '.join(unknown)}{_meant(_command(words), unknown)}"
             )
         status: int = arguments.run(arguments)
     except ConfigError as err:
@@ -87,6 +90,21 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _command(words: Sequence[str]) -> str:
     return next((word for word in words if not word.startswith("-")), "")
+
+
+def _meant(command: str, unknown: Sequence[str]) -> str:
+    """Return the end of a sentence with the setting's flag that the first unknown one is close to;
+    empty for none.
+    """
+    if command not in _WITH_SETTINGS:
+        return ""
+    # Only for a wrong call: other commands must not pay for them.
+    from vgpu_agent.config.options import options  # noqa: PLC0415
+    from vgpu_agent.config.suggestions import nearest  # noqa: PLC0415
+
+    written = unknown[0].partition("=")[0]
+    guess = nearest(written, [flag for option in options() for flag in option.flags])
+    return f"; did you mean {guess}?" if guess and written.startswith("-") else ""
 
 
 def _parser(words: Sequence[str]) -> argparse.ArgumentParser:

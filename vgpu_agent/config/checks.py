@@ -33,18 +33,18 @@ def conflicts(settings: Settings) -> Iterator[Conflict]:
     """Every rule that ``settings`` breaks as a whole."""
     for family in families.DECLARED:
         yield from family.conflicts(settings)
-    if _collide(settings.listen, settings.debug_listen):
-        text = "expected another port than {} ({}), got {}"
+    yield from same_port(("debugListen", settings.debug_listen), ("listen", settings.listen))
+
+
+def same_port(one: tuple[str, str], other: tuple[str, str]) -> Iterator[Conflict]:
+    """Yield the conflict of two addresses on which one process cannot listen at once; each with
+    its path.
+    """
+    if _collide(one[1], other[1]):
         yield Conflict(
-            (
-                (
-                    "debugListen",
-                    text.format("listen", settings.listen, shown(settings.debug_listen)),
-                ),
-                (
-                    "listen",
-                    text.format("debugListen", settings.debug_listen, shown(settings.listen)),
-                ),
+            tuple(
+                (path, f"expected another port than {beside} ({taken}), got {shown(address)}")
+                for (path, address), (beside, taken) in ((one, other), (other, one))
             )
         )
 

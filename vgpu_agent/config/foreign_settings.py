@@ -53,11 +53,13 @@ class ForeignFlag:
         name: the flag, with two dashes.
         instead: why it is not needed, or the remedy, as the end of the sentence.
         asks_nothing: the value with which it asks for nothing; an empty one does so, too.
+        in_force: the value in force, where settings decide on it: that asks for nothing.
     """
 
     name: str
     instead: str
     asks_nothing: str = ""
+    in_force: Callable[[Settings], str] | None = None
 
 
 # Our own flags of earlier versions, which an upgraded DaemonSet may still have.
@@ -96,12 +98,15 @@ def without_effect(settings: Settings, environment: Mapping[str, str]) -> Iterat
             )
 
 
-def flags_without_effect(given: Mapping[str, str]) -> Iterator[str]:
+def flags_without_effect(settings: Settings, given: Mapping[str, str]) -> Iterator[str]:
     """Yield a sentence for each flag of `flags` among those that were ``given``."""
     known = flags()
     for name, value in given.items():
-        if name in known and value not in ("", known[name].asks_nothing):
-            yield f"{name}: {shown(value)} has no effect here; {known[name].instead}"
+        if not value or (flag := known.get(name)) is None:
+            continue
+        quiet = flag.in_force(settings) if flag.in_force else flag.asks_nothing
+        if not quiet or _plain(value) != _plain(quiet):
+            yield f"{name}: {shown(value)} has no effect here; {flag.instead}"
 
 
 def _plain(value: str) -> str:

@@ -266,7 +266,7 @@ def _warnings(settings: Settings, sources: Sources, contents: Contents) -> Itera
             f", did you mean {guess}?" if guess else ""
         )
     yield from foreign_settings.without_effect(settings, sources.environment)
-    yield from foreign_settings.flags_without_effect(sources.flags)
+    yield from foreign_settings.flags_without_effect(settings, sources.flags)
     for path, word in checks.doubtful_xids(settings):
         yield (
             f'{path}: {shown(word)} is ignored; expected XID numbers separated by commas, "all" or '

@@ -119,12 +119,11 @@ class Key:
                 raise NotAcceptedError(self.expectation)
             return text in _TRUE
         if self.is_list:
+            numbers = _holds_numbers(_bare(self.annotation))
+            if numbers and text.startswith("[") and text.endswith("]"):  # as in the expectation
+                text = text[1:-1]
             words = [word.strip() for word in text.split(",") if word.strip()]
-            return self.accept(
-                [_number(word) for word in words]
-                if _holds_numbers(_bare(self.annotation))
-                else words
-            )
+            return self.accept([_number(word) for word in words] if numbers else words)
         if _bare(self.annotation) is int:
             return self.accept(_number(text))
         if _bare(self.annotation) is float:

@@ -29,6 +29,25 @@ def _in_none(_: Settings) -> tuple[str, ...]:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
+class Findings:
+    """The findings in one text of a file, for people who have not applied it yet.
+
+    Attributes:
+        errors: one sentence for each, with the line where that is known.
+        notes: the same for each part that has no effect.
+        meaning: which part counts for the node, as the end of a sentence; empty for all of it.
+    """
+
+    errors: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()
+    meaning: str = ""
+
+
+def _no_findings(_: Settings, __: str) -> Findings:
+    return Findings()
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
 class PluginFile:
     """A configuration file of a replaced plugin, on the node or in a ConfigMap.
     The settings decide whether and where it is read.
@@ -40,6 +59,7 @@ class PluginFile:
         config_map: the name of the ConfigMap; empty for a file on the node.
         namespaces: where the ConfigMap is searched, in order; none where it is not read.
         asked_namespace: the namespace in which the operator says that it is; empty without.
+        findings: judges a text that may be mounted; its errors agree with ``is_valid``.
     """
 
     name: str
@@ -48,6 +68,7 @@ class PluginFile:
     config_map: str = ""
     namespaces: Callable[[Settings], tuple[str, ...]] = _in_none
     asked_namespace: Callable[[Settings], str] = _nowhere
+    findings: Callable[[Settings, str], Findings] = _no_findings
 
 
 def texts_in_force(

@@ -206,6 +206,7 @@ class ExporterOptions:
         authorised: scrapers must show a token that the API server allows to get the path.
         certificate_file: PEM; empty for plain HTTP.
         key_file: its key.
+        tls_flags: the settings of these two, for messages.
     """
 
     listen: str
@@ -214,6 +215,7 @@ class ExporterOptions:
     authorised: bool = False
     certificate_file: str = ""
     key_file: str = ""
+    tls_flags: str = ""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

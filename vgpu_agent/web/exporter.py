@@ -152,9 +152,14 @@ class Certificate:
             self._version = self._present()
             self._context = self._loaded()
         except (OSError, ValueError) as err:
+            files = " and ".join(map(str, self._files))
+            if isinstance(err, FileNotFoundError) and err.filename:
+                reason = f"{err.filename} does not exist"
+            else:
+                reason = f"{files} cannot be used: {err}"
             raise ListenError(
-                f"cannot serve {options.listen} with TLS: {self._files[0]} and {self._files[1]} "
-                f"cannot be used: {err}; mount a certificate with its key in PEM"
+                f"cannot serve {options.listen} with TLS: {reason}; mount a certificate with its "
+                f"key in PEM, as {options.tls_flags} name them"
             ) from err
 
     async def context(self) -> ssl.SSLContext:

@@ -61,6 +61,21 @@ def test_the_last_word_about_a_gate_counts() -> None:
     assert on(read_gates(["GPUCoreResourcePlugin=0", "CorePlugin=1"])) == {"offer_cores"}
 
 
+def test_two_spellings_of_one_gate_that_disagree_are_named() -> None:
+    """The arguments of an old release with those of a new one behind them: nobody sees that the two
+    are one gate.
+    """
+    gates = read_gates(["CorePlugin=true", "GPUCoreResourcePlugin=false"])
+    assert gates.without_effect == (
+        (
+            "CorePlugin=true has no effect before GPUCoreResourcePlugin=false, which is the same "
+            "gate; keep one of them"
+        ),
+    )
+    assert read_gates(["CorePlugin=true", "GPUCoreResourcePlugin=1"]).without_effect == ()
+    assert read_gates(["CorePlugin=true", "CorePlugin=false"]).without_effect == ()
+
+
 @pytest.mark.parametrize("word", ["SerialBindNode=true", "SerializedNodeFilter=false"])
 def test_a_gate_of_the_scheduler_is_named_as_without_effect(word: str) -> None:
     """An operator who sets it here expects something of it."""

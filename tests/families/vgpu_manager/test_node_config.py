@@ -195,13 +195,65 @@ def test_what_has_no_effect_is_named() -> None:
     assert config.plugin == {"gds_enabled": True}
 
 
+@pytest.mark.parametrize(
+    ("pattern", "meant"), [("gpu-*", "gpu-.*"), ("gpu*", "gpu.*"), ("g*7", "g.*7")]
+)
+def test_a_pattern_of_shells_is_named_where_it_was_meant_for_this_node(
+    pattern: str, meant: str
+) -> None:
+    """The entry is passed over, and the node offers something else than its operator wrote."""
+    config = read_node_config(f"- nodeName: {pattern}\n", "gpu-7", YAML)
+    assert config.problems == ()
+    assert config.notes == (
+        (
+            f'{YAML}:1: [0].nodeName: "{pattern}" is a regular expression, and does not match '
+            f'gpu-7; write "{meant}" if this entry is for it'
+        ),
+    )
+
+
+@pytest.mark.parametrize("pattern", ["gpu-1*", "gpu-8*", "other-*", "gpu-.*x", "[a-z]*", "a*b"])
+def test_a_pattern_that_was_not_meant_for_this_node_is_not_named(pattern: str) -> None:
+    """Most entries are for other nodes."""
+    config = read_node_config(f"- nodeName: '{pattern}'\n", "gpu-7", YAML)
+    assert (config.problems, config.notes, config.entry) == ((), (), "")
+
+
+def test_a_file_of_json_is_named_as_such() -> None:
+    """Its author does not know that a reader of YAML reads it."""
+    config = read_node_config('[{"nodeName": "a" "gdsEnabled": true}]', NODE, "/c/nodeConfig.json")
+    assert config.problems == (
+        (
+            "/c/nodeConfig.json:1: not JSON: did not find expected ',' or '}', while parsing a "
+            "flow mapping"
+        ),
+    )
+
+
 MANY = "\n".join(f"- nodeName: n{number}\n  gdsEnabled: 7" for number in range(30))
 TABLE = [
     ("", "1: is empty; expected entries with a nodeName"),
     ("{", "2: not YAML: did not find expected node content, while parsing a flow node"),
     ("7", "1: expected a list of entries with a nodeName, got 7"),
     ("configs: 7", "1: configs: expected a list of entries with a nodeName, got 7"),
-    ("version: v1", "1: configs: expected a list of entries with a nodeName, got null"),
+    (
+        "version: v1",
+        "1: configs: expected a list of entries with a nodeName, and it is missing",
+    ),
+    (
+        "version: v1\nconfig: []",
+        (
+            "1: configs: expected a list of entries with a nodeName, and it is missing; is config "
+            "meant to be it?"
+        ),
+    ),
+    (
+        "nodename: a\ngdsEnabled: true",
+        (
+            "1: configs: expected a list of entries with a nodeName, and it is missing; write this "
+            "entry as an item of a list"
+        ),
+    ),
     ("version: v2\nconfigs: []", '1: version: expected v1, got "v2"'),
     (
         "apiVersion: v1\nkind: ConfigMap",
@@ -229,6 +281,13 @@ TABLE = [
     (
         "- nodeName: gpu-(",
         '1: [0].nodeName: "gpu-(" is no regular expression (RE2): "missing ): gpu-("',
+    ),
+    (
+        "- nodeName: '*'",
+        (
+            '1: [0].nodeName: "*" is no regular expression (RE2): "no argument for repetition '
+            'operator: *"; write .* for any characters'
+        ),
     ),
     (
         "- nodeName: (?=a)",

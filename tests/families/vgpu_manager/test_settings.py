@@ -180,6 +180,27 @@ def test_the_arguments_of_the_monitor_become_its_exporter() -> None:
         assert exporter.min_scrape_interval_seconds == seconds
 
 
+@pytest.mark.parametrize(
+    ("asked", "files", "warns"),
+    [
+        ("true", {}, True),
+        ("1", {}, True),
+        ("false", {}, False),
+        ("false", {"--tls-cert-file": "/tls.crt", "--tls-key-file": "/tls.key"}, True),
+    ],
+)
+def test_a_monitor_that_was_to_use_tls_and_does_not_is_named(
+    asked: str, files: dict[str, str], *, warns: bool
+) -> None:
+    """And one that was not to: scrapers meet the other of the two."""
+    loaded = load({"--enable-tls": asked, "--server-bind-port": "3456", **files})
+    said = (
+        f'--enable-tls: "{asked}" has no effect here; a certificate is served where one is given, '
+        "and plain HTTP where none is (--tls-cert-file, --tls-key-file)"
+    )
+    assert loaded.warnings == ((said,) if warns else ())
+
+
 def test_the_gate_of_client_mode_is_named_where_it_is_ruled_out() -> None:
     """By default processes register anyway, and nothing need be said."""
     gate = {"--feature-gates": "ClientMode=true"}

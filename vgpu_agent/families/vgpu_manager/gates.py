@@ -85,7 +85,8 @@ class Gates:
         client_mode: DevicePluginClientMode.
         prefer_claimed: HonorPreAllocatedDeviceIDs.
         problems: one sentence for each word that is no gate.
-        without_effect: one sentence for each gate of another program.
+        without_effect: one sentence for each gate of another program, and for each that its other
+            spelling beats.
     """
 
     offer_cores: bool = False
@@ -105,6 +106,7 @@ def read_gates(words: Sequence[str]) -> Gates:
     Never raises.
     """
     values: dict[str, bool] = {}
+    counts: dict[str, str] = {}  # gate → its last word
     problems: list[str] = []
     idle: dict[str, str] = {}
     for word in words:
@@ -118,6 +120,13 @@ def read_gates(words: Sequence[str]) -> Gates:
         elif name in _WITHOUT_EFFECT:
             idle[name] = f"{written} {_WITHOUT_EFFECT[name]}; leave it out"
         else:
+            now = f"{written}={value}"
+            before = counts.get(name, now)
+            if before.partition("=")[0] != written and values.get(_EFFECTS[name]) != _VALUES[value]:
+                idle[name] = (
+                    f"{before} has no effect before {now}, which is the same gate; keep one of them"
+                )
+            counts[name] = now
             values[_EFFECTS[name]] = _VALUES[value]
     return Gates(**values, problems=tuple(problems), without_effect=tuple(idle.values()))
 

@@ -21,6 +21,7 @@ from vgpu_agent.config.device_answers import Plugin
 from vgpu_agent.config.problems import shown, shown_key, shown_list
 from vgpu_agent.config.suggestions import nearest
 from vgpu_agent.families.device_lists import CDI_STRATEGIES
+from vgpu_agent.families.plugin_files import Findings
 from vgpu_agent.families.vgpu_manager.exclusion import read_excluded
 from vgpu_agent.families.vgpu_manager.settings import SECTION, VgpuManager
 
@@ -49,6 +50,10 @@ _PLAIN_NAME = re.compile(r"[A-Za-z0-9-]+\Z")
 _JSON_PARTS = re.compile(
     r"""(?P<string>"(?:[^"\\]|\\.)*(?:"|\\?\Z))|//[^\n]*|/\*.*?(?:\*/|\Z)|\t""", re.DOTALL
 )
+
+# A star where shells have one: behind nothing that a regular expression could repeat on purpose.
+_SHELL_STAR = re.compile(r"(?<![.)\]\\}?+*])\*")
+_ANY_CHARACTERS = "; write .* for any characters"
 
 _PLUGIN_KEYS = {
     "deviceListStrategy": "device_list_strategy",
@@ -177,6 +182,19 @@ def is_valid(settings: Settings, text: str) -> bool:
     return read_node_config(text, settings.node_name_or_hostname, path).is_valid
 
 
+def findings(settings: Settings, text: str) -> Findings:
+    """Judge the file with this text for the node of the settings."""
+    path, node = settings.section(VgpuManager).node_config_file, settings.node_name_or_hostname
+    config = read_node_config(text, node, path)
+    ruled_out = tuple(f"{path}: {problem}" for problem in config.ruled_out(settings.plugin))
+    meaning = (
+        f"{config.entry} counts for node {node}"
+        if config.entry
+        else f"no entry is for node {node}, so flags and settings count"
+    )
+    return Findings((*config.problems, *ruled_out), config.notes, meaning)
+
+
 @functools.lru_cache(maxsize=4)
 def read_node_config(text: str, node: str, file: str) -> NodeConfig:
     """Read ``text`` for the node ``node``. Never raises: the result has the problems.
@@ -190,10 +208,12 @@ def read_node_config(text: str, node: str, file: str) -> NodeConfig:
     if len(text) > _LARGEST_CHARACTERS:
         reader.report(1, "", f"is larger than {_LARGEST_CHARACTERS} characters; check the path")
         return reader.result()
-    plain = _JSON_PARTS.sub(_without_comment, text) if file.endswith(".json") else text
+    is_json = file.endswith(".json")
+    plain = _JSON_PARTS.sub(_without_comment, text) if is_json else text
     root, faults = yaml.parse(plain, most=_MAX_VALUES)
     for fault in faults:
-        reader.report(*fault)
+        text = fault.text.replace("not YAML", "not JSON", 1) if is_json else fault.text
+        reader.report(fault.line, fault.path, text)
     if root is not None:
         reader.read(root)
     elif not faults:
@@ -239,7 +259,10 @@ class _Reader:
                 self.report(
                     version.line, "version", f"expected {_VERSION}, got {shown(version.value)}"
                 )
-            entries, prefix = members.get("configs", yaml.Node(None, root.line)), "configs"
+            if "configs" not in members:
+                self.report(root.line, "configs", _without_configs(root.value))
+                return
+            entries, prefix = members["configs"], "configs"
         if not isinstance(entries.value, list):
             self.report(
                 entries.line,
@@ -301,9 +324,25 @@ class _Reader:
             self.report(
                 name.line,
                 f"{path}.{_NAME}",
-                f"{shown(name.value)} is no regular expression (RE2): {problem}",
+                f"{shown(name.value)} is no regular expression (RE2): {problem}"
+                f"{_ANY_CHARACTERS if '*' in name.value else ''}",
             )
+        elif not matches:
+            self._note_glob(f"{path}.{_NAME}", name.line, name.value)
         return matches
+
+    def _note_glob(self, path: str, line: int, pattern: str) -> None:
+        """Note a pattern that matches this node by the rules of shells only: the replaced plugin
+        passes over such an entry without a word, too.
+        """
+        meant = _SHELL_STAR.sub(".*", pattern)
+        if meant != pattern and _matches(meant, self._node)[0]:
+            self._note(
+                line,
+                path,
+                f"{shown(pattern)} is a regular expression, and does not match {self._node}; write "
+                f"{shown(meant)} if this entry is for it",
+            )
 
     def _read_imex(self, path: str, node: yaml.Node, plugin: dict[str, Any]) -> None:
         if not isinstance(node.value, dict):
@@ -385,6 +424,15 @@ def _matches(pattern: str, node: str) -> tuple[bool, str]:
         reason = err.args[0] if err.args else "unreadable"
         text = reason.decode(errors="replace") if isinstance(reason, bytes) else str(reason)
         return False, shown(text)
+
+
+def _without_configs(members: Mapping[str, yaml.Node]) -> str:
+    """Say that the list is missing, and what was probably meant to be it."""
+    text = "expected a list of entries with a nodeName, and it is missing"
+    if any(key.lower() == _NAME.lower() for key in members):
+        return f"{text}; write this entry as an item of a list"
+    guess = next((key for key in members if nearest(key, ("configs",))), None)
+    return f"{text}; is {shown_key(guess)} meant to be it?" if guess else text
 
 
 def _names_cdi(strategies: Sequence[str]) -> bool:

@@ -14,7 +14,7 @@ from typing import Annotated, Literal
 import msgspec
 from msgspec import Meta
 
-from vgpu_agent.config.checks import Conflict
+from vgpu_agent.config.checks import Conflict, same_port
 from vgpu_agent.config.families import FamilySettings, OfferedName, mig_family
 from vgpu_agent.config.foreign_settings import ForeignFlag, ForeignVariable
 from vgpu_agent.config.options import Option
@@ -90,7 +90,7 @@ class VgpuManager(msgspec.Struct, frozen=True, rename="camel", forbid_unknown_fi
                 r"\A[a-z0-9]([-a-z0-9]{0,61}[a-z0-9])?(\.[a-z0-9]([-a-z0-9]{0,61}[a-z0-9])?)*\Z"
             ),
             max_length=_LONGEST_DOMAIN,
-            extra={"expected": "a DNS name such as nvidia.com"},
+            extra={"expected": "a DNS name in lower case such as nvidia.com"},
             description=(
                 "The domain of its resources, annotations and labels. Schedulers, quotas and pods "
                 "must have the same."
@@ -229,12 +229,26 @@ def _conflicts(settings: Settings) -> Iterator[Conflict]:
                 (f"{SECTION}.exporter.keyFile", problem),
             )
         )
+    if exporter.address and settings.is_on(FAMILY):
+        ours = (f"{SECTION}.exporter.address", exporter.address)
+        yield from same_port(ours, ("listen", settings.listen))
+        yield from same_port(ours, ("debugListen", settings.debug_listen))
     for problem in vgpu.excluded.problems:
         yield Conflict(((f"{SECTION}.excludeDevices", problem),))
 
 
 def _without_effect(settings: Settings) -> Iterator[str]:
-    gates = settings.section(VgpuManager).gates
+    vgpu = settings.section(VgpuManager)
+    gates, exporter = vgpu.gates, vgpu.exporter
+    for name, is_set in (
+        ("certificateFile", bool(exporter.certificate_file)),
+        ("authorised", exporter.authorised),
+    ):
+        if is_set and not exporter.address and settings.is_on(FAMILY):
+            yield (
+                f"{SECTION}.exporter.{name} has no effect without {SECTION}.exporter.address; set "
+                "that to :3456, where device-monitor listens"
+            )
     for sentence in gates.without_effect:
         yield f"{SECTION}.featureGates: {sentence}"
     processes = settings.vgpu_control.processes
@@ -297,6 +311,10 @@ def _found(_: Settings) -> str:
     return ""
 
 
+def _tls(settings: Settings) -> str:
+    return "true" if settings.section(VgpuManager).exporter.certificate_file else "false"
+
+
 SETTINGS = FamilySettings(
     FAMILY,
     "`nvidia.com/vgpu-number`, `-cores` and `-memory`, as vgpu-manager offers them.",
@@ -349,7 +367,12 @@ SETTINGS = FamilySettings(
         ForeignFlag("--pprof-bind-port", "debugListen serves /debug", "0"),
         ForeignFlag("--enable-dra-monitor", "the agent gives nothing out through DRA", "false"),
         # the monitor's
-        ForeignFlag("--enable-tls", "a certificate is served where one is given", "true"),
+        ForeignFlag(
+            "--enable-tls",
+            "a certificate is served where one is given, and plain HTTP where none is "
+            "(--tls-cert-file, --tls-key-file)",
+            in_force=_tls,
+        ),
         ForeignFlag(
             "--cert-refresh-interval", "a renewed certificate is served within five seconds", "5"
         ),

@@ -127,6 +127,7 @@ def _exporter(settings: Settings) -> ExporterOptions | None:
         authorised=exporter.authorised,
         certificate_file=exporter.certificate_file,
         key_file=exporter.key_file,
+        tls_flags=f"{SECTION}.exporter.certificateFile and .keyFile",
     )
 
 
@@ -147,7 +148,14 @@ SPEC = FamilySpec(
     SETTINGS,
     _build,
     needs_api_server=True,
-    files=(PluginFile(node_config.FILE, node_config.is_valid, path=_node_config_path),),
+    files=(
+        PluginFile(
+            node_config.FILE,
+            node_config.is_valid,
+            path=_node_config_path,
+            findings=node_config.findings,
+        ),
+    ),
     resource_prefixes=_BY_DEFAULT.resource_prefixes,
     annotations=_BY_DEFAULT.annotations,
     labels=_BY_DEFAULT.labels,

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from vgpu_agent.families.mig_instances import MIXED
-from vgpu_agent.families.plugin_files import PluginFile
+from vgpu_agent.families.plugin_files import Findings, PluginFile
 from vgpu_agent.families.spec import BuiltFamily, FamilySpec, LibraryUse, MigTool
 from vgpu_agent.families.volcano_vgpu.decisions import IDS, NODE, TO_ALLOCATE
 from vgpu_agent.families.volcano_vgpu.family import (
@@ -180,6 +180,11 @@ def _read_node_config(settings: Settings, text: str) -> Overlay:
     return read_node_config(text, settings.node_name_or_hostname)
 
 
+def _findings(settings: Settings, text: str) -> Findings:
+    config = _read_node_config(settings, text)
+    return Findings(notes=config.problems) if config.is_valid else Findings(config.problems)
+
+
 def _namespaces(settings: Settings) -> tuple[str, ...]:
     """Return the namespaces to search, in order; the operator's own is the first
     (``DEVICE_CONFIG_NAMESPACE``).
@@ -268,6 +273,7 @@ SPEC = FamilySpec(
             NODE_CONFIG,
             lambda settings, text: _read_node_config(settings, text).is_valid,
             path=_node_config_path,
+            findings=_findings,
         ),
     ),
     resource_prefixes=("volcano.sh/vgpu-",),
