@@ -52,7 +52,7 @@ _JSON_PARTS = re.compile(
 )
 
 # A star where shells have one: behind nothing that a regular expression could repeat on purpose.
-_SHELL_STAR = re.compile(r"(?<![.)\]\\}?+*])\*")
+_SHELL_STAR = re.compile(r"(?<![+.*)\]\\}?])\*")
 _ANY_CHARACTERS = "; write .* for any characters"
 
 _PLUGIN_KEYS = {
