@@ -104,9 +104,7 @@ def test_check_says_what_a_node_configuration_means_for_a_node(
     assert written.err.startswith(f"warning: {node_config}:5: configs[0].splitCount: unknown key")
 
 
-def test_check_names_the_errors_of_a_node_configuration(
-    command: Command, node_config: str
-) -> None:
+def test_check_names_the_errors_of_a_node_configuration(command: Command, node_config: str) -> None:
     """With exit status 2, as for the agent's own file; the agent would go on without it."""
     Path(node_config).write_text("version: v1\nconfigs:\n- nodeName: a\n  deviceSplitCount: 0\n")
     with pytest.raises(ConfigError) as raised:

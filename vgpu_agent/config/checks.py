@@ -56,9 +56,7 @@ def conflicts(settings: Settings) -> Iterator[Conflict]:
             )
     for family in families.DECLARED:
         yield from family.conflicts(settings)
-    yield from same_port(
-        ("debugListen", settings.debug_listen), ("listen", settings.listen)
-    )
+    yield from same_port(("debugListen", settings.debug_listen), ("listen", settings.listen))
 
 
 def same_port(one: tuple[str, str], other: tuple[str, str]) -> Iterator[Conflict]:

@@ -223,8 +223,10 @@ def test_a_file_of_json_is_named_as_such() -> None:
     """Its author does not know that a reader of YAML reads it."""
     config = read_node_config('[{"nodeName": "a" "gdsEnabled": true}]', NODE, "/c/nodeConfig.json")
     assert config.problems == (
-        "/c/nodeConfig.json:1: not JSON: did not find expected ',' or '}', while parsing a flow "
-        "mapping",
+        (
+            "/c/nodeConfig.json:1: not JSON: did not find expected ',' or '}', while parsing a "
+            "flow mapping"
+        ),
     )
 
 
