@@ -162,10 +162,13 @@ def test_hami_core_s_library_is_no_such_library(delivery: Delivery) -> None:
 
 
 async def test_nothing_is_offered_without_the_program(delivery: Delivery) -> None:
-    """vgpu-manager §9: the library ends each process whose registration fails."""
+    """vgpu-manager §9: the library ends each process whose registration fails. The remedy is to
+    deliver it: the folder is mounted, since the library was read from there.
+    """
     (delivery.source.parent / "device-client").unlink()
     library = delivery.library()
-    with pytest.raises(CarrierError, match=r"cannot read .*/device-client: No such file"):
+    said = r"cannot read .*/device-client: No such file or directory; deliver vgpu-manager's device"
+    with pytest.raises(CarrierError, match=said):
         await library.install()
     assert library.path == ""
     assert await delivery.library("host-proc").install()

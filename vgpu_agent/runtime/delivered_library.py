@@ -160,6 +160,8 @@ class DeliveredLibrary:
                 status = os.fstat(descriptor)
                 readable = stat.S_ISREG(status.st_mode) and status.st_size <= _LARGEST
                 content = file.read(_LARGEST + 1) if readable else b""
+        except FileNotFoundError as err:
+            raise CarrierError(f"cannot read {path}: {err.strerror}; {remedy}") from err
         except OSError as err:
             raise host_files.trouble("read", path, err) from err
         if not stat.S_ISREG(status.st_mode):

@@ -90,7 +90,9 @@ def test_single_needs_all_cards_divided() -> None:
             "alike, or choose mixed (vgpuManager.migStrategy)"
         )
     }
-    assert list(offering.shortfall(INVENTORY).refused) == ["nvidia.com/vgpu-number"]
+    refused = offering.shortfall(INVENTORY).refused
+    assert list(refused) == ["nvidia.com/vgpu-number"]
+    assert f"GPU 0 ({U0}) and GPU 1 ({U1}) are not in MIG mode" in refused["nvidia.com/vgpu-number"]
     assert offering.shortfall(Inventory(1)).refused == {}
 
 

@@ -67,7 +67,7 @@ class VgpuManagerMigFamily(MigInstancesFamily):
         if not whole and len(profiles) < 2:
             return {}
         found = (
-            f"{', '.join(whole)} is not in MIG mode"
+            f"{' and '.join(whole)} {'is' if len(whole) == 1 else 'are'} not in MIG mode"
             if whole
             else f"this node has instances of {', '.join(profiles)}"
         )
