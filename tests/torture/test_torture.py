@@ -3,8 +3,9 @@ ledger, allocator, family and backend.
 
 Late mode: no container ever starts with anything but its own share, and everything that fits starts
 in the end. Early mode: the guess of Allocate may be wrong, but a wrong one never gets past
-PreStartContainer. The short ones run with the unit tests, the long ones (``scripts/test torture``)
-play 100,000 containers in each mode. ``TORTURE_SEED=<n>`` plays that one episode in both.
+PreStartContainer. ``TORTURE_CONTAINERS`` is the length of the long runs: by itself ``scripts/test
+torture`` plays 100,000 containers of each family in each mode, as part of all tests fewer.
+``TORTURE_SEED=<n>`` plays that one episode in both.
 """
 
 from __future__ import annotations
@@ -22,9 +23,9 @@ from tests.torture.many import on_all_cores, one_by_one
 
 PlayMany = Callable[..., Iterator[Outcome]]
 
-_FULL = 100_000
+_MANY = int(os.environ.get("TORTURE_CONTAINERS", "25000"))
+_OF_VGPU_MANAGER = int(os.environ.get("TORTURE_CONTAINERS", "10000"))
 _QUICK = 1_000
-_OF_VGPU_MANAGER = int(os.environ.get("TORTURE_CONTAINERS", str(_FULL // 10)))
 
 
 def _torture(
@@ -100,10 +101,8 @@ def test_some_hundred_containers_of_vgpu_manager_all_get_their_own_claims() -> N
 @pytest.mark.torture
 @pytest.mark.timeout(max(2400, _OF_VGPU_MANAGER // 10))
 @pytest.mark.parametrize("early", [False, True], ids=["late", "early"])
-def test_ten_thousand_containers_of_vgpu_manager_get_their_own_claims(early: bool) -> None:
-    """The long run of the family: 0 wrong, nothing left over. ``TORTURE_CONTAINERS=100000`` makes
-    it as long as a release needs.
-    """
+def test_many_containers_of_vgpu_manager_get_their_own_claims(early: bool) -> None:
+    """The long run of the family: 0 wrong, nothing left over."""
     _torture(
         _OF_VGPU_MANAGER,
         early=early,
@@ -115,13 +114,13 @@ def test_ten_thousand_containers_of_vgpu_manager_get_their_own_claims(early: boo
 
 @pytest.mark.torture
 @pytest.mark.timeout(2400)
-def test_a_hundred_thousand_containers_bound_late_all_get_their_own_share() -> None:
+def test_many_containers_bound_late_all_get_their_own_share() -> None:
     """The long run in late mode: 0 wrong, none refused for ever, nothing left over."""
-    _torture(_FULL, early=False, first_seed=1000, play_many=on_all_cores)
+    _torture(_MANY, early=False, first_seed=1000, play_many=on_all_cores)
 
 
 @pytest.mark.torture
 @pytest.mark.timeout(2400)
-def test_a_hundred_thousand_containers_bound_early_never_start_with_anothers_share() -> None:
+def test_many_containers_bound_early_never_start_with_anothers_share() -> None:
     """The long run in early mode: 0 wrong. Those that were refused are counted."""
-    _torture(_FULL, early=True, first_seed=1000, play_many=on_all_cores)
+    _torture(_MANY, early=True, first_seed=1000, play_many=on_all_cores)
