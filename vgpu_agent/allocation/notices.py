@@ -1,7 +1,7 @@
-"""Messages to the owners of pods about containers that were started, and how.
+"""Messages to the owners of pods about containers that started otherwise than they asked.
 
-What was started with a reservation is noted here: a scheduler gave out too much (`overcommits`), or
-a family could not follow a wish of the pod's. `cluster` makes events of it, each rate-limited.
+Either a scheduler exceeded a device (`overcommits`), or a family could not follow an annotation of
+the pod. `cluster` turns each message into an event, with its rate limit.
 """
 
 from __future__ import annotations
@@ -30,18 +30,18 @@ class Notice(NamedTuple):
 class Notices:
     """The messages that were not sent yet.
 
-    State: memory only. The oldest goes when there are too many.
+    State: in memory only. The oldest message is dropped when there are too many.
     """
 
     def __init__(self) -> None:
         self._waiting: collections.deque[Notice] = collections.deque(maxlen=_MAX_WAITING)
 
     def add(self, pod: Pod, container: str, reason: str, text: str) -> None:
-        """Have the owner told."""
+        """Queue a message."""
         self._waiting.append(Notice(pod, container, reason, text))
 
     def add_remarks(self, pod: Pod, container: str, remarks: Iterable[Remark]) -> None:
-        """The same with what a family remarks on its decision."""
+        """Queue the remarks of a family on its decision."""
         for reason, text in remarks:
             self.add(pod, container, reason, f"container {container}: {text}")
 

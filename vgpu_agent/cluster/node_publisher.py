@@ -214,10 +214,10 @@ class NodePublisher:
             # a bug in one family must not stop the writer of the others
             text = f"{type(err).__name__}: {err}"
             self._complaints.say(
-                "wishes", "node.desired_state_failed", text, level="error", error=text
+                "desired state", "node.desired_state_failed", text, level="error", error=text
             )
             return None
-        self._complaints.over("wishes")
+        self._complaints.over("desired state")
         return desired
 
     def _seconds_until_due(self, entry: DesiredEntry) -> float | None:

@@ -190,10 +190,10 @@ class PodPublisher:
             # a bug in one family must not stop the writer of the others
             text = f"{type(err).__name__}: {err}"
             self._complaints.say(
-                "wishes", "pods.desired_state_failed", text, level="error", error=text
+                "desired state", "pods.desired_state_failed", text, level="error", error=text
             )
             return self._look_seconds, []
-        self._complaints.over("wishes")
+        self._complaints.over("desired state")
         present = [
             (pod, desired_state[pod.kubelet_uid])
             for pod in self._pod_cache.pods

@@ -211,7 +211,8 @@ class Decision:
         second_best: why it differs from what the scheduler has named; empty when it does not.
         by_scheduler: a scheduler decided, according to the pod.
         kept: it is what the container has had before.
-        remarks: wishes of the pod that were not followed; its owner is told once it has started.
+        remarks: annotations of the pod that were not followed; each becomes an event after the
+            start.
     """
 
     shares: tuple[Share, ...]

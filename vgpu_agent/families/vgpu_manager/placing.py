@@ -73,8 +73,8 @@ class _Card:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Placed:
-    """The cards of a container, and by which rules: ``binpack, link``; and what of the pod's wishes
-    was not followed.
+    """The cards of a container, the rules that chose them (``binpack, link``), and a remark for
+    each annotation of the pod that was not followed.
     """
 
     shares: tuple[Share, ...]
