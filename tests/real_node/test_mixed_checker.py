@@ -286,7 +286,8 @@ def test_memory_of_gpu_share_is_read_in_mib(tmp_path: Path) -> None:
     """Its variable counts MiB, whatever a unit of the resource is."""
     folder = _Folder(tmp_path, [_job("s", GPUSHARE)])
     (tmp_path / "s.start").write_text(
-        f"AT=1.0\nNVIDIA_VISIBLE_DEVICES=1\nNODES=\nVOLCANO_GPU_ALLOCATED={4 * UNIT_MIB}"
+        f"AT=1.0\nNVIDIA_VISIBLE_DEVICES=1\nNODES=/dev/nvidia[0-9]*\n"
+        f"VOLCANO_GPU_ALLOCATED={4 * UNIT_MIB}"
     )
     folder.checker.read_views()
     folder.checker.see_pods(
@@ -430,6 +431,15 @@ def test_a_claim_that_the_container_does_not_have_is_found(tmp_path: Path) -> No
     wrong = {text.partition(":")[0]: text for text in folder.checker.report.wrong}
     assert sorted(wrong) == ["file", "gpu", "memory", "n"]
     assert "another family's ['OWNER_POD']" in wrong["n"]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_another_gpus_device_node_is_found(tmp_path: Path, family: str) -> None:
+    """The variable names the right GPU, and the container can open another one."""
+    folder = _Folder(tmp_path, [_job("p", family)])
+    folder.checker.see_pods([_served(folder.jobs["p"])], {}, 0.0)
+    folder.start("p", 1.0, node=1)
+    assert ["its device nodes are /dev/nvidia1" in text for text in folder.faults()] == [True]
 
 
 def test_compute_given_twice_is_found(tmp_path: Path) -> None:

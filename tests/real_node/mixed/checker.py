@@ -36,6 +36,7 @@ from vgpu_agent.sim.vgpu_manager.words import read_claims
 _UUID = re.compile(r"GPU-[0-9a-f]{8}(?:-[0-9a-f]{4}){3}-[0-9a-f]{12}")
 _FAMILY_OF = {resource: family for family, resource in RESOURCES.items()}
 _ALL_CORES = 100
+_NO_NODES = "/dev/nvidia[0-9]*"  # as a shell prints a pattern that matches nothing
 # What only containers of one family find.
 _OWN_KEYS = (
     (VGPU_FAMILY, "CUDA_DEVICE_MEMORY_LIMIT_0"),
@@ -550,13 +551,16 @@ class Checker:
         stray = sorted(
             key for family, key in _OWN_KEYS if family != job.family and key in view.found
         )
-        problems = {f"it has another family's {stray}": bool(stray)}
+        nodes, own = view.found["NODES"], f"/dev/nvidia{self._uuids.index(gpus[0])}"
+        # Families whose pods decide may leave the nodes to NVIDIA's runtime.
+        allowed = {own} if job.family in BY_IDS else {own, _NO_NODES}
+        problems = {
+            f"it has another family's {stray}": bool(stray),
+            f"its device nodes are {nodes}": nodes not in allowed,
+        }
         if job.family in BY_IDS:
-            nodes, ids_of = view.found["NODES"], self._by_ids.get(name, frozenset(gpus))
+            ids_of = self._by_ids.get(name, frozenset(gpus))
             problems |= {
-                f"its device nodes are {nodes}": (
-                    nodes != f"/dev/nvidia{self._uuids.index(gpus[0])}"
-                ),
                 f"kubelet gave it ids of {sorted(ids_of)}": ids_of != set(gpus),
             }
         else:
