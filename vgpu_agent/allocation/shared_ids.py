@@ -4,8 +4,8 @@ The kubelet hands the ids of an init container on to the containers after it and
 start by the ids alone. Where all of them have the same shares that makes no difference. Where init
 containers have shares of their own (`Resource.init_shares`), each must get its own, so the order
 of starts has to be known: it follows from the last start that was served, and from what the pod's
-status says about the end of that container. The kubelet writes the status before it starts the
-next container. Pure functions.
+status says about the end of that container. The kubelet makes that status before it starts the next
+container, and the API server has it a moment later. Pure functions.
 """
 
 from __future__ import annotations
