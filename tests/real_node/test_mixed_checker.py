@@ -595,6 +595,44 @@ def test_a_gpu_that_no_one_uses_and_that_is_not_offered_is_found(
     } == others
 
 
+@pytest.mark.parametrize(("look_seconds", "is_found"), [(0.25, True), (2.0, False)])
+def test_a_slow_handover_is_found_where_the_looks_are_quick(
+    tmp_path: Path, look_seconds: float, is_found: bool
+) -> None:
+    """On a busy machine two looks are seconds apart, and what happened between them is not known;
+    that is not the agent's fault.
+    """
+    folder = _Folder(tmp_path, [_job("n", NVIDIA)])
+    folder.start("n", 1.0)
+    folder.end("n", 10.0)
+    folder.checker.see_healthy({}, ["n"], 10.0)
+    for look in range(1, round(2.0 / look_seconds) + 1):
+        folder.checker.see_healthy({}, [], 10.0 + look * look_seconds)
+    folder.checker.see_healthy({RESOURCES[AWS]: frozenset(_UUIDS)}, [], 12.0 + look_seconds)
+    assert folder.checker.report.after_kubelet == [2.0 + look_seconds]
+    violations = folder.checker.report.violations
+    assert any("of a handover" in text for text in violations) == is_found
+
+
+@pytest.mark.parametrize(
+    ("pods", "failed", "message", "is_found"),
+    [
+        (500, 1, "OutOfnvidia.com/gpu: Node didn't have enough resource", False),
+        (500, 2, "OutOfnvidia.com/gpu: Node didn't have enough resource", True),
+        (36, 1, "OutOfnvidia.com/gpu: Node didn't have enough resource", True),
+        (500, 1, "OutOfnvidia.com/vgpu-number: Node didn't have enough resource", True),
+        (500, 1, "UnexpectedAdmissionError: Allocate failed", True),
+    ],
+)
+def test_a_pod_that_a_withdrawal_has_outrun_is_excused_as_rarely_as_in_the_model(
+    tmp_path: Path, pods: int, failed: int, message: str, is_found: bool
+) -> None:
+    """Its scheduler went by the count of a moment ago. Nothing else may fail a pod."""
+    folder = _Folder(tmp_path, [_job(f"n{number}", NVIDIA) for number in range(pods)])
+    folder.checker.see_failed({f"n{number}": message for number in range(failed)}, {})
+    assert bool(folder.checker.report.violations) == is_found
+
+
 def test_a_round_of_five_families_takes_longer(tmp_path: Path) -> None:
     """A pod waits beside a free GPU while the turns of four others pass."""
     folder = _of_all_families(tmp_path, w=_job("w", AWS))
