@@ -76,7 +76,7 @@ async def test_v13_a_list_that_kubelet_would_drop_is_refused_with_the_factor_tha
     assert "replicas: at most " in lines[0]
     assert stage.kubelet.called("Register") == []
     if fitting:
-        number = int(lines[0].partition("at most ")[2].split()[0])
+        number = int(lines[0].partition("replicas: at most ")[2].split()[0])
         assert number < 35000
         await stage.ready_agent(QUICK + SHARED.replace("replicas: 4", f"replicas: {number}"))
         await stage.allocatable(2 * number)

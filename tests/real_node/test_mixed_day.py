@@ -1,7 +1,7 @@
-"""Mixed days on a real node: three families share four GPUs, one of them floods; an independent
-checker reads what containers wrote.
+"""Mixed days on a real node: all five families, and three of them, share four GPUs, one of them
+floods; an independent checker reads what containers wrote.
 
-Kubelet has its defaults, once without and once with a NUMA policy. ``MIXED_DAY_PODS=300`` makes the
+Kubelet has its defaults, once without and once with a NUMA policy. ``MIXED_DAY_PODS=500`` makes the
 days as long as a release needs. Each prints its figures; ``pytest -rP`` shows them.
 """
 
@@ -14,16 +14,15 @@ import pytest
 
 from tests.real_node.mixed.checker import Report
 from tests.real_node.mixed.day import mixed_agent, node_options, play
-from tests.real_node.mixed.jobs import GPUSHARE, NVIDIA, VGPU_FAMILY, draw
+from tests.real_node.mixed.jobs import AWS, FAMILIES, NVIDIA, VGPU_FAMILY, draw
 from tests.real_node.rig import Options, Rig
 
 pytestmark = [pytest.mark.timeout(1800), pytest.mark.alone]
 
 _PODS = int(os.environ.get("MIXED_DAY_PODS", "36"))
 DAYS = {
-    "defaults": ("none", VGPU_FAMILY, NVIDIA, 1),
-    "single-numa-node": ("single-numa-node", VGPU_FAMILY, VGPU_FAMILY, 2),
-    "gpushare": ("none", GPUSHARE, NVIDIA, 3),
+    "all-families": ("none", FAMILIES, NVIDIA, 1),
+    "single-numa-node": ("single-numa-node", (NVIDIA, AWS, VGPU_FAMILY), VGPU_FAMILY, 2),
 }
 
 
@@ -36,11 +35,11 @@ def played() -> dict[str, Report]:
 def _played(day: str, played: dict[str, Report], start_rig: Callable[[Options], Rig]) -> Report:
     """Return the report of the day, which is played once for all tests."""
     if day not in played:
-        topology_manager_policy, volcano, flooding, seed = DAYS[day]
+        topology_manager_policy, families, flooding, seed = DAYS[day]
         rig = start_rig(node_options(topology_manager_policy))
-        with mixed_agent(rig, volcano) as agent:
-            jobs = tuple(draw(seed, _PODS, volcano=volcano, flooding=flooding))
-            played[day] = play(rig, agent, jobs, volcano=volcano)
+        with mixed_agent(rig, families) as agent:
+            jobs = tuple(draw(seed, _PODS, families=families, flooding=flooding))
+            played[day] = play(rig, agent, jobs, families)
     report = played[day]
     for what, figure in report.figures().items():
         print(f"{day}: {what}: {figure}")  # noqa: T201 - what the test is for
@@ -51,12 +50,13 @@ def _played(day: str, played: dict[str, Report], start_rig: Callable[[Options], 
 def test_no_container_of_a_mixed_day_has_a_wrong_share(
     day: str, played: dict[str, Report], start_rig: Callable[[Options], Rig]
 ) -> None:
-    """Each has what its ids or its scheduler's annotations say, no GPU serves two families,
-    and no memory is given twice.
+    """Each has what its ids or its scheduler's annotations say, no GPU serves two families, no
+    memory is given twice, and each family's scheduler and tools read what its contract says.
     """
     report = _played(day, played, start_rig)
     assert not report.faults
     assert report.started > _PODS / 2
+    assert set(report.by_family) == set(DAYS[day][1])
 
 
 @pytest.mark.parametrize("day", DAYS)

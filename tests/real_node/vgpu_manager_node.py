@@ -41,26 +41,32 @@ vgpuControl: {{hostDirectory: FOLDER/control}}
 vgpuManager: {{deviceSplitCount: {SPLIT}}}
 """
 _CONSTANTS = QUICK_CONSTANTS | {constants.API_BACKOFF_MIN: 0.2, constants.API_BACKOFF_MAX: 1}
-# The file that the library reads (vgpu-manager §7.7): pod UID, container, and of the first two
-# slots the memory in bytes and percent of compute.
+# The file that the library reads (vgpu-manager §7.7): pod UID, container, and of each slot the
+# memory in bytes and percent of compute.
 _FILE = "/etc/vgpu-manager/config/vgpu.config"
 _TEXTS = (("OWNER_POD", 128, 48), ("OWNER_CONTAINER", 304, 64))
-_NUMBERS = tuple(
-    (f"{name}_{slot}", 512 + 128 * slot + at, size)
-    for slot in range(2)
-    for name, at, size in (("SLOT_BYTES", 56, 8), ("SLOT_CORES", 72, 4))
-)
-_READ = "; ".join(
-    [
+
+
+def reading(slots: int = 2) -> str:
+    """A shell command that prints what `wrong` compares: whose the library's file is, and so many
+    of its slots, as NAME=value lines; nothing where there is no file.
+    """
+    numbers = (
+        (f"{name}_{slot}", 512 + 128 * slot + at, size)
+        for slot in range(slots)
+        for name, at, size in (("SLOT_BYTES", 56, 8), ("SLOT_CORES", 72, 4))
+    )
+    lines = [
         f"echo {name}=$(dd if={_FILE} bs=1 skip={at} count={size} 2>/dev/null | tr -d '\\000')"
         for name, at, size in _TEXTS
-    ]
-    + [
+    ] + [
         f"echo {name}=$(od -An -v -t u{size} -j {at} -N {size} {_FILE})"
-        for name, at, size in _NUMBERS
+        for name, at, size in numbers
     ]
-)
-_SHOW = f"env; test ! -e {_FILE} || {{ {_READ}; }}; echo READY"
+    return f"test ! -e {_FILE} || {{ {'; '.join(lines)}; }}"
+
+
+_SHOW = f"env; {reading()}; echo READY"
 
 
 class Extender(VolcanoScheduler):
@@ -144,7 +150,10 @@ def unequal_pods(prefix: str, number: int, rng: random.Random) -> Iterator[dict[
             init = [showing("prepare", asked(), then="true")]
         elif shape == 4:
             init = [showing("side", asked()) | {"restartPolicy": "Always"}]
-        yield extender_pod(f"{prefix}-{place:02}", containers, init=init)
+        made = extender_pod(f"{prefix}-{place:02}", containers, init=init)
+        # A network for each pod would cost this machine more than all else.
+        made["spec"]["hostNetwork"] = True
+        yield made
 
 
 def asking(made: Mapping[str, Any]) -> list[str]:
@@ -216,9 +225,16 @@ def check_pods(rig: Rig, names: Collection[str]) -> int:
     return checked
 
 
-def wrong(found: Mapping[str, str], uid: str, container_name: str, cards: Sequence[Claim]) -> str:
+def wrong(
+    found: Mapping[str, str],
+    uid: str,
+    container_name: str,
+    cards: Sequence[Claim],
+    *,
+    slots: int = 2,
+) -> str:
     """Explain in what a container's environment and file differ from its claim; empty when in
-    nothing.
+    nothing. ``slots`` of the file were printed by `reading`.
     """
     wanted = {
         "NVIDIA_VISIBLE_DEVICES": ",".join(card.uuid for card in cards),
@@ -227,7 +243,7 @@ def wrong(found: Mapping[str, str], uid: str, container_name: str, cards: Sequen
         "OWNER_POD": uid,
         "OWNER_CONTAINER": container_name,
     }
-    wanted |= {f"SLOT_{what}_{slot}": "0" for what in ("BYTES", "CORES") for slot in range(2)}
+    wanted |= {f"SLOT_{what}_{slot}": "0" for what in ("BYTES", "CORES") for slot in range(slots)}
     for card in cards:
         wanted[f"CUDA_MEM_LIMIT_{card.index}"] = f"{card.memory}m"
         wanted[f"CUDA_CORE_LIMIT_{card.index}"] = str(card.cores) if 0 < card.cores < 100 else ""

@@ -46,9 +46,11 @@ class VolcanoScheduler:
         gpushare: Literal["off", "share", "number"] = "off",
         node_lock: bool = False,
         min_members: Mapping[str, int] | None = None,
+        scheduler_name: str = "volcano",
     ) -> None:
         """The arguments mean what they mean to `vgpu_agent.sim.volcano.scheduler`."""
         self._flags = ["--policy", policy, "--gpushare", gpushare]
+        self._flags += ["--scheduler-name", scheduler_name]
         self._flags += ["--old"] if old else []
         self._flags += ["--node-lock"] if node_lock else []
         for group, number in (min_members or {}).items():

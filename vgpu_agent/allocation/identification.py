@@ -36,6 +36,10 @@ if TYPE_CHECKING:
 START_SECONDS = 20.0
 # How long a start waits for a pod that the watch has not shown yet, before it asks the API server.
 POD_WAIT_SECONDS = 2.0
+# How long a start waits for its pod's status to tell that the container before it has ended. The
+# kubelet writes the statuses of all its pods one after the other: on a busy node of twenty starting
+# pods one came more than two seconds after the next start was announced.
+TURN_SECONDS = 15.0
 # How long after an outage of the API server a pod's status may be old: the kubelet writes what it
 # could not write at its next round, every 10 seconds.
 STATUS_SECONDS = 20.0
@@ -206,7 +210,7 @@ class Identification:
 
     async def in_turn(self, start: Start) -> Start:
         """Return ``start`` with the container whose turn it is, of those of its pod that have the
-        same ids. What the pod's status does not tell is waited for a moment, and then asked for.
+        same ids. What the pod's status does not tell is waited for, and then asked for.
 
         Raises:
             NotProvenError: it is not known (yet).
@@ -239,7 +243,7 @@ class Identification:
             default=None,
         )
         loop = asyncio.get_running_loop()
-        until = min(loop.time() + POD_WAIT_SECONDS, start.until)
+        until = min(loop.time() + TURN_SECONDS, start.until)
         while True:
             version = pods.revision.version
             pod = pods.get(uid) or pod

@@ -4,7 +4,8 @@ The kubelet reuses the ids of an init container for the containers after it, and
 start by the ids alone. If all of them have the same shares, that makes no difference. If init
 containers have shares of their own (`Resource.init_shares`), each start needs the right ones. The
 starting container follows from the last recorded start, and from the end of that container in the
-pod's status. The kubelet writes the status before it starts the next container. Pure functions.
+pod's status. The kubelet makes that status before it starts the next container, and the API server
+has it a moment later. Pure functions.
 """
 
 from __future__ import annotations

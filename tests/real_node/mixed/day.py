@@ -1,9 +1,9 @@
 """One mixed day on a real node: jobs are created, finished, deleted,
 and a `Checker` is shown the node all the while.
 
-Kubelet, containerd, API server and default scheduler are real, Volcano's scheduler is the stand-in
-of `vgpu_agent.sim`. Kubelet and agent have their defaults: a day with shortened pauses would say
-nothing about a node that people have.
+Kubelet, containerd, API server and default scheduler are real; Volcano's schedulers and
+vgpu-manager's are the stand-ins of `vgpu_agent.sim`. Kubelet and agent have their defaults: a day
+with shortened pauses would say nothing about a node that people have.
 """
 
 from __future__ import annotations
@@ -19,33 +19,56 @@ from typing import Any
 import grpc
 
 from tests.real_node.agents import NodeAgent, wait_allocatable
+from tests.real_node.mixed import tools
 from tests.real_node.mixed.checker import Checker, Report
-from tests.real_node.mixed.jobs import AWS, GPUSHARE, NVIDIA, RESOURCES, UNIT_MIB, Job
+from tests.real_node.mixed.jobs import (
+    GPUSHARE,
+    SCHEDULERS,
+    UNIT_MIB,
+    VGPU_FAMILY,
+    VGPU_MANAGER,
+    Job,
+)
+from tests.real_node.mixed.tools import Sizes
 from tests.real_node.rig import ApiError, Options, Rig
+from tests.real_node.vgpu_manager_node import Extender
 from tests.real_node.volcano import VolcanoScheduler
 from tests.real_node.volcano_node import MEMORY_MIB, MODEL
 from vgpu_agent.sim.protocol import podresources_pb2 as pod_resources
-from vgpu_agent.sim.stand_in_library import deliver_stand_in_library
+from vgpu_agent.sim.stand_in_library import (
+    deliver_stand_in_control_library,
+    deliver_stand_in_library,
+)
 
 GPUS, REPLICAS = 4, 4
 _LOOK_SECONDS = 0.25
 _HANDOVER_LOOK_SECONDS = 0.05
 _PODS_SECONDS = 1.0
 _LONGEST_AFTER_ARRIVALS_SECONDS = 300.0
+# A last round of all families, the kubelet's status, and marks that were held back.
+_LONGEST_REST_SECONDS = 30.0
 _PODS = "/api/v1/namespaces/default/pods"
 _UUID = re.compile(r"GPU-[0-9a-f]{8}(?:-[0-9a-f]{4}){3}-[0-9a-f]{12}")
 # an id of volcano-gpushare: the GPU's number, and one of its units (volcano-gpushare S1)
 _NUMBERED = re.compile(r"([0-9]+)-[0-9]+\Z")
 
+# Family → its key in the configuration, where that is spelt otherwise.
+_KEYS = {
+    VGPU_FAMILY: "volcanoVgpu",
+    GPUSHARE: "volcanoGpushare",
+    VGPU_MANAGER: "vgpuManager",
+}
 _CONFIG = """\
 version: v1
-families: {{nvidia: true, aws: true, {volcano}: true}}
+families: {{{families}}}
 sharing: {{timeSlicing: {{resources: [{{name: nvidia.com/gpu, replicas: {replicas}}}]}}}}
 aws: {{vgpus: {replicas}}}
 plugin: {{passDeviceSpecs: true}}
-{volcano}: {{gpuMemoryFactor: {unit_mib}}}
+volcanoVgpu: {{gpuMemoryFactor: {unit_mib}}}
+volcanoGpushare: {{gpuMemoryFactor: {unit_mib}}}
 stateDirectory: FOLDER/state
 hamiCore: {{hostDirectory: FOLDER/hook}}
+vgpuControl: {{hostDirectory: FOLDER/control}}
 binding: {{mode: late, cdiDirectory: {cdi}}}
 """
 
@@ -60,12 +83,14 @@ def node_options(topology_manager_policy: str) -> Options:
 
 
 @contextlib.contextmanager
-def mixed_agent(rig: Rig, volcano: str) -> Iterator[NodeAgent]:
-    """An agent with its defaults that offers three families on four GPUs;
+def mixed_agent(rig: Rig, families: Sequence[str]) -> Iterator[NodeAgent]:
+    """An agent with its defaults that offers these families on four GPUs;
     it is closed at the end.
     """
-    key = "volcanoGpushare" if volcano == GPUSHARE else "volcanoVgpu"
-    config = _CONFIG.format(volcano=key, replicas=REPLICAS, unit_mib=UNIT_MIB, cdi=rig.cdi_dir())
+    switches = ", ".join(f"{_KEYS.get(family, family)}: true" for family in families)
+    config = _CONFIG.format(
+        families=switches, replicas=REPLICAS, unit_mib=UNIT_MIB, cdi=rig.cdi_dir()
+    )
     agent = NodeAgent(
         rig,
         config,
@@ -79,20 +104,47 @@ def mixed_agent(rig: Rig, volcano: str) -> Iterator[NodeAgent]:
         hook = agent.folder / "hook"
         hook.mkdir()
         deliver_stand_in_library(hook)
+        deliver_stand_in_control_library(agent.folder / "control")
         agent.start()
-        for family in (NVIDIA, AWS):
-            wait_allocatable(rig, GPUS * REPLICAS, 40, resource=RESOURCES[family])
+        sizes = _sizes(agent, families)
+        for resource, count in sizes.counts.items():
+            wait_allocatable(rig, GPUS * count, 40, resource=resource)
+        rig.wait_for(
+            lambda: tools.idle_problems(rig.node(), sizes) == [] or None,
+            what="a Node that shows every family all GPUs",
+        )
         yield agent
 
 
-def play(rig: Rig, agent: NodeAgent, jobs: Sequence[Job], *, volcano: str) -> Report:
+def _sizes(agent: NodeAgent, families: Sequence[str]) -> Sizes:
+    return Sizes(tuple(agent.simulated.uuids), MEMORY_MIB, tuple(families), REPLICAS)
+
+
+@contextlib.contextmanager
+def _schedulers(rig: Rig, families: Collection[str]) -> Iterator[None]:
+    """The stand-ins for those of the families that need more than the default scheduler."""
+    with contextlib.ExitStack() as started:
+        for family in (VGPU_FAMILY, GPUSHARE):
+            if family in families:
+                started.enter_context(
+                    VolcanoScheduler(
+                        rig,
+                        gpushare="share" if family == GPUSHARE else "off",
+                        policy="binpack",
+                        scheduler_name=SCHEDULERS[family],
+                    )
+                )
+        if VGPU_MANAGER in families:
+            started.enter_context(Extender(rig))
+        yield
+
+
+def play(rig: Rig, agent: NodeAgent, jobs: Sequence[Job], families: Sequence[str]) -> Report:
     """Live through one day and return what it came to."""
     folder = agent.folder / "found"
     folder.mkdir()
-    checker = Checker(jobs, folder, agent.simulated.uuids, MEMORY_MIB)
-    with VolcanoScheduler(
-        rig, gpushare="share" if volcano == GPUSHARE else "off", policy="binpack"
-    ):
+    checker = Checker(jobs, folder, _sizes(agent, families))
+    with _schedulers(rig, families):
         _Day(rig, jobs, checker, folder, agent.simulated.uuids).live()
     checker.judge()
     return checker.report
@@ -127,6 +179,7 @@ class _Day:
             self._delete_due()
             time.sleep(_HANDOVER_LOOK_SECONDS if self._checker.handing_over else _LOOK_SECONDS)
         self._checker.report.seconds = _uptime() - self._began
+        self._rest()
         failed = dict[str, str]()
         for pod in self._rig.pods():
             name, status = pod["metadata"]["name"], pod["status"]
@@ -138,6 +191,17 @@ class _Day:
                     status.get("containerStatuses", status)
                 )[:300]
         self._checker.see_failed(failed, self._admitted)
+
+    def _rest(self) -> None:
+        """Wait until the families' tools show that all of the node is free and all pods were
+        served; note what is missing in the end.
+        """
+        until = _uptime() + _LONGEST_REST_SECONDS
+        while missing := self._checker.at_rest(self._rig.pods(), self._rig.node(), _uptime()):
+            if _uptime() > until:
+                self._checker.report.tools += [f"in the end {problem}" for problem in missing]
+                break
+            time.sleep(_PODS_SECONDS)
 
     def _create_due(self) -> None:
         while self._coming and self._began + self._coming[0].arrives_seconds <= _uptime():
@@ -162,6 +226,8 @@ class _Day:
         for pod in pods:
             self._note_admitted(pod)
         self._checker.see_pods(pods, _holdings(self._rig), _uptime())
+        now = _uptime()
+        self._checker.see_node(self._rig.node(), now)
         return bool(pods)
 
     def _shown_alive(self, names: Collection[str]) -> list[str]:

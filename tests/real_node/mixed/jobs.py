@@ -9,22 +9,36 @@ host. The times are those of ``/proc/uptime``, the same in every container and o
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import random
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from tests.real_node.rig.images import BUSYBOX
+from tests.real_node.vgpu_manager_node import NUMBER, asks, reading
 from tests.real_node.volcano import VGPU
 
 NVIDIA, AWS, VGPU_FAMILY, GPUSHARE = "nvidia", "aws", "volcano-vgpu", "volcano-gpushare"
+VGPU_MANAGER = "vgpu-manager"
+FAMILIES = (NVIDIA, AWS, VGPU_FAMILY, GPUSHARE, VGPU_MANAGER)
 BY_IDS = (NVIDIA, AWS)
 RESOURCES: Mapping[str, str] = {
     NVIDIA: "nvidia.com/gpu",
     AWS: "k8s.amazonaws.com/vgpu",
     VGPU_FAMILY: f"{VGPU}number",
     GPUSHARE: "volcano.sh/gpu-memory",
+    VGPU_MANAGER: NUMBER,
 }
-UNIT_MIB = 1024  # of both of Volcano's families
+# Both of Volcano's families on one node need two schedulers (docs/mixed-nodes.md).
+SCHEDULERS: Mapping[str, str] = {
+    NVIDIA: "default-scheduler",
+    AWS: "default-scheduler",
+    VGPU_FAMILY: "volcano",
+    GPUSHARE: "volcano-gpushare",
+    VGPU_MANAGER: "vgpu-scheduler",
+}
+UNIT_MIB = 1024  # of both of Volcano's families, and of a job's memory
+SLOTS = 4  # of vgpu-manager's file that a job reads, one for each GPU of the node
 
 _FOUND = "/found"  # the folder of the host, in the container
 _SCRIPT = """\
@@ -33,7 +47,7 @@ trap 'at > {found}/{name}.end; exit 0' TERM
 {{ echo "AT=$(at)"; env; echo "NODES=$(echo /dev/nvidia[0-9]*)"
 test ! -e /tmp/cudevshr.cache ||
   echo "REGION_BYTES=$(od -An -v -t u8 -j 1600 -N 8 /tmp/cudevshr.cache | tr -d ' ')"
-}} > {found}/{name}.writing
+{reading}; }} > {found}/{name}.writing
 mv {found}/{name}.writing {found}/{name}.start
 sleep {seconds} & wait $!
 at > {found}/{name}.end
@@ -61,25 +75,35 @@ class Job:
     memory: int
 
     @property
+    def cores_percent(self) -> int:
+        """Percent of a GPU's compute that it asks for; 0 where its family is not asked for any."""
+        return 5 * self.memory if self.family == VGPU_MANAGER else 0
+
+    @property
     def limits(self) -> dict[str, int]:
         """The limits of its container."""
         if self.family in BY_IDS:
             return {RESOURCES[self.family]: 1}
         if self.family == GPUSHARE:
             return {RESOURCES[GPUSHARE]: self.memory}
+        if self.family == VGPU_MANAGER:
+            return asks(1, self.cores_percent, self.memory * UNIT_MIB)
         return {f"{VGPU}number": 1, f"{VGPU}memory": self.memory}
 
     def manifest(self, folder: str) -> dict[str, Any]:
         """The pod; ``folder`` is where it writes, on the host."""
         script = _SCRIPT.format(
-            found=_FOUND, name=self.name, seconds=100000 if self.deleted else self.run_seconds
+            found=_FOUND,
+            name=self.name,
+            seconds=100000 if self.deleted else self.run_seconds,
+            reading=reading(SLOTS),
         )
         spec: dict[str, Any] = {
             "restartPolicy": "Never",
             # a network for each pod would cost this machine more than all else
             "hostNetwork": True,
             "terminationGracePeriodSeconds": 5,
-            "schedulerName": "default-scheduler" if self.family in BY_IDS else "volcano",
+            "schedulerName": SCHEDULERS[self.family],
             "volumes": [{"name": "found", "hostPath": {"path": folder}}],
             "containers": [_container("main", script, self.limits)],
         }
@@ -99,23 +123,25 @@ def _container(name: str, script: str, limits: Mapping[str, int]) -> dict[str, A
     }
 
 
-def draw(seed: int, pods: int, *, volcano: str, flooding: str) -> Iterator[Job]:
+def draw(seed: int, pods: int, *, families: Sequence[str], flooding: str) -> Iterator[Job]:
     """The jobs of a day, in the order in which they arrive.
 
     Args:
         seed: decides all of them.
         pods: how many.
-        volcano: the family of Volcano's that the node offers.
+        families: the families that the node offers; each but the flooding one has as many jobs.
         flooding: the family of every second job; these come in bursts and are short.
     """
     rng = random.Random(seed)
-    others = [family for family in (NVIDIA, AWS, volcano) if family != flooding]
+    others = [family for family in families if family != flooding]
+    rng.shuffle(others)
+    drawn = itertools.cycle(others)
     now, number = 0.0, 0
     while number < pods:
         for family in [flooding] * min(rng.randint(4, 8), pods - number):
             yield _job(rng, family, now, number, rng.randint(3, 9))
             number += 1
-        for family in rng.choices(others, k=min(rng.randint(4, 8), pods - number)):
+        for family in itertools.islice(drawn, min(rng.randint(4, 8), pods - number)):
             long = rng.random() < 0.25
             yield _job(
                 rng,
