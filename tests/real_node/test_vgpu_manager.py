@@ -39,7 +39,7 @@ from tests.real_node.volcano_node import U0
 from vgpu_agent.sim.vgpu_manager.words import parse_register
 
 _STORM = 20
-# 1,000 are the full proof, of half an hour.
+# 1,000 are the full proof, of about seven minutes.
 _CONTAINERS = int(os.environ.get("VGPU_MANAGER_CONTAINERS", "24"))
 
 
