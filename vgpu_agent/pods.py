@@ -115,6 +115,7 @@ class PodContainer:
         unreadable: resource → the text that could not be read as a whole number.
         environment: names of the variables that the specification sets and that touch GPUs.
         started: the pod's status says that it runs now or ran before.
+        running: the pod's status says that it runs now.
         container_id: the runtime's id of it, as the kubelet has written it into the pod's status;
             empty before.
         values: variable → the text that the specification has for it, of the few whose value counts
@@ -134,6 +135,7 @@ class PodContainer:
     values: Mapping[str, str] = dataclasses.field(default_factory=dict)
     completed: bool = False
     ended_at: float = 0.0
+    running: bool = False
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -127,6 +127,26 @@ def test_the_end_of_the_init_container_may_be_shown_late(pod: Pod) -> None:
     virtual_time.run(play())
 
 
+async def test_a_status_in_which_the_init_container_still_runs_proves_nothing(
+    pod: Pod, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The kubelet starts no running container, so that status is old, however long it was waited
+    for. Taken for the truth, it would give the next container the init container's shares.
+    """
+    monkeypatch.setattr(identification, "TURN_SECONDS", 0.01)
+    place = a_place()
+    await admitted(place, pod)
+    await place.start(IDS[:1])
+    running = told(pod, "prepare", started=True, running=True)
+    place.book.put(running)
+    place.on_server["default", "train"] = running
+    with pytest.raises(NotProvenError, match="still shows that its last container"):
+        await place.start(IDS[:1])
+    place.book.put(over(pod))
+    await place.start(IDS[:1])
+    assert given(place) == "1000"
+
+
 async def test_an_init_container_that_failed_starts_again_with_its_own(pod: Pod) -> None:
     """Its end without success is no reason to think of the next one."""
     place = a_place()

@@ -154,6 +154,7 @@ def test_a_container_has_started_when_it_runs_or_ran() -> None:
         "running": True,
         "crashing": True,
     }
+    assert [one.name for one in pod.containers if one.running] == ["running"]
 
 
 def test_a_mirror_pod_claims_the_hash_of_its_file() -> None:

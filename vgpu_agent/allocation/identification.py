@@ -253,19 +253,25 @@ class Identification:
                 break
             if not await _newer(pods, version, until - loop.time()):
                 pod = await self._as_it_is_now(pod)
-                name = self._settled(pod, names, last) or start.owner.container
+                name = self._settled(pod, names, last)
                 break
         owner = dataclasses.replace(start.owner, container=name)
         return dataclasses.replace(start, pod=pod, owner=owner)
 
-    def _settled(self, pod: Pod, names: Collection[str], last: GrantRecord | None) -> str | None:
+    def _settled(self, pod: Pod, names: Collection[str], last: GrantRecord | None) -> str:
         found = self._turn(pod, names, last, settled=False)
         if found is None and self._context.api_well_seconds() < STATUS_SECONDS:
             raise NotProvenError(
                 f"the API server was away a moment ago, and the status of pod {pod.full_name} may "
                 "not say yet which of its containers have ended; the kubelet will retry"
             )
-        return found or self._turn(pod, names, last, settled=True)
+        found = found or self._turn(pod, names, last, settled=True)
+        if found is None:
+            raise NotProvenError(
+                f"the status of pod {pod.full_name} still shows that its last container with these "
+                "ids runs, so it does not show yet which one starts; the kubelet will retry"
+            )
+        return found
 
     def _turn(
         self, pod: Pod, names: Collection[str], last: GrantRecord | None, *, settled: bool

@@ -37,7 +37,8 @@ def starting_container(
         names: the containers of the pod that have the same ids.
         last: the record of the last start with these ids in this pod. That start may have failed
             after the agent had accepted it.
-        settled: the status is up to date, so that an event that it does not show has not happened.
+        settled: the status is up to date, so that an event that it does not show has not happened;
+            unless it shows that the last container with these ids runs.
         booted_at: unix seconds of the host's last boot.
     """
     order = [each for each in pod.containers if each.name in names]
@@ -59,7 +60,8 @@ def starting_container(
     if previous.completed and ended:
         return order[place + 1].name
     failed = previous.ended_at > last.decided_at and not previous.completed
-    return previous.name if settled or failed else None
+    # The kubelet starts no running container, so a status that shows it running is out of date.
+    return previous.name if failed or (settled and not previous.running) else None
 
 
 def has_waiting_init_containers(pods: Iterable[Pod], resource: str) -> bool:

@@ -539,6 +539,7 @@ def _container(
         unreadable,
         environment,
         started=bool(status.restart_count > 0 or state.running or last_state.running or ends),
+        running=state.running is not None,
         values=_values(one),
         completed=state.terminated is not None and state.terminated.exit_code == 0,
         ended_at=max((_unix_seconds(end.finished_at) for end in ends), default=0.0),
