@@ -223,6 +223,7 @@ class Collection:
         while True:
             self.synced = False
             self._doubted.clear()
+            broken = False
             try:
                 async with asyncio.TaskGroup() as group:
                     following = group.create_task(self._follow())
@@ -231,9 +232,12 @@ class Collection:
                     following.cancel()
                     doubting.cancel()
             except* ClusterError as errors:
+                broken = True
                 _logger.warning(
                     "sim.volcano.watch_broken", path=self._path, error=str(errors.exceptions[0])
                 )
+            if broken:
+                # Not inside `except*`: before Python 3.11.4 a cancellation there becomes a group.
                 await asyncio.sleep(self._retry_seconds)
 
     def doubt(self) -> None:
