@@ -94,6 +94,7 @@ def _identity(path: Path) -> tuple[int, int] | None:
 class TestOneNode:
     """Pods and a device plugin on the session's rig."""
 
+    @pytest.mark.alone
     def test_a_node_takes_pods_ten_seconds_after_a_warm_start(
         self, start_rig: Callable[..., Rig], record_property: Callable[..., None]
     ) -> None:
