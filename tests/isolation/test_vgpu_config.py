@@ -39,7 +39,7 @@ LIMITS = st.dictionaries(
 
 
 def read(content: bytes) -> ReadConfig | Unreadable:
-    """What the file with this content says."""
+    """The limits in a file with this content."""
     return read_config(len(content), lambda offset, length: content[offset : offset + length])
 
 

@@ -394,7 +394,7 @@ def _of_all_families(path: Path, **more: Job) -> _Folder:
 
 
 def test_all_families_one_after_the_other_are_right(tmp_path: Path) -> None:
-    """What the contracts say is accused of nothing, on pods and on the Node."""
+    """Pods and a Node that are as the contracts say are accused of nothing."""
     folder = _of_all_families(tmp_path)
     checker = folder.checker
     for at, family in enumerate(FAMILIES):

@@ -287,7 +287,7 @@ async def test_a_container_that_runs_without_its_files_is_named(directory: Path)
 
 
 async def test_a_uid_that_is_cut_in_the_file_is_still_the_containers(tmp_path: Path) -> None:
-    """That of a static pod's file may be longer than the field."""
+    """The UID of a static pod's file may be longer than the field."""
     uid = "a" * 60
     directory = tmp_path / f"{uid}_main"
     (directory / "config").mkdir(parents=True)

@@ -177,7 +177,7 @@ def test_a_family_that_is_not_offered_is_loud(volcano_node: AgentStatus) -> None
 
 
 def test_a_family_for_which_the_node_has_no_device_is_no_alarm(volcano_node: AgentStatus) -> None:
-    """As the MIG instances of a family on a node whose GPUs are whole."""
+    """The MIG instances of a family on a node whose GPUs are whole are an example."""
     volcano_node.binding.families = (
         FamilyStatus("slices", offered=False, trouble="none of its GPUs is divided", idle=True),
     )

@@ -57,7 +57,7 @@ IDLE_SECONDS = bounds.IDLE_SECONDS + 2.0
 """A round of three families takes longer by what a busy API server takes for a write, twice."""
 
 TURN_SECONDS = 1.4
-"""What each further family adds to a round, with the pause after its turn."""
+"""The seconds that each further family adds to a round, with the pause after its turn."""
 
 SHOWN_SECONDS = 5.0
 """After so long schedulers must read on the Node that a container has a GPU. The agent writes it at

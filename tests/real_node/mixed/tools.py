@@ -1,4 +1,4 @@
-"""What each family's own scheduler and tools read on a mixed node: the Node's counts and
+"""The reading of each family's own scheduler and tools on a mixed node: the Node's counts and
 annotations, and the marks on pods. Are they as the contracts say?
 
 Pure functions on objects of the API server; `checker` asks them. The texts are read with the words

@@ -71,8 +71,7 @@ class EarlyBinding:
     """The answers of early mode, and their proof.
 
     State: the answers of this process, and the container for which each was made. After a restart
-        the
-    containers are derived from the kubelet's records, and the answers are not needed.
+    the containers are derived from the kubelet's records, and the answers are not needed.
 
     Attributes:
         wrong_guesses: the number of starts that were refused permanently.
