@@ -30,7 +30,11 @@ def confirm(place: Place, *, times: int = 1, initial: bool = False) -> list[Corr
         records = KubeletRecords(
             holdings,
             complete=place.pod_resources is not None,
-            entries=tuple(as_holding(entry) for entry in entries),
+            entries=(
+                tuple(as_holding(entry) for entry in entries)
+                if place.checkpoint is not None
+                else None
+            ),
         )
         drift = place.allocator.confirm(records, reservation_seconds=60, initial=initial)
     return drift

@@ -253,6 +253,25 @@ async def test_a_restart_does_not_forget_an_init_container_all_of_whose_ids_go_o
     assert booked(after) == {U0: 70}
 
 
+async def test_a_restart_without_the_checkpoint_does_not_forget_an_init_container() -> None:
+    """Only the checkpoint names init containers. Forgotten, one that runs has its GPU granted to
+    another pod as well.
+    """
+    before = Place()
+    pod = await with_init_container(before, prepare=f"{U0} 40000,{U1} 40000", main=f"{U0} 1")
+    after = restarted(before, pod)
+    after.checkpoint, checkpoint = None, before.checkpoint
+    confirm(after, initial=True)
+    assert booked(after) == {U0: 40000, U1: 40000}
+    after.checkpoint = checkpoint
+    confirm(after, times=3)
+    assert booked(after) == {U0: 40000, U1: 40000}
+    await after.start(IDS[:1])
+    confirm(after, times=3)
+    assert booked(after) == {U0: 1}
+    assert after.ledger.audit() == []
+
+
 async def test_a_restart_does_not_forget_an_init_container_whose_sidecar_started_again() -> None:
     """The sidecar comes before it and runs on beside it,
     so that its crash says nothing about the init container.
@@ -384,15 +403,15 @@ async def test_an_init_container_that_ended_under_the_new_agent_holds_nothing_ba
 
 
 async def test_an_init_container_that_ended_in_an_outage_holds_nothing_back() -> None:
-    """While no pod is known, what it had stays booked.
-    It is free once the API server says that the next one has started.
+    """While no pod is known, the records beside the specs say that the next one has started.
+    Booked beside it, what both had could be more than their GPU has.
     """
     before = Place()
     pod = await with_init_container(before, prepare=f"{U0} 10000,{U1} 10000", main=f"{U0} 10000")
     await before.start(IDS[:1])
     after = restarted(before)
     confirm(after, initial=True)
-    assert booked(after)[U1] == 10000
+    assert booked(after) == {U0: 10000}
     after.book.replace([running(pod)])
     confirm(after, times=5)
     assert booked(after) == {U0: 10000}

@@ -20,6 +20,7 @@ from tests.allocation.binding_parts import (
     init,
     wants,
 )
+from tests.allocation.later_parts import booked, confirm
 from tests.golden import U0, U1
 from tests.torture import virtual_time
 from vgpu_agent.allocation import identification
@@ -229,6 +230,25 @@ async def test_a_restarted_agent_goes_on_where_the_one_before_was(pod: Pod) -> N
     assert given(after) == "1000"
     await after.start(IDS[:1])
     assert given(after) == "1000"
+
+
+async def test_a_restart_without_checkpoint_finds_the_init_container_behind_the_ids(
+    pod: Pod,
+) -> None:
+    """The kubelet's list of pods names the main container, which has not started."""
+    before = a_place()
+    await admitted(before, pod)
+    await before.start(IDS[:1])
+    for pods in ((), (pod,)):
+        after = a_place(carrier=before.carrier)
+        after.pod_resources, after.answers = before.pod_resources, before.answers
+        if pods:
+            after.book.replace(pods)
+        confirm(after, initial=True)
+        assert booked(after) == {U1: 500}
+        assert [grant.owner and grant.owner.container for grant in after.ledger.grants] == [
+            "prepare"
+        ]
 
 
 async def test_without_the_pod_the_record_of_a_shared_spec_is_no_proof(

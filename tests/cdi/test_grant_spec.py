@@ -95,6 +95,14 @@ def test_a_record_says_that_a_scheduler_decided(grant: MakeGrant) -> None:
     assert b"may-overcommit" not in grant_spec.spec_text(grant()[0], Edits({"A": "b"}))
 
 
+def test_a_record_names_the_containers_that_it_rules_out(grant: MakeGrant) -> None:
+    """After a restart without the API server, this shows which init containers have ended."""
+    record, _ = grant(rules_out=("fetch", "prepare"))
+    text = grant_spec.spec_text(record, Edits({"A": "b"}))
+    assert grant_spec.read_record(text, record.token) == record
+    assert b"rules-out" not in grant_spec.spec_text(grant()[0], Edits({"A": "b"}))
+
+
 def test_the_same_grant_gives_the_same_text(grant: MakeGrant) -> None:
     """Delivering it again then writes nothing."""
     record, provision = grant()
@@ -205,6 +213,8 @@ def test_a_damaged_spec_is_refused_with_the_reason(
         ("collected", "relative/path"),
         ("collected", "/a/../../etc"),
         ("collected", "/a/b/"),
+        ("rules-out", "first,"),
+        ("rules-out", "../etc"),
     ],
 )
 def test_a_damaged_annotation_is_refused(name: str, value: str, grant: MakeGrant) -> None:

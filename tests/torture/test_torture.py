@@ -23,8 +23,7 @@ from tests.torture.many import on_all_cores, one_by_one
 
 PlayMany = Callable[..., Iterator[Outcome]]
 
-_MANY = int(os.environ.get("TORTURE_CONTAINERS", "25000"))
-_OF_VGPU_MANAGER = int(os.environ.get("TORTURE_CONTAINERS", "10000"))
+_MANY = int(os.environ.get("TORTURE_CONTAINERS", "10000"))
 _QUICK = 1_000
 
 
@@ -99,12 +98,12 @@ def test_some_hundred_containers_of_vgpu_manager_all_get_their_own_claims() -> N
 
 
 @pytest.mark.torture
-@pytest.mark.timeout(max(2400, _OF_VGPU_MANAGER // 10))
+@pytest.mark.timeout(max(2400, _MANY // 10))
 @pytest.mark.parametrize("early", [False, True], ids=["late", "early"])
 def test_many_containers_of_vgpu_manager_get_their_own_claims(early: bool) -> None:
     """The long run of the family: 0 wrong, nothing left over."""
     _torture(
-        _OF_VGPU_MANAGER,
+        _MANY,
         early=early,
         first_seed=2000,
         play_many=on_all_cores,

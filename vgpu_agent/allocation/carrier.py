@@ -64,6 +64,8 @@ class GrantRecord:
         decided_at: unix seconds.
         collected: the grant's own host directory, see `Provision.collected`.
         may_overcommit: see `Grant.may_overcommit`.
+        rules_out: the containers of the pod that had ended, or were still to start, when this one
+            started (`holdings.ruled_out`).
     """
 
     token: str
@@ -76,6 +78,7 @@ class GrantRecord:
     decided_at: float
     collected: str = ""
     may_overcommit: bool = False
+    rules_out: tuple[str, ...] = ()
 
 
 class InlinedEdits(NamedTuple):

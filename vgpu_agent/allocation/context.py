@@ -10,6 +10,7 @@ import time
 from typing import TYPE_CHECKING, Protocol
 
 from vgpu_agent.allocation.carrier import GrantRecord
+from vgpu_agent.allocation.holdings import ruled_out
 from vgpu_agent.allocation.notices import Notices
 from vgpu_agent.allocation.overcommits import Overcommits
 
@@ -146,7 +147,14 @@ class Context:
     mode: BindingMode | None = None
 
     def record(
-        self, token: str, ids: int, owner: Owner, grant: Grant, by: str, provision: Provision
+        self,
+        token: str,
+        ids: int,
+        pod: Pod,
+        owner: Owner,
+        grant: Grant,
+        by: str,
+        provision: Provision,
     ) -> GrantRecord:
         """Return the record of a decision that is made now, for the carrier.
 
@@ -166,4 +174,5 @@ class Context:
             decided_at=max(self.clock(), math.nextafter(latest, math.inf)),
             collected=provision.collected,
             may_overcommit=grant.may_overcommit,
+            rules_out=ruled_out(pod, owner.container),
         )

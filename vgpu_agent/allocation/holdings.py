@@ -107,31 +107,38 @@ def is_outdated(record: GrantRecord, records: Iterable[GrantRecord], pod: Pod) -
     )
 
 
-def ended_before(grants: Iterable[Grant], pod: Pod, starting: Owner) -> list[int]:
-    """Return the numbers of the grants of containers of ``pod`` that cannot run when ``starting``
-    starts.
+def ruled_out(pod: Pod, starting: str) -> tuple[str, ...]:
+    """Return the containers of ``pod`` that cannot run when the container ``starting`` starts.
 
     Init containers that come before it have ended. While an init container starts, only sidecars
     run beside it: a new sandbox starts all containers again, and each gets the same shares again.
     """
-    kinds = {
-        container.name: (place, container.kind) for place, container in enumerate(pod.containers)
-    }
-    place, kind = kinds[starting.container]
-    ended = []
-    for grant in grants:
-        if (
-            not grant.decided_for
-            or grant.decided_for[0] != starting.pod_uid
-            or grant.decided_for[1] == starting.container
-        ):
-            continue
-        other_place, other = kinds.get(grant.decided_for[1], (place, ContainerKind.SIDECAR))
-        before = other is ContainerKind.INIT and other_place < place
-        after = kind is ContainerKind.INIT and other is not ContainerKind.SIDECAR
-        if before or after:
-            ended.append(grant.number)
-    return ended
+    names = [container.name for container in pod.containers]
+    place = names.index(starting)
+    kind = pod.containers[place].kind
+    return tuple(
+        other.name
+        for other_place, other in enumerate(pod.containers)
+        if other_place != place
+        and (
+            (other.kind is ContainerKind.INIT and other_place < place)
+            or (kind is ContainerKind.INIT and other.kind is not ContainerKind.SIDECAR)
+        )
+    )
+
+
+def ended_before(grants: Iterable[Grant], pod: Pod, starting: Owner) -> list[int]:
+    """Return the numbers of the grants of containers of ``pod`` that cannot run when ``starting``
+    starts (`ruled_out`).
+    """
+    names = ruled_out(pod, starting.container)
+    return [
+        grant.number
+        for grant in grants
+        if grant.decided_for
+        and grant.decided_for[0] == starting.pod_uid
+        and grant.decided_for[1] in names
+    ]
 
 
 def _lives(uid: str, alive: Collection[str], records: KubeletRecords, pod_cache: PodCache) -> bool:

@@ -52,11 +52,17 @@ class Interpretation:
         names |= {grant.resource for grant in self._ledger.grants if grant.decided_for} | {
             record.resource for record in self._context.carrier.records
         }
-        found = with_single_holders(records, names, self._context.pods, self._running_inits())
+        running_inits = self._running_inits()
+        found = with_single_holders(records, names, self._context.pods, running_inits)
+        # Only the checkpoint names init containers. Without it, one that runs holds the ids of a
+        # container that comes after it.
+        hidden = dict(running_inits) if records.entries is None else {}
         return dataclasses.replace(
             found,
             holdings=tuple(
-                self._with_recorded_container(holding) if holding.resource in names else holding
+                self._with_recorded_container(holding, hidden)
+                if holding.resource in names
+                else holding
                 for holding in found.holdings
             ),
         )
@@ -121,21 +127,27 @@ class Interpretation:
                 found.add((uid, last.owner.container))
         return found
 
-    def _with_recorded_container(self, holding: Holding) -> Holding:
+    def _with_recorded_container(self, holding: Holding, hidden: dict[str, str]) -> Holding:
         """Return ``holding`` with the container that has the grant record for these ids.
 
         Containers of one pod may share ids. The kubelet's records do not show which one uses them.
+        ``hidden`` are init containers that run and are in no record of the kubelet (pod's UID →
+        name); each is removed once it has a holding.
         """
-        if not holding.owner.pod_uid:
-            return holding
+        pod = self._pod_of(holding)
+        uid = pod.kubelet_uid if pod else holding.owner.pod_uid
+        name = hidden.pop(uid, "")
         by_token, _ = self._indexed(self._context.carrier.records)
         for record in by_token.get(grant_token(holding.resource, holding.ids), ()):
-            if record.owner.pod_uid == holding.owner.pod_uid:
-                return dataclasses.replace(
-                    holding,
-                    owner=dataclasses.replace(holding.owner, container=record.owner.container),
-                )
-        return holding
+            if record.owner.pod_uid == uid if uid else record.owner.may_be_in(holding.owner):
+                name = name or record.owner.container
+        return (
+            dataclasses.replace(
+                holding, owner=dataclasses.replace(holding.owner, container=name, pod_uid=uid)
+            )
+            if name
+            else holding
+        )
 
     def _by_pod(self, family: PodFamily, holding: Holding) -> Meaning | None:
         offered = next(
@@ -150,9 +162,17 @@ class Interpretation:
         ):
             return Meaning(family.name, (), by_pod=True, over=True)
         if record is not None:
-            if pod is not None and is_outdated(
-                record, self._records_of_pod(record.owner.pod_uid), pod
-            ):
+            others = self._records_of_pod(record.owner.pod_uid)
+            outdated = (
+                is_outdated(record, others, pod)
+                if pod is not None
+                else any(
+                    record.owner.container in other.rules_out
+                    and other.decided_at > record.decided_at
+                    for other in others
+                )
+            )
+            if outdated:
                 return Meaning(family.name, (), by_pod=True)
             key = (record.owner.pod_uid, record.owner.container)
             return Meaning(

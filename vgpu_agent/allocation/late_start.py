@@ -247,7 +247,7 @@ class LateStart:
             )
         await self._context.carrier.deliver(
             self._context.record(
-                start.token, len(start.ids), start.owner, grant, decision.by, provision
+                start.token, len(start.ids), start.pod, start.owner, grant, decision.by, provision
             ),
             provision,
         )
@@ -574,9 +574,8 @@ class LateStart:
                     )
                 continue
             by = grant.evidence[-1] if grant.evidence else "decided before"
-            wanted.append(
-                (context.record(token, len(grant.ids), owner, grant, by, provision), provision)
-            )
+            record = context.record(token, len(grant.ids), pod, owner, grant, by, provision)
+            wanted.append((record, provision))
         self._failed_deliveries.keep_only(unmade)
         return wanted
 

@@ -196,6 +196,7 @@ def _annotations(record: GrantRecord) -> dict[str, str]:
         "decided-at": repr(record.decided_at),
         "collected": record.collected,
         **({"may-overcommit": "true"} if record.may_overcommit else {}),
+        **({"rules-out": ",".join(record.rules_out)} if record.rules_out else {}),
     }
     return {_PREFIX + name: value for name, value in facts.items()}
 
@@ -206,6 +207,12 @@ def _record(token: str, facts: dict[str, str]) -> GrantRecord:
         if not is_uid(owner.pod_uid) or not is_container_name(owner.container):
             named = f"UID {quoted(owner.pod_uid)} and container {quoted(owner.container)}"
             raise CarrierError(f"annotations: expected names that Kubernetes allows, got {named}")
+        rules_out = tuple(facts["rules-out"].split(",")) if facts.get("rules-out") else ()
+        if not all(map(is_container_name, rules_out)):
+            raise CarrierError(
+                f"annotation {_PREFIX}rules-out: expected names of containers with commas between, "
+                f"got {quoted(facts['rules-out'])}"
+            )
         collected = facts["collected"]
         if collected and (not os.path.isabs(collected) or os.path.normpath(collected) != collected):
             raise CarrierError(
@@ -222,6 +229,7 @@ def _record(token: str, facts: dict[str, str]) -> GrantRecord:
             decided_at=float(facts["decided-at"]),
             collected=collected,
             may_overcommit=facts.get("may-overcommit") == "true",
+            rules_out=rules_out,
         )
     except KeyError as err:
         raise CarrierError(f"annotation {_PREFIX}{err.args[0]} is missing") from err

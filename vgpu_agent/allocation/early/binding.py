@@ -306,7 +306,7 @@ class EarlyBinding:
         )
         for provision in provisions:
             record = self._context.record(
-                start.token, len(start.ids), start.owner, grant, by, provision
+                start.token, len(start.ids), start.pod, start.owner, grant, by, provision
             )
             await self._context.carrier.prepare(record, provision)
         remarks = decision.remarks or self._answers.take_remarks(start.token, start.key)
