@@ -7,9 +7,10 @@ import sys
 
 import pytest
 
-pytestmark = pytest.mark.component  # it starts programs
+from tests.bench.figures import Figure
 
 
+@pytest.mark.component  # it starts a program
 def test_the_benchmark_needs_no_test_tools() -> None:
     """It has an environment of its own, so that it measures the agent as the image has it."""
     program = "import sys; sys.modules['pytest'] = None; import tests.bench.__main__"
@@ -17,3 +18,25 @@ def test_the_benchmark_needs_no_test_tools() -> None:
         [sys.executable, "-c", program], capture_output=True, text=True, check=False
     )
     assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize(
+    ("unit", "limit", "met"),
+    [
+        ("ms", 15.0, True),
+        ("% of a core", 15.0, True),
+        ("MiB", 10.0, False),
+        ("requests", 10, False),
+    ],
+)
+def test_on_a_slower_processor_only_limits_of_time_are_higher(
+    unit: str, limit: float, met: bool
+) -> None:
+    """A limit is for one processor. Memory and requests do not depend on its speed."""
+    figure = Figure("a figure", 14.0, 10.0, unit, "").on_slower_processor(1.5)
+    assert (figure.limit, figure.met) == (limit, met)
+
+
+def test_a_figure_without_a_limit_has_none_anywhere() -> None:
+    """It is there to be compared with."""
+    assert Figure("a figure", 14.0, None, "ms", "").on_slower_processor(1.5).met

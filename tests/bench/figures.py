@@ -7,6 +7,8 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterable
 
+_OF_TIME = ("s", "ms", "% of a core")
+
 
 @dataclasses.dataclass(frozen=True)
 class Figure:
@@ -24,6 +26,15 @@ class Figure:
     def met(self) -> bool:
         """Tell whether the figure is within its limit."""
         return self.limit is None or self.value <= self.limit
+
+    def on_slower_processor(self, factor: float) -> Figure:
+        """Return the figure with a limit for a processor that needs ``factor`` times as long.
+
+        Only times and shares of a processor's time have other limits there.
+        """
+        if self.limit is None or self.unit not in _OF_TIME:
+            return self
+        return dataclasses.replace(self, limit=round(self.limit * factor, 3))
 
     @property
     def line(self) -> str:
