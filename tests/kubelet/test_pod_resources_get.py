@@ -16,8 +16,12 @@ from tests.kubelet.backend import FakeBackend, shared_resource
 from tests.kubelet.conftest import Node
 from tests.patience import PATIENCE_SECONDS
 from vgpu_agent.errors import KubeletError
-from vgpu_agent.kubelet.pod_resources import GetNotPossibleError, KubeletBusyError, PodResources
-from vgpu_agent.kubelet.rate_limiter import RateLimiter
+from vgpu_agent.kubelet.pod_resources import (
+    GetNotPossibleError,
+    KubeletBusyError,
+    PodResources,
+    RateLimiter,
+)
 from vgpu_agent.sim.kubelet.kubelet import Container, Pod, SimulatedKubelet
 
 R = "nvidia.com/gpu.shared"

@@ -23,7 +23,6 @@ from vgpu_agent.errors import KubeletError
 from vgpu_agent.grpc.client import Caller, CallError
 from vgpu_agent.kubelet import codec
 from vgpu_agent.kubelet.held_ids import PodResourcesReader, decode_allocatable, decode_pod_resources
-from vgpu_agent.kubelet.rate_limiter import RateLimiter
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Mapping, Sequence
@@ -59,6 +58,45 @@ _AFTER_A_REFUSED_GET_SECONDS = 0.02
 
 # Starts come in bursts, and each of them asks.
 _KEPT_SECONDS = 1.0
+
+
+class RateLimiter:
+    """A token bucket: at most ``at_once`` calls in a moment, and ``a_second`` in the long run.
+
+    It counts as the kubelet does (kubelet §13), so that the kubelet's rate is never exceeded. When
+    it is empty, the caller takes the slower way that needs one call.
+
+    State: how many are left, and when that was counted.
+    """
+
+    def __init__(self, at_once: int, a_second: float, clock: Callable[[], float]) -> None:
+        """Begin with a full bucket; ``clock`` in seconds."""
+        self._at_once = at_once
+        self._a_second = a_second
+        self._clock = clock
+        self._left, self._counted_at = float(at_once), clock()
+
+    def take_all(self, calls: int) -> bool:
+        """Take that many calls if they are left, else none; return whether they were left."""
+        self._refill()
+        if self._left < calls:
+            return False
+        self._left -= calls
+        return True
+
+    def take(self, calls: int) -> None:
+        """Take that many, or as many as are left: they are made in any case."""
+        self._refill()
+        self._left = max(0.0, self._left - calls)
+
+    def spend(self) -> None:
+        """Empty the bucket: another client has used the rate."""
+        self._left, self._counted_at = 0.0, self._clock()
+
+    def _refill(self) -> None:
+        now = self._clock()
+        self._left = min(self._at_once, self._left + (now - self._counted_at) * self._a_second)
+        self._counted_at = now
 
 
 class KubeletBusyError(KubeletError):

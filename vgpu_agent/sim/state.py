@@ -13,15 +13,16 @@ import ctypes
 import fcntl
 import mmap
 import os
+import re
 import shlex
 import subprocess
 import sys
 from dataclasses import dataclass
+from functools import cache
 from typing import TYPE_CHECKING, Final, Self
 
 from vgpu_agent.errors import SimulationError
-from vgpu_agent.sim import creation, layout, mig, trees
-from vgpu_agent.sim.functions import check_function
+from vgpu_agent.sim import build, creation, layout, mig, trees
 from vgpu_agent.sim.models import model_of
 from vgpu_agent.sim.processes import ProcessUse, is_locked
 
@@ -52,6 +53,8 @@ RECOVERY_ACTIONS: Final = {
     "unsupported": layout.NONE,
 }
 _MIB: Final = 1 << 20
+_FUNCTION = re.compile(r"nvml\w+")
+_LONGEST = 63  # struct sim_fault has 64 bytes for it
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -391,7 +394,7 @@ class SimulatedNode:
         Raises:
             SimulationError: no such function, nothing to do, or all 32 rows are in use.
         """
-        check_function(function)
+        _check_function(function)
         if (code is None and delay_ms <= 0) or times == 0 or times < -1 or delay_ms < 0:
             raise SimulationError(
                 f"a fault of {function} needs a code or a delay, and times -1 or at least 1"
@@ -494,3 +497,32 @@ class SimulatedNode:
             _, complaint = process.communicate()
             raise SimulationError(f"the process on GPU {gpu} did not start: {complaint.strip()}")
         return process
+
+
+@cache
+def _known_functions() -> frozenset[str]:
+    text = "".join(source.read_text(encoding="utf-8") for source in build.sources())
+    return frozenset(_FUNCTION.findall(text))
+
+
+def _check_function(function: str) -> None:
+    """Check that NVML has a function of this name, exactly, without its version, or with the prefix
+    before a ``*``.
+
+    A fault of a function that is never called would look like an agent that copes with it.
+
+    Raises:
+        SimulationError: names it.
+    """
+    prefix = function.removesuffix("*")
+    known = _known_functions()
+    versions = re.compile(re.escape(prefix) + r"(_v\d)?")
+    fits = any(
+        name.startswith(prefix) if function != prefix else versions.fullmatch(name)
+        for name in known
+    )
+    if not function.startswith("nvml") or not fits or len(function) > _LONGEST:
+        raise SimulationError(
+            f"NVML has no function {function!r}; give a name like nvmlDeviceGetMemoryInfo, or a "
+            "prefix and *"
+        )
