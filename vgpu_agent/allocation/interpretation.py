@@ -56,7 +56,15 @@ class Interpretation:
         found = with_single_holders(records, names, self._context.pods, running_inits)
         # Only the checkpoint names init containers. Without it, one that runs holds the ids of a
         # container that comes after it.
-        hidden = dict(running_inits) if records.entries is None else {}
+        hidden = (
+            {
+                (record.owner.pod_uid, record.resource): record.owner.container
+                for record in self._context.carrier.records
+                if (record.owner.pod_uid, record.owner.container) in running_inits
+            }
+            if records.entries is None
+            else {}
+        )
         return dataclasses.replace(
             found,
             holdings=tuple(
@@ -127,16 +135,18 @@ class Interpretation:
                 found.add((uid, last.owner.container))
         return found
 
-    def _with_recorded_container(self, holding: Holding, hidden: dict[str, str]) -> Holding:
+    def _with_recorded_container(
+        self, holding: Holding, hidden: dict[tuple[str, str], str]
+    ) -> Holding:
         """Return ``holding`` with the container that has the grant record for these ids.
 
         Containers of one pod may share ids. The kubelet's records do not show which one uses them.
-        ``hidden`` are init containers that run and are in no record of the kubelet (pod's UID →
-        name); each is removed once it has a holding.
+        ``hidden`` are init containers that run and are in no record of the kubelet ((pod's UID,
+        resource) → name); each is removed once it has a holding.
         """
         pod = self._pod_of(holding)
         uid = pod.kubelet_uid if pod else holding.owner.pod_uid
-        name = hidden.pop(uid, "")
+        name = hidden.pop((uid, holding.resource), "")
         by_token, _ = self._indexed(self._context.carrier.records)
         for record in by_token.get(grant_token(holding.resource, holding.ids), ()):
             if record.owner.pod_uid == uid if uid else record.owner.may_be_in(holding.owner):
