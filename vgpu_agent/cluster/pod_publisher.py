@@ -27,7 +27,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from vgpu_agent.cluster.api import pod_path
-from vgpu_agent.cluster.retrying import Backoff, Complaints, lasting
+from vgpu_agent.cluster.retrying import Backoff, FailureLog, is_permanent
 from vgpu_agent.cluster.written import Written
 from vgpu_agent.concurrency import Revision, Versions
 from vgpu_agent.errors import ClusterError
@@ -130,7 +130,7 @@ class PodPublisher:
         self._journal = journal
         self._tokens, self._at_once, self._look_seconds = tokens, at_once, look_seconds
         self._starting, self._progress = starting, frozenset((ANNOTATIONS, key) for key in progress)
-        self._complaints = Complaints(journal, "pods")
+        self._failure_log = FailureLog(journal, "pods")
         self._writings: dict[str, _Writing] = {}
         self._outage = Backoff()  # shared by all pods, beside the one of each
         self._done = Revision()  # requests that have ended
@@ -189,11 +189,11 @@ class PodPublisher:
         except Exception as err:  # noqa: BLE001
             # a bug in one family must not stop the writer of the others
             text = f"{type(err).__name__}: {err}"
-            self._complaints.say(
+            self._failure_log.record(
                 "desired state", "pods.desired_state_failed", text, level="error", error=text
             )
             return self._look_seconds, []
-        self._complaints.over("desired state")
+        self._failure_log.recovered("desired state")
         present = [
             (pod, desired_state[pod.kubelet_uid])
             for pod in self._pod_cache.pods
@@ -264,7 +264,7 @@ class PodPublisher:
             now = asyncio.get_running_loop().time()
             waited = now - (now if writing.pending_since is None else writing.pending_since)
             writing.pending_since, writing.unwanted = None, None
-            self._complaints.over("annotations")
+            self._failure_log.recovered("annotations")
             self._note(pod, changes, writing)
             # The watch leaves out pods that have ended, so it will never show this write, which
             # would be repeated for ever.
@@ -290,7 +290,7 @@ class PodPublisher:
                         f"another client keeps changing the label {key} of pod {pod.full_name}; "
                         "find that client"
                     )
-                self._complaints.say(
+                self._failure_log.record(
                     f"contest of {pod.uid}/{key}",
                     "pods.contested",
                     text,
@@ -317,15 +317,15 @@ class PodPublisher:
             )
             return
         writing.backoff.failed(err)
-        if lasting(err) and err.status != 403:
+        if is_permanent(err) and err.status != 403:
             writing.unwanted = changes
-            self._complaints.failed(
+            self._failure_log.failed(
                 f"pod {pod.uid}", err, PERMISSION, **self._about(pod), **_keys(changes)
             )
         else:
             if err.status != 409:
                 self._outage.failed(err)
-            self._complaints.failed("annotations", err, PERMISSION, **self._about(pod))
+            self._failure_log.failed("annotations", err, PERMISSION, **self._about(pod))
 
     def _about(self, pod: Pod) -> dict[str, Any]:
         """Return the facts that link a log line about this pod to those of its grants."""
@@ -346,7 +346,7 @@ class PodPublisher:
             uid for uid, writing in self._writings.items() if uid not in uids and not writing.busy
         ]:
             del self._writings[uid]
-            self._complaints.forget(uid)
+            self._failure_log.forget(uid)
 
     def _count(self) -> None:
         now = asyncio.get_running_loop().time()
