@@ -27,7 +27,7 @@ from vgpu_agent.cluster.node_difference import (
     with_conditions,
 )
 from vgpu_agent.cluster.retrying import Backoff, FailureLog, is_permanent, slow_seconds
-from vgpu_agent.cluster.written import Written
+from vgpu_agent.cluster.write_history import WriteHistory
 from vgpu_agent.concurrency import Versions
 from vgpu_agent.errors import ClusterError
 from vgpu_agent.log import ChangeFilter
@@ -120,7 +120,7 @@ class NodePublisher:
         self._clock, self._look_seconds = clock, look_seconds
         self._failure_log = FailureLog(journal, "node")
         self._journal = journal
-        self._written = Written()
+        self._write_history = WriteHistory()
         self._backoffs = {
             kind: Backoff() for kind in ("guarded", "metadata", "quantities", "conditions")
         }
@@ -176,7 +176,7 @@ class NodePublisher:
             return self._look_seconds
         if node.uid != self._uid:  # another Node of the same name: it has nothing that we wrote
             self._uid = node.uid
-            self._written.forget()
+            self._write_history.forget()
             self._refused.clear()
             self._removed = frozenset()
         desired = self._desired_entries(node)
@@ -229,7 +229,7 @@ class NodePublisher:
                 if entry.shown is None or entry.name in self._removed_from(self._node.value)
                 else 0.0
             )
-        seconds = self._written.seconds_until_due(
+        seconds = self._write_history.seconds_until_due(
             entry.name, entry.shown, entry.desired, apart_seconds=entry.apart_seconds
         )
         value, until = self._refused.get(entry.name, (None, 0.0))
@@ -256,7 +256,7 @@ class NodePublisher:
         """
         why = (
             self._refused_why(entry)
-            or self._written.why_later(entry.name, entry.shown, entry.desired)
+            or self._write_history.delay_reason(entry.name, entry.shown, entry.desired)
             if seconds
             else ""
         )
@@ -420,7 +420,7 @@ class NodePublisher:
                 if entry.section in {Section.CAPACITY, Section.ALLOCATABLE}
                 else 0.0
             )
-            contested = not entry.guarded and self._written.note(
+            contested = not entry.guarded and self._write_history.note_write(
                 entry.name, entry.shown, entry.desired, patience_seconds=patience
             )
             if contested and not entry.apart_seconds:

@@ -28,7 +28,7 @@ import msgspec
 
 from vgpu_agent.cluster.api import pod_path
 from vgpu_agent.cluster.retrying import Backoff, FailureLog, is_permanent
-from vgpu_agent.cluster.written import Written
+from vgpu_agent.cluster.write_history import WriteHistory
 from vgpu_agent.concurrency import Revision, Versions
 from vgpu_agent.errors import ClusterError
 from vgpu_agent.status import WriterStatus
@@ -61,7 +61,7 @@ _COALESCING_SECONDS, _LONGEST_COALESCING_SECONDS = 0.1, 1.0
 class _Writing:
     """The state of writing to one pod, by its UID."""
 
-    written: Written
+    history: WriteHistory
     backoff: Backoff
     pending_since: float | None = None
     # a request is under way; there is never a second one, so writes of one pod are in order
@@ -203,7 +203,7 @@ class PodPublisher:
         pause, due = self._look_seconds, []
         starting = functools.cache(self._starting)
         for pod, desired in present:
-            writing = self._writings.setdefault(pod.uid, _Writing(Written(), Backoff()))
+            writing = self._writings.setdefault(pod.uid, _Writing(WriteHistory(), Backoff()))
             seconds, changes = self._compared(pod, desired, writing)
             if changes and not seconds and changes.keys() <= self._progress and starting():
                 seconds = self._seconds_held_back(writing)
@@ -231,7 +231,7 @@ class PodPublisher:
         changes: dict[Entry, str | None] = {}
         wait = 0.0
         for entry, present, desired in _entries(pod, desired_state):
-            seconds = writing.written.seconds_until_due("/".join(entry), present, desired)
+            seconds = writing.history.seconds_until_due("/".join(entry), present, desired)
             if seconds == 0.0:
                 changes[entry] = desired
             elif seconds is not None:
@@ -280,7 +280,7 @@ class PodPublisher:
     def _note(self, pod: Pod, changes: Changes, writing: _Writing) -> None:
         for entry, value in changes.items():
             section, key = entry
-            if writing.written.note("/".join(entry), _present(pod, section).get(key), value):
+            if writing.history.note_write("/".join(entry), _present(pod, section).get(key), value):
                 text = (
                     f"another client keeps changing the annotation {key} of pod {pod.full_name}; "
                     "find that client"
