@@ -469,7 +469,7 @@ def _advice(name: str, known: Iterable[str], prefix: str) -> str:
     if prefix:
         return suggestion(name, known)
     document = families.document()
-    if name in document.only_there:
+    if name in document.plugin_only_keys:
         return (
             f"a configuration of NVIDIA's plugin is given as {options.NVIDIA_CONFIG_FLAG}, or "
             f"goes below {document.section}"
