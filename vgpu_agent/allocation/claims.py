@@ -43,7 +43,7 @@ _NamedGpus = tuple[tuple[str, str, tuple[str, ...]], ...]  # (family, container,
 
 
 class Claims:
-    """Computes the claims and passes them to the ledger.
+    """The computation of the claims, whose result goes to the ledger.
 
     State: caches only. The GPUs that the annotations of each pod name are cached until the pod, the
     families or the GPUs change. `refresh` is called before every decision. It first compares the

@@ -69,7 +69,7 @@ class _Write:
 
 
 class AllocatableWriter:
-    """Writes ``status.allocatable`` of resources whose list has changed.
+    """The writer of ``status.allocatable`` for resources whose list has changed.
 
     State: the last count written of each resource, in memory. A new agent begins without it, and
     does not change counts until it has sent the kubelet a list.

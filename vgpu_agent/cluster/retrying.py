@@ -89,7 +89,7 @@ class Backoff:
 
 
 class FailureLog:
-    """Logs each failure of a writer once, and its end once, however often the write is tried.
+    """The log of a writer's failures: each failure and its end once, for any number of tries.
 
     Failures are told apart by a key that the writer chooses.
     """

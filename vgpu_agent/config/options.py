@@ -51,8 +51,8 @@ class Option:
         text: the text in ``--help``.
         other_flags: more names of the flag.
         other_variables: more names of the variable; the first one that is set counts.
-        convert: converts the option's text into the key's text, or returns None for a text that
-            it cannot convert. None if the two texts are the same.
+        convert: the function that converts the option's text into the key's text. It returns None
+            for a text that it cannot convert. ``convert`` is None if the two texts are the same.
         expected: the form of the text that ``convert`` accepts, for error messages.
     """
 

@@ -61,7 +61,7 @@ class Correction:
 
 
 class Reconciliation:
-    """Applies the kubelet's records to the grants of the ledger, which are its only state."""
+    """The correction of the grants by the kubelet's records. State: none but the grants."""
 
     def __init__(
         self, grants: Grants, clock: Callable[[], float], wall_clock: Callable[[], float]

@@ -55,7 +55,7 @@ class Limit:
 
 
 class Limits:
-    """Evaluates the limits of the grants of one snapshot.
+    """The limits of the grants of one snapshot.
 
     State: the snapshot, and its readings of regions and files by (namespace, pod, container).
     """

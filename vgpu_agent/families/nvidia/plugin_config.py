@@ -111,7 +111,7 @@ def translate_section(node: yaml.Node) -> Translation:
 
 
 class _Translator:
-    """Translates one document. State: the part of the result that is complete."""
+    """The translator of one document. State: the part of the result that is complete."""
 
     def __init__(self, prefix: str, faults: list[yaml.Fault]) -> None:
         self._prefix = prefix

@@ -228,7 +228,9 @@ class Collection:
                 async with asyncio.TaskGroup() as group:
                     following = group.create_task(self._follow())
                     invalidated = group.create_task(self._invalidated.wait())
-                    await asyncio.wait({following, invalidated}, return_when=asyncio.FIRST_COMPLETED)
+                    await asyncio.wait(
+                        {following, invalidated}, return_when=asyncio.FIRST_COMPLETED
+                    )
                     following.cancel()
                     invalidated.cancel()
             except* ClusterError as errors:
