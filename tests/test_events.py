@@ -14,7 +14,7 @@ PAGE = (ROOT / "docs" / "events.md").read_text()
 _EVENT = re.compile(r"[a-z_]+\.[a-z_]+")
 _LEVELS = {"warning", "error"}
 _WRITERS = ("node", "pods", "events", "allocatable", "reschedule", "rescue")
-"""The names that writers give to `vgpu_agent.cluster.retrying.Complaints`;
+"""The names that writers give to `vgpu_agent.cluster.retrying.FailureLog`;
 each is the first half of three events.
 """
 
@@ -36,7 +36,7 @@ def _level(call: ast.Call, method: str) -> str:
         for word in call.keywords
         if word.arg == "level" and isinstance(word.value, ast.Constant)
     }
-    if method in {"record", "say"}:
+    if method == "record":
         return str(next(iter(given), ""))
     return method if method in _LEVELS else ""
 
@@ -79,7 +79,7 @@ def test_the_writers_are_those_of_the_code() -> None:
         for node in ast.walk(ast.parse(file.read_text()))
         if isinstance(node, ast.Call)
         and isinstance(node.func, ast.Name)
-        and node.func.id == "Complaints"
+        and node.func.id == "FailureLog"
         if isinstance(node.args[1], ast.Constant)
     }
     assert found == set(_WRITERS)

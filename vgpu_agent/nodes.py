@@ -42,12 +42,13 @@ class Node:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class SentCounts:
-    """The counts of a resource's ids last sent to the kubelet:
-    all, Healthy, and those that schedulers are to know.
+    """The numbers of ids in a resource's list last sent to the kubelet.
 
     Attributes:
-        offered: ``healthy``, less the ids that the kubelet is to have for a moment longer than
-            schedulers.
+        listed: all ids.
+        healthy: the Healthy ids.
+        offered: the ids for schedulers: ``healthy`` without the ids that the kubelet keeps a moment
+            longer than schedulers.
     """
 
     listed: int

@@ -24,7 +24,7 @@ from vgpu_agent.agent.named_configuration import (
     with_named_configuration,
 )
 from vgpu_agent.agent.reload import Reload
-from vgpu_agent.agent.remembered import Memory, Remembered
+from vgpu_agent.agent.remembered import Remembered, RememberedFile
 from vgpu_agent.config.load import Loaded, load, load_sources
 from vgpu_agent.config.settings import Settings
 from vgpu_agent.config.watch import changes
@@ -128,7 +128,7 @@ def journalled(named: NamedConfiguration, event: str) -> list[Mapping[str, Any]]
 
 async def remember(tmp_path: Path, **facts: Any) -> None:
     """Write the memory that an earlier agent has left."""
-    await Memory(str(tmp_path / "state")).keep(Remembered(NODE, **facts))
+    await RememberedFile(str(tmp_path / "state")).write(Remembered(NODE, **facts))
 
 
 async def test_without_a_directory_nothing_is_asked_and_nothing_chosen() -> None:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from vgpu_agent.agent.remembered import Memory, Remembered
+from vgpu_agent.agent.remembered import Remembered, RememberedFile
 
 FACTS = Remembered(
     "node-a", "v1.31.0", "containerd://2.0.0", {"device-config.yaml": ("nvidia: {}",)}
@@ -15,8 +15,8 @@ FACTS = Remembered(
 
 async def test_what_was_kept_is_recalled_by_the_next_process(tmp_path: Path) -> None:
     """The directory is made, and the Node as far as it is known comes out again."""
-    await Memory(str(tmp_path / "state")).keep(FACTS)
-    recalled = await Memory(str(tmp_path / "state")).recall("node-a")
+    await RememberedFile(str(tmp_path / "state")).write(FACTS)
+    recalled = await RememberedFile(str(tmp_path / "state")).read("node-a")
     assert recalled == FACTS
     assert recalled.as_node.runtime_version == "containerd://2.0.0"
     assert [path.name for path in (tmp_path / "state").iterdir()] == ["remembered.json"]
@@ -24,21 +24,21 @@ async def test_what_was_kept_is_recalled_by_the_next_process(tmp_path: Path) -> 
 
 async def test_another_nodes_memory_is_nobodys(tmp_path: Path) -> None:
     """A disk that was moved to another node says nothing about this one."""
-    await Memory(str(tmp_path)).keep(FACTS)
-    assert await Memory(str(tmp_path)).recall("node-b") is None
+    await RememberedFile(str(tmp_path)).write(FACTS)
+    assert await RememberedFile(str(tmp_path)).read("node-b") is None
 
 
 @pytest.mark.parametrize("content", [b"", b"{", b"[]", b'{"node": 7}', b"\xff\xfe"])
 async def test_a_damaged_memory_is_none(tmp_path: Path, content: bytes) -> None:
     """It is a cache: the API server says it again."""
     (tmp_path / "remembered.json").write_bytes(content)
-    assert await Memory(str(tmp_path)).recall("node-a") is None
+    assert await RememberedFile(str(tmp_path)).read("node-a") is None
 
 
 async def test_a_directory_that_cannot_be_written_costs_nothing_else(tmp_path: Path) -> None:
     """Nothing depends on the memory while the API server answers."""
     (tmp_path / "file").write_text("")
-    memory = Memory(str(tmp_path / "file"))
-    await memory.keep(FACTS)
-    await memory.keep(FACTS)
-    assert await memory.recall("node-a") is None
+    file = RememberedFile(str(tmp_path / "file"))
+    await file.write(FACTS)
+    await file.write(FACTS)
+    assert await file.read("node-a") is None

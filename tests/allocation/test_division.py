@@ -26,7 +26,7 @@ from vgpu_agent.families.volcano_vgpu.mig.family import VolcanoVgpuMigFamily
 from vgpu_agent.families.volcano_vgpu.offer import VolcanoVgpuOptions
 from vgpu_agent.families.volcano_vgpu.settings import MIG
 from vgpu_agent.ledger.claims import Claim
-from vgpu_agent.ledger.reconciliation import Meaning
+from vgpu_agent.ledger.reconciliation import InterpretedHolding
 from vgpu_agent.model import Holding, Inventory, KubeletRecords, Owner, Share
 from vgpu_agent.pods import ContainerKind, Pod, PodContainer
 
@@ -233,7 +233,7 @@ async def test_a_gpu_that_another_family_has_is_not_divided() -> None:
     holding = Holding("example.com/x", ("x-1",), Owner("main", "uid-x", "default", "x"))
     place.ledger.reconcile(
         KubeletRecords((holding,), entries=(holding,)),
-        lambda _: Meaning("other", (Share(U1),)),
+        lambda _: InterpretedHolding("other", (Share(U1),)),
         reservation_seconds=60,
         initial=True,
     )

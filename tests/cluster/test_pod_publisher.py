@@ -465,7 +465,7 @@ async def test_a_refused_pod_that_goes_leaves_nothing_behind() -> None:
         await asyncio.sleep(5)
         world.api.remove(pod_at("a"))
         await asyncio.sleep(5)
-    assert not world.publisher._complaints._changes
+    assert not world.publisher._failure_log._changes
     assert world.publisher._writings == {}
 
 

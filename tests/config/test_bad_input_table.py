@@ -491,7 +491,7 @@ ROWS = [
     Row(
         "nvidia §2, given as our file",
         "config.yaml:2: flags: unknown key, a configuration of NVIDIA's plugin is given as "
-        "--config-file, or stands below nvidiaConfig",
+        "--config-file, or goes below nvidiaConfig",
         own="version: v1\nflags: {migStrategy: none}\n",
     ),
     Row(

@@ -157,7 +157,7 @@ def test_every_flag_has_a_key_and_a_variable_of_its_own() -> None:
     paths = [
         path
         for option in options.options()
-        if option.taken_from is None
+        if option.convert is None
         for path in (option.path, *options.keys_set_with(option.path))
     ]
 

@@ -20,8 +20,8 @@ def test_names_are_never_used_twice() -> None:
     with the resource in the name.
     """
     first, second = (
-        sockets.unused_name("nvidia.com/gpu.shared"),
-        sockets.unused_name("nvidia.com/gpu.shared"),
+        sockets.new_socket_name("nvidia.com/gpu.shared"),
+        sockets.new_socket_name("nvidia.com/gpu.shared"),
     )
 
     assert first != second
@@ -30,7 +30,7 @@ def test_names_are_never_used_twice() -> None:
 
 def test_a_long_resource_name_still_makes_a_short_path() -> None:
     """The default directory leaves room for the longest resource name that Kubernetes allows."""
-    name = sockets.unused_name("a" * 253 + "/" + "b" * 63)
+    name = sockets.new_socket_name("a" * 253 + "/" + "b" * 63)
 
     assert len(f"/var/lib/kubelet/device-plugins/{name}") < 107
 
@@ -63,7 +63,7 @@ def test_leftovers_of_a_killed_agent_are_removed(directory: Path) -> None:
 
     with bind(directory / living, "--kubelet-dir") as listener:
         listener.listen()
-        removed = sockets.remove_leftovers(directory)
+        removed = sockets.remove_stale_sockets(directory)
 
     assert removed == [dead]
     assert sorted(path.name for path in directory.iterdir()) == [
@@ -75,4 +75,4 @@ def test_leftovers_of_a_killed_agent_are_removed(directory: Path) -> None:
 
 def test_a_missing_directory_has_no_leftovers(directory: Path) -> None:
     """The agent may start before the directory is there."""
-    assert sockets.remove_leftovers(directory / "none") == []
+    assert sockets.remove_stale_sockets(directory / "none") == []

@@ -10,7 +10,7 @@ from typing import Protocol
 from tests.golden import U0, U1, golden_inventory
 from vgpu_agent.device_ids import DeviceId
 from vgpu_agent.ledger import Ledger
-from vgpu_agent.ledger.reconciliation import Meaning
+from vgpu_agent.ledger.reconciliation import InterpretedHolding
 from vgpu_agent.model import (
     Grant,
     Health,
@@ -63,12 +63,12 @@ def replica_shares(ids: Sequence[str]) -> tuple[Share, ...]:
     return tuple(Share(uuid) for uuid in dict.fromkeys(id_.partition("::")[0] for id_ in ids))
 
 
-def interpret(holding: Holding) -> Meaning | None:
+def interpret(holding: Holding) -> InterpretedHolding | None:
     """Read a holding the way the nvidia family does."""
     if not holding.resource.startswith("nvidia.com/"):
         return None
     whole = all("::" not in id_ for id_ in holding.ids)
-    return Meaning(
+    return InterpretedHolding(
         "nvidia", tuple(whole_shares(holding.ids)) if whole else replica_shares(holding.ids)
     )
 

@@ -13,7 +13,7 @@ from tests.ledger.book_parts import TRAIN, WHOLE, Clock, make, replicated, whole
 from vgpu_agent.device_ids import DeviceId
 from vgpu_agent.errors import CapacityError, UnhealthyDeviceError
 from vgpu_agent.ledger import Ledger
-from vgpu_agent.ledger.reconciliation import Meaning
+from vgpu_agent.ledger.reconciliation import InterpretedHolding
 from vgpu_agent.model import Holding, KubeletRecords, Resource, Share
 
 M0, M1 = SLICES[:2]
@@ -76,7 +76,10 @@ def test_a_restart_does_not_forget_whose_part_a_held_slice_was(
     ledger.observe(golden_inventory())
     ledger.offer([WHOLE])
     ledger.reconcile(
-        records, lambda _: Meaning("nvidia", (Share(M0),)), reservation_seconds=60, initial=True
+        records,
+        lambda _: InterpretedHolding("nvidia", (Share(M0),)),
+        reservation_seconds=60,
+        initial=True,
     )
 
     assert words(ledger, WHOLE.name) == {U0: True, U1: not remembers}
@@ -95,7 +98,7 @@ def test_a_slice_that_a_pod_is_found_to_hold_late_is_known_by_its_gpu(clock: Clo
     records = KubeletRecords((Holding(MIG.name, (M0,), TRAIN),))
     ledger.reconcile(
         records,
-        lambda _: Meaning("nvidia", (Share(M0, 4864),)),
+        lambda _: InterpretedHolding("nvidia", (Share(M0, 4864),)),
         reservation_seconds=60,
         initial=True,
     )
@@ -167,7 +170,7 @@ def test_a_slice_that_vanished_is_listed_while_it_is_held_and_released_with_its_
 
     def pass_over(held: KubeletRecords) -> None:
         ledger.reconcile(
-            held, lambda _: Meaning("nvidia", (slice_share(M0),)), reservation_seconds=60
+            held, lambda _: InterpretedHolding("nvidia", (slice_share(M0),)), reservation_seconds=60
         )
 
     pass_over(records)
@@ -222,9 +225,9 @@ def test_a_whole_gpu_beside_its_slices_is_unsound(clock: Clock) -> None:
     """The kubelet's record is followed even then, and the audit says so."""
     ledger = divided(clock)
 
-    def meaning(holding: Holding) -> Meaning:
+    def meaning(holding: Holding) -> InterpretedHolding:
         whole = holding.ids[0].startswith("GPU-")
-        return Meaning(
+        return InterpretedHolding(
             "nvidia",
             tuple(whole_shares(holding.ids)) if whole else tuple(map(slice_share, holding.ids)),
         )

@@ -18,7 +18,7 @@ from tests.ledger.book_parts import Clock
 from vgpu_agent.device_ids import DeviceId
 from vgpu_agent.errors import CapacityError, LedgerError, OvercommitError
 from vgpu_agent.ledger import Ledger
-from vgpu_agent.ledger.reconciliation import Meaning
+from vgpu_agent.ledger.reconciliation import InterpretedHolding
 from vgpu_agent.model import Decider, Holding, KubeletRecords, Owner, Resource, Share
 
 NUMBER, SLOTS, MEMORY_MIB = "volcano.sh/vgpu-number", 3, 40960
@@ -142,10 +142,10 @@ class SchedulersOvercommit(RuleBasedStateMachine):
         by_ids = {each.ids: each for each in self.held.values()}
         self._new_agent()
 
-        def interpret(holding: Holding) -> Meaning:
+        def interpret(holding: Holding) -> InterpretedHolding:
             each = by_ids[holding.ids]
             key = (each.owner.pod_uid, each.owner.container)
-            return Meaning(
+            return InterpretedHolding(
                 "volcano-vgpu",
                 (each.share,),
                 by_pod=True,

@@ -16,7 +16,7 @@ from vgpu_agent.families.nvidia.family import NvidiaFamily
 from vgpu_agent.families.nvidia.ids import devices_behind
 from vgpu_agent.families.nvidia.options import NvidiaOptions
 from vgpu_agent.ledger import Ledger
-from vgpu_agent.ledger.reconciliation import Meaning
+from vgpu_agent.ledger.reconciliation import InterpretedHolding
 from vgpu_agent.ledger.turns import round_seconds
 from vgpu_agent.model import GrantState, Holding, Inventory, KubeletRecords, Owner, Resource, Share
 
@@ -229,8 +229,8 @@ class SlicesAgainstKubelet(RuleBasedStateMachine):
             return tuple(Share(uuid) for uuid in dict.fromkeys(map(self._device, ids)))
         return self.family.shares(name, ids, self._inventory)
 
-    def _interpret(self, holding: Holding) -> Meaning:
-        return Meaning(
+    def _interpret(self, holding: Holding) -> InterpretedHolding:
+        return InterpretedHolding(
             "other" if holding.resource == OTHER else "nvidia",
             self._shares(holding.resource, holding.ids),
         )

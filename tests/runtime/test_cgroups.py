@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from tests.runtime.contained import CGROUPS, bases, kubepods
 from vgpu_agent.runtime import cgroups
-from vgpu_agent.runtime.cgroups import Member, PodCgroups, member, member_of
+from vgpu_agent.runtime.cgroups import Member, PodCgroups, member_of, parse_member
 
 pytestmark = pytest.mark.component  # it starts programs
 
@@ -43,7 +43,7 @@ SLICE = f"kubepods-burstable-pod{UID.replace('-', '_')}.slice"
 )
 def test_a_process_is_known_by_the_names_of_each_driver_and_runtime(path: str, uid: str) -> None:
     """Also of a static pod, whose UID is a hash, and as an agent in a cgroup namespace sees it."""
-    assert member(f"0::{path}\n") == Member(uid, ID)
+    assert parse_member(f"0::{path}\n") == Member(uid, ID)
 
 
 @pytest.mark.parametrize(
@@ -63,27 +63,27 @@ def test_a_process_is_known_by_the_names_of_each_driver_and_runtime(path: str, u
 )
 def test_all_else_is_in_no_container(text: str) -> None:
     """A daemon of the node, the runtime's own helper, and what cannot be read."""
-    assert member(text) is None
+    assert parse_member(text) is None
 
 
 def test_the_lines_of_both_versions_count_where_they_agree() -> None:
     """On a node with both, the hierarchies that do not follow pods are at their roots."""
     mixed = f"9:name=systemd:/\n4:memory:/kubepods/pod{UID}/{ID}\n0::/\n"
-    assert member(mixed) == Member(UID, ID)
-    assert member(mixed + f"3:pids:/kubepods/pod{OTHER}/{ID}\n") is None
+    assert parse_member(mixed) == Member(UID, ID)
+    assert parse_member(mixed + f"3:pids:/kubepods/pod{OTHER}/{ID}\n") is None
 
 
 def test_a_container_cannot_name_itself_another_pods() -> None:
     """It may make cgroups below its own, so it is the outermost name that counts."""
     forged = f"0::/kubepods/pod{UID}/{ID}/kubepods/pod{OTHER}/{OTHER_ID}\n"
-    assert member(forged) == Member(UID, ID)
-    assert member(f"0::/kubepods/pod{UID}/x/pod{OTHER}/{OTHER_ID}\n") is None
+    assert parse_member(forged) == Member(UID, ID)
+    assert parse_member(f"0::/kubepods/pod{UID}/x/pod{OTHER}/{OTHER_ID}\n") is None
 
 
 @given(st.text(max_size=300))
 def test_no_text_is_too_strange(text: str) -> None:
     """Whatever the kernel shows, the answer is a container or none."""
-    found = member(text)
+    found = parse_member(text)
     assert found is None or found.pod_uid
 
 

@@ -19,7 +19,7 @@ pytestmark = pytest.mark.component  # it starts programs
 
 def test_numbers_are_ascending_one_a_line(tmp_path: Path) -> None:
     """vgpu-manager §7.7: mode 0644, and nothing else in the file."""
-    process_list.write(str(tmp_path), process_list.content((3, 20, 100)))
+    process_list.write(str(tmp_path), process_list.encode((3, 20, 100)))
     path = tmp_path / "pids.config"
     assert path.read_bytes() == b"3\n20\n100\n"
     assert path.stat().st_mode & 0o777 == 0o644
@@ -68,7 +68,7 @@ def test_no_link_is_followed(tmp_path: Path) -> None:
 def test_what_is_no_file_is_named(tmp_path: Path) -> None:
     """A FIFO in its place blocks nothing."""
     os.mkfifo(tmp_path / "pids.config")
-    with pytest.raises(CarrierError, match="it is no file"):
+    with pytest.raises(CarrierError, match="it is not a regular file"):
         process_list.write(str(tmp_path), b"1\n")
 
 

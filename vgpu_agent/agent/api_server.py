@@ -15,7 +15,7 @@ import time
 from typing import TYPE_CHECKING
 
 from vgpu_agent import concurrency
-from vgpu_agent.agent.remembered import Memory, Remembered
+from vgpu_agent.agent.remembered import Remembered, RememberedFile
 from vgpu_agent.cluster import api, decode, retrying, reviews
 from vgpu_agent.cluster.allocatable import AllocatableWriter
 from vgpu_agent.cluster.config_map import ConfigMapWatch
@@ -108,7 +108,7 @@ class ClusterAccess:
         self._journal = journal
         self._supervisor = supervisor
         self.config_maps: dict[str, ConfigMapWatch] = {}  # by the file in it
-        self._memory = Memory(settings.state_directory)
+        self._remembered_file = RememberedFile(settings.state_directory)
         self.remembered: Remembered | None = None
         self._named = named
         if named is not None:
@@ -262,7 +262,7 @@ class ClusterAccess:
             )
             return
         name = self._settings.node_name_or_hostname
-        self.remembered = await self._memory.recall(name)
+        self.remembered = await self._remembered_file.read(name)
         if self.remembered is not None:
             self._texts = {
                 file.name: self.remembered.texts.get(file.name, ())
@@ -467,7 +467,7 @@ class ClusterAccess:
     async def remember(self) -> None:
         """Keep what was read for the next start."""
         if self.node is not None:
-            await self._memory.keep(self._facts())
+            await self._remembered_file.write(self._facts())
 
     async def withdraw(self, seconds: float) -> None:
         """Remove what schedulers read about this node, if configured; give up after ``seconds``."""

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from vgpu_agent.agent import api_server
-from vgpu_agent.agent.remembered import Memory
+from vgpu_agent.agent.remembered import RememberedFile
 from vgpu_agent.cluster import decode
 from vgpu_agent.cluster.credentials import credentials
 from vgpu_agent.concurrency import Revision
@@ -214,7 +214,7 @@ class NamedConfiguration:
                 "counts as not set"
             )
         self.waited_seconds = time.monotonic() - began
-        remembered = await Memory(self._settings.state_directory).recall(node)
+        remembered = await RememberedFile(self._settings.state_directory).read(node)
         if remembered is not None:
             if remembered.named_config is not None:
                 self._before = InForce(remembered.named_config, remembered.named_text)

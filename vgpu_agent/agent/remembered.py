@@ -1,9 +1,8 @@
-"""The data last read from the API server that is needed to offer the same resources again,
-kept in a file of the node.
+"""The data last read from the API server that the offers depend on, kept in a file on the node.
 
-A restart during an outage of the API server must not change device ids or the way of binding under
-running pods, so the last good copy is kept in ``stateDirectory``. It is a cache: when it is lost or
-damaged, the agent waits for the API server instead. Used by `api_server`.
+A restart during an outage of the API server must not change device ids or the binding mode under
+running pods. So a copy is kept in ``stateDirectory``. It is a cache: if it is lost or
+damaged, the agent waits for the API server instead. Used by `api_server` and `named_configuration`.
 """
 
 from __future__ import annotations
@@ -15,20 +14,21 @@ from vgpu_agent.nodes import Node
 
 
 class Remembered(msgspec.Struct, frozen=True, rename="camel"):
-    """The facts.
+    """The content of the file.
 
     Attributes:
-        node: the Node's name they belong to.
-        texts: configuration file of a replaced plugin → those of its texts that count, see
-            `plugin_files.texts_in_force`. Some are not from the API server, but can be wrong as
-            easily.
-        config_label: value of the Node's label that names its configuration, empty without the
-            label; None when it was never read.
-        named_config: the named configuration that was in force, empty for none; None when none was
-            ever chosen.
-        named_text: its content.
-        annotations: the Node's annotations that families read on pods as well: defaults that
-            operators set for the pods of a node.
+        node: the name of the Node that the data is about.
+        kubelet_version: the version of the Node's kubelet.
+        runtime_version: the version of the Node's container runtime.
+        texts: name of a replaced plugin's configuration file → those of its texts that are in
+            force, see `plugin_files.texts_in_force`. Texts from files on the node are included.
+        config_label: the value of the Node's label that selects its configuration; "" if there was
+            no label, None if the Node was never read.
+        named_config: the name of the configuration that was in force; "" for none, None if none
+            was ever selected.
+        named_text: the text of that configuration.
+        annotations: the Node's annotations that are defaults, set by operators, for the same
+            annotations of its pods.
     """
 
     node: str = ""
@@ -42,7 +42,7 @@ class Remembered(msgspec.Struct, frozen=True, rename="camel"):
 
     @property
     def as_node(self) -> Node:
-        """The Node as far as it is remembered."""
+        """The Node with the remembered data only."""
         return Node(
             self.node,
             annotations=self.annotations,
@@ -51,8 +51,8 @@ class Remembered(msgspec.Struct, frozen=True, rename="camel"):
         )
 
 
-class Memory:
-    """The file in ``directory``."""
+class RememberedFile:
+    """The file ``remembered.json`` in ``directory``, which is ``stateDirectory``."""
 
     def __init__(self, directory: str) -> None:
         self._file = StateFile(
@@ -65,13 +65,13 @@ class Memory:
             ),
         )
 
-    async def recall(self, node: str) -> Remembered | None:
-        """Read what was remembered about ``node``;
-        None when there is nothing, or it is damaged or another node's.
+    async def read(self, node: str) -> Remembered | None:
+        """Read the data about ``node``; None if there is no file, or it is damaged or another
+        node's.
         """
         found = await self._file.read()
         return found if found is not None and found.node == node else None
 
-    async def keep(self, facts: Remembered) -> None:
-        """Write ``facts``, when they differ from what was written last."""
+    async def write(self, facts: Remembered) -> None:
+        """Write ``facts`` if they differ from the content of the file."""
         await self._file.write(facts)

@@ -1,20 +1,21 @@
-"""The claims: GPUs that the ledger keeps for bound pods of this node without shares yet.
+"""The claims: GPUs that the ledger keeps for pods of this node that are bound and have no shares.
 
-There are two kinds of claims. For families whose pods carry the decision (Volcano), the scheduler
-has named the GPU in an annotation of the pod. For families whose device ids name GPUs, the
-scheduler has only counted. A pod that it has bound is *demand* for so many ids, until the kubelet
-has admitted it. If the GPUs that serve its family do not cover the demand, free ones are kept for
-it. Without them the kubelet would fail that pod for good, while a pod of Volcano's only waits. So
-demand goes before claims by annotation of the same age.
+There are two kinds of claims. In families whose pods decide (Volcano), the scheduler has named the
+GPU in an annotation of the pod. In families whose device ids name GPUs, the scheduler has only
+counted ids. There a bound pod is *demand* for a number of ids until the kubelet has admitted it. If
+the GPUs that serve its family do not cover the demand, free GPUs are claimed for it. Without them
+the kubelet would fail the pod for good, while a pod of Volcano would only wait. So demand has
+priority over claims by annotation of the same age.
 
-The claims follow from the pods, the families and the grants alone, so a restart loses nothing. A
-claim begins when the watch shows the bound pod. It ends when the container gets its shares, when
+The claims are derived from the pods, the families and the grants alone, so a restart loses nothing.
+A claim begins when the watch shows the bound pod. It ends when the container gets its shares, when
 the pod ends or is deleted, when its start is refused for good, or when its family finds that the
-annotation cannot be followed. A pod whose image cannot be pulled keeps its claim, just as it keeps
-its memory and processors on the node.
+annotation cannot be followed. A pod whose image cannot be pulled keeps its claim, like its memory
+and CPUs on the node.
 
-Every user who may create pods can write annotations. So a pod claims no more GPUs than the kubelet
-counts for it, and nothing before a scheduler has bound it or the kubelet has admitted it.
+Everyone who may create pods can write annotations. So a pod claims at most the number of GPUs that
+it requests from the kubelet, and only after a scheduler has bound it or the kubelet has admitted
+it.
 """
 
 from __future__ import annotations
@@ -33,40 +34,41 @@ if TYPE_CHECKING:
     from vgpu_agent.model import Inventory, Resource
     from vgpu_agent.pods import Pod, PodContainer
 
-# A claim's order is its pod's place in the order of binds (`Pod.bound`). This number is larger than
-# any place. It is subtracted for claims that go first: demand, and pods with a part of their
-# shares.
-_AHEAD = 2**40
+# The order of a claim is its pod's position in the order of binds (`Pod.bound`). This number is
+# larger than any position. It is subtracted from the order of claims that come before all others:
+# demand, and pods that have some of their shares.
+_PRIORITY = 2**40
 
-_Named = tuple[tuple[str, str, tuple[str, ...]], ...]  # (family, container, UUIDs of GPUs)
+_NamedGpus = tuple[tuple[str, str, tuple[str, ...]], ...]  # (family, container, UUIDs of GPUs)
 
 
 class Claims:
-    """The source of the ledger's claims.
+    """The computation of the claims, whose result goes to the ledger.
 
-    State: caches only. The GPUs that the annotations of each pod name are cached until pod,
-    families or GPUs change. `refresh` is called before every decision. It compares the versions of
-    all inputs first, so it costs next to nothing while they stay the same.
+    State: caches only. The GPUs that the annotations of each pod name are cached until the pod, the
+    families or the GPUs change. `refresh` is called before every decision. It first compares the
+    versions of all inputs, so it is cheap while they stay the same.
     """
 
     def __init__(self, context: Context) -> None:
         self._context = context
         self._ledger = context.ledger
-        self._made_from: tuple[object, ...] = ()
-        # pod and named GPUs, by the kubelet's UID of the pod; valid for these families and GPUs
-        self._cached: dict[str, tuple[Pod, _Named]] = {}
+        self._inputs: tuple[object, ...] = ()
+        # the kubelet's UID of a pod → the pod and the GPUs that its annotations name; valid for
+        # the families, inventory and resources in `_cached_for`
+        self._cached: dict[str, tuple[Pod, _NamedGpus]] = {}
         self._cached_for: tuple[object, ...] = ()
 
     def refresh(self) -> None:
-        """Give the ledger new claims if any of their inputs has changed."""
-        made_from = self._versions()
-        if made_from == self._made_from:
+        """Compute the claims again if any of their inputs has changed."""
+        inputs = self._input_versions()
+        if inputs == self._inputs:
             return
         self._ledger.claim(self._claims())
-        # read once more, because new claims advance the ledger's revision
-        self._made_from = self._versions()
+        # read again, because new claims advance the ledger's revision
+        self._inputs = self._input_versions()
 
-    def _versions(self) -> tuple[object, ...]:
+    def _input_versions(self) -> tuple[object, ...]:
         return (
             self._context.pods.revision.version,
             self._ledger.revision.version,
@@ -82,11 +84,11 @@ class Claims:
         expected = [pod for pod in self._context.pods.pods if is_expected(pod)]
         if not expected:
             return named
-        demand = Demand(self._ledger, named, ahead=_AHEAD, now=self._context.clock())
+        demand = Demand(self._ledger, named, priority=_PRIORITY, now=self._context.clock())
         return named + [claim for pod in expected for claim in demand.claims(pod)]
 
     def _named_claims(self) -> list[Claim]:
-        waiting = self._waiting()
+        waiting = self._waiting_pods()
         if not waiting:
             return []
         since = {
@@ -104,7 +106,7 @@ class Claims:
             uid = pod.kubelet_uid
             if uid in refused_for_good:
                 continue
-            order = pod.bound - _AHEAD if uid in partly_started else pod.bound
+            order = pod.bound - _PRIORITY if uid in partly_started else pod.bound
             for family, container, gpus in named:
                 if (uid, container) in started:
                     continue
@@ -116,7 +118,7 @@ class Claims:
                 ]
         return claims
 
-    def _waiting(self) -> list[tuple[Pod, _Named]]:
+    def _waiting_pods(self) -> list[tuple[Pod, _NamedGpus]]:
         """Return the pods whose annotations name GPUs for containers that have not started."""
         families, inventory = self._context.families, self._context.inventory()
         paused = {family.name for family in families.paused}
@@ -131,7 +133,7 @@ class Claims:
             entry = (
                 before
                 if before is not None and before[0] is pod
-                else (pod, _named(pod, by_pod, inventory, resources))
+                else (pod, _named_gpus(pod, by_pod, inventory, resources))
             )
             cached[pod.kubelet_uid] = entry
             if entry[1]:
@@ -140,11 +142,12 @@ class Claims:
         return waiting
 
 
-def other_families(
+def resources_of_other_families(
     container: PodContainer, family: str, resources: Iterable[Resource]
 ) -> list[str]:
-    """List the resources of other families that the container asks for as well.
-    Each would give it GPUs of its own.
+    """List the names of other families' resources that the container also requests.
+
+    Each of them would give it more GPUs.
     """
     foreign = (
         offer.name
@@ -154,21 +157,21 @@ def other_families(
     return [name for name in foreign if container.limits.get(name)]
 
 
-def _named(
+def _named_gpus(
     pod: Pod, by_pod: Iterable[PodFamily], inventory: Inventory, resources: tuple[Resource, ...]
-) -> _Named:
+) -> _NamedGpus:
     """Return the GPUs that the pod's annotations name for containers that have not started."""
-    # A pod that is being deleted starts no container any more, and the kubelet never
-    # runs a pod that claims to be the mirror of a static pod.
+    # A pod that is being deleted starts no more containers, and the kubelet never runs a pod whose
+    # annotations imitate the mirror of a static pod.
     if not pod.scheduled or pod.ended or pod.deleting or pod.mirror:
         return ()
     if all(container.started for container in pod.containers):
-        # Most pods run already. This spares reading their annotations, which is most of the work.
+        # The annotations of running pods need not be parsed, which would be most of the work.
         return ()
     return tuple(
         (family.name, name, gpus)
         for family in by_pod
         for name, gpus in family.named(pod, inventory).items()
         if (container := pod.container(name)) is not None and not container.started
-        if not other_families(container, family.name, resources)
+        if not resources_of_other_families(container, family.name, resources)
     )

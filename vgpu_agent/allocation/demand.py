@@ -44,17 +44,19 @@ class Demand:
     that were asked about.
     """
 
-    def __init__(self, ledger: Ledger, named: Iterable[Claim], *, ahead: int, now: float) -> None:
+    def __init__(
+        self, ledger: Ledger, named: Iterable[Claim], *, priority: int, now: float
+    ) -> None:
         """Begin without demand.
 
         Args:
             ledger: the ledger.
             named: the claims by annotation.
-            ahead: the difference by which the order of a claim is less than the pod's place, so
-                that it goes before those of its age.
+            priority: the number that is subtracted from the order of each claim, so that it comes
+                before claims by annotation of the same age.
             now: unix seconds.
         """
-        self._ledger, self._ahead, self._now = ledger, ahead, now
+        self._ledger, self._priority, self._now = ledger, priority, now
         self._offers = {
             offer.name: offer for offer in ledger.resources if offer.decided_by is Decider.IDS
         }
@@ -112,7 +114,7 @@ class Demand:
         for gpu, ids in chosen.items():
             left.free[gpu] -= ids
             self._taken[gpu] = family
-        uid, order = pod.kubelet_uid, pod.bound - self._ahead
+        uid, order = pod.kubelet_uid, pod.bound - self._priority
         return [
             Claim(
                 gpu,

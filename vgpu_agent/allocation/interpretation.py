@@ -17,7 +17,7 @@ from vgpu_agent.allocation.carrier import grant_token
 from vgpu_agent.allocation.holdings import is_outdated, is_over, with_single_holders
 from vgpu_agent.allocation.questions import question
 from vgpu_agent.families.family import Ownership
-from vgpu_agent.ledger.reconciliation import Meaning
+from vgpu_agent.ledger.reconciliation import InterpretedHolding
 from vgpu_agent.model import Decider
 from vgpu_agent.pods import ContainerKind
 
@@ -75,7 +75,7 @@ class Interpretation:
             ),
         )
 
-    def __call__(self, holding: Holding) -> Meaning | None:
+    def __call__(self, holding: Holding) -> InterpretedHolding | None:
         """Interpret one holding, for `Ledger.reconcile`. Return None when the resource is not one
         of the agent's, or is only counted and never granted.
         """
@@ -93,7 +93,7 @@ class Interpretation:
                 ):
                     shares = by_ids.shares(holding.resource, holding.ids, self._context.inventory())
                     if shares or offered_by:
-                        return Meaning(by_ids.name, shares)
+                        return InterpretedHolding(by_ids.name, shares)
             for by_pod in (*families.by_pod, *families.paused):
                 if _owns(by_pod, holding.resource, offered_by) is ownership:
                     return self._by_pod(by_pod, holding)
@@ -159,7 +159,7 @@ class Interpretation:
             else holding
         )
 
-    def _by_pod(self, family: PodFamily, holding: Holding) -> Meaning | None:
+    def _by_pod(self, family: PodFamily, holding: Holding) -> InterpretedHolding | None:
         offered = next(
             (offer for offer in self._ledger.resources if offer.name == holding.resource), None
         )
@@ -170,7 +170,7 @@ class Interpretation:
         if pod is not None and self._is_over(
             pod, record.owner.container if record else holding.owner.container
         ):
-            return Meaning(family.name, (), by_pod=True, over=True)
+            return InterpretedHolding(family.name, (), by_pod=True, ended=True)
         if record is not None:
             others = self._records_of_pod(record.owner.pod_uid)
             outdated = (
@@ -183,9 +183,9 @@ class Interpretation:
                 )
             )
             if outdated:
-                return Meaning(family.name, (), by_pod=True)
+                return InterpretedHolding(family.name, (), by_pod=True)
             key = (record.owner.pod_uid, record.owner.container)
-            return Meaning(
+            return InterpretedHolding(
                 family.name,
                 record.shares,
                 by_pod=True,
@@ -202,19 +202,19 @@ class Interpretation:
 
     def _from_pod(
         self, family: PodFamily, offered: Resource, pod: Pod | None, holding: Holding
-    ) -> Meaning:
+    ) -> InterpretedHolding:
         """Return the shares of a container that has started, as its pod shows them. For other
         containers there are none yet: PreStartContainer decides on them.
         """
         name = holding.owner.container
         container = pod.container(name) if pod else None
         if pod is None or container is None or not container.started:
-            return Meaning(family.name, (), by_pod=True)
+            return InterpretedHolding(family.name, (), by_pod=True)
         decision = family.recall(question(self._context, offered, pod, name, holding.ids))
         if decision is None:
-            return Meaning(family.name, (), by_pod=True)
+            return InterpretedHolding(family.name, (), by_pod=True)
         key = (pod.kubelet_uid, name)
-        return Meaning(
+        return InterpretedHolding(
             family.name,
             decision.shares,
             by_pod=True,
@@ -304,8 +304,8 @@ def _owns(family: Family, resource: str, offered_by: str) -> Ownership:
     return Ownership.CERTAIN if family.name == offered_by else family.owns(resource)
 
 
-def _from_grant(grant: Grant) -> Meaning:
-    return Meaning(
+def _from_grant(grant: Grant) -> InterpretedHolding:
+    return InterpretedHolding(
         grant.family,
         grant.shares,
         by_pod=True,

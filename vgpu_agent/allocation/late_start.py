@@ -28,7 +28,7 @@ from typing import TYPE_CHECKING, Any
 from vgpu_agent import log
 from vgpu_agent.allocation import advice
 from vgpu_agent.allocation.carrier import CDI_KIND, GrantRecord, cdi_name, grant_token
-from vgpu_agent.allocation.claims import other_families
+from vgpu_agent.allocation.claims import resources_of_other_families
 from vgpu_agent.allocation.division import Division
 from vgpu_agent.allocation.early.binding import WrongPodError
 from vgpu_agent.allocation.holdings import ended_before, is_outdated
@@ -395,7 +395,9 @@ class LateStart:
     def _refuse_two_families(self, start: Start) -> None:
         container = start.pod.container(start.owner.container)
         others = (
-            other_families(container, start.offered.family, self._context.ledger.resources)
+            resources_of_other_families(
+                container, start.offered.family, self._context.ledger.resources
+            )
             if container
             else []
         )

@@ -1,17 +1,17 @@
-"""Healthy counts of our resources on our Node as soon as the kubelet has them.
+"""Write the healthy counts of our resources into our Node as soon as the kubelet has them.
 
-The kubelet counts the healthy ids of each resource and writes them into the Node every ten seconds
-(nodeStatusUpdateFrequency). Where several families share GPUs the counts change with each handover.
-A scheduler that uses an old count sends a pod that the kubelet can only fail. So the same number is
-written here when the kubelet has received the list. The kubelet's next look finds nothing to
-change. A count that is about to go down is written at once, and the kubelet gets the list a moment
-after the API server has the count. So no pod is sent to ids that are Healthy only for pods that are
-on their way already.
+The kubelet counts the healthy ids of each resource, and writes the counts into the Node every ten
+seconds (nodeStatusUpdateFrequency). Where several families share GPUs, the counts change whenever a
+GPU goes from one family to another. A scheduler with an old count assigns pods that the kubelet
+then fails. So the agent writes the new count when the kubelet has received the list, and the
+kubelet's next write changes nothing. A count that decreases is written before the kubelet gets the
+shorter list. Meanwhile the ids that the list will lose are only for pods that are already bound.
 
-The kubelet's own counts win: each count is written once for each list, only over a count that the
-kubelet has written before, and only while the kubelet has as many ids as the list. A count that the
-kubelet changes back stays, except one that it writes shortly before a new list, or at its very
-moment: that is the count of the list before. Built and run by `agent`.
+The kubelet's own counts have priority. The agent writes each count once for each list, only over a
+count that the kubelet has written before, and only while the kubelet has as many ids as the list.
+If the kubelet changes the count back, the kubelet's value stays. The exception is a value that the
+kubelet writes around the moment of a new list, because that is the count of the previous list.
+`agent` creates and runs the writer.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from vgpu_agent.cluster import api as cluster_api
 from vgpu_agent.cluster.api import node_path
 from vgpu_agent.cluster.node_difference import same_quantity
 from vgpu_agent.cluster.quantities import whole_number
-from vgpu_agent.cluster.retrying import Backoff, Complaints, lasting
+from vgpu_agent.cluster.retrying import Backoff, FailureLog, is_permanent
 from vgpu_agent.concurrency import Versions
 from vgpu_agent.errors import ClusterError
 from vgpu_agent.status import WriterStatus
@@ -37,15 +37,16 @@ if TYPE_CHECKING:
     from vgpu_agent.journal import Journal
     from vgpu_agent.nodes import Node, SentCounts
 
-_LOOK_SECONDS = 10.0
-# The kubelet takes over a list in milliseconds, and the lists of several resources change together.
+_POLL_SECONDS = 10.0
+# The kubelet processes a list in milliseconds, and the lists of several resources change together.
 _COALESCING_SECONDS = 0.1
-# A Node is a large object that every scheduler and kubelet proxy of the cluster watches. A handover
-# is a few writes within seconds, and a turn lasts one. Counts that go down do not wait.
-_APART_SECONDS = 0.5
-_AT_ONCE = 8
-# Writes of the kubelet later than this are counted with the new list.
-_CROSSES_SECONDS = 1.0
+# The rate limit of the writes: one in this interval, after a burst of several. A Node is a large
+# object that many components of the cluster watch. When a GPU goes to another family, there are a
+# few writes within seconds. Counts that decrease are written without waiting.
+_WRITE_INTERVAL_SECONDS = 0.5
+_BURST_WRITES = 8
+# A write of the kubelet that is later than this after a new list has the counts of that list.
+_LATE_WRITE_SECONDS = 1.0
 
 
 @dataclasses.dataclass
@@ -53,28 +54,28 @@ class _Write:
     """The last write of one count.
 
     Attributes:
-        healthy: the count.
-        sent: the last list that the kubelet had been sent by then.
-        at: when it was written (loop time).
-        shown: the watch has shown it since.
-        before: the list before that; empty once the kubelet can no longer have counted it.
+        count: the count that was written.
+        list_healthy: the number of healthy ids in the last list that the kubelet had at that time.
+        written_at: the time of the write, on the event loop's clock.
+        shown: the watch has shown the count since, or had enough time to do so.
+        previous_healthy: the same number of the list before, as text; "" if it is the same list.
     """
 
-    healthy: int
-    sent: int
-    at: float
+    count: int
+    list_healthy: int
+    written_at: float
     shown: bool = False
-    before: str = ""
+    previous_healthy: str = ""
 
 
 class AllocatableWriter:
-    """The writer of ``status.allocatable`` for resources with a changed list.
+    """The writer of ``status.allocatable`` for resources whose list has changed.
 
-    State: the last count written of each resource. A new agent sends the kubelet new lists, and
-    leaves all before to the kubelet.
+    State: the last count written of each resource, in memory. A new agent begins without it, and
+    does not change counts until it has sent the kubelet a list.
 
     Attributes:
-        counts: for metrics.
+        counts: the counters of writes, for metrics.
     """
 
     def __init__(
@@ -88,48 +89,52 @@ class AllocatableWriter:
         counted: Callable[[int | None], None],
         journal: Journal,
     ) -> None:
-        """Build it.
+        """Create the writer.
 
         Args:
             api: the API server.
             node_name: our Node's name.
             node: our Node as the watch shows it; None while there is none.
-            sent: resource → the last list that the kubelet was sent over a stream that is open.
-            lists: advances when that changes.
+            sent: returns resource → the counts of the last list that the kubelet was sent over a
+                stream that is still open.
+            lists: advances when the result of ``sent`` changes.
             withdrawn: advances when schedulers must see fewer ids than the kubelet has.
-            counted: is told up to which value of ``withdrawn`` the Node has the counts, or None
-                when the API server refuses them for good.
-            journal: a lasting refusal is recorded there.
+            counted: called with the value of ``withdrawn`` up to which the Node has the counts, or
+                with None if the API server refuses them permanently.
+            journal: receives permanent refusals.
         """
         self._api, self._path, self._node = api, f"{node_path(node_name)}/status", node
         self._sent, self._lists, self._withdrawn = sent, lists, withdrawn
         self._counted = counted
-        self._complaints = Complaints(journal, "allocatable")
+        self._failure_log = FailureLog(journal, "allocatable")
         self._uid = ""
         self._writes: dict[str, _Write] = {}
         self._backoffs: dict[str, Backoff] = {}
-        # loop time at which a write would be due if all were equally far apart
+        # the loop time at which the next write would be due if there were no bursts
         self._next_at = float("-inf")
         self.counts = WriterStatus("allocatable")
 
     async def run(self, beat: Callable[[], None]) -> None:
-        """Follow the lists until cancelled."""
+        """Write the counts of each new list until cancelled."""
         while True:
             beat()
             versions = Versions(self._node, self._lists, self._withdrawn)
             withdrawn = self._withdrawn.version
             pause = await self.write_once()
             await versions.passed(timeout_seconds=pause)
-            if self._withdrawn.version == withdrawn:  # pods are bound by the old count until then
+            # A withdrawal is written without delay, since schedulers bind pods by the old count.
+            if self._withdrawn.version == withdrawn:
                 await asyncio.sleep(_COALESCING_SECONDS)
 
     async def write_once(self) -> float:
-        """Write the counts that are due and may be written now;
-        seconds after which to look again, if nothing happens before.
+        """Write the counts that are due, if the rate limit and the back-off allow it.
+
+        Returns:
+            the seconds after which to call it again if no input changes before.
         """
         node = self._node.value
         if node is None:
-            return _LOOK_SECONDS
+            return _POLL_SECONDS
         sent, withdrawn = self._sent(), self._withdrawn.value
         if node.uid != self._uid:
             self._uid = node.uid
@@ -144,81 +149,94 @@ class AllocatableWriter:
         }
         self.counts.pending = len(due)
         if not due:
-            if not any(_has_other_list(node, resource, sent[resource]) for resource in sent):
+            if not any(
+                _kubelet_has_other_list(node, resource, sent[resource]) for resource in sent
+            ):
                 self._counted(withdrawn)
-            return _LOOK_SECONDS
-        apart = self._next_at - _APART_SECONDS * (_AT_ONCE - 1) - asyncio.get_running_loop().time()
-        if apart > 0 and not any(
+            return _POLL_SECONDS
+        burst_seconds = _WRITE_INTERVAL_SECONDS * (_BURST_WRITES - 1)
+        wait = self._next_at - burst_seconds - asyncio.get_running_loop().time()
+        if wait > 0 and not any(
             counts.offered < (whole_number(node.allocatable[resource]) or 0)
             for resource, counts in due.items()
         ):
-            return apart
+            return wait
         waits = {resource: self._backoff(resource).seconds_left for resource in due}
         if ready := {resource: counts for resource, counts in due.items() if not waits[resource]}:
             if await self._write(ready) and len(ready) == len(due):
                 self._counted(withdrawn)
-            return _APART_SECONDS
-        return min(*waits.values(), _LOOK_SECONDS)
+            return _WRITE_INTERVAL_SECONDS
+        return min(*waits.values(), _POLL_SECONDS)
 
     def _is_due(self, node: Node, resource: str, sent: SentCounts) -> bool:
+        """Tell whether the count of ``resource`` must be written now."""
         allocatable = node.allocatable.get(resource)
         if (
             allocatable is None
             or resource not in node.capacity
-            or _has_other_list(node, resource, sent)
+            or _kubelet_has_other_list(node, resource, sent)
         ):
             return False
         last = self._writes.get(resource)
         age_seconds = 0.0
         if last is not None:
-            age_seconds = asyncio.get_running_loop().time() - last.at
+            age_seconds = asyncio.get_running_loop().time() - last.written_at
             last.shown = (
                 last.shown
-                or same_quantity(allocatable, str(last.healthy))
+                or same_quantity(allocatable, str(last.count))
                 or age_seconds > cluster_api.REQUEST_TIMEOUT_SECONDS
             )
         if (last is None or last.shown) and same_quantity(allocatable, str(sent.offered)):
-            self._note(resource, sent, shown=True)
+            self._note_write(resource, sent, shown=True)
             return False
-        if last is None or (last.healthy, last.sent) != (sent.offered, sent.healthy):
+        if last is None or (last.count, last.list_healthy) != (sent.offered, sent.healthy):
             return True
         if not last.shown:
             return False
         if sent.offered < sent.healthy and same_quantity(allocatable, str(sent.healthy)):
             return True  # the kubelet does not have the shorter list yet
         return (
-            bool(last.before)
-            and same_quantity(allocatable, last.before)
-            and age_seconds < _CROSSES_SECONDS
+            bool(last.previous_healthy)
+            and same_quantity(allocatable, last.previous_healthy)
+            and age_seconds < _LATE_WRITE_SECONDS
         )
 
-    def _note(self, resource: str, sent: SentCounts, *, shown: bool = False) -> None:
+    def _note_write(self, resource: str, sent: SentCounts, *, shown: bool = False) -> None:
         last = self._writes.get(resource)
-        before = str(last.sent) if last is not None and last.sent != sent.healthy else ""
+        previous_healthy = ""
+        if last is not None and last.list_healthy != sent.healthy:
+            previous_healthy = str(last.list_healthy)
         self._writes[resource] = _Write(
-            sent.offered, sent.healthy, asyncio.get_running_loop().time(), shown, before
+            sent.offered,
+            sent.healthy,
+            asyncio.get_running_loop().time(),
+            shown,
+            previous_healthy,
         )
 
     def _backoff(self, resource: str) -> Backoff:
         return self._backoffs.setdefault(resource, Backoff())
 
     async def _write(self, due: Mapping[str, SentCounts]) -> bool:
-        """One merge patch for all counts, or one for each when one of them spoils it;
-        whether all are written.
+        """Write all counts by one merge patch, or by one patch each if the API server refuses it.
+
+        Returns:
+            whether all counts were written.
         """
         now = asyncio.get_running_loop().time()
-        # However many writes did not wait, the next one waits no longer than this.
+        # After any number of writes without waiting, the next one waits at most for a whole burst.
         self._next_at = min(
-            max(self._next_at, now) + _APART_SECONDS, now + _APART_SECONDS * _AT_ONCE
+            max(self._next_at, now) + _WRITE_INTERVAL_SECONDS,
+            now + _WRITE_INTERVAL_SECONDS * _BURST_WRITES,
         )
         err = await self._send(due)
-        if err is not None and lasting(err) and len(due) > 1:
+        if err is not None and is_permanent(err) and len(due) > 1:
             written = [
-                self._done([resource], due, await self._send({resource: counts}))
+                self._finish_write([resource], due, await self._send({resource: counts}))
                 for resource, counts in due.items()
             ]
             return all(written)
-        return self._done(list(due), due, err)
+        return self._finish_write(list(due), due, err)
 
     async def _send(self, due: Mapping[str, SentCounts]) -> ClusterError | None:
         try:
@@ -230,25 +248,25 @@ class AllocatableWriter:
         self.counts.written += 1
         return None
 
-    def _done(
+    def _finish_write(
         self, resources: Sequence[str], due: Mapping[str, SentCounts], err: ClusterError | None
     ) -> bool:
-        """Take note of the outcome of a write; whether it was one."""
+        """Record the outcome ``err`` of a write for each resource; return True if it succeeded."""
         for resource in resources:
             if err is None:
-                self._note(resource, due[resource])
+                self._note_write(resource, due[resource])
                 self._backoff(resource).succeeded()
-                self._complaints.over(resource)
+                self._failure_log.recovered(resource)
                 continue
             self._backoff(resource).failed(err)
-            if lasting(err):
+            if is_permanent(err):
                 self._counted(None)
                 text = (
                     f"the API server refuses the count of {resource} in this Node's status "
-                    f"({err}), so the kubelet alone writes it, every ten seconds; apply the "
+                    f"({err}), so only the kubelet writes it, every ten seconds; apply the "
                     "ClusterRole and the policy in manifests/ of this version"
                 )
-                self._complaints.say(
+                self._failure_log.record(
                     resource,
                     "allocatable.refused",
                     "refused",
@@ -259,7 +277,10 @@ class AllocatableWriter:
         return err is None
 
 
-def _has_other_list(node: Node, resource: str, sent: SentCounts) -> bool:
-    """Tell whether the kubelet has yet to write the last list of the resource to the Node."""
+def _kubelet_has_other_list(node: Node, resource: str, sent: SentCounts) -> bool:
+    """Tell whether the Node's capacity differs from the list of the resource that was sent last.
+
+    If so, the kubelet has not yet written that list to the Node.
+    """
     capacity = node.capacity.get(resource)
     return capacity is not None and not same_quantity(capacity, str(sent.listed))

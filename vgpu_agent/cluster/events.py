@@ -15,7 +15,7 @@ import time
 from typing import TYPE_CHECKING, Any, Literal
 
 from vgpu_agent.cluster.api import events_path, timestamp
-from vgpu_agent.cluster.retrying import Backoff, Complaints, lasting
+from vgpu_agent.cluster.retrying import Backoff, FailureLog, is_permanent
 from vgpu_agent.concurrency import Revision, Versions
 from vgpu_agent.errors import ClusterError
 from vgpu_agent.pods import Pod
@@ -94,7 +94,7 @@ class Events:
             look_seconds: how often the loop sends a heartbeat.
         """
         self._api, self._component, self._node_name, self._clock = api, component, node_name, clock
-        self._complaints = Complaints(journal, "events")
+        self._failure_log = FailureLog(journal, "events")
         self._longest_queue, self._look_seconds = longest_queue, look_seconds
         # by object, reason and message; the one that began first comes first
         self._events: dict[tuple[str, str, str], _Event] = {}
@@ -192,19 +192,19 @@ class Events:
         elif not event.written and err.status == 409:
             # our own, whose answer was lost: the name is unique
             self._written(event, count)
-        elif lasting(err) or err.status == 404:
+        elif is_permanent(err) or err.status == 404:
             # forbidden, invalid, or its namespace is gone: the next event may still be welcome
-            self._complaints.failed(
+            self._failure_log.failed(
                 "event", err, permission, regarding=event.regarding["name"], reason=event.reason
             )
             self._drop(event)
         else:
             self._backoff.failed(err)
-            self._complaints.failed("event", err, permission)
+            self._failure_log.failed("event", err, permission)
 
     def _written(self, event: _Event, count: int) -> None:
         self._backoff.succeeded()
-        self._complaints.over("event")
+        self._failure_log.recovered("event")
         self.counts.written += 1
         event.written = count
         self._remove(event)

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from vgpu_agent.cluster import decode, retrying
-from vgpu_agent.cluster.retrying import Backoff, lasting
+from vgpu_agent.cluster.retrying import Backoff, is_permanent
 from vgpu_agent.errors import ClusterError
 
 if TYPE_CHECKING:
@@ -129,7 +129,7 @@ class FailedPods:
                     error=str(err),
                     again_in_seconds=round(backoff.seconds_left, 1),
                 )
-                if lasting(err):
+                if is_permanent(err):
                     return
                 await asyncio.sleep(min(backoff.seconds_left, retrying.BACKOFF_MAX_SECONDS))
             else:

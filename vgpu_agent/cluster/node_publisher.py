@@ -26,8 +26,8 @@ from vgpu_agent.cluster.node_difference import (
     metadata_patch,
     with_conditions,
 )
-from vgpu_agent.cluster.retrying import Backoff, Complaints, lasting, slow_seconds
-from vgpu_agent.cluster.written import Written
+from vgpu_agent.cluster.retrying import Backoff, FailureLog, is_permanent, slow_seconds
+from vgpu_agent.cluster.write_history import WriteHistory
 from vgpu_agent.concurrency import Versions
 from vgpu_agent.errors import ClusterError
 from vgpu_agent.log import ChangeFilter
@@ -118,9 +118,9 @@ class NodePublisher:
             wake,
         )
         self._clock, self._look_seconds = clock, look_seconds
-        self._complaints = Complaints(journal, "node")
+        self._failure_log = FailureLog(journal, "node")
         self._journal = journal
-        self._written = Written()
+        self._write_history = WriteHistory()
         self._backoffs = {
             kind: Backoff() for kind in ("guarded", "metadata", "quantities", "conditions")
         }
@@ -176,7 +176,7 @@ class NodePublisher:
             return self._look_seconds
         if node.uid != self._uid:  # another Node of the same name: it has nothing that we wrote
             self._uid = node.uid
-            self._written.forget()
+            self._write_history.forget()
             self._refused.clear()
             self._removed = frozenset()
         desired = self._desired_entries(node)
@@ -213,11 +213,11 @@ class NodePublisher:
         except Exception as err:  # noqa: BLE001
             # a bug in one family must not stop the writer of the others
             text = f"{type(err).__name__}: {err}"
-            self._complaints.say(
+            self._failure_log.record(
                 "desired state", "node.desired_state_failed", text, level="error", error=text
             )
             return None
-        self._complaints.over("desired state")
+        self._failure_log.recovered("desired state")
         return desired
 
     def _seconds_until_due(self, entry: DesiredEntry) -> float | None:
@@ -229,7 +229,7 @@ class NodePublisher:
                 if entry.shown is None or entry.name in self._removed_from(self._node.value)
                 else 0.0
             )
-        seconds = self._written.seconds_until_due(
+        seconds = self._write_history.seconds_until_due(
             entry.name, entry.shown, entry.desired, apart_seconds=entry.apart_seconds
         )
         value, until = self._refused.get(entry.name, (None, 0.0))
@@ -256,7 +256,7 @@ class NodePublisher:
         """
         why = (
             self._refused_why(entry)
-            or self._written.why_later(entry.name, entry.shown, entry.desired)
+            or self._write_history.delay_reason(entry.name, entry.shown, entry.desired)
             if seconds
             else ""
         )
@@ -314,7 +314,7 @@ class NodePublisher:
         if err is None:
             self._done(kind, desired_state)
             return []
-        if err.status == 403 or not lasting(err):
+        if err.status == 403 or not is_permanent(err):
             self._failed(kind, permission, err)
             return desired_state
         if len(desired_state) > 1:
@@ -328,7 +328,7 @@ class NodePublisher:
             entry.desired,
             asyncio.get_running_loop().time() + slow_seconds(),
         )
-        self._complaints.failed(entry.name, err, permission, key=entry.name)
+        self._failure_log.failed(entry.name, err, permission, key=entry.name)
         return desired_state
 
     async def _remove_guarded(self, node: Node, desired_state: Sequence[DesiredEntry]) -> bool:
@@ -410,9 +410,9 @@ class NodePublisher:
 
     def _done(self, kind: str, desired_state: Sequence[DesiredEntry]) -> None:
         self._backoffs[kind].succeeded()
-        self._complaints.over(kind)
+        self._failure_log.recovered(kind)
         for entry in desired_state:
-            self._complaints.over(entry.name)
+            self._failure_log.recovered(entry.name)
             # A guarded or an unhurried annotation is a conversation: the other side writes it for
             # reasons of its own.
             patience = (
@@ -420,7 +420,7 @@ class NodePublisher:
                 if entry.section in {Section.CAPACITY, Section.ALLOCATABLE}
                 else 0.0
             )
-            contested = not entry.guarded and self._written.note(
+            contested = not entry.guarded and self._write_history.note_write(
                 entry.name, entry.shown, entry.desired, patience_seconds=patience
             )
             if contested and not entry.apart_seconds:
@@ -428,7 +428,7 @@ class NodePublisher:
                     f"another client keeps changing {entry.name} of Node {self._name}; find that "
                     "client (a second device plugin?)"
                 )
-                self._complaints.say(
+                self._failure_log.record(
                     f"contest of {entry.name}",
                     "node.contested",
                     text,
@@ -439,7 +439,7 @@ class NodePublisher:
 
     def _failed(self, kind: str, permission: str, err: ClusterError) -> None:
         self._backoffs[kind].failed(err)
-        self._complaints.failed(
+        self._failure_log.failed(
             kind,
             err,
             permission,

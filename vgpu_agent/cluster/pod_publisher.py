@@ -27,8 +27,8 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from vgpu_agent.cluster.api import pod_path
-from vgpu_agent.cluster.retrying import Backoff, Complaints, lasting
-from vgpu_agent.cluster.written import Written
+from vgpu_agent.cluster.retrying import Backoff, FailureLog, is_permanent
+from vgpu_agent.cluster.write_history import WriteHistory
 from vgpu_agent.concurrency import Revision, Versions
 from vgpu_agent.errors import ClusterError
 from vgpu_agent.status import WriterStatus
@@ -61,7 +61,7 @@ _COALESCING_SECONDS, _LONGEST_COALESCING_SECONDS = 0.1, 1.0
 class _Writing:
     """The state of writing to one pod, by its UID."""
 
-    written: Written
+    history: WriteHistory
     backoff: Backoff
     pending_since: float | None = None
     # a request is under way; there is never a second one, so writes of one pod are in order
@@ -130,7 +130,7 @@ class PodPublisher:
         self._journal = journal
         self._tokens, self._at_once, self._look_seconds = tokens, at_once, look_seconds
         self._starting, self._progress = starting, frozenset((ANNOTATIONS, key) for key in progress)
-        self._complaints = Complaints(journal, "pods")
+        self._failure_log = FailureLog(journal, "pods")
         self._writings: dict[str, _Writing] = {}
         self._outage = Backoff()  # shared by all pods, beside the one of each
         self._done = Revision()  # requests that have ended
@@ -189,11 +189,11 @@ class PodPublisher:
         except Exception as err:  # noqa: BLE001
             # a bug in one family must not stop the writer of the others
             text = f"{type(err).__name__}: {err}"
-            self._complaints.say(
+            self._failure_log.record(
                 "desired state", "pods.desired_state_failed", text, level="error", error=text
             )
             return self._look_seconds, []
-        self._complaints.over("desired state")
+        self._failure_log.recovered("desired state")
         present = [
             (pod, desired_state[pod.kubelet_uid])
             for pod in self._pod_cache.pods
@@ -203,7 +203,7 @@ class PodPublisher:
         pause, due = self._look_seconds, []
         starting = functools.cache(self._starting)
         for pod, desired in present:
-            writing = self._writings.setdefault(pod.uid, _Writing(Written(), Backoff()))
+            writing = self._writings.setdefault(pod.uid, _Writing(WriteHistory(), Backoff()))
             seconds, changes = self._compared(pod, desired, writing)
             if changes and not seconds and changes.keys() <= self._progress and starting():
                 seconds = self._seconds_held_back(writing)
@@ -231,7 +231,7 @@ class PodPublisher:
         changes: dict[Entry, str | None] = {}
         wait = 0.0
         for entry, present, desired in _entries(pod, desired_state):
-            seconds = writing.written.seconds_until_due("/".join(entry), present, desired)
+            seconds = writing.history.seconds_until_due("/".join(entry), present, desired)
             if seconds == 0.0:
                 changes[entry] = desired
             elif seconds is not None:
@@ -264,7 +264,7 @@ class PodPublisher:
             now = asyncio.get_running_loop().time()
             waited = now - (now if writing.pending_since is None else writing.pending_since)
             writing.pending_since, writing.unwanted = None, None
-            self._complaints.over("annotations")
+            self._failure_log.recovered("annotations")
             self._note(pod, changes, writing)
             # The watch leaves out pods that have ended, so it will never show this write, which
             # would be repeated for ever.
@@ -280,7 +280,7 @@ class PodPublisher:
     def _note(self, pod: Pod, changes: Changes, writing: _Writing) -> None:
         for entry, value in changes.items():
             section, key = entry
-            if writing.written.note("/".join(entry), _present(pod, section).get(key), value):
+            if writing.history.note_write("/".join(entry), _present(pod, section).get(key), value):
                 text = (
                     f"another client keeps changing the annotation {key} of pod {pod.full_name}; "
                     "find that client"
@@ -290,7 +290,7 @@ class PodPublisher:
                         f"another client keeps changing the label {key} of pod {pod.full_name}; "
                         "find that client"
                     )
-                self._complaints.say(
+                self._failure_log.record(
                     f"contest of {pod.uid}/{key}",
                     "pods.contested",
                     text,
@@ -317,15 +317,15 @@ class PodPublisher:
             )
             return
         writing.backoff.failed(err)
-        if lasting(err) and err.status != 403:
+        if is_permanent(err) and err.status != 403:
             writing.unwanted = changes
-            self._complaints.failed(
+            self._failure_log.failed(
                 f"pod {pod.uid}", err, PERMISSION, **self._about(pod), **_keys(changes)
             )
         else:
             if err.status != 409:
                 self._outage.failed(err)
-            self._complaints.failed("annotations", err, PERMISSION, **self._about(pod))
+            self._failure_log.failed("annotations", err, PERMISSION, **self._about(pod))
 
     def _about(self, pod: Pod) -> dict[str, Any]:
         """Return the facts that link a log line about this pod to those of its grants."""
@@ -346,7 +346,7 @@ class PodPublisher:
             uid for uid, writing in self._writings.items() if uid not in uids and not writing.busy
         ]:
             del self._writings[uid]
-            self._complaints.forget(uid)
+            self._failure_log.forget(uid)
 
     def _count(self) -> None:
         now = asyncio.get_running_loop().time()

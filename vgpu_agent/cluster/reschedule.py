@@ -15,7 +15,7 @@ import asyncio
 from typing import TYPE_CHECKING
 
 from vgpu_agent.cluster.api import pod_path
-from vgpu_agent.cluster.retrying import Backoff, Complaints
+from vgpu_agent.cluster.retrying import Backoff, FailureLog
 from vgpu_agent.concurrency import Versions
 from vgpu_agent.errors import ClusterError
 from vgpu_agent.pods import MIRROR_POD
@@ -79,7 +79,7 @@ class Reschedule:
         self._api, self._events, self._refusals, self._wake = api, events, refusals, wake
         self._binding, self._journal = binding, journal
         self._look_seconds = look_seconds
-        self._complaints = Complaints(journal, "reschedule")
+        self._failure_log = FailureLog(journal, "reschedule")
         # Both in seconds of the event loop: a clock that is set while the node boots makes no
         # refusal an hour old.
         # pod, container and first refusal → when it was seen here
@@ -168,7 +168,7 @@ class Reschedule:
             return backoff.seconds_left
         self._evicted.add(pod.uid)
         self.evictions["evicted"] += 1
-        self._complaints.over("eviction")
+        self._failure_log.recovered("eviction")
         seconds = self._seconds(refusal)
         text = (
             f"evicted because container {refusal.container} was not allowed to start for "
@@ -188,7 +188,7 @@ class Reschedule:
         backoff.failed(err)
         if err.status == 429:
             self.evictions["postponed"] += 1
-            self._complaints.say(
+            self._failure_log.record(
                 f"budget {pod.uid}",
                 "reschedule.postponed",
                 "429",
@@ -199,13 +199,13 @@ class Reschedule:
         elif err.status not in {404, 409}:
             # those: it is gone or another pod has its name, and the watch will show it
             self.evictions["failed"] += 1
-            self._complaints.failed("eviction", err, PERMISSION, pod=pod.full_name)
+            self._failure_log.failed("eviction", err, PERMISSION, pod=pod.full_name)
 
     def _forget_absent(self, uids: set[str]) -> None:
         self._last_events = {key: last for key, last in self._last_events.items() if key[0] in uids}
         self._evicted &= uids
         for uid in self._backoffs.keys() - uids:
-            self._complaints.forget(uid)
+            self._failure_log.forget(uid)
         self._backoffs = {uid: backoff for uid, backoff in self._backoffs.items() if uid in uids}
 
 

@@ -27,7 +27,7 @@ from vgpu_agent.cluster import decode, recreation
 from vgpu_agent.cluster.api import pod_path, pods_path
 from vgpu_agent.cluster.pod_copies import Copy, State, Tries
 from vgpu_agent.cluster.reschedule import EVICTED, PERMISSION, eviction
-from vgpu_agent.cluster.retrying import Backoff, Complaints
+from vgpu_agent.cluster.retrying import Backoff, FailureLog
 from vgpu_agent.concurrency import Versions
 from vgpu_agent.errors import ClusterError
 from vgpu_agent.pods import Pod
@@ -141,7 +141,7 @@ class Rescue:
         self._resources, self._refusals, self._stale = resources, refusals, frozenset(stale)
         self._events, self._copies, self._journal, self._clock = events, copies, journal, clock
         self._look_seconds = look_seconds
-        self._complaints = Complaints(journal, "rescue")
+        self._failure_log = FailureLog(journal, "rescue")
         self._state = State()
         self._cases: dict[str, _Case] = {}  # by UID
         self._returns: dict[str, _Return] = {}  # of copies, by UID
@@ -191,9 +191,9 @@ class Rescue:
             await self._list_failed()
         except ClusterError as err:
             self._listing.failed(err)
-            self._complaints.failed("list", err, "list pods")
+            self._failure_log.failed("list", err, "list pods")
             return self._listing.seconds_left
-        self._complaints.over("list")
+        self._failure_log.recovered("list")
         self._listing.succeeded()
         self._seen, self._list_due = seen, _now() + _LIST_SECONDS
         return self._look_seconds
@@ -257,7 +257,7 @@ class Rescue:
             elif err.status == 429:
                 self._say_postponed(case, err)
             else:
-                self._complaints.failed("pods", err, _permission(err), pod=case.pod.full_name)
+                self._failure_log.failed("pods", err, _permission(err), pod=case.pod.full_name)
             left = case.backoff.seconds_left
         return left
 
@@ -331,7 +331,7 @@ class Rescue:
             self._say_not_stored(err)
             case.due = _now() + PAUSE_SECONDS
             return PAUSE_SECONDS
-        self._complaints.over("copies")
+        self._failure_log.recovered("copies")
         try:
             await self._api.delete(pod_path(copy.namespace, copy.name), uid=copy.uid)
         except ClusterError as err:
@@ -371,7 +371,7 @@ class Rescue:
         except ClusterError as err:
             again.backoff.failed(err)
             if err.status not in (404, 409):
-                self._complaints.failed("pods", err, _permission(err), pod=pod.full_name)
+                self._failure_log.failed("pods", err, _permission(err), pod=pod.full_name)
             pause = again.backoff.seconds_left
         again.due = _now() + pause
         return pause
@@ -456,7 +456,7 @@ class Rescue:
 
     def _tell_recreated(self, copy: Copy, made: dict[str, Any] | None) -> None:
         self.counts["recreated"] += 1
-        self._complaints.over("pods")
+        self._failure_log.recovered("pods")
         uid = str(made["metadata"].get("uid", "")) if made else ""
         text = f"created in the place of {copy.uid}, which failed: {copy.reason}"
         self._journal.record(
@@ -472,7 +472,7 @@ class Rescue:
         """Note that the pod has been dealt with."""
         pod = case.pod
         self._finish(pod.uid)
-        self._complaints.over("pods")
+        self._failure_log.recovered("pods")
         if event == "rescue.evicted":
             self._journal.record(
                 "rescue.evicted", level="warning", pod=pod.full_name, uid=pod.uid, reason=text
@@ -484,7 +484,7 @@ class Rescue:
         self._events.raise_event(pod, reason, text)
 
     def _say_postponed(self, case: _Case, err: ClusterError) -> None:
-        self._complaints.say(
+        self._failure_log.record(
             f"budget {case.pod.uid}",
             "rescue.postponed",
             "429",
@@ -494,7 +494,7 @@ class Rescue:
         )
 
     def _say_not_stored(self, err: OSError) -> None:
-        self._complaints.say(
+        self._failure_log.record(
             "copies",
             "rescue.not_stored",
             "write",
@@ -511,7 +511,7 @@ class Rescue:
 
     def _drop(self, uid: str) -> None:
         self._cases.pop(uid, None)
-        self._complaints.forget(uid)
+        self._failure_log.forget(uid)
 
 
 def _now() -> float:

@@ -1,7 +1,7 @@
-"""Pauses and log lines when the API server is away, busy or refuses: one line about each trouble.
+"""Pauses and log messages for requests that fail because the API server is away, busy or refuses.
 
-Used by the writers, each with a `Backoff` for every kind of write that can fail by itself, and by
-`reflector` between its watches.
+Used by the writers, each of which has a `Backoff` for every kind of write that can fail
+independently, and by `reflector` between its watches.
 """
 
 from __future__ import annotations
@@ -21,21 +21,21 @@ if TYPE_CHECKING:
 # Pauses after a failed request or watch.
 BACKOFF_MIN_SECONDS = 0.8
 BACKOFF_MAX_SECONDS = 30.0
-# Answers that the same request would get again: malformed, forbidden, too large, invalid.
-_LASTING = (400, 403, 405, 413, 422)
-# A lasting failure is tried again this many longest pauses later: permissions can be granted while
-# the agent runs.
-_LASTING_PAUSES = 10
+# HTTP statuses that the same request would get again: malformed, forbidden, too large, invalid.
+_PERMANENT = (400, 403, 405, 413, 422)
+# A permanent failure is tried again after this many of the longest pauses, because permissions can
+# be granted while the agent runs.
+_PERMANENT_PAUSES = 10
 
 
-def lasting(err: ClusterError) -> bool:
+def is_permanent(err: ClusterError) -> bool:
     """Tell whether the same request would be refused again, whatever the API server's health."""
-    return err.status in _LASTING
+    return err.status in _PERMANENT
 
 
 def slow_seconds() -> float:
-    """Return how long to pause after a lasting refusal."""
-    return BACKOFF_MAX_SECONDS * _LASTING_PAUSES
+    """Return the pause in seconds after a permanent failure."""
+    return BACKOFF_MAX_SECONDS * _PERMANENT_PAUSES
 
 
 class Backoff:
@@ -45,24 +45,27 @@ class Backoff:
     """
 
     def __init__(self, jitter: Callable[[float, float], float] = random.uniform) -> None:
-        # so that the agents of a whole cluster do not come back in one moment
+        # so that the agents of a cluster do not retry at the same moment
         self._jitter = jitter
         self._until = 0.0
         self.failures = 0
 
     @property
     def seconds_left(self) -> float:
-        """Return how long the next try must wait; 0 when it need not."""
+        """The time until the next try; 0 if it may be made now."""
         return max(0.0, self._until - asyncio.get_running_loop().time())
 
     def pause(self, err: ClusterError | None = None) -> float:
-        """Return the pause in seconds after one more try that failed with ``err``, or only ended.
+        """Count one more failed try, and return the pause after it in seconds.
 
-        It doubles, grows for longer after a lasting refusal, and is no shorter than the API server
-        asked for.
+        The pause doubles with each failure in a row. Its maximum is larger after a permanent
+        failure, and it is never shorter than the API server demands.
+
+        Args:
+            err: the failure; None for a watch that has only ended.
         """
-        # A forbidden request stays forbidden until the role changes, and asking is a request, too.
-        longest = slow_seconds() if err is not None and lasting(err) else BACKOFF_MAX_SECONDS
+        # A request stays forbidden until the role changes, and each try is a load.
+        longest = slow_seconds() if err is not None and is_permanent(err) else BACKOFF_MAX_SECONDS
         shortest = BACKOFF_MIN_SECONDS
         pause = min(
             shortest * 2.0 ** min(self.failures, 30), max(shortest, longest)
@@ -71,22 +74,24 @@ class Backoff:
         return max(pause, err.retry_after_seconds if err is not None else 0.0)
 
     def failed(self, err: ClusterError) -> None:
-        """Take note of a failed write: after a lasting refusal the longest pause begins at once,
-        because the same write is sent again.
+        """Begin the pause after a failed write.
+
+        After a permanent failure it is the longest pause, because the same write is sent again.
         """
         pause = self.pause(err)
-        if lasting(err):
+        if is_permanent(err):
             pause = max(slow_seconds(), err.retry_after_seconds)
         self._until = asyncio.get_running_loop().time() + pause
 
     def succeeded(self) -> None:
-        """The next failure is the first one again."""
+        """Reset the pause, so that the next failure counts as the first."""
         self.failures, self._until = 0, 0.0
 
 
-class Complaints:
-    """The log of troubles, by a key of the writer's own: each one once, and once that it is over,
-    however often it is met in between.
+class FailureLog:
+    """The log of a writer's failures: each failure and its end once, for any number of tries.
+
+    Failures are told apart by a key that the writer chooses.
     """
 
     def __init__(self, journal: Journal, writer: str) -> None:
@@ -95,8 +100,13 @@ class Complaints:
         self._changes = ChangeFilter()
 
     def failed(self, key: str, err: ClusterError, permission: str, /, **facts: Any) -> None:
-        """Note that a write named ``key`` has failed; ``permission`` is the RBAC permission it
-        needs, e.g. ``patch nodes/status``.
+        """Record that the write ``key`` has failed.
+
+        Args:
+            key: the writer's name of the write.
+            err: the failure.
+            permission: the RBAC permission that the write needs, e.g. ``patch nodes/status``.
+            facts: further fields of the event.
         """
         if err.status == 403:
             verb, _, resource = permission.partition(" ")
@@ -104,7 +114,7 @@ class Complaints:
                 f"the API server forbids this agent to {permission}: {err}; grant its service "
                 f"account the verb {verb!r} on {resource!r} (the ClusterRole in manifests/ has it)"
             )
-            self.say(
+            self.record(
                 key,
                 f"{self._writer}.forbidden",
                 "forbidden",
@@ -113,8 +123,8 @@ class Complaints:
                 permission=permission,
                 **facts,
             )
-        elif lasting(err):
-            self.say(
+        elif is_permanent(err):
+            self.record(
                 key,
                 f"{self._writer}.refused",
                 str(err),
@@ -124,7 +134,7 @@ class Complaints:
                 **facts,
             )
         else:
-            self.say(
+            self.record(
                 key,
                 f"{self._writer}.failed",
                 "away",
@@ -134,18 +144,19 @@ class Complaints:
                 **facts,
             )
 
-    def say(self, key: str, event: str, trouble: str, /, *, level: str, **facts: Any) -> None:
-        """Record ``event`` unless ``trouble`` is the last recorded about ``key``."""
+    def record(self, key: str, event: str, trouble: str, /, *, level: str, **facts: Any) -> None:
+        """Record ``event``, unless ``trouble`` is what was last recorded about ``key``."""
         if self._changes.is_new(key, trouble):
             self._journal.record(event, level=level, **facts)
 
-    def over(self, key: str) -> None:
-        """``key`` has no trouble any more."""
+    def recovered(self, key: str) -> None:
+        """Record once that the writes of ``key`` work again."""
         if self._changes.over(key):
             self._journal.record(f"{self._writer}.recovered", key=key)
 
     def forget(self, part: str) -> None:
-        """Forget the troubles of ``part`` of a key, which is gone,
-        so that they neither last nor are over.
+        """Forget the failures of all keys that contain ``part``, e.g. the UID of a deleted pod.
+
+        Their recovery is not recorded.
         """
         self._changes.keep_only([key for key in self._changes if part not in str(key)])

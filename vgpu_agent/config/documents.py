@@ -20,13 +20,15 @@ if TYPE_CHECKING:
 
 @dataclasses.dataclass(frozen=True)
 class Translation:
-    """Such a document with our keys.
+    """A configuration of a replaced plugin, translated into the agent's keys.
 
     Attributes:
-        members: as the top of a document of ours, every value with its line in theirs.
-        keys: our dotted path → theirs, for sentences about it.
-        faults: the errors, in their keys.
-        warnings: settings that are ignored, or that count only here; in their keys.
+        members: the top-level keys of the agent's schema → their values, with the lines of the
+            plugin's document.
+        keys: dotted path of the agent → dotted path of the plugin, for messages.
+        faults: the errors, with the plugin's keys.
+        warnings: settings that the agent ignores, or that only the agent applies; with the
+            plugin's keys.
     """
 
     members: Mapping[str, yaml.Node] = dataclasses.field(default_factory=dict)
@@ -74,8 +76,8 @@ class PluginDocument:
     """A description of such documents: where they are found and how they are read.
 
     Attributes:
-        section: the key of our file below which one may stand.
-        only_there: keys at the top of one that our file never has.
+        section: the key in the agent's own file whose value can be such a document.
+        plugin_only_keys: top-level keys of such a document that the agent's own file never has.
         translate_file: the content of a file → its meaning.
         translate_section: what stands below ``section`` → the same.
         directory_key: the key of the directory of the shelf.
@@ -83,7 +85,7 @@ class PluginDocument:
     """
 
     section: str
-    only_there: tuple[str, ...]
+    plugin_only_keys: tuple[str, ...]
     translate_file: Callable[[bytes], Translation]
     translate_section: Callable[[yaml.Node], Translation]
     directory_key: str

@@ -136,11 +136,11 @@ def load_contents(sources: Sources, contents: Contents) -> Loaded:
     reading = Reading()
     root, faults = (None, []) if contents.own is None else yaml.read(contents.own)
     file, document = _nvidia_document(sources, contents, root)
-    reading.take_nvidia(file, document)
+    reading.add_plugin_document(file, document)
     if contents.own is not None and sources.file is not None:
-        reading.take_file(sources.file, root, faults)
-    reading.take_environment(sources.environment)
-    reading.take_flags(sources.flags)
+        reading.add_file(sources.file, root, faults)
+    reading.add_environment(sources.environment)
+    reading.add_flags(sources.flags)
     reading.derive_from_simulate()
     settings = reading.finish()
     theirs = [
@@ -150,7 +150,7 @@ def load_contents(sources: Sources, contents: Contents) -> Loaded:
     return Loaded(
         settings=settings,
         origins=reading.origins(settings),
-        warnings=(*theirs, *reading.former, *_warnings(settings, sources, contents)),
+        warnings=(*theirs, *reading.removed_key_warnings, *_warnings(settings, sources, contents)),
         sources=sources,
         contents=contents,
         collisions=reading.collisions(settings),

@@ -51,9 +51,9 @@ class Option:
         text: the text in ``--help``.
         other_flags: more names of the flag.
         other_variables: more names of the variable; the first one that is set counts.
-        taken_from: how the key's text is made of the option's, where the two are not the same; None
-            where nothing can be made of it.
-        expected: the expected form of such a text.
+        convert: the function that converts the option's text into the key's text. It returns None
+            for a text that it cannot convert. ``convert`` is None if the two texts are the same.
+        expected: the form of the text that ``convert`` accepts, for error messages.
     """
 
     path: str
@@ -63,7 +63,7 @@ class Option:
     text: str = ""
     other_flags: tuple[str, ...] = ()
     other_variables: tuple[str, ...] = ()
-    taken_from: Callable[[str], str | None] | None = None
+    convert: Callable[[str], str | None] | None = None
     expected: str = ""
 
     @property
@@ -109,7 +109,7 @@ _OPTIONS: tuple[Option, ...] = (
         "KUBELET_SOCKET",
         "SOCKET",
         "the kubelet's registration socket, as NVIDIA's plugin calls for it",
-        taken_from=_kubelet_directory,
+        convert=_kubelet_directory,
         expected="the kubelet's directory with /device-plugins/kubelet.sock behind it",
     ),
     Option(
@@ -118,7 +118,7 @@ _OPTIONS: tuple[Option, ...] = (
         "VGPU_AGENT_DEVICE_PLUGIN_PATH",
         "DIR",
         "the kubelet's directory for plugin sockets, as some plugins call for it",
-        taken_from=_above_plugin_directory,
+        convert=_above_plugin_directory,
         expected=f"the kubelet's directory with {_PLUGIN_DIRECTORY} behind it",
     ),
     Option(
@@ -340,7 +340,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
             key = schema.value_paths()[option.path]
             shown = (
                 f"; default {_shown_default(key)}"
-                if key.default not in ("", ()) and option.taken_from is None
+                if key.default not in ("", ()) and option.convert is None
                 else ""
             )
             alone = {"nargs": "?", "const": "true"} if key.is_switch else {}

@@ -1,7 +1,8 @@
-"""The reading of all configuration sources into settings, the place of each value, and the errors.
+"""Read all configuration sources into settings, with the place of each value and the errors.
 
-`load` makes a `Reading`, passes it the sources in ascending priority (NVIDIA's file, our file,
-environment variables, flags), and takes the settings and the origin of each value.
+`load` creates a `Reading` and adds the sources to it in ascending priority: NVIDIA's file, the
+agent's own file, environment variables, flags. Then it asks for the settings and for the origin of
+each value.
 """
 
 from __future__ import annotations
@@ -33,11 +34,11 @@ class Place:
     """The place in a source that a value comes from.
 
     Attributes:
-        origin: as in `Loaded.origins`.
-        prefix: the same as the beginning of an error message.
-        line: in a file; 0 elsewhere.
-        key: the key's name in the file, where that is not our dotted path.
-        replaced_plugin: the file is one of NVIDIA's plugin.
+        origin: the place as text, in the form of `Loaded.origins`.
+        prefix: the place as text, in the form that begins an error message.
+        line: the line number in a file; 0 for a flag, a variable or a default.
+        key: the key's dotted path in a file of NVIDIA's plugin; empty in any other source.
+        replaced_plugin: the source is a configuration of NVIDIA's plugin.
     """
 
     origin: str
@@ -47,15 +48,17 @@ class Place:
     replaced_plugin: bool = False
 
     @property
-    def names_the_key(self) -> bool:
-        """Tell whether ``prefix`` is a flag or a variable, which names the key well enough."""
+    def prefix_names_key(self) -> bool:
+        """Tell whether ``prefix`` is a flag or a variable, so that messages need not repeat the
+        key.
+        """
         return self.line == 0
 
 
 class Reading:
     """One pass over all sources.
 
-    State: the accepted values, their places, the paths whose values were refused, and the errors.
+    State: the accepted values, their places, the dotted paths of refused values, and the errors.
     """
 
     def __init__(self) -> None:
@@ -63,35 +66,35 @@ class Reading:
         self._places: dict[str, Place] = {}
         self._refused: set[str] = set()
         self._problems = Problems()
-        self._former: list[str] = []
-        # The document that is being taken: its path, and, if it is one of NVIDIA's plugin, our
-        # path of a key → the key's path in that document.
+        self._removed_key_warnings: list[str] = []
+        # The document that is being read: its path and, for one of NVIDIA's plugin, our path of
+        # each key → the key's path in that document.
         self._file = ""
         self._plugin_keys: Mapping[str, str] | None = None
 
     @property
-    def former(self) -> Sequence[str]:
-        """A message for each key of an earlier version that our file still has."""
-        return self._former
+    def removed_key_warnings(self) -> Sequence[str]:
+        """List a message for each key in our file that only earlier versions had."""
+        return self._removed_key_warnings
 
-    def take_nvidia(self, file: str, document: Translation) -> None:
+    def add_plugin_document(self, file: str, document: Translation) -> None:
         """Accept the values of a configuration of NVIDIA's plugin.
         Messages about it name its keys, not ours.
         """
         self._file, self._plugin_keys = file, document.keys
         for fault in document.faults:
             self._problems.add(f"{file}:{fault.line}", fault.path, fault.text, line=fault.line)
-        self._accepted = self._section(schema.root(), document.members, "")
+        self._accepted = self._read_section(schema.root(), document.members, "")
         self._plugin_keys = None
 
-    def take_file(self, file: str, root: yaml.Node | None, faults: Sequence[yaml.Fault]) -> None:
+    def add_file(self, file: str, root: yaml.Node | None, faults: Sequence[yaml.Fault]) -> None:
         """Accept the values of our file, except a document of NVIDIA's plugin in it."""
         self._file = file
         for fault in faults:
             self._report(fault.line, fault.path, fault.text)
         if root is None:
-            # An empty file is an error and does not mean all defaults: it may be a write that was
-            # cut short, and defaults would switch sharing off under running pods.
+            # An empty file is an error, because it may come from an interrupted write. To use the
+            # defaults instead would switch sharing off under running pods.
             if not faults:
                 self._report(
                     1, "version", f"missing, the file is empty; add the line version: {VERSION}"
@@ -102,49 +105,50 @@ class Reading:
                 root.line, "", f"expected keys such as version: {VERSION}, got {shown(root.value)}"
             )
             return
-        if whole_object := yaml.kubernetes_object(root):
-            self._report(*whole_object)
+        if manifest_fault := yaml.kubernetes_object(root):
+            self._report(*manifest_fault)
             return
         members = {
             name: node for name, node in root.value.items() if name != families.document().section
         }
         self._check_version(members.pop("version", None), root.line)
-        _merge(self._accepted, self._section(schema.root(), members, ""))
+        _merge(self._accepted, self._read_section(schema.root(), members, ""))
 
-    def take_environment(self, environment: Mapping[str, str]) -> None:
-        """Accept the variables of `options.options`; empty ones count as not set."""
+    def add_environment(self, environment: Mapping[str, str]) -> None:
+        """Accept the variables of `options.options`. An empty variable counts as not set."""
         for option in options.options():
             if name := option.given_in(environment):
-                self._take_option(
+                self._add_option(
                     option,
                     environment[name],
                     Place(f"environment {name}", f"environment variable {name}"),
                 )
 
-    def take_flags(self, flags: Mapping[str, str]) -> None:
-        """Accept the flags that were given, also empty ones."""
+    def add_flags(self, flags: Mapping[str, str]) -> None:
+        """Accept the flags of the command line, including those with an empty value."""
         for option in options.options():
             for name in option.flags:
                 if name in flags:
-                    self._take_option(option, flags[name], Place(f"flag {name}", name))
+                    self._add_option(option, flags[name], Place(f"flag {name}", name))
 
     def refuse(self, source: str, text: str) -> None:
-        """Note an error in a flag or a variable that belongs to no key."""
+        """Record an error in a flag or a variable that sets no key."""
         self._problems.add(source, "", text)
 
     def derive_from_simulate(self) -> None:
-        """Set the roots of driver, devices and procfs, unless they are set, to the directory
-        of simulated GPUs.
+        """Point the roots of driver, devices and procfs at the directory of simulated GPUs.
+
+        A root that a source has set keeps its value.
         """
         directory = self._accepted.get("simulate", "")
         if not directory:
             return
         for path, value in (
             ("gpu.driverRoot", directory),
-            *((path, "") for path in ("gpu.devRoot",) if self._is_listed_default(path)),
+            *((path, "") for path in ("gpu.devRoot",) if self._is_explicit_default(path)),
             ("gpu.procRoot", os.path.join(directory, "proc")),
         ):
-            if path not in self._places or self._is_listed_default(path):
+            if path not in self._places or self._is_explicit_default(path):
                 self._set(
                     path,
                     value,
@@ -163,9 +167,9 @@ class Reading:
         """
         settings = msgspec.convert(self._accepted, schema.root())
         for conflict in checks.conflicts(settings):
-            # A refused value has its message already.
+            # an error has already been reported for a refused value
             if not any(path in self._refused for path, _ in conflict.blame):
-                path, text = self._blamed(conflict)
+                path, text = self._first_set(conflict)
                 self._report_at(
                     path, self._places.get(path, Place(DEFAULT_ORIGIN, DEFAULT_ORIGIN)), text
                 )
@@ -173,16 +177,17 @@ class Reading:
         return settings
 
     def collisions(self, settings: Settings) -> tuple[str, ...]:
-        """A message for each conflict between families in ``settings``,
-        with the place of the setting to change.
+        """List a message for each conflict between families in ``settings``.
+
+        Each message names the place of the setting to change.
         """
         found = Problems()
         for conflict in collisions.collisions(settings):
-            path, text = self._blamed(conflict)
+            path, text = self._first_set(conflict)
             place = self._places.get(path, Place(DEFAULT_ORIGIN, DEFAULT_ORIGIN))
             found.add(
                 place.prefix,
-                "" if place.names_the_key else place.key or path,
+                "" if place.prefix_names_key else place.key or path,
                 text,
                 line=place.line,
             )
@@ -195,15 +200,17 @@ class Reading:
             for path, _ in schema.values(settings)
         }
 
-    def _blamed(self, conflict: checks.Conflict) -> tuple[str, str]:
-        """Return the first path of the conflict that was set, with its message."""
+    def _first_set(self, conflict: checks.Conflict) -> tuple[str, str]:
+        """Return the first path of the conflict that a source has set, with its message; the
+        first path of all if no source has set one.
+        """
         return next(
             (blamed for blamed in conflict.blame if blamed[0] in self._places), conflict.blame[0]
         )
 
-    def _is_listed_default(self, path: str) -> bool:
-        """Tell whether the root ``path`` is "/" only because a file of NVIDIA's plugin lists the
-        defaults, as most such files do.
+    def _is_explicit_default(self, path: str) -> bool:
+        """Tell whether the root ``path`` is "/" because a file of NVIDIA's plugin spells out that
+        default, as most such files do.
         """
         place = self._places.get(path)
         section, _, name = path.partition(".")
@@ -215,30 +222,33 @@ class Reading:
         elif version.value != VERSION:
             self._report(version.line, "version", f"expected {VERSION}, got {shown(version.value)}")
 
-    def _section(
+    def _read_section(
         self, section: schema.Struct, members: Mapping[str, yaml.Node], prefix: str
     ) -> dict[str, Any]:
         known = schema.keys(section)
         accepted: dict[str, Any] = {}
         for name, node in members.items():
             if name not in known:
-                if self._plugin_keys is None and self._is_former(node, prefix + name):
+                if self._plugin_keys is None and self._report_removed(node, prefix + name):
                     continue
                 advice = "" if self._problems.enough else f", {_advice(name, known, prefix)}"
                 self._report(node.line, prefix + shown_key(name), f"unknown key{advice}")
                 continue
-            found = self._value(known[name], node, prefix + name)
+            found = self._read_value(known[name], node, prefix + name)
             if found is not None:
                 accepted[name] = found
         return accepted
 
-    def _is_former(self, node: yaml.Node, path: str) -> bool:
-        """Tell whether ``path`` is a key of an earlier version, or a section of such keys only;
-        note a message for each key.
+    def _report_removed(self, node: yaml.Node, path: str) -> bool:
+        """Add a message for ``path`` if it is a key of an earlier version, or for each key in it if
+        it is a section of such keys.
+
+        Returns:
+            False if it is neither, so that the key is unknown.
         """
         all_former = former_keys()
         if instead := all_former.get(path):
-            self._former.append(
+            self._removed_key_warnings.append(
                 f"{self._file}:{node.line}: {path}: is gone: {instead}; remove the line"
             )
             return True
@@ -247,7 +257,7 @@ class Reading:
         if not former or not isinstance(members, dict):
             return False
         for name, member in members.items():
-            if not self._is_former(member, f"{path}.{name}"):
+            if not self._report_removed(member, f"{path}.{name}"):
                 self._report(
                     member.line,
                     f"{path}.{shown_key(name)}",
@@ -255,13 +265,13 @@ class Reading:
                 )
         return True
 
-    def _value(self, key: schema.Key, node: yaml.Node, path: str) -> Any:
-        """Return the accepted value; None when it was refused."""
+    def _read_value(self, key: schema.Key, node: yaml.Node, path: str) -> Any:
+        """Return the accepted value; None if it was refused."""
         if key.section is not None:
-            return self._subsection(key.section, node, path)
+            return self._read_subsection(key.section, node, path)
         if key.items is not None:
-            return self._items(key, key.items, node, path)
-        value = _plain(node)
+            return self._read_list(key, key.items, node, path)
+        value = _plain_value(node)
         place = self._place(node.line, path)
         try:
             accepted = key.accept(value)
@@ -275,7 +285,7 @@ class Reading:
         self._places[path] = place
         return accepted
 
-    def _subsection(
+    def _read_subsection(
         self, section: schema.Struct, node: yaml.Node, path: str
     ) -> dict[str, Any] | None:
         # A section whose keys are all commented out has the value null.
@@ -294,16 +304,16 @@ class Reading:
                     f"{path}.{key.name}",
                     f"missing; list what is shared, or leave {key.required} out",
                 )
-        return self._section(section, members, path + ".")
+        return self._read_section(section, members, path + ".")
 
-    def _items(
+    def _read_list(
         self, key: schema.Key, items: schema.Struct, node: yaml.Node, path: str
     ) -> list[dict[str, Any]] | None:
         if not isinstance(node.value, list):
             self._refuse_below(path, node, f"expected a list, got {shown(node.value)}")
             return None
         for stale in [known for known in self._places if known.startswith(f"{path}[")]:
-            del self._places[stale]  # a list replaces the list of a source with lower priority
+            del self._places[stale]  # this list replaces that of a source with lower priority
         if not node.value and key.required:
             self._report(
                 node.line,
@@ -319,14 +329,15 @@ class Reading:
             if member.default is msgspec.NODEFAULT
         ]
         found = [
-            self._item(items, item, f"{path}[{index}]") for index, item in enumerate(node.value)
+            self._read_item(items, item, f"{path}[{index}]")
+            for index, item in enumerate(node.value)
         ]
         if key.repeated is not None:
             self._refuse_repeated(path, node.value, found, key.repeated)
         return [item for item in found if all(name in item for name in needed)]
 
-    def _item(self, items: schema.Struct, node: yaml.Node, path: str) -> dict[str, Any]:
-        """Return the accepted keys of one item; without those that are missing or wrong."""
+    def _read_item(self, items: schema.Struct, node: yaml.Node, path: str) -> dict[str, Any]:
+        """Return the accepted keys of one item, without missing and wrong ones."""
         needed = [key for key in schema.keys(items).values() if key.default is msgspec.NODEFAULT]
         if not isinstance(node.value, dict):
             self._refuse_below(
@@ -335,7 +346,7 @@ class Reading:
                 f"expected {' and '.join(key.name for key in needed)}, got {shown(node.value)}",
             )
             return {}
-        found = self._section(items, node.value, path + ".")
+        found = self._read_section(items, node.value, path + ".")
         for key in needed:
             if key.name not in node.value:
                 self._refuse_below(
@@ -353,6 +364,14 @@ class Reading:
             [Mapping[str, Any], Sequence[Mapping[str, Any]]], schema.Repeated | None
         ],
     ) -> None:
+        """Report each item of the list at ``path`` that contradicts an earlier one.
+
+        Args:
+            path: the dotted path of the list.
+            nodes: the items in the file.
+            found: the accepted keys of the same items.
+            repeated: see `schema.Key.repeated`.
+        """
         lines = [_line_of(node, "name") for node in nodes]
         for index, entry in enumerate(found):
             if other := repeated(entry, found[:index]):
@@ -370,7 +389,7 @@ class Reading:
         found: dict[str, Any],
         path: str,
     ) -> None:
-        """Complete the resource names in ``found``, and refuse invalid ones."""
+        """Add the domain to resource names in ``found`` without one, and refuse invalid names."""
         for key in schema.keys(items).values():
             if key.completed is None or key.name not in found:
                 continue
@@ -385,17 +404,17 @@ class Reading:
                     f'expected {key.expectation}, got ""',
                 )
 
-    def _take_option(self, option: options.Option, text: str, place: Place) -> None:
-        taken = option.taken_from(text) if option.taken_from is not None else text
-        if taken is None:
+    def _add_option(self, option: options.Option, text: str, place: Place) -> None:
+        value = option.convert(text) if option.convert is not None else text
+        if value is None:
             self._refuse(option.path, place, f"expected {option.expected}, got {shown(text)}")
             return
         self._refused.discard(option.path)
         for path in (option.path, *options.keys_set_with(option.path)):
-            if option.path not in self._refused:  # it has its message already
-                self._take_text(path, taken, place)
+            if option.path not in self._refused:  # otherwise the error is already reported
+                self._add_text(path, value, place)
 
-    def _take_text(self, path: str, text: str, place: Place) -> None:
+    def _add_text(self, path: str, text: str, place: Place) -> None:
         key = schema.value_paths()[path]
         if key.is_path and text and "\0" not in text:
             text = os.path.abspath(text)  # relative to the current directory
@@ -418,7 +437,7 @@ class Reading:
         self._report_at(path, place, text)
 
     def _refuse_below(self, path: str, node: yaml.Node, text: str) -> None:
-        """Refuse a whole section; its values get no further messages."""
+        """Refuse a whole section, and report no further errors for the values in it."""
         self._refused.update(
             known for known in schema.value_paths() if known.startswith(f"{path}.")
         )
@@ -427,7 +446,7 @@ class Reading:
 
     def _report_at(self, path: str, place: Place, text: str) -> None:
         self._problems.add(
-            place.prefix, "" if place.names_the_key else place.key or path, text, line=place.line
+            place.prefix, "" if place.prefix_names_key else place.key or path, text, line=place.line
         )
 
     def _report(self, line: int, path: str, text: str) -> None:
@@ -446,20 +465,22 @@ class Reading:
 
 
 def _advice(name: str, known: Iterable[str], prefix: str) -> str:
+    """Return the remedy for the unknown key ``name`` below ``prefix``."""
     if prefix:
         return suggestion(name, known)
     document = families.document()
-    if name in document.only_there:
+    if name in document.plugin_only_keys:
         return (
             f"a configuration of NVIDIA's plugin is given as {options.NVIDIA_CONFIG_FLAG}, or "
-            f"stands below {document.section}"
+            f"goes below {document.section}"
         )
     return suggestion(name, ("version", *known, document.section))
 
 
-def _plain(node: yaml.Node) -> Any:
-    """Return the value without line numbers. Nested lists and mappings in a list stay nodes,
-    because no key accepts them there.
+def _plain_value(node: yaml.Node) -> Any:
+    """Return the value without line numbers.
+
+    Lists and mappings inside a list stay nodes, because no key accepts them there.
     """
     if isinstance(node.value, list):
         return [item if isinstance(item.value, dict | list) else item.value for item in node.value]
@@ -467,15 +488,15 @@ def _plain(node: yaml.Node) -> Any:
 
 
 def _line_of(node: yaml.Node, name: str) -> int:
-    """Return the line of a member of ``node``, or else the first line of ``node``."""
+    """Return the line of the member ``name`` of ``node``; the line of ``node`` without one."""
     return (
         node.value[name].line if isinstance(node.value, dict) and name in node.value else node.line
     )
 
 
 def _plugin_key(keys: Mapping[str, str], path: str) -> str:
-    """Translate our ``path`` into one of NVIDIA's document: replace the longest beginning of it
-    that ``keys`` has.
+    """Translate our ``path`` into a path in NVIDIA's document, by the longest prefix of it that
+    ``keys`` has.
     """
     known, rest = path, ""
     while known and known not in keys:
@@ -484,10 +505,10 @@ def _plugin_key(keys: Mapping[str, str], path: str) -> str:
     return keys.get(known, "") + rest
 
 
-def _merge(below: dict[str, Any], above: Mapping[str, Any]) -> None:
-    """Set the values of ``above`` in ``below``, section by section; a list replaces a list."""
-    for name, value in above.items():
-        if isinstance(value, dict) and isinstance(below.get(name), dict):
-            _merge(below[name], value)
+def _merge(target: dict[str, Any], source: Mapping[str, Any]) -> None:
+    """Set the values of ``source`` in ``target``, section by section; a list replaces a list."""
+    for name, value in source.items():
+        if isinstance(value, dict) and isinstance(target.get(name), dict):
+            _merge(target[name], value)
         else:
-            below[name] = value
+            target[name] = value

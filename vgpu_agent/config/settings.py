@@ -1,16 +1,16 @@
 """The configuration, schema v1: every key with its unit, default and reason, in one place.
 
-The loader, ``config show``, ``config example`` and docs/configuration.md all read this file and the
-sections of the families (`families`), so a key that is described there is complete. Keys are
-camelCase in YAML and snake_case in Python. `agent` passes each package its section. No other
+The loader, ``config show``, ``config example`` and docs/configuration.md are all derived from this
+file and from the sections of the families (`families`). So a new key needs no other change. Keys
+are camelCase in YAML and snake_case in Python. `agent` passes each package its section. No other
 package reads the environment.
 
-A Struct does not check itself when it is built by hand (a test may use any number); `load` checks
-every value against the types here.
+`load` checks every value against the types here. A Struct that is constructed directly, as in
+tests, is not checked.
 """
 
-# Without `from __future__ import annotations`, which makes each annotation a string that msgspec
-# evaluates twice at each start.
+# No `from __future__ import annotations` here: it makes each annotation a string, which msgspec
+# would evaluate twice at each start.
 
 import os
 from pathlib import Path
@@ -26,8 +26,8 @@ from vgpu_agent.config.mps import Mps
 from vgpu_agent.config.types import NODE_NAME, Address, Directory, OptionalPath, Seconds
 from vgpu_agent.config.vgpu_control import VgpuControl
 
-# Where sysfs is mounted, in a container as on the node; NUMA nodes, PCI paths and cgroups are read
-# from it.
+# The mount point of sysfs, the same in a container and on the node. NUMA nodes, PCI paths and
+# cgroups are read from it.
 SYSFS_ROOT = "/sys"
 
 Section = TypeVar("Section", bound=msgspec.Struct)
@@ -39,17 +39,15 @@ class Log(msgspec.Struct, frozen=True, rename="camel", forbid_unknown_fields=Tru
     format: Annotated[
         Literal["json", "console"],
         Meta(
-            description=(
-                "json: one object a line, for a log collector. console: for a person's eyes."
-            )
+            description=("json: one object per line, for log collectors. console: text for people.")
         ),
     ] = "json"
     level: Annotated[
         Literal["debug", "info", "warning", "error"],
         Meta(
             description=(
-                "The least important lines that are written. `PUT /debug/loglevel` changes it "
-                "until the next restart."
+                "The lowest level that is logged. `PUT /debug/loglevel` changes it until the next "
+                "restart."
             )
         ),
     ] = "info"
@@ -62,8 +60,8 @@ class Kubelet(msgspec.Struct, frozen=True, rename="camel", forbid_unknown_fields
         Directory,
         Meta(
             description=(
-                "The kubelet's root directory on this node; `device-plugins/` and `pod-resources/` "
-                "lie below it."
+                "The kubelet's root directory on this node, which contains `device-plugins/` and "
+                "`pod-resources/`."
             )
         ),
     ] = "/var/lib/kubelet"
@@ -80,12 +78,12 @@ class Kubelet(msgspec.Struct, frozen=True, rename="camel", forbid_unknown_fields
 
     @property
     def checkpoint_path(self) -> Path:
-        """The kubelet's record of each container's device ids."""
+        """The kubelet's checkpoint file, with the device ids of each container."""
         return self.device_plugin_directory / "kubelet_internal_checkpoint"
 
     @property
     def pod_resources_socket(self) -> Path:
-        """The kubelet's pod-resources API."""
+        """The socket of the kubelet's pod-resources API."""
         return Path(self.directory) / "pod-resources" / "kubelet.sock"
 
 
@@ -96,15 +94,19 @@ class Recovery(msgspec.Struct, frozen=True, rename="camel", forbid_unknown_field
         Literal["auto", "never"],
         Meta(
             description=(
-                "auto: when the driver asks for no reset and the GPU has been quiet. never: only "
-                "after a restart of the agent."
+                "When an Unhealthy GPU is offered again. auto: after quietSeconds without a new "
+                "fault, if the driver does not require a reset. never: only after a restart of the "
+                "agent."
             )
         ),
     ] = "auto"
     quiet_seconds: Annotated[
         Seconds,
         Meta(
-            description="How long a GPU must answer without a new fault before it is offered again."
+            description=(
+                "How long a GPU must answer without a new fault before it is offered again. The "
+                "time doubles for a GPU that fails again within an hour."
+            )
         ),
     ] = 60.0
 
@@ -117,10 +119,10 @@ class Gpu(msgspec.Struct, frozen=True, rename="camel", forbid_unknown_fields=Tru
         Meta(
             description=(
                 "How GPUs are found. nvml: the driver lists them. tegra: the only GPU is part of a "
-                "Tegra processor (Jetson), and is offered as one device of id `tegra`. auto: tegra "
-                "on such a processor without NVML, or whose NVML lists nothing but integrated "
-                "GPUs; nvml everywhere else. Simulated GPUs are found through NVML, whatever "
-                "stands here."
+                "Tegra processor (Jetson), and is offered as one device with the id `tegra`. auto: "
+                "tegra on such a processor without NVML, or with an NVML that lists only "
+                "integrated GPUs; nvml everywhere else. Simulated GPUs are always found through "
+                "NVML."
             )
         ),
     ] = "auto"
@@ -137,7 +139,7 @@ class Gpu(msgspec.Struct, frozen=True, rename="camel", forbid_unknown_fields=Tru
         OptionalPath,
         Meta(
             description=(
-                "Root of the file system in which `/dev/nvidia*` lie on the host. Empty: the same "
+                "Root of the file system that contains `/dev/nvidia*` on the host. Empty: the same "
                 "as driverRoot."
             )
         ),
@@ -146,9 +148,9 @@ class Gpu(msgspec.Struct, frozen=True, rename="camel", forbid_unknown_fields=Tru
         Directory,
         Meta(
             description=(
-                "Where procfs is mounted: which folders of grants are in use, and, where it shows "
-                "the host, which processes live. A mount of the host's /proc elsewhere shows that "
-                "without `hostPID`."
+                "The mount point of procfs. It shows which directories of grants are mounted and, "
+                "if it is the host's, which processes are alive. A mount of the host's /proc at "
+                "another path makes `hostPID` unnecessary."
             )
         ),
     ] = "/proc"
@@ -156,8 +158,8 @@ class Gpu(msgspec.Struct, frozen=True, rename="camel", forbid_unknown_fields=Tru
         bool,
         Meta(
             description=(
-                "Without a usable driver: true ends the agent with an error, false waits and tries "
-                "again."
+                "If there is no usable driver: true ends the agent with an error, false makes it "
+                "wait and try again."
             )
         ),
     ] = True
@@ -166,7 +168,7 @@ class Gpu(msgspec.Struct, frozen=True, rename="camel", forbid_unknown_fields=Tru
         Meta(
             description=(
                 'XID numbers, separated by commas, that do not make a GPU Unhealthy; "all" or '
-                '"xids" for every one.'
+                '"xids" for all of them.'
             )
         ),
     ] = ""
@@ -174,8 +176,8 @@ class Gpu(msgspec.Struct, frozen=True, rename="camel", forbid_unknown_fields=Tru
         str,
         Meta(
             description=(
-                "XID numbers that do make a GPU Unhealthy although they are ignored by default or "
-                'disabled above; or "all".'
+                "XID numbers that make a GPU Unhealthy even if they are ignored by default or by "
+                'disableHealthChecks; or "all".'
             )
         ),
     ] = ""
@@ -189,34 +191,32 @@ class Gpu(msgspec.Struct, frozen=True, rename="camel", forbid_unknown_fields=Tru
 
     @property
     def device_node_root(self) -> Path:
-        """Root of the host's ``/dev/nvidia*``: ``devRoot``,
-        or ``driverRoot`` when that is empty.
+        """The root of the host's ``/dev/nvidia*``: ``devRoot``, or ``driverRoot`` if ``devRoot``
+        is empty.
         """
         return Path(self.dev_root or self.driver_root)
 
 
 class Web(msgspec.Struct, frozen=True, rename="camel", forbid_unknown_fields=True):
-    """The contents of the HTTP servers."""
+    """The data that the HTTP servers show."""
 
     pod_names: Annotated[
         Literal["all", "debug"],
         Meta(
             description=(
-                "Who is told the names of pods. all: whoever may reach `listen`, as with the "
-                "device plugins that the agent replaces. debug: only the address `debugListen`, "
-                "which then serves the page on `/` and every metric on `/metrics`, too; on "
-                "`listen` the metrics with a label for a pod are left out, and so are the page and "
-                "the reasons that probes give. For nodes shared by tenants who may reach the port "
-                "and must not know of each other."
+                "The addresses that show the names of pods. all: both `listen` and `debugListen`, "
+                "as with the device plugins that the agent replaces. debug: only `debugListen`, "
+                "which then also serves the page on `/` and every metric on `/metrics`. In that "
+                "case `listen` omits the metrics with a label for a pod, the page, and the reasons "
+                "that probes give. Use it on nodes of several tenants who can reach the port and "
+                "must not know of each other."
             )
         ),
     ] = "all"
 
 
 class Settings(msgspec.Struct, frozen=True, rename="camel", forbid_unknown_fields=True):
-    """Everything that can be set and is no family's own;
-    `schema.root` has the families' sections, too.
-    """
+    """All settings except the families' own sections, which `schema.root` adds."""
 
     node_name: Annotated[
         str,
@@ -230,8 +230,8 @@ class Settings(msgspec.Struct, frozen=True, rename="camel", forbid_unknown_field
         Address,
         Meta(
             description=(
-                "Where metrics and probes are served. Port 0 takes a free port, which the log then "
-                "names."
+                "The address that serves metrics and probes. Port 0 takes a free port and logs its "
+                "number."
             )
         ),
     ] = ":9394"
@@ -239,8 +239,8 @@ class Settings(msgspec.Struct, frozen=True, rename="camel", forbid_unknown_field
         Address,
         Meta(
             description=(
-                "Where `/debug` is served. It shows everything and can change the log level, hence "
-                "only locally."
+                "The address that serves `/debug`. It is local by default, because `/debug` shows "
+                "all data and can change the log level."
             )
         ),
     ] = "127.0.0.1:9395"
@@ -248,8 +248,8 @@ class Settings(msgspec.Struct, frozen=True, rename="camel", forbid_unknown_field
         OptionalPath,
         Meta(
             description=(
-                "Credentials for the API server. Empty: the pod's service account, where there is "
-                "one."
+                "A kubeconfig file with the credentials for the API server. Empty: the pod's "
+                "service account, if it has one."
             )
         ),
     ] = ""
@@ -257,9 +257,9 @@ class Settings(msgspec.Struct, frozen=True, rename="camel", forbid_unknown_field
         OptionalPath,
         Meta(
             description=(
-                "Directory of simulated GPUs (`vgpu-agent sim create`) to run on instead of a "
-                "driver. Its sysfs is read, and driverRoot and procRoot lie in it, unless they are "
-                "set. Empty: real GPUs."
+                "Directory of simulated GPUs (`vgpu-agent sim create`) to use instead of real "
+                "ones. The agent reads its sysfs, and takes driverRoot and procRoot from it unless "
+                "they are set. Empty: real GPUs."
             )
         ),
     ] = ""
@@ -267,12 +267,12 @@ class Settings(msgspec.Struct, frozen=True, rename="camel", forbid_unknown_field
         Directory,
         Meta(
             description=(
-                "Directory on the node for what a restart needs: `remembered.json`, the last good "
-                "copy of what was read from the API server, so that a restart during an outage "
-                "offers the same resources; `slices.json`, the GPU of each MIG instance, "
-                "for pods that still hold an instance that was removed; and, with early binding, "
-                "`grants/`, the answer for each container. The directory may be lost at any time "
-                "while the API server answers."
+                "Directory on the node for the data that a restart needs: `remembered.json`, the "
+                "data last read from the API server, so that a restart during an outage offers the "
+                "same resources; `slices.json`, the GPU of each MIG instance, for pods that still "
+                "hold an instance that was removed; and, with early binding, `grants/`, the answer "
+                "for each container. The directory may be lost at any time while the API server "
+                "answers."
             )
         ),
     ] = "/var/lib/vgpu-agent"
@@ -280,9 +280,9 @@ class Settings(msgspec.Struct, frozen=True, rename="camel", forbid_unknown_field
         OptionalPath,
         Meta(
             description=(
-                "A configuration file of NVIDIA's device plugin (schema v1), read as it is. What "
-                "stands in this file beats it. Its text may stand in this file, too, as the "
-                "section `nvidiaConfig`. Empty: none."
+                "A configuration file of NVIDIA's device plugin (schema v1), used unchanged. The "
+                "agent's own file has priority over it. Its text may also be the section "
+                "`nvidiaConfig` of the agent's own file. Empty: none."
             )
         ),
     ] = ""
@@ -300,32 +300,31 @@ class Settings(msgspec.Struct, frozen=True, rename="camel", forbid_unknown_field
     web: Web = msgspec.field(default_factory=Web)
 
     def section(self, kind: type[Section]) -> Section:
-        """Return the section of that type, which belongs to one family;
-        its defaults where that family was not added.
+        """Return the section of type ``kind``, which belongs to one family; the section's
+        defaults if the family was not added.
         """
         found = (getattr(self, field) for field in self.__struct_fields__)
         return next((section for section in found if isinstance(section, kind)), kind())
 
     def is_on(self, family: str) -> bool:
-        """Tell whether ``families`` switches that family on; false for one that was not added."""
+        """Tell whether ``families`` enables ``family``; False for a family that was not added."""
         return bool(getattr(self.families, family.replace("-", "_"), False))
 
     @property
     def sysfs_root(self) -> str:
-        """The root of sysfs: the node's, or that of the simulated GPUs."""
+        """The root of the node's sysfs, or of the simulated one."""
         return os.path.join(self.simulate, "sys") if self.simulate else SYSFS_ROOT
 
     @property
     def node_name_or_hostname(self) -> str:
-        """The node's name. Without a configured name,
-        the kubelet also takes the lower-case host name.
-        """
+        """The configured name of the node, or else the lower-case host name, as in the kubelet."""
         return self.node_name or os.uname().nodename.lower()
 
 
 def split_address(address: str) -> tuple[str, int]:
-    """Host and port of a checked ``HOST:PORT``; the host is ``""`` for every interface and an IPv6
-    address comes without brackets.
+    """Split a valid ``HOST:PORT`` into host and port.
+
+    The host is ``""`` for all interfaces. An IPv6 address is returned without brackets.
     """
     host, _, port = address.rpartition(":")
     return host.removeprefix("[").removesuffix("]"), int(port)

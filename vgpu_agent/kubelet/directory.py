@@ -73,7 +73,7 @@ class DirectoryWatch:
         """Watch until cancelled; ``beat`` is called after each look,
         at least every ``poll_seconds``.
         """
-        if leftovers := await asyncio.to_thread(sockets.remove_leftovers, self.directory):
+        if leftovers := await asyncio.to_thread(sockets.remove_stale_sockets, self.directory):
             self._journal.record(
                 "kubelet.leftover_sockets_removed", directory=str(self.directory), sockets=leftovers
             )

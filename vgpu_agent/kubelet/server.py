@@ -332,7 +332,7 @@ class _Instance:
         pre_start_required: bool | None = None,
         lists: Revision | None = None,
     ) -> None:
-        self.name = sockets.unused_name(resource.name)
+        self.name = sockets.new_socket_name(resource.name)
         self._resource = resource
         self._directory = directory
         self._path = directory.directory / self.name

@@ -1,10 +1,10 @@
-"""Socket files in the kubelet's plugin directory:
-ours, the kubelet's, and the ones that an earlier life of this agent left behind.
+"""Name and remove socket files in the kubelet's plugin directory.
 
-Called by `directory` and `server`, always through ``asyncio.to_thread``, because a directory may be
-slow or gone. A path is never used twice: the kubelet may end the client of a new registration when
-the stream of an old one on the same path ends (kubelet §3), so each server instance gets a name of
-its own. Process ids do not help here, since in a container ours is 1 in every life.
+Functions that access files are called through ``asyncio.to_thread``, because the file system may be
+slow or gone. No path is used twice: when the stream of an old registration ends, the kubelet may
+end the client of a new registration on the same path (kubelet §3). So each server instance gets a
+unique name. It contains a random token and not the process id, because that is 1 in every
+container. Used by `directory` and `server`, and by `agent` for the age of the kubelet's socket.
 """
 
 from __future__ import annotations
@@ -24,65 +24,67 @@ if TYPE_CHECKING:
 
 KUBELET_SOCKET = "kubelet.sock"
 
-_LONGEST_SLUG = 24
+_MAX_SLUG_LENGTH = 24
 
-# This life of the process, and the server instances in it.
-_LIFE = secrets.token_hex(3)
+# identifies this process; the counter identifies its server instances
+_PROCESS_TOKEN = secrets.token_hex(3)
 _instances = itertools.count(1)
-_OURS = re.compile(r"\Avgpu-agent-.+-[0-9a-f]{6}-[0-9]+\.sock\Z")
+_OUR_NAMES = re.compile(r"\Avgpu-agent-.+-[0-9a-f]{6}-[0-9]+\.sock\Z")
 
 
-def unused_name(resource: str) -> str:
-    """A file name that no server instance had before, e.g. ``vgpu-agent-gpu.shared-4f1c2a-1.sock``
-    for ``nvidia.com/gpu.shared``.
+def new_socket_name(resource: str) -> str:
+    """Return a file name that no server instance has had.
+
+    An example for ``nvidia.com/gpu.shared`` is ``vgpu-agent-gpu.shared-4f1c2a-1.sock``.
     """
-    slug = resource.rpartition("/")[2][:_LONGEST_SLUG].strip("-.") or "resource"
-    return f"vgpu-agent-{slug}-{_LIFE}-{next(_instances)}.sock"
+    slug = resource.rpartition("/")[2][:_MAX_SLUG_LENGTH].strip("-.") or "resource"
+    return f"vgpu-agent-{slug}-{_PROCESS_TOKEN}-{next(_instances)}.sock"
 
 
 def age_seconds(path: Path) -> float:
-    """Return the seconds since the socket at ``path`` was created;
-    0 without one, or where its time is in the future.
+    """Return the seconds since the socket at ``path`` was created; 0 if there is no socket, or its
+    time is in the future.
 
-    The kubelet replaces its sockets when it starts. A clock that is set late, after a boot say, can
-    make the age too large.
+    The kubelet replaces its sockets when it starts. The age is too large if the clock was set
+    forward since then, for example after a boot.
     """
     found = identity(path)
     return max(0.0, time.time() - found.created_ns / 1e9) if found is not None else 0.0
 
 
-def remove_leftovers(directory: Path) -> list[str]:
-    """Delete the sockets of our naming scheme that have no listener, and return their names.
+def remove_stale_sockets(directory: Path) -> list[str]:
+    """Delete the sockets of earlier agents that have no listener, and return their names.
 
-    A killed agent leaves its sockets behind. Another agent that is alive (a rolling update) accepts
-    the connection and keeps its socket.
+    A killed agent does not remove its sockets. The sockets of another agent that still runs, as in
+    a rolling update, accept connections and are not deleted.
     """
     removed = []
-    for path in _ours(directory):
-        if _deserted(path):
-            remove(path)  # another's file of that name cannot exist, see `unused_name`
+    for path in _previous_sockets(directory):
+        if _has_no_listener(path):
+            remove(path)  # no other socket gets this name meanwhile, see `new_socket_name`
             removed.append(path.name)
     return removed
 
 
-def _ours(directory: Path) -> list[Path]:
+def _previous_sockets(directory: Path) -> list[Path]:
+    """List the sockets with names of the agent, except those of this process."""
     try:
         return sorted(
             path
             for path in directory.iterdir()
-            if _OURS.match(path.name) and f"-{_LIFE}-" not in path.name
+            if _OUR_NAMES.match(path.name) and f"-{_PROCESS_TOKEN}-" not in path.name
         )
     except OSError:
         return []
 
 
-def _deserted(path: Path) -> bool:
+def _has_no_listener(path: Path) -> bool:
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
         probe.settimeout(0)
         try:
             probe.connect(os.fspath(path))
         except ConnectionRefusedError:
             return True
-        except OSError:
+        except OSError:  # e.g. the queue of its listener is full
             return False
         return False

@@ -42,7 +42,7 @@ if TYPE_CHECKING:
     from vgpu_agent.ledger.accounting import Excess, Overcommit, Usage
     from vgpu_agent.ledger.claims import Claim
     from vgpu_agent.ledger.grants import Saved
-    from vgpu_agent.ledger.reconciliation import Correction, Meaning
+    from vgpu_agent.ledger.reconciliation import Correction, InterpretedHolding
     from vgpu_agent.ledger.uses import GpuUse, HeldBack
     from vgpu_agent.model import (
         DeviceRoom,
@@ -509,7 +509,7 @@ class Ledger:
             steady_at=self._clock(),
             may_overcommit=may_overcommit,
         )
-        self._grants.enter(grant)
+        self._grants.add(grant)
         self._check_capacity(resource, grant, booked, before, firm=may_overcommit)
         self._changed()
         return grant
@@ -594,7 +594,7 @@ class Ledger:
         for number in self._grants.holders(name, ids):
             self._grants.take_from(self._grants.by_number[number], set(ids))
         self._grants.last_number = max(self._grants.last_number, decided.number)
-        self._grants.enter(decided)
+        self._grants.add(decided)
         self._check_capacity(resource, decided, wanted, before, firm=may_overcommit or known)
         self._changed()
         return decided
@@ -644,14 +644,14 @@ class Ledger:
         """Remove grant ``number`` and return it; None when it is not in the ledger."""
         if not (grant := self._grants.by_number.get(number)):
             return None
-        self._grants.leave(grant)
+        self._grants.remove(grant)
         self._changed()
         return dataclasses.replace(grant, state=GrantState.RELEASED)
 
     def reconcile(
         self,
         records: KubeletRecords,
-        interpret: Callable[[Holding], Meaning | None],
+        interpret: Callable[[Holding], InterpretedHolding | None],
         *,
         reservation_seconds: float,
         newest: float = math.inf,

@@ -94,14 +94,14 @@ class Grants:
         """The devices that have a holder."""
         return {share.device for grant in self.by_number.values() for share in grant.shares}
 
-    def enter(self, grant: Grant) -> Grant:
-        """Put ``grant`` into the ledger; its ids must be free."""
+    def add(self, grant: Grant) -> Grant:
+        """Add ``grant``; its ids must have no holder."""
         self.by_number[grant.number] = grant
         self._index(grant)
         return grant
 
-    def leave(self, grant: Grant) -> None:
-        """Take ``grant`` out of the ledger."""
+    def remove(self, grant: Grant) -> None:
+        """Remove ``grant``; its ids have no holder then."""
         self.by_number.pop(grant.number)
         self.misses.pop(grant.number, None)
         self._foreign.pop(grant.number, None)
@@ -132,7 +132,7 @@ class Grants:
 
     def take_from(self, grant: Grant, ids: set[str]) -> None:
         """Take ``ids`` out of ``grant``; remove the grant when nothing remains."""
-        self.leave(grant)
+        self.remove(grant)
         rest = tuple(id_ for id_ in grant.ids if id_ not in ids)
         if not rest:
             return
@@ -148,11 +148,11 @@ class Grants:
                 state=GrantState.RESERVED,
                 evidence=HANDED_ON,
             )
-            self.enter(left)
+            self.add(left)
             return
         devices = {self.device_behind(grant, id_) for id_ in rest}
         shares = tuple(share for share in grant.shares if share.device in devices)
-        self.enter(dataclasses.replace(grant, ids=rest, shares=shares))
+        self.add(dataclasses.replace(grant, ids=rest, shares=shares))
 
     def _is_offered_by_ids(self, grant: Grant) -> bool:
         offered = self._offers.by_name.get(grant.resource)

@@ -1,7 +1,7 @@
-"""Compare the ledger with the kubelet's own records: what they add, name and take away.
-The kubelet wins every disagreement.
+"""Correct the ledger by the kubelet's records: add, name and release grants.
 
-`book` calls it for `Ledger.reconcile`, at start as well as every 30 seconds.
+Where the two differ, the kubelet's records decide. `Ledger.reconcile` in `book` calls it, at start
+and after each reading of the records.
 """
 
 from __future__ import annotations
@@ -21,24 +21,24 @@ if TYPE_CHECKING:
 _ENDED = "the pod has ended"
 
 
-class Meaning(NamedTuple):
-    """The interpretation of a line of the kubelet's records.
+class InterpretedHolding(NamedTuple):
+    """The grant that an entry of the kubelet's records stands for.
 
     Attributes:
         family: the family of the ids.
-        shares: what the holder has; empty where the pod decides and no decision was made yet.
+        shares: the shares of the holder; empty if the pod decides and there is no decision yet.
         by_pod: the pod decides (`Decider.POD`).
         decided_for: see `Grant.decided_for`.
-        over: the container has ended; what it had went on to the containers that came after it.
+        ended: the container has ended, and a later container of its pod may have the shares now.
         may_overcommit: see `Grant.may_overcommit`.
-        decided_at: unix seconds when it was decided; 0 when unknown.
+        decided_at: the time of the decision in unix seconds; 0 if unknown.
     """
 
     family: str
     shares: tuple[Share, ...]
     by_pod: bool = False
     decided_for: tuple[str, str] | None = None
-    over: bool = False
+    ended: bool = False
     may_overcommit: bool = False
     decided_at: float = 0.0
 
@@ -48,10 +48,10 @@ class Correction:
     """One thing that the ledger changed because of the kubelet's records.
 
     Attributes:
-        event: a fixed name for the journal (``ledger.adopted``, ``ledger.released``…).
-        drift: True when the ledger had been wrong; naming and releasing are the normal course.
+        event: the name of the event, e.g. ``ledger.adopted`` or ``ledger.released``.
+        drift: True if the ledger was wrong; to name or release a grant is normal.
         grant: the grant after the change.
-        reason: one sentence.
+        reason: the reason, as one sentence.
     """
 
     event: str
@@ -61,7 +61,7 @@ class Correction:
 
 
 class Reconciliation:
-    """The ledger's changes by the kubelet's records; its state is that of the grants."""
+    """The correction of the grants by the kubelet's records. State: none but the grants."""
 
     def __init__(
         self, grants: Grants, clock: Callable[[], float], wall_clock: Callable[[], float]
@@ -72,7 +72,7 @@ class Reconciliation:
     def run(
         self,
         records: KubeletRecords,
-        interpret: Callable[[Holding], Meaning | None],
+        interpret: Callable[[Holding], InterpretedHolding | None],
         *,
         reservation_seconds: float,
         newest: float,
@@ -82,15 +82,15 @@ class Reconciliation:
         has_ended: Callable[[Grant], bool],
         ended_only: bool,
     ) -> list[Correction]:
-        """See `Ledger.reconcile`."""
+        """Apply one reading of the kubelet's records, as `Ledger.reconcile` describes."""
         corrections: list[Correction] = []
         confirmed: set[int] = set()
         for holding in records.holdings:
-            if (meaning := interpret(holding)) is None:
+            if (interpreted := interpret(holding)) is None:
                 continue
             holders = self._grants.holders(holding.resource, holding.ids)
             if max(holders, default=0) <= newest and (
-                correction := self._confirm(holding, holders, meaning, initial=initial)
+                correction := self._apply_holding(holding, holders, interpreted, initial=initial)
             ):
                 corrections.append(correction)
             confirmed |= self._grants.holders(holding.resource, holding.ids)
@@ -98,13 +98,13 @@ class Reconciliation:
             for grant in list(self._grants.by_number.values()):
                 if grant.number in confirmed or still_runs(grant):
                     continue
-                # Where the kubelet and the API server agree, no second reading is needed.
-                # What was booked while they were read is in none of them.
+                # If the API server confirms the end of the pod, no second reading is needed. A
+                # grant that was booked during the reading cannot be in the records.
                 reason = _ENDED if grant.number <= newest and has_ended(grant) else ""
                 if reason or (
-                    not ended_only and (reason := self._outlived(grant, reservation_seconds))
+                    not ended_only and (reason := self._release_reason(grant, reservation_seconds))
                 ):
-                    self._grants.leave(grant)
+                    self._grants.remove(grant)
                     gone = dataclasses.replace(grant, state=GrantState.RELEASED)
                     corrections.append(
                         Correction("ledger.released", drift=False, grant=gone, reason=reason)
@@ -113,40 +113,40 @@ class Reconciliation:
             self._grants.misses.pop(number, None)
         return corrections
 
-    def _confirm(
-        self, holding: Holding, holders: set[int], meaning: Meaning, *, initial: bool
+    def _apply_holding(
+        self, holding: Holding, holders: set[int], interpreted: InterpretedHolding, *, initial: bool
     ) -> Correction | None:
         owner = holding.owner
         grants = [self._grants.by_number[number] for number in sorted(holders)]
         if len(grants) == 1 and set(grants[0].ids) == set(holding.ids):
-            return self._name(grants[0], owner, meaning)
-        open_ = all(grant.owner is None and grant.decided_for is None for grant in grants)
+            return self._name_owner(grants[0], owner, interpreted)
+        undecided = all(grant.owner is None and grant.decided_for is None for grant in grants)
         if (
-            meaning.by_pod
+            interpreted.by_pod
             and grants
-            and not open_
+            and not undecided
             and all(grant.owner is None or grant.owner.may_be_in(owner) for grant in grants)
         ):
-            # The containers of one pod hand ids on to each other; which of them has them now is
-            # decided before each start.
+            # Containers of one pod can have the same ids one after the other. The holder is decided
+            # before each start.
             return None
         for grant in grants:
             self._grants.take_from(grant, set(holding.ids))
-        continued = meaning.by_pod and bool(grants) and open_
-        adopted = self._grants.enter(
+        continued = interpreted.by_pod and bool(grants) and undecided
+        adopted = self._grants.add(
             Grant(
                 self._grants.next_number(),
-                meaning.family,
+                interpreted.family,
                 holding.resource,
                 holding.ids,
-                meaning.shares,
-                self._state(owner, meaning),
+                interpreted.shares,
+                self._state(owner, interpreted),
                 owner,
-                meaning.decided_at or self._wall_clock(),
-                meaning.decided_for,
+                interpreted.decided_at or self._wall_clock(),
+                interpreted.decided_for,
                 steady_at=self._clock(),
-                may_overcommit=meaning.may_overcommit,
-                found=not continued and not meaning.decided_at,
+                may_overcommit=interpreted.may_overcommit,
+                found=not continued and not interpreted.decided_at,
             )
         )
         if continued:
@@ -163,43 +163,50 @@ class Reconciliation:
         )
         return Correction("ledger.adopted", drift=not initial, grant=adopted, reason=reason)
 
-    def _name(self, grant: Grant, owner: Owner, meaning: Meaning) -> Correction | None:
+    def _name_owner(
+        self, grant: Grant, owner: Owner, interpreted: InterpretedHolding
+    ) -> Correction | None:
         known = grant.owner
         same_container = known is None or known.may_be(owner)
-        inside = (
-            meaning.by_pod and known is not None and not same_container and known.may_be_in(owner)
+        within_pod = (
+            interpreted.by_pod
+            and known is not None
+            and not same_container
+            and known.may_be_in(owner)
         )
-        if inside and (
+        if within_pod and (
             grant.decided_for is not None
-            or meaning.decided_for is None
+            or interpreted.decided_for is None
             or grant.evidence == HANDED_ON
         ):
-            # passed on inside its pod, see `_confirm`; only what was decided for its holder is
-            # certain
+            # Another container of the pod has the ids now, see `_apply_holding`. Only a decision
+            # for that container changes the owner.
             return None
-        # A source without an answer this time takes no knowledge away.
+        # Keep the fields of the owner that this reading does not have.
         merged = owner if known is None or not same_container else owner.filled_from(known)
         shares, decided_for, may_overcommit = grant.shares, grant.decided_for, grant.may_overcommit
-        if meaning.over and same_container and not grant.evidence:
-            # One that was decided here hands its shares on when the next is decided; the pod's
-            # status may be of the life before.
+        if interpreted.ended and same_container and not grant.evidence:
+            # Not for a grant that this agent has decided (`Grant.evidence`): the decision for the
+            # next container takes its shares, and the pod's status may be older than its start.
             shares, decided_for = (), None
-        elif not same_container and meaning.by_pod:
-            # What was decided, was for another pod.
+        elif not same_container and interpreted.by_pod:
+            # the decision was for another pod
             shares, decided_for, may_overcommit = (
-                meaning.shares,
-                meaning.decided_for,
-                meaning.may_overcommit,
+                interpreted.shares,
+                interpreted.decided_for,
+                interpreted.may_overcommit,
             )
         elif (
-            not any(share.memory_mib for share in shares) and meaning.shares and not grant.evidence
+            not any(share.memory_mib for share in shares)
+            and interpreted.shares
+            and not grant.evidence
         ):
-            # A GPU that did not answer when its grant was made may be known by now, or a pod that
-            # had not been seen. A decision stands, also one that gives nothing.
+            # The GPU may not have answered when the grant was made, or its pod was unknown. A
+            # decision of this agent is not changed, even if it has no memory.
             shares, decided_for, may_overcommit = (
-                meaning.shares,
-                meaning.decided_for,
-                meaning.may_overcommit,
+                interpreted.shares,
+                interpreted.decided_for,
+                interpreted.may_overcommit,
             )
         named = dataclasses.replace(
             grant,
@@ -209,11 +216,11 @@ class Reconciliation:
             may_overcommit=may_overcommit,
         )
         named = self._grants.by_number[grant.number] = dataclasses.replace(
-            named, state=self._state(merged, meaning, named)
+            named, state=self._state(merged, interpreted, named)
         )
         if known == merged and named == grant:
             return None
-        if same_container or inside:
+        if same_container or within_pod:
             return Correction(
                 "ledger.named",
                 drift=False,
@@ -227,9 +234,11 @@ class Reconciliation:
         return Correction("ledger.renamed", drift=True, grant=named, reason=reason)
 
     @staticmethod
-    def _state(owner: Owner, meaning: Meaning, grant: Grant | None = None) -> GrantState:
-        if meaning.by_pod:
-            decided_for = grant.decided_for if grant else meaning.decided_for
+    def _state(
+        owner: Owner, interpreted: InterpretedHolding, grant: Grant | None = None
+    ) -> GrantState:
+        if interpreted.by_pod:
+            decided_for = grant.decided_for if grant else interpreted.decided_for
             if decided_for is None:
                 return GrantState.RESERVED
             return (
@@ -239,7 +248,11 @@ class Reconciliation:
             )
         return GrantState.PROVEN if owner.pod_uid and owner.pod else GrantState.GRANTED
 
-    def _outlived(self, grant: Grant, reservation_seconds: float) -> str:
+    def _release_reason(self, grant: Grant, reservation_seconds: float) -> str:
+        """Return why ``grant``, which the records do not show, is released; "" to keep it.
+
+        Each call for a grant with an owner counts as one reading without it.
+        """
         if grant.owner is None:
             expired = self._clock() - grant.steady_at > reservation_seconds
             return (

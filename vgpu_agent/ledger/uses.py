@@ -1,7 +1,8 @@
-"""The use of each GPU at one moment: the family that it serves, since when, for which pods,
-and the pods that wait for it.
+"""The use of each GPU at one moment: the family that it serves and since when, its pods, and the
+pods that wait for it.
 
-Read by `allocation` for refusals and by `web` for every page. Pure functions of the ledger's state.
+`allocation` uses it for the texts of refusals, and `web` for every page. All functions are pure
+functions of the ledger's state.
 """
 
 from __future__ import annotations
@@ -26,14 +27,14 @@ class GpuUse:
     """The use of one GPU, MIG instances included.
 
     Attributes:
-        gpu: its UUID.
-        family: the family that it serves; empty while no container has a share of it.
-        since: unix seconds of the oldest grant on it; 0 while there is none.
-        or_earlier: that grant was found in the kubelet's records after a restart of the agent, and
-            is older than ``since``.
+        gpu: the GPU's UUID.
+        family: the family that the GPU serves; empty while no container has a share of it.
+        since: the time of the oldest grant on the GPU, in unix seconds; 0 while there is none.
+        or_earlier: a grant was found in the kubelet's records after a restart of the agent, so the
+            GPU may have served the family before ``since``.
         pods: the names of the pods that have shares, oldest first.
-        unnamed: the number of reservations whose pod is not known yet.
-        claims: of the pods that wait for it, oldest first.
+        unnamed: the number of grants whose pod is not known yet.
+        claims: the claims of pods that wait for the GPU, oldest first.
     """
 
     gpu: str
@@ -46,7 +47,7 @@ class GpuUse:
 
     @property
     def holders(self) -> int:
-        """The number of pods that have shares."""
+        """The number of pods that have shares; each grant without a known pod counts as one."""
         return len(self.pods) + self.unnamed
 
 
@@ -55,10 +56,10 @@ class HeldBack:
     """Ids of one resource that are not granted, for one reason.
 
     Attributes:
-        reason: the same for all of them.
-        family: the family that their GPUs serve instead; empty where that is not the reason.
+        reason: why none of these ids is granted.
+        family: the family that their GPUs serve, if that is the reason; otherwise empty.
         gpus: the UUIDs of their GPUs, in the order of the ids.
-        ids: how many there are.
+        ids: the number of these ids.
     """
 
     reason: str
@@ -70,27 +71,27 @@ class HeldBack:
 def uses(
     devices: Mapping[str, Device], grants: Iterable[Grant], claims: Iterable[Claim]
 ) -> tuple[GpuUse, ...]:
-    """The use of each GPU among ``devices``, in their order;
-    a GPU that only a grant or a claim names comes last.
+    """Return the use of each GPU: those of ``devices`` in their order, then GPUs that only a grant
+    or a claim names.
 
     Args:
         devices: GPUs and MIG instances by UUID.
-        grants: oldest first.
-        claims: oldest first.
+        grants: all grants, oldest first.
+        claims: all claims, oldest first.
     """
-    on: dict[str, list[Grant]] = {device.gpu: [] for device in devices.values()}
+    by_gpu: dict[str, list[Grant]] = {device.gpu: [] for device in devices.values()}
     for grant in grants:
         for gpu in dict.fromkeys(
             devices[share.device].gpu if share.device in devices else share.device
             for share in grant.shares
         ):
-            on.setdefault(gpu, []).append(grant)
+            by_gpu.setdefault(gpu, []).append(grant)
     waiting: dict[str, list[Claim]] = {}
     for claim in claims:
         waiting.setdefault(claim.gpu, []).append(claim)
     return tuple(
-        _use(gpu, on.get(gpu, ()), tuple(waiting.get(gpu, ())))
-        for gpu in dict.fromkeys([*on, *waiting])
+        _use(gpu, by_gpu.get(gpu, ()), tuple(waiting.get(gpu, ())))
+        for gpu in dict.fromkeys([*by_gpu, *waiting])
     )
 
 
@@ -100,14 +101,14 @@ def held_back(
     devices: Mapping[str, Device],
     by_gpu: Mapping[str, GpuUse],
 ) -> tuple[HeldBack, ...]:
-    """The ids of ``resource`` that are not granted, by reason.
+    """Group the ids of ``resource`` that are not granted by reason.
 
     Args:
-        resource: an offered one.
-        troubles: device → why nothing of it may be granted through the resource; empty where it
-            may.
-        devices: by UUID.
-        by_gpu: the use of each GPU.
+        resource: a resource that is offered.
+        troubles: UUID of a device → why nothing of it may be granted through the resource; empty
+            if something may.
+        devices: GPUs and MIG instances by UUID.
+        by_gpu: the use of each GPU, by UUID.
     """
     counts = _ids_by_device(resource)
     by_reason: dict[str, list[str]] = {}

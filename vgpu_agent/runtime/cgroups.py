@@ -1,11 +1,10 @@
-"""The control groups of containers: which container a process belongs to, and which processes
-belong to a container.
+"""Look up the container of a process, and the processes of a container, by their cgroups.
 
-The kubelet gives each pod a cgroup and each container one below it, on cgroup v1, v2 and the
-mixture of both, with the drivers `cgroupfs` and `systemd`. A process may make cgroups below the one
-of its container and name them as it likes. So it is always the outermost name that counts, and a
-search never looks below the cgroup of a pod. Everything here reads /proc and /sys/fs/cgroup and
-belongs into a thread.
+The kubelet creates a cgroup for each pod, and below it one for each container. The names depend on
+the cgroup driver (`cgroupfs` or `systemd`); cgroup v1, v2 and the hybrid hierarchy are supported. A
+process can create cgroups with arbitrary names below that of its container. So the outermost
+matching name decides, and the search for pods never descends into the cgroup of a pod. All
+functions read /proc or /sys/fs/cgroup and can block, so call them in a thread.
 """
 
 from __future__ import annotations
@@ -19,72 +18,79 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-# The names that kubelet and runtimes give (systemd writes dashes of a UID as underscores).
+# The names that the kubelet and runtimes use. With systemd, a UID has underscores for its dashes.
 _POD_SLICE = re.compile(
     r"(?:[a-z0-9]+-)*kubepods(?:-burstable|-besteffort)?-pod([A-Za-z0-9][A-Za-z0-9._]{0,127})\.slice"
 )
 _POD_DIRECTORY = re.compile(r"pod([A-Za-z0-9][A-Za-z0-9.-]{0,127})")
 _CONTAINER = re.compile(r"(?:cri-containerd-|crio-|docker-)?([A-Za-z0-9]{8,128})(?:\.scope)?")
 
-# The hierarchies of cgroup v1 in which every container has a cgroup, and where a node with both
-# versions mounts the second.
+# Directories below the root: "" for cgroup v2, the hierarchies of v1 in which every container has a
+# cgroup, and "unified", where a hybrid node mounts v2.
 _HIERARCHIES = ("", "memory", "pids", "cpu", "systemd", "unified")
 
-_LONGEST_ANSWER = 64 * 1024  # of /proc/<pid>/cgroup and /proc/<pid>/stat
-_LONGEST_LIST = 1024 * 1024  # of one cgroup.procs; a hundred thousand processes
-_MAX_DEPTH = 6  # of a pod's cgroup; kubelets that run in a container are three deeper than others
-_MAX_CGROUPS = 20_000  # of a node, outside of pods
-_MAX_BELOW = 256  # cgroups that a container may have made
+_MAX_PROC_FILE_BYTES = 64 * 1024  # of /proc/<pid>/cgroup and /proc/<pid>/stat
+_MAX_PROCS_FILE_BYTES = 1024 * 1024  # of one cgroup.procs: about a hundred thousand processes
+_MAX_POD_DEPTH = 6  # of a pod's cgroup; it is three levels deeper if the kubelet is in a container
+_MAX_NODE_CGROUPS = 20_000  # read on a node, outside of pods
+_MAX_CHILD_CGROUPS = 256  # read below one pod or container
 MAX_PROCESSES = 16_384  # of one container
 
-_START_TIME_FIELD = 19  # of /proc/<pid>/stat, behind the name in parentheses
-_TICKS = os.sysconf("SC_CLK_TCK")
+_START_TIME_FIELD = 19  # index in /proc/<pid>/stat after the process name in parentheses
+_TICKS_PER_SECOND = os.sysconf("SC_CLK_TCK")
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Member:
-    """The container that a process belongs to: the kubelet's UID of the pod, and the runtime's id
-    of the container.
+    """The container that a process is a member of.
+
+    Attributes:
+        pod_uid: the kubelet's UID of the pod.
+        container_id: the id that the container runtime gave the container.
     """
 
     pod_uid: str
     container_id: str
 
 
-def member(text: str) -> Member | None:
-    """Return the container that /proc/<pid>/cgroup names; None where it names none, or several.
+def parse_member(text: str) -> Member | None:
+    """Return the container that ``text``, the content of /proc/<pid>/cgroup, names; None if it
+    names no container, or several.
 
-    Seen from a cgroup namespace, a path begins with ``/..`` and lacks what it has in common with
-    that of the namespace.
+    If this process has a cgroup namespace of its own, the paths are relative to its root and begin
+    with ``/..``.
     """
     found = {
         one
         for line in text.splitlines()
-        if (one := _named_by(line.split(":", 2)[-1].split("/"))) is not None
+        if (one := _container_in_path(line.split(":", 2)[-1].split("/"))) is not None
     }
     return found.pop() if len(found) == 1 else None
 
 
 def member_of(proc_root: str, pid: int, *, seen_at: float) -> Member | None:
-    """Return the container of the process ``pid``; None when it has ended, or is in none.
+    """Return the container of a process; None if the process has ended or is in no container.
 
     Args:
-        proc_root: where procfs is mounted.
-        pid: of the process.
-        seen_at: seconds since the boot; a process that began later is not the one that is meant.
+        proc_root: the mount point of procfs.
+        pid: the id of the process.
+        seen_at: the time at which the id was found, in seconds since boot. A process that started
+            later is another one with the same id.
     """
-    before = _started_at(proc_root, pid)
+    before = _start_time(proc_root, pid)
     if before is None or before > seen_at:
         return None
-    text = _text(f"{proc_root}/{pid}/cgroup", _LONGEST_ANSWER)
-    return member(text) if text and _started_at(proc_root, pid) == before else None
+    text = _read_text(f"{proc_root}/{pid}/cgroup", _MAX_PROC_FILE_BYTES)
+    return parse_member(text) if text and _start_time(proc_root, pid) == before else None
 
 
 class PodCgroups:
-    """The cgroups of this node's pods. State: where they were found last.
+    """The cgroups of this node's pods.
+
+    State: a cache of the directories of pods.
 
     Args:
-        root: where cgroups are mounted, those of the host and not only the agent's own.
+        root: the mount point of the host's cgroups, usually /sys/fs/cgroup.
     """
 
     def __init__(self, root: str) -> None:
@@ -92,45 +98,49 @@ class PodCgroups:
         self._pods: dict[str, str] = {}  # UID → directory
 
     def processes(self, wanted: Member) -> tuple[int, ...]:
-        """The processes of a container, by number; none when it has no cgroup any more."""
-        directory = self._container(wanted)
+        """Return the ids of a container's processes in ascending order; none without a cgroup."""
+        directory = self._find_container(wanted)
         if directory is None:
-            directory = self._search(wanted)
+            directory = self._search_hierarchies(wanted)
         return _processes(directory) if directory is not None else ()
 
-    def _container(self, wanted: Member) -> str | None:
+    def _find_container(self, wanted: Member) -> str | None:
         pod = self._pods.get(wanted.pod_uid)
         if pod is None:
             return None
-        for entry in _below(pod, _MAX_BELOW):
+        for entry in _child_directories(pod, _MAX_CHILD_CGROUPS):
             matched = _CONTAINER.fullmatch(os.path.basename(entry))
             if matched is not None and matched[1] == wanted.container_id:
                 return entry
         return None
 
-    def _search(self, wanted: Member) -> str | None:
-        """Read the pods again, from the first hierarchy that has the container."""
+    def _search_hierarchies(self, wanted: Member) -> str | None:
+        """Read the directories of all pods again, and return that of the container.
+
+        The first hierarchy that has the container is used.
+        """
         for hierarchy in _HIERARCHIES:
             base = os.path.join(self._root, hierarchy)
             if not os.path.exists(f"{base}/cgroup.procs"):
                 continue
             self._pods = dict(_pods_below(base))
-            if directory := self._container(wanted):
+            if directory := self._find_container(wanted):
                 return directory
         return None
 
 
-def _named_by(components: list[str]) -> Member | None:
-    for place, component in enumerate(components):
+def _container_in_path(components: list[str]) -> Member | None:
+    for index, component in enumerate(components):
         uid = _pod_uid(component)
         if uid:
-            behind = components[place + 1] if place + 1 < len(components) else ""
-            matched = _CONTAINER.fullmatch(behind)
+            child = components[index + 1] if index + 1 < len(components) else ""
+            matched = _CONTAINER.fullmatch(child)
             return Member(uid, matched[1]) if matched is not None else None
     return None
 
 
 def _pod_uid(name: str) -> str:
+    """Return the UID in the name of a pod's cgroup; "" for any other name."""
     if (matched := _POD_SLICE.fullmatch(name)) is not None:
         return matched[1].replace("_", "-")
     matched = _POD_DIRECTORY.fullmatch(name)
@@ -138,13 +148,13 @@ def _pod_uid(name: str) -> str:
 
 
 def _pods_below(base: str) -> Iterator[tuple[str, str]]:
-    """UID and directory of each pod, without a look into what belongs to one."""
-    left = _MAX_CGROUPS
+    """Yield UID and directory of each pod, without reading the directories of pods."""
+    left = _MAX_NODE_CGROUPS
     level = [base]
-    for _ in range(_MAX_DEPTH):
+    for _ in range(_MAX_POD_DEPTH):
         deeper: list[str] = []
         for directory in level:
-            for entry in _below(directory, left):
+            for entry in _child_directories(directory, left):
                 left -= 1
                 uid = _pod_uid(os.path.basename(entry))
                 if uid:
@@ -157,47 +167,47 @@ def _pods_below(base: str) -> Iterator[tuple[str, str]]:
 def _processes(directory: str) -> tuple[int, ...]:
     found: set[int] = set()
     waiting = [directory]
-    for _ in range(_MAX_BELOW):
+    for _ in range(_MAX_CHILD_CGROUPS):
         if not waiting or len(found) >= MAX_PROCESSES:
             break
-        at = waiting.pop()
-        for line in _text(f"{at}/cgroup.procs", _LONGEST_LIST).split():
-            if line.isdecimal() and line != "0":  # 0: one that this PID namespace does not show
+        cgroup = waiting.pop()
+        for line in _read_text(f"{cgroup}/cgroup.procs", _MAX_PROCS_FILE_BYTES).split():
+            if line.isdecimal() and line != "0":  # 0: a process outside of this PID namespace
                 found.add(int(line))
-        waiting += _below(at, _MAX_BELOW)
+        waiting += _child_directories(cgroup, _MAX_CHILD_CGROUPS)
     return tuple(sorted(found)[:MAX_PROCESSES])
 
 
-def _below(directory: str, most: int) -> list[str]:
+def _child_directories(directory: str, limit: int) -> list[str]:
     try:
         with os.scandir(directory) as entries:
             directories = (entry.path for entry in entries if entry.is_dir(follow_symlinks=False))
-            return list(itertools.islice(directories, max(most, 0)))
-    except OSError:  # it has ended meanwhile
+            return list(itertools.islice(directories, max(limit, 0)))
+    except OSError:  # the cgroup was removed meanwhile
         return []
 
 
-def _started_at(proc_root: str, pid: int) -> float | None:
-    """Seconds from the boot to the begin of the process; None when there is none."""
-    fields = _text(f"{proc_root}/{pid}/stat", _LONGEST_ANSWER).rpartition(")")[2].split()
+def _start_time(proc_root: str, pid: int) -> float | None:
+    """Return the start time of the process in seconds since boot; None if there is no process."""
+    fields = _read_text(f"{proc_root}/{pid}/stat", _MAX_PROC_FILE_BYTES).rpartition(")")[2].split()
     if len(fields) <= _START_TIME_FIELD or not fields[_START_TIME_FIELD].isdecimal():
         return None
-    return int(fields[_START_TIME_FIELD]) / _TICKS
+    return int(fields[_START_TIME_FIELD]) / _TICKS_PER_SECOND
 
 
-def _text(path: str, most: int) -> str:
-    """The content of a file of the kernel's; empty when it cannot be read."""
+def _read_text(path: str, max_bytes: int) -> str:
+    """Return the first ``max_bytes`` of a kernel file; "" if it cannot be read."""
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     except OSError:
         return ""
     try:
         pieces: list[bytes] = []
-        while most > 0 and (piece := os.read(descriptor, most)):
+        while max_bytes > 0 and (piece := os.read(descriptor, max_bytes)):
             pieces.append(piece)
-            most -= len(piece)
+            max_bytes -= len(piece)
         return b"".join(pieces).decode("utf-8", "replace")
-    except OSError:  # ESRCH: it ended between open and read
+    except OSError:  # ESRCH: the process ended between open and read
         return ""
     finally:
         os.close(descriptor)

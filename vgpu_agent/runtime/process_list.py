@@ -1,10 +1,10 @@
-"""The list of a container's processes, as the library of `isolation.vgpu_control` reads it:
+"""The file with a container's processes for the library of `isolation.vgpu_control`:
 ``config/pids.config`` (vgpu-manager §7.7).
 
-Ascending numbers, one a line. It is written in place, under a lock, because the library reads it at
-any moment and ends its process when it finds no number: first the new content, then the end. The
-container has the directory mounted read-only, but it may take a lock on a file that it can only
-read. So this code never waits for the lock.
+The file has one process id per line, in ascending order. The library can read it at any moment, and
+ends its process if it finds no id. So the file is written in place and under a lock, and is cut to
+the new length last. The container mounts the directory read-only, but it can lock a file that it
+can only read. So this code never waits for the lock.
 """
 
 from __future__ import annotations
@@ -17,40 +17,44 @@ from vgpu_agent.errors import CarrierError
 from vgpu_agent.runtime.host_files import replace_file, trouble
 
 NAME = "pids.config"
-# The library reads so many and no more.
+# The number of process ids that the library reads at most.
 MAX_READ = 1024
 
 _MODE = 0o644
-_DIRECTORY = os.O_PATH | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
-_ONCE = os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+_DIRECTORY_FLAGS = os.O_PATH | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
+_FILE_FLAGS = os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
 
 
 class LockedError(CarrierError):
-    """Another process holds the lock of the list at this moment."""
+    """A process of the container holds the lock of the file."""
 
 
-def content(processes: tuple[int, ...]) -> bytes:
-    """The file's bytes for these processes, which are in ascending order."""
+def encode(processes: tuple[int, ...]) -> bytes:
+    """Return the content of the file for process ids in ascending order."""
     return b"".join(b"%d\n" % pid for pid in processes)
 
 
 def exists(directory: str) -> bool:
-    """Tell whether ``directory`` has a list."""
+    """Tell whether ``directory`` has the file."""
     return os.path.lexists(f"{directory}/{NAME}")
 
 
 def write(directory: str, new: bytes) -> None:
-    """Put the list into ``directory``, which only the agent can change; blocks for no lock.
+    """Write ``new`` as the content of the file, without waiting for its lock.
+
+    Args:
+        directory: the path of a directory that only the agent can change.
+        new: the content, see `encode`.
 
     Raises:
-        LockedError: it is locked now, and unchanged.
-        CarrierError: it cannot be written, or there is no such directory.
+        LockedError: the file is locked, and was not changed.
+        CarrierError: the file cannot be written, or there is no such directory.
     """
     path = f"{directory}/{NAME}"
     try:
-        folder = os.open(directory, _DIRECTORY)
+        folder = os.open(directory, _DIRECTORY_FLAGS)
         try:
-            descriptor = os.open(NAME, _ONCE, dir_fd=folder)
+            descriptor = os.open(NAME, _FILE_FLAGS, dir_fd=folder)
         finally:
             os.close(folder)
     except FileNotFoundError as err:
@@ -65,12 +69,12 @@ def write(directory: str, new: bytes) -> None:
     except OSError as err:
         raise trouble("write", path, err) from err
     finally:
-        os.close(descriptor)  # and with it the lock
+        os.close(descriptor)  # this also releases the lock
 
 
 def _write(descriptor: int, path: str, new: bytes) -> None:
     if not stat.S_ISREG(os.fstat(descriptor).st_mode):
-        raise CarrierError(f"cannot write {path}: it is no file; remove it")
+        raise CarrierError(f"cannot write {path}: it is not a regular file; remove it")
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError as err:

@@ -401,7 +401,7 @@ class ProcessRegistry:
         """Return why a list could not be written, or ""; None where the container has ended."""
         outcomes: dict[tuple[str, str], str | None] = {}
         for owner, one in owners.items():
-            new = process_list.content(self._cgroups.processes(one.member))
+            new = process_list.encode(self._cgroups.processes(one.member))
             outcomes[owner] = "" if new else None
             if not new or new == one.written:
                 continue
@@ -447,7 +447,7 @@ class ProcessRegistry:
                     f"process {must_have} is not among those of container {quoted(owner[1])}; has "
                     "it ended, and does the agent see the host's cgroups?"
                 )
-            new = process_list.content(processes)
+            new = process_list.encode(processes)
             if new != one.written:
                 process_list.write(self._list_directory(owner), new)
                 one.written = new

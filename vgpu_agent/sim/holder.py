@@ -1,10 +1,9 @@
-"""A live process on a simulated GPU: it takes a slot and a lock, and NVML shows it until it ends,
-in any way.
+"""A live process on a simulated GPU. It takes a process slot of the GPU and locks it, and NVML
+lists it until it exits or is killed.
 
-Run as ``python -m vgpu_agent.sim.holder DIR …`` by `SimulatedNode.start_process`, and in the
-foreground by ``vgpu-agent sim process``.
-Must be a process of its own: POSIX locks vanish when their process closes any descriptor of the
-state file.
+`SimulatedNode.start_process` runs it as ``python -m vgpu_agent.sim.holder DIR …``, and
+``vgpu-agent sim process`` runs it in the foreground. It must be a process of its own, because a
+process loses its POSIX locks when it closes any descriptor of the state file.
 """
 
 from __future__ import annotations
@@ -21,22 +20,28 @@ from vgpu_agent.sim import layout
 from vgpu_agent.sim.processes import ProcessUse, try_lock
 from vgpu_agent.sim.state import SimulatedNode
 
-READY: Final = "holding"
-_ENDS: Final = (signal.SIGINT, signal.SIGTERM)
+READY: Final = "holding"  # the first word of the line that says that the slot is taken
+_END_SIGNALS: Final = (signal.SIGINT, signal.SIGTERM)
 
 
 def hold(directory: Path, gpu: int | str, use: ProcessUse, *, seconds: float | None = None) -> None:
-    """Be a process that uses ``gpu``, until ``seconds`` are over or SIGINT or SIGTERM comes.
+    """Use ``gpu`` as this process until ``seconds`` have passed, or SIGINT or SIGTERM arrives.
+
+    Args:
+        directory: the directory of the simulated node.
+        gpu: the number or UUID of the GPU.
+        use: the usage that NVML shows.
+        seconds: the duration; None for no limit.
 
     Raises:
-        SimulationError: no such GPU or MIG instance, or its 64 slots are all taken.
+        SimulationError: there is no such GPU or MIG instance, or its 64 slots are all taken.
     """
-    # from now on they wait for us, so that the slot is always given back
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, _ENDS)
+    # block the signals, so that the slot is always released
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, _END_SIGNALS)
     try:
         node = SimulatedNode.open(directory)
         number = node.gpu_number(gpu)
-        # never closed: that would give up the lock
+        # never closed, because closing it would release the lock
         descriptor = os.open(node.state_path, os.O_RDWR | os.O_CLOEXEC)
         with node.writing():
             row = _take_slot(node, number, descriptor)
@@ -46,16 +51,16 @@ def hold(directory: Path, gpu: int | str, use: ProcessUse, *, seconds: float | N
         sys.stdout.write(f"{READY} {use.memory_mib} MiB on GPU {number} as pid {os.getpid()}\n")
         sys.stdout.flush()
         if seconds is None:
-            signal.sigwait(_ENDS)
+            signal.sigwait(_END_SIGNALS)
         else:
-            signal.sigtimedwait(_ENDS, seconds)
+            signal.sigtimedwait(_END_SIGNALS, seconds)
         row.kind = layout.Process.FREE
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 def _take_slot(node: SimulatedNode, gpu: int, descriptor: int) -> layout.Process:
-    """The first slot whose lock can be had; a slot that a killed process left is taken over."""
+    """Lock and return the first free slot. The slot of a killed process is free as well."""
     row: layout.Process
     for slot, row in enumerate(node.state.gpus[gpu].processes):
         if row.kind == layout.Process.FIXED:
@@ -69,9 +74,9 @@ def _take_slot(node: SimulatedNode, gpu: int, descriptor: int) -> layout.Process
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Hold a slot as ``SimulatedNode.start_process`` has requested."""
+    """Hold a slot with the arguments of ``SimulatedNode.start_process``."""
     parser = argparse.ArgumentParser(
-        prog="python -m vgpu_agent.sim.holder", description="be a process on a simulated GPU"
+        prog="python -m vgpu_agent.sim.holder", description="run a process on a simulated GPU"
     )
     parser.add_argument("directory", type=Path)
     parser.add_argument("--gpu", required=True)

@@ -100,7 +100,7 @@ def unclaimed(status: AgentStatus) -> Iterable[Grant]:
 
 def _view(status: AgentStatus, grant: Grant, now: float, known: Limits) -> AllocationView:
     return AllocationView(
-        **msgspec.structs.asdict(views.grant(status, grant, now, known)),
+        **msgspec.structs.asdict(views.grant_view(status, grant, now, known)),
         token=(
             grant_token(grant.resource, grant.ids)
             if grant.resource in status.ledger.decided_by_pod

@@ -1,9 +1,9 @@
-"""The limit of each grant, in one of five words,
-so that an identified pod is not taken for a limited one.
+"""The state of each grant's limit, as one of the five values of `LimitState`.
 
-*Identified* names the share's owner, and is the grant's own state. The limit of the container is
-another matter. It is *configured* once it is written where the backend reads it, and *in force*
-once that was seen from the host. Used by `views` and `readings`, and by `agent` for the journal.
+It is separate from the state of the grant: *identified* means only that the owner of the share is
+known. A limit is *configured* once it is written where the backend reads it, and *in force* once
+there is evidence of that on the host. Used by `views`, `allocations` and `readings`, and by `agent`
+for events.
 """
 
 from __future__ import annotations
@@ -28,18 +28,18 @@ if TYPE_CHECKING:
     from vgpu_agent.pods import PodContainer
     from vgpu_agent.status import AgentStatus
 
-# families whose shares the library may limit
-_LIMITED = frozenset(family.name for family in FAMILIES if family.library)
-_OFF = LibraryLimits("the family is switched off")
-_MIG = "MIG-"
-# What a process has on a card besides its allocations, and no library counts: its context.
+# families whose shares an isolation backend's library can limit
+_FAMILIES_WITH_LIBRARY = frozenset(family.name for family in FAMILIES if family.library)
+_SWITCHED_OFF = LibraryLimits("the family is switched off")
+_MIG_UUID_PREFIX = "MIG-"
+# The memory of a process's CUDA context, which the library does not count: an upper bound.
 _CONTEXT_MIB = 1024
 
 
 class LimitState(enum.StrEnum):
-    """The progress of a grant's limit."""
+    """The state of a grant's limit."""
 
-    WHOLE = "whole device"  # it is not shared, so it needs no limit
+    WHOLE = "whole device"  # the device is not shared, so no limit is needed
     NONE = "no limit"
     CONFIGURED = "configured"
     IN_FORCE = "in force"
@@ -48,46 +48,49 @@ class LimitState(enum.StrEnum):
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Limit:
-    """The state, and one sentence about its evidence or about what is missing."""
+    """The state of a limit, with one sentence about its evidence or about what is missing."""
 
     state: LimitState
     reason: str
 
 
 class Limits:
-    """The limits of a snapshot's grants. State:
-    the content of the containers' regions and files, by container.
+    """The limits of the grants of one snapshot.
+
+    State: the snapshot, and its readings of regions and files by (namespace, pod, container).
     """
 
     def __init__(self, status: AgentStatus) -> None:
         self._status = status
         self._mps = {daemon.resource: daemon for daemon in status.mps}
-        self._used: dict[tuple[str, str, str], list[ContainerUsage]] = {}
+        self._usage_by_container: dict[tuple[str, str, str], list[ContainerUsage]] = {}
         for usage in status.containers:
-            self._used.setdefault((usage.namespace, usage.pod, usage.container), []).append(usage)
-        self._controlled = {
+            self._usage_by_container.setdefault(
+                (usage.namespace, usage.pod, usage.container), []
+            ).append(usage)
+        self._control_by_container = {
             (use.namespace, use.pod, use.container): use for use in status.controlled
         }
 
     def of(self, grant: Grant) -> Limit | None:
-        """Return the grant's limit; None while the container's share is not decided."""
+        """Return the limit of ``grant``; None if it is released or has no shares yet."""
         if not grant.shares or grant.state is GrantState.RELEASED:
             return None
-        if all(share.device.startswith(_MIG) for share in grant.shares):
+        if all(share.device.startswith(_MIG_UUID_PREFIX) for share in grant.shares):
             return Limit(LimitState.IN_FORCE, "the hardware limits a MIG instance")
-        if grant.family in _LIMITED:
-            limits = self._status.binding.limits.get(grant.family, _OFF)
+        if grant.family in _FAMILIES_WITH_LIBRARY:
+            limits = self._status.binding.limits.get(grant.family, _SWITCHED_OFF)
             if limits.backend == VGPU_CONTROL.name:
-                return self._of_file(grant, limits)
-            return self._of_region(grant, limits)
+                return self._vgpu_control_limit(grant, limits)
+            return self._hami_core_limit(grant, limits)
         if all(share.exclusive for share in grant.shares):
             return Limit(LimitState.WHOLE, "no other container has a share of it")
-        return self._of_sharing(grant.resource)
+        return self._sharing_limit(grant.resource)
 
-    def _of_sharing(self, resource: str) -> Limit:
+    def _sharing_limit(self, resource: str) -> Limit:
         sharing = self._status.ledger.sharing.get(resource, "")
         if sharing == SharingMode.MPS:
-            return self._of_daemon(resource)
+            return self._mps_limit(resource)
         if sharing == SharingMode.MPS_OF_HOST:
             return Limit(
                 LimitState.NONE,
@@ -95,49 +98,54 @@ class Limits:
             )
         return Limit(LimitState.NONE, "the containers on the GPU take turns without limits")
 
-    def _of_daemon(self, resource: str) -> Limit:
+    def _mps_limit(self, resource: str) -> Limit:
         daemon = self._mps.get(resource)
         if daemon is None or daemon.trouble or daemon.state is not MpsState.RUNNING:
             trouble = (daemon.trouble if daemon else "") or "its control daemon does not run"
             return Limit(LimitState.NOT_IN_FORCE, trouble)
         return Limit(LimitState.IN_FORCE, "the limits were read back from the MPS control daemon")
 
-    def _of_file(self, grant: Grant, limits: LibraryLimits) -> Limit:
+    def _vgpu_control_limit(self, grant: Grant, limits: LibraryLimits) -> Limit:
         owner = grant.owner
-        use = self._controlled.get((owner.namespace, owner.pod, owner.container)) if owner else None
+        use = (
+            self._control_by_container.get((owner.namespace, owner.pod, owner.container))
+            if owner
+            else None
+        )
         if limits.missing and (use is None or not use.limits):
             return Limit(LimitState.NONE, limits.missing)
-        if self._runs_free(grant, limits):
+        if self._vgpu_control_is_disabled(grant, limits):
             return Limit(
                 LimitState.NONE,
-                f"the pod sets {vgpu_control.DISABLED_BY}, and vgpuControl.disableVariable lets it",
+                f"the pod sets {vgpu_control.DISABLED_BY}, and vgpuControl.disableVariable allows "
+                "it",
             )
         if use is None:
             return Limit(LimitState.CONFIGURED, "its vgpu.config has not been read yet")
-        if fault := next(self._faults(grant.shares, use, limits), ""):
+        if fault := next(self._vgpu_control_faults(grant.shares, use, limits), ""):
             return Limit(LimitState.NOT_IN_FORCE, fault)
-        return _seen(use)
+        return _limit_by_evidence(use)
 
-    def _faults(
+    def _vgpu_control_faults(
         self, shares: Sequence[Share], use: ControlledUse, limits: LibraryLimits
     ) -> Iterator[str]:
-        """Describe why a limit by `vgpu_control` does not hold."""
+        """Yield each reason why a limit by `vgpu_control` is not in force, as a sentence."""
         if use.trouble:
             yield use.trouble
-        for weaker in self._weaker_file(shares, use, limits):
-            yield f"{weaker}, so the container can take more than its share"
-        yield from _not_obeyed(shares, use)
+        for excess in self._excesses_in_file(shares, use, limits):
+            yield f"{excess}, so the container can take more than its share"
+        yield from _violations(shares, use)
 
-    def _weaker_file(
+    def _excesses_in_file(
         self, shares: Sequence[Share], use: ControlledUse, limits: LibraryLimits
     ) -> Iterator[str]:
-        """Describe how the container's file allows more than was configured.
+        """Yield each limit in the container's vgpu.config that is weaker than its shares.
 
-        A file without a limit of compute is as its policy wants it. A change of that is noticed
-        where the file is read.
+        A missing limit of compute is not an error, because the agent writes none under some
+        policies. Changes of the file are detected by `control_usage`, which reads it.
         """
         by_device = {limit.uuid: limit for limit in use.limits}
-        for device, memory_mib, cores in _sums(shares):
+        for device, memory_mib, cores in _totals_by_device(shares):
             limit, gpu = by_device.get(device), self._status.inventory.gpu(device)
             if limit is None:
                 yield f"its vgpu.config does not name {device}"
@@ -152,20 +160,25 @@ class Limits:
                     f"{cores} %"
                 )
 
-    def _of_region(self, grant: Grant, limits: LibraryLimits) -> Limit:
+    def _hami_core_limit(self, grant: Grant, limits: LibraryLimits) -> Limit:
         owner = grant.owner
-        used = self._used.get((owner.namespace, owner.pod, owner.container), []) if owner else []
+        used = (
+            self._usage_by_container.get((owner.namespace, owner.pod, owner.container), [])
+            if owner
+            else []
+        )
         if not used and limits.missing:
             return Limit(LimitState.NONE, limits.missing)
-        if self._is_disabled(grant, limits):
+        if self._hami_core_is_disabled(grant, limits):
             return Limit(
-                LimitState.NONE, f"the pod sets {DISABLED_BY}, and hamiCore.disableVariable lets it"
+                LimitState.NONE,
+                f"the pod sets {DISABLED_BY}, and hamiCore.disableVariable allows it",
             )
         if not used:
             return Limit(LimitState.CONFIGURED, "its region has not been read yet")
-        if weaker := next(self._weaker(grant.shares, used, limits), ""):
+        if excess := next(self._excesses_in_region(grant.shares, used, limits), ""):
             return Limit(
-                LimitState.NOT_IN_FORCE, f"{weaker}, so the container can take more than its share"
+                LimitState.NOT_IN_FORCE, f"{excess}, so the container can take more than its share"
             )
         if not any(usage.processes for usage in used):
             return Limit(
@@ -177,12 +190,12 @@ class Limits:
             "a process in the container has the library open, and its region holds these limits",
         )
 
-    def _weaker(
+    def _excesses_in_region(
         self, shares: Sequence[Share], used: Sequence[ContainerUsage], limits: LibraryLimits
     ) -> Iterator[str]:
-        """Describe how the region allows more than was configured."""
+        """Yield each limit in the container's region that is weaker than its shares."""
         by_device = {usage.uuid: usage for usage in used}
-        for device, shared_mib, cores in _sums(shares):
+        for device, shared_mib, cores in _totals_by_device(shares):
             gpu = self._status.inventory.gpu(device)
             memory_mib = shared_mib or (gpu.memory_mib if gpu else 0)
             usage = by_device.get(device)
@@ -201,8 +214,8 @@ class Limits:
                 elif not usage.limits_cores:
                     yield "the region's limit of compute is switched off"
 
-    def _is_disabled(self, grant: Grant, limits: LibraryLimits) -> bool:
-        """Tell whether the pod has switched its limit off, by the current settings."""
+    def _hami_core_is_disabled(self, grant: Grant, limits: LibraryLimits) -> bool:
+        """Tell whether the pod disables its limit by HAMi-core, and the settings allow that."""
         owner, container = grant.owner, self._container(grant)
         if owner is None or container is None or DISABLED_BY not in container.environment:
             return False
@@ -223,8 +236,8 @@ class Limits:
         setting, _ = self._status.config.get("hamiCore.disableVariable", ("whole-gpus", ""))
         return may_be_disabled(str(setting), target)
 
-    def _runs_free(self, grant: Grant, limits: LibraryLimits) -> bool:
-        """The same for the other library."""
+    def _vgpu_control_is_disabled(self, grant: Grant, limits: LibraryLimits) -> bool:
+        """Tell whether the pod disables its limit by vgpu-control, and the settings allow that."""
         container = self._container(grant)
         if container is None or not vgpu_control.is_switched_on(
             container.values.get(vgpu_control.DISABLED_BY, "")
@@ -260,8 +273,8 @@ class Limits:
         )
 
 
-def _seen(use: ControlledUse) -> Limit:
-    """Return the limit of a container whose file holds it."""
+def _limit_by_evidence(use: ControlledUse) -> Limit:
+    """Return the limit of a container whose vgpu.config has the right limits."""
     if not use.registers:
         return Limit(
             LimitState.CONFIGURED,
@@ -281,9 +294,9 @@ def _seen(use: ControlledUse) -> Limit:
     )
 
 
-def _not_obeyed(shares: Sequence[Share], use: ControlledUse) -> Iterator[str]:
-    """Describe how the container's processes use cards in spite of the library."""
-    for device, memory_mib, _ in _sums(shares):
+def _violations(shares: Sequence[Share], use: ControlledUse) -> Iterator[str]:
+    """Yield each use of a card by the container's processes that the limit should prevent."""
+    for device, memory_mib, _ in _totals_by_device(shares):
         own = [(pid, used) for card, pid, used in use.on_cards if card == device]
         if own and use.registers and not use.pids:
             yield (
@@ -298,8 +311,11 @@ def _not_obeyed(shares: Sequence[Share], use: ControlledUse) -> Iterator[str]:
             )
 
 
-def _sums(shares: Sequence[Share]) -> Iterator[tuple[str, int, int]]:
-    """Each device with the memory (MiB; 0 is all of it) and the compute (percent) of its shares."""
+def _totals_by_device(shares: Sequence[Share]) -> Iterator[tuple[str, int, int]]:
+    """Yield (UUID, memory in MiB, compute in percent) of each device, summed over its shares.
+
+    A memory of 0 is the whole memory of the device.
+    """
     for device in dict.fromkeys(share.device for share in shares):
         own = [share for share in shares if share.device == device]
         whole = any(share.memory_mib <= 0 for share in own)

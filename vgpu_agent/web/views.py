@@ -1,13 +1,12 @@
-"""The public JSON shapes of ``/debug``: what `AgentStatus` looks like from outside.
+"""The public JSON types of ``/debug``, and their values for an `AgentStatus`.
 
-They are types of their own, so that a change inside the agent cannot silently change what scripts
-read, and so that ``vgpu-agent status`` decodes exactly what `web.debug` encodes. From 1.0.0 on,
-fields may be added and are never renamed.
-Unknown fields are ignored and missing ones have defaults, so an older command line reads a newer
-agent and the other way round.
+These types are separate from the agent's own, so that an internal change cannot silently change the
+JSON that scripts read. ``vgpu-agent status`` decodes the same types that `web.debug` encodes. From
+1.0.0 on, fields may be added but are never renamed. Unknown fields are ignored and missing ones
+have defaults, so an older command line can read a newer agent, and the reverse.
 
-Times are those of `moments`. What concerns how grants are bound and the API server has views of its
-own beside this file.
+Times have the type `shapes.When`. The types for binding, refusals, MIG, problems and the use of
+GPUs are in modules of their own: `binding`, `mig`, `problems` and `uses`.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ import msgspec
 
 from vgpu_agent.model import GrantState
 from vgpu_agent.status import NvmlState
-from vgpu_agent.web import binding as how_bound
+from vgpu_agent.web import binding as binding_views
 from vgpu_agent.web import mig, problems, uses
 from vgpu_agent.web.binding import BindingView, RefusalView
 from vgpu_agent.web.limits import Limits
@@ -32,11 +31,11 @@ if TYPE_CHECKING:
     from vgpu_agent.status import AgentStatus, CdiStatus, PluginStatus
 
 
-_SHOWN_IDS = 64
+_SHOWN_IDS = 64  # per grant
 
 
 class UsageView(msgspec.Struct, frozen=True):
-    """The load of a GPU; null where the driver gives no value."""
+    """The load of a GPU. A field is null if the driver does not report it."""
 
     memory_used_mib: int | None = None
     memory_total_mib: int | None = None
@@ -72,7 +71,7 @@ class GpuView(msgspec.Struct, frozen=True):
 
 
 class ShareView(msgspec.Struct, frozen=True):
-    """A part of one device; 0 where nothing is limited."""
+    """A share of one device. Memory and cores are 0 if they are not limited."""
 
     device: str
     gpu: str = ""
@@ -83,8 +82,9 @@ class ShareView(msgspec.Struct, frozen=True):
 
 
 class GrantView(msgspec.Struct, frozen=True):
-    """The shares that one container holds through one resource;
-    its names are empty until the kubelet's records tell them.
+    """The shares that one container holds through one resource.
+
+    The names of pod and container are empty until the kubelet's records have them.
     """
 
     number: int
@@ -95,7 +95,7 @@ class GrantView(msgspec.Struct, frozen=True):
     pod: str = ""
     pod_uid: str = ""
     container: str = ""
-    ids: tuple[str, ...] = ()  # the first of them, where there are very many
+    ids: tuple[str, ...] = ()  # at most the first 64; `ids_total` is the number of all
     ids_total: int = 0
     shares: tuple[ShareView, ...] = ()
     reserved: When = When()
@@ -104,14 +104,14 @@ class GrantView(msgspec.Struct, frozen=True):
 
     @property
     def pod_name(self) -> str:
-        """``namespace/name``; the UID, or a word for "not known yet",
-        until the kubelet has named the pod.
+        """``namespace/name`` of the pod. Until the kubelet's records have it, this is the UID, or
+        "(not named yet)".
         """
         return f"{self.namespace}/{self.pod}" if self.pod else self.pod_uid or "(not named yet)"
 
 
 class PodView(msgspec.Struct, frozen=True):
-    """A pod and what its containers hold."""
+    """A pod and the grants of its containers."""
 
     pod: str
     namespace: str = ""
@@ -125,8 +125,7 @@ class ResourceView(msgspec.Struct, frozen=True):
 
     resource: str
     family: str = ""
-    # how the holders of one device share it, where ids name devices: none, time-slicing, mps,
-    # mps-host
+    # the sharing of one device, if ids name devices: none, time-slicing, mps or mps-host
     sharing: str = ""
     state: str = ""
     ready: bool = False
@@ -142,7 +141,7 @@ class ResourceView(msgspec.Struct, frozen=True):
     ids_healthy: int = 0
     ids_held: int = 0
     ids_free: int | None = None
-    # False: the ids are there for schedulers to count, and the GPUs show the actual use
+    # False if the ids only let schedulers count, so that the use of the GPUs must be read from them
     ids_booked: bool = True
     allocations: int = 0
     allocations_refused: int = 0
@@ -152,13 +151,11 @@ class ResourceView(msgspec.Struct, frozen=True):
     pre_starts: int = 0
     pre_starts_refused: int = 0
     last_error: str = ""
-    held_back: tuple[HeldBackView, ...] = ()  # why fewer ids are healthy than there are
+    held_back: tuple[HeldBackView, ...] = ()  # why some ids are not healthy
 
 
 class NvmlView(msgspec.Struct, frozen=True):
-    """The thread that owns NVML; ``call``, ``gpu`` and ``hung`` describe a call
-    that does not return.
-    """
+    """The thread that owns NVML. ``call``, ``gpu`` and ``hung`` describe a call that hangs."""
 
     state: str = ""
     library: str = ""
@@ -172,7 +169,7 @@ class NvmlView(msgspec.Struct, frozen=True):
 
 
 class CdiSpecView(msgspec.Struct, frozen=True):
-    """One spec: its path, its devices, when it was made, and why it is not as it should be."""
+    """One CDI spec; ``made`` is its creation time, and ``error`` explains why it is unusable."""
 
     kind: str = ""
     path: str = ""
@@ -182,8 +179,9 @@ class CdiSpecView(msgspec.Struct, frozen=True):
 
 
 class CdiView(msgspec.Struct, frozen=True):
-    """The state of CDI; ``source`` is ``generated`` or ``toolkit``,
-    and empty where containers receive no CDI names.
+    """The state of CDI.
+
+    ``source`` is ``generated`` or ``toolkit``, and empty if containers get no CDI names.
     """
 
     source: str = ""
@@ -192,7 +190,7 @@ class CdiView(msgspec.Struct, frozen=True):
 
 
 class Overview(msgspec.Struct, frozen=True):
-    """The whole node on one page: ``/``, ``/debug/status`` and ``vgpu-agent status``."""
+    """The overview of the node for ``/``, ``/debug/status`` and ``vgpu-agent status``."""
 
     node: str
     version: str = ""
@@ -212,7 +210,7 @@ class Overview(msgspec.Struct, frozen=True):
 
 
 def gpu_of_devices(status: AgentStatus) -> dict[str, Gpu]:
-    """The GPU below each device: itself for a GPU, its parent for a MIG instance."""
+    """Return UUID of each device → its GPU, which is the device itself or the MIG instance's."""
     gpus = status.inventory.gpus
     return {gpu.uuid: gpu for gpu in gpus} | {
         mig.uuid: gpu for gpu in gpus for mig in gpu.mig_instances
@@ -220,34 +218,43 @@ def gpu_of_devices(status: AgentStatus) -> dict[str, Gpu]:
 
 
 def live_grants(status: AgentStatus) -> Iterator[Grant]:
-    """The grants that still hold something."""
+    """Return the grants that are not released."""
     return (grant for grant in status.ledger.grants if grant.state is not GrantState.RELEASED)
 
 
 def grants(status: AgentStatus, now: float) -> tuple[GrantView, ...]:
-    """Every live grant, the oldest first."""
-    known = Limits(status)
+    """List every grant that is not released, oldest first."""
+    limits = Limits(status)
     return tuple(
-        grant(status, one, now, known)
-        for one in sorted(live_grants(status), key=lambda one: one.number)
+        grant_view(status, grant, now, limits)
+        for grant in sorted(live_grants(status), key=lambda grant: grant.number)
     )
 
 
-def grant(status: AgentStatus, one: Grant, now: float, known: Limits | None = None) -> GrantView:
-    """Show one grant; ``known`` are the snapshot's limits, for callers that show many."""
-    owner, devices = one.owner, gpu_of_devices(status)
-    limit = (known or Limits(status)).of(one)
+def grant_view(
+    status: AgentStatus, grant: Grant, now: float, limits: Limits | None = None
+) -> GrantView:
+    """Return the view of one grant.
+
+    Args:
+        status: the snapshot that contains the grant.
+        grant: the grant.
+        now: unix seconds.
+        limits: the limits of the snapshot, so that callers with many grants read them only once.
+    """
+    owner, devices = grant.owner, gpu_of_devices(status)
+    limit = (limits or Limits(status)).of(grant)
     return view(
         GrantView,
-        one,
+        grant,
         now,
         namespace=owner.namespace if owner else "",
         pod=owner.pod if owner else "",
         pod_uid=owner.pod_uid if owner else "",
         container=owner.container if owner else "",
-        ids=one.ids[:_SHOWN_IDS],
-        ids_total=len(one.ids),
-        shares=tuple(_share(share, devices.get(share.device), now) for share in one.shares),
+        ids=grant.ids[:_SHOWN_IDS],
+        ids_total=len(grant.ids),
+        shares=tuple(_share(share, devices.get(share.device), now) for share in grant.shares),
         limit=limit.state.value if limit else "",
         limit_reason=limit.reason if limit else "",
     )
@@ -264,22 +271,20 @@ def _share(share: Share, gpu: Gpu | None, now: float) -> ShareView:
 
 
 def pods(status: AgentStatus, now: float) -> tuple[PodView, ...]:
-    """List grants by pod. Grants that the kubelet's records do not name yet form one entry
-    without a name.
-    """
+    """List the pods with grants. All grants without a known pod are one entry without a name."""
     by_pod: dict[tuple[str, str], list[GrantView]] = {}
-    for one in grants(status, now):
-        by_pod.setdefault((one.pod_name, one.pod_uid), []).append(one)
+    for grant in grants(status, now):
+        by_pod.setdefault((grant.pod_name, grant.pod_uid), []).append(grant)
     found = []
     for (name, uid), held in sorted(by_pod.items()):
-        named = held[0]
-        found.append(PodView(name, named.namespace, named.pod, uid, tuple(held)))
+        first = held[0]
+        found.append(PodView(name, first.namespace, first.pod, uid, tuple(held)))
     return tuple(found)
 
 
 def gpus(status: AgentStatus, now: float) -> tuple[GpuView, ...]:
-    """Every GPU by index, with health, usage and holders."""
-    holders: dict[str, dict[str, None]] = {}  # a dict keeps the order and drops repetitions
+    """List every GPU by index, with health, usage and holders."""
+    holders: dict[str, dict[str, None]] = {}  # the inner dict is an ordered set
     for grant in grants(status, now):
         holder = f"{grant.pod_name}/{grant.container}" if grant.container else grant.pod_name
         for share in grant.shares:
@@ -323,13 +328,13 @@ def _gpu(
             mig.instance_view(gpu, instance, now) for instance in gpu.mig_instances
         ),
         links={
-            far: {
+            peer: {
                 "pci": link.pci,
                 "nvlinks": link.nvlinks,
                 "switch_links": link.switch_links,
             }
-            for (near, far), link in status.inventory.links.items()
-            if near == gpu.uuid
+            for (uuid, peer), link in status.inventory.links.items()
+            if uuid == gpu.uuid
         },
         use=use,
     )
@@ -347,8 +352,8 @@ def _usage(usage: GpuUsage, now: float) -> UsageView:
 
 
 def max_holders(gpu: Gpu, status: AgentStatus) -> int | None:
-    """Count the shares that the GPU and its MIG instances may give together;
-    None when the ledger offers nothing on it.
+    """Return the maximum number of holders of the GPU and its MIG instances together; None if the
+    ledger offers nothing of it.
     """
     found = [
         status.ledger.capacity[uuid]
@@ -359,7 +364,7 @@ def max_holders(gpu: Gpu, status: AgentStatus) -> int | None:
 
 
 def ids_held(status: AgentStatus) -> dict[str, int]:
-    """Count the ids of each resource that containers hold."""
+    """Return resource → the number of its ids that containers hold."""
     held: dict[str, int] = {}
     for grant in live_grants(status):
         held[grant.resource] = held.get(grant.resource, 0) + len(grant.ids)
@@ -367,7 +372,7 @@ def ids_held(status: AgentStatus) -> dict[str, int]:
 
 
 def resources(status: AgentStatus, now: float) -> tuple[ResourceView, ...]:
-    """Every resource and its plugin server."""
+    """List every resource that has a plugin server."""
     held = ids_held(status)
     return tuple(
         _resource(plugin, held.get(plugin.resource, 0), status, now) for plugin in status.plugins
@@ -375,7 +380,7 @@ def resources(status: AgentStatus, now: float) -> tuple[ResourceView, ...]:
 
 
 def withheld(status: AgentStatus) -> dict[str, str]:
-    """The resources that have no plugin server, and why not."""
+    """Return each resource without a plugin server → the reason why it has none."""
     served = {plugin.resource for plugin in status.plugins}
     return {
         resource: reason
@@ -401,7 +406,7 @@ def _resource(plugin: PluginStatus, held: int, status: AgentStatus, now: float) 
 
 
 def nvml(status: AgentStatus, now: float) -> NvmlView:
-    """The NVML thread."""
+    """Return the view of the thread that owns NVML."""
     found = status.nvml
     hung = found.state is NvmlState.HUNG
     return view(
@@ -415,7 +420,7 @@ def nvml(status: AgentStatus, now: float) -> NvmlView:
 
 
 def overview(status: AgentStatus, now: float) -> Overview:
-    """The whole node on one page."""
+    """Return the overview of the node."""
     return view(
         Overview,
         status,
@@ -431,20 +436,21 @@ def overview(status: AgentStatus, now: float) -> Overview:
         gpus=gpus(status, now),
         resources=resources(status, now),
         pods=pods(status, now),
-        binding=how_bound.binding_view(status.binding, now),
-        refusals=how_bound.refusals(status, now),
+        binding=binding_views.binding_view(status.binding, now),
+        refusals=binding_views.refusals(status, now),
     )
 
 
 def cdi(status: CdiStatus, now: float) -> CdiView:
-    """Show how containers receive their devices."""
+    """Return the view of the CDI specs."""
     return view(
         CdiView, status, now, specs=tuple(view(CdiSpecView, each, now) for each in status.specs)
     )
 
 
 def is_simulated(status: AgentStatus) -> bool:
-    """Tell whether GPUs are simulated, by the settings or by the library:
-    better one warning too many.
+    """Tell whether the settings or the NVML library in use simulate GPUs.
+
+    Either is enough, so that a simulated node is never shown as a real one.
     """
     return status.simulated or status.inventory.simulated

@@ -15,7 +15,7 @@ from vgpu_agent.agent.records.missing_devices import InstanceMemory, MissingDevi
 from vgpu_agent.device_ids import DeviceId
 from vgpu_agent.journal import Entry, Journal
 from vgpu_agent.ledger import Ledger
-from vgpu_agent.ledger.reconciliation import Meaning
+from vgpu_agent.ledger.reconciliation import InterpretedHolding
 from vgpu_agent.model import Holding, Inventory, KubeletRecords, MigInstance, Owner, Resource, Share
 
 MIG = "nvidia.com/mig-1g.5gb"
@@ -64,7 +64,7 @@ class Node:
         """The kubelet's records name the holders of MIG-a."""
         self.ledger.reconcile(
             KubeletRecords(holdings),
-            lambda holding: Meaning("nvidia", tuple(Share(id_) for id_ in holding.ids)),
+            lambda holding: InterpretedHolding("nvidia", tuple(Share(id_) for id_ in holding.ids)),
             reservation_seconds=60,
         )
 

@@ -13,7 +13,7 @@ from vgpu_agent.families.nvidia.family import NvidiaFamily
 from vgpu_agent.families.nvidia.options import NvidiaOptions
 from vgpu_agent.journal import Journal
 from vgpu_agent.ledger import Ledger
-from vgpu_agent.ledger.reconciliation import Meaning
+from vgpu_agent.ledger.reconciliation import InterpretedHolding
 from vgpu_agent.model import Holding, KubeletRecords, Owner
 from vgpu_agent.pods import MIRROR_POD, Pod, PodCache, PodContainer
 
@@ -154,7 +154,9 @@ def test_a_grant_with_a_name_goes_by_its_own_pod(node: Node) -> None:
     """The end of another says nothing about it."""
     records = KubeletRecords((Holding(GPU, (U0,), Owner("main", NEXT.uid, "default", NEXT.name)),))
     node.book.put(NEXT)
-    node.ledger.reconcile(records, lambda _: Meaning("nvidia", ()), reservation_seconds=60)
+    node.ledger.reconcile(
+        records, lambda _: InterpretedHolding("nvidia", ()), reservation_seconds=60
+    )
     assert not node.ended(checkpoint(ENDED))
     assert node.ends.pending() == frozenset()
     node.book.end(NEXT)

@@ -301,7 +301,7 @@ def test_a_section_and_a_file_at_once_are_refused() -> None:
             "flags: {gfd: {oneshot: true}}\n",
             (
                 "v1.yaml:1: flags.gfd: belongs to gpu-feature-discovery and has no effect here; "
-                "keep that running for its labels"
+                "keep gpu-feature-discovery running for its labels"
             ),
         ),
         (

@@ -449,7 +449,7 @@ async def test_a_kubeconfig_is_understood(cluster: Cluster, tmp_path: Path) -> N
         (["--kubeconfig", "/nowhere/config"], "kubeconfig /nowhere/config cannot be used"),
         (
             ["--kubeconfig", "/nowhere/config", "--min-member", "default/g=many"],
-            "'default/g=many' names no number",
+            "'default/g=many' has no number",
         ),
     ],
 )

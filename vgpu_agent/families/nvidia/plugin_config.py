@@ -1,14 +1,14 @@
-"""A configuration of NVIDIA's device plugin (schema v1), translated into our keys;
-no other module knows both.
+"""Translate a configuration of NVIDIA's device plugin (schema v1) into the agent's keys.
 
-Its document is a file of its own (``nvidiaConfigFile``, ``--config-file``, ``CONFIG_FILE``) or the
-section ``nvidiaConfig`` of our file. The result is the same document with our keys and its lines.
-`reading` judges it like our own; sentences about it name NVIDIA's keys. Keys, defaults and edge
-cases: nvidia §2.
+The document is a separate file (``nvidiaConfigFile``, ``--config-file``, ``CONFIG_FILE``) or the
+section ``nvidiaConfig`` of the agent's own file. The result is the same document with the agent's
+keys and the original line numbers. `reading` checks it like the agent's own file, and its messages
+name NVIDIA's keys. Keys, defaults and edge cases: nvidia §2. This is the only module that knows
+both schemas.
 
-NVIDIA's plugin silently drops a key that is unknown or in the wrong section. Here each is a warning
-that names the right place (nvidia D10). Keys that it parses and drops (``resources``, ``rename``,
-``devices``, one replica) count here.
+NVIDIA's plugin silently ignores a key that is unknown or in the wrong section. The agent warns, and
+names the right place (nvidia D10). NVIDIA's plugin also parses some keys without using them
+(``resources``, ``rename``, ``devices``, one replica). The agent applies these.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ if TYPE_CHECKING:
 
 SECTION = "nvidiaConfig"
 VERSION = "v1"
-ONLY_THERE = ("flags", "imex")  # at the top of such a document, and never of ours
+PLUGIN_ONLY_KEYS = ("flags", "imex")  # top-level keys that the agent's own schema lacks
 
-# Their key → ours.
-_VALUES: Final = {
+# NVIDIA's key → the agent's key.
+_OUR_KEYS: Final = {
     "flags.migStrategy": "plugin.migStrategy",
     "flags.failOnInitError": "gpu.failOnInitError",
     "flags.deviceDiscoveryStrategy": "gpu.discovery",
@@ -62,38 +62,40 @@ _VALUES: Final = {
 }
 _STRATEGIES = "flags.plugin.deviceListStrategy"
 _FEATURE_DISCOVERY = (
-    "belongs to gpu-feature-discovery and has no effect here; keep that running for its labels"
+    "belongs to gpu-feature-discovery and has no effect here; keep gpu-feature-discovery running "
+    "for its labels"
 )
-_WITHOUT_EFFECT: Final = {
+_IGNORED: Final = {
     "flags.useNodeFeatureAPI": _FEATURE_DISCOVERY,
     "flags.gfd": _FEATURE_DISCOVERY,
 }
-# There with nothing below, they are a mistake that upstream refuses as well.
+# Sections that must not be present without content. NVIDIA's plugin refuses this as well.
 _NEVER_EMPTY = ("sharing.timeSlicing", "sharing.mps")
-# "" means that they are not set.
+# Keys for which "" is the same as no value.
 _OPTIONAL_TEXTS = (
     "flags.nvidiaDriverRoot",
     "flags.nvidiaDevRoot",
     "flags.plugin.nvidiaCTKPath",
     "flags.plugin.containerDriverRoot",
 )
-# What upstream's YAML reads as true and false beyond `true` and `false`.
-_SWITCH_WORDS: Final = {
+# All texts that the YAML library of NVIDIA's plugin reads as true or false.
+_YAML_BOOLEANS: Final = {
     word: value
     for value, words in ((True, ("y", "yes", "on", "true")), (False, ("n", "no", "off", "false")))
     for plain in words
     for word in (plain, plain.capitalize(), plain.upper())
 }
-_KNOWN: Final = (*_VALUES, *_WITHOUT_EFFECT)
+_KNOWN: Final = (*_OUR_KEYS, *_IGNORED)
 _MAX_WARNINGS = 20
-# Values as they are compared with those in the file; tuples, because those may be lists.
-_VERSIONS: Final = (None, "", VERSION)  # upstream: nothing means v1
-_UNSHARED: Final = (None, "", "all")  # a rename and devices that upstream does not drop
-_USUAL_NAMES: Final = (("*", "gpu"), ("*", "nvidia.com/gpu"))
+# Tuples and not sets, because a value in the file may be a list, which cannot be hashed.
+_VERSIONS: Final = (None, "", VERSION)  # in NVIDIA's plugin, no version means v1
+# the values of `rename` and `devices` with which the agent and NVIDIA's plugin do the same
+_UPSTREAM_VALUES: Final = (None, "", "all")
+_USUAL_NAMES: Final = (("*", "gpu"), ("*", "nvidia.com/gpu"))  # (pattern, name) that both accept
 
 
 def translate_file(content: bytes) -> Translation:
-    """The document in the file ``content``. An empty one means NVIDIA's defaults, as upstream."""
+    """Translate the content of a file. An empty file means the defaults, as in NVIDIA's plugin."""
     root, faults = yaml.read(content)
     if root is None:
         return Translation(
@@ -104,12 +106,12 @@ def translate_file(content: bytes) -> Translation:
 
 
 def translate_section(node: yaml.Node) -> Translation:
-    """The document in the section `SECTION` of our file."""
+    """Translate the content of the section `SECTION` of the agent's own file."""
     return _Translator(f"{SECTION}.", []).translate(node)
 
 
 class _Translator:
-    """One document on its way. State: the result, as far as it has come."""
+    """The translator of one document. State: the part of the result that is complete."""
 
     def __init__(self, prefix: str, faults: list[yaml.Fault]) -> None:
         self._prefix = prefix
@@ -117,10 +119,10 @@ class _Translator:
         self._keys: dict[str, str] = {}
         self._faults = faults
         self._warnings: list[yaml.Fault] = []
-        self._sections: set[str] = set()
+        self._present_sections: set[str] = set()
 
     def translate(self, root: yaml.Node) -> Translation:
-        """The whole document."""
+        """Translate the whole document."""
         if root.value is not None and not isinstance(root.value, dict):
             block = (
                 f"; remove the text after {SECTION}:"
@@ -141,8 +143,8 @@ class _Translator:
                 self._fault(
                     version.line, "version", f"expected {VERSION}, got {shown(version.value)}"
                 )
-            self._sections.update(_sections_of(members))
-            self._section(members, "")
+            self._present_sections.update(_section_paths(members))
+            self._translate_section(members, "")
         self._warnings.sort(key=lambda warning: warning.line)
         more = len(self._warnings) - _MAX_WARNINGS
         if more > 0:
@@ -151,17 +153,17 @@ class _Translator:
             ]
         return Translation(self._members, self._keys, tuple(self._faults), tuple(self._warnings))
 
-    def _section(self, members: Mapping[str, yaml.Node], section: str) -> None:
-        for name, node in self._spelt(members, section, _children(section)).items():
+    def _translate_section(self, members: Mapping[str, yaml.Node], section: str) -> None:
+        for name, node in self._known_members(members, section, _children(section)).items():
             path = f"{section}.{name}" if section else name
-            if path in _WITHOUT_EFFECT:
-                self._warn(node.line, path, _WITHOUT_EFFECT[path])
-            elif path in _VALUES:
-                self._value(path, node)
+            if path in _IGNORED:
+                self._warn(node.line, path, _IGNORED[path])
+            elif path in _OUR_KEYS:
+                self._translate_value(path, node)
             else:
-                self._subsection(path, node)
+                self._translate_subsection(path, node)
 
-    def _subsection(self, path: str, node: yaml.Node) -> None:
+    def _translate_subsection(self, path: str, node: yaml.Node) -> None:
         if node.value is None and path not in _NEVER_EMPTY:
             return
         members = {} if node.value is None else node.value
@@ -169,18 +171,18 @@ class _Translator:
             self._fault(node.line, path, f"expected a mapping, got {shown(node.value)}")
             return
         if path in _NEVER_EMPTY:  # `reading` requires the list
-            self._below(path.split("."), node.line)
+            self._our_section(path.split("."), node.line)
             self._keys[path] = self._prefix + path
-        self._section(members, path)
+        self._translate_section(members, path)
 
-    def _value(self, path: str, node: yaml.Node) -> None:
-        key = schema.value_paths()[_VALUES[path]]
+    def _translate_value(self, path: str, node: yaml.Node) -> None:
+        key = schema.value_paths()[_OUR_KEYS[path]]
         if node.value is None:
-            if not key.required:  # a null sets nothing, as in JSON
+            if not key.required:  # null means no value, as in JSON
                 return
             node = yaml.Node([], node.line)
         if key.items is not None:
-            node = self._items(path, key.items, node)
+            node = self._translate_items(path, key.items, node)
         elif node.value == "" and path in _OPTIONAL_TEXTS:
             return
         elif path == _STRATEGIES and isinstance(node.value, str):
@@ -193,12 +195,15 @@ class _Translator:
                 return
             node = yaml.Node([yaml.Node(node.value, node.line)], node.line)
         elif key.is_switch and isinstance(node.value, str):
-            node = yaml.Node(_SWITCH_WORDS.get(node.value, node.value), node.line)
-        for ours in (_VALUES[path], *options.keys_set_with(_VALUES[path], in_file=True)):
+            node = yaml.Node(_YAML_BOOLEANS.get(node.value, node.value), node.line)
+        for ours in (_OUR_KEYS[path], *options.keys_set_with(_OUR_KEYS[path], in_file=True)):
             self._put(ours, path, node)
 
-    def _items(self, path: str, items: schema.Struct, node: yaml.Node) -> yaml.Node:
-        """The list with the keys of each item spelt as ours, which have the same names."""
+    def _translate_items(self, path: str, items: schema.Struct, node: yaml.Node) -> yaml.Node:
+        """Return the list with the keys of its items in the agent's spelling.
+
+        They differ from NVIDIA's only in upper and lower case.
+        """
         if not isinstance(node.value, list):
             return node
         found = []
@@ -206,43 +211,51 @@ class _Translator:
             if not isinstance(item.value, dict):
                 found.append(item)
                 continue
-            spelt = self._spelt(item.value, f"{path}[{index}]", list(schema.keys(items)))
+            corrected = self._known_members(
+                item.value, f"{path}[{index}]", list(schema.keys(items))
+            )
             found.append(
                 yaml.Node(
-                    {name: member for name, member in spelt.items() if member.value is not None},
+                    {
+                        name: member
+                        for name, member in corrected.items()
+                        if member.value is not None
+                    },
                     item.line,
                 )
             )
-            self._warn_of_what_counts_here(f"{path}[{index}]", spelt)
+            self._warn_of_applied_keys(f"{path}[{index}]", corrected)
         return yaml.Node(found, node.line)
 
-    def _warn_of_what_counts_here(self, path: str, members: Mapping[str, yaml.Node]) -> None:
-        """Upstream replaces these with its defaults,
-        so that a file which is moved over may publish other names than it did.
+    def _warn_of_applied_keys(self, path: str, members: Mapping[str, yaml.Node]) -> None:
+        """Warn of keys that NVIDIA's plugin replaces with its defaults and the agent applies.
+
+        With them, the same file may give other resource names than before.
         """
-        counts = (
+        warning = (
             "NVIDIA's plugin ignores this and the agent applies it; remove it to keep the "
             "resources as they were"
         )
         plain = {name: node.value for name, node in members.items()}
         for name in ("rename", "devices"):
-            if plain.get(name) not in _UNSHARED:
-                self._warn(members[name].line, f"{path}.{name}", counts)
+            if plain.get(name) not in _UPSTREAM_VALUES:
+                self._warn(members[name].line, f"{path}.{name}", warning)
         if "pattern" in members and (plain["pattern"], plain.get("name")) not in _USUAL_NAMES:
-            self._warn(members["pattern"].line, path, counts)
+            self._warn(members["pattern"].line, path, warning)
 
-    def _spelt(
+    def _known_members(
         self, members: Mapping[str, yaml.Node], section: str, known: list[str]
     ) -> dict[str, yaml.Node]:
-        """The members whose keys are ``known``, spelt so: upstream does not look at upper and lower
-        case. The others are warned of.
+        """Return the members whose keys are ``known``, in that spelling, and warn of the others.
+
+        NVIDIA's plugin ignores the difference between upper and lower case.
         """
         folded = {name.lower(): name for name in known}
         found: dict[str, yaml.Node] = {}
         for written, node in members.items():
             path = f"{section}.{shown_key(written)}" if section else shown_key(written)
             if (name := folded.get(written.lower())) is None:
-                self._warn(node.line, path, self._where_it_counts(section, written, known))
+                self._warn(node.line, path, self._unknown_key_text(section, written, known))
             elif name in found:
                 self._fault(
                     node.line,
@@ -253,47 +266,52 @@ class _Translator:
                 found[name] = node
         return found
 
-    def _where_it_counts(self, section: str, written: str, known: list[str]) -> str:
-        # only counted; a megabyte of junk needs no advice
+    def _unknown_key_text(self, section: str, written: str, known: list[str]) -> str:
+        """Return a warning about the key ``written``, with the path that was probably meant."""
+        # further warnings are only counted, so no search for a path is needed
         if len(self._warnings) >= _MAX_WARNINGS:
             return "unknown key, it has no effect"
-        places = _places_by_name()
-        if found := places.get(written.lower()):
+        paths = _paths_by_name()
+        if found := paths.get(written.lower()):
             return (
                 "has no effect here; did you mean "
-                f"{self._prefix}{self._nearest_place(section, found)}?"
+                f"{self._prefix}{self._nearest_path(section, found)}?"
             )
         if guess := nearest(written, known):
             return f"unknown key, it has no effect; did you mean {guess}?"
-        if guess := nearest(written, places):
+        if guess := nearest(written, paths):
             return (
                 "unknown key, it has no effect; did you mean "
-                f"{self._prefix}{self._nearest_place(section, places[guess])}?"
+                f"{self._prefix}{self._nearest_path(section, paths[guess])}?"
             )
         return "unknown key, it has no effect"
 
-    def _nearest_place(self, section: str, places: list[str]) -> str:
-        """Most of the way in common with ``section``, then one whose own section is there,
-        then the first.
+    def _nearest_path(self, section: str, paths: list[str]) -> str:
+        """Return the path that has most sections in common with ``section``.
+
+        Of equal ones, it is a path whose own section is in the document, or else the first.
         """
         return max(
-            places,
-            key=lambda path: (_in_common(path, section), path.rpartition(".")[0] in self._sections),
+            paths,
+            key=lambda path: (
+                _common_sections(path, section),
+                path.rpartition(".")[0] in self._present_sections,
+            ),
         )
 
     def _put(self, ours: str, theirs: str, node: yaml.Node) -> None:
         *sections, name = ours.split(".")
-        self._below(sections, node.line)[name] = node
+        self._our_section(sections, node.line)[name] = node
         self._keys[ours] = self._prefix + theirs
 
-    def _below(self, sections: list[str], line: int) -> dict[str, yaml.Node]:
-        """The members of one of our sections, which is made where it is not there yet."""
+    def _our_section(self, sections: list[str], line: int) -> dict[str, yaml.Node]:
+        """Return the members of a section of the result, which is created if it is missing."""
         members = self._members
         for section in sections:
-            below = members.setdefault(section, yaml.Node({}, line)).value
-            if not isinstance(below, dict):
+            subsection = members.setdefault(section, yaml.Node({}, line)).value
+            if not isinstance(subsection, dict):
                 raise TypeError(f"{section} is a value and a section")
-            members = below
+            members = subsection
         return members
 
     def _fault(self, line: int, path: str, text: str) -> None:
@@ -304,7 +322,7 @@ class _Translator:
 
 
 def _children(section: str) -> list[str]:
-    """The keys of NVIDIA's below ``section``."""
+    """List the keys and subsections of ``section`` in NVIDIA's schema."""
     prefix = f"{section}." if section else ""
     return list(
         dict.fromkeys(
@@ -315,23 +333,23 @@ def _children(section: str) -> list[str]:
     )
 
 
-def _in_common(path: str, section: str) -> int:
-    """Count the sections that the two share, from the top."""
+def _common_sections(path: str, section: str) -> int:
+    """Count the sections that ``path`` and ``section`` have in common, from the top."""
     pairs = zip(path.split("."), section.split("."), strict=False)
     return len(list(itertools.takewhile(lambda pair: pair[0] == pair[1], pairs)))
 
 
 @functools.cache
-def _places_by_name() -> dict[str, list[str]]:
-    """List the places of each name of NVIDIA's schema, in lower case."""
-    places: dict[str, list[str]] = {}
-    for path in _every_path():
-        places.setdefault(path.rpartition(".")[2].lower(), []).append(path)
-    return places
+def _paths_by_name() -> dict[str, list[str]]:
+    """Return lower-case name of a key or section in NVIDIA's schema → all its paths."""
+    paths: dict[str, list[str]] = {}
+    for path in _all_paths():
+        paths.setdefault(path.rpartition(".")[2].lower(), []).append(path)
+    return paths
 
 
-def _every_path() -> Iterator[str]:
-    """Each key and each section of NVIDIA's schema, those of list items too."""
+def _all_paths() -> Iterator[str]:
+    """Yield the path of each key and section in NVIDIA's schema, including keys of list items."""
     seen = set()
     for path in _KNOWN:
         parts = path.split(".")
@@ -339,13 +357,13 @@ def _every_path() -> Iterator[str]:
             if (part := ".".join(parts[:depth])) not in seen:
                 seen.add(part)
                 yield part
-        if path in _VALUES and (items := schema.value_paths()[_VALUES[path]].items) is not None:
+        if path in _OUR_KEYS and (items := schema.value_paths()[_OUR_KEYS[path]].items) is not None:
             yield from (f"{path}[].{name}" for name in schema.keys(items))
 
 
-def _sections_of(members: Mapping[str, yaml.Node], prefix: str = "") -> Iterator[str]:
-    """The dotted paths of all mappings in a document."""
+def _section_paths(members: Mapping[str, yaml.Node], prefix: str = "") -> Iterator[str]:
+    """Yield the dotted path of each mapping in a document."""
     for name, node in members.items():
         if isinstance(node.value, dict):
             yield prefix + name
-            yield from _sections_of(node.value, f"{prefix}{name}.")
+            yield from _section_paths(node.value, f"{prefix}{name}.")

@@ -25,7 +25,7 @@ from vgpu_agent.config.settings import Settings
 from vgpu_agent.families.nvidia import iktos
 from vgpu_agent.families.nvidia.named import NamedConfig, choose
 from vgpu_agent.families.nvidia.plugin_config import (
-    ONLY_THERE,
+    PLUGIN_ONLY_KEYS,
     SECTION,
     translate_file,
     translate_section,
@@ -428,7 +428,12 @@ SETTINGS = FamilySettings(
     mps="sharing.mps",
     daemons=_daemons,
     document=PluginDocument(
-        SECTION, ONLY_THERE, translate_file, translate_section, "namedConfig.directory", _shelf
+        SECTION,
+        PLUGIN_ONLY_KEYS,
+        translate_file,
+        translate_section,
+        "namedConfig.directory",
+        _shelf,
     ),
     offers_mig=True,
 )

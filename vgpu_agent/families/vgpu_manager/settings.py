@@ -339,7 +339,7 @@ SETTINGS = FamilySettings(
             "VGPU_AGENT_SERVER_BIND_PORT",
             "PORT",
             "the port of vgpu-manager's metrics, under their own names",
-            taken_from=_address_of,
+            convert=_address_of,
             expected="a port from 1 to 65535",
         ),
         Option(
@@ -348,7 +348,7 @@ SETTINGS = FamilySettings(
             "VGPU_AGENT_MIN_SCRAPE_INTERVAL",
             "TIME",
             "the time within which a scrape is answered from the last one: 1s, 500ms, or seconds",
-            taken_from=_seconds_of,
+            convert=_seconds_of,
             expected="a time such as 1s or 500ms",
         ),
         _own("exporter.authorised", "--enable-rbac", "BOOL", "ask the API server who may scrape"),

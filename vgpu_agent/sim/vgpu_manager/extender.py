@@ -155,8 +155,8 @@ class VgpuExtender:
             except ClusterError as err:
                 # Whether it was done is not known, so nothing is until it was listed again.
                 _logger.warning("sim.vgpu_extender.broken", error=str(err))
-                self._pods.doubt()
-                self._nodes.doubt()
+                self._pods.invalidate()
+                self._nodes.invalidate()
                 await asyncio.sleep(self.settings.retry_seconds)
                 return
 
@@ -252,7 +252,7 @@ class VgpuExtender:
             _logger.warning("sim.vgpu_extender.not_bound", pod=resources.key(pod), error=str(err))
             with contextlib.suppress(ClusterError):
                 await self._fail(pod)
-            self._pods.doubt()
+            self._pods.invalidate()
         finally:
             del self._binding[uid]
             self._changed.set()

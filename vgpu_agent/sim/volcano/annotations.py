@@ -1,5 +1,5 @@
-"""The annotations of nodes and pods that Volcano's scheduler reads and writes,
-in the words of the simulated scheduler.
+"""The annotations of nodes and pods that Volcano's scheduler reads and writes, as the simulated
+scheduler implements them.
 
 Called by the ledgers (`ledger`, `gpushare`) and by `scheduler`. The agent's families read and write
 the same formats from the other end. Nothing is shared with them, so that a misreading on one side

@@ -216,21 +216,23 @@ class Collection:
         self.synced = False
         self._client, self._path, self._changed = client, path, changed
         self._watch_seconds, self._retry_seconds = watch_seconds, retry_seconds
-        self._doubted = asyncio.Event()
+        self._invalidated = asyncio.Event()
 
     async def run(self) -> None:
         """List and watch, again and again, until cancelled."""
         while True:
             self.synced = False
-            self._doubted.clear()
+            self._invalidated.clear()
             broken = False
             try:
                 async with asyncio.TaskGroup() as group:
                     following = group.create_task(self._follow())
-                    doubting = group.create_task(self._doubted.wait())
-                    await asyncio.wait({following, doubting}, return_when=asyncio.FIRST_COMPLETED)
+                    invalidated = group.create_task(self._invalidated.wait())
+                    await asyncio.wait(
+                        {following, invalidated}, return_when=asyncio.FIRST_COMPLETED
+                    )
                     following.cancel()
-                    doubting.cancel()
+                    invalidated.cancel()
             except* ClusterError as errors:
                 broken = True
                 _logger.warning(
@@ -240,10 +242,10 @@ class Collection:
                 # Not inside `except*`: before Python 3.11.4 a cancellation there becomes a group.
                 await asyncio.sleep(self._retry_seconds)
 
-    def doubt(self) -> None:
-        """Take nothing for true until it was listed again."""
+    def invalidate(self) -> None:
+        """Mark the copy as outdated, and list the objects again."""
         self.synced = False
-        self._doubted.set()
+        self._invalidated.set()
 
     def put(self, thing: Object) -> None:
         """Take over the answer to a write, unless the watch has shown something newer,

@@ -1,18 +1,19 @@
-"""A stand-in for Volcano's scheduler, for the demo and for tests where the real one is not
-to be had.
+"""A stand-in for Volcano's scheduler, for the demo and for tests in which the real scheduler is not
+available.
 
-It gives pods whose ``schedulerName`` is ``volcano`` a node and the cards on it, and writes as the
-real one does: by default like the master of August 2026 (annotations inside the Binding), with
-``old`` like 1.13 to 1.14.2 (annotations patched onto the pod before it is bound, node handshake).
-Golden vectors: volcano-vgpu G3, G6, G7, G8, G13; volcano-gpushare S2. Its only state is in the API
-server, so it may be killed and started anywhere.
+It selects a node and cards for each pod whose ``schedulerName`` is ``volcano``, and writes the same
+as the real scheduler. By default this is the behaviour of the master branch of August 2026: the
+annotations are part of the Binding. With ``old`` it is that of 1.13 to 1.14.2: the annotations are
+patched onto the pod before it is bound, and there is a handshake with each node. Golden vectors:
+volcano-vgpu G3, G6, G7, G8, G13; volcano-gpushare S2. All of its state is in the API server, so it
+can be killed at any time and started on any machine.
 
     python -m vgpu_agent.sim.volcano.scheduler --kubeconfig F [--policy binpack] [--old] [--gpushare
     share] [--node-lock]
 
-Differences from the real one, on purpose: a pod counts as placed from the moment its Binding was
+Intended differences from the real scheduler: a pod counts as placed as soon as its Binding is
 accepted; a gang is patched and bound only when it is complete, and takes each node's lock once;
-stamps are UTC. Queues, priorities, preemption and pipelining do not exist here.
+timestamps are in UTC. There are no queues, priorities, preemption or pipelining.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ from typing import TYPE_CHECKING, Literal
 from vgpu_agent import log
 from vgpu_agent.concurrency import Supervisor
 from vgpu_agent.errors import ClusterError, SimulationError
-from vgpu_agent.sim.volcano import annotations as words
+from vgpu_agent.sim.volcano import annotations as volcano_annotations
 from vgpu_agent.sim.volcano import resources
 from vgpu_agent.sim.volcano.api import (
     MERGE_PATCH,
@@ -61,22 +62,23 @@ class VolcanoSettings:
     """The configuration of the simulated scheduler.
 
     Attributes:
-        scheduler_name: the scheduler name of its pods.
-        policy: deviceshare.SchedulePolicy.
-        schedule_weight: deviceshare.ScheduleWeight; 0 makes nodes equal, and the first by name is
-            taken.
-        old: behave like 1.13 to 1.14.2: patch before bind, ask nodes for the handshake, do not ask
-            for all three resources.
-        gpushare: GPUSharingEnable (``share``) or GPUNumberEnable (``number``) instead of VGPUEnable
-            (``off``).
-        node_lock: deviceshare.NodeLockEnable.
-        geometries: the ConfigMap's part about MIG.
-        min_members: ``namespace/group`` → how many must be placed together; a pod's annotation
-            scheduling.volcano.sh/group-min-member says the same.
-        period_seconds: shortest time between two rounds.
-        retry_seconds: longest time between two rounds, and the pause after a failure.
-        request_timeout_seconds: of one request to the API server.
-        watch_seconds: after which a watch is begun again.
+        scheduler_name: the ``schedulerName`` of the pods to schedule.
+        policy: Volcano's deviceshare.SchedulePolicy.
+        schedule_weight: Volcano's deviceshare.ScheduleWeight. With 0 all nodes have the same score,
+            so the first by name is selected.
+        old: behave like 1.13 to 1.14.2: patch before bind, expect a handshake from nodes, and
+            accept nodes that offer only some of the three resources.
+        gpushare: enable GPUSharingEnable (``share``) or GPUNumberEnable (``number``) instead of
+            VGPUEnable (``off``).
+        node_lock: Volcano's deviceshare.NodeLockEnable.
+        geometries: the MIG geometries in the ConfigMap of Volcano's device plugin.
+        min_members: ``namespace/group`` → the number of pods that must be placed together. The
+            annotation scheduling.volcano.sh/group-min-member of a pod has the same meaning; the
+            larger number is used.
+        period_seconds: the shortest time between two rounds.
+        retry_seconds: the longest time between two rounds, and the pause after a failure.
+        request_timeout_seconds: the timeout of one request to the API server.
+        watch_seconds: the duration of a watch, after which a new one is opened.
     """
 
     scheduler_name: str = "volcano"
@@ -104,8 +106,8 @@ class _Choice:
 class VolcanoScheduler:
     """One scheduler on one API server.
 
-    State: copies of nodes and pods, and the pods that were bound but not yet seen to be. `run` may
-    be called again after it has ended.
+    State: copies of nodes and pods, and the pods whose Binding the watch has not shown yet. `run`
+    may be called again after it has returned.
     """
 
     def __init__(
@@ -115,13 +117,13 @@ class VolcanoScheduler:
         *,
         clock: Callable[[], float] = time.time,
     ) -> None:
-        """Build it; ``clock`` in unix seconds."""
+        """Create the scheduler; ``clock`` returns unix seconds."""
         self.settings = settings or VolcanoSettings()
         self._clock = clock
         self._client = ApiClient(access, timeout_seconds=self.settings.request_timeout_seconds)
         self._changed = asyncio.Event()
         self._bound: dict[str, Object] = {}
-        self._locked: set[str] = set()  # nodes, in this round
+        self._locked: set[str] = set()  # the nodes that this round has locked
         self._nodes, self._pods = (
             Collection(
                 self._client,
@@ -160,11 +162,11 @@ class VolcanoScheduler:
                 try:
                     await self._round()
                 except ClusterError as err:
-                    # Whether it was done is not known, so nothing is until it was listed again.
+                    # The outcome of the write is unknown, so list everything again.
                     _logger.warning("sim.volcano.round_broken", error=str(err))
                     self._bound.clear()
-                    self._pods.doubt()
-                    self._nodes.doubt()
+                    self._pods.invalidate()
+                    self._nodes.invalidate()
                     await asyncio.sleep(self.settings.retry_seconds)
             await asyncio.sleep(self.settings.period_seconds)
             with contextlib.suppress(TimeoutError):
@@ -172,14 +174,14 @@ class VolcanoScheduler:
                     await self._changed.wait()
 
     async def _round(self) -> None:
-        """Try every waiting pod once, those of a gang together.
+        """Try to place every waiting pod once; the pods of a gang are placed together.
 
         Raises:
             ClusterError: a write had no clear outcome.
         """
         now = self._clock()
         self._locked.clear()
-        pods = self._seen_pods()
+        pods = self._current_pods()
         waiting = [pod for pod in pods if self._is_waiting(pod)]
         usable = await self._usable_nodes(now)
         if not waiting:
@@ -197,13 +199,16 @@ class VolcanoScheduler:
                 for pod in pods
                 if group_of(pod) == group and _node_of(pod) and not resources.is_terminated(pod)
             )
-            await self._place(rooms, members, self._needed(group, members) - placed_before, now)
+            await self._place(
+                rooms, members, self._min_members(group, members) - placed_before, now
+            )
 
     async def _place(
         self, rooms: dict[str, NodeRoom], members: Sequence[Object], needed: int, now: float
     ) -> None:
-        """Place and bind those of ``members`` that fit, or none when they are fewer than
-        ``needed``; ``rooms`` follows.
+        """Place and bind the pods of ``members`` that fit, or none if fewer than ``needed`` fit.
+
+        The room that they take is subtracted in ``rooms``.
         """
         trial, choices, refused = dict(rooms), list[_Choice](), dict[str, str]()
         for pod in members:
@@ -225,11 +230,13 @@ class VolcanoScheduler:
                 await self._bind(choice)
         for pod in members:
             if pod["metadata"]["uid"] in refused:
-                await self._tell(pod, refused[pod["metadata"]["uid"]])
+                await self._report_unschedulable(pod, refused[pod["metadata"]["uid"]])
 
     def _choose(self, rooms: dict[str, NodeRoom], pod: Object, now: float) -> _Choice | str:
-        """Choose the best node for the pod, and take the room there;
-        return Volcano's sentence when there is none.
+        """Choose the best node for the pod, and subtract its room in ``rooms``.
+
+        Returns:
+            the choice, or Volcano's message if the pod fits on no node.
         """
         best: tuple[float, NodeRoom, Placed] | None = None
         reasons: collections.Counter[str] = collections.Counter()
@@ -241,16 +248,16 @@ class VolcanoScheduler:
             elif best is None or placed.score * self.settings.schedule_weight > best[0]:
                 best = (placed.score * self.settings.schedule_weight, candidate, placed)
         if best is None:
-            told = ", ".join(f"{number} {reason}" for reason, number in sorted(reasons.items()))
-            return f"0/{len(rooms)} nodes are unavailable: {told or 'none is known'}."
+            causes = ", ".join(f"{number} {reason}" for reason, number in sorted(reasons.items()))
+            return f"0/{len(rooms)} nodes are unavailable: {causes or 'the cluster has no nodes'}."
         _, room, placed = best
         rooms[room.name] = room
         return _Choice(
             pod, room.name, placed, room.lock_key(pod) if self.settings.node_lock else ""
         )
 
-    def _seen_pods(self) -> list[Object]:
-        """All pods, those that we have bound as they will be seen soon."""
+    def _current_pods(self) -> list[Object]:
+        """Return all pods; a pod that was just bound already has its node and annotations."""
         items = self._pods.items
         self._bound = {
             uid: pod
@@ -272,22 +279,24 @@ class VolcanoScheduler:
         )
 
     async def _usable_nodes(self, now: float) -> list[Object]:
-        """The nodes whose annotations count; with ``old``, those whose handshake is alive, after
-        having written our part of it.
+        """Return the nodes whose device annotations are used.
+
+        With ``old``, the scheduler's side of the handshake is written first, and only nodes that
+        have answered in time are returned.
         """
         nodes = list(self._nodes.items.values())
         if not self.settings.old or self.settings.gpushare != "off":
             return nodes
         alive = []
         for node in nodes:
-            usable, answer = words.answer_handshake(
-                resources.annotations_of(node).get(words.HANDSHAKE), now
+            usable, answer = volcano_annotations.answer_handshake(
+                resources.annotations_of(node).get(volcano_annotations.HANDSHAKE), now
             )
             if answer is not None:
                 await self._annotate(
                     f"/api/v1/nodes/{node['metadata']['name']}",
                     node,
-                    {words.HANDSHAKE: answer},
+                    {volcano_annotations.HANDSHAKE: answer},
                     self._nodes,
                 )
             if usable:
@@ -306,41 +315,48 @@ class VolcanoScheduler:
 
     def _ledger(self, node: Object, pods: Sequence[Object]) -> VgpuLedger | GpushareLedger | None:
         if self.settings.gpushare == "off":
-            known = self.settings
             return VgpuLedger.of(
                 node,
                 pods,
-                policy=known.policy,
-                requires_resources=not known.old,
-                geometries=known.geometries,
+                policy=self.settings.policy,
+                requires_resources=not self.settings.old,
+                geometries=self.settings.geometries,
             )
         return GpushareLedger.of(node, pods, strategy=self.settings.gpushare)
 
-    def _needed(self, group: str, members: Iterable[Object]) -> int:
-        told = [self.settings.min_members.get(group, 1)]
-        told += [
-            int(resources.amount(resources.annotations_of(pod).get(words.GROUP_MIN_MEMBER, 1)))
+    def _min_members(self, group: str, members: Iterable[Object]) -> int:
+        numbers = [self.settings.min_members.get(group, 1)]
+        numbers += [
+            int(
+                resources.amount(
+                    resources.annotations_of(pod).get(volcano_annotations.GROUP_MIN_MEMBER, 1)
+                )
+            )
             for pod in members
         ]
-        return max(told)
+        return max(numbers)
 
     async def _lock_all(self, choices: Iterable[_Choice]) -> str:
-        """Take the locks of all nodes that the choices need;
-        the reason when one is not to be had, else empty.
+        """Take the locks of all nodes that the choices need.
+
+        Returns:
+            the reason if a lock cannot be taken; otherwise "".
         """
         for name, key in sorted(
             {(choice.node, choice.lock_key) for choice in choices if choice.lock_key}
         ):
-            if refused := await self._lock(name, key):
-                return refused
+            if failure := await self._lock(name, key):
+                return failure
         return ""
 
     async def _lock(self, name: str, key: str) -> str:
-        """Take the lock of one node as the real one does, which reads the Node before it writes;
-        the reason when it is not to be had.
+        """Take the lock of one node in the way of the real scheduler: read the Node, then write.
 
-        A round of the real one locks for all its pods before any of them is bound, so it never
-        takes the same lock twice.
+        A round of the real scheduler takes the locks for all its pods before it binds any of them.
+        So a second pod of the round cannot take the same lock.
+
+        Returns:
+            the reason if the lock cannot be taken; otherwise "".
         """
         if name in self._locked:
             return f"node {name} has been locked within 5 minutes"
@@ -348,14 +364,18 @@ class VolcanoScheduler:
             node = await self._client.request("GET", f"/api/v1/nodes/{name}")
             now = self._clock()
             taken = resources.annotations_of(node).get(key)
-            age = words.lock_age(taken, now) if taken is not None else words.LOCK_SECONDS
-            if age is None or age < words.LOCK_SECONDS:
+            age = (
+                volcano_annotations.lock_age(taken, now)
+                if taken is not None
+                else volcano_annotations.LOCK_SECONDS
+            )
+            if age is None or age < volcano_annotations.LOCK_SECONDS:
                 return f"node {name} has been locked within 5 minutes"
             version = node["metadata"]["resourceVersion"]
             if await self._annotate(
                 f"/api/v1/nodes/{name}",
                 node,
-                {key: words.lock_stamp(now)},
+                {key: volcano_annotations.lock_stamp(now)},
                 self._nodes,
                 version=version,
             ):
@@ -400,15 +420,15 @@ class VolcanoScheduler:
             "sim.volcano.bound", pod=resources.key(pod), node=choice.node, annotations=written
         )
 
-    async def _tell(self, pod: Object, why: str) -> None:
-        """Write into the pod's status and an event why it waits, when that is news."""
+    async def _report_unschedulable(self, pod: Object, why: str) -> None:
+        """Write ``why`` into the pod's status and an event, unless the status already has it."""
         conditions = (pod.get("status") or {}).get("conditions") or ()
         if any(
             condition.get("type") == "PodScheduled" and condition.get("message") == why
             for condition in conditions
         ):
             return
-        stamp = words.lock_stamp(self._clock())
+        stamp = volcano_annotations.lock_stamp(self._clock())
         condition = {
             "type": "PodScheduled",
             "status": "False",
@@ -451,8 +471,17 @@ class VolcanoScheduler:
         *,
         version: str = "",
     ) -> bool:
-        """Add annotations to this very object, and in this very version if one is named;
-        return whether it was done.
+        """Add annotations to the object at ``path``.
+
+        Args:
+            path: the path in the API.
+            thing: the object as it was read; the write fails for another object of that name.
+            written: the annotations.
+            into: the collection that gets the new object.
+            version: the resource version that the object must still have; "" for any.
+
+        Returns:
+            whether the API server has accepted the write.
         """
         metadata = {"uid": thing["metadata"]["uid"], "annotations": dict(written)} | (
             {"resourceVersion": version} if version else {}
@@ -465,10 +494,10 @@ class VolcanoScheduler:
     async def _write(
         self, method: str, path: str, body: Object, content_type: str = "application/json"
     ) -> Object | None:
-        """Do a write; None when its content was refused, so that the others can go on.
+        """Write to the API server; return None if it refuses this write, so that others can go on.
 
         Raises:
-            ClusterError: no answer, or one that does not concern this write.
+            ClusterError: there was no answer, or an error that is not specific to this write.
         """
         try:
             return await self._client.request(method, path, body, content_type=content_type)
@@ -495,13 +524,15 @@ def _arguments(given: Sequence[str] | None) -> argparse.Namespace:
         prog="python -m vgpu_agent.sim.volcano.scheduler",
         description="A stand-in for Volcano's scheduler.",
     )
-    parser.add_argument("--kubeconfig", type=Path, required=True, help="where the API server is")
-    parser.add_argument("--scheduler-name", default="volcano", help="whose pods to take")
+    parser.add_argument("--kubeconfig", type=Path, required=True, help="the kubeconfig file")
+    parser.add_argument(
+        "--scheduler-name", default="volcano", help="schedulerName of the pods to schedule"
+    )
     parser.add_argument(
         "--policy",
         choices=("none", "binpack", "spread"),
         default="none",
-        help="which card is taken first",
+        help="the order in which cards are tried",
     )
     parser.add_argument(
         "--old",
@@ -538,14 +569,12 @@ def _min_member(text: str) -> tuple[str, int]:
         return group, int(number)
     except ValueError as err:
         raise argparse.ArgumentTypeError(
-            f"{text!r} names no number; write NAMESPACE/GROUP=NUMBER"
+            f"{text!r} has no number; write NAMESPACE/GROUP=NUMBER"
         ) from err
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Run a scheduler until the process is ended;
-    any signal will do, for there is nothing to save.
-    """
+    """Run a scheduler until a signal ends the process. There is no state to save."""
     given = _arguments(arguments)
     try:
         access = ApiAccess.from_kubeconfig(given.kubeconfig)

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.sim.volcano.objects import gpushare_node, node, pod
-from vgpu_agent.sim.volcano import annotations as words
+from vgpu_agent.sim.volcano import annotations as volcano_annotations
 from vgpu_agent.sim.volcano import resources
 from vgpu_agent.sim.volcano.gpushare import GpushareLedger, Strategy
 from vgpu_agent.sim.volcano.ledger import Placed
@@ -32,13 +32,13 @@ NOW = 1795200692.0  # 2026-11-20 18:51:32 UTC
 )
 def test_handshake(value: str | None, expected: tuple[bool, str | None]) -> None:
     """volcano-vgpu §2.3: a ping is answered within 60 seconds or the node's GPUs are ignored."""
-    assert words.answer_handshake(value, NOW) == expected
+    assert volcano_annotations.answer_handshake(value, NOW) == expected
 
 
 @given(st.text(alphabet=st.sampled_from("GPU-0123456789abeE,:;_. []truefalshmig\x00é")))
 def test_junk_is_read_without_a_word(text: str) -> None:
     """Other clients' text in annotations never ends a round. It means nothing, or numbers."""
-    registration = words.parse_registration(text)
+    registration = volcano_annotations.parse_registration(text)
     cards = registration.cards if registration else ()
     assert all(
         isinstance(number, int)
@@ -47,21 +47,21 @@ def test_junk_is_read_without_a_word(text: str) -> None:
     )
     assert all(
         isinstance(number, int)
-        for claim in words.parse_claims(text)
+        for claim in volcano_annotations.parse_claims(text)
         for number in (claim.memory, claim.cores)
     )
-    assert all(index >= 0 for index in words.parse_indices(text))
-    assert words.answer_handshake(f"Requesting_{text}", NOW)[0] in (True, False)
-    assert isinstance(words.lock_age(text, NOW), float | None)
+    assert all(index >= 0 for index in volcano_annotations.parse_indices(text))
+    assert volcano_annotations.answer_handshake(f"Requesting_{text}", NOW)[0] in (True, False)
+    assert isinstance(volcano_annotations.lock_age(text, NOW), float | None)
     assert abs(resources.amount(text)) < 2**63
 
 
 def test_lock_stamps() -> None:
     """volcano-vgpu §2.4: RFC 3339 in whole seconds. What cannot be read has no age."""
-    assert words.lock_stamp(NOW) == "2026-11-20T18:51:32Z"
-    assert words.lock_age("2026-11-20T18:51:02Z", NOW) == 30
-    assert words.lock_age("2026-11-20T19:51:02+01:00", NOW) == 30
-    assert words.lock_age("soon", NOW) is None
+    assert volcano_annotations.lock_stamp(NOW) == "2026-11-20T18:51:32Z"
+    assert volcano_annotations.lock_age("2026-11-20T18:51:02Z", NOW) == 30
+    assert volcano_annotations.lock_age("2026-11-20T19:51:02+01:00", NOW) == 30
+    assert volcano_annotations.lock_age("soon", NOW) is None
 
 
 @pytest.mark.parametrize(
