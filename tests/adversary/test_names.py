@@ -17,7 +17,7 @@ from tests.golden import U0
 from vgpu_agent.allocation.carrier import GrantRecord
 from vgpu_agent.cdi import grant_spec
 from vgpu_agent.cluster import decode
-from vgpu_agent.errors import CarrierError, ClusterError, UnusableNameError
+from vgpu_agent.errors import CarrierError, ClusterError, InvalidNameError
 from vgpu_agent.grpc.wire import delimited
 from vgpu_agent.isolation.backend import Target
 from vgpu_agent.isolation.edits import Edits
@@ -52,7 +52,7 @@ def test_no_name_makes_a_path_that_leads_elsewhere(uid: str, container: str) -> 
     """The last defence: a caller that builds a directory's name is refused,
     and nothing of the text is in a path.
     """
-    with pytest.raises(UnusableNameError, match="no directory is made"):
+    with pytest.raises(InvalidNameError, match="no directory is made"):
         container_directory(uid, container)
     target = Target(
         pod_uid=uid,
@@ -63,7 +63,7 @@ def test_no_name_makes_a_path_that_leads_elsewhere(uid: str, container: str) -> 
         oversubscribed=False,
         limit_cores=True,
     )
-    with pytest.raises(UnusableNameError):
+    with pytest.raises(InvalidNameError):
         HamiCore("/host", "/host/libvgpu.so").provision(target)
 
 
@@ -73,7 +73,7 @@ def test_no_two_containers_share_a_directory_by_the_spelling_of_their_names() ->
     """
     assert container_directory(UID, "main") == f"{UID}_main"
     for uid, container in ((f"{UID}_a", "b"), (UID, "a_b")):
-        with pytest.raises(UnusableNameError):
+        with pytest.raises(InvalidNameError):
             container_directory(uid, container)
 
 

@@ -31,7 +31,7 @@ from vgpu_agent.errors import (
     CapacityError,
     CarrierError,
     ListenError,
-    NotItsOwnError,
+    PermissionDeniedError,
     RequestRefusedError,
     quoted,
 )
@@ -309,9 +309,11 @@ class ProcessRegistry:
                 "vgpuControl.processes"
             )
         if member is None:
-            raise NotItsOwnError(f"process {caller.peer.pid} does not run in a pod's container")
+            raise PermissionDeniedError(
+                f"process {caller.peer.pid} does not run in a pod's container"
+            )
         if member.pod_uid != request.pod_uid:
-            raise NotItsOwnError(
+            raise PermissionDeniedError(
                 f"the caller belongs to pod {quoted(member.pod_uid)} and asks for "
                 f"{quoted(request.pod_uid)}"
             )
@@ -335,7 +337,7 @@ class ProcessRegistry:
         """Wait until the kubelet has written that the container of that name is the caller's.
 
         Raises:
-            NotItsOwnError: it is another one.
+            PermissionDeniedError: it is another one.
             AgentError: there is no answer in time.
         """
         until = time.monotonic() + WAIT_SECONDS
@@ -436,14 +438,14 @@ class ProcessRegistry:
         """Write the list of a container, which has the caller in it.
 
         Raises:
-            NotItsOwnError: the caller is not in the container's cgroup.
+            PermissionDeniedError: the caller is not in the container's cgroup.
             CarrierError: it cannot be written.
         """
 
         def write() -> None:
             processes = self._cgroups.processes(one.member)
             if must_have not in processes:
-                raise NotItsOwnError(
+                raise PermissionDeniedError(
                     f"process {must_have} is not among those of container {quoted(owner[1])}; has "
                     "it ended, and does the agent see the host's cgroups?"
                 )
@@ -475,13 +477,13 @@ def _is(pod: Pod, name: str, container_id: str) -> bool:
     """Tell whether the container of that id has that name.
 
     Raises:
-        NotItsOwnError: it has another one, or there is none of that name.
+        PermissionDeniedError: it has another one, or there is none of that name.
     """
     for container in pod.containers:
         if container.container_id == container_id and container.name != name:
-            raise NotItsOwnError(
+            raise PermissionDeniedError(
                 f"the caller is container {quoted(container.name)} and asks for {quoted(name)}"
             )
     if pod.container(name) is None:
-        raise NotItsOwnError(f"pod {pod.full_name} has no container {quoted(name)}")
+        raise PermissionDeniedError(f"pod {pod.full_name} has no container {quoted(name)}")
     return any(one.name == name and one.container_id == container_id for one in pod.containers)
