@@ -63,7 +63,7 @@ from vgpu_agent.kubelet.directory import DirectoryWatch
 from vgpu_agent.kubelet.pod_resources import PodResources
 from vgpu_agent.ledger import Ledger
 from vgpu_agent.runtime.container_usage import DIRECTORY_BEFORE_1_12, ContainerUsages
-from vgpu_agent.runtime.control_usage import ControlledUses, Measured
+from vgpu_agent.runtime.control_usage import ControlledUses, UsageReading
 from vgpu_agent.runtime.grants import GrantDirectory
 from vgpu_agent.runtime.libraries import used_backends
 from vgpu_agent.runtime.region_guard import GuardedPlace, RegionGuard
@@ -302,7 +302,7 @@ class Agent:
                 VGPU_CONTROL.host_directory(settings),
             ),
             self._journal,
-            measured=lambda: Measured(self._watch.usage.value, self._watch.measured_at),
+            usage=lambda: UsageReading(self._watch.usage.value, self._watch.measured_at),
             proc_root=settings.gpu.proc_root,
             pause_seconds=settings.gpu.usage_seconds,
         )
@@ -495,7 +495,7 @@ class Agent:
 
     def _on_file_made(self, path: str) -> None:
         self._regions.take(path)
-        self._controlled.made(path)
+        self._controlled.note_written_file(path)
 
     def _resources(self) -> frozenset[str]:
         return frozenset(resource.name for resource in self._ledger.resources)

@@ -42,7 +42,7 @@ from vgpu_agent.runtime import process_list
 from vgpu_agent.runtime.cgroups import Member, PodCgroups
 from vgpu_agent.runtime.host_files import make_directory, trouble
 from vgpu_agent.runtime.own_thread import OwnThread
-from vgpu_agent.runtime.region_slots import behind
+from vgpu_agent.runtime.region_slots import resolve_slot
 from vgpu_agent.runtime.registry_door import Allowance, Caller, Door
 
 if TYPE_CHECKING:
@@ -467,7 +467,7 @@ class ProcessRegistry:
 
     def _list_directory(self, owner: tuple[str, str]) -> str:
         """The directory of a container's list; blocks."""
-        return f"{behind(f'{self._containers}/{container_directory(*owner)}')}/{_CONFIG}"
+        return f"{resolve_slot(f'{self._containers}/{container_directory(*owner)}')}/{_CONFIG}"
 
     async def _work(self, thread: OwnThread, call: Callable[[], T]) -> T:
         return await thread.run(str(self._containers), call, seconds=_WORK_SECONDS)
