@@ -71,8 +71,8 @@ def messages(encoded: bytes, number: int) -> Iterator[bytes]:
 
 
 def string(encoded: bytes, number: int) -> str:
-    """Return the value of the singular string field ``number``; empty if it is missing. If the field
-    occurs more than once, the last value counts, as protobuf requires.
+    """Return the value of the singular string field ``number``; empty if it is missing. If the
+    field occurs more than once, the last value counts, as protobuf requires.
     """
     return next(iter(strings(encoded, number)[-1:]), "")
 
