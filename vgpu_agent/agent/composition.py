@@ -281,7 +281,7 @@ class Agent:
             servers=lambda: self._offering.plugins,
             kubelet_age=functools.partial(sockets.age_seconds, kubelet.kubelet_socket),
         )
-        self._vanished = MissingDevices(
+        self._missing_devices = MissingDevices(
             settings,
             self._ledger,
             inventory=lambda: self._watch.inventory.value,
@@ -406,7 +406,7 @@ class Agent:
         await asyncio.gather(self._watch.start(), self._cluster.load_client())
         await self._cluster.connect(self._named.waited_seconds if self._named else 0.0)
         await self._grants.load()
-        await self._vanished.recall()
+        await self._missing_devices.load_instances()
         await self._cdi.begin(settings, self._watch.inventory.value)
         await self._families.apply(settings)
         await self._know_holders()
@@ -444,8 +444,8 @@ class Agent:
             self._families.watch_nodes, self._look_again, pause_seconds=gpu_watch.POLL_SECONDS
         )
         self._supervisor.start("device nodes", nodes)
-        self._supervisor.start("vanished devices", self._vanished.run)
-        self._supervisor.start("remembered MIG instances", self._vanished.remember)
+        self._supervisor.start("vanished devices", self._missing_devices.run)
+        self._supervisor.start("remembered MIG instances", self._missing_devices.save_instances)
         self._supervisor.start(
             "verification",
             functools.partial(self._verification.run, self._beat("verification")),
