@@ -84,7 +84,7 @@ def test_an_unknown_level_names_the_known_ones(lines: io.StringIO) -> None:
 
 def test_a_logger_that_is_put_together_for_good_follows_the_level(lines: io.StringIO) -> None:
     """The agent's own loggers are, and an operator changes the level while it runs."""
-    log.configure(stream=lines, for_good=True)
+    log.configure(stream=lines, cache_loggers=True)
     assert structlog.get_config()["cache_logger_on_first_use"]
     logger = log.get("x")
     for level in ("info", "warning", "info"):

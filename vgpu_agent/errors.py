@@ -1,8 +1,8 @@
-"""The exceptions that this agent raises on purpose, so that a caller can attribute a failure.
+"""The exceptions of this package, and functions that shorten values for messages.
 
-Adapters (`gpu`, `kubelet`, `web`, `sim`) translate their library's exceptions into these at the
-edge, chained; nothing above an adapter catches a library's exception. A message names the thing,
-the value and the remedy, because it ends up in a pod's status or a log line.
+A package that wraps a library (such as `gpu`, `kubelet`, `cluster`, `web`) converts the library's
+exceptions to these and chains them. No other package catches a library's exception. A message names
+the thing, the value and the remedy, because it is shown in a pod's status or in a log line.
 """
 
 from __future__ import annotations
@@ -18,48 +18,56 @@ if TYPE_CHECKING:
 MAX_QUOTED = 200  # characters of a foreign value in one message
 
 
-def quoted(value: str, most: int = MAX_QUOTED) -> str:
-    """Quote ``value`` for a message, on one line and in ASCII;
-    longer ones are cut and their length given.
+def quoted(value: str, max_characters: int = MAX_QUOTED) -> str:
+    """Quote ``value`` for a message, on one line and in ASCII. A value that is cut is followed by
+    its length.
 
-    Every value that a pod, the API server or the kubelet wrote is quoted by this: an annotation may
-    have 256 KiB, and a message goes into the log, the journal, an event and a pod's status.
+    Use this for every value from a pod, the API server or the kubelet: an annotation may have
+    256 KiB, and a message goes into the log, the journal, an event and a pod's status.
     """
-    return ascii(value) if len(value) <= most else f"{value[:most]!a}… ({len(value)} characters)"
+    if len(value) <= max_characters:
+        return ascii(value)
+    return f"{value[:max_characters]!a}… ({len(value)} characters)"
 
 
-def shortened(text: str, most: int) -> str:
-    """``text`` with at most ``most`` characters of it, and its length when that is not all."""
-    return text if len(text) <= most else f"{text[:most]}… ({len(text)} characters)"
+def shortened(text: str, max_characters: int) -> str:
+    """Cut ``text`` after ``max_characters``. The length of a text that was cut is added."""
+    if len(text) <= max_characters:
+        return text
+    return f"{text[:max_characters]}… ({len(text)} characters)"
 
 
-def listed(values: Collection[str], most: int = 16) -> str:
-    """List the first ``most`` of ``values`` for a message, each cut like `quoted`, and how many
-    there are when that is not all.
+def listed(values: Collection[str], max_values: int = 16) -> str:
+    """Join the first ``max_values`` of ``values`` for a message, each cut after `MAX_QUOTED`
+    characters. If there are more values, their number is added.
     """
-    shown = ", ".join(shortened(value, MAX_QUOTED) for value in itertools.islice(values, most))
-    return shown if len(values) <= most else f"{shown}, … ({len(values)} in all)"
+    shown = ", ".join(
+        shortened(value, MAX_QUOTED) for value in itertools.islice(values, max_values)
+    )
+    return shown if len(values) <= max_values else f"{shown}, … ({len(values)} in all)"
 
 
-def shown_ids(ids: Sequence[str], most: int = 16) -> list[str]:
-    """Shorten ids for a log line; thousands of them add nothing to the first."""
-    return list(ids) if len(ids) <= most else [*ids[:most], f"… {len(ids)} in all"]
+def shortened_ids(ids: Sequence[str], max_ids: int = 16) -> list[str]:
+    """Keep the first ``max_ids`` of ``ids`` for a log line. If there are more, the last element of
+    the result gives their number.
+    """
+    return list(ids) if len(ids) <= max_ids else [*ids[:max_ids], f"… {len(ids)} in all"]
 
 
 def with_advice(text: str, advice: str) -> str:
-    """``text``, and after it the sentences of ``advice``."""
+    """Append the sentences of ``advice`` to ``text``; return ``text`` alone if there are none."""
     return f"{text.rstrip('.')}. {advice}" if advice else text
 
 
 class AgentError(Exception):
-    """Raised by this agent on purpose; the message is written for an operator."""
+    """The base class of all exceptions of this package. The message is for an operator."""
 
 
 class ConfigError(AgentError):
     """The configuration cannot be used.
 
     Attributes:
-        problems: one full sentence each, in the order of the file
+        problems: a full sentence for each problem, in the order of the file
             (``config.yaml:12: sharing.…: expected …, got …``).
     """
 
@@ -72,7 +80,7 @@ class OfferError(ConfigError):
     """Resources that cannot be offered as configured.
 
     Attributes:
-        reasons: why not, by resource. Each problem is a resource's name and its reason.
+        reasons: resource → the reason. Each of `problems` is a resource's name and its reason.
     """
 
     def __init__(self, reasons: Mapping[str, str]) -> None:
@@ -94,21 +102,21 @@ class NvmlError(AgentError):
 
 
 class DriverMissingError(AgentError):
-    """There is no usable NVIDIA driver; the message names what was looked for and where."""
+    """There is no usable NVIDIA driver. The message names the searched paths."""
 
 
 class NvmlHungError(AgentError):
-    """An NVML call did not return within its time; the owner thread is still inside it."""
+    """An NVML call did not return in time. The thread that owns NVML is still inside the call."""
 
 
 class LedgerError(AgentError):
     """The ledger refuses a change that would break one of its invariants.
 
     Attributes:
-        text: the message without the advice. It stays the same while the reason does.
-        device: the UUID of the device that the refusal is about; empty when it is about no single
-            one.
-        advice: the remedies and the state of the node at this moment, in sentences; part of the
+        text: the message without the advice. It stays the same as long as the reason is the same.
+        device: the UUID of the device that was refused; empty if the refusal concerns several
+            devices or none.
+        advice: sentences about the remedies and the current state of the node. They are part of the
             message.
     """
 
@@ -116,9 +124,9 @@ class LedgerError(AgentError):
         self.text, self.device, self.advice = text, device, advice
         super().__init__(with_advice(text, advice))
 
-    def advised(self, advice: str, *, more: str = "") -> Self:
-        """The same refusal with ``advice``; ``more`` is added to its text."""
-        return type(self)(self.text + more, device=self.device, advice=advice)
+    def advised(self, advice: str, *, suffix: str = "") -> Self:
+        """Return a copy with ``advice``, and with ``suffix`` at the end of `text`."""
+        return type(self)(self.text + suffix, device=self.device, advice=advice)
 
 
 class UnknownDeviceError(LedgerError):
@@ -126,47 +134,47 @@ class UnknownDeviceError(LedgerError):
 
 
 class UnhealthyDeviceError(LedgerError):
-    """A device id whose device must not be given to any container now."""
+    """The device of a device id is unhealthy or missing, so no container may get it."""
 
 
 class CapacityError(LedgerError):
-    """More memory, cores or holders than a device has."""
+    """A device has not enough memory or cores left, or too many holders already."""
 
 
 class OvercommitError(CapacityError):
-    """More compute or more holders than a device has, while memory suffices:
-    only a scheduler may decide so.
+    """A device has enough memory left, but not enough cores, or too many holders already. The
+    ledger accepts this only if a scheduler has decided it.
     """
 
 
 class RequestRefusedError(AgentError):
-    """A container's request is final nonsense (kubelet §8: it fails the pod);
-    the message is shown in the pod's status.
+    """A container's request can never be met. The kubelet fails the pod (kubelet §8), and shows the
+    message in the pod's status.
     """
 
 
-class NotItsOwnError(AgentError):
+class PermissionDeniedError(AgentError):
     """A process asks for something that belongs to another container."""
 
 
-class UnusableNameError(RequestRefusedError):
-    """A UID or a container's name that is not what Kubernetes allows,
-    and so must not become part of a path.
+class InvalidNameError(RequestRefusedError):
+    """A pod's UID or a container's name has a form that Kubernetes forbids, and would be unsafe as
+    part of a path.
     """
 
 
 class KubeletError(AgentError):
-    """The kubelet did not do what its contract says, or could not be reached."""
+    """The kubelet could not be reached, or violated the device plugin API."""
 
 
 class RegistrationRefusedError(KubeletError):
-    """The kubelet refused a registration for good (version or resource name);
-    trying again cannot help.
+    """The kubelet refused a registration because of its API version or resource name. Another try
+    would be refused as well.
     """
 
 
 class CheckpointError(KubeletError):
-    """The kubelet's checkpoint exists but cannot be understood."""
+    """The kubelet's checkpoint exists but cannot be read or decoded."""
 
 
 class ListenError(AgentError):
@@ -174,36 +182,36 @@ class ListenError(AgentError):
 
 
 class SimulationError(AgentError):
-    """The simulated GPUs cannot be built, created or changed as asked."""
+    """The simulated GPUs cannot be built, created or changed as requested."""
 
 
 class CarrierError(AgentError):
-    """A file that a container needs before it starts could not be put into place."""
+    """A file that a container needs before its start could not be written or removed."""
 
 
 class MpsError(AgentError):
-    """An MPS control daemon, or a tool that it needs, is missing,
-    does not answer or does not obey.
+    """An MPS control daemon, or a tool for it, is missing, does not answer, or fails to carry out a
+    command.
     """
 
 
 class MpsDaemonGoneError(MpsError):
-    """There is no MPS control daemon where there should be one."""
+    """The expected MPS control daemon is not running."""
 
 
 class MigError(AgentError):
-    """A GPU could not be divided into MIG instances as a container needs it;
-    the container may try again.
+    """A GPU could not be divided into the MIG instances that a container needs. A later start of
+    the container may succeed.
     """
 
 
 class ClusterError(AgentError):
-    """The API server did not answer, or not with what was requested;
-    the text never holds credentials.
+    """The API server did not answer, or answered with an error or something unexpected. Credentials
+    are removed from the message.
 
     Attributes:
         status: the HTTP status; 0 when there was no answer.
-        retry_after_seconds: how long it asked us to wait; 0 without a request.
+        retry_after_seconds: the pause that the API server asked for (``Retry-After``); 0 if none.
     """
 
     def __init__(self, text: str, *, status: int = 0, retry_after_seconds: float = 0.0) -> None:
@@ -212,6 +220,6 @@ class ClusterError(AgentError):
 
 
 class CdiError(AgentError):
-    """There is no usable CDI spec of a node's devices:
-    it cannot be made, is refused, or cannot be written.
+    """There is no usable CDI spec of the node's devices: it cannot be generated, fails the checks,
+    or cannot be written.
     """

@@ -79,7 +79,7 @@ def configure(
     log_format: str = "json",
     level: str = "info",
     stream: TextIO | None = None,
-    for_good: bool = False,
+    cache_loggers: bool = False,
 ) -> None:
     """Route every line of this process to ``stream`` (stderr by default).
 
@@ -87,8 +87,8 @@ def configure(
         log_format: ``json`` or ``console``.
         level: one of `LEVELS`.
         stream: where lines go; a test passes its own.
-        for_good: this is not called again, so each logger is put together once and not for every
-            line; `set_level` still works.
+        cache_loggers: build each logger once instead of for every line. Only for a process that
+            does not call this again; `set_level` still works.
     """
     structlog.configure(
         processors=[
@@ -99,7 +99,7 @@ def configure(
         ],
         logger_factory=structlog.stdlib.LoggerFactory(),
         wrapper_class=structlog.stdlib.BoundLogger,
-        cache_logger_on_first_use=for_good,
+        cache_logger_on_first_use=cache_loggers,
     )
     last: list[Any]
     if log_format == "json":

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING
 
 from vgpu_agent import log
 from vgpu_agent.concurrency import Revision
-from vgpu_agent.errors import UnusableNameError, quoted
+from vgpu_agent.errors import InvalidNameError, quoted
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
@@ -85,11 +85,11 @@ def container_directory(pod_uid: str, container: str) -> str:
     nothing else may build it.
 
     Raises:
-        UnusableNameError: one of the two could lead out of the parent directory, or into that of
+        InvalidNameError: one of the two could lead out of the parent directory, or into that of
             another container.
     """
     if not is_uid(pod_uid) or not is_container_name(container):
-        raise UnusableNameError(
+        raise InvalidNameError(
             f"pod UID {quoted(pod_uid)} and container {quoted(container)} are not what Kubernetes "
             "allows, so no directory is made for them"
         )

@@ -22,7 +22,7 @@ from vgpu_agent.cluster.quantities import whole_number
 from vgpu_agent.errors import CapacityError, RequestRefusedError
 from vgpu_agent.families.volcano_vgpu.decisions import IDS, refused
 from vgpu_agent.families.volcano_vgpu.pod_devices import DevicesTextError, parse_pod_devices
-from vgpu_agent.families.volcano_vgpu.requests import Names, read_ask
+from vgpu_agent.families.volcano_vgpu.requests import Names, read_request
 from vgpu_agent.journal import Journal
 from vgpu_agent.model import DeviceRoom
 from vgpu_agent.placement.rooms import BINPACK, DeviceDemand, choose_rooms, type_refusal
@@ -73,7 +73,7 @@ def test_a_tenant_cannot_fill_a_refusal_with_any_of_its_values() -> None:
     )
     texts = [str(refused(pod, IDS, LONG, "nonsense"))]
     with pytest.raises(RequestRefusedError) as caught:
-        read_ask(pod, pod.containers[0], Names())
+        read_request(pod, pod.containers[0], Names())
     texts.append(str(caught.value))
     for text in (
         LONG,

@@ -17,8 +17,8 @@ from tests.golden import U0
 from vgpu_agent.allocation.carrier import GrantRecord
 from vgpu_agent.cdi import grant_spec
 from vgpu_agent.cluster import decode
-from vgpu_agent.errors import CarrierError, ClusterError, UnusableNameError
-from vgpu_agent.grpc.wire import delimited
+from vgpu_agent.errors import CarrierError, ClusterError, InvalidNameError
+from vgpu_agent.grpc.wire import encode_field
 from vgpu_agent.isolation.backend import Target
 from vgpu_agent.isolation.edits import Edits
 from vgpu_agent.isolation.hami_core import HamiCore
@@ -52,7 +52,7 @@ def test_no_name_makes_a_path_that_leads_elsewhere(uid: str, container: str) -> 
     """The last defence: a caller that builds a directory's name is refused,
     and nothing of the text is in a path.
     """
-    with pytest.raises(UnusableNameError, match="no directory is made"):
+    with pytest.raises(InvalidNameError, match="no directory is made"):
         container_directory(uid, container)
     target = Target(
         pod_uid=uid,
@@ -63,7 +63,7 @@ def test_no_name_makes_a_path_that_leads_elsewhere(uid: str, container: str) -> 
         oversubscribed=False,
         limit_cores=True,
     )
-    with pytest.raises(UnusableNameError):
+    with pytest.raises(InvalidNameError):
         HamiCore("/host", "/host/libvgpu.so").provision(target)
 
 
@@ -73,7 +73,7 @@ def test_no_two_containers_share_a_directory_by_the_spelling_of_their_names() ->
     """
     assert container_directory(UID, "main") == f"{UID}_main"
     for uid, container in ((f"{UID}_a", "b"), (UID, "a_b")):
-        with pytest.raises(UnusableNameError):
+        with pytest.raises(InvalidNameError):
             container_directory(uid, container)
 
 
@@ -140,12 +140,12 @@ def test_no_forged_entry_of_pod_resources_is_believed(
     """The same for the other record of kubelet's."""
 
     def listed(namespace: str, pod: str, container: str) -> bytes:
-        devices = delimited(2, delimited(1, b"r") + delimited(2, b"a"))
-        return delimited(
+        devices = encode_field(2, encode_field(1, b"r") + encode_field(2, b"a"))
+        return encode_field(
             1,
-            delimited(1, pod.encode())
-            + delimited(2, namespace.encode())
-            + delimited(3, delimited(1, container.encode()) + devices),
+            encode_field(1, pod.encode())
+            + encode_field(2, namespace.encode())
+            + encode_field(3, encode_field(1, container.encode()) + devices),
         )
 
     found = decode_pod_resources(listed(namespace, pod, container) + listed("n", "good", "main"))

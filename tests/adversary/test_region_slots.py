@@ -26,7 +26,7 @@ from vgpu_agent.model import Gpu, Owner, Share
 from vgpu_agent.mps.directories import mount_tmpfs
 from vgpu_agent.runtime.grants import GrantDirectory
 from vgpu_agent.runtime.region_guard import GuardedPlace, RegionGuard
-from vgpu_agent.runtime.region_slots import SLOT_KIB, RegionSlots, behind, mount_slots
+from vgpu_agent.runtime.region_slots import SLOT_KIB, RegionSlots, mount_slots, resolve_slot
 
 pytestmark = pytest.mark.skipif(os.geteuid() != 0, reason="only root can mount")
 
@@ -282,7 +282,7 @@ async def test_a_link_that_leads_anywhere_else_is_not_followed(node: Node) -> No
     ):
         path = f"{node.regions}/link_main"
         os.symlink(target, path)
-        assert await asyncio.to_thread(behind, path) == path
+        assert await asyncio.to_thread(resolve_slot, path) == path
         await node.grants.sweep(node.regions, lambda name: name != "link_main")
         assert "link_main" not in os.listdir(node.regions)
     assert (precious / "file").read_text() == "kept"

@@ -391,7 +391,7 @@ async def test_a_shortened_region_hurts_nobody_but_its_container(node: Node) -> 
     usages = usages_of(node)
     for size in (0, 1, 100, hami_region.SIZE - 1):
         os.truncate(node.region, size)
-        await usages.look()
+        await usages.read_once()
     await node.mounts_at_start()
     assert node.region.stat().st_size == hami_region.SIZE
 
@@ -418,7 +418,7 @@ async def test_a_tenant_cannot_hang_or_fill_the_reading_of_regions(node: Node) -
     for number in range(2000):
         (old / f"{number}.cache").touch()
     usages = usages_of(node)
-    await asyncio.wait_for(usages.look(), PATIENCE_SECONDS)
+    await asyncio.wait_for(usages.read_once(), PATIENCE_SECONDS)
     assert usages.usage.value == ()
 
 
@@ -431,7 +431,7 @@ async def test_reading_that_hangs_keeps_no_container_from_starting(
     monkeypatch.setattr(container_usage, "_region", lambda *_: back.wait(60))
     usages = usages_of(node)
     for _ in range(3):
-        await asyncio.wait_for(usages.look(), PATIENCE_SECONDS)
+        await asyncio.wait_for(usages.read_once(), PATIENCE_SECONDS)
     assert [entry.event for entry in node.journal.entries] == ["region.read_hangs"]
     await asyncio.wait_for(node.mounts_at_start(), PATIENCE_SECONDS)
     back.set()

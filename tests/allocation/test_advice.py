@@ -239,7 +239,7 @@ async def test_a_gpu_whose_pod_only_kubelets_records_name_serves_since_then_or_e
 
 async def test_an_error_carries_its_parts() -> None:
     """The advice is part of the message and can be separated from the rest."""
-    err = CapacityError("no room", device="GPU-0").advised("Wait.", more="; really")
+    err = CapacityError("no room", device="GPU-0").advised("Wait.", suffix="; really")
     assert (str(err), err.text, err.device, err.advice) == (
         "no room; really. Wait.",
         "no room; really",

@@ -25,7 +25,7 @@ pytestmark = pytest.mark.looptime
 class World:
     """An API server and the events of one agent."""
 
-    def __init__(self, *, longest_queue: int = 256) -> None:
+    def __init__(self, *, max_queued: int = 256) -> None:
         self.api, self.journal = FakeApi(), Journal()
         self.events = Events(
             self.api,
@@ -33,7 +33,7 @@ class World:
             "n1",
             self.journal,
             lambda: 1000 + asyncio.get_running_loop().time(),
-            longest_queue=longest_queue,
+            max_queued=max_queued,
         )
 
     @property
@@ -185,7 +185,7 @@ async def test_an_event_is_given_up_after_an_hour() -> None:
 
 async def test_the_oldest_goes_when_too_many_wait() -> None:
     """The queue is bounded and what was lost is counted."""
-    world = World(longest_queue=3)
+    world = World(max_queued=3)
     for number in range(5):
         world.events.raise_event(POD, REFUSED, f"message {number}")
     async with running(world.events.run(_ignore)):
@@ -196,7 +196,7 @@ async def test_the_oldest_goes_when_too_many_wait() -> None:
 
 async def test_what_was_said_does_not_fill_the_memory() -> None:
     """Ten thousand different messages within the hour."""
-    world = World(longest_queue=10)
+    world = World(max_queued=10)
     for number in range(10_000):
         world.events.raise_event(POD, REFUSED, f"message {number}")
     assert len(world.events._events) <= 41

@@ -25,7 +25,7 @@ from tests.component.vgpu_extender import (
     extender_stage,
 )
 from tests.component.volcano import NODE, U0, U1
-from vgpu_agent.sim.vgpu_manager.words import FOREVER, Claim, parse_register
+from vgpu_agent.sim.vgpu_manager.formats import FINISHED_TIME, Claim, parse_register
 
 
 @pytest.fixture
@@ -47,7 +47,7 @@ async def test_from_claim_to_container_and_back(stage: ExtenderStage) -> None:
         PRE: text,
         REAL: text,
         PLANNED: NODE,
-        TIME: FOREVER,
+        TIME: FINISHED_TIME,
     }
     assert stage.labels("gpu-pod") == {PHASE: "succeed", METRICS_NODE: NODE}
     (grant,) = (await stage.agent.get("/debug/allocations?pod=default/gpu-pod"))["allocations"]

@@ -17,8 +17,8 @@ from vgpu_agent.errors import SimulationError
 from vgpu_agent.sim.agent_process import AgentProcess
 from vgpu_agent.sim.cdi_reader import Received
 from vgpu_agent.sim.stand_in_library import deliver_stand_in_control_library
+from vgpu_agent.sim.vgpu_manager.formats import FINISHED_TIME, Claim, Claims, read_claims
 from vgpu_agent.sim.vgpu_manager.ledger import Use, footprint
-from vgpu_agent.sim.vgpu_manager.words import FOREVER, Claim, Claims, read_claims
 
 DOMAIN = "nvidia.com"
 NUMBER, MEMORY, CORES = (f"{DOMAIN}/vgpu-{name}" for name in ("number", "memory", "cores"))
@@ -98,7 +98,7 @@ class ExtenderStage(VolcanoStage):
             return (
                 self.labels(name).get(PHASE) == "succeed"
                 and found.get(REAL, "") == found.get(PRE)
-                and found.get(TIME) == FOREVER
+                and found.get(TIME) == FINISHED_TIME
             )
 
         await self.cluster.until(

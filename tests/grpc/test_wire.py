@@ -58,11 +58,13 @@ def test_broken_bytes_are_refused(encoded: bytes, complaint: str) -> None:
 _FIELD = st.one_of(
     st.tuples(st.sampled_from([1, 2, 16, 17]), st.text(max_size=200)).map(
         lambda each: (
-            wire.varint(each[0] << 3 | 2) + wire.varint(len(each[1].encode())) + each[1].encode()
+            wire.encode_varint(each[0] << 3 | 2)
+            + wire.encode_varint(len(each[1].encode()))
+            + each[1].encode()
         )
     ),
     st.tuples(st.sampled_from([1, 2, 16]), st.integers(0, 1 << 40)).map(
-        lambda each: wire.varint(each[0] << 3) + wire.varint(each[1])
+        lambda each: wire.encode_varint(each[0] << 3) + wire.encode_varint(each[1])
     ),
     st.binary(max_size=4),
 )
@@ -82,7 +84,7 @@ def test_the_strings_of_a_field_are_what_its_fields_hold(encoded: bytes, number:
 
     expected = answer(
         lambda: tuple(
-            wire.text(value) for found, _, value in wire.fields(encoded) if found == number
+            wire.to_text(value) for found, _, value in wire.fields(encoded) if found == number
         )
     )
 
@@ -92,7 +94,7 @@ def test_the_strings_of_a_field_are_what_its_fields_hold(encoded: bytes, number:
 def test_text_must_be_utf8() -> None:
     """A string field with other bytes is refused."""
     with pytest.raises(wire.MalformedError, match="not UTF-8"):
-        wire.text(b"\xff\xfe")
+        wire.to_text(b"\xff\xfe")
 
 
 def test_wrong_kinds_of_value_are_refused() -> None:
@@ -100,9 +102,9 @@ def test_wrong_kinds_of_value_are_refused() -> None:
     "wrong wire type").
     """
     with pytest.raises(wire.MalformedError, match="got the number 5"):
-        wire.text(5)
+        wire.to_text(5)
     with pytest.raises(wire.MalformedError, match="got bytes"):
-        wire.integer(b"5")
+        wire.to_integer(b"5")
 
 
 @given(st.integers(min_value=-(2**31), max_value=2**31 - 1))
@@ -110,13 +112,15 @@ def test_integers_agree_with_google(size: int) -> None:
     """Every int32, negative ones included, is read as Google writes it."""
     encoded = google.ContainerPreferredAllocationRequest(allocation_size=size).SerializeToString()
 
-    assert [wire.integer(value) for _, _, value in wire.fields(encoded)] == ([size] if size else [])
+    assert [wire.to_integer(value) for _, _, value in wire.fields(encoded)] == (
+        [size] if size else []
+    )
 
 
 @given(st.integers(min_value=0, max_value=2**63))
 def test_varints_are_read_as_written(value: int) -> None:
     """Writing and reading are each other's inverse."""
-    assert list(wire.fields(b"\x08" + wire.varint(value))) == [(1, 0, value)]
+    assert list(wire.fields(b"\x08" + wire.encode_varint(value))) == [(1, 0, value)]
 
 
 @given(st.binary(max_size=200))

@@ -333,7 +333,7 @@ def test_the_list_of_all_devices_is_left_out_wherever_it_begins(
     """Beside the ends of what is read and searched at a time,
     which follow from how long the entries were the last time.
     """
-    memory, path = checkpoint._Memory(), tmp_path / "checkpoint"
+    memory, path = checkpoint._Buffer(), tmp_path / "checkpoint"
     ends = {before, before + checkpoint._PART_BYTES, before - checkpoint._PART_BYTES}
     for length in [before, *(each for end in ends if end > 25 for each in (end + beside, before))]:
         path.write_bytes(b"x" * length + b',"RegisteredDevices":' + b"y" * 600_000)
@@ -347,7 +347,7 @@ def test_only_so_many_files_wait_to_be_closed(
     """On a disk that hangs each of them keeps a descriptor,
     and the place of a file that is not there any more.
     """
-    memory, path, closing = checkpoint._Memory(), tmp_path / "checkpoint", threading.Event()
+    memory, path, closing = checkpoint._Buffer(), tmp_path / "checkpoint", threading.Event()
     open_now: list[io.FileIO] = []
 
     class SlowToClose(io.FileIO):
@@ -369,8 +369,8 @@ def test_only_so_many_files_wait_to_be_closed(
     try:
         for _ in range(20):
             with memory.content(path, whole=False):
-                assert len(open_now) <= checkpoint._MAX_TO_CLOSE + 1
-        assert len(open_now) == checkpoint._MAX_TO_CLOSE
+                assert len(open_now) <= checkpoint._MAX_PENDING_CLOSES + 1
+        assert len(open_now) == checkpoint._MAX_PENDING_CLOSES
     finally:
         closing.set()
         memory._closing.shutdown()

@@ -198,13 +198,13 @@ def test_ids_of_ill_devices_need_not_be_listed() -> None:
 def _looked(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """The places of the fields that are looked at one by one from now on."""
     looked: list[int] = []
-    field = wire.field
+    field = wire.read_field
 
     def look(encoded: bytes, position: int) -> tuple[int, int, int | bytes, int]:
         looked.append(position)
         return field(encoded, position)
 
-    monkeypatch.setattr(wire, "field", look)
+    monkeypatch.setattr(wire, "read_field", look)
     return looked
 
 
@@ -335,9 +335,13 @@ def test_a_strange_answer_does_not_colour_the_next() -> None:
     """A name that stands in two pieces, of which the last counts, and an answer that breaks off."""
     reader = PodResourcesReader("number".__eq__)
     good = _of_one_pod(("number", "a"))
-    pieces = wire.delimited(1, b"num") + wire.delimited(1, b"ber") + wire.delimited(2, b"b")
+    pieces = (
+        wire.encode_field(1, b"num") + wire.encode_field(1, b"ber") + wire.encode_field(2, b"b")
+    )
     reader.read(
-        wire.delimited(1, wire.delimited(1, b"p") + wire.delimited(3, wire.delimited(2, pieces)))
+        wire.encode_field(
+            1, wire.encode_field(1, b"p") + wire.encode_field(3, wire.encode_field(2, pieces))
+        )
     )
     with pytest.raises(KubeletError):
         reader.read(good[:-1])

@@ -36,7 +36,7 @@ from tests.real_node.vgpu_manager_node import (
     wait_served,
 )
 from tests.real_node.volcano_node import U0
-from vgpu_agent.sim.vgpu_manager.words import parse_register
+from vgpu_agent.sim.vgpu_manager.formats import parse_register
 
 _STORM = 20
 # 1,000 are the full proof, of about seven minutes.

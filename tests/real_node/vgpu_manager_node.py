@@ -21,8 +21,8 @@ from tests.real_node.rig.manifests import container, pod
 from tests.real_node.volcano import VolcanoScheduler
 from tests.real_node.volcano_node import U0, U1, waiting_reasons
 from vgpu_agent.sim.stand_in_library import deliver_stand_in_control_library
+from vgpu_agent.sim.vgpu_manager.formats import Claim, Claims, read_claims
 from vgpu_agent.sim.vgpu_manager.ledger import Use, footprint
-from vgpu_agent.sim.vgpu_manager.words import Claim, Claims, read_claims
 
 DOMAIN = "nvidia.com"
 NUMBER = f"{DOMAIN}/vgpu-number"

@@ -27,7 +27,7 @@ from vgpu_agent.runtime.process_registry import METHOD, ProcessRegistry
 def encoded(pod_uid: str = "", container: str = "", token: str = "") -> bytes:
     """A ``ContainerDeviceRequest`` (vgpu-manager §9); proto3 leaves out what is empty."""
     texts = enumerate((pod_uid, container, token), 1)
-    return b"".join(wire.delimited(number, text.encode()) for number, text in texts if text)
+    return b"".join(wire.encode_field(number, text.encode()) for number, text in texts if text)
 
 
 class _Over(Channel):

@@ -71,7 +71,7 @@ class Host:
 
     async def look(self) -> list[tuple[str, str, int]]:
         """Look once: (pod, container, bytes in use) of each device."""
-        await self.usages.look()
+        await self.usages.read_once()
         return [(entry.pod, entry.container, entry.used_bytes) for entry in self.usages.usage.value]
 
 
@@ -95,7 +95,7 @@ async def test_a_container_of_this_agent(host: Host) -> None:
     host.region(
         host.new, "uid-train-0_main", v1(two, [Slot({0: 700 * MIB}, {0: 30})], last_kernel=NOW)
     )
-    await host.usages.look()
+    await host.usages.read_once()
     assert host.usages.usage.value == (
         ContainerUsage("team", "train-0", "main", 0, U1, 700 * MIB, 3000 * MIB, 30, NOW, 50, 1),
         ContainerUsage("team", "train-0", "main", 1, U0, 0, 4000 * MIB, 0, NOW, 100, 1),

@@ -28,7 +28,7 @@ from vgpu_agent.isolation.vgpu_tables import (
 from vgpu_agent.journal import Journal
 from vgpu_agent.model import ControlledUse, GpuUsage, WrittenLimit
 from vgpu_agent.pods import Pod, PodCache, PodContainer
-from vgpu_agent.runtime.control_usage import ControlledUses, Measured
+from vgpu_agent.runtime.control_usage import ControlledUses, UsageReading
 
 UID = "6d0f1c3e-52a4-4c0b-9f2c-1f6f2b3a4d5e"
 CARD = "GPU-11111111-aaaa-bbbb-cccc-000000000001"
@@ -113,9 +113,9 @@ ALL = ControlledUse(
 
 async def test_processes_spilled_memory_and_compute_are_read(uses: ControlledUses) -> None:
     """Published once, and not again while nothing changes."""
-    await uses.look()
+    await uses.read_once()
     version = uses.uses.version
-    await uses.look()
+    await uses.read_once()
     assert (uses.uses.value, uses.uses.version) == ((ALL,), version)
 
 
@@ -125,7 +125,7 @@ async def test_a_container_that_has_ended_is_not_shown(
     """Its directory may be there for a while longer."""
     pod = Pod(UID, "ml", "train", containers=(PodContainer("main"),))
     uses._pod_cache.end(pod)
-    await uses.look()
+    await uses.read_once()
     assert uses.uses.value == ()
 
 
@@ -166,7 +166,7 @@ async def test_what_cannot_be_read_is_not_known_and_hides_nothing_else(
 ) -> None:
     """Tenants own two of the files; links are not followed and pipes not waited for."""
     await asyncio.to_thread(spoil, directory / file)
-    await uses.look()
+    await uses.read_once()
     assert uses.uses.value == (known,)
 
 
@@ -175,7 +175,7 @@ async def test_a_folder_that_is_a_link_is_not_entered(
 ) -> None:
     """It could show another container's use as its own."""
     await asyncio.to_thread(_as_link, directory / "sm_node")
-    await uses.look()
+    await uses.read_once()
     assert uses.uses.value[0].cores_percent == ()
 
 
@@ -199,7 +199,7 @@ async def test_a_file_that_limits_nothing_is_named(
 ) -> None:
     """The library falls back to its environment, or to no limit."""
     await asyncio.to_thread(spoil, directory / "config/vgpu.config")
-    await uses.look()
+    await uses.read_once()
     (found,) = uses.uses.value
     assert trouble in found.trouble
     assert (found.limits, found.pids) == ((), (11, 12)) or "another" in trouble
@@ -227,14 +227,16 @@ async def test_a_file_that_allows_more_than_it_did_is_named(
     has taken note of it.
     """
     changed = config(dataclasses.replace(LIMIT, **changes))  # type: ignore[arg-type]
-    await uses.look()
+    await uses.read_once()
     write_config(directory, changed)
-    await uses.look()
+    await uses.read_once()
     assert uses.uses.value[0].trouble == ""
-    await uses.look()
+    await uses.read_once()
     assert uses.uses.value[0].trouble == "its vgpu.config was changed after the agent wrote it"
-    await asyncio.to_thread(uses.made, str(directory / "config/vgpu.config"))  # it was the agent
-    await uses.look()
+    await asyncio.to_thread(
+        uses.note_written_file, str(directory / "config/vgpu.config")
+    )  # it was the agent
+    await uses.read_once()
     assert uses.uses.value[0].trouble == ""
 
 
@@ -242,11 +244,11 @@ async def test_a_file_that_allows_less_holds_the_limit(
     uses: ControlledUses, directory: Path
 ) -> None:
     """An operator may have lowered it."""
-    await uses.look()
+    await uses.read_once()
     less = dataclasses.replace(LIMIT, total_bytes=1 << 30, hard_core=5, soft_core=5)
     write_config(directory, config(less))
-    await uses.look()
-    await uses.look()
+    await uses.read_once()
+    await uses.read_once()
     assert (uses.uses.value[0].trouble, uses.uses.value[0].limits[0].memory_bytes) == ("", 1 << 30)
 
 
@@ -255,12 +257,12 @@ async def test_the_limits_that_the_agent_has_made_are_those_that_count(
 ) -> None:
     """Not those of the first look, where somebody has changed them before."""
     path = directory / "config/vgpu.config"
-    await asyncio.to_thread(uses.made, str(path))
-    await asyncio.to_thread(uses.made, str(directory / "vmem_node/vmem_node.config"))
-    await asyncio.to_thread(uses.made, "/elsewhere/config/vgpu.config")
+    await asyncio.to_thread(uses.note_written_file, str(path))
+    await asyncio.to_thread(uses.note_written_file, str(directory / "vmem_node/vmem_node.config"))
+    await asyncio.to_thread(uses.note_written_file, "/elsewhere/config/vgpu.config")
     write_config(directory, config(dataclasses.replace(LIMIT, core_limit=False)))
-    await uses.look()
-    await uses.look()
+    await uses.read_once()
+    await uses.read_once()
     assert "changed" in uses.uses.value[0].trouble
 
 
@@ -281,7 +283,7 @@ async def test_a_container_that_runs_without_its_files_is_named(directory: Path)
         )
     )
     uses = ControlledUses(book, [str(directory.parent)], Journal(), pause_seconds=1)
-    await uses.look()
+    await uses.read_once()
     (found,) = uses.uses.value
     assert (found.container, found.trouble) == ("gone", "it has no vgpu.config on this node")
 
@@ -295,7 +297,7 @@ async def test_a_uid_that_is_cut_in_the_file_is_still_the_containers(tmp_path: P
     book = PodCache()
     book.put(Pod(uid, "ml", "train", containers=(PodContainer("main"),)))
     uses = ControlledUses(book, [str(tmp_path)], Journal(), pause_seconds=1)
-    await uses.look()
+    await uses.read_once()
     assert [(use.trouble, len(use.limits)) for use in uses.uses.value] == [("", 1)]
 
 
@@ -305,7 +307,7 @@ async def test_the_file_says_whether_processes_register(
 ) -> None:
     """vgpu-manager §7.6; also of a container from before the setting was changed."""
     write_config(directory, config(compatibility=compatibility))
-    await uses.look()
+    await uses.read_once()
     assert uses.uses.value[0].registers is registers
 
 
@@ -318,11 +320,11 @@ async def test_the_replaced_plugins_containers_are_read_where_it_has_put_them(
     both = ControlledUses(
         uses._pod_cache, [str(below), str(directory.parent)], Journal(), pause_seconds=1
     )
-    await both.look()
+    await both.read_once()
     assert both.uses.value == (ALL,)
     await asyncio.to_thread(directory.rename, below / directory.name)
     both._directories = (str(below), str(directory.parent))
-    await both.look()
+    await both.read_once()
     assert both.uses.value == (ALL,)
 
 
@@ -346,21 +348,21 @@ async def test_processes_on_a_card_are_those_that_the_kernel_counts_to_the_conta
     named = PodContainer("main", container_id=container.member.container_id)
     book.put(Pod(UID, "ml", "train", containers=(named,)))
     on = GpuUsage(CARD, processes=((own.pid, 100), (strange.pid, 200), (os.getpid(), 300)))
-    measured = Measured((on,), time.time())
+    measured = UsageReading((on,), time.time())
     uses = ControlledUses(
-        book, [str(directory.parent)], Journal(), pause_seconds=1, measured=lambda: measured
+        book, [str(directory.parent)], Journal(), pause_seconds=1, usage=lambda: measured
     )
 
     def on_cards() -> tuple[tuple[str, int, int], ...]:
         return uses.uses.value[0].on_cards
 
-    await uses.look()
+    await uses.read_once()
     assert on_cards() == ((CARD, own.pid, 100),)
-    measured = Measured((on,), time.time() - 3600)
-    await uses.look()
+    measured = UsageReading((on,), time.time() - 3600)
+    await uses.read_once()
     assert on_cards() == ()
     gone = await asyncio.to_thread(subprocess.Popen, ["true"])
     await asyncio.to_thread(gone.wait)
-    measured = Measured((GpuUsage(CARD, processes=((gone.pid, 1),)),), time.time())
-    await uses.look()
+    measured = UsageReading((GpuUsage(CARD, processes=((gone.pid, 1),)),), time.time())
+    await uses.read_once()
     assert on_cards() == ()

@@ -21,8 +21,8 @@ NO_NAME = "(not named yet)"
 def answer(node: AgentStatus, path: str, **query: str) -> Any:
     """The JSON of ``/debug/<path>?<query>``."""
     entry = next(entry for entry in debug.PATHS if entry.path == f"/debug/{path}")
-    asked = debug.question(node, NOW, query.items(), entry.parameters, entry.path)
-    return json.loads(debug.to_json(entry.answer(asked)))
+    parsed = debug.parse_request(node, NOW, query.items(), entry.parameters, entry.path)
+    return json.loads(debug.to_json(entry.answer(parsed)))
 
 
 def test_a_device_says_its_health_its_use_and_its_holders(node: AgentStatus) -> None:
@@ -118,7 +118,7 @@ def test_a_pod_filter_that_makes_no_sense_is_told_the_right_form(
 ) -> None:
     """An empty list would be read as "holds nothing"."""
     with pytest.raises(
-        debug.BadQuestionError, match=r"is not understood; write \?pod=NAMESPACE/NAME, for example"
+        debug.BadRequestError, match=r"is not understood; write \?pod=NAMESPACE/NAME, for example"
     ) as refused:
         answer(node, "allocations", pod=pod)
     assert len(str(refused.value)) < 250
@@ -207,7 +207,7 @@ def test_an_event_shows_facts_that_json_does_not_know(node: AgentStatus) -> None
 def test_a_since_that_makes_no_sense_is_told_the_right_forms(node: AgentStatus, since: str) -> None:
     """Not silently everything, and not silently nothing."""
     with pytest.raises(
-        debug.BadQuestionError,
+        debug.BadRequestError,
         match=r"since .* is not understood; write an age \(30s, 10m, 2h, 1d\)",
     ):
         answer(node, "events", since=since)
@@ -216,7 +216,7 @@ def test_a_since_that_makes_no_sense_is_told_the_right_forms(node: AgentStatus, 
 @pytest.mark.parametrize("limit", ["", "0", "-1", "many", "9" * 40, "²"])
 def test_a_limit_that_makes_no_sense_is_refused(node: AgentStatus, limit: str) -> None:
     """It is a number of events, 1 or more."""
-    with pytest.raises(debug.BadQuestionError, match=r"limit .* is not understood"):
+    with pytest.raises(debug.BadRequestError, match=r"limit .* is not understood"):
         answer(node, "events", limit=limit)
 
 
@@ -272,7 +272,7 @@ def test_tasks_say_how_late_they_are(node: AgentStatus) -> None:
 def test_an_unknown_parameter_is_told_the_known_ones(node: AgentStatus) -> None:
     """A misspelt filter would otherwise show everything as if it matched."""
     with pytest.raises(
-        debug.BadQuestionError,
+        debug.BadRequestError,
         match="query parameter 'pods' is not known to /debug/allocations; known: pod, pretty",
     ):
         answer(node, "allocations", pods="ml/train-0")
@@ -280,8 +280,10 @@ def test_an_unknown_parameter_is_told_the_known_ones(node: AgentStatus) -> None:
 
 def test_a_parameter_given_twice_is_refused(node: AgentStatus) -> None:
     """Choosing one of the two would be a guess."""
-    with pytest.raises(debug.BadQuestionError, match="'pod' is given twice"):
-        debug.question(node, NOW, [("pod", "a/b"), ("pod", "c/d")], ("pod",), "/debug/allocations")
+    with pytest.raises(debug.BadRequestError, match="'pod' is given twice"):
+        debug.parse_request(
+            node, NOW, [("pod", "a/b"), ("pod", "c/d")], ("pod",), "/debug/allocations"
+        )
 
 
 def test_a_problem_has_a_kind_and_a_subject_beside_the_words_for_people(node: AgentStatus) -> None:

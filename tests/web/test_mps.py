@@ -26,9 +26,9 @@ RUNNING = MpsStatus(
 def test_a_daemon_is_shown_with_its_limits_and_clients() -> None:
     """The page says what is in force, since when it was proven, and which pods would be hit."""
     answer = next(entry.answer for entry in debug.PATHS if entry.path == "/debug/mps")
-    (daemon,) = answer(debug.question(AgentStatus(mps=(RUNNING,)), 1061.0, (), (), "/debug/mps"))[
-        "daemons"
-    ]
+    (daemon,) = answer(
+        debug.parse_request(AgentStatus(mps=(RUNNING,)), 1061.0, (), (), "/debug/mps")
+    )["daemons"]
     assert (daemon["state"], daemon["adopted"], daemon["trouble"]) == ("running", True, "")
     assert daemon["memory_limit_mib"] == {"GPU-1": 10240}
     assert daemon["clients"] == (4711, 4712)

@@ -225,7 +225,9 @@ def test_scripts_read_the_same(mixed_node: AgentStatus) -> None:
     assert [claim["pod"] for claim in use["waiting"]] == ["ml/waits", "ml/later"]
     assert overview["resources"][0]["held_back"][0]["gpus"] == ("GPU-2",)
     (ledger,) = (entry for entry in debug.PATHS if entry.path == "/debug/ledger")
-    found = msgspec.json.decode(debug.to_json(ledger.answer(debug.Question(mixed_node, NOW, {}))))
+    found = msgspec.json.decode(
+        debug.to_json(ledger.answer(debug.DebugRequest(mixed_node, NOW, {})))
+    )
     assert found["uses"]["GPU-1"]["or_earlier"]
     assert found["held_back"][VGPU][0]["ids"] == 20
 

@@ -63,7 +63,7 @@ from vgpu_agent.kubelet.directory import DirectoryWatch
 from vgpu_agent.kubelet.pod_resources import PodResources
 from vgpu_agent.ledger import Ledger
 from vgpu_agent.runtime.container_usage import DIRECTORY_BEFORE_1_12, ContainerUsages
-from vgpu_agent.runtime.control_usage import ControlledUses, Measured
+from vgpu_agent.runtime.control_usage import ControlledUses, UsageReading
 from vgpu_agent.runtime.grants import GrantDirectory
 from vgpu_agent.runtime.libraries import used_backends
 from vgpu_agent.runtime.region_guard import GuardedPlace, RegionGuard
@@ -281,7 +281,7 @@ class Agent:
             servers=lambda: self._offering.plugins,
             kubelet_age=functools.partial(sockets.age_seconds, kubelet.kubelet_socket),
         )
-        self._vanished = MissingDevices(
+        self._missing_devices = MissingDevices(
             settings,
             self._ledger,
             inventory=lambda: self._watch.inventory.value,
@@ -302,7 +302,7 @@ class Agent:
                 VGPU_CONTROL.host_directory(settings),
             ),
             self._journal,
-            measured=lambda: Measured(self._watch.usage.value, self._watch.measured_at),
+            usage=lambda: UsageReading(self._watch.usage.value, self._watch.measured_at),
             proc_root=settings.gpu.proc_root,
             pause_seconds=settings.gpu.usage_seconds,
         )
@@ -406,7 +406,7 @@ class Agent:
         await asyncio.gather(self._watch.start(), self._cluster.load_client())
         await self._cluster.connect(self._named.waited_seconds if self._named else 0.0)
         await self._grants.load()
-        await self._vanished.recall()
+        await self._missing_devices.load_instances()
         await self._cdi.begin(settings, self._watch.inventory.value)
         await self._families.apply(settings)
         await self._know_holders()
@@ -444,8 +444,8 @@ class Agent:
             self._families.watch_nodes, self._look_again, pause_seconds=gpu_watch.POLL_SECONDS
         )
         self._supervisor.start("device nodes", nodes)
-        self._supervisor.start("vanished devices", self._vanished.run)
-        self._supervisor.start("remembered MIG instances", self._vanished.remember)
+        self._supervisor.start("vanished devices", self._missing_devices.run)
+        self._supervisor.start("remembered MIG instances", self._missing_devices.save_instances)
         self._supervisor.start(
             "verification",
             functools.partial(self._verification.run, self._beat("verification")),
@@ -495,7 +495,7 @@ class Agent:
 
     def _on_file_made(self, path: str) -> None:
         self._regions.take(path)
-        self._controlled.made(path)
+        self._controlled.note_written_file(path)
 
     def _resources(self) -> frozenset[str]:
         return frozenset(resource.name for resource in self._ledger.resources)

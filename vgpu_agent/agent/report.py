@@ -1,7 +1,8 @@
-"""One status of everything for `web`, and the verdicts behind ``/readyz`` and ``/livez``.
+"""The status of the whole agent for `web`, and the results of ``/readyz`` and ``/livez``.
 
-Called for every HTTP request, so it only picks up what is in memory. Ready means that pods can be
-admitted onto what this node offers; alive means that no restart of the process would help.
+It is collected for every HTTP request, so it only reads values in memory. The agent is ready if
+pods can be admitted to all resources that this node offers. It is alive as long as no loop hangs in
+a way that only a restart of the process can end.
 """
 
 from __future__ import annotations
@@ -57,7 +58,7 @@ _COMMIT_VARIABLE = "VGPU_AGENT_COMMIT"  # set by the Containerfile
 
 @dataclasses.dataclass(eq=False)
 class Report:
-    """The collected status of all parts, which keep their own."""
+    """The status of all parts, collected on demand from the objects that own it."""
 
     ledger: Ledger
     watch: GpuSource
@@ -81,16 +82,17 @@ class Report:
     )
     mps: Callable[[], tuple[MpsStatus, ...]] = tuple
     cdi: Callable[[], CdiStatus] = CdiStatus
-    # why nothing is offered yet; empty once everything has been started
+    # the reason why nothing is offered yet; empty once everything has been started
     starting: str = "the agent is starting"
 
     def __post_init__(self) -> None:
-        self._offered = LedgerStatus()
-        self._offered_at = -1
+        # the part of the ledger's status that depends on the ledger alone, and its revision
+        self._ledger_part = LedgerStatus()
+        self._ledger_part_version = -1
         self._started_at = time.time()
 
     def status(self) -> AgentStatus:
-        """Everything at this moment."""
+        """Collect the status of all parts at this moment."""
         loaded, tasks = self.reload.loaded, tuple(self.supervisor.reports)
         return AgentStatus(
             node=loaded.settings.node_name_or_hostname,
@@ -154,24 +156,25 @@ class Report:
 
     def _ledger_status(self) -> LedgerStatus:
         return dataclasses.replace(
-            self._booked(),
+            self._cached_ledger_part(),
             grants=self.ledger.grants,
             drift_total=self.verification.drift_total,
             drift_last=self.verification.drift_last,
             verified_at=self.verification.verified_at,
         )
 
-    def _booked(self) -> LedgerStatus:
-        """Return the part that changes with the ledger only:
-        tens of thousands of ids are too many to count for every request.
+    def _cached_ledger_part(self) -> LedgerStatus:
+        """Return the part of the ledger's status that depends on the ledger alone. It is cached
+        until the ledger changes, because counting tens of thousands of ids for every request would
+        take too long.
         """
         ledger = self.ledger
-        if self._offered_at != ledger.revision.version:
-            self._offered_at = ledger.revision.version
-            self._offered = LedgerStatus(
+        if self._ledger_part_version != ledger.revision.version:
+            self._ledger_part_version = ledger.revision.version
+            self._ledger_part = LedgerStatus(
                 revision=ledger.revision.value,
                 unknown_ids=ledger.foreign_ids,
-                capacity=_capacity(ledger.resources),
+                capacity=_max_holders(ledger.resources),
                 free={
                     resource.name: ledger.free_ids(resource.name) for resource in ledger.resources
                 },
@@ -193,9 +196,9 @@ class Report:
                 overcommitted=ledger.overcommitted,
                 uses=ledger.uses,
                 held_back={
-                    resource.name: found
+                    resource.name: held_back
                     for resource in ledger.resources
-                    if (found := ledger.held_back(resource.name))
+                    if (held_back := ledger.held_back(resource.name))
                 },
                 decided_by_pod=frozenset(
                     resource.name
@@ -203,18 +206,18 @@ class Report:
                     if resource.decided_by is Decider.POD
                 ),
             )
-        return self._offered
+        return self._ledger_part
 
     def _not_ready(self) -> Iterator[Problem]:
         if self.starting:
             yield Problem(ProblemKind.AGENT, "", self.starting)
         nvml = self.watch.status
         if nvml.state is NvmlState.HUNG:
-            on = f" of {nvml.gpu}" if nvml.gpu else ""
+            of_gpu = f" of {nvml.gpu}" if nvml.gpu else ""
             yield Problem(
                 ProblemKind.NVML,
                 "",
-                f"{nvml.call}{on} has not returned for {time.time() - nvml.since:.0f} s",
+                f"{nvml.call}{of_gpu} has not returned for {time.time() - nvml.since:.0f} s",
                 "see dmesg",
             )
         elif nvml.state not in {NvmlState.ANSWERING, NvmlState.UNUSED}:
@@ -225,13 +228,13 @@ class Report:
             yield Problem(ProblemKind.RESOURCE, resource, reason)
         plugins = self.offering.statuses
         if not plugins and not self.offering.withheld and not self.starting:
-            yield Problem(ProblemKind.GPUS, "", *self._why_nothing())
+            yield Problem(ProblemKind.GPUS, "", *self._why_nothing_is_offered())
         for plugin in plugins:
             if not plugin.ready:
                 yield Problem(ProblemKind.RESOURCE, plugin.resource, self._why_not_ready(plugin))
 
-    def _why_nothing(self) -> tuple[str, str]:
-        """Explain why nothing is offered, and how to find out more."""
+    def _why_nothing_is_offered(self) -> tuple[str, str]:
+        """Return the reason why nothing is offered, and the remedy or where to find more."""
         families = self.reload.loaded.settings.families
         gpus = len(self.watch.inventory.value.gpus)
         if not any(msgspec.structs.astuple(families)):
@@ -258,17 +261,17 @@ class Report:
         now = time.time()
         for report in self.supervisor.reports:
             if report.stuck_for(now):
-                silent = now - report.last_heartbeat_at
+                silent_seconds = now - report.last_heartbeat_at
                 yield Problem(
                     ProblemKind.TASK,
                     report.name,
-                    f"no heartbeat for {silent:.0f} s; it will not recover by itself",
+                    f"no heartbeat for {silent_seconds:.0f} s; it will not recover by itself",
                 )
 
 
-def _capacity(resources: Iterable[Resource]) -> dict[str, int]:
-    """Return how many holders each device may have. It serves one family at a time, so the family
-    that allows most of them counts.
+def _max_holders(resources: Iterable[Resource]) -> dict[str, int]:
+    """Return the maximum number of holders of each device, by UUID. A device serves one family at a
+    time, so this is the largest number that any family allows.
     """
     by_family: dict[str, collections.Counter[str]] = collections.defaultdict(collections.Counter)
     for resource in resources:
@@ -286,7 +289,7 @@ def _capacity(resources: Iterable[Resource]) -> dict[str, int]:
             )
             by_family[resource.family].update(dict.fromkeys(devices, resource.holders_per_device))
     return {
-        device: max(held[device] for held in by_family.values())
-        for held in by_family.values()
-        for device in held
+        device: max(holders[device] for holders in by_family.values())
+        for holders in by_family.values()
+        for device in holders
     }

@@ -29,7 +29,7 @@ from vgpu_agent.errors import (
     LedgerError,
     RequestRefusedError,
     UnknownDeviceError,
-    shown_ids,
+    shortened_ids,
 )
 from vgpu_agent.families.node_lock import NodeLocks
 from vgpu_agent.isolation.edits import Edits
@@ -195,7 +195,7 @@ class Allocator:
                 "allocate.refused",
                 level="warning",
                 resource=resource,
-                ids=shown_ids(ids),
+                ids=shortened_ids(ids),
                 reason=str(err),
             )
             raise type(err)(f'invalid allocation request for "{resource}": {err}') from err
@@ -205,7 +205,7 @@ class Allocator:
             "allocate.reserved",
             grant=grant.number,
             resource=resource,
-            ids=shown_ids(ids),
+            ids=shortened_ids(ids),
             devices=_devices(grant),
             **facts,
         )
@@ -316,7 +316,7 @@ class Allocator:
                 pod=grant.owner.pod_name if grant.owner else "",
                 container=grant.owner.container if grant.owner else "",
                 resource=grant.resource,
-                ids=shown_ids(grant.ids),
+                ids=shortened_ids(grant.ids),
                 devices=_devices(grant),
                 reason=correction.reason,
             )

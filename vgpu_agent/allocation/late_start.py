@@ -430,11 +430,11 @@ class LateStart:
             if not decision.by_scheduler:
                 raise
             # The scheduler counts the pod as placed, so nothing but its end makes it go elsewhere.
-            more = ""
+            suffix = ""
             if isinstance(err, OvercommitError):
-                more = f"; {why_not(start.pod, self._context.settings)}"
+                suffix = f"; {why_not(start.pod, self._context.settings)}"
             elif isinstance(err, CapacityError):
-                more = "; memory is never overcommitted"
+                suffix = "; memory is never overcommitted"
             remedies = advice.for_scheduled(
                 err,
                 self._context.ledger,
@@ -443,7 +443,7 @@ class LateStart:
                 self._context.inventory(),
                 self._context.settings,
             )
-            raise err.advised(remedies, more=more) from err
+            raise err.advised(remedies, suffix=suffix) from err
         if may and not decision.kept and (rooms is None or _may_exceed(decision.shares, rooms)):
             self._note_overcommit(start, grant)
         return grant

@@ -19,7 +19,7 @@ from vgpu_agent.families import registry  # noqa: F401 - adds the families' flag
 from vgpu_agent.isolation.registry import BACKENDS
 from vgpu_agent.mps.directories import mount_tmpfs
 from vgpu_agent.runtime.libraries import used_backends
-from vgpu_agent.runtime.region_slots import MAX_SLOTS, directory_beside, mount_slots
+from vgpu_agent.runtime.region_slots import MAX_SLOTS, mount_slots, slots_directory
 
 _DESCRIPTION = """\
 Mounts slots below the host directory of each isolation backend that a family uses, such as
@@ -76,7 +76,5 @@ def _run(arguments: argparse.Namespace) -> int:
             continue
         regions = backend.containers_directory(loaded.settings)
         mounted = mount_slots(regions, arguments.count, mount_tmpfs)
-        print(
-            f"{directory_beside(regions)}: {arguments.count} slots, {mounted} of them mounted now"
-        )
+        print(f"{slots_directory(regions)}: {arguments.count} slots, {mounted} of them mounted now")
     return 0

@@ -1,8 +1,8 @@
-"""Kubernetes events for the owner of a pod, or the operator of a node,
-where they look first (``kubectl describe``).
+"""Kubernetes events about a pod or a node, shown by ``kubectl describe``.
 
-Raising an event never waits and never fails. It is queued, written when the API server takes it,
-and given up after an hour, when it would only puzzle. Raised by `reschedule` and by `agent`.
+Raising an event never waits and never fails. The event is queued, and written as soon as the API
+server accepts it. After an hour in the queue it is dropped, because an old event would mislead.
+Raised by `failed_pods`, `reschedule` and `rescue`.
 """
 
 from __future__ import annotations
@@ -28,23 +28,23 @@ if TYPE_CHECKING:
     from vgpu_agent.journal import Journal
     from vgpu_agent.nodes import Node
 
-# API validation of core/v1 Event: message and reason; a name is a DNS subdomain of 253, of which
-# the suffix takes 17.
+# The limits of the API server's validation of core/v1 Event. A name is a DNS subdomain of at most
+# 253 characters, and the suffix from `_unique_name` takes 17 of them.
 _MESSAGE_BYTES = 1024
 _REASON_BYTES = 128
 _NAME_LENGTH = 236
-_NODE_NAMESPACE = "default"
-# How long the API server keeps an event by default (kube-apiserver --event-ttl); also how long we
-# try to write one.
-_HOUR_SECONDS = 3600.0
-# Repetitions are added up in between.
+_NODE_NAMESPACE = "default"  # of events about Nodes, which have no namespace
+# The default time that the API server keeps an event (kube-apiserver --event-ttl), and the time
+# that the agent tries to write one.
+_LIFETIME_SECONDS = 3600.0
+# The pause before the count of an event that the API server has is written again.
 _COUNT_SECONDS = 60.0
 _SHORTEST_WAIT_SECONDS = 0.01
 
 
 @dataclasses.dataclass(slots=True, eq=False)
 class _Event:
-    """One text about one object, and its number of repetitions."""
+    """One message about one object, and the number of times that it was raised."""
 
     name: str
     namespace: str
@@ -52,23 +52,24 @@ class _Event:
     reason: str
     message: str
     kind: str
-    first: float  # unix seconds
-    last: float
+    first_at: float  # Unix seconds, as is `last_at`
+    last_at: float
     count: int
-    began: float  # the event loop's clock
-    asked: float  # when something was last queued for it
+    created_at: float  # seconds of the event loop's clock, as is `queued_at`
+    queued_at: float  # the last time that the event was put into the queue
     queued: bool = True
-    written: int = 0  # the count that the API server has; 0 when it does not have the event
+    written_count: int = 0  # the count that the API server has; 0 when it does not have the event
 
 
 class Events:
-    """The queue of events, and the texts of the last hour.
+    """The queue of events to write, and the events of the last hour.
 
-    State: memory only. Events that were not written when the agent ends are lost, and raised again
-    while their reason lasts.
+    State: in memory only. Events that are still queued when the agent ends are lost. The next agent
+    raises them again if their cause persists.
 
     Attributes:
-        counts: for metrics; ``dropped`` are those that were too many, too old or refused.
+        counts: the counters for metrics. ``dropped`` counts the events that did not fit into the
+            queue, were too old, or were refused by the API server.
     """
 
     def __init__(
@@ -79,24 +80,24 @@ class Events:
         journal: Journal,
         clock: Callable[[], float] = time.time,
         *,
-        longest_queue: int = 256,
-        look_seconds: float = 10.0,
+        max_queued: int = 256,
+        heartbeat_seconds: float = 10.0,
     ) -> None:
-        """Build it.
+        """Start with an empty queue.
 
         Args:
             api: the API server.
             component: the source of the events, e.g. ``vgpu-agent``.
-            node_name: our Node's name.
-            journal: troubles and their end are recorded there.
-            clock: unix seconds, for the time stamps.
-            longest_queue: how many may wait; the oldest goes when there are more.
-            look_seconds: how often the loop sends a heartbeat.
+            node_name: the name of this agent's Node.
+            journal: receives failures, and the end of them.
+            clock: returns Unix seconds, for the time stamps.
+            max_queued: the size of the queue; a further event replaces the oldest one.
+            heartbeat_seconds: the longest time between two heartbeats of the loop.
         """
         self._api, self._component, self._node_name, self._clock = api, component, node_name, clock
         self._failure_log = FailureLog(journal, "events")
-        self._longest_queue, self._look_seconds = longest_queue, look_seconds
-        # by object, reason and message; the one that began first comes first
+        self._max_queued, self._heartbeat_seconds = max_queued, heartbeat_seconds
+        # by object, reason and message, in the order of creation
         self._events: dict[tuple[str, str, str], _Event] = {}
         self._queue: collections.deque[_Event] = collections.deque()
         self._backoff = Backoff()
@@ -110,48 +111,53 @@ class Events:
         message: str,
         kind: Literal["Warning", "Normal"] = "Warning",
     ) -> None:
-        """Raise an event about a pod or a node; the same again within an hour only counts.
+        """Raise an event about a pod or a node. The same event within an hour adds to the count.
 
         Args:
-            regarding: the object under which ``kubectl describe`` will show it.
+            regarding: the object whose ``kubectl describe`` shows the event.
             reason: one word in CamelCase, e.g. ``VgpuStartRefused``.
-            message: for humans; cut after 1024 bytes.
-            kind: ``Warning`` when something is wrong.
+            message: the text for people, cut to 1024 bytes.
+            kind: the event's ``type``: ``Warning`` when something is wrong.
         """
         now = asyncio.get_running_loop().time()
-        message = _cut(message, _MESSAGE_BYTES)
+        message = _truncated(message, _MESSAGE_BYTES)
         key = (regarding.uid or regarding.name, reason, message)
         self._forget_old(now)
-        known = self._events.get(key)
-        if known is None:
-            known = self._events[key] = self._new(regarding, reason, message, kind, now)
-            self._put(known)
+        event = self._events.get(key)
+        if event is None:
+            event = self._events[key] = self._new(regarding, reason, message, kind, now)
+            self._enqueue(event)
         else:
-            known.count += 1
-            known.last = self._clock()
-            if not known.queued:
-                self._put(known)
-        self._count()
+            event.count += 1
+            event.last_at = self._clock()
+            if not event.queued:
+                self._enqueue(event)
+        self._update_counts()
 
     async def run(self, beat: Callable[[], None]) -> None:
-        """Write until cancelled; send a heartbeat at least every ``look_seconds`` and
-        before each request.
+        """Write events until cancelled.
+
+        Args:
+            beat: sends a heartbeat; called before each request, and at least every
+                ``heartbeat_seconds``.
         """
         while True:
             beat()
             versions = Versions(self._raised)
             pause = await self.write_once()
             if pause > 0:
-                await versions.passed(timeout_seconds=min(pause, self._look_seconds))
+                await versions.passed(timeout_seconds=min(pause, self._heartbeat_seconds))
 
     async def write_once(self) -> float:
-        """Write the event that may be written now and has waited longest;
-        seconds after which to look again, 0 for now.
+        """Write the first event in the queue that is due, if there is one.
+
+        Returns:
+            the seconds until the next call is useful; 0 after a write.
         """
         now = asyncio.get_running_loop().time()
-        while self._queue and now - self._queue[0].asked > _HOUR_SECONDS:
+        while self._queue and now - self._queue[0].queued_at > _LIFETIME_SECONDS:
             self._drop(self._queue[0])
-        self._count()
+        self._update_counts()
         if self._backoff.seconds_left:
             return max(_SHORTEST_WAIT_SECONDS, self._backoff.seconds_left)
         due = next((event for event in self._queue if self._due_at(event) <= now), None)
@@ -159,41 +165,46 @@ class Events:
             return max(
                 _SHORTEST_WAIT_SECONDS,
                 min(
-                    (self._due_at(event) - now for event in self._queue), default=self._look_seconds
+                    (self._due_at(event) - now for event in self._queue),
+                    default=self._heartbeat_seconds,
                 ),
             )
         await self._write(due)
-        self._count()
+        self._update_counts()
         return 0.0
 
     def _due_at(self, event: _Event) -> float:
-        return event.asked + _COUNT_SECONDS if event.written else event.began
+        return event.queued_at + _COUNT_SECONDS if event.written_count else event.created_at
 
     async def _write(self, event: _Event) -> None:
         path, count = events_path(event.namespace), event.count
         try:
-            if event.written:
+            if event.written_count:
                 permission = "patch events"
                 await self._api.patch(
-                    f"{path}/{event.name}", {"count": count, "lastTimestamp": timestamp(event.last)}
+                    f"{path}/{event.name}",
+                    {"count": count, "lastTimestamp": timestamp(event.last_at)},
                 )
             else:
                 permission = "create events"
                 await self._api.post(path, self._body(event))
         except ClusterError as err:
             self.counts.failed += 1
-            self._failed(event, err, permission, count)
+            self._handle_failure(event, err, permission, count)
         else:
-            self._written(event, count)
+            self._note_written(event, count)
 
-    def _failed(self, event: _Event, err: ClusterError, permission: str, count: int) -> None:
-        if event.written and err.status == 404:  # the API server has forgotten it before its time
-            event.written, event.name = 0, _name(event.regarding["name"])
-        elif not event.written and err.status == 409:
-            # our own, whose answer was lost: the name is unique
-            self._written(event, count)
+    def _handle_failure(
+        self, event: _Event, err: ClusterError, permission: str, count: int
+    ) -> None:
+        if event.written_count and err.status == 404:
+            # the API server has deleted the event early: create it again under a new name
+            event.written_count, event.name = 0, _unique_name(event.regarding["name"])
+        elif not event.written_count and err.status == 409:
+            # names are unique, so an earlier try has created the event and its answer was lost
+            self._note_written(event, count)
         elif is_permanent(err) or err.status == 404:
-            # forbidden, invalid, or its namespace is gone: the next event may still be welcome
+            # forbidden or invalid, or the namespace is gone; other events may still be accepted
             self._failure_log.failed(
                 "event", err, permission, regarding=event.regarding["name"], reason=event.reason
             )
@@ -202,41 +213,45 @@ class Events:
             self._backoff.failed(err)
             self._failure_log.failed("event", err, permission)
 
-    def _written(self, event: _Event, count: int) -> None:
+    def _note_written(self, event: _Event, count: int) -> None:
         self._backoff.succeeded()
         self._failure_log.recovered("event")
         self.counts.written += 1
-        event.written = count
-        self._remove(event)
-        if event.count > count:  # raised again meanwhile
-            self._put(event)
+        event.written_count = count
+        self._dequeue(event)
+        if event.count > count:  # raised again during the request
+            self._enqueue(event)
 
-    def _put(self, event: _Event) -> None:
-        event.queued, event.asked = True, asyncio.get_running_loop().time()
+    def _enqueue(self, event: _Event) -> None:
+        event.queued, event.queued_at = True, asyncio.get_running_loop().time()
         self._queue.append(event)
-        if len(self._queue) > self._longest_queue:
+        if len(self._queue) > self._max_queued:
             self._drop(self._queue[0])
         self._raised.advance()
 
     def _drop(self, event: _Event) -> None:
-        """Give the event up. It stays among the texts of the last hour,
-        so that it is not tried again at once.
+        """Remove the event from the queue without writing it.
+
+        It stays among the events of the last hour.
         """
         self.counts.dropped += 1
-        self._remove(event)
+        self._dequeue(event)
 
-    def _remove(self, event: _Event) -> None:
+    def _dequeue(self, event: _Event) -> None:
         event.queued = False
         if event in self._queue:
             self._queue.remove(event)
 
     def _forget_old(self, now: float) -> None:
-        """Forget events after an hour, so that the same text is raised again."""
-        spare = len(self._events) - 4 * self._longest_queue
+        """Forget events after an hour, or all that are not queued when there are too many.
+
+        When a forgotten event is raised again, it becomes a new object in the API server.
+        """
+        excess = len(self._events) - 4 * self._max_queued
         old = [
             key
             for key, event in self._events.items()
-            if (now - event.began >= _HOUR_SECONDS or spare > 0) and not event.queued
+            if (now - event.created_at >= _LIFETIME_SECONDS or excess > 0) and not event.queued
         ]
         for key in old:
             del self._events[key]
@@ -244,7 +259,7 @@ class Events:
     def _new(
         self, regarding: Pod | Node, reason: str, message: str, kind: str, now: float
     ) -> _Event:
-        unix = self._clock()
+        unix_seconds = self._clock()
         if isinstance(regarding, Pod):
             namespace = regarding.namespace
             reference = {
@@ -262,17 +277,17 @@ class Events:
             }
         reference["apiVersion"] = "v1"
         return _Event(
-            name=_name(regarding.name),
+            name=_unique_name(regarding.name),
             namespace=namespace,
             regarding=reference,
-            reason=_cut(reason, _REASON_BYTES),
+            reason=_truncated(reason, _REASON_BYTES),
             message=message,
             kind=kind,
-            first=unix,
-            last=unix,
+            first_at=unix_seconds,
+            last_at=unix_seconds,
             count=1,
-            began=now,
-            asked=now,
+            created_at=now,
+            queued_at=now,
         )
 
     def _body(self, event: _Event) -> dict[str, Any]:
@@ -285,28 +300,28 @@ class Events:
             "message": event.message,
             "type": event.kind,
             "source": {"component": self._component, "host": self._node_name},
-            "firstTimestamp": timestamp(event.first),
-            "lastTimestamp": timestamp(event.last),
+            "firstTimestamp": timestamp(event.first_at),
+            "lastTimestamp": timestamp(event.last_at),
             "count": event.count,
             "reportingComponent": self._component,
             "reportingInstance": self._node_name,
         }
 
-    def _count(self) -> None:
+    def _update_counts(self) -> None:
         now = asyncio.get_running_loop().time()
         self.counts.pending = len(self._queue)
         self.counts.oldest_pending_seconds = now - min(
-            (event.asked for event in self._queue), default=now
+            (event.queued_at for event in self._queue), default=now
         )
 
 
-def _name(regarding: str) -> str:
-    """A name that no other event has: the object's, and 64 random bits."""
-    return f"{regarding[:_NAME_LENGTH].rstrip('-.')}.{secrets.token_hex(8)}"
+def _unique_name(object_name: str) -> str:
+    """Return the name of a new event: the name of its object, and 64 random bits."""
+    return f"{object_name[:_NAME_LENGTH].rstrip('-.')}.{secrets.token_hex(8)}"
 
 
-def _cut(text: str, longest_bytes: int) -> str:
+def _truncated(text: str, max_bytes: int) -> str:
     encoded = text.encode("utf-8", "replace")
-    if len(encoded) <= longest_bytes:
+    if len(encoded) <= max_bytes:
         return encoded.decode()
-    return encoded[: longest_bytes - 3].decode("utf-8", "ignore") + "…"
+    return encoded[: max_bytes - 3].decode("utf-8", "ignore") + "…"

@@ -163,8 +163,8 @@ class Question:
     node_annotations: Mapping[str, str] = dataclasses.field(default_factory=dict)
 
 
-def asking_container(question: Question) -> PodContainer:
-    """The container of the question as the pod specifies it.
+def requesting_container(question: Question) -> PodContainer:
+    """Return the container that the question is about, from the pod's specification.
 
     Raises:
         RequestRefusedError: the pod has no such container.

@@ -22,7 +22,7 @@ from vgpu_agent.errors import (
     AgentError,
     CapacityError,
     LedgerError,
-    NotItsOwnError,
+    PermissionDeniedError,
     RequestRefusedError,
     UnhealthyDeviceError,
     UnknownDeviceError,
@@ -360,7 +360,7 @@ def _status_of(err: AgentError) -> Status:
             return Status.RESOURCE_EXHAUSTED
         case UnhealthyDeviceError() | LedgerError():
             return Status.FAILED_PRECONDITION
-        case NotItsOwnError():
+        case PermissionDeniedError():
             return Status.PERMISSION_DENIED
         case _:
             return Status.UNAVAILABLE

@@ -1,9 +1,9 @@
-"""Decode protobuf messages of other programs, strictly and fast.
+"""A strict and fast decoder for protobuf messages, and an encoder for single fields.
 
-The generated code encodes byte for byte like Google's. But its decoder silently accepts truncated
-messages and wrong wire types, raises arbitrary exceptions for other malformed messages, and is
-slow. The agent reads few kinds of messages, with little nesting, so they are decoded with this
-module instead: by `kubelet.codec` and by `runtime.process_registry`.
+The encoder of the generated code gives the same bytes as Google's. But its decoder silently accepts
+truncated messages and wrong wire types, raises arbitrary exceptions for other malformed messages,
+and is slow. The agent reads only a few kinds of messages, with little nesting. So `kubelet.codec`,
+`kubelet.held_ids` and `runtime.process_registry` decode them with this module.
 
 Format: https://protobuf.dev/programming-guides/encoding/.
 """
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 class MalformedError(ValueError):
-    """The bytes are no protobuf message, or a field does not have the type that it must have."""
+    """The bytes are not a protobuf message, or a field has the wrong type."""
 
 
 # Wire types
@@ -25,35 +25,36 @@ VARINT, FIXED64, LENGTH_DELIMITED, FIXED32 = 0, 1, 2, 5
 
 
 def fields(encoded: bytes) -> Iterator[tuple[int, int, int | bytes]]:
-    """The number, wire type and value of each field, in order. The value of a varint is an int, any
-    other value is bytes.
+    """Iterate over the fields of a message: (number, wire type, value). The value of a varint is an
+    int, any other value is bytes.
 
     Raises:
-        MalformedError: the bytes are no protobuf message.
+        MalformedError: the bytes are not a protobuf message.
     """
     position, end = 0, len(encoded)
     while position < end:
-        number, wire_type, value, position = field(encoded, position)
+        number, wire_type, value, position = read_field(encoded, position)
         yield number, wire_type, value
 
 
-def field(encoded: bytes, position: int) -> tuple[int, int, int | bytes, int]:
-    """Field number, wire type and value of the field at ``position``, and the position after it.
+def read_field(encoded: bytes, position: int) -> tuple[int, int, int | bytes, int]:
+    """Decode the field at ``position``; return its number, wire type and value, and the position
+    after it.
 
     Raises:
-        MalformedError: the bytes there are no field.
+        MalformedError: the bytes at ``position`` are not a field.
     """
     tag = encoded[position]
     if tag < 0x80:  # nearly all tags are one byte long
         position += 1
     else:
-        tag, position = _varint(encoded, position)
+        tag, position = _decode_varint(encoded, position)
     number, wire_type = tag >> 3, tag & 7
     if wire_type == VARINT:
-        value, position = _varint(encoded, position)
+        value, position = _decode_varint(encoded, position)
         return number, wire_type, value, position
     if wire_type == LENGTH_DELIMITED:
-        length, position = _varint(encoded, position)
+        length, position = _decode_varint(encoded, position)
     elif wire_type in {FIXED32, FIXED64}:
         length = 4 if wire_type == FIXED32 else 8
     else:
@@ -65,24 +66,24 @@ def field(encoded: bytes, position: int) -> tuple[int, int, int | bytes, int]:
 
 
 def messages(encoded: bytes, number: int) -> Iterator[bytes]:
-    """The encoded messages of a repeated message field."""
-    return (nested(value) for found, _, value in fields(encoded) if found == number)
+    """Iterate over the encoded messages of the repeated message field ``number``."""
+    return (to_bytes(value) for found, _, value in fields(encoded) if found == number)
 
 
 def string(encoded: bytes, number: int) -> str:
-    """The value of a string field that is not repeated; empty when it is missing. Where it occurs
-    more than once, the last one counts, as protobuf demands.
+    """Return the value of the singular string field ``number``; empty if it is missing. If the
+    field occurs more than once, the last value counts, as protobuf requires.
     """
     return next(iter(strings(encoded, number)[-1:]), "")
 
 
 def strings(encoded: bytes, number: int) -> tuple[str, ...]:
-    """The values of a repeated string field."""
+    """Return the values of the repeated string field ``number``."""
     values, position, end = [], 0, len(encoded)
     tag = number << 3 | LENGTH_DELIMITED if number < 16 else None
-    # A request may have hundreds of ids. They are ASCII and shorter than 128 bytes, so a fast path
-    # decodes the message once and cuts the ids out of the text: a byte is a character, and each
-    # length is one byte.
+    # A request may have hundreds of ids, in ASCII and shorter than 128 bytes. A fast path for them
+    # decodes the whole message once and slices the ids out of the text, because each byte is one
+    # character, and each length takes one byte.
     characters = encoded.decode("ascii") if encoded.isascii() else ""
     while position < end:
         start = position + 2  # after the tag and the length
@@ -95,38 +96,38 @@ def strings(encoded: bytes, number: int) -> tuple[str, ...]:
             position = start + encoded[position + 1]
             values.append(characters[start:position])
             continue
-        found, _, value, position = field(encoded, position)
+        found, _, value, position = read_field(encoded, position)
         if found == number:
-            values.append(text(value))
+            values.append(to_text(value))
     return tuple(values)
 
 
-def text(value: int | bytes) -> str:
-    """The value of a string field.
+def to_text(value: int | bytes) -> str:
+    """Convert the value of a field from `fields` to the text of a string field.
 
     Raises:
         MalformedError: the field holds a number, or its bytes are not UTF-8.
     """
     try:
-        return nested(value).decode()
+        return to_bytes(value).decode()
     except UnicodeDecodeError as err:
         raise MalformedError(f"a string is not UTF-8 ({err.reason})") from err
 
 
-def nested(value: int | bytes) -> bytes:
-    """The encoded message in a message field.
+def to_bytes(value: int | bytes) -> bytes:
+    """Convert the value of a field from `fields` to the encoded content of a message field.
 
     Raises:
-        MalformedError: the field holds a number instead.
+        MalformedError: the field holds a number.
     """
     if isinstance(value, int):
         raise MalformedError(f"expected text or a message, got the number {value}")
     return value
 
 
-def integer(value: int | bytes) -> int:
-    """The value of an int32 or int64 field. A negative number is encoded as its 64-bit two's
-    complement.
+def to_integer(value: int | bytes) -> int:
+    """Convert the value of a field from `fields` to the number of an int32 or int64 field. Negative
+    numbers are encoded as 64-bit two's complement.
 
     Raises:
         MalformedError: the field holds no number.
@@ -136,12 +137,17 @@ def integer(value: int | bytes) -> int:
     return value - (1 << 64) if value >= 1 << 63 else value
 
 
-def delimited(number: int, encoded: bytes) -> bytes:
-    """Encode a field that holds a text or a message, already encoded. Its number is below 16."""
-    return bytes([number << 3 | LENGTH_DELIMITED]) + varint(len(encoded)) + encoded
+def encode_field(number: int, content: bytes) -> bytes:
+    """Encode a string or message field.
+
+    Args:
+        number: the field number, below 16.
+        content: the encoded text or message.
+    """
+    return bytes([number << 3 | LENGTH_DELIMITED]) + encode_varint(len(content)) + content
 
 
-def varint(value: int) -> bytes:
+def encode_varint(value: int) -> bytes:
     """Encode ``value``, which must not be negative, as a varint."""
     out = bytearray()
     while value > 0x7F:
@@ -151,8 +157,8 @@ def varint(value: int) -> bytes:
     return bytes(out)
 
 
-def _varint(encoded: bytes, position: int) -> tuple[int, int]:
-    """The varint at ``position`` and the position after it."""
+def _decode_varint(encoded: bytes, position: int) -> tuple[int, int]:
+    """Decode the varint at ``position``; return its value and the position after it."""
     value = shift = 0
     try:
         while True:

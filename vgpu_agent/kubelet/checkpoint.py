@@ -1,11 +1,11 @@
-"""kubelet's checkpoint: the only local place that knows a pod's UID together with its device ids
-and our own answer.
+"""The kubelet's checkpoint of device allocations. Only this file has the UID of a pod together with
+its device ids and the plugin's answer to ``Allocate``.
 
-Read by `records` at start, for verification, and when a container is about to start. The format is
-the kubelet's own affair and has changed before (a flat id list became a map by NUMA node in 1.20),
-so both forms are understood, unknown keys are ignored, and anything else is one clear error. Its
-checksum covers a dump that only Go can make; it is not checked. Read only: the kubelet is the owner
-(kubelet §9).
+`records` reads it at the agent's start, for each verification, and when a container is about to
+start. The agent never writes it (kubelet §9). The format is internal to the kubelet: the flat list
+of ids became a map by NUMA node in 1.20. Both forms are accepted, unknown keys are ignored, and
+anything else raises an error. The checksum is not checked, because it is computed from a dump of
+Go's data structures.
 """
 
 from __future__ import annotations
@@ -33,10 +33,10 @@ if TYPE_CHECKING:
 
 
 class CheckpointEntry(msgspec.Struct, frozen=True):
-    """Ids of one resource that one container holds.
+    """The ids of one resource that one container holds.
 
-    An init container and the container that takes over its ids both have an entry. Entries of ended
-    pods stay until the kubelet writes the file for another reason.
+    An init container and the regular container that gets its ids later both have an entry. The
+    entry of an ended pod stays until the kubelet writes the file for another reason.
     """
 
     pod_uid: str
@@ -47,9 +47,9 @@ class CheckpointEntry(msgspec.Struct, frozen=True):
 
     @property
     def ids(self) -> tuple[str, ...]:
-        """All ids, in the order of the file; their NUMA nodes are left out."""
+        """Return all ids in the order of the file, without their NUMA nodes."""
         if isinstance(self.device_ids, dict):
-            # the usual case without NUMA nodes; asked hundreds of times in a start
+            # a fast path for the usual case, because one start reads this hundreds of times
             if len(self.device_ids) == 1:
                 (only,) = self.device_ids.values()
                 return tuple(only or ())
@@ -58,10 +58,10 @@ class CheckpointEntry(msgspec.Struct, frozen=True):
 
     @property
     def answer(self) -> bytes:
-        """The encoded ContainerAllocateResponse that we once gave; decoded on use.
+        """Return the encoded ContainerAllocateResponse of the plugin.
 
         Raises:
-            CheckpointError: it is not base64.
+            CheckpointError: the stored text is not base64.
         """
         try:
             return base64.b64decode(self.alloc_resp or "", validate=True)
@@ -73,8 +73,8 @@ class CheckpointEntry(msgspec.Struct, frozen=True):
 
 
 class _Line(msgspec.Struct, frozen=True, rename="pascal"):
-    """An entry of the file. Its ids are read only when its resource is of interest:
-    there may be fifty thousand of others.
+    """An entry of the file. The ids stay encoded, because they are decoded only for the resources
+    that the reader wants. Other resources may have fifty thousand of them.
     """
 
     pod_uid: str = msgspec.field(name="PodUID")
@@ -98,81 +98,85 @@ _ids_decoder: msgspec.json.Decoder[dict[str, list[str] | None] | list[str] | Non
 )
 
 
-# The kubelet's text behind the entries, and the text that closes the file in its place. The list of
-# all devices is the larger part of the file where memory is counted in ids. It is not needed, and
-# every start of a container waits for a reading.
+# After the entries, the file has the list of all device ids. Where ids stand for units of memory,
+# the list is the larger part of the file. The agent does not need it, and each start of a container
+# waits for a reading. So reading stops at `_DEVICES`, and `_CLOSING` in its place completes the
+# JSON.
 _DEVICES, _CLOSING = b',"RegisteredDevices":', b"}}"
-_PART_BYTES = 256 * 1024
-_MAX_TO_CLOSE = 8
+_PART_BYTES = 256 * 1024  # read at once
+_MAX_PENDING_CLOSES = 8
 
-# Real ones have below 15 MB, most of it the list of all devices. The decoded text takes several
-# times its size for a moment, and the agent has 256 MiB: entries and ids of a few characters, or
-# none, would take the most.
+# Real files have less than 15 MB, most of it the list of all devices. Decoding takes several times
+# the size of the file for a moment, and the agent has 256 MiB. Many tiny or empty entries and ids
+# would take the most, so their numbers are limited as well.
 _MAX_BYTES = 24 * 1024 * 1024
 _MAX_ENTRIES = 20_000
 _MAX_IDS = 500_000
-_MAX_ID_BYTES_UNCOUNTED = 1024 * 1024
-_ENTRY = b'"PodUID"'
+_MAX_ID_BYTES_UNCOUNTED = 1024 * 1024  # up to this size of all ids, they are not counted
+_ENTRY = b'"PodUID"'  # occurs once in each entry
 
 
-class _UnfitError(Exception):
-    """The file is not read; the message goes on from its name."""
+class _RejectedError(Exception):
+    """The file must not be decoded. The message is a predicate: the file's name precedes it."""
 
 
 def _open(path: str, flags: int) -> int:
-    """Without waiting for the other end of a FIFO, and without following a link."""
+    """Open a file without following a link, and without waiting for the other end of a FIFO."""
     return os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
 
 
 def _check_file(status: os.stat_result) -> None:
     if not stat.S_ISREG(status.st_mode):
-        raise _UnfitError("is not a regular file")
+        raise _RejectedError("is not a regular file")
     if status.st_uid not in (0, os.geteuid()):
-        raise _UnfitError(f"belongs to user {status.st_uid} and not to root")
+        raise _RejectedError(f"belongs to user {status.st_uid} and not to root")
 
 
-class _Memory:
-    """The memory into which files are read each time:
-    fresh memory for their megabytes takes ten times as long as reading.
+class _Buffer:
+    """The reusable buffer for the file's content. Allocating megabytes for each reading would take
+    ten times as long as reading the file.
 
-    State: the memory, as large as the largest file since it was last let go; one thread at a time
-    uses it. How long the entries were the last time: the next file's will be about as long, and are
-    read at once, because each part gives the interpreter away.
+    State: the buffer, as large as the largest file since the last `release`, which one thread at a
+    time uses; and the size of the entries in the last file. The next file has entries of about that
+    size, so they are read by one call: each further call releases the GIL.
     """
 
     def __init__(self) -> None:
-        self._memory = bytearray(4096)
+        self._buffer = bytearray(4096)
         self._lock = threading.Lock()
         self._entries_bytes = 0
-        # The kubelet replaces the file all the time. The process that closes a replaced one last
-        # has to free its megabytes.
-        # That takes milliseconds, and the start of a container waits for the entries.
+        # The kubelet often replaces the file. The last process that closes a replaced file frees
+        # its megabytes in the kernel. That takes milliseconds, and the start of a container waits
+        # for the entries. So another thread closes the files.
         self._closing = concurrent.futures.ThreadPoolExecutor(
             max_workers=1, thread_name_prefix="close kubelet's checkpoint"
         )
-        self._may_wait = threading.BoundedSemaphore(_MAX_TO_CLOSE)
+        self._pending_closes = threading.BoundedSemaphore(_MAX_PENDING_CLOSES)
 
     @contextlib.contextmanager
     def content(self, path: Path, *, whole: bool) -> Iterator[memoryview]:
-        """Read the content, valid inside the ``with`` only;
-        if not ``whole``, without the list of all devices at its end.
+        """Read the file; the result is valid only inside the ``with`` block.
+
+        Args:
+            path: the file.
+            whole: also read the list of all devices at its end.
 
         Raises:
-            OSError: it cannot be read.
-            _UnfitError: it is no regular file, another user's, or too large.
+            OSError: the file cannot be read.
+            _RejectedError: it is not a regular file, belongs to another user, or is too large.
         """
         with self._lock:
-            # pathlib has no opener; `_close` ends it
+            # `Path.open` takes no opener; `_close` closes the file
             file = open(path, "rb", buffering=0, opener=_open)  # noqa: SIM115
             try:
                 filled = self._fill(file, whole=whole)
             finally:
                 self._close(file)
-            yield memoryview(self._memory)[:filled]
+            yield memoryview(self._buffer)[:filled]
 
     def _close(self, file: io.FileIO) -> None:
-        if not self._may_wait.acquire(blocking=False):
-            # the disk is slow, and each waiting one keeps a descriptor and the file's memory
+        if not self._pending_closes.acquire(blocking=False):
+            # the disk is slow, and each file that is still open keeps a descriptor and page cache
             file.close()
             return
 
@@ -180,100 +184,103 @@ class _Memory:
             try:
                 file.close()
             finally:
-                self._may_wait.release()
+                self._pending_closes.release()
 
         self._closing.submit(close)
 
     def _fill(self, file: io.FileIO, *, whole: bool) -> int:
-        """Read ``file`` into the memory; how much of it counts."""
+        """Read ``file`` into the buffer; return the size of the content in it."""
         status = os.fstat(file.fileno())
         _check_file(status)
         size, filled = min(status.st_size, _MAX_BYTES), 0
-        if size >= len(self._memory):
-            self._memory = bytearray(size + size // 4)
-        most = len(self._memory) if whole else self._entries_bytes + _PART_BYTES
-        while count := file.readinto(memoryview(self._memory)[filled : filled + most]):
+        if size >= len(self._buffer):
+            self._buffer = bytearray(size + size // 4)
+        part_bytes = len(self._buffer) if whole else self._entries_bytes + _PART_BYTES
+        while count := file.readinto(memoryview(self._buffer)[filled : filled + part_bytes]):
             if not whole and (end := self._end_of_entries(filled, filled + count)) >= 0:
-                self._memory[end : end + len(_CLOSING)] = _CLOSING
+                self._buffer[end : end + len(_CLOSING)] = _CLOSING
                 self._entries_bytes = end
                 self._check_entries(end)
                 return end + len(_CLOSING)
             filled += count
             if filled > _MAX_BYTES:
-                raise _UnfitError(f"has more than {_MAX_BYTES} bytes that would have to be read")
-            if filled == len(self._memory):
-                self._memory = self._memory + bytearray(filled)
+                raise _RejectedError(f"has more than {_MAX_BYTES} bytes that would have to be read")
+            if filled == len(self._buffer):
+                self._buffer = self._buffer + bytearray(filled)
         self._check_entries(filled)
         return filled
 
     def _check_entries(self, filled: int) -> None:
-        if (count := self._memory.count(_ENTRY, 0, filled)) > _MAX_ENTRIES:
-            raise _UnfitError(f"has {count} entries; at most {_MAX_ENTRIES} are read")
+        if (count := self._buffer.count(_ENTRY, 0, filled)) > _MAX_ENTRIES:
+            raise _RejectedError(f"has {count} entries; at most {_MAX_ENTRIES} are read")
 
     def _end_of_entries(self, begin: int, end: int) -> int:
-        """Find the beginning of the list of all devices in the part between ``begin`` and ``end``;
-        -1 if it is not there.
+        """Return the position at which the list of all devices begins, in the part of the buffer
+        from ``begin`` to ``end``; -1 if it is not there.
 
-        No string of JSON can have these characters inside, so the first match is right. The search
-        begins near the end, where it is likely.
+        A JSON string cannot contain `_DEVICES`, because of the quotes, so the first match is right.
+        The search begins near the end of the last file's entries, where a match is likely.
         """
         likely = max(begin, self._entries_bytes - _PART_BYTES)
-        found = self._memory.find(_DEVICES, likely, end)
+        found = self._buffer.find(_DEVICES, likely, end)
         return (
             found
             if found >= 0
-            else self._memory.find(
+            else self._buffer.find(
                 _DEVICES, max(0, begin - len(_DEVICES)), min(end, likely + len(_DEVICES))
             )
         )
 
     def release(self) -> None:
-        """Give the memory back; the next reading takes fresh one."""
+        """Free the buffer; the next reading allocates a new one."""
         with self._lock:
-            self._memory, self._entries_bytes = bytearray(4096), 0
+            self._buffer, self._entries_bytes = bytearray(4096), 0
 
 
-_memory = _Memory()
+_buffer = _Buffer()
 
 
-def _everything(_: str) -> bool:
+def _any_resource(_: str) -> bool:
     return True
 
 
 async def read_checkpoint(
-    path: Path, wanted: Callable[[str], bool] = _everything
+    path: Path, wanted: Callable[[str], bool] = _any_resource
 ) -> tuple[CheckpointEntry, ...]:
-    """Read the entries of the checkpoint; none when the file does not exist,
-    because then the kubelet has granted nothing.
+    """Read the entries of the checkpoint in a thread.
 
-    In a thread: the file can have megabytes when resources have tens of thousands of ids.
+    Return no entries if the file does not exist, because then the kubelet has allocated nothing.
+    The file can have megabytes when resources have tens of thousands of ids.
 
     Args:
-        path: of the file.
-        wanted: tells whether the resource of that name is of interest; entries of others are left
-            out.
+        path: the checkpoint file.
+        wanted: tells whether to return the entries of a resource, given its name.
 
     Raises:
-        CheckpointError: the file cannot be read or understood. The kubelet itself would begin
-            without any knowledge in that case, so it may grant ids again that running containers
-            use. The message warns of that.
+        CheckpointError: the file cannot be read or decoded. If the kubelet restarts with such a
+            file, it knows no allocations, and may allocate ids that running containers use. The
+            message warns of that.
     """
     return await asyncio.to_thread(_read, path, wanted)
 
 
 def release_memory() -> None:
-    """Release the buffer that readings in quick succession share.
+    """Free the buffer that successive readings share.
 
     Blocks while a reading is in progress, so do not call it in the event loop's thread.
     """
-    _memory.release()
+    _buffer.release()
 
 
 def parse_checkpoint(
-    content: bytes | memoryview, *, name: str, wanted: Callable[[str], bool] = _everything
+    content: bytes | memoryview, *, name: str, wanted: Callable[[str], bool] = _any_resource
 ) -> tuple[CheckpointEntry, ...]:
-    """The ``wanted`` entries in ``content``, without those with names that Kubernetes forbids;
-    ``name`` is the file's, for errors.
+    """Decode the entries in ``content``, without those with names that Kubernetes forbids.
+
+    Args:
+        content: the JSON text.
+        name: the file's name, for errors.
+        wanted: see `read_checkpoint`.
 
     Raises:
         CheckpointError: see `read_checkpoint`.
@@ -297,7 +304,7 @@ def parse_checkpoint(
             name,
             "is empty" if not bytes(content[:4096]).strip() else f"cannot be understood: {err}",
         ) from err
-    except _UnfitError as err:
+    except _RejectedError as err:
         raise _unusable(name, str(err)) from err
 
 
@@ -306,28 +313,28 @@ def _check_ids(lines: Iterable[_Line], wanted: Callable[[str], bool]) -> None:
     if sum(len(memoryview(ids)) for ids in raw) > _MAX_ID_BYTES_UNCOUNTED:
         count = sum(bytes(ids).count(b",") + 1 for ids in raw)
         if count > _MAX_IDS:
-            raise _UnfitError(f"has {count} ids; at most {_MAX_IDS} are read")
+            raise _RejectedError(f"has {count} ids; at most {_MAX_IDS} are read")
 
 
-def _unusable(name: str, what: str) -> CheckpointError:
+def _unusable(name: str, reason: str) -> CheckpointError:
     return CheckpointError(
-        f"the kubelet's checkpoint {name} {what}; the kubelet writes it anew at the next change, "
-        "until then pods are known by name only. If the kubelet restarts before that, it forgets "
-        "who holds which device"
+        f"the kubelet's checkpoint {name} {reason}; the kubelet writes it again at the next "
+        "change, until then pods are known by name only. If the kubelet restarts before that, it "
+        "forgets who holds which device"
     )
 
 
 def _read(path: Path, wanted: Callable[[str], bool]) -> tuple[CheckpointEntry, ...]:
     try:
-        with contextlib.suppress(CheckpointError), _memory.content(path, whole=False) as content:
+        with contextlib.suppress(CheckpointError), _buffer.content(path, whole=False) as content:
             return parse_checkpoint(content, name=str(path), wanted=wanted)
-        # Not as the kubelet writes it today: then all of it counts.
-        with _memory.content(path, whole=True) as content:
+        # A kubelet may order the keys differently: decode the whole file.
+        with _buffer.content(path, whole=True) as content:
             return parse_checkpoint(content, name=str(path), wanted=wanted)
     except FileNotFoundError:
         return ()
-    except _UnfitError as err:
-        _memory.release()  # megabytes that no later reading needs
+    except _RejectedError as err:
+        _buffer.release()  # megabytes that no later reading needs
         raise _unusable(str(path), str(err)) from err
     except OSError as err:
         if err.errno in (errno.ELOOP, errno.ENXIO, errno.ENODEV):

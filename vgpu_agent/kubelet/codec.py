@@ -111,11 +111,11 @@ class DeviceListEncoder:
         encoded_id = device_id.encode()
         device = (
             b"\x0a"
-            + wire.varint(len(encoded_id))
+            + wire.encode_varint(len(encoded_id))
             + encoded_id
             + self._suffix(numa_node, healthy=healthy)
         )
-        return b"\x0a" + wire.varint(len(device)) + device
+        return b"\x0a" + wire.encode_varint(len(device)) + device
 
     def _suffix(self, numa_node: int | None, *, healthy: bool) -> bytes:
         """Return the bytes that follow the id, the same for many ids."""
@@ -184,7 +184,7 @@ def encode_get(namespace: str, name: str) -> bytes:
     """Encode a GetPodResourcesRequest (kubelet §13).
     Neither name is ever empty, so both fields are always written.
     """
-    return wire.delimited(1, name.encode()) + wire.delimited(2, namespace.encode())
+    return wire.encode_field(1, name.encode()) + wire.encode_field(2, namespace.encode())
 
 
 def decode_allocate(request: bytes) -> list[tuple[str, ...]]:
@@ -212,10 +212,13 @@ def encode_allocate(answers: Iterable[Edits]) -> bytes:
         # pod, so these bytes are written by hand. The generated code is slow: it makes an object
         # for each level, and sets up Python's warning filters again for each field.
         return b"".join(
-            wire.delimited(
+            wire.encode_field(
                 1,
                 b"".join(
-                    [wire.delimited(5, wire.delimited(1, name.encode())) for name in each.cdi_names]
+                    [
+                        wire.encode_field(5, wire.encode_field(1, name.encode()))
+                        for name in each.cdi_names
+                    ]
                 ),
             )
             for each in edits
@@ -260,24 +263,28 @@ def decode_answer(encoded: bytes) -> Edits:
     try:
         for number, _, value in wire.fields(encoded):
             if number == 1:
-                environment[wire.string(wire.nested(value), 1)] = wire.string(wire.nested(value), 2)
+                environment[wire.string(wire.to_bytes(value), 1)] = wire.string(
+                    wire.to_bytes(value), 2
+                )
             elif number == 2:
-                mount = wire.nested(value)
+                mount = wire.to_bytes(value)
                 read_only = any(
-                    wire.integer(each) for field, _, each in wire.fields(mount) if field == 3
+                    wire.to_integer(each) for field, _, each in wire.fields(mount) if field == 3
                 )
                 mounts.append(
                     Mount(wire.string(mount, 1), wire.string(mount, 2), read_only=read_only)
                 )
             elif number == 3:
-                node = wire.nested(value)
+                node = wire.to_bytes(value)
                 nodes.append(
                     DeviceNode(wire.string(node, 1), wire.string(node, 2), wire.string(node, 3))
                 )
             elif number == 4:
-                annotations[wire.string(wire.nested(value), 1)] = wire.string(wire.nested(value), 2)
+                annotations[wire.string(wire.to_bytes(value), 1)] = wire.string(
+                    wire.to_bytes(value), 2
+                )
             elif number == 5:
-                names.append(wire.string(wire.nested(value), 1))
+                names.append(wire.string(wire.to_bytes(value), 1))
     except wire.MalformedError as err:
         raise CheckpointError(f"the stored answer to an Allocate cannot be read: {err}") from err
     return Edits(environment, tuple(mounts), tuple(nodes), annotations, tuple(names))
@@ -341,11 +348,11 @@ def _preference(encoded: bytes) -> PreferenceRequest:
     size = 0
     for number, _, value in wire.fields(encoded):
         if number == 1:
-            available.append(wire.text(value))
+            available.append(wire.to_text(value))
         elif number == 2:
-            must_include.append(wire.text(value))
+            must_include.append(wire.to_text(value))
         elif number == 3:
-            size = wire.integer(value)
+            size = wire.to_integer(value)
     return PreferenceRequest(tuple(available), tuple(must_include), size)
 
 

@@ -63,7 +63,7 @@ class SeenNumbers:
             if number is not None and number < len(seen):
                 seen[number] = 1
             else:  # ids of several blocks may look alike
-                self.note(wire.string(wire.nested(wire.field(entry[0], 0)[2]), 2))
+                self.note(wire.string(wire.to_bytes(wire.read_field(entry[0], 0)[2]), 2))
         return end
 
     def note(self, id_: str) -> None:
@@ -122,7 +122,7 @@ class PodResourcesReader:
                 name, namespace = wire.string(pod, 1), wire.string(pod, 2)
                 for container in wire.messages(pod, 3):
                     found, rest = self._entries.walk(container)
-                    owner = Owner(wire.text(rest.get(1, b"")), namespace=namespace, pod=name)
+                    owner = Owner(wire.to_text(rest.get(1, b"")), namespace=namespace, pod=name)
                     if not found or not is_listed(namespace, name, owner.container):
                         continue
                     for resource, ids in found:
@@ -213,10 +213,10 @@ class _Entries:
         rest: dict[int, int | bytes] = {}
         position, end = 0, len(message)
         while (position := self._passed(message, position, found)) < end:
-            number, _, value, following = wire.field(message, position)
+            number, _, value, following = wire.read_field(message, position)
             if number != self._field:
                 rest[number] = value
-            elif resource := self._wanted(entry := wire.nested(value)):
+            elif resource := self._wanted(entry := wire.to_bytes(value)):
                 ids = wire.strings(entry, 2)
                 found.append((resource, ids))
                 self._learn_single(message[position:following], resource, ids)
@@ -236,7 +236,7 @@ class _Entries:
             ids: dict[str, list[str]] = {}
             for entry in self._single.finditer(message, position, end):
                 kind = entry.lastindex or 1
-                ids.setdefault(resources[kind - 1], []).append(wire.text(entry[kind]))
+                ids.setdefault(resources[kind - 1], []).append(wire.to_text(entry[kind]))
             found.extend(ids.items())
             position = end
         return _end_of_run(self._run, message, position)
@@ -244,15 +244,15 @@ class _Entries:
     def _wanted(self, entry: bytes) -> str:
         """The name in ``entry``; empty when it is not wanted."""
         names = [value for number, _, value in wire.fields(entry) if number == 1]
-        encoded = wire.nested(names[-1]) if names else b""
+        encoded = wire.to_bytes(names[-1]) if names else b""
         if encoded not in self._names:
-            name = wire.text(encoded)
+            name = wire.to_text(encoded)
             self._names[encoded] = name if self._is_wanted(name) else ""
         return self._names[encoded]
 
     def _learn(self, element: bytes, entry: bytes) -> None:
         """Pass over the next ones that begin like ``element``, and are as long."""
-        number, _, name, following = wire.field(entry, 0) if entry else (0, 0, 0, 0)
+        number, _, name, following = wire.read_field(entry, 0) if entry else (0, 0, 0, 0)
         if number != 1 or isinstance(name, int) or len(self._kinds) >= _MAX_KINDS:
             return
         head = element[: len(element) - len(entry) + following]
@@ -265,10 +265,10 @@ class _Entries:
         if len(ids) != 1 or len(self._singles) >= _MAX_KINDS:
             return
         id_ = ids[0].encode()
-        content = wire.delimited(1, resource.encode()) + b"\x12" + wire.varint(len(id_))
+        content = wire.encode_field(1, resource.encode()) + b"\x12" + wire.encode_varint(len(id_))
         head = (
             bytes([self._field << 3 | wire.LENGTH_DELIMITED])
-            + wire.varint(len(content) + len(id_))
+            + wire.encode_varint(len(content) + len(id_))
             + content
         )
         if head + id_ != element:
@@ -290,10 +290,10 @@ def _kinds_of_ids(resource: str, block: IdBlock) -> Iterator[bytes]:
     """The entry with one id of ``block``, as a pattern for each length of ids;
     the text of the number is its group.
     """
-    prefix, name = block.prefix.encode(), wire.delimited(1, resource.encode())
+    prefix, name = block.prefix.encode(), wire.encode_field(1, resource.encode())
     for start, _ in block.equally_long():
         digits = len(block.codec.text(start))
-        id_head = b"\x12" + wire.varint(len(prefix) + digits) + prefix
+        id_head = b"\x12" + wire.encode_varint(len(prefix) + digits) + prefix
         length = len(name) + len(id_head) + digits
-        head = b"\x0a" + wire.varint(length) + name + id_head
+        head = b"\x0a" + wire.encode_varint(length) + name + id_head
         yield re.escape(head) + b"([!-~]{%d})" % digits

@@ -21,7 +21,7 @@ from vgpu_agent.isolation.hami_usage import RegionUse, Unreadable, read_region
 from vgpu_agent.log import ChangeFilter
 from vgpu_agent.model import ContainerUsage
 from vgpu_agent.runtime.own_thread import OwnThread
-from vgpu_agent.runtime.region_slots import behind
+from vgpu_agent.runtime.region_slots import resolve_slot
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -85,10 +85,10 @@ class ContainerUsages:
     async def run(self) -> None:
         """Look at intervals, until cancelled."""
         while True:
-            await self.look()
+            await self.read_once()
             await asyncio.sleep(self._pause_seconds)
 
-    async def look(self) -> None:
+    async def read_once(self) -> None:
         """Read every region once and publish what has changed."""
         names = self._live()
         try:
@@ -156,7 +156,8 @@ class ContainerUsages:
                 if (
                     "/" not in name
                     and name not in found
-                    and (outcome := _region(behind(f"{directory}/{name}"), is_alive)) is not None
+                    and (outcome := _region(resolve_slot(f"{directory}/{name}"), is_alive))
+                    is not None
                 ):
                     found[name] = outcome
         return found

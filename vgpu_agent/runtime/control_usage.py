@@ -1,11 +1,12 @@
-"""The use that containers make of their cards, where the library of `isolation.vgpu_control` limits
-them, and their limits as they are written: read from the files in their directories, over and over,
-for the metrics and for the check of limits (`web.limits`).
+"""The GPU usage and the written limits of containers under `isolation.vgpu_control`, for the
+metrics and for the check of limits (`web.limits`).
 
-A container may write into two of the four files, or put anything in their place. So nothing is
-followed and nothing is mapped, and what cannot be read is not known. Its limits and the list of its
-processes are in a directory that it can only read. Which of its processes are on a card comes from
-the driver and the kernel, where the agent sees the host's processes. One loop, started by `agent`.
+One loop, started by `agent`, reads four files in the directory of each container. The container can
+write two of them, the samples of its compute and its spilled memory, or replace them by anything.
+So the agent follows no links and maps no file, and treats an unreadable file as unknown. The other
+two, the limits and the list of processes, are in a directory that the container can only read. If
+the agent sees the host's processes, it also gets the processes on each card from the driver, and
+the container of each from the kernel.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ from vgpu_agent.model import ControlledUse, WrittenLimit
 from vgpu_agent.runtime import process_list
 from vgpu_agent.runtime.cgroups import member_of
 from vgpu_agent.runtime.own_thread import OwnThread
-from vgpu_agent.runtime.region_slots import behind
+from vgpu_agent.runtime.region_slots import resolve_slot
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -41,27 +42,36 @@ if TYPE_CHECKING:
     from vgpu_agent.pods import PodCache
 
 _DEADLINE_SECONDS = 30.0
-_LONGEST_LIST_BYTES = process_list.MAX_READ * 11
-_FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
-_FILE = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
-_CONFIG = f"/{vgpu_control.CONFIG_FILE}"
+_MAX_LIST_BYTES = process_list.MAX_READ * 11  # a number of up to ten digits, and a newline
+_DIRECTORY_FLAGS = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
+_FILE_FLAGS = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+_CONFIG_SUFFIX = f"/{vgpu_control.CONFIG_FILE}"
 _MAX_PROCESSES = 1024  # of one card
-_ALL_CORES = 100
+_ALL_CORES_PERCENT = 100
 
 _Read = TypeVar("_Read")
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Measured:
-    """The driver's last answer about the use of cards, and when it came (unix seconds)."""
+class UsageReading:
+    """The last usage of all GPUs that the driver has reported.
+
+    Attributes:
+        usage: the usage of each GPU.
+        read_at: Unix seconds.
+    """
 
     usage: tuple[GpuUsage, ...] = ()
-    at: float = 0.0
+    read_at: float = 0.0
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Container:
-    """A container whose files are looked for; ``required``: it has been started with a share."""
+    """A container that may have files.
+
+    Attributes:
+        required: it was started with a share, so it must have a ``vgpu.config``.
+    """
 
     pod_uid: str
     namespace: str
@@ -71,24 +81,24 @@ class _Container:
     required: bool
 
     @property
-    def directory(self) -> str:
+    def directory_name(self) -> str:
         return f"{self.pod_uid}_{self.name}"
 
 
 class ControlledUses:
-    """The reader.
+    """The loop that reads the files of containers under vgpu-control.
 
-    State: `uses`, replaced as a whole after each look that found a change, and the limits that each
-    container was given, as this agent has seen them first.
+    State: `uses`, replaced as a whole when a reading differs from the one before; and the limits
+    that each container started with, as this agent has first read them.
 
     Args:
-        book: the pods that live.
-        directories: where containers have a directory of their own, ``<pod UID>_<container>``; the
-            first that has one counts.
-        journal: files that cannot be read in time are recorded there.
-        measured: the driver's last answer.
-        proc_root: where the host's processes are seen, if they are.
-        pause_seconds: between two looks.
+        pod_cache: the pods of this node.
+        directories: the parents of the containers' directories, ``<pod UID>_<container>``. The
+            first parent that has a directory of the container counts.
+        journal: receives an entry when the files cannot be read in time.
+        usage: returns the driver's last reading.
+        proc_root: the mount point of procfs. Processes on cards are found only in the host's.
+        pause_seconds: the pause between two readings.
     """
 
     def __init__(
@@ -98,56 +108,60 @@ class ControlledUses:
         journal: Journal,
         *,
         pause_seconds: float,
-        measured: Callable[[], Measured] = Measured,
+        usage: Callable[[], UsageReading] = UsageReading,
         proc_root: str = "/proc",
     ) -> None:
         self.uses: Latest[tuple[ControlledUse, ...]] = Latest(())
         self._pod_cache, self._directories = pod_cache, tuple(directories)
-        self._journal, self._measured, self._proc_root = journal, measured, proc_root
+        self._journal, self._usage, self._proc_root = journal, usage, proc_root
         self._pause_seconds = pause_seconds
         self._changes = ChangeFilter()
         self._own_thread = OwnThread("use of controlled containers")
-        self._given: dict[str, Mapping[int, SlotLimit]] = {}  # directory's name → its limits
-        self._looser: frozenset[str] = frozenset()  # directories' names, at the look before
+        # the limits that containers started with, by the directory's name
+        self._initial_limits: dict[str, Mapping[int, SlotLimit]] = {}
+        # names of the directories whose limits were looser at the last reading
+        self._looser: frozenset[str] = frozenset()
 
     async def run(self) -> None:
-        """Look at intervals, until cancelled."""
+        """Read at intervals until cancelled."""
         while True:
-            await self.look()
+            await self.read_once()
             await asyncio.sleep(self._pause_seconds)
 
-    def made(self, path: str) -> None:
-        """Take the limits of a file that the agent has just made as those that its container was
-        given; any other file is left alone. Blocks.
+    def note_written_file(self, path: str) -> None:
+        """Store the limits of a ``vgpu.config`` that the agent has just written, because its
+        container starts with them. Do nothing for any other file. Blocks.
         """
-        directory, name = path.removesuffix(_CONFIG), os.path.basename(path.removesuffix(_CONFIG))
+        directory = path.removesuffix(_CONFIG_SUFFIX)
         if directory == path or os.path.dirname(directory) not in self._directories:
             return
-        with contextlib.suppress(OSError), _opened(behind(directory), _FOLDER) as top:
-            if isinstance(found := _read(top, vgpu_control.CONFIG_FILE, read_config), ReadConfig):
-                self._given[name] = found.limits
+        with contextlib.suppress(OSError), _open(resolve_slot(directory), _DIRECTORY_FLAGS) as top:
+            config = _read(top, vgpu_control.CONFIG_FILE, read_config)
+            if isinstance(config, ReadConfig):
+                self._initial_limits[os.path.basename(directory)] = config.limits
 
-    async def look(self) -> None:
-        """Read the files of every live container once, and publish what has changed."""
+    async def read_once(self) -> None:
+        """Read the files of all containers that have not ended, and publish changes."""
         containers = [
             _Container(
                 pod.kubelet_uid,
                 pod.namespace,
                 pod.name,
-                one.name,
-                one.container_id,
-                one.started and bool(one.limits),
+                container.name,
+                container.container_id,
+                container.started and bool(container.limits),
             )
             for pod in self._pod_cache.pods
             if not pod.ended
-            for one in pod.containers
+            for container in pod.containers
         ]
-        # before the files: a process registers before it uses a card
-        measured = self._measured()
+        # Take the driver's reading before the files. A process registers before it uses a card, so
+        # the list then has each process of the reading.
+        usage = self._usage()
         try:
             found = await self._own_thread.run(
                 self._directories[0],
-                lambda: tuple(self._read_all(containers, measured)),
+                lambda: tuple(self._read_all(containers, usage)),
                 seconds=_DEADLINE_SECONDS,
             )
         except CarrierError as err:
@@ -159,24 +173,25 @@ class ControlledUses:
             self.uses.publish(found)
 
     def _read_all(
-        self, containers: Sequence[_Container], measured: Measured
+        self, containers: Sequence[_Container], usage: UsageReading
     ) -> Iterator[ControlledUse]:
-        """Runs in the thread."""
-        on_cards = self._on_cards(containers, measured)
+        """Read the files of ``containers``; runs in the thread."""
+        on_cards = self._processes_on_cards(containers, usage)
         looser: set[str] = set()
         for container in containers:
             use = self._read_one(container, looser)
             if use is not None:
                 yield dataclasses.replace(use, on_cards=on_cards.get(container, ()))
         self._looser = frozenset(looser)
-        names = {container.directory for container in containers}
-        for name in set(self._given) - names:
-            self._given.pop(name, None)
+        names = {container.directory_name for container in containers}
+        for name in set(self._initial_limits) - names:
+            self._initial_limits.pop(name, None)
 
     def _read_one(self, container: _Container, looser: set[str]) -> ControlledUse | None:
         for directory in self._directories:
             try:
-                with _opened(behind(f"{directory}/{container.directory}"), _FOLDER) as top:
+                path = resolve_slot(f"{directory}/{container.directory_name}")
+                with _open(path, _DIRECTORY_FLAGS) as top:
                     return self._use(top, container, looser)
             except OSError:
                 continue
@@ -190,19 +205,19 @@ class ControlledUses:
         )
 
     def _use(self, top: int, container: _Container, looser: set[str]) -> ControlledUse:
-        samples = _known(_read(top, vgpu_control.SM_NODE_FILE, read_sm_node))
-        spilled = _known(_read(top, vgpu_control.VMEM_FILE, read_vmem))
-        totals = Counter[int]()
+        samples = _readable(_read(top, vgpu_control.SM_NODE_FILE, read_sm_node))
+        spilled = _readable(_read(top, vgpu_control.VMEM_FILE, read_vmem))
+        spilled_bytes = Counter[int]()  # by the card's index
         for row in spilled or ():
-            totals[row.index] += row.used_bytes
+            spilled_bytes[row.index] += row.used_bytes
         config = _read(top, vgpu_control.CONFIG_FILE, read_config)
         return ControlledUse(
             container.namespace,
             container.pod,
             container.name,
-            pids=_known(_read(top, vgpu_control.PIDS_FILE, _pids)),
-            spilled_bytes=tuple(sorted(totals.items())),
-            cores_percent=tuple((one.index, one.own_percent) for one in samples or ()),
+            pids=_readable(_read(top, vgpu_control.PIDS_FILE, _parse_pids)),
+            spilled_bytes=tuple(sorted(spilled_bytes.items())),
+            cores_percent=tuple((sample.index, sample.own_percent) for sample in samples or ()),
             limits=_limits(config) if isinstance(config, ReadConfig) else (),
             trouble=self._trouble(config, container, looser),
             registers=isinstance(config, ReadConfig)
@@ -212,35 +227,45 @@ class ControlledUses:
     def _trouble(
         self, config: ReadConfig | Unreadable | None, container: _Container, looser: set[str]
     ) -> str:
-        """Explain why a file does not limit the container; empty when it does."""
+        """Return why the file does not limit the container as intended; empty if it does."""
         if config is None:
             return "its vgpu.config is missing"
         if isinstance(config, Unreadable):
             return f"its vgpu.config cannot be used: {config.reason}"
         if not config.is_of(container.pod_uid, container.name):
             return "its vgpu.config is that of another container"
-        name = container.directory
-        if not is_looser(config.limits, self._given.setdefault(name, config.limits)):
+        name = container.directory_name
+        if not is_looser(config.limits, self._initial_limits.setdefault(name, config.limits)):
             return ""
         looser.add(name)
-        # one look may come between the file of a new start and `made`
+        # A single reading may find a new file before `note_written_file` has stored its limits. So
+        # only the second one in a row counts.
         again = name in self._looser
         return "its vgpu.config was changed after the agent wrote it" if again else ""
 
-    def _on_cards(
-        self, containers: Sequence[_Container], measured: Measured
+    def _processes_on_cards(
+        self, containers: Sequence[_Container], usage: UsageReading
     ) -> Mapping[_Container, tuple[tuple[str, int, int], ...]]:
-        """The containers' processes on cards. An agent without host PIDs is told of none."""
-        known = {(one.pod_uid, one.container_id): one for one in containers if one.container_id}
-        age_seconds = max(time.time() - measured.at, 0.0)
+        """Return the processes of each container on cards: (UUID of the card, PID, memory in MiB).
+
+        The result is empty if the agent does not see the host's processes.
+        """
+        by_id = {
+            (container.pod_uid, container.container_id): container
+            for container in containers
+            if container.container_id
+        }
+        age_seconds = max(time.time() - usage.read_at, 0.0)
         seen_at = time.clock_gettime(time.CLOCK_BOOTTIME) - age_seconds
         found: dict[_Container, list[tuple[str, int, int]]] = defaultdict(list)
-        for usage in measured.usage if known else ():
-            for pid, memory_mib in usage.processes[:_MAX_PROCESSES]:
-                of = member_of(self._proc_root, pid, seen_at=seen_at)
-                owner = known.get((of.pod_uid, of.container_id)) if of is not None else None
+        for gpu in usage.usage if by_id else ():
+            for pid, memory_mib in gpu.processes[:_MAX_PROCESSES]:
+                member = member_of(self._proc_root, pid, seen_at=seen_at)
+                owner = (
+                    by_id.get((member.pod_uid, member.container_id)) if member is not None else None
+                )
                 if owner is not None:
-                    found[owner].append((usage.uuid, pid, memory_mib))
+                    found[owner].append((gpu.uuid, pid, memory_mib))
         return {owner: tuple(processes) for owner, processes in found.items()}
 
 
@@ -249,29 +274,42 @@ def _limits(config: ReadConfig) -> tuple[WrittenLimit, ...]:
         WrittenLimit(
             limit.uuid,
             limit.total_bytes if limit.memory_limit else 0,
-            limit.hard_core if limit.core_limit else _ALL_CORES,
+            limit.hard_core if limit.core_limit else _ALL_CORES_PERCENT,
         )
         for _, limit in sorted(config.limits.items())
     )
 
 
-def _known(found: _Read | Unreadable | None) -> _Read | None:
+def _readable(found: _Read | Unreadable | None) -> _Read | None:
+    """Return ``found``; None if the file is missing or cannot be read."""
     return None if isinstance(found, Unreadable) else found
 
 
 def _read(
     top: int,
     path: str,
-    read: Callable[[int, Callable[[int, int], bytes]], _Read | Unreadable],
+    parse: Callable[[int, Callable[[int, int], bytes]], _Read | Unreadable],
 ) -> _Read | Unreadable | None:
-    """Return what a file says; None where there is none."""
-    folder, _, name = path.partition("/")
+    """Open and parse the file ``path``, which has the form ``directory/name``.
+
+    Args:
+        top: the descriptor of the container's directory.
+        path: relative to it.
+        parse: parses a file, given its size and a function that reads at (offset, length).
+
+    Returns:
+        the content, why it cannot be read, or None if there is no such file.
+    """
+    directory, _, name = path.partition("/")
     try:
-        with _opened(folder, _FOLDER, top) as inner, _opened(name, _FILE, inner) as file:
+        with (
+            _open(directory, _DIRECTORY_FLAGS, top) as inner,
+            _open(name, _FILE_FLAGS, inner) as file,
+        ):
             status = os.fstat(file)
             if not stat.S_ISREG(status.st_mode):
                 return Unreadable("it is no file")
-            return read(status.st_size, lambda offset, length: os.pread(file, length, offset))
+            return parse(status.st_size, lambda offset, length: os.pread(file, length, offset))
     except FileNotFoundError:
         return None
     except OSError as err:
@@ -279,17 +317,17 @@ def _read(
 
 
 @contextlib.contextmanager
-def _opened(name: str, flags: int, folder: int | None = None) -> Iterator[int]:
-    descriptor = os.open(name, flags, dir_fd=folder)
+def _open(path: str, flags: int, directory: int | None = None) -> Iterator[int]:
+    descriptor = os.open(path, flags, dir_fd=directory)
     try:
         yield descriptor
     finally:
         os.close(descriptor)
 
 
-def _pids(size: int, read: Callable[[int, int], bytes]) -> tuple[int, ...] | Unreadable:
-    """Return the host's numbers of the container's processes."""
-    lines = read(0, min(size, _LONGEST_LIST_BYTES)).split()
+def _parse_pids(size: int, read: Callable[[int, int], bytes]) -> tuple[int, ...] | Unreadable:
+    """Return the PIDs of the container's processes, in the host's PID namespace."""
+    lines = read(0, min(size, _MAX_LIST_BYTES)).split()
     if not all(line.isdigit() and len(line) <= 10 for line in lines):
-        return Unreadable("it has something else than numbers")
+        return Unreadable("it has something other than numbers")
     return tuple(map(int, lines))

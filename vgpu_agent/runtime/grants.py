@@ -481,7 +481,7 @@ class GrantDirectory:
 
     def _make(self, provision: Provision) -> None:
         for path in provision.removed:
-            host_files.remove_file(region_slots.behind(provision.collected), path)
+            host_files.remove_file(region_slots.resolve_slot(provision.collected), path)
         try:
             host_files.make(self._placed(provision), self._mounts)
         except CarrierError as err:

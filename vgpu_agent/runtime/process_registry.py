@@ -31,7 +31,7 @@ from vgpu_agent.errors import (
     CapacityError,
     CarrierError,
     ListenError,
-    NotItsOwnError,
+    PermissionDeniedError,
     RequestRefusedError,
     quoted,
 )
@@ -42,7 +42,7 @@ from vgpu_agent.runtime import process_list
 from vgpu_agent.runtime.cgroups import Member, PodCgroups
 from vgpu_agent.runtime.host_files import make_directory, trouble
 from vgpu_agent.runtime.own_thread import OwnThread
-from vgpu_agent.runtime.region_slots import behind
+from vgpu_agent.runtime.region_slots import resolve_slot
 from vgpu_agent.runtime.registry_door import Allowance, Caller, Door
 
 if TYPE_CHECKING:
@@ -309,9 +309,11 @@ class ProcessRegistry:
                 "vgpuControl.processes"
             )
         if member is None:
-            raise NotItsOwnError(f"process {caller.peer.pid} does not run in a pod's container")
+            raise PermissionDeniedError(
+                f"process {caller.peer.pid} does not run in a pod's container"
+            )
         if member.pod_uid != request.pod_uid:
-            raise NotItsOwnError(
+            raise PermissionDeniedError(
                 f"the caller belongs to pod {quoted(member.pod_uid)} and asks for "
                 f"{quoted(request.pod_uid)}"
             )
@@ -335,7 +337,7 @@ class ProcessRegistry:
         """Wait until the kubelet has written that the container of that name is the caller's.
 
         Raises:
-            NotItsOwnError: it is another one.
+            PermissionDeniedError: it is another one.
             AgentError: there is no answer in time.
         """
         until = time.monotonic() + WAIT_SECONDS
@@ -436,14 +438,14 @@ class ProcessRegistry:
         """Write the list of a container, which has the caller in it.
 
         Raises:
-            NotItsOwnError: the caller is not in the container's cgroup.
+            PermissionDeniedError: the caller is not in the container's cgroup.
             CarrierError: it cannot be written.
         """
 
         def write() -> None:
             processes = self._cgroups.processes(one.member)
             if must_have not in processes:
-                raise NotItsOwnError(
+                raise PermissionDeniedError(
                     f"process {must_have} is not among those of container {quoted(owner[1])}; has "
                     "it ended, and does the agent see the host's cgroups?"
                 )
@@ -465,7 +467,7 @@ class ProcessRegistry:
 
     def _list_directory(self, owner: tuple[str, str]) -> str:
         """The directory of a container's list; blocks."""
-        return f"{behind(f'{self._containers}/{container_directory(*owner)}')}/{_CONFIG}"
+        return f"{resolve_slot(f'{self._containers}/{container_directory(*owner)}')}/{_CONFIG}"
 
     async def _work(self, thread: OwnThread, call: Callable[[], T]) -> T:
         return await thread.run(str(self._containers), call, seconds=_WORK_SECONDS)
@@ -475,13 +477,13 @@ def _is(pod: Pod, name: str, container_id: str) -> bool:
     """Tell whether the container of that id has that name.
 
     Raises:
-        NotItsOwnError: it has another one, or there is none of that name.
+        PermissionDeniedError: it has another one, or there is none of that name.
     """
     for container in pod.containers:
         if container.container_id == container_id and container.name != name:
-            raise NotItsOwnError(
+            raise PermissionDeniedError(
                 f"the caller is container {quoted(container.name)} and asks for {quoted(name)}"
             )
     if pod.container(name) is None:
-        raise NotItsOwnError(f"pod {pod.full_name} has no container {quoted(name)}")
+        raise PermissionDeniedError(f"pod {pod.full_name} has no container {quoted(name)}")
     return any(one.name == name and one.container_id == container_id for one in pod.containers)

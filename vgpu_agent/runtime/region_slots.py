@@ -1,16 +1,17 @@
 """Slots for the region files of containers: small file systems in memory, one for each container.
 
-A container has its region mounted writable. On the node's disk it could make the file grow until
-the disk is full. In a slot it can fill its own slot and nothing else, because the kernel gives the
-slot no more: the bound needs no watching. To mount takes a privilege that the agent does without,
-so a container that is privileged for a moment mounts the slots before the agent starts
-(`mount_slots`, the command ``mount-regions``). They outlive every agent.
-Where there are none, or all are taken, regions lie on the disk, and `region_guard` cuts back what
-has grown.
+A container can write its region file. On the node's disk, it could enlarge the file until the disk
+is full. In a slot, the kernel limits the size, and the agent has nothing to check.
 
-A container's directory keeps its one name, ``regions/<pod UID>_<container>``. For a container with
-a slot it is a link to ``slots/<number>/<pod UID>_<container>``. `grants` asks here before it makes
-such a directory; `removal` and the readers of regions resolve it.
+Mounting needs a privilege that the agent does not have. So a privileged init container mounts the
+slots before the agent starts (`mount_slots`, the command ``mount-regions``). Slots stay mounted
+when the agent ends. If there are no slots, or none is free, region files are on the disk, and
+`region_guard` truncates those that a container has enlarged.
+
+The path of a container's directory is always ``regions/<pod UID>_<container>``. If the container
+has a slot, that path is a symbolic link to ``slots/<number>/<pod UID>_<container>``. `grants` calls
+`RegionSlots.take` before it makes such a directory. `removal` and the readers of regions resolve
+the link.
 """
 
 from __future__ import annotations
@@ -32,32 +33,29 @@ if TYPE_CHECKING:
 
 _logger = log.get(__name__)
 
-# Room for two regions of 2 MB: the old one stays until the new one has taken its place. Pages count
-# for their first writer, which is the container.
+# Enough for two regions of 2 MB, because the old region exists until the new one has replaced it.
+# Memory cgroups charge each page to its first writer, which is the container.
 SLOT_KIB = 4096
-# directories, and a file for each of 16 cards
-_SLOT_FILES = 64
+# The number of inodes of a slot: enough for its directories and a file for each of 16 cards.
+_SLOT_INODES = 64
 MAX_SLOTS = 999
 
-# Beside the directory of the containers' directories; see `directory_beside`.
-_NAME = "slots"
+# The parent of all slots; see `slots_directory`.
+_SLOTS = "slots"
 _LINK = re.compile(r"\.\./slots/[0-9]{3}/([^/]+)")
 _NUMBER = re.compile(r"[0-9]{3}")
 
 
-def directory_beside(regions: str) -> str:
-    """The parent of the slots, beside the directory ``regions``
-    that has the containers' directories.
-    """
-    return os.path.join(os.path.dirname(regions.rstrip("/")), _NAME)
+def slots_directory(regions: str) -> str:
+    """Return the parent of the slots: a sibling of ``regions``, the containers' directories."""
+    return os.path.join(os.path.dirname(regions.rstrip("/")), _SLOTS)
 
 
-def behind(path: str) -> str:
-    """Return the directory in a slot that ``path``, a container's directory, links to;
-    ``path`` itself when it is no link.
+def resolve_slot(path: str) -> str:
+    """Return the directory in a slot to which the container's directory ``path`` links, or ``path``
+    itself if it is no link.
 
-    Only a link as this module makes them is followed. Its text names the target, so it leads
-    nowhere else.
+    Only links in the form that this module writes are followed, so none leads outside the slots.
     """
     try:
         found = _LINK.fullmatch(target := os.readlink(path))
@@ -68,20 +66,20 @@ def behind(path: str) -> str:
 
 
 def mount_slots(regions: str, count: int, mount: Callable[[str, str], None]) -> int:
-    """Mount the slots that are missing of ``count``; existing ones stay as they are, used or not.
+    """Mount the first ``count`` slots. Slots that are already mounted are not changed.
 
     Args:
-        regions: the directory of the containers' directories.
-        count: how many there shall be; `MAX_SLOTS` at most.
-        mount: mounts a tmpfs at a path with options.
+        regions: the parent of the containers' directories.
+        count: the number of slots, `MAX_SLOTS` at most.
+        mount: mounts a tmpfs, given the path and the mount options.
 
     Returns:
-        how many were mounted.
+        the number of slots that this call has mounted.
 
     Raises:
-        CarrierError: one cannot be mounted; those before it are.
+        CarrierError: a slot cannot be mounted. The slots before it stay mounted.
     """
-    parent, mounted = directory_beside(regions), 0
+    parent, mounted = slots_directory(regions), 0
     host_files.make_directory(parent)
     for number in range(count):
         path = f"{parent}/{number:03}"
@@ -89,7 +87,7 @@ def mount_slots(regions: str, count: int, mount: Callable[[str, str], None]) -> 
             continue
         host_files.make_directory(path)
         try:
-            mount(path, f"mode=0755,size={SLOT_KIB}k,nr_inodes={_SLOT_FILES}")
+            mount(path, f"mode=0755,size={SLOT_KIB}k,nr_inodes={_SLOT_INODES}")
         except OSError as err:
             raise CarrierError(
                 f"cannot mount a slot for a region at {path}: {err.strerror}; let the container "
@@ -103,23 +101,24 @@ def mount_slots(regions: str, count: int, mount: Callable[[str, str], None]) -> 
 class RegionSlots:
     """The slots of this node.
 
-    State: none but the files: a slot that nothing takes up is free. Called in threads.
+    State: only the files. A slot without files is free. The methods may be called in any thread.
     """
 
     def __init__(self, regions: str) -> None:
-        """Use the slots beside ``regions``, the directory of the containers' directories."""
+        """Use the slots for ``regions``, the parent of the containers' directories."""
         self._regions = regions
-        self._parent = directory_beside(regions)
-        self._taking = threading.Lock()
-        self._next = 0
+        self._parent = slots_directory(regions)
+        self._lock = threading.Lock()
+        self._next = 0  # the position at which the next search for a free slot begins
         self._changes = log.ChangeFilter()
 
     def take(self, path: str) -> bool:
-        """Make ``path``, a container's directory that is not there yet, a link into a free slot,
-        or keep it so.
+        """Give a container a slot: make its directory ``path`` a link into a free slot, unless it
+        exists already.
 
         Returns:
-            whether it has a slot. Without one, ``path`` is missing or the directory that was there.
+            True if ``path`` is a link into a slot. If False, ``path`` is missing or a directory on
+            the disk.
 
         Raises:
             CarrierError: the link cannot be made.
@@ -127,23 +126,23 @@ class RegionSlots:
         if os.path.dirname(path) != self._regions:
             return False
         try:
-            with self._taking:
+            with self._lock:
                 return self._take(path)
         except OSError as err:
             raise host_files.trouble("make", path, err) from err
 
     def remove_orphans(self) -> None:
-        """Empty the slots that no link leads into, and remove links that lead nowhere:
-        an agent was killed between the two.
+        """Empty the slots without a link to them, and remove links without a target. An agent that
+        was killed between two steps leaves such slots and links.
 
-        To be called before the first `take`: such a link may lead to where another container's
-        directory is made.
+        Call this before the first `take`, which could otherwise make another container's directory
+        at the target of an old link.
         """
-        with self._taking, contextlib.suppress(OSError):
-            links = [os.path.join(self._regions, name) for name in _names(self._regions)]
-            linked = {inside for path in links if (inside := behind(path)) != path}
-            for path in links:
-                if (inside := behind(path)) != path and not os.path.lexists(inside):
+        with self._lock, contextlib.suppress(OSError):
+            paths = [os.path.join(self._regions, name) for name in _names(self._regions)]
+            linked = {target for path in paths if (target := resolve_slot(path)) != path}
+            for path in paths:
+                if (target := resolve_slot(path)) != path and not os.path.lexists(target):
                     os.unlink(path)
             for slot in self._slots():
                 for name in os.listdir(slot):
@@ -151,36 +150,37 @@ class RegionSlots:
                         _remove(path)
 
     def _take(self, path: str) -> bool:
-        inside = behind(path)
-        if inside == path and os.path.lexists(path):
-            return False  # from before there were slots, or when there was none left
-        if inside != path:
-            slot = os.path.dirname(inside)
-            # After a reboot the slots are empty, and this one may be another container's by now, or
-            # none any more.
-            if _is_mounted(slot) and not set(os.listdir(slot)) - {os.path.basename(inside)}:
-                host_files.make_directory(inside)
+        target = resolve_slot(path)
+        if target == path and os.path.lexists(path):
+            return False  # a directory that was made while no slot was free or mounted
+        if target != path:
+            slot = os.path.dirname(target)
+            # After a reboot the slots are empty. This one may have another container by now, or may
+            # not be mounted any more.
+            if _is_mounted(slot) and not set(os.listdir(slot)) - {os.path.basename(target)}:
+                host_files.make_directory(target)
                 return True
             os.unlink(path)
-        if (free := self._free()) is None:
+        if (free := self._find_free()) is None:
             return False
         host_files.make_directory(self._regions)
         name = os.path.basename(path)
-        host_files.make_directory(inside := os.path.join(free, name))
+        host_files.make_directory(target := os.path.join(free, name))
         try:
-            os.symlink(f"../{_NAME}/{os.path.basename(free)}/{name}", path)
+            os.symlink(f"../{_SLOTS}/{os.path.basename(free)}/{name}", path)
         except OSError:
-            _remove(inside)  # e.g. the disk is full; each further try would take another slot
+            # e.g. the disk is full; without the removal, each retry would occupy another slot
+            _remove(target)
             raise
         return True
 
-    def _free(self) -> str | None:
+    def _find_free(self) -> str | None:
         slots = self._slots()
-        for place in range(len(slots)):
-            slot = slots[(self._next + place) % len(slots)]
+        for offset in range(len(slots)):
+            slot = slots[(self._next + offset) % len(slots)]
             with contextlib.suppress(OSError):
                 if _is_mounted(slot) and _is_unused(slot):
-                    self._next = (self._next + place + 1) % len(slots)
+                    self._next = (self._next + offset + 1) % len(slots)
                     return slot
         if slots and self._changes.is_new("no slot"):
             _logger.warning(
@@ -188,9 +188,9 @@ class RegionSlots:
                 slots=len(slots),
                 directory=self._parent,
                 meaning=(
-                    "further regions lie on the disk, where the agent cuts back those that grow"
+                    "further regions are on the disk, where the agent truncates those that grow"
                 ),
-                remedy="mount more: --count of vgpu-agent mount-regions",
+                remedy="mount more slots: raise --count of vgpu-agent mount-regions",
             )
         return None
 
@@ -214,24 +214,25 @@ def _names(directory: str) -> list[str]:
 
 
 def _remove(directory: str) -> None:
-    """Remove a directory in a slot with its few files, which no container has mounted. What is in
-    it was made by the agent: containers write to files, and to no directory.
+    """Remove a directory in a slot, which no container has mounted, and its few files. The agent
+    has made all of them: containers can write the files, but cannot create any.
     """
     shutil.rmtree(directory, ignore_errors=True)
 
 
 def _is_unused(slot: str) -> bool:
-    """Tell whether the slot takes up no room and holds only its own directory.
+    """Tell whether the slot has no used blocks, and no inode but that of its root directory.
 
-    A removed region takes up room as long as a process has it open. It could still grow into the
-    room of the next container.
+    A removed region uses blocks as long as a process has it open. Such a process could still
+    enlarge it, at the expense of the next container.
     """
-    taken = os.statvfs(slot)
-    return taken.f_bfree == taken.f_blocks and taken.f_files - taken.f_ffree <= 1
+    usage = os.statvfs(slot)
+    return usage.f_bfree == usage.f_blocks and usage.f_files - usage.f_ffree <= 1
 
 
 def _is_mounted(slot: str) -> bool:
-    """Tell whether the agent sees a file system at ``slot``.
-    One that only the runtime sees would hide the agent's writes.
+    """Tell whether a file system is mounted at ``slot`` in the agent's mount namespace.
+
+    If only the runtime saw it, the container would not see the files that the agent writes.
     """
     return os.path.ismount(slot)

@@ -53,7 +53,7 @@ def remove_tree(
     try:
         if not os.path.islink(path):
             return _Tree(path, until, clock).remove()
-        if (inside := region_slots.behind(path)) != path and not _Tree(
+        if (inside := region_slots.resolve_slot(path)) != path and not _Tree(
             inside, until, clock
         ).remove():
             return False

@@ -1,9 +1,9 @@
-"""``/debug/…``: everything the agent knows about itself, as JSON, for the person on call.
+"""The endpoints ``/debug/…``: the state of the agent as JSON, for operators.
 
-A table of paths, each with one sentence, its query parameters and a pure function from a snapshot
-to an answer.
-`web.server` serves it. Answers are the types of `views`, so their shapes are a contract with
-scripts (docs/debug-endpoints.md). The only thing that can be changed here is the log level.
+`PATHS` has each path with its description, its query parameters, and a pure function that answers a
+request from a snapshot. `web.server` serves them. The shapes of the answers are the types of
+`views`; scripts rely on them (docs/debug-endpoints.md). All paths are read-only, except for the log
+level.
 """
 
 from __future__ import annotations
@@ -27,21 +27,21 @@ if TYPE_CHECKING:
     from vgpu_agent.status import AgentStatus, BindingStatus
 
 _logger = log.get(__name__)
-_LONGEST_ECHO = 60  # characters of a wrong value that an error repeats
-# RFC 1123 label / subdomain
+_MAX_ECHO = 60  # characters of an invalid value that are repeated in an error message
+# namespace/name: an RFC 1123 label and a subdomain
 _POD = re.compile(r"[a-z0-9]([-a-z0-9]*[a-z0-9])?/[a-z0-9]([-a-z0-9.]*[a-z0-9])?\Z")
 _UNIX_SECONDS = re.compile(r"\d{1,12}(\.\d{1,9})?\Z", re.ASCII)
-_AGO = re.compile(r"(\d{1,9})([smhd])\Z", re.ASCII)
+_AGE = re.compile(r"(\d{1,9})([smhd])\Z", re.ASCII)
 _UNIT_SECONDS = {"s": 1, "m": 60, "h": 3600, "d": 86400}
 
 
-class BadQuestionError(AgentError):
-    """A query parameter or a body that makes no sense; answered with 400 and this message."""
+class BadRequestError(AgentError):
+    """A query parameter or a body is invalid. The response is status 400 with this message."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Question:
-    """One request: the snapshot to answer from, the time (unix seconds) and the query."""
+class DebugRequest:
+    """A request: the snapshot to answer from, the time of it (Unix seconds), and the query."""
 
     status: AgentStatus
     now: float
@@ -49,61 +49,75 @@ class Question:
 
 
 class DebugPath(NamedTuple):
-    """One line of the index: path, description in one sentence, parameters (except ``pretty``),
-    and the answer.
+    """One path.
+
+    Attributes:
+        path: the URL path.
+        description: one sentence, shown in the index.
+        parameters: the query parameters, except ``pretty``, which all paths accept.
+        answer: returns the answer to a request, ready for `to_json`.
     """
 
     path: str
-    about: str
+    description: str
     parameters: tuple[str, ...]
-    answer: Callable[[Question], Any]
+    answer: Callable[[DebugRequest], Any]
 
 
 def to_json(answer: Any, *, pretty: bool = False) -> bytes:
-    """``answer`` as one line, or indented; what JSON has no form
-    for is written as Python shows it.
+    """Encode ``answer`` on one line, or indented if ``pretty``. Values that JSON has no type for
+    are encoded as their ``repr``.
     """
     line = msgspec.json.encode(answer, enc_hook=repr)
     return (msgspec.json.format(line, indent=2) if pretty else line) + b"\n"
 
 
-def question(
+def parse_request(
     status: AgentStatus,
     now: float,
     pairs: Iterable[tuple[str, str]],
     known: Iterable[str],
     path: str,
-) -> Question:
-    """The request in our words.
+) -> DebugRequest:
+    """Check the query parameters and build the request.
+
+    Args:
+        status: the snapshot to answer from.
+        now: Unix seconds.
+        pairs: the query parameters, (name, value).
+        known: the parameters of the path, except ``pretty``.
+        path: the URL path, for errors.
 
     Raises:
-        BadQuestionError: a parameter that ``path`` does not know, or one given twice.
+        BadRequestError: a parameter is not one of the path, or is given twice.
     """
     allowed = [*known, "pretty"]
     query: dict[str, str] = {}
     for name, value in pairs:
         if name not in allowed:
-            raise BadQuestionError(
+            raise BadRequestError(
                 f"query parameter {_echo(name)} is not known to {path}; known: {', '.join(allowed)}"
             )
         if name in query:
-            raise BadQuestionError(f"query parameter {name!r} is given twice; give it once")
+            raise BadRequestError(f"query parameter {name!r} is given twice; give it once")
         query[name] = value
-    return Question(status, now, query)
+    return DebugRequest(status, now, query)
 
 
 def change_log_level(body: bytes) -> dict[str, Any]:
-    """``PUT /debug/loglevel``: the body is a level, or ``{"level": "debug"}``.
-    Lasts until the agent restarts.
+    """Answer ``PUT /debug/loglevel``: set the log level until the agent restarts.
+
+    Args:
+        body: the level as plain text, or ``{"level": "debug"}``.
 
     Raises:
-        BadQuestionError: anything else; the message lists the levels.
+        BadRequestError: the body is neither. The message lists the levels.
     """
     text = body.decode(errors="replace").strip()
     if text.startswith(("{", '"')):
         text = _level_in_json(text)
     if text not in log.LEVELS:
-        raise BadQuestionError(
+        raise BadRequestError(
             f"log level {_echo(text)} is not known; send one of {', '.join(log.LEVELS)} as plain "
             'text or as {"level": "debug"}'
         )
@@ -123,34 +137,34 @@ def _level_in_json(text: str) -> str:
 
 
 def _echo(text: str) -> str:
-    """A wrong value as an error repeats it: one line, shortened."""
-    return repr(text if len(text) <= _LONGEST_ECHO else f"{text[:_LONGEST_ECHO]}…")
+    """Quote an invalid value for an error message, on one line and shortened."""
+    return repr(text if len(text) <= _MAX_ECHO else f"{text[:_MAX_ECHO]}…")
 
 
-def _status(asked: Question) -> views.Overview:
-    return views.overview(asked.status, asked.now)
+def _status(request: DebugRequest) -> views.Overview:
+    return views.overview(request.status, request.now)
 
 
-def _devices(asked: Question) -> dict[str, Any]:
-    inventory = asked.status.inventory
+def _devices(request: DebugRequest) -> dict[str, Any]:
+    inventory = request.status.inventory
     return {
-        "simulated": views.is_simulated(asked.status),
+        "simulated": views.is_simulated(request.status),
         "driver_version": inventory.driver_version,
         "cuda_version": inventory.cuda_version,
         "inventory_version": inventory.version,
-        "inventory_taken": when(asked.status.inventory_at, asked.now),
-        "usage_taken": when(asked.status.usage_at, asked.now),
-        "nvml": views.nvml(asked.status, asked.now),
+        "inventory_taken": when(request.status.inventory_at, request.now),
+        "usage_taken": when(request.status.usage_at, request.now),
+        "nvml": views.nvml(request.status, request.now),
         "failures": inventory.failures,
-        "gpus": views.gpus(asked.status, asked.now),
+        "gpus": views.gpus(request.status, request.now),
     }
 
 
-def _ledger(asked: Question) -> dict[str, Any]:
-    ledger = asked.status.ledger
+def _ledger(request: DebugRequest) -> dict[str, Any]:
+    ledger = request.status.ledger
     return {
         "revision": ledger.revision,
-        "verified": when(ledger.verified_at, asked.now),
+        "verified": when(ledger.verified_at, request.now),
         "drift_total": ledger.drift_total,
         "drift_last": ledger.drift_last,
         "unknown_ids": ledger.unknown_ids,
@@ -158,73 +172,73 @@ def _ledger(asked: Question) -> dict[str, Any]:
         "ids_free": ledger.free,
         "rooms": ledger.rooms,
         "scheduler_overcommitted": ledger.overcommitted,
-        "uses": {use.gpu: uses.use_view(use, asked.now) for use in ledger.uses},
+        "uses": {use.gpu: uses.use_view(use, request.now) for use in ledger.uses},
         "held_back": {
-            resource: uses.held_back(asked.status, resource) for resource in ledger.held_back
+            resource: uses.held_back(request.status, resource) for resource in ledger.held_back
         },
-        "grants": views.grants(asked.status, asked.now),
+        "grants": views.grants(request.status, request.now),
     }
 
 
-def _allocations(asked: Question) -> dict[str, Any]:
+def _allocations(request: DebugRequest) -> dict[str, Any]:
     return allocations.answer(
-        asked.status, asked.now, _pod_asked_for(asked) if "pod" in asked.query else None
+        request.status, request.now, _pod_asked_for(request) if "pod" in request.query else None
     )
 
 
-def _explain(asked: Question) -> explain.Explanation | dict[str, Any]:
-    if "pod" not in asked.query:
-        return {"ask": "?pod=NAMESPACE/NAME", "pods": explain.pods(asked.status)}
-    return explain.explain(asked.status, asked.now, _pod_asked_for(asked))
+def _explain(request: DebugRequest) -> explain.Explanation | dict[str, Any]:
+    if "pod" not in request.query:
+        return {"ask": "?pod=NAMESPACE/NAME", "pods": explain.pods(request.status)}
+    return explain.explain(request.status, request.now, _pod_asked_for(request))
 
 
-def _pod_asked_for(asked: Question) -> str:
-    pod = asked.query["pod"]
+def _pod_asked_for(request: DebugRequest) -> str:
+    pod = request.query["pod"]
     if not _POD.match(pod):
-        raise BadQuestionError(
+        raise BadRequestError(
             f"pod {_echo(pod)} is not understood; write ?pod=NAMESPACE/NAME, for example "
             "?pod=default/train-0"
         )
     return pod
 
 
-def _pods(asked: Question) -> dict[str, Any]:
+def _pods(request: DebugRequest) -> dict[str, Any]:
     return {
-        "pods": views.pods(asked.status, asked.now),
-        **cluster.watched_pods(asked.status, asked.now),
+        "pods": views.pods(request.status, request.now),
+        **cluster.watched_pods(request.status, request.now),
     }
 
 
-def _mps(asked: Question) -> dict[str, Any]:
-    return {"daemons": [shown(daemon, asked.now) for daemon in asked.status.mps]}
+def _mps(request: DebugRequest) -> dict[str, Any]:
+    return {"daemons": [shown(daemon, request.now) for daemon in request.status.mps]}
 
 
-def _resources(asked: Question) -> dict[str, Any]:
+def _resources(request: DebugRequest) -> dict[str, Any]:
     return {
-        "kubelet": shown(asked.status.kubelet, asked.now),
-        "resources": views.resources(asked.status, asked.now),
-        "withheld": views.withheld(asked.status),
-        "cautions": list(asked.status.binding.cautions),
+        "kubelet": shown(request.status.kubelet, request.now),
+        "resources": views.resources(request.status, request.now),
+        "withheld": views.withheld(request.status),
+        "cautions": list(request.status.binding.cautions),
     }
 
 
-def _events(asked: Question) -> dict[str, Any]:
-    since = _since(asked.query.get("since"), asked.now)
-    name = asked.query.get("event")
-    limit = _limit(asked.query.get("limit"))
+def _events(request: DebugRequest) -> dict[str, Any]:
+    since = _since(request.query.get("since"), request.now)
+    name = request.query.get("event")
+    limit = _limit(request.query.get("limit"))
     matching = [
         entry
-        for entry in asked.status.events
+        for entry in request.status.events
         if entry.at >= since
         and (name is None or entry.event == name or entry.event.startswith(f"{name}."))
     ]
     newest = matching if limit is None else matching[-limit:]
     return {
-        "kept": len(asked.status.events),
+        "kept": len(request.status.events),
         "matching": len(matching),
         "events": [
             {
-                **msgspec.to_builtins(when(entry.at, asked.now)),
+                **msgspec.to_builtins(when(entry.at, request.now)),
                 "event": entry.event,
                 "facts": entry.facts,
             }
@@ -234,21 +248,22 @@ def _events(asked: Question) -> dict[str, Any]:
 
 
 def _since(text: str | None, now: float) -> float:
-    """Parse ``since`` into unix seconds: a time in ISO-8601 (UTC by default), unix seconds,
-    or an age such as ``10m``.
+    """Parse the parameter ``since`` into Unix seconds; 0 if it is missing.
+
+    It may be a time in ISO 8601 (UTC by default), Unix seconds, or an age such as ``10m``.
     """
     if text is None:
         return 0.0
-    if ago := _AGO.match(text):
-        return now - int(ago[1]) * _UNIT_SECONDS[ago[2]]
+    if age := _AGE.match(text):
+        return now - int(age[1]) * _UNIT_SECONDS[age[2]]
     if _UNIX_SECONDS.match(text):
         return float(text)
     try:
-        # "+" of "…T12:00:00+01:00" means a space in a query, unless it is escaped, which is rarely
-        # done in curl.
+        # In a query, the "+" of "…T12:00:00+01:00" means a space, unless it is escaped. With curl,
+        # people rarely escape it.
         at = dt.datetime.fromisoformat(text.replace(" ", "+") if "T" in text else text)
     except ValueError:
-        raise BadQuestionError(
+        raise BadRequestError(
             f"since {_echo(text)} is not understood; write an age (30s, 10m, 2h, 1d), a time "
             "(2026-01-31T12:00:00Z) or unix seconds"
         ) from None
@@ -259,33 +274,33 @@ def _limit(text: str | None) -> int | None:
     if text is None:
         return None
     if not (text.isascii() and text.isdigit() and len(text) <= 9 and int(text) >= 1):
-        raise BadQuestionError(
+        raise BadRequestError(
             f"limit {_echo(text)} is not understood; write how many of the newest events you want, "
             "1 or more"
         )
     return int(text)
 
 
-def _config(asked: Question) -> dict[str, Any]:
+def _config(request: DebugRequest) -> dict[str, Any]:
     return {
-        "problem": "\n".join(asked.status.config_problems),
-        "needs_restart": asked.status.config_needs_restart,
-        "named": asked.status.config_named,
-        "binding": binding.binding_view(asked.status.binding, asked.now),
-        "cdi": views.cdi(asked.status.cdi, asked.now),
-        **_of_files(asked.status.binding),
-        "config_map": asked.status.cluster.config_map,
-        "file_problems": asked.status.binding.file_problems,
+        "problem": "\n".join(request.status.config_problems),
+        "needs_restart": request.status.config_needs_restart,
+        "named": request.status.config_named,
+        "binding": binding.binding_view(request.status.binding, request.now),
+        "cdi": views.cdi(request.status.cdi, request.now),
+        **_plugin_file_settings(request.status.binding),
+        "config_map": request.status.cluster.config_map,
+        "file_problems": request.status.binding.file_problems,
         "values": {
             key: {"value": value, "from": origin}
-            for key, (value, origin) in sorted(asked.status.config.items())
+            for key, (value, origin) in sorted(request.status.config.items())
         },
     }
 
 
-def _of_files(status: BindingStatus) -> dict[str, Any]:
-    """Show for each family with files of a replaced plugin its settings in force,
-    and which of them a file has set.
+def _plugin_file_settings(status: BindingStatus) -> dict[str, Any]:
+    """Return the settings in force of each family that reads files of a replaced plugin, and the
+    origin of each setting.
     """
     answer: dict[str, Any] = {}
     for family in FAMILIES:
@@ -295,27 +310,31 @@ def _of_files(status: BindingStatus) -> dict[str, Any]:
     return answer
 
 
-def _tasks(asked: Question) -> dict[str, Any]:
-    now = asked.now
+def _tasks(request: DebugRequest) -> dict[str, Any]:
+    now = request.now
     return {
-        "loop_lag_seconds": asked.status.loop_lag_seconds,
-        "loop_lag_max_seconds": asked.status.loop_lag_max_seconds,
-        "nvml": views.nvml(asked.status, now),
+        "loop_lag_seconds": request.status.loop_lag_seconds,
+        "loop_lag_max_seconds": request.status.loop_lag_max_seconds,
+        "nvml": views.nvml(request.status, now),
         "tasks": [
             {**shown(task, now), "stuck_seconds": task.stuck_for(now)}
-            for task in asked.status.tasks
+            for task in request.status.tasks
         ],
     }
 
 
-def _log_level(_: Question) -> dict[str, Any]:
+def _log_level(_: DebugRequest) -> dict[str, Any]:
     return {"level": log.current_level(), "levels": log.LEVELS}
 
 
-def _index(_: Question) -> dict[str, Any]:
+def _index(_: DebugRequest) -> dict[str, Any]:
     return {
         "paths": [
-            {"path": entry.path, "about": entry.about, "parameters": [*entry.parameters, "pretty"]}
+            {
+                "path": entry.path,
+                "about": entry.description,
+                "parameters": [*entry.parameters, "pretty"],
+            }
             for entry in PATHS
             if entry.path != "/debug/"
         ]
@@ -329,7 +348,7 @@ PATHS: tuple[DebugPath, ...] = (
     ),
     DebugPath(
         "/debug/devices",
-        "Every GPU: health and why, usage, topology, and who holds a share of it.",
+        "Every GPU: health with its reason, usage, topology, and the holders of its shares.",
         (),
         _devices,
     ),
@@ -342,38 +361,40 @@ PATHS: tuple[DebugPath, ...] = (
     ),
     DebugPath(
         "/debug/allocations",
-        "Every grant with its evidence, reservations without an owner, refused starts; all, or "
-        "of one pod (pod=namespace/name).",
+        "Every grant with its evidence, reservations without an owner, and refused starts: of all "
+        "pods, or of one (pod=namespace/name).",
         ("pod",),
         _allocations,
     ),
     DebugPath(
         "/debug/explain",
-        "Why a pod does not start, or which GPU it has and how that is known (pod=namespace/name).",
+        "The reason why a pod does not start, or the GPU that it has, with the evidence "
+        "(pod=namespace/name).",
         ("pod",),
         _explain,
     ),
     DebugPath(
         "/debug/pods",
-        "Who holds which GPU, by pod; and the pods of this node as the API server has them.",
+        "The holders of each GPU by pod, and the pods of this node in the API server.",
         (),
         _pods,
     ),
     DebugPath(
         "/debug/cluster",
-        "The API server: connection, watches, writers, requests, the remembered state.",
+        "The API server: connection, watches, writers, requests, and the data that is kept for a "
+        "restart during an outage.",
         (),
-        lambda asked: cluster.answer(asked.status, asked.now),
+        lambda request: cluster.answer(request.status, request.now),
     ),
     DebugPath(
         "/debug/resources",
-        "Each plugin server: registered, stream open, ids sent, Allocate calls; and the kubelet.",
+        "Each plugin server: registration, stream, sent ids, Allocate calls; and the kubelet.",
         (),
         _resources,
     ),
     DebugPath(
         "/debug/mps",
-        "The MPS control daemons: limits in force, clients, restarts, what is wrong.",
+        "The MPS control daemons: limits in force, clients, restarts, problems.",
         (),
         _mps,
     ),
@@ -385,13 +406,13 @@ PATHS: tuple[DebugPath, ...] = (
     ),
     DebugPath(
         "/debug/config",
-        "Each setting in force and where it came from; how grants are bound and why.",
+        "Each setting in force with its origin; the binding mode of grants with the reason.",
         (),
         _config,
     ),
     DebugPath(
         "/debug/tasks",
-        "The agent's loops: state, restarts, heartbeats; and an NVML call that hangs.",
+        "The agent's loops: state, restarts, heartbeats; and the NVML call that hangs.",
         (),
         _tasks,
     ),

@@ -302,10 +302,10 @@ class WebServer:
 
     def _debug(self, entry: debug.DebugPath) -> Handler:
         async def answer(request: web.Request) -> web.Response:
-            asked = debug.question(
+            parsed = debug.parse_request(
                 *self._snapshot(), request.query.items(), entry.parameters, entry.path
             )
-            return _json(200, entry.answer(asked), pretty="pretty" in asked.query)
+            return _json(200, entry.answer(parsed), pretty="pretty" in parsed.query)
 
         return answer
 
@@ -320,7 +320,7 @@ class WebServer:
             self._refuse_unwanted_body(request)
             async with asyncio.timeout(self._request_timeout_seconds):
                 return self._last_or_not(request, await handler(request))
-        except debug.BadQuestionError as err:
+        except debug.BadRequestError as err:
             return _error(400, str(err))
         except web.HTTPException as err:
             return self._http_error(request, err)
@@ -358,7 +358,7 @@ class WebServer:
         if size is not None and size > self._max_body_bytes:
             raise web.HTTPRequestEntityTooLarge(self._max_body_bytes, size)
         if request.method in ("GET", "HEAD") and request.body_exists:
-            raise debug.BadQuestionError(
+            raise debug.BadRequestError(
                 f"{request.method} {_shortened(request.path)} takes no request body; send it "
                 "without one"
             )

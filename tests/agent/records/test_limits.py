@@ -38,7 +38,7 @@ def test_a_limit_that_is_raised_is_told_once_for_each_grant() -> None:
         status.containers = (
             ContainerUsage("team", "p", "main", 0, "GPU-0", 0, limit_mib << 20, processes=1),
         )
-        watch.look()
+        watch.check()
         return [entry.event for entry in journal.entries]
 
     assert look(1000) == []

@@ -11,7 +11,7 @@ import pytest
 from tests.golden import U0, U1, golden_inventory
 from tests.patience import PATIENCE_SECONDS
 from tests.settings import settings as settings_of
-from vgpu_agent.agent.records.missing_devices import InstanceMemory, MissingDevices
+from vgpu_agent.agent.records.missing_devices import InstanceFile, MissingDevices
 from vgpu_agent.device_ids import DeviceId
 from vgpu_agent.journal import Entry, Journal
 from vgpu_agent.ledger import Ledger
@@ -47,7 +47,7 @@ class Node:
         self.ledger.offer(
             [Resource(MIG, "nvidia", (DeviceId("MIG-a", "MIG-a"), DeviceId("MIG-b", "MIG-b")))]
         )
-        self.vanished = MissingDevices(
+        self.missing = MissingDevices(
             settings_of(state_directory=str(state)),
             self.ledger,
             inventory=lambda: self.inventory,
@@ -58,7 +58,7 @@ class Node:
         """Another inventory, and a look."""
         self.inventory = inventory
         self.ledger.observe(inventory)
-        self.vanished.look()
+        self.missing.check()
 
     def name(self, *holdings: Holding) -> None:
         """The kubelet's records name the holders of MIG-a."""
@@ -164,7 +164,7 @@ def test_a_pod_that_ended_is_forgotten_silently() -> None:
     node.change(_cut("MIG-c"))
     node.name()
     node.name()
-    node.vanished.look()
+    node.missing.check()
 
     assert node.ledger.grants == ()
     assert node.told("grant.device_returned") == []
@@ -175,18 +175,18 @@ async def test_after_a_restart_the_gpu_of_an_instance_that_is_gone_is_known(tmp_
     it is named, and not given out whole, as without a restart of the agent.
     """
     before = Node(_cut("MIG-a", "MIG-b"), tmp_path)
-    remembering = asyncio.ensure_future(before.vanished.remember())
+    remembering = asyncio.ensure_future(before.missing.save_instances())
     async with asyncio.timeout(PATIENCE_SECONDS):
         # a file has no event to wait for
-        while len(await InstanceMemory(str(tmp_path)).recall()) < 2:  # noqa: ASYNC110
+        while len(await InstanceFile(str(tmp_path)).read()) < 2:  # noqa: ASYNC110
             await asyncio.sleep(0.01)
     remembering.cancel()
 
     node = Node(golden_inventory(), tmp_path)
-    await node.vanished.recall()
+    await node.missing.load_instances()
     node.ledger.offer([Resource("nvidia.com/gpu", "nvidia", (DeviceId(U0, U0), DeviceId(U1, U1)))])
     node.name(Holding(MIG, ("MIG-a",), OWNER))
-    node.vanished.look()
+    node.missing.check()
 
     (entry,) = node.told("grant.device_missing")
     assert (entry.facts["pod"], entry.facts["device"], entry.facts["gpu"]) == (
@@ -205,7 +205,7 @@ async def test_a_holder_that_is_named_later_is_told_then() -> None:
     node = Node(_cut("MIG-a"))
     node.ledger.reserve(MIG, ("MIG-a",), (Share("MIG-a"),))
     async with asyncio.TaskGroup() as group:
-        loop = group.create_task(node.vanished.run())
+        loop = group.create_task(node.missing.run())
         node.inventory = _cut("MIG-b")
         node.ledger.observe(node.inventory)
         await asyncio.sleep(0)

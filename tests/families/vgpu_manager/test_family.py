@@ -65,7 +65,7 @@ def test_what_pod_and_node_say_reaches_the_backend() -> None:
 
 def test_a_card_that_is_gone_is_waited_for() -> None:
     """The kubelet asks again."""
-    with pytest.raises(UnhealthyDeviceError, match=f"GPU {U1} was decided .* and is gone"):
+    with pytest.raises(UnhealthyDeviceError, match=f"GPU {U1} was decided .* and is missing"):
         family().provision(
             question(pod(), inventory=dataclasses.replace(INVENTORY, gpus=INVENTORY.gpus[:1])),
             (Share(U1, 1, 1),),

@@ -232,7 +232,7 @@ def test_a_card_that_is_gone_starts_nobody() -> None:
     """
     without = Inventory(2, INVENTORY.gpus[:1])
     with pytest.raises(
-        UnhealthyDeviceError, match=f"GPU {U1} was decided for the container and is gone"
+        UnhealthyDeviceError, match=f"GPU {U1} was decided for the container and is missing"
     ):
         family().provision(question(ONE, inventory=without), (Share(U1, 3000, 50),))
 

@@ -31,7 +31,7 @@ from tests.real_node.mixed.tools import Sizes
 from tests.real_node.vgpu_manager_node import PRE, wrong
 from tests.torture.mixed import bounds
 from tests.torture.mixed.judge import percentile
-from vgpu_agent.sim.vgpu_manager.words import read_claims
+from vgpu_agent.sim.vgpu_manager.formats import read_claims
 
 _UUID = re.compile(r"GPU-[0-9a-f]{8}(?:-[0-9a-f]{4}){3}-[0-9a-f]{12}")
 _FAMILY_OF = {resource: family for family, resource in RESOURCES.items()}

@@ -31,7 +31,7 @@ from tests.real_node.vgpu_manager_node import (
     TIME,
 )
 from tests.real_node.volcano import IDS, VGPU
-from vgpu_agent.sim.vgpu_manager import words as vgpu_manager
+from vgpu_agent.sim.vgpu_manager import formats as vgpu_manager
 from vgpu_agent.sim.volcano import annotations as volcano
 
 Object = Mapping[str, Any]
@@ -234,7 +234,7 @@ def _marks(
         if phase == vgpu_manager.SUCCEED:
             yield REAL, real, real == annotations.get(PRE)
             time = annotations.get(TIME)
-            yield TIME, time, time == vgpu_manager.FOREVER
+            yield TIME, time, time == vgpu_manager.FINISHED_TIME
             yield PLANNED, annotations.get(PLANNED), annotations.get(PLANNED) == node
             yield _METRICS_NODE, labels.get(_METRICS_NODE), labels.get(_METRICS_NODE) == node
         else:

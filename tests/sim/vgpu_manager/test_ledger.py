@@ -17,10 +17,10 @@ from tests.sim.vgpu_manager.objects import (
     pod,
     register,
 )
+from vgpu_agent.sim.vgpu_manager.formats import Claim, Keys, read_claims, write_claims
 from vgpu_agent.sim.vgpu_manager.ledger import NodeLedger, Use, footprint, holds_claim
-from vgpu_agent.sim.vgpu_manager.words import Claim, Words, read_claims, write_claims
 
-KEYS = Words()
+KEYS = Keys()
 NOW = 1_787_331_600.0
 
 

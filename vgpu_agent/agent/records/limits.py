@@ -1,9 +1,9 @@
-"""Journal each container whose limit is no longer the configured one.
+"""Record in the journal each container whose limit is not in force.
 
-`hami-core` keeps the limits and the usage of a container in a file, its *region*, which the
-container can write. So a hostile container can raise its own limit. With `vgpu-control` it can run
-programs without the library. The agent cannot prevent that, but it reads what there is to see, and
-the journal names such a pod once.
+`hami-core` keeps the limits and the usage of a container in a file, its *region*. The container can
+write that file, so a hostile container can raise its own limit. With `vgpu-control`, a container
+can run programs without the library. The agent prevents neither. It compares the files of
+containers with the grants (`web.limits`), and records each such pod once.
 """
 
 from __future__ import annotations
@@ -23,15 +23,15 @@ if TYPE_CHECKING:
 
 
 class LimitsWatch:
-    """The comparison of the limits that containers have with those of their grants.
+    """The loop that records grants whose limit is not in force.
 
-    State: the numbers of the grants that were reported. Each is reported once, because a container
-    that changes its region every second must not fill the journal. A restarted agent reports again.
+    State: the numbers of the recorded grants. Each is recorded once, because a container that
+    changes its region every second must not fill the journal. A restarted agent records them again.
 
     Args:
-        evidence: what is read from the containers' files, by each backend.
-        status: returns the snapshot with it.
-        journal: gets an entry for each.
+        evidence: the contents of the containers' files, one snapshot for each isolation backend.
+        status: returns the agent's status, which includes the evidence.
+        journal: receives the entries.
     """
 
     def __init__(
@@ -46,14 +46,14 @@ class LimitsWatch:
         self._changes = ChangeFilter()
 
     async def run(self) -> None:
-        """Compare whenever something was read that has changed, until cancelled."""
+        """Check all limits now and after each change of the evidence, until cancelled."""
         while True:
-            seen = Versions(*self._evidence)
-            self.look()
-            await seen.passed()
+            versions = Versions(*self._evidence)
+            self.check()
+            await versions.passed()
 
-    def look(self) -> None:
-        """Journal each limit that is not in force and was not reported yet."""
+    def check(self) -> None:
+        """Record each grant whose limit is not in force, unless it was recorded before."""
         status = self._status()
         limits = Limits(status)
         self._changes.keep_only({grant.number for grant in status.ledger.grants})

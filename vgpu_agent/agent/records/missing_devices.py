@@ -1,12 +1,12 @@
-"""Report pods that run on a device that the node no longer has, e.g.
-because its GPU was divided into other MIG instances.
+"""Report pods whose device the node no longer has, e.g. because the GPU was divided into other MIG
+instances.
 
-Such a pod keeps its ids in the kubelet until it ends. The report names the affected pods to the
-operator who changed the MIG layout. A metric counts the grants. `composition` runs the loops.
+Such a pod keeps its ids in the kubelet until it ends. The journal names these pods for the operator
+who changed the MIG layout, and a metric counts the grants. `composition` runs the loops.
 
-As long as the pod exists, the ledger does not grant its GPU through another resource. For that it
-needs the GPU of a MIG instance that is gone, also after a restart of the agent. This module keeps a
-file with the GPU of each MIG instance.
+As long as such a pod exists, the ledger does not grant the GPU through another resource. So the
+ledger must know the GPU of a MIG instance that is gone, also after a restart of the agent. This
+module keeps that in a file.
 """
 
 from __future__ import annotations
@@ -27,62 +27,73 @@ if TYPE_CHECKING:
     from vgpu_agent.ledger import Ledger
     from vgpu_agent.model import Grant, Inventory
 
-# The start of a container changes the ledger several times, and these reports are not urgent.
+# One start of a container changes the ledger several times, so the changes of this time are handled
+# together.
 _COALESCING_SECONDS = 0.1
 
 
 class RememberedInstance(msgspec.Struct, frozen=True, rename="camel"):
-    """One MIG instance that this node has or had: its UUID, its GPU's, and its memory."""
+    """A MIG instance that this node has or had.
+
+    Attributes:
+        uuid: the UUID of the instance.
+        gpu: the UUID of its GPU.
+        memory_mib: the memory of the instance.
+    """
 
     uuid: str
     gpu: str
     memory_mib: int
 
 
-class InstanceMemory:
+class InstanceFile:
     """The file in ``directory`` with the GPU of each MIG instance.
 
-    The kubelet's records name an instance by its UUID only, and its GPU may be divided again while
-    a pod holds it. If the file is lost, the GPU of an instance that is gone may be granted to
-    others.
+    The kubelet's records have only the UUID of an instance, and its GPU may be divided again while
+    a pod holds the instance. If the file is lost, the GPU of an instance that is gone may be
+    granted to other pods.
     """
 
     def __init__(self, directory: str) -> None:
         self._file = StateFile(
             directory,
-            "slices.json",  # the name of earlier versions, so that an upgrade reads it
+            "slices.json",  # the name in earlier versions, so that an upgraded agent reads it
             tuple[RememberedInstance, ...],
             when_unreadable=(
                 "it will be written again; until then pods on removed MIG instances block nothing"
             ),
             when_not_written="a restart loses the GPUs of removed MIG instances",
         )
-        self._written: frozenset[str] = frozenset()  # UUIDs; the facts of a UUID never change
+        self._written: frozenset[str] = frozenset()  # UUIDs; an instance never changes
 
-    async def recall(self) -> dict[str, Device]:
-        """Read the instances that were written last, by UUID, the newest last.
-        Return none without a file, or when the file is damaged.
+    async def read(self) -> dict[str, Device]:
+        """Read the instances by UUID, in the order in which they were written. Return none if the
+        file is missing or damaged.
         """
-        found = await self._file.read() or ()
-        self._written = frozenset(each.uuid for each in found)
-        return {each.uuid: Device(each.uuid, each.gpu, each.memory_mib) for each in found}
+        instances = await self._file.read() or ()
+        self._written = frozenset(instance.uuid for instance in instances)
+        return {
+            instance.uuid: Device(instance.uuid, instance.gpu, instance.memory_mib)
+            for instance in instances
+        }
 
-    async def keep(self, instances: Mapping[str, Device]) -> None:
+    async def write(self, instances: Mapping[str, Device]) -> None:
         """Write ``instances``, unless the file has exactly these."""
         if instances.keys() == self._written:
             return
-        facts = tuple(
-            RememberedInstance(each.uuid, each.gpu, each.memory_mib) for each in instances.values()
+        content = tuple(
+            RememberedInstance(device.uuid, device.gpu, device.memory_mib)
+            for device in instances.values()
         )
-        if await self._file.write(facts):
-            self._written = frozenset(each.uuid for each in facts)
+        if await self._file.write(content):
+            self._written = frozenset(instance.uuid for instance in content)
 
 
 class MissingDevices:
-    """The reporter of grants whose device is gone.
+    """The loops that report grants whose device is gone, and store the MIG instances.
 
-    State: the reported pairs of grant and device, so that each is reported once. A restart reports
-    them again.
+    State: the reported pairs of grant and device, so that each is reported once. After a restart,
+    the agent reports them again.
     """
 
     def __init__(
@@ -93,40 +104,40 @@ class MissingDevices:
         inventory: Callable[[], Inventory],
         journal: Journal,
     ) -> None:
-        self._memory = InstanceMemory(settings.state_directory)
+        self._file = InstanceFile(settings.state_directory)
         self._ledger = ledger
         self._inventory = inventory
         self._journal = journal
-        self._reported = log.ChangeFilter()  # by number of the grant and device
+        self._reported = log.ChangeFilter()  # by (number of the grant, device)
 
-    async def recall(self) -> None:
-        """Give the ledger the MIG instances from before the agent's start;
-        call this before anything is offered.
+    async def load_instances(self) -> None:
+        """Read the MIG instances from the file into the ledger. Call this before anything is
+        offered.
         """
-        self._ledger.mig_instances.update(await self._memory.recall())
+        self._ledger.mig_instances.update(await self._file.read())
 
     async def run(self) -> None:
-        """Report after every change of devices or grants, until cancelled."""
+        """Check after each change of devices or grants, until cancelled."""
         async for _ in self._ledger.revision.changes(coalesce_seconds=_COALESCING_SECONDS):
-            self.look()
+            self.check()
 
-    async def remember(self) -> None:
-        """Write the MIG instances to the file after every change, until cancelled.
-        This is a separate loop from `run`, because a disk may hang.
+    async def save_instances(self) -> None:
+        """Write the MIG instances to the file after each change, until cancelled. This loop is
+        separate from `run`, because a disk may hang.
         """
         async for _ in self._ledger.revision.changes(coalesce_seconds=_COALESCING_SECONDS):
-            await self._memory.keep(self._ledger.mig_instances)
+            await self._file.write(self._ledger.mig_instances)
 
-    def look(self) -> None:
-        """Report each pod that has lost its device since the last call, and each device that has
-        come back. Do nothing while the driver shows no GPU, because then no device is known.
+    def check(self) -> None:
+        """Report each device of a grant that has disappeared since the last call, and each that has
+        returned. Do nothing while the driver lists no GPU, because then no device is known.
         """
         if not self._inventory().gpus:
             return
         live = {grant.number: grant for grant in self._ledger.grants}
-        vanished = dict(self._vanished(live.values()))
-        for (number, device), grant in vanished.items():
-            # the holder is known a second later at the latest
+        missing = dict(self._missing(live.values()))
+        for (number, device), grant in missing.items():
+            # a grant without an owner is reported by a later call, once its owner is known
             if grant.owner is not None and self._reported.is_new((number, device)):
                 known = self._ledger.mig_instances.get(device)
                 self._journal.record(
@@ -147,16 +158,16 @@ class MissingDevices:
         for grant in live.values():
             for device in {share.device for share in grant.shares}:
                 key = grant.number, device
-                if key not in vanished and self._reported.over(key) and grant.owner is not None:
+                if key not in missing and self._reported.over(key) and grant.owner is not None:
                     self._journal.record(
                         "grant.device_returned",
                         pod=grant.owner.pod_name,
                         device=device,
                         grant=grant.number,
                     )
-        self._reported.keep_only(vanished)
+        self._reported.keep_only(missing)
 
-    def _vanished(self, grants: Iterable[Grant]) -> Iterator[tuple[tuple[int, str], Grant]]:
+    def _missing(self, grants: Iterable[Grant]) -> Iterator[tuple[tuple[int, str], Grant]]:
         present = self._inventory().devices
         for grant in grants:
             yield from (

@@ -26,7 +26,7 @@ from vgpu_agent.errors import (
     LedgerError,
     RequestRefusedError,
     UnhealthyDeviceError,
-    shown_ids,
+    shortened_ids,
 )
 from vgpu_agent.families.device_lists import VISIBLE_DEVICES
 from vgpu_agent.isolation.edits import Edits, Provision
@@ -125,7 +125,7 @@ class EarlyBinding:
                 "allocate.unanswered",
                 level="warning",
                 resource=offered.name,
-                ids=shown_ids(ids),
+                ids=shortened_ids(ids),
                 reason=str(decision),
             )
             grant, given = (

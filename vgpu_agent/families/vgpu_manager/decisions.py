@@ -13,7 +13,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from vgpu_agent.errors import RequestRefusedError, listed, quoted
-from vgpu_agent.families.family import asking_container
+from vgpu_agent.families.family import requesting_container
 from vgpu_agent.families.vgpu_manager.claims import (
     ClaimsTextError,
     ContainerClaim,
@@ -44,7 +44,7 @@ def claimed_cards(question: Question, options: VgpuManagerOptions) -> ContainerC
         RequestRefusedError: the claim is malformed, is not for this node, or names what was not
             asked for or does not exist.
     """
-    pod, container, keys = question.pod, asking_container(question), options.keys
+    pod, container, keys = question.pod, requesting_container(question), options.keys
     text = pod.annotations.get(keys.pre_allocated, "")
     if not text.strip():
         return None

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING
 
 from vgpu_agent.errors import RequestRefusedError, UnhealthyDeviceError
 from vgpu_agent.families.device_lists import answer_number, edits_of, visible_device
-from vgpu_agent.families.family import Decision, Ownership, Question, asking_container
+from vgpu_agent.families.family import Decision, Ownership, Question, requesting_container
 from vgpu_agent.families.vgpu_manager import node_state, pod_state
 from vgpu_agent.families.vgpu_manager.claims import MAX_CARDS
 from vgpu_agent.families.vgpu_manager.decisions import (
@@ -70,7 +70,7 @@ class VgpuManagerFamily:
         self._backend = backend
         self._indices: dict[str, int] = {}
 
-    # -- what is offered ---------------------------------------------------------------------------
+    # -- offers ------------------------------------------------------------------------------------
 
     def owns(self, resource: str) -> Ownership:
         """Today's names and those of the default domain, which the kubelet's records may have from
@@ -110,7 +110,7 @@ class VgpuManagerFamily:
                 f"container gets at most {most} on this node"
             )
 
-    # -- what a container gets ---------------------------------------------------------------------
+    # -- decisions ---------------------------------------------------------------------------------
 
     def decide(self, question: Question) -> Decision:
         """Follow a scheduler's claim in the pod's annotations; without one, place the container."""
@@ -156,10 +156,10 @@ class VgpuManagerFamily:
         return Decision(_shares(claim), by, by_scheduler=True)
 
     def _place(self, question: Question) -> Decision:
-        placed = place(question, asking_container(question), self._options)
+        placed = place(question, requesting_container(question), self._options)
         return Decision(placed.shares, f"the agent, {placed.rules}", remarks=placed.remarks)
 
-    # -- what puts it in force ---------------------------------------------------------------------
+    # -- enforcement -------------------------------------------------------------------------------
 
     def provision(self, question: Question, shares: tuple[Share, ...]) -> Provision:
         """Name the GPUs to the container by the list strategies; the isolation backend adds its
@@ -236,6 +236,6 @@ def _present(uuid: str, inventory: Inventory) -> Gpu:
     if gpu := inventory.gpu(uuid):
         return gpu
     raise UnhealthyDeviceError(
-        f"GPU {uuid} was decided for the container and is gone; it is tried again when the GPU "
-        "answers"
+        f"GPU {uuid} was decided for the container and is missing; the start is tried again when "
+        "the GPU answers"
     )

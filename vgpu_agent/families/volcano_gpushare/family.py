@@ -116,7 +116,7 @@ class VolcanoGpushareFamily:
         self._resource_name = MEMORY_RESOURCE if options.strategy == SHARE else NUMBER_RESOURCE
         self._numbers: dict[str, int] = {}
 
-    # -- what is offered ---------------------------------------------------------------------------
+    # -- offers ------------------------------------------------------------------------------------
 
     def owns(self, resource: str) -> Ownership:
         """Both names: the other one may be in the kubelet's records after a change of strategy."""
@@ -159,7 +159,7 @@ class VolcanoGpushareFamily:
     def check(self, resource: Resource, ids: Sequence[str]) -> None:
         """Nothing to refuse: any number of units makes sense until the pod is known."""
 
-    # -- what a container gets ---------------------------------------------------------------------
+    # -- decisions ---------------------------------------------------------------------------------
 
     def decide(self, question: Question) -> Decision:
         """Choose the cards that ``volcano.sh/gpu-index`` names,

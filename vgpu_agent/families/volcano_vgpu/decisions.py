@@ -14,7 +14,7 @@ import collections
 from typing import TYPE_CHECKING
 
 from vgpu_agent.errors import RequestRefusedError, quoted
-from vgpu_agent.families.family import Question, asking_container
+from vgpu_agent.families.family import Question, requesting_container
 from vgpu_agent.families.volcano_vgpu.pod_devices import (
     SEGMENT_END,
     Assigned,
@@ -22,7 +22,7 @@ from vgpu_agent.families.volcano_vgpu.pod_devices import (
     Segment,
     parse_pod_devices,
 )
-from vgpu_agent.families.volcano_vgpu.requests import read_ask
+from vgpu_agent.families.volcano_vgpu.requests import read_request
 from vgpu_agent.families.volcano_vgpu.settings import FAMILY, MIG
 from vgpu_agent.model import Resource, Share
 from vgpu_agent.pods import ContainerKind
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from vgpu_agent.families.volcano_vgpu.offer import Offer
-    from vgpu_agent.families.volcano_vgpu.requests import Ask, Names
+    from vgpu_agent.families.volcano_vgpu.requests import ContainerRequest, Names
     from vgpu_agent.model import Inventory
     from vgpu_agent.pods import Pod, PodContainer
 
@@ -68,7 +68,7 @@ def decided_segment(question: Question, offer: Offer) -> Segment | None:
         RequestRefusedError: the decision is malformed, is not for this node, or claims what was not
             asked for or does not exist.
     """
-    pod, container = question.pod, asking_container(question)
+    pod, container = question.pod, requesting_container(question)
     text = pod.annotations.get(IDS, "")
     if not text.strip(SEGMENT_END) or container.kind is ContainerKind.SIDECAR:
         return None
@@ -88,9 +88,9 @@ def decided_segment(question: Question, offer: Offer) -> Segment | None:
         )
         raise refused(pod, NODE, node, problem, _COPIED)
     segments, counted = _segments(pod, offer.names)
-    ask = read_ask(pod, container, offer.names)
+    request = read_request(pod, container, offer.names)
     if container.kind is ContainerKind.INIT:
-        return _segment_of_init(question, segments, ask, offer)
+        return _segment_of_init(question, segments, request, offer)
     place = next((place for place, each in enumerate(counted) if each.name == container.name), None)
     if place is None:
         raise refused(
@@ -105,7 +105,7 @@ def decided_segment(question: Question, offer: Offer) -> Segment | None:
     _require_agreement(pod, place, len(segments))
     _require_sense(question, segments[place], offer)
     for assigned in segments[place]:
-        _require_modesty(pod, container.name, assigned, ask, offer)
+        _require_modesty(pod, container.name, assigned, request, offer)
     if len(segments[place]) != len(question.ids):
         raise refused(
             pod,
@@ -244,20 +244,22 @@ def _require_sense(question: Question, segment: Sequence[Assigned], offer: Offer
         raise refused(pod, IDS, text, "a GPU is named twice for one container")
 
 
-def _require_modesty(pod: Pod, container: str, assigned: Assigned, ask: Ask, offer: Offer) -> None:
+def _require_modesty(
+    pod: Pod, container: str, assigned: Assigned, request: ContainerRequest, offer: Offer
+) -> None:
     """The decision gives no more than the limits ask for."""
-    most = ask.most_units_on(offer.units[assigned.gpu])
-    if assigned.memory_units > most or not 0 <= assigned.cores_percent <= ask.cores_percent:
+    most = request.most_units_on(offer.units[assigned.gpu])
+    if assigned.memory_units > most or not 0 <= assigned.cores_percent <= request.cores_percent:
         problem = (
             f"{assigned.memory_units} units of memory and {assigned.cores_percent} % of the "
-            f"compute are not what container {container} asks for ({ask.text(offer.names)}: at "
+            f"compute are not what container {container} asks for ({request.text(offer.names)}: at "
             f"most {most} units)"
         )
         raise refused(pod, IDS, pod.annotations[IDS], problem)
 
 
 def _segment_of_init(
-    question: Question, segments: Sequence[Segment], ask: Ask, offer: Offer
+    question: Question, segments: Sequence[Segment], request: ContainerRequest, offer: Offer
 ) -> Segment | None:
     """Return GPUs that belong to the pod anyway:
     those of a later container with as many, else the first ones of all.
@@ -290,8 +292,8 @@ def _segment_of_init(
     return tuple(
         Assigned(
             device,
-            min(ask.units_on(units[device]), memory[device], units[device]),
-            min(ask.cores_percent, cores[device]),
+            min(request.units_on(units[device]), memory[device], units[device]),
+            min(request.cores_percent, cores[device]),
         )
         for device in devices
     )

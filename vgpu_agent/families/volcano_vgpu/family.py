@@ -1,14 +1,15 @@
 """The `volcano-vgpu` family: ``volcano.sh/vgpu-number``, ``-memory`` and ``-cores``, as
 volcano-vgpu-device-plugin offers them.
 
-Names, ids, annotations and environment are those of volcano-vgpu G1 to G9 and G13, so a cluster can
-switch without touching a pod or its scheduler, whichever version that is. The ids are only counted:
-what a container gets, Volcano's scheduler writes into its pod, and under the plain kube-scheduler
-the agent itself places the pod on its node. The defects in volcano-vgpu §9 are not copied.
+Names, ids, annotations and environment are those of volcano-vgpu G1 to G9 and G13. So a cluster can
+switch to the agent without a change of its pods or its scheduler, with any version of the
+scheduler. The ids name no device: the kubelet only counts them. Volcano's scheduler writes the
+shares of a container into its pod. Under the plain kube-scheduler, the agent chooses the GPUs. The
+defects in volcano-vgpu §9 are not reproduced.
 
-This file is the interface for `allocation` and `agent`. Each part of the vocabulary has a file of
-its own: the offer (`offer`), a container's request (`requests`), the decision (`decisions`), the
-pod's annotations afterwards (`pod_state`), and the state of the Node (`node_state`).
+This module is the interface for `allocation` and `agent`. Other modules have the parts: the offer
+(`offer`), a container's request (`requests`), the decision (`decisions`), the pod's annotations
+after the start (`pod_state`), and the state of the Node (`node_state`).
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from typing import TYPE_CHECKING
 
 from vgpu_agent.errors import RequestRefusedError, UnhealthyDeviceError
 from vgpu_agent.families.device_lists import answer_number, edits_of, visible_device
-from vgpu_agent.families.family import Decision, Ownership, asking_container
+from vgpu_agent.families.family import Decision, Ownership, requesting_container
 from vgpu_agent.families.volcano_vgpu.decisions import (
     IDS,
     decided_gpus,
@@ -33,7 +34,7 @@ from vgpu_agent.families.volcano_vgpu.node_state import (
     desired_handshake,
     register_text,
 )
-from vgpu_agent.families.volcano_vgpu.node_state import cleanup as leave
+from vgpu_agent.families.volcano_vgpu.node_state import cleanup as cleaned_up_node
 from vgpu_agent.families.volcano_vgpu.offer import (
     VolcanoVgpuOptions,
     left_out,
@@ -42,7 +43,7 @@ from vgpu_agent.families.volcano_vgpu.offer import (
     shared_gpus,
 )
 from vgpu_agent.families.volcano_vgpu.pod_state import desired_annotations
-from vgpu_agent.families.volcano_vgpu.requests import Names, read_ask
+from vgpu_agent.families.volcano_vgpu.requests import Names, read_request
 from vgpu_agent.families.volcano_vgpu.settings import FAMILY
 from vgpu_agent.isolation.backend import Target
 from vgpu_agent.isolation.edits import Provision
@@ -61,12 +62,12 @@ if TYPE_CHECKING:
 
 __all__ = ["FAMILY", "VolcanoVgpuFamily", "VolcanoVgpuOptions"]
 
-# What users write on their pods (volcano-vgpu §3.1).
+# The annotations that users set on their pods (volcano-vgpu §3.1).
 USE_TYPE, NO_TYPE = "nvidia.com/use-gputype", "nvidia.com/nouse-gputype"
 USE_UUID, NO_UUID = "volcano.sh/vgpu-use-gpuuuid", "volcano.sh/vgpu-nouse-gpuuuid"
 WANTED_MODE = "volcano.sh/vgpu-mode"
 
-# For operators, in `kubectl get nodes -L`.
+# The labels of the Node that show settings to operators (`kubectl get nodes -L`).
 UNIT_LABEL = "vgpu-agent.internal/volcano-vgpu-memory-unit-mib"
 ISOLATION_LABEL = "vgpu-agent.internal/volcano-vgpu-isolation"
 
@@ -74,8 +75,7 @@ ISOLATION_LABEL = "vgpu-agent.internal/volcano-vgpu-isolation"
 class VolcanoVgpuFamily:
     """Shares of GPUs by memory and compute under Volcano's names.
 
-    State: the unit of memory that was offered last, because what is written onto pods is counted in
-    it.
+    State: the unit of memory in the last offer, in MiB. Pods' annotations count memory in it.
     """
 
     name = FAMILY
@@ -85,17 +85,17 @@ class VolcanoVgpuFamily:
         self._backend = backend
         self._factor = options.factor
 
-    # -- what is offered ---------------------------------------------------------------------------
+    # -- offers ------------------------------------------------------------------------------------
 
     def owns(self, resource: str) -> Ownership:
-        """Today's names and the default ones, which kubelet's records may have from
-        before a change.
+        """Return CERTAIN for the configured resource names, and for the default names, which may be
+        in the kubelet's records from before a change of the configuration.
         """
         names = {*dataclasses.astuple(self._options.names), *dataclasses.astuple(Names())}
         return Ownership.CERTAIN if resource in names else Ownership.NONE
 
     def resources(self, inventory: Inventory) -> tuple[Resource, ...]:
-        """Return what the node offers (volcano-vgpu G2); see `resources_of`.
+        """Return the resources that the node offers (volcano-vgpu G2); see `resources_of`.
 
         Raises:
             ConfigError: a list would not fit into a message of the kubelet.
@@ -105,12 +105,15 @@ class VolcanoVgpuFamily:
         return resources
 
     def cautions(self, inventory: Inventory) -> tuple[str, ...]:
-        """See `left_out`."""
+        """List the GPU models that are not offered, one sentence each; see `left_out`."""
         return left_out(inventory, self._options)
 
     def check(self, resource: Resource, ids: Sequence[str]) -> None:
-        """A number of k means k different GPUs,
-        so more than the node has can never be had (volcano-vgpu §8).
+        """Refuse a number of GPUs above that of the node, because each must be another GPU
+        (volcano-vgpu §8).
+
+        Raises:
+            RequestRefusedError: the node has fewer GPUs.
         """
         if resource.name != self._options.names.number or len(ids) < 2:
             return
@@ -120,11 +123,11 @@ class VolcanoVgpuFamily:
                 f"node shares {gpus}; ask for at most {gpus}"
             )
 
-    # -- what a container gets ---------------------------------------------------------------------
+    # -- decisions ---------------------------------------------------------------------------------
 
     def decide(self, question: Question) -> Decision:
-        """Follow a scheduler's decision in the pod's annotations;
-        without one, place the container.
+        """Follow the scheduler's decision in the pod's annotations. If there is none, choose the
+        GPUs.
         """
         shares = decided_shares(question, offer_of(question.inventory, self._options))
         return (
@@ -134,11 +137,16 @@ class VolcanoVgpuFamily:
         )
 
     def named(self, pod: Pod, inventory: Inventory) -> Mapping[str, tuple[str, ...]]:
-        """See `decided_gpus`; of MIG instances the GPU that they are, or will be, a part of."""
+        """Return the GPUs of each container by the scheduler's decision; see `decided_gpus`.
+
+        For a MIG instance, this is the GPU that has it or will be divided for it.
+        """
         return decided_gpus(pod, inventory, offer_of(inventory, self._options))
 
     def recall(self, question: Question) -> Decision | None:
-        """Return the decision in the pod's annotations, as `decide` would read them."""
+        """Return the scheduler's decision in the pod's annotations; None if there is none, or an
+        invalid one.
+        """
         try:
             shares = decided_shares(question, offer_of(question.inventory, self._options))
         except RequestRefusedError:
@@ -148,34 +156,32 @@ class VolcanoVgpuFamily:
         )
 
     def _place(self, question: Question) -> Decision:
-        pod, container = question.pod, asking_container(question)
+        pod, container = question.pod, requesting_container(question)
         self._require_mode(pod)
-        offer, ask = (
-            offer_of(question.inventory, self._options),
-            read_ask(pod, container, self._options.names),
-        )
+        offer = offer_of(question.inventory, self._options)
+        request = read_request(pod, container, self._options.names)
 
         def memory_mib(room: DeviceRoom) -> int:
-            return max(1, ask.units_on(offer.units[room.device])) * offer.factor
+            return max(1, request.units_on(offer.units[room.device])) * offer.factor
 
-        count, rooms = (
-            len(question.ids),
-            [room for room in question.rooms if room.device in offer.units],
-        )
+        count = len(question.ids)
+        rooms = [room for room in question.rooms if room.device in offer.units]
         demand = DeviceDemand(
             count,
             memory_mib,
-            ask.cores_percent,
-            f"{count} × {question.resource.name} ({ask.text(offer.names)})",
+            request.cores_percent,
+            f"{count} × {question.resource.name} ({request.text(offer.names)})",
         )
         chosen = choose_rooms(
             rooms,
             demand,
             policy=self._options.policy,
-            refused=self._unwanted(question),
+            refused=self._refused_gpus(question),
             neighbours=question.neighbours,
         )
-        shares = tuple(Share(room.device, memory_mib(room), ask.cores_percent) for room in chosen)
+        shares = tuple(
+            Share(room.device, memory_mib(room), request.cores_percent) for room in chosen
+        )
         return Decision(shares, f"the agent, {self._options.policy}")
 
     def _require_mode(self, pod: Pod) -> None:
@@ -189,23 +195,27 @@ class VolcanoVgpuFamily:
                 "choose another node, or take the annotation away",
             )
 
-    def _unwanted(self, question: Question) -> dict[str, str]:
-        """Map each GPU to why the pod does not want it, empty where it does."""
-        asked = question.pod.annotations.get
+    def _refused_gpus(self, question: Question) -> dict[str, str]:
+        """Return for each GPU the reason why the pod's annotations exclude it, or an empty text."""
+        annotation = question.pod.annotations.get
         return {
-            gpu.uuid: uuid_refusal(gpu.uuid, wanted=asked(USE_UUID), unwanted=asked(NO_UUID))
-            or type_refusal(card_type(gpu), wanted=asked(USE_TYPE), unwanted=asked(NO_TYPE))
+            gpu.uuid: uuid_refusal(
+                gpu.uuid, wanted=annotation(USE_UUID), unwanted=annotation(NO_UUID)
+            )
+            or type_refusal(
+                card_type(gpu), wanted=annotation(USE_TYPE), unwanted=annotation(NO_TYPE)
+            )
             for gpu in shared_gpus(question.inventory, self._options)
         }
 
-    # -- what puts it in force ---------------------------------------------------------------------
+    # -- enforcement -------------------------------------------------------------------------------
 
     def provision(self, question: Question, shares: tuple[Share, ...]) -> Provision:
-        """Name the GPUs to the container by the list strategies; the isolation backend adds its
-        part (volcano-vgpu §4.1, G4, G6, G10).
+        """Return the edits that give the container its GPUs, by the configured list strategies,
+        together with the additions of the isolation backend (volcano-vgpu §4.1, G4, G6, G10).
 
         Raises:
-            UnhealthyDeviceError: a GPU of the decision is gone.
+            UnhealthyDeviceError: a GPU of the decision is missing.
         """
         held = tuple((_present(share.device, question.inventory), share) for share in shares)
         uuids = dict.fromkeys(share.device for share in shares)
@@ -229,43 +239,49 @@ class VolcanoVgpuFamily:
     # -- state in the cluster ----------------------------------------------------------------------
 
     def desired_pod(self, pod: Pod, grants: Mapping[str, Grant], *, failed: bool) -> DesiredPod:
-        """The state machine's annotations (volcano-vgpu G5, G8),
-        and the scheduler's where the agent has placed it.
+        """Return the annotations for the state of the allocation (volcano-vgpu G5, G8). If the
+        agent has placed the pod, add those that the scheduler would have written.
         """
-        ours = {
+        own_grants = {
             container: grant
             for container, grant in grants.items()
             if grant.resource == self._options.names.number
         }
         return DesiredPod(
             desired_annotations(
-                pod, ours, self._options.names, failed=failed, factor=self._factor or 1
+                pod, own_grants, self._options.names, failed=failed, factor=self._factor or 1
             )
         )
 
     def cleanup(self, now: float) -> DesiredNode:
-        """Nothing that makes a scheduler send pods (volcano-vgpu D24), and none of our labels."""
-        return leave(now=now).joined(DesiredNode(labels={UNIT_LABEL: None, ISOLATION_LABEL: None}))
+        """Return the Node without the annotations that make a scheduler send pods (volcano-vgpu
+        D24), and without the labels of this family.
+        """
+        return cleaned_up_node(now=now).joined(
+            DesiredNode(labels={UNIT_LABEL: None, ISOLATION_LABEL: None})
+        )
 
     def desired_node(self, view: NodeView) -> DesiredNode:
-        """Return the register annotation (volcano-vgpu G1), an answer to a handshake, the removal
-        of a lock, and two labels for people.
+        """Return the register annotation (volcano-vgpu G1), the answer to a handshake, the removal
+        of a stale lock, and two labels for operators.
 
-        A GPU that is unhealthy, serves another family, or whose resource is not offered now is
-        announced as full.
+        The register annotation shows a GPU as full if the GPU is unhealthy, serves another family,
+        or has a resource that is not offered now.
         """
         gpus, options = shared_gpus(view.inventory, self._options), self._options
         if not gpus:
-            # Before the driver has answered, the value from before the agent's restart is still the
-            # best one.
+            # Before the first answer of the driver, the annotation from before the agent's restart
+            # is kept.
             return (
                 DesiredNode(annotations={REGISTER: None})
                 if view.inventory.version
                 else DesiredNode()
             )
         offer = offer_of(view.inventory, options)
-        free = {room.device: not room.trouble for room in view.rooms.get(options.names.number, ())}
-        available = {gpu.uuid: free.get(gpu.uuid, False) for gpu in gpus}
+        usable = {
+            room.device: not room.trouble for room in view.rooms.get(options.names.number, ())
+        }
+        available = {gpu.uuid: usable.get(gpu.uuid, False) for gpu in gpus}
         text = register_text(
             gpus, offer.units, split=options.split, available=available, mode=options.mode
         )
@@ -273,9 +289,10 @@ class VolcanoVgpuFamily:
             annotations={REGISTER: text},
             labels={UNIT_LABEL: str(offer.factor), ISOLATION_LABEL: self._backend.name},
         )
-        standing = view.node.annotations
         handshake = desired_handshake(
-            standing.get(HANDSHAKE), now=view.now, pause_seconds=options.handshake_seconds
+            view.node.annotations.get(HANDSHAKE),
+            now=view.now,
+            pause_seconds=options.handshake_seconds,
         )
         lock = view.locks.desired_state(
             view.node, LOCK, allocated_at=view.allocated_at.get(options.names.number), now=view.now
@@ -287,6 +304,6 @@ def _present(uuid: str, inventory: Inventory) -> Gpu:
     if gpu := inventory.gpu(uuid):
         return gpu
     raise UnhealthyDeviceError(
-        f"GPU {uuid} was decided for the container and is gone; it is tried again when the GPU "
-        "answers"
+        f"GPU {uuid} was decided for the container and is missing; the start is tried again when "
+        "the GPU answers"
     )

@@ -50,7 +50,7 @@ class Names:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Ask:
+class ContainerRequest:
     """The request of a container on each of its GPUs.
 
     Attributes:
@@ -90,7 +90,7 @@ class Ask:
         return f"{memory}, {names.cores}: {self.cores_percent}"
 
 
-def read_ask(pod: Pod, container: PodContainer, names: Names) -> Ask:
+def read_request(pod: Pod, container: PodContainer, names: Names) -> ContainerRequest:
     """Return the request in the container's limits.
 
     A percentage wins over a number of units; without either, or with 0 units, it is the whole GPU
@@ -121,8 +121,8 @@ def read_ask(pod: Pod, container: PodContainer, names: Names) -> Ask:
             raise _refused(
                 pod, container, names.percentage, "0", "percent of one GPU's memory, 1 to 100"
             )
-        return Ask(None, percent, cores)
-    return Ask(memory or None, 100, cores)
+        return ContainerRequest(None, percent, cores)
+    return ContainerRequest(memory or None, 100, cores)
 
 
 def _refused(

@@ -138,7 +138,7 @@ class _Story:
 
     def _containers_have_their_claims(self) -> None:
         # The stand-in's own reading; imported late as in `play_vgpu_manager`.
-        from vgpu_agent.sim.vgpu_manager.words import read_claims  # noqa: PLC0415
+        from vgpu_agent.sim.vgpu_manager.formats import read_claims  # noqa: PLC0415
 
         checked = 0
         for name in _ASKED:

@@ -1,10 +1,10 @@
-"""The demo's story about Volcano: two pods share one GPU,
-each with 3000 MiB and half of its compute.
+"""The part of the demo about Volcano: two pods share one GPU, each with 3000 MiB and half of the
+compute.
 
-A simulated API server, kubelet and container runtime, a stand-in for Volcano's scheduler, and a
-second agent on a node of its own with ``families.volcanoVgpu``. Called by `demo` after the main
-job; everything it starts ends with it. The library that would limit the pods is a stand-in too:
-there is no GPU on which it could.
+It starts a simulated API server, kubelet and container runtime, a stand-in for Volcano's scheduler,
+and a second agent on another node with ``families.volcanoVgpu``. `demo` calls it after its main
+part. All that it starts is stopped at its end. The library that limits the pods is a stand-in that
+limits nothing, because there is no GPU.
 """
 
 from __future__ import annotations
@@ -49,18 +49,22 @@ hamiCore:
 
 
 async def play_volcano(directory: Path, narrator: Narrator) -> None:
-    """Play the story below ``directory``, which must have a short path.
+    """Run this part of the demo.
+
+    Args:
+        directory: the parent of all files, with a path that is short enough for sockets in it.
+        narrator: prints the scenes and counts the checks.
 
     Raises:
-        AgentError: a check failed; the message holds the agent's last lines.
-        TimeoutError: something did not happen in time.
+        AgentError: a check failed, or something did not happen in time. The message has the last
+            lines of the agent's log.
     """
-    # Both need the extra packages of the simulation, and this module is imported without them.
+    # They need the extra packages of the simulation, and this module is imported without them.
     from vgpu_agent.sim.cluster import SimulatedCluster  # noqa: PLC0415
     from vgpu_agent.sim.stand_in_library import deliver_stand_in_library  # noqa: PLC0415
     from vgpu_agent.sim.state import SimulatedNode  # noqa: PLC0415
 
-    # the stand-in scheduler runs in this process, and its log is not part of the story
+    # the stand-in scheduler runs in this process, and its log must not appear in the output
     log.configure(level="error")
     narrator.scene(
         "Volcano: two pods share one GPU (a second node, with an API server, a stand-in scheduler "
@@ -92,29 +96,30 @@ async def play_volcano(directory: Path, narrator: Narrator) -> None:
 
 
 class _Story:
-    """The scenes, on a node that is already built."""
+    """The scenes, on a simulated node that exists already."""
 
     def __init__(self, cluster: SimulatedCluster, agent: AgentProcess, narrator: Narrator) -> None:
         self._cluster, self._agent, self._narrator = cluster, agent, narrator
 
     async def play(self) -> None:
-        """Play them.
+        """Run all scenes in order.
 
         Raises:
             AgentError: a check failed.
             TimeoutError: something did not happen in time.
         """
-        await self._the_node_is_offered()
-        await self._pods_are_scheduled()
-        self._containers_have_their_shares()
-        await self._it_can_be_explained()
-        await self._the_pods_say_that_it_is_done()
+        await self._offer_the_node()
+        await self._schedule_pods()
+        self._check_limits_of_containers()
+        await self._show_evidence()
+        await self._check_annotations_after_start()
 
-    async def _the_node_is_offered(self) -> None:
-        # as in `play_volcano`
+    async def _offer_the_node(self) -> None:
+        # imported here for the same reason as in `play_volcano`
         from vgpu_agent.sim.volcano.scheduler import VolcanoSettings  # noqa: PLC0415
 
-        cluster, described = self._cluster, list[bool]()
+        cluster = self._cluster
+        described = list[bool]()  # whether the Node had the annotation at the first registration
 
         def registered() -> bool:
             if cluster.kubelet.called("Register") and not described:
@@ -127,7 +132,7 @@ class _Story:
         await cluster.until(registered, "the agent to register")
         self._narrator.prove(
             described[0],
-            "the Node describes its GPUs to the scheduler before the agent registers with kubelet",
+            "the Node has the scheduler's annotation before the agent registers with the kubelet",
         )
         await self._agent.until_ready()
         await cluster.until(
@@ -136,7 +141,7 @@ class _Story:
         )
         await cluster.start_volcano(VolcanoSettings(policy="binpack"))
 
-    async def _pods_are_scheduled(self) -> None:
+    async def _schedule_pods(self) -> None:
         for name in _PODS:
             self._cluster.create_pod(
                 name, {_NUMBER: 1, _MEMORY: _MEMORY_MIB, _CORES: _CORES_PERCENT}
@@ -151,32 +156,32 @@ class _Story:
             f"the scheduler packed both pods onto one GPU, {cards.pop()}, and they run",
         )
 
-    def _containers_have_their_shares(self) -> None:
+    def _check_limits_of_containers(self) -> None:
         regions = set()
         for name in _PODS:
-            (came,) = self._cluster.starts(name)
-            said = ", ".join(f"{key}={came.environment[key]}" for key in _SHOWN)
-            self._narrator.say(f"     {name} started with {said}")
+            (received,) = self._cluster.starts(name)
+            shown = ", ".join(f"{key}={received.environment[key]}" for key in _SHOWN)
+            self._narrator.say(f"     {name} started with {shown}")
             card, _, memory, cores = (
                 self._cluster.annotations(name)[_IDS].removesuffix(":").split(",")
             )
             expected = dict(zip(_SHOWN, (card, f"{memory}m", cores), strict=True))
-            if any(came.environment[key] != value for key, value in expected.items()):
+            if any(received.environment[key] != value for key, value in expected.items()):
                 raise SimulationError(
-                    f"pod {name} came with {dict(came.environment)}, and the scheduler wrote "
-                    f"{expected}"
+                    f"pod {name} started with {dict(received.environment)}, but the scheduler "
+                    f"wrote {expected}"
                 )
-            # the path is part of the library's contract
-            regions.add(came.mounts["/tmp/cudevshr.cache"])  # noqa: S108
+            # the path inside a container is fixed by the library
+            regions.add(received.mounts["/tmp/cudevshr.cache"])  # noqa: S108
         self._narrator.prove(
             len(regions) == len(_PODS),
-            f"each container has the limits that were written for it, {_MEMORY_MIB} MiB and "
-            f"{_CORES_PERCENT} %, in a region of its own",
+            f"each container has the limits that the scheduler wrote, {_MEMORY_MIB} MiB and "
+            f"{_CORES_PERCENT} %, and its own region",
         )
 
-    async def _it_can_be_explained(self) -> None:
+    async def _show_evidence(self) -> None:
         self._narrator.say(
-            "   whose share it is, and how that is known, as /debug/allocations says it:"
+            "   the owner of each share and the evidence for it, from /debug/allocations:"
         )
         allocations = (await self._agent.get("/debug/allocations"))["allocations"]
         evidence = {allocation["pod"]: allocation["evidence"] for allocation in allocations}
@@ -190,15 +195,15 @@ class _Story:
         )
         self._narrator.prove(
             identified,
-            "the pod of each start was identified from kubelet's own records, by its UID and "
+            "the pod of each start was identified from the kubelet's own records, by its UID and "
             "container",
         )
 
-    async def _the_pods_say_that_it_is_done(self) -> None:
+    async def _check_annotations_after_start(self) -> None:
         def done(name: str) -> bool:
             return self._cluster.annotations(name).get("volcano.sh/bind-phase") == "success"
 
-        await self._cluster.until(lambda: all(map(done, _PODS)), "the pods to be marked as served")
+        await self._cluster.until(lambda: all(map(done, _PODS)), "the pods to be marked as started")
         for key, value in sorted(self._cluster.annotations(_PODS[0]).items()):
             self._narrator.say(f"     {_PODS[0]}: {key}: {value or '(empty)'}")
         left = [
@@ -207,7 +212,7 @@ class _Story:
             if self._cluster.annotations(name)["volcano.sh/devices-to-allocate"]
         ]
         self._narrator.prove(
-            not left, "the pods' annotations say afterwards that nothing is left to do"
+            not left, "after the start, the annotations of the pods have no device left to allocate"
         )
 
     def _allocatable(self, resource: str) -> int:

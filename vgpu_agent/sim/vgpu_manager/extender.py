@@ -28,7 +28,8 @@ from typing import TYPE_CHECKING
 
 from vgpu_agent import log
 from vgpu_agent.errors import ClusterError, SimulationError
-from vgpu_agent.sim.vgpu_manager import words
+from vgpu_agent.sim.vgpu_manager import formats
+from vgpu_agent.sim.vgpu_manager.formats import Keys
 from vgpu_agent.sim.vgpu_manager.ledger import (
     MAX_CARDS,
     NodeLedger,
@@ -36,7 +37,6 @@ from vgpu_agent.sim.vgpu_manager.ledger import (
     holds_claim,
     node_of,
 )
-from vgpu_agent.sim.vgpu_manager.words import Words
 from vgpu_agent.sim.volcano import resources
 from vgpu_agent.sim.volcano.api import (
     MERGE_PATCH,
@@ -49,8 +49,8 @@ from vgpu_agent.sim.volcano.api import (
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
+    from vgpu_agent.sim.vgpu_manager.formats import Claims
     from vgpu_agent.sim.vgpu_manager.ledger import Reason
-    from vgpu_agent.sim.vgpu_manager.words import Claims
     from vgpu_agent.sim.volcano.resources import Object
 
 SCHEDULER_NAME = "vgpu-scheduler"
@@ -101,7 +101,7 @@ class VgpuExtender:
     ) -> None:
         """Build it; ``clock`` in unix seconds."""
         self.settings = settings or ExtenderSettings()
-        self._keys = Words(self.settings.domain)
+        self._keys = Keys(self.settings.domain)
         self._clock = clock
         self._client = ApiClient(access, timeout_seconds=self.settings.request_timeout_seconds)
         self._changed = asyncio.Event()
@@ -176,7 +176,7 @@ class VgpuExtender:
             return _Chosen(why="a container asks for more than 100 cores or 16 GPUs")
         found = resources.annotations_of(pod)
         planned = found.get(keys("predicate-node"), "")
-        claim = words.read_claims(found.get(keys("pre-allocated"), ""))
+        claim = formats.read_claims(found.get(keys("pre-allocated"), ""))
         if asked.names and planned and claim and holds_claim(pod, keys, now):
             return _Chosen(node=planned)
         others = [other for uid, other in pods.items() if uid != pod["metadata"]["uid"]]
@@ -218,12 +218,12 @@ class VgpuExtender:
         return await self._patch(
             pod,
             annotations={
-                keys("pre-allocated"): words.write_claims(claims),
+                keys("pre-allocated"): formats.write_claims(claims),
                 keys("predicate-node"): node,
                 keys("predicate-time"): self._stamp(),
                 keys("real-allocated"): "",
             },
-            labels={keys("assigned-phase"): words.FILTERING, keys("metrics-node"): node},
+            labels={keys("assigned-phase"): formats.FILTERING, keys("metrics-node"): node},
         )
 
     async def _bind(self, uid: str, pod: Object, node: str) -> None:
@@ -241,7 +241,7 @@ class VgpuExtender:
                     pod,
                     annotations={keys("predicate-time"): self._stamp()},
                     labels={
-                        keys("assigned-phase"): words.ALLOCATING,
+                        keys("assigned-phase"): formats.ALLOCATING,
                         keys("metrics-node"): node,
                     },
                 ):
@@ -285,8 +285,8 @@ class VgpuExtender:
         keys = self._keys
         await self._patch(
             pod,
-            annotations={keys("predicate-time"): words.FOREVER},
-            labels={keys("assigned-phase"): words.FAILED, keys("metrics-node"): None},
+            annotations={keys("predicate-time"): formats.FINISHED_TIME},
+            labels={keys("assigned-phase"): formats.FAILED, keys("metrics-node"): None},
         )
 
     def _seen_pods(self) -> dict[str, Object]:
@@ -385,7 +385,7 @@ class _Chosen:
     why: str = ""
 
 
-def _ids(pod: Object, keys: Words) -> int:
+def _ids(pod: Object, keys: Keys) -> int:
     """Return how many ids the kubelet needs for the pod."""
     asked = asked_by(pod, keys)
     largest = max((each.number for each in asked.init), default=0)

@@ -13,8 +13,8 @@ import datetime as dt
 import operator
 from typing import TYPE_CHECKING
 
-from vgpu_agent.sim.vgpu_manager import words
-from vgpu_agent.sim.vgpu_manager.words import Card, Claim, Claims, Words
+from vgpu_agent.sim.vgpu_manager import formats
+from vgpu_agent.sim.vgpu_manager.formats import Card, Claim, Claims, Keys
 from vgpu_agent.sim.volcano import resources
 
 if TYPE_CHECKING:
@@ -77,17 +77,17 @@ class Asked:
         return [each.container for each in (*self.init, *self.sidecars, *self.apps)]
 
 
-def node_of(pod: Object, keys: Words) -> str:
+def node_of(pod: Object, keys: Keys) -> str:
     """Return the node on which the pod is, or for which it is planned."""
     bound = (pod.get("spec") or {}).get("nodeName") or ""
     return bound or resources.annotations_of(pod).get(keys("predicate-node"), "")
 
 
-def holds_claim(pod: Object, keys: Words, now: float) -> bool:
+def holds_claim(pod: Object, keys: Keys, now: float) -> bool:
     """Tell whether the pod's claim is taken from its node (vgpu-manager §4.4)."""
     if (pod.get("spec") or {}).get("nodeName"):
         return True
-    if (pod["metadata"].get("labels") or {}).get(keys("assigned-phase")) == words.FAILED:
+    if (pod["metadata"].get("labels") or {}).get(keys("assigned-phase")) == formats.FAILED:
         return False
     refused = [
         condition
@@ -98,7 +98,7 @@ def holds_claim(pod: Object, keys: Words, now: float) -> bool:
     if not refused:
         return True
     stamp = resources.annotations_of(pod).get(keys("predicate-time"), "")
-    if not stamp.isdigit() or stamp == words.FOREVER:
+    if not stamp.isdigit() or stamp == formats.FINISHED_TIME:
         return False
     planned = int(stamp) / 1e9
     if int(planned) <= dt.datetime.fromisoformat(refused[0]["lastTransitionTime"]).timestamp():
@@ -106,7 +106,7 @@ def holds_claim(pod: Object, keys: Words, now: float) -> bool:
     return now - planned <= STUCK_SECONDS
 
 
-def asked_by(pod: Object, keys: Words, factor: int = 1) -> Asked:
+def asked_by(pod: Object, keys: Keys, factor: int = 1) -> Asked:
     """Read the requests of the pod's containers (vgpu-manager §5.3)."""
     spec = pod.get("spec") or {}
     init = [each for each in spec.get("initContainers") or () if not _is_sidecar(each)]
@@ -152,7 +152,7 @@ class NodeLedger:
 
     @classmethod
     def of(
-        cls, node: Object, pods: Iterable[Object], keys: Words, now: float
+        cls, node: Object, pods: Iterable[Object], keys: Keys, now: float
     ) -> NodeLedger | Reason:
         """Return the ledger of the node; or the short phrase why it takes no vGPU pods."""
         if isinstance(read := _read(node, keys), str):
@@ -169,7 +169,7 @@ class NodeLedger:
                 uses[uuid] = uses.get(uuid, Use()) + use
         return cls(cards, factor, uses)
 
-    def place(self, pod: Object, keys: Words, *, policy: str = "none") -> Claims | Reason:
+    def place(self, pod: Object, keys: Keys, *, policy: str = "none") -> Claims | Reason:
         """Choose cards for every container of the pod; or the phrase why it does not fit."""
         asked = asked_by(pod, keys, self._factor)
         annotations = resources.annotations_of(pod)
@@ -234,14 +234,14 @@ class NodeLedger:
         )
 
 
-def _read(node: Object, keys: Words) -> tuple[Sequence[Card], int] | Reason:
+def _read(node: Object, keys: Keys) -> tuple[Sequence[Card], int] | Reason:
     """Return the node's cards and its MiB in a unit of memory; or why it takes no vGPU pods, by
     the first check that fails (vgpu-manager §5.2).
     """
     found = resources.annotations_of(node)
     register, config = (found.get(keys(f"node-{name}")) for name in _ANNOTATIONS)
-    cards = None if register is None else words.parse_register(register)
-    known = None if config is None else words.parse_config(config)
+    cards = None if register is None else formats.parse_register(register)
+    known = None if config is None else formats.parse_config(config)
     offered = ((node.get("status") or {}).get("allocatable") or {}).get(keys("vgpu-number"), 0)
     failures = (
         (not resources.amount(offered), "node not vGPU-enabled"),
@@ -258,11 +258,11 @@ def _read(node: Object, keys: Words) -> tuple[Sequence[Card], int] | Reason:
     return cards or (), known.memory_factor if known else 0
 
 
-def claims_of(pod: Object, keys: Words) -> Claims:
+def claims_of(pod: Object, keys: Keys) -> Claims:
     """Return the claims that count: those in use when they are complete, else the planned ones."""
     found = resources.annotations_of(pod)
-    planned = words.read_claims(found.get(keys("pre-allocated"), "")) or {}
-    real = words.read_claims(found.get(keys("real-allocated"), "")) or {}
+    planned = formats.read_claims(found.get(keys("pre-allocated"), "")) or {}
+    real = formats.read_claims(found.get(keys("real-allocated"), "")) or {}
     return real if len(real) >= len(planned) else planned
 
 
@@ -283,7 +283,7 @@ def _order(policy: str, uses: Uses) -> Callable[[Card], tuple[float, int]]:
     return lambda card: (card.numa, card.index)
 
 
-def _may_take(card: Card, annotations: dict[str, str], keys: Words) -> bool:
+def _may_take(card: Card, annotations: dict[str, str], keys: Keys) -> bool:
     """Tell whether the pod's lists of UUIDs and types let it have the card: substrings, both lists
     are applied (vgpu-manager §4.1).
     """
@@ -308,7 +308,7 @@ def _with(uses: Uses, parts: Iterable[Claim]) -> Uses:
     return changed
 
 
-def _request(container: Object, keys: Words, factor: int) -> Request | None:
+def _request(container: Object, keys: Keys, factor: int) -> Request | None:
     limits = resources.limits(container)
     number, cores, memory = (
         int(resources.amount(limits.get(keys(name), 0)))

@@ -123,7 +123,7 @@ class VgpuLedger:
     """The cards of one node; `place` changes it only when the whole pod fits."""
 
     lock_key = words.VGPU_LOCK
-    complaint = "hami-vgpuDeviceSharing error"
+    refusal = "hami-vgpuDeviceSharing error"
 
     def __init__(
         self,
@@ -192,7 +192,7 @@ class VgpuLedger:
         return copy.deepcopy(self)
 
     @staticmethod
-    def concerns(pod: Object) -> bool:
+    def has_request(pod: Object) -> bool:
         """Tell whether the pod requests vGPU."""
         return bool(asks(pod))
 

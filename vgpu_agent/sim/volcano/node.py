@@ -1,8 +1,8 @@
-"""One node as the simulated Volcano scheduler sees it in one round:
-its free room, by plain arithmetic and card by card.
+"""The free resources of one node in one round of the simulated Volcano scheduler: the plain
+amounts, and the shares of each card.
 
-Called by `scheduler`, which makes one of these for each node from its watches, tries pods on copies
-of it, and keeps the chosen copy.
+Used by `scheduler`. It makes a `NodeRoom` for each node from its watches, places pods on copies,
+and keeps the copy that it has chosen.
 """
 
 from __future__ import annotations
@@ -21,46 +21,58 @@ if TYPE_CHECKING:
 
 @dataclasses.dataclass
 class NodeRoom:
-    """The free room of one node; ``devices`` is None for a node that the scheduler takes for one
-    without GPUs to share.
+    """The free resources of one node.
+
+    Attributes:
+        node: the Node object.
+        free: resource → free amount.
+        devices: the ledger of the node's cards; None where the scheduler finds no cards to share.
     """
 
     node: Object
-    left: Amounts
+    free: Amounts
     devices: VgpuLedger | GpushareLedger | None
 
     @property
     def name(self) -> str:
-        """The node's name."""
+        """Return the node's name."""
         return str(self.node["metadata"]["name"])
 
     def copy(self) -> NodeRoom:
-        """Copy the room, to try something in it."""
-        return NodeRoom(self.node, dict(self.left), self.devices.copy() if self.devices else None)
+        """Return a copy, so that a placement can be tried."""
+        return NodeRoom(self.node, dict(self.free), self.devices.copy() if self.devices else None)
 
     def place(self, pod: Object, now: float) -> Placed | tuple[str, ...]:
-        """Book the pod here; the reasons, in Volcano's words, when it cannot be.
+        """Book the pod on this node.
 
-        Where the node has no cards in the scheduler's eyes, cards are not asked about: such a pod
-        goes by plain arithmetic and arrives without annotations (volcano-vgpu §2.2).
+        Where the scheduler finds no cards on the node, only the plain amounts are checked, and the
+        pod gets no annotations (volcano-vgpu §2.2).
+
+        Args:
+            pod: the pod, not bound yet.
+            now: Unix seconds.
+
+        Returns:
+            the placement, or the reasons against it in the wording of Volcano.
         """
         if not resources.may_hold(self.node, pod):
             return ("node(s) were unschedulable",)
-        wanted = resources.requests(pod)
-        if lacking := resources.lacking(self.left, wanted):
+        requested = resources.requests(pod)
+        if lacking := resources.lacking(self.free, requested):
             return tuple(f"Insufficient {resource}" for resource in lacking)
         placed = Placed({})
-        if self.devices is not None and self.devices.concerns(pod):
-            found = self.devices.place(pod, now)
-            if found is None:
-                return (self.devices.complaint,)
-            placed = found
-        resources.take(self.left, wanted)
+        if self.devices is not None and self.devices.has_request(pod):
+            on_cards = self.devices.place(pod, now)
+            if on_cards is None:
+                return (self.devices.refusal,)
+            placed = on_cards
+        resources.take(self.free, requested)
         return placed
 
     def lock_key(self, pod: Object) -> str:
-        """The key of the lock that is taken on this node for the pod, where locks are on;
-        empty for none.
+        """Return the key of the node lock that binding the pod needs; empty if it needs none.
+
+        The scheduler takes no lock where node locks are switched off.
         """
         return (
             self.devices.lock_key

@@ -270,7 +270,8 @@ def test_a_container_is_told_of_its_instances_and_of_nothing_else() -> None:
 def test_an_instance_that_is_gone_is_not_told_of() -> None:
     """Nothing is started without its device."""
     with pytest.raises(
-        UnhealthyDeviceError, match="MIG instance MIG-9-9 was decided for the container and is gone"
+        UnhealthyDeviceError,
+        match="MIG instance MIG-9-9 was decided for the container and is missing",
     ):
         mig_family().provision(
             ask(a_pod(f"{U1}[group2-0]"), node(of_u1=GROUP2)), (held_share("MIG-9-9", 1),)

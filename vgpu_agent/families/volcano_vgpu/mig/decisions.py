@@ -203,8 +203,8 @@ def _place_of(
     gpu = question.inventory.gpu(assigned.gpu)
     if gpu is None:
         raise CapacityError(
-            f"GPU {quoted(assigned.gpu)} was decided for the container and is gone; it is tried "
-            "again when it answers"
+            f"GPU {quoted(assigned.gpu)} was decided for the container and is missing; the start "
+            "is tried again when the GPU answers"
         )
     groups = groups_of(gpu, known)
     group = next((group for group in groups if group.name == found[1]), None)

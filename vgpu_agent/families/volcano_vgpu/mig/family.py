@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 
 from vgpu_agent.errors import RequestRefusedError, UnhealthyDeviceError
 from vgpu_agent.families.device_lists import answer_number, edits_of, visible_device
-from vgpu_agent.families.family import Decision, asking_container
+from vgpu_agent.families.family import Decision, requesting_container
 from vgpu_agent.families.volcano_vgpu.decisions import IDS, decided_segment
 from vgpu_agent.families.volcano_vgpu.family import VolcanoVgpuFamily
 from vgpu_agent.families.volcano_vgpu.mig.decisions import followed, placed, remembered
@@ -36,7 +36,7 @@ from vgpu_agent.families.volcano_vgpu.pod_devices import (
     write_segment,
 )
 from vgpu_agent.families.volcano_vgpu.pod_state import desired_annotations
-from vgpu_agent.families.volcano_vgpu.requests import read_ask
+from vgpu_agent.families.volcano_vgpu.requests import read_request
 from vgpu_agent.isolation.edits import Provision
 from vgpu_agent.model import Inventory
 from vgpu_agent.pods import DesiredPod
@@ -89,7 +89,7 @@ class VolcanoVgpuMigFamily(VolcanoVgpuFamily):
         self._inventory = inventory
         return super().resources(inventory)
 
-    # -- what a container gets ---------------------------------------------------------------------
+    # -- decisions ---------------------------------------------------------------------------------
 
     def decide(self, question: Question) -> Decision:
         """Follow a scheduler's decision, on an instance that is free;
@@ -100,11 +100,12 @@ class VolcanoVgpuMigFamily(VolcanoVgpuFamily):
         if segment is not None:
             return followed(question, segment, self._options.geometries, offer.factor)
         self._require_mode(question.pod)
-        ask = read_ask(question.pod, asking_container(question), self._options.names)
+        request = read_request(question.pod, requesting_container(question), self._options.names)
         wanted_mib = {
-            gpu: max(1, ask.units_on(units)) * offer.factor for gpu, units in offer.units.items()
+            gpu: max(1, request.units_on(units)) * offer.factor
+            for gpu, units in offer.units.items()
         }
-        return placed(question, wanted_mib, self._unwanted(question), self._options.geometries)
+        return placed(question, wanted_mib, self._refused_gpus(question), self._options.geometries)
 
     def recall(self, question: Question) -> Decision | None:
         """Return the decision in the pod's annotations, if the GPU is still divided as they say."""
@@ -128,8 +129,8 @@ class VolcanoVgpuMigFamily(VolcanoVgpuFamily):
         ]
         if gone := [uuid for uuid, device in devices if device is None]:
             raise UnhealthyDeviceError(
-                f"MIG instance {', '.join(gone)} was decided for the container and is gone; it is "
-                "tried again"
+                f"MIG instance {', '.join(gone)} was decided for the container and is missing; the "
+                "start is tried again"
             )
         seen = [device for _, device in devices if device is not None]
         return Provision(
@@ -190,7 +191,7 @@ class VolcanoVgpuMigFamily(VolcanoVgpuFamily):
         """
         try:
             (before,) = parse_pod_devices(standing)
-            ask = read_ask(pod, container, self._options.names)
+            request = read_request(pod, container, self._options.names)
         except (DevicesTextError, RequestRefusedError, ValueError):
             return standing
         if before and len(before) != len(grant.shares):
@@ -205,7 +206,7 @@ class VolcanoVgpuMigFamily(VolcanoVgpuFamily):
             own = (
                 before[place]
                 if before
-                else Assigned("", ask.units_on(units[slot.gpu]), ask.cores_percent)
+                else Assigned("", request.units_on(units[slot.gpu]), request.cores_percent)
             )
             held.append(dataclasses.replace(own, device=slot.text))
         return write_segment(held)

@@ -1,11 +1,11 @@
-"""The texts of vgpu-manager's extender, as its stand-in reads and writes them."""
+"""The texts of vgpu-manager's extender, as the simulated extender reads and writes them."""
 
 from __future__ import annotations
 
 import pytest
 
 from tests.sim.vgpu_manager.objects import CONFIG, REGISTER, U0, U1, register
-from vgpu_agent.sim.vgpu_manager.words import (
+from vgpu_agent.sim.vgpu_manager.formats import (
     Claim,
     parse_config,
     parse_register,

@@ -1,9 +1,9 @@
-"""The annotations and labels of nodes and pods that vgpu-manager's extender reads and writes, in
-the words of the simulated one.
+"""The formats of the annotations and labels that vgpu-manager's scheduler extender reads and writes
+on nodes and pods, for the simulated extender.
 
-Called by `ledger` and `extender`. The agent's family reads and writes the same formats from the
-other end. Nothing is shared with it, so that a misreading on one side shows as a failing test and
-not as agreement. Source of every format: vgpu-manager §3 and §4.
+Used by `ledger` and `extender`. The agent's family `vgpu-manager` has its own code for the same
+formats. They share none of it, so a format that one of them misreads makes a test fail. Source of
+every format: vgpu-manager §3 and §4.
 """
 
 from __future__ import annotations
@@ -15,26 +15,34 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-FOREVER = str(2**63 - 1)
-"""The ``predicate-time`` of a pod that waits for nothing (vgpu-manager §4.2)."""
+FINISHED_TIME = str(2**63 - 1)
+"""The ``predicate-time`` of a pod whose allocation has succeeded or failed (vgpu-manager §4.2)."""
 
+# the values of the label `assigned-phase`
 FILTERING, ALLOCATING, SUCCEED, FAILED = "filtering", "allocating", "succeed", "failed"
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Words:
-    """The keys below one domain."""
+class Keys:
+    """The keys of annotations and labels in one domain."""
 
     domain: str = "nvidia.com"
 
     def __call__(self, name: str) -> str:
-        """Return the key of that name, such as ``pre-allocated``."""
+        """Return the key for ``name``, such as ``nvidia.com/pre-allocated``."""
         return f"{self.domain}/{name}"
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Card:
-    """One entry of ``node-device-register``; memory in MiB and cores in percent, as offered."""
+    """One entry of ``node-device-register``.
+
+    Attributes:
+        seats: the number of containers that may share the card.
+        memory: the offered memory in MiB.
+        cores: the offered compute in percent.
+        numa: the number of the NUMA node.
+    """
 
     index: int
     uuid: str
@@ -49,7 +57,12 @@ class Card:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class NodeConfig:
-    """The part of ``node-config-info`` that placing needs."""
+    """The values of ``node-config-info`` that placement needs.
+
+    Attributes:
+        split: the number of containers that may share a card.
+        memory_factor: the unit of requested memory, in MiB.
+    """
 
     split: int
     memory_factor: int
@@ -57,7 +70,7 @@ class NodeConfig:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Claim:
-    """One container's part of one card."""
+    """One container's share of one card; memory in MiB and cores in percent."""
 
     index: int
     uuid: str
@@ -70,9 +83,9 @@ Claims = dict[str, tuple[Claim, ...]]
 
 
 def parse_register(text: str) -> tuple[Card, ...] | None:
-    """The cards of a node; None when the value cannot be used.
+    """Parse ``node-device-register`` into the cards of a node; return None if it is invalid.
 
-    Ids must be 0 to n-1: a gap makes the real extender's process panic (vgpu-manager §3).
+    The indices must be 0 to n-1: a gap makes the real extender panic (vgpu-manager §3).
     """
     try:
         cards = tuple(map(_card, json.loads(text)))
@@ -82,7 +95,7 @@ def parse_register(text: str) -> tuple[Card, ...] | None:
 
 
 def parse_config(text: str) -> NodeConfig | None:
-    """The node's configuration; None when the value cannot be used."""
+    """Parse ``node-config-info``; return None if it is invalid."""
     try:
         found = json.loads(text)
         return NodeConfig(int(found["deviceSplit"]), int(found["memoryFactor"]))
@@ -91,21 +104,21 @@ def parse_config(text: str) -> NodeConfig | None:
 
 
 def write_claims(claims: Mapping[str, Sequence[Claim]]) -> str:
-    """Write ``name[id_uuid_cores_memory,…];…``."""
+    """Format claims as ``container[index_uuid_cores_memory,…];…``."""
     return ";".join(
         "{}[{}]".format(
             name,
             ",".join(
-                f"{each.index}_{each.uuid}_{each.cores}_{each.memory}"
-                for each in sorted(parts, key=lambda each: each.index)
+                f"{claim.index}_{claim.uuid}_{claim.cores}_{claim.memory}"
+                for claim in sorted(of_container, key=lambda claim: claim.index)
             ),
         )
-        for name, parts in claims.items()
+        for name, of_container in claims.items()
     )
 
 
 def read_claims(text: str) -> Claims | None:
-    """Read them back; None when the text is empty or cannot be read."""
+    """Parse the format of `write_claims`; return None if the text is empty or invalid."""
     claims: Claims = {}
     for segment in filter(None, text.replace(" ", "").split(";")):
         name, _, rest = segment.partition("[")
