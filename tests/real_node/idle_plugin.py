@@ -31,6 +31,7 @@ def _list_and_watch(offers: Mapping[str, int]) -> Iterator[messages.ListAndWatch
     yield messages.ListAndWatchResponse(
         devices=[messages.Device(id=id_, health="Healthy") for id_ in ids]
     )
+    print("listed", flush=True)  # noqa: T201 - for the program that waits for it
     threading.Event().wait()
 
 

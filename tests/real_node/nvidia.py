@@ -82,7 +82,9 @@ def running(agent: NodeAgent) -> Iterator[NodeAgent]:
 def former_plugin(
     rig: Rig, offers: Mapping[str, Mapping[str, int]]
 ) -> Iterator[subprocess.Popen[bytes]]:
-    """The plugin from before beside the kubelet; see `tests.real_node.former_plugin`."""
+    """The plugin from before beside the kubelet, once that has its devices; see
+    `tests.real_node.former_plugin`. The Node may still show those of another test's plugin.
+    """
     command = [
         *_END_WITH_PARENT,
         sys.executable,
@@ -91,8 +93,11 @@ def former_plugin(
         str(rig.kubelet_dir()),
         json.dumps(offers),
     ]
-    with subprocess.Popen(command, cwd=_PROJECT) as plugin:
+    with subprocess.Popen(command, cwd=_PROJECT, stdout=subprocess.PIPE) as plugin:
         try:
+            assert plugin.stdout is not None
+            for _ in offers:
+                assert plugin.stdout.readline() == b"listed\n"
             yield plugin
         finally:
             plugin.kill()

@@ -79,8 +79,11 @@ def traces(layout: Layout, namespaces: tuple[str, ...]) -> list[str]:
     """Everything on this machine that still belongs to the rig, one line each.
 
     ``namespaces`` are those of its `KeeperRecord`: a namespace lives as long as a process is in it,
-    and interfaces live as long as theirs.
+    and interfaces live as long as theirs. The kernel gives the number of one that ended to another
+    rig's.
     """
+    others = [KeeperRecord.load(other) for other in rigs() if other.name != layout.name]
+    sought = set(namespaces) - {name for record in others if record for name in record.namespaces}
     found = [f"cgroup {path}" for path in cgroups.existing(layout.cgroup)]
     if layout.run.exists():
         found.append(f"folder {layout.run}")
@@ -101,6 +104,6 @@ def traces(layout: Layout, namespaces: tuple[str, ...]) -> list[str]:
         except (FileNotFoundError, ProcessLookupError, PermissionError):
             # gone meanwhile, or one whose namespaces even root may not see
             continue
-        if f"{layout.run}/" in command or held & set(namespaces):
+        if f"{layout.run}/" in command or held & sought:
             found.append(f"process {pid} {command.strip()}")
     return found
