@@ -123,6 +123,8 @@ class PodContainer:
         completed: the pod's status says that it has ended with success and has not started again.
         ended_at: unix seconds at which it ended last, by the pod's status, which leaves out
             fractions; 0 when it never did.
+        started_at: unix seconds at which it started last, by the pod's status, which leaves out
+            fractions; 0 when it never did, or the status does not say.
     """
 
     name: str
@@ -136,6 +138,7 @@ class PodContainer:
     completed: bool = False
     ended_at: float = 0.0
     running: bool = False
+    started_at: float = 0.0
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

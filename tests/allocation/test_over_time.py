@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import time
 from collections.abc import Sequence
 
 import pytest
@@ -435,6 +436,26 @@ async def test_a_container_with_its_init_containers_ids_keeps_its_share_over_an_
     with pytest.raises(CapacityError):
         await started(after, a_pod("next", annotations=wants(main=f"{U0} 40000")), IDS[1:2])
     assert booked(after) == {U0: 40000}
+
+
+@pytest.mark.parametrize("since", [-60.0, +60.0])
+async def test_a_status_from_before_a_reboot_books_nothing(since: float) -> None:
+    """It shows a main container that is still to start: the init container before it has started
+    since. Its share may have been granted to another pod in the meantime.
+    """
+    before = Place()
+    pod = await with_init_container(before, prepare=f"{U1} 10000,{U0} 1", main=f"{U0} 20000")
+    shown = dataclasses.replace(
+        running(pod),
+        containers=tuple(
+            dataclasses.replace(each, started=True, started_at=time.time() + since)
+            for each in pod.containers
+        ),
+    )
+    after = restarted(before, shown)
+    after.checkpoint = [line for line in before.checkpoint or () if line.owner.container == "main"]
+    confirm(after, initial=True)
+    assert booked(after) == ({} if since < 0 else {U0: 20000})
 
 
 async def test_of_two_records_of_one_container_the_youngest_counts() -> None:

@@ -391,6 +391,34 @@ def test_a_status_tells_how_and_when_a_container_has_ended(
     assert (read.containers[0].completed, read.containers[0].ended_at) == (completed, ended_at)
 
 
+@pytest.mark.parametrize(
+    ("status", "started_at"),
+    [
+        ({}, 0.0),
+        ({"state": {"running": {"startedAt": MINUTE}}}, 60.0),
+        ({"state": {"terminated": {"exitCode": 0, "startedAt": MINUTE}}}, 60.0),
+        (
+            {
+                "state": {"running": {"startedAt": MINUTE}},
+                "lastState": {"terminated": {"startedAt": "1970-01-01T00:00:30Z"}},
+            },
+            60.0,
+        ),
+        ({"state": {"running": {"startedAt": "never"}}}, 0.0),
+    ],
+)
+def test_a_status_tells_when_a_container_has_started_last(
+    status: dict[str, Any], started_at: float
+) -> None:
+    """A start of before an init container's was in an earlier sandbox."""
+    read = decode.pod(
+        _pod(
+            {"containers": [{"name": "main"}]}, {"containerStatuses": [{"name": "main", **status}]}
+        )
+    )
+    assert read.containers[0].started_at == started_at
+
+
 @pytest.mark.parametrize(("status", "anew"), [("False", True), ("True", False), ("", False)])
 def test_a_pod_without_a_sandbox_begins_anew(status: str, *, anew: bool) -> None:
     """The kubelet says so in a condition since 1.29."""

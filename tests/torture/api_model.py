@@ -46,6 +46,7 @@ class LivePod:
         in_new_sandbox: no container has started since the node was started.
         pulled: containers whose image is there.
         starts: how often each container has started.
+        started_at: when each container started last.
     """
 
     plan: PlannedPod
@@ -66,6 +67,7 @@ class LivePod:
     in_new_sandbox: bool = False
     pulled: set[str] = dataclasses.field(default_factory=set)
     starts: dict[str, int] = dataclasses.field(default_factory=dict)
+    started_at: dict[str, float] = dataclasses.field(default_factory=dict)
     refusal: str = ""
     stuck_since: float = 0.0
     ends_at: float | None = None
@@ -113,6 +115,9 @@ class LivePod:
                     _KINDS[each.kind],
                     each.request.limits if each.request else {},
                     started=each.name in self.starts,
+                    started_at=float(int(EPOCH + self.started_at[each.name]))
+                    if each.name in self.started_at
+                    else 0.0,
                     completed=each.name in self.finished,
                     ended_at=float(int(EPOCH + self.ended[each.name]))
                     if each.name in self.ended

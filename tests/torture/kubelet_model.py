@@ -320,6 +320,7 @@ class KubeletModel:
             edits = self._create(entry.answer for entry in answers)
         pod.running.add(container.name)
         pod.starts[container.name] = pod.starts.get(container.name, 0) + 1
+        pod.started_at[container.name] = asyncio.get_running_loop().time()
         pod.refusal, pod.stuck_since = "", 0.0
         if pod.in_new_sandbox:
             pod.in_new_sandbox = False

@@ -14,7 +14,7 @@ import dataclasses
 from typing import TYPE_CHECKING
 
 from vgpu_agent.allocation.carrier import grant_token
-from vgpu_agent.allocation.holdings import is_outdated, is_over, with_single_holders
+from vgpu_agent.allocation.holdings import is_outdated, is_over, ruled_out, with_single_holders
 from vgpu_agent.allocation.questions import question
 from vgpu_agent.families.family import Ownership
 from vgpu_agent.ledger.reconciliation import InterpretedHolding
@@ -22,14 +22,17 @@ from vgpu_agent.model import Decider
 from vgpu_agent.pods import ContainerKind
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Collection, Sequence
 
     from vgpu_agent.allocation.carrier import GrantRecord
     from vgpu_agent.allocation.context import Context
     from vgpu_agent.families.family import Family, PodFamily
     from vgpu_agent.model import Grant, Holding, KubeletRecords, Owner, Resource
-    from vgpu_agent.pods import Pod
+    from vgpu_agent.pods import Pod, PodContainer
 
+
+# Times in a pod's status are whole seconds.
+_STATUS_PRECISION_SECONDS = 1.0
 
 # grant records by token, and by the pod's UID
 _Index = tuple["dict[str, list[GrantRecord]]", "dict[str, list[GrantRecord]]"]
@@ -54,17 +57,7 @@ class Interpretation:
         }
         running_inits = self._running_inits()
         found = with_single_holders(records, names, self._context.pods, running_inits)
-        # Only the checkpoint names init containers. Without it, one that runs holds the ids of a
-        # container that comes after it.
-        hidden = (
-            {
-                (record.owner.pod_uid, record.resource): record.owner.container
-                for record in self._context.carrier.records
-                if (record.owner.pod_uid, record.owner.container) in running_inits
-            }
-            if records.entries is None
-            else {}
-        )
+        hidden = self._hidden_inits(running_inits) if records.entries is None else {}
         return dataclasses.replace(
             found,
             holdings=tuple(
@@ -135,14 +128,30 @@ class Interpretation:
                 found.add((uid, last.owner.container))
         return found
 
+    def _hidden_inits(
+        self, running_inits: Collection[tuple[str, str]]
+    ) -> dict[tuple[str, str], str]:
+        """Return the init containers that run and that the ledger does not know, as (pod's UID,
+        resource) → name.
+
+        Only the checkpoint names init containers. Without it, one that runs holds the ids of a
+        container that comes after it.
+        """
+        known = {grant.decided_for for grant in self._ledger.grants if grant.shares}
+        return {
+            (record.owner.pod_uid, record.resource): record.owner.container
+            for record in self._context.carrier.records
+            if (key := (record.owner.pod_uid, record.owner.container)) in running_inits
+            and key not in known
+        }
+
     def _with_recorded_container(
         self, holding: Holding, hidden: dict[tuple[str, str], str]
     ) -> Holding:
         """Return ``holding`` with the container that has the grant record for these ids.
 
         Containers of one pod may share ids. The kubelet's records do not show which one uses them.
-        ``hidden`` are init containers that run and are in no record of the kubelet ((pod's UID,
-        resource) → name); each is removed once it has a holding.
+        ``hidden`` are those of `_hidden_inits`. Each is removed once it has a holding.
         """
         pod = self._pod_of(holding)
         uid = pod.kubelet_uid if pod else holding.owner.pod_uid
@@ -208,7 +217,7 @@ class Interpretation:
         """
         name = holding.owner.container
         container = pod.container(name) if pod else None
-        if pod is None or container is None or not container.started:
+        if pod is None or container is None or not self._started_in_this_sandbox(pod, container):
             return InterpretedHolding(family.name, (), by_pod=True)
         decision = family.recall(question(self._context, offered, pod, name, holding.ids))
         if decision is None:
@@ -220,6 +229,21 @@ class Interpretation:
             by_pod=True,
             decided_for=key,
             may_overcommit=decision.by_scheduler,
+        )
+
+    def _started_in_this_sandbox(self, pod: Pod, container: PodContainer) -> bool:
+        """Tell whether the container has started since the pod's sandbox was created, by the pod's
+        status and by the grant records.
+
+        After a reboot the status still shows the earlier sandbox. But an init container that was
+        decided later than the container's last start shows that a new one was begun.
+        """
+        return container.started and not any(
+            container.started_at
+            and record.decided_at > container.started_at + _STATUS_PRECISION_SECONDS
+            and pod.container(record.owner.container)
+            and container.name in ruled_out(pod, record.owner.container)
+            for record in self._records_of_pod(pod.kubelet_uid)
         )
 
     def _record(self, holding: Holding, pod: Pod | None) -> GrantRecord | None:

@@ -114,17 +114,18 @@ class _PodSpec(_Struct):
     init_containers: list[_Container] | None = None
 
 
-class _Present(_Struct):
-    """A field of which only the presence matters."""
+class _Running(_Struct):
+    started_at: str | None = None
 
 
 class _Terminated(_Struct):
     exit_code: int = -1
+    started_at: str | None = None
     finished_at: str | None = None
 
 
 class _State(_Struct):
-    running: _Present | None = None
+    running: _Running | None = None
     terminated: _Terminated | None = None
 
 
@@ -532,13 +533,18 @@ def _container(
     state, last_state = status.state or _State(), status.last_state or _State()
     container_id = (status.container_id or "").rpartition("://")[2]  # the runtime is before it
     ends = [each.terminated for each in (state, last_state) if each.terminated is not None]
+    runs: list[_Running | _Terminated] = [
+        *ends,
+        *(each.running for each in (state, last_state) if each.running is not None),
+    ]
     return PodContainer(
         one.name[:_LONGEST_NAME],
         kind,
         limits,
         unreadable,
         environment,
-        started=bool(status.restart_count > 0 or state.running or last_state.running or ends),
+        started=bool(status.restart_count > 0 or runs),
+        started_at=max((_unix_seconds(run.started_at) for run in runs), default=0.0),
         running=state.running is not None,
         values=_values(one),
         completed=state.terminated is not None and state.terminated.exit_code == 0,
