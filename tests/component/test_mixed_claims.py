@@ -165,8 +165,14 @@ async def test_a_restarted_agent_offers_nothing_before_it_knows_the_claims(
     before = len(stage.cluster.kubelet.called("list", GPU))
     await stage.restart_agent()
     await stage.until_whole(other(gpu))
-    healthy = [call.facts["healthy"] for call in stage.cluster.kubelet.called("list", GPU)[before:]]
-    assert set(healthy) == {1}
+
+    def lists() -> list[int]:
+        return [call.facts["healthy"] for call in stage.cluster.kubelet.called("list", GPU)]
+
+    await stage.cluster.until(
+        lambda: len(lists()) > before, "kubelet to note the list, which it follows before"
+    )
+    assert set(lists()[before:]) == {1}
     assert f"{gpu}," in stage.cluster.node_object()["metadata"]["annotations"][REGISTER]
     stage.done()
     await stage.cluster.running("p")
