@@ -273,6 +273,67 @@ async def test_a_restart_without_the_checkpoint_does_not_forget_an_init_containe
     assert after.ledger.audit() == []
 
 
+async def test_without_the_checkpoint_a_sidecar_keeps_its_share_beside_an_init_container() -> None:
+    """The sidecar runs with its own ids. Only a container that is still to start can have those of
+    an init container that runs.
+    """
+    before = Place()
+    sidecar = PodContainer("side", ContainerKind.SIDECAR, {NUMBER: 1})
+    pod = a_pod(
+        "train",
+        sidecar,
+        init("prepare", 2),
+        "main",
+        annotations=wants(side=f"{U1} 500", prepare=f"{U0} 100,{U1} 100", main=f"{U0} 1"),
+    )
+    before.book.replace([pod])
+    await before.admit(pod, "side", IDS[3:4])
+    await before.admit(pod, "prepare", IDS[:2], listed=False)
+    await before.admit(pod, "main", IDS[:1])
+    await before.start(IDS[3:4])
+    await before.start(IDS[:2])
+    after = restarted(before, pod)
+    after.checkpoint = None
+    confirm(after, initial=True)
+    confirm(after, times=2)
+    assert booked(after) == booked(before) == {U0: 100, U1: 600}
+
+
+async def test_an_init_container_found_without_the_checkpoint_gives_nobody_its_spec() -> None:
+    """The kubelet starts the main container without the agent if the agent has stopped. The name
+    that it has must not stand for the init container's devices then.
+    """
+    before = Place()
+    pod = await with_init_container(before, prepare=f"{U0} 40000,{U1} 40000", main=f"{U0} 1")
+    after = restarted(before, pod)
+    after.checkpoint = None
+    confirm(after, initial=True)
+    assert booked(after) == {U0: 40000, U1: 40000}
+    assert after.allocator.late_start.deliveries() == []
+
+
+async def test_main_containers_that_start_again_without_the_agent_stay_booked() -> None:
+    """The sandbox was lost, the init container started with the agent, and the agent stopped. The
+    main container has no newer record, but the status shows its start.
+    """
+    before = Place()
+    pod = await with_init_container(before, prepare=f"{U0} 1,{U1} 1", main=f"{U0} 20000")
+    await before.start(IDS[:1])
+    await before.start(IDS[:2])
+    shown = dataclasses.replace(
+        running(pod),
+        containers=tuple(
+            dataclasses.replace(each, started=True, started_at=time.time() + 60)
+            for each in pod.containers
+        ),
+    )
+    for pods in ((), (shown,)):
+        after = restarted(before, *pods)
+        confirm(after, initial=True)
+        assert booked(after)[U0] >= 20000
+    assert booked(after) == {U0: 20000}
+
+
 async def test_a_restart_does_not_forget_an_init_container_whose_sidecar_started_again() -> None:
     """The sidecar comes before it and runs on beside it,
     so that its crash says nothing about the init container.

@@ -64,8 +64,9 @@ class GrantRecord:
         decided_at: unix seconds.
         collected: the grant's own host directory, see `Provision.collected`.
         may_overcommit: see `Grant.may_overcommit`.
-        rules_out: the containers of the pod that had ended, or were still to start, when this one
-            started (`holdings.ruled_out`).
+        rules_out: the init containers of the pod that had ended, or were still to start, when this
+            one started (`holdings.ruled_out`). Main containers are left out: one that starts again
+            without the agent has no new record.
     """
 
     token: str

@@ -13,6 +13,7 @@ from vgpu_agent.allocation.carrier import GrantRecord
 from vgpu_agent.allocation.holdings import ruled_out
 from vgpu_agent.allocation.notices import Notices
 from vgpu_agent.allocation.overcommits import Overcommits
+from vgpu_agent.pods import ContainerKind
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -174,5 +175,9 @@ class Context:
             decided_at=max(self.clock(), math.nextafter(latest, math.inf)),
             collected=provision.collected,
             may_overcommit=grant.may_overcommit,
-            rules_out=ruled_out(pod, owner.container),
+            rules_out=tuple(
+                name
+                for name in ruled_out(pod, owner.container)
+                if (container := pod.container(name)) and container.kind is ContainerKind.INIT
+            ),
         )

@@ -21,7 +21,10 @@ if TYPE_CHECKING:
 
     from vgpu_agent.allocation.carrier import GrantRecord
     from vgpu_agent.model import Grant, KubeletRecords
-    from vgpu_agent.pods import Pod, PodCache
+    from vgpu_agent.pods import Pod, PodCache, PodContainer
+
+STATUS_PRECISION_SECONDS = 1.0
+"""The times in a pod's status are whole seconds."""
 
 
 def with_single_holders(
@@ -93,18 +96,32 @@ def is_over(pod: Pod, name: str) -> bool:
 
 def is_outdated(record: GrantRecord, records: Iterable[GrantRecord], pod: Pod) -> bool:
     """Tell whether an init container of the pod started after ``record`` was made
-    for a main container.
+    for a main container, and the main container has not started since.
 
     Then nothing of the main container runs, and the decision is made again when it starts. The
-    record may be of an earlier init container with the same ids, or of an earlier sandbox.
+    record may be of an earlier init container with the same ids, or of an earlier sandbox. A main
+    container that starts again without the agent, or while its pod is not known, keeps its record.
     """
     kinds = {container.name: container.kind for container in pod.containers}
-    return kinds.get(record.owner.container) is ContainerKind.MAIN and any(
-        other.owner.pod_uid == record.owner.pod_uid
-        and other.decided_at > record.decided_at
-        and kinds.get(other.owner.container) is ContainerKind.INIT
-        for other in records
+    main = pod.container(record.owner.container)
+    return (
+        main is not None
+        and main.kind is ContainerKind.MAIN
+        and any(
+            other.owner.pod_uid == record.owner.pod_uid
+            and other.decided_at > record.decided_at
+            and kinds.get(other.owner.container) is ContainerKind.INIT
+            and not has_started_since(main, other.decided_at)
+            for other in records
+        )
     )
+
+
+def has_started_since(container: PodContainer, decided_at: float) -> bool:
+    """Tell whether the container has surely started after that time (Unix seconds), by the pod's
+    status, whose times are whole seconds.
+    """
+    return container.started_at > decided_at + STATUS_PRECISION_SECONDS
 
 
 def ruled_out(pod: Pod, starting: str) -> tuple[str, ...]:

@@ -14,7 +14,14 @@ import dataclasses
 from typing import TYPE_CHECKING
 
 from vgpu_agent.allocation.carrier import grant_token
-from vgpu_agent.allocation.holdings import is_outdated, is_over, ruled_out, with_single_holders
+from vgpu_agent.allocation.holdings import (
+    STATUS_PRECISION_SECONDS,
+    has_started_since,
+    is_outdated,
+    is_over,
+    ruled_out,
+    with_single_holders,
+)
 from vgpu_agent.allocation.questions import question
 from vgpu_agent.families.family import Ownership
 from vgpu_agent.ledger.reconciliation import InterpretedHolding
@@ -30,9 +37,6 @@ if TYPE_CHECKING:
     from vgpu_agent.model import Grant, Holding, KubeletRecords, Owner, Resource
     from vgpu_agent.pods import Pod, PodContainer
 
-
-# Times in a pod's status are whole seconds.
-_STATUS_PRECISION_SECONDS = 1.0
 
 # grant records by token, and by the pod's UID
 _Index = tuple["dict[str, list[GrantRecord]]", "dict[str, list[GrantRecord]]"]
@@ -155,7 +159,10 @@ class Interpretation:
         """
         pod = self._pod_of(holding)
         uid = pod.kubelet_uid if pod else holding.owner.pod_uid
-        name = hidden.pop((uid, holding.resource), "")
+        name = ""
+        key = (uid, holding.resource)
+        if pod and key in hidden and self._may_hold_for(hidden[key], holding, pod):
+            name = hidden.pop(key)
         by_token, _ = self._indexed(self._context.carrier.records)
         for record in by_token.get(grant_token(holding.resource, holding.ids), ()):
             if record.owner.pod_uid == uid if uid else record.owner.may_be_in(holding.owner):
@@ -166,6 +173,16 @@ class Interpretation:
             )
             if name
             else holding
+        )
+
+    def _may_hold_for(self, init: str, holding: Holding, pod: Pod) -> bool:
+        """Tell whether the holding of a later container can stand for an init container that runs:
+        that container is still to start, and the ledger has nothing decided for its ids.
+        """
+        names = [container.name for container in pod.containers]
+        grant = self._ledger.find(holding.resource, holding.ids)
+        return holding.owner.container in names[names.index(init) + 1 :] and (
+            grant is None or grant.decided_for is None
         )
 
     def _by_pod(self, family: PodFamily, holding: Holding) -> InterpretedHolding | None:
@@ -240,7 +257,7 @@ class Interpretation:
         """
         return container.started and not any(
             container.started_at
-            and record.decided_at > container.started_at + _STATUS_PRECISION_SECONDS
+            and record.decided_at > container.started_at + STATUS_PRECISION_SECONDS
             and pod.container(record.owner.container)
             and container.name in ruled_out(pod, record.owner.container)
             for record in self._records_of_pod(pod.kubelet_uid)
@@ -273,7 +290,8 @@ class Interpretation:
         of the pod was started after it.
 
         The times in the grant records decide. The pod's status follows later, and after a reboot it
-        is wrong for a while. It counts only for a container without a record.
+        is wrong for a while. It counts for a container without a record, and where it shows a later
+        start: containers may start again without a new record.
         """
         container = pod.container(name)
         if container is None or container.kind is not ContainerKind.INIT:
@@ -286,9 +304,9 @@ class Interpretation:
             )
         if name not in started:
             return is_over(pod, name)
-        names = [each.name for each in pod.containers]
         return any(
-            started.get(later, 0.0) > started[name] for later in names[names.index(name) + 1 :]
+            started.get(later.name, 0.0) > started[name] or has_started_since(later, started[name])
+            for later in pod.containers[pod.containers.index(container) + 1 :]
         )
 
     def _records_of_pod(self, uid: str) -> Sequence[GrantRecord]:

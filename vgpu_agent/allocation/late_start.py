@@ -47,6 +47,7 @@ from vgpu_agent.errors import (
 )
 from vgpu_agent.families.family import Decision
 from vgpu_agent.isolation.edits import Edits
+from vgpu_agent.pods import ContainerKind
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Iterable, Sequence
@@ -549,6 +550,10 @@ class LateStart:
             return []
         families = {family.name: family for family in context.families.by_pod}
         known = {record.token for record in context.carrier.records}
+        recorded = {
+            (record.owner.pod_uid, record.owner.container, record.resource)
+            for record in context.carrier.records
+        }
         wanted, unmade = [], set()
         for grant in context.ledger.grants:
             family, owner = families.get(grant.family), grant.owner
@@ -560,6 +565,14 @@ class LateStart:
                 (offer for offer in context.ledger.resources if offer.name == grant.resource), None
             )
             if token in known or pod is None or offered is None or pod.ended:
+                continue
+            container = pod.container(owner.container)
+            if (
+                container is not None
+                and container.kind is ContainerKind.INIT
+                and (pod.kubelet_uid, owner.container, grant.resource) in recorded
+            ):
+                # The ids are those of a later container, which must not start with this spec.
                 continue
             try:
                 provision = family.provision(
