@@ -7,7 +7,12 @@ import dataclasses
 import pytest
 
 from tests.allocation.binding_parts import NUMBER, a_pod, init
-from vgpu_agent.allocation.holdings import ended_before, is_over, with_single_holders
+from vgpu_agent.allocation.holdings import (
+    ended_before,
+    is_over,
+    ruled_out,
+    with_single_holders,
+)
 from vgpu_agent.model import Grant, Holding, KubeletRecords, Owner
 from vgpu_agent.pods import ContainerKind, Pod, PodCache, PodContainer
 
@@ -190,3 +195,8 @@ def test_a_container_that_the_pod_does_not_name_is_taken_for_one_that_stays() ->
     nothing says that it has ended.
     """
     assert ended_when("first", unknown="added") == ["second", "main", "other"]
+
+
+def test_a_container_that_its_pod_does_not_have_rules_nothing_out() -> None:
+    """A mirror pod may differ from its static pod. A loop over all grants must not end with it."""
+    assert ruled_out(ALL_KINDS, "unknown") == ()

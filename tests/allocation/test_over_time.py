@@ -299,6 +299,56 @@ async def test_without_the_checkpoint_a_sidecar_keeps_its_share_beside_an_init_c
     assert booked(after) == booked(before) == {U0: 100, U1: 600}
 
 
+async def with_ids_of_its_own(place: Place, *mains: str) -> Pod:
+    """A pod whose init container has started with two ids that no later container has."""
+    pod = a_pod(
+        "train", init("prepare", 2), *mains, annotations=wants(prepare=f"{U0} 100,{U1} 100")
+    )
+    place.book.replace([pod])
+    await place.admit(pod, "prepare", IDS[3:5], listed=False)
+    for position, name in enumerate(mains):
+        await place.admit(pod, name, IDS[position : position + 1])
+    await place.start(IDS[3:5])
+    return pod
+
+
+async def test_a_checkpoint_that_fails_later_books_no_init_container_twice() -> None:
+    """The ledger knows it already, under its own ids."""
+    place = Place()
+    await with_ids_of_its_own(place, "main")
+    place.checkpoint = None
+    confirm(place, times=2)
+    assert booked(place) == {U0: 100, U1: 100}
+
+
+async def test_an_init_container_takes_no_ids_for_which_something_was_decided() -> None:
+    """During an outage the main container was booked by its record of an earlier sandbox. The ids
+    of the other one are still free for the init container that runs.
+    """
+    before = Place()
+    pod = a_pod(
+        "train",
+        init("prepare", 2),
+        "main",
+        "other",
+        annotations=wants(prepare=f"{U0} 100,{U1} 100", main=f"{U0} 7"),
+    )
+    before.book.replace([pod])
+    await before.admit(pod, "prepare", IDS[3:5], listed=False)
+    await before.admit(pod, "main", IDS[:1])
+    await before.admit(pod, "other", IDS[1:2])
+    await before.start(IDS[3:5])
+    await before.start(IDS[:1])
+    await before.start(IDS[3:5])
+    after = restarted(before)
+    after.checkpoint = None
+    confirm(after, initial=True)
+    assert booked(after) == {U0: 7}
+    after.book.replace([pod])
+    confirm(after, times=2)
+    assert booked(after) == {U0: 107, U1: 100}
+
+
 async def test_an_init_container_found_without_the_checkpoint_gives_nobody_its_spec() -> None:
     """The kubelet starts the main container without the agent if the agent has stopped. The name
     that it has must not stand for the init container's devices then.

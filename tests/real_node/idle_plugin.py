@@ -3,8 +3,9 @@ and asks for no pre-start.
 
 Run as a process by test_volcano_speed: ``python -m tests.real_node.idle_plugin KUBELET_DIR
 OFFERS``; OFFERS is JSON, resource → prefix → number of ids. What pods cost with it is what so many
-ids cost kubelet and the API server; no plugin can be quicker. It shares no code with the agent, and
-it ends by any signal. `former_plugin` answers with more.
+ids cost kubelet and the API server; no plugin can be quicker. It writes a line ``listed`` when the
+kubelet has read the ids of a resource. It shares no code with the agent, and it ends by any signal.
+`former_plugin` answers with more.
 """
 
 from __future__ import annotations

@@ -23,8 +23,8 @@ if TYPE_CHECKING:
     from vgpu_agent.model import Grant, KubeletRecords
     from vgpu_agent.pods import Pod, PodCache, PodContainer
 
-STATUS_PRECISION_SECONDS = 1.0
-"""The times in a pod's status are whole seconds."""
+# The times in a pod's status are whole seconds.
+_STATUS_PRECISION_SECONDS = 1.0
 
 
 def with_single_holders(
@@ -118,19 +118,29 @@ def is_outdated(record: GrantRecord, records: Iterable[GrantRecord], pod: Pod) -
 
 
 def has_started_since(container: PodContainer, decided_at: float) -> bool:
-    """Tell whether the container has surely started after that time (Unix seconds), by the pod's
-    status, whose times are whole seconds.
+    """Tell whether the container's last start by the pod's status is certainly later than
+    ``decided_at`` (Unix seconds).
     """
-    return container.started_at > decided_at + STATUS_PRECISION_SECONDS
+    return container.started_at > decided_at + _STATUS_PRECISION_SECONDS
+
+
+def has_started_before(container: PodContainer, decided_at: float) -> bool:
+    """Tell whether the container's last start by the pod's status is certainly earlier than
+    ``decided_at`` (Unix seconds).
+    """
+    return container.started_at + _STATUS_PRECISION_SECONDS < decided_at
 
 
 def ruled_out(pod: Pod, starting: str) -> tuple[str, ...]:
-    """Return the containers of ``pod`` that cannot run when the container ``starting`` starts.
+    """Return the containers of ``pod`` that cannot run when the container ``starting`` starts; none
+    if the pod has no such container, as when a mirror pod differs from its static pod.
 
     Init containers that come before it have ended. While an init container starts, only sidecars
     run beside it: a new sandbox starts all containers again, and each gets the same shares again.
     """
     names = [container.name for container in pod.containers]
+    if starting not in names:
+        return ()
     place = names.index(starting)
     kind = pod.containers[place].kind
     return tuple(

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 from vgpu_agent.allocation.carrier import grant_token
 from vgpu_agent.allocation.holdings import (
-    STATUS_PRECISION_SECONDS,
+    has_started_before,
     has_started_since,
     is_outdated,
     is_over,
@@ -198,17 +198,7 @@ class Interpretation:
         ):
             return InterpretedHolding(family.name, (), by_pod=True, ended=True)
         if record is not None:
-            others = self._records_of_pod(record.owner.pod_uid)
-            outdated = (
-                is_outdated(record, others, pod)
-                if pod is not None
-                else any(
-                    record.owner.container in other.rules_out
-                    and other.decided_at > record.decided_at
-                    for other in others
-                )
-            )
-            if outdated:
+            if self._is_outdated(record, pod):
                 return InterpretedHolding(family.name, (), by_pod=True)
             key = (record.owner.pod_uid, record.owner.container)
             return InterpretedHolding(
@@ -225,6 +215,20 @@ class Interpretation:
             grant = self._ledger.find(holding.resource, holding.ids)
             return _from_grant(grant) if grant else None
         return self._from_pod(family, offered, pod, holding)
+
+    def _is_outdated(self, record: GrantRecord, pod: Pod | None) -> bool:
+        """Tell whether a later start in the pod shows that the record's container does not run.
+
+        While the pod is not known, only init containers can be seen to have ended, by the records
+        of later starts.
+        """
+        others = self._records_of_pod(record.owner.pod_uid)
+        if pod is not None:
+            return is_outdated(record, others, pod)
+        return any(
+            record.owner.container in other.rules_out and other.decided_at > record.decided_at
+            for other in others
+        )
 
     def _from_pod(
         self, family: PodFamily, offered: Resource, pod: Pod | None, holding: Holding
@@ -257,7 +261,7 @@ class Interpretation:
         """
         return container.started and not any(
             container.started_at
-            and record.decided_at > container.started_at + STATUS_PRECISION_SECONDS
+            and has_started_before(container, record.decided_at)
             and pod.container(record.owner.container)
             and container.name in ruled_out(pod, record.owner.container)
             for record in self._records_of_pod(pod.kubelet_uid)

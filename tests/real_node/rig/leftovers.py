@@ -79,8 +79,8 @@ def traces(layout: Layout, namespaces: tuple[str, ...]) -> list[str]:
     """Everything on this machine that still belongs to the rig, one line each.
 
     ``namespaces`` are those of its `KeeperRecord`: a namespace lives as long as a process is in it,
-    and interfaces live as long as theirs. The kernel gives the number of one that ended to another
-    rig's.
+    and interfaces live as long as theirs. The kernel may give the number of a namespace that has
+    ended to one of another rig, so those of other rigs are left out.
     """
     others = [KeeperRecord.load(other) for other in rigs() if other.name != layout.name]
     sought = set(namespaces) - {name for record in others if record for name in record.namespaces}
