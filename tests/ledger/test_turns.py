@@ -160,6 +160,21 @@ def test_a_booking_does_not_wait_for_a_turn(ledger: Ledger, clock: Clock) -> Non
     assert ledger.turn_ends_in_seconds is None
 
 
+def test_a_round_ends_when_all_that_were_still_to_come_are_lost_in_a_pause(clock: Clock) -> None:
+    """Nobody is left to offer the GPU to alone, e.g. because the plugin of the last family was
+    refused.
+    """
+    turns, able = Turns(clock), [VGPU, SHARE]
+    turns.follow({U0: VGPU}, lambda _gpu: able)
+    turns.follow({}, lambda _gpu: able)
+    clock.now += TURN_SECONDS
+    assert turns.move_on()
+    assert turns.why_waits(U0, SHARE), "the pause"
+    turns.follow({}, lambda _gpu: [SHARE])
+    assert turns.seconds_left is None
+    assert not turns.why_waits(U0, SHARE)
+
+
 def test_a_look_that_is_late_takes_nothing_from_the_pause_after_a_turn(clock: Clock) -> None:
     """A loop that was busy for a moment must not show two families the GPU at once."""
     turns = Turns(clock)

@@ -14,9 +14,10 @@ before. A family that is not served at the moment has no turn.
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from typing import TYPE_CHECKING
+
+import msgspec
 
 from vgpu_agent.ledger.withdrawals import WITHDRAWAL_SECONDS
 
@@ -36,8 +37,7 @@ def round_seconds(families: int) -> float:
     return families * _SLOT_SECONDS - WITHDRAWAL_SECONDS
 
 
-@dataclasses.dataclass(slots=True)
-class _Round:
+class _Round(msgspec.Struct):
     """The turns of one GPU.
 
     Attributes:
@@ -118,8 +118,9 @@ class Turns:
             return
         if not waiting.pausing and coming[0] not in able:
             past, waiting.turn, waiting.until = [], 0, now + TURN_SECONDS
-        waiting.families = past + [family for family in coming if family in able]
-        if len(waiting.families) < 2 and not past:
+        coming = [family for family in coming if family in able]
+        waiting.families = past + coming
+        if not coming or len(waiting.families) < 2:
             del self._rounds[gpu]
 
     def why_waits(self, gpu: str, family: str) -> str:
