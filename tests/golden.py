@@ -4,7 +4,7 @@ two A100-40GB, NUMA 0 and 1.
 
 from __future__ import annotations
 
-import dataclasses
+import msgspec
 
 from vgpu_agent.model import Gpu, Health, Inventory, MigInstance
 
@@ -22,7 +22,9 @@ def golden_inventory(**health: Health) -> Inventory:
     ill = {named[name]: value for name, value in health.items()}
     return Inventory(
         version=1,
-        gpus=tuple(dataclasses.replace(gpu, health=ill.get(gpu.uuid, gpu.health)) for gpu in gpus),
+        gpus=tuple(
+            msgspec.structs.replace(gpu, health=ill.get(gpu.uuid, gpu.health)) for gpu in gpus
+        ),
     )
 
 
@@ -59,9 +61,9 @@ def with_slices(inventory: Inventory, **slices: tuple[MigInstance, ...]) -> Inve
     """``inventory`` with GPUs in MIG mode: ``U1=golden_slices()``."""
     named = {U0: "U0", U1: "U1"}
     gpus = (
-        dataclasses.replace(gpu, mig_enabled=True, mig_instances=slices[named[gpu.uuid]])
+        msgspec.structs.replace(gpu, mig_enabled=True, mig_instances=slices[named[gpu.uuid]])
         if named[gpu.uuid] in slices
         else gpu
         for gpu in inventory.gpus
     )
-    return dataclasses.replace(inventory, gpus=tuple(gpus))
+    return msgspec.structs.replace(inventory, gpus=tuple(gpus))

@@ -12,11 +12,12 @@ Loops are `Supervisor` tasks: named, restarted with back-off, counted, and visib
 from __future__ import annotations
 
 import asyncio
-import dataclasses
 import enum
 import functools
 import time
 from typing import TYPE_CHECKING, Any, Generic, Self, TypeVar
+
+import msgspec
 
 from vgpu_agent import log
 
@@ -188,8 +189,7 @@ class TaskState(enum.StrEnum):
     ENDED = "ended"
 
 
-@dataclasses.dataclass
-class TaskReport:
+class TaskReport(msgspec.Struct):
     """One line of ``/debug/tasks``; times are unix seconds."""
 
     name: str
@@ -250,7 +250,7 @@ class Supervisor:
         """Return one report for each loop, by name, as it is now."""
         now, monotonic = time.time(), time.monotonic()
         return [
-            dataclasses.replace(report, last_heartbeat_at=now - (monotonic - self._beats[name]))
+            msgspec.structs.replace(report, last_heartbeat_at=now - (monotonic - self._beats[name]))
             for name, report in sorted(self._reports.items())
         ]
 

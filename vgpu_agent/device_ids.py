@@ -12,12 +12,13 @@ import dataclasses
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Protocol, overload
 
+import msgspec
+
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class DeviceId:
+class DeviceId(msgspec.Struct, frozen=True):
     """One opaque id that a resource offers to the kubelet, and the device behind it.
 
     Attributes:
@@ -31,8 +32,7 @@ class DeviceId:
     numa_node: int | None = None
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class ListedDevice:
+class ListedDevice(msgspec.Struct, frozen=True):
     """One entry of the list for the kubelet: the id and whether it may be given to a container."""
 
     id: DeviceId
@@ -61,8 +61,7 @@ class IdCodec(Protocol):
 _MAX_DIGITS = 18
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class Decimal:
+class Decimal(msgspec.Struct, frozen=True):
     """Decimal digits without leading zeros."""
 
     text = staticmethod(str)  # a list has tens of thousands
@@ -77,8 +76,7 @@ class Decimal:
 DECIMAL = Decimal()
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class IdBlock:
+class IdBlock(msgspec.Struct, frozen=True):
     """``count`` ids of one device: ``prefix`` followed by the texts of 0, 1, …"""
 
     prefix: str

@@ -8,9 +8,10 @@ what must survive a restart is in the kubelet's own records, and every entry is 
 from __future__ import annotations
 
 import collections
-import dataclasses
 import time
 from typing import TYPE_CHECKING, Any
+
+import msgspec
 
 from vgpu_agent import log
 from vgpu_agent.bounded import bounded
@@ -24,8 +25,7 @@ MAX_ENTRY_BYTES = 16 * 1024
 MAX_BYTES = 4 * 1024 * 1024
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class Entry:
+class Entry(msgspec.Struct, frozen=True):
     """One decision: when (unix seconds), what (a fixed event name) and its facts."""
 
     at: float

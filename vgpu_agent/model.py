@@ -7,9 +7,10 @@ themselves, so they can be passed to any task, kept in a snapshot and compared i
 
 from __future__ import annotations
 
-import dataclasses
 import enum
 from typing import TYPE_CHECKING
+
+import msgspec
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -26,8 +27,7 @@ UNHEALTHY = "Unhealthy"
 INTEGRATED = "tegra"
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class Health:
+class Health(msgspec.Struct, frozen=True):
     """The health of a device: usable for new containers, or the reason against it.
 
     Attributes:
@@ -46,8 +46,7 @@ class Health:
         return HEALTHY if self.ok else UNHEALTHY
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class MigInstance:
+class MigInstance(msgspec.Struct, frozen=True):
     """A hardware partition of a GPU (NVML: one compute instance inside one GPU instance).
 
     Attributes:
@@ -79,8 +78,7 @@ class MigInstance:
     health: Health = Health()
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class Gpu:
+class Gpu(msgspec.Struct, frozen=True):
     """A physical card as NVML and sysfs describe it, or the GPU of a Tegra processor.
 
     Attributes:
@@ -122,8 +120,7 @@ class Gpu:
         return self.uuid == INTEGRATED
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class Link:
+class Link(msgspec.Struct, frozen=True):
     """The distance between two GPUs.
 
     Attributes:
@@ -139,8 +136,7 @@ class Link:
     switch_links: int = 0
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class Inventory:
+class Inventory(msgspec.Struct, frozen=True):
     """Everything known about the node's GPUs at one moment;
     published as a whole, replaced and never changed.
 
@@ -157,7 +153,7 @@ class Inventory:
 
     version: int = 0
     gpus: tuple[Gpu, ...] = ()
-    links: dict[tuple[str, str], Link] = dataclasses.field(default_factory=dict)
+    links: dict[tuple[str, str], Link] = msgspec.field(default_factory=dict)
     driver_version: str = ""
     cuda_version: str = ""
     simulated: bool = False
@@ -202,8 +198,7 @@ class Inventory:
         return None
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class GpuUsage:
+class GpuUsage(msgspec.Struct, frozen=True):
     """The present use of a GPU; None where the driver reports nothing.
     Memory in MiB, shares in percent, power in watts, °C.
     """
@@ -239,8 +234,7 @@ class SharingMode(enum.StrEnum):
     MPS_OF_HOST = "mps-host"
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class Resource:
+class Resource(msgspec.Struct, frozen=True):
     """A name that containers put into ``limits``, and the ids behind it.
 
     Attributes:
@@ -280,16 +274,15 @@ class Resource:
     sharing: SharingMode = SharingMode.NONE
     undivided: bool = False
     init_shares: bool = False
-    holders: Mapping[str, int] = dataclasses.field(default_factory=dict)
-    withheld: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    holders: Mapping[str, int] = msgspec.field(default_factory=dict)
+    withheld: Mapping[str, str] = msgspec.field(default_factory=dict)
 
     def holders_of(self, device: str) -> int:
         """Return how many ids of ``device`` may be held at once."""
         return self.holders.get(device, self.holders_per_device)
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class Share:
+class Share(msgspec.Struct, frozen=True):
     """A part of one device: ``memory_mib`` and ``cores_percent`` are what is booked,
     0 where nothing is limited.
     """
@@ -309,8 +302,7 @@ class GrantState(enum.StrEnum):
     RELEASED = "released"
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class Owner:
+class Owner(msgspec.Struct, frozen=True):
     """The container that holds a grant, as far as it is known.
 
     Attributes:
@@ -340,7 +332,7 @@ class Owner:
 
     def may_be_in(self, other: Owner) -> bool:
         """Tell whether both can be containers of one pod."""
-        return self.may_be(dataclasses.replace(other, container=self.container))
+        return self.may_be(msgspec.structs.replace(other, container=self.container))
 
     def filled_from(self, other: Owner) -> Owner:
         """Return this owner with the fields added that only ``other`` knows."""
@@ -352,8 +344,7 @@ class Owner:
         )
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class Grant:
+class Grant(msgspec.Struct, frozen=True):
     """The shares that one container holds through one resource.
 
     Attributes:
@@ -396,8 +387,7 @@ class Grant:
         )
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class DeviceRoom:
+class DeviceRoom(msgspec.Struct, frozen=True):
     """The rest of a device that new containers of one resource may get;
     memory and cores with the resource's scaling.
 
@@ -416,8 +406,7 @@ class DeviceRoom:
     exclusive: bool = False
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class Holding:
+class Holding(msgspec.Struct, frozen=True):
     """One line of the kubelet's own records: this container holds these ids of this resource."""
 
     resource: str
@@ -425,8 +414,7 @@ class Holding:
     owner: Owner
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class KubeletRecords:
+class KubeletRecords(msgspec.Struct, frozen=True):
     """The kubelet's records of the holders of all ids,
     joined from its checkpoint and pod-resources.
 
@@ -445,8 +433,7 @@ class KubeletRecords:
     entries: tuple[Holding, ...] | None = None
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class ContainerUsage:
+class ContainerUsage(msgspec.Struct, frozen=True):
     """The use that one container makes of one of its devices,
     as counted by the container's own library.
 
@@ -475,8 +462,7 @@ class ContainerUsage:
     limits_cores: bool = True
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class WrittenLimit:
+class WrittenLimit(msgspec.Struct, frozen=True):
     """The limit of one card, as it is written for the library of a container.
 
     Attributes:
@@ -489,8 +475,7 @@ class WrittenLimit:
     cores_percent: int
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class ControlledUse:
+class ControlledUse(msgspec.Struct, frozen=True):
     """The use that one container makes of its cards, as far as its library and the list of its
     processes tell, and its limits as they are written. Cards are numbered as NVML does.
 

@@ -9,10 +9,13 @@ from __future__ import annotations
 import dataclasses
 from typing import TYPE_CHECKING
 
+import msgspec
+
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
 
+# A dataclass, because `seen_at` does not count when two are compared.
 @dataclasses.dataclass(frozen=True, slots=True)
 class Node:
     """The Node object of this machine.
@@ -40,8 +43,7 @@ class Node:
     seen_at: Mapping[str, float] = dataclasses.field(default_factory=dict, compare=False)
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class SentCounts:
+class SentCounts(msgspec.Struct, frozen=True):
     """The numbers of ids in a resource's list last sent to the kubelet.
 
     Attributes:
@@ -56,8 +58,7 @@ class SentCounts:
     offered: int
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class DesiredNode:
+class DesiredNode(msgspec.Struct, frozen=True):
     """The desired state of our Node. The agent leaves alone what is not mentioned.
 
     Attributes:
@@ -72,11 +73,11 @@ class DesiredNode:
             lock that was just taken again).
     """
 
-    annotations: Mapping[str, str | None] = dataclasses.field(default_factory=dict)
-    labels: Mapping[str, str | None] = dataclasses.field(default_factory=dict)
-    capacity: Mapping[str, str | None] = dataclasses.field(default_factory=dict)
-    conditions: Mapping[str, tuple[str, str, str]] = dataclasses.field(default_factory=dict)
-    unhurried: Mapping[str, float] = dataclasses.field(default_factory=dict)
+    annotations: Mapping[str, str | None] = msgspec.field(default_factory=dict)
+    labels: Mapping[str, str | None] = msgspec.field(default_factory=dict)
+    capacity: Mapping[str, str | None] = msgspec.field(default_factory=dict)
+    conditions: Mapping[str, tuple[str, str, str]] = msgspec.field(default_factory=dict)
+    unhurried: Mapping[str, float] = msgspec.field(default_factory=dict)
     guarded: frozenset[str] = frozenset()
 
     def joined(self, other: DesiredNode) -> DesiredNode:

@@ -12,13 +12,14 @@ from __future__ import annotations
 
 import asyncio
 import collections
-import dataclasses
 import enum
 import operator
 import re
 import sys
 import time
 from typing import TYPE_CHECKING
+
+import msgspec
 
 from vgpu_agent import log
 from vgpu_agent.concurrency import Revision
@@ -105,8 +106,7 @@ class ContainerKind(enum.StrEnum):
     MAIN = "main"
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class PodContainer:
+class PodContainer(msgspec.Struct, frozen=True):
     """One container of a pod's specification.
 
     Attributes:
@@ -129,20 +129,19 @@ class PodContainer:
 
     name: str
     kind: ContainerKind = ContainerKind.MAIN
-    limits: Mapping[str, int] = dataclasses.field(default_factory=dict)
-    unreadable: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    limits: Mapping[str, int] = msgspec.field(default_factory=dict)
+    unreadable: Mapping[str, str] = msgspec.field(default_factory=dict)
     environment: frozenset[str] = frozenset()
     started: bool = False
     container_id: str = ""
-    values: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    values: Mapping[str, str] = msgspec.field(default_factory=dict)
     completed: bool = False
     ended_at: float = 0.0
     running: bool = False
     started_at: float = 0.0
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class DesiredPod:
+class DesiredPod(msgspec.Struct, frozen=True):
     """The desired state of one of our pods. The agent leaves alone what is not mentioned.
 
     Attributes:
@@ -150,8 +149,8 @@ class DesiredPod:
         labels: the same.
     """
 
-    annotations: Mapping[str, str | None] = dataclasses.field(default_factory=dict)
-    labels: Mapping[str, str | None] = dataclasses.field(default_factory=dict)
+    annotations: Mapping[str, str | None] = msgspec.field(default_factory=dict)
+    labels: Mapping[str, str | None] = msgspec.field(default_factory=dict)
 
     def joined(self, other: DesiredPod) -> DesiredPod:
         """Merge both; for a key that is in both, ``other`` wins."""
@@ -166,8 +165,7 @@ _RESOURCE_BYTES = 500
 _VALUE_BYTES = 300
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class Pod:
+class Pod(msgspec.Struct, frozen=True):
     """One pod that is bound to this node.
 
     Attributes:
@@ -196,7 +194,7 @@ class Pod:
     name: str
     node: str = ""
     phase: str = "Pending"
-    annotations: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    annotations: Mapping[str, str] = msgspec.field(default_factory=dict)
     containers: tuple[PodContainer, ...] = ()
     deleting: bool = False
     created_at: float = 0.0
@@ -206,7 +204,7 @@ class Pod:
     reported: bool = False
     scheduled: bool = False
     static_uid: str = ""
-    labels: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    labels: Mapping[str, str] = msgspec.field(default_factory=dict)
     in_new_sandbox: bool = False
 
     @property
@@ -241,7 +239,7 @@ class Pod:
 
     def as_static(self, uid: str) -> Pod:
         """The same as the mirror of the static pod that the kubelet knows as ``uid``."""
-        return self if self.static_uid == uid else dataclasses.replace(self, static_uid=uid)
+        return self if self.static_uid == uid else msgspec.structs.replace(self, static_uid=uid)
 
     @property
     def size_bytes(self) -> int:
@@ -428,7 +426,7 @@ class PodCache:
         self._bound.pop(pod.uid, None)
         self.ends += 1
         self._ended[placed.kubelet_uid] = (
-            placed if placed.ended else dataclasses.replace(placed, phase=ENDED),
+            placed if placed.ended else msgspec.structs.replace(placed, phase=ENDED),
             now,
         )
         self._changed()
@@ -540,7 +538,7 @@ class PodCache:
         if pod.uid not in self._bound:
             self._last_bound += 1
             self._bound[pod.uid] = self._last_bound
-        return dataclasses.replace(pod, bound=self._bound[pod.uid], static_uid="")
+        return msgspec.structs.replace(pod, bound=self._bound[pod.uid], static_uid="")
 
     def _believed(self) -> Mapping[str, Pod]:
         """The mirrors of static pods, by the kubelet's UID."""

@@ -8,9 +8,10 @@ are unix seconds.
 
 from __future__ import annotations
 
-import dataclasses
 import enum
 from typing import TYPE_CHECKING, Any
+
+import msgspec
 
 from vgpu_agent.model import Inventory
 
@@ -28,8 +29,7 @@ if TYPE_CHECKING:
     from vgpu_agent.pods import Pod
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class Withheld:
+class Withheld(msgspec.Struct, frozen=True):
     """The reason why a resource is not offered.
 
     Attributes:
@@ -53,8 +53,7 @@ class PluginState(enum.StrEnum):
     FAILED = "failed"
 
 
-@dataclasses.dataclass
-class PluginStatus:
+class PluginStatus(msgspec.Struct):
     """One device plugin server, which offers one resource."""
 
     resource: str
@@ -96,8 +95,7 @@ class PluginStatus:
         return self.state is PluginState.REGISTERED and self.stream_open
 
 
-@dataclasses.dataclass
-class KubeletStatus:
+class KubeletStatus(msgspec.Struct):
     """The kubelet as seen through its sockets and files."""
 
     directory: str = ""
@@ -117,8 +115,7 @@ class NvmlState(enum.StrEnum):
     UNUSED = "not used"  # the GPU is part of the processor (Tegra)
 
 
-@dataclasses.dataclass
-class NvmlStatus:
+class NvmlStatus(msgspec.Struct):
     """The NVML owner thread."""
 
     state: NvmlState = NvmlState.STARTING
@@ -132,8 +129,7 @@ class NvmlStatus:
     library: str = ""
 
 
-@dataclasses.dataclass
-class LedgerStatus:
+class LedgerStatus(msgspec.Struct):
     """The ledger in numbers, and its grants."""
 
     revision: int = 0
@@ -144,22 +140,22 @@ class LedgerStatus:
     # ids in the kubelet's records that this node does not offer
     unknown_ids: tuple[str, ...] = ()
     # device → how many containers may share it
-    capacity: dict[str, int] = dataclasses.field(default_factory=dict)
+    capacity: dict[str, int] = msgspec.field(default_factory=dict)
     # resource → how many of its ids are free and healthy
-    free: dict[str, int] = dataclasses.field(default_factory=dict)
+    free: dict[str, int] = msgspec.field(default_factory=dict)
     # resources that only the scheduler counts: their ids get no grants and no edits
     only_counted: frozenset[str] = frozenset()
     # resource → what new containers can still get of each device
-    rooms: dict[str, tuple[DeviceRoom, ...]] = dataclasses.field(default_factory=dict)
+    rooms: dict[str, tuple[DeviceRoom, ...]] = msgspec.field(default_factory=dict)
     # resources where the pod, not the ids in Allocate, decides on the devices (`Decider.POD`)
     decided_by_pod: frozenset[str] = frozenset()
     # resource → how its devices are shared (`SharingMode`), where the ids name the devices
-    sharing: dict[str, str] = dataclasses.field(default_factory=dict)
+    sharing: dict[str, str] = msgspec.field(default_factory=dict)
     # devices for which schedulers have promised more compute, or to more containers, than there is
     overcommitted: tuple[Overcommit, ...] = ()
     uses: tuple[GpuUse, ...] = ()  # which family each GPU serves, and which pods wait for it
     # resource → ids that are not granted now, and why
-    held_back: dict[str, tuple[HeldBack, ...]] = dataclasses.field(default_factory=dict)
+    held_back: dict[str, tuple[HeldBack, ...]] = msgspec.field(default_factory=dict)
 
 
 class MpsState(enum.StrEnum):
@@ -171,8 +167,7 @@ class MpsState(enum.StrEnum):
     STOPPED = "stopped"
 
 
-@dataclasses.dataclass
-class MpsStatus:
+class MpsStatus(msgspec.Struct):
     """One MPS control daemon, which serves one resource.
 
     Attributes:
@@ -193,15 +188,14 @@ class MpsStatus:
     running_since: float = 0.0
     limits_seen_at: float = 0.0
     thread_percentage: int = 0
-    memory_limit_mib: dict[str, int] = dataclasses.field(default_factory=dict)
+    memory_limit_mib: dict[str, int] = msgspec.field(default_factory=dict)
     clients: tuple[int, ...] = ()
     restarts: int = 0
     clients_lost: int = 0
     in_use_by_others: tuple[str, ...] = ()
 
 
-@dataclasses.dataclass
-class FamilyStatus:
+class FamilyStatus(msgspec.Struct):
     """One family that is switched on."""
 
     name: str
@@ -211,8 +205,7 @@ class FamilyStatus:
     idle: bool = False  # that is no fault: this node has no device for it
 
 
-@dataclasses.dataclass
-class BindingStatus:
+class BindingStatus(msgspec.Struct):
     """The binding of grants to pods, and its failures since the start."""
 
     mode: BindingMode | None = None  # None while it depends on a Node that has not been read
@@ -229,20 +222,19 @@ class BindingStatus:
     overcommitted_starts: int = 0
     # For families that read the configuration files of the plugin that they replace: family →
     # the settings in force, files included; and family → setting → the file that set it.
-    in_force: Mapping[str, Mapping[str, Any]] = dataclasses.field(default_factory=dict)
-    origins: Mapping[str, Mapping[str, str]] = dataclasses.field(default_factory=dict)
+    in_force: Mapping[str, Mapping[str, Any]] = msgspec.field(default_factory=dict)
+    origins: Mapping[str, Mapping[str, str]] = msgspec.field(default_factory=dict)
     # for families whose limits the library of HAMi-core enforces
-    limits: Mapping[str, LibraryLimits] = dataclasses.field(default_factory=dict)
+    limits: Mapping[str, LibraryLimits] = msgspec.field(default_factory=dict)
     file_problems: tuple[str, ...] = ()  # errors in those configuration files
     cautions: tuple[str, ...] = ()  # problems that some pods will have with the offered resources
     # directories of ended containers that cannot be removed → why
-    left_over: dict[str, str] = dataclasses.field(default_factory=dict)
+    left_over: dict[str, str] = msgspec.field(default_factory=dict)
     # how often a region (HAMi-core's file of limits) that a container had enlarged was truncated
     regions_cut: int = 0
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class CdiSpecStatus:
+class CdiSpecStatus(msgspec.Struct, frozen=True):
     """One CDI spec of this node's devices.
 
     Attributes:
@@ -261,8 +253,7 @@ class CdiSpecStatus:
     error: str = ""
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class CdiStatus:
+class CdiStatus(msgspec.Struct, frozen=True):
     """The CDI specs and names by which containers get devices.
 
     Attributes:
@@ -279,8 +270,7 @@ class CdiStatus:
     names: frozenset[str] = frozenset()
 
 
-@dataclasses.dataclass(slots=True)
-class WatchStatus:
+class WatchStatus(msgspec.Struct):
     """One watch at the API server.
 
     Attributes:
@@ -310,8 +300,7 @@ class WatchStatus:
     last_error: str = ""
 
 
-@dataclasses.dataclass(slots=True)
-class WriterStatus:
+class WriterStatus(msgspec.Struct):
     """The counts of one writer to the API server since the start.
 
     Attributes:
@@ -331,8 +320,7 @@ class WriterStatus:
     oldest_pending_seconds: float = 0.0
 
 
-@dataclasses.dataclass
-class ClusterStatus:
+class ClusterStatus(msgspec.Struct):
     """The connection to the API server, and the pods that it has reported."""
 
     connected: bool = False
@@ -341,14 +329,14 @@ class ClusterStatus:
     origin: str = ""  # where the credentials come from; they themselves are never shown
     waiting_for: str = ""  # what must be read before such a family is offered
     # (verb, resource, outcome) → how many
-    requests: dict[tuple[str, str, str], int] = dataclasses.field(default_factory=dict)
+    requests: dict[tuple[str, str, str], int] = msgspec.field(default_factory=dict)
     watches: tuple[WatchStatus, ...] = ()
     writers: tuple[WriterStatus, ...] = ()
-    evictions: dict[str, int] = dataclasses.field(default_factory=dict)  # by outcome
-    rescued: dict[str, int] = dataclasses.field(default_factory=dict)  # the same of failed pods
+    evictions: dict[str, int] = msgspec.field(default_factory=dict)  # by outcome
+    rescued: dict[str, int] = msgspec.field(default_factory=dict)  # the same of failed pods
     config_map: str = ""  # namespace/name of the ConfigMap that was read
     # what the previous agent read from the API server; in use until the API server answers
-    remembered: dict[str, Any] = dataclasses.field(default_factory=dict)
+    remembered: dict[str, Any] = msgspec.field(default_factory=dict)
     pods: tuple[Pod, ...] = ()
     pods_synced: bool = False
     # pods that the kubelet failed because no agent ran before this start
@@ -371,8 +359,7 @@ class ProblemKind(enum.StrEnum):
     TASK = "task"
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class Problem:
+class Problem(msgspec.Struct, frozen=True):
     """A problem that an operator should know about, such as a reason why ``/readyz`` or ``/livez``
     fails.
 
@@ -401,8 +388,7 @@ class Problem:
         return "; ".join(filter(None, (self.text, self.remedy)))
 
 
-@dataclasses.dataclass
-class AgentStatus:
+class AgentStatus(msgspec.Struct):
     """The status of the whole agent at one moment."""
 
     node: str = ""
@@ -410,32 +396,32 @@ class AgentStatus:
     commit: str = ""
     simulated: bool = False
     started_at: float = 0.0
-    inventory: Inventory = dataclasses.field(default_factory=Inventory)
+    inventory: Inventory = msgspec.field(default_factory=Inventory)
     usage: tuple[GpuUsage, ...] = ()
     # the use by containers whose limits are in a region of HAMi-core, and by those of vgpu-control
     containers: tuple[ContainerUsage, ...] = ()
     controlled: tuple[ControlledUse, ...] = ()
     inventory_at: float = 0.0  # when the GPUs were last read, even if nothing changed
     usage_at: float = 0.0
-    nvml: NvmlStatus = dataclasses.field(default_factory=NvmlStatus)
-    kubelet: KubeletStatus = dataclasses.field(default_factory=KubeletStatus)
+    nvml: NvmlStatus = msgspec.field(default_factory=NvmlStatus)
+    kubelet: KubeletStatus = msgspec.field(default_factory=KubeletStatus)
     plugins: tuple[PluginStatus, ...] = ()
-    ledger: LedgerStatus = dataclasses.field(default_factory=LedgerStatus)
-    binding: BindingStatus = dataclasses.field(default_factory=BindingStatus)
-    cluster: ClusterStatus = dataclasses.field(default_factory=ClusterStatus)
-    cdi: CdiStatus = dataclasses.field(default_factory=CdiStatus)
+    ledger: LedgerStatus = msgspec.field(default_factory=LedgerStatus)
+    binding: BindingStatus = msgspec.field(default_factory=BindingStatus)
+    cluster: ClusterStatus = msgspec.field(default_factory=ClusterStatus)
+    cdi: CdiStatus = msgspec.field(default_factory=CdiStatus)
     mps: tuple[MpsStatus, ...] = ()  # one for each MPS control daemon, by resource
     tasks: tuple[TaskReport, ...] = ()
     events: tuple[Entry, ...] = ()
     loop_lag_seconds: float = 0.0
     loop_lag_max_seconds: float = 0.0
     # key path → (value, where it came from)
-    config: dict[str, tuple[Any, str]] = dataclasses.field(default_factory=dict)
+    config: dict[str, tuple[Any, str]] = msgspec.field(default_factory=dict)
     config_problems: tuple[str, ...] = ()  # why the newest configuration file is not in force
     config_needs_restart: tuple[str, ...] = ()
     config_collisions: tuple[str, ...] = ()  # conflicts between families that are switched on
     # the choice among the named configurations and its reason; empty where there are none
-    config_named: dict[str, str] = dataclasses.field(default_factory=dict)
+    config_named: dict[str, str] = msgspec.field(default_factory=dict)
     not_ready: tuple[Problem, ...] = ()
     not_alive: tuple[Problem, ...] = ()
 

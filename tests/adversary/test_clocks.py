@@ -7,9 +7,9 @@ for ever.
 
 from __future__ import annotations
 
-import dataclasses
 import time
 
+import msgspec
 import pytest
 
 from tests.allocation.binding_parts import IDS, NUMBER, Place, a_pod, init, wants
@@ -79,7 +79,7 @@ async def test_a_clock_that_is_set_back_does_not_change_which_container_started_
         "main",
         annotations=wants(prepare=f"{U0} 30000", main=f"{U0} 1000"),
     )
-    place.book.replace([dataclasses.replace(pod, phase="Running")])
+    place.book.replace([msgspec.structs.replace(pod, phase="Running")])
     await place.admit(pod, "prepare", IDS[:2], listed=False)
     await place.admit(pod, "main", IDS[:1])
     await place.start(IDS[:2])

@@ -9,8 +9,8 @@ imitation of a mirror pod it does not even look at.
 from __future__ import annotations
 
 import asyncio
-import dataclasses
 
+import msgspec
 import pytest
 
 from tests.allocation.binding_parts import IDS, MEMORY, NUMBER, Place, a_pod, wants
@@ -36,12 +36,14 @@ def placed_by_its_owner(
         *containers,
         annotations=wants(main=f"{U1} 39000") if annotations is None else annotations,
     )
-    return dataclasses.replace(pod, scheduled=False)
+    return msgspec.structs.replace(pod, scheduled=False)
 
 
 def stranger(name: str = "stranger") -> Pod:
     """A tenant's pod, placed by a scheduler."""
-    return dataclasses.replace(a_pod(name, annotations=wants(main=f"{U0} 1000")), scheduled=True)
+    return msgspec.structs.replace(
+        a_pod(name, annotations=wants(main=f"{U0} 1000")), scheduled=True
+    )
 
 
 async def _is_served(place: Place, pod: Pod, ids: tuple[str, ...] = IDS[:1]) -> None:
@@ -95,7 +97,7 @@ async def test_a_pod_that_kubelet_turns_away_takes_nobodys_answer() -> None:
     for pod in (turned_away, stranger()):
         place.book.put(pod)
     asyncio.get_running_loop().call_later(
-        0.2, place.book.put, dataclasses.replace(turned_away, phase="Failed", reported=True)
+        0.2, place.book.put, msgspec.structs.replace(turned_away, phase="Failed", reported=True)
     )
     await _is_served(place, stranger())
 
@@ -118,13 +120,13 @@ async def test_nonsense_in_one_pod_does_not_fail_another_for_good(scheduled: boo
     The kubelet says so only at the start.
     """
     place = Place(late=False)
-    nonsense = dataclasses.replace(
+    nonsense = msgspec.structs.replace(
         placed_by_its_owner("nonsense", annotations={}), scheduled=scheduled
     )
     for pod in (nonsense, stranger()):
         place.book.put(pod)
     asyncio.get_running_loop().call_later(
-        0.2, place.book.put, dataclasses.replace(nonsense, phase="Failed", reported=True)
+        0.2, place.book.put, msgspec.structs.replace(nonsense, phase="Failed", reported=True)
     )
     await _is_served(place, stranger())
 

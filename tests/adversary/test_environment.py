@@ -9,11 +9,11 @@ kubelet and runtime do the same.
 from __future__ import annotations
 
 import asyncio
-import dataclasses
 import functools
 from collections.abc import AsyncIterator
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from tests.component.volcano import VolcanoStage, asks, volcano_stage
@@ -178,5 +178,5 @@ def test_the_operator_decides_about_the_disabling_variable(setting: str, limited
 def test_no_unknown_memory_counts_as_whole() -> None:
     """A card whose memory the driver has not reported yet: any share looks as large as it."""
     assert _preloaded(
-        "whole-gpus", Share(GPU.uuid, 1000), gpu=dataclasses.replace(GPU, memory_mib=0)
+        "whole-gpus", Share(GPU.uuid, 1000), gpu=msgspec.structs.replace(GPU, memory_mib=0)
     )

@@ -4,7 +4,6 @@ journal, the log and the pages.
 
 from __future__ import annotations
 
-import dataclasses
 import io
 import json
 import logging
@@ -13,6 +12,7 @@ import tracemalloc
 from collections.abc import Iterator
 from typing import Any
 
+import msgspec
 import pytest
 
 from tests.families.volcano_vgpu import golden
@@ -218,4 +218,4 @@ def test_refusals_of_a_pod_that_is_asked_again_keep_their_time() -> None:
         refusals.refuse(Pod("u", "team", "p"), "main", "volcano.sh/vgpu-number", "no room")
     (refusal,) = refusals.current
     assert (refusal.since, refusal.count) == (1.0, 2)
-    assert dataclasses.replace(refusal, count=1).reason == "no room"
+    assert msgspec.structs.replace(refusal, count=1).reason == "no room"

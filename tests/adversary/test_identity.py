@@ -8,8 +8,7 @@ that has the annotation of mirror pods.
 
 from __future__ import annotations
 
-import dataclasses
-
+import msgspec
 import pytest
 
 from tests.allocation.binding_parts import IDS, NUMBER, Place, a_pod, init, wants
@@ -53,7 +52,7 @@ async def test_a_tenant_cannot_choose_the_limits_of_another_pods_init_container(
         uid=VICTIM,
         annotations=wants(prepare=f"{U0} 1000", main=f"{U0} 1000"),
     )
-    liar = dataclasses.replace(imitation("liar", VICTIM), containers=victim.containers)
+    liar = msgspec.structs.replace(imitation("liar", VICTIM), containers=victim.containers)
     for pod in (liar, victim) if imitator_first else (victim, liar):
         place.book.put(pod)
     await place.admit(victim, "prepare", IDS[:1], listed=False)
@@ -82,9 +81,9 @@ async def test_a_tenant_cannot_take_over_another_pods_record() -> None:
     place.book.replace([victim])
     await place.admit(victim, "main", IDS[:1])
     await place.start(IDS[:1])
-    liar = dataclasses.replace(imitation("liar", VICTIM), phase="Succeeded")
+    liar = msgspec.structs.replace(imitation("liar", VICTIM), phase="Succeeded")
     place.book.put(liar)
-    assert place.book.get(VICTIM) == dataclasses.replace(victim, bound=1)
+    assert place.book.get(VICTIM) == msgspec.structs.replace(victim, bound=1)
     assert [(pod.name, pod.kubelet_uid) for pod in place.book.pods] == [
         ("victim", VICTIM),
         ("liar", "uid-liar"),
@@ -104,7 +103,7 @@ async def test_a_tenants_pod_that_ends_cannot_free_what_another_pod_holds() -> N
     place.book.replace([victim])
     await place.admit(victim, "main", IDS[:1])
     await place.start(IDS[:1])
-    place.book.put(dataclasses.replace(imitation("liar", VICTIM), phase="Failed"))
+    place.book.put(msgspec.structs.replace(imitation("liar", VICTIM), phase="Failed"))
     place.pod_resources = []  # the kubelet has just come back, and lists no pod yet
     greedy = a_pod("greedy", annotations=wants(main=f"{U0} 40000"))
     place.book.put(greedy)
@@ -125,12 +124,12 @@ async def test_a_tenant_cannot_pose_as_a_static_pod_that_runs() -> None:
     place = Place()
     claims = {MIRROR_POD: STATIC, STATIC_POD_HASH: STATIC}
     annotations = {**wants(prepare=f"{U0} 1000", main=f"{U0} 1"), **claims}
-    mirror = dataclasses.replace(
+    mirror = msgspec.structs.replace(
         a_pod("static", init("prepare"), "main", uid="mirror", annotations=annotations),
         reported=True,
     )
     place.book.replace([mirror])
-    place.book.put(dataclasses.replace(imitation("liar", STATIC), containers=mirror.containers))
+    place.book.put(msgspec.structs.replace(imitation("liar", STATIC), containers=mirror.containers))
     (known,) = [pod for pod in place.book.pods if pod.kubelet_uid == STATIC]
     assert known.name == "static"
     await place.admit(known, "prepare", IDS[:1], listed=False)
@@ -145,7 +144,7 @@ async def test_a_tenant_cannot_pose_as_a_static_pod_that_has_no_mirror_yet() -> 
     """
     place = Place()
     place.book.replace(
-        [dataclasses.replace(imitation("liar", STATIC), containers=(init("prepare"),))]
+        [msgspec.structs.replace(imitation("liar", STATIC), containers=(init("prepare"),))]
     )
     assert place.checkpoint is not None
     await place.allocator.allocate(NUMBER, IDS[:1])
@@ -183,7 +182,7 @@ def test_no_hash_that_a_tenant_writes_becomes_a_uid() -> None:
     for place, text in enumerate(
         ("../../../../etc", "a/b", "..", ".", "", "x" * 300, "a\0b", "a\n", "ü", "a_b")
     ):
-        book.put(dataclasses.replace(imitation(f"liar-{place}", text), reported=True))
+        book.put(msgspec.structs.replace(imitation(f"liar-{place}", text), reported=True))
     assert all(pod.kubelet_uid == pod.uid for pod in book.pods)
 
 

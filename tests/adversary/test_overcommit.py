@@ -10,9 +10,9 @@ kubelet has counted for the node, never a neighbour's share, restart or start.
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import re
 
+import msgspec
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
@@ -148,7 +148,7 @@ async def test_a_tenant_who_changes_his_annotations_later_keeps_what_he_had() ->
     await place.started(pod)
     text = f"{U1},NVIDIA,4,100:"
     place.book.put(
-        dataclasses.replace(
+        msgspec.structs.replace(
             pod,
             annotations={**pod.annotations, FORGED: text, "volcano.sh/devices-to-allocate": text},
         )
@@ -163,7 +163,7 @@ async def test_a_tenants_init_container_does_not_multiply_his_share() -> None:
     """
     place = VolcanoPlace()
     pod = scheduled("attacker", (U0, 4, 30))
-    pod = dataclasses.replace(
+    pod = msgspec.structs.replace(
         pod,
         containers=(
             container("warm", ContainerKind.INIT, number=1, memory=UNITS, cores=100),
@@ -265,7 +265,7 @@ def test_no_annotation_breaks_the_family_or_the_neighbours_start(
         refusal = ""
         try:
             await place.started(
-                dataclasses.replace(
+                msgspec.structs.replace(
                     unscheduled("attacker", (4, 60), scheduler=scheduler), annotations=annotations
                 )
             )

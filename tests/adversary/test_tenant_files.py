@@ -5,7 +5,6 @@ earlier version let it write to.
 from __future__ import annotations
 
 import asyncio
-import dataclasses
 import fcntl
 import json
 import os
@@ -18,6 +17,7 @@ import time
 from collections.abc import Iterable
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from tests.patience import PATIENCE_SECONDS
@@ -204,7 +204,7 @@ async def test_no_container_is_started_from_a_spec_of_before(node: Node) -> None
     """While the API server is away, containers start from the specs that are there. One of the
     version before must be written anew.
     """
-    record = dataclasses.replace(node.record(), collected=str(old_directory(node)))
+    record = msgspec.structs.replace(node.record(), collected=str(old_directory(node)))
     await node.grants.deliver(record, node.provision())
     earlier = str(node.host / "vgpu" / "containers")
     after = GrantDirectory(

@@ -6,12 +6,12 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import dataclasses
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 from tests.allocation.without_pods import without_pods
@@ -402,13 +402,13 @@ async def test_a_family_for_which_the_node_has_nothing_says_so(tmp_path: Path) -
         shown = [plain]
         node.families._inventory = lambda: shown[-1]
         for inventory, reason in (
-            (dataclasses.replace(plain, gpus=()), "this node has no GPU"),
+            (msgspec.structs.replace(plain, gpus=()), "this node has no GPU"),
             (plain, f"of its {count} GPUs none in MIG mode"),
             (
-                dataclasses.replace(
+                msgspec.structs.replace(
                     plain,
                     gpus=(
-                        dataclasses.replace(plain.gpus[0], mig_enabled=True),
+                        msgspec.structs.replace(plain.gpus[0], mig_enabled=True),
                         *plain.gpus[1:],
                     ),
                 ),

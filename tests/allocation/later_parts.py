@@ -4,8 +4,9 @@ containers that have started.
 
 from __future__ import annotations
 
-import dataclasses
 from collections import Counter
+
+import msgspec
 
 from tests.allocation.binding_parts import Place
 from vgpu_agent.kubelet.checkpoint import CheckpointEntry
@@ -57,10 +58,10 @@ def restarted(place: Place, *pods: Pod, late: bool = True) -> Place:
 
 def running(pod: Pod) -> Pod:
     """``pod`` when all its containers have started."""
-    return dataclasses.replace(
+    return msgspec.structs.replace(
         pod,
         phase="Running",
-        containers=tuple(dataclasses.replace(each, started=True) for each in pod.containers),
+        containers=tuple(msgspec.structs.replace(each, started=True) for each in pod.containers),
     )
 
 

@@ -4,9 +4,9 @@ what to do, and where there is room.
 
 from __future__ import annotations
 
-import dataclasses
 import random
 
+import msgspec
 import pytest
 
 from tests.allocation.later_parts import confirm
@@ -67,7 +67,7 @@ async def admit_scheduled(node: MixedNode, place: int, units: int = 1) -> str:
     assert pod is not None
     text = f"{GPUS[place]},NVIDIA,{units},0:"
     annotations = {**decided(text), "volcano.sh/vgpu-node": "node-a"}
-    node.book.put(dataclasses.replace(pod, annotations=annotations, scheduler="volcano"))
+    node.book.put(msgspec.structs.replace(pod, annotations=annotations, scheduler="volcano"))
     return name
 
 
@@ -136,8 +136,8 @@ async def test_an_ill_gpu_is_not_waited_for_because_of_its_pods() -> None:
     """Their end would not make it well."""
     node = mixed()
     await hold(node, f"{GPUS[0]}::0")
-    ill = dataclasses.replace(node.inventory.gpus[0], health=Health(ok=False, reason="XID 79"))
-    node.inventory = dataclasses.replace(
+    ill = msgspec.structs.replace(node.inventory.gpus[0], health=Health(ok=False, reason="XID 79"))
+    node.inventory = msgspec.structs.replace(
         node.inventory, version=2, gpus=(ill, *node.inventory.gpus[1:])
     )
     node.look()
@@ -215,7 +215,7 @@ async def test_a_gpu_serves_since_its_pod_was_decided_also_for_an_agent_started_
     await place.started(scheduled("first", (U0, 4, 60)))
     (record,) = place.carrier.records
     place.carrier.specs[record.token] = (
-        dataclasses.replace(record, decided_at=1000.0),
+        msgspec.structs.replace(record, decided_at=1000.0),
         place.carrier.specs[record.token][1],
     )
     after = VolcanoPlace(before=place)

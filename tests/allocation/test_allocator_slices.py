@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import dataclasses
-
+import msgspec
 import pytest
 
 from tests.allocation.without_pods import without_pods
@@ -31,7 +30,7 @@ async def test_a_device_that_went_away_since_the_last_offer_is_refused() -> None
         )
     )
     allocator.refresh_offer()
-    inventory = dataclasses.replace(whole, gpus=whole.gpus[:1])
+    inventory = msgspec.structs.replace(whole, gpus=whole.gpus[:1])
 
     with pytest.raises(UnhealthyDeviceError, match="the device is gone"):
         await allocator.allocate("nvidia.com/gpu", [U1])

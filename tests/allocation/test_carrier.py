@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import dataclasses
+import msgspec
 
 from vgpu_agent.allocation.carrier import cdi_name, grant_token, tokens_of
 from vgpu_agent.model import Grant
@@ -27,10 +27,12 @@ def test_the_tokens_of_a_pod_are_those_of_grants_that_were_decided_for_it() -> N
     """Once each, although a grant can be known twice.
     A reservation that waits for its pod has none yet.
     """
-    sidecar = dataclasses.replace(GRANT, number=2, ids=("a-2",), decided_for=("uid-1", "sidecar"))
+    sidecar = msgspec.structs.replace(
+        GRANT, number=2, ids=("a-2",), decided_for=("uid-1", "sidecar")
+    )
     others = (
-        dataclasses.replace(GRANT, decided_for=None),
-        dataclasses.replace(GRANT, ids=("a-3",), decided_for=("uid-2", "main")),
+        msgspec.structs.replace(GRANT, decided_for=None),
+        msgspec.structs.replace(GRANT, ids=("a-3",), decided_for=("uid-2", "main")),
     )
     assert tokens_of("uid-1", (GRANT, sidecar, *others, GRANT)) == (
         grant_token(NUMBER, ("a-0", "a-1")),

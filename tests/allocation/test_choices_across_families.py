@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import dataclasses
 import random
 from typing import Any
 
+import msgspec
 import pytest
 
 from tests import constants
@@ -127,7 +127,7 @@ async def test_slices_of_a_gpu_that_no_other_family_can_use_are_chosen_by_the_po
     so nvidia's slices lock no family out.
     """
     gpus = tuple(
-        dataclasses.replace(
+        msgspec.structs.replace(
             gpu,
             mig_enabled=True,
             mig_instances=tuple(
@@ -147,7 +147,7 @@ async def test_slices_of_a_gpu_that_no_other_family_can_use_are_chosen_by_the_po
         )
         for gpu in INVENTORY.gpus[:2]
     )
-    inventory = dataclasses.replace(INVENTORY, gpus=(*gpus, *INVENTORY.gpus[2:]))
+    inventory = msgspec.structs.replace(INVENTORY, gpus=(*gpus, *INVENTORY.gpus[2:]))
     mixed = node(
         NvidiaFamily(NvidiaOptions(mig_strategy="mixed")), by_pod=(gpushare(),), inventory=inventory
     )
@@ -227,7 +227,7 @@ def test_an_instance_is_taken_of_a_gpu_that_serves_the_family(
         frozenset(CARDS_40GB[place] for place in places) for places in (serving, others)
     )
     around = Neighbours(frozenset(CARDS_40GB), used, wanted)
-    (share,) = mig_family().decide(dataclasses.replace(asked, neighbours=around)).shares
+    (share,) = mig_family().decide(msgspec.structs.replace(asked, neighbours=around)).shares
     assert share.device == f"MIG-{CARDS_40GB[expected][-1]}-3"
 
 

@@ -5,10 +5,10 @@ what pods claim, for how long, and what it costs to keep up with them.
 from __future__ import annotations
 
 import asyncio
-import dataclasses
 import random
 from collections.abc import Mapping
 
+import msgspec
 import pytest
 
 from tests.allocation.binding_parts import NODE
@@ -78,7 +78,7 @@ class Node(MixedNode):
         """The watch shows that something about the pod has changed."""
         pod = next(pod for pod in self.book.pods if pod.name == name)
         # of the right type in each test
-        self.book.put(dataclasses.replace(pod, **changes))  # type: ignore[arg-type]
+        self.book.put(msgspec.structs.replace(pod, **changes))
         self.look()
 
     async def refused(self, name: str) -> str:
@@ -220,7 +220,9 @@ def test_a_family_that_is_not_served_now_keeps_nothing(node: Node) -> None:
     and the GPUs would be idle until it is delivered.
     """
     node.bind(VGPU_LIMITS, vgpu_on(U0))
-    node.allocator.use_families(dataclasses.replace(node.families, paused=node.families.by_pod[:1]))
+    node.allocator.use_families(
+        msgspec.structs.replace(node.families, paused=node.families.by_pod[:1])
+    )
     node.look()
     assert node.ledger.claims == ()
 
@@ -231,9 +233,9 @@ def test_claims_are_as_they_were_after_a_restart_of_the_agent(node: Node) -> Non
     """
     for gpu in (U1, U0):
         node.bind(VGPU_LIMITS, vgpu_on(gpu))
-    before = [dataclasses.replace(claim, since=0.0) for claim in node.ledger.claims]
+    before = [msgspec.structs.replace(claim, since=0.0) for claim in node.ledger.claims]
     node.start_agent()
-    assert [dataclasses.replace(claim, since=0.0) for claim in node.ledger.claims] == before
+    assert [msgspec.structs.replace(claim, since=0.0) for claim in node.ledger.claims] == before
     assert node.offered(GPU) == set()
 
 
@@ -297,7 +299,7 @@ async def test_a_start_knows_of_a_pod_that_was_bound_a_moment_ago(node: Node) ->
         annotations=share_on(0),
         containers=(PodContainer("main", limits=SHARE_LIMITS),),
     )
-    node.book.put(dataclasses.replace(bound, scheduled=True))
+    node.book.put(msgspec.structs.replace(bound, scheduled=True))
     assert await node.start(name)
     assert [share.device for grant in node.ledger.grants for share in grant.shares] == [U1]
 
@@ -332,7 +334,7 @@ async def test_pods_that_each_hold_a_part_do_not_wait_for_each_other(node: Node)
         created_at=-1.0,
         scheduled=True,
     )
-    older = dataclasses.replace(older, containers=(PodContainer("main", limits=SHARE_LIMITS),))
+    older = msgspec.structs.replace(older, containers=(PodContainer("main", limits=SHARE_LIMITS),))
     partly = node.pod(half)
     node.book.replace([older])
     node.book.replace([older, partly])

@@ -4,8 +4,7 @@ that kubelet has not admitted yet.
 
 from __future__ import annotations
 
-import dataclasses
-
+import msgspec
 import pytest
 
 from tests.allocation.test_claims import (
@@ -111,7 +110,7 @@ def test_an_older_claim_by_annotation_stands(node: Node) -> None:
     """Schedulers have been shown the GPU as given away long ago."""
     volcano = node.bind(SHARE_LIMITS, share_on(0))
     (claim,) = node.ledger.claims
-    node.ledger.claim([dataclasses.replace(claim, since=claim.since - 60)])
+    node.ledger.claim([msgspec.structs.replace(claim, since=claim.since - 60)])
     node.bind({GPU: 2}, {})
     assert kept(node) == [(U0, volcano)]
 

@@ -4,8 +4,9 @@ and again when something about that pod has changed.
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Mapping
+
+import msgspec
 
 from tests.allocation.binding_parts import (
     IDS,
@@ -76,7 +77,7 @@ async def test_the_desired_state_is_remembered_while_nothing_changes() -> None:
 async def test_only_the_pod_that_changed_is_asked_about() -> None:
     """The watch shows its next state. The other pod's desired state stays."""
     place, family = await two_started()
-    place.book.put(dataclasses.replace(TRAIN, phase="Running"))
+    place.book.put(msgspec.structs.replace(TRAIN, phase="Running"))
     assert place.allocator.desired_pods().keys() == {"uid-train", "uid-serve"}
     assert family.news == ["train"]
 

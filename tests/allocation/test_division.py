@@ -5,9 +5,9 @@ with a real family and ledger.
 from __future__ import annotations
 
 import asyncio
-import dataclasses
 from collections.abc import Callable
 
+import msgspec
 import pytest
 
 from tests.allocation.binding_parts import Place
@@ -78,7 +78,7 @@ class MigPlace(Place):
         index = 0 if gpu == U0 else 1
         gpus = list(self.inventory.gpus)
         gpus[index] = a_gpu(gpu, *profiles, index=index)
-        self.inventory = dataclasses.replace(
+        self.inventory = msgspec.structs.replace(
             self.inventory, version=self.inventory.version + 1, gpus=tuple(gpus)
         )
         self.allocator.refresh_offer()
@@ -217,7 +217,7 @@ async def test_two_pods_that_want_different_divisions_of_one_gpu() -> None:
     assert place.seen(first) == "MIG-2-0"
     ended = place.book.get("uid-a")
     assert ended is not None
-    place.book.put(dataclasses.replace(ended, phase="Succeeded"))
+    place.book.put(msgspec.structs.replace(ended, phase="Succeeded"))
     place.book.synced.set()
     place.forget(ended)
     third = await place.begin(second)
@@ -301,7 +301,7 @@ async def test_instances_that_nobody_may_have_yet_are_waited_for() -> None:
     place = MigPlace()
     ids = await place.admitted("p", f"{U1}[group2-0]")
     start = await place.begin(ids)
-    place.inventory = dataclasses.replace(
+    place.inventory = msgspec.structs.replace(
         place.inventory, gpus=(place.inventory.gpus[0], a_gpu(U1, *GROUP2, index=1))
     )
     place.answer(U1)
@@ -399,7 +399,7 @@ async def test_an_instance_of_a_pod_that_has_ended_is_taken_from_it_first() -> N
     await place.allocator.pre_start(NUMBER, first)
     ended = place.book.get("uid-a")
     assert ended is not None
-    place.book.put(dataclasses.replace(ended, phase="Failed"))
+    place.book.put(msgspec.structs.replace(ended, phase="Failed"))
     place.book.synced.set()
     place.forget(ended)
     second = await place.admitted("b", f"{U1}[group2-0]", number=1)
@@ -469,8 +469,11 @@ async def test_a_gpu_that_does_not_answer_is_left_alone() -> None:
     """A lost GPU is never divided."""
     place = MigPlace()
     ids = await place.admitted("p", f"{U1}[group2-0]")
-    gpus = (place.inventory.gpus[0], dataclasses.replace(place.inventory.gpus[1], present=False))
-    place.inventory = dataclasses.replace(place.inventory, gpus=gpus)
+    gpus = (
+        place.inventory.gpus[0],
+        msgspec.structs.replace(place.inventory.gpus[1], present=False),
+    )
+    place.inventory = msgspec.structs.replace(place.inventory, gpus=gpus)
     with pytest.raises((MigError, LedgerError), match="it does not answer"):
         await place.allocator.pre_start(NUMBER, ids)
     assert place.asked == []

@@ -6,9 +6,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import dataclasses
 from collections.abc import Callable
 
+import msgspec
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -88,7 +88,7 @@ class History(MigPlace):
             elif what == "end":
                 pod = self.book.get(f"uid-{name}")
                 assert pod is not None
-                self.book.put(dataclasses.replace(pod, phase="Succeeded"))
+                self.book.put(msgspec.structs.replace(pod, phase="Succeeded"))
                 self.forget(pod)
                 del self.pods[name]
         for _ in range(30):

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import dataclasses
-
+import msgspec
 import pytest
 
 from tests.allocation.binding_parts import NUMBER, a_pod, init
@@ -60,7 +59,7 @@ def test_a_pod_held_by_an_init_container_alone_is_alive_while_the_api_server_say
     pod = a_pod("train", init("prepare"), PodContainer("main"))
     records = KubeletRecords((OTHER,), entries=(line(pod, "prepare", "a"),))
     assert held(records, book(pod)) == {(pod.uid, "prepare"): ("a",)}
-    assert held(records, book(dataclasses.replace(pod, phase="Succeeded"))) == {}
+    assert held(records, book(msgspec.structs.replace(pod, phase="Succeeded"))) == {}
     assert held(records, book()) == {}
 
 
@@ -89,12 +88,12 @@ def test_the_checkpoint_alone_brings_back_no_pod_that_is_gone(uid: str, *, is_he
     """The file keeps the lines of ended pods until the kubelet writes it again, and pod-resources
     does not answer. A static pod may run without a mirror.
     """
-    gone = dataclasses.replace(a_pod("gone"), uid=uid)
+    gone = msgspec.structs.replace(a_pod("gone"), uid=uid)
     entries = (line(gone, "main", "a"),)
     records = KubeletRecords((OTHER, *entries), complete=False, entries=entries)
     assert held(records, book()) == ({(uid, "main"): ("a",)} if is_held else {})
     assert held(records, PodCache()) == {(uid, "main"): ("a",)}
-    ended = book(dataclasses.replace(gone, phase="Succeeded"))
+    ended = book(msgspec.structs.replace(gone, phase="Succeeded"))
     assert held(records, ended) == {}
 
 
@@ -105,7 +104,7 @@ def test_the_checkpoint_alone_brings_back_no_pod_whose_ids_name_devices() -> Non
     line_of_gone = Holding("nvidia.com/gpu", ("g",), Owner("main", API_UID))
     records = KubeletRecords((line_of_gone,), complete=False, entries=(line_of_gone,))
     assert with_single_holders(records, {NUMBER}, book()).holdings == ()
-    complete = dataclasses.replace(records, complete=True)
+    complete = msgspec.structs.replace(records, complete=True)
     assert with_single_holders(complete, {NUMBER}, book()).holdings == (line_of_gone,)
 
 
@@ -132,8 +131,8 @@ def test_an_init_container_is_over_once_a_later_one_has_started() -> None:
     """Sidecars and main containers are never over before their pod is."""
     pod = a_pod("train", init("first"), init("second"), "main")
     assert [is_over(pod, name) for name in ("first", "second", "main", "unknown")] == [False] * 4
-    containers = (*pod.containers[:2], dataclasses.replace(pod.containers[2], started=True))
-    started = dataclasses.replace(pod, containers=containers)
+    containers = (*pod.containers[:2], msgspec.structs.replace(pod.containers[2], started=True))
+    started = msgspec.structs.replace(pod, containers=containers)
     assert [is_over(started, name) for name in ("first", "second", "main")] == [True, True, False]
 
 

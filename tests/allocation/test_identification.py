@@ -6,9 +6,9 @@ The proof itself is tested with late binding.
 from __future__ import annotations
 
 import asyncio
-import dataclasses
 from collections.abc import Sequence
 
+import msgspec
 import pytest
 
 from tests.allocation.binding_parts import IDS, NUMBER, MemoryCarrier, Place, a_pod, wants
@@ -178,7 +178,7 @@ async def test_a_pod_that_has_ended_is_no_suspect() -> None:
     place = Place()
     ended = a_pod("ended")
     await both_hold_the_same_ids(place, TRAIN, SERVE, ended)
-    place.book.put(dataclasses.replace(ended, phase="Succeeded"))
+    place.book.put(msgspec.structs.replace(ended, phase="Succeeded"))
     place.pod_resources = None
     with pytest.raises(NotProvenError, match="several pods"):
         await place.start(IDS[:1])

@@ -5,8 +5,8 @@ when the kubelet's own records name the owner of the ids.
 from __future__ import annotations
 
 import asyncio
-import dataclasses
 
+import msgspec
 import pytest
 
 from tests.allocation.binding_parts import (
@@ -142,7 +142,7 @@ async def test_a_container_that_starts_again_keeps_what_it_has() -> None:
     place.book.replace([pod])
     await place.admit(pod, "main", IDS[:1])
     await place.start(IDS[:1])
-    place.book.put(dataclasses.replace(pod, annotations=wants(main=f"{U1} 9")))
+    place.book.put(msgspec.structs.replace(pod, annotations=wants(main=f"{U1} 9")))
     await place.start(IDS[:1])
     assert given(place, IDS[:1]) == {"GPU": U0, "MIB": "1000"}
     assert len(place.ledger.grants) == 1
@@ -165,7 +165,7 @@ async def test_a_restarted_agent_remembers_by_the_spec() -> None:
     after.allocator.confirm(KubeletRecords(holdings), reservation_seconds=60, initial=True)
     (grant,) = after.ledger.grants
     assert (grant.shares, grant.state) == ((Share(U0, 1000),), GrantState.PROVEN)
-    after.book.replace([dataclasses.replace(pod, annotations={})])
+    after.book.replace([msgspec.structs.replace(pod, annotations={})])
     await after.start(IDS[:1])
     assert given(after, IDS[:1]) == {"GPU": U0, "MIB": "1000"}
 
@@ -256,7 +256,7 @@ async def test_what_cannot_be_granted_is_refused_with_pod_and_reason_and_asked_a
         await place.start(IDS[:1])
     (refusal,) = place.refusals.current
     assert (refusal.pod.name, refusal.container, refusal.final) == ("train", "main", False)
-    place.book.put(dataclasses.replace(pod, annotations=wants(main=f"{U0} 1")))
+    place.book.put(msgspec.structs.replace(pod, annotations=wants(main=f"{U0} 1")))
     await place.start(IDS[:1])
     assert place.refusals.current == ()
 
@@ -297,7 +297,7 @@ async def test_an_ended_pod_makes_room_at_once_when_somebody_needs_it(can_get: b
     await place.admit(new, "main", IDS[1:2])
     with pytest.raises(CapacityError):
         await place.start(IDS[1:2])
-    place.book.put(dataclasses.replace(ended, phase="Succeeded"))
+    place.book.put(msgspec.structs.replace(ended, phase="Succeeded"))
     with pytest.raises(CapacityError):
         await place.start(IDS[1:2])  # kubelet lists it
     place.book.put(ended)
@@ -305,7 +305,7 @@ async def test_an_ended_pod_makes_room_at_once_when_somebody_needs_it(can_get: b
     with pytest.raises(CapacityError):
         # kubelet has forgotten it, but the API server says that it is still there
         await place.start(IDS[1:2])
-    place.book.put(dataclasses.replace(ended, phase="Succeeded"))
+    place.book.put(msgspec.structs.replace(ended, phase="Succeeded"))
     await place.start(IDS[1:2])
     assert given(place, IDS[1:2])["GPU"] == U0
 
@@ -417,7 +417,7 @@ async def test_a_rebooted_node_gets_its_specs_back() -> None:
     what late grants need is delivered again.
     """
     place = Place()
-    pod = dataclasses.replace(
+    pod = msgspec.structs.replace(
         a_pod("train", annotations=wants(main=f"{U0} 1000"), phase="Running"),
         containers=(PodContainer("main", limits={NUMBER: 1}, started=True),),
     )
@@ -443,7 +443,7 @@ async def test_what_is_left_of_a_grants_ids_has_a_name_of_its_own() -> None:
     (record,) = place.carrier.records
     assert not place.allocator.late_start.is_foreign(record)
     await place.admit(pod, "main", IDS[:1])
-    owner = dataclasses.replace(record.owner, pod_uid="uid-gone")
+    owner = msgspec.structs.replace(record.owner, pod_uid="uid-gone")
     for left, is_foreign in ((IDS[1:2], True), (IDS[:2], False)):
-        before = dataclasses.replace(record, token=grant_token(NUMBER, left), owner=owner)
+        before = msgspec.structs.replace(record, token=grant_token(NUMBER, left), owner=owner)
         assert place.allocator.late_start.is_foreign(before) is is_foreign

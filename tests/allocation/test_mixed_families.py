@@ -10,12 +10,12 @@ believes.
 from __future__ import annotations
 
 import asyncio
-import dataclasses
 import random
 from collections.abc import Callable, Coroutine, Sequence
 from typing import Any
 
 import looptime
+import msgspec
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
@@ -114,7 +114,7 @@ def gpu(place: int, *, ill: bool, profiles: Sequence[str] = (), cut: int = 0) ->
         (8, 0),
         health=health,
     )
-    return dataclasses.replace(whole, mig_enabled=bool(profiles), mig_instances=slices)
+    return msgspec.structs.replace(whole, mig_enabled=bool(profiles), mig_instances=slices)
 
 
 class MixedFamilies(RuleBasedStateMachine):
@@ -464,7 +464,7 @@ class MixedFamilies(RuleBasedStateMachine):
         return Inventory(version=1, gpus=tuple(gpus))
 
     def _observe(self) -> None:
-        self.node.inventory = dataclasses.replace(
+        self.node.inventory = msgspec.structs.replace(
             self._inventory(), version=self.node.inventory.version + 1
         )
         self.node.look()

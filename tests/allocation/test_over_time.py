@@ -5,10 +5,10 @@ runtime and GPUs.
 from __future__ import annotations
 
 import asyncio
-import dataclasses
 import time
 from collections.abc import Sequence
 
+import msgspec
 import pytest
 
 from tests.allocation import binding_parts
@@ -70,7 +70,7 @@ class PickyFamily(NumberFamily):
 
 def _changed(resource: Resource, **changes: object) -> Resource:
     # the changes are fields of a resource
-    return dataclasses.replace(resource, **changes) if resource.name == NUMBER else resource  # type: ignore[arg-type]
+    return msgspec.structs.replace(resource, **changes) if resource.name == NUMBER else resource
 
 
 async def started(place: Place, pod: Pod, ids: Sequence[str]) -> None:
@@ -227,7 +227,8 @@ async def test_a_restart_while_an_init_container_runs_keeps_its_share_for_the_ne
     before = Place()
     pod = await with_init_container(before, prepare=f"{U0} 30000,{U1} 30000", main=f"{U0} 30000")
     after = restarted(
-        before, dataclasses.replace(pod, containers=(running(pod).containers[0], pod.containers[1]))
+        before,
+        msgspec.structs.replace(pod, containers=(running(pod).containers[0], pod.containers[1])),
     )
     confirm(after, initial=True)
     assert booked(after) == {U0: 30000, U1: 30000}
@@ -370,10 +371,10 @@ async def test_main_containers_that_start_again_without_the_agent_stay_booked() 
     pod = await with_init_container(before, prepare=f"{U0} 1,{U1} 1", main=f"{U0} 20000")
     await before.start(IDS[:1])
     await before.start(IDS[:2])
-    shown = dataclasses.replace(
+    shown = msgspec.structs.replace(
         running(pod),
         containers=tuple(
-            dataclasses.replace(each, started=True, started_at=time.time() + 60)
+            msgspec.structs.replace(each, started=True, started_at=time.time() + 60)
             for each in pod.containers
         ),
     )
@@ -444,7 +445,7 @@ async def test_what_an_init_container_had_is_not_held_back_for_the_container_wit
     after = restarted(place, pod)
     confirm(after, initial=True)
     assert booked(after) == {U0: 20000}
-    changed = dataclasses.replace(pod, annotations={**gpus, **wants(main=f"{U1} 30000")})
+    changed = msgspec.structs.replace(pod, annotations={**gpus, **wants(main=f"{U1} 30000")})
     after.book.replace([changed])
     await after.start(IDS[:1])
     assert booked(after) == {U0: 20000, U1: 30000}
@@ -505,7 +506,8 @@ async def test_an_init_container_that_ended_under_the_new_agent_holds_nothing_ba
     before = Place()
     pod = await with_init_container(before, prepare=f"{U0} 10000,{U1} 10000", main=f"{U0} 10000")
     after = restarted(
-        before, dataclasses.replace(pod, containers=(running(pod).containers[0], pod.containers[1]))
+        before,
+        msgspec.structs.replace(pod, containers=(running(pod).containers[0], pod.containers[1])),
     )
     confirm(after, initial=True)
     await after.start(IDS[:1])
@@ -556,10 +558,10 @@ async def test_a_status_from_before_a_reboot_books_nothing(since: float) -> None
     """
     before = Place()
     pod = await with_init_container(before, prepare=f"{U1} 10000,{U0} 1", main=f"{U0} 20000")
-    shown = dataclasses.replace(
+    shown = msgspec.structs.replace(
         running(pod),
         containers=tuple(
-            dataclasses.replace(each, started=True, started_at=time.time() + since)
+            msgspec.structs.replace(each, started=True, started_at=time.time() + since)
             for each in pod.containers
         ),
     )
@@ -577,7 +579,7 @@ async def test_of_two_records_of_one_container_the_youngest_counts() -> None:
     pod = a_pod("static", annotations=wants(main=f"{U0} 10000"))
     await started(before, pod, IDS[:1])
     before.forget(pod)
-    anew = dataclasses.replace(pod, annotations=wants(main=f"{U1} 20000"))
+    anew = msgspec.structs.replace(pod, annotations=wants(main=f"{U1} 20000"))
     await started(before, anew, IDS[1:2])
     after = restarted(before, running(anew))
     confirm(after, initial=True)

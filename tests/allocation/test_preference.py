@@ -5,8 +5,7 @@ A family wants it by offering a resource with ``prefers``; the others are not as
 
 from __future__ import annotations
 
-import dataclasses
-
+import msgspec
 import pytest
 
 from tests.allocation.binding_parts import (
@@ -35,7 +34,7 @@ class AskedFamily(NumberFamily):
 
     def resources(self, inventory: Inventory) -> tuple[Resource, ...]:
         return tuple(
-            dataclasses.replace(resource, prefers=resource.name == NUMBER)
+            msgspec.structs.replace(resource, prefers=resource.name == NUMBER)
             for resource in super().resources(inventory)
         )
 

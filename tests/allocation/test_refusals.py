@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import dataclasses
+import msgspec
 
 from vgpu_agent.allocation.refusals import LONGEST_REASON, Refusals
 from vgpu_agent.pods import MIRROR_POD, STATIC_POD_HASH, Pod
@@ -92,8 +92,8 @@ def test_pods_that_are_gone_or_have_ended_are_forgotten_and_the_others_refreshed
     gone, ended = Pod("uid-2", "default", "gone"), Pod("uid-3", "default", "ended")
     for pod in (POD, gone, ended):
         refusals.refuse(pod, "main", NUMBER, "full")
-    deleting = dataclasses.replace(POD, deleting=True)
-    refusals.forget_absent([deleting, dataclasses.replace(ended, phase="Failed")])
+    deleting = msgspec.structs.replace(POD, deleting=True)
+    refusals.forget_absent([deleting, msgspec.structs.replace(ended, phase="Failed")])
     assert [refusal.pod for refusal in refusals.current] == [deleting]
 
 

@@ -4,8 +4,7 @@ and containers that may start unasked.
 
 from __future__ import annotations
 
-import dataclasses
-
+import msgspec
 import pytest
 
 from tests.allocation.binding_parts import IDS, MEMORY, NUMBER, NumberFamily, Place, a_pod, wants
@@ -98,7 +97,7 @@ async def test_the_journal_tells_once_why_a_start_is_refused() -> None:
     place.book.replace([pod])
     await place.admit(pod, "main", IDS[:1])
     await refused(place, times=3)
-    place.book.put(dataclasses.replace(pod, annotations=wants(main=f"{U0} 50000")))
+    place.book.put(msgspec.structs.replace(pod, annotations=wants(main=f"{U0} 50000")))
     await refused(place, times=2)
     first, second = (str(fact["reason"]) for fact in place.events("start.refused"))
     assert "no annotation" in first

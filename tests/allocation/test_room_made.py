@@ -6,10 +6,10 @@ from __future__ import annotations
 
 import asyncio
 import collections
-import dataclasses
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -60,7 +60,7 @@ async def _filled(place: Place, count: int, mib: int) -> list[Pod]:
 def _ends(place: Place, pod: Pod) -> None:
     """The pod ends: kubelet forgets it, then the API server shows it."""
     place.forget(pod)
-    place.book.put(dataclasses.replace(pod, phase="Succeeded"))
+    place.book.put(msgspec.structs.replace(pod, phase="Succeeded"))
 
 
 @pytest.mark.looptime
@@ -201,7 +201,7 @@ async def test_a_start_waits_for_the_watch_where_kubelet_has_let_go_of_a_pod() -
     await asyncio.sleep(0.5)
     place.book.put(a_pod("somebody"))  # a change that helps no start
     await asyncio.sleep(0.5)
-    place.book.put(dataclasses.replace(old, phase="Succeeded"))
+    place.book.put(msgspec.structs.replace(old, phase="Succeeded"))
     await start
     assert place.refusals.current == ()
 

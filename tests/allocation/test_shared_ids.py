@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-import dataclasses
 import time
 
 import hypothesis
+import msgspec
 import pytest
 from hypothesis import strategies as st
 
@@ -39,7 +39,7 @@ class OwnInitShares(NumberFamily):
 
     def resources(self, inventory: Inventory) -> tuple[Resource, ...]:
         number, memory = super().resources(inventory)
-        return dataclasses.replace(number, init_shares=True), memory
+        return msgspec.structs.replace(number, init_shares=True), memory
 
 
 def a_place(*, late: bool = True, carrier: MemoryCarrier | None = None) -> Place:
@@ -57,10 +57,10 @@ async def admitted(place: Place, pod: Pod) -> None:
 def told(pod: Pod, name: str, **status: object) -> Pod:
     """The pod with another status of one container."""
     containers = tuple(
-        dataclasses.replace(each, **status) if each.name == name else each  # type: ignore[arg-type]
+        msgspec.structs.replace(each, **status) if each.name == name else each
         for each in pod.containers
     )
-    return dataclasses.replace(pod, containers=containers)
+    return msgspec.structs.replace(pod, containers=containers)
 
 
 def over(pod: Pod, name: str = "prepare", *, completed: bool = True, later: float = 2.0) -> Pod:
@@ -361,7 +361,7 @@ def test_a_new_sandbox_begins_with_the_first_container() -> None:
     """After a reboot, for one. The status still has the successes of the sandbox before."""
     pod = a_pod("train", init("first"), init("second"), "main")
     pod = told(pod, "first", completed=True, ended_at=90.0)
-    anew = dataclasses.replace(pod, in_new_sandbox=True)
+    anew = msgspec.structs.replace(pod, in_new_sandbox=True)
     assert starting_container(anew, ORDER, record("main"), settled=True) == "first"
     over = told(anew, "main", ended_at=101.0)
     assert starting_container(over, ORDER, record("main"), settled=False) == "first"
@@ -376,7 +376,7 @@ def test_without_the_records_the_status_tells_who_is_through(pod: Pod) -> None:
     names = ("prepare", "main")
     assert starting_container(through, names, None, settled=False, booted_at=50.0) == "main"
     assert starting_container(through, names, None, settled=False, booted_at=95.0) == "prepare"
-    anew = dataclasses.replace(through, in_new_sandbox=True)
+    anew = msgspec.structs.replace(through, in_new_sandbox=True)
     assert starting_container(anew, names, None, settled=False, booted_at=50.0) == "prepare"
     assert starting_container(pod, names, None, settled=False, booted_at=50.0) == "prepare"
 
@@ -403,7 +403,7 @@ def test_whatever_happens_each_start_is_known(steps: list[tuple[str, float]]) ->
         told_at_once = starting_container(pod, ORDER, last, settled=False)
         assert told_at_once in {None, expected}
         assert starting_container(pod, ORDER, last, settled=True) == expected
-        last = dataclasses.replace(record(expected), decided_at=now)
+        last = msgspec.structs.replace(record(expected), decided_at=now)
         now += seconds
         if what == "is not created":
             continue
@@ -411,7 +411,7 @@ def test_whatever_happens_each_start_is_known(steps: list[tuple[str, float]]) ->
         if what != "is killed":
             pod = told(pod, expected, completed=well, ended_at=float(int(now)), started=True)
         anew = what in {"is killed", "ends with the pod"}
-        pod = dataclasses.replace(pod, in_new_sandbox=anew)
+        pod = msgspec.structs.replace(pod, in_new_sandbox=anew)
         turn = 0 if anew else turn + well
         now += 1.0  # between the end of a container and the next start
 
@@ -423,7 +423,7 @@ def test_a_status_from_before_the_last_start_is_not_of_a_new_sandbox(pod: Pod) -
     pod = a_pod("train", init("first"), init("second"), "main")
     pod = told(pod, "first", completed=True, ended_at=90.0)
     pod = told(pod, "second", completed=True, ended_at=95.0)
-    behind = dataclasses.replace(pod, in_new_sandbox=True)
+    behind = msgspec.structs.replace(pod, in_new_sandbox=True)
     assert starting_container(behind, ORDER, record("second"), settled=False) is None
     now = told(pod, "second", completed=True, ended_at=101.0)
     assert starting_container(now, ORDER, record("second"), settled=False) == "main"

@@ -5,10 +5,10 @@ and what is kept back until the spec is made anew.
 from __future__ import annotations
 
 import asyncio
-import dataclasses
 from collections.abc import AsyncIterator
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from tests.cdi.controller_parts import GPUS, VENDOR, Side, nothing
@@ -45,12 +45,14 @@ async def test_a_slice_is_kept_back_until_it_has_a_name(
     slices = (
         MigInstance(uuid, 0, 7, 0, "1g.5gb", 4864, 1, 1, ("/dev/nvidia-caps/nvidia-cap201",)),
     )
-    cut = Inventory(2, (first, dataclasses.replace(second, mig_enabled=True, mig_instances=slices)))
+    cut = Inventory(
+        2, (first, msgspec.structs.replace(second, mig_enabled=True, mig_instances=slices))
+    )
     by_profile = Resource("nvidia.com/mig-1g.5gb", "nvidia", (DeviceId(uuid, uuid, 0),))
 
     side.side.observe(cut)
     side.ledger.observe(cut)
-    side.ledger.offer([dataclasses.replace(GPUS, ids=GPUS.ids[:1]), by_profile])
+    side.ledger.offer([msgspec.structs.replace(GPUS, ids=GPUS.ids[:1]), by_profile])
     assert [listed.healthy for listed in side.ledger.listing(by_profile.name)] == [False]
     assert "no CDI spec has its name yet" in side.withheld(by_profile)
     assert side.is_temporary(by_profile)
@@ -86,7 +88,10 @@ async def test_an_index_that_stands_for_another_device_by_now_is_no_name(
     first, second = golden_inventory().gpus
     left = Inventory(
         2,
-        (dataclasses.replace(second, index=0), dataclasses.replace(first, index=1, present=False)),
+        (
+            msgspec.structs.replace(second, index=0),
+            msgspec.structs.replace(first, index=1, present=False),
+        ),
     )
     inventories.publish(left)
     await asyncio.sleep(0)
@@ -124,8 +129,8 @@ async def test_a_name_whose_nodes_open_another_gpu_by_now_is_no_name(
     left = Inventory(
         2,
         (
-            dataclasses.replace(second, index=0, minor=0),
-            dataclasses.replace(first, index=1, minor=1, present=False),
+            msgspec.structs.replace(second, index=0, minor=0),
+            msgspec.structs.replace(first, index=1, minor=1, present=False),
         ),
     )
     side.side.observe(left)
@@ -141,15 +146,17 @@ async def test_after_a_restart_a_lost_gpu_keeps_back_only_itself(
     """The tool answers for all GPUs or for none, so the others use the spec of the agent before, as
     long as the driver is the same.
     """
-    known = dataclasses.replace(golden_inventory(), driver_version="580.95.05")
+    known = msgspec.structs.replace(golden_inventory(), driver_version="580.95.05")
     side = await asyncio.to_thread(lambda: Side(tmp_path, supervisor))
     await side.begin(known)
     await supervisor.stop("cdi specs")
     await asyncio.to_thread(side.node.lose, 1)
     again = await asyncio.to_thread(lambda: Side(tmp_path, supervisor, node=side.node))
     first, second = known.gpus
-    lost = dataclasses.replace(second, present=False, health=Health(ok=False, reason="GPU is lost"))
-    await again.begin(dataclasses.replace(known, gpus=(first, lost)))
+    lost = msgspec.structs.replace(
+        second, present=False, health=Health(ok=False, reason="GPU is lost")
+    )
+    await again.begin(msgspec.structs.replace(known, gpus=(first, lost)))
     assert again.withheld() == ""
     assert again.healthy == [U0]
     _, edits = await again.side.inline([f"{VENDOR}/gpu={U0}"])
@@ -176,7 +183,9 @@ async def test_a_start_waits_a_moment_for_a_spec_that_is_being_made(
         MigInstance(uuid, 0, 7, 0, "1g.5gb", 4864, 1, 1, ("/dev/nvidia-caps/nvidia-cap201",)),
     )
     side.side.observe(
-        Inventory(2, (first, dataclasses.replace(second, mig_enabled=True, mig_instances=slices)))
+        Inventory(
+            2, (first, msgspec.structs.replace(second, mig_enabled=True, mig_instances=slices))
+        )
     )
     async with asyncio.timeout(PATIENCE_SECONDS):
         _, edits = await starting
@@ -189,8 +198,9 @@ async def test_a_change_of_health_runs_no_tool(tmp_path: Path, supervisor: Super
     await side.begin()
     first, second = golden_inventory().gpus
     for version in range(2, 6):
-        ill = dataclasses.replace(
-            second, health=dataclasses.replace(second.health, ok=version % 2 == 0, reason="XID 79")
+        ill = msgspec.structs.replace(
+            second,
+            health=msgspec.structs.replace(second.health, ok=version % 2 == 0, reason="XID 79"),
         )
         side.side.observe(Inventory(version, (first, ill)))
     await asyncio.sleep(0.15)

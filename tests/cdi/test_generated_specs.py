@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import dataclasses
 import json
 import os
 from collections.abc import AsyncIterator, Callable
@@ -14,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import jsonschema
+import msgspec
 import pytest
 
 from tests.cdi.cdi_schema import SCHEMA
@@ -321,5 +321,5 @@ async def test_other_options_make_the_spec_anew(tool: Tool, tmp_path: Path) -> N
     async with running(tmp_path / "cdi") as specs:
         wanted = Wanted(1, ctk=tool.options)
         await made(specs, wanted)
-        await made(specs, dataclasses.replace(wanted, id_strategy="index"))
+        await made(specs, msgspec.structs.replace(wanted, id_strategy="index"))
         assert f"{VENDOR}/gpu=0" in specs.names

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 
 import jsonschema
+import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -107,7 +107,7 @@ def test_the_same_grant_gives_the_same_text(grant: MakeGrant) -> None:
     """Delivering it again then writes nothing."""
     record, provision = grant()
     assert grant_spec.spec_text(record, provision.edits) == grant_spec.spec_text(
-        dataclasses.replace(record), provision.edits
+        msgspec.structs.replace(record), provision.edits
     )
 
 

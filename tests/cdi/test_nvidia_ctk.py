@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import dataclasses
 import json
 import time
 from collections.abc import Awaitable, Callable
@@ -11,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import jsonschema
+import msgspec
 import pytest
 
 from tests.cdi.cdi_schema import SCHEMA
@@ -80,7 +80,7 @@ async def test_paths_are_those_of_the_node(tool: Tool) -> None:
         }
     )
     spec = await _gpus(
-        dataclasses.replace(tool.options, roots=Roots(seen, "/run/nvidia/driver", seen, "/"))
+        msgspec.structs.replace(tool.options, roots=Roots(seen, "/run/nvidia/driver", seen, "/"))
     )
     assert [mount.host_path for mount in spec.container_edits.mounts] == [
         "/run/nvidia/driver/usr/lib/libcuda.so.1"
@@ -93,7 +93,7 @@ async def test_paths_are_those_of_the_node(tool: Tool) -> None:
 async def test_options_are_handed_on(tool: Tool) -> None:
     """Hook program and feature flags."""
     await _gpus(
-        dataclasses.replace(
+        msgspec.structs.replace(
             tool.options, hook_path="/opt/hook", feature_flags=("disable-nvsandboxutils",)
         )
     )
@@ -151,7 +151,7 @@ async def test_only_the_named_hooks_are_left_out(
     await asyncio.to_thread(path.touch, mode=0o755)
     await tool.misbehave(version=version)
     spec = await _gpus(
-        dataclasses.replace(tool.options, hook_path=str(path), disable_hooks=disabled)
+        msgspec.structs.replace(tool.options, hook_path=str(path), disable_hooks=disabled)
     )
     assert _hooks(spec) == hooks
     jsonschema.validate(json.loads(encode(spec)), SCHEMA)
@@ -171,7 +171,7 @@ async def test_hooks_of_single_devices_are_left_out_as_well(tool: Tool) -> None:
     ]
     edits = {"env": ["A=b"], "hooks": [*hooks, {"hookName": "createContainer", "path": "/chmod"}]}
     await tool.misbehave(print_text=_spec(devices=[{"name": "0", "containerEdits": edits}]))
-    spec = await _gpus(dataclasses.replace(tool.options, disable_hooks=("chmod",)))
+    spec = await _gpus(msgspec.structs.replace(tool.options, disable_hooks=("chmod",)))
     assert [hook.path for hook in spec.devices[0].container_edits.hooks] == [
         "/x/nvidia-ctk",
         "/chmod",
@@ -187,7 +187,9 @@ async def test_hooks_are_chosen_by_the_settings_alone(
     monkeypatch.setenv("NVIDIA_CTK_CDI_GENERATE_DISABLED_HOOKS", "enable-cuda-compat")
     path = tool.node.directory / "nvidia-cdi-hook"
     await asyncio.to_thread(path.touch, mode=0o755)
-    assert _hooks(await _gpus(dataclasses.replace(tool.options, hook_path=str(path)))) == ALL_HOOKS
+    assert (
+        _hooks(await _gpus(msgspec.structs.replace(tool.options, hook_path=str(path)))) == ALL_HOOKS
+    )
 
 
 async def test_a_mode_that_the_node_does_not_have_gives_no_spec(tool: Tool) -> None:
@@ -205,7 +207,7 @@ async def test_a_mode_that_the_node_does_not_have_gives_no_spec(tool: Tool) -> N
 
 
 async def _missing(tool: Tool) -> CtkOptions:
-    return dataclasses.replace(tool.options, command=("/nonexistent/nvidia-ctk",))
+    return msgspec.structs.replace(tool.options, command=("/nonexistent/nvidia-ctk",))
 
 
 async def _failing(tool: Tool) -> CtkOptions:
@@ -215,7 +217,7 @@ async def _failing(tool: Tool) -> CtkOptions:
 
 async def _hanging(tool: Tool) -> CtkOptions:
     await tool.misbehave(hang_seconds=FOR_EVER_SECONDS)
-    return dataclasses.replace(tool.options, timeout_seconds=0.5)
+    return msgspec.structs.replace(tool.options, timeout_seconds=0.5)
 
 
 def _printing(text: str) -> Prepare:
@@ -230,7 +232,7 @@ async def _endless(tool: Tool) -> CtkOptions:
     script = tool.node.directory / "endless"
     script.write_text("#!/bin/sh\nexec yes\n")
     script.chmod(0o755)
-    return dataclasses.replace(tool.options, command=(str(script),))
+    return msgspec.structs.replace(tool.options, command=(str(script),))
 
 
 def _spec(**changes: Any) -> str:
@@ -293,7 +295,9 @@ async def test_a_tool_that_hangs_is_ended_with_all_that_it_started(tool: Tool) -
     script.write_text(f"#!/bin/sh\n sleep 300 & echo $! > {child}; wait\n")
     script.chmod(0o755)
     with pytest.raises(CdiError, match="did not end"):
-        await _gpus(dataclasses.replace(tool.options, command=(str(script),), timeout_seconds=2.0))
+        await _gpus(
+            msgspec.structs.replace(tool.options, command=(str(script),), timeout_seconds=2.0)
+        )
     assert await asyncio.to_thread(_ends, child)
 
 
@@ -304,7 +308,9 @@ async def test_a_tool_ends_with_whoever_waits_for_it(tool: Tool) -> None:
         f"#!/bin/sh\necho $$ > {written}.new; mv {written}.new {written}; exec sleep 300\n"
     )
     script.chmod(0o755)
-    task = asyncio.ensure_future(_gpus(dataclasses.replace(tool.options, command=(str(script),))))
+    task = asyncio.ensure_future(
+        _gpus(msgspec.structs.replace(tool.options, command=(str(script),)))
+    )
     async with asyncio.timeout(PATIENCE_SECONDS):
         while True:
             if await asyncio.to_thread(written.exists):
@@ -340,7 +346,9 @@ async def test_what_a_tool_leaves_behind_is_ended_with_it(tool: Tool, tmp_path: 
     await asyncio.to_thread(path.write_text, f"#!/bin/sh\nsleep 300 &\necho $! > {tmp_path}/pid\n")
     await asyncio.to_thread(path.chmod, 0o755)
     with pytest.raises(CdiError, match="did not end within 2 s"):
-        await _gpus(dataclasses.replace(tool.options, command=(str(path),), timeout_seconds=2.0))
+        await _gpus(
+            msgspec.structs.replace(tool.options, command=(str(path),), timeout_seconds=2.0)
+        )
     assert await asyncio.to_thread(_ends, tmp_path / "pid")
 
 
@@ -355,7 +363,7 @@ async def test_a_tool_that_not_even_a_signal_ends_holds_nobody_up(
         path.write_text, f"#!/bin/sh\necho $$ >> {tmp_path}/pids\nexec sleep 300\n"
     )
     await asyncio.to_thread(path.chmod, 0o755)
-    options = dataclasses.replace(tool.options, command=(str(path),), timeout_seconds=2.0)
+    options = msgspec.structs.replace(tool.options, command=(str(path),), timeout_seconds=2.0)
     monkeypatch.setattr("vgpu_agent.cdi.nvidia_ctk.os.killpg", lambda *_: None)
     stuck = Stuck()
     for said in ("did not end within 2 s", "an earlier .*waits .* does not end even when killed"):

@@ -12,6 +12,7 @@ from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from pathlib import Path
 from typing import cast
 
+import msgspec
 import pytest
 import structlog
 
@@ -147,8 +148,8 @@ async def test_other_sources_are_a_change_whether_or_not_there_is_a_file(
     loaded: Loaded, with_a_file: bool
 ) -> None:
     """A label of the node may choose the file that a flag names (named configurations)."""
-    first = loaded.sources if with_a_file else dataclasses.replace(loaded.sources, file=None)
-    second = dataclasses.replace(first, flags={**first.flags, "--node-name": "labelled"})
+    first = loaded.sources if with_a_file else msgspec.structs.replace(loaded.sources, file=None)
+    second = msgspec.structs.replace(first, flags={**first.flags, "--node-name": "labelled"})
     asked = itertools.chain([first, second], itertools.repeat(second))
 
     async def sources() -> Sources:

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import base64
-import dataclasses
 import itertools
 import uuid
 from typing import Any
 
+import msgspec
 import pytest
 
 from tests.golden import U0, U1
@@ -55,7 +55,7 @@ def answer(devices: list[VisibleDevice], options: ListOptions) -> Edits:
 
 def by(*strategies: str, **options: Any) -> ListOptions:
     """Options with these strategies."""
-    return dataclasses.replace(ListOptions(strategies=strategies), **options)
+    return msgspec.structs.replace(ListOptions(strategies=strategies), **options)
 
 
 def test_the_variable_names_the_devices_in_request_order() -> None:
@@ -143,7 +143,7 @@ def test_names_come_in_order_gpus_channels_modes() -> None:
         cdi_names=(f"{vendor}/gpu={U0}", f"{vendor}/imex-channel=0", f"{vendor}/gds=all"),
     )
     modes = ("mofed", "gds", "gdrcopy")
-    names = cdi_names(A, dataclasses.replace(options, enabled=modes, cdi_modes=modes))
+    names = cdi_names(A, msgspec.structs.replace(options, enabled=modes, cdi_modes=modes))
     assert names[2:] == (f"{vendor}/gdrcopy=all", f"{vendor}/gds=all", f"{vendor}/mofed=all")
 
 
@@ -265,8 +265,8 @@ def test_modes_are_asked_for_by_variables() -> None:
     modes = {"NVIDIA_GDRCOPY": "enabled", "NVIDIA_GDS": "enabled", "NVIDIA_MOFED": "enabled"}
     for strategy in STRATEGIES:
         options = by(strategy, enabled=("gdrcopy", "gds", "mofed"))
-        plain = answer(A, dataclasses.replace(options, enabled=()))
-        assert answer(A, options) == dataclasses.replace(
+        plain = answer(A, msgspec.structs.replace(options, enabled=()))
+        assert answer(A, options) == msgspec.structs.replace(
             plain, environment={**modes, **plain.environment}
         )
 

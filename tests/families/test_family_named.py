@@ -5,8 +5,8 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 
+import msgspec
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -101,8 +101,8 @@ def test_a_pod_that_needs_more_than_a_card_has_is_given_nothing() -> None:
 
 def test_a_divided_card_is_nobodys_to_share() -> None:
     """Its slices are another family's. The pod could not start as long as they are there."""
-    divided = dataclasses.replace(
-        cards.TWO, gpus=(dataclasses.replace(cards.NODE_0, mig_enabled=True), cards.NODE_1)
+    divided = msgspec.structs.replace(
+        cards.TWO, gpus=(msgspec.structs.replace(cards.NODE_0, mig_enabled=True), cards.NODE_1)
     )
     about = cards.pod_of(1000, annotations={cards.INDEX: "0"})
     assert cards.family_of(inventory=divided).named(about, divided) == {}
@@ -130,10 +130,10 @@ def test_what_is_named_is_what_would_be_decided(text: str, number: int, memory: 
         containers=(main(number=1, memory=1),),
         scheduled=True,
     )
-    container = dataclasses.replace(
+    container = msgspec.structs.replace(
         about.containers[0], limits={NUMBER: number, MEMORY: memory, cards.MEMORY: number}
     )
-    about = dataclasses.replace(about, containers=(container,))
+    about = msgspec.structs.replace(about, containers=(container,))
     expected: dict[str, tuple[str, ...]] = {}
     if 0 < number <= 2:
         with contextlib.suppress(AgentError):

@@ -4,8 +4,6 @@ and enough for the rest of the agent to know no family by name.
 
 from __future__ import annotations
 
-import dataclasses
-
 import msgspec
 import pytest
 
@@ -98,4 +96,4 @@ def test_facts_are_not_shared_between_builds() -> None:
     """The lists of the settings are put in for each build anew."""
     found = Found(facts=NodeFacts(late=True))
     build(with_only("volcano_vgpu"), found)
-    assert found.facts == dataclasses.replace(NodeFacts(), late=True)
+    assert found.facts == msgspec.structs.replace(NodeFacts(), late=True)

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Iterator
 
+import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -185,7 +185,7 @@ def test_mode_never_keeps_it_away_until_the_setting_changes() -> None:
     """`never` holds through any number of good answers, says so,
     and ends when the operator reloads another mode.
     """
-    machine = _machine(dataclasses.replace(POLICY, automatic=False))
+    machine = _machine(msgspec.structs.replace(POLICY, automatic=False))
     machine.reported("XID 79", 0)
 
     machine.probed(GOOD, 1_000_000)
@@ -255,7 +255,7 @@ def test_the_promises_hold_in_every_order_of_events(
     """Never healthy after a bad answer, in a hang, or too soon, and never back in mode never.
     `reason` and `ok` always agree.
     """
-    machine = _machine(dataclasses.replace(POLICY, automatic=automatic))
+    machine = _machine(msgspec.structs.replace(POLICY, automatic=automatic))
     now, bad_news_at, hung, ever_bad = 0.0, float("-inf"), False, False
     for delay, step in steps:
         now += delay

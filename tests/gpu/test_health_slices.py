@@ -5,8 +5,8 @@ which slices an error hits, which recover, and what survives.
 from __future__ import annotations
 
 import asyncio
-import dataclasses
 
+import msgspec
 import pytest
 
 from tests import constants
@@ -149,7 +149,7 @@ def test_a_slice_that_was_away_for_a_moment_is_as_ill_as_before() -> None:
     """
     machines = Machines()
     machines.hit(7, 0)
-    without = dataclasses.replace(GPU, mig_instances=GPU.mig_instances[1:])
+    without = msgspec.structs.replace(GPU, mig_instances=GPU.mig_instances[1:])
     machines.healths.probed(without, GOOD, 5.0)
     machines.healths.probed(GPU, GOOD, 6.0)
 
@@ -160,7 +160,7 @@ def test_a_slice_that_stays_away_is_forgotten_once_it_would_have_recovered() -> 
     """Nothing is kept for ever: layouts may change every hour for a year."""
     machines = Machines()
     machines.hit(7, 0)
-    without = dataclasses.replace(GPU, mig_instances=GPU.mig_instances[1:])
+    without = msgspec.structs.replace(GPU, mig_instances=GPU.mig_instances[1:])
     machines.healths.probed(without, GOOD, 10.0)
 
     assert machines.healths.recoveries == []
@@ -187,7 +187,7 @@ def test_another_policy_is_every_machines() -> None:
     """nvidia:D11: a reload changes how things recover and not how they are;
     slices that come later follow it too.
     """
-    machines = Machines(dataclasses.replace(POLICY, automatic=False))
+    machines = Machines(msgspec.structs.replace(POLICY, automatic=False))
     machines.hit(None, None)
     machines.healths.probed(GPU, GOOD, 1000.0)
     assert machines.unhealthy() == "1ABCD"

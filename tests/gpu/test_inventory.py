@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import dataclasses
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from vgpu_agent.errors import NvmlError
@@ -269,10 +269,10 @@ def test_a_reading_leaves_health_alone() -> None:
     ill = Health(ok=False, reason="XID 79")
 
     merged = inventory.merge(
-        (dataclasses.replace(_gpu(1), health=ill, memory_mib=1),), _reading(_gpu(1))
+        (msgspec.structs.replace(_gpu(1), health=ill, memory_mib=1),), _reading(_gpu(1))
     )
 
-    assert merged == (dataclasses.replace(_gpu(1), health=ill),)
+    assert merged == (msgspec.structs.replace(_gpu(1), health=ill),)
 
 
 def test_all_gpus_can_be_missing() -> None:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import dataclasses
 import struct
 
+import msgspec
 import pytest
 
 from vgpu_agent.errors import RequestRefusedError, UnhealthyDeviceError
@@ -110,16 +110,16 @@ def test_bus_ids_are_compared_as_numbers() -> None:
     """A domain of five digits comes after one of four, capitals or not.
     Without bus ids the minor number decides.
     """
-    far = dataclasses.replace(U0, uuid="GPU-far", pci_bus_id="10000:01:00.0")
-    middle = dataclasses.replace(U0, uuid="GPU-middle", pci_bus_id="0000:0A:00.0")
+    far = msgspec.structs.replace(U0, uuid="GPU-far", pci_bus_id="10000:01:00.0")
+    middle = msgspec.structs.replace(U0, uuid="GPU-middle", pci_bus_id="0000:0A:00.0")
     assert region_limits(target((far, 1, 0), (U1, 2, 0), (middle, 3, 0)))[0] == [
         "GPU-middle",
         U1.uuid,
         "GPU-far",
     ]
     first, second = (
-        dataclasses.replace(U0, pci_bus_id="", minor=4),
-        dataclasses.replace(U1, pci_bus_id="", minor=3),
+        msgspec.structs.replace(U0, pci_bus_id="", minor=4),
+        msgspec.structs.replace(U1, pci_bus_id="", minor=3),
     )
     assert region_limits(target((first, 1, 0), (second, 2, 0)))[0] == [U1.uuid, U0.uuid]
 
@@ -129,7 +129,7 @@ def test_a_pod_that_turns_the_library_off_is_not_preloaded() -> None:
     where the operator lets it count.
     """
     wanted = target((U1, 3000, 50), environment=frozenset({"CUDA_DISABLE_CONTROL"}))
-    honoring = dataclasses.replace(BACKEND, disable_variable="honor").provision(wanted)
+    honoring = msgspec.structs.replace(BACKEND, disable_variable="honor").provision(wanted)
     without = [
         mount
         for mount in BACKEND.provision(wanted).edits.mounts
@@ -143,7 +143,7 @@ def test_a_spec_sets_all_that_a_limit_depends_on() -> None:
     """There the agent's value beats the image's and the pod's. In an answer to Allocate it is the
     replaced plugin's, to the letter.
     """
-    late = dataclasses.replace(BACKEND, late=True)
+    late = msgspec.structs.replace(BACKEND, late=True)
     more = {"GPU_CORE_UTILIZATION_POLICY": "force", "CUDA_REDIRECT": "/usr/local/vgpu/libvgpu.so"}
     wanted = target((U1, 3000, 50))
     assert late.provision(wanted).edits.environment == {
@@ -168,12 +168,12 @@ def test_a_whole_card_is_limited_to_its_memory() -> None:
 def test_a_card_of_unknown_memory_is_refused() -> None:
     """It is better that the container starts later than without a limit."""
     with pytest.raises(UnhealthyDeviceError, match=f"memory of {U1.uuid} is not known yet"):
-        BACKEND.provision(target((dataclasses.replace(U1, memory_mib=0), 0, 0)))
+        BACKEND.provision(target((msgspec.structs.replace(U1, memory_mib=0), 0, 0)))
 
 
 def test_more_cards_than_the_library_counts_are_refused() -> None:
     """The seventeenth would have no limit."""
-    many = [(dataclasses.replace(U0, uuid=f"GPU-{number}"), 1000, 0) for number in range(17)]
+    many = [(msgspec.structs.replace(U0, uuid=f"GPU-{number}"), 1000, 0) for number in range(17)]
     with pytest.raises(RequestRefusedError, match="17 GPUs, and hami-core limits at most 16"):
         BACKEND.provision(target(*many))
 
@@ -229,8 +229,10 @@ def test_the_region_is_a_file_for_everybody_in_the_grants_own_directory() -> Non
 def test_a_restarted_container_finds_the_same_name_and_another_grant_another() -> None:
     """The name has the form of a random UUID and is made from the grant."""
     mine = target((U1, 3000, 50))
-    assert cache(mine) == cache(dataclasses.replace(mine, shares=((U1, Share(U1.uuid, 4000, 50)),)))
-    assert cache(mine) != cache(dataclasses.replace(mine, grant="another"))
+    assert cache(mine) == cache(
+        msgspec.structs.replace(mine, shares=((U1, Share(U1.uuid, 4000, 50)),))
+    )
+    assert cache(mine) != cache(msgspec.structs.replace(mine, grant="another"))
     assert [len(part) for part in cache(mine).removesuffix(".cache").split("-")] == [8, 4, 4, 4, 12]
     assert cache(mine)[14] == "4"
 

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import dataclasses
 from typing import Any
 
+import msgspec
 import pytest
 
 from tests.golden import U0, U1, golden_inventory
@@ -28,8 +28,8 @@ def _resource(
 
 
 def _with(inventory: Inventory, **fields: Any) -> Inventory:
-    return dataclasses.replace(
-        inventory, gpus=tuple(dataclasses.replace(gpu, **fields) for gpu in inventory.gpus)
+    return msgspec.structs.replace(
+        inventory, gpus=tuple(msgspec.structs.replace(gpu, **fields) for gpu in inventory.gpus)
     )
 
 
@@ -78,8 +78,9 @@ def test_a_gpu_that_is_gone_is_not_in_the_plan() -> None:
     and with it all others of the resource.
     """
     inventory = golden_inventory()
-    lost = dataclasses.replace(
-        inventory, gpus=(dataclasses.replace(inventory.gpus[0], present=False), inventory.gpus[1])
+    lost = msgspec.structs.replace(
+        inventory,
+        gpus=(msgspec.structs.replace(inventory.gpus[0], present=False), inventory.gpus[1]),
     )
     assert [limit.uuid for limit in mps.daemon_plan(_resource(), lost, OPTIONS).devices] == [U1]
 
@@ -88,7 +89,7 @@ def test_the_largest_number_of_replicas_decides_about_compute() -> None:
     """A daemon has one thread percentage. With 2 replicas of one GPU and 5
     of another no client may have more than 20 percent.
     """
-    mixed = dataclasses.replace(
+    mixed = msgspec.structs.replace(
         _resource(), ids=(*_resource(2, devices=(U0,)).ids, *_resource(5, devices=(U1,)).ids)
     )
     plan = mps.daemon_plan(mixed, golden_inventory(), OPTIONS)
@@ -104,16 +105,18 @@ def test_a_daemon_that_knows_a_lost_gpu_still_covers_the_others() -> None:
     other limits must.
     """
     both = mps.daemon_plan(_resource(), golden_inventory(), OPTIONS)
-    one = dataclasses.replace(both, devices=both.devices[1:])
+    one = msgspec.structs.replace(both, devices=both.devices[1:])
     assert both.covers(one)
     assert not one.covers(both)
-    assert not both.covers(dataclasses.replace(one, thread_percentage=50))
+    assert not both.covers(msgspec.structs.replace(one, thread_percentage=50))
     # as NVML counts it now
     assert both.covers(
-        dataclasses.replace(both, devices=(dataclasses.replace(both.devices[1], index=0),))
+        msgspec.structs.replace(both, devices=(msgspec.structs.replace(both.devices[1], index=0),))
     )
     assert not both.covers(
-        dataclasses.replace(both, devices=(dataclasses.replace(both.devices[1], memory_mib=1),))
+        msgspec.structs.replace(
+            both, devices=(msgspec.structs.replace(both.devices[1], memory_mib=1),)
+        )
     )
 
 
@@ -215,7 +218,7 @@ def test_volta_takes_48_clients(capability: tuple[int, int], most: int) -> None:
     """nvidia:D6: compute capability 7.0 is Volta; upstream gives it 16."""
     assert (
         mps.most_clients(
-            dataclasses.replace(golden_inventory().gpus[0], compute_capability=capability)
+            msgspec.structs.replace(golden_inventory().gpus[0], compute_capability=capability)
         )
         == most
     )

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import dataclasses
 import hashlib
 import re
 
+import msgspec
 import pytest
 
 from vgpu_agent.errors import RequestRefusedError, UnhealthyDeviceError
@@ -39,7 +39,7 @@ TARGET = ControlTarget(
 )
 # as the vectors have it, with the host's /proc
 AS_REPLACED = VgpuControl(H, INSTALLED, processes="host-proc", sm_watcher=True, memory_ledger=True)
-BACKEND: ControlBackend = dataclasses.replace(AS_REPLACED, processes="client")
+BACKEND: ControlBackend = msgspec.structs.replace(AS_REPLACED, processes="client")
 
 
 def content(provision: Provision, path: str) -> bytes:
@@ -81,7 +81,7 @@ def test_the_golden_environment() -> None:
 )
 def test_the_policy_decides_about_both_values_of_compute(policy: str, hard: str, soft: str) -> None:
     """vgpu-manager:§13.4, below the mounts."""
-    target = dataclasses.replace(TARGET, policy=ComputePolicy(policy))
+    target = msgspec.structs.replace(TARGET, policy=ComputePolicy(policy))
     environment = AS_REPLACED.provision(target).edits.environment
     assert (environment["CUDA_CORE_LIMIT_0"], environment["CUDA_CORE_SOFT_LIMIT_0"]) == (hard, soft)
 
@@ -89,14 +89,21 @@ def test_the_policy_decides_about_both_values_of_compute(policy: str, hard: str,
 @pytest.mark.parametrize("cores", [0, 100])
 def test_compute_that_limits_nothing_is_an_empty_value(cores: int) -> None:
     """vgpu-manager §7.3: only 0 < cores < 100 is a limit."""
-    target = dataclasses.replace(TARGET, cards=(dataclasses.replace(CARD, cores_percent=cores),))
+    target = msgspec.structs.replace(
+        TARGET, cards=(msgspec.structs.replace(CARD, cores_percent=cores),)
+    )
     assert AS_REPLACED.provision(target).edits.environment["CUDA_CORE_LIMIT_0"] == ""
 
 
 def test_variables_are_numbered_by_the_host_s_index() -> None:
     """vgpu-manager §7.3: a slot is a host index, whatever the order of the claim."""
-    cards = (dataclasses.replace(CARD, index=15, uuid="GPU-b"), dataclasses.replace(CARD, index=2))
-    environment = AS_REPLACED.provision(dataclasses.replace(TARGET, cards=cards)).edits.environment
+    cards = (
+        msgspec.structs.replace(CARD, index=15, uuid="GPU-b"),
+        msgspec.structs.replace(CARD, index=2),
+    )
+    environment = AS_REPLACED.provision(
+        msgspec.structs.replace(TARGET, cards=cards)
+    ).edits.environment
     slots = environment["MANAGER_VISIBLE_DEVICES"].split(",")
     assert (len(slots), slots[2], slots[15], slots.count(NO_CARD)) == (16, UUID, "GPU-b", 14)
     assert {"CUDA_MEM_LIMIT_2", "CUDA_MEM_LIMIT_15"} < environment.keys()
@@ -174,7 +181,7 @@ def test_what_is_off_is_not_mounted() -> None:
 )
 def test_the_golden_file_of_limits(gates: bool, sha256: str) -> None:
     """vgpu-manager:§13.5: byte for byte."""
-    backend = dataclasses.replace(AS_REPLACED, sm_watcher=gates, memory_ledger=gates)
+    backend = msgspec.structs.replace(AS_REPLACED, sm_watcher=gates, memory_ledger=gates)
     whole = content(backend.provision(TARGET), "config/vgpu.config")
     assert len(whole) == 8192
     assert whole[:33].hex(" ") == (
@@ -240,18 +247,18 @@ def test_a_container_leaves_the_library_only_where_the_operator_lets_it(
     setting: str, memory: int, runs_free: bool
 ) -> None:
     """vgpu-manager:D13: the variable is the tenant's; whether it counts is the operator's."""
-    target = dataclasses.replace(
-        TARGET, cards=(dataclasses.replace(CARD, memory_mib=memory),), disabled=True
+    target = msgspec.structs.replace(
+        TARGET, cards=(msgspec.structs.replace(CARD, memory_mib=memory),), disabled=True
     )
-    mounts = dataclasses.replace(AS_REPLACED, disable_variable=setting).provision(target)
+    mounts = msgspec.structs.replace(AS_REPLACED, disable_variable=setting).provision(target)
     preloaded = "/etc/ld.so.preload" in {mount.container_path for mount in mounts.edits.mounts}
     assert preloaded is not runs_free
 
 
 def test_a_card_whose_memory_nobody_knows_is_not_taken_for_a_whole_one() -> None:
     """Its neighbours' memory would be free to take."""
-    target = dataclasses.replace(
-        TARGET, cards=(dataclasses.replace(CARD, card_memory_mib=0),), disabled=True
+    target = msgspec.structs.replace(
+        TARGET, cards=(msgspec.structs.replace(CARD, card_memory_mib=0),), disabled=True
     )
     mounts = AS_REPLACED.provision(target).edits.mounts
     assert "/etc/ld.so.preload" in {mount.container_path for mount in mounts}
@@ -260,7 +267,7 @@ def test_a_card_whose_memory_nobody_knows_is_not_taken_for_a_whole_one() -> None
 @pytest.mark.parametrize("index", [-1, 16, 4096])
 def test_a_card_without_a_place_is_refused_with_the_reason(index: int) -> None:
     """vgpu-manager:D32: the replaced plugin panics."""
-    target = dataclasses.replace(TARGET, cards=(dataclasses.replace(CARD, index=index),))
+    target = msgspec.structs.replace(TARGET, cards=(msgspec.structs.replace(CARD, index=index),))
     with pytest.raises(RequestRefusedError, match=rf"index {index}, .* indices 0 to 15; claim ano"):
         AS_REPLACED.provision(target)
 
@@ -268,12 +275,12 @@ def test_a_card_without_a_place_is_refused_with_the_reason(index: int) -> None:
 def test_a_card_is_claimed_once() -> None:
     """It has one slot: the later claim would replace the earlier one's limit."""
     with pytest.raises(RequestRefusedError, match=r"index 0 twice.*claim it once"):
-        AS_REPLACED.provision(dataclasses.replace(TARGET, cards=(CARD, CARD)))
+        AS_REPLACED.provision(msgspec.structs.replace(TARGET, cards=(CARD, CARD)))
 
 
 def test_a_card_of_unknown_memory_waits() -> None:
     """With a limit of 0 nothing would run."""
-    target = dataclasses.replace(TARGET, cards=(dataclasses.replace(CARD, memory_mib=0),))
+    target = msgspec.structs.replace(TARGET, cards=(msgspec.structs.replace(CARD, memory_mib=0),))
     with pytest.raises(UnhealthyDeviceError, match=re.escape(UUID)):
         AS_REPLACED.provision(target)
 
@@ -281,7 +288,7 @@ def test_a_card_of_unknown_memory_waits() -> None:
 def test_names_lead_nowhere_else() -> None:
     """A path is built from them."""
     with pytest.raises(RequestRefusedError):
-        AS_REPLACED.provision(dataclasses.replace(TARGET, container="../x"))
+        AS_REPLACED.provision(msgspec.structs.replace(TARGET, container="../x"))
 
 
 def limits(card: CardLimit, policy: str = "fixed", **more: float | bool) -> tuple[int, ...]:
@@ -303,9 +310,9 @@ def test_the_slot_follows_policy_and_memory() -> None:
     assert limits(CARD) == (10, 10, 1, 1, 1, 0, 1024)
     assert limits(CARD, "balance") == (10, 100, 1, 0, 1, 0, 1024)
     assert limits(CARD, "none") == (10, 10, 0, 0, 1, 0, 1024)
-    scaled = dataclasses.replace(CARD, card_cores_percent=10)
+    scaled = msgspec.structs.replace(CARD, card_cores_percent=10)
     assert limits(scaled, "balance") == (10, 10, 1, 1, 1, 0, 1024)
-    whole = dataclasses.replace(CARD, memory_mib=24576, cores_percent=100)
+    whole = msgspec.structs.replace(CARD, memory_mib=24576, cores_percent=100)
     assert limits(whole) == (100, 100, 0, 0, 0, 0, 24576)
     # what the card offers beyond its own memory spills
     assert limits(CARD, memory_ratio=2.0) == (10, 10, 1, 1, 1, 1, 512)
@@ -317,7 +324,9 @@ def test_the_slot_follows_policy_and_memory() -> None:
 
 def test_long_names_are_cut() -> None:
     """vgpu-manager §7.7: a pod's name may be four times as long as its field."""
-    target = dataclasses.replace(TARGET, pod="p" * 253, driver_version="5" * 99, cuda_version="x.y")
+    target = msgspec.structs.replace(
+        TARGET, pod="p" * 253, driver_version="5" * 99, cuda_version="x.y"
+    )
     whole = content(AS_REPLACED.provision(target), "config/vgpu.config")
     assert whole[176:240] == b"p" * 63 + b"\0"
     assert whole[240:248] == b"default\0"

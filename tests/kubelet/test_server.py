@@ -5,13 +5,13 @@ refuses and dawdles (kubelet V1 to V17).
 from __future__ import annotations
 
 import asyncio
-import dataclasses
 import shutil
 import stat
 import time
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 from tests.kubelet.backend import U0, U1, FakeBackend, shared_resource
@@ -92,7 +92,9 @@ async def test_both_places_have_the_same_options(
     kubelet: SimulatedKubelet, node: Node, pre_start: bool, prefers: bool
 ) -> None:
     """``vgpu-manager:D5``: a kubelet that trusts Register alone must call PreStartContainer too."""
-    resource = dataclasses.replace(shared_resource(pre_start_required=pre_start), prefers=prefers)
+    resource = msgspec.structs.replace(
+        shared_resource(pre_start_required=pre_start), prefers=prefers
+    )
     node.offer(resource, FakeBackend(resource))
     await _all_offered(kubelet)
     for call in ("Register", "GetDevicePluginOptions"):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import dataclasses
+import msgspec
 
 from tests.golden import U0, U1, golden_inventory, golden_slices, with_slices
 from vgpu_agent.device_ids import DeviceId
@@ -28,7 +28,7 @@ def test_it_follows_the_offers_and_the_gpus() -> None:
     """
     ledger = Ledger()
     ledger.observe(golden_inventory())
-    undivided = dataclasses.replace(THEIRS, undivided=True)
+    undivided = msgspec.structs.replace(THEIRS, undivided=True)
     ledger.offer([OURS, undivided])
     assert ledger.shared_gpus("a") == {U1}
     ledger.observe(with_slices(golden_inventory(), U1=golden_slices()))

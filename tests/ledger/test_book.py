@@ -4,8 +4,7 @@ their conjunction under any history is in test_invariants.
 
 from __future__ import annotations
 
-import dataclasses
-
+import msgspec
 import pytest
 
 from tests.golden import U0, U1, golden_inventory
@@ -52,7 +51,7 @@ def test_a_device_that_holds_too_much_bars_no_other(clock: Clock) -> None:
     ledger = make(clock, WHOLE)
     book(ledger, U1)
     first, second = golden_inventory().gpus
-    ledger.observe(Inventory(gpus=(first, dataclasses.replace(second, memory_mib=1024))))
+    ledger.observe(Inventory(gpus=(first, msgspec.structs.replace(second, memory_mib=1024))))
     assert book(ledger, U0).ids == (U0,)
 
 
@@ -117,7 +116,7 @@ def test_more_memory_than_a_device_has_is_refused_and_nothing_changes(clock: Clo
 
 def test_memory_scaling_lets_more_be_booked(clock: Clock) -> None:
     """A scaling of 1.5 turns 40960 MiB into 61440 bookable MiB, and no more."""
-    ledger = make(clock, dataclasses.replace(replicated(4), memory_scaling=1.5))
+    ledger = make(clock, msgspec.structs.replace(replicated(4), memory_scaling=1.5))
     ledger.reserve("nvidia.com/gpu", [f"{U0}::0"], [Share(U0, memory_mib=30000)])
     ledger.reserve("nvidia.com/gpu", [f"{U0}::1"], [Share(U0, memory_mib=20000)])
     with pytest.raises(CapacityError, match=r"50000 MiB booked \+ 20000 wanted, of 61440"):

@@ -4,8 +4,7 @@ illness, loss, and a GPU that still serves in another way.
 
 from __future__ import annotations
 
-import dataclasses
-
+import msgspec
 import pytest
 
 from tests.golden import U0, U1, golden_inventory
@@ -41,7 +40,7 @@ def test_a_lost_gpu_stays_in_the_list_as_unhealthy(clock: Clock) -> None:
     ledger = make(clock, replicated(4))
     book(ledger, f"{U1}::0")
     whole = golden_inventory()
-    ledger.observe(dataclasses.replace(whole, gpus=whole.gpus[:1]))
+    ledger.observe(msgspec.structs.replace(whole, gpus=whole.gpus[:1]))
     assert [healthy for id_, healthy in words(ledger).items() if id_.startswith(U1)] == [False] * 4
 
 
@@ -55,7 +54,7 @@ def test_a_held_id_of_a_gpu_that_was_lost_before_the_start_is_listed_as_unhealth
     ledger = make(
         clock,
         Resource("nvidia.com/gpu", "nvidia", (DeviceId(U0, U0, 0),)),
-        inventory=dataclasses.replace(whole, gpus=whole.gpus[:1]),
+        inventory=msgspec.structs.replace(whole, gpus=whole.gpus[:1]),
     )
     reconcile(ledger, held(U1), initial=True)
     assert words(ledger) == {U0: True, U1: False}

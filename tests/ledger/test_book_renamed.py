@@ -4,8 +4,7 @@ its ids stay, and kubelet counts them anew.
 
 from __future__ import annotations
 
-import dataclasses
-
+import msgspec
 import pytest
 
 from tests.golden import U0, U1
@@ -30,7 +29,7 @@ def test_a_renamed_whole_gpu_is_not_given_away_twice(clock: Clock) -> None:
     """renameByDefault keeps the id: the container that holds it under the old name keeps the GPU
     for itself.
     """
-    renamed = dataclasses.replace(WHOLE, name="nvidia.com/gpu.shared")
+    renamed = msgspec.structs.replace(WHOLE, name="nvidia.com/gpu.shared")
     ledger = make(clock, WHOLE)
     book(ledger, U0)
     reconcile(ledger, held(U0))

@@ -4,8 +4,7 @@ and one that is cut away under its holder.
 
 from __future__ import annotations
 
-import dataclasses
-
+import msgspec
 import pytest
 
 from tests.golden import U0, U1, golden_inventory
@@ -34,15 +33,14 @@ def _inventory(gpu: Health = HEALTHY, **instances: dict[str, object]) -> Invento
     )
     # keys of MigInstance
     changed = tuple(
-        dataclasses.replace(one, **instances.get(f"M{one.index}", {}))  # type: ignore[arg-type]
-        for one in slices
+        msgspec.structs.replace(one, **instances.get(f"M{one.index}", {})) for one in slices
     )
     whole = golden_inventory(U1=gpu)
-    return dataclasses.replace(
+    return msgspec.structs.replace(
         whole,
         gpus=(
             whole.gpus[0],
-            dataclasses.replace(whole.gpus[1], mig_enabled=True, mig_instances=changed),
+            msgspec.structs.replace(whole.gpus[1], mig_enabled=True, mig_instances=changed),
         ),
     )
 

@@ -4,8 +4,7 @@ and devices may differ in replicas.
 
 from __future__ import annotations
 
-import dataclasses
-
+import msgspec
 import pytest
 
 from tests.golden import SLICES, U0, U1, golden_inventory, golden_slices, with_slices
@@ -179,7 +178,7 @@ def test_a_slice_that_vanished_is_listed_while_it_is_held_and_released_with_its_
     ledger.offer(
         [
             GPU_0,
-            dataclasses.replace(
+            msgspec.structs.replace(
                 MIG, ids=tuple(DeviceId(each.uuid, each.uuid, 1) for each in fresh)
             ),
         ]
@@ -234,7 +233,7 @@ def test_a_whole_gpu_beside_its_slices_is_unsound(clock: Clock) -> None:
 
     held = (
         Holding("nvidia.com/gpu", (U1,), TRAIN),
-        Holding(MIG.name, (M0,), dataclasses.replace(TRAIN, pod="other", pod_uid="uid-other")),
+        Holding(MIG.name, (M0,), msgspec.structs.replace(TRAIN, pod="other", pod_uid="uid-other")),
     )
     ledger.reconcile(KubeletRecords(held), meaning, reservation_seconds=60, initial=True)
     assert ledger.audit() == [f"{U1} has an exclusive holder and 1 more"]

@@ -4,9 +4,9 @@ and which are not.
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
 
+import msgspec
 import pytest
 
 from tests.golden import U0, U1
@@ -110,7 +110,7 @@ def test_the_oldest_claim_on_a_gpu_decides_in_both_directions(ledger: Ledger, cl
     first, second = claim(U0, 1, "volcano-gpushare"), claim(U0, 2, "volcano-vgpu")
     claimed(ledger, clock, first, second)
     assert (usable(ledger, SHARE), usable(ledger, VGPU)) == ({U0, U1}, {U1})
-    claimed(ledger, clock, second, dataclasses.replace(first, order=3))
+    claimed(ledger, clock, second, msgspec.structs.replace(first, order=3))
     assert (usable(ledger, SHARE), usable(ledger, VGPU)) == ({U1}, {U0, U1})
 
 

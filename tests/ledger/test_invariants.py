@@ -4,8 +4,7 @@ of kubelet's bookkeeping.
 
 from __future__ import annotations
 
-import dataclasses
-
+import msgspec
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
@@ -58,14 +57,18 @@ class LedgerAgainstKubelet(RuleBasedStateMachine):
         }
         whole = golden_inventory(**health)
         self.ledger.observe(
-            dataclasses.replace(
+            msgspec.structs.replace(
                 whole, gpus=tuple(gpu for gpu in whole.gpus if gpu.uuid not in self.gone)
             )
         )
 
     def _offer(self) -> None:
         self.ledger.offer(
-            [dataclasses.replace(replicated(REPLICAS) if self.shared else WHOLE, name=self.name)]
+            [
+                msgspec.structs.replace(
+                    replicated(REPLICAS) if self.shared else WHOLE, name=self.name
+                )
+            ]
         )
 
     def _free(self) -> list[str]:

@@ -4,8 +4,7 @@ ids of other families are held back.
 
 from __future__ import annotations
 
-import dataclasses
-
+import msgspec
 import pytest
 
 from tests.golden import U0, U1, golden_inventory
@@ -125,7 +124,7 @@ def test_a_gpu_that_is_gone_is_in_use_as_long_as_its_pod_holds_it(clock: Clock) 
     ledger = make(clock, replicated(4))
     book(ledger, f"{U1}::0")
     whole = golden_inventory()
-    ledger.observe(dataclasses.replace(whole, gpus=whole.gpus[:1]))
+    ledger.observe(msgspec.structs.replace(whole, gpus=whole.gpus[:1]))
     assert [(use.gpu, use.family) for use in ledger.uses] == [(U0, ""), (U1, "nvidia")]
 
 

@@ -4,8 +4,7 @@ one that leaves a daemon, is lost, or changes to another daemon.
 
 from __future__ import annotations
 
-import dataclasses
-
+import msgspec
 import pytest
 
 from tests.mps.supervised import RESOURCE, Node, until, until_running, why_not
@@ -20,7 +19,7 @@ pytestmark = [pytest.mark.component, pytest.mark.usefixtures("nothing_blocks")]
 
 
 def _first_only(plan: DaemonPlan) -> DaemonPlan:
-    return dataclasses.replace(plan, devices=plan.devices[:1])
+    return msgspec.structs.replace(plan, devices=plan.devices[:1])
 
 
 @pytest.mark.parametrize("replicas", [4, 2], ids=["same limits", "other limits"])
@@ -43,14 +42,14 @@ async def test_a_lost_gpu_keeps_no_other_in_exclusive_mode(node: Node) -> None:
     """MPS is switched off while nvidia-smi does not know a GPU any more:
     the others are given back all the same.
     """
-    lost = dataclasses.replace(
+    lost = msgspec.structs.replace(
         node.plan().devices[0], uuid="GPU-00000000-0000-0000-0000-000000000000"
     )
     async with node.agent() as supervision:
         supervision.want({RESOURCE: (node.plan(), NOBODY)})
         await until_running(supervision)
         daemon = supervision._daemons[RESOURCE]
-        daemon._plan = dataclasses.replace(daemon._plan, devices=(lost, *daemon._plan.devices))
+        daemon._plan = msgspec.structs.replace(daemon._plan, devices=(lost, *daemon._plan.devices))
         supervision.want({})
         await until(lambda: node.compute_modes == [0, 0])
         await until(lambda: lost.uuid in supervision.statuses[0].trouble)

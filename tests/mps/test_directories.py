@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import dataclasses
 import os
 import subprocess
 import sys
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from vgpu_agent.errors import MpsError
@@ -107,7 +107,7 @@ def test_a_directory_that_somebody_else_has_put_there_is_left_alone(
     else:
         pipe.mkdir(mode=0o700)
         monkeypatch.setattr(os, "geteuid", lambda: os.getuid() + 1)
-    plan = dataclasses.replace(_plan(tmp_path), pipe=str(pipe))
+    plan = msgspec.structs.replace(_plan(tmp_path), pipe=str(pipe))
     with pytest.raises(
         MpsError, match=r"nvidia-mps .*remove it, so that the agent creates its own"
     ):

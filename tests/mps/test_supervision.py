@@ -5,10 +5,10 @@ processes that behave like the real ones.
 from __future__ import annotations
 
 import asyncio
-import dataclasses
 import os
 import signal
 
+import msgspec
 import pytest
 
 from tests.mps.supervised import RESOURCE, Node, until, until_running, why_not
@@ -350,7 +350,7 @@ async def test_limits_shown_in_whole_gib_are_understood(node: Node) -> None:
 async def test_one_daemon_that_fails_stops_no_other(node: Node) -> None:
     """Each resource has a daemon of its own. Only the one in trouble is withheld."""
     other = node.plan(2, "nvidia.com/other")
-    bad = dataclasses.replace(node.plan(), pipe="/proc/no/pipe")
+    bad = msgspec.structs.replace(node.plan(), pipe="/proc/no/pipe")
     async with node.agent() as supervision:
         supervision.want({RESOURCE: (bad, NOBODY), other.resource: (other, NOBODY)})
         await until(lambda: why_not(supervision, other) == "")

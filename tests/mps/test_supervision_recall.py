@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-import dataclasses
 from pathlib import Path
 
+import msgspec
 import pytest
 from structlog.testing import capture_logs
 
@@ -131,7 +131,7 @@ async def test_a_gpu_that_cannot_be_given_back_is_left_to_an_agent_that_can(node
 
 async def test_gpus_of_another_node_need_not_be_given_back(node: Node) -> None:
     """The card was replaced since, and no program could find it."""
-    plan = dataclasses.replace(node.plan(), devices=(DeviceLimit("GPU-gone", 0, 1024),))
+    plan = msgspec.structs.replace(node.plan(), devices=(DeviceLimit("GPU-gone", 0, 1024),))
     await asyncio.to_thread(directories.prepare, plan)
     await asyncio.to_thread(directories.remember, plan)
     node.use_programs(control="no-such-program", smi="no-such-program")

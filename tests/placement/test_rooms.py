@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import dataclasses
-
+import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -88,8 +87,8 @@ def test_all_compute_needs_an_empty_device() -> None:
             "100 % of the compute needs it alone, and 1 share it",
         ),
         (_room("GPU-0", holders=10), _demand(), "10 containers share it already"),
-        (dataclasses.replace(EMPTY, exclusive=True), _demand(), "a container holds all of it"),
-        (dataclasses.replace(EMPTY, trouble="XID 79"), _demand(), "XID 79"),
+        (msgspec.structs.replace(EMPTY, exclusive=True), _demand(), "a container holds all of it"),
+        (msgspec.structs.replace(EMPTY, trouble="XID 79"), _demand(), "XID 79"),
     ],
 )
 def test_the_error_says_what_each_device_lacks(

@@ -4,10 +4,10 @@ and the schema of what a runtime accepts.
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from vgpu_agent.allocation.carrier import GrantRecord, grant_token
@@ -109,7 +109,7 @@ def grant(tmp_path: Path) -> MakeGrant:
             collected=directory,
         )
         # fields by name
-        return dataclasses.replace(record, **changed), provision  # type: ignore[arg-type]
+        return msgspec.structs.replace(record, **changed), provision
 
     return make
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import dataclasses
 import os
 import struct
 import subprocess
@@ -11,6 +10,7 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from tests.runtime.contained import Kubepods, kubepods
@@ -152,9 +152,9 @@ def _as_garbage(path: Path) -> None:
 @pytest.mark.parametrize(
     ("file", "known"),
     [
-        ("config/pids.config", dataclasses.replace(ALL, pids=None)),
-        ("vmem_node/vmem_node.config", dataclasses.replace(ALL, spilled_bytes=())),
-        ("sm_node/sm_node.config", dataclasses.replace(ALL, cores_percent=())),
+        ("config/pids.config", msgspec.structs.replace(ALL, pids=None)),
+        ("vmem_node/vmem_node.config", msgspec.structs.replace(ALL, spilled_bytes=())),
+        ("sm_node/sm_node.config", msgspec.structs.replace(ALL, cores_percent=())),
     ],
 )
 async def test_what_cannot_be_read_is_not_known_and_hides_nothing_else(
@@ -226,7 +226,7 @@ async def test_a_file_that_allows_more_than_it_did_is_named(
     at the second look: the file of a container's next start may be there a moment before the agent
     has taken note of it.
     """
-    changed = config(dataclasses.replace(LIMIT, **changes))  # type: ignore[arg-type]
+    changed = config(msgspec.structs.replace(LIMIT, **changes))
     await uses.read_once()
     write_config(directory, changed)
     await uses.read_once()
@@ -245,7 +245,7 @@ async def test_a_file_that_allows_less_holds_the_limit(
 ) -> None:
     """An operator may have lowered it."""
     await uses.read_once()
-    less = dataclasses.replace(LIMIT, total_bytes=1 << 30, hard_core=5, soft_core=5)
+    less = msgspec.structs.replace(LIMIT, total_bytes=1 << 30, hard_core=5, soft_core=5)
     write_config(directory, config(less))
     await uses.read_once()
     await uses.read_once()
@@ -260,7 +260,7 @@ async def test_the_limits_that_the_agent_has_made_are_those_that_count(
     await asyncio.to_thread(uses.note_written_file, str(path))
     await asyncio.to_thread(uses.note_written_file, str(directory / "vmem_node/vmem_node.config"))
     await asyncio.to_thread(uses.note_written_file, "/elsewhere/config/vgpu.config")
-    write_config(directory, config(dataclasses.replace(LIMIT, core_limit=False)))
+    write_config(directory, config(msgspec.structs.replace(LIMIT, core_limit=False)))
     await uses.read_once()
     await uses.read_once()
     assert "changed" in uses.uses.value[0].trouble

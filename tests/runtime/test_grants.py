@@ -5,7 +5,6 @@ delivered, found again, restored, and whole or absent after a kill.
 from __future__ import annotations
 
 import asyncio
-import dataclasses
 import errno
 import json
 import os
@@ -16,6 +15,7 @@ from pathlib import Path
 from unittest import mock
 
 import jsonschema
+import msgspec
 import pytest
 
 from tests.cdi.cdi_schema import SCHEMA
@@ -66,7 +66,7 @@ async def test_a_spec_that_is_written_twice_means_the_second_thing(
     """An init container and the container after it share a name. Each start sees its own edits."""
     record, provision = grant()
     await grants.deliver(record, provision)
-    await grants.deliver(record, dataclasses.replace(provision, edits=Edits({"SECOND": "yes"})))
+    await grants.deliver(record, msgspec.structs.replace(provision, edits=Edits({"SECOND": "yes"})))
     spec = json.loads((cdi_directory / spec_name(record.token)).read_bytes())
     assert spec["devices"][0]["containerEdits"]["env"] == ["SECOND=yes"]
 
@@ -121,7 +121,7 @@ async def test_a_start_in_the_middle_of_a_restoration_is_not_undone(
 ) -> None:
     """The ids of a spec that was found missing are another container's when its turn comes."""
     old, (new, provision) = grant(1), grant(2)
-    new = dataclasses.replace(new, token=old[0].token)
+    new = msgspec.structs.replace(new, token=old[0].token)
     really = grants.missing
 
     async def missing(tokens: Iterable[str]) -> tuple[str, ...]:
@@ -303,7 +303,7 @@ async def test_files_of_a_life_before_are_gone_when_the_container_starts_again(
     made after that. A restoration removes nothing: the container may be running.
     """
     record, provision = grant()
-    provision = dataclasses.replace(provision, removed=("pids", "region.cache"))
+    provision = msgspec.structs.replace(provision, removed=("pids", "region.cache"))
     for deliver in (grants.deliver, grants.prepare):
         await deliver(record, provision)
         put(provision.collected, "pids", "1")
@@ -341,7 +341,7 @@ async def test_a_kill_between_two_removals_is_made_up_for_by_the_next_start(
 ) -> None:
     """The kubelet has no answer, so it asks again before the container starts."""
     record, provision = grant()
-    provision = dataclasses.replace(provision, removed=("one", "two", "three"))
+    provision = msgspec.structs.replace(provision, removed=("one", "two", "three"))
     for name in provision.removed:
         put(provision.collected, name)
     really, left = os.unlink, [which]

@@ -5,11 +5,11 @@ and swept where no grant remembers them.
 from __future__ import annotations
 
 import asyncio
-import dataclasses
 import os
 import threading
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from tests.runtime.conftest import HostProc, MakeGrant, names
@@ -66,7 +66,7 @@ async def test_a_directory_that_two_grants_of_a_container_share_goes_with_the_la
 ) -> None:
     """A container may hold shares through two resources."""
     first, provision = grant()
-    second = dataclasses.replace(first, token="f" * 32)
+    second = msgspec.structs.replace(first, token="f" * 32)
     await grants.deliver(first, provision)
     await grants.deliver(second, provision)
     assert await grants.collect(lambda record: record == second) == (first,)
@@ -81,7 +81,7 @@ async def test_a_grant_that_was_renewed_meanwhile_is_not_collected(
     """The ids of a pod that is gone may be another pod's before the collection comes to them."""
     record, provision = grant()
     await grants.deliver(record, provision)
-    await grants.deliver(dataclasses.replace(record, by="somebody else"), provision)
+    await grants.deliver(msgspec.structs.replace(record, by="somebody else"), provision)
     assert not await asyncio.to_thread(grants._collect, record)
     assert read(provision.files[0].path)
 
@@ -94,7 +94,7 @@ async def test_the_directory_of_an_init_container_goes_with_its_turn(
     """
     first, second = grant(1), grant(2)
     await grants.deliver(*first)
-    await grants.deliver(dataclasses.replace(second[0], token=first[0].token), second[1])
+    await grants.deliver(msgspec.structs.replace(second[0], token=first[0].token), second[1])
     assert await grants.collect(lambda _: True) == ()
     assert names(tmp_path / "vgpu" / "containers") == ["uid-2_main"]
 
@@ -107,7 +107,7 @@ async def test_a_directory_whose_container_starts_again_is_not_taken_for_left_be
     """
     first, second = grant(1), grant(2)
     await grants.deliver(*first)
-    await grants.deliver(dataclasses.replace(second[0], token=first[0].token), second[1])
+    await grants.deliver(msgspec.structs.replace(second[0], token=first[0].token), second[1])
     await grants.deliver(*first)
     await grants.collect(lambda _: True)
     assert names(tmp_path / "vgpu" / "containers") == ["uid-1_main"]
@@ -166,7 +166,7 @@ async def test_who_removes_a_directory_does_not_meet_who_makes_it(
     in the directory that is just being removed as unneeded.
     """
     old, provision = grant()
-    new = dataclasses.replace(old, token="f" * 32)
+    new = msgspec.structs.replace(old, token="f" * 32)
     await grants.deliver(old, provision)
     if by == "sweep":
         await grants.withdraw(old)

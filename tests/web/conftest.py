@@ -6,6 +6,7 @@ import dataclasses
 from typing import TYPE_CHECKING, Any
 
 import aiohttp
+import msgspec
 import pytest
 
 from tests.patience import PATIENCE_SECONDS
@@ -106,7 +107,7 @@ def a_grant(number: int, gpu: str, pod: str = "train-0", **changes: Any) -> Gran
         owner,
         reserved_at=NOW - 60 * number,
     )
-    return dataclasses.replace(grant, **changes)
+    return msgspec.structs.replace(grant, **changes)
 
 
 @pytest.fixture
@@ -115,7 +116,7 @@ def node() -> AgentStatus:
     a named and an unnamed grant, everything else once.
     """
     mig = MigInstance("MIG-1", 0, 7, 0, "1g.10gb", 9856)
-    broken = dataclasses.replace(
+    broken = msgspec.structs.replace(
         a_gpu(
             1,
             health=Health(
@@ -220,12 +221,12 @@ def a_pod(name: str, *containers: PodContainer, **changes: Any) -> Pod:
         created_at=NOW - 90,
         scheduler="volcano",
     )
-    return dataclasses.replace(pod, **changes)
+    return msgspec.structs.replace(pod, **changes)
 
 
 def wants_vgpus(name: str, count: int = 1, **changes: Any) -> PodContainer:
     """A container that asks for GPUs of Volcano's."""
-    return dataclasses.replace(
+    return msgspec.structs.replace(
         PodContainer(name, limits={VGPU: count, MEMORY: 4096, "example.com/nic": 1}), **changes
     )
 
@@ -407,7 +408,7 @@ def mixed_node(volcano_node: AgentStatus) -> AgentStatus:
     """Four GPUs: two serve NVIDIA's family, one Volcano's, one none. ml/waits and ml/later wait for
     the first, ml/other for the third.
     """
-    volcano_node.inventory = dataclasses.replace(
+    volcano_node.inventory = msgspec.structs.replace(
         volcano_node.inventory, gpus=tuple(map(a_gpu, range(4)))
     )
     waits = Claim("GPU-0", "volcano-vgpu", "ml/waits", "uid-waits", NOW - 190, 3)
@@ -436,7 +437,7 @@ def mixed_node(volcano_node: AgentStatus) -> AgentStatus:
         ),
     }
     volcano_node.plugins = tuple(
-        dataclasses.replace(plugin, ids_sent=40) if plugin.resource == VGPU else plugin
+        msgspec.structs.replace(plugin, ids_sent=40) if plugin.resource == VGPU else plugin
         for plugin in volcano_node.plugins
     )
     volcano_node.cluster.pods = (

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import dataclasses
 from typing import TYPE_CHECKING
 
+import msgspec
 import pytest
 
 from tests.web.conftest import IDS, NOW, TOKEN, VGPU
@@ -64,7 +64,7 @@ def test_thousands_of_ids_are_shortened_and_counted(volcano_node: AgentStatus) -
     """A container of one card's memory holds one id for each MiB."""
     served = volcano_node.ledger.grants[2]
     volcano_node.ledger.grants = (
-        dataclasses.replace(served, ids=tuple(f"a-{number}" for number in range(4096))),
+        msgspec.structs.replace(served, ids=tuple(f"a-{number}" for number in range(4096))),
     )
     (grant,) = answer(volcano_node, "allocations")["allocations"]
     assert (len(grant["ids"]), grant["ids"][0], grant["ids_total"]) == (64, "a-0", 4096)
@@ -90,7 +90,7 @@ def test_the_book_of_pods_shows_what_concerns_us(volcano_node: AgentStatus) -> N
 
 def test_a_huge_annotation_is_cut(volcano_node: AgentStatus) -> None:
     """A pod may bring 256 KiB of them."""
-    pod = dataclasses.replace(
+    pod = msgspec.structs.replace(
         volcano_node.cluster.pods[0], annotations={"volcano.sh/vgpu-ids-new": "x" * 200_000}
     )
     volcano_node.cluster.pods = (pod,)
@@ -243,7 +243,9 @@ def test_writes_that_wait_for_a_minute_are_a_problem(volcano_node: AgentStatus) 
 def test_a_share_of_a_gpu_that_is_gone_is_shown_by_its_uuid(volcano_node: AgentStatus) -> None:
     """The table of pods never loses a holder."""
     served = volcano_node.ledger.grants[2]
-    volcano_node.ledger.grants = (dataclasses.replace(served, shares=(Share("GPU-lost", 1024),)),)
+    volcano_node.ledger.grants = (
+        msgspec.structs.replace(served, shares=(Share("GPU-lost", 1024),)),
+    )
     assert (
         "  ml/served  main       volcano.sh/vgpu-number  GPU-lost  identified  not in force  50s\n"
         in page.as_text(views.overview(volcano_node, NOW))

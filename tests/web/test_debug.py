@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 from typing import TYPE_CHECKING, Any
 
+import msgspec
 import pytest
 
 from vgpu_agent.status import CdiSpecStatus, CdiStatus, NvmlState, NvmlStatus, Problem, ProblemKind
@@ -242,7 +242,8 @@ def test_config_says_how_containers_are_told_of_devices(node: AgentStatus) -> No
         "k8s.device-plugin.nvidia.com/gds", "/var/run/cdi/b.json", error="cannot run nvidia-ctk"
     )
     found = answer(
-        dataclasses.replace(node, cdi=CdiStatus("generated", ("cdi-cri",), (good, bad))), "config"
+        msgspec.structs.replace(node, cdi=CdiStatus("generated", ("cdi-cri",), (good, bad))),
+        "config",
     )["cdi"]
     assert (found["source"], found["strategies"]) == ("generated", ["cdi-cri"])
     first, second = found["specs"]

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import dataclasses
 from typing import TYPE_CHECKING, Any
 
+import msgspec
 import pytest
 
 from tests.web.conftest import MEMORY, NOW, TOKEN, VGPU, a_pod, wants_vgpus
@@ -70,8 +70,8 @@ def test_a_pod_on_an_ill_gpu_is_told_so(
 ) -> None:
     """An explanation of the pod's failure must not say that all is well with what it has."""
     first, *others = volcano_node.inventory.gpus
-    volcano_node.inventory = dataclasses.replace(
-        volcano_node.inventory, gpus=(dataclasses.replace(first, **changes), *others)
+    volcano_node.inventory = msgspec.structs.replace(
+        volcano_node.inventory, gpus=(msgspec.structs.replace(first, **changes), *others)
     )
     assert sentence in explain.explain(volcano_node, NOW, "ml/served").answer[2]
 
@@ -116,7 +116,7 @@ def test_a_refused_start_comes_first_with_its_reason(volcano_node: AgentStatus) 
 def test_a_final_refusal_says_that_waiting_does_not_help(volcano_node: AgentStatus) -> None:
     """An early guess was wrong."""
     (refusal,) = volcano_node.binding.refusals
-    volcano_node.binding.refusals = (dataclasses.replace(refusal, final=True, count=1),)
+    volcano_node.binding.refusals = (msgspec.structs.replace(refusal, final=True, count=1),)
     assert "Refused once, first 63 s ago; trying again cannot help." in sentences(
         volcano_node, "refused"
     )
@@ -203,7 +203,9 @@ def test_a_pod_whose_name_only_the_watch_knows_is_found_by_its_uid(
 ) -> None:
     """While pod-resources is silent, kubelet's checkpoint gives the UID alone."""
     (*_, served, _) = volcano_node.ledger.grants
-    volcano_node.ledger.grants = (dataclasses.replace(served, owner=Owner("main", "uid-served")),)
+    volcano_node.ledger.grants = (
+        msgspec.structs.replace(served, owner=Owner("main", "uid-served")),
+    )
     assert "Container main has 4096 MiB" in sentences(volcano_node, "served")
 
 
@@ -323,8 +325,8 @@ def test_what_is_wrong_with_what_it_has_is_told_without_the_api_server_too(
     and one of them fails when its GPU or its MPS daemon does.
     """
     first, *others = node.inventory.gpus
-    ill = dataclasses.replace(first, health=Health(ok=False, reason="XID 79"))
-    node.inventory = dataclasses.replace(node.inventory, gpus=(ill, *others))
+    ill = msgspec.structs.replace(first, health=Health(ok=False, reason="XID 79"))
+    node.inventory = msgspec.structs.replace(node.inventory, gpus=(ill, *others))
     node.not_ready = (
         Problem(
             ProblemKind.RESOURCE,

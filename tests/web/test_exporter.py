@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import dataclasses
 import os
 import shutil
 import ssl
@@ -16,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import aiohttp
+import msgspec
 import pytest
 
 from tests.patience import PATIENCE_SECONDS
@@ -110,7 +110,7 @@ async def test_who_scrapes_too_often_gets_the_last_answer(
     """The header tells so, as with device-monitor (vgpu-manager §10.1)."""
     now = [100.0]
     monkeypatch.setattr("vgpu_agent.web.server.time.monotonic", lambda: now[0])
-    options = dataclasses.replace(PLAIN, min_interval_seconds=30)
+    options = msgspec.structs.replace(PLAIN, min_interval_seconds=30)
     async with serving(status, options) as address:
         _, headers, before = await get(address)
         assert "X-Rate-Limited" not in headers
@@ -150,7 +150,7 @@ class Book:
         return token == "good"
 
 
-AUTHORISED = dataclasses.replace(PLAIN, authorised=True, min_interval_seconds=0)
+AUTHORISED = msgspec.structs.replace(PLAIN, authorised=True, min_interval_seconds=0)
 
 
 async def test_a_scraper_must_be_allowed_where_the_operator_says_so(status: AgentStatus) -> None:
@@ -220,7 +220,7 @@ def mounted(tmp_path: Path) -> Callable[[str], ExporterOptions]:
     def mount(name: str) -> ExporterOptions:
         for made, where in zip(_certificate(tmp_path, name), ("tls.crt", "tls.key"), strict=True):
             os.replace(made, tmp_path / where)
-        return dataclasses.replace(
+        return msgspec.structs.replace(
             PLAIN,
             certificate_file=str(tmp_path / "tls.crt"),
             key_file=str(tmp_path / "tls.key"),
@@ -269,7 +269,7 @@ async def test_a_certificate_that_cannot_be_used_is_said_at_the_start(
         async with serving(status, options):
             pass
     await asyncio.to_thread(Path(options.key_file).unlink)
-    named = dataclasses.replace(options, tls_flags="x.certificateFile and .keyFile")
+    named = msgspec.structs.replace(options, tls_flags="x.certificateFile and .keyFile")
     with pytest.raises(ListenError) as raised:
         async with serving(status, named):
             pass

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import dataclasses
-
+import msgspec
 import pytest
 
 from tests.web.conftest import NOW, VGPU
@@ -38,7 +37,7 @@ def limit_of(status: AgentStatus, share: Share | None = None, *, resource: str =
         for grant in status.ledger.grants
         if grant.resource == resource and grant.owner is not None
     )
-    found = Limits(status).of(dataclasses.replace(grant, shares=(share,)) if share else grant)
+    found = Limits(status).of(msgspec.structs.replace(grant, shares=(share,)) if share else grant)
     assert found is not None
     return found
 
@@ -47,7 +46,7 @@ def region(status: AgentStatus, **changes: object) -> AgentStatus:
     """The node, whose container says something else in its region."""
     (usage,) = status.containers
     # names of fields
-    return dataclasses.replace(status, containers=(dataclasses.replace(usage, **changes),))  # type: ignore[arg-type]
+    return msgspec.structs.replace(status, containers=(msgspec.structs.replace(usage, **changes),))
 
 
 def test_a_limit_counts_as_in_force_only_while_the_library_is_seen(
@@ -58,7 +57,7 @@ def test_a_limit_counts_as_in_force_only_while_the_library_is_seen(
     """
     assert limit_of(volcano_node).state == "in force"
     assert limit_of(region(volcano_node, processes=0)).state == "configured"
-    assert limit_of(dataclasses.replace(volcano_node, containers=())).state == "configured"
+    assert limit_of(msgspec.structs.replace(volcano_node, containers=())).state == "configured"
 
 
 @pytest.mark.parametrize(
@@ -121,7 +120,7 @@ def test_a_pod_that_may_switch_its_limit_off_has_none(volcano_node: AgentStatus)
 def test_without_isolation_there_is_no_limit(volcano_node: AgentStatus) -> None:
     """This holds also where the shares say how many MiB were booked."""
     volcano_node.binding.limits = {"volcano-vgpu": LibraryLimits("volcanoVgpu.isolation is none")}
-    assert limit_of(dataclasses.replace(volcano_node, containers=())).state == "no limit"
+    assert limit_of(msgspec.structs.replace(volcano_node, containers=())).state == "no limit"
 
 
 @pytest.mark.parametrize(
@@ -143,7 +142,9 @@ def test_a_pod_that_runs_without_vgpu_control_has_no_limit(
     """
     status = volcano_node
     status.binding.limits = {"volcano-vgpu": LibraryLimits(backend="vgpu-control")}
-    status = dataclasses.replace(status, config={"vgpuControl.disableVariable": (setting, "file")})
+    status = msgspec.structs.replace(
+        status, config={"vgpuControl.disableVariable": (setting, "file")}
+    )
     (pod,) = [
         pod
         for pod in status.cluster.pods
@@ -154,9 +155,10 @@ def test_a_pod_that_runs_without_vgpu_control_has_no_limit(
         )
     ]
     containers = tuple(
-        dataclasses.replace(one, values={"DISABLE_VGPU_CONTROL": value}) for one in pod.containers
+        msgspec.structs.replace(one, values={"DISABLE_VGPU_CONTROL": value})
+        for one in pod.containers
     )
-    status.cluster.pods = (dataclasses.replace(pod, containers=containers),)
+    status.cluster.pods = (msgspec.structs.replace(pod, containers=containers),)
     assert limit_of(status, Share("GPU-0", memory, 30)).state == state
     status.binding.limits = {"volcano-vgpu": LibraryLimits("it is off", backend="vgpu-control")}
     assert limit_of(status) == Limit(LimitState.NONE, "it is off")
@@ -176,8 +178,8 @@ REGISTERED = ControlledUse(
 def controlled(status: AgentStatus, **changes: object) -> AgentStatus:
     """The node, whose container vgpu-control limits."""
     status.binding.limits = {"volcano-vgpu": LibraryLimits(backend="vgpu-control")}
-    use = dataclasses.replace(REGISTERED, **changes)  # type: ignore[arg-type]
-    return dataclasses.replace(status, controlled=(use,))
+    use = msgspec.structs.replace(REGISTERED, **changes)
+    return msgspec.structs.replace(status, controlled=(use,))
 
 
 def test_a_limit_of_vgpu_control_is_in_force_once_a_process_has_registered(
@@ -190,7 +192,7 @@ def test_a_limit_of_vgpu_control_is_in_force_once_a_process_has_registered(
     waits = limit_of(controlled(volcano_node, pids=None, on_cards=()))
     assert waits.state == "configured"
     assert "no process in the container has registered" in waits.reason
-    unread = limit_of(dataclasses.replace(controlled(volcano_node), controlled=()))
+    unread = limit_of(msgspec.structs.replace(controlled(volcano_node), controlled=()))
     assert (unread.state, unread.reason) == (
         "configured",
         "its vgpu.config has not been read yet",
@@ -304,7 +306,7 @@ def test_a_daemon_in_trouble_limits_nobody(node: AgentStatus) -> None:
 def test_what_is_not_decided_has_no_limit_to_speak_of(volcano_node: AgentStatus) -> None:
     """Allocate has booked ids, and the pod decides later."""
     grant = next(grant for grant in volcano_node.ledger.grants if grant.resource == VGPU)
-    assert Limits(volcano_node).of(dataclasses.replace(grant, shares=())) is None
+    assert Limits(volcano_node).of(msgspec.structs.replace(grant, shares=())) is None
 
 
 def test_allocations_show_the_limit_and_why(volcano_node: AgentStatus) -> None:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import dataclasses
 from pathlib import Path
 
+import msgspec
 import pytest
 from prometheus_client.openmetrics import parser as openmetrics
 from prometheus_client.parser import text_string_to_metric_families
@@ -183,7 +183,7 @@ def test_two_grants_that_no_label_tells_apart_are_one_series(node: AgentStatus) 
     so two unnamed grants on one GPU are counted instead.
     """
     unnamed = next(grant for grant in node.ledger.grants if grant.owner is None)
-    node.ledger.grants = (unnamed, dataclasses.replace(unnamed, number=3))
+    node.ledger.grants = (unnamed, msgspec.structs.replace(unnamed, number=3))
     assert [value for key, value in scrape(node).items() if key[0] == "vgpu_agent_grant_info"] == [
         2
     ]
@@ -192,7 +192,7 @@ def test_two_grants_that_no_label_tells_apart_are_one_series(node: AgentStatus) 
 def test_a_released_grant_is_not_a_share_any_more(node: AgentStatus) -> None:
     """Series vanish with the pod."""
     node.ledger.grants = tuple(
-        dataclasses.replace(grant, state=GrantState.RELEASED) for grant in node.ledger.grants
+        msgspec.structs.replace(grant, state=GrantState.RELEASED) for grant in node.ledger.grants
     )
     found = scrape(node)
     assert not [key for key in found if key[0] == "vgpu_agent_grant_info"]

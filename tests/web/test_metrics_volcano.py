@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import dataclasses
-
+import msgspec
 import pytest
 
 from tests.web.test_metrics import scrape
@@ -57,7 +56,7 @@ def test_a_last_kernel_that_never_was_or_is_to_come(
     whatever the container has written there.
     """
     volcano_node.containers = tuple(
-        dataclasses.replace(usage, last_kernel_at=last) for usage in volcano_node.containers
+        msgspec.structs.replace(usage, last_kernel_at=last) for usage in volcano_node.containers
     )
     found = of_the_monitor(volcano_node)
     assert [

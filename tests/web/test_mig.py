@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import dataclasses
-
+import msgspec
 import pytest
 
 from tests.web.conftest import NOW, a_gpu, a_grant
@@ -19,19 +18,21 @@ INSTANCE = MigInstance("MIG-1", 0, 7, 0, "1g.10gb", 9856, 1, 1, NODES)
 
 def _gpu(instance: MigInstance = INSTANCE, **changes: object) -> Gpu:
     # fields of Gpu
-    return dataclasses.replace(a_gpu(0), mig_enabled=True, mig_instances=(instance,), **changes)  # type: ignore[arg-type]
+    return msgspec.structs.replace(a_gpu(0), mig_enabled=True, mig_instances=(instance,), **changes)
 
 
 def _with(node: AgentStatus, *gpus: Gpu) -> AgentStatus:
-    return dataclasses.replace(node, inventory=dataclasses.replace(node.inventory, gpus=gpus))
+    return msgspec.structs.replace(
+        node, inventory=msgspec.structs.replace(node.inventory, gpus=gpus)
+    )
 
 
 @pytest.mark.parametrize(
     ("gpu", "reason"),
     [
         (_gpu(), ""),
-        (_gpu(dataclasses.replace(INSTANCE, health=ILL)), "XID 48"),
-        (_gpu(dataclasses.replace(INSTANCE, trouble="mig-minors line 4")), "mig-minors line 4"),
+        (_gpu(msgspec.structs.replace(INSTANCE, health=ILL)), "XID 48"),
+        (_gpu(msgspec.structs.replace(INSTANCE, trouble="mig-minors line 4")), "mig-minors line 4"),
         (_gpu(health=ILL), "XID 48"),
         (_gpu(present=False), "its GPU no longer answers"),
     ],
@@ -57,7 +58,7 @@ def test_an_instance_that_is_withheld_is_a_problem_of_the_node(node: AgentStatus
     """`vgpu-agent status` and the overview name instance and reason.
     What befell the whole GPU is shown once.
     """
-    withheld = _gpu(dataclasses.replace(INSTANCE, trouble="mig-minors line 4"))
+    withheld = _gpu(msgspec.structs.replace(INSTANCE, trouble="mig-minors line 4"))
 
     said = [problem.reason for problem in problems.known(_with(node, withheld), NOW)]
 
@@ -86,7 +87,7 @@ def test_grants_on_devices_that_are_gone_are_counted_by_resource(node: AgentStat
 
 def test_before_the_driver_has_answered_no_device_is_gone(node: AgentStatus) -> None:
     """An agent that waits for its driver would count every held device."""
-    waiting = dataclasses.replace(node, inventory=Inventory())
+    waiting = msgspec.structs.replace(node, inventory=Inventory())
 
     assert list(mig.on_missing_devices(waiting)) == []
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import dataclasses
+import msgspec
 
 from vgpu_agent.status import AgentStatus, MpsState, MpsStatus
 from vgpu_agent.web import debug
@@ -37,7 +37,7 @@ def test_a_daemon_is_shown_with_its_limits_and_clients() -> None:
 
 def test_each_daemon_has_its_series() -> None:
     """A daemon that runs and waits for its holders with old limits does not count as up."""
-    waits = dataclasses.replace(
+    waits = msgspec.structs.replace(
         RUNNING, resource="k8s.amazonaws.com/vgpu", trouble="it gets its new limits once …"
     )
     moment = Moment(AgentStatus(mps=(RUNNING, waits)), ProcessFacts(), 1061.0)

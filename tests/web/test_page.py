@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -109,7 +108,7 @@ def test_a_node_that_is_not_ready_says_so_first(node: AgentStatus) -> None:
         Problem(ProblemKind.RESOURCE, "nvidia.com/gpu", "kubelet closed\nthe stream"),
     )
     node.plugins = (
-        dataclasses.replace(node.plugins[0], state=PluginState.REGISTERED, stream_open=False),
+        msgspec.structs.replace(node.plugins[0], state=PluginState.REGISTERED, stream_open=False),
     )
     lines = page.as_text(views.overview(node, NOW)).splitlines()
     assert "NOT READY" in lines[0]
@@ -131,18 +130,20 @@ def test_real_gpus_are_not_called_simulated(node: AgentStatus) -> None:
 def test_a_simulated_library_is_enough_to_be_called_simulated(node: AgentStatus) -> None:
     """No silent simulation, even where the settings do not know it."""
     node.simulated = False
-    node.inventory = dataclasses.replace(node.inventory, simulated=True)
+    node.inventory = msgspec.structs.replace(node.inventory, simulated=True)
     assert "SIMULATED" in page.as_html(views.overview(node, NOW))
 
 
 def test_foreign_text_cannot_become_markup(node: AgentStatus) -> None:
     """Names and reasons come from elsewhere. On the page they are text."""
     attack = '<script>alert("x")</script>'
-    grant = dataclasses.replace(node.ledger.grants[0], owner=Owner(attack, "uid", attack, attack))
+    grant = msgspec.structs.replace(
+        node.ledger.grants[0], owner=Owner(attack, "uid", attack, attack)
+    )
     node.ledger.grants = (grant,)
     node.node = attack
     node.not_ready = (Problem(ProblemKind.RESOURCE, attack, attack),)
-    node.plugins = (dataclasses.replace(node.plugins[0], resource=attack),)
+    node.plugins = (msgspec.structs.replace(node.plugins[0], resource=attack),)
     rendered = page.as_html(views.overview(node, NOW))
     assert "<script" not in rendered
     assert rendered.count("&lt;script&gt;alert(&quot;x&quot;)&lt;/script&gt;") >= 6
@@ -150,8 +151,8 @@ def test_foreign_text_cannot_become_markup(node: AgentStatus) -> None:
 
 def test_a_lost_gpu_is_gone_and_explained(node: AgentStatus) -> None:
     """It keeps its line as long as it is in the book."""
-    lost = dataclasses.replace(node.inventory.gpus[1], present=False)
-    node.inventory = dataclasses.replace(node.inventory, gpus=(node.inventory.gpus[0], lost))
+    lost = msgspec.structs.replace(node.inventory.gpus[1], present=False)
+    node.inventory = msgspec.structs.replace(node.inventory, gpus=(node.inventory.gpus[0], lost))
     text = page.as_text(views.overview(node, NOW))
     assert "  Gone " in text
     assert "GPU-1 is gone: XID 79" in text

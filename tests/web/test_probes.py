@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-import dataclasses
 from typing import TYPE_CHECKING
+
+import msgspec
 
 from vgpu_agent.concurrency import TaskReport, TaskState
 from vgpu_agent.status import NvmlState, NvmlStatus, PluginState, Problem, ProblemKind, WatchStatus
@@ -66,7 +67,7 @@ def test_verbose_marks_what_is_odd_without_deciding_by_it(node: AgentStatus) -> 
     node.nvml = NvmlStatus(NvmlState.HUNG, "nvmlDeviceGetCount_v2", since=NOW - 9)
     node.kubelet.socket_present = False
     node.plugins = (
-        dataclasses.replace(node.plugins[0], state=PluginState.WAITING, stream_open=False),
+        msgspec.structs.replace(node.plugins[0], state=PluginState.WAITING, stream_open=False),
     )
     node.config_problems = ("config.yaml:3: no", "label a/b: nor")
     node.tasks = (

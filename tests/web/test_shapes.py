@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
-
 import msgspec
 import pytest
 
@@ -12,8 +10,7 @@ from vgpu_agent.web.shapes import When, shown, view
 NOW = 1_800_000_000.0
 
 
-@dataclasses.dataclass
-class Loop:
+class Loop(msgspec.Struct):
     """A status as the parts keep it."""
 
     name: str

@@ -4,7 +4,6 @@ and why ids are held back.
 
 from __future__ import annotations
 
-import dataclasses
 import re
 
 import msgspec
@@ -113,7 +112,7 @@ def test_a_free_gpu_that_is_kept_says_for_whom(mixed_node: AgentStatus) -> None:
 
 def test_sixteen_gpus_are_one_line_and_many_reasons_are_few(mixed_node: AgentStatus) -> None:
     """A page must not grow with what tenants do."""
-    mixed_node.inventory = dataclasses.replace(
+    mixed_node.inventory = msgspec.structs.replace(
         mixed_node.inventory, gpus=tuple(map(a_gpu, range(16)))
     )
     gpus = tuple(f"GPU-{place}" for place in range(16))
@@ -168,7 +167,7 @@ def test_a_pod_that_nothing_keeps_from_its_gpu_is_not_told_to_be_deleted(
 ) -> None:
     """Its image is being pulled."""
     claim = Claim("GPU-2", "volcano-vgpu", "ml/waits", "uid-waits", NOW - 5, 3)
-    mixed_node.ledger.uses = (dataclasses.replace(mixed_node.ledger.uses[2], claims=(claim,)),)
+    mixed_node.ledger.uses = (msgspec.structs.replace(mixed_node.ledger.uses[2], claims=(claim,)),)
     text = answer(mixed_node, "waits")
     assert "Its scheduler has named GPU 2 (GPU-2)" in text
     assert "delete" not in text
@@ -255,7 +254,7 @@ def test_a_pod_whose_ids_must_come_from_a_gpu_is_told_that_it_is_kept(
 ) -> None:
     """No scheduler has named that GPU."""
     claim = Claim("GPU-2", "nvidia", "ml/waits", "uid-waits", NOW - 5, 3, named=False)
-    mixed_node.ledger.uses = (dataclasses.replace(mixed_node.ledger.uses[2], claims=(claim,)),)
+    mixed_node.ledger.uses = (msgspec.structs.replace(mixed_node.ledger.uses[2], claims=(claim,)),)
     text = answer(mixed_node, "waits")
     assert "GPU 2 (GPU-2) is kept for it since" in text
     assert "has named" not in text

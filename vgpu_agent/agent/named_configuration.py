@@ -10,12 +10,13 @@ at the files; and by `report`. The family whose plugin it is makes the choice.
 from __future__ import annotations
 
 import asyncio
-import dataclasses
 import importlib
 import os
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING
+
+import msgspec
 
 from vgpu_agent.agent import api_server
 from vgpu_agent.agent.remembered import RememberedFile
@@ -38,8 +39,7 @@ if TYPE_CHECKING:
 _FILE_FLAG = "--config-file"
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class InForce:
+class InForce(msgspec.Struct, frozen=True):
     """A valid configuration: its text, and its name, empty for none."""
 
     key: str
@@ -109,7 +109,7 @@ class NamedConfiguration:
             if self._before is not None and (not self._before.key or self._before.key in keys):
                 self._take(Choice(self._before.key, "in force before the agent was restarted"))
             else:
-                self._take(dataclasses.replace(self._shelf.choose("", keys), problem=""))
+                self._take(msgspec.structs.replace(self._shelf.choose("", keys), problem=""))
         loaded = await asyncio.to_thread(self._load)
         self.applied(loaded)
         return loaded
@@ -187,7 +187,7 @@ class NamedConfiguration:
         self.problem = problem
 
     def _with(self, choice: Choice) -> Sources:
-        return dataclasses.replace(
+        return msgspec.structs.replace(
             self._own, flags={**self._own.flags, _FILE_FLAG: self._file(choice)}
         )
 

@@ -155,7 +155,7 @@ class Report:
         return FamilyStatus(name, by_pod, offered, trouble, idle)
 
     def _ledger_status(self) -> LedgerStatus:
-        return dataclasses.replace(
+        return msgspec.structs.replace(
             self._cached_ledger_part(),
             grants=self.ledger.grants,
             drift_total=self.verification.drift_total,

@@ -6,8 +6,9 @@ bound first is taken. It stays a guess until PreStartContainer has proven the po
 
 from __future__ import annotations
 
-import dataclasses
 from typing import TYPE_CHECKING
+
+import msgspec
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Mapping
@@ -15,8 +16,7 @@ if TYPE_CHECKING:
     from vgpu_agent.pods import Pod, PodContainer
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class Candidate:
+class Candidate(msgspec.Struct, frozen=True):
     """A container that may be the one."""
 
     pod: Pod

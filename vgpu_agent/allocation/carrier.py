@@ -8,9 +8,10 @@ was decided, also while the API server is away.
 
 from __future__ import annotations
 
-import dataclasses
 import hashlib
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+
+import msgspec
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
@@ -51,8 +52,7 @@ def cdi_name(token: str) -> str:
     return f"{CDI_KIND}={token}"
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class GrantRecord:
+class GrantRecord(msgspec.Struct, frozen=True):
     """The decision for one container, as it is kept beside its CDI spec.
 
     Attributes:

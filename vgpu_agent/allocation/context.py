@@ -4,10 +4,11 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
 import time
 from typing import TYPE_CHECKING, Protocol
+
+import msgspec
 
 from vgpu_agent.allocation.carrier import GrantRecord
 from vgpu_agent.allocation.holdings import ruled_out
@@ -31,8 +32,7 @@ if TYPE_CHECKING:
     from vgpu_agent.pods import Pod, PodCache
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class Families:
+class Families(msgspec.Struct, frozen=True):
     """The families of this node, by kind.
 
     Attributes:
@@ -99,8 +99,7 @@ def _booted_at() -> float:
     return time.time() - time.clock_gettime(time.CLOCK_BOOTTIME)
 
 
-@dataclasses.dataclass(slots=True)
-class Context:
+class Context(msgspec.Struct):
     """The facts and services that the parts of `allocation` share.
 
     Attributes:
@@ -138,8 +137,8 @@ class Context:
     refusals: Refusals
     settings: Binding
     divider: Divider | None = None
-    notices: Notices = dataclasses.field(default_factory=Notices)
-    overcommits: Overcommits = dataclasses.field(default_factory=lambda: Overcommits(Notices()))
+    notices: Notices = msgspec.field(default_factory=Notices)
+    overcommits: Overcommits = msgspec.field(default_factory=lambda: Overcommits(Notices()))
     node_annotations: Callable[[], Mapping[str, str]] = dict
     api_well_seconds: Callable[[], float] = lambda: math.inf
     clock: Callable[[], float] = time.time

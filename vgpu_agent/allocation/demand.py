@@ -9,8 +9,9 @@ Pure; `claims` asks it.
 from __future__ import annotations
 
 import collections
-import dataclasses
 from typing import TYPE_CHECKING
+
+import msgspec
 
 from vgpu_agent.ledger.claims import Claim
 from vgpu_agent.model import Decider
@@ -29,8 +30,7 @@ their pods wait, while the others would be failed for good.
 """
 
 
-@dataclasses.dataclass(slots=True)
-class _Left:
+class _Left(msgspec.Struct):
     """The ids of one resource without a holder or older demand:
     how many on GPUs in use, and GPU → how many on free ones.
     """

@@ -10,8 +10,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import dataclasses
 from typing import TYPE_CHECKING
+
+import msgspec
 
 from vgpu_agent.errors import MigError, listed
 
@@ -24,8 +25,7 @@ if TYPE_CHECKING:
 _KEEPER = "division"  # of cordons in the ledger
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class _Change:
+class _Change(msgspec.Struct, frozen=True):
     """One GPU while it is divided; ``outcome`` becomes ""
     or the reason why it is not divided so.
     """

@@ -10,8 +10,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import dataclasses
 from typing import TYPE_CHECKING, TypeVar
+
+import msgspec
 
 from vgpu_agent.allocation import identification
 from vgpu_agent.allocation.identification import NotProvenError
@@ -37,8 +38,7 @@ _CLOCK_DIFFERENCE_SECONDS = 0.01
 _NO_ROOM = (CapacityError, UnhealthyDeviceError)
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class _LivePods:
+class _LivePods(msgspec.Struct, frozen=True):
     """The pods that the kubelet lists, which are the live ones.
 
     Attributes:

@@ -10,8 +10,9 @@ it is for.
 
 from __future__ import annotations
 
-import dataclasses
 from typing import TYPE_CHECKING
+
+import msgspec
 
 from vgpu_agent.model import Holding, Owner
 from vgpu_agent.pods import ContainerKind
@@ -80,7 +81,7 @@ def with_single_holders(
                     ),
                 )
             )
-    return dataclasses.replace(records, holdings=(*others, *found))
+    return msgspec.structs.replace(records, holdings=(*others, *found))
 
 
 def is_over(pod: Pod, name: str) -> bool:

@@ -14,8 +14,9 @@ before is known by its spec.
 from __future__ import annotations
 
 import asyncio
-import dataclasses
 from typing import TYPE_CHECKING
+
+import msgspec
 
 from vgpu_agent.allocation.shared_ids import starting_container
 from vgpu_agent.errors import AgentError, ClusterError
@@ -63,8 +64,7 @@ class NotProvenError(AgentError):
         super().__init__(text)
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class KubeletEvidence:
+class KubeletEvidence(msgspec.Struct, frozen=True):
     """The kubelet's records at one moment, after the question was asked.
 
     Attributes:
@@ -80,13 +80,12 @@ class KubeletEvidence:
 
     checkpoint: tuple[Holding, ...] | None
     pod_resources: tuple[Holding, ...] | None
-    answers: Mapping[tuple[str, str, str], Edits] = dataclasses.field(default_factory=dict)
+    answers: Mapping[tuple[str, str, str], Edits] = msgspec.field(default_factory=dict)
     trouble: str = ""
     whole: bool = True
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class IdRecords:
+class IdRecords(msgspec.Struct, frozen=True):
     """The records about one set of ids.
 
     Attributes:
@@ -105,8 +104,7 @@ class IdRecords:
     evidence: tuple[str, ...]
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class Start:
+class Start(msgspec.Struct, frozen=True):
     """One container about to start, proven.
 
     Attributes:
@@ -255,8 +253,8 @@ class Identification:
                 pod = await self._as_it_is_now(pod)
                 name = self._settled(pod, names, last)
                 break
-        owner = dataclasses.replace(start.owner, container=name)
-        return dataclasses.replace(start, pod=pod, owner=owner)
+        owner = msgspec.structs.replace(start.owner, container=name)
+        return msgspec.structs.replace(start, pod=pod, owner=owner)
 
     def _settled(self, pod: Pod, names: Collection[str], last: GrantRecord | None) -> str:
         found = self._turn(pod, names, last, settled=False)

@@ -10,8 +10,9 @@ A holding keeps its meaning when the current settings no longer have its resourc
 
 from __future__ import annotations
 
-import dataclasses
 from typing import TYPE_CHECKING
+
+import msgspec
 
 from vgpu_agent.allocation.carrier import grant_token
 from vgpu_agent.allocation.holdings import (
@@ -62,7 +63,7 @@ class Interpretation:
         running_inits = self._running_inits()
         found = with_single_holders(records, names, self._context.pods, running_inits)
         hidden = self._hidden_inits(running_inits) if records.entries is None else {}
-        return dataclasses.replace(
+        return msgspec.structs.replace(
             found,
             holdings=tuple(
                 self._with_recorded_container(holding, hidden)
@@ -168,8 +169,8 @@ class Interpretation:
             if record.owner.pod_uid == uid if uid else record.owner.may_be_in(holding.owner):
                 name = name or record.owner.container
         return (
-            dataclasses.replace(
-                holding, owner=dataclasses.replace(holding.owner, container=name, pod_uid=uid)
+            msgspec.structs.replace(
+                holding, owner=msgspec.structs.replace(holding.owner, container=name, pod_uid=uid)
             )
             if name
             else holding

@@ -21,9 +21,10 @@ from __future__ import annotations
 import asyncio
 import collections
 import contextlib
-import dataclasses
 import time
 from typing import TYPE_CHECKING, Any
+
+import msgspec
 
 from vgpu_agent import log
 from vgpu_agent.allocation import advice
@@ -360,7 +361,7 @@ class LateStart:
         self._refuse_before_pods_are_read()
         self._refuse_two_families(start)
         decision = start.family.decide(asked or self._question(start))
-        return dataclasses.replace(decision, by=f"decided by {decision.by}")
+        return msgspec.structs.replace(decision, by=f"decided by {decision.by}")
 
     def _is_gone(self, shares: Sequence[Share]) -> bool:
         """Tell whether one of the shares was of a MIG instance that no GPU has any more,

@@ -7,9 +7,10 @@ under ``/debug/config``.
 
 from __future__ import annotations
 
-import dataclasses
 import re
 from typing import TYPE_CHECKING
+
+import msgspec
 
 if TYPE_CHECKING:
     from vgpu_agent.nodes import Node
@@ -22,8 +23,7 @@ _CDI_FIELD_SINCE = (1, 29)
 _RUNTIMES = {"containerd": (2, 0), "cri-o": (1, 23)}
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class BindingMode:
+class BindingMode(msgspec.Struct, frozen=True):
     """The way in which grants are bound on this node.
 
     Attributes:

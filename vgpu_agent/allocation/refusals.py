@@ -8,9 +8,10 @@ eviction. `web` shows the count.
 
 from __future__ import annotations
 
-import dataclasses
 import time
 from typing import TYPE_CHECKING
+
+import msgspec
 
 from vgpu_agent.concurrency import Revision
 from vgpu_agent.errors import shortened, with_advice
@@ -26,8 +27,7 @@ MAX_REFUSALS = 1000
 LONGEST_REASON = 2048
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class Refusal:
+class Refusal(msgspec.Struct, frozen=True):
     """One container whose start was refused and that has not started since.
 
     Attributes:
@@ -120,7 +120,7 @@ class Refusals:
         """
         present = {pod.kubelet_uid: pod for pod in pods if not pod.ended}
         kept = {
-            key: dataclasses.replace(refusal, pod=present[key[0]])
+            key: msgspec.structs.replace(refusal, pod=present[key[0]])
             for key, refusal in self._refusals.items()
             if key[0] in present
         }

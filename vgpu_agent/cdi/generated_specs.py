@@ -11,11 +11,12 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import dataclasses
 import errno
 import os
 import time
 from typing import TYPE_CHECKING, NamedTuple
+
+import msgspec
 
 from vgpu_agent.cdi import rules
 from vgpu_agent.cdi.document import LARGEST_BYTES, Spec, decode, encode
@@ -51,8 +52,7 @@ _REMEDIES = {
 }
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class Wanted:
+class Wanted(msgspec.Struct, frozen=True):
     """The desired content of the generated specs.
 
     Attributes:
@@ -71,7 +71,7 @@ class Wanted:
     modes: tuple[str, ...] = ()
     channels: tuple[int, ...] = ()
     channel_root: str = "/"
-    ctk: CtkOptions = dataclasses.field(default_factory=CtkOptions)
+    ctk: CtkOptions = msgspec.field(default_factory=CtkOptions)
 
 
 class _EarlierSpec(NamedTuple):
@@ -81,8 +81,7 @@ class _EarlierSpec(NamedTuple):
     at: float
 
 
-@dataclasses.dataclass(slots=True)
-class _Made:
+class _Made(msgspec.Struct):
     """The content of one file: what for, when, and whether it is where runtimes look for it."""
 
     made_for: Hashable

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import dataclasses
 import os
 import re
 import signal
@@ -45,8 +44,7 @@ _KILL_SECONDS = 1.0
 _MESSAGE = re.compile(r'\bmsg="((?:[^"\\]|\\.)*)"')
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class CtkOptions:
+class CtkOptions(msgspec.Struct, frozen=True):
     """The way to run the tool.
 
     Attributes:
@@ -61,7 +59,7 @@ class CtkOptions:
 
     command: tuple[str, ...] = ("/usr/bin/nvidia-ctk",)
     timeout_seconds: float = 30.0
-    roots: Roots = dataclasses.field(default_factory=Roots)
+    roots: Roots = msgspec.field(default_factory=Roots)
     hook_path: str = "/usr/bin/nvidia-cdi-hook"
     feature_flags: tuple[str, ...] = ()
     disable_hooks: tuple[str, ...] = ()

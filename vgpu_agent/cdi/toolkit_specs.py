@@ -11,9 +11,10 @@ from __future__ import annotations
 import asyncio
 import collections
 import contextlib
-import dataclasses
 import os
 from typing import TYPE_CHECKING
+
+import msgspec
 
 from vgpu_agent.cdi import rules
 from vgpu_agent.cdi.document import LARGEST_BYTES, Spec, decode
@@ -34,8 +35,7 @@ _SUFFIXES = (".json", ".yaml", ".yml")
 _SKIPPED_PREFIXES = (".", "vgpu-agent-")
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class _SpecFile:
+class _SpecFile(msgspec.Struct, frozen=True):
     """One file as it was last read: inode, size and time of change, and its spec or an error."""
 
     signature: tuple[int, int, int]

@@ -17,8 +17,9 @@ kubelet writes around the moment of a new list, because that is the count of the
 from __future__ import annotations
 
 import asyncio
-import dataclasses
 from typing import TYPE_CHECKING
+
+import msgspec
 
 from vgpu_agent.cluster import api as cluster_api
 from vgpu_agent.cluster.api import node_path
@@ -49,8 +50,7 @@ _BURST_WRITES = 8
 _LATE_WRITE_SECONDS = 1.0
 
 
-@dataclasses.dataclass
-class _Write:
+class _Write(msgspec.Struct):
     """The last write of one count.
 
     Attributes:

@@ -39,6 +39,7 @@ _REREAD_SECONDS = 60.0
 _LONGEST_REASON = 300  # characters
 
 
+# A dataclass, because its representation leaves out the secrets.
 @dataclasses.dataclass(frozen=True, slots=True)
 class Access:
     """The way to reach the API server, from one reading.

@@ -9,10 +9,11 @@ from __future__ import annotations
 
 import asyncio
 import collections
-import dataclasses
 import secrets
 import time
 from typing import TYPE_CHECKING, Any, Literal
+
+import msgspec
 
 from vgpu_agent.cluster.api import events_path, timestamp
 from vgpu_agent.cluster.retrying import Backoff, FailureLog, is_permanent
@@ -42,8 +43,7 @@ _COUNT_SECONDS = 60.0
 _SHORTEST_WAIT_SECONDS = 0.01
 
 
-@dataclasses.dataclass(slots=True, eq=False)
-class _Event:
+class _Event(msgspec.Struct, eq=False):
     """One message about one object, and the number of times that it was raised."""
 
     name: str

@@ -7,9 +7,10 @@ RFC 7386: null removes a key.
 
 from __future__ import annotations
 
-import dataclasses
 import enum
 from typing import TYPE_CHECKING, Any
+
+import msgspec
 
 from vgpu_agent.cluster.api import timestamp
 from vgpu_agent.cluster.quantities import whole_number
@@ -30,8 +31,7 @@ class Section(enum.StrEnum):
     CONDITIONS = "conditions"
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class DesiredEntry:
+class DesiredEntry(msgspec.Struct, frozen=True):
     """One key of the Node.
 
     Attributes:

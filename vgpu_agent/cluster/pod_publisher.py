@@ -20,7 +20,6 @@ Built and run by `agent`.
 from __future__ import annotations
 
 import asyncio
-import dataclasses
 import functools
 from typing import TYPE_CHECKING, Any
 
@@ -57,8 +56,7 @@ _SHORTEST_WAIT_SECONDS = 0.01
 _COALESCING_SECONDS, _LONGEST_COALESCING_SECONDS = 0.1, 1.0
 
 
-@dataclasses.dataclass(slots=True)
-class _Writing:
+class _Writing(msgspec.Struct):
     """The state of writing to one pod, by its UID."""
 
     history: WriteHistory

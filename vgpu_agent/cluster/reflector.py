@@ -21,10 +21,11 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import dataclasses
 import random
 import time
 from typing import TYPE_CHECKING, Generic, Protocol, TypeVar
+
+import msgspec
 
 from vgpu_agent.cluster import api, decode
 from vgpu_agent.cluster.lists import ListReader
@@ -36,8 +37,6 @@ from vgpu_agent.status import WatchStatus
 
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, Callable, Collection, Iterable, Mapping
-
-    import msgspec
 
     from vgpu_agent.journal import Journal
 
@@ -96,8 +95,7 @@ class Sink(Protocol[Seen_contra]):
         ...
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class Scope:
+class Scope(msgspec.Struct, frozen=True):
     """The watched objects: a collection and a selection of it, or one object.
 
     Attributes:

@@ -17,7 +17,6 @@ Built and run by `agent`.
 from __future__ import annotations
 
 import asyncio
-import dataclasses
 import time
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -70,8 +69,7 @@ _NO_TRIES = Tries(0, 0.0)
 _Key = TypeVar("_Key")
 
 
-@dataclasses.dataclass(slots=True)
-class _Case:
+class _Case(msgspec.Struct):
     """A pod that failed, and has not been dealt with.
 
     Attributes:
@@ -82,15 +80,14 @@ class _Case:
     pod: Pod
     why: str
     failed: bool
-    backoff: Backoff = dataclasses.field(default_factory=Backoff)
+    backoff: Backoff = msgspec.field(default_factory=Backoff)
     due: float = 0.0  # the event loop's clock
 
 
-@dataclasses.dataclass(slots=True)
-class _Return:
+class _Return(msgspec.Struct):
     """The time at which a copy is looked at again."""
 
-    backoff: Backoff = dataclasses.field(default_factory=Backoff)
+    backoff: Backoff = msgspec.field(default_factory=Backoff)
     pause: float = _LOOK_AGAIN_SECONDS
     due: float = 0.0
 

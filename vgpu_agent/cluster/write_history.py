@@ -8,7 +8,8 @@ pauses. Used by `node_publisher` for our Node and by `pod_publisher` for each po
 from __future__ import annotations
 
 import asyncio
-import dataclasses
+
+import msgspec
 
 from vgpu_agent.cluster import api, retrying
 
@@ -17,8 +18,7 @@ _CONTESTED_AFTER = 3
 _WATCH_DELAY_SECONDS = 1.0
 
 
-@dataclasses.dataclass(slots=True)
-class _Write:
+class _Write(msgspec.Struct):
     before: object  # the value that the watch showed before the write
     value: object  # the value that was written
     at: float  # the time of the write, on the event loop's clock

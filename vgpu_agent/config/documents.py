@@ -7,9 +7,10 @@ Its family declares how it is read (`families.FamilySettings.document`); `load` 
 
 from __future__ import annotations
 
-import dataclasses
 import os
 from typing import TYPE_CHECKING
+
+import msgspec
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Mapping
@@ -18,8 +19,7 @@ if TYPE_CHECKING:
     from vgpu_agent.config.settings import Settings
 
 
-@dataclasses.dataclass(frozen=True)
-class Translation:
+class Translation(msgspec.Struct, frozen=True):
     """A configuration of a replaced plugin, translated into the agent's keys.
 
     Attributes:
@@ -31,14 +31,13 @@ class Translation:
             plugin's keys.
     """
 
-    members: Mapping[str, yaml.Node] = dataclasses.field(default_factory=dict)
-    keys: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    members: Mapping[str, yaml.Node] = msgspec.field(default_factory=dict)
+    keys: Mapping[str, str] = msgspec.field(default_factory=dict)
     faults: tuple[yaml.Fault, ...] = ()
     warnings: tuple[yaml.Fault, ...] = ()
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class Choice:
+class Choice(msgspec.Struct, frozen=True):
     """One answer to "which document?".
 
     Attributes:
@@ -52,8 +51,7 @@ class Choice:
     problem: str = ""
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class Shelf:
+class Shelf(msgspec.Struct, frozen=True):
     """Several such documents, of which a label of the Node chooses one.
 
     Attributes:
@@ -71,8 +69,7 @@ class Shelf:
         return os.path.join(self.directory, key)
 
 
-@dataclasses.dataclass(frozen=True)
-class PluginDocument:
+class PluginDocument(msgspec.Struct, frozen=True):
     """A description of such documents: where they are found and how they are read.
 
     Attributes:

@@ -7,13 +7,12 @@ configuration is read. `schema` makes the sections of it, `options` the flags, `
 
 from __future__ import annotations
 
-import dataclasses
 from typing import TYPE_CHECKING, NamedTuple
+
+import msgspec
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping
-
-    import msgspec
 
     from vgpu_agent.config.checks import Conflict
     from vgpu_agent.config.documents import PluginDocument
@@ -87,8 +86,7 @@ def _no_directory(_: Settings) -> tuple[str, str]:
     return "", ""
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class FamilySettings:
+class FamilySettings(msgspec.Struct, frozen=True):
     """The part of one family in the configuration.
 
     Attributes:
@@ -123,12 +121,12 @@ class FamilySettings:
     name: str
     switch: str
     on: bool = False
-    sections: Mapping[str, type[msgspec.Struct]] = dataclasses.field(default_factory=dict)
-    former: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    sections: Mapping[str, type[msgspec.Struct]] = msgspec.field(default_factory=dict)
+    former: Mapping[str, str] = msgspec.field(default_factory=dict)
     live: tuple[str, ...] = ()
     options: tuple[Option, ...] = ()
-    follows: Mapping[str, str] = dataclasses.field(default_factory=dict)
-    follows_flags: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    follows: Mapping[str, str] = msgspec.field(default_factory=dict)
+    follows_flags: Mapping[str, str] = msgspec.field(default_factory=dict)
     ignored: tuple[ForeignVariable, ...] = ()
     ignored_flags: tuple[ForeignFlag, ...] = ()
     conflicts: Callable[[Settings], Iterable[Conflict]] = _no_conflicts

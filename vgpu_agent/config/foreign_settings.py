@@ -9,8 +9,9 @@ remedy. Each family declares its own. Called by `load` for its warnings, and by 
 
 from __future__ import annotations
 
-import dataclasses
 from typing import TYPE_CHECKING
+
+import msgspec
 
 from vgpu_agent.config import families
 from vgpu_agent.config.problems import shown
@@ -27,8 +28,7 @@ def _always(_: Settings) -> bool:
     return True
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class ForeignVariable:
+class ForeignVariable(msgspec.Struct, frozen=True):
     """One variable that is not followed.
 
     Attributes:
@@ -45,8 +45,7 @@ class ForeignVariable:
     concerns: Callable[[Settings], bool] = _always
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class ForeignFlag:
+class ForeignFlag(msgspec.Struct, frozen=True):
     """One flag that is accepted and not followed.
 
     Attributes:

@@ -13,6 +13,8 @@ import os
 import stat
 from typing import TYPE_CHECKING
 
+import msgspec
+
 from vgpu_agent.config import checks, collisions, families, foreign_settings, options, yaml
 from vgpu_agent.config.documents import Translation
 from vgpu_agent.config.problems import shown
@@ -28,8 +30,7 @@ if TYPE_CHECKING:
 LARGEST_FILE_BYTES = 1024 * 1024
 
 
-@dataclasses.dataclass(frozen=True)
-class Sources:
+class Sources(msgspec.Struct, frozen=True):
     """The input of `load`, kept so that `watch` can load again with new content of the files.
 
     Another configuration of NVIDIA's plugin is chosen at run time by another flag
@@ -48,8 +49,7 @@ class Sources:
     file: str | None
 
 
-@dataclasses.dataclass(frozen=True)
-class Contents:
+class Contents(msgspec.Struct, frozen=True):
     """The content of the files that were read.
 
     Attributes:
@@ -71,7 +71,8 @@ class Contents:
         return digest.hexdigest()
 
 
-@dataclasses.dataclass(frozen=True)
+# A dataclass, because its representation leaves out the content of files.
+@dataclasses.dataclass(frozen=True, slots=True)
 class Loaded:
     """A configuration that can be used.
 
@@ -212,7 +213,7 @@ def _nvidia_document(
             f"is not read, because {sources.file}:{section.line} holds one as {theirs.section}; "
             "keep one of them"
         )
-        return contents.nvidia_file, dataclasses.replace(
+        return contents.nvidia_file, msgspec.structs.replace(
             found, faults=(*found.faults, yaml.Fault(1, "", text))
         )
     if section is None or sources.file is None:

@@ -11,9 +11,10 @@ repeated or separated by commas.
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import re
 from typing import TYPE_CHECKING, Any
+
+import msgspec
 
 from vgpu_agent.config import families, foreign_settings, schema
 
@@ -39,8 +40,7 @@ _PLUGIN_DIRECTORY = "/device-plugins"
 _KUBELET_SOCKET = f"{_PLUGIN_DIRECTORY}/kubelet.sock"
 
 
-@dataclasses.dataclass(frozen=True)
-class Option:
+class Option(msgspec.Struct, frozen=True):
     """One setting that can be given outside the file.
 
     Attributes:

@@ -7,7 +7,6 @@ each value.
 
 from __future__ import annotations
 
-import dataclasses
 import os
 from typing import TYPE_CHECKING, Any
 
@@ -29,8 +28,7 @@ DEFAULT_ORIGIN = "default"
 SIMULATE_ORIGIN = "derived from simulate"
 
 
-@dataclasses.dataclass(frozen=True)
-class Place:
+class Place(msgspec.Struct, frozen=True):
     """The place in a source that a value comes from.
 
     Attributes:

@@ -7,7 +7,6 @@ documentation generator print it. So a key is described once, in its annotation.
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import itertools
 import re
@@ -52,8 +51,7 @@ class Repeated(NamedTuple):
     text: str
 
 
-@dataclasses.dataclass(frozen=True)
-class Key:
+class Key(msgspec.Struct, frozen=True):
     """One key of a section.
 
     Attributes:

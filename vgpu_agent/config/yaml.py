@@ -8,10 +8,10 @@ documents are refused. Only PyYAML's events are used, so depth and size can be b
 
 from __future__ import annotations
 
-import dataclasses
 import re
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+import msgspec
 import yaml
 
 from vgpu_agent.config.problems import shown_key
@@ -46,8 +46,7 @@ class Fault(NamedTuple):
     text: str
 
 
-@dataclasses.dataclass
-class Node:
+class Node(msgspec.Struct):
     """A value and its 1-based line; for a member of a mapping the line of its key."""
 
     value: Scalar | dict[str, Node] | list[Node]
@@ -71,8 +70,7 @@ class _RefusedError(Exception):
         super().__init__(text)
 
 
-@dataclasses.dataclass
-class _Open:
+class _Open(msgspec.Struct):
     """A mapping or list that is being read; ``key`` waits for its value."""
 
     node: Node

@@ -9,10 +9,11 @@ once, and paths of IMEX channels on the host are below the host's device root.
 
 from __future__ import annotations
 
-import dataclasses
 import hashlib
 import uuid
 from typing import TYPE_CHECKING
+
+import msgspec
 
 from vgpu_agent.config.types import DEVICE_MODES
 from vgpu_agent.isolation.edits import DeviceNode, Edits, Mount
@@ -44,8 +45,7 @@ GENERATED_KIND = "k8s.device-plugin.nvidia.com/gpu"  # of the specs that the age
 TOOLKIT_KIND = "nvidia.com/gpu"  # of a spec that the container toolkit keeps
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class VisibleDevice:
+class VisibleDevice(msgspec.Struct, frozen=True):
     """A device as it is named to a container.
 
     Attributes:
@@ -60,8 +60,7 @@ class VisibleDevice:
     nodes: tuple[str, ...]
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class ListOptions:
+class ListOptions(msgspec.Struct, frozen=True):
     """The ways in which containers of this node get their devices.
 
     Attributes:

@@ -11,9 +11,10 @@ given.
 
 from __future__ import annotations
 
-import dataclasses
 import enum
 from typing import TYPE_CHECKING, NamedTuple, Protocol
+
+import msgspec
 
 from vgpu_agent.errors import RequestRefusedError
 from vgpu_agent.families.node_lock import NodeLocks
@@ -29,8 +30,7 @@ if TYPE_CHECKING:
     from vgpu_agent.pods import DesiredPod, Pod, PodContainer
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class Shortfall:
+class Shortfall(msgspec.Struct, frozen=True):
     """The configured resources that cannot be offered as they are.
 
     Attributes:
@@ -38,7 +38,7 @@ class Shortfall:
         cautions: what is odd with the rest, one sentence each.
     """
 
-    refused: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    refused: Mapping[str, str] = msgspec.field(default_factory=dict)
     cautions: tuple[str, ...] = ()
 
 
@@ -131,8 +131,7 @@ class IdFamily(Family, Protocol):
         ...
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class Question:
+class Question(msgspec.Struct, frozen=True):
     """The question what a container gets.
 
     Attributes:
@@ -157,10 +156,10 @@ class Question:
     node: str
     inventory: Inventory
     rooms: tuple[DeviceRoom, ...]
-    siblings: Mapping[str, tuple[Share, ...]] = dataclasses.field(default_factory=dict)
-    taken: Mapping[str, Grant] = dataclasses.field(default_factory=dict)
+    siblings: Mapping[str, tuple[Share, ...]] = msgspec.field(default_factory=dict)
+    taken: Mapping[str, Grant] = msgspec.field(default_factory=dict)
     neighbours: Neighbours = ALONE
-    node_annotations: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    node_annotations: Mapping[str, str] = msgspec.field(default_factory=dict)
 
 
 def requesting_container(question: Question) -> PodContainer:
@@ -178,8 +177,7 @@ def requesting_container(question: Question) -> PodContainer:
     )
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class MigLayout:
+class MigLayout(msgspec.Struct, frozen=True):
     """The division of a GPU: UUID, and the profile of each instance, e.g.
     ``("3g.20gb", "3g.20gb")``.
     """
@@ -197,8 +195,7 @@ class Remark(NamedTuple):
     text: str
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class Decision:
+class Decision(msgspec.Struct, frozen=True):
     """The shares that a container gets.
 
     Attributes:
@@ -229,8 +226,7 @@ class Decision:
         return self.by.startswith("the agent")
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class NodeView:
+class NodeView(msgspec.Struct, frozen=True):
     """The facts from which a family derives the desired state of our Node.
 
     Attributes:
@@ -247,7 +243,7 @@ class NodeView:
     rooms: Mapping[str, tuple[DeviceRoom, ...]]
     allocated_at: Mapping[str, float]
     now: float
-    locks: NodeLocks = dataclasses.field(default_factory=NodeLocks)
+    locks: NodeLocks = msgspec.field(default_factory=NodeLocks)
     offered: frozenset[str] = frozenset()
 
 

@@ -8,8 +8,9 @@ wrong in one is named, and what it said before stays in force.
 
 from __future__ import annotations
 
-import dataclasses
 from typing import TYPE_CHECKING
+
+import msgspec
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -28,8 +29,7 @@ def _in_none(_: Settings) -> tuple[str, ...]:
     return ()
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class Findings:
+class Findings(msgspec.Struct, frozen=True):
     """The findings in one text of a file, for people who have not applied it yet.
 
     Attributes:
@@ -47,8 +47,7 @@ def _no_findings(_: Settings, __: str) -> Findings:
     return Findings()
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class PluginFile:
+class PluginFile(msgspec.Struct, frozen=True):
     """A configuration file of a replaced plugin, on the node or in a ConfigMap.
     The settings decide whether and where it is read.
 

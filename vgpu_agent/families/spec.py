@@ -7,8 +7,9 @@ Each family has one `FamilySpec`, in the module `spec` of its package; `registry
 
 from __future__ import annotations
 
-import dataclasses
 from typing import TYPE_CHECKING, Any
+
+import msgspec
 
 from vgpu_agent.families.device_lists import ListOptions
 from vgpu_agent.isolation.backend import NO_SERVICES, InstalledLibrary, LibraryServices
@@ -28,8 +29,7 @@ if TYPE_CHECKING:
 _NO_LIBRARY = InstalledLibrary()
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class NodeFacts:
+class NodeFacts(msgspec.Struct, frozen=True):
     """The facts, in addition to the settings, from which families are built.
 
     Attributes:
@@ -48,24 +48,23 @@ class NodeFacts:
         unreadable: such a file that exists and cannot be read → why.
     """
 
-    lists: ListOptions = dataclasses.field(default_factory=ListOptions)
-    pod_lists: ListOptions = dataclasses.field(default_factory=ListOptions)
+    lists: ListOptions = msgspec.field(default_factory=ListOptions)
+    pod_lists: ListOptions = msgspec.field(default_factory=ListOptions)
     late: bool = False
     wsl: bool = False
-    libraries: Mapping[str, InstalledLibrary] = dataclasses.field(default_factory=dict)
+    libraries: Mapping[str, InstalledLibrary] = msgspec.field(default_factory=dict)
     cgroup_version: int = 2
     divides: bool = True
     given: frozenset[str] = frozenset()
-    texts: Mapping[str, tuple[str, ...]] = dataclasses.field(default_factory=dict)
-    unreadable: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    texts: Mapping[str, tuple[str, ...]] = msgspec.field(default_factory=dict)
+    unreadable: Mapping[str, str] = msgspec.field(default_factory=dict)
 
     def library(self, backend: str) -> InstalledLibrary:
         """The library of that backend; an empty one where no family uses it."""
         return self.libraries.get(backend, _NO_LIBRARY)
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class BuiltFamily:
+class BuiltFamily(msgspec.Struct, frozen=True):
     """A family built from its settings.
 
     Attributes:
@@ -87,16 +86,15 @@ class BuiltFamily:
     by_pod: tuple[PodFamily, ...] = ()
     idle: tuple[IdFamily, ...] = ()
     problems: tuple[str, ...] = ()
-    in_force: Mapping[str, object] = dataclasses.field(default_factory=dict)
-    origins: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    in_force: Mapping[str, object] = msgspec.field(default_factory=dict)
+    origins: Mapping[str, str] = msgspec.field(default_factory=dict)
     blocked: str = ""
     uses_library: str = ""
     limits: LibraryLimits | None = None
     services: LibraryServices = NO_SERVICES
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class MigTool:
+class MigTool(msgspec.Struct, frozen=True):
     """The tool that divides GPUs into MIG instances for the pods of a family.
 
     Attributes:
@@ -111,8 +109,7 @@ class MigTool:
     timeout_seconds: float
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class LibraryUse:
+class LibraryUse(msgspec.Struct, frozen=True):
     """The use that a family makes of the library of an isolation backend.
 
     Attributes:
@@ -126,8 +123,7 @@ class LibraryUse:
     instead: str
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class Readings:
+class Readings(msgspec.Struct, frozen=True):
     """The values that a family's metrics are made of.
 
     Attributes:
@@ -151,12 +147,11 @@ class Readings:
     node: str = ""
     version: str = ""
     commit: str = ""
-    in_force: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    in_force: Mapping[str, Any] = msgspec.field(default_factory=dict)
     controlled: Sequence[ControlledUse] = ()
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class FamilyMetric:
+class FamilyMetric(msgspec.Struct, frozen=True):
     """A gauge of one family, which exists while the family is on.
 
     Attributes:
@@ -172,8 +167,7 @@ class FamilyMetric:
     rows: Callable[[Readings], Iterable[tuple[tuple[str, ...], float]]]
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class Vocabulary:
+class Vocabulary(msgspec.Struct, frozen=True):
     """The keys and names that a family has in the cluster.
 
     Attributes:
@@ -195,8 +189,7 @@ class Vocabulary:
     progress: frozenset[str] = frozenset()
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class ExporterOptions:
+class ExporterOptions(msgspec.Struct, frozen=True):
     """The metrics of a replaced program, and how they are served.
 
     Attributes:
@@ -218,8 +211,7 @@ class ExporterOptions:
     tls_flags: str = ""
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class FamilyExporter:
+class FamilyExporter(msgspec.Struct, frozen=True):
     """Metrics that a family serves at an address of their own, as the program that it replaces did.
 
     Attributes:
@@ -235,8 +227,7 @@ def _nothing(_: Settings) -> Iterable[str]:
     return ()
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class FamilySpec:
+class FamilySpec(msgspec.Struct, frozen=True):
     """The facts about a family that the agent has to know.
 
     Attributes:

@@ -11,8 +11,9 @@ Called by `mig` inside the owner thread, once for each GPU that has instances.
 
 from __future__ import annotations
 
-import dataclasses
 from typing import TYPE_CHECKING
+
+import msgspec
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -26,8 +27,7 @@ _REMEDY = (
 )
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class CapabilityMinors:
+class CapabilityMinors(msgspec.Struct, frozen=True):
     """The table at one moment.
 
     Attributes:
@@ -38,8 +38,8 @@ class CapabilityMinors:
     """
 
     path: str
-    numbers: Mapping[str, int] = dataclasses.field(default_factory=dict)
-    troubles: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    numbers: Mapping[str, int] = msgspec.field(default_factory=dict)
+    troubles: Mapping[str, str] = msgspec.field(default_factory=dict)
     trouble: str = ""
 
     def nodes(

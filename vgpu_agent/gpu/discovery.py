@@ -10,11 +10,12 @@ for as long as the process lives.
 from __future__ import annotations
 
 import asyncio
-import dataclasses
 import functools
 import os
 from pathlib import Path
 from typing import TYPE_CHECKING
+
+import msgspec
 
 from vgpu_agent import log
 from vgpu_agent.errors import AgentError, DriverMissingError
@@ -42,8 +43,7 @@ _WSL_NODE = "dev/dxg"
 _INTEGRATED_NAME = "(nvgpu)"
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class Discovery:
+class Discovery(msgspec.Struct, frozen=True):
     """The way in which GPUs are found.
 
     Attributes:

@@ -18,9 +18,10 @@ Called by `watch`, on the event loop. Reads no clock but the one it is given.
 
 from __future__ import annotations
 
-import dataclasses
 import enum
 from typing import TYPE_CHECKING
+
+import msgspec
 
 from vgpu_agent.model import Health
 
@@ -80,8 +81,7 @@ class RecoveryAction(enum.IntEnum):
         )
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class Probe:
+class Probe(msgspec.Struct, frozen=True):
     """The health of a GPU in one probe.
 
     Attributes:
@@ -115,8 +115,7 @@ class Probe:
         return "a GPU reset that replaces a row of memory" if self.remap_pending else ""
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class RecoveryPolicy:
+class RecoveryPolicy(msgspec.Struct, frozen=True):
     """The rules by which an Unhealthy GPU comes back (settings ``gpu.recovery``).
 
     Attributes:
@@ -226,7 +225,7 @@ class GpuHealth:
         so that it changes only when something happens.
         """
         before = self._health
-        self._health = dataclasses.replace(before, reason=self._reason())
+        self._health = msgspec.structs.replace(before, reason=self._reason())
         return self._health != before
 
     def _reason(self) -> str:
@@ -338,10 +337,10 @@ class Healths:
     def _with_health(self, gpu: Gpu) -> Gpu:
         machines = self._instances_of(gpu)
         instances = tuple(
-            dataclasses.replace(instance, health=machines[instance.uuid].health)
+            msgspec.structs.replace(instance, health=machines[instance.uuid].health)
             for instance in gpu.mig_instances
         )
-        return dataclasses.replace(
+        return msgspec.structs.replace(
             gpu, health=self._machine(gpu.uuid).health, mig_instances=instances
         )
 

@@ -11,8 +11,9 @@ before.
 
 from __future__ import annotations
 
-import dataclasses
 from typing import TYPE_CHECKING
+
+import msgspec
 
 from vgpu_agent.errors import NvmlError
 from vgpu_agent.gpu import mig
@@ -37,8 +38,7 @@ _SKIPPED_NAMES = ("NVIDIA DGX Display", "DGX Display")
 _NUMA_FILE_LIMIT = 8
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class Card:
+class Card(msgspec.Struct, frozen=True):
     """A GPU that answered.
 
     Attributes:
@@ -51,11 +51,10 @@ class Card:
     gpu: Gpu
     handle: Handle
     probe: Probe
-    mig: MigReading = dataclasses.field(default_factory=MigReading)
+    mig: MigReading = msgspec.field(default_factory=MigReading)
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class Reading:
+class Reading(msgspec.Struct, frozen=True):
     """All GPUs at one moment.
 
     Attributes:
@@ -158,7 +157,7 @@ def merge(known: Sequence[Gpu], reading: Reading) -> tuple[Gpu, ...]:
             (place for place, other in enumerate(gpus) if other.pci_bus_id > gpu.pci_bus_id),
             len(gpus),
         )
-        gpus.insert(place, dataclasses.replace(gpu, present=False))
+        gpus.insert(place, msgspec.structs.replace(gpu, present=False))
     return tuple(gpus)
 
 
@@ -182,14 +181,16 @@ def _joined(known: Gpu | None, card: Card) -> Gpu:
         return card.gpu
     # it is being divided again: the old instances are nearer to the truth than half of the new ones
     if not card.mig.settled:
-        return dataclasses.replace(
+        return msgspec.structs.replace(
             card.gpu,
             health=known.health,
             mig_enabled=known.mig_enabled,
             mig_instances=known.mig_instances,
         )
     if card.mig.layout.unread:
-        return dataclasses.replace(card.gpu, health=known.health, mig_instances=known.mig_instances)
+        return msgspec.structs.replace(
+            card.gpu, health=known.health, mig_instances=known.mig_instances
+        )
     silent = [
         instance
         for instance in known.mig_instances
@@ -199,7 +200,7 @@ def _joined(known: Gpu | None, card: Card) -> Gpu:
     instances = sorted([*card.gpu.mig_instances, *silent], key=lambda instance: instance.index)
     # The error of a known instance is a matter of its health.
     trouble = "" if len(silent) == len(card.mig.failures) else card.gpu.mig_trouble
-    return dataclasses.replace(
+    return msgspec.structs.replace(
         card.gpu, health=known.health, mig_instances=tuple(instances), mig_trouble=trouble
     )
 

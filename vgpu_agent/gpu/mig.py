@@ -11,10 +11,11 @@ the owner thread.
 
 from __future__ import annotations
 
-import dataclasses
 import math
 import time
 from typing import TYPE_CHECKING
+
+import msgspec
 
 from vgpu_agent.errors import NvmlError
 from vgpu_agent.gpu.return_codes import GPU_IS_LOST, INVALID_ARGUMENT, NO_PERMISSION, NOT_FOUND
@@ -37,8 +38,7 @@ PERMISSION_REMEDY = (
 )
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class Slot:
+class Slot(msgspec.Struct, frozen=True):
     """One MIG device of a GPU: its place and identity.
     The UUID is empty and the ids are -1 where the driver reports none.
     """
@@ -49,8 +49,7 @@ class Slot:
     compute_instance_id: int = -1
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class Layout:
+class Layout(msgspec.Struct, frozen=True):
     """The division of a GPU: the part that the light look compares.
 
     Attributes:
@@ -66,8 +65,7 @@ class Layout:
     unread: str = ""
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class MigReading:
+class MigReading(msgspec.Struct, frozen=True):
     """The instances of a GPU.
 
     Attributes:
@@ -77,7 +75,7 @@ class MigReading:
         settled: the division did not change meanwhile; if it did, nothing else here is valid.
     """
 
-    layout: Layout = dataclasses.field(default_factory=Layout)
+    layout: Layout = msgspec.field(default_factory=Layout)
     instances: tuple[MigInstance, ...] = ()
     failures: tuple[tuple[Slot, str], ...] = ()
     settled: bool = True

@@ -14,10 +14,10 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-import dataclasses
 import time
 from typing import TYPE_CHECKING, Any, NewType
 
+import msgspec
 import pynvml
 
 from vgpu_agent.errors import DriverMissingError, NvmlError
@@ -49,8 +49,7 @@ _LOOK_EVENTS = (
 )
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class CallInFlight:
+class CallInFlight(msgspec.Struct, frozen=True):
     """A driver call that has not returned: its name, its GPU's UUID if it has one,
     and when it began (monotonic seconds).
     """
@@ -60,8 +59,7 @@ class CallInFlight:
     started: float
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class DeviceEvent:
+class DeviceEvent(msgspec.Struct, frozen=True):
     """An event that the driver reported.
 
     Attributes:
@@ -77,8 +75,7 @@ class DeviceEvent:
     compute_instance: int | None = None
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class NvLinks:
+class NvLinks(msgspec.Struct, frozen=True):
     """The active NVLinks of one GPU.
 
     Attributes:

@@ -11,8 +11,9 @@ This class owns all three, so that no other code holds a void one.
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 from typing import TYPE_CHECKING
+
+import msgspec
 
 from vgpu_agent.errors import NvmlError
 from vgpu_agent.gpu import inventory, mig, topology
@@ -31,8 +32,7 @@ if TYPE_CHECKING:
 _LONGEST_DRAIN = 1000
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class Snapshot:
+class Snapshot(msgspec.Struct, frozen=True):
     """The result of one look at the driver.
 
     Attributes:

@@ -16,11 +16,12 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import dataclasses
 import queue
 import threading
 import time
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
+
+import msgspec
 
 from vgpu_agent.errors import AgentError, NvmlHungError
 from vgpu_agent.gpu.sampling import ProcessSampler
@@ -38,8 +39,7 @@ _LONGEST_TICK_SECONDS = 0.2
 _SHORTEST_TICK_SECONDS = 0.001  # the driver waits for whole milliseconds
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class Listener:
+class Listener(msgspec.Struct, frozen=True):
     """The receiver of the thread's own reports; each function is called on the event loop.
 
     Attributes:

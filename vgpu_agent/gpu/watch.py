@@ -14,11 +14,12 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import dataclasses
 import functools
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+import msgspec
 
 from vgpu_agent import log
 from vgpu_agent.concurrency import Latest
@@ -313,7 +314,7 @@ class GpuWatch:
             }
             self._links = kept | snapshot.links
         self._publish(
-            dataclasses.replace(
+            msgspec.structs.replace(
                 self.inventory.value,
                 gpus=self._healths.applied(gpus),
                 links=self._links,
@@ -335,10 +336,12 @@ class GpuWatch:
             )
         self._status.last_error = problem
         self._status.state = state
-        gpus = [dataclasses.replace(gpu, present=False) for gpu in self.inventory.value.gpus]
+        gpus = [msgspec.structs.replace(gpu, present=False) for gpu in self.inventory.value.gpus]
         for gpu in gpus:
             self._healths.probed(gpu, Probe(trouble=problem), time.monotonic())
-        self._publish(dataclasses.replace(self.inventory.value, gpus=self._healths.applied(gpus)))
+        self._publish(
+            msgspec.structs.replace(self.inventory.value, gpus=self._healths.applied(gpus))
+        )
 
     async def _measure(self) -> None:
         self._next_usage = time.monotonic() + self._settings.usage_seconds
@@ -457,7 +460,7 @@ class GpuWatch:
 
     def _publish_healths(self) -> None:
         self._publish(
-            dataclasses.replace(
+            msgspec.structs.replace(
                 self.inventory.value, gpus=self._healths.applied(self.inventory.value.gpus)
             )
         )
@@ -466,7 +469,7 @@ class GpuWatch:
         old = self.inventory.value
         if new != old:
             changes.record(self._journal, old, new)
-            self.inventory.publish(dataclasses.replace(new, version=old.version + 1))
+            self.inventory.publish(msgspec.structs.replace(new, version=old.version + 1))
 
     # ---- time
 

@@ -10,8 +10,9 @@ Called by `watch`: once for each event and again when the configuration is reloa
 
 from __future__ import annotations
 
-import dataclasses
 from typing import Self
+
+import msgspec
 
 # The program's fault, not the card's: NVIDIA's own list (nvidia §10.2).
 IGNORED_BY_DEFAULT = frozenset({13, 31, 43, 45, 68, 109})
@@ -55,8 +56,7 @@ def describe(code: int) -> str:
     return f"XID {code}: {meaning}" if meaning else f"XID {code}"
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class XidPolicy:
+class XidPolicy(msgspec.Struct, frozen=True):
     """The XIDs that count; enabling beats disabling.
 
     Attributes:

@@ -7,16 +7,16 @@ be given to another one, so a user of it compares when the process began.
 
 from __future__ import annotations
 
-import dataclasses
 import socket
 import struct
 import time
 
+import msgspec
+
 _CREDENTIALS = struct.Struct("iII")
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class Peer:
+class Peer(msgspec.Struct, frozen=True):
     """The process that has connected.
 
     Attributes:

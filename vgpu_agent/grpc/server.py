@@ -9,10 +9,10 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import dataclasses
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import grpclib
+import msgspec
 from grpclib.const import Cardinality, Handler, Status
 from grpclib.exceptions import ProtocolError, StreamTerminatedError
 from grpclib.server import Server, Stream
@@ -58,8 +58,7 @@ _REQUEST_SECONDS = 10.0  # from the headers to the last byte
 _LONGEST_TEXT = 1024
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class Limits:
+class Limits(msgspec.Struct, frozen=True):
     """The most that the clients of one server may have at a time.
 
     Attributes:

@@ -8,8 +8,9 @@ names files and mounts, `runtime` makes them.
 
 from __future__ import annotations
 
-import dataclasses
 from typing import TYPE_CHECKING, Protocol
+
+import msgspec
 
 from vgpu_agent.isolation.edits import Provision
 
@@ -17,8 +18,7 @@ if TYPE_CHECKING:
     from vgpu_agent.model import Gpu, Share
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class Target:
+class Target(msgspec.Struct, frozen=True):
     """The container that is to keep to its shares.
 
     Attributes:
@@ -42,8 +42,7 @@ class Target:
     unit_mib: int = 1
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class InstalledLibrary:
+class InstalledLibrary(msgspec.Struct, frozen=True):
     """The library of one backend on this node.
 
     Attributes:
@@ -59,8 +58,7 @@ class InstalledLibrary:
     locks: bool = False
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class LibraryServices:
+class LibraryServices(msgspec.Struct, frozen=True):
     """The services of the running agent that a library relies on, in addition to files.
 
     Attributes:
@@ -78,8 +76,7 @@ class LibraryServices:
 NO_SERVICES = LibraryServices()
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class LibraryLimits:
+class LibraryLimits(msgspec.Struct, frozen=True):
     """The limits that a backend's library sets a family's containers, by the settings in force.
 
     Attributes:

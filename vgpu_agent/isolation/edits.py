@@ -7,15 +7,15 @@ those of the kubelet's ContainerAllocateResponse (kubelet §1).
 
 from __future__ import annotations
 
-import dataclasses
 from typing import TYPE_CHECKING
+
+import msgspec
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class Mount:
+class Mount(msgspec.Struct, frozen=True):
     """A bind mount; both paths are absolute, ``host_path`` as the host sees it."""
 
     container_path: str
@@ -23,8 +23,7 @@ class Mount:
     read_only: bool = False
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class MemoryMount:
+class MemoryMount(msgspec.Struct, frozen=True):
     """A small file system in memory that one container has for itself.
     Only a CDI spec can carry it, so only late binding can.
     """
@@ -34,8 +33,7 @@ class MemoryMount:
     files: int
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class DeviceNode:
+class DeviceNode(msgspec.Struct, frozen=True):
     """A device node; ``permissions`` are letters of ``rwm`` (device cgroup)."""
 
     container_path: str
@@ -43,16 +41,15 @@ class DeviceNode:
     permissions: str = "rw"
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class Edits:
+class Edits(msgspec.Struct, frozen=True):
     """Environment, mounts, device nodes, annotations, CDI names (``vendor.com/class=name``) and
     memory mounts of one container.
     """
 
-    environment: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    environment: Mapping[str, str] = msgspec.field(default_factory=dict)
     mounts: tuple[Mount, ...] = ()
     device_nodes: tuple[DeviceNode, ...] = ()
-    annotations: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    annotations: Mapping[str, str] = msgspec.field(default_factory=dict)
     cdi_names: tuple[str, ...] = ()
     memory_mounts: tuple[MemoryMount, ...] = ()
 
@@ -70,16 +67,14 @@ class Edits:
         )
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class HostDirectory:
+class HostDirectory(msgspec.Struct, frozen=True):
     """A directory that must exist on the host before the container starts."""
 
     path: str
     mode: int = 0o755
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class HostFile:
+class HostFile(msgspec.Struct, frozen=True):
     """A file that must be on the host, whole, before the container starts.
 
     Attributes:
@@ -100,8 +95,7 @@ class HostFile:
     allocated: bool = False
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class Provision:
+class Provision(msgspec.Struct, frozen=True):
     """Everything that puts a grant in force:
     the container's edits, and what must be on the host before it starts.
 
@@ -116,7 +110,7 @@ class Provision:
             of its life before; as paths within it. ``files`` are made after that.
     """
 
-    edits: Edits = dataclasses.field(default_factory=Edits)
+    edits: Edits = msgspec.field(default_factory=Edits)
     directories: tuple[HostDirectory, ...] = ()
     files: tuple[HostFile, ...] = ()
     collected: str = ""

@@ -20,10 +20,11 @@ the variables that the pod must not set.
 
 from __future__ import annotations
 
-import dataclasses
 import hashlib
 import uuid
 from typing import TYPE_CHECKING
+
+import msgspec
 
 from vgpu_agent.errors import RequestRefusedError, UnhealthyDeviceError
 from vgpu_agent.isolation.edits import Edits, HostDirectory, HostFile, MemoryMount, Mount, Provision
@@ -79,8 +80,7 @@ def uses_lock(library: bytes) -> bool:
     return _LOCK in library and _LOCK_AWAITED in library
 
 
-@dataclasses.dataclass(slots=True)
-class HamiCore:
+class HamiCore(msgspec.Struct):
     """HAMi-core on this node.
 
     Attributes:

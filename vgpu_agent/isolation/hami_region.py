@@ -10,9 +10,10 @@ from 2.8.2, not 2.8.1 (hami-core §0.3.10). Called by `hami_core`.
 
 from __future__ import annotations
 
-import dataclasses
 import struct
 from typing import TYPE_CHECKING
+
+import msgspec
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -41,8 +42,7 @@ _RECENT_KERNEL = 2
 _PRIORITY = 1  # CUDA_TASK_PRIORITY's default
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class DeviceLimit:
+class DeviceLimit(msgspec.Struct, frozen=True):
     """The limit of one device: memory in MiB, never 0 because that means none;
     compute in percent, 100 for no limit.
     """

@@ -10,10 +10,11 @@ by `runtime.container_usage`.
 
 from __future__ import annotations
 
-import dataclasses
 import re
 import struct
 from typing import TYPE_CHECKING
+
+import msgspec
 
 from vgpu_agent.isolation.hami_region import MAGIC, MAX_DEVICES, SIZE
 
@@ -31,8 +32,7 @@ _UUID_BYTES = 96
 _UUID = re.compile(rb"(?:GPU|MIG)-[0-9A-Fa-f-]{36}\0")
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class DeviceUse:
+class DeviceUse(msgspec.Struct, frozen=True):
     """One device of a container: its place in the container's own order, bytes in use and allowed
     (0: not limited), compute in percent.
     """
@@ -45,8 +45,7 @@ class DeviceUse:
     cores_limit_percent: int
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class RegionUse:
+class RegionUse(msgspec.Struct, frozen=True):
     """The content of a region.
 
     Attributes:
@@ -62,15 +61,13 @@ class RegionUse:
     limits_cores: bool = True
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class Unreadable:
+class Unreadable(msgspec.Struct, frozen=True):
     """The reason why the file cannot be read: what was found, and what would be understood."""
 
     reason: str
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class _Layout:
+class _Layout(msgspec.Struct, frozen=True):
     """Offsets of what is read, in bytes; those of a slot count from the slot's begin."""
 
     device_num: int

@@ -12,8 +12,9 @@ limit and never raise it.
 from __future__ import annotations
 
 import collections
-import dataclasses
 from typing import TYPE_CHECKING
+
+import msgspec
 
 from vgpu_agent.isolation.edits import Edits, Mount
 
@@ -51,8 +52,7 @@ MAX_CLIENTS_BEFORE_VOLTA = 16
 NOT_FOR_MIG = "sharing using MPS is not supported for MIG devices"
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class MpsOptions:
+class MpsOptions(msgspec.Struct, frozen=True):
     """The directories through which daemons and containers meet.
 
     Attributes:
@@ -96,8 +96,7 @@ class MpsOptions:
         return f"{self.root}/shm"
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class DeviceLimit:
+class DeviceLimit(msgspec.Struct, frozen=True):
     """One GPU of a daemon, and the memory limit of each client.
 
     Attributes:
@@ -112,8 +111,7 @@ class DeviceLimit:
     memory_mib: int
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class DaemonPlan:
+class DaemonPlan(msgspec.Struct, frozen=True):
     """The settings of one control daemon (nvidia §17.3), as plain values:
     two equal plans are the same daemon.
 
@@ -153,7 +151,7 @@ class DaemonPlan:
             {(limit.uuid, limit.memory_mib) for limit in plan.devices} for plan in (self, wanted)
         )
         return (
-            dataclasses.replace(self, devices=()) == dataclasses.replace(wanted, devices=())
+            msgspec.structs.replace(self, devices=()) == msgspec.structs.replace(wanted, devices=())
             and wanted_limits <= own_limits
         )
 

@@ -6,8 +6,9 @@ for them, by iterating over `BACKENDS`; only the families that use a backend kno
 
 from __future__ import annotations
 
-import dataclasses
 from typing import TYPE_CHECKING
+
+import msgspec
 
 from vgpu_agent.isolation import hami_core, hami_region, vgpu_control
 
@@ -17,8 +18,7 @@ if TYPE_CHECKING:
     from vgpu_agent.config.settings import Settings
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class LibraryBackend:
+class LibraryBackend(msgspec.Struct, frozen=True):
     """The facts about a backend that the agent has to know.
 
     Attributes:

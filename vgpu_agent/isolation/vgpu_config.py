@@ -10,10 +10,11 @@ containers have mapped.
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import struct
 from typing import TYPE_CHECKING
+
+import msgspec
 
 from vgpu_agent.isolation.hami_usage import Unreadable
 
@@ -40,8 +41,7 @@ _LIMITS = struct.Struct("<48s2Q7i")
 _LIMITS_AT = 8
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class SlotLimit:
+class SlotLimit(msgspec.Struct, frozen=True):
     """The limits of one card, as the library obeys them.
 
     Attributes:
@@ -82,8 +82,7 @@ class SlotLimit:
         )
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class Owner:
+class Owner(msgspec.Struct, frozen=True):
     """The facts about its container in the file.
 
     Attributes:
@@ -111,8 +110,7 @@ class Owner:
     cuda_version: str = ""
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class ReadConfig:
+class ReadConfig(msgspec.Struct, frozen=True):
     """The content of a ``vgpu.config``, as far as the check of limits needs it.
 
     Attributes:

@@ -15,9 +15,10 @@ It is a quota for cooperative programs, not a security boundary (vgpu-manager §
 
 from __future__ import annotations
 
-import dataclasses
 import enum
 from typing import TYPE_CHECKING, Protocol
+
+import msgspec
 
 from vgpu_agent.errors import RequestRefusedError, UnhealthyDeviceError, quoted
 from vgpu_agent.isolation.backend import LibraryServices
@@ -97,8 +98,7 @@ class ComputePolicy(enum.StrEnum):
     NONE = "none"  # not at all
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class CardLimit:
+class CardLimit(msgspec.Struct, frozen=True):
     """The part of one card that a container has.
 
     Attributes:
@@ -118,8 +118,7 @@ class CardLimit:
     card_memory_mib: int = 0
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class ControlTarget:
+class ControlTarget(msgspec.Struct, frozen=True):
     """The container that is to keep to its shares.
 
     Attributes:
@@ -169,8 +168,7 @@ class ControlBackend(Protocol):
         ...
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class VgpuControl:
+class VgpuControl(msgspec.Struct, frozen=True):
     """libvgpu-control.so on this node.
 
     Attributes:

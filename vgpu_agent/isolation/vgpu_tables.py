@@ -9,9 +9,10 @@ read it. All are little endian.
 
 from __future__ import annotations
 
-import dataclasses
 import struct
 from typing import TYPE_CHECKING
+
+import msgspec
 
 from vgpu_agent.isolation.hami_usage import Unreadable
 from vgpu_agent.isolation.vgpu_config import MAX_CARDS
@@ -54,8 +55,7 @@ SM_UTIL_GRAPHICS, SM_UTIL_GRAPHICS_COUNT = 57_368, 81_944
 SM_UTIL_LOCK = 81_948  # an OFD lock of that byte
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class Spilled:
+class Spilled(msgspec.Struct, frozen=True):
     """Memory of one process that lies in the host's instead of the card's."""
 
     index: int
@@ -63,8 +63,7 @@ class Spilled:
     used_bytes: int
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class SmUse:
+class SmUse(msgspec.Struct, frozen=True):
     """The use of one card's compute, as the container's own processes have last sampled it.
 
     Attributes:

@@ -10,8 +10,9 @@ Field numbers: kubelet §1 and §13.
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 from typing import TYPE_CHECKING
+
+import msgspec
 
 from vgpu_agent import device_ids
 from vgpu_agent.device_ids import (
@@ -38,8 +39,7 @@ EMPTY = b""  # a message without any field
 IDS_IN_A_PART = 4096
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class PreferenceRequest:
+class PreferenceRequest(msgspec.Struct, frozen=True):
     """The request for one container in GetPreferredAllocation."""
 
     available: tuple[str, ...]

@@ -11,8 +11,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import dataclasses
 from typing import TYPE_CHECKING
+
+import msgspec
 
 from vgpu_agent import log
 from vgpu_agent.concurrency import Latest
@@ -35,11 +36,10 @@ POLL_SECONDS = 5.0
 _SOCKET = ".sock"
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class DirectoryState:
+class DirectoryState(msgspec.Struct, frozen=True):
     """The sockets in the directory, by file name; empty when there is no directory."""
 
-    sockets: Mapping[str, SocketIdentity] = dataclasses.field(default_factory=dict)
+    sockets: Mapping[str, SocketIdentity] = msgspec.field(default_factory=dict)
 
     @property
     def kubelet_socket(self) -> SocketIdentity | None:

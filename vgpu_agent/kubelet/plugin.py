@@ -9,9 +9,10 @@ container.
 from __future__ import annotations
 
 import asyncio
-import dataclasses
 import time
 from typing import TYPE_CHECKING, Protocol
+
+import msgspec
 
 from vgpu_agent import log
 from vgpu_agent.concurrency import Revision, first_of
@@ -66,8 +67,7 @@ class Backend(Protocol):
         """
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class SentList:
+class SentList(msgspec.Struct, frozen=True):
     """The list that the kubelet was sent last, and its age in seconds."""
 
     devices: Sequence[ListedDevice]

@@ -8,10 +8,11 @@ settings; what was admitted under earlier ones is not held to today's limits.
 from __future__ import annotations
 
 import collections
-import dataclasses
 import enum
 import itertools
 from typing import TYPE_CHECKING, NamedTuple
+
+import msgspec
 
 from vgpu_agent.model import Decider, DeviceRoom
 
@@ -21,8 +22,7 @@ if TYPE_CHECKING:
     from vgpu_agent.model import Grant, Resource, Share
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class Device:
+class Device(msgspec.Struct, frozen=True):
     """A GPU or a MIG instance in the ledger; ``trouble`` is why it must not be granted now
     (health, or gone), ``divided`` is MIG mode.
     """
@@ -34,8 +34,7 @@ class Device:
     divided: bool = False
 
 
-@dataclasses.dataclass(slots=True)
-class Usage:
+class Usage(msgspec.Struct):
     """The amounts booked by the grants that count for one resource, by device.
 
     Attributes:
@@ -44,14 +43,14 @@ class Usage:
         firm_holders: likewise; only counted where the pod decides.
     """
 
-    memory_mib: collections.Counter[str] = dataclasses.field(default_factory=collections.Counter)
-    cores_percent: collections.Counter[str] = dataclasses.field(default_factory=collections.Counter)
-    holders: collections.Counter[str] = dataclasses.field(default_factory=collections.Counter)
-    exclusive: collections.Counter[str] = dataclasses.field(default_factory=collections.Counter)
-    firm_cores_percent: collections.Counter[str] = dataclasses.field(
+    memory_mib: collections.Counter[str] = msgspec.field(default_factory=collections.Counter)
+    cores_percent: collections.Counter[str] = msgspec.field(default_factory=collections.Counter)
+    holders: collections.Counter[str] = msgspec.field(default_factory=collections.Counter)
+    exclusive: collections.Counter[str] = msgspec.field(default_factory=collections.Counter)
+    firm_cores_percent: collections.Counter[str] = msgspec.field(
         default_factory=collections.Counter
     )
-    firm_holders: collections.Counter[str] = dataclasses.field(default_factory=collections.Counter)
+    firm_holders: collections.Counter[str] = msgspec.field(default_factory=collections.Counter)
 
 
 class Measure(enum.StrEnum):
@@ -110,8 +109,7 @@ class Excess(NamedTuple):
         return f"{max(0, self.booked - more)} {unit} booked + {more} wanted, of {self.limit}"
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class Overcommit:
+class Overcommit(msgspec.Struct, frozen=True):
     """A device of which schedulers have assigned more compute, or more places, than it has."""
 
     resource: str

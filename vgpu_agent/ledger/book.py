@@ -11,10 +11,11 @@ read by the plugin servers and `web`.
 
 from __future__ import annotations
 
-import dataclasses
 import math
 import time
 from typing import TYPE_CHECKING
+
+import msgspec
 
 from vgpu_agent.concurrency import Revision
 from vgpu_agent.device_ids import DeviceId, ListedDevice, NumberedIds, NumberedList
@@ -489,7 +490,7 @@ class Ledger:
         if (same := self._still_open(holders, set(ids), covering=not by_ids)) and (
             by_ids or not shares
         ):
-            again = dataclasses.replace(
+            again = msgspec.structs.replace(
                 same, reserved_at=self._wall_clock(), steady_at=self._clock()
             )
             self._grants.by_number[same.number] = again
@@ -573,7 +574,7 @@ class Ledger:
             and same.evidence
             and not set(ended) - {same.number}
         ):
-            if dataclasses.replace(same, evidence=evidence) != decided:
+            if msgspec.structs.replace(same, evidence=evidence) != decided:
                 self._changed()
             self._grants.by_number[same.number] = decided
             return decided
@@ -624,7 +625,7 @@ class Ledger:
             resource, wanted, claims=not self._has_part_of_its_shares(decided_for[0])
         )
         before = self._grants.saved()
-        filled = dataclasses.replace(
+        filled = msgspec.structs.replace(
             grant, shares=tuple(shares), decided_for=decided_for, may_overcommit=may_overcommit
         )
         self._grants.by_number[number] = filled
@@ -635,7 +636,7 @@ class Ledger:
         """Record that the shares of grant ``number`` are another container's:
         two pods that got each other's equal shares.
         """
-        self._grants.by_number[number] = dataclasses.replace(
+        self._grants.by_number[number] = msgspec.structs.replace(
             self._grants.by_number[number], decided_for=decided_for
         )
         self._changed()
@@ -646,7 +647,7 @@ class Ledger:
             return None
         self._grants.remove(grant)
         self._changed()
-        return dataclasses.replace(grant, state=GrantState.RELEASED)
+        return msgspec.structs.replace(grant, state=GrantState.RELEASED)
 
     def reconcile(
         self,

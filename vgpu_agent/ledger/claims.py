@@ -15,16 +15,16 @@ Pure functions, called by `book`; `allocation` makes the claims.
 
 from __future__ import annotations
 
-import dataclasses
 import operator
 from typing import TYPE_CHECKING
+
+import msgspec
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class Claim:
+class Claim(msgspec.Struct, frozen=True):
     """One GPU that is kept for a pod which has not been given its shares yet.
 
     Attributes:

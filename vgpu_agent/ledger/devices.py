@@ -7,8 +7,9 @@ state here.
 
 from __future__ import annotations
 
-import dataclasses
 from typing import TYPE_CHECKING
+
+import msgspec
 
 from vgpu_agent.ledger.accounting import Device
 
@@ -48,7 +49,7 @@ def devices_of(inventory: Inventory) -> dict[str, Device]:
 def gone(uuids: Iterable[str], known: Mapping[str, Device]) -> dict[str, Device]:
     """Return those of ``uuids`` that ``known`` contains, as devices that are gone."""
     return {
-        uuid: dataclasses.replace(known[uuid], trouble="the device is gone")
+        uuid: msgspec.structs.replace(known[uuid], trouble="the device is gone")
         for uuid in uuids
         if uuid in known
     }

@@ -8,8 +8,9 @@ records. No other module changes a grant.
 from __future__ import annotations
 
 import collections
-import dataclasses
 from typing import TYPE_CHECKING
+
+import msgspec
 
 from vgpu_agent.model import Decider, Grant, GrantState
 
@@ -114,7 +115,7 @@ class Grants:
         settings; tell whether they changed.
         """
         restated = {
-            number: dataclasses.replace(grant, shares=shares)
+            number: msgspec.structs.replace(grant, shares=shares)
             for number, grant in self.by_number.items()
             if self._is_offered_by_ids(grant) and (shares := stand_for(grant)) != grant.shares
         }
@@ -126,7 +127,7 @@ class Grants:
         pod. Unknown numbers are allowed.
         """
         if grant := self.by_number.get(number):
-            self.by_number[number] = dataclasses.replace(
+            self.by_number[number] = msgspec.structs.replace(
                 grant, shares=(), decided_for=None, state=GrantState.RESERVED, evidence=HANDED_ON
             )
 
@@ -140,7 +141,7 @@ class Grants:
         if grant.decided_for or (offered and offered.decided_by is Decider.POD):
             # The container that had been decided for has ended: its shares went with the ids that
             # the next one took.
-            left = dataclasses.replace(
+            left = msgspec.structs.replace(
                 grant,
                 ids=rest,
                 shares=(),
@@ -152,7 +153,7 @@ class Grants:
             return
         devices = {self.device_behind(grant, id_) for id_ in rest}
         shares = tuple(share for share in grant.shares if share.device in devices)
-        self.add(dataclasses.replace(grant, ids=rest, shares=shares))
+        self.add(msgspec.structs.replace(grant, ids=rest, shares=shares))
 
     def _is_offered_by_ids(self, grant: Grant) -> bool:
         offered = self._offers.by_name.get(grant.resource)

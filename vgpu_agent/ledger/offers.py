@@ -4,9 +4,10 @@ Kept by `book`, which alone changes it.
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
 from typing import TYPE_CHECKING
+
+import msgspec
 
 from vgpu_agent.device_ids import NumberedIds
 from vgpu_agent.model import Decider
@@ -121,7 +122,7 @@ class Offers:
         wider = self._wider.get(resource.name)
         if wider is None:
             return resource
-        return dataclasses.replace(
+        return msgspec.structs.replace(
             resource,
             holders_per_device=max(resource.holders_per_device, wider.holders_per_device),
             memory_scaling=max(resource.memory_scaling, wider.memory_scaling),

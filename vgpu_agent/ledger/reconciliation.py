@@ -6,8 +6,9 @@ and after each reading of the records.
 
 from __future__ import annotations
 
-import dataclasses
 from typing import TYPE_CHECKING, NamedTuple
+
+import msgspec
 
 from vgpu_agent.ledger.grants import HANDED_ON
 from vgpu_agent.model import Grant, GrantState
@@ -43,8 +44,7 @@ class InterpretedHolding(NamedTuple):
     decided_at: float = 0.0
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class Correction:
+class Correction(msgspec.Struct, frozen=True):
     """One thing that the ledger changed because of the kubelet's records.
 
     Attributes:
@@ -105,7 +105,7 @@ class Reconciliation:
                     not ended_only and (reason := self._release_reason(grant, reservation_seconds))
                 ):
                     self._grants.remove(grant)
-                    gone = dataclasses.replace(grant, state=GrantState.RELEASED)
+                    gone = msgspec.structs.replace(grant, state=GrantState.RELEASED)
                     corrections.append(
                         Correction("ledger.released", drift=False, grant=gone, reason=reason)
                     )
@@ -208,14 +208,14 @@ class Reconciliation:
                 interpreted.decided_for,
                 interpreted.may_overcommit,
             )
-        named = dataclasses.replace(
+        named = msgspec.structs.replace(
             grant,
             owner=merged,
             shares=shares,
             decided_for=decided_for,
             may_overcommit=may_overcommit,
         )
-        named = self._grants.by_number[grant.number] = dataclasses.replace(
+        named = self._grants.by_number[grant.number] = msgspec.structs.replace(
             named, state=self._state(merged, interpreted, named)
         )
         if known == merged and named == grant:

@@ -8,8 +8,9 @@ functions of the ledger's state.
 from __future__ import annotations
 
 import collections
-import dataclasses
 from typing import TYPE_CHECKING
+
+import msgspec
 
 from vgpu_agent.device_ids import NumberedIds
 from vgpu_agent.ledger import availability
@@ -22,8 +23,7 @@ if TYPE_CHECKING:
     from vgpu_agent.model import Grant, Resource
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class GpuUse:
+class GpuUse(msgspec.Struct, frozen=True):
     """The use of one GPU, MIG instances included.
 
     Attributes:
@@ -51,8 +51,7 @@ class GpuUse:
         return len(self.pods) + self.unnamed
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class HeldBack:
+class HeldBack(msgspec.Struct, frozen=True):
     """Ids of one resource that are not granted, for one reason.
 
     Attributes:

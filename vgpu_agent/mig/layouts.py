@@ -8,9 +8,10 @@ the result is a division of each GPU, or a reason.
 from __future__ import annotations
 
 import collections
-import dataclasses
 import json
 from typing import TYPE_CHECKING, Any
+
+import msgspec
 
 from vgpu_agent.config import yaml
 from vgpu_agent.errors import MigError
@@ -25,8 +26,7 @@ _MAX_INSTANCES = 8  # of one GPU, by NVML
 _MAX_SHOWN = 200
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class Division:
+class Division(msgspec.Struct, frozen=True):
     """The division of one GPU: whether MIG mode is on,
     and the number of instances of each profile.
     """

@@ -8,8 +8,9 @@ the facts about the GPUs, the families pass them to `policies` and `rooms`.
 
 from __future__ import annotations
 
-import dataclasses
 from typing import TYPE_CHECKING
+
+import msgspec
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
@@ -17,8 +18,7 @@ if TYPE_CHECKING:
 OWN, FREE, OTHERS = range(3)
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class Neighbours:
+class Neighbours(msgspec.Struct, frozen=True):
     """The GPUs of the node by their use, for one family; empty when it is the only one on the node.
 
     Attributes:

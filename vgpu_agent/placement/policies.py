@@ -10,8 +10,9 @@ several families share, the ranks of `mixing` come first.
 from __future__ import annotations
 
 import collections
-import dataclasses
 from typing import TYPE_CHECKING
+
+import msgspec
 
 from vgpu_agent.errors import CapacityError
 from vgpu_agent.placement.aligned import choose_group
@@ -28,8 +29,7 @@ SPREAD = "spread"
 ONE_GPU = "one-gpu"
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class IdRequest:
+class IdRequest(msgspec.Struct, frozen=True):
     """The kubelet's request, and what is known of the ids.
 
     Attributes:
@@ -49,8 +49,8 @@ class IdRequest:
     size: int
     device_of: Mapping[str, str]
     totals: Mapping[str, int]
-    links: Mapping[tuple[str, str], Link] = dataclasses.field(default_factory=dict)
-    ranks: Mapping[str, int] = dataclasses.field(default_factory=dict)
+    links: Mapping[tuple[str, str], Link] = msgspec.field(default_factory=dict)
+    ranks: Mapping[str, int] = msgspec.field(default_factory=dict)
 
     def rank(self, device: str) -> int:
         """The rank of a device."""

@@ -9,8 +9,9 @@ Pure functions.
 
 from __future__ import annotations
 
-import dataclasses
 from typing import TYPE_CHECKING
+
+import msgspec
 
 from vgpu_agent.errors import CapacityError, listed, quoted
 from vgpu_agent.placement.mixing import ALONE, OTHERS
@@ -30,8 +31,7 @@ _MAX_DEVICES = 4  # the most devices that a message names for one reason
 _WHOLE_PERCENT = 100  # a container that asks for all compute of a device shares it with no other
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class DeviceDemand:
+class DeviceDemand(msgspec.Struct, frozen=True):
     """The demand of a container on each of its devices.
 
     Attributes:

@@ -9,11 +9,12 @@ functions read /proc or /sys/fs/cgroup and can block, so call them in a thread.
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
 import os
 import re
 from typing import TYPE_CHECKING
+
+import msgspec
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -40,8 +41,7 @@ _START_TIME_FIELD = 19  # index in /proc/<pid>/stat after the process name in pa
 _TICKS_PER_SECOND = os.sysconf("SC_CLK_TCK")
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class Member:
+class Member(msgspec.Struct, frozen=True):
     """The container that a process is a member of.
 
     Attributes:

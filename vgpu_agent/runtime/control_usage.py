@@ -13,12 +13,13 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import dataclasses
 import os
 import stat
 import time
 from collections import Counter, defaultdict
 from typing import TYPE_CHECKING, TypeVar
+
+import msgspec
 
 from vgpu_agent.concurrency import Latest
 from vgpu_agent.errors import CarrierError
@@ -52,8 +53,7 @@ _ALL_CORES_PERCENT = 100
 _Read = TypeVar("_Read")
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class UsageReading:
+class UsageReading(msgspec.Struct, frozen=True):
     """The last usage of all GPUs that the driver has reported.
 
     Attributes:
@@ -65,8 +65,7 @@ class UsageReading:
     read_at: float = 0.0
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class _Container:
+class _Container(msgspec.Struct, frozen=True):
     """A container that may have files.
 
     Attributes:
@@ -181,7 +180,7 @@ class ControlledUses:
         for container in containers:
             use = self._read_one(container, looser)
             if use is not None:
-                yield dataclasses.replace(use, on_cards=on_cards.get(container, ()))
+                yield msgspec.structs.replace(use, on_cards=on_cards.get(container, ()))
         self._looser = frozenset(looser)
         names = {container.directory_name for container in containers}
         for name in set(self._initial_limits) - names:

@@ -19,12 +19,13 @@ displace the library that this agent has installed: new containers get that one.
 from __future__ import annotations
 
 import asyncio
-import dataclasses
 import hashlib
 import os
 import platform
 import stat
 from typing import TYPE_CHECKING
+
+import msgspec
 
 from vgpu_agent.errors import CarrierError
 from vgpu_agent.runtime import host_files
@@ -52,8 +53,7 @@ def _no_locks(_content: bytes) -> bool:
     return False
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class Recognition:
+class Recognition(msgspec.Struct, frozen=True):
     """The knowledge of one library.
 
     Attributes:

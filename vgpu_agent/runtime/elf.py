@@ -9,10 +9,11 @@ of the agent's memory, and it answers damaged files with a dozen kinds of except
 
 from __future__ import annotations
 
-import dataclasses
 import re
 import struct
 from typing import TYPE_CHECKING, Any
+
+import msgspec
 
 from vgpu_agent.errors import AgentError
 
@@ -46,8 +47,7 @@ class ElfError(AgentError):
     """
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class _Segment:
+class _Segment(msgspec.Struct, frozen=True):
     flags: int
     offset: int
     address: int

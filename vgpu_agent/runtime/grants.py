@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import dataclasses
 import errno
 import functools
 import itertools
@@ -23,6 +22,8 @@ import re
 import threading
 import time
 from typing import TYPE_CHECKING, TypeVar
+
+import msgspec
 
 from vgpu_agent.cdi import grant_spec
 from vgpu_agent.errors import CarrierError
@@ -217,7 +218,7 @@ class GrantDirectory:
                 continue
             try:
                 inlined = await self._inlined(provision)
-                kept = dataclasses.replace(provision, removed=())
+                kept = msgspec.structs.replace(provision, removed=())
                 restored += await asyncio.to_thread(
                     self._deliver, record, kept, inlined, only_missing=True
                 )
@@ -611,14 +612,14 @@ def _in_slot(provision: Provision) -> Provision:
     Its files are not allocated in advance. The kernel charges a page of memory to its first
     writer, which should be the container, and no other container can use up the slot.
     """
-    return dataclasses.replace(
+    return msgspec.structs.replace(
         provision,
         directories=tuple(
             directory
             for directory in provision.directories
             if directory.path != provision.collected
         ),
-        files=tuple(dataclasses.replace(file, allocated=False) for file in provision.files),
+        files=tuple(msgspec.structs.replace(file, allocated=False) for file in provision.files),
     )
 
 

@@ -8,12 +8,13 @@ Called by `host_files` and `grants`, always in a thread.
 
 from __future__ import annotations
 
-import dataclasses
 import enum
 import hashlib
 import os
 import re
 from typing import TYPE_CHECKING
+
+import msgspec
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -29,8 +30,7 @@ class Use(enum.Enum):
     UNKNOWN = "unknown"  # the agent sees no other mount namespace (no host PIDs), so it cannot know
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class _Mount:
+class _Mount(msgspec.Struct, frozen=True):
     """One line: ``root`` is the mounted part of the file system ``device``,
     and ``point`` is its mount point.
     """

@@ -17,12 +17,13 @@ The agent needs ``hostPID`` for this, and the host's cgroups.
 from __future__ import annotations
 
 import asyncio
-import dataclasses
 import functools
 import os
 import secrets
 import time
 from typing import TYPE_CHECKING, TypeVar
+
+import msgspec
 
 from vgpu_agent import log
 from vgpu_agent.concurrency import first_of
@@ -81,8 +82,7 @@ _LONGEST_TOKEN = 128
 _LIMITS = Limits(connections=_MAX_CONNECTIONS, streams=0, request_bytes=64 * 1024)
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class Request:
+class Request(msgspec.Struct, frozen=True):
     """A call, as the library's client sends it. The token is that of another way to grant
     devices; nothing is looked up by it.
     """
@@ -115,8 +115,7 @@ class Request:
         return cls(uid, name, token)
 
 
-@dataclasses.dataclass(slots=True)
-class _Registered:
+class _Registered(msgspec.Struct):
     """A container whose list is kept current: its id, and what was written last."""
 
     member: Member

@@ -13,12 +13,13 @@ from __future__ import annotations
 import asyncio
 import collections
 import contextlib
-import dataclasses
 import os
 import select
 import threading
 import time
 from typing import TYPE_CHECKING
+
+import msgspec
 
 from vgpu_agent import log
 from vgpu_agent.grpc.peers import peer_of
@@ -39,8 +40,7 @@ _MAX_KNOWN = 1024  # callers whose allowance is remembered
 _ACCEPT_PAUSE_SECONDS = 0.1  # after an error that will not be over at once, such as EMFILE
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class Caller:
+class Caller(msgspec.Struct, frozen=True):
     """A connected process, and the container that the kernel says it belongs to; None for one
     that is in none, or has ended already.
     """

@@ -14,9 +14,10 @@ from __future__ import annotations
 
 import asyncio
 import collections
-import dataclasses
 import resource
 from typing import TYPE_CHECKING
+
+import msgspec
 
 from vgpu_agent import log
 
@@ -41,8 +42,7 @@ HANDSHAKE_SECONDS = 5.0
 _PART_OF_DESCRIPTORS = 8
 
 
-@dataclasses.dataclass(slots=True)
-class _Connection:
+class _Connection(msgspec.Struct):
     transport: asyncio.Transport
     host: str
 

@@ -8,7 +8,6 @@ level.
 
 from __future__ import annotations
 
-import dataclasses
 import datetime as dt
 import re
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -39,8 +38,7 @@ class BadRequestError(AgentError):
     """A query parameter or a body is invalid. The response is status 400 with this message."""
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class DebugRequest:
+class DebugRequest(msgspec.Struct, frozen=True):
     """A request: the snapshot to answer from, the time of it (Unix seconds), and the query."""
 
     status: AgentStatus

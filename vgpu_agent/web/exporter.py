@@ -8,13 +8,13 @@ about each token once a minute, and not more often than `_REVIEWS_A_SECOND` in a
 from __future__ import annotations
 
 import asyncio
-import dataclasses
 import hashlib
 import ssl
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
+import msgspec
 from aiohttp import hdrs, web
 
 from vgpu_agent import log
@@ -50,8 +50,7 @@ class Reviews(Protocol):
         ...
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class Exporter:
+class Exporter(msgspec.Struct, frozen=True):
     """One address, and what it serves.
 
     Attributes:

@@ -8,9 +8,10 @@ for events.
 
 from __future__ import annotations
 
-import dataclasses
 import enum
 from typing import TYPE_CHECKING
+
+import msgspec
 
 from vgpu_agent.families.registry import FAMILIES
 from vgpu_agent.isolation import vgpu_control
@@ -46,8 +47,7 @@ class LimitState(enum.StrEnum):
     NOT_IN_FORCE = "not in force"
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class Limit:
+class Limit(msgspec.Struct, frozen=True):
     """The state of a limit, with one sentence about its evidence or about what is missing."""
 
     state: LimitState

@@ -4,9 +4,10 @@ The lines themselves are in `catalogue` and, by subject, in the modules beside i
 
 from __future__ import annotations
 
-import dataclasses
 import enum
 from typing import TYPE_CHECKING
+
+import msgspec
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
@@ -22,8 +23,7 @@ class Kind(enum.StrEnum):
     SUMMARY = "summary"
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class Metric:
+class Metric(msgspec.Struct, frozen=True):
     """One line of the table.
 
     Attributes:

@@ -8,9 +8,10 @@ describes exists.
 from __future__ import annotations
 
 import collections
-import dataclasses
 import platform
 from typing import TYPE_CHECKING
+
+import msgspec
 
 from vgpu_agent.status import NvmlState
 from vgpu_agent.web import binding, mig, views
@@ -26,8 +27,7 @@ if TYPE_CHECKING:
 MIB = 1024 * 1024
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class ProcessFacts:
+class ProcessFacts(msgspec.Struct, frozen=True):
     """Facts from the operating system about this process. None where the kernel gives no value."""
 
     resident_bytes: float = 0.0
@@ -35,8 +35,7 @@ class ProcessFacts:
     open_descriptors: int | None = None
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class Moment:
+class Moment(msgspec.Struct, frozen=True):
     """The input of one scrape: the snapshot, the process, and the time (unix seconds)."""
 
     status: AgentStatus

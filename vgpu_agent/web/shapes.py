@@ -7,15 +7,11 @@ views of this package.
 
 from __future__ import annotations
 
-import dataclasses
 import datetime as dt
 import functools
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 import msgspec
-
-if TYPE_CHECKING:
-    from _typeshed import DataclassInstance
 
 View = TypeVar("View", bound=msgspec.Struct)
 
@@ -54,16 +50,16 @@ def view(kind: type[View], source: Any, now: float, **others: Any) -> View:
     return kind(**others)
 
 
-def shown(source: DataclassInstance, now: float) -> dict[str, Any]:
+def shown(source: msgspec.Struct, now: float) -> dict[str, Any]:
     """All fields of a status; those that end in ``_at`` or ``_since`` are moments,
     and are shown without that ending.
     """
     found = {}
-    for field in dataclasses.fields(source):
-        value, public = getattr(source, field.name), field.name
+    for name in source.__struct_fields__:
+        value, public = getattr(source, name), name
         for ending in _MOMENTS:
-            if field.name.endswith(ending):
-                value, public = when(value, now), field.name.removesuffix(ending)
+            if name.endswith(ending):
+                value, public = when(value, now), name.removesuffix(ending)
         found[public] = value
     return found
 
@@ -71,7 +67,7 @@ def shown(source: DataclassInstance, now: float) -> dict[str, Any]:
 @functools.cache
 def _sources(kind: type[msgspec.Struct], source: type) -> tuple[tuple[str, str, bool], ...]:
     """Each field of ``kind``, the attribute of ``source`` behind it, and whether it is a moment."""
-    attributes = {*dir(source), *getattr(source, "__dataclass_fields__", ())}
+    attributes = dir(source)
     found = []
     for field in msgspec.structs.fields(kind):
         is_moment = field.type is When

@@ -5,11 +5,11 @@ then.
 from __future__ import annotations
 
 import asyncio
-import dataclasses
 from collections.abc import AsyncIterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 from tests.golden import U0, U1, golden_inventory
@@ -51,9 +51,9 @@ class Watch:
     def change(self, uuid: str, **changes: Any) -> None:
         old = self.inventory.value
         gpus = tuple(
-            dataclasses.replace(gpu, **changes) if gpu.uuid == uuid else gpu for gpu in old.gpus
+            msgspec.structs.replace(gpu, **changes) if gpu.uuid == uuid else gpu for gpu in old.gpus
         )
-        self.inventory.publish(dataclasses.replace(old, gpus=gpus, version=old.version + 1))
+        self.inventory.publish(msgspec.structs.replace(old, gpus=gpus, version=old.version + 1))
 
 
 class Stage:

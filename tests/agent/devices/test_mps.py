@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import dataclasses
 import time
 from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
@@ -226,7 +225,9 @@ async def test_sharing_that_is_switched_off_ends_the_daemon(tmp_path: Path) -> N
     async with running(tmp_path) as node:
         await node.offers.offer(_shared())
         await node.until(lambda: GPU in node.offers.served)
-        await node.offers.offer(dataclasses.replace(_shared(), sharing=SharingMode.TIME_SLICING))
+        await node.offers.offer(
+            msgspec.structs.replace(_shared(), sharing=SharingMode.TIME_SLICING)
+        )
         await node.until(lambda: node.compute_modes == [0, 0])
         assert node.offers.served == [GPU]
 
@@ -274,7 +275,7 @@ async def test_one_gpu_has_one_daemon(tmp_path: Path) -> None:
     the second resource says which one has it, and the first is offered.
     """
     async with running(tmp_path) as node:
-        other = dataclasses.replace(
+        other = msgspec.structs.replace(
             _shared(2, "nvidia.com/gpu.shared"),
             ids=tuple(DeviceId(f"{U0}-{number}", U0) for number in range(2)),
         )
@@ -292,8 +293,10 @@ async def test_what_cannot_be_shared_by_mps_is_withheld_for_good(tmp_path: Path)
     async with running(tmp_path) as node:
         await node.offers.offer(_shared(49))
         assert "49 replicas of GPU 0" in node.withheld[GPU]
-        sliced = tuple(dataclasses.replace(gpu, mig_enabled=True) for gpu in node.inventory.gpus)
-        node.inventory = dataclasses.replace(node.inventory, gpus=sliced)
+        sliced = tuple(
+            msgspec.structs.replace(gpu, mig_enabled=True) for gpu in node.inventory.gpus
+        )
+        node.inventory = msgspec.structs.replace(node.inventory, gpus=sliced)
         await node.offers.offer(_shared(7, "nvidia.com/mig-1g.5gb"))
         assert (
             "sharing using MPS is not supported for MIG devices"
@@ -395,7 +398,9 @@ async def test_without_a_directory_for_mps_nothing_is_shared_by_it(tmp_path: Pat
 async def test_a_node_without_mps_runs_no_tool(tmp_path: Path) -> None:
     """Time-slicing needs no daemon, no directory and no exclusive mode."""
     async with running(tmp_path) as node:
-        await node.offers.offer(dataclasses.replace(_shared(), sharing=SharingMode.TIME_SLICING))
+        await node.offers.offer(
+            msgspec.structs.replace(_shared(), sharing=SharingMode.TIME_SLICING)
+        )
         assert node.offers.served == [GPU]
         assert node.tools.calls == []
         assert not node.root.exists()

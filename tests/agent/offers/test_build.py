@@ -4,7 +4,6 @@ chosen by settings, discovery and the way grants are bound.
 
 from __future__ import annotations
 
-import dataclasses
 import os
 from pathlib import Path
 
@@ -75,8 +74,8 @@ def test_what_was_found_on_the_node_is_told() -> None:
     options = list_options(settings, found)
     assert (options.imex_channels, options.imex_root) == ((0,), "/run/nvidia/driver")
     assert (options.enabled, options.cdi_modes) == (("gds", "mofed"), ("gds",))
-    assert dataclasses.replace(options, cdi_modes=()) == list_options(
-        settings, dataclasses.replace(found, cdi=CdiFound(found.cdi.channels))
+    assert msgspec.structs.replace(options, cdi_modes=()) == list_options(
+        settings, msgspec.structs.replace(found, cdi=CdiFound(found.cdi.channels))
     )
 
 

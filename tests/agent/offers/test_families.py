@@ -5,7 +5,6 @@ they withhold what they make impossible, and delay or undo nothing else.
 from __future__ import annotations
 
 import asyncio
-import dataclasses
 from pathlib import Path
 from typing import Literal
 
@@ -63,13 +62,13 @@ async def one_gpu_fits(folder: Path, monkeypatch: pytest.MonkeyPatch) -> schema.
 def first_gpu() -> Inventory:
     """The inventory before the second GPU has answered."""
     whole = golden_inventory()
-    return dataclasses.replace(whole, gpus=whole.gpus[:1])
+    return msgspec.structs.replace(whole, gpus=whole.gpus[:1])
 
 
 def two_models() -> Inventory:
     """One GPU that Volcano's geometries know, and one that they do not."""
     return Inventory(
-        version=1, gpus=(a_gpu(), dataclasses.replace(a_gpu(U1, index=1), name="NVIDIA A10"))
+        version=1, gpus=(a_gpu(), msgspec.structs.replace(a_gpu(U1, index=1), name="NVIDIA A10"))
     )
 
 
@@ -340,7 +339,7 @@ async def test_two_families_that_name_one_resource_are_not_offered_both(tmp_path
         await parts.families.apply(settings)
         static = VolcanoStaticMigFamily(StaticMigOptions("mixed", prefix="nvidia.com"))
         both = (*parts.families._families.by_ids, static)
-        parts.families._families = dataclasses.replace(parts.families._families, by_ids=both)
+        parts.families._families = msgspec.structs.replace(parts.families._families, by_ids=both)
         parts.families.refresh()
         await parts.offering.sync()
         assert parts.offered == {GPU: 1, MIG: 7}
@@ -348,7 +347,9 @@ async def test_two_families_that_name_one_resource_are_not_offered_both(tmp_path
             f"{MIG} is offered by nvidia and by volcano-vgpu-mig; "
             f"{duplicate_remedy('volcano-vgpu-mig')}"
         )
-        parts.families._families = dataclasses.replace(parts.families._families, by_ids=both[:1])
+        parts.families._families = msgspec.structs.replace(
+            parts.families._families, by_ids=both[:1]
+        )
         await look_again(parts)
         assert parts.offering.withheld == {}
 
@@ -392,7 +393,7 @@ async def test_two_families_may_have_the_same_slices(tmp_path: Path) -> None:
     async with wired(settings, in_mig_mode(both=False)) as parts:
         await parts.families.apply(settings)
         static = VolcanoStaticMigFamily(StaticMigOptions("mixed"))
-        parts.families._families = dataclasses.replace(
+        parts.families._families = msgspec.structs.replace(
             parts.families._families, by_ids=(*parts.families._families.by_ids, static)
         )
         parts.families.refresh()

@@ -6,11 +6,11 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import dataclasses
 from collections.abc import AsyncIterator, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 from structlog.testing import capture_logs
 
@@ -273,7 +273,7 @@ async def test_counts_are_told_for_schedulers_where_several_families_are_on(
         await node.offer(
             one,
             *(
-                dataclasses.replace(one, name=name, family=name)
+                msgspec.structs.replace(one, name=name, family=name)
                 for name in ("k8s.amazonaws.com/vgpu", "example.com/closed")
             ),
         )

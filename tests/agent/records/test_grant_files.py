@@ -5,12 +5,12 @@ restored after a reboot, collected when the pod is gone, and never before.
 from __future__ import annotations
 
 import asyncio
-import dataclasses
 import os
 import shutil
 from collections.abc import Sequence
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from tests.allocation.binding_parts import IDS, NUMBER, MemoryCarrier, Place, a_pod, wants
@@ -96,7 +96,7 @@ class Kept:
 def a_running_pod() -> Pod:
     """A pod whose container has started."""
     pod = a_pod("train", annotations=wants(main=f"{U0} 1000"), phase="Running")
-    return dataclasses.replace(
+    return msgspec.structs.replace(
         pod, containers=(PodContainer("main", limits={NUMBER: 1}, started=True),)
     )
 
@@ -119,7 +119,7 @@ async def test_directories_of_a_replaced_plugin_go_by_who_lives(tmp_path: Path) 
     """
     kept, pod = Kept(tmp_path), a_running_pod()
     uid = "6d0f1c3e-52a4-4c0b-9f2c-1f6f2b3a4d5e"
-    pod = dataclasses.replace(pod, uid=uid, labels={"vgpu": "relabelled"})
+    pod = msgspec.structs.replace(pod, uid=uid, labels={"vgpu": "relabelled"})
     others = ["registry", "watcher", "not-a-uid_main", uid]
     gone = "7d0f1c3e-52a4-4c0b-9f2c-1f6f2b3a4d5e_main"
     for name in (*others, f"{uid}_main", gone):

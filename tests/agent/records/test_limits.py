@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-import dataclasses
+
+import msgspec
 
 from tests.patience import eventually
 from vgpu_agent.agent.records.limits import LimitsWatch
@@ -50,8 +51,8 @@ def test_a_limit_that_is_raised_is_told_once_for_each_grant() -> None:
     )
     assert look(1000) == ["limit.not_in_force"]
     assert look(2000) == ["limit.not_in_force"]
-    status.ledger = dataclasses.replace(
-        status.ledger, grants=(dataclasses.replace(GRANT, number=2),)
+    status.ledger = msgspec.structs.replace(
+        status.ledger, grants=(msgspec.structs.replace(GRANT, number=2),)
     )
     assert look(2000) == ["limit.not_in_force"] * 2
     assert [entry.facts["grant"] for entry in journal.entries] == [1, 2]

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-import dataclasses
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from tests.golden import U0, U1, golden_inventory
@@ -29,11 +29,11 @@ def _cut(*uuids: str) -> Inventory:
         MigInstance(uuid, number, 7 + number, 0, "1g.5gb", 4864)
         for number, uuid in enumerate(uuids)
     )
-    return dataclasses.replace(
+    return msgspec.structs.replace(
         whole,
         gpus=(
             whole.gpus[0],
-            dataclasses.replace(whole.gpus[1], mig_enabled=True, mig_instances=instances),
+            msgspec.structs.replace(whole.gpus[1], mig_enabled=True, mig_instances=instances),
         ),
     )
 
@@ -116,8 +116,8 @@ def test_a_lost_gpu_has_not_vanished() -> None:
     whole = golden_inventory()
 
     node.change(
-        dataclasses.replace(
-            whole, gpus=(whole.gpus[0], dataclasses.replace(whole.gpus[1], present=False))
+        msgspec.structs.replace(
+            whole, gpus=(whole.gpus[0], msgspec.structs.replace(whole.gpus[1], present=False))
         )
     )
 
@@ -140,7 +140,7 @@ def test_a_driver_that_shows_no_gpu_for_a_moment_brings_no_device_back() -> None
     node = _held()
     node.change(_cut("MIG-b"))
 
-    node.change(dataclasses.replace(golden_inventory(), gpus=()))
+    node.change(msgspec.structs.replace(golden_inventory(), gpus=()))
     node.change(_cut("MIG-b"))
 
     assert len(node.told("grant.device_missing")) == 1

@@ -5,9 +5,9 @@ and whether any pod starts.
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 from collections.abc import Callable, Collection
 
+import msgspec
 import pytest
 
 from vgpu_agent.agent.records.starting_pods import StartingPods
@@ -112,9 +112,9 @@ def test_those_who_ask_at_the_same_time_expect_different_pods() -> None:
         (pod("a"), True),
         (pod("a", phase="Running"), False),
         (pod("a", phase="Failed"), False),
-        (dataclasses.replace(pod("a"), deleting=True), False),
+        (msgspec.structs.replace(pod("a"), deleting=True), False),
         (
-            dataclasses.replace(
+            msgspec.structs.replace(
                 pod("a"),
                 containers=(PodContainer("main", limits={CORES: 1, "example.com/fast": 1}),),
             ),

@@ -6,10 +6,10 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import dataclasses
 import itertools
 from collections.abc import AsyncIterator
 
+import msgspec
 import pytest
 
 from tests.agent.offers.fake_server import FakeServer
@@ -461,7 +461,7 @@ async def test_a_storm_of_events_is_not_searched_for_ends_one_by_one(
     async with holding(records, TRAIN) as parts:
         del searches[:]
         for number in range(100):
-            parts.book.put(dataclasses.replace(SERVE, annotations={"written": str(number)}))
+            parts.book.put(msgspec.structs.replace(SERVE, annotations={"written": str(number)}))
             await asyncio.sleep(0.01)
         assert 5 < len(searches) <= 30
         records.now = KubeletRecords()
@@ -550,7 +550,7 @@ async def test_what_a_kubelet_that_starts_has_not_listed_yet_is_held_by_its_chec
     """
     parts = Parts(records)
     parts.book.replace([TRAIN, SERVE])
-    records.now = dataclasses.replace(held(TRAIN), entries=checkpointed(TRAIN, SERVE))
+    records.now = msgspec.structs.replace(held(TRAIN), entries=checkpointed(TRAIN, SERVE))
     await parts.verification.rebuild()
     owners = {grant.ids: grant.owner for grant in parts.ledger.grants}
     assert owners == {
@@ -564,7 +564,7 @@ async def test_what_an_ended_pod_left_in_the_checkpoint_is_not_held(records: Rec
     """The kubelet rewrites that file late, and the API server says that the pod is gone."""
     parts = Parts(records)
     parts.book.replace([TRAIN])
-    records.now = dataclasses.replace(held(TRAIN), entries=checkpointed(TRAIN, SERVE))
+    records.now = msgspec.structs.replace(held(TRAIN), entries=checkpointed(TRAIN, SERVE))
     await parts.verification.rebuild()
     assert [grant.ids for grant in parts.ledger.grants] == [(U0,)]
 
@@ -586,12 +586,12 @@ async def test_a_grant_from_the_checkpoint_waits_seconds_for_the_kubelet_to_list
     task = asyncio.ensure_future(parts.verification.run(lambda: None))
     try:
         await asyncio.sleep(300)
-        records.now = dataclasses.replace(held(TRAIN), entries=checkpointed(TRAIN, SERVE))
+        records.now = msgspec.structs.replace(held(TRAIN), entries=checkpointed(TRAIN, SERVE))
         await eventually(lambda: bool(parts.verification.verified_at))
         await asyncio.sleep(9)
         assert len(parts.ledger.grants) == 2
         if listed_later:
-            records.now = dataclasses.replace(
+            records.now = msgspec.structs.replace(
                 held(TRAIN, SERVE), entries=checkpointed(TRAIN, SERVE)
             )
         await asyncio.sleep(6)
@@ -610,7 +610,7 @@ async def test_a_kubelet_that_runs_for_long_has_listed_its_pods(
     which without an API server no other source can tell.
     """
     parts = Parts(records, kubelet_age_seconds=age_seconds)
-    records.now = dataclasses.replace(held(TRAIN), entries=checkpointed(TRAIN, SERVE))
+    records.now = msgspec.structs.replace(held(TRAIN), entries=checkpointed(TRAIN, SERVE))
     await parts.verification.rebuild()
     assert len(parts.ledger.grants) == held_grants
 
@@ -620,7 +620,7 @@ async def test_a_grant_from_the_checkpoint_goes_with_the_end_of_its_pod(records:
     """The API server and the kubelet both say so."""
     parts = Parts(records)
     parts.book.replace([TRAIN, SERVE])
-    records.now = dataclasses.replace(held(TRAIN), entries=checkpointed(TRAIN, SERVE))
+    records.now = msgspec.structs.replace(held(TRAIN), entries=checkpointed(TRAIN, SERVE))
     await parts.verification.rebuild()
     task = asyncio.ensure_future(parts.verification.run(lambda: None))
     try:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import dataclasses
+import msgspec
 
 from tests.golden import U0, U1
 from vgpu_agent.allocation.early.answers import Answers, Evidence, Given, Verdict
@@ -22,7 +22,7 @@ def evidence(key: tuple[str, str], answer: Edits | None, **more: object) -> Evid
     """A container of one pod that has ``answer``."""
     answers = {key[1]: answer} if answer is not None else {}
     found = Evidence(key, SHARES, {key[1]: provision(key)}, answers, elsewhere=(), handed_on=False)
-    return dataclasses.replace(found, **more)  # type: ignore[arg-type]  # the fields of Evidence
+    return msgspec.structs.replace(found, **more)  # the fields of Evidence
 
 
 def alive(_: str) -> bool:
@@ -48,7 +48,7 @@ def test_every_container_with_the_ids_must_have_its_own_answer() -> None:
         handed_on=True,
     )
     assert Answers().judge("t", right, alive) is Verdict.RIGHT
-    wrong = dataclasses.replace(
+    wrong = msgspec.structs.replace(
         right, answers={"init": provision(B).edits, "main": provision(A).edits}
     )
     assert Answers().judge("t", wrong, alive) is Verdict.WRONG
@@ -134,12 +134,12 @@ def test_an_answer_of_an_earlier_agent_is_still_its_containers() -> None:
     )
     then = Edits({"GPU": U0}, (Mount("/tmp/vgpu", "/old/a"), Mount("/region", "/old/a/cache")))
     assert Answers().judge("t", evidence(A, then, expected={"main": now}), alive) is Verdict.RIGHT
-    another_gpu = dataclasses.replace(then, environment={"GPU": U1})
+    another_gpu = msgspec.structs.replace(then, environment={"GPU": U1})
     assert (
         Answers().judge("t", evidence(A, another_gpu, expected={"main": now}), alive)
         is Verdict.WRONG
     )
-    anothers = dataclasses.replace(then, mounts=(Mount("/tmp/vgpu", "/old/ab"),))
+    anothers = msgspec.structs.replace(then, mounts=(Mount("/tmp/vgpu", "/old/ab"),))
     assert (
         Answers().judge("t", evidence(A, anothers, expected={"main": now}), alive) is Verdict.WRONG
     )

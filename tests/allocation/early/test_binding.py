@@ -5,8 +5,8 @@ and no start before kubelet's records have proven it right.
 from __future__ import annotations
 
 import asyncio
-import dataclasses
 
+import msgspec
 import pytest
 
 from tests.allocation.binding_parts import (
@@ -237,7 +237,7 @@ async def test_a_refused_container_keeps_no_room_for_its_life_before() -> None:
     container = PodContainer("main", limits={NUMBER: 1}, started=True)
     train = a_pod("train", container, annotations=wants(main=f"{U0} 30000"))
     serve = a_pod("serve", annotations=wants(main=f"{U0} 30000"))
-    place.book.put(dataclasses.replace(train, containers=(a_pod("train").containers[0],)))
+    place.book.put(msgspec.structs.replace(train, containers=(a_pod("train").containers[0],)))
     await place.admit(train, "main", IDS[:1])
     place.allocator.early._answers.given.clear()  # of the agent from before the reboot
     place.answers.clear()
@@ -247,7 +247,7 @@ async def test_a_refused_container_keeps_no_room_for_its_life_before() -> None:
     await place.admit(serve, "main", IDS[1:2])
     await place.start(IDS[1:2])
 
-    place.book.put(dataclasses.replace(train, in_new_sandbox=True))
+    place.book.put(msgspec.structs.replace(train, in_new_sandbox=True))
     holdings = tuple(
         Holding(NUMBER, ids, Owner("main", pod.uid, "default", pod.name))
         for pod, ids in ((train, IDS[:1]), (serve, IDS[1:2]))
@@ -268,7 +268,7 @@ async def test_every_container_that_has_the_ids_must_have_been_answered_rightly(
     place.book.replace([pod])
     await place.admit(pod, "prepare", IDS[:1], listed=False)
     await place.admit(pod, "main", IDS[:1])
-    place.answers["uid-train", "prepare", NUMBER] = dataclasses.replace(
+    place.answers["uid-train", "prepare", NUMBER] = msgspec.structs.replace(
         place.answers["uid-train", "main", NUMBER], environment={"GPU": U1}
     )
     with pytest.raises(WrongPodError):
@@ -281,8 +281,8 @@ def test_only_pods_that_can_be_meant_are_candidates() -> None:
     pods = [
         a_pod("two", number=2),
         a_pod("running", phase="Running"),
-        dataclasses.replace(a_pod("deleted"), deleting=True),
-        dataclasses.replace(a_pod("elsewhere"), node="node-b"),
+        msgspec.structs.replace(a_pod("deleted"), deleting=True),
+        msgspec.structs.replace(a_pod("elsewhere"), node="node-b"),
         a_pod("served"),
         a_pod("first", PodContainer("plain"), PodContainer("main", limits={NUMBER: 1})),
         a_pod("started", PodContainer("main", limits={NUMBER: 1}, started=True)),
@@ -401,8 +401,8 @@ async def test_a_pod_whose_variable_would_win_is_refused(
         [
             pod
             if not started
-            else dataclasses.replace(
-                pod, containers=(dataclasses.replace(container, started=False),)
+            else msgspec.structs.replace(
+                pod, containers=(msgspec.structs.replace(container, started=False),)
             )
         ]
     )
@@ -443,7 +443,7 @@ class RemarkingFamily(NumberFamily):
 
     def decide(self, question: Question) -> Decision:
         remark = Remark("WishIgnored", f"it is for {question.pod.name}")
-        return dataclasses.replace(super().decide(question), remarks=(remark,))
+        return msgspec.structs.replace(super().decide(question), remarks=(remark,))
 
 
 def told(place: Place) -> list[tuple[str, str, str]]:

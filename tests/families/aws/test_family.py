@@ -4,10 +4,10 @@ that are a matter of this family.
 
 from __future__ import annotations
 
-import dataclasses
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 from tests.golden import U0, U1, golden_inventory
@@ -39,8 +39,8 @@ def _edits(ids: list[str], **options: Any) -> Edits:
 
 def _with_u1(**fields: Any) -> Inventory:
     inventory = golden_inventory()
-    return dataclasses.replace(
-        inventory, gpus=(inventory.gpus[0], dataclasses.replace(inventory.gpus[1], **fields))
+    return msgspec.structs.replace(
+        inventory, gpus=(inventory.gpus[0], msgspec.structs.replace(inventory.gpus[1], **fields))
     )
 
 
@@ -165,7 +165,9 @@ def test_a_gpu_is_not_shared_with_another_family_at_the_same_time() -> None:
     whole = Resource(
         "nvidia.com/gpu",
         "nvidia",
-        tuple(dataclasses.replace(entry, id=entry.device) for entry in _firsts(family, inventory)),
+        tuple(
+            msgspec.structs.replace(entry, id=entry.device) for entry in _firsts(family, inventory)
+        ),
     )
     ledger.offer([*family.resources(inventory), whole])
     ledger.reserve("k8s.amazonaws.com/vgpu", [f"{U0}-1"], family.shares("", [f"{U0}-1"], inventory))
@@ -199,7 +201,7 @@ def test_gpus_before_volta_are_refused_under_mps_with_the_reason(mps: str) -> No
         "GPU 1 (Tesla P40, compute capability 6.1) is older than Volta"
         in family.shortfall(mixed).cautions[0]
     )
-    alone = dataclasses.replace(mixed, gpus=mixed.gpus[1:])
+    alone = msgspec.structs.replace(mixed, gpus=mixed.gpus[1:])
     assert family.resources(alone) == ()
     assert family.shortfall(alone).refused["k8s.amazonaws.com/vgpu"].startswith("GPU 1 (Tesla P40")
     assert {entry.device for entry in _offer(family, _with_u1(compute_capability=(7, 0))).ids} == {

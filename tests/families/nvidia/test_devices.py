@@ -4,8 +4,7 @@ a lost card must not change what the others are.
 
 from __future__ import annotations
 
-import dataclasses
-
+import msgspec
 import pytest
 
 from tests.families.nvidia.parts import cautions, offered, refused
@@ -25,14 +24,16 @@ LARGE = golden_slices("3g.20gb", 20096, 1, letter="e")
 
 def lost(gpu: Gpu) -> Gpu:
     """It answered before."""
-    return dataclasses.replace(gpu, present=False, health=Health(ok=False, reason="GPU is lost"))
+    return msgspec.structs.replace(
+        gpu, present=False, health=Health(ok=False, reason="GPU is lost")
+    )
 
 
 def four(*, indices: tuple[int | None, ...]) -> Inventory:
     """Four GPUs with NVML's indices of now; None for one that the driver does not list any more."""
     known = golden_inventory().gpus[0]
     gpus = [
-        dataclasses.replace(
+        msgspec.structs.replace(
             known,
             uuid=U0.replace("a" * 8, str(place) * 8),
             index=place,
@@ -41,7 +42,7 @@ def four(*, indices: tuple[int | None, ...]) -> Inventory:
         for place in range(len(indices))
     ]
     now = [
-        lost(gpu) if index is None else dataclasses.replace(gpu, index=index)
+        lost(gpu) if index is None else msgspec.structs.replace(gpu, index=index)
         for gpu, index in zip(gpus, indices, strict=True)
     ]
     return Inventory(gpus=tuple(now))
@@ -72,7 +73,7 @@ def test_an_index_means_the_card_that_the_driver_gives_it_to_at_start() -> None:
     The others have their indices.
     """
     inventory = four(indices=(0, 1, 2, 3))
-    without_first = dataclasses.replace(
+    without_first = msgspec.structs.replace(
         inventory, gpus=inventory.gpus[1:], failures=("0: GPU is lost",)
     )
     ids = offered(HALVES, without_first)
@@ -88,7 +89,7 @@ def test_the_slices_of_a_lost_gpu_do_not_speak_against_those_of_now() -> None:
     """
     inventory = with_slices(golden_inventory(), U0=golden_slices(letter="d"), U1=LARGE)
     gone, here = inventory.gpus
-    ids = offered(SINGLE, dataclasses.replace(inventory, gpus=(lost(gone), here)))
+    ids = offered(SINGLE, msgspec.structs.replace(inventory, gpus=(lost(gone), here)))
     assert ids == {GPU: [*(slice_.uuid for slice_ in golden_slices(letter="d")), LARGE[0].uuid]}
     assert offered(SINGLE, inventory) == {}
 
@@ -97,11 +98,11 @@ def test_a_lost_gpu_without_slices_does_not_withhold_those_of_others() -> None:
     """Neither does one whose MIG mode is off beside others whose mode is on."""
     inventory = with_slices(golden_inventory(), U0=(), U1=LARGE)
     gone, here = inventory.gpus
-    assert offered(SINGLE, dataclasses.replace(inventory, gpus=(lost(gone), here))) == {
+    assert offered(SINGLE, msgspec.structs.replace(inventory, gpus=(lost(gone), here))) == {
         GPU: [LARGE[0].uuid]
     }
-    whole = dataclasses.replace(gone, mig_enabled=False)
-    assert offered(SINGLE, dataclasses.replace(inventory, gpus=(lost(whole), here))) == {
+    whole = msgspec.structs.replace(gone, mig_enabled=False)
+    assert offered(SINGLE, msgspec.structs.replace(inventory, gpus=(lost(whole), here))) == {
         GPU: [U0, LARGE[0].uuid]
     }
 
@@ -110,14 +111,15 @@ def test_while_no_gpu_answers_they_are_judged_as_they_were() -> None:
     """The driver is away: what was withheld is not offered because of that."""
     inventory = with_slices(golden_inventory(), U0=golden_slices(letter="d"), U1=LARGE)
     assert (
-        offered(SINGLE, dataclasses.replace(inventory, gpus=tuple(map(lost, inventory.gpus)))) == {}
+        offered(SINGLE, msgspec.structs.replace(inventory, gpus=tuple(map(lost, inventory.gpus))))
+        == {}
     )
 
 
 def test_a_name_for_some_devices_is_withheld_by_name_with_the_resource_that_they_are_of() -> None:
     """Users who wait for the new name read why it is not there."""
     inventory = with_slices(golden_inventory(), U1=LARGE)
-    options = dataclasses.replace(
+    options = msgspec.structs.replace(
         SINGLE, shared=(SharedEntry(GPU, 2, "nvidia.com/front", (U1, U0)),)
     )
     assert [problem.partition(":")[0] for problem in refused(options, inventory)] == [

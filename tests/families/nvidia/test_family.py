@@ -4,8 +4,7 @@ what it offers is next door.
 
 from __future__ import annotations
 
-import dataclasses
-
+import msgspec
 import pytest
 
 from tests.families.nvidia.parts import iktos, only_resource, shared_by
@@ -67,7 +66,8 @@ def test_a5_by_index(inventory: Inventory) -> None:
     assert visible(NvidiaOptions(lists=by_index), [U0], inventory) == "0"
     assert visible(NvidiaOptions(lists=by_index), [U1, U0], inventory) == "1,0"
     assert (
-        visible(dataclasses.replace(MIXED, lists=by_index), [M3], GPU_1_DIVIDED, name=MIG) == "1:3"
+        visible(msgspec.structs.replace(MIXED, lists=by_index), [M3], GPU_1_DIVIDED, name=MIG)
+        == "1:3"
     )
 
 
@@ -124,7 +124,7 @@ def test_more_than_one_replica_is_refused_where_asked_for(
     options: NvidiaOptions, setting: str, inventory: Inventory
 ) -> None:
     """nvidia:A22 and nvidia:A23: the text that users know, and the setting that says so."""
-    family = NvidiaFamily(dataclasses.replace(options, fail_requests_greater_than_one=True))
+    family = NvidiaFamily(msgspec.structs.replace(options, fail_requests_greater_than_one=True))
     resource = resource_of(family, inventory)
     with pytest.raises(RequestRefusedError) as refusal:
         family.check(resource, [f"{U0}::1", f"{U1}::0"])
@@ -183,7 +183,7 @@ def test_a_replica_by_mps_books_the_limits_that_are_in_force(
     where containers get limits of their own.
     """
     family = NvidiaFamily(
-        dataclasses.replace(MPS_BY_4, mps=MpsOptions(per_container_limits=limits_in_containers))
+        msgspec.structs.replace(MPS_BY_4, mps=MpsOptions(per_container_limits=limits_in_containers))
     )
     assert family.shares(GPU, ids, inventory) == (expected,)
 
@@ -281,8 +281,8 @@ def test_a_gpu_that_is_lost_keeps_nobody_from_the_others(inventory: Inventory) -
     """
     family, resource = NvidiaFamily(NvidiaOptions()), only_resource(NvidiaOptions(), inventory)
     first, second = inventory.gpus
-    lost = dataclasses.replace(
-        inventory, gpus=(first, dataclasses.replace(second, present=False)), links={}
+    lost = msgspec.structs.replace(
+        inventory, gpus=(first, msgspec.structs.replace(second, present=False)), links={}
     )
     assert family.prefer(resource, [U0], [], 1, lost) == [U0]
 

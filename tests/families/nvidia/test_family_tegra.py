@@ -4,9 +4,9 @@
 
 from __future__ import annotations
 
-import dataclasses
 from typing import Any
 
+import msgspec
 import pytest
 
 from tests.families.nvidia.parts import cautions, iktos, offered, only_resource, refused, shared_by
@@ -174,5 +174,5 @@ def test_awss_name_offers_nothing_of_it() -> None:
 
 def test_the_id_of_a_tegra_node_means_nothing_under_other_names() -> None:
     """The word is an id only as a whole."""
-    family = NvidiaFamily(dataclasses.replace(NvidiaOptions()))
+    family = NvidiaFamily(msgspec.structs.replace(NvidiaOptions()))
     assert family.shares(GPU, ["tegra-0", "tegra2", "Tegra", "tegra::x"], NODE) == ()

@@ -4,9 +4,9 @@ golden vectors, spreading and what is mended (iktos §I.9, §I.4, §I.7).
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
 
+import msgspec
 import pytest
 
 from tests.families.nvidia.parts import cautions, iktos, offered, only_resource, refused
@@ -53,16 +53,16 @@ def test_k2_a_replica_for_each_unit_of_memory(unit_mib: int, inventory: Inventor
     """iktos:K2 and iktos:D8: 40960 MiB are 40 of 1000 MiB as the replaced plugin counts,
     and 40 GiB.
     """
-    options = dataclasses.replace(K2, unit_mib=unit_mib)
+    options = msgspec.structs.replace(K2, unit_mib=unit_mib)
     assert offered(options, inventory) == {"nvidia.com/gpu-mem-gb": replicas_of(U0, U1, count=40)}
 
 
 def test_a_gibibyte_is_not_1000_mebibytes(inventory: Inventory) -> None:
     """iktos:D8: 40536 MiB are 40 units of 1000 and 39 GiB."""
-    gpus = tuple(dataclasses.replace(gpu, memory_mib=40536) for gpu in inventory.gpus)
-    smaller = dataclasses.replace(inventory, gpus=gpus)
+    gpus = tuple(msgspec.structs.replace(gpu, memory_mib=40536) for gpu in inventory.gpus)
+    smaller = msgspec.structs.replace(inventory, gpus=gpus)
     counts = {
-        unit: len(only_resource(dataclasses.replace(K2, unit_mib=unit), smaller).ids)
+        unit: len(only_resource(msgspec.structs.replace(K2, unit_mib=unit), smaller).ids)
         for unit in (1000, 1024)
     }
     assert counts == {1000: 80, 1024: 78}
@@ -140,8 +140,8 @@ def test_a_slices_own_memory_counts() -> None:
 def test_a_device_without_memory_has_no_ids(inventory: Inventory) -> None:
     """A driver that does not say costs that GPU, and says so."""
     first, second = inventory.gpus
-    unknown = dataclasses.replace(
-        inventory, gpus=(first, dataclasses.replace(second, memory_mib=0))
+    unknown = msgspec.structs.replace(
+        inventory, gpus=(first, msgspec.structs.replace(second, memory_mib=0))
     )
     assert offered(K2, unknown) == {"nvidia.com/gpu-mem-gb": replicas_of(U0, count=40)}
     assert cautions(K2, unknown) == (
@@ -184,14 +184,14 @@ def test_devices_are_named_once_and_sorted(
     id_strategy: str, expected: str, inventory: Inventory
 ) -> None:
     """iktos §I.9, Allocate under K1: sorted, unlike NVIDIA's own plugin (iktos:K1)."""
-    options = dataclasses.replace(K1, lists=ListOptions(id_strategy=id_strategy))
+    options = msgspec.structs.replace(K1, lists=ListOptions(id_strategy=id_strategy))
     edits = NvidiaFamily(options).edits(only_resource(options, inventory), ASKED, inventory)
     assert edits.environment == {"NVIDIA_VISIBLE_DEVICES": expected}
 
 
 def test_under_wsl_the_one_id_has_no_place_to_be_sorted_by(inventory: Inventory) -> None:
     """nvidia:A26 in iktos's words: "all" is neither an index nor a UUID."""
-    options = dataclasses.replace(
+    options = msgspec.structs.replace(
         iktos(("gpu", "gpu", 2)), wsl=True, lists=ListOptions(id_strategy="index")
     )
     family, resource = NvidiaFamily(options), only_resource(options, inventory)
@@ -207,7 +207,7 @@ def test_volume_mounts_and_device_nodes(inventory: Inventory) -> None:
     lists = ListOptions(
         ("volume-mounts", "cdi-cri"), pass_device_specs=True, control_nodes=("/dev/nvidiactl",)
     )
-    options = dataclasses.replace(K1, lists=lists)
+    options = msgspec.structs.replace(K1, lists=lists)
     edits = NvidiaFamily(options).edits(only_resource(options, inventory), ASKED, inventory)
     root = "/var/run/nvidia-container-devices"
     assert edits.environment == {"NVIDIA_VISIBLE_DEVICES": root}
@@ -312,7 +312,7 @@ def test_one_replica_a_gpu_is_preferred_by_its_advertised_id() -> None:
     """iktos:D6: upstream answers with bare UUIDs, which kubelet throws away; here GPUs that belong
     together, by ids that are offered.
     """
-    gpus = tuple(dataclasses.replace(gpu) for gpu in EIGHT.gpus[:4])
+    gpus = tuple(msgspec.structs.replace(gpu) for gpu in EIGHT.gpus[:4])
     uuids = [gpu.uuid for gpu in gpus]
     links = {
         pair: Link(10, 4) if {uuids.index(one) for one in pair} == {1, 3} else Link(50)

@@ -4,9 +4,9 @@ patterns and replicas by device.
 
 from __future__ import annotations
 
-import dataclasses
 from typing import Any
 
+import msgspec
 import pytest
 
 from tests.families.nvidia.parts import cautions, offered, only_resource, refused, shared_by
@@ -29,7 +29,7 @@ def replicas_of(*uuids: str, count: int) -> list[str]:
 def one_slice(profile: str, **changes: Any) -> Inventory:
     """GPU 1 with a single slice of that profile."""
     (instance,) = golden_slices(count=1)
-    changed = dataclasses.replace(instance, profile=profile, **changes)
+    changed = msgspec.structs.replace(instance, profile=profile, **changes)
     return with_slices(golden_inventory(), U1=(changed,))
 
 
@@ -91,7 +91,7 @@ def test_g5_single_refuses_slices_of_two_kinds() -> None:
     """nvidia:G5: 1g.5gb and 2g.10gb cannot both be ``nvidia.com/gpu``.
     The text names one of each.
     """
-    larger = dataclasses.replace(
+    larger = msgspec.structs.replace(
         golden_slices(count=1, letter="e")[0], index=1, profile="2g.10gb", memory_mib=9856
     )
     both = with_slices(
@@ -129,8 +129,8 @@ def test_g7_mixed_leaves_out_a_gpu_without_slices() -> None:
 def _troubled(inventory: Inventory, trouble: str) -> Inventory:
     """Return the inventory with this trouble in reading the slices of GPU 1."""
     first, second = inventory.gpus
-    return dataclasses.replace(
-        inventory, gpus=(first, dataclasses.replace(second, mig_trouble=trouble))
+    return msgspec.structs.replace(
+        inventory, gpus=(first, msgspec.structs.replace(second, mig_trouble=trouble))
     )
 
 
@@ -268,7 +268,8 @@ def test_slices_whose_nodes_nobody_knows_are_withheld() -> None:
     garbage = with_slices(
         golden_inventory(),
         U1=tuple(
-            dataclasses.replace(each, trouble="mig-minors line 1: 'x'") for each in golden_slices()
+            msgspec.structs.replace(each, trouble="mig-minors line 1: 'x'")
+            for each in golden_slices()
         ),
     )
     assert offered(MIXED, garbage) == {GPU: [U0]}
@@ -281,7 +282,7 @@ def test_one_slice_whose_nodes_nobody_knows_keeps_its_place() -> None:
     """The ledger has it Unhealthy with the reason. The other six are offered."""
     one = with_slices(
         golden_inventory(),
-        U1=(dataclasses.replace(golden_slices()[0], trouble="no line"), *golden_slices()[1:]),
+        U1=(msgspec.structs.replace(golden_slices()[0], trouble="no line"), *golden_slices()[1:]),
     )
     assert offered(MIXED, one) == {GPU: [U0], MIG: list(SLICES)}
 
@@ -292,8 +293,8 @@ def test_one_slice_whose_nodes_nobody_knows_keeps_its_place() -> None:
 def test_gpus_are_named_by_the_first_pattern_that_matches(inventory: Inventory) -> None:
     """Upstream reads ``resources`` and drops it. What no pattern matches keeps the usual name."""
     first, second = inventory.gpus
-    two_models = dataclasses.replace(
-        inventory, gpus=(first, dataclasses.replace(second, name="NVIDIA H100 PCIe"))
+    two_models = msgspec.structs.replace(
+        inventory, gpus=(first, msgspec.structs.replace(second, name="NVIDIA H100 PCIe"))
     )
     patterns = (
         Pattern("*H100*", "nvidia.com/big"),

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import dataclasses
 import time
 import tracemalloc
 
+import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -133,7 +133,7 @@ def test_an_unchanged_offer_is_no_change(ledger: Ledger) -> None:
 def test_ids_alike_of_two_resources_are_found(ledger: Ledger) -> None:
     """The health of one id would be two devices' (kubelet V17)."""
     (resource,) = ledger.resources
-    more = dataclasses.replace(resource, name="example.com/more")
+    more = msgspec.structs.replace(resource, name="example.com/more")
     began = time.perf_counter()
     with pytest.raises(ValueError, match="device id AA is offered by"):
         ledger.offer([resource, more])

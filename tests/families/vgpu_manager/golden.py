@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Mapping
 from typing import Any
+
+import msgspec
 
 from tests.families.vgpu_manager.node import CORES, INVENTORY, MEMORY, NUMBER, U0, U1
 from vgpu_agent.families.family import Question
@@ -40,7 +41,7 @@ class Targets:
 def family(backend: Targets | None = None, **options: Any) -> VgpuManagerFamily:
     """The family with other options than the default ones."""
     return VgpuManagerFamily(
-        dataclasses.replace(VgpuManagerOptions(), **options), backend or Targets()
+        msgspec.structs.replace(VgpuManagerOptions(), **options), backend or Targets()
     )
 
 

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import dataclasses
-
+import msgspec
 import pytest
 
 from tests.families.vgpu_manager.golden import (
@@ -139,8 +138,8 @@ def test_a_claim_for_no_node_or_another_is_refused(node: str, told: str) -> None
 
 def test_a_divided_card_is_not_offered() -> None:
     """Extenders read that it is in MIG mode a moment later."""
-    gpus = (dataclasses.replace(INVENTORY.gpus[0], mig_enabled=True), INVENTORY.gpus[1])
-    inventory = dataclasses.replace(INVENTORY, gpus=gpus)
+    gpus = (msgspec.structs.replace(INVENTORY.gpus[0], mig_enabled=True), INVENTORY.gpus[1])
+    inventory = msgspec.structs.replace(INVENTORY, gpus=gpus)
     with pytest.raises(RequestRefusedError, match=f"offers no GPU '{U0}'; it offers {U1}"):
         family().decide(question(pod(annotations=written()), inventory=inventory))
 

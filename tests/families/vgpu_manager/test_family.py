@@ -4,8 +4,7 @@
 
 from __future__ import annotations
 
-import dataclasses
-
+import msgspec
 import pytest
 
 from tests.families.vgpu_manager.golden import (
@@ -67,7 +66,7 @@ def test_a_card_that_is_gone_is_waited_for() -> None:
     """The kubelet asks again."""
     with pytest.raises(UnhealthyDeviceError, match=f"GPU {U1} was decided .* and is missing"):
         family().provision(
-            question(pod(), inventory=dataclasses.replace(INVENTORY, gpus=INVENTORY.gpus[:1])),
+            question(pod(), inventory=msgspec.structs.replace(INVENTORY, gpus=INVENTORY.gpus[:1])),
             (Share(U1, 1, 1),),
         )
 

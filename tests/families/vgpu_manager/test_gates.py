@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import dataclasses
-
+import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -23,7 +22,11 @@ NEW_AND_OLD = [
 
 def on(gates: Gates) -> set[str]:
     """The fields that are true."""
-    return {field.name for field in dataclasses.fields(gates) if getattr(gates, field.name) is True}
+    return {
+        field.name
+        for field in msgspec.structs.fields(type(gates))
+        if getattr(gates, field.name) is True
+    }
 
 
 @pytest.mark.parametrize(("new", "old", "field"), NEW_AND_OLD)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import platform
 
 import msgspec
@@ -85,7 +84,7 @@ def _gpu(index: int, uuid: str, **changes: object) -> Gpu:
     gpu = Gpu(
         *(uuid, index, index, "NVIDIA A10", 24576, f"0000:0{index}:00.0", index, (8, 6)),
     )
-    return dataclasses.replace(gpu, **changes)  # type: ignore[arg-type]
+    return msgspec.structs.replace(gpu, **changes)
 
 
 def _grant(pod: str, *shares: Share, known: bool = True) -> Grant:

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import dataclasses
-
+import msgspec
 import pytest
 
 from tests.families.vgpu_manager.node import INVENTORY, U0, U1
@@ -27,15 +26,17 @@ def divided(*slices: tuple[MigInstance, ...]) -> Inventory:
     """The golden node with its first GPUs divided into ``slices``."""
     gpus = list(INVENTORY.gpus)
     for place, instances in enumerate(slices):
-        gpus[place] = dataclasses.replace(gpus[place], mig_enabled=True, mig_instances=instances)
-    return dataclasses.replace(INVENTORY, gpus=tuple(gpus))
+        gpus[place] = msgspec.structs.replace(
+            gpus[place], mig_enabled=True, mig_instances=instances
+        )
+    return msgspec.structs.replace(INVENTORY, gpus=tuple(gpus))
 
 
 def family(strategy: str = "mixed", **options: object) -> VgpuManagerMigFamily:
     """The family with default options."""
-    chosen = dataclasses.replace(
+    chosen = msgspec.structs.replace(
         VgpuManagerOptions(mig_strategy=strategy),
-        **options,  # type: ignore[arg-type]
+        **options,
     )
     return VgpuManagerMigFamily(chosen, ListOptions())
 

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import sys
 import time
 from typing import Any
 
+import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -486,11 +486,11 @@ def test_the_way_of_devices_is_the_nodes_own() -> None:
             imex={"channelIDs": []},
         )
     )
-    assert config.lists(LISTS, plugin) == dataclasses.replace(
+    assert config.lists(LISTS, plugin) == msgspec.structs.replace(
         LISTS, strategies=("volume-mounts",), enabled=("gdrcopy",), imex_channels=()
     )
     assert config.ruled_out(plugin) == ()
-    assert read(entry()).lists(LISTS, plugin) == dataclasses.replace(LISTS, enabled=("gds",))
+    assert read(entry()).lists(LISTS, plugin) == msgspec.structs.replace(LISTS, enabled=("gds",))
 
 
 def test_what_needs_the_whole_agent_is_named() -> None:

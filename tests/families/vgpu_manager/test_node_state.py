@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 from typing import Any
 
+import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -59,7 +59,7 @@ def desired(
         for gpu in inventory.gpus
         if not gpu.mig_enabled
     )
-    chosen = dataclasses.replace(OPTIONS, **options)  # type: ignore[arg-type]
+    chosen = msgspec.structs.replace(OPTIONS, **options)
     view = NodeView(
         node,
         inventory,
@@ -83,8 +83,8 @@ def entries(node: DesiredNode) -> list[dict[str, object]]:
 def changed(place: int, **facts: object) -> Inventory:
     """The golden node with one GPU changed."""
     gpus = list(INVENTORY.gpus)
-    gpus[place] = dataclasses.replace(gpus[place], **facts)  # type: ignore[arg-type]
-    return dataclasses.replace(INVENTORY, gpus=tuple(gpus))
+    gpus[place] = msgspec.structs.replace(gpus[place], **facts)
+    return msgspec.structs.replace(INVENTORY, gpus=tuple(gpus))
 
 
 def test_the_golden_node() -> None:
@@ -108,7 +108,7 @@ def test_the_golden_node() -> None:
 def test_four_nvlinks_behind_one_switch() -> None:
     """``vgpu-manager:§13.1``: the bus and the links, in this order."""
     link = Link(10, 4)
-    inventory = dataclasses.replace(INVENTORY, links={(U0, U1): link, (U1, U0): link})
+    inventory = msgspec.structs.replace(INVENTORY, links={(U0, U1): link, (U1, U0): link})
     assert topology_text(inventory) == (
         '[{"index":0,"links":{"1":[5,10]}},{"index":1,"links":{"0":[5,10]}}]'
     )
@@ -129,7 +129,7 @@ def test_scaled_memory() -> None:
 )
 def test_fractions_are_printed_as_by_go(scaling: float, text: str) -> None:
     """The shortest text that reads back the same, and none for a whole number."""
-    options = dataclasses.replace(OPTIONS, cores_scaling=scaling)
+    options = msgspec.structs.replace(OPTIONS, cores_scaling=scaling)
     assert f'"coresScaling":{text},' in config_text(options)
 
 
@@ -198,9 +198,9 @@ def test_a_divided_card_is_marked() -> None:
 
 def test_a_lost_card_keeps_its_place() -> None:
     """NVML moves the numbers up; a claim in a pod names the number of before."""
-    lost = dataclasses.replace(INVENTORY.gpus[0], present=False)
-    moved = dataclasses.replace(INVENTORY.gpus[1], index=0)
-    inventory = dataclasses.replace(INVENTORY, gpus=(lost, moved))
+    lost = msgspec.structs.replace(INVENTORY.gpus[0], present=False)
+    moved = msgspec.structs.replace(INVENTORY.gpus[1], index=0)
+    inventory = msgspec.structs.replace(INVENTORY, gpus=(lost, moved))
     found = entries(desired(inventory, trouble={U0: "the GPU does not answer"}))
     assert [(entry["uuid"], entry["healthy"]) for entry in found] == [(U0, False), (U1, True)]
 
@@ -209,11 +209,11 @@ def test_a_card_that_never_answered_leaves_no_gap() -> None:
     """``vgpu-manager:D11``: a gap ends the whole scheduler. What stands for the card can be given
     to nobody, and has a UUID of its own.
     """
-    inventory = dataclasses.replace(
+    inventory = msgspec.structs.replace(
         INVENTORY,
         gpus=(
-            dataclasses.replace(INVENTORY.gpus[0], index=1),
-            dataclasses.replace(INVENTORY.gpus[1], index=3),
+            msgspec.structs.replace(INVENTORY.gpus[0], index=1),
+            msgspec.structs.replace(INVENTORY.gpus[1], index=3),
         ),
         failures=("0: no answer", "2: GPU is lost", "4: GPU is lost"),
     )
@@ -262,7 +262,7 @@ def test_links_are_sorted_as_by_go() -> None:
     """Keys of a map are texts: 10 comes before 2."""
     inventory = cards(11)
     pairs = {(one.uuid, two.uuid): Link(20) for one in inventory.gpus for two in inventory.gpus}
-    text = topology_text(dataclasses.replace(inventory, links=pairs))
+    text = topology_text(msgspec.structs.replace(inventory, links=pairs))
     assert list(json.loads(text)[0]["links"]) == ["1", "10", *map(str, range(2, 10))]
 
 
@@ -282,7 +282,7 @@ def test_another_domain_keeps_the_labels() -> None:
 
 def test_labels_that_the_api_server_would_refuse_are_left_out() -> None:
     """One label that is none would cost the others."""
-    odd = dataclasses.replace(INVENTORY, driver_version="57 é", cuda_version="?")
+    odd = msgspec.structs.replace(INVENTORY, driver_version="57 é", cuda_version="?")
     assert set(desired(odd).labels.values()) == {None}
 
 

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import dataclasses
 import time
 
+import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -25,13 +25,13 @@ ALL = VgpuManagerOptions(offer_cores=True, offer_memory=True)
 
 def offered(inventory: Inventory = INVENTORY, **options: object) -> dict[str, Resource]:
     """The resources by name."""
-    found = resources_of(inventory, dataclasses.replace(ALL, **options))  # type: ignore[arg-type]
+    found = resources_of(inventory, msgspec.structs.replace(ALL, **options))
     return {resource.name: resource for resource in found}
 
 
 def cautions(inventory: Inventory, **options: object) -> tuple[str, ...]:
     """The sentences about that offer."""
-    return cautions_of(inventory, dataclasses.replace(ALL, **options))  # type: ignore[arg-type]
+    return cautions_of(inventory, msgspec.structs.replace(ALL, **options))
 
 
 def ledger(inventory: Inventory, **options: object) -> Ledger:
@@ -66,8 +66,8 @@ def test_ids_are_those_of_the_contract() -> None:
 
 def test_only_slots_have_topology() -> None:
     """And a card whose NUMA node the kernel does not know has none."""
-    unknown = dataclasses.replace(INVENTORY.gpus[1], numa_node=None)
-    inventory = dataclasses.replace(INVENTORY, gpus=(INVENTORY.gpus[0], unknown))
+    unknown = msgspec.structs.replace(INVENTORY.gpus[1], numa_node=None)
+    inventory = msgspec.structs.replace(INVENTORY, gpus=(INVENTORY.gpus[0], unknown))
     found = offered(inventory)
     assert {entry.device: entry.numa_node for entry in found[NUMBER].ids} == {U0: 0, U1: None}
     assert {entry.numa_node for entry in found[MEMORY].ids} == {None}
@@ -109,8 +109,8 @@ def test_another_domain_has_other_names() -> None:
 
 def test_scaling_and_unit_change_the_counts_of_unequal_cards() -> None:
     """Each card counts by its own memory; all of them have the same percents."""
-    small = dataclasses.replace(INVENTORY.gpus[1], memory_mib=15109)
-    inventory = dataclasses.replace(INVENTORY, gpus=(INVENTORY.gpus[0], small))
+    small = msgspec.structs.replace(INVENTORY.gpus[1], memory_mib=15109)
+    inventory = msgspec.structs.replace(INVENTORY, gpus=(INVENTORY.gpus[0], small))
     found = offered(inventory, memory_scaling=1.5, memory_factor=4, cores_scaling=1.1)
     assert len(found[MEMORY].ids) == 36864 // 4 + 22663 // 4
     assert len(found[CORES].ids) == 2 * 110
@@ -156,8 +156,8 @@ def test_an_ill_card_loses_its_slots_at_once_and_gets_them_back() -> None:
     """``vgpu-manager:D8``, ``vgpu-manager:D9``: the replaced plugin ends, and forgets it."""
     book = ledger(INVENTORY)
     well = book.listing(NUMBER)
-    ill = dataclasses.replace(INVENTORY.gpus[0], health=Health(ok=False, reason="XID 79"))
-    book.observe(dataclasses.replace(INVENTORY, gpus=(ill, INVENTORY.gpus[1])))
+    ill = msgspec.structs.replace(INVENTORY.gpus[0], health=Health(ok=False, reason="XID 79"))
+    book.observe(msgspec.structs.replace(INVENTORY, gpus=(ill, INVENTORY.gpus[1])))
     assert [entry.healthy for entry in book.listing(NUMBER)] == [False] * 10 + [True] * 10
     assert book.offered_ids(NUMBER) == 10
     book.observe(INVENTORY)
@@ -166,10 +166,10 @@ def test_an_ill_card_loses_its_slots_at_once_and_gets_them_back() -> None:
 
 def test_a_divided_card_has_no_slots() -> None:
     """Its instances have a resource of their own."""
-    divided = dataclasses.replace(
+    divided = msgspec.structs.replace(
         INVENTORY.gpus[0], mig_enabled=True, mig_instances=golden_slices()
     )
-    inventory = dataclasses.replace(INVENTORY, gpus=(divided, INVENTORY.gpus[1]))
+    inventory = msgspec.structs.replace(INVENTORY, gpus=(divided, INVENTORY.gpus[1]))
     assert {entry.device for entry in offered(inventory)[NUMBER].ids} == {U1}
     assert offered(inventory)[CORES].ids[0].id == "AQ"  # the number stays that of the card
     assert shared_gpus(inventory, ALL) == (INVENTORY.gpus[1],)
@@ -183,9 +183,9 @@ def test_a_node_of_divided_cards_offers_no_slots() -> None:
 
 def test_a_lost_card_keeps_its_number() -> None:
     """NVML moves the numbers up; schedulers and the kubelet's checkpoint do not."""
-    moved = dataclasses.replace(INVENTORY.gpus[1], index=0)
-    lost = dataclasses.replace(INVENTORY.gpus[0], present=False)
-    found = offered(dataclasses.replace(INVENTORY, gpus=(lost, moved)))
+    moved = msgspec.structs.replace(INVENTORY.gpus[1], index=0)
+    lost = msgspec.structs.replace(INVENTORY.gpus[0], present=False)
+    found = offered(msgspec.structs.replace(INVENTORY, gpus=(lost, moved)))
     assert found[CORES].ids[100].id == "AQ"
     assert found[CORES].ids[100].device == U1
 

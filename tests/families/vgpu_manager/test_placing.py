@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import dataclasses
 import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import msgspec
 import pytest
 
 from tests.families.vgpu_manager.golden import (
@@ -28,7 +28,7 @@ MIB = 81920
 def linked(count: int, nvlinks: Mapping[tuple[int, int], int], *, numa: int = 4) -> Inventory:
     """A node whose cards are on NUMA nodes of ``numa`` each, with these NVLinks."""
     node = cards(count, MIB)
-    gpus = tuple(dataclasses.replace(gpu, numa_node=gpu.index // numa) for gpu in node.gpus)
+    gpus = tuple(msgspec.structs.replace(gpu, numa_node=gpu.index // numa) for gpu in node.gpus)
     links = {}
     for one in gpus:
         for other in gpus:
@@ -36,7 +36,7 @@ def linked(count: int, nvlinks: Mapping[tuple[int, int], int], *, numa: int = 4)
             level = 40 if one.numa_node == other.numa_node else 50
             if one != other:
                 links[one.uuid, other.uuid] = Link(level, nvlinks.get(pair, 0))
-    return dataclasses.replace(node, gpus=gpus, links=links)
+    return msgspec.structs.replace(node, gpus=gpus, links=links)
 
 
 def rooms(inventory: Inventory, **free: int) -> tuple[DeviceRoom, ...]:
@@ -104,9 +104,9 @@ def test_policies_order_the_cards() -> None:
 def test_numa_comes_before_the_index_without_a_policy() -> None:
     """vgpu-manager §13.3 has card 0 for that reason."""
     swapped = tuple(
-        dataclasses.replace(gpu, numa_node=1 - (gpu.numa_node or 0)) for gpu in INVENTORY.gpus
+        msgspec.structs.replace(gpu, numa_node=1 - (gpu.numa_node or 0)) for gpu in INVENTORY.gpus
     )
-    assert placed(ONE, dataclasses.replace(INVENTORY, gpus=swapped)) == [1]
+    assert placed(ONE, msgspec.structs.replace(INVENTORY, gpus=swapped)) == [1]
 
 
 def test_a_whole_card_of_compute_may_stand_beside_memory_alone() -> None:
@@ -136,8 +136,8 @@ def test_cards_are_selected_by_a_part_of_type_or_uuid(
     annotations: dict[str, Any], numbers: list[int]
 ) -> None:
     """vgpu-manager:D12: include and exclude both count, and A10 finds A100, as there."""
-    gpus = (INVENTORY.gpus[0], dataclasses.replace(INVENTORY.gpus[1], name="NVIDIA A100-SXM4"))
-    node = dataclasses.replace(INVENTORY, gpus=gpus)
+    gpus = (INVENTORY.gpus[0], msgspec.structs.replace(INVENTORY.gpus[1], name="NVIDIA A100-SXM4"))
+    node = msgspec.structs.replace(INVENTORY, gpus=gpus)
     asking = container(number=len(numbers) or 1, memory=1)
     if numbers:
         assert placed(asking, node, **annotations) == numbers
@@ -206,7 +206,7 @@ def test_link_goes_down_the_tiers() -> None:
     assert placed(FOUR, node, rooms(node, _1=10), topology_mode="link") == [4, 5, 6, 7]
     six = container(number=6, memory=1000)
     assert placed(six, node, rooms(node, _1=10), topology_mode="link") == [0, 2, 4, 5, 6, 7]
-    unknown = dataclasses.replace(node, links={})
+    unknown = msgspec.structs.replace(node, links={})
     assert placed(TWO, unknown, topology_mode="link") == [0, 1]
 
 
@@ -236,7 +236,7 @@ def test_a_pair_whose_directions_differ_is_worth_nothing() -> None:
     """A reading that went wrong must not decide."""
     node = linked(4, {(0, 1): 8, (2, 3): 1})
     a, b = node.gpus[0].uuid, node.gpus[1].uuid
-    broken = dataclasses.replace(node, links={**node.links, (b, a): Link(40)})
+    broken = msgspec.structs.replace(node, links={**node.links, (b, a): Link(40)})
     assert placed(TWO, broken, topology_mode="link") == [2, 3]
 
 
@@ -245,8 +245,8 @@ def test_an_init_container_begins_with_the_pods_cards() -> None:
     asking = container("init", ContainerKind.INIT, number=1, memory=1000)
     siblings = {"siblings": {"side": (Share(U1, 100, 0),)}}
     assert placed(asking, more=siblings) == [1]
-    assert placed(dataclasses.replace(asking, kind=ContainerKind.MAIN), more=siblings) == [0]
-    full = (ROOM0, dataclasses.replace(ROOM1, memory_free_mib=10))
+    assert placed(msgspec.structs.replace(asking, kind=ContainerKind.MAIN), more=siblings) == [0]
+    full = (ROOM0, msgspec.structs.replace(ROOM1, memory_free_mib=10))
     assert placed(asking, left=full, more=siblings) == [0]
 
 
@@ -320,7 +320,7 @@ def test_a_topology_that_could_not_be_kept_is_told_to_the_pods_owner() -> None:
     )
     ((reason, text),) = remarks(TWO, apart, topology_mode="link")
     assert (reason, text.endswith("GPU 0, 1: no NVLinks")) == ("TopologyFallback", True)
-    unknown = dataclasses.replace(apart, links={})
+    unknown = msgspec.structs.replace(apart, links={})
     ((_, text),) = remarks(TWO, unknown, topology_mode="link")
     assert text.endswith("GPU 0, 1: no links are known")
 

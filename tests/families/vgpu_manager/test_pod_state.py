@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import dataclasses
-
+import msgspec
 import pytest
 
 from tests.families.vgpu_manager.golden import (
@@ -41,7 +40,7 @@ def after(about: Pod, state: DesiredPod) -> Pod:
         both = {**standing, **wanted}
         return {key: text for key, text in both.items() if text is not None}
 
-    return dataclasses.replace(
+    return msgspec.structs.replace(
         about,
         annotations=merged(dict(about.annotations), dict(state.annotations)),
         labels=merged(dict(about.labels), dict(state.labels)),
@@ -91,7 +90,7 @@ def test_a_pod_that_the_agent_has_placed_gets_the_schedulers_keys() -> None:
 
 def test_an_init_container_that_has_ended_is_not_waited_for() -> None:
     """Its write was lost, and after a restart of the agent nothing of it is in the ledger."""
-    init = dataclasses.replace(ASK_A, kind=ContainerKind.INIT)
+    init = msgspec.structs.replace(ASK_A, kind=ContainerKind.INIT)
     about = pod(init, ASK_B, annotations=written(f"{A};{B}"), labels=BOUND)
     state = desired(about, grants(b=GIVEN_B))
     assert state.annotations == {KEYS.real_allocated: f"{A};{B}", KEYS.predicate_time: FINISHED}
@@ -138,6 +137,6 @@ def test_a_long_node_name_is_no_label() -> None:
     state = desired(about, grants(default=(Share(U0, 1024, 10),)))
     assert state.labels == {KEYS.phase: "succeed"}
     fits = desired(
-        dataclasses.replace(about, node=name[1:]), grants(default=(Share(U0, 1024, 10),))
+        msgspec.structs.replace(about, node=name[1:]), grants(default=(Share(U0, 1024, 10),))
     )
     assert fits.labels[KEYS.metrics_node] == name[1:]

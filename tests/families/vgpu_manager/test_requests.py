@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import dataclasses
 import re
 from typing import Any
 
+import msgspec
 import pytest
 
 from tests.families.vgpu_manager.golden import KEYS, ONE, container, pod
@@ -101,5 +101,5 @@ def test_the_pods_compute_policy_beats_the_nodes(
 ) -> None:
     """A word that means nothing counts as none."""
     key = KEYS.compute_policy
-    about = dataclasses.replace(pod(), annotations={key: of_pod} if of_pod else {})
+    about = msgspec.structs.replace(pod(), annotations={key: of_pod} if of_pod else {})
     assert compute_policy(about, {key: of_node} if of_node else {}, KEYS) is policy

@@ -4,8 +4,9 @@ and what the family is asked and answers there.
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Mapping
+
+import msgspec
 
 from vgpu_agent.families.device_lists import ListOptions
 from vgpu_agent.families.family import NodeView, Question
@@ -140,7 +141,7 @@ def view_of(
     resource = offer_of(options, inventory)
     rooms = ledger_of(resource, inventory).rooms(resource.name)
     rooms = tuple(
-        dataclasses.replace(room, trouble=(troubles or {}).get(room.device, room.trouble))
+        msgspec.structs.replace(room, trouble=(troubles or {}).get(room.device, room.trouble))
         for room in rooms
     )
     allocated = {} if allocated_at is None else {resource.name: allocated_at}

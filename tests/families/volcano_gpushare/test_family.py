@@ -4,8 +4,7 @@ of volcano-gpushare §10.
 
 from __future__ import annotations
 
-import dataclasses
-
+import msgspec
 import pytest
 
 from tests.families.volcano_gpushare.parts import (
@@ -130,7 +129,7 @@ def test_an_ill_card_is_named_to_the_scheduler_and_to_kubelet() -> None:
     own count is right as well; capacity, which the scheduler divides by the number of cards, stays.
     """
     ill = Inventory(
-        2, (NODE_0, dataclasses.replace(NODE_1, health=Health(ok=False, reason="XID 79")))
+        2, (NODE_0, msgspec.structs.replace(NODE_1, health=Health(ok=False, reason="XID 79")))
     )
     desired_state = family_of().desired_node(view_of(inventory=ill))
     assert desired_state.annotations == {UNHEALTHY: "1"}
@@ -179,7 +178,7 @@ def test_a_count_that_is_not_the_pods_limit_is_refused() -> None:
     """volcano-gpushare:D2: ids of another amount cannot be this container's,
     however much the pod looks like it.
     """
-    question = dataclasses.replace(
+    question = msgspec.structs.replace(
         question_of(pod_of(3000, annotations=SCHEDULED)), ids=("0-1", "0-2")
     )
     with pytest.raises(
@@ -201,7 +200,7 @@ def test_cards_of_different_size_are_refused_with_both_remedies() -> None:
     so the error names each card and what to set.
     """
     unequal = Inventory(
-        1, (NODE_0, dataclasses.replace(NODE_1, name="NVIDIA T4", memory_mib=15360))
+        1, (NODE_0, msgspec.structs.replace(NODE_1, name="NVIDIA T4", memory_mib=15360))
     )
     with pytest.raises(ConfigError) as refused:
         offer_of(inventory=unequal)
@@ -217,7 +216,7 @@ def test_cards_of_different_size_are_offered_with_the_smallest() -> None:
     places. Its reported size is its own.
     """
     minimum = VolcanoGpushareOptions(unequal_gpus="minimum")
-    unequal = Inventory(1, (NODE_0, dataclasses.replace(NODE_1, memory_mib=15360)))
+    unequal = Inventory(1, (NODE_0, msgspec.structs.replace(NODE_1, memory_mib=15360)))
     resource = offer_of(minimum, unequal)
     assert len(resource.ids) == 2 * 15360
     family = family_of(minimum, unequal)
@@ -249,7 +248,8 @@ def test_numbers_stay_when_a_card_falls_off_the_bus() -> None:
     the container gets the present index.
     """
     lost = Inventory(
-        2, (dataclasses.replace(NODE_0, present=False), dataclasses.replace(NODE_1, index=0))
+        2,
+        (msgspec.structs.replace(NODE_0, present=False), msgspec.structs.replace(NODE_1, index=0)),
     )
     assert [entry.prefix for entry in _blocks(offer_of(inventory=lost))] == ["0-", "1-"]
     question = question_of(pod_of(3000, annotations={INDEX: "1"}), inventory=lost)
@@ -262,7 +262,7 @@ def test_a_card_that_never_answered_is_counted_and_not_to_be_used() -> None:
     """volcano-gpushare:D5: the scheduler counts from 0 without a gap, so a gap in NVML's indices is
     reported as an unhealthy card.
     """
-    gap = Inventory(1, (NODE_0, dataclasses.replace(NODE_1, index=2)))
+    gap = Inventory(1, (NODE_0, msgspec.structs.replace(NODE_1, index=2)))
     desired_state = family_of(inventory=gap).desired_node(view_of(inventory=gap))
     assert desired_state.capacity == {NUMBER: "3"}
     assert desired_state.annotations == {UNHEALTHY: "1"}

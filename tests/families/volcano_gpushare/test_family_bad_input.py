@@ -4,8 +4,7 @@ the volcano-gpushare family refuses them in one clear line.
 
 from __future__ import annotations
 
-import dataclasses
-
+import msgspec
 import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
@@ -38,7 +37,7 @@ def test_an_unreadable_limit_is_refused() -> None:
     with pytest.raises(
         RequestRefusedError, match=r"limit volcano.sh/gpu-memory: '1.5k' is not a whole number"
     ):
-        family_of().decide(question_of(dataclasses.replace(pod_of(), containers=(container,))))
+        family_of().decide(question_of(msgspec.structs.replace(pod_of(), containers=(container,))))
 
 
 def test_a_container_that_the_pod_does_not_have_is_refused() -> None:

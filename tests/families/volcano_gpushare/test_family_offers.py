@@ -4,8 +4,7 @@ and the lock it releases on the Node.
 
 from __future__ import annotations
 
-import dataclasses
-
+import msgspec
 import pytest
 
 from tests import constants
@@ -38,7 +37,7 @@ def test_a_node_without_cards_offers_nothing() -> None:
     assert family.resources(Inventory()) == ()
     empty = NodeView(Node("node-a", capacity={NUMBER: "2"}), Inventory(), {}, {}, now=0.0)
     assert family.desired_node(empty).capacity == {NUMBER: "0"}
-    assert family.desired_node(dataclasses.replace(empty, node=Node("node-a"))).capacity == {}
+    assert family.desired_node(msgspec.structs.replace(empty, node=Node("node-a"))).capacity == {}
 
 
 def test_the_size_of_the_list_is_exact(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -80,7 +79,9 @@ def test_a_gpu_in_mig_mode_is_unhealthy_and_keeps_its_number() -> None:
     """
     first, second = golden_inventory().gpus
     family = VolcanoGpushareFamily(VolcanoGpushareOptions(factor=4096))
-    inventory = Inventory(version=1, gpus=(dataclasses.replace(first, mig_enabled=True), second))
+    inventory = Inventory(
+        version=1, gpus=(msgspec.structs.replace(first, mig_enabled=True), second)
+    )
     ledger = Ledger()
     ledger.observe(inventory)
     ledger.offer(family.resources(inventory))

@@ -4,8 +4,7 @@ and the annotations written into the pod.
 
 from __future__ import annotations
 
-import dataclasses
-
+import msgspec
 import pytest
 
 from tests.families.volcano_gpushare.parts import (
@@ -62,7 +61,7 @@ def test_a_sidecar_and_an_init_container_count_as_kubernetes_counts_them() -> No
         PodContainer("i", ContainerKind.INIT, {MEMORY: 24000}),
         PodContainer("c", limits={MEMORY: 2000}),
     )
-    pod = dataclasses.replace(pod_of(), containers=containers)
+    pod = msgspec.structs.replace(pod_of(), containers=containers)
     with pytest.raises(CapacityError, match="no GPU has 25000 MiB"):
         family_of().decide(question_of(pod, "c"))
 

@@ -4,9 +4,9 @@ what one writes, the other reads.
 
 from __future__ import annotations
 
-import dataclasses
 from typing import Any, Literal
 
+import msgspec
 import pytest
 
 from vgpu_agent.families.family import NodeView, Question
@@ -148,7 +148,7 @@ def test_the_scheduler_sees_a_fresh_node_in_either_strategy(strategy: Strategy) 
 def test_the_scheduler_leaves_an_ill_card_alone(strategy: Strategy) -> None:
     """volcano-gpushare:S6: what we publish makes it place on card 0 only."""
     ill = Inventory(
-        2, (CARDS[0], dataclasses.replace(CARDS[1], health=Health(ok=False, reason="XID 79")))
+        2, (CARDS[0], msgspec.structs.replace(CARDS[1], health=Health(ok=False, reason="XID 79")))
     )
     assert list(_NodeOfOurs(strategy, ill).scheduler().holders) == [0]
 

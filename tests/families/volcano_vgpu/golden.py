@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Mapping
+
+import msgspec
 
 from vgpu_agent.families.family import Question
 from vgpu_agent.families.volcano_vgpu.family import VolcanoVgpuFamily, VolcanoVgpuOptions
@@ -33,7 +34,7 @@ def family(**options: object) -> VolcanoVgpuFamily:
     nothing is limited.
     """
     return VolcanoVgpuFamily(
-        dataclasses.replace(VolcanoVgpuOptions(factor=1), **options),  # type: ignore[arg-type]
+        msgspec.structs.replace(VolcanoVgpuOptions(factor=1), **options),
         NoIsolation(),
     )
 

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import dataclasses
-
+import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -348,7 +347,7 @@ def test_what_the_agent_has_written_itself_decides_about_no_init_container() -> 
     about = _with_init(G3, ONE, number=2, memory=9000)
     annotations = dict(about.annotations)
     del annotations["volcano.sh/devices-to-allocate"]
-    placed = dataclasses.replace(about, annotations=annotations)
+    placed = msgspec.structs.replace(about, annotations=annotations)
     asked = question(placed, "init", ids=2)
     assert family().recall(asked) is None
     decision = family().decide(asked)
@@ -429,8 +428,9 @@ def test_no_annotation_gives_more_than_asked_or_stops_the_agent(
 
 def test_a_card_that_is_lost_can_still_be_recalled() -> None:
     """It keeps its place in the inventory, so the grant keeps its share."""
-    lost = dataclasses.replace(
-        INVENTORY, gpus=(INVENTORY.gpus[0], dataclasses.replace(INVENTORY.gpus[1], present=False))
+    lost = msgspec.structs.replace(
+        INVENTORY,
+        gpus=(INVENTORY.gpus[0], msgspec.structs.replace(INVENTORY.gpus[1], present=False)),
     )
     recalled = family().recall(question(pod(ONE, annotations=decided(G3)), inventory=lost))
     assert recalled is not None

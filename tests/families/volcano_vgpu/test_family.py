@@ -4,9 +4,9 @@
 
 from __future__ import annotations
 
-import dataclasses
 import re
 
+import msgspec
 import pytest
 
 from tests.families.volcano_vgpu.golden import (
@@ -55,7 +55,7 @@ class _Recorder:
 
 def _limited(**options: object) -> VolcanoVgpuFamily:
     return VolcanoVgpuFamily(
-        dataclasses.replace(VolcanoVgpuOptions(factor=1), **options),  # type: ignore[arg-type]
+        msgspec.structs.replace(VolcanoVgpuOptions(factor=1), **options),
         HamiCore(H, f"{H}/libvgpu.so"),
     )
 
@@ -142,7 +142,7 @@ def test_the_backend_is_told_whose_limits_these_are() -> None:
     """The grant's name is the same after any restart, and no other container has it."""
     recorder = _Recorder()
     of = VolcanoVgpuFamily(VolcanoVgpuOptions(), recorder)
-    container = dataclasses.replace(
+    container = msgspec.structs.replace(
         main(number=1, memory=3000, cores=50), environment=frozenset({"CUDA_DISABLE_CONTROL"})
     )
     asked = question(pod(container, annotations=decided(G3)))

@@ -4,8 +4,7 @@ under the plain kube-scheduler (volcano-vgpu §8).
 
 from __future__ import annotations
 
-import dataclasses
-
+import msgspec
 import pytest
 
 from tests.families.volcano_vgpu.golden import (
@@ -25,7 +24,7 @@ from vgpu_agent.model import DeviceRoom, Inventory, Share
 from vgpu_agent.pods import ContainerKind, PodContainer
 
 HALF_FULL = (
-    dataclasses.replace(
+    msgspec.structs.replace(
         ROOMS[0], memory_free_mib=10000, cores_free_percent=50, holders=1, holders_free=9
     ),
     ROOMS[1],
@@ -76,7 +75,7 @@ def test_amounts(ask: PodContainer, share: Share) -> None:
 def test_a_percentage_counts_the_scaled_memory() -> None:
     """``volcano-vgpu:D8``: half of a GPU that is offered twice is all of it."""
     rooms = tuple(
-        dataclasses.replace(room, memory_mib=49152, memory_free_mib=49152) for room in ROOMS
+        msgspec.structs.replace(room, memory_mib=49152, memory_free_mib=49152) for room in ROOMS
     )
     assert _placed(main(number=1, percentage=50), rooms=rooms, memory_scaling=2.0, factor=2) == (
         Share(U0, 24576, 0),
@@ -143,7 +142,7 @@ def test_another_mode_is_refused(mode: str) -> None:
 
 def test_too_little_room_says_what_was_asked_and_what_there_is() -> None:
     """Enough in sum and not on one card: the user reads both numbers."""
-    rooms = (HALF_FULL[0], dataclasses.replace(ROOMS[1], memory_free_mib=11000, holders=1))
+    rooms = (HALF_FULL[0], msgspec.structs.replace(ROOMS[1], memory_free_mib=11000, holders=1))
     with pytest.raises(CapacityError) as caught:
         _placed(main(number=1, memory=12000, cores=60), rooms=rooms)
     assert str(caught.value) == (
@@ -156,7 +155,7 @@ def test_too_little_room_says_what_was_asked_and_what_there_is() -> None:
 def test_an_ill_card_is_passed_over() -> None:
     """Its trouble is why."""
     assert _placed(
-        main(number=1), rooms=(dataclasses.replace(ROOMS[0], trouble="XID 79"), ROOMS[1])
+        main(number=1), rooms=(msgspec.structs.replace(ROOMS[0], trouble="XID 79"), ROOMS[1])
     ) == (Share(U1, 24576, 0),)
 
 
@@ -164,7 +163,7 @@ def test_hidden_and_mig_cards_are_never_placed_on() -> None:
     """A card that is not offered is not given, even if the ledger knows it."""
     assert _placed(main(number=1), hidden_indices=frozenset({0})) == (Share(U1, 24576, 0),)
     split = Inventory(
-        1, (dataclasses.replace(INVENTORY.gpus[0], mig_enabled=True), INVENTORY.gpus[1])
+        1, (msgspec.structs.replace(INVENTORY.gpus[0], mig_enabled=True), INVENTORY.gpus[1])
     )
     assert family().decide(question(pod(main(number=1)), inventory=split)).shares == (
         Share(U1, 24576, 0),

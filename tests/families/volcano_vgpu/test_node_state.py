@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import dataclasses
 import re
 
+import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -81,7 +81,7 @@ def test_a_card_that_cannot_be_had_is_announced_as_full(trouble: str) -> None:
     """``volcano-vgpu:D6``, ``volcano-vgpu:G13``: count 0 keeps pods off where health alone is
     ignored. The card keeps its index.
     """
-    rooms = (dataclasses.replace(ROOMS[0], trouble=trouble), ROOMS[1])
+    rooms = (msgspec.structs.replace(ROOMS[0], trouble=trouble), ROOMS[1])
     text = _desired_state(rooms=rooms).annotations[REGISTER]
     assert text == G1.replace(
         f"{U0},10,24576,NVIDIA-NVIDIA A10,true", f"{U0},0,24576,NVIDIA-NVIDIA A10,false"

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 
+import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -99,8 +99,8 @@ def test_cards_are_counted_by_minor_number() -> None:
     swapped = Inventory(
         1,
         (
-            dataclasses.replace(INVENTORY.gpus[1], index=0),
-            dataclasses.replace(INVENTORY.gpus[0], index=1),
+            msgspec.structs.replace(INVENTORY.gpus[1], index=0),
+            msgspec.structs.replace(INVENTORY.gpus[0], index=1),
         ),
     )
     assert [entry.device for entry in _offered(swapped)[NUMBER].ids][:1] == [U0]
@@ -138,7 +138,7 @@ def test_hidden_cards_and_cards_in_mig_mode_are_not_offered() -> None:
     assert {entry.device for entry in _offered(hidden_uuids=frozenset({U0}))[NUMBER].ids} == {U1}
     assert {entry.device for entry in _offered(hidden_indices=frozenset({1}))[NUMBER].ids} == {U0}
     split = Inventory(
-        1, (INVENTORY.gpus[0], dataclasses.replace(INVENTORY.gpus[1], mig_enabled=True))
+        1, (INVENTORY.gpus[0], msgspec.structs.replace(INVENTORY.gpus[1], mig_enabled=True))
     )
     assert {entry.device for entry in _offered(split)[NUMBER].ids} == {U0}
 
@@ -147,7 +147,7 @@ def test_a_card_stays_hidden_when_one_before_it_is_lost() -> None:
     """NVML moves the indices up. It is still the same card that was to be left alone."""
     first, second = INVENTORY.gpus
     lost = Inventory(
-        1, (dataclasses.replace(first, present=False), dataclasses.replace(second, index=0))
+        1, (msgspec.structs.replace(first, present=False), msgspec.structs.replace(second, index=0))
     )
     assert {
         entry.device for entry in _offered(lost, hidden_indices=frozenset({1}))[NUMBER].ids

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Mapping
 
+import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -57,7 +57,7 @@ def _written(about: Pod, desired_state: Mapping[str, str | None]) -> Pod:
         for key, value in {**about.annotations, **desired_state}.items()
         if value is not None
     }
-    return dataclasses.replace(about, annotations=kept)
+    return msgspec.structs.replace(about, annotations=kept)
 
 
 def test_g5_a_served_pod() -> None:
@@ -133,7 +133,9 @@ def test_a_pod_that_never_starts_has_failed() -> None:
 def test_other_families_and_resources_are_not_looked_at() -> None:
     """Only the number's grants decide."""
     other = {
-        "main": dataclasses.replace(grants(main=SHARE)["main"], resource="volcano.sh/gpu-memory")
+        "main": msgspec.structs.replace(
+            grants(main=SHARE)["main"], resource="volcano.sh/gpu-memory"
+        )
     }
     assert _desired_state(ONE, other) == {}
 
@@ -177,7 +179,7 @@ def test_a_text_of_another_shape_is_replaced_at_the_end(text: str) -> None:
     """The text is not touched while a container waits.
     When all have started, nothing is left to allocate.
     """
-    odd = dataclasses.replace(TWO, annotations=decided(f"{A};{B}", devices_to_allocate=text))
+    odd = msgspec.structs.replace(TWO, annotations=decided(f"{A};{B}", devices_to_allocate=text))
     assert _desired_state(odd, grants(a=SHARE)) == {}
     assert _desired_state(odd, grants(a=SHARE, b=SHARE))[TO_ALLOCATE] == ";"
 
@@ -194,7 +196,7 @@ def test_the_desired_state_is_stable_once_it_is_written(
     annotations: dict[str, str], served: list[str], *, failed: bool
 ) -> None:
     """For any annotations there is nothing more to write after one write, and nothing raises."""
-    about = dataclasses.replace(TWO, annotations=annotations)
+    about = msgspec.structs.replace(TWO, annotations=annotations)
     held = grants(**dict.fromkeys(served, SHARE))
     assert (
         _desired_state(

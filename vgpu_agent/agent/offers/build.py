@@ -8,7 +8,6 @@ those of `families.registry`.
 from __future__ import annotations
 
 import asyncio
-import dataclasses
 import functools
 import itertools
 import os
@@ -16,6 +15,8 @@ import shutil
 import stat
 from pathlib import Path
 from typing import TYPE_CHECKING
+
+import msgspec
 
 from vgpu_agent.agent.offers.control_nodes import NONE_FOUND, find_control_nodes
 from vgpu_agent.allocation.context import Families
@@ -36,8 +37,7 @@ if TYPE_CHECKING:
     from vgpu_agent.isolation.backend import InstalledLibrary, LibraryLimits, LibraryServices
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class Found:
+class Found(msgspec.Struct, frozen=True):
     """The findings on the node and in the cluster.
 
     Attributes:
@@ -48,11 +48,10 @@ class Found:
 
     nodes: ControlNodes = NONE_FOUND
     cdi: CdiFound = NO_CDI
-    facts: NodeFacts = dataclasses.field(default_factory=NodeFacts)
+    facts: NodeFacts = msgspec.field(default_factory=NodeFacts)
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class Built:
+class Built(msgspec.Struct, frozen=True):
     """The families, the faults of the files they were built from, and the resulting settings.
 
     Attributes:
@@ -70,15 +69,15 @@ class Built:
 
     families: Families
     problems: tuple[str, ...] = ()
-    in_force: Mapping[str, Mapping[str, object]] = dataclasses.field(default_factory=dict)
-    origins: Mapping[str, Mapping[str, str]] = dataclasses.field(default_factory=dict)
-    limits: Mapping[str, LibraryLimits] = dataclasses.field(default_factory=dict)
-    texts: Mapping[str, tuple[str, ...]] = dataclasses.field(default_factory=dict)
+    in_force: Mapping[str, Mapping[str, object]] = msgspec.field(default_factory=dict)
+    origins: Mapping[str, Mapping[str, str]] = msgspec.field(default_factory=dict)
+    limits: Mapping[str, LibraryLimits] = msgspec.field(default_factory=dict)
+    texts: Mapping[str, tuple[str, ...]] = msgspec.field(default_factory=dict)
     nodes: ControlNodes = NONE_FOUND
     without_nodes: frozenset[str] = frozenset()
-    blocked: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    blocked: Mapping[str, str] = msgspec.field(default_factory=dict)
     uses_libraries: frozenset[str] = frozenset()
-    services: Mapping[str, LibraryServices] = dataclasses.field(default_factory=dict)
+    services: Mapping[str, LibraryServices] = msgspec.field(default_factory=dict)
 
 
 async def look(
@@ -137,7 +136,7 @@ def build(settings: Settings, found: Found) -> Built:
     never raises: problems in the files of replaced plugins are reported.
     """
     lists, pod_lists = list_options(settings, found), _of_pods(settings, found)
-    facts = dataclasses.replace(found.facts, lists=lists, pod_lists=pod_lists)
+    facts = msgspec.structs.replace(found.facts, lists=lists, pod_lists=pod_lists)
     parts = [family.build(settings, facts) for family in FAMILIES]
     by_ids = tuple(itertools.chain.from_iterable(part.by_ids for part in parts))
     by_pod = tuple(itertools.chain.from_iterable(part.by_pod for part in parts))
@@ -193,7 +192,7 @@ def _of_pods(settings: Settings, found: Found) -> ListOptions:
     """
     lists = list_options(settings, found)
     return (
-        dataclasses.replace(lists, strategies=("cdi-cri",))
+        msgspec.structs.replace(lists, strategies=("cdi-cri",))
         if settings.cdi.inline and found.facts.late
         else lists
     )

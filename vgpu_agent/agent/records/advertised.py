@@ -15,8 +15,9 @@ that keep taking the resource from each other are worse than one that backs off.
 from __future__ import annotations
 
 import asyncio
-import dataclasses
 from typing import TYPE_CHECKING, Protocol
+
+import msgspec
 
 from vgpu_agent import log
 from vgpu_agent.concurrency import Backoff
@@ -57,8 +58,7 @@ class Server(Protocol):
         """End the current registration and make a new one."""
 
 
-@dataclasses.dataclass
-class _Course:
+class _Course(msgspec.Struct):
     """The history of one resource; times are the loop's, in seconds.
 
     Attributes:

@@ -14,8 +14,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import dataclasses
 from typing import TYPE_CHECKING, Generic, TypeVar
+
+import msgspec
 
 from vgpu_agent.allocation.identification import KubeletEvidence
 from vgpu_agent.errors import CheckpointError, KubeletError
@@ -71,8 +72,7 @@ class SharedReading(Generic[Read]):
             return self._last[1]
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class _Checkpoint:
+class _Checkpoint(msgspec.Struct, frozen=True):
     """One reading of the file; ``entries`` is None when it could not be read.
 
     ``decoded`` keeps the answers that were looked at, by their encoded form. ``holders`` has, by
@@ -81,8 +81,8 @@ class _Checkpoint:
 
     entries: tuple[CheckpointEntry, ...] | None
     trouble: str = ""
-    decoded: dict[str, Edits] = dataclasses.field(default_factory=dict)
-    holders: dict[str, dict[str, list[int]]] = dataclasses.field(default_factory=dict)
+    decoded: dict[str, Edits] = msgspec.field(default_factory=dict)
+    holders: dict[str, dict[str, list[int]]] = msgspec.field(default_factory=dict)
 
     def about(self, resource: str, ids: frozenset[str]) -> list[CheckpointEntry]:
         """The entries that name any of ``ids``, a few of hundreds,
@@ -125,8 +125,7 @@ class _Checkpoint:
         return self.decoded[encoded]
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class _Listed:
+class _Listed(msgspec.Struct, frozen=True):
     """The answer of pod-resources; None when there was none."""
 
     holdings: tuple[Holding, ...] | None

@@ -11,10 +11,11 @@ V10), and `run` as a supervised loop.
 from __future__ import annotations
 
 import asyncio
-import dataclasses
 import math
 import time
 from typing import TYPE_CHECKING
+
+import msgspec
 
 from vgpu_agent.agent import memory
 from vgpu_agent.agent.records.advertised import ListedIds
@@ -222,7 +223,7 @@ class Verification:
                 0.0, _LISTS_ALL_SECONDS - await asyncio.to_thread(self._kubelet_age)
             )
         if initial and now < self._lists_all_at:
-            records = dataclasses.replace(
+            records = msgspec.structs.replace(
                 records, holdings=(*records.holdings, *self._of_live_pods(unlisted(records)))
             )
         if records.trouble and records.trouble != self._kubelet.records_trouble:

@@ -8,9 +8,10 @@ may keep what it got.
 
 from __future__ import annotations
 
-import dataclasses
 import enum
 from typing import TYPE_CHECKING
+
+import msgspec
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterable, Mapping
@@ -23,8 +24,7 @@ if TYPE_CHECKING:
 Key = tuple[str, str]  # (the kubelet's UID of the pod, container)
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class Given:
+class Given(msgspec.Struct, frozen=True):
     """An early Allocate's answer, the container it was meant for,
     what that container was to have, and what its pod's owner is to be told once it has started.
     """
@@ -44,8 +44,7 @@ class Verdict(enum.StrEnum):
     WRONG = "wrong"
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class Evidence:
+class Evidence(msgspec.Struct, frozen=True):
     """The facts about one container that is about to start.
 
     Attributes:
@@ -149,10 +148,10 @@ class Answers:
         for other, each in list(self.given.items()):
             if each.decided_for == key:
                 remarks = each.remarks
-                self.given[other] = dataclasses.replace(
+                self.given[other] = msgspec.structs.replace(
                     each, decided_for=given.decided_for, remarks=given.remarks
                 )
-        self.given[token] = dataclasses.replace(given, decided_for=key, remarks=remarks)
+        self.given[token] = msgspec.structs.replace(given, decided_for=key, remarks=remarks)
         self._has_ids(key)
         return given.decided_for
 
@@ -161,7 +160,7 @@ class Answers:
         given = self.given.get(token)
         if given is None or given.decided_for != key:
             return ()
-        self.given[token] = dataclasses.replace(given, remarks=())
+        self.given[token] = msgspec.structs.replace(given, remarks=())
         return given.remarks
 
     def refuted(self, token: str, key: Key) -> Given | None:
@@ -238,7 +237,7 @@ def _is_of(answer: Edits, provision: Provision) -> bool:
     ):
         return answer == wanted
     environment_known = answer.environment.items() <= wanted.environment.items()
-    same = dataclasses.replace(
+    same = msgspec.structs.replace(
         answer,
         environment=wanted.environment,
         mounts=wanted.mounts,

@@ -10,8 +10,9 @@ from __future__ import annotations
 
 import asyncio
 import collections
-import dataclasses
 from typing import TYPE_CHECKING, NamedTuple, NoReturn
+
+import msgspec
 
 from vgpu_agent.allocation.candidates import candidates
 from vgpu_agent.allocation.carrier import grant_token
@@ -367,7 +368,7 @@ class EarlyBinding:
         self._make_room_for_init(start, names)
         kept = answers.values()
         return [
-            dataclasses.replace(
+            msgspec.structs.replace(
                 each, remade=any(leads_into(each.before, answer) for answer in kept)
             )
             for each in provisions
@@ -411,7 +412,7 @@ class EarlyBinding:
     def _book_ahead(self, start: Start, container: str) -> None:
         key, owner = (
             (start.owner.pod_uid, container),
-            dataclasses.replace(start.owner, container=container),
+            msgspec.structs.replace(start.owner, container=container),
         )
         grants = [grant for grant in self._ledger.grants if grant.resource == start.offered.name]
         own = [

@@ -10,9 +10,10 @@ has limits that come from the share. How containers join MPS is one entry of `_J
 from __future__ import annotations
 
 import collections
-import dataclasses
 import re
 from typing import TYPE_CHECKING
+
+import msgspec
 
 from vgpu_agent.device_ids import DeviceId
 from vgpu_agent.errors import CapacityError
@@ -48,8 +49,7 @@ RESOURCE = "k8s.amazonaws.com/vgpu"
 _ID = re.compile(r"(GPU-[0-9A-Fa-f]{8}-(?:[0-9A-Fa-f]{4}-){3}[0-9A-Fa-f]{12})-(0|[1-9][0-9]{0,5})")
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class AwsOptions:
+class AwsOptions(msgspec.Struct, frozen=True):
     """The settings by which this node offers its GPUs.
 
     Attributes:
@@ -64,8 +64,8 @@ class AwsOptions:
     resource: str = RESOURCE
     vgpus: int = 10
     mps: str = "none"
-    lists: ListOptions = dataclasses.field(default_factory=ListOptions)
-    paths: MpsOptions = dataclasses.field(
+    lists: ListOptions = msgspec.field(default_factory=ListOptions)
+    paths: MpsOptions = msgspec.field(
         default_factory=lambda: MpsOptions(pipe_directory=mps.DEFAULT_PIPE_DIRECTORY)
     )
 

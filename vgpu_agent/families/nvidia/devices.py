@@ -8,9 +8,10 @@ instance is smaller than its GPU instance has a name like any other (nvidia D8).
 
 from __future__ import annotations
 
-import dataclasses
 import re
 from typing import TYPE_CHECKING
+
+import msgspec
 
 from vgpu_agent.families.nvidia.ids import EVERY_GPU
 from vgpu_agent.families.nvidia.options import DOMAIN, GPU_RESOURCE
@@ -25,8 +26,7 @@ if TYPE_CHECKING:
 _NAME = re.compile(r"[A-Za-z0-9]([A-Za-z0-9._-]{0,61}[A-Za-z0-9])?", re.ASCII)
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class Device:
+class Device(msgspec.Struct, frozen=True):
     """A whole GPU, or its MIG instance ``instance``. With ``every`` its ids stand for all GPUs."""
 
     gpu: Gpu
@@ -68,19 +68,17 @@ class Device:
         )
 
 
-@dataclasses.dataclass(slots=True)
-class Named:
+class Named(msgspec.Struct):
     """The devices of each resource, in node order; the reason why a name has none, one sentence;
     and oddities, a sentence each.
     """
 
-    devices: dict[str, list[Device]] = dataclasses.field(default_factory=dict)
-    refused: dict[str, str] = dataclasses.field(default_factory=dict)
-    cautions: list[str] = dataclasses.field(default_factory=list)
+    devices: dict[str, list[Device]] = msgspec.field(default_factory=dict)
+    refused: dict[str, str] = msgspec.field(default_factory=dict)
+    cautions: list[str] = msgspec.field(default_factory=list)
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class MigStrategy:
+class MigStrategy(msgspec.Struct, frozen=True):
     """The way in which GPUs in MIG mode are offered.
 
     Attributes:
@@ -113,7 +111,7 @@ def named_devices(inventory: Inventory, options: NvidiaOptions) -> Named:
         return Named({GPU_RESOURCE: [Device(gpus[0], every=True)]}) if gpus else named
     for number, known in inventory.numbered.items():
         # as the entries of `devices` mean it, also when a card before it is lost
-        gpu = dataclasses.replace(known, index=number)
+        gpu = msgspec.structs.replace(known, index=number)
         if gpu.mig_enabled and strategy.divided:
             _name_instances(gpu, strategy, options, named)
             continue

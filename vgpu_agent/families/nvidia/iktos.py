@@ -7,9 +7,10 @@ entries and fails later, or never ends (iktos D9), so every entry is checked her
 
 from __future__ import annotations
 
-import dataclasses
 import re
 from typing import TYPE_CHECKING, Final
+
+import msgspec
 
 from vgpu_agent.config.problems import shown
 from vgpu_agent.families.nvidia.resource_names import NVIDIA_DOMAIN, resource_name_problem
@@ -23,8 +24,7 @@ _ORIGINAL = re.compile(r"(gpu|mig-[0-9a-z][-0-9a-z.]*)\Z")
 _NUMBER = re.compile(r"[+-]?[0-9]{1,10}\Z")
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class IktosEntry:
+class IktosEntry(msgspec.Struct, frozen=True):
     """One resource that is offered under another name and several times.
 
     Attributes:

@@ -9,9 +9,10 @@ Called by `family`; pure functions.
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
 from typing import TYPE_CHECKING
+
+import msgspec
 
 from vgpu_agent.device_ids import DeviceId, IdBlock, NumberedIds
 from vgpu_agent.families.family import Shortfall
@@ -34,8 +35,7 @@ if TYPE_CHECKING:
 _MAX_IDS = 200_000
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class Offers:
+class Offers(msgspec.Struct, frozen=True):
     """The offered resources, and the reasons why others are not offered."""
 
     resources: tuple[Resource, ...]
@@ -46,8 +46,7 @@ class Offers:
         return next((resource for resource in self.resources if resource.name == name), None)
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class _Part:
+class _Part(msgspec.Struct, frozen=True):
     """One device in a resource: how often it is offered, and whether a sharing entry names it."""
 
     device: Device

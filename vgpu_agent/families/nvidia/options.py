@@ -7,9 +7,10 @@ no other module depends on which of them an operator has used. Sources: nvidia ย
 
 from __future__ import annotations
 
-import dataclasses
 import re
 from typing import TYPE_CHECKING
+
+import msgspec
 
 from vgpu_agent.families.device_lists import ListOptions
 from vgpu_agent.families.nvidia import iktos
@@ -29,8 +30,7 @@ ALL = "all"
 AUTOMATIC = -1  # as many replicas as the device has units of memory
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class Pattern:
+class Pattern(msgspec.Struct, frozen=True):
     """A pattern for names of GPUs or MIG profiles:
     ``*`` stands for any text, and all of the name must match (nvidia ยง3).
     """
@@ -43,8 +43,7 @@ class Pattern:
         return re.fullmatch(".*".join(map(re.escape, self.pattern.split("*"))), text) is not None
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class SharedEntry:
+class SharedEntry(msgspec.Struct, frozen=True):
     """Devices of one resource that are offered several times.
 
     Attributes:
@@ -61,8 +60,7 @@ class SharedEntry:
     devices: str | int | tuple[str, ...] = ALL
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class NvidiaOptions:
+class NvidiaOptions(msgspec.Struct, frozen=True):
     """The settings by which this node offers its GPUs.
 
     Attributes:
@@ -96,8 +94,8 @@ class NvidiaOptions:
     policy_is_set: bool = False
     unit_mib: int = 1024
     wsl: bool = False
-    lists: ListOptions = dataclasses.field(default_factory=ListOptions)
-    mps: MpsOptions = dataclasses.field(default_factory=MpsOptions)
+    lists: ListOptions = msgspec.field(default_factory=ListOptions)
+    mps: MpsOptions = msgspec.field(default_factory=MpsOptions)
 
     @property
     def iktos(self) -> bool:
@@ -156,7 +154,7 @@ class NvidiaOptions:
         entries = iktos.entries(theirs.resource_config)
         if not entries:
             return options
-        return dataclasses.replace(
+        return msgspec.structs.replace(
             options,
             sharing=SharingMode.TIME_SLICING,
             shared=tuple(

@@ -9,9 +9,10 @@ edit the pod may have written it, so only its form is relied on here.
 
 from __future__ import annotations
 
-import dataclasses
 import re
 from typing import TYPE_CHECKING
+
+import msgspec
 
 from vgpu_agent.errors import AgentError, quoted
 
@@ -33,8 +34,7 @@ class ClaimsTextError(AgentError):
     """
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class DeviceClaim:
+class DeviceClaim(msgspec.Struct, frozen=True):
     """One card of a container's claim.
 
     Attributes:
@@ -50,8 +50,7 @@ class DeviceClaim:
     memory_mib: int
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class ContainerClaim:
+class ContainerClaim(msgspec.Struct, frozen=True):
     """The cards of one container, in the order of the text."""
 
     container: str

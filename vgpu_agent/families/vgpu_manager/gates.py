@@ -7,8 +7,9 @@ known: those of its device plugin count, the others are named as without effect.
 
 from __future__ import annotations
 
-import dataclasses
 from typing import TYPE_CHECKING
+
+import msgspec
 
 from vgpu_agent.config.problems import shown
 from vgpu_agent.config.suggestions import nearest
@@ -71,8 +72,7 @@ _VALUES = {
 }
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class Gates:
+class Gates(msgspec.Struct, frozen=True):
     """The gates that have an effect here; all are off by default.
 
     Attributes:

@@ -8,7 +8,8 @@ one codec for each card.
 from __future__ import annotations
 
 import binascii
-import dataclasses
+
+import msgspec
 
 CARDS = 256
 """The most cards that ids can tell apart: the number takes one byte of the packed value."""
@@ -18,8 +19,7 @@ _TO_URL = bytes.maketrans(b"+/", b"-_")
 _FROM_URL = bytes.maketrans(b"-_", b"+/")
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class PackedIds:
+class PackedIds(msgspec.Struct, frozen=True):
     """The codec of one card's ids: ``count << 8 | card`` as a protobuf varint, in the URL alphabet
     of base64 without padding.
 

@@ -8,7 +8,7 @@ their own.
 
 from __future__ import annotations
 
-import dataclasses
+import msgspec
 
 DEFAULT_DOMAIN = "nvidia.com"
 
@@ -19,8 +19,7 @@ CUDA_MAJOR_LABEL = "nvidia.com/node-cuda-major"
 CUDA_MINOR_LABEL = "nvidia.com/node-cuda-minor"
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class Keys:
+class Keys(msgspec.Struct, frozen=True):
     """All keys in one domain."""
 
     domain: str = DEFAULT_DOMAIN

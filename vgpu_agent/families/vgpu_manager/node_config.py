@@ -9,7 +9,6 @@ the error is named with its line. Called by `spec` whenever the file or the sett
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import re
 from typing import TYPE_CHECKING, Any
@@ -80,8 +79,7 @@ _OWN = {key.attribute: key for key in schema.keys(VgpuManager).values()}
 _PLUGIN = {key.attribute: key for key in schema.keys(Plugin).values()}
 
 
-@dataclasses.dataclass(frozen=True)
-class NodeConfig:
+class NodeConfig(msgspec.Struct, frozen=True):
     """The meaning of a node configuration for one node.
 
     Attributes:
@@ -92,8 +90,8 @@ class NodeConfig:
         notes: one sentence for each key of the entry that has no effect.
     """
 
-    own: Mapping[str, Any] = dataclasses.field(default_factory=dict)
-    plugin: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    own: Mapping[str, Any] = msgspec.field(default_factory=dict)
+    plugin: Mapping[str, Any] = msgspec.field(default_factory=dict)
     entry: str = ""
     problems: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
@@ -118,7 +116,7 @@ class NodeConfig:
         strategies = lists.strategies
         if "device_list_strategy" in self.plugin and not self._lacks_specs(plugin):
             strategies = wanted.device_list_strategy
-        return dataclasses.replace(
+        return msgspec.structs.replace(
             lists,
             strategies=strategies,
             enabled=wanted.device_modes,
@@ -173,7 +171,7 @@ def in_force(settings: Settings, facts: NodeFacts) -> NodeConfig:
     if problems:
         stays = "what it said before stays in force" if sound.entry else "flags and settings count"
         problems = (*problems, f"{path}: until that is corrected, {stays}")
-    return dataclasses.replace(sound, problems=problems)
+    return msgspec.structs.replace(sound, problems=problems)
 
 
 def is_valid(settings: Settings, text: str) -> bool:

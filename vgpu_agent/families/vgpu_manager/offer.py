@@ -7,8 +7,9 @@ quotas count. Called by `family` with each inventory.
 
 from __future__ import annotations
 
-import dataclasses
 from typing import TYPE_CHECKING
+
+import msgspec
 
 from vgpu_agent.device_ids import IdBlock, NumberedIds, list_size_bytes, too_long
 from vgpu_agent.errors import OfferError, listed
@@ -214,7 +215,7 @@ def _remedy(resource: Resource, inventory: Inventory, options: VgpuManagerOption
         return f"{resource.unit}: choose less"
 
     def size_bytes(factor: int) -> int:
-        changed = dataclasses.replace(options, memory_factor=factor)
+        changed = msgspec.structs.replace(options, memory_factor=factor)
         return sum(
             list_size_bytes(each.ids)
             for each in _counted(inventory, changed)

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-import dataclasses
 from typing import TYPE_CHECKING
+
+import msgspec
 
 from vgpu_agent.families.device_lists import ListOptions
 from vgpu_agent.families.vgpu_manager.keys import Keys
@@ -14,8 +15,7 @@ if TYPE_CHECKING:
     from vgpu_agent.families.vgpu_manager.settings import VgpuManager
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class VgpuManagerOptions:
+class VgpuManagerOptions(msgspec.Struct, frozen=True):
     """The settings by which this node offers its GPUs.
 
     Attributes:
@@ -42,7 +42,7 @@ class VgpuManagerOptions:
         lists: how containers get their devices.
     """
 
-    keys: Keys = dataclasses.field(default_factory=Keys)
+    keys: Keys = msgspec.field(default_factory=Keys)
     split: int = 10
     cores_scaling: float = 1.0
     memory_scaling: float = 1.0
@@ -58,7 +58,7 @@ class VgpuManagerOptions:
     memory_ledger: bool = False
     mig_strategy: str = "mixed"
     open_kernel_modules: bool = False
-    lists: ListOptions = dataclasses.field(default_factory=ListOptions)
+    lists: ListOptions = msgspec.field(default_factory=ListOptions)
 
     @classmethod
     def from_settings(

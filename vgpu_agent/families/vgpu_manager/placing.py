@@ -7,9 +7,10 @@ annotations allow, by its device policy and its topology mode. Called by `family
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
 from typing import TYPE_CHECKING
+
+import msgspec
 
 from vgpu_agent.errors import CapacityError, RequestRefusedError, listed, quoted
 from vgpu_agent.families.family import Remark
@@ -52,8 +53,7 @@ _INSTEAD = {
 _OF_A_NVLINK, _OF_A_LEVEL = 100, 10  # in the score of a pair
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class _Card:
+class _Card(msgspec.Struct, frozen=True):
     """A card with room, as policies see it.
 
     Attributes:
@@ -71,8 +71,7 @@ class _Card:
     score: float
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class Placed:
+class Placed(msgspec.Struct, frozen=True):
     """The cards of a container, the rules that chose them (``binpack, link``), and a remark for
     each annotation of the pod that was not followed.
     """
@@ -82,8 +81,7 @@ class Placed:
     remarks: tuple[Remark, ...] = ()
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class _Chosen:
+class _Chosen(msgspec.Struct, frozen=True):
     """The cards, and where the topology mode was not followed, the links that they have instead."""
 
     cards: list[_Card]

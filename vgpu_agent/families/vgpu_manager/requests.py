@@ -10,8 +10,9 @@ them, so they stay.
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 from typing import TYPE_CHECKING
+
+import msgspec
 
 from vgpu_agent.errors import RequestRefusedError, quoted
 from vgpu_agent.families.vgpu_manager.claims import MAX_CARDS
@@ -29,8 +30,7 @@ OVERSOLD, DISABLED = "CUDA_MEM_OVERSOLD", DISABLED_BY
 _MAX_MIB = 2**40  # more than any card has
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class Request:
+class Request(msgspec.Struct, frozen=True):
     """The request of a container on each of its cards.
 
     Attributes:

@@ -15,8 +15,9 @@ running container holds is in the ledger by UUID and does not move at all.
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 from typing import TYPE_CHECKING
+
+import msgspec
 
 from vgpu_agent.device_ids import DeviceId, IdBlock, NumberedIds, list_size_bytes, too_long
 from vgpu_agent.errors import CapacityError, OfferError, RequestRefusedError, listed, quoted
@@ -64,8 +65,7 @@ _SHOWN_CHARACTERS = 60  # of an annotation in an error
 BY_INDEX = ListOptions(id_strategy="index")
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class VolcanoGpushareOptions:
+class VolcanoGpushareOptions(msgspec.Struct, frozen=True):
     """The settings by which this node offers its GPUs.
 
     Attributes:
@@ -472,7 +472,7 @@ class VolcanoGpushareFamily:
         needed_mib = units(question.pod, self._resource_name) * self._factor(question.inventory)
         budget_mib = _size_mib(question.inventory.numbered)
         rooms = [
-            dataclasses.replace(room, memory_free_mib=_free_mib(room, budget_mib))
+            msgspec.structs.replace(room, memory_free_mib=_free_mib(room, budget_mib))
             for room in _ordered(question, gpus)
         ]
         try:

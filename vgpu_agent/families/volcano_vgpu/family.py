@@ -14,8 +14,9 @@ after the start (`pod_state`), and the state of the Node (`node_state`).
 
 from __future__ import annotations
 
-import dataclasses
 from typing import TYPE_CHECKING
+
+import msgspec
 
 from vgpu_agent.errors import RequestRefusedError, UnhealthyDeviceError
 from vgpu_agent.families.device_lists import answer_number, edits_of, visible_device
@@ -91,7 +92,7 @@ class VolcanoVgpuFamily:
         """Return CERTAIN for the configured resource names, and for the default names, which may be
         in the kubelet's records from before a change of the configuration.
         """
-        names = {*dataclasses.astuple(self._options.names), *dataclasses.astuple(Names())}
+        names = {*msgspec.structs.astuple(self._options.names), *msgspec.structs.astuple(Names())}
         return Ownership.CERTAIN if resource in names else Ownership.NONE
 
     def resources(self, inventory: Inventory) -> tuple[Resource, ...]:

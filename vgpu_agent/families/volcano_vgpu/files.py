@@ -12,7 +12,6 @@ the problems in the text. The replaced plugin silently drops a whole file for on
 
 from __future__ import annotations
 
-import dataclasses
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -76,8 +75,7 @@ _WITHOUT_EFFECT: dict[str, Any] = {
 _ATTRIBUTES = {key.attribute: key for key in schema.keys(VolcanoVgpu).values()}
 
 
-@dataclasses.dataclass(frozen=True)
-class Overlay:
+class Overlay(msgspec.Struct, frozen=True):
     """The values that one file sets.
 
     Attributes:
@@ -91,7 +89,7 @@ class Overlay:
         readable: the file as a whole could be read.
     """
 
-    values: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    values: Mapping[str, Any] = msgspec.field(default_factory=dict)
     hidden_uuids: frozenset[str] = frozenset()
     hidden_indices: frozenset[int] = frozenset()
     geometries: tuple[ModelGeometries, ...] = ()
@@ -113,7 +111,7 @@ class Overlay:
         GPUs that were hidden, while pods run.
         """
         if not self.readable:
-            return dataclasses.replace(previous, problems=self.problems)
+            return msgspec.structs.replace(previous, problems=self.problems)
         values = {
             **{name: value for name, value in previous.values.items() if name in self.wrong},
             **self.values,
@@ -122,12 +120,12 @@ class Overlay:
         # the wrong entries, the positions in the group would mean other instances.
         geometries = previous.geometries if GEOMETRIES in self.wrong else self.geometries
         if HIDDEN not in self.wrong:
-            return dataclasses.replace(self, values=values, geometries=geometries)
+            return msgspec.structs.replace(self, values=values, geometries=geometries)
         uuids, indices = (
             self.hidden_uuids | previous.hidden_uuids,
             self.hidden_indices | previous.hidden_indices,
         )
-        return dataclasses.replace(
+        return msgspec.structs.replace(
             self, values=values, geometries=geometries, hidden_uuids=uuids, hidden_indices=indices
         )
 

@@ -9,9 +9,10 @@ Called by `files`; the family `volcano-vgpu` works with the result.
 from __future__ import annotations
 
 import collections
-import dataclasses
 import re
 from typing import TYPE_CHECKING, Any
+
+import msgspec
 
 from vgpu_agent.config.problems import shown, shown_key
 
@@ -29,8 +30,7 @@ _LARGEST_MIB = 2**31 - 1
 _MAX_ENTRIES = 256  # of any list; the API server takes a megabyte
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class MigProfile:
+class MigProfile(msgspec.Struct, frozen=True):
     """``count`` instances of one profile; ``memory_mib`` is the scheduler's figure for each,
     a little above the driver's.
     """
@@ -40,16 +40,14 @@ class MigProfile:
     count: int
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class MigGroup:
+class MigGroup(msgspec.Struct, frozen=True):
     """One way to divide a GPU; the order of the profiles counts."""
 
     name: str
     profiles: tuple[MigProfile, ...]
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class ModelGeometries:
+class ModelGeometries(msgspec.Struct, frozen=True):
     """The groups for GPUs whose product name has one of ``models`` in it,
     in the order in which a scheduler tries them.
     """

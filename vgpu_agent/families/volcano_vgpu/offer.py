@@ -9,8 +9,9 @@ each inventory.
 
 from __future__ import annotations
 
-import dataclasses
 from typing import TYPE_CHECKING
+
+import msgspec
 
 from vgpu_agent.config.types import DEVICE_MODES
 from vgpu_agent.device_ids import IdBlock, NumberedIds, list_size_bytes, too_long
@@ -39,8 +40,7 @@ _SETTINGS = "volcanoVgpu"
 ALL_MODES = ListOptions(enabled=DEVICE_MODES)
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class Offer:
+class Offer(msgspec.Struct, frozen=True):
     """The offers of this node in the family's words.
 
     Attributes:
@@ -56,8 +56,7 @@ class Offer:
     mode: str = HAMI_CORE
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class VolcanoVgpuOptions:
+class VolcanoVgpuOptions(msgspec.Struct, frozen=True):
     """The settings by which this node offers its GPUs.
 
     Attributes:
@@ -80,7 +79,7 @@ class VolcanoVgpuOptions:
             is the place to change them.
     """
 
-    names: Names = dataclasses.field(default_factory=Names)
+    names: Names = msgspec.field(default_factory=Names)
     offer_percentage: bool = False
     split: int = 10
     factor: int = 0
@@ -139,7 +138,7 @@ class VolcanoVgpuOptions:
             hidden_indices=node_config.hidden_indices if node_config else frozenset(),
             policy=settings.binding.policy,
             handshake_seconds=HANDSHAKE_SECONDS,
-            lists=dataclasses.replace(lists, enabled=vgpu.device_modes),
+            lists=msgspec.structs.replace(lists, enabled=vgpu.device_modes),
             mode=vgpu.operating_mode,
             geometries=geometries,
         )

@@ -9,9 +9,10 @@ it, so only its form is relied on here.
 
 from __future__ import annotations
 
-import dataclasses
 import re
 from typing import TYPE_CHECKING
+
+import msgspec
 
 from vgpu_agent.errors import AgentError, quoted
 
@@ -34,8 +35,7 @@ class DevicesTextError(AgentError):
     """
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class Assigned:
+class Assigned(msgspec.Struct, frozen=True):
     """One GPU of one container.
 
     Attributes:

@@ -8,8 +8,9 @@ become 0) are refused instead of passed on.
 
 from __future__ import annotations
 
-import dataclasses
 from typing import TYPE_CHECKING
+
+import msgspec
 
 from vgpu_agent.errors import RequestRefusedError, quoted
 from vgpu_agent.pods import ContainerKind
@@ -18,8 +19,7 @@ if TYPE_CHECKING:
     from vgpu_agent.pods import Pod, PodContainer
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class Names:
+class Names(msgspec.Struct, frozen=True):
     """The names of the resources on this node (volcano-vgpu §1.1)."""
 
     number: str = "volcano.sh/vgpu-number"
@@ -49,8 +49,7 @@ class Names:
         )
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class ContainerRequest:
+class ContainerRequest(msgspec.Struct, frozen=True):
     """The request of a container on each of its GPUs.
 
     Attributes:

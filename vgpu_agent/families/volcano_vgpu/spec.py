@@ -4,7 +4,6 @@ pods, and existing MIG instances.
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 from typing import TYPE_CHECKING
 
@@ -59,8 +58,7 @@ from vgpu_agent.isolation.backend import Backend
 _CONFIG_MAPS = {DEVICE_CONFIG: CONFIG_MAP, NODE_CONFIG: NODE_CONFIG_MAP}
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class _Files:
+class _Files(msgspec.Struct, frozen=True):
     """The settings with the files of the replaced plugin applied to them.
 
     Attributes:
@@ -100,7 +98,7 @@ def _build(settings: Settings, facts: NodeFacts) -> BuiltFamily:
     set_in = tuple(
         (names[attribute], _CONFIG_MAPS[file]) for attribute, file in sorted(files.origins.items())
     )
-    options = dataclasses.replace(options, set_in=set_in)
+    options = msgspec.structs.replace(options, set_in=set_in)
     strategy, problem = static_mig_strategy(settings, vgpu)
     problems += [f"volcanoVgpu.migStrategy: {problem}"] if problem else []
     if vgpu.operating_mode == MIG and not facts.divides:
@@ -111,7 +109,7 @@ def _build(settings: Settings, facts: NodeFacts) -> BuiltFamily:
         )
     static: tuple[IdFamily, ...] = ()
     if strategy != "none":
-        lists = dataclasses.replace(facts.lists, enabled=options.lists.enabled)
+        lists = msgspec.structs.replace(facts.lists, enabled=options.lists.enabled)
         hidden = options.hidden_uuids, options.hidden_indices
         static = (
             VolcanoStaticMigFamily(

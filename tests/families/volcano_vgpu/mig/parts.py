@@ -4,9 +4,10 @@ with the geometries that are shipped for them.
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any
+
+import msgspec
 
 from tests.families.volcano_vgpu.golden import NODE, NUMBER, U0, U1
 from vgpu_agent.families.family import Question
@@ -85,7 +86,7 @@ def node(*of_u0: str, of_u1: Sequence[str] = ()) -> Inventory:
 def mig_family(**options: Any) -> VolcanoVgpuMigFamily:
     """The family on that node, with every MiB as an id."""
     known = VolcanoVgpuOptions(factor=1, mode=MIG, geometries=GEOMETRIES)
-    return VolcanoVgpuMigFamily(dataclasses.replace(known, **options))
+    return VolcanoVgpuMigFamily(msgspec.structs.replace(known, **options))
 
 
 def taken(**by: str) -> Mapping[str, Grant]:

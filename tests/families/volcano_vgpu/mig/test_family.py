@@ -4,9 +4,9 @@ annotations that name instances, and what becomes of them.
 
 from __future__ import annotations
 
-import dataclasses
 from typing import Any
 
+import msgspec
 import pytest
 
 from tests.families.volcano_vgpu.golden import NODE, NUMBER, U0, U1, decided, main, pod
@@ -82,7 +82,7 @@ def test_a_position_stays_the_same_instance_however_the_driver_lists_them() -> N
     What they are numbered by stays while the card is divided as it is.
     """
     u0, u1 = node(of_u1=GROUP2).gpus
-    turned = dataclasses.replace(u1, mig_instances=u1.mig_instances[::-1])
+    turned = msgspec.structs.replace(u1, mig_instances=u1.mig_instances[::-1])
     for inventory in (Inventory(version=1, gpus=(u0, u1)), Inventory(version=2, gpus=(u0, turned))):
         assert mig_family().decide(ask(a_pod(f"{U1}[group2-0]"), inventory)).shares == (
             held_share("MIG-2-0", 9856),
@@ -337,7 +337,7 @@ def test_a_place_that_cannot_be_told_any_more_stays_as_it_is() -> None:
 def view(inventory: Inventory, **room: Any) -> NodeView:
     """The Node as it is, with nothing on it."""
     rooms = tuple(
-        dataclasses.replace(DeviceRoom(gpu.uuid, "", 40960), **room) for gpu in inventory.gpus
+        msgspec.structs.replace(DeviceRoom(gpu.uuid, "", 40960), **room) for gpu in inventory.gpus
     )
     return NodeView(Node(NODE), inventory, {NUMBER: rooms}, {}, 0.0)
 
@@ -364,7 +364,7 @@ def test_only_cards_that_somebody_knows_how_to_divide_are_offered() -> None:
     """Cards in MIG mode and others. A card of another model is left out,
     and a node without any says what is missing.
     """
-    a10 = dataclasses.replace(a_gpu(U1, index=1), name="NVIDIA A10")
+    a10 = msgspec.structs.replace(a_gpu(U1, index=1), name="NVIDIA A10")
     offered = mig_family().resources(Inventory(version=1, gpus=(a_gpu(U0, *GROUP2), a10)))
     assert {entry.device for resource in offered for entry in resource.ids} == {U0}
     with pytest.raises(
@@ -381,7 +381,7 @@ def test_a_card_that_is_left_out_is_told_with_its_model() -> None:
     """Volcano would only see fewer cards. Those that the node configuration hides are left out on
     purpose, and none at all is an error.
     """
-    known, a10 = a_gpu(U0, *GROUP2), dataclasses.replace(a_gpu(U1, index=1), name="NVIDIA A10")
+    known, a10 = a_gpu(U0, *GROUP2), msgspec.structs.replace(a_gpu(U1, index=1), name="NVIDIA A10")
     mixed = Inventory(version=1, gpus=(known, a10))
     (caution,) = mig_family().cautions(mixed)
     assert caution == (

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import dataclasses
 from typing import Any
 
+import msgspec
 import pytest
 
 from tests.families.volcano_vgpu.golden import U1
@@ -18,7 +18,7 @@ from vgpu_agent.model import Inventory, Resource, Share
 
 def mixed(**options: Any) -> VolcanoStaticMigFamily:
     """The strategy mixed."""
-    return VolcanoStaticMigFamily(dataclasses.replace(StaticMigOptions("mixed"), **options))
+    return VolcanoStaticMigFamily(msgspec.structs.replace(StaticMigOptions("mixed"), **options))
 
 
 def single() -> VolcanoStaticMigFamily:
@@ -47,9 +47,9 @@ def test_the_names_before_1_12_can_be_had() -> None:
     """Up to 1.11 the strategy mixed had NVIDIA's domain.
     A ``+`` is no letter of a resource name.
     """
-    u1 = dataclasses.replace(
+    u1 = msgspec.structs.replace(
         node(of_u1=GROUP2).gpus[1],
-        mig_instances=(dataclasses.replace(instance(U1, 0, "2g.10gb"), profile="1g.5gb+me"),),
+        mig_instances=(msgspec.structs.replace(instance(U1, 0, "2g.10gb"), profile="1g.5gb+me"),),
     )
     assert names(mixed(prefix="nvidia.com"), Inventory(version=1, gpus=(u1,))) == {
         "nvidia.com/mig-1g.5gb.me": ["MIG-2-0"]
@@ -81,8 +81,10 @@ def test_single_withholds_instances_that_differ() -> None:
 
 def test_an_instance_that_shares_its_memory_is_left_out() -> None:
     """A compute instance that is a part of its GPU instance has the memory of the others, too."""
-    part = dataclasses.replace(instance(U1, 0, "2g.10gb"), profile="1c.2g.10gb", compute_slices=1)
-    u1 = dataclasses.replace(node(of_u1=GROUP2).gpus[1], mig_instances=(part,))
+    part = msgspec.structs.replace(
+        instance(U1, 0, "2g.10gb"), profile="1c.2g.10gb", compute_slices=1
+    )
+    u1 = msgspec.structs.replace(node(of_u1=GROUP2).gpus[1], mig_instances=(part,))
     inventory = Inventory(version=1, gpus=(u1,))
     assert names(mixed(), inventory) == {}
     (caution,) = mixed().shortfall(inventory).cautions
@@ -92,7 +94,7 @@ def test_an_instance_that_shares_its_memory_is_left_out() -> None:
 
 def test_instances_that_cannot_be_read_are_told_and_those_that_can_be_are_offered() -> None:
     """The driver's part of the sentence says why, and what to do."""
-    u1 = dataclasses.replace(node(of_u1=GROUP2).gpus[1], mig_trouble="not allowed; do this")
+    u1 = msgspec.structs.replace(node(of_u1=GROUP2).gpus[1], mig_trouble="not allowed; do this")
     inventory = Inventory(version=1, gpus=(u1,))
     assert set(names(mixed(), inventory)) == {"volcano.sh/mig-1g.5gb", "volcano.sh/mig-2g.10gb"}
     assert mixed().shortfall(inventory).cautions == (

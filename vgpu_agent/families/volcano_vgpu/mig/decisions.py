@@ -10,8 +10,9 @@ divided first. It is free then, and `allocation` has it divided before it asks a
 
 from __future__ import annotations
 
-import dataclasses
 from typing import TYPE_CHECKING
+
+import msgspec
 
 from vgpu_agent.errors import CapacityError, quoted
 from vgpu_agent.families.family import Decision, MigLayout
@@ -41,8 +42,7 @@ if TYPE_CHECKING:
     from vgpu_agent.model import Gpu, MigInstance
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class _Place:
+class _Place(msgspec.Struct, frozen=True):
     """The place of one instance of a decision:
     existing already, or only once its GPU is divided.
     """

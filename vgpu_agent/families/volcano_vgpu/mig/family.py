@@ -13,8 +13,9 @@ decides.
 
 from __future__ import annotations
 
-import dataclasses
 from typing import TYPE_CHECKING
+
+import msgspec
 
 from vgpu_agent.errors import RequestRefusedError, UnhealthyDeviceError
 from vgpu_agent.families.device_lists import answer_number, edits_of, visible_device
@@ -73,7 +74,7 @@ class VolcanoVgpuMigFamily(VolcanoVgpuFamily):
     def __init__(self, options: VolcanoVgpuOptions) -> None:
         # An instance cannot be scaled: its memory cannot be booked twice, and all of its compute is
         # its holder's.
-        unscaled = dataclasses.replace(
+        unscaled = msgspec.structs.replace(
             options, memory_scaling=1.0, cores_scaling=max(1.0, options.cores_scaling)
         )
         super().__init__(unscaled, MigIsolation())
@@ -173,7 +174,7 @@ class VolcanoVgpuMigFamily(VolcanoVgpuFamily):
         """
         name = self._options.names.number
         rooms = tuple(
-            dataclasses.replace(
+            msgspec.structs.replace(
                 room,
                 trouble=(
                     room.trouble or "a container has a share of it as a whole"
@@ -183,7 +184,9 @@ class VolcanoVgpuMigFamily(VolcanoVgpuFamily):
             )
             for room in view.rooms.get(name, ())
         )
-        return super().desired_node(dataclasses.replace(view, rooms={**view.rooms, name: rooms}))
+        return super().desired_node(
+            msgspec.structs.replace(view, rooms={**view.rooms, name: rooms})
+        )
 
     def _segment(self, pod: Pod, container: PodContainer, grant: Grant, standing: str) -> str:
         """Return the present segment with the place of each held instance.
@@ -208,7 +211,7 @@ class VolcanoVgpuMigFamily(VolcanoVgpuFamily):
                 if before
                 else Assigned("", request.units_on(units[slot.gpu]), request.cores_percent)
             )
-            held.append(dataclasses.replace(own, device=slot.text))
+            held.append(msgspec.structs.replace(own, device=slot.text))
         return write_segment(held)
 
     def _slot_of(self, uuid: str, group_name: str) -> Slot | None:

@@ -11,9 +11,10 @@ that profile, so it is always an instance of the size that was meant. Called by 
 from __future__ import annotations
 
 import collections
-import dataclasses
 import re
 from typing import TYPE_CHECKING
+
+import msgspec
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
@@ -24,8 +25,7 @@ if TYPE_CHECKING:
 _PLACE = re.compile(r"([^\[\]]+)\[([^-\[\]]+)-([0-9]{1,4})\]\Z", re.ASCII)
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class Slot:
+class Slot(msgspec.Struct, frozen=True):
     """An instance as a scheduler names it.
 
     Attributes:

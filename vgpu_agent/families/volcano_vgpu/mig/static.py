@@ -11,8 +11,9 @@ GPUs in MIG mode are granted here.
 
 from __future__ import annotations
 
-import dataclasses
 from typing import TYPE_CHECKING
+
+import msgspec
 
 from vgpu_agent.families.device_lists import ListOptions
 from vgpu_agent.families.family import Ownership
@@ -24,8 +25,7 @@ if TYPE_CHECKING:
     from vgpu_agent.model import Gpu, Inventory, MigInstance
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class StaticMigOptions:
+class StaticMigOptions(msgspec.Struct, frozen=True):
     """The settings by which MIG instances are offered.
 
     Attributes:
@@ -40,7 +40,7 @@ class StaticMigOptions:
     prefix: str = "volcano.sh"
     hidden_uuids: frozenset[str] = frozenset()
     hidden_indices: frozenset[int] = frozenset()
-    lists: ListOptions = dataclasses.field(default_factory=ListOptions)
+    lists: ListOptions = msgspec.field(default_factory=ListOptions)
 
 
 class VolcanoStaticMigFamily(MigInstancesFamily):
