@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from tests.real_node.mixed import tools
-from tests.real_node.mixed.checker import Checker
+from tests.real_node.mixed.checker import Checker, Report
 from tests.real_node.mixed.jobs import (
     AWS,
     FAMILIES,
@@ -651,3 +651,22 @@ def test_a_day_has_jobs_of_every_family() -> None:
     assert sum(numbers.values()) == 36
     assert max(numbers.values()) == numbers.pop(NVIDIA)
     assert min(numbers.values()) >= max(numbers.values()) - 1 >= 1
+
+
+@pytest.mark.parametrize(
+    ("seconds", "sound"),
+    [
+        ([0.1] * 8 + [2.9], True),
+        ([0.1] * 8 + [3.1], False),
+        ([0.1] * 4 + [0.6] * 5, False),
+        ([0.1] * 98 + [1.6] * 2, False),
+        ([0.1] * 199 + [2.9], True),
+    ],
+)
+def test_handovers_are_judged_by_the_usual_and_the_slowest(
+    seconds: list[float], *, sound: bool
+) -> None:
+    """A short day may have one that coincides with other work of the machine; a slow agent is slow
+    in most of them.
+    """
+    assert (not Report(surely_after_kubelet=seconds).violations) is sound

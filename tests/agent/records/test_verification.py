@@ -55,10 +55,12 @@ class Records:
     def __init__(self) -> None:
         self.now = KubeletRecords()
         self.read_at: list[float] = []
+        self.seconds = 0.0  # of a reading
 
     async def read(self, *_: object) -> KubeletRecords:
         """A stand-in for `read_records`, which has tests of its own."""
         self.read_at.append(round(asyncio.get_running_loop().time(), 3))
+        await asyncio.sleep(self.seconds)
         return self.now
 
 
@@ -420,6 +422,19 @@ async def test_a_look_for_an_ended_pod_takes_nothing_from_one_that_runs(records:
         await asyncio.sleep(1)
         assert holders(parts) == ["pod-2"]
         assert not parts.ledger.in_doubt
+
+
+@pytest.mark.looptime
+async def test_a_busy_kubelet_delays_the_release_by_a_second_at_most(records: Records) -> None:
+    """A rest of nine times the reading would keep a GPU from its next pod for four seconds."""
+    async with holding(records, TRAIN) as parts:
+        records.seconds = 0.5
+        parts.book.end(TRAIN)
+        await asyncio.sleep(0.6)
+        records.now = KubeletRecords()
+        await asyncio.sleep(1.5)
+        assert not parts.ledger.grants
+        assert records.read_at[1:] == pytest.approx([5.0, 6.5], abs=0.001)
 
 
 @pytest.mark.looptime

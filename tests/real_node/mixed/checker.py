@@ -48,10 +48,16 @@ _OWN_KEYS = (
     (VGPU_MANAGER, "OWNER_POD"),
 )
 
-AFTER_KUBELET_P99_SECONDS = 1.5
+AFTER_KUBELET_P50_SECONDS = 0.5
 """The agent's part of a handover. Before it, the kubelet lets go of a pod 1.5 to 2.1 s after its
 container's end, with its second look at the container runtime; so a bound on the whole would be one
 on the kubelet."""
+
+AFTER_KUBELET_P99_SECONDS = 1.5
+"""The same, of the slowest ones of `MANY_HANDOVERS`. A short day has nine, and the slowest of them
+may coincide with whatever else the machine does: it may take twice as long."""
+
+MANY_HANDOVERS = 100
 
 IDLE_SECONDS = bounds.IDLE_SECONDS + 2.0
 """A round of three families takes longer by what a busy API server takes for a write, twice."""
@@ -220,11 +226,14 @@ class Report:
         if len(self.raced) > RACED_PODS:
             found.append(f"{len(self.raced)} pods failed in races, at most {RACED_PODS}")
         found += [f"{pod} has not ended: {status}" for pod, status in self.unfinished.items()]
-        if (slowest := percentile(self.surely_after_kubelet, 0.99)) > AFTER_KUBELET_P99_SECONDS:
-            found.append(
-                f"{slowest:.1f} s of a handover after kubelet has let go, at most "
-                f"{AFTER_KUBELET_P99_SECONDS:g}"
-            )
+        is_many = len(self.surely_after_kubelet) >= MANY_HANDOVERS
+        slow_seconds = AFTER_KUBELET_P99_SECONDS * (1 if is_many else 2)
+        for part, most in ((0.5, AFTER_KUBELET_P50_SECONDS), (0.99, slow_seconds)):
+            if (took := percentile(self.surely_after_kubelet, part)) > most:
+                found.append(
+                    f"{took:.1f} s of a handover (p{part * 100:g}) after kubelet has let go, at "
+                    f"most {most:g}"
+                )
         return found
 
 

@@ -49,8 +49,8 @@ _SHORTEST_PAUSE_SECONDS = 1.0
 # 0.2 s, which would delay their starts.
 _LONGEST_BURST_SECONDS = 10.0
 # The shortest pause between two readings for ended pods, so that one reading covers pods that end
-# together. The pause is at least nine times the duration of a reading, so readings take at most a
-# tenth of the time.
+# together. The pause is nine times the duration of a reading if that is longer, so readings take a
+# tenth of the time, but at most one second: a busy kubelet must not delay the release of its pods.
 _BETWEEN_ENDS_SECONDS = 0.25
 _REST_AFTER_LOOK = 9
 # The factor by which the pause grows while the kubelet still has the same ended pods. So the
@@ -188,11 +188,8 @@ class Verification:
         if not ended or (ended <= self._looked_for and self._end_pause >= VERIFY_SECONDS):
             return math.inf
         pause = self._end_pause if ended <= self._looked_for else _BETWEEN_ENDS_SECONDS
-        return (
-            self._looked_at
-            + max(pause, _REST_AFTER_LOOK * self._look_seconds)
-            - asyncio.get_running_loop().time()
-        )
+        rest = min(_REST_AFTER_LOOK * self._look_seconds, _SHORTEST_PAUSE_SECONDS)
+        return self._looked_at + max(pause, rest) - asyncio.get_running_loop().time()
 
     async def _verify(self, *, initial: bool = False, ended_only: bool = False) -> bool:
         """Compare the ledger with the records once; tell whether pod-resources answered.
