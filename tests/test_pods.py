@@ -101,9 +101,9 @@ def test_a_pod_that_was_left_out_is_not_taken_for_one_that_ended(
     (kept,) = book.pods
     beyond = {"a": "b", "b": "a"}[kept.uid]
     assert book.get(beyond) is None
-    assert book.may_have(beyond)
+    assert book.was_left_out(beyond)
     book.remove(Pod(beyond, "default", beyond))
-    assert not book.may_have(beyond)
+    assert not book.was_left_out(beyond)
 
 
 def test_a_pod_that_is_displaced_in_vain_is_gone_everywhere(

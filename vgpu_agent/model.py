@@ -330,7 +330,7 @@ class Owner(msgspec.Struct, frozen=True):
             not mine or not his or mine == his for mine, his in zip(ours, theirs, strict=True)
         )
 
-    def may_be_in(self, other: Owner) -> bool:
+    def may_be_in_pod_of(self, other: Owner) -> bool:
         """Tell whether both can be containers of one pod."""
         return self.may_be(msgspec.structs.replace(other, container=self.container))
 

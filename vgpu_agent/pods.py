@@ -339,7 +339,7 @@ class PodCache:
             else last
         )
 
-    def may_have(self, kubelet_uid: str) -> bool:
+    def was_left_out(self, kubelet_uid: str) -> bool:
         """Tell whether a pod with that UID of the kubelet's was left out,
         so that `get` does not find it.
         """
@@ -352,7 +352,7 @@ class PodCache:
         That never applies to a static pod: the kubelet runs it whether the API server has its
         mirror or not.
         """
-        if not self.synced.is_set() or self.may_have(kubelet_uid):
+        if not self.synced.is_set() or self.was_left_out(kubelet_uid):
             return False
         pod = self.get(kubelet_uid)
         return _API_SERVER_UID.fullmatch(kubelet_uid) is not None if pod is None else pod.ended

@@ -52,7 +52,7 @@ class Node:
         (self.host / "libvgpu-control.so.1").write_bytes(b"\x7fELF")
         (self.host / "ld.so.preload").write_text("the library")
         backend = VgpuControl(
-            str(self.host), str(self.host / "libvgpu-control.so.1"), memory_ledger=True
+            str(self.host), str(self.host / "libvgpu-control.so.1"), tracks_virtual_memory=True
         )
         self.provision = backend.provision(
             ControlTarget("uid", "pod", "default", "main", ("id",), (CARD,))

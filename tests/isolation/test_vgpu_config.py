@@ -21,7 +21,7 @@ from vgpu_agent.isolation.vgpu_config import (
     read_config,
 )
 
-OWNER = Owner("uid", "pod", "ns", "main", "", 200, sm_watcher=True, memory_ledger=False)
+OWNER = Owner("uid", "pod", "ns", "main", "", 200, sm_watcher=True, tracks_virtual_memory=False)
 HEAD = struct.pack("<4I", 0x56474346, 1, 2560, 16)
 
 LIMITS = st.dictionaries(

@@ -38,7 +38,9 @@ TARGET = ControlTarget(
     cuda_version="12.8",
 )
 # as the vectors have it, with the host's /proc
-AS_REPLACED = VgpuControl(H, INSTALLED, processes="host-proc", sm_watcher=True, memory_ledger=True)
+AS_REPLACED = VgpuControl(
+    H, INSTALLED, processes="host-proc", sm_watcher=True, tracks_virtual_memory=True
+)
 BACKEND: ControlBackend = msgspec.structs.replace(AS_REPLACED, processes="client")
 
 
@@ -181,7 +183,7 @@ def test_what_is_off_is_not_mounted() -> None:
 )
 def test_the_golden_file_of_limits(gates: bool, sha256: str) -> None:
     """vgpu-manager:§13.5: byte for byte."""
-    backend = msgspec.structs.replace(AS_REPLACED, sm_watcher=gates, memory_ledger=gates)
+    backend = msgspec.structs.replace(AS_REPLACED, sm_watcher=gates, tracks_virtual_memory=gates)
     whole = content(backend.provision(TARGET), "config/vgpu.config")
     assert len(whole) == 8192
     assert whole[:33].hex(" ") == (

@@ -56,7 +56,7 @@ def config(limit: SlotLimit = LIMIT, *, uid: str = UID, compatibility: int = 200
         "",
         compatibility,
         sm_watcher=False,
-        memory_ledger=True,
+        tracks_virtual_memory=True,
     )
     whole = bytearray(SIZE)
     for offset, part in config_parts(owner, {1: limit}):

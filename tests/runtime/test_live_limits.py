@@ -62,7 +62,7 @@ def provision(tmp_path: Path, proc: HostProc) -> Provision:
     host.mkdir(mode=0o755)
     (host / "libvgpu-control.so.1").write_bytes(b"\x7fELF")
     backend = VgpuControl(
-        str(host), str(host / "libvgpu-control.so.1"), sm_watcher=True, memory_ledger=True
+        str(host), str(host / "libvgpu-control.so.1"), sm_watcher=True, tracks_virtual_memory=True
     )
     made = backend.provision(
         ControlTarget(

@@ -294,7 +294,7 @@ class ClusterAccess:
                 file.name,
                 journal=self._journal,
                 namespaces=file.namespaces(self._settings),
-                expected_in=file.asked_namespace(self._settings),
+                expected_in=file.configured_namespace(self._settings),
             )
             self.config_maps[file.name] = config_map
             watches.append((f"watch of {file.config_map}", config_map))

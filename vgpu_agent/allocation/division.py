@@ -22,12 +22,12 @@ if TYPE_CHECKING:
     from vgpu_agent.allocation.context import Context, Divider
     from vgpu_agent.families.family import MigLayout
 
-_KEEPER = "division"  # of cordons in the ledger
+_CORDON_OWNER = "division"  # by whom the ledger's cordons are set and lifted
 
 
 class _Change(msgspec.Struct, frozen=True):
     """One GPU while it is divided; ``outcome`` becomes ""
-    or the reason why it is not divided so.
+    when it is divided, or the reason why that failed.
     """
 
     layout: MigLayout
@@ -57,7 +57,7 @@ class Division:
         Args:
             layouts: of different GPUs.
             family: the family in whose vocabulary the pod asks.
-            pod: the pod it is done for, for the others' messages.
+            pod: the pod that needs the division; it is named in the messages to other pods.
             until: the loop's time by which the caller must have an answer; the change goes on after
                 it.
 
@@ -150,7 +150,7 @@ class Division:
             layout, pod, asyncio.get_running_loop().create_future()
         )
         self._ledger.cordon(
-            layout.gpu, f"it is being divided into {_shown(layout)} for {pod}", by=_KEEPER
+            layout.gpu, f"it is being divided into {_shown(layout)} for {pod}", by=_CORDON_OWNER
         )
         self._journal.record(
             "mig.dividing", gpu=layout.gpu, profiles=list(layout.profiles), pod=pod
@@ -160,7 +160,7 @@ class Division:
 
     def _end(self, change: _Change, reason: str) -> None:
         del self._under_way[change.layout.gpu]
-        self._ledger.uncordon(change.layout.gpu, by=_KEEPER)
+        self._ledger.uncordon(change.layout.gpu, by=_CORDON_OWNER)
         gpu, profiles = change.layout.gpu, list(change.layout.profiles)
         if reason:
             self._journal.record(

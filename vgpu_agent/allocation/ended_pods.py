@@ -61,8 +61,8 @@ class EndedPods:
         """Return the result of ``attempt``, which is repeated after grants were released.
 
         A refusal is always current: the ledger has not changed between the attempt and the raise.
-        Of several starts that meet a full GPU at once, one finds ended pods, and all of them try
-        again.
+        If several starts find a GPU full at once, only the first finds grants to release; all of
+        these starts try again.
 
         Args:
             start: the container that needs room.
@@ -77,7 +77,7 @@ class EndedPods:
         try:
             return await self._after_releases(start, attempt)
         except _NO_ROOM:
-            if (longest := self._ledger.turns_end_in_seconds) is None:
+            if (longest := self._ledger.all_turns_end_in_seconds) is None:
                 raise
         # A GPU whose last share was returned is first offered to one family at a time, for a short
         # turn each (`ledger.turns`). The kubelet would retry long after these turns.
@@ -87,7 +87,7 @@ class EndedPods:
             seconds := self._ledger.turn_ends_in_seconds
         ) is not None:
             await asyncio.sleep(min(left, max(seconds, _CLOCK_DIFFERENCE_SECONDS)))
-            self._ledger.end_turns()
+            self._ledger.end_turns()  # only those whose time is over
             with contextlib.suppress(*_NO_ROOM):
                 return attempt()
         return attempt()
@@ -174,7 +174,8 @@ class EndedPods:
         return _LivePods(frozenset(uids - {""}), frozenset(named - known | unknown))
 
     def _release(self, live: _LivePods | None, before: Mapping[int, Grant]) -> bool:
-        """Release the grants of pods that have ended by the kubelet and by the API server.
+        """Release the grants of pods that have ended according to both the kubelet and the API
+        server.
 
         Args:
             live: the pods that the kubelet lists; None when they are not known.
@@ -200,7 +201,7 @@ class EndedPods:
                 # changed since the kubelet was asked, so its answer does not cover this grant
                 continue
             pod = self._context.pods.get(owner.pod_uid)
-            if pod is None and self._context.pods.may_have(owner.pod_uid):
+            if pod is None and self._context.pods.was_left_out(owner.pod_uid):
                 continue
             if pod is None or pod.ended:
                 self._ledger.release(grant.number)

@@ -75,7 +75,7 @@ class Interpretation:
 
     def __call__(self, holding: Holding) -> InterpretedHolding | None:
         """Interpret one holding, for `Ledger.reconcile`. Return None when the resource is not one
-        of the agent's, or is only counted and never granted.
+        of the agent's, or is only there for schedulers to count (`Decider.NOBODY`).
         """
         families = self._context.families
         offered_by = next(
@@ -104,7 +104,7 @@ class Interpretation:
         if grant.owner is None or not grant.shares:
             return False
         pod = self._context.pods.get(grant.owner.pod_uid)
-        if pod is None and self._context.pods.may_have(grant.owner.pod_uid):
+        if pod is None and self._context.pods.was_left_out(grant.owner.pod_uid):
             return True
         container = pod.container(grant.owner.container) if pod else None
         if pod is None or container is None or pod.ended:
@@ -139,8 +139,8 @@ class Interpretation:
         """Return the init containers that run and that the ledger does not know, as (pod's UID,
         resource) → name.
 
-        Only the checkpoint names init containers. Without it, one that runs holds the ids of a
-        container that comes after it.
+        Only the checkpoint names init containers. Without it, the ids of one that runs appear as
+        those of a container after it.
         """
         known = {grant.decided_for for grant in self._ledger.grants if grant.shares}
         return {
@@ -166,7 +166,7 @@ class Interpretation:
             name = hidden.pop(key)
         by_token, _ = self._indexed(self._context.carrier.records)
         for record in by_token.get(grant_token(holding.resource, holding.ids), ()):
-            if record.owner.pod_uid == uid if uid else record.owner.may_be_in(holding.owner):
+            if record.owner.pod_uid == uid if uid else record.owner.may_be_in_pod_of(holding.owner):
                 name = name or record.owner.container
         return (
             msgspec.structs.replace(
@@ -178,7 +178,7 @@ class Interpretation:
 
     def _may_hold_for(self, init: str, holding: Holding, pod: Pod) -> bool:
         """Tell whether the holding of a later container can stand for an init container that runs:
-        that container is still to start, and the ledger has nothing decided for its ids.
+        the holding's own container starts after it, and the ledger has nothing decided for the ids.
         """
         names = [container.name for container in pod.containers]
         grant = self._ledger.find(holding.resource, holding.ids)
@@ -211,8 +211,9 @@ class Interpretation:
                 decided_at=record.decided_at,
             )
         if offered is None:
-            # The resource was renamed, hidden or refused meanwhile, and the container keeps its
-            # shares. Without a grant, the resource is one that is only counted.
+            # The resource is no longer offered (renamed, switched off or refused), and the
+            # container keeps its shares. Without a grant, the resource is one that is only there
+            # for schedulers to count.
             grant = self._ledger.find(holding.resource, holding.ids)
             return _from_grant(grant) if grant else None
         return self._from_pod(family, offered, pod, holding)
@@ -257,8 +258,8 @@ class Interpretation:
         """Tell whether the container has started since the pod's sandbox was created, by the pod's
         status and by the grant records.
 
-        After a reboot the status still shows the earlier sandbox. But an init container that was
-        decided later than the container's last start shows that a new one was begun.
+        After a reboot the status still shows the earlier sandbox. But a decision for an init
+        container that is later than the container's last start shows that there is a new sandbox.
         """
         return container.started and not any(
             container.started_at

@@ -60,7 +60,7 @@ RETRY_MAX_SECONDS = 30.0
 _logger = log.get(__name__)
 
 _TASK = "cdi specs"
-_KEEPER = "cdi"  # of cordons in the ledger
+_CORDON_OWNER = "cdi"  # of cordons in the ledger
 # NVIDIA's plugin does not even start so (nvidia §1).
 _NO_NAME_OF_INTEGRATED = (
     "plugin.deviceListStrategy: the GPU of this node is part of its processor, and CDI names of "
@@ -382,9 +382,9 @@ class CdiController:
         wanted = self._nameless if self._by_names else {}
         for device, reason in wanted.items():
             if self._kept_back.get(device) != reason:
-                self._ledger.cordon(device, reason, by=_KEEPER)
+                self._ledger.cordon(device, reason, by=_CORDON_OWNER)
         for device in self._kept_back.keys() - wanted.keys():
-            self._ledger.uncordon(device, by=_KEEPER)
+            self._ledger.uncordon(device, by=_CORDON_OWNER)
         self._kept_back = dict(wanted)
 
     def _named(self) -> Iterator[tuple[str, Place, str]]:

@@ -13,7 +13,7 @@ from typing import Annotated, Literal
 import msgspec
 from msgspec import Meta
 
-from vgpu_agent.config.types import Directory, OptionalSeconds
+from vgpu_agent.config.types import AbsolutePath, OptionalSeconds
 
 
 class Families(msgspec.Struct, frozen=True, rename="camel", forbid_unknown_fields=True):
@@ -40,7 +40,7 @@ class Binding(msgspec.Struct, frozen=True, rename="camel", forbid_unknown_fields
         ),
     ] = "auto"
     cdi_directory: Annotated[
-        Directory,
+        AbsolutePath,
         Meta(
             description=(
                 "Where the container runtime looks for CDI specs; one file for each grant is "

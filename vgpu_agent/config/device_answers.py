@@ -12,7 +12,7 @@ from typing import Annotated, Literal, get_args
 import msgspec
 from msgspec import Meta
 
-from vgpu_agent.config.types import Directory, enabled_modes
+from vgpu_agent.config.types import AbsolutePath, enabled_modes
 
 ListStrategy = Literal["envvar", "volume-mounts", "cdi-annotations", "cdi-cri"]
 CdiFeatureFlag = Literal[
@@ -85,8 +85,8 @@ class Plugin(msgspec.Struct, frozen=True, rename="camel", forbid_unknown_fields=
             pattern=_ANNOTATION_PREFIX,
             extra={"expected": "a DNS name with a slash behind it"},
             description=(
-                "What the name of the annotation of cdi-annotations begins with; runtimes look for "
-                "the default."
+                "Prefix of the name of the annotation that the strategy cdi-annotations adds; "
+                "runtimes look for the default prefix."
             ),
         ),
     ] = "cdi.k8s.io/"
@@ -142,7 +142,7 @@ class Cdi(msgspec.Struct, frozen=True, rename="camel", forbid_unknown_fields=Tru
         ),
     ] = "generated"
     nvidia_ctk: Annotated[
-        Directory,
+        AbsolutePath,
         Meta(
             description=(
                 "The program of the NVIDIA container toolkit that makes the spec, as the agent "
@@ -151,7 +151,7 @@ class Cdi(msgspec.Struct, frozen=True, rename="camel", forbid_unknown_fields=Tru
         ),
     ] = "/usr/bin/nvidia-ctk"
     hook_path: Annotated[
-        Directory,
+        AbsolutePath,
         Meta(
             description=(
                 "Path on the node of the program that the container runtime runs as hook; written "
@@ -160,7 +160,7 @@ class Cdi(msgspec.Struct, frozen=True, rename="camel", forbid_unknown_fields=Tru
         ),
     ] = "/usr/bin/nvidia-cdi-hook"
     container_driver_root: Annotated[
-        Directory,
+        AbsolutePath,
         Meta(description="Where gpu.driverRoot of the node is mounted in the agent's container."),
     ] = "/driver-root"
     feature_flags: Annotated[

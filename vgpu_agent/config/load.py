@@ -1,4 +1,4 @@
-"""Settings from their sources, each value with where it came from, or every problem at once.
+"""Load the settings from their sources, each value with its origin; all problems are in one error.
 
 Called by `cli` before anything else is built (a wrong configuration ends the command before a
 socket is opened), and by `watch` for new content of the files. Defaults < file of NVIDIA's plugin <
@@ -210,8 +210,8 @@ def _nvidia_document(
         if section is None:
             return contents.nvidia_file, found
         text = (
-            f"is not read, because {sources.file}:{section.line} holds one as {theirs.section}; "
-            "keep one of them"
+            f"is not read, because {sources.file}:{section.line} has a configuration of that "
+            f"plugin as {theirs.section}; keep one of them"
         )
         return contents.nvidia_file, msgspec.structs.replace(
             found, faults=(*found.faults, yaml.Fault(1, "", text))

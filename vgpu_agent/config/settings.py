@@ -23,7 +23,7 @@ from vgpu_agent.config.binding import Binding, Cluster, Families
 from vgpu_agent.config.device_answers import Cdi, Plugin
 from vgpu_agent.config.hami_core import HamiCore
 from vgpu_agent.config.mps import Mps
-from vgpu_agent.config.types import NODE_NAME, Address, Directory, OptionalPath, Seconds
+from vgpu_agent.config.types import NODE_NAME, AbsolutePath, Address, OptionalPath, Seconds
 from vgpu_agent.config.vgpu_control import VgpuControl
 
 # The mount point of sysfs, the same in a container and on the node. NUMA nodes, PCI paths and
@@ -57,7 +57,7 @@ class Kubelet(msgspec.Struct, frozen=True, rename="camel", forbid_unknown_fields
     """Communication with the kubelet."""
 
     directory: Annotated[
-        Directory,
+        AbsolutePath,
         Meta(
             description=(
                 "The kubelet's root directory on this node, which contains `device-plugins/` and "
@@ -127,7 +127,7 @@ class Gpu(msgspec.Struct, frozen=True, rename="camel", forbid_unknown_fields=Tru
         ),
     ] = "auto"
     driver_root: Annotated[
-        Directory,
+        AbsolutePath,
         Meta(
             description=(
                 "Root of the file system in which the NVIDIA driver is installed, e.g. "
@@ -145,7 +145,7 @@ class Gpu(msgspec.Struct, frozen=True, rename="camel", forbid_unknown_fields=Tru
         ),
     ] = ""
     proc_root: Annotated[
-        Directory,
+        AbsolutePath,
         Meta(
             description=(
                 "The mount point of procfs. It shows which directories of grants are mounted and, "
@@ -264,7 +264,7 @@ class Settings(msgspec.Struct, frozen=True, rename="camel", forbid_unknown_field
         ),
     ] = ""
     state_directory: Annotated[
-        Directory,
+        AbsolutePath,
         Meta(
             description=(
                 "Directory on the node for the data that a restart needs: `remembered.json`, the "

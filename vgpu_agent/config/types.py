@@ -23,7 +23,7 @@ Address = Annotated[
         extra={"expected": "an address HOST:PORT or :PORT, port 0 to 65535"},
     ),
 ]
-Directory = Annotated[
+AbsolutePath = Annotated[
     str, Meta(pattern=r"\A/", extra={"expected": "an absolute path", "path": True})
 ]
 OptionalPath = Annotated[

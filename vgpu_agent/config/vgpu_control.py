@@ -10,7 +10,7 @@ from typing import Annotated, Literal
 import msgspec
 from msgspec import Meta
 
-from vgpu_agent.config.types import Directory, OptionalPath
+from vgpu_agent.config.types import AbsolutePath, OptionalPath
 
 
 class VgpuControl(msgspec.Struct, frozen=True, rename="camel", forbid_unknown_fields=True):
@@ -19,7 +19,7 @@ class VgpuControl(msgspec.Struct, frozen=True, rename="camel", forbid_unknown_fi
     """
 
     host_directory: Annotated[
-        Directory,
+        AbsolutePath,
         Meta(
             description=(
                 "Directory on the node for the library, ld.so.preload and the containers' files."

@@ -17,7 +17,8 @@ if TYPE_CHECKING:
 
     from vgpu_agent.config.settings import Settings
 
-# How many wrong edits in a row are kept apart, see `texts_in_force`.
+# The most texts of one file that are kept: the oldest, and the newest ones after it; see
+# `texts_in_force`.
 _MAX_TEXTS = 8
 
 
@@ -57,7 +58,7 @@ class PluginFile(msgspec.Struct, frozen=True):
         path: where it is mounted on the node; empty for nowhere.
         config_map: the name of the ConfigMap; empty for a file on the node.
         namespaces: where the ConfigMap is searched, in order; none where it is not read.
-        asked_namespace: the namespace in which the operator says that it is; empty without.
+        configured_namespace: the namespace in which the operator says that it is; empty without.
         findings: judges a text that may be mounted; its errors agree with ``is_valid``.
     """
 
@@ -66,7 +67,7 @@ class PluginFile(msgspec.Struct, frozen=True):
     path: Callable[[Settings], str] = _nowhere
     config_map: str = ""
     namespaces: Callable[[Settings], tuple[str, ...]] = _in_none
-    asked_namespace: Callable[[Settings], str] = _nowhere
+    configured_namespace: Callable[[Settings], str] = _nowhere
     findings: Callable[[Settings, str], Findings] = _no_findings
 
 
@@ -77,7 +78,8 @@ def texts_in_force(
     none where there is no file.
 
     A sound text counts alone. One with an error needs those ``before`` it, back to the last sound
-    one: several wrong edits in a row each leave their right part in force.
+    one: of several wrong versions in a row, the correct parts of each
+    stay in force.
     """
     if text is None:
         return ()

@@ -13,7 +13,7 @@ It is a quota for cooperative programs, not a security boundary: static programs
 glibc are not limited.
 
 A container's image and pod may set the library's variables, too. In a CDI spec the agent's value
-wins over both, so there each variable by which a program could leave its limit is set (`late`). In
+wins over both, so there each variable by which a program could escape its limit is set (`late`). In
 an answer to Allocate it wins over the image's and loses against the pod's. There `DECISIVE` lists
 the variables that the pod must not set.
 """
@@ -46,11 +46,11 @@ if TYPE_CHECKING:
 LIBRARY = "/usr/local/vgpu/libvgpu.so"
 PRELOAD = "/etc/ld.so.preload"
 CACHE_DIRECTORY = "/tmp/vgpu"  # noqa: S108 - the path is part of the library's contract
-# likewise; used by processes that have lost their environment
+# The path that the library opens in processes without its variables (ssh, su -, cron).
 DEFAULT_CACHE = "/tmp/cudevshr.cache"  # noqa: S108
 LOCK_DIRECTORY = "/tmp/vgpulock"  # noqa: S108 - likewise
 
-# What the library opens there, when it is one that uses it.
+# The file that libraries with a lock open in `LOCK_DIRECTORY`.
 _LOCK = f"{LOCK_DIRECTORY}/lock".encode()
 # What it logs while it waits for that file. Libraries from 2.8.1 on still name the file, in
 # functions that nothing calls any more.
@@ -61,13 +61,14 @@ _LOCK_KIB, _LOCK_FILES = 64, 16
 # know it.
 DISABLED_BY = "CUDA_DISABLE_CONTROL"
 
-# another path is another region, with limits of the program's own
+# A program that sets another path gets another region, with limits that it chooses itself.
 REGION_VARIABLE = "CUDA_DEVICE_MEMORY_SHARED_CACHE"
-# the file in which dlsym looks for the hooks; another one has none
+# The file in which the library's dlsym looks for the hooks. A program that names another file
+# gets no hooks.
 _HOOKS_VARIABLE = "CUDA_REDIRECT"
 _POLICY_VARIABLE = "GPU_CORE_UTILIZATION_POLICY"  # "disable" switches the limit of compute off
 
-# What a pod could set to leave its limits. The limits themselves (CUDA_DEVICE_MEMORY_LIMIT_*,
+# What a pod could set to escape its limits. The limits themselves (CUDA_DEVICE_MEMORY_LIMIT_*,
 # CUDA_DEVICE_SM_LIMIT*) are not among it: where there is a region, the library reads them there
 # (hami-core §0.3.1).
 DECISIVE = frozenset({REGION_VARIABLE, _HOOKS_VARIABLE, _POLICY_VARIABLE})
@@ -177,7 +178,9 @@ class HamiCore(msgspec.Struct):
         if not target.limit_cores:
             environment[_POLICY_VARIABLE] = "disable"
         elif self.late:
-            environment[_POLICY_VARIABLE] = "force"  # the same as the region's switch
+            environment[_POLICY_VARIABLE] = (
+                "force"  # like utilization_switch in the region: the limiter is on
+            )
         if self.late:
             environment[_HOOKS_VARIABLE] = LIBRARY  # the library's own default
         if len(limits) > 1:
@@ -217,7 +220,7 @@ def may_be_disabled(setting: str, target: Target) -> bool:
 
 
 def _limits(target: Target) -> list[DeviceLimit]:
-    """Return one limit a GPU, in the order in which CUDA and NVML count them in the container: by
+    """Return one limit per GPU, in the order in which CUDA and NVML count them in the container: by
     PCI bus id (volcano-vgpu D22).
     """
     by_uuid: dict[str, tuple[Gpu, list[Share]]] = {}
@@ -235,7 +238,8 @@ def _limits(target: Target) -> list[DeviceLimit]:
 
 
 def _limit(gpu: Gpu, shares: list[Share], target: Target) -> DeviceLimit:
-    # 0 means "not limited" in the model; for the library the whole means that
+    # 0 means "not limited" in the model. The library has no such value: its limit is then the
+    # GPU's whole memory.
     whole = any(share.memory_mib <= 0 for share in shares)
     memory = gpu.memory_mib if whole else sum(share.memory_mib for share in shares)
     if memory <= 0:
@@ -250,7 +254,8 @@ def _limit(gpu: Gpu, shares: list[Share], target: Target) -> DeviceLimit:
 
 
 def _pci_order(gpu: Gpu) -> tuple[int, str, int]:
-    # Bus ids of one length order as text as they do as numbers; a longer one has a larger domain.
+    # Bus ids of equal length sort as text in the order of their numbers; a longer one has a larger
+    # domain.
     return len(gpu.pci_bus_id), gpu.pci_bus_id.lower(), gpu.minor
 
 

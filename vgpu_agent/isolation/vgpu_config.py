@@ -93,7 +93,7 @@ class Owner(msgspec.Struct, frozen=True):
         register_uuid: by which it registers, in addition to its names; empty where pods have none.
         compatibility: how the library tells its processes from others (vgpu-manager §7.6).
         sm_watcher: the library takes the use of compute from the agent's samples.
-        memory_ledger: it keeps a ledger of spilled memory.
+        tracks_virtual_memory: it keeps a ledger of spilled memory.
         driver_version: e.g. ``570.86.10``.
         cuda_version: e.g. ``12.8``; empty when it is not known.
     """
@@ -105,7 +105,7 @@ class Owner(msgspec.Struct, frozen=True):
     register_uuid: str
     compatibility: int
     sm_watcher: bool
-    memory_ledger: bool
+    tracks_virtual_memory: bool
     driver_version: str = ""
     cuda_version: str = ""
 
@@ -207,7 +207,7 @@ def config_parts(owner: Owner, limits: Mapping[int, SlotLimit]) -> tuple[tuple[i
                 _text(owner.register_uuid, 48),
                 owner.compatibility,
                 owner.sm_watcher,
-                owner.memory_ledger,
+                owner.tracks_virtual_memory,
             ),
         ),
         *((limits_offset(index), limit.packed()) for index, limit in sorted(limits.items())),

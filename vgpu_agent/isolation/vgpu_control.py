@@ -70,7 +70,7 @@ _MODE_VARIABLE = "MANAGER_COMPATIBILITY_MODE"
 _BUCKET_VARIABLE = "CUDA_SM_SHARED_BUCKET"
 _WATCHER_VARIABLE = "EXTERNAL_SM_WATCHER_ENABLED"
 _LEDGER_VARIABLE = "VMEMORY_NODE_ENABLED"
-# What a pod could set to leave its limits. The limits themselves are not among it: the library
+# What a pod could set to evade its limits. The limits themselves are not among it: the library
 # reads them from the file (vgpu-manager §8.2).
 DECISIVE = frozenset(
     {SLOTS_VARIABLE, _MODE_VARIABLE, _BUCKET_VARIABLE, _WATCHER_VARIABLE, _LEDGER_VARIABLE}
@@ -181,7 +181,7 @@ class VgpuControl(msgspec.Struct, frozen=True):
         disable_variable: the settings' ``vgpuControl.disableVariable``: for which pods
             `DISABLED_BY` counts.
         sm_watcher: the agent samples the use of compute for all containers.
-        memory_ledger: containers keep a ledger of spilled memory.
+        tracks_virtual_memory: containers keep a ledger of spilled memory.
     """
 
     host_directory: str
@@ -191,7 +191,7 @@ class VgpuControl(msgspec.Struct, frozen=True):
     open_kernel_modules: bool = False
     disable_variable: str = "whole-gpus"
     sm_watcher: bool = False
-    memory_ledger: bool = False
+    tracks_virtual_memory: bool = False
 
     @property
     def name(self) -> str:
@@ -260,7 +260,7 @@ class VgpuControl(msgspec.Struct, frozen=True):
         """The files of the container that it writes, within its directory."""
         for card in sorted(target.cards, key=lambda card: card.index):
             yield f"{_LOCKS}/vgpu_{card.index}{_LOCK_SUFFIX}"
-        if self.memory_ledger:
+        if self.tracks_virtual_memory:
             yield VMEM_FILE
         yield SM_NODE_FILE
         yield _SM_NODE_LOCK
@@ -279,7 +279,7 @@ class VgpuControl(msgspec.Struct, frozen=True):
             _MODE_VARIABLE: str(self.compatibility),
             _BUCKET_VARIABLE: "true",
             _WATCHER_VARIABLE: str(self.sm_watcher).lower(),
-            _LEDGER_VARIABLE: str(self.memory_ledger).lower(),
+            _LEDGER_VARIABLE: str(self.tracks_virtual_memory).lower(),
         }
         slots = [_NO_CARD] * MAX_CARDS
         for card in target.cards:
@@ -323,7 +323,7 @@ class VgpuControl(msgspec.Struct, frozen=True):
             REGISTER_UUID,
             self.compatibility,
             self.sm_watcher,
-            self.memory_ledger,
+            self.tracks_virtual_memory,
             target.driver_version,
             target.cuda_version,
         )

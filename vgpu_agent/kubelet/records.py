@@ -7,7 +7,7 @@ them, because the kubelet wins every disagreement. How the two sources are weigh
 * pod-resources decides which containers are *alive*. A listed id is held, whatever the checkpoint
   contains.
 * The checkpoint adds the pod's *UID*, found by container name and ids. The kubelet never lets two
-  pods hold one id at a time, so an id leads to one UID. Should a damaged file claim two, the UID
+  pods hold one id at a time, so an id leads to one UID. Should a damaged file name two, the UID
   stays empty rather than wrong. (While a container with several resources is being admitted, the
   file may still name the pod that had the ids before. It is right again once the admission is over,
   so before any PreStartContainer.)
@@ -19,9 +19,9 @@ them, because the kubelet wins every disagreement. How the two sources are weigh
   same, and a false entry in the ledger after each ended pod would be worse.
 * Without pod-resources the checkpoint alone is a picture that may contain ended pods: ``complete``
   is False, nothing may be released.
-* Without the checkpoint (corrupt, foreign, from a future kubelet) pod-resources alone still decides
-  which containers are alive: ``complete`` stays True, owners have no UID, and ``trouble`` gives the
-  reason. Otherwise a new format would keep every ended pod's share booked.
+* Without the checkpoint (corrupt, of an unknown format, from a future kubelet) pod-resources alone
+  still decides which containers are alive: ``complete`` stays True, owners have no UID, and
+  ``trouble`` gives the reason. Otherwise a new format would keep every ended pod's share booked.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ async def read_records(
 
 
 def as_holding(entry: CheckpointEntry) -> Holding:
-    """One line of the checkpoint, in our words."""
+    """Return one entry of the checkpoint as a `Holding`."""
     return Holding(entry.resource_name, entry.ids, Owner(entry.container_name, entry.pod_uid))
 
 
@@ -119,7 +119,7 @@ def unlisted(records: KubeletRecords) -> tuple[Holding, ...]:
 
 
 def _uids_by_id(entries: Iterable[CheckpointEntry]) -> dict[tuple[str, str, str], set[str]]:
-    """The pods that claim a resource's id for a container of that name."""
+    """Return (resource, container's name, id) → UIDs of the pods whose entries have it."""
     uids: dict[tuple[str, str, str], set[str]] = {}
     for entry in entries:
         for device in entry.ids:
@@ -130,11 +130,11 @@ def _uids_by_id(entries: Iterable[CheckpointEntry]) -> dict[tuple[str, str, str]
 
 
 def _with_uid(holding: Holding, uids: dict[tuple[str, str, str], set[str]]) -> Holding:
-    claims = [
+    uids_of_ids = [
         uids.get((holding.resource, holding.owner.container, device), set())
         for device in holding.ids
     ]
-    agreed = set.intersection(*claims) if claims else set()
+    agreed = set.intersection(*uids_of_ids) if uids_of_ids else set()
     if len(agreed) != 1:
         return holding
     owner = holding.owner

@@ -250,7 +250,7 @@ class Ledger:
         return self._arbitration.seconds_left
 
     @property
-    def turns_end_in_seconds(self) -> float | None:
+    def all_turns_end_in_seconds(self) -> float | None:
         """Seconds until all GPUs that were returned by now are offered to all;
         None when they are.
         """

@@ -125,7 +125,7 @@ class Reconciliation:
             interpreted.by_pod
             and grants
             and not undecided
-            and all(grant.owner is None or grant.owner.may_be_in(owner) for grant in grants)
+            and all(grant.owner is None or grant.owner.may_be_in_pod_of(owner) for grant in grants)
         ):
             # Containers of one pod can have the same ids one after the other. The holder is decided
             # before each start.
@@ -172,7 +172,7 @@ class Reconciliation:
             interpreted.by_pod
             and known is not None
             and not same_container
-            and known.may_be_in(owner)
+            and known.may_be_in_pod_of(owner)
         )
         if within_pod and (
             grant.decided_for is not None

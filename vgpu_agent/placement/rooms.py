@@ -40,15 +40,15 @@ class DeviceDemand(msgspec.Struct, frozen=True):
             percentage, all of it).
         cores_percent: the compute that is asked of a device; 0 for none.
         text: the demand as the pod states it, for the error.
-        whole_is_alone: a container that asks for all compute of a device shares it with no other,
-            also where the others ask for none.
+        all_compute_is_exclusive: a container that asks for all compute of a device shares it with
+            no other, also where the others ask for none.
     """
 
     count: int
     memory_mib: Callable[[DeviceRoom], int]
     cores_percent: int
     text: str
-    whole_is_alone: bool = True
+    all_compute_is_exclusive: bool = True
 
 
 def choose_rooms(
@@ -117,7 +117,7 @@ def lack(room: DeviceRoom, demand: DeviceDemand) -> str:
             f"{room.memory_free_mib} MiB free of {room.memory_mib}, {memory_mib} wanted",
         ),
         (
-            demand.whole_is_alone and cores >= _WHOLE_PERCENT and room.holders > 0,
+            demand.all_compute_is_exclusive and cores >= _WHOLE_PERCENT and room.holders > 0,
             f"{cores} % of the compute needs it alone, and {room.holders} share it",
         ),
         (

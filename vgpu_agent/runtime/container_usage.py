@@ -1,5 +1,6 @@
 """The GPU use of this node's containers, for the metrics:
-read from their shared regions, over and over.
+read over and over from their shared regions (the file in which HAMi-core counts what the
+processes of a container use).
 
 One loop, started by `agent`, copies the few pages of each region that matter. Nothing is mapped, so
 a container that ends, or cuts its file short, cannot crash the agent. Only directories of pods that
@@ -39,7 +40,7 @@ _HANGS = "hangs"
 _DEADLINE_SECONDS = 30.0
 _READ_ONLY = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
 
-# The second process of a Linux system, and of no container: where it is seen, numbers are those of
+# PID 2 is kthreadd on the host, and never in a container: where it is seen, PIDs are those of
 # the host.
 _KERNEL_PROCESS, _KERNEL_NAME = 2, "kthreadd"
 _ENDED = ("Z", "X")  # zombie, dead (proc_pid_status(5))
@@ -79,7 +80,7 @@ class ContainerUsages:
         self._journal = journal
         self._pause_seconds = pause_seconds
         self._processes = HostProcesses(proc_root)
-        self._changes = ChangeFilter()  # of regions, and of reading them
+        self._changes = ChangeFilter()  # unreadable regions by directory name, and `_HANGS`
         self._own_thread = OwnThread("container usage")
 
     async def run(self) -> None:
@@ -108,8 +109,8 @@ class ContainerUsages:
                 if isinstance(outcome, Unreadable)
             },
         )
-        # A pod is there twice while another of its name takes its place; the one that was bound
-        # later has the name.
+        # Two pods have the same name while one replaces the other. The one that was bound later
+        # comes last, so its entry stays.
         usage = {
             (pod.namespace, pod.name, container): _entries(pod, container, outcome)
             for name, (pod, container) in names.items()
@@ -132,7 +133,8 @@ class ContainerUsages:
 
     def _journal_unreadable(self, names: _Names, troubles: Mapping[str, str]) -> None:
         """Log one line for each unreadable region of a live container.
-        Later texts are the container's own choice.
+        Only its first reason is logged: the container
+        can change its region, and so the reason, as often as it likes.
         """
         for name, reason in troubles.items():
             if self._changes.is_new(name):
@@ -149,7 +151,7 @@ class ContainerUsages:
 
     def _read(self, names: _Names) -> dict[str, RegionUse | Unreadable]:
         """Runs in a thread."""
-        is_alive = self._processes.is_alive if self._processes.visible else _any_process
+        is_alive = self._processes.is_alive if self._processes.visible else _assume_alive
         found: dict[str, RegionUse | Unreadable] = {}
         for directory in self._directories:
             for name in names:
@@ -164,8 +166,8 @@ class ContainerUsages:
 
 
 class HostProcesses:
-    """The processes of the host as ``proc_root`` shows them, or no knowledge at all. Nothing is
-    kept: every question is asked again.
+    """The processes of the host as ``proc_root`` shows them, if it does (`visible`). Nothing is
+    cached: every call reads it again.
 
     A process that is killed leaves its entry in the region behind, with all the memory it had
     (hami-core §2.4). So entries are checked before they are counted.
@@ -185,7 +187,7 @@ class HostProcesses:
         """Tell whether the process ``hostpid`` on the host, ``pid`` in its container, runs;
         only where they are `visible`.
 
-        Without a number on the host this is unknown and it counts as alive: memory that is in use
+        Without a PID on the host this is unknown and it counts as alive: memory that is in use
         must not be overlooked.
         """
         if hostpid <= 0:
@@ -193,8 +195,8 @@ class HostProcesses:
         status = self._status(hostpid)
         if not status or status.get("State", "").startswith(_ENDED):
             return False
-        # One number for each PID namespace, the innermost last; another one there means that the
-        # number went to another process.
+        # One PID for each PID namespace, the innermost last; another one there means that the host
+        # has reused the PID for another process.
         return status.get("NSpid", str(pid)).split()[-1:] == [str(pid)]
 
     def _status(self, hostpid: int) -> dict[str, str]:
@@ -209,7 +211,7 @@ class HostProcesses:
         return {name: value.strip() for name, _, value in (line.partition(":") for line in lines)}
 
 
-def _any_process(_hostpid: int, _pid: int) -> bool:
+def _assume_alive(_hostpid: int, _pid: int) -> bool:
     return True
 
 

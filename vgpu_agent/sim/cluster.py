@@ -1,12 +1,12 @@
-"""A cluster of one node without a node:
-the simulated API server, kubelet, container runtime and plain scheduler together.
+"""A simulated cluster of one node:
+the simulated API server, kubelet, container runtime and kube-scheduler together.
 
 The demo and the component tests put the agent's real process beside it. What it imitates: the
-kubelet keeps the Node's numbers equal to the plugins' lists, admits the pods that are bound to it
-one after the other, and starts their containers in order, each with PreStartContainer, as often as
-it takes. The runtime resolves CDI names when a container is created. The simulated kubelet and
-schedulers write into the object store directly, so the API server counts only the requests of
-others.
+kubelet keeps capacity and allocatable of the Node equal to the plugins' lists, admits the pods that
+are bound to it one after the other, and starts their containers in order, each with
+PreStartContainer, as often as it takes. The runtime resolves CDI names when a container is created.
+The simulated kubelet and schedulers write into the object store directly, so the API server counts
+only the requests of others.
 """
 
 from __future__ import annotations
@@ -209,9 +209,9 @@ class SimulatedCluster:
             limits: of its container ``main``, or of several, which are called ``c0``, ``c1``…
             init: limits of each init container (``init0``…), and whether it is restartable (a
                 sidecar).
-            scheduler: whose pod it is.
+            scheduler: its ``schedulerName``.
             annotations: of the pod.
-            node: bind it there oneself.
+            node: its ``nodeName``, to bind it without a scheduler; empty to let one bind it.
             environment: variables that the specification sets for each of its containers.
         """
         many = [limits] if isinstance(limits, Mapping) else list(limits)
@@ -254,7 +254,7 @@ class SimulatedCluster:
         return str(self.pod(name)["status"].get("phase", ""))
 
     def starts(self, name: str, container: str = "main") -> list[Received]:
-        """List the content of each start of that container, for the pod that has the name now."""
+        """List what that container received at each start, for the pod that has the name now."""
         uid = self.pod(name)["metadata"]["uid"]
         return [
             each.received
@@ -335,7 +335,7 @@ class SimulatedCluster:
         self.hold_admission = False
 
     async def _publish(self) -> None:
-        """Keep the Node's numbers equal to the plugins' lists."""
+        """Keep capacity and allocatable of the Node equal to the plugins' lists."""
         forgotten: set[str] = set()
         while True:
             with contextlib.suppress(ApiRefusalError):  # the Node was deleted

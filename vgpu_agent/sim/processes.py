@@ -1,7 +1,7 @@
 """A process on a simulated GPU: its use, and the slot and lock by which NVML shows it.
 
-`SimulatedNode` shows processes that need not exist, `holder` is one that does. A live process holds
-a POSIX lock on one byte of the state file; the library asks the kernel for its holder
+`SimulatedNode` shows processes that need not exist. The program `holder` is a real one. A live
+process holds a POSIX lock on one byte of the state file; the library asks the kernel who holds it
 (native/usage.c).
 """
 
@@ -60,7 +60,7 @@ class ProcessUse:
         return json.dumps(asdict(self))
 
     def fill(self, row: layout.Process, *, pid: int) -> None:
-        """Write it into a slot; the caller sets the row's kind afterwards,
+        """Write it into a slot; the caller sets ``row.kind`` (`layout.Process`) afterwards,
         which makes it visible.
         """
         row.pid, row.pid_namespace, row.type = pid, 0, PROCESS_TYPES.index(self.type)

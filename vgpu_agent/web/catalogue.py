@@ -4,7 +4,7 @@
 the same metrics.
 The names are a contract with dashboards: add, but do not rename.
 
-Labels are bounded: one series a GPU, a resource, a task, a share that is held right now, or a
+Labels are bounded: one series per GPU, a resource, a task, a share that is held right now, or a
 family that has or waits for a GPU. They vanish with the thing that they describe. ``gpu`` is always
 the UUID of the physical card. Join with ``vgpu_agent_gpu_info`` for index and name.
 """

@@ -57,12 +57,12 @@ def one(value: Callable[[Moment], float | None]) -> Callable[[Moment], Iterator[
 
 
 def each_gpu(value: Callable[[Gpu], float]) -> Callable[[Moment], Iterator[Row]]:
-    """One series a GPU."""
+    """One series per GPU."""
     return lambda moment: (((gpu.uuid,), value(gpu)) for gpu in moment.status.inventory.gpus)
 
 
 def each_usage(value: Callable[[GpuUsage], float | None]) -> Callable[[Moment], Iterator[Row]]:
-    """Make a reading with one series a GPU, for those whose driver reports the value."""
+    """One series per GPU whose driver reports the value."""
 
     def read(moment: Moment) -> Iterator[Row]:
         for usage in moment.status.usage:
@@ -73,12 +73,12 @@ def each_usage(value: Callable[[GpuUsage], float | None]) -> Callable[[Moment], 
 
 
 def each_plugin(value: Callable[[PluginStatus], float]) -> Callable[[Moment], Iterator[Row]]:
-    """One series a resource."""
+    """One series per resource."""
     return lambda moment: (((plugin.resource,), value(plugin)) for plugin in moment.status.plugins)
 
 
 def each_task(value: Callable[[TaskReport, float], float]) -> Callable[[Moment], Iterator[Row]]:
-    """One series a loop of the agent."""
+    """One series per loop of the agent."""
     return lambda moment: (((task.name,), value(task, moment.now)) for task in moment.status.tasks)
 
 
@@ -152,7 +152,7 @@ def gpu_grants(moment: Moment) -> Iterator[Row]:
 
 
 def gpu_serves_since(moment: Moment) -> Iterator[Row]:
-    """Yield since when each GPU with a grant serves its family."""
+    """Yield the time since which each GPU with a grant has served its family."""
     return (((use.gpu, use.family), use.since) for use in moment.status.ledger.uses if use.family)
 
 
@@ -303,7 +303,7 @@ def api_requests(moment: Moment) -> Iterator[Row]:
 def each_watch(
     value: Callable[[WatchStatus, float], float | None],
 ) -> Callable[[Moment], Iterator[Row]]:
-    """One series a watch; none while ``value`` is None."""
+    """One series per watch; none while ``value`` is None."""
 
     def read(moment: Moment) -> Iterator[Row]:
         for watch in moment.status.cluster.watches:
@@ -314,7 +314,7 @@ def each_watch(
 
 
 def each_writer(value: Callable[[WriterStatus], float]) -> Callable[[Moment], Iterator[Row]]:
-    """One series a writer."""
+    """One series per writer."""
     return lambda moment: (
         ((writer.name,), value(writer)) for writer in moment.status.cluster.writers
     )

@@ -229,7 +229,10 @@ def test_the_section_of_our_file_is_the_same() -> None:
 def test_a_section_and_a_file_at_once_are_refused() -> None:
     """It would be unclear which of them counts."""
     assert problems("version: v1\n", own="version: v1\nnvidiaConfig: {}\n") == [
-        "v1.yaml:1: is not read, because config.yaml:2 holds one as nvidiaConfig; keep one of them"
+        (
+            "v1.yaml:1: is not read, because config.yaml:2 has a configuration of that plugin as "
+            "nvidiaConfig; keep one of them"
+        )
     ]
 
 

@@ -33,7 +33,9 @@ def test_the_backend_follows_settings_and_node() -> None:
     configured = settings(
         vgpu_control=ControlSettings("/h", processes="host-proc", disable_variable="ignore")
     )
-    options = VgpuManagerOptions(open_kernel_modules=True, sm_watcher=True, memory_ledger=True)
+    options = VgpuManagerOptions(
+        open_kernel_modules=True, sm_watcher=True, tracks_virtual_memory=True
+    )
     assert control_backend(configured, options, INSTALLED) == VgpuControl(
         "/h",
         "/h/libvgpu-control.so.1",
@@ -42,7 +44,7 @@ def test_the_backend_follows_settings_and_node() -> None:
         open_kernel_modules=True,
         disable_variable="ignore",
         sm_watcher=True,
-        memory_ledger=True,
+        tracks_virtual_memory=True,
     )
 
 

@@ -15,7 +15,7 @@ NEW_AND_OLD = [
     ("AllocationFailureReschedule", "Reschedule", "reschedule"),
     ("TopologyAwareGPUAllocation", "GPUTopology", "topology"),
     ("SharedSMUtilizationWatcher", "SMWatcher", "sm_watcher"),
-    ("VirtualMemoryTracking", "VMemoryNode", "memory_ledger"),
+    ("VirtualMemoryTracking", "VMemoryNode", "tracks_virtual_memory"),
     ("DevicePluginClientMode", "ClientMode", "client_mode"),
 ]
 
@@ -52,7 +52,7 @@ def test_the_gates_of_the_chart_are_accepted() -> None:
             "HonorPreAllocatedDeviceIDs=true",
         ]
     )
-    assert on(gates) == {"memory_ledger", "sm_watcher", "topology", "prefer_claimed"}
+    assert on(gates) == {"tracks_virtual_memory", "sm_watcher", "topology", "prefer_claimed"}
     assert (gates.problems, gates.without_effect) == ((), ())
 
 

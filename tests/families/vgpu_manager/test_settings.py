@@ -80,7 +80,7 @@ def test_the_arguments_of_a_daemon_set_become_options() -> None:
         prefer_claimed=True,
         reschedule=True,
         sm_watcher=True,
-        memory_ledger=True,
+        tracks_virtual_memory=True,
         mig_strategy="single",
         open_kernel_modules=True,
         lists=lists,
@@ -151,7 +151,7 @@ def test_the_arguments_that_the_chart_writes_are_accepted() -> None:
     assert loaded.warnings == ('--v: "3" has no effect here; set log.level and log.format',)
     assert loaded.collisions == ()
     assert options_of(loaded.settings) == VgpuManagerOptions(
-        topology=True, prefer_claimed=True, sm_watcher=True, memory_ledger=True
+        topology=True, prefer_claimed=True, sm_watcher=True, tracks_virtual_memory=True
     )
     assert loaded.settings.vgpu_control.host_directory == "/data/vgpu-manager"
 

@@ -26,7 +26,7 @@ def test_no_namespace_is_searched_twice(asked: str, namespaces: tuple[str, ...])
     """Two watches of one object would be one too many."""
     settings = settings_of(families=ON, volcano_vgpu=VolcanoVgpu(config_map_namespace=asked))
     assert CONFIG_MAP.namespaces(settings) == namespaces
-    assert CONFIG_MAP.asked_namespace(settings) == asked
+    assert CONFIG_MAP.configured_namespace(settings) == asked
 
 
 def test_files_of_a_family_that_is_off_are_not_read() -> None:

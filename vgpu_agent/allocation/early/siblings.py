@@ -15,12 +15,13 @@ if TYPE_CHECKING:
 
 
 class Siblings:
-    """The Allocate calls for resources that are only counted, as evidence of the container.
+    """The Allocate calls for counted resources, as evidence of the container. Those are only there
+    for schedulers to count: their ids are neither booked nor answered (`Decider.NOBODY`).
 
-    The kubelet allocates a container's resources one after the other, in any order. A call since
-    the last decision belongs to the container of that decision, or to the present one.
+        The kubelet allocates a container's resources one after the other, in any order. A call
+        since the last decision belongs to the container of that decision, or to the present one.
 
-    State: the calls since the last decision, and the resources that its container still lacked.
+        State: the calls since the last decision, and the resources that its container still lacked.
     """
 
     def __init__(self) -> None:

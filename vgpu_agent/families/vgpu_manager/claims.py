@@ -1,7 +1,8 @@
 """The texts by which vgpu-manager's extender gives cards to containers (vgpu-manager §4.2).
 
 ``init[0_GPU-…_100_24576];train[0_GPU-…_50_8192,1_GPU-…_50_8192]``: containers separated by ``;``,
-the claims of each by ``,``, and a claim is index, UUID, percent of compute and MiB of memory.
+the claims of each by ``,``, and a claim is index, UUID, percent of compute and MiB of memory. That
+is vgpu-manager's word; it does not mean the ledger's claims.
 
 Read when a container's share is decided, written once its container has started. Every user who may
 edit the pod may have written it, so only its form is relied on here.
@@ -22,7 +23,7 @@ if TYPE_CHECKING:
 MAX_CARDS = 16
 """The most cards that one container may have (vgpu-manager §5.2)."""
 
-# As many as no pod has; the API server takes 256 KiB of annotations.
+# More than any pod has; the API server accepts 256 KiB of annotations.
 _MAX_ENTRIES = 4096
 _INTEGER = re.compile(r"[-+]?[0-9]{1,18}", re.ASCII)
 _SHOWN = 80
@@ -35,7 +36,7 @@ class ClaimsTextError(AgentError):
 
 
 class DeviceClaim(msgspec.Struct, frozen=True):
-    """One card of a container's claim.
+    """One claim of a container: a card and the amounts of it.
 
     Attributes:
         index: the card's NVML index on its node.
@@ -85,7 +86,7 @@ def write_claims(claims: Iterable[ContainerClaim]) -> str:
 
 
 def by_container(claims: Claims) -> Mapping[str, ContainerClaim]:
-    """Map each container to its claim.
+    """Map each container to its claims.
 
     Raises:
         ClaimsTextError: a container is named twice.

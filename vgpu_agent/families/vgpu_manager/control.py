@@ -31,7 +31,7 @@ class NoControl:
 
 
 def is_limited(settings: Settings) -> bool:
-    """Tell whether the settings have the library limit containers."""
+    """Tell whether the library limits the containers, by the settings."""
     return settings.section(VgpuManager).isolation == VGPU_CONTROL.name
 
 
@@ -41,7 +41,7 @@ LIBRARY_USE = LibraryUse(
     "or set vgpuManager.isolation to none, which shares without any limit",
 )
 
-# a pattern of the variables by which a pod could leave its limits
+# a pattern of the the decisive variables: those by which a pod could evade its limits
 DECISIVE_VARIABLES = "|".join(sorted(DECISIVE))
 
 
@@ -60,7 +60,7 @@ def control_backend(
         open_kernel_modules=options.open_kernel_modules,
         disable_variable=control.disable_variable,
         sm_watcher=options.sm_watcher,
-        memory_ledger=options.memory_ledger,
+        tracks_virtual_memory=options.tracks_virtual_memory,
     )
 
 

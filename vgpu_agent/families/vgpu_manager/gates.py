@@ -27,7 +27,7 @@ _EFFECTS = {
     "AllocationFailureReschedule": "reschedule",
     "TopologyAwareGPUAllocation": "topology",
     "SharedSMUtilizationWatcher": "sm_watcher",
-    "VirtualMemoryTracking": "memory_ledger",
+    "VirtualMemoryTracking": "tracks_virtual_memory",
     "DevicePluginClientMode": "client_mode",
     "HonorPreAllocatedDeviceIDs": "prefer_claimed",
 }
@@ -81,7 +81,7 @@ class Gates(msgspec.Struct, frozen=True):
         reschedule: AllocationFailureReschedule.
         topology: TopologyAwareGPUAllocation.
         sm_watcher: SharedSMUtilizationWatcher.
-        memory_ledger: VirtualMemoryTracking.
+        tracks_virtual_memory: VirtualMemoryTracking.
         client_mode: DevicePluginClientMode.
         prefer_claimed: HonorPreAllocatedDeviceIDs.
         problems: one sentence for each word that is no gate.
@@ -94,7 +94,7 @@ class Gates(msgspec.Struct, frozen=True):
     reschedule: bool = False
     topology: bool = False
     sm_watcher: bool = False
-    memory_ledger: bool = False
+    tracks_virtual_memory: bool = False
     client_mode: bool = False
     prefer_claimed: bool = False
     problems: tuple[str, ...] = ()

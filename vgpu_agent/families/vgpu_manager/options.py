@@ -36,7 +36,7 @@ class VgpuManagerOptions(msgspec.Struct, frozen=True):
             (AllocationFailureReschedule).
         sm_watcher: the agent samples the use of compute for all containers
             (SharedSMUtilizationWatcher).
-        memory_ledger: containers keep a ledger of spilled memory (VirtualMemoryTracking).
+        tracks_virtual_memory: containers keep a ledger of spilled memory (VirtualMemoryTracking).
         mig_strategy: ``none``, ``single`` or ``mixed``.
         open_kernel_modules: the node runs NVIDIA's open kernel modules.
         lists: how containers get their devices.
@@ -55,7 +55,7 @@ class VgpuManagerOptions(msgspec.Struct, frozen=True):
     prefer_claimed: bool = False
     reschedule: bool = False
     sm_watcher: bool = False
-    memory_ledger: bool = False
+    tracks_virtual_memory: bool = False
     mig_strategy: str = "mixed"
     open_kernel_modules: bool = False
     lists: ListOptions = msgspec.field(default_factory=ListOptions)
@@ -88,7 +88,7 @@ class VgpuManagerOptions(msgspec.Struct, frozen=True):
             prefer_claimed=gates.prefer_claimed,
             reschedule=gates.reschedule,
             sm_watcher=gates.sm_watcher,
-            memory_ledger=gates.memory_ledger,
+            tracks_virtual_memory=gates.tracks_virtual_memory,
             mig_strategy=static_mig_strategy(settings, vgpu)[0],
             open_kernel_modules=vgpu.open_kernel_modules,
             lists=lists,

@@ -31,7 +31,8 @@ if TYPE_CHECKING:
     from vgpu_agent.model import DeviceRoom, Inventory
     from vgpu_agent.pods import Pod, PodContainer
 
-# Reasons of events on the pod; the extender gives them where it places it (vgpu-manager §5.2).
+# Reasons of events on the pod; the same as the extender's for pods that it places (vgpu-manager
+# §5.2).
 POLICY_INVALID, TOPOLOGY_FALLBACK = "PolicyInvalid", "TopologyFallback"
 
 NONE = "none"
@@ -40,7 +41,8 @@ NUMA, NUMA_STRICT, LINK, LINK_STRICT = "numa", "numa-strict", "link", "link-stri
 # A list of cards in an annotation is compared with each card.
 _LONGEST_LIST = 4096
 
-# Link types from which a tier begins, the best first (vgpu-manager §5.6).
+# A tier is the cards that are joined by links of at least this type: NVLink, PCIe switch, NUMA
+# node, any; the best first (vgpu-manager §5.6).
 _NVLINK = 7
 _TIERS = (_NVLINK, 4, 2, 1)
 # What the cards of a tier have instead of NVLinks, for their pod's owner.
@@ -50,7 +52,7 @@ _INSTEAD = {
     2: "no NVLinks, but one NUMA node",
     1: "no NVLinks",
 }
-_OF_A_NVLINK, _OF_A_LEVEL = 100, 10  # in the score of a pair
+_SCORE_PER_NVLINK, _SCORE_PER_LINK_TYPE = 100, 10  # for the link score of a pair of cards
 
 
 class _Card(msgspec.Struct, frozen=True):
@@ -60,7 +62,8 @@ class _Card(msgspec.Struct, frozen=True):
         uuid: of the card.
         number: on the node.
         numa: its NUMA node; None where it is not known.
-        rank: see `Neighbours`.
+        rank: lowest where the family has the card already, highest where another family has it or
+            waits for it (`placement.mixing.Neighbours.rank`).
         score: how much the device policy favours it; the same for all without one.
     """
 
@@ -97,7 +100,7 @@ def place(question: Question, container: PodContainer, options: VgpuManagerOptio
     """
     pod, keys = question.pod, options.keys
     request = read_request(pod, container, keys, options.memory_factor)
-    _refuse_other_memory(pod, options)
+    _refuse_other_memory_policy(pod, options)
     cards = {gpu.uuid: gpu for gpu in shared_gpus(question.inventory, options)}
 
     def memory_on(room: DeviceRoom) -> int:
@@ -108,7 +111,7 @@ def place(question: Question, container: PodContainer, options: VgpuManagerOptio
         memory_on,
         request.cores_percent,
         f"{len(question.ids)} × {question.resource.name} ({request.text()})",
-        whole_is_alone=False,
+        all_compute_is_exclusive=False,
     )
     rooms = [room for room in question.rooms if room.device in cards]
     fitting = {
@@ -150,21 +153,22 @@ def _word(pod: Pod, key: str, words: Sequence[str], remarks: list[Remark]) -> st
     return word if word in words else NONE
 
 
-def _refuse_other_memory(pod: Pod, options: VgpuManagerOptions) -> None:
+def _refuse_other_memory_policy(pod: Pod, options: VgpuManagerOptions) -> None:
     key = options.keys.memory_policy
     word = pod.annotations.get(key, "").strip().lower()
     oversold = options.memory_scaling > 1
     if (word.startswith("virt") and not oversold) or (word.startswith("phy") and oversold):
         raise RequestRefusedError(
             f"pod {pod.full_name}: annotation {key}={quoted(word)}: this node offers "
-            f"{options.memory_scaling:g} times the memory of its GPUs, and virtual memory takes "
-            "more than 1, physical at most 1; choose another node, or take the annotation away"
+            f"{options.memory_scaling:g} times the memory of its GPUs, and the policy virtual "
+            "needs more than 1, physical at most 1; choose another node, or remove the annotation"
         )
 
 
 def _unwanted(pod: Pod, question: Question, options: VgpuManagerOptions) -> dict[str, str]:
-    """Map each card to why the pod does not want it, empty where it does. Entries match what
-    contains them, in upper or lower case, so ``A10`` is an ``A100``, too (vgpu-manager §4.1).
+    """Map each card to why the pod does not want it, empty where it does. An entry matches each
+    text that contains it, in upper or lower case, so ``A10`` also matches an ``A100`` (vgpu-manager
+    §4.1).
     """
     keys = options.keys
 
@@ -348,4 +352,4 @@ def _members(group: list[_Card], count: int, score: Callable[[str, str], int]) -
 
 def _score(link_type: int) -> int:
     nvlinks = link_type - _NVLINK + 1
-    return _OF_A_NVLINK * nvlinks if nvlinks > 0 else _OF_A_LEVEL * link_type
+    return _SCORE_PER_NVLINK * nvlinks if nvlinks > 0 else _SCORE_PER_LINK_TYPE * link_type

@@ -7,9 +7,9 @@ pod's card is in its annotation ``volcano.sh/gpu-index``, written by a scheduler
 for pods that no GPU scheduler has placed.
 
 The numbers of cards are those of NVML when all of them answered. A card that is lost keeps its
-number as long as this agent runs, so neither ids nor annotations of running pods move under them;
-after a restart of the agent NVML's numbers of that moment count, for the scheduler as well. What a
-running container holds is in the ledger by UUID and does not move at all.
+number as long as this agent runs, so ids and annotations of running pods keep their meaning;
+after a restart of the agent NVML's numbers of that moment count, for the scheduler as well. The
+ledger has the shares of running containers by UUID, so a new numbering never changes them.
 """
 
 from __future__ import annotations
@@ -73,8 +73,8 @@ class VolcanoGpushareOptions(msgspec.Struct, frozen=True):
         factor: MiB in one id; 0 for the smallest power of two whose list fits into a message.
         unequal_gpus: ``refuse`` or ``minimum``: what to do with cards of different size, which the
             scheduler takes for equal.
-        lists: how the container gets its card; by index, as the replaced plugin does, unless the
-            operator wants UUIDs.
+        lists: how the container gets its card (NVIDIA's ``deviceListStrategy``); by index, as the
+            replaced plugin does, unless the operator wants UUIDs.
     """
 
     strategy: str = SHARE
@@ -284,7 +284,8 @@ class VolcanoGpushareFamily:
 
     def cleanup(self, now: float) -> DesiredNode:
         """Leave no card for a scheduler to choose;
-        the amount of memory goes with the kubelet's own list.
+        The kubelet itself sets the offered
+        resource to 0 when the plugin is gone.
         """
         del now
         count = (
@@ -319,7 +320,7 @@ class VolcanoGpushareFamily:
         unusable = [str(number) for number in range(count) if number not in usable]
         return DesiredNode(
             annotations={UNHEALTHY_IDS: ",".join(unusable) or None},
-            # Without gpu-memory, be it 0, the scheduler takes no notice of the cards.
+            # The scheduler ignores the cards of a Node without gpu-memory; a value of 0 is enough.
             capacity=(
                 {NUMBER_RESOURCE: str(count)}
                 if self._options.strategy == SHARE
@@ -451,10 +452,10 @@ class VolcanoGpushareFamily:
                     f"GPUs; {_ANEW}"
                 )
         numbered = question.inventory.numbered
-        if strangers := [str(index) for index in chosen if index not in numbered]:
+        if unknown := [str(index) for index in chosen if index not in numbered]:
             known = ", ".join(map(str, numbered)) or "none"
             raise RequestRefusedError(
-                f"{where}, and node {question.node} has no GPU {listed(strangers)}; it has "
+                f"{where}, and node {question.node} has no GPU {listed(unknown)}; it has "
                 f"{known}; {_ANEW}"
             )
         return tuple(numbered[index] for index in chosen)

@@ -191,12 +191,12 @@ def _namespaces(settings: Settings) -> tuple[str, ...]:
         return ()
     return tuple(
         dict.fromkeys(
-            namespace for namespace in (_asked_namespace(settings), *NAMESPACES) if namespace
+            namespace for namespace in (_configured_namespace(settings), *NAMESPACES) if namespace
         )
     )
 
 
-def _asked_namespace(settings: Settings) -> str:
+def _configured_namespace(settings: Settings) -> str:
     return settings.section(VolcanoVgpu).config_map_namespace
 
 
@@ -265,7 +265,7 @@ SPEC = FamilySpec(
             lambda _, text: read_device_config(text).is_valid,
             config_map=CONFIG_MAP,
             namespaces=_namespaces,
-            asked_namespace=_asked_namespace,
+            configured_namespace=_configured_namespace,
         ),
         PluginFile(
             NODE_CONFIG,
