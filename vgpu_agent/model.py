@@ -248,7 +248,8 @@ class Resource(msgspec.Struct, frozen=True):
             largest of them.
         prefers: the kubelet is to ask which ids suit best (GetPreferredAllocation). Where the pod
             decides, those of the GPUs that `PodFamily.named` returns do.
-        unit: what fewer ids would take, for the error when there are too many, e.g.
+        ids_setting: the setting that determines the number of ids, for the error when there are too
+            many, e.g.
             ``volcanoVgpu.gpuMemoryFactor``; empty for replicas.
         memory_scaling: how many times a device's memory may be booked; 1.0 never exceeds it.
         cores_scaling: the same for compute.
@@ -270,7 +271,7 @@ class Resource(msgspec.Struct, frozen=True):
     pre_start_required: bool = False
     decided_by: Decider = Decider.IDS
     prefers: bool = True
-    unit: str = ""
+    ids_setting: str = ""
     sharing: SharingMode = SharingMode.NONE
     undivided: bool = False
     init_shares: bool = False

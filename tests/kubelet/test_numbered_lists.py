@@ -136,7 +136,7 @@ def test_too_many_numbered_ids_name_the_setting(monkeypatch: pytest.MonkeyPatch)
         MEMORY,
         "volcano-vgpu",
         NumberedIds((IdBlock("m-", 50_000, U0),)),
-        unit="volcanoVgpu.gpuMemoryFactor",
+        ids_setting="volcanoVgpu.gpuMemoryFactor",
     )
 
     constants.use(monkeypatch, {constants.MESSAGE_BUDGET: 600_000})

@@ -87,7 +87,7 @@ def grant(tmp_path: Path) -> MakeGrant:
             token=grant_token("volcano.sh/vgpu-number", [f"GPU-a-{number}"]),
             family="volcano-vgpu",
             resource="volcano.sh/vgpu-number",
-            ids=1,
+            id_count=1,
             owner=Owner("main", f"uid-{number}", "default", f"pod-{number}"),
             shares=(Share("GPU-a", 3000, 50),),
             by="the scheduler, in volcano.sh/vgpu-ids-new",

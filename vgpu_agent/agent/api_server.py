@@ -29,7 +29,7 @@ from vgpu_agent.cluster.reschedule import Reschedule
 from vgpu_agent.cluster.rescue import Rescue
 from vgpu_agent.cluster.watching import NodeWatch, PodWatch
 from vgpu_agent.concurrency import Revision, first_of
-from vgpu_agent.config.families import document
+from vgpu_agent.config.families import plugin_document
 from vgpu_agent.errors import ClusterError
 from vgpu_agent.families.plugin_files import texts_in_force
 from vgpu_agent.families.pod_annotations import pod_keys
@@ -104,7 +104,7 @@ class ClusterAccess:
         self._leaving_at = 0.0  # unix seconds; 0 while it stays
         self._tasks: list[str] = []
         self._settings = settings
-        self._shelf = document().shelf(settings)
+        self._shelf = plugin_document().shelf(settings)
         self._journal = journal
         self._supervisor = supervisor
         self.config_maps: dict[str, ConfigMapWatch] = {}  # by the file in it

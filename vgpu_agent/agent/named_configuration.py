@@ -25,7 +25,7 @@ from vgpu_agent.cluster.credentials import credentials
 from vgpu_agent.concurrency import Revision
 from vgpu_agent.config import load
 from vgpu_agent.config.documents import Choice
-from vgpu_agent.config.families import document
+from vgpu_agent.config.families import plugin_document
 from vgpu_agent.errors import ClusterError, ConfigError
 from vgpu_agent.journal import Journal
 
@@ -75,7 +75,7 @@ class NamedConfiguration:
         self.label: str | None = None
         self.waited_seconds = 0.0
         self._read: Callable[[], str | None] = lambda: None
-        self._shelf = document().shelf(settings)
+        self._shelf = plugin_document().shelf(settings)
         self._own, self._settings = sources, settings
         self._unread = ""  # why the label has not been read
         self._before: InForce | None = None  # what an earlier agent had
@@ -265,8 +265,8 @@ def keys_in(directory: str) -> frozenset[str]:
         raise ConfigError(
             [
                 (
-                    f"{document().directory_key}: {directory} cannot be read: {err.strerror}; "
-                    "mount the ConfigMap with the configurations there"
+                    f"{plugin_document().directory_key}: {directory} cannot be read: {err.strerror}"
+                    "; mount the ConfigMap with the configurations there"
                 )
             ]
         ) from err
@@ -279,7 +279,7 @@ async def with_named_configuration(loaded: Loaded) -> tuple[Loaded, NamedConfigu
     Raises:
         ConfigError: see `NamedConfiguration.begin`.
     """
-    if not document().shelf(loaded.settings).directory:
+    if not plugin_document().shelf(loaded.settings).directory:
         return loaded, None
     named = NamedConfiguration(loaded.sources, loaded.settings, Journal())
     return await named.begin(), named

@@ -57,7 +57,7 @@ class GrantRecord(msgspec.Struct, frozen=True):
 
     Attributes:
         token: see `grant_token`.
-        ids: how many there are; the ids themselves are in the kubelet's checkpoint.
+        id_count: how many ids there are; the ids themselves are in the kubelet's checkpoint.
         owner: with UID, namespace and names.
         shares: in the family's order.
         by: the decider (`families.family.Decision.by`).
@@ -72,7 +72,7 @@ class GrantRecord(msgspec.Struct, frozen=True):
     token: str
     family: str
     resource: str
-    ids: int
+    id_count: int
     owner: Owner
     shares: tuple[Share, ...]
     by: str

@@ -149,7 +149,7 @@ class Context(msgspec.Struct):
     def record(
         self,
         token: str,
-        ids: int,
+        id_count: int,
         pod: Pod,
         owner: Owner,
         grant: Grant,
@@ -167,7 +167,7 @@ class Context(msgspec.Struct):
             token=token,
             family=grant.family,
             resource=grant.resource,
-            ids=ids,
+            id_count=id_count,
             owner=owner,
             shares=grant.shares,
             by=by,

@@ -81,6 +81,8 @@ class Interpretation:
         offered_by = next(
             (offer.family for offer in self._ledger.resources if offer.name == holding.resource), ""
         )
+        # ``idle`` and ``paused`` are the families that offer nothing now: those whose ids name
+        # devices, and those whose pods decide.
         for ownership in (Ownership.CERTAIN, Ownership.POSSIBLE):
             for by_ids in (*families.by_ids, *families.idle):
                 # A family also owns names that it may have offered under earlier settings. A name
@@ -282,7 +284,7 @@ class Interpretation:
         more_ids = [
             record
             for record in by_uid.get(owner.pod_uid, ())
-            if record.ids > len(holding.ids) and _may_share_ids(pod, record.owner, owner)
+            if record.id_count > len(holding.ids) and _may_share_ids(pod, record.owner, owner)
         ]
         candidates = [
             record for record in (*same_ids, *more_ids) if record.resource == holding.resource

@@ -186,7 +186,7 @@ def _annotations(record: GrantRecord) -> dict[str, str]:
     facts = {
         "family": record.family,
         "resource": record.resource,
-        "ids": str(record.ids),
+        "ids": str(record.id_count),
         "pod-uid": record.owner.pod_uid,
         "namespace": record.owner.namespace,
         "pod": record.owner.pod,
@@ -222,7 +222,7 @@ def _record(token: str, facts: dict[str, str]) -> GrantRecord:
             token=token,
             family=facts["family"],
             resource=facts["resource"],
-            ids=int(facts["ids"]),
+            id_count=int(facts["ids"]),
             owner=owner,
             shares=msgspec.json.decode(facts["shares"], type=tuple[Share, ...]),
             by=facts["by"],

@@ -87,7 +87,7 @@ def _check(arguments: argparse.Namespace) -> int:
     errors, meanings = list(loaded.collisions), list[str]()
     for path, findings in _plugin_files(loaded):
         errors += findings.errors
-        meanings += [f"{path}: ok{findings.meaning and ', '}{findings.meaning}"]
+        meanings += [f"{path}: ok{findings.part_in_force and ', '}{findings.part_in_force}"]
         for note in findings.notes:
             print(f"warning: {note}", file=sys.stderr)
     if errors:

@@ -161,7 +161,7 @@ def switched_on(settings: Settings) -> list[FamilySettings]:
     return [family for family in DECLARED if settings.is_on(family.name)]
 
 
-def document() -> PluginDocument:
+def plugin_document() -> PluginDocument:
     """Return the document of a replaced plugin that may be laid below our file.
 
     Raises:

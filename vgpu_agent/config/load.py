@@ -33,9 +33,9 @@ LARGEST_FILE_BYTES = 1024 * 1024
 class Sources(msgspec.Struct, frozen=True):
     """The input of `load`, kept so that `watch` can load again with new content of the files.
 
-    Another configuration of NVIDIA's plugin is chosen at run time by another flag
-    ``--config-file``. Replace `flags` with one in which `options.NVIDIA_CONFIG_FLAG` names the
-    file, or nothing ("") for none. Then call `load_sources`, or pass to `watch.changes` a function
+    To change to another configuration file of NVIDIA's plugin at run time, replace `flags` with a
+    mapping in which `options.NVIDIA_CONFIG_FLAG` (``--config-file``) names that file, or "" for
+    none. Then call `load_sources`, or pass to `watch.changes` a function
     that returns the current sources.
 
     Attributes:
@@ -161,14 +161,14 @@ def load_contents(sources: Sources, contents: Contents) -> Loaded:
 def nvidia_file(sources: Sources, own: bytes | None) -> str:
     """Return the path of the configuration file of NVIDIA's plugin; "" for none.
 
-    With ``namedConfig.directory`` only a flag names one: a node's label chooses, and the caller
-    that follows it sets that flag. A mistake in our file is not reported here, but by
-    `load_contents`.
+    With ``namedConfig.directory`` only the flag names one: a label of the Node chooses the file,
+    and the code that watches the label passes it as that flag. A mistake in our file is
+    not reported here, but by `load_contents`.
     """
     if options.NVIDIA_CONFIG_FLAG in sources.flags:
         return sources.flags[options.NVIDIA_CONFIG_FLAG]
     root = None if own is None else yaml.read(own)[0]
-    key = families.document().directory_key
+    key = families.plugin_document().directory_key
     directory = options.text_of(key, sources.environment) or _text_at(root, *key.split("."))
     if directory:
         return ""
@@ -201,9 +201,11 @@ def _text_at(root: yaml.Node | None, *path: str) -> str:
 def _nvidia_document(
     sources: Sources, contents: Contents, root: yaml.Node | None
 ) -> tuple[str, Translation]:
-    """Return the document of NVIDIA's plugin and its file; an empty one where there is none."""
+    """Return the file of the configuration of NVIDIA's plugin, and that configuration translated
+    into the agent's keys; both empty where there is none.
+    """
     members = root.value if root is not None and isinstance(root.value, dict) else {}
-    theirs = families.document()
+    theirs = families.plugin_document()
     section = members.get(theirs.section)
     if contents.nvidia is not None:
         found = theirs.translate_file(contents.nvidia)

@@ -107,7 +107,9 @@ class Reading:
             self._report(*manifest_fault)
             return
         members = {
-            name: node for name, node in root.value.items() if name != families.document().section
+            name: node
+            for name, node in root.value.items()
+            if name != families.plugin_document().section
         }
         self._check_version(members.pop("version", None), root.line)
         _merge(self._accepted, self._read_section(schema.root(), members, ""))
@@ -466,7 +468,7 @@ def _advice(name: str, known: Iterable[str], prefix: str) -> str:
     """Return the remedy for the unknown key ``name`` below ``prefix``."""
     if prefix:
         return suggestion(name, known)
-    document = families.document()
+    document = families.plugin_document()
     if name in document.plugin_only_keys:
         return (
             f"a configuration of NVIDIA's plugin is given as {options.NVIDIA_CONFIG_FLAG}, or "

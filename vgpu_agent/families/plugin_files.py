@@ -36,12 +36,13 @@ class Findings(msgspec.Struct, frozen=True):
     Attributes:
         errors: one sentence for each, with the line where that is known.
         notes: the same for each part that has no effect.
-        meaning: which part counts for the node, as the end of a sentence; empty for all of it.
+        part_in_force: the part that applies to this node, as the end of a message; empty when the
+            whole file applies.
     """
 
     errors: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
-    meaning: str = ""
+    part_in_force: str = ""
 
 
 def _no_findings(_: Settings, __: str) -> Findings:
@@ -58,7 +59,8 @@ class PluginFile(msgspec.Struct, frozen=True):
         path: where it is mounted on the node; empty for nowhere.
         config_map: the name of the ConfigMap; empty for a file on the node.
         namespaces: where the ConfigMap is searched, in order; none where it is not read.
-        configured_namespace: the namespace in which the operator says that it is; empty without.
+        configured_namespace: the namespace of the ConfigMap by the settings; empty where they
+            name none.
         findings: judges a text that may be mounted; its errors agree with ``is_valid``.
     """
 

@@ -139,9 +139,9 @@ def check_budget(resource: Resource) -> None:
     problem = too_long(size)
     if not problem:
         return
-    if resource.unit:
+    if resource.ids_setting:
         fewer = -(-size // device_ids.MESSAGE_BUDGET_BYTES)
-        remedy = f"{resource.unit}: change it so that there are {fewer} times fewer ids"
+        remedy = f"{resource.ids_setting}: change it so that there are {fewer} times fewer ids"
         raise OfferError({resource.name: f"{len(resource.ids)} ids {problem}; {remedy}"})
     # The last id of a block of numbered ids is its longest. There may be too many to measure each.
     ids = (

@@ -84,10 +84,10 @@ def join(
     uids = _uids_by_id(entries)
     joined = [_with_uid(holding, uids) for holding in listed]
     alive = {holding.owner.pod_uid: holding.owner for holding in joined if holding.owner.pod_uid}
-    taken = {(holding.resource, device) for holding in joined for device in holding.ids}
+    taken = {(holding.resource, id_) for holding in joined for id_ in holding.ids}
     for entry in entries:
         pod = alive.get(entry.pod_uid)
-        left = tuple(device for device in entry.ids if (entry.resource_name, device) not in taken)
+        left = tuple(id_ for id_ in entry.ids if (entry.resource_name, id_) not in taken)
         if pod is not None and left:
             joined.append(
                 Holding(
@@ -122,8 +122,8 @@ def _uids_by_id(entries: Iterable[CheckpointEntry]) -> dict[tuple[str, str, str]
     """Return (resource, container's name, id) → UIDs of the pods whose entries have it."""
     uids: dict[tuple[str, str, str], set[str]] = {}
     for entry in entries:
-        for device in entry.ids:
-            uids.setdefault((entry.resource_name, entry.container_name, device), set()).add(
+        for id_ in entry.ids:
+            uids.setdefault((entry.resource_name, entry.container_name, id_), set()).add(
                 entry.pod_uid
             )
     return uids
@@ -131,8 +131,7 @@ def _uids_by_id(entries: Iterable[CheckpointEntry]) -> dict[tuple[str, str, str]
 
 def _with_uid(holding: Holding, uids: dict[tuple[str, str, str], set[str]]) -> Holding:
     uids_of_ids = [
-        uids.get((holding.resource, holding.owner.container, device), set())
-        for device in holding.ids
+        uids.get((holding.resource, holding.owner.container, id_), set()) for id_ in holding.ids
     ]
     agreed = set.intersection(*uids_of_ids) if uids_of_ids else set()
     if len(agreed) != 1:
@@ -155,8 +154,8 @@ def _of_checkpoint_alone(entries: Iterable[CheckpointEntry]) -> tuple[Holding, .
         entries,
         key=lambda each: (-len(each.ids), each.pod_uid, each.container_name, each.resource_name),
     ):
-        left = tuple(device for device in entry.ids if (entry.resource_name, device) not in taken)
-        taken.update((entry.resource_name, device) for device in left)
+        left = tuple(id_ for id_ in entry.ids if (entry.resource_name, id_) not in taken)
+        taken.update((entry.resource_name, id_) for id_ in left)
         if left:
             holdings.append(
                 Holding(entry.resource_name, left, Owner(entry.container_name, entry.pod_uid))

@@ -1,8 +1,8 @@
-"""The recognition of HAMi-core's libvgpu.so among the files that may be delivered in its place.
+"""How a delivered file is recognised as HAMi-core's libvgpu.so.
 
-It is one that exports the functions in which HAMi-core limits a program, knows the variable by
-which only HAMi-core finds its region, and has in its code the size of the region's layout that the
-agent writes. Called by `delivered_library`.
+The file is recognised if it exports the functions in which HAMi-core limits a program, contains the
+name of the variable by which only HAMi-core finds its region, and has in its code the size of the
+region's layout that the agent writes. Called by `delivered_library`.
 """
 
 from __future__ import annotations
@@ -37,7 +37,8 @@ _FUNCTIONS = (
 # Other interposers export the same functions. Only HAMi-core finds its region by this variable.
 _REGION_VARIABLE = b"CUDA_DEVICE_MEMORY_SHARED_CACHE\0"
 
-# sizeof of the shared region, and the users of it (hami-core §2.1).
+# The size of the region's structure, and the releases that have it (hami-core §2.1).
+# `hami_region.SIZE` is one more: the library writes a byte behind the structure.
 _OUR_LAYOUT = hami_region.SIZE - 1
 _OTHER_LAYOUTS = {
     804_680: "HAMi before 2.3",
@@ -64,8 +65,8 @@ def _layout(library: SharedObject, content: bytes) -> str:
         if loads(library, content, size):
             raise CarrierError(
                 f"is of {version}, whose shared region has another layout ({size} bytes) than "
-                f"{_SHOWN_LAYOUT}, and would not limit anything; deliver the library of HAMi 2.8.2 "
-                "or newer"
+                f"layout {_SHOWN_LAYOUT}, and would not limit anything; deliver the library of "
+                "HAMi 2.8.2 or newer"
             )
     if not loads(library, content, _OUR_LAYOUT):
         raise CarrierError(

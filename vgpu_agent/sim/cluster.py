@@ -55,7 +55,8 @@ class Started:
 class SimulatedCluster:
     """Everything that the agent meets on its node and in its cluster; an async context.
 
-    State: the parts', and the pods that the kubelet has taken on. `started` is never forgotten.
+    State: that of its parts, the pods that the kubelet has admitted, and `started`, which only
+    grows.
 
     Args:
         directory: kubelet's root, the CDI directory and the kubeconfig file lie below it; short,
@@ -127,7 +128,7 @@ class SimulatedCluster:
         await self._exit.aclose()
 
     async def start_volcano(self, settings: VolcanoSettings | None = None) -> None:
-        """Run Volcano's stand-in scheduler, in place of the current one."""
+        """Run the stand-in for Volcano's scheduler, in place of an earlier stand-in for it."""
         await self.stop_volcano()
         scheduler = VolcanoScheduler(
             ApiAccess(self.api.url), settings or VolcanoSettings(retry_seconds=0.2)
@@ -139,7 +140,7 @@ class SimulatedCluster:
         await self._supervisor.stop("volcano")
 
     async def start_extender(self, settings: ExtenderSettings | None = None) -> None:
-        """Run the stand-in for vgpu-manager's scheduler, in place of the current one."""
+        """Run the stand-in for vgpu-manager's scheduler, in place of an earlier stand-in for it."""
         await self.stop_extender()
         extender = VgpuExtender(
             ApiAccess(self.api.url), settings or ExtenderSettings(retry_seconds=0.2)
@@ -440,7 +441,7 @@ class SimulatedCluster:
             try:
                 answer = await self.kubelet.start_container(pod, container)
                 variables = _variables(self.pod(pod.name), container)
-                came = await asyncio.to_thread(
+                content = await asyncio.to_thread(
                     received, answer, self.cdi_directory if self._resolves_cdi else None, variables
                 )
             except (ContainerStartError, SimulationError) as err:
@@ -448,7 +449,7 @@ class SimulatedCluster:
                 statuses.waiting(container, "CreateContainerConfigError", str(err))
                 await asyncio.sleep(self._retry_seconds)
                 continue
-            self.started.append(Started(pod.name, pod.uid, container, came))
+            self.started.append(Started(pod.name, pod.uid, container, content))
             statuses.running(container)
             return
 

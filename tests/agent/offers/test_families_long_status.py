@@ -16,7 +16,11 @@ def memory(count: int, prefix: str = f"{U0}-memory-") -> Resource:
     """A resource of one GPU with so many units."""
     ids = NumberedIds((IdBlock(f"{U0}-core-", 100, U0), IdBlock(prefix, count, U0)))
     return Resource(
-        MEMORY, "volcano-vgpu", ids, decided_by=Decider.NOBODY, unit="volcanoVgpu.gpuMemoryFactor"
+        MEMORY,
+        "volcano-vgpu",
+        ids,
+        decided_by=Decider.NOBODY,
+        ids_setting="volcanoVgpu.gpuMemoryFactor",
     )
 
 

@@ -387,5 +387,5 @@ def long_status_cautions(resources: Iterable[Resource], kubelet_version: str) ->
                 f"about {fits} never shows Ready and is hard to delete: this kubelet "
                 f"({kubelet_version}) writes each id into the pod's status, which then is too "
                 f"large for the API server. Make the unit at least {math.ceil(block.count / fits)} "
-                f"times as coarse ({resource.unit}), and divide what pods ask for by as much"
+                f"times as coarse ({resource.ids_setting}), and divide what pods ask for by as much"
             )

@@ -150,8 +150,8 @@ class _Plan:
 
 
 def _chosen(entry: SharedEntry, devices: Sequence[Device]) -> tuple[list[Device], list[str]]:
-    """Return the devices that an entry selects, in node order, and its texts that match no
-    device.
+    """Return the devices that an entry selects, in node order, and the indices and UUIDs in it
+    that match none (or its number, where there are fewer devices).
     """
     if entry.devices == ALL:
         return list(devices), []
@@ -213,7 +213,7 @@ def _resource(name: str, members: Iterable[_Part], options: NvidiaOptions) -> Re
         holders_per_device=most,
         holders={} if len(set(counts)) < 2 else {part.device.uuid: part.replicas for part in parts},
         sharing=options.sharing if shared else SharingMode.NONE,
-        unit="iktos.resourceConfig" if name in options.automatic else "",
+        ids_setting="iktos.resourceConfig" if name in options.automatic else "",
     )
 
 

@@ -42,7 +42,8 @@ class DeviceClaim(msgspec.Struct, frozen=True):
         index: the card's NVML index on its node.
         uuid: of the card.
         cores_percent: of the card's compute; 0 for no limit.
-        memory_mib: of the card's memory, as far as it is offered.
+        memory_mib: of the memory that the card is offered with, which is its own times the node's
+            memory scaling.
     """
 
     index: int

@@ -93,7 +93,7 @@ def resources_of(inventory: Inventory, options: VgpuManagerOptions) -> tuple[Res
         return ()
     number = _number(gpus, inventory, options)
     if excess := _excess(number):
-        raise OfferError({number.name: f"{excess}; {number.unit}: choose less"})
+        raise OfferError({number.name: f"{excess}; {number.ids_setting}: choose less"})
     fitting = (each for each in _counted(inventory, options) if not _excess(each))
     return (number, *fitting)
 
@@ -146,7 +146,7 @@ def _number(gpus: Iterable[Gpu], inventory: Inventory, options: VgpuManagerOptio
         pre_start_required=True,
         decided_by=Decider.POD,
         prefers=options.prefer_claimed,
-        unit=f"{_SETTINGS}.deviceSplitCount",
+        ids_setting=f"{_SETTINGS}.deviceSplitCount",
         undivided=True,
         init_shares=True,
         withheld=withheld(inventory, options),
@@ -198,7 +198,7 @@ def _quota(
         NumberedIds(blocks),
         decided_by=Decider.NOBODY,
         prefers=False,
-        unit=f"{_SETTINGS}.{setting}",
+        ids_setting=f"{_SETTINGS}.{setting}",
         undivided=True,
         withheld=withheld(inventory, options),
     )
@@ -212,7 +212,7 @@ def _excess(resource: Resource) -> str:
 
 def _remedy(resource: Resource, inventory: Inventory, options: VgpuManagerOptions) -> str:
     if resource.name != options.keys.memory:
-        return f"{resource.unit}: choose less"
+        return f"{resource.ids_setting}: choose less"
 
     def size_bytes(factor: int) -> int:
         changed = msgspec.structs.replace(options, memory_factor=factor)
@@ -224,7 +224,8 @@ def _remedy(resource: Resource, inventory: Inventory, options: VgpuManagerOption
 
     fitting = smallest_fitting_factor(size_bytes)
     if fitting is None:
-        return f"no {resource.unit} makes it short enough; leave it out"
+        return f"no {resource.ids_setting} makes it short enough; leave it out"
     return (
-        f"{resource.unit}: {fitting} would fit, and is then the MiB in a unit of every pod's limit"
+        f"{resource.ids_setting}: {fitting} would fit, and is then the MiB in a unit of every "
+        "pod's limit"
     )

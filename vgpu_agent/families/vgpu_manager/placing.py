@@ -228,7 +228,8 @@ def _in_order(
             cards, key=lambda card: (card.rank, -1 if card.numa is None else card.numa, card.number)
         )
     if policy == SPREAD:
-        # An operator chooses it on purpose, see `placement.rooms.choose_rooms`.
+        # Spreading is chosen on purpose, so rank only puts those cards last that another family has
+        # or waits for (`placement.rooms.choose_rooms`).
         return sorted(cards, key=lambda card: (card.rank == OTHERS, -card.score, card.number))
     return sorted(cards, key=lambda card: (card.rank, -card.score, card.number))
 
@@ -336,8 +337,8 @@ def _linked(
 
 
 def _members(group: list[_Card], count: int, score: Callable[[str, str], int]) -> list[_Card]:
-    """Take runs of cards that the policy holds equal, as long as they fit; of the one that does
-    not, those with the best links.
+    """Take the cards in runs of equal score: whole runs as long as they fit, and of the first run
+    that does not fit the cards with the best links.
     """
     chosen: list[_Card] = []
     for _, cards in itertools.groupby(group, key=lambda card: round(card.score, 6)):

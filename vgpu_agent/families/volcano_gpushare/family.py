@@ -84,8 +84,8 @@ class VolcanoGpushareOptions(msgspec.Struct, frozen=True):
 
     @classmethod
     def from_settings(cls, settings: Settings, *, lists: ListOptions) -> VolcanoGpushareOptions:
-        """Return the configured options; of ``lists`` only how a card is named,
-        for containers get nothing else.
+        """Return the configured options. Of ``lists`` only the fields are used by which a card is
+        given and named; containers get nothing else.
         """
         gpushare = settings.section(VolcanoGpushare)
         return cls(
@@ -147,7 +147,9 @@ class VolcanoGpushareFamily:
         # holders than units.
         return (
             self._resource(
-                ids, holders_per_device=ids.blocks[0].count, unit="volcanoGpushare.gpuMemoryFactor"
+                ids,
+                holders_per_device=ids.blocks[0].count,
+                ids_setting="volcanoGpushare.gpuMemoryFactor",
             ),
         )
 
@@ -228,8 +230,8 @@ class VolcanoGpushareFamily:
             return None
 
     def provision(self, question: Question, shares: tuple[Share, ...]) -> Provision:
-        """Return three variables and nothing else (volcano-gpushare S3, S4, S5),
-        where the card is named by its variable.
+        """Return three variables and, with the list strategy ``envvar``, nothing else
+        (volcano-gpushare S3, S4, S5).
 
         ``VOLCANO_GPU_MEMORY_TOTAL`` is the size of the container's own (first) card: programs
         divide the other number by it to learn which part of the card is theirs.
@@ -294,8 +296,8 @@ class VolcanoGpushareFamily:
         return DesiredNode(annotations={UNHEALTHY_IDS: None}, capacity=count)
 
     def desired_node(self, view: NodeView) -> DesiredNode:
-        """The counts that the scheduler multiplies and divides by, the cards it must not use,
-        and its lock given back.
+        """The counts from which the scheduler computes number and size of the cards, the cards that
+        it must not use, and the release of its lock.
         """
         rooms = view.rooms.get(self._resource_name)
         lock = view.locks.desired_state(
@@ -331,7 +333,7 @@ class VolcanoGpushareFamily:
     # -- how it is done ----------------------------------------------------------------------------
 
     def _resource(
-        self, ids: Sequence[DeviceId], *, holders_per_device: int, unit: str = ""
+        self, ids: Sequence[DeviceId], *, holders_per_device: int, ids_setting: str = ""
     ) -> Resource:
         return Resource(
             self._resource_name,
@@ -341,7 +343,7 @@ class VolcanoGpushareFamily:
             pre_start_required=True,
             decided_by=Decider.POD,
             prefers=False,
-            unit=unit,
+            ids_setting=ids_setting,
             undivided=True,
         )
 
@@ -504,7 +506,7 @@ class VolcanoGpushareFamily:
         )
 
     def _by_place(self, pod: Pod, shares: Mapping[str, Sequence[Share]]) -> dict[int, str]:
-        """Place within the pod's cards → the card that a container of it has there."""
+        """Position among the pod's cards → the UUID of the card that one of its containers has."""
         first = first_units(pod, self._resource_name)
         return {
             first[name] + rank: share.device

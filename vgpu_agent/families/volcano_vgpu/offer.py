@@ -215,7 +215,7 @@ def resources_of(inventory: Inventory, options: VolcanoVgpuOptions) -> tuple[Res
             pre_start_required=True,
             decided_by=Decider.POD,
             prefers=False,
-            unit=options.place_of("deviceSplitCount"),
+            ids_setting=options.place_of("deviceSplitCount"),
         ),
         _counted(names.memory, _memory_ids(gpus, offer), options.place_of("gpuMemoryFactor")),
         _counted(
@@ -261,8 +261,10 @@ def left_out(inventory: Inventory, options: VolcanoVgpuOptions) -> tuple[str, ..
     )
 
 
-def _counted(name: str, ids: NumberedIds, unit: str) -> Resource:
-    return Resource(name, FAMILY, ids, decided_by=Decider.NOBODY, prefers=False, unit=unit)
+def _counted(name: str, ids: NumberedIds, ids_setting: str) -> Resource:
+    return Resource(
+        name, FAMILY, ids, decided_by=Decider.NOBODY, prefers=False, ids_setting=ids_setting
+    )
 
 
 def _units(gpu: Gpu, scaling: float, factor: int) -> int:
@@ -299,9 +301,9 @@ def _check_lists(
         problem = too_long(list_size_bytes(ids) if isinstance(ids, NumberedIds) else 0)
         if not problem:
             continue
-        remedy = f"{resource.unit}: choose less"
+        remedy = f"{resource.ids_setting}: choose less"
         if resource.name == options.names.memory and (fitting := _fitting_factor(gpus, options)):
-            remedy = f"{resource.unit}: {fitting} would fit, or 0 to have it chosen"
+            remedy = f"{resource.ids_setting}: {fitting} would fit, or 0 to have it chosen"
         problems[resource.name] = f"{len(ids)} ids {problem}; {remedy}"
     if problems:
         raise OfferError(problems)
