@@ -34,7 +34,7 @@ _COMMANDS = {
     "config": ("vgpu_agent.cli.config", "check, show, write or convert a configuration"),
     "mount-regions": (
         "vgpu_agent.cli.mount_regions",
-        "mount the slots in which containers' regions cannot grow",
+        "mount small file systems in memory for the files that containers write their use to",
     ),
     "sim": (f"{_SIMULATOR}.cli.sim", "create and change simulated GPUs"),
     "demo": (f"{_SIMULATOR}.cli.demo", "demonstrate the agent on a simulated node"),
@@ -93,8 +93,8 @@ def _command(words: Sequence[str]) -> str:
 
 
 def _meant(command: str, unknown: Sequence[str]) -> str:
-    """Return the end of a sentence with the setting's flag that the first unknown one is close to;
-    empty for none.
+    """Return the end of an error message that proposes the setting's flag closest to the first
+    unknown one; empty when none is close.
     """
     if command not in _WITH_SETTINGS:
         return ""

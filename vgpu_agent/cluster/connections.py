@@ -30,8 +30,8 @@ class Connections:
     """The connections that were made with one set of TLS files; build them with `opened`.
 
     Attributes:
-        users: the number of requests that use them; a request is counted before another one can
-            replace them.
+        users: the number of requests that use them; `client` counts a request before another
+            request can replace and close them.
     """
 
     def __init__(self, access: Access, context: ssl.SSLContext | None) -> None:

@@ -79,7 +79,8 @@ class ListOptions(msgspec.Struct, frozen=True):
         imex_channels: those that exist on this node and are to be given to each container.
         imex_root: directory on the node below which their device nodes are; empty for
             ``device_root``.
-        enabled: of `config.types.DEVICE_MODES`.
+        enabled: those of `config.types.DEVICE_MODES` that are switched on: devices beside the GPUs,
+            such as ``gds``.
         cdi_modes: those of ``enabled`` for which there is a CDI spec.
     """
 

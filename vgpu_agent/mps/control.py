@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from vgpu_agent.mps.host_tools import HostTool
 
 _NO_DAEMON = "Cannot find MPS control daemon process"
-# 10240M; in words about it in some versions
+# 10240M; in some versions within a sentence
 _MEMORY = re.compile(r"\b(\d{1,12}) ?([MG])(?:i?B)?\b", re.ASCII)
 _GIB_MIB = 1024
 _PAUSE_SECONDS = 0.05  # between two looks whether a daemon that was just started answers

@@ -40,9 +40,9 @@ _WRITABLE_BY_OTHERS = 0o022
 _NEAR_BYTES = 4096  # a page is written, and takes its space, as a whole
 _MAX_LINKS = 40  # followed in one path, as the kernel does
 
-# Once, without following a link, and without waiting: for a FIFO's other end, or for a lease that a
+# Without following a link, and without waiting: for a FIFO's other end, or for a lease that a
 # container has taken (fcntl(2)).
-_ONCE = os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+_OPEN_FLAGS = os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
 
 
 # On the way to a file.
@@ -247,7 +247,7 @@ def has(path: str, content: bytes) -> bool:
     A link or an unreadable file is not.
     """
     try:
-        descriptor = os.open(path, os.O_RDONLY | _ONCE)
+        descriptor = os.open(path, os.O_RDONLY | _OPEN_FLAGS)
         try:
             return os.read(descriptor, len(content) + 1) == content
         finally:
@@ -277,7 +277,7 @@ def _make_directory(path: str, mode: int) -> None:
     if os.path.lexists(path):
         # Through a descriptor, so that the mode is given to this directory and to nothing that a
         # link names.
-        descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | _ONCE)
+        descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | _OPEN_FLAGS)
         try:
             if (owner := os.fstat(descriptor).st_uid) != os.geteuid():
                 raise PermissionError(errno.EPERM, f"it belongs to the user {owner}")
@@ -394,7 +394,7 @@ def _open(file: HostFile) -> int | None:
     anything else is replaced as if it were missing.
     """
     try:
-        return os.open(file.path, os.O_RDWR | _ONCE)
+        return os.open(file.path, os.O_RDWR | _OPEN_FLAGS)
     except OSError as err:
         if err.errno in {errno.ENOENT, errno.ELOOP, errno.ENXIO, errno.EWOULDBLOCK}:
             return None
@@ -459,7 +459,7 @@ def _replace(
 
 def _made(path: str) -> int:
     """A new file; one that a killed agent has left under that name goes."""
-    flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | _ONCE
+    flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | _OPEN_FLAGS
     try:
         return os.open(path, flags, 0o600)
     except FileExistsError:

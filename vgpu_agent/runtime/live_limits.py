@@ -43,10 +43,11 @@ _LOCK_SECONDS = 1.0
 _PAUSE_SECONDS = 0.005
 _HEAD = struct.Struct("<2I")
 _WRAP = 0xFFFFFFFF
-# Once, without following a link, and without waiting for a lease that a container has taken.
-_ONCE = os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+# Without following a link, and without waiting for a lease that a container has taken.
+_OPEN_FLAGS = os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
 
-_changing = threading.Lock()  # for where a reader keeps the lock on the file from us
+# Keeps our own threads apart where the lock of a reader prevents ours on the file.
+_changing = threading.Lock()
 
 
 def change_limit(path: str, index: int, limit: SlotLimit) -> None:
@@ -57,7 +58,7 @@ def change_limit(path: str, index: int, limit: SlotLimit) -> None:
         CarrierError: the file is not one of the agent's, or another process is changing that slot.
     """
     try:
-        descriptor = os.open(path, _ONCE)
+        descriptor = os.open(path, _OPEN_FLAGS)
     except OSError as err:
         raise host_files.trouble("open", path, err) from err
     try:

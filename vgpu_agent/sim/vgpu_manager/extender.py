@@ -7,6 +7,9 @@ the real one does: a patch when a pod is filtered, another before it is bound, t
 are kept apart by 30 ms. Its only state is in the API server, so it may be killed and started
 anywhere.
 
+A claim here is vgpu-manager's: the share of one card that is planned for one container, as the
+annotation ``pre-allocated`` names it. It is not a claim of the agent's ledger.
+
     python -m vgpu_agent.sim.vgpu_manager.extender --kubeconfig F [--device-policy binpack]
 
 Not there: events, preemption, topology, choice among nodes. A gang needs nothing of it: its members
@@ -88,8 +91,8 @@ class ExtenderSettings:
 class VgpuExtender:
     """One scheduler on one API server.
 
-    State: copies of nodes and pods; the pods that are being bound, or were and are not yet seen to
-    be. `run` may be called again after it has ended.
+    State: copies of nodes and pods; the pods that are being bound; the pods that were bound and are
+    not yet shown as bound by the watch. `run` may be called again after it has ended.
     """
 
     def __init__(
