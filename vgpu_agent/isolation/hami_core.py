@@ -160,7 +160,7 @@ class HamiCore(msgspec.Struct):
             ),
             # Any user of the container writes to it.
             files=(HostFile(region_path, SIZE, parts, 0o666, limit_parts(limits), allocated=True),),
-            collected=directory,
+            collected=directory,  # removed once the pod is gone
             before=f"{directory_before(self.host_directory)}/{name}",
         )
 

@@ -5,8 +5,8 @@ The library is preloaded into every process of the container and finds its limit
 ``vgpu.config`` (`vgpu_config`), which the agent makes before the first process exists. Environment
 and mounts are those of the replaced plugin (vgpu-manager §7.3, §7.4), with two differences that a
 program does not notice. Containers are not shown the host's ``/proc``, unless the operator wants
-that. And the three directories of the host that containers could write are none any more: the files
-that the library makes there are made by the agent, and each is mounted by itself (docs/security.md
+that. And containers no longer get three directories of the host in which they can write: the agent
+makes the files that the library would make there, and mounts each by itself (docs/security.md
 says why). Families call it through `ControlBackend`; `runtime` makes the files and installs the
 library itself.
 
@@ -56,7 +56,7 @@ VMEM_FILE = "vmem_node/vmem_node.config"
 SM_NODE_FILE = "sm_node/sm_node.config"
 _SM_NODE_LOCK = "sm_node/sm_node.lock"
 _LOCKS = "vgpu_lock"
-# the directories in which a container has files, for who guards their size
+# the directories in which a container has files; `runtime` guards the size of these files
 FOLDERS = ("config", "vmem_node", "sm_node", _LOCKS)
 _LOCK_SUFFIX = ".lock"
 _LOCK_SIZE = 4096  # a page, for what a library may write there; they are made empty
@@ -127,7 +127,7 @@ class ControlTarget(msgspec.Struct, frozen=True):
         namespace: its namespace.
         container: the container's name.
         ids: the kubelet's device ids, in its order.
-        cards: in the order of the claim.
+        cards: in the order of the container's claims.
         policy: how compute is limited.
         memory_ratio: how many times a card's memory is offered.
         oversold: the container itself asks for more memory than the card has (CUDA_MEM_OVERSOLD).
@@ -251,8 +251,8 @@ class VgpuControl(msgspec.Struct, frozen=True):
                 ),
                 *(_writable(directory, path) for path in written),
             ),
-            collected=directory,
-            # also a ledger from before it was switched off
+            collected=directory,  # removed once the pod is gone
+            # VMEM_FILE too: one may be left from before tracks_virtual_memory was switched off
             removed=tuple(dict.fromkeys([PIDS_FILE, VMEM_FILE, *written])),
         )
 

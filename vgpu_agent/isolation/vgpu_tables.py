@@ -1,4 +1,4 @@
-"""The tables that vgpu-manager's libvgpu-control.so and the agent tell each other of use by:
+"""The tables by which vgpu-manager's libvgpu-control.so and the agent report use to each other:
 ``vmem_node.config``, ``sm_node.config`` and ``sm_util.config`` (vgpu-manager §7.7).
 
 The first two belong to a container, which may write anything into them, or cut them short while
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 # magic, version, used bytes, slots: the begin of both tables of a container
 _HEAD = struct.Struct("<4I")
-_SLOTS = 128
+_SLOTS_OFFSET = 128  # where the slots begin, one for each card
 MAX_PROCESSES = 1024
 
 # -- vmem_node.config: memory that has spilled ----------------------------------------------------
@@ -71,7 +71,7 @@ class SmUse(msgspec.Struct, frozen=True):
         own_percent: that of the container.
         all_percent: that of all who use the card.
         limit_percent: what the container may have just now.
-        processes: how many of them there are.
+        processes: the number of processes on the card, as the library has counted them.
         sampled_ns: when; by the clock of the container's library.
     """
 
@@ -94,7 +94,7 @@ def sm_node_head() -> bytes:
 
 
 def read_vmem(size: int, read: Callable[[int, int], bytes]) -> tuple[Spilled, ...] | Unreadable:
-    """Return what a container's processes have spilled, as its ledger says.
+    """Return what a container's processes have spilled, as its ``vmem_node.config`` says.
 
     A process that was killed leaves its row behind; the caller knows which live.
 
@@ -107,7 +107,7 @@ def read_vmem(size: int, read: Callable[[int, int], bytes]) -> tuple[Spilled, ..
             return Unreadable(reason)
         found: list[Spilled] = []
         for index in range(MAX_CARDS):
-            slot = _SLOTS + index * VMEM_SLOT_SIZE
+            slot = _SLOTS_OFFSET + index * VMEM_SLOT_SIZE
             (count,) = struct.unpack("<I", read(slot + VMEM_COUNT, 4))
             if not count:
                 continue
@@ -133,7 +133,7 @@ def read_sm_node(size: int, read: Callable[[int, int], bytes]) -> tuple[SmUse, .
             return Unreadable(reason)
         found: list[SmUse] = []
         for index in range(MAX_CARDS):
-            offset = _SLOTS + index * SM_NODE_SLOT_SIZE
+            offset = _SLOTS_OFFSET + index * SM_NODE_SLOT_SIZE
             fields = SM_NODE_SLOT.unpack(read(offset, SM_NODE_SLOT.size))
             sampled, limit, own, total, processes = (
                 fields[4],

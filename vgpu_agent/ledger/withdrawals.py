@@ -29,7 +29,7 @@ LONGEST_WITHDRAWAL_SECONDS = 3.0
 
 class Withdrawals:
     """State: what each family was offered last,
-    and until when the kubelet may grant what it is offered no longer.
+    and until when the kubelet may still grant GPUs that the family is no longer offered.
 
     Each call of `follow` that withdraws something begins a new round, and their numbers grow.
     """

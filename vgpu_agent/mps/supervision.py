@@ -35,8 +35,7 @@ class Supervision:
     """The daemons, and their common parts.
 
     State: for each resource one `Daemon` and one supervised task, from the first call of `want` for
-        it
-    until the daemon has ended.
+    it until the daemon has ended.
 
     Args:
         settings: paths and times.

@@ -42,7 +42,7 @@ class Request:
 
 def cut(gpu: Gpu, profiles: Sequence[str], uuids: Sequence[str] | None) -> None:
     """Replace the GPU's instances by these, e.g. ``["3g.40gb", "1c.2g.20gb"]``;
-    none of them switches MIG mode off.
+    an empty list switches MIG mode off.
 
     Raises:
         SimulationError: the model has no MIG, does not know a profile, or they do not fit together;

@@ -67,7 +67,7 @@ class VolcanoSettings:
         schedule_weight: Volcano's deviceshare.ScheduleWeight. With 0 all nodes have the same score,
             so the first by name is selected.
         old: behave like 1.13 to 1.14.2: patch before bind, expect a handshake from nodes, and
-            accept nodes that offer only some of the three resources.
+            accept nodes that offer only some of vgpu-number, vgpu-memory and vgpu-cores.
         gpushare: enable GPUSharingEnable (``share``) or GPUNumberEnable (``number``) instead of
             VGPUEnable (``off``).
         node_lock: Volcano's deviceshare.NodeLockEnable.
