@@ -2,7 +2,8 @@
 and what is remembered for a restart during an outage.
 
 Built by `composition`. Without credentials nothing here runs, and the families that need the API
-server are not served; with them, an outage of any length changes nothing for what is known already.
+server are not served. With credentials, an outage of any length changes nothing for what is known
+already.
 """
 
 from __future__ import annotations
@@ -58,7 +59,7 @@ if TYPE_CHECKING:
 # knows.
 START_WAIT_SECONDS = 5.0
 _COMPONENT = "vgpu-agent"
-# Characters of an annotation of the Node that is remembered; defaults are single words.
+# Longer annotations of the Node are not remembered: the defaults of operators are single words.
 _LONGEST_DEFAULT = 256
 _NODE_TASK = "writes to this node"
 
@@ -101,13 +102,13 @@ class ClusterAccess:
         self.events: Events | None = None
         self.failed_pods: FailedPods | None = None
         self.client: ApiClient | None = None
-        self._leaving_at = 0.0  # unix seconds; 0 while it stays
+        self._leaving_at = 0.0  # unix seconds; 0 until `withdraw`
         self._tasks: list[str] = []
         self._settings = settings
         self._shelf = plugin_document().shelf(settings)
         self._journal = journal
         self._supervisor = supervisor
-        self.config_maps: dict[str, ConfigMapWatch] = {}  # by the file in it
+        self.config_maps: dict[str, ConfigMapWatch] = {}  # name of the file in it → its watch
         self._remembered_file = RememberedFile(settings.state_directory)
         self.remembered: Remembered | None = None
         self._named = named
@@ -141,15 +142,15 @@ class ClusterAccess:
     @property
     def config_label(self) -> str | None:
         """The value of the label that names this node's configuration, empty where it has none;
-        None while the Node is not to be read.
+        None while the Node has not been read.
         """
         node = self.nodes.node.value if self.nodes is not None else None
         return None if node is None else node.labels.get(self._shelf.label, "")
 
     @property
     def texts(self) -> Mapping[str, tuple[str, ...]]:
-        """The texts of the files of replaced plugins that count, by file, also from before a
-        restart, see `plugin_files.texts_in_force`.
+        """The texts in force of each file of a replaced plugin, also those from before a restart;
+        see `plugin_files.texts_in_force`.
         """
         for file in _config_map_files(self._settings):
             watch = self.config_maps.get(file.name)
@@ -185,7 +186,7 @@ class ClusterAccess:
         return ""
 
     def status(self) -> ClusterStatus:
-        """Everything at this moment. No secret gets in: of the credentials only their source."""
+        """The status at this moment. It has no secrets: of the credentials only their source."""
         failed_pods, remembered = self.failed_pods, self.remembered
         return ClusterStatus(
             connected=self.connected,
@@ -232,21 +233,21 @@ class ClusterAccess:
             if watch is not None:
                 yield watch.status
         for config_map in self.config_maps.values():
-            # others were never begun
+            # without either, the namespace is not watched
             yield from (
                 status for status in config_map.statuses.values() if status.lists or status.errors
             )
 
     async def load_client(self) -> None:
-        """Import what `connect` needs, where it will be needed;
-        `connect` does without this, only later.
+        """Import what `connect` needs, if anything needs the API server;
+        without this call `connect` imports it later.
         """
         if self.needed or self._shelf.directory:
             await asyncio.to_thread(importlib.import_module, "vgpu_agent.cluster.client")
 
     async def connect(self, waited_seconds: float = 0.0) -> None:
         """Find credentials, start the watches and wait a while for their first answers;
-        ``waited_seconds`` of that are over already.
+        ``waited_seconds`` of that time have passed already.
         """
         if not self.needed and not self._shelf.directory:
             self.disconnected_reason = "no family that needs the API server is on"
@@ -278,7 +279,7 @@ class ClusterAccess:
         watches: list[tuple[str, PodWatch | NodeWatch | ConfigMapWatch]] = [
             ("watch of this node", self.nodes)
         ]
-        if self.needed:  # a label is read without reading any pods
+        if self.needed:  # for the label alone no pods are read
             self.pods = PodWatch(
                 client,
                 name,

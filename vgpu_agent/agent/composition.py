@@ -85,15 +85,16 @@ TASK_BACKOFF_MAX_SECONDS = 30.0
 # The longest time that plugin servers, and then the MPS daemons and the API server, have to stop.
 SHUTDOWN_SECONDS = 10.0
 _FREEZE_AFTER_SECONDS = 2.0
-# a storm of pods changes the cache a hundred times in a row, and starts look at the claims
-# themselves
+# The pause between two passes of `_follow_pods`: many pods at once change the cache a hundred times
+# in a row. Starts of containers do not wait for a pass: they compute the claims themselves.
 _COALESCING_SECONDS = 0.02
 
 
 async def run(loaded: Loaded) -> None:
     """Run the agent until SIGTERM or SIGINT.
 
-    SIGHUP makes a service register again, as the plugins do that it replaces (volcano-vgpu §1.3).
+    SIGHUP makes an agent without a terminal register again, as it does the replaced plugins
+    (volcano-vgpu §1.3).
 
     Raises:
         AgentError: it cannot start: no driver, an address in use, a list that the kubelet would not
@@ -111,12 +112,12 @@ async def run(loaded: Loaded) -> None:
         settings.gpu, sysfs_root=settings.sysfs_root, simulated=bool(settings.simulate)
     )
     agent = Agent(loaded, named, discovery)
-    # For a process with a terminal it means that the terminal is closed.
+    # For a process with a terminal, SIGHUP means that the terminal was closed.
     loop.add_signal_handler(
         signal.SIGHUP, stop.set if sys.stderr.isatty() else agent.register_again
     )
-    # Not at once: it holds the loop for some ten milliseconds, while the plugin servers are about
-    # to register.
+    # Not at once: `freeze_objects` blocks the event loop for some ten milliseconds, while the
+    # plugin servers are about to register.
     await agent.run(
         stop, started=functools.partial(loop.call_later, _FREEZE_AFTER_SECONDS, freeze_objects)
     )
@@ -296,7 +297,7 @@ class Agent:
         )
         self._controlled = ControlledUses(
             self._cluster.pod_cache,
-            # also where the replaced plugin has made those of the pods that run on
+            # the second: where the replaced plugin made the directories of pods that still run
             (
                 VGPU_CONTROL.containers_directory(settings),
                 VGPU_CONTROL.host_directory(settings),
@@ -382,8 +383,8 @@ class Agent:
             plugin.register_again("SIGHUP received")
 
     async def _start_all(self) -> None:
-        """Start, and the web server beside it; what keeps either
-        from starting ends the other as well.
+        """Start everything, the web server at the same time; if one of the two starts fails, the
+        other is cancelled.
         """
         starts = [
             asyncio.ensure_future(start)
@@ -402,7 +403,7 @@ class Agent:
             await self._simulate(Path(settings.simulate))
         self._loop("event loop", self._lag.run)
         self._loop("kubelet directory", self._directory.run)
-        # while the driver is waited for
+        # the client is imported while the driver starts
         await asyncio.gather(self._watch.start(), self._cluster.load_client())
         await self._cluster.connect(self._named.waited_seconds if self._named else 0.0)
         await self._grants.load()
@@ -468,8 +469,7 @@ class Agent:
             )
             self._supervisor.start("library services", self._services.run)
             if any(family.library and family.is_on(settings) for family in FAMILIES):
-                # It sends no heartbeat: a restart of the agent does not repair a disk that
-                # hangs.
+                # No heartbeat: a restart of the agent does not repair a disk that hangs.
                 self._supervisor.start("container usage", self._usages.run)
                 if self.web.exports or VGPU_CONTROL.name in used_backends(settings):
                     self._supervisor.start("use of controlled containers", self._controlled.run)
@@ -505,8 +505,8 @@ class Agent:
         _logger.info("agent.stopping")
         try:
             async with asyncio.timeout(SHUTDOWN_SECONDS):
-                # The last registration lets containers start without us: from specs, which must be
-                # their own.
+                # After the last registration containers start without the agent, from the specs
+                # that are there. So none may have the spec of another container.
                 await self._grants.withdraw_strangers()
                 await self._offering.stop()
         except CarrierError as err:
@@ -580,8 +580,8 @@ class Agent:
         self._allocator.refresh_claims()
 
     async def _follow_pods(self) -> None:
-        """Keep GPUs for the pods to which schedulers have given them, and offer returned ones to
-        all when their first turn is over.
+        """Keep GPUs for the pods to which schedulers have given them, and end the turns whose time
+        is over.
         """
         while True:
             pods, ledger = self._cluster.pod_cache.revision.version, self._ledger.revision.version
@@ -611,7 +611,7 @@ class Agent:
 
     @property
     def _stuck_seconds(self) -> float:
-        """Longest silence allowed to a loop: its own longest pause plus the limit of all."""
+        """The longest silence allowed to a loop: its longest pause plus the limit of all loops."""
         return concurrency.STUCK_SECONDS + max(
             gpu_watch.POLL_SECONDS, kubelet_directory.POLL_SECONDS
         )

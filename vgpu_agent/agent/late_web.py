@@ -89,11 +89,11 @@ class LateWeb:
         """
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(_LONGEST_SECONDS):
-                # plugin servers come and go meanwhile, so there is no one event
+                # plugin servers come and go meanwhile, so there is no single event to wait for
                 while not registered():  # noqa: ASYNC110
                     await asyncio.sleep(_LOOK_SECONDS)
         await asyncio.to_thread(importlib.import_module, "vgpu_agent.web.server")
-        # see above
+        # imported late: see the docstring of this module
         from vgpu_agent.web.exporter import nobody_knows  # noqa: PLC0415
         from vgpu_agent.web.server import WebServer  # noqa: PLC0415
 

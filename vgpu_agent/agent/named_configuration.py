@@ -55,17 +55,17 @@ class NamedConfiguration:
     Attributes:
         choice: what was chosen last.
         problem: why the label or the directory is not followed as it is now; empty when it is.
-        in_force: the configuration that runs; not what was chosen, where that is wrong. None before
-            `begin`.
-        revision: advances with that.
+        in_force: the configuration that runs: the choice, or the one before where that is invalid.
+            None before `begin`.
+        revision: advances with ``in_force``.
         label: the label's value as it was read last, empty where the Node has none; None when it
-            never was.
+            was never read.
         waited_seconds: how long the API server was waited for at the start.
     """
 
     def __init__(self, sources: Sources, settings: Settings, journal: Journal) -> None:
-        """Nothing is chosen yet; ``sources`` and ``settings`` are the agent's own,
-        without a named configuration.
+        """Begin without a choice; ``sources`` and ``settings`` are the agent's own, without a
+        named configuration.
         """
         self.journal = journal
         self.choice = Choice()
@@ -92,7 +92,7 @@ class NamedConfiguration:
         }
 
     def follow(self, read: Callable[[], str | None]) -> None:
-        """Read the label by ``read`` from now on; while that gives None, the last value counts."""
+        """Read the label with ``read`` from now on; while it gives None, the last value counts."""
         self._read = read
 
     async def begin(self) -> Loaded:
@@ -224,7 +224,7 @@ class NamedConfiguration:
         """The label's value; empty where the Node has none.
 
         Raises:
-            ClusterError: there are no credentials, or no Node to be had.
+            ClusterError: there are no credentials, or the Node cannot be read.
         """
         found = await asyncio.to_thread(credentials, self._settings)
         if found is None:

@@ -1,8 +1,8 @@
 """Put a changed configuration file in force while pods run;
 a wrong one changes nothing and is reported.
 
-Run by `composition` as a supervised loop. What can take effect at once does
-(`reloadable_difference`); what needs a restart is named in the log and in ``/debug/config``.
+Run by `composition` as a supervised loop. Settings that can take effect at once do
+(`reloadable_difference`); those that need a restart are named in the log and in ``/debug/config``.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ _logger = log.get(__name__)
 
 
 class Reload:
-    """The configuration in force, and why the newest file may not be.
+    """The configuration in force, and the reasons why a newer one is not.
 
-    State: ``loaded`` is what runs now, and why the newest files are not.
+    State: ``loaded`` is the one in force; `problems` and ``needs_restart`` are about the newest.
     """
 
     def __init__(
@@ -72,7 +72,7 @@ class Reload:
             await self.take(outcome)
 
     async def take(self, outcome: Loaded | ConfigError) -> None:
-        """Put one new content of the file in force, or report why not."""
+        """Put the new content of the files in force, or report why that is not possible."""
         if isinstance(outcome, ConfigError):
             self._refuse(outcome)
             return

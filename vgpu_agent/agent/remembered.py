@@ -1,8 +1,8 @@
 """The data last read from the API server that the offers depend on, kept in a file on the node.
 
 A restart during an outage of the API server must not change device ids or the binding mode under
-running pods. So a copy is kept in ``stateDirectory``. It is a cache: if it is lost or
-damaged, the agent waits for the API server instead. Used by `api_server` and `named_configuration`.
+running pods. So a copy is kept in ``stateDirectory``. It is a cache: if it is lost or damaged, the
+agent waits for the API server instead. Used by `api_server` and `named_configuration`.
 """
 
 from __future__ import annotations

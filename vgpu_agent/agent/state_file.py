@@ -1,7 +1,7 @@
 """JSON files in ``stateDirectory``: what a restart would otherwise have forgotten.
 
-Each is a cache. A file that is lost or damaged is logged once and written again; nothing else
-depends on it. Used by `remembered` and by `records.missing_devices`.
+Each is a cache: the agent starts without it as well. A damaged file is logged and written again.
+Used by `remembered` and by `records.missing_devices`.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class StateFile(Generic[Facts]):
 
         Args:
             directory: ``stateDirectory``; made when it is missing.
-            name: of the file in it.
+            name: the name of the file in it.
             facts: the type that is encoded.
             when_unreadable: the consequence of a damaged file, for the log.
             when_not_written: what is lost until the file can be written, for the log.
@@ -75,8 +75,8 @@ class StateFile(Generic[Facts]):
         return self._written
 
     async def write(self, facts: Facts) -> bool:
-        """Write ``facts`` when they are new; True when the file has them. A failure is logged once,
-        and the next call tries again.
+        """Write ``facts`` when they are new; return whether the file has them. A failure is logged
+        once, and the next call tries again.
         """
         if facts == self._written:
             return True

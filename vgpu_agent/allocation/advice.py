@@ -1,7 +1,7 @@
 """The second half of a refusal: the holders of the GPU, what frees it, what the pod's owner can do,
 and the GPUs with room now.
 
-`late_start` and `by_ids` add it to what the ledger refuses. The text goes into a pod's status and
+`late_start` and `by_ids` add it to the ledger's refusals. The text goes into a pod's status and
 its events, which every user of its namespace can read, so it names no pods of others;
 ``vgpu-agent status`` does.
 """

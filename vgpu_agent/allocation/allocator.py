@@ -93,7 +93,7 @@ class Allocator:
 
     def use_mode(self, mode: BindingMode | None) -> None:
         """Bind in this way from now on, None while that is not known;
-        containers that were answered before go by their answer.
+        containers that have an answer already keep it.
         """
         self._context.mode = mode
 
@@ -113,8 +113,8 @@ class Allocator:
         by_ids = {family.name: family for family in families.by_ids}
 
         def stand_for(grant: Grant) -> tuple[Share, ...]:
-            # A container from before a change has a part of today's size: its ids are as many of
-            # those of the device.
+            # The ids of a container from before a change have today's meaning: one that stood for a
+            # fourth of the device may stand for an eighth now.
             family = by_ids.get(grant.family)
             return family.shares(grant.resource, grant.ids, inventory) if family else grant.shares
 
@@ -246,13 +246,13 @@ class Allocator:
                 )
 
     def may_start_unasked(self, resource: str) -> bool:
-        """Tell whether a container may start without a call of ours:
+        """Tell whether a container may start without PreStartContainer:
         what it would start with must be its own, or nothing.
 
         That holds for ids that name their device and for a CDI name, but not for an early answer
-        that has not been proven, nor while there are specs of an agent whose containers could
-        change what is mounted, nor while a container would find the spec of an init container that
-        had its ids before and other shares.
+        that has not been proven, nor while there are specs of an earlier agent whose containers
+        could change what is mounted, nor while a container would find the spec of an init container
+        that had its ids before and other shares.
         """
         offered = next((offer for offer in self._ledger.resources if offer.name == resource), None)
         if offered is None or offered.decided_by is not Decider.POD:
@@ -289,8 +289,8 @@ class Allocator:
             The corrections that were drift: the ledger had been wrong.
         """
         if initial:
-            # After a restart it is unknown for which Allocate a scheduler's lock was taken, so one
-            # from before our start can go.
+            # After a restart it is unknown for which Allocate a scheduler's lock was taken, so any
+            # lock from before our start may be removed.
             for offer in self._ledger.resources:
                 self.allocated_at[offer.name] = self._context.clock()
         records = self._interpretation.with_single_holders(records)

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 class Candidate(msgspec.Struct, frozen=True):
-    """A container that may be the one."""
+    """A container that the call may be for."""
 
     pod: Pod
     container: PodContainer
@@ -43,17 +43,17 @@ def candidates(
 
     The kubelet admits the containers of a pod one after the other, so only the first one that has
     not been answered can be it. It never asks for a pod that claims to be a mirror, nor for one
-    that wants more than exists. A pod whose owner has placed it (``spec.nodeName``) and that has
-    been overtaken was turned away; it comes last.
+    that wants more than exists. A pod that its owner has placed (``spec.nodeName``) comes last once
+    the kubelet has admitted a pod that was bound later: the kubelet has probably rejected it.
 
     Args:
         pods: in the order in which they were bound.
-        answered: containers that have been answered.
+        answered: the containers that have an answer to Allocate already.
         resource: what is allocated.
         count: how many ids.
         node: the node's name.
         offered: how many ids there are of each of our resources.
-        admitted_up_to: the latest place in the order of pods of which kubelet is known to have
+        admitted_up_to: the highest `Pod.bound` of the pods to which the kubelet is known to have
             given ids.
     """
     found: list[Candidate] = []

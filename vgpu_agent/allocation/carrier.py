@@ -34,8 +34,8 @@ def grant_token(resource: str, ids: Iterable[str]) -> str:
 
 
 def tokens_of(pod_uid: str, grants: Iterable[Grant]) -> tuple[str, ...]:
-    """Return the tokens of those of ``grants`` whose shares were decided for a pod,
-    by the kubelet's UID of it.
+    """Return the tokens of those of ``grants`` whose shares were decided for a pod;
+    ``pod_uid`` is the kubelet's UID of it.
 
     They connect the log lines from Allocate to the pod's last annotation.
     """
@@ -115,7 +115,7 @@ class Carrier(Protocol):
 
     async def deliver(self, record: GrantRecord, provision: Provision) -> None:
         """Make the host's files, then the spec, each whole or not at all;
-        again with the same content it changes nothing.
+        a repetition with the same content changes nothing.
 
         Raises:
             CarrierError: something could not be written; the text names path, reason and remedy.
@@ -123,7 +123,7 @@ class Carrier(Protocol):
         ...
 
     async def prepare(self, record: GrantRecord, provision: Provision) -> None:
-        """The same without a spec: for answers that were complete in Allocate.
+        """Make the host's files only, for answers that were complete in Allocate.
 
         Raises:
             CarrierError: as for `deliver`.

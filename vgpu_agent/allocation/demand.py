@@ -1,9 +1,9 @@
 """The free GPUs kept for bound pods whose ids name GPUs, until the kubelet has admitted them.
 
 Their scheduler has counted ids and named no GPU. So a pod that the kubelet has not admitted yet is
-demand for so many ids. The GPUs that serve its family cover it first; what is missing is kept of
-the free ones. A pod claims nothing that the kubelet cannot give it, and nothing after admission.
-Pure; `claims` asks it.
+demand for so many ids. The GPUs that serve its family cover it first; free GPUs are kept for the
+rest. A pod claims nothing that the kubelet cannot give it, and nothing after admission. Pure; used
+by `claims`.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 EQUAL_AGE_SECONDS = 2.0
 """Claims by annotation that are no older than this give way:
-their pods wait, while the others would be failed for good.
+their pods wait, while the kubelet would fail the pods of the demand for good.
 """
 
 
@@ -166,7 +166,7 @@ def is_expected(pod: Pod) -> bool:
 def _needs(
     pod: Pod, offers: Mapping[str, Resource], offers_of: Mapping[str, str]
 ) -> dict[str, int]:
-    """Resource → ids: those of init containers go to the containers after them;
+    """Resource → number of ids: those of init containers go to the containers after them;
     ``offers_of`` is the family of each resource.
     """
     needs = dict[str, int]()

@@ -71,7 +71,7 @@ class DesiredPods:
         Args:
             context: the families, the grants and the pods.
             served_before: grants that were put in force since the start; some of their pods ended
-                before it was written.
+                before their desired state was written.
             failed: UIDs of pods that will never start here.
         """
         families = context.families
@@ -100,7 +100,7 @@ class DesiredPods:
 
 
 def _same(before: tuple[object, ...], now: tuple[object, ...]) -> bool:
-    """The very same facts: pods and grants are replaced when anything about them changes."""
+    """Tell whether the facts are the same objects: pods and grants are replaced at each change."""
     return len(before) == len(now) and all(map(operator.is_, before, now))
 
 

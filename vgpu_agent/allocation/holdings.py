@@ -38,7 +38,7 @@ def with_single_holders(
     checkpoint alone shows and that have ended; unchanged when the checkpoint was not read.
 
     ``running_inits`` names the last started init container (pod's UID, container) of each pod. It
-    has its ids before all other containers.
+    holds its ids, whichever other containers have them as well.
     """
     if records.entries is None:
         return records
@@ -50,7 +50,8 @@ def with_single_holders(
     others = [holding for holding in holdings if holding.resource not in resources]
     listed = [holding for holding in holdings if holding.resource in resources]
     alive = {holding.owner.pod_uid: holding.owner for holding in listed if holding.owner.pod_uid}
-    # Without a UID the checkpoint does not have them, so they keep the ids of their own lines.
+    # Holders without a UID have no entry in the checkpoint, so they keep the ids that pod-resources
+    # lists for them.
     found = [holding for holding in listed if not holding.owner.pod_uid]
     taken = {(holding.resource, id_) for holding in found for id_ in holding.ids}
     entries = [

@@ -6,7 +6,7 @@ too); pod-resources names namespace, pod and container of what is alive. One alo
 is enough. Where they contradict each other, or two pods could be meant, the start is refused and
 the kubelet retries.
 
-The records are read after the question was asked. A pod that our watch does not show yet is waited
+The records are read after the kubelet's call. A pod that our watch does not show yet is waited
 for and then requested once. Without an answer of the API server, a container that has started here
 before is known by its spec.
 """
@@ -65,7 +65,7 @@ class NotProvenError(AgentError):
 
 
 class KubeletEvidence(msgspec.Struct, frozen=True):
-    """The kubelet's records at one moment, after the question was asked.
+    """The kubelet's records at one moment, after its call.
 
     Attributes:
         checkpoint: the holders of the ids in question, by UID and container; None when it could not
@@ -109,10 +109,10 @@ class Start(msgspec.Struct, frozen=True):
 
     Attributes:
         offered: the resource.
-        ids: of the resource, as the kubelet named them.
+        ids: the ids of the resource, as the kubelet named them.
         token: the name of the ids, see `carrier.grant_token`.
         family: the resource's family.
-        until: the loop's time by which kubelet must have an answer.
+        until: the loop's time by which the kubelet must have an answer.
         pod: the container's pod.
         owner: the container.
         found: what the kubelet's records say about the ids.
@@ -131,7 +131,7 @@ class Start(msgspec.Struct, frozen=True):
 
     @property
     def key(self) -> tuple[str, str]:
-        """Kubelet's UID of the pod, and the container."""
+        """The kubelet's UID of the pod, and the container."""
         return self.owner.pod_uid, self.owner.container
 
 
@@ -194,8 +194,8 @@ class Identification:
                     return *named, found, kubelet_evidence
                 if fetched is None:
                     record = self._before(found, token, alone=offered.init_shares)
-                    # While the first list is read, which takes seconds with the largest pods, this
-                    # one may appear at any time.
+                    # While the first list of pods is read, which takes seconds with the largest
+                    # pods, this pod may appear at any time.
                     reading = record is None and not pods.synced.is_set()
                     if not reading and await _newer(pods, version, until - loop.time()):
                         continue
@@ -208,7 +208,7 @@ class Identification:
 
     async def in_turn(self, start: Start) -> Start:
         """Return ``start`` with the container whose turn it is, of those of its pod that have the
-        same ids. What the pod's status does not tell is waited for, and then asked for.
+        same ids. If the pod's status does not show that, wait for it, then ask the API server.
 
         Raises:
             NotProvenError: it is not known (yet).
@@ -476,8 +476,8 @@ def holder(
 
 
 def _holder_by_name(found: IdRecords, pods: PodCache, fetched: Pod) -> tuple[Pod, Owner]:
-    """The same without the checkpoint: only a pod that the API server has just named is certain
-    to be the one of that name.
+    """Return the pod and container without the checkpoint: only a pod that the API server has just
+    named is certain to be the one of that name.
 
     Raises:
         NotProvenError: there has been another pod of that name.

@@ -41,7 +41,7 @@ class MpsController:
     """The controller of the MPS daemons.
 
     State: that of `Supervision`, and the settings in force. The daemons outlive the agent; a new
-    one adopts them.
+    agent adopts them.
     """
 
     def __init__(
@@ -136,8 +136,8 @@ class MpsController:
             await self._offering.sync()
 
     async def _watch_host(self) -> None:
-        """Check every few seconds whether the host's daemon runs, while a resource depends on
-        it.
+        """Check every few seconds, while a resource depends on the host's daemon, whether that
+        runs.
         """
         found: set[str] = set()
         while True:

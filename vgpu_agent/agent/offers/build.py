@@ -42,8 +42,8 @@ class Found(msgspec.Struct, frozen=True):
 
     Attributes:
         nodes: NVIDIA's control device nodes.
-        cdi: IMEX channels, and what has a CDI spec.
-        facts: what families need to know; without their lists, which `build` makes of the settings.
+        cdi: IMEX channels, and the device modes that have a CDI spec.
+        facts: what families need to know, without `lists` and `pod_lists`, which `build` adds.
     """
 
     nodes: ControlNodes = NONE_FOUND
@@ -56,8 +56,8 @@ class Built(msgspec.Struct, frozen=True):
 
     Attributes:
         in_force: family with such files → attribute of its settings → value.
-        origins: family → of those that a file has set, attribute → the file.
-        limits: family → how the library of the limits limits its containers.
+        origins: family → each of these attributes that a file has set → that file.
+        limits: family → the limits that its library sets its containers.
         texts: as in `NodeFacts`, of the files on the node.
         nodes: as in `Found`.
         without_nodes: families whose containers would lack a device node that they need, see
@@ -107,7 +107,7 @@ async def look(
         before = found.pop(file.name, ())
         if path := file.path(settings):
             text, trouble = await asyncio.to_thread(_text, Path(path))
-            # A thread also for the judgement: it may take as long as the file is large.
+            # The check runs in a thread as well: with a large file it takes long.
             found[file.name] = (
                 before
                 if trouble
@@ -187,8 +187,8 @@ def list_options(settings: Settings, found: Found) -> ListOptions:
 
 
 def _of_pods(settings: Settings, found: Found) -> ListOptions:
-    """Return the same for families whose pods decide: bound late, a grant's own spec has what CDI
-    names stand for (`cdi.inline`).
+    """Return the same for families whose pods decide. With `cdi.inline`, a grant that is bound late
+    has the edits behind CDI names in its own spec.
     """
     lists = list_options(settings, found)
     return (
@@ -214,8 +214,8 @@ def _cgroup_version(sysfs_root: str) -> int:
 
 
 def _text(path: Path) -> tuple[str | None, str]:
-    """The file's text, None when it is not there, and why it cannot be read. Junk bytes become
-    characters that the reader complains of.
+    """The file's text, None when it is not there, and why it cannot be read. Bytes that are
+    not UTF-8 become U+FFFD.
     """
     try:
         # O_NONBLOCK: a FIFO without a writer must not hang us

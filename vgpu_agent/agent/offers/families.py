@@ -206,7 +206,7 @@ class FamiliesInForce:
                         f"config.{family.settings.attribute}",
                         in_force=dict(built.in_force[family.name]),
                     )
-            self._allocator.revision.advance()  # the Node shows more than the ledger knows
+            self._allocator.revision.advance()  # the Node shows these settings, too
         self.in_force, self.origins, self.limits = built.in_force, built.origins, built.limits
         self._cluster.keep_texts(built.texts)
         self._nodes = built.nodes
@@ -325,7 +325,7 @@ class FamiliesInForce:
                 "this node's Node object has not been read yet, so it is not known how grants "
                 "reach containers"
             )
-        # The GPU of a Tegra processor has no such nodes.
+        # The GPU of a Tegra processor has no control device nodes.
         blocked = (
             {}
             if any(gpu.integrated for gpu in self._inventory().gpus)

@@ -50,10 +50,10 @@ def check_offer(resources: Iterable[Resource]) -> None:
 class Offering:
     """The running plugin servers.
 
-    State: one `DevicePlugin` and one supervised task for each offered resource that fits, a timer
-    for each that waits for something that is on its way: a wait is no error before it has lasted
-    for ``patience_seconds``. Changes come one at a time, because a server takes seconds to drain,
-    and a second change in between would start what the first has yet to stop.
+    State: one `DevicePlugin` and one supervised task for each offered resource that fits, and a
+    timer for each one that is withheld temporarily: only after ``patience_seconds`` is that logged
+    as an error. Changes come one at a time, because a server takes seconds to drain, and a second
+    change in between would start what the first has yet to stop.
     """
 
     def __init__(
@@ -79,8 +79,8 @@ class Offering:
         # advances with each list that the kubelet is sent, and each stream that ends
         self.lists = Revision()
         self.withheld: dict[str, str] = {}  # resource → why it is not offered
-        self.blocked: dict[str, str] = {}  # family → why its resources must not be started now
-        # each returns why a resource must not be started now; `sync` asks again
+        self.blocked: dict[str, str] = {}  # family → why its resources must not be served now
+        # each returns why a resource must not be served now; `sync` asks again
         self.gates: list[Callable[[Resource], Withheld | None]] = []
         self._refused: dict[str, str] = {}
         # what is odd about resources that are served all the same
@@ -105,7 +105,7 @@ class Offering:
                 min(plugin.status.healthy_sent, self._ledger.offered_ids(name)),
             )
             for name, plugin in self._plugins.items()
-            # The kubelet may have another list
+            # with a fault, the kubelet may have another list
             if plugin.last_sent is not None and not plugin.status.list_fault
         }
 
@@ -166,12 +166,12 @@ class Offering:
             self._journal.record("config.caution", level="warning", problem=text)
 
     def refuse(self, resource: str, reason: str) -> None:
-        """Withhold a resource that cannot even be offered, until it is accepted."""
+        """Withhold a resource that the families cannot offer, until `accept` is called for it."""
         self._refused[resource] = reason
         self.withhold(resource, Withheld(reason))
 
     def accept(self, resources: Iterable[str]) -> None:
-        """These can be offered (again)."""
+        """Note that ``resources`` can be offered (again)."""
         for resource in resources:
             self._refused.pop(resource, None)
 

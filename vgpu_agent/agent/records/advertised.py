@@ -6,10 +6,10 @@ of that name ends, it removes whichever plugin is registered (kubelet §3). So a
 comes and goes leaves us with an open stream, no error, and an allocatable of 0. Called by
 `verification` in each pass, which asks pod-resources what can be allocated.
 
-Nothing is done at the first difference, because a list may be on its way. If the second look finds
-the same, the plugin server registers again. The pauses between such registrations double while they
-do not help. While another plugin is there the longest pause applies at once: for pods, two plugins
-that keep taking the resource from each other are worse than one that backs off.
+Nothing is done at the first difference, because a list may be on its way. If the second comparison
+finds one as well, the plugin server registers again. The pauses between such registrations double
+while they do not help. While another plugin is there the longest pause applies at once: for pods,
+two plugins that keep taking the resource from each other are worse than one that backs off.
 """
 
 from __future__ import annotations
@@ -62,9 +62,9 @@ class _Course(msgspec.Struct):
     """The history of one resource; times are the loop's, in seconds.
 
     Attributes:
-        doubted: the look before this one found a difference.
-        fine_since: since when there is none.
-        pause_seconds: how long the last new registration is given before the next.
+        doubted: the previous comparison found a difference.
+        fine_since: since when there has been none.
+        pause_seconds: the shortest time between the last new registration and the next.
     """
 
     backoff: Backoff
@@ -77,7 +77,7 @@ class _Course(msgspec.Struct):
 class ListedIds:
     """The comparison of the kubelet's list with ours; acts on a difference.
 
-    State: the course of each resource, and whether this kubelet reports its list at all. A restart
+    State: the history of each resource, and whether this kubelet reports its list at all. A restart
     of the agent begins with new registrations, so nothing is lost with it.
     """
 
@@ -95,12 +95,12 @@ class ListedIds:
         self._kubelet = kubelet
         self._journal = journal
         self._courses: dict[str, _Course] = {}
-        # which kubelet, by restarts seen, does not report it
+        # the `restarts_seen` of the kubelet that does not report its list; None without one
         self._silent_kubelet: int | None = None
 
     async def compare(self) -> bool:
         """Compare once, with at most one call to pod-resources;
-        whether a second look should follow soon.
+        tell whether a second comparison should follow soon.
         """
         servers = [server for server in self._servers() if server.last_sent is not None]
         offered = {
@@ -115,7 +115,7 @@ class ListedIds:
             _logger.debug("kubelet.allocatable_unsupported", reason=str(err))
             return False
         except KubeletError as err:
-            # `records` has its own trouble with the same socket, and reports it
+            # the reading of the records uses the same socket, and reports its failure
             _logger.debug("kubelet.allocatable_unknown", reason=str(err))
             return False
         names = {server.status.resource for server in servers}
@@ -187,8 +187,8 @@ class ListedIds:
         _show(status, before)
 
     def _note_fine(self, status: PluginStatus, course: _Course) -> None:
-        """All our ids are listed and no others; what was wrong counts until that has lasted,
-        because two plugins take turns.
+        """Note that the kubelet lists all our ids and no others. A rival is shown until that has
+        lasted for the longest pause, because two plugins may take turns.
         """
         now = asyncio.get_running_loop().time()
         course.doubted = False

@@ -1,5 +1,5 @@
-"""The files of grants over time: there again after a reboot, gone when their pod is gone,
-and never before.
+"""Keep the files of grants: restore them after a reboot, and remove them when their pod is gone,
+never before.
 
 A supervised loop of `composition`, which also calls `load` and `restore` at start, before anything
 is offered.
@@ -76,18 +76,18 @@ class GrantKeeping:
 
     async def restore(self) -> None:
         """Write what is missing, as after a reboot;
-        each only while the grant is still the one that it was decided for.
+        each only while its ids still belong to the container that it was made for.
         """
         await self._directory.restore(
             self._allocator.late_start.deliveries(), self._allocator.late_start.is_current
         )
 
     async def withdraw_strangers(self) -> None:
-        """Remove specs under a name that the kubelet has given to another container by now.
+        """Remove specs whose ids the kubelet has given to another container by now.
 
         The next holder's PreStartContainer would replace such a spec, but that call is not certain:
-        the kubelet leaves it out before we have registered again after its restart, and after the
-        last registration of an orderly stop.
+        the kubelet omits it after its restart until we have registered again, and after the last
+        registration of an orderly stop.
         """
         for record in self._directory.records:
             if self._allocator.late_start.is_foreign(record):

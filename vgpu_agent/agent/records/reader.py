@@ -1,13 +1,13 @@
 """Read the kubelet's records for `allocation`:
-the checkpoint and pod-resources, side by side and unweighed.
+the checkpoint and pod-resources, each as it is.
 
 Called before every start of a container whose pod decides what it gets. The checkpoint says which
 pods to query at pod-resources. A query for one pod is quick; one for the whole node is not (4 MB
-where memory is counted in ids). Both sources take some milliseconds, so the probable pod is queried
-while the checkpoint is being read. The answer counts if the checkpoint then names that pod and no
-other. The whole node is queried where one pod is not enough: the kubelet is too old for it or was
-asked too often, the pod is not known yet, or what it holds is not these ids. Starts come in bursts,
-so all callers that ask while a reading is under way share the next one.
+where each unit of memory has an id). Both sources take some milliseconds, so the probable pod is
+queried while the checkpoint is being read. The answer counts if the checkpoint then names that pod
+and no other. The whole node is queried where one pod is not enough: the kubelet is too old for it
+or was asked too often, the pod is not known yet, or it holds other ids. Starts come in bursts, so
+all callers that ask while a reading is under way share the next one.
 """
 
 from __future__ import annotations
@@ -42,8 +42,8 @@ class SharedReading(Generic[Read]):
     """The readings by ``read``, shared by all callers at the same time:
     each gets a reading that began after its call.
 
-    State: the last complete reading and its number, for callers that asked before it began. One
-    that was broken off does not count.
+    State: the last complete reading and its number, for callers that asked before it began. A
+    reading that was broken off does not count.
     """
 
     def __init__(self, read: Callable[[], Awaitable[Read]]) -> None:
@@ -114,7 +114,7 @@ class _Checkpoint(msgspec.Struct, frozen=True):
         )
 
     def answer(self, entry: CheckpointEntry) -> Edits:
-        """Return the answer that our Allocate gave for ``entry``, which is one of these.
+        """Return the answer that our Allocate gave for ``entry``, one of ``entries``.
 
         Raises:
             CheckpointError: that cannot be understood.
@@ -151,7 +151,7 @@ class KubeletRecordsReader:
             with_answers: whether all stored answers are needed (early binding), not only those for
                 the ids in question.
             pods: knows their names, the likely next start, and the resources of interest; the ids
-                of others are not read at all.
+                of other resources are not read at all.
         """
         self._pod_resources = pod_resources
         self._path = checkpoint
@@ -186,7 +186,7 @@ class KubeletRecordsReader:
             return None
         listed = asked.result() if asked else await self._get(known)
         if listed is None:
-            return None  # List will do, or report what is wrong
+            return None  # the caller then uses List, which answers or shows what is wrong
         live = {
             (held.owner.namespace, held.owner.pod)
             for held in listed
@@ -206,11 +206,10 @@ class KubeletRecordsReader:
         set[tuple[str, str] | None],
         asyncio.Task[tuple[Holding, ...] | None] | None,
     ]:
-        """The checkpoint, what it has about ``ids``, the names of the pods in that, and
-        pod-resources asked about these: a `_get`, done.
+        """Return the checkpoint, its entries about ``ids``, the names of their pods, and the
+        finished `_get` for these pods.
 
-        The last is None where they have not been asked about, because another pod was expected, or
-        none.
+        The last is None where another pod was expected, or none.
         """
         had, holders = self._before(resource, ids)
         expected_now = (
@@ -239,7 +238,8 @@ class KubeletRecordsReader:
         """Return, by the last reading, the pod that had ``ids``,
         and UID and container of all that had any of the resource.
 
-        In a burst the one that had them is the one that starts, and one that had others is not.
+        In a burst of starts, a pod that had these ids is the one that starts, and a container that
+        had others is not.
         """
         if (last := self._checkpoint.last) is None:
             return None, frozenset()

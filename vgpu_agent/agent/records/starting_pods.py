@@ -72,8 +72,8 @@ class StartingPods:
         return self._resources
 
     def any(self) -> bool:
-        """Tell whether the kubelet is starting pods that ask for one of `resources`.
-        Pods that have been pending for longer than ``longest_seconds`` do not count.
+        """Tell whether the kubelet is starting pods that ask for one of `resources`. Pods that have
+        been pending for longer than `pod_publisher.STARTS_FIRST_SECONDS` do not count.
         """
         wanted, now = self.resources, self._clock()
         pending = [

@@ -311,7 +311,7 @@ def _is_in(grant: Grant, listed: Collection[tuple[str, str]]) -> bool:
 
 def _release_memory() -> None:
     """Return memory to the system after a burst of starts,
-    up to 8 MB on a node that counts memory in ids.
+    up to 8 MB on a node where each unit of memory has an id.
     """
     release_memory()
     memory.release_free_pages()

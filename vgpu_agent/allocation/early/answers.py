@@ -73,8 +73,8 @@ class Answers:
     without the first.
 
     Attributes:
-        admitted_up_to: the latest place, in the order in which pods were bound, of which kubelet is
-            known to have given ids.
+        admitted_up_to: the highest `Pod.bound` of the pods to which the kubelet is known to have
+            given ids.
     """
 
     def __init__(self) -> None:
@@ -86,13 +86,13 @@ class Answers:
         self._holders: set[Key] = set()
 
     def made(self, token: str, given: Given) -> None:
-        """An answer was given."""
+        """Note an answer that was given."""
         self.given[token] = given
         self.answered.add(given.decided_for)
 
     def admitted(self, pod: Pod) -> None:
-        """The kubelet has given ids to ``pod``; of those bound before it,
-        it has admitted or turned away all but a few.
+        """Note that the kubelet has given ids to ``pod``;
+        by then it has admitted or rejected nearly all pods that were bound before.
         """
         self.admitted_up_to = max(self.admitted_up_to, pod.bound)
 
@@ -136,12 +136,12 @@ class Answers:
                 # The holder of that one keeps it as its own, so its share must be equal as well.
                 return Verdict.EXCHANGE if each.shares == given.shares else Verdict.WRONG
         # A pod that is gone for the kubelet and the API server may leave a container that has not
-        # ended yet, in the very directory.
+        # ended yet and uses the directory of this answer.
         return Verdict.WRONG if gone else Verdict.LATER
 
     def exchange(self, token: str, key: Key) -> Key:
-        """Let ``key`` keep the answer of ``token``, and the holder of its answer that one; return
-        the container this was meant for.
+        """Let ``key`` keep the answer of ``token``, and the container that has the answer meant for
+        ``key`` keep that one; return the container that the answer of ``token`` was meant for.
         """
         given = self.given[token]
         remarks: tuple[Remark, ...] = ()
@@ -211,7 +211,7 @@ class Answers:
 
 
 def _has_answered(provision: Provision, answers: Collection[Edits]) -> bool:
-    """Tell whether any of ``answers`` mounts the own directory of the provision's container.
+    """Tell whether any of ``answers`` mounts the directory of the provision's own container.
 
     Other parts of the answer may differ: an agent that has forgotten its guesses can answer for the
     same container again, with another GPU.

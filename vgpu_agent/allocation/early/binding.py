@@ -47,11 +47,11 @@ if TYPE_CHECKING:
     from vgpu_agent.model import Grant, KubeletRecords, Resource, Share
     from vgpu_agent.pods import Pod
 
-# The answer without a GPU. Without any answer, many runtimes would follow the variable of the
-# image, and images for GPUs ask for all GPUs.
 # How long Allocate waits for a pod that the watch has not shown yet; the kubelet admits nothing
 # else meanwhile.
 ALLOCATE_WAIT_SECONDS = 0.8
+# The answer without a GPU. Without any answer, many runtimes would follow the variable of the
+# image, and images for GPUs ask for all GPUs.
 _NOTHING = Edits({"NVIDIA_VISIBLE_DEVICES": "void"})
 
 
@@ -160,8 +160,8 @@ class EarlyBinding:
         that the watch has not shown yet.
 
         The kubelet may have rejected a pod and gone on to the next one; the status follows within
-        that time. It is waited for where the likeliest pod would be refused, and where no scheduler
-        has placed it while others fit as well.
+        that time. The status is waited for where the likeliest pod would be refused, and where no
+        scheduler has placed that pod while others fit as well.
         """
         pods, now = self._context.pods, asyncio.get_running_loop().time
         until = now() + ALLOCATE_WAIT_SECONDS
@@ -208,8 +208,8 @@ class EarlyBinding:
                 "late"
             )
         if decision.by_agent and candidate.container.kind is ContainerKind.INIT:
-            # It and the container behind it would each get a share of its own for the same ids, of
-            # which only one can be booked.
+            # This container and the one after it would each get a share of its own for the same
+            # ids, and only one of the two can be booked.
             return RequestRefusedError(
                 f"pod {pod.full_name}: an init container that asks for {offered.name} needs a "
                 "scheduler that decides for the pod, or binding.mode late"
@@ -228,7 +228,8 @@ class EarlyBinding:
         """Return a device of which an init container with shares of its own gets more than the
         containers after it have together, where one of these may have its ids; empty without one.
 
-        While it runs, the ledger has their shares under these ids (`_make_room_for_init`).
+        While the init container runs, the ledger has the shares of the later containers under these
+        ids (`_make_room_for_init`).
         """
         pod, container, name = candidate.pod, candidate.container, offered.name
         lasting = [
@@ -363,7 +364,7 @@ class EarlyBinding:
             and given.provision.edits in answers.values()
             and given.provision not in provisions
         ):
-            # exchanged, now or before: what the answer names is what must be there
+            # exchanged, now or before: the files that the kept answer names must be there
             provisions = [given.provision]
         self._make_room_for_init(start, names)
         kept = answers.values()
