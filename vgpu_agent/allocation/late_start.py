@@ -6,8 +6,8 @@ container with PreStartContainer:
 
 1. *Identify* the container by the kubelet's own records (`identification`).
 2. *Decide* what it gets: what it once got, or else what its family reads in its pod.
-3. *Book* the decision in the ledger, after ended pods have made room or a GPU was divided, where it
-   takes that.
+3. *Book* the decision in the ledger, if necessary after ended pods have made room or a GPU was
+   divided.
 4. *Deliver* it: the files on the host, then the CDI spec under that name. Only then may the
    container start.
 
@@ -70,13 +70,13 @@ MIG_PREFIX = "MIG-"  # of the UUIDs of MIG instances, by NVML
 class LateStart:
     """The binding of ids to containers whose pods decide.
 
-    State: the containers put in force (`started`) until their pods are gone, and the names that
-    Allocate has given since they were last put in force. A restart derives both again from the
-    kubelet's checkpoint and from the ledger.
+    State: the containers that were allowed to start (`started`), until their pods are gone, and the
+    tokens that Allocate has answered with and no start has used since (`_answered_tokens`). After a
+    restart both are empty, and the ledger alone has the grants.
 
     Attributes:
         started: (UID, container, resource) → the grant.
-        ambiguities: how many starts were refused since the kubelet's records named two holders.
+        ambiguities: how many starts were refused because the kubelet's records named two holders.
     """
 
     def __init__(
@@ -113,7 +113,7 @@ class LateStart:
 
         Args:
             offered: the resource.
-            ids: of it.
+            ids: ids of that resource.
             by_annotation: this kubelet has no field for CDI names, so the name travels in an
                 annotation.
 
@@ -138,7 +138,7 @@ class LateStart:
 
         Args:
             offered: the resource.
-            ids: of it.
+            ids: ids of that resource.
             family: the resource's family.
             late: the node's binding mode, which counts where the kubelet's answer cannot be read.
 
@@ -207,8 +207,8 @@ class LateStart:
                 self._locks[token] = (lock, users - 1)
 
     async def _bind(self, start: Start) -> Grant:
-        """Decide, book and deliver, after ended pods made room and GPUs were divided,
-        where it takes that.
+        """Decide, book and deliver; if necessary, first let ended pods make room or have a GPU
+        divided.
         """
         tries = 0
 
@@ -222,8 +222,8 @@ class LateStart:
             if decision.second_best and tries == 1:
                 # the holder of what the scheduler named may have ended
                 raise CapacityError(decision.second_best)
-            # From here to the booking nothing is waited for, so what was free for the decision
-            # still is.
+            # There is no await from here to the booking, so what was free for the decision still
+            # is.
             provision = start.family.provision(asked, decision.shares)
             return decision, (provision, self._book(start, decision, decision.by, asked.rooms))
 
@@ -331,8 +331,8 @@ class LateStart:
     def _decide(self, start: Start, asked: Question | None = None) -> Decision:
         """Decide what the container gets.
 
-        It keeps what it once got, unless that was a MIG instance that is gone: no process runs on
-        those.
+        It keeps what it once got, unless that was a MIG instance that is gone: no process can still
+        run on one.
         """
         held = self._context.ledger.find(start.offered.name, start.ids)
         if (
@@ -375,7 +375,7 @@ class LateStart:
 
     def _refuse_before_rebuilt(self) -> None:
         """Refuse until the kubelet has reported what was held when this process started:
-        until then it may be anywhere.
+        until then any device may be in use.
         """
         if not self._context.ledger.rebuilt:
             raise NotProvenError(
@@ -384,10 +384,10 @@ class LateStart:
             )
 
     def _refuse_before_pods_are_read(self) -> None:
-        """Refuse while pods are unread: their annotations alone may say what they hold.
-        The next reading covers them.
+        """Refuse while holders' pods have not been read: their annotations alone may say what they
+        hold. The next verification of the ledger reads them.
         """
-        # until then no pod can be read, and no start waits for that
+        # before the first list of pods none can be read, and no start waits for that list
         if self._pods_unread and self._context.pods.synced.is_set():
             raise NotProvenError(
                 "the agent has just learned of pods that run on this node, and looks up their "
@@ -541,10 +541,10 @@ class LateStart:
         self._answered_tokens &= tokens
 
     def deliveries(self) -> list[tuple[GrantRecord, Provision]]:
-        """Return what the carrier should hold for late grants whose pods are known, and does not:
-        the node was rebooted.
+        """Return what the carrier should hold and does not, as after a reboot of the node, for late
+        grants whose pods are known.
 
-        None in early mode, where the kubelet keeps the answers itself.
+        Empty in early mode, where the kubelet keeps the answers itself.
         """
         context = self._context
         if context.mode is None or not context.mode.late:
@@ -608,7 +608,7 @@ class LateStart:
         or to one that the kubelet has not named yet.
         """
         if record.token in self._answered_tokens:
-            # also when the ids are part of what was booked for an init container before it
+            # also when the ids are a part of those that were booked for an earlier init container
             return True
         grant = self._grants_by_token().get(record.token)
         if grant is None:
@@ -641,8 +641,8 @@ class LateStart:
 
 
 def _may_exceed(shares: Sequence[Share], rooms: Iterable[DeviceRoom]) -> bool:
-    """Tell whether a device of ``shares`` may have had less compute
-    or fewer places left than they take.
+    """Tell whether a device of ``shares`` may have had less compute left than they take,
+    or room for fewer holders.
     """
     free, places = (
         {room.device: room for room in rooms},

@@ -1,7 +1,7 @@
-"""Messages to the owners of pods about containers that started otherwise than they asked.
+"""Messages to the owners of pods whose containers were started, but not as they asked.
 
-Either a scheduler exceeded a device (`overcommits`), or a family could not follow an annotation of
-the pod. `cluster` turns each message into an event, with its rate limit.
+Either a scheduler assigned more of a device than it has (`overcommits`), or a family could not
+follow an annotation of the pod. `cluster` turns each message into an event, with its rate limit.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Starts on a GPU of which a scheduler has assigned more compute, or more places, than it has.
 
-Volcano's scheduler does not count the compute and the slot of a second container of a pod on the
+Volcano's scheduler does not count the compute and the place of a second container of a pod on the
 same GPU. It does count its memory. For the scheduler such a pod is placed, so the agent would
 refuse it forever. `late_start` asks here whether a decision may exceed the device, and records each
 start that does. The pod's owner gets a notice (`notices`), and `web` counts the starts.
@@ -21,14 +21,14 @@ if TYPE_CHECKING:
     from vgpu_agent.ledger.accounting import Overcommit
     from vgpu_agent.pods import Pod
 
-PLAIN_SCHEDULER = "default-scheduler"  # Kubernetes' own, which places pods by numbers, not on GPUs
+PLAIN_SCHEDULER = "default-scheduler"  # Kubernetes' own, which counts quantities and chooses no GPU
 OVERCOMMITTED = "VgpuOvercommitted"  # the reason of the event
 
 
 class Overcommits:
     """The starts since the agent's start that exceeded a device.
 
-    State: in memory only: their number (`total`). `revision` advances with each start.
+    State: their number (`total`), in memory only. `revision` advances with each start.
     """
 
     def __init__(self, notices: Notices) -> None:

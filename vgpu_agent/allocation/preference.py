@@ -1,8 +1,8 @@
 """The ids that suit a container whose pod decides: one of each GPU that a scheduler has named.
 
-Which ids it holds decides nothing about what it gets. Where they are of the same GPUs, the
-kubelet's records and its NUMA alignment say what is so. The kubelet does not say for which
-container it asks, so this is a guess, and a wrong one costs nothing.
+The ids do not decide what the container gets. But if they belong to the same GPUs, the kubelet's
+records and its NUMA alignment are right. The kubelet does not say for which container it asks, so
+this is a guess, and a wrong one costs nothing.
 """
 
 from __future__ import annotations
@@ -63,7 +63,8 @@ def _likeliest(
             offered={offer.name: len(offer.ids) for offer in context.ledger.resources},
         )
     ]
-    # Some of them have their ids already, and the kubelet's records have not named them yet.
+    # Some of these containers have their ids already, but the kubelet's records have not named them
+    # yet.
     device_of = _devices(offered)
     for grant in grants:
         if grant.owner is None and grant.decided_for is None and len(grant.ids) == size:

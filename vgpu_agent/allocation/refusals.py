@@ -21,8 +21,8 @@ if TYPE_CHECKING:
 
     from vgpu_agent.pods import Pod
 
-# Far more than a node has containers at a time, and longer than any text without foreign values: 8
-# MiB in all.
+# Far more than a node has containers at a time, and longer than any text of ours without the values
+# that it quotes. They limit the reasons to 8 MiB in all, and the advice to as much.
 MAX_REFUSALS = 1000
 LONGEST_REASON = 2048
 
@@ -61,7 +61,7 @@ class Refusals:
     """The refusals of this node that still hold, one for each container.
 
     State: memory only. The kubelet asks again about every quarter of a minute, so after a restart
-    the list fills by itself, with younger times. `revision` advances with every change. Only the
+    the list fills by itself, with later times. `revision` advances with every change. Only the
     event loop's thread may change it. At most `MAX_REFUSALS` are kept, those refused last, each
     with a reason and an advice of `LONGEST_REASON` characters.
     """

@@ -37,8 +37,8 @@ def starting_container(
         names: the containers of the pod that have the same ids.
         last: the record of the last start with these ids in this pod. That start may have failed
             after the agent had accepted it.
-        settled: the status is up to date, so that an event that it does not show has not happened;
-            unless it shows that the last container with these ids runs.
+        settled: the status counts as up to date: what it does not show has not happened. But one
+            that shows the last container with these ids as running is out of date all the same.
         booted_at: unix seconds of the host's last boot.
     """
     order = [each for each in pod.containers if each.name in names]

@@ -2,12 +2,12 @@
 the source of their specs, and what must wait until a runtime can resolve them.
 
 A container whose device name no spec has does not start. So a resource is not offered before there
-are names for it, and a device that has none yet (it was cut a moment ago) is not granted. IMEX
-channels are here as well, because they are looked for below the same roots and a node that lacks
-one that is required offers nothing.
+are names for it, and a device that has none yet (a MIG instance that was just created) is not
+granted. IMEX channels are here as well, because they are looked for below the same roots and a node
+that lacks one that is required offers nothing.
 
-Built by `composition`; `offers.families` shows it every inventory before it is offered, and asks
-what was found; `offers.servers` has its gate.
+Built by `composition`. `offers.families` passes it every inventory before offering its devices, and
+asks what was found. `offers.servers` asks `withheld` before it offers a resource.
 """
 
 from __future__ import annotations
@@ -88,7 +88,7 @@ class CdiController:
     """The controller that keeps specs, names and offers together.
 
     State: what was found at the last look, the last inventory, and which devices have no name and
-    are kept back for it.
+    are kept back (cordoned) for that reason.
     """
 
     def __init__(
@@ -105,7 +105,7 @@ class CdiController:
 
         Args:
             settings: those of the start; `look` gets those in force.
-            ledger: keeps devices back.
+            ledger: where devices without a name are cordoned.
             journal: records specs and what is missing.
             supervisor: runs the loop.
             is_late: whether grants are bound late.
@@ -139,7 +139,7 @@ class CdiController:
         self._inventory: Inventory | None = None
         self._nameless: dict[str, str] = {}  # devices that have no name, and why
         self._kept_back: dict[str, str] = {}
-        # that are missing, or stand for another device by now
+        # names that are missing, or stand for another device by now
         self._wrong_names: frozenset[str] = frozenset()
         self._followed = 0  # version of the names that the offers are in line with
 
@@ -179,8 +179,8 @@ class CdiController:
         self._keep_back()
 
     async def begin(self, settings: Settings, inventory: Inventory) -> None:
-        """The first look; returns when specs were made or tried to,
-        but waits no longer than for anything else at a start.
+        """Look for the first time; return when the specs were made or could not be made,
+        after `START_WAIT_SECONDS` at the latest.
         """
         await self.look(settings)
         self.observe(inventory)
@@ -190,7 +190,7 @@ class CdiController:
                 async with asyncio.timeout(START_WAIT_SECONDS):
                     await self._source.settled.wait()
             self._keep_back()
-        # what is built from now on knows of all until here
+        # offers that are built from now on take all names so far into account
         self._followed = self._source.revision.version
 
     async def watch(self, inventory: Latest[Inventory]) -> None:
@@ -242,7 +242,7 @@ class CdiController:
 
     async def inline(self, names: Sequence[str]) -> InlinedEdits:
         """Return the edits behind CDI names; wait a moment for a spec that is being made because a
-        MIG instance was cut for this container.
+        MIG instance was created for this container.
 
         Raises:
             CarrierError: the names do not resolve now.
@@ -354,8 +354,8 @@ class CdiController:
         return (self._tool,)
 
     def _keep_back(self) -> None:
-        """Let the ledger give nothing away of devices that have no name;
-        those that have one by now are free again.
+        """Cordon the devices that have no name, so that nothing of them is granted;
+        uncordon those that have one by now.
         """
         names, error = self._source.names, self._source.error
         if self._settings.cdi.source == "toolkit":
@@ -364,7 +364,7 @@ class CdiController:
                 "nvidia-ctk cdi generate)"
             )
         why = f"no CDI spec has its name yet{': ' if error else ''}{error}"
-        # A spec with nothing but a device of that name is one of a Windows subsystem, where
+        # A spec with `all` as its only device is that of a Windows Subsystem for Linux, where
         # containers get all GPUs or none.
         one_for_all = {name for name in names if name.startswith(f"{self._kind}=")} == {
             f"{self._kind}=all"
@@ -413,7 +413,7 @@ class CdiController:
         }
 
     def _described(self) -> dict[str, Place] | None:
-        """Return the device of each name in the spec;
+        """Return UUID → place of each device at the time when the spec was made;
         None where a name can stand for one device only.
         """
         if not self._by_index or not isinstance(self._source, GeneratedSpecs):
@@ -428,8 +428,8 @@ def _namable(inventory: Inventory) -> bool:
 
 
 def _tool(settings: Settings) -> str:
-    """Return the agent's path of nvidia-ctk: its own path, or that path in the node's tree;
-    looks at the file system.
+    """Return the path by which the agent runs nvidia-ctk: the one in the settings, or the same
+    below the mounted driver root if only that exists; looks at the file system.
     """
     own, nodes = (
         settings.cdi.nvidia_ctk,

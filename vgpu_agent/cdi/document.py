@@ -103,7 +103,7 @@ class Spec(
 
 
 def decode(content: bytes, *, is_yaml: bool = False) -> Spec:
-    """The spec in these bytes, not yet looked at by `rules`.
+    """The spec in these bytes, not yet checked by `rules`.
 
     Raises:
         CdiError: it is no spec; the message is the end of a sentence that names where it came from.

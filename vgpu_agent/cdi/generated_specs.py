@@ -1,10 +1,10 @@
 """The specs that this agent has made for its node: a file for the GPUs, and one each for IMEX
 channels, GDRCopy, GDS and Mellanox devices.
 
-Made only when the GPUs that containers can get have changed, because that takes a tool and a
-second. A removed file is written again from memory. Any failure is tried again with growing pauses,
-and the earlier specs stay in use meanwhile. `agent` sets the desired specs, runs the loop, and
-keeps resources whose names are missing from being offered.
+They are made only when the GPUs that containers can get have changed, because that takes a run of
+NVIDIA's tool, about a second. A removed file is written again from memory. After any failure the
+agent tries again with growing pauses, and the earlier specs stay in use meanwhile. `agent` sets the
+desired specs, runs the loop, and keeps resources whose names are missing from being offered.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ if TYPE_CHECKING:
 _VENDOR = GPU_KIND.partition("/")[0]
 _CHANNEL_KIND = f"{_VENDOR}/imex-channel"
 
-# As those of grants, so that what a killed agent leaves behind is cleared away with theirs at the
-# next start.
+# The same form as for the specs of grants, so that what a killed agent leaves behind is removed
+# with theirs at the next start.
 _TEMPORARY = ".vgpu-agent-{}.tmp"
 
 _REMEDIES = {
@@ -82,7 +82,7 @@ class _EarlierSpec(NamedTuple):
 
 
 class _Made(msgspec.Struct):
-    """The content of one file: what for, when, and whether it is where runtimes look for it."""
+    """The content of one file: what it was made for, when, and whether runtimes can find it."""
 
     made_for: Hashable
     described: Hashable
@@ -133,7 +133,7 @@ class GeneratedSpecs:
         self.revision = Revision()  # of the names and errors
 
     def want(self, wanted: Wanted) -> None:
-        """Have the specs made for this, unless they are."""
+        """Have the specs made for this desired content, unless they already are."""
         if wanted != self._wanted.value:
             self.settled.clear()
             self._wanted.publish(wanted)
@@ -163,7 +163,7 @@ class GeneratedSpecs:
 
     @property
     def statuses(self) -> tuple[CdiSpecStatus, ...]:
-        """One for each spec that is wanted."""
+        """The status of each desired spec."""
         kinds = dict.fromkeys([*self._kinds(self._wanted.value), *self._made, *self._errors])
         return tuple(self._status(kind) for kind in kinds)
 
@@ -205,7 +205,7 @@ class GeneratedSpecs:
     # -- how it is done ----------------------------------------------------------------------------
 
     async def _bring_about(self, wanted: Wanted, beat: Callable[[], None]) -> bool:
-        """Bring all specs about and tell whether all are as wanted.
+        """Make and write the specs that are not as desired; tell whether all are now.
         A `CdiError` of one does not stop the others.
         """
         before = self.statuses
@@ -230,8 +230,8 @@ class GeneratedSpecs:
         return not errors
 
     async def _go_by_earlier(self, wanted: Wanted) -> None:
-        """Once, before anything is made: take what an earlier agent has left for the time
-        until it is replaced.
+        """Once, before anything is made, take the GPUs' spec that an earlier agent has left;
+        it is used until it is replaced.
         """
         if self._knows_earlier:
             return
@@ -317,7 +317,7 @@ class GeneratedSpecs:
 def _read_earlier(path: str, kind: str, driver_version: str) -> _EarlierSpec | None:
     """Read the spec of ``kind`` that an earlier agent has made, if it was for that driver.
 
-    NVIDIA's tool describes all GPUs or none, so one that is lost would keep a restarted agent from
+    NVIDIA's tool describes all GPUs or none, so one lost GPU would keep a restarted agent from
     offering the others. A sound spec of the current driver, which the names of its libraries show,
     is used for as long as no new one can be made. `controller` checks, as for any spec, that each
     name in it still opens its device.
@@ -369,7 +369,7 @@ def _write(path: str, content: bytes) -> None:
         try:
             with open(descriptor, "wb") as file:
                 file.write(content)
-                # whatever the umask: runtimes of users read it as well
+                # whatever the umask: runtimes that do not run as root read it as well
                 os.fchmod(file.fileno(), 0o644)
                 file.flush()
                 os.fsync(file.fileno())

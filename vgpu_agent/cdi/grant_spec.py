@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from vgpu_agent.isolation.edits import Edits, MemoryMount
 
 CDI_VERSION = "0.6.0"
-_NEWER = ("0.7.0", "0.8.0", "1.0.0", "1.1.0")  # which edits behind other names may take
+_NEWER = ("0.7.0", "0.8.0", "1.0.0", "1.1.0")  # that inlined edits may require
 
 # CDI demands the form of Kubernetes annotations: a DNS prefix, a slash, a short name; 256 KiB in
 # all.
@@ -37,7 +37,8 @@ _NAMES = re.compile(
     r"[A-Za-z0-9._-]+=[A-Za-z0-9._:-]+)*"
 )
 
-# Of the fields that both a grant and devices have: what may be there once.
+# The fields that the edits of a grant and those of devices may both have, and what identifies an
+# entry, of which there may be only one.
 _KEYS: dict[str, Callable[[Any], str]] = {
     "env": lambda line: str(line.partition("=")[0]),
     "deviceNodes": lambda node: str(node["path"]),
@@ -108,7 +109,7 @@ def read_record(content: bytes, token: str) -> GrantRecord:
     """Read the record in a spec file, which must be that of ``token``.
 
     Raises:
-        CarrierError: it is not one of ours, or damaged; the text has the place.
+        CarrierError: it is not one of ours, or damaged; the text says where.
     """
     try:
         spec = msgspec.json.decode(content, type=_Spec)

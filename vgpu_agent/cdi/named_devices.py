@@ -1,10 +1,10 @@
 """The facts of an inventory that a CDI spec depends on, and whether a name in it still stands for
-the device that it is read as.
+the device that it is used for.
 
 A UUID is one device for ever. But the device nodes beside it in a spec open another device once the
-driver was reloaded without a card that it had before, and has numbered the cards again. An index is
-another device as soon as a GPU was unplugged or divided again. A container with such a name would
-get a device that was not granted, so `controller` compares each device with the present spec.
+driver was reloaded without a card that it had before, and has renumbered the cards. An index stands
+for another device as soon as a GPU was unplugged or divided again. A container with such a name
+would get a device that was not granted, so `controller` compares each device with the present spec.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ class Place(NamedTuple):
 
 
 class Card(NamedTuple):
-    """A GPU as far as a spec goes; of each MIG instance UUID, index and capability nodes.
-    Health and use do not matter to a spec.
+    """The facts about a GPU that a spec depends on; of each MIG instance UUID, index and capability
+    nodes. Health and use do not matter to a spec.
     """
 
     uuid: str
@@ -73,7 +73,7 @@ def places(cards: Iterable[Card]) -> Iterator[tuple[str, Place]]:
 
 
 def opens_another(paths: Iterable[str], place: Place) -> bool:
-    """Tell whether these device nodes, of a spec and as a container has them,
+    """Tell whether these device nodes of a spec, by their paths in a container,
     open another GPU than the one at ``place``.
 
     Unknown, and so False, where the spec names no node of a GPU, or the driver none of this one.

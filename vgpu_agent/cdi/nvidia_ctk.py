@@ -29,10 +29,10 @@ if TYPE_CHECKING:
 
     from vgpu_agent.cdi.document import ContainerEdits, Hook
 
-# The tool leaves out the hooks that this names; those of a spec are chosen by our settings alone.
+# The tool leaves out the hooks that this variable names. Only our settings may choose hooks.
 _DISABLED_HOOKS_VARIABLE = "NVIDIA_CTK_CDI_GENERATE_DISABLED_HOOKS"
 _EVERY_HOOK = "all"
-# What keeps an NVIDIA runtime of the old kind from adding devices of its own.
+# Keeps an NVIDIA runtime in legacy mode from adding devices of its own.
 _VOID = "NVIDIA_VISIBLE_DEVICES=void"
 # the tool's text on a node without GDS, GDRCopy or Mellanox devices
 _NOTHING_TO_INJECT = "empty device edits"
@@ -66,15 +66,15 @@ class CtkOptions(msgspec.Struct, frozen=True):
 
 
 class Stuck:
-    """A run of the tool that was killed and did not end. While there is one no other is started: a
-    hung driver would collect them.
+    """A run of the tool that was killed and did not end. While there is one, no other is started:
+    they would pile up behind a hung driver.
     """
 
     def __init__(self) -> None:
         self.process: asyncio.subprocess.Process | None = None
 
     def require_none(self, shown: str) -> None:
-        """Raise `CdiError` as long as it is there."""
+        """Raise `CdiError` while there is such a run."""
         if self.process is not None and self.process.returncode is None:
             raise CdiError(
                 f"an earlier {shown} (process {self.process.pid}) does not end even when killed; "
@@ -100,7 +100,7 @@ async def generate(
         name: class of the spec's kind.
         mode: the kind of devices: ``auto`` for GPUs, or one of ``gds``, ``mofed``, ``gdrcopy``.
         id_strategy: ``uuid`` or ``index``: how devices are named.
-        stuck: of the caller, the same each time.
+        stuck: kept by the caller, the same object for each call.
 
     Returns:
         the spec, with paths of the node; None when the node has nothing of that mode.

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
     from vgpu_agent.cdi.document import ContainerEdits, DeviceNode, Hook, Spec
 
-# These run inside the container's namespaces, so their arguments are the container's paths.
+# Hooks that run inside the container's namespaces, so their arguments are the container's paths.
 _IN_THE_CONTAINER = ("createContainer", "startContainer")
 
 

@@ -2,7 +2,7 @@
 before it is put where all runtimes of the node look.
 
 One wrong file keeps every container from starting whose devices are in it. So nothing is written
-that these rules refuse, and no other program's invalid spec is counted on. Rules: the CDI
+that these rules refuse, and no invalid spec of another program is used. Rules: the CDI
 specification and the checks of its reference implementation. Called by `generated_specs` and
 `toolkit_specs`.
 """
@@ -53,7 +53,7 @@ def least_version(*edits: ContainerEdits, annotated: bool = False) -> str:
 
 def with_sufficient_version(spec: Spec) -> Spec:
     """``spec`` with a version that knows all that is used;
-    one that is not known at all is left for `problems` to name.
+    an unknown version is left as it is, and `problems` reports it.
     """
     least = _least_version_of(spec)
     if spec.cdi_version in _VERSIONS and _VERSIONS.index(spec.cdi_version) < _VERSIONS.index(least):

@@ -1,8 +1,8 @@
 """``vgpu-agent config check|show|example|convert``:
 what a configuration means, before and without running it.
 
-Called by the command line, which turns the ConfigError of a wrong configuration into one line a
-problem and exit status 2.
+Called by the command line, which turns the ConfigError of a wrong configuration into one line for
+each problem and exit status 2.
 """
 
 from __future__ import annotations
@@ -99,8 +99,9 @@ def _check(arguments: argparse.Namespace) -> int:
 
 
 def _plugin_files(loaded: load.Loaded) -> Iterator[tuple[str, Findings]]:
-    """Path and findings of each file of a replaced plugin that the configuration names. One that
-    is missing is warned of where it was asked for: it may be mounted on the nodes only.
+    """Path and findings of each file of a replaced plugin that the configuration names. If a file
+    is missing, print a warning where its path is not a default: it may be mounted on the nodes
+    only.
 
     Raises:
         ConfigError: such a file cannot be read.
@@ -154,7 +155,7 @@ def _convert(arguments: argparse.Namespace) -> int:
 
 
 def _loaded(arguments: argparse.Namespace) -> load.Loaded:
-    """The configuration that ``run`` would have with these words; warnings go to stderr."""
+    """The configuration that ``run`` would have with these arguments; warnings go to stderr."""
     flags = options.given(arguments)
     if arguments.file is not None:
         if flags.get(options.CONFIG_FLAG, arguments.file) != arguments.file:

@@ -67,8 +67,9 @@ def _run(arguments: argparse.Namespace) -> int:
     for backend in BACKENDS:
         if arguments.backend not in {None, backend.name}:
             continue
-        # A family may be switched on while the agent runs, by its file. A configuration of NVIDIA's
-        # plugin that a label of the Node chooses has no such key, so none is read here.
+        # A change of the agent's file may switch a family on while the agent runs. A configuration
+        # of NVIDIA's plugin, which a label of the Node chooses, has no such key and is not read
+        # here.
         named = arguments.backend is not None
         prepared = named and os.path.isdir(backend.host_directory(loaded.settings))
         if backend.name not in used and not prepared:

@@ -62,7 +62,7 @@ def _run(arguments: argparse.Namespace) -> int:
         log_format=loaded.settings.log.format, level=loaded.settings.log.level, cache_loggers=True
     )
     _raise_descriptor_limit()
-    # The import takes 200 ms, and an invalid configuration is reported before.
+    # The import takes 200 ms, and an invalid configuration is reported before it.
     from vgpu_agent import agent  # noqa: PLC0415
 
     asyncio.run(agent.run(loaded))

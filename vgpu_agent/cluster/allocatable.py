@@ -58,7 +58,8 @@ class _Write(msgspec.Struct):
         list_healthy: the number of healthy ids in the last list that the kubelet had at that time.
         written_at: the time of the write, on the event loop's clock.
         shown: the watch has shown the count since, or had enough time to do so.
-        previous_healthy: the same number of the list before, as text; "" if it is the same list.
+        previous_healthy: `list_healthy` of the list before that one, as text; "" if the number is
+            the same.
     """
 
     count: int

@@ -125,7 +125,7 @@ def failures(
 
 
 async def check(response: aiohttp.ClientResponse, method: str, path: str) -> None:
-    """Let a success pass; may raise what `failures` turns into `ClusterError`, too.
+    """Return if the answer is a success; may also raise what `failures` turns into `ClusterError`.
 
     Raises:
         ClusterError: anything else, with the HTTP status and the time that the server asked us to
@@ -148,8 +148,8 @@ async def check(response: aiohttp.ClientResponse, method: str, path: str) -> Non
     except (msgspec.MsgspecError, ValueError, RecursionError):
         status = _Status()
     if status.kind == "Status":
-        # Without our own header, which a server may repeat, before it is cut: half a token could
-        # not be recognised.
+        # Our own token, which a server may repeat, is removed before the text is cut: half a token
+        # could not be recognised.
         reply = redacted(
             " ".join(": ".join(filter(None, (status.reason, status.message))).split())
         )[:_LONGEST_MESSAGE]

@@ -2,8 +2,8 @@
 and the paths of the objects that may be touched.
 
 The writers (`node_publisher`, `pod_publisher`, `events`, `reschedule`, `rescue`) know the API
-server only through `Api`, so they are tested against a few lines of memory. `client` is the real
-one. Paths are those of core/v1 and policy/v1 as every Kubernetes since 1.22 serves them.
+server only through `Api`, so their tests replace it by a small object in memory. `client` is the
+real one. Paths are those of core/v1 and policy/v1 as every Kubernetes since 1.22 serves them.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 # How long one request may take; a watch is not one of them.
 REQUEST_TIMEOUT_SECONDS = 15.0
-# How long beyond its time a watch may be silent before the connection counts as dead.
+# How long beyond its timeoutSeconds a watch may be silent before the connection counts as dead.
 WATCH_SILENCE_SECONDS = 60.0
 
 

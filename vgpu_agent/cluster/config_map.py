@@ -4,10 +4,10 @@ read where that plugin reads them.
 Built by `agent`, which runs it as a supervised loop and passes the text to
 `families.volcano_vgpu.files`. Nothing here interprets the text.
 
-The namespaces are looked at in order, and the first that has the ConfigMap wins, whenever it comes:
-what a node offers must not depend on which of two ConfigMaps was there when its agent started. So
-the first namespace is watched always, and a later one only while none before it has the ConfigMap.
-Each watch is of one object by its name, which is all that the agent's role allows.
+The namespaces are looked at in order, and the first that has the ConfigMap wins, even if it appears
+there late: what a node offers must not depend on which of two ConfigMaps was there when its agent
+started. So the first namespace is watched always, and a later one only while none before it has the
+ConfigMap. Each watch is of one object by its name, which is all that the agent's role allows.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class ConfigMapWatch:
         namespace: where ``text`` is from; empty for nowhere.
         synced: it is known where ``text`` is from, or that there is none.
         name: the ConfigMap's name.
-        expected_in: the namespace in which the operator says that it is; empty without.
+        expected_in: the namespace in which the operator says that it is; empty if none was named.
     """
 
     def __init__(

@@ -554,7 +554,7 @@ def _container(
 
 
 def _values(one: _Container) -> dict[str, str]:
-    """The values of those variables whose value counts; longer ones mean nothing to anybody.
+    """The values of those variables whose value matters; longer values mean nothing to any family.
     Of two variables with one name, the later one counts for the container, too.
     """
     values: dict[str, str] = {}
@@ -595,4 +595,4 @@ def _unix_seconds(timestamp: str | None) -> float:
     try:
         return dt.datetime.fromisoformat(timestamp).timestamp() if timestamp else 0.0
     except (ValueError, OverflowError, OSError):
-        return 0.0  # the time only orders pods whose binding the watch has not shown
+        return 0.0  # counts as unknown, like a missing time

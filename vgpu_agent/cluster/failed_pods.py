@@ -1,9 +1,9 @@
 """Pods that the kubelet failed while no agent was registered.
 
 While a device plugin is away, the kubelet fails each pod that asks for its resource and is admitted
-at that moment.
-Such a pod never recovers, and the watch of pods does not show it. So each start asks once for those
-of the last minutes, in the background. The log of a restart then names the pods that it has cost.
+at that moment. Such a pod never recovers, and the watch of pods does not show it. So each start of
+the agent asks once for those of the last minutes, in the background. The log of a restart then
+names the pods that failed because of it.
 
 Built and run by `agent`.
 """
@@ -31,8 +31,8 @@ if TYPE_CHECKING:
 
 REASON = "VgpuPodsFailedWhileDown"
 
-# The kubelet forgets a plugin that is away for five minutes, and the scheduler sends it no pods
-# from the first second on.
+# The kubelet forgets a plugin that is away for five minutes, and the scheduler sends the node no
+# pods for it from the first second on.
 _BEFORE_START_SECONDS = 600.0
 # Pods that are admitted between our start and our registration fail as well.
 _SETTLING_SECONDS = 5.0

@@ -34,8 +34,8 @@ _IN_TEXT = rb'[^"\\]*(?:\\.[^"\\]*)*'
 _TEXT = rb'"' + _IN_TEXT + rb'"'
 _FLAT = rb'[^"{}]*(?:' + _TEXT + rb'[^"{}]*)*'
 _SHALLOW = rb'[^"{}]*(?:(?:' + _TEXT + rb"|\{" + _FLAT + rb'\})[^"{}]*)*'
-# Up to the next brace that counts: texts, and within an item objects without much in them, are
-# passed over in one step.
+# Up to the next brace that counts: texts, and within an item objects with few levels, are passed
+# over in one step.
 _OUTSIDE = re.compile(_FLAT, re.DOTALL)
 _INSIDE = re.compile(rb'[^"{}]*(?:(?:' + _TEXT + rb"|\{" + _SHALLOW + rb'\})[^"{}]*)*', re.DOTALL)
 _REST_OF_TEXT = re.compile(_IN_TEXT, re.DOTALL)
@@ -113,7 +113,7 @@ class ListReader:
             self._from += 1
             if found != _QUOTE:
                 return found
-            self._in_text = True  # one that is not complete
+            self._in_text = True  # the end of this text has not been received
 
     def _opened(self) -> None:
         self._depth += 1
@@ -147,7 +147,9 @@ class ListReader:
         return None
 
     def _outside(self, end: int) -> None:
-        """Take over the text before ``end`` that is in no object of its own."""
+        """Add the text before ``end``, which is in no inner object, to the envelope; leave out what
+        is between items.
+        """
         text = bytes(memoryview(self._rest)[:end])
         if self._in_items and b"]" in text:
             self._in_items = False

@@ -86,7 +86,7 @@ def metadata_patch(
     desired_state: Iterable[DesiredEntry], *, resource_version: str = ""
 ) -> dict[str, Any]:
     """Annotations and labels as one merge patch;
-    with ``resource_version``, only of the Node as it was then.
+    with ``resource_version``, one that fails if the Node has changed since that version.
     """
     metadata: dict[str, Any] = {"resourceVersion": resource_version} if resource_version else {}
     for entry in desired_state:
@@ -109,8 +109,8 @@ def with_conditions(
     None when all are there already.
 
     Args:
-        standing: the conditions of the Node as the API server has them, those of others as they
-            are.
+        standing: the conditions of the Node as the API server has them; those of other writers stay
+            as they are.
         desired_state: ours, each (status, reason, message).
         now: unix seconds; the transition time moves with the status only (API conventions,
             conditions).

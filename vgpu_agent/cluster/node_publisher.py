@@ -1,7 +1,7 @@
 """Keeps our Node in the families' desired state, with as few writes as that takes.
 
 Schedulers see this node's GPUs only through annotations, labels and quantities of its Node object.
-Old agents wrote them every 30 seconds, which made clusters of 200 nodes unschedulable. Here the
+Old plugins wrote them every 30 seconds, which made clusters of 200 nodes unschedulable. Here the
 Node as the watch shows it is compared with the desired state, and only a difference is written.
 Nothing needs to be remembered over a restart: a missing value is a difference again.
 
@@ -74,7 +74,7 @@ class _NodeAnswer(msgspec.Struct):
 class NodePublisher:
     """The writer of our Node; one for the process.
 
-    Four kinds of write can fail each by itself: guarded removals, metadata, quantities and
+    Four kinds of write may fail independently: guarded removals, metadata, quantities and
     conditions (status subresource).
 
     State: the latest writes and failures. A crash between two writes leaves a difference, which the
@@ -131,7 +131,7 @@ class NodePublisher:
         # a newer one.
         self._outdated = ("", 0.0)
         self._removed: frozenset[str] = frozenset()  # the keys that we removed from that version
-        # by entry, of why its write waits
+        # by entry, of the reasons why its write waits
         self._changes = ChangeFilter(again_seconds=_LOG_AGAIN_SECONDS)
         self._conflicts = 0
         self._pending_since: float | None = None
@@ -222,8 +222,8 @@ class NodePublisher:
 
     def _seconds_until_due(self, entry: DesiredEntry) -> float | None:
         if entry.guarded:
-            # The value after the removal is shown is a new lock, whatever its text: the next one of
-            # a burst, not ours come back.
+            # A value after the watch has shown the removal is a new lock, even with the same text:
+            # the next one of a burst, not the removed one again.
             return (
                 None
                 if entry.shown is None or entry.name in self._removed_from(self._node.value)
@@ -284,7 +284,7 @@ class NodePublisher:
         conditions = [entry for entry in due if entry.section is Section.CONDITIONS]
         path = node_path(self._name)
         left = []
-        # Guarded first: a write of our own would make the version old that they depend on.
+        # Guarded removals first: any other write of ours would change the version that they need.
         if guarded and not await self._remove_guarded(node, guarded):
             left += guarded
         if metadata:
@@ -368,8 +368,8 @@ class NodePublisher:
         return False
 
     async def _write_conditions(self, path: str, desired_state: Sequence[DesiredEntry]) -> bool:
-        """Put ours among the conditions of others, as a merge patch sends all together;
-        return whether they are there then.
+        """Write our conditions together with those of others, because a merge patch replaces the
+        whole list; return whether ours are there then.
         """
         if self._backoffs["conditions"].seconds_left:
             return False
@@ -413,8 +413,8 @@ class NodePublisher:
         self._failure_log.recovered(kind)
         for entry in desired_state:
             self._failure_log.recovered(entry.name)
-            # A guarded or an unhurried annotation is a conversation: the other side writes it for
-            # reasons of its own.
+            # A guarded annotation, or one with a least time between writes, is also written by a
+            # scheduler for reasons of its own.
             patience = (
                 _KUBELET_FORGETS_SECONDS
                 if entry.section in {Section.CAPACITY, Section.ALLOCATABLE}

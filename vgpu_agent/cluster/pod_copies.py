@@ -28,12 +28,12 @@ class Copy(msgspec.Struct):
     """One pod that will be recreated.
 
     Attributes:
-        uid: of the pod that is deleted for it.
-        namespace: of both.
-        name: of both.
-        since: unix seconds of its first deletion.
+        uid: of the pod that is deleted and recreated.
+        namespace: of both pods, the deleted one and the new one.
+        name: of both pods.
+        since: unix seconds of the first deletion.
         body: the pod to be created.
-        reason: why, for its owner.
+        reason: why the pod is recreated, for its owner.
     """
 
     uid: str
@@ -48,9 +48,9 @@ class Tries(msgspec.Struct):
     """The chances that the pods of one owner, or of one name, were given.
 
     Attributes:
-        number: in a row.
-        last: unix seconds of the last one.
-        created: unix seconds of the creation of the pod that it was for.
+        number: how many in a row.
+        last: unix seconds of the last chance.
+        created: unix seconds of the creation of the pod that got the last chance.
     """
 
     number: int
@@ -74,7 +74,7 @@ class PodCopies:
     """The file: a checksum in the first line, JSON behind it, replaced as a whole."""
 
     def __init__(self, directory: str) -> None:
-        """Name it; ``directory`` is ``stateDirectory`` and made when it is missing."""
+        """Choose the file in ``directory`` (``stateDirectory``), which `write` makes if missing."""
         self._path = Path(directory) / _NAME
 
     async def read(self) -> State:

@@ -5,14 +5,14 @@ No container waits for these writes. They come after its start, are tried until 
 memory: a value that is missing after a restart is a difference between the pods as the watch shows
 them and the state that the families derive from the ledger.
 
-They are not cheap for others. Where memory is counted in MiB, the kubelet reports thousands of ids
-in a pod's status.
-For each annotation the API server then reads, stores and sends out all of that, and the kubelet
-looks at its pod once more and writes its status again: 75 ms of processor time, measured on a real
-node, while other pods wait to be started. So annotations that only show a pod's progress wait for
-the end of that, `STARTS_FIRST_SECONDS` at most. Annotations by which schedulers count do not.
-Those held back when the agent stops are written by the next process, except to a pod that has ended
-by then: only this process knew its shares, and it stays as it is.
+The writes cost others something. Where memory is counted in MiB, the kubelet reports thousands of
+ids in a pod's status. For each write the API server then reads, stores and sends out all of that,
+and the kubelet looks at the pod once more and writes its status again: 75 ms of processor time,
+measured on a real node, while other pods wait to be started. So annotations that only show a pod's
+progress wait until no pod is being started, `STARTS_FIRST_SECONDS` at most. Annotations by which
+schedulers count do not wait. Those held back when the agent stops are written by the next process,
+except to a pod that has ended by then: only this process knew its shares, so that pod stays as it
+is.
 
 Built and run by `agent`.
 """
@@ -44,15 +44,15 @@ if TYPE_CHECKING:
 PERMISSION = "patch pods"
 ANNOTATIONS, LABELS = "annotations", "labels"  # the parts of ``metadata`` that are written
 
-Entry = tuple[str, str]  # one of them, and a key in it
+Entry = tuple[str, str]  # one of these parts, and a key in it
 # How long annotations that only say how far a pod has come wait, at most, while pods are being
 # started: each of these writes costs API server and kubelet as much as a start when a pod holds
-# thousands of ids. A pod that does not run after that long waits for something else, its image
-# maybe, and holds nothing up.
+# thousands of ids. A pod that does not run after that long waits for something else, such as its
+# image, and these writes do not delay it.
 STARTS_FIRST_SECONDS = 10.0
 _SHORTEST_WAIT_SECONDS = 0.01
 # The wait for the next change of a burst, or before looking again whether pods are being started;
-# and for a burst's end.
+# and the longest wait for the end of a burst.
 _COALESCING_SECONDS, _LONGEST_COALESCING_SECONDS = 0.1, 1.0
 
 
@@ -64,8 +64,8 @@ class _Writing(msgspec.Struct):
     pending_since: float | None = None
     # a request is under way; there is never a second one, so writes of one pod are in order
     busy: bool = False
-    # nothing more is to be written: the API server has no such pod any more, or it has ended and
-    # has it all
+    # nothing more is to be written: the API server has no such pod any more, or the pod has ended
+    # and has all that was desired
     gone: bool = False
     unwanted: Changes | None = None  # the changes that the API server refused for good
 
@@ -114,8 +114,8 @@ class PodPublisher:
             tokens: the kubelet's UID of a pod → the tokens of its grants, which are in all records
                 about its start.
             starting: whether the kubelet is starting pods now.
-            progress: the annotations that show a pod's progress; where nothing else differs, pods
-                that are being started go first.
+            progress: the annotations that show a pod's progress; where nothing else differs, the
+                write waits while pods are being started.
             at_once: how many pods are written to at the same time.
             look_seconds: how often the loop sends a heartbeat.
         """
@@ -132,7 +132,7 @@ class PodPublisher:
         self._writings: dict[str, _Writing] = {}
         self._outage = Backoff()  # shared by all pods, beside the one of each
         self._done = Revision()  # requests that have ended
-        self._backlog = False  # whether some are due that were not begun
+        self._backlog = False  # whether writes are due that were not begun
         self.counts = WriterStatus("pods")
 
     async def run(self, beat: Callable[[], None]) -> None:
@@ -148,7 +148,7 @@ class PodPublisher:
                 await self._gather(beat)
 
     async def _gather(self, beat: Callable[[], None]) -> None:
-        """Wait for more changes of a burst; not for long, and hardly beside a backlog."""
+        """Wait for more changes of a burst, for a shorter time while there is a backlog."""
         loop, seen = asyncio.get_running_loop(), -1
         end = loop.time() + (_COALESCING_SECONDS if self._backlog else _LONGEST_COALESCING_SECONDS)
         while seen != self._wake.version and (left := end - loop.time()) > 0:
@@ -157,14 +157,14 @@ class PodPublisher:
             await asyncio.sleep(min(_COALESCING_SECONDS, left))
 
     def _begin(self, requests: asyncio.TaskGroup) -> float:
-        """Begin the writes that are due; seconds after which to look again,
+        """Begin the writes that are due; return the seconds after which to look again,
         if nothing happens before.
         """
         pause, due = self._due()
         if due and self._outage.seconds_left:
             return max(min(pause, self._outage.seconds_left), _SHORTEST_WAIT_SECONDS)
-        # After a failure one request finds out whether the API server is back, and not always the
-        # one of a pod that fails by itself.
+        # After a failure one request finds out whether the API server is back. Pods with the fewest
+        # failures are first, so that it is not always a pod whose own writes fail.
         room = (1 if self._outage.failures else self._at_once) - sum(
             writing.busy for writing in self._writings.values()
         )
@@ -247,7 +247,7 @@ class PodPublisher:
         return writing.backoff.seconds_left, changes
 
     async def _write(self, pod: Pod, changes: Changes, writing: _Writing) -> None:
-        """One merge patch of what differs, of this very pod and not of another
+        """Send one merge patch of what differs, for this very pod and not for another
         that took its name.
         """
         path = pod_path(pod.namespace, pod.name)

@@ -22,7 +22,7 @@ _LONGEST_TRIES = 40
 # From this priority on a pod is critical to the kubelet.
 _CRITICAL_PRIORITY = 2_000_000_000
 _CRITICAL_CLASSES = ("system-node-critical", "system-cluster-critical")
-# What the API server sets, and what it refuses or takes amiss in a new pod.
+# What the API server sets, and what it refuses or what would harm in a new pod.
 _OF_ONE_POD = (
     "uid",
     "resourceVersion",
@@ -34,7 +34,8 @@ _OF_ONE_POD = (
     "managedFields",
     "ownerReferences",
 )
-# Chosen or computed at the creation, from what stays: classes may have other values by now.
+# Chosen or computed when a pod is created, from the fields that stay. A priority class may have
+# other values by now.
 _CHOSEN = ("nodeName", "priority", "preemptionPolicy", "ephemeralContainers")
 
 

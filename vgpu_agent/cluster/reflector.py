@@ -1,20 +1,20 @@
-"""List and watch: keeps a copy of a few objects of the API server true,
+"""List and watch: keeps a copy of a few objects of the API server up to date,
 through everything that clusters do to a watch.
 
-Used by the watches of this package (`watching`, `config_map`). Each of them runs one as a
+Used by the watches of this package (`watching`, `config_map`). Each of them runs a `Reflector` as a
 supervised loop and gives it a receiver of objects (`Sink`). Its rules, which the libraries' own
 watches do not keep:
 
-* A watch that ends is normal. It goes on from the same version, after a pause that doubles while
-  nothing but endings come.
+* A watch that ends is normal. The next one goes on from the same version, after a pause that
+  doubles while watches end soon.
 * 410 in any form means that history was lost: list again. Any other failure keeps the version, so
   that no event is lost or seen twice.
 * Bookmarks move the version only. Versions are compared for equality alone, as the API asks of its
   clients.
 * Undecodable objects are skipped, each logged once and counted. A malformed event leads to a new
   list.
-* A connection that is silent for too long is dead (`client` sees to that); ``Retry-After`` is kept
-  to.
+* A connection that is silent for too long is dead (`client` sees to that); ``Retry-After`` is
+  obeyed.
 """
 
 from __future__ import annotations
@@ -83,15 +83,15 @@ class Sink(Protocol[Seen_contra]):
     """The receiver of what was seen; called on the event loop, never concurrently."""
 
     def replace(self, items: Iterable[Seen_contra], /) -> None:
-        """This is all there is."""
+        """Keep ``items`` and nothing else: they are all objects that there are."""
         ...
 
     def put(self, item: Seen_contra, /) -> None:
-        """This was added or changed."""
+        """Keep ``item``, which was added or changed."""
         ...
 
     def remove(self, item: Seen_contra, /) -> None:
-        """This was deleted; here is its last state."""
+        """Drop ``item``, which was deleted; it has its last state."""
         ...
 
 
@@ -151,8 +151,8 @@ class Reflector(Generic[T]):
             journal: failures are recorded there.
             uniform: draws a time between two.
             expected: HTTP statuses that are not logged, because the caller reports them.
-            trim: those of the objects read so far that the sink would keep. A list is not held
-                whole before it is cut.
+            trim: returns those of the objects read so far that the sink would keep. So a long list
+                is never held whole.
         """
         self._trim = trim
         self.status = WatchStatus(scope.what)
@@ -166,7 +166,7 @@ class Reflector(Generic[T]):
         self._version = ""
         self._well_since: float | None = None
         self._changes = ChangeFilter()
-        # of objects, so that a pod that changes every second is no flood
+        # of unreadable objects, so that one that changes every second does not flood the log
         self._unreadable = ChangeFilter()
 
     @property
@@ -260,7 +260,7 @@ class Reflector(Generic[T]):
     async def _get_page(
         self, params: Mapping[str, str], items: list[T], beat: Callable[[], None]
     ) -> tuple[str, str]:
-        """Add the items of one page; its version, and the token of the next page."""
+        """Add the items of one page; return its version, and the token of the next page."""
         page, seen = ListReader(self.scope.path), 0
         async with contextlib.aclosing(self._source.chunks(self.scope.path, params)) as chunks:
             async for chunk in chunks:

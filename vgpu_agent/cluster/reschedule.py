@@ -2,9 +2,10 @@
 an event for the owner, and an eviction where the operator asks for it.
 
 The plain kube-scheduler only counts, so it can send a pod to a node whose cards have room in sum
-and not on one of them. The kubelet would try again for ever. A container that `allocation` has
-refused for long enough gets an event, and after a longer time an eviction, which lets its
-controller create it again elsewhere. Evictions go through the API, so PodDisruptionBudgets hold.
+and not on one of them. The kubelet would try again for ever. If `allocation` has refused a
+container for long enough, its pod gets an event, and is evicted after a longer time, so that its
+controller can create it again elsewhere. Evictions go through the API, so PodDisruptionBudgets
+hold.
 
 Built and run by `agent`.
 """
@@ -92,8 +93,8 @@ class Reschedule:
         self.evictions = {"evicted": 0, "postponed": 0, "failed": 0}
 
     async def run(self, beat: Callable[[], None]) -> None:
-        """Poll until cancelled; send a heartbeat at least every ``look_seconds`` and before each
-        request.
+        """Do the due work until cancelled; send a heartbeat at least every ``look_seconds`` and
+        before each request.
         """
         self._beat = beat
         while True:
@@ -119,7 +120,7 @@ class Reschedule:
         return max(pause, _SHORTEST_WAIT_SECONDS)
 
     def _raise_event(self, refusal: Refusal) -> float:
-        """Raise the event if it is time; seconds until it is."""
+        """Raise the event if it is time; return the seconds until then."""
         key, now = (refusal.pod.uid, refusal.container), asyncio.get_running_loop().time()
         reason, reported_at = self._last_events.get(key, ("", 0.0))
         if refusal.reason == reason:
@@ -140,10 +141,9 @@ class Reschedule:
         return self._look_seconds
 
     async def _evict(self, refusal: Refusal) -> float:
-        """Evict the pod if it is time and may be; seconds until there is something to do."""
+        """Evict the pod if it is time and allowed; return the seconds until the next check."""
         pod, after = refusal.pod, self._binding.refused_evict_seconds
-        # The mirror of a static pod can be evicted as little as the file that the kubelet reads it
-        # from.
+        # To evict the mirror of a static pod ends nothing: the kubelet runs the pod from a file.
         if (
             after <= 0
             or MIRROR_POD in pod.annotations
@@ -197,7 +197,7 @@ class Reschedule:
                 error=str(err),
             )
         elif err.status not in {404, 409}:
-            # those: it is gone or another pod has its name, and the watch will show it
+            # 404 and 409: it is gone or another pod has its name, and the watch will show that
             self.evictions["failed"] += 1
             self._failure_log.failed("eviction", err, PERMISSION, pod=pod.full_name)
 
