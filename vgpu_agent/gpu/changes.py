@@ -1,8 +1,8 @@
-"""The differences between two inventories, for the journal: GPUs that came, went, fell ill or
-recovered, and their division.
+"""The differences between two inventories, for the journal: GPUs that came, went, became
+unhealthy or recovered, and their division into MIG instances.
 
-`watch` calls it once for each inventory that it publishes. Pure in what it compares. Every line is
-an event with a fixed name.
+`watch` calls it once for each inventory that it publishes. It looks at nothing but the two.
+Every line is an event with a fixed name.
 """
 
 from __future__ import annotations

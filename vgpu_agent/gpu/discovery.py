@@ -1,10 +1,10 @@
 """The choice between NVML and the only GPU of a Tegra processor (``gpu.discovery``).
 
-With ``auto`` the order is that of NVIDIA's plugin (nvidia §9): a Windows subsystem goes through
+With ``auto`` the order is that of NVIDIA's plugin (nvidia §9): the Windows Subsystem for Linux has
 NVML; a Tegra processor without NVML, or whose NVML lists integrated GPUs only, has the one GPU
-``tegra``; everything else goes through NVML. NVML is only called on a Tegra processor, so other
-nodes start without this check. Called by `composition` before the agent is built. The answer holds
-for as long as the process lives.
+``tegra``; everything else has NVML. To decide this, NVML is only called on a Tegra processor, so
+other nodes start without that call. Called by `composition` before the agent is built. The answer
+holds for as long as the process lives.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 _logger = log.get(__name__)
 
 _RELEASE = "etc/nv_tegra_release"  # of NVIDIA's Linux for Tegra, below the driver root
-_FAMILY = "devices/soc0/family"  # of every such kernel, below sysfs
+_FAMILY = "devices/soc0/family"  # of every kernel on a Tegra processor, below sysfs
 _FAMILY_BEGINS = "tegra"
 _FAMILY_LIMIT = 64  # characters
 _WSL_NODE = "dev/dxg"
@@ -49,7 +49,7 @@ class Discovery(msgspec.Struct, frozen=True):
     Attributes:
         integrated: the node's GPU is that of a Tegra processor; False: NVML lists the GPUs.
         reason: why; empty on a node without signs of a Tegra processor.
-        doubt: a sign against it, with the remedy; empty when there is none.
+        doubt: a sign that it is wrong, with the remedy; empty when there is none.
     """
 
     integrated: bool = False
@@ -149,7 +149,7 @@ def _sign_of_tegra(settings: GpuSettings, sysfs_root: str) -> str:
     Looks at the file system.
     """
     release, family = _places(settings, sysfs_root)
-    if os.path.isfile(release):  # Path.is_file would fail over a root that cannot be looked into
+    if os.path.isfile(release):  # Path.is_file raises where the root may not be read
         return f"there is {release}"
     try:
         with family.open(errors="replace") as file:

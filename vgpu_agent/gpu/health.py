@@ -9,9 +9,10 @@ not fail one pod after another.
 
 `Healths` has one machine for each GPU and one for each MIG instance beside it, and chooses those
 that an error, an answer or a hang concerns. A report about a whole GPU also counts for all its MIG
-instances. An error that names a MIG instance counts for that MIG instance alone (nvidia §10.7; the
-original marks one replica at random, or the wrong MIG instance, or none). An error that names an
-unknown MIG instance counts for the whole GPU, because an error that counts must not get lost.
+instances. An error that names a MIG instance counts for that MIG instance alone (nvidia §10.7;
+NVIDIA's plugin marks one replica at random, or the wrong MIG instance, or none). An error that
+names an unknown MIG instance counts for the whole GPU, because an error that counts must not get
+lost.
 
 Called by `watch`, on the event loop. Reads no clock but the one it is given.
 """
@@ -50,7 +51,7 @@ class RecoveryAction(enum.IntEnum):
     RECOVER_IMEX_DOMAIN = 5
     BUS_RESET = 6
     SYSTEM_REBOOT = 7
-    UNKNOWN = -1  # a newer driver's word
+    UNKNOWN = -1  # an action that only newer drivers have
 
     @classmethod
     def _missing_(cls, value: object) -> RecoveryAction:
@@ -59,8 +60,8 @@ class RecoveryAction(enum.IntEnum):
 
     @property
     def forbids_use(self) -> bool:
-        """No new work may start before it is done;
-        the others let running cards run on and only delay a recovery.
+        """True where no new work may start before the action is done; all other actions only delay
+        the recovery of an Unhealthy GPU.
         """
         return self in {
             self.GPU_RESET,
@@ -72,7 +73,7 @@ class RecoveryAction(enum.IntEnum):
 
     @property
     def words(self) -> str:
-        """``GPU reset``, for a reason."""
+        """The action in words, such as ``GPU reset``, for the reason of a health."""
         return {
             self.UNKNOWN: "recovery action that this agent does not know",
             self.DRAIN_P2P: "drain of peer-to-peer traffic",
@@ -82,7 +83,7 @@ class RecoveryAction(enum.IntEnum):
 
 
 class Probe(msgspec.Struct, frozen=True):
-    """The health of a GPU in one probe.
+    """The result of one probe of a GPU.
 
     Attributes:
         trouble: why it did not answer as a working GPU does; empty when it did.
@@ -119,7 +120,8 @@ class RecoveryPolicy(msgspec.Struct, frozen=True):
     """The rules by which an Unhealthy GPU comes back (settings ``gpu.recovery``).
 
     Attributes:
-        automatic: False for mode ``never``: only a restart of the agent forgives.
+        automatic: False for mode ``never``: the GPU comes back only by a
+            restart of the agent.
         quiet_seconds: how long the GPU must be without errors.
     """
 
@@ -132,7 +134,7 @@ class GpuHealth:
 
     ``now`` is monotonic seconds in every method; ``wall`` returns unix seconds for `Health.since`.
     Each method returns True when `health` became a different value. A restart of the agent begins
-    with a healthy GPU and lets the first probe judge.
+    with a healthy GPU, and its first probe decides.
     """
 
     def __init__(self, policy: RecoveryPolicy, *, wall: Callable[[], float]) -> None:
@@ -142,7 +144,7 @@ class GpuHealth:
         self._cause = ""
         self._last_probe = Probe()
         self._hung = False
-        self._heard_at = 0.0  # the last bad news
+        self._heard_at = 0.0  # the time of the last trouble
         self._recovered_at: float | None = None
         self._relapses = 0
 
@@ -153,15 +155,15 @@ class GpuHealth:
 
     @property
     def quiet_needed_seconds(self) -> float:
-        """Return how long it must be quiet this time."""
+        """The time that the GPU must be without trouble before this recovery."""
         longest = max(self.policy.quiet_seconds, MAX_QUIET_SECONDS)
         doublings = min(self._relapses, 64)  # far beyond any limit, and still a float
         return float(min(self.policy.quiet_seconds * 2.0**doublings, longest))
 
     @property
     def recovers_at(self) -> float | None:
-        """The earliest monotonic time at which a good probe would bring it back;
-        None when more than time is missing.
+        """The earliest monotonic time at which a good probe would bring the GPU back;
+        None where not only time is missing.
         """
         if (
             self._health.ok
@@ -174,7 +176,7 @@ class GpuHealth:
         return self._heard_at + self.quiet_needed_seconds
 
     def reported(self, reason: str, now: float) -> bool:
-        """An error event that counts: the GPU is Unhealthy from now on, for ``reason``."""
+        """Take note of an error event that counts: the GPU is Unhealthy now, for ``reason``."""
         return self._fail(reason, now)
 
     def hung(self, reason: str, now: float) -> bool:
@@ -185,7 +187,7 @@ class GpuHealth:
         return self._fail(reason, now)
 
     def answering(self, now: float) -> None:
-        """The call that hung has returned; from here the GPU must be quiet like
+        """Take note that the call that hung has returned; from now on the GPU must be quiet, as
         after any other trouble.
         """
         if self._hung:
@@ -193,7 +195,7 @@ class GpuHealth:
             self._heard_at = now
 
     def probed(self, probe: Probe, now: float) -> bool:
-        """The GPU was asked; only this can bring an Unhealthy GPU back."""
+        """Take note of a probe; only a probe can bring an Unhealthy GPU back."""
         self._last_probe = probe
         if probe.failure:
             return self._fail(probe.failure, now)
@@ -221,7 +223,7 @@ class GpuHealth:
         return True
 
     def _explain(self) -> bool:
-        """Bring the reason up to date; it holds no times,
+        """Bring the reason up to date; it contains no times,
         so that it changes only when something happens.
         """
         before = self._health
@@ -244,8 +246,8 @@ class Healths:
 
     State: in memory only. They outlive everything but the process: plugin servers, streams, the
     kubelet and the configuration may come and go. A MIG instance that vanishes while it is
-    Unhealthy is remembered until it would have recovered, so that it is not healthy for having been
-    away for a moment.
+    Unhealthy is remembered until it would have recovered, so that a short absence does not make it
+    healthy.
     """
 
     def __init__(self, policy: RecoveryPolicy, *, wall: Callable[[], float]) -> None:
@@ -270,13 +272,13 @@ class Healths:
     def probed(
         self, gpu: Gpu, probe: Probe, now: float, silent: Mapping[str, Probe] | None = None
     ) -> None:
-        """The GPU was asked how it is.
+        """Take note of a probe of the GPU.
 
         Args:
             gpu: with the MIG instances that it has now.
-            probe: its answer, which is its MIG instances' too.
+            probe: its result, which also counts for the MIG instances.
             now: monotonic seconds.
-            silent: what MIG instances answered that did worse than their GPU, by UUID.
+            silent: the probes of MIG instances with a worse result than their GPU, by UUID.
         """
         self._machine(gpu.uuid).probed(probe, now)
         machines = self._instances_of(gpu)
@@ -326,7 +328,7 @@ class Healths:
         return changed
 
     def answering(self, now: float) -> None:
-        """The call that hung has returned."""
+        """Take note that the call that hung has returned."""
         for machine in self._all():
             machine.answering(now)
 
@@ -345,7 +347,7 @@ class Healths:
         )
 
     def _instances_of(self, gpu: Gpu) -> dict[str, GpuHealth]:
-        """The machines of the GPU's MIG instances; those it has now and those that are
+        """Return the machines of the MIG instances that the GPU has now, and of those that are
         remembered.
         """
         machines = self._instances.setdefault(gpu.uuid, {})

@@ -5,8 +5,8 @@ A node starts with the GPUs that answer; one that does not is a line in ``failur
 more. The whole set is read again at every poll, since a hundred calls of a few microseconds are
 cheaper than a second kind of reading that could disagree with the first.
 
-Called by `session` inside the owner thread. `merge`, a pure function, merges a reading with the one
-before.
+Called by `session` in the thread that owns NVML. `merge`, a pure function, merges a reading with
+the inventory before.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class Card(msgspec.Struct, frozen=True):
     """A GPU that answered.
 
     Attributes:
-        gpu: the facts, with the MIG instances that reported all of theirs.
+        gpu: the facts, with the MIG instances that reported all of their facts.
         handle: for further calls.
         probe: its health.
         mig: how its instances were read.
@@ -77,8 +77,8 @@ class NumaNodes:
         self._troubles: dict[str, str] = {}
 
     def node(self, pci_bus_id: str) -> tuple[int | None, str]:
-        """Return the node of the card's slot, None when the kernel reports none,
-        and a warning when that is news.
+        """Return the NUMA node of the card at this PCI address, None when the kernel reports none;
+        and a warning where there is an error that is new.
         """
         path = self._directory / pci_bus_id / "numa_node"
         node, trouble = None, ""
@@ -115,7 +115,7 @@ def read(
         between: called before each GPU, since a reading can take long.
 
     Raises:
-        NvmlError: not even the number of GPUs can be had.
+        NvmlError: not even the number of GPUs can be read.
     """
     cards: list[Card] = []
     failures: list[str] = []
@@ -136,7 +136,7 @@ def merge(known: Sequence[Gpu], reading: Reading) -> tuple[Gpu, ...]:
     """The GPUs of the next inventory: those of the reading,
     and at their old places those that were known and did not answer.
 
-    How they are is not touched: a GPU keeps the health that it had, and a new one has none yet.
+    Their health is not updated: a GPU keeps the health that it had, and a new one has the default.
 
     Args:
         known: the GPUs of the inventory before.
@@ -258,8 +258,8 @@ def _explained(err: NvmlError) -> str:
 
 
 def _probe(nvml: Nvml, handle: Handle) -> Probe:
-    """Probe the card's health. The facts before came from the driver's memory.
-    The temperature has to come from the card.
+    """Probe the card's health. The driver has the facts before in its memory, but it has to ask the
+    card for the temperature.
 
     Raises:
         NvmlError: the card is lost; any other failure is the probe's result.

@@ -2,11 +2,11 @@
 
 The division of a GPU may change while it is read: then handles die between two calls, or a slot
 holds another instance than a call before. So a reading counts only when the layout after it is the
-one that was read. Otherwise it is made again. If the layout keeps changing, the caller keeps its
-knowledge and looks again soon. A change of layout never costs the GPU.
+one that was read. Otherwise it is made again. If the layout keeps changing, the caller keeps the
+previous one and reads again soon. A change of layout is never a fault of the GPU.
 
-Called by `inventory` for each GPU, and by `session` for the light look between two readings; inside
-the owner thread.
+Called by `inventory` for each GPU, and by `session` for the light look (`look`) between two
+readings; in the thread that owns NVML.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ _TRIES = 3
 # between two tries; a tool that divides a GPU takes longer, and the next look comes soon
 _PAUSE_SECONDS = 0.002
 
-# What a call about an instance answers that has just been destroyed.
+# The errors of a call about an instance that has just been destroyed.
 _GONE = frozenset({NOT_FOUND, INVALID_ARGUMENT})
 
-# The use of them by NVIDIA's container runtime is described in docs/operations.md, "MIG".
+# docs/operations.md, "MIG", describes what NVIDIA's container runtime does with the variable.
 PERMISSION_REMEDY = (
     "give it NVIDIA_MIG_MONITOR_DEVICES=all and the capability SYS_ADMIN (components/mig-monitor)"
 )
@@ -56,7 +56,7 @@ class Layout(msgspec.Struct, frozen=True):
         capable: the card supports MIG at all; one that does not never will.
         enabled: MIG mode is on now.
         slots: the instances there are.
-        unread: why not even those are known; empty when they are.
+        unread: why the slots are not known; empty when they are.
     """
 
     capable: bool = False
@@ -146,8 +146,8 @@ def profile_name(
     or what NVIDIA's formula makes of its size where the name has none.
 
     The gigabytes of the formula are the eighths of the GPU's memory that the slice takes, times the
-    GPU's memory in whole GiB (nvidia §3); a compute instance smaller than its GPU instance is put
-    in front.
+    GPU's memory in whole GiB (nvidia §3); a compute instance smaller than its GPU instance has its
+    own slices in front, as in ``1c.3g.20gb``.
     """
     _, found, profile = name.partition(" MIG ")
     if found and profile.strip():

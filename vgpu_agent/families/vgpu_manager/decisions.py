@@ -3,9 +3,9 @@ check it against the pod's request and this node.
 
 The claim is in ``pre-allocated``, by the container's name, so neither the order in which pods were
 bound nor ``predicate-time`` decides anything (vgpu-manager §12.3). The container in question is
-known from the kubelet's records. ``real-allocated`` is what was written after a start and gives
-nothing to a new one. Every user who may edit pods can write these annotations, so they never give
-more than the container's limits say. Called by `family`.
+known from the kubelet's records. ``real-allocated`` is written after a start and gives nothing to a
+later one. Every user who may edit pods can write these annotations, so they never give more than
+the container's limits say. Called by `family`.
 """
 
 from __future__ import annotations
@@ -35,10 +35,11 @@ _COPIED = f"{_REMEDY}, without this annotation in its template"
 
 
 def claimed_cards(question: Question, options: VgpuManagerOptions) -> ContainerClaim | None:
-    """Return a scheduler's claim for the container; None without one, so that the agent places it.
+    """Return a scheduler's claim for the container; None if there is none, and the agent places the
+    container.
 
-    A claim may name some of the pod's containers only: the agent itself writes them one by one, as
-    they start.
+    The annotation may name some of the pod's containers only: the agent itself adds them one by
+    one, as they start.
 
     Raises:
         RequestRefusedError: the claim is malformed, is not for this node, or names what was not
@@ -70,8 +71,8 @@ def claimed_cards(question: Question, options: VgpuManagerOptions) -> ContainerC
 
 
 def disagreement(claim: ContainerClaim, question: Question) -> str:
-    """Explain, as the end of a sentence, that a claim's indices are not those of its cards, which
-    count by UUID; empty when they are.
+    """Explain, as the end of a sentence, which indices of a claim are not those of the cards with
+    its UUIDs; empty when all are. The UUIDs count.
     """
     numbers = {gpu.uuid: number for number, gpu in question.inventory.numbered.items()}
     wrong = [

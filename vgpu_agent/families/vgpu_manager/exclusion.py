@@ -23,9 +23,9 @@ class Excluded(NamedTuple):
     """The GPUs that are kept from containers.
 
     Attributes:
-        uuids: theirs.
-        indices: those that are named by their NVML index.
-        problems: one sentence for each range without a member.
+        uuids: those that are named by UUID.
+        indices: those that are named by NVML index.
+        problems: one sentence for each range whose first index is above its last.
     """
 
     uuids: frozenset[str] = frozenset()

@@ -2,9 +2,9 @@
 coldzerofear/vgpu-manager offers them.
 
 Names, ids, annotations and environment are those of vgpu-manager §2 to §7, so a cluster can switch
-without touching a pod or its scheduler. The ids are only counted: what a container gets,
-vgpu-manager's extender writes into its pod, and under the plain kube-scheduler the agent itself
-places the container on its node.
+without touching a pod or its scheduler. The ids are only counted: vgpu-manager's extender writes
+into the pod what each container gets, and under the plain kube-scheduler the agent itself chooses
+the GPUs.
 
 This file is the interface for `allocation` and `agent`. Each part of the vocabulary has a file of
 its own: the offer (`offer`), a container's request (`requests`), the claims (`claims`,
@@ -73,8 +73,8 @@ class VgpuManagerFamily:
     # -- offers ------------------------------------------------------------------------------------
 
     def owns(self, resource: str) -> Ownership:
-        """Today's names and those of the default domain, which the kubelet's records may have from
-        before a change.
+        """Return CERTAIN for the names in the configured domain, and for those in the default
+        domain, which may be in the kubelet's records from before a change of the configuration.
         """
         names = {
             name
@@ -100,7 +100,7 @@ class VgpuManagerFamily:
         )
 
     def check(self, resource: Resource, ids: Sequence[str]) -> None:
-        """A number of k means k different GPUs, so more than the node has can never be had."""
+        """Refuse more ids than a container can have GPUs: each id must be of another GPU."""
         if resource.name != self._options.keys.number:
             return
         most = min(MAX_CARDS, len({entry.device for entry in resource.ids}))
@@ -126,7 +126,7 @@ class VgpuManagerFamily:
         memory = collections.Counter[str]()
         for container in pod.containers:
             count = container.limits.get(self._options.keys.number, 0)
-            if not 0 < count <= MAX_CARDS:  # also a bound: users may write any number there
+            if not 0 < count <= MAX_CARDS:  # users may write any number there
                 continue
             number = Resource(self._options.keys.number, FAMILY, ())
             asked = Question(number, pod, container.name, ("",) * count, pod.node, inventory, ())
@@ -141,7 +141,7 @@ class VgpuManagerFamily:
                 memory.update({card.uuid: card.memory_mib for card in claim.cards})
         offered = {gpu.uuid: memory_mib(gpu, self._options) for gpu in inventory.gpus}
         if any(booked > offered[uuid] for uuid, booked in memory.items()):
-            return {}  # together they are more than the card has, so the pod never starts whole
+            return {}  # more than a card has, so the containers can never all start
         return named
 
     def recall(self, question: Question) -> Decision | None:
@@ -162,8 +162,8 @@ class VgpuManagerFamily:
     # -- enforcement -------------------------------------------------------------------------------
 
     def provision(self, question: Question, shares: tuple[Share, ...]) -> Provision:
-        """Name the GPUs to the container by the list strategies; the isolation backend adds its
-        part (vgpu-manager §7.3, §7.4).
+        """Return the edits that give the container its GPUs, by the configured list strategies,
+        together with the additions of the isolation backend (vgpu-manager §7.3, §7.4).
 
         Raises:
             UnhealthyDeviceError: a GPU of the decision is gone.
@@ -223,7 +223,7 @@ class VgpuManagerFamily:
         return node_state.desired_node(view, self._options)
 
     def cleanup(self, now: float) -> DesiredNode:
-        """Return nothing that makes a scheduler send pods."""
+        """Return the Node without what makes a scheduler send pods, see `node_state`."""
         del now
         return node_state.cleanup(self._options)
 

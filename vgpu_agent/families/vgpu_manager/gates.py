@@ -2,7 +2,7 @@
 they had before v1.0.0 (vgpu-manager §1.7).
 
 The replaced programs have two registries, and each refuses the gates of the other. Here all are
-known: those of its device plugin count, the others are named as without effect.
+known: those of the device plugin count, the others are named as without effect.
 """
 
 from __future__ import annotations
@@ -84,9 +84,9 @@ class Gates(msgspec.Struct, frozen=True):
         tracks_virtual_memory: VirtualMemoryTracking.
         client_mode: DevicePluginClientMode.
         prefer_claimed: HonorPreAllocatedDeviceIDs.
-        problems: one sentence for each word that is no gate.
-        without_effect: one sentence for each gate of another program, and for each that its other
-            spelling beats.
+        problems: one sentence for each word that is no gate with a value.
+        without_effect: one sentence for each gate of another program, and for each gate that is
+            overridden by a later word with its other name.
     """
 
     offer_cores: bool = False

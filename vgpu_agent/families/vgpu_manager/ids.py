@@ -40,7 +40,7 @@ class PackedIds(msgspec.Struct, frozen=True):
         return binascii.b2a_base64(varint, newline=False).rstrip(b"=").translate(_TO_URL).decode()
 
     def number(self, text: str) -> int | None:
-        """See `IdCodec`. The same number in another form is another text, so it is none of ours."""
+        """See `IdCodec`. Any other text that decodes to the same number is not one of our ids."""
         if not 0 < len(text) <= _LONGEST or not text.isascii():
             return None
         padded = text.encode().translate(_FROM_URL) + b"=" * (-len(text) % 4)

@@ -31,7 +31,7 @@ class Keys(msgspec.Struct, frozen=True):
 
     @property
     def number(self) -> str:
-        """Cards, one id a slot; the only resource that decides anything."""
+        """Slots of cards: one for each container that may share a card. Only its ids are booked."""
         return self._key("vgpu-number")
 
     @property
@@ -67,19 +67,19 @@ class Keys(msgspec.Struct, frozen=True):
 
     @property
     def node_heartbeat(self) -> str:
-        """Deprecated: only taken away."""
+        """Deprecated: the agent only removes it."""
         return self._key("node-device-heartbeat")
 
     @property
     def node_gpu_domain(self) -> str:
-        """The rail of each GPU, by UUID; the operator's."""
+        """The network rail of each GPU, by UUID; written by the operator."""
         return self._key("node-gpu-domain")
 
     # -- what users write on pods, and operators on Nodes (vgpu-manager §4.1) ----------------------
 
     @property
     def compute_policy(self) -> str:
-        """``fixed``, ``balance`` or ``none``; the pod's beats the Node's."""
+        """``fixed``, ``balance`` or ``none``; the pod's annotation overrides the Node's."""
         return self._key("vgpu-compute-policy")
 
     @property
@@ -131,7 +131,9 @@ class Keys(msgspec.Struct, frozen=True):
 
     @property
     def predicate_time(self) -> str:
-        """Unix nanoseconds of that, or `FINISHED` once the pod has its shares or has failed."""
+        """The time when the extender chose the node, in unix nanoseconds; or `FINISHED` once the
+        pod has its shares or has failed.
+        """
         return self._key("predicate-time")
 
     @property

@@ -34,7 +34,7 @@ _ALLOCATED = ("node", "device_idx", "device_uuid", "parent_uuid", *_HOLDER)
 
 
 def _metric(name: str, labels: tuple[str, ...], text: str, rows: _Rows) -> FamilyMetric:
-    """Make a gauge, with the label that all of them have."""
+    """Make a gauge, with the label ``service`` that all of them have."""
 
     def labelled(readings: Readings) -> Iterator[_Row]:
         for values, value in rows(readings):
@@ -127,7 +127,7 @@ def _held(readings: Readings) -> Iterator[_Held]:
 
 
 def _scaled(readings: Readings, mib: float) -> float:
-    """Return the memory that so much memory of cards is offered as, in bytes."""
+    """Return, in bytes, the memory that is offered for ``mib`` of the cards' own memory."""
     return int(_memory_scaling(readings) * mib) << 20
 
 
@@ -136,9 +136,7 @@ def _memory_scaling(readings: Readings) -> float:
 
 
 def _physical_bytes(readings: Readings, mib: int) -> float:
-    """Return the part of a card's own memory behind so much of the memory that it is offered with,
-    in bytes.
-    """
+    """Return, in bytes, the card's own memory behind ``mib`` of the memory that is offered."""
     return float(int(mib / max(1.0, _memory_scaling(readings)) * (1 << 20)))
 
 
@@ -216,7 +214,7 @@ def _container(value: Callable[[Readings, Share], float | None]) -> _Rows:
 def _container_using(
     value: Callable[[Readings, Share, ControlledUse | None], float | None],
 ) -> _Rows:
-    """Make the same of what the container uses."""
+    """Make the same from a function that also gets what the container uses."""
 
     def rows(readings: Readings) -> Iterator[_Row]:
         uses = {(one.namespace, one.pod, one.container): one for one in readings.controlled}

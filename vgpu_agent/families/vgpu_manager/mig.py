@@ -30,18 +30,18 @@ class VgpuManagerMigFamily(MigInstancesFamily):
     name = MIG_FAMILY
 
     def __init__(self, options: VgpuManagerOptions, lists: ListOptions) -> None:
-        """Make it.
+        """Make the family.
 
         Args:
-            options: those of the family; its strategy is `SINGLE` or `MIXED`.
+            options: those of vgpu-manager.
             lists: how containers get devices that ids name.
         """
         super().__init__(lists)
         self._options = options
 
     def owns(self, resource: str) -> Ownership:
-        """Today's names and those of the default domain, which the kubelet's records may have from
-        before a change.
+        """Return CERTAIN for the names in the configured domain, and for those in the default
+        domain, which may be in the kubelet's records from before a change of the configuration.
         """
         prefixes = (self._options.keys.mig(""), Keys().mig(""))
         return Ownership.CERTAIN if resource.startswith(prefixes) else Ownership.NONE
@@ -51,7 +51,7 @@ class VgpuManagerMigFamily(MigInstancesFamily):
         return self._options.keys.mig(instance.profile)
 
     def divided_gpus(self, inventory: Inventory) -> list[Gpu]:
-        """All of them."""
+        """Return all GPUs in MIG mode."""
         return [gpu for gpu in inventory.gpus if gpu.mig_enabled]
 
     def withheld(self, gpu: Gpu, inventory: Inventory) -> str:
@@ -59,7 +59,7 @@ class VgpuManagerMigFamily(MigInstancesFamily):
         return why_excluded(gpu, inventory, self._options)
 
     def refusals(self, inventory: Inventory) -> dict[str, str]:
-        """With `SINGLE` all GPUs are divided, and alike."""
+        """Refuse the strategy `SINGLE` on a node whose GPUs are not all divided alike."""
         if self._options.mig_strategy != SINGLE or not inventory.gpus:
             return {}
         whole = [f"GPU {gpu.index} ({gpu.uuid})" for gpu in inventory.gpus if not gpu.mig_enabled]

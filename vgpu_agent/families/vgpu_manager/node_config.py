@@ -42,15 +42,16 @@ _MAX_NOTES = 20
 _LONGEST_PATTERN = 1024
 _PATTERN_MEMORY_BYTES = 1024 * 1024
 
-# Without any of these a name is its own pattern.
+# A name with these characters only matches nothing but itself.
 _PLAIN_NAME = re.compile(r"[A-Za-z0-9-]+\Z")
-# Strings, comments and tabs of JSON. An end of the text ends a string or comment, so that no part
-# of the text is read twice.
+# Strings, comments and tabs of JSON. The end of the text also ends a string or comment, so that no
+# part of the text is read twice.
 _JSON_PARTS = re.compile(
     r"""(?P<string>"(?:[^"\\]|\\.)*(?:"|\\?\Z))|//[^\n]*|/\*.*?(?:\*/|\Z)|\t""", re.DOTALL
 )
 
-# A star where shells have one: behind nothing that a regular expression could repeat on purpose.
+# A star as in a shell pattern: not behind a character that a regular expression would have
+# repeated on purpose.
 _SHELL_STAR = re.compile(r"(?<![+.*)\]\\}?])\*")
 _ANY_CHARACTERS = "; write .* for any characters"
 
@@ -141,7 +142,7 @@ class NodeConfig(msgspec.Struct, frozen=True):
         return tuple(f"{self.entry}.{problem}" for problem in problems)
 
     def _lacks_specs(self, plugin: Plugin) -> bool:
-        """Tell whether it wants CDI names, for which nothing makes specs."""
+        """Tell whether the entry wants CDI names although no CDI specs are made."""
         wanted = self.plugin.get("device_list_strategy", ())
         return _names_cdi(wanted) and not _names_cdi(plugin.device_list_strategy)
 
@@ -330,8 +331,8 @@ class _Reader:
         return matches
 
     def _note_glob(self, path: str, line: int, pattern: str) -> None:
-        """Note a pattern that matches this node by the rules of shells only: the replaced plugin
-        passes over such an entry without a word, too.
+        """Note a pattern that matches this node only if it is read as a shell pattern: the replaced
+        plugin skips such an entry silently.
         """
         meant = _SHELL_STAR.sub(".*", pattern)
         if meant != pattern and _matches(meant, self._node)[0]:
@@ -374,8 +375,9 @@ class _Reader:
     def _members(
         self, members: Mapping[str, yaml.Node], path: str, known: Sequence[str], *, counts: bool
     ) -> dict[str, yaml.Node]:
-        """Return the members with keys that are ``known``, in that spelling: the replaced plugin
-        does not look at upper and lower case. Where this part ``counts``, the others are noted.
+        """Return the members whose keys are ``known``, under the known spelling: the replaced
+        plugin ignores the case of keys. Other keys are noted if this part of the file ``counts``
+        for the node.
         """
         folded = {key.lower(): key for key in known}
         found: dict[str, yaml.Node] = {}
@@ -405,10 +407,10 @@ class _Reader:
 
 
 def _matches(pattern: str, node: str) -> tuple[bool, str]:
-    """Tell whether the whole name matches, and what is wrong with the pattern; empty for nothing.
+    """Tell whether the whole name matches, and what is wrong with the pattern, if anything.
 
-    RE2 is what the replaced plugin's language has, and takes linear time: Python's own expressions
-    could let a typing error hang the agent.
+    RE2 is the syntax of the replaced plugin, and takes linear time. With Python's own expressions,
+    a typing error could hang the agent.
     """
     # Takes 10 ms and 3 MiB, and few files need it.
     import re2  # noqa: PLC0415
@@ -425,7 +427,7 @@ def _matches(pattern: str, node: str) -> tuple[bool, str]:
 
 
 def _without_configs(members: Mapping[str, yaml.Node]) -> str:
-    """Say that the list is missing, and what was probably meant to be it."""
+    """Say that the list is missing, and which key was probably meant."""
     text = "expected a list of entries with a nodeName, and it is missing"
     if any(key.lower() == _NAME.lower() for key in members):
         return f"{text}; write this entry as an item of a list"

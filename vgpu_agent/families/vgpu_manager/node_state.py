@@ -2,7 +2,7 @@
 labels with the driver's versions, and no resource that is not offered any more (vgpu-manager §3,
 §2.2).
 
-The texts are byte for byte those of the replaced plugin, so a node that changes over looks the
+The texts are byte for byte those of the replaced plugin, so a node that is switched over looks the
 same. All are expressed as desired state; `cluster` writes the difference, and nothing while nothing
 changes. Called by `family`.
 """
@@ -35,18 +35,18 @@ if TYPE_CHECKING:
     from vgpu_agent.model import Gpu, Inventory, Link
 
 LONGEST_TEXT_BYTES = 96 * 1024
-"""The longest of the texts about GPUs. A Node's annotations may have 256 KiB together, and two of
-the texts grow with the GPUs.
+"""The longest annotation about the GPUs; a longer one is not written. A Node's annotations may have
+256 KiB together, and two of them grow with the GPUs.
 """
 
 # NVML's levels of the common ancestor of two GPUs → link types of vgpu-manager §3.
 _PCI_LINKS = {0: 6, 10: 5, 20: 4, 30: 3, 40: 2, 50: 1}
 _NVLINKS_BASE = 6  # one NVLink is type 7
-_MAX_NVLINKS = 18  # more are published as that many
+_MAX_NVLINKS = 18  # more are published as 18
 
 _LABEL_VALUE = re.compile(r"[A-Za-z0-9]([-A-Za-z0-9_.]{0,61}[A-Za-z0-9])?")
 _CUDA_VERSION = re.compile(r"(\d{1,4})\.(\d{1,4})")
-# As Go writes texts into JSON.
+# The characters that Go escapes in JSON.
 _GO_ESCAPES = str.maketrans(
     {character: f"\\u{ord(character):04x}" for character in "<>&\u2028\u2029"}
 )
@@ -56,8 +56,9 @@ def desired_node(view: NodeView, options: VgpuManagerOptions) -> DesiredNode:
     """Return the annotations and labels of a node with these GPUs, and what must not be there.
 
     A GPU that cannot be given to a new container of this family now is announced as unhealthy: one
-    that is ill, excluded, beyond the library's reach, or that serves another family. Schedulers
-    skip unhealthy GPUs and go on counting their pods; nothing else in the text keeps pods away.
+    that is unhealthy, excluded, beyond the library's reach, or that serves another family.
+    Schedulers skip unhealthy GPUs and still count the pods on them; nothing else in the text keeps
+    pods away.
     """
     inventory, keys = view.inventory, options.keys
     if not inventory.version:
@@ -71,7 +72,7 @@ def desired_node(view: NodeView, options: VgpuManagerOptions) -> DesiredNode:
     def is_healthy(gpu: Gpu) -> bool:
         if gpu.uuid in never:
             return False
-        # Nothing of a divided GPU is offered by slots, and schedulers know it by another field.
+        # A divided GPU has no slots, and schedulers recognise it by the field `mig`.
         return gpu.present and gpu.health.ok if gpu.mig_enabled else free.get(gpu.uuid, False)
 
     healthy = {gpu.uuid: is_healthy(gpu) for gpu in inventory.gpus}
@@ -90,10 +91,12 @@ def desired_node(view: NodeView, options: VgpuManagerOptions) -> DesiredNode:
 
 def _stale(view: NodeView, options: VgpuManagerOptions) -> dict[str, None]:
     """Return the resources that the Node must not have, because the kubelet would keep them for
-    ever (vgpu-manager §2.2): quotas whose gate is off, and kinds of MIG instances that are gone.
+    ever (vgpu-manager §2.2): lists for quotas whose gate is off, and MIG profiles without an
+    instance.
 
-    Other plugins may have instances by the same names, so of those only what is at 0 goes. Slots
-    stay at 0: the kubelet starts a pod without asking for a resource that its Node does not have.
+    Other plugins may offer instances by the same names, so those names are removed only where they
+    are at 0. ``vgpu-number`` stays, at 0: where a Node lacks a resource, the kubelet starts pods
+    without it.
     """
     keys, node = options.keys, view.node
     offered = view.offered | offered_names(view.inventory, options)
@@ -133,8 +136,8 @@ def register_text(
 ) -> str:
     """Return the node's GPUs, one entry for each number from 0 on.
 
-    A gap in the numbers ends vgpu-manager's extender (vgpu-manager §3). So a GPU that is lost keeps
-    its entry, and one that has never answered has one without anything that could be granted.
+    A gap in the numbers crashes vgpu-manager's extender (vgpu-manager §3). So a GPU that is lost
+    keeps its entry, and one that has never answered has one without anything that could be granted.
     """
     numbered = inventory.numbered
     return _json(
@@ -175,7 +178,7 @@ def _silent_entry(number: int, options: VgpuManagerOptions) -> dict[str, Any]:
     return {
         "id": number,
         "type": "unknown",
-        # No card has it, and schedulers keep the cards by UUID.
+        # A UUID that no card has: schedulers identify the cards by it.
         "uuid": f"GPU-00000000-0000-0000-0000-{number:012x}",
         "core": cores_percent(options),
         "memory": 0,

@@ -1,5 +1,5 @@
-"""The offer of a node in the words of `vgpu-manager`: cards by slots, and for quotas their compute
-and memory (vgpu-manager §2.1, §2.2).
+"""The offer of a node in the words of `vgpu-manager`: slots of cards, one for each container that
+may share a card; and, for quotas, the cards' compute and memory (vgpu-manager §2.1, §2.2).
 
 Only ``vgpu-number`` is booked and answered. Compute and memory are lists of ids that schedulers and
 quotas count. Called by `family` with each inventory.
@@ -37,7 +37,7 @@ def shared_gpus(inventory: Inventory, options: VgpuManagerOptions) -> tuple[Gpu,
     """Return the GPUs that ``vgpu-number`` offers slots of, by number.
 
     Excluded ones are among them: they are advertised as unhealthy and not hidden (vgpu-manager
-    §2.1). With the strategy `SINGLE` all GPUs are divided, and there are none.
+    §2.1). The strategy `SINGLE` is for nodes whose GPUs are all divided, so there are none.
     """
     if options.mig_strategy == SINGLE:
         return ()
@@ -59,7 +59,7 @@ def withheld(inventory: Inventory, options: VgpuManagerOptions) -> dict[str, str
 
 
 def why_excluded(gpu: Gpu, inventory: Inventory, options: VgpuManagerOptions) -> str:
-    """Tell that the operator has excluded the GPU; empty when not."""
+    """Explain why no container gets the GPU if the operator has excluded it; empty when not."""
     numbers = (number for number, each in inventory.numbered.items() if each.uuid == gpu.uuid)
     return next((_why_excluded(number, gpu, options) for number in numbers), "")
 

@@ -36,7 +36,7 @@ class VgpuManagerOptions(msgspec.Struct, frozen=True):
             (AllocationFailureReschedule).
         sm_watcher: the agent samples the use of compute for all containers
             (SharedSMUtilizationWatcher).
-        tracks_virtual_memory: containers keep a ledger of spilled memory (VirtualMemoryTracking).
+        tracks_virtual_memory: containers keep account of spilled memory (VirtualMemoryTracking).
         mig_strategy: ``none``, ``single`` or ``mixed``.
         open_kernel_modules: the node runs NVIDIA's open kernel modules.
         lists: how containers get their devices.

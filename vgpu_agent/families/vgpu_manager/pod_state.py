@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from vgpu_agent.pods import Pod
 
 FINISHED = "9223372036854775807"
-"""The time of a pod that waits for nothing any more."""
+"""The ``predicate-time`` of a pod whose allocation has ended, well or not."""
 
 ALLOCATING, SUCCEED, FAILED = "allocating", "succeed", "failed"
 
@@ -51,7 +51,7 @@ def desired_pod(
 
     Args:
         pod: as the API server has it.
-        grants: by container, decided ones of this family only.
+        grants: those of this family whose shares are decided, by container.
         keys: the names.
         indices: UUID → the card's index on the node.
         failed: the pod will never start here.
@@ -95,7 +95,7 @@ def _served(
     if given.keys() - claimed.keys():
         annotations[keys.pre_allocated] = write_claims(whole[name] for name in order)
         annotations[keys.predicate_node] = pod.node
-    # A user may have written it, so it counts for nothing but what a scheduler has claimed.
+    # A user may have written it, so only claims that ``pre-allocated`` has, too, count.
     written = _readable(pod.annotations.get(keys.real_allocated, ""))
     real = {name: claim for name, claim in written.items() if claimed.get(name) == claim}
     last = max(place for place, each in enumerate(asking) if each.name in given)
@@ -103,7 +103,7 @@ def _served(
         each.name: claimed[each.name]
         for each in asking[:last]
         if each.kind is ContainerKind.INIT and each.name in claimed and each.name not in real
-    }  # it must have ended, so nothing else is left of it
+    }  # they ended before a container that has started, so they have no grant any more
     real |= given
     annotations[keys.real_allocated] = write_claims(real[name] for name in order if name in real)
     complete = all(each.name in real for each in asking)
@@ -131,7 +131,7 @@ def _claim(name: str, grant: Grant, indices: Mapping[str, int]) -> ContainerClai
 
 
 def _readable(text: str) -> Mapping[str, ContainerClaim]:
-    """The claims in an annotation; none where a user has made something else of it."""
+    """The claims in an annotation; none where it is malformed."""
     try:
         return by_container(parse_claims(text))
     except ClaimsTextError:

@@ -1,10 +1,10 @@
 """The request of a container in vgpu-manager's words: its limits, read once and checked
 (vgpu-manager §5.3).
 
-Called by `decisions` to hold a scheduler's claim against what the pod really asked, and by `family`
-to place a container that no scheduler has placed. Two defaults surprise: cores without memory take
-all of the card's memory, and memory without cores is not limited in compute. Schedulers count by
-them, so they stay.
+Called by `decisions` to compare a scheduler's claim with what the pod really asks for, and by
+`family` to place a container that no scheduler has placed. Two defaults surprise: cores without
+memory take all of the card's memory, and memory without cores is not limited in compute. Schedulers
+count with them, so they stay.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from vgpu_agent.families.vgpu_manager.keys import Keys
     from vgpu_agent.pods import Pod, PodContainer
 
-# What a container sets itself, as literal values (vgpu-manager §4.1).
+# Variables that a container sets itself, as literal values (vgpu-manager §4.1).
 OVERSOLD, DISABLED = "CUDA_MEM_OVERSOLD", DISABLED_BY
 
 _MAX_MIB = 2**40  # more than any card has
@@ -65,8 +65,8 @@ def sets(container: PodContainer | None, variable: str) -> bool:
 
 
 def compute_policy(pod: Pod, node_annotations: Mapping[str, str], keys: Keys) -> ComputePolicy:
-    """Return how the compute of the pod's containers is limited: the pod's word beats the Node's,
-    and a word that means nothing counts as none (vgpu-manager §4.1).
+    """Return how the compute of the pod's containers is limited: the pod's annotation overrides
+    the Node's, and an unknown word counts as no annotation (vgpu-manager §4.1).
     """
     for texts in (pod.annotations, node_annotations):
         with contextlib.suppress(ValueError):
@@ -84,8 +84,8 @@ def read_request(pod: Pod, container: PodContainer, keys: Keys, factor: int) -> 
         factor: MiB in one unit of memory.
 
     Raises:
-        RequestRefusedError: a limit is no whole number, or outside what can be meant; the text
-            names pod, container, key and value.
+        RequestRefusedError: a limit is no whole number, or out of range; the text names pod,
+            container, key and value.
     """
 
     def limit(name: str, *, most: int, expected: str) -> int:

@@ -195,10 +195,11 @@ class VgpuManager(msgspec.Struct, frozen=True, rename="camel", forbid_unknown_fi
 
 
 def static_mig_strategy(settings: Settings, vgpu: VgpuManager) -> tuple[str, str]:
-    """Return how existing MIG instances are offered, and why not as requested; empty where it is.
+    """Return the strategy for existing MIG instances, and why it is not the requested one; empty
+    where it is.
 
     Where another family offers the same instances by the same names and ids, they are left to it,
-    and nobody misses anything.
+    and that is no problem to report.
 
     Args:
         settings: of the other families.
@@ -287,18 +288,20 @@ _UNIT_SECONDS = {None: 1.0, "ms": 0.001, "s": 1.0, "m": 60.0, "h": 3600.0}
 
 
 def _address_of(port: str) -> str | None:
-    """The address on which all of the node's addresses have this port."""
+    """The address that listens on this port of all the node's addresses; None if it is no port."""
     return f":{port}" if port.isascii() and port.isdecimal() and 0 < int(port[:6]) < 65536 else None
 
 
 def _seconds_of(duration: str) -> str | None:
-    """A time as Go writes it, or in seconds, as the seconds that our key has."""
+    """The seconds in a duration as Go writes it, or in a plain number of them; None for others."""
     found = _GO_DURATION.match(duration)
     return f"{float(found['number']) * _UNIT_SECONDS[found['unit']]:.9f}" if found else None
 
 
 def _own(key: str, flag: str, metavar: str, text: str) -> Option:
-    """An option of the section. The replaced plugin has flags only, so the variables are ours."""
+    """An option of the section. The replaced plugin has flags only, so the variables are the
+    agent's own.
+    """
     name = flag.removeprefix("--").replace("-", "_").upper()
     return Option(f"{SECTION}.{key}", flag, f"VGPU_AGENT_{name}", metavar, text)
 
@@ -332,7 +335,7 @@ SETTINGS = FamilySettings(
         _own("nodeConfigFile", "--node-config-path", "FILE", "vgpu-manager's node configuration"),
         _own("openKernelModules", "--open-kernel-modules", "BOOL", "the driver's open modules"),
         Option("vgpuControl.hostDirectory", "", "HOST_MANAGER_DIR"),
-        # the monitor's
+        # those of vgpu-manager's monitor
         Option(
             f"{SECTION}.exporter.address",
             "--server-bind-port",
@@ -366,7 +369,7 @@ SETTINGS = FamilySettings(
         ForeignFlag("--cgroup-driver", _FOUND),
         ForeignFlag("--pprof-bind-port", "debugListen serves /debug", "0"),
         ForeignFlag("--enable-dra-monitor", "the agent gives nothing out through DRA", "false"),
-        # the monitor's
+        # those of vgpu-manager's monitor
         ForeignFlag(
             "--enable-tls",
             "a certificate is served where one is given, and plain HTTP where none is "

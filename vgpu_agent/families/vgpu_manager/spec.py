@@ -61,7 +61,8 @@ def _build(settings: Settings, facts: NodeFacts) -> BuiltFamily:
     problems = [*config.problems, *config.notes]
     problems += [f"{given.node_config_file}: {problem}" for problem in config.ruled_out(plugin)]
     problems += [f"{SECTION}.migStrategy: {elsewhere}"] if elsewhere else []
-    # A grant's own spec needs no NVIDIA runtime, and an entry that names one must not change that.
+    # A grant's own spec needs no NVIDIA runtime, and a list strategy in the node configuration must
+    # not change that.
     own_specs = settings.cdi.inline and facts.late
     lists = facts.pod_lists if own_specs else config.lists(facts.pod_lists, plugin)
     options = VgpuManagerOptions.from_settings(settings, vgpu, lists=lists)
@@ -136,8 +137,8 @@ def _node_config_path(settings: Settings) -> str:
 
 
 def _device_modes(settings: Settings) -> tuple[str, ...]:
-    """The kinds of devices that a node configuration may ask for; nobody knows before it is read,
-    and a CDI spec that is not used does no harm.
+    """All device modes where there is a node configuration: those that it asks for are not known
+    before it is read, and a CDI spec that is not used does no harm.
     """
     return DEVICE_MODES if settings.section(VgpuManager).node_config_file else ()
 

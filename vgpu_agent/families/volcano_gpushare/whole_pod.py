@@ -36,8 +36,8 @@ def parse_indices(text: str) -> list[int] | None:
 def first_units(pod: Pod, resource: str) -> dict[str, int]:
     """Map each container to the place of its first unit among the pod's.
 
-    Sidecars and main containers come one after the other. Init containers come after the sidecars
-    before them, on places that the main ones take over.
+    Sidecars and main containers come one after the other. The places of an init container begin
+    after those of the sidecars before it; main containers get the same places later.
     """
     places, running = {}, 0
     for container in pod.containers:
@@ -64,7 +64,7 @@ def first_with_room(rooms: Sequence[DeviceRoom], memory_mib: int) -> DeviceRoom:
         memory_mib: what the pod needs, all its containers together.
 
     Raises:
-        CapacityError: no device has; the text names what each of them has.
+        CapacityError: no device has that much; the text names what each of them has.
     """
     for room in rooms:
         if not room.trouble and not room.exclusive and room.memory_free_mib >= memory_mib:

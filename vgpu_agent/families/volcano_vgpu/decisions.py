@@ -57,7 +57,7 @@ def decided_shares(question: Question, offer: Offer) -> tuple[Share, ...] | None
 
 def decided_segment(question: Question, offer: Offer) -> Segment | None:
     """Return a scheduler's decision for the container, in its order;
-    None without one, so that the agent places the container.
+    None if there is none, and the agent places the container.
 
     An init container has no segment (volcano-vgpu D14); it works on the GPUs that a scheduler has
     decided for the containers after it. Where the agent has placed those and written that down, it
@@ -65,7 +65,7 @@ def decided_segment(question: Question, offer: Offer) -> Segment | None:
     keeps its GPUs beside theirs, so it is placed by the agent.
 
     Raises:
-        RequestRefusedError: the decision is malformed, is not for this node, or claims what was not
+        RequestRefusedError: the decision is malformed, is not for this node, or names what was not
             asked for or does not exist.
     """
     pod, container = question.pod, requesting_container(question)
@@ -127,7 +127,7 @@ def decided_gpus(pod: Pod, inventory: Inventory, offer: Offer) -> dict[str, tupl
     units = collections.Counter[str]()
     for container in offer.names.counted(pod):
         count = container.limits.get(offer.names.number, 0)
-        if not 0 < count <= len(offer.units):  # also a bound: users may write any number there
+        if not 0 < count <= len(offer.units):  # users may write any number there
             continue
         number = Resource(offer.names.number, FAMILY, ())
         asked = Question(number, pod, container.name, ("",) * count, pod.node, inventory, ())
@@ -140,7 +140,7 @@ def decided_gpus(pod: Pod, inventory: Inventory, offer: Offer) -> dict[str, tupl
             for assigned in segment:
                 units[assigned.gpu] += assigned.memory_units
     if any(count > offer.units[gpu] for gpu, count in units.items()):
-        return {}  # together they are more than the GPU has, so the pod would never start whole
+        return {}  # more than a GPU has, so the containers can never all start
     return decided
 
 
@@ -195,8 +195,8 @@ def _require_agreement(pod: Pod, place: int, count: int) -> None:
 
 
 def _require_sense(question: Question, segment: Sequence[Assigned], offer: Offer) -> None:
-    """Require, regardless of the request, that each GPU exists, is named once,
-    and has that much.
+    """Require, regardless of the request, that each GPU exists, is named once, and has that much
+    memory.
     """
     pod, text = question.pod, question.pod.annotations[IDS]
     for assigned in segment:
@@ -247,7 +247,7 @@ def _require_sense(question: Question, segment: Sequence[Assigned], offer: Offer
 def _require_modesty(
     pod: Pod, container: str, assigned: Assigned, request: ContainerRequest, offer: Offer
 ) -> None:
-    """The decision gives no more than the limits ask for."""
+    """Require that the decision gives no more than the limits ask for."""
     most = request.most_units_on(offer.units[assigned.gpu])
     if assigned.memory_units > most or not 0 <= assigned.cores_percent <= request.cores_percent:
         problem = (

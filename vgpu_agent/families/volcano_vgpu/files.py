@@ -61,8 +61,8 @@ _NODE_KEYS = {
     "operatingmode": "operating_mode",
     "migstrategy": "mig_strategy",
 }
-# Keys that the replaced plugin ignores, too → their default there. A key with its default, or with
-# no value, is not reported.
+# Keys that the replaced plugin ignores as well → their default there. A key with its default, or
+# with no value, is not reported.
 _WITHOUT_EFFECT: dict[str, Any] = {
     "overwriteEnv": False,
     "defaultMemory": 0,

@@ -2,7 +2,8 @@
 into which groups of MIG instances a GPU of a model may be divided.
 
 Scheduler and agent read the same text, and an annotation names an instance by its position in it
-(volcano-vgpu §4.3, §5.1). So it is taken whole or not at all: half of it would be another one.
+(volcano-vgpu §4.3, §5.1). So it is taken whole or not at all: in a part of it, a position would be
+another instance.
 Called by `files`; the family `volcano-vgpu` works with the result.
 """
 
@@ -21,8 +22,7 @@ if TYPE_CHECKING:
 
     Problem = Callable[[str, str], None]
 
-# What follows the bracket in ``GPU-…[group-position]``; the characters that annotations are split
-# at would tear it apart.
+# The group in ``GPU-…[group-position]``, without the characters at which annotations are split.
 _GROUP = re.compile(r"[^-\[\],;:\s]{1,63}\Z")
 _PROFILE = re.compile(r"([0-9]+c\.)?[0-9]+g\.[0-9]+gb(\+[a-z0-9.]+)*\Z", re.ASCII)
 _MAX_INSTANCES = 8  # of one GPU, by NVML

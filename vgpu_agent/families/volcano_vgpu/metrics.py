@@ -32,7 +32,7 @@ def _memory_used(usage: GpuUsage) -> float | None:
 
 def _since_last_kernel(usage: ContainerUsage, now: float) -> float | None:
     """Seconds since the container launched a kernel;
-    the clocks of a container and ours are the same one.
+    a container and the agent have the same clock.
     """
     return max(0.0, now - usage.last_kernel_at) if usage.last_kernel_at else None
 

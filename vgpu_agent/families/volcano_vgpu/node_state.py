@@ -29,7 +29,7 @@ _SEPARATORS = re.compile(r"[,:\s]+")
 
 def card_type(gpu: Gpu) -> str:
     """The type of a card as pods select it: ``NVIDIA-NVIDIA A10``;
-    a product name must not break the annotation.
+    without the separators of the annotation that a product name may have.
     """
     return TYPE_PREFIX + _SEPARATORS.sub(" ", gpu.name).strip()
 
@@ -45,7 +45,7 @@ def register_text(
     """The register annotation: one entry for each GPU, in the order of ``gpus``, which is the order
     in which schedulers count (volcano-vgpu §2.1).
 
-    Every entry has the same ``mode``, of which schedulers read the last.
+    Every entry has the same ``mode``, and schedulers read that of the last one.
 
     A GPU that must not be given away is announced with count 0: schedulers read the health and
     ignore it, while a count of 0 keeps new pods off and the accounting of the old ones right

@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 HANDSHAKE_SECONDS = 15.0
 _SETTINGS = "volcanoVgpu"
 
-# The replaced plugin asks for all that there may be.
+# All device modes, as in the replaced plugin.
 ALL_MODES = ListOptions(enabled=DEVICE_MODES)
 
 
@@ -147,8 +147,8 @@ class VolcanoVgpuOptions(msgspec.Struct, frozen=True):
 def visible_gpus(
     inventory: Inventory, hidden_uuids: frozenset[str], hidden_indices: frozenset[int]
 ) -> tuple[Gpu, ...]:
-    """Those that the node configuration does not hide;
-    a number stays with its GPU when one before it is lost.
+    """Return the GPUs that the node configuration does not hide; a GPU keeps its number when one
+    before it is lost.
     """
     return tuple(
         gpu
@@ -161,8 +161,8 @@ def shared_gpus(inventory: Inventory, options: VolcanoVgpuOptions) -> tuple[Gpu,
     """Return the GPUs that are offered, by minor number,
     which is how schedulers count them (volcano-vgpu §2.1).
 
-    Those in MIG mode cannot run anything as a whole, so they are left out like hidden ones. Where
-    instances are granted, GPUs without known geometries are left out.
+    Hidden ones are left out. So are GPUs in MIG mode, which cannot run anything as a whole, or,
+    where the shares are MIG instances, GPUs without known geometries.
     """
     offered = (
         gpu

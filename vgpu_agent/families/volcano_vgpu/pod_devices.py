@@ -21,9 +21,9 @@ if TYPE_CHECKING:
 
 SEGMENT_END = ";"
 _DEVICE_END = ":"
-_TYPE = "NVIDIA"  # what was asked for, not what the card is
+_TYPE = "NVIDIA"  # the type in the request, not the product name of the card
 
-# As many as no pod has; the API server takes 256 KiB of annotations.
+# More than any pod has; the API server accepts 256 KiB of annotations.
 _MAX_DEVICES = 4096
 _INTEGER = re.compile(r"-?[0-9]{1,18}\Z", re.ASCII)
 _SHOWN = 80
@@ -89,7 +89,7 @@ def _assigned(piece: str) -> Assigned:
         raise DevicesTextError(
             f"{_shown(piece)} has {len(fields)} fields, expected <UUID>,NVIDIA,<memory>,<cores>"
         )
-    uuid, kind, memory, cores = fields[:4]  # further fields are for schedulers of later days
+    uuid, kind, memory, cores = fields[:4]  # later schedulers may add fields
     if not uuid or not uuid.isprintable() or " " in uuid:
         raise DevicesTextError(f"{_shown(piece)} does not begin with the UUID of a GPU")
     if kind != _TYPE:

@@ -25,7 +25,7 @@ PHASE = "volcano.sh/bind-phase"
 TIME = "volcano.sh/vgpu-time"
 SUCCESS = "success"
 FAILED = "failed"
-NEVER = str(2**64 - 1)  # the time of a pod that waits for nothing any more
+NEVER = str(2**64 - 1)  # the ``vgpu-time`` of a pod whose allocation has ended
 
 
 def desired_annotations(
@@ -41,7 +41,7 @@ def desired_annotations(
 
     Args:
         pod: as the API server has it.
-        grants: by container, decided ones of this family only.
+        grants: those of this family whose shares are decided, by container.
         names: of the resources.
         factor: MiB in one unit of memory.
         failed: the pod will never start here.

@@ -1,9 +1,9 @@
 """The request of a container in Volcano's words: its limits, read once and checked.
 
-Called by `decisions` to hold a scheduler's decision against what the pod really asked, and by
-`family` to place a pod that no scheduler has decided. Which containers ask, and how several amounts
-count, is volcano-vgpu §8; the defects there (``3Gi`` that turns negative, percentages that
-become 0) are refused instead of passed on.
+Called by `decisions` to compare a scheduler's decision with what the pod really asks for, and by
+`family` to place a pod without such a decision. volcano-vgpu §8 defines which containers ask, and
+which of several amounts counts. What schedulers get wrong there (``3Gi`` turns negative, a
+percentage becomes 0) is refused instead of passed on.
 """
 
 from __future__ import annotations
@@ -53,10 +53,10 @@ class ContainerRequest(msgspec.Struct, frozen=True):
     """The request of a container on each of its GPUs.
 
     Attributes:
-        memory_units: a number of units; None where a percentage or the whole GPU is asked.
+        memory_units: a number of units; None where a percentage or the whole GPU is asked for.
         memory_percent: 1…100 of a GPU's memory where no number of units counts; 100 when the
             container says nothing.
-        cores_percent: 0 for no claim.
+        cores_percent: of a GPU's compute; 0 where none is asked for.
     """
 
     memory_units: int | None
@@ -96,8 +96,8 @@ def read_request(pod: Pod, container: PodContainer, names: Names) -> ContainerRe
     (volcano-vgpu §8).
 
     Raises:
-        RequestRefusedError: a limit is no whole number, or outside what can be meant; the text
-            names pod, container, key and value.
+        RequestRefusedError: a limit is no whole number, or out of range; the text names pod,
+            container, key and value.
     """
 
     def limit(name: str, *, most: int, unit: str) -> int:

@@ -207,8 +207,8 @@ class VolcanoVgpu(msgspec.Struct, frozen=True, rename="camel", forbid_unknown_fi
 
 
 def static_mig_strategy(settings: Settings, vgpu: VolcanoVgpu) -> tuple[str, str]:
-    """Return how Volcano's names offer existing MIG instances, and why not as requested;
-    empty where it is.
+    """Return the strategy for existing MIG instances under Volcano's names, and why it is not the
+    requested one; empty where it is.
 
     Args:
         settings: of the other families.

@@ -63,7 +63,7 @@ class _Files(msgspec.Struct, frozen=True):
 
     Attributes:
         settings: the result.
-        device_config: what the ConfigMap came to; None without one.
+        device_config: the values of the ConfigMap; None without one.
         node_config: the same of the node configuration.
         origins: attribute → the file that has set it.
         problems: the faults of the files.

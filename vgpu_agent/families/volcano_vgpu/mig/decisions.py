@@ -1,11 +1,11 @@
 """Choose the MIG instances of a container:
-a scheduler's, another one of the same size, or those that the agent finds.
+those that a scheduler has chosen, others of the same size, or those that the agent finds.
 
 Two pods of one scheduling round can be given the same instance, because the scheduler counts
 instances only after it has seen the pods bound (volcano-vgpu D15). So an annotation names the size
-and the GPU, and the ledger's grants decide which instance. The decision names a GPU that must be
-divided first. It is free then, and `allocation` has it divided before it asks again. Called by
-`family`.
+and the GPU, and the ledger's grants decide which instance. A GPU that must be divided first is
+named in the decision, instead of shares. No container has a part of it then, and `allocation` has
+it divided before it asks again. Called by `family`.
 """
 
 from __future__ import annotations
@@ -64,8 +64,8 @@ def followed(
         factor: MiB in one unit of memory.
 
     Raises:
-        RequestRefusedError: it names a group or a position that does not exist, or an instance that
-            is smaller than what was asked.
+        RequestRefusedError: the segment names a group or a position that does not exist, or an
+            instance that is smaller than what was asked for.
         CapacityError: no instance of that size is free there, or the GPU is divided otherwise and
             has a holder.
     """
@@ -131,8 +131,8 @@ def placed(
     """Choose free instances, of as many GPUs as the container has ids, where the agent decides.
 
     The rules of fit are the scheduler's (volcano-vgpu §4.3): the smallest instance that is large
-    enough, and no other group on a GPU that has a holder. GPUs that have such an instance already
-    come before those that would have to be divided again, and within each the lowest rank comes
+    enough, and a GPU that has a holder keeps its group. GPUs that have such an instance already
+    come before those that would have to be divided again, and within both the lowest rank comes
     first. A GPU that another family has or waits for comes last.
 
     Args:
@@ -142,7 +142,8 @@ def placed(
         known: the geometries.
 
     Raises:
-        CapacityError: too few GPUs have one; the text explains why not.
+        CapacityError: too few GPUs have such an instance, or can be divided for it; the text
+            explains why not.
     """
     ready: dict[str, MigInstance] = {}
     divisible: dict[str, MigLayout] = {}

@@ -7,8 +7,8 @@ instance, so there is no library and no ``CUDA_…`` variable. The replaced plug
 copied: no instance is given twice (volcano-vgpu D15), a whole GPU is never granted (volcano-vgpu
 D16), and a failure here affects one pod only.
 
-Chosen by `agent` instead of `VolcanoVgpuFamily` where the node is in that mode; `decisions`
-decides.
+Chosen by `volcano_vgpu.spec` instead of `VolcanoVgpuFamily` where the node is in that mode.
+`decisions` chooses the instances.
 """
 
 from __future__ import annotations
@@ -54,12 +54,12 @@ if TYPE_CHECKING:
 
 
 class MigIsolation:
-    """The backend `mig`: the hardware limits, so that nothing has to be put in force."""
+    """The isolation backend `mig`: the hardware enforces the limits, so it adds nothing."""
 
     name = "mig"
 
     def provision(self, target: object) -> Provision:
-        """Nothing."""
+        """Return no additions."""
         del target
         return Provision()
 
@@ -145,11 +145,11 @@ class VolcanoVgpuMigFamily(VolcanoVgpuFamily):
     # -- state in the cluster ----------------------------------------------------------------------
 
     def desired_pod(self, pod: Pod, grants: Mapping[str, Grant], *, failed: bool) -> DesiredPod:
-        """The state machine's annotations (volcano-vgpu G5),
-        with the instances that the containers really have.
+        """Return the annotations for the state of the allocation (volcano-vgpu G5), with the
+        instances that the containers really have.
 
-        A scheduler counts instances by these annotations. With one that is not held left in them,
-        it would give the other one away again.
+        A scheduler counts instances by these annotations. If they named an instance that the
+        container does not hold, it would give the one that it holds to another container.
         """
         ours = {
             container: grant
@@ -169,8 +169,8 @@ class VolcanoVgpuMigFamily(VolcanoVgpuFamily):
         return DesiredPod(annotations)
 
     def desired_node(self, view: NodeView) -> DesiredNode:
-        """Return the same as in the other mode.
-        A GPU that a container still has as a whole is announced as full.
+        """Return the same as in the other mode. A GPU of which a container still has a share as a
+        whole GPU is announced as full.
         """
         name = self._options.names.number
         rooms = tuple(
@@ -189,8 +189,8 @@ class VolcanoVgpuMigFamily(VolcanoVgpuFamily):
         )
 
     def _segment(self, pod: Pod, container: PodContainer, grant: Grant, standing: str) -> str:
-        """Return the present segment with the place of each held instance.
-        What is unknown stays.
+        """Return the present segment with the place of each held instance; the segment as it is if
+        one of these places is not known.
         """
         try:
             (before,) = parse_pod_devices(standing)

@@ -87,7 +87,7 @@ def is_divided_as(gpu: Gpu, group: MigGroup) -> bool:
 
 
 def group_in_force(gpu: Gpu, groups: Iterable[MigGroup]) -> MigGroup | None:
-    """The first group as which the GPU is divided now; None for any other division and for none."""
+    """The first group that has exactly the GPU's present instances; None if no group has."""
     return next((group for group in groups if is_divided_as(gpu, group)), None)
 
 
@@ -106,8 +106,8 @@ def instances_by_slot(gpu: Gpu, group: MigGroup) -> Mapping[Slot, MigInstance]:
 def holder_of(gpu: Gpu, taken: Mapping[str, Grant]) -> str:
     """Name the holders of the GPU or of its present instances; empty when there is none.
 
-    A holder of an instance that is gone cannot use it: the driver refuses to destroy one that is in
-    use.
+    Holders of instances that are gone do not count. They cannot be using them, because the driver
+    refuses to destroy an instance that is in use.
 
     Args:
         gpu: as it is divided now.

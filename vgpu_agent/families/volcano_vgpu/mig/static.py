@@ -66,7 +66,7 @@ class VolcanoStaticMigFamily(MigInstancesFamily):
         return f"{self._options.prefix}/mig-{instance.profile.replace('+', '.')}"
 
     def divided_gpus(self, inventory: Inventory) -> list[Gpu]:
-        """Those that the node configuration does not hide."""
+        """Return the GPUs in MIG mode that the node configuration does not hide."""
         options = self._options
         return [
             gpu
@@ -75,7 +75,7 @@ class VolcanoStaticMigFamily(MigInstancesFamily):
         ]
 
     def refusals(self, inventory: Inventory) -> dict[str, str]:
-        """Instances of several sizes under the one name of `SINGLE`."""
+        """Refuse instances of several profiles under the one name of `SINGLE`."""
         profiles = sorted({instance.profile for _, instance in self.offered(inventory)})
         if self._options.strategy != SINGLE or len(profiles) < 2:
             return {}
