@@ -81,12 +81,13 @@ class PluginStatus(msgspec.Struct):
     # why the kubelet's list of allocatable devices lacks ids that we sent; empty while none is
     # missing
     not_listed: str = ""
-    # a text about ids of this resource that the kubelet has from another plugin; empty without
+    # a text about ids of this resource that the kubelet has from another plugin; empty if it has
+    # none
     rival: str = ""
 
     @property
     def list_fault(self) -> str:
-        """The fault in the kubelet's list of this resource's ids; empty when nothing is."""
+        """The fault in the kubelet's list of this resource's ids; empty when there is none."""
         return "; ".join(filter(None, (self.not_listed, self.rival)))
 
     @property
@@ -121,7 +122,7 @@ class NvmlStatus(msgspec.Struct):
     state: NvmlState = NvmlState.STARTING
     call: str = ""  # while HUNG, the oldest call without an answer
     gpu: str = ""  # the UUID of that call's GPU, for a call about one GPU
-    since: float = 0.0
+    since: float = 0.0  # when that call began
     calls: int = 0
     errors: int = 0
     hangs: int = 0
@@ -202,7 +203,7 @@ class FamilyStatus(msgspec.Struct):
     by_pod: bool = False  # its pods decide on the devices, so each grant must be bound to a pod
     offered: bool = True
     trouble: str = ""  # why it is not offered
-    idle: bool = False  # that is no fault: this node has no device for it
+    idle: bool = False  # it is not offered because this node has no device for it; no fault
 
 
 class BindingStatus(msgspec.Struct):
@@ -333,7 +334,8 @@ class ClusterStatus(msgspec.Struct):
     watches: tuple[WatchStatus, ...] = ()
     writers: tuple[WriterStatus, ...] = ()
     evictions: dict[str, int] = msgspec.field(default_factory=dict)  # by outcome
-    rescued: dict[str, int] = msgspec.field(default_factory=dict)  # the same of failed pods
+    # failed pods: how many were evicted, recreated or left alone
+    rescued: dict[str, int] = msgspec.field(default_factory=dict)
     config_map: str = ""  # namespace/name of the ConfigMap that was read
     # what the previous agent read from the API server; in use until the API server answers
     remembered: dict[str, Any] = msgspec.field(default_factory=dict)

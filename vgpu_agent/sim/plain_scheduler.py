@@ -1,9 +1,9 @@
-"""A stand-in for the plain kube-scheduler, which only counts:
-a pod goes to the first node on which the numbers suffice.
+"""A stand-in for the plain kube-scheduler: it binds a pod to the first node that has enough free
+resources.
 
-Used by the simulated cluster for pods of another scheduler than Volcano's. It writes nothing about
-devices, so the agent has to place such a pod on its node. It works on the object store itself, so
-its work does not show among the API server's requests.
+Used by the simulated cluster for pods whose ``schedulerName`` is ``default-scheduler``. It writes
+nothing about devices, so the agent has to choose the devices of such a pod. It changes the object
+store directly, without requests to the simulated API server.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
-"""Putting simulated GPUs below this process's NVML:
-after `preload`, ``pynvml.nvmlInit()`` finds the simulated driver.
+"""Simulated GPUs for pynvml in this process: after `preload`, ``pynvml.nvmlInit()`` finds the
+simulated driver.
 
 Called by the composition root for ``--simulate DIR`` and by tests, before pynvml is first
 initialised. The library is loaded by its path; the loader then resolves pynvml's own
-``libnvidia-ml.so.1`` to it, because an object with that soname is there already.
+``libnvidia-ml.so.1`` to it, because a library with that soname is loaded already.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ STATE_VARIABLE: Final = "VGPU_AGENT_SIM_STATE"
 def preload(directory: Path) -> None:
     """Make this process see the GPUs of the simulated node in ``directory``.
 
-    May be called again for another node when NVML is shut down: the library looks for its file at
-    each first nvmlInit.
+    May be called again for another node when NVML is shut down: the library looks for its state
+    file at the next nvmlInit.
 
     Raises:
         SimulationError: no usable node is there, the library cannot be built, or another NVML is

@@ -1,12 +1,12 @@
-"""Files that pass for HAMi's libvgpu.so and for vgpu-manager's libvgpu-control.so as far as the
-agent looks at them, where the real ones are not to be had.
+"""Files that the agent accepts as HAMi's libvgpu.so and as vgpu-manager's libvgpu-control.so, for
+machines without the real libraries.
 
 The demo and component tests deliver them as an operator would deliver the real ones. Each is a
-shared object for this machine that exports the functions of the library, and has in it what the
-library is recognised by: of HAMi-core the size of the shared region, in the code as a compiler
-leaves it there, and the variable with the region's path; of the other its magic numbers and a
-variable. It limits nothing: each function is one trap instruction, so a program that loads it and
-calls one ends.
+shared object for this machine that exports the main functions of the library, and contains the
+marks by which the agent recognises it: for HAMi-core the size of the region, as a number in an
+instruction, and the name of the variable with the region's path; for the other its magic numbers
+and the name of a variable. It limits nothing: all functions are the same trap instruction, so a
+program that calls one of them ends.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ FUNCTIONS = (
     "nvmlDeviceGetMemoryInfo",
 )
 
-# The same of libvgpu-control.so, its magic numbers, and the variable by which it is recognised
+# The same for libvgpu-control.so, its magic numbers, and the variable by which it is recognised
 # (vgpu-manager §7.6, §7.7, §8.1).
 CONTROL_FUNCTIONS = (*FUNCTIONS, "cuMemCreate")
 CONTROL_MAGICS = (0x56474346, 0x564D4E44, 0x534D4E44)
@@ -75,7 +75,7 @@ def deliver_stand_in_control_library(host_directory: Path) -> Path:
 
 
 def control_library(*, machine: int | None = None) -> bytes:
-    """The content of that library, for the given machine; by default for this one."""
+    """The content of ``libvgpu-control.so`` for the given machine; by default for this one."""
     return shared_object(
         CONTROL_FUNCTIONS,
         code=b"".join(region_code(magic, machine).ljust(8, b"\x90") for magic in CONTROL_MAGICS),
@@ -85,8 +85,8 @@ def control_library(*, machine: int | None = None) -> bytes:
 
 
 def region_code(size: int, machine: int | None = None) -> bytes:
-    """The instructions with which a compiler loads the number ``size`` on that machine;
-    by default on this one.
+    """The instructions with which a compiler loads the number ``size`` on the given machine; by
+    default on this one.
     """
     if (machine or here()) == AARCH64:
         low, high = size & 0xFFFF, size >> 16
@@ -96,7 +96,7 @@ def region_code(size: int, machine: int | None = None) -> bytes:
 
 
 def here() -> int:
-    """This machine, as ELF numbers it; 0 when it is neither of the two."""
+    """The number of this machine in ELF; 0 when it is neither x86-64 nor AArch64."""
     return _MACHINES.get(platform.machine(), 0)
 
 
@@ -112,9 +112,9 @@ def shared_object(
 
     Args:
         exports: functions that it defines.
-        imports: functions that it names and expects of others.
-        code: lies among the instructions, which are mapped executable.
-        strings: lies among its constants.
+        imports: functions that it names and expects of other libraries.
+        code: instructions that stand before those of the functions, in the executable part.
+        strings: bytes in its constant data.
         machine: e_machine; by default this machine's.
     """
     machine = here() if machine is None else machine
@@ -129,7 +129,7 @@ def shared_object(
         )
         names += name.encode() + b"\0"
     number = len(symbols) // 24
-    # each symbol names the next one
+    # the hash table has one bucket, in which each symbol refers to the next one
     chain = (0, *((place + 1) % number for place in range(1, number)))
     table = struct.pack(f"<{3 + number}I", 1, number, min(1, number - 1), *chain)  # one bucket
     tables, places, at = b"", list[int](), end_of_code + -end_of_code % 8

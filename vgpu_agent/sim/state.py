@@ -1,9 +1,9 @@
-"""A simulated node: a directory whose state file is the GPUs
-that every simulated driver on the machine shows.
+"""A simulated node: a directory with a state file, which describes the GPUs that the simulated
+driver shows to each process.
 
-Tests, the demo and ``vgpu-agent sim`` create and change one; agents see each change at their next
-NVML call. Numbers of GPUs are those at creation (the minor numbers); NVML's index moves when a
-lower GPU is unplugged, these do not.
+Tests, the demo and ``vgpu-agent sim`` create and change such nodes; agents see each change at their
+next NVML call. A GPU keeps the number that it has at creation (its minor number), while its NVML
+index changes when a GPU with a lower number is unplugged.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
     from pathlib import Path
 
-# With what its methods take, so that a caller needs this module only.
+# With the types and names that its methods take, so that a caller needs this module only.
 __all__ = [
     "RECOVERY_ACTIONS",
     "STATE_FILE",
@@ -43,7 +43,7 @@ __all__ = [
 STATE_FILE: Final = "state"
 XID_EVENT: Final = 0x8  # nvmlEventTypeXidCriticalError
 
-# NVML_GPU_RECOVERY_ACTION_*; "unsupported" is a driver that does not know the field
+# NVML_GPU_RECOVERY_ACTION_*; "unsupported" stands for a driver that does not know the field
 RECOVERY_ACTIONS: Final = {
     "none": 0,
     "reset": 1,
@@ -54,7 +54,7 @@ RECOVERY_ACTIONS: Final = {
 }
 _MIB: Final = 1 << 20
 _FUNCTION = re.compile(r"nvml\w+")
-_LONGEST = 63  # struct sim_fault has 64 bytes for it
+_LONGEST = 63  # characters of a function's name: struct sim_fault has 64 bytes for it
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -76,9 +76,9 @@ class GpuDescription:
 class SimulatedNode:
     """The simulated GPUs in one directory.
 
-    State: the mapped file; other processes change it too. Authors serialise themselves by a lock on
-    a file beside it (a lock on the file itself would tread on the live processes' locks). A crash
-    between two writes can leave one half-made change, never more.
+    State: the mapped file; other processes change it too. Writers take turns by a lock on a file
+    beside it (locks on the state file itself mark the slots of live processes). A crash between two
+    writes can leave one half-made change, never more.
     """
 
     def __init__(self, directory: Path, memory: mmap.mmap) -> None:
@@ -254,8 +254,8 @@ class SimulatedNode:
         )
 
     def _is_running(self, gpu: int, slot: int) -> bool:
-        """Tell whether a slot's process exists:
-        a fixed one always, a live one as long as a process holds its lock.
+        """Tell whether a slot's process exists: one of `add_process` always, one of `start_process`
+        as long as a process holds the slot's lock.
         """
         kind = self.state.gpus[gpu].processes[slot].kind
         if kind != layout.Process.LIVE:
@@ -264,7 +264,7 @@ class SimulatedNode:
 
     @contextlib.contextmanager
     def writing(self) -> Iterator[None]:
-        """Hold the lock that authors take for a change of several fields.
+        """Hold the lock that writers take for a change of several fields.
 
         Raises:
             SimulationError: the lock's file cannot be made.
@@ -384,8 +384,8 @@ class SimulatedNode:
         """Make NVML calls fail or be slow.
 
         Args:
-            function: an NVML name, meant with all its versions (``nvmlDeviceGetHandleByIndex``), or
-                a prefix and ``*``.
+            function: the name of an NVML function (``nvmlDeviceGetHandleByIndex``), which stands
+                for all its versions, or a prefix and ``*``.
             gpu: only for calls about this GPU.
             code: nvmlReturn_t to answer with; without it the call is only slow.
             times: how often, -1 for ever.
@@ -423,8 +423,8 @@ class SimulatedNode:
     def set_mig(
         self, gpu: int | str, profiles: Sequence[str], *, uuids: Sequence[str] | None = None
     ) -> None:
-        """Cut the GPU into instances of these profiles (``3g.40gb``, ``1c.3g.40gb``);
-        none switches MIG mode off.
+        """Divide the GPU into instances of these profiles (``3g.40gb``, ``1c.3g.40gb``); an empty
+        sequence switches MIG mode off.
 
         Raises:
             SimulationError: unknown profile, or they do not fit; nothing is changed then.
@@ -433,13 +433,14 @@ class SimulatedNode:
             planned = layout.Node.from_buffer_copy(self.state)
             number = self.gpu_number(gpu)
             mig.cut(planned.gpus[number], profiles, uuids)
-            # as with a driver: when an instance shows, its device nodes exist
+            # as with a real driver, the device nodes of an instance exist before it is visible
             trees.write(self.directory, planned, tidy=False)
             mig.copy(planned.gpus[number], self.state.gpus[number])
             trees.write(self.directory, self.state)
 
     def utilisation(self, gpu: int | str, percent: int | None) -> None:
-        """Fix the GPU's utilisation, memory at half of it; None: as much as its processes use.
+        """Set the GPU's utilisation to a fixed value, and that of its memory to half of it; with
+        None, both follow from its processes.
 
         Raises:
             SimulationError: not 0 to 100.
@@ -478,7 +479,7 @@ class SimulatedNode:
         The caller ends and reaps it.
 
         Raises:
-            SimulationError: it could not take a slot; the message is its own.
+            SimulationError: the process could not take a slot; the message has its output.
         """
         command = [
             sys.executable,
@@ -509,10 +510,11 @@ def _check_function(function: str) -> None:
     """Check that NVML has a function of this name, exactly, without its version, or with the prefix
     before a ``*``.
 
-    A fault of a function that is never called would look like an agent that copes with it.
+    A fault of a function that does not exist has no effect, which would look as if the agent could
+    cope with it.
 
     Raises:
-        SimulationError: names it.
+        SimulationError: there is none; the message has the name.
     """
     prefix = function.removesuffix("*")
     known = _known_functions()

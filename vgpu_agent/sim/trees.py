@@ -26,8 +26,8 @@ if TYPE_CHECKING:
 _CONTROL_NODES: Final = ("nvidiactl", "nvidia-uvm", "nvidia-uvm-tools", "nvidia-modeset")
 _NULL_DEVICE: Final = os.makedev(1, 3)
 
-# The driver numbers capabilities on its own: two for the machine, then for each GPU 15 GPU
-# instances with up to 8 compute instances.
+# The driver numbers the capabilities in a fixed order: two for the machine, then for each GPU 15
+# GPU instances with up to 8 compute instances each.
 _GPU_INSTANCES: Final = 15
 _COMPUTE_INSTANCES: Final = 8
 _FIRST_CAPABILITY: Final = 3
@@ -39,7 +39,7 @@ def write(directory: Path, node: Node, *, tidy: bool = True) -> None:
     Args:
         directory: of the simulated node.
         node: the desired content of the files.
-        tidy: remove files of no MIG instance of ``node``; False adds only.
+        tidy: remove the files of MIG instances that ``node`` does not have; False only adds files.
 
     Raises:
         SimulationError: a file cannot be written.
@@ -161,9 +161,7 @@ def _write_text(path: Path, text: str) -> None:
 
 
 def _remove_others(root: Path, wanted: set[Path]) -> None:
-    """Remove the files below ``root`` that are not wanted,
-    and the directories that hold nothing then.
-    """
+    """Remove the files below ``root`` that are not wanted, and directories that are then empty."""
     for directory, _, files in os.walk(root, topdown=False):
         folder = Path(directory)
         for path in {folder / name for name in files} - wanted:
@@ -173,8 +171,8 @@ def _remove_others(root: Path, wanted: set[Path]) -> None:
 
 
 def _write_device(path: Path) -> None:
-    """A character device where that is allowed, so that a container really gets one (it is
-    /dev/null); else an empty file.
+    """Make a character device (with the numbers of /dev/null) where that is allowed, so that a
+    container really gets a device; else an empty file.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     if path.exists():

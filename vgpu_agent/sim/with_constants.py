@@ -1,10 +1,10 @@
-"""A Python module as a program of its own, with other values for constants of the package.
+"""A launcher that runs a Python module with other values for constants of the package.
 
 usage: python -m vgpu_agent.sim.with_constants CONSTANTS MODULE [ARGUMENT]...
 
-CONSTANTS is a JSON object such as ``{"vgpu_agent.kubelet.server:RETRY_MIN_SECONDS": 0.05}``. So a
-test or the demo sees in a second what a node sees in minutes, in the agent's real process; the
-shipped code knows nothing of it.
+CONSTANTS is a JSON object such as ``{"vgpu_agent.kubelet.server:RETRY_MIN_SECONDS": 0.05}``. So in
+a test or the demo the agent's real process does in a second what takes minutes on a node. No
+shipped module uses this one.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ def set_constants(constants: Mapping[str, float | str]) -> None:
     """Set constants, named ``module:NAME``, in this process.
 
     Raises:
-        SimulationError: a module has no number, or no text, of that name.
+        SimulationError: there is no such module, or it has no number, or no text, of that name.
     """
     for name, value in constants.items():
         module_name, _, constant = name.partition(":")

@@ -1,5 +1,5 @@
-"""Listen addresses: the meaning of ``:9394``,
-``127.0.0.1:9395`` and ``[::1]:9395`` for a server and for a client.
+"""Listen addresses: the meaning of ``:9394``, ``127.0.0.1:9395`` and ``[::1]:9395`` for a server
+and for a client.
 
 Called by `web.server`, which binds them, and by ``vgpu-agent status``, which connects to one.
 Imports no HTTP library, so that the command line stays quick to start.
@@ -14,14 +14,12 @@ from typing import NamedTuple
 
 from vgpu_agent.errors import ListenError
 
-_WILDCARDS = ("", "0.0.0.0", "::")  # noqa: S104 - compared with, never bound from here
+_WILDCARDS = ("", "0.0.0.0", "::")  # noqa: S104 - only compared with, never bound
 _BACKLOG = 128
 
 
 class Address(NamedTuple):
-    """Host and port; the host is empty for every interface,
-    and an IPv6 address comes without brackets.
-    """
+    """Host and port; the host is empty for every interface, and an IPv6 address has no brackets."""
 
     host: str
     port: int

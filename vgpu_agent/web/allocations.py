@@ -1,5 +1,5 @@
-"""``/debug/allocations``: every grant with its evidence, unclaimed reservations,
-and refused starts.
+"""``/debug/allocations``: every grant with its evidence, reservations that the kubelet's records
+do not confirm yet, and refused starts.
 
 Used by `debug`, and by `explain`, which puts the same into sentences.
 """
@@ -33,10 +33,10 @@ class AllocationView(views.GrantView, frozen=True):
     """A grant and the evidence for its owner.
 
     Attributes:
-        token: links Allocate to the last annotation in the log, and names the CDI device; empty
-            where the ids are enough.
-        decided_for: null until a pod has decided. An early guess may differ from the owner, which
-            comes from the kubelet.
+        token: stands in all log lines about the grant, and names its CDI device; empty where the
+            ids name the devices.
+        decided_for: null until the shares were decided for a container. With early binding that is
+            a guess, and may differ from the owner, which comes from the kubelet.
         evidence: how the owner was identified and what decided, one sentence each.
     """
 
@@ -48,7 +48,7 @@ class AllocationView(views.GrantView, frozen=True):
 def answer(status: AgentStatus, now: float, pod: str | None) -> dict[str, Any]:
     """Show everything, or the part about the pod ``namespace/name``.
 
-    Unclaimed reservations are shown for every pod, because each of them may be its own.
+    Unconfirmed reservations are shown for every pod, because each of them may be for that pod.
     """
     known = Limits(status)
     found = {

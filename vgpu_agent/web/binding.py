@@ -1,5 +1,5 @@
-"""The JSON shapes of how grants are bound:
-families, late or early and why, and the containers that may not start.
+"""The JSON shapes for the binding of grants: the families, the mode (late or early) with its
+reason, and the containers that may not start.
 
 Used by `views` for the page, and by `debug`. Fields may be added; they are never renamed.
 """
@@ -18,9 +18,9 @@ if TYPE_CHECKING:
 
 
 class FamilyView(msgspec.Struct, frozen=True):
-    """A family that is switched on; ``decided_by`` is ``ids`` or ``pod``,
-    ``trouble`` gives the reason why it is not offered. ``idle``: that is no fault, because the node
-    has no device for it.
+    """A family that is switched on; ``decided_by`` is ``ids`` or ``pod``, and ``trouble`` gives the
+    reason why it is not offered. ``idle``: it is not offered because the node has no device for it,
+    which is no fault.
     """
 
     family: str
@@ -31,8 +31,8 @@ class FamilyView(msgspec.Struct, frozen=True):
 
 
 class BindingView(msgspec.Struct, frozen=True):
-    """The binding of this node's grants: ``mode`` is ``late``, ``early``,
-    or empty while it is not known.
+    """The binding of this node's grants: ``mode`` is ``late``, ``early``, or empty while it is not
+    known. ``by_annotation``: the CDI name of a grant reaches the runtime as an annotation.
     """
 
     mode: str = ""
@@ -94,7 +94,7 @@ def binding_view(status: BindingStatus, now: float) -> BindingView:
 
 
 def mode_word(status: BindingStatus) -> str:
-    """``late``, ``early``, or nothing while it is not known."""
+    """``late``, ``early``, or empty while it is not known."""
     if status.mode is None:
         return ""
     return "late" if status.mode.late else "early"

@@ -1,9 +1,9 @@
 """The formats of the annotations and labels that vgpu-manager's scheduler extender reads and writes
 on nodes and pods, for the simulated extender.
 
-Used by `ledger` and `extender`. The agent's family `vgpu-manager` has its own code for the same
-formats. They share none of it, so a format that one of them misreads makes a test fail. Source of
-every format: vgpu-manager §3 and §4.
+Used by `ledger` and `extender`. The agent's family `vgpu-manager` has other code for the same
+formats, so a format that one of the two misreads makes a test fail. Source of every format:
+vgpu-manager §3 and §4.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """The simulated extender's ledger: how much of each card of one node is planned, and where a pod
 fits.
 
-Made again from the Node's and the pods' annotations for each pod that is filtered, as the real one
-does (vgpu-manager §4.4, §5.2, §5.3, §5.5). Topology modes and the choice among nodes by policy are
-left out: neither changes what a claim looks like. Called by `extender`.
+Made anew from the Node's and the pods' annotations for each pod that is filtered, as in the real
+extender (vgpu-manager §4.4, §5.2, §5.3, §5.5). Topology modes and the choice among nodes by policy
+are left out: neither changes the form of a claim. Called by `extender`.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class Use:
         return self.seats, self.memory, self.cores
 
 
-Uses = dict[str, Use]
+Uses = dict[str, Use]  # UUID of the card → the part that is taken
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -65,7 +65,7 @@ class Request:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Asked:
-    """A pod's containers by when they run."""
+    """The requests of a pod's containers, by the kind of the container."""
 
     init: tuple[Request, ...]
     sidecars: tuple[Request, ...]
@@ -73,7 +73,7 @@ class Asked:
 
     @property
     def names(self) -> list[str]:
-        """Return the containers that get a claim, init containers first."""
+        """Return the names of the containers that get a claim, init containers first."""
         return [each.container for each in (*self.init, *self.sidecars, *self.apps)]
 
 
@@ -84,7 +84,7 @@ def node_of(pod: Object, keys: Keys) -> str:
 
 
 def holds_claim(pod: Object, keys: Keys, now: float) -> bool:
-    """Tell whether the pod's claim is taken from its node (vgpu-manager §4.4)."""
+    """Tell whether the pod's claims count as taken on its node (vgpu-manager §4.4)."""
     if (pod.get("spec") or {}).get("nodeName"):
         return True
     if (pod["metadata"].get("labels") or {}).get(keys("assigned-phase")) == formats.FAILED:
@@ -119,8 +119,8 @@ def asked_by(pod: Object, keys: Keys, factor: int = 1) -> Asked:
 
 
 def footprint(pod: Object, claims: Claims) -> Uses:
-    """Return what the pod takes of each card: its sidecars, and the more of its containers together
-    or the largest of its init containers (vgpu-manager §4.4).
+    """Return what the pod takes of each card: all its sidecars, and in addition either all its
+    other containers or its largest init container, whichever is more (vgpu-manager §4.4).
     """
     spec = pod.get("spec") or {}
     kinds = {
@@ -154,7 +154,7 @@ class NodeLedger:
     def of(
         cls, node: Object, pods: Iterable[Object], keys: Keys, now: float
     ) -> NodeLedger | Reason:
-        """Return the ledger of the node; or the short phrase why it takes no vGPU pods."""
+        """Return the ledger of the node; or a short reason why it takes no vGPU pods."""
         if isinstance(read := _read(node, keys), str):
             return read
         cards, factor = read
@@ -170,7 +170,7 @@ class NodeLedger:
         return cls(cards, factor, uses)
 
     def place(self, pod: Object, keys: Keys, *, policy: str = "none") -> Claims | Reason:
-        """Choose cards for every container of the pod; or the phrase why it does not fit."""
+        """Choose cards for every container of the pod; return the reason if it does not fit."""
         asked = asked_by(pod, keys, self._factor)
         annotations = resources.annotations_of(pod)
         policy = annotations.get(keys("device-scheduler-policy"), policy)
@@ -235,8 +235,8 @@ class NodeLedger:
 
 
 def _read(node: Object, keys: Keys) -> tuple[Sequence[Card], int] | Reason:
-    """Return the node's cards and its MiB in a unit of memory; or why it takes no vGPU pods, by
-    the first check that fails (vgpu-manager §5.2).
+    """Return the node's cards and the MiB in its unit of memory; or, from the first check that
+    fails, the reason why it takes no vGPU pods (vgpu-manager §5.2).
     """
     found = resources.annotations_of(node)
     register, config = (found.get(keys(f"node-{name}")) for name in _ANNOTATIONS)
@@ -284,8 +284,8 @@ def _order(policy: str, uses: Uses) -> Callable[[Card], tuple[float, int]]:
 
 
 def _may_take(card: Card, annotations: dict[str, str], keys: Keys) -> bool:
-    """Tell whether the pod's lists of UUIDs and types let it have the card: substrings, both lists
-    are applied (vgpu-manager §4.1).
+    """Tell whether the pod's lists of UUIDs and types allow the card. Their entries match as
+    substrings, and the lists to include and to exclude are both applied (vgpu-manager §4.1).
     """
 
     def named(key: str, value: str) -> bool | None:

@@ -81,7 +81,7 @@ def parse_registration(text: str) -> Registration | None:
     """The cards of a node, or None when the scheduler ignores the whole node:
     no colon, or an entry of fewer than six fields.
 
-    The health field is read past, as the real one does: cards are taken out by a count of 0
+    The health field is ignored, as by the real scheduler: a card is taken out by a count of 0
     (volcano-vgpu §2.2, G13).
     """
     if ":" not in text:
@@ -108,8 +108,8 @@ def format_claims(containers: Sequence[Sequence[Claim]]) -> str:
 
 
 def parse_claims(text: str) -> list[Claim]:
-    """All claims of a pod devices string, whichever container they are for;
-    pieces that are none are left out.
+    """All claims of a pod devices string, of all containers; pieces that are no claims are left
+    out.
     """
     pieces = [piece.split(",") for segment in text.split(";") for piece in segment.split(":")]
     return [
@@ -129,8 +129,8 @@ def parse_indices(text: str) -> list[int]:
 
 
 def handshake_stamp(word: str, now: float) -> str:
-    """``Requesting_…`` or ``Deleted_…`` for unix time ``now``;
-    in UTC, where the real one writes its local time and reads UTC.
+    """``Requesting_…`` or ``Deleted_…`` for unix time ``now``, in UTC. The real scheduler writes
+    its local time, and reads it as UTC.
     """
     return f"{word}_{dt.datetime.fromtimestamp(now, dt.UTC).strftime(_HANDSHAKE_STAMP)}"
 
@@ -143,7 +143,7 @@ def answer_handshake(value: str | None, now: float) -> tuple[bool, str | None]:
         now: unix seconds.
 
     Returns:
-        whether it uses the node's GPUs, and the new value that it writes, if any.
+        whether the scheduler uses the node's GPUs, and the new value that it writes, if any.
     """
     if value is None or "Deleted" in value:
         return False, None
@@ -168,7 +168,7 @@ def lock_age(value: str, now: float) -> float | None:
 
 
 def _handshake_age(value: str, now: float) -> float:
-    """Seconds since a ``Requesting_…`` was written; since forever when its time cannot be read."""
+    """Seconds since a ``Requesting_…`` was written; since 1970 when its time cannot be read."""
     try:
         written = dt.datetime.strptime(value.partition("_")[2], _HANDSHAKE_STAMP).replace(
             tzinfo=dt.UTC

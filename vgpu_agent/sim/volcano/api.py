@@ -137,8 +137,8 @@ class ApiClient:
         """Yield the events since ``version``, until the server ends the watch.
 
         Raises:
-            ClusterError: it was refused, broke, fell silent past its time, or sent something else
-                than an event.
+            ClusterError: it was refused, broke, was silent for longer than it should last, or sent
+                something else than an event.
         """
         query = {
             "watch": "1",
@@ -239,7 +239,8 @@ class Collection:
                     "sim.volcano.watch_broken", path=self._path, error=str(errors.exceptions[0])
                 )
             if broken:
-                # Not inside `except*`: before Python 3.11.4 a cancellation there becomes a group.
+                # Not inside `except*`: before Python 3.11.4 a cancellation there becomes an
+                # exception group.
                 await asyncio.sleep(self._retry_seconds)
 
     def invalidate(self) -> None:
@@ -248,8 +249,8 @@ class Collection:
         self._invalidated.set()
 
     def put(self, thing: Object) -> None:
-        """Take over the answer to a write, unless the watch has shown something newer,
-        or the end of the object.
+        """Store the object in the answer to a write, unless the watch has shown something newer, or
+        the end of the object.
         """
         uid = thing["metadata"]["uid"]
         if uid in self.items and int(thing["metadata"]["resourceVersion"]) > int(
@@ -276,7 +277,7 @@ class Collection:
                     self._changed()
 
     def _take(self, event: Object) -> str:
-        """Apply one event; the version it brings us to."""
+        """Apply one event, and return its resource version."""
         try:
             kind, thing = event["type"], event["object"]
             if kind == "ERROR":
@@ -309,7 +310,7 @@ def _tls(cluster: Mapping[str, Any], user: Mapping[str, Any]) -> ssl.SSLContext:
     context = ssl.create_default_context(
         cafile=cluster.get("certificate-authority"), cadata=authority
     )
-    # a certificate of one's own can only be loaded from files
+    # a client certificate can only be loaded from files
     with tempfile.TemporaryDirectory() as folder:
         files = []
         for key in ("client-certificate", "client-key"):

@@ -1,10 +1,10 @@
-"""The vGPU ledger of the simulated Volcano scheduler:
-the owner of each card's shares, and the place of the next pod.
+"""The vGPU ledger of the simulated Volcano scheduler: the use of each card, and the place of the
+next pod.
 
-Made again from the register annotation and the pods' `vgpu-ids-new` for every round of `scheduler`,
+Made anew from the register annotation and the pods' `vgpu-ids-new` for every round of `scheduler`,
 so all its state is in the API server. Rules: volcano-vgpu §8, golden vectors volcano-vgpu G3, G6,
-G7, G8 and G13; for cards in the mode ``mig`` whose geometry is known, `mig`. The reference's
-accounting mistakes (volcano-vgpu D17) are not imitated.
+G7, G8 and G13; for cards in the mode ``mig`` whose geometry is known, `mig`. The accounting
+mistakes of the real scheduler (volcano-vgpu D17) are not imitated.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ _ALL_CORES = 100
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Ask:
-    """One container's request: a number of cards, each with ``cores`` percent and ``memory`` units,
-    or ``percent`` of it.
+    """One container's request: a number of cards, and of each ``cores`` percent and ``memory``
+    units, or ``percent`` of its memory.
     """
 
     number: int
@@ -44,7 +44,7 @@ class Ask:
     percent: int | None = None
 
     def memory_on(self, card: Card) -> int:
-        """Memory units that this ask takes of ``card``."""
+        """Memory units that this request takes of ``card``."""
         return self.memory if self.percent is None else card.memory * self.percent // 100
 
 
@@ -58,9 +58,9 @@ class Placed:
 
 @dataclasses.dataclass(slots=True)
 class CardUse:
-    """A card and its used part; ``groups`` are the pod groups of which a card takes only one pod.
+    """A card and its used part; ``groups`` are the pod groups of the pods on it.
 
-    With ``instances`` it is divided, and ``memory`` is that of the instances in use.
+    With ``instances`` the card is divided, and ``memory`` is that of the instances in use.
     """
 
     card: Card
@@ -88,8 +88,8 @@ class CardUse:
         return Claim(self.card.uuid + place, units, ask.cores)
 
     def has_room(self, ask: Ask, policy_group: str) -> bool:
-        """Tell whether one container of that ask fits;
-        ``policy_group`` is the group to be kept apart, empty for none.
+        """Tell whether a container with that request fits; ``policy_group`` is its pod group if
+        pods of the group must be on different cards, else empty.
         """
         return (
             self.holders < self.card.seats
@@ -103,8 +103,8 @@ class CardUse:
 
 
 def asks(pod: Object) -> list[Ask]:
-    """One ask per regular container that names cards or memory in its limits;
-    init containers are not seen (volcano-vgpu §8).
+    """The request of each regular container that names cards or memory in its limits; init
+    containers are ignored (volcano-vgpu §8).
     """
     return [
         _ask(container)
@@ -177,8 +177,8 @@ class VgpuLedger:
         return ledger
 
     def add(self, pod: Object) -> None:
-        """Book the shares in a bound pod's annotation;
-        ids of cards that are not registered are passed over.
+        """Book the shares in a bound pod's annotation; ids of cards that are not registered are
+        ignored.
         """
         for claim in words.parse_claims(annotations_of(pod).get(words.VGPU_IDS, "")):
             for use in self.uses:
@@ -188,7 +188,7 @@ class VgpuLedger:
                     break
 
     def copy(self) -> VgpuLedger:
-        """A ledger to try something on."""
+        """A copy, so that a placement can be tried."""
         return copy.deepcopy(self)
 
     @staticmethod
@@ -229,7 +229,8 @@ class VgpuLedger:
                 )
             containers.append(claims)
         for use, before in zip(trial, self.uses, strict=True):
-            # in use once the pod is seen to be bound, as in the real one (volcano-vgpu D15)
+            # An instance counts as used only once the pod is seen to be bound, as in the real
+            # scheduler (volcano-vgpu D15).
             use.instances = before.instances
         self.uses = trial
         devices, seconds = words.format_claims(containers), str(int(now))

@@ -1,11 +1,11 @@
-"""MIG instances in the ledger of the simulated Volcano scheduler:
-the place and group for a container.
+"""MIG instances in the ledger of the simulated Volcano scheduler: the group of a card, and the
+position of a container's instance in it.
 
 `ledger` calls it for each card of a node in the mode ``mig``. Rules: volcano-vgpu §4.3 (groups in
-the order of the ConfigMap, the smallest instance that is large enough, on a card in use its group
-only) and volcano-vgpu D15, imitated: an instance counts as used once its pod is seen to be bound,
-so pods of one round get the same one. The ConfigMap is read here and not by the agent's reader, for
-the reason that `annotations` gives.
+the order of the ConfigMap, the smallest instance that is large enough, and on a card in use only
+instances of its group). The mistake volcano-vgpu D15 is imitated: an instance counts as used only
+once its pod is seen to be bound, so pods of one round get the same instance. The ConfigMap is read
+here and not by the agent's reader, so that a misreading on one side makes a test fail.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ class Group:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Geometries:
-    """The ConfigMap's MIG part: MiB in a unit of memory, and per model, a part of the card's type,
-    its groups.
+    """The MIG part of the ConfigMap: ``factor`` is the MiB in a unit of memory, and ``groups`` has
+    the groups of each model. A model is a part of the text of a card's type.
     """
 
     factor: int = 1
@@ -41,7 +41,7 @@ class Geometries:
 
     @classmethod
     def of(cls, device_config: str) -> Geometries:
-        """Those of a ``device-config.yaml``; none for an empty text."""
+        """The geometries in a ``device-config.yaml``; none for an empty text."""
         root: Any = (yaml.safe_load(device_config) or {}).get("nvidia", {})
         found = [
             (model, tuple(_group(group) for group in entry["allowedGeometries"]))
@@ -51,14 +51,16 @@ class Geometries:
         return cls(int(root.get("gpuMemoryFactor", 1)), tuple(found))
 
     def for_card(self, type_: str) -> tuple[Group, ...]:
-        """The groups for a card of that type; without any it is shared as in the other mode."""
+        """The groups for a card of that type; without any the card is shared as in the mode
+        ``hami-core``.
+        """
         return next((groups for model, groups in self.groups if model in type_), ())
 
 
 @dataclasses.dataclass(slots=True)
 class InstanceUse:
-    """The instances of one card: how it may be divided, as which group it is,
-    and which positions are used.
+    """The instances of one card: the groups by which it may be divided, the group by which it is
+    (empty: not divided), and the used positions of that group.
     """
 
     groups: tuple[Group, ...]
@@ -67,8 +69,8 @@ class InstanceUse:
     used: set[int] = dataclasses.field(default_factory=set)
 
     def book(self, claimed: str) -> int:
-        """Count the place of an annotation as used;
-        the memory units that it is counted with, 0 for a place that does not exist.
+        """Count the instance in an annotation as used, and return its memory units; 0 for an
+        instance that does not exist.
         """
         match = _PLACE.search(claimed)
         found = next(

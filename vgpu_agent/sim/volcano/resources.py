@@ -1,8 +1,8 @@
 """Plain resource arithmetic of the simulated Volcano scheduler: what pods ask for, what a node has
 left, and where a pod may go at all.
 
-Called by `node` and by the device ledgers. Objects are the API's JSON. As far as the two Volcano
-contracts need it: taints, affinities and ports are not looked at.
+Called by `node` and by the device ledgers. Objects are the API's JSON. It has only what the two
+Volcano contracts need: taints, affinities and ports are ignored.
 """
 
 from __future__ import annotations
@@ -40,8 +40,8 @@ _SUFFIXES = {
 
 
 def amount(text: object) -> decimal.Decimal:
-    """Parse a Kubernetes quantity (``10k``, ``500m``, ``3Gi``);
-    0 for anything else and beyond 64 bits.
+    """Parse a Kubernetes quantity (``10k``, ``500m``, ``3Gi``); 0 for anything else and beyond 64
+    bits.
     """
     written = str(text)
     suffix = next(
@@ -105,8 +105,8 @@ def requests(pod: Object) -> Amounts:
 
 
 def free(node: Object, pods: Iterable[Object]) -> Amounts:
-    """Return the free amounts of ``node`` beside ``pods``. Terminating pods count:
-    their ids come back only when they are gone.
+    """Return the amounts of ``node`` that ``pods`` leave free. Terminating pods count: their ids
+    are free only when the pods are gone.
     """
     left = {
         resource: amount(text)
@@ -155,8 +155,8 @@ def may_hold(node: Object, pod: Object) -> bool:
 
 
 def _wanted(container: Object) -> Amounts:
-    """Requests, and limits where no request is written:
-    for extended resources both are the same.
+    """Requests, and limits where no request is written: for extended resources both are the
+    same.
     """
     written = {**limits(container), **((container.get("resources") or {}).get("requests") or {})}
     return {resource: amount(text) for resource, text in written.items()}
