@@ -1,11 +1,10 @@
 """The table of metrics: name, type, labels, help, and how each is read from a snapshot.
 
 `web.metrics` serves from it and ``docs/metrics.md`` is generated from it, so the two always have
-the same metrics.
-The names are a contract with dashboards: add, but do not rename.
+the same metrics. The names are a contract with dashboards: add, but do not rename.
 
-Labels are bounded: one series per GPU, a resource, a task, a share that is held right now, or a
-family that has or waits for a GPU. They vanish with the thing that they describe. ``gpu`` is always
+The number of series is bounded: one for each GPU, resource, task, share that is held now, or family
+that has or waits for a GPU. A series vanishes with the thing that it describes. ``gpu`` is always
 the UUID of the physical card. Join with ``vgpu_agent_gpu_info`` for index and name.
 """
 

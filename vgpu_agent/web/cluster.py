@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from vgpu_agent.pods import Pod, PodContainer
     from vgpu_agent.status import AgentStatus, WatchStatus
 
-_LONGEST_VALUE = 400  # characters of an annotation; all of a pod may have 256 KiB
+_LONGEST_VALUE = 400  # characters of an annotation; a pod may have 256 KiB of annotations
 
 
 def answer(status: AgentStatus, now: float) -> dict[str, Any]:

@@ -1,13 +1,13 @@
-"""Connections of one HTTP listener: their number, their rate,
-and the choice of the one that makes room for the next.
+"""Connections of one HTTP listener: the limits of their number and rate, and the choice of the one
+that is closed to make room for a new one.
 
-Any client that reaches the port can open connections and leave them open. So the newest always gets
-in, since it may be the kubelet's probe. Where there are too many, the oldest of the address that
-has the most is closed. A refusing limit per address would shut out the kubelet, too: connections
-through a NodePort come from the node's own address.
+Any client that reaches the port can open connections and leave them open. A new connection is
+always accepted, since it may be the kubelet's probe. Where there are too many, the client address
+with the most connections loses its oldest one. A limit per address that refuses new connections
+would shut out the kubelet, too: connections through a NodePort come from the node's own address.
 
 aiohttp itself ends a connection on which no complete request arrives in time, and has no other
-bound.
+limit.
 """
 
 from __future__ import annotations
@@ -36,9 +36,9 @@ _ACCEPTED_AT_ONCE = 16  # then other work on the event loop has a turn
 _ACCEPTED_A_SECOND = 400.0
 BACKLOG = 800
 _WITHOUT_DESCRIPTORS_SECONDS = 0.2
-# A client that does not finish the beginning of TLS in that time is let go.
+# A client that does not finish the TLS handshake in that time is disconnected.
 HANDSHAKE_SECONDS = 5.0
-# Of the descriptors of the process one listener may have this part.
+# One listener may use the process's number of file descriptors, divided by this.
 _PART_OF_DESCRIPTORS = 8
 
 
@@ -58,8 +58,8 @@ def bounded(most: int) -> int:
 
 
 class Connections:
-    """Accepts the connections of ``listener`` for ``server``, at most ``most`` at a time; with
-    ``tls``, by the context that it returns at that moment.
+    """Accepts the connections of ``listener`` for ``server``, at most ``most`` at a time. With
+    ``tls``, a connection gets the TLS context that ``tls`` returns at that moment.
 
     State: the connections, oldest first, until aiohttp's server has forgotten them; how many may be
     accepted now.
@@ -92,8 +92,8 @@ class Connections:
         self._loop.add_reader(self._listener, self._accept)
 
     def stop(self) -> None:
-        """Accept nothing more and close the listener;
-        connections stay, they are the server's to close.
+        """Accept nothing more and close the listener; open connections stay until aiohttp's server
+        closes them.
         """
         if self._accepting:
             self._accepting = False
@@ -108,9 +108,10 @@ class Connections:
             float(self._most), self._allowed + (now - self._counted_at) * _ACCEPTED_A_SECOND
         )
         self._counted_at = now
-        # New connections cannot make room yet, so a burst must not push out all others.
+        # Connections that are still being set up cannot be closed to make room, so a burst of them
+        # must not push out all others.
         room = self._most // 4 - len(self._starting)
-        if room <= 0:  # beginnings of TLS that do not come to an end
+        if room <= 0:  # too many unfinished TLS handshakes
             self._pause(_ACCEPTED_AT_ONCE / _ACCEPTED_A_SECOND)
             return
         for _ in range(min(_ACCEPTED_AT_ONCE, room)):
@@ -151,7 +152,7 @@ class Connections:
                 )
             transport, protocol = await connecting
         except OSError:
-            accepted.close()  # gone before it began
+            accepted.close()  # it ended before it was set up
             return
         self._open[protocol] = _Connection(transport, host)
 

@@ -1,9 +1,9 @@
-"""``/debug/explain``: why a pod does not start here, or which GPU it has and how that is known,
-in sentences.
+"""``/debug/explain``: why a pod does not start here, or which GPU it has and how that is known, in
+sentences.
 
-For a person with a pod's name and a minute. Joins the pods, the ledger, the refusals and the
-journal. For a pod that none of them knows it lists where it looked. Used by `debug`, and through it
-by ``vgpu-agent status --pod``.
+For an operator who knows only the pod's name. Joins the pods, the ledger, the refusals and the
+journal, and lists them as sources, also for a pod that is in none of them. Used by `debug`, and
+through it by ``vgpu-agent status --pod``.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class Explanation(msgspec.Struct, frozen=True):
 
     Attributes:
         answer: sentences, the most important first.
-        sources: where it was looked, and how fresh that is.
+        sources: the sources that were searched, and how recent each of them is.
         events: the last decisions about the pod, the oldest first.
     """
 
@@ -81,8 +81,8 @@ def explain(status: AgentStatus, now: float, name: str) -> Explanation:
 
 
 def pods(status: AgentStatus) -> tuple[str, ...]:
-    """List the pods that matter here: those that ask for our resources, hold some,
-    or are refused.
+    """List the pods that matter here: those that ask for our resources, hold some, or are
+    refused.
     """
     ours = cluster.our_resources(status)
     asking = (
@@ -107,7 +107,7 @@ def _about(
     grants: tuple[AllocationView, ...],
     refusals: list[RefusalView],
 ) -> Iterator[str]:
-    """A pod that the watch shows."""
+    """Explain a pod that the watch shows."""
     ours = cluster.our_resources(status)
     asking = [
         container
@@ -172,7 +172,7 @@ def _container(
     grants: tuple[AllocationView, ...],
     refusals: list[RefusalView],
 ) -> Iterator[str]:
-    """One container that asks for something of ours."""
+    """Explain one container that asks for our resources."""
     ours = cluster.our_resources(status)
     for name, text in container.unreadable.items():
         if name in ours:
@@ -205,7 +205,7 @@ def _container(
             yield from _overcommitted(status, grant)
     yield from _counted_alone(status, container)
     if refused:
-        return  # the kubelet has asked for all of it, or it would not have come to that
+        return  # a start is refused only after the kubelet has asked for all resources of the pod
     counted = status.ledger.rooms  # resources that only schedulers count have no room of their own
     for name in sorted(
         container.limits.keys() & counted.keys() - {grant.resource for grant in held}
@@ -214,8 +214,8 @@ def _container(
 
 
 def _counted_alone(status: AgentStatus, container: PodContainer) -> Iterator[str]:
-    """Explain units of memory or compute without a number of GPUs:
-    schedulers take that for one, the kubelet for none.
+    """Explain a request for memory or compute without a number of GPUs: schedulers take it as a
+    request for one GPU, the kubelet for none.
     """
     family = {plugin.resource: plugin.family for plugin in status.plugins}
     for name in sorted(container.limits.keys() & status.ledger.only_counted):
@@ -302,7 +302,7 @@ def _overcommitted(status: AgentStatus, grant: AllocationView) -> Iterator[str]:
 def _not_asked(
     status: AgentStatus, now: float, pod: Pod, container: PodContainer, resource: str
 ) -> Iterator[str]:
-    """Explain why the container asks for ``resource`` and no grant gives it any."""
+    """Explain why no grant gives the container any of the ``resource`` that it asks for."""
     guessed = [
         grant
         for grant in allocations.allocations(status, now)
@@ -366,7 +366,7 @@ def _unknown(
     refusals: list[RefusalView],
     events: list[Entry],
 ) -> Iterator[str]:
-    """A pod that the watch does not show."""
+    """Explain a pod that the watch does not show."""
     for refusal in refusals:
         yield _refused(refusal)
     for grant in grants:

@@ -1,8 +1,9 @@
 """The metrics of a replaced program, at the address where that program had them.
 
-`web.server` serves one for each family that has such metrics and whose settings ask for it. Scrapes
-that come too soon get the last answer. Where scrapers must be allowed, the API server is asked
-about each token once a minute, and not more often than `_REVIEWS_A_SECOND` in all.
+`web.server` serves one such address for each family that has such metrics and whose settings ask
+for it. Scrapes that come too soon get the last answer. Where scrapers need permission, the API
+server is asked about each token again when its last answer has become too old, and not more often
+than `_REVIEWS_A_SECOND` in all.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ CERTIFICATE_SECONDS = 5.0
 
 
 class Reviews(Protocol):
-    """The API server's word on a scraper."""
+    """The API server's decision about a scraper."""
 
     async def __call__(self, token: str, path: str) -> bool:
         """Tell whether the owner of ``token`` may get ``path``.
@@ -101,7 +102,7 @@ class Scrapes:
         if scheme.lower() != "bearer" or not token or len(token) > _LONGEST_TOKEN:
             return _refused(401, "send the token of a service account: Authorization: Bearer TOKEN")
         key = hashlib.sha256(token.encode()).digest()
-        async with self._asking:  # a second question about the same token finds the answer
+        async with self._asking:  # a second request with the same token finds the answer here
             allowed = self._remembered(key)
             if allowed is None:
                 if not self._may_ask():
@@ -162,8 +163,8 @@ class Certificate:
             ) from err
 
     async def context(self) -> ssl.SSLContext:
-        """Return the context for the next connection; of a pair that cannot be used, the one before
-        stays.
+        """Return the context for the next connection. The previous one stays while the new files
+        cannot be used.
         """
         now = self._clock()
         if now - self._looked_at >= CERTIFICATE_SECONDS:
@@ -199,7 +200,7 @@ class Certificate:
 
 
 def certificate(options: ExporterOptions) -> Callable[[], Awaitable[ssl.SSLContext]] | None:
-    """Return what gives each connection its TLS context; None for plain HTTP.
+    """Return the function that gives each connection its TLS context; None for plain HTTP.
 
     Raises:
         ListenError: the certificate cannot be used.
@@ -208,7 +209,7 @@ def certificate(options: ExporterOptions) -> Callable[[], Awaitable[ssl.SSLConte
 
 
 async def nobody_knows(token: str, path: str) -> bool:
-    """Be the `Reviews` of an agent without an API server."""
+    """Raise an error for each scraper: the `Reviews` of an agent without an API server."""
     del token, path
     raise ClusterError("there is no API server to ask")
 

@@ -1,5 +1,5 @@
-"""One line of the catalogue of metrics.
-The lines themselves are in `catalogue` and, by subject, in the modules beside it.
+"""The type of a line in the catalogue of metrics. The lines themselves are in `catalogue` and
+`catalogue_binding`.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
-"""``/metrics``: the catalogue in Prometheus' text format (or OpenMetrics,
-when the scraper asks for it).
+"""``/metrics``: the catalogue in Prometheus' text format (or OpenMetrics, when the scraper asks for
+it).
 
 Called by `web.server` for each scrape. It reads one snapshot that is already in memory and a few
 counters of the process, so a hung driver or a slow kubelet can delay no scrape. Nothing is kept
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from vgpu_agent.web.readings import Row
 
 
-# In our metrics and in those of replaced monitors.
+# The labels that name a pod or container, in our metrics and in those of replaced monitors.
 _POD_LABELS = frozenset(
     {"namespace", "pod", "container", "podnamespace", "podname", "ctrname"}
     | {"pod_namespace", "pod_name", "container_name"}
@@ -41,8 +41,8 @@ _POD_LABELS = frozenset(
 
 
 class Exposition(Collector):
-    """The scrape: one registry of our own with one collector in it, itself; without ``pod_names``,
-    without metrics of single pods.
+    """The answers to scrapes, by a registry of our own, in which this object is the only collector.
+    Without ``pod_names``, metrics of single pods are left out.
     """
 
     def __init__(
@@ -64,7 +64,7 @@ class Exposition(Collector):
         self._registry.register(self)
 
     def chosen(self, accept: str = "") -> tuple[str, Callable[[], bytes]]:
-        """The content type of the answer to a scrape, and what makes the answer.
+        """The content type of the answer to a scrape, and the function that makes the answer.
 
         Args:
             accept: the scraper's Accept header; it chooses between the text format and OpenMetrics.
@@ -78,7 +78,7 @@ class Exposition(Collector):
         return encoded(), content_type
 
     def collect(self) -> Iterator[Family]:
-        """Yield every metric of the catalogue that has a value; called by the registry."""
+        """Yield every metric of the catalogue, also if it has no value; called by the registry."""
         moment = Moment(self._status(), process_facts(), self._clock())
         for metric in self._metrics:
             yield _family(metric, moment)
@@ -114,8 +114,8 @@ def exported(family: FamilySpec) -> tuple[Metric, ...]:
 
 
 def _of_families() -> Iterator[Metric]:
-    """Make a line of the catalogue of each metric that a family declares.
-    It exists only while its family is on.
+    """Make a line of the catalogue of each metric that a family declares. It has values only while
+    its family is on.
     """
     for family in FAMILIES:
         yield from _of(family, family.metrics)
@@ -179,4 +179,4 @@ def _open_descriptors() -> int | None:
         size = os.fstat(folder).st_size
     finally:
         os.close(folder)
-    return size - 1 if size else None  # without the one that looks
+    return size - 1 if size else None  # without the descriptor of /proc/self/fd itself

@@ -1,7 +1,8 @@
-"""MIG instances: their JSON shape, whether they may be granted,
-and the holders of one that is gone.
+"""MIG instances: their JSON shape, whether they may be granted, and the holders of an instance that
+is gone.
 
-Used by `views`, `problems` and the table of metrics. The shapes keep the promises of `views`.
+Used by `views`, `problems` and the table of metrics. The rules of `views` for changes of the JSON
+apply here, too.
 """
 
 from __future__ import annotations
@@ -56,8 +57,8 @@ def why_withheld(gpu: Gpu, instance: MigInstance) -> str:
 
 
 def on_missing_devices(status: AgentStatus) -> Iterator[tuple[Grant, str]]:
-    """Live grants on devices that the node no longer has, each with the device;
-    nothing while no GPU has been read.
+    """Live grants on devices that the node no longer has, each with the device; nothing while no
+    GPU has been read.
     """
     inventory = status.inventory
     if not inventory.gpus:

@@ -45,8 +45,8 @@ def as_text(overview: Overview) -> str:
 
 
 def explained(explanation: Explanation) -> str:
-    """Return the answer of ``vgpu-agent status --pod``, for a terminal:
-    sentences, the sources that were searched, and the last events of the pod.
+    """Return the answer of ``vgpu-agent status --pod``, for a terminal: sentences, the sources that
+    were searched, and the last events of the pod.
     """
     lines = [
         f"pod {explanation.pod}",
@@ -195,8 +195,8 @@ def _gpu_rows(overview: Overview) -> list[tuple[str, ...]]:
 
 
 def _has_several_families(overview: Overview) -> bool:
-    """Tell whether the node has several families.
-    With one family, a table of families by GPU adds nothing.
+    """Tell whether the node has several families. With one family, a table of families by GPU adds
+    nothing.
     """
     configured = {family.family for family in overview.binding.families}
     # A family that was switched off may still serve a GPU.
@@ -235,8 +235,8 @@ def _held_back_rows(overview: Overview) -> list[tuple[str, ...]]:
 
 
 def _gives_amounts(overview: Overview) -> bool:
-    """Tell whether a family of the node grants amounts of memory and compute.
-    Grants of whole GPUs and of time-slicing replicas have no such figures.
+    """Tell whether a family of the node grants amounts of memory and compute. Grants of whole GPUs
+    and of time-slicing replicas have no such figures.
     """
     return any(family.decided_by == "pod" for family in overview.binding.families)
 

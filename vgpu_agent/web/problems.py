@@ -1,5 +1,5 @@
-"""The node's problems in sentences, the worst first:
-the last table of ``vgpu-agent status`` and of the overview page.
+"""The node's problems in sentences, the worst first: the last table of ``vgpu-agent status``, and
+the first one of the overview page.
 
 `views.overview` collects them from the snapshot. Problems that fail the liveness or readiness probe
 come first, then problems that stop nothing yet.

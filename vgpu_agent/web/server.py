@@ -1,11 +1,11 @@
 """The HTTP servers: metrics and probes for every client (:9394), debug for clients on the node
 (127.0.0.1:9395), and the metrics of replaced programs at the addresses that these had.
 
-Built by `agent`, which starts it first (so that probes answer while everything else still comes up)
-and stops it last. It owns its sockets and nothing else. Every answer is rendered from one
-`AgentStatus` without an await, so no request can see a half-changed state or hold up the loop.
+Built by `agent`, which starts it after the first registrations (`agent/late_web.py`) and stops it
+last. It owns its sockets and nothing else. Every answer is rendered from one `AgentStatus` without
+an await, so no request can see a half-changed state, or hold up the event loop by waiting.
 
-Each error leaves as one JSON line with the remedy. Tracebacks stay in the log.
+Each error is answered with one JSON line that has the remedy. Tracebacks stay in the log.
 """
 
 from __future__ import annotations
@@ -46,26 +46,26 @@ _logger = log.get(__name__)
 _PUBLIC_PATHS = ("/", "/healthz", "/livez", "/metrics", "/readyz")
 _LONGEST_ECHO = 120  # characters of a wrong path that an error repeats
 _MAX_CONNECTIONS, _MAX_DEBUG_CONNECTIONS = 256, 32
-# Requests over one connection: some at once, then so many a second. A scraper that keeps its
-# connection sends one in seconds.
+# Requests over one connection: this many at once, then this many a second. A scraper that keeps its
+# connection open sends one every few seconds.
 _REQUESTS_AT_ONCE, _REQUESTS_A_SECOND = 20, 10.0
-_MAX_REQUESTS = 1000  # of one connection, which is closed then
+_MAX_REQUESTS = 1000  # over one connection, which is then closed
 _LONGEST_LINE_BYTES = 8190  # of a request line or a header; paths and queries of ours are short
 _MAX_HEADERS = 64
-# Answers for any client on the network, which may ask for /metrics in a loop.
-_PART_OF_TIME = 0.05  # of the event loop's, for making answers
-_SPARE_SECONDS = 0.5  # of computing at once: dozens of answers
+# The limits of `KeptAnswers`, because any client on the network may ask for /metrics in a loop.
+_PART_OF_TIME = 0.05  # the part of the event loop's time that computing answers may take
+_SPARE_SECONDS = 0.5  # the computing that is possible at once: dozens of answers
 _KEPT_SECONDS = 5.0
 _MAX_KEPT = 16
 
 
 class WebServer:
-    """Both servers; use it as an async context, or `start` and `stop`.
+    """All these servers; use it as an async context, or `start` and `stop`.
 
     Args:
-        status: the snapshot of which every answer is made; cheap, and never blocks.
+        status: returns the snapshot from which an answer is made; cheap, and never blocks.
         listen: address of metrics and probes, ``:9394``; port 0 takes a free one.
-        debug_listen: address of ``/debug``, ``127.0.0.1:9395``; same.
+        debug_listen: address of ``/debug``, ``127.0.0.1:9395``; port 0 as in ``listen``.
         max_body_bytes: largest request body that is read.
         request_timeout_seconds: how long a request may take to arrive, and how long a silent
             connection is kept.
@@ -73,8 +73,8 @@ class WebServer:
         pod_names_everywhere: the public address shows names of pods, too; otherwise only the debug
             address does.
         clock: unix seconds; a test passes its own.
-        exporters: families that have metrics at an address of their own, and where.
-        reviews: asked about scrapers of those.
+        exporters: families that have metrics at an address of their own, and its options.
+        reviews: tells whether a scraper may get the metrics at such an address.
     """
 
     def __init__(
@@ -136,7 +136,7 @@ class WebServer:
         await self.stop()
 
     async def start(self) -> None:
-        """Listen on both addresses.
+        """Listen on all addresses.
 
         Raises:
             ListenError: one of them cannot be listened on; the message names it, the cause and the
@@ -176,8 +176,8 @@ class WebServer:
         )
 
     async def stop(self) -> None:
-        """Stop listening, finish answers under way (at most ``shutdown_seconds``),
-        close every connection; twice is fine.
+        """Stop listening, finish answers under way (at most ``shutdown_seconds``), close every
+        connection; may be called twice.
         """
         while self._listening:
             runner, connections = self._listening.pop()
@@ -206,8 +206,8 @@ class WebServer:
         )
         wanted = parse(listen)
         sock = await bind(wanted, flag=flag)
-        # Of every connection: a client that reads nothing of its answer would keep it for ever,
-        # also after it was closed here (tcp(7)).
+        # Each connection inherits this option. Without it, a client that does not read its answer
+        # would keep the connection for ever, even after it was closed here (tcp(7)).
         sock.setsockopt(
             socket.IPPROTO_TCP,
             socket.TCP_USER_TIMEOUT,
@@ -329,8 +329,8 @@ class WebServer:
                 408, f"the request did not arrive within {self._request_timeout_seconds:g} s"
             )
         except Exception as err:
-            # a bug in one answer must not show its traceback to strangers nor end the connection
-            # without a word
+            # a bug in one answer must not show its traceback to clients, nor end the connection
+            # without an answer
             _logger.error("web.failed", method=request.method, path=request.path, exc_info=err)
             return _error(
                 500, "this answer failed inside the agent; its log has the reason (web.failed)"
@@ -353,7 +353,9 @@ class WebServer:
         return response
 
     def _refuse_unwanted_body(self, request: web.Request) -> None:
-        """Only PUT reads a body, and aiohttp watches its size only while it is read."""
+        """Refuse a body that is too large, or that no handler reads. Only PUT reads one, and
+        aiohttp checks the size only while the body is read.
+        """
         size = request.content_length
         if size is not None and size > self._max_body_bytes:
             raise web.HTTPRequestEntityTooLarge(self._max_body_bytes, size)
@@ -399,7 +401,7 @@ class WebServer:
 
 class KeptAnswers:
     """The last answer to each question. A new one is computed only while computing takes a small
-    part of the time; a caller that asks more often gets the last one.
+    part of the time; otherwise a caller gets the last one.
 
     State: the last answer to each question, for a few seconds; the computing time that may be
     spent.
@@ -411,7 +413,7 @@ class KeptAnswers:
         self._spare, self._counted_at = _SPARE_SECONDS, clock()
 
     def answer(self, question: Hashable, make: Callable[[], Answer]) -> Answer:
-        """Return what ``make`` returns, or returned a moment ago; ``question`` names it."""
+        """Return the result of ``make``, or the kept one for the same ``question``."""
         began = self._clock()
         self._spare = min(_SPARE_SECONDS, self._spare + (began - self._counted_at) * _PART_OF_TIME)
         self._counted_at = began
@@ -437,7 +439,7 @@ class _Pace:
         self._spare, self._counted_at = float(_REQUESTS_AT_ONCE), float("-inf")
 
     def pause(self, now: float) -> float:
-        """Seconds to wait before the request that has come ``now`` is answered; 0 mostly."""
+        """Seconds to wait before the request that arrived at ``now`` is answered; mostly 0."""
         self.requests += 1
         self._spare = (
             min(
@@ -451,8 +453,8 @@ class _Pace:
 
 
 async def _harden(_: web.Request, response: web.StreamResponse) -> None:
-    """No advertisement of versions, no guessing of types, no caching of a moment, no scripts,
-    no frames.
+    """Set the headers of every answer: no version of the server, no guessing of types, no caching,
+    no scripts, no frames.
     """
     response.headers.popall(hdrs.SERVER, None)
     response.headers["X-Content-Type-Options"] = "nosniff"
@@ -482,8 +484,8 @@ def _alternatives(words: list[str]) -> str:
 
 
 class _OneLine(logging.Filter):
-    """Turns aiohttp's report of bytes that are not HTTP, an error with a traceback,
-    into one line of ours: it is not our bug.
+    """Turns aiohttp's report of bytes that are not HTTP, an error with a traceback, into one line
+    of our log, because the fault is the client's.
     """
 
     def filter(self, record: logging.LogRecord) -> bool:

@@ -1,8 +1,8 @@
-"""The public JSON shapes of the parts of a snapshot:
-a view has the fields of the same name, and a moment in both forms.
+"""Views: the public JSON shapes of the parts of a snapshot. A view copies fields of an internal
+object, by their names.
 
-A moment is ISO-8601 text in UTC beside its age in seconds. Both are null for "never". Used by all
-views of this package.
+A moment is shown as ISO-8601 text in UTC and as its age in seconds. Both are null for "never". Used
+by all views of this package.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import msgspec
 
 View = TypeVar("View", bound=msgspec.Struct)
 
-# endings of the names of unix seconds, where the public name is another word
+# A field with unix seconds has one of these endings, and its public name has none.
 _MOMENTS = ("_at", "_since")
 
 
@@ -35,14 +35,14 @@ def when(unix_seconds: float, now: float) -> When:
 
 
 def view(kind: type[View], source: Any, now: float, **others: Any) -> View:
-    """Make a ``kind`` of ``others``, and for its other fields of the attributes of ``source``.
+    """Make a ``kind`` from ``others``, and its remaining fields from the attributes of ``source``.
 
-    An attribute has the name of its field; a moment may have ``_at`` or ``_since`` behind it.
+    An attribute has the name of its field; that of a moment may end in ``_at`` or ``_since``.
 
     Raises:
         AttributeError: ``source`` has nothing for a field.
     """
-    # mypy takes classes for unhashable
+    # mypy does not accept classes as hashable
     for name, attribute, is_moment in _sources(kind, type(source)):  # type: ignore[arg-type]
         if name not in others:
             value = getattr(source, attribute)
@@ -51,8 +51,8 @@ def view(kind: type[View], source: Any, now: float, **others: Any) -> View:
 
 
 def shown(source: msgspec.Struct, now: float) -> dict[str, Any]:
-    """All fields of a status; those that end in ``_at`` or ``_since`` are moments,
-    and are shown without that ending.
+    """All fields of a status; those that end in ``_at`` or ``_since`` are moments, and are shown
+    without that ending.
     """
     found = {}
     for name in source.__struct_fields__:

@@ -1,8 +1,8 @@
-"""The use of each GPU as views and in sentences:
-the family that it serves, since when, the pods that wait, and what frees it.
+"""The use of each GPU as views and in sentences: the family that it serves, since when, the pods
+that wait, and what frees it.
 
-Used by `views` for every page, and by `explain`. Unlike refusals these texts name pods: they are
-for the operator.
+Used by `views` for every page, and by `explain`. Unlike refusals, these texts name other pods: they
+are for the operator.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _MAX_REASONS = 8
 
 
 class ClaimView(msgspec.Struct, frozen=True):
-    """A pod that waits for a GPU which its scheduler has named."""
+    """A pod that waits for a GPU, which is kept for it."""
 
     pod: str
     family: str = ""
@@ -166,8 +166,8 @@ def waiting_for(status: AgentStatus, claim: Claim, use: GpuUse) -> Iterator[str]
 
 
 def called(status: AgentStatus, gpus: Sequence[str]) -> str:
-    """The GPUs by index: ``GPU 0``, ``GPUs 0, 1 and 5``;
-    by UUID where the driver no longer shows one.
+    """The GPUs by index: ``GPU 0``, ``GPUs 0, 1 and 5``; by UUID where the driver no longer shows
+    one.
     """
     index = {gpu.uuid: gpu.index for gpu in status.inventory.gpus}
     names = [str(place) for place in sorted(index[gpu] for gpu in gpus if gpu in index)] + [

@@ -3,7 +3,7 @@
 These types are separate from the agent's own, so that an internal change cannot silently change the
 JSON that scripts read. ``vgpu-agent status`` decodes the same types that `web.debug` encodes. From
 1.0.0 on, fields may be added but are never renamed. Unknown fields are ignored and missing ones
-have defaults, so an older command line can read a newer agent, and the reverse.
+have defaults, so an older command line can read a newer agent, and the other way round.
 
 Times have the type `shapes.When`. The types for binding, refusals, MIG, problems and the use of
 GPUs are in modules of their own: `binding`, `mig`, `problems` and `uses`.
@@ -141,7 +141,8 @@ class ResourceView(msgspec.Struct, frozen=True):
     ids_healthy: int = 0
     ids_held: int = 0
     ids_free: int | None = None
-    # False if the ids only let schedulers count, so that the use of the GPUs must be read from them
+    # False if the ids exist only for schedulers to count: the ledger books none of them, so
+    # `ids_held` and `ids_free` say nothing about the use of the GPUs
     ids_booked: bool = True
     allocations: int = 0
     allocations_refused: int = 0
@@ -210,7 +211,7 @@ class Overview(msgspec.Struct, frozen=True):
 
 
 def gpu_of_devices(status: AgentStatus) -> dict[str, Gpu]:
-    """Return UUID of each device → its GPU, which is the device itself or the MIG instance's."""
+    """Return UUID of each device → its GPU: the device itself, or the GPU of a MIG instance."""
     gpus = status.inventory.gpus
     return {gpu.uuid: gpu for gpu in gpus} | {
         mig.uuid: gpu for gpu in gpus for mig in gpu.mig_instances
