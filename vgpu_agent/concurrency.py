@@ -26,8 +26,8 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-# A loop that sends no heartbeat for this long beyond its promise is stuck, and ``/livez`` fails;
-# what a resource still waits for after this long is an error in the log.
+# A loop that sends no heartbeat for this long, in addition to its own longest pause, is stuck, and
+# ``/livez`` fails. A resource that has waited this long to be offered is an error in the log.
 STUCK_SECONDS = 30.0
 
 # A loop that has not ended so long after its cancellation is cancelled again. Its own cleanup takes
@@ -38,8 +38,8 @@ _logger = log.get(__name__)
 
 
 class Latest(Generic[T]):
-    """The newest version of a value, for readers
-    that must not miss the last change but may skip the ones before.
+    """The newest version of a value, for readers that must not miss the last change but may skip
+    the ones before.
 
     Only the event loop's thread may call it; another thread goes through
     ``loop.call_soon_threadsafe``.
@@ -68,7 +68,7 @@ class Latest(Generic[T]):
         self._newer = asyncio.Event()
 
     async def newer_than(self, version: int) -> T:
-        """The value as soon as its version is above ``version``; at once when it already is."""
+        """Return the value as soon as its version is above ``version``, perhaps at once."""
         while self._version <= version:
             await self._newer.wait()
         return self._value
@@ -111,8 +111,8 @@ class Versions:
         self._snapshots = [(snapshot, snapshot.version) for snapshot in snapshots]
 
     async def passed(self, *, timeout_seconds: float | None = None) -> bool:
-        """Wait until one of them is newer; return whether one is,
-        before ``timeout_seconds`` were over.
+        """Wait until one snapshot is newer; return False when ``timeout_seconds`` are over
+        before.
         """
         if any(snapshot.version > version for snapshot, version in self._snapshots):
             return True
@@ -125,8 +125,8 @@ class Versions:
 async def first_of(
     *waits: Coroutine[Any, Any, object], timeout_seconds: float | None = None
 ) -> bool:
-    """Wait until one of ``waits`` has returned, or until the time is over.
-    The others are cancelled before this returns.
+    """Wait until one of ``waits`` has returned, or until the time is over. The others are cancelled
+    before this returns.
 
     Returns:
         Whether one of them has returned.
@@ -144,8 +144,8 @@ async def first_of(
 
 
 async def unless(stopping: asyncio.Event, work: Coroutine[Any, Any, None]) -> bool:
-    """Do ``work``, but abandon it as soon as ``stopping`` is set;
-    an exception of the work passes through.
+    """Do ``work``, but abandon it as soon as ``stopping`` is set; an exception of the work passes
+    through.
 
     Returns:
         Whether the work was finished.
@@ -201,8 +201,8 @@ class TaskReport(msgspec.Struct):
     stuck_after_seconds: float | None = None
 
     def stuck_for(self, now: float) -> float:
-        """Seconds by which the loop is late with its heartbeat;
-        0 when it is on time or gives none.
+        """Seconds by which the loop is late with its heartbeat; 0 when it is on time or gives
+        none.
         """
         if self.stuck_after_seconds is None or self.state is not TaskState.RUNNING:
             return 0.0
@@ -213,8 +213,8 @@ class Supervisor:
     """The named loops inside one TaskGroup; those that fail are restarted.
 
     A loop that returns has ended. A loop that raises is logged with its traceback and started again
-    after a back-off that doubles from ``backoff_min_seconds`` to ``backoff_max_seconds`` and falls
-    back after a minute of health.
+    after a back-off that doubles from ``backoff_min_seconds`` to ``backoff_max_seconds`` and begins
+    again after a minute without a failure.
     """
 
     def __init__(
@@ -229,7 +229,7 @@ class Supervisor:
         self._group: asyncio.TaskGroup | None = None
         self._tasks: dict[str, asyncio.Task[None]] = {}
         self._reports: dict[str, TaskReport] = {}
-        # Signs of life are kept on the monotonic clock: a corrected wall clock must not make a loop
+        # Heartbeats are kept on the monotonic clock: a corrected wall clock must not make a loop
         # look stuck.
         self._beats: dict[str, float] = {}
 
@@ -304,8 +304,9 @@ class Supervisor:
             self.beat(report.name)
             try:
                 await loop()
-            # A loop's bug must not end the other loops; it is logged whole and counted. One is an
-            # unrequested cancellation: a future that the loop waited for was cancelled.
+            # A loop's bug must not end the other loops; it is logged whole and counted. A
+            # cancellation that nobody requested is such a bug: a future that the loop waited for
+            # was cancelled.
             except (Exception, asyncio.CancelledError) as err:
                 if isinstance(err, asyncio.CancelledError) and _is_being_cancelled():
                     raise
@@ -335,8 +336,8 @@ async def _cancel(tasks: set[asyncio.Task[None]]) -> None:
     while tasks:
         for task in tasks:
             task.cancel()
-        # `wait` does not pass a task's own end on, so a cancellation that arrives here is the
-        # caller's and must reach it.
+        # `wait` does not raise the exceptions of its tasks, so a cancellation that arrives here was
+        # meant for the caller and must reach it.
         _, tasks = await asyncio.wait(tasks, timeout=CANCEL_AGAIN_SECONDS)
 
 

@@ -165,8 +165,8 @@ class NumberedIds(Sequence[DeviceId]):
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class NumberedList(Sequence[ListedDevice]):
-    """The list of `NumberedIds` for the kubelet: all ids of a block are healthy or none.
-    Equal when both parts are.
+    """The list of `NumberedIds` for the kubelet: all ids of a block are healthy or none. Equal when
+    both parts are.
 
     Attributes:
         blocks: each with whether its ids may be given to a container.

@@ -22,8 +22,8 @@ def quoted(value: str, max_characters: int = MAX_QUOTED) -> str:
     """Quote ``value`` for a message, on one line and in ASCII. A value that is cut is followed by
     its length.
 
-    Use this for every value from a pod, the API server or the kubelet: an annotation may have
-    256 KiB, and a message goes into the log, the journal, an event and a pod's status.
+    Use this for every value from a pod, the API server or the kubelet: an annotation may have 256
+    KiB, and a message goes into the log, the journal, an event and a pod's status.
     """
     if len(value) <= max_characters:
         return ascii(value)

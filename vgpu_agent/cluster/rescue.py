@@ -1,12 +1,12 @@
-"""Another chance for pods that this node has failed, where the operator asks for it.
+"""Another chance for pods that have failed on this node, where the operator asks for it.
 
-The kubelet fails a pod for good when its admission goes wrong (`UnexpectedAdmissionError`), and
-refuses a start again and again that trying again cannot mend. Such a pod is lost although another
-node, or the same one a moment later, would have room:
+The kubelet fails a pod for good when its admission goes wrong (`UnexpectedAdmissionError`). It
+repeats without end a start that the agent refuses for good (`Refusal.final`). Such a pod is lost
+although another node, or the same one a moment later, would have room:
 
 * one whose controller makes another is evicted, so PodDisruptionBudgets hold;
-* one without an owner is recreated. Between its deletion and its creation it is nowhere
-  but in a file of ours (`pod_copies`), which a restart goes on with;
+* one without an owner is recreated. Between its deletion and its creation it exists only in a file
+  of ours (`pod_copies`), with which a restarted agent continues;
 * one that is critical, or has an owner that makes no other, is left alone. An event says so.
 
 A pod that fails again waits for longer each time, and is left alone after `MAX_TRIES`.
@@ -46,9 +46,9 @@ DELETED, RECREATED, LEFT_ALONE = "VgpuDeleted", "VgpuRecreated", "VgpuNotResched
 DELETE_PERMISSION, CREATE_PERMISSION = "delete pods", "create pods"
 # How often in a row the pods of one owner, or of one name, get another chance.
 MAX_TRIES = 5
-# The second one waits that long, each further one twice as long.
+# The pause before the second chance; it doubles for each further one.
 PAUSE_SECONDS = 10.0
-# A pod that fails after that time begins to count again.
+# The chances of a pod that fails this long after its last one are counted from zero again.
 FORGET_SECONDS = 3600.0
 # A pod that cannot be created for that long is given up.
 GIVE_UP_SECONDS = 24 * 3600.0
@@ -58,9 +58,9 @@ _PAGE, _MAX_PAGES = 50, 10
 _MAX_COPIES = 16
 _LONGEST_BODY_BYTES = 2 * 1024 * 1024
 _MAX_KEYS, _MAX_DONE = 512, 2000
-# How soon the old object is looked for again; it doubles up to the longest.
+# The pause before the next look whether a deleted pod is gone; it doubles up to the maximum.
 _LOOK_AGAIN_SECONDS, _LOOK_AGAIN_MAX_SECONDS = 0.5, 5.0
-# Ended pods are listed as often as that, at most.
+# Failed pods are listed at most once in this time.
 _LIST_SECONDS = 5.0
 # Pods whose creations lie so close together were not made because of each other's end.
 _TOGETHER_SECONDS = 2.0
@@ -73,8 +73,8 @@ class _Case(msgspec.Struct):
     """A pod that failed, and has not been dealt with.
 
     Attributes:
-        why: it cannot run, for its owner.
-        failed: the kubelet has given it up; otherwise it is refused again and again.
+        why: the reason why it cannot run, for its owner.
+        failed: the kubelet has given it up; otherwise its start is refused again and again.
     """
 
     pod: Pod
@@ -85,7 +85,7 @@ class _Case(msgspec.Struct):
 
 
 class _Return(msgspec.Struct):
-    """The time at which a copy is looked at again."""
+    """The next try to create the pod of a copy."""
 
     backoff: Backoff = msgspec.field(default_factory=Backoff)
     pause: float = _LOOK_AGAIN_SECONDS
@@ -149,7 +149,7 @@ class Rescue:
         self.counts = {"evicted": 0, "recreated": 0, "left_alone": 0}
 
     async def run(self, beat: Callable[[], None]) -> None:
-        """Go on with what an earlier life has left, and look until cancelled."""
+        """Continue with the copies of an earlier process, and look for pods until cancelled."""
         self._beat = beat
         self._state = await self._copies.read()
         while True:
@@ -178,7 +178,9 @@ class Rescue:
     # -- the failed pods ---------------------------------------------------------------------------
 
     async def _find_failed(self) -> float:
-        """List the failed pods once any pod has ended, or may have; seconds until that is due."""
+        """List the failed pods if any pod has ended, or may have; return the seconds until the next
+        look.
+        """
         if self._seen == (self._pod_cache.ends, self._pod_cache.lists):
             return self._look_seconds
         if (left := max(self._list_due - _now(), self._listing.seconds_left)) > 0:
@@ -238,7 +240,9 @@ class Rescue:
     # -- eviction and recreation -------------------------------------------------------------------
 
     async def _help(self, uid: str, case: _Case) -> float:
-        """Give the pod another chance, or leave it alone; seconds until there is more to do."""
+        """Give the pod another chance, or leave it alone; return the seconds until there is more to
+        do.
+        """
         case.due = 0.0
         try:
             pod = await self._present(case)
@@ -259,7 +263,7 @@ class Rescue:
         return left
 
     async def _give(self, case: _Case, pod: dict[str, Any]) -> float:
-        """Do what becomes the pod; seconds until there is more to do.
+        """Evict, delete or leave alone the pod; return the seconds until there is more to do.
 
         Raises:
             ClusterError: the API server did not do it.
@@ -343,7 +347,7 @@ class Rescue:
         return 0.0
 
     async def _bring_back(self, copy: Copy, again: _Return) -> float:
-        """Create the pod once the old one is gone; seconds until there is more to do."""
+        """Create the pod once the old one is gone; return the seconds until there is more to do."""
         pod = Pod(copy.uid, copy.namespace, copy.name)
         if self._clock() - copy.since > GIVE_UP_SECONDS:
             await self._forget(copy)
@@ -394,8 +398,9 @@ class Rescue:
     def _wait(self, key: str, pod: dict[str, Any], *, counts_each: bool) -> float | None:
         """Return the seconds until the pod's next chance, None when it has had them all.
 
-        Pods of one owner that were created together, or before, are one failure
-        (``counts_each`` is false): none of them was made because another was evicted.
+        With ``counts_each`` false, pods of one owner that were created together with the last
+        counted one, or before it, are one failure: none of them was made because another was
+        evicted.
         """
         now, known = self._clock(), self._state.tries.get(key, _NO_TRIES)
         number, last = recreation.tries_of(pod) if counts_each else (0, 0.0)
@@ -436,8 +441,7 @@ class Rescue:
         self._returns.pop(copy.uid, None)
         await self._keep_tries()
 
-    # -- events
-    # -------------------------------------------------------------------------------------
+    # -- events ------------------------------------------------------------------------------------
 
     def _leave(self, case: _Case, why: str) -> float:
         self._finish(case.pod.uid)
@@ -531,8 +535,8 @@ def _readable(raw: bytes | msgspec.Raw) -> dict[str, Any] | None:
 
 
 def _failed_admission(pod: dict[str, Any], ours: frozenset[str]) -> bool:
-    """Tell whether the kubelet has failed the pod at its admission, and it asks for our resources;
-    init containers may be the ones that do.
+    """Tell whether the kubelet has failed the pod at its admission, and a container or init
+    container of the pod asks for one of ``ours``.
     """
     status, spec = _of(pod, "status"), _of(pod, "spec")
     if (status.get("phase"), status.get("reason")) != ("Failed", _ADMISSION_ERROR):
@@ -587,7 +591,7 @@ def _named(owner: dict[str, Any]) -> str:
 
 
 def _permission(err: ClusterError) -> str:
-    """Return the right that the failed request takes."""
+    """Return the right that the failed request needs."""
     text = str(err)
     if "/eviction" in text:
         return PERMISSION

@@ -1,4 +1,5 @@
-"""Pauses and log messages for requests that fail because the API server is away, busy or refuses.
+"""Pauses and log messages for requests that fail because the API server is away or busy, or refuses
+them.
 
 Used by the writers, each of which has a `Backoff` for every kind of write that can fail
 independently, and by `reflector` between its watches.

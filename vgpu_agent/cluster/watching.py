@@ -1,9 +1,8 @@
 """This agent's watches: its own pods and its own Node, and nothing else of the cluster.
 
 Built by `agent`, which runs each watch as a supervised loop. `allocation` reads the `PodCache` that
-`PodWatch` fills.
-The writers of this package compare with the Node that `NodeWatch` shows. API server away: both keep
-what they have seen.
+`PodWatch` fills. The writers of this package compare with the Node that `NodeWatch` shows. While
+the API server is away, both keep what they have seen.
 """
 
 from __future__ import annotations
@@ -50,13 +49,13 @@ class _Watch:
         return self._reflector.longest_silence_seconds
 
     async def run(self, beat: Callable[[], None]) -> None:
-        """Keep what is watched true, until cancelled."""
+        """Keep the copy of the watched objects up to date, until cancelled."""
         await self._reflector.run(beat)
 
 
 class PodWatch(_Watch):
-    """The watch that fills a `PodCache` with the pods that are bound to one node
-    and have not ended.
+    """The watch that fills a `PodCache` with the pods that are bound to one node and have not
+    ended.
 
     Pods that have ended are kept by the API server for long, sometimes thousands on a node, and
     nothing here needs them: they hold nothing.
@@ -109,7 +108,9 @@ class PodWatch(_Watch):
 
 
 class _Living:
-    """A sink for pods under a selection that they leave when they end."""
+    """A sink for a watch whose selector pods leave when they end, so that the watch reports their
+    end as a deletion.
+    """
 
     def __init__(self, pod_cache: PodCache) -> None:
         self._pod_cache = pod_cache
@@ -133,12 +134,13 @@ class _Living:
 
 
 class NodeWatch(_Watch):
-    """Our own Node.
+    """The watch of our own Node.
 
     Attributes:
-        node: as it is now; None before the first answer (see ``synced``), and while it does not
-            exist. A Node that was deleted and created again under its name has another UID.
-        synced: the API server has answered once, be it that there is no such Node.
+        node: the Node as it is now; None before the first answer (see ``synced``), and while there
+            is no such Node. A Node that was deleted and created again under its name has another
+            UID.
+        synced: the API server has answered once, even if only that there is no such Node.
     """
 
     def __init__(
@@ -159,8 +161,8 @@ class NodeWatch(_Watch):
 
 
 class _Only:
-    """A sink for the one Node there is. It sees each version that the watch shows,
-    which readers of ``latest`` may skip.
+    """A sink for the one Node there is. It sees each version that the watch shows, which readers of
+    ``latest`` may skip.
     """
 
     def __init__(self, latest: Latest[Node | None], clock: Callable[[], float]) -> None:
@@ -182,7 +184,7 @@ class _Only:
             self._latest.publish(None if node is None else self._dated(node))
 
     def _dated(self, node: Node) -> Node:
-        """Add since when each annotation has had its value, without interruption."""
+        """Add the times since which each annotation has had its value without interruption."""
         before, now = self._latest.value, self._clock()
         known, dates = (
             ({}, {})

@@ -25,7 +25,7 @@ class _Write(msgspec.Struct):
     pause_seconds: float  # the pause until the same value may be written again
     shown: bool = False  # the watch has shown the value after the write
     overwritten: int = 0  # how often in a row another client has changed the value back
-    first_at: float = 0.0  # the time of the first write of that row
+    first_at: float = 0.0  # the time of the first write of this value in a row
 
 
 class WriteHistory:

@@ -1,7 +1,7 @@
-"""Settings for the match of Allocate and pod, and for the API server:
-the sections ``families``, ``binding`` and ``cluster``.
+"""Settings for the match of Allocate and pod, and for the API server: the sections ``families``,
+``binding`` and ``cluster``.
 
-Part of the schema in `settings`, in a file of its own because together they are one subject: the
+Part of the schema in `settings`. The three are in one file because they have one subject: the
 agent's knowledge of pods.
 """
 
@@ -17,11 +17,11 @@ from vgpu_agent.config.types import AbsolutePath, OptionalSeconds
 
 
 class Families(msgspec.Struct, frozen=True, rename="camel", forbid_unknown_fields=True):
-    """The resource names that this node offers.
-    While a GPU serves one family, the others see it Unhealthy.
+    """The resource names that this node offers. While a GPU serves one family, the others see it
+    Unhealthy.
     """
 
-    # Each family brings its switch, see `schema.root`.
+    # `schema.root` adds a switch for each family.
 
 
 class Binding(msgspec.Struct, frozen=True, rename="camel", forbid_unknown_fields=True):
@@ -110,8 +110,8 @@ class Binding(msgspec.Struct, frozen=True, rename="camel", forbid_unknown_fields
 
 
 class Cluster(msgspec.Struct, frozen=True, rename="camel", forbid_unknown_fields=True):
-    """Communication with the API server. The agent watches its own Node and pods,
-    and writes only what has changed.
+    """Communication with the API server. The agent watches its own Node and pods, and writes only
+    what has changed.
     """
 
     enabled: Annotated[

@@ -1,8 +1,8 @@
 """Rules that tie several settings together, or that need more than a type: pairs, addresses, XID
 lists, and those of each family.
 
-`load` calls them after every value has been accepted by itself; they use dotted paths and do not
-depend on files and flags.
+`reading` and `load` call them after every value has been accepted by itself. They use dotted paths
+and do not depend on files and flags.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ _XID_PATHS = ("gpu.disableHealthChecks", "gpu.enableHealthChecks")
 
 
 class Conflict(NamedTuple):
-    """Values that do not go together: the paths that could be changed, the likeliest first,
-    each with its sentence.
+    """Values that do not go together: the paths that could be changed, the likeliest first, each
+    with its sentence.
     """
 
     blame: tuple[tuple[str, str], ...]
@@ -37,8 +37,8 @@ def conflicts(settings: Settings) -> Iterator[Conflict]:
 
 
 def same_port(one: tuple[str, str], other: tuple[str, str]) -> Iterator[Conflict]:
-    """Yield the conflict of two addresses on which one process cannot listen at once; each with
-    its path.
+    """Yield the conflict of two addresses on which one process cannot listen at once; each with its
+    path.
     """
     if _collide(one[1], other[1]):
         yield Conflict(
@@ -50,14 +50,14 @@ def same_port(one: tuple[str, str], other: tuple[str, str]) -> Iterator[Conflict
 
 
 def without_effect(settings: Settings) -> Iterator[str]:
-    """A sentence for each setting that another one takes the effect from."""
+    """A sentence for each setting that has no effect because of another one."""
     for family in families.DECLARED:
         yield from family.without_effect(settings)
 
 
 def doubtful_xids(settings: Settings) -> Iterator[tuple[str, str]]:
-    """Path and entry of each health-check entry that means nothing;
-    NVIDIA's plugin ignores them in silence (nvidia §10.1).
+    """Path and entry of each health-check entry that means nothing; NVIDIA's plugin ignores them in
+    silence (nvidia §10.1).
     """
     values = dict(schema.values(settings))
     for path in _XID_PATHS:

@@ -1,9 +1,9 @@
 """Conflicts between families: over a resource name, a directory, or a GPU's MPS control daemon.
 
 In each conflict one family can still be offered. So the agent starts, withholds the resources of
-the other family and logs the sentence from here. ``config check`` refuses the configuration with
-the same sentence. Each family declares its names and its own rules in `families`. Conflicts that
-depend on the node's GPUs or on files of replaced plugins are found while the agent runs
+the other family and logs the sentence of the conflict. ``config check`` refuses the configuration
+with the same sentence. Each family declares its names and its own rules in `families`. Conflicts
+that depend on the node's GPUs or on files of replaced plugins are found while the agent runs
 (`agent.offers.families`, `agent.devices.mps`).
 """
 
@@ -34,8 +34,8 @@ def collisions(settings: Settings) -> Iterator[Conflict]:
 
 
 def spreading_warnings(settings: Settings) -> Iterator[str]:
-    """A sentence for each setting by which one family takes more GPUs than it needs,
-    while other families are on that could use them.
+    """A sentence for each setting by which one family takes more GPUs than it needs, while other
+    families are on that could use them.
     """
     on = switched_on(settings)
     values = dict(schema.values(settings))
@@ -57,8 +57,8 @@ def two_daemons_remedy() -> str:
 
 
 def duplicate_remedy(family: str) -> str:
-    """The consequence of two equal names or ids for the second ``family``, and the remedy,
-    as the end of a sentence.
+    """The consequence of two equal names or ids for the second ``family``, and the remedy, as the
+    end of a sentence.
     """
     return (
         f"the kubelet would confuse the two, so {family} offers nothing; choose another name, or "
@@ -83,8 +83,8 @@ def exposed_mps_directory(settings: Settings) -> tuple[str, str] | None:
 
 
 def _equal_names(settings: Settings) -> Iterator[Conflict]:
-    """A conflict for each name that an earlier one equals or overlaps.
-    Families come in the order in which the agent offers them.
+    """A conflict for each name that an earlier one equals or overlaps. Families come in the order
+    in which the agent offers them.
     """
     names: list[OfferedName] = []
     for name in (name for family in switched_on(settings) for name in family.names(settings)):

@@ -1,8 +1,8 @@
 """A configuration of NVIDIA's device plugin, written as one of ours: the output of
 ``vgpu-agent config convert``.
 
-It has the file's own settings only, so that it loads to the same settings. Keys without effect are
-comments at the top. Called by `cli`.
+The output has only the settings that the file itself sets, so that both files mean the same. Keys
+without effect are comments at the top. Called by `cli`.
 """
 
 from __future__ import annotations

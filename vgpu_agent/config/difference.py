@@ -1,7 +1,7 @@
 """The differences between two configurations, and which of them take effect without a restart.
 
-Called by `agent` when `watch` brings new settings. The one list is applied at once. The other is
-logged and shown under ``/debug/config``.
+Called by `agent` when `watch` yields new settings. Differences that need no restart are applied at
+once. The others are logged and shown under ``/debug/config``.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ if TYPE_CHECKING:
 
 Section = TypeVar("Section", bound=msgspec.Struct)
 
-# Beside those of the families. Everything else is a path, an address or a time limit that a running
-# part was built with.
+# In addition to `live` of the families. All other settings are paths, addresses or time limits that
+# a running part was built with.
 _AT_ONCE = (
     "nvidiaConfigFile",
     "plugin.",
@@ -43,8 +43,8 @@ def reloadable_difference(old: Settings, new: Settings) -> tuple[list[str], list
 
 
 def in_force(running: Section, new: Section, prefix: str = "") -> Section:
-    """The settings that a running agent follows:
-    those of its start, with what takes effect at once from ``new``.
+    """The settings that a running agent follows: those of its start, with what takes effect at once
+    from ``new``.
     """
     taken: dict[str, Any] = {}
     for key in schema.keys(type(new)).values():

@@ -38,7 +38,7 @@ class Translation(msgspec.Struct, frozen=True):
 
 
 class Choice(msgspec.Struct, frozen=True):
-    """One answer to "which document?".
+    """The choice of one of several documents, or the reason why none could be chosen.
 
     Attributes:
         key: the document's name; empty for none at all, which is valid where ``problem`` is empty.
@@ -55,7 +55,7 @@ class Shelf(msgspec.Struct, frozen=True):
     """Several such documents, of which a label of the Node chooses one.
 
     Attributes:
-        directory: where each is a file; empty where the settings ask for no choice.
+        directory: the directory with a file for each; empty where the settings ask for no choice.
         label: the name of the label.
         choose: the label's value (empty: no label) and the names of the documents → the choice.
     """
@@ -76,8 +76,8 @@ class PluginDocument(msgspec.Struct, frozen=True):
         section: the key in the agent's own file whose value can be such a document.
         plugin_only_keys: top-level keys of such a document that the agent's own file never has.
         translate_file: the content of a file → its meaning.
-        translate_section: what stands below ``section`` → the same.
-        directory_key: the key of the directory of the shelf.
+        translate_section: the value of ``section`` → its meaning.
+        directory_key: the dotted path of the setting for the shelf's directory.
         shelf: the settings → the documents to choose from.
     """
 

@@ -95,19 +95,20 @@ class FamilySettings(msgspec.Struct, frozen=True):
         on: the default of the switch.
         sections: its own sections, by their names in Python.
         former: keys of earlier versions that are no settings any more → what the agent does now.
-        live: beginnings of the paths of which a running agent follows a change.
+        live: beginnings of the paths of settings whose changes a running agent follows.
         options: its own flags and environment variables.
         follows: key of its own → the key whose flag, variable and place in NVIDIA's file set it as
             well.
         follows_flags: the same, except that NVIDIA's file does not set it.
         ignored: variables of the replaced plugin that are not followed.
         ignored_flags: flags of the replaced plugin that are accepted and not followed.
-        conflicts: the rules that the settings break, while it is on or off. An agent does not start
-            with them.
-        without_effect: a sentence for each setting that another one takes the effect from.
-        names: the names of its resources. Asked only while it is on, as the rest is.
-        collisions: the rules about this family beside others that the settings break. An agent
-            starts, and withholds what is in conflict.
+        conflicts: the rules that the settings break, whether it is on or off. An agent does not
+            start with such settings.
+        without_effect: a sentence for each setting that has no effect because of another one.
+        names: the names of its resources. This and the next function are called only while it is
+            on.
+        collisions: the broken rules about this family together with others. An agent starts, and
+            withholds what is in conflict.
         spreading: its settings that spread pods over more GPUs than they need.
         mps: the key by which its GPUs are shared with MPS; empty where they never are.
         daemons: the settings → whether the agent runs MPS control daemons on its GPUs.
@@ -162,7 +163,7 @@ def switched_on(settings: Settings) -> list[FamilySettings]:
 
 
 def plugin_document() -> PluginDocument:
-    """Return the document of a replaced plugin that may be laid below our file.
+    """Return the document of a replaced plugin whose values count where our file says nothing.
 
     Raises:
         LookupError: no family has been declared that has one.

@@ -33,8 +33,8 @@ class ForeignVariable(msgspec.Struct, frozen=True):
 
     Attributes:
         name: the variable.
-        in_force: the value in force, in the variable's own words; the variable is lost only where
-            it differs.
+        in_force: the value in force, in the variable's own words; the variable is reported only
+            where it differs.
         instead: the remedy, as the end of the sentence.
         concerns: tells whether it would have had an effect, where its family is on.
     """
@@ -52,7 +52,8 @@ class ForeignFlag(msgspec.Struct, frozen=True):
         name: the flag, with two dashes.
         instead: why it is not needed, or the remedy, as the end of the sentence.
         asks_nothing: the value with which it asks for nothing; an empty one does so, too.
-        in_force: the value in force, where settings decide on it: that asks for nothing.
+        in_force: the value in force, where settings decide on it; used instead of
+            ``asks_nothing``.
     """
 
     name: str
@@ -79,8 +80,8 @@ def flags() -> dict[str, ForeignFlag]:
 
 
 def without_effect(settings: Settings, environment: Mapping[str, str]) -> Iterator[str]:
-    """Yield a sentence for each variable that differs from the value in force;
-    an empty variable counts as not set.
+    """Yield a sentence for each variable that differs from the value in force; an empty variable
+    counts as not set.
     """
     for variable in (
         variable for family in families.switched_on(settings) for variable in family.ignored
@@ -109,8 +110,8 @@ def flags_without_effect(settings: Settings, given: Mapping[str, str]) -> Iterat
 
 
 def _plain(value: str) -> str:
-    """Return one form of equivalent values:
-    ``True`` and ``1`` (Go's ParseBool), a path with and without a trailing slash.
+    """Return one form of equivalent values: ``True`` and ``1`` (Go's ParseBool), a path with and
+    without a trailing slash.
     """
     word = value.strip().lower()
     if word in _TRUE:

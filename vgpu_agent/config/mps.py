@@ -1,7 +1,7 @@
 """Settings of the MPS control daemons that the agent runs: the section ``mps``.
 
-Part of the schema in `settings`. Which resources are shared with MPS is a setting of their family,
-the way of sharing is here. Paths: nvidia §11.1; counts: aws §II.1.
+Part of the schema in `settings`. Which resources are shared with MPS is set in their family, and
+how they are shared is set here. Paths: nvidia §11.1; counts: aws §II.1.
 """
 
 # Without `from __future__ import annotations`, which makes each annotation a string that msgspec

@@ -1,7 +1,7 @@
-"""The settings that have a flag and an environment variable:
-one table for argparse, `load`, ``--help`` and the docs.
+"""The settings that have a flag and an environment variable: one table for argparse, `load`,
+``--help`` and the docs.
 
-Called by `cli` for every command that runs on the configuration. A flag that is not given leaves no
+Called by `cli` for every command that uses the configuration. A flag that is not given leaves no
 trace in the parsed arguments, so that `load` can tell "not given" from "given as the default". The
 flags and variables of the replaced plugins have their own names (nvidia §1; those of one family are
 in its settings), read as Go reads them: ``--flag=value``, one dash or two, a switch alone, a list
@@ -310,7 +310,7 @@ def options() -> tuple[Option, ...]:
 
 def keys_set_with(path: str, *, in_file: bool = False) -> tuple[str, ...]:
     """List the further keys that an option for the key ``path`` sets; with ``in_file`` those that
-    its place in NVIDIA's file sets.
+    the corresponding key in NVIDIA's file sets.
     """
     return tuple(
         key
@@ -353,12 +353,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 class _Given(argparse.Action):
-    """The action that keeps a value under its given name,
-    so that a sentence about it can begin with the typed flag.
+    """The action that keeps a value under the flag as it was typed, so that a message about the
+    value can begin with that flag.
     """
 
     def __init__(self, *, names: tuple[str, ...], repeats: bool = False, **arguments: Any) -> None:
-        """``names`` mean the same, and the last one that is given counts;
+        """Make the action for ``names``, which mean the same. The last flag that is given counts;
         with ``repeats`` all of them do.
         """
         super().__init__(**arguments)
@@ -379,7 +379,7 @@ class _Given(argparse.Action):
         setattr(namespace, self.dest, flags)
 
 
-# argparse's word
+# `help` is argparse's own word
 def _add(
     group: argparse._ArgumentGroup,
     names: tuple[str, ...],
@@ -387,7 +387,9 @@ def _add(
     help: str,  # noqa: A002
     **arguments: Any,
 ) -> None:
-    """One option under its names, and, unmentioned, with the one dash that Go's flags may have."""
+    """Add one option under its names and, hidden in ``--help``, under the same names with one dash,
+    as Go's flags may have.
+    """
     group.add_argument(
         *names, action=_Given, dest=_DESTINATION, default=None, names=names, help=help, **arguments
     )
@@ -430,8 +432,8 @@ def text_of(path: str, environment: Mapping[str, str]) -> str:
 
 
 def relevant(environment: Mapping[str, str]) -> dict[str, str]:
-    """Return the variables of `options`, those that look like ours,
-    and the replaced plugins' ones with warnings in `load`.
+    """Return the variables of `options`, those that look like ours, and those of replaced plugins
+    that `load` warns of.
     """
     ours = _known_variables() | foreign_settings.names()
     return {
@@ -442,8 +444,8 @@ def relevant(environment: Mapping[str, str]) -> dict[str, str]:
 
 
 def unknown_variables(environment: Mapping[str, str]) -> list[str]:
-    """The variables that look like ours and are not, sorted;
-    Kubernetes' service variables are none of them.
+    """The variables that look like ours and are not, sorted; Kubernetes' service variables are none
+    of them.
     """
     known = _known_variables() | {CONFIG_VARIABLE, _COMMIT}
     return sorted(

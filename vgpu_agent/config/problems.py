@@ -1,8 +1,8 @@
 """The problems of a configuration, collected so that all can be corrected at once.
 
-`load` fills it. A problem names the place (a line of the file, a flag, a variable), the key, the
-expectation and the value found. Only the first ones are kept in full, because a megabyte of junk
-must not become a megabyte of log.
+`reading` collects them. A problem names the place (a line of the file, a flag, a variable), the
+key, the expectation and the value found. Only the first ones are kept in full, because a megabyte
+of junk must not become a megabyte of log.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ class Problems:
         return len(self._found) >= SHOWN
 
     def add(self, place: str, path: str, text: str, *, line: int = 0) -> None:
-        """Note that ``path`` at ``place`` is wrong; those with a ``line`` are shown file by file in
-        its order, the others after them.
+        """Note that ``path`` at ``place`` is wrong. Problems with a ``line`` are listed by file and
+        line, the others after them.
         """
         self._count += 1
         if not self.enough:
@@ -84,8 +84,8 @@ def shown(value: Any) -> str:
 
 
 def shown_list(value: Any) -> str:
-    """Do as `shown`, but show a list of plain values with its values,
-    for a key that takes lists.
+    """Do as `shown`, but show a list of plain values with its values, for a key that takes
+    lists.
     """
     if isinstance(value, list) and all(
         isinstance(word, str | int | float | None) for word in value
@@ -95,8 +95,8 @@ def shown_list(value: Any) -> str:
 
 
 def shown_key(key: str) -> str:
-    """``key`` as a part of a dotted path, in quotes when it would be mistaken
-    for something else.
+    """``key`` as a part of a dotted path, in quotes when it would be mistaken for something
+    else.
     """
     return key if len(key) <= _LONGEST_VALUE and _PLAIN_KEY.match(key) else f'"{_printable(key)}"'
 

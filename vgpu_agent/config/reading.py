@@ -76,8 +76,8 @@ class Reading:
         return self._removed_key_warnings
 
     def add_plugin_document(self, file: str, document: Translation) -> None:
-        """Accept the values of a configuration of NVIDIA's plugin.
-        Messages about it name its keys, not ours.
+        """Accept the values of a configuration of NVIDIA's plugin. Messages about it name its keys,
+        not ours.
         """
         self._file, self._plugin_keys = file, document.keys
         for fault in document.faults:
@@ -201,8 +201,8 @@ class Reading:
         }
 
     def _first_set(self, conflict: checks.Conflict) -> tuple[str, str]:
-        """Return the first path of the conflict that a source has set, with its message; the
-        first path of all if no source has set one.
+        """Return the first path of the conflict that a source has set, with its message; the first
+        path of all if no source has set one.
         """
         return next(
             (blamed for blamed in conflict.blame if blamed[0] in self._places), conflict.blame[0]

@@ -1,8 +1,9 @@
-"""The schema as a tree that can be walked:
-the accepted values of each key of `settings` and their description.
+"""The schema as a tree that can be walked: the accepted values of each key of `settings` and their
+description.
 
-`load` walks it beside the YAML, `options` looks types up in it, `example`, ``config show`` and the
-documentation generator print it. So a key is described once, in its annotation.
+`reading` walks it together with the YAML, `options` looks types up in it, `example`,
+``config show`` and the documentation generator print it. So a key is described once, in its
+annotation.
 """
 
 from __future__ import annotations
@@ -26,14 +27,14 @@ Struct = type[msgspec.Struct]
 
 # What strconv.ParseBool of Go reads, because NVIDIA's plugin read PASS_DEVICE_SPECS with it.
 _TRUE, _FALSE = {"1", "t", "T", "true", "TRUE", "True"}, {"0", "f", "F", "false", "FALSE", "False"}
-# Longer ones are no number that any key takes.
+# No key takes a number with more characters.
 _LONGEST_NUMBER = 20
 _DECIMAL = re.compile(r"[+-]?([0-9]{1,20}(\.[0-9]{0,20})?|\.[0-9]{1,20})\Z", re.ASCII)
 
 
 class NotAcceptedError(ValueError):
-    """A value that its key does not accept;
-    the message is the expectation alone (``an integer ≥ 1``).
+    """A value that its key does not accept; the message is the expectation alone
+    (``an integer ≥ 1``).
     """
 
 
@@ -42,8 +43,8 @@ class Repeated(NamedTuple):
 
     Attributes:
         position: of the earlier item.
-        key: the key of the later one to blame.
-        text: a sentence with a place for the line of the earlier one.
+        key: the key of the later item that the message is about.
+        text: a sentence with ``{line}`` in the place of the earlier item's line.
     """
 
     position: int
@@ -118,7 +119,7 @@ class Key(msgspec.Struct, frozen=True):
             return text in _TRUE
         if self.is_list:
             numbers = _holds_numbers(_bare(self.annotation))
-            if numbers and text.startswith("[") and text.endswith("]"):  # as in the expectation
+            if numbers and text.startswith("[") and text.endswith("]"):  # as in "[] or [0]"
                 text = text[1:-1]
             words = [word.strip() for word in text.split(",") if word.strip()]
             return self.accept([_number(word) for word in words] if numbers else words)
@@ -130,8 +131,8 @@ class Key(msgspec.Struct, frozen=True):
 
     @property
     def is_list(self) -> bool:
-        """Tell whether it is a list of plain values,
-        which flags and variables separate by commas.
+        """Tell whether it is a list of plain values, which flags and variables separate by
+        commas.
         """
         return self.items is None and typing.get_origin(_bare(self.annotation)) is tuple
 
@@ -160,7 +161,7 @@ _STRICT: dict[str, Any] = {"frozen": True, "rename": "camel", "forbid_unknown_fi
 
 @functools.cache
 def value_paths() -> dict[str, Key]:
-    """Every key that holds a value, by its dotted path; list items are not entered."""
+    """Every key that holds a value, by its dotted path, without the keys of list items."""
 
     def below(section: Struct, prefix: str) -> Iterator[tuple[str, Key]]:
         for key in keys(section).values():
@@ -174,16 +175,16 @@ def value_paths() -> dict[str, Key]:
 
 
 def section_text(section: Any) -> str:
-    """Return the docstring of ``section`` as text without line breaks,
-    however its source is wrapped.
+    """Return the docstring of ``section`` as text without line breaks, however its source is
+    wrapped.
     """
     return " ".join((section.__doc__ or "").split())
 
 
 @functools.cache
 def root() -> type[Settings]:
-    """Return the type of the whole configuration:
-    `Settings`, with a switch for each family, and the families' own sections.
+    """Return the type of the whole configuration: `Settings`, with a switch for each family, and
+    the families' own sections.
     """
     before = type(Settings().families)
     switches = [
@@ -214,8 +215,8 @@ def declare(family: families.FamilySettings) -> None:
 
 
 def values(settings: msgspec.Struct, prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Each value of ``settings`` with its dotted path; an empty list is a value, a full one is
-    entered (``resources[0].name``).
+    """Each value of ``settings`` with its dotted path. An empty list is a value; of other lists
+    each value in their items is one (``resources[0].name``).
     """
     for key in keys(type(settings)).values():
         value, path = getattr(settings, key.attribute), prefix + key.name
@@ -253,8 +254,8 @@ def _key(field: msgspec.structs.FieldInfo) -> Key:
 
 
 def _reads_numbers_as_text(annotation: Any) -> bool:
-    """Tell whether a list may hold numbers that are names:
-    the 0 of ``devices: [0]`` is an index.
+    """Tell whether a list may hold numbers that are names: the 0 of ``devices: [0]`` is an
+    index.
     """
     if any((meta.extra or {}).get("words") for meta in _metas(annotation)):
         return True

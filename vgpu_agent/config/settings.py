@@ -191,8 +191,8 @@ class Gpu(msgspec.Struct, frozen=True, rename="camel", forbid_unknown_fields=Tru
 
     @property
     def device_node_root(self) -> Path:
-        """The root of the host's ``/dev/nvidia*``: ``devRoot``, or ``driverRoot`` if ``devRoot``
-        is empty.
+        """The root of the host's ``/dev/nvidia*``: ``devRoot``, or ``driverRoot`` if ``devRoot`` is
+        empty.
         """
         return Path(self.dev_root or self.driver_root)
 
@@ -300,8 +300,8 @@ class Settings(msgspec.Struct, frozen=True, rename="camel", forbid_unknown_field
     web: Web = msgspec.field(default_factory=Web)
 
     def section(self, kind: type[Section]) -> Section:
-        """Return the section of type ``kind``, which belongs to one family; the section's
-        defaults if the family was not added.
+        """Return the section of type ``kind``, which belongs to one family; the section's defaults
+        if the family was not added.
         """
         found = (getattr(self, field) for field in self.__struct_fields__)
         return next((section for section in found if isinstance(section, kind)), kind())

@@ -35,8 +35,8 @@ def _paths_everywhere() -> list[str]:
 
 
 def nearest(name: str, known: Iterable[str]) -> str | None:
-    """Return the one of ``known`` that ``name`` probably meant;
-    case, ``-`` and ``_`` are ignored.
+    """Return the one of ``known`` that ``name`` probably meant; case, ``-`` and ``_`` are
+    ignored.
     """
     if len(name) > _LONGEST_GUESSED:
         return None

@@ -1,5 +1,5 @@
-"""The kinds of value that settings are made of: addresses, paths, seconds;
-used by `settings` and its sections.
+"""The kinds of value that settings are made of: addresses, paths, seconds; used by `settings` and
+its sections.
 
 Each carries its own check and the words for its expectation in an error.
 """
@@ -29,7 +29,7 @@ AbsolutePath = Annotated[
 OptionalPath = Annotated[
     str, Meta(pattern=r"\A(/|\Z)", extra={"expected": 'an absolute path or ""', "path": True})
 ]
-# The ends keep a typing error from becoming a busy loop or a wait that the operating system
+# The bounds keep a typing error from becoming a busy loop or a wait that the operating system
 # refuses.
 Seconds = Annotated[float, Meta(ge=0.01, le=86400)]
 # 0 means "never", where the description allows it

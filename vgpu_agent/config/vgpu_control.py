@@ -1,5 +1,5 @@
-"""Settings of the isolation backend `vgpu-control`: the section ``vgpuControl``.
-Part of the schema in `settings`.
+"""Settings of the isolation backend `vgpu-control`: the section ``vgpuControl``. Part of the schema
+in `settings`.
 """
 
 # Without `from __future__ import annotations`, which makes each annotation a string that msgspec
@@ -14,8 +14,8 @@ from vgpu_agent.config.types import AbsolutePath, OptionalPath
 
 
 class VgpuControl(msgspec.Struct, frozen=True, rename="camel", forbid_unknown_fields=True):
-    """The isolation backend `vgpu-control`: vgpu-manager's libvgpu-control.so,
-    which the operator puts onto the node.
+    """The isolation backend `vgpu-control`: vgpu-manager's libvgpu-control.so, which the operator
+    puts onto the node.
     """
 
     host_directory: Annotated[

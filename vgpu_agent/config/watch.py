@@ -1,10 +1,11 @@
-"""The watch over the content of the configuration files while the agent runs:
-ours, and the one of NVIDIA's plugin.
+"""The watch over the content of the configuration files while the agent runs: ours, and the one of
+NVIDIA's plugin.
 
-`agent` iterates over `changes` in a task of its own and puts new settings in force. An unusable
-file comes as the error, and the settings in force stay. Content is compared, not times or inodes: a
-ConfigMap is swapped by renaming the ``..data`` link above the file, an editor renames a new file
-over the old one, and ``cat >`` writes in place, and all three look the same from here.
+`agent` iterates over `changes` in a task of its own and puts new settings in force. For an unusable
+file `changes` yields the error, and the settings in force stay. Content is compared, not times or
+inodes: a ConfigMap is swapped by renaming the ``..data`` link above the file, an editor renames a
+new file over the old one, and ``cat >`` writes in place. To a reader of the content all three look
+the same.
 """
 
 from __future__ import annotations
@@ -21,8 +22,8 @@ if TYPE_CHECKING:
 
 _logger = log.get(__name__)
 
-# A file that is written in place is empty for a moment, and an empty file means "all defaults". So
-# new content counts only when it is still there after this part of the interval.
+# A file that is written in place is empty for a moment, and an empty file of NVIDIA's plugin means
+# "all defaults". So new content counts only when it is still there after this part of the interval.
 _SETTLE_PART = 0.1
 
 Found = load.Contents | ConfigError
@@ -34,11 +35,11 @@ async def changes(
     interval_seconds: float,
     sources: Callable[[], Awaitable[load.Sources]] | None = None,
 ) -> AsyncIterator[load.Loaded | ConfigError]:
-    """Yield each new content of ``loaded``'s files,
-    as new settings or as the reason why it has none.
+    """Yield each new content of ``loaded``'s files, as new settings or as the error in it.
 
-    When a bad file is put right again, the settings come once more, even if they are the ones in
-    force. A file that vanishes is no change; it is logged once. Ends at once when there is no file.
+    When a bad file is corrected, the settings are yielded once more, even if they are the ones in
+    force. A file that vanishes is no change; it is logged once. Without a file and without
+    ``sources`` it ends at once.
 
     Args:
         loaded: the settings in force.
@@ -62,8 +63,9 @@ async def changes(
 
 
 class _Look:
-    """The reader of the files, again and again. State:
-    the last content of each, for as long as it cannot be found.
+    """The repeated reading of the files.
+
+    State: the last content of each file, which counts while the file is missing.
     """
 
     def __init__(self, loaded: load.Loaded) -> None:
@@ -79,7 +81,7 @@ class _Look:
         return self.sources.file is not None or bool(self._last.nvidia_file)
 
     async def settled(self, seen: str, pause_seconds: float) -> Found:
-        """Read the files, as soon as they are as seen before or two readings in a row agree."""
+        """Read the files until two readings in a row agree, or one has the mark ``seen``."""
         found = await asyncio.to_thread(self._read)
         while _mark(found) != seen:
             await asyncio.sleep(pause_seconds)
@@ -140,5 +142,5 @@ async def _judged(sources: load.Sources, found: Found) -> load.Loaded | ConfigEr
 
 
 def _mark(found: Found) -> str:
-    """Return a mark that differs between different readings."""
+    """Return a text that is the same for readings of the same content or with the same error."""
     return found.digest if isinstance(found, load.Contents) else str(found)

@@ -1,9 +1,10 @@
-"""YAML without its traps: the tree that `load` walks, each value with its line.
+"""YAML without its traps: the tree that `reading` walks, each value with its line.
 
 PyYAML's own loaders let a second key of the same name win, read ``yes``, ``on``, ``012`` and
 ``1:30`` as something else than text, and expand nine lines into a billion with aliases. Here a
-plain scalar has its type in JSON, or is text. A key occurs once. Anchors, aliases, tags and further
-documents are refused. Only PyYAML's events are used, so depth and size can be bounded here.
+plain scalar has the type that it has in JSON, or is text. A key occurs once. Anchors, aliases, tags
+and further documents are refused. Only PyYAML's events are used, so depth and size can be bounded
+here.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ if TYPE_CHECKING:
 
 Scalar = str | int | float | bool | None
 
-# Our schema is five levels deep and has some sixty keys; the bounds keep a megabyte of junk from
+# Our schema is five levels deep and has some hundred keys; the bounds keep a megabyte of junk from
 # taking seconds and a hundred MiB.
 _DEEPEST = 32
 _MAX_VALUES = 10_000
@@ -29,7 +30,7 @@ _MAX_VALUES = 10_000
 _FORBIDDEN = re.compile("[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x84\x86-\x9f\ud800-\udfff\ufffe\uffff]")
 _INTEGER = re.compile(r"-?(0|[1-9][0-9]*)\Z")
 _NUMBER = re.compile(r"-?(0|[1-9][0-9]*)(\.[0-9]+)?([eE][+-]?[0-9]+)?\Z")
-# Longer ones are no number that any key takes; int() would refuse them with a text about itself.
+# No key takes a number with more characters. int() would refuse it with a text about its own limit.
 _LONGEST_NUMBER = 300
 _WORDS: dict[str, Scalar] = {"": None, "null": None, "true": True, "false": False}
 
@@ -71,7 +72,9 @@ class _RefusedError(Exception):
 
 
 class _Open(msgspec.Struct):
-    """A mapping or list that is being read; ``key`` waits for its value."""
+    """A mapping or list that is being read. The value of ``key`` comes next; with ``discard`` it is
+    dropped, because the mapping has the key already.
+    """
 
     node: Node
     path: str
@@ -96,7 +99,7 @@ def parse(text: str, *, most: int = _MAX_VALUES) -> tuple[Node | None, list[Faul
     everything that is wrong with its form.
 
     Args:
-        text: of the document.
+        text: the text of the document.
         most: how many keys and values it may have.
     """
     if forbidden := _FORBIDDEN.search(text):
@@ -116,8 +119,8 @@ def parse(text: str, *, most: int = _MAX_VALUES) -> tuple[Node | None, list[Faul
 
 
 def kubernetes_object(root: Node) -> Fault | None:
-    """Describe the fault of a document that is a whole ConfigMap or another object;
-    None for one that is not.
+    """Describe the fault of a document that is a whole ConfigMap or another object; None for one
+    that is not.
     """
     members = root.value if isinstance(root.value, dict) else {}
     kind = members.get("kind")
@@ -192,9 +195,7 @@ def _refuse_decoration(event: Any, line: int, path: str) -> None:
 
 
 def _enter(event: Any, line: int, stack: list[_Open], faults: list[Fault]) -> Node | None:
-    """Take the value that begins with ``event`` to its place;
-    it is returned when it is the root.
-    """
+    """Put the value that begins with ``event`` in its place; return it when it is the root."""
     parent = stack[-1] if stack else None
     is_scalar = isinstance(event, yaml.ScalarEvent)
     if parent is not None and isinstance(parent.node.value, dict) and parent.key is None:

@@ -43,8 +43,8 @@ class Shortfall(msgspec.Struct, frozen=True):
 
 
 class Ownership(enum.IntEnum):
-    """The certainty with which a resource's name belongs to a family.
-    Where several families may own a name, the surest is asked first.
+    """The certainty with which a resource's name belongs to a family. Where several families may
+    own a name, the surest is asked first.
     """
 
     NONE = 0
@@ -65,14 +65,14 @@ class Family(Protocol):
         ...
 
     def owns(self, resource: str) -> Ownership:
-        """Tell how surely the kubelet's records of ``resource`` are about this family's devices,
-        by its name alone.
+        """Tell how surely the kubelet's records of ``resource`` are about this family's devices, by
+        its name alone.
         """
         ...
 
     def resources(self, inventory: Inventory) -> tuple[Resource, ...]:
-        """Return the resources that a node with these GPUs offers,
-        deterministic for the same inventory.
+        """Return the resources that a node with these GPUs offers, deterministic for the same
+        inventory.
 
         Raises:
             OfferError: it cannot be offered as configured.
@@ -96,8 +96,8 @@ class IdFamily(Family, Protocol):
         ...
 
     def shares(self, resource: str, ids: Sequence[str], inventory: Inventory) -> tuple[Share, ...]:
-        """Return what the holder of ``ids`` has of each device;
-        also for ids of earlier settings, as far as they can be read.
+        """Return what the holder of ``ids`` has of each device; also for ids of earlier settings,
+        as far as they can be read.
         """
         ...
 
@@ -251,14 +251,14 @@ class PodFamily(Family, Protocol):
     """A family whose vocabulary names in the pod what each container gets."""
 
     def cautions(self, inventory: Inventory) -> tuple[str, ...]:
-        """List what `resources` leaves out or is odd about it,
-        one sentence each with the remedy.
+        """List what `resources` leaves out or is odd about it, one sentence each with the
+        remedy.
         """
         ...
 
     def decide(self, question: Question) -> Decision:
-        """Decide what the container gets: as a scheduler decided in the pod's annotations;
-        without that, as this node has room.
+        """Decide what the container gets: as a scheduler decided in the pod's annotations; without
+        that, as this node has room.
 
         Health and room are not checked for a scheduler's decision; the ledger does that.
 
@@ -278,20 +278,20 @@ class PodFamily(Family, Protocol):
         to give ids of them.
 
         Only containers that could start by the pod's annotations; empty where these are not for
-        this node or cannot be followed at all. Init containers are left out where they work on
-        GPUs of the containers after them.
+        this node or cannot be followed at all. Init containers are left out where they work on GPUs
+        of the containers after them.
         """
         ...
 
     def recall(self, question: Question) -> Decision | None:
-        """Return what a running container must have got, read from its pod alone;
-        None when the pod does not say. Never raises.
+        """Return what a running container must have got, read from its pod alone; None when the pod
+        does not say. Never raises.
         """
         ...
 
     def provision(self, question: Question, shares: tuple[Share, ...]) -> Provision:
-        """Return what puts ``shares`` in force:
-        the container's edits, and what must be on the host before it starts.
+        """Return what puts ``shares`` in force: the container's edits, and what must be on the host
+        before it starts.
         """
         ...
 
@@ -310,7 +310,7 @@ class PodFamily(Family, Protocol):
         ...
 
     def cleanup(self, now: float) -> DesiredNode:
-        """Return the desired state of a Node that the agent leaves for good,
-        at unix seconds ``now``.
+        """Return the desired state of a Node that the agent leaves for good, at unix seconds
+        ``now``.
         """
         ...

@@ -71,8 +71,8 @@ class MigInstancesFamily(abc.ABC):
     # -- what is the same for all ------------------------------------------------------------------
 
     def resources(self, inventory: Inventory) -> tuple[Resource, ...]:
-        """The instances by name, in the order of their GPUs;
-        what `shortfall` refuses is left out.
+        """The instances by name, in the order of their GPUs; what `shortfall` refuses is left
+        out.
         """
         offered: dict[str, list[DeviceId]] = {}
         withheld: dict[str, dict[str, str]] = {}
@@ -112,8 +112,8 @@ class MigInstancesFamily(abc.ABC):
         del resource, ids
 
     def shares(self, resource: str, ids: Sequence[str], inventory: Inventory) -> tuple[Share, ...]:
-        """Return all of each instance, for its holder alone;
-        an instance that is gone is still held, as an empty share.
+        """Return all of each instance, for its holder alone; an instance that is gone is still
+        held, as an empty share.
         """
         del resource  # every name of such a family means the same
         return tuple(
@@ -122,8 +122,8 @@ class MigInstancesFamily(abc.ABC):
         )
 
     def edits(self, resource: Resource, ids: Sequence[str], inventory: Inventory) -> Edits:
-        """The instances by the list strategies of the node,
-        by UUID unless indices are asked for.
+        """The instances by the list strategies of the node, by UUID unless indices are asked
+        for.
         """
         devices = [
             device for uuid in dict.fromkeys(ids) if (device := visible_device(uuid, inventory))
@@ -139,8 +139,8 @@ class MigInstancesFamily(abc.ABC):
         inventory: Inventory,
         neighbours: Neighbours = ALONE,
     ) -> list[str]:
-        """Choose on GPUs of the lowest rank, and there on those that have a holder;
-        in node order else.
+        """Choose on GPUs of the lowest rank, and there on those that have a holder; in node order
+        else.
         """
         place = {entry.id: number for number, entry in enumerate(resource.ids)}
         gpu_of = {instance.uuid: gpu.uuid for gpu, instance in self.offered(inventory)}

@@ -1,5 +1,5 @@
-"""The declaration of a family: what the rest of the agent has to know about it
-without knowing its name.
+"""The declaration of a family: what the rest of the agent has to know about it without knowing its
+name.
 
 Each family has one `FamilySpec`, in the module `spec` of its package; `registry` lists them.
 `agent` iterates over that list.

@@ -117,8 +117,8 @@ class AwsFamily:
         )
 
     def shortfall(self, inventory: Inventory) -> Shortfall:
-        """The GPUs that are left out; where none remains,
-        the resource is refused with all the reasons.
+        """The GPUs that are left out; where none remains, the resource is refused with all the
+        reasons.
         """
         name = self._options.resource
         reasons = [reason for gpu in inventory.gpus if (reason := self._unfit(gpu))]
@@ -127,14 +127,14 @@ class AwsFamily:
         return Shortfall(cautions=tuple(f"{name}: {reason}" for reason in reasons))
 
     def check(self, resource: Resource, ids: Sequence[str]) -> None:
-        """Accept everything: all requests make sense in AWS's terms,
-        and the ledger checks unknown and unhealthy ids.
+        """Accept everything: all requests make sense in AWS's terms, and the ledger checks unknown
+        and unhealthy ids.
         """
         del resource, ids
 
     def shares(self, resource: str, ids: Sequence[str], inventory: Inventory) -> tuple[Share, ...]:
-        """A place on each GPU; with a daemon of ours also its part of memory and compute,
-        which is in force.
+        """A place on each GPU; with a daemon of ours also its part of memory and compute, which is
+        in force.
         """
         del resource  # the ids are enough
         counts = collections.Counter(_devices(ids))
@@ -173,8 +173,8 @@ class AwsFamily:
             return choose(PACKED, request)
 
     def edits(self, resource: Resource, ids: Sequence[str], inventory: Inventory) -> Edits:
-        """Return the edits that name the GPUs to the container, each once,
-        and make it a client of MPS.
+        """Return the edits that name the GPUs to the container, each once, and make it a client of
+        MPS.
         """
         behind = _devices(ids)
         devices = [
@@ -246,8 +246,8 @@ def _join_none(
 def _join_host(
     resource: Resource, devices: Sequence[str], inventory: Inventory, paths: MpsOptions
 ) -> Edits:
-    """Join the host's own daemon: its pipe and the host's shared memory,
-    so that the pod needs neither mount nor hostIPC.
+    """Join the host's own daemon: its pipe and the host's shared memory, so that the pod needs
+    neither mount nor hostIPC.
     """
     del resource, devices, inventory, paths
     mounts = (

@@ -1,5 +1,5 @@
-"""The devices behind each of NVIDIA's resource names, before sharing:
-the MIG strategies and the patterns.
+"""The devices behind each of NVIDIA's resource names, before sharing: the MIG strategies and the
+patterns.
 
 Names and the table of what is valid are those of nvidia §3 and G1 to G7, without its defects. What
 cannot be offered under one name does not stop the other names. A MIG instance whose compute
@@ -187,8 +187,8 @@ def _why_not(name: str, devices: Sequence[Device], strategy: MigStrategy) -> str
 
 
 def _unlike(devices: Sequence[Device]) -> str:
-    """Explain why these cannot share one name; empty when they can.
-    A lost GPU, which is never granted, is not compared.
+    """Explain why these cannot share one name; empty when they can. A lost GPU, which is never
+    granted, is not compared.
     """
     devices = [device for device in devices if device.gpu.present] or devices
     first: dict[tuple[str, int], Device] = {}

@@ -82,8 +82,8 @@ class NvidiaFamily:
         return self._offers(inventory).shortfall
 
     def check(self, resource: Resource, ids: Sequence[str]) -> None:
-        """Refuse what the operator does not want (nvidia A22,
-        A23) and units of memory that are not of one device (iktos D12).
+        """Refuse what the operator does not want (nvidia A22, A23) and units of memory that are not
+        of one device (iktos D12).
 
         The first text is the one that users of NVIDIA's plugin know.
         """
@@ -130,8 +130,8 @@ class NvidiaFamily:
         inventory: Inventory,
         neighbours: Neighbours = ALONE,
     ) -> list[str]:
-        """Choose by the policy that fits the resource (see `_policy`),
-        among the GPUs of the lowest ranks.
+        """Choose by the policy that fits the resource (see `_policy`), among the GPUs of the lowest
+        ranks.
 
         A policy for replicas that the operator has set counts before the ranks.
         """
@@ -159,8 +159,8 @@ class NvidiaFamily:
         )
 
     def edits(self, resource: Resource, ids: Sequence[str], inventory: Inventory) -> Edits:
-        """Return the edits that name the devices, by the list strategies;
-        by MPS also those for a client of its daemon.
+        """Return the edits that name the devices, by the list strategies; by MPS also those for a
+        client of its daemon.
         """
         found = [
             device
@@ -199,8 +199,8 @@ class NvidiaFamily:
         return Share(uuid, _memory_mib(uuid, inventory), 100, exclusive=True)
 
     def _part(self, uuid: str, count: int, offered: Resource | None, inventory: Inventory) -> Share:
-        """``count`` replicas of a device. What time-slicing limits is nothing,
-        so nothing but the place is booked.
+        """``count`` replicas of a device. What time-slicing limits is nothing, so nothing but the
+        place is booked.
         """
         if offered is None or offered.sharing is not SharingMode.MPS:
             return Share(uuid)

@@ -1,5 +1,5 @@
-"""The device ids of the `nvidia` family:
-a device's UUID alone, or with the number of a replica behind it.
+"""The device ids of the `nvidia` family: a device's UUID alone, or with the number of a replica
+behind it.
 
 Three forms are read, whichever is offered today, so that running containers keep their devices over
 a change of settings: ``<uuid>`` a whole device, ``<uuid>::<n>`` a replica as NVIDIA's plugin counts
@@ -51,8 +51,8 @@ def read(id_: str) -> ReadId | None:
 
 
 def devices_behind(ids: Iterable[str]) -> dict[str, bool]:
-    """Map each UUID to whether one of its ids is the whole device;
-    in the order of the ids (nvidia A3), without unknown ids.
+    """Map each UUID to whether one of its ids is the whole device; in the order of the ids (nvidia
+    A3), without unknown ids.
     """
     devices: dict[str, bool] = {}
     for id_ in ids:
@@ -62,8 +62,8 @@ def devices_behind(ids: Iterable[str]) -> dict[str, bool]:
 
 
 def one_by_one(ids: Sequence[str]) -> list[str]:
-    """UUID of the device behind each id, in their order, as often as it is named;
-    others are left out.
+    """UUID of the device behind each id, in their order, as often as it is named; others are left
+    out.
     """
     return [known.device for id_ in ids if (known := read(id_)) is not None]
 

@@ -67,8 +67,8 @@ def problems(text: str) -> Iterator[str]:
 
 
 def _read(text: str) -> Iterator[tuple[str, IktosEntry | str]]:
-    """Yield each entry as it was written, with its meaning or the sentence about its fault;
-    empty ones are skipped.
+    """Yield each entry as it was written, with its meaning or the sentence about its fault; empty
+    ones are skipped.
     """
     for written in text.split(","):
         if word := written.strip():

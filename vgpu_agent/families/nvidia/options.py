@@ -31,8 +31,8 @@ AUTOMATIC = -1  # as many replicas as the device has units of memory
 
 
 class Pattern(msgspec.Struct, frozen=True):
-    """A pattern for names of GPUs or MIG profiles:
-    ``*`` stands for any text, and all of the name must match (nvidia §3).
+    """A pattern for names of GPUs or MIG profiles: ``*`` stands for any text, and all of the name
+    must match (nvidia §3).
     """
 
     pattern: str
@@ -111,8 +111,8 @@ class NvidiaOptions(msgspec.Struct, frozen=True):
     def from_settings(
         cls, settings: Settings, *, lists: ListOptions, wsl: bool = False
     ) -> NvidiaOptions:
-        """Return the configured options; if several define the sharing, iktos's words win,
-        then MPS (nvidia G12).
+        """Return the configured options; if several define the sharing, iktos's words win, then MPS
+        (nvidia G12).
         """
         plugin, sharing, resources = (
             settings.plugin,

@@ -18,8 +18,8 @@ _DOMAIN = re.compile(rf"{_LABEL}(\.{_LABEL})*\Z")
 
 
 def completed_resource_name(name: str) -> tuple[str, str]:
-    """Return ``name`` with NVIDIA's domain when it has none (nvidia §2),
-    and why it cannot be shared; empty when it can.
+    """Return ``name`` with NVIDIA's domain when it has none (nvidia §2), and why it cannot be
+    shared; empty when it can.
     """
     complete = name if "/" in name else f"{NVIDIA_DOMAIN}/{name}"
     return complete, resource_name_problem(complete)

@@ -117,8 +117,8 @@ class ResourcePattern(msgspec.Struct, frozen=True, rename="camel", forbid_unknow
 
 
 class Resources(msgspec.Struct, frozen=True, rename="camel", forbid_unknown_fields=True):
-    """Other resource names than NVIDIA's, by the name of the GPU or of the MIG profile.
-    The first pattern that matches counts.
+    """Other resource names than NVIDIA's, by the name of the GPU or of the MIG profile. The first
+    pattern that matches counts.
     """
 
     gpus: Annotated[
@@ -188,8 +188,8 @@ class SharedResource(msgspec.Struct, frozen=True, rename="camel", forbid_unknown
 
 
 class TimeSlicing(msgspec.Struct, frozen=True, rename="camel", forbid_unknown_fields=True):
-    """Several containers on one GPU, in turns;
-    nothing limits the memory or the time that one of them takes.
+    """Several containers on one GPU, in turns; nothing limits the memory or the time that one of
+    them takes.
     """
 
     rename_by_default: Annotated[
@@ -254,8 +254,8 @@ class MpsSharing(msgspec.Struct, frozen=True, rename="camel", forbid_unknown_fie
 
 
 class Sharing(msgspec.Struct, frozen=True, rename="camel", forbid_unknown_fields=True):
-    """Sharing of one GPU by several containers. Without it each container gets whole GPUs.
-    With both, `mps` counts.
+    """Sharing of one GPU by several containers. Without it each container gets whole GPUs. With
+    both, `mps` counts.
     """
 
     time_slicing: TimeSlicing = msgspec.field(default_factory=TimeSlicing)
@@ -263,8 +263,8 @@ class Sharing(msgspec.Struct, frozen=True, rename="camel", forbid_unknown_fields
 
 
 class Iktos(msgspec.Struct, frozen=True, rename="camel", forbid_unknown_fields=True):
-    """Replicas as k8s-gpu-sharing-plugin (iktos) configures them;
-    ids are then `<uuid>-replica-<n>`.
+    """Replicas as k8s-gpu-sharing-plugin (iktos) configures them; ids are then
+    `<uuid>-replica-<n>`.
     """
 
     resource_config: Annotated[
@@ -290,8 +290,8 @@ class Iktos(msgspec.Struct, frozen=True, rename="camel", forbid_unknown_fields=T
 
 
 def offered_names(settings: Settings) -> Iterator[OfferedName]:
-    """Yield all names under which the family can offer GPUs of some node.
-    A name given twice selects the devices of both.
+    """Yield all names under which the family can offer GPUs of some node. A name given twice
+    selects the devices of both.
     """
     gpus, strategy = settings.section(Resources).gpus, settings.plugin.mig_strategy
     names = {pattern.name for pattern in gpus}
@@ -329,8 +329,8 @@ def _shared(settings: Settings) -> Sequence[tuple[str, str, bool]]:
 
 
 def _conflicts(settings: Settings) -> Iterator[Conflict]:
-    """Yield the settings that conflict with MPS sharing (nvidia §1),
-    and the mistakes in iktos's entries.
+    """Yield the settings that conflict with MPS sharing (nvidia §1), and the mistakes in iktos's
+    entries.
     """
     if settings.section(Sharing).mps.resources:
         if settings.plugin.mig_strategy == "mixed":
