@@ -1,8 +1,8 @@
 """The ids that a resource offers to the kubelet, few or very many.
 
-A whole GPU or a replica is one id each. Memory is counted in ids too, one for each MiB of every
-card in the worst case, so that a node has a hundred thousand; those are `NumberedIds`, which make
-each `DeviceId` on request instead of keeping them all.
+Each whole GPU, and each replica of one, has one id. Memory is counted in ids too, one for each MiB
+of every card in the worst case, so that a node has a hundred thousand. Those are `NumberedIds`,
+which make each `DeviceId` on request instead of keeping them all.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ _MAX_DIGITS = 18
 class Decimal(msgspec.Struct, frozen=True):
     """Decimal digits without leading zeros."""
 
-    text = staticmethod(str)  # a list has tens of thousands
+    text = staticmethod(str)  # fast, because a list has tens of thousands of ids
 
     def number(self, text: str) -> int | None:
         """See `IdCodec`."""
@@ -120,7 +120,7 @@ class IdBlock(msgspec.Struct, frozen=True):
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class NumberedIds(Sequence[DeviceId]):
-    """Many ids, kept as one block a device. Equal when the blocks are."""
+    """Many ids, kept as one block per device. Equal when the blocks are."""
 
     blocks: tuple[IdBlock, ...]
 
@@ -170,7 +170,8 @@ class NumberedList(Sequence[ListedDevice]):
 
     Attributes:
         blocks: each with whether its ids may be given to a container.
-        others: ids that are not offered any more and still held, of unhealthy devices.
+        others: ids of unhealthy devices that are still held, although they are not offered any
+            more.
     """
 
     blocks: tuple[tuple[IdBlock, bool], ...]
@@ -218,9 +219,9 @@ _HEALTH_FIELD_BYTES = 11  # tag, length and the longer of the two words, "Unheal
 
 def list_size_bytes(ids: Iterable[DeviceId]) -> int:
     """Size of the largest list for the kubelet that these ids can lead to: all of them Unhealthy,
-    two bytes more an id (kubelet §10).
+    which takes two bytes more per id (kubelet §10).
 
-    Only a sum: it is asked about lists that are far too long.
+    No list is made for it, because some are far too long.
     """
     if not isinstance(ids, NumberedIds):
         return sum(map(element_size_bytes, ids))

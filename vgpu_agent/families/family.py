@@ -1,12 +1,11 @@
 """The interface of a family; `allocation` and `agent` know families only through this.
 
-There are two kinds. Of an `IdFamily` each id names its device, so `Allocate` can answer completely
-(`nvidia`, `aws`). Of a `PodFamily` ids are only counted. What a container gets is written in its
-pod, so it is decided once the pod is proven (`volcano-vgpu`, …).
+There are two kinds. In an `IdFamily` each id names its device, so `Allocate` can answer completely
+(`nvidia`, `aws`). In a `PodFamily` ids are only counted. What a container gets is written in its
+pod, so it is decided once the pod is identified (`volcano-vgpu`, …).
 
 To add a family: write a package with a class of one of these shapes, translate its golden vectors
-into tests, and add it to the list in `agent`. Everything here is a pure function of what it is
-given.
+into tests, and add it to `registry`. Everything here is a pure function of its arguments.
 """
 
 from __future__ import annotations
@@ -75,7 +74,7 @@ class Family(Protocol):
         inventory.
 
         Raises:
-            OfferError: it cannot be offered as configured.
+            OfferError: a resource cannot be offered as configured.
         """
         ...
 
@@ -140,8 +139,8 @@ class Question(msgspec.Struct, frozen=True):
         node: our node's name.
         rooms: what the devices have left, by inventory order; a grant that this container already
             has is not counted.
-        siblings: container → shares that were decided for it, for the other containers of this pod:
-            some vocabularies place whole pods.
+        siblings: other container of this pod → the shares that were decided for it, because some
+            vocabularies place whole pods.
         taken: device → a grant with a part of it, of any family; without the grants of this
             container and of containers that have ended before it.
         neighbours: which GPUs other families may use or have, for the agent's own placement.
@@ -187,7 +186,7 @@ class MigLayout(msgspec.Struct, frozen=True):
 
 
 class Remark(NamedTuple):
-    """A message of a family's to a pod's owner: an event's reason, and its text without the
+    """A message of a family to a pod's owner: an event's reason, and its text without the
     container's name.
     """
 
@@ -201,10 +200,10 @@ class Decision(msgspec.Struct, frozen=True):
     Attributes:
         shares: in the order in which the family's vocabulary lists them; empty while ``layouts`` is
             not.
-        by: the decider, for the evidence: ``the scheduler, in volcano.sh/vgpu-ids-new`` or
+        by: the decider, for `Grant.evidence`: ``the scheduler, in volcano.sh/vgpu-ids-new`` or
             ``the agent, binpack``.
-        layouts: how GPUs must be divided before it can be decided; no container has anything of
-            them.
+        layouts: how GPUs must be divided before shares can be decided; no container has a part of
+            these GPUs.
         second_best: why it differs from what the scheduler has named; empty when it does not.
         by_scheduler: a scheduler decided, according to the pod.
         kept: it is what the container has had before.
@@ -277,9 +276,9 @@ class PodFamily(Family, Protocol):
         These GPUs are claimed for them. Where the resource has ``prefers``, the kubelet is advised
         to give ids of them.
 
-        Only containers that could start by the pod's annotations; empty where these are not for
-        this node or cannot be followed at all. Init containers are left out where they work on GPUs
-        of the containers after them.
+        The result has only containers that the pod's annotations allow to start. It is empty where
+        these are not for this node or cannot be followed at all. Init containers are left out where
+        they work on GPUs of the containers after them.
         """
         ...
 

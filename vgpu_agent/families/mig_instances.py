@@ -43,7 +43,7 @@ class MigInstancesFamily(abc.ABC):
         """Make it; ``lists`` is how containers get their devices."""
         self._lists = lists
 
-    # -- what a family says about itself -----------------------------------------------------------
+    # -- what differs between families -------------------------------------------------------------
 
     @abc.abstractmethod
     def owns(self, resource: str) -> Ownership:
@@ -62,8 +62,8 @@ class MigInstancesFamily(abc.ABC):
         """Return resources that cannot be offered, and why; nothing is offered if there are any."""
 
     def withheld(self, gpu: Gpu, inventory: Inventory) -> str:
-        """Explain why the instances of ``gpu`` are listed and never granted; empty where they
-        are.
+        """Explain why the instances of ``gpu`` are listed and never granted; empty where they may
+        be.
         """
         del gpu, inventory
         return ""
@@ -89,8 +89,8 @@ class MigInstancesFamily(abc.ABC):
         )
 
     def shortfall(self, inventory: Inventory) -> Shortfall:
-        """List what is refused, and the instances that are left out, which share theirs or cannot
-        be read.
+        """List what is refused, and the instances that are left out because they share their GPU
+        instance or cannot be read.
         """
         odd = tuple(
             f"MIG instance {instance.uuid} of GPU {gpu.uuid} is a {instance.profile}: it has a "
@@ -108,7 +108,7 @@ class MigInstancesFamily(abc.ABC):
         return Shortfall(self.refusals(inventory), (*odd, *unread))
 
     def check(self, resource: Resource, ids: Sequence[str]) -> None:
-        """Any number of instances makes sense."""
+        """Accept any number of instances."""
         del resource, ids
 
     def shares(self, resource: str, ids: Sequence[str], inventory: Inventory) -> tuple[Share, ...]:
@@ -122,8 +122,8 @@ class MigInstancesFamily(abc.ABC):
         )
 
     def edits(self, resource: Resource, ids: Sequence[str], inventory: Inventory) -> Edits:
-        """The instances by the list strategies of the node, by UUID unless indices are asked
-        for.
+        """Return the edits that name the instances, by the list strategies of the node; by UUID
+        unless indices are asked for.
         """
         devices = [
             device for uuid in dict.fromkeys(ids) if (device := visible_device(uuid, inventory))
@@ -139,8 +139,8 @@ class MigInstancesFamily(abc.ABC):
         inventory: Inventory,
         neighbours: Neighbours = ALONE,
     ) -> list[str]:
-        """Choose on GPUs of the lowest rank, and there on those that have a holder; in node order
-        else.
+        """Choose instances on GPUs of the lowest rank, among these on GPUs that have a holder, and
+        then in node order.
         """
         place = {entry.id: number for number, entry in enumerate(resource.ids)}
         gpu_of = {instance.uuid: gpu.uuid for gpu, instance in self.offered(inventory)}

@@ -6,7 +6,7 @@ minutes old (volcano-vgpu §2.4, volcano-gpushare §2). So a burst of pods takes
 other, and several of them within a second have the same text. They are distinguished by the moments
 at which the watch showed them.
 
-Both Volcano families ask for it in `desired_node`; `allocation` keeps the one `NodeLocks`.
+Both Volcano families ask for its removal in `desired_node`; `allocation` keeps the one `NodeLocks`.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from vgpu_agent.nodes import DesiredNode
 if TYPE_CHECKING:
     from vgpu_agent.nodes import Node
 
-# The scheduler writes whole seconds, and its clock is not ours: a lock that seems to come after the
-# Allocate by less was taken before it.
+# The scheduler writes whole seconds, and its clock is not ours: a lock whose time is less than this
+# after the Allocate was taken before it.
 CLOCK_TOLERANCE_SECONDS = 1.0
 
 # The pod of a lock that has existed for so long was refused by the kubelet, was deleted, or never
@@ -34,9 +34,9 @@ _RFC_3339 = re.compile(r"\A\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d(\.\d{1,9})?(Z|[+-]\d\d
 class NodeLocks:
     """The locks of this node, and the decision when one can be released.
 
-    State: since when the last lock under each key has existed or been gone, in memory. A restarted
-    agent takes its first reading of the kubelet's records for an Allocate, so it releases at once
-    the lock of that moment.
+    State: the times since which the last lock under each key has existed or been gone, in memory. A
+    restarted agent treats its first reading of the kubelet's records as an Allocate, so it releases
+    a lock of that moment at once.
     """
 
     def __init__(self) -> None:
@@ -51,8 +51,8 @@ class NodeLocks:
 
         A lock that was taken after our last Allocate belongs to a pod that is still on its way. It
         stays until that pod's Allocate, or for `LONGEST_HELD_SECONDS`. The removal is guarded, so
-        that a lock taken between our look and our write stays. A text that is no time is not the
-        scheduler's and is left alone, since the keys are bare words.
+        that a lock taken between our look and our write stays. A text that is no time is left
+        alone: the keys have no domain, so it may belong to somebody else.
 
         Args:
             node: our Node as the watch shows it.

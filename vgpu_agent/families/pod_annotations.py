@@ -62,11 +62,11 @@ _OF_THE_DRIVER = (
     r"LD_(PRELOAD|LIBRARY_PATH)",
 )
 
-# What a container may set that touches GPUs or their limits.
+# The variables of containers that concern GPUs or their limits.
 VARIABLES = re.compile(
     "|".join((*_OF_THE_DRIVER, *(family.variables for family in FAMILIES if family.variables))),
     re.ASCII,
 )
 
-# Those of them of which the value counts; empty for none.
+# Those of `VARIABLES` whose value counts as well; an empty pattern for none.
 VALUES = re.compile("|".join(family.values for family in FAMILIES if family.values), re.ASCII)

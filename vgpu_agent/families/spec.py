@@ -34,12 +34,12 @@ class NodeFacts(msgspec.Struct, frozen=True):
 
     Attributes:
         lists: how containers get their devices, where ids name them.
-        pod_lists: the same where pods decide. Bound late, a grant's own spec has what CDI names
-            stand for (`cdi.inline`).
+        pod_lists: the same where pods decide. With late binding and the setting ``cdi.inline``, the
+            spec of a grant contains the edits themselves instead of CDI names.
         late: grants of families whose pods decide are bound late.
-        wsl: the node is a Windows subsystem.
+        wsl: the node is a Windows Subsystem for Linux.
         libraries: isolation backend → its library, where a family uses it.
-        cgroup_version: of the node, 1 or 2; a hybrid one is 2.
+        cgroup_version: of the node, 1 or 2; a hybrid of both counts as 2.
         divides: the program that divides GPUs is there.
         given: dotted paths of settings that a flag or a variable has set; they beat the files of a
             replaced plugin.
@@ -70,8 +70,8 @@ class BuiltFamily(msgspec.Struct, frozen=True):
     Attributes:
         by_ids: the parts of it whose ids name devices.
         by_pod: the parts of it whose pods decide.
-        idle: what is not offered. Ids from before it was switched off are still read, because
-            containers hold them.
+        idle: the parts that are not offered. Ids from before it was switched off are still read,
+            because containers hold them.
         problems: faults of the files of the replaced plugin, one sentence each.
         in_force: attribute of its settings → value, after the files were applied; empty
             where there are no such files.
@@ -129,9 +129,9 @@ class Readings(msgspec.Struct, frozen=True):
     Attributes:
         grants: the family's live grants.
         inventory: the GPUs.
-        usage: of each GPU that could be read.
+        usage: the use of each GPU that could be read.
         containers: the use that containers make of their devices.
-        controlled: the same of containers whose library tells other things.
+        controlled: the same for containers whose library reports a `ControlledUse` instead.
         now: unix seconds.
         node: the Node's name.
         version: of the agent.
@@ -177,7 +177,7 @@ class Vocabulary(msgspec.Struct, frozen=True):
             skipped unread.
         labels: the same of pods' labels.
         node_annotations: annotations of the Node that are taken back at the agent's removal, as
-            patterns for people.
+            patterns for messages.
         progress: annotations of pods that only show how far a start has come; others, by which
             schedulers count, are written first.
     """
@@ -195,7 +195,7 @@ class ExporterOptions(msgspec.Struct, frozen=True):
     Attributes:
         listen: where, e.g. ``:3456``.
         flag: what an operator changes when the address is taken.
-        min_interval_seconds: who asks more often gets the last answer.
+        min_interval_seconds: a scraper that asks more often gets the last answer again.
         authorised: scrapers must show a token that the API server allows to get the path.
         certificate_file: PEM; empty for plain HTTP.
         key_file: its key.
@@ -242,17 +242,17 @@ class FamilySpec(msgspec.Struct, frozen=True):
         labels: those of pods.
         variables: a pattern of the variables of containers that it has to know of; empty for none.
             Names and not prefixes: a tenant could invent any number below a prefix.
-        values: those of them whose value counts as well, in the same way.
+        values: a pattern, in the same way, of those of them whose value counts as well.
         parts: the names of further families of `BuiltFamily`, as grants and resources have them.
         metrics: its own metrics.
         exporter: metrics at an address of their own; None where there are none.
-        mps: the settings → where its containers meet the MPS control daemons that it has; None
-            where it shares nothing by MPS.
+        mps: the settings → the directories that its containers share with its MPS control daemons;
+            None where it shares nothing by MPS.
         mig_tool: the settings → how GPUs are divided for its pods; None where none is.
         device_modes: the settings → the kinds of other devices that its containers get, of
             `config.types.DEVICE_MODES`.
         library: its use of an isolation backend's library; None where its containers never get
-            one. Where they may, what they use is read.
+            one. Where they may get one, their use of GPUs is read.
         stale_keys: the settings → annotations and labels of pods that schedulers and the agent have
             written about one pod; they are taken off when it is recreated.
         reschedules: the settings → whether its failed pods get another chance, although

@@ -2,9 +2,10 @@
 virtual GPU device plugin offers it.
 
 Names, ids and answers are those of aws §II.1, §II.2 and §II.6. The ids name the device, so
-`Allocate` can answer completely. What was broken is not copied: GPUs in MIG mode and before Volta
-are left out with a reason, several shares of one container lie on one GPU where they can, and MPS
-has limits that come from the share. How containers join MPS is one entry of `_JOINING`.
+`Allocate` can answer completely. Defects of that plugin are not copied: GPUs on which shares would
+not work (in MIG mode, or too old for MPS) are left out with a reason, several shares of one
+container lie on one GPU where they can, and the limits of MPS follow from the share. Each way in
+which containers join MPS is an entry of `_JOINING`.
 """
 
 from __future__ import annotations
@@ -57,8 +58,8 @@ class AwsOptions(msgspec.Struct, frozen=True):
         vgpus: how many containers share a GPU.
         mps: a key of `_JOINING`.
         lists: how containers get their devices.
-        paths: where containers meet a daemon of ours; its pipe is in
-            `isolation.mps.DEFAULT_PIPE_DIRECTORY`, for old clients.
+        paths: the directories that containers share with a daemon of ours; its pipe is in
+            `isolation.mps.DEFAULT_PIPE_DIRECTORY`, where pods written for AWS's plugin expect it.
     """
 
     resource: str = RESOURCE
@@ -88,8 +89,8 @@ class AwsFamily:
         self._options = options
 
     def owns(self, resource: str) -> Ownership:
-        """AWS's name, and the one that is set; the first may be in the kubelet's records from
-        before a change of settings.
+        """Own AWS's name and the configured one. AWS's may be in the kubelet's records from before
+        a change of settings.
         """
         return (
             Ownership.CERTAIN if resource in (RESOURCE, self._options.resource) else Ownership.NONE
@@ -133,8 +134,8 @@ class AwsFamily:
         del resource, ids
 
     def shares(self, resource: str, ids: Sequence[str], inventory: Inventory) -> tuple[Share, ...]:
-        """A place on each GPU; with a daemon of ours also its part of memory and compute, which is
-        in force.
+        """A place on each GPU; with a daemon of ours also a part of its memory and compute, which
+        the daemon enforces.
         """
         del resource  # the ids are enough
         counts = collections.Counter(_devices(ids))
@@ -211,7 +212,7 @@ class AwsFamily:
                 f"{old}: under MPS a fault of one container ends all others there, and none can be "
                 "limited; it is left out, set aws.mps to none to let containers take turns on it"
             )
-        # Without a daemon of ours the pods may still bring one, which takes no more.
+        # Without a daemon of ours the pods may still start one, which takes no more clients.
         if self._options.vgpus > (most := most_clients(gpu)):
             return (
                 f"{old}, and MPS has at most {most} clients there; it is left out, set aws.vgpus "

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from vgpu_agent.families.nvidia.options import NvidiaOptions, Pattern
     from vgpu_agent.model import Gpu, Inventory, MigInstance
 
-# of a Kubernetes resource, behind its domain
+# the name of a Kubernetes resource without its domain
 _NAME = re.compile(r"[A-Za-z0-9]([A-Za-z0-9._-]{0,61}[A-Za-z0-9])?", re.ASCII)
 
 
@@ -106,11 +106,11 @@ def named_devices(inventory: Inventory, options: NvidiaOptions) -> Named:
     strategy = MIG_STRATEGIES[options.mig_strategy]
     named = Named()
     if options.wsl:
-        # They are not distinguished there, so all are as healthy as the worst of them.
+        # WSL does not distinguish GPUs, so all are as healthy as the worst of them.
         gpus = sorted(inventory.gpus, key=lambda gpu: (gpu.health.ok and gpu.present, gpu.index))
         return Named({GPU_RESOURCE: [Device(gpus[0], every=True)]}) if gpus else named
     for number, known in inventory.numbered.items():
-        # as the entries of `devices` mean it, also when a card before it is lost
+        # the index that users mean in `devices`, also when a card before it is lost
         gpu = msgspec.structs.replace(known, index=number)
         if gpu.mig_enabled and strategy.divided:
             _name_instances(gpu, strategy, options, named)
@@ -187,8 +187,8 @@ def _why_not(name: str, devices: Sequence[Device], strategy: MigStrategy) -> str
 
 
 def _unlike(devices: Sequence[Device]) -> str:
-    """Explain why these cannot share one name; empty when they can. A lost GPU, which is never
-    granted, is not compared.
+    """Explain why these devices cannot share one name; empty when they can. A lost GPU, which is
+    never granted, is not compared.
     """
     devices = [device for device in devices if device.gpu.present] or devices
     first: dict[tuple[str, int], Device] = {}

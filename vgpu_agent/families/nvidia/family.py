@@ -47,8 +47,8 @@ _EVERY = {EVERY_GPU: VisibleDevice(EVERY_GPU, EVERY_GPU, (WSL_NODE,))}
 class NvidiaFamily:
     """GPUs and MIG instances under NVIDIA's names.
 
-    State: none that matters; what the last inventory came to is kept, because a burst of pods asks
-    about one inventory.
+    State: only a cache, the offers from the last inventory, because a burst of pods asks about one
+    inventory.
     """
 
     name = FAMILY
@@ -103,15 +103,15 @@ class NvidiaFamily:
             )
 
     def shares(self, resource: str, ids: Sequence[str], inventory: Inventory) -> tuple[Share, ...]:
-        """A whole device is exclusive with all that it has; a replica has its place, and by MPS
-        also its part, which is in force.
+        """Return an exclusive share of all of a whole device. The share of a replica is one place
+        on its device and, with MPS, the part of memory and compute that MPS enforces.
 
-        Ids of earlier settings are read as well; those of other plugins come to nothing.
+        Ids of earlier settings are read as well; those of other plugins are left out.
         """
         offered = self._offers(inventory).resource(resource)
         counts = collections.Counter(one_by_one(ids))
         behind = devices_behind(ids)
-        # elsewhere it is the id of another plugin
+        # without WSL it is the id of another plugin
         if (any_whole := behind.pop(EVERY_GPU, None)) is not None and self._options.wsl:
             behind |= {gpu.uuid: any_whole for gpu in inventory.gpus}
         return tuple(
@@ -144,8 +144,8 @@ class NvidiaFamily:
         if all(map(_is_mig_instance, device_of.values())) and len(set(device_of.values())) == len(
             device_of
         ):
-            # Whole MIG instances: packed and distributed mean their GPUs, of which one without a
-            # holder can serve another family.
+            # Whole MIG instances: the policies packed and distributed then apply to their GPUs,
+            # because a GPU without a holder can serve another family.
             device_of = {id_: gpu_of.get(device, device) for id_, device in device_of.items()}
         totals, policy = collections.Counter(device_of.values()), self._policy(resource)
         as_set = self._options.policy_is_set and policy == self._options.policy
@@ -159,7 +159,7 @@ class NvidiaFamily:
         )
 
     def edits(self, resource: Resource, ids: Sequence[str], inventory: Inventory) -> Edits:
-        """Return the edits that name the devices, by the list strategies; by MPS also those for a
+        """Return the edits that name the devices, by the list strategies; with MPS also those for a
         client of its daemon.
         """
         found = [
@@ -199,8 +199,8 @@ class NvidiaFamily:
         return Share(uuid, _memory_mib(uuid, inventory), 100, exclusive=True)
 
     def _part(self, uuid: str, count: int, offered: Resource | None, inventory: Inventory) -> Share:
-        """``count`` replicas of a device. What time-slicing limits is nothing, so nothing but the
-        place is booked.
+        """Return the share of ``count`` replicas of a device. Time-slicing limits nothing, so
+        nothing but the place is booked.
         """
         if offered is None or offered.sharing is not SharingMode.MPS:
             return Share(uuid)
@@ -231,7 +231,7 @@ def _is_mig_instance(uuid: str) -> bool:
 
 
 def _memory_mib(uuid: str, inventory: Inventory) -> int:
-    """Return the memory of a GPU or MIG instance; 0 when the driver does not show it any more."""
+    """Return the memory of a GPU or MIG instance; 0 when the inventory does not have it."""
     found = inventory.device(uuid)
     if found is None:
         return 0

@@ -62,8 +62,8 @@ def devices_behind(ids: Iterable[str]) -> dict[str, bool]:
 
 
 def one_by_one(ids: Sequence[str]) -> list[str]:
-    """UUID of the device behind each id, in their order, as often as it is named; others are left
-    out.
+    """UUID of the device behind each id, in their order, as often as it is named. Ids of other
+    plugins are left out.
     """
     return [known.device for id_ in ids if (known := read(id_)) is not None]
 

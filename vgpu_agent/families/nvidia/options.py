@@ -51,7 +51,8 @@ class SharedEntry(msgspec.Struct, frozen=True):
         replicas: how often each device is offered; 1 leaves it whole, `AUTOMATIC` counts its
             memory.
         published: the name under which the replicas are offered.
-        devices: `ALL`, the first so many, or indices (``0``, ``1:0``) and UUIDs.
+        devices: `ALL`, the number of devices (the first ones), or indices (``0``, ``1:0``) and
+            UUIDs.
     """
 
     name: str
@@ -69,17 +70,18 @@ class NvidiaOptions(msgspec.Struct, frozen=True):
         mig_patterns: the same for instances, by profile.
         sharing: how the holders of a device that is offered several times share it.
         shared: what is offered several times; the first entry that names a device has it.
-        separator: between a device's UUID and the number of a replica, of `ids`.
-        suffix_always: also the only replica of a device has a number.
+        separator: the text between a device's UUID and the number of a replica, one of those in
+            `ids`.
+        suffix_always: the only replica of a device has a number, too.
         fail_requests_greater_than_one: a container may take one replica only, since more replicas
             are not more of the GPU.
         policy: ``distributed`` or ``packed``.
         policy_is_set: the operator has chosen it, so that it counts before what other families on
             the node need.
         unit_mib: memory that an automatic replica stands for.
-        wsl: the node is a Windows subsystem, whose containers get all GPUs or none.
+        wsl: the node is a Windows Subsystem for Linux, whose containers get all GPUs or none.
         lists: how containers get their devices.
-        mps: where containers meet their MPS daemon.
+        mps: the directories that containers share with their MPS daemon.
     """
 
     mig_strategy: str = "none"
@@ -111,8 +113,8 @@ class NvidiaOptions(msgspec.Struct, frozen=True):
     def from_settings(
         cls, settings: Settings, *, lists: ListOptions, wsl: bool = False
     ) -> NvidiaOptions:
-        """Return the configured options; if several define the sharing, iktos's words win, then MPS
-        (nvidia G12).
+        """Return the configured options; if several define the sharing, iktos's entries win, then
+        MPS (nvidia G12).
         """
         plugin, sharing, resources = (
             settings.plugin,

@@ -289,7 +289,7 @@ class _Translator:
     def _nearest_path(self, section: str, paths: list[str]) -> str:
         """Return the path that has most sections in common with ``section``.
 
-        Of equal ones, it is a path whose own section is in the document, or else the first.
+        Among equal paths it is one whose own section is in the document, or else the first.
         """
         return max(
             paths,

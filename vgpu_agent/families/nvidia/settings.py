@@ -73,8 +73,8 @@ Devices = (
 
 
 def shared_twice(entry: Mapping[str, Any], earlier: Sequence[Mapping[str, Any]]) -> Repeated | None:
-    """Find the entry before ``entry`` that takes devices of the same resource; two may share a
-    resource when both list their devices.
+    """Find the entry before ``entry`` that shares the same devices. Two entries may have the same
+    resource only if both list their devices.
     """
     for index, other in enumerate(earlier):
         if "name" not in entry or other.get("name") != entry["name"]:
@@ -290,8 +290,8 @@ class Iktos(msgspec.Struct, frozen=True, rename="camel", forbid_unknown_fields=T
 
 
 def offered_names(settings: Settings) -> Iterator[OfferedName]:
-    """Yield all names under which the family can offer GPUs of some node. A name given twice
-    selects the devices of both.
+    """Yield all names under which the family can offer GPUs of some node. A name that occurs twice
+    is one resource with the devices of both.
     """
     gpus, strategy = settings.section(Resources).gpus, settings.plugin.mig_strategy
     names = {pattern.name for pattern in gpus}
@@ -314,8 +314,8 @@ def offered_names(settings: Settings) -> Iterator[OfferedName]:
 
 
 def _shared(settings: Settings) -> Sequence[tuple[str, str, bool]]:
-    """Each entry about sharing that has an effect: the resource, the name it is offered by, and
-    whether all of its devices are meant.
+    """Each entry about sharing that has an effect: the resource, the name under which it is
+    offered, and whether all of its devices are meant.
     """
     if entries := iktos.entries(settings.section(Iktos).resource_config):
         return [(entry.original, entry.new, True) for entry in entries]
