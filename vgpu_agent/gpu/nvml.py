@@ -1,10 +1,9 @@
 """NVML with types, our own exceptions, and a record of the call in flight.
 
-pynvml has no types, an error class without a hash, and calls that may block for seconds or for ever
-when a card dies.
-This wrapper is the only place that calls it: each method is one NVML function (or the pair of
-versions that drivers know it by), each failure is an `NvmlError`, and while a call runs
-`Nvml.in_flight` names it and its GPU, so that another thread can name a hung driver.
+pynvml has no types, its errors are not hashable, and its calls may block for seconds, or for ever
+when a card dies. This wrapper is the only place that calls it: each method is one NVML function (or
+the two versions of it that drivers have), each failure is an `NvmlError`, and while a call runs
+`Nvml.in_flight` names it and its GPU, so that another thread can tell which call hangs.
 
 Used inside the owner thread only (`thread`), by `session` and its callees. Optional facts are None
 where a driver or card does not have them; that is normal, not an error.
@@ -33,14 +32,14 @@ Handle = NewType("Handle", object)
 EventSet = NewType("EventSet", object)
 
 _MIB = 1024 * 1024
-# of calls about one NVLink: the card does not have it
+# the answers about an NVLink that the card does not have
 _NO_LINK = frozenset({return_codes.NOT_SUPPORTED, return_codes.INVALID_ARGUMENT})
 _NO_INSTANCE = 0xFFFFFFFF
 # the kernel's own limit; drivers of another struct layout have reported memory sizes as pids
 _LARGEST_PID = 1 << 22
 
-# Events that tell of a card's trouble, or that it was divided again; all but XIDs only call for a
-# look at the card.
+# Events that tell of a card's trouble, or that it was divided again; after all but XIDs the card is
+# only read.
 XID_EVENT = pynvml.nvmlEventTypeXidCriticalError
 _LOOK_EVENTS = (
     pynvml.nvmlEventMigConfigChange
@@ -66,7 +65,7 @@ class DeviceEvent(msgspec.Struct, frozen=True):
         gpu: the GPU's UUID; empty when the driver names none.
         xid: the XID; None for an event of another kind.
         gpu_instance: the MIG GPU instance it hit; None for the whole GPU.
-        compute_instance: same, the compute instance.
+        compute_instance: the same for the MIG compute instance.
     """
 
     gpu: str
@@ -88,7 +87,7 @@ class NvLinks(msgspec.Struct, frozen=True):
 
 
 class Nvml:
-    """The driver, as long as `init` succeeded and `shutdown` has not followed.
+    """The driver, usable between `init` and `shutdown`.
 
     State: what NVML keeps in this process. Handles die with `shutdown`. ``calls``, ``errors`` and
     ``in_flight`` may be read from any thread at any time.
@@ -134,7 +133,7 @@ class Nvml:
             ) from err
 
     def init(self) -> None:
-        """Initialise, or see the cards that were plugged in since.
+        """Initialise NVML with the cards that are plugged in now.
 
         Raises:
             NvmlError: the driver is not there or not ready.
@@ -142,7 +141,7 @@ class Nvml:
         self._call("nvmlInit")
 
     def shutdown(self) -> None:
-        """Let go of the driver; all handles and event sets are void.
+        """Release the driver; all handles and event sets become void.
 
         Raises:
             NvmlError: it was not initialised.
@@ -187,8 +186,8 @@ class Nvml:
         )
 
     def uuid(self, handle: Handle, *, index: int | None = None) -> str:
-        """``GPU-…`` or ``MIG-…``; with its ``index`` given,
-        calls about the GPU are named by this UUID from now on.
+        """Return ``GPU-…`` or ``MIG-…``; if ``index`` is given,
+        later calls about that GPU are recorded with this UUID.
         """
         uuid = str(self._call("nvmlDeviceGetUUID", handle))
         if index is not None:
@@ -236,8 +235,8 @@ class Nvml:
         return None if modes is None else bool(modes[0] == pynvml.NVML_DEVICE_MIG_ENABLE)
 
     def mig_slots(self, handle: Handle) -> int:
-        """Count the MIG devices the GPU could have;
-        fails where they may not be counted (code 4), since there may be some.
+        """Return the number of MIG devices that the GPU could have;
+        fails where the driver does not permit the question (code 4), since there may be some.
         """
         try:
             return int(self._call("nvmlDeviceGetMaxMigDeviceCount", handle))
@@ -247,7 +246,7 @@ class Nvml:
             raise
 
     def mig_handle(self, handle: Handle, index: int) -> Handle | None:
-        """The MIG device at ``index``, None where there is a hole."""
+        """The MIG device at ``index``, None where there is none."""
         try:
             mig = Handle(self._call("nvmlDeviceGetMigDeviceHandleByIndex", handle, index))
         except NvmlError as err:
@@ -285,7 +284,8 @@ class Nvml:
 
         Args:
             handle: the GPU.
-            gpus: the sysfs PCI addresses of all GPUs; only of other ends is asked what they are.
+            gpus: the sysfs PCI addresses of all GPUs; the driver is asked for the type of any other
+                far end.
         """
         peers: list[str] = []
         switches = 0
@@ -374,10 +374,10 @@ class Nvml:
         return tuple(sorted(memory.items()))
 
     def raw(self, name: str, handle: Handle, /, *arguments: Any) -> int:
-        """Call a function of NVML's with buffers of the caller's; return its code as it is.
+        """Call an NVML function with the caller's buffers; return its code unchanged.
 
         Raises:
-            NvmlError: the library does not have it.
+            NvmlError: the library does not have the function.
         """
         self.calls += 1
         try:
@@ -390,7 +390,7 @@ class Nvml:
     # ---- events
 
     def create_event_set(self) -> EventSet:
-        """A queue for events; those that happened before are not in it."""
+        """Create a queue for events; earlier events are not in it."""
         return EventSet(self._call("nvmlEventSetCreate"))
 
     def free_event_set(self, events: EventSet) -> None:
@@ -431,11 +431,11 @@ class Nvml:
             ),
         )
 
-    # ---- the edge
+    # ---- calls into pynvml
 
     @contextlib.contextmanager
     def watched(self, name: str, gpu: str = "") -> Iterator[None]:
-        """Count the block as a call in flight; for the few things in addition to NVML
+        """Record the ``with`` block as a call in flight; used for NVML, and for the few other calls
         that could block this thread.
         """
         self.in_flight = CallInFlight(name, gpu, time.monotonic())
@@ -470,8 +470,8 @@ class Nvml:
         gpu: str | None = None,
         normal: frozenset[int] = frozenset(),
     ) -> Any:
-        """Call one NVML function, counted and named while it runs. Codes in ``normal`` are no
-        errors of this call, in addition to those that never are.
+        """Call one NVML function, counted and named while it runs. Codes in ``normal``, and those
+        in `return_codes.NORMAL`, do not count as errors in the status.
 
         Raises:
             NvmlError: it answered anything but success.

@@ -1,7 +1,7 @@
 """The decision when to reopen the driver, which is the only way to see cards that came or went.
 
-Opening takes the driver seconds on some nodes, so it is done when there is a reason and not at
-every poll: cards do not answer, answer again, or the kernel module drives other cards than before.
+Opening takes the driver seconds on some nodes, so it is not done at every poll but for a reason:
+cards do not answer, answer again, or the kernel module drives other cards than before.
 A reason that stays is tried again after pauses that double.
 
 Called by `watch` after each reading.
@@ -23,7 +23,7 @@ class Reopening:
     """Decides on the next opening.
 
     Attributes:
-        interval_seconds: the poll's, and the first pause.
+        interval_seconds: the interval of the polls, and the first pause.
         queue_broken: set by the caller when waiting for events or counting the cards failed; an
             opening clears it.
     """
@@ -57,7 +57,7 @@ class Reopening:
             snapshot.bound,
         }
         if changed and not reopened:
-            self._not_before = self._pause = 0.0  # news: at once, whatever the pauses were
+            self._not_before = self._pause = 0.0  # a new reason: at once, whatever the pauses were
         if reopened:
             self.queue_broken = False
             self._pause = min(

@@ -1,5 +1,5 @@
 """NVML's return codes that mean something to this agent (nvml.h, ``nvmlReturn_t``), and the
-remedies for those of a start.
+remedies for a failed initialisation.
 
 Used by `nvml`, which turns codes into `NvmlError`, and by callers that treat one kind of failure
 differently from the others.
@@ -25,8 +25,8 @@ _LIBRARY_NOT_FOUND = 12
 _VERSION_MISMATCH = 18
 
 ABSENT = frozenset({NOT_SUPPORTED, NO_PERMISSION, FUNCTION_NOT_FOUND})
-"""This card, driver or container does not have that:
-no fault (drivers answer so in the ordinary course).
+"""The codes for something that this card, driver or container does not have. They are ordinary
+answers and no faults.
 """
 
 NORMAL = ABSENT | {NOT_FOUND, TIMEOUT}

@@ -27,14 +27,15 @@ if TYPE_CHECKING:
 
     from vgpu_agent.gpu.nvml import Handle, Nvml
 
-# Each GPU is asked so often; as many GPUs at a time as the contract's watcher has in a batch.
+# The interval of the samples of one GPU, and the most GPUs sampled one right after the other: as in
+# vgpu-manager's watcher (vgpu-manager §8.6).
 INTERVAL_SECONDS = 0.08
 BATCH = 4
-# NVML answers with what it has seen since then.
+# NVML is asked for the use in this time before the call.
 SINCE_MICROSECONDS = 1_000_000
-# Of the processes of a GPU; the rest is cut.
+# processes of one GPU; the rest is cut
 MAX_ROWS = 1024
-_MAX_ROOM = 16 * MAX_ROWS  # a driver with more of them is not asked for all
+_MAX_ROOM = 16 * MAX_ROWS  # rows in the largest buffer; from a driver with more none are read
 
 SAMPLE_BYTES, PROCESS_BYTES = 32, 24
 # nvmlProcessesUtilizationInfo_t, version 1, and its rows: for drivers without the older call
@@ -57,7 +58,7 @@ class Sink(Protocol):
         Args:
             index: of the GPU.
             since: unix microseconds; the samples are not older.
-            samples: of use; None when the driver has no newer ones than last time.
+            samples: rows of use; None when the driver has no newer ones than last time.
             compute: processes that compute.
             graphics: processes that draw.
         """
@@ -71,7 +72,7 @@ class ProcessSampler:
     """
 
     def __init__(self, nvml: Nvml, handle: Callable[[str], Handle | None]) -> None:
-        """Begin with no GPU; ``handle`` has the present one of a GPU's UUID."""
+        """Begin with no GPU; ``handle`` returns the present handle for a GPU's UUID."""
         self._nvml, self._handle = nvml, handle
         self._aim: tuple[tuple[tuple[tuple[int, str], ...], ...], Sink | None] = ((), None)
         self._turn = 0
@@ -87,7 +88,7 @@ class ProcessSampler:
         self.taken = 0  # samples of one GPU, for tests and measurements
 
     def aim(self, gpus: Sequence[tuple[int, str]], sink: Sink) -> None:
-        """Sample these GPUs, by index and UUID, from now on; none when there are none."""
+        """Sample these GPUs, given by index and UUID, from now on; an empty list ends it."""
         self._aim = batches(gpus), sink
 
     def wait_seconds(self) -> float:
@@ -100,7 +101,7 @@ class ProcessSampler:
         now = time.monotonic()
         if not groups or sink is None or now < self._due:
             return
-        # on a grid; one that was missed is left out
+        # at regular times; one that was missed is left out
         pause = INTERVAL_SECONDS / len(groups)
         self._due = max(self._due + pause, now + pause / 2)
         self._turn = (self._turn + 1) % len(groups)
@@ -129,7 +130,7 @@ class ProcessSampler:
             return self._processes(kind, rows, handle)
 
     def _use(self, handle: Handle, since: int) -> memoryview | None:
-        """The rows of use since then; None without newer ones."""
+        """The rows of use since ``since``; None when there are no newer ones."""
         if not self._by_extended:
             try:
                 return self._filled("nvmlDeviceGetProcessUtilization", handle, self._samples, since)
@@ -143,7 +144,7 @@ class ProcessSampler:
     def _filled(
         self, name: str, handle: Handle, rows: _Rows, since: int | None = None
     ) -> memoryview | None:
-        """Call a function of NVML's that fills rows; None when it has nothing new."""
+        """Call an NVML function that fills rows; None when it has nothing new."""
         while True:
             rows.count.value = rows.room
             pointer = ctypes.byref(rows.count)
@@ -187,7 +188,7 @@ class _Extended(ctypes.Structure):
 
 
 class _Rows:
-    """A buffer for rows, and the word for their number."""
+    """A buffer for rows, and the C integer for their number."""
 
     def __init__(self, size: int) -> None:
         self._size = size

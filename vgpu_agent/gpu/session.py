@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from vgpu_agent.model import Link
 
 
-# events; a card that reports faster than they are read must not keep us from the other cards
+# events read in a row: a card that reports faster must not keep the agent from the other cards
 _LONGEST_DRAIN = 1000
 
 
@@ -90,7 +90,7 @@ class Session:
         self._bound = sysfs_root / "bus" / "pci" / "drivers" / "nvidia"
         self._open = False
         self._events: EventSet | None = None
-        self._heard: dict[str, bool] = {}  # by UUID: registered for events, or known to have none
+        self._heard: dict[str, bool] = {}  # by UUID: True if registered for events, else False
         self._handles: dict[str, Handle] = {}
         # of the last reading, by UUID; None for a GPU that was being divided again
         self._layouts: dict[str, mig.Layout | None] = {}
@@ -101,12 +101,12 @@ class Session:
         """Open the driver if it is not open, and read everything.
 
         Args:
-            reopen: close it first, to see cards that came or went; queued events are reported
-                before.
+            reopen: report the queued events and close the driver first, to see cards that came or
+                went.
 
         Raises:
             DriverMissingError: the driver is not there (any more); the next call tries again.
-            NvmlError: it is there and cannot even count its GPUs.
+            NvmlError: the driver is there but cannot even count its GPUs.
         """
         if reopen:
             self._pass_on_events()
@@ -147,8 +147,8 @@ class Session:
         """Read everything if a GPU has other MIG instances than in the last reading,
         or another MIG mode; else None.
 
-        Made of the same calls as a reading, and few of them: one for a GPU that could be cut, some
-        thirty for one that is cut into seven.
+        Makes a few of the calls of a reading: one for a GPU that could be divided, some thirty for
+        one with seven instances.
 
         Raises:
             AgentError: as `read`.
@@ -171,7 +171,7 @@ class Session:
         """The next event of any GPU; None when none came in time.
 
         Raises:
-            NvmlError: the queue is broken, or no GPU has one: see `listening`.
+            NvmlError: the queue is broken.
         """
         if self._events is None:
             return None
@@ -238,7 +238,7 @@ class Session:
         """Report queued events: a slow driver takes minutes for a reading,
         and an XID must not wait for its end.
         """
-        with contextlib.suppress(NvmlError):  # the next wait meets it again
+        with contextlib.suppress(NvmlError):  # the next wait finds the error
             for _ in range(_LONGEST_DRAIN):
                 event = self.wait(0)
                 if event is None:
@@ -246,9 +246,7 @@ class Session:
                 self._report(event)
 
     def _listen(self, reading: inventory.Reading) -> list[str]:
-        """Register the cards that are new for events;
-        one that has none is polled and nothing else (nvidia §10.5).
-        """
+        """Register new cards for events; a card without events is only polled (nvidia §10.5)."""
         warnings: list[str] = []
         new = [card for card in reading.cards if card.gpu.uuid not in self._heard]
         if not new:
@@ -308,7 +306,7 @@ class Session:
 
     def _instances_used_mib(self, uuid: str, handle: Handle) -> Iterator[tuple[str, int]]:
         """Yield the instances of the GPU as they were read last, each with its memory in use; one
-        that is gone, or does not say, is left out.
+        that is gone, or does not report it, is left out.
         """
         layout = self._layouts.get(uuid)
         for slot in layout.slots if layout is not None else ():

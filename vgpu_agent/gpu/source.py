@@ -44,7 +44,7 @@ class GpuSource(Protocol):
         """Watch the GPUs, until cancelled."""
 
     def refresh(self) -> None:
-        """Read and measure them at once instead of at the next turn."""
+        """Read and measure the GPUs at once instead of when it is next due."""
 
     def apply(self, settings: GpuSettings) -> None:
         """Use other settings from now on."""
@@ -53,7 +53,7 @@ class GpuSource(Protocol):
         """Have the processes on these GPUs sampled from now on."""
 
     async def stop(self, timeout_seconds: float) -> bool:
-        """Release them; return whether that was done in time."""
+        """Release the GPUs; return whether that was done in time."""
 
 
 def source(
@@ -64,7 +64,7 @@ def source(
     sysfs_root: str,
     beat: Callable[[], None],
 ) -> GpuSource:
-    """The source that was found to fit this node."""
+    """Return the source that fits this node."""
     if discovery.integrated:
         return IntegratedGpu(journal, beat=beat)
     return GpuWatch(settings, journal, sysfs_root=sysfs_root, beat=beat)

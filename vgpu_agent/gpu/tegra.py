@@ -64,6 +64,6 @@ class IntegratedGpu:
         """Do nothing: the processes of this GPU are not reported."""
 
     async def stop(self, timeout_seconds: float) -> bool:
-        """Nothing is open."""
+        """Do nothing: nothing is open."""
         del timeout_seconds
         return True

@@ -3,9 +3,9 @@ so that the event loop never waits inside a driver call.
 
 A driver call can block for seconds while a card resets, or for ever when it dies. So a single
 daemon thread owns NVML: it runs jobs from the event loop one by one and waits for driver events in
-between. When a call does not return in time the loop reports the call and the GPU, fails all
-waiting jobs, and refuses new ones until the thread is back.
-A daemon thread never keeps the process from ending.
+between. When a call does not return in time, the loop reports the call and the GPU, fails all
+waiting jobs, and refuses new ones until the call returns. A daemon thread never keeps the process
+from ending.
 
 While a container needs them, samples of processes are taken in between as well (`sampling`).
 
@@ -47,7 +47,7 @@ class Listener(msgspec.Struct, frozen=True):
         wait_failed: waiting for events failed with this text.
         hung: a call does not return; once for each hang.
         answering: the call that hung has returned, after this many seconds.
-        waiting: a job takes long, and its caller is alive; at least once in every call timeout.
+        waiting: a caller still waits for a long job; at least once in every call timeout.
         not_sampled: samples of processes failed with this text.
     """
 
@@ -76,8 +76,7 @@ class NvmlThread:
     """The owner of NVML.
 
     State: the queue of jobs, which is empty or gone when no caller waits. While a call hangs,
-    `hang` names it.
-    Everything but `pass_on`, `_main` and their callees belongs to the event loop.
+    `hang` names it. Everything but `pass_on`, `_main` and their callees belongs to the event loop.
     """
 
     def __init__(self, nvml: Nvml, session: Session, listener: Listener) -> None:
@@ -102,7 +101,7 @@ class NvmlThread:
         self._thread.start()
 
     async def call(self, name: str, function: Callable[[], T]) -> T:
-        """Run ``function`` in the thread and wait for its result; its exceptions come out here.
+        """Run ``function`` in the thread and wait for its result; its exceptions are raised here.
 
         Args:
             name: its name in errors.
@@ -131,8 +130,8 @@ class NvmlThread:
             return future.result()
         finally:
             self._waiting.discard(future)
-            # of no effect on a finished one; otherwise the thread does not begin a job without a
-            # waiter
+            # no effect on a finished future; otherwise the thread will not begin a job for which
+            # no caller waits any more
             future.cancel()
 
     def look(self) -> None:
@@ -153,7 +152,7 @@ class NvmlThread:
             self._listener.hung(running)
 
     def stop(self) -> None:
-        """Let the thread close the driver and end when it comes out of its call;
+        """Let the thread close the driver and end once its current call has returned;
         does not wait for that.
         """
         self._stopping = True
@@ -209,9 +208,7 @@ class NvmlThread:
             self._report(self._ended.set)
 
     def _wait(self) -> _Job[Any] | None:
-        """Pass the time until the next job: in the driver's event queue if there is one,
-        else in ours.
-        """
+        """Wait for one tick: for an event if there is an event queue, else for a job."""
         tick = min(EVENT_WAIT_SECONDS, _LONGEST_TICK_SECONDS, self.sampler.wait_seconds())
         tick = max(tick, _SHORTEST_TICK_SECONDS)
         if self._session.listening:

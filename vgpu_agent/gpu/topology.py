@@ -2,7 +2,7 @@
 through NVSwitches.
 
 Read by `session` once per change of the set of GPUs, because nothing else changes it and it takes a
-few calls for each pair. A GPU that is lost while it is read leaves its own pairs out and no others.
+few calls for each pair. If a GPU is lost while it is read, only its own pairs are left out.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def read_links(nvml: Nvml, cards: Sequence[tuple[Gpu, Handle]]) -> tuple[Links, 
         except NvmlError as err:
             troubles.append(f"NVLinks of {gpu.uuid}: {err}")
     nvlinks = count_nvlinks(addresses, {uuid: found.peers for uuid, found in ends.items()})
-    # All GPUs of a node that have links to switches meet there, at the width of the narrower one.
+    # GPUs with links to switches are connected through these, with the links of the one with fewer.
     widths = {uuid: found.switches for uuid, found in ends.items()}
     links: Links = {}
     for (one, one_handle), (other, other_handle) in itertools.combinations(cards, 2):
@@ -73,6 +73,6 @@ def count_nvlinks(
             uuids[end] for end in far_ends if end in uuids
         ).items():
             pair = frozenset((uuid, far_uuid))
-            # one end may be lost or still training; the other knows
+            # a GPU that is lost, or whose link is still training, may not list what the other lists
             seen[pair] = max(seen.get(pair, 0), count)
     return collections.Counter(seen)

@@ -56,14 +56,14 @@ POLL_SECONDS = 5.0
 INIT_RETRY_SECONDS = 30.0
 # A GPU whose call hangs for longer than this is Unhealthy.
 HUNG_UNHEALTHY_SECONDS = 15.0
-# A poll that something calls for comes no sooner than this part of the regular interval after the
-# one before: a card may send a thousand events a second.
+# A poll ahead of time comes no sooner after the previous one than this part of the regular
+# interval: a card may send a thousand events a second.
 _SHORTEST_INTERVAL = 0.1
 # New MIG instances reach the kubelet within two seconds (docs/architecture.md); this is the part
 # until they are seen.
 _MIG_LOOK_SECONDS = 1.0
-_LOOK_PAUSES = 4.0  # between two looks at least so many times the duration of the last one
-# Of the same XID on the same GPU one entry in so long: a storm of them must not push everything
+_LOOK_PAUSES = 4.0  # the pause between two looks, in durations of the last one, at least
+# The same XID on the same GPU gets one entry in this time: a storm of XIDs must not push everything
 # else out of the journal.
 _XID_PAUSE_SECONDS = 10.0
 
@@ -115,7 +115,7 @@ class GpuWatch:
         self._healths = Healths(_recovery_policy(settings.recovery), wall=time.time)
         self._links: dict[tuple[str, str], Link] = {}
         self._reopening = Reopening(POLL_SECONDS)
-        # when last recorded (monotonic), and how many of the same since
+        # of each XID event: when it was last recorded (monotonic), and how many were left out since
         self._xids: dict[DeviceEvent, tuple[float, int]] = {}
         self._changes = log.ChangeFilter()
         self._wake = asyncio.Event()
@@ -135,7 +135,7 @@ class GpuWatch:
 
         Raises:
             DriverMissingError: no usable driver, and ``failOnInitError`` is true.
-            NvmlHungError: the driver hangs, same.
+            NvmlHungError: the driver hangs, and ``failOnInitError`` is true.
         """
         self._thread.start()
         try:
@@ -163,7 +163,7 @@ class GpuWatch:
                 with contextlib.suppress(AgentError):  # already logged; the next round tries again
                     await self._poll()
             elif now >= self._next_look:
-                with contextlib.suppress(AgentError):  # the poll meets it again
+                with contextlib.suppress(AgentError):  # the next poll finds the error
                     await self._look()
             elif now >= self._next_usage:
                 await self._measure()
@@ -171,7 +171,7 @@ class GpuWatch:
                 await self._sleep(min(self._next_poll, self._next_look, self._next_usage) - now)
 
     def refresh(self) -> None:
-        """Read and measure every GPU at once instead of at the next turn; `read_at` and
+        """Read and measure every GPU at once instead of when it is next due; `read_at` and
         `measured_at` show when it was done.
         """
         self._next_poll = self._next_usage = 0.0
@@ -261,7 +261,7 @@ class GpuWatch:
         )
         if snapshot is not None:
             self._learn(snapshot)
-        # A driver that takes long for it must have time for other calls.
+        # A driver that takes long for a look must have time for other calls.
         self._next_look = max(
             self._next_look, time.monotonic() + _LOOK_PAUSES * (time.monotonic() - self._looked_at)
         )
@@ -327,7 +327,7 @@ class GpuWatch:
         )
 
     def _driver_failed(self, problem: str, state: NvmlState) -> None:
-        """No GPU can be read: none may be given away."""
+        """Mark all GPUs as absent: none can be read, so none may be granted."""
         if self._changes.is_new("driver", problem):
             self._journal.record(
                 "nvml.missing" if state is NvmlState.MISSING else "nvml.failed",
@@ -355,7 +355,7 @@ class GpuWatch:
     # ---- the thread's reports
 
     def _pass_on(self, event: DeviceEvent) -> None:
-        """In the owner thread: an event that came while the GPUs were read."""
+        """Pass on an event that came while the GPUs were read; called in the owner thread."""
         self._thread.pass_on(event)
 
     def _on_event(self, event: DeviceEvent) -> None:
@@ -375,7 +375,7 @@ class GpuWatch:
                 else f"{describe(event.xid)} (the driver does not say on which GPU)"
             )
             for gpu in self.inventory.value.gpus:
-                # One that cannot be placed may have hit any (nvidia §10.6).
+                # An XID without a GPU may have hit any of them (nvidia §10.6).
                 if event.gpu in {"", gpu.uuid, *(instance.uuid for instance in gpu.mig_instances)}:
                     self._healths.reported(
                         gpu, event.gpu_instance, event.compute_instance, reason, time.monotonic()
@@ -383,8 +383,8 @@ class GpuWatch:
             self._publish_healths()
 
     def _record_xid(self, event: DeviceEvent, xid: int, *, counts: bool) -> None:
-        """Journal an XID; of a storm of the same one in the same place, one entry in a while,
-        with the number of those left out.
+        """Journal an XID; one entry in `_XID_PAUSE_SECONDS` for the same XID in the same place,
+        with the number of those left out before.
         """
         now, (last, left_out) = time.monotonic(), self._xids.get(event, (-_XID_PAUSE_SECONDS, 0))
         if now - last < _XID_PAUSE_SECONDS:
@@ -407,8 +407,8 @@ class GpuWatch:
         )
 
     def _on_wait_failed(self, problem: str) -> None:
-        """The event queue is broken: look at the cards at once, and open a new one;
-        no GPU is ill because of it.
+        """Read the cards at once, and open a new event queue in place of the broken one;
+        no GPU is Unhealthy because of it.
         """
         if self._changes.is_new("events", problem):
             self._reopening.queue_broken = True
@@ -478,13 +478,13 @@ class GpuWatch:
         self._wake.set()
 
     def _schedule_poll(self) -> None:
-        """The regular interval, or sooner when a GPU could recover before."""
+        """Set the next poll: after the regular interval, or sooner if a GPU could recover then."""
         now = time.monotonic()
         soonest = now + POLL_SECONDS * _SHORTEST_INTERVAL
         self._next_poll = max(soonest, min([now + POLL_SECONDS, *self._healths.recoveries]))
 
     async def _sleep(self, seconds: float) -> None:
-        """Until something happens, and never so long that a hang goes unseen."""
+        """Sleep until something happens, and never so long that a hang goes unseen."""
         self._wake.clear()
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(min(seconds, nvml_thread.CALL_TIMEOUT_SECONDS / 4)):
@@ -499,7 +499,7 @@ def _recovery_policy(settings: Recovery) -> RecoveryPolicy:
 
 
 def _why_missing(gpu: Gpu, failures: tuple[str, ...]) -> str:
-    """Return the driver's error at the card's place, if there is one."""
+    """Return the driver's error for the card's index, if there is one."""
     for failure in failures:
         index, _, problem = failure.partition(": ")
         if index == str(gpu.index):

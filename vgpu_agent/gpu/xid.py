@@ -3,7 +3,7 @@
 An XID is a number the driver reports with an error event. Some are the fault of the program that
 ran and no sign of a bad card, so a policy decides. The list of those, and the two environment
 variables that change it, are those of NVIDIA's device plugin, so that an operator's settings keep
-their meaning (nvidia §10, §17.4). Its defect of ignoring the enable list is not copied.
+their meaning (nvidia §10, §17.4). The plugin's defect of ignoring the enable list is not copied.
 
 Called by `watch`: once for each event and again when the configuration is reloaded.
 """
@@ -19,8 +19,8 @@ IGNORED_BY_DEFAULT = frozenset({13, 31, 43, 45, 68, 109})
 
 _ALL_WORDS = ("all", "xids")
 
-# The meaning of the common ones for a reader of the reason; the numbers are those of NVIDIA's XID
-# catalogue.
+# The meaning of common XIDs, for the reason why a GPU is Unhealthy; the numbers are those of
+# NVIDIA's XID catalogue.
 _MEANINGS = {
     13: "a program made an illegal access in a graphics or compute engine",
     31: "a program touched GPU memory that is not mapped",
@@ -88,7 +88,7 @@ class XidPolicy(msgspec.Struct, frozen=True):
 
     @property
     def watches(self) -> bool:
-        """Any XID can make a GPU Unhealthy at all."""
+        """At least one XID can make a GPU Unhealthy."""
         return not self.disable_all or self.enable_all or bool(self.enabled)
 
     def counts(self, code: int) -> bool:
