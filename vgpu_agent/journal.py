@@ -1,5 +1,4 @@
-"""The last thousand decisions of this agent,
-for ``/debug/events`` and for questions on the next morning.
+"""The last thousand events of this agent, for ``/debug/events``.
 
 Written by the health watch, the plugin servers and the allocator; read by `web`. It is memory only:
 what must survive a restart is in the kubelet's own records, and every entry is a log line as well.
@@ -26,7 +25,7 @@ MAX_BYTES = 4 * 1024 * 1024
 
 
 class Entry(msgspec.Struct, frozen=True):
-    """One decision: when (unix seconds), what (a fixed event name) and its facts."""
+    """One event: when (unix seconds), what (a fixed event name) and its facts."""
 
     at: float
     event: str
@@ -34,7 +33,7 @@ class Entry(msgspec.Struct, frozen=True):
 
 
 class Journal:
-    """A ring of entries; the oldest goes when ``size`` is reached.
+    """A ring of entries; the oldest is dropped when there are more than ``size``.
 
     State: memory only, about ``most_bytes`` at most. The facts of an entry are cut when it is
     recorded (`MAX_ENTRY_BYTES`), because a pod may have written them.
@@ -53,7 +52,7 @@ class Journal:
         self._clock = clock
 
     def record(self, event: str, /, *, level: str = "info", **facts: Any) -> None:
-        """Keep the decision and log it at ``level`` under the same name."""
+        """Keep the event and log it at ``level`` under the same name."""
         kept, size = bounded(facts, most_bytes=MAX_ENTRY_BYTES)
         self._entries.append((Entry(self._clock(), event, kept), size))
         self._bytes += size
@@ -63,5 +62,5 @@ class Journal:
 
     @property
     def entries(self) -> list[Entry]:
-        """Oldest first."""
+        """All entries, oldest first."""
         return [entry for entry, _ in self._entries]

@@ -1,4 +1,4 @@
-"""Unary calls over a unix socket that end in time and in our own errors."""
+"""Unary gRPC calls over a unix socket, with a time limit and the agent's own errors."""
 
 from __future__ import annotations
 
@@ -19,7 +19,8 @@ if TYPE_CHECKING:
 
     from grpclib.protocol import H2Protocol
 
-# Of one connection, in answers that are not complete. The largest of pod-resources has below 15.
+# Limit of one connection for answers that are not complete. The largest answer of pod-resources
+# has less than 15 MiB.
 _MAX_ANSWER_BYTES = 32 * 1024 * 1024
 
 
@@ -29,7 +30,7 @@ class CallError(AgentError):
     Attributes:
         status: the gRPC status' name, e.g. ``RESOURCE_EXHAUSTED``; ``UNAVAILABLE`` when there was
             no answer at all.
-        text: the peer's text, without our preface.
+        text: the server's own text alone.
     """
 
     def __init__(self, message: str, *, status: str, text: str = "") -> None:
@@ -52,8 +53,8 @@ async def call(
         method: ``/package.Service/Method``.
         request: the message.
         timeout_seconds: for all of it.
-        connected: awaited once the connection stands and before the message is sent; the call is
-            not made when it raises.
+        connected: awaited between the connection and the sending of the message; if it raises, the
+            call is not made.
 
     Raises:
         CallError: the socket has no listener, the answer is an error, or it did not come within
@@ -67,8 +68,8 @@ async def call(
 
 
 class Caller:
-    """Unary calls over one connection while they follow each other closely;
-    making one costs as much as a call.
+    """Unary calls that share a connection while they follow each other closely;
+    opening one costs as much as a call.
 
     State: the idle connection, closed ``kept_seconds`` after it was last used. A server that
     restarts creates a new socket, so a call that fails on a kept connection is repeated over a new
@@ -82,7 +83,7 @@ class Caller:
         self._closing: asyncio.TimerHandle | None = None
 
     async def call(self, method: str, request: bytes, *, timeout_seconds: float) -> bytes:
-        """See `call`; for methods that may be called twice."""
+        """Do as the function `call`; only for methods that may be called twice."""
         if (kept := self._taken()) is not None:
             try:
                 return await self._call(kept, method, request, timeout_seconds)
@@ -106,7 +107,7 @@ class Caller:
         except BaseException:
             channel.close()
             raise
-        self.close()  # of two that were used at the same time one is enough
+        self.close()  # of two calls at the same time, one connection is kept
         self._kept = channel
         self._closing = asyncio.get_running_loop().call_later(self._kept_seconds, self.close)
         return answer
@@ -165,7 +166,7 @@ async def _answer(
 
 
 class _Channel(Channel):
-    """grpclib's client, over such a connection."""
+    """grpclib's client, over a `Connection`."""
 
     def _protocol_factory(self) -> H2Protocol:
         return Connection(super()._protocol_factory(), _MAX_ANSWER_BYTES)

@@ -1,5 +1,5 @@
-"""One connection of grpclib's, for server and client alike: it bounds what a peer may cost,
-and passes encoded messages on as they are.
+"""One grpclib connection, for servers and clients: it limits the memory and work that a peer may
+cost, and passes encoded messages on as they are.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _FED_AT_ONCE_BYTES = 16 * 1024  # h2 makes events of all its input before they c
 
 
 class Bytes(CodecBase):
-    """Lets grpclib move encoded messages instead of objects."""
+    """A codec that lets grpclib move encoded messages instead of objects."""
 
     __content_subtype__ = "proto"
 
@@ -53,19 +53,19 @@ class Bytes(CodecBase):
 
 
 class Connection(H2Protocol):
-    """A connection that repairs some habits of grpclib's,
-    and that ends a peer's excessive requests.
+    """A connection that corrects some of grpclib's behaviour,
+    and that is closed when its peer sends too much.
 
     As HTTP/2 demands, it ignores frames of an unknown kind, where grpclib would drop the
     connection. When it is lost, a method that waits for room in the write buffer continues, where
     grpclib would leave it waiting for ever. Data that is written together is sent together (see
     `write_coalescing`).
 
-    grpclib's windows bound nothing, because it accepts all data at once. So the data of unfinished
-    messages is counted. So are frames that cost only the agent something: pings, settings,
-    priorities, empty data, and streams that are reset at once.
+    grpclib's flow-control windows limit nothing, because it accepts all data at once. So the data
+    of unfinished messages is counted. So are frames that cost only the agent something: pings,
+    settings, priorities, empty data, and streams that are reset at once.
 
-    State: in addition to grpclib's, the counts, and once lost what is called then.
+    State: in addition to grpclib's, the counts.
     """
 
     transport: asyncio.Transport
@@ -81,8 +81,8 @@ class Connection(H2Protocol):
         """Take the place of ``plain``.
 
         Args:
-            plain: what grpclib has made.
-            most_bytes: for the data of unfinished messages.
+            plain: grpclib's own object.
+            most_bytes: the limit for the data of unfinished messages.
             caller: who has connected, for methods that ask for it.
             lost: called when the connection has ended.
         """

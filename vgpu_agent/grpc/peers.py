@@ -1,8 +1,8 @@
 """The process at the other end of a unix socket, as the kernel knows it.
 
-The kernel notes who connects (unix(7), SO_PEERCRED), which cannot be forged. The number is that
-of the process which called connect(2), in our own PID namespace; it ends with that process and may
-be given to another one, so a user of it compares when the process began.
+The kernel notes who connects (unix(7), SO_PEERCRED), which cannot be forged. The pid is that of the
+process which called connect(2), in the agent's own PID namespace. After the end of that process
+another one may get the pid, so a caller must also compare when the process began.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ class Peer(msgspec.Struct, frozen=True):
         pid: as this process sees it; 0 where it cannot see it.
         uid: its user.
         gid: its group.
-        seen_at: seconds since the boot at which the connection was accepted; a process that began
-            later is another one with the same number.
+        seen_at: when this was read, in seconds since the boot; a process that began later is
+            another one with the same pid.
     """
 
     pid: int

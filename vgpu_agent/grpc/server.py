@@ -62,10 +62,10 @@ class Limits(msgspec.Struct, frozen=True):
     """The most that the clients of one server may have at a time.
 
     Attributes:
-        connections: for one more, the oldest over which nothing is asked is closed.
+        connections: when one more opens, the oldest without a running call is closed.
         streams: running calls with many answers; one more is refused.
-        request_bytes: data of one connection's requests that are not complete; with more the
-            connection is closed.
+        request_bytes: data of requests that are not complete, for one connection; with more it is
+            closed.
     """
 
     connections: int
@@ -91,7 +91,7 @@ class GrpcServer:
     ) -> None:
         """Serve the methods of ``unary``, ``streams`` and ``by_caller``, by gRPC path.
 
-        Those of the last are for connections that are taken over one by one.
+        Those of ``by_caller`` are for connections that are handed to `take`.
         """
         self._most_streams = limits.streams
         self._running = self._streaming = 0
@@ -126,12 +126,12 @@ class GrpcServer:
             lost: called when the connection has ended.
 
         Returns:
-            What ends it at once.
+            A function that ends the connection at once.
         """
         return await self._server.take(connection, caller, lost)
 
     def abort(self) -> None:
-        """End all methods and connections that were taken over, at once."""
+        """End all running methods and all connections at once."""
         self._server.cancel_methods()
         self._server.abort_connections()
 
@@ -148,7 +148,7 @@ class GrpcServer:
         self._server.stop_accepting()
         await _within(grace_seconds, self._idle.wait())
         self._server.close()
-        # the cancelled ones need a moment to clean up
+        # cancelled methods need a moment to clean up
         await _within(grace_seconds, self._idle.wait())
         self._server.close_connections()
         if not await _within(grace_seconds / 10, self._server.wait_closed()):
@@ -227,7 +227,7 @@ class _Methods(dict[str, Handler]):
 
 
 class _ClosableServer(Server):
-    """grpclib's server, knowing its connections so that they can be closed."""
+    """grpclib's server, with a list of its connections so that they can be closed."""
 
     def __init__(self, methods: dict[str, Handler], limits: Limits) -> None:
         super().__init__([_Servable(methods)], codec=Bytes())
@@ -244,7 +244,7 @@ class _ClosableServer(Server):
     async def take(
         self, connection: socket.socket, caller: object, lost: Callable[[], None]
     ) -> Callable[[], None]:
-        """Serve an accepted connection; return what ends it."""
+        """Serve an accepted connection; return a function that ends it."""
         plain = super()._protocol_factory()
         made = Connection(plain, self._limits.request_bytes, caller=caller, lost=lost)
         self._forget_closed()
@@ -260,7 +260,9 @@ class _ClosableServer(Server):
         ]
 
     def _make_room(self) -> None:
-        """Close the oldest connection over which nothing is asked."""
+        """Close the oldest connection without a running call if there are too many; if each has
+        one, close the newest.
+        """
         self._forget_closed()
         if len(self._connections) < self._limits.connections:
             return
@@ -287,7 +289,7 @@ class _ClosableServer(Server):
             self._server.close()
 
     def cancel_methods(self) -> None:
-        """Cancel what runs."""
+        """Cancel all running methods."""
         for handler in self._handlers:
             handler.close()
 

@@ -1,6 +1,6 @@
-"""The files of unix sockets: made with a mode of their own, told apart, removed.
+"""The files of unix sockets: made with mode 0600, told apart, removed.
 
-Everything blocks for as long as a file system takes, so it is called through
+Each function blocks for as long as the file system takes, so it is called through
 ``asyncio.to_thread``.
 """
 
@@ -46,7 +46,7 @@ class SocketIdentity(NamedTuple):
 def bind(path: Path, setting: str) -> socket.socket:
     """Bind a socket to ``path``, mode 0600, not listening yet.
 
-    ``setting`` is what an operator may change about its directory, for the messages.
+    ``setting`` is the setting by which an operator chooses the directory, for the messages.
 
     Raises:
         ListenError: the path is too long or cannot be created; the message has the remedy.
@@ -66,8 +66,8 @@ def bind(path: Path, setting: str) -> socket.socket:
     except OSError as err:
         listener.close()
         remedy = _REMEDIES.get(err.errno or 0, "see the error").format(setting=setting)
-        # Names the directory, because the file's name is another at each try and the same trouble
-        # should read the same.
+        # The message names the directory only: the file has another name at each try, and the same
+        # trouble should give the same message.
         raise ListenError(
             f"cannot create a socket in {path.parent}: {err.strerror or err}: {remedy}"
         ) from err

@@ -1,8 +1,8 @@
-"""One send for what a gRPC answer consists of,
+"""One send for all parts of a gRPC answer,
 because each send wakes the other side up and costs a system call on both.
 
 grpclib writes headers, message and trailers one after the other, and several calls may be answered
-in one turn of the event loop. `grpc` gives every connection this in place of its transport.
+in one iteration of the event loop. `connection` replaces the transport of every connection by this.
 """
 
 from __future__ import annotations
@@ -10,16 +10,16 @@ from __future__ import annotations
 import asyncio
 from typing import Any
 
-# More than this is passed on at once: it fills a send anyway, and what waits here is not seen by
-# the flow control.
+# More than this is passed on at once: it fills a send anyway, and the flow control does not see the
+# data that waits here.
 _MAX_BYTES = 32 * 1024
 
 
 class CoalescingTransport(asyncio.Transport):
-    """Coalesces the writes of one turn of the event loop into one write to ``transport`` at the end
-    of that turn.
+    """A transport that joins the writes of one iteration of the event loop into one write to
+    ``transport`` at its end.
 
-    State: the data that was not passed on yet; nothing between turns.
+    State: the data that was not passed on yet; nothing between iterations.
     """
 
     def __init__(self, transport: asyncio.Transport, caller: object = None) -> None:

@@ -1,5 +1,5 @@
-"""The interface of an isolation backend:
-it turns a container's shares into the things that enforce them.
+"""The interface of an isolation backend, which turns a container's shares into the edits and files
+that enforce them.
 
 Families call it while they put a grant in force; `agent` chooses the backend and leaves a family's
 resources unoffered when the backend's own needs (a library, a daemon) are not met. Pure: a backend
@@ -47,8 +47,8 @@ class InstalledLibrary(msgspec.Struct, frozen=True):
 
     Attributes:
         path: where it is installed; empty when there is none.
-        trouble: why the one that was delivered last could not be installed, or nothing can be
-            limited by it on this node; empty when it can, or is not needed.
+        trouble: why the library that was delivered last could not be installed, or cannot limit
+            anything on this node; empty when it can, or is not needed.
         locks: it makes a lock file that containers would have to share, see
             `hami_core.uses_lock`.
     """
@@ -77,10 +77,10 @@ NO_SERVICES = LibraryServices()
 
 
 class LibraryLimits(msgspec.Struct, frozen=True):
-    """The limits that a backend's library sets a family's containers, by the settings in force.
+    """The limits that a backend's library sets for a family's containers, by the present settings.
 
     Attributes:
-        missing: why it does not; empty where it does.
+        missing: why it sets none; empty where it does.
         cores: it limits compute.
         oversubscribed: as for `Target`.
         unit_mib: the same.
@@ -115,6 +115,6 @@ class NoIsolation:
     name = "none"
 
     def provision(self, target: Target) -> Provision:
-        """Nothing."""
+        """Return nothing to add."""
         del target
         return Provision()

@@ -1,8 +1,8 @@
 """Edits: the things that a grant adds to a container, in whatever way they get there.
 
-Families and isolation backends build them, a carrier takes them to the container: the plugin
-servers in the ``Allocate`` answer (early), or a CDI spec of the grant's own (late). The fields are
-those of the kubelet's ContainerAllocateResponse (kubelet §1).
+Families and isolation backends build them, a carrier takes them to the container: the answer to
+``Allocate`` (early), or a CDI spec of the grant's own (late). The fields are those of the kubelet's
+ContainerAllocateResponse (kubelet §1), and memory mounts.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class Edits(msgspec.Struct, frozen=True):
     memory_mounts: tuple[MemoryMount, ...] = ()
 
     def joined(self, other: Edits) -> Edits:
-        """Both together, in this order; where they set the same variable or annotation,
+        """Join both, in this order; where they set the same variable or annotation,
         ``other`` wins.
         """
         return Edits(
@@ -80,8 +80,8 @@ class HostFile(msgspec.Struct, frozen=True):
     Attributes:
         size: bytes; what ``parts`` do not cover is zero.
         parts: (offset, bytes), in the order in which they are written.
-        allocated: its space is taken on the disk at once. A process that has it mapped would be
-            killed by a page that a full disk refuses.
+        allocated: its space is taken on the disk at once. Otherwise a full disk would kill a
+            process that has the file mapped and touches a new page.
         renewed: parts that are written into an existing file of that size, in place, because
             containers have it mapped; a file that does not exist yet is created with all ``parts``
             and renamed into place.
@@ -102,12 +102,12 @@ class Provision(msgspec.Struct, frozen=True):
     Attributes:
         collected: the grant's own directory on the host; removed with all its content once the pod
             is gone and nothing in it is mounted.
-        before: the directory that an earlier agent gave to this container, and that its specs and
-            answers still mount.
+        before: the directory that an earlier version of the agent gave to this container, and that
+            the specs and answers of that version still mount.
         remade: whether the kubelet keeps such an answer. Then `before` is replaced at each start,
             with the files of `collected` in it, because a container has written to the old one.
-        removed: files in `collected` that the container must not find when it starts, such as those
-            of its life before; as paths within it. ``files`` are made after that.
+        removed: files that the container must not find when it starts, such as those of its
+            previous run; as paths within `collected`. ``files`` are made after that.
     """
 
     edits: Edits = msgspec.field(default_factory=Edits)
@@ -119,7 +119,7 @@ class Provision(msgspec.Struct, frozen=True):
     removed: tuple[str, ...] = ()
 
     def joined(self, other: Provision) -> Provision:
-        """Both together, in this order."""
+        """Join both, in this order."""
         return Provision(
             self.edits.joined(other.edits),
             self.directories + other.directories,

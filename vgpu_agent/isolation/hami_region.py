@@ -1,9 +1,9 @@
 """The shared region of HAMi-core's libvgpu.so, layout 1.2, as bytes:
-the one place of a container's limits.
+the file that decides a container's limits.
 
-The first process that opens the region stamps it from its environment, and every later one obeys
-the file. So the agent writes it before any process exists, and the environment does not matter any
-more (hami-core §0.3.1). Offsets and initial values are those of hami-core §2.2 and §2.3; they hold
+The first process that opens the region fills it from its environment, and every later one obeys the
+file. So the agent writes it before any process exists, and the environment does not matter any more
+(hami-core §0.3.1). Offsets and initial values are those of hami-core §2.2 and §2.3; they hold
 for glibc on little-endian 64-bit machines. Libraries that read this layout: HAMi 2.4.1 to 2.8.0 and
 from 2.8.2, not 2.8.1 (hami-core §0.3.10). Called by `hami_core`.
 """
@@ -56,7 +56,7 @@ def region(
     limits: Sequence[DeviceLimit], *, limit_cores: bool = True
 ) -> tuple[tuple[int, bytes], ...]:
     """(offset, bytes) of a new region with these limits,
-    in the order in which the container counts its devices.
+    in the order in which the container numbers its devices.
 
     Args:
         limits: at most `MAX_DEVICES`.

@@ -1,11 +1,11 @@
-"""Read the use of a container from the bytes of its shared region:
+"""Read a container's use of its devices from the bytes of its shared region:
 the other direction of `hami_region`.
 
 The region belongs to the container, which may write anything into it, or cut the file short while
 it is read. So nothing here trusts a byte: whatever the content, the answer is a usage or a reason.
-Only the head and the slots in use are read, through a function, so that the reader of the file
-copies a few pages instead of keeping two megabytes mapped. Layouts: hami-core §2.1 to §2.3. Called
-by `runtime.container_usage`.
+Only the head and the slots in use (of HAMi-core, one for each process) are read, through a
+function, so that the reader of the file copies a few pages instead of keeping two megabytes mapped.
+Layouts: hami-core §2.1 to §2.3. Called by `runtime.container_usage`.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ class Unreadable(msgspec.Struct, frozen=True):
 
 
 class _Layout(msgspec.Struct, frozen=True):
-    """Offsets of what is read, in bytes; those of a slot count from the slot's begin."""
+    """Offsets of what is read, in bytes; those within a slot count from its beginning."""
 
     device_num: int
     uuids: int
@@ -81,7 +81,7 @@ class _Layout(msgspec.Struct, frozen=True):
     sm_used: int
     sm_size: int
     status: int
-    proc_num: int  # and behind it the switch of the limiter
+    proc_num: int  # followed by the switch of the limiter
     last_kernel_time: int | None
 
 
@@ -174,8 +174,8 @@ def _use(
 
 
 def _slots(layout: _Layout, read: Callable[[int, int], bytes], number: int) -> Iterator[bytes]:
-    """The slots in use, each copied by itself: usually there is one, and a file that claims a
-    thousand costs no two megabytes at once.
+    """The slots in use, each copied by itself: usually there is one, and a file that claims to have
+    a thousand does not cost two megabytes at once.
     """
     for place in range(number):
         yield read(layout.slots + place * layout.slot_size, layout.slot_size)

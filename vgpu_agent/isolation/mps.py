@@ -5,8 +5,8 @@ Pure functions: the commands of a daemon, the edits of a container, and the reas
 cannot be shared by MPS. `vgpu_agent.mps` runs the daemons by these plans. Families add `mps_edits`
 to the answer of a resource whose sharing is MPS. One daemon serves one resource.
 
-Facts: nvidia §11 and §17.3. By NVIDIA's guide to MPS a variable in a client can lower the daemon's
-limit and never raise it.
+Facts: nvidia §11 and §17.3. According to NVIDIA's guide to MPS, a variable in a client can lower
+the daemon's limit and never raise it.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ PIPE_VARIABLE = "CUDA_MPS_PIPE_DIRECTORY"
 LOG_VARIABLE = "CUDA_MPS_LOG_DIRECTORY"
 MEMORY_VARIABLE = "CUDA_MPS_PINNED_DEVICE_MEM_LIMIT"
 THREADS_VARIABLE = "CUDA_MPS_ACTIVE_THREAD_PERCENTAGE"
-# CUDA has its shared memory segments here; daemon and clients must see the same ones.
+# CUDA creates its shared memory segments here; daemon and clients must see the same ones.
 SHARED_MEMORY = "/dev/shm"  # noqa: S108 - a path in containers, no file of the agent
 
 # CUDA's default of PIPE_VARIABLE, for daemons and clients alike. So a daemon that the host itself
@@ -41,11 +41,11 @@ DEFAULT = "DEFAULT"
 PROBE = "get_default_active_thread_percentage"
 QUIT = "quit"
 
-# The largest number of processes that one MPS server takes (nvidia §11.2, D6).
 VOLTA = (7, 0)  # compute capability
-# Where the host's directory of pipes, logs and shared memory is mounted in the agent's container,
-# and what the containers of clients see it as; the name that NVIDIA's plugin gives it.
+# The mount path, in the agent's container, of the host's directory of pipes, logs and shared
+# memory; containers of clients have their pipes below the same path. As in NVIDIA's plugin.
 CONTAINER_ROOT = "/mps"
+# The largest number of processes that one MPS server takes (nvidia §11.2, D6).
 MAX_CLIENTS = 48
 MAX_CLIENTS_BEFORE_VOLTA = 16
 
@@ -53,7 +53,7 @@ NOT_FOR_MIG = "sharing using MPS is not supported for MIG devices"
 
 
 class MpsOptions(msgspec.Struct, frozen=True):
-    """The directories through which daemons and containers meet.
+    """The directories that daemons and containers share, and where the limits are set.
 
     Attributes:
         root: the host's directory of pipes, logs and shared memory.
@@ -63,7 +63,7 @@ class MpsOptions(msgspec.Struct, frozen=True):
         single: no container may ask for more than one replica, so the daemon's limit is always that
             of one replica.
         pipe_directory: the directory of the pipe, under the same path on the host and in
-            containers; empty for one below the roots.
+            containers; empty for one below ``root`` and `CONTAINER_ROOT`.
     """
 
     root: str = "/run/nvidia/mps"

@@ -1,6 +1,6 @@
-"""The isolation backends that put limits in force by a library of the operator's, in order.
+"""The isolation backends that put limits in force by a library that the operator delivers.
 
-The agent installs their libraries, guards and collects their containers' files, and mounts slots
+The agent installs their libraries, guards and removes their containers' files, and mounts slots
 for them, by iterating over `BACKENDS`; only the families that use a backend know it by its name.
 """
 
@@ -26,19 +26,20 @@ class LibraryBackend(msgspec.Struct, frozen=True):
         host_directory: the settings → where the library and the containers' directories are.
         delivered: the settings → where the operator delivers the library; empty for ``file`` in
             the host directory.
-        setting: the key of that place, for messages.
+        setting: the key of ``delivered``, for messages.
         file: the library's name.
         library: its path in containers.
         containers: the host directory → the parent of the containers' own directories.
-        before: the same of an earlier version, whose directories containers could write to; None
-            where there was none.
+        before: the same for an earlier version of the agent, in whose directories containers could
+            write; None where there was none.
         replaced: the host directory → where the replaced plugin made the containers' directories,
             among other things; None where that is one of the other two.
-        folders: the directories of a container that have files which it writes; "" for its own.
-        allowed_size: the name of a file there → how large it may be; None when containers do not
-            write to it.
+        folders: the directories with files that a container writes, relative to its own directory;
+            "" for that directory.
+        allowed_size: the name of a file there → its largest allowed size; None when containers do
+            not write to it.
         marker: a variable that every container of this backend is given.
-        decisive: variables by which a pod could leave its limits.
+        decisive: variables by which a pod could escape its limits.
     """
 
     name: str
@@ -56,16 +57,18 @@ class LibraryBackend(msgspec.Struct, frozen=True):
     replaced: Callable[[str], str] | None = None
 
     def containers_directory(self, settings: Settings) -> str:
-        """The parent of the containers' own directories, as the settings have it."""
+        """The parent of the containers' own directories, by the settings."""
         return self.containers(self.host_directory(settings))
 
     def directory_before(self, settings: Settings) -> str:
-        """That of an earlier version; empty where there was none."""
+        """The same for an earlier version of the agent; empty where there was none."""
         return self.before(self.host_directory(settings)) if self.before else ""
 
 
 def decisive_variables(answered: Collection[str]) -> frozenset[str]:
-    """The variables by which a pod could leave the limits of an answer that has these variables."""
+    """The variables by which a pod could escape the limits of an answer with the variables
+    ``answered``.
+    """
     found: frozenset[str] = frozenset()
     return found.union(*(backend.decisive for backend in BACKENDS if backend.marker in answered))
 

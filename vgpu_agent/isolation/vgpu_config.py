@@ -1,5 +1,5 @@
 """The file ``vgpu.config`` of vgpu-manager's libvgpu-control.so, as bytes:
-the one place of a container's limits.
+the file that decides a container's limits. It has one slot for each card.
 
 The library maps it read-only and obeys it; from the environment it builds limits only where there
 is no file with the right magic, version and size (vgpu-manager §8.2). So the agent writes the file
@@ -26,17 +26,17 @@ MAX_CARDS = 16
 
 MAGIC = 0x56474346
 VERSION = 1
-_USED = 2560  # of the file's bytes
+_USED = 2560  # bytes of the file that have a meaning
 
 SLOTS = 512
 SLOT_SIZE = 128
-SLOT_SEQUENCE = struct.Struct("<I")  # at the begin of a slot; odd while the rest is changed
+SLOT_SEQUENCE = struct.Struct("<I")  # at the start of a slot; odd while the rest is changed
 
 _HEAD = struct.Struct("<4I2i32s")
 _OWNER = struct.Struct("<48s64s64s64s48s3i")  # from `_OWNER_AT` on
 _OWNER_AT = 128
-# From 8 bytes behind the slot's begin on: UUID, total and real bytes, then hard_core, soft_core,
-# core_limit, hard_limit, memory_limit, memory_oversold, activate.
+# From `_LIMITS_AT` of a slot on: UUID, total and real bytes, then hard_core, soft_core, core_limit,
+# hard_limit, memory_limit, memory_oversold, activate.
 _LIMITS = struct.Struct("<48s2Q7i")
 _LIMITS_AT = 8
 
@@ -51,7 +51,7 @@ class SlotLimit(msgspec.Struct, frozen=True):
         hard_core: percent of compute that it always has.
         soft_core: percent that it may reach while others leave the card idle.
         core_limit: compute is limited at all.
-        hard_limit: to ``hard_core``, and never more.
+        hard_limit: it is limited to ``hard_core``, even on an idle card.
         memory_limit: memory is limited.
         oversold: allocations may spill.
     """
@@ -83,17 +83,18 @@ class SlotLimit(msgspec.Struct, frozen=True):
 
 
 class Owner(msgspec.Struct, frozen=True):
-    """The facts about its container in the file.
+    """The facts in the file about its container.
 
     Attributes:
         pod_uid: of its pod.
-        pod: its name.
-        namespace: its namespace.
+        pod: the pod's name.
+        namespace: the pod's namespace.
         container: the container's name.
-        register_uuid: by which it registers, in addition to its names; empty where pods have none.
+        register_uuid: the UUID with which it registers, in addition to its names; empty where pods
+            have none.
         compatibility: how the library tells its processes from others (vgpu-manager §7.6).
         sm_watcher: the library takes the use of compute from the agent's samples.
-        tracks_virtual_memory: it keeps a ledger of spilled memory.
+        tracks_virtual_memory: the library keeps a record of spilled memory.
         driver_version: e.g. ``570.86.10``.
         cuda_version: e.g. ``12.8``; empty when it is not known.
     """
@@ -126,7 +127,7 @@ class ReadConfig(msgspec.Struct, frozen=True):
     limits: Mapping[int, SlotLimit]
 
     def is_of(self, pod_uid: str, container: str) -> bool:
-        """Tell whether it is that container's; long names are cut in the file."""
+        """Tell whether the file is that container's; long names are cut in the file."""
         return (self.pod_uid.encode(), self.container.encode()) == (
             _text(pod_uid, 48),
             _text(container, 64),
@@ -215,14 +216,14 @@ def config_parts(owner: Owner, limits: Mapping[int, SlotLimit]) -> tuple[tuple[i
 
 
 def slot_offset(index: int) -> int:
-    """Where the slot of the card with that index begins, and with it its sequence number."""
+    """The offset in the file of that card's slot, which begins with its sequence number."""
     if not 0 <= index < MAX_CARDS:
         raise ValueError(f"there is no slot {index}")
     return SLOTS + index * SLOT_SIZE
 
 
 def limits_offset(index: int) -> int:
-    """The offset of the limits within that slot."""
+    """The offset in the file of the limits in that slot."""
     return slot_offset(index) + _LIMITS_AT
 
 
@@ -232,7 +233,7 @@ def devices_json(ids: Sequence[str]) -> bytes:
 
 
 def _text(text: str, size: int) -> bytes:
-    """The text with a zero behind it; cut between two characters when it does not fit."""
+    """The text, cut between two characters so that it fits with a zero behind it."""
     return text.encode()[: size - 1].decode(errors="ignore").encode()
 
 

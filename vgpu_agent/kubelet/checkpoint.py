@@ -103,7 +103,7 @@ _ids_decoder: msgspec.json.Decoder[dict[str, list[str] | None] | list[str] | Non
 # waits for a reading. So reading stops at `_DEVICES`, and `_CLOSING` in its place completes the
 # JSON.
 _DEVICES, _CLOSING = b',"RegisteredDevices":', b"}}"
-_PART_BYTES = 256 * 1024  # read at once
+_PART_BYTES = 256 * 1024  # read by one call
 _MAX_PENDING_CLOSES = 8
 
 # Real files have less than 15 MB, most of it the list of all devices. Decoding takes several times

@@ -54,8 +54,8 @@ class DeviceListEncoder:
     is encoded again, and the message takes 1 ms for 10,000 ids. To encode all objects again takes
     350 ms, and every Allocate would wait for it.
 
-    Numbered ids are far more, and differ in their numbers only. A block of them is encoded by
-    joining its numbers (8 ms for 50,000).
+    There may be far more numbered ids, which differ in their numbers only. A block of them is
+    encoded by joining its numbers (8 ms for 50,000).
 
     State: a cache of the encoded devices, at most two for each id: healthy and unhealthy. Numbered
     ids are not cached.
@@ -208,8 +208,8 @@ def encode_allocate(answers: Iterable[Edits]) -> bytes:
     """
     edits = list(answers)
     if all(each == Edits(cdi_names=each.cdi_names) for each in edits):
-        # Late binding answers with CDI names only. While it answers, the kubelet admits no other
-        # pod, so these bytes are written by hand. The generated code is slow: it makes an object
+        # Late binding answers with CDI names only. The kubelet admits no other pod until it has the
+        # answer, so these bytes are written by hand. The generated code is slow: it makes an object
         # for each level, and sets up Python's warning filters again for each field.
         return b"".join(
             wire.encode_field(

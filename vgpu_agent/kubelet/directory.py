@@ -43,7 +43,7 @@ class DirectoryState(msgspec.Struct, frozen=True):
 
     @property
     def kubelet_socket(self) -> SocketIdentity | None:
-        """kubelet's registration socket; another identity means another kubelet process."""
+        """The kubelet's registration socket; another identity means another kubelet process."""
         return self.sockets.get(sockets.KUBELET_SOCKET)
 
 
@@ -51,8 +51,7 @@ class DirectoryWatch:
     """The watch over the directory, which keeps `state` up to date.
 
     inotify wakes it within a millisecond; a look every ``poll_seconds`` makes up for lost events,
-    for a directory that was replaced, and for a kernel that gives no inotify instance (one warning,
-    then polling alone).
+    for a replaced directory, and for a failed inotify (one warning, then polling alone).
     """
 
     def __init__(

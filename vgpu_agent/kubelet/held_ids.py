@@ -1,9 +1,9 @@
 """The reader of the kubelet's pod-resources API, in which each id may have an entry of its own.
 
 A node that counts memory in ids has fifty thousand entries, 4 MB, in each answer, and nearly all of
-them are of resources that only schedulers count. Those are passed over without making an object of
-any, but each is checked to be an entry of that resource with that length. Called by
-`pod_resources`, in a thread. Message layout: kubelet §13.
+them are of resources that only schedulers count. Those are passed over: no objects are made, but
+each is checked to be an entry of that resource with that length. Called by `pod_resources`, in a
+thread. Message layout: kubelet §13.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ if TYPE_CHECKING:
 
     from vgpu_agent.device_ids import DeviceId, IdBlock
 
-# Ids of one resource differ in length by their digits; more kinds of entries than this are walked
-# one by one.
+# Ids of one resource differ in length by their digits. Entries of kinds beyond this number are
+# decoded one by one.
 _MAX_KINDS = 64
 _MAX_UNKNOWN = 1000
-# Entries that are matched at once. Without a bound each of tens of thousands would be kept to come
-# back to. A possessive quantifier would keep none, but Python before 3.11.5 matches too little with
-# it (CPython issue 106052), and Debian 12 has 3.11.2.
+# Entries in one match. Without a bound the regex engine would keep tens of thousands of positions
+# to backtrack to. A possessive quantifier would keep none, but Python before 3.11.5 matches too
+# little with it (CPython issue 106052), and Debian 12 has 3.11.2.
 _MAX_AT_ONCE = b"{1,1000}"
 
 
@@ -52,7 +52,7 @@ class SeenNumbers:
         self._run = re.compile(b"(?:" + pattern + b")" + _MAX_AT_ONCE)
 
     def note_run(self, message: bytes, position: int) -> int:
-        """Note the entries with one id of ours each in a row from ``position``;
+        """Note the uninterrupted run of entries from ``position`` that have one of these ids each;
         return the position after them.
         """
         end = _end_of_run(self._run, message, position)
@@ -67,7 +67,7 @@ class SeenNumbers:
         return end
 
     def note(self, id_: str) -> None:
-        """The kubelet has this id."""
+        """Note that the kubelet has this id."""
         for block, seen in self._seen:
             if (number := block.number(id_)) is not None:
                 seen[number] = 1
@@ -88,7 +88,7 @@ class SeenNumbers:
 def decode_pod_resources(
     response: bytes, wanted: Callable[[str], bool] = lambda _: True
 ) -> tuple[Holding, ...]:
-    """One answer, see `PodResourcesReader.read`."""
+    """Decode one answer, see `PodResourcesReader.read`."""
     return PodResourcesReader(wanted).read(response)
 
 
@@ -96,9 +96,9 @@ class PodResourcesReader:
     """A reader of ListPodResourcesResponse, and of GetPodResourcesResponse,
     which has its one pod in the same field.
 
-    State: the forms of the entries read so far, so that answers about one pod after the other are
-    read quickly from the second on. It is dropped when it is full, and with an answer that makes no
-    sense.
+    State: the forms of the entries read so far, so that the answers about one pod after the other
+    are read quickly from the second on. It is dropped when it is full, and after an answer that
+    makes no sense.
 
     Attributes:
         wanted: tells whether the ids of the resource of that name are of interest; the others are
@@ -168,8 +168,8 @@ def decode_allocatable(
 
 
 class _Entries:
-    """Walks the ContainerDevices in field ``field`` of messages,
-    and passes over those whose resource is not wanted.
+    """A walk over the ContainerDevices in field ``field`` of messages,
+    past those whose resource is not wanted.
 
     State: the kinds of entries to pass over, a kind being tag, length and resource; runs of them
     are matched at once.
@@ -187,7 +187,7 @@ class _Entries:
         self._field = field
         self._is_wanted = wanted
         self._readers = readers
-        # what names are encoded as → those that are wanted, "" for others
+        # encoded name of a resource → the name if it is wanted, else ""
         self._names: dict[bytes, str] = {}
         self._kinds: set[tuple[bytes, int]] = set()
         self._run: re.Pattern[bytes] | None = None
@@ -204,7 +204,7 @@ class _Entries:
         self, message: bytes
     ) -> tuple[list[tuple[str, Sequence[str]]], dict[int, int | bytes]]:
         """Resource and ids of the wanted entries that no reader has read,
-        and the last of each other field.
+        and the last value of each other field.
 
         Raises:
             MalformedError: the bytes are no protobuf message.
@@ -242,7 +242,7 @@ class _Entries:
         return _end_of_run(self._run, message, position)
 
     def _wanted(self, entry: bytes) -> str:
-        """The name in ``entry``; empty when it is not wanted."""
+        """The resource name in ``entry``; empty when it is not wanted."""
         names = [value for number, _, value in wire.fields(entry) if number == 1]
         encoded = wire.to_bytes(names[-1]) if names else b""
         if encoded not in self._names:
@@ -251,7 +251,7 @@ class _Entries:
         return self._names[encoded]
 
     def _learn(self, element: bytes, entry: bytes) -> None:
-        """Pass over the next ones that begin like ``element``, and are as long."""
+        """Pass over entries from now on that begin like ``element``, and are as long."""
         number, _, name, following = wire.read_field(entry, 0) if entry else (0, 0, 0, 0)
         if number != 1 or isinstance(name, int) or len(self._kinds) >= _MAX_KINDS:
             return
@@ -261,7 +261,7 @@ class _Entries:
         self._run = re.compile(b"(?:" + kinds + b")" + _MAX_AT_ONCE, re.DOTALL)
 
     def _learn_single(self, element: bytes, resource: str, ids: Sequence[str]) -> None:
-        """Read the next ones at once that have one id of the same length, and nothing else."""
+        """Read, from now on in runs, entries with one id of the same length and nothing else."""
         if len(ids) != 1 or len(self._singles) >= _MAX_KINDS:
             return
         id_ = ids[0].encode()

@@ -1,9 +1,9 @@
-"""A wake-up call when a directory changes, 0.3 ms after it did:
+"""A wake-up call within 0.3 ms after a directory has changed:
 the part of Linux' inotify that `directory` needs, by ctypes.
 
 The change itself is not reported, because `directory` reads the directory: events can be lost, and
-a read is needed after the first wake-up anyway. Other names cause no wake-up: the kubelet rewrites
-its checkpoint in the same directory several times for every pod.
+a read is needed after the first wake-up anyway. Changes of irrelevant names cause no wake-up: the
+kubelet rewrites its checkpoint in the same directory several times for every pod.
 """
 
 from __future__ import annotations

@@ -170,7 +170,7 @@ class PluginService:
         return SentList(devices, time.monotonic() - at)
 
     def end_streams(self) -> None:
-        """Let every stream return, which kubelet sees as a clean end."""
+        """Let every stream return, which the kubelet sees as a clean end."""
         self._ending.set()
 
     async def _options(self, _: bytes) -> bytes:

@@ -7,9 +7,9 @@ its rate is limited (kubelet §13). Never called inside Allocate: the pod in que
 only after our answer.
 
 List returns all pods, which is megabytes where memory is counted in ids. Get returns one, in a
-hundredth of the time.
-But older kubelets do not have it, a start of many pods would use up the kubelet's rate, and other
-programs on the node ask too. So Get may be refused at any time, and the caller then uses List.
+hundredth of the time. But older kubelets do not have it, a start of many pods would use up the
+kubelet's rate, and other programs on the node ask too. So Get may be refused at any time, and the
+caller then uses List.
 """
 
 from __future__ import annotations
@@ -39,11 +39,11 @@ _LIST = "/v1.PodResourcesLister/List"
 _GET = "/v1.PodResourcesLister/Get"
 _ALLOCATABLE = "/v1.PodResourcesLister/GetAllocatableResources"
 
-# How a kubelet from before 1.28 words that its feature gate KubeletPodResourcesGetAllocatable is
-# off; it has no status code for that.
+# A part of the error text of a kubelet from before 1.28 whose feature gate
+# KubeletPodResourcesGetAllocatable is off; there is no status code for that.
 _SWITCHED_OFF = "getallocatableresources disabled"
-# And that KubeletPodResourcesGet is off (alpha in 1.27, on by default from 1.34), and that there is
-# no such pod; neither has a status code.
+# The same where KubeletPodResourcesGet is off (alpha in 1.27, on by default from 1.34), and where
+# there is no such pod; neither has a status code.
 _GET_SWITCHED_OFF = "get method disabled"
 _NO_SUCH_POD = " not found"
 
@@ -56,7 +56,7 @@ _GETS_AT_ONCE, _GETS_A_SECOND = 8, 80.0
 # The kubelet allows another call 10 ms after a refusal.
 _AFTER_A_REFUSED_GET_SECONDS = 0.02
 
-# Starts come in bursts, and each of them asks.
+# How long a connection is kept: starts come in bursts, and each of them asks.
 _KEPT_SECONDS = 1.0
 
 
@@ -64,9 +64,9 @@ class RateLimiter:
     """A token bucket: at most ``at_once`` calls in a moment, and ``a_second`` in the long run.
 
     It counts as the kubelet does (kubelet §13), so that the kubelet's rate is never exceeded. When
-    it is empty, the caller takes the slower way that needs one call.
+    it is empty, the caller uses List, which is slower but needs one call.
 
-    State: how many are left, and when that was counted.
+    State: how many calls are left, and when that was counted.
     """
 
     def __init__(self, at_once: int, a_second: float, clock: Callable[[], float]) -> None:
@@ -85,7 +85,7 @@ class RateLimiter:
         return True
 
     def take(self, calls: int) -> None:
-        """Take that many, or as many as are left: they are made in any case."""
+        """Take that many calls, or as many as are left: they are made in any case."""
         self._refill()
         self._left = max(0.0, self._left - calls)
 
@@ -113,7 +113,7 @@ class KubeletBusyError(KubeletError):
 
 
 class AllocatableUnsupportedError(KubeletError):
-    """This kubelet does not tell what can be allocated:
+    """This kubelet does not report what can be allocated:
     it is older than 1.21, or the feature is switched off.
     """
 
@@ -137,8 +137,8 @@ class PodUnknownError(KubeletError):
 class PodResources:
     """The client of ``socket_path``.
 
-    State: a connection for a second after each call; when the kubelet may be asked again; which
-    socket file has no Get behind it (its device, number and time of change).
+    State: a connection for a second after each call; when the kubelet may be asked again; the
+    identity of the socket file if the kubelet behind it has no Get (device, inode, time of change).
 
     Attributes:
         lists: how often List was answered since the start.
@@ -225,8 +225,7 @@ class PodResources:
             return b""
         except GetNotPossibleError as err:
             if err.for_good:
-                # The kubelet makes its socket again when it starts, so another one there may have
-                # it.
+                # A kubelet makes a new socket when it starts, and a newer kubelet may have Get.
                 self._without_get = await asyncio.to_thread(_identity, self._socket_path)
             raise
 
@@ -234,7 +233,7 @@ class PodResources:
         self, offered: Mapping[str, Sequence[DeviceId]]
     ) -> dict[str, frozenset[str] | SeenNumbers]:
         """List the healthy ids of each ``offered`` resource as the kubelet has them, held or free:
-        the result of our lists.
+        the result of the lists that the agent sent.
 
         Raises:
             AllocatableUnsupportedError: this kubelet does not report them.
@@ -244,8 +243,7 @@ class PodResources:
 
     async def _call(self, method: str, request: bytes = codec.EMPTY) -> bytes:
         if (left := self._not_before - self._clock()) > 0:
-            # The kubelet's refusal once more, word for word: trouble that reads the same is logged
-            # once.
+            # The text of the last refusal, unchanged: trouble with the same text is logged once.
             raise KubeletBusyError(self._refusal, left)
         try:
             answer = await self._caller.call(method, request, timeout_seconds=self._timeout_seconds)

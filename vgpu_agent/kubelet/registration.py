@@ -23,7 +23,7 @@ _METHOD = "/v1beta1.Registration/Register"
 _SHORTEST_LOOK_SECONDS = 0.01
 _LOOK_SHARE = 0.2
 
-# The kubelet has no status codes for its refusals; these words are its own since the API exists
+# The kubelet has no status codes for its refusals; it has used these words since the API exists
 # (pkg/kubelet/cm/devicemanager: errUnsupportedVersion, errInvalidResourceName).
 _FINAL_WORDS = ("is not supported by kubelet", "the resourcename")
 
@@ -82,14 +82,14 @@ async def register(
 
 
 class ListenBackoff:
-    """Pauses in seconds between two looks whether a kubelet listens on a socket that exists.
+    """The pauses, in seconds, between checks whether a kubelet listens on a socket that exists.
 
     Between making its socket and listening on it a kubelet needs microseconds, or a second on a
     node that is busy booting. A dead one leaves a socket on which nothing will ever listen. So each
-    pause is a part of the time that has been waited already: whenever the kubelet begins to listen,
-    it is seen within that part, and a dead one costs few looks.
+    pause is a fraction (`_LOOK_SHARE`) of the time waited so far: a kubelet that begins to listen
+    is noticed after that fraction, and a dead one costs few checks.
 
-    State: since when it is waited, on the event loop's clock.
+    State: when the waiting began, on the event loop's clock.
     """
 
     def __init__(self, maximum: float) -> None:
@@ -97,7 +97,7 @@ class ListenBackoff:
         self._since: float | None = None
 
     def pause(self) -> float:
-        """The pause after one more look."""
+        """The pause after one more check."""
         now = asyncio.get_running_loop().time()
         self._since = now if self._since is None else self._since
         return min(max(_SHORTEST_LOOK_SECONDS, (now - self._since) * _LOOK_SHARE), self._maximum)

@@ -1,5 +1,5 @@
 """The life of one resource's device plugin:
-serve, register, notice that the kubelet has lost us, begin again.
+serve, register, notice that the registration is lost, begin again.
 
 `agent` runs one `DevicePlugin` for each resource under the supervisor, all of them beside one
 `DirectoryWatch`. Each round is a fresh server on a fresh socket: the kubelet's bookkeeping of
@@ -46,12 +46,12 @@ DRAIN_SECONDS = 3.0
 
 _logger = log.get(__name__)
 
-# A kubelet that has just made its socket listens before this.
+# A kubelet that has just made its socket listens before this; only longer waits are journalled.
 _WORTH_A_LINE_SECONDS = 0.1
 _LOG_AGAIN_SECONDS = 600.0
 
 # The kubelet has one connection to each of our sockets, and one stream of lists over it. The
-# largest Allocate has below 4 MiB.
+# largest Allocate has less than 4 MiB.
 LIMITS = Limits(connections=8, streams=4, request_bytes=16 * 1024 * 1024)
 
 
@@ -218,7 +218,7 @@ class DevicePlugin:
                 return
 
     async def _round(self, kubelet: SocketIdentity) -> str:
-        """Serve, register and stay until something ends it; why it ended.
+        """Serve, register and stay until something ends the round; return why it ended.
 
         Raises:
             KubeletError: the registration failed.
@@ -254,8 +254,8 @@ class DevicePlugin:
             self.status.endpoint = ""
 
     async def _retire(self) -> None:
-        """Register once more without pre-start, see `stop`;
-        a failure costs nothing but the convenience.
+        """Register once more without pre-start, see `stop`. If that fails, crashed containers
+        cannot restart before the next agent.
         """
         registered_before = self.status.registrations > 0
         if not (
@@ -285,7 +285,7 @@ class DevicePlugin:
             await last.close()
 
     async def _kubelet_socket(self) -> SocketIdentity | None:
-        """kubelet's socket, as soon as there is one (kubelet V14); None when we are to stop."""
+        """The kubelet's socket, once there is one (kubelet V14); None when this is to stop."""
         while not self._stopping.is_set():
             version = self._directory.state.version
             if found := self._directory.state.value.kubelet_socket:
@@ -295,7 +295,7 @@ class DevicePlugin:
         return None
 
     async def _until_another(self, kubelet: SocketIdentity) -> None:
-        """Wait until another kubelet than this one is there, or until we are to stop."""
+        """Wait until there is another kubelet than this one, or until this is to stop."""
         while not self._stopping.is_set():
             version, now = self._directory.state.version, self._directory.state.value.kubelet_socket
             if now is not None and now != kubelet:
@@ -303,7 +303,7 @@ class DevicePlugin:
             await first_of(self._directory.state.newer_than(version), self._stopping.wait())
 
     async def _while_kubelet_is(self, kubelet: SocketIdentity, seconds: float) -> None:
-        """Pause, but not longer than this very kubelet is there."""
+        """Pause, but only for as long as this kubelet is there and nothing stops the plugin."""
         until = asyncio.get_running_loop().time() + seconds
         while (
             not self._stopping.is_set() and (left := until - asyncio.get_running_loop().time()) > 0
@@ -396,12 +396,12 @@ class _Instance:
     async def _confirm_socket(self) -> None:
         """Make sure that our socket is still there, now that a kubelet has accepted a connection.
 
-        A kubelet deletes all sockets before it listens. One that came back since `start` would
-        take the registration of a socket that it has deleted, and fail every pod until its stream
-        was found to be missing.
+        A kubelet deletes all sockets before it listens. One that restarted after `start` would
+        accept the registration of a socket that it has deleted, and fail every pod until the agent
+        missed its stream.
 
         Raises:
-            KubeletError: it is gone, or another one.
+            KubeletError: the socket is gone, or was replaced.
         """
         if await asyncio.to_thread(identity, self._path) != self._identity:
             raise KubeletError(
@@ -411,7 +411,7 @@ class _Instance:
 
     async def until_lost(self, kubelet: SocketIdentity, stopping: asyncio.Event) -> str:
         """Wait until the kubelet can no longer be served by this instance (kubelet V2, V3, V4), or
-        until ``stopping``; the reason.
+        until ``stopping``; return the reason.
         """
         deadline = asyncio.get_running_loop().time() + STREAM_OPEN_TIMEOUT_SECONDS
         while not stopping.is_set():

@@ -1,8 +1,8 @@
 """The ledger's sums: what is booked of each device, what is left, and what must never be.
 
 Pure functions on devices, resources and grants, called by `book` for every change and every audit.
-A grant counts for a resource when both belong to one family and the grant was made under today's
-settings; what was admitted under earlier ones is not held to today's limits.
+A grant counts for a resource when both belong to one family and the grant was made under the
+present settings; grants from earlier settings are not subject to the present limits.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ class Measure(enum.StrEnum):
 
 
 class Part(NamedTuple):
-    """A part of one device, as one container asks for it; ``holders`` are its places."""
+    """A part of one device, as one container asks for it; it counts as ``holders`` holders."""
 
     memory_mib: int = 0
     cores_percent: int = 0
@@ -80,7 +80,7 @@ class Excess(NamedTuple):
 
     @property
     def decidable(self) -> bool:
-        """Tell whether a scheduler may decide so."""
+        """Tell whether a scheduler may exceed this measure."""
         return self.measure in {Measure.CORES, Measure.HOLDERS}
 
     @property
@@ -110,7 +110,11 @@ class Excess(NamedTuple):
 
 
 class Overcommit(msgspec.Struct, frozen=True):
-    """A device of which schedulers have assigned more compute, or more places, than it has."""
+    """A device of which schedulers have assigned more compute, or to more holders, than it has.
+
+    Attributes:
+        slots: the number of holders that the device has room for.
+    """
 
     resource: str
     device: str
@@ -136,7 +140,7 @@ def usage(
     Args:
         resource: the resource whose limits are asked about.
         grants: all of them.
-        device_of: (resource, id) → device of an id that is offered today; None for any other. Only
+        device_of: (resource, id) → device of an id that is offered now; None for any other. Only
             asked where ids name devices.
     """
     booked = Usage()
@@ -184,7 +188,7 @@ def usage(
 def overbooked(
     resource: Resource, booked: Usage, devices: Mapping[str, Device], *, firm: bool = False
 ) -> dict[str, Excess]:
-    """List the devices that hold more of ``resource`` than they have, and of what.
+    """Map each device of which more is booked than ``resource`` allows to its excess.
 
     Args:
         resource: the resource whose limits count.
@@ -215,7 +219,7 @@ def overbooked(
 
 
 def overcommitted(resource: Resource, booked: Usage) -> list[Overcommit]:
-    """Devices with more compute or more holders than they have, in the order of their UUIDs."""
+    """List the devices with more compute or holders booked than they have, by UUID."""
     cores_limit = _cores_limit_percent(resource)
     return [
         Overcommit(

@@ -6,7 +6,7 @@ drains make a GPU return that one family would never give back, and withdrawals 
 follow a moment after the schedulers. This module brings the four in line with each change of the
 ledger. On a node with one family there is nothing to decide.
 
-`book` holds one of these, asks it for each device, and reports every change to it.
+`book` has one `Arbitration`, asks it about each device, and reports every change to it.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class Arbitration:
         self._active_families: frozenset[str] = frozenset()
         self._withheld: frozenset[str] = frozenset()
         self._reset()
-        # offers, devices → GPUs
+        # a cache: version of the offers and devices that it is for, GPUs by family
         self._offered_gpus: tuple[int, Mapping[str, Device], dict[str, frozenset[str]]] | None = (
             None
         )
@@ -68,7 +68,7 @@ class Arbitration:
     # -- changes -----------------------------------------------------------------------------------
 
     def serve(self, paused: Collection[str]) -> None:
-        """Go by the families that offer something now, but for those of ``paused``."""
+        """Arbitrate between the families that offer something now, without those of ``paused``."""
         able = {
             resource.family
             for resource in self._offers.in_order
@@ -96,7 +96,7 @@ class Arbitration:
 
         Args:
             devices: of the ledger, from now on.
-            number: of the round of withdrawals, if this begins one; see `counted`.
+            number: the number of the round of withdrawals, if this begins one; see `counted`.
             holders_unknown: it is not known which family has which GPU.
             listed: the kubelet has been sent a list.
 
@@ -127,8 +127,8 @@ class Arbitration:
 
     def counted(self, number: int | None) -> bool:
         """Take note that the Node has the counts of all rounds of withdrawals up to ``number``, or,
-        with None, that the agent cannot write them. Return whether a withdrawal ends earlier for
-        it.
+        with None, that the agent cannot write them. Return whether a withdrawal ends earlier
+        because of that.
         """
         return self._withdrawals.counted(number)
 
@@ -238,8 +238,8 @@ class Arbitration:
         return list(dict.fromkeys(able))
 
     def _held_gpus(self) -> dict[int, tuple[str, frozenset[str]]]:
-        """Return the family and the GPUs of each grant that has something, by number;
-        read again for changed grants only.
+        """Return the family and the GPUs of each grant with shares, by number;
+        computed again for changed grants only.
         """
         known = self._gpus_of_grants
         self._gpus_of_grants = {
@@ -265,7 +265,7 @@ class Arbitration:
         }
 
     def _offered_to(self, holding: Mapping[str, str]) -> list[tuple[str, str]]:
-        """Each GPU and each family that is offered it, as far as the other families go."""
+        """List each GPU with each family that no other family keeps from it."""
         return [
             (gpu, family)
             for gpu in {device.gpu for device in self._devices.values()}

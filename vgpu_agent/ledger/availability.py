@@ -28,12 +28,12 @@ class Context(NamedTuple):
         devices: by UUID.
         cordons: of devices and of whole GPUs.
         grants: those that are `in_the_way` of the resource in question.
-        offers_all_of: whether a grant was made under today's settings.
-        claims: GPU → the oldest claim on it, as far as claims count for what is asked.
-        why_waits: GPU, family → why another family is offered the GPU first, empty where none is;
-            as far as that counts.
-        lasts: GPU, family → whether the kubelet may still grant what is kept for others since a
-            moment; as far as that counts.
+        offers_all_of: whether a grant was made under the present settings.
+        claims: GPU → the oldest claim on it; none where claims do not count.
+        why_waits: GPU, family → why another family is offered the GPU first; empty where none is,
+            or where turns do not count.
+        lasts: GPU, family → whether the kubelet may still grant to the family what schedulers no
+            longer see; always False in answers that are not for the kubelet.
     """
 
     devices: Mapping[str, Device]
@@ -46,8 +46,8 @@ class Context(NamedTuple):
 
 
 def in_the_way(resource: Resource, grants: Iterable[Grant]) -> list[Grant]:
-    """The grants that can keep ``resource`` from a device:
-    of others, and where ids name devices, made under other settings.
+    """The grants that can keep ``resource`` from a device: those of other families; where ids name
+    devices, also those of its own, which may be from other settings.
     """
     by_ids = resource.decided_by is Decider.IDS
     return [grant for grant in grants if by_ids or grant.family != resource.family]

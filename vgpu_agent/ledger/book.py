@@ -79,7 +79,7 @@ class Ledger:
         clock: Callable[[], float] = time.monotonic,
         wall_clock: Callable[[], float] = time.time,
     ) -> None:
-        """Make an empty one.
+        """Make an empty ledger.
 
         Args:
             clock: seconds that only grow; it decides when a reservation is too old.
@@ -97,7 +97,7 @@ class Ledger:
         self._arbitration = Arbitration(self._offers, self._grants, self._cordons, clock)
         self._listed = False
         self._passes = 0
-        # the first look at the kubelet's records has shown nothing, and none since has
+        # neither the first reading of the kubelet's records nor a later one has shown the holders
         self._holders_unknown = False
         # whether the kubelet has reported all that was held when this process started
         self.rebuilt = False
@@ -165,8 +165,8 @@ class Ledger:
             self._changed()
 
     def end_turns(self) -> None:
-        """Offer to the next family, or to all, what one was offered first, where its time is over;
-        see `turn_ends_in_seconds`.
+        """Offer each GPU whose turn is over to the next family, or to all, and end withdrawals that
+        are due; see `turn_ends_in_seconds`.
         """
         if self._arbitration.move_on():
             self._changed()
@@ -179,7 +179,7 @@ class Ledger:
         older counts.
         """
         if self._arbitration.counted(number):
-            self.revision.advance()  # what waits for `turn_ends_in_seconds` waits for less now
+            self.revision.advance()  # wakes a loop that waits for `turn_ends_in_seconds`
 
     def has_settled(self, device: str) -> bool:
         """Tell whether the ledger knows ``device`` and no cordon keeps it back,
@@ -208,14 +208,14 @@ class Ledger:
 
     @property
     def in_doubt(self) -> bool:
-        """Tell whether the next pass decides: no records of the kubelet yet,
-        or a grant was missing in the last complete ones.
+        """Tell whether the next reconciliation decides something: there were no records of the
+        kubelet yet, or a grant was missing in the last complete ones.
         """
         return not self.rebuilt or bool(self._grants.misses)
 
     @property
     def foreign_ids(self) -> tuple[str, ...]:
-        """Ids in containers' hands that this node does not offer (any more)."""
+        """Ids that containers hold and that this node does not offer (any more)."""
         return tuple(
             sorted(
                 {
@@ -403,8 +403,8 @@ class Ledger:
 
     @property
     def overcommitted(self) -> tuple[Overcommit, ...]:
-        """The devices of which schedulers have assigned more compute
-        or more places than there are.
+        """The devices of which schedulers have assigned more compute,
+        or to more holders, than there is room for.
         """
         return tuple(
             each
@@ -479,8 +479,8 @@ class Ledger:
             raise CapacityError(f"invalid request: an id is named twice in {listed(ids)}")
         # Where the pod decides, the ids' own devices mean nothing: the pod names its GPU.
         booked = behind if by_ids else {share.device: share.device for share in shares}
-        # Where ids name devices, the kubelet fails the pod for a refusal, so a claim waits for a
-        # pod that it came too late to keep away.
+        # Where ids name devices, the kubelet fails the pod for a refusal. So the pod gets its ids,
+        # and the claim waits for its end.
         claims = not by_ids and (
             decided_for is None or not self._has_part_of_its_shares(decided_for[0])
         )
@@ -532,8 +532,8 @@ class Ledger:
         The kubelet's records of the ids are final, so other holders lose those ids: an init
         container that has ended, or a pod that has. Device and room are checked unless these very
         shares were decided for the container before, and not only found in records. Grants in
-        ``ended`` keep their ids and lose their shares: of containers that must have ended before
-        this one starts.
+        ``ended`` keep their ids and lose their shares: their containers must have ended before this
+        one starts.
 
         With ``may_overcommit`` a scheduler decided, and more compute or holders than a device has
         are booked; memory never. The same applies to shares that the ledger has for this container
@@ -677,13 +677,13 @@ class Ledger:
                 restart.
             still_runs: whether a grant stays although the records do not show it.
             has_ended: whether the pod of a grant has ended according to the API server.
-            ended_only: take away nothing but what ended pods had, and count this as no pass for the
-                others.
+            ended_only: release nothing but grants of ended pods, and do not count this reading for
+                other grants.
 
         Returns:
-            What was changed. A grant leaves after two passes in a row that do not know it, because
-            one alone may be the kubelet's own gap. For an ended pod one pass is enough: the kubelet
-            and the API server are two independent sources.
+            What was changed. A grant is released after two complete readings in a row that do not
+            show it, because a single one may have a gap. For an ended pod one is enough: the
+            kubelet and the API server are two independent sources.
         """
         corrections = self._reconciliation.run(
             records,
@@ -697,7 +697,7 @@ class Ledger:
             ended_only=ended_only,
         )
         self._passes += not ended_only
-        # A kubelet that was started a moment ago lists no pod at first; its checkpoint it has from
+        # A kubelet that was started a moment ago lists no pod at first; it has its checkpoint from
         # the beginning.
         speaks = bool(records.holdings) or self._passes > 1
         self.rebuilt = self.rebuilt or records.entries is not None or (records.complete and speaks)
