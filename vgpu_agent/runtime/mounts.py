@@ -1,9 +1,9 @@
 """The check whether a path on the host is mounted into some container.
 
-It comes before a file of a grant is removed or replaced, because a container that still runs has it
-mounted: the file under the old name would be another one than the container sees. Read from every
-process's mount table, as the kernel shows it in ``/proc/<pid>/mountinfo`` (proc_pid_mountinfo(5)).
-Called by `host_files` and `grants`, always in a thread.
+It comes before a file of a grant is removed or replaced: a container that still runs may have the
+file mounted, and would go on seeing the old one. The mounts are read from the mount table of every
+process, as the kernel shows it in ``/proc/<pid>/mountinfo`` (proc_pid_mountinfo(5)). Called by
+`host_files` and `grants`, always in a thread.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ class Use(enum.Enum):
 
 
 class _Mount(msgspec.Struct, frozen=True):
-    """One line: ``root`` is the mounted part of the file system ``device``,
-    and ``point`` is its mount point.
+    """One line of a mount table: ``root`` is the mounted part of the file system ``device``, and
+    ``point`` is its mount point.
     """
 
     device: bytes
@@ -41,19 +41,19 @@ class _Mount(msgspec.Struct, frozen=True):
 
 
 class MountTables:
-    """The mount tables of all processes below ``proc_root``. Nothing is kept:
-    every question reads them again.
+    """The mount tables of all processes below ``proc_root``. Nothing is kept: every question reads
+    them again.
     """
 
     def __init__(self, proc_root: str = "/proc") -> None:
         self._proc_root = proc_root
 
     def mounted_below(self, path: str) -> Use:
-        """Tell whether ``path``, or something in it, is mounted anywhere,
-        or something is mounted onto it.
+        """Tell whether ``path``, or something in it, is mounted anywhere, or something is mounted
+        onto it.
 
-        A bind mount is found by the file system it comes from and the path inside that, since every
-        container names it differently. A kernel that hides other processes makes the answer
+        A bind mount is found by the file system it comes from and the path inside that, since its
+        mount point differs between containers. A kernel that hides other processes makes the answer
         ``UNKNOWN``, never a false ``FREE``.
         """
         own = _read(f"{self._proc_root}/self/mountinfo")
@@ -79,8 +79,8 @@ class MountTables:
         return Use.FREE if others else Use.UNKNOWN
 
     def _tables(self) -> Iterator[str]:
-        """One process of each mount namespace, as far as the kernel lets us tell them apart:
-        the path of its table.
+        """Yield the path of one process's mount table for each mount namespace, as far as the
+        kernel lets us tell the namespaces apart.
         """
         seen: set[str] = set()
         try:
@@ -91,7 +91,7 @@ class MountTables:
             try:
                 namespace = os.readlink(f"{self._proc_root}/{name}/ns/mnt")
             except OSError:
-                # without CAP_SYS_PTRACE the link may be closed to us where the table is not
+                # without CAP_SYS_PTRACE the link may be unreadable although the table is readable
                 namespace = ""
             if namespace and namespace in seen:
                 continue
@@ -103,7 +103,7 @@ def _searched(path: str, mentioned: bytes, source: _Mount) -> bool | bytes | Non
     """Return True when a mount in the table comes from ``source``, else a digest of the table;
     None when it is unreadable.
 
-    It is read line by line, because a container may have mounted as often as it liked.
+    It is read line by line, because a container can make its table as long as it likes.
     """
     digest = hashlib.blake2b()
     try:

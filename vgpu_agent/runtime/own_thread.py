@@ -1,8 +1,9 @@
-"""A thread of its own for work on files that containers can reach.
+"""A separate thread for work on files that containers can reach.
 
 The kubelet waits for what runs in asyncio's own threads. Work on what a tenant has left behind may
-take long, or hang with the disk, so it never runs there. One `OwnThread` does one job at a time; a
-job that takes too long is left behind and named, and no other begins before it has come back.
+take long, or hang with the disk, so it never runs there. One `OwnThread` does one job at a time.
+The caller of a job that takes too long gets an error with its path, and no other job begins before
+it has returned.
 """
 
 from __future__ import annotations
@@ -49,16 +50,16 @@ class OwnThread:
         self._late: tuple[str, float, asyncio.Future[Any]] | None = None
 
     async def run(self, what: str, call: Callable[[], T], *, seconds: float) -> T:
-        """Return what ``call`` returns in the thread.
+        """Run ``call`` in the thread, and return its result.
 
         Args:
             what: the path that it works on, for messages.
-            call: blocks.
+            call: the job, which may block.
             seconds: how long it may take.
 
         Raises:
-            NotReturnedError: it takes too long, or the one before it still does.
-            CarrierError: it raised any other exception.
+            NotReturnedError: it takes too long, or an earlier job has not returned yet.
+            CarrierError: it raised an exception that is no `AgentError`.
         """
         if self._late is not None and not self._late[2].done():
             what, since, _ = self._late
@@ -108,4 +109,4 @@ def _settle(future: asyncio.Future[Any], result: Any, error: Exception | None) -
         future.set_result(result)
     else:
         future.set_exception(error)
-        future.exception()  # it counts as seen, also where the waiter has gone
+        future.exception()  # no warning of asyncio if the waiter has gone

@@ -67,13 +67,13 @@ _DIRECTORY_MODE, _SOCKET_MODE = 0o711, 0o666
 # How long a call waits until the pod's status names the container. Its client gives up earlier, by
 # default after 12 s.
 WAIT_SECONDS = 60.0
-# How often lists are compared with the cgroups; the contract's registry never looked again. A
-# process begins to use a GPU some time after it has begun.
+# How often lists are compared with the cgroups; vgpu-manager's registry does so only at a call
+# (§9). A process begins to use a GPU some time after it has started.
 REFRESH_SECONDS = 1.0
 _GUARD_SECONDS = 5.0
 _LOCK_SECONDS, _LOCK_PAUSE_SECONDS = 1.0, 0.01
 _WORK_SECONDS = 10.0  # the longest that one piece of work on files may take
-_SILENT_SECONDS = 15.0  # a connection over which nothing is asked
+_SILENT_SECONDS = 15.0  # a connection without a call in progress is ended after so long
 _MAX_CONNECTIONS, _MAX_OF_A_CONTAINER = 256, 64
 _BACKLOG = 128
 _MAX_MESSAGE_BYTES = 16 * 1024
@@ -83,8 +83,8 @@ _LIMITS = Limits(connections=_MAX_CONNECTIONS, streams=0, request_bytes=64 * 102
 
 
 class Request(msgspec.Struct, frozen=True):
-    """A call, as the library's client sends it. The token is that of another way to grant
-    devices; nothing is looked up by it.
+    """A call, as the library's client sends it. The token, ``register_uuid``, belongs to another
+    way to grant devices, and is not used here.
     """
 
     pod_uid: str
@@ -97,7 +97,7 @@ class Request(msgspec.Struct, frozen=True):
 
         Raises:
             CapacityError: it is too long.
-            RequestRefusedError: it is no such message, or names what cannot be.
+            RequestRefusedError: it is no such message, or no pod or container can have these names.
         """
         if len(encoded) > _MAX_MESSAGE_BYTES:
             raise CapacityError(
@@ -123,7 +123,7 @@ class _Registered(msgspec.Struct):
 
 
 class _Connection:
-    """A connection that was let in: what ends it, and what is going on over it."""
+    """An accepted connection: the function that ends it, and how many of its calls are waiting."""
 
     def __init__(self, caller: Caller) -> None:
         self.caller = caller
@@ -135,8 +135,8 @@ class _Connection:
 class ProcessRegistry:
     """The service, its socket, and the lists that it keeps.
 
-    State: the connections, and the containers that have registered. The truth is in the lists, so a
-    new agent finds them again.
+    State: the connections, and the containers that have registered. The lists are files, by which a
+    new agent finds these containers again.
 
     Args:
         directory: of the socket; containers have it mounted read-only.
@@ -172,7 +172,7 @@ class ProcessRegistry:
 
     @property
     def registered(self) -> dict[tuple[str, str], Member]:
-        """The containers whose lists are kept, by the kubelet's UID of the pod and by name."""
+        """The containers whose lists are kept, by the pod's UID at the kubelet and their name."""
         return {owner: one.member for owner, one in self._registered.items()}
 
     # ---- the socket
@@ -204,7 +204,7 @@ class ProcessRegistry:
             server.abort()
 
     async def _serve(self, server: GrpcServer, *, until: float) -> None:
-        """Take over what is let in, until it is time to look at the socket."""
+        """Serve the accepted connections until ``until``, when the socket is checked again."""
         while (left := until - time.monotonic()) > 0:
             try:
                 async with asyncio.timeout(left):
@@ -336,7 +336,7 @@ class ProcessRegistry:
         """Wait until the kubelet has written that the container of that name is the caller's.
 
         Raises:
-            PermissionDeniedError: it is another one.
+            PermissionDeniedError: the caller's container has another name.
             AgentError: there is no answer in time.
         """
         until = time.monotonic() + WAIT_SECONDS
@@ -414,7 +414,7 @@ class ProcessRegistry:
         return outcomes
 
     async def _find_again(self) -> None:
-        """Take up the lists of a former agent."""
+        """Go on with the lists of the previous agent."""
         owners = {
             (pod.kubelet_uid, container.name): _Registered(
                 Member(pod.kubelet_uid, container.container_id)
@@ -434,11 +434,11 @@ class ProcessRegistry:
             self._any.set()
 
     async def _write(self, owner: tuple[str, str], one: _Registered, *, must_have: int) -> None:
-        """Write the list of a container, which has the caller in it.
+        """Write the list of a container, in which the process ``must_have`` has to be.
 
         Raises:
-            PermissionDeniedError: the caller is not in the container's cgroup.
-            CarrierError: it cannot be written.
+            PermissionDeniedError: that process is not in the container's cgroup.
+            CarrierError: the list cannot be written.
         """
 
         def write() -> None:

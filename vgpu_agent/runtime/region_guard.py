@@ -1,4 +1,4 @@
-"""Keeps the region files of containers, and what else backends mount writable, at their size.
+"""The guard that keeps region files, and other files that backends mount writable, at their size.
 
 A container has its region mounted writable, so it can make the file grow until the node's disk is
 full. No file that an unprivileged agent can make has a size that only the agent may change: seals
@@ -59,7 +59,7 @@ class GuardedPlace(NamedTuple):
 
     Attributes:
         directory: where each container has a directory of its own.
-        folders: the directories within that, which have the files; "" for itself.
+        folders: the directories in it that have the files; "" for the container's directory itself.
         allowed_size: a file's name → how large it may be, in bytes; None for a file that is left
             alone.
     """
@@ -72,14 +72,14 @@ class GuardedPlace(NamedTuple):
 class RegionGuard:
     """The watch over the regions in the directories of grants.
 
-    State: a descriptor and a watch for each region, and the containers that let one grow. The truth
-    is in the files, so a new agent begins again.
+    State: a descriptor and a watch for each region, and the regions that have grown. A new agent
+    makes all of it again from the files.
 
     Args:
         places: where the regions are.
         journal: each region that grew is recorded there once.
-        pause_seconds: between two looks for new regions, and at all sizes where the kernel gives no
-            inotify.
+        pause_seconds: between two searches for new regions, which also check all sizes, in case
+            there is no inotify.
     """
 
     def __init__(
@@ -96,7 +96,7 @@ class RegionGuard:
         self._inotify = -1
         self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._looked = threading.Event()
-        # of regions that were cut, and of the two ways to look at them
+        # of regions that were cut (by path), and of failures to "read" and to "watch" them
         self._changes = log.ChangeFilter()
         # path → until when it is left as it is (monotonic seconds)
         self._rests_until: dict[str, float] = {}
@@ -119,7 +119,7 @@ class RegionGuard:
             await asyncio.sleep(self._pause_seconds)
 
     def look(self) -> None:
-        """Take new regions into care, let go of those that are gone, and cut what has grown.
+        """Begin to guard new regions, stop guarding those that are gone, and cut what has grown.
         Blocks.
         """
         found = set(self._found())
@@ -135,8 +135,8 @@ class RegionGuard:
         self.cut_all()
 
     def take(self, path: str) -> None:
-        """Take one region into care, also one that has taken the place of another. Any other file
-        is left alone. Blocks.
+        """Begin to guard one region, also one that has replaced another at its path. Any other
+        file is left alone. Blocks.
         """
         if self._allowed_size(path) is None:
             return
@@ -172,8 +172,8 @@ class RegionGuard:
                     )
 
     def make_room(self) -> None:
-        """Let all that has grown be cut now, because the disk is full; waits a moment for it. Any
-        thread but the event loop's may call.
+        """Have the guard cut all that has grown, because the disk is full, and wait a moment for
+        it. Call this in any thread but the event loop's.
         """
         self._looked.clear()
         if self._thread is not None:
@@ -199,7 +199,7 @@ class RegionGuard:
                 ),
                 pause_seconds=self._pause_seconds,
             )
-        with self._changing:  # taken before there was anything to watch them by
+        with self._changing:  # taken before inotify, so unwatched; `look` takes them again
             for path in tuple(self._regions):
                 self._let_go(path)
         self._thread = threading.Thread(target=self._follow, name="region sizes", daemon=True)
@@ -210,10 +210,10 @@ class RegionGuard:
             try:
                 with os.scandir(place.directory) as owners:
                     for owner in itertools.islice(owners, _MAX_FILES):
-                        # or a link into a slot, which only the agent makes
+                        # is_dir() is true for a link into a slot, too; only the agent makes links
                         if not owner.name.startswith(".") and owner.is_dir():
                             yield from self._found_in(owner.path, place)
-            except OSError:  # a grant is being collected, or there has been none yet
+            except OSError:  # a grant is being removed, or there has been none yet
                 continue
 
     @staticmethod
@@ -266,7 +266,7 @@ class RegionGuard:
             position += _EVENT.size + length
             watches.add(watch)
         with self._changing:
-            if -1 in watches:  # more happened than the kernel remembers
+            if -1 in watches:  # the kernel's queue of events was full
                 return list(self._regions)
             return [self._watches[watch] for watch in watches if watch in self._watches]
 
@@ -293,8 +293,7 @@ class RegionGuard:
                     os.ftruncate(descriptor, size - 1)
                     os.ftruncate(descriptor, size)
                 if _has_grown(descriptor, size):
-                    # Nothing helps, and each attempt is a change that the kernel would tell of at
-                    # once.
+                    # Nothing helps, and the kernel would report each attempt at once as a change.
                     self._rests_until[path] = time.monotonic() + _REST_SECONDS
             finally:
                 os.close(descriptor)

@@ -1,11 +1,12 @@
 """Accept the connections of containers to a socket of the agent's, fairly.
 
 Every container that has the socket can connect as often as it likes, and the event loop that
-answers also answers the kubelet. So a thread of its own accepts, and asks the kernel who it is. It
-closes what is too much before the loop hears of it: each container may connect and call
-`BURST` times at once and `PER_SECOND` times a second in the long run, and all together
-`ACCEPTED_PER_SECOND` times. A client whose connection is closed before it is answered connects
-again after a moment, so this delays the container that is too busy, and no other.
+answers also answers the kubelet. So a separate thread accepts, and asks the kernel which process
+connects. It closes excess connections before the loop learns of them: each container may connect
+and call `BURST` times at once and `PER_SECOND` times a second in the long run, and all containers
+together may connect `ACCEPTED_PER_SECOND` times a second. A client whose connection is closed
+before it is answered connects again after a moment, so this delays the container that is too busy,
+and no other.
 """
 
 from __future__ import annotations
@@ -41,8 +42,8 @@ _ACCEPT_PAUSE_SECONDS = 0.1  # after an error that will not be over at once, suc
 
 
 class Caller(msgspec.Struct, frozen=True):
-    """A connected process, and the container that the kernel says it belongs to; None for one
-    that is in none, or has ended already.
+    """A connected process, and the container that the kernel says it belongs to; None if it is in
+    none, or has ended already.
     """
 
     peer: Peer
@@ -50,9 +51,9 @@ class Caller(msgspec.Struct, frozen=True):
 
 
 class Allowance:
-    """The calls that each caller may still make. State: a bucket for each of the latest callers.
+    """The calls that each caller may still make.
 
-    Any one thread may use it, and only one.
+    State: a token bucket for each of the latest callers. Only one thread may use it.
     """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
@@ -62,7 +63,7 @@ class Allowance:
         )
 
     def take(self, member: Member | None) -> bool:
-        """Use one up; tell whether there was one left."""
+        """Use up one call of the caller; tell whether there was one left."""
         now = self._clock()
         left, since = self._left.pop(member, (BURST, now))
         left = min(BURST, left + (now - since) * PER_SECOND)
@@ -74,7 +75,7 @@ class Allowance:
 
 
 class Door:
-    """The accepting thread of one listening socket, which it closes at its end.
+    """The thread that accepts connections on one listening socket, and closes it at its end.
 
     State: the thread, and whether it is to end.
     """

@@ -2,9 +2,9 @@
 
 A container may leave a million files, a tree of any depth, names of 255 bytes, and directories that
 not even root may enter without capabilities. So nothing here recurses, keeps a list, or builds a
-long path: a directory that is not empty is lifted to the top of the tree, where its own turn comes.
-Descriptors and memory stay the same for every tree, and work ends when its time is up, to go on
-later from what is left. Called by `grants`, in a thread of its own.
+long path: a directory that is not empty is lifted to the top of the tree, and emptied from there.
+Every tree takes the same few descriptors and little memory, and work ends when its time is up, to
+go on later from what is left. Called by `grants`, in a thread of its own.
 """
 
 from __future__ import annotations
@@ -29,25 +29,25 @@ _NOT_EMPTY = {errno.ENOTEMPTY, errno.EEXIST}
 
 
 class _TimeUpError(Exception):
-    """Nothing is wrong; the rest is for the next time."""
+    """The time is up. This is no failure: the next call removes the rest."""
 
 
 def remove_tree(
     path: str, *, seconds: float = float("inf"), clock: Callable[[], float] = time.monotonic
 ) -> bool:
-    """Remove a directory and all in it, following no link; fine when it is gone already. Of a link
-    into a slot, its target first.
+    """Remove a directory and all in it, following no link; fine when it is gone already. Only a
+    link into a slot is followed: first its target is removed, then the link.
 
     Args:
         path: of the directory.
-        seconds: when to stop.
-        clock: of these seconds.
+        seconds: stop after this time.
+        clock: measures it.
 
     Returns:
-        whether it is gone; the rest after ``seconds`` is removed by further calls.
+        whether it is gone; what is left after ``seconds`` is removed by further calls.
 
     Raises:
-        CarrierError: all that can be removed is, and something is left.
+        CarrierError: something cannot be removed; all the rest has been.
     """
     until = clock() + seconds
     try:
@@ -111,8 +111,8 @@ class _Tree:
         return True
 
     def _empty(self, directory: int, top: int) -> None:
-        """Empty ``directory``, an open one that is ``top`` or lies in it;
-        directories that are not empty go to ``top``.
+        """Empty ``directory``, an open one that is ``top`` or lies in it; directories in it that
+        are not empty go to ``top``.
         """
         with os.scandir(directory) as entries:
             for entry in entries:
@@ -171,7 +171,7 @@ class _Tree:
 
 
 def _make_writable(parent: int | None, name: str) -> None:
-    """Let the owner, which is the agent if that can be done, into the directory."""
+    """Give the directory's owner full access to it. Do nothing if the agent may not do that."""
     with contextlib.suppress(OSError):
         descriptor = os.open(name, _NAME_ONLY, dir_fd=parent)
         try:

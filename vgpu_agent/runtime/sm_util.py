@@ -1,14 +1,15 @@
 """The file of samples that the libraries of all containers read: ``watcher/sm_util.config``
 (vgpu-manager §7.7, §8.6).
 
-Containers have it mounted read-only and map it. Each GPU has a slot with a lock, which is a lock on
-one byte that belongs to an open file and not to a process (fcntl(2), F_OFD_SETLK). Even who can
-only read a file can take such a lock and keep it, and one container's lock must not stop the
-samples of all others. So a lock is tried for a moment, and then the slot is written without it; a
-reader may then see half of an old sample and half of a new one, which is right again 80 ms later.
+Containers have it mounted read-only and map it. Each GPU has its own part of the file, here called
+its slot. A slot has a lock on one byte that belongs to an open file and not to a process (fcntl(2),
+F_OFD_SETLK). Even a process that can only read the file can take such a lock and keep it, and one
+container's lock must not stop the samples of all others. So the lock is tried for a moment, and
+then the slot is written without it. A reader may then see half of an old sample and half of a new
+one, until the next sample 80 ms later.
 
-It is written with system calls and not through a mapping: who cuts a mapped file short ends the
-process that has it mapped.
+The file is written with system calls and not through a mapping: a process that writes to a mapping
+of a truncated file gets SIGBUS.
 """
 
 from __future__ import annotations
@@ -46,7 +47,7 @@ _MODE = 0o644
 _COUNT, _SEEN = struct.Struct("<I"), struct.Struct("<Q")
 _FLOCK = struct.Struct("hhqqi4x")  # struct flock on 64-bit Linux
 _TRIES, _PAUSE_SECONDS = 4, 0.0001  # a reader copies a slot in less
-_REST_SECONDS = 1.0  # a lock that was held so long is not waited for again until then
+_REST_SECONDS = 1.0  # for so long, a lock that could not be taken is tried only once for each write
 
 
 class SmUtilFile:
@@ -55,7 +56,7 @@ class SmUtilFile:
     State: the open file, and the slots whose locks are held by others.
 
     Args:
-        directory: is made when it is missing; containers mount it.
+        directory: made when it is missing; containers mount it.
         kept_locked: called with the index of a GPU whose lock another process keeps.
 
     Raises:
@@ -108,7 +109,7 @@ class SmUtilFile:
         os.pwrite(self._descriptor, _COUNT.pack(rows.nbytes // layout.size), slot + count_at)
 
     def _lock(self, index: int) -> bool:
-        """Tell whether the slot is locked now; a moment later it is written all the same."""
+        """Try for a moment to lock the slot; tell whether it is locked. It is written anyway."""
         if time.monotonic() < self._rests_until[index]:
             return self._set_lock(index, fcntl.F_WRLCK)
         for _ in range(_TRIES):
@@ -131,7 +132,7 @@ class SmUtilFile:
         return True
 
     def _opened(self) -> int:
-        """Open the file. One of the right size stays, because containers have it mapped."""
+        """Open the file. A file of the right size is kept, because containers have it mapped."""
         try:
             descriptor = self._open()
             if descriptor is None:

@@ -1,8 +1,8 @@
-"""The agent's own `run`, as a process beside a simulated node:
-started, asked over HTTP, stopped and killed.
+"""The agent's command ``run`` as a process beside a simulated node: started, asked over HTTP,
+stopped and killed.
 
-The demo, the benchmark and the component tests all drive the agent through this, so that they show
-an operator's agent: the real command line, the real log on stderr, the real signals.
+The demo, the benchmark and the component tests all drive the agent through this, so that they use
+the agent as an operator does: the real command line, the real log on stderr, the real signals.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ class AgentProcess:
         launcher: str = with_constants.MODULE,
         opener: urllib.request.OpenerDirector | None = None,
     ) -> None:
-        """Build it.
+        """Prepare the run, without starting the process.
 
         Args:
             log_path: where its log goes.
@@ -67,14 +67,14 @@ class AgentProcess:
             config: its configuration file.
             listen: the value of the flag ``--listen``.
             debug_listen: the value of the flag ``--debug-listen``.
-            flags: more flags of `run`.
+            flags: more flags of ``run``.
             environment: its variables in addition to ours.
-            through: a command that becomes the one behind it, such as ``nsenter``, for an agent in
-                another network.
+            through: a command that executes the one behind it in its own place (exec), such as
+                ``nsenter``, for an agent in another network.
             module: the Python module that is run: the agent, or one that changes it.
             constants: other values for constants of the package, such as shorter pauses; see
                 `with_constants`.
-            launcher: the Python module that sets them, and then runs ``module``.
+            launcher: the Python module that sets the constants, and then runs ``module``.
             opener: how its HTTP servers are reached from here; directly by default.
         """
         self.log_path = log_path
@@ -152,8 +152,8 @@ class AgentProcess:
             await asyncio.sleep(_POLL_SECONDS)
 
     async def get_text(self, path: str, *, debug: bool = False) -> tuple[int, str]:
-        """Return status and body of a GET; ``debug`` asks the debug address.
-        (0, reason) without an answer.
+        """Return status and body of a GET, or (0, reason) if there is no answer; ``debug`` asks the
+        debug address.
         """
         url = f"http://{self.debug_address if debug else self.public_address}{path}"
         return await asyncio.to_thread(_get, self._opener, url)
@@ -178,8 +178,8 @@ class AgentProcess:
     async def until(
         self, path: str, condition: Callable[[Any], bool], *, timeout_seconds: float = 30.0
     ) -> Any:
-        """Ask a debug path again and again until its JSON satisfies ``condition``,
-        and return that JSON.
+        """Ask a debug path again and again until its JSON satisfies ``condition``, and return that
+        JSON.
 
         Raises:
             SimulationError: not in time; the message holds the last answer.
@@ -269,8 +269,8 @@ class AgentProcess:
 
 
 def _end_with_parent() -> None:
-    """In the child: end with the parent, also after its kill -9,
-    so that no agent is left on a port.
+    """Let this child process end with its parent, even if that is killed (SIGKILL), so that no
+    agent keeps a port.
     """
     _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
 

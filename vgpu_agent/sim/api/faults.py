@@ -1,4 +1,4 @@
-"""The faults of an answer of the simulated API server, and its log of requests.
+"""The faults in answers of the simulated API server, and the entries of its log of requests.
 
 A `Fault` selects requests and an effect on them. Tests put some into ``ApiServer.faults``, where
 the first that matches is used up. The kinds are those that clusters show their clients: load
@@ -43,8 +43,8 @@ class Fault:
         resource: with its subresource, e.g. ``pods`` or ``nodes/status``; empty for any.
         name: of the object; empty for any.
         namespace: of the object; empty for any.
-        times: how many requests it hits; -1 for all of them until it is taken away.
-        skip: how many matching requests pass unharmed before.
+        times: how many requests it hits; -1 for all of them until it is removed.
+        skip: how many matching requests pass unharmed before that.
         code: HTTP status of an error; 0 takes the usual one of the kind.
         reason: of the Status object.
         retry_after_seconds: of the Retry-After header; 0 sends none.
