@@ -1,9 +1,9 @@
-"""Compiling the simulated libnvidia-ml.so.1 at first use,
-so that the wheel stays pure Python and real nodes need no compiler.
+"""Compiling the simulated libnvidia-ml.so.1 at first use, so that the wheel stays pure Python and
+real nodes need no compiler.
 
 `preload` calls it. The library is stored in the user's cache, in a directory named by the hash of
-its sources and options. So a changed source makes a new file, a library is never replaced while a
-process uses it, and two processes may build at the same time.
+its sources, options and platform. So a changed source makes a new file, a library is never replaced
+while a process uses it, and two processes may build at the same time.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ def build(*, timeout_seconds: float = 120.0) -> Path:
     try:
         directory.mkdir(parents=True, exist_ok=True)
         with (directory / "lock").open("w") as lock:
-            fcntl.flock(lock, fcntl.LOCK_EX)  # the second one finds the library of the first
+            fcntl.flock(lock, fcntl.LOCK_EX)  # a second process finds the first one's library
             if not library.exists():
                 _compile(command, library, timeout_seconds)
     except OSError as err:
@@ -98,8 +98,8 @@ def sources() -> list[Path]:
 
 
 def _content_hash() -> str:
-    """Hash the library's sources and target.
-    The compiler is left out, so that a library that was built elsewhere can be used without one.
+    """Hash the library's sources, options and platform. The compiler is left out, so that a library
+    that was built elsewhere can be used without one.
     """
     digest = hashlib.sha256()
     for word in (*_FLAGS, platform.machine(), platform.libc_ver()[0]):

@@ -1,10 +1,10 @@
-"""A container runtime's treatment of CDI names:
-reads the specs of a directory and returns their edits for a container.
+"""A container runtime's treatment of CDI names: it reads the specs of a directory, and returns
+their edits for a container.
 
 Used by the simulated cluster. Written from the CDI specification 0.6
 (https://github.com/cncf-tags/container-device-interface). It shares nothing with the agent's own
-writer. A name that a real runtime would not find is not found here either, and a file that it would
-refuse is refused.
+writer of specs. A name that a real runtime would not find is not found here either, and a file that
+a real one would refuse is refused.
 """
 
 from __future__ import annotations
@@ -44,8 +44,8 @@ class Received:
     device_nodes: frozenset[str] = frozenset()
 
     def joined(self, later: Received) -> Received:
-        """Both; where they disagree, ``later`` wins,
-        as with a runtime that applies CDI edits last.
+        """Merge both; where they disagree, ``later`` wins, as in a runtime, which applies CDI edits
+        last.
         """
         return Received(
             {**self.environment, **later.environment},
@@ -59,15 +59,16 @@ def received(
     directory: Path | None,
     variables: Mapping[str, str] | None = None,
 ) -> Received:
-    """Return a container's start for the kubelet's answer; reads files.
+    """Return what a container receives when it starts with this answer; reads files.
 
     Args:
-        answer: of the device plugins, as the kubelet has united it.
-        directory: where CDI specs lie; None for a runtime that does not know CDI, to which names
-            mean nothing.
-        variables: those of the pod's specification. kubelet puts them behind the answer's, so they
-            win over those; the runtime applies CDI edits to the finished specification, so those
-            win over all (kubelet's GenerateRunContainerOptions, CDI's ContainerEdits.Apply).
+        answer: the answers of the device plugins, as the kubelet has merged them.
+        directory: where CDI specs lie; None for a runtime that does not know CDI, and ignores
+            names.
+        variables: those of the pod's specification. The kubelet appends them to the answer's
+            variables, so they win over these. The runtime applies CDI edits to the finished
+            specification, so the edits win over both (kubelet's GenerateRunContainerOptions, CDI's
+            ContainerEdits.Apply).
 
     Raises:
         SimulationError: a name that no spec has, or a spec that no runtime would take: such a
@@ -89,8 +90,8 @@ def received(
 
 
 def _edits(names: Iterable[str], directory: Path) -> Iterable[Received]:
-    """Those of each device, and before the first device of a spec those that all its devices have
-    in common.
+    """Yield the edits of each device, and before the first device of a spec the edits that all its
+    devices have in common.
     """
     common: set[str] = set()
     for name in names:
@@ -144,8 +145,8 @@ def _specs(directory: Path) -> Iterable[dict[str, Any]]:
 
 @functools.lru_cache(maxsize=1024)
 def _spec(path: str, *_: int) -> Any:
-    """Read the file with that number, time of change and size.
-    Runtimes do not read it for each container either.
+    """Read the file. The cache also depends on its inode number, time of change and size. Runtimes
+    do not read it for each container either.
     """
     return json.loads(Path(path).read_text(encoding="utf-8"))
 

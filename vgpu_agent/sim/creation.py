@@ -1,5 +1,5 @@
-"""Filling the state of a new simulated node from a model:
-identity, place in the machine, limits, links, MIG table.
+"""Filling the state of a new simulated node from a model: identity, place in the machine, limits,
+links, MIG table.
 
 `SimulatedNode.create` calls it once on zeroed memory; afterwards a GPU changes only through
 `SimulatedNode`.
@@ -77,7 +77,7 @@ def check_uuids(uuids: Sequence[str]) -> None:
     """Refuse what no driver would show: another form than ``GPU-<uuid>``, or the same twice.
 
     Raises:
-        SimulationError: names the offender.
+        SimulationError: the message names the wrong UUID, or all of them.
     """
     for each in uuids:
         try:

@@ -1,8 +1,7 @@
 """The state file of a simulated node, as Python sees it: the mirror of native/state.h.
 
-Python is the only author of the file and the C library its only reader, so both must agree on every
-byte; tests/sim/test_layout.py holds them together. `state` maps the file with these structures. No
-other module needs them.
+Python writes the file and the C library reads it, so both must agree on every byte;
+tests/sim/test_layout.py checks that they do. `state` maps the file with these structures.
 """
 
 from __future__ import annotations
@@ -256,7 +255,7 @@ class Node(ctypes.Structure):
 
 
 def description() -> str:
-    """Our view of the layout in the words of the library's ``vgpusim_layout()``."""
+    """The layout as Python sees it, in the form of the library's ``vgpusim_layout()``."""
     sizes = {
         "node": Node,
         "gpu": Gpu,

@@ -1,7 +1,7 @@
-"""The links between the GPUs of a simulated node: NVLinks and the PCIe distance between each two.
+"""The links between the GPUs of a simulated node: NVLinks and the PCIe distance of each pair.
 
 `creation` calls it once for a node. The wiring follows the boards on which a model is sold, so that
-a placement policy tested on simulated GPUs sees the unevenness of real ones.
+a placement policy tested on simulated GPUs sees links as uneven as real ones.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ TO_SWITCH: Final = 2
 _FIRST_SWITCH_BUS: Final = 0xC1
 _BOARD: Final = 4  # GPUs that are wired directly when a board carries no NVSwitch
 
-# Links between each two of the eight V100 of a DGX-1: rings of four with doubled edges, and one
-# neighbour in the other four.
+# Number of links between each pair of the eight V100 of a DGX-1: rings of four with doubled edges,
+# and one neighbour in the other four.
 _CUBE_MESH: Final = (
     (0, 1, 1, 2, 2, 0, 0, 0),
     (1, 0, 2, 1, 0, 2, 0, 0),
@@ -55,8 +55,8 @@ def bus_of(gpu: int) -> int:
 
 
 def common_ancestor(first: int, second: int, numa_nodes: Sequence[int]) -> int:
-    """NVML_TOPOLOGY_* of two GPUs: neighbours share PCIe switches,
-    others a NUMA node or nothing.
+    """NVML_TOPOLOGY_* of two GPUs: numbers 2n and 2n + 1 share PCIe switches, others a NUMA node or
+    nothing.
     """
     if first == second:
         return SAME_GPU
@@ -66,7 +66,7 @@ def common_ancestor(first: int, second: int, numa_nodes: Sequence[int]) -> int:
 
 
 def wires(model: Model, gpus: int) -> list[list[Wire]]:
-    """For each GPU its connected NVLinks in order; an unconnected rest is left to the caller."""
+    """Return each GPU's connected NVLinks in order; the caller adds those that are unconnected."""
     if model.nvlink == "none" or gpus == 1:
         return [[] for _ in range(gpus)]
     if model.nvlink == "switch" and gpus > _BOARD:

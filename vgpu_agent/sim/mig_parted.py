@@ -3,10 +3,10 @@
     python -m vgpu_agent.sim.mig_parted DIRECTORY export
     python -m vgpu_agent.sim.mig_parted DIRECTORY apply -f FILE -c CONFIGURATION
 
-It shows and takes the real one's YAML (version v1), leaves GPUs alone that a configuration does not
-name, and refuses one on which a process works. `deliver` writes a script that has the real one's
-command line; `misbehave` sets the faults from then on. Each call is a line in ``mig-parted.log`` of
-the simulated node's directory.
+It prints and reads the real tool's YAML (version v1), leaves GPUs alone that a configuration does
+not name, and refuses to divide a GPU on which a process runs. `deliver` writes a script with the
+real tool's command line; `misbehave` sets the faults from then on. Each call is a line in
+``mig-parted.log`` of the simulated node's directory.
 """
 
 from __future__ import annotations
@@ -55,8 +55,8 @@ class Misbehaviour:
 
 
 def deliver(node: Path, script: Path) -> Path:
-    """Write ``script``, which does on the simulated node
-    in ``node`` what nvidia-mig-parted does on a real one.
+    """Write ``script``, which does on the simulated node in ``node`` what nvidia-mig-parted does on
+    a real one.
     """
     script.parent.mkdir(parents=True, exist_ok=True)
     command = shlex.join([sys.executable, "-m", "vgpu_agent.sim.mig_parted", str(node)])
@@ -66,7 +66,7 @@ def deliver(node: Path, script: Path) -> Path:
 
 
 def misbehave(node: Path, what: Misbehaviour | None) -> None:
-    """Let all calls from now on go wrong in this way; None for right."""
+    """Let all calls from now on go wrong in this way; None for no fault."""
     faults = node / _FAULTS
     if what is None:
         faults.unlink(missing_ok=True)

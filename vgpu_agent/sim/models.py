@@ -18,8 +18,8 @@ NvLink = Literal["none", "cube-mesh", "switch"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MigProfile:
-    """One way to cut an instance out of a GPU;
-    units and codes as explained at the head of models.toml.
+    """One way to cut an instance out of a GPU; units and codes as explained at the head of
+    models.toml.
     """
 
     name: str

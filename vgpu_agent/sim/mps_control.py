@@ -3,15 +3,16 @@ in tests and the demo.
 
 ``-d`` starts a daemon and returns; without arguments it reads commands from stdin, passes each to
 the daemon through the socket ``control`` in ``CUDA_MPS_PIPE_DIRECTORY`` and prints the answers;
-``client`` (which the real one has not) is a CUDA program under MPS: it lives until its server goes.
-Files, answers, log lines and exit codes are those of the real one (drivers 550 to 595); with
-``"shown": "gib"`` memory limits are shown as the newest ones show them, in whole GiB.
+``client`` (which the real one does not have) stands for a CUDA program under MPS: it runs until its
+server ends. Files, answers, log lines and exit codes are those of the real one (drivers 550 to
+595).
 
-It runs as a file, by `mps_tools`, on the standard library alone: its environment is that of the
-real one, two variables, and it is started for each command. ``faults.json`` beside it makes it
-misbehave: command (``start`` for ``-d``) → ``hang``, ``crash``, ``refuse``, ``nonsense`` or
-``forget`` (prints nothing and does nothing).
-``"server": "orphan"`` lets a server outlive its daemon.
+`mps_tools` has it run as a file, with the standard library alone: it is started for each command,
+and gets only the environment of the real one, two variables. ``faults.json`` in the directory of
+the installation makes it misbehave: command (``start`` for ``-d``) → ``hang``, ``crash``,
+``refuse``, ``nonsense`` or ``forget`` (prints nothing and does nothing). There, ``"server":
+"orphan"`` lets a server outlive its daemon, and ``"shown": "gib"`` shows memory limits in whole
+GiB, as the newest drivers do.
 """
 
 from __future__ import annotations
@@ -197,7 +198,7 @@ class _Daemon:
         self._listener, self._pipe, self._directory, self._log_file = listener, pipe, directory, log
         self._threads = 100.0
         self._memory: dict[str, int] = {}
-        # its process id, the pipe that it holds open, the pipe that it waits at
+        # its process id, and our ends of two pipes: one that it holds open, one that it reads
         self._server: tuple[int, int, int] | None = None
         self._frozen: tuple[float, dict[str, int]] = (100.0, {})
         self._clients: dict[socket.socket, int] = {}
@@ -215,8 +216,8 @@ class _Daemon:
             ]
             ready, _, _ = select.select(watched, [], [], _LOOK_SECONDS)
             if not ready and not os.path.exists(os.path.join(self._pipe, "control")):
-                # The real one would stay for ever; a node that was deleted needs no daemon, and its
-                # machine has other work.
+                # The simulated node was deleted. The real one would stay for ever, but this daemon
+                # must not be left on the machine.
                 self._lose_server()
                 return
             for source in ready:
@@ -277,7 +278,7 @@ class _Daemon:
         return answer
 
     def _of_server(self, command: str, values: list[str]) -> str:
-        """Answer a command to a running server, whose limits hold for the clients to come."""
+        """Answer a command to a running server, whose limits apply to later clients."""
         threads, memory = self._frozen
         match command, values:
             case "get_client_list", []:
@@ -318,7 +319,7 @@ class _Daemon:
         ours, theirs = os.pipe()
         pid = os.fork()
         if pid == 0:
-            # It holds one end for as long as it lives, and ends when the daemon does.
+            # The server holds `held` open while it runs, and ends when the daemon closes `theirs`.
             os.close(theirs)
             self._listener.close()
             for client in self._clients:

@@ -2,8 +2,8 @@
 and their faults.
 
 Called by tests and the demo, which set the names of the two programs in `mps.host_tools` to their
-paths. Everything about one installation lies in its directory, so several nodes can stand beside
-each other.
+paths. Everything about one installation lies in its directory, so each of several nodes can have
+its own.
 """
 
 from __future__ import annotations
@@ -73,8 +73,8 @@ class MpsTools:
         return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
 
     def misbehave(self, **faults: str) -> None:
-        """From now on: command (``start`` for ``-d``, ``nvidia_smi``) = ``hang``, ``crash``,
-        ``refuse``, ``nonsense`` or ``forget``.
+        """Set the faults from now on: command (``start`` for ``-d``, ``nvidia_smi``) = ``hang``,
+        ``crash``, ``refuse``, ``nonsense`` or ``forget``.
         """
         text = json.dumps(
             {name.replace("nvidia_smi", "nvidia-smi"): kind for name, kind in faults.items()}
@@ -84,12 +84,12 @@ class MpsTools:
         unfinished.replace(self.directory / "faults.json")
 
     def behave(self) -> None:
-        """Be well again."""
+        """End all faults."""
         self.misbehave()
 
     def client(self, pipe: Path | str) -> subprocess.Popen[str]:
-        """A CUDA program that is a client of the daemon at ``pipe``;
-        its first line are the limits that hold for it.
+        """Start a stand-in for a CUDA program, a client of the daemon at ``pipe``; the first line
+        of its output has the limits that apply to it.
         """
         return subprocess.Popen(
             [self.control, "client"],
@@ -103,8 +103,8 @@ class MpsTools:
 def daemon_pid(pipe: Path | str) -> int | None:
     """Read the process id of the daemon at ``pipe``; None when there is none.
 
-    Callers will kill it, and clients may write into the file: -1 would mean every process of this
-    machine.
+    The number is checked, because callers kill this process and clients can write the file: -1
+    would mean every process of this machine.
     """
     try:
         pid = int((Path(pipe) / mps_control.PID_FILE).read_text())
@@ -119,9 +119,7 @@ def daemon_pid(pipe: Path | str) -> int | None:
 
 
 def end_daemon(pipe: Path | str) -> None:
-    """Kill the daemon at ``pipe`` as the kernel would when memory runs out;
-    fine when there is none.
-    """
+    """Kill the daemon at ``pipe``, if any, as the kernel would when memory runs out."""
     if (pid := daemon_pid(pipe)) is not None:
         os.kill(pid, signal.SIGKILL)
 

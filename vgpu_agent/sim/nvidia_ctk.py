@@ -1,5 +1,5 @@
-"""A stand-in for ``nvidia-ctk cdi generate``:
-describes simulated GPUs in a CDI spec, as NVIDIA's tool describes real ones.
+"""A stand-in for ``nvidia-ctk cdi generate``: it describes simulated GPUs in a CDI spec, as
+NVIDIA's tool describes real ones.
 
 With ``--simulate`` the agent runs it in place of the real tool, as a process and with the same
 options, so that only the program differs. Its devices exist on this machine: the simulated device
@@ -51,7 +51,7 @@ _LIBRARY_FOLDER: Final = "/usr/lib/x86_64-linux-gnu"
 _DISABLED_HOOKS: Final = "NVIDIA_CTK_CDI_GENERATE_DISABLED_HOOKS"
 _VERSION: Final = (1, 20, 0)
 _HOOKS_CAN_BE_DISABLED: Final = (1, 17, 5)
-# Since which version it describes each hook, and until which; in the order of the real one's specs.
+# The first and the last version that describes each hook, in the order of the real tool's specs.
 _HOOKS: Final = {
     "create-symlinks": ((1, 0, 0), _VERSION),
     "enable-cuda-compat": ((1, 17, 5), _VERSION),
@@ -98,7 +98,7 @@ class StandInCtk:
         unfinished.replace(self._faults)
 
     def behave(self) -> None:
-        """Be as the real one again."""
+        """End all faults."""
         self._faults.unlink(missing_ok=True)
 
     @property
@@ -199,8 +199,8 @@ def _spec(
 def _devices(
     node: SimulatedNode, strategy: str, dev: Path
 ) -> Iterator[tuple[str, list[dict[str, Any]]]]:
-    """Name and device nodes of each GPU that is not in MIG mode, and of each MIG instance; like the
-    driver it answers for all GPUs or for none.
+    """Name and device nodes of each GPU that is not in MIG mode, and of each MIG instance. If one
+    GPU is lost, raise an error as the real tool does.
     """
     present = [gpu for gpu in node.state.gpus[: node.state.gpu_count] if gpu.present]
     for index, gpu in enumerate(present):
@@ -226,8 +226,8 @@ def _common_edits(
         "env": ["NVIDIA_VISIBLE_DEVICES=void"],
         "deviceNodes": [_node(dev / name, dev) for name in _CONTROL if (dev / name).exists()],
     }
-    # Under the name that has the driver's version, as the real tool does, and under the one that
-    # its hooks would make of it.
+    # Mount the library under the name with the driver's version, as the real tool does, and under
+    # the name to which the tool's hooks would link it.
     targets, how = (
         (f"{LIBRARY.removesuffix('.1')}.{driver_version}", LIBRARY),
         ["ro", "nosuid", "nodev", "rbind", "rprivate"],
@@ -261,8 +261,8 @@ def _hook(program: str, name: str, driver_version: str) -> dict[str, Any]:
 
 
 def _node(path: Path, dev: Path) -> dict[str, Any]:
-    """A device node of the container; where none could be made on this machine,
-    the container gets /dev/null under its name.
+    """A device node of the container; where none could be made on this machine, the container gets
+    /dev/null under its name.
     """
     within = f"/dev/{path.relative_to(dev)}"
     found = path if path.exists() and stat.S_ISCHR(path.stat().st_mode) else Path("/dev/null")

@@ -1,8 +1,8 @@
 """A program that behaves like ``nvidia-smi -i GPU -c MODE`` on a simulated node, beside the
 stand-in of the MPS control binary.
 
-It writes the compute mode into the node's state, where NVML shows it. Run by `mps_tools`;
-misbehaves by the same file as `mps_control`.
+It writes the compute mode into the node's state, where NVML shows it. `mps_tools` installs it. The
+file with the faults of `mps_control` has its faults, too.
 """
 
 from __future__ import annotations

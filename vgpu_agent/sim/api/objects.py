@@ -1,9 +1,9 @@
-"""The content of the simulated API server:
-objects, their versions, and the changes that watches are fed from.
+"""The content of the simulated API server: objects, their versions, and the changes that watches
+report.
 
 Used by `sim.api.server`, which puts HTTP in front of it, and directly by tests and the demo to look
-at or change something without a request. It knows as much of Kubernetes' rules as a node agent and
-a scheduler can meet: versions, preconditions, a Binding that sets node and annotations at once,
+at or change something without a request. It has those of Kubernetes' rules that a node agent and a
+scheduler can meet: versions, preconditions, a Binding that sets node and annotations at once,
 deletion with grace, status as a subresource. A refusal has the code and the reason of the real
 server.
 
@@ -30,8 +30,8 @@ Object = dict[str, Any]
 
 @dataclasses.dataclass(frozen=True)
 class Kind:
-    """One resource of the API: the name in its path, the kind of its objects,
-    and the allowed operations.
+    """One resource of the API: the name in its path, the kind of its objects, and whether they have
+    a namespace and a status.
     """
 
     resource: str
@@ -132,8 +132,8 @@ class ObjectStore:
     def create(self, resource: str, wanted: Mapping[str, Any], namespace: str = "") -> Object:
         """Add an object, and fill in its UID, version and creation time as the API server does.
 
-        A UID or a creation time that ``wanted`` names is kept, unlike with the real one, so that a
-        test can choose it.
+        A UID or a creation time that ``wanted`` names is kept, unlike in a real API server, so
+        that a test can choose it.
 
         Raises:
             ApiRefusalError: 409, the name is taken; 422, it has no name.
@@ -200,8 +200,8 @@ class ObjectStore:
             resource, name, before, {"resourceVersion": wanted.get("resourceVersion")}
         )
         if wanted.get("uid") not in (None, before["metadata"]["uid"]):
-            # Not a conflict: to the real one, too, a patch with another UID is an attempt to change
-            # it.
+            # Not a conflict: a real API server, too, takes a patch with another UID for an attempt
+            # to change the UID.
             text = (
                 f'{kind.kind} "{name}" is invalid: metadata.uid: Invalid value: "{wanted["uid"]}": '
                 "field is immutable"
@@ -223,12 +223,11 @@ class ObjectStore:
         return before if after == before else self._put(resource, (namespace, name), after)
 
     def bind(self, name: str, namespace: str, binding: Mapping[str, Any]) -> Object:
-        """Set a pod's node, and lay the Binding's annotations and labels over its own,
-        in one change.
+        """Set a pod's node, and add the Binding's annotations and labels to its own, in one change.
 
         Raises:
-            ApiRefusalError: 404; 409, the pod is bound already, on its way out, or another one of
-                that name.
+            ApiRefusalError: 404; 409, the pod is bound already, is being deleted, or has another
+                UID.
         """
         pod = self.get("pods", name, namespace)
         metadata, target = (
@@ -267,8 +266,8 @@ class ObjectStore:
         uid: str = "",
         grace_seconds: int | None = None,
     ) -> Object:
-        """Remove an object; a bound pod only gets a deletion time,
-        until it is deleted with 0 seconds of grace.
+        """Remove an object; a bound pod only gets a deletion time, until it is deleted with 0
+        seconds of grace.
 
         Raises:
             ApiRefusalError: 404; 409, the object of that name has another UID.
@@ -293,7 +292,7 @@ class ObjectStore:
     def set_status(
         self, resource: str, name: str, status: Mapping[str, Any], namespace: str = ""
     ) -> Object:
-        """Merge into the status of an object, as kubelet would."""
+        """Merge into the status of an object, as the kubelet would."""
         return self.patch(resource, name, {"status": status}, namespace, subresource="status")
 
     def changes_after(self, version: int) -> Sequence[Change]:
@@ -309,8 +308,8 @@ class ObjectStore:
         return self._history[first:]
 
     def compact(self) -> None:
-        """Forget the history, as etcd does every few minutes:
-        a watch from an earlier version must list again.
+        """Forget the history, as etcd does every few minutes: a watch from an earlier version must
+        list again.
         """
         self._history.clear()
         self._forgotten = self.version
@@ -360,9 +359,7 @@ def _conflict(resource: str, name: str, why: str) -> ApiRefusalError:
 
 
 def _merged(target: Any, patch: Any, *, strategic: bool = False, field: str = "") -> Any:
-    """JSON merge patch, RFC 7386; with ``strategic``,
-    lists named ``conditions`` are merged by type.
-    """
+    """JSON merge patch (RFC 7386); with ``strategic``, lists ``conditions`` are merged by type."""
     if strategic and field == "conditions" and isinstance(patch, list) and isinstance(target, list):
         by_type = {condition["type"]: condition for condition in target}
         for condition in patch:

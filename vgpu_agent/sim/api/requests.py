@@ -1,5 +1,5 @@
-"""The parser of requests to the simulated API server:
-the resource of the path, the verb, and the selected objects.
+"""The parser of requests to the simulated API server: the resource of the path, the verb, and the
+selected objects.
 
 Called by `sim.api.server` for each request. Unknown parts are refused by name rather than guessed,
 so that a test never passes because a selector was ignored.
@@ -76,7 +76,7 @@ class Selector:
 
 
 async def understood(web_request: web.Request) -> Request:
-    """The request in Kubernetes' words, with its body.
+    """The request in Kubernetes' terms, with its body.
 
     Raises:
         ApiRefusalError: 404, no such path; 400, a body that is no JSON object.

@@ -1,11 +1,10 @@
-"""A Kubernetes API server for demos, tests and benchmarks:
-as much of it as a node agent and a scheduler use, on a TCP port.
+"""A Kubernetes API server for demos, tests and benchmarks: as much of it as a node agent and a
+scheduler use, on a TCP port.
 
 A simulated cluster starts one, puts a Node and pods into `ApiServer.objects` (or creates them over
 HTTP, as a user would), and gives the agent the file that `ApiServer.kubeconfig` writes. It shares
 no code with the agent's own client, so that the two cannot share a mistake. ``faults``, `down`,
-`cut` and ``latency_seconds`` cause failures.
-``requests`` lists the requests.
+`cut` and ``latency_seconds`` cause failures. ``requests`` lists the requests.
 
 Rules of objects are in `sim.api.objects`; here are HTTP, selectors, pages, and watches.
 """
@@ -56,7 +55,7 @@ class ApiServer:
         faults: the faults to come; see `sim.api.faults`.
         tokens: the bearer tokens that are accepted; empty accepts every client.
         before_write: called with each write before anything is changed, and awaited when it can be;
-            its exception is a 500.
+            if it raises, the request is answered with 500.
         after_write: the same after the change, before the answer is sent.
     """
 
@@ -84,8 +83,8 @@ class ApiServer:
 
     @property
     def url(self) -> str:
-        """The server's URL, e.g. ``http://127.0.0.1:43211``;
-        the port stays the same when it was `down`.
+        """The server's URL, e.g. ``http://127.0.0.1:43211``; the port is the same again after
+        `down` and `up`.
         """
         return f"{'https' if self._ssl_context else 'http'}://127.0.0.1:{self._port}"
 
@@ -156,8 +155,8 @@ class ApiServer:
         token: str = "",
         certificate_authority: str | os.PathLike[str] = "",
     ) -> Path:
-        """Write a kubeconfig file for this server, and return its path;
-        it blocks, so not for the event loop's thread.
+        """Write a kubeconfig file for this server, and return its path. Blocks, so it is not for
+        the event loop's thread.
 
         Args:
             path: of the file; one that exists is replaced.
@@ -224,8 +223,8 @@ class ApiServer:
     async def _refuse(
         self, web_request: web.Request, request: Request, fault: Fault
     ) -> web.StreamResponse | None:
-        """Return a fault's answer instead of the real one;
-        None for a fault that only spoils the real answer.
+        """Return a fault's answer instead of the real one; None for a fault that only spoils the
+        real answer.
         """
         match fault.kind:
             case FaultKind.STATUS:
@@ -258,7 +257,7 @@ class ApiServer:
         return None
 
     def _done(self, request: Request) -> tuple[int, object]:
-        """Carry the request out; the HTTP status and the answer's JSON."""
+        """Carry the request out; return the HTTP status and the answer's JSON."""
         resource, _, subresource = request.resource.partition("/")
         name, namespace, body = request.name, request.namespace, request.body or {}
         match request.verb, subresource:
@@ -331,7 +330,7 @@ class ApiServer:
             if len(self._pages) > _PAGES_KEPT:
                 del self._pages[next(iter(self._pages))]
         kind = KINDS[resource]
-        # The real one leaves kind and apiVersion out of the items of a list.
+        # A real API server leaves kind and apiVersion out of the items of a list.
         items = [
             {key: value for key, value in item.items() if key not in ("kind", "apiVersion")}
             for item in rest[:limit]
@@ -369,9 +368,7 @@ class ApiServer:
     async def _spoil(
         self, web_request: web.Request, response: web.StreamResponse, fault: Fault
     ) -> bool:
-        """Let the fault act on a watch whose headers were sent;
-        return whether the watch continues.
-        """
+        """Let the fault act on a watch whose headers were sent; tell whether the watch goes on."""
         match fault.kind:
             case FaultKind.CLOSE:
                 await response.write_eof()
@@ -451,8 +448,8 @@ _SUCCESS: Object = {
 
 
 def _seen(change: Change, namespace: str, selector: Selector) -> bytes:
-    """Return the event of a change for a watch of that namespace and selector;
-    empty when it gets none.
+    """Return the event of a change for a watch of that namespace and selector; empty when it gets
+    none.
     """
 
     def visible(item: Object | None) -> bool:

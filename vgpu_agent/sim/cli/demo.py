@@ -1,12 +1,13 @@
-"""``vgpu-agent demo``: the main job, played on a simulated node with the agent's own `run`.
+"""``vgpu-agent demo``: the agent's main job, shown on a simulated node with its command ``run``.
 
 A story in five scenes: pods get their shares; a GPU breaks and recovers; the agent is killed and
-restarted under running pods; the kubelet restarts; a wrong request is refused. Then shorter ones
-about Volcano (`demo_volcano`), vgpu-manager (`demo_vgpu_manager`) and MPS (`demo_mps`). Each scene
-states what it proves and checks it.
-With ``--check`` the demo does not wait for a person and the exit status is the verdict. Without it
-the node stays up, with the addresses to curl, until Ctrl-C. However it ends short of SIGKILL, it
-ends the agents and removes the temporary directory.
+restarted under running pods; the kubelet restarts; a wrong request is refused. Shorter stories
+follow about Volcano (`demo_volcano`), vgpu-manager (`demo_vgpu_manager`) and MPS (`demo_mps`). Each
+scene states what it proves and checks it.
+
+With ``--check`` the demo does not wait for a person, and the exit status shows the result. Without
+it the node stays up, with the addresses to curl, until Ctrl-C. However the demo ends, except by
+SIGKILL, it ends the agents and removes the temporary directory.
 """
 
 from __future__ import annotations
@@ -80,7 +81,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
 
 def _run(arguments: argparse.Namespace) -> int:
     try:
-        # asked for here, to say what to install instead of a traceback
+        # imported only to check that it is there, so that the user sees no traceback
         import grpc as _grpc  # noqa: F401, PLC0415
     except ImportError as err:
         raise SimulationError(
@@ -99,7 +100,7 @@ def _run(arguments: argparse.Namespace) -> int:
 
 
 class _Demo:
-    """The story and its stage.
+    """The story, and the simulated parts that it needs.
 
     State: the simulated node, kubelet and agent below ``directory``; ``failed`` once something was
     not as it should be.
@@ -301,7 +302,7 @@ A browser shows http://{agent.public_address}/. The agent's log is {agent.log_pa
         for number in (signal.SIGINT, *_ENDINGS):
             asyncio.get_running_loop().add_signal_handler(number, _once, ended, number)
         await self._keep_running(ended)
-        if ended.result() is not signal.SIGHUP:  # then there is no reader
+        if ended.result() is not signal.SIGHUP:  # the terminal is gone
             self._tell.say("\nEnded. Agent, node and logs are gone.")
 
     async def _keep_running(self, ended: asyncio.Future[signal.Signals]) -> None:
@@ -336,8 +337,8 @@ A browser shows http://{agent.public_address}/. The agent's log is {agent.log_pa
         return str(pod.answers["main"].envs["NVIDIA_VISIBLE_DEVICES"])
 
     async def _know(self, pods: int) -> Any:
-        """Return the ledger, once it has named ``pods`` holders.
-        The agent reads the kubelet's records about a second later.
+        """Return the ledger as soon as it names the pods of ``pods`` grants. The agent reads their
+        names in the kubelet's records, about a second after the booking.
         """
         return await self._agent.until(
             "/debug/ledger",
@@ -354,8 +355,8 @@ A browser shows http://{agent.public_address}/. The agent's log is {agent.log_pa
 
 
 def _end_gracefully() -> None:
-    """Let SIGTERM and a closed terminal cancel the calling task:
-    without its `finally`, they would leave an agent behind.
+    """Let SIGTERM and a closed terminal cancel the calling task: without its `finally`, an agent
+    would be left running.
     """
     task = cast("asyncio.Task[int]", asyncio.current_task())  # a coroutine always runs in one
     for number in _ENDINGS:
@@ -372,8 +373,8 @@ def _how(status: int) -> str:
 
 
 def _address(port: int, *, ephemeral: bool) -> str:
-    """Return the agent's usual port for a person to curl,
-    or any free one when it is taken or ``ephemeral``.
+    """Return an address with the agent's usual port, for a person to curl, or with any free port
+    when that is taken or ``ephemeral``.
     """
     if not ephemeral:
         with socket.socket() as probe:

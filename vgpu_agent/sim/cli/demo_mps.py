@@ -1,9 +1,9 @@
-"""The demo's story about MPS: two pods compute on one GPU at the same time,
-and the daemon between them is killed.
+"""The demo's story about MPS: two pods compute on one GPU at the same time, and the daemon that
+they share is killed.
 
-A node of its own, whose ``nvidia-cuda-mps-control`` and ``nvidia-smi`` are stand-ins that behave
-like the real ones; a client program of the daemon reports its limits. Called by `demo` after the
-main job; everything it starts ends with it.
+It has a node of its own, whose ``nvidia-cuda-mps-control`` and ``nvidia-smi`` are stand-ins that
+behave like the real ones; a client program of the daemon reports its limits. Called by `demo` after
+its main part; everything it starts ends with it.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ sharing:
       - name: nvidia.com/gpu
         replicas: 4
 """
-# the demo is in a hurry
+# shorter than by default, so that the demo is quick
 _CONSTANTS = {
     "vgpu_agent.mps.daemon:PROBE_SECONDS": 0.2,
     "vgpu_agent.mps.daemon:BACKOFF_MIN_SECONDS": 0.2,
@@ -112,7 +112,7 @@ class _Story:
         )
 
     async def play(self) -> None:
-        """Play them.
+        """Play all scenes in order.
 
         Raises:
             AgentError: a check failed.
@@ -187,7 +187,7 @@ class _Story:
         return dict(answer["daemons"][0])
 
     async def _client(self) -> str:
-        """The limits of a program that joined; it ends with the daemon."""
+        """Start a client program, which ends with the daemon; return the limits that it prints."""
         client = await asyncio.to_thread(self._tools.client, self._pipe)
         if client.stdout is None:
             raise SimulationError("the client of the MPS daemon has no output")

@@ -1,10 +1,10 @@
 """The demo's story about vgpu-manager: two containers of one pod and a second pod have their own
 parts of the GPUs, as its scheduler claimed them.
 
-A simulated API server, kubelet and container runtime, a stand-in for vgpu-manager's scheduler, and
-another agent on a node of its own with ``families.vgpuManager``. Called by `demo`; everything it
-starts ends with it. The library that would limit the containers is a stand-in too: there is no GPU
-on which it could.
+It starts a simulated API server, kubelet and container runtime, a stand-in for vgpu-manager's
+scheduler, and another agent on a node of its own with ``families.vgpuManager``. Called by `demo`;
+everything it starts ends with it. The library for the containers is a stand-in, too, and limits
+nothing, because there is no GPU.
 """
 
 from __future__ import annotations
@@ -98,7 +98,7 @@ class _Story:
         self._cluster, self._agent, self._narrator = cluster, agent, narrator
 
     async def play(self) -> None:
-        """Play them.
+        """Play all scenes in order.
 
         Raises:
             AgentError: a check failed.
@@ -137,7 +137,7 @@ class _Story:
         )
 
     def _containers_have_their_claims(self) -> None:
-        # The stand-in's own reading; imported late as in `play_vgpu_manager`.
+        # The parser of the stand-in scheduler; imported late as in `play_vgpu_manager`.
         from vgpu_agent.sim.vgpu_manager.formats import read_claims  # noqa: PLC0415
 
         checked = 0

@@ -1,8 +1,8 @@
 """``vgpu-agent sim …``: make a node of simulated GPUs and change it while agents run on it.
 
 Every action opens the directory, makes one change and ends; agents see it at their next NVML call.
-Words that are invalid for any node are refused by the parser (exit status 2), those invalid for
-this node by the node (1).
+Arguments that are invalid for every node are refused by the parser (exit status 2), those that are
+invalid only for this node by the node (1).
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ def _action(
     return parser
 
 
-# what words may be --------------------------------------------------------------------------------
+# the values of arguments --------------------------------------------------------------------------
 
 
 def _whole(lowest: int, highest: int) -> Callable[[str], int]:

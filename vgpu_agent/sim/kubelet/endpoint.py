@@ -1,5 +1,5 @@
-"""One registration at the simulated kubelet:
-the connection back to a device plugin, and its ListAndWatch stream.
+"""One registration at the simulated kubelet: the connection back to a device plugin, and its
+ListAndWatch stream.
 
 Used by `kubelet` in this package only. It is the client side of the device plugin API on grpcio,
 dialled as the real kubelet dials: authority ``localhost``, at most 4 MiB a message, 10 seconds to
@@ -31,15 +31,13 @@ _PRE_START_SECONDS = 30.0
 
 
 class CallFailedError(Exception):
-    """A call to the plugin failed; the text is as kubelet words it:
-    ``rpc error: code = … desc = …``.
-    """
+    """A call to the plugin failed; the text is the kubelet's: ``rpc error: code = … desc = …``."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Timing:
-    """The duration of one call to the plugin;
-    ``began`` is in `time.monotonic` seconds, ``ids`` the number of its device ids.
+    """The duration of one call to the plugin; ``began`` is in `time.monotonic` seconds, ``ids`` the
+    number of its device ids.
     """
 
     method: str
@@ -49,7 +47,7 @@ class Timing:
 
 
 class Endpoint:
-    """A device plugin as kubelet holds it: alive from `connect` until its stream ends.
+    """The kubelet's client of a device plugin, in use from `connect` until its stream ends.
 
     Attributes:
         timings: of every call that was answered, oldest first.
@@ -90,8 +88,8 @@ class Endpoint:
         )
 
     def watch(self, on_list: OnList, on_end: OnEnd) -> None:
-        """Open ListAndWatch; each list goes to ``on_list``,
-        the end of the stream to ``on_end`` with its reason.
+        """Open ListAndWatch; each list goes to ``on_list``, the end of the stream to ``on_end``
+        with its reason.
         """
         self._watching = asyncio.create_task(
             self._watch(on_list, on_end), name=f"ListAndWatch {self.resource}"
@@ -115,8 +113,8 @@ class Endpoint:
         await on_end(self, reason)
 
     async def cancel_stream(self) -> None:
-        """Cancel ListAndWatch and nothing else,
-        as a kubelet does that has lost track (kubelet V3).
+        """Cancel ListAndWatch and nothing else, like a kubelet that loses a stream without a
+        restart (kubelet V3).
         """
         if self._watching is not None:
             self._watching.cancel()

@@ -1,4 +1,4 @@
-"""The simulated kubelet's facts for tests, and its faults on request.
+"""The simulated kubelet's record of its calls, and the faults that a test can switch on.
 
 Used by `kubelet` in this package, and by tests and the demo through it.
 """
@@ -17,8 +17,8 @@ class Call:
     Attributes:
         what: ``Register``, ``GetDevicePluginOptions``, ``stream opened``, ``list``,
             ``stream ended``, ``GetPreferredAllocation``, ``Allocate``, ``PreStartContainer``,
-            ``List``, ``Get``, ``GetAllocatableResources``.
-        resource: the resource it was about; empty for the last three.
+            ``List``, ``Get``, ``GetAllocatableResources``, ``pod deleted``.
+        resource: the resource it was about; empty for the last four.
         at: `time.monotonic` seconds.
         facts: e.g. ``endpoint``, ``ids``, ``error``, ``healthy``, ``seconds``.
     """
@@ -31,20 +31,22 @@ class Call:
 
 @dataclasses.dataclass
 class Faults:
-    """Switches that a test may set at any time; all off is a healthy kubelet.
+    """Switches that a test may set at any time; with the defaults the kubelet is healthy.
 
     Attributes:
         refuse_version: Register is refused as a kubelet does that knows only another API version.
         register_delay_seconds: Register is answered this much later.
-        failing_registrations: so many Register calls are answered with UNAVAILABLE.
+        failing_registrations: the number of next Register calls answered with UNAVAILABLE.
         open_no_stream: after Register no ListAndWatch is opened.
-        exhausted_lists: so many pod-resources List calls are answered with RESOURCE_EXHAUSTED.
+        exhausted_lists: the number of next pod-resources List calls answered with
+            RESOURCE_EXHAUSTED.
         list_delay_seconds: pod-resources List is answered this much later.
         no_allocatable: pod-resources has no GetAllocatableResources, like a kubelet before 1.21.
         no_get: pod-resources has no Get, like a kubelet before 1.27.
         get_disabled: it has Get, but the feature KubeletPodResourcesGet is off, as it is by default
             before 1.34.
-        exhausted_gets: so many pod-resources Get calls are answered with RESOURCE_EXHAUSTED.
+        exhausted_gets: the number of next pod-resources Get calls answered with
+            RESOURCE_EXHAUSTED.
         limit_calls: all of pod-resources together answers 100 calls a second, 10 at once, and
             refuses the others.
     """
@@ -63,7 +65,7 @@ class Faults:
 
 
 class AdmissionError(Exception):
-    """A pod was rejected; the pod is failed for good.
+    """A pod was rejected, and has failed for good.
 
     Attributes:
         reason: ``UnexpectedAdmissionError``, as in the pod's status.
@@ -75,4 +77,4 @@ class AdmissionError(Exception):
 
 
 class ContainerStartError(Exception):
-    """A container cannot start now (``CreateContainerConfigError``); kubelet would try again."""
+    """A container cannot start now (``CreateContainerConfigError``); the kubelet would retry."""

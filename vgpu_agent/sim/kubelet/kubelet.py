@@ -1,5 +1,5 @@
-"""A kubelet without a node: it implements the device plugin
-and pod-resources APIs as the real device manager does.
+"""A kubelet without a node: it implements the device plugin and pod-resources APIs as the real
+device manager does.
 
 The demo runs it beside the agent's process, component tests in the test's process. It is built on
 grpcio and Google's protobuf on purpose: an independent stack that cannot share the agent's
@@ -57,8 +57,8 @@ class Container:
 
 @dataclasses.dataclass
 class Pod:
-    """A pod that was admitted; ``answers`` are the plugins' answers by container,
-    united as kubelet unites them.
+    """A pod that was admitted; ``answers`` are the plugins' answers by container, merged as the
+    kubelet merges them.
     """
 
     name: str
@@ -94,7 +94,7 @@ class SimulatedKubelet:
         self._admission = asyncio.Lock()
         self._random = random.Random(seed)  # noqa: S311 - the order of a Go map, not a secret
 
-    # Life
+    # Start and stop
 
     async def start(self) -> None:
         """Wipe the plugin directory's sockets and listen, as every start of a kubelet does."""
@@ -122,9 +122,7 @@ class SimulatedKubelet:
         self._servers, self._endpoints, self._retired = [], {}, []
 
     async def restart(self, *, away_seconds: float = 0.0) -> None:
-        """Stop, stay away, and start again with the content of the checkpoint;
-        pods keep running.
-        """
+        """Stop, stay away, and start again from the content of the checkpoint; pods run on."""
         await self.stop()
         await asyncio.sleep(away_seconds)
         await asyncio.to_thread(self._records.read_checkpoint)
@@ -138,8 +136,8 @@ class SimulatedKubelet:
         return sorted(self._records.devices)
 
     def resource(self, name: str) -> ResourceDevices:
-        """Devices of a resource; empty when it was never registered,
-        or its plugin has been gone for five minutes.
+        """Devices of a resource; empty when it was never registered, or its plugin has been gone
+        for five minutes.
         """
         return (
             ResourceDevices()
@@ -158,8 +156,8 @@ class SimulatedKubelet:
         return gone_for > _STOP_GRACE_SECONDS
 
     async def until(self, condition: Callable[[], bool], *, timeout_seconds: float = 30.0) -> None:
-        """Return when ``condition`` holds; it is called after every change of this kubelet,
-        and twenty times a second.
+        """Return when ``condition`` holds; it is called after every change of this kubelet, and
+        twenty times a second.
 
         Raises:
             TimeoutError: it does not come true in time; the message has the events so far.
@@ -185,8 +183,8 @@ class SimulatedKubelet:
     # Pods
 
     def timings(self, method: str, resource: str, *, since: float) -> list[Timing]:
-        """Calls to the plugin of now that began after `time.monotonic` was ``since``
-        and were answered, oldest first.
+        """The answered calls to the current plugin that began at ``since`` (`time.monotonic`) or
+        later, oldest first.
         """
         return [
             timing
@@ -227,7 +225,7 @@ class SimulatedKubelet:
         return pod
 
     async def start_container(self, pod: Pod, container: str) -> messages.ContainerAllocateResponse:
-        """Start, or restart, a container of an admitted pod; return the runtime's input.
+        """Start, or restart, a container of an admitted pod; return the plugins' merged answers.
 
         Raises:
             ContainerStartError: refused for now.
@@ -239,8 +237,8 @@ class SimulatedKubelet:
                 or endpoint.options is None
                 or not endpoint.options.pre_start_required
             ):
-                # also after a restart of kubelet until the plugin is back: PreStartContainer is
-                # silently skipped
+                # PreStartContainer is silently skipped, also after a restart of the kubelet until
+                # the plugin is back
                 continue
             if endpoint.stopped_at is not None:
                 raise ContainerStartError(f"endpoint {endpoint.socket_path} has been stopped")
@@ -257,7 +255,7 @@ class SimulatedKubelet:
         return self._answer(pod.uid, container)
 
     async def delete(self, pod: Pod) -> None:
-        """End a pod; its ids come free at the next allocation or List, as in a real kubelet."""
+        """End a pod; its ids become free at the next allocation or List, as in a real kubelet."""
         pod.ended = True
         await self._note("pod deleted", "", pod=f"{pod.namespace}/{pod.name}")
 
@@ -365,7 +363,7 @@ class SimulatedKubelet:
         allocated = [
             await self._allocate(pod, container, resource, number) for resource, number in limits
         ]
-        if any(allocated):  # once they all are, and not at all when one of them fails
+        if any(allocated):  # once for all resources, and not at all when one of them fails
             await asyncio.to_thread(self._records.write_checkpoint)
 
     async def _allocate(self, pod: Pod, container: Container, resource: str, number: int) -> bool:
@@ -373,7 +371,7 @@ class SimulatedKubelet:
         ids = self._reusable(pod, container, resource)[:number]
         endpoint = self._endpoints.get(resource)
         if endpoint is None and resource not in self._records.devices:
-            # a resource that no plugin registered is not the device manager's business
+            # the device manager ignores a resource that no plugin has registered
             return False
         devices = self._records.devices.get(resource, ResourceDevices())
         if endpoint is None:
@@ -402,8 +400,8 @@ class SimulatedKubelet:
         return True
 
     def _free(self, endpoint: Endpoint, resource: str, number: int) -> list[str]:
-        """Free ids: all of them where the plugin is asked which it prefers, else ``number``,
-        or as many as there are.
+        """Free ids: all of them if the plugin is asked which it prefers, otherwise ``number`` at
+        most.
         """
         free = self._records.free(resource)
         prefers = (
@@ -446,8 +444,8 @@ class SimulatedKubelet:
         ]
 
     def _answer(self, pod_uid: str, container: str) -> messages.ContainerAllocateResponse:
-        """The answers for all resources of a container as one;
-        where two disagree, the first one wins.
+        """The answers for all resources of a container as one; where two disagree, the first one
+        wins.
         """
         united = messages.ContainerAllocateResponse()
         for allocation in self._records.of_container(pod_uid, container):
@@ -477,7 +475,7 @@ class SimulatedKubelet:
             )
         return united
 
-    # Inner matters
+    # Helpers
 
     def _live(self) -> set[str]:
         return {uid for uid, pod in self.pods.items() if not pod.ended}
@@ -513,7 +511,7 @@ class SimulatedKubelet:
 
 
 def _encoded(message: Any) -> bytes:
-    """An answer for the wire; long ones are encoded already."""
+    """Encode an answer; pod-resources returns bytes, which are encoded already."""
     return message if isinstance(message, bytes) else bytes(message.SerializeToString())
 
 

@@ -1,5 +1,5 @@
-"""The simulated kubelet's pod-resources service:
-the devices of each container, as kubelet §13 describes it.
+"""The simulated kubelet's pod-resources service: the devices of each container, as kubelet §13
+describes it.
 
 `kubelet` in this package creates it and listens on the socket. Both use the same records and pods.
 """
@@ -39,8 +39,8 @@ class PodResources:
         resource: Callable[[str], ResourceDevices],
         note: Callable[..., Awaitable[None]],
     ) -> None:
-        """Answer about ``pods`` (by UID) from ``records``;
-        ``resource`` returns the current offer, ``note`` is called with every request.
+        """Answer about ``pods`` (by UID) from ``records``; ``resource`` returns a resource's
+        current devices, ``note`` is called with every request.
         """
         self._records, self._pods, self._faults = records, pods, faults
         self._resource, self._note = resource, note

@@ -1,8 +1,8 @@
-"""The pod status that the simulated kubelet writes:
-the pod's phase, and the state of each container.
+"""The pod status that the simulated kubelet writes: the pod's phase, and the state of each
+container.
 
-Called by `cluster` in this package. Statuses are those that a real kubelet writes, as far as a node
-agent reads them.
+Called by `sim.cluster`. Statuses are those that a real kubelet writes, as far as a node agent reads
+them.
 """
 
 from __future__ import annotations
@@ -33,15 +33,15 @@ class Containers:
         self._write({"phase": phase, **more})
 
     def waiting(self, container: str, reason: str, message: str) -> None:
-        """The container could not be started."""
+        """Write that the container could not be started."""
         self._set(container, state={"waiting": {"reason": reason, "message": message}})
 
     def running(self, container: str) -> None:
-        """The container runs."""
+        """Write that the container runs."""
         self._set(container, state={"running": {"startedAt": _now()}}, started=True, ready=True)
 
     def terminated(self, container: str) -> None:
-        """The container has ended with 0."""
+        """Write that the container has ended with exit code 0."""
         self._set(
             container,
             state={"terminated": {"exitCode": 0, "reason": "Completed", "finishedAt": _now()}},
@@ -49,7 +49,7 @@ class Containers:
         )
 
     def crashed(self, container: str) -> None:
-        """The container has ended, and will be started again."""
+        """Write that the container has failed, and will be started again."""
         before = next((one for one in self._statuses() if one["name"] == container), {})
         last = {"terminated": {"exitCode": 1, "reason": "Error", "finishedAt": _now()}}
         waiting = {"waiting": {"reason": "CrashLoopBackOff"}}

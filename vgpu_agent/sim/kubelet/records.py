@@ -4,7 +4,7 @@ and their checkpoint.
 Used by `kubelet` in this package only. Behaviour and the checkpoint's format follow the real device
 manager (kubelet §4, §5, §9): a device is free again not when its pod ends but at the next clean-up,
 and the checkpoint is rewritten at each list and each allocation. Unchanged parts are encoded once:
-with 110 pods and 50,000 ids the stand-in would otherwise be slower than the agent that it measures.
+with 110 pods and 50,000 ids the stand-in would otherwise be slower than the agent under test.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ class ResourceDevices:
         self._changed()
 
     def mark_all_unhealthy(self) -> None:
-        """The stream has ended: capacity stays, allocatable is 0."""
+        """Mark all as unhealthy, because the stream has ended: capacity stays, allocatable is 0."""
         self.unhealthy.update(self.healthy)
         self.healthy = {}
         self._changed()
@@ -73,8 +73,8 @@ class ResourceDevices:
         return json.dumps(sorted(self.healthy)).encode()
 
     def allocatable_as(self, resource: str) -> bytes:
-        """The healthy ids as an AllocatableResourcesResponse;
-        several of them, one behind the other, are one.
+        """The healthy ids as an AllocatableResourcesResponse. Concatenated, several of them are the
+        response for all their resources.
         """
         if resource not in self._described:
             response = pod_resources.AllocatableResourcesResponse()
@@ -132,7 +132,7 @@ class Allocation:
 class Records:
     """Allocations and devices of the node, written through to the checkpoint in ``directory``.
 
-    State: in addition to `allocations`, the valid results of frequent calls.
+    State: in addition to `devices` and `allocations`, cached results of frequent calls.
     """
 
     def __init__(self, directory: Path) -> None:
@@ -142,12 +142,12 @@ class Records:
         # by resource: the healthy ids, and the free ones of them
         self._free: dict[str, tuple[dict[str, int | None], dict[str, None]]] = {}
         self._held: dict[tuple[str, str], list[Allocation]] | None = None  # by UID and container
-        # lists and allocations come at the same time; kubelet writes for one after the other
+        # lists and allocations come at the same time; the file is written for one after the other
         self._writing = threading.Lock()
 
     def in_use(self, resource: str) -> set[str]:
-        """Return the ids that containers hold, also those of ended pods
-        that were not cleaned up yet.
+        """Return the ids that containers hold, also those of ended pods that were not cleaned up
+        yet.
         """
         return set().union(*(each.ids for each in self.allocations if each.resource == resource))
 
@@ -205,7 +205,7 @@ class Records:
 
     def _write_checkpoint(self) -> None:
         # Pieces, never one text: joining megabytes would keep the other threads of this process
-        # from running, and kubelet's do run.
+        # from running, which does not happen in a real kubelet.
         entries = list(_between(b",", [each.encoded for each in self.allocations]))
         entries = [b"[", *entries, b"]"] if entries else [b"null"]
         registered = _between(
@@ -216,8 +216,7 @@ class Records:
             ],
         )
         content = [b'{"PodDeviceEntries":', *entries, b',"RegisteredDevices":{', *registered, b"}}"]
-        # A number in place of the kubelet's checksum: that one covers a dump that only Go can make,
-        # so it cannot be checked here.
+        # A number in place of the kubelet's checksum: that one covers a dump that only Go can make.
         checksum = zlib.crc32(b"".join(b"%d," % len(piece) for piece in content))
         temporary = self._path.with_name(f".{self._path.name}.new")
         descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
@@ -229,10 +228,10 @@ class Records:
         temporary.replace(self._path)
 
     def read_checkpoint(self) -> None:
-        """Begin as a restarted kubelet does: allocations are known,
-        each resource has no devices until its plugin returns.
+        """Begin as a restarted kubelet does: allocations are known, each resource has no devices
+        until its plugin returns.
 
-        An unreadable file leaves nothing, as with the real one.
+        After an unreadable file nothing is known, as in a real kubelet.
         """
         devices: dict[str, ResourceDevices] = {}
         allocations: list[Allocation] = []
@@ -268,7 +267,7 @@ def _write(descriptor: int, pieces: Sequence[bytes]) -> None:
 
 
 def _between(separator: bytes, pieces: Sequence[bytes]) -> Iterator[bytes]:
-    """``pieces`` with ``separator`` between them."""
+    """Yield ``pieces`` with ``separator`` between them."""
     for place, piece in enumerate(pieces):
         if place:
             yield separator
