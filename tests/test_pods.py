@@ -56,12 +56,12 @@ def test_a_name_that_was_used_again_is_remembered(monkeypatch: pytest.MonkeyPatc
     """The kubelet may still have the predecessor. Only so many names are kept."""
     book = PodCache()
     book.replace([pod("web", "old")])
-    assert book.one_of_its_name(pod("web", "old"))
+    assert book.is_only_one_of_its_name(pod("web", "old"))
     book.replace([pod("web", "new")])
-    assert not book.one_of_its_name(pod("web", "new"))
+    assert not book.is_only_one_of_its_name(pod("web", "new"))
     monkeypatch.setattr(pods, "_MAX_NAMES", 1)
     book.put(pod("other"))
-    assert book.one_of_its_name(pod("web", "new"))
+    assert book.is_only_one_of_its_name(pod("web", "new"))
 
 
 def test_of_two_pods_of_one_name_the_later_one_is_found_by_it() -> None:

@@ -185,7 +185,7 @@ class SimulationError(AgentError):
     """The simulated GPUs cannot be built, created or changed as requested."""
 
 
-class CarrierError(AgentError):
+class HostFileError(AgentError):
     """A file that a container needs before its start could not be written or removed."""
 
 

@@ -299,7 +299,7 @@ class GrantState(enum.StrEnum):
 
     RESERVED = "reserved"
     GRANTED = "granted"
-    PROVEN = "identified"  # the owner is known; nothing about a limit
+    IDENTIFIED = "identified"  # the owner is known; nothing about a limit
     RELEASED = "released"
 
 

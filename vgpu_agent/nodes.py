@@ -68,7 +68,8 @@ class DesiredNode(msgspec.Struct, frozen=True):
             (status subresource); None for a resource that must not be there. The kubelet goes on
             writing one for minutes after its plugin has gone, and leaves it at 0 for ever.
         conditions: type → (status, reason, message).
-        unhurried: annotation → seconds that must lie between two writes of it by us.
+        min_write_interval_seconds: annotation → seconds that must lie between two
+            writes of it by us.
         guarded: annotations whose removal must fail when the Node has changed since it was read (a
             lock that was just taken again).
     """
@@ -77,7 +78,7 @@ class DesiredNode(msgspec.Struct, frozen=True):
     labels: Mapping[str, str | None] = msgspec.field(default_factory=dict)
     capacity: Mapping[str, str | None] = msgspec.field(default_factory=dict)
     conditions: Mapping[str, tuple[str, str, str]] = msgspec.field(default_factory=dict)
-    unhurried: Mapping[str, float] = msgspec.field(default_factory=dict)
+    min_write_interval_seconds: Mapping[str, float] = msgspec.field(default_factory=dict)
     guarded: frozenset[str] = frozenset()
 
     def joined(self, other: DesiredNode) -> DesiredNode:
@@ -87,6 +88,6 @@ class DesiredNode(msgspec.Struct, frozen=True):
             {**self.labels, **other.labels},
             {**self.capacity, **other.capacity},
             {**self.conditions, **other.conditions},
-            {**self.unhurried, **other.unhurried},
+            {**self.min_write_interval_seconds, **other.min_write_interval_seconds},
             self.guarded | other.guarded,
         )

@@ -368,7 +368,7 @@ class PodCache:
             else None
         )
 
-    def one_of_its_name(self, pod: Pod) -> bool:
+    def is_only_one_of_its_name(self, pod: Pod) -> bool:
         """Tell whether this is the only pod seen under its name;
         the kubelet may still have a predecessor deleted by force.
         """

@@ -20,7 +20,7 @@ from pathlib import Path
 import pytest
 
 from tests.adversary.collector import collect
-from vgpu_agent.errors import CarrierError
+from vgpu_agent.errors import HostFileError
 from vgpu_agent.journal import Journal
 from vgpu_agent.runtime import grants as grants_module
 from vgpu_agent.runtime import host_files, removal
@@ -271,7 +271,7 @@ def test_a_tenant_that_goes_on_writing_does_not_hold_the_agent(tmp_path: Path) -
     ticks = iter(range(1_000_000))  # a clock that moves on by one second with each question
     try:
         # a slow writer: all was gone for a moment, and then there was one more
-        with contextlib.suppress(CarrierError):
+        with contextlib.suppress(HostFileError):
             assert (
                 not removal.remove_tree(str(tree), seconds=2000, clock=lambda: float(next(ticks)))
                 or not tree.exists()

@@ -203,4 +203,4 @@ def test_a_tenant_cannot_grow_the_memory_of_names() -> None:
         book.put(pod)
         book.remove(pod)
     assert max(map(len, book._uids.values())) <= 4
-    assert not book.one_of_its_name(Pod("uid-new", "team", "again"))
+    assert not book.is_only_one_of_its_name(Pod("uid-new", "team", "again"))

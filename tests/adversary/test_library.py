@@ -16,7 +16,7 @@ import pytest
 from tests.component.volcano import NUMBER, asks, volcano_stage
 from vgpu_agent.config.hami_core import HamiCore
 from vgpu_agent.config.settings import Settings
-from vgpu_agent.errors import CarrierError
+from vgpu_agent.errors import HostFileError
 from vgpu_agent.journal import Journal
 from vgpu_agent.runtime import hami_library
 from vgpu_agent.runtime.delivered_library import DeliveredLibrary
@@ -25,11 +25,11 @@ from vgpu_agent.sim.stand_in_library import (
     FUNCTIONS,
     REGION_BYTES,
     REGION_VARIABLE,
-    region_code,
+    load_instruction,
     shared_object,
 )
 
-CODE = region_code(REGION_BYTES)
+CODE = load_instruction(REGION_BYTES)
 VARIABLE = REGION_VARIABLE + b"\0"
 GOOD = shared_object(FUNCTIONS, code=CODE, strings=VARIABLE)
 
@@ -62,7 +62,7 @@ def refusal(content: bytes, folder: Path) -> str:
     source = folder / "libvgpu.so"
     source.write_bytes(content)
     library = installer(folder / "host", source)
-    with pytest.raises(CarrierError) as refused:
+    with pytest.raises(HostFileError) as refused:
         asyncio.run(library.install())
     assert library.path == ""
     assert os.listdir(folder / "host") == ["ld.so.preload"]
@@ -175,10 +175,12 @@ def test_no_other_interposer_passes(tmp_path: Path) -> None:
 )
 def test_no_library_of_another_layout_passes(size: int, said: str, tmp_path: Path) -> None:
     """It reads its limits elsewhere in the file, finds zeros there, and limits nothing."""
-    content = shared_object(FUNCTIONS, code=region_code(size), strings=VARIABLE)
+    content = shared_object(FUNCTIONS, code=load_instruction(size), strings=VARIABLE)
     assert said in refusal(content, tmp_path)
     beside = shared_object(
-        FUNCTIONS, code=region_code(size), strings=VARIABLE + REGION_BYTES.to_bytes(4, "little")
+        FUNCTIONS,
+        code=load_instruction(size),
+        strings=VARIABLE + REGION_BYTES.to_bytes(4, "little"),
     )
     assert said in refusal(beside, tmp_path), "the right number outside of the code says nothing"
 
@@ -187,7 +189,7 @@ def test_no_library_of_two_layouts_passes(tmp_path: Path) -> None:
     """The code has our size, and that of 2.8.1 too.
     Which one it opens the region with cannot be known.
     """
-    both = region_code(REGION_BYTES) + region_code(2_008_984)
+    both = load_instruction(REGION_BYTES) + load_instruction(2_008_984)
     assert "is of HAMi 2.8.1" in refusal(
         shared_object(FUNCTIONS, code=both, strings=VARIABLE), tmp_path
     )
@@ -260,7 +262,7 @@ def test_no_bit_that_is_flipped_raises_anything_else(tmp_path: Path) -> None:
         library = installer(tmp_path / "host", source)
         try:
             library._install()
-        except CarrierError:
+        except HostFileError:
             continue
 
 
@@ -271,13 +273,13 @@ def test_no_huge_file_is_read(tmp_path: Path) -> None:
         file.write(GOOD)
         file.truncate(64 << 30)
     tracemalloc.start()
-    with pytest.raises(CarrierError, match="larger than 16 MiB"):
+    with pytest.raises(HostFileError, match="larger than 16 MiB"):
         installer(tmp_path / "host", source)._install()
     assert tracemalloc.get_traced_memory()[1] < 1 << 20
     tracemalloc.stop()
     source.unlink()
     os.mkfifo(source)
-    with pytest.raises(CarrierError, match="is not a file"):
+    with pytest.raises(HostFileError, match="is not a file"):
         installer(tmp_path / "host", source)._install()
 
 

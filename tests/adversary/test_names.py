@@ -17,7 +17,7 @@ from tests.golden import U0
 from vgpu_agent.allocation.carrier import GrantRecord
 from vgpu_agent.cdi import grant_spec
 from vgpu_agent.cluster import decode
-from vgpu_agent.errors import CarrierError, ClusterError, InvalidNameError
+from vgpu_agent.errors import ClusterError, HostFileError, InvalidNameError
 from vgpu_agent.grpc.wire import encode_field
 from vgpu_agent.isolation.backend import Target
 from vgpu_agent.isolation.edits import Edits
@@ -158,5 +158,5 @@ def test_no_forged_record_beside_a_spec_is_read_back(uid: str, container: str) -
     record = GrantRecord(
         "t" * 32, "f", "r", 1, Owner(container, uid, "n", "p"), (Share(U0, 1000),), "by", 1.0
     )
-    with pytest.raises(CarrierError, match="names that Kubernetes allows"):
+    with pytest.raises(HostFileError, match="names that Kubernetes allows"):
         grant_spec.read_record(grant_spec.spec_text(record, Edits({"A": "b"})), record.token)

@@ -16,7 +16,7 @@ import pytest
 from tests.component.test_volcano_metrics import until_used
 from tests.component.volcano import VGPU, VolcanoStage, asks, volcano_stage
 from vgpu_agent.allocation.carrier import GrantRecord, grant_token
-from vgpu_agent.errors import CarrierError
+from vgpu_agent.errors import HostFileError
 from vgpu_agent.isolation import hami_region
 from vgpu_agent.isolation.backend import Target
 from vgpu_agent.isolation.edits import Provision
@@ -242,7 +242,7 @@ async def test_a_full_disk_costs_no_slots(node: Node, monkeypatch: pytest.Monkey
     with monkeypatch.context() as patched:
         patched.setattr(os, "symlink", refuse)
         for _ in range(3):
-            with pytest.raises(CarrierError, match="No space left on device"):
+            with pytest.raises(HostFileError, match="No space left on device"):
                 await node.deliver("first")
     await node.deliver("first")
     await node.deliver("second")

@@ -22,7 +22,7 @@ import pytest
 
 from tests.patience import PATIENCE_SECONDS
 from vgpu_agent.allocation.carrier import GrantRecord, grant_token
-from vgpu_agent.errors import CarrierError
+from vgpu_agent.errors import HostFileError
 from vgpu_agent.isolation import hami_region
 from vgpu_agent.isolation.backend import Target
 from vgpu_agent.isolation.edits import HostFile, Mount, Provision
@@ -211,10 +211,10 @@ async def test_no_container_is_started_from_a_spec_of_before(node: Node) -> None
         str(node.cdi), node.journal, kept_directory=str(node.folder / "kept"), old_directory=earlier
     )
     await after.load()
-    assert not await after.stands(record.token)
+    assert not await after.has_usable_spec(record.token)
     assert after.outdated
     await after.deliver(node.record(), node.provision())
-    assert await after.stands(record.token)
+    assert await after.has_usable_spec(record.token)
     assert not after.outdated
 
 
@@ -491,7 +491,7 @@ async def test_a_source_that_others_could_replace_is_never_mounted(what: str, no
         (node.folder / "open" / "library").symlink_to(node.library)
         node.backend = HamiCore(str(node.host), str(node.folder / "open" / "library"))
     with pytest.raises(
-        CarrierError, match=r"is not mounted into containers: .*(chmod go-w|make root its owner)"
+        HostFileError, match=r"is not mounted into containers: .*(chmod go-w|make root its owner)"
     ):
         await node.mounts_at_start()
     assert not list(node.cdi.glob("*.json"))

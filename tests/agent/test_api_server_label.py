@@ -90,7 +90,7 @@ async def test_only_the_node_is_watched(tmp_path: Path, server: ApiServer) -> No
         changes = {"labels": {LABEL: None}, "annotations": {"example.com/policy": "none"}}
         server.objects.patch("nodes", NODE, {"metadata": changes})
         nobody: Any = None
-        cluster.write(nobody, nobody, nobody, Revision(), lambda _: ())
+        cluster.start_writers(nobody, nobody, nobody, Revision(), lambda _: ())
         assert (cluster.node_publisher, cluster.pod_publisher, cluster.reschedule) == (
             None,
             None,

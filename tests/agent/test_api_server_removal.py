@@ -43,7 +43,9 @@ def on_the_node(server: ApiServer) -> dict[str, Any]:
 async def published(parts: Wired) -> None:
     """The Node says what it offers."""
     await parts.families.apply(parts.settings)
-    parts.cluster.write(parts.allocator, parts.refusals, Notices(), Revision(), lambda _: ())
+    parts.cluster.start_writers(
+        parts.allocator, parts.refusals, Notices(), Revision(), lambda _: ()
+    )
     await parts.cluster.written_once(PATIENCE_SECONDS)
 
 

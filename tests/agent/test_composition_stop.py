@@ -13,7 +13,7 @@ from vgpu_agent.agent.composition import Agent
 from vgpu_agent.agent.offers.servers import Offering
 from vgpu_agent.agent.records.grant_files import GrantKeeping
 from vgpu_agent.config.load import Contents, Sources, load_contents
-from vgpu_agent.errors import CarrierError
+from vgpu_agent.errors import HostFileError
 
 
 class Steps:
@@ -22,13 +22,13 @@ class Steps:
     def __init__(self, monkeypatch: pytest.MonkeyPatch, *, trouble: str = "") -> None:
         self.taken: list[str] = []
         self._trouble = trouble
-        monkeypatch.setattr(GrantKeeping, "withdraw_strangers", self._withdraw)
+        monkeypatch.setattr(GrantKeeping, "withdraw_foreign_specs", self._withdraw)
         monkeypatch.setattr(Offering, "stop", self._retire)
 
     async def _withdraw(self) -> None:
         self.taken.append("strangers' specs are withdrawn")
         if self._trouble:
-            raise CarrierError(self._trouble)
+            raise HostFileError(self._trouble)
 
     async def _retire(self) -> None:
         self.taken.append("the plugin servers retire")

@@ -60,7 +60,7 @@ async def server() -> AsyncIterator[ApiServer]:
 
 
 @pytest.fixture
-def shelf(tmp_path: Path) -> Path:
+def named_documents(tmp_path: Path) -> Path:
     """Two configurations, neither of them a default."""
     folder = tmp_path / "available-configs"
     folder.mkdir()
@@ -138,7 +138,7 @@ async def test_without_a_directory_nothing_is_asked_and_nothing_chosen() -> None
 
 
 async def test_the_label_decides_what_the_agent_starts_with(
-    tmp_path: Path, shelf: Path, server: ApiServer
+    tmp_path: Path, named_documents: Path, server: ApiServer
 ) -> None:
     """Before anything is built, so that what needs a restart is in force, too."""
     label(server, "four")
@@ -146,12 +146,12 @@ async def test_the_label_decides_what_the_agent_starts_with(
     assert replicas(loaded) == 4
     assert (named.choice.key, named.problem) == ("four", "")
     assert journalled(named, "config.named") == [
-        {"name": "four", "reason": f"label {LABEL}=four", "directory": str(shelf)}
+        {"name": "four", "reason": f"label {LABEL}=four", "directory": str(named_documents)}
     ]
 
 
 async def test_without_the_label_default_and_fallbacks_decide(
-    tmp_path: Path, shelf: Path, server: ApiServer
+    tmp_path: Path, named_documents: Path, server: ApiServer
 ) -> None:
     """Two configurations have no default between them,
     and NVIDIA's third strategy chooses none at all.
@@ -163,36 +163,36 @@ async def test_without_the_label_default_and_fallbacks_decide(
 
 
 async def test_a_label_that_is_switched_is_followed(
-    tmp_path: Path, shelf: Path, server: ApiServer
+    tmp_path: Path, named_documents: Path, server: ApiServer
 ) -> None:
     """`reload` asks before each look at the files."""
     label(server, "four")
     _, named = await begun(tmp_path, server)
     heard = ["two", ""]
     named.follow(lambda: heard[0])
-    assert (await named.sources()).flags["--config-file"] == str(shelf / "two")
+    assert (await named.sources()).flags["--config-file"] == str(named_documents / "two")
     heard.pop(0)
     assert (await named.sources()).flags["--config-file"] == ""
 
 
 async def test_a_label_that_names_nothing_changes_nothing_and_says_so_once(
-    tmp_path: Path, shelf: Path, server: ApiServer
+    tmp_path: Path, named_documents: Path, server: ApiServer
 ) -> None:
     """The last good configuration stays until the label or the directory is put right."""
     label(server, "four")
     _, named = await begun(tmp_path, server)
     named.follow(lambda: "typo")
     for _ in range(2):
-        assert (await named.sources()).flags["--config-file"] == str(shelf / "four")
+        assert (await named.sources()).flags["--config-file"] == str(named_documents / "four")
     assert named.problem.startswith(f'label {LABEL} of this node names the configuration "typo"')
     assert [facts["in_force"] for facts in journalled(named, "config.named_refused")] == ["four"]
-    write(shelf / "typo", 8)
-    assert (await named.sources()).flags["--config-file"] == str(shelf / "typo")
+    write(named_documents / "typo", 8)
+    assert (await named.sources()).flags["--config-file"] == str(named_documents / "typo")
     assert named.problem == ""
 
 
 async def test_what_is_in_force_is_what_could_be_applied(
-    tmp_path: Path, shelf: Path, server: ApiServer
+    tmp_path: Path, named_documents: Path, server: ApiServer
 ) -> None:
     """`reload` reports it. A restart falls back upon it,
     and reports the refused choice beside the label's problem.
@@ -219,18 +219,18 @@ async def test_what_is_in_force_is_what_could_be_applied(
 
 
 async def test_a_directory_that_vanishes_changes_nothing(
-    tmp_path: Path, shelf: Path, server: ApiServer
+    tmp_path: Path, named_documents: Path, server: ApiServer
 ) -> None:
     """A mount that is taken away is no request for another configuration."""
     label(server, "four")
     _, named = await begun(tmp_path, server)
-    await asyncio.to_thread(shelf.rename, tmp_path / "elsewhere")
-    assert (await named.sources()).flags["--config-file"] == str(shelf / "four")
+    await asyncio.to_thread(named_documents.rename, tmp_path / "elsewhere")
+    assert (await named.sources()).flags["--config-file"] == str(named_documents / "four")
     assert "namedConfig.directory" in named.problem
 
 
 async def test_an_agent_that_starts_with_a_wrong_label_goes_on_as_the_one_before(
-    tmp_path: Path, shelf: Path, server: ApiServer
+    tmp_path: Path, named_documents: Path, server: ApiServer
 ) -> None:
     """A restart is no reason to offer pods something else."""
     label(server, "typo")
@@ -242,7 +242,7 @@ async def test_an_agent_that_starts_with_a_wrong_label_goes_on_as_the_one_before
 
 @pytest.mark.parametrize("before", [None, "gone"])
 async def test_a_wrong_label_on_a_node_without_a_past_counts_as_none(
-    tmp_path: Path, shelf: Path, server: ApiServer, before: str | None
+    tmp_path: Path, named_documents: Path, server: ApiServer, before: str | None
 ) -> None:
     """NVIDIA's README says so. Its program ends with an error, and the node has no plugin."""
     label(server, "typo")
@@ -253,7 +253,7 @@ async def test_a_wrong_label_on_a_node_without_a_past_counts_as_none(
 
 
 async def test_without_an_answer_the_start_goes_by_what_was_read_before(
-    tmp_path: Path, shelf: Path, server: ApiServer, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, named_documents: Path, server: ApiServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The start waits no longer than five seconds,
     which NVIDIA's init container does (its issue 1540).
@@ -268,7 +268,7 @@ async def test_without_an_answer_the_start_goes_by_what_was_read_before(
 
 
 async def test_a_server_that_hangs_is_not_waited_for(
-    tmp_path: Path, shelf: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, named_documents: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It takes the connection and never answers."""
     monkeypatch.setattr(api_server, "START_WAIT_SECONDS", 0.3)
@@ -292,12 +292,12 @@ async def test_a_server_that_hangs_is_not_waited_for(
         "until then it counts as not set"
     )
     named.follow(lambda: "four")
-    assert (await named.sources()).flags["--config-file"] == str(shelf / "four")
+    assert (await named.sources()).flags["--config-file"] == str(named_documents / "four")
     assert named.problem == ""
 
 
 async def test_who_wants_no_api_server_has_default_and_fallbacks(
-    tmp_path: Path, shelf: Path
+    tmp_path: Path, named_documents: Path
 ) -> None:
     """With cluster.enabled: never there is no label, and nothing to complain of."""
     loaded, named = await with_named_configuration(
@@ -308,25 +308,25 @@ async def test_who_wants_no_api_server_has_default_and_fallbacks(
 
 
 async def test_a_named_configuration_that_is_wrong_ends_a_start_as_any_other_does(
-    tmp_path: Path, shelf: Path, server: ApiServer
+    tmp_path: Path, named_documents: Path, server: ApiServer
 ) -> None:
     """The sentence has the file in it."""
     label(server, "four")
-    await asyncio.to_thread((shelf / "four").write_text, "version: v2\n")
+    await asyncio.to_thread((named_documents / "four").write_text, "version: v2\n")
     with pytest.raises(ConfigError, match="available-configs/four"):
         await begun(tmp_path, server)
 
 
 async def test_a_wrong_one_does_not_stop_a_restart_that_knows_the_good_one(
-    tmp_path: Path, shelf: Path, server: ApiServer
+    tmp_path: Path, named_documents: Path, server: ApiServer
 ) -> None:
     """It runs with the text from before, and the first look at the files says what is wrong
     with the new one.
     """
     label(server, "four")
-    good = await asyncio.to_thread((shelf / "four").read_text)
+    good = await asyncio.to_thread((named_documents / "four").read_text)
     await remember(tmp_path, named_config="four", named_text=good)
-    await asyncio.to_thread((shelf / "four").write_text, "version: v2\n")
+    await asyncio.to_thread((named_documents / "four").write_text, "version: v2\n")
     loaded, named = await begun(tmp_path, server)
     assert replicas(loaded) == 4
     outcome = await anext(changes(loaded, interval_seconds=0.01, sources=named.sources))
@@ -339,15 +339,15 @@ async def test_a_wrong_one_does_not_stop_a_restart_that_knows_the_good_one(
 
 
 async def test_a_wrong_one_under_a_new_name_leaves_the_good_one_of_before_too(
-    tmp_path: Path, shelf: Path, server: ApiServer
+    tmp_path: Path, named_documents: Path, server: ApiServer
 ) -> None:
     """The label was changed to it while an agent ran, which kept what it had.
     Its restart must not end the node's service.
     """
     label(server, "four")
-    two = await asyncio.to_thread((shelf / "two").read_text)
+    two = await asyncio.to_thread((named_documents / "two").read_text)
     await remember(tmp_path, named_config="two", named_text=two)
-    await asyncio.to_thread((shelf / "four").write_text, "version: v2\n")
+    await asyncio.to_thread((named_documents / "four").write_text, "version: v2\n")
     loaded, named = await begun(tmp_path, server)
     assert replicas(loaded) == 2
     assert (named.in_force, named.report["name"], named.report["in_force"]) == (
@@ -357,18 +357,18 @@ async def test_a_wrong_one_under_a_new_name_leaves_the_good_one_of_before_too(
     )
     outcome = await anext(changes(loaded, interval_seconds=0.01, sources=named.sources))
     assert isinstance(outcome, ConfigError)
-    write(shelf / "four", 4)
+    write(named_documents / "four", 4)
     mended = await asyncio.to_thread(load_sources, await named.sources())
     assert replicas(mended) == 4
 
 
 async def test_a_wrong_one_where_none_was_in_force_leaves_it_at_none(
-    tmp_path: Path, shelf: Path, server: ApiServer
+    tmp_path: Path, named_documents: Path, server: ApiServer
 ) -> None:
     """This is also what runs on the node."""
     label(server, "four")
     await remember(tmp_path, named_config="", named_text="")
-    await asyncio.to_thread((shelf / "four").write_text, "version: v2\n")
+    await asyncio.to_thread((named_documents / "four").write_text, "version: v2\n")
     loaded, named = await begun(tmp_path, server)
     assert loaded.settings.section(Sharing).time_slicing.resources == ()
     assert named.in_force == InForce("", "")

@@ -18,7 +18,7 @@ from vgpu_agent.allocation.overcommits import Overcommits
 from vgpu_agent.allocation.refusals import Refusals
 from vgpu_agent.config.binding import Binding
 from vgpu_agent.device_ids import DeviceId, IdBlock, NumberedIds
-from vgpu_agent.errors import CarrierError, ClusterError, RequestRefusedError
+from vgpu_agent.errors import ClusterError, HostFileError, RequestRefusedError
 from vgpu_agent.families.family import Decision, NodeView, Ownership, PodFamily, Question
 from vgpu_agent.isolation.edits import Edits, Mount, Provision
 from vgpu_agent.journal import Journal
@@ -144,17 +144,17 @@ class MemoryCarrier:
 
     outdated = False
 
-    async def stands(self, token: str) -> bool:
+    async def has_usable_spec(self, token: str) -> bool:
         return token in self.specs
 
     async def deliver(self, record: GrantRecord, provision: Provision) -> None:
         if self.trouble:
-            raise CarrierError(self.trouble)
+            raise HostFileError(self.trouble)
         self.specs[record.token] = (record, provision)
 
     async def prepare(self, record: GrantRecord, provision: Provision) -> None:
         if self.trouble:
-            raise CarrierError(self.trouble)
+            raise HostFileError(self.trouble)
         self.prepared[record.token] = (record, provision)
 
 

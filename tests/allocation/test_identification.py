@@ -27,7 +27,7 @@ class DeletedSpecs(MemoryCarrier):
 
     outdated = False
 
-    async def stands(self, token: str) -> bool:
+    async def has_usable_spec(self, token: str) -> bool:
         return False
 
 

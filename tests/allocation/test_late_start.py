@@ -25,7 +25,7 @@ from tests.golden import U0, U1
 from vgpu_agent.allocation.carrier import cdi_name, grant_token
 from vgpu_agent.allocation.identification import START_SECONDS, NotProvenError
 from vgpu_agent.allocation.mode import BindingMode
-from vgpu_agent.errors import CapacityError, CarrierError, RequestRefusedError, UnknownDeviceError
+from vgpu_agent.errors import CapacityError, HostFileError, RequestRefusedError, UnknownDeviceError
 from vgpu_agent.isolation.edits import Edits
 from vgpu_agent.model import GrantState, Holding, KubeletRecords, Owner, Share
 from vgpu_agent.pods import DesiredPod, PodContainer
@@ -106,7 +106,7 @@ async def test_the_evidence_is_kept_with_the_grant() -> None:
     await place.admit(pod, "main", IDS[:1])
     await place.start(IDS[:1])
     (grant,) = place.ledger.grants
-    assert grant.state is GrantState.PROVEN
+    assert grant.state is GrantState.IDENTIFIED
     assert grant.evidence == (
         "checkpoint: pod uid-train container main",
         "pod-resources: default/train container main",
@@ -164,7 +164,7 @@ async def test_a_restarted_agent_remembers_by_the_spec() -> None:
     holdings = (Holding(NUMBER, IDS[:1], Owner("main", pod.uid, "default", "train")),)
     after.allocator.confirm(KubeletRecords(holdings), reservation_seconds=60, initial=True)
     (grant,) = after.ledger.grants
-    assert (grant.shares, grant.state) == ((Share(U0, 1000),), GrantState.PROVEN)
+    assert (grant.shares, grant.state) == ((Share(U0, 1000),), GrantState.IDENTIFIED)
     after.book.replace([msgspec.structs.replace(pod, annotations={})])
     await after.start(IDS[:1])
     assert given(after, IDS[:1]) == {"GPU": U0, "MIB": "1000"}
@@ -340,7 +340,7 @@ async def test_a_full_disk_refuses_the_start_and_names_itself() -> None:
     place.book.replace([pod])
     await place.admit(pod, "main", IDS[:1])
     place.carrier.trouble = "/var/run/cdi: no space left on device; free some"
-    with pytest.raises(CarrierError, match="no space left"):
+    with pytest.raises(HostFileError, match="no space left"):
         await place.start(IDS[:1])
     place.carrier.trouble = ""
     await place.start(IDS[:1])

@@ -13,7 +13,7 @@ from vgpu_agent.allocation.context import Families
 from vgpu_agent.allocation.identification import NotProvenError
 from vgpu_agent.allocation.mode import BindingMode
 from vgpu_agent.device_ids import DeviceId
-from vgpu_agent.errors import AgentError, CarrierError, RequestRefusedError
+from vgpu_agent.errors import AgentError, HostFileError, RequestRefusedError
 from vgpu_agent.families.family import Ownership
 from vgpu_agent.model import Decider, Inventory, Resource
 from vgpu_agent.pods import PodContainer
@@ -144,7 +144,7 @@ async def test_a_full_disk_is_refused_in_the_carriers_words() -> None:
     await place.admit(pod, "main", IDS[:1])
     place.carrier.trouble = "cannot write /var/run/cdi/x.json: No space left on device; free some"
     with pytest.raises(
-        CarrierError,
+        HostFileError,
         match=r"^default/train, container main: cannot write /var/run/cdi/x\.json: No space left",
     ):
         await place.start(IDS[:1])

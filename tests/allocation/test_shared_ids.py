@@ -26,7 +26,7 @@ from tests.torture import virtual_time
 from vgpu_agent.allocation import identification
 from vgpu_agent.allocation.carrier import GrantRecord, grant_token
 from vgpu_agent.allocation.identification import NotProvenError
-from vgpu_agent.allocation.shared_ids import has_waiting_init_containers, starting_container
+from vgpu_agent.allocation.shared_ids import has_containers_waiting_behind_init, starting_container
 from vgpu_agent.errors import RequestRefusedError
 from vgpu_agent.model import Inventory, Owner, Resource, Share
 from vgpu_agent.pods import Pod, PodContainer
@@ -314,8 +314,10 @@ def test_only_pods_with_init_containers_of_the_resource_are_waited_for() -> None
     plain = a_pod("plain", PodContainer("prepare"), "main")
     only_init = a_pod("init", init("prepare"), PodContainer("main"))
     ended = a_pod("ended", init("prepare"), "main", phase="Succeeded")
-    assert not has_waiting_init_containers([plain, only_init, ended], NUMBER)
-    assert has_waiting_init_containers([plain, a_pod("both", init("prepare"), "main")], NUMBER)
+    assert not has_containers_waiting_behind_init([plain, only_init, ended], NUMBER)
+    assert has_containers_waiting_behind_init(
+        [plain, a_pod("both", init("prepare"), "main")], NUMBER
+    )
 
 
 START = 100.5

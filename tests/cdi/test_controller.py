@@ -16,7 +16,7 @@ from vgpu_agent.agent import api_server
 from vgpu_agent.concurrency import Supervisor
 from vgpu_agent.config.device_answers import Cdi, Plugin
 from vgpu_agent.device_ids import DeviceId
-from vgpu_agent.errors import CarrierError
+from vgpu_agent.errors import HostFileError
 from vgpu_agent.model import INTEGRATED, Gpu, Inventory, Resource
 from vgpu_agent.sim.nvidia_ctk import COMMAND
 
@@ -71,7 +71,7 @@ async def test_trouble_is_the_reason_and_ends_by_itself(
     assert "Driver Not Loaded" in side.withheld()
     assert not side.is_temporary()
     assert side.healthy == []
-    with pytest.raises(CarrierError, match="the kubelet will retry"):
+    with pytest.raises(HostFileError, match="the kubelet will retry"):
         await side.side.inline([f"{VENDOR}/gpu={U1}"])
     await asyncio.to_thread(side.tool.behave)
     await side.until_offered()

@@ -18,7 +18,7 @@ from vgpu_agent.allocation import identification
 from vgpu_agent.concurrency import Latest, Supervisor
 from vgpu_agent.config.device_answers import Plugin
 from vgpu_agent.device_ids import DeviceId
-from vgpu_agent.errors import CarrierError
+from vgpu_agent.errors import HostFileError
 from vgpu_agent.model import Health, Inventory, MigInstance, Resource
 
 pytestmark = pytest.mark.component  # it starts programs
@@ -98,7 +98,7 @@ async def test_an_index_that_stands_for_another_device_by_now_is_no_name(
     side.ledger.observe(left)
     assert side.healthy == []
     with pytest.raises(
-        CarrierError, match=r"does not have k8s\.device-plugin\.nvidia\.com/gpu=0 as it is now"
+        HostFileError, match=r"does not have k8s\.device-plugin\.nvidia\.com/gpu=0 as it is now"
     ):
         await side.side.inline([name])
 
@@ -136,7 +136,7 @@ async def test_a_name_whose_nodes_open_another_gpu_by_now_is_no_name(
     side.side.observe(left)
     side.ledger.observe(left)
     assert side.healthy == []
-    with pytest.raises(CarrierError, match=f"does not have {VENDOR}/gpu={U1} as it is now"):
+    with pytest.raises(HostFileError, match=f"does not have {VENDOR}/gpu={U1} as it is now"):
         await side.side.inline([f"{VENDOR}/gpu={U1}"])
 
 

@@ -14,7 +14,7 @@ from tests.cdi.cdi_schema import SCHEMA
 from tests.runtime.conftest import MakeGrant
 from vgpu_agent.allocation.carrier import InlinedEdits, cdi_name
 from vgpu_agent.cdi import grant_spec
-from vgpu_agent.errors import CarrierError
+from vgpu_agent.errors import HostFileError
 from vgpu_agent.isolation.edits import DeviceNode, Edits, Mount
 from vgpu_agent.model import Share
 
@@ -117,7 +117,7 @@ def test_the_same_grant_gives_the_same_text(grant: MakeGrant) -> None:
 def test_what_a_spec_cannot_carry_is_refused(edits: Edits, grant: MakeGrant) -> None:
     """If it were left out, this would be noticed only when the program misses it."""
     with pytest.raises(
-        CarrierError, match=r"(cdi\.k8s\.io/x|vendor\.com/gpu=1).*binding\.mode early"
+        HostFileError, match=r"(cdi\.k8s\.io/x|vendor\.com/gpu=1).*binding\.mode early"
     ):
         grant_spec.spec_text(grant()[0], edits)
 
@@ -199,7 +199,7 @@ def test_a_damaged_spec_is_refused_with_the_reason(
     """The text goes into the journal."""
     record, provision = grant()
     spec = {**json.loads(grant_spec.spec_text(record, provision.edits)), **change}
-    with pytest.raises(CarrierError, match=said):
+    with pytest.raises(HostFileError, match=said):
         grant_spec.read_record(json.dumps(spec).encode(), record.token)
 
 
@@ -222,12 +222,12 @@ def test_a_damaged_annotation_is_refused(name: str, value: str, grant: MakeGrant
     record, provision = grant()
     spec = json.loads(grant_spec.spec_text(record, provision.edits))
     spec["annotations"][f"vgpu-agent.internal/{name}"] = value
-    with pytest.raises(CarrierError):
+    with pytest.raises(HostFileError):
         grant_spec.read_record(json.dumps(spec).encode(), record.token)
 
 
 @given(st.binary(max_size=300) | st.text(max_size=100).map(str.encode) | st.just(b"[" * 5000))
 def test_junk_never_raises_anything_else(content: bytes) -> None:
     """A file of our name may hold anything."""
-    with pytest.raises(CarrierError):
+    with pytest.raises(HostFileError):
         grant_spec.read_record(content, TOKEN)

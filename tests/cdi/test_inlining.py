@@ -9,7 +9,7 @@ import pytest
 
 from vgpu_agent.cdi.document import Spec, decode
 from vgpu_agent.cdi.inlining import resolve_edits
-from vgpu_agent.errors import CarrierError
+from vgpu_agent.errors import HostFileError
 
 
 def _spec(kind: str, common: dict[str, Any], **devices: dict[str, Any]) -> Spec:
@@ -79,6 +79,6 @@ def test_the_version_is_what_the_edits_take() -> None:
 def test_a_name_that_nothing_stands_behind_is_refused() -> None:
     """The alternative would be a container without its GPU."""
     with pytest.raises(
-        CarrierError, match=r"no CDI spec of this node has the device vendor\.com/gpu=z"
+        HostFileError, match=r"no CDI spec of this node has the device vendor\.com/gpu=z"
     ):
         resolve_edits(["vendor.com/gpu=z"], [GPUS])

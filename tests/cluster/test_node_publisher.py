@@ -70,7 +70,7 @@ async def test_nothing_is_requested_while_nothing_changes() -> None:
         labels={"a": "b"},
         capacity={GPUS: "1000"},
         conditions={"GpuReady": READY},
-        unhurried={REGISTER: 15},
+        min_write_interval_seconds={REGISTER: 15},
         guarded=frozenset({LOCK}),
     )
     world = World(desired_state)
@@ -117,7 +117,9 @@ async def test_a_node_that_was_deleted_and_made_anew_gets_everything_again_at_on
     """A re-created Node has nothing of ours, and pauses of the one before do not count."""
     world = World(
         DesiredNode(
-            annotations={HANDSHAKE: "Reported"}, capacity={GPUS: "2"}, unhurried={HANDSHAKE: 3600}
+            annotations={HANDSHAKE: "Reported"},
+            capacity={GPUS: "2"},
+            min_write_interval_seconds={HANDSHAKE: 3600},
         )
     )
     async with running(world.publisher.run(ignore)):
@@ -146,7 +148,9 @@ async def test_an_unhurried_key_is_not_written_more_often_than_it_may() -> None:
     """volcano-vgpu §2.3: the scheduler asks at each Node event,
     and is answered every 15 seconds.
     """
-    world = World(DesiredNode(annotations={HANDSHAKE: "Reported"}, unhurried={HANDSHAKE: 15}))
+    world = World(
+        DesiredNode(annotations={HANDSHAKE: "Reported"}, min_write_interval_seconds={HANDSHAKE: 15})
+    )
 
     async def scheduler() -> None:
         while True:

@@ -81,7 +81,11 @@ async def test_a_scheduler_that_asks_again_and_again_is_no_second_writer() -> No
     """An old scheduler writes Requesting into the handshake for reasons of its own;
     answering is no contest.
     """
-    world = World(DesiredNode(annotations={HANDSHAKE: "Reported"}, unhurried={HANDSHAKE: 0.2}))
+    world = World(
+        DesiredNode(
+            annotations={HANDSHAKE: "Reported"}, min_write_interval_seconds={HANDSHAKE: 0.2}
+        )
+    )
 
     async def scheduler() -> None:
         while True:

@@ -160,8 +160,9 @@ async def test_a_pod_that_waits_for_its_image_claims_its_gpu_for_everybody_to_se
         rows = {row[0]: row for row in _table(await _status(stage), "GPUs by family")}
         assert rows["0"][4].startswith("default/waits (volcano-vgpu, ")
         assert rows["0"][5] == "the start or the end of default/waits, for which it is kept"
-        assert f"Its scheduler has named GPU 0 ({U0}), for which it waits since " in await _status(
-            stage, "--pod", "default/waits"
+        assert (
+            f"Its scheduler has named GPU 0 ({U0}); the pod has waited for it since "
+            in await _status(stage, "--pod", "default/waits")
         )
         assert await stage.agent.metric("vgpu_agent_gpu_claims") == 1
         assert await stage.agent.metric("vgpu_agent_gpu_claims_oldest_seconds") >= 0

@@ -20,7 +20,7 @@ NODE, LABEL = "node-a", "nvidia.com/device-plugin.config"
 WAIT_SECONDS = 3.0
 
 
-async def _shelf(stage: Stage, **replicas: int) -> None:
+async def _named_documents(stage: Stage, **replicas: int) -> None:
     folder = stage.folder / "available-configs"
     await asyncio.to_thread(folder.mkdir, exist_ok=True)
     for name, number in replicas.items():
@@ -53,7 +53,7 @@ async def test_the_label_is_followed_and_outlives_the_api_server(stage: Stage) -
     """Nothing of the agent's is written to the Node,
     and a restart during the outage offers what pods know.
     """
-    await _shelf(stage, four=4, two=2)
+    await _named_documents(stage, four=4, two=2)
     async with ApiServer() as server:
         server.objects.create("nodes", {"metadata": {"name": NODE, "labels": {LABEL: "four"}}})
         agent = await stage.ready_agent(await _config(stage, server))
@@ -88,7 +88,7 @@ async def test_a_start_waits_once_for_an_api_server_that_never_answers(stage: St
     """NVIDIA's init container waits for ever (its issue 1540).
     Here the default is offered, and the problem is reported.
     """
-    await _shelf(stage, four=4, two=2)
+    await _named_documents(stage, four=4, two=2)
     async with ApiServer() as server:
         with socket.create_server(("127.0.0.1", 0)) as hung:  # only the kernel takes the connection
             config = await _config(stage, server, url=f"http://127.0.0.1:{hung.getsockname()[1]}")

@@ -49,7 +49,7 @@ def test_a_reservation_gets_its_container_from_kubelets_records(clock: Clock) ->
     book(ledger, U0)
     assert reconcile(ledger, held(U0)) == ["ledger.named"]
     (grant,) = ledger.grants
-    assert (grant.state, grant.owner) == (GrantState.PROVEN, TRAIN)
+    assert (grant.state, grant.owner) == (GrantState.IDENTIFIED, TRAIN)
     assert reconcile(ledger, held(U0)) == []
 
 
@@ -62,7 +62,7 @@ def test_one_source_alone_grants_but_does_not_prove(clock: Clock) -> None:
     reconcile(ledger, held(U0, owner=Owner("main", pod_uid="uid-train")), complete=False)
     assert ledger.grants[0].state is GrantState.GRANTED
     reconcile(ledger, held(U0, owner=Owner("main", namespace="default", pod="train")))
-    assert (ledger.grants[0].state, ledger.grants[0].owner) == (GrantState.PROVEN, TRAIN)
+    assert (ledger.grants[0].state, ledger.grants[0].owner) == (GrantState.IDENTIFIED, TRAIN)
 
 
 def test_at_start_the_ledger_is_rebuilt_from_kubelets_records(clock: Clock) -> None:

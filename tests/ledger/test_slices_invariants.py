@@ -120,7 +120,7 @@ class SlicesAgainstKubelet(RuleBasedStateMachine):
         self._reconcile()
         self._reconcile()
         assert self._booked() == self._held()
-        assert all(grant.state is GrantState.PROVEN for grant in self.ledger.grants)
+        assert all(grant.state is GrantState.IDENTIFIED for grant in self.ledger.grants)
 
     @rule()
     def agent_restarts(self) -> None:

@@ -14,7 +14,7 @@ import pytest
 from tests.runtime.conftest import names
 from vgpu_agent.config.settings import Gpu, Settings
 from vgpu_agent.config.vgpu_control import VgpuControl
-from vgpu_agent.errors import CarrierError
+from vgpu_agent.errors import HostFileError
 from vgpu_agent.journal import Journal
 from vgpu_agent.runtime import control_library
 from vgpu_agent.runtime.delivered_library import DeliveredLibrary
@@ -146,7 +146,8 @@ async def test_a_library_that_would_not_limit_is_refused(
     delivery.source.write_bytes(content.replace(*change))
     library = delivery.library()
     with pytest.raises(
-        CarrierError, match=rf"{said}.*deliver libvgpu-control\.so.*, or set vgpuManager\.isolation"
+        HostFileError,
+        match=rf"{said}.*deliver libvgpu-control\.so.*, or set vgpuManager\.isolation",
     ):
         await library.install()
     assert library.path == ""
@@ -157,7 +158,7 @@ def test_hami_core_s_library_is_no_such_library(delivery: Delivery) -> None:
     """An operator has both on the node, and confuses them."""
     other = deliver_stand_in_library(delivery.host.parent / "other")
     delivery.source.write_bytes(other.read_bytes())
-    with pytest.raises(CarrierError, match="does not export cuMemCreate"):
+    with pytest.raises(HostFileError, match="does not export cuMemCreate"):
         asyncio.run(delivery.library().install())
 
 
@@ -168,7 +169,7 @@ async def test_nothing_is_offered_without_the_program(delivery: Delivery) -> Non
     (delivery.source.parent / "device-client").unlink()
     library = delivery.library()
     said = r"cannot read .*/device-client: No such file or directory; deliver vgpu-manager's device"
-    with pytest.raises(CarrierError, match=said):
+    with pytest.raises(HostFileError, match=said):
         await library.install()
     assert library.path == ""
     assert await delivery.library("host-proc").install()
@@ -177,7 +178,7 @@ async def test_nothing_is_offered_without_the_program(delivery: Delivery) -> Non
 async def test_a_text_in_the_program_s_place_is_refused(delivery: Delivery) -> None:
     """Every process of every container would end with it."""
     (delivery.source.parent / "device-client").write_text("not here yet")
-    with pytest.raises(CarrierError, match=r"device-client is not a program.*deliver.*or set"):
+    with pytest.raises(HostFileError, match=r"device-client is not a program.*deliver.*or set"):
         await delivery.library().install()
 
 
@@ -188,7 +189,7 @@ async def test_an_agent_without_host_pids_does_not_offer_what_takes_them(
     nobody. Simulated GPUs need no proof, and containers that see the host's /proc need no agent.
     """
     (delivery.proc / "2" / "status").write_text("Name:\tpython\n")
-    with pytest.raises(CarrierError, match=r"does not show the host's processes.*hostPID.*or set"):
+    with pytest.raises(HostFileError, match=r"does not show the host's processes.*hostPID.*or set"):
         await delivery.library().install()
     assert await delivery.library("host-proc").install()
     assert await delivery.library(simulate="/sim").install()
@@ -200,7 +201,7 @@ async def test_a_bad_delivery_leaves_the_good_library_in_use(delivery: Delivery)
     good = await library.install()
     delivery.source.write_bytes(stand_in()[:-10])
     os.utime(delivery.source, (2, 2))
-    with pytest.raises(CarrierError, match="still being copied"):
+    with pytest.raises(HostFileError, match="still being copied"):
         await library.install()
     assert library.path == good
 

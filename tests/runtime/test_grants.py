@@ -23,7 +23,7 @@ from tests.patience import quickest
 from tests.runtime.conftest import MakeGrant, names
 from tests.runtime.grants_parts import changed_at, events, link, put, read, spec_name
 from vgpu_agent.allocation.carrier import Carrier
-from vgpu_agent.errors import CarrierError
+from vgpu_agent.errors import HostFileError
 from vgpu_agent.isolation.edits import Edits, Provision
 from vgpu_agent.journal import Journal
 from vgpu_agent.runtime.grants import GrantDirectory
@@ -229,7 +229,7 @@ async def test_a_directory_that_cannot_be_read_is_an_error(
     refused = mock.Mock(side_effect=PermissionError(errno.EACCES, "Permission denied"))
     monkeypatch.setattr(os, "listdir", refused)
     with pytest.raises(
-        CarrierError, match=f"cannot read {tmp_path}/cdi: Permission denied; give the agent"
+        HostFileError, match=f"cannot read {tmp_path}/cdi: Permission denied; give the agent"
     ):
         await directory.load()
 
@@ -247,7 +247,7 @@ async def test_a_file_in_the_place_of_the_directory_holds_no_grants(
     await directory.load()
     assert not directory.records
     with pytest.raises(
-        CarrierError, match="move away the file that is in the place of a directory"
+        HostFileError, match="move away the file that is in the place of a directory"
     ):
         await directory.deliver(*grant())
 
@@ -330,7 +330,7 @@ async def test_files_in_a_slot_are_removed(grants: GrantDirectory, grant: MakeGr
     assert names(slot) == []
     put(slot, "pids", "1")
     link(own, slot)
-    with pytest.raises(CarrierError, match="cannot remove"):
+    with pytest.raises(HostFileError, match="cannot remove"):
         await grants.deliver(record, provision)
     assert names(slot) == ["pids"]
 
@@ -390,7 +390,7 @@ async def test_a_full_disk_refuses_this_grant_alone(
             lambda *_: (_ for _ in ()).throw(OSError(28, "No space left on device")),
         )
         with pytest.raises(
-            CarrierError, match=r"region\.cache: No space left on device; free some space"
+            HostFileError, match=r"region\.cache: No space left on device; free some space"
         ):
             await grants.deliver(record, provision)
     assert (names(cdi_directory), grants.records) == ([], ())

@@ -11,11 +11,16 @@ import pytest
 from tests.runtime.conftest import names
 from vgpu_agent.config.hami_core import HamiCore
 from vgpu_agent.config.settings import Settings
-from vgpu_agent.errors import CarrierError
+from vgpu_agent.errors import HostFileError
 from vgpu_agent.journal import Journal
 from vgpu_agent.runtime import hami_library
 from vgpu_agent.runtime.delivered_library import DeliveredLibrary
-from vgpu_agent.sim.stand_in_library import FUNCTIONS, REGION_VARIABLE, region_code, shared_object
+from vgpu_agent.sim.stand_in_library import (
+    FUNCTIONS,
+    REGION_VARIABLE,
+    load_instruction,
+    shared_object,
+)
 
 INSTEAD = "or set volcanoVgpu.isolation to none"
 
@@ -38,7 +43,7 @@ def elf(
     """A library that exports HAMi-core's functions,
     with the region's size in its code as a compiler leaves it there.
     """
-    code = region_code(size, machine)
+    code = load_instruction(size, machine)
     whole = bytearray(
         shared_object(
             FUNCTIONS, code=code, strings=REGION_VARIABLE + b"\0" + content, machine=machine
@@ -152,7 +157,7 @@ async def test_a_missing_library_is_said_with_both_remedies(
 ) -> None:
     """The resource is not offered, and this is what /readyz says."""
     with pytest.raises(
-        CarrierError,
+        HostFileError,
         match=(
             rf"no usable library at {tmp_path}/libvgpu\.so: No such file.*deliver.*or set "
             r"volcanoVgpu\.isolation"
@@ -194,7 +199,7 @@ async def test_a_library_that_would_not_limit_is_refused(
     """It is not installed either; hami-core §0.3.10 about layouts."""
     lay(tmp_path / "libvgpu.so", content)
     with pytest.raises(
-        CarrierError, match=rf"libvgpu\.so (is )?.*{said}.*deliver.*or set volcanoVgpu\.isolation"
+        HostFileError, match=rf"libvgpu\.so (is )?.*{said}.*deliver.*or set volcanoVgpu\.isolation"
     ):
         await library.install()
     assert names(host) == ["ld.so.preload"]
@@ -207,7 +212,7 @@ async def test_a_bad_delivery_leaves_the_good_library_in_use(
     lay(tmp_path / "libvgpu.so", elf())
     good = await library.install()
     lay(tmp_path / "libvgpu.so", elf(b"new", missing=1), time=2)
-    with pytest.raises(CarrierError, match="still being copied"):
+    with pytest.raises(HostFileError, match="still being copied"):
         await library.install()
     assert library.path == good
     lay(tmp_path / "libvgpu.so", elf(b"new"), time=3)
@@ -221,7 +226,7 @@ async def test_a_library_that_is_gone_with_its_source_is_no_longer_named(
     lay(tmp_path / "libvgpu.so", elf())
     os.unlink(await library.install())
     (tmp_path / "libvgpu.so").unlink()
-    with pytest.raises(CarrierError, match="no usable library"):
+    with pytest.raises(HostFileError, match="no usable library"):
         await library.install()
     assert library.path == ""
 
@@ -267,7 +272,7 @@ async def test_other_instructions_of_aarch64_are_not_the_size(
         tmp_path / "libvgpu.so",
         shared_object(FUNCTIONS, code=bytes.fromhex(code), strings=strings, machine=183),
     )
-    with pytest.raises(CarrierError, match="unknown layout"):
+    with pytest.raises(HostFileError, match="unknown layout"):
         await library.install()
 
 
@@ -278,7 +283,7 @@ async def test_a_host_directory_that_cannot_be_written_is_an_error(
     lay(tmp_path / "libvgpu.so", elf())
     lay(tmp_path / "file", b"")
     with pytest.raises(
-        CarrierError, match="move away the file that is in the place of a directory"
+        HostFileError, match="move away the file that is in the place of a directory"
     ):
         await installer(tmp_path / "file", tmp_path / "libvgpu.so", journal).install()
 

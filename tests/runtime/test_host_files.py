@@ -16,7 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.runtime.conftest import HostProc, names
-from vgpu_agent.errors import CarrierError
+from vgpu_agent.errors import HostFileError
 from vgpu_agent.isolation.edits import HostFile
 from vgpu_agent.isolation.hami_region import SIZE, DeviceLimit, limit_parts, region
 from vgpu_agent.runtime import host_files, removal
@@ -70,7 +70,7 @@ def test_something_else_in_its_place_is_refused(kind: str, tmp_path: Path) -> No
     path = tmp_path / "d"
     path.write_text("") if kind == "file" else path.symlink_to(elsewhere)
     with pytest.raises(
-        CarrierError, match=rf"cannot make directory {path}: .*; (move away|replace)"
+        HostFileError, match=rf"cannot make directory {path}: .*; (move away|replace)"
     ):
         host_files.make_directory(str(path), 0o777)
     assert mode(elsewhere) == 0o700
@@ -225,7 +225,7 @@ def test_what_cannot_be_written_leaves_nothing_and_says_why(
 
     monkeypatch.setattr(os, "pwrite", refuse)
     with pytest.raises(
-        CarrierError, match=rf"cannot write {path}: {os.strerror(number)}; .*{remedy}"
+        HostFileError, match=rf"cannot write {path}: {os.strerror(number)}; .*{remedy}"
     ):
         host_files.make_file(HostFile(str(path), 8, ((0, b"new"),)), mounts)
     assert (path.read_bytes(), names(tmp_path)) == (b"old", ["file", "proc"])
@@ -234,7 +234,7 @@ def test_what_cannot_be_written_leaves_nothing_and_says_why(
 def test_a_directory_in_the_place_of_a_file_is_named(tmp_path: Path, mounts: MountTables) -> None:
     """Nothing of it is removed."""
     (tmp_path / "file" / "inner").mkdir(parents=True)
-    with pytest.raises(CarrierError, match="move away the directory"):
+    with pytest.raises(HostFileError, match="move away the directory"):
         host_files.make_file(HostFile(str(tmp_path / "file"), 8, ((0, b"new"),)), mounts)
     assert names(tmp_path) == ["file", "proc"]
 
@@ -344,7 +344,7 @@ def test_a_directory_keeps_its_mode_when_a_file_cannot_be_renamed(
         raise FileNotFoundError(errno.ENOENT, "No such file or directory", source)
 
     monkeypatch.setattr(os, "rename", rename)
-    with pytest.raises(CarrierError, match="cannot write"):
+    with pytest.raises(HostFileError, match="cannot write"):
         host_files.replace_file(str(tmp_path / "file"), b"{}")
     assert (mode(tmp_path), names(tmp_path)) == (0o1777, [])
 
@@ -384,10 +384,10 @@ def test_no_link_is_followed_to_a_file_to_be_removed(tmp_path: Path, path: str) 
     own = tmp_path / "own"
     own.mkdir()
     (own / "sub").symlink_to(host)
-    with pytest.raises(CarrierError, match=r"cannot remove .*/own/sub/.*shadow: "):
+    with pytest.raises(HostFileError, match=r"cannot remove .*/own/sub/.*shadow: "):
         host_files.remove_file(str(own), path)
     (tmp_path / "other").symlink_to(host)
-    with pytest.raises(CarrierError, match="cannot remove"):
+    with pytest.raises(HostFileError, match="cannot remove"):
         host_files.remove_file(str(tmp_path / "other"), "shadow")
     assert names(host) == ["deep", "shadow"]
 
@@ -398,9 +398,9 @@ def test_only_files_within_the_directory_are_removed(tmp_path: Path, path: str) 
     (tmp_path / "shadow").write_text("host")
     own = tmp_path / "own"
     (own / "a").mkdir(parents=True)
-    with pytest.raises(CarrierError, match="no path within the container's directory"):
+    with pytest.raises(HostFileError, match="no path within the container's directory"):
         host_files.remove_file(str(own), path)
-    with pytest.raises(CarrierError, match="no path within the container's directory"):
+    with pytest.raises(HostFileError, match="no path within the container's directory"):
         host_files.remove_file("", "file")
     assert (tmp_path / "shadow").exists()
 
@@ -410,6 +410,8 @@ def test_a_directory_in_the_place_of_a_removed_file_is_named(tmp_path: Path) -> 
     (tmp_path / "file").mkdir()
     before = len(os.listdir("/proc/self/fd"))
     for _ in range(3):
-        with pytest.raises(CarrierError, match=r"cannot remove .*/file: Is a directory; move away"):
+        with pytest.raises(
+            HostFileError, match=r"cannot remove .*/file: Is a directory; move away"
+        ):
             host_files.remove_file(str(tmp_path), "file")
     assert len(os.listdir("/proc/self/fd")) == before

@@ -13,7 +13,7 @@ import pytest
 
 from tests.runtime.conftest import HostProc
 from tests.runtime.control_client import build_client, client, lay_out
-from vgpu_agent.errors import CarrierError
+from vgpu_agent.errors import HostFileError
 from vgpu_agent.isolation.edits import Provision
 from vgpu_agent.isolation.vgpu_config import SIZE, SlotLimit, limits_offset, slot_offset
 from vgpu_agent.isolation.vgpu_control import CardLimit, ControlTarget, VgpuControl
@@ -133,7 +133,7 @@ def test_a_writer_waits_for_another_one(config: str, monkeypatch: pytest.MonkeyP
     with open(config, "r+b") as file:
         fcntl.fcntl(file, fcntl.F_OFD_SETLK, flock_of(fcntl.F_WRLCK, slot_offset(3)))
         monkeypatch.setattr(live_limits, "_LOCK_SECONDS", 0.05)
-        with pytest.raises(CarrierError, match=r"another program is changing .*vgpu\.config"):
+        with pytest.raises(HostFileError, match=r"another program is changing .*vgpu\.config"):
             change_limit(config, 3, same(7))
         assert sequence(config) == 0
         monkeypatch.undo()
@@ -155,7 +155,7 @@ def test_only_a_file_of_ours_is_changed(content: bytes | None, said: str, tmp_pa
         path.symlink_to(tmp_path / "else")
     else:
         path.write_bytes(content)
-    with pytest.raises(CarrierError, match=said):
+    with pytest.raises(HostFileError, match=said):
         change_limit(str(path), 3, same(7))
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from vgpu_agent.errors import CarrierError
+from vgpu_agent.errors import HostFileError
 from vgpu_agent.runtime import process_list
 from vgpu_agent.runtime.process_list import LockedError
 
@@ -56,11 +56,11 @@ def test_no_link_is_followed(tmp_path: Path) -> None:
     config = tmp_path / "config"
     config.mkdir()
     (config / "pids.config").symlink_to(outside)
-    with pytest.raises(CarrierError):
+    with pytest.raises(HostFileError):
         process_list.write(str(config), b"1\n")
     linked = tmp_path / "linked"
     linked.symlink_to(config)
-    with pytest.raises(CarrierError):
+    with pytest.raises(HostFileError):
         process_list.write(str(linked), b"1\n")
     assert outside.read_bytes() == b"theirs"
 
@@ -68,12 +68,12 @@ def test_no_link_is_followed(tmp_path: Path) -> None:
 def test_what_is_no_file_is_named(tmp_path: Path) -> None:
     """A FIFO in its place blocks nothing."""
     os.mkfifo(tmp_path / "pids.config")
-    with pytest.raises(CarrierError, match="it is not a regular file"):
+    with pytest.raises(HostFileError, match="it is not a regular file"):
         process_list.write(str(tmp_path), b"1\n")
 
 
 def test_without_the_directory_of_a_grant_nothing_is_made(tmp_path: Path) -> None:
     """A container without a share of a GPU has none, and gets none by registering."""
-    with pytest.raises(CarrierError, match="cannot write"):
+    with pytest.raises(HostFileError, match="cannot write"):
         process_list.write(str(tmp_path / "none"), b"1\n")
     assert list(tmp_path.iterdir()) == []

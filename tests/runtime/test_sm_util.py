@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from tests.patience import PATIENCE_SECONDS
-from vgpu_agent.errors import CarrierError
+from vgpu_agent.errors import HostFileError
 from vgpu_agent.isolation.vgpu_tables import SM_UTIL_SIZE
 from vgpu_agent.runtime import sm_util
 from vgpu_agent.runtime.sm_util import SmUtilFile
@@ -122,7 +122,7 @@ def test_anything_else_in_its_place_is_replaced(tmp_path: Path, what: str) -> No
 def test_a_directory_that_cannot_be_made_is_an_error_of_ours(tmp_path: Path) -> None:
     """With the path in its text."""
     (tmp_path / "file").write_text("")
-    with pytest.raises(CarrierError, match="file"):
+    with pytest.raises(HostFileError, match="file"):
         SmUtilFile(str(tmp_path / "file" / "watcher"), lambda _: None)
 
 

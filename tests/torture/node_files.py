@@ -13,7 +13,7 @@ from collections.abc import Callable
 
 from tests.torture.story import Story
 from vgpu_agent.allocation.carrier import GrantRecord, cdi_name
-from vgpu_agent.errors import CarrierError
+from vgpu_agent.errors import HostFileError
 from vgpu_agent.isolation.edits import Edits, Provision
 
 
@@ -52,7 +52,7 @@ class NodeFiles:
 
     outdated = False
 
-    async def stands(self, token: str) -> bool:
+    async def has_usable_spec(self, token: str) -> bool:
         """Tell whether the spec is there; a reboot removes them all."""
         return cdi_name(token) in self._specs
 
@@ -60,7 +60,7 @@ class NodeFiles:
         """Host files, then the spec.
 
         Raises:
-            CarrierError: the disk is full.
+            HostFileError: the disk is full.
         """
         await self._make(provision)
         self._specs[cdi_name(record.token)] = record, provision.edits
@@ -75,7 +75,7 @@ class NodeFiles:
         """Host files only.
 
         Raises:
-            CarrierError: the disk is full.
+            HostFileError: the disk is full.
         """
         await self._make(provision)
         self._prepared[record.token] = record
@@ -101,6 +101,6 @@ class NodeFiles:
     async def _make(self, provision: Provision) -> None:
         await asyncio.sleep(self._rng.random() * self._rng.choice((0.001, 0.001, 0.02)))
         if self.full:
-            raise CarrierError("cannot write: no space left on device; make room")
+            raise HostFileError("cannot write: no space left on device; make room")
         self.directories.update(directory.path for directory in provision.directories)
         await asyncio.sleep(0)

@@ -242,7 +242,7 @@ def volcano_node(node: AgentStatus) -> AgentStatus:
         VGPU,
         IDS,
         (Share("GPU-0", 4096, 30),),
-        GrantState.PROVEN,
+        GrantState.IDENTIFIED,
         Owner("main", "uid-served", "ml", "served"),
         NOW - 50,
         ("uid-served", "main"),

@@ -94,7 +94,7 @@ def test_a_pod_on_an_overcommitted_gpu_is_told_why_it_may_be_slow(
     The node's problems and the debug page name the GPU, too.
     """
     volcano_node.ledger.overcommitted = (Overcommit(VGPU, "GPU-0", 111, 100, 3, 10),)
-    said = "of GPU-0 more is allocated than it has: 111 % of the compute of 100, 3 containers of 10"
+    said = "more of GPU-0 is allocated than it has: 111 % of the compute of 100, 3 containers of 10"
     assert f"Scheduler overcommitted: {said}. Its containers share the compute" in sentences(
         volcano_node, "served"
     )

@@ -28,7 +28,7 @@ from vgpu_agent.families.vgpu_manager.spec import SPEC
 from vgpu_agent.model import Grant, GrantState, Owner, Share
 from vgpu_agent.status import AgentStatus, FamilyStatus, Problem, ProblemKind
 from vgpu_agent.web import exporter as exporter_module
-from vgpu_agent.web.exporter import Reviews, nobody_knows
+from vgpu_agent.web.exporter import Reviews, review_without_api_server
 from vgpu_agent.web.server import WebServer
 
 PLAIN = ExporterOptions("127.0.0.1:0", "vgpuManager.exporter.address", 1.0)
@@ -49,7 +49,7 @@ def status(node: AgentStatus) -> AgentStatus:
 async def serving(
     status: AgentStatus,
     options: ExporterOptions = PLAIN,
-    reviews: Reviews = nobody_knows,
+    reviews: Reviews = review_without_api_server,
     *,
     pod_names: bool = True,
 ) -> AsyncIterator[str]:
@@ -316,7 +316,7 @@ async def test_a_slice_of_the_family_has_its_holder(status: AgentStatus) -> None
     owner = Owner("main", "uid-a", "ml", "a")
     grant = Grant(
         *(9, "vgpu-manager-mig", "nvidia.com/mig-1g.10gb", ("MIG-1",), (Share("MIG-1"),)),
-        *(GrantState.PROVEN, owner),
+        *(GrantState.IDENTIFIED, owner),
     )
     status.ledger.grants = (*status.ledger.grants, grant)
     async with serving(status) as address:

@@ -145,7 +145,8 @@ def test_a_pod_that_waits_for_its_gpu_is_told_who_has_it_and_what_to_do(
 ) -> None:
     """It reads this even before the first refusal, while images are pulled."""
     assert (
-        "Its scheduler has named GPU 0 (GPU-0), for which it waits since 2027-01-15T07:56:50Z.\n"
+        "Its scheduler has named GPU 0 (GPU-0); the pod has waited for it since "
+        "2027-01-15T07:56:50Z.\n"
         "That GPU serves nvidia since 2027-01-15T07:50:00Z and is freed by the end of 2 pods "
         "(ml/a, ml/b); no new pod of nvidia gets any of it meanwhile.\n"
         "To have the pod scheduled anew, delete it; GPU 3 is idle."
@@ -256,5 +257,5 @@ def test_a_pod_whose_ids_must_come_from_a_gpu_is_told_that_it_is_kept(
     claim = Claim("GPU-2", "nvidia", "ml/waits", "uid-waits", NOW - 5, 3, named=False)
     mixed_node.ledger.uses = (msgspec.structs.replace(mixed_node.ledger.uses[2], claims=(claim,)),)
     text = answer(mixed_node, "waits")
-    assert "GPU 2 (GPU-2) is kept for it since" in text
+    assert "GPU 2 (GPU-2) has been kept for the pod since" in text
     assert "has named" not in text

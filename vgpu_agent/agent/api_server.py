@@ -105,7 +105,7 @@ class ClusterAccess:
         self._leaving_at = 0.0  # unix seconds; 0 until `withdraw`
         self._tasks: list[str] = []
         self._settings = settings
-        self._shelf = plugin_document().shelf(settings)
+        self._named_documents = plugin_document().named_documents(settings)
         self._journal = journal
         self._supervisor = supervisor
         self.config_maps: dict[str, ConfigMapWatch] = {}  # name of the file in it → its watch
@@ -145,7 +145,7 @@ class ClusterAccess:
         None while the Node has not been read.
         """
         node = self.nodes.node.value if self.nodes is not None else None
-        return None if node is None else node.labels.get(self._shelf.label, "")
+        return None if node is None else node.labels.get(self._named_documents.label, "")
 
     @property
     def texts(self) -> Mapping[str, tuple[str, ...]]:
@@ -242,14 +242,14 @@ class ClusterAccess:
         """Import what `connect` needs, if anything needs the API server;
         without this call `connect` imports it later.
         """
-        if self.needed or self._shelf.directory:
+        if self.needed or self._named_documents.directory:
             await asyncio.to_thread(importlib.import_module, "vgpu_agent.cluster.client")
 
     async def connect(self, waited_seconds: float = 0.0) -> None:
         """Find credentials, start the watches and wait a while for their first answers;
         ``waited_seconds`` of that time have passed already.
         """
-        if not self.needed and not self._shelf.directory:
+        if not self.needed and not self._named_documents.directory:
             self.disconnected_reason = "no family that needs the API server is on"
             return
         found = await asyncio.to_thread(credentials, self._settings)
@@ -304,7 +304,7 @@ class ClusterAccess:
         self.connected, self.disconnected_reason = True, ""
         await self._first_answers(max(0.0, START_WAIT_SECONDS - waited_seconds))
 
-    def write(
+    def start_writers(
         self,
         allocator: Allocator,
         refusals: Refusals,

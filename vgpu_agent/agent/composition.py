@@ -49,7 +49,7 @@ from vgpu_agent.allocation.overcommits import Overcommits
 from vgpu_agent.allocation.refusals import Refusals
 from vgpu_agent.cdi.controller import CdiController
 from vgpu_agent.concurrency import Supervisor, first_of, unless
-from vgpu_agent.errors import CarrierError, SimulationError
+from vgpu_agent.errors import HostFileError, SimulationError
 from vgpu_agent.families.registry import FAMILIES
 from vgpu_agent.gpu import thread as nvml_thread
 from vgpu_agent.gpu import watch as gpu_watch
@@ -412,8 +412,8 @@ class Agent:
         await self._families.apply(settings)
         await self._know_holders()
         await self._grants.restore()
-        await self._grants.withdraw_strangers()
-        self._cluster.write(
+        await self._grants.withdraw_foreign_specs()
+        self._cluster.start_writers(
             self._allocator,
             self._refusals,
             self._notices,
@@ -507,9 +507,9 @@ class Agent:
             async with asyncio.timeout(SHUTDOWN_SECONDS):
                 # After the last registration containers start without the agent, from the specs
                 # that are there. So none may have the spec of another container.
-                await self._grants.withdraw_strangers()
+                await self._grants.withdraw_foreign_specs()
                 await self._offering.stop()
-        except CarrierError as err:
+        except HostFileError as err:
             _logger.error("agent.stale_spec", error=str(err))
             await self._offering.stop()
         except TimeoutError:

@@ -94,7 +94,7 @@ class LateWeb:
                     await asyncio.sleep(_LOOK_SECONDS)
         await asyncio.to_thread(importlib.import_module, "vgpu_agent.web.server")
         # imported late: see the docstring of this module
-        from vgpu_agent.web.exporter import nobody_knows  # noqa: PLC0415
+        from vgpu_agent.web.exporter import review_without_api_server  # noqa: PLC0415
         from vgpu_agent.web.server import WebServer  # noqa: PLC0415
 
         settings = self._settings
@@ -107,6 +107,6 @@ class LateWeb:
             pod_names_everywhere=settings.web.pod_names == "all",
             shutdown_seconds=SHUTDOWN_SECONDS,
             exporters=self._exporters,
-            reviews=self._reviews or nobody_knows,
+            reviews=self._reviews or review_without_api_server,
         )
         await self._server.start()

@@ -75,7 +75,7 @@ class NamedConfiguration:
         self.label: str | None = None
         self.waited_seconds = 0.0
         self._read: Callable[[], str | None] = lambda: None
-        self._shelf = plugin_document().shelf(settings)
+        self._named_documents = plugin_document().named_documents(settings)
         self._own, self._settings = sources, settings
         self._unread = ""  # why the label has not been read
         self._before: InForce | None = None  # what an earlier agent had
@@ -103,13 +103,15 @@ class NamedConfiguration:
             ConfigError: the directory cannot be read, or what was chosen cannot be used.
         """
         await self._hear()
-        keys = await asyncio.to_thread(keys_in, self._shelf.directory)
+        keys = await asyncio.to_thread(keys_in, self._named_documents.directory)
         self._choose(keys)
         if self.problem and not self.choice.reason:  # nothing is in force that could stay
             if self._before is not None and (not self._before.key or self._before.key in keys):
                 self._take(Choice(self._before.key, "in force before the agent was restarted"))
             else:
-                self._take(msgspec.structs.replace(self._shelf.choose("", keys), problem=""))
+                self._take(
+                    msgspec.structs.replace(self._named_documents.choose("", keys), problem="")
+                )
         loaded = await asyncio.to_thread(self._load)
         self.applied(loaded)
         return loaded
@@ -125,7 +127,7 @@ class NamedConfiguration:
         and the file that label and directory choose.
         """
         try:
-            self._choose(await asyncio.to_thread(keys_in, self._shelf.directory))
+            self._choose(await asyncio.to_thread(keys_in, self._named_documents.directory))
         except ConfigError as err:
             self._complain(str(err))
         return self._with(self.choice)
@@ -162,7 +164,7 @@ class NamedConfiguration:
         """
         read = self._read()
         self.label = self.label if read is None else read
-        found = self._shelf.choose(self.label or "", keys)
+        found = self._named_documents.choose(self.label or "", keys)
         if not found.problem:
             self._take(found)
         unread = "" if self.label is not None else self._unread
@@ -175,7 +177,7 @@ class NamedConfiguration:
                 "config.named",
                 name=choice.key or "none",
                 reason=choice.reason,
-                directory=self._shelf.directory,
+                directory=self._named_documents.directory,
             )
 
     def _complain(self, problem: str) -> None:
@@ -192,7 +194,7 @@ class NamedConfiguration:
         )
 
     def _file(self, choice: Choice) -> str:
-        return self._shelf.path(choice.key) if choice.key else ""
+        return self._named_documents.path(choice.key) if choice.key else ""
 
     async def _hear(self) -> None:
         """Ask the API server for the label; where it does not answer,
@@ -210,8 +212,8 @@ class NamedConfiguration:
                 f"no answer from the API server in {api_server.START_WAIT_SECONDS:g} s"
             )
             self._unread = (
-                f"label {self._shelf.label} of this node has not been read: {why}; until then it "
-                "counts as not set"
+                f"label {self._named_documents.label} of this node has not been read: {why}; until "
+                "then it counts as not set"
             )
         self.waited_seconds = time.monotonic() - began
         remembered = await RememberedFile(self._settings.state_directory).read(node)
@@ -239,7 +241,7 @@ class NamedConfiguration:
         client = ApiClient(found)
         try:
             return decode.node(await client.get(f"/api/v1/nodes/{node}")).labels.get(
-                self._shelf.label, ""
+                self._named_documents.label, ""
             )
         finally:
             await client.close()
@@ -279,7 +281,7 @@ async def with_named_configuration(loaded: Loaded) -> tuple[Loaded, NamedConfigu
     Raises:
         ConfigError: see `NamedConfiguration.begin`.
     """
-    if not plugin_document().shelf(loaded.settings).directory:
+    if not plugin_document().named_documents(loaded.settings).directory:
         return loaded, None
     named = NamedConfiguration(loaded.sources, loaded.settings, Journal())
     return await named.begin(), named

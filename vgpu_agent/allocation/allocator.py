@@ -23,7 +23,7 @@ from vgpu_agent.allocation.early.binding import EarlyBinding
 from vgpu_agent.allocation.ended_pods import EndedPods
 from vgpu_agent.allocation.interpretation import Interpretation
 from vgpu_agent.allocation.late_start import LateStart
-from vgpu_agent.allocation.shared_ids import has_waiting_init_containers
+from vgpu_agent.allocation.shared_ids import has_containers_waiting_behind_init
 from vgpu_agent.errors import (
     AgentError,
     LedgerError,
@@ -257,7 +257,9 @@ class Allocator:
         offered = next((offer for offer in self._ledger.resources if offer.name == resource), None)
         if offered is None or offered.decided_by is not Decider.POD:
             return True
-        if offered.init_shares and has_waiting_init_containers(self._context.pods.pods, resource):
+        if offered.init_shares and has_containers_waiting_behind_init(
+            self._context.pods.pods, resource
+        ):
             return False
         return self.is_late and not self._context.carrier.outdated
 

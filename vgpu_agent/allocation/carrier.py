@@ -109,7 +109,7 @@ class Carrier(Protocol):
         """
         ...
 
-    async def stands(self, token: str) -> bool:
+    async def has_usable_spec(self, token: str) -> bool:
         """Tell whether the spec of that name is where the runtime looks for it."""
         ...
 
@@ -118,7 +118,7 @@ class Carrier(Protocol):
         a repetition with the same content changes nothing.
 
         Raises:
-            CarrierError: something could not be written; the text names path, reason and remedy.
+            HostFileError: something could not be written; the text names path, reason and remedy.
         """
         ...
 
@@ -126,6 +126,6 @@ class Carrier(Protocol):
         """Make the host's files only, for answers that were complete in Allocate.
 
         Raises:
-            CarrierError: as for `deliver`.
+            HostFileError: as for `deliver`.
         """
         ...

@@ -40,7 +40,7 @@ POD_WAIT_SECONDS = 2.0
 # How long a start waits for its pod's status to tell that the container before it has ended. The
 # kubelet writes the statuses of all its pods one after the other: on a busy node of twenty starting
 # pods one came more than two seconds after the next start was announced.
-TURN_SECONDS = 15.0
+STATUS_WAIT_SECONDS = 15.0
 # How long after an outage of the API server a pod's status may be old: the kubelet writes what it
 # could not write at its next round, every 10 seconds.
 STATUS_SECONDS = 20.0
@@ -199,14 +199,14 @@ class Identification:
                     reading = record is None and not pods.synced.is_set()
                     if not reading and await _newer(pods, version, until - loop.time()):
                         continue
-                    if record and await self._context.carrier.stands(token):
+                    if record and await self._context.carrier.has_usable_spec(token):
                         return record
                     fetched = await self._ask_for(found)
             except NotProvenError as err:
                 err.suspects = suspects(resource, ids, kubelet_evidence, pods)
                 raise
 
-    async def in_turn(self, start: Start) -> Start:
+    async def with_starting_container(self, start: Start) -> Start:
         """Return ``start`` with the container whose turn it is, of those of its pod that have the
         same ids. If the pod's status does not show that, wait for it, then ask the API server.
 
@@ -241,7 +241,7 @@ class Identification:
             default=None,
         )
         loop = asyncio.get_running_loop()
-        until = min(loop.time() + TURN_SECONDS, start.until)
+        until = min(loop.time() + STATUS_WAIT_SECONDS, start.until)
         while True:
             version = pods.revision.version
             pod = pods.get(uid) or pod
@@ -397,7 +397,7 @@ def records_about(
             f"pod-resources: {'/'.join(named)}" + (f" container {whole[0]}" if whole else "")
         )
     if kubelet_evidence.trouble:
-        evidence.append(f"silent: {kubelet_evidence.trouble}")
+        evidence.append(f"not read: {kubelet_evidence.trouble}")
     if whole and containers:
         # What is listed alive by name must be what the checkpoint has by UID.
         containers = {uid: names for uid, names in containers.items() if set(whole) <= set(names)}
@@ -482,7 +482,7 @@ def _holder_by_name(found: IdRecords, pods: PodCache, fetched: Pod) -> tuple[Pod
     Raises:
         NotProvenError: there has been another pod of that name.
     """
-    if not pods.one_of_its_name(fetched):
+    if not pods.is_only_one_of_its_name(fetched):
         raise NotProvenError(
             f"there has been another pod named {fetched.full_name}, and without the kubelet's "
             "checkpoint it is not certain which of them starts; the kubelet will retry"

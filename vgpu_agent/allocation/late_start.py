@@ -39,7 +39,7 @@ from vgpu_agent.allocation.questions import question
 from vgpu_agent.errors import (
     AgentError,
     CapacityError,
-    CarrierError,
+    HostFileError,
     LedgerError,
     MigError,
     OvercommitError,
@@ -146,7 +146,7 @@ class LateStart:
             NotProvenError: the owner of the ids is not certain (yet).
             RequestRefusedError: the pod cannot get what it asks for.
             LedgerError: what it should get cannot be booked now.
-            CarrierError: a file could not be put into place.
+            HostFileError: a file could not be put into place.
             MigError: a GPU is not divided as the container needs it.
         """
         token = grant_token(offered.name, ids)
@@ -160,7 +160,7 @@ class LateStart:
                 self._refuse_before_rebuilt()
                 is_late = self._is_late(start, late=late)
                 if is_late and offered.init_shares:
-                    start = await self._identification.in_turn(start)
+                    start = await self._identification.with_starting_container(start)
                 grant = await (
                     self._bind(start)
                     if is_late
@@ -169,7 +169,7 @@ class LateStart:
             except (
                 RequestRefusedError,
                 LedgerError,
-                CarrierError,
+                HostFileError,
                 MigError,
                 NotProvenError,
             ) as err:

@@ -64,7 +64,7 @@ def starting_container(
     return previous.name if failed or (settled and not previous.running) else None
 
 
-def has_waiting_init_containers(pods: Iterable[Pod], resource: str) -> bool:
+def has_containers_waiting_behind_init(pods: Iterable[Pod], resource: str) -> bool:
     """Tell whether a pod has an init container with ``resource``, followed by containers with it
     that have not started. Under the CDI name of their ids these may find the init container's spec.
     """

@@ -30,7 +30,7 @@ from vgpu_agent.cdi.roots import find_roots
 from vgpu_agent.cdi.toolkit_specs import STATIC_DIRECTORY, ToolkitSpecs
 from vgpu_agent.config.device_answers import Cdi
 from vgpu_agent.config.types import DEVICE_MODES
-from vgpu_agent.errors import CarrierError, CdiError
+from vgpu_agent.errors import CdiError, HostFileError
 from vgpu_agent.families.device_lists import CDI_STRATEGIES, GENERATED_KIND, TOOLKIT_KIND
 from vgpu_agent.families.registry import FAMILIES
 from vgpu_agent.ledger.offers import Offers
@@ -215,7 +215,7 @@ class CdiController:
         """
         if self._channels.trouble and self._settings.plugin.imex_required:
             return Withheld(f"{self._channels.trouble}, or set plugin.imexRequired: false")
-        return self._unnamed(resource) if self._is_told_by_names(resource) else None
+        return self._unnamed(resource) if self._uses_cdi_names(resource) else None
 
     def _unnamed(self, resource: Resource) -> Withheld | None:
         if self._inventory is not None and any(gpu.integrated for gpu in self._inventory.gpus):
@@ -245,7 +245,7 @@ class CdiController:
         MIG instance was created for this container.
 
         Raises:
-            CarrierError: the names do not resolve now.
+            HostFileError: the names do not resolve now.
         """
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(identification.POD_WAIT_SECONDS):
@@ -253,7 +253,7 @@ class CdiController:
                     await self._source.revision.newer_than(self._source.revision.version)
                     self._keep_back()
         if wrong := self._wrong_names.intersection(names):
-            raise CarrierError(
+            raise HostFileError(
                 f"the CDI spec of this node does not have {', '.join(sorted(wrong))} as it is "
                 "now; the kubelet will retry"
             )
@@ -293,7 +293,7 @@ class CdiController:
     def _needed(self) -> bool:
         return self._settings.cdi.inline or self._by_names
 
-    def _is_told_by_names(self, resource: Resource) -> bool:
+    def _uses_cdi_names(self, resource: Resource) -> bool:
         if self._by_names:
             return True
         return (

@@ -209,7 +209,7 @@ class GeneratedSpecs:
         A `CdiError` of one does not stop the others.
         """
         before = self.statuses
-        await self._go_by_earlier(wanted)
+        await self._use_earlier_spec(wanted)
         errors: dict[str, str] = {}
         # first what needs no tool, which may hang
         for kind in sorted(self._kinds(wanted), key=lambda kind: kind != _CHANNEL_KIND):
@@ -229,7 +229,7 @@ class GeneratedSpecs:
             self.revision.advance()
         return not errors
 
-    async def _go_by_earlier(self, wanted: Wanted) -> None:
+    async def _use_earlier_spec(self, wanted: Wanted) -> None:
         """Once, before anything is made, take the GPUs' spec that an earlier agent has left;
         it is used until it is replaced.
         """

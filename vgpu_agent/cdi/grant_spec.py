@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from vgpu_agent.allocation.carrier import CDI_KIND, GrantRecord, InlinedEdits
-from vgpu_agent.errors import CarrierError, quoted
+from vgpu_agent.errors import HostFileError, quoted
 from vgpu_agent.model import Owner, Share
 from vgpu_agent.pods import is_container_name, is_uid
 
@@ -63,11 +63,11 @@ def other_names(edits: Edits) -> tuple[str, ...]:
     them, only contain their edits.
 
     Raises:
-        CarrierError: there are annotations that are something else.
+        HostFileError: there are annotations that are something else.
     """
     others = {key: value for key, value in edits.annotations.items() if not _NAMES.fullmatch(value)}
     if others:
-        raise CarrierError(
+        raise HostFileError(
             f"a CDI spec cannot carry annotations ({', '.join(others)}); choose binding.mode early"
         )
     annotated = (name for value in edits.annotations.values() for name in value.split(","))
@@ -83,10 +83,10 @@ def spec_text(record: GrantRecord, edits: Edits, inlined: InlinedEdits | None = 
         inlined: the edits of `other_names`.
 
     Raises:
-        CarrierError: the edits contain what a CDI spec cannot bring into a container.
+        HostFileError: the edits contain what a CDI spec cannot bring into a container.
     """
     if (names := other_names(edits)) and inlined is None:
-        raise CarrierError(
+        raise HostFileError(
             f"a CDI spec cannot carry other CDI names ({', '.join(names)}); choose the device list "
             "strategy envvar, or binding.mode early"
         )
@@ -109,17 +109,17 @@ def read_record(content: bytes, token: str) -> GrantRecord:
     """Read the record in a spec file, which must be that of ``token``.
 
     Raises:
-        CarrierError: it is not one of ours, or damaged; the text says where.
+        HostFileError: it is not one of ours, or damaged; the text says where.
     """
     try:
         spec = msgspec.json.decode(content, type=_Spec)
         if spec.kind != CDI_KIND or [device.name for device in spec.devices] != [token]:
-            raise CarrierError(f"expected exactly the device {CDI_KIND}={token}")
+            raise HostFileError(f"expected exactly the device {CDI_KIND}={token}")
         return _record(
             token, {name.removeprefix(_PREFIX): value for name, value in spec.annotations.items()}
         )
     except (msgspec.MsgspecError, UnicodeError, RecursionError) as err:
-        raise CarrierError(str(err)) from err
+        raise HostFileError(str(err)) from err
 
 
 def _container_edits(record: GrantRecord, edits: Edits) -> dict[str, Any]:
@@ -207,16 +207,16 @@ def _record(token: str, facts: dict[str, str]) -> GrantRecord:
         owner = Owner(facts["container"], facts["pod-uid"], facts["namespace"], facts["pod"])
         if not is_uid(owner.pod_uid) or not is_container_name(owner.container):
             named = f"UID {quoted(owner.pod_uid)} and container {quoted(owner.container)}"
-            raise CarrierError(f"annotations: expected names that Kubernetes allows, got {named}")
+            raise HostFileError(f"annotations: expected names that Kubernetes allows, got {named}")
         rules_out = tuple(facts["rules-out"].split(",")) if facts.get("rules-out") else ()
         if not all(map(is_container_name, rules_out)):
-            raise CarrierError(
+            raise HostFileError(
                 f"annotation {_PREFIX}rules-out: expected names of containers with commas between, "
                 f"got {quoted(facts['rules-out'])}"
             )
         collected = facts["collected"]
         if collected and (not os.path.isabs(collected) or os.path.normpath(collected) != collected):
-            raise CarrierError(
+            raise HostFileError(
                 f"annotation {_PREFIX}collected: expected an absolute path, got {collected!r}"
             )
         return GrantRecord(
@@ -233,6 +233,6 @@ def _record(token: str, facts: dict[str, str]) -> GrantRecord:
             rules_out=rules_out,
         )
     except KeyError as err:
-        raise CarrierError(f"annotation {_PREFIX}{err.args[0]} is missing") from err
+        raise HostFileError(f"annotation {_PREFIX}{err.args[0]} is missing") from err
     except ValueError as err:
-        raise CarrierError(f"annotations: {err}") from err
+        raise HostFileError(f"annotations: {err}") from err

@@ -14,7 +14,7 @@ import msgspec
 from vgpu_agent.allocation.carrier import InlinedEdits
 from vgpu_agent.cdi.document import ContainerEdits
 from vgpu_agent.cdi.rules import least_version
-from vgpu_agent.errors import CarrierError
+from vgpu_agent.errors import HostFileError
 
 if TYPE_CHECKING:
     from collections.abc import Hashable, Iterable, Sequence
@@ -35,7 +35,7 @@ def resolve_edits(names: Iterable[str], specs: Sequence[Spec]) -> InlinedEdits:
             runtimes.
 
     Raises:
-        CarrierError: no spec defines one of the names. The kubelet retries, and by then there may
+        HostFileError: no spec defines one of the names. The kubelet retries, and by then there may
             be one.
     """
     defined = {
@@ -47,7 +47,7 @@ def resolve_edits(names: Iterable[str], specs: Sequence[Spec]) -> InlinedEdits:
     kinds: set[str] = set()
     for name in dict.fromkeys(names):
         if name not in defined:
-            raise CarrierError(
+            raise HostFileError(
                 f"no CDI spec of this node has the device {name} now; /debug/config, cdi, says "
                 "why; the kubelet will retry"
             )

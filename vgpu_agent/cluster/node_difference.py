@@ -63,7 +63,7 @@ def compared(node: Node, desired_state: DesiredNode) -> Iterator[DesiredEntry]:
             key,
             node.annotations.get(key),
             value,
-            desired_state.unhurried.get(key, 0.0),
+            desired_state.min_write_interval_seconds.get(key, 0.0),
             guarded,
         )
     for key, value in desired_state.labels.items():

@@ -66,7 +66,7 @@ _LIST_SECONDS = 5.0
 _TOGETHER_SECONDS = 2.0
 _NO_TRIES = Tries(0, 0.0)
 
-_Key = TypeVar("_Key")
+_Value = TypeVar("_Value")
 
 
 class _Case(msgspec.Struct):
@@ -84,7 +84,7 @@ class _Case(msgspec.Struct):
     due: float = 0.0  # the event loop's clock
 
 
-class _Return(msgspec.Struct):
+class _Recreation(msgspec.Struct):
     """The next try to create the pod of a copy."""
 
     backoff: Backoff = msgspec.field(default_factory=Backoff)
@@ -141,10 +141,10 @@ class Rescue:
         self._failure_log = FailureLog(journal, "rescue")
         self._state = State()
         self._cases: dict[str, _Case] = {}  # by UID
-        self._returns: dict[str, _Return] = {}  # of copies, by UID
+        self._recreations: dict[str, _Recreation] = {}  # of copies, by UID
         self._done: dict[str, None] = {}  # UIDs; the latest at the end
         self._seen = (-1, -1)
-        self._listing, self._list_due = Backoff(), 0.0
+        self._list_backoff, self._list_due = Backoff(), 0.0
         self._beat: Callable[[], None] = lambda: None
         self.counts = {"evicted": 0, "recreated": 0, "left_alone": 0}
 
@@ -168,7 +168,7 @@ class Rescue:
                 left = await self._help(uid, case)
             pause = min(pause, left)
         for copy in tuple(self._state.copies.values()):
-            again = self._returns.setdefault(copy.uid, _Return())
+            again = self._recreations.setdefault(copy.uid, _Recreation())
             if (left := again.due - _now()) <= 0:
                 self._beat()
                 left = await self._bring_back(copy, again)
@@ -183,17 +183,17 @@ class Rescue:
         """
         if self._seen == (self._pod_cache.ends, self._pod_cache.lists):
             return self._look_seconds
-        if (left := max(self._list_due - _now(), self._listing.seconds_left)) > 0:
+        if (left := max(self._list_due - _now(), self._list_backoff.seconds_left)) > 0:
             return left
         seen = self._pod_cache.ends, self._pod_cache.lists
         try:
             await self._list_failed()
         except ClusterError as err:
-            self._listing.failed(err)
+            self._list_backoff.failed(err)
             self._failure_log.failed("list", err, "list pods")
-            return self._listing.seconds_left
+            return self._list_backoff.seconds_left
         self._failure_log.recovered("list")
-        self._listing.succeeded()
+        self._list_backoff.succeeded()
         self._seen, self._list_due = seen, _now() + _LIST_SECONDS
         return self._look_seconds
 
@@ -245,11 +245,11 @@ class Rescue:
         """
         case.due = 0.0
         try:
-            pod = await self._present(case)
+            pod = await self._current_object(case)
             if pod is None:
                 self._drop(uid)
                 return self._look_seconds
-            left = await self._give(case, pod)
+            left = await self._evict_or_delete(case, pod)
         except ClusterError as err:
             case.backoff.failed(err)
             case.due = _now() + case.backoff.seconds_left
@@ -262,7 +262,7 @@ class Rescue:
             left = case.backoff.seconds_left
         return left
 
-    async def _give(self, case: _Case, pod: dict[str, Any]) -> float:
+    async def _evict_or_delete(self, case: _Case, pod: dict[str, Any]) -> float:
         """Evict, delete or leave alone the pod; return the seconds until there is more to do.
 
         Raises:
@@ -280,7 +280,7 @@ class Rescue:
             return await self._evict(case, key, recreation.created_at(pod), controller)
         return await self._delete(case, key, pod)
 
-    async def _present(self, case: _Case) -> dict[str, Any] | None:
+    async def _current_object(self, case: _Case) -> dict[str, Any] | None:
         """Return the pod as it is now, None where it needs no help any more.
 
         Raises:
@@ -346,7 +346,7 @@ class Rescue:
         )
         return 0.0
 
-    async def _bring_back(self, copy: Copy, again: _Return) -> float:
+    async def _bring_back(self, copy: Copy, again: _Recreation) -> float:
         """Create the pod once the old one is gone; return the seconds until there is more to do."""
         pod = Pod(copy.uid, copy.namespace, copy.name)
         if self._clock() - copy.since > GIVE_UP_SECONDS:
@@ -438,7 +438,7 @@ class Rescue:
         UID and drops it then.
         """
         self._state.copies.pop(copy.uid, None)
-        self._returns.pop(copy.uid, None)
+        self._recreations.pop(copy.uid, None)
         await self._keep_tries()
 
     # -- events ------------------------------------------------------------------------------------
@@ -519,7 +519,7 @@ def _now() -> float:
     return asyncio.get_running_loop().time()
 
 
-def _shorten(kept: dict[str, _Key], most: int) -> None:
+def _shorten(kept: dict[str, _Value], most: int) -> None:
     """Remove the oldest of more than ``most`` entries."""
     while len(kept) > most:
         del kept[next(iter(kept))]

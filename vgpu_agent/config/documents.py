@@ -51,7 +51,7 @@ class Choice(msgspec.Struct, frozen=True):
     problem: str = ""
 
 
-class Shelf(msgspec.Struct, frozen=True):
+class NamedDocuments(msgspec.Struct, frozen=True):
     """Several such documents, of which a label of the Node chooses one.
 
     Attributes:
@@ -77,8 +77,8 @@ class PluginDocument(msgspec.Struct, frozen=True):
         plugin_only_keys: top-level keys of such a document that the agent's own file never has.
         translate_file: the content of a file → its meaning.
         translate_section: the value of ``section`` → its meaning.
-        directory_key: the dotted path of the setting for the shelf's directory.
-        shelf: the settings → the documents to choose from.
+        directory_key: the dotted path of the setting for the directory of named documents.
+        named_documents: the settings → the documents to choose from.
     """
 
     section: str
@@ -86,4 +86,4 @@ class PluginDocument(msgspec.Struct, frozen=True):
     translate_file: Callable[[bytes], Translation]
     translate_section: Callable[[yaml.Node], Translation]
     directory_key: str
-    shelf: Callable[[Settings], Shelf]
+    named_documents: Callable[[Settings], NamedDocuments]

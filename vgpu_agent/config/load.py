@@ -262,7 +262,7 @@ def _warnings(settings: Settings, sources: Sources, contents: Contents) -> Itera
     for name in options.unknown_variables(sources.environment):
         guess = (
             options.PREFIX + near
-            if (near := nearest(name.removeprefix(options.PREFIX), options.our_names()))
+            if (near := nearest(name.removeprefix(options.PREFIX), options.names_without_prefix()))
             else None
         )
         yield f"environment variable {name}: unknown and ignored" + (

@@ -458,7 +458,7 @@ def unknown_variables(environment: Mapping[str, str]) -> list[str]:
     )
 
 
-def our_names() -> list[str]:
+def names_without_prefix() -> list[str]:
     """List the part after our prefix of each variable that has it."""
     variables = [CONFIG_VARIABLE, *_known_variables()]
     return [variable.removeprefix(PREFIX) for variable in variables if variable.startswith(PREFIX)]

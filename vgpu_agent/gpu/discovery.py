@@ -163,8 +163,8 @@ def _no_sign(settings: GpuSettings, sysfs_root: str) -> str:
     release, family = _places(settings, sysfs_root)
     return (
         f"gpu.discovery is tegra, but there is no {release} and {family} does not say Tegra; "
-        "containers would find no GPU here, so set gpu.discovery: auto, unless the node is one and "
-        "the agent cannot see its files (gpu.driverRoot, /sys)"
+        "containers would find no GPU here, so set gpu.discovery: auto, unless the node "
+        "has a Tegra processor and the agent cannot see its files (gpu.driverRoot, /sys)"
     )
 
 

@@ -144,7 +144,7 @@ class GpuHealth:
         self._cause = ""
         self._last_probe = Probe()
         self._hung = False
-        self._heard_at = 0.0  # the time of the last trouble
+        self._trouble_at = 0.0  # the time of the last trouble
         self._recovered_at: float | None = None
         self._relapses = 0
 
@@ -173,7 +173,7 @@ class GpuHealth:
             or self._last_probe.obstacle
         ):
             return None
-        return self._heard_at + self.quiet_needed_seconds
+        return self._trouble_at + self.quiet_needed_seconds
 
     def reported(self, reason: str, now: float) -> bool:
         """Take note of an error event that counts: the GPU is Unhealthy now, for ``reason``."""
@@ -192,7 +192,7 @@ class GpuHealth:
         """
         if self._hung:
             self._hung = False
-            self._heard_at = now
+            self._trouble_at = now
 
     def probed(self, probe: Probe, now: float) -> bool:
         """Take note of a probe; only a probe can bring an Unhealthy GPU back."""
@@ -202,7 +202,7 @@ class GpuHealth:
         if self._health.ok:
             return False
         if probe.obstacle:
-            self._heard_at = now
+            self._trouble_at = now
         recovers_at = self.recovers_at
         if recovers_at is not None and now >= recovers_at:
             self._recovered_at, self._cause = now, ""
@@ -211,7 +211,7 @@ class GpuHealth:
         return self._explain()
 
     def _fail(self, cause: str, now: float) -> bool:
-        self._heard_at = now
+        self._trouble_at = now
         self._cause = cause
         if not self._health.ok:
             return self._explain()

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 
 # events read in a row: a card that reports faster must not keep the agent from the other cards
-_LONGEST_DRAIN = 1000
+_MAX_EVENTS_IN_A_ROW = 1000
 
 
 class Snapshot(msgspec.Struct, frozen=True):
@@ -143,7 +143,7 @@ class Session:
             self._nvml.name(self._nvml.handle(index)) for index in range(self._nvml.count())
         )
 
-    def read_if_cut_anew(self) -> Snapshot | None:
+    def read_if_divided_anew(self) -> Snapshot | None:
         """Read everything if a GPU has other MIG instances than in the last reading,
         or another MIG mode; else None.
 
@@ -153,7 +153,7 @@ class Session:
         Raises:
             AgentError: as `read`.
         """
-        return self.read() if any(map(self._is_cut_anew, self._handles)) else None
+        return self.read() if any(map(self._is_divided_anew, self._handles)) else None
 
     def usage(self) -> tuple[GpuUsage, ...]:
         """Return the load of each GPU that answered last time; a GPU that fails now is left out."""
@@ -201,7 +201,7 @@ class Session:
             self._nvml.load(self._driver_root)
             self._open = True
 
-    def _is_cut_anew(self, uuid: str) -> bool:
+    def _is_divided_anew(self, uuid: str) -> bool:
         before = self._layouts[uuid]
         if before is not None and not before.capable:
             return False
@@ -239,7 +239,7 @@ class Session:
         and an XID must not wait for its end.
         """
         with contextlib.suppress(NvmlError):  # the next wait finds the error
-            for _ in range(_LONGEST_DRAIN):
+            for _ in range(_MAX_EVENTS_IN_A_ROW):
                 event = self.wait(0)
                 if event is None:
                     return

@@ -257,7 +257,7 @@ class GpuWatch:
         self._looked_at = time.monotonic()
         self._next_look = self._looked_at + _MIG_LOOK_SECONDS
         snapshot = await self._thread.call(
-            "look for other MIG instances", self._session.read_if_cut_anew
+            "look for other MIG instances", self._session.read_if_divided_anew
         )
         if snapshot is not None:
             self._learn(snapshot)

@@ -63,14 +63,14 @@ class LibraryServices(msgspec.Struct, frozen=True):
 
     Attributes:
         containers: the parent of the containers' own directories, ``<pod UID>_<container>``.
-        registry: directory of the socket by which processes register; empty where none do.
-        watcher: directory of the samples of the use of compute; empty when the library does not
+        registry_directory: of the socket by which processes register; empty where none do.
+        samples_directory: of the samples of the use of compute; empty when the library does not
             read them.
     """
 
     containers: str = ""
-    registry: str = ""
-    watcher: str = ""
+    registry_directory: str = ""
+    samples_directory: str = ""
 
 
 NO_SERVICES = LibraryServices()

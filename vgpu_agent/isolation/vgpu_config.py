@@ -28,7 +28,7 @@ MAGIC = 0x56474346
 VERSION = 1
 _USED = 2560  # bytes of the file that have a meaning
 
-SLOTS = 512
+_SLOTS_AT = 512
 SLOT_SIZE = 128
 SLOT_SEQUENCE = struct.Struct("<I")  # at the start of a slot; odd while the rest is changed
 
@@ -219,7 +219,7 @@ def slot_offset(index: int) -> int:
     """The offset in the file of that card's slot, which begins with its sequence number."""
     if not 0 <= index < MAX_CARDS:
         raise ValueError(f"there is no slot {index}")
-    return SLOTS + index * SLOT_SIZE
+    return _SLOTS_AT + index * SLOT_SIZE
 
 
 def limits_offset(index: int) -> int:

@@ -113,7 +113,7 @@ class Overcommit(msgspec.Struct, frozen=True):
     """A device of which schedulers have assigned more compute, or to more holders, than it has.
 
     Attributes:
-        slots: the number of holders that the device has room for.
+        holders_limit: the number of holders that the device has room for.
     """
 
     resource: str
@@ -121,14 +121,14 @@ class Overcommit(msgspec.Struct, frozen=True):
     cores_percent: int
     cores_limit_percent: int
     holders: int
-    slots: int
+    holders_limit: int
 
     @property
     def text(self) -> str:
         """Compute and holders, as the end of a sentence."""
         return (
             f"{self.cores_percent} % of the compute of {self.cores_limit_percent}, {self.holders} "
-            f"containers of {self.slots}"
+            f"containers of {self.holders_limit}"
         )
 
 

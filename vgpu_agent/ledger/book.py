@@ -555,7 +555,7 @@ class Ledger:
             name,
             tuple(ids),
             tuple(shares),
-            GrantState.PROVEN,
+            GrantState.IDENTIFIED,
             owner,
             same.reserved_at if same else self._wall_clock(),
             decided_for,

@@ -242,11 +242,11 @@ class Reconciliation:
             if decided_for is None:
                 return GrantState.RESERVED
             return (
-                GrantState.PROVEN
+                GrantState.IDENTIFIED
                 if decided_for == (owner.pod_uid, owner.container)
                 else GrantState.GRANTED
             )
-        return GrantState.PROVEN if owner.pod_uid and owner.pod else GrantState.GRANTED
+        return GrantState.IDENTIFIED if owner.pod_uid and owner.pod else GrantState.GRANTED
 
     def _release_reason(self, grant: Grant, reservation_seconds: float) -> str:
         """Return why ``grant``, which the records do not show, is released; "" to keep it.

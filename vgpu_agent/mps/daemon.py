@@ -359,7 +359,7 @@ class Daemon:
                 if misses >= _MAX_MISSES:
                     raise
             await self._admit_others()
-            if await self._is_outdated():
+            if await self._end_if_outdated():
                 return
 
     async def _prove(self, turn: int) -> None:
@@ -395,7 +395,7 @@ class Daemon:
             _logger.warning("mps.compute_mode_failed", resource=self._plan.resource, error=str(err))
         self.status.in_use_by_others = tuple(sorted(self._in_use_by_others))
 
-    async def _is_outdated(self) -> bool:
+    async def _end_if_outdated(self) -> bool:
         """Tell whether this daemon must be replaced now.
         One that has to wait for its holders reports so.
         """

@@ -17,7 +17,7 @@ import stat
 from typing import TYPE_CHECKING
 
 from vgpu_agent.concurrency import Latest
-from vgpu_agent.errors import CarrierError
+from vgpu_agent.errors import HostFileError
 from vgpu_agent.isolation.hami_usage import RegionUse, Unreadable, read_region
 from vgpu_agent.log import ChangeFilter
 from vgpu_agent.model import ContainerUsage
@@ -96,7 +96,7 @@ class ContainerUsages:
             found = await self._own_thread.run(
                 "the regions of containers", lambda: self._read(names), seconds=_DEADLINE_SECONDS
             )
-        except CarrierError as err:
+        except HostFileError as err:
             if self._changes.is_new(_HANGS):
                 self._journal.record("region.read_hangs", level="warning", error=str(err))
             return

@@ -16,7 +16,7 @@ from __future__ import annotations
 import os
 from typing import TYPE_CHECKING
 
-from vgpu_agent.errors import CarrierError
+from vgpu_agent.errors import HostFileError
 from vgpu_agent.isolation import vgpu_config, vgpu_control, vgpu_tables
 from vgpu_agent.isolation.registry import VGPU_CONTROL
 from vgpu_agent.runtime import host_files
@@ -63,10 +63,10 @@ def _layout(library: SharedObject, content: bytes) -> str:
     """The layout of ``vgpu.config`` that the library reads.
 
     Raises:
-        CarrierError: it is not vgpu-manager's, or of a version before the layout.
+        HostFileError: it is not vgpu-manager's, or of a version before the layout.
     """
     if _MODE_VARIABLE not in content:
-        raise CarrierError(
+        raise HostFileError(
             f"does not know {_MODE_VARIABLE[:-1].decode()}, so it is not vgpu-manager's library; "
             f"deliver {_PRODUCT} there"
         )
@@ -77,7 +77,7 @@ def _layout(library: SharedObject, content: bytes) -> str:
         if not loads(library, content, magic) and magic.to_bytes(4, "little") not in content
     ]
     if missing:
-        raise CarrierError(
+        raise HostFileError(
             f"has nowhere the number by which {' and '.join(missing)} is recognised, so it is of a "
             "version before v1.0.0, whose files have another layout, and would not limit "
             f"anything; deliver {_PRODUCT} there"
@@ -92,7 +92,7 @@ def _install_client(settings: Settings, library: DeliveredLibrary) -> None:
     A file that is running is never written to: a new one takes its name.
 
     Raises:
-        CarrierError: there is none, it is no program, or the agent could not tell who registers.
+        HostFileError: there is none, it is no program, or the agent could not tell who registers.
     """
     if settings.vgpu_control.processes != vgpu_control.CLIENT:
         return

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, TypeVar
 import msgspec
 
 from vgpu_agent.concurrency import Latest
-from vgpu_agent.errors import CarrierError
+from vgpu_agent.errors import HostFileError
 from vgpu_agent.isolation import vgpu_control
 from vgpu_agent.isolation.hami_usage import Unreadable
 from vgpu_agent.isolation.vgpu_config import ReadConfig, is_looser, read_config
@@ -163,7 +163,7 @@ class ControlledUses:
                 lambda: tuple(self._read_all(containers, usage)),
                 seconds=_DEADLINE_SECONDS,
             )
-        except CarrierError as err:
+        except HostFileError as err:
             if self._changes.is_new("hangs"):
                 self._journal.record("region.read_hangs", level="warning", error=str(err))
             return

@@ -27,7 +27,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from vgpu_agent.errors import CarrierError
+from vgpu_agent.errors import HostFileError
 from vgpu_agent.runtime import host_files
 from vgpu_agent.runtime.elf import AARCH64, X86_64, ElfError, SharedObject
 
@@ -62,11 +62,11 @@ class Recognition(msgspec.Struct, frozen=True):
         functions: without one of these the library limits nothing; each line is met by any of its
             names.
         layout: the library and its content → the layout of the files that it reads. Raises
-            CarrierError with what is wrong with it, which continues a sentence that begins with its
-            path, and what to deliver instead.
+            HostFileError with what is wrong with it, which continues a sentence that begins with
+            its path, and what to deliver instead.
         locks: its content → whether containers would share a lock file of it.
         install_companions: installs what else containers need of it, by the settings, and looks
-            whether the node has what it needs; raises CarrierError.
+            whether the node has what it needs; raises HostFileError.
     """
 
     backend: LibraryBackend
@@ -125,14 +125,14 @@ class DeliveredLibrary:
         files that were deleted are made again.
 
         Raises:
-            CarrierError: there is no library, it cannot be used on this node, or it cannot be
+            HostFileError: there is no library, it cannot be used on this node, or it cannot be
                 written; has the remedy. The library installed before stays in use, as long as it is
                 there.
         """
         before = self.path
         try:
             path, layout = await asyncio.to_thread(self._install)
-        except CarrierError:
+        except HostFileError:
             if before and not await asyncio.to_thread(os.path.isfile, before):
                 self._installed = None  # no container could be created that mounts it
             raise
@@ -150,7 +150,7 @@ class DeliveredLibrary:
         """Return the content of a delivered file.
 
         Raises:
-            CarrierError: it cannot be read, is no file, or is too large.
+            HostFileError: it cannot be read, is no file, or is too large.
         """
         remedy = f"deliver {product} there, {self._instead}"
         try:
@@ -161,18 +161,18 @@ class DeliveredLibrary:
                 readable = stat.S_ISREG(status.st_mode) and status.st_size <= _LARGEST
                 content = file.read(_LARGEST + 1) if readable else b""
         except FileNotFoundError as err:
-            raise CarrierError(f"cannot read {path}: {err.strerror}; {remedy}") from err
+            raise HostFileError(f"cannot read {path}: {err.strerror}; {remedy}") from err
         except OSError as err:
             raise host_files.trouble("read", path, err) from err
         if not stat.S_ISREG(status.st_mode):
-            raise CarrierError(f"{path} is not a file; {remedy}")
+            raise HostFileError(f"{path} is not a file; {remedy}")
         if max(len(content), status.st_size) > _LARGEST:
-            raise CarrierError(f"{path} is larger than {_LARGEST >> 20} MiB; {remedy}")
+            raise HostFileError(f"{path} is larger than {_LARGEST >> 20} MiB; {remedy}")
         return content
 
-    def trouble(self, path: str, what: str, remedy: str) -> CarrierError:
+    def trouble(self, path: str, what: str, remedy: str) -> HostFileError:
         """The error for a delivered file that cannot be used: what is wrong, and what helps."""
-        return CarrierError(f"{path} {what}; {remedy}, {self._instead}")
+        return HostFileError(f"{path} {what}; {remedy}, {self._instead}")
 
     def _install(self) -> tuple[str, str]:
         preload = os.path.join(self.host_directory, "ld.so.preload")
@@ -205,7 +205,7 @@ class DeliveredLibrary:
         try:
             status = os.stat(self.source)
         except OSError as err:
-            raise CarrierError(
+            raise HostFileError(
                 f"no usable library at {self.source}: {err.strerror}; deliver "
                 f"{self._recognition.product} there ({self._recognition.backend.setting} names the "
                 f"place), {self._instead}"
@@ -216,7 +216,7 @@ class DeliveredLibrary:
         """The layout of the files that the library reads.
 
         Raises:
-            CarrierError: it is no shared library for this machine, it is not all there, it is
+            HostFileError: it is no shared library for this machine, it is not all there, it is
                 another one, or its layout is another than that of the agent's files, or cannot be
                 read.
         """
@@ -246,8 +246,8 @@ class DeliveredLibrary:
             )
         try:
             return self._recognition.layout(library, content)
-        except CarrierError as err:
-            raise CarrierError(f"{self.source} {err}, {self._instead}") from err
+        except HostFileError as err:
+            raise HostFileError(f"{self.source} {err}, {self._instead}") from err
 
 
 def write_if_different(path: str, content: bytes, mode: int = 0o644) -> None:

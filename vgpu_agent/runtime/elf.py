@@ -221,7 +221,8 @@ class SharedObject:
     def _unpack(self, layout: struct.Struct, offset: int, part: str) -> tuple[Any, ...]:
         if offset + layout.size > len(self._content):
             raise ElfError(
-                f"is damaged: {part} goes on at {offset:#x}, and it has {len(self._content)} bytes"
+                f"is damaged: {part} at {offset:#x} reaches beyond the file's "
+                f"{len(self._content)} bytes"
             )
         return layout.unpack_from(self._content, offset)
 

@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING, TypeVar
 import msgspec
 
 from vgpu_agent.cdi import grant_spec
-from vgpu_agent.errors import CarrierError
+from vgpu_agent.errors import HostFileError
 from vgpu_agent.isolation.edits import Edits
 from vgpu_agent.log import ChangeFilter
 from vgpu_agent.runtime import host_files, region_slots, removal
@@ -93,7 +93,7 @@ class GrantDirectory:
                 answered in full in Allocate.
             proc_root: the mount point of procfs, for the mounts of all processes.
             inline: returns the edits behind CDI names, because a spec cannot refer to another one;
-                raises CarrierError for a name without a spec.
+                raises HostFileError for a name without a spec.
             other_directories: directories of the agent, in which a killed agent may have left
                 unfinished files.
             make_room: called in a thread when the disk is full, before one more attempt.
@@ -152,7 +152,7 @@ class GrantDirectory:
         A damaged spec of the agent's is renamed, so that the runtime does not read it.
 
         Raises:
-            CarrierError: the directory is there and cannot be read.
+            HostFileError: the directory is there and cannot be read.
         """
         for event, facts in await asyncio.to_thread(self._load):
             self._journal.record(event, level="warning", **facts)
@@ -162,7 +162,7 @@ class GrantDirectory:
         A second call with the same content changes nothing.
 
         Raises:
-            CarrierError: something could not be written; the text names path, reason and remedy.
+            HostFileError: something could not be written; the text names path, reason and remedy.
         """
         await asyncio.to_thread(self._deliver, record, provision, await self._inlined(provision))
 
@@ -171,11 +171,11 @@ class GrantDirectory:
         for a container whose answer in Allocate was complete.
 
         Raises:
-            CarrierError: as for `deliver`.
+            HostFileError: as for `deliver`.
         """
         await asyncio.to_thread(self._prepare, record, provision)
 
-    async def stands(self, token: str) -> bool:
+    async def has_usable_spec(self, token: str) -> bool:
         """Tell whether the spec of ``token`` exists and a container may start from it.
 
         A spec of an earlier version mounts files from a directory that the container could change.
@@ -222,7 +222,7 @@ class GrantDirectory:
                 restored += await asyncio.to_thread(
                     self._deliver, record, kept, inlined, only_missing=True
                 )
-            except CarrierError as err:
+            except HostFileError as err:
                 failed[token] = {
                     "pod": record.owner.pod_name,
                     "container": record.owner.container,
@@ -251,7 +251,7 @@ class GrantDirectory:
         failed: dict[str, dict[str, str]] = {}
         trees: list[str] = []
         if self._unowned:
-            with contextlib.suppress(CarrierError):  # `sweep` reports the files that stay
+            with contextlib.suppress(HostFileError):  # `sweep` reports the files that stay
                 trees += await self._in_own_thread(
                     "the directories of ended containers", self._free_unowned
                 )
@@ -265,7 +265,7 @@ class GrantDirectory:
                 if renamed is not None:
                     removed.append(record)
                     trees += [renamed] if renamed else []
-            except CarrierError as err:
+            except HostFileError as err:
                 failed[record.token] = {"pod": record.owner.pod_name, "error": str(err)}
         self._journal_new("grants.not_collected", "warning", failed)
         await self._remove(trees, beat)
@@ -276,7 +276,7 @@ class GrantDirectory:
         `sweep` removes its directory.
 
         Raises:
-            CarrierError: the spec cannot be removed.
+            HostFileError: the spec cannot be removed.
         """
         await asyncio.to_thread(self._withdraw, record)
 
@@ -305,7 +305,7 @@ class GrantDirectory:
         names: list[str] = []
         try:
             names = await self._in_own_thread(parent, functools.partial(_directories, parent))
-        except CarrierError as err:
+        except HostFileError as err:
             failed[parent] = {"path": parent, "error": str(err)}
         for name in names:
             path = os.path.join(parent, name)
@@ -319,7 +319,7 @@ class GrantDirectory:
                     ):
                         freed.append(name)
                         trees.append(renamed)
-                except CarrierError as err:
+                except HostFileError as err:
                     failed[path] = {"path": path, "error": str(err)}
         self._journal_new(f"grants.not_swept {parent}", "warning", failed)
         if parent not in failed:  # forget the trees that were removed by hand
@@ -354,7 +354,7 @@ class GrantDirectory:
                     self._hanging = err.what
                     self._note_stuck(err.what, str(err))
                     return  # the thread hangs on this tree, so the others wait for a later call
-                except CarrierError as err:
+                except HostFileError as err:
                     waiting.remove(path)
                     self._note_stuck(path, str(err))
                     continue
@@ -438,7 +438,7 @@ class GrantDirectory:
             elif matched := _SPEC_NAME.fullmatch(name):
                 try:
                     records[matched[1]] = grant_spec.read_record(_read(path), matched[1])
-                except CarrierError as err:
+                except HostFileError as err:
                     notes.append(
                         (
                             "grants.unreadable",
@@ -485,7 +485,7 @@ class GrantDirectory:
             host_files.remove_file(region_slots.resolve_slot(provision.collected), path)
         try:
             host_files.make(self._placed(provision), self._mounts)
-        except CarrierError as err:
+        except HostFileError as err:
             if not isinstance(err.__cause__, OSError) or err.__cause__.errno != errno.ENOSPC:
                 raise
             self._make_room()
@@ -561,7 +561,7 @@ class GrantDirectory:
                 if path not in self._owned():
                     try:
                         renamed = self._free(path)
-                    except CarrierError:
+                    except HostFileError:
                         renamed = None
             if renamed is not None:
                 trees += [renamed] if renamed else []

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from vgpu_agent.errors import CarrierError
+from vgpu_agent.errors import HostFileError
 from vgpu_agent.isolation import hami_core, hami_region
 from vgpu_agent.isolation.registry import HAMI_CORE
 from vgpu_agent.runtime.delivered_library import Recognition
@@ -52,24 +52,24 @@ def _layout(library: SharedObject, content: bytes) -> str:
     """The layout of the library's shared region.
 
     Raises:
-        CarrierError: it is not HAMi-core, or its layout is another than that of the agent's
+        HostFileError: it is not HAMi-core, or its layout is another than that of the agent's
             regions, or cannot be read.
     """
     if _REGION_VARIABLE not in content:
-        raise CarrierError(
+        raise HostFileError(
             f"does not know {_REGION_VARIABLE[:-1].decode()}, so it is not HAMi-core; deliver "
             f"{_PRODUCT} there"
         )
     # A region of the wrong layout would mean no limit at all (hami-core §0.3.10).
     for size, version in _OTHER_LAYOUTS.items():
         if loads(library, content, size):
-            raise CarrierError(
+            raise HostFileError(
                 f"is of {version}, whose shared region has another layout ({size} bytes) than "
                 f"layout {_SHOWN_LAYOUT}, and would not limit anything; deliver the library of "
                 "HAMi 2.8.2 or newer"
             )
     if not loads(library, content, _OUR_LAYOUT):
-        raise CarrierError(
+        raise HostFileError(
             f"has a shared region of unknown layout: the size of layout {_SHOWN_LAYOUT}, "
             f"{_OUR_LAYOUT}, is not in its code, so nothing shows that it reads the agent's "
             "limits; deliver a library of HAMi 2.4.1 to 2.10 other than 2.8.1"

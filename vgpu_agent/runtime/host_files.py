@@ -20,7 +20,7 @@ import os
 import stat
 from typing import TYPE_CHECKING
 
-from vgpu_agent.errors import CarrierError
+from vgpu_agent.errors import HostFileError
 from vgpu_agent.runtime.mounts import Use
 
 if TYPE_CHECKING:
@@ -76,10 +76,10 @@ _REMEDIES = {
 }
 
 
-def trouble(action: str, path: str, err: OSError) -> CarrierError:
+def trouble(action: str, path: str, err: OSError) -> HostFileError:
     """The error for an operator: what could not be done, to which path, why, and what helps."""
     remedy = _REMEDIES.get(err.errno or 0, "check that file system")
-    return CarrierError(f"cannot {action} {path}: {err.strerror or err}; {remedy}")
+    return HostFileError(f"cannot {action} {path}: {err.strerror or err}; {remedy}")
 
 
 def make(provision: Provision, mounts: MountTables) -> None:
@@ -87,7 +87,7 @@ def make(provision: Provision, mounts: MountTables) -> None:
     those that exist and are right stay untouched.
 
     Raises:
-        CarrierError: the first that could not be made; those before it are whole.
+        HostFileError: the first that could not be made; those before it are whole.
     """
     for directory in provision.directories:
         make_directory(directory.path, directory.mode)
@@ -108,7 +108,7 @@ def require_only_root(paths: Iterable[str]) -> None:
     source is reported by the runtime.
 
     Raises:
-        CarrierError: it could be replaced, or is named by too many links.
+        HostFileError: it could be replaced, or is named by too many links.
     """
     judged: set[str] = set()
     for path in paths:
@@ -123,7 +123,7 @@ def move_aside(path: str) -> str:
     they are.
 
     Raises:
-        CarrierError: it cannot be renamed.
+        HostFileError: it cannot be renamed.
     """
     parent, name = os.path.split(path)
     for number in range(_MAX_ASIDE):
@@ -137,7 +137,7 @@ def move_aside(path: str) -> str:
         except OSError as err:
             raise trouble("move aside", path, err) from err
         return aside
-    raise CarrierError(
+    raise HostFileError(
         f"cannot move aside {path}: {_MAX_ASIDE} earlier ones are still beside it; remove "
         f"{parent}/{ASIDE_PREFIX}* by hand"
     )
@@ -147,7 +147,7 @@ def make_directory(path: str, mode: int = 0o755) -> None:
     """Make ``path`` with exactly ``mode``, whatever the umask; missing parents get 0755.
 
     Raises:
-        CarrierError: it cannot be made, the path is no directory, or it belongs to another user.
+        HostFileError: it cannot be made, the path is no directory, or it belongs to another user.
     """
     try:
         if not _is_directory(path, mode):
@@ -164,7 +164,7 @@ def make_file(file: HostFile, mounts: MountTables) -> None:
     by a fresh one, so that its old entries burden no new container.
 
     Raises:
-        CarrierError: it cannot be made.
+        HostFileError: it cannot be made.
     """
     try:
         descriptor = _open(file)
@@ -199,12 +199,14 @@ def remove_file(directory: str, path: str) -> None:
     No link is followed; one in the place of the file is removed itself.
 
     Raises:
-        CarrierError: it cannot be removed, or ``path`` leads out of ``directory``.
+        HostFileError: it cannot be removed, or ``path`` leads out of ``directory``.
     """
     *parents, name = path.split("/")
     shown = f"{directory}/{path}"
     if not directory or {"", ".", ".."} & {*parents, name}:
-        raise CarrierError(f"cannot remove {shown}: it is no path within the container's directory")
+        raise HostFileError(
+            f"cannot remove {shown}: it is no path within the container's directory"
+        )
     at: int | None = None
     try:
         for step in (directory, *parents):
@@ -228,7 +230,7 @@ def replace_file(path: str, content: bytes, mode: int = 0o644) -> None:
     Its directory is made where there is none, as /run has none after a reboot.
 
     Raises:
-        CarrierError: it cannot be written.
+        HostFileError: it cannot be written.
     """
     try:
         try:
@@ -345,7 +347,7 @@ def _require_only_root(path: str, judged: set[str]) -> None:
             and not stat.S_ISREG(status.st_mode)
             and not _is_device(status)
         ):
-            raise CarrierError(
+            raise HostFileError(
                 f"{path} is not mounted into containers: {at}/{part} belongs to the user "
                 f"{status.st_uid}, who could replace it; make root its owner"
             )
@@ -354,7 +356,7 @@ def _require_only_root(path: str, judged: set[str]) -> None:
             continue
         links += 1
         if links > _MAX_LINKS:
-            raise CarrierError(
+            raise HostFileError(
                 f"{path} is not mounted into containers: it is named by more than {_MAX_LINKS} "
                 "links; name it directly"
             )
@@ -366,7 +368,7 @@ def _require_only_root(path: str, judged: set[str]) -> None:
 def _require_unwritable(directory: str, source: str) -> None:
     status = os.stat(directory)
     if status.st_mode & _WRITABLE_BY_OTHERS and not status.st_mode & stat.S_ISVTX:
-        raise CarrierError(
+        raise HostFileError(
             f"{source} is not mounted into containers: users other than root may write to "
             f"{directory} (mode {stat.S_IMODE(status.st_mode):o}), and could replace it; chmod "
             f"go-w {directory}"

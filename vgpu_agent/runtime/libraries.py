@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from vgpu_agent.errors import CarrierError
+from vgpu_agent.errors import HostFileError
 from vgpu_agent.families.registry import FAMILIES
 from vgpu_agent.isolation.backend import InstalledLibrary
 from vgpu_agent.runtime import control_library, hami_library
@@ -57,7 +57,7 @@ class Libraries:
             library, trouble = self._delivered[name], ""
             try:
                 await library.install()
-            except CarrierError as err:
+            except HostFileError as err:
                 trouble = str(err)
             installed[name] = InstalledLibrary(library.path, trouble, library.locks)
         return installed

@@ -22,7 +22,7 @@ import threading
 import time
 from typing import TYPE_CHECKING
 
-from vgpu_agent.errors import CarrierError
+from vgpu_agent.errors import HostFileError
 from vgpu_agent.isolation.vgpu_config import (
     MAGIC,
     SIZE,
@@ -55,7 +55,7 @@ def change_limit(path: str, index: int, limit: SlotLimit) -> None:
     Readers see the old limit or the new one.
 
     Raises:
-        CarrierError: the file is not one of the agent's, or another process is changing that slot.
+        HostFileError: the file is not one of the agent's, or another process is changing that slot.
     """
     try:
         descriptor = os.open(path, _OPEN_FLAGS)
@@ -75,11 +75,11 @@ def change_limit(path: str, index: int, limit: SlotLimit) -> None:
 def _require_ours(descriptor: int, path: str) -> None:
     status = os.fstat(descriptor)
     if not stat.S_ISREG(status.st_mode) or status.st_size != SIZE:
-        raise CarrierError(
+        raise HostFileError(
             f"{path} is no file of {SIZE} bytes, so it has no limits to change; recreate the pod"
         )
     if os.pread(descriptor, _HEAD.size, 0) != _HEAD.pack(MAGIC, VERSION):
-        raise CarrierError(
+        raise HostFileError(
             f"{path} has another layout than this agent writes, so its limits are left as they "
             "are; recreate the pod"
         )
@@ -104,7 +104,7 @@ def _lock(descriptor: int, path: str, start: int) -> None:
         if _FLOCK.unpack(held)[0] == fcntl.F_RDLCK and not _is_written(descriptor, start):
             return
         if time.monotonic() > until:
-            raise CarrierError(
+            raise HostFileError(
                 f"another program is changing {path} and has not ended within "
                 f"{_LOCK_SECONDS:g} s; see who has it open"
             )

@@ -14,7 +14,7 @@ import threading
 import time
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from vgpu_agent.errors import AgentError, CarrierError
+from vgpu_agent.errors import AgentError, HostFileError
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 
-class NotReturnedError(CarrierError):
+class NotReturnedError(HostFileError):
     """A job takes too long.
 
     Attributes:
@@ -59,7 +59,7 @@ class OwnThread:
 
         Raises:
             NotReturnedError: it takes too long, or an earlier job has not returned yet.
-            CarrierError: it raised an exception that is no `AgentError`.
+            HostFileError: it raised an exception that is no `AgentError`.
         """
         if self._late is not None and not self._late[2].done():
             what, since, _ = self._late
@@ -86,7 +86,7 @@ class OwnThread:
         except AgentError:
             raise
         except Exception as err:
-            raise CarrierError(f"work on {what} failed: {type(err).__name__}: {err}") from err
+            raise HostFileError(f"work on {what} failed: {type(err).__name__}: {err}") from err
 
     def _work(self) -> None:
         while True:

@@ -13,7 +13,7 @@ import fcntl
 import os
 import stat
 
-from vgpu_agent.errors import CarrierError
+from vgpu_agent.errors import HostFileError
 from vgpu_agent.runtime.host_files import replace_file, trouble
 
 NAME = "pids.config"
@@ -25,7 +25,7 @@ _DIRECTORY_FLAGS = os.O_PATH | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 _FILE_FLAGS = os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
 
 
-class LockedError(CarrierError):
+class LockedError(HostFileError):
     """A process of the container holds the lock of the file."""
 
 
@@ -48,7 +48,7 @@ def write(directory: str, new: bytes) -> None:
 
     Raises:
         LockedError: the file is locked, and was not changed.
-        CarrierError: the file cannot be written, or there is no such directory.
+        HostFileError: the file cannot be written, or there is no such directory.
     """
     path = f"{directory}/{NAME}"
     try:
@@ -74,7 +74,7 @@ def write(directory: str, new: bytes) -> None:
 
 def _write(descriptor: int, path: str, new: bytes) -> None:
     if not stat.S_ISREG(os.fstat(descriptor).st_mode):
-        raise CarrierError(f"cannot write {path}: it is not a regular file; remove it")
+        raise HostFileError(f"cannot write {path}: it is not a regular file; remove it")
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError as err:

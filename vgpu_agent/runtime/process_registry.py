@@ -30,7 +30,7 @@ from vgpu_agent.concurrency import first_of
 from vgpu_agent.errors import (
     AgentError,
     CapacityError,
-    CarrierError,
+    HostFileError,
     ListenError,
     PermissionDeniedError,
     RequestRefusedError,
@@ -278,7 +278,9 @@ class ProcessRegistry:
         made = sockets.identity(self._path)
         if made is None:
             listener.close()
-            raise ListenError(f"the socket {self._path} was removed at once; who does that?")
+            raise ListenError(
+                f"the socket {self._path} was removed at once; stop the program that removes it"
+            )
         return listener, made
 
     # ---- a call
@@ -375,7 +377,7 @@ class ProcessRegistry:
         owners = dict(self._registered)
         try:
             outcomes = await self._work(self._files, functools.partial(self._look, owners))
-        except CarrierError as err:
+        except HostFileError as err:
             if self._changes.is_new("keeps"):
                 self._journal.record("registry.not_kept", level="warning", error=str(err))
             return
@@ -409,7 +411,7 @@ class ProcessRegistry:
             try:
                 process_list.write(self._list_directory(owner), new)
                 one.written = new
-            except CarrierError as err:
+            except HostFileError as err:
                 outcomes[owner] = str(err)
         return outcomes
 
@@ -438,7 +440,7 @@ class ProcessRegistry:
 
         Raises:
             PermissionDeniedError: that process is not in the container's cgroup.
-            CarrierError: the list cannot be written.
+            HostFileError: the list cannot be written.
         """
 
         def write() -> None:

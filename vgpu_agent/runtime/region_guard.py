@@ -26,7 +26,7 @@ import time
 from typing import TYPE_CHECKING, NamedTuple
 
 from vgpu_agent import log
-from vgpu_agent.errors import CarrierError
+from vgpu_agent.errors import HostFileError
 from vgpu_agent.runtime.own_thread import OwnThread
 
 if TYPE_CHECKING:
@@ -113,7 +113,7 @@ class RegionGuard:
             try:
                 await self._own_thread.run(directories, self.look, seconds=_DEADLINE_SECONDS)
                 self._changes.over("read")
-            except CarrierError as err:
+            except HostFileError as err:
                 if self._changes.is_new("read"):
                     _logger.warning("regions.not_read", directory=directories, error=str(err))
             await asyncio.sleep(self._pause_seconds)

@@ -25,7 +25,7 @@ import threading
 from typing import TYPE_CHECKING
 
 from vgpu_agent import log
-from vgpu_agent.errors import CarrierError
+from vgpu_agent.errors import HostFileError
 from vgpu_agent.runtime import host_files
 
 if TYPE_CHECKING:
@@ -77,7 +77,7 @@ def mount_slots(regions: str, count: int, mount: Callable[[str, str], None]) -> 
         the number of slots that this call has mounted.
 
     Raises:
-        CarrierError: a slot cannot be mounted. The slots before it stay mounted.
+        HostFileError: a slot cannot be mounted. The slots before it stay mounted.
     """
     parent, mounted = slots_directory(regions), 0
     host_files.make_directory(parent)
@@ -89,7 +89,7 @@ def mount_slots(regions: str, count: int, mount: Callable[[str, str], None]) -> 
         try:
             mount(path, f"mode=0755,size={SLOT_KIB}k,nr_inodes={_SLOT_INODES}")
         except OSError as err:
-            raise CarrierError(
+            raise HostFileError(
                 f"cannot mount a slot for a region at {path}: {err.strerror}; let the container "
                 f"that does this be privileged, and mount {parent} into it with mountPropagation: "
                 "Bidirectional"
@@ -121,7 +121,7 @@ class RegionSlots:
             the disk.
 
         Raises:
-            CarrierError: the link cannot be made.
+            HostFileError: the link cannot be made.
         """
         if os.path.dirname(path) != self._regions:
             return False

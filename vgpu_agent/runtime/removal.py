@@ -47,7 +47,7 @@ def remove_tree(
         whether it is gone; what is left after ``seconds`` is removed by further calls.
 
     Raises:
-        CarrierError: something cannot be removed; all the rest has been.
+        HostFileError: something cannot be removed; all the rest has been.
     """
     until = clock() + seconds
     try:

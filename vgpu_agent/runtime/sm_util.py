@@ -60,7 +60,7 @@ class SmUtilFile:
         kept_locked: called with the index of a GPU whose lock another process keeps.
 
     Raises:
-        CarrierError: the file cannot be made.
+        HostFileError: the file cannot be made.
     """
 
     def __init__(self, directory: str, kept_locked: Callable[[int], None]) -> None:

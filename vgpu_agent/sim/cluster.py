@@ -26,7 +26,7 @@ from vgpu_agent.sim.api.server import ApiServer
 from vgpu_agent.sim.cdi_reader import Received, received
 from vgpu_agent.sim.kubelet.faults import AdmissionError, ContainerStartError
 from vgpu_agent.sim.kubelet.kubelet import Container, SimulatedKubelet
-from vgpu_agent.sim.kubelet.pod_status import Containers
+from vgpu_agent.sim.kubelet.pod_status import PodStatus
 from vgpu_agent.sim.plain_scheduler import run_plain_scheduler
 from vgpu_agent.sim.vgpu_manager.extender import ExtenderSettings, VgpuExtender
 from vgpu_agent.sim.volcano.api import ApiAccess
@@ -153,7 +153,7 @@ class SimulatedCluster:
 
     async def reboot(self) -> None:
         """Lose what a reboot loses: processes, kubelet's connections and all CDI specs.
-        Containers start again when they can.
+        PodStatus start again when they can.
         """
         for task in self._lives.values():
             task.cancel()
@@ -311,7 +311,7 @@ class SimulatedCluster:
             TimeoutError: it does not start again in time; the message has the last refusal.
         """
         uid = self.pod(name)["metadata"]["uid"]
-        pod, statuses = self._pods[uid], Containers(self.objects, self.pod(name))
+        pod, statuses = self._pods[uid], PodStatus(self.objects, self.pod(name))
         statuses.crashed(container)
         try:
             async with asyncio.timeout(timeout_seconds):
@@ -325,7 +325,7 @@ class SimulatedCluster:
         """Let all containers of a pod end for good."""
         uid = self.pod(name)["metadata"]["uid"]
         self._end_life(uid)
-        Containers(self.objects, self.pod(name)).phase(phase)
+        PodStatus(self.objects, self.pod(name)).phase(phase)
 
     async def admit_in_order(self, names: Iterable[str]) -> None:
         """End `hold_admission`, and admit these first, in this order."""
@@ -396,7 +396,7 @@ class SimulatedCluster:
             for one in spec.get("initContainers") or ()
         ]
         containers += [Container(one["name"], _devices(one)) for one in spec["containers"]]
-        statuses = Containers(self.objects, item)
+        statuses = PodStatus(self.objects, item)
         try:
             pod = await self.kubelet.admit(
                 metadata["name"], containers, namespace=metadata["namespace"], uid=metadata["uid"]
@@ -423,7 +423,7 @@ class SimulatedCluster:
         and each plain one ends before the next.
         """
         item = next(one for one in self.objects.list("pods") if one["metadata"]["uid"] == uid)
-        statuses = Containers(self.objects, item)
+        statuses = PodStatus(self.objects, item)
         for container in [*(item["spec"].get("initContainers") or ()), *item["spec"]["containers"]]:
             await self._start(pod, container["name"], statuses)
             if (
@@ -433,7 +433,7 @@ class SimulatedCluster:
                 statuses.terminated(container["name"])
         statuses.phase("Running")
 
-    async def _start(self, pod: Pod, container: str, statuses: Containers) -> None:
+    async def _start(self, pod: Pod, container: str, statuses: PodStatus) -> None:
         """Start a container, as often as it takes."""
         while True:
             if container in self._pulling:

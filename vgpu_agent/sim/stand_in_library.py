@@ -58,7 +58,9 @@ def deliver_stand_in_library(host_directory: Path) -> Path:
     host_directory.mkdir(parents=True, exist_ok=True)
     path = host_directory / "libvgpu.so"
     path.write_bytes(
-        shared_object(FUNCTIONS, code=region_code(REGION_BYTES), strings=REGION_VARIABLE + b"\0")
+        shared_object(
+            FUNCTIONS, code=load_instruction(REGION_BYTES), strings=REGION_VARIABLE + b"\0"
+        )
     )
     return path
 
@@ -78,24 +80,26 @@ def control_library(*, machine: int | None = None) -> bytes:
     """The content of ``libvgpu-control.so`` for the given machine; by default for this one."""
     return shared_object(
         CONTROL_FUNCTIONS,
-        code=b"".join(region_code(magic, machine).ljust(8, b"\x90") for magic in CONTROL_MAGICS),
+        code=b"".join(
+            load_instruction(magic, machine).ljust(8, b"\x90") for magic in CONTROL_MAGICS
+        ),
         strings=CONTROL_VARIABLE + b"\0",
         machine=machine,
     )
 
 
-def region_code(size: int, machine: int | None = None) -> bytes:
+def load_instruction(size: int, machine: int | None = None) -> bytes:
     """The instructions with which a compiler loads the number ``size`` on the given machine; by
     default on this one.
     """
-    if (machine or here()) == AARCH64:
+    if (machine or this_machine()) == AARCH64:
         low, high = size & 0xFFFF, size >> 16
         # mov w1, #low; movk w1, #high, lsl #16
         return struct.pack("<II", 0x52800001 | low << 5, 0x72A00001 | high << 5)
     return b"\xbe" + size.to_bytes(4, "little")  # mov esi, size
 
 
-def here() -> int:
+def this_machine() -> int:
     """The number of this machine in ELF; 0 when it is neither x86-64 nor AArch64."""
     return _MACHINES.get(platform.machine(), 0)
 
@@ -117,7 +121,7 @@ def shared_object(
         strings: bytes in its constant data.
         machine: e_machine; by default this machine's.
     """
-    machine = here() if machine is None else machine
+    machine = this_machine() if machine is None else machine
     code = (code + bytes(-len(code) % 4)) + _TRAPS.get(machine, _TRAP)
     end_of_code = _HEAD + len(code)
     names, symbols = b"\0", bytes(24)

@@ -53,7 +53,7 @@ def answer(status: AgentStatus, now: float, pod: str | None) -> dict[str, Any]:
     known = Limits(status)
     found = {
         "allocations": allocations(status, now) if pod is None else of_pod(status, now, pod),
-        "unconfirmed": tuple(_view(status, grant, now, known) for grant in unclaimed(status)),
+        "unconfirmed": tuple(_view(status, grant, now, known) for grant in unconfirmed(status)),
         "refusals": tuple(
             refusal
             for refusal in binding.refusals(status, now)
@@ -88,7 +88,7 @@ def of_pod(status: AgentStatus, now: float, pod: str) -> tuple[AllocationView, .
     )
 
 
-def unclaimed(status: AgentStatus) -> Iterable[Grant]:
+def unconfirmed(status: AgentStatus) -> Iterable[Grant]:
     """Grants that the kubelet's records do not name a container for, the oldest first."""
     waiting = (
         grant

@@ -247,7 +247,7 @@ CATALOGUE: tuple[Metric, ...] = (
         "vgpu_agent_gpu_claims_oldest_seconds",
         _G,
         _GPU_FAMILY,
-        "How long the first of them has been waiting; absent while there are none.",
+        "How long the pod of the GPU's oldest claim has been waiting; absent while there is none.",
         readings.gpu_claims_oldest,
     ),
     Metric(

@@ -226,7 +226,7 @@ CLUSTER: tuple[Metric, ...] = (
         "vgpu_agent_writes_pending_oldest_seconds",
         _G,
         _WRITER,
-        "How long the oldest of them has been waiting; 0 when there is none.",
+        "How long the oldest pending write has been waiting; 0 when there is none.",
         readings.each_writer(lambda writer: writer.oldest_pending_seconds),
     ),
     Metric(

@@ -39,7 +39,7 @@ _WITHOUT_DESCRIPTORS_SECONDS = 0.2
 # A client that does not finish the TLS handshake in that time is disconnected.
 HANDSHAKE_SECONDS = 5.0
 # One listener may use the process's number of file descriptors, divided by this.
-_PART_OF_DESCRIPTORS = 8
+_DESCRIPTORS_DIVISOR = 8
 
 
 class _Connection(msgspec.Struct):
@@ -51,7 +51,7 @@ def bounded(most: int) -> int:
     """``most`` connections, or fewer where this process may open few files."""
     descriptors, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     return (
-        max(4, min(most, descriptors // _PART_OF_DESCRIPTORS))
+        max(4, min(most, descriptors // _DESCRIPTORS_DIVISOR))
         if descriptors != resource.RLIM_INFINITY
         else most
     )

@@ -293,7 +293,7 @@ def _overcommitted(status: AgentStatus, grant: AllocationView) -> Iterator[str]:
             share.device == each.device for share in grant.shares
         ):
             yield (
-                f"Scheduler overcommitted: of {each.device} more is allocated than it has: "
+                f"Scheduler overcommitted: more of {each.device} is allocated than it has: "
                 f"{each.text}. Its containers share the compute; each keeps its memory and its "
                 "own limits."
             )
@@ -311,7 +311,7 @@ def _not_asked(
     ]
     waiting = [
         grant
-        for grant in allocations.unclaimed(status)
+        for grant in allocations.unconfirmed(status)
         if grant.resource == resource and not grant.decided_for
     ]
     if guessed:

@@ -208,7 +208,7 @@ def certificate(options: ExporterOptions) -> Callable[[], Awaitable[ssl.SSLConte
     return Certificate(options, time.monotonic).context if options.certificate_file else None
 
 
-async def nobody_knows(token: str, path: str) -> bool:
+async def review_without_api_server(token: str, path: str) -> bool:
     """Raise an error for each scraper: the `Reviews` of an agent without an API server."""
     del token, path
     raise ClusterError("there is no API server to ask")

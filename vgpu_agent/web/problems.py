@@ -127,7 +127,7 @@ def _config(status: AgentStatus) -> Iterator[Problem]:
 def _ledger(ledger: LedgerStatus) -> Iterator[Problem]:
     for each in ledger.overcommitted:
         text = (
-            f"scheduler overcommitted: of {each.device} more is allocated than it has: {each.text}"
+            f"scheduler overcommitted: more of {each.device} is allocated than it has: {each.text}"
         )
         yield Problem(ProblemKind.RESOURCE, each.resource, text)
     if ledger.unknown_ids:

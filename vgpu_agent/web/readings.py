@@ -292,7 +292,7 @@ def overcommitted(moment: Moment) -> Iterator[Row]:
             (each.resource, each.device, "cores"),
             max(0, each.cores_percent - each.cores_limit_percent),
         )
-        yield (each.resource, each.device, "holders"), max(0, each.holders - each.slots)
+        yield (each.resource, each.device, "holders"), max(0, each.holders - each.holders_limit)
 
 
 def api_requests(moment: Moment) -> Iterator[Row]:

@@ -25,7 +25,13 @@ from vgpu_agent import log
 from vgpu_agent.web import debug, page, probes, views
 from vgpu_agent.web.address import Address, bind, parse
 from vgpu_agent.web.connections import Connections, bounded
-from vgpu_agent.web.exporter import SCRAPED, Exporter, Scrapes, certificate, nobody_knows
+from vgpu_agent.web.exporter import (
+    SCRAPED,
+    Exporter,
+    Scrapes,
+    certificate,
+    review_without_api_server,
+)
 from vgpu_agent.web.metrics import Exposition, exported
 
 if TYPE_CHECKING:
@@ -89,7 +95,7 @@ class WebServer:
         pod_names_everywhere: bool = True,
         clock: Callable[[], float] = time.time,
         exporters: Sequence[tuple[FamilySpec, ExporterOptions]] = (),
-        reviews: Reviews = nobody_knows,
+        reviews: Reviews = review_without_api_server,
     ) -> None:
         self._status = status
         self._listen, self._debug_listen = listen, debug_listen
@@ -319,7 +325,7 @@ class WebServer:
             await self._keep_pace(request)
             self._refuse_unwanted_body(request)
             async with asyncio.timeout(self._request_timeout_seconds):
-                return self._last_or_not(request, await handler(request))
+                return self._close_after_last(request, await handler(request))
         except debug.BadRequestError as err:
             return _error(400, str(err))
         except web.HTTPException as err:
@@ -344,7 +350,7 @@ class WebServer:
         if pause := pace.pause(asyncio.get_running_loop().time()):
             await asyncio.sleep(pause)
 
-    def _last_or_not(
+    def _close_after_last(
         self, request: web.Request, response: web.StreamResponse
     ) -> web.StreamResponse:
         transport = request.transport

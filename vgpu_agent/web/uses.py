@@ -146,9 +146,9 @@ def waiting_for(status: AgentStatus, claim: Claim, use: GpuUse) -> Iterator[str]
     ]
     gpu = f"{called(status, (use.gpu,))} ({use.gpu})"
     if not claim.named:
-        yield f"{gpu} is kept for it since {_text(claim.since)}, until the kubelet has admitted it."
+        yield f"{gpu} has been kept for the pod since {_text(claim.since)}, until its admission."
         return
-    yield f"Its scheduler has named {gpu}, for which it waits since {_text(claim.since)}."
+    yield f"Its scheduler has named {gpu}; the pod has waited for it since {_text(claim.since)}."
     if use.family and use.family != claim.family:
         drains = "" if ahead else f"; no new pod of {use.family} gets any of it meanwhile"
         yield (

@@ -33,7 +33,7 @@ from vgpu_agent.sim.stand_in_library import (
     REGION_BYTES,
     REGION_VARIABLE,
     deliver_stand_in_library,
-    region_code,
+    load_instruction,
     shared_object,
 )
 
@@ -319,7 +319,7 @@ async def test_a_library_with_a_lock_file_is_served_where_each_container_can_hav
         source = await asyncio.to_thread(deliver_stand_in_library, tmp_path / "hami")
         locking = shared_object(
             FUNCTIONS,
-            code=region_code(REGION_BYTES),
+            code=load_instruction(REGION_BYTES),
             strings=REGION_VARIABLE + b"\0/tmp/vgpulock/lock\0unified_lock locked, waiting\0",
         )
         await asyncio.to_thread(source.write_bytes, locking)

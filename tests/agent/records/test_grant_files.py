@@ -39,8 +39,8 @@ class DiskCarrier(MemoryCarrier):
 
     outdated = False
 
-    async def stands(self, token: str) -> bool:
-        return await self.directory.stands(token)
+    async def has_usable_spec(self, token: str) -> bool:
+        return await self.directory.has_usable_spec(token)
 
     async def deliver(self, record: GrantRecord, provision: Provision) -> None:
         await self.directory.deliver(record, provision)
@@ -191,7 +191,7 @@ async def test_the_next_holder_of_the_ids_finds_no_spec_under_their_name(tmp_pat
     """
     kept = await one_has_ended(tmp_path)
     await kept.place.admit(NEXT, "main", IDS[:1])
-    await kept.keeping.withdraw_strangers()
+    await kept.keeping.withdraw_foreign_specs()
     assert await asyncio.to_thread(lambda: kept.specs) == []
     assert kept.place.carrier.records == ()  # so that no share is read from it either
 
@@ -202,7 +202,7 @@ async def test_nor_once_kubelets_records_have_named_the_next_holder(tmp_path: Pa
     await kept.place.admit(NEXT, "main", IDS[:1])
     kept.place.book.put(NEXT)
     confirm(kept.place)
-    await kept.keeping.withdraw_strangers()
+    await kept.keeping.withdraw_foreign_specs()
     assert await asyncio.to_thread(lambda: kept.specs) == []
 
 
@@ -213,10 +213,10 @@ async def test_the_spec_of_whoever_has_the_ids_stays(tmp_path: Path) -> None:
     kept = Kept(tmp_path)
     kept.place.book.replace([])
     await kept.start(ENDED, *IDS[:1])
-    await kept.keeping.withdraw_strangers()
+    await kept.keeping.withdraw_foreign_specs()
     confirm(kept.place, times=2)
     await kept.place.admit(NEXT, "main", IDS[1:2])
-    await kept.keeping.withdraw_strangers()
+    await kept.keeping.withdraw_foreign_specs()
     assert await asyncio.to_thread(lambda: kept.specs) == [spec_of(*IDS[:1])]
 
 
@@ -224,7 +224,7 @@ async def test_ids_that_nobody_holds_leave_their_spec_to_the_collection(tmp_path
     """No container can start from it, and its directory may still be mounted."""
     kept = await one_has_ended(tmp_path)
     kept.place.ledger.release(kept.place.ledger.grants[0].number)
-    await kept.keeping.withdraw_strangers()
+    await kept.keeping.withdraw_foreign_specs()
     assert await asyncio.to_thread(lambda: kept.specs) == [spec_of(*IDS[:1])]
     kept.place.book.remove(ENDED)
     await kept.keeping.collect()

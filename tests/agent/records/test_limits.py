@@ -20,7 +20,7 @@ GRANT = Grant(
     "volcano.sh/vgpu-number",
     ("id",),
     (Share("GPU-0", 1000),),
-    GrantState.PROVEN,
+    GrantState.IDENTIFIED,
     Owner("main", "uid", "team", "p"),
     reserved_at=0.0,
 )

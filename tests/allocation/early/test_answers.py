@@ -21,7 +21,9 @@ def provision(of: tuple[str, str], gpu: str = U0) -> Provision:
 def evidence(key: tuple[str, str], answer: Edits | None, **more: object) -> Evidence:
     """A container of one pod that has ``answer``."""
     answers = {key[1]: answer} if answer is not None else {}
-    found = Evidence(key, SHARES, {key[1]: provision(key)}, answers, elsewhere=(), handed_on=False)
+    found = Evidence(
+        key, SHARES, {key[1]: provision(key)}, answers, elsewhere=(), has_init_requests=False
+    )
     return msgspec.structs.replace(found, **more)  # the fields of Evidence
 
 
@@ -45,7 +47,7 @@ def test_every_container_with_the_ids_must_have_its_own_answer() -> None:
         None,
         expected=expected,
         answers={name: each.edits for name, each in expected.items()},
-        handed_on=True,
+        has_init_requests=True,
     )
     assert Answers().judge("t", right, alive) is Verdict.RIGHT
     wrong = msgspec.structs.replace(
@@ -61,7 +63,7 @@ def test_without_the_checkpoint_memory_speaks_but_not_for_init_containers() -> N
     guesses = Answers()
     guesses.made("t", Given(A, SHARES, provision(A)))
     assert guesses.judge("t", evidence(A, None), alive) is Verdict.RIGHT
-    assert guesses.judge("t", evidence(A, None, handed_on=True), alive) is Verdict.LATER
+    assert guesses.judge("t", evidence(A, None, has_init_requests=True), alive) is Verdict.LATER
     assert Answers().judge("t", evidence(A, None), alive) is Verdict.WRONG
     # another pod may have this answer, too
     assert guesses.judge("t", evidence(B, None), lambda _: True) is Verdict.LATER

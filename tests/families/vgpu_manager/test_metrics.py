@@ -89,7 +89,7 @@ def _gpu(index: int, uuid: str, **changes: object) -> Gpu:
 
 def _grant(pod: str, *shares: Share, known: bool = True) -> Grant:
     owner = Owner("main", f"uid-{pod}", "ml" if known else "", pod if known else "")
-    return Grant(1, "vgpu-manager", NUMBER, ("x::0",), shares, GrantState.PROVEN, owner)
+    return Grant(1, "vgpu-manager", NUMBER, ("x::0",), shares, GrantState.IDENTIFIED, owner)
 
 
 NODE = Readings(

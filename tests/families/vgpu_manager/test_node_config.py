@@ -244,7 +244,7 @@ TABLE = [
         "version: v1\nconfig: []",
         (
             "1: configs: expected a list of entries with a nodeName, and it is missing; is config "
-            "meant to be it?"
+            "meant to be configs?"
         ),
     ),
     (

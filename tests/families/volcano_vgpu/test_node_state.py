@@ -155,7 +155,7 @@ def test_a_question_is_answered(standing: str) -> None:
     """At most every 15 s, while old schedulers give up after 60."""
     desired_state = _desired_state({HANDSHAKE: standing})
     assert desired_state.annotations[HANDSHAKE] == "Reported 2026-11-20 18:51:32 +0000 UTC"
-    assert desired_state.unhurried == {HANDSHAKE: 15.0}
+    assert desired_state.min_write_interval_seconds == {HANDSHAKE: 15.0}
 
 
 def test_the_first_word_is_said_unasked() -> None:

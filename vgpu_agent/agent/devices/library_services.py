@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from vgpu_agent.concurrency import Versions
-from vgpu_agent.errors import CarrierError
+from vgpu_agent.errors import HostFileError
 from vgpu_agent.log import ChangeFilter
 from vgpu_agent.runtime.own_thread import OwnThread
 from vgpu_agent.runtime.process_registry import ProcessRegistry
@@ -87,8 +87,10 @@ class LibraryServicesInForce:
             await self._stop()
 
     async def _serve_registry(self) -> None:
-        wanted = next((one for one in self._services.value.values() if one.registry), None)
-        directory = wanted.registry if wanted is not None else ""
+        wanted = next(
+            (one for one in self._services.value.values() if one.registry_directory), None
+        )
+        directory = wanted.registry_directory if wanted is not None else ""
         if directory == self._registry_in:
             return
         self._registry_in = ""
@@ -97,7 +99,7 @@ class LibraryServicesInForce:
         if wanted is None:
             return
         registry = ProcessRegistry(
-            Path(wanted.registry),
+            Path(wanted.registry_directory),
             Path(wanted.containers),
             self._pods,
             self._journal,
@@ -111,7 +113,9 @@ class LibraryServicesInForce:
     async def _serve_samples(self) -> None:
         limited = self._limited()
         directories = {
-            one.watcher for family, one in self._services.value.items() if family in limited
+            one.samples_directory
+            for family, one in self._services.value.items()
+            if family in limited
         }
         directory = next(iter(sorted(directories - {""})), "")
         gpus = set().union(*limited.values()) if directory else set()
@@ -133,7 +137,7 @@ class LibraryServicesInForce:
         limited: dict[str, set[str]] = {}
         for grant in self._ledger.grants:
             services = self._services.value.get(grant.family)
-            if services is not None and services.watcher:
+            if services is not None and services.samples_directory:
                 limited.setdefault(grant.family, set()).update(
                     share.device for share in grant.shares if 0 < share.cores_percent < _ALL_CORES
                 )
@@ -159,7 +163,7 @@ class LibraryServicesInForce:
                 functools.partial(SmUtilFile, directory, on_locked),
                 seconds=_DEADLINE_SECONDS,
             )
-        except CarrierError as err:
+        except HostFileError as err:
             if self._changes.is_new("file", str(err)):
                 self._journal.record("samples.not_written", level="warning", error=str(err))
             return None

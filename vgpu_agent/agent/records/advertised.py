@@ -58,7 +58,7 @@ class Server(Protocol):
         """End the current registration and make a new one."""
 
 
-class _Course(msgspec.Struct):
+class _History(msgspec.Struct):
     """The history of one resource; times are the loop's, in seconds.
 
     Attributes:
@@ -94,7 +94,7 @@ class ListedIds:
         self._longest_pause_seconds = max(server.RETRY_MAX_SECONDS, _SHORTEST_PAUSE_SECONDS)
         self._kubelet = kubelet
         self._journal = journal
-        self._courses: dict[str, _Course] = {}
+        self._histories: dict[str, _History] = {}
         # the `restarts_seen` of the kubelet that does not report its list; None without one
         self._silent_kubelet: int | None = None
 
@@ -119,7 +119,9 @@ class ListedIds:
             _logger.debug("kubelet.allocatable_unknown", reason=str(err))
             return False
         names = {server.status.resource for server in servers}
-        self._courses = {name: course for name, course in self._courses.items() if name in names}
+        self._histories = {
+            name: history for name, history in self._histories.items() if name in names
+        }
         # Each is looked at, so no short cut with any().
         return True in [
             self._look(server, listed.get(server.status.resource, frozenset()))
@@ -129,33 +131,35 @@ class ListedIds:
     def _look(self, server: Server, listed: frozenset[str] | SeenNumbers) -> bool:
         """Compare the kubelet's list with the one sent; tell whether to look again soon."""
         status, sent = server.status, server.last_sent
-        course = self._courses.setdefault(
-            status.resource, _Course(Backoff(_SHORTEST_PAUSE_SECONDS, self._longest_pause_seconds))
+        history = self._histories.setdefault(
+            status.resource, _History(Backoff(_SHORTEST_PAUSE_SECONDS, self._longest_pause_seconds))
         )
         if sent is None or sent.seconds_ago < _SETTLING_SECONDS:
-            course.doubted = False
+            history.doubted = False
             return False
         missing, strangers = sent.differences(listed)
         if not missing and not strangers:
-            self._note_fine(status, course)
+            self._note_fine(status, history)
             return False
-        course.fine_since = None
-        if not course.doubted:
-            course.doubted = True
+        history.fine_since = None
+        if not history.doubted:
+            history.doubted = True
             return True
         self._note_difference(status, missing, strangers)
         if missing:
-            self._register_again(server, course)
+            self._register_again(server, history)
         return False
 
-    def _register_again(self, server: Server, course: _Course) -> None:
+    def _register_again(self, server: Server, history: _History) -> None:
         now = asyncio.get_running_loop().time()
-        pause_seconds = self._longest_pause_seconds if server.status.rival else course.pause_seconds
-        if now - course.registered_again_at < pause_seconds:
+        pause_seconds = (
+            self._longest_pause_seconds if server.status.rival else history.pause_seconds
+        )
+        if now - history.registered_again_at < pause_seconds:
             return
-        course.registered_again_at, course.pause_seconds, course.doubted = (
+        history.registered_again_at, history.pause_seconds, history.doubted = (
             now,
-            course.backoff.pause(),
+            history.backoff.pause(),
             False,
         )
         server.register_again(server.status.list_fault)
@@ -186,19 +190,19 @@ class ListedIds:
         status.rival = rival
         _show(status, before)
 
-    def _note_fine(self, status: PluginStatus, course: _Course) -> None:
+    def _note_fine(self, status: PluginStatus, history: _History) -> None:
         """Note that the kubelet lists all our ids and no others. A rival is shown until that has
         lasted for the longest pause, because two plugins may take turns.
         """
         now = asyncio.get_running_loop().time()
-        course.doubted = False
-        if course.fine_since is None:
-            course.fine_since = now
+        history.doubted = False
+        if history.fine_since is None:
+            history.fine_since = now
         before, status.not_listed = status.list_fault, ""
-        if now - course.fine_since >= self._longest_pause_seconds:
+        if now - history.fine_since >= self._longest_pause_seconds:
             status.rival = ""
-            course.pause_seconds = 0.0
-            course.backoff.reset()
+            history.pause_seconds = 0.0
+            history.backoff.reset()
         _show(status, before)
 
 

@@ -70,7 +70,7 @@ class GrantKeeping:
         """Read what an earlier agent has left.
 
         Raises:
-            CarrierError: the directory cannot be read.
+            HostFileError: the directory cannot be read.
         """
         await self._directory.load()
 
@@ -82,7 +82,7 @@ class GrantKeeping:
             self._allocator.late_start.deliveries(), self._allocator.late_start.is_current
         )
 
-    async def withdraw_strangers(self) -> None:
+    async def withdraw_foreign_specs(self) -> None:
         """Remove specs whose ids the kubelet has given to another container by now.
 
         The next holder's PreStartContainer would replace such a spec, but that call is not certain:
@@ -100,9 +100,9 @@ class GrantKeeping:
             await self._refresh()
             await self.restore()
             await self.collect(beat)
-            await self._watch_for_strangers(self._pause_seconds, beat)
+            await self._watch_for_foreign_specs(self._pause_seconds, beat)
 
-    async def _watch_for_strangers(self, seconds: float, beat: Callable[[], None]) -> None:
+    async def _watch_for_foreign_specs(self, seconds: float, beat: Callable[[], None]) -> None:
         """Check after each Allocate whether its name has a spec already;
         return when the pods have changed, or after a while.
         """
@@ -111,7 +111,7 @@ class GrantKeeping:
         while (left := until - loop.time()) > 0 and self._pod_cache.revision.version == pods:
             ledger = self._ledger.revision.version
             beat()
-            await self.withdraw_strangers()
+            await self.withdraw_foreign_specs()
             await first_of(
                 self._ledger.revision.newer_than(ledger),
                 self._pod_cache.revision.newer_than(pods),

@@ -54,7 +54,7 @@ class Evidence(msgspec.Struct, frozen=True):
         answers: our answers to them as the kubelet keeps them; empty when its checkpoint cannot be
             read.
         elsewhere: the answers that the kubelet keeps for all other containers.
-        handed_on: the pod has init containers that ask for the same resource.
+        has_init_requests: the pod has init containers that ask for the same resource.
     """
 
     key: Key
@@ -62,7 +62,7 @@ class Evidence(msgspec.Struct, frozen=True):
     expected: Mapping[str, Provision]
     answers: Mapping[str, Edits]
     elsewhere: Collection[Edits]
-    handed_on: bool
+    has_init_requests: bool
 
 
 class Answers:
@@ -112,7 +112,7 @@ class Answers:
                 )
                 else Verdict.RIGHT
             )
-        if not answers and evidence.handed_on:
+        if not answers and evidence.has_init_requests:
             # each of its containers has an answer of its own, and which of them starts is not known
             return Verdict.LATER
         if (

@@ -286,7 +286,7 @@ class EarlyBinding:
                 what it asks for.
             NotProvenError: the kubelet's records are not complete yet.
             LedgerError: the decision cannot be booked now.
-            CarrierError: a file could not be put into place.
+            HostFileError: a file could not be put into place.
         """
         self._answers.admitted(start.pod)
 
@@ -336,7 +336,7 @@ class EarlyBinding:
             elsewhere=[
                 answer for key, answer in start.kubelet_evidence.answers.items() if key not in own
             ],
-            handed_on=any(
+            has_init_requests=any(
                 each.kind is ContainerKind.INIT and each.limits.get(start.offered.name)
                 for each in start.pod.containers
             ),

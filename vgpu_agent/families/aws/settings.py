@@ -28,7 +28,7 @@ class Aws(msgspec.Struct, frozen=True, rename="camel", forbid_unknown_fields=Tru
         Meta(
             pattern=_NAME,
             extra={"expected": "a resource name with a DNS name before the slash"},
-            description="What it is called.",
+            description="The name of the resource.",
         ),
     ] = "k8s.amazonaws.com/vgpu"
     vgpus: Annotated[

@@ -64,7 +64,7 @@ class NamedConfig(msgspec.Struct, frozen=True, rename="camel", forbid_unknown_fi
     ] = ("named", "single", "empty")
 
 
-def choose(shelf: NamedConfig, label_value: str, keys: Collection[str]) -> Choice:
+def choose(named: NamedConfig, label_value: str, keys: Collection[str]) -> Choice:
     """Choose the configuration for a node with ``label_value`` (empty:
     no label) where ``keys`` exist; nvidia §13.
 
@@ -74,29 +74,29 @@ def choose(shelf: NamedConfig, label_value: str, keys: Collection[str]) -> Choic
     """
     if label_value:
         if label_value in keys:
-            return Choice(label_value, f"label {shelf.label}={label_value}")
+            return Choice(label_value, f"label {named.label}={label_value}")
         return Choice(
             problem=_missing(
-                shelf, f"label {shelf.label} of this node", label_value, keys, "correct the label"
+                named, f"label {named.label} of this node", label_value, keys, "correct the label"
             )
         )
-    if shelf.default:
-        if shelf.default in keys:
-            return Choice(shelf.default, "namedConfig.default")
+    if named.default:
+        if named.default in keys:
+            return Choice(named.default, "namedConfig.default")
         return Choice(
             problem=_missing(
-                shelf, "namedConfig.default", shelf.default, keys, "correct the default"
+                named, "namedConfig.default", named.default, keys, "correct the default"
             )
         )
-    for strategy in shelf.fallback_strategies:
+    for strategy in named.fallback_strategies:
         found = _STRATEGIES[strategy](keys)
         if found is not None:
             return Choice(found, f"namedConfig.fallbackStrategies: {strategy}")
-    tried = ", ".join(shelf.fallback_strategies) or "none"
+    tried = ", ".join(named.fallback_strategies) or "none"
     return Choice(
         problem=(
-            f"this node has no label {shelf.label}, there is no namedConfig.default, and none of "
-            f"namedConfig.fallbackStrategies ({tried}) fits {shelf.directory} (which has "
+            f"this node has no label {named.label}, there is no namedConfig.default, and none of "
+            f"namedConfig.fallbackStrategies ({tried}) fits {named.directory} (which has "
             f"{_listed(keys)}); label the node with one of them"
         )
     )
@@ -121,9 +121,9 @@ _STRATEGIES: dict[str, Callable[[Collection[str]], str | None]] = {
 }
 
 
-def _missing(shelf: NamedConfig, who: str, name: str, keys: Collection[str], remedy: str) -> str:
+def _missing(named: NamedConfig, who: str, name: str, keys: Collection[str], remedy: str) -> str:
     return (
-        f"{who} names the configuration {shown(name)}, but {shelf.directory} has {_listed(keys)}; "
+        f"{who} names the configuration {shown(name)}, but {named.directory} has {_listed(keys)}; "
         f"add it to the ConfigMap or {remedy}"
     )
 

@@ -16,7 +16,7 @@ import msgspec
 from msgspec import Meta
 
 from vgpu_agent.config.checks import Conflict
-from vgpu_agent.config.documents import PluginDocument, Shelf
+from vgpu_agent.config.documents import NamedDocuments, PluginDocument
 from vgpu_agent.config.families import FamilySettings, OfferedName, Spreading
 from vgpu_agent.config.options import Option
 from vgpu_agent.config.problems import shown
@@ -390,9 +390,9 @@ def _daemons(settings: Settings) -> bool:
     )
 
 
-def _shelf(settings: Settings) -> Shelf:
+def _shelf(settings: Settings) -> NamedDocuments:
     named = settings.section(NamedConfig)
-    return Shelf(named.directory, named.label, functools.partial(choose, named))
+    return NamedDocuments(named.directory, named.label, functools.partial(choose, named))
 
 
 SETTINGS = FamilySettings(

@@ -193,7 +193,7 @@ def _split(readings: Readings, _: Gpu, __: list[Share]) -> float:
 
 _MEMORY_SUMS = (
     ("total_memory", "The memory that is offered", _total),
-    ("total_physical_memory", "The memory that there is", _total_physical),
+    ("total_physical_memory", "The cards' own memory", _total_physical),
     ("assigned_memory", "The memory that is given out", _assigned),
     (
         "assigned_physical_memory",
@@ -419,7 +419,7 @@ METRICS = (
     _metric(
         "container_vgpu_device_physical_memory_limit_in_bytes",
         _CONTAINER,
-        "Bytes of the card's own memory behind that.",
+        "Bytes of the card's own memory behind the container's limit.",
         _container(_physical_limit),
     ),
     _metric(
@@ -431,7 +431,7 @@ METRICS = (
     _metric(
         "container_vgpu_device_physical_memory_usage_in_bytes",
         _CONTAINER,
-        "Bytes of the card's own memory among them.",
+        "Bytes of the card's own memory that the container uses.",
         _container_using(_physical_used),
     ),
     _metric(

@@ -432,7 +432,7 @@ def _without_configs(members: Mapping[str, yaml.Node]) -> str:
     if any(key.lower() == _NAME.lower() for key in members):
         return f"{text}; write this entry as an item of a list"
     guess = next((key for key in members if nearest(key, ("configs",))), None)
-    return f"{text}; is {shown_key(guess)} meant to be it?" if guess else text
+    return f"{text}; is {shown_key(guess)} meant to be configs?" if guess else text
 
 
 def _names_cdi(strategies: Sequence[str]) -> bool:

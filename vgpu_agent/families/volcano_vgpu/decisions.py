@@ -103,9 +103,9 @@ def decided_segment(question: Question, offer: Offer) -> Segment | None:
     if not segments[place]:
         return None
     _require_agreement(pod, place, len(segments))
-    _require_sense(question, segments[place], offer)
+    _require_on_node(question, segments[place], offer)
     for assigned in segments[place]:
-        _require_modesty(pod, container.name, assigned, request, offer)
+        _require_within_request(pod, container.name, assigned, request, offer)
     if len(segments[place]) != len(question.ids):
         raise refused(
             pod,
@@ -194,7 +194,7 @@ def _require_agreement(pod: Pod, place: int, count: int) -> None:
         )
 
 
-def _require_sense(question: Question, segment: Sequence[Assigned], offer: Offer) -> None:
+def _require_on_node(question: Question, segment: Sequence[Assigned], offer: Offer) -> None:
     """Require, regardless of the request, that each GPU exists, is named once, and has that much
     memory.
     """
@@ -244,7 +244,7 @@ def _require_sense(question: Question, segment: Sequence[Assigned], offer: Offer
         raise refused(pod, IDS, text, "a GPU is named twice for one container")
 
 
-def _require_modesty(
+def _require_within_request(
     pod: Pod, container: str, assigned: Assigned, request: ContainerRequest, offer: Offer
 ) -> None:
     """Require that the decision gives no more than the limits ask for."""
@@ -271,7 +271,7 @@ def _segment_of_init(
     if not every:
         return None
     for segment in segments:
-        _require_sense(question, segment, offer)
+        _require_on_node(question, segment, offer)
     memory, cores = collections.Counter[str](), collections.Counter[str]()
     for assigned in every:
         memory[assigned.device] += assigned.memory_units

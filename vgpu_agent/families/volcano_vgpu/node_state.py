@@ -65,7 +65,8 @@ def desired_handshake(standing: str | None, *, now: float, pause_seconds: float)
     if standing is not None and "Requesting" not in standing and "Deleted" not in standing:
         return DesiredNode()
     return DesiredNode(
-        annotations={HANDSHAKE: f"Reported {_written(now)}"}, unhurried={HANDSHAKE: pause_seconds}
+        annotations={HANDSHAKE: f"Reported {_written(now)}"},
+        min_write_interval_seconds={HANDSHAKE: pause_seconds},
     )
 
 

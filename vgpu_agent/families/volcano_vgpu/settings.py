@@ -92,7 +92,8 @@ class VolcanoVgpu(msgspec.Struct, frozen=True, rename="camel", forbid_unknown_fi
     device_memory_scaling: Annotated[
         Factor,
         Meta(
-            description="How many times a GPU's memory is offered; above 1, containers may run out."
+            description="How many times a GPU's memory is offered; above 1, containers may run out "
+            "of memory below their limit."
         ),
     ] = 1.0
     device_core_scaling: Annotated[
@@ -116,7 +117,7 @@ class VolcanoVgpu(msgspec.Struct, frozen=True, rename="camel", forbid_unknown_fi
         Meta(
             description=(
                 "hami-core: libvgpu.so limits memory and compute in the container. none: sharing "
-                "without any limit, and it says so."
+                "without any limit."
             )
         ),
     ] = "hami-core"

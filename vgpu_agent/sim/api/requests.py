@@ -75,7 +75,7 @@ class Selector:
         return all((_field(item, field) == value) is equal for field, equal, value in self.terms)
 
 
-async def understood(web_request: web.Request) -> Request:
+async def parse_request(web_request: web.Request) -> Request:
     """The request in Kubernetes' terms, with its body.
 
     Raises:

@@ -22,7 +22,7 @@ from aiohttp import web
 from vgpu_agent.errors import SimulationError
 from vgpu_agent.sim.api.faults import Fault, FaultKind, Request, take
 from vgpu_agent.sim.api.objects import KINDS, ApiRefusalError, ObjectStore
-from vgpu_agent.sim.api.requests import Selector, understood
+from vgpu_agent.sim.api.requests import Selector, parse_request
 
 if TYPE_CHECKING:
     import os
@@ -182,18 +182,18 @@ class ApiServer:
 
     async def _answer(self, web_request: web.Request) -> web.StreamResponse:
         try:
-            request = await understood(web_request)
+            request = await parse_request(web_request)
         except ApiRefusalError as err:
             return _json(err.status, err.code)
         self.requests.append(request)
         try:
-            response = await self._answer_understood(web_request, request)
+            response = await self._answer_parsed(web_request, request)
         except ApiRefusalError as err:
             response = _json(err.status, err.code)
         request.status = response.status
         return response
 
-    async def _answer_understood(
+    async def _answer_parsed(
         self, web_request: web.Request, request: Request
     ) -> web.StreamResponse:
         if self.tokens and request.authorization.removeprefix("Bearer ") not in self.tokens:

@@ -222,7 +222,17 @@ def _list(arguments: argparse.Namespace) -> int:
         print(json.dumps([asdict(gpu) for gpu in gpus], indent=2))
         return 0
     rows: list[tuple[str, ...]] = [
-        ("GPU", "UUID", "MODEL", "MEMORY", "NUMA", "CONDITION", "DRIVER ASKS", "PROCESSES", "MIG")
+        (
+            "GPU",
+            "UUID",
+            "MODEL",
+            "MEMORY",
+            "NUMA",
+            "CONDITION",
+            "RECOVERY ACTION",
+            "PROCESSES",
+            "MIG",
+        )
     ]
     rows += [_row(gpu) for gpu in gpus]
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
@@ -280,7 +290,7 @@ def _add_health(actions: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     lose.add_argument(
         "--entirely",
         action="store_true",
-        help="not even handles held before answer the GPU's identity",
+        help="calls with handles from before do not return the GPU's identity either",
     )
     _action(
         actions,
@@ -393,7 +403,7 @@ def _add_use(actions: argparse._SubParsersAction[argparse.ArgumentParser]) -> No
         help="one instance each; empty switches MIG off",
     )
     process = _action(
-        actions, "process", _process, "be a process that uses a GPU, until Ctrl-C", gpu=True
+        actions, "process", _process, "run a process that uses a GPU, until Ctrl-C", gpu=True
     )
     process.add_argument(
         "--memory-mib", type=_whole(0, 1 << 20), required=True, metavar="MIB", help="memory it uses"

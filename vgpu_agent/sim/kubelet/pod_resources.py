@@ -46,7 +46,7 @@ class PodResources:
         self._resource, self._note = resource, note
         # by UID: a pod's allocations, and their encoded form
         self._listed_pods: dict[str, tuple[tuple[Allocation, ...], bytes]] = {}
-        self._limiter, self._asked_at = _BURST, 0.0
+        self._tokens_left, self._asked_at = _BURST, 0.0
 
     def methods(self) -> dict[str, tuple[Any, Any]]:
         """Return the service's methods by name, each with the type of its request."""
@@ -108,11 +108,13 @@ class PodResources:
         calls a second (kubelet §13).
         """
         now = time.monotonic()
-        self._limiter = min(_BURST, self._limiter + (now - self._asked_at) * _CALLS_A_SECOND)
+        self._tokens_left = min(
+            _BURST, self._tokens_left + (now - self._asked_at) * _CALLS_A_SECOND
+        )
         self._asked_at = now
-        if self._limiter < 1 and self._faults.limit_calls:
+        if self._tokens_left < 1 and self._faults.limit_calls:
             await context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, "rejected by rate limit")
-        self._limiter -= 1
+        self._tokens_left -= 1
 
     def _listed_pod(self, pod: Pod) -> bytes:
         """Encode a ListPodResourcesResponse with this pod alone. Concatenated, several of them are

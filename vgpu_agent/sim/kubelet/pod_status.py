@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from vgpu_agent.sim.api.objects import Object, ObjectStore
 
 
-class Containers:
+class PodStatus:
     """The status of one pod; nothing is written any more once the pod is gone."""
 
     def __init__(self, objects: ObjectStore, pod: Object) -> None:

@@ -177,7 +177,7 @@ class VolcanoVgpuMigFamily(VolcanoVgpuFamily):
             msgspec.structs.replace(
                 room,
                 trouble=(
-                    room.trouble or "a container has a share of it as a whole"
+                    room.trouble or "a container has a share of the undivided GPU"
                     if room.holders
                     else room.trouble
                 ),
