@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
     from structlog.typing import EventDict, ExcInfo, FilteringBoundLogger
 
-# Of one line, in addition to its traceback; the journal's entries are smaller already.
+# Of one line without its traceback; lines of the journal are bounded already.
 _MAX_LINE_BYTES = 32 * 1024
 _MAX_TRACEBACK_CHARACTERS = 32 * 1024
 _MAX_FRAMES = 40  # of one traceback
@@ -34,10 +34,9 @@ _MAX_CAUSES = 8  # exceptions that led to one
 
 LEVELS = ("debug", "info", "warning", "error")
 
-# Libraries that report a normal kubelet disconnect as news (python-stack: grpclib logs each
-# cancelled request at INFO).
-# kubernetes_asyncio logs what a credential plugin wrote, which may be a token; `cluster` reports
-# that it failed.
+# Libraries that log normal events, such as a disconnect of the kubelet, at INFO (python-stack:
+# grpclib logs each cancelled request there). kubernetes_asyncio logs what a credential plugin has
+# written, which may be a token; `cluster` reports that the plugin failed.
 _QUIET_LIBRARIES = {
     "grpclib": logging.WARNING,
     "asyncio": logging.WARNING,
@@ -47,7 +46,7 @@ _QUIET_LIBRARIES = {
 }
 
 _WINDOW_SECONDS = 60.0
-# 110 pods start, stop or are adopted at once, with several lines each that are worth having.
+# Enough for 110 pods that start, stop or are adopted at once, with several useful lines each.
 _MAX_OF_AN_EVENT = 600
 _MAX_OF_A_LIBRARY = 20
 # Events that any client of a socket can cause as often as it likes.
@@ -150,7 +149,7 @@ def current_level() -> str:
 
 
 class _WithoutSecrets(logging.Formatter):
-    """The last filter of every line, our own and those of libraries."""
+    """The formatter of every line, our own and those of libraries; hides secrets."""
 
     def __init__(self, inner: logging.Formatter) -> None:
         super().__init__()
@@ -195,11 +194,11 @@ class RepeatedLines(logging.Filter):
     """Filter that passes the first lines of a kind in each window of time,
     and then one line with the number left out.
 
-    The kind of our own line is its event, of a library's its template and the exception. So a storm
-    of one kind never hides another kind.
+    The kind of our own line is its event; that of a library's line is its template and the
+    exception. So a storm of one kind never hides another kind.
 
-    State: what passed and what did not in the current window of each kind; forgotten kinds begin
-    again.
+    State: how many lines of each kind passed and did not pass in its current window. A forgotten
+    kind begins a new window.
     """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
@@ -268,7 +267,7 @@ def _kind(record: logging.LogRecord) -> tuple[tuple[str, ...], int]:
             event,
             record.levelname,
         ), _MAX_AT_WILL if event in _AT_WILL else _MAX_OF_AN_EVENT
-    # asyncio puts sockets with their numbers into further lines of one message.
+    # asyncio puts sockets with their numbers into the later lines of a message.
     template = str(record.msg).partition("\n")[0][:_LONGEST_TEMPLATE]
     error = record.exc_info[1] if record.exc_info else None
     about = "" if error is None else f"{type(error).__name__} {getattr(error, 'errno', '')}"
@@ -276,15 +275,15 @@ def _kind(record: logging.LogRecord) -> tuple[tuple[str, ...], int]:
 
 
 class ChangeFilter:
-    """Tell new messages from repeated ones:
-    what a loop meets in each round is logged when it begins, and when it changes.
+    """Tell new messages from repeated ones,
+    so that what a loop finds in each round is logged only when it begins or changes.
 
     State: the last message about each subject, and when it was new.
     """
 
     def __init__(self, *, again_seconds: float = math.inf) -> None:
-        """Count a message that lasts as new ``again_seconds`` after it was new;
-        never without them.
+        """Count a repeated message as new again after ``again_seconds``;
+        by default never.
         """
         self._again_seconds = again_seconds
         self._last: dict[Hashable, tuple[Hashable, float]] = {}

@@ -1,8 +1,8 @@
 """The plain facts that all packages share:
 devices, what may be granted of them, and to which container.
 
-Words as in the glossary of docs/architecture.md. All values are immutable and only describe
-themselves, so they can be passed to any task, kept in a snapshot and compared in a test.
+Words as in the glossary of docs/architecture.md. All values are immutable plain data, so they can
+be passed to any task, kept in a snapshot and compared in a test.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class Health(msgspec.Struct, frozen=True):
     """The health of a device: usable for new containers, or the reason against it.
 
     Attributes:
-        ok: True when it may.
+        ok: True when new containers may use the device.
         reason: one sentence for an operator; empty when ``ok``.
         since: unix seconds of the last change; 0 when it never changed.
     """
@@ -86,7 +86,7 @@ class Gpu(msgspec.Struct, frozen=True):
             the processor.
         index: NVML's order at the last enumeration; it shifts when a card is unplugged.
         minor: the number in ``/dev/nvidia<minor>``; it does not shift. -1 where there is no such
-            node: the GPU is part of the processor, or this is a Windows subsystem.
+            node: the GPU is part of the processor, or this is the Windows Subsystem for Linux.
         name: product name.
         memory_mib: total memory; 0 where it has none of its own.
         pci_bus_id: ``0000:07:00.0``, lower case, four-digit domain, as in sysfs.
@@ -94,7 +94,7 @@ class Gpu(msgspec.Struct, frozen=True):
         compute_capability: (major, minor).
         mig_enabled: MIG mode is on; ``mig_instances`` may still be empty.
         mig_instances: those that could be read.
-        mig_trouble: why there may be others, with the remedy; empty when all could be read.
+        mig_trouble: why some could not be read, with the remedy; empty when all could be.
         present: False for a card that answered earlier and no longer does or is gone.
     """
 
@@ -127,8 +127,8 @@ class Link(msgspec.Struct, frozen=True):
         pci: NVML's common-ancestor level: 0 same board, 10 single switch, 20 multi switch, 30 host
             bridge, 40 same CPU, 50 cross-CPU.
         nvlinks: number of active direct NVLink connections.
-        switch_links: number of active NVLinks to NVSwitches that both have; 0 unless both have
-            some.
+        switch_links: number of active NVLinks to NVSwitches, of the GPU that has fewer; 0 unless
+            both have some.
     """
 
     pci: int
@@ -147,7 +147,7 @@ class Inventory(msgspec.Struct, frozen=True):
         driver_version: e.g. ``580.65.06``; empty before the driver answered.
         cuda_version: e.g. ``13.0``.
         nvml_version: e.g. ``13.580.65.06``; empty where the driver does not say.
-        simulated: the library under NVML is `sim`'s.
+        simulated: the NVML library is the simulator's (`sim`).
         failures: cards that did not answer at enumeration: ``index: text``.
     """
 
@@ -166,7 +166,7 @@ class Inventory(msgspec.Struct, frozen=True):
 
     @property
     def numbered(self) -> dict[int, Gpu]:
-        """Number → GPU, ascending, for what names GPUs by their index over a long time.
+        """Number → GPU, ascending, for records that name GPUs by index over a long time.
 
         A lost card keeps its number, although NVML moves the indices behind it up as soon as it is
         gone from the bus.
@@ -218,7 +218,7 @@ class Decider(enum.StrEnum):
     """The source of the decision on what the holder of an id gets."""
 
     IDS = "ids"  # each id names its device; `Allocate` can answer completely
-    # the pod's limits and annotations; ids are only counted, so it takes the pod to decide
+    # the pod's limits and annotations; its ids are only counted and decide nothing
     POD = "pod"
     # the resource is only there for schedulers to count; its ids are neither booked nor answered
     NOBODY = "nobody"
@@ -247,16 +247,14 @@ class Resource(msgspec.Struct, frozen=True):
         holders: the same by device, where devices differ; ``holders_per_device`` is then the
             largest of them.
         prefers: the kubelet is to ask which ids suit best (GetPreferredAllocation). Where the pod
-            decides, those of the GPUs that `PodFamily.named` returns do.
+            decides, these are the ids of the GPUs that `PodFamily.named` returns.
         ids_setting: the setting that determines the number of ids, for the error when there are too
-            many, e.g.
-            ``volcanoVgpu.gpuMemoryFactor``; empty for replicas.
+            many, e.g. ``volcanoVgpu.gpuMemoryFactor``; empty for replicas.
         memory_scaling: how many times a device's memory may be booked; 1.0 never exceeds it.
         cores_scaling: the same for compute.
         pre_start_required: the kubelet is to call PreStartContainer before each start.
         sharing: how the holders of one device share it.
-        undivided: only parts of the undivided GPU are granted, so nothing while it is in MIG
-            mode.
+        undivided: only parts of an undivided GPU are granted, so nothing while it is in MIG mode.
         init_shares: init containers have shares of their own; otherwise they use those of the
             containers after them.
         withheld: device → why nothing of it is ever granted, although its ids are listed.
@@ -299,7 +297,7 @@ class GrantState(enum.StrEnum):
 
     RESERVED = "reserved"
     GRANTED = "granted"
-    IDENTIFIED = "identified"  # the owner is known; nothing about a limit
+    IDENTIFIED = "identified"  # the owner is known; says nothing about a limit
     RELEASED = "released"
 
 
@@ -309,7 +307,7 @@ class Owner(msgspec.Struct, frozen=True):
     Attributes:
         pod_uid: from the kubelet's checkpoint; empty when only pod-resources knew the container.
         namespace: from pod-resources; empty when only the checkpoint knew it.
-        pod: the pod's name; same.
+        pod: the pod's name; from the same source as ``namespace``.
         container: the container's name.
     """
 
@@ -354,14 +352,14 @@ class Grant(msgspec.Struct, frozen=True):
         shares: one for each distinct device behind the ids.
         owner: None until the kubelet's records name it.
         reserved_at: unix seconds of the Allocate call, or of the rebuild that found it; to be
-            shown, since the wall clock may be set.
+            shown only, since the wall clock may be set.
         decided_for: (UID of the pod, container) that ``shares`` were decided for, where the pod
             decides; None before. An early guess may differ from ``owner``, which the kubelet
             reports.
         evidence: how the owner was proven and what decided the shares, one sentence each.
         steady_at: the same moment as ``reserved_at`` by the ledger's own clock, which only grows.
-        may_overcommit: a scheduler decided it, so its compute and its place on a device count
-            beyond what the device has.
+        may_overcommit: a scheduler decided it, so it is booked even if the device then has more
+            compute in use, or more holders, than it may.
         found: it was found in the kubelet's records, so it is older than ``reserved_at``.
     """
 
@@ -393,7 +391,7 @@ class DeviceRoom(msgspec.Struct, frozen=True):
     memory and cores with the resource's scaling.
 
     Attributes:
-        trouble: why no container may get anything of it now; empty when it may be given.
+        trouble: why no container may get anything of it now; empty when containers may.
         holders: how many containers have a share of it.
     """
 
@@ -478,17 +476,17 @@ class WrittenLimit(msgspec.Struct, frozen=True):
 
 class ControlledUse(msgspec.Struct, frozen=True):
     """The use that one container makes of its cards, as far as its library and the list of its
-    processes tell, and its limits as they are written. Cards are numbered as NVML does.
+    processes tell, and its limits as they are written. Cards have NVML's indices.
 
     Attributes:
-        pids: the host's numbers of its processes; None when the processes are not listed.
-        spilled_bytes: card → memory of it that lies in the host's.
+        pids: the ids of its processes on the host; None when the processes are not listed.
+        spilled_bytes: card → bytes that were allocated for it and lie in the host's memory.
         cores_percent: card → compute in use, by the library's own samples.
-        limits: those in its file; empty where it has none that can be read.
-        trouble: why the file is not the one that limits this container; empty when it is.
+        limits: those in its ``vgpu.config``; empty where there is none that can be read.
+        trouble: why that file does not limit this container as intended; empty when it does.
         registers: its library lets every process register with the agent, before it uses a card.
         on_cards: its processes on cards as the driver and the kernel name them: (card's UUID,
-            number on the host, MiB).
+            process id on the host, MiB).
     """
 
     namespace: str

@@ -27,7 +27,7 @@ class Node:
         allocatable: the same for what pods may ask for.
         conditions: type → (status, reason, message).
         seen_at: annotation → unix seconds at which the watch first showed its present value;
-            missing where no watch was asked.
+            empty where the Node did not come from the watch.
     """
 
     name: str
@@ -68,8 +68,8 @@ class DesiredNode(msgspec.Struct, frozen=True):
             (status subresource); None for a resource that must not be there. The kubelet goes on
             writing one for minutes after its plugin has gone, and leaves it at 0 for ever.
         conditions: type → (status, reason, message).
-        min_write_interval_seconds: annotation → seconds that must lie between two
-            writes of it by us.
+        min_write_interval_seconds: annotation → the least seconds between two writes of it by the
+            agent.
         guarded: annotations whose removal must fail when the Node has changed since it was read (a
             lock that was just taken again).
     """

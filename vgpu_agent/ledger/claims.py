@@ -1,16 +1,15 @@
-"""GPUs that are kept for pods, because a scheduler has given them to those pods or
-because their ids must come from them.
+"""GPUs that are kept for pods: a scheduler has named the GPU, or the pod needs ids of it.
 
 A scheduler that names a GPU in a pod's annotations has decided at bind; the shares are booked when
 the container starts, after its image was pulled and its init containers have run. A claim covers
-the time in between. It is no booking: it takes nothing from the holders of the GPU, and it never
-keeps its own family away.
+the time in between. It is no booking: it takes nothing from the holders of the GPU, and other pods
+of its own family may still get shares of it.
 
 The oldest claim on a GPU decides. No other family gets a new share of that GPU, so it stays free
 for the claim, or becomes free as its holders end. There is one order of claims on a node, so pods
 with claims on several GPUs never wait for each other in a circle.
 
-Pure functions, called by `book`; `allocation` makes the claims.
+Pure functions, called by `arbitration`; `allocation` makes the claims.
 """
 
 from __future__ import annotations
@@ -33,9 +32,9 @@ class Claim(msgspec.Struct, frozen=True):
         pod: ``namespace/name``.
         pod_uid: the kubelet's UID of the pod.
         since: unix seconds of the moment at which the claim was first seen.
-        order: its place among the claims of the node; smaller is older, and alike for the claims of
-            one pod.
-        named: a scheduler has named the GPU; otherwise the pod's ids must come from it.
+        order: its position among the claims of the node; smaller is older, and all claims of one
+            pod have the same.
+        named: a scheduler has named the GPU; otherwise the pod needs ids of it.
     """
 
     gpu: str

@@ -18,8 +18,8 @@ if TYPE_CHECKING:
 
     from vgpu_agent.model import Gpu, Inventory, MigInstance
 
-# Those of 8 GPUs in a dozen divisions; a node that is divided more often forgets those without a
-# holder.
+# Enough for 8 GPUs that are divided a dozen times. Beyond that, the oldest instances without a
+# holder are forgotten.
 _MAX_INSTANCES_KNOWN = 1000
 
 
@@ -62,14 +62,13 @@ def with_gone(
     mig_instances: dict[str, Device],
     held: Collection[str],
 ) -> dict[str, Device]:
-    """Return the devices of the ledger once ``seen`` are there:
-    those, and those of ``held`` that are gone.
+    """Return the new devices of the ledger: ``seen``, and those of ``held`` that are gone.
 
     Args:
-        seen: of the newest inventory.
+        seen: the devices of the newest inventory.
         before: the devices of the ledger until now.
-        mig_instances: every MIG instance that was ever seen; those of ``seen`` are added, and the
-            oldest that are neither there nor held dropped.
+        mig_instances: the MIG instances of earlier inventories. This adds those of ``seen``, and
+            drops the oldest that are neither in ``seen`` nor held, if there are too many.
         held: devices that have a holder.
     """
     for device in seen.values():

@@ -7,8 +7,9 @@ that such pods wait is a family that had pods here lately and has none now. When
 families have ended since then, the GPU on which pods end fastest is drained. When it is free, its
 round begins (`turns`), and its family comes last.
 
-One GPU is drained at a time. If it is not free after as many ends again, a pod runs there for long,
-and the next GPU is drained instead. `book` holds one of these and tells it of every change.
+One GPU is drained at a time. If it is not free after as many further ends, a pod on it runs for
+long, and the next GPU is drained instead. `arbitration` holds one `Drains` and reports every change
+to it.
 """
 
 from __future__ import annotations
@@ -26,25 +27,25 @@ the drain costs a small part of what the family gets in that time.
 """
 
 RECENT_SECONDS = 3600.0
-"""For so long after its last pod a family counts as one that may wait.
+"""How long after the end of its last pod a family may count as waiting.
 After that, nothing is drained for it.
 """
 
-Held = tuple[str, frozenset[str]]  # a family, and the GPUs of which the grant has something
+Held = tuple[str, frozenset[str]]  # family of a grant, and the GPUs of its shares
 
 
 class Drains:
     """The drained GPU, if any.
 
-    State: the grants of before, since when each family has nothing, and the pods of others that
-    have ended since. It begins again with the process.
+    State: the grants at the last change, when each family last had one, and how many pods of other
+    families have ended since. A new process begins without it.
     """
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock
         self._held: Mapping[int, Held] = {}
         self._left_at: dict[str, float] = {}  # family → when it had something for the last time
-        # by family, while it has nothing
+        # family → ended pods of other families while it has nothing
         self._ends_of_others: collections.Counter[str] = collections.Counter()
         self._ends_on: collections.Counter[str] = collections.Counter()  # by GPU, since it was free
         self._drained: tuple[str, str] | None = None  # GPU and family
@@ -61,11 +62,10 @@ class Drains:
         """Take note of a change.
 
         Args:
-            held: the grants that have something, by number.
-            serves: GPU → the family that has something of it.
-            families: those that are served.
-            offered: those of them that are offered a GPU of which nothing is held; asked only where
-                it matters.
+            held: the grants that have shares, by number.
+            serves: GPU → the family that has shares of it.
+            families: the families whose pods can start now.
+            offered: returns the families that are offered a free GPU; called only if needed.
         """
         for number in self._held.keys() - held.keys():
             ended, gpus = self._held[number]
@@ -106,7 +106,7 @@ class Drains:
 
     def why_drained(self, gpu: str, family: str) -> str:
         """Explain why ``family`` gets nothing new of ``gpu``, which it has;
-        empty when that is not so.
+        empty when the GPU is not drained.
         """
         if self._drained != (gpu, family):
             return ""

@@ -20,8 +20,8 @@ if TYPE_CHECKING:
     from vgpu_agent.ledger.offers import Offers
     from vgpu_agent.model import Share
 
-# The evidence of a grant whose container has ended: its share went on with the ids that the next
-# container of its pod took.
+# The evidence of a grant whose container has ended: its shares have passed to a later container of
+# the pod, together with ids.
 HANDED_ON = ("handed on to a container that came after",)
 
 Saved = dict[int, Grant]
@@ -31,15 +31,15 @@ class Grants:
     """All grants that are not released.
 
     State: the grants, the index of their ids, and how often in a row the kubelet's records did not
-    know a grant (`misses`). One container can hold thousands of ids, so what is asked about them
-    again and again is remembered by grant.
+    know a grant (`misses`). One container can hold thousands of ids, so frequent answers about
+    them are cached for each grant.
     """
 
     def __init__(self, offers: Offers) -> None:
         self._offers = offers
         self.by_number: dict[int, Grant] = {}
-        # Resource → id → number of its grant; by resource, since one that was renamed keeps its
-        # ids, and the kubelet counts again.
+        # Resource → id → number of its grant. A resource that was renamed keeps its ids, and the
+        # kubelet may give them again under the new name.
         self.holder: dict[str, dict[str, int]] = {}
         # grant → offers' version, its ids, those not offered
         self._foreign: dict[int, tuple[int, tuple[str, ...], tuple[str, ...]]] = {}
@@ -111,8 +111,8 @@ class Grants:
             index.pop(id_, None)
 
     def restate(self, stand_for: Callable[[Grant], tuple[Share, ...]]) -> bool:
-        """Update the shares of a grant whose ids name devices and are all offered, by today's
-        settings; tell whether they changed.
+        """Bring the shares of each grant whose ids name devices and are all offered in line with
+        today's settings; tell whether any share changed.
         """
         restated = {
             number: msgspec.structs.replace(grant, shares=shares)
@@ -139,8 +139,8 @@ class Grants:
             return
         offered = self._offers.by_name.get(grant.resource)
         if grant.decided_for or (offered and offered.decided_by is Decider.POD):
-            # The container that had been decided for has ended: its shares went with the ids that
-            # the next one took.
+            # The container that the decision was for has ended: its shares have passed to the next
+            # one, which took ``ids``.
             left = msgspec.structs.replace(
                 grant,
                 ids=rest,

@@ -23,8 +23,9 @@ def alike(resources: Iterable[Resource]) -> Iterator[tuple[Resource, Resource, s
     """Return each pair of resources that have an id in common, and one such id.
 
     The replaced plugins never ran on one node, and some give their ids the same form. A device
-    serves one family at a time, so at most one of the two has a holder whose health an id reports.
-    Of two resources that are only counted neither has one, so they may have ids in common.
+    serves one family at a time, so at most one of the two has a holder to whom the id's health is
+    reported. Of two resources that are only counted neither has one, so they may have ids in
+    common.
     """
     for one, other in itertools.combinations(resources, 2):
         if one.decided_by is Decider.NOBODY is other.decided_by:
@@ -40,7 +41,7 @@ def _common(few: Sequence[DeviceId], many: Sequence[DeviceId]) -> str | None:
         return next((entry.id for entry in few if entry.id in known), None)
     if not isinstance(few, NumberedIds):
         return next((entry.id for entry in few if many.device(entry.id) is not None), None)
-    # Blocks that have ids in common have the first one of either in common.
+    # If two blocks have ids in common, the first id of one of the blocks is in both.
     return next(
         (
             first
@@ -60,14 +61,14 @@ class Offers:
     def __init__(self) -> None:
         self.by_name: dict[str, Resource] = {}
         self.in_order: tuple[Resource, ...] = ()  # by name
-        # as they were when some of today's grants were made, where the pod decides
+        # where the pod decides: the widest limits under which some of today's grants were made
         self._wider: dict[str, Resource] = {}
         self.version = 0  # advances when what is offered has changed
         self._devices: dict[str, dict[str, str]] = {}  # resource → id → device
 
     def replace(self, resources: Iterable[Resource], held: Collection[str] = ()) -> bool:
-        """Offer exactly ``resources`` from now on; whether that changed anything. Of those in
-        ``held``, wider limits are remembered.
+        """Offer exactly ``resources`` from now on; tell whether that changed anything. For the
+        resource names in ``held``, wider limits of before are remembered.
 
         Raises:
             ValueError: a name, or within one family an id (kubelet V17), is offered twice: the
@@ -116,8 +117,8 @@ class Offers:
         return self._devices.get(resource, {}).get(id_)
 
     def at_its_widest(self, resource: Resource) -> Resource:
-        """``resource`` with the widest limits under which any of its grants may have been made;
-        those grants are not unsound now.
+        """``resource`` with the widest limits under which any of its grants may have been made,
+        so that narrower settings do not make these grants unsound.
         """
         wider = self._wider.get(resource.name)
         if wider is None:

@@ -1,6 +1,6 @@
-"""Correct the ledger by the kubelet's records: add, name and release grants.
+"""Bring the ledger in line with the kubelet's records: add, name and release grants.
 
-Where the two differ, the kubelet's records decide. `Ledger.reconcile` in `book` calls it, at start
+Where the two differ, the kubelet's records decide. `Ledger.reconcile` in `book` calls this at start
 and after each reading of the records.
 """
 

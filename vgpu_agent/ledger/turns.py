@@ -2,14 +2,14 @@
 one after the other, each alone, and then all.
 
 Families have schedulers that know nothing of each other. Shown the same free GPU at the same
-moment, each would send a pod, and the kubelet fails those that come too late. So the GPU has a
-round: each family is offered it alone for a turn. In the pause between two turns it is offered to
-none, until schedulers have seen that the turn is over and the pods that they have bound by then are
-known (`withdrawals`). The
-family that had the GPU last comes last, and the others in the order in which they were first
-before. A family that is not served at the moment has no turn.
+moment, each would send a pod, and the kubelet fails those that come too late. So a returned GPU
+goes through a *round*: it is offered to one family after the other, to each alone for one turn. In
+the pause between two turns it is offered to none, until schedulers have seen that the turn is over
+and the pods that they have bound by then are known (`withdrawals`). The family that had the GPU
+comes last. The others are ordered by the time at which each last came first, the longest ago in
+front. A family that is not served at the moment has no turn.
 
-`book` holds one of these and reports every change to it. A node with one family has no turns.
+`arbitration` holds one `Turns` and reports every change to it. A node with one family has no turns.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _SLOT_SECONDS = TURN_SECONDS + WITHDRAWAL_SECONDS
 
 
 def round_seconds(families: int) -> float:
-    """Return how long after its return a GPU is offered to all of so many families."""
+    """Return the time from a GPU's return until it is offered to all of that many families."""
     return families * _SLOT_SECONDS - WITHDRAWAL_SECONDS
 
 
@@ -54,7 +54,7 @@ class _Round(msgspec.Struct):
 
     @property
     def left_after(self) -> float:
-        """The seconds that follow after `until`, if no pause takes longer than planned."""
+        """The seconds of the round after `until`, if no pause takes longer than planned."""
         slots = (len(self.families) - 1 - self.turn) * _SLOT_SECONDS
         return max(0.0, slots - WITHDRAWAL_SECONDS if self.pausing else slots)
 
@@ -63,8 +63,8 @@ class Turns:
     """The rounds of all GPUs.
 
     State: the GPUs in use with their families, the round of each that was returned, and when each
-    family was first for the last time. Turns begin and end in `move_on` only. So one that is late
-    takes nothing away from the pause that schedulers need.
+    family last was the first of a round. Turns begin and end in `move_on` only. So a turn that ends
+    late does not shorten the pause that schedulers need.
     """
 
     def __init__(
@@ -75,9 +75,9 @@ class Turns:
         """Begin without rounds.
 
         Args:
-            clock: seconds that only grow.
+            clock: returns the seconds of a monotonic clock.
             withdrawn_for_seconds: GPU → how long the kubelet may still give it to a family that is
-                not offered it any more; the next turn does not begin before.
+                not offered it any more; the next turn does not begin before that.
         """
         self._clock, self._withdrawn_for_seconds = clock, withdrawn_for_seconds
         self._in_use: Mapping[str, str] = {}
@@ -109,8 +109,8 @@ class Turns:
         self._in_use = in_use
 
     def _leave_out(self, gpu: str, waiting: _Round, able: Sequence[str], now: float) -> None:
-        """Give the turns of families that can grant nothing (any more) to those after them;
-        so none is lost.
+        """Give the turns of families that can grant nothing (any more) to those after them,
+        so that no turn is wasted.
         """
         gone = waiting.turn + waiting.pausing
         past, coming = waiting.families[:gone], waiting.families[gone:]
@@ -146,7 +146,7 @@ class Turns:
 
     @property
     def seconds_left(self) -> float | None:
-        """Seconds until the next turn begins or ends, 0 where one has; None when there is none."""
+        """Seconds until the next turn begins or ends, 0 if that is due; None without a round."""
         return min(
             (self._seconds_left(gpu, each) for gpu, each in self._rounds.items()), default=None
         )
@@ -157,7 +157,7 @@ class Turns:
 
     @property
     def over_in_seconds(self) -> float | None:
-        """Seconds until all that was returned by now is offered to all; None when it is."""
+        """Seconds until all GPUs returned so far are offered to all; None when they are."""
         return max(
             (self._seconds_left(gpu, each) + each.left_after for gpu, each in self._rounds.items()),
             default=None,
@@ -165,7 +165,7 @@ class Turns:
 
     def move_on(self) -> bool:
         """Begin and end the turns whose time has come, one step of each GPU's round;
-        whether there were any.
+        tell whether there were any.
         """
         now, moved = self._clock(), False
         for gpu, each in list(self._rounds.items()):

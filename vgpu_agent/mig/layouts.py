@@ -1,8 +1,8 @@
 """The YAML of ``nvidia-mig-parted``: written for one GPU, and read as the tool exports it.
 
 Version 1 has named configurations, each a list of entries about some GPUs by index, with the number
-of instances of each profile. Called by `parted`, which runs the tool. Its output is checked here:
-the result is a division of each GPU, or a reason.
+of instances of each profile. Called by `parted`, which runs the tool. The tool's output is checked
+here: the result is the division of each GPU, or the reason why the output cannot be used.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def read_export(text: str, gpus: int) -> Mapping[int, Division]:
     """Read the division of each of ``gpus`` GPUs, by index.
 
     Raises:
-        MigError: it is no export of that many GPUs; the message shows the error.
+        MigError: ``text`` is no export of that many GPUs; the message shows the error.
     """
     root, faults = yaml.parse(text)
     if root is None or faults:

@@ -3,9 +3,8 @@ run with a time limit, one at a time, and always checked.
 
 The replaced plugin runs it and ends itself when it fails (volcano-vgpu §4.3, D16). Here every
 failure is a `MigError` that costs one pod its start: the tool is missing, hangs, prints nonsense,
-fails, or sees other GPUs than the driver.
-Only the driver shows whether the GPU was divided; `agent.devices.mig`, which calls this, checks
-there.
+fails, or sees other GPUs than the driver. Only the driver shows whether the GPU was divided;
+`agent.devices.mig`, which calls this, checks there.
 """
 
 from __future__ import annotations
@@ -28,28 +27,28 @@ if TYPE_CHECKING:
 
 _MAX_BYTES = 256 * 1024  # of an export; sixteen GPUs take less than four KiB
 _MAX_SHOWN = 400
-_END_SECONDS = 2.0  # between asking the tool to end and making it end
+_END_SECONDS = 2.0  # after SIGTERM, and again after SIGKILL
 
 
 class MigParted:
     """The runner of the tool.
 
     State: a file beside the configuration is locked while the tool runs, and the tool inherits the
-    lock. So one that has survived a killed agent keeps the next agent from running a second one
-    beside it.
+    lock. So a tool that has survived a killed agent keeps the next agent from running a second
+    one beside it.
     """
 
     def __init__(
         self, program: str, directory: Path, *, timeout_seconds: float, setting: str
     ) -> None:
-        """Build it.
+        """Run ``program`` with files in ``directory``.
 
         Args:
-            program: its name, looked for in PATH, or its path.
-            directory: where its configuration is written; made if need be, and readable by the
-                agent only.
+            program: the tool's name, looked for in PATH, or its path.
+            directory: where the tool's configuration is written; made if need be, and readable by
+                the agent only.
             timeout_seconds: how long one run may take.
-            setting: the key of ``program``, for messages.
+            setting: the settings key of ``program``, for messages.
         """
         self._program = program
         self._directory = directory
@@ -63,7 +62,7 @@ class MigParted:
             gpus: the number of GPUs that the driver shows.
 
         Raises:
-            MigError: it cannot be run, or its output does not cover as many GPUs.
+            MigError: the tool cannot be run, or its output does not have that many GPUs.
         """
         text = await self._run("export", ())
         try:
@@ -79,7 +78,7 @@ class MigParted:
         the other GPUs stay as they are.
 
         Raises:
-            MigError: it cannot be run, or fails; the message has its last words.
+            MigError: the tool cannot be run, or fails; the message has the end of its output.
         """
         path = self._directory / "layout.yaml"
         text = layout_file(index, profiles)
@@ -92,7 +91,7 @@ class MigParted:
         await self._run("apply", ("-f", str(path), "-c", CURRENT))
 
     async def _run(self, command: str, arguments: Sequence[str]) -> str:
-        """Standard output of one run that has succeeded."""
+        """Return the standard output of one successful run."""
         async with self._alone() as lock:
             try:
                 process = await asyncio.create_subprocess_exec(
@@ -138,7 +137,7 @@ class MigParted:
 
     @contextlib.asynccontextmanager
     async def _alone(self) -> AsyncIterator[int]:
-        """Hold the lock that a running tool holds, by the descriptor that it inherits.
+        """Hold the lock for one run of the tool; yield its descriptor, which the tool inherits.
 
         Raises:
             MigError: an earlier agent's tool still runs, or the directory cannot be used.
@@ -187,7 +186,7 @@ def _write(path: Path, text: str) -> None:
 
 async def _read(stream: asyncio.StreamReader | None) -> bytes:
     """Return the output up to the limit and a little more.
-    The rest is read and discarded, so that the tool does not stop.
+    The rest is read and discarded, so that the tool does not block.
     """
     kept = b""
     while stream is not None and (chunk := await stream.read(65536)):

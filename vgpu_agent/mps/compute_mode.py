@@ -3,9 +3,8 @@
 While MPS shares a GPU, its mode is ``EXCLUSIVE_PROCESS``: it takes one process, the MPS server, so
 no process gets past its limit. While containers hold the GPU through another resource or under
 earlier settings, it must take any process. So it is in the ``DEFAULT`` mode until the last of them
-has returned it. A GPU that has left the daemon's resource gets the default
-mode for good, unless another daemon has it by then. Modes are set by ``nvidia-smi``. Called by
-`daemon`.
+has returned it. A GPU that has left the daemon's resource gets the default mode for good, unless
+another daemon has it by then. Modes are set by ``nvidia-smi``. Called by `daemon`.
 """
 
 from __future__ import annotations

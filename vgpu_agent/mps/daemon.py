@@ -3,9 +3,9 @@ and ended after its last use.
 
 A daemon that ends takes the CUDA programs of its clients with it (NVIDIA's issue 669). So the main
 rule: no daemon is ended, replaced or killed while a container holds a share through it. An agent
-that starts adopts the existing daemon.
-Anything that keeps the limits from being in force is the daemon's *trouble*. As long as there is
-one the resource is not offered (issue 1946: early pods without limits).
+that starts adopts the existing daemon. Anything that keeps the limits from being in force is the
+daemon's *trouble*. As long as there is one, the resource is not offered (issue 1946: early pods
+without limits).
 
 Run by `supervision`, one loop for each resource, under the agent's supervisor.
 """
@@ -125,7 +125,7 @@ class Daemon:
                 if self._wanted is None and not self._busy:
                     await self.retire()
                     if self._wanted is None:
-                        # the last thing: from now on another loop may begin under this name
+                        # done last: from now on another loop may begin for this resource
                         self.status.state = MpsState.STOPPED
                         return
             except MpsError as err:
@@ -138,7 +138,7 @@ class Daemon:
         """End the daemon and give its GPUs back; only while no container holds a share.
 
         Raises:
-            MpsError: something of it cannot be done.
+            MpsError: one of these steps fails.
         """
         await self._control().quit()
         await asyncio.to_thread(directories.clear, self._plan)
@@ -156,12 +156,13 @@ class Daemon:
         await self._dependencies.changed()
 
     async def _cleared(self) -> bool:
-        """Clear away the rest of a dead, unwanted daemon where NVIDIA's programs are missing;
-        return whether that was all.
+        """Clear away what a dead, unwanted daemon has left, where NVIDIA's programs are missing;
+        tell whether that was done.
 
-        That is an agent without MPS after one that was killed, or whose node crashed. Its pods may
-        hold shares under the same name, but not through that daemon. The plan stays while a GPU of
-        this node may still be exclusive, for an agent that can give it back.
+        It is needed when an agent with MPS was killed, or its node crashed, and this agent runs
+        without MPS. Pods may hold shares of a resource of the same name, but not through that
+        daemon. The plan stays while a GPU of this node may still be exclusive, for an agent that
+        can give it back.
         """
         plan = self._plan
         if (
@@ -240,7 +241,7 @@ class Daemon:
     async def _replace_silent(self, control: Control, err: MpsError) -> None:
         if not await asyncio.to_thread(control.has_process):
             raise err
-        # Its clients cannot be asked for now, so it is the pods that count.
+        # The daemon does not name its clients now, so the pods count.
         if pods := self._dependencies.holders(self._plan.resource):
             raise MpsError(
                 f"{err}; the daemon is left alone while these run: {', '.join(pods)}"
@@ -269,9 +270,7 @@ class Daemon:
         await self._up(adopted=False)
 
     async def _tell_limits(self, control: Control) -> None:
-        """Set the limits for servers to come. A server
-        that was started already is set separately.
-        """
+        """Set the limits for servers to come, and separately for those that run already."""
         for command in self._plan.commands:
             await control.tell(command)
         await self._count(control)
@@ -288,8 +287,8 @@ class Daemon:
             )
 
     async def _end_orphans(self) -> None:
-        """End servers that outlived their daemon, once unused:
-        they keep their GPUs from the next one and cannot be adopted.
+        """End servers that outlived their daemon, once no pod holds a share:
+        they keep their GPUs from the next daemon and cannot be adopted.
         """
         orphans = await asyncio.to_thread(processes.living, self._servers)
         if orphans and (pods := self._dependencies.holders(self._plan.resource)):
@@ -306,8 +305,8 @@ class Daemon:
         self._servers = ()
 
     async def _bring_modes(self) -> None:
-        """Make the resource's GPUs exclusive. Those that left it, or all without sharing,
-        serve others, whatever still runs.
+        """Make the resource's GPUs exclusive. GPUs that have left it, or all if no daemon is
+        wanted, get the default mode, whatever still runs on them.
         """
         wanted = set() if self._wanted is None else {limit.uuid for limit in self._wanted.devices}
         known = [limit.uuid for limit in self._plan.devices]
@@ -363,8 +362,8 @@ class Daemon:
                 return
 
     async def _prove(self, turn: int) -> None:
-        """Ask for the compute limit and, GPU by GPU in turn, for a memory limit;
-        a changed one is set again.
+        """Ask for the compute limit and the memory limit of one GPU, the next one at each turn;
+        set the limits again if one has changed.
         """
         control, devices = self._control(), self._plan.devices
         one = (devices[turn % len(devices)],) if devices else ()
@@ -396,8 +395,8 @@ class Daemon:
         self.status.in_use_by_others = tuple(sorted(self._in_use_by_others))
 
     async def _end_if_outdated(self) -> bool:
-        """Tell whether this daemon must be replaced now.
-        One that has to wait for its holders reports so.
+        """Tell whether this daemon must be replaced or ended now; end it for a replacement.
+        While it has to wait for its holders, its status says so.
         """
         wanted, trouble = self._wanted, ""
         if wanted is None or not self._plan.covers(wanted):

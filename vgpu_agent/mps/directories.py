@@ -54,7 +54,7 @@ def prepare(plan: DaemonPlan, *, sysfs_root: str = "/sys") -> None:
         MpsError: they cannot be made.
     """
     pipe, log = Path(plan.pipe), Path(plan.log)
-    # the daemon would start, not listen, and report nothing
+    # with a longer path, the daemon would start, not listen, and report nothing
     if (length := len(os.fsencode(f"{plan.pipe}/control"))) > _LONGEST_SOCKET:
         raise MpsError(
             f"the socket {plan.pipe}/control of an MPS control daemon has a name of {length} "
@@ -68,8 +68,8 @@ def prepare(plan: DaemonPlan, *, sysfs_root: str = "/sys") -> None:
         if _has_selinux(sysfs_root):
             os.setxattr(pipe, "security.selinux", _LABEL)
             with os.scandir(pipe) as entries:
-                # The daemon's files lie here, side by side. Clients may write there, too, and no
-                # more is read than a daemon makes.
+                # The daemon's files lie here, side by side. Clients may write here, too, so only a
+                # limited number of entries is read.
                 for entry in itertools.islice(entries, _MAX_LABELLED):
                     with contextlib.suppress(FileNotFoundError):
                         os.setxattr(entry.path, "security.selinux", _LABEL, follow_symlinks=False)
@@ -97,8 +97,8 @@ def _require_own(directory: Path) -> None:
 
 
 def mark(directory: str, name: str) -> None:
-    """Make the mark `STARTED` or `READY` in a directory. Others may wait for it, we do not, so that
-    it cannot be made is no error.
+    """Make the mark `STARTED` or `READY` in a directory. Only other programs may wait for it, so a
+    failure is no error.
     """
     with contextlib.suppress(OSError):
         (Path(directory) / name).touch()
@@ -126,8 +126,8 @@ def remember(plan: DaemonPlan) -> None:
 
 
 def remembered(root: str) -> list[DaemonPlan]:
-    """The plans of all daemons that were not ended in order. One that is no plan, or only half of
-    one, is removed: no daemon has it.
+    """Return the plans of all daemons that were not ended in order. A file that is not a complete
+    plan is removed: no daemon has it.
     """
     plans = []
     for path in sorted(Path(root).glob(f"*/*/{_PLAN}")):
@@ -160,7 +160,7 @@ def clear(plan: DaemonPlan) -> None:
 
 def remove_pipe(plan: DaemonPlan) -> None:
     """Remove the pipe of a daemon that has ended for good, and its directory.
-    A mount or one with others' files stays.
+    A directory that is mounted or has other files stays.
     """
     for name in _PIPE_FILES:
         unmark(plan.pipe, name)
@@ -201,7 +201,7 @@ def share_memory(
         mount: replaced by tests that may not mount.
 
     Raises:
-        MpsError: it cannot be mounted; has the remedy by hand.
+        MpsError: it cannot be mounted; the message says how to do it by hand.
     """
     path = Path(root) / "shm"
     size = f"{size_mib << 10}k" if size_mib else f"{_half_of_memory_kib(proc_root)}k"

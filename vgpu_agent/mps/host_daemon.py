@@ -1,8 +1,8 @@
 """The check for an MPS control daemon that runs on the host, as far as the agent can tell.
 
-Without that daemon a container that needs it works all the same, as it did with AWS's plugin: it
-takes turns, and nothing limits it. So a missing daemon is reported and withholds nothing. Called
-again and again by `agent.devices.mps`, where ``aws.mps`` is ``host``.
+Without that daemon a container that should use it works all the same, as it did with AWS's plugin:
+its GPU is time-sliced, and nothing limits it. So a missing daemon is reported and withholds
+nothing. Called again and again by `agent.devices.mps`, where ``aws.mps`` is ``host``.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from vgpu_agent.mps.host_tools import HostTool
 
 class HostDaemon:
     """The daemon whose control pipe lies in the directory ``pipe``;
-    nothing of it is ours, so it is only asked how it is.
+    the agent does not own it, and only asks whether it answers.
     """
 
     def __init__(self, pipe: str) -> None:
@@ -30,9 +30,9 @@ class HostDaemon:
         self._control = Control(DaemonPlan("", pipe, pipe, (), 0), tool, timeout_seconds=seconds)
 
     async def why_not(self) -> str:
-        """Explain why it seems missing; empty when it answers.
+        """Explain why the daemon seems missing; empty when it answers.
 
-        Where the agent has no control binary, it is empty when the daemon's pipe exists.
+        Where the agent has no control binary, the text is empty when the daemon's pipe exists.
         """
         missing, can_ask = await asyncio.to_thread(self._look)
         if missing or not can_ask:

@@ -2,7 +2,8 @@
 die or print anything.
 
 Called by `control` and `compute_mode`. Their output goes into files in memory of a fixed size, so
-no output can fill the agent, and a daemon that keeps its parent's stdout open does not block it.
+no output can fill the agent's memory, and a daemon that keeps its parent's stdout open does not
+block the agent.
 """
 
 from __future__ import annotations
@@ -27,16 +28,16 @@ SMI_BINARY = "nvidia-smi"
 COMMAND_TIMEOUT_SECONDS = 10.0
 _LONGEST_OUTPUT = 65536  # bytes; a list of all processes of a node is shorter
 _SHOWN_CHARACTERS = 200
-# How long a killed program may take to disappear; one that waits for the driver in the kernel does
-# not.
+# How long a killed program may take to disappear; one that waits for the driver in the kernel
+# stays.
 _KILL_SECONDS = 1.0
 
 
 class HostTool:
     """One host program of one daemon.
 
-    State: a call that was killed and did not end. While it is there no other is started, or a hung
-    driver would collect processes.
+    State: a call that was killed and did not end. While it is there no other is started, so that
+    processes do not pile up behind a hung driver.
     """
 
     def __init__(self, program: str, *, timeout_seconds: float) -> None:
@@ -55,7 +56,7 @@ class HostTool:
         Args:
             arguments: of the program.
             text: its stdin.
-            environment: all that it sees; None for the agent's own.
+            environment: its whole environment; None for the agent's own.
 
         Raises:
             MpsError: it cannot be started, does not end in time, or fails; the message has its
@@ -99,7 +100,7 @@ class HostTool:
         errors: int,
         environment: Mapping[str, str] | None,
     ) -> asyncio.subprocess.Process:
-        # By our own PATH: the one that a daemon sees has none.
+        # By the agent's own PATH: the environment of a daemon has none.
         found = await asyncio.to_thread(shutil.which, self._program)
         try:
             return await asyncio.create_subprocess_exec(

@@ -12,7 +12,7 @@ import os
 
 _LONGEST_READ = 65536  # bytes at once; the rest waits for the next look
 _LONGEST_LINE = 500  # characters
-_LARGEST_FILE = 8 << 20  # bytes on the disk
+_LARGEST_FILE = 8 << 20  # allocated bytes
 _OURS = ("Accepting connection...", "NEW UI", "UI closed")
 _QUESTION = "Cmd:get_"
 
@@ -30,7 +30,7 @@ class LogTail:
         self._inode, self._offset = 0, 0
 
     def read(self) -> list[str]:
-        """The lines that are new, without those about questions;
+        """Return the lines that are new, without those about queries;
         empty when there is no file or it cannot be read.
         """
         try:

@@ -30,7 +30,7 @@ def pid_path(pipe: str) -> str:
 
 
 def written_pid(pipe: str) -> int | None:
-    """The process that the file names, if that is one of the daemon at ``pipe``."""
+    """The process that the file at `pid_path` names, if it is one of the daemon at ``pipe``."""
     try:
         descriptor = os.open(
             pid_path(pipe), os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
@@ -49,7 +49,7 @@ def written_pid(pipe: str) -> int | None:
 
 def any_of(pipe: str) -> bool:
     """Tell whether any process of MPS lives that was started for ``pipe``,
-    whatever the file contains.
+    whatever the file at `pid_path` contains.
     """
     with os.scandir("/proc") as entries:
         return any(belongs(int(entry.name), pipe) for entry in entries if entry.name.isdecimal())
@@ -57,7 +57,7 @@ def any_of(pipe: str) -> bool:
 
 def living(pids: Iterable[int]) -> list[int]:
     """Those of ``pids`` that are processes of MPS now:
-    the kernel may have given an old number to another one.
+    the kernel may have given the id of an ended one to another program.
     """
     found = []
     for pid in pids:
@@ -68,7 +68,7 @@ def living(pids: Iterable[int]) -> list[int]:
 
 
 def belongs(pid: int, pipe: str) -> bool:
-    """Tell by its environment whether it is a process of MPS for ``pipe``,
+    """Tell by its environment whether ``pid`` is a process of MPS for ``pipe``,
     so that no other daemon is ever ended.
     """
     try:

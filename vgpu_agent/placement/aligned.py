@@ -3,9 +3,9 @@ such that the remaining GPUs are close to each other, too.
 
 Called through the `nvidia` family for GetPreferredAllocation of whole GPUs. Scores and aim are
 those of NVIDIA's plugin (nvidia §6.1): all available GPUs are divided into groups of the wanted
-size, and the best division decides. Theirs tries every division, which takes minutes on 16 GPUs.
-Here the search is exact up to `EXACT_GPUS` and good above, always within milliseconds. Ties go to
-the GPUs that come first, so the same question always gets the same answer.
+size, and the best division decides. NVIDIA's plugin tries every division, which takes minutes on 16
+GPUs. Here the search is exact up to `EXACT_GPUS` and approximate above, always within milliseconds.
+Ties go to the GPUs that come first, so the same question always gets the same answer.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ EXACT_GPUS = 8
 _PCI_SCORES = {0: 60, 10: 50, 20: 40, 30: 30, 40: 20, 50: 10}
 _NVLINK_SCORE = 100  # of each direct link
 
-_Group = tuple[int, ...]  # places in the order of preference
+_Group = tuple[int, ...]  # indices into the available GPUs
 
 
 def choose_group(
@@ -42,7 +42,7 @@ def choose_group(
     in the order of ``available``.
 
     Args:
-        available: UUIDs, in the order in which they are taken on equal terms.
+        available: UUIDs; of equally good ones, those that come first are taken.
         required: those that must be in the answer.
         size: how many the container wants.
         links: how close each pair is; a pair that is not known counts as far apart.
@@ -82,7 +82,7 @@ class _Search:
 
     def best(self, required: _Group) -> _Group:
         """The group with ``required`` in the best division;
-        of equally good ones that which is best itself, then the first.
+        of equally good ones, the group with the best score of its own, then the first.
         """
         count = len(self._scores)
         everything = tuple(range(count))

@@ -1,7 +1,7 @@
 """Choose devices that are linked well to each other.
 
 Families that place pods by the links between GPUs (vgpu-manager §5.6) say how good the link of a
-pair is; this module finds the devices that hang together and, among them, the best set. Pure
+pair is; this module finds the devices that are connected and, among them, the best set. Pure
 functions with bounded work: beyond `MAX_SETS` sets the search takes one device after the other.
 """
 
@@ -55,7 +55,7 @@ def best_set(
     """Return the ``count`` of ``devices`` with the best links to each other and to ``beside``, in
     their order.
 
-    Of equal ones it is the set that leaves the better links to the others, then the first.
+    Of equally good sets it is the one that leaves the others the better links, then the first.
     """
     if not 0 < count < len(devices):
         return tuple(devices[:count])
@@ -83,7 +83,7 @@ def _best_of_all(
     def extend(chosen: tuple[str, ...], first: int, reached: int, within: int) -> None:
         nonlocal best
         if len(chosen) == count:
-            # What is left has all links but those that one of the chosen has.
+            # The other devices keep all links except those of a chosen device.
             lost = sum(sums[one] for one in chosen) - within
             rank = (reached, -lost)
             if best is None or rank > best[0]:

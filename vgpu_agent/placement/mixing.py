@@ -2,8 +2,8 @@
 
 A GPU serves one family at a time. A family should not occupy a free GPU while it has room on a GPU
 that already serves it. So every choice goes by rank first, and by the policy of the resource among
-GPUs of one rank. Pure functions on plain data: `allocation` collects
-the facts about the GPUs, the families pass them to `policies` and `rooms`.
+GPUs of one rank. Pure functions on plain data: `allocation` collects the facts about the GPUs, the
+families pass them to `policies` and `rooms`.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ class Neighbours(msgspec.Struct, frozen=True):
     Attributes:
         shared: GPUs that another family is offered as well.
         serving: GPUs of which the family has a share.
-        others: GPUs that serve another family, or that a scheduler has named for a pod of one.
+        others: GPUs that serve another family, or that are claimed for a pod of one.
     """
 
     shared: frozenset[str] = frozenset()

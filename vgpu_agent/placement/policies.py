@@ -1,10 +1,10 @@
 """The allocation policies by name, which choose the best ids of a resource for a container,
 one entry each.
 
-Families whose ids name devices name the entry that fits a resource and ask it for
-GetPreferredAllocation. None of them ever fails because of a device that is not among the available
-ones (nvidia D4), and each gives the same answer to the same question (nvidia D5). On a node that
-several families share, the ranks of `mixing` come first.
+Families whose ids name devices choose the entry that fits a resource and call it for
+GetPreferredAllocation. No policy fails because of a device that is not among the available ones
+(nvidia D4), and each gives the same answer to the same question (nvidia D5). On a node that several
+families share, the ranks of `mixing` come first.
 """
 
 from __future__ import annotations
@@ -33,13 +33,13 @@ class IdRequest(msgspec.Struct, frozen=True):
     """The kubelet's request, and what is known of the ids.
 
     Attributes:
-        available: ids that may be chosen, the required ones among them, in the order in which they
-            are used on equal terms.
+        available: ids that may be chosen, the required ones among them; of equally good ones, those
+            that come first are used.
         required: ids that must be in the answer.
         size: how many ids the container wants.
         device_of: id → its device, of every id above.
-        totals: how many ids each device has, held or not; in the order in which devices are taken
-            on equal terms.
+        totals: how many ids each device has, held or not; of equally good devices, those that come
+            first are taken.
         links: how close each pair of GPUs is.
         ranks: device → its rank in `mixing`, the lowest first; a device that is missing has `OWN`.
     """
@@ -99,8 +99,8 @@ def _of_lowest_ranks(request: IdRequest) -> list[str]:
 
 def _greedy(policy: str) -> Callable[[IdRequest], list[str]]:
     def chosen(request: IdRequest) -> list[str]:
-        # Ties are broken by key, and the node's order is what an operator expects to see: GPU 0
-        # before GPU 1.
+        # Ties are broken by key, so the keys follow the node's order, which an operator expects:
+        # GPU 0 before GPU 1.
         order = {device: f"{place:08d}" for place, device in enumerate(request.totals)}
         return choose_replicas(
             totals={order[device]: count for device, count in request.totals.items()},
@@ -117,14 +117,14 @@ def _greedy(policy: str) -> Callable[[IdRequest], list[str]]:
 
 def _spread(request: IdRequest) -> list[str]:
     """Choose replicas of different GPUs, in the order of the available ones:
-    the rule of the fork that first offered replicas, for resources in iktos's words (iktos §I.4).
+    the rule of iktos's fork of NVIDIA's plugin, for resources configured as there (iktos §I.4).
 
     It differs from `sharing`'s DISTRIBUTED in two points: a GPU that the container has nothing of
     yet always comes first, whatever its rank, because that is what a container with several
-    replicas has asked for; and of several it takes the one with the most free replicas, not the one
-    with the fewest held. Another family's GPU comes last of all. Two details differ from the fork:
-    replicas are counted 0, 1, 2, … 10 instead of in the order of their text (iktos D14), and taking
-    a required id does not change the order of the others.
+    replicas has asked for; and of several GPUs it takes the one with the most free replicas, not
+    the one with the fewest held. Another family's GPU comes last of all. Two details differ from
+    the fork: replicas are counted 0, 1, 2, … 10 instead of in the order of their text (iktos D14),
+    and taking a required id does not change the order of the others.
     """
     order = {id_: place for place, id_ in enumerate(request.available)}
     if missing := [id_ for id_ in request.required if id_ not in order]:
