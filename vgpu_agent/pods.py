@@ -4,8 +4,8 @@ and the one cache of the pods on this node.
 `cluster` fills the pod cache from its watch, `allocation` looks up the container that is about to
 start, families read annotations and limits, and the pod publisher compares the present state with
 the desired one. Kept as small as possible: a node has some hundred pods, and this is what remains
-of each. The watch shows pods until they have ended. The cache keeps those that ended while we
-watched a little longer.
+of each. The watch shows pods until they have ended. Those whose end the watch has shown stay in the
+cache a little longer.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 _logger = log.get(__name__)
 
 # The kubelet keeps a static pod under the hash of its file; the API server's mirror of it has a UID
-# of its own and names the hash here.
+# of its own, and names the hash in this annotation.
 STATIC_POD_HASH = "kubernetes.io/config.hash"
 MIRROR_POD = "kubernetes.io/config.mirror"
 
@@ -42,13 +42,12 @@ MAX_BYTES = 32 * 1024 * 1024
 _MAX_NAMES = 4000  # that a cache remembers, of present and earlier pods
 # UIDs that are remembered of one name; two are enough to know that there was another
 _MAX_OF_A_NAME = 4
-# How long and how many of those that have ended are remembered: what was served to them is still to
-# be written into their annotations.
+# How long and how many ended pods are remembered: their annotations may still have to be written.
 _ENDED_SECONDS = 600.0
 _MAX_ENDED = 256
 
 ENDED = "Ended"
-"""The phase of a pod that ended while we watched: the API server no longer shows which way."""
+"""The phase of a pod that has left the watch: whether it succeeded or failed is not known."""
 _ENDED = ("Succeeded", "Failed", ENDED)
 
 # The API server makes UUIDs (RFC 4122), the kubelet makes 32 hexadecimal digits, and the file of a
@@ -57,7 +56,7 @@ _ENDED = ("Succeeded", "Failed", ENDED)
 _UID = re.compile(r"[A-Za-z0-9][A-Za-z0-9.-]{0,127}")
 _API_SERVER_UID = re.compile(r"[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}", re.IGNORECASE)
 _LABEL = re.compile(r"[a-z0-9]([-a-z0-9]{0,61}[a-z0-9])?")  # DNS-1123
-_CONTAINER_ID = re.compile(r"[A-Za-z0-9]{8,128}")  # 64 hexadecimal digits, of all that are in use
+_CONTAINER_ID = re.compile(r"[A-Za-z0-9]{8,128}")  # in use: 64 hexadecimal digits
 _SUBDOMAIN = re.compile(r"[a-z0-9]([-a-z0-9.]{0,251}[a-z0-9])?")
 
 
@@ -118,8 +117,8 @@ class PodContainer(msgspec.Struct, frozen=True):
         running: the pod's status says that it runs now.
         container_id: the runtime's id of it, as the kubelet has written it into the pod's status;
             empty before.
-        values: variable → the text that the specification has for it, of the few whose value counts
-            and where it is short.
+        values: variable → its text in the specification, for the few variables whose value counts,
+            if it is short.
         completed: the pod's status says that it has ended with success and has not started again.
         ended_at: unix seconds at which it ended last, by the pod's status, which leaves out
             fractions; 0 when it never did.
@@ -222,7 +221,7 @@ class Pod(msgspec.Struct, frozen=True):
     @property
     def mirror(self) -> bool:
         """Tell whether its annotations claim that it mirrors a static pod. The kubelet never runs
-        such a pod itself, even if not.
+        such a pod itself, even if the claim is false.
         """
         return MIRROR_POD in self.annotations
 
@@ -231,19 +230,20 @@ class Pod(msgspec.Struct, frozen=True):
         """The static pod that this one claims to mirror, by the kubelet's UID;
         empty without a plausible claim.
 
-        Every user who may create pods can write that, so it counts only together with something
-        that the kubelet has written. A UID as the API server makes them is never a static pod's.
+        Every user who may create pods can write that annotation, so it counts only together with
+        something that the kubelet has written. A UID as the API server makes them is never a static
+        pod's.
         """
         claimed = self.annotations.get(STATIC_POD_HASH, "") if self.mirror else ""
         return claimed if is_uid(claimed) and not _API_SERVER_UID.fullmatch(claimed) else ""
 
     def as_static(self, uid: str) -> Pod:
-        """The same as the mirror of the static pod that the kubelet knows as ``uid``."""
+        """Return this pod as the confirmed mirror of the static pod with the kubelet's ``uid``."""
         return self if self.static_uid == uid else msgspec.structs.replace(self, static_uid=uid)
 
     @property
     def size_bytes(self) -> int:
-        """About what it takes in memory."""
+        """The pod's approximate size in memory."""
         texts = sum(map(sys.getsizeof, (*self.annotations.values(), *self.labels.values())))
         resources = sum([len(one.limits) + len(one.unreadable) for one in self.containers])
         values = sum([len(one.values) for one in self.containers])
@@ -257,7 +257,7 @@ class Pod(msgspec.Struct, frozen=True):
 
     @property
     def ended(self) -> bool:
-        """All containers have ended and none will start again."""
+        """Tell whether all containers have ended and none will start again."""
         return self.phase in _ENDED
 
     def container(self, name: str) -> PodContainer | None:
@@ -266,12 +266,12 @@ class Pod(msgspec.Struct, frozen=True):
 
 
 class PodCache:
-    """The pods of this node as far as our watch has come.
+    """The pods of this node as the watch has shown them so far.
 
     A pod is known by the UID that the API server gave it. The kubelet keeps a static pod under
     another one, which only the annotations of its mirror show, and every user can write those. So a
     mirror counts once the kubelet has written its status, which it does only for the mirror of a
-    pod that it runs. A UID that a pod really has is never another's.
+    pod that it runs. A claim to a UID that a pod of the API server has does not count.
 
     State: replaced by `replace` after each list, changed by `put`, `end` and `remove` with each
     event. `revision` advances with every change. Only the event loop's thread may change it.
@@ -282,7 +282,7 @@ class PodCache:
 
     Attributes:
         left_out: pods that are not in the cache because there are too many or they are too large.
-        ends: how many pods were seen to end or to go.
+        ends: how many pods were seen to end or to be removed.
         lists: how often all pods were listed; others may have come and gone in between.
     """
 
@@ -304,15 +304,15 @@ class PodCache:
         self._static_before: dict[str, Pod] = {}
         self._bound: dict[str, int] = {}
         self._last_bound = 0
-        # by name, the last used at the end
+        # the UIDs seen under each name, the last used name at the end
         self._uids: collections.OrderedDict[tuple[str, str], set[str]] = collections.OrderedDict()
         # the API server's UIDs of `_pods`
         self._by_name: dict[tuple[str, str], dict[str, None]] = {}
 
     @property
     def pods(self) -> tuple[Pod, ...]:
-        """All of them, in the order in which they were seen bound;
-        those too that have just ended.
+        """All pods, in the order in which the watch saw them bound;
+        also those that have just ended.
         """
         if self._in_order is None:
             believed = {pod.uid: pod for pod in self._believed().values()}

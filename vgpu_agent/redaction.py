@@ -1,8 +1,8 @@
 """Secrets of this process, kept out of every text that people may read.
 
-`cluster` names its credentials here as soon as it has read them. `errors`, `journal` and `log` pass
-their texts through `redacted`, so a token is in no message, log line, traceback, event or page,
-even where an API server repeats our request in its answer.
+`cluster` passes its credentials to `conceal` as soon as it has read them. `errors`, `journal` and
+`log` pass their texts through `redacted`, so a token is in no message, log line, traceback, event
+or page, even where an API server repeats our request in its answer.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ _MAX_SECRETS = 16
 # Shorter texts are words, and replacing them would garble messages.
 _SHORTEST_SECRET = 8
 
-# Credentials that were not named, by their form: a header, a JSON Web Token, userinfo in a URL, a
-# private key.
+# Credentials that were not passed to `conceal`, by their form: a header, a JSON Web Token, userinfo
+# in a URL, a private key.
 _FORMS = re.compile(
     r"(?P<scheme>\b(?:Bearer|Basic)\s+)[^\s\"',;]+"
     r"|\beyJ[\w-]{8,}(?:\.[\w-]*)*"
@@ -26,8 +26,8 @@ _FORMS = re.compile(
     r"|-----BEGIN [A-Z ]*PRIVATE KEY-----[^-]*(?:-----END [A-Z ]*PRIVATE KEY-----)?",
     re.ASCII | re.IGNORECASE,
 )
-# Replaced as a whole, so that any thread can look through it while another adds one; the latest
-# come last.
+# Replaced as a whole, so that any thread can read it while another adds a secret; the latest come
+# last.
 _secrets: tuple[str, ...] = ()
 _adding = threading.Lock()
 

@@ -1,10 +1,11 @@
-"""The recognition of vgpu-manager's libvgpu-control.so among the files that may be delivered in its
-place, and the program that comes with it.
+"""The check that a delivered file is vgpu-manager's libvgpu-control.so, and the installation of the
+program that comes with the library.
 
-It is one that exports the functions in which it limits a program, knows the variable by which only
-it is told whose processes to count, and has the magic numbers of its three tables. The first of
-them, that of ``vgpu.config``, came with layout 1, in v1.0.0; libraries before it have none
-(vgpu-manager §7.7). A later layout under the same magic could not be told from this one.
+The file must export the functions in which the library limits a program, contain the name of the
+variable that tells only this library whose processes to count, and have the magic numbers of its
+three tables. The first of them, that of ``vgpu.config``, came with layout 1, in v1.0.0; libraries
+before it have none (vgpu-manager §7.7). A later layout with the same magic number could not be told
+from this one.
 
 Where processes register (vgpu-manager §9), the library runs ``device-client`` at the start of every
 process, and a process whose client fails ends. So the program is installed beside the registry's
@@ -49,7 +50,7 @@ _FUNCTIONS = (
     ("nvmlDeviceGetMemoryInfo",),
 )
 
-# No other interposer is told by this variable how to tell processes apart.
+# The variable that says how to tell processes apart; no other interposer reads it.
 _MODE_VARIABLE = b"MANAGER_COMPATIBILITY_MODE\0"
 
 _MAGICS = {
@@ -86,13 +87,14 @@ def _layout(library: SharedObject, content: bytes) -> str:
 
 
 def _install_client(settings: Settings, library: DeliveredLibrary) -> None:
-    """Install ``device-client``, which lies beside the delivered library, for containers to run,
-    where their processes register.
+    """Install ``device-client``, which lies beside the delivered library, for containers to run.
+    Do nothing where their processes do not register.
 
     A file that is running is never written to: a new one takes its name.
 
     Raises:
-        HostFileError: there is none, it is no program, or the agent could not tell who registers.
+        HostFileError: there is no such file, it is no program, or the agent could not tell which
+            container registers.
     """
     if settings.vgpu_control.processes != vgpu_control.CLIENT:
         return

@@ -46,7 +46,7 @@ _Signature = tuple[int, int, int, int]
 
 
 def _no_companions(_settings: Settings, _library: DeliveredLibrary) -> None:
-    """Nothing is installed beside most libraries."""
+    """Install nothing, as for most libraries."""
 
 
 def _no_locks(_content: bytes) -> bool:
@@ -54,19 +54,18 @@ def _no_locks(_content: bytes) -> bool:
 
 
 class Recognition(msgspec.Struct, frozen=True):
-    """The knowledge of one library.
+    """The facts by which one library is recognised.
 
     Attributes:
-        backend: the backend that it is of.
+        backend: the backend that the library belongs to.
         product: what is to be delivered, for people.
-        functions: without one of these the library limits nothing; each line is met by any of its
-            names.
-        layout: the library and its content → the layout of the files that it reads. Raises
-            HostFileError with what is wrong with it, which continues a sentence that begins with
-            its path, and what to deliver instead.
-        locks: its content → whether containers would share a lock file of it.
-        install_companions: installs what else containers need of it, by the settings, and looks
-            whether the node has what it needs; raises HostFileError.
+        functions: the library must export one name of each entry, or it limits nothing.
+        layout: the library and its content → the layout of the files that the library reads. Raises
+            HostFileError with what is wrong with the library, which continues a sentence that begins
+            with its path, and what to deliver instead.
+        locks: its content → whether the library makes a lock file that containers would share.
+        install_companions: installs what else containers need with the library, by the settings,
+            and checks that the node has what that needs; raises HostFileError.
     """
 
     backend: LibraryBackend
@@ -85,8 +84,8 @@ class DeliveredLibrary:
 
     Args:
         recognition: what is known of the library.
-        settings: have the backend's directory, which is the same path on the host and in the agent,
-            and where the operator delivers the library.
+        settings: name the backend's directory, which is the same path on the host and in the agent,
+            and the place where the operator delivers the library.
         journal: where an installation is recorded.
         instead: what else can be done, as the end of a sentence.
     """
@@ -116,7 +115,7 @@ class DeliveredLibrary:
 
     @property
     def locks(self) -> bool:
-        """The installed library makes a lock file that containers would share."""
+        """Tell whether the installed library makes a lock file that containers would share."""
         return self._locks
 
     async def install(self) -> str:
@@ -126,8 +125,8 @@ class DeliveredLibrary:
 
         Raises:
             HostFileError: there is no library, it cannot be used on this node, or it cannot be
-                written; has the remedy. The library installed before stays in use, as long as it is
-                there.
+                written; the message has the remedy. The library installed before stays in use, as
+                long as it is there.
         """
         before = self.path
         try:
@@ -178,7 +177,7 @@ class DeliveredLibrary:
         preload = os.path.join(self.host_directory, "ld.so.preload")
         # Without a newline, as the replaced plugins write it.
         write_if_different(preload, self._recognition.backend.library.encode())
-        # else each start would be refused, on a node that offers shares
+        # checked now, or the node would offer shares, and each start would be refused
         host_files.require_only_root([preload])
         signature = self._signature()
         path, layout = self._in_place(signature), ""
@@ -196,7 +195,7 @@ class DeliveredLibrary:
         return path, layout
 
     def _in_place(self, signature: _Signature) -> str:
-        """The installed library, where it still is that of the delivered file."""
+        """Return the installed library if the delivered file is still the same; otherwise ""."""
         if self._installed is None or self._installed[0] != signature:
             return ""
         return self._installed[1] if os.path.isfile(self._installed[1]) else ""
@@ -216,9 +215,8 @@ class DeliveredLibrary:
         """The layout of the files that the library reads.
 
         Raises:
-            HostFileError: it is no shared library for this machine, it is not all there, it is
-                another one, or its layout is another than that of the agent's files, or cannot be
-                read.
+            HostFileError: it is no shared library for this machine, it is incomplete, it is another
+                library, or its layout is not that of the agent's files, or cannot be read.
         """
         deliver = f"deliver {self._recognition.product} there"
         try:

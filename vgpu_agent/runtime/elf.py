@@ -43,7 +43,7 @@ _MAX_CHAIN = 4096
 
 class ElfError(AgentError):
     """The file is no ELF shared object, or a damaged one;
-    the message continues a sentence that begins with its name.
+    the message continues a sentence that begins with the file's name.
     """
 
 
@@ -89,8 +89,7 @@ class SharedObject:
             raise ElfError("is not a 64-bit little-endian ELF file")
         if kind != _SHARED_OBJECT:
             raise ElfError("is not a shared library")
-        # The table of sections is the last thing in the file, so a copy that is under way is
-        # recognised by it.
+        # The table of sections is the last thing in the file, so an unfinished copy lacks it.
         self._require(
             max(programs + program_size * program_count, sections + section_size * section_count)
         )
@@ -105,7 +104,7 @@ class SharedObject:
 
     def exports(self, name: str) -> bool:
         """Tell whether programs that load the file find a function of that name in it;
-        an import of the name is none.
+        a function that it only imports does not count.
 
         Raises:
             ElfError: the tables of symbols are missing or damaged.
@@ -146,7 +145,7 @@ class SharedObject:
             yield tag, value
 
     def _candidates(self, name: bytes) -> Iterator[int]:
-        """The symbols that the hash table has for ``name``; some may have another one."""
+        """Return the symbols that the hash table has for ``name``; some may have another name."""
         if _GNU_HASH in self._tags:
             return self._by_gnu_hash(name)
         return self._by_hash(name)
@@ -239,8 +238,8 @@ def loads(library: SharedObject, content: bytes, number: int) -> bool:
 
 
 # On aarch64 a number takes two instructions on one register, which compilers leave together or a
-# few instructions apart: mov for its lower half, and movk for its upper half. Both end with the
-# register's number, and their first bit is its width.
+# few instructions apart: mov for its lower half, and movk for its upper half. In both, the lowest
+# five bits are the register's number, and the highest bit is its width.
 _MOVE, _KEEP = 0x52800000, 0x72A00000
 _REGISTER, _WIDE = 0x1F, 1 << 31
 _APART_BYTES = 32

@@ -1,13 +1,13 @@
 """Directories and files on the host that a container needs before it starts.
 
-Isolation backends name them (`Provision.directories`, `Provision.files`), `grants` calls here to
-make them, `hami_library` to install a file. Everything blocks and belongs into a thread. A file or
-directory appears whole under its name or not at all, whenever the agent is killed. Unfinished ones
-have fixed names, so they cannot pile up.
+Isolation backends name them (`Provision.directories`, `Provision.files`), `grants` calls this to
+make them, and `delivered_library` to install a library. All functions block, so call them in a
+thread. A file or directory appears whole under its name or not at all, whenever the agent is
+killed. Unfinished ones have fixed names, so they cannot pile up.
 
 Containers write to the files, so nothing in them is trusted, and a file is opened once, without
 following links and without waiting. The directories around them belong to the agent alone.
-`require_only_root` holds that for every source of a mount.
+`require_only_root` checks that for every source of a mount.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ if TYPE_CHECKING:
     from vgpu_agent.isolation.edits import HostFile, Provision
     from vgpu_agent.runtime.mounts import MountTables
 
-# A leading dot and this end: what reads the directory (the runtime for CDI specs, a monitor for
-# *.cache) passes it over.
+# Programs that read the directory (the runtime for CDI specs, a monitor for *.cache) ignore names
+# with a leading dot and this suffix.
 TEMPORARY_PREFIX = ".vgpu-agent-"
 TEMPORARY_SUFFIX = ".tmp"
 
@@ -44,8 +44,7 @@ _MAX_LINKS = 40  # followed in one path, as the kernel does
 # container has taken (fcntl(2)).
 _OPEN_FLAGS = os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
 
-
-# On the way to a file.
+# For each directory on the way to a file.
 _STEP = os.O_PATH | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 
 # The prefix of a directory that was moved aside, within its parent, to be removed.
@@ -102,10 +101,9 @@ def require_only_root(paths: Iterable[str]) -> None:
     """Refuse a mount source that others than root and the agent could replace.
     The path's own target may be writable.
 
-    The container runtime follows links in a source. A writer of one of its directories decides what
-    a container sees.
-    A sticky directory such as /tmp is fine: only the owner of an entry may replace it. A missing
-    source is reported by the runtime.
+    The container runtime follows links in a source, so anyone who can write to a directory on the
+    way decides what a container sees. A sticky directory such as /tmp is fine: only the owner of an
+    entry may replace it. A missing source is reported by the runtime.
 
     Raises:
         HostFileError: it could be replaced, or is named by too many links.
@@ -157,7 +155,7 @@ def make_directory(path: str, mode: int = 0o755) -> None:
 
 
 def make_file(file: HostFile, mounts: MountTables) -> None:
-    """Make the file by its `HostFile`.
+    """Make the file as its `HostFile` describes.
 
     An existing file with the same content stays. One that containers have mounted keeps its inode
     and gets ``renewed`` in place. One without mounts was left by an ended container. It is replaced
@@ -224,8 +222,8 @@ def remove_file(directory: str, path: str) -> None:
 
 
 def replace_file(path: str, content: bytes, mode: int = 0o644) -> None:
-    """Put ``content`` under ``path``: the old file or the new one is seen, never a part; an old one
-    keeps living where it is mounted.
+    """Put ``content`` under ``path``: the old file or the new one is seen, never a part; where the
+    old one is mounted, it stays.
 
     Its directory is made where there is none, as /run has none after a reboot.
 
@@ -237,7 +235,7 @@ def replace_file(path: str, content: bytes, mode: int = 0o644) -> None:
             _replace(path, len(content), ((0, content),), mode)
         except FileNotFoundError:
             if os.path.isdir(os.path.dirname(path)):
-                raise  # it was something else, and the directory keeps its mode
+                raise  # something else is missing, and the directory keeps its mode
             make_directory(os.path.dirname(path))
             _replace(path, len(content), ((0, content),), mode)
     except OSError as err:
@@ -246,7 +244,7 @@ def replace_file(path: str, content: bytes, mode: int = 0o644) -> None:
 
 def has(path: str, content: bytes) -> bool:
     """Tell whether ``path`` is a file with exactly ``content``.
-    A link or an unreadable file is not.
+    A link or an unreadable file does not count.
     """
     try:
         descriptor = os.open(path, os.O_RDONLY | _OPEN_FLAGS)
@@ -392,8 +390,8 @@ def _temporary(path: str) -> str:
 
 
 def _open(file: HostFile) -> int | None:
-    """Open the file, if that is possible at once;
-    anything else is replaced as if it were missing.
+    """Open the file; None if there is none that can be opened at once,
+    so that it is replaced as if it were missing.
     """
     try:
         return os.open(file.path, os.O_RDWR | _OPEN_FLAGS)
@@ -460,7 +458,7 @@ def _replace(
 
 
 def _made(path: str) -> int:
-    """A new file; one that a killed agent has left under that name goes."""
+    """Make a new file and open it; one that a killed agent has left there is removed."""
     flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | _OPEN_FLAGS
     try:
         return os.open(path, flags, 0o600)
@@ -470,13 +468,13 @@ def _made(path: str) -> int:
 
 
 def _joined(parts: Sequence[tuple[int, bytes]]) -> list[tuple[int, bytes]]:
-    """The same parts for an empty file, those near to each other as one, with zeros between.
+    """Join parts for an empty file that are near to each other, with zeros between them.
 
-    A container waits for them, and around each system call a thread has to wait for the
-    interpreter, which the event loop may have.
+    A start waits for the writes, and after each system call a thread has to wait for Python's
+    interpreter lock, which the event loop may hold.
     """
     joined: list[tuple[int, bytes]] = []
-    end = 0  # the furthest of all so far; what overlaps is written one over the other, in order
+    end = 0  # the furthest end so far; overlapping parts are written one after the other
     for offset, part in parts:
         if joined and 0 <= offset - end < _NEAR_BYTES and _end(joined[-1]) == end:
             before, content = joined.pop()

@@ -28,7 +28,7 @@ class Libraries:
     State: those that were installed; the files are on the node.
 
     Args:
-        settings: of the agent's start; the directories stay while it runs.
+        settings: those of the agent's start; the directories stay while it runs.
         journal: where installations are recorded.
     """
 
@@ -64,7 +64,7 @@ class Libraries:
 
 
 def used_backends(settings: Settings) -> tuple[str, ...]:
-    """The backends whose library some family that is on wants, in their order."""
+    """Return the backends whose library a family that is on needs, in their order."""
     wanted = {
         family.library.backend
         for family in FAMILIES
