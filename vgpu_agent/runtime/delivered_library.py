@@ -61,8 +61,8 @@ class Recognition(msgspec.Struct, frozen=True):
         product: what is to be delivered, for people.
         functions: the library must export one name of each entry, or it limits nothing.
         layout: the library and its content → the layout of the files that the library reads. Raises
-            HostFileError with what is wrong with the library, which continues a sentence that begins
-            with its path, and what to deliver instead.
+            HostFileError with what is wrong with the library, which continues a sentence that
+            begins with its path, and what to deliver instead.
         locks: its content → whether the library makes a lock file that containers would share.
         install_companions: installs what else containers need with the library, by the settings,
             and checks that the node has what that needs; raises HostFileError.
