@@ -134,7 +134,7 @@ async def test_a_status_in_which_the_init_container_still_runs_proves_nothing(
     """The kubelet starts no running container, so that status is old, however long it was waited
     for. Taken for the truth, it would give the next container the init container's shares.
     """
-    monkeypatch.setattr(identification, "TURN_SECONDS", 0.01)
+    monkeypatch.setattr(identification, "STATUS_WAIT_SECONDS", 0.01)
     place = a_place()
     await admitted(place, pod)
     await place.start(IDS[:1])
@@ -162,7 +162,7 @@ async def test_what_the_watch_does_not_tell_is_asked_of_the_api_server(
     pod: Pod, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A watch may be far behind; and where nothing has ended, the same container is tried again."""
-    monkeypatch.setattr(identification, "TURN_SECONDS", 0.01)
+    monkeypatch.setattr(identification, "STATUS_WAIT_SECONDS", 0.01)
     place = a_place()
     await admitted(place, pod)
     await place.start(IDS[:1])
@@ -180,7 +180,7 @@ async def test_nothing_starts_while_it_is_not_known_whose_turn_it_is(
     pod: Pod, monkeypatch: pytest.MonkeyPatch, *, outage: bool
 ) -> None:
     """A container of the pod would get the shares of another one."""
-    monkeypatch.setattr(identification, "TURN_SECONDS", 0.01)
+    monkeypatch.setattr(identification, "STATUS_WAIT_SECONDS", 0.01)
     place = a_place()
     await admitted(place, pod)
     await place.start(IDS[:1])
@@ -196,7 +196,7 @@ async def test_soon_after_an_outage_a_status_without_an_end_proves_nothing(
     """The init container may have ended meanwhile: the kubelet writes what it could not write at
     its next round.
     """
-    monkeypatch.setattr(identification, "TURN_SECONDS", 0.01)
+    monkeypatch.setattr(identification, "STATUS_WAIT_SECONDS", 0.01)
     place = a_place()
     await admitted(place, pod)
     await place.start(IDS[:1])
@@ -255,7 +255,7 @@ async def test_without_the_pod_the_record_of_a_shared_spec_is_no_proof(
     pod: Pod, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """During an outage a container starts again from its spec, unless it may be another's."""
-    monkeypatch.setattr(identification, "TURN_SECONDS", 0.01)
+    monkeypatch.setattr(identification, "STATUS_WAIT_SECONDS", 0.01)
     before = a_place()
     await admitted(before, pod)
     await before.start(IDS[:1])

@@ -170,7 +170,7 @@ async def test_tegra_that_was_asked_for_is_offered_and_doubted_where_nothing_sho
     assert doubtful.doubt == (
         f"gpu.discovery is tegra, but there is no {tmp_path}/{RELEASE} and {tmp_path}/{SOC} does "
         "not say Tegra; containers would find no GPU here, so set gpu.discovery: auto, unless the "
-        "node is one and the agent cannot see its files (gpu.driverRoot, /sys)"
+        "node has a Tegra processor and the agent cannot see its files (gpu.driverRoot, /sys)"
     )
 
 

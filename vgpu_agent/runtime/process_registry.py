@@ -68,7 +68,7 @@ _DIRECTORY_MODE, _SOCKET_MODE = 0o711, 0o666
 # default after 12 s.
 WAIT_SECONDS = 60.0
 # How often lists are compared with the cgroups; vgpu-manager's registry does so only at a call
-# (§9). A process begins to use a GPU some time after it has started.
+# (vgpu-manager §9). A process begins to use a GPU some time after it has started.
 REFRESH_SECONDS = 1.0
 _GUARD_SECONDS = 5.0
 _LOCK_SECONDS, _LOCK_PAUSE_SECONDS = 1.0, 0.01

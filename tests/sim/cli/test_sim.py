@@ -85,8 +85,8 @@ def test_list_as_a_table_and_as_json(directory: Path, capsys: pytest.CaptureFixt
         "MEMORY",
         "NUMA",
         "CONDITION",
-        "DRIVER",
-        "ASKS",
+        "RECOVERY",
+        "ACTION",
         "PROCESSES",
         "MIG",
     ]
