@@ -1,6 +1,6 @@
-"""How a delivered file is recognised as HAMi-core's libvgpu.so.
+"""Recognise HAMi-core's libvgpu.so among the files that may be delivered.
 
-The file is recognised if it exports the functions in which HAMi-core limits a program, contains the
+A file is recognised if it exports the functions in which HAMi-core limits a program, contains the
 name of the variable by which only HAMi-core finds its region, and has in its code the size of the
 region's layout that the agent writes. Called by `delivered_library`.
 """
