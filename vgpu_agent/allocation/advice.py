@@ -59,8 +59,8 @@ def for_scheduled(
 
 
 def waiting(binding: Binding) -> str:
-    """The remedies for a pod that the kubelet starts again and again,
-    and that no other node gets meanwhile.
+    """The remedies for a pod that the kubelet tries to start again and again,
+    and that stays bound to this node meanwhile.
     """
     if seconds := binding.refused_evict_seconds:
         anew = (
@@ -77,7 +77,7 @@ def waiting(binding: Binding) -> str:
 
 def for_ids(err: LedgerError, ledger: Ledger, resource: Resource, inventory: Inventory) -> str:
     """Return the advice for a pod whose ids the kubelet has chosen,
-    which it fails for good after a refusal.
+    and which the kubelet fails for good after a refusal.
     """
     rooms = ledger.rooms(resource.name)
     free = [

@@ -44,9 +44,10 @@ async def changes(
     Args:
         loaded: the settings in force.
         interval_seconds: how often the files are read, ``RELOAD_SECONDS`` of `agent.reload`.
-        sources: returns the current sources before each look at the files, where they change
-            (another configuration of NVIDIA's plugin, chosen by a label); see `load.Sources`. Other
-            flags than before are a change, too.
+        sources: None where the files are always the same ones. Otherwise it returns the current
+            sources before each look at the files: a label may choose another configuration file of
+            NVIDIA's plugin, whose name is then in `load.Sources.flags`. Other flags than before
+            are a change even if the content is the same.
     """
     look = _Look(loaded)
     if sources is None and not look.has_files:

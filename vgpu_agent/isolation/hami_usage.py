@@ -28,7 +28,8 @@ _VERSION = struct.Struct("<iII")  # magic, major, minor
 _MAJOR, _MINORS = 1, (1, 2)
 _MAX_SLOTS = 1024
 _UUID_BYTES = 96
-# The text comes from the container and becomes a label: only what a driver would call a device.
+# The text comes from the container and becomes the value of a label. So only a UUID of the form
+# that drivers use is accepted.
 _UUID = re.compile(rb"(?:GPU|MIG)-[0-9A-Fa-f-]{36}\0")
 
 
@@ -52,7 +53,7 @@ class RegionUse(msgspec.Struct, frozen=True):
         last_kernel_at: unix seconds of the last kernel launch; 0 when there was none, or the layout
             does not say.
         processes: how many live processes have the library and this region open.
-        limits_cores: the switch that the library's limiter of compute obeys is on.
+        limits_cores: the switch is on that makes the library limit compute.
     """
 
     devices: tuple[DeviceUse, ...]

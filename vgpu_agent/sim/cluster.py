@@ -153,7 +153,7 @@ class SimulatedCluster:
 
     async def reboot(self) -> None:
         """Lose what a reboot loses: processes, kubelet's connections and all CDI specs.
-        PodStatus start again when they can.
+        Containers start again when they can.
         """
         for task in self._lives.values():
             task.cancel()
@@ -336,7 +336,11 @@ class SimulatedCluster:
         self.hold_admission = False
 
     async def _publish(self) -> None:
-        """Keep capacity and allocatable of the Node equal to the plugins' lists."""
+        """Keep capacity and allocatable of the Node equal to the plugins' lists.
+
+        A resource that the kubelet has forgotten, because its plugin has been gone for five
+        minutes, is written once more, as 0. Then the Node's value stays as it is.
+        """
         forgotten: set[str] = set()
         while True:
             with contextlib.suppress(ApiRefusalError):  # the Node was deleted

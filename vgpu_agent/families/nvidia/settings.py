@@ -390,7 +390,7 @@ def _daemons(settings: Settings) -> bool:
     )
 
 
-def _shelf(settings: Settings) -> NamedDocuments:
+def _named_documents(settings: Settings) -> NamedDocuments:
     named = settings.section(NamedConfig)
     return NamedDocuments(named.directory, named.label, functools.partial(choose, named))
 
@@ -433,7 +433,7 @@ SETTINGS = FamilySettings(
         translate_file,
         translate_section,
         "namedConfig.directory",
-        _shelf,
+        _named_documents,
     ),
     offers_mig=True,
 )
