@@ -34,8 +34,8 @@ _MAX_CAUSES = 8  # exceptions that led to one
 
 LEVELS = ("debug", "info", "warning", "error")
 
-# Libraries that log normal events, such as a disconnect of the kubelet, at INFO (python-stack:
-# grpclib logs each cancelled request there). kubernetes_asyncio logs what a credential plugin has
+# Libraries that log normal events at INFO: grpclib each cancelled request, as when the kubelet
+# disconnects. kubernetes_asyncio logs what a credential plugin has
 # written, which may be a token; `cluster` reports that the plugin failed.
 _QUIET_LIBRARIES = {
     "grpclib": logging.WARNING,

@@ -1,5 +1,5 @@
-"""The wrapper of grpclib, with grpcio and with peers that speak nonsense (python-stack:
-each pitfall here was met).
+"""The wrapper of grpclib, with grpcio and with peers that speak nonsense:
+each pitfall here was met.
 """
 
 from __future__ import annotations

@@ -91,8 +91,8 @@ class Division:
         await self._settled([layout.gpu for layout in layouts], until)
 
     async def _settled(self, gpus: Sequence[str], until: float) -> None:
-        """Return when the new instances are in the ledger and they have no cordon (which
-        they have e.g. while they have no CDI name), or when time is up.
+        """Return when the new instances are in the ledger without a cordon, or when time is up. An
+        instance has a cordon as long as it has no CDI name, for example.
 
         The booking then reports what is wrong.
         """

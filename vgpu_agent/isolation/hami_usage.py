@@ -53,7 +53,7 @@ class RegionUse(msgspec.Struct, frozen=True):
         last_kernel_at: unix seconds of the last kernel launch; 0 when there was none, or the layout
             does not say.
         processes: how many live processes have the library and this region open.
-        limits_cores: the switch is on that makes the library limit compute.
+        limits_cores: the library limits compute, by its switch.
     """
 
     devices: tuple[DeviceUse, ...]

@@ -181,7 +181,7 @@ class VgpuControl(msgspec.Struct, frozen=True):
         disable_variable: the settings' ``vgpuControl.disableVariable``: for which pods
             `DISABLED_BY` counts.
         sm_watcher: the agent samples the use of compute for all containers.
-        tracks_virtual_memory: containers keep a ledger of spilled memory.
+        tracks_virtual_memory: containers keep account of spilled memory.
     """
 
     host_directory: str

@@ -27,7 +27,7 @@ the drain costs a small part of what the family gets in that time.
 """
 
 RECENT_SECONDS = 3600.0
-"""How long after the end of its last pod a family may count as waiting.
+"""The time after the end of its last pod in which a family may count as waiting.
 After that, nothing is drained for it.
 """
 

@@ -64,9 +64,9 @@ def _layout(library: SharedObject, content: bytes) -> str:
     for size, version in _OTHER_LAYOUTS.items():
         if loads(library, content, size):
             raise HostFileError(
-                f"is of {version}, whose shared region has another layout ({size} bytes) than "
-                f"layout {_SHOWN_LAYOUT}, and would not limit anything; deliver the library of "
-                "HAMi 2.8.2 or newer"
+                f"is of {version}, whose shared region ({size} bytes) does not have layout "
+                f"{_SHOWN_LAYOUT}, so it would not limit anything; deliver the library of HAMi "
+                "2.8.2 or newer"
             )
     if not loads(library, content, _OUR_LAYOUT):
         raise HostFileError(

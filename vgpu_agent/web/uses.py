@@ -146,7 +146,10 @@ def waiting_for(status: AgentStatus, claim: Claim, use: GpuUse) -> Iterator[str]
     ]
     gpu = f"{called(status, (use.gpu,))} ({use.gpu})"
     if not claim.named:
-        yield f"{gpu} has been kept for the pod since {_text(claim.since)}, until its admission."
+        yield (
+            f"{gpu} has been kept for the pod since {_text(claim.since)}, and stays so until the "
+            "kubelet has admitted the pod."
+        )
         return
     yield f"Its scheduler has named {gpu}; the pod has waited for it since {_text(claim.since)}."
     if use.family and use.family != claim.family:

@@ -16,8 +16,8 @@ Fallbacks = tuple[Literal["named", "single", "empty"], ...]
 ALL: Fallbacks = ("named", "single", "empty")
 
 
-def named_documents(default: str = "", fallbacks: Fallbacks = ALL) -> NamedConfig:
-    """A named_documents at the path that NVIDIA's chart uses."""
+def named_config(default: str = "", fallbacks: Fallbacks = ALL) -> NamedConfig:
+    """The section with the directory that NVIDIA's chart mounts."""
     return NamedConfig("/available-configs", LABEL, default, fallbacks)
 
 
@@ -45,14 +45,14 @@ def test_label_then_default_then_the_fallback_strategies_in_their_order(
     label: str, default: str, fallbacks: Fallbacks, keys: set[str], key: str, reason: str
 ) -> None:
     """The first that fits decides, and says so."""
-    assert choose(named_documents(default, fallbacks), label, keys) == Choice(key, reason)
+    assert choose(named_config(default, fallbacks), label, keys) == Choice(key, reason)
 
 
 def test_a_label_that_names_no_configuration_chooses_nothing_and_says_which_there_are() -> None:
     """NVIDIA's ends with an error. Here what is in force stays, and the sentence names label,
     value and remedy.
     """
-    choice = choose(named_documents("a"), "typo", {"b", "a"})
+    choice = choose(named_config("a"), "typo", {"b", "a"})
     assert choice.key == ""
     assert choice.problem == (
         f'label {LABEL} of this node names the configuration "typo", but /available-configs has a, '
@@ -63,13 +63,13 @@ def test_a_label_that_names_no_configuration_chooses_nothing_and_says_which_ther
 
 def test_a_default_that_does_not_exist_is_no_reason_to_guess() -> None:
     """The fallback strategies are for nodes without a default, not for a wrong one."""
-    choice = choose(named_documents("typo"), "", {"default"})
+    choice = choose(named_config("typo"), "", {"default"})
     assert choice.problem.startswith('namedConfig.default names the configuration "typo"')
 
 
 def test_nothing_that_fits_is_a_problem_with_its_remedy() -> None:
     """This happens when the fallback strategy `empty` was taken out on purpose."""
-    choice = choose(named_documents(fallbacks=("named", "single")), "", {"a", "b"})
+    choice = choose(named_config(fallbacks=("named", "single")), "", {"a", "b"})
     assert (
         "(named, single) fits /available-configs (which has a, b); label the node" in choice.problem
     )
@@ -77,5 +77,5 @@ def test_nothing_that_fits_is_a_problem_with_its_remedy() -> None:
 
 def test_many_configurations_do_not_make_a_long_sentence() -> None:
     """Ten names are enough to see what is meant."""
-    choice = choose(named_documents(), "typo", {f"config-{number:02}" for number in range(40)})
+    choice = choose(named_config(), "typo", {f"config-{number:02}" for number in range(40)})
     assert "config-09 and 30 more;" in choice.problem

@@ -41,7 +41,7 @@ LIBRARY_USE = LibraryUse(
     "or set vgpuManager.isolation to none, which shares without any limit",
 )
 
-# a pattern of the the decisive variables: those by which a pod could evade its limits
+# a pattern of the variables by which a pod could evade its limits
 DECISIVE_VARIABLES = "|".join(sorted(DECISIVE))
 
 
