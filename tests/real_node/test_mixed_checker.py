@@ -656,17 +656,14 @@ def test_a_day_has_jobs_of_every_family() -> None:
 @pytest.mark.parametrize(
     ("seconds", "sound"),
     [
-        ([0.1] * 8 + [2.9], True),
-        ([0.1] * 8 + [3.1], False),
+        ([0.1] * 8 + [1.4], True),
+        ([0.1] * 8 + [1.6], False),
         ([0.1] * 4 + [0.6] * 5, False),
-        ([0.1] * 98 + [1.6] * 2, False),
-        ([0.1] * 199 + [2.9], True),
+        ([0.1] * 199 + [1.6], True),
     ],
 )
 def test_handovers_are_judged_by_the_usual_and_the_slowest(
     seconds: list[float], *, sound: bool
 ) -> None:
-    """A short day may have one that coincides with other work of the machine; a slow agent is slow
-    in most of them.
-    """
+    """One may coincide with other work of the machine; a slow agent is slow in most of them."""
     assert (not Report(surely_after_kubelet=seconds).violations) is sound

@@ -54,10 +54,7 @@ container's end, with its second look at the container runtime; so a bound on th
 on the kubelet."""
 
 AFTER_KUBELET_P99_SECONDS = 1.5
-"""The same, of the slowest ones of `MANY_HANDOVERS`. A short day has nine, and the slowest of them
-may coincide with whatever else the machine does: it may take twice as long."""
-
-MANY_HANDOVERS = 100
+"""The same, of the slowest ones; a short day has nine handovers, so there it is of the slowest."""
 
 IDLE_SECONDS = bounds.IDLE_SECONDS + 2.0
 """A round of three families takes longer by what a busy API server takes for a write, twice."""
@@ -226,9 +223,7 @@ class Report:
         if len(self.raced) > RACED_PODS:
             found.append(f"{len(self.raced)} pods failed in races, at most {RACED_PODS}")
         found += [f"{pod} has not ended: {status}" for pod, status in self.unfinished.items()]
-        is_many = len(self.surely_after_kubelet) >= MANY_HANDOVERS
-        slow_seconds = AFTER_KUBELET_P99_SECONDS * (1 if is_many else 2)
-        for part, most in ((0.5, AFTER_KUBELET_P50_SECONDS), (0.99, slow_seconds)):
+        for part, most in ((0.5, AFTER_KUBELET_P50_SECONDS), (0.99, AFTER_KUBELET_P99_SECONDS)):
             if (took := percentile(self.surely_after_kubelet, part)) > most:
                 found.append(
                     f"{took:.1f} s of a handover (p{part * 100:g}) after kubelet has let go, at "
