@@ -310,7 +310,6 @@ def test_a_handover_counts_from_the_end_that_the_api_server_shows(tmp_path: Path
     folder = _Folder(tmp_path, [_job("n", NVIDIA)])
     folder.start("n", 1.0)
     folder.end("n", 10.0)
-    assert folder.checker.released_by == {"n"}
     folder.checker.see_healthy({}, [], 12.0, shown=["n"])
     folder.checker.see_healthy({RESOURCES[AWS]: frozenset(_UUIDS)}, [], 12.25)
     assert folder.checker.report.handovers == [2.25]
@@ -331,6 +330,37 @@ def test_a_handover_ends_with_healthy_ids_of_another_family(tmp_path: Path) -> N
     assert folder.checker.report.handovers == [2.5]
     assert folder.checker.report.after_kubelet == [1.5]
     assert folder.faults() == []
+
+
+def test_a_handover_counts_from_the_last_pod_that_the_kubelet_has_let_go(tmp_path: Path) -> None:
+    """The kubelet lets go of a deleted pod at once, and only seconds later of one that ended before
+    it by itself. While it has either, the GPU is not the agent's to hand over.
+    """
+    folder = _Folder(tmp_path, [_job("n", NVIDIA), _job("deleted", NVIDIA)])
+    for name, end in (("n", 9.5), ("deleted", 10.0)):
+        folder.start(name, 1.0)
+        folder.end(name, end)
+    folder.checker.see_healthy({}, ["n"], 10.25)
+    folder.checker.see_healthy({}, ["n"], 11.5)
+    folder.checker.see_healthy({}, [], 11.75)
+    folder.checker.see_healthy({}, [], 12.0)
+    folder.checker.see_healthy({RESOURCES[AWS]: frozenset(_UUIDS)}, [], 12.25)
+    assert folder.checker.report.handovers == [2.25]
+    assert folder.checker.report.after_kubelet == [0.75]
+    assert folder.checker.report.surely_after_kubelet == [0.25]
+    assert folder.faults() == []
+
+
+def test_an_offer_while_the_kubelet_has_any_ended_holder_is_found(tmp_path: Path) -> None:
+    """Not only the pod whose container ended last may still have processes on the GPU."""
+    folder = _Folder(tmp_path, [_job("n", NVIDIA), _job("deleted", NVIDIA)])
+    for name, end in (("n", 9.5), ("deleted", 10.0)):
+        folder.start(name, 1.0)
+        folder.end(name, end)
+    folder.checker.see_healthy({RESOURCES[AWS]: frozenset(_UUIDS)}, ["n"], 11.0)
+    assert ["while kubelet still listed n" in fault for fault in folder.checker.report.wrong] == [
+        True
+    ]
 
 
 def test_an_offer_before_kubelet_has_let_go_is_found(tmp_path: Path) -> None:

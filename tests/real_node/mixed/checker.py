@@ -140,9 +140,9 @@ class Report:
             that is too long.
         handovers: seconds from the end of a GPU's last container to healthy ids of another family
             at kubelet.
-        after_kubelet: the part of them after pod-resources has listed the last holder, and the API
-            server has shown it running, for the last time; rounded up to a look.
-        surely_after_kubelet: the same, rounded down: between the first look without that holder and
+        after_kubelet: the part of them after pod-resources has listed a holder, and the API server
+            has shown one running, for the last time; rounded up to a look.
+        surely_after_kubelet: the same, rounded down: between the first look without a holder and
             the last look without an offer. On a busy machine a look takes a second.
         unfinished: pods that had not ended when the day was over → their status.
     """
@@ -244,12 +244,12 @@ def _is_insufficient(pod: Mapping[str, Any]) -> bool:
 @dataclasses.dataclass
 class _Released:
     """A GPU whose last container has ended:
-    when, which pod's it was, and when the kubelet spoke of that pod as alive for the last time, in
-    pod-resources or to the API server.
+    when, its family, and when the kubelet spoke of one of its pods as alive for the last time, in
+    pod-resources or to the API server. That need not be the pod whose container ended last: the
+    kubelet lets go of a deleted pod sooner than of one that has ended by itself.
     """
 
     at: float
-    pod: str
     family: str
     listed_at: float
     free_at: float | None = None  # the first look after that
@@ -282,6 +282,7 @@ class Checker:
         self._idle_since: dict[str, float] = {}
         self._released: dict[str, _Released] = {}
         self._ended: set[str] = set()
+        self._let_go: set[str] = set()  # ended pods of which the kubelet speaks no more
         self.report = Report(pods=len(self._jobs))
 
     # -- what the node shows -----------------------------------------------------------------------
@@ -314,7 +315,7 @@ class Checker:
             for uuid in each.gpus(self._uuids)
         }
         for uuid in set(view.gpus(self._uuids)) - running:
-            self._released[uuid] = _Released(at, name, view.job.family, listed_at=at)
+            self._released[uuid] = _Released(at, view.job.family, listed_at=at)
 
     def see_pods(
         self,
@@ -447,11 +448,6 @@ class Checker:
         """
         return bool(self._released)
 
-    @property
-    def released_by(self) -> frozenset[str]:
-        """The last holders of those GPUs."""
-        return frozenset(released.pod for released in self._released.values())
-
     def see_healthy(
         self,
         healthy: Mapping[str, frozenset[str]],
@@ -466,9 +462,15 @@ class Checker:
         Of a pod that was deleted pod-resources forgets the ids before the kubelet reports the end;
         ``shown`` are the pods whose end the API server does not show yet.
         """
+        self._let_go |= self._ended - set(listed) - set(shown)
         for uuid, released in list(self._released.items()):
             family = released.family
-            if released.pod in listed or released.pod in shown:
+            holders = [
+                name
+                for name in sorted(self._ended - self._let_go)
+                if uuid in self.views[name].gpus(self._uuids)
+            ]
+            if holders:
                 released.listed_at, released.free_at = now, None
             elif released.free_at is None:
                 released.free_at = released.looked_at = now
@@ -483,10 +485,10 @@ class Checker:
                 if name not in self._ended
             }
             if offered or again - {family}:
-                if offered and released.pod in listed:
+                if offered and (still := [name for name in holders if name in listed]):
                     self.report.wrong.append(
                         f"{uuid} was offered to another family while kubelet still listed "
-                        f"{released.pod}"
+                        f"{', '.join(still)}"
                     )
                 self.report.handovers.append(max(0.0, now - released.at))
                 self.report.after_kubelet.append(max(0.0, now - released.listed_at))

@@ -171,7 +171,8 @@ class _Day:
             self._checker.read_views()
             if self._checker.handing_over:
                 healthy = _healthy(self._rig, self._uuids)
-                listed, shown = _holdings(self._rig), self._shown_alive(self._checker.released_by)
+                listed = _holdings(self._rig)
+                shown = [pod["metadata"]["name"] for pod in self._living_pods()]
                 self._checker.see_healthy(healthy, listed, _uptime(), shown=shown)
             if _uptime() - looked_at >= _PODS_SECONDS:
                 looked_at = _uptime()
@@ -220,9 +221,7 @@ class _Day:
 
     def _look_at_pods(self) -> bool:
         """Look at the pods, and tell whether any has not ended."""
-        pods = self._rig.api.get(
-            f"{_PODS}?fieldSelector=status.phase!=Succeeded,status.phase!=Failed"
-        )["items"]
+        pods = self._living_pods()
         for pod in pods:
             self._note_admitted(pod)
         self._checker.see_pods(pods, _holdings(self._rig), _uptime())
@@ -230,14 +229,10 @@ class _Day:
         self._checker.see_node(self._rig.node(), now)
         return bool(pods)
 
-    def _shown_alive(self, names: Collection[str]) -> list[str]:
-        """Return those pods whose end the API server does not show."""
-        found = {name: self._rig.pod(name) for name in names}
-        return [
-            name
-            for name, pod in found.items()
-            if pod is not None and pod["status"].get("phase") not in ("Succeeded", "Failed")
-        ]
+    def _living_pods(self) -> list[Mapping[str, Any]]:
+        """Return the pods whose end the API server does not show."""
+        phases = "status.phase!=Succeeded,status.phase!=Failed"
+        return list(self._rig.api.get(f"{_PODS}?fieldSelector={phases}")["items"])
 
     def _note_admitted(self, pod: Mapping[str, Any]) -> None:
         if at := pod["status"].get("startTime"):
