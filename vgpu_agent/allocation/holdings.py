@@ -33,12 +33,16 @@ def with_single_holders(
     resources: Collection[str],
     pod_cache: PodCache,
     running_inits: Collection[tuple[str, str]] = (),
+    decided: Collection[tuple[str, str, str]] = (),
 ) -> KubeletRecords:
     """Return ``records`` with one holder for each id of ``resources``, and without pods that the
     checkpoint alone shows and that have ended; unchanged when the checkpoint was not read.
 
     ``running_inits`` names the last started init container (pod's UID, container) of each pod. It
-    holds its ids, whichever other containers have them as well.
+    holds its ids, whichever other containers have them as well. ``decided`` names the containers
+    (pod's UID, container, resource) that have a grant record. One of them holds ids that the
+    kubelet has given to another pod as well (kubelet.md, section 7): it may run, and the other
+    cannot start.
     """
     if records.entries is None:
         return records
@@ -48,7 +52,11 @@ def with_single_holders(
         else [each for each in records.holdings if not pod_cache.has_ended(each.owner.pod_uid)]
     )
     others = [holding for holding in holdings if holding.resource not in resources]
-    listed = [holding for holding in holdings if holding.resource in resources]
+    listed = [
+        _with_uid(holding, records.entries, pod_cache)
+        for holding in holdings
+        if holding.resource in resources
+    ]
     alive = {holding.owner.pod_uid: holding.owner for holding in listed if holding.owner.pod_uid}
     # Holders without a UID have no entry in the checkpoint, so they keep the ids that pod-resources
     # lists for them.
@@ -66,7 +74,9 @@ def with_single_holders(
     }
     for entry in sorted(
         entries,
-        key=lambda entry: _rank(entry, pod_cache.get(entry.owner.pod_uid), shown, running_inits),
+        key=lambda entry: _rank(
+            entry, pod_cache.get(entry.owner.pod_uid), shown, running_inits, decided
+        ),
     ):
         left = tuple(id_ for id_ in entry.ids if (entry.resource, id_) not in taken)
         taken.update((entry.resource, id_) for id_ in left)
@@ -170,6 +180,25 @@ def ended_before(grants: Iterable[Grant], pod: Pod, starting: Owner) -> list[int
     ]
 
 
+def _with_uid(holding: Holding, entries: Collection[Holding], pod_cache: PodCache) -> Holding:
+    """Return ``holding`` with the UID of the pod of its name, where it has none although the
+    checkpoint has that pod: two pods have the same ids in containers of the same name.
+    """
+    owner = holding.owner
+    if owner.pod_uid:
+        return holding
+    pod = pod_cache.named(owner.namespace, owner.pod)
+    if pod is None or not pod_cache.is_only_one_of_its_name(pod):
+        return holding
+    named = msgspec.structs.replace(owner, pod_uid=pod.kubelet_uid)
+    is_recorded = any(
+        (entry.resource, entry.owner.pod_uid, entry.owner.container)
+        == (holding.resource, named.pod_uid, named.container)
+        for entry in entries
+    )
+    return msgspec.structs.replace(holding, owner=named) if is_recorded else holding
+
+
 def _lives(uid: str, alive: Collection[str], records: KubeletRecords, pod_cache: PodCache) -> bool:
     if not records.complete:
         # The checkpoint itself shows no ends, and the pod may be one that was never seen.
@@ -183,19 +212,22 @@ def _rank(
     pod: Pod | None,
     shown: Collection[tuple[str, str, str]],
     running_inits: Collection[tuple[str, str]],
-) -> tuple[int, int, str]:
+    decided: Collection[tuple[str, str, str]],
+) -> tuple[int, bool, int, str]:
     """Rank the entries that have the same id; the lowest rank holds it.
 
     That is the container that runs last in its pod, or, in an unknown pod, the smaller entry. An
     init container that runs comes first: the containers after it have not started.
     """
-    if (entry.owner.pod_uid, entry.owner.container) in running_inits:
-        return -1, 0, entry.owner.container
-    container = pod.container(entry.owner.container) if pod else None
+    uid, name, resource = entry.owner.pod_uid, entry.owner.container, entry.resource
+    if (uid, name) in running_inits:
+        return -1, False, 0, name
+    container = pod.container(name) if pod else None
+    is_init = container is not None and container.kind is ContainerKind.INIT
+    is_undecided = not is_init and (uid, name, resource) not in decided
     if container is None:
-        known = (entry.resource, entry.owner.pod_uid, entry.owner.container) in shown
-        return (0 if known else 1), len(entry.ids), entry.owner.container
-    return (2 if container.kind is ContainerKind.INIT else 0), len(entry.ids), entry.owner.container
+        return (0 if (resource, uid, name) in shown else 1), is_undecided, len(entry.ids), name
+    return (2 if is_init else 0), is_undecided, len(entry.ids), name
 
 
 def _named(owner: Owner, listed: Owner | None, pod: Pod | None) -> Owner:

@@ -61,7 +61,11 @@ class Interpretation:
             record.resource for record in self._context.carrier.records
         }
         running_inits = self._running_inits()
-        found = with_single_holders(records, names, self._context.pods, running_inits)
+        decided = {
+            (record.owner.pod_uid, record.owner.container, record.resource)
+            for record in self._context.carrier.records
+        }
+        found = with_single_holders(records, names, self._context.pods, running_inits, decided)
         hidden = self._hidden_inits(running_inits) if records.entries is None else {}
         return msgspec.structs.replace(
             found,

@@ -61,10 +61,16 @@ if TYPE_CHECKING:
     from vgpu_agent.families.family import PodFamily, Question
     from vgpu_agent.isolation.edits import Provision
     from vgpu_agent.model import DeviceRoom, Grant, Resource, Share
+    from vgpu_agent.pods import Pod
 
 _logger = log.get(__name__)
 
 MIG_PREFIX = "MIG-"  # of the UUIDs of MIG instances, by NVML
+# How long the kubelet's records must name two pods for the same ids before one of them is refused
+# for good. A single reading may fall between the end of a pod and the admission of the next one.
+# The kubelet asks again after ten seconds or more.
+AMBIGUITY_SECONDS = 5.0
+_YIELDS = "this pod came later: delete it, so that the next one gets other ids"
 
 
 class LateStart:
@@ -96,6 +102,8 @@ class LateStart:
         self._answered_tokens: set[str] = set()
         # the pods of some holders in the kubelet's records are not known yet
         self._pods_unread = False
+        # token → the loop's time at which the records first named two holders of these ids
+        self._ambiguous_since: dict[str, float] = {}
         # number of a grant → its ids, and the token of these
         self._tokens: dict[int, tuple[tuple[str, ...], str]] = {}
         # the ledger's version, and its grants then
@@ -176,6 +184,7 @@ class LateStart:
                 raise self._refused(start, err) from err
             self._context.refusals.clear(*start.key)
             self._changes.over(token)
+            self._ambiguous_since.pop(token, None)
             self.started[*start.key, offered.name] = grant
             self._context.journal.record(
                 "start.bound",
@@ -287,10 +296,47 @@ class LateStart:
             return await self._identification.identify(offered, ids, token, family)
         except NotProvenError as err:
             self.ambiguities += err.ambiguous
+            yields = self._yielding(offered.name, token, err) if err.ambiguous else None
             for suspect, container in err.suspects:
-                self._context.refusals.refuse(suspect, container, offered.name, str(err))
+                if _runs(suspect, container):
+                    continue  # it is not the one that starts
+                key = (suspect.kubelet_uid, container)
+                self._context.refusals.refuse(
+                    suspect,
+                    container,
+                    offered.name,
+                    str(err),
+                    advice=_YIELDS if key == yields else "",
+                    final=key == yields,
+                )
             self._tell("start.not_proven", token, str(err), resource=offered.name)
             raise
+
+    def _yielding(self, resource: str, token: str, err: NotProvenError) -> tuple[str, str] | None:
+        """Return the container (pod's UID, container) that must give way to the other holder of the
+        same ids: one that has not started, of those the one whose pod was bound last.
+
+        The kubelet keeps the ids of both pods until one of them is gone (kubelet.md, section 7), so
+        neither could ever start. None until it has been so for ``AMBIGUITY_SECONDS``, and while
+        only one pod is known.
+        """
+        now = asyncio.get_running_loop().time()
+        since = self._ambiguous_since.setdefault(token, now)
+        if now - since < AMBIGUITY_SECONDS or len({pod.uid for pod, _ in err.suspects}) < 2:
+            return None
+        decided = {grant.decided_for for grant in self._context.ledger.grants if grant.shares}
+        waiting = [
+            ((pod.kubelet_uid, container), pod.bound)
+            for pod, container in err.suspects
+            if not _runs(pod, container)
+        ]
+
+        def rank(each: tuple[tuple[str, str], int]) -> tuple[bool, int]:
+            key, bound = each
+            has_started = key in decided or (*key, resource) in self.started
+            return not has_started, bound
+
+        return max(waiting, key=rank)[0] if waiting else None
 
     def _start_as_before(self, offered: Resource, ids: Sequence[str], record: GrantRecord) -> None:
         """Let a container start again from the spec that is there;
@@ -538,6 +584,8 @@ class LateStart:
             else set()
         )
         self._changes.keep_only(tokens)
+        for token in self._ambiguous_since.keys() - tokens:
+            del self._ambiguous_since[token]
         self._answered_tokens &= tokens
 
     def deliveries(self) -> list[tuple[GrantRecord, Provision]]:
@@ -638,6 +686,12 @@ class LateStart:
                     grants[token] = grant
             self._tokens, self._by_token = tokens, (version, grants)
         return self._by_token[1]
+
+
+def _runs(pod: Pod, name: str) -> bool:
+    """Tell whether the container runs by its pod's status."""
+    container = pod.container(name)
+    return container is not None and container.running
 
 
 def _may_exceed(shares: Sequence[Share], rooms: Iterable[DeviceRoom]) -> bool:

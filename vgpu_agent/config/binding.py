@@ -53,10 +53,11 @@ class Binding(msgspec.Struct, frozen=True, rename="camel", forbid_unknown_fields
         Meta(
             description=(
                 "How long a start must have been refused before the pod is evicted, so that it is "
-                "scheduled anew; a wrong early guess, which trying again cannot mend, is evicted "
-                "at once. 0: never, because an eviction ends the pod, and one without a controller "
-                "does not come back. Until then the pod waits, and its scheduler counts it as "
-                "placed. 120 suits clusters whose GPU pods have controllers."
+                "scheduled anew. A wrong early guess, and ids that another pod has as well, which "
+                "trying again cannot mend, are evicted at once. 0: never, because an eviction ends "
+                "the pod, and one without a controller does not come back. Until then the pod "
+                "waits, and its scheduler counts it as placed. 120 suits clusters whose GPU pods "
+                "have controllers."
             )
         ),
     ] = 0.0
