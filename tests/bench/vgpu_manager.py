@@ -118,9 +118,6 @@ async def late(node: ManagerNode) -> list[Figure]:
     began = await volcano.one_by_one(node)
     allocated = node.timings("Allocate", NUMBER, since=began)
     started = node.timings("PreStartContainer", NUMBER, since=began)
-    inside = [
-        request for each in allocated for request in node.requests_between(each.began, each.seconds)
-    ]
     burst: list[float] = []
     for _ in range(volcano.BURSTS):
         began = await volcano.at_once(node)
@@ -128,7 +125,7 @@ async def late(node: ManagerNode) -> list[Figure]:
     one_by_one = f"{volcano.ROUNDS} pods one after the other beside {PODS - 1} that run"
     at_once = f"{volcano.BURSTS} times {volcano.BURST} pods at once, {PODS} in the end"
     return [
-        Figure("API requests inside Allocate", len(inside), 0, "requests", one_by_one),
+        volcano.requests_inside(node, allocated),
         Figure(
             "PreStartContainer p50",
             percentile((each.seconds for each in started), 50) * 1000,
