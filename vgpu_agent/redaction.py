@@ -1,8 +1,8 @@
 """Secrets of this process, kept out of every text that people may read.
 
-`cluster` passes its credentials to `conceal` as soon as it has read them. `errors`, `journal` and
-`log` pass their texts through `redacted`, so a token is in no message, log line, traceback, event
-or page, even where an API server repeats our request in its answer.
+`cluster` passes its credentials to `conceal` as soon as it has read them. `ClusterError`, the
+journal's `bounded` and `log` pass their texts through `redacted`, so a token is in no message, log
+line, traceback, event or page, even where an API server repeats our request in its answer.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ _FORMS = re.compile(
     r"|-----BEGIN [A-Z ]*PRIVATE KEY-----[^-]*(?:-----END [A-Z ]*PRIVATE KEY-----)?",
     re.ASCII | re.IGNORECASE,
 )
+_PARTS = ("://", "eyj", "bearer", "basic", "private key")
 # Replaced as a whole, so that any thread can read it while another adds a secret; the latest come
 # last.
 _secrets: tuple[str, ...] = ()
@@ -33,8 +34,8 @@ _adding = threading.Lock()
 
 
 def conceal(secret: str) -> None:
-    """Redact ``secret`` from now on. Very short texts are ignored, and only the latest secrets are
-    kept.
+    """Redact ``secret`` and each of its words from now on. Words of less than eight characters are
+    ignored, and only the latest secrets are kept.
     """
     global _secrets  # noqa: PLW0603 - of the process, as its credentials are
     texts = {text for text in (secret, *secret.split()) if len(text) >= _SHORTEST_SECRET}
@@ -43,18 +44,11 @@ def conceal(secret: str) -> None:
 
 
 def _may_match(text: str) -> bool:
-    """Tell whether `_FORMS` can match: each match contains one of these,
-    and finding them is much quicker.
+    """Tell whether `_FORMS` can match: each match contains one of these, in any case, and finding
+    them is much quicker.
     """
-    return (
-        "://" in text
-        or "eyJ" in text
-        or "earer" in text
-        or "asic" in text
-        or "PRIVATE KEY" in text
-        or "EARER" in text
-        or "ASIC" in text
-    )
+    low = text.lower()
+    return any(part in low for part in _PARTS)
 
 
 def redacted(text: str) -> str:

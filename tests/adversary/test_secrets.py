@@ -419,6 +419,8 @@ async def test_no_service_account_shows_its_token(
             "GET https://10.0.0.1:6443/api/v1/pods?x=1: basic thing",
             "GET https://10.0.0.1:6443/api/v1/pods?x=1: basic (hidden)",
         ),
+        ("authorization: bEaReR abc.def", f"authorization: bEaReR {HIDDEN}"),
+        ("-----begin private key-----\nMIIE\n-----end private key-----", HIDDEN),
         ("nothing of interest", "nothing of interest"),
     ],
 )

@@ -139,15 +139,14 @@ class MigInstancesFamily(abc.ABC):
         inventory: Inventory,
         neighbours: Neighbours = ALONE,
     ) -> list[str]:
-        """Choose instances on GPUs of the lowest rank, among these on GPUs that have a holder, and
-        then in node order.
+        """Choose instances on GPUs that serve this family first (`Neighbours.rank`), among these on
+        GPUs that have a holder of the resource, and then in node order.
         """
         place = {entry.id: number for number, entry in enumerate(resource.ids)}
         gpu_of = {instance.uuid: gpu.uuid for gpu, instance in self.offered(inventory)}
         free = [gpu_of.get(id_, "") for id_ in available]
-        in_use = {
-            gpu for gpu in gpu_of.values() if free.count(gpu) < list(gpu_of.values()).count(gpu)
-        }
+        alike = [gpu_of.get(entry.id, "") for entry in resource.ids]
+        in_use = {gpu for gpu in alike if free.count(gpu) < alike.count(gpu)}
 
         def order(id_: str) -> tuple[int, bool, int]:
             gpu = gpu_of.get(id_, "")

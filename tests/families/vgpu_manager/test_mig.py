@@ -136,6 +136,17 @@ def test_an_answer_names_the_instances() -> None:
     family().check(resource, [each.uuid for each in SMALL])
 
 
+def test_instances_beside_held_ones_are_preferred() -> None:
+    """That keeps other GPUs free. An instance of another profile is no holder."""
+    others = golden_slices("1g.10gb", 9728, 2, letter="f")
+    inventory = divided(SMALL, (*others, *LARGE))
+    small = family().resources(inventory)[0]
+    ids = [each.uuid for each in (*SMALL, *others)]
+    assert [entry.id for entry in small.ids] == ids
+    assert family().prefer(small, ids, [], 1, inventory) == [SMALL[0].uuid]
+    assert family().prefer(small, [*ids[:2], ids[3]], [], 1, inventory) == [ids[3]]
+
+
 def test_its_names_are_owned_in_both_domains() -> None:
     """The kubelet's records may hold those from before ``--domain``."""
     offering = family(keys=Keys("example.com"))
