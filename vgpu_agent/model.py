@@ -357,7 +357,7 @@ class Grant(msgspec.Struct, frozen=True):
             decides; None before. An early guess may differ from ``owner``, which the kubelet
             reports.
         evidence: how the owner was proven and what decided the shares, one sentence each.
-        steady_at: the same moment as ``reserved_at`` by the ledger's own clock, which only grows.
+        reserved_at_monotonic: ``reserved_at`` by the ledger's own clock, which only grows.
         may_overcommit: a scheduler decided it, so it is booked even if the device then has more
             compute in use, or more holders, than it may.
         found: it was found in the kubelet's records, so it is older than ``reserved_at``.
@@ -373,7 +373,7 @@ class Grant(msgspec.Struct, frozen=True):
     reserved_at: float = 0.0
     decided_for: tuple[str, str] | None = None
     evidence: tuple[str, ...] = ()
-    steady_at: float = 0.0
+    reserved_at_monotonic: float = 0.0
     may_overcommit: bool = False
     found: bool = False
 
@@ -484,7 +484,8 @@ class ControlledUse(msgspec.Struct, frozen=True):
         cores_percent: card → compute in use, by the library's own samples.
         limits: those in its ``vgpu.config``; empty where there is none that can be read.
         trouble: why that file does not limit this container as intended; empty when it does.
-        registers: its library lets every process register with the agent, before it uses a card.
+        registers_processes: its library lets every process register with the agent, before it uses
+            a card.
         on_cards: its processes on cards as the driver and the kernel name them: (card's UUID,
             process id on the host, MiB).
     """
@@ -497,5 +498,5 @@ class ControlledUse(msgspec.Struct, frozen=True):
     cores_percent: tuple[tuple[int, int], ...] = ()
     limits: tuple[WrittenLimit, ...] = ()
     trouble: str = ""
-    registers: bool = False
+    registers_processes: bool = False
     on_cards: tuple[tuple[str, int, int], ...] = ()

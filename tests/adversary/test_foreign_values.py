@@ -20,7 +20,7 @@ from vgpu_agent import log
 from vgpu_agent.allocation.refusals import Refusals
 from vgpu_agent.cluster.quantities import whole_number
 from vgpu_agent.errors import CapacityError, RequestRefusedError
-from vgpu_agent.families.volcano_vgpu.decisions import IDS, refused
+from vgpu_agent.families.volcano_vgpu.decisions import DECISION, refused
 from vgpu_agent.families.volcano_vgpu.pod_devices import DevicesTextError, parse_pod_devices
 from vgpu_agent.families.volcano_vgpu.requests import Names, read_request
 from vgpu_agent.journal import Journal
@@ -68,10 +68,10 @@ def test_a_tenant_cannot_fill_a_refusal_with_any_of_its_values() -> None:
         "u1",
         "team",
         "train",
-        annotations={IDS: LONG},
+        annotations={DECISION: LONG},
         containers=(PodContainer("main", unreadable={Names().memory: LONG}),),
     )
-    texts = [str(refused(pod, IDS, LONG, "nonsense"))]
+    texts = [str(refused(pod, DECISION, LONG, "nonsense"))]
     with pytest.raises(RequestRefusedError) as caught:
         read_request(pod, pod.containers[0], Names())
     texts.append(str(caught.value))

@@ -352,7 +352,7 @@ async def test_a_gpu_that_is_divided_otherwise_than_asked_serves_nobody_by_it() 
     ids = await place.admitted("p", f"{U1}[group2-0]")
     start = await place.begin(ids)
     place.finish(U1, *GROUP3)
-    with pytest.raises(MigError, match="divided for the container and then differently"):
+    with pytest.raises(MigError, match="but by now it is divided differently"):
         await start
     assert place.carrier.specs == {}
 

@@ -454,7 +454,7 @@ async def test_what_is_left_of_a_grants_ids_has_a_name_of_its_own() -> None:
 async def test_a_started_container_keeps_its_room_when_its_ids_are_given_again(
     is_reversed: bool,
 ) -> None:
-    """The kubelet may give ids to two pods (kubelet.md, section 7). The second one cannot start,
+    """The kubelet may give ids to two pods (kubelet §7). The second one cannot start,
     and the memory of the first must not look free meanwhile.
     """
     place = Place()

@@ -78,9 +78,9 @@ async def test_a_limit_is_in_force_once_the_library_is_seen_and_not_while_it_is_
     await stage.start_agent()
     for name in ("kept", "left"):
         await stage.serve(name, asks(1, 1024, 10), f"main[1_{U1}_10_1024]")
-    await _limit(stage, "kept", "configured", "no process in the container has registered")
+    await _limit(stage, "kept", "configured", "no registered process of the container is known")
     explained = str(await stage.agent.get("/debug/explain?pod=default/kept"))
-    assert "Its limit is configured, and not seen in force: no process" in explained
+    assert "Its limit is configured, and not seen in force: no registered process" in explained
 
     uids = {name: stage.cluster.pod(name)["metadata"]["uid"] for name in ("kept", "left")}
     containers = {name: pods.container(uid) for name, uid in uids.items()}

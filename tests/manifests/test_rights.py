@@ -165,7 +165,7 @@ def test_the_policy_allows_the_keys_that_families_write_and_no_other() -> None:
         pod_state.PHASE,
         pod_state.TIME,
         decisions.NODE,
-        decisions.IDS,
+        decisions.DECISION,
         decisions.TO_ALLOCATE,
     ]
     on_pods += [

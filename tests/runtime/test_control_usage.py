@@ -107,7 +107,7 @@ ALL = ControlledUse(
     ((1, 768),),
     ((1, 25),),
     limits=(WrittenLimit(CARD, 3 << 30, 30),),
-    registers=True,
+    registers_processes=True,
 )
 
 
@@ -308,7 +308,7 @@ async def test_the_file_says_whether_processes_register(
     """vgpu-manager §7.6; also of a container from before the setting was changed."""
     write_config(directory, config(compatibility=compatibility))
     await uses.read_once()
-    assert uses.uses.value[0].registers is registers
+    assert uses.uses.value[0].registers_processes is registers
 
 
 async def test_the_replaced_plugins_containers_are_read_where_it_has_put_them(

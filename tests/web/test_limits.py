@@ -170,7 +170,7 @@ REGISTERED = ControlledUse(
     "main",
     pids=(4711,),
     limits=(WrittenLimit("GPU-0", 4 * GIB, 30),),
-    registers=True,
+    registers_processes=True,
     on_cards=(("GPU-0", 4711, 1000),),
 )
 
@@ -191,7 +191,7 @@ def test_a_limit_of_vgpu_control_is_in_force_once_a_process_has_registered(
     assert limit_of(controlled(volcano_node)).state == "in force"
     waits = limit_of(controlled(volcano_node, pids=None, on_cards=()))
     assert waits.state == "configured"
-    assert "no process in the container has registered" in waits.reason
+    assert "no registered process of the container is known" in waits.reason
     unread = limit_of(msgspec.structs.replace(controlled(volcano_node), controlled=()))
     assert (unread.state, unread.reason) == (
         "configured",
@@ -201,7 +201,9 @@ def test_a_limit_of_vgpu_control_is_in_force_once_a_process_has_registered(
 
 def test_a_library_that_does_not_register_is_never_seen(volcano_node: AgentStatus) -> None:
     """vgpuControl.processes host-proc. What its tables say is in files that the tenant writes."""
-    found = limit_of(controlled(volcano_node, registers=False, pids=None, cores_percent=((0, 5),)))
+    found = limit_of(
+        controlled(volcano_node, registers_processes=False, pids=None, cores_percent=((0, 5),))
+    )
     assert found.state == "configured"
     assert "vgpuControl.processes client" in found.reason
 

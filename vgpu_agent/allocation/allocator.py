@@ -322,8 +322,8 @@ class Allocator:
                 devices=_devices(grant),
                 reason=correction.reason,
             )
-        self.early.confirmed(records)
-        self.late_start.confirmed()
+        self.early.after_verification(records)
+        self.late_start.after_verification()
         if self._context.pods.synced.is_set():
             self._context.refusals.forget_absent(self._context.pods.pods)
         return [correction for correction in corrections if correction.drift]

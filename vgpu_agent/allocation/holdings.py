@@ -41,8 +41,7 @@ def with_single_holders(
     ``running_inits`` names the last started init container (pod's UID, container) of each pod. It
     holds its ids, whichever other containers have them as well. ``decided`` names the containers
     (pod's UID, container, resource) that have a grant record. One of them holds ids that the
-    kubelet has given to another pod as well (kubelet.md, section 7): it may run, and the other
-    cannot start.
+    kubelet has given to another pod as well (kubelet §7): it may run, and the other cannot start.
     """
     if records.entries is None:
         return records

@@ -12,8 +12,9 @@ container with PreStartContainer:
    container start.
 
 The kubelet waits up to 30 s and asks again after a refusal, whose text the user sees in the pod's
-status. On nodes whose runtime does not resolve CDI names, step 4 has happened in Allocate by a
-guess, and `early` proves that guess instead.
+status. On nodes whose runtime does not resolve CDI names, Allocate has guessed the pod and answered
+for it. There `early` proves in place of step 4 that the answer is right, and no container starts by
+a guess.
 """
 
 from __future__ import annotations
@@ -68,17 +69,19 @@ _logger = log.get(__name__)
 MIG_PREFIX = "MIG-"  # of the UUIDs of MIG instances, by NVML
 # How long the kubelet's records must name two pods for the same ids before one of them is refused
 # for good. A single reading may fall between the end of a pod and the admission of the next one.
-# The kubelet asks again after ten seconds or more.
+# The kubelet asks again about every quarter of a minute.
 AMBIGUITY_SECONDS = 5.0
-_YIELDS = "this pod came later: delete it, so that the next one gets other ids"
+_GIVE_WAY = "the other pod keeps them: delete this one, so that the next one gets other ids"
 
 
 class LateStart:
     """The binding of ids to containers whose pods decide.
 
-    State: the containers that were allowed to start (`started`), until their pods are gone, and the
-    tokens that Allocate has answered with and no start has used since (`_answered_tokens`). After a
-    restart both are empty, and the ledger alone has the grants.
+    State: the containers that were decided for and allowed to start (`started`), until their pods
+    are gone; and the tokens that Allocate has answered with and no decision was booked for since
+    (`_answered_tokens`). A start from an earlier spec changes neither. After a restart both are
+    empty, and the ledger alone has the grants. There are also locks, the times of ambiguities,
+    filters of repeated messages, and caches.
 
     Attributes:
         started: (UID, container, resource) → the grant.
@@ -96,11 +99,12 @@ class LateStart:
         self._division = Division(context)
         # token → its lock, and how many hold it or wait for it
         self._locks: dict[str, tuple[asyncio.Lock, int]] = {}
-        self._changes = log.ChangeFilter()  # by token, of starts that are refused again and again
+        # by token, of starts that are refused again and again
+        self._told_refusals = log.ChangeFilter()
         # by token, of deliveries that cannot be made; they are tried again and again
         self._failed_deliveries = log.ChangeFilter()
         self._answered_tokens: set[str] = set()
-        # the pods of some holders in the kubelet's records are not known yet
+        # the last verification was before the first list of pods, and found holders without shares
         self._pods_unread = False
         # token → the loop's time at which the records first named two holders of these ids
         self._ambiguous_since: dict[str, float] = {}
@@ -148,7 +152,8 @@ class LateStart:
             offered: the resource.
             ids: ids of that resource.
             family: the resource's family.
-            late: the node's binding mode, which counts where the kubelet's answer cannot be read.
+            late: the node's binding mode, which counts where our answer that the kubelet keeps
+                cannot be read.
 
         Raises:
             NotProvenError: the owner of the ids is not certain (yet).
@@ -158,7 +163,7 @@ class LateStart:
             MigError: a GPU is not divided as the container needs it.
         """
         token = grant_token(offered.name, ids)
-        async with self._turn(token):
+        async with self._one_at_a_time(token):
             began = time.perf_counter()
             start = await self._identify(offered, ids, token, family)
             if isinstance(start, GrantRecord):
@@ -183,7 +188,7 @@ class LateStart:
             ) as err:
                 raise self._refused(start, err) from err
             self._context.refusals.clear(*start.key)
-            self._changes.over(token)
+            self._told_refusals.over(token)
             self._ambiguous_since.pop(token, None)
             self.started[*start.key, offered.name] = grant
             self._context.journal.record(
@@ -203,7 +208,7 @@ class LateStart:
             )
 
     @contextlib.asynccontextmanager
-    async def _turn(self, token: str) -> AsyncIterator[None]:
+    async def _one_at_a_time(self, token: str) -> AsyncIterator[None]:
         """Admit one start at a time for the same ids."""
         lock, users = self._locks.get(token, (asyncio.Lock(), 0))
         self._locks[token] = (lock, users + 1)
@@ -216,8 +221,8 @@ class LateStart:
                 self._locks[token] = (lock, users - 1)
 
     async def _bind(self, start: Start) -> Grant:
-        """Decide, book and deliver; if necessary, first let ended pods make room or have a GPU
-        divided.
+        """Decide, book and deliver. If there is no room, release what ended pods have, and try
+        again. If a GPU has to be divided, have that done, and decide again.
         """
         tries = 0
 
@@ -226,13 +231,13 @@ class LateStart:
             tries += 1
             asked = self._question(start)
             decision = self._decide(start, asked)
-            if decision.layouts:
+            if decision.layouts:  # a GPU has to be divided before there are shares
                 return decision, None
             if decision.second_best and tries == 1:
-                # the holder of what the scheduler named may have ended
+                # This is not what the scheduler named, but the holder of that may have ended.
                 raise CapacityError(decision.second_best)
-            # There is no await from here to the booking, so what was free for the decision still
-            # is.
+            # There is no await between decision and booking, so the rooms that the decision is
+            # based on are still there.
             provision = start.family.provision(asked, decision.shares)
             return decision, (provision, self._book(start, decision, decision.by, asked.rooms))
 
@@ -244,8 +249,8 @@ class LateStart:
             decision, bound = await self._ended.with_room(start, attempt)
         if bound is None:
             raise MigError(
-                "a GPU was divided for the container and then differently for another one; the "
-                "kubelet will retry"
+                "a GPU was divided for this container, but by now it is divided differently, "
+                "perhaps for another one; the kubelet will retry"
             )
         provision, grant = bound
         self._answered_tokens.discard(start.token)
@@ -271,14 +276,14 @@ class LateStart:
         Node or settings may have changed since it was given, so they only decide where the answer
         cannot be read.
         """
-        name, key, answers = (
+        name, uid, answers = (
             cdi_name(start.token),
             start.owner.pod_uid,
             start.kubelet_evidence.answers,
         )
         stored = [
-            answers.get((key, container, start.offered.name))
-            for container in start.found.containers.get(key, ())
+            answers.get((uid, container, start.offered.name))
+            for container in start.found.containers.get(uid, ())
         ]
         known = [answer for answer in stored if answer is not None]
         if not known:
@@ -296,7 +301,7 @@ class LateStart:
             return await self._identification.identify(offered, ids, token, family)
         except NotProvenError as err:
             self.ambiguities += err.ambiguous
-            yields = self._yielding(offered.name, token, err) if err.ambiguous else None
+            gives_way = self._which_gives_way(offered.name, token, err) if err.ambiguous else None
             for suspect, container in err.suspects:
                 if _runs(suspect, container):
                     continue  # it is not the one that starts
@@ -306,19 +311,22 @@ class LateStart:
                     container,
                     offered.name,
                     str(err),
-                    advice=_YIELDS if key == yields else "",
-                    final=key == yields,
+                    advice=_GIVE_WAY if key == gives_way else "",
+                    final=key == gives_way,
                 )
             self._tell("start.not_proven", token, str(err), resource=offered.name)
             raise
 
-    def _yielding(self, resource: str, token: str, err: NotProvenError) -> tuple[str, str] | None:
+    def _which_gives_way(
+        self, resource: str, token: str, err: NotProvenError
+    ) -> tuple[str, str] | None:
         """Return the container (pod's UID, container) that must give way to the other holder of the
-        same ids: one that has not started, of those the one whose pod was bound last.
+        same ids. Only those that do not run are candidates. First come those for which nothing was
+        decided, and among equals the one whose pod was bound last.
 
-        The kubelet keeps the ids of both pods until one of them is gone (kubelet.md, section 7), so
-        neither could ever start. None until it has been so for ``AMBIGUITY_SECONDS``, and while
-        only one pod is known.
+        The kubelet keeps the ids of both pods until one of them is gone (kubelet §7), so neither
+        could ever start. None until it has been so for ``AMBIGUITY_SECONDS``, while only one pod is
+        known, and if all of them run.
         """
         now = asyncio.get_running_loop().time()
         since = self._ambiguous_since.setdefault(token, now)
@@ -333,14 +341,14 @@ class LateStart:
 
         def rank(each: tuple[tuple[str, str], int]) -> tuple[bool, int]:
             key, bound = each
-            has_started = key in decided or (*key, resource) in self.started
-            return not has_started, bound
+            was_decided = key in decided or (*key, resource) in self.started
+            return not was_decided, bound
 
         return max(waiting, key=rank)[0] if waiting else None
 
     def _start_as_before(self, offered: Resource, ids: Sequence[str], record: GrantRecord) -> None:
-        """Let a container start again from the spec that is there;
-        its pod cannot be asked about, and need not be.
+        """Let a container start again from the spec of its earlier start: the watch does not show
+        its pod, and the spec has all that is needed.
         """
         evidence = (
             "the kubelet's records name the container that the spec was made for",
@@ -377,8 +385,8 @@ class LateStart:
     def _decide(self, start: Start, asked: Question | None = None) -> Decision:
         """Decide what the container gets.
 
-        It keeps what it once got, unless that was a MIG instance that is gone: no process can still
-        run on one.
+        It keeps what it once got. It does not keep a MIG instance that is gone, on which no process
+        can still run, nor shares by a record that is outdated (`is_outdated`).
         """
         held = self._context.ledger.find(start.offered.name, start.ids)
         if (
@@ -388,6 +396,7 @@ class LateStart:
             and not self._is_gone(held.shares)
         ):
             by = held.evidence[-1] if held.evidence else "decided before"
+            # The grant does not say who decided, but only a scheduler's decision may overcommit.
             return Decision(held.shares, by, by_scheduler=held.may_overcommit, kept=True)
         records = self._context.carrier.records
         for record in records:
@@ -430,10 +439,10 @@ class LateStart:
             )
 
     def _refuse_before_pods_are_read(self) -> None:
-        """Refuse while holders' pods have not been read: their annotations alone may say what they
-        hold. The next verification of the ledger reads them.
+        """Refuse between the first list of pods and the next verification of the ledger, if there
+        are holders without shares: their annotations alone may say what they hold, and the
+        verification reads them. Before that list, starts do not wait.
         """
-        # before the first list of pods none can be read, and no start waits for that list
         if self._pods_unread and self._context.pods.synced.is_set():
             raise NotProvenError(
                 "the agent has just learned of pods that run on this node, and looks up their "
@@ -522,8 +531,8 @@ class LateStart:
     # -- refusals ----------------------------------------------------------------------------------
 
     def _refused(self, start: Start, err: AgentError) -> AgentError:
-        """Record that the start is refused, and return the error for the kubelet,
-        which names the container and the remedies.
+        """Record the refusal of the start. Return the error for the kubelet, whose text also names
+        the pod, the container and the remedies.
         """
         if isinstance(err, (CapacityError, UnhealthyDeviceError)) and not err.advice:
             err = err.advised(advice.waiting(self._context.settings))
@@ -554,19 +563,19 @@ class LateStart:
         )
 
     def _tell(self, event: str, token: str, reason: str, **facts: Any) -> None:
-        """Journal why a start is refused; the kubelet asks again every quarter of a minute, and
-        once is enough while the reason stays.
+        """Journal why a start is refused, once while the reason stays: the kubelet asks again about
+        every quarter of a minute.
         """
-        if self._changes.is_new(token, reason):
+        if self._told_refusals.is_new(token, reason):
             self._context.journal.record(
                 event, level="warning", token=token, reason=reason, **facts
             )
 
     # -- after a start -----------------------------------------------------------------------------
 
-    def confirmed(self) -> None:
-        """Follow the ledger, which has been brought in line with the kubelet's records: drop what
-        is remembered about pods that are gone.
+    def after_verification(self) -> None:
+        """Forget pods that are gone. The ledger has just been brought in line with the kubelet's
+        records. Before the first list of pods, only note whether there are holders without shares.
         """
         ledger, pods = self._context.ledger, self._context.pods
         if not pods.synced.is_set():
@@ -580,10 +589,10 @@ class LateStart:
         self.started = {key: grant for key, grant in self.started.items() if key[0] in uids}
         tokens = (
             {grant_token(grant.resource, grant.ids) for grant in ledger.grants}
-            if self._changes or self._answered_tokens
+            if self._told_refusals or self._answered_tokens
             else set()
         )
-        self._changes.keep_only(tokens)
+        self._told_refusals.keep_only(tokens)
         for token in self._ambiguous_since.keys() - tokens:
             del self._ambiguous_since[token]
         self._answered_tokens &= tokens
@@ -592,7 +601,8 @@ class LateStart:
         """Return what the carrier should hold and does not, as after a reboot of the node, for late
         grants whose pods are known.
 
-        Empty in early mode, where the kubelet keeps the answers itself.
+        Empty in early mode, where the answers are complete without a spec, and while the mode is
+        not known.
         """
         context = self._context
         if context.mode is None or not context.mode.late:
@@ -621,7 +631,8 @@ class LateStart:
                 and container.kind is ContainerKind.INIT
                 and (pod.kubelet_uid, owner.container, grant.resource) in recorded
             ):
-                # The ids are those of a later container, which must not start with this spec.
+                # These ids belong to a later container, which must not start with the spec of the
+                # init container.
                 continue
             try:
                 provision = family.provision(
@@ -656,7 +667,7 @@ class LateStart:
         or to one that the kubelet has not named yet.
         """
         if record.token in self._answered_tokens:
-            # also when the ids are a part of those that were booked for an earlier init container
+            # The ledger may still have these ids in the larger grant of an earlier init container.
             return True
         grant = self._grants_by_token().get(record.token)
         if grant is None:

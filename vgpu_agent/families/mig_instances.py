@@ -1,8 +1,8 @@
 """A family that offers existing MIG instances, one id for each, named by its UUID.
 
 Nothing about an instance is shared, so the ids name devices and the answer is complete in Allocate.
-Families differ in the names of their resources and in the GPUs whose instances they offer. Each of
-them derives from `MigInstancesFamily`.
+Families differ in the names of their resources and in the GPUs whose instances they offer. Those
+that offer nothing else derive from `MigInstancesFamily`.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ if TYPE_CHECKING:
     from vgpu_agent.placement.mixing import Neighbours
 
 SINGLE, MIXED, NONE = "single", "mixed", "none"
-"""The strategies that replaced plugins know: all instances of the node are alike, they may differ,
-or they are not offered.
+"""The strategies of the replaced plugins. The instances of a node must be alike, may differ, or are
+not offered.
 """
 
 _ALL_CORES = 100
@@ -40,7 +40,7 @@ class MigInstancesFamily(abc.ABC):
     name: str
 
     def __init__(self, lists: ListOptions) -> None:
-        """Make it; ``lists`` is how containers get their devices."""
+        """Make it; ``lists`` has the device-list strategies by which containers get devices."""
         self._lists = lists
 
     # -- what differs between families -------------------------------------------------------------
@@ -89,13 +89,13 @@ class MigInstancesFamily(abc.ABC):
         )
 
     def shortfall(self, inventory: Inventory) -> Shortfall:
-        """List what is refused, and the instances that are left out because they share their GPU
-        instance or cannot be read.
+        """List what is refused, and the instances that are left out because they have only a part
+        of the compute of their GPU instance, or cannot be read.
         """
-        odd = tuple(
-            f"MIG instance {instance.uuid} of GPU {gpu.uuid} is a {instance.profile}: it has a "
-            "part of a GPU instance only, whose memory nothing divides, so it is not offered; make "
-            "one compute instance in each GPU instance"
+        partial = tuple(
+            f"MIG instance {instance.uuid} of GPU {gpu.uuid} is a {instance.profile}: it has only "
+            "a part of the compute of its GPU instance, whose memory nothing divides, so it is not "
+            "offered; make one compute instance in each GPU instance, with all of its compute"
             for gpu, instance in self._instances(inventory)
             if instance.compute_slices != instance.gpu_slices
         )
@@ -105,7 +105,7 @@ class MigInstancesFamily(abc.ABC):
             for gpu in self.divided_gpus(inventory)
             if gpu.mig_trouble
         )
-        return Shortfall(self.refusals(inventory), (*odd, *unread))
+        return Shortfall(self.refusals(inventory), (*partial, *unread))
 
     def check(self, resource: Resource, ids: Sequence[str]) -> None:
         """Accept any number of instances."""
@@ -113,7 +113,7 @@ class MigInstancesFamily(abc.ABC):
 
     def shares(self, resource: str, ids: Sequence[str], inventory: Inventory) -> tuple[Share, ...]:
         """Return all of each instance, for its holder alone; an instance that is gone is still
-        held, as an empty share.
+        held, as a share of unknown memory.
         """
         del resource  # every name of such a family means the same
         return tuple(
@@ -160,7 +160,7 @@ class MigInstancesFamily(abc.ABC):
         return chosen
 
     def offered(self, inventory: Inventory) -> list[tuple[Gpu, MigInstance]]:
-        """Return the instances that have a GPU instance to themselves, each with its GPU."""
+        """Return the instances with all compute of their GPU instance, each with its GPU."""
         return [
             (gpu, each)
             for gpu, each in self._instances(inventory)

@@ -1,8 +1,8 @@
-"""The differences between two inventories, for the journal: GPUs that came, went, became
-unhealthy or recovered, and their division into MIG instances.
+"""The differences between two inventories that are events in the journal, such as GPUs and MIG
+instances that came, went, became unhealthy or recovered.
 
-`watch` calls it once for each inventory that it publishes. It looks at nothing but the two.
-Every line is an event with a fixed name.
+`watch` and `tegra` call `record` for each inventory that they publish. It looks at nothing but the
+two. Each event has a fixed name.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 def record(journal: Journal, old: Inventory, new: Inventory) -> None:
-    """Write down everything that is different in ``new``."""
+    """Record the differences that have an event."""
     if new.simulated and not old.simulated:
         journal.record(
             "gpu.simulated",
@@ -50,23 +50,27 @@ def _record_layout(journal: Journal, old: Gpu | None, new: Gpu) -> None:
     """Record how the division of a known GPU has changed."""
     if old is None:
         return
-    went, came = _by_uuid(old.mig_instances), _by_uuid(new.mig_instances)
-    stayed = went.keys() & came.keys()
-    if old.mig_enabled != new.mig_enabled or went.keys() != came.keys():
+    before, after = _by_uuid(old.mig_instances), _by_uuid(new.mig_instances)
+    stayed = before.keys() & after.keys()
+    if old.mig_enabled != new.mig_enabled or before.keys() != after.keys():
         journal.record(
             "gpu.mig_changed",
             gpu=new.uuid,
             index=new.index,
             mig="on" if new.mig_enabled else "off",
             removed={
-                uuid: instance.profile for uuid, instance in went.items() if uuid not in stayed
+                uuid: instance.profile for uuid, instance in before.items() if uuid not in stayed
             },
-            added={uuid: instance.profile for uuid, instance in came.items() if uuid not in stayed},
+            added={
+                uuid: instance.profile for uuid, instance in after.items() if uuid not in stayed
+            },
         )
 
 
 def _record_instances(journal: Journal, old: Gpu | None, new: Gpu) -> None:
-    """Record the changes of single MIG instances, except those of their whole GPU."""
+    """Record which MIG instances became unhealthy, recovered or are withheld. An instance that
+    falls ill or recovers together with its whole GPU has no event of its own.
+    """
     before = _by_uuid(old.mig_instances if old else ())
     gpu_was_ok = old is None or old.health.ok
     for instance in new.mig_instances:
@@ -76,7 +80,7 @@ def _record_instances(journal: Journal, old: Gpu | None, new: Gpu) -> None:
             "profile": instance.profile,
         }
         known = before.get(instance.uuid)
-        was_ok, had_trouble = (known.health.ok, known.trouble) if known else (True, "")
+        was_ok, old_trouble = (known.health.ok, known.trouble) if known else (True, "")
         if new.health.ok and was_ok and not instance.health.ok:
             journal.record(
                 "gpu.mig_instance_unhealthy", level="error", **facts, reason=instance.health.reason
@@ -85,7 +89,8 @@ def _record_instances(journal: Journal, old: Gpu | None, new: Gpu) -> None:
             journal.record(
                 "gpu.mig_instance_recovered", **facts, was=known.health.reason if known else ""
             )
-        if instance.trouble and instance.trouble != had_trouble:
+        # an instance with trouble is listed as Unhealthy, and never granted
+        if instance.trouble and instance.trouble != old_trouble:
             journal.record(
                 "gpu.mig_instance_withheld", level="error", **facts, reason=instance.trouble
             )

@@ -491,7 +491,7 @@ class Ledger:
             by_ids or not shares
         ):
             again = msgspec.structs.replace(
-                same, reserved_at=self._wall_clock(), steady_at=self._clock()
+                same, reserved_at=self._wall_clock(), reserved_at_monotonic=self._clock()
             )
             self._grants.by_number[same.number] = again
             return self._grants.by_number[same.number]
@@ -507,7 +507,7 @@ class Ledger:
             tuple(shares),
             reserved_at=self._wall_clock(),
             decided_for=decided_for,
-            steady_at=self._clock(),
+            reserved_at_monotonic=self._clock(),
             may_overcommit=may_overcommit,
         )
         self._grants.add(grant)
@@ -560,7 +560,7 @@ class Ledger:
             same.reserved_at if same else self._wall_clock(),
             decided_for,
             evidence,
-            steady_at=same.steady_at if same else self._clock(),
+            reserved_at_monotonic=same.reserved_at_monotonic if same else self._clock(),
             may_overcommit=may_overcommit,
             found=same is not None and same.found,
         )

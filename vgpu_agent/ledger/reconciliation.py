@@ -144,7 +144,7 @@ class Reconciliation:
                 owner,
                 interpreted.decided_at or self._wall_clock(),
                 interpreted.decided_for,
-                steady_at=self._clock(),
+                reserved_at_monotonic=self._clock(),
                 may_overcommit=interpreted.may_overcommit,
                 found=not continued and not interpreted.decided_at,
             )
@@ -254,7 +254,7 @@ class Reconciliation:
         Each call for a grant with an owner counts as one reading without it.
         """
         if grant.owner is None:
-            expired = self._clock() - grant.steady_at > reservation_seconds
+            expired = self._clock() - grant.reserved_at_monotonic > reservation_seconds
             return (
                 f"the kubelet did not confirm the reservation within {reservation_seconds:g} s"
                 if expired

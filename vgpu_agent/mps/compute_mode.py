@@ -3,7 +3,7 @@
 While MPS shares a GPU, its mode is ``EXCLUSIVE_PROCESS``: it takes one process, the MPS server, so
 no process gets past its limit. While containers hold the GPU through another resource or under
 earlier settings, it must take any process. So it is in the ``DEFAULT`` mode until the last of them
-has returned it. A GPU that has left the daemon's resource gets the default mode for good, unless
+has returned it. A GPU that has left the daemon's resource gets the default mode back, unless
 another daemon has it by then. Modes are set by ``nvidia-smi``. Called by `daemon`.
 """
 
@@ -23,13 +23,14 @@ if TYPE_CHECKING:
 
 
 class ModeOwners:
-    """The daemon that set the mode of each GPU last, shared by all daemons.
+    """The daemon that is responsible for the mode of each GPU, shared by all daemons.
 
     A GPU may move to another resource, and so to another daemon. The old daemon may end later, and
     must not undo the mode that the new one has set.
 
-    State: in memory only. `resources` has the resource of the daemon by GPU. `locks` has a lock by
-    GPU, since two runs of ``nvidia-smi`` for one GPU at the same time could end in either order.
+    State: in memory only. `resources` has the resource of the daemon by GPU, without GPUs that were
+    given back. `locks` has a lock by GPU, since two runs of ``nvidia-smi`` for one GPU at the same
+    time could end in either order.
     """
 
     def __init__(self) -> None:
@@ -43,7 +44,8 @@ class ComputeModes:
     """The setter of the compute modes for one daemon.
 
     State: the mode that was set last, by GPU, so that no mode is set twice; empty where it is not
-    known. Administrators may change modes as well, so the daemon calls `forget` when it starts.
+    known, and `DEFAULT` also where another daemon has taken the GPU. Administrators may change
+    modes as well, so `daemon` calls `forget` when it starts, adopts or ends a control daemon.
     """
 
     def __init__(self, smi: HostTool, resource: str, owners: ModeOwners) -> None:
@@ -51,10 +53,12 @@ class ComputeModes:
         self._set: dict[str, str] = {}
 
     def forget(self) -> None:
-        """Forget all modes: the next `bring` sets every mode."""
+        """Forget all modes, so that the next `apply` or `release` sets them again, except those of
+        GPUs that another daemon has by then.
+        """
         self._set = dict.fromkeys(self._set, "")
 
-    async def bring(
+    async def apply(
         self, uuids: Iterable[str], in_use_by_others: frozenset[str], former: Iterable[str] = ()
     ) -> str:
         """Set the mode of each GPU of the daemon, and reset the GPUs that have left it.
@@ -78,13 +82,14 @@ class ComputeModes:
             for uuid in list(dict.fromkeys([*former, *self._set]))
             if uuid not in modes
         )
-        if errors := await self._each(self._bring_one(uuid, mode) for uuid, mode in modes.items()):
+        if errors := await self._each(self._apply_one(uuid, mode) for uuid, mode in modes.items()):
             raise errors[0]
         # A former GPU may have fallen off the bus. That must not keep the others from being shared.
         return str(not_reset[0]) if not_reset else ""
 
     async def release(self, uuids: Iterable[str]) -> None:
-        """Set the default mode for all of ``uuids``, and for the GPUs of earlier calls.
+        """Set the default mode for all of ``uuids``, and for the GPUs of earlier calls. GPUs that
+        another daemon has by now are left alone.
 
         Raises:
             MpsError: a mode cannot be set; all others are.
@@ -104,7 +109,7 @@ class ComputeModes:
                 errors.append(err)
         return errors
 
-    async def _bring_one(self, uuid: str, mode: str) -> None:
+    async def _apply_one(self, uuid: str, mode: str) -> None:
         if self._set.get(uuid) == mode and self._owners.resources.get(uuid) == self._resource:
             return
         self._set[uuid] = ""

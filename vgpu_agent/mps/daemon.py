@@ -224,7 +224,7 @@ class Daemon:
             return
         if not difference:
             self._modes.forget()
-            await self._bring_modes()
+            await self._apply_modes()
             await self._up(adopted=True)
         elif self._busy:
             raise MpsError(
@@ -259,7 +259,7 @@ class Daemon:
         self.status.clients = ()
         await self._end_orphans()
         self._modes.forget()
-        await self._bring_modes()
+        await self._apply_modes()
         await control.start()
         await self._tell_limits(control)
         if difference := await control.difference():
@@ -304,13 +304,13 @@ class Daemon:
             )
         self._servers = ()
 
-    async def _bring_modes(self) -> None:
+    async def _apply_modes(self) -> None:
         """Make the resource's GPUs exclusive. GPUs that have left it, or all if no daemon is
         wanted, get the default mode, whatever still runs on them.
         """
         wanted = set() if self._wanted is None else {limit.uuid for limit in self._wanted.devices}
         known = [limit.uuid for limit in self._plan.devices]
-        trouble = await self._modes.bring(
+        trouble = await self._modes.apply(
             [uuid for uuid in known if uuid in wanted], self._in_use_by_others, known
         )
         if not trouble:
@@ -389,7 +389,7 @@ class Daemon:
         A mode that cannot be set ends no daemon, but is reported.
         """
         try:
-            await self._bring_modes()
+            await self._apply_modes()
         except MpsError as err:
             _logger.warning("mps.compute_mode_failed", resource=self._plan.resource, error=str(err))
         self.status.in_use_by_others = tuple(sorted(self._in_use_by_others))

@@ -219,7 +219,7 @@ class ControlledUses:
             cores_percent=tuple((sample.index, sample.own_percent) for sample in samples or ()),
             limits=_limits(config) if isinstance(config, ReadConfig) else (),
             trouble=self._trouble(config, container, looser),
-            registers=isinstance(config, ReadConfig)
+            registers_processes=isinstance(config, ReadConfig)
             and vgpu_control.is_client(config.compatibility),
         )
 

@@ -1,9 +1,9 @@
 """The state of each grant's limit, as one of the five values of `LimitState`.
 
 It is separate from the state of the grant: *identified* means only that the owner of the share is
-known. A limit is *configured* once it is written where the backend reads it, and *in force* once
-there is evidence of that on the host. Used by `views`, `allocations` and `readings`, and by `agent`
-for events.
+known. A limit is *configured* while the settings call for it and the host shows neither its effect
+nor a fault. It is *in force* once there is evidence on the host; that of a MIG instance needs none.
+Used by `views`, `allocations` and `readings`, and by `agent` for events.
 """
 
 from __future__ import annotations
@@ -57,7 +57,8 @@ class Limit(msgspec.Struct, frozen=True):
 class Limits:
     """The limits of the grants of one snapshot.
 
-    State: the snapshot, and its readings of regions and files by (namespace, pod, container).
+    State: the snapshot, its MPS daemons by resource, and its readings of regions and of containers
+    under vgpu-control by (namespace, pod, container).
     """
 
     def __init__(self, status: AgentStatus) -> None:
@@ -68,7 +69,7 @@ class Limits:
             self._usage_by_container.setdefault(
                 (usage.namespace, usage.pod, usage.container), []
             ).append(usage)
-        self._control_by_container = {
+        self._controlled_by_container = {
             (use.namespace, use.pod, use.container): use for use in status.controlled
         }
 
@@ -79,10 +80,10 @@ class Limits:
         if all(share.device.startswith(_MIG_UUID_PREFIX) for share in grant.shares):
             return Limit(LimitState.IN_FORCE, "the hardware limits a MIG instance")
         if grant.family in _FAMILIES_WITH_LIBRARY:
-            limits = self._status.binding.limits.get(grant.family, _SWITCHED_OFF)
-            if limits.backend == VGPU_CONTROL.name:
-                return self._vgpu_control_limit(grant, limits)
-            return self._hami_core_limit(grant, limits)
+            library = self._status.binding.limits.get(grant.family, _SWITCHED_OFF)
+            if library.backend == VGPU_CONTROL.name:
+                return self._vgpu_control_limit(grant, library)
+            return self._hami_core_limit(grant, library)
         if all(share.exclusive for share in grant.shares):
             return Limit(LimitState.WHOLE, "no other container has a share of it")
         return self._sharing_limit(grant.resource)
@@ -105,16 +106,16 @@ class Limits:
             return Limit(LimitState.NOT_IN_FORCE, trouble)
         return Limit(LimitState.IN_FORCE, "the limits were read back from the MPS control daemon")
 
-    def _vgpu_control_limit(self, grant: Grant, limits: LibraryLimits) -> Limit:
+    def _vgpu_control_limit(self, grant: Grant, library: LibraryLimits) -> Limit:
         owner = grant.owner
         use = (
-            self._control_by_container.get((owner.namespace, owner.pod, owner.container))
+            self._controlled_by_container.get((owner.namespace, owner.pod, owner.container))
             if owner
             else None
         )
-        if limits.missing and (use is None or not use.limits):
-            return Limit(LimitState.NONE, limits.missing)
-        if self._vgpu_control_is_disabled(grant, limits):
+        if library.missing and (use is None or not use.limits):
+            return Limit(LimitState.NONE, library.missing)
+        if self._vgpu_control_is_disabled(grant, library):
             return Limit(
                 LimitState.NONE,
                 f"the pod sets {vgpu_control.DISABLED_BY}, and vgpuControl.disableVariable allows "
@@ -122,24 +123,25 @@ class Limits:
             )
         if use is None:
             return Limit(LimitState.CONFIGURED, "its vgpu.config has not been read yet")
-        if fault := next(self._vgpu_control_faults(grant.shares, use, limits), ""):
+        if fault := next(self._vgpu_control_faults(grant.shares, use, library), ""):
             return Limit(LimitState.NOT_IN_FORCE, fault)
         return _limit_by_evidence(use)
 
     def _vgpu_control_faults(
-        self, shares: Sequence[Share], use: ControlledUse, limits: LibraryLimits
+        self, shares: Sequence[Share], use: ControlledUse, library: LibraryLimits
     ) -> Iterator[str]:
         """Yield each reason why a limit by `vgpu_control` is not in force, as a sentence."""
         if use.trouble:
             yield use.trouble
-        for excess in self._excesses_in_file(shares, use, limits):
+        for excess in self._excesses_in_file(shares, use, library):
             yield f"{excess}, so the container can take more than its share"
         yield from _violations(shares, use)
 
     def _excesses_in_file(
-        self, shares: Sequence[Share], use: ControlledUse, limits: LibraryLimits
+        self, shares: Sequence[Share], use: ControlledUse, library: LibraryLimits
     ) -> Iterator[str]:
-        """Yield each limit in the container's vgpu.config that is weaker than its shares.
+        """Yield how the container's vgpu.config is weaker than its shares, each as the start of a
+        sentence: a device that it does not name, or a limit that is too high.
 
         A missing limit of compute is not an error, because the agent writes none under some
         policies. Changes of the file are detected by `control_usage`, which reads it.
@@ -150,7 +152,7 @@ class Limits:
             if limit is None:
                 yield f"its vgpu.config does not name {device}"
                 continue
-            card_mib = int(limits.memory_scaling * gpu.memory_mib) if gpu else memory_mib
+            card_mib = int(library.memory_scaling * gpu.memory_mib) if gpu else memory_mib
             if 0 < memory_mib < card_mib and not 0 < limit.memory_bytes <= memory_mib << 20:
                 allowed = f"{limit.memory_bytes >> 20} MiB" if limit.memory_bytes else "all memory"
                 yield f"its vgpu.config allows {allowed} of {device} instead of {memory_mib} MiB"
@@ -160,23 +162,23 @@ class Limits:
                     f"{cores} %"
                 )
 
-    def _hami_core_limit(self, grant: Grant, limits: LibraryLimits) -> Limit:
+    def _hami_core_limit(self, grant: Grant, library: LibraryLimits) -> Limit:
         owner = grant.owner
         used = (
             self._usage_by_container.get((owner.namespace, owner.pod, owner.container), [])
             if owner
             else []
         )
-        if not used and limits.missing:
-            return Limit(LimitState.NONE, limits.missing)
-        if self._hami_core_is_disabled(grant, limits):
+        if not used and library.missing:
+            return Limit(LimitState.NONE, library.missing)
+        if self._hami_core_is_disabled(grant, library):
             return Limit(
                 LimitState.NONE,
                 f"the pod sets {DISABLED_BY}, and hamiCore.disableVariable allows it",
             )
         if not used:
             return Limit(LimitState.CONFIGURED, "its region has not been read yet")
-        if excess := next(self._excesses_in_region(grant.shares, used, limits), ""):
+        if excess := next(self._excesses_in_region(grant.shares, used, library), ""):
             return Limit(
                 LimitState.NOT_IN_FORCE, f"{excess}, so the container can take more than its share"
             )
@@ -191,9 +193,11 @@ class Limits:
         )
 
     def _excesses_in_region(
-        self, shares: Sequence[Share], used: Sequence[ContainerUsage], limits: LibraryLimits
+        self, shares: Sequence[Share], used: Sequence[ContainerUsage], library: LibraryLimits
     ) -> Iterator[str]:
-        """Yield each limit in the container's region that is weaker than its shares."""
+        """Yield how the container's region is weaker than its shares, each as the start of a
+        sentence: a device that it does not name, or a limit that is too high or switched off.
+        """
         by_device = {usage.uuid: usage for usage in used}
         for device, shared_mib, cores in _totals_by_device(shares):
             gpu = self._status.inventory.gpu(device)
@@ -205,7 +209,7 @@ class Limits:
             if memory_mib and not 0 < usage.limit_bytes <= memory_mib << 20:
                 allowed = f"{usage.limit_bytes >> 20} MiB" if usage.limit_bytes else "all memory"
                 yield f"the region allows {allowed} of {device} instead of {memory_mib} MiB"
-            if limits.cores and 0 < cores < NO_CORES_LIMIT:
+            if library.cores and 0 < cores < NO_CORES_LIMIT:
                 if not 0 < usage.cores_limit_percent <= cores:
                     yield (
                         f"the region allows {usage.cores_limit_percent or NO_CORES_LIMIT} % of "
@@ -214,7 +218,7 @@ class Limits:
                 elif not usage.limits_cores:
                     yield "the region's limit of compute is switched off"
 
-    def _hami_core_is_disabled(self, grant: Grant, limits: LibraryLimits) -> bool:
+    def _hami_core_is_disabled(self, grant: Grant, library: LibraryLimits) -> bool:
         """Tell whether the pod disables its limit by HAMi-core, and the settings allow that."""
         owner, container = grant.owner, self._container(grant)
         if owner is None or container is None or DISABLED_BY not in container.environment:
@@ -227,16 +231,16 @@ class Limits:
         target = Target(
             owner.pod_uid,
             owner.container,
-            "",
-            container.environment,
-            pairs,
-            oversubscribed=limits.oversubscribed,
-            unit_mib=limits.unit_mib,
+            grant="",
+            environment=container.environment,
+            shares=pairs,
+            oversubscribed=library.oversubscribed,
+            unit_mib=library.unit_mib,
         )
         setting, _ = self._status.config.get("hamiCore.disableVariable", ("whole-gpus", ""))
         return may_be_disabled(str(setting), target)
 
-    def _vgpu_control_is_disabled(self, grant: Grant, limits: LibraryLimits) -> bool:
+    def _vgpu_control_is_disabled(self, grant: Grant, library: LibraryLimits) -> bool:
         """Tell whether the pod disables its limit by vgpu-control, and the settings allow that."""
         container = self._container(grant)
         if container is None or not vgpu_control.is_switched_on(
@@ -245,19 +249,20 @@ class Limits:
             return False
         cards = tuple(
             vgpu_control.CardLimit(
-                0,
-                gpu.uuid,
-                share.cores_percent,
-                share.memory_mib,
-                card_memory_mib=int(limits.memory_scaling * gpu.memory_mib),
+                index=0,
+                uuid=gpu.uuid,
+                cores_percent=share.cores_percent,
+                memory_mib=share.memory_mib,
+                card_memory_mib=int(library.memory_scaling * gpu.memory_mib),
             )
             for share in grant.shares
             if (gpu := self._status.inventory.gpu(share.device))
         )
         setting, _ = self._status.config.get("vgpuControl.disableVariable", ("whole-gpus", ""))
-        return vgpu_control.may_be_disabled(
-            str(setting), vgpu_control.ControlTarget("", "", "", container.name, (), cards)
+        target = vgpu_control.ControlTarget(
+            pod_uid="", pod="", namespace="", container=container.name, ids=(), cards=cards
         )
+        return vgpu_control.may_be_disabled(str(setting), target)
 
     def _container(self, grant: Grant) -> PodContainer | None:
         owner = grant.owner
@@ -275,17 +280,17 @@ class Limits:
 
 def _limit_by_evidence(use: ControlledUse) -> Limit:
     """Return the limit of a container whose vgpu.config has the right limits."""
-    if not use.registers:
+    if not use.registers_processes:
         return Limit(
             LimitState.CONFIGURED,
-            "its vgpu.config holds these limits, and without vgpuControl.processes client no "
-            "process reports that it has the library",
+            "its vgpu.config holds these limits; whether a process has the library is not known, "
+            "because processes register only with vgpuControl.processes client",
         )
     if not use.pids:
         return Limit(
             LimitState.CONFIGURED,
-            "no process in the container has registered, as each does that has the library and "
-            "uses a GPU",
+            "no registered process of the container is known; each that has the library registers "
+            "before it uses a GPU",
         )
     return Limit(
         LimitState.IN_FORCE,
@@ -298,7 +303,7 @@ def _violations(shares: Sequence[Share], use: ControlledUse) -> Iterator[str]:
     """Yield each use of a card by the container's processes that the limit should prevent."""
     for device, memory_mib, _ in _totals_by_device(shares):
         own = [(pid, used) for card, pid, used in use.on_cards if card == device]
-        if own and use.registers and not use.pids:
+        if own and use.registers_processes and not use.pids:
             yield (
                 f"process {own[0][0]} of the container uses {device} and has not registered, so it "
                 "runs without the library"

@@ -2,8 +2,8 @@
 
 ``/livez`` (and its old name ``/healthz``) fails when the kubelet should restart the agent.
 ``/readyz`` fails when the agent cannot offer the node's resources. A missing kubelet or a hung
-driver makes the agent not ready, but a restart would not help. So only a stuck event loop or task
-makes it not alive.
+driver makes the agent not ready, but a restart would not help. So only a stuck task makes it not
+alive. A stuck event loop gives no answer at all, which the kubelet counts as a failure too.
 
 `agent` decides both (`AgentStatus.not_alive` and `not_ready`). This module writes the answers:
 plain text, one line for each reason.
@@ -27,7 +27,7 @@ class Verdict(NamedTuple):
 
     Attributes:
         ok: the probe succeeds (HTTP status 200); otherwise it fails (503).
-        lines: the name of each part with its state or fault.
+        lines: each part with its mark, and its state or fault; at last the verdict.
     """
 
     ok: bool
@@ -53,13 +53,13 @@ class Check(NamedTuple):
 
 
 def live(status: AgentStatus, now: float, *, verbose: bool) -> Verdict:
-    """Answer ``/livez``, which fails only when the event loop or a task of the agent is stuck."""
+    """Answer ``/livez``, which fails only when a task of the agent is stuck."""
     return _verdict("alive", status.not_alive, _loop_checks(status, now), verbose=verbose)
 
 
 def ready(status: AgentStatus, now: float, *, verbose: bool) -> Verdict:
-    """Answer ``/readyz``, which fails while a resource is not registered or the driver does not
-    answer.
+    """Answer ``/readyz``, which fails while the agent starts or stops, the driver does not answer,
+    nothing is offered, or a resource is withheld or not registered with an open stream.
     """
     checks = (*_node_checks(status), *_api_checks(status, now), *_loop_checks(status, now))
     return _verdict("ready", status.not_ready, checks, verbose=verbose)
@@ -68,9 +68,9 @@ def ready(status: AgentStatus, now: float, *, verbose: bool) -> Verdict:
 def _verdict(
     word: str, problems: tuple[Problem, ...], checks: tuple[Check, ...], *, verbose: bool
 ) -> Verdict:
+    # "-" marks a reason why the probe fails. The checks, good ("+") or not ("~"), decide nothing.
     lines = [("-", problem.part, problem.reason) for problem in problems]
     if verbose:
-        # "~" marks a fault that is no reason for this probe to fail.
         lines += [("+" if check.ok else "~", check.part, check.state) for check in checks]
     printed = ((f"[{mark}] {_one_line(part)}", _one_line(state)) for mark, part, state in lines)
     return Verdict(not problems, (*printed, (f"not {word}" if problems else word, "")))
@@ -96,6 +96,7 @@ def _node_checks(status: AgentStatus) -> tuple[Check, ...]:
     refused = "; ".join(status.config_problems)
     config = f"the newest configuration is not in force: {refused}" if refused else "in force"
     return (
+        # a Tegra GPU is used without NVML
         Check("nvml", nvml.state in {NvmlState.ANSWERING, NvmlState.UNUSED}, state),
         Check("kubelet", status.kubelet.socket_present, kubelet),
         *plugins,

@@ -1,8 +1,8 @@
-"""Views: the public JSON shapes of the parts of a snapshot. A view copies fields of an internal
-object, by their names.
+"""Views: the public JSON shapes of the parts of `AgentStatus`, the snapshot. A view copies fields
+of an internal object, by their names.
 
 A moment is shown as ISO-8601 text in UTC and as its age in seconds. Both are null for "never". Used
-by all views of this package.
+by the modules of this package that make views.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ import msgspec
 
 View = TypeVar("View", bound=msgspec.Struct)
 
-# A field with unix seconds has one of these endings, and its public name has none.
-_MOMENTS = ("_at", "_since")
+# Most fields with unix seconds have one of these endings. Their public names have none.
+_MOMENT_ENDINGS = ("_at", "_since")
 
 
 class When(msgspec.Struct, frozen=True):
@@ -37,7 +37,8 @@ def when(unix_seconds: float, now: float) -> When:
 def view(kind: type[View], source: Any, now: float, **others: Any) -> View:
     """Make a ``kind`` from ``others``, and its remaining fields from the attributes of ``source``.
 
-    An attribute has the name of its field; that of a moment may end in ``_at`` or ``_since``.
+    An attribute has the name of its field. That of a moment, a field of the type `When`, may end in
+    ``_at`` or ``_since``.
 
     Raises:
         AttributeError: ``source`` has nothing for a field.
@@ -51,13 +52,13 @@ def view(kind: type[View], source: Any, now: float, **others: Any) -> View:
 
 
 def shown(source: msgspec.Struct, now: float) -> dict[str, Any]:
-    """All fields of a status; those that end in ``_at`` or ``_since`` are moments, and are shown
-    without that ending.
+    """Return all fields of a status. A name that ends in ``_at`` or ``_since`` is that of a moment,
+    and loses the ending.
     """
     found = {}
     for name in source.__struct_fields__:
         value, public = getattr(source, name), name
-        for ending in _MOMENTS:
+        for ending in _MOMENT_ENDINGS:
             if name.endswith(ending):
                 value, public = when(value, now), name.removesuffix(ending)
         found[public] = value
@@ -71,7 +72,7 @@ def _sources(kind: type[msgspec.Struct], source: type) -> tuple[tuple[str, str, 
     found = []
     for field in msgspec.structs.fields(kind):
         is_moment = field.type is When
-        names = (field.name, *(field.name + ending for ending in _MOMENTS if is_moment))
+        names = (field.name, *(field.name + ending for ending in _MOMENT_ENDINGS if is_moment))
         found.append(
             (
                 field.name,

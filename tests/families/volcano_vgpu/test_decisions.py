@@ -141,13 +141,13 @@ def test_what_nobody_wrote_down_is_not_recalled() -> None:
         (f"{U1},NVIDIA,0,0:", "0 units of memory would mean no limit at all"),
         (
             f"{U1},NVIDIA,3001,50:",
-            "3001 units of memory and 50 % of the compute are not what container main asks for",
+            "3001 units of memory and 50 % of the compute do not fit the request of container main",
         ),
         (
             f"{U1},NVIDIA,3000,51:",
             "(volcano.sh/vgpu-memory: 3000, volcano.sh/vgpu-cores: 50: at most 3000 units)",
         ),
-        (f"{U1},NVIDIA,3000,-1:", "are not what container main asks for"),
+        (f"{U1},NVIDIA,3000,-1:", "do not fit the request of container main"),
         (f"{U1},NVIDIA,999999999999999999,0:", "are more than the 24576 of GPU"),
         (
             f"{U1},NVIDIA,3000,50:{U0},NVIDIA,3000,50:",

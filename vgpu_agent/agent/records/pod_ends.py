@@ -18,8 +18,8 @@ if TYPE_CHECKING:
     from vgpu_agent.model import Grant, KubeletRecords
     from vgpu_agent.pods import Pod, PodCache
 
-# How long a grant must have been unchanged: the kubelet lists ids right after Allocate, but the
-# watch may show the pod later.
+# How long ago the Allocate of a grant must have been: the kubelet lists ids right after Allocate,
+# but the watch may show the pod later.
 _LISTED_SECONDS = 1.0
 
 
@@ -38,10 +38,12 @@ class PodEnds:
         self._ends_known = 0
 
     def pending(self) -> frozenset[str]:
-        """Return a key for each end of a pod that the ledger may not have followed yet.
+        """Return keys for the ends of pods that the ledger may not have followed yet.
 
-        The key is the UID of an ended pod with grants. While the pod of some grant is not known,
-        any end may be the end of that pod, so a further key changes with every end.
+        The key of an ended pod with grants is its UID. While the pod of some grant is not known,
+        any end may be the end of that pod: one further key stands for all these ends, and changes
+        with each. While the pod of every grant is known, the number of ends is noted for
+        `has_ended`.
         """
         holders = {grant.owner.pod_uid for grant in self._ledger.grants if grant.owner is not None}
         found = {uid for uid in holders if uid and self._pod_cache.has_ended(uid)}
@@ -55,22 +57,25 @@ class PodEnds:
         """Tell whether the pod of ``grant`` has ended according to the API server.
 
         A pod may end before the kubelet's records have named it. Then its grant is found by
-        exclusion: the records show no live holder of the ids, and show other ids for every live pod
-        that asks for the resource. A pod without ids in the records may be the holder: the kubelet
-        may be admitting it, or only a plain init container has the ids, which are not listed.
+        exclusion: the records show no live holder of the ids, and list other ids for every live pod
+        that asks for the resource. A pod without listed ids may be the holder: the kubelet may be
+        admitting it, or only a plain init container of it has ids, which pod-resources hides.
         """
         if grant.owner is not None:
             return bool(grant.owner.pod_uid) and self._pod_cache.has_ended(grant.owner.pod_uid)
-        if not self._is_unnamed(grant) or self._clock() - grant.steady_at < _LISTED_SECONDS:
+        if (
+            not self._is_unnamed(grant)
+            or self._clock() - grant.reserved_at_monotonic < _LISTED_SECONDS
+        ):
             return False
         if (
             not self._pod_cache.synced.is_set()
-            or self._pod_cache.left_out
+            or self._pod_cache.left_out  # a pod outside the cache may be the holder
             or self._pod_cache.ends == self._ends_known
         ):
             return False
         if records.entries is None:
-            return False  # the checkpoint, which alone shows init containers, could not be read
+            return False  # the checkpoint, which shows init containers too, could not be read
         wanted = set(grant.ids)
         entries = (
             entry
@@ -79,6 +84,7 @@ class PodEnds:
         )
         if not all(self._pod_cache.has_ended(entry.owner.pod_uid) for entry in entries):
             return False
+        # not `entries`: the checkpoint has no names, and pods that have ended
         listed = {
             (held.owner.namespace, held.owner.pod)
             for held in records.holdings
@@ -100,7 +106,9 @@ class PodEnds:
 
 
 def _asks(pod: Pod, resource: str) -> bool:
-    """Tell whether the kubelet may be admitting the pod for ``resource``."""
+    """Tell whether the pod has not ended and asks for ``resource``. The kubelet admits no mirror
+    pods.
+    """
     return (
         not pod.ended
         and not pod.mirror

@@ -478,8 +478,8 @@ class EarlyBinding:
 
     # -- after a start -----------------------------------------------------------------------------
 
-    def confirmed(self, records: KubeletRecords) -> None:
-        """Follow the kubelet's records, with which the ledger has been brought in line;
+    def after_verification(self, records: KubeletRecords) -> None:
+        """Follow the kubelet's records, with which the ledger has just been brought in line;
         forget pods that are gone.
         """
         holders = (

@@ -2,10 +2,13 @@
 check it against the pod's request and this node.
 
 The scheduler's decision is ``volcano.sh/vgpu-ids-new``, which stays on the pod for good
-(volcano-vgpu §3). Its segment k belongs to the k-th regular container that asks (volcano-vgpu D3).
+(volcano-vgpu §3). It has one *segment* for each regular container that asks, in their order
+(volcano-vgpu D3): the GPUs of that container, each with its compute in percent and its memory in
+units of `Offer.factor` MiB. `Offer.units` has the memory of each GPU of this node in such units.
+
 The container in question is known from the kubelet's records, not guessed. Every user who may edit
 pods can write these annotations, so they never give more than the container's limits say. Called by
-`family`.
+`family`, `mig.family` and `mig.decisions`.
 """
 
 from __future__ import annotations
@@ -36,18 +39,18 @@ if TYPE_CHECKING:
     from vgpu_agent.pods import Pod, PodContainer
 
 NODE = "volcano.sh/vgpu-node"
-IDS = "volcano.sh/vgpu-ids-new"
+DECISION = "volcano.sh/vgpu-ids-new"
 TO_ALLOCATE = "volcano.sh/devices-to-allocate"
 
 _REMEDY = "delete the pod, so that its owner makes a new one that is scheduled anew"
-_COPIED = f"{_REMEDY}, without this annotation in its template"
+_REMEDY_IF_COPIED = f"{_REMEDY}, without this annotation in its template"
 
 
 def decided_shares(question: Question, offer: Offer) -> tuple[Share, ...] | None:
-    """Return the result of `decided_segment` as shares of whole GPUs.
+    """Return the result of `decided_segment` as shares of GPUs.
 
     Raises:
-        RequestRefusedError: likewise.
+        RequestRefusedError: see `decided_segment`.
     """
     segment = decided_segment(question, offer)
     return (
@@ -56,20 +59,21 @@ def decided_shares(question: Question, offer: Offer) -> tuple[Share, ...] | None
 
 
 def decided_segment(question: Question, offer: Offer) -> Segment | None:
-    """Return a scheduler's decision for the container, in its order;
-    None if there is none, and the agent places the container.
+    """Return what the pod's annotation says about the container, its GPUs in that order: a
+    scheduler's decision, or what the agent itself has written for a pod that it has placed. None if
+    it says nothing; then the agent places the container.
 
-    An init container has no segment (volcano-vgpu D14); it works on the GPUs that a scheduler has
-    decided for the containers after it. Where the agent has placed those and written that down, it
-    places the init container again, as before its first start. A sidecar has no segment either and
-    keeps its GPUs beside theirs, so it is placed by the agent.
+    An init container has no segment (volcano-vgpu D14). It gets GPUs that a scheduler has decided
+    for the containers after it. If the agent has placed these, it places the init container too, at
+    each of its starts. A sidecar has no segment either, and it needs GPUs beside those of the other
+    containers, so the agent places it.
 
     Raises:
         RequestRefusedError: the decision is malformed, is not for this node, or names what was not
             asked for or does not exist.
     """
     pod, container = question.pod, requesting_container(question)
-    text = pod.annotations.get(IDS, "")
+    text = pod.annotations.get(DECISION, "")
     if not text.strip(SEGMENT_END) or container.kind is ContainerKind.SIDECAR:
         return None
     if container.kind is ContainerKind.INIT and not _is_schedulers(pod):
@@ -77,25 +81,25 @@ def decided_segment(question: Question, offer: Offer) -> Segment | None:
     if NODE not in pod.annotations:
         raise refused(
             pod,
-            IDS,
+            DECISION,
             text,
             f"no {NODE} beside it says for which node the GPUs were decided",
-            _COPIED,
+            _REMEDY_IF_COPIED,
         )
     if (node := pod.annotations[NODE]) != question.node:
         problem = (
             f"the GPUs were decided for another node than {question.node}, where the pod is bound"
         )
-        raise refused(pod, NODE, node, problem, _COPIED)
-    segments, counted = _segments(pod, offer.names)
+        raise refused(pod, NODE, node, problem, _REMEDY_IF_COPIED)
+    segments, asking = _segments(pod, offer.names)
     request = read_request(pod, container, offer.names)
     if container.kind is ContainerKind.INIT:
         return _segment_of_init(question, segments, request, offer)
-    place = next((place for place, each in enumerate(counted) if each.name == container.name), None)
+    place = next((place for place, each in enumerate(asking) if each.name == container.name), None)
     if place is None:
         raise refused(
             pod,
-            IDS,
+            DECISION,
             text,
             f"container {container.name} asks for none of {offer.names.number} and "
             f"{offer.names.memory}",
@@ -109,7 +113,7 @@ def decided_segment(question: Question, offer: Offer) -> Segment | None:
     if len(segments[place]) != len(question.ids):
         raise refused(
             pod,
-            IDS,
+            DECISION,
             text,
             f"{len(segments[place])} GPUs were decided for container {container.name}, and the "
             f"kubelet gave it {len(question.ids)} × {question.resource.name}",
@@ -118,14 +122,14 @@ def decided_segment(question: Question, offer: Offer) -> Segment | None:
 
 
 def decided_gpus(pod: Pod, inventory: Inventory, offer: Offer) -> dict[str, tuple[str, ...]]:
-    """The GPUs of each container for which a scheduler has decided,
-    without those that could not start with the decision.
+    """Return the GPUs of each container that a scheduler has decided for. Containers that could not
+    start with that decision are left out.
     """
-    if not pod.annotations.get(IDS, "").strip(SEGMENT_END):
+    if not pod.annotations.get(DECISION, "").strip(SEGMENT_END):
         return {}
     decided: dict[str, tuple[str, ...]] = {}
     units = collections.Counter[str]()
-    for container in offer.names.counted(pod):
+    for container in offer.names.asking(pod):
         count = container.limits.get(offer.names.number, 0)
         if not 0 < count <= len(offer.units):  # users may write any number there
             continue
@@ -161,22 +165,22 @@ def _is_schedulers(pod: Pod) -> bool:
 
 
 def _segments(pod: Pod, names: Names) -> tuple[tuple[Segment, ...], tuple[PodContainer, ...]]:
-    text, counted = pod.annotations[IDS], names.counted(pod)
+    text, asking = pod.annotations[DECISION], names.asking(pod)
     try:
         segments = parse_pod_devices(text)
     except DevicesTextError as err:
-        raise refused(pod, IDS, text, str(err)) from err
-    if len(segments) != len(counted):
+        raise refused(pod, DECISION, text, str(err)) from err
+    if len(segments) != len(asking):
         raise refused(
             pod,
-            IDS,
+            DECISION,
             text,
             (
-                f"it has entries for {len(segments)} containers, and {len(counted)} of the pod "
+                f"it has entries for {len(segments)} containers, and {len(asking)} of the pod "
                 "ask for GPUs"
             ),
         )
-    return segments, counted
+    return segments, asking
 
 
 def _require_agreement(pod: Pod, place: int, count: int) -> None:
@@ -184,21 +188,21 @@ def _require_agreement(pod: Pod, place: int, count: int) -> None:
     the scheduler writes both at once.
     """
     pending = pod.annotations.get(TO_ALLOCATE, "").split(SEGMENT_END)
-    decided = pod.annotations[IDS].split(SEGMENT_END)
+    decided = pod.annotations[DECISION].split(SEGMENT_END)
     if len(pending) == count and pending[place] and pending[place] != decided[place]:
         raise refused(
             pod,
             TO_ALLOCATE,
             pending[place],
-            f"{IDS} says {quoted(decided[place])} for the same container",
+            f"{DECISION} says {quoted(decided[place])} for the same container",
         )
 
 
 def _require_on_node(question: Question, segment: Sequence[Assigned], offer: Offer) -> None:
-    """Require, regardless of the request, that each GPU exists, is named once, and has that much
-    memory.
+    """Require, regardless of the request, that each device is of the kind that this node shares,
+    that its GPU is offered and named once, and that its memory is above 0 and at most the GPU's.
     """
-    pod, text = question.pod, question.pod.annotations[IDS]
+    pod, text = question.pod, question.pod.annotations[DECISION]
     for assigned in segment:
         if (is_instance := assigned.device != assigned.gpu) != (offer.mode == MIG):
             what, shares = (
@@ -208,7 +212,7 @@ def _require_on_node(question: Question, segment: Sequence[Assigned], offer: Off
             )
             raise refused(
                 pod,
-                IDS,
+                DECISION,
                 text,
                 f"{quoted(assigned.device)} is {what}, and this node shares {shares}",
             )
@@ -216,7 +220,7 @@ def _require_on_node(question: Question, segment: Sequence[Assigned], offer: Off
             offered = ", ".join(offer.units) or "none"
             raise refused(
                 pod,
-                IDS,
+                DECISION,
                 text,
                 f"node {question.node} offers no GPU {quoted(assigned.gpu)}; it offers {offered}",
             )
@@ -224,9 +228,9 @@ def _require_on_node(question: Question, segment: Sequence[Assigned], offer: Off
             problem = f"{assigned.memory_units} units of memory would mean no limit at all"
             remedy = (
                 f"ask for {offer.names.memory} as a plain number of {offer.factor} MiB, such as "
-                "3000 (3Gi overflows), and for percentages use a scheduler from 1.14 on"
+                "3000 (3Gi overflows), and for percentages use Volcano 1.14 or newer"
             )
-            raise refused(pod, IDS, text, problem, remedy)
+            raise refused(pod, DECISION, text, problem, remedy)
         if assigned.memory_units > (most := offer.units[assigned.gpu]):
             problem = (
                 f"{assigned.memory_units} units of {offer.factor} MiB are more than the {most} of "
@@ -234,14 +238,14 @@ def _require_on_node(question: Question, segment: Sequence[Assigned], offer: Off
             )
             raise refused(
                 pod,
-                IDS,
+                DECISION,
                 text,
                 problem,
                 f"ask for {offer.names.memory} as a plain number of {offer.factor} MiB, at most "
                 f"{most}",
             )
     if len({assigned.gpu for assigned in segment}) != len(segment):
-        raise refused(pod, IDS, text, "a GPU is named twice for one container")
+        raise refused(pod, DECISION, text, "a GPU is named twice for one container")
 
 
 def _require_within_request(
@@ -252,10 +256,10 @@ def _require_within_request(
     if assigned.memory_units > most or not 0 <= assigned.cores_percent <= request.cores_percent:
         problem = (
             f"{assigned.memory_units} units of memory and {assigned.cores_percent} % of the "
-            f"compute are not what container {container} asks for ({request.text(offer.names)}: at "
-            f"most {most} units)"
+            f"compute do not fit the request of container {container} "
+            f"({request.text(offer.names)}: at most {most} units)"
         )
-        raise refused(pod, IDS, pod.annotations[IDS], problem)
+        raise refused(pod, DECISION, pod.annotations[DECISION], problem)
 
 
 def _segment_of_init(
@@ -282,8 +286,8 @@ def _segment_of_init(
     if len(devices) < count:
         raise refused(
             question.pod,
-            IDS,
-            question.pod.annotations[IDS],
+            DECISION,
+            question.pod.annotations[DECISION],
             f"init container {question.container} asks for {count} GPUs, and {len(devices)} were "
             "decided for the whole pod",
             f"ask for at most {len(devices)} × {question.resource.name} in init containers",

@@ -22,7 +22,7 @@ from vgpu_agent.errors import RequestRefusedError, UnhealthyDeviceError
 from vgpu_agent.families.device_lists import answer_number, edits_of, visible_device
 from vgpu_agent.families.family import Decision, Ownership, requesting_container
 from vgpu_agent.families.volcano_vgpu.decisions import (
-    IDS,
+    DECISION,
     decided_gpus,
     decided_shares,
     refused,
@@ -134,7 +134,7 @@ class VolcanoVgpuFamily:
         return (
             self._place(question)
             if shares is None
-            else Decision(shares, f"the scheduler, in {IDS}", by_scheduler=True)
+            else Decision(shares, f"the scheduler, in {DECISION}", by_scheduler=True)
         )
 
     def named(self, pod: Pod, inventory: Inventory) -> Mapping[str, tuple[str, ...]]:
@@ -153,7 +153,9 @@ class VolcanoVgpuFamily:
         except RequestRefusedError:
             return None
         return (
-            None if shares is None else Decision(shares, f"the annotation {IDS}", by_scheduler=True)
+            None
+            if shares is None
+            else Decision(shares, f"the annotation {DECISION}", by_scheduler=True)
         )
 
     def _place(self, question: Question) -> Decision:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from vgpu_agent.families.volcano_vgpu.decisions import IDS, NODE, TO_ALLOCATE
+from vgpu_agent.families.volcano_vgpu.decisions import DECISION, NODE, TO_ALLOCATE
 from vgpu_agent.families.volcano_vgpu.pod_devices import SEGMENT_END, Assigned, write_segment
 
 if TYPE_CHECKING:
@@ -53,29 +53,29 @@ def desired_annotations(
         # alone.
         desired_state = (
             {PHASE: FAILED, TIME: NEVER}
-            if PHASE in pod.annotations or IDS in pod.annotations
+            if PHASE in pod.annotations or DECISION in pod.annotations
             else {}
         )
     else:
-        counted = names.counted(pod)
+        asking = names.asking(pod)
         segments = _segments(
             pod,
-            counted,
+            asking,
             grants,
             segment_of or (lambda _, grant, standing: standing or _segment(grant, factor)),
         )
-        desired_state = _served(pod, grants, counted, names, segments)
+        desired_state = _served(pod, grants, asking, names, segments)
     return {key: value for key, value in desired_state.items() if pod.annotations.get(key) != value}
 
 
 def _served(
     pod: Pod,
     grants: Mapping[str, Grant],
-    counted: Sequence[PodContainer],
+    asking: Sequence[PodContainer],
     names: Names,
     segments: Mapping[str, str],
 ) -> dict[str, str]:
-    started = [container.name in grants for container in counted]
+    started = [container.name in grants for container in asking]
     if not any(started):
         return {}
     desired_state = dict(segments)
@@ -83,7 +83,7 @@ def _served(
     # waited for.
     complete = all(
         done or container.limits.get(names.number, 0) < 1
-        for done, container in zip(started, counted, strict=True)
+        for done, container in zip(started, asking, strict=True)
     )
     if TO_ALLOCATE in pod.annotations:
         desired_state[TO_ALLOCATE] = _left(pod.annotations[TO_ALLOCATE], started, complete=complete)
@@ -108,24 +108,24 @@ def _left(text: str, started: Sequence[bool], *, complete: bool) -> str:
 
 def _segments(
     pod: Pod,
-    counted: Sequence[PodContainer],
+    asking: Sequence[PodContainer],
     grants: Mapping[str, Grant],
     segment_of: Callable[[PodContainer, Grant, str], str],
 ) -> dict[str, str]:
     """Return the GPUs of all containers if the annotation must change;
     nothing when a scheduler's decision may stay.
     """
-    text = pod.annotations.get(IDS, "")
-    standing = text.split(SEGMENT_END) if text else [""] * len(counted)
-    if len(standing) != len(counted):
+    text = pod.annotations.get(DECISION, "")
+    standing = text.split(SEGMENT_END) if text else [""] * len(asking)
+    if len(standing) != len(asking):
         return {}
     filled = [
         segment_of(container, grants[container.name], segment)
         if container.name in grants
         else segment
-        for container, segment in zip(counted, standing, strict=True)
+        for container, segment in zip(asking, standing, strict=True)
     ]
-    return {NODE: pod.node, IDS: SEGMENT_END.join(filled)} if filled != standing else {}
+    return {NODE: pod.node, DECISION: SEGMENT_END.join(filled)} if filled != standing else {}
 
 
 def _segment(grant: Grant, factor: int) -> str:

@@ -36,7 +36,7 @@ class Names(msgspec.Struct, frozen=True):
             for name in (self.number, self.memory)
         )
 
-    def counted(self, pod: Pod) -> tuple[PodContainer, ...]:
+    def asking(self, pod: Pod) -> tuple[PodContainer, ...]:
         """Return the containers for which a scheduler writes a segment, in its order:
         regular ones that ask.
 

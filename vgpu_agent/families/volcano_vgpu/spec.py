@@ -12,7 +12,7 @@ import msgspec
 from vgpu_agent.families.mig_instances import MIXED
 from vgpu_agent.families.plugin_files import Findings, PluginFile
 from vgpu_agent.families.spec import BuiltFamily, FamilySpec, LibraryUse, MigTool
-from vgpu_agent.families.volcano_vgpu.decisions import IDS, NODE, TO_ALLOCATE
+from vgpu_agent.families.volcano_vgpu.decisions import DECISION, NODE, TO_ALLOCATE
 from vgpu_agent.families.volcano_vgpu.family import (
     NO_TYPE,
     NO_UUID,
@@ -280,7 +280,7 @@ SPEC = FamilySpec(
         PHASE,
         TIME,
         WANTED_MODE,
-        IDS,
+        DECISION,
         TO_ALLOCATE,
         USE_TYPE,
         NO_TYPE,
@@ -304,5 +304,5 @@ SPEC = FamilySpec(
     node_annotations=("volcano.sh/node-vgpu-*",),
     progress=frozenset({PHASE, TIME, TO_ALLOCATE}),
     parts=(MIG_FAMILY,),
-    stale_keys=lambda _: (NODE, PHASE, TIME, IDS, TO_ALLOCATE, "volcano.sh/bind-time"),
+    stale_keys=lambda _: (NODE, PHASE, TIME, DECISION, TO_ALLOCATE, "volcano.sh/bind-time"),
 )

@@ -22,7 +22,7 @@ from tests.families.volcano_vgpu.mig.parts import (
 from vgpu_agent.errors import CapacityError, ConfigError, RequestRefusedError, UnhealthyDeviceError
 from vgpu_agent.families.device_lists import ListOptions
 from vgpu_agent.families.family import MigLayout, NodeView
-from vgpu_agent.families.volcano_vgpu.decisions import IDS
+from vgpu_agent.families.volcano_vgpu.decisions import DECISION
 from vgpu_agent.families.volcano_vgpu.mig.layouts import read_place, slots_of
 from vgpu_agent.families.volcano_vgpu.node_state import REGISTER
 from vgpu_agent.isolation.edits import Edits
@@ -156,7 +156,7 @@ def test_a_gpu_that_somebody_has_as_a_whole_is_not_divided() -> None:
         ("[group2]", 8000, "is not of the form <UUID>"),
         ("[group2--1]", 8000, "is not of the form <UUID>"),
         ("[group2-0", 8000, "is not of the form <UUID>"),
-        ("[group2-0]", 9000, "are not what container main asks for"),
+        ("[group2-0]", 9000, "do not fit the request of container main"),
     ],
 )
 def test_a_place_that_makes_no_sense_costs_its_pod(place: str, memory: int, expected: str) -> None:
@@ -305,7 +305,7 @@ def test_what_is_held_stands_on_the_pod() -> None:
     amounts stay; requested, not charged.
     """
     desired_state = desired_for(f"{U1}[group2-0]", "MIG-2-1")
-    assert desired_state[IDS] == f"{U1}[group2-1],NVIDIA,8000,0:"
+    assert desired_state[DECISION] == f"{U1}[group2-1],NVIDIA,8000,0:"
     assert desired_state["volcano.sh/devices-to-allocate"] == ""
     assert desired_state["volcano.sh/bind-phase"] == "success"
 
@@ -314,13 +314,13 @@ def test_what_a_scheduler_has_named_rightly_stays() -> None:
     """volcano-vgpu:G12: the amount in the annotation is what was asked for,
     not what the instance has.
     """
-    assert IDS not in desired_for(f"{U1}[group2-0]", "MIG-2-0")
+    assert DECISION not in desired_for(f"{U1}[group2-0]", "MIG-2-0")
 
 
 def test_a_pod_that_the_agent_has_placed_gets_its_place_written() -> None:
     """With what it asked for, so that schedulers count the instance as taken."""
     desired_state = desired_for("", "MIG-2-2")
-    assert (desired_state[IDS], desired_state["volcano.sh/vgpu-node"]) == (
+    assert (desired_state[DECISION], desired_state["volcano.sh/vgpu-node"]) == (
         f"{U1}[group2-2],NVIDIA,8000,0:",
         NODE,
     )
@@ -330,8 +330,8 @@ def test_a_place_that_cannot_be_told_any_more_stays_as_it_is() -> None:
     """A card that was divided otherwise since, or an annotation that makes no sense:
     nothing is guessed.
     """
-    assert IDS not in desired_for(f"{U1}[group2-0]", "MIG-9-9")
-    assert IDS not in desired_for(f"{U1}[group2-0]", "MIG-2-0", instead="nonsense")
+    assert DECISION not in desired_for(f"{U1}[group2-0]", "MIG-9-9")
+    assert DECISION not in desired_for(f"{U1}[group2-0]", "MIG-2-0", instead="nonsense")
 
 
 def view(inventory: Inventory, **room: Any) -> NodeView:

@@ -16,7 +16,7 @@ import msgspec
 
 from vgpu_agent.errors import CapacityError, quoted
 from vgpu_agent.families.family import Decision, MigLayout
-from vgpu_agent.families.volcano_vgpu.decisions import IDS, refused
+from vgpu_agent.families.volcano_vgpu.decisions import DECISION, refused
 from vgpu_agent.families.volcano_vgpu.mig.layouts import (
     division,
     group_in_force,
@@ -70,7 +70,7 @@ def followed(
             has a holder.
     """
     by, shares, layouts, changed = (
-        f"the scheduler, in {IDS}",
+        f"the scheduler, in {DECISION}",
         list[Share](),
         list[MigLayout](),
         list[str](),
@@ -193,11 +193,11 @@ def share_of(instance: MigInstance) -> Share:
 def _place_of(
     question: Question, assigned: Assigned, known: Sequence[ModelGeometries], factor: int
 ) -> _Place:
-    pod, text, found = question.pod, question.pod.annotations[IDS], read_place(assigned.device)
+    pod, text, found = question.pod, question.pod.annotations[DECISION], read_place(assigned.device)
     if found is None:
         raise refused(
             pod,
-            IDS,
+            DECISION,
             text,
             f"{quoted(assigned.device)} is not of the form <UUID>[<group>-<position>]",
         )
@@ -217,7 +217,7 @@ def _place_of(
         )
         raise refused(
             pod,
-            IDS,
+            DECISION,
             text,
             f"knownMigGeometries has no group {quoted(found[1])} for {gpu.name}, it has {names}",
             remedy,
@@ -226,7 +226,7 @@ def _place_of(
     if found[2] >= len(slots):
         raise refused(
             pod,
-            IDS,
+            DECISION,
             text,
             f"group {group.name} has {len(slots)} instances, and position {found[2]} is none of "
             "them",
@@ -237,7 +237,7 @@ def _place_of(
             f"{slot.text} is a {slot.profile} of {slot.memory_mib} MiB, and "
             f"{assigned.memory_units * factor} MiB were asked for"
         )
-        raise refused(pod, IDS, text, problem)
+        raise refused(pod, DECISION, text, problem)
     return _Place(slot, gpu, group)
 
 

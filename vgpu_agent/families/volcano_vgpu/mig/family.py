@@ -20,7 +20,7 @@ import msgspec
 from vgpu_agent.errors import RequestRefusedError, UnhealthyDeviceError
 from vgpu_agent.families.device_lists import answer_number, edits_of, visible_device
 from vgpu_agent.families.family import Decision, requesting_container
-from vgpu_agent.families.volcano_vgpu.decisions import IDS, decided_segment
+from vgpu_agent.families.volcano_vgpu.decisions import DECISION, decided_segment
 from vgpu_agent.families.volcano_vgpu.family import VolcanoVgpuFamily
 from vgpu_agent.families.volcano_vgpu.mig.decisions import followed, placed, remembered
 from vgpu_agent.families.volcano_vgpu.mig.layouts import (
@@ -117,7 +117,7 @@ class VolcanoVgpuMigFamily(VolcanoVgpuFamily):
         shares = (
             remembered(segment, question, self._options.geometries) if segment is not None else None
         )
-        return None if shares is None else Decision(shares, f"the annotation {IDS}")
+        return None if shares is None else Decision(shares, f"the annotation {DECISION}")
 
     def provision(self, question: Question, shares: tuple[Share, ...]) -> Provision:
         """Return the edits that give the container its instances (volcano-vgpu §4.3.5).
