@@ -200,7 +200,7 @@ async def test_of_two_pods_with_the_same_ids_the_later_one_gives_way() -> None:
     assert _final(place) == ["serve"]
     (final,) = (refusal for refusal in place.refusals.current if refusal.final)
     assert "in two pods at once" in final.text
-    assert "delete it" in final.text
+    assert "delete this one" in final.text
     place.forget(serve)
     place.book.replace([train])
     await place.start(IDS[:1])
