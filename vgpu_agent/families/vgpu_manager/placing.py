@@ -7,7 +7,6 @@ annotations allow, by its device policy and its topology mode. Called by `family
 
 from __future__ import annotations
 
-import itertools
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -18,60 +17,36 @@ from vgpu_agent.families.vgpu_manager.node_state import link_types
 from vgpu_agent.families.vgpu_manager.offer import cores_percent, memory_mib, shared_gpus
 from vgpu_agent.families.vgpu_manager.requests import read_request
 from vgpu_agent.model import Share
-from vgpu_agent.placement.linked import best_set, components, quality
 from vgpu_agent.placement.mixing import OTHERS
-from vgpu_agent.placement.rooms import BINPACK, SPREAD, DeviceDemand, fitting_rooms
+from vgpu_agent.placement.rooms import DeviceDemand, fitting_rooms
+from vgpu_agent.placement.topology import (
+    MODES,
+    NONE,
+    NUMA_STRICT,
+    POLICIES,
+    Candidate,
+    Chosen,
+    Links,
+    by_topology,
+    favour,
+    in_order,
+)
 from vgpu_agent.pods import ContainerKind
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Sequence
 
     from vgpu_agent.families.family import Question
     from vgpu_agent.families.vgpu_manager.options import VgpuManagerOptions
-    from vgpu_agent.model import DeviceRoom, Inventory
+    from vgpu_agent.model import DeviceRoom
     from vgpu_agent.pods import Pod, PodContainer
 
 # Reasons of events on the pod; the same as the extender's for pods that it places (vgpu-manager
 # §5.2).
 POLICY_INVALID, TOPOLOGY_FALLBACK = "PolicyInvalid", "TopologyFallback"
 
-NONE = "none"
-NUMA, NUMA_STRICT, LINK, LINK_STRICT = "numa", "numa-strict", "link", "link-strict"
-
 # A list of cards in an annotation is compared with each card.
 _LONGEST_LIST = 4096
-
-# A tier is the cards that are joined by links of at least this type: NVLink, PCIe switch, NUMA
-# node, any; the best first (vgpu-manager §5.6).
-_NVLINK = 7
-_TIERS = (_NVLINK, 4, 2, 1)
-# What the cards of a tier have instead of NVLinks, for their pod's owner.
-_INSTEAD = {
-    _NVLINK: "",
-    4: "no NVLinks, but a PCIe switch",
-    2: "no NVLinks, but one NUMA node",
-    1: "no NVLinks",
-}
-_SCORE_PER_NVLINK, _SCORE_PER_LINK_TYPE = 100, 10  # for the link score of a pair of cards
-
-
-class _Card(msgspec.Struct, frozen=True):
-    """A card with room, as policies see it.
-
-    Attributes:
-        uuid: of the card.
-        number: on the node.
-        numa: its NUMA node; None where it is not known.
-        rank: lowest where the family has the card already, highest where another family has it or
-            waits for it (`placement.mixing.Neighbours.rank`).
-        score: how much the device policy favours it; the same for all without one.
-    """
-
-    uuid: str
-    number: int
-    numa: int | None
-    rank: int
-    score: float
 
 
 class Placed(msgspec.Struct, frozen=True):
@@ -82,13 +57,6 @@ class Placed(msgspec.Struct, frozen=True):
     shares: tuple[Share, ...]
     rules: str
     remarks: tuple[Remark, ...] = ()
-
-
-class _Chosen(msgspec.Struct, frozen=True):
-    """The cards, and where the topology mode was not followed, the links that they have instead."""
-
-    cards: list[_Card]
-    instead: str = ""
 
 
 def place(question: Question, container: PodContainer, options: VgpuManagerOptions) -> Placed:
@@ -119,8 +87,8 @@ def place(question: Question, container: PodContainer, options: VgpuManagerOptio
         for room in fitting_rooms(rooms, demand, refused=_unwanted(pod, question, options))
     }
     remarks: list[Remark] = []
-    policy = _word(pod, keys.device_policy, (BINPACK, SPREAD), remarks)
-    mode = _word(pod, keys.topology_mode, (NUMA, NUMA_STRICT, LINK, LINK_STRICT), remarks)
+    policy = _word(pod, keys.device_policy, POLICIES, remarks)
+    mode = _word(pod, keys.topology_mode, MODES, remarks)
     candidates = _in_order(question, fitting, policy, options)
     chosen = _chosen(question, candidates, container, policy, mode)
     cards_by_number = sorted(chosen.cards, key=lambda card: card.number)
@@ -132,7 +100,7 @@ def place(question: Question, container: PodContainer, options: VgpuManagerOptio
         )
         remarks.append(Remark(TOPOLOGY_FALLBACK, text))
     shares = tuple(
-        Share(card.uuid, memory_on(fitting[card.uuid]), request.cores_percent)
+        Share(card.key, memory_on(fitting[card.key]), request.cores_percent)
         for card in cards_by_number
     )
     rules = (policy if policy != NONE else "in order", *(() if mode == NONE else (mode,)))
@@ -198,159 +166,64 @@ def _unwanted(pod: Pod, question: Question, options: VgpuManagerOptions) -> dict
 
 def _in_order(
     question: Question, fitting: dict[str, DeviceRoom], policy: str, options: VgpuManagerOptions
-) -> list[_Card]:
+) -> list[Candidate]:
     """Return the cards in the order in which the policy takes them."""
     cores = cores_percent(options)
 
-    def free(room: DeviceRoom) -> float:
+    def score(room: DeviceRoom) -> float:
         slots = room.holders + room.holders_free
         parts = (
             room.holders_free / max(slots, 1),
             room.memory_free_mib / max(room.memory_mib, 1),
             room.cores_free_percent / max(cores, 1),
         )
-        return 100 * sum(parts) / len(parts)
+        return favour(policy, parts)
 
-    sign = {BINPACK: -1.0, SPREAD: 1.0}.get(policy, 0.0)
     cards = [
-        _Card(
-            uuid,
+        Candidate(
+            gpu.uuid,
             number,
             gpu.numa_node,
-            question.neighbours.rank(uuid),
-            sign * free(fitting[uuid]),
+            question.neighbours.rank(gpu.uuid),
+            score(fitting[gpu.uuid]),
         )
         for number, gpu in question.inventory.numbered.items()
-        if (uuid := gpu.uuid) in fitting
+        if gpu.uuid in fitting
     ]
-    if policy == NONE:
-        return sorted(
-            cards, key=lambda card: (card.rank, -1 if card.numa is None else card.numa, card.number)
-        )
-    if policy == SPREAD:
-        # Spreading is chosen on purpose, so rank only puts those cards last that another family has
-        # or waits for (`placement.rooms.choose_rooms`).
-        return sorted(cards, key=lambda card: (card.rank == OTHERS, -card.score, card.number))
-    return sorted(cards, key=lambda card: (card.rank, -card.score, card.number))
+    return in_order(cards, policy)
 
 
 def _chosen(
-    question: Question, candidates: list[_Card], container: PodContainer, policy: str, mode: str
-) -> _Chosen:
+    question: Question,
+    candidates: list[Candidate],
+    container: PodContainer,
+    policy: str,
+    mode: str,
+) -> Chosen:
     """Choose among the cards that the pod has already, for an init container; then among those that
     no other family has or waits for; then among all.
+
+    Raises:
+        CapacityError: the topology mode cannot be followed.
     """
-    count = len(question.ids)
+    count, inventory = len(question.ids), question.inventory
+    links = Links(
+        {pair: link_types(link) for pair, link in inventory.links.items() if pair[0] != pair[1]},
+        [gpu.uuid for gpu in inventory.gpus],
+    )
     own = {share.device for shares in question.siblings.values() for share in shares}
     narrower = [[card for card in candidates if card.rank != OTHERS]]
     if container.kind is ContainerKind.INIT:
-        narrower.insert(0, [card for card in candidates if card.uuid in own])
+        narrower.insert(0, [card for card in candidates if card.key in own])
     for among in narrower:
-        if count <= len(among) < len(candidates):
-            try:
-                return _by_topology(question, among, count, policy, mode)
-            except CapacityError:
-                continue
-    return _by_topology(question, candidates, count, policy, mode)
-
-
-def _by_topology(
-    question: Question, candidates: list[_Card], count: int, policy: str, mode: str
-) -> _Chosen:
-    found: _Chosen | None = None
-    if mode in {NUMA, NUMA_STRICT}:
-        found = _on_one_numa_node(candidates, count, policy)
-    elif mode in {LINK, LINK_STRICT}:
-        found = _linked(question.inventory, candidates, count, strict=mode == LINK_STRICT)
-    if found is None and mode in {NUMA_STRICT, LINK_STRICT}:
-        wanted = "on one NUMA node" if mode == NUMA_STRICT else "joined by NVLinks"
-        raise CapacityError(
-            f"{count} × {question.resource.name} cannot be placed on this node: the pod asks for "
-            f"{mode}, and of the {len(candidates)} GPUs with room not {count} are {wanted}"
-        )
-    instead = {NUMA: "not on one NUMA node", LINK: "no links are known"}
-    return found or _Chosen(candidates[:count], instead.get(mode, ""))
-
-
-def _on_one_numa_node(candidates: list[_Card], count: int, policy: str) -> _Chosen | None:
-    groups: dict[int, list[_Card]] = {}
-    for card in candidates:
-        if card.numa is not None:
-            groups.setdefault(card.numa, []).append(card)
-    order = sorted(groups)
-    if policy != NONE:
-        order.sort(key=lambda numa: -_mean_score(groups[numa]))
-    fitting = (_Chosen(groups[numa][:count]) for numa in order if len(groups[numa]) >= count)
-    return next(fitting, None)
-
-
-def _mean_score(cards: Sequence[_Card]) -> float:
-    return sum(card.score for card in cards) / len(cards)
-
-
-def _linked(
-    inventory: Inventory, candidates: list[_Card], count: int, *, strict: bool
-) -> _Chosen | None:
-    """Return cards of the best tier of links that has enough; None where no links are known, or,
-    with ``strict``, not enough NVLinks.
-    """
-    cards = {card.uuid: card for card in candidates}
-    every = [gpu.uuid for gpu in inventory.gpus]
-    types = {pair: link_types(link) for pair, link in inventory.links.items() if pair[0] != pair[1]}
-
-    def score(one: str, other: str) -> int:
-        there, back = types.get((one, other), []), types.get((other, one), [])
-        if len(there) != len(back):
-            return 0
-        return sum(map(_score, there))
-
-    for tier in _TIERS[:1] if strict else _TIERS:
-
-        def linked(one: str, other: str, least: int = tier) -> bool:
-            return max(types.get((one, other), ()), default=0) >= least
-
-        groups = components(list(cards), linked)
-        fitting = [
-            group
-            for group in groups
-            if len(group) >= count
-            and (len(group) > 1 or any(linked(group[0], other) for other in every))
-        ]
-        if fitting:
-            # max() takes the first of equal ones.
-            group = max(
-                fitting,
-                key=lambda group: (
-                    round(_mean_score([cards[uuid] for uuid in group]), 6),
-                    quality(best_set(group, count, score), score),
-                ),
-            )
-            return _Chosen(_members([cards[uuid] for uuid in group], count, score), _INSTEAD[tier])
-        if tier == _TIERS[-1] and any(len(group) > 1 for group in groups):
-            spanned = sorted(
-                groups,
-                key=lambda group: (-len(group), -_mean_score([cards[uuid] for uuid in group])),
-            )
-            chosen = [cards[uuid] for uuid in itertools.chain.from_iterable(spanned)][:count]
-            return _Chosen(chosen, "not all of them linked")
-    return None
-
-
-def _members(group: list[_Card], count: int, score: Callable[[str, str], int]) -> list[_Card]:
-    """Take the cards in runs of equal score: whole runs as long as they fit, and of the first run
-    that does not fit the cards with the best links.
-    """
-    chosen: list[_Card] = []
-    for _, cards in itertools.groupby(group, key=lambda card: round(card.score, 6)):
-        run = {card.uuid: card for card in cards}
-        beside = [card.uuid for card in chosen]
-        best = best_set(list(run), count - len(chosen), score, beside=beside)
-        chosen += [run[uuid] for uuid in best]
-        if len(chosen) == count:
-            break
-    return chosen
-
-
-def _score(link_type: int) -> int:
-    nvlinks = link_type - _NVLINK + 1
-    return _SCORE_PER_NVLINK * nvlinks if nvlinks > 0 else _SCORE_PER_LINK_TYPE * link_type
+        if count <= len(among) < len(candidates) and (
+            found := by_topology(among, count, policy, mode, links)
+        ):
+            return found
+    if found := by_topology(candidates, count, policy, mode, links):
+        return found
+    wanted = "on one NUMA node" if mode == NUMA_STRICT else "joined by NVLinks"
+    raise CapacityError(
+        f"{count} × {question.resource.name} cannot be placed on this node: the pod asks for "
+        f"{mode}, and of the {len(candidates)} GPUs with room not {count} are {wanted}"
+    )
