@@ -1,0 +1,230 @@
+"""The cards of a pod's containers on one Node."""
+
+from __future__ import annotations
+
+import hypothesis
+import pytest
+from hypothesis import strategies as st
+
+from tests.families.vgpu_manager.scheduling.nodes import KEYS, MEMORY_MIB, cards, container, pod
+from vgpu_agent.families.vgpu_manager.scheduling.demand import read_demand
+from vgpu_agent.placement.nodes.allocation import (
+    NOTHING,
+    Amounts,
+    CardClaim,
+    Placement,
+    Refusal,
+    add,
+    allocate,
+    footprint,
+)
+from vgpu_agent.placement.nodes.cards import NodeCards
+from vgpu_agent.placement.nodes.demand import Demand
+from vgpu_agent.placement.nodes.reasons import Reason
+from vgpu_agent.pods import ContainerKind, PodContainer
+
+MAIN, INIT, SIDECAR = ContainerKind.MAIN, ContainerKind.INIT, ContainerKind.SIDECAR
+
+
+def demand(*containers: PodContainer, **words: str) -> Demand:
+    """The demand of a pod with these containers and policies."""
+    found = read_demand(pod(*containers, **words), KEYS)
+    assert found is not None
+    return found.demand
+
+
+def placed(
+    wanted: Demand, on: NodeCards | None = None, taken: dict[int, Amounts] | None = None
+) -> Placement | Refusal:
+    """Where the pod goes on a Node of which ``taken`` is in use."""
+    hardware = (on or cards()).hardware
+    amounts = [(taken or {}).get(card, NOTHING) for card in range(len(hardware.cards))]
+    return allocate(wanted, hardware, amounts)
+
+
+def numbers(found: Placement | Refusal) -> list[list[int]]:
+    """The cards of each container."""
+    assert isinstance(found, Placement), found
+    return [[claim.card for claim in claims] for claims in found.claims]
+
+
+def test_the_pod_of_the_contract_gets_card_0() -> None:
+    """vgpu-manager §13.3."""
+    assert placed(demand(container(cores=10, memory=1024))) == Placement(
+        ((CardClaim(0, 10, 1024),),), {0: (1, 1024, 10)}
+    )
+
+
+def test_memory_is_in_units_of_the_node_and_whole_cards_have_all_of_it() -> None:
+    """vgpu-manager §5.3."""
+    found = placed(demand(container(memory=3), container(cores=5)), cards(memoryFactor=100))
+    assert isinstance(found, Placement)
+    assert found.claims == ((CardClaim(0, 0, 300),), (CardClaim(1, 5, MEMORY_MIB),))
+
+
+@pytest.mark.parametrize(
+    ("policy", "expected"), [("binpack", [[1]]), ("spread", [[0]]), ("none", [[0]])]
+)
+def test_device_policies(policy: str, expected: list[list[int]]) -> None:
+    """Card 1 is in use, card 0 is free (vgpu-manager §5.5)."""
+    wanted = demand(container(cores=10, memory=1024), device_policy=policy)
+    assert numbers(placed(wanted, taken={1: (1, 2048, 20)})) == expected
+
+
+def test_later_containers_see_what_earlier_ones_take() -> None:
+    """One card can serve several containers of a pod, as far as it reaches."""
+    wanted = demand(*(container(f"c{place}", cores=60, memory=10) for place in range(2)))
+    assert numbers(placed(wanted)) == [[0], [1]]
+    wanted = demand(*(container(f"c{place}", cores=40, memory=10) for place in range(3)))
+    assert numbers(placed(wanted)) == [[0], [0], [1]]
+
+
+def test_init_containers_use_the_pods_cards_alone() -> None:
+    """They run before the main containers and beside the sidecars, so a card serves one after the
+    other (vgpu-manager §5.5).
+    """
+    found = placed(
+        demand(
+            container("init", cores=90, memory=100, kind=INIT),
+            container("side", cores=10, memory=10, kind=SIDECAR),
+            container("main", cores=80, memory=200),
+        ),
+        taken={0: (10, 0, 0)},
+    )
+    assert numbers(found) == [[1], [1], [1]]
+    assert isinstance(found, Placement)
+    assert found.footprint == {1: (2, 210, 100)}
+
+
+def test_an_init_container_goes_to_other_cards_where_the_pods_are_too_small() -> None:
+    """The pod could otherwise not start at all."""
+    found = placed(
+        demand(container("init", number=2, memory=5, kind=INIT), container("main", memory=5))
+    )
+    assert numbers(found) == [[0, 1], [0]]
+
+
+@pytest.mark.parametrize(
+    ("wanted", "taken", "refusal"),
+    [
+        (demand(container(number=3, memory=1)), {}, Refusal(Reason.InsufficientGPUCards)),
+        (
+            demand(container(memory=MEMORY_MIB + 1)),
+            {},
+            Refusal(Reason.InsufficientVGPUMemory),
+        ),
+        (
+            demand(container(memory=1)),
+            {0: (10, 0, 0), 1: (10, 0, 0)},
+            Refusal(Reason.InsufficientGPUResources),
+        ),
+        (
+            demand(container(cores=60, memory=1)),
+            {0: (1, 1, 50), 1: (1, 1, 50)},
+            Refusal(Reason.InsufficientVGPUCore, {Reason.InsufficientVGPUCore: 2}),
+        ),
+        (
+            demand(container(memory=1)),
+            {0: (10, 0, 0), 1: (1, 1, 100)},
+            Refusal(
+                Reason.InsufficientVGPUSlot,
+                {Reason.InsufficientVGPUSlot: 1, Reason.InsufficientVGPUCore: 1},
+            ),
+        ),
+        (
+            demand(container(number=2, memory=10), topology_mode="numa-strict"),
+            {},
+            None,
+        ),
+        (
+            demand(container(number=2, memory=10), topology_mode="link-strict"),
+            {},
+            Refusal(Reason.LinkTopologyUnsatisfied),
+        ),
+        (
+            demand(container(memory=1), memory_policy="virtual"),
+            {},
+            Refusal(Reason.NodeMemoryTypeMismatch),
+        ),
+    ],
+)
+def test_reasons(wanted: Demand, taken: dict[int, Amounts], refusal: Refusal | None) -> None:
+    """Operators know them from the replaced extender (vgpu-manager §5.2)."""
+    found = placed(wanted, taken=taken)
+    assert (found if isinstance(found, Refusal) else None) == refusal
+
+
+def test_a_card_without_free_compute_takes_nobody() -> None:
+    """Not even one who asks for no compute (vgpu-manager §5.5)."""
+    assert numbers(placed(demand(container(memory=1)), taken={0: (1, 1, 100)})) == [[1]]
+
+
+def test_cards_that_are_blocked_are_passed_over() -> None:
+    """Unhealthy ones, and those that are divided into MIG instances."""
+    node = cards(3, changed={0: {"healthy": False}, 1: {"mig": True}})
+    assert numbers(placed(demand(container(memory=1)), node)) == [[2]]
+    assert placed(demand(container(number=2, memory=1)), node) == Refusal(
+        Reason.InsufficientGPUCards
+    )
+
+
+def test_linked_cards_go_together() -> None:
+    """NVLink joins 0 with 3, and 1 with 2 (vgpu-manager §5.6)."""
+    node = cards(4, links={(0, 3): [1, 10], (1, 2): [1, 8]})
+    wanted = demand(container(number=2, memory=1), topology_mode="link-strict")
+    assert numbers(placed(wanted, node)) == [[0, 3]]
+    assert numbers(placed(wanted, node, {0: (10, 0, 0)})) == [[1, 2]]
+
+
+_containers = st.lists(
+    st.builds(
+        container,
+        name=st.just("c"),
+        number=st.integers(1, 3),
+        cores=st.integers(0, 100),
+        memory=st.integers(0, MEMORY_MIB),
+        kind=st.sampled_from(ContainerKind),
+    ),
+    min_size=1,
+    max_size=4,
+)
+
+
+@hypothesis.given(
+    containers=_containers,
+    taken=st.lists(
+        st.tuples(st.integers(0, 10), st.integers(0, MEMORY_MIB), st.integers(0, 100)),
+        min_size=3,
+        max_size=3,
+    ),
+    policy=st.sampled_from(["none", "binpack", "spread"]),
+    mode=st.sampled_from(["none", "numa", "numa-strict", "link", "link-strict"]),
+)
+def test_no_card_ever_gives_more_than_it_has(
+    containers: list[PodContainer], taken: list[Amounts], policy: str, mode: str
+) -> None:
+    """At no time in the life of the pod: while an init container runs beside the sidecars, and when
+    all main containers do.
+    """
+    node = cards(3, links={(0, 1): [1, 8], (0, 2): [4], (1, 2): [2]})
+    wanted = demand(*containers, device_policy=policy, topology_mode=mode)
+    found = allocate(wanted, node.hardware, taken)
+    if isinstance(found, Refusal):
+        return
+    kinds = [each.kind for each in wanted.containers]
+    assert found.footprint == footprint(kinds, found.claims)
+    sides = [claims for kind, claims in zip(kinds, found.claims, strict=True) if kind is SIDECAR]
+    mains = [claims for kind, claims in zip(kinds, found.claims, strict=True) if kind is MAIN]
+    inits = [claims for kind, claims in zip(kinds, found.claims, strict=True) if kind is INIT]
+    for running in ([*sides, *mains], *([*sides, claims] for claims in inits)):
+        left = list(taken)
+        for claims in running:
+            assert len({claim.card for claim in claims}) == len(claims)
+            for claim in claims:
+                left[claim.card] = add(left[claim.card], (1, claim.memory_mib, claim.cores_percent))
+                slots, memory, cores = left[claim.card]
+                assert slots <= 10
+                assert memory <= MEMORY_MIB
+                assert cores <= 100
+    for each, claims in zip(wanted.containers, found.claims, strict=True):
+        assert len(claims) == each.number

@@ -1,0 +1,204 @@
+"""The book of all cards: which Node a pod gets, and what pods hold."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from tests.families.vgpu_manager.scheduling.nodes import (
+    KEYS,
+    MEMORY_MIB,
+    cards,
+    container,
+    entry,
+    node_texts,
+    pod,
+    uuid,
+)
+from vgpu_agent.families.vgpu_manager.scheduling.demand import read_demand
+from vgpu_agent.families.vgpu_manager.scheduling.node_cards import read_cards
+from vgpu_agent.placement.nodes.allocation import Refusal
+from vgpu_agent.placement.nodes.book import Book, Choice, HeldCard, Holding
+from vgpu_agent.placement.nodes.cards import NodeCards, Unfit
+from vgpu_agent.placement.nodes.demand import Demand
+from vgpu_agent.placement.nodes.ranking import rank
+from vgpu_agent.placement.nodes.reasons import Reason
+from vgpu_agent.pods import ContainerKind, PodContainer
+
+
+def demand(*containers: PodContainer, **words: str) -> Demand:
+    """The demand of a pod with these containers and policies."""
+    found = read_demand(pod(*containers, **words), KEYS)
+    assert found is not None
+    return found.demand
+
+
+def node_cards(node: int, **changed: object) -> NodeCards:
+    """The cards of Node ``node``, with UUIDs of its own."""
+    entries = [entry(card, uuid=uuid(node, card), **changed) for card in range(2)]
+    found = read_cards(node_texts(entries), 20, KEYS)
+    assert isinstance(found, NodeCards)
+    return found
+
+
+def book_of(nodes: int, **changed: object) -> Book:
+    """A book of Nodes ``n0``, ``n1``, … with two cards each."""
+    book = Book()
+    for node in range(nodes):
+        book.put_node(f"n{node}", node_cards(node, **changed))
+    return book
+
+
+def held(node: int, *amounts: tuple[int, int, int]) -> Holding:
+    """What a pod with one main container holds: card, percent, MiB."""
+    return Holding(
+        f"n{node}",
+        (ContainerKind.MAIN,),
+        (tuple(HeldCard(uuid(node, card), cores, memory) for card, cores, memory in amounts),),
+    )
+
+
+SMALL = demand(container(cores=10, memory=1024))
+
+
+def test_the_score_of_the_contract() -> None:
+    """vgpu-manager §13.3: 0.036111 for binpack on an empty Node of two cards."""
+    wanted = demand(container(cores=10, memory=1024), node_policy="binpack")
+    _, score = rank(wanted, cards().hardware, [(0, 0, 0)] * 2, {0: (1, 1024, 10)})
+    assert score == pytest.approx(0.036111, abs=1e-6)
+
+
+def test_without_a_policy_the_first_node_that_fits_is_taken() -> None:
+    """vgpu-manager §5.4."""
+    book = book_of(3)
+    book.hold("a", held(2, (0, 100, 1), (1, 100, 1)))
+    assert book.choose(SMALL, ["n2", "n1", "n0", "unknown"]) == Choice(
+        "n1",
+        held(1, (0, 10, 1024)),
+        {"n2": Reason.InsufficientVGPUCore, "unknown": Reason.NodeCacheMiss},
+    )
+
+
+@pytest.mark.parametrize(("policy", "expected"), [("binpack", "n1"), ("spread", "n0")])
+def test_policies_over_nodes(policy: str, expected: str) -> None:
+    """Of equal ones the name decides, whatever the order of the question is."""
+    book = book_of(3)
+    book.hold("a", held(1, (0, 10, 1024)))
+    wanted = demand(container(cores=10, memory=1024), node_policy=policy)
+    for names in (["n0", "n1", "n2"], ["n2", "n1", "n0"]):
+        assert book.choose(wanted, names).node == expected
+
+
+def test_topology_comes_before_the_policy() -> None:
+    """vgpu-manager §5.4."""
+    book = book_of(1)
+    linked = cards(2, links={(0, 1): [1, 8]})
+    book.put_node("n9", linked)
+    wanted = demand(container(number=2, memory=1), topology_mode="link")
+    assert book.choose(wanted, ["n0", "n9"]).node == "n9"
+
+
+def test_a_word_of_a_product_name_is_no_part_of_another() -> None:
+    """``A10`` matches ``A100`` in the replaced extender (vgpu-manager §12.3)."""
+    book = book_of(1, type="NVIDIA A100-SXM4-80GB")
+    book.put_node("n1", node_cards(1, type="NVIDIA A10"))
+    choice = book.choose(demand(container(memory=1), include_type="a10"), ["n0", "n1"])
+    assert (choice.node, choice.reasons) == ("n1", {"n0": Reason.DeviceTypeMismatch})
+    assert book.choose(demand(container(memory=1), include_type="A100"), ["n1", "n0"]).node == "n0"
+    assert book.choose(demand(container(memory=1), exclude_type="a10"), ["n1", "n0"]).node == "n0"
+
+
+def test_cards_can_be_named() -> None:
+    """The same texts fit on one Node and not on another one that looks the same."""
+    book = book_of(2)
+    choice = book.choose(demand(container(memory=1), include_uuid=uuid(1, 1)), ["n0", "n1"])
+    assert choice == Choice("n1", held(1, (1, 0, 1)), {"n0": Reason.DeviceUUIDMismatch})
+
+
+def test_a_node_that_cannot_be_read_is_unfit_and_its_pods_count_later() -> None:
+    """Its annotations may be mended while pods run there."""
+    book = book_of(1)
+    book.hold("a", held(0, (0, 100, MEMORY_MIB)))
+    book.put_node("n0", Unfit(Reason.NodeBadVGPURegister, "no card"))
+    assert book.choose(SMALL, ["n0"]) == Choice("", None, {"n0": Reason.NodeBadVGPURegister})
+    assert book.refusal(SMALL, "n0") == Refusal(Reason.NodeBadVGPURegister)
+    book.put_node("n0", node_cards(0))
+    assert book.choose(SMALL, ["n0"]).holding == held(0, (1, 10, 1024))
+
+
+def test_holdings_are_known_before_their_node() -> None:
+    """The watches of Nodes and pods are read in any order, and a Node may be created again."""
+    book = Book()
+    book.hold("a", held(0, (0, 100, MEMORY_MIB)))
+    assert book.choose(SMALL, ["n0"]).reasons == {"n0": Reason.NodeCacheMiss}
+    book.put_node("n0", node_cards(0))
+    assert book.taken("n0") == ((1, MEMORY_MIB, 100), (0, 0, 0))
+    book.remove_node("n0")
+    assert book.taken("n0") == ()
+    book.put_node("n0", node_cards(0))
+    assert book.taken("n0") == ((1, MEMORY_MIB, 100), (0, 0, 0))
+    assert book.release("a") == held(0, (0, 100, MEMORY_MIB))
+    assert book.taken("n0") == ((0, 0, 0), (0, 0, 0))
+
+
+def test_a_pod_that_is_moved_holds_nothing_on_its_old_node() -> None:
+    """The scheduler may plan anew until it has bound the pod."""
+    book = book_of(2)
+    book.hold("a", held(0, (0, 10, 1024)))
+    book.hold("a", held(1, (0, 10, 1024)))
+    assert book.taken("n0") == ((0, 0, 0), (0, 0, 0))
+    assert book.holding("a") == held(1, (0, 10, 1024))
+    assert book.release("a") is not None
+    assert book.release("a") is None
+    assert book.holding("a") is None
+
+
+def test_cards_that_a_node_lost_count_for_nothing() -> None:
+    """A pod may still claim a card that was replaced."""
+    book = book_of(1)
+    book.hold("a", held(0, (0, 10, 1024), (1, 10, 1024)))
+    entries = [entry(0, uuid=uuid(5, 0)), entry(1, uuid=uuid(0, 1))]
+    replaced = read_cards(node_texts(entries), 20, KEYS)
+    assert isinstance(replaced, NodeCards)
+    book.put_node("n0", replaced)
+    assert book.taken("n0") == ((0, 0, 0), (1, 1024, 10))
+
+
+def test_a_busy_cluster_is_never_overcommitted() -> None:
+    """A thousand pods of mixed shapes come and go; their claims are added up card by card, by
+    nothing that the book has computed.
+    """
+    chance = random.Random(16)
+    book = book_of(20)
+    names = [f"n{node}" for node in range(20)]
+    shapes = [
+        demand(container(cores=cores, memory=memory, number=number), node_policy=policy)
+        for cores, memory in ((10, 1024), (0, 8000), (50, 12000), (100, 0))
+        for number in (1, 2)
+        for policy in ("none", "binpack", "spread")
+    ]
+    living: dict[str, Holding] = {}
+    refused = 0
+    for number in range(1000):
+        if living and chance.random() < 0.4:
+            uid = chance.choice(sorted(living))
+            assert book.release(uid) == living.pop(uid)
+        sample = chance.sample(names, 8)
+        choice = book.choose(chance.choice(shapes), sample)
+        if choice.holding is None:
+            refused += 1
+            continue
+        living[f"p{number}"] = choice.holding
+        book.hold(f"p{number}", choice.holding)
+        sums: dict[str, list[int]] = {}
+        for holding in living.values():
+            for card in holding.cards[0]:
+                found = sums.setdefault(card.uuid, [0, 0, 0])
+                for part, amount in enumerate((1, card.memory_mib, card.cores_percent)):
+                    found[part] += amount
+        for slots, memory, cores in sums.values():
+            assert slots <= 10
+            assert memory <= MEMORY_MIB
+            assert cores <= 100
+    assert refused > 20  # it was full now and then

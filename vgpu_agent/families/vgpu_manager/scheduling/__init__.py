@@ -1,0 +1,1 @@
+"""What a scheduler reads on Nodes and pods of this family."""

@@ -1,0 +1,71 @@
+"""Read the demand of a pod from its limits and annotations (vgpu-manager §4.1, §5.3)."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from vgpu_agent.errors import RequestRefusedError
+from vgpu_agent.families.vgpu_manager.requests import asks, read_request
+from vgpu_agent.placement.nodes.demand import (
+    PHYSICAL,
+    VIRTUAL,
+    ContainerDemand,
+    Demand,
+    PodDemand,
+)
+from vgpu_agent.placement.topology import MODES, NONE, POLICIES
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from vgpu_agent.families.vgpu_manager.keys import Keys
+    from vgpu_agent.pods import Pod
+
+_LONGEST_LIST = 4096  # of an annotation that is compared with each card
+
+
+def read_demand(pod: Pod, keys: Keys) -> PodDemand | None:
+    """Return the demand of a pod, None if none of its containers asks for cards.
+
+    Unknown words of policies count as ``none`` (vgpu-manager §4.1).
+
+    Raises:
+        RequestRefusedError: no Node can ever serve it: a limit is no whole number or is out of
+            range, or an annotation is too long. The text names pod, container, key and value.
+    """
+    asking = [container for container in pod.containers if asks(container, keys)]
+    if not asking:
+        return None
+    # `Pod.containers` has them in the order of the claims: init containers and sidecars first.
+    requests = [read_request(pod, container, keys, 1) for container in asking]
+    containers = tuple(
+        ContainerDemand(container.kind, each.number, each.cores_percent, each.memory_mib)
+        for container, each in zip(asking, requests, strict=True)
+    )
+
+    def word(key: str, words: Sequence[str]) -> str:
+        found = pod.annotations.get(key, "").strip().lower()
+        return found if found in words else NONE
+
+    def entries(key: str) -> tuple[str, ...]:
+        text = pod.annotations.get(key, "")
+        if len(text) > _LONGEST_LIST:
+            raise RequestRefusedError(
+                f"pod {pod.full_name}: annotation {key} has {len(text)} characters; expected a "
+                f"list of at most {_LONGEST_LIST}"
+            )
+        return tuple(entry for each in text.lower().split(",") if (entry := each.strip()))
+
+    memory = pod.annotations.get(keys.memory_policy, "").strip().lower()
+    demand = Demand(
+        containers,
+        word(keys.node_policy, POLICIES),
+        word(keys.device_policy, POLICIES),
+        word(keys.topology_mode, MODES),
+        VIRTUAL if memory.startswith("virt") else PHYSICAL if memory.startswith("phy") else "",
+        entries(keys.include_type),
+        entries(keys.exclude_type),
+        entries(keys.include_uuid),
+        entries(keys.exclude_uuid),
+    )
+    return PodDemand(demand, tuple(container.name for container in asking))

@@ -1,0 +1,297 @@
+"""Place the containers of a pod on the cards of one Node (vgpu-manager §5.5).
+
+Pure functions on the state of a Node. The choice among fitting cards is the agent's own
+(`placement.topology`), so a pod gets the cards that it would have got without the
+extender.
+"""
+
+from __future__ import annotations
+
+import collections
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from vgpu_agent.placement.mixing import OTHERS
+from vgpu_agent.placement.nodes.demand import PHYSICAL, VIRTUAL, total
+from vgpu_agent.placement.nodes.reasons import Reason
+from vgpu_agent.placement.topology import (
+    NUMA_STRICT,
+    Candidate,
+    Links,
+    by_topology,
+    favour,
+    in_order,
+)
+from vgpu_agent.pods import ContainerKind
+
+if TYPE_CHECKING:
+    from collections.abc import Collection, Mapping, Sequence
+
+    from vgpu_agent.placement.nodes.cards import Card, Hardware
+    from vgpu_agent.placement.nodes.demand import ContainerDemand, Demand
+
+# slots, MiB of memory, percent of compute
+Amounts = tuple[int, int, int]
+NOTHING: Amounts = (0, 0, 0)
+
+_RANK = OTHERS - 1  # no other family is known here, so all cards have the same
+
+
+class CardClaim(msgspec.Struct, frozen=True):
+    """One card of a container: its number on the Node, percent of compute, MiB of memory."""
+
+    card: int
+    cores_percent: int
+    memory_mib: int
+
+
+class Placement(msgspec.Struct, frozen=True):
+    """The cards of a pod on a Node.
+
+    Attributes:
+        claims: of each container of the demand, in its order; by number of the cards.
+        footprint: card → what the pod takes of it while most of it runs (`footprint`).
+    """
+
+    claims: tuple[tuple[CardClaim, ...], ...]
+    footprint: Mapping[int, Amounts]
+
+
+class Refusal(msgspec.Struct, frozen=True):
+    """Why a pod does not fit on a Node.
+
+    Attributes:
+        reason: that of most cards, where the cards have different ones.
+        cards: reason → the number of cards that it concerns; empty where it concerns the Node.
+    """
+
+    reason: Reason
+    cards: Mapping[Reason, int] = {}
+
+
+def add(one: Amounts, other: Amounts) -> Amounts:
+    """Add up amounts."""
+    return one[0] + other[0], one[1] + other[1], one[2] + other[2]
+
+
+def footprint(
+    kinds: Sequence[ContainerKind], claims: Sequence[Sequence[CardClaim]]
+) -> dict[int, Amounts]:
+    """Return what a pod takes of each card: that of its sidecars, and the larger of what all main
+    containers take together and what any init container takes, each amount by itself
+    (vgpu-manager §4.4).
+
+    Args:
+        kinds: of the containers.
+        claims: of the containers, in the same order.
+    """
+    of_kind: dict[ContainerKind, dict[int, Amounts]] = {kind: {} for kind in ContainerKind}
+    for kind, cards in zip(kinds, claims, strict=True):
+        found = of_kind[kind]
+        for claim in cards:
+            amounts = (1, claim.memory_mib, claim.cores_percent)
+            before = found.get(claim.card, NOTHING)
+            found[claim.card] = (
+                _larger(before, amounts) if kind is ContainerKind.INIT else add(before, amounts)
+            )
+    sidecars, mains, inits = (
+        of_kind[kind] for kind in (ContainerKind.SIDECAR, ContainerKind.MAIN, ContainerKind.INIT)
+    )
+    return {
+        card: add(
+            sidecars.get(card, NOTHING),
+            _larger(mains.get(card, NOTHING), inits.get(card, NOTHING)),
+        )
+        for card in sorted(sidecars.keys() | mains.keys() | inits.keys())
+    }
+
+
+def allocate(
+    demand: Demand,
+    hardware: Hardware,
+    taken: Sequence[Amounts],
+    unwanted: Mapping[int, Reason] | None = None,
+) -> Placement | Refusal:
+    """Place all containers of a pod.
+
+    Args:
+        demand: what the pod asks for.
+        hardware: the Node's cards.
+        taken: by card, what other pods take of it.
+        unwanted: card → why the pod does not want it.
+    """
+    if refusal := _refused_by_node(demand, hardware, taken):
+        return refusal
+    left: Sequence[Amounts] = taken
+    claims: dict[int, tuple[CardClaim, ...]] = {}
+    numbers = {
+        kind: [number for number, each in enumerate(demand.containers) if each.kind is kind]
+        for kind in ContainerKind
+    }
+
+    def cards(number: int, among: Collection[int] | None = None) -> Sequence[CardClaim] | Refusal:
+        return _cards(
+            demand, demand.containers[number], hardware, left, unwanted or {}, among=among
+        )
+
+    for number in (*numbers[ContainerKind.SIDECAR], *numbers[ContainerKind.MAIN]):
+        found = cards(number)
+        if isinstance(found, Refusal):
+            return found
+        claims[number] = tuple(found)
+        left = _with(left, found)
+    used = {claim.card for each in claims.values() for claim in each}
+    # An init container runs alone beside the sidecars, at best on cards that the pod has anyway.
+    left = taken
+    for number in numbers[ContainerKind.SIDECAR]:
+        left = _with(left, claims[number])
+    for number in numbers[ContainerKind.INIT]:
+        found = cards(number, used)
+        if isinstance(found, Refusal):
+            found = cards(number)
+        if isinstance(found, Refusal):
+            return found
+        claims[number] = tuple(found)
+    ordered = tuple(claims[number] for number in range(len(demand.containers)))
+    kinds = [each.kind for each in demand.containers]
+    return Placement(ordered, footprint(kinds, ordered))
+
+
+def _refused_by_node(
+    demand: Demand, hardware: Hardware, taken: Sequence[Amounts]
+) -> Refusal | None:
+    """Return the first of the cheap reasons for which the Node cannot serve the pod
+    (vgpu-manager §5.2, 3e), None where there is none.
+    """
+    if demand.memory_policy and demand.memory_policy != (
+        VIRTUAL if hardware.is_oversold else PHYSICAL
+    ):
+        return Refusal(Reason.NodeMemoryTypeMismatch)
+    free = [
+        (card, amounts)
+        for card, amounts in zip(hardware.cards, taken, strict=True)
+        if card.blocked is None
+    ]
+    sizes = {card.memory_mib for card, _ in free}
+    whole = min(sizes) if len(sizes) == 1 else 0
+    most_memory, most_cores = (
+        max((each.memory_units or 0 for each in demand.containers), default=0)
+        * hardware.memory_factor,
+        max((each.cores_percent for each in demand.containers), default=0),
+    )
+    slots, memory, cores = total(demand, hardware.memory_factor, whole)
+    checks = (
+        (demand.most_cards > len(free), Reason.InsufficientGPUCards),
+        (
+            most_cores > max((card.cores_percent for card, _ in free), default=0),
+            Reason.InsufficientVGPUCore,
+        ),
+        (most_memory > max(sizes, default=0), Reason.InsufficientVGPUMemory),
+        (
+            slots > sum(card.slots - amounts[0] for card, amounts in free),
+            Reason.InsufficientGPUResources,
+        ),
+        (
+            cores > sum(card.cores_percent - amounts[2] for card, amounts in free),
+            Reason.InsufficientVGPUCore,
+        ),
+        (
+            memory > sum(card.memory_mib - amounts[1] for card, amounts in free),
+            Reason.InsufficientVGPUMemory,
+        ),
+    )
+    return next((Refusal(reason) for fails, reason in checks if fails), None)
+
+
+def _cards(
+    demand: Demand,
+    container: ContainerDemand,
+    hardware: Hardware,
+    taken: Sequence[Amounts],
+    unwanted: Mapping[int, Reason],
+    *,
+    among: Collection[int] | None,
+) -> tuple[CardClaim, ...] | Refusal:
+    """Choose the cards of one container, ``among`` some or all of the Node's."""
+    reasons: collections.Counter[Reason] = collections.Counter()
+    candidates = []
+    for number, card in enumerate(hardware.cards):
+        if among is not None and number not in among:
+            continue
+        reason = _why_not(container, hardware, card, taken[number]) or unwanted.get(number)
+        if reason:
+            reasons[reason] += 1
+            continue
+        slots, memory, cores = taken[number]
+        parts = (
+            (card.slots - slots) / card.slots,
+            (card.memory_mib - memory) / max(card.memory_mib, 1),
+            (card.cores_percent - cores) / card.cores_percent,
+        )
+        score = favour(demand.device_policy, parts)
+        candidates.append(Candidate(str(number), number, card.numa, _RANK, score))
+    if len(candidates) < container.number:
+        [(most, _)] = reasons.most_common(1) or [(Reason.InsufficientGPUCards, 0)]
+        return Refusal(most, dict(reasons))
+    chosen = by_topology(
+        in_order(candidates, demand.device_policy),
+        container.number,
+        demand.device_policy,
+        demand.topology_mode,
+        _links(hardware),
+    )
+    if chosen is None:
+        return Refusal(
+            Reason.NUMATopologyUnsatisfied
+            if demand.topology_mode == NUMA_STRICT
+            else Reason.LinkTopologyUnsatisfied
+        )
+    return tuple(
+        CardClaim(
+            number,
+            container.cores_percent,
+            _memory_mib(container, hardware, hardware.cards[number]),
+        )
+        for number in sorted(card.number for card in chosen.cards)
+    )
+
+
+def _why_not(
+    container: ContainerDemand, hardware: Hardware, card: Card, taken: Amounts
+) -> Reason | None:
+    """Return why the container cannot have a share of the card (vgpu-manager §5.5)."""
+    slots, memory, cores = taken
+    free_cores = card.cores_percent - cores
+    if card.blocked is not None:
+        return card.blocked
+    if slots >= card.slots:
+        return Reason.InsufficientVGPUSlot
+    if _memory_mib(container, hardware, card) > card.memory_mib - memory:
+        return Reason.InsufficientVGPUMemory
+    if container.cores_percent > free_cores or free_cores <= 0:
+        return Reason.InsufficientVGPUCore
+    return None
+
+
+def _memory_mib(container: ContainerDemand, hardware: Hardware, card: Card) -> int:
+    if container.memory_units is None:
+        return card.memory_mib
+    return container.memory_units * hardware.memory_factor
+
+
+def _links(hardware: Hardware) -> Links:
+    types = {(str(one), str(other)): each for one, other, each in hardware.links}
+    return Links(types, [str(number) for number in range(len(hardware.cards))])
+
+
+def _with(taken: Sequence[Amounts], claims: Sequence[CardClaim]) -> list[Amounts]:
+    """Return ``taken`` with the claims of one container."""
+    found = list(taken)
+    for claim in claims:
+        found[claim.card] = add(found[claim.card], (1, claim.memory_mib, claim.cores_percent))
+    return found
+
+
+def _larger(one: Amounts, other: Amounts) -> Amounts:
+    return max(one[0], other[0]), max(one[1], other[1]), max(one[2], other[2])

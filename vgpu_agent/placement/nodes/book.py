@@ -1,0 +1,342 @@
+"""The cards of all Nodes and what pods hold of them, in memory: the extender's one state.
+
+Fed by the watches of Nodes and pods, and by the extender's own reservations. Nothing is read again
+for a pod that is to be placed. Nodes with equal cards of which equal parts are taken share a
+`State`, so a demand is compared with each state once and not with each Node.
+"""
+
+from __future__ import annotations
+
+import collections
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from vgpu_agent.placement.nodes.allocation import (
+    NOTHING,
+    CardClaim,
+    Placement,
+    Refusal,
+    add,
+    allocate,
+    footprint,
+)
+from vgpu_agent.placement.nodes.cards import Unfit
+from vgpu_agent.placement.nodes.ranking import rank
+from vgpu_agent.placement.nodes.reasons import Reason
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Mapping, Sequence
+
+    from vgpu_agent.placement.nodes.allocation import Amounts
+    from vgpu_agent.placement.nodes.cards import Hardware, NodeCards
+    from vgpu_agent.placement.nodes.demand import Demand
+    from vgpu_agent.pods import ContainerKind
+
+# Demands whose verdicts are kept, and the states that are kept for each, and for each hardware.
+_MAX_DEMANDS, _MAX_STATES = 128, 20_000
+
+
+class HeldCard(msgspec.Struct, frozen=True):
+    """One card of a container, by UUID, with percent of compute and MiB of memory."""
+
+    uuid: str
+    cores_percent: int
+    memory_mib: int
+
+
+class Holding(msgspec.Struct, frozen=True):
+    """What a pod holds on a Node: the kinds of its containers, and the cards of each."""
+
+    node: str
+    kinds: tuple[ContainerKind, ...]
+    cards: tuple[tuple[HeldCard, ...], ...]
+
+
+class Choice(msgspec.Struct, frozen=True):
+    """The Node of a pod.
+
+    Attributes:
+        node: its name; empty where the pod fits on none.
+        holding: what the pod would hold there; None where it fits on none.
+        reasons: Node → why not, of those that do not fit.
+    """
+
+    node: str
+    holding: Holding | None
+    reasons: Mapping[str, Reason]
+
+
+class State:
+    """Cards and what is taken of them; Nodes that look the same have the same one."""
+
+    __slots__ = ("hardware", "taken")
+
+    def __init__(self, hardware: Hardware, taken: tuple[Amounts, ...]) -> None:
+        self.hardware, self.taken = hardware, taken
+
+
+class _Verdict(msgspec.Struct, frozen=True):
+    """What a demand is told by a state: why it does not fit, or how good it is."""
+
+    reason: Reason | None
+    rank: tuple[int, float] = (0, 0.0)
+
+
+class _Node:
+    """One Node.
+
+    State: why no pod fits on it at all, the UUIDs of its cards, its pods' holdings by UID, and,
+    where it has cards, what is taken of these.
+    """
+
+    __slots__ = ("holdings", "state", "states", "unfit", "uuids")
+
+    def __init__(self) -> None:
+        self.unfit = Reason.NodeCacheMiss
+        self.uuids: tuple[str, ...] = ()
+        self.holdings: dict[str, Holding] = {}
+        self.state: State | None = None
+        self.states: _States | None = None  # those of its hardware
+
+
+class _States:
+    """The states of Nodes with equal hardware, by what is taken."""
+
+    __slots__ = ("by_taken", "hardware")
+
+    def __init__(self, hardware: Hardware) -> None:
+        self.hardware = hardware
+        self.by_taken: dict[tuple[Amounts, ...], State] = {}
+
+    def state(self, taken: tuple[Amounts, ...]) -> State:
+        """Return the one state with that taken."""
+        if (found := self.by_taken.get(taken)) is None:
+            if len(self.by_taken) >= _MAX_STATES:
+                self.by_taken.clear()  # those of Nodes stay, and are only not found again
+            found = self.by_taken[taken] = State(self.hardware, taken)
+        return found
+
+
+class Book:
+    """The book of all cards; see the module.
+
+    State: in memory only. Nodes that were described, holdings by the pods' UIDs, and verdicts.
+    """
+
+    def __init__(self) -> None:
+        self._nodes: dict[str, _Node] = {}
+        self._node_of: dict[str, str] = {}  # UID of a pod → its Node
+        self._states: dict[Hardware, _States] = {}
+        self._verdicts: collections.OrderedDict[Demand, dict[State, _Verdict]] = (
+            collections.OrderedDict()
+        )
+
+    # -- what is known -----------------------------------------------------------------------------
+
+    def put_node(self, name: str, described: NodeCards | Unfit) -> None:
+        """Describe a Node, known or new."""
+        node = self._nodes.setdefault(name, _Node())
+        if isinstance(described, Unfit):
+            node.uuids, node.states, node.unfit = (), None, described.reason
+        else:
+            hardware = described.hardware
+            node.uuids = described.uuids
+            node.states = self._states.setdefault(hardware, _States(hardware))
+        _refresh(node)
+
+    def remove_node(self, name: str) -> None:
+        """Forget the description of a Node. Its pods' holdings stay until they end."""
+        if (node := self._nodes.get(name)) is None:
+            return
+        if node.holdings:
+            self.put_node(name, Unfit(Reason.NodeCacheMiss))
+        else:
+            del self._nodes[name]
+
+    def hold(self, uid: str, holding: Holding) -> None:
+        """Record what a pod holds, in the place of what it held before, even on another Node."""
+        node_name = self._node_of.get(uid)
+        if node_name is not None and node_name != holding.node:
+            self.release(uid)
+        node = self._nodes.setdefault(holding.node, _Node())
+        if node.holdings.get(uid) == holding:
+            return
+        node.holdings[uid] = holding
+        self._node_of[uid] = holding.node
+        _refresh(node)
+
+    def release(self, uid: str) -> Holding | None:
+        """Forget what a pod held and return it; None where it held nothing."""
+        if (name := self._node_of.pop(uid, None)) is None:
+            return None
+        node = self._nodes[name]
+        holding = node.holdings.pop(uid)
+        if node.states is None and node.unfit is Reason.NodeCacheMiss and not node.holdings:
+            del self._nodes[name]
+        else:
+            _refresh(node)
+        return holding
+
+    def holding(self, uid: str) -> Holding | None:
+        """Return what a pod holds."""
+        name = self._node_of.get(uid)
+        return None if name is None else self._nodes[name].holdings[uid]
+
+    def taken(self, name: str) -> tuple[Amounts, ...]:
+        """Return what pods take of each card of a Node: slots, MiB, percent; empty where it is not
+        described.
+        """
+        node = self._nodes.get(name)
+        return () if node is None or node.state is None else node.state.taken
+
+    # -- where a pod goes --------------------------------------------------------------------------
+
+    def choose(self, demand: Demand, names: Sequence[str]) -> Choice:
+        """Return the best of the named Nodes for a pod that holds nothing.
+
+        Nodes are ranked by the topology mode, then by the policy over Nodes; without a policy the
+        first named one wins, otherwise the one whose name comes first (vgpu-manager §5.4).
+        """
+        verdict_of = self._verdict_of(demand)
+        by_name = demand.node_policy != "none"
+        reasons: dict[str, Reason] = {}
+        best, best_rank = "", (-1, 0.0)
+        for name in names:
+            node = self._nodes.get(name)
+            verdict = _UNKNOWN if node is None else verdict_of(node)
+            if verdict.reason is not None:
+                reasons[name] = verdict.reason
+            elif verdict.rank > best_rank or (
+                by_name and verdict.rank == best_rank and name < best
+            ):
+                best, best_rank = name, verdict.rank
+        if best:
+            node = self._nodes[best]
+            placed = _place(demand, node)
+            if isinstance(placed, Placement):
+                return Choice(best, _holding(best, node, demand, placed), reasons)
+        return Choice("", None, reasons)
+
+    def refusal(self, demand: Demand, name: str) -> Refusal | None:
+        """Return in detail why a pod does not fit on a Node, None if it does."""
+        found = _place(demand, self._nodes.get(name) or _Node())
+        return found if isinstance(found, Refusal) else None
+
+    def _verdict_of(self, demand: Demand) -> Callable[[_Node], _Verdict]:
+        if demand.names_cards:
+            return lambda node: _verdict(demand, node)
+        table = self._verdicts.setdefault(demand, {})
+        self._verdicts.move_to_end(demand)
+        if len(self._verdicts) > _MAX_DEMANDS:
+            self._verdicts.popitem(last=False)
+        if len(table) > _MAX_STATES:
+            table.clear()
+
+        def known(node: _Node) -> _Verdict:
+            if (state := node.state) is None:
+                return _verdict(demand, node)
+            if (found := table.get(state)) is None:
+                found = table[state] = _verdict(demand, node)
+            return found
+
+        return known
+
+
+_UNKNOWN = _Verdict(Reason.NodeCacheMiss)
+
+
+def _verdict(demand: Demand, node: _Node) -> _Verdict:
+    found, state = _place(demand, node), node.state
+    if isinstance(found, Refusal) or state is None:
+        return _Verdict(found.reason if isinstance(found, Refusal) else node.unfit)
+    return _Verdict(None, rank(demand, state.hardware, state.taken, found.footprint))
+
+
+def _place(demand: Demand, node: _Node) -> Placement | Refusal:
+    if (state := node.state) is None:
+        return Refusal(node.unfit)
+    unwanted = _unwanted(demand, state.hardware, node.uuids)
+    return allocate(demand, state.hardware, state.taken, unwanted)
+
+
+def _holding(name: str, node: _Node, demand: Demand, placed: Placement) -> Holding:
+    """Return the placement by UUIDs."""
+    return Holding(
+        name,
+        tuple(each.kind for each in demand.containers),
+        tuple(
+            tuple(
+                HeldCard(node.uuids[claim.card], claim.cores_percent, claim.memory_mib)
+                for claim in claims
+            )
+            for claims in placed.claims
+        ),
+    )
+
+
+def _refresh(node: _Node) -> None:
+    """Find the Node's state anew, after its description or its holdings have changed."""
+    node.state = (
+        node.states.state(_sum(node.uuids, node.holdings.values())) if node.states else None
+    )
+
+
+def _unwanted(demand: Demand, hardware: Hardware, uuids: Sequence[str]) -> dict[int, Reason]:
+    """Return why the pod does not want some cards."""
+    found = {}
+    for number, (card, uuid) in enumerate(zip(hardware.cards, uuids, strict=True)):
+        if not _is_wanted(card.model, demand.include_types, demand.exclude_types, _has_word):
+            found[number] = Reason.DeviceTypeMismatch
+        elif not _is_wanted(uuid, demand.include_uuids, demand.exclude_uuids, _has_text):
+            found[number] = Reason.DeviceUUIDMismatch
+    return found
+
+
+def _is_wanted(
+    text: str,
+    included: Sequence[str],
+    excluded: Sequence[str],
+    matches: Callable[[str, str], bool],
+) -> bool:
+    low = text.lower()
+    return (not included or any(matches(low, entry) for entry in included)) and not any(
+        matches(low, entry) for entry in excluded
+    )
+
+
+def _has_text(text: str, entry: str) -> bool:
+    return entry in text
+
+
+def _has_word(text: str, entry: str) -> bool:
+    """Tell whether ``entry`` stands in ``text`` as a word: ``a10`` is none of ``nvidia a100``,
+    which vgpu-manager takes for one (vgpu-manager §12.3).
+    """
+    place = text.find(entry)
+    while place >= 0:
+        end = place + len(entry)
+        if not text[place - 1 : place].isalnum() and not text[end : end + 1].isalnum():
+            return True
+        place = text.find(entry, place + 1)
+    return False
+
+
+def _sum(uuids: Sequence[str], holdings: Iterable[Holding]) -> tuple[Amounts, ...]:
+    """Add up what pods hold of each card; cards that the Node does not have any more count for
+    nothing.
+    """
+    numbers = {uuid: number for number, uuid in enumerate(uuids)}
+    taken = [NOTHING] * len(numbers)
+    for holding in holdings:
+        claims = [
+            [
+                CardClaim(numbers[each.uuid], each.cores_percent, each.memory_mib)
+                for each in of_container
+                if each.uuid in numbers
+            ]
+            for of_container in holding.cards
+        ]
+        for card, amounts in footprint(holding.kinds, claims).items():
+            taken[card] = add(taken[card], amounts)
+    return tuple(taken)

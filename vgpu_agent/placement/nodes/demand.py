@@ -1,0 +1,107 @@
+"""The demand of a pod: what its containers ask for and how its cards are to be chosen.
+
+Pods of one job have equal demands, so what follows from a demand for the cards of a Node is
+computed once for all of them (`book`).
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+from vgpu_agent.placement.topology import NONE
+from vgpu_agent.pods import ContainerKind
+
+VIRTUAL, PHYSICAL = "virtual", "physical"
+
+
+class ContainerDemand(msgspec.Struct, frozen=True):
+    """What a container asks of each of its cards.
+
+    Attributes:
+        kind: when it runs.
+        number: of cards, at least 1.
+        cores_percent: compute; 0 for no limit.
+        memory_units: memory in units of the Node; None for all of the card's.
+    """
+
+    kind: ContainerKind
+    number: int
+    cores_percent: int
+    memory_units: int | None
+
+
+class Demand(msgspec.Struct, frozen=True):
+    """What a pod asks of its Node, without names: equal for all pods of a job.
+
+    Attributes:
+        containers: those that ask for cards, init containers and sidecars first.
+        node_policy: ``binpack``, ``spread`` or ``none``, over Nodes.
+        device_policy: the same, over the cards of a Node.
+        topology_mode: ``none``, ``numa``, ``numa-strict``, ``link`` or ``link-strict``.
+        memory_policy: `VIRTUAL`, `PHYSICAL`, or empty for both.
+        include_types: a card's product name must contain one of these words, if there are any.
+        exclude_types: it must contain none of these.
+        include_uuids: a card's UUID must contain one of these texts, if there are any.
+        exclude_uuids: it must contain none of these.
+    """
+
+    containers: tuple[ContainerDemand, ...]
+    node_policy: str = NONE
+    device_policy: str = NONE
+    topology_mode: str = NONE
+    memory_policy: str = ""
+    include_types: tuple[str, ...] = ()
+    exclude_types: tuple[str, ...] = ()
+    include_uuids: tuple[str, ...] = ()
+    exclude_uuids: tuple[str, ...] = ()
+
+    @property
+    def names_cards(self) -> bool:
+        """Tell whether it depends on the UUIDs of a Node's cards which of them fit."""
+        return bool(self.include_uuids or self.exclude_uuids)
+
+    @property
+    def most_cards(self) -> int:
+        """The number of different cards of the container that asks for most."""
+        return max((each.number for each in self.containers), default=0)
+
+
+class PodDemand(msgspec.Struct, frozen=True):
+    """The demand of one pod, and the names of the containers of ``demand.containers``."""
+
+    demand: Demand
+    names: tuple[str, ...]
+
+
+def total(demand: Demand, memory_factor: int, whole_card_mib: int) -> tuple[int, int, int]:
+    """Return slots, MiB of memory and percent of compute that the pod takes in all while most of it
+    runs: its sidecars, and all main containers or the init container that asks for most.
+
+    ``whole_card_mib`` is the memory that a container takes that asks for all of a card's.
+    """
+
+    def of(container: ContainerDemand) -> tuple[int, int, int]:
+        memory = (
+            whole_card_mib
+            if container.memory_units is None
+            else container.memory_units * memory_factor
+        )
+        return (
+            container.number,
+            container.number * memory,
+            container.number * container.cores_percent,
+        )
+
+    by_kind = {
+        kind: [of(each) for each in demand.containers if each.kind is kind]
+        for kind in ContainerKind
+    }
+    slots, memory, cores = (
+        sum(each[part] for each in by_kind[ContainerKind.SIDECAR])
+        + max(
+            sum(each[part] for each in by_kind[ContainerKind.MAIN]),
+            max((each[part] for each in by_kind[ContainerKind.INIT]), default=0),
+        )
+        for part in range(3)
+    )
+    return slots, memory, cores

@@ -1,0 +1,107 @@
+"""Which of the Nodes that fit is the best for a pod (vgpu-manager §5.4)."""
+
+from __future__ import annotations
+
+import functools
+import math
+from typing import TYPE_CHECKING
+
+from vgpu_agent.placement.linked import components
+from vgpu_agent.placement.nodes.allocation import add
+from vgpu_agent.placement.nodes.demand import total
+from vgpu_agent.placement.rooms import BINPACK
+from vgpu_agent.placement.topology import LINK, LINK_STRICT, NONE, NUMA, NUMA_STRICT
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from vgpu_agent.placement.nodes.allocation import Amounts
+    from vgpu_agent.placement.nodes.cards import Hardware
+    from vgpu_agent.placement.nodes.demand import Demand
+
+# The types of links from which on cards belong together, by fitness (vgpu-manager §5.4, §5.6).
+_LINK_FITNESS = ((5, 7), (4, 4), (3, 2), (2, 1))
+_MIB_PER_WEIGHT = 1024
+
+
+def rank(
+    demand: Demand,
+    hardware: Hardware,
+    taken: Sequence[Amounts],
+    footprint: Mapping[int, Amounts],
+) -> tuple[int, float]:
+    """Return how good a Node on which the pod fits is: of two, the larger is better.
+
+    Args:
+        demand: of the pod.
+        hardware: the Node's cards.
+        taken: by card, what other pods take of it.
+        footprint: what the pod would take.
+    """
+    return _fitness(hardware, demand.topology_mode, demand.most_cards), _score(
+        demand, hardware, taken, footprint
+    )
+
+
+@functools.lru_cache(maxsize=1024)
+def _fitness(hardware: Hardware, mode: str, cards: int) -> int:
+    """Return how well the Node's cards, also those in use, suit the topology mode."""
+    if mode in {NUMA, NUMA_STRICT}:
+        nodes = [card.numa for card in hardware.cards if card.numa is not None]
+        if any(nodes.count(numa) >= cards for numa in nodes):
+            return 2
+        return 1 if nodes else 0
+    if mode not in {LINK, LINK_STRICT} or not hardware.links:
+        return 0
+    types = {(str(one), str(other)): max(each, default=0) for one, other, each in hardware.links}
+    every = [str(number) for number in range(len(hardware.cards))]
+    for fitness, least in _LINK_FITNESS:
+
+        def linked(one: str, other: str, least: int = least) -> bool:
+            return types.get((one, other), 0) >= least
+
+        if any(len(group) >= cards for group in components(every, linked)):
+            return fitness
+    return 1
+
+
+def _score(
+    demand: Demand,
+    hardware: Hardware,
+    taken: Sequence[Amounts],
+    footprint: Mapping[int, Amounts],
+) -> float:
+    if demand.node_policy == NONE:
+        return 0.0
+    pack = demand.node_policy == BINPACK
+    weights = _weights(demand)
+    have, used = [0, 0, 0], [0, 0, 0]
+    for number, card in enumerate(hardware.cards):
+        if card.blocked is None:
+            amounts = taken[number]
+            if pack and number in footprint:
+                amounts = add(amounts, footprint[number])
+            for part, size in enumerate((card.slots, card.memory_mib, card.cores_percent)):
+                have[part] += size
+                used[part] += amounts[part]
+    parts = [part / size if size else 0.0 for part, size in zip(used, have, strict=True)]
+    # Equal Nodes must have equal scores, however they were computed.
+    return round(
+        sum(
+            weight * (part if pack else 1 - part)
+            for weight, part in zip(weights, parts, strict=True)
+        ),
+        12,
+    )
+
+
+@functools.lru_cache(maxsize=1024)
+def _weights(demand: Demand) -> tuple[float, float, float]:
+    """Return how much slots, memory and compute of a Node count; they depend on the pod alone."""
+    number, memory, cores = total(demand, 1, 0)
+    parts = (
+        float(number),
+        float(max(math.ceil(memory / _MIB_PER_WEIGHT), number)) if memory else float(number),
+        cores / 100,
+    )
+    return parts[0] / sum(parts), parts[1] / sum(parts), parts[2] / sum(parts)
