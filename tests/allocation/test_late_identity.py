@@ -9,6 +9,7 @@ import asyncio
 import pytest
 
 from tests.allocation.binding_parts import IDS, NUMBER, Place, a_pod, wants
+from tests.allocation.later_parts import booked, confirm, running
 from tests.golden import U0, U1
 from vgpu_agent.allocation.carrier import grant_token
 from vgpu_agent.allocation.identification import NotProvenError
@@ -207,3 +208,23 @@ async def test_two_pods_of_one_name_are_not_told_apart_without_the_checkpoint() 
     with pytest.raises(NotProvenError, match="the kubelet lists two pods named default/web-0"):
         await place.start(IDS[:1])
     assert place.carrier.specs == {}
+
+
+async def test_ids_of_a_successor_unseen_are_not_its_predecessors() -> None:
+    """A pod that was deleted by force and made anew has the name of one that still runs. Without
+    the checkpoint and the API server the kubelet's records tell names only, and the memory of the
+    first would be booked for both.
+    """
+    place = Place()
+    old = a_pod("web-0", uid="old", annotations=wants(main=f"{U0} 30000"))
+    place.book.put(old)
+    await place.admit(old, "main", IDS[:1])
+    await place.start(IDS[:1])
+    confirm(place)
+    place.book.put(running(old))
+    await place.admit(a_pod("web-0", uid="new"), "main", IDS[1:2])
+    place.checkpoint = None
+    for _ in range(2):
+        confirm(place)
+        assert booked(place) == {U0: 30000}
+        assert place.ledger.audit() == []

@@ -436,3 +436,31 @@ def test_an_init_container_without_gpu_tells_of_a_new_sandbox_too() -> None:
     pod = a_pod("train", PodContainer("fetch", init("x").kind), init("first"), "main")
     pod = told(told(pod, "fetch", completed=True, ended_at=120.0), "first", completed=True)
     assert starting_container(pod, ("first", "main"), record("main"), settled=False) == "first"
+
+
+async def test_ids_that_an_ended_init_container_leaves_are_nobodys_share() -> None:
+    """The kubelet's records keep all three ids of the first container, of which the second one has
+    two. The third belongs to no record of the second: its memory would be booked twice.
+    """
+    place = a_place()
+    pod = a_pod(
+        "train",
+        init("first", 3),
+        init("second", 2),
+        PodContainer("main", limits={NUMBER: 2}),
+        annotations=wants(first=f"{U1} 500", second=f"{U0} 1000", main=f"{U0} 2000"),
+    )
+    place.book.put(pod)
+    for name, count in (("first", 3), ("second", 2), ("main", 2)):
+        await place.admit(pod, name, IDS[:count], listed=name == "main")
+    await place.start(IDS[:3])
+    place.book.put(over(pod, "first"))
+    await place.start(IDS[:2])
+    for _ in range(2):
+        confirm(place)
+        assert booked(place) == {U0: 1000}
+    after = a_place(carrier=place.carrier)
+    after.checkpoint, after.pod_resources = place.checkpoint, place.pod_resources
+    after.book.put(over(pod, "first"))
+    confirm(after, initial=True)
+    assert booked(after) == {U0: 1000}

@@ -46,13 +46,15 @@ _Index = tuple["dict[str, list[GrantRecord]]", "dict[str, list[GrantRecord]]"]
 class Interpretation:
     """The interpreter of the kubelet's holdings. It uses families, pods and grant records.
 
-    State: an index of the grant records, rebuilt when they change.
+    State: an index of the grant records, rebuilt when they change; and the holdings of the last
+    `with_single_holders`, to which each interpreted holding belongs.
     """
 
     def __init__(self, context: Context) -> None:
         self._context = context
         self._ledger = context.ledger
         self._index: tuple[tuple[GrantRecord, ...], _Index] | None = None
+        self._holdings: tuple[Holding, ...] = ()
 
     def with_single_holders(self, records: KubeletRecords) -> KubeletRecords:
         """Return ``records`` with one holder for each id, see `holdings.with_single_holders`."""
@@ -67,15 +69,11 @@ class Interpretation:
         }
         found = with_single_holders(records, names, self._context.pods, running_inits, decided)
         hidden = self._hidden_inits(running_inits) if records.entries is None else {}
-        return msgspec.structs.replace(
-            found,
-            holdings=tuple(
-                self._with_recorded_container(holding, hidden)
-                if holding.resource in names
-                else holding
-                for holding in found.holdings
-            ),
+        self._holdings = tuple(
+            self._with_recorded_container(holding, hidden) if holding.resource in names else holding
+            for holding in found.holdings
         )
+        return msgspec.structs.replace(found, holdings=self._holdings)
 
     def __call__(self, holding: Holding) -> InterpretedHolding | None:
         """Interpret one holding, for `Ledger.reconcile`. Return None when the resource is not one
@@ -246,7 +244,12 @@ class Interpretation:
         """
         name = holding.owner.container
         container = pod.container(name) if pod else None
-        if pod is None or container is None or not self._started_in_this_sandbox(pod, container):
+        if (
+            pod is None
+            or container is None
+            or not self._started_in_this_sandbox(pod, container)
+            or (not holding.owner.pod_uid and self._has_other_ids(pod, holding))
+        ):
             return InterpretedHolding(family.name, (), by_pod=True)
         decision = family.recall(question(self._context, offered, pod, name, holding.ids))
         if decision is None:
@@ -258,6 +261,17 @@ class Interpretation:
             by_pod=True,
             decided_for=key,
             may_overcommit=decision.by_scheduler,
+        )
+
+    def _has_other_ids(self, pod: Pod, holding: Holding) -> bool:
+        """Tell whether the ledger has other ids for the container of that name in ``pod``. Then the
+        holding is of another pod of the same name, which the watch does not show yet.
+        """
+        return any(
+            grant.decided_for == (pod.kubelet_uid, holding.owner.container)
+            and grant.resource == holding.resource
+            and set(grant.ids).isdisjoint(holding.ids)
+            for grant in self._ledger.grants
         )
 
     def _started_in_this_sandbox(self, pod: Pod, container: PodContainer) -> bool:
@@ -279,8 +293,9 @@ class Interpretation:
         """Return the grant record of the container in ``holding``; None without one.
 
         A record with the same ids is found by these. A container that shares its ids with another
-        one may have a record with more ids, which is found by the container's name. The newest
-        record counts: a static pod keeps its UID when it is created again.
+        one may have a record with more ids, which is found by the container's name, unless a
+        holding has just the ids of that record. The newest record counts: a static pod keeps its
+        UID when it is created again.
         """
         owner, token = holding.owner, grant_token(holding.resource, holding.ids)
         by_token, by_uid = self._indexed(self._context.carrier.records)
@@ -288,13 +303,24 @@ class Interpretation:
         more_ids = [
             record
             for record in by_uid.get(owner.pod_uid, ())
-            if record.id_count > len(holding.ids) and _may_share_ids(pod, record.owner, owner)
+            if record.id_count > len(holding.ids)
+            and _may_share_ids(pod, record.owner, owner)
+            and not self._is_held_whole(record)
         ]
         candidates = [
             record for record in (*same_ids, *more_ids) if record.resource == holding.resource
         ]
         return max(
             candidates, key=lambda record: (record.token == token, record.decided_at), default=None
+        )
+
+    def _is_held_whole(self, record: GrantRecord) -> bool:
+        """Tell whether one holding of the pod has all ids of the record, so no other has any."""
+        return any(
+            len(holding.ids) == record.id_count
+            and holding.owner.pod_uid == record.owner.pod_uid
+            and grant_token(holding.resource, holding.ids) == record.token
+            for holding in self._holdings
         )
 
     def _is_over(self, pod: Pod, name: str) -> bool:
