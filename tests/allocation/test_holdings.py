@@ -199,3 +199,34 @@ def test_a_container_that_the_pod_does_not_name_is_taken_for_one_that_stays() ->
 def test_a_container_that_its_pod_does_not_have_rules_nothing_out() -> None:
     """A mirror pod may differ from its static pod. A loop over all grants must not end with it."""
     assert ruled_out(ALL_KINDS, "unknown") == ()
+
+
+def test_a_holding_without_a_uid_is_of_the_pod_that_has_its_ids() -> None:
+    """Two pods have the ids in containers of one name, so the kubelet's records name no UID."""
+    train, serve = a_pod("train"), a_pod("serve")
+    nameless = Holding(NUMBER, ("a",), Owner("main", "", train.namespace, train.name))
+    records = KubeletRecords(
+        (OTHER, nameless), entries=(line(serve, "main", "a"), line(train, "main", "a"))
+    )
+    found = with_single_holders(
+        records, {NUMBER}, book(train, serve), (), {(train.uid, "main", NUMBER)}
+    )
+    assert Holding(NUMBER, ("a",), Owner("main", train.uid, train.namespace, train.name)) in (
+        found.holdings
+    )
+
+
+def test_a_holding_without_a_uid_is_not_of_a_namesake_with_other_ids() -> None:
+    """A pod that was deleted by force still has its ids; its successor has others."""
+    new, other = a_pod("web-0", uid="new"), a_pod("train")
+    nameless = Holding(NUMBER, ("a",), Owner("main", "", new.namespace, new.name))
+    records = KubeletRecords(
+        (OTHER, nameless),
+        entries=(
+            Holding(NUMBER, ("a",), Owner("main", "old")),
+            line(other, "main", "a"),
+            line(new, "main", "b"),
+        ),
+    )
+    found = with_single_holders(records, {NUMBER}, book(new, other))
+    assert nameless in found.holdings

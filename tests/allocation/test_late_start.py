@@ -21,7 +21,6 @@ from tests.allocation.binding_parts import (
     init,
     wants,
 )
-from tests.allocation.later_parts import confirm
 from tests.golden import U0, U1
 from vgpu_agent.allocation.carrier import cdi_name, grant_token
 from vgpu_agent.allocation.identification import START_SECONDS, NotProvenError
@@ -448,25 +447,3 @@ async def test_what_is_left_of_a_grants_ids_has_a_name_of_its_own() -> None:
     for left, is_foreign in ((IDS[1:2], True), (IDS[:2], False)):
         before = msgspec.structs.replace(record, token=grant_token(NUMBER, left), owner=owner)
         assert place.allocator.late_start.is_foreign(before) is is_foreign
-
-
-@pytest.mark.parametrize("is_reversed", [False, True])
-async def test_a_started_container_keeps_its_room_when_its_ids_are_given_again(
-    is_reversed: bool,
-) -> None:
-    """The kubelet may give ids to two pods (kubelet §7). The second one cannot start,
-    and the memory of the first must not look free meanwhile.
-    """
-    place = Place()
-    train, serve = (a_pod(name, annotations=wants(main=f"{U0} 40960")) for name in ("a", "b"))
-    place.book.replace([train, serve])
-    await place.admit(train, "main", IDS[:1])
-    await place.start(IDS[:1])
-    await place.admit(serve, "main", IDS[:1])
-    assert place.checkpoint is not None
-    if is_reversed:
-        place.checkpoint.reverse()
-    confirm(place, times=2)
-    assert [(grant.decided_for, grant.shares) for grant in place.ledger.grants if grant.shares] == [
-        ((train.uid, "main"), (Share(U0, 40960),))
-    ]

@@ -4,8 +4,6 @@ and containers that may start unasked.
 
 from __future__ import annotations
 
-import asyncio
-
 import msgspec
 import pytest
 
@@ -18,7 +16,7 @@ from vgpu_agent.device_ids import DeviceId
 from vgpu_agent.errors import AgentError, HostFileError, RequestRefusedError
 from vgpu_agent.families.family import Ownership
 from vgpu_agent.model import Decider, Inventory, Resource
-from vgpu_agent.pods import Pod, PodContainer
+from vgpu_agent.pods import PodContainer
 
 EARLY, LATE = (
     BindingMode(late=late, by_annotation=False, reason="a test") for late in (False, True)
@@ -171,68 +169,3 @@ async def test_only_a_cdi_name_lets_a_container_start_unasked(
     # a container of the version before could choose what such a spec mounts
     place.carrier.outdated = True
     assert not place.allocator.may_start_unasked(NUMBER)
-
-
-async def _given_twice(*names: str) -> tuple[Place, list[Pod]]:
-    """A node whose kubelet has given the same ids to the pods of these names."""
-    place = Place()
-    pods = [a_pod(name, annotations=wants(main=f"{U0} 100")) for name in names]
-    for pod in pods:
-        place.book.put(pod)
-        await place.admit(pod, "main", IDS[:1])
-    return place, pods
-
-
-def _final(place: Place) -> list[str]:
-    return [refusal.pod.name for refusal in place.refusals.current if refusal.final]
-
-
-@pytest.mark.looptime
-async def test_of_two_pods_with_the_same_ids_the_later_one_gives_way() -> None:
-    """The kubelet takes the ids from neither, so without that both would wait for ever. One reading
-    may be unlucky, so the first refusal decides nothing.
-    """
-    place, (train, serve) = await _given_twice("train", "serve")
-    await refused(place)
-    assert _final(place) == []
-    await asyncio.sleep(10)
-    await refused(place)
-    assert _final(place) == ["serve"]
-    (final,) = (refusal for refusal in place.refusals.current if refusal.final)
-    assert "in two pods at once" in final.text
-    assert "delete this one" in final.text
-    place.forget(serve)
-    place.book.replace([train])
-    await place.start(IDS[:1])
-    assert [grant.decided_for for grant in place.ledger.grants] == [("uid-train", "main")]
-    assert [refusal.pod.name for refusal in place.refusals.current] == ["serve"]
-
-
-@pytest.mark.looptime
-async def test_the_pod_that_has_started_keeps_ids_that_were_given_twice() -> None:
-    """It is the later one here; its work must not be lost for a fault of the kubelet."""
-    place, (train, serve) = await _given_twice("train", "serve")
-    both = place.checkpoint, place.pod_resources
-    place.forget(train)
-    await place.start(IDS[:1])
-    place.checkpoint, place.pod_resources = both
-    for _ in range(2):
-        await refused(place)
-        await asyncio.sleep(10)
-    assert _final(place) == ["train"]
-    running = msgspec.structs.replace(serve.containers[0], started=True, running=True)
-    place.refusals.forget_absent([])
-    place.book.put(msgspec.structs.replace(serve, containers=(running,)))
-    await refused(place)
-    assert [refusal.pod.name for refusal in place.refusals.current] == [train.name]
-
-
-@pytest.mark.looptime
-async def test_a_pod_alone_never_gives_way() -> None:
-    """Of the other one nothing is known, so it may be gone already."""
-    place, (train, _) = await _given_twice("train", "serve")
-    place.book.replace([train])
-    for _ in range(3):
-        await refused(place)
-        await asyncio.sleep(10)
-    assert _final(place) == []

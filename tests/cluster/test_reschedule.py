@@ -206,6 +206,17 @@ async def test_a_refusal_that_becomes_final_is_told_again_at_once() -> None:
     assert len(world.told) == 2
 
 
+async def test_a_refusal_that_becomes_final_for_the_same_reason_is_told_again() -> None:
+    """The advice is new: which of two pods with the same ids is to be deleted."""
+    world = World()
+    async with world.run():
+        world.refuse()
+        await asyncio.sleep(31)
+        world.refuse(advice="delete this one", final=True)
+        await asyncio.sleep(1)
+    assert [message.endswith("delete this one") for _, _, message in world.told] == [False, True]
+
+
 async def test_a_reason_with_changing_numbers_does_not_become_a_flood() -> None:
     """Each try has another number of free MiB. The owner gets one every half minute at most."""
     world = World()

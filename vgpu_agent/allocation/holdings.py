@@ -40,8 +40,9 @@ def with_single_holders(
 
     ``running_inits`` names the last started init container (pod's UID, container) of each pod. It
     holds its ids, whichever other containers have them as well. ``decided`` names the containers
-    (pod's UID, container, resource) that have a grant record. One of them holds ids that the
-    kubelet has given to another pod as well (kubelet §7): it may run, and the other cannot start.
+    (pod's UID, container, resource) that have a grant record. One of them, or one that runs by its
+    pod's status, holds ids that the kubelet has given to another pod as well (kubelet §7): the
+    other cannot start.
     """
     if records.entries is None:
         return records
@@ -57,8 +58,8 @@ def with_single_holders(
         if holding.resource in resources
     ]
     alive = {holding.owner.pod_uid: holding.owner for holding in listed if holding.owner.pod_uid}
-    # Holders without a UID have no entry in the checkpoint, so they keep the ids that pod-resources
-    # lists for them.
+    # Of holders without a UID no entry is known, so they keep the ids that pod-resources lists for
+    # them.
     found = [holding for holding in listed if not holding.owner.pod_uid]
     taken = {(holding.resource, id_) for holding in found for id_ in holding.ids}
     entries = [
@@ -180,22 +181,26 @@ def ended_before(grants: Iterable[Grant], pod: Pod, starting: Owner) -> list[int
 
 
 def _with_uid(holding: Holding, entries: Collection[Holding], pod_cache: PodCache) -> Holding:
-    """Return ``holding`` with the UID of the pod of its name, where it has none although the
-    checkpoint has that pod: two pods have the same ids in containers of the same name.
+    """Return ``holding`` with the UID of its pod, where it has none although the checkpoint has
+    that pod: several pods have these ids in containers of the same name, and only one of them has
+    the name of the holding.
     """
     owner = holding.owner
     if owner.pod_uid:
         return holding
-    pod = pod_cache.named(owner.namespace, owner.pod)
-    if pod is None or not pod_cache.is_only_one_of_its_name(pod):
-        return holding
-    named = msgspec.structs.replace(owner, pod_uid=pod.kubelet_uid)
-    is_recorded = any(
-        (entry.resource, entry.owner.pod_uid, entry.owner.container)
-        == (holding.resource, named.pod_uid, named.container)
+    found = {
+        entry.owner.pod_uid
         for entry in entries
-    )
-    return msgspec.structs.replace(holding, owner=named) if is_recorded else holding
+        if entry.resource == holding.resource
+        and entry.owner.container == owner.container
+        and set(holding.ids) <= set(entry.ids)
+        and (pod := pod_cache.get(entry.owner.pod_uid)) is not None
+        and (pod.namespace, pod.name) == (owner.namespace, owner.pod)
+    }
+    if len(found) != 1:
+        return holding
+    (uid,) = found
+    return msgspec.structs.replace(holding, owner=msgspec.structs.replace(owner, pod_uid=uid))
 
 
 def _lives(uid: str, alive: Collection[str], records: KubeletRecords, pod_cache: PodCache) -> bool:
@@ -223,7 +228,8 @@ def _rank(
         return -1, False, 0, name
     container = pod.container(name) if pod else None
     is_init = container is not None and container.kind is ContainerKind.INIT
-    is_undecided = not is_init and (uid, name, resource) not in decided
+    is_running = container is not None and container.running
+    is_undecided = not is_init and not is_running and (uid, name, resource) not in decided
     if container is None:
         return (0 if (resource, uid, name) in shown else 1), is_undecided, len(entry.ids), name
     return (2 if is_init else 0), is_undecided, len(entry.ids), name

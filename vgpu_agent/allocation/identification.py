@@ -500,13 +500,22 @@ def suspects(
     as far as they are known and have not ended.
     """
     wanted, found = set(ids), {}
+    recorded = {
+        entry.owner.pod_uid
+        for entry in kubelet_evidence.checkpoint or ()
+        if entry.resource == resource and not wanted.isdisjoint(entry.ids)
+    }
     for entry in (*(kubelet_evidence.checkpoint or ()), *(kubelet_evidence.pod_resources or ())):
         if entry.resource == resource and not wanted.isdisjoint(entry.ids):
             owner = entry.owner
             pod = (
                 pods.get(owner.pod_uid) if owner.pod_uid else pods.named(owner.namespace, owner.pod)
             )
-            if pod is not None and not pod.ended:
+            # a name alone may be that of a successor with other ids
+            is_meant = kubelet_evidence.checkpoint is None or (
+                pod is not None and pod.kubelet_uid in recorded
+            )
+            if pod is not None and not pod.ended and is_meant:
                 found[pod.kubelet_uid, owner.container] = (pod, owner.container)
     return tuple(found.values())
 

@@ -29,6 +29,7 @@ import msgspec
 
 from vgpu_agent import log
 from vgpu_agent.allocation import advice
+from vgpu_agent.allocation.ambiguities import Ambiguities
 from vgpu_agent.allocation.carrier import CDI_KIND, GrantRecord, cdi_name, grant_token
 from vgpu_agent.allocation.claims import resources_of_other_families
 from vgpu_agent.allocation.division import Division
@@ -62,16 +63,10 @@ if TYPE_CHECKING:
     from vgpu_agent.families.family import PodFamily, Question
     from vgpu_agent.isolation.edits import Provision
     from vgpu_agent.model import DeviceRoom, Grant, Resource, Share
-    from vgpu_agent.pods import Pod
 
 _logger = log.get(__name__)
 
 MIG_PREFIX = "MIG-"  # of the UUIDs of MIG instances, by NVML
-# How long the kubelet's records must name two pods for the same ids before one of them is refused
-# for good. A single reading may fall between the end of a pod and the admission of the next one.
-# The kubelet asks again about every quarter of a minute.
-AMBIGUITY_SECONDS = 5.0
-_GIVE_WAY = "the other pod keeps them: delete this one, so that the next one gets other ids"
 
 
 class LateStart:
@@ -85,7 +80,6 @@ class LateStart:
 
     Attributes:
         started: (UID, container, resource) → the grant.
-        ambiguities: how many starts were refused because the kubelet's records named two holders.
     """
 
     def __init__(
@@ -106,14 +100,17 @@ class LateStart:
         self._answered_tokens: set[str] = set()
         # the last verification was before the first list of pods, and found holders without shares
         self._pods_unread = False
-        # token → the loop's time at which the records first named two holders of these ids
-        self._ambiguous_since: dict[str, float] = {}
         # number of a grant → its ids, and the token of these
         self._tokens: dict[int, tuple[tuple[str, ...], str]] = {}
         # the ledger's version, and its grants then
         self._by_token: tuple[int, dict[str, Grant]] = -1, {}
         self.started: dict[tuple[str, str, str], Grant] = {}
-        self.ambiguities = 0
+        self._ambiguities = Ambiguities(context)
+
+    @property
+    def ambiguities(self) -> int:
+        """How many starts were refused because the kubelet's records named several holders."""
+        return self._ambiguities.total
 
     # -- Allocate ----------------------------------------------------------------------------------
 
@@ -187,9 +184,9 @@ class LateStart:
                 NotProvenError,
             ) as err:
                 raise self._refused(start, err) from err
-            self._context.refusals.clear(*start.key)
+            for name in {start.owner.container, *start.found.containers.get(start.key[0], ())}:
+                self._context.refusals.clear(start.owner.pod_uid, name)
             self._told_refusals.over(token)
-            self._ambiguous_since.pop(token, None)
             self.started[*start.key, offered.name] = grant
             self._context.journal.record(
                 "start.bound",
@@ -298,53 +295,13 @@ class LateStart:
         self, offered: Resource, ids: Sequence[str], token: str, family: PodFamily
     ) -> Start | GrantRecord:
         try:
-            return await self._identification.identify(offered, ids, token, family)
+            found = await self._identification.identify(offered, ids, token, family)
         except NotProvenError as err:
-            self.ambiguities += err.ambiguous
-            gives_way = self._which_gives_way(offered.name, token, err) if err.ambiguous else None
-            for suspect, container in err.suspects:
-                if _runs(suspect, container):
-                    continue  # it is not the one that starts
-                key = (suspect.kubelet_uid, container)
-                self._context.refusals.refuse(
-                    suspect,
-                    container,
-                    offered.name,
-                    str(err),
-                    advice=_GIVE_WAY if key == gives_way else "",
-                    final=key == gives_way,
-                )
+            self._ambiguities.refuse(offered.name, token, err, self.started)
             self._tell("start.not_proven", token, str(err), resource=offered.name)
             raise
-
-    def _which_gives_way(
-        self, resource: str, token: str, err: NotProvenError
-    ) -> tuple[str, str] | None:
-        """Return the container (pod's UID, container) that must give way to the other holder of the
-        same ids. Only those that do not run are candidates. First come those for which nothing was
-        decided, and among equals the one whose pod was bound last.
-
-        The kubelet keeps the ids of both pods until one of them is gone (kubelet §7), so neither
-        could ever start. None until it has been so for ``AMBIGUITY_SECONDS``, while only one pod is
-        known, and if all of them run.
-        """
-        now = asyncio.get_running_loop().time()
-        since = self._ambiguous_since.setdefault(token, now)
-        if now - since < AMBIGUITY_SECONDS or len({pod.uid for pod, _ in err.suspects}) < 2:
-            return None
-        decided = {grant.decided_for for grant in self._context.ledger.grants if grant.shares}
-        waiting = [
-            ((pod.kubelet_uid, container), pod.bound)
-            for pod, container in err.suspects
-            if not _runs(pod, container)
-        ]
-
-        def rank(each: tuple[tuple[str, str], int]) -> tuple[bool, int]:
-            key, bound = each
-            was_decided = key in decided or (*key, resource) in self.started
-            return not was_decided, bound
-
-        return max(waiting, key=rank)[0] if waiting else None
+        self._ambiguities.identified(token, None if isinstance(found, GrantRecord) else found)
+        return found
 
     def _start_as_before(self, offered: Resource, ids: Sequence[str], record: GrantRecord) -> None:
         """Let a container start again from the spec of its earlier start: the watch does not show
@@ -587,14 +544,13 @@ class LateStart:
         self._pods_unread = False
         uids = {pod.kubelet_uid for pod in pods.pods}
         self.started = {key: grant for key, grant in self.started.items() if key[0] in uids}
+        self._ambiguities.keep_only(uids)
         tokens = (
             {grant_token(grant.resource, grant.ids) for grant in ledger.grants}
             if self._told_refusals or self._answered_tokens
             else set()
         )
         self._told_refusals.keep_only(tokens)
-        for token in self._ambiguous_since.keys() - tokens:
-            del self._ambiguous_since[token]
         self._answered_tokens &= tokens
 
     def deliveries(self) -> list[tuple[GrantRecord, Provision]]:
@@ -625,6 +581,8 @@ class LateStart:
             )
             if token in known or pod is None or offered is None or pod.ended:
                 continue
+            if token in self._answered_tokens:
+                continue  # the kubelet has given the ids to another pod as well (kubelet §7)
             container = pod.container(owner.container)
             if (
                 container is not None
@@ -697,12 +655,6 @@ class LateStart:
                     grants[token] = grant
             self._tokens, self._by_token = tokens, (version, grants)
         return self._by_token[1]
-
-
-def _runs(pod: Pod, name: str) -> bool:
-    """Tell whether the container runs by its pod's status."""
-    container = pod.container(name)
-    return container is not None and container.running
 
 
 def _may_exceed(shares: Sequence[Share], rooms: Iterable[DeviceRoom]) -> bool:

@@ -39,7 +39,8 @@ class Refusal(msgspec.Struct, frozen=True):
         since: unix seconds of the first refusal in a row.
         count: how often it was refused in a row.
         final: trying again cannot help: an early guess was wrong and the container has got
-            another's devices, or the kubelet has given its ids to another pod as well.
+            another's devices, or the kubelet has given its ids to another pod as well, which keeps
+            them (`ambiguities`).
     """
 
     pod: Pod

@@ -85,8 +85,8 @@ class Reschedule:
         # refusal an hour old.
         # pod, container and first refusal → when it was seen here
         self._seen: dict[tuple[str, str, float], float] = {}
-        # pod and container → reason and time of the last event
-        self._last_events: dict[tuple[str, str], tuple[str, float]] = {}
+        # pod and container → reason, whether it was final, and time of the last event
+        self._last_events: dict[tuple[str, str], tuple[str, bool, float]] = {}
         self._evicted: set[str] = set()
         self._backoffs: dict[str, Backoff] = {}
         self._beat: Callable[[], None] = lambda: None
@@ -122,8 +122,8 @@ class Reschedule:
     def _raise_event(self, refusal: Refusal) -> float:
         """Raise the event if it is time; return the seconds until then."""
         key, now = (refusal.pod.uid, refusal.container), asyncio.get_running_loop().time()
-        reason, reported_at = self._last_events.get(key, ("", 0.0))
-        if refusal.reason == reason:
+        reason, was_final, reported_at = self._last_events.get(key, ("", False, 0.0))
+        if (refusal.reason, refusal.final) == (reason, was_final):
             left = reported_at + _HOUR_SECONDS - now
         elif refusal.final:
             left = 0.0
@@ -131,7 +131,7 @@ class Reschedule:
             left = max(self._seen[_key(refusal)], reported_at) + REFUSED_EVENT_SECONDS - now
         if left > 0:
             return left
-        self._last_events[key] = (refusal.reason, now)
+        self._last_events[key] = (refusal.reason, refusal.final, now)
         self._events.raise_event(
             refusal.pod,
             REFUSED,

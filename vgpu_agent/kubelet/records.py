@@ -6,9 +6,9 @@ them, because the kubelet wins every disagreement. How the two sources are weigh
 
 * pod-resources decides which containers are *alive*. A listed id is held, whatever the checkpoint
   contains.
-* The checkpoint adds the pod's *UID*, found by container name and ids. The kubelet never lets two
-  pods hold one id at a time, so an id leads to one UID. Should a damaged file name two, the UID
-  stays empty rather than wrong. (While a container with several resources is being admitted, the
+* The checkpoint adds the pod's *UID*, found by container name and ids. As a rule one pod holds an
+  id at a time, so an id leads to one UID. Where the file names two (kubelet §7), the UID stays
+  empty rather than wrong. (While a container with several resources is being admitted, the
   file may still name the pod that had the ids before. It is right again once the admission is over,
   so before any PreStartContainer.)
 * An entry of the checkpoint that pod-resources does not confirm is either a plain init container of

@@ -455,11 +455,12 @@ class Ledger:
         """Book ``ids`` of resource ``name`` for a container that the kubelet has not named yet.
 
         The kubelet decides on the holder of an id, so an id that another grant holds moves to this
-        one: its pod has ended and the kubelet has not reported it, or an init container made room
-        for the next one. Asking again for ids without a named holder gives the same grant (kubelet
-        V15). Where the pod decides, ``shares`` are empty (late binding) or those of the pod that
-        Allocate guessed (early). With ``may_overcommit`` a scheduler decided them, and more compute
-        or holders than a device has are booked.
+        one: its pod has ended and the kubelet has not reported it, an init container made room for
+        the next one, or, rarely, the kubelet has given the id to two pods (kubelet §7). Asking
+        again for ids without a named holder gives the same grant (kubelet V15). Where the pod
+        decides, ``shares`` are empty (late binding) or those of the pod that Allocate guessed
+        (early). With ``may_overcommit`` a scheduler decided them, and more compute or holders than
+        a device has are booked.
 
         Raises:
             UnknownDeviceError: the resource or an id is not offered; nothing is booked.
