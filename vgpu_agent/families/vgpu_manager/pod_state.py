@@ -113,9 +113,14 @@ def _served(
         annotations,
         {
             keys.phase: SUCCEED if complete else ALLOCATING,
-            keys.metrics_node: pod.node if _LABEL.fullmatch(pod.node) else None,
+            keys.metrics_node: node_label(pod.node),
         },
     )
+
+
+def node_label(node: str) -> str | None:
+    """Return the name of a Node as the value of a label, None where it is too long for one."""
+    return node if _LABEL.fullmatch(node) else None
 
 
 def _claim(name: str, grant: Grant, indices: Mapping[str, int]) -> ContainerClaim:

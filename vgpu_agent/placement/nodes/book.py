@@ -190,6 +190,11 @@ class Book:
         node = self._nodes.get(name)
         return () if node is None or node.state is None else node.state.taken
 
+    def numbers(self, name: str) -> Mapping[str, int]:
+        """Return UUID → number of the cards of a Node; empty where it is not described."""
+        node = self._nodes.get(name)
+        return {} if node is None else {uuid: number for number, uuid in enumerate(node.uuids)}
+
     # -- where a pod goes --------------------------------------------------------------------------
 
     def choose(self, demand: Demand, names: Sequence[str]) -> Choice:
@@ -217,6 +222,10 @@ class Book:
             if isinstance(placed, Placement):
                 return Choice(best, _holding(best, node, demand, placed), reasons)
         return Choice("", None, reasons)
+
+    def kept(self, holding: Holding) -> Choice:
+        """Return the choice of what is held already."""
+        return Choice(holding.node, holding, {})
 
     def refusal(self, demand: Demand, name: str) -> Refusal | None:
         """Return in detail why a pod does not fit on a Node, None if it does."""

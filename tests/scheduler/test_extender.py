@@ -1,0 +1,331 @@
+"""The verbs of the extender, against an API server in memory."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Mapping
+from typing import Any
+
+import pytest
+
+from tests.families.vgpu_manager.scheduling.nodes import KEYS, entry, node_texts, uuid
+from vgpu_agent.cluster import decode
+from vgpu_agent.errors import ClusterError
+from vgpu_agent.families.vgpu_manager.scheduling.family import VgpuManagerScheduling
+from vgpu_agent.journal import Journal
+from vgpu_agent.nodes import Node
+from vgpu_agent.placement.nodes.book import Book
+from vgpu_agent.scheduler.extender import Extender
+
+GRACE_SECONDS = 30.0
+
+
+class Server:
+    """An API server that binds what it is told to. State: pods by path, and the requests."""
+
+    def __init__(self) -> None:
+        self.pods: dict[str, dict[str, Any]] = {}
+        self.requests: list[tuple[str, str, Mapping[str, Any]]] = []
+        self.failure: dict[str, ClusterError] = {}
+
+    async def get(self, path: str, params: Mapping[str, str] | None = None) -> bytes:
+        """The pod."""
+        if path not in self.pods:
+            raise ClusterError(f"GET {path}: 404", status=404)
+        return json.dumps(self.pods[path]).encode()
+
+    async def patch(
+        self, path: str, body: Mapping[str, Any], *, params: Mapping[str, str] | None = None
+    ) -> bytes:
+        """Note the change."""
+        return self._do("PATCH", path, body)
+
+    async def post(self, path: str, body: Mapping[str, Any]) -> bytes:
+        """Note the object."""
+        return self._do("POST", path, body)
+
+    async def delete(self, path: str, *, uid: str) -> bytes:
+        """Nobody deletes."""
+        raise NotImplementedError
+
+    def _do(self, verb: str, path: str, body: Mapping[str, Any]) -> bytes:
+        self.requests.append((verb, path, body))
+        if verb in self.failure:
+            raise self.failure[verb]
+        return b"{}"
+
+
+class Cluster:
+    """Nodes ``n0``, ``n1``, … with two cards each, and their extender."""
+
+    def __init__(self, nodes: int = 2) -> None:
+        self.server, self.book, self.journal = Server(), Book(), Journal()
+        self.extender = Extender(
+            book=self.book,
+            family=VgpuManagerScheduling(KEYS),
+            read_pod=decode.pod,
+            api=self.server,
+            journal=self.journal,
+            grace_seconds=GRACE_SECONDS,
+            clock=lambda: 1787331600.0,
+        )
+        self.nodes = {}
+        for node in range(nodes):
+            texts = node_texts([entry(card, uuid=uuid(node, card)) for card in range(2)])
+            self.nodes[f"n{node}"] = texts
+            self.extender.see_node(
+                Node(f"n{node}", "u", texts, {}, "", "", {}, {KEYS.number: "20"}, {}, "1")
+            )
+
+    def filter(self, pod: Mapping[str, Any] | None, *names: str, **more: Any) -> dict[str, Any]:
+        """The answer of a filter."""
+        arguments = {"Pod": pod, "NodeNames": list(names) or list(self.nodes), **more}
+        found: dict[str, Any] = json.loads(self.extender.filter(json.dumps(arguments).encode()))
+        return found
+
+    async def bind(self, pod: Mapping[str, Any], node: str) -> str:
+        """The error of a bind."""
+        metadata = pod["metadata"]
+        arguments = {
+            "PodName": metadata["name"],
+            "PodNamespace": metadata["namespace"],
+            "PodUID": metadata["uid"],
+            "Node": node,
+        }
+        answer = json.loads(await self.extender.bind(json.dumps(arguments).encode()))
+        assert list(answer) == ["Error"]
+        return str(answer["Error"])
+
+
+def a_pod(name: str = "train", *, node: str = "", **limits: str) -> dict[str, Any]:
+    """A pod as the API server has it, with one container ``default``."""
+    asked = {f"nvidia.com/vgpu-{key}": value for key, value in limits.items()}
+    spec: dict[str, Any] = {"containers": [{"name": "default", "resources": {"limits": asked}}]}
+    if node:
+        spec["nodeName"] = node
+    return {"metadata": {"name": name, "namespace": "default", "uid": f"uid-{name}"}, "spec": spec}
+
+
+SMALL = {"number": "1", "cores": "10", "memory": "1024"}
+WHOLE = {"number": "2"}
+
+
+async def test_a_pod_of_the_contract_from_filter_to_bind() -> None:
+    """vgpu-manager §13.3, with the patches of filter and bind in one."""
+    cluster, pod = Cluster(), a_pod(**SMALL)
+    assert cluster.filter(pod) == {
+        "Nodes": None,
+        "NodeNames": ["n0"],
+        "FailedNodes": {"n1": "pod already scheduled to another node"},
+        "FailedAndUnresolvableNodes": None,
+        "Error": "",
+    }
+    assert cluster.server.requests == []
+    assert await cluster.bind(pod, "n0") == ""
+    (patch, binding) = cluster.server.requests
+    annotations = {
+        "nvidia.com/pre-allocated": f"default[0_{uuid(0, 0)}_10_1024]",
+        "nvidia.com/predicate-node": "n0",
+        "nvidia.com/predicate-time": "1787331600000000000",
+        "nvidia.com/real-allocated": "",
+    }
+    assert patch == (
+        "PATCH",
+        "/api/v1/namespaces/default/pods/train",
+        {
+            "metadata": {
+                "uid": "uid-train",
+                "annotations": annotations,
+                "labels": {
+                    "nvidia.com/assigned-phase": "allocating",
+                    "nvidia.com/metrics-node": "n0",
+                },
+            }
+        },
+    )
+    assert binding[:2] == ("POST", "/api/v1/namespaces/default/pods/train/binding")
+    assert binding[2]["target"]["name"] == "n0"
+    assert binding[2]["metadata"]["uid"] == "uid-train"
+
+
+async def test_cards_are_kept_from_filter_on() -> None:
+    """The next pod is filtered before this one is bound."""
+    cluster = Cluster(1)
+    assert cluster.filter(a_pod("a", **WHOLE))["NodeNames"] == ["n0"]
+    assert cluster.filter(a_pod("b", **WHOLE)) == {
+        "Nodes": None,
+        "NodeNames": [],
+        "FailedNodes": {"n0": "Insufficient vGPU cores"},
+        "FailedAndUnresolvableNodes": None,
+        "Error": "",
+    }
+    assert cluster.filter(a_pod("a", **WHOLE))["NodeNames"] == ["n0"]
+
+
+async def test_a_pod_is_moved_when_its_node_is_not_in_the_next_sample() -> None:
+    """kube-scheduler shows another part of the Nodes each time. Held back for its first Node, the
+    pod would wait for minutes.
+    """
+    cluster, pod = Cluster(3), a_pod(**WHOLE)
+    assert cluster.filter(pod, "n0", "n1")["NodeNames"] == ["n0"]
+    assert cluster.filter(pod, "n1", "n2")["NodeNames"] == ["n1"]
+    assert cluster.book.taken("n0") == ((0, 0, 0), (0, 0, 0))
+    assert "has its cards on n1" in await cluster.bind(pod, "n0")
+    assert await cluster.bind(pod, "n1") == ""
+
+
+@pytest.mark.looptime
+async def test_cards_of_a_pod_that_is_never_bound_are_given_back() -> None:
+    """Another plugin of the scheduler may have refused it."""
+    cluster = Cluster(1)
+    cluster.filter(a_pod("a", **WHOLE))
+    await asyncio.sleep(GRACE_SECONDS - 1)
+    cluster.extender.take_back()
+    assert cluster.filter(a_pod("b", **WHOLE))["NodeNames"] == []
+    await asyncio.sleep(2)
+    cluster.extender.take_back()
+    assert cluster.filter(a_pod("b", **WHOLE))["NodeNames"] == ["n0"]
+    assert "no cards are kept" in await _bind_known(cluster, a_pod("a", **WHOLE))
+
+
+async def _bind_known(cluster: Cluster, pod: dict[str, Any]) -> str:
+    cluster.server.pods[f"/api/v1/namespaces/default/pods/{pod['metadata']['name']}"] = pod
+    return await cluster.bind(pod, "n0")
+
+
+@pytest.mark.parametrize("verb", ["PATCH", "POST"])
+async def test_a_refused_bind_gives_the_cards_back(verb: str) -> None:
+    """The pod was deleted meanwhile, or bound by another scheduler."""
+    cluster, pod = Cluster(1), a_pod(**WHOLE)
+    cluster.filter(pod)
+    cluster.server.failure[verb] = ClusterError("409 Conflict: the pod is bound", status=409)
+    assert await cluster.bind(pod, "n0") == "409 Conflict: the pod is bound"
+    assert cluster.book.taken("n0") == ((0, 0, 0), (0, 0, 0))
+
+
+@pytest.mark.looptime
+async def test_a_bind_without_an_answer_keeps_the_cards() -> None:
+    """The pod may be bound; only the watch can tell."""
+    cluster, pod = Cluster(1), a_pod(**WHOLE)
+    cluster.filter(pod)
+    cluster.server.failure["POST"] = ClusterError("no answer within 15 s")
+    assert await cluster.bind(pod, "n0") == "no answer within 15 s"
+    await asyncio.sleep(10 * GRACE_SECONDS)
+    cluster.extender.take_back()
+    assert cluster.filter(a_pod("b", **WHOLE))["NodeNames"] == []
+    cluster.extender.forget_pod("uid-train")
+    assert cluster.filter(a_pod("b", **WHOLE))["NodeNames"] == ["n0"]
+
+
+async def test_a_bound_pod_holds_what_its_annotations_say() -> None:
+    """Also after the extender was started anew, when it has promised nothing to anybody."""
+    cluster = Cluster(1)
+    bound = a_pod("a", node="n0", **WHOLE)
+    bound["metadata"]["annotations"] = {
+        "nvidia.com/pre-allocated": (f"default[0_{uuid(0, 0)}_100_24576,1_{uuid(0, 1)}_100_24576]")
+    }
+    cluster.extender.see_pod(decode.pod(json.dumps(bound).encode()))
+    assert cluster.filter(a_pod("b", **SMALL))["NodeNames"] == []
+    bound["status"] = {"phase": "Succeeded"}
+    cluster.extender.see_pod(decode.pod(json.dumps(bound).encode()))
+    assert cluster.filter(a_pod("b", **SMALL))["NodeNames"] == ["n0"]
+
+
+async def test_forged_claims_of_a_pod_that_is_not_bound_are_worth_nothing() -> None:
+    """A tenant would dictate its own cards, or block all of a cluster (vgpu-manager §12.3)."""
+    cluster = Cluster(1)
+    forged = a_pod("forged", **SMALL)
+    forged["metadata"]["annotations"] = {
+        "nvidia.com/pre-allocated": f"default[1_{uuid(0, 1)}_100_24576]",
+        "nvidia.com/predicate-node": "n0",
+        "nvidia.com/predicate-time": "9999999999999999999",
+    }
+    cluster.extender.see_pod(decode.pod(json.dumps(forged).encode()))
+    assert cluster.book.taken("n0") == ((0, 0, 0), (0, 0, 0))
+    assert cluster.filter(forged)["NodeNames"] == ["n0"]
+    assert cluster.book.taken("n0") == ((1, 1024, 10), (0, 0, 0))
+
+
+async def test_nonsense_in_a_bound_pod_is_told_and_costs_nothing_else() -> None:
+    """It counts for nothing, and the journal names the pod."""
+    cluster = Cluster(1)
+    bound = a_pod("a", node="n0", **SMALL)
+    bound["metadata"]["annotations"] = {"nvidia.com/pre-allocated": "nonsense"}
+    cluster.extender.see_pod(decode.pod(json.dumps(bound).encode()))
+    (told,) = [
+        entry.facts
+        for entry in cluster.journal.entries
+        if entry.event == "scheduler.claims_unreadable"
+    ]
+    assert told["pod"] == "default/a"
+    assert cluster.filter(a_pod("b", **WHOLE))["NodeNames"] == ["n0"]
+
+
+async def test_a_pod_that_asks_for_no_card_goes_anywhere() -> None:
+    """The extender is asked about every pod of its scheduler, and binds those, too."""
+    cluster, pod = Cluster(), a_pod()
+    assert cluster.filter(pod, "n1", "elsewhere") == {
+        "Nodes": None,
+        "NodeNames": ["n1", "elsewhere"],
+        "FailedNodes": {},
+        "FailedAndUnresolvableNodes": None,
+        "Error": "",
+    }
+    assert await _bind_known(cluster, pod) == ""
+    ((verb, path, body),) = cluster.server.requests
+    assert (verb, path) == ("POST", "/api/v1/namespaces/default/pods/train/binding")
+    assert body["metadata"]["annotations"] == {}
+
+
+async def test_nodes_are_answered_in_the_form_in_which_they_came() -> None:
+    """A scheduler without ``nodeCacheCapable`` sends and wants objects."""
+    cluster = Cluster()
+    items = [{"metadata": {"name": name}, "spec": {"x": 1}} for name in ("n1", "n0")]
+    answer = cluster.filter(a_pod(**SMALL), NodeNames=None, Nodes={"items": items})
+    assert answer["Nodes"] == {"items": items[:1]}
+    assert answer["NodeNames"] is None
+    assert answer["FailedNodes"] == {"n0": "pod already scheduled to another node"}
+
+
+@pytest.mark.parametrize(
+    ("body", "error"),
+    [
+        (b"", "no ExtenderArgs"),
+        (b"[" * 100_000, "no ExtenderArgs"),
+        (b"{}", "no Pod"),
+        (b'{"Pod": null, "NodeNames": []}', "no Pod"),
+        (b'{"Pod": 5, "NodeNames": []}', "the API server sent a pod that cannot be read"),
+        (b'{"Pod": {"metadata": {}}, "NodeNames": 7}', "no ExtenderArgs"),
+        (json.dumps({"Pod": a_pod(**SMALL), "NodeNames": []}).encode(), "No schedulable nodes"),
+        (json.dumps({"Pod": a_pod(**SMALL)}).encode(), "No schedulable nodes"),
+        (
+            json.dumps({"Pod": a_pod(**SMALL), "Nodes": {"items": [{"a": 1}]}}).encode(),
+            "Nodes: Object missing required field",
+        ),
+        (
+            json.dumps({"Pod": a_pod(node="n0", **SMALL), "NodeNames": ["n0"]}).encode(),
+            "pod default/train is bound to n0 already",
+        ),
+        (
+            json.dumps({"Pod": a_pod(number="1", cores="101"), "NodeNames": ["n0"]}).encode(),
+            "nvidia.com/vgpu-cores is '101'; expected percent of each GPU's compute",
+        ),
+    ],
+)
+async def test_bad_arguments_get_one_sentence_and_keep_no_card(body: bytes, error: str) -> None:
+    """The answer is well-formed whatever the question was."""
+    cluster = Cluster()
+    answer = json.loads(cluster.extender.filter(body))
+    assert error in answer["Error"]
+    assert len(answer["Error"]) < 1000
+    assert (answer["NodeNames"], answer["FailedNodes"]) == (None, {})
+    assert cluster.book.taken("n0") == ((0, 0, 0), (0, 0, 0))
+
+
+@pytest.mark.parametrize("body", [b"", b"{}", b'{"PodName": 5}', b"[" * 100_000])
+async def test_bad_arguments_of_a_bind_get_one_sentence(body: bytes) -> None:
+    """Nothing is sent to the API server."""
+    cluster = Cluster()
+    assert "no ExtenderBindingArgs" in json.loads(await cluster.extender.bind(body))["Error"]
+    assert cluster.server.requests == []

@@ -1,0 +1,59 @@
+"""What a scheduler has to know of a family whose pods share cards by amounts.
+
+A family that schedulers place over Nodes has a `SchedulingFamily`; the extender knows families by
+nothing else.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Protocol
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from vgpu_agent.placement.nodes.book import Holding
+    from vgpu_agent.placement.nodes.cards import NodeCards, Unfit
+    from vgpu_agent.placement.nodes.demand import PodDemand
+    from vgpu_agent.pods import DesiredPod, Pod
+
+
+class SchedulingFamily(Protocol):
+    """The texts of one family on Nodes and pods."""
+
+    @property
+    def slots(self) -> str:
+        """The resource that a Node must have for any of its pods."""
+        ...
+
+    def read_cards(self, annotations: Mapping[str, str], slots: int) -> NodeCards | Unfit:
+        """Read a Node's annotations; ``slots`` is what it has of `slots` (allocatable)."""
+        ...
+
+    def read_demand(self, pod: Pod) -> PodDemand | None:
+        """Return what a pod asks for, None if it asks for nothing of this family.
+
+        Raises:
+            RequestRefusedError: no Node can ever serve it.
+        """
+        ...
+
+    def read_holding(self, pod: Pod) -> Holding | None:
+        """Return what a pod holds by its annotations, None if that is nothing.
+
+        Raises:
+            AgentError: they are nonsense; the message is the end of a sentence that names the pod.
+        """
+        ...
+
+    def when_bound(
+        self, wanted: PodDemand, holding: Holding, numbers: Mapping[str, int], now_ns: int
+    ) -> DesiredPod:
+        """Return the annotations and labels that a pod must have before it is bound.
+
+        Args:
+            wanted: its demand.
+            holding: what it is to hold.
+            numbers: UUID → number of the card on its Node.
+            now_ns: the time, in unix nanoseconds.
+        """
+        ...

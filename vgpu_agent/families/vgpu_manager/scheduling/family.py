@@ -1,0 +1,74 @@
+"""The texts of vgpu-manager for a scheduler (`families.scheduling`)."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from vgpu_agent.families.vgpu_manager.claims import ContainerClaim, DeviceClaim, write_claims
+from vgpu_agent.families.vgpu_manager.pod_state import ALLOCATING, node_label
+from vgpu_agent.families.vgpu_manager.scheduling.demand import read_demand
+from vgpu_agent.families.vgpu_manager.scheduling.holdings import holding_of
+from vgpu_agent.families.vgpu_manager.scheduling.node_cards import read_cards
+from vgpu_agent.pods import DesiredPod
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from vgpu_agent.families.vgpu_manager.keys import Keys
+    from vgpu_agent.placement.nodes.book import Holding
+    from vgpu_agent.placement.nodes.cards import NodeCards, Unfit
+    from vgpu_agent.placement.nodes.demand import PodDemand
+    from vgpu_agent.pods import Pod
+
+
+class VgpuManagerScheduling:
+    """See `SchedulingFamily`; no state of its own."""
+
+    def __init__(self, keys: Keys) -> None:
+        self._keys = keys
+
+    @property
+    def slots(self) -> str:
+        """See `SchedulingFamily`."""
+        return self._keys.number
+
+    def read_cards(self, annotations: Mapping[str, str], slots: int) -> NodeCards | Unfit:
+        """See `SchedulingFamily`."""
+        return read_cards(annotations, slots, self._keys)
+
+    def read_demand(self, pod: Pod) -> PodDemand | None:
+        """See `SchedulingFamily`."""
+        return read_demand(pod, self._keys)
+
+    def read_holding(self, pod: Pod) -> Holding | None:
+        """See `SchedulingFamily`."""
+        return holding_of(pod, self._keys)
+
+    def when_bound(
+        self, wanted: PodDemand, holding: Holding, numbers: Mapping[str, int], now_ns: int
+    ) -> DesiredPod:
+        """Return the state that vgpu-manager's extender has written when it binds a pod, in its two
+        patches together (vgpu-manager §4.3).
+        """
+        keys = self._keys
+        claims = (
+            ContainerClaim(
+                name,
+                tuple(
+                    DeviceClaim(
+                        numbers.get(card.uuid, 0), card.uuid, card.cores_percent, card.memory_mib
+                    )
+                    for card in cards
+                ),
+            )
+            for name, cards in zip(wanted.names, holding.cards, strict=True)
+        )
+        return DesiredPod(
+            {
+                keys.pre_allocated: write_claims(claims),
+                keys.predicate_node: holding.node,
+                keys.predicate_time: str(now_ns),
+                keys.real_allocated: "",
+            },
+            {keys.phase: ALLOCATING, keys.metrics_node: node_label(holding.node)},
+        )

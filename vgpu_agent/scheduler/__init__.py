@@ -1,0 +1,3 @@
+"""The scheduler extender: a process of its own that tells a kube-scheduler on which Node, and on
+which of its cards, a pod goes.
+"""

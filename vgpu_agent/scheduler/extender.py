@@ -1,0 +1,285 @@
+"""The verbs of the extender: filter names the Node of a pod and keeps its cards, bind writes them
+down and binds the pod (vgpu-manager §5.2, §5.8).
+
+Between the two the promise is in memory only. If the process dies there, nothing is lost: bind is
+refused, and kube-scheduler filters the pod again. From bind on the pod's annotations have it. A
+promise that is not bound in time is taken back.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from vgpu_agent.cluster.api import pod_path
+from vgpu_agent.errors import AgentError, ClusterError, RequestRefusedError
+from vgpu_agent.placement.nodes.reasons import Reason
+from vgpu_agent.scheduler.messages import (
+    BindingResult,
+    FilterResult,
+    binding_arguments,
+    filter_arguments,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+
+    from vgpu_agent.cluster.api import Api
+    from vgpu_agent.families.scheduling import SchedulingFamily
+    from vgpu_agent.journal import Journal
+    from vgpu_agent.nodes import Node
+    from vgpu_agent.placement.nodes.book import Book, Choice, Holding
+    from vgpu_agent.placement.nodes.demand import PodDemand
+    from vgpu_agent.pods import DesiredPod, Pod
+    from vgpu_agent.scheduler.messages import BindingArguments, FilterArguments
+
+# Codes of the API server that mean that it has not done what was asked of it.
+_REFUSED = range(400, 500)
+
+
+class _Promise(msgspec.Struct):
+    """What was promised to a pod that is not bound yet.
+
+    Attributes:
+        holding: its cards.
+        wanted: its demand.
+        until: when it is taken back (the loop's time).
+        binding: it is being bound, or the API server has not said whether it is; then only the
+            watch of pods ends the promise.
+    """
+
+    holding: Holding
+    wanted: PodDemand
+    until: float
+    binding: bool = False
+
+
+class Extender:
+    """The verbs; see the module.
+
+    State: the promises, by the pods' UIDs. The book has them, too.
+    """
+
+    def __init__(
+        self,
+        *,
+        book: Book,
+        family: SchedulingFamily,
+        read_pod: Callable[[msgspec.Raw | bytes], Pod],
+        api: Api,
+        journal: Journal,
+        grace_seconds: float,
+        clock: Callable[[], float] = time.time,
+    ) -> None:
+        """Build it.
+
+        Args:
+            book: the cards of all Nodes.
+            family: reads Nodes and pods.
+            read_pod: decodes a pod; it raises `ClusterError`.
+            api: the API server.
+            journal: what is done is recorded there.
+            grace_seconds: how long cards are kept for a pod that is not bound.
+            clock: unix seconds.
+        """
+        self._book, self._family, self._read_pod = book, family, read_pod
+        self._api, self._journal = api, journal
+        self._grace_seconds, self._clock = grace_seconds, clock
+        self._promises: dict[str, _Promise] = {}
+
+    # -- what the watches show ---------------------------------------------------------------------
+
+    def see_node(self, node: Node) -> None:
+        """Take over a Node that is new or has changed."""
+        text = node.allocatable.get(self._family.slots, "0")
+        slots = int(text) if text.isascii() and text.isdecimal() else 0
+        self._book.put_node(node.name, self._family.read_cards(node.annotations, slots))
+
+    def forget_node(self, name: str) -> None:
+        """Forget a Node that was deleted."""
+        self._book.remove_node(name)
+
+    def see_pod(self, pod: Pod) -> None:
+        """Take over a pod that is new or has changed. What is promised to it stays until it is
+        bound: the watch may be behind.
+        """
+        if not pod.node and not pod.ended:
+            return
+        try:
+            holding = self._family.read_holding(pod)
+        except AgentError as err:
+            holding = None
+            self._journal.record(
+                "scheduler.claims_unreadable", level="warning", pod=pod.full_name, error=str(err)
+            )
+        self._promises.pop(pod.uid, None)
+        if holding is None:
+            self._book.release(pod.uid)
+        else:
+            self._book.hold(pod.uid, holding)
+
+    def forget_pod(self, uid: str) -> None:
+        """Forget a pod that was deleted."""
+        self._promises.pop(uid, None)
+        self._book.release(uid)
+
+    def take_back(self) -> None:
+        """Take back the promises whose time is over; call it now and then."""
+        now = asyncio.get_running_loop().time()
+        for uid, promise in tuple(self._promises.items()):
+            if promise.until <= now and not promise.binding:
+                self._end_promise(uid)
+                self._journal.record("scheduler.promise_ended", uid=uid, node=promise.holding.node)
+
+    # -- filter ------------------------------------------------------------------------------------
+
+    def filter(self, body: bytes) -> bytes:
+        """Answer a filter; every failure is a sentence in the answer, as kube-scheduler expects."""
+        try:
+            arguments = filter_arguments(body)
+            result = self._filter(arguments)
+        except AgentError as err:
+            result = FilterResult(error=str(err))
+        return msgspec.json.encode(result)
+
+    def _filter(self, arguments: FilterArguments) -> FilterResult:
+        if not arguments.has_pod:
+            raise RequestRefusedError("no Pod")
+        pod = self._read_pod(arguments.pod)
+        if pod.node:
+            raise RequestRefusedError(f"pod {pod.full_name} is bound to {pod.node} already")
+        if (wanted := self._family.read_demand(pod)) is None:
+            return FilterResult(
+                {"items": arguments.nodes.items or []} if arguments.nodes else None,
+                arguments.node_names,
+            )
+        candidates = arguments.candidates()
+        if not candidates:
+            raise RequestRefusedError("No schedulable nodes")
+        choice = self._promised(pod, wanted, candidates) or self._choose(pod, wanted, candidates)
+        failed = {
+            name: choice.reasons.get(name, Reason.AlreadyScheduledElsewhere).value
+            for name in candidates
+            if name != choice.node
+        }
+        if arguments.node_names is not None:
+            return FilterResult(None, [choice.node] if choice.node else [], failed)
+        chosen = candidates.get(choice.node)
+        return FilterResult({"items": [] if chosen is None else [chosen]}, None, failed)
+
+    def _promised(
+        self, pod: Pod, wanted: PodDemand, candidates: Mapping[str, object]
+    ) -> Choice | None:
+        """Return what the pod was promised on one of the candidates, None if that is nothing. The
+        promise begins anew.
+        """
+        promise = self._promises.get(pod.uid)
+        if promise is None or promise.holding.node not in candidates or promise.wanted != wanted:
+            return None
+        self._promise(pod.uid, promise.holding, wanted)
+        return self._book.kept(promise.holding)
+
+    def _choose(self, pod: Pod, wanted: PodDemand, candidates: Mapping[str, object]) -> Choice:
+        """Choose a Node and keep its cards for the pod, in the place of those on another one."""
+        self._end_promise(pod.uid)
+        choice = self._book.choose(wanted.demand, list(candidates))
+        if choice.holding is not None:
+            self._promise(pod.uid, choice.holding, wanted)
+            self._journal.record("scheduler.placed", pod=pod.full_name, node=choice.node)
+        return choice
+
+    def _promise(self, uid: str, holding: Holding, wanted: PodDemand) -> None:
+        until = asyncio.get_running_loop().time() + self._grace_seconds
+        self._promises[uid] = _Promise(holding, wanted, until)
+        self._book.hold(uid, holding)
+
+    def _end_promise(self, uid: str) -> None:
+        if self._promises.pop(uid, None) is not None:
+            self._book.release(uid)
+
+    # -- bind --------------------------------------------------------------------------------------
+
+    async def bind(self, body: bytes) -> bytes:
+        """Bind a pod; every failure is a sentence in the answer."""
+        try:
+            arguments = binding_arguments(body)
+            await self._bind(arguments)
+            result = BindingResult()
+        except AgentError as err:
+            result = BindingResult(str(err))
+        return msgspec.json.encode(result)
+
+    async def _bind(self, arguments: BindingArguments) -> None:
+        promise = self._promises.get(arguments.pod_uid)
+        name = f"{arguments.pod_namespace}/{arguments.pod_name}"
+        if promise is None:
+            await self._bind_stranger(arguments)
+            return
+        if promise.holding.node != arguments.node:
+            raise RequestRefusedError(
+                f"pod {name} has its cards on {promise.holding.node}, and not on {arguments.node}; "
+                "kube-scheduler will filter it again"
+            )
+        state = self._family.when_bound(
+            promise.wanted,
+            promise.holding,
+            self._book.numbers(arguments.node),
+            int(self._clock() * 1e9),
+        )
+        promise.binding = True
+        try:
+            await self._write(arguments, state)
+            await self._post(arguments, state)
+        except ClusterError as err:
+            if err.status in _REFUSED:
+                self._end_promise(arguments.pod_uid)
+            # Otherwise the pod may be bound, and its cards stay until the watch shows it.
+            raise
+        self._journal.record("scheduler.bound", pod=name, node=arguments.node)
+
+    async def _bind_stranger(self, arguments: BindingArguments) -> None:
+        """Bind a pod that asks for nothing of ours; refuse another one, which has no cards."""
+        path = pod_path(arguments.pod_namespace, arguments.pod_name)
+        pod = self._read_pod(await self._api.get(path))
+        if pod.uid == arguments.pod_uid:
+            with contextlib.suppress(RequestRefusedError):
+                if self._family.read_demand(pod) is None:
+                    await self._post(arguments, None)
+                    return
+        raise RequestRefusedError(
+            f"no cards are kept for pod {pod.full_name} with UID {arguments.pod_uid}; "
+            "kube-scheduler will filter it again"
+        )
+
+    async def _write(self, arguments: BindingArguments, state: DesiredPod) -> None:
+        await self._api.patch(
+            pod_path(arguments.pod_namespace, arguments.pod_name),
+            {
+                "metadata": {
+                    "uid": arguments.pod_uid,
+                    "annotations": dict(state.annotations),
+                    "labels": dict(state.labels),
+                }
+            },
+        )
+
+    async def _post(self, arguments: BindingArguments, state: DesiredPod | None) -> None:
+        annotations = dict(state.annotations) if state else {}
+        await self._api.post(
+            pod_path(arguments.pod_namespace, arguments.pod_name) + "/binding",
+            {
+                "apiVersion": "v1",
+                "kind": "Binding",
+                "metadata": {
+                    "name": arguments.pod_name,
+                    "namespace": arguments.pod_namespace,
+                    "uid": arguments.pod_uid,
+                    "annotations": annotations,
+                },
+                "target": {"apiVersion": "v1", "kind": "Node", "name": arguments.node},
+            },
+        )
