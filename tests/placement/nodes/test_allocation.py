@@ -154,6 +154,46 @@ def test_reasons(wanted: Demand, taken: dict[int, Amounts], refusal: Refusal | N
     assert (found if isinstance(found, Refusal) else None) == refusal
 
 
+def test_an_overbooked_card_does_not_hide_the_others() -> None:
+    """One forged claim would otherwise make a whole Node look full."""
+    wanted = demand(container(cores=10, memory=1024))
+    assert numbers(placed(wanted, taken={0: (50, 9 * MEMORY_MIB, 300)})) == [[1]]
+
+
+def test_an_init_container_uses_the_pods_card_although_another_is_emptier() -> None:
+    """The other one stays free for others (vgpu-manager §5.5)."""
+    wanted = demand(
+        container("init", cores=50, memory=100, kind=INIT),
+        container("main", cores=50, memory=100),
+        device_policy="binpack",
+    )
+    assert numbers(placed(wanted, taken={0: (1, 10, 10), 1: (1, 20, 60)})) == [[0], [0]]
+    wanted = demand(
+        container("init", cores=20, memory=100, kind=INIT),
+        container("main", cores=50, memory=100),
+        device_policy="binpack",
+    )
+    assert numbers(placed(wanted, taken={0: (1, 10, 10), 1: (1, 20, 60)})) == [[0], [0]]
+
+
+def test_an_init_container_runs_beside_the_sidecars() -> None:
+    """Each fits alone, and not both on one card."""
+    wanted = demand(
+        container("init", cores=60, memory=1, kind=INIT),
+        container("side", cores=60, memory=1, kind=SIDECAR),
+    )
+    assert numbers(placed(wanted)) == [[1], [0]]
+
+
+def test_virtual_and_physical_memory() -> None:
+    """By the Node's memoryScaling (vgpu-manager §4.1)."""
+    for scaling in (1, 2):
+        node = cards(memoryScaling=scaling)
+        for word, oversold in (("virtual", True), ("phys", False)):
+            found = placed(demand(container(memory=1), memory_policy=word), node)
+            assert isinstance(found, Placement) is ((scaling > 1) is oversold)
+
+
 def test_a_card_without_free_compute_takes_nobody() -> None:
     """Not even one who asks for no compute (vgpu-manager §5.5)."""
     assert numbers(placed(demand(container(memory=1)), taken={0: (1, 1, 100)})) == [[1]]

@@ -91,15 +91,93 @@ def test_policies_over_nodes(policy: str, expected: str) -> None:
 
 
 def test_topology_comes_before_the_policy() -> None:
-    """vgpu-manager §5.4."""
+    """vgpu-manager §5.4. The other Node has the better score, and the first name."""
     book = book_of(1)
-    linked = cards(2, links={(0, 1): [1, 8]})
-    book.put_node("n9", linked)
-    wanted = demand(container(number=2, memory=1), topology_mode="link")
-    assert book.choose(wanted, ["n0", "n9"]).node == "n9"
+    book.put_node("n9", cards(2, links={(0, 1): [1, 8]}))
+    book.hold("a", held(0, (0, 10, 1024), (1, 10, 1024)))
+    for mode, expected in (("link", "n9"), ("none", "n0")):
+        wanted = demand(container(number=2, memory=1), topology_mode=mode, node_policy="binpack")
+        assert book.choose(wanted, ["n0", "n9"]).node == expected
 
 
-def test_a_word_of_a_product_name_is_no_part_of_another() -> None:
+@pytest.mark.parametrize(
+    ("types", "count", "fitness"),
+    [
+        ([1, 8], 2, 5),
+        ([5], 2, 4),
+        ([4], 2, 4),
+        ([3], 2, 3),
+        ([2], 2, 3),
+        ([1], 2, 2),
+        ([1], 3, 1),
+        ([1, 8], 1, 5),
+        ([1], 1, 2),
+    ],
+)
+def test_fitness_for_links(types: list[int], count: int, fitness: int) -> None:
+    """By the best links that join enough cards (vgpu-manager §5.4); card 2 has none."""
+    hardware = cards(3, links={(0, 1): types}).hardware
+    wanted = demand(container(number=count, memory=1), topology_mode="link")
+    assert rank(wanted, hardware, [(0, 0, 0)] * 3, {}) == (fitness, 0.0)
+
+
+def test_fitness_for_numa_nodes() -> None:
+    """Two of the three cards are on one NUMA node (vgpu-manager §5.4)."""
+    for number, expected in ((1, 2), (2, 2), (3, 1)):
+        wanted = demand(container(number=number, memory=1), topology_mode="numa")
+        assert rank(wanted, cards(3).hardware, [(0, 0, 0)] * 3, {})[0] == expected
+    unknown = cards(2, changed={card: {"numa": -1} for card in range(2)}).hardware
+    wanted = demand(container(number=1, memory=1), topology_mode="numa")
+    assert rank(wanted, unknown, [(0, 0, 0)] * 2, {})[0] == 0
+
+
+def test_blocked_cards_count_for_no_score() -> None:
+    """A Node with one healthy card that is half full is half full."""
+    hardware = cards(2, changed={1: {"healthy": False}}).hardware
+    taken = [(5, MEMORY_MIB // 2, 50), (0, 0, 0)]
+    wanted = demand(container(cores=1, memory=1), node_policy="spread")
+    assert rank(wanted, hardware, taken, {0: (1, 1, 1)}) == (0, 0.5)
+
+
+def test_memory_weighs_by_its_size() -> None:
+    """A pod that asks for much memory looks at memory (vgpu-manager §5.4)."""
+    hardware = cards(1).hardware
+    full_of_memory, full_of_slots = [(0, MEMORY_MIB // 2, 0)], [(5, 0, 0)]
+    large = demand(container(cores=1, memory=10 * 1024), node_policy="spread")
+    assert rank(large, hardware, full_of_memory, {}) < rank(large, hardware, full_of_slots, {})
+
+
+def test_descriptions_that_no_node_has_any_more_are_forgotten() -> None:
+    """A Node whose annotations change every minute must not fill the memory."""
+    book = book_of(1)
+    for memory in range(100):
+        book.put_node("n0", node_cards(0, memory=1000 + memory))
+    book.remove_node("n0")
+    assert book._states == {}
+
+
+@pytest.mark.parametrize(
+    ("entry", "model", "is_named"),
+    [
+        ("a10", "NVIDIA A10", True),
+        ("a10", "NVIDIA A10G", True),
+        ("a10", "NVIDIA A100-SXM4-80GB", False),
+        ("00", "NVIDIA A100-SXM4-80GB", False),
+        ("a100-sxm", "NVIDIA A100-SXM4-80GB", True),
+        ("rtx", "Quadro RTX6000", True),
+        ("v100", "Tesla V100S", True),
+        ("h100", "NVIDIA A100-SXM4-80GB", False),
+    ],
+)
+def test_a_part_of_a_product_name_cuts_no_number(entry: str, model: str, is_named: bool) -> None:
+    """Excludes must go on excluding, and ``A10`` is no ``A100`` (vgpu-manager §12.3)."""
+    book = book_of(1, type=model)
+    for key, fits in (("include_type", is_named), ("exclude_type", not is_named)):
+        choice = book.choose(demand(container(memory=1), **{key: entry}), ["n0"])
+        assert bool(choice.node) is fits
+
+
+def test_a_number_in_a_product_name_is_no_part_of_a_longer_one() -> None:
     """``A10`` matches ``A100`` in the replaced extender (vgpu-manager §12.3)."""
     book = book_of(1, type="NVIDIA A100-SXM4-80GB")
     book.put_node("n1", node_cards(1, type="NVIDIA A10"))

@@ -1,8 +1,7 @@
 """Place the containers of a pod on the cards of one Node (vgpu-manager §5.5).
 
 Pure functions on the state of a Node. The choice among fitting cards is the agent's own
-(`placement.topology`), so a pod gets the cards that it would have got without the
-extender.
+(`placement.topology`).
 """
 
 from __future__ import annotations
@@ -121,7 +120,7 @@ def allocate(
         taken: by card, what other pods take of it.
         unwanted: card → why the pod does not want it.
     """
-    if refusal := _refused_by_node(demand, hardware, taken):
+    if refusal := _refused_by_node(demand, hardware, taken, unwanted or {}):
         return refusal
     left: Sequence[Amounts] = taken
     claims: dict[int, tuple[CardClaim, ...]] = {}
@@ -159,7 +158,10 @@ def allocate(
 
 
 def _refused_by_node(
-    demand: Demand, hardware: Hardware, taken: Sequence[Amounts]
+    demand: Demand,
+    hardware: Hardware,
+    taken: Sequence[Amounts],
+    unwanted: Mapping[int, Reason],
 ) -> Refusal | None:
     """Return the first of the cheap reasons for which the Node cannot serve the pod
     (vgpu-manager §5.2, 3e), None where there is none.
@@ -173,6 +175,10 @@ def _refused_by_node(
         for card, amounts in zip(hardware.cards, taken, strict=True)
         if card.blocked is None
     ]
+    wanted = sum(
+        card.blocked is None and number not in unwanted
+        for number, card in enumerate(hardware.cards)
+    )
     sizes = {card.memory_mib for card, _ in free}
     whole = min(sizes) if len(sizes) == 1 else 0
     most_memory, most_cores = (
@@ -189,17 +195,18 @@ def _refused_by_node(
         ),
         (most_memory > max(sizes, default=0), Reason.InsufficientVGPUMemory),
         (
-            slots > sum(card.slots - amounts[0] for card, amounts in free),
+            slots > sum(max(card.slots - amounts[0], 0) for card, amounts in free),
             Reason.InsufficientGPUResources,
         ),
         (
-            cores > sum(card.cores_percent - amounts[2] for card, amounts in free),
+            cores > sum(max(card.cores_percent - amounts[2], 0) for card, amounts in free),
             Reason.InsufficientVGPUCore,
         ),
         (
-            memory > sum(card.memory_mib - amounts[1] for card, amounts in free),
+            memory > sum(max(card.memory_mib - amounts[1], 0) for card, amounts in free),
             Reason.InsufficientVGPUMemory,
         ),
+        (demand.most_cards > wanted, next(iter(unwanted.values()), Reason.DeviceTypeMismatch)),
     )
     return next((Refusal(reason) for fails, reason in checks if fails), None)
 

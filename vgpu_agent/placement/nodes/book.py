@@ -24,6 +24,7 @@ from vgpu_agent.placement.nodes.allocation import (
 from vgpu_agent.placement.nodes.cards import Unfit
 from vgpu_agent.placement.nodes.ranking import rank
 from vgpu_agent.placement.nodes.reasons import Reason
+from vgpu_agent.placement.topology import NONE
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -34,7 +35,7 @@ if TYPE_CHECKING:
     from vgpu_agent.pods import ContainerKind
 
 # Demands whose verdicts are kept, and the states that are kept for each, and for each hardware.
-_MAX_DEMANDS, _MAX_STATES = 128, 20_000
+_MAX_DEMANDS, _MAX_STATES = 32, 8192
 
 
 class HeldCard(msgspec.Struct, frozen=True):
@@ -103,10 +104,11 @@ class _Node:
 class _States:
     """The states of Nodes with equal hardware, by what is taken."""
 
-    __slots__ = ("by_taken", "hardware")
+    __slots__ = ("by_taken", "hardware", "nodes")
 
     def __init__(self, hardware: Hardware) -> None:
         self.hardware = hardware
+        self.nodes = 0  # how many have it
         self.by_taken: dict[tuple[Amounts, ...], State] = {}
 
     def state(self, taken: tuple[Amounts, ...]) -> State:
@@ -137,12 +139,14 @@ class Book:
     def put_node(self, name: str, described: NodeCards | Unfit) -> None:
         """Describe a Node, known or new."""
         node = self._nodes.setdefault(name, _Node())
+        self._drop_states(node)
         if isinstance(described, Unfit):
-            node.uuids, node.states, node.unfit = (), None, described.reason
+            node.uuids, node.unfit = (), described.reason
         else:
             hardware = described.hardware
             node.uuids = described.uuids
             node.states = self._states.setdefault(hardware, _States(hardware))
+            node.states.nodes += 1
         _refresh(node)
 
     def remove_node(self, name: str) -> None:
@@ -152,7 +156,16 @@ class Book:
         if node.holdings:
             self.put_node(name, Unfit(Reason.NodeCacheMiss))
         else:
+            self._drop_states(node)
             del self._nodes[name]
+
+    def _drop_states(self, node: _Node) -> None:
+        """Take the Node off its hardware, whose states go with its last Node."""
+        if node.states is not None:
+            node.states.nodes -= 1
+            if not node.states.nodes:
+                del self._states[node.states.hardware]
+            node.states = None
 
     def hold(self, uid: str, holding: Holding) -> None:
         """Record what a pod holds, in the place of what it held before, even on another Node."""
@@ -204,7 +217,7 @@ class Book:
         first named one wins, otherwise the one whose name comes first (vgpu-manager §5.4).
         """
         verdict_of = self._verdict_of(demand)
-        by_name = demand.node_policy != "none"
+        by_name = demand.node_policy != NONE
         reasons: dict[str, Reason] = {}
         best, best_rank = "", (-1, 0.0)
         for name in names:
@@ -295,7 +308,7 @@ def _unwanted(demand: Demand, hardware: Hardware, uuids: Sequence[str]) -> dict[
     """Return why the pod does not want some cards."""
     found = {}
     for number, (card, uuid) in enumerate(zip(hardware.cards, uuids, strict=True)):
-        if not _is_wanted(card.model, demand.include_types, demand.exclude_types, _has_word):
+        if not _is_wanted(card.model, demand.include_types, demand.exclude_types, _has_name):
             found[number] = Reason.DeviceTypeMismatch
         elif not _is_wanted(uuid, demand.include_uuids, demand.exclude_uuids, _has_text):
             found[number] = Reason.DeviceUUIDMismatch
@@ -318,14 +331,16 @@ def _has_text(text: str, entry: str) -> bool:
     return entry in text
 
 
-def _has_word(text: str, entry: str) -> bool:
-    """Tell whether ``entry`` stands in ``text`` as a word: ``a10`` is none of ``nvidia a100``,
-    which vgpu-manager takes for one (vgpu-manager §12.3).
+def _has_name(text: str, entry: str) -> bool:
+    """Tell whether ``entry`` is a part of ``text`` and cuts no number: ``a10`` is no part of
+    ``nvidia a100``, which vgpu-manager takes for one (vgpu-manager §12.3); ``v100`` is a part of
+    ``tesla v100s``.
     """
     place = text.find(entry)
     while place >= 0:
         end = place + len(entry)
-        if not text[place - 1 : place].isalnum() and not text[end : end + 1].isalnum():
+        before, after = text[:place][-1:] + entry[:1], entry[-1:] + text[end : end + 1]
+        if not any(len(pair) == 2 and pair.isdecimal() for pair in (before, after)):
             return True
         place = text.find(entry, place + 1)
     return False

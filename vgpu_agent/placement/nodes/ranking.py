@@ -60,7 +60,9 @@ def _fitness(hardware: Hardware, mode: str, cards: int) -> int:
         def linked(one: str, other: str, least: int = least) -> bool:
             return types.get((one, other), 0) >= least
 
-        if any(len(group) >= cards for group in components(every, linked)):
+        groups = components(every, linked)
+        # a card alone counts where it has a peer, in use or not
+        if any(len(group) >= max(cards, 2) for group in groups):
             return fitness
     return 1
 

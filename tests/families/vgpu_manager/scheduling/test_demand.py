@@ -77,6 +77,11 @@ def test_words_are_read_as_schedulers_read_them() -> None:
             "vgpu-number is 'one'; expected a number of GPUs",
         ),
         (container(), {"include_type": "x" * 5000}, "include-gpu-type has 5000 characters"),
+        (
+            container(),
+            {"exclude_uuid": ",".join(map(str, range(65)))},
+            "exclude-gpu-uuid has 65 entries; expected at most 64",
+        ),
     ],
 )
 def test_what_can_never_be_served_is_refused_once(

@@ -40,13 +40,14 @@ def test_the_claim_of_the_contract_counts_once_the_pod_is_bound() -> None:
     assert holding_of(bound(), KEYS) is None
 
 
-def test_what_was_received_counts_as_soon_as_it_is_complete() -> None:
+def test_what_a_container_has_received_counts_and_the_plan_for_the_others() -> None:
     """The agent may have given other cards than a plain scheduler planned (vgpu-manager §4.4)."""
     plan, other = f"init[0_{UUID}_1_1];default[0_{UUID}_1_1]", "GPU-other"
     partly, whole = f"init[1_{other}_2_2]", f"init[1_{other}_2_2];default[1_{other}_2_2]"
     kinds = (ContainerKind.INIT, ContainerKind.MAIN)
-    planned = Holding("gpu-node-1", kinds, ((HeldCard(UUID, 1, 1),),) * 2)
-    assert holding_of(bound(plan, partly), KEYS) == planned
+    assert holding_of(bound(plan, partly), KEYS) == Holding(
+        "gpu-node-1", kinds, ((HeldCard(other, 2, 2),), (HeldCard(UUID, 1, 1),))
+    )
     assert holding_of(bound(plan, whole), KEYS) == Holding(
         "gpu-node-1", kinds, ((HeldCard(other, 2, 2),),) * 2
     )
@@ -62,11 +63,22 @@ def test_claims_that_are_nonsense_are_told(pre: str, real: str) -> None:
         holding_of(bound(pre, real), KEYS)
 
 
-def test_a_plan_counts_although_what_was_received_is_nonsense() -> None:
+@pytest.mark.parametrize("spoiled", ["nonsense", "a[0_x_0_0];a[0_x_0_0]"])
+def test_one_text_counts_although_the_other_is_nonsense(spoiled: str) -> None:
     """A user who spoils the one must not free the cards of the other."""
-    found = holding_of(bound(f"default[0_{UUID}_10_1024]", "nonsense"), KEYS)
+    good = f"default[0_{UUID}_10_1024]"
+    for pre, real in ((good, spoiled), (spoiled, good)):
+        found = holding_of(bound(pre, real), KEYS)
+        assert found is not None
+        assert found.cards == ((HeldCard(UUID, 10, 1024),),)
+
+
+def test_a_longer_plan_does_not_hide_what_was_received() -> None:
+    """A user may add containers to the plan, which the pod does not have."""
+    real = f"default[0_{UUID}_10_1024]"
+    found = holding_of(bound(f"default[0_{UUID}_0_0];more[0_{UUID}_0_0]", real), KEYS)
     assert found is not None
-    assert found.cards == ((HeldCard(UUID, 10, 1024),),)
+    assert found.cards == ((HeldCard(UUID, 10, 1024),), (HeldCard(UUID, 0, 0),))
 
 
 def test_amounts_below_zero_count_for_nothing() -> None:

@@ -74,6 +74,7 @@ def test_cards_that_must_not_be_given_are_kept_with_their_reason() -> None:
         (json.dumps([entry(0, memory=2**60)]), "Expected `int` <= "),
         (json.dumps([entry(0, uuid="GPU_0")]), "Expected `str` matching regex"),
         (json.dumps([entry(0, uuid="GPU-0;x[")]), "Expected `str` matching regex"),
+        (json.dumps([entry(0, uuid="GPU-0\n")]), "Expected `str` matching regex"),
         (json.dumps([entry(0, core=float("nan"))]), "JSON is malformed"),
         (json.dumps([{"id": 0}]), "missing required field `uuid`"),
         ("[" * 100_000, ""),

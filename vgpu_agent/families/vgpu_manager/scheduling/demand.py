@@ -21,7 +21,8 @@ if TYPE_CHECKING:
     from vgpu_agent.families.vgpu_manager.keys import Keys
     from vgpu_agent.pods import Pod
 
-_LONGEST_LIST = 4096  # of an annotation that is compared with each card
+# Lists in annotations are compared with each card of each Node.
+_LONGEST_LIST, _MAX_ENTRIES = 4096, 64
 
 
 def read_demand(pod: Pod, keys: Keys) -> PodDemand | None:
@@ -54,7 +55,13 @@ def read_demand(pod: Pod, keys: Keys) -> PodDemand | None:
                 f"pod {pod.full_name}: annotation {key} has {len(text)} characters; expected a "
                 f"list of at most {_LONGEST_LIST}"
             )
-        return tuple(entry for each in text.lower().split(",") if (entry := each.strip()))
+        found = {entry for each in text.lower().split(",") if (entry := each.strip())}
+        if len(found) > _MAX_ENTRIES:
+            raise RequestRefusedError(
+                f"pod {pod.full_name}: annotation {key} has {len(found)} entries; expected at most "
+                f"{_MAX_ENTRIES}"
+            )
+        return tuple(sorted(found))
 
     memory = pod.annotations.get(keys.memory_policy, "").strip().lower()
     demand = Demand(

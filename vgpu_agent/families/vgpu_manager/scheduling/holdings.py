@@ -9,7 +9,12 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from vgpu_agent.families.vgpu_manager.claims import Claims, ClaimsTextError, parse_claims
+from vgpu_agent.families.vgpu_manager.claims import (
+    ClaimsTextError,
+    ContainerClaim,
+    by_container,
+    parse_claims,
+)
 from vgpu_agent.placement.nodes.book import HeldCard, Holding
 from vgpu_agent.pods import ContainerKind
 
@@ -21,43 +26,37 @@ if TYPE_CHECKING:
 def holding_of(pod: Pod, keys: Keys) -> Holding | None:
     """Return what the pod holds on its Node, None if that is nothing.
 
-    The claims of what it has received count once they name as many containers as those of the
-    scheduler; until then the scheduler's do.
+    Of each container the claim of what it has received counts, otherwise the scheduler's. A text
+    that is nonsense counts for nothing while the other one can be read: a user who spoils the one
+    must not free the cards of the other.
 
     Raises:
-        ClaimsTextError: the text that counts is none; the message is the end of a sentence that
-            names the pod.
+        ClaimsTextError: nothing can be read; the message is the end of a sentence that names the
+            pod.
     """
     if not pod.node or pod.ended:
         return None
-    planned_text = pod.annotations.get(keys.pre_allocated, "")
-    received_text = pod.annotations.get(keys.real_allocated, "")
-    planned = parse_claims(planned_text) if planned_text else ()
-    received = _received(received_text, planned)
-    claims = received if received and len(received) >= len(planned) else planned
+    claims: dict[str, ContainerClaim] = {}
+    problem: ClaimsTextError | None = None
+    for key in (keys.pre_allocated, keys.real_allocated):
+        if text := pod.annotations.get(key, ""):
+            try:
+                claims |= by_container(parse_claims(text))
+            except ClaimsTextError as err:
+                problem = err
     if not claims:
+        if problem is not None:
+            raise problem
         return None
     kinds = {container.name: container.kind for container in pod.containers}
     return Holding(
         pod.node,
-        tuple(kinds.get(each.container, ContainerKind.MAIN) for each in claims),
+        tuple(kinds.get(name, ContainerKind.MAIN) for name in claims),
         tuple(
             tuple(
                 HeldCard(card.uuid, max(card.cores_percent, 0), max(card.memory_mib, 0))
                 for card in each.cards
             )
-            for each in claims
+            for each in claims.values()
         ),
     )
-
-
-def _received(text: str, planned: Claims) -> Claims:
-    """Read the claims of what the pod has received. If they are nonsense, the plan counts, if there
-    is one.
-    """
-    try:
-        return parse_claims(text) if text else ()
-    except ClaimsTextError:
-        if planned:
-            return ()
-        raise

@@ -32,7 +32,7 @@ class _Entry(msgspec.Struct):
     """One card of ``node-device-register``."""
 
     id: Annotated[int, msgspec.Meta(ge=0, lt=MAX_CARDS)]
-    uuid: Annotated[str, msgspec.Meta(min_length=1, max_length=128, pattern=r"^[A-Za-z0-9.:-]+$")]
+    uuid: Annotated[str, msgspec.Meta(min_length=1, max_length=128, pattern=r"^[A-Za-z0-9.:-]+\Z")]
     core: Annotated[int, msgspec.Meta(ge=0, le=100_000)]
     memory: _Amount
     number: Annotated[int, msgspec.Meta(ge=0, le=10_000)]
