@@ -36,8 +36,8 @@ driver, the kubelet or the API server, so it is safe at any interval and during 
   GPU or waits for it, or a share that is held now; a pod's series vanish with the pod.
 * What the driver does not say is absent, not 0. Values that are read periodically keep their last
   reading; the two `…_age_seconds` metrics say how old it is.
-* `HostGPUMemoryUsage` and the other names without a prefix are those of
-  volcano-vgpu-device-plugin's monitor, there with `families.volcanoVgpu`. What they say of a
+* `HostGPUMemoryUsage` and the other names of volcano-vgpu-device-plugin's monitor are there with
+  `families.volcanoVgpu`. What they say of a
   container is what its libvgpu.so counts, read every `gpu.usageSeconds`. The memory of a process
   that was killed is counted until the next one starts in its container, unless the agent's pod has
   `hostPID: true` and so can see that it is gone.

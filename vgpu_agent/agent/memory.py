@@ -11,7 +11,7 @@ them to the system. Resident memory with 110 pods (`scripts/bench --only volcano
 * 100 MiB without any of them.
 
 `composition` calls `limit_heaps` once, before the first thread starts. `verification` calls
-`release_free_pages` after each reading of the kubelet's records.
+`release_free_pages` after each regular pass over the kubelet's records.
 """
 
 from __future__ import annotations

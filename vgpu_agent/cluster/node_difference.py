@@ -35,7 +35,8 @@ class DesiredEntry(msgspec.Struct, frozen=True):
     """One key of the Node.
 
     Attributes:
-        shown: the value that the watch shows; None for nothing.
+        shown: the value that the watch shows, an equal quantity in the spelling of ``desired``;
+            None for nothing.
         desired: the value to be there; None for nothing.
         apart_seconds: the least time between two writes of it.
         guarded: to be removed only if the Node is as it was seen.
@@ -151,6 +152,7 @@ def same_quantity(one: str, other: str) -> bool:
 
 
 def _as_desired(shown: str | None, desired: str | None) -> str | None:
+    """Return ``shown``, in the spelling of ``desired`` where both are the same quantity."""
     if shown is None or desired is None:
         return shown
     return desired if same_quantity(shown, desired) else shown

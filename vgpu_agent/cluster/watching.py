@@ -1,4 +1,5 @@
-"""This agent's watches: its own pods and its own Node, and nothing else of the cluster.
+"""The watches of this node's pods and of our own Node. Of the rest of the cluster the agent watches
+single ConfigMaps only (`config_map`).
 
 Built by `agent`, which runs each watch as a supervised loop. `allocation` reads the `PodCache` that
 `PodWatch` fills. The writers of this package compare with the Node that `NodeWatch` shows. While
@@ -70,7 +71,7 @@ class PodWatch(_Watch):
         journal: Journal,
         decode_pod: Callable[[bytes | msgspec.Raw], Pod] = decode.pod,
     ) -> None:
-        """Fill ``pod_cache``; ``decode_pod`` is one of `decode.pods_with`."""
+        """Fill ``pod_cache``; ``decode_pod`` is a decoder made by `decode.pods_with`."""
         self._source = source
         self._decode = decode_pod
         scope = Scope(
@@ -97,7 +98,7 @@ class PodWatch(_Watch):
         may be older than the watch's next event.
 
         Raises:
-            ClusterError: no answer, or one that cannot be read.
+            ClusterError: no answer, a refusal, or an answer that cannot be read.
         """
         try:
             return self._decode(await self._source.get(pod_path(namespace, name)))
@@ -108,8 +109,8 @@ class PodWatch(_Watch):
 
 
 class _Living:
-    """A sink for a watch whose selector pods leave when they end, so that the watch reports their
-    end as a deletion.
+    """The sink of a watch that selects pods that have not ended. A pod that ends is no longer
+    selected, so the watch reports its end as a deletion.
     """
 
     def __init__(self, pod_cache: PodCache) -> None:
@@ -161,8 +162,8 @@ class NodeWatch(_Watch):
 
 
 class _Only:
-    """A sink for the one Node there is. It sees each version that the watch shows, which readers of
-    ``latest`` may skip.
+    """The sink of our Node. What it notes about a version is noted here and not by the readers of
+    ``latest``: a reader may miss a version, the sink sees each.
     """
 
     def __init__(self, latest: Latest[Node | None], clock: Callable[[], float]) -> None:

@@ -73,8 +73,8 @@ class BuiltFamily(msgspec.Struct, frozen=True):
         idle: the parts that are not offered. Ids from before it was switched off are still read,
             because containers hold them.
         problems: faults of the files of the replaced plugin, one sentence each.
-        in_force: attribute of its settings → value, after the files were applied; empty
-            where there are no such files.
+        in_force: attribute of its settings → value, after the files were applied; may be empty for
+            a family whose plugin has no files.
         origins: of those that a file has set, attribute → the file.
         blocked: why its pods must not be started now; empty when they can be.
         uses_library: the backend whose library its containers get; empty for none.

@@ -1,7 +1,7 @@
 """The current content of the kubelet's plugin directory,
 for every component that must react when it changes.
 
-The kubelet announces no restart: it wipes the directory and puts a new ``kubelet.sock`` there
+The kubelet announces no restart: it removes the sockets there and makes a new ``kubelet.sock``
 (kubelet §3). One watch for all plugin servers publishes a `DirectoryState` at each change. A server
 compares it with the state in which it registered. State is published instead of events because
 events get lost, and because a server that was busy must still see the current state.
@@ -157,8 +157,8 @@ class DirectoryWatch:
                 "kubelet.inotify_unavailable",
                 error=str(err),
                 remedy=(
-                    "raise fs.inotify.max_user_instances or fs.inotify.max_user_watches; until "
-                    "then the directory is polled"
+                    "raise fs.inotify.max_user_watches, or raise fs.inotify.max_user_instances and "
+                    "restart the agent; until then the directory is polled"
                 ),
                 poll_seconds=self._poll_seconds,
             )

@@ -673,7 +673,7 @@ class Ledger:
             reservation_seconds: how long a reservation may stay unconfirmed.
             newest: `newest` from before the records were read; they do not cover ids that were
                 booked since.
-            initial: the ledger is being rebuilt at start, so adopting is no drift.
+            initial: the ledger is being rebuilt, so adopting is no drift.
             may_release: False while the kubelet itself is still finding its pods again after a
                 restart.
             still_runs: whether a grant stays although the records do not show it.

@@ -5,7 +5,7 @@ The kubelet reports neither the owner of the ids that it has just allocated nor 
 a plugin. Its records show both: its checkpoint and its pod-resources socket. An ended pod in the
 watch triggers an additional reading. Each regular pass also checks that the kubelet lists the ids
 that it was sent (`advertised`). `composition` runs `rebuild` before the first registration (kubelet
-V10), and `run` as a supervised loop.
+V10) and when the offered names change or the pods are first known, and `run` as a supervised loop.
 """
 
 from __future__ import annotations
@@ -43,18 +43,21 @@ if TYPE_CHECKING:
 VERIFY_SECONDS = 30.0
 # How long device ids stay booked after an Allocate that the kubelet never confirms in its records.
 RESERVATION_SECONDS = 60.0
-# pod-resources allows bursts of 10 calls; one a second leaves it to others (kubelet §13).
+# The shortest pause between two regular passes. pod-resources allows bursts of 10 calls, and other
+# programs need some of them (kubelet §13).
 _SHORTEST_PAUSE_SECONDS = 1.0
 # The longest time that a pass is deferred while pods keep starting: with 50,000 ids a pass takes
 # 0.2 s, which would delay their starts.
 _LONGEST_BURST_SECONDS = 10.0
 # The shortest pause between two readings for ended pods, so that one reading covers pods that end
-# together. The pause is nine times the duration of a reading if that is longer, so readings take a
-# tenth of the time, but at most one second: a busy kubelet must not delay the release of its pods.
+# together. Where a reading takes long, the pause is nine times its duration, so that readings take
+# a tenth of the time. It is never more than one second: a busy kubelet must not delay the release
+# of its pods.
 _BETWEEN_ENDS_SECONDS = 0.25
 _REST_AFTER_LOOK = 9
 # The factor by which the pause grows while the kubelet still has the same ended pods. So the
-# reading that finds them gone comes late by at most a quarter of the time that the kubelet took.
+# reading that finds them gone comes late by at most a quarter of the time that the kubelet took, or
+# by the pause above where that is longer.
 _END_PAUSE_GROWTH = 1.25
 # How long a kubelet that has started may take until it has admitted, and lists, all its pods.
 _LISTS_ALL_SECONDS = 10.0
@@ -65,8 +68,8 @@ _COALESCING_SECONDS = 0.1
 class Verification:
     """The loop that corrects the ledger by the kubelet's records.
 
-    State: in memory only. When the records were last read, the ended pods that the kubelet still
-    had then, and the number of corrections so far.
+    State: in memory only. When the records were last read, and for which ended pods; the grants
+    that pod-resources has not listed yet; when the kubelet last restarted; the drift so far.
     """
 
     def __init__(
@@ -106,8 +109,8 @@ class Verification:
         self._restarts_seen = 0
         self._restarted_at = -math.inf  # monotonic seconds; the clock may begin at 0
         self._ends = PodEnds(ledger, pod_cache, clock)
-        # numbers of grants that the checkpoint had at the agent's start, and that pod-resources has
-        # not listed yet
+        # numbers of grants that were there at the last rebuild, and that pod-resources has not
+        # listed since
         self._unlisted: set[int] = set()
         self._lists_all_at = math.inf  # when pod-resources should list every pod
         # the ends of pods that were known at the last reading
@@ -120,7 +123,9 @@ class Verification:
         self.verified_at = 0.0
 
     async def rebuild(self) -> None:
-        """Fill the ledger from the kubelet's records, before any resource is offered."""
+        """Read the records as at a start, when adopting a grant is no drift: before the first
+        registration, and again before names are offered that the agent could not read until then.
+        """
         await self._verify(initial=True)
         self._journal.record(
             "ledger.rebuilt", grants=len(self._ledger.grants), trouble=self._kubelet.records_trouble
@@ -129,8 +134,9 @@ class Verification:
     async def run(self, beat: Callable[[], None]) -> None:
         """Verify until cancelled, at least every ``VERIFY_SECONDS``.
 
-        After a booking, the next pass comes one second after the last booking. While the kubelet
-        does not confirm a booking, the pause until the next pass doubles each time.
+        After a booking, the next pass comes one second after the last booking, in a long burst
+        after ten seconds. While the kubelet does not confirm a booking, the pause until the next
+        pass doubles each time.
         """
         pause = _SHORTEST_PAUSE_SECONDS
         while True:
@@ -196,7 +202,8 @@ class Verification:
 
         Args:
             initial: the ledger is being rebuilt.
-            ended_only: only release the grants of ended pods, between two regular passes.
+            ended_only: release nothing but grants of ended pods; for a reading between two regular
+                passes.
         """
         began, newest, ended = (
             asyncio.get_running_loop().time(),
@@ -282,8 +289,8 @@ class Verification:
         """Return the numbers of grants that stay although pod-resources has never listed them.
 
         A kubelet that starts together with the agent, e.g. after a reboot, lists its pods one after
-        the other. Until it should list all, grants that the checkpoint had at the agent's start
-        stay, unless the API server has reported the end of the pod. After that, a grant that only
+        the other. Until it should list all, grants that were there at the last rebuild stay,
+        unless the API server has reported the end of the pod. After that, a grant that only
         the checkpoint has belongs to an ended pod.
         """
         if now >= self._lists_all_at:
@@ -310,8 +317,8 @@ def _is_in(grant: Grant, listed: Collection[tuple[str, str]]) -> bool:
 
 
 def _release_memory() -> None:
-    """Return memory to the system after a burst of starts,
-    up to 8 MB on a node where each unit of memory has an id.
+    """Return to the system what a pass has used: up to 8 MB on a node where each unit of memory has
+    an id.
     """
     release_memory()
     memory.release_free_pages()

@@ -1,8 +1,8 @@
 """The settings of the `nvidia` family, in NVIDIA's words and in those of iktos's fork.
 
-NVIDIA's sharing strategies and iktos's ``resourceConfig`` become one list of entries here, so that
-no other module depends on which of them an operator has used. Sources: nvidia §2 and §3, iktos
-§I.2.
+NVIDIA's sharing strategies and iktos's ``resourceConfig`` become one list of entries here. What
+else is different for iktos's fork is the form of the ids, their order and their spreading
+(`NvidiaOptions.iktos`). Sources: nvidia §2 and §3, iktos §I.2.
 """
 
 from __future__ import annotations
@@ -81,7 +81,8 @@ class NvidiaOptions(msgspec.Struct, frozen=True):
         unit_mib: memory that an automatic replica stands for.
         wsl: the node is a Windows Subsystem for Linux, whose containers get all GPUs or none.
         lists: how containers get their devices.
-        mps: the directories that containers share with their MPS daemon.
+        mps: the directories that containers share with their MPS daemon, and where its limits are
+            set.
     """
 
     mig_strategy: str = "none"

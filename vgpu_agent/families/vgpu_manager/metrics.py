@@ -74,11 +74,14 @@ def _driver(readings: Readings) -> Iterator[_Row]:
 
 
 def _card(readings: Readings, number: int, gpu: Gpu) -> tuple[str, ...]:
+    """Return the labels of a card. ``number`` is that of `Inventory.numbered`: unlike NVML's index
+    it does not change when another card is lost.
+    """
     return (readings.node, str(number), gpu.uuid, gpu.name)
 
 
 def _physical(value: Callable[[Gpu, GpuUsage | None], float | None]) -> _Rows:
-    """Make a reading with one series a card, for those that have the value."""
+    """Make the rows of one series a card, for those that have the value."""
 
     def rows(readings: Readings) -> Iterator[_Row]:
         usage = {one.uuid: one for one in readings.usage}
@@ -141,11 +144,11 @@ def _physical_bytes(readings: Readings, mib: int) -> float:
 
 
 def _each_shared(value: Callable[[Readings, Gpu, list[Share]], float]) -> _Rows:
-    """Make a reading with one series for each card that is granted in shares."""
+    """Make the rows of one series for each card that is granted in shares."""
 
     def rows(readings: Readings) -> Iterator[_Row]:
         if not readings.in_force:
-            return  # what is offered is not known yet
+            return  # the family has not been built yet
         shares: dict[str, list[Share]] = {}
         for _, _, share in _held(readings):
             shares.setdefault(share.device, []).append(share)
@@ -157,7 +160,7 @@ def _each_shared(value: Callable[[Readings, Gpu, list[Share]], float]) -> _Rows:
 
 
 def _of_node(value: Callable[[Readings, Gpu, list[Share]], float]) -> _Rows:
-    """Make a reading with the sum over all cards."""
+    """Make the row with the sum over all cards."""
     each = _each_shared(value)
 
     def rows(readings: Readings) -> Iterator[_Row]:
@@ -207,14 +210,14 @@ _MEMORY_SUMS = (
 
 
 def _container(value: Callable[[Readings, Share], float | None]) -> _Rows:
-    """Make a reading with one series for each share of a card whose holder is known by name."""
+    """Make the rows of one series for each share of a card whose holder is known by name."""
     return _container_using(lambda readings, share, _: value(readings, share))
 
 
 def _container_using(
     value: Callable[[Readings, Share, ControlledUse | None], float | None],
 ) -> _Rows:
-    """Make the same from a function that also gets what the container uses."""
+    """Make the same rows for a ``value`` that also gets what the container uses."""
 
     def rows(readings: Readings) -> Iterator[_Row]:
         uses = {(one.namespace, one.pod, one.container): one for one in readings.controlled}
@@ -273,7 +276,9 @@ def _instances(readings: Readings) -> Iterator[tuple[int, Gpu, MigInstance]]:
 
 
 def _instance(value: Callable[[MigInstance, int | None], float | None]) -> _Rows:
-    """Make a reading with one series a MIG instance, of its memory in use in MiB."""
+    """Make the rows of one series a MIG instance. ``value`` gets the instance, and its memory in
+    use in MiB, None where that is not known.
+    """
 
     def rows(readings: Readings) -> Iterator[_Row]:
         used = {uuid: mib for usage in readings.usage for uuid, mib in usage.instances_used_mib}
@@ -352,7 +357,10 @@ METRICS = (
     _metric(
         "physical_gpu_device_health_status",
         _PHYSICAL,
-        "1 when the card may be given to new containers, 0 when it may not.",
+        (
+            "1 when the driver reports the card healthy, 0 when not. A card that is excluded, "
+            "cordoned or serves another family may be healthy."
+        ),
         _physical(lambda gpu, _: gpu.present and gpu.health.ok),
     ),
     _metric(

@@ -84,8 +84,8 @@ METRICS = (
         "HostGPUMemoryUsage",
         _CARD,
         (
-            "Bytes in use on the card. Only with families.volcanoVgpu, as all names without the "
-            "prefix vgpu_agent."
+            "Bytes in use on the card. This and the other names of volcano-vgpu-device-plugin's "
+            "monitor are there only with families.volcanoVgpu."
         ),
         _each_card(_memory_used),
     ),

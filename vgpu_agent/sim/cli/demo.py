@@ -6,8 +6,8 @@ follow about Volcano (`demo_volcano`), vgpu-manager (`demo_vgpu_manager`) and MP
 scene states what it proves and checks it.
 
 With ``--check`` the demo does not wait for a person, and the exit status shows the result. Without
-it the node stays up, with the addresses to curl, until Ctrl-C. However the demo ends, except by
-SIGKILL, it ends the agents and removes the temporary directory.
+it the node stays up, with the addresses to curl, until Ctrl-C. However the demo ends, its agents
+end. Unless a signal kills it at once (SIGKILL, SIGQUIT), it also removes the temporary directory.
 """
 
 from __future__ import annotations
@@ -102,8 +102,7 @@ def _run(arguments: argparse.Namespace) -> int:
 class _Demo:
     """The story, and the simulated parts that it needs.
 
-    State: the simulated node, kubelet and agent below ``directory``; ``failed`` once something was
-    not as it should be.
+    State: the simulated node, kubelet and agent below ``directory``.
     """
 
     def __init__(self, directory: Path, *, check: bool) -> None:
@@ -159,7 +158,8 @@ class _Demo:
         except (AgentError, TimeoutError) as err:
             print(f"\nNOT AS IT SHOULD BE: {err}", file=sys.stderr)
             print(
-                f"last lines of the agent's log:\n{await asyncio.to_thread(self._agent.log_tail)}",
+                "last lines of the log of the first node's agent:\n"
+                f"{await asyncio.to_thread(self._agent.log_tail)}",
                 file=sys.stderr,
             )
             return 1
@@ -355,8 +355,8 @@ A browser shows http://{agent.public_address}/. The agent's log is {agent.log_pa
 
 
 def _end_gracefully() -> None:
-    """Let SIGTERM and a closed terminal cancel the calling task: without its `finally`, an agent
-    would be left running.
+    """Let SIGTERM and a closed terminal cancel the calling task: without its `finally`, the
+    temporary directory and a stand-in of MPS's daemon would be left.
     """
     task = cast("asyncio.Task[int]", asyncio.current_task())  # a coroutine always runs in one
     for number in _ENDINGS:

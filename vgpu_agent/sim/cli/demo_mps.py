@@ -54,7 +54,7 @@ async def play_mps(directory: Path, narrator: Narrator) -> None:
     from vgpu_agent.sim.state import SimulatedNode  # noqa: PLC0415
 
     narrator.scene(
-        "MPS: pods compute on one GPU at the same time (a third node, with stand-ins of NVIDIA's "
+        "MPS: pods compute on one GPU at the same time (another node, with stand-ins of NVIDIA's "
         "tools)"
     )
     await asyncio.to_thread(

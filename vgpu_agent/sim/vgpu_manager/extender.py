@@ -4,8 +4,8 @@ demo.
 It gives pods whose ``schedulerName`` is ``vgpu-scheduler`` a node and cards on it, and writes as
 the real one does: a patch when a pod is filtered, another before it is bound, then the Binding
 (vgpu-manager §4.3, §5.2, §5.8, §13.3). Filtering is one pod after the other; Bindings to one node
-are kept apart by 30 ms. Its only state is in the API server, so it may be killed and started
-anywhere.
+are kept apart by 30 ms. All that it must not forget is in the API server, so it may be killed and
+started at any moment.
 
 A claim here is vgpu-manager's: the share of one card that is planned for one container, as the
 annotation ``pre-allocated`` names it. It is not a claim of the agent's ledger.
@@ -72,7 +72,8 @@ class ExtenderSettings:
     Attributes:
         scheduler_name: whose pods to take.
         domain: of all keys.
-        device_policy: for pods without a policy of their own, as the webhook writes it into them.
+        device_policy: the policy of pods that name none. In a real cluster vgpu-manager's webhook
+            writes it into the pod.
         bind_seconds: how long a Binding keeps the next one to its node waiting.
         retry_seconds: the pause after a failure, and the longest one between two looks.
         request_timeout_seconds: of one request to the API server.
@@ -156,7 +157,8 @@ class VgpuExtender:
                 else:
                     await self._tell(pod, chosen.why)
             except ClusterError as err:
-                # Whether it was done is not known, so nothing is until it was listed again.
+                # It is not known whether the write was done, so no pod is filtered before pods and
+                # nodes have been listed again.
                 _logger.warning("sim.vgpu_extender.broken", error=str(err))
                 self._pods.invalidate()
                 self._nodes.invalidate()
@@ -202,7 +204,9 @@ class VgpuExtender:
         phrase why it does not fit.
         """
         keys = self._keys
-        if not resources.may_hold(node, pod) or not self._counts_fit(node, others, pod):
+        if not resources.may_hold(node, pod):
+            return "node not ready, cordoned or not selected"
+        if not self._counts_fit(node, others, pod):
             return f"Insufficient {keys('vgpu-number')}"
         if not asked_by(pod, keys).names:
             return {}
@@ -293,7 +297,7 @@ class VgpuExtender:
         )
 
     def _seen_pods(self) -> dict[str, Object]:
-        """All pods by UID, those that we have bound as they will be seen soon."""
+        """All pods by UID; one that we have bound has its node also before the watch shows it."""
         items = self._pods.items
         self._bound = {
             uid: pod
@@ -314,7 +318,9 @@ class VgpuExtender:
         )
 
     def _counts_fit(self, node: Object, others: Sequence[Object], pod: Object) -> bool:
-        """Apply kube-scheduler's own arithmetic of ids, which counts claims of any card alike."""
+        """Apply kube-scheduler's own arithmetic: the ids that pods ask for, whichever card they are
+        planned on.
+        """
         number, name = self._keys("vgpu-number"), node["metadata"]["name"]
         offered = ((node.get("status") or {}).get("allocatable") or {}).get(number, 0)
         taken = sum(
@@ -389,7 +395,9 @@ class _Chosen:
 
 
 def _ids(pod: Object, keys: Keys) -> int:
-    """Return how many ids the kubelet needs for the pod."""
+    """Return how many ids the pod needs at most; each init container is counted as if all sidecars
+    ran beside it.
+    """
     asked = asked_by(pod, keys)
     largest = max((each.number for each in asked.init), default=0)
     return sum(each.number for each in asked.sidecars) + max(

@@ -1,8 +1,8 @@
 """The cards of a Node, as its annotations describe them (vgpu-manager §3).
 
-The texts are read once, when they change. A Node whose texts are nonsense is unfit, with a reason,
-and no other Node is affected: a gap in the numbers of the cards ends vgpu-manager's extender
-(vgpu-manager §12.3).
+They are read when a Node is new or has changed, and not for each pod. A Node whose texts are
+nonsense is unfit, with a reason, and no other Node is affected. (In vgpu-manager's extender a gap
+in the cards' numbers crashes the whole process, vgpu-manager §12.3.)
 """
 
 from __future__ import annotations
@@ -132,7 +132,8 @@ def _card(entry: _Entry) -> Card:
 
 def _links(text: str, count: int) -> tuple[tuple[int, int, tuple[int, ...]], ...]:
     """Return the links between the first ``count`` cards. A text that cannot be read counts as
-    none: it is there to choose well, and says nothing about what fits.
+    none. Then pods with the mode ``link-strict`` do not fit, and all others are placed without
+    regard to links.
     """
     try:
         found = msgspec.json.decode(text or "[]", type=list[_Linked])
