@@ -4,7 +4,9 @@ followed while label and directory change.
 NVIDIA's plugin has a process of its own for this, which waits for the API server at every start and
 does not notice new content under the same name (nvidia §13). Called by `composition.run` before the
 agent is built, because some settings hold for the life of the process; by `reload` before each look
-at the files; and by `report`. The family whose plugin it is makes the choice.
+at the files; and by `report`. `api_server` gives it the label, and remembers what is in force.
+Which file a label's value means is decided by the family that replaces the plugin
+(`NamedDocuments.choose`).
 """
 
 from __future__ import annotations
@@ -35,7 +37,8 @@ if TYPE_CHECKING:
     from vgpu_agent.config.load import Loaded, Sources
     from vgpu_agent.config.settings import Settings
 
-# of NVIDIA's plugin; a flag beats all other sources of nvidiaConfigFile
+# The flag of NVIDIA's plugin that names its file. The choice is passed on as this flag, because a
+# flag beats all other sources of nvidiaConfigFile.
 _FILE_FLAG = "--config-file"
 
 
@@ -135,8 +138,8 @@ class NamedConfiguration:
     def _load(self) -> Loaded:
         """Load the chosen file.
 
-        If it cannot be used, load the last good settings that an earlier agent had in force, under
-        whatever name.
+        If it cannot be used, load the named configuration that an earlier agent had in force, under
+        its own name, with the agent's own file as it is now.
         """
         sources = self._with(self.choice)
         try:
@@ -145,18 +148,19 @@ class NamedConfiguration:
             before = self._before
             if before is None or (before.key and not before.text):
                 raise
+            named = Choice(before.key)
+            own = None if sources.file is None else load.read(sources.file)
+            text = before.text.encode() if before.key else None
+            loaded = load.load_contents(
+                self._with(named), load.Contents(own, self._file(named), text)
+            )
             self.journal.record(
                 "config.refused",
                 level="error",
                 problems=err.problems,
-                in_force="the settings in force before the restart",
+                in_force="the named configuration in force before the restart",
             )
-            named = Choice(before.key)
-            own = None if sources.file is None else load.read(sources.file)
-            text = before.text.encode() if before.key else None
-            return load.load_contents(
-                self._with(named), load.Contents(own, self._file(named), text)
-            )
+            return loaded
 
     def _choose(self, keys: frozenset[str]) -> None:
         """Choose again. If the new choice is invalid, report a problem and keep the previous
@@ -235,7 +239,7 @@ class NamedConfiguration:
                 "kubeconfig)"
             )
         await asyncio.to_thread(importlib.import_module, "vgpu_agent.cluster.client")
-        # aiohttp, which most nodes need for metrics only
+        # It imports aiohttp, which most nodes need for the web server only, and later.
         from vgpu_agent.cluster.client import ApiClient  # noqa: PLC0415
 
         client = ApiClient(found)

@@ -83,7 +83,7 @@ class Allocator:
 
     @property
     def mode(self) -> BindingMode | None:
-        """The binding mode; None until this node's Node was read."""
+        """The binding mode; None while it depends on this node's Node, and that is not known."""
         return self._context.mode
 
     @property

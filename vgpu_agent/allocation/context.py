@@ -68,7 +68,7 @@ class RecordsReader(Protocol):
 
 
 class Fetch(Protocol):
-    """The request to the API server for one pod, implemented by `cluster`."""
+    """The request to the API server for one pod, implemented by `agent.api_server`."""
 
     async def __call__(self, namespace: str, name: str) -> Pod | None:
         """Return the pod that has this name now; None when there is none.
@@ -123,7 +123,8 @@ class Context(msgspec.Struct):
         clock: the wall clock, unix seconds.
         booted_at: returns the unix seconds of the host's last boot.
         families: the families in force; `Allocator.use_families` replaces them.
-        mode: the binding mode; None until this node's Node was read. `Allocator.use_mode` sets it.
+        mode: the binding mode; None while ``binding.mode`` is ``auto`` and nothing is known of this
+            node's Node. `Allocator.use_mode` sets it.
     """
 
     node: str

@@ -1,9 +1,9 @@
 """A CDI spec as a value: read from what a tool printed or a file holds,
 and written for the runtime.
 
-`nvidia_ctk` and `toolkit_specs` read with it, `generated_specs` writes. The fields are those of the
-CDI specification up to 1.1 (https://github.com/cncf-tags/container-device-interface); a runtime
-refuses a whole file over one field that it does not know, and we do the same.
+`nvidia_ctk` and `toolkit_specs` read with it, `generated_specs` reads and writes. The fields are
+those of the CDI specification up to 1.1 (https://github.com/cncf-tags/container-device-interface);
+a runtime refuses a whole file over one field that it does not know, and we do the same.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ import yaml
 
 from vgpu_agent.errors import CdiError
 
-# A spec of eight GPUs in seven MIG instances each is below 200 KiB; a larger file is something
-# else.
+# A spec of eight GPUs in seven MIG instances each is below 200 KiB, so what is larger than this is
+# something else.
 LARGEST_BYTES = 8 * 1024 * 1024
 
 _Loader: type = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
@@ -52,7 +52,9 @@ class Mount(
 class Hook(
     msgspec.Struct, frozen=True, rename="camel", omit_defaults=True, forbid_unknown_fields=True
 ):
-    """A program that the runtime runs on the way to a started container; ``timeout`` in seconds."""
+    """A program that the runtime runs at one point of a container's life (an OCI hook); ``timeout``
+    in seconds.
+    """
 
     hook_name: str
     path: str

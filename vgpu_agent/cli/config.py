@@ -155,7 +155,9 @@ def _convert(arguments: argparse.Namespace) -> int:
 
 
 def _loaded(arguments: argparse.Namespace) -> load.Loaded:
-    """The configuration that ``run`` would have with these arguments; warnings go to stderr."""
+    """Return the configuration that ``run`` loads with these arguments, before a label of the Node
+    adds a named one (`namedConfig`). Warnings go to stderr.
+    """
     flags = options.given(arguments)
     if arguments.file is not None:
         if flags.get(options.CONFIG_FLAG, arguments.file) != arguments.file:

@@ -257,7 +257,7 @@ def _reads_numbers_as_text(annotation: Any) -> bool:
     """Tell whether a list may hold numbers that are names: the 0 of ``devices: [0]`` is an
     index.
     """
-    if any((meta.extra or {}).get("words") for meta in _metas(annotation)):
+    if any((meta.extra or {}).get("numbers_are_text") for meta in _metas(annotation)):
         return True
     return any(
         _reads_numbers_as_text(part)

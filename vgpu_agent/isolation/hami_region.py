@@ -4,8 +4,9 @@ the file that decides a container's limits.
 The first process that opens the region fills it from its environment, and every later one obeys the
 file. So the agent writes it before any process exists, and the environment does not matter any more
 (hami-core §0.3.1). Offsets and initial values are those of hami-core §2.2 and §2.3; they hold
-for glibc on little-endian 64-bit machines. Libraries that read this layout: HAMi 2.4.1 to 2.8.0 and
-from 2.8.2, not 2.8.1 (hami-core §0.3.10). Called by `hami_core`.
+for glibc on little-endian 64-bit machines. Libraries that accept it: those of layout 1.2 (HAMi from
+2.8.2), and of 1.1 (2.4.1 to 2.8.0), which differ in nothing that is written here; not 2.8.1
+(hami-core §2.1, §2.3, §0.3.10). Called by `hami_core`.
 """
 
 from __future__ import annotations
@@ -38,12 +39,12 @@ _SEMAPHORE_POSTINIT = 2_008_920
 # glibc's sem_t with value 1: a 64-bit value and waiter count, then the mark of a semaphore that
 # processes share.
 _FREE_SEMAPHORE = struct.pack("<QI", 1, 128)
-_RECENT_KERNEL = 2
+_RECENT_KERNEL = 2  # the library's own first value: kernels ran lately
 _PRIORITY = 1  # CUDA_TASK_PRIORITY's default
 
 
 class DeviceLimit(msgspec.Struct, frozen=True):
-    """The limit of one device: memory in MiB, never 0 because that means none;
+    """The limit of one device: memory in MiB, never 0, which the library takes for no limit;
     compute in percent, 100 for no limit.
     """
 
@@ -60,8 +61,9 @@ def region(
 
     Args:
         limits: at most `MAX_DEVICES`.
-        limit_cores: the switch that the library's limiter obeys. Nothing else turns it on again
-            (hami-core §0.3.8), so it starts on.
+        limit_cores: whether the library's limiter of compute is on (``utilization_switch``). Some
+            versions never switch it on again once it is off (hami-core §0.3.8), so it must be right
+            from the start.
     """
     return (
         (_INITIALIZED, struct.pack("<iII", MAGIC, _MAJOR, _MINOR)),

@@ -47,7 +47,8 @@ async def register(
     """Announce that ``resource`` is served on the socket ``endpoint``,
     a base name beside the kubelet's socket.
 
-    ``connected`` is awaited once a kubelet has accepted the connection, and may raise.
+    ``connected`` is awaited once a kubelet has accepted the connection, and may raise. With
+    ``prefers`` the kubelet is to ask which ids suit best (GetPreferredAllocation).
 
     Raises:
         RegistrationRefusedError: the kubelet refuses this API version or this resource name for
@@ -75,8 +76,8 @@ async def register(
         ):
             raise RegistrationRefusedError(
                 f"the kubelet refuses to register {resource}: {err.text or err}. The resource is "
-                "not offered until the kubelet restarts, or the agent starts with another "
-                "configuration"
+                "not offered until the kubelet restarts; a changed configuration may offer it "
+                "under another name"
             ) from err
         raise KubeletError(str(err)) from err
 

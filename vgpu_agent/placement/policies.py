@@ -2,7 +2,7 @@
 one entry each.
 
 Families whose ids name devices choose the entry that fits a resource and call it for
-GetPreferredAllocation. No policy fails because of a device that is not among the available ones
+GetPreferredAllocation. No policy fails because of a device that the request does not name
 (nvidia D4), and each gives the same answer to the same question (nvidia D5). On a node that several
 families share, the ranks of `mixing` come first.
 """
@@ -33,11 +33,11 @@ class IdRequest(msgspec.Struct, frozen=True):
     """The kubelet's request, and what is known of the ids.
 
     Attributes:
-        available: ids that may be chosen, the required ones among them; of equally good ones, those
-            that come first are used.
+        available: ids that may be chosen; of equally good ones, those that come first are used.
         required: ids that must be in the answer.
         size: how many ids the container wants.
-        device_of: id → its device, of every id above.
+        device_of: id → its device, for the available ids; `choose` refuses a required id that is
+            not among them.
         totals: how many ids each device has, held or not; of equally good devices, those that come
             first are taken.
         links: how close each pair of GPUs is.
@@ -119,8 +119,8 @@ def _spread(request: IdRequest) -> list[str]:
     """Choose replicas of different GPUs, in the order of the available ones:
     the rule of iktos's fork of NVIDIA's plugin, for resources configured as there (iktos §I.4).
 
-    It differs from `sharing`'s DISTRIBUTED in two points: a GPU that the container has nothing of
-    yet always comes first, whatever its rank, because that is what a container with several
+    It differs from `sharing`'s DISTRIBUTED in two points: of the GPUs that no other family has, one
+    that the container has nothing of yet comes first, because that is what a container with several
     replicas has asked for; and of several GPUs it takes the one with the most free replicas, not
     the one with the fewest held. Another family's GPU comes last of all. Two details differ from
     the fork: replicas are counted 0, 1, 2, … 10 instead of in the order of their text (iktos D14),
@@ -157,8 +157,8 @@ def _spread(request: IdRequest) -> list[str]:
 
 
 def _on_one(request: IdRequest) -> list[str]:
-    """Choose ids of one device, the required ones first, because they are units of its memory:
-    five of one GPU and three of another are not eight.
+    """Choose ids of one device only: where ids are units of memory, five of one GPU and three of
+    another are not eight. The required ids come first in the answer.
 
     Of the lowest rank, the fullest device that still has enough is taken, so that large requests
     find room later (iktos D12).
@@ -176,9 +176,10 @@ def _on_one(request: IdRequest) -> list[str]:
     fitting = [device for device in (bound or free) if len(free[device]) >= wanted]
     if not fitting:
         most = max((len(free[device]) for device in (bound or free)), default=0)
+        which = f"the device of {', '.join(request.required)}" if bound else "no device"
         raise CapacityError(
-            f"{request.size} ids of one device are requested, no device has more than "
-            f"{most + len(request.required)}"
+            f"{request.size} ids of one device are requested, {which} has "
+            f"{'only' if bound else 'more than'} {most + len(request.required)}"
         )
     fullest = min(fitting, key=lambda device: (request.rank(device), len(free[device])))
     return [*request.required, *free[fullest][:wanted]]

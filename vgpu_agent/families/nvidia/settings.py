@@ -61,7 +61,7 @@ DeviceWord = Annotated[
                 "an index (0), a MIG index (1:0), GPU-<uuid>, MIG-<uuid> or "
                 "MIG-GPU-<uuid>/<gi>/<ci>"
             ),
-            "words": True,
+            "numbers_are_text": True,
         },
     ),
 ]
@@ -134,8 +134,9 @@ class Resources(msgspec.Struct, frozen=True, rename="camel", forbid_unknown_fiel
         tuple[ResourcePattern, ...],
         Meta(
             description=(
-                "Patterns for MIG profiles such as `1g.5gb`, with migStrategy mixed. A profile "
-                "that none matches is called `nvidia.com/mig-<profile>`."
+                "Patterns for MIG profiles such as `1g.5gb`, with migStrategy single or mixed. A "
+                "profile that none matches keeps its name: `nvidia.com/gpu` with single, "
+                "`nvidia.com/mig-<profile>` with mixed."
             )
         ),
     ] = ()
@@ -254,8 +255,8 @@ class MpsSharing(msgspec.Struct, frozen=True, rename="camel", forbid_unknown_fie
 
 
 class Sharing(msgspec.Struct, frozen=True, rename="camel", forbid_unknown_fields=True):
-    """Sharing of one GPU by several containers. Without it each container gets whole GPUs. With
-    both, `mps` counts.
+    """Sharing of one GPU by several containers. Without it, and without `iktos`, each container
+    gets whole GPUs. With both, `mps` counts.
     """
 
     time_slicing: TimeSlicing = msgspec.field(default_factory=TimeSlicing)
@@ -290,8 +291,8 @@ class Iktos(msgspec.Struct, frozen=True, rename="camel", forbid_unknown_fields=T
 
 
 def offered_names(settings: Settings) -> Iterator[OfferedName]:
-    """Yield all names under which the family can offer GPUs of some node. A name that occurs twice
-    is one resource with the devices of both.
+    """Yield all names under which the family can offer GPUs of some node, each once: where two
+    entries give the same name, their devices are one resource.
     """
     gpus, strategy = settings.section(Resources).gpus, settings.plugin.mig_strategy
     names = {pattern.name for pattern in gpus}

@@ -118,7 +118,7 @@ class VgpuManager(msgspec.Struct, frozen=True, rename="camel", forbid_unknown_fi
     exclude_devices: Annotated[
         tuple[Annotated[str, Meta(pattern=exclusion.PATTERN)], ...],
         Meta(
-            extra={"expected": f"a list of {exclusion.EXPECTED}", "words": True},
+            extra={"expected": f"a list of {exclusion.EXPECTED}", "numbers_are_text": True},
             description=(
                 "GPUs that no container gets through this family: indices, ranges (`0-2`, `0..2`) "
                 "and UUIDs. They are advertised as unhealthy."

@@ -1,8 +1,9 @@
 """The pod status that the simulated kubelet writes: the pod's phase, and the state of each
 container.
 
-Called by `sim.cluster`. Statuses are those that a real kubelet writes, as far as a node agent reads
-them.
+Called by `sim.cluster`. Statuses have the fields of a real kubelet's that the simulation needs:
+phase, reasons, the containers' states, restart counts and times. They lack container ids,
+conditions and the start time of an ended container.
 """
 
 from __future__ import annotations
@@ -88,9 +89,9 @@ class PodStatus:
         )
 
     def _write(self, status: Object) -> None:
-        with contextlib.suppress(ApiRefusalError):  # deleted meanwhile, or another pod has the name
+        with contextlib.suppress(ApiRefusalError):  # it was deleted meanwhile
             pod = self._objects.get("pods", self._name, self._namespace)
-            if pod["metadata"]["uid"] == self._uid:
+            if pod["metadata"]["uid"] == self._uid:  # otherwise another pod has the name
                 accepted = (pod.get("status") or {}).get("startTime") or _now()
                 self._objects.set_status(
                     "pods", self._name, {"startTime": accepted, **status}, self._namespace
