@@ -6,7 +6,8 @@ State flows through the agent as immutable snapshots held by a `Latest`. A reade
 health watch) see every final state, and a slow reader cannot block others.
 
 Loops are `Supervisor` tasks: named, restarted with back-off, counted, and visible under
-``/debug/tasks``. No other code calls `create_task`.
+``/debug/tasks``. No loop of the agent is started in another way; other tasks end with the function
+or the object that made them.
 """
 
 from __future__ import annotations
@@ -125,11 +126,11 @@ class Versions:
 async def first_of(
     *waits: Coroutine[Any, Any, object], timeout_seconds: float | None = None
 ) -> bool:
-    """Wait until one of ``waits`` has returned, or until the time is over. The others are cancelled
-    before this returns.
+    """Wait until one of ``waits`` has ended, or until the time is over. The others are cancelled
+    before this returns, and an exception of one is dropped.
 
     Returns:
-        Whether one of them has returned.
+        Whether one of them has ended.
     """
     tasks = [asyncio.ensure_future(wait) for wait in waits]
     try:
@@ -201,8 +202,8 @@ class TaskReport(msgspec.Struct):
     stuck_after_seconds: float | None = None
 
     def stuck_for(self, now: float) -> float:
-        """Seconds by which the loop is late with its heartbeat; 0 when it is on time or gives
-        none.
+        """Seconds by which the loop is late with its heartbeat; 0 when it is on time, gives none or
+        does not run.
         """
         if self.stuck_after_seconds is None or self.state is not TaskState.RUNNING:
             return 0.0

@@ -88,8 +88,9 @@ class Ambiguities:
             )
 
     def identified(self, token: str, start: Start | None) -> None:
-        """Follow a start that was identified: the ids have one holder now. None for ``start`` if
-        the container starts as before.
+        """Follow a start that was identified: the ids have one holder now. ``start`` is None where
+        a container starts again from the spec of its earlier start, while the watch does not show
+        its pod.
         """
         self._forget(token)
         if start is not None:
@@ -111,9 +112,9 @@ class Ambiguities:
         err: NotProvenError,
         started: Collection[tuple[str, str, str]],
     ) -> _Key | None:
-        """Return the container whose pod gives way: of pods of which nothing has begun the one that
-        was bound last. None while the ambiguity is new or a pod of it is being deleted, and where
-        there is no such pod, or only one pod is known.
+        """Return the container whose pod gives way: of pods of which no container with such devices
+        has started, the one that was bound last. None while the ambiguity is new or a pod of it is
+        being deleted, and where there is no such pod, or only one pod is known.
         """
         now = asyncio.get_running_loop().time()
         self._seen = {

@@ -53,11 +53,11 @@ class Binding(msgspec.Struct, frozen=True, rename="camel", forbid_unknown_fields
         Meta(
             description=(
                 "How long a start must have been refused before the pod is evicted, so that it is "
-                "scheduled anew. A wrong early guess, and ids that another pod has as well, which "
-                "trying again cannot mend, are evicted at once. 0: never, because an eviction ends "
-                "the pod, and one without a controller does not come back. Until then the pod "
-                "waits, and its scheduler counts it as placed. 120 suits clusters whose GPU pods "
-                "have controllers."
+                "scheduled anew. Until then the pod waits, and its scheduler counts it as placed. "
+                "A pod that trying again cannot help (a wrong early guess, or another pod has its "
+                "ids as well) is evicted at once. 0: no pod is evicted, because an eviction ends "
+                "the pod, and one without a controller does not come back. 120 suits clusters "
+                "whose GPU pods have controllers."
             )
         ),
     ] = 0.0
@@ -69,8 +69,8 @@ class Binding(msgspec.Struct, frozen=True, rename="camel", forbid_unknown_fields
                 "(`UnexpectedAdmissionError`), or whose start can never succeed here: a pod with a "
                 "controller is evicted, a bare one is deleted and created anew, a critical one is "
                 "left alone. A pod that fails again waits for longer each time, and is left alone "
-                "after five times. It takes `components/reschedule`. A family may have a switch of "
-                "its own for it, such as a feature gate."
+                "after five times. It needs the rights in `manifests/components/reschedule`. A "
+                "family may have a switch of its own for it, such as a feature gate."
             )
         ),
     ] = False
@@ -90,12 +90,12 @@ class Binding(msgspec.Struct, frozen=True, rename="camel", forbid_unknown_fields
         Literal["serve", "refuse"],
         Meta(
             description=(
-                "What becomes of a container whose scheduler has given out more compute, or more "
-                "places, of a GPU than it has: Volcano's forgets a second container of a pod on "
-                "the same GPU. serve: it starts, an event tells its pod, and "
-                "`vgpu_agent_scheduler_overcommitted` shows the GPU. refuse: it waits until there "
-                "is room. Memory is never overcommitted, and the agent's own placement never "
-                "overcommits."
+                "What becomes of a container whose scheduler has given out more compute of a GPU "
+                "than it has, or its shares to more containers than it takes: Volcano's forgets a "
+                "second container of a pod on the same GPU. serve: it starts, an event tells its "
+                "pod, and `vgpu_agent_scheduler_overcommitted` shows the GPU. refuse: it waits "
+                "until there is room. Memory is never overcommitted, and the agent's own placement "
+                "never overcommits."
             )
         ),
     ] = "serve"
@@ -120,7 +120,7 @@ class Cluster(msgspec.Struct, frozen=True, rename="camel", forbid_unknown_fields
         Meta(
             description=(
                 "auto: when there are credentials (`kubeconfig`, or a service account). never: not "
-                "at all; only `nvidia` works then."
+                "at all; only `nvidia` and `aws` work then."
             )
         ),
     ] = "auto"

@@ -3,7 +3,7 @@ one small state machine a GPU, on plain values.
 
 Three things make a GPU Unhealthy: an XID that counts, a probe that the card or the driver answered
 badly, and a driver call about this GPU that does not return. It comes back when the card answers,
-the driver asks for no reset or reboot, no row remap is pending, and it has been quiet for a while.
+the driver asks for no recovery action, no row remap is pending, and it has been quiet for a while.
 A GPU that fails again soon must be quiet for twice as long each time, so that a flapping card does
 not fail one pod after another.
 
@@ -77,9 +77,8 @@ class RecoveryAction(enum.IntEnum):
         return {
             self.UNKNOWN: "recovery action that this agent does not know",
             self.DRAIN_P2P: "drain of peer-to-peer traffic",
-        }.get(
-            self, self.name.lower().replace("_", " ").replace("gpu", "GPU").replace("imex", "IMEX")
-        )
+            self.RECOVER_IMEX_DOMAIN: "recovery of the IMEX domain",
+        }.get(self, self.name.lower().replace("_", " ").replace("gpu", "GPU"))
 
 
 class Probe(msgspec.Struct, frozen=True):
@@ -133,8 +132,8 @@ class GpuHealth:
     """One GPU's state.
 
     ``now`` is monotonic seconds in every method; ``wall`` returns unix seconds for `Health.since`.
-    Each method returns True when `health` became a different value. A restart of the agent begins
-    with a healthy GPU, and its first probe decides.
+    Each method that returns a bool returns True when `health` became a different value. A restart
+    of the agent begins with a healthy GPU, and its first probe decides.
     """
 
     def __init__(self, policy: RecoveryPolicy, *, wall: Callable[[], float]) -> None:

@@ -22,10 +22,10 @@ if TYPE_CHECKING:
 def alike(resources: Iterable[Resource]) -> Iterator[tuple[Resource, Resource, str]]:
     """Return each pair of resources that have an id in common, and one such id.
 
-    The replaced plugins never ran on one node, and some give their ids the same form. A device
-    serves one family at a time, so at most one of the two has a holder to whom the id's health is
-    reported. Of two resources that are only counted neither has one, so they may have ids in
-    common.
+    Such a pair is tolerated in two families, because the replaced plugins never ran on one node and
+    some give their ids the same form: a device serves one family at a time, so only one of the two
+    can have a holder whose pod shows the id's health. Pairs of resources that nobody decides about
+    (`Decider.NOBODY`) are left out, because they have no holders.
     """
     for one, other in itertools.combinations(resources, 2):
         if one.decided_by is Decider.NOBODY is other.decided_by:
@@ -71,8 +71,8 @@ class Offers:
         resource names in ``held``, wider limits of before are remembered.
 
         Raises:
-            ValueError: a name, or within one family an id (kubelet V17), is offered twice: the
-                kubelet would mix their health up.
+            ValueError: a name, or within one family an id (kubelet V17), is offered twice, see
+                `alike`: the kubelet would mix their health up.
         """
         offered: dict[str, Resource] = {}
         for resource in resources:

@@ -2,7 +2,8 @@
 and no unneeded ones.
 
 After each change `agent` sets the desired daemons (`want`). `withheld` tells it whether a resource
-may be offered. At the agent's end, `stop` ends the daemons without clients.
+may be offered. At the agent's end, `stop` ends the daemons that no pod holds a share of and no
+process uses.
 """
 
 from __future__ import annotations
@@ -34,8 +35,8 @@ _logger = log.get(__name__)
 class Supervision:
     """The daemons, and their common parts.
 
-    State: for each resource one `Daemon` and one supervised task, from the first call of `want` for
-    it until the daemon has ended.
+    State: for each resource one `Daemon` and one supervised task, from the first `want` or `recall`
+    of it until the first `want` after its end.
 
     Args:
         settings: paths and times.
@@ -76,8 +77,8 @@ class Supervision:
         return tuple(self._daemons[name].status for name in sorted(self._daemons))
 
     def want(self, wanted: Mapping[str, tuple[DaemonPlan, frozenset[str]]]) -> None:
-        """Set the desired daemons: resource → plan, and the GPUs of it that serve another family
-        now.
+        """Set the desired daemons: resource → plan, and those of its GPUs that containers hold
+        through another resource, or with ids of earlier settings.
 
         A daemon that is no longer desired ends when its last holder has ended.
         """
@@ -120,7 +121,9 @@ class Supervision:
         return Withheld("its MPS control daemon is about to be started", temporary=True)
 
     async def stop(self) -> None:
-        """Stop all tasks, and end the daemons without holders. The next agent adopts the others."""
+        """Stop all tasks, and end the daemons that no pod holds a share of and no process uses. The
+        next agent adopts the others.
+        """
         for resource, daemon in self._daemons.items():
             await self._supervisor.stop(_task(resource))
             if daemon.status.state is MpsState.STOPPED:
@@ -155,7 +158,9 @@ class Supervision:
             )
 
     async def changed(self) -> None:
-        """Report that a daemon has started, failed or ended."""
+        """Report that a daemon has started, failed or ended, and set or remove the mark for which
+        other programs wait (`directories.mark`).
+        """
         states = [daemon.status.state for daemon in self._daemons.values() if daemon.is_wanted]
         up = bool(states) and all(state is MpsState.RUNNING for state in states)
         put = directories.mark if up else directories.unmark

@@ -7,9 +7,10 @@ comes and goes leaves us with an open stream, no error, and an allocatable of 0.
 `verification` in each pass, which asks pod-resources what can be allocated.
 
 Nothing is done at the first difference, because a list may be on its way. If the second comparison
-finds one as well, the plugin server registers again. The pauses between such registrations double
-while they do not help. While another plugin is there the longest pause applies at once: for pods,
-two plugins that keep taking the resource from each other are worse than one that backs off.
+finds one as well, it is reported, and where ids of ours are missing, the plugin server registers
+again. The pauses between such registrations double while they do not help. While another plugin is
+there the longest pause applies at once: for pods, two plugins that keep taking the resource from
+each other are worse than one that backs off.
 """
 
 from __future__ import annotations
@@ -62,7 +63,7 @@ class _History(msgspec.Struct):
     """The history of one resource; times are the loop's, in seconds.
 
     Attributes:
-        doubted: the previous comparison found a difference.
+        doubted: a difference was found, and nothing has been done about it yet.
         fine_since: since when there has been none.
         pause_seconds: the shortest time between the last new registration and the next.
     """
@@ -191,8 +192,8 @@ class ListedIds:
         _show(status, before)
 
     def _note_fine(self, status: PluginStatus, history: _History) -> None:
-        """Note that the kubelet lists all our ids and no others. A rival is shown until that has
-        lasted for the longest pause, because two plugins may take turns.
+        """Note that the kubelet lists all our ids and no others. While that stays so, a rival is
+        shown for the longest pause, because two plugins may take turns.
         """
         now = asyncio.get_running_loop().time()
         history.doubted = False

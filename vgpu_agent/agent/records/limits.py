@@ -3,7 +3,8 @@
 `hami-core` keeps the limits and the usage of a container in a file, its *region*. The container can
 write that file, so a hostile container can raise its own limit. With `vgpu-control`, a container
 can run programs without the library. The agent prevents neither. It compares the files of
-containers with the grants (`web.limits`), and records each such pod once.
+containers with the grants (`web.limits`), and records each such grant once. That includes grants
+under MPS, at the next change of such a file.
 """
 
 from __future__ import annotations
@@ -29,7 +30,8 @@ class LimitsWatch:
     changes its region every second must not fill the journal. A restarted agent records them again.
 
     Args:
-        evidence: the contents of the containers' files, one snapshot for each isolation backend.
+        evidence: the contents of the containers' files, one snapshot for each of `hami-core` and
+            `vgpu-control`.
         status: returns the agent's status, which includes the evidence.
         journal: receives the entries.
     """

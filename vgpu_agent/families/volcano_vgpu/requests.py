@@ -1,9 +1,10 @@
-"""The request of a container in Volcano's words: its limits, read once and checked.
+"""The request of a container in Volcano's words: its limits of memory and compute, read and
+checked.
 
 Called by `decisions` to compare a scheduler's decision with what the pod really asks for, and by
-`family` to place a pod without such a decision. volcano-vgpu §8 defines which containers ask, and
-which of several amounts counts. What schedulers get wrong there (``3Gi`` turns negative, a
-percentage becomes 0) is refused instead of passed on.
+`family` and `mig.family` to place a pod without such a decision. volcano-vgpu §8 defines which
+containers ask, and which of several amounts counts. What schedulers get wrong there (``3Gi`` turns
+negative, a percentage becomes 0) is refused here or in `decisions` instead of passed on.
 """
 
 from __future__ import annotations
@@ -37,8 +38,8 @@ class Names(msgspec.Struct, frozen=True):
         )
 
     def asking(self, pod: Pod) -> tuple[PodContainer, ...]:
-        """Return the containers for which a scheduler writes a segment, in its order:
-        regular ones that ask.
+        """Return the containers that have an entry in a scheduler's annotation
+        ``volcano.sh/vgpu-ids-new``, in its order: regular ones that ask.
 
         The scheduler does not see init containers and sidecars.
         """
@@ -53,7 +54,8 @@ class ContainerRequest(msgspec.Struct, frozen=True):
     """The request of a container on each of its GPUs.
 
     Attributes:
-        memory_units: a number of units; None where a percentage or the whole GPU is asked for.
+        memory_units: memory in the node's units of `Offer.factor` MiB; None where a percentage or
+            the whole GPU is asked for.
         memory_percent: 1…100 of a GPU's memory where no number of units counts; 100 when the
             container says nothing.
         cores_percent: of a GPU's compute; 0 where none is asked for.
@@ -80,7 +82,7 @@ class ContainerRequest(msgspec.Struct, frozen=True):
         )
 
     def text(self, names: Names) -> str:
-        """Return the request as the pod wrote it."""
+        """Return the request for messages, with what counts where the pod says nothing."""
         memory = (
             f"{names.memory}: {self.memory_units}"
             if self.memory_units is not None
