@@ -120,7 +120,7 @@ class Cluster(msgspec.Struct, frozen=True, rename="camel", forbid_unknown_fields
         Meta(
             description=(
                 "auto: when there are credentials (`kubeconfig`, or a service account). never: not "
-                "at all; only `nvidia` and `aws` work then."
+                "at all; then only families work whose device ids name GPUs."
             )
         ),
     ] = "auto"
