@@ -152,7 +152,7 @@ async def test_a_static_pod_gives_way_to_nobody() -> None:
 
 
 async def test_a_pod_alone_never_gives_way() -> None:
-    """Of the other one nothing is known, so it may be gone already."""
+    """The other one may be gone already, since nothing is known of it."""
     place, (train, _) = await given_twice(plain("train"), plain("serve"))
     place.book.replace([train])
     for _ in range(3):
@@ -183,7 +183,7 @@ async def test_an_ambiguity_of_an_hour_ago_is_over() -> None:
 
 
 async def test_an_identified_start_ends_the_ambiguity() -> None:
-    """What the records said before was a moment's reading, and is no part of another one."""
+    """An earlier reading of the records is no part of a later ambiguity."""
     place, (_, serve) = await given_twice(plain("train"), plain("serve"))
     both = place.checkpoint, place.pod_resources
     await refused(place)

@@ -47,7 +47,7 @@ class Server:
 
     async def delete(self, path: str, *, uid: str) -> bytes:
         """Nobody deletes."""
-        raise NotImplementedError
+        raise AssertionError("the extender deletes nothing")
 
     def _do(self, verb: str, path: str, body: Mapping[str, Any]) -> bytes:
         self.requests.append((verb, path, body))
@@ -205,6 +205,26 @@ async def test_a_refused_bind_gives_the_cards_back(verb: str) -> None:
 
 
 @pytest.mark.looptime
+async def test_a_pod_that_may_be_bound_goes_nowhere_else() -> None:
+    """kube-scheduler tries again after a bind without an answer. On its first Node the pod may be
+    bound once more, and its cards there are not given away meanwhile.
+    """
+    cluster, pod = Cluster(2), a_pod(**WHOLE)
+    cluster.filter(pod, "n0")
+    cluster.server.failure["POST"] = ClusterError("no answer within 15 s")
+    await cluster.bind(pod, "n0")
+    refused = cluster.filter(pod, "n1")
+    assert "has not said whether pod default/train was bound to n0" in refused["Error"]
+    assert cluster.book.taken("n1") == ((0, 0, 0), (0, 0, 0))
+    assert cluster.filter(pod, "n0", "n1")["NodeNames"] == ["n0"]
+    await asyncio.sleep(10 * GRACE_SECONDS)
+    cluster.extender.take_back()
+    assert cluster.filter(a_pod("b", **WHOLE), "n0")["NodeNames"] == []
+    cluster.server.failure.clear()
+    assert await cluster.bind(pod, "n0") == ""
+
+
+@pytest.mark.looptime
 async def test_a_bind_without_an_answer_keeps_the_cards() -> None:
     """The pod may be bound; only the watch can tell."""
     cluster, pod = Cluster(1), a_pod(**WHOLE)
@@ -252,7 +272,8 @@ async def test_nonsense_in_a_bound_pod_is_told_and_costs_nothing_else() -> None:
     cluster = Cluster(1)
     bound = a_pod("a", node="n0", **SMALL)
     bound["metadata"]["annotations"] = {"nvidia.com/pre-allocated": "nonsense"}
-    cluster.extender.see_pod(decode.pod(json.dumps(bound).encode()))
+    for _ in range(3):  # each change of the pod shows it again
+        cluster.extender.see_pod(decode.pod(json.dumps(bound).encode()))
     (told,) = [
         entry.facts
         for entry in cluster.journal.entries
@@ -321,6 +342,17 @@ async def test_bad_arguments_get_one_sentence_and_keep_no_card(body: bytes, erro
     assert len(answer["Error"]) < 1000
     assert (answer["NodeNames"], answer["FailedNodes"]) == (None, {})
     assert cluster.book.taken("n0") == ((0, 0, 0), (0, 0, 0))
+
+
+@pytest.mark.parametrize("name", ["../../nodes/n0", "", "A", "a" * 300])
+async def test_a_name_that_leads_elsewhere_is_no_path(name: str) -> None:
+    """Anybody in the scheduler's pod can send a bind."""
+    cluster = Cluster()
+    for field in ("PodName", "PodNamespace", "Node"):
+        arguments = {"PodName": "a", "PodNamespace": "b", "PodUID": "c", "Node": "n0", field: name}
+        answer = json.loads(await cluster.extender.bind(json.dumps(arguments).encode()))
+        assert "is not a name that Kubernetes allows" in answer["Error"]
+    assert cluster.server.requests == []
 
 
 @pytest.mark.parametrize("body", [b"", b"{}", b'{"PodName": 5}', b"[" * 100_000])

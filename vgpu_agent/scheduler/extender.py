@@ -17,6 +17,8 @@ import msgspec
 
 from vgpu_agent.cluster.api import pod_path
 from vgpu_agent.errors import AgentError, ClusterError, RequestRefusedError
+from vgpu_agent.log import ChangeFilter
+from vgpu_agent.placement.nodes.book import Choice
 from vgpu_agent.placement.nodes.reasons import Reason
 from vgpu_agent.scheduler.messages import (
     BindingResult,
@@ -32,7 +34,7 @@ if TYPE_CHECKING:
     from vgpu_agent.families.scheduling import SchedulingFamily
     from vgpu_agent.journal import Journal
     from vgpu_agent.nodes import Node
-    from vgpu_agent.placement.nodes.book import Book, Choice, Holding
+    from vgpu_agent.placement.nodes.book import Book, Holding
     from vgpu_agent.placement.nodes.demand import PodDemand
     from vgpu_agent.pods import DesiredPod, Pod
     from vgpu_agent.scheduler.messages import BindingArguments, FilterArguments
@@ -90,6 +92,8 @@ class Extender:
         self._api, self._journal = api, journal
         self._grace_seconds, self._clock = grace_seconds, clock
         self._promises: dict[str, _Promise] = {}
+        # by UID, so that a pod with nonsense is told once and not at each of its changes
+        self._unreadable = ChangeFilter()
 
     # -- what the watches show ---------------------------------------------------------------------
 
@@ -113,9 +117,13 @@ class Extender:
             holding = self._family.read_holding(pod)
         except AgentError as err:
             holding = None
-            self._journal.record(
-                "scheduler.claims_unreadable", level="warning", pod=pod.full_name, error=str(err)
-            )
+            if self._unreadable.is_new(pod.uid, str(err)):
+                self._journal.record(
+                    "scheduler.claims_unreadable",
+                    level="warning",
+                    pod=pod.full_name,
+                    error=str(err),
+                )
         self._promises.pop(pod.uid, None)
         if holding is None:
             self._book.release(pod.uid)
@@ -123,7 +131,8 @@ class Extender:
             self._book.hold(pod.uid, holding)
 
     def forget_pod(self, uid: str) -> None:
-        """Forget a pod that was deleted."""
+        """Forget a pod that was deleted or has ended."""
+        self._unreadable.over(uid)
         self._promises.pop(uid, None)
         self._book.release(uid)
 
@@ -160,7 +169,7 @@ class Extender:
         candidates = arguments.candidates()
         if not candidates:
             raise RequestRefusedError("No schedulable nodes")
-        choice = self._promised(pod, wanted, candidates) or self._choose(pod, wanted, candidates)
+        choice = self._kept(pod, wanted, candidates) or self._choose(pod, wanted, candidates)
         failed = {
             name: choice.reasons.get(name, Reason.AlreadyScheduledElsewhere).value
             for name in candidates
@@ -171,17 +180,26 @@ class Extender:
         chosen = candidates.get(choice.node)
         return FilterResult({"items": [] if chosen is None else [chosen]}, None, failed)
 
-    def _promised(
-        self, pod: Pod, wanted: PodDemand, candidates: Mapping[str, object]
-    ) -> Choice | None:
+    def _kept(self, pod: Pod, wanted: PodDemand, candidates: Mapping[str, object]) -> Choice | None:
         """Return what the pod was promised on one of the candidates, None if that is nothing. The
-        promise begins anew.
+        time of the promise begins anew.
+
+        Raises:
+            RequestRefusedError: the pod may be bound to another Node already.
         """
         promise = self._promises.get(pod.uid)
-        if promise is None or promise.holding.node not in candidates or promise.wanted != wanted:
+        if promise is None:
             return None
-        self._promise(pod.uid, promise.holding, wanted)
-        return self._book.kept(promise.holding)
+        node = promise.holding.node
+        if node in candidates and promise.wanted == wanted:
+            promise.until = asyncio.get_running_loop().time() + self._grace_seconds
+            return Choice(node, promise.holding, {})
+        if promise.binding:
+            raise RequestRefusedError(
+                f"the API server has not said whether pod {pod.full_name} was bound to {node}; "
+                "until the watch shows it, the pod can only go there"
+            )
+        return None
 
     def _choose(self, pod: Pod, wanted: PodDemand, candidates: Mapping[str, object]) -> Choice:
         """Choose a Node and keep its cards for the pod, in the place of those on another one."""

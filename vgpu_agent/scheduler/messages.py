@@ -4,11 +4,16 @@ vgpu-manager §5.1). Their keys are the names of Go's fields.
 
 from __future__ import annotations
 
+from typing import TypeVar
+
 import msgspec
 
-from vgpu_agent.errors import RequestRefusedError, shortened
+from vgpu_agent.errors import RequestRefusedError, quoted, shortened
+from vgpu_agent.pods import is_object_name
 
 _LONGEST_ERROR = 500
+
+_Arguments = TypeVar("_Arguments")
 
 
 class _Metadata(msgspec.Struct):
@@ -81,23 +86,26 @@ def filter_arguments(body: bytes) -> FilterArguments:
     Raises:
         RequestRefusedError: they are none.
     """
-    try:
-        return msgspec.json.decode(body, type=FilterArguments)
-    except (msgspec.MsgspecError, RecursionError) as err:
-        raise RequestRefusedError(
-            f"no ExtenderArgs: {shortened(str(err), _LONGEST_ERROR)}"
-        ) from err
+    return _decoded(body, FilterArguments, "ExtenderArgs")
 
 
 def binding_arguments(body: bytes) -> BindingArguments:
     """Decode the arguments of a bind.
 
     Raises:
-        RequestRefusedError: they are none.
+        RequestRefusedError: they are none, or a name is not what Kubernetes allows.
     """
+    found = _decoded(body, BindingArguments, "ExtenderBindingArgs")
+    for name in (found.pod_namespace, found.pod_name, found.node):  # parts of a request's path
+        if not is_object_name(name):
+            raise RequestRefusedError(
+                f"{quoted(name)} is not a name that Kubernetes allows; nothing is bound"
+            )
+    return found
+
+
+def _decoded(body: bytes, form: type[_Arguments], name: str) -> _Arguments:
     try:
-        return msgspec.json.decode(body, type=BindingArguments)
+        return msgspec.json.decode(body, type=form)
     except (msgspec.MsgspecError, RecursionError) as err:
-        raise RequestRefusedError(
-            f"no ExtenderBindingArgs: {shortened(str(err), _LONGEST_ERROR)}"
-        ) from err
+        raise RequestRefusedError(f"no {name}: {shortened(str(err), _LONGEST_ERROR)}") from err

@@ -137,7 +137,7 @@ def test_an_answer_names_the_instances() -> None:
 
 
 def test_instances_beside_held_ones_are_preferred() -> None:
-    """That keeps other GPUs free. An instance of another profile is no holder."""
+    """So other GPUs stay free. An instance of another profile is no holder."""
     others = golden_slices("1g.10gb", 9728, 2, letter="f")
     inventory = divided(SMALL, (*others, *LARGE))
     small = family().resources(inventory)[0]

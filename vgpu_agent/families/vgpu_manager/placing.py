@@ -15,7 +15,7 @@ from vgpu_agent.errors import CapacityError, RequestRefusedError, listed, quoted
 from vgpu_agent.families.family import Remark
 from vgpu_agent.families.vgpu_manager.node_state import link_types
 from vgpu_agent.families.vgpu_manager.offer import cores_percent, memory_mib, shared_gpus
-from vgpu_agent.families.vgpu_manager.requests import read_request
+from vgpu_agent.families.vgpu_manager.requests import listed_texts, read_request
 from vgpu_agent.model import Share
 from vgpu_agent.placement.mixing import OTHERS
 from vgpu_agent.placement.rooms import DeviceDemand, fitting_rooms
@@ -44,9 +44,6 @@ if TYPE_CHECKING:
 # Reasons of events on the pod; the same as the extender's for pods that it places (vgpu-manager
 # §5.2).
 POLICY_INVALID, TOPOLOGY_FALLBACK = "PolicyInvalid", "TopologyFallback"
-
-# A list of cards in an annotation is compared with each card.
-_LONGEST_LIST = 4096
 
 
 class Placed(msgspec.Struct, frozen=True):
@@ -139,19 +136,9 @@ def _unwanted(pod: Pod, question: Question, options: VgpuManagerOptions) -> dict
     §4.1).
     """
     keys = options.keys
-
-    def entries(key: str) -> tuple[str, ...]:
-        text = pod.annotations.get(key, "")
-        if len(text) > _LONGEST_LIST:
-            raise RequestRefusedError(
-                f"pod {pod.full_name}: annotation {key} has {len(text)} characters; expected a "
-                f"list of at most {_LONGEST_LIST}"
-            )
-        return tuple(entry for each in text.lower().split(",") if (entry := each.strip()))
-
     rules = (
-        ("type", entries(keys.include_type), entries(keys.exclude_type)),
-        ("UUID", entries(keys.include_uuid), entries(keys.exclude_uuid)),
+        ("type", listed_texts(pod, keys.include_type), listed_texts(pod, keys.exclude_type)),
+        ("UUID", listed_texts(pod, keys.include_uuid), listed_texts(pod, keys.exclude_uuid)),
     )
     reasons = {}
     for gpu in shared_gpus(question.inventory, options):

@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 OVERSOLD, DISABLED = "CUDA_MEM_OVERSOLD", DISABLED_BY
 
 _MAX_MIB = 2**40  # more than any card has
+_LONGEST_LIST = 4096
 
 
 class Request(msgspec.Struct, frozen=True):
@@ -72,6 +73,22 @@ def compute_policy(pod: Pod, node_annotations: Mapping[str, str], keys: Keys) ->
         with contextlib.suppress(ValueError):
             return ComputePolicy(texts.get(keys.compute_policy, "").strip().lower())
     return ComputePolicy.FIXED
+
+
+def listed_texts(pod: Pod, key: str) -> tuple[str, ...]:
+    """Return the entries of a list of cards in an annotation, in small letters (vgpu-manager §4.1).
+
+    Raises:
+        RequestRefusedError: the list is longer than any real one; each entry is compared with each
+            card.
+    """
+    text = pod.annotations.get(key, "")
+    if len(text) > _LONGEST_LIST:
+        raise RequestRefusedError(
+            f"pod {pod.full_name}: annotation {key} has {len(text)} characters; expected a "
+            f"list of at most {_LONGEST_LIST}"
+        )
+    return tuple(entry for each in text.lower().split(",") if (entry := each.strip()))
 
 
 def read_request(pod: Pod, container: PodContainer, keys: Keys, factor: int) -> Request:

@@ -139,14 +139,16 @@ class Book:
     def put_node(self, name: str, described: NodeCards | Unfit) -> None:
         """Describe a Node, known or new."""
         node = self._nodes.setdefault(name, _Node())
-        self._drop_states(node)
+        states = None
         if isinstance(described, Unfit):
             node.uuids, node.unfit = (), described.reason
         else:
             hardware = described.hardware
             node.uuids = described.uuids
-            node.states = self._states.setdefault(hardware, _States(hardware))
-            node.states.nodes += 1
+            states = self._states.setdefault(hardware, _States(hardware))
+            states.nodes += 1  # before the old ones go, which may be the same
+        self._drop_states(node)
+        node.states = states
         _refresh(node)
 
     def remove_node(self, name: str) -> None:
@@ -191,11 +193,6 @@ class Book:
             _refresh(node)
         return holding
 
-    def holding(self, uid: str) -> Holding | None:
-        """Return what a pod holds."""
-        name = self._node_of.get(uid)
-        return None if name is None else self._nodes[name].holdings[uid]
-
     def taken(self, name: str) -> tuple[Amounts, ...]:
         """Return what pods take of each card of a Node: slots, MiB, percent; empty where it is not
         described.
@@ -235,15 +232,6 @@ class Book:
             if isinstance(placed, Placement):
                 return Choice(best, _holding(best, node, demand, placed), reasons)
         return Choice("", None, reasons)
-
-    def kept(self, holding: Holding) -> Choice:
-        """Return the choice of what is held already."""
-        return Choice(holding.node, holding, {})
-
-    def refusal(self, demand: Demand, name: str) -> Refusal | None:
-        """Return in detail why a pod does not fit on a Node, None if it does."""
-        found = _place(demand, self._nodes.get(name) or _Node())
-        return found if isinstance(found, Refusal) else None
 
     def _verdict_of(self, demand: Demand) -> Callable[[_Node], _Verdict]:
         if demand.names_cards:

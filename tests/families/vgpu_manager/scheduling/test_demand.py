@@ -1,4 +1,4 @@
-"""What a pod asks of its Node."""
+"""The demand of a pod on its Node."""
 
 from __future__ import annotations
 

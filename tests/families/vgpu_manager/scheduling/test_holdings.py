@@ -1,4 +1,4 @@
-"""What a pod holds by its annotations, which any user may have written."""
+"""The holding of a pod by its annotations, which any user may have written."""
 
 from __future__ import annotations
 

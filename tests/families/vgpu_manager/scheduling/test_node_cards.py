@@ -1,4 +1,4 @@
-"""What the annotations of a Node say about its cards, and Nodes whose texts are nonsense."""
+"""The cards of a Node by its annotations, and Nodes whose texts are nonsense."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def test_a_node_of_the_contract_is_read() -> None:
 
 
 def test_nodes_of_one_kind_have_equal_hardware() -> None:
-    """What is computed for one of them counts for all, whatever their cards' UUIDs are."""
+    """A result for one of them counts for all, whatever their cards' UUIDs are."""
     other = read_cards(node_texts([entry(card, uuid=uuid(7, card)) for card in range(2)]), 20, KEYS)
     assert isinstance(other, NodeCards)
     assert other.hardware == cards(2).hardware

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from vgpu_agent.errors import RequestRefusedError
-from vgpu_agent.families.vgpu_manager.requests import asks, read_request
+from vgpu_agent.families.vgpu_manager.requests import asks, listed_texts, read_request
 from vgpu_agent.placement.nodes.demand import (
     PHYSICAL,
     VIRTUAL,
@@ -21,8 +21,7 @@ if TYPE_CHECKING:
     from vgpu_agent.families.vgpu_manager.keys import Keys
     from vgpu_agent.pods import Pod
 
-# Lists in annotations are compared with each card of each Node.
-_LONGEST_LIST, _MAX_ENTRIES = 4096, 64
+_MAX_ENTRIES = 64  # of a list in an annotation; each is compared with each card of each Node
 
 
 def read_demand(pod: Pod, keys: Keys) -> PodDemand | None:
@@ -49,13 +48,7 @@ def read_demand(pod: Pod, keys: Keys) -> PodDemand | None:
         return found if found in words else NONE
 
     def entries(key: str) -> tuple[str, ...]:
-        text = pod.annotations.get(key, "")
-        if len(text) > _LONGEST_LIST:
-            raise RequestRefusedError(
-                f"pod {pod.full_name}: annotation {key} has {len(text)} characters; expected a "
-                f"list of at most {_LONGEST_LIST}"
-            )
-        found = {entry for each in text.lower().split(",") if (entry := each.strip())}
+        found = set(listed_texts(pod, key))
         if len(found) > _MAX_ENTRIES:
             raise RequestRefusedError(
                 f"pod {pod.full_name}: annotation {key} has {len(found)} entries; expected at most "
