@@ -299,6 +299,15 @@ async def test_a_pod_that_asks_for_no_card_goes_anywhere() -> None:
     assert body["metadata"]["annotations"] == {}
 
 
+async def test_another_pod_of_the_name_is_not_bound() -> None:
+    """It was made anew since kube-scheduler read it, and may ask for cards now."""
+    cluster, pod = Cluster(), a_pod()
+    new = {**pod, "metadata": {**pod["metadata"], "uid": "uid-new"}}
+    cluster.server.pods["/api/v1/namespaces/default/pods/train"] = new
+    assert "no cards are kept for pod default/train" in await cluster.bind(pod, "n0")
+    assert cluster.server.requests == []
+
+
 async def test_nodes_are_answered_in_the_form_in_which_they_came() -> None:
     """A scheduler without ``nodeCacheCapable`` sends and wants objects."""
     cluster = Cluster()
