@@ -36,6 +36,7 @@ _SKIPPED_NAMES = ("NVIDIA DGX Display", "DGX Display")
 
 # characters; the kernel has at most 1024 nodes, so anything longer is no number of one
 _NUMA_FILE_LIMIT = 8
+_NO_NUMA_NODE = "-1"  # the kernel's NUMA_NO_NODE: a virtual machine, or one node for all
 
 
 class Card(msgspec.Struct, frozen=True):
@@ -77,8 +78,8 @@ class NumaNodes:
         self._troubles: dict[str, str] = {}
 
     def node(self, pci_bus_id: str) -> tuple[int | None, str]:
-        """Return the NUMA node of the card at this PCI address, None when the kernel reports none;
-        and a warning where there is an error that is new.
+        """Return the NUMA node of the card at this PCI address, None when the kernel reports none
+        (-1, as in a virtual machine); and a warning where there is an error that is new.
         """
         path = self._directory / pci_bus_id / "numa_node"
         node, trouble = None, ""
@@ -88,13 +89,10 @@ class NumaNodes:
         except OSError as err:
             trouble = f"{path}: {err.strerror or err}; the GPU has no NUMA node; check /sys"
         else:
-            digits = text.removeprefix("-")
-            if not (digits.isascii() and digits.isdigit() and len(text) <= _NUMA_FILE_LIMIT):
-                trouble = f"{path}: expected a NUMA node, got {text!r}; the GPU gets none"
-            elif text.startswith("-"):
-                trouble = f"{path}: the kernel knows no NUMA node ({text}); the GPU gets none"
-            else:
+            if text.isascii() and text.isdigit() and len(text) <= _NUMA_FILE_LIMIT:
                 node = int(text)
+            elif text != _NO_NUMA_NODE:
+                trouble = f"{path}: expected a NUMA node, got {text!r}; the GPU gets none"
         news = trouble if trouble != self._troubles.get(pci_bus_id, "") else ""
         self._troubles[pci_bus_id] = trouble
         return node, news
